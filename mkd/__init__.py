@@ -1,0 +1,1 @@
+"""mkd: Megatron Knowledge Distillation."""

@@ -1,0 +1,25 @@
+"""What a user can get wrong, one class for each thing they would go and change.
+
+Every message says what is wrong, the value that was seen, and the flag or file to change. Internal invariants stay
+`assert`s; these classes are for input.
+"""
+
+
+class MkdError(Exception):
+    """Base of all errors that a user can mend."""
+
+
+class MkdConfigError(MkdError):
+    """A flag, or flags that contradict each other."""
+
+
+class MkdDataError(MkdError):
+    """Training or validation data that is missing, empty or does not fit the model."""
+
+
+class MkdCheckpointError(MkdError):
+    """A Hugging Face folder or a Megatron checkpoint that is missing, torn or of another model."""
+
+
+class MkdCacheError(MkdError):
+    """A cache of teacher signals that is missing, torn or of another teacher."""
