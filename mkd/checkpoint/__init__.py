@@ -1,0 +1,1 @@
+"""Hugging Face folders and Megatron checkpoints: reading, loading and writing."""

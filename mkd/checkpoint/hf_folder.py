@@ -1,0 +1,248 @@
+"""A Hugging Face model folder: checked before a weight is read, then read slice by slice."""
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from mkd.errors import MkdCheckpointError
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+ASSET_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+# config.json keys that say how a folder was written or is used, not which model it holds
+_VOLATILE_KEYS = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "pretraining_tp"}
+_MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
+_SAMPLE_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where one tensor lies: `offset` and `nbytes` count bytes inside `file`."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+    nbytes: int
+
+
+class HFFolder:
+    """A folder with `config.json` and safetensors weights.
+
+    Construction reads only JSON and the safetensors headers, and raises `MkdCheckpointError` when the folder is
+    missing, empty, incomplete or torn. Every message names `flag`, the command-line flag that gave the folder.
+    """
+
+    def __init__(self, path: str | os.PathLike, flag: str) -> None:
+        self.path = Path(path)
+        self.flag = flag
+        self._check_folder()
+        self.config: dict[str, Any] = read_json_object(self.path / "config.json", flag)
+        self._entries = self._read_headers()
+        self.tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            name: (entry.shape, entry.dtype) for name, entry in self._entries.items()
+        }
+        self._open_file: tuple[Path, Any] | None = None
+
+    def error(self, text: str) -> MkdCheckpointError:
+        """An error about this folder that names it and its flag."""
+        return MkdCheckpointError(f"{self.flag} {self.path}: {text}")
+
+    def read(self, name: str, rows: slice | None = None, cols: slice | None = None) -> Tensor:
+        """The tensor `name`, or a block of its first (`rows`) and second (`cols`) dimension, as stored, on the CPU.
+
+        Only the bytes of the block are read. Raises `MkdCheckpointError` when the folder has no such tensor.
+        """
+        if name not in self._entries:
+            raise self.error(f"there is no tensor {name}")
+        view = self._reader(self._entries[name].file).get_slice(name)
+        if cols is not None:
+            return view[rows or slice(None), cols]
+        return view[rows or slice(None)] if view.get_shape() else view[...]
+
+    def tokenizer_hash(self) -> str | None:
+        """128-bit hex hash of the tokenizer's vocabulary, merges and added tokens; None when there is no tokenizer.
+
+        Two folders with equal hashes give the same ids the same meaning. The chat template does not count.
+        """
+        return tokenizer_hash(self.path, self.flag)
+
+    def fingerprint(self) -> str:
+        """128-bit hex hash of config.json and, for each tensor, its name, shape, dtype and 8 KiB of its bytes.
+
+        It does not depend on how the weights are cut into files. Sampling keeps it fast for hundreds of gigabytes; two
+        checkpoints of one training run differ in every sampled block.
+        """
+        digest = hashlib.blake2b(digest_size=16)
+        kept = {key: value for key, value in self.config.items() if key not in _VOLATILE_KEYS}
+        digest.update(json.dumps(kept, sort_keys=True).encode())
+        for name in sorted(self._entries):
+            entry = self._entries[name]
+            digest.update(f"{name} {entry.shape} {entry.dtype}".encode())
+            with entry.file.open("rb") as file:
+                for start in (0, entry.nbytes // 2):
+                    file.seek(entry.offset + start)
+                    digest.update(file.read(min(_SAMPLE_BYTES, entry.nbytes - start)))
+        return digest.hexdigest()
+
+    def assets(self) -> list[Path]:
+        """config.json, generation_config.json, tokenizer files and chat template: what an export carries along."""
+        return [self.path / name for name in ASSET_FILES if (self.path / name).is_file()]
+
+    def _check_folder(self) -> None:
+        if not self.path.exists():
+            raise self.error("the folder does not exist")
+        if not self.path.is_dir():
+            raise self.error("this is a file; give the folder that holds config.json and the safetensors files")
+        names = {entry.name for entry in self.path.iterdir()}
+        if not names:
+            raise self.error("the folder is empty")
+        if "config.json" not in names:
+            raise self.error("there is no config.json; give the folder of a Hugging Face model")
+        if not names & {WEIGHTS, INDEX}:
+            raise self.error(f"there is neither {WEIGHTS} nor {INDEX}; other weight formats are not read")
+
+    def _read_headers(self) -> dict[str, TensorEntry]:
+        if (self.path / WEIGHTS).is_file():
+            return read_safetensors_header(self.path / WEIGHTS, self.flag)
+        files = self._indexed_files()
+        entries: dict[str, TensorEntry] = {}
+        for file, names in files.items():
+            header = read_safetensors_header(self.path / file, self.flag)
+            for name in names:
+                if name not in header:
+                    raise self.error(f"{INDEX} places tensor {name} in {file}, which does not contain it")
+            for name in header.keys() & entries.keys():
+                raise self.error(f"tensor {name} is both in {entries[name].file.name} and in {file}")
+            entries.update(header)
+        return entries
+
+    def _indexed_files(self) -> dict[str, list[str]]:
+        """The shard files that the index names, with the tensors that should be in each."""
+        weight_map = read_json_object(self.path / INDEX, self.flag).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise self.error(f'{INDEX} has no "weight_map"')
+        files: dict[str, list[str]] = {}
+        for name, file in weight_map.items():
+            # A plain file name cannot leave the folder. Links may: the hub's cache keeps weights behind them.
+            if not isinstance(file, str) or file in ("", ".", "..") or Path(file).name != file or "\\" in file:
+                raise self.error(f"{INDEX} places tensor {name} in {file!r}, which is not a file name in this folder")
+            files.setdefault(file, []).append(name)
+        for file in files:
+            if not (self.path / file).is_file():
+                raise self.error(f"{INDEX} names {file}, which is missing")
+        return files
+
+    def _reader(self, file: Path) -> Any:
+        # One file is kept open: reads go layer by layer, and mapped pages of closed files are not memory in use.
+        if self._open_file is None or self._open_file[0] != file:
+            self._open_file = (file, safe_open(file, framework="pt"))
+        return self._open_file[1]
+
+
+def read_json_object(path: Path, flag: str) -> dict[str, Any]:
+    """The JSON object in a file; `MkdCheckpointError` naming the file when it is not one."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise MkdCheckpointError(f"{flag}: {path} is not readable JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise MkdCheckpointError(f"{flag}: {path} holds a JSON {type(value).__name__}, an object is needed")
+    return value
+
+
+def read_safetensors_header(path: Path, flag: str) -> dict[str, TensorEntry]:
+    """The tensors of one safetensors file, after checking that the file is whole.
+
+    Format: 8 bytes little-endian header length, JSON header, tensor bytes. `MkdCheckpointError` names the file when the
+    header is cut off or is not JSON, when tensors overlap or leave gaps, and when the file is not as long as it says.
+    """
+
+    def fail(text: str) -> MkdCheckpointError:
+        return MkdCheckpointError(f"{flag}: {path} {text}")
+
+    seen = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if seen < 8 or length > _MAX_HEADER_BYTES:
+            raise fail(f"is not a safetensors file ({seen} bytes, header length {length})")
+        if seen < 8 + length:
+            raise fail(f"is truncated inside its header: {8 + length} bytes expected, {seen} seen")
+        raw = file.read(length)
+    try:
+        header = json.loads(raw)
+        header.pop("__metadata__", None)
+        entries = {name: _entry(path, 8 + length, info) for name, info in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise fail(f"has a damaged safetensors header ({error!r})") from error
+    end = 8 + length
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if entry.offset != end:
+            raise fail(f"has a damaged safetensors header (tensor {name} starts at byte {entry.offset}, not {end})")
+        end += entry.nbytes
+    if seen != end:
+        raise fail(f"is {'truncated' if seen < end else 'too long'}: {end} bytes expected, {seen} seen")
+    return entries
+
+
+def _entry(path: Path, base: int, info: dict[str, Any]) -> TensorEntry:
+    dtype, shape = DTYPES[info["dtype"]], tuple(info["shape"])
+    begin, end = info["data_offsets"]
+    if end - begin != torch.Size(shape).numel() * dtype.itemsize:
+        raise ValueError(f"{end - begin} bytes for a {info['dtype']} tensor of shape {list(shape)}")
+    return TensorEntry(path, shape, dtype, base + begin, end - begin)
+
+
+def tokenizer_hash(path: Path, flag: str) -> str | None:
+    """See `HFFolder.tokenizer_hash`; `path` is any folder with tokenizer files."""
+    if (path / "tokenizer.json").is_file():
+        content = read_json_object(path / "tokenizer.json", flag)
+        model = content.get("model") or {}
+        merges = [m if isinstance(m, str) else " ".join(m) for m in model.get("merges") or []]
+        added = [[token.get("id"), token.get("content")] for token in content.get("added_tokens") or []]
+        parts = {"type": model.get("type"), "vocab": model.get("vocab"), "merges": merges, "added": added}
+        return hash_hex(json.dumps(parts, sort_keys=True).encode())
+    files = [path / name for name in ("tokenizer.model", "vocab.json", "merges.txt") if (path / name).is_file()]
+    return hash_hex(*(file.read_bytes() for file in files)) if files else None
+
+
+def hash_hex(*parts: bytes) -> str:
+    """128-bit BLAKE2b of the parts one after the other, as 32 hexadecimal digits."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
