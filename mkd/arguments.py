@@ -1,0 +1,257 @@
+"""Between the command line and everything else: the only reader of Megatron's arguments.
+
+`KDConfig` becomes the `--kd-*` flags; every other flag is Megatron's own.
+"""
+
+import sys
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.training.argument_utils import ArgumentGroupFactory
+from megatron.training.arguments import add_megatron_arguments, parse_args, validate_args
+from megatron.training.checkpointing import load_args_from_checkpoint
+from megatron.training.global_vars import set_global_variables
+
+from mkd import cpu
+from mkd.cpu.flags import set_cpu_values
+from mkd.config import KDConfig
+from mkd.errors import MkdCheckpointError, MkdConfigError, MkdDataError
+
+# Beginnings of Megatron flags that say something else about the loss, the teacher or what is trained, and what to use.
+# Checked on the command line itself: some of them exist only where further packages are installed.
+CONTRADICTIONS: dict[str, str] = {
+    "--logits-save-": "--kd-teacher-hf or --kd-teacher-load (mkd runs the teacher itself)",
+    "--logits-load-": "--kd-teacher-hf or --kd-teacher-load (mkd runs the teacher itself)",
+    "--export-kd-": "--kd-teacher-load, --kd-loss, --kd-temperature and --kd-ratio",
+    "--freeze-all-layers": "--kd-ratio (the student is what is trained)",
+    "--ddp-average-in-collective": "--kd-ratio (mkd divides once by the step's supervised tokens, over all ranks)",
+    "--yaml-cfg": "flags such as --kd-ratio on the command line (mkd reads no YAML configuration)",
+    "--perform-rl-step": "--kd-ratio (mkd distils; it has no reinforcement learning)",
+    "--hybrid-layer-pattern": "--num-layers or --kd-student-hf (mkd trains GPT models)",
+    "--mtp-num-layers": "--num-layers or --kd-student-hf (mkd has no loss for multi-token prediction)",
+}
+
+# Architecture values that are choices of the training run rather than facts of the weights.
+_RUN_CHOICES = {"attention_dropout", "hidden_dropout"}
+
+
+class _KDFlags(ArgumentGroupFactory):
+    """Flags named `--kd-<field>`, stored as `kd_<field>`."""
+
+    def _format_arg_name(self, config_attr_name: str, prefix: str | None = None) -> str:
+        words = ["kd", prefix, config_attr_name] if prefix else ["kd", config_attr_name]
+        return "--" + "-".join(words).replace("_", "-")
+
+    def _build_argparse_kwargs_from_field(self, attribute: Any) -> dict[str, Any]:
+        kwargs = super()._build_argparse_kwargs_from_field(attribute)
+        kwargs["dest"] = f"kd_{attribute.name}"
+        kwargs["help"] = kwargs["help"].replace("%", "%%")
+        return kwargs
+
+
+def add_kd_flags(parser: ArgumentParser) -> ArgumentParser:
+    """Add one flag for each field of `KDConfig`, with the field's docstring as help."""
+    _KDFlags(KDConfig).build_group(parser, title="knowledge distillation")
+    return parser
+
+
+def flags_given(argv: list[str] | None = None) -> dict[str, str]:
+    """The flags on the command line: Megatron's argument name -> the flag as it was written."""
+    parser = add_kd_flags(add_megatron_arguments(ArgumentParser(allow_abbrev=False)))
+    written = {word.split("=")[0] for word in (sys.argv[1:] if argv is None else argv)}
+    given = {}
+    for action in parser._actions:
+        for flag in written.intersection(action.option_strings):
+            given[action.dest] = flag
+    return given
+
+
+def parse_command_line() -> tuple[Namespace, KDConfig]:
+    """Parse all flags and check those that contradict distillation or each other. Nothing global is set yet."""
+    refuse_contradictions(sys.argv[1:])
+    args = parse_args(add_kd_flags)
+    prefix = "kd_"
+    fields = {name.removeprefix(prefix): value for name, value in vars(args).items() if name.startswith(prefix)}
+    return args, KDConfig(**fields)
+
+
+def refuse_contradictions(argv: list[str]) -> None:
+    """Raise MkdConfigError for a Megatron flag that contradicts distillation, naming what to use instead."""
+    for word in argv:
+        for beginning, instead in CONTRADICTIONS.items():
+            if word.startswith(beginning):
+                raise MkdConfigError(f"{word.split('=')[0]} contradicts distillation: use {instead} instead")
+
+
+def adopt_architecture(args: Namespace, architecture: dict[str, Any], origin: str) -> None:
+    """Set the model's size and kind from a folder, in place.
+
+    Args:
+        args: Megatron's parsed arguments.
+        architecture: Megatron argument name -> value.
+        origin: the flag and folder that say so, for error messages.
+
+    Raises:
+        MkdConfigError: a flag on the command line says something else.
+    """
+    given = flags_given()
+    for name, value in architecture.items():
+        if name in given and getattr(args, name) != value:
+            if name in _RUN_CHOICES:
+                continue
+            raise MkdConfigError(
+                f"{given[name]} is {getattr(args, name)}, but {origin} has {value}: leave {given[name]} out, "
+                "the architecture is read from the folder"
+            )
+        setattr(args, name, value)
+
+
+def finish(args: Namespace, kd: KDConfig) -> None:
+    """Check the arguments, fill in what depends on others, and make them megatron's global ones.
+
+    Raises:
+        MkdConfigError: sizes that do not divide, or anything megatron itself refuses.
+        MkdCheckpointError: `--load` names a folder without a checkpoint.
+    """
+    _check_load(args)
+    if args.use_checkpoint_args:
+        load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
+        load_args_from_checkpoint(args)
+    if cpu.wanted():
+        changed = set_cpu_values(args)
+        if changed and args.rank == 0:
+            print(f"mkd: on CPU: {', '.join(f'{n}={getattr(args, n)}' for n in changed)}")
+    elif args.gradient_accumulation_fusion and not _has_fused_weight_gradient():
+        args.gradient_accumulation_fusion = False
+        if args.rank == 0:
+            print("mkd: NVIDIA Apex is not installed: gradient_accumulation_fusion=False")
+    # The one divisor of a step is its number of supervised tokens, over all ranks (docs/losses.md).
+    args.calculate_per_token_loss = True
+    check_layout(args)
+    try:
+        validate_args(args)
+    except (AssertionError, ValueError) as error:
+        raise MkdConfigError(f"megatron refuses the flags: {error}") from error
+    if args.tokenizer_type is None:
+        raise MkdConfigError("--tokenizer-type is missing (HuggingFaceTokenizer with --tokenizer-model DIR, or another)")
+    set_global_variables(args)
+
+
+def _has_fused_weight_gradient() -> bool:
+    try:
+        import fused_weight_gradient_mlp_cuda  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def has_checkpoint(folder: str | None) -> bool:
+    """Whether a Megatron checkpoint folder has something to load."""
+    return folder is not None and (Path(folder) / "latest_checkpointed_iteration.txt").is_file()
+
+
+def resumes(args: Namespace) -> bool:
+    """Whether weights come from the checkpoint in `--load`, and not from `--kd-student-hf` or a random start."""
+    return has_checkpoint(args.load)
+
+
+def _check_load(args: Namespace) -> None:
+    if args.load is None or has_checkpoint(args.load):
+        return
+    # The same folder in --load and --save is how a job that restarts itself starts for the first time.
+    if args.save is not None and Path(args.load).resolve() == Path(args.save).resolve():
+        return
+    raise MkdCheckpointError(
+        f"--load {args.load} has no checkpoint (no latest_checkpointed_iteration.txt there): correct the path, or leave "
+        "--load out to start anew"
+    )
+
+
+def check_layout(args: Namespace) -> None:
+    """Refuse parallel sizes that do not divide the world, the model or the sequence.
+
+    Raises:
+        MkdConfigError: naming the flag, its value and what it does not divide.
+    """
+    tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
+    ep = args.expert_model_parallel_size
+    if args.world_size % (tp * pp * cp):
+        raise MkdConfigError(
+            f"--tensor-model-parallel-size {tp} * --pipeline-model-parallel-size {pp} * --context-parallel-size {cp} = "
+            f"{tp * pp * cp} does not divide the {args.world_size} ranks of this job"
+        )
+    expert_tp = args.expert_tensor_parallel_size or tp
+    if args.num_experts is not None and args.world_size % (expert_tp * ep * pp):
+        raise MkdConfigError(
+            f"--expert-model-parallel-size {ep} * expert tensor size {expert_tp} * --pipeline-model-parallel-size {pp} "
+            f"does not divide the {args.world_size} ranks of this job"
+        )
+    if cp > 1:
+        raise MkdConfigError(f"--context-parallel-size {cp}: context parallelism is not supported yet; use 1")
+    check_divisions("the student", vars(args), tp, pp)
+    if args.sequence_parallel and args.seq_length % tp:
+        raise MkdConfigError(
+            f"--seq-length {args.seq_length} is not divisible by --tensor-model-parallel-size {tp}, which "
+            "--sequence-parallel needs"
+        )
+
+
+def check_divisions(model: str, sizes: dict[str, Any], tp: int, pp: int) -> None:
+    """Refuse tensor- and pipeline-parallel sizes that do not divide a model's heads, widths or layers.
+
+    Args:
+        model: what to call it in the message, such as "the student".
+        sizes: its architecture, by Megatron argument name.
+        tp: --tensor-model-parallel-size.
+        pp: --pipeline-model-parallel-size.
+    """
+    groups = sizes["num_query_groups"] if sizes.get("group_query_attention") else None
+    divided = {
+        "attention heads": sizes["num_attention_heads"],
+        "key-value heads (query groups)": groups,
+        "hidden width": sizes["hidden_size"],
+        "feed-forward width": sizes.get("ffn_hidden_size"),
+    }
+    for what, size in divided.items():
+        if size and size % tp:
+            raise MkdConfigError(f"--tensor-model-parallel-size {tp} does not divide the {size} {what} of {model}")
+    uneven = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout")
+    layers = sizes["num_layers"]
+    if layers and layers % pp and all(sizes.get(name) is None for name in uneven):
+        raise MkdConfigError(f"--pipeline-model-parallel-size {pp} does not divide the {layers} layers of {model}")
+
+
+def default_arguments() -> Namespace:
+    """Megatron's arguments as they are when no flag is given."""
+    return add_megatron_arguments(ArgumentParser(allow_abbrev=False)).parse_args([])
+
+
+def torch_dtype(args: Namespace) -> torch.dtype:
+    """The student's parameter dtype."""
+    return args.params_dtype
+
+
+def data_prefixes(args: Namespace) -> list[str]:
+    """Every `.bin/.idx` prefix named on the command line.
+
+    Raises:
+        MkdDataError: none is named.
+    """
+    words: list[str] = []
+    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        words += getattr(args, name) or []
+    prefixes = [word for word in words if not _is_number(word)]
+    if not prefixes and not args.mock_data and args.data_args_path is None and args.per_split_data_args_path is None:
+        raise MkdDataError("no training data: give --data-path PREFIX (PREFIX.bin and PREFIX.idx)")
+    return prefixes
+
+
+def _is_number(word: str) -> bool:
+    """Blends are written WEIGHT PREFIX WEIGHT PREFIX ..."""
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,44 @@
+"""Runs the wheel's own megatron on CPU with gloo, as if the process had one CUDA device.
+
+Megatron has no CPU backend: it names "cuda" and calls `torch.cuda` throughout. Importing this package changes nothing;
+`activate()` redirects those calls for the life of the process, and must run before megatron is imported.
+Nothing outside this package asks whether there is a GPU.
+"""
+
+import os
+
+import torch
+
+from mkd.errors import MkdConfigError
+
+DEVICE_VARIABLE = "MKD_DEVICE"
+
+
+def wanted() -> bool:
+    """Whether this process is to run on CPU: there is no CUDA device, or `MKD_DEVICE=cpu` says so.
+
+    Raises:
+        MkdConfigError: `MKD_DEVICE` is neither `cpu` nor `cuda`, or is `cuda` on a machine without a CUDA device.
+    """
+    choice = os.environ.get(DEVICE_VARIABLE, "").lower()
+    if choice not in ("", "cpu", "cuda"):
+        raise MkdConfigError(f"{DEVICE_VARIABLE} is {choice!r}; legal values are cpu and cuda")
+    if choice:
+        if choice == "cuda" and not torch.cuda.is_available():
+            raise MkdConfigError(f"{DEVICE_VARIABLE} is cuda, but torch finds no CUDA device")
+        return choice == "cpu"
+    return not torch.cuda.is_available()
+
+
+def activate() -> None:
+    """Redirect CUDA to CPU and NCCL to gloo in this process. Calling it again does nothing."""
+    from mkd.cpu import cuda_stubs, device_mode, gloo, norms
+
+    if device_mode.is_entered():
+        return
+    # jit_fuser compiles through the CUDA stream API; eager is also faster to start.
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    cuda_stubs.install()
+    gloo.install()
+    device_mode.enter()
+    norms.install()

@@ -1,0 +1,127 @@
+"""`torch.cuda` for a machine without CUDA: one device, whose streams and events finish at once."""
+
+import contextlib
+import types
+from typing import Any
+
+import torch
+
+
+class _Stream:
+    """A stream on which everything has already happened."""
+
+    cuda_stream = 0
+    device = torch.device("cpu")
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __enter__(self) -> "_Stream":
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def record_event(self, event: Any = None) -> "_Event":
+        return event or _Event()
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+class _Event:
+    """An event that has already been reached."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def record(self, stream: Any = None) -> None:
+        pass
+
+    def wait(self, stream: Any = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: "_Event") -> float:
+        return 0.0
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _device_properties(device: Any = None) -> types.SimpleNamespace:
+    return types.SimpleNamespace(
+        name="cpu", major=8, minor=0, multi_processor_count=1, total_memory=0, warp_size=32, gcnArchName=""
+    )
+
+
+def _memory_figures() -> dict[str, Any]:
+    """Memory statistics: the CPU allocator keeps none, so all are 0."""
+    names = ["memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"]
+    return {name: lambda *args, **kwargs: 0 for name in names} | {
+        "memory_stats": lambda *args, **kwargs: __import__("collections").defaultdict(int),
+        "mem_get_info": lambda *args, **kwargs: (0, 0),
+    }
+
+
+def _random_state() -> dict[str, Any]:
+    """The CUDA generator is torch's CPU generator."""
+    return {
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+        "manual_seed": torch.manual_seed,
+        "manual_seed_all": torch.manual_seed,
+        "default_generators": (torch.default_generator,),
+        "_lazy_call": lambda call: call(),
+    }
+
+
+def install() -> None:
+    """Put the stand-ins in place of `torch.cuda`'s functions."""
+    one_stream = _Stream()
+    stubs = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "init": _nothing,
+        "_lazy_init": _nothing,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": _nothing,
+        "device": lambda device=None: contextlib.nullcontext(),
+        "get_device_properties": _device_properties,
+        "get_device_name": lambda device=None: "cpu",
+        "get_device_capability": lambda device=None: (8, 0),
+        "Stream": _Stream,
+        "Event": _Event,
+        "stream": lambda stream=None: contextlib.nullcontext(),
+        "current_stream": lambda device=None: one_stream,
+        "default_stream": lambda device=None: one_stream,
+        "set_stream": _nothing,
+        "synchronize": _nothing,
+        "empty_cache": _nothing,
+        "reset_peak_memory_stats": _nothing,
+        "reset_max_memory_allocated": _nothing,
+        "ipc_collect": _nothing,
+        "is_current_stream_capturing": lambda: False,
+        "nvtx": types.SimpleNamespace(range_push=_nothing, range_pop=_nothing, range=contextlib.nullcontext),
+    }
+    for name, stub in (stubs | _memory_figures() | _random_state()).items():
+        setattr(torch.cuda, name, stub)
+    # DataLoader and FSDP ask torch.accelerator whether memory can be pinned and which device is current.
+    torch.accelerator.is_available = lambda: False
+    torch.accelerator.current_device_index = lambda: 0

@@ -1,0 +1,69 @@
+"""torch.distributed calls as gloo takes them."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def _force_backend(create: Callable) -> Callable:
+    """NCCL is asked for by name in many places: make every group a gloo group, bound to no device."""
+
+    @functools.wraps(create)
+    def with_gloo(*args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], str):
+            args = ("gloo", *args[1:])
+        else:
+            kwargs["backend"] = "gloo"
+        kwargs.pop("device_id", None)
+        kwargs.pop("pg_options", None)
+        return create(*args, **kwargs)
+
+    return with_gloo
+
+
+def _barrier_without_devices(barrier: Callable) -> Callable:
+    @functools.wraps(barrier)
+    def without_devices(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
+        return barrier(group=group, async_op=async_op)
+
+    return without_devices
+
+
+def _sizes_as_lists(all_to_all_single: Callable) -> Callable:
+    """The expert dispatcher's split sizes are tensors there (they stay on the device); gloo needs lists of ints."""
+
+    @functools.wraps(all_to_all_single)
+    def with_lists(
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        sizes = [s.tolist() if isinstance(s, torch.Tensor) else s for s in (output_split_sizes, input_split_sizes)]
+        return all_to_all_single(output, input, *sizes, group=group, async_op=async_op)
+
+    return with_lists
+
+
+def install() -> None:
+    """Wrap the entry points of torch.distributed; megatron reaches them through the module."""
+    dist.init_process_group = _force_backend(dist.init_process_group)
+    dist.new_group = _force_new_group(dist.new_group)
+    dist.barrier = _barrier_without_devices(dist.barrier)
+    dist.all_to_all_single = _sizes_as_lists(dist.all_to_all_single)
+
+
+def _force_new_group(new_group: Callable) -> Callable:
+    @functools.wraps(new_group)
+    def with_gloo(*args: Any, **kwargs: Any) -> Any:
+        kwargs["backend"] = "gloo"
+        kwargs.pop("device_id", None)
+        kwargs.pop("pg_options", None)
+        return new_group(*args[:2], **kwargs)  # positional from the third on: backend and options
+
+    return with_gloo

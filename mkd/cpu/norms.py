@@ -1,0 +1,30 @@
+"""Norm modules for sequence parallelism without Transformer Engine.
+
+Megatron's torch norms refuse sequence parallelism, though nothing in the computation forbids it: each rank normalises its
+own rows, and the weight's gradient is the sum over the tensor-parallel ranks. Megatron takes that sum over every parameter
+that carries `sequence_parallel = True`.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.transformer import torch_norm
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def build_norm(
+    cls: type, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any
+) -> torch.nn.Module:
+    """The LayerNorm or RMSNorm of `config`, its parameters marked for the gradient sum under sequence parallelism."""
+    kinds = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
+    assert config.normalization in kinds, f"normalization {config.normalization!r} has no CPU module"
+    assert not config.layernorm_zero_centered_gamma, "layernorm_zero_centered_gamma has no CPU module"
+    norm = kinds[config.normalization](normalized_shape=hidden_size, eps=eps)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.sequence_parallel
+    return norm
+
+
+def install() -> None:
+    """Have megatron's `WrappedTorchNorm(...)` return these modules, wherever the name was imported to."""
+    torch_norm.WrappedTorchNorm.__new__ = staticmethod(build_norm)
