@@ -1,0 +1,7 @@
+"""Losses of knowledge distillation over a vocabulary that is cut over tensor-parallel ranks."""
+
+from mkd.config import LossSpec
+from mkd.losses.fused_linear import fused_linear_loss
+from mkd.losses.vocab_parallel import LossOutput, vocab_parallel_loss
+
+__all__ = ["LossOutput", "LossSpec", "fused_linear_loss", "vocab_parallel_loss"]
