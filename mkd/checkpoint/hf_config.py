@@ -46,6 +46,7 @@ class ConfigReader:
 
 # megatron/core/models/common/embeddings/rotary_pos_embedding.py, RotaryEmbedding._apply_scaling: constants there
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_MEGATRON_ROPE_FACTOR = 8.0  # default of --rope-scaling-factor, unused without --use-rope-scaling
 
 
 def read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,16 +57,20 @@ def read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigReader(config).fail(key, value, "an object is needed")
     scaling = ConfigReader(value, f"{key}.")
     theta = scaling.get("rope_theta", (int, float), ConfigReader(config).get("rope_theta", (int, float), 10000.0))
-    args = {"rotary_base": int(theta) if theta == int(theta) else theta, "use_rope_scaling": False}
     kind_key = "rope_type" if "rope_type" in value else "type"
     kind = scaling.get(kind_key, str, "default")
+    factor = _MEGATRON_ROPE_FACTOR
     if kind == "llama3":
         for name, constant in _LLAMA3_ROPE.items():
             scaling.require(name, constant)
-        return {**args, "use_rope_scaling": True, "rope_scaling_factor": float(scaling.get("factor", (int, float)))}
-    if kind != "default":
+        factor = float(scaling.get("factor", (int, float)))
+    elif kind != "default":
         raise scaling.fail(kind_key, kind, "only 'default' and 'llama3' are supported")
-    return args
+    return {
+        "rotary_base": int(theta) if theta == int(theta) else theta,
+        "use_rope_scaling": kind == "llama3",
+        "rope_scaling_factor": factor,
+    }
 
 
 def write_rope(args: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,110 @@
+"""A Megatron checkpoint folder (torch_dist): which iteration it is at, and the arguments stored in it."""
+
+import functools
+import json
+import os
+import pickle
+from argparse import Namespace
+from pathlib import Path
+
+import torch.distributed.checkpoint as dcp
+from megatron.core.dist_checkpointing import load_common_state_dict
+from megatron.core.dist_checkpointing.core import CheckpointingException
+
+from mkd.checkpoint.hf_folder import hash_hex, tokenizer_hash
+from mkd.errors import MkdCheckpointError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+ASSETS = "hf_assets"
+"""Folder beside the iterations with config.json, generation config and tokenizer of the Hugging Face model."""
+
+_SAMPLES, _SAMPLE_BYTES = 64, 4096
+
+
+class MegatronFolder:
+    """A folder as `--save` writes it, or one iteration folder of it.
+
+    Construction raises `MkdCheckpointError`, naming `flag`, when the folder, its tracker file or the iteration that the
+    tracker names is missing or damaged. No weight is read.
+    """
+
+    def __init__(self, path: str | os.PathLike, flag: str) -> None:
+        self.path = Path(path)
+        self.flag = flag
+        if not self.path.is_dir():
+            raise self.error("the folder does not exist")
+        self.iteration_dir: Path = self._resolve()
+        self._check_iteration_dir()
+
+    def error(self, text: str) -> MkdCheckpointError:
+        """An error about this folder that names it and its flag."""
+        return MkdCheckpointError(f"{self.flag} {self.path}: {text}")
+
+    @property
+    def assets_dir(self) -> Path | None:
+        """The folder with the Hugging Face configuration and tokenizer; None when the checkpoint has none."""
+        root = self.path if self.iteration_dir != self.path else self.path.parent
+        return root / ASSETS if (root / ASSETS).is_dir() else None
+
+    @functools.cached_property
+    def args(self) -> Namespace:
+        """Megatron's arguments of the job that wrote the checkpoint."""
+        try:
+            common = load_common_state_dict(str(self.iteration_dir))
+        except (OSError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError, CheckpointingException) as error:
+            raise self.error(f"the arguments in {self.iteration_dir.name} cannot be read ({error})") from error
+        if not isinstance(common.get("args"), Namespace):
+            raise self.error(f"{self.iteration_dir.name} stores no arguments; save it with megatron.training")
+        return common["args"]
+
+    def fingerprint(self) -> str:
+        """128-bit hex hash of the checkpoint: its index, and of each shard file the size and 64 blocks of 4 KiB."""
+        parts = [(self.iteration_dir / ".metadata").read_bytes()]
+        for path in sorted(self.iteration_dir.glob("*.distcp")):
+            size = path.stat().st_size
+            parts.append(f"{path.name} {size}".encode())
+            with path.open("rb") as file:
+                for sample in range(_SAMPLES):
+                    file.seek(sample * max(size - _SAMPLE_BYTES, 0) // (_SAMPLES - 1))
+                    parts.append(file.read(_SAMPLE_BYTES))
+        return hash_hex(*parts)
+
+    def tokenizer_hash(self) -> str | None:
+        """As `HFFolder.tokenizer_hash`, of the tokenizer stored beside the iterations; None when there is none."""
+        return tokenizer_hash(self.assets_dir, self.flag) if self.assets_dir else None
+
+    def metadata(self) -> dcp.Metadata:
+        """The checkpoint's index: names, shapes and dtypes of all stored tensors."""
+        try:
+            return dcp.FileSystemReader(self.iteration_dir).read_metadata()
+        except (OSError, EOFError, pickle.UnpicklingError, AttributeError, IndexError) as error:
+            raise self.error(f"{self.iteration_dir.name}/.metadata is damaged ({error})") from error
+
+    def _resolve(self) -> Path:
+        if (self.path / "metadata.json").is_file():
+            return self.path
+        tracker = self.path / TRACKER
+        if not tracker.is_file():
+            raise self.error(f"there is no {TRACKER}; give the folder that --save wrote, or one of its iter_ folders")
+        text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+        if text != "release" and not (text.isascii() and text.isdigit()):
+            raise self.error(f"{TRACKER} holds {text[:40]!r} instead of an iteration number")
+        target = self.path / (text if text == "release" else f"iter_{int(text):07d}")
+        if not target.is_dir():
+            raise self.error(f"{TRACKER} says {text}, but there is no {target.name}")
+        return target
+
+    def _check_iteration_dir(self) -> None:
+        name = self.iteration_dir.name
+        try:
+            backend = json.loads((self.iteration_dir / "metadata.json").read_text(encoding="utf-8"))["sharded_backend"]
+        except FileNotFoundError as error:
+            raise self.error(
+                f"{name} has no metadata.json: it is incomplete, or not a torch_dist checkpoint"
+            ) from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise self.error(f"{name}/metadata.json is damaged ({error!r})") from error
+        if backend != "torch_dist":
+            raise self.error(f"{name} is in format {backend}; only torch_dist is read (--ckpt-format torch_dist)")
+        if not (self.iteration_dir / ".metadata").is_file():
+            raise self.error(f"{name} has no .metadata: it is incomplete")
