@@ -1,0 +1,212 @@
+"""Documents from text files, and the token ids of documents: the part of preprocessing that runs in worker processes.
+
+A batch of raw documents travels to a worker as bytes and comes back as one array of token ids, so that reading JSON,
+checking it and tokenizing are all spread over the workers.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from mkd.errors import MkdDataError
+
+JSON_SUFFIXES = (".jsonl", ".json")
+TEXT_SUFFIXES = (".txt", ".text")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+BATCH_BYTES = 1 << 20
+"""Raw text in one batch: large enough that sending it costs little, small enough that all workers end together."""
+
+
+@dataclass(frozen=True)
+class RawBatch:
+    """Consecutive documents of one file, not yet parsed."""
+
+    path: str
+    first: int
+    """Line number (JSON lines) or document number (text) of the first, counted from 1."""
+    documents: list[bytes]
+    is_json: bool
+
+    @property
+    def size(self) -> int:
+        """Bytes read from the file for this batch."""
+        return sum(map(len, self.documents))
+
+
+@dataclass(frozen=True)
+class EncodedBatch:
+    """Token ids of the documents of a batch, one after another."""
+
+    tokens: np.ndarray
+    """[sum of lengths] int32."""
+    lengths: list[int]
+    """Tokens of each document, every one > 0."""
+    size: int
+    """Bytes of the raw batch."""
+    empty: int
+    """Documents left out because they hold nothing but white space."""
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How documents become token ids."""
+
+    tokenizer_dir: str
+    json_key: str = "text"
+    append_eod: bool = True
+
+
+def check_inputs(paths: Sequence[str]) -> None:
+    """Raise MkdDataError unless every path is a file with content and a suffix that says how to read it."""
+    for name in paths:
+        path = Path(name)
+        if not path.is_file():
+            raise MkdDataError(f"--input {name} does not exist or is not a file")
+        if path.stat().st_size == 0:
+            raise MkdDataError(f"--input {name} is empty")
+        if path.suffix not in JSON_SUFFIXES + TEXT_SUFFIXES:
+            raise MkdDataError(
+                f"--input {name} ends in {path.suffix!r}: JSON lines must end in {' or '.join(JSON_SUFFIXES)}, "
+                f"plain text in {' or '.join(TEXT_SUFFIXES)}"
+            )
+
+
+def read_batches(paths: Sequence[str], split_on: str | None = None) -> Iterator[RawBatch]:
+    """Read the files in order, about BATCH_BYTES at a time.
+
+    A JSON lines file holds one document a line. A text file is one document, or several when `split_on` is given: the
+    text between two occurrences of it.
+    """
+    for name in paths:
+        is_json = Path(name).suffix in JSON_SUFFIXES
+        with open(name, "rb") as handle:
+            documents = handle if is_json else _split_text(handle, split_on)
+            first, held, size = 1, [], 0
+            for document in documents:
+                held.append(document)
+                size += len(document)
+                if size >= BATCH_BYTES:
+                    yield RawBatch(name, first, held, is_json)
+                    first, held, size = first + len(held), [], 0
+            if held:
+                yield RawBatch(name, first, held, is_json)
+
+
+def _split_text(handle, split_on: str | None) -> Iterator[bytes]:
+    if split_on is None:
+        yield handle.read()
+        return
+    separator, rest = split_on.encode(), b""
+    while block := handle.read(BATCH_BYTES):
+        *documents, rest = (rest + block).split(separator)
+        yield from documents
+    if rest:
+        yield rest
+
+
+def parse(batch: RawBatch, json_key: str) -> list[str]:
+    """The documents of a batch as strings, without those that hold only white space.
+
+    Raises MkdDataError with file and line for text that is not UTF-8, a line that is not a JSON object, and an object
+    without a string under `json_key`.
+    """
+    texts = []
+    unit = "line" if batch.is_json else "document"
+    for number, raw in enumerate(batch.documents, start=batch.first):
+        where = f"{batch.path}, {unit} {number}"
+        try:
+            text = raw.decode()
+        except UnicodeDecodeError as error:
+            raise MkdDataError(f"{where}: not UTF-8 ({error.reason} at byte {error.start} of the {unit})") from None
+        if batch.is_json and text.strip():
+            text = _text_of_line(text, json_key, where)
+        if text.strip():
+            texts.append(text)
+    return texts
+
+
+def _text_of_line(line: str, json_key: str, where: str) -> str:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise MkdDataError(
+            f"{where}: broken JSON ({error.msg} at column {error.colno}); each line must be one JSON object"
+        ) from None
+    if not isinstance(record, dict):
+        raise MkdDataError(f"{where}: a JSON {type(record).__name__}, where each line must be one JSON object")
+    if json_key not in record:
+        keys = ", ".join(sorted(record)) or "none"
+        raise MkdDataError(f"{where}: no key {json_key!r} (keys there: {keys}); name the text's key with --json-key")
+    if not isinstance(record[json_key], str):
+        kind = type(record[json_key]).__name__
+        raise MkdDataError(f"{where}: the value of {json_key!r} is a {kind}, not a string; see --json-key")
+    try:
+        record[json_key].encode()
+    except UnicodeEncodeError as error:
+        raise MkdDataError(f"{where}: half a surrogate pair at character {error.start} of {json_key!r}") from None
+    return record[json_key]
+
+
+def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a Hugging Face folder, read from disk only.
+
+    Raises MkdDataError when the folder is missing, holds no tokenizer files, or transformers cannot read them.
+    """
+    path = Path(directory)
+    if not path.is_dir():
+        raise MkdDataError(f"--tokenizer-model {directory} does not exist or is not a folder")
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):
+        raise MkdDataError(f"--tokenizer-model {directory} holds no tokenizer (none of {', '.join(TOKENIZER_FILES)})")
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except Exception as error:
+        raise MkdDataError(f"--tokenizer-model {directory}: transformers cannot read it: {error}") from error
+
+
+def eod_id(tokenizer: PreTrainedTokenizerBase, directory: str) -> int:
+    """The id that ends a document: the tokenizer's end-of-sequence token. Raises MkdDataError when it has none."""
+    if tokenizer.eos_token_id is None:
+        raise MkdDataError(
+            f"--tokenizer-model {directory} has no eos_token to end documents with: set one in its "
+            "tokenizer_config.json, or give --no-append-eod"
+        )
+    return tokenizer.eos_token_id
+
+
+def vocabulary_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 over all (id, token) pairs, sorted: equal for two tokenizers exactly when their vocabularies are."""
+    pairs = sorted((index, token) for token, index in tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
+
+
+def encode(encoding: Encoding, batch: RawBatch) -> EncodedBatch:
+    """Parse and tokenize a batch. No special token is added but the end of document.
+
+    Raises MkdDataError as `parse` does.
+    """
+    tokenizer, eod = _tokenizer_of_process(encoding)
+    texts = parse(batch, encoding.json_key)
+    rows = (
+        tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+        if texts
+        else []
+    )
+    if eod is not None:
+        for row in rows:
+            row.append(eod)
+    rows = [row for row in rows if row]
+    tokens = np.concatenate([np.asarray(row, dtype=np.int32) for row in rows]) if rows else np.empty(0, np.int32)
+    return EncodedBatch(tokens, [len(row) for row in rows], batch.size, len(batch.documents) - len(rows))
+
+
+@lru_cache(maxsize=1)
+def _tokenizer_of_process(encoding: Encoding) -> tuple[PreTrainedTokenizerBase, int | None]:
+    tokenizer = load_tokenizer(encoding.tokenizer_dir)
+    return tokenizer, eod_id(tokenizer, encoding.tokenizer_dir) if encoding.append_eod else None

@@ -1,0 +1,121 @@
+"""Tokenize text for training: JSON lines or plain text to Megatron's .bin and .idx files.
+
+    python tools/preprocess.py --input corpus.jsonl --output-prefix data/corpus --tokenizer-model HF_DIR
+
+writes data/corpus_text_document.{bin,idx,json}; train with `--data-path data/corpus_text_document`. Needs no GPU.
+"""
+
+import argparse
+import sys
+import time
+import warnings
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+
+from mkd.data.indexed_text import IndexedText, dataset_prefix, default_workers, write_indexed_text  # noqa: E402
+from mkd.data.text import Encoding, check_inputs  # noqa: E402
+from mkd.errors import MkdConfigError, MkdError  # noqa: E402
+
+ESCAPES = {r"\n": "\n", r"\t": "\t", r"\f": "\f"}
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--input", nargs="+", required=True, metavar="FILE", help="JSON lines (.jsonl, .json) or text (.txt)"
+    )
+    parser.add_argument("--output-prefix", required=True, metavar="P", help="writes P_KEY_document.bin, .idx and .json")
+    parser.add_argument("--tokenizer-model", required=True, metavar="HF_DIR", help="folder of a Hugging Face tokenizer")
+    parser.add_argument("--json-key", default="text", metavar="KEY", help="key of the text in each JSON line (text)")
+    parser.add_argument(
+        "--split-on",
+        metavar="STRING",
+        help=r"what divides a text file into documents; \n, \t, \f as in C (default: a file is one document)",
+    )
+    parser.add_argument("--workers", type=int, metavar="N", help="processes (one a core, fewer for a small input)")
+    parser.add_argument(
+        "--append-eod",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="end each document with the tokenizer's eos token",
+    )
+    args = parser.parse_args(argv)
+    for escape, character in ESCAPES.items():
+        args.split_on = args.split_on and args.split_on.replace(escape, character)
+    return args
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Raise MkdConfigError or MkdDataError for what can be seen before the first document is read."""
+    if args.workers is not None and args.workers < 1:
+        raise MkdConfigError(f"--workers is {args.workers}; it must be at least 1")
+    if args.split_on == "":
+        raise MkdConfigError("--split-on is empty; leave it out to make each file one document")
+    check_inputs(args.input)
+
+
+class ProgressLine:
+    """One line that is rewritten on a terminal; a new line every 10 s in a log file."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self.total = total_bytes
+        self.start = self.last = time.monotonic()
+        self.on_terminal = sys.stderr.isatty()
+
+    def __call__(self, documents: int, tokens: int, size: int) -> None:
+        """Show how far the work is; `size` is the input bytes done."""
+        now = time.monotonic()
+        if now - self.last < (0.2 if self.on_terminal else 10.0):
+            return
+        self.last, elapsed = now, now - self.start
+        eta = time.strftime("%H:%M:%S", time.gmtime(elapsed * (self.total - size) / size))
+        line = (
+            f"{100 * size / self.total:5.1f}%  {documents:,} documents ({documents / elapsed:,.0f}/s)  "
+            f"{tokens:,} tokens  {size / elapsed / 1e6:.2f} MB/s  ETA {eta}"
+        )
+        before, end = ("\r", "\033[K") if self.on_terminal else ("", "\n")
+        print(before + line, end=end, file=sys.stderr, flush=True)
+
+    def close(self) -> float:
+        """End the line and return the seconds since the start."""
+        if self.on_terminal:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+        return time.monotonic() - self.start
+
+
+def print_summary(prefix: str, facts: IndexedText, seconds: float) -> None:
+    """Say what was written."""
+    skipped = f", {facts.skipped:,} empty ones skipped" if facts.skipped else ""
+    print(
+        f"{prefix}.bin and .idx: {facts.documents:,} documents{skipped}, {facts.tokens:,} tokens of {facts.dtype}, "
+        f"{seconds:.1f} s, {facts.tokens / seconds:,.0f} tokens/s"
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the tool; the exit status is 1 after a user error, told in one line."""
+    args = parse_arguments(argv)
+    try:
+        check_arguments(args)
+        line = ProgressLine(sum(Path(path).stat().st_size for path in args.input))
+        prefix = dataset_prefix(args.output_prefix, args.json_key)
+        facts = write_indexed_text(
+            args.input,
+            prefix,
+            Encoding(args.tokenizer_model, args.json_key, args.append_eod),
+            workers=args.workers or default_workers(args.input),
+            split_on=args.split_on,
+            progress=line,
+        )
+    except (MkdError, OSError) as error:
+        print(f"preprocess: {error}", file=sys.stderr)
+        return 1
+    print_summary(prefix, facts, line.close())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
