@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Runs all tests that need no GPU; arguments go to pytest, for example: bash tests/run.sh tests/unit -x
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash tools/setup_env.sh
+export PATH="$PWD/.venv/bin:$PATH"
+# Tests start up to 8 processes: more than one thread in each would only make them wait for one another.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+exec python -m pytest -m "not gpu" "$@"
