@@ -11,12 +11,13 @@ import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing import load_common_state_dict
 from megatron.core.dist_checkpointing.core import CheckpointingException
 
+from mkd.checkpoint.assets import ASSETS
 from mkd.checkpoint.hf_folder import hash_hex, tokenizer_hash
 from mkd.errors import MkdCheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
-ASSETS = "hf_assets"
-"""Folder beside the iterations with config.json, generation config and tokenizer of the Hugging Face model."""
+# Argument names of earlier Megatron versions
+_OLD_NAMES = {"norm_epsilon": "layernorm_epsilon", "apply_layernorm_1p": "layernorm_zero_centered_gamma"}
 
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 
@@ -48,14 +49,18 @@ class MegatronFolder:
 
     @functools.cached_property
     def args(self) -> Namespace:
-        """Megatron's arguments of the job that wrote the checkpoint."""
+        """Megatron's arguments of the job that wrote the checkpoint, under the names of megatron-core 0.19."""
         try:
             common = load_common_state_dict(str(self.iteration_dir))
         except (OSError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError, CheckpointingException) as error:
             raise self.error(f"the arguments in {self.iteration_dir.name} cannot be read ({error})") from error
         if not isinstance(common.get("args"), Namespace):
             raise self.error(f"{self.iteration_dir.name} stores no arguments; save it with megatron.training")
-        return common["args"]
+        args = common["args"]
+        for old, new in _OLD_NAMES.items():
+            if hasattr(args, old) and not hasattr(args, new):
+                setattr(args, new, getattr(args, old))
+        return args
 
     def fingerprint(self) -> str:
         """128-bit hex hash of the checkpoint: its index, and of each shard file the size and 64 blocks of 4 KiB."""
