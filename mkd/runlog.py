@@ -1,0 +1,69 @@
+"""Reads the JSON lines that a training run writes (`--kd-metrics-file`), for plots and tables."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mkd.errors import MkdDataError
+
+VALIDATION = "valid_"
+"""Beginning of the names of everything measured on validation data."""
+
+
+@dataclass
+class RunLog:
+    """The values of one run, by name and iteration."""
+
+    path: str
+    series: dict[str, dict[int, float]] = field(default_factory=dict)
+    """name -> iteration -> value; validation names begin with `valid_`."""
+    torn: bool = False
+    """Whether the last line was incomplete, as it is while the run writes it or after it was killed."""
+
+    @classmethod
+    def read(cls, path: str) -> "RunLog":
+        """Read a metrics file. Of an iteration that occurs twice (a resumed run), the later line counts.
+
+        Raises MkdDataError when the file is missing, holds no iteration, or has a broken line before the last.
+        """
+        if not Path(path).is_file():
+            raise MkdDataError(f"metrics file {path} does not exist; a run writes it where --kd-metrics-file says")
+        run = cls(path)
+        text = Path(path).read_text(errors="replace")
+        for number, line in enumerate(text.splitlines(keepends=True), start=1):
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                if not line.endswith("\n"):
+                    run.torn = True
+                    break
+                raise MkdDataError(f"metrics file {path}, line {number}: broken JSON ({error.msg})") from None
+            if not isinstance(record, dict):
+                raise MkdDataError(f"metrics file {path}, line {number}: not a JSON object")
+            run._add(record)
+        if not run.series:
+            raise MkdDataError(f"metrics file {path} holds no iteration yet")
+        return run
+
+    def _add(self, record: dict) -> None:
+        iteration = record.get("iteration")
+        if not isinstance(iteration, int):
+            return  # an event line
+        for name, value in record.items():
+            if name != "iteration" and isinstance(value, int | float) and not isinstance(value, bool):
+                self.series.setdefault(name, {})[iteration] = float(value)
+
+    def curve(self, name: str) -> tuple[list[int], list[float]]:
+        """Iterations and values of a name, in order; both empty when the run has none."""
+        points = sorted(self.series.get(name, {}).items())
+        return [iteration for iteration, _ in points], [value for _, value in points]
+
+    def first(self, name: str) -> float | None:
+        """The earliest value of a name, or None."""
+        values = self.curve(name)[1]
+        return values[0] if values else None
+
+    def last(self, name: str) -> float | None:
+        """The latest value of a name, or None."""
+        values = self.curve(name)[1]
+        return values[-1] if values else None

@@ -1,0 +1,151 @@
+"""Loss curves of one or several runs in one picture.
+
+    python tools/plot.py runs/a/metrics.jsonl runs/b/metrics.jsonl --labels "KD" "CE only" --out loss.png
+
+Reads the JSON lines of --kd-metrics-file. The suffix of --out chooses the format: .png, .svg or .pdf.
+"""
+
+import argparse
+import math
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from mkd.errors import MkdConfigError, MkdError
+from mkd.runlog import RunLog
+
+SUFFIXES = (".png", ".svg", ".pdf")
+PANELS = {
+    "loss": "Total loss, training",
+    "ce": "Cross-entropy, training",
+    "kd": "KD divergence, training",
+    "valid_ce": "Cross-entropy, validation",
+}
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+"""Told apart with any colour vision: Okabe and Ito, "Color Universal Design" (2008)."""
+GREY = "#6b7280"
+
+
+def smooth(values: list[float], window: int) -> list[float]:
+    """Mean over the last `window` finite values at each point; NaN until there is one."""
+    means = []
+    for end in range(1, len(values) + 1):
+        recent = [value for value in values[max(0, end - window) : end] if math.isfinite(value)]
+        means.append(sum(recent) / len(recent) if recent else math.nan)
+    return means
+
+
+def draw_panel(axes: Axes, name: str, runs: list[tuple[str, str, RunLog]]) -> None:
+    """Draw one name for all runs that have it: (label, colour, log)."""
+    for label, colour, run in runs:
+        iterations, values = run.curve(name)
+        if not values:
+            continue
+        if name.startswith("valid_"):
+            last = f"{label}: {values[-1]:.3f}"
+            axes.plot(iterations, values, color=colour, marker="o", markersize=4, linewidth=1.6, label=last)
+            continue
+        window = max(1, len(values) // 20)
+        if window > 1:
+            axes.plot(iterations, values, color=colour, alpha=0.25, linewidth=0.8)
+        axes.plot(iterations, smooth(values, window), color=colour, linewidth=1.6)
+    if name.startswith("valid_"):
+        draw_teacher(axes, runs)
+        axes.legend(loc="upper right", frameon=False, fontsize=9, title="last value", title_fontsize=9)
+    axes.set_title(PANELS[name], loc="left", fontsize=11)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+    axes.grid(color="#e5e7eb", linewidth=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(GREY)
+    axes.tick_params(colors=GREY, labelsize=9)
+
+
+def draw_teacher(axes: Axes, runs: list[tuple[str, str, RunLog]]) -> None:
+    """A dashed line at the teacher's validation cross-entropy, once for each value there is."""
+    levels = {round(level, 6) for _, _, run in runs if (level := run.last("valid_teacher_ce")) is not None}
+    for level in levels:
+        axes.axhline(level, color=GREY, linestyle="--", linewidth=1.2)
+        axes.annotate(
+            f"teacher {level:.3f}",
+            (0.01, level),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, 3),
+            textcoords="offset points",
+            color=GREY,
+            fontsize=9,
+        )
+
+
+def draw(runs: list[RunLog], labels: list[str]) -> Figure:
+    """One panel for each of total loss, CE, KD and validation CE that any of the runs has."""
+    coloured = [
+        (label, COLOURS[i % len(COLOURS)], run) for i, (label, run) in enumerate(zip(labels, runs, strict=True))
+    ]
+    names = [name for name in PANELS if any(run.series.get(name) for run in runs)]
+    columns = 2 if len(names) > 1 else 1
+    rows = math.ceil(len(names) / columns)
+    figure, grid = plt.subplots(rows, columns, figsize=(5.2 * columns, 0.6 + 3.3 * rows), squeeze=False)
+    for axes, name in zip(grid.flat, names, strict=False):
+        draw_panel(axes, name, coloured)
+    for axes in grid.flat[len(names) :]:
+        axes.set_visible(False)
+    for axes in grid[-1]:
+        axes.set_xlabel("iteration", color=GREY)
+    for axes in grid[:, 0]:
+        axes.set_ylabel("nats per token", color=GREY)
+    handles = [plt.Line2D([], [], color=colour, linewidth=2, label=label) for label, colour, _ in coloured]
+    figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.01, 1.0), ncols=min(4, len(runs)), frameon=False)
+    figure.tight_layout(rect=(0, 0, 1, 1 - 0.35 / figure.get_figheight()))
+    return figure
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", metavar="FILE", help="metrics file of a run (JSON lines)")
+    parser.add_argument("--out", required=True, metavar="FILE", help=f"picture to write ({', '.join(SUFFIXES)})")
+    parser.add_argument("--labels", nargs="+", metavar="NAME", help="one name for each FILE (default: its folder)")
+    return parser.parse_args(argv)
+
+
+def plot(files: list[str], labels: list[str] | None, out: str) -> None:
+    """Read the files and write the picture; raises MkdConfigError or MkdDataError for what cannot be drawn."""
+    if Path(out).suffix not in SUFFIXES:
+        raise MkdConfigError(f"--out {out} must end in {', '.join(SUFFIXES)}")
+    if labels is not None and len(labels) != len(files):
+        raise MkdConfigError(f"--labels has {len(labels)} names for {len(files)} files; give one for each")
+    runs = [RunLog.read(path) for path in files]
+    for run in runs:
+        if not any(name in run.series for name in PANELS):
+            raise MkdConfigError(f"{run.path} has none of {', '.join(PANELS)}: it is not a metrics file")
+        if run.torn:
+            print(f"plot: {run.path}: the last line is incomplete and left out", file=sys.stderr)
+    figure = draw(runs, labels or [Path(path).resolve().parent.name for path in files])
+    Path(out).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, dpi=150)
+    plt.close(figure)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the tool; the exit status is 1 after a user error, told in one line."""
+    args = parse_arguments(argv)
+    try:
+        plot(args.files, args.labels, args.out)
+    except (MkdError, OSError) as error:
+        print(f"plot: {error}", file=sys.stderr)
+        return 1
+    print(args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
