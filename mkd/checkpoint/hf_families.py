@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mkd.checkpoint.hf_config import ConfigReader, read_rope, write_rope
-from mkd.checkpoint.hf_layouts import GATE_UP, QKV, REPLICATED, ROW_PARALLEL, VOCAB, Dims, Layout
+from mkd.checkpoint.hf_layouts import ATTENTION_OUTPUT, DOWN, GATE_UP, QKV, REPLICATED, VOCAB, Dims, Layout
 from mkd.errors import MkdCheckpointError
 
 
@@ -159,7 +159,7 @@ _LLAMA_TABLE = (
     Entry(
         _LAYER + "self_attention.linear_proj.weight",
         {_HF_LAYER + "self_attn.o_proj.weight": ("hidden", "query")},
-        ROW_PARALLEL,
+        ATTENTION_OUTPUT,
     ),
     Entry(
         _LAYER + "pre_mlp_layernorm.weight",
@@ -175,7 +175,7 @@ _LLAMA_TABLE = (
         },
         GATE_UP,
     ),
-    Entry(_LAYER + "mlp.linear_fc2.weight", {_HF_LAYER + "mlp.down_proj.weight": ("hidden", "ffn")}, ROW_PARALLEL),
+    Entry(_LAYER + "mlp.linear_fc2.weight", {_HF_LAYER + "mlp.down_proj.weight": ("hidden", "ffn")}, DOWN),
     Entry("decoder.final_layernorm.weight", {"model.norm.weight": ("hidden",)}, REPLICATED),
     Entry("output_layer.weight", {"lm_head.weight": ("vocab", "hidden")}, VOCAB),
 )

@@ -39,15 +39,14 @@ class Dims:
 
 
 @dataclass(frozen=True)
-class Part:
-    """The part of a parameter that one rank holds: tensor-parallel `rank` of `size`, and its local shape."""
+class Shard:
+    """Tensor-parallel `rank` of `size`."""
 
     rank: int
     size: int
-    shape: tuple[int, ...]
 
-    def rows(self, total: int) -> slice:
-        """This rank's equal share of `total` rows."""
+    def of(self, total: int) -> slice:
+        """This rank's equal share of `total` rows or columns."""
         share = total // self.size
         return slice(self.rank * share, (self.rank + 1) * share)
 
@@ -58,34 +57,37 @@ Read = Callable[[slice | None, slice | None], Tensor]
 
 @dataclass(frozen=True)
 class Layout:
-    """`shard(reads, dims, part) -> local tensor`, `split(whole, dims) -> Hugging Face tensors`."""
+    """`shard(reads, dims, shard, local shape) -> local tensor`; `split(whole, dims) -> Hugging Face tensors`.
 
-    shard: Callable[[Sequence[Read], Dims, Part], Tensor]
+    The local shape is the model's; only the vocabulary, which may be padded, is cut by it.
+    """
+
+    shard: Callable[[Sequence[Read], Dims, Shard, tuple[int, ...]], Tensor]
     split: Callable[[Tensor, Dims], list[Tensor]]
 
 
-def _shard_replicated(reads: Sequence[Read], dims: Dims, part: Part) -> Tensor:
+def _shard_replicated(reads: Sequence[Read], dims: Dims, shard: Shard, shape: tuple[int, ...]) -> Tensor:
     return reads[0](None, None)
 
 
-def _split_replicated(whole: Tensor, dims: Dims) -> list[Tensor]:
+def _split_whole(whole: Tensor, dims: Dims) -> list[Tensor]:
     return [whole]
 
 
-def _shard_row(reads: Sequence[Read], dims: Dims, part: Part) -> Tensor:
-    width = part.shape[1]
-    return reads[0](None, slice(part.rank * width, (part.rank + 1) * width))
+def _shard_columns(total: str) -> Callable[[Sequence[Read], Dims, Shard, tuple[int, ...]], Tensor]:
+    """Cuts the columns of a [.., total] matrix: the weight of a row-parallel linear layer."""
+    return lambda reads, dims, shard, shape: reads[0](None, shard.of(getattr(dims, total)))
 
 
-def _shard_vocab(reads: Sequence[Read], dims: Dims, part: Part) -> Tensor:
+def _shard_vocab(reads: Sequence[Read], dims: Dims, shard: Shard, shape: tuple[int, ...]) -> Tensor:
     """Rows of the padded vocabulary: those past the folder's vocabulary are zero."""
-    rows = part.shape[0]
-    if rows * part.size < dims.vocab:
+    rows = shape[0]
+    if rows * shard.size < dims.vocab:
         raise MkdCheckpointError(
-            f"the model has {rows * part.size} vocabulary rows, the Hugging Face folder has {dims.vocab}: "
+            f"the model has {rows * shard.size} vocabulary rows, the Hugging Face folder has {dims.vocab}: "
             "leave --vocab-size and --padded-vocab-size out, or give at least the folder's vocab_size"
         )
-    first = min(part.rank * rows, dims.vocab)
+    first = min(shard.rank * rows, dims.vocab)
     real = reads[0](slice(first, min(first + rows, dims.vocab)), None)
     return torch.cat([real, real.new_zeros(rows - real.shape[0], *real.shape[1:])])
 
@@ -94,12 +96,12 @@ def _split_vocab(whole: Tensor, dims: Dims) -> list[Tensor]:
     return [whole[: dims.vocab]]
 
 
-def _shard_qkv(reads: Sequence[Read], dims: Dims, part: Part) -> Tensor:
+def _shard_qkv(reads: Sequence[Read], dims: Dims, shard: Shard, shape: tuple[int, ...]) -> Tensor:
     """For each query group: its query rows, its key rows, its value rows.
 
     With more tensor-parallel ranks than groups a rank holds part of a group, so whole groups are read and then cut.
     """
-    rows = part.rows(dims.groups * dims.group_rows)
+    rows = shard.of(dims.groups * dims.group_rows)
     first, last = rows.start // dims.group_rows, -(-rows.stop // dims.group_rows)
     count = last - first
     q_rows = dims.query // dims.groups
@@ -116,9 +118,9 @@ def _split_qkv(whole: Tensor, dims: Dims) -> list[Tensor]:
     return [part.flatten(0, 1) for part in groups.split(sizes, dim=1)]
 
 
-def _shard_gate_up(reads: Sequence[Read], dims: Dims, part: Part) -> Tensor:
+def _shard_gate_up(reads: Sequence[Read], dims: Dims, shard: Shard, shape: tuple[int, ...]) -> Tensor:
     """[gate of this rank; up of this rank]; the checkpoint's global tensor is [whole gate; whole up]."""
-    rows = part.rows(dims.ffn)
+    rows = shard.of(dims.ffn)
     return torch.cat([read(rows, None) for read in reads])
 
 
@@ -126,8 +128,9 @@ def _split_gate_up(whole: Tensor, dims: Dims) -> list[Tensor]:
     return list(whole.chunk(2))
 
 
-REPLICATED = Layout(_shard_replicated, _split_replicated)
-ROW_PARALLEL = Layout(_shard_row, _split_replicated)
+REPLICATED = Layout(_shard_replicated, _split_whole)
+ATTENTION_OUTPUT = Layout(_shard_columns("query"), _split_whole)
+DOWN = Layout(_shard_columns("ffn"), _split_whole)
 VOCAB = Layout(_shard_vocab, _split_vocab)
 QKV = Layout(_shard_qkv, _split_qkv)
 GATE_UP = Layout(_shard_gate_up, _split_gate_up)

@@ -1,0 +1,51 @@
+"""Whether a Hugging Face folder holds the model that its config.json describes. Reads headers, not weights."""
+
+from typing import Any
+
+import torch
+
+from mkd.checkpoint.hf_families import Family, family_of
+from mkd.checkpoint.hf_folder import HFFolder
+from mkd.errors import MkdCheckpointError
+
+_WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def read_architecture(folder: HFFolder) -> tuple[Family, dict[str, Any]]:
+    """The folder's family and its Megatron arguments.
+
+    Raises `MkdCheckpointError`, naming the folder and the key, when config.json is not supported or lacks something.
+    """
+    try:
+        family = family_of(folder.config)
+        return family, family.megatron_args(folder.config)
+    except MkdCheckpointError as error:
+        raise folder.error(str(error)) from error
+
+
+def check_tensors(folder: HFFolder, family: Family) -> None:
+    """Raise `MkdCheckpointError` unless the folder holds exactly the tensors that its config.json asks for.
+
+    Names a tensor that is missing, unknown, of another shape, or not stored in a floating-point type.
+    """
+    args = family.megatron_args(folder.config)
+    expected = {name: shape for _, _, shapes in family.tensors(args) for name, shape in shapes.items()}
+    optional = set() if args["untie_embeddings_and_output_weights"] else set(family.tied)
+    for name, shape in expected.items():
+        if name not in folder.tensors:
+            if name in optional:
+                continue
+            raise folder.error(f"tensor {name} of shape {list(shape)} is missing")
+        seen, dtype = folder.tensors[name]
+        if seen != shape:
+            raise folder.error(f"tensor {name} has shape {list(seen)}, config.json asks for {list(shape)}")
+        if dtype not in _WEIGHT_DTYPES:
+            raise folder.error(f"tensor {name} is stored as {dtype}; quantized weights are not read")
+    for name in folder.tensors:
+        if name not in expected and not name.endswith(family.ignored):
+            raise folder.error(f"tensor {name} is not part of {family.architectures[0]}")
+    for name in optional & folder.tensors.keys():
+        if not torch.equal(folder.read(name), folder.read(family.tied[name])):
+            raise folder.error(
+                f'tensor {name} differs from {family.tied[name]}, but config.json says "tie_word_embeddings": true'
+            )
