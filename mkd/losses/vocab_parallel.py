@@ -62,12 +62,12 @@ class VocabShard:
     def gather(self, stats: dict[str, Tensor]) -> dict[str, Tensor]:
         """Statistics [rows] of this shard -> [tp, rows] of all shards, in one all-gather."""
         packed = torch.stack(list(stats.values()))
-        if self.size == 1:
-            gathered = packed[None]
-        else:
-            gathered = packed.new_empty((self.size, *packed.shape))
+        gathered = packed
+        if self.size > 1:
+            gathered = packed.new_empty((self.size * packed.shape[0], packed.shape[1]))
             torch.distributed.all_gather_into_tensor(gathered, packed, group=self.group)
-        return dict(zip(stats, gathered.unbind(dim=1), strict=True))
+        by_rank = gathered.view(self.size, *packed.shape)
+        return dict(zip(stats, by_rank.unbind(dim=1), strict=True))
 
 
 def statistics_dtype(inputs: Tensor) -> torch.dtype:

@@ -1,0 +1,29 @@
+"""Fixtures and markers of all tests."""
+
+from collections.abc import Iterator
+
+import pytest
+
+import mkd.cpu
+
+if mkd.cpu.wanted():
+    mkd.cpu.activate()  # before any test module imports megatron
+
+from tests.poison import poisoned_memory
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked `gpu` where there is no CUDA device."""
+    if not mkd.cpu.wanted():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """The test runs with `tests.poison.poisoned_memory`."""
+    with poisoned_memory():
+        yield

@@ -1,0 +1,14 @@
+"""Fixtures of distributed tests."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.dist.pool import Pool, pool, stop_all
+
+
+@pytest.fixture(scope="session")
+def gloo_pool() -> Iterator[Callable[[int], Pool]]:
+    """`gloo_pool(world_size).run(func, *args)`: see `tests.dist.pool.Pool.run`."""
+    yield pool
+    stop_all()

@@ -1,0 +1,34 @@
+"""The tolerances of all tests, each with its reason, and the comparison that uses them."""
+
+import torch
+from torch import Tensor
+
+FP64 = 1e-12
+"""float64 against float64 in another order: rounding is 1e-16, sums of thousands of terms lose up to 3 digits."""
+
+FP32 = 1e-5
+"""fp32 against the float64 reference: rounding is 6e-8; a chain of GEMM, softmax and GEMM over thousands of terms loses
+two digits. A wrong factor, mask or missing reduction is far above."""
+
+STEP_LOSS = 1e-6
+"""The loss of one step in fp32 in two parallel layouts: sums in another order."""
+
+GRADIENT = 1e-5
+"""The gradient of one parameter in fp32 in two parallel layouts: as FP32."""
+
+HALF_FACTOR = 2.0
+"""bf16 and fp16: our error against fp32 may be this many times that of eager torch in the same dtype."""
+
+
+def norm_error(actual: Tensor, expected: Tensor) -> float:
+    """|actual - expected| / |expected| in the 2-norm, in float64; the plain norm of `actual` if `expected` is 0."""
+    assert actual.shape == expected.shape, f"shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+    actual, expected = actual.detach().double(), expected.detach().double()
+    size = torch.linalg.vector_norm(expected).item()
+    return torch.linalg.vector_norm(actual - expected).item() / (size or 1.0)
+
+
+def assert_close_norm(actual: Tensor, expected: Tensor, tol: float, name: str) -> None:
+    """Fail if the norm-relative error is above `tol` or is NaN; the message holds `name`."""
+    error = norm_error(actual, expected)
+    assert error <= tol, f"{name}: norm-relative error {error:.3g}, allowed {tol:g}"

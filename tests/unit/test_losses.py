@@ -1,0 +1,242 @@
+"""The losses on one rank, without a process group: values, gradients, masks, padding, precision, what is kept."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mkd.losses import LossOutput, LossSpec, fused_linear, fused_linear_loss, reference, vocab_parallel_loss
+from mkd.losses.divergences import DIVERGENCES
+from tests.loss_cases import UPSTREAM, Expected, LossCase, expect, make_inputs
+from tests.tolerance import FP32, FP64, HALF_FACTOR, assert_close_norm, norm_error
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+
+def run_fused(case: LossCase) -> tuple[LossOutput, Tensor, Tensor]:
+    """(output, d_hidden, d_weight)."""
+    x = make_inputs(case)
+    hidden, weight = x.student_hidden.requires_grad_(), x.student_weight.requires_grad_()
+    out = fused_linear_loss(
+        *x[:4],
+        x.labels,
+        x.ce_weight,
+        x.kd_weight,
+        spec=case.spec,
+        true_vocab=case.true_vocab,
+        chunk_rows=case.chunk_rows,
+    )
+    return out, *torch.autograd.grad(UPSTREAM * out.loss, (hidden, weight))
+
+
+def run_logits(case: LossCase) -> tuple[LossOutput, Tensor]:
+    """(output, d_logits)."""
+    x = make_inputs(case)
+    logits = x.student_logits.requires_grad_()
+    out = vocab_parallel_loss(
+        logits, x.teacher_logits, x.labels, x.ce_weight, x.kd_weight, spec=case.spec, true_vocab=case.true_vocab
+    )
+    return out, *torch.autograd.grad(UPSTREAM * out.loss, logits)
+
+
+def check_values(out: LossOutput, expected: Expected, tol: float) -> None:
+    assert_close_norm(out.loss, expected.loss, tol, "loss")
+    for name in ("ce", "kd"):
+        actual, wanted = getattr(out, name), getattr(expected, name)
+        assert (actual is None) == (wanted is None), name
+        if wanted is not None:
+            assert not actual.requires_grad
+            assert_close_norm(actual, wanted, tol, name)
+
+
+def check(case: LossCase, tol: float) -> None:
+    """Both losses: values and gradients against the reference, exact zeros in padding and masked rows."""
+    expected = expect(case)
+    out, d_hidden, d_weight = run_fused(case)
+    check_values(out, expected, tol)
+    assert_close_norm(d_hidden, expected.d_hidden, tol, "d_hidden")
+    assert_close_norm(d_weight, expected.d_weight, tol, "d_weight")
+    assert not d_weight[case.true_vocab :].any()
+    out, d_logits = run_logits(case)
+    check_values(out, expected, tol)
+    assert_close_norm(d_logits, expected.d_logits, tol, "d_logits")
+    assert not d_logits[:, case.true_vocab :].any()
+    if case.rows > 3:
+        assert not d_hidden[2].any() and not d_logits[2].any()
+
+
+def test_reference_against_torch() -> None:
+    z, u = torch.randn(2, 5, 9, dtype=torch.float64)
+    labels = torch.tensor([0, 8, 3, 3, 1])
+    assert_close_norm(
+        reference.cross_entropy(z, labels), F.cross_entropy(z, labels, reduction="none"), FP64, "cross-entropy"
+    )
+    kl = F.kl_div(F.log_softmax(z / 2, -1), F.softmax(u / 2, -1), reduction="none").sum(-1)
+    assert_close_norm(reference.forward_kl(z, u, LossSpec(temperature=2.0)), 4 * kl, FP64, "with T^2")
+    plain = LossSpec(temperature=2.0, temperature_squared=False)
+    assert_close_norm(reference.forward_kl(z, u, plain), kl, FP64, "without T^2")
+
+
+def test_every_divergence_has_a_reference() -> None:
+    assert DIVERGENCES.keys() == reference.DIVERGENCES.keys()
+
+
+@pytest.mark.parametrize("dtype, tol", [(torch.float32, FP32), (torch.float64, FP64)])
+@pytest.mark.parametrize("terms", ["ce", "kd", "ce+kd"])
+@pytest.mark.parametrize("temperature, squared", [(1.0, True), (2.0, True), (2.0, False), (0.5, True), (0.5, False)])
+def test_values_and_gradients(terms: str, temperature: float, squared: bool, dtype: torch.dtype, tol: float) -> None:
+    check(LossCase(terms=terms, temperature=temperature, temperature_squared=squared, dtype=dtype), tol)
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 4, 13, 1000, None])
+def test_chunks_do_not_matter(chunk_rows: int | None) -> None:
+    check(LossCase(chunk_rows=chunk_rows, temperature=2.0), FP32)
+
+
+@pytest.mark.parametrize("case", [LossCase(rows=0), LossCase(all_masked=True)], ids=["no rows", "all masked"])
+@pytest.mark.parametrize("terms", ["ce", "kd", "ce+kd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_nothing_to_learn_is_a_connected_zero(case: LossCase, terms: str, dtype: torch.dtype) -> None:
+    case = dataclasses.replace(case, terms=terms, dtype=dtype)
+    out, *gradients = run_fused(case)
+    logits_out, d_logits = run_logits(case)
+    for loss in (out.loss, logits_out.loss):
+        assert loss.item() == 0 and loss.requires_grad
+    for gradient in (*gradients, d_logits):
+        assert not gradient.any() and not gradient.isnan().any()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0, 0.3])
+def test_teacher_equal_to_student(temperature: float) -> None:
+    gen = torch.Generator().manual_seed(5)
+    hidden, weight = torch.randn(6, 8, generator=gen), torch.randn(31, 8, generator=gen).requires_grad_()
+    spec = LossSpec(temperature=temperature)
+    ones = torch.ones(6)
+    out = fused_linear_loss(hidden, weight, hidden, weight, torch.zeros(6).long(), None, ones, spec=spec, true_vocab=29)
+    out.loss.backward()
+    assert out.loss.item() == 0 and not out.kd.any() and not weight.grad.any()
+
+
+def test_large_logits_lose_nothing() -> None:
+    """All numbers are multiples of 2^-10 under 2^13: exact in fp32 with and without the offset."""
+    gen = torch.Generator().manual_seed(6)
+    z, u = (torch.randn(2, 5, 40, generator=gen) * 1024).round() / 1024
+    labels, ones = torch.arange(5), torch.ones(5)
+    gradients, values = [], []
+    for offset in (0.0, 8000.0):
+        logits = (z + offset).requires_grad_()
+        out = vocab_parallel_loss(logits, u - offset, labels, ones, ones, spec=LossSpec(), true_vocab=40)
+        gradients.append(*torch.autograd.grad(out.loss, logits))
+        values.append(torch.stack([out.ce, out.kd]))
+    assert_close_norm(values[1], values[0], 1e-6, "values")
+    assert_close_norm(gradients[1], gradients[0], 1e-6, "gradient")
+
+
+@pytest.mark.parametrize("label", [-1, 29, 31])
+def test_illegal_supervised_label_is_loud(label: int) -> None:
+    x = make_inputs(LossCase())
+    x.labels[7] = label
+    out = vocab_parallel_loss(x.student_logits, None, x.labels, x.ce_weight, None, spec=LossSpec(), true_vocab=29)
+    assert out.loss.isnan() and out.ce.isnan().nonzero().tolist() == [[7]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("terms", ["ce", "kd", "ce+kd"])
+def test_half_precision_error(dtype: torch.dtype, terms: str) -> None:
+    """Error against fp32 at most twice that of eager torch in the same dtype, with fp32 softmaxes there too."""
+    case = LossCase(rows=61, true_vocab=509, vocab=512, dtype=dtype, terms=terms, student_width=64, chunk_rows=16)
+    expected = expect(case)
+    _, d_hidden, d_weight = run_fused(case)
+    x = make_inputs(case)
+    hidden = x.student_hidden.nan_to_num(0).requires_grad_()
+    weight = x.student_weight[: case.true_vocab].clone().requires_grad_()
+    logits = (hidden @ weight.t()).float()
+    teacher = (x.teacher_hidden.nan_to_num(0, 0, 0) @ x.teacher_weight[: case.true_vocab].t()).float()
+    loss = torch.zeros(())
+    if x.ce_weight is not None:
+        labels = torch.where(x.ce_weight != 0, x.labels, 0)
+        loss = loss + (x.ce_weight * F.cross_entropy(logits, labels, reduction="none")).sum()
+    if x.kd_weight is not None:
+        loss = loss + (x.kd_weight * reference.forward_kl(logits, teacher, case.spec)).sum()
+    eager = torch.autograd.grad(UPSTREAM * loss, (hidden, weight))
+    for name, ours, theirs, truth in (
+        ("d_hidden", d_hidden, eager[0], expected.d_hidden),
+        ("d_weight", d_weight[: case.true_vocab], eager[1], expected.d_weight[: case.true_vocab]),
+    ):
+        assert ours.dtype == dtype
+        assert norm_error(ours, truth) <= HALF_FACTOR * norm_error(theirs, truth), name
+    assert_close_norm(run_logits(case)[1], expected.d_logits, torch.finfo(dtype).eps, "d_logits")
+
+
+def test_no_gradient_work_without_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = make_inputs(LossCase())
+
+    def call() -> LossOutput:
+        return fused_linear_loss(*x, spec=LossSpec(), true_vocab=29)
+
+    x = (*x[:4], *x[6:])
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a gradient that nobody needs")
+
+    hidden, weight = x[0].requires_grad_(), x[1].requires_grad_()
+    monkeypatch.setattr(fused_linear, "_add_product_", refuse)
+    weight.requires_grad_(False)
+    call().loss.backward()  # frozen LM head: no d_weight
+    assert hidden.grad is not None and weight.grad is None
+    with pytest.raises(AssertionError, match="nobody needs"):
+        weight.requires_grad_(True)
+        call()
+    monkeypatch.setattr(fused_linear, "write_gradient_", refuse)
+    with torch.no_grad():
+        assert not call().loss.requires_grad
+
+
+def test_frozen_hidden_and_teacher_gets_no_gradient() -> None:
+    case = LossCase()
+    x = make_inputs(case)
+    hidden, weight, teacher_hidden, teacher_weight = (t.requires_grad_() for t in x[:4])
+    hidden.requires_grad_(False)
+    args = (x.labels, x.ce_weight, x.kd_weight)
+    fused_linear_loss(
+        hidden, weight, teacher_hidden, teacher_weight, *args, spec=case.spec, true_vocab=29
+    ).loss.backward()
+    assert teacher_hidden.grad is None and teacher_weight.grad is None and hidden.grad is None
+    assert_close_norm(UPSTREAM * weight.grad, expect(case).d_weight, FP32, "d_weight")
+
+
+def test_only_gradients_are_kept_and_backward_may_run_twice() -> None:
+    x = make_inputs(LossCase())
+    hidden, weight = x.student_hidden.requires_grad_(), x.student_weight.requires_grad_()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)) or t, lambda t: t):
+        out = fused_linear_loss(*x[:4], *x[6:], spec=LossSpec(), true_vocab=29, chunk_rows=3)
+    assert kept == [tuple(hidden.shape), tuple(weight.shape)]
+    first = torch.autograd.grad(2 * out.loss, (hidden, weight), retain_graph=True)
+    second = torch.autograd.grad(4 * out.loss, (hidden, weight))
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(2 * a, b)
+
+
+def test_wrong_shapes_are_refused() -> None:
+    x = make_inputs(LossCase())
+    h, w, th, tw = x[:4]
+    spec = LossSpec()
+    with pytest.raises(ValueError, match="nothing to compute"):
+        fused_linear_loss(h, w, th, tw, x.labels, None, None, spec=spec, true_vocab=29)
+    with pytest.raises(ValueError, match="teacher_hidden is None"):
+        fused_linear_loss(h, w, None, None, x.labels, None, x.kd_weight, spec=spec, true_vocab=29)
+    with pytest.raises(ValueError, match="31 vocabulary columns"):
+        fused_linear_loss(h, w, th, tw[:-1], x.labels, None, x.kd_weight, spec=spec, true_vocab=29)
+    with pytest.raises(ValueError, match="of one dtype"):
+        fused_linear_loss(h.double(), w, th, tw, x.labels, x.ce_weight, None, spec=spec, true_vocab=29)
+    with pytest.raises(ValueError, match="true_vocab is 33"):
+        fused_linear_loss(h, w, th, tw, x.labels, x.ce_weight, None, spec=spec, true_vocab=33)
+    with pytest.raises(ValueError, match="labels has shape"):
+        fused_linear_loss(h, w, th, tw, x.labels[:-1], x.ce_weight, None, spec=spec, true_vocab=29)
+    with pytest.raises(ValueError, match="chunk_rows is 0"):
+        fused_linear_loss(h, w, th, tw, x.labels, x.ce_weight, None, spec=spec, true_vocab=29, chunk_rows=0)
+    with pytest.raises(ValueError, match="teacher_logits has shape None"):
+        vocab_parallel_loss(x.student_logits, None, x.labels, None, x.kd_weight, spec=spec, true_vocab=29)
