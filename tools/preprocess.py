@@ -14,6 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
 
+from mkd.checkpoint.hf_folder import tokenizer_hash  # noqa: E402
 from mkd.data.indexed_text import IndexedText, dataset_prefix, default_workers, write_indexed_text  # noqa: E402
 from mkd.data.text import Encoding, check_inputs  # noqa: E402
 from mkd.errors import MkdConfigError, MkdError  # noqa: E402
@@ -107,6 +108,7 @@ def main(argv: list[str] | None = None) -> int:
             prefix,
             Encoding(args.tokenizer_model, args.json_key, args.append_eod),
             workers=args.workers or default_workers(args.input),
+            tokenizer_hash=tokenizer_hash(Path(args.tokenizer_model), "--tokenizer-model"),
             split_on=args.split_on,
             progress=line,
         )

@@ -26,7 +26,6 @@ from mkd.data.text import (
     eod_id,
     load_tokenizer,
     read_batches,
-    vocabulary_hash,
 )
 from mkd.errors import MkdDataError
 
@@ -48,8 +47,8 @@ class IndexedText:
     """The largest id in the data: a model needs an embedding of more rows than this."""
     vocab_size: int
     """Of the tokenizer, with added tokens."""
-    tokenizer_sha256: str
-    """`mkd.data.text.vocabulary_hash` of the tokenizer."""
+    tokenizer_hash: str | None
+    """`mkd.checkpoint.hf_folder.tokenizer_hash` of the tokenizer: equal to that of the models that read this data."""
     eod: int | None
     """The id that ends each document, or None when none was appended."""
     dtype: str
@@ -97,6 +96,7 @@ def write_indexed_text(
     encoding: Encoding,
     *,
     workers: int,
+    tokenizer_hash: str | None = None,
     split_on: str | None = None,
     progress: Progress | None = None,
 ) -> IndexedText:
@@ -122,7 +122,7 @@ def write_indexed_text(
             tokens=writer.tokens,
             max_token_id=writer.max_token_id,
             vocab_size=len(tokenizer),
-            tokenizer_sha256=vocabulary_hash(tokenizer),
+            tokenizer_hash=tokenizer_hash,
             eod=eod,
             dtype=np.dtype(writer.dtype).name,
             skipped=writer.skipped,

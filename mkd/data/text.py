@@ -4,7 +4,6 @@ A batch of raw documents travels to a worker as bytes and comes back as one arra
 checking it and tokenizing are all spread over the workers.
 """
 
-import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -178,12 +177,6 @@ def eod_id(tokenizer: PreTrainedTokenizerBase, directory: str) -> int:
             "tokenizer_config.json, or give --no-append-eod"
         )
     return tokenizer.eos_token_id
-
-
-def vocabulary_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 over all (id, token) pairs, sorted: equal for two tokenizers exactly when their vocabularies are."""
-    pairs = sorted((index, token) for token, index in tokenizer.get_vocab().items())
-    return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
 
 
 def encode(encoding: Encoding, batch: RawBatch) -> EncodedBatch:

@@ -46,13 +46,13 @@ def test_curves_hold_the_numbers_of_the_files(tool, tmp_path):
     axes = titled(figure)
     assert list(axes) == list(tool.PANELS.values())
     (line,) = axes["KD divergence, training"].get_lines()
-    assert line.get_xdata() == [1, 2, 3, 4, 5, 6, 7]
+    assert list(line.get_xdata()) == [1, 2, 3, 4, 5, 6, 7]
     assert line.get_ydata() == pytest.approx([7.0 / i for i in range(1, 8)])
     assert len(axes["Cross-entropy, training"].get_lines()) == 2
     first, second, teacher = axes["Cross-entropy, validation"].get_lines()
-    assert first.get_xdata() == second.get_xdata() == [0, 7]
-    assert first.get_ydata() == [9.0, 3.0]
-    assert teacher.get_ydata() == [2.5, 2.5]
+    assert list(first.get_xdata()) == list(second.get_xdata()) == [0, 7]
+    assert list(first.get_ydata()) == [9.0, 3.0]
+    assert list(teacher.get_ydata()) == [2.5, 2.5]
 
 
 def test_panels_without_values_are_left_out(tool, tmp_path):
