@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.arguments import add_megatron_arguments, parse_args, validate_args
 from megatron.training.checkpointing import load_args_from_checkpoint
-from megatron.training.global_vars import set_global_variables
+from megatron.training.global_vars import get_tokenizer, set_global_variables
+from megatron.training.utils import get_blend_and_blend_per_split
 
-from mkd import cpu
+from mkd import compat, cpu
 from mkd.cpu.flags import set_cpu_values
 from mkd.config import KDConfig
 from mkd.errors import MkdCheckpointError, MkdConfigError, MkdDataError
@@ -47,13 +50,13 @@ class _KDFlags(ArgumentGroupFactory):
     def _build_argparse_kwargs_from_field(self, attribute: Any) -> dict[str, Any]:
         kwargs = super()._build_argparse_kwargs_from_field(attribute)
         kwargs["dest"] = f"kd_{attribute.name}"
-        kwargs["help"] = kwargs["help"].replace("%", "%%")
         return kwargs
 
 
 def add_kd_flags(parser: ArgumentParser) -> ArgumentParser:
     """Add one flag for each field of `KDConfig`, with the field's docstring as help."""
     _KDFlags(KDConfig).build_group(parser, title="knowledge distillation")
+    compat.repair_help(parser)
     return parser
 
 
@@ -119,7 +122,7 @@ def finish(args: Namespace, kd: KDConfig) -> None:
     if args.use_checkpoint_args:
         load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
         load_args_from_checkpoint(args)
-    if cpu.wanted():
+    if cpu.is_active():
         changed = set_cpu_values(args)
         if changed and args.rank == 0:
             print(f"mkd: on CPU: {', '.join(f'{n}={getattr(args, n)}' for n in changed)}")
@@ -135,7 +138,9 @@ def finish(args: Namespace, kd: KDConfig) -> None:
     except (AssertionError, ValueError) as error:
         raise MkdConfigError(f"megatron refuses the flags: {error}") from error
     if args.tokenizer_type is None:
-        raise MkdConfigError("--tokenizer-type is missing (HuggingFaceTokenizer with --tokenizer-model DIR, or another)")
+        raise MkdConfigError(
+            "--tokenizer-type is missing (HuggingFaceTokenizer with --tokenizer-model DIR, or another)"
+        )
     set_global_variables(args)
 
 
@@ -228,11 +233,6 @@ def default_arguments() -> Namespace:
     return add_megatron_arguments(ArgumentParser(allow_abbrev=False)).parse_args([])
 
 
-def torch_dtype(args: Namespace) -> torch.dtype:
-    """The student's parameter dtype."""
-    return args.params_dtype
-
-
 def data_prefixes(args: Namespace) -> list[str]:
     """Every `.bin/.idx` prefix named on the command line.
 
@@ -255,3 +255,117 @@ def _is_number(word: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def dataset_config(args: Namespace, tokenizer: Any) -> GPTDatasetConfig:
+    """Megatron's own dataset flags as a configuration."""
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    return GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        multiple_validation_sets=args.multiple_validation_sets,
+        full_validation=args.full_validation,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=tokenizer,
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=False,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+    )
+
+
+# What the teacher shares with the student's run: how and where it computes, never what it is.
+_SHARED_WITH_TEACHER = (
+    "rank",
+    "world_size",
+    "seq_length",
+    "transformer_impl",
+    "attention_backend",
+    "use_cpu_initialization",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "sequence_parallel",
+    "cp_comm_type",
+    "no_persist_layer_norm",
+    "apply_rope_fusion",
+    "masked_softmax_fusion",
+    "bias_gelu_fusion",
+    "bias_swiglu_fusion",
+    "bias_dropout_fusion",
+    "gradient_accumulation_fusion",
+    "deterministic_mode",
+    "moe_token_dispatcher_type",
+    "moe_grouped_gemm",
+    "moe_permute_fusion",
+    "padded_vocab_size",
+)
+# What a frozen model has none of, whatever its checkpoint was trained with.
+_FROZEN = {
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "perform_initialization": False,
+    "virtual_pipeline_model_parallel_size": None,
+    "pipeline_model_parallel_layout": None,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+    "overlap_p2p_comm": False,
+    "tp_comm_overlap": False,
+    "recompute_granularity": None,
+    "recompute_method": None,
+    "recompute_num_layers": None,
+    "fp8": None,
+    "fp4": None,
+    "fp8_param_gather": False,
+    "fp4_param_gather": False,
+    "cuda_graph_impl": "none",
+    "cross_entropy_loss_fusion": False,
+    "mtp_num_layers": None,
+}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def teacher_arguments(architecture: dict[str, Any], args: Namespace, dtype: str | None) -> Namespace:
+    """Megatron arguments that describe the teacher: its own architecture, the student's layout, nothing else of the student.
+
+    Args:
+        architecture: Megatron argument name -> value, from the teacher's own config.json or checkpoint.
+        args: the student's, after `finish`.
+        dtype: fp32, bf16 or fp16; None takes the student's.
+
+    Raises:
+        MkdConfigError: parallel sizes that do not divide the teacher, or sequences longer than it knows positions for.
+    """
+    teacher = Namespace(**{**vars(default_arguments()), **architecture, **_FROZEN})
+    for name in _SHARED_WITH_TEACHER:
+        setattr(teacher, name, getattr(args, name))
+    teacher.params_dtype = _DTYPES[dtype] if dtype else args.params_dtype
+    teacher.bf16 = teacher.params_dtype == torch.bfloat16
+    teacher.fp16 = teacher.params_dtype == torch.float16
+    check_divisions("the teacher", vars(teacher), args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
+    if teacher.max_position_embeddings is not None and args.seq_length > teacher.max_position_embeddings:
+        raise MkdConfigError(
+            f"--seq-length {args.seq_length} is longer than the teacher's {teacher.max_position_embeddings} positions "
+            "(max_position_embeddings in its config.json)"
+        )
+    return teacher
+
+
+def true_vocabulary(args: Namespace) -> int:
+    """Number of tokens that exist: the architecture's, or the tokenizer's where none is given."""
+    return args.vocab_size or get_tokenizer().vocab_size
+
+
+def current_global_batch_size() -> int:
+    """Samples of the present step (it may ramp up)."""
+    return get_current_global_batch_size()

@@ -26,7 +26,9 @@ def _require_temperature(flag: str, value: float) -> None:
 
 def _require_ratio(flag: str, value: float) -> None:
     if not 0.0 <= value <= 1.0:
-        raise MkdConfigError(f"{flag} is {value}; a ratio must be in [0, 1] (0: cross-entropy only, 1: distillation only)")
+        raise MkdConfigError(
+            f"{flag} is {value}; a ratio must be in [0, 1] (0: cross-entropy only, 1: distillation only)"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +152,9 @@ class KDConfig:
         given = [f"{flag} {value}" for flag, value in sources.items() if value is not None]
         if len(given) != 1:
             seen = " and ".join(given) or "none"
-            raise MkdConfigError(f"exactly one teacher source is needed, got {seen}: give one of {' or '.join(sources)}")
+            raise MkdConfigError(
+                f"exactly one teacher source is needed, got {seen}: give one of {' or '.join(sources)}"
+            )
         self._check_ratio()
         self._check_temperature()
         _require_choice("--kd-loss", self.loss, get_args(Divergence))

@@ -30,15 +30,27 @@ def wanted() -> bool:
     return not torch.cuda.is_available()
 
 
+def is_active() -> bool:
+    """Whether `activate` has run in this process."""
+    from mkd.cpu import device_mode
+
+    return device_mode.is_entered()
+
+
 def activate() -> None:
     """Redirect CUDA to CPU and NCCL to gloo in this process. Calling it again does nothing."""
-    from mkd.cpu import cuda_stubs, device_mode, gloo, norms
+    import torch._dynamo  # it files torch.cuda's functions by identity, so it must have seen the real ones
 
-    if device_mode.is_entered():
+    from mkd.cpu import cuda_stubs, device_mode, gloo
+
+    if is_active():
         return
     # jit_fuser compiles through the CUDA stream API; eager is also faster to start.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     cuda_stubs.install()
     gloo.install()
     device_mode.enter()
+
+    from mkd.cpu import norms  # imports megatron, which all of the above must precede
+
     norms.install()

@@ -1,5 +1,6 @@
 """`torch.cuda` for a machine without CUDA: one device, whose streams and events finish at once."""
 
+import collections
 import contextlib
 import types
 from typing import Any
@@ -74,7 +75,7 @@ def _memory_figures() -> dict[str, Any]:
     """Memory statistics: the CPU allocator keeps none, so all are 0."""
     names = ["memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"]
     return {name: lambda *args, **kwargs: 0 for name in names} | {
-        "memory_stats": lambda *args, **kwargs: __import__("collections").defaultdict(int),
+        "memory_stats": lambda *args, **kwargs: collections.defaultdict(int),
         "mem_get_info": lambda *args, **kwargs: (0, 0),
     }
 
@@ -84,8 +85,9 @@ def _random_state() -> dict[str, Any]:
     return {
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
-        "manual_seed": torch.manual_seed,
-        "manual_seed_all": torch.manual_seed,
+        # Not torch.manual_seed, which calls these.
+        "manual_seed": torch.default_generator.manual_seed,
+        "manual_seed_all": torch.default_generator.manual_seed,
         "default_generators": (torch.default_generator,),
         "_lazy_call": lambda call: call(),
     }
@@ -122,6 +124,8 @@ def install() -> None:
     }
     for name, stub in (stubs | _memory_figures() | _random_state()).items():
         setattr(torch.cuda, name, stub)
+    for name, stub in _random_state().items():
+        setattr(torch.cuda.random, name, stub)
     # DataLoader and FSDP ask torch.accelerator whether memory can be pinned and which device is current.
     torch.accelerator.is_available = lambda: False
     torch.accelerator.current_device_index = lambda: 0

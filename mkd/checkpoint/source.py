@@ -1,0 +1,99 @@
+"""Where a model comes from, Hugging Face folder or Megatron checkpoint, as one kind of thing."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from mkd.checkpoint.hf_families import family_of
+from mkd.checkpoint.hf_folder import HFFolder
+from mkd.checkpoint.hf_load import check_tensors, load_hf_weights
+from mkd.checkpoint.megatron_folder import MegatronFolder
+from mkd.checkpoint.megatron_load import load_megatron_weights
+from mkd.errors import MkdConfigError
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Architecture and weights of a model on disk, checked, with no weight read yet."""
+
+    origin: str
+    """The flag and the folder, for messages."""
+    path: Path
+    architecture: dict[str, Any]
+    """Megatron argument name -> value."""
+    vocab_size: int | None
+    """Rows of the embedding that stand for tokens; None when a Megatron checkpoint does not say."""
+    tokenizer_hash: str | None
+    """None when the folder has no tokenizer in it."""
+    fingerprint: Callable[[], str]
+    load: Callable[[Sequence[nn.Module], ProcessGroup], None]
+    """Fills every parameter of this rank's model chunks; takes the tensor-parallel group."""
+
+    @classmethod
+    def from_hf(cls, path: str, flag: str) -> "ModelSource":
+        """A Hugging Face folder.
+
+        Raises:
+            MkdCheckpointError: it is missing, torn, not of a known family, or its tensors are not what config.json says.
+        """
+        folder = HFFolder(path, flag)
+        family = family_of(folder.config)
+        check_tensors(folder, family)
+        architecture = family.megatron_args(folder.config)
+        return cls(
+            origin=f"{flag} {path}",
+            path=Path(path),
+            architecture=architecture,
+            vocab_size=architecture["vocab_size"],
+            tokenizer_hash=folder.tokenizer_hash(),
+            fingerprint=folder.fingerprint,
+            load=lambda chunks, tp: load_hf_weights(chunks, folder, tp.rank(), tp.size()),
+        )
+
+    @classmethod
+    def from_megatron(cls, path: str, flag: str) -> "ModelSource":
+        """A Megatron checkpoint folder in `torch_dist` format.
+
+        Raises:
+            MkdCheckpointError: it is missing, torn, or stores no arguments.
+        """
+        folder = MegatronFolder(path, flag)
+        return cls(
+            origin=f"{flag} {path}",
+            path=Path(path),
+            architecture=dict(vars(folder.args)),
+            vocab_size=folder.args.vocab_size,
+            tokenizer_hash=folder.tokenizer_hash(),
+            fingerprint=folder.fingerprint,
+            load=lambda chunks, tp: load_megatron_weights(chunks, folder),
+        )
+
+
+def check_same_vocabulary(student: str, student_vocab: int, student_hash: str | None, teacher: ModelSource) -> None:
+    """Refuse a teacher whose tokens are not the student's: its probabilities would be about other words.
+
+    Tokenizers are compared where both are known, sizes otherwise.
+
+    Args:
+        student: the flag and folder to name.
+        student_vocab: tokens that the student knows.
+        student_hash: of the student's tokenizer, None when it is not known.
+        teacher: the teacher.
+
+    Raises:
+        MkdConfigError: they differ.
+    """
+    hint = (
+        "the teacher must share the student's tokenizer: a teacher with another one needs --kd-xtoken-loss, which this "
+        "version does not have"
+    )
+    if student_hash and teacher.tokenizer_hash and student_hash != teacher.tokenizer_hash:
+        raise MkdConfigError(f"{student} and {teacher.origin} have different tokenizers; {hint}")
+    if teacher.vocab_size is not None and teacher.vocab_size != student_vocab:
+        raise MkdConfigError(
+            f"{student} has a vocabulary of {student_vocab} tokens and {teacher.origin} one of {teacher.vocab_size}; {hint}"
+        )

@@ -1,0 +1,223 @@
+"""A job from its command line to the objects that `megatron.training.pretrain` is given."""
+
+import json
+import math
+from argparse import Namespace
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.training.models import GPTModelConfig
+from torch.utils.data import default_collate
+
+from mkd import arguments
+from mkd.checkpoint.hf_folder import tokenizer_hash
+from mkd.checkpoint.source import ModelSource, check_same_vocabulary
+from mkd.config import KDConfig, LossSpec
+from mkd.data.batch import KDBatch
+from mkd.data.datasets import check_data
+from mkd.groups import Groups
+from mkd.losses import fused_linear_loss
+from mkd.metrics import MetricsLog, perplexity
+from mkd.models.gpt import gpt_config
+from mkd.schedule import TeacherThenStudent
+from mkd.teacher.online import OnlineTeacher
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that was asked for, checked; no weight is loaded and no process group exists yet."""
+
+    args: Namespace
+    """Megatron's arguments, also global by now."""
+    kd: KDConfig
+    teacher_source: ModelSource
+    student_source: ModelSource | None
+    teacher_config: GPTModelConfig
+    student_config: GPTModelConfig
+    true_vocab: int
+    """Tokens that exist; ids from here up pad the vocabulary."""
+
+    @classmethod
+    def from_command_line(cls) -> "Job":
+        """Parse and check.
+
+        Raises:
+            MkdError: anything that would stop the job later.
+        """
+        args, kd = arguments.parse_command_line()
+        teacher = _teacher_source(kd)
+        student = None
+        if kd.student_hf is not None:
+            student = ModelSource.from_hf(kd.student_hf, "--kd-student-hf")
+            arguments.adopt_architecture(args, student.architecture, student.origin)
+            args.tokenizer_type = args.tokenizer_type or "HuggingFaceTokenizer"
+            args.tokenizer_model = args.tokenizer_model or kd.student_hf
+        arguments.finish(args, kd)
+        true_vocab = arguments.true_vocabulary(args)
+        origin = student.origin if student else f"--tokenizer-model {args.tokenizer_model}"
+        student_hash = student.tokenizer_hash if student else _hash_of_tokenizer(args)
+        check_same_vocabulary(origin, true_vocab, student_hash, teacher)
+        check_data(arguments.data_prefixes(args), true_vocab)
+        teacher_config = gpt_config(arguments.teacher_arguments(teacher.architecture, args, kd.teacher_dtype))
+        job = cls(args, kd, teacher, student, teacher_config, gpt_config(args), true_vocab)
+        if student is not None and not arguments.resumes(args):
+            job.student_config.pre_wrap_hooks.append(job._load_student)
+        return job
+
+    def _load_student(self, chunks: list[Any]) -> list[Any]:
+        self.student_source.load(chunks, Groups.from_megatron().tp)
+        return chunks
+
+    def build_teacher(self, groups: Groups) -> OnlineTeacher | None:
+        """The teacher on this rank; None when the run never looks at it."""
+        if self.kd.is_plain_pretraining:
+            return None
+        return OnlineTeacher(
+            self.teacher_config,
+            groups,
+            load_weights=lambda chunks: self.teacher_source.load(chunks, groups.tp),
+            fingerprint=self.teacher_source.fingerprint(),
+            offload=self.kd.teacher_offload,
+        )
+
+    def metrics(self) -> MetricsLog:
+        file = self.kd.metrics_file
+        if file is None and self.args.save is not None:
+            file = str(Path(self.args.save) / "metrics.jsonl")
+        return MetricsLog(
+            train_iters=self.args.train_iters,
+            log_interval=self.args.log_interval,
+            tokens_per_sample=self.args.seq_length,
+            file=None if file is None else Path(file),
+            writes=self.args.rank == self.args.world_size - 1,
+        )
+
+    def plan(self) -> dict[str, str]:
+        """What will happen, a line each."""
+        args, kd = self.args, self.kd
+        layout = {
+            "DP": args.data_parallel_size,
+            "TP": args.tensor_model_parallel_size,
+            "PP": args.pipeline_model_parallel_size,
+            "VPP": args.virtual_pipeline_model_parallel_size or 1,
+            "EP": args.expert_model_parallel_size,
+        }
+        weights = "random"
+        if arguments.resumes(args):
+            weights = f"checkpoint in {args.load}"
+        elif self.student_source is not None:
+            weights = str(self.student_source.path)
+        elif args.pretrained_checkpoint is not None:
+            weights = args.pretrained_checkpoint
+        return {
+            "teacher": f"{_shape_of(self.teacher_config)}, {_name(self.teacher_config.params_dtype)}, "
+            f"{self.teacher_source.path}",
+            "student": f"{_shape_of(self.student_config)}, {_name(args.params_dtype)}, weights: {weights}",
+            "loss": f"(1 - R) CE + R T^2 {kd.loss}, R = {kd.ratio_over_time}, T = {kd.temperature_over_time}"
+            + ("" if kd.temperature_squared else " (without T^2)")
+            + ("; R is 0: the teacher is not run" if kd.is_plain_pretraining else ""),
+            "layout": ", ".join(f"{name} {size}" for name, size in layout.items() if size > 1 or name == "DP")
+            + (", SP" if args.sequence_parallel else ""),
+            "batch": f"{args.global_batch_size} samples of {args.seq_length} tokens, micro-batch {args.micro_batch_size}",
+            "steps": f"{args.train_iters} iterations",
+            "vocabulary": f"{self.true_vocab} tokens, padded to {args.padded_vocab_size}",
+        }
+
+
+def _teacher_source(kd: KDConfig) -> ModelSource:
+    if kd.teacher_hf is not None:
+        return ModelSource.from_hf(kd.teacher_hf, "--kd-teacher-hf")
+    return ModelSource.from_megatron(kd.teacher_load, "--kd-teacher-load")
+
+
+def _hash_of_tokenizer(args: Namespace) -> str | None:
+    if args.tokenizer_type != "HuggingFaceTokenizer" or not Path(args.tokenizer_model).is_dir():
+        return None
+    return tokenizer_hash(Path(args.tokenizer_model), "--tokenizer-model")
+
+
+def _shape_of(config: GPTModelConfig) -> str:
+    t = config.transformer
+    experts = f", {t.num_moe_experts} experts" if t.num_moe_experts else ""
+    return f"{t.num_layers} layers x {t.hidden_size}, {t.num_attention_heads} heads{experts}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class Hooks:
+    """mkd's part of the training loop: the schedule and the metrics."""
+
+    def __init__(self, job: Job, schedule: TeacherThenStudent, log: MetricsLog) -> None:
+        self._job, self._schedule, self._log = job, schedule, log
+        self.around = schedule.around
+        self.before_training = log.start
+        self.after_evaluation = log.validation
+
+    def after_iteration(
+        self, iteration: int, losses: dict[str, Any], lr: float | None, grad_norm: float | None, skipped: bool
+    ) -> None:
+        kd = self._job.kd
+        self._log.iteration(
+            iteration,
+            losses,
+            samples=arguments.current_global_batch_size(),
+            lr=lr,
+            grad_norm=grad_norm,
+            skipped=skipped,
+            extra={
+                "ratio": kd.ratio_over_time.value(iteration - 1),
+                "temperature": kd.temperature_over_time.value(iteration - 1),
+            },
+        )
+
+
+def introduce_teacher(teacher: OnlineTeacher, samples: Any, groups: Groups, job: Job) -> None:
+    """Print the teacher's perplexity on a first microbatch, beside that of a model that knows nothing, and its fingerprint.
+
+    Args:
+        teacher: the teacher.
+        samples: a dataset; its first micro-batch is read.
+        groups: the student's layout. Collective over all ranks.
+        job: for sizes.
+    """
+    size = min(job.args.micro_batch_size, len(samples))
+    batch = KDBatch.from_sample(default_collate([samples[i] for i in range(size)]), job.true_vocab)
+    total = torch.zeros(2, dtype=torch.float64, device="cuda")
+    for signal in teacher.signals([batch]):
+        output = fused_linear_loss(
+            signal.hidden.flatten(0, 1),
+            signal.head,
+            None,
+            None,
+            batch.labels.t().reshape(-1),
+            batch.ce_mask.t().reshape(-1),
+            None,
+            spec=LossSpec(),
+            true_vocab=job.true_vocab,
+            tp_group=groups.tp,
+            sequence_parallel=job.teacher_config.sequence_parallel,
+            chunk_rows=job.kd.loss_chunk_rows,
+        )
+        total += torch.stack([output.loss.detach(), batch.ce_mask.sum()])
+    dist.all_reduce(total)
+    if dist.get_rank() == 0:
+        ce = (total[0] / total[1]).item()
+        print(
+            f"mkd: teacher {teacher.fingerprint()}: CE {ce:.4f}, perplexity {perplexity(ce):.2f} on the first validation "
+            f"micro-batch (knowing nothing: CE ln V = {math.log(job.true_vocab):.4f}, perplexity {job.true_vocab})",
+            flush=True,
+        )
+
+
+def record(job: Job) -> None:
+    """Leave the resolved distillation settings and the plan in the checkpoint folder, as kd_config.json."""
+    if job.args.rank != 0 or job.args.save is None:
+        return
+    folder = Path(job.args.save)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "kd_config.json").write_text(json.dumps({"kd": asdict(job.kd), "plan": job.plan()}, indent=2) + "\n")

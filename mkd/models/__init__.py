@@ -1,0 +1,1 @@
+"""Student and teacher as megatron model configurations."""

@@ -1,0 +1,34 @@
+"""From Megatron arguments to a GPT model's configuration, and what mkd needs from a built model."""
+
+from argparse import Namespace
+
+from megatron.core.models.gpt import GPTModel
+from megatron.training.argument_utils import gpt_config_from_args
+from megatron.training.models import GPTModelConfig
+from torch import Tensor, nn
+
+
+def gpt_config(args: Namespace) -> GPTModelConfig:
+    """The model that these arguments describe; of the student or of a teacher."""
+    config = gpt_config_from_args(args)
+    # megatron-core 0.19's gpt_config_from_args leaves this flag out, and builds every model with 8.
+    config.rope_scaling_factor = args.rope_scaling_factor
+    return config
+
+
+def lm_head(model: GPTModel) -> Tensor:
+    """[V/tp, H] this rank's rows of the LM head of the last pipeline stage; the embedding itself where the two are tied."""
+    if model.share_embeddings_and_output_weights:
+        return model.shared_embedding_or_output_weight()
+    return model.output_layer.weight
+
+
+def finish_parameter_sync(module: nn.Module) -> None:
+    """Wait until a module's own parameters are whole, for code that uses them without calling the module.
+
+    With `--overlap-param-gather` the data-parallel wrapper gathers updated parameters while the forward pass runs, and
+    waits for a module's share in that module's forward-pre-hook. Reading `module.weight` past the hook would read the
+    weights of the step before.
+    """
+    for hook in module._forward_pre_hooks.values():
+        hook(module, ())

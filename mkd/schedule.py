@@ -1,0 +1,89 @@
+"""Teacher first, then student: wraps megatron's forward-backward schedules."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from mkd.config import KDConfig
+from mkd.data.batch import KDBatch, check_same_batch, draw
+from mkd.errors import MkdDataError
+from mkd.groups import Groups
+from mkd.step import Objective, StepInput
+from mkd.teacher.base import HiddenSignal, Teacher
+
+
+@dataclass
+class TeacherThenStudent:
+    """Draws a step's microbatches once, has the teacher look at them, and runs the student's own schedule over both.
+
+    Without pipeline parallelism the teacher runs inside each microbatch's forward step, so one microbatch's hidden states
+    exist at a time. With it, or when its weights are offloaded, it runs over all microbatches of the step first.
+    """
+
+    kd: KDConfig
+    groups: Groups
+    teacher: Teacher | None
+    """None when nothing is learned from it (`KDConfig.is_plain_pretraining`)."""
+    true_vocab: int
+    current_iteration: Callable[[], int]
+    _checked: set[bool] = field(default_factory=set)
+    """Phases (evaluating or not) whose first batch was compared between ranks."""
+
+    def around(self, schedule: Callable) -> Callable:
+        """`schedule`, a forward-backward function of megatron, with the teacher before it."""
+
+        def run(*, data_iterator: Any, num_microbatches: int, forward_only: bool = False, **options: Any) -> list[dict]:
+            source = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
+            batches = draw(source, num_microbatches, self.true_vocab)
+            self._check(batches, forward_only, options["micro_batch_size"])
+            inputs = self._inputs(batches, forward_only)
+            if isinstance(data_iterator, list):
+                iterators: Any = [iter(inputs) for _ in data_iterator]
+            else:
+                iterators = iter(inputs)
+            return schedule(
+                data_iterator=iterators, num_microbatches=num_microbatches, forward_only=forward_only, **options
+            )
+
+        return run
+
+    def _check(self, batches: list[KDBatch], evaluating: bool, micro_batch_size: int) -> None:
+        if evaluating in self._checked:
+            return
+        seen = batches[0].tokens.shape[0]
+        if seen != micro_batch_size:
+            raise MkdDataError(
+                f"the data loader gives {seen} samples at a time, the schedule expects {micro_batch_size}: with "
+                "--full-validation give --eval-micro-batch-size 1"
+            )
+        check_same_batch(batches[0], self.groups.mp)
+        self._checked.add(evaluating)
+
+    def _inputs(self, batches: list[KDBatch], evaluating: bool) -> list[StepInput]:
+        iteration = self.current_iteration()
+        objective = Objective(
+            ratio=self.kd.ratio_over_time.value(iteration),
+            spec=self.kd.loss_spec(iteration),
+            evaluating=evaluating,
+            plain=self.teacher is None,
+        )
+        wanted = self.teacher is not None and (evaluating or objective.ratio > 0.0)
+        if wanted and (self.groups.pp.size() > 1 or self.kd.teacher_offload):
+            stored = iter(self.teacher.signals(batches))
+            signals = (
+                [_constant(next(stored)) for _ in batches] if self.groups.is_last_stage else [_unused] * len(batches)
+            )
+        else:
+            signals = [self._lazily(batch) for batch in batches]
+        return [StepInput(batch, objective, signal) for batch, signal in zip(batches, signals, strict=True)]
+
+    def _lazily(self, batch: KDBatch) -> Callable[[], HiddenSignal]:
+        return lambda: self.teacher.signals([batch])[0]
+
+
+def _constant(signal: HiddenSignal) -> Callable[[], HiddenSignal]:
+    return lambda: signal
+
+
+def _unused() -> HiddenSignal:
+    raise AssertionError("only the last stage looks at the teacher's signal")

@@ -1,0 +1,198 @@
+"""The forward step: microbatch -> teacher signal -> student -> losses -> (loss, count, report)."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from torch import Tensor, nn
+
+from mkd.config import LossSpec
+from mkd.data.batch import KDBatch
+from mkd.groups import Groups
+from mkd.losses import LossOutput, fused_linear_loss
+from mkd.models.gpt import finish_parameter_sync
+from mkd.teacher.base import HiddenSignal
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What one step minimises: the sum over tokens of (1 - ratio) * CE + ratio * KD."""
+
+    ratio: float
+    spec: LossSpec
+    evaluating: bool
+    """Whether CE, KD and the teacher's own CE are all wanted, whatever the ratio."""
+    plain: bool
+    """Whether the run never looks at the teacher, and is megatron's own pretraining to the last bit."""
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """All that a forward step needs; the same object goes to every virtual stage."""
+
+    batch: KDBatch
+    objective: Objective
+    signal: Callable[[], HiddenSignal]
+    """The teacher's signal for this batch; called on the last stage only, or on every rank without pipeline stages."""
+
+
+@dataclass(frozen=True)
+class ForwardStep:
+    """The `forward_step_func` of megatron's schedules."""
+
+    groups: Groups
+    true_vocab: int
+    chunk_rows: int | None
+    check_finite: bool
+    """Whether a loss that is not finite stops the run before the optimizer step."""
+
+    def __call__(self, inputs: Iterator[StepInput], model: nn.Module) -> tuple[Tensor, Callable]:
+        """Run one microbatch through one model chunk.
+
+        Returns:
+            The chunk's output, and the function that megatron calls with it on the last stage.
+        """
+        step = next(inputs)
+        batch = step.batch
+        if step.objective.plain:
+            output = model(batch.tokens, batch.position_ids, None, labels=batch.labels)
+            return output, lambda losses: self._report(batch, {"ce": losses.float()}, None, step.objective)
+        head = _HeadLoss(self, step)
+        output = model(batch.tokens, batch.position_ids, None, output_processor=head)
+        return output, head.report
+
+    def _report(
+        self, batch: KDBatch, terms: dict[str, Tensor], loss: Tensor | None, objective: Objective
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Megatron's (loss sum, token count, {name: [sum, count]}) from per-token terms [b, s]."""
+        count = batch.ce_mask.sum()
+        sums = {name: (values * batch.ce_mask).sum() for name, values in terms.items()}
+        if loss is None:
+            loss = sums["ce"]
+        if objective.evaluating and "kd" in sums:
+            total = (1.0 - objective.ratio) * sums["ce"] + objective.ratio * sums["kd"]
+        else:
+            total = loss
+        if self.check_finite:
+            for name, value in {"loss": total, **sums}.items():
+                _require_finite(name, value)
+        report = {name: torch.stack([value.detach(), count]) for name, value in {"loss": total, **sums}.items()}
+        return loss, count.int(), report
+
+
+class _HeadLoss:
+    """The output processor of one microbatch: from the student's final hidden states to the loss."""
+
+    def __init__(self, owner: ForwardStep, step: StepInput) -> None:
+        self._owner, self._step = owner, step
+        objective = step.objective
+        self._with_ce = objective.evaluating or objective.ratio < 1.0
+        self._with_kd = objective.evaluating or objective.ratio > 0.0
+        # Before the student's activations exist. Without pipeline stages this is where the teacher runs.
+        self._signal = step.signal() if self._with_kd and owner.groups.is_last_stage else None
+        self._terms: dict[str, Tensor] = {}
+
+    def __call__(
+        self,
+        *,
+        hidden_states: Tensor,
+        output_layer: nn.Module,
+        output_weight: Tensor | None,
+        config: Any,
+        **unused: Any,
+    ) -> Tensor:
+        """The sum of the objective over this microbatch's tokens, differentiable.
+
+        Args:
+            hidden_states: [s, b, H], or [s/tp, b, H] under sequence parallelism.
+            output_layer: the LM head's module.
+            output_weight: [V/tp, H], where the LM head is the embedding.
+            config: the student's TransformerConfig.
+        """
+        finish_parameter_sync(output_layer)
+        weight = output_layer.weight if output_weight is None else output_weight
+        batch, objective = self._step.batch, self._step.objective
+        ce_weight, kd_weight = self._weights()
+        output = self._loss(hidden_states, weight, ce_weight, kd_weight, config.sequence_parallel)
+        self._terms = {
+            name: values.view(batch.tokens.shape[::-1]).t()
+            for name, values in (("ce", output.ce), ("kd", output.kd))
+            if values is not None
+        }
+        if objective.evaluating:
+            self._terms["teacher_ce"] = self._teacher_cross_entropy(config.sequence_parallel)
+        return output.loss
+
+    def _weights(self) -> tuple[Tensor | None, Tensor | None]:
+        """CE and KD weights of every token, in the order of the hidden states' rows (sequence first)."""
+        batch, ratio = self._step.batch, self._step.objective.ratio
+        ce = (1.0 - ratio) * _rows(batch.ce_mask) if self._with_ce else None
+        kd = ratio * _rows(batch.kd_mask) if self._with_kd else None
+        return ce, kd
+
+    def _loss(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        ce_weight: Tensor | None,
+        kd_weight: Tensor | None,
+        sequence_parallel: bool,
+    ) -> LossOutput:
+        signal = self._signal
+        return fused_linear_loss(
+            hidden.flatten(0, 1),
+            weight,
+            None if signal is None else signal.hidden.flatten(0, 1),
+            None if signal is None else signal.head,
+            _rows(self._step.batch.labels),
+            ce_weight,
+            kd_weight,
+            spec=self._step.objective.spec,
+            true_vocab=self._owner.true_vocab,
+            tp_group=self._owner.groups.tp,
+            sequence_parallel=sequence_parallel,
+            chunk_rows=self._owner.chunk_rows,
+        )
+
+    def _teacher_cross_entropy(self, sequence_parallel: bool) -> Tensor:
+        """[b, s] the teacher's own CE: what the student's perplexity is to be read against."""
+        batch, signal = self._step.batch, self._signal
+        output = fused_linear_loss(
+            signal.hidden.flatten(0, 1),
+            signal.head,
+            None,
+            None,
+            _rows(batch.labels),
+            _rows(batch.ce_mask),
+            None,
+            spec=self._step.objective.spec,
+            true_vocab=self._owner.true_vocab,
+            tp_group=self._owner.groups.tp,
+            sequence_parallel=sequence_parallel,
+            chunk_rows=self._owner.chunk_rows,
+        )
+        return output.ce.view(batch.tokens.shape[::-1]).t()
+
+    def report(self, loss: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """What the schedule asks for after the last stage's forward pass."""
+        return self._owner._report(self._step.batch, self._terms, loss, self._step.objective)
+
+
+def _rows(tokens: Tensor) -> Tensor:
+    """[b, s] -> [s * b], the order in which megatron's [s, b, H] activations flatten."""
+    return tokens.t().reshape(-1)
+
+
+def _require_finite(name: str, value: Tensor) -> None:
+    """Have megatron's rerun machine stop the run, or find the faulty device, when a sum is NaN or infinite."""
+    machine = get_rerun_state_machine()
+    for reject, what in ((torch.isnan, "NaN"), (torch.isinf, "infinity")):
+        machine.validate_result(
+            result=value.detach(),
+            rejection_func=reject,
+            message=f"found {what} in {name}",
+            tolerance=0.0,
+            fatal=True,
+        )

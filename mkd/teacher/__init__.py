@@ -1,0 +1,1 @@
+"""The frozen teacher, and what the loss gets from it."""

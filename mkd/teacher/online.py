@@ -1,0 +1,105 @@
+"""A teacher that runs beside the student, on the same ranks and in the same parallel layout."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.utils import unwrap_model
+from megatron.training.models import GPTModelBuilder, GPTModelConfig
+from torch import Tensor, nn
+
+from mkd.data.batch import KDBatch
+from mkd.groups import Groups
+from mkd.models.gpt import lm_head
+from mkd.teacher.base import HiddenSignal
+
+
+def _final_hidden_states(*, hidden_states: Tensor, **unused: Any) -> Tensor:
+    """Output processor of the last stage: stop before the LM head."""
+    return hidden_states
+
+
+class OnlineTeacher:
+    """A frozen GPT model of its own width, depth and heads, one chunk a pipeline stage.
+
+    It has no gradients, no optimizer state and no data-parallel wrapper, and is in no checkpoint of the student.
+    """
+
+    def __init__(
+        self,
+        config: GPTModelConfig,
+        groups: Groups,
+        load_weights: Callable[[list[GPTModel]], None],
+        fingerprint: str,
+        offload: bool = False,
+    ) -> None:
+        """Build the model, fill it and freeze it.
+
+        Args:
+            config: the teacher's own; its vocabulary is padded like the student's.
+            groups: the student's layout, which is also the teacher's.
+            load_weights: fills every parameter of the chunks it is given.
+            fingerprint: of architecture and weights.
+            offload: keep the weights in host memory between calls of `signals`.
+        """
+        self._config, self._groups, self._fingerprint = config, groups, fingerprint
+        wrapped = GPTModelBuilder(config).build_distributed_models(
+            pg_collection=groups.collection, wrap_with_ddp=False, data_parallel_random_init=False
+        )
+        load_weights(wrapped)
+        # Float16Module would turn the hidden states into fp32 on the way out: run the model inside it.
+        self._model: GPTModel = unwrap_model(wrapped[0]).requires_grad_(False).eval()
+        self._on_host: list[tuple[nn.Parameter, Tensor]] = []
+        if offload:
+            # Frozen weights are copied out once and only ever copied in again.
+            self._on_host = [(p, p.data.to("cpu").pin_memory()) for p in self._model.parameters()]
+            self._leave_device()
+
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
+    @torch.no_grad()
+    def signals(self, batches: Sequence[KDBatch]) -> list[HiddenSignal]:
+        """See `Teacher.signals`. Under pipeline parallelism this is one forward-only schedule over all microbatches."""
+        self._enter_device()
+        hidden = self._pipelined(batches) if self._groups.pp.size() > 1 else [self._forward(b) for b in batches]
+        signals = []
+        if self._groups.is_last_stage:
+            head = lm_head(self._model).detach()  # stays on the device after the other weights have left it
+            signals = [HiddenSignal(h, head) for h in hidden]
+        self._leave_device()
+        return signals
+
+    def _forward(self, batch: KDBatch) -> Tensor:
+        return self._model(batch.tokens, batch.position_ids, None, output_processor=_final_hidden_states)
+
+    def _pipelined(self, batches: Sequence[KDBatch]) -> list[Tensor]:
+        """Hidden states of every microbatch on the last stage; an empty list on the others."""
+
+        def forward_step(iterator: Iterator[KDBatch], model: GPTModel) -> tuple[Tensor, None]:
+            return self._forward(next(iterator)), None
+
+        micro_batch_size, seq_length = batches[0].tokens.shape
+        run = get_forward_backward_func(pp_size=self._groups.pp.size(), vp_size=None)
+        return run(
+            forward_step_func=forward_step,
+            data_iterator=iter(batches),
+            model=[self._model],
+            num_microbatches=len(batches),
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            forward_only=True,
+            p2p_communicator=P2PCommunicator(pp_group=self._groups.pp, config=self._config.transformer),
+            pg_collection=self._groups.collection,
+        )
+
+    def _enter_device(self) -> None:
+        for parameter, host in self._on_host:
+            parameter.data = host.to("cuda", non_blocking=True)
+
+    def _leave_device(self) -> None:
+        for parameter, host in self._on_host:
+            parameter.data = host

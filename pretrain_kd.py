@@ -1,0 +1,87 @@
+"""Train a student from a frozen teacher: megatron's pretraining with a teacher beside it.
+
+    torchrun --nproc-per-node 2 pretrain_kd.py --kd-teacher-hf TEACHER --kd-student-hf STUDENT --kd-ratio 0.9 \
+        --data-path PREFIX --seq-length 256 --micro-batch-size 1 --global-batch-size 8 --train-iters 100 \
+        --lr 1e-4 --save OUT --save-interval 50
+
+Every flag that does not begin with --kd- is Megatron-LM's own. It runs on CPU (gloo) where there is no GPU, or with
+MKD_DEVICE=cpu. docs/ describes the --kd- flags; so does --help.
+"""
+
+import os
+import sys
+import time
+
+from mkd import compat, cpu
+from mkd.errors import MkdError
+
+
+def main() -> None:
+    """Check everything, load both models, train."""
+    if cpu.wanted():
+        cpu.activate()
+    compat.use_prebuilt_dataset_helpers()
+
+    # Megatron is imported only now: the CPU backend must be in place first.
+    from megatron.core.enums import ModelType
+    from megatron.core.rerun_state_machine import destroy_rerun_state_machine
+    from megatron.training import get_tokenizer, initialize_megatron, pretrain
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
+    from megatron.training.training import get_train_valid_test_num_samples, update_train_iters
+
+    from mkd import arguments
+    from mkd.data.datasets import build_datasets, provider_of
+    from mkd.groups import Groups
+    from mkd.job import Hooks, Job, introduce_teacher, record
+    from mkd.schedule import TeacherThenStudent
+    from mkd.step import ForwardStep
+
+    job = Job.from_command_line()
+    args = job.args
+    if args.rank == 0:
+        for name, text in job.plan().items():
+            print(f"mkd: {name:10s} {text}", flush=True)
+    if job.kd.dry_run:
+        return
+
+    initialize_megatron()
+    groups = Groups.from_megatron()
+    update_train_iters(args)
+    datasets = build_datasets(arguments.dataset_config(args, get_tokenizer()), get_train_valid_test_num_samples())
+    teacher = job.build_teacher(groups)
+    if teacher is not None:
+        introduce_teacher(teacher, datasets[1] or datasets[0], groups, job)
+    record(job)
+
+    schedule = TeacherThenStudent(
+        kd=job.kd,
+        groups=groups,
+        teacher=teacher,
+        true_vocab=job.true_vocab,
+        current_iteration=lambda: args.curr_iteration,
+    )
+    destroy_rerun_state_machine()  # pretrain initializes once more, which also sets the seeds as if there were no teacher
+    compat.install_training_hooks(Hooks(job, schedule, job.metrics()))
+    pretrain(
+        pretrain_cfg_container_from_args(args, job.student_config),
+        provider_of(datasets),
+        ModelType.encoder_or_decoder,
+        ForwardStep(
+            groups=groups,
+            true_vocab=job.true_vocab,
+            chunk_rows=job.kd.loss_chunk_rows,
+            check_finite=args.check_for_nan_in_loss_and_grad,
+        ),
+        skip_model_parallel_init=True,
+    )
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except MkdError as error:
+        # All ranks fail alike; the first one speaks, and torchrun ends the others while they wait.
+        if int(os.environ.get("RANK", "0")) != 0:
+            time.sleep(3)
+        print(f"pretrain_kd.py: error: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
