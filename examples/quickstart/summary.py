@@ -1,0 +1,67 @@
+"""Table of the quickstart's validation perplexities, as measured by its two trainings.
+
+python examples/quickstart/summary.py --kd runs/quickstart/kd/metrics.jsonl --ce runs/quickstart/ce/metrics.jsonl
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from rich.console import Console
+from rich.table import Table
+
+from mkd.errors import MkdDataError, MkdError
+from mkd.metrics import perplexity
+from mkd.runlog import RunLog
+
+
+def cross_entropies(kd: RunLog, ce: RunLog) -> dict[str, float]:
+    """Model -> validation cross-entropy in nats per token; raises MkdDataError when a run did not measure its part."""
+    found = {
+        "teacher": kd.last("valid_teacher_ce"),
+        "student before": kd.first("valid_ce"),
+        "student after, with the teacher": kd.last("valid_ce"),
+        "student after the same steps, R = 0": ce.last("valid_ce"),
+    }
+    missing = [model for model, value in found.items() if value is None]
+    if missing:
+        raise MkdDataError(f"{kd.path} and {ce.path} do not tell the validation cross-entropy of: {', '.join(missing)}")
+    return found
+
+
+def table_of(found: dict[str, float]) -> Table:
+    """The perplexities as a table."""
+    table = Table(title="Validation on text that was not trained on")
+    table.add_column("model")
+    table.add_column("cross-entropy", justify="right")
+    table.add_column("perplexity", justify="right")
+    for model, value in found.items():
+        table.add_row(model, f"{value:.3f}", f"{perplexity(value):,.1f}")
+    return table
+
+
+def main() -> int:
+    """Run the script; the exit status is 1 after a user error, told in one line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kd", required=True, metavar="FILE", help="metrics of the training with the teacher")
+    parser.add_argument("--ce", required=True, metavar="FILE", help="metrics of the training with R = 0")
+    args = parser.parse_args()
+    try:
+        found = cross_entropies(RunLog.read(args.kd), RunLog.read(args.ce))
+    except MkdError as error:
+        print(f"summary: {error}", file=sys.stderr)
+        return 1
+    Console(width=100).print(table_of(found))
+    _, before, with_teacher, without = found.values()
+    change = perplexity(with_teacher - without) - 1
+    print(
+        f"Training with the teacher took perplexity from {perplexity(before):,.1f} to {perplexity(with_teacher):,.1f}: "
+        f"{abs(change):.0%} {'below' if change < 0 else 'above'} the same steps without it."
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
