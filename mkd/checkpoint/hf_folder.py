@@ -108,7 +108,7 @@ class HFFolder:
         checkpoints of one training run differ in every sampled block.
         """
         digest = hashlib.blake2b(digest_size=16)
-        kept = {key: value for key, value in self.config.items() if key not in _VOLATILE_KEYS}
+        kept = {key: value for key, value in self.config.items() if key not in _VOLATILE_KEYS and value is not None}
         digest.update(json.dumps(kept, sort_keys=True).encode())
         for name in sorted(self._entries):
             entry = self._entries[name]

@@ -13,7 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rerun_state_machine import destroy_rerun_state_machine
 from megatron.training.arguments import validate_args
 from megatron.training.checkpointing import save_checkpoint
 from megatron.training.global_vars import destroy_global_vars, set_global_variables
@@ -95,5 +98,8 @@ def _megatron(args: Namespace) -> Iterator[None]:
         try:
             yield
         finally:
+            destroy_rerun_state_machine()
+            destroy_num_microbatches_calculator()
+            parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
             destroy_global_vars()

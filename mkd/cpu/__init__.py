@@ -47,6 +47,8 @@ def activate() -> None:
         return
     # jit_fuser compiles through the CUDA stream API; eager is also faster to start.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    # Megatron insists on it under tensor parallelism, for the order of CUDA kernels.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     cuda_stubs.install()
     gloo.install()
     device_mode.enter()

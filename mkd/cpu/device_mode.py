@@ -31,8 +31,8 @@ class CudaOnCpu(TorchFunctionMode):
         if func in _MOVES:
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # clip_grads asserts that gradients are of this type, by name.
-            return "torch.cuda.FloatTensor" if args[0].dtype == torch.float32 else func(*args)
+            # The optimizer and clip_grads look for CUDA tensors by the name of their type.
+            return func(*args).replace("torch.", "torch.cuda.")
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": _to_cpu(kwargs["device"])}
         if kwargs.get("pin_memory"):
