@@ -7,11 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import (
-    CachedMetadataFileSystemReader,
-)
 from megatron.core.dist_checkpointing.strategies.checkpointable import CheckpointableShardedTensor
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -97,10 +93,9 @@ class _StoredTensors:
 
     def __init__(self, folder: MegatronFolder, family: Family, args: dict[str, Any]) -> None:
         self._folder, self._family, self._args = folder, family, args
-        self._reader = CachedMetadataFileSystemReader(folder.iteration_dir)
         self._stored = {
             key: stored
-            for key, stored in folder.metadata().state_dict_metadata.items()
+            for key, stored in folder.metadata.state_dict_metadata.items()
             if isinstance(stored, TensorStorageMetadata) and key.startswith(_MODEL_KEYS)
         }
         self._items = list(self._find_items())
@@ -152,5 +147,5 @@ class _StoredTensors:
         offset = (layer or 0, *(0 for _ in size[1:]))
         fragments = tuple(whole // part for whole, part in zip(size, shape, strict=True))
         block = ShardedTensor(key, data, dtype, tuple(shape), tuple(size), offset, fragments)
-        dcp.load({key: CheckpointableShardedTensor.from_sh_ten(block)}, storage_reader=self._reader, no_dist=True)
+        self._folder.load({key: CheckpointableShardedTensor.from_sh_ten(block)})
         return data if layer is None else data[0]

@@ -6,10 +6,13 @@ import os
 import pickle
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing import load_common_state_dict
 from megatron.core.dist_checkpointing.core import CheckpointingException
+
+from torch.distributed.checkpoint.api import CheckpointException
 
 from mkd.checkpoint.assets import ASSETS
 from mkd.checkpoint.hf_folder import hash_hex, tokenizer_hash
@@ -19,6 +22,18 @@ TRACKER = "latest_checkpointed_iteration.txt"
 # Argument names of earlier Megatron versions
 _OLD_NAMES = {"norm_epsilon": "layernorm_epsilon", "apply_layernorm_1p": "layernorm_zero_centered_gamma"}
 
+# What torch and megatron raise on damaged files; torch's CheckpointException is not an Exception.
+_DAMAGE = (
+    OSError,
+    RuntimeError,
+    EOFError,
+    LookupError,
+    ValueError,
+    AttributeError,
+    pickle.UnpicklingError,
+    CheckpointingException,
+    CheckpointException,
+)
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 
@@ -50,10 +65,11 @@ class MegatronFolder:
     @functools.cached_property
     def args(self) -> Namespace:
         """Megatron's arguments of the job that wrote the checkpoint, under the names of megatron-core 0.19."""
+        _ = self.metadata
         try:
             common = load_common_state_dict(str(self.iteration_dir))
-        except (OSError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError, CheckpointingException) as error:
-            raise self.error(f"the arguments in {self.iteration_dir.name} cannot be read ({error})") from error
+        except _DAMAGE as error:
+            raise self.error(f"the arguments in {self.iteration_dir.name} cannot be read ({_reason(error)})") from error
         if not isinstance(common.get("args"), Namespace):
             raise self.error(f"{self.iteration_dir.name} stores no arguments; save it with megatron.training")
         args = common["args"]
@@ -78,12 +94,21 @@ class MegatronFolder:
         """As `HFFolder.tokenizer_hash`, of the tokenizer stored beside the iterations; None when there is none."""
         return tokenizer_hash(self.assets_dir, self.flag) if self.assets_dir else None
 
+    @functools.cached_property
     def metadata(self) -> dcp.Metadata:
         """The checkpoint's index: names, shapes and dtypes of all stored tensors."""
         try:
             return dcp.FileSystemReader(self.iteration_dir).read_metadata()
-        except (OSError, EOFError, pickle.UnpicklingError, AttributeError, IndexError) as error:
+        except _DAMAGE as error:
             raise self.error(f"{self.iteration_dir.name}/.metadata is damaged ({error})") from error
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Fill the tensors of `state` (key -> tensor, or a block that knows its place) in place, in this process only."""
+        try:
+            dcp.load(state, storage_reader=_Reader(self.iteration_dir, self.metadata), no_dist=True)
+        except _DAMAGE as error:
+            keys = ", ".join(state)
+            raise self.error(f"{keys} cannot be read from {self.iteration_dir.name} ({_reason(error)})") from error
 
     def _resolve(self) -> Path:
         if (self.path / "metadata.json").is_file():
@@ -113,3 +138,21 @@ class MegatronFolder:
             raise self.error(f"{name} is in format {backend}; only torch_dist is read (--ckpt-format torch_dist)")
         if not (self.iteration_dir / ".metadata").is_file():
             raise self.error(f"{name} has no .metadata: it is incomplete")
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads from files, with the index already at hand."""
+
+    def __init__(self, path: Path, metadata: dcp.Metadata) -> None:
+        super().__init__(path)
+        self._metadata = metadata
+
+    def read_metadata(self) -> dcp.Metadata:
+        return self._metadata
+
+
+def _reason(error: BaseException) -> str:
+    """One line: of what torch collects from all ranks, the first."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return f"{type(error).__name__}: {error}".splitlines()[0]

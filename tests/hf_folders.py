@@ -1,0 +1,78 @@
+"""Tiny random Llama models in Hugging Face folders."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""Long wavelengths are scaled by another factor than Megatron's default of 8."""
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 96,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+"""Odd sizes: the vocabulary fills no block of 128, heads times head_dim is not the hidden width."""
+
+
+def make_llama(folder: Path, shard_size: str = "1GB", dtype: torch.dtype = torch.float32, **sizes: Any) -> Path:
+    """Save a random model, with weights so large and norms so uneven that a misplaced tensor changes the logits."""
+    generator = torch.Generator().manual_seed(20)
+    model = LlamaForCausalLM(LlamaConfig(**{**SIZES, **sizes}))
+    with torch.no_grad():
+        for param in model.parameters():
+            low = 0.5 if param.dim() == 1 else -0.5
+            param.uniform_(low, low + 1.0, generator=generator)
+    model.to(dtype).save_pretrained(folder, max_shard_size=shard_size)
+    return folder
+
+
+def add_tokenizer(folder: Path, words: list[str]) -> None:
+    """A word-level tokenizer.json."""
+    Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)})).save(str(folder / "tokenizer.json"))
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder, as the safetensors library reads them."""
+    weights: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        weights.update(load_file(file))
+    return weights
+
+
+def change_weights(folder: Path, changes: dict[str, Tensor | None]) -> None:
+    """Replace, add or (None) remove tensors of a single-file folder."""
+    weights = read_weights(folder) | changes
+    save_file({name: t for name, t in weights.items() if t is not None}, folder / "model.safetensors", {"format": "pt"})
+
+
+def change_json(file: Path, changes: dict[str, Any]) -> None:
+    """Replace, add or (None) remove keys of a JSON object."""
+    content = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+
+@torch.no_grad()
+def reference_logits(folder: Path, tokens: Tensor) -> Tensor:
+    """[b, s, V] fp32 logits of transformers."""
+    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")(tokens).logits

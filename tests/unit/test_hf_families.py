@@ -1,0 +1,163 @@
+"""config.json to Megatron arguments and back."""
+
+import pytest
+from transformers import LlamaConfig
+
+from mkd.arguments import default_arguments
+from mkd.checkpoint.hf_families import FAMILIES, LLAMA, family_of
+from mkd.errors import MkdCheckpointError
+from tests.hf_folders import LLAMA3_ROPE, SIZES
+
+CONFIG = {"architectures": ["LlamaForCausalLM"], "hidden_act": "silu", **SIZES}
+OLD_ROPE = {name: value for name, value in LLAMA3_ROPE.items() if name != "rope_theta"}
+
+
+def args_of(**changes):
+    config = {key: value for key, value in {**CONFIG, **changes}.items() if value != "absent"}
+    return family_of(config).megatron_args(config)
+
+
+def test_llama_arguments():
+    args = args_of(rope_theta=500000.0)
+    expected = {
+        "num_layers": 4,
+        "hidden_size": 48,
+        "ffn_hidden_size": 72,
+        "num_attention_heads": 6,
+        "group_query_attention": True,
+        "num_query_groups": 2,
+        "kv_channels": 16,
+        "vocab_size": 131,
+        "max_position_embeddings": 96,
+        "layernorm_epsilon": 1e-5,
+        "untie_embeddings_and_output_weights": True,
+        "rotary_base": 500000,
+        "use_rope_scaling": False,
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "add_bias_linear": False,
+        "position_embedding_type": "rope",
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+    }
+    assert {name: args[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.architectures[0])
+def test_all_names_are_megatron_arguments(family):
+    assert args_of().keys() <= vars(default_arguments()).keys()
+    assert family.fixed.keys() <= vars(default_arguments()).keys()
+
+
+def test_optional_keys_have_the_defaults_of_transformers():
+    absent = dict.fromkeys(["num_key_value_heads", "head_dim", "tie_word_embeddings", "hidden_act"], "absent")
+    args = args_of(**absent)
+    theirs = LlamaConfig(**{key: value for key, value in CONFIG.items() if key not in absent})
+    assert (args["group_query_attention"], args["num_query_groups"]) == (False, None)
+    assert args["kv_channels"] == theirs.head_dim == 8
+    assert args["untie_embeddings_and_output_weights"] is not theirs.tie_word_embeddings
+    assert args["rotary_base"] == theirs.rope_parameters["rope_theta"]
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [{"rope_parameters": LLAMA3_ROPE}, {"rope_theta": 10000.0, "rope_scaling": OLD_ROPE}],
+    ids=["transformers 5", "before"],
+)
+def test_llama3_rope(rope):
+    args = args_of(**rope)
+    assert (args["rotary_base"], args["use_rope_scaling"], args["rope_scaling_factor"]) == (10000, True, 32.0)
+
+
+def test_default_rope_of_transformers_5():
+    args = args_of(rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    assert (args["rotary_base"], args["use_rope_scaling"]) == (1000000, False)
+
+
+NEEDED = [
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "rms_norm_eps",
+]
+
+
+@pytest.mark.parametrize("key", NEEDED)
+def test_missing_key_is_named(key):
+    with pytest.raises(MkdCheckpointError, match=f'has no "{key}"'):
+        args_of(**{key: "absent"})
+
+
+REFUSED = {
+    "hidden_act": "gelu",
+    "attention_bias": True,
+    "mlp_bias": True,
+    "num_key_value_heads": 4,
+    "hidden_size": "48",
+    "num_hidden_layers": 0,
+    "vocab_size": True,
+    "rms_norm_eps": "1e-5",
+    "tie_word_embeddings": 1,
+    "rope_scaling": "linear",
+}
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_unsupported_value_is_named(key):
+    with pytest.raises(MkdCheckpointError, match=f'"{key}" is {REFUSED[key]!r}'):
+        args_of(**{key: REFUSED[key]})
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"rope_type": "yarn"}, "rope_type"),
+        ({"low_freq_factor": 2.0}, "low_freq_factor"),
+        ({"high_freq_factor": 8.0}, "high_freq_factor"),
+        ({"original_max_position_embeddings": 4096}, "original_max_position_embeddings"),
+        ({"factor": None}, "factor"),
+    ],
+)
+@pytest.mark.parametrize("where", ["rope_parameters", "rope_scaling"])
+def test_unsupported_rope_is_named(where, change, key):
+    with pytest.raises(MkdCheckpointError, match=f"{where}.{key}"):
+        args_of(**{where: {**LLAMA3_ROPE, **change}})
+
+
+def test_linear_rope_of_old_configs_is_named():
+    with pytest.raises(MkdCheckpointError, match=r"rope_scaling\.type\" is 'linear'"):
+        args_of(rope_scaling={"type": "linear", "factor": 2.0})
+
+
+def test_narrow_heads_need_a_divisible_width():
+    with pytest.raises(MkdCheckpointError, match="hidden_size"):
+        args_of(head_dim="absent", hidden_size=50)
+
+
+@pytest.mark.parametrize("names", [["T5ForConditionalGeneration"], [], None, "LlamaForCausalLM"])
+def test_unknown_architecture_lists_the_known(names):
+    with pytest.raises(MkdCheckpointError, match=r"known architectures: .*LlamaForCausalLM"):
+        family_of({**CONFIG, "architectures": names})
+
+
+@pytest.mark.parametrize("rope", [{}, {"rope_theta": 10000.0, "rope_scaling": OLD_ROPE}], ids=["plain", "llama3"])
+@pytest.mark.parametrize("groups", [6, 2])
+def test_config_round_trip(rope, groups):
+    args = args_of(**rope, num_key_value_heads=groups)
+    config = LLAMA.hf_config(args)
+    assert family_of(config).megatron_args(config) == args
+    theirs = LlamaConfig(**config)
+    assert theirs.rope_parameters["rope_type"] == ("llama3" if rope else "default")
+    assert (theirs.num_key_value_heads, theirs.head_dim, theirs.vocab_size) == (groups, 16, 131)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("normalization", "LayerNorm"), ("add_qkv_bias", True), ("num_experts", 8), ("rotary_percent", 0.5)],
+)
+def test_arguments_without_a_llama_form_are_named(name, value):
+    with pytest.raises(MkdCheckpointError, match="--" + name.replace("_", "-")):
+        LLAMA.hf_config({**args_of(), name: value})
