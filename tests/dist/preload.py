@@ -8,5 +8,5 @@ torch.set_num_threads(1)  # before any parallel region: OpenMP's threads would n
 if mkd.cpu.wanted():
     mkd.cpu.activate()
 
-import megatron.core  # noqa: E402, F401
+import megatron.core  # noqa: E402
 import megatron.training  # noqa: E402, F401

@@ -1,0 +1,107 @@
+"""KDConfig, LossSpec and Schedule: what they compute and what they refuse."""
+
+import dataclasses
+import math
+
+import pytest
+
+from mkd.config import KDConfig, LossSpec, Schedule
+from mkd.errors import MkdConfigError
+
+
+def config(**changes: object) -> KDConfig:
+    return KDConfig(**{"teacher_hf": "teacher", "ratio": 0.5, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"teacher_hf": None}, ["none", "--kd-teacher-hf", "--kd-teacher-load"]),
+        ({"teacher_load": "other"}, ["--kd-teacher-hf teacher", "--kd-teacher-load other"]),
+        ({"ratio": None}, ["--kd-ratio is required"]),
+        ({"ratio": 1.5}, ["--kd-ratio is 1.5", "[0, 1]"]),
+        ({"ratio": -0.1}, ["--kd-ratio is -0.1"]),
+        ({"ratio": math.nan}, ["--kd-ratio is nan"]),
+        ({"ratio_schedule": "linear:0:1:10"}, ["--kd-ratio 0.5", "linear:0:1:10"]),
+        ({"ratio": None, "ratio_schedule": "linear:0:2:10"}, ["END of --kd-ratio-schedule is 2.0"]),
+        ({"ratio": None, "ratio_schedule": "linear:-1:1:10"}, ["START of --kd-ratio-schedule is -1.0"]),
+        ({"temperature": 0.0}, ["--kd-temperature is 0.0", "> 0"]),
+        ({"temperature": -1.0}, ["--kd-temperature is -1.0"]),
+        ({"temperature": math.inf}, ["--kd-temperature is inf"]),
+        ({"temperature": math.nan}, ["--kd-temperature is nan"]),
+        ({"temperature": 2.0, "temperature_schedule": "linear:4:1:10"}, ["--kd-temperature 2.0", "linear:4:1:10"]),
+        ({"temperature_schedule": "linear:4:0:10"}, ["END of --kd-temperature-schedule is 0.0"]),
+        ({"temperature_schedule": "cosine:0:4:10"}, ["START of --kd-temperature-schedule is 0.0"]),
+        ({"loss": "kl"}, ["--kd-loss is 'kl'", "'forward_kl'"]),
+        ({"loss_chunk_rows": 0}, ["--kd-loss-chunk-rows is 0"]),
+    ],
+)
+def test_refused(changes: dict, words: list[str]) -> None:
+    with pytest.raises(MkdConfigError) as error:
+        config(**changes)
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["linear", "linear:0:1", "linear:0:1:2:3", "linear:a:1:2", "linear:0:1:0", "linear:0:1:1.5", "step:0:1:2", ""],
+)
+def test_schedule_text_refused(text: str) -> None:
+    with pytest.raises(MkdConfigError, match="--kd-ratio-schedule") as error:
+        config(ratio=None, ratio_schedule=text)
+    assert repr(text) in str(error.value)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 1.0])
+def test_end_points_of_ratio_are_legal(ratio: float) -> None:
+    assert config(ratio=ratio).ratio_over_time.value(123) == ratio
+
+
+def test_linear_schedule() -> None:
+    schedule = Schedule.parse("--kd-ratio-schedule", "linear:1:0.5:10")
+    assert [schedule.value(i) for i in (0, 5, 10, 1000)] == [1.0, 0.75, 0.5, 0.5]
+
+
+def test_cosine_schedule() -> None:
+    schedule = Schedule.parse("--kd-ratio-schedule", "cosine:0:2:4")
+    expected = [0.0, 1 - math.sqrt(0.5), 1.0, 1 + math.sqrt(0.5), 2.0, 2.0]
+    assert [schedule.value(i) for i in range(6)] == pytest.approx(expected, abs=1e-12)
+
+
+def test_schedules_reach_the_loss_spec() -> None:
+    c = config(
+        ratio=None, ratio_schedule="linear:0:1:4", temperature_schedule="linear:4:2:2", temperature_squared=False
+    )
+    assert c.ratio_over_time.value(1) == 0.25
+    assert c.loss_spec(1) == LossSpec(temperature=3.0, temperature_squared=False)
+    assert c.loss_spec(9).temperature == 2.0
+
+
+@pytest.mark.parametrize(
+    "changes, expected",
+    [
+        ({"ratio": 0.0}, True),
+        ({"ratio": 0.1}, False),
+        ({"ratio": None, "ratio_schedule": "linear:0:0:5"}, True),
+        ({"ratio": None, "ratio_schedule": "linear:0:1:5"}, False),
+        ({"ratio": None, "ratio_schedule": "linear:1:0:5"}, False),
+    ],
+)
+def test_plain_pretraining(changes: dict, expected: bool) -> None:
+    assert config(**changes).is_plain_pretraining is expected
+
+
+def test_loss_spec() -> None:
+    assert LossSpec(temperature=3.0).scale == 9.0
+    assert LossSpec(temperature=3.0, temperature_squared=False).scale == 1.0
+    for temperature in (0.0, -2.0, math.nan, math.inf):
+        with pytest.raises(MkdConfigError, match="--kd-temperature"):
+            LossSpec(temperature=temperature)
+    with pytest.raises(MkdConfigError, match="--kd-loss is 'reverse'"):
+        LossSpec(divergence="reverse")
+
+
+def test_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config().ratio = 0.7
