@@ -60,7 +60,8 @@ def main() -> None:
         true_vocab=job.true_vocab,
         current_iteration=lambda: args.curr_iteration,
     )
-    destroy_rerun_state_machine()  # pretrain initializes once more, which also sets the seeds as if there were no teacher
+    # pretrain initializes once more, which also sets the seeds as if there were no teacher.
+    destroy_rerun_state_machine()
     compat.install_training_hooks(Hooks(job, schedule, job.metrics()))
     pretrain(
         pretrain_cfg_container_from_args(args, job.student_config),

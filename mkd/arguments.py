@@ -16,10 +16,11 @@ from megatron.training.arguments import add_megatron_arguments, parse_args, vali
 from megatron.training.checkpointing import load_args_from_checkpoint
 from megatron.training.global_vars import get_tokenizer, set_global_variables
 from megatron.training.utils import get_blend_and_blend_per_split
+from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 from mkd import compat, cpu
-from mkd.cpu.flags import set_cpu_values
 from mkd.config import KDConfig
+from mkd.cpu.flags import set_cpu_values
 from mkd.errors import MkdCheckpointError, MkdConfigError, MkdDataError
 
 # Beginnings of Megatron flags that say something else about the loss, the teacher or what is trained, and what to use.
@@ -133,6 +134,11 @@ def finish(args: Namespace, kd: KDConfig) -> None:
     # The one divisor of a step is its number of supervised tokens, over all ranks (docs/losses.md).
     args.calculate_per_token_loss = True
     check_layout(args)
+    if args.vocab_size is not None and args.padded_vocab_size is None:
+        # Of the model, which may have more rows than its tokenizer has tokens.
+        args.padded_vocab_size = calculate_padded_vocab_size(
+            args.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size, logging_enabled=False
+        )
     try:
         validate_args(args)
     except (AssertionError, ValueError) as error:
@@ -169,8 +175,8 @@ def _check_load(args: Namespace) -> None:
     if args.save is not None and Path(args.load).resolve() == Path(args.save).resolve():
         return
     raise MkdCheckpointError(
-        f"--load {args.load} has no checkpoint (no latest_checkpointed_iteration.txt there): correct the path, or leave "
-        "--load out to start anew"
+        f"--load {args.load} has no checkpoint (no latest_checkpointed_iteration.txt there): correct the path, or "
+        "leave --load out to start anew"
     )
 
 
@@ -336,7 +342,8 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def teacher_arguments(architecture: dict[str, Any], args: Namespace, dtype: str | None) -> Namespace:
-    """Megatron arguments that describe the teacher: its own architecture, the student's layout, nothing else of the student.
+    """Megatron arguments that describe the teacher: its own architecture, the student's layout, nothing else of the
+    student.
 
     Args:
         architecture: Megatron argument name -> value, from the teacher's own config.json or checkpoint.

@@ -1,5 +1,5 @@
-"""Every patch of, and workaround for, megatron: each with its upstream reason and a test that fails when it is no longer
-needed (tests/unit/test_compat.py).
+"""Every patch of, and workaround for, megatron: each with its upstream reason and a test that fails when it is no
+longer needed (tests/unit/test_compat.py).
 """
 
 import argparse
@@ -13,8 +13,8 @@ from typing import Any, Protocol
 def use_prebuilt_dataset_helpers() -> None:
     """Let `initialize_megatron` use the compiled dataset helpers that the wheel ships.
 
-    megatron-core 0.19 calls `make` in the installed datasets folder at every start; the wheel has the compiled module but
-    no Makefile, so rank 0 exits with status 1.
+    megatron-core 0.19 calls `make` in the installed datasets folder at every start; the wheel has the compiled module
+    but no Makefile, so rank 0 exits with status 1.
     """
     from megatron.core.datasets import utils
 
@@ -52,23 +52,23 @@ class TrainingHooks(Protocol):
         """Called after each optimizer step; the iteration counts from 1."""
         ...
 
-    def after_evaluation(self, iteration: int, losses: dict[str, Any]) -> None:
-        """Called after each pass over validation data."""
+    def after_evaluation(self, split: str, iteration: int, losses: dict[str, Any]) -> None:
+        """Called after each pass over validation or test data; the split is "valid" or "test"."""
         ...
 
 
 def install_training_hooks(hooks: TrainingHooks) -> None:
     """Put mkd's schedule, its evaluation before the first step, and its metrics into megatron's training loop.
 
-    megatron-core 0.19's `pretrain` takes a forward step, but neither a schedule nor a place for metrics, and prints a line
-    that leaves out negative values and calls exp(x) of every metric a perplexity.
+    megatron-core 0.19's `pretrain` takes a forward step, but neither a schedule nor a place for metrics, and prints a
+    line that leaves out negative values and calls exp(x) of every metric a perplexity.
     """
     from megatron.training import training
 
     get_schedule = training.get_forward_backward_func
     train, evaluate, log = training.train, training.evaluate, training.training_log
     evaluate_and_print = training.evaluate_and_print_results
-    evaluated_at = 0
+    evaluated: tuple[str, int] = ("valid", 0)
 
     def get_wrapped_schedule(*args: Any, **kwargs: Any) -> Callable:
         return hooks.around(get_schedule(*args, **kwargs))
@@ -97,14 +97,14 @@ def install_training_hooks(hooks: TrainingHooks) -> None:
     def evaluate_at(
         prefix: str, step: Any, iterator: Any, model: Any, iteration: int, *rest: Any, **options: Any
     ) -> Any:
-        nonlocal evaluated_at
-        evaluated_at = iteration
+        nonlocal evaluated
+        evaluated = ("test" if prefix.endswith("test set") else "valid", iteration)
         return _quietly(training, evaluate_and_print, prefix, step, iterator, model, iteration, *rest, **options)
 
     def evaluate_and_tell(*args: Any, **kwargs: Any) -> Any:
         result = evaluate(*args, **kwargs)
         if result[0] is not None:
-            hooks.after_evaluation(evaluated_at, result[0])
+            hooks.after_evaluation(*evaluated, result[0])
         return result
 
     def log_and_tell(*args: Any, **kwargs: Any) -> Any:

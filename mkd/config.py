@@ -1,7 +1,7 @@
 """What a run of mkd is asked to do: frozen dataclasses, one field for each `--kd-*` flag.
 
-The docstring under a field is that flag's `--help` text. Everything that can be checked without reading a file is checked
-when the object is made.
+The docstring under a field is that flag's `--help` text. Everything that can be checked without reading a file is
+checked when the object is made.
 """
 
 import math
@@ -108,12 +108,13 @@ class KDConfig:
     Exactly one teacher source must be given."""
 
     student_hf: str | None = None
-    """Initial student weights, architecture and vocabulary from a Hugging Face folder: no size flags are needed, and one
-    that contradicts the folder is an error. A checkpoint in --load goes before it, so the same command line resumes."""
+    """Initial student weights, architecture and vocabulary from a Hugging Face folder: no size flags are needed, and
+    one that contradicts the folder is an error. A checkpoint in --load goes before it, so the same command line
+    resumes."""
 
     ratio: float | None = None
-    """R in [0, 1]: loss = (1 - R) * CE + R * T^2 * KD. CE is not computed at R = 1 and KD not at R = 0. Required, unless
-    --kd-ratio-schedule gives it."""
+    """R in [0, 1]: loss = (1 - R) * CE + R * T^2 * KD. CE is not computed at R = 1 and KD not at R = 0. Required,
+    unless --kd-ratio-schedule gives it."""
 
     ratio_schedule: str = "constant"
     """R over iterations: constant, linear:START:END:STEPS or cosine:START:END:STEPS."""
@@ -131,7 +132,8 @@ class KDConfig:
     """Do not multiply the divergence by T^2."""
 
     loss_chunk_rows: int | None = None
-    """Tokens whose logits exist at one time in the loss. Default: as many as keep one chunk of fp32 logits under 256 MiB."""
+    """Tokens whose logits exist at one time in the loss. Default: as many as keep one chunk of fp32 logits under 256
+    MiB."""
 
     teacher_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Precision of the teacher's weights and forward pass. Default: the student's."""
@@ -141,8 +143,8 @@ class KDConfig:
     step first, then makes room."""
 
     metrics_file: str | None = field(default=None, metadata={"argparse_meta": {"metavar": "FILE"}})
-    """JSON lines, one an iteration (iteration, loss, ce, kd, grad_norm, lr, tokens, tokens_per_s, elapsed_s); validation
-    lines carry valid_ names. Default: metrics.jsonl in the --save folder."""
+    """JSON lines, one an iteration (iteration, loss, ce, kd, grad_norm, lr, tokens, tokens_per_s, elapsed_s);
+    validation lines carry valid_ names. Default: metrics.jsonl in the --save folder."""
 
     dry_run: bool = False
     """Check flags, teacher, student, data and layout, print the plan, and exit without training."""
@@ -181,8 +183,8 @@ class KDConfig:
             return
         if self.temperature != 1.0:
             raise MkdConfigError(
-                f"--kd-temperature {self.temperature} and --kd-temperature-schedule {self.temperature_schedule} both set "
-                "T: give one of them"
+                f"--kd-temperature {self.temperature} and --kd-temperature-schedule {self.temperature_schedule} both "
+                "set T: give one of them"
             )
         schedule = Schedule.parse("--kd-temperature-schedule", self.temperature_schedule)
         _require_temperature("START of --kd-temperature-schedule", schedule.start)

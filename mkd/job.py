@@ -3,6 +3,7 @@
 import json
 import math
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from megatron.training.models import GPTModelConfig
 from torch.utils.data import default_collate
 
 from mkd import arguments
-from mkd.checkpoint.hf_folder import tokenizer_hash
+from mkd.checkpoint.assets import store_assets
+from mkd.checkpoint.hf_folder import HFFolder, tokenizer_hash
 from mkd.checkpoint.source import ModelSource, check_same_vocabulary
 from mkd.config import KDConfig, LossSpec
 from mkd.data.batch import KDBatch
@@ -121,7 +123,8 @@ class Job:
             + ("; R is 0: the teacher is not run" if kd.is_plain_pretraining else ""),
             "layout": ", ".join(f"{name} {size}" for name, size in layout.items() if size > 1 or name == "DP")
             + (", SP" if args.sequence_parallel else ""),
-            "batch": f"{args.global_batch_size} samples of {args.seq_length} tokens, micro-batch {args.micro_batch_size}",
+            "batch": f"{args.global_batch_size} samples of {args.seq_length} tokens, "
+            f"micro-batch {args.micro_batch_size}",
             "steps": f"{args.train_iters} iterations",
             "vocabulary": f"{self.true_vocab} tokens, padded to {args.padded_vocab_size}",
         }
@@ -154,9 +157,18 @@ class Hooks:
 
     def __init__(self, job: Job, schedule: TeacherThenStudent, log: MetricsLog) -> None:
         self._job, self._schedule, self._log = job, schedule, log
-        self.around = schedule.around
         self.before_training = log.start
-        self.after_evaluation = log.validation
+        self.after_evaluation = log.evaluation
+
+    def around(self, schedule: Callable) -> Callable:
+        run = self._schedule.around(schedule)
+
+        def timed(*, forward_only: bool = False, **options: Any) -> list[dict]:
+            if not forward_only:
+                self._log.step_begins()
+            return run(forward_only=forward_only, **options)
+
+        return timed
 
     def after_iteration(
         self, iteration: int, losses: dict[str, Any], lr: float | None, grad_norm: float | None, skipped: bool
@@ -177,7 +189,8 @@ class Hooks:
 
 
 def introduce_teacher(teacher: OnlineTeacher, samples: Any, groups: Groups, job: Job) -> None:
-    """Print the teacher's perplexity on a first microbatch, beside that of a model that knows nothing, and its fingerprint.
+    """Print the teacher's perplexity on a first microbatch, beside that of a model that knows nothing, and its
+    fingerprint.
 
     Args:
         teacher: the teacher.
@@ -208,16 +221,22 @@ def introduce_teacher(teacher: OnlineTeacher, samples: Any, groups: Groups, job:
     if dist.get_rank() == 0:
         ce = (total[0] / total[1]).item()
         print(
-            f"mkd: teacher {teacher.fingerprint()}: CE {ce:.4f}, perplexity {perplexity(ce):.2f} on the first validation "
-            f"micro-batch (knowing nothing: CE ln V = {math.log(job.true_vocab):.4f}, perplexity {job.true_vocab})",
+            f"mkd: teacher {teacher.fingerprint()}: CE {ce:.4f}, perplexity {perplexity(ce):.2f} on the first "
+            f"validation micro-batch (knowing nothing: CE ln V = {math.log(job.true_vocab):.4f}, perplexity {job.true_vocab})",
             flush=True,
         )
 
 
 def record(job: Job) -> None:
-    """Leave the resolved distillation settings and the plan in the checkpoint folder, as kd_config.json."""
+    """Leave beside the checkpoints what is needed to understand and to export them.
+
+    kd_config.json has the resolved distillation settings and the plan; the student's Hugging Face configuration and
+    tokenizer go along, so that tools/convert.py needs no other folder.
+    """
     if job.args.rank != 0 or job.args.save is None:
         return
     folder = Path(job.args.save)
     folder.mkdir(parents=True, exist_ok=True)
+    if job.kd.student_hf is not None:
+        store_assets(HFFolder(job.kd.student_hf, "--kd-student-hf"), folder)
     (folder / "kd_config.json").write_text(json.dumps({"kd": asdict(job.kd), "plan": job.plan()}, indent=2) + "\n")

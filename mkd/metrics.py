@@ -34,13 +34,13 @@ class MetricsLog:
     writes: bool
     """Whether this is the rank that writes: the last one, where the last pipeline stage is."""
     _started: float = field(default_factory=time.monotonic)
-    _last: float = field(default_factory=time.monotonic)
+    _step_began: float = field(default_factory=time.monotonic)
     _first_iteration: int | None = None
     _window: list[dict[str, Any]] = field(default_factory=list)
 
     def start(self, iteration: int) -> None:
         """Begin at an iteration; what the file says of later ones comes from an attempt that was lost."""
-        self._started = self._last = time.monotonic()
+        self._started = self._step_began = time.monotonic()
         self._first_iteration = iteration
         if not self.writes or self.file is None:
             return
@@ -50,6 +50,10 @@ class MetricsLog:
             lines = self.file.read_text().splitlines(keepends=True)
             kept = [line for line in lines if line.endswith("\n") and json.loads(line)["iteration"] <= iteration]
         self.file.write_text("".join(kept))
+
+    def step_begins(self) -> None:
+        """Start the clock of one training step; checkpoints and evaluations in between are not its time."""
+        self._step_began = time.monotonic()
 
     def iteration(
         self,
@@ -74,7 +78,7 @@ class MetricsLog:
             extra: further values for the line, such as ratio and temperature.
         """
         now = time.monotonic()
-        seconds, self._last = now - self._last, now
+        seconds = now - self._step_began
         if not self.writes:
             return
         tokens = samples * self.tokens_per_sample
@@ -86,6 +90,7 @@ class MetricsLog:
             "tokens": tokens,
             "tokens_per_s": tokens / seconds,
             "elapsed_s": now - self._started,
+            "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
             "skipped": bool(skipped),
             **extra,
         }
@@ -121,19 +126,21 @@ class MetricsLog:
         done = iteration - (self._first_iteration or 0)
         return (time.monotonic() - self._started) / max(done, 1) * (self.train_iters - iteration)
 
-    def validation(self, iteration: int, losses: Mapping[str, torch.Tensor]) -> None:
-        """Record an evaluation: name -> mean over the validation tokens."""
-        self._last = time.monotonic()  # the next iteration's rate is its own
+    def evaluation(self, split: str, iteration: int, losses: Mapping[str, torch.Tensor]) -> None:
+        """Record an evaluation on a split (valid or test): name -> mean over the split's tokens."""
         if not self.writes or not losses:
             return
         values = {name: float(value) for name, value in losses.items()}
-        parts = [f"validation at iteration {iteration}", f"ce {values['ce']:.4f} (ppl {perplexity(values['ce']):.2f})"]
+        parts = [
+            f"{'validation' if split == 'valid' else split} at iteration {iteration}",
+            f"ce {values['ce']:.4f} (ppl {perplexity(values['ce']):.2f})",
+        ]
         if "kd" in values:
             parts.append(f"kd {values['kd']:.4f}")
         if "teacher_ce" in values:
             parts.append(f"teacher ce {values['teacher_ce']:.4f} (ppl {perplexity(values['teacher_ce']):.2f})")
         print(" | ".join(parts), flush=True)
-        self._append({"iteration": iteration, **{f"valid_{name}": value for name, value in values.items()}})
+        self._append({"iteration": iteration, **{f"{split}_{name}": value for name, value in values.items()}})
 
     def _append(self, line: Mapping[str, Any]) -> None:
         if self.file is not None:

@@ -1,6 +1,6 @@
 """Teacher first, then student: wraps megatron's forward-backward schedules."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +16,9 @@ from mkd.teacher.base import HiddenSignal, Teacher
 class TeacherThenStudent:
     """Draws a step's microbatches once, has the teacher look at them, and runs the student's own schedule over both.
 
-    Without pipeline parallelism the teacher runs inside each microbatch's forward step, so one microbatch's hidden states
-    exist at a time. With it, or when its weights are offloaded, it runs over all microbatches of the step first.
+    Without pipeline parallelism the teacher runs inside each microbatch's forward step, so one microbatch's hidden
+    states exist at a time. With it, or when its weights are offloaded, it runs over all microbatches of the step
+    first.
     """
 
     kd: KDConfig

@@ -38,7 +38,8 @@ class ModelSource:
         """A Hugging Face folder.
 
         Raises:
-            MkdCheckpointError: it is missing, torn, not of a known family, or its tensors are not what config.json says.
+            MkdCheckpointError: it is missing, torn, not of a known family, or its tensors are not what config.json
+            says.
         """
         folder = HFFolder(path, flag)
         family = family_of(folder.config)
@@ -95,5 +96,6 @@ def check_same_vocabulary(student: str, student_vocab: int, student_hash: str | 
         raise MkdConfigError(f"{student} and {teacher.origin} have different tokenizers; {hint}")
     if teacher.vocab_size is not None and teacher.vocab_size != student_vocab:
         raise MkdConfigError(
-            f"{student} has a vocabulary of {student_vocab} tokens and {teacher.origin} one of {teacher.vocab_size}; {hint}"
+            f"{student} has a vocabulary of {student_vocab} tokens and {teacher.origin} one of {teacher.vocab_size}; "
+            f"{hint}"
         )

@@ -39,7 +39,7 @@ def is_active() -> bool:
 
 def activate() -> None:
     """Redirect CUDA to CPU and NCCL to gloo in this process. Calling it again does nothing."""
-    import torch._dynamo  # it files torch.cuda's functions by identity, so it must have seen the real ones
+    import torch._dynamo  # noqa: F401 - it files torch.cuda's functions by identity, so it must have seen the real ones
 
     from mkd.cpu import cuda_stubs, device_mode, gloo
 

@@ -44,5 +44,5 @@ def set_cpu_values(args: Namespace) -> list[str]:
     changed = [name for name, value in VALUES.items() if getattr(args, name) != value]
     for name, value in VALUES.items():
         setattr(args, name, value)
-    # The attention backend names a Transformer Engine kernel; the local implementation reads only whether it is "local".
+
     return changed

@@ -54,7 +54,8 @@ def _largest_token(prefix: str) -> int:
 def build_datasets(config: GPTDatasetConfig, sizes: tuple[int | None, int | None, int | None]) -> list[Any]:
     """Train, validation and test set, the same on every rank.
 
-    Every rank opens the files itself (memory-mapped), so no batch is ever broadcast; rank 0 builds the index cache first.
+    Every rank opens the files itself (memory-mapped), so no batch is ever broadcast; rank 0 builds the index cache
+    first.
 
     Args:
         config: as Megatron's; `mock` gives generated tokens.

@@ -17,7 +17,8 @@ def gpt_config(args: Namespace) -> GPTModelConfig:
 
 
 def lm_head(model: GPTModel) -> Tensor:
-    """[V/tp, H] this rank's rows of the LM head of the last pipeline stage; the embedding itself where the two are tied."""
+    """[V/tp, H] this rank's rows of the LM head of the last pipeline stage; the embedding itself where the two are
+    tied."""
     if model.share_embeddings_and_output_weights:
         return model.shared_embedding_or_output_weight()
     return model.output_layer.weight

@@ -11,7 +11,8 @@ from mkd.data.batch import KDBatch
 
 @dataclass(frozen=True)
 class HiddenSignal:
-    """The teacher's opinion on one microbatch as final hidden states: H numbers a token instead of a vocabulary's worth.
+    """The teacher's opinion on one microbatch as final hidden states: H numbers a token instead of a vocabulary's
+    worth.
 
     The loss multiplies them by `head` a chunk of tokens at a time, so the teacher's logits never exist as a whole.
     """
