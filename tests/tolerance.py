@@ -16,6 +16,10 @@ STEP_LOSS = 1e-6
 GRADIENT = 1e-5
 """The gradient of one parameter in fp32 in two parallel layouts: as FP32."""
 
+LOGITS = 1e-4
+"""Absolute, fp32: Megatron's logits against transformers' of the same weights; values up to a few tens, operations in
+another order. A misplaced tensor, head or norm changes logits by more than 1."""
+
 HALF_FACTOR = 2.0
 """bf16 and fp16: our error against fp32 may be this many times that of eager torch in the same dtype."""
 

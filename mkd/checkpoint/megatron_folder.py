@@ -11,7 +11,6 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing import load_common_state_dict
 from megatron.core.dist_checkpointing.core import CheckpointingException
-
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mkd.checkpoint.assets import ASSETS
@@ -103,7 +102,7 @@ class MegatronFolder:
             raise self.error(f"{self.iteration_dir.name}/.metadata is damaged ({error})") from error
 
     def load(self, state: dict[str, Any]) -> None:
-        """Fill the tensors of `state` (key -> tensor, or a block that knows its place) in place, in this process only."""
+        """Fill the tensors of `state` in place: key -> tensor, or a block that knows its place in the whole."""
         try:
             dcp.load(state, storage_reader=_Reader(self.iteration_dir, self.metadata), no_dist=True)
         except _DAMAGE as error:
