@@ -222,7 +222,8 @@ def introduce_teacher(teacher: OnlineTeacher, samples: Any, groups: Groups, job:
         ce = (total[0] / total[1]).item()
         print(
             f"mkd: teacher {teacher.fingerprint()}: CE {ce:.4f}, perplexity {perplexity(ce):.2f} on the first "
-            f"validation micro-batch (knowing nothing: CE ln V = {math.log(job.true_vocab):.4f}, perplexity {job.true_vocab})",
+            f"validation micro-batch (knowing nothing: CE ln V = {math.log(job.true_vocab):.4f}, "
+            f"perplexity {job.true_vocab})",
             flush=True,
         )
 
