@@ -5,7 +5,6 @@ Call `mkd.cpu.activate()` before this module is imported.
 
 import contextlib
 import os
-import socket
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +24,7 @@ from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 from mkd import compat
 from mkd.arguments import default_arguments
-from mkd.checkpoint.assets import ASSETS, store_assets
+from mkd.checkpoint.assets import store_assets
 from mkd.checkpoint.hf_check import check_tensors, read_architecture
 from mkd.checkpoint.hf_folder import HFFolder
 from mkd.checkpoint.hf_load import load_hf_weights
@@ -48,9 +47,8 @@ def import_hf(folder: HFFolder, save_dir: Path, dtype: torch.dtype | None = None
     if dtype is None:
         stored = {stored for _, stored in folder.tensors.values()}
         dtype = torch.bfloat16 if stored == {torch.bfloat16} else torch.float32
-    # Tokenizer and configuration are found at their final place, not at the temporary one.
     with StagedFolder(save_dir, flag) as staged:
-        args = _arguments(architecture, dtype, staged.path, save_dir)
+        args = _arguments(architecture, dtype, staged.path)
         with _megatron(args):
             config = gpt_config(args)
             groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -62,7 +60,7 @@ def import_hf(folder: HFFolder, save_dir: Path, dtype: torch.dtype | None = None
         store_assets(folder, staged.path)
 
 
-def _arguments(architecture: dict[str, Any], dtype: torch.dtype, partial: Path, final: Path) -> Namespace:
+def _arguments(architecture: dict[str, Any], dtype: torch.dtype, save_dir: Path) -> Namespace:
     """Megatron's arguments for a one-rank job that holds the model and saves it."""
     args = default_arguments()
     vars(args).update(architecture)
@@ -74,8 +72,7 @@ def _arguments(architecture: dict[str, Any], dtype: torch.dtype, partial: Path, 
     args.micro_batch_size = 1
     args.bf16 = dtype == torch.bfloat16
     args.perform_initialization = False  # every parameter is read from the folder
-    args.save, args.save_interval = str(partial), 1
-    args.tokenizer_type, args.tokenizer_model = "HuggingFaceTokenizer", str(final.resolve() / ASSETS)
+    args.save, args.save_interval = str(save_dir), 1
     set_cpu_values(args)
     return args
 
@@ -83,10 +80,6 @@ def _arguments(architecture: dict[str, Any], dtype: torch.dtype, partial: Path, 
 @contextlib.contextmanager
 def _megatron(args: Namespace) -> Iterator[None]:
     """Megatron initialized for one rank with `args`, without its printing."""
-    with contextlib.closing(socket.socket()) as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     compat.use_prebuilt_dataset_helpers()
     with open(os.devnull, "w") as devnull, contextlib.redirect_stdout(devnull):
         try:
@@ -94,6 +87,7 @@ def _megatron(args: Namespace) -> Iterator[None]:
         except (AssertionError, ValueError) as error:
             raise MkdCheckpointError(f"megatron refuses the architecture: {error}") from error
         set_global_variables(args, build_tokenizer=False)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         initialize_megatron()
         try:
             yield

@@ -1,0 +1,41 @@
+"""A Hugging Face folder imported on one rank loads into other layouts."""
+
+import pytest
+import torch
+
+from mkd.checkpoint.hf_folder import HFFolder
+from mkd.checkpoint.hf_import import import_hf
+from mkd.checkpoint.megatron_folder import MegatronFolder
+from mkd.checkpoint.megatron_load import load_megatron_weights
+from tests.dist.gpt_models import build_chunks, layout, run_stages
+from tests.hf_folders import LLAMA3_ROPE, make_llama, reference_logits
+from tests.tolerance import LOGITS
+
+TOKENS = torch.randint(0, 131, (2, 96), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def folders(request, tmp_path_factory):
+    """(Hugging Face folder, its Megatron checkpoint)."""
+    root = tmp_path_factory.mktemp("import")
+    make_llama(root / "hf", rope_parameters=LLAMA3_ROPE, tie_word_embeddings=request.param == "tied")
+    import_hf(HFFolder(root / "hf", "--hf"), root / "megatron")
+    return root / "hf", root / "megatron"
+
+
+def loaded_logits(rank, world_size, path, tp, pp):
+    folder = MegatronFolder(path, "--load")
+    with layout(tp, pp):
+        chunks = build_chunks(vars(folder.args))
+        load_megatron_weights(chunks, folder)
+        return run_stages(chunks, TOKENS)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+def test_checkpoint_loads_in_other_layouts(gloo_pool, folders, tp, pp):
+    original, checkpoint = folders
+    expected = reference_logits(original, TOKENS)
+    seen = [x for x in gloo_pool(tp * pp).run(loaded_logits, checkpoint, tp, pp) if x is not None]
+    assert len(seen) == tp
+    for logits in seen:
+        assert (logits[..., :131] - expected).abs().max() <= LOGITS

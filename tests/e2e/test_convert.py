@@ -1,0 +1,163 @@
+"""tools/convert.py: Hugging Face folder -> Megatron checkpoint -> Hugging Face folder."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.training.checkpointing import load_args_from_checkpoint
+from transformers import AutoModelForCausalLM
+
+from mkd.arguments import default_arguments
+from mkd.checkpoint.hf_check import read_architecture
+from mkd.checkpoint.hf_export import export_hf
+from mkd.checkpoint.hf_folder import HFFolder
+from mkd.checkpoint.hf_import import import_hf
+from mkd.checkpoint.megatron_folder import TRACKER, MegatronFolder
+from mkd.errors import MkdCheckpointError
+from tests.hf_folders import (
+    LLAMA3_ROPE,
+    add_tokenizer,
+    change_json,
+    change_weights,
+    make_llama,
+    read_weights,
+    reference_logits,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKENS = torch.randint(0, 131, (2, 96), generator=torch.Generator().manual_seed(1))
+MODELS = {
+    "untied fp32 in shards": {"rope_parameters": LLAMA3_ROPE, "shard_size": "60KB"},
+    "tied bf16": {"tie_word_embeddings": True, "dtype": torch.bfloat16, "num_hidden_layers": 2},
+}
+
+
+def convert(*words):
+    command = [sys.executable, str(ROOT / "tools" / "convert.py"), *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """name -> (Hugging Face folder, its Megatron checkpoint)."""
+    pairs = {}
+    for name, sizes in MODELS.items():
+        root = tmp_path_factory.mktemp("convert")
+        make_llama(root / "hf", **sizes)
+        add_tokenizer(root / "hf", ["a", "b"])
+        import_hf(HFFolder(root / "hf", "--hf"), root / "megatron")
+        pairs[name] = (root / "hf", root / "megatron")
+    return pairs
+
+
+@pytest.fixture
+def checkpoint(folders, tmp_path):
+    """A copy of the first checkpoint, to change."""
+    return shutil.copytree(folders["untied fp32 in shards"][1], tmp_path / "megatron")
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_round_trip_is_bit_equal(folders, model, tmp_path):
+    original, checkpoint = folders[model]
+    out = tmp_path / "out"
+    export_hf(MegatronFolder(checkpoint, "--load"), out)
+    before, after = read_weights(original), read_weights(out)
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype and torch.equal(after[name], tensor), name
+    for name in ("config.json", "generation_config.json", "tokenizer.json"):
+        assert json.loads((out / name).read_text()) == json.loads((original / name).read_text()), name
+    assert list(tmp_path.iterdir()) == [out]
+    loaded = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        assert torch.equal(loaded(TOKENS).logits, reference_logits(original, TOKENS))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_export_without_assets_makes_the_config(folders, model, tmp_path):
+    original, checkpoint = folders[model]
+    copy = shutil.copytree(checkpoint, tmp_path / "megatron", ignore=shutil.ignore_patterns("hf_assets"))
+    export_hf(MegatronFolder(copy, "--load"), tmp_path / "out")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+    assert torch.equal(reference_logits(tmp_path / "out", TOKENS), reference_logits(original, TOKENS))
+
+
+def test_dtypes(folders, tmp_path):
+    original, _ = folders["untied fp32 in shards"]
+    done = convert("import", "--hf", original, "--save", tmp_path / "megatron", "--dtype", "bf16")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "megatron" / TRACKER).read_text() == "release"
+    done = convert("export", "--load", tmp_path / "megatron", "--hf", tmp_path / "out", "--dtype", "fp16")
+    assert done.returncode == 0, done.stderr
+    before, after = read_weights(original), read_weights(tmp_path / "out")
+    for name, tensor in before.items():
+        assert torch.equal(after[name], tensor.bfloat16().half()), name
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float16"
+
+
+def test_checkpoint_gives_its_arguments_to_megatron(folders):
+    original, checkpoint = folders["untied fp32 in shards"]
+    args = default_arguments()
+    args.load = str(checkpoint)
+    load_args_from_checkpoint(args)
+    _, expected = read_architecture(HFFolder(original, "--hf"))
+    for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_query_groups", "kv_channels", "rotary_base"):
+        assert getattr(args, name) == expected[name], name
+    assert args.padded_vocab_size == 256
+
+
+def assert_refused(checkpoint, out, *words):
+    with pytest.raises(MkdCheckpointError) as caught:
+        export_hf(MegatronFolder(checkpoint, "--load"), out)
+    assert all(word in str(caught.value) for word in words), caught.value
+    assert not out.exists() and not list(out.parent.glob(".*"))
+
+
+def test_damaged_shard_leaves_no_output(checkpoint, tmp_path):
+    shard = next((checkpoint / "release").glob("*.distcp"))
+    shard.write_bytes(b"")
+    assert_refused(checkpoint, tmp_path / "out", "--load", "cannot be read")
+
+
+def test_checkpoint_of_another_model_than_its_assets(checkpoint, tmp_path):
+    change_json(checkpoint / "hf_assets" / "config.json", {"num_hidden_layers": 3})
+    assert_refused(checkpoint, tmp_path / "out", "--num-layers 4", "config.json says 3")
+
+
+def test_tensor_that_the_architecture_does_not_have(checkpoint, tmp_path):
+    change_json(checkpoint / "hf_assets" / "config.json", {"tie_word_embeddings": True})
+    folder = MegatronFolder(checkpoint, "--load")
+    index = folder.metadata.state_dict_metadata
+    index["decoder.layers.self_attention.q_layernorm.weight"] = index["decoder.final_layernorm.weight"]
+    with pytest.raises(MkdCheckpointError, match=r"untie-embeddings"):
+        export_hf(folder, tmp_path / "out")
+    shutil.rmtree(checkpoint / "hf_assets")
+    with pytest.raises(MkdCheckpointError, match=r"q_layernorm\.weight is not part of LlamaForCausalLM"):
+        export_hf(folder, tmp_path / "out")
+    del index["decoder.layers.self_attention.q_layernorm.weight"], index["decoder.layers.mlp.linear_fc2.weight"]
+    with pytest.raises(MkdCheckpointError, match=r"decoder\.layers\.0\.mlp\.linear_fc2\.weight is missing"):
+        export_hf(folder, tmp_path / "out")
+
+
+def test_incomplete_folder_leaves_no_checkpoint(folders, tmp_path):
+    broken = make_llama(tmp_path / "hf")
+    change_weights(broken, {"model.norm.weight": None})
+    done = convert("import", "--hf", broken, "--save", tmp_path / "megatron")
+    assert done.returncode == 1
+    assert done.stderr.strip() == f"error: --hf {broken}: tensor model.norm.weight of shape [48] is missing"
+    assert list(tmp_path.iterdir()) == [broken]
+
+
+def test_outputs_are_not_overwritten(folders):
+    original, checkpoint = folders["untied fp32 in shards"]
+    with pytest.raises(MkdCheckpointError, match=f"--save {checkpoint} exists"):
+        import_hf(HFFolder(original, "--hf"), checkpoint)
+    done = convert("export", "--load", checkpoint, "--hf", original)
+    assert (done.returncode, done.stderr.strip()) == (
+        1,
+        f"error: --hf {original} exists and is not empty; give a new folder, or remove it",
+    )
