@@ -1,0 +1,251 @@
+"""One distillation step of small models in any parallel layout, its losses and the gradient of every parameter.
+
+For workers of the pool. Weights are made from the names of the tensors and gradients are gathered by their place in the
+whole tensor, both read from megatron's own sharded state dictionaries, so nothing here knows how a layout cuts a model.
+"""
+
+import hashlib
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state as ps
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.utils import get_model_config, unwrap_model
+from megatron.training.models import GPTModelBuilder
+from torch import Tensor, nn
+
+from mkd import step
+from mkd.arguments import default_arguments
+from mkd.config import KDConfig
+from mkd.cpu.flags import set_cpu_values
+from mkd.groups import Groups
+from mkd.losses import LossOutput
+from mkd.models.gpt import gpt_config
+from mkd.schedule import TeacherThenStudent
+from mkd.step import ForwardStep
+from mkd.teacher.online import OnlineTeacher
+
+SEQ, SAMPLES, VOCAB, PADDED = 12, 8, 83, 96
+
+STUDENT = dict(num_layers=4, hidden_size=32, ffn_hidden_size=48, num_attention_heads=4, num_query_groups=2)
+TEACHER = dict(
+    num_layers=8,
+    hidden_size=48,
+    ffn_hidden_size=64,
+    num_attention_heads=8,
+    num_query_groups=4,
+    kv_channels=8,
+    rotary_base=50000,
+    norm_epsilon=1e-6,
+)
+MOE = dict(num_experts=4, moe_router_topk=2, moe_ffn_hidden_size=24, moe_router_load_balancing_type="none")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Parallel sizes; what is left of the ranks is data parallel."""
+
+    tp: int = 1
+    pp: int = 1
+    vp: int = 1
+    ep: int = 1
+    sp: bool = False
+    mbs: int = 2
+
+
+@dataclass(frozen=True)
+class Models:
+    """What is distilled, and how."""
+
+    moe: bool = False
+    tied: bool = True
+    teacher_is_student: bool = False
+    ratio: float = 0.3
+    temperature: float = 2.0
+    offload: bool = False
+
+
+def model_arguments(sizes: dict[str, Any], layout: Layout, tied: bool) -> Namespace:
+    """Megatron arguments of a Llama-like model in fp32 without dropout."""
+    args = default_arguments()
+    values = dict(
+        group_query_attention=True,
+        swiglu=True,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        position_embedding_type="rope",
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        max_position_embeddings=64,
+        seq_length=SEQ,
+        vocab_size=VOCAB,
+        padded_vocab_size=PADDED,
+        untie_embeddings_and_output_weights=not tied,
+        params_dtype=torch.float32,
+        calculate_per_token_loss=True,
+        tensor_model_parallel_size=layout.tp,
+        sequence_parallel=layout.sp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vp if layout.vp > 1 else None,
+        overlap_p2p_comm=layout.vp > 1,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.tp,
+        moe_token_dispatcher_type="alltoall",
+        **sizes,
+    )
+    for name, value in values.items():
+        setattr(args, name, value)
+    set_cpu_values(args)
+    return args
+
+
+def sharded_tensors(model: nn.Module) -> Iterator[ShardedTensor]:
+    """The model's tensors as checkpoints see them; `data` shares memory with the parameters."""
+    state = model.sharded_state_dict()
+    apply_factories(state)
+    yield from (value for value in nested_values(state) if isinstance(value, ShardedTensor) and value.data is not None)
+
+
+def _place(shard: ShardedTensor) -> tuple[slice, ...]:
+    """Where a shard lies in the whole tensor."""
+    shape = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
+    return tuple(slice(offset, offset + size) for offset, size in zip(shard.global_offset, shape, strict=True))
+
+
+@torch.no_grad()
+def fill(chunks: list[nn.Module], salt: str) -> None:
+    """Give every parameter the values that belong to its name, its place and `salt`."""
+    for chunk in chunks:
+        for shard in sharded_tensors(unwrap_model(chunk)):
+            if not shard.data.is_floating_point():
+                continue
+            seed = int.from_bytes(hashlib.sha256((salt + shard.key).encode()).digest()[:4], "big")
+            whole = torch.randn(shard.global_shape, generator=torch.Generator().manual_seed(seed))
+            whole = 1.0 + 0.1 * whole if "norm" in shard.key else 0.15 * whole
+            if "word_embeddings" in shard.key or "output_layer" in shard.key:
+                whole[VOCAB:] = 0.0
+            shard.data.copy_(whole[_place(shard)].view(shard.data.shape))
+
+
+def gradients(chunks: list[nn.Module]) -> list[tuple[str, tuple, tuple[slice, ...], Tensor]]:
+    """(name, whole shape, place, values) of the gradient of every parameter on this rank."""
+    found = []
+    for chunk in chunks:
+        model = unwrap_model(chunk)
+        for parameter in model.parameters():
+            parameter.data = parameter.main_grad
+        found += [
+            (shard.key, tuple(shard.global_shape), _place(shard), shard.data.clone())
+            for shard in sharded_tensors(model)
+            if shard.data.is_floating_point()
+        ]
+    return found
+
+
+def samples() -> list[dict[str, Tensor]]:
+    """The step's samples: odd masks, one sample without any supervised token."""
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(0, VOCAB, (SAMPLES, SEQ + 1), generator=generator)
+    mask = (torch.rand(SAMPLES, SEQ, generator=generator) < 0.7).float()
+    mask[3] = 0.0
+    positions = torch.arange(SEQ)
+    return [
+        {"tokens": t[:-1], "labels": t[1:], "loss_mask": m, "position_ids": positions}
+        for t, m in zip(tokens, mask, strict=True)
+    ]
+
+
+def microbatches(mbs: int, dp_rank: int, dp_size: int) -> list[dict[str, Tensor]]:
+    """This data-parallel rank's share, dealt out as megatron's sampler does."""
+    every = torch.utils.data.default_collate(samples())
+    starts = range(dp_rank * mbs, SAMPLES, dp_size * mbs)
+    return [{name: value[start : start + mbs] for name, value in every.items()} for start in starts]
+
+
+def step_with_doubled_gradient(rank: int, world_size: int, layout: Layout, models: Models) -> dict[str, Any]:
+    """`kd_step` with the fault of several shipping systems: the right loss, and a gradient tp = 2 times too large."""
+    right = step.fused_linear_loss
+
+    def wrong(*args: Any, **options: Any) -> LossOutput:
+        output = right(*args, **options)
+        return LossOutput(2.0 * output.loss - output.loss.detach(), output.ce, output.kd)
+
+    step.fused_linear_loss = wrong
+    try:
+        return kd_step(rank, world_size, layout, models)
+    finally:
+        step.fused_linear_loss = right
+
+
+def kd_step(rank: int, world_size: int, layout: Layout, models: Models) -> dict[str, Any]:
+    """One forward and backward pass over the whole global batch.
+
+    Returns:
+        reports (on the last stage of tensor rank 0: name -> [sum, count] over this rank's micro-batches) and gradients.
+    """
+    ps.initialize_model_parallel(
+        layout.tp,
+        layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vp if layout.vp > 1 else None,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.tp,
+    )
+    model_parallel_cuda_manual_seed(1)
+    try:
+        return _kd_step(layout, models)
+    finally:
+        ps.destroy_model_parallel()
+
+
+def _kd_step(layout: Layout, models: Models) -> dict[str, Any]:
+    groups = Groups.from_megatron()
+    student_sizes = {**STUDENT, **MOE} if models.moe else STUDENT
+    chunks = _student(student_sizes, layout, models, groups)
+    teacher_sizes = student_sizes if models.teacher_is_student else TEACHER
+    teacher_layout = replace(layout, vp=1)
+    teacher = OnlineTeacher(
+        gpt_config(model_arguments(teacher_sizes, teacher_layout, tied=models.teacher_is_student and models.tied)),
+        groups,
+        load_weights=partial(fill, salt="student" if models.teacher_is_student else "teacher"),
+        fingerprint="",
+        offload=models.offload,
+    )
+    kd = KDConfig(teacher_hf="T", ratio=models.ratio, temperature=models.temperature, teacher_offload=models.offload)
+    schedule = TeacherThenStudent(kd, groups, teacher, true_vocab=VOCAB, current_iteration=lambda: 0)
+    run = schedule.around(get_forward_backward_func(pp_size=layout.pp, vp_size=layout.vp if layout.vp > 1 else None))
+    batches = microbatches(layout.mbs, groups.dp.rank(), groups.dp.size())
+    iterator = iter(batches)
+    reports = run(
+        forward_step_func=ForwardStep(groups, true_vocab=VOCAB, chunk_rows=5, check_finite=False),
+        data_iterator=[iterator] + [None] * (layout.vp - 1) if layout.vp > 1 else iterator,
+        model=chunks,
+        num_microbatches=len(batches),
+        seq_length=SEQ,
+        micro_batch_size=layout.mbs,
+        forward_only=False,
+    )
+    sums: dict[str, Tensor] = {}
+    if groups.is_last_stage and groups.tp.rank() == 0:
+        sums = {name: sum(report[name].double() for report in reports) for name in reports[0]}
+    return {"reports": sums, "gradients": gradients(chunks)}
+
+
+def _student(sizes: dict[str, Any], layout: Layout, models: Models, groups: Groups) -> list[nn.Module]:
+    """The student's chunks on this rank, in megatron's data-parallel wrapper, ready for a backward pass."""
+    config = gpt_config(model_arguments(sizes, layout, models.tied))
+    chunks = GPTModelBuilder(config).build_distributed_models(
+        pg_collection=groups.collection, ddp_config=DistributedDataParallelConfig(), data_parallel_random_init=False
+    )
+    fill(chunks, "student")
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+        get_model_config(chunk).finalize_model_grads_func = finalize_model_grads
+    return chunks
