@@ -356,6 +356,9 @@ def teacher_arguments(architecture: dict[str, Any], args: Namespace, dtype: str 
     teacher = Namespace(**{**vars(default_arguments()), **architecture, **_FROZEN})
     for name in _SHARED_WITH_TEACHER:
         setattr(teacher, name, getattr(args, name))
+    if teacher.num_experts is None:
+        # A dense teacher beside a mixture-of-experts student: expert-parallel ranks are data-parallel ones to it.
+        teacher.expert_model_parallel_size, teacher.expert_tensor_parallel_size = 1, None
     teacher.params_dtype = _DTYPES[dtype] if dtype else args.params_dtype
     teacher.bf16 = teacher.params_dtype == torch.bfloat16
     teacher.fp16 = teacher.params_dtype == torch.float16

@@ -210,7 +210,7 @@ def _kd_step(layout: Layout, models: Models) -> dict[str, Any]:
     student_sizes = {**STUDENT, **MOE} if models.moe else STUDENT
     chunks = _student(student_sizes, layout, models, groups)
     teacher_sizes = student_sizes if models.teacher_is_student else TEACHER
-    teacher_layout = replace(layout, vp=1)
+    teacher_layout = replace(layout, vp=1, ep=layout.ep if "num_experts" in teacher_sizes else 1)
     teacher = OnlineTeacher(
         gpt_config(model_arguments(teacher_sizes, teacher_layout, tied=models.teacher_is_student and models.tied)),
         groups,
