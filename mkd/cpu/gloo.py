@@ -50,11 +50,53 @@ def _sizes_as_lists(all_to_all_single: Callable) -> Callable:
     return with_lists
 
 
+def _uneven_all_gather(all_gather: Callable) -> Callable:
+    """NCCL gathers tensors of different sizes (tokens of experts under expert tensor parallelism); gloo does not."""
+
+    @functools.wraps(all_gather)
+    def with_broadcasts(
+        tensors: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
+        if len({part.shape for part in tensors}) == 1:
+            return all_gather(tensors, tensor, group=group, async_op=async_op)
+        assert not async_op, "an uneven all-gather is synchronous on CPU"
+        tensors[dist.get_rank(group)].copy_(tensor)
+        for source, part in enumerate(tensors):
+            dist.broadcast(part, group=group, group_src=source)
+        return None
+
+    return with_broadcasts
+
+
+def _uneven_reduce_scatter(reduce_scatter: Callable) -> Callable:
+    """The backward pass of an uneven all-gather."""
+
+    @functools.wraps(reduce_scatter)
+    def with_all_reduce(
+        output: torch.Tensor,
+        inputs: list[torch.Tensor],
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        if len({part.shape for part in inputs}) == 1:
+            return reduce_scatter(output, inputs, op=op, group=group, async_op=async_op)
+        assert not async_op, "an uneven reduce-scatter is synchronous on CPU"
+        whole = torch.cat(inputs)
+        dist.all_reduce(whole, op=op, group=group)
+        output.copy_(whole.split([len(part) for part in inputs])[dist.get_rank(group)])
+        return None
+
+    return with_all_reduce
+
+
 def install() -> None:
     """Wrap the entry points of torch.distributed; megatron reaches them through the module."""
     dist.init_process_group = _force_backend(dist.init_process_group)
     dist.new_group = _force_new_group(dist.new_group)
     dist.barrier = _barrier_without_devices(dist.barrier)
+    dist.all_gather = _uneven_all_gather(dist.all_gather)
+    dist.reduce_scatter = _uneven_reduce_scatter(dist.reduce_scatter)
     dist.all_to_all_single = _sizes_as_lists(dist.all_to_all_single)
 
 
