@@ -1,6 +1,8 @@
 """Write the reference pages that come with CPython (`pydoc_data.topics`) as JSON lines, one page a line.
 
-python examples/quickstart/make_text.py --out runs/quickstart/data/topics.jsonl
+    python examples/quickstart/make_text.py --out runs/quickstart/data
+
+writes train.jsonl and valid.jsonl; a page is in one of them only.
 """
 
 import argparse
@@ -8,15 +10,25 @@ import json
 from pathlib import Path
 from pydoc_data.topics import topics
 
+HELD_OUT = slice(2, None, 16)
+"""Validation pages, among all pages sorted by name: five, 3 thousand tokens, so that they are quick to evaluate."""
+
+
+def write_pages(path: Path, names: list[str]) -> None:
+    """Write pages in the order of `names`, so that the file is the same on every run."""
+    path.write_text("".join(json.dumps({"name": name, "text": topics[name]}) + "\n" for name in names))
+    print(f"{path}: {len(names)} pages, {sum(len(topics[name]) for name in names):,} characters")
+
 
 def main() -> None:
-    """Run the script. The pages are sorted by name, so that the file is the same on every run."""
+    """Run the script."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON lines file to write")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the two files to write")
     out = parser.parse_args().out
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text("".join(json.dumps({"name": name, "text": topics[name]}) + "\n" for name in sorted(topics)))
-    print(f"{out}: {len(topics)} documents, {sum(map(len, topics.values())):,} characters")
+    out.mkdir(parents=True, exist_ok=True)
+    held_out = sorted(topics)[HELD_OUT]
+    write_pages(out / "train.jsonl", [name for name in sorted(topics) if name not in held_out])
+    write_pages(out / "valid.jsonl", held_out)
 
 
 if __name__ == "__main__":

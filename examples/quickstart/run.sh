@@ -14,6 +14,7 @@ RUNS=runs/quickstart
 STEPS=36           # of 1024 tokens: a third of the text
 LEARNING_RATE=5e-4
 KD_RATIO=0.9       # loss = 0.1 cross-entropy + 0.9 divergence from the teacher
+SHOWN='^(mkd:|iteration |validation |pretrain_kd.py: error)'
 PROMPT="The with statement is used to"
 
 step() { printf '\n\033[1m[%3d s] %s\033[0m\n' "$SECONDS" "$*"; }
@@ -37,12 +38,15 @@ if [[ ! -d $RUNS/teacher ]]; then
 fi
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Text: the reference pages that come with every CPython, 79 documents, 0.5 MB, about 119 thousand tokens. Seconds.
+# Text: the reference pages that come with every CPython, 79 pages, 0.5 MB, 119 thousand tokens. Five pages are held out
+# for validation. Seconds.
 
-if [[ ! -f $RUNS/data/topics_text_document.idx ]]; then
+if [[ ! -f $RUNS/data/valid_text_document.idx ]]; then
     step "Text: Python's own documentation, tokenized"
-    python examples/quickstart/make_text.py --out $RUNS/data/topics.jsonl
-    python tools/preprocess.py --input $RUNS/data/topics.jsonl --output-prefix $RUNS/data/topics --tokenizer-model $RUNS/teacher
+    python examples/quickstart/make_text.py --out $RUNS/data
+    for part in train valid; do
+        python tools/preprocess.py --input $RUNS/data/$part.jsonl --output-prefix $RUNS/data/$part --tokenizer-model $RUNS/teacher
+    done
 fi
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -59,17 +63,20 @@ fi
 # Twice with the same text in the same order: with the teacher (4 minutes), and on the text alone, R = 0 (2 minutes).
 
 train() {  # train NAME RATIO
-    rm -rf "${RUNS:?}/$1"
+    local out=$RUNS/$1
+    rm -rf "${out:?}"
+    mkdir -p "$out"
+    # Megatron prints a thousand lines before it begins: all of it goes to log.txt, the lines that tell something to you.
     torchrun --standalone --nproc-per-node 2 pretrain_kd.py \
         --kd-teacher-hf $RUNS/teacher --kd-student-hf $RUNS/student --kd-ratio "$2" \
-        --kd-metrics-file "$RUNS/$1/metrics.jsonl" --save "$RUNS/$1" --save-interval $STEPS \
+        --save "$out" --save-interval $STEPS --log-interval 2 \
         --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 12 \
-        --data-path $RUNS/data/topics_text_document --split 95,5,0 \
-        --tokenizer-type HuggingFaceTokenizer --tokenizer-model $RUNS/teacher \
+        --train-data-path $RUNS/data/train_text_document --valid-data-path $RUNS/data/valid_text_document \
         --seq-length 256 --micro-batch-size 1 --global-batch-size 4 --train-iters $STEPS \
         --lr $LEARNING_RATE --min-lr 5e-5 --lr-decay-style cosine --lr-warmup-iters 3 \
         --weight-decay 0.01 --adam-beta2 0.95 --clip-grad 1.0 \
-        --eval-interval 12 --eval-iters 4 --log-interval 2
+        --eval-interval $((STEPS / 3)) --eval-iters 3 \
+        2>&1 | tee "$out/log.txt" | grep --line-buffered -E "$SHOWN" || { tail -n 20 "$out/log.txt"; return 1; }
 }
 
 step "Training with the teacher (R = $KD_RATIO)"
