@@ -4,9 +4,11 @@
 """
 
 import sys
+import traceback
 from argparse import ArgumentParser, Namespace
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
@@ -14,7 +16,7 @@ from megatron.core.num_microbatches_calculator import get_current_global_batch_s
 from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.arguments import add_megatron_arguments, parse_args, validate_args
 from megatron.training.checkpointing import load_args_from_checkpoint
-from megatron.training.global_vars import get_tokenizer, set_global_variables
+from megatron.training.global_vars import get_tokenizer, rebuild_tokenizer, set_global_variables
 from megatron.training.utils import get_blend_and_blend_per_split
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
@@ -22,6 +24,7 @@ from mkd import compat, cpu
 from mkd.config import KDConfig
 from mkd.cpu.flags import set_cpu_values
 from mkd.errors import MkdCheckpointError, MkdConfigError, MkdDataError
+from mkd.flag_checks import check_divisions, check_layout, check_required
 
 # Beginnings of Megatron flags that say something else about the loss, the teacher or what is trained, and what to use.
 # Checked on the command line itself: some of them exist only where further packages are installed.
@@ -55,9 +58,22 @@ class _KDFlags(ArgumentGroupFactory):
 
 
 def add_kd_flags(parser: ArgumentParser) -> ArgumentParser:
-    """Add one flag for each field of `KDConfig`, with the field's docstring as help."""
+    """Add one flag for each field of `KDConfig`, with the field's docstring as help.
+
+    What the parser cannot read is then an MkdConfigError of one line, and not a thousand lines of usage.
+    """
     _KDFlags(KDConfig).build_group(parser, title="knowledge distillation")
     compat.repair_help(parser)
+
+    def refuse(message: str) -> NoReturn:
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if unknown == message:
+            raise MkdConfigError(message.removeprefix("argument "))
+        guesses = get_close_matches(unknown.split()[0].split("=")[0], parser._option_string_actions, n=1)
+        hint = f"did you mean {guesses[0]}?" if guesses else "--help lists all flags"
+        raise MkdConfigError(f"unknown on the command line: {unknown} ({hint})")
+
+    parser.error = refuse
     return parser
 
 
@@ -116,10 +132,10 @@ def finish(args: Namespace, kd: KDConfig) -> None:
     """Check the arguments, fill in what depends on others, and make them megatron's global ones.
 
     Raises:
-        MkdConfigError: sizes that do not divide, or anything megatron itself refuses.
-        MkdCheckpointError: `--load` names a folder without a checkpoint.
+        MkdConfigError: a flag that is missing, sizes that do not divide, or anything megatron itself refuses.
+        MkdCheckpointError: `--load` or `--pretrained-checkpoint` names a folder without a checkpoint.
     """
-    _check_load(args)
+    _check_load(args, kd)
     if args.use_checkpoint_args:
         load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
         load_args_from_checkpoint(args)
@@ -133,6 +149,7 @@ def finish(args: Namespace, kd: KDConfig) -> None:
             print("mkd: NVIDIA Apex is not installed: gradient_accumulation_fusion=False")
     # The one divisor of a step is its number of supervised tokens, over all ranks (docs/losses.md).
     args.calculate_per_token_loss = True
+    check_required(args)
     check_layout(args)
     if args.vocab_size is not None and args.padded_vocab_size is None:
         # Of the model, which may have more rows than its tokenizer has tokens.
@@ -142,12 +159,21 @@ def finish(args: Namespace, kd: KDConfig) -> None:
     try:
         validate_args(args)
     except (AssertionError, ValueError) as error:
-        raise MkdConfigError(f"megatron refuses the flags: {error}") from error
+        # Some of megatron's assertions have no message: the asserted condition names the flag.
+        reason = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
+        raise MkdConfigError(f"megatron refuses the flags: {' '.join(reason.split())}") from error
     if args.tokenizer_type is None:
         raise MkdConfigError(
             "--tokenizer-type is missing (HuggingFaceTokenizer with --tokenizer-model DIR, or another)"
         )
-    set_global_variables(args)
+    set_global_variables(args, build_tokenizer=False)
+    try:
+        rebuild_tokenizer(args)
+    except Exception as error:  # whatever the tokenizer's own library raises
+        raise MkdConfigError(
+            f"--tokenizer-model {args.tokenizer_model} cannot be loaded as {args.tokenizer_type}: "
+            + " ".join(str(error).split())
+        ) from error
 
 
 def _has_fused_weight_gradient() -> bool:
@@ -168,7 +194,18 @@ def resumes(args: Namespace) -> bool:
     return has_checkpoint(args.load)
 
 
-def _check_load(args: Namespace) -> None:
+def _check_load(args: Namespace, kd: KDConfig) -> None:
+    if args.pretrained_checkpoint is not None:
+        if kd.student_hf is not None:
+            raise MkdConfigError(
+                f"--kd-student-hf {kd.student_hf} and --pretrained-checkpoint {args.pretrained_checkpoint} both give "
+                "the student's first weights: give one of them"
+            )
+        if not has_checkpoint(args.pretrained_checkpoint):
+            raise MkdCheckpointError(
+                f"--pretrained-checkpoint {args.pretrained_checkpoint} has no checkpoint (no "
+                "latest_checkpointed_iteration.txt there): correct the path"
+            )
     if args.load is None or has_checkpoint(args.load):
         return
     # The same folder in --load and --save is how a job that restarts itself starts for the first time.
@@ -180,93 +217,35 @@ def _check_load(args: Namespace) -> None:
     )
 
 
-def check_layout(args: Namespace) -> None:
-    """Refuse parallel sizes that do not divide the world, the model or the sequence.
-
-    Raises:
-        MkdConfigError: naming the flag, its value and what it does not divide.
-    """
-    tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
-    ep = args.expert_model_parallel_size
-    if args.world_size % (tp * pp * cp):
-        raise MkdConfigError(
-            f"--tensor-model-parallel-size {tp} * --pipeline-model-parallel-size {pp} * --context-parallel-size {cp} = "
-            f"{tp * pp * cp} does not divide the {args.world_size} ranks of this job"
-        )
-    expert_tp = args.expert_tensor_parallel_size or tp
-    if args.num_experts is not None and args.world_size % (expert_tp * ep * pp):
-        raise MkdConfigError(
-            f"--expert-model-parallel-size {ep} * expert tensor size {expert_tp} * --pipeline-model-parallel-size {pp} "
-            f"does not divide the {args.world_size} ranks of this job"
-        )
-    if cp > 1:
-        raise MkdConfigError(f"--context-parallel-size {cp}: context parallelism is not supported yet; use 1")
-    check_divisions("the student", vars(args), tp, pp)
-    if args.sequence_parallel and args.seq_length % tp:
-        raise MkdConfigError(
-            f"--seq-length {args.seq_length} is not divisible by --tensor-model-parallel-size {tp}, which "
-            "--sequence-parallel needs"
-        )
-
-
-def check_divisions(model: str, sizes: dict[str, Any], tp: int, pp: int) -> None:
-    """Refuse tensor- and pipeline-parallel sizes that do not divide a model's heads, widths or layers.
-
-    Args:
-        model: what to call it in the message, such as "the student".
-        sizes: its architecture, by Megatron argument name.
-        tp: --tensor-model-parallel-size.
-        pp: --pipeline-model-parallel-size.
-    """
-    groups = sizes["num_query_groups"] if sizes.get("group_query_attention") else None
-    divided = {
-        "attention heads": sizes["num_attention_heads"],
-        "key-value heads (query groups)": groups,
-        "hidden width": sizes["hidden_size"],
-        "feed-forward width": sizes.get("ffn_hidden_size"),
-    }
-    for what, size in divided.items():
-        if size and size % tp:
-            raise MkdConfigError(f"--tensor-model-parallel-size {tp} does not divide the {size} {what} of {model}")
-    uneven = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout")
-    layers = sizes["num_layers"]
-    if layers and layers % pp and all(sizes.get(name) is None for name in uneven):
-        raise MkdConfigError(f"--pipeline-model-parallel-size {pp} does not divide the {layers} layers of {model}")
-
-
 def default_arguments() -> Namespace:
     """Megatron's arguments as they are when no flag is given."""
     return add_megatron_arguments(ArgumentParser(allow_abbrev=False)).parse_args([])
 
 
 def data_prefixes(args: Namespace) -> list[str]:
-    """Every `.bin/.idx` prefix named on the command line.
+    """Every `.bin/.idx` prefix that is to be read.
 
     Raises:
-        MkdDataError: none is named.
+        MkdDataError: none is named, or a list of weights and prefixes is not one.
     """
-    words: list[str] = []
-    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
-        words += getattr(args, name) or []
-    prefixes = [word for word in words if not _is_number(word)]
-    if not prefixes and not args.mock_data and args.data_args_path is None and args.per_split_data_args_path is None:
+    try:
+        blend, per_split = get_blend_and_blend_per_split(args)
+    except (AssertionError, ValueError, KeyError, OSError) as error:
+        raise MkdDataError(f"--data-path and the like cannot be read ({error!r}): write WEIGHT PREFIX pairs") from error
+    prefixes = [prefix for part in (blend, *(per_split or ())) if part is not None for prefix in part[0]]
+    if not prefixes and not args.mock_data:
         raise MkdDataError("no training data: give --data-path PREFIX (PREFIX.bin and PREFIX.idx)")
     return prefixes
 
 
-def _is_number(word: str) -> bool:
-    """Blends are written WEIGHT PREFIX WEIGHT PREFIX ..."""
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
-
-
 def dataset_config(args: Namespace, tokenizer: Any) -> GPTDatasetConfig:
-    """Megatron's own dataset flags as a configuration."""
+    """Megatron's own dataset flags as a configuration.
+
+    Raises:
+        MkdConfigError: they contradict each other.
+    """
     blend, blend_per_split = get_blend_and_blend_per_split(args)
-    return GPTDatasetConfig(
+    options = dict(
         random_seed=args.seed,
         sequence_length=args.seq_length,
         blend=blend,
@@ -284,6 +263,11 @@ def dataset_config(args: Namespace, tokenizer: Any) -> GPTDatasetConfig:
         create_attention_mask=False,
         mid_level_dataset_surplus=args.mid_level_dataset_surplus,
     )
+    try:
+        return GPTDatasetConfig(**options)
+    except (AssertionError, ValueError, ZeroDivisionError) as error:
+        reason = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
+        raise MkdConfigError(f"megatron refuses the data flags (--split {args.split}): {reason}") from error
 
 
 # What the teacher shares with the student's run: how and where it computes, never what it is.
