@@ -6,6 +6,7 @@ Nothing outside this package asks whether there is a GPU.
 """
 
 import os
+import warnings
 
 import torch
 
@@ -45,6 +46,9 @@ def activate() -> None:
 
     if is_active():
         return
+    # Megatron tells a dozen times that packages for GPUs are missing, and torch that memory is not pinned for one.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+    warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true")
     # jit_fuser compiles through the CUDA stream API; eager is also faster to start.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     # Megatron insists on it under tensor parallelism, for the order of CUDA kernels.
