@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.training.global_vars import get_tokenizer
 from megatron.training.models import GPTModelConfig
 from torch.utils.data import default_collate
 
@@ -20,6 +22,7 @@ from mkd.checkpoint.source import ModelSource, check_same_vocabulary
 from mkd.config import KDConfig, LossSpec
 from mkd.data.batch import KDBatch
 from mkd.data.datasets import check_data
+from mkd.errors import MkdConfigError
 from mkd.groups import Groups
 from mkd.losses import fused_linear_loss
 from mkd.metrics import MetricsLog, perplexity
@@ -61,8 +64,12 @@ class Job:
         true_vocab = arguments.true_vocabulary(args)
         origin = student.origin if student else f"--tokenizer-model {args.tokenizer_model}"
         student_hash = student.tokenizer_hash if student else _hash_of_tokenizer(args)
+        _check_tokenizer(args, student)
         check_same_vocabulary(origin, true_vocab, student_hash, teacher)
-        check_data(arguments.data_prefixes(args), true_vocab)
+        check_data(arguments.data_prefixes(args), true_vocab, student_hash)
+        arguments.dataset_config(args, get_tokenizer())
+        _check_writable("--save", args.save)
+        _check_writable("--kd-metrics-file", kd.metrics_file)
         teacher_config = gpt_config(arguments.teacher_arguments(teacher.architecture, args, kd.teacher_dtype))
         job = cls(args, kd, teacher, student, teacher_config, gpt_config(args), true_vocab)
         if student is not None and not arguments.resumes(args):
@@ -140,6 +147,25 @@ def _hash_of_tokenizer(args: Namespace) -> str | None:
     if args.tokenizer_type != "HuggingFaceTokenizer" or not Path(args.tokenizer_model).is_dir():
         return None
     return tokenizer_hash(Path(args.tokenizer_model), "--tokenizer-model")
+
+
+def _check_tokenizer(args: Namespace, student: ModelSource | None) -> None:
+    """Refuse a --tokenizer-model that is not the student's own."""
+    given = _hash_of_tokenizer(args)
+    if student is not None and given and student.tokenizer_hash and given != student.tokenizer_hash:
+        raise MkdConfigError(
+            f"--tokenizer-model {args.tokenizer_model} is another tokenizer than that of {student.origin}: leave it out"
+        )
+
+
+def _check_writable(flag: str, path: str | None) -> None:
+    """Refuse a path that cannot be made, before hours of training end there."""
+    if path is None:
+        return
+    there = next(parent for parent in (Path(path).absolute(), *Path(path).absolute().parents) if parent.exists())
+    is_target = there == Path(path).absolute()
+    if not os.access(there, os.W_OK) or not (there.is_dir() or is_target):
+        raise MkdConfigError(f"{flag} {path} cannot be written: {there} is no folder, or not yours to write to")
 
 
 def _shape_of(config: GPTModelConfig) -> str:

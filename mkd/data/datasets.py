@@ -1,6 +1,6 @@
 """Training, validation and test sets from Megatron's `.bin/.idx` files."""
 
-import json
+import struct
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -8,23 +8,26 @@ from typing import Any
 import numpy as np
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
-from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.indexed_dataset import DType
 
+from mkd.data.indexed_text import IndexedText
 from mkd.errors import MkdDataError
 
 # Tokens looked at when nothing beside the data says how large its ids are.
 _PROBE_TOKENS = 1 << 22
 
 
-def check_data(prefixes: Iterable[str], true_vocab: int) -> None:
+def check_data(prefixes: Iterable[str], true_vocab: int, tokenizer_hash: str | None) -> None:
     """Check files and vocabulary before any weight is loaded.
 
     Args:
         prefixes: PREFIX of each PREFIX.bin and PREFIX.idx.
         true_vocab: number of tokens that the model knows.
+        tokenizer_hash: of the model's tokenizer; None when it is not known.
 
     Raises:
-        MkdDataError: a file is missing or empty, or holds ids that the model does not have.
+        MkdDataError: a file is missing, empty or torn, was made with another tokenizer, or holds ids that the model
+        does not have.
     """
     for prefix in prefixes:
         for suffix in (".idx", ".bin"):
@@ -33,7 +36,14 @@ def check_data(prefixes: Iterable[str], true_vocab: int) -> None:
                 raise MkdDataError(f"--data-path {prefix}: {file} does not exist (tools/preprocess.py makes it)")
             if file.stat().st_size == 0:
                 raise MkdDataError(f"--data-path {prefix}: {file} is empty")
-        largest = _largest_token(prefix)
+        dtype = _check_index(prefix)
+        facts = IndexedText.load(prefix)
+        if facts is not None and facts.tokenizer_hash and tokenizer_hash and facts.tokenizer_hash != tokenizer_hash:
+            raise MkdDataError(
+                f"--data-path {prefix}: {prefix}.json says that the data was made with another tokenizer than the "
+                "model's; run tools/preprocess.py with --tokenizer-model set to the model's folder"
+            )
+        largest = _largest_of_first_tokens(prefix, dtype) if facts is None else facts.max_token_id
         if largest >= true_vocab:
             raise MkdDataError(
                 f"--data-path {prefix} has token id {largest}, but the model's vocabulary has {true_vocab} tokens: the "
@@ -41,14 +51,39 @@ def check_data(prefixes: Iterable[str], true_vocab: int) -> None:
             )
 
 
-def _largest_token(prefix: str) -> int:
-    """From the file that tools/preprocess.py writes beside the data, else from the first few million tokens."""
-    sidecar = Path(prefix + ".json")
-    if sidecar.is_file():
-        return int(json.loads(sidecar.read_text())["max_token_id"])
-    index = IndexedDataset(prefix).index
-    tokens = np.memmap(prefix + ".bin", dtype=index.dtype, mode="r")[:_PROBE_TOKENS]
-    return int(tokens.max())
+# Of PREFIX.idx: magic, version, dtype code, number of sequences, number of documents (megatron's _IndexWriter).
+_INDEX_HEADER = struct.Struct("<9sQBQQ")
+_INDEX_MAGIC = b"MMIDIDX\x00\x00"
+
+
+def _check_index(prefix: str) -> np.dtype:
+    """The type of the ids, after checking that PREFIX.idx is whole and PREFIX.bin as long as it says."""
+    index, binary = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+    size = index.stat().st_size
+    with index.open("rb") as file:
+        head = file.read(_INDEX_HEADER.size)
+    if len(head) < _INDEX_HEADER.size or not head.startswith(_INDEX_MAGIC):
+        raise MkdDataError(f"--data-path {prefix}: {index} is not an index of Megatron's indexed data sets")
+    _, _, code, sequences, documents = _INDEX_HEADER.unpack(head)
+    if sequences == 0:
+        raise MkdDataError(f"--data-path {prefix}: {index} lists no document")
+    # int32 lengths, int64 starts in bytes, int64 document bounds
+    starts = _INDEX_HEADER.size + 4 * sequences
+    wanted = starts + 8 * sequences + 8 * documents
+    if size < wanted:
+        raise MkdDataError(f"--data-path {prefix}: {index} is truncated: {wanted} bytes expected, {size} seen")
+    dtype = np.dtype(DType.dtype_from_code(code))
+    length = np.memmap(index, np.int32, "r", starts - 4, (1,))[0]
+    start = np.memmap(index, np.int64, "r", starts + 8 * (sequences - 1), (1,))[0]
+    wanted, size = int(start) + int(length) * dtype.itemsize, binary.stat().st_size
+    if size != wanted:
+        raise MkdDataError(f"--data-path {prefix}: {binary} has {size} bytes, its index tells of {wanted}")
+    return dtype
+
+
+def _largest_of_first_tokens(prefix: str, dtype: np.dtype) -> int:
+    """For data that another tool made: looks at the first few million tokens."""
+    return int(np.memmap(f"{prefix}.bin", dtype, "r")[:_PROBE_TOKENS].max())
 
 
 def build_datasets(config: GPTDatasetConfig, sizes: tuple[int | None, int | None, int | None]) -> list[Any]:
