@@ -18,6 +18,7 @@ from torch.utils.data import default_collate
 from mkd import arguments
 from mkd.checkpoint.assets import store_assets
 from mkd.checkpoint.hf_folder import HFFolder, tokenizer_hash
+from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.checkpoint.source import ModelSource, check_same_vocabulary
 from mkd.config import KDConfig, LossSpec
 from mkd.data.batch import KDBatch
@@ -60,6 +61,8 @@ class Job:
             arguments.adopt_architecture(args, student.architecture, student.origin)
             args.tokenizer_type = args.tokenizer_type or "HuggingFaceTokenizer"
             args.tokenizer_model = args.tokenizer_model or kd.student_hf
+        elif args.use_checkpoint_args:
+            _adopt_what_megatron_forgets(args)
         arguments.finish(args, kd)
         true_vocab = arguments.true_vocabulary(args)
         origin = student.origin if student else f"--tokenizer-model {args.tokenizer_model}"
@@ -69,7 +72,8 @@ class Job:
         check_data(arguments.data_prefixes(args), true_vocab, student_hash)
         arguments.dataset_config(args, get_tokenizer())
         _check_writable("--save", args.save)
-        _check_writable("--kd-metrics-file", kd.metrics_file)
+        if kd.metrics_file is not None:
+            _check_writable("--kd-metrics-file", str(Path(kd.metrics_file).parent))
         teacher_config = gpt_config(arguments.teacher_arguments(teacher.architecture, args, kd.teacher_dtype))
         job = cls(args, kd, teacher, student, teacher_config, gpt_config(args), true_vocab)
         if student is not None and not arguments.resumes(args):
@@ -143,6 +147,17 @@ def _teacher_source(kd: KDConfig) -> ModelSource:
     return ModelSource.from_megatron(kd.teacher_load, "--kd-teacher-load")
 
 
+def _adopt_what_megatron_forgets(args: Namespace) -> None:
+    """megatron-core 0.19's --use-checkpoint-args leaves these out, and would compute another model without a word."""
+    path = args.load if arguments.has_checkpoint(args.load) else args.pretrained_checkpoint
+    if path is None:
+        return
+    folder = MegatronFolder(path, "--use-checkpoint-args")
+    names = ("layernorm_epsilon", "use_rope_scaling", "rope_scaling_factor")
+    values = {name: getattr(folder.args, name) for name in names if hasattr(folder.args, name)}
+    arguments.adopt_architecture(args, values, f"the checkpoint in {path}")
+
+
 def _hash_of_tokenizer(args: Namespace) -> str | None:
     if args.tokenizer_type != "HuggingFaceTokenizer" or not Path(args.tokenizer_model).is_dir():
         return None
@@ -158,14 +173,14 @@ def _check_tokenizer(args: Namespace, student: ModelSource | None) -> None:
         )
 
 
-def _check_writable(flag: str, path: str | None) -> None:
-    """Refuse a path that cannot be made, before hours of training end there."""
-    if path is None:
+def _check_writable(flag: str, folder: str | None) -> None:
+    """Refuse a folder that cannot be made or written to, before hours of training end there."""
+    if folder is None:
         return
-    there = next(parent for parent in (Path(path).absolute(), *Path(path).absolute().parents) if parent.exists())
-    is_target = there == Path(path).absolute()
-    if not os.access(there, os.W_OK) or not (there.is_dir() or is_target):
-        raise MkdConfigError(f"{flag} {path} cannot be written: {there} is no folder, or not yours to write to")
+    path = Path(folder).absolute()
+    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise MkdConfigError(f"{flag}: folder {folder} cannot be written: {existing} is no folder, or is read-only")
 
 
 def _shape_of(config: GPTModelConfig) -> str:

@@ -7,9 +7,9 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.utils import unwrap_model
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from mkd.checkpoint.megatron_folder import MegatronFolder
-from mkd.errors import MkdCheckpointError
 
 
 def load_megatron_weights(chunks: Sequence[nn.Module], folder: MegatronFolder) -> None:
@@ -25,9 +25,9 @@ def load_megatron_weights(chunks: Sequence[nn.Module], folder: MegatronFolder) -
     wanted = {key: value for key, value in wanted.items() if not key.endswith("_extra_state")}
     try:
         loaded = dist_checkpointing.load(wanted, path, strict=StrictHandling.RAISE_UNEXPECTED)
-    except (CheckpointingException, KeyError, ValueError) as error:
-        raise MkdCheckpointError(f"{folder.flag} {folder.path}: {error}") from error
+    except (CheckpointingException, CheckpointException, KeyError, ValueError, RuntimeError) as error:
+        raise folder.error(f"the weights do not load ({error})") from error
     missing, _ = model.load_state_dict(loaded, strict=False)
     missing = [name for name in missing if not name.endswith("_extra_state")]
     if missing:
-        raise MkdCheckpointError(f"{folder.flag} {folder.path}: no weights for {', '.join(missing)}")
+        raise folder.error(f"no weights for {', '.join(missing)}")

@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from mkd.checkpoint.hf_families import family_of
+from mkd.checkpoint.hf_check import check_tensors, read_architecture
 from mkd.checkpoint.hf_folder import HFFolder
-from mkd.checkpoint.hf_load import check_tensors, load_hf_weights
+from mkd.checkpoint.hf_load import load_hf_weights
 from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.checkpoint.megatron_load import load_megatron_weights
 from mkd.errors import MkdConfigError
@@ -42,9 +42,8 @@ class ModelSource:
             says.
         """
         folder = HFFolder(path, flag)
-        family = family_of(folder.config)
+        family, architecture = read_architecture(folder)
         check_tensors(folder, family)
-        architecture = family.megatron_args(folder.config)
         return cls(
             origin=f"{flag} {path}",
             path=Path(path),

@@ -1,5 +1,6 @@
 """A torch function mode that sends every "cuda" device to the CPU."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +45,19 @@ class CudaOnCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _under_mode(run_backward: Callable) -> Callable:
+    """A torch function runs without the mode that dispatched it, and `backward` is one: enter the mode again inside it,
+    for the Python code of the backward passes that it runs.
+    """
+
+    @functools.wraps(run_backward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with CudaOnCpu():
+            return run_backward(*args, **kwargs)
+
+    return run
+
+
 _mode: CudaOnCpu | None = None
 
 
@@ -56,3 +70,4 @@ def enter() -> None:
     global _mode
     _mode = CudaOnCpu()
     _mode.__enter__()
+    torch.autograd._engine_run_backward = _under_mode(torch.autograd._engine_run_backward)

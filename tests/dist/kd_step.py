@@ -44,7 +44,7 @@ TEACHER = dict(
     num_query_groups=4,
     kv_channels=8,
     rotary_base=50000,
-    norm_epsilon=1e-6,
+    layernorm_epsilon=1e-6,
 )
 MOE = dict(num_experts=4, moe_router_topk=2, moe_ffn_hidden_size=24, moe_router_load_balancing_type="none")
 

@@ -1,0 +1,158 @@
+"""pretrain_kd.py from the command line: resume, layouts of a checkpoint, teachers, schedules, plain pretraining."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from mkd.checkpoint.hf_folder import HFFolder
+from mkd.checkpoint.hf_import import import_hf
+from mkd.checkpoint.megatron_folder import MegatronFolder
+from tests.e2e.small_job import ROOT, Result, SmallJob, environment, make_small_job, run
+
+PP2 = {"--pipeline-model-parallel-size": 2}
+TP2 = {"--tensor-model-parallel-size": 2, "--sequence-parallel": True}
+SIX = {"--train-iters": 6, "--lr-decay-iters": 6, "--save-interval": 3}
+EXACT = ("iteration", "loss", "ce", "kd", "grad_norm", "lr", "tokens", "ratio")
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> SmallJob:
+    return make_small_job(tmp_path_factory.mktemp("job"))
+
+
+def trained(job: SmallJob, changes: dict[str, Any], ranks: int = 1) -> Result:
+    result = run(job.flags(changes), ranks)
+    assert result.status == 0, result.output[-2000:] + result.errors[-6000:]
+    return result
+
+
+def steps(result: Result) -> list[dict[str, Any]]:
+    """Training lines of the metrics, what does not depend on the clock."""
+    return [{key: line[key] for key in EXACT if key in line} for line in result.metrics if "grad_norm" in line]
+
+
+def weights(save: Path) -> dict[str, torch.Tensor]:
+    """Every model tensor of the last checkpoint, whole."""
+    folder = MegatronFolder(save, "--load")
+    kept = {
+        key: torch.empty(value.size, dtype=value.properties.dtype)
+        for key, value in folder.metadata.state_dict_metadata.items()
+        if key.startswith(("decoder.", "embedding.", "output_layer.")) and hasattr(value, "size")
+    }
+    assert kept
+    dcp.load(kept, checkpoint_id=folder.iteration_dir, no_dist=True)
+    return kept
+
+
+def assert_same_weights(a: Path, b: Path) -> None:
+    first, second = weights(a), weights(b)
+    assert first.keys() == second.keys()
+    for key, value in first.items():
+        assert torch.equal(value, second[key]), key
+
+
+def cut_back(save: Path, copy: Path, iteration: int) -> Path:
+    """A copy of a checkpoint folder as it was after `iteration`, for a job that died later."""
+    shutil.copytree(save, copy)
+    for folder in copy.glob("iter_*"):
+        if int(folder.name.removeprefix("iter_")) > iteration:
+            shutil.rmtree(folder)
+    (copy / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+    return copy
+
+
+@pytest.fixture(scope="module")
+def six_steps(job: SmallJob, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+    """Six undisturbed steps under PP2, saved at three and six."""
+    save = tmp_path_factory.mktemp("six") / "save"
+    return save, trained(job, {**SIX, **PP2, "--save": save, "--load": save}, ranks=2)
+
+
+def test_resume_is_bit_equal(job: SmallJob, six_steps: tuple[Path, Result], tmp_path: Path) -> None:
+    save, whole = six_steps
+    resumed = cut_back(save, tmp_path / "save", 3)
+    result = trained(job, {**SIX, **PP2, "--save": resumed, "--load": resumed}, ranks=2)
+    assert [line["iteration"] for line in steps(result)] == [1, 2, 3, 4, 5, 6]
+    assert steps(result) == steps(whole)
+    assert_same_weights(save, resumed)
+
+
+def test_saved_under_pp2_resumed_under_tp2(job: SmallJob, six_steps: tuple[Path, Result], tmp_path: Path) -> None:
+    save, whole = six_steps
+    resumed = cut_back(save, tmp_path / "save", 3)
+    result = trained(job, {**SIX, **TP2, "--save": resumed, "--load": resumed}, ranks=2)
+    for seen, expected in zip(steps(result)[3:], steps(whole)[3:], strict=True):
+        for key in ("loss", "ce", "kd", "grad_norm"):
+            assert seen[key] == pytest.approx(expected[key], rel=1e-5), (seen["iteration"], key)
+
+
+def test_a_step_learns(six_steps: tuple[Path, Result]) -> None:
+    lines = six_steps[1].metrics
+    assert lines[0]["iteration"] == 0
+    assert {"valid_loss", "valid_ce", "valid_kd", "valid_teacher_ce"} <= lines[0].keys()
+    trained_lines = steps(six_steps[1])
+    assert trained_lines[-1]["kd"] < trained_lines[0]["kd"]
+    for line in trained_lines:
+        assert line["loss"] == pytest.approx(0.5 * line["ce"] + 0.5 * line["kd"], rel=1e-6)
+
+
+def test_overlapped_distributed_optimizer_trains_the_same(job: SmallJob, tmp_path: Path) -> None:
+    """With --overlap-param-gather the head's weights arrive during the forward pass; reading them early is silent."""
+    runs = []
+    for number, flags in enumerate(({}, {"--overlap-grad-reduce": True, "--overlap-param-gather": True})):
+        changes = {"--use-distributed-optimizer": True, "--kd-metrics-file": tmp_path / f"{number}.jsonl", **flags}
+        runs.append(steps(trained(job, {"--train-iters": 4, "--lr": 1e-2, **changes}, ranks=2)))
+    assert runs[0] == runs[1]
+
+
+def test_teacher_from_a_megatron_checkpoint(job: SmallJob, tmp_path: Path) -> None:
+    import_hf(HFFolder(job.teacher, "--hf"), tmp_path / "teacher")
+    files = [tmp_path / "hf.jsonl", tmp_path / "megatron.jsonl"]
+    from_hf = trained(job, {"--kd-metrics-file": files[0]})
+    other = {"--kd-teacher-hf": None, "--kd-teacher-load": tmp_path / "teacher", "--kd-metrics-file": files[1]}
+    assert steps(trained(job, other)) == steps(from_hf)
+
+
+def test_distillation_only_and_schedules(job: SmallJob, tmp_path: Path) -> None:
+    changes = {"--kd-ratio": 1.0, "--kd-temperature-schedule": "linear:2:1:2", "--kd-metrics-file": tmp_path / "m"}
+    result = trained(job, changes)
+    assert all("ce" not in line for line in steps(result))
+    assert [line["temperature"] for line in result.metrics if "grad_norm" in line] == [2.0, 1.5, 1.0]
+    assert all("valid_ce" in line for line in result.metrics if "grad_norm" not in line)
+
+
+def test_bf16_stays_near_fp32(job: SmallJob, tmp_path: Path) -> None:
+    fp32 = steps(trained(job, {"--kd-metrics-file": tmp_path / "fp32"}))
+    bf16 = steps(trained(job, {"--bf16": True, "--kd-metrics-file": tmp_path / "bf16"}))
+    for a, b in zip(bf16, fp32, strict=True):
+        assert a["loss"] != b["loss"]
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-2)
+
+
+def test_ratio_0_is_plain_pretraining_to_the_last_bit(job: SmallJob, tmp_path: Path) -> None:
+    import_hf(HFFolder(job.student, "--hf"), tmp_path / "start")
+    start = {"--pretrained-checkpoint": tmp_path / "start", "--use-checkpoint-args": True, "--save-interval": 3}
+    tokenizer = {"--tokenizer-type": "HuggingFaceTokenizer", "--tokenizer-model": job.student}
+    common = {**start, **tokenizer, "--kd-student-hf": None}
+    trained(job, {**common, "--kd-ratio": 0.0, "--save": tmp_path / "kd"})
+    # Megatron's --use-checkpoint-args leaves the norms' epsilon out; mkd takes it from the checkpoint.
+    epsilon = {"--norm-epsilon": HFFolder(job.student, "--hf").config["rms_norm_eps"]}
+    plain = {**common, **epsilon, "--kd-teacher-hf": None, "--kd-ratio": None, "--save": tmp_path / "plain"}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests/e2e/plain_pretrain.py"), *job.flags(plain)],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert_same_weights(tmp_path / "kd", tmp_path / "plain")
+    before, after = weights(tmp_path / "start"), weights(tmp_path / "kd")
+    assert not torch.equal(before["embedding.word_embeddings.weight"], after["embedding.word_embeddings.weight"])
