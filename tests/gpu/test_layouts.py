@@ -2,8 +2,7 @@
 
     pytest -m gpu tests/gpu/test_layouts.py -s
 
-bf16 rounds differently in every layout, so "like" needs a yardstick: two runs on one GPU that differ only in
-micro-batch size. The table goes to docs/benchmarks.md; with MKD_BENCH_OUT=DIR it is also written there as JSON.
+bf16 rounds differently in every layout, so "like" needs a yardstick: how far bf16 on one GPU is from fp32 on one GPU. The table goes to docs/benchmarks.md; with MKD_BENCH_OUT=DIR it is also written there as JSON.
 """
 
 import json
@@ -30,6 +29,7 @@ LAYOUTS = {
     "one GPU": (1, ["--micro-batch-size", "2"]),
     "one GPU, micro-batch 4": (1, ["--micro-batch-size", "4"]),
     "one GPU, teacher offloaded": (1, ["--micro-batch-size", "2", "--kd-teacher-offload"]),
+    "one GPU, fp32": (1, ["--micro-batch-size", "2"]),
     "TP2+SP": (2, ["--micro-batch-size", "2", "--tensor-model-parallel-size", "2", "--sequence-parallel"]),
     "PP2": (2, ["--micro-batch-size", "2", *PIPELINE]),
     "PP2, two virtual stages": (
@@ -81,9 +81,10 @@ def train(models: Path, name: str, ranks: int, flags: list[str]) -> list[dict]:
         *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "pretrain_kd.py"),
         *("--kd-teacher-hf", str(models / "teacher"), "--kd-student-hf", str(models / "student")),
         *("--kd-ratio", "0.5", "--kd-metrics-file", str(metrics), "--data-path", str(models / "text")),
-        *("--tokenizer-type", "NullTokenizer", "--split", "90,10,0", "--seq-length", "1024", "--bf16"),
+        *("--tokenizer-type", "NullTokenizer", "--split", "90,10,0", "--seq-length", "1024"),
         *("--global-batch-size", "16", "--train-iters", str(STEPS), "--lr", "3e-4", "--lr-warmup-iters", "2"),
         *("--eval-interval", "1000", "--eval-iters", "1", "--seed", "7"),
+        *(() if name.endswith("fp32") else ("--bf16",)),
         *flags,
     ]
     environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "4"}
@@ -117,9 +118,8 @@ def test_every_layout_trains_like_one_gpu(models: Path) -> None:
         print(f"{name:38s}", *(f"{key} {value:.3g}" for key, value in row.items()), sep=" | ")
     if out := os.environ.get("MKD_BENCH_OUT"):
         Path(out, "layouts.json").write_text(json.dumps({"card": torch.cuda.get_device_name(), "rows": rows}, indent=1))
-    noise = rows["one GPU, micro-batch 4"]
+    noise = rows.pop("one GPU, fp32")
     for name, row in rows.items():
         for key in keys:
-            assert row[key] <= 3.0 * noise[key] + 1e-4, f"{name}: {key} differs by {row[key]}, noise is {noise[key]}"
+            assert row[key] <= noise[key], f"{name}: {key} differs by {row[key]}, bf16 from fp32 by {noise[key]}"
     assert one[-1]["ce"] < one[0]["ce"]
-    assert rows["one GPU, teacher offloaded"]["loss"] == 0.0
