@@ -88,11 +88,13 @@ class Job:
         """The teacher on this rank; None when the run never looks at it."""
         if self.kd.is_plain_pretraining:
             return None
+        fingerprint = self.teacher_source.fingerprint()
+        self.args.kd_teacher_fingerprint = fingerprint  # megatron stores its arguments in every checkpoint
         return OnlineTeacher(
             self.teacher_config,
             groups,
             load_weights=lambda chunks: self.teacher_source.load(chunks, groups.tp),
-            fingerprint=self.teacher_source.fingerprint(),
+            fingerprint=fingerprint,
             offload=self.kd.teacher_offload,
         )
 

@@ -2,7 +2,8 @@
 
     pytest -m gpu tests/gpu/test_layouts.py -s
 
-bf16 rounds differently in every layout, so "like" needs a yardstick: how far bf16 on one GPU is from fp32 on one GPU. The table goes to docs/benchmarks.md; with MKD_BENCH_OUT=DIR it is also written there as JSON.
+bf16 rounds differently in every layout, so "like" needs a yardstick: how far bf16 on one GPU is from fp32 on one GPU.
+The table goes to docs/benchmarks.md; with MKD_BENCH_OUT=DIR it is also written there as JSON.
 """
 
 import json
