@@ -22,7 +22,7 @@ from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.checkpoint.source import ModelSource, check_same_vocabulary
 from mkd.config import KDConfig, LossSpec
 from mkd.data.batch import KDBatch
-from mkd.data.datasets import check_data
+from mkd.data.datasets import check_data, check_splits
 from mkd.errors import MkdConfigError
 from mkd.groups import Groups
 from mkd.losses import fused_linear_loss
@@ -70,7 +70,7 @@ class Job:
         _check_tokenizer(args, student)
         check_same_vocabulary(origin, true_vocab, student_hash, teacher)
         check_data(arguments.data_prefixes(args), true_vocab, student_hash)
-        arguments.dataset_config(args, get_tokenizer())
+        check_splits(arguments.dataset_config(args, get_tokenizer()), evaluates=args.eval_iters > 0)
         _check_writable("--save", args.save)
         if kd.metrics_file is not None:
             _check_writable("--kd-metrics-file", str(Path(kd.metrics_file).parent))

@@ -36,7 +36,7 @@ def check_data(prefixes: Iterable[str], true_vocab: int, tokenizer_hash: str | N
                 raise MkdDataError(f"--data-path {prefix}: {file} does not exist (tools/preprocess.py makes it)")
             if file.stat().st_size == 0:
                 raise MkdDataError(f"--data-path {prefix}: {file} is empty")
-        dtype = _check_index(prefix)
+        dtype, _ = _check_index(prefix)
         facts = IndexedText.load(prefix)
         if facts is not None and facts.tokenizer_hash and tokenizer_hash and facts.tokenizer_hash != tokenizer_hash:
             raise MkdDataError(
@@ -56,8 +56,10 @@ _INDEX_HEADER = struct.Struct("<9sQBQQ")
 _INDEX_MAGIC = b"MMIDIDX\x00\x00"
 
 
-def _check_index(prefix: str) -> np.dtype:
-    """The type of the ids, after checking that PREFIX.idx is whole and PREFIX.bin as long as it says."""
+def _check_index(prefix: str) -> tuple[np.dtype, int]:
+    """Type of the ids and number of documents, after checking that PREFIX.idx is whole and PREFIX.bin as long as it
+    says.
+    """
     index, binary = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     size = index.stat().st_size
     with index.open("rb") as file:
@@ -78,7 +80,38 @@ def _check_index(prefix: str) -> np.dtype:
     wanted, size = int(start) + int(length) * dtype.itemsize, binary.stat().st_size
     if size != wanted:
         raise MkdDataError(f"--data-path {prefix}: {binary} has {size} bytes, its index tells of {wanted}")
-    return dtype
+    return dtype, sequences
+
+
+def check_splits(config: GPTDatasetConfig, evaluates: bool) -> None:
+    """Refuse a split without a document: megatron-core 0.19 would count its epochs for ever.
+
+    Args:
+        config: after `check_data` of its prefixes.
+        evaluates: whether validation data is needed.
+
+    Raises:
+        MkdDataError: a split that has a share, or is needed, is empty.
+    """
+    if config.mock:
+        return
+    needed = {"training": True, "validation": evaluates, "test": False}
+    shares = config.blend_per_split if config.split_matrix is None else config.split_matrix
+    for (name, is_needed), share in zip(needed.items(), shares, strict=True):
+        if share is None and is_needed:
+            raise MkdDataError(
+                f"there is no {name} data: give it a share in --split (now {config.split}) or a --{name[:5]}-data-path"
+                + (", or set --eval-iters 0" if name == "validation" else "")
+            )
+        if share is None or config.split_matrix is None:
+            continue
+        for prefix in config.blend[0]:
+            documents = _check_index(prefix)[1]
+            if round(share[0] * documents) == round(share[1] * documents):  # as megatron rounds
+                raise MkdDataError(
+                    f"--split {config.split} leaves none of the {documents} documents of --data-path {prefix} for "
+                    f"{name}: give {name} a larger share or 0, or cut the text into more documents"
+                )
 
 
 def _largest_of_first_tokens(prefix: str, dtype: np.dtype) -> int:
@@ -96,8 +129,6 @@ def build_datasets(config: GPTDatasetConfig, sizes: tuple[int | None, int | None
         config: as Megatron's; `mock` gives generated tokens.
         sizes: samples needed of each; None takes one epoch.
 
-    Raises:
-        MkdDataError: a split that is asked for has no documents.
     """
     kind = MockGPTDataset if config.mock else GPTDataset
     return BlendedMegatronDatasetBuilder(kind, list(sizes), lambda: True, config).build()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -93,7 +94,7 @@ def write_data(prefix: Path, documents: list[list[int]]) -> Path:
 
     builder = IndexedDatasetBuilder(f"{prefix}.bin")
     for tokens in documents:
-        builder.add_document(torch.tensor(tokens), [len(tokens)])
+        builder.add_document(np.array(tokens), [len(tokens)])
     builder.finalize(f"{prefix}.idx")
     return prefix
 
