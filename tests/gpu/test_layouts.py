@@ -24,22 +24,19 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 STEPS = 20
 VOCAB = 32000
+MBS2 = ["--micro-batch-size", "2"]
+PP2 = [*MBS2, "--pipeline-model-parallel-size", "2"]
 OVERLAP = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
-PIPELINE = ["--pipeline-model-parallel-size", "2"]
 LAYOUTS = {
-    "one GPU": (1, ["--micro-batch-size", "2"]),
-    "one GPU, micro-batch 4": (1, ["--micro-batch-size", "4"]),
-    "one GPU, teacher offloaded": (1, ["--micro-batch-size", "2", "--kd-teacher-offload"]),
-    "one GPU, fp32": (1, ["--micro-batch-size", "2"]),
-    "TP2+SP": (2, ["--micro-batch-size", "2", "--tensor-model-parallel-size", "2", "--sequence-parallel"]),
-    "PP2": (2, ["--micro-batch-size", "2", *PIPELINE]),
-    "PP2, two virtual stages": (
-        2,
-        ["--micro-batch-size", "2", *PIPELINE, "--num-virtual-stages-per-pipeline-rank", "2"],
-    ),
-    "DP2": (2, ["--micro-batch-size", "2"]),
-    "DP2, distributed optimizer, overlap": (2, ["--micro-batch-size", "2", *OVERLAP]),
+    "mbs4": (1, ["--micro-batch-size", "4"]),
+    "teacher-offload": (1, [*MBS2, "--kd-teacher-offload"]),
+    "tp2-sp": (2, [*MBS2, "--tensor-model-parallel-size", "2", "--sequence-parallel"]),
+    "pp2": (2, PP2),
+    "pp2-vp2": (2, [*PP2, "--num-virtual-stages-per-pipeline-rank", "2"]),
+    "dp2": (2, MBS2),
+    "dp2-overlap": (2, [*MBS2, *OVERLAP]),
 }
+KEYS = ("loss", "ce", "kd", "grad_norm")
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +82,6 @@ def train(models: Path, name: str, ranks: int, flags: list[str]) -> list[dict]:
         *("--tokenizer-type", "NullTokenizer", "--split", "90,10,0", "--seq-length", "1024"),
         *("--global-batch-size", "16", "--train-iters", str(STEPS), "--lr", "3e-4", "--lr-warmup-iters", "2"),
         *("--eval-interval", "1000", "--eval-iters", "1", "--seed", "7"),
-        *(() if name.endswith("fp32") else ("--bf16",)),
         *flags,
     ]
     environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "4"}
@@ -101,26 +97,34 @@ def difference(a: list[dict], b: list[dict], key: str) -> float:
     return max(abs(x[key] - y[key]) / abs(y[key]) for x, y in zip(a, b, strict=True))
 
 
-def test_every_layout_trains_like_one_gpu(models: Path) -> None:
-    runs = {name: train(models, name, ranks, flags) for name, (ranks, flags) in LAYOUTS.items()}
-    one = runs["one GPU"]
-    keys = ("loss", "ce", "kd", "grad_norm")
-    rows = {
-        name: {
-            **{key: difference(run, one, key) for key in keys},
-            "final_loss": run[-1]["loss"],
-            "tokens_per_s": float(np.median([line["tokens_per_s"] for line in run[5:]])),
-            "peak_memory_gib": run[-1]["peak_memory_gib"],
-        }
-        for name, run in runs.items()
+def row(name: str, run: list[dict], one: list[dict]) -> dict[str, float]:
+    """A line of the table, printed and written down."""
+    values = {
+        **{key: difference(run, one, key) for key in KEYS},
+        "final_loss": run[-1]["loss"],
+        "tokens_per_s": float(np.median([line["tokens_per_s"] for line in run[5:]])),
+        "peak_memory_gib": run[-1]["peak_memory_gib"],
     }
-    print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    for name, row in rows.items():
-        print(f"{name:38s}", *(f"{key} {value:.3g}" for key, value in row.items()), sep=" | ")
+    print(f"\n{name:16s}", *(f"{key} {value:.3g}" for key, value in values.items()), sep=" | ", flush=True)
     if out := os.environ.get("MKD_BENCH_OUT"):
-        Path(out, "layouts.json").write_text(json.dumps({"card": torch.cuda.get_device_name(), "rows": rows}, indent=1))
-    noise = rows.pop("one GPU, fp32")
-    for name, row in rows.items():
-        for key in keys:
-            assert row[key] <= noise[key], f"{name}: {key} differs by {row[key]}, bf16 from fp32 by {noise[key]}"
+        with Path(out, "layouts.jsonl").open("a") as file:
+            file.write(json.dumps({"card": torch.cuda.get_device_name(), "layout": name, **values}) + "\n")
+    return values
+
+
+@pytest.fixture(scope="module")
+def one_gpu(models: Path) -> tuple[list[dict], dict[str, float]]:
+    """The run that the others are compared with, and how far fp32 is from it."""
+    one = train(models, "one GPU", 1, [*MBS2, "--bf16"])
     assert one[-1]["ce"] < one[0]["ce"]
+    row("one GPU", one, one)
+    return one, row("one GPU, fp32", train(models, "fp32", 1, MBS2), one)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_trains_like_one_gpu(models: Path, one_gpu: tuple[list[dict], dict[str, float]], name: str) -> None:
+    one, noise = one_gpu
+    ranks, flags = LAYOUTS[name]
+    values = row(name, train(models, name, ranks, [*flags, "--bf16"]), one)
+    for key in KEYS:
+        assert values[key] <= noise[key], f"{key} differs by {values[key]}, bf16 from fp32 by {noise[key]}"
