@@ -31,6 +31,8 @@ class CudaOnCpu(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _MOVES:
             return args[0]
+        if func is torch.device:
+            return _to_cpu(func(*args, **kwargs))
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             # The optimizer and clip_grads look for CUDA tensors by the name of their type.
             return func(*args).replace("torch.", "torch.cuda.")
