@@ -43,19 +43,8 @@ def test_flags_given_reads_the_command_line(monkeypatch):
 
 
 def test_parse_command_line(monkeypatch):
-    argv = [
-        "x",
-        "--kd-teacher-hf",
-        "T",
-        "--kd-ratio",
-        "0.25",
-        "--kd-temperature",
-        "2",
-        "--kd-no-temperature-squared",
-        "--hidden-size",
-        "8",
-    ]
-    monkeypatch.setattr(sys, "argv", argv)
+    words = "--kd-teacher-hf T --kd-ratio 0.25 --kd-temperature 2 --kd-no-temperature-squared --hidden-size 8"
+    monkeypatch.setattr(sys, "argv", ["pretrain_kd.py", *words.split()])
     args, kd = parse_command_line()
     assert (kd.teacher_hf, kd.ratio, kd.temperature, kd.temperature_squared) == ("T", 0.25, 2.0, False)
     assert (kd.student_hf, kd.loss, kd.teacher_offload, kd.dry_run) == (None, "forward_kl", False, False)
@@ -207,7 +196,7 @@ def test_data_prefixes(tmp_path):
     ]
     for changes, expected in cases:
         assert data_prefixes(layout(**changes)) == expected
-    for changes in ({}, {"data_path": ["1", "a", "b", "c"]}, {"data_args_path": "nowhere"}):
+    for changes in ({}, {"data_args_path": "nowhere"}):
         with pytest.raises(MkdDataError):
             data_prefixes(layout(**changes))
 
