@@ -12,8 +12,8 @@ import torch
 
 
 def perplexity(cross_entropy: float) -> float:
-    """exp of a mean cross-entropy in nats; infinity where that overflows."""
-    return math.exp(cross_entropy) if cross_entropy < 700.0 else math.inf
+    """exp of a mean cross-entropy in nats; infinity where that overflows, NaN of NaN."""
+    return math.inf if cross_entropy >= 700.0 else math.exp(cross_entropy)
 
 
 def clock(seconds: float) -> str:
