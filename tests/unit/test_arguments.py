@@ -201,7 +201,8 @@ def test_data_prefixes(tmp_path):
             data_prefixes(layout(**changes))
 
 
-TEACHER = {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True, "rms_norm_eps": 3e-4, "num_hidden_layers": 3}
+ROPE = {**LLAMA3_ROPE, "rope_theta": 5000.0}
+TEACHER = {"rope_parameters": ROPE, "tie_word_embeddings": True, "rms_norm_eps": 3e-4, "num_hidden_layers": 3}
 
 
 @pytest.fixture(scope="module")
@@ -227,6 +228,7 @@ def student(odd: bool) -> Namespace:
 
 
 def test_nothing_of_the_student_leaks_into_the_teacher(architecture):
+    assert not set(architecture) & set(arguments._SHARED_WITH_TEACHER)
     plain = teacher_arguments(architecture, student(odd=False), None)
     odd = teacher_arguments(architecture, student(odd=True), None)
     assert vars(odd) == vars(plain)
@@ -252,7 +254,7 @@ def test_the_teacher_is_what_its_config_json_says(architecture):
         False,
         True,
     )
-    assert (config.rotary_base, config.rope_scaling, config.rope_scaling_factor) == (10000, True, 32.0)
+    assert (config.rotary_base, config.rope_scaling, config.rope_scaling_factor) == (5000, True, 32.0)
     assert config.share_embeddings_and_output_weights
     assert config.position_embedding_type == "rope"
     assert (t.hidden_dropout, t.attention_dropout, t.bf16, t.params_dtype) == (0.0, 0.0, True, torch.bfloat16)
