@@ -376,3 +376,7 @@ def test_dry_run_prints_the_plan_and_writes_nothing(job):
     assert plan["vocabulary"] == f"{VOCAB} tokens, padded to 384"
     assert sorted(path for path in job.root.rglob("*")) == before
     assert END not in result.output
+
+
+def test_data_without_a_tokenizer_is_accepted(attempt):
+    assert attempt({"--tokenizer-type": "NullTokenizer"}).true_vocab == VOCAB
