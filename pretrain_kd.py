@@ -25,12 +25,10 @@ def main() -> None:
     # Megatron is imported only now: the CPU backend must be in place first.
     from megatron.core.enums import ModelType
     from megatron.core.rerun_state_machine import destroy_rerun_state_machine
-    from megatron.training import get_tokenizer, initialize_megatron, pretrain
+    from megatron.training import initialize_megatron, pretrain
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
-    from megatron.training.training import get_train_valid_test_num_samples, update_train_iters
 
-    from mkd import arguments
-    from mkd.data.datasets import build_datasets, provider_of
+    from mkd.data.datasets import provider_of
     from mkd.groups import Groups
     from mkd.job import Hooks, Job, introduce_teacher, record
     from mkd.schedule import TeacherThenStudent
@@ -46,8 +44,7 @@ def main() -> None:
 
     initialize_megatron()
     groups = Groups.from_megatron()
-    update_train_iters(args)
-    datasets = build_datasets(arguments.dataset_config(args, get_tokenizer()), get_train_valid_test_num_samples())
+    datasets = job.datasets()
     teacher = job.build_teacher(groups)
     if teacher is not None:
         introduce_teacher(teacher, datasets[1] or datasets[0], groups, job)

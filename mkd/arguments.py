@@ -40,6 +40,14 @@ CONTRADICTIONS: dict[str, str] = {
     "--mtp-num-layers": "--num-layers or --kd-student-hf (mkd has no loss for multi-token prediction)",
 }
 
+# Megatron flags that mkd does not honour yet, and what to do without them.
+UNSUPPORTED: dict[str, str] = {
+    "--full-validation": "give --eval-iters (megatron-core 0.19 itself fails with it)",
+    "--multiple-validation-sets": "give one set",
+    "--use-mup": "leave it out (mkd's loss does not scale logits)",
+    "--defer-embedding-wgrad-compute": "leave it out (mkd computes the LM head's gradient together with the loss)",
+}
+
 # Architecture values that are choices of the training run rather than facts of the weights.
 _RUN_CHOICES = {"attention_dropout", "hidden_dropout"}
 
@@ -98,11 +106,14 @@ def parse_command_line() -> tuple[Namespace, KDConfig]:
 
 
 def refuse_contradictions(argv: list[str]) -> None:
-    """Raise MkdConfigError for a Megatron flag that contradicts distillation, naming what to use instead."""
+    """Raise MkdConfigError for a Megatron flag that contradicts distillation or is not supported, saying what to do."""
     for word in argv:
         for beginning, instead in CONTRADICTIONS.items():
             if word.startswith(beginning):
                 raise MkdConfigError(f"{word.split('=')[0]} contradicts distillation: use {instead} instead")
+        flag = word.split("=")[0]
+        if flag in UNSUPPORTED:
+            raise MkdConfigError(f"{flag} is not supported: {UNSUPPORTED[flag]}")
 
 
 def adopt_architecture(args: Namespace, architecture: dict[str, Any], origin: str) -> None:

@@ -68,7 +68,7 @@ def install_training_hooks(hooks: TrainingHooks) -> None:
     get_schedule = training.get_forward_backward_func
     train, evaluate, log = training.train, training.evaluate, training.training_log
     evaluate_and_print = training.evaluate_and_print_results
-    evaluated: tuple[str, int] = ("valid", 0)
+    evaluated: tuple[str, int] | None = None
 
     def get_wrapped_schedule(*args: Any, **kwargs: Any) -> Callable:
         return hooks.around(get_schedule(*args, **kwargs))
@@ -98,7 +98,10 @@ def install_training_hooks(hooks: TrainingHooks) -> None:
         prefix: str, step: Any, iterator: Any, model: Any, iteration: int, *rest: Any, **options: Any
     ) -> Any:
         nonlocal evaluated
-        evaluated = ("test" if prefix.endswith("test set") else "valid", iteration)
+        wanted = ("test" if prefix.endswith("test set") else "valid", iteration)
+        if wanted == evaluated:
+            return None  # pretrain evaluates once more at the end what the last iteration has just evaluated
+        evaluated = wanted
         return _quietly(training, evaluate_and_print, prefix, step, iterator, model, iteration, *rest, **options)
 
     def evaluate_and_tell(*args: Any, **kwargs: Any) -> Any:

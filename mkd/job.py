@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.training.global_vars import get_tokenizer
 from megatron.training.models import GPTModelConfig
+from megatron.training.training import get_train_valid_test_num_samples, update_train_iters
 from torch.utils.data import default_collate
 
 from mkd import arguments
@@ -22,7 +23,7 @@ from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.checkpoint.source import ModelSource, check_same_vocabulary
 from mkd.config import KDConfig, LossSpec
 from mkd.data.batch import KDBatch
-from mkd.data.datasets import check_data, check_splits
+from mkd.data.datasets import build_datasets, check_data, check_splits
 from mkd.errors import MkdConfigError
 from mkd.groups import Groups
 from mkd.losses import fused_linear_loss
@@ -96,6 +97,15 @@ class Job:
             load_weights=lambda chunks: self.teacher_source.load(chunks, groups.tp),
             fingerprint=fingerprint,
             offload=self.kd.teacher_offload,
+        )
+
+    def datasets(self) -> list[Any]:
+        """Train, validation and test set. Collective over all ranks."""
+        update_train_iters(self.args)
+        return build_datasets(
+            arguments.dataset_config(self.args, get_tokenizer()),
+            get_train_valid_test_num_samples(),
+            evaluated=self.args.eval_iters * self.args.eval_global_batch_size,
         )
 
     def metrics(self) -> MetricsLog:

@@ -54,8 +54,8 @@ class TeacherThenStudent:
         seen = batches[0].tokens.shape[0]
         if seen != micro_batch_size:
             raise MkdDataError(
-                f"the data loader gives {seen} samples at a time, the schedule expects {micro_batch_size}: with "
-                "--full-validation give --eval-micro-batch-size 1"
+                f"the data loader gives {seen} samples at a time, the schedule expects {micro_batch_size}: correct "
+                "--micro-batch-size or --eval-micro-batch-size"
             )
         check_same_batch(batches[0], self.groups.mp)
         self._checked.add(evaluating)

@@ -1,7 +1,7 @@
 """Training, validation and test sets from Megatron's `.bin/.idx` files."""
 
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +9,14 @@ import numpy as np
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.indexed_dataset import DType
+from megatron.core.datasets.utils import Split
+from torch.utils.data import Dataset
 
 from mkd.data.indexed_text import IndexedText
 from mkd.errors import MkdDataError
 
+# More than any run evaluates.
+_EVALUATIONS = 1_000_000
 # Tokens looked at when nothing beside the data says how large its ids are.
 _PROBE_TOKENS = 1 << 22
 
@@ -119,7 +123,27 @@ def _largest_of_first_tokens(prefix: str, dtype: np.dtype) -> int:
     return int(np.memmap(f"{prefix}.bin", dtype, "r")[:_PROBE_TOKENS].max())
 
 
-def build_datasets(config: GPTDatasetConfig, sizes: tuple[int | None, int | None, int | None]) -> list[Any]:
+class SameSamples(Dataset):
+    """The first `period` samples of a set over and over, so that every evaluation reads the same text.
+
+    Megatron's evaluations go on where the last one stopped, so their values differ by what they read, and one more than
+    the set was sized for runs out of samples.
+    """
+
+    def __init__(self, samples: Any, period: int) -> None:
+        """Take a set with at least `period` samples; `split` of it tells megatron which batch size to use."""
+        assert len(samples) >= period, f"{len(samples)} samples, {period} wanted"
+        self._samples, self._period = samples, period
+        self.split = getattr(samples, "split", Split.valid)
+
+    def __len__(self) -> int:
+        return self._period * _EVALUATIONS
+
+    def __getitem__(self, index: int) -> Any:
+        return self._samples[index % self._period]
+
+
+def build_datasets(config: GPTDatasetConfig, sizes: Sequence[int | None], evaluated: int) -> list[Any]:
     """Train, validation and test set, the same on every rank.
 
     Every rank opens the files itself (memory-mapped), so no batch is ever broadcast; rank 0 builds the index cache
@@ -127,11 +151,14 @@ def build_datasets(config: GPTDatasetConfig, sizes: tuple[int | None, int | None
 
     Args:
         config: as Megatron's; `mock` gives generated tokens.
-        sizes: samples needed of each; None takes one epoch.
-
+        sizes: samples needed of each in the whole run.
+        evaluated: samples that one evaluation reads. Every evaluation on the validation set reads the same ones.
     """
     kind = MockGPTDataset if config.mock else GPTDataset
-    return BlendedMegatronDatasetBuilder(kind, list(sizes), lambda: True, config).build()
+    train, valid, test = BlendedMegatronDatasetBuilder(
+        kind, [sizes[0], evaluated, sizes[2]], lambda: True, config
+    ).build()
+    return [train, SameSamples(valid, evaluated) if valid is not None and evaluated > 0 else None, test]
 
 
 def provider_of(datasets: list[Any]) -> Callable:

@@ -13,6 +13,7 @@ import pytest
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 from megatron.training.global_vars import destroy_global_vars
 
+from mkd import arguments
 from mkd.errors import MkdCheckpointError, MkdConfigError, MkdDataError, MkdError
 from mkd.job import Job
 from tests.e2e import small_job
@@ -196,6 +197,11 @@ SETTINGS = [
 )
 def test_wrong_setting(attempt, changes, words):
     refused(attempt, MkdConfigError, changes, words)
+
+
+@pytest.mark.parametrize("flag", arguments.UNSUPPORTED)
+def test_flag_that_is_not_supported(attempt, flag):
+    refused(attempt, MkdConfigError, {flag: True}, [f"{flag} is not supported", arguments.UNSUPPORTED[flag]])
 
 
 @pytest.mark.parametrize(

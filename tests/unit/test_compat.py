@@ -231,6 +231,13 @@ def test_evaluations_are_told_with_their_split_and_printed_by_mkd_alone(hooked, 
     assert calls[-1] == ("printed", "something else")
 
 
+def test_the_same_weights_are_not_evaluated_twice(hooked):
+    calls, _ = hooked
+    for prefix in ("iteration 5", "iteration 5 on validation set", "iteration 5 on test set"):
+        training.evaluate_and_print_results(prefix, "step", "data", ["model"], 5, None, "config")
+    assert calls == [("evaluation", "valid", 5, {"ce": 2.0}), ("evaluation", "test", 5, {"ce": 2.0})]
+
+
 def test_upstream_names_the_test_split_in_its_prefix():
     assert "on test set" in source_of("pretrain")
 
