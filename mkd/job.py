@@ -27,6 +27,7 @@ from mkd.data.datasets import build_datasets, check_data, check_splits
 from mkd.errors import MkdConfigError
 from mkd.groups import Groups
 from mkd.losses import fused_linear_loss
+from mkd.memory import estimate_memory
 from mkd.metrics import MetricsLog, perplexity
 from mkd.models.gpt import gpt_config
 from mkd.schedule import TeacherThenStudent
@@ -39,6 +40,8 @@ class Job:
 
     args: Namespace
     """Megatron's arguments, also global by now."""
+    teacher_args: Namespace
+    """Those that describe the teacher."""
     kd: KDConfig
     teacher_source: ModelSource
     student_source: ModelSource | None
@@ -75,8 +78,8 @@ class Job:
         _check_writable("--save", args.save)
         if kd.metrics_file is not None:
             _check_writable("--kd-metrics-file", str(Path(kd.metrics_file).parent))
-        teacher_config = gpt_config(arguments.teacher_arguments(teacher.architecture, args, kd.teacher_dtype))
-        job = cls(args, kd, teacher, student, teacher_config, gpt_config(args), true_vocab)
+        teacher_args = arguments.teacher_arguments(teacher.architecture, args, kd.teacher_dtype)
+        job = cls(args, teacher_args, kd, teacher, student, gpt_config(teacher_args), gpt_config(args), true_vocab)
         if student is not None and not arguments.resumes(args):
             job.student_config.pre_wrap_hooks.append(job._load_student)
         return job
@@ -150,7 +153,18 @@ class Job:
             f"micro-batch {args.micro_batch_size}",
             "steps": f"{args.train_iters} iterations",
             "vocabulary": f"{self.true_vocab} tokens, padded to {args.padded_vocab_size}",
+            "memory": self._memory(),
         }
+
+    def _memory(self) -> str:
+        parts = estimate_memory(
+            self.args,
+            None if self.kd.is_plain_pretraining else self.teacher_args,
+            self.kd.loss_chunk_rows,
+            all_at_once=self.args.pipeline_model_parallel_size > 1 or self.kd.teacher_offload,
+        )
+        listed = ", ".join(f"{name} {gib:.2f}" for name, gib in parts.items())
+        return f"about {sum(parts.values()):.2f} GiB on the fullest rank besides activations: {listed}"
 
 
 def _teacher_source(kd: KDConfig) -> ModelSource:
