@@ -127,9 +127,11 @@ class _HeadLoss:
 
     def _weights(self) -> tuple[Tensor | None, Tensor | None]:
         """CE and KD weights of every token, in the order of the hidden states' rows (sequence first)."""
-        batch, ratio = self._step.batch, self._step.objective.ratio
-        ce = (1.0 - ratio) * _rows(batch.ce_mask) if self._with_ce else None
-        kd = ratio * _rows(batch.kd_mask) if self._with_kd else None
+        batch, objective = self._step.batch, self._step.objective
+        # A weight of 0 takes a token out of its term, so an evaluation at R = 0 or 1 must not weigh with R.
+        ce_scale, kd_scale = (1.0, 1.0) if objective.evaluating else (1.0 - objective.ratio, objective.ratio)
+        ce = ce_scale * _rows(batch.ce_mask) if self._with_ce else None
+        kd = kd_scale * _rows(batch.kd_mask) if self._with_kd else None
         return ce, kd
 
     def _loss(

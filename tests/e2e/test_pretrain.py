@@ -119,12 +119,29 @@ def test_teacher_from_a_megatron_checkpoint(job: SmallJob, tmp_path: Path) -> No
     assert steps(trained(job, other)) == steps(from_hf)
 
 
-def test_distillation_only_and_schedules(job: SmallJob, tmp_path: Path) -> None:
-    changes = {"--kd-ratio": 1.0, "--kd-temperature-schedule": "linear:2:1:2", "--kd-metrics-file": tmp_path / "m"}
+def test_schedules_of_ratio_and_temperature(job: SmallJob, tmp_path: Path) -> None:
+    """R goes from 0 to 1: each term is computed only where it counts, and evaluations see both all along."""
+    changes = {
+        "--kd-ratio": None,
+        "--kd-ratio-schedule": "linear:0:1:2",
+        "--kd-temperature-schedule": "linear:1:2:2",
+        "--kd-metrics-file": tmp_path / "m",
+        "--eval-interval": 1,
+        "--lr": 0.0,
+        "--min-lr": 0.0,
+    }
     result = trained(job, changes)
-    assert all("ce" not in line for line in steps(result))
-    assert [line["temperature"] for line in result.metrics if "grad_norm" in line] == [2.0, 1.5, 1.0]
-    assert all("valid_ce" in line for line in result.metrics if "grad_norm" not in line)
+    trained_lines = [line for line in result.metrics if "grad_norm" in line]
+    evaluations = [line for line in result.metrics if "grad_norm" not in line]
+    assert [(line["ratio"], line["temperature"]) for line in trained_lines] == [(0.0, 1.0), (0.5, 1.5), (1.0, 2.0)]
+    assert [("ce" in line, "kd" in line) for line in trained_lines] == [(True, False), (True, True), (False, True)]
+    # The weights do not move, so CE must not either, whatever R is; the divergence changes with T alone.
+    for line in evaluations:
+        assert line["valid_ce"] == pytest.approx(evaluations[0]["valid_ce"], rel=1e-6)
+        assert line["valid_ce"] > 1.0
+        assert line["valid_kd"] > 0.0
+    assert evaluations[0]["valid_loss"] == pytest.approx(evaluations[0]["valid_ce"], rel=1e-6)
+    assert evaluations[-1]["valid_loss"] == pytest.approx(evaluations[-1]["valid_kd"], rel=1e-6)
 
 
 def test_bf16_stays_near_fp32(job: SmallJob, tmp_path: Path) -> None:
