@@ -21,16 +21,16 @@ from mkd.checkpoint.assets import store_assets
 from mkd.checkpoint.hf_folder import HFFolder, tokenizer_hash
 from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.checkpoint.source import ModelSource, check_same_vocabulary
-from mkd.config import KDConfig, LossSpec
+from mkd.config import KDConfig
 from mkd.data.batch import KDBatch
 from mkd.data.datasets import build_datasets, check_data, check_splits
 from mkd.errors import MkdConfigError
 from mkd.groups import Groups
-from mkd.losses import fused_linear_loss
 from mkd.memory import estimate_memory
 from mkd.metrics import MetricsLog, perplexity
 from mkd.models.gpt import gpt_config
 from mkd.schedule import TeacherThenStudent
+from mkd.step import teacher_cross_entropy
 from mkd.teacher.online import OnlineTeacher
 
 
@@ -269,21 +269,15 @@ def introduce_teacher(teacher: OnlineTeacher, samples: Any, groups: Groups, job:
     batch = KDBatch.from_sample(default_collate([samples[i] for i in range(size)]), job.true_vocab)
     total = torch.zeros(2, dtype=torch.float64, device="cuda")
     for signal in teacher.signals([batch]):
-        output = fused_linear_loss(
-            signal.hidden.flatten(0, 1),
-            signal.head,
-            None,
-            None,
-            batch.labels.t().reshape(-1),
-            batch.ce_mask.t().reshape(-1),
-            None,
-            spec=LossSpec(),
+        ce = teacher_cross_entropy(
+            signal,
+            batch,
             true_vocab=job.true_vocab,
             tp_group=groups.tp,
             sequence_parallel=job.teacher_config.sequence_parallel,
             chunk_rows=job.kd.loss_chunk_rows,
         )
-        total += torch.stack([output.loss.detach(), batch.ce_mask.sum()])
+        total += torch.stack([(ce * batch.ce_mask).sum(), batch.ce_mask.sum()])
     dist.all_reduce(total)
     if dist.get_rank() == 0:
         ce = (total[0] / total[1]).item()

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from mkd.config import LossSpec
 from mkd.data.batch import KDBatch
@@ -122,7 +123,14 @@ class _HeadLoss:
             if values is not None
         }
         if objective.evaluating:
-            self._terms["teacher_ce"] = self._teacher_cross_entropy(config.sequence_parallel)
+            self._terms["teacher_ce"] = teacher_cross_entropy(
+                self._signal,
+                batch,
+                true_vocab=self._owner.true_vocab,
+                tp_group=self._owner.groups.tp,
+                sequence_parallel=config.sequence_parallel,
+                chunk_rows=self._owner.chunk_rows,
+            )
         return output.loss
 
     def _weights(self) -> tuple[Tensor | None, Tensor | None]:
@@ -158,28 +166,39 @@ class _HeadLoss:
             chunk_rows=self._owner.chunk_rows,
         )
 
-    def _teacher_cross_entropy(self, sequence_parallel: bool) -> Tensor:
-        """[b, s] the teacher's own CE: what the student's perplexity is to be read against."""
-        batch, signal = self._step.batch, self._signal
-        output = fused_linear_loss(
-            signal.hidden.flatten(0, 1),
-            signal.head,
-            None,
-            None,
-            _rows(batch.labels),
-            _rows(batch.ce_mask),
-            None,
-            spec=self._step.objective.spec,
-            true_vocab=self._owner.true_vocab,
-            tp_group=self._owner.groups.tp,
-            sequence_parallel=sequence_parallel,
-            chunk_rows=self._owner.chunk_rows,
-        )
-        return output.ce.view(batch.tokens.shape[::-1]).t()
-
     def report(self, loss: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """What the schedule asks for after the last stage's forward pass."""
         return self._owner._report(self._step.batch, self._terms, loss, self._step.objective)
+
+
+def teacher_cross_entropy(
+    signal: HiddenSignal,
+    batch: KDBatch,
+    *,
+    true_vocab: int,
+    tp_group: ProcessGroup,
+    sequence_parallel: bool,
+    chunk_rows: int | None,
+) -> Tensor:
+    """[b, s] the teacher's own CE on the supervised tokens: what the student's perplexity is to be read against.
+
+    The arguments after the batch are those of `fused_linear_loss`.
+    """
+    output = fused_linear_loss(
+        signal.hidden.flatten(0, 1),
+        signal.head,
+        None,
+        None,
+        _rows(batch.labels),
+        _rows(batch.ce_mask),
+        None,
+        spec=LossSpec(),
+        true_vocab=true_vocab,
+        tp_group=tp_group,
+        sequence_parallel=sequence_parallel,
+        chunk_rows=chunk_rows,
+    )
+    return output.ce.view(batch.tokens.shape[::-1]).t()
 
 
 def _rows(tokens: Tensor) -> Tensor:

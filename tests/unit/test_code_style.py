@@ -116,6 +116,11 @@ def test_public_signatures_are_annotated(path):
                 assert missing_annotations(function) == [], f"{function.name} at line {function.lineno}"
 
 
+def test_distributed_tests_are_collected(request):
+    """By default pytest passes over folders named dist without a word."""
+    assert "dist" not in request.config.getini("norecursedirs")
+
+
 @pytest.mark.parametrize("command", [["check"], ["format", "--check"]], ids=" ".join)
 def test_ruff_finds_nothing(command):
     done = subprocess.run([sys.executable, "-m", "ruff", *command, "."], cwd=ROOT, capture_output=True, text=True)
