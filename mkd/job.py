@@ -82,6 +82,7 @@ class Job:
         job = cls(args, teacher_args, kd, teacher, student, gpt_config(teacher_args), gpt_config(args), true_vocab)
         if student is not None and not arguments.resumes(args):
             job.student_config.pre_wrap_hooks.append(job._load_student)
+            job.student_config.perform_initialization = False  # the folder fills every parameter, or is refused
         return job
 
     def _load_student(self, chunks: list[Any]) -> list[Any]:
