@@ -4,6 +4,7 @@ A torchrun a test costs 10 s of imports. Here torch and megatron are imported on
 and each worker is a fork of it; the default group is made once a pool, and each case is a function sent to all ranks.
 """
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -28,6 +29,17 @@ class WorkerError(AssertionError):
     """A case failed in a worker; the message holds the traceback of each rank that reported one."""
 
 
+def _leave_groups() -> None:
+    """Destroy every group but the default one. Each has threads of its own, and a layout makes dozens of groups: left
+    alive they add up over the cases to thousands of threads.
+    """
+    default = torch.distributed.group.WORLD
+    for group in list(torch.distributed.distributed_c10d._world.pg_map):
+        if group is not default:
+            torch.distributed.destroy_process_group(group)
+    gc.collect()
+
+
 def _worker(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     """Join the group, then run what comes down the pipe until it closes."""
     from tests.dist import preload  # noqa: F401  (already imported in the fork server)
@@ -49,6 +61,7 @@ def _worker(rank: int, world_size: int, store: str, pipe: Connection) -> None:
             message = pickle.dumps(reply)
         except BaseException:
             message = pickle.dumps((False, traceback.format_exc()))
+        _leave_groups()
         pipe.send_bytes(message)
 
 
