@@ -6,17 +6,29 @@ checked when the object is made.
 
 import math
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Literal, get_args
 
 from mkd.errors import MkdConfigError
 
-Divergence = Literal["forward_kl"]
+Divergence = Literal["forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl", "tvd"]
 """Divergences between teacher p and student q, both softmax(logits / T)."""
+
+LogitsDtype = Literal["auto", "bf16", "fp32"]
+"""Precision in which logits leave the LM heads' matrix products."""
+
+LossImplementation = Literal["auto", "reference", "eager", "triton"]
+"""Who computes the loss."""
+
+SKEWED = ("skew_forward_kl", "skew_reverse_kl")
+"""The divergences with a `skew`."""
 
 
 def _require_choice(flag: str, value: object, choices: tuple) -> None:
     if value not in choices:
-        raise MkdConfigError(f"{flag} is {value!r}; legal values are {', '.join(map(repr, choices))}")
+        guesses = get_close_matches(str(value), choices, n=1)
+        hint = f" (did you mean {guesses[0]!r}?)" if guesses else ""
+        raise MkdConfigError(f"{flag} is {value!r}; legal values are {', '.join(map(repr, choices))}{hint}")
 
 
 def _require_temperature(flag: str, value: float) -> None:
@@ -33,10 +45,19 @@ def _require_ratio(flag: str, value: float) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class LossSpec:
-    """Which divergence is minimised, and at which temperature."""
+    """Which divergence is minimised, and at which temperature. Formulas: docs/losses.md."""
 
     divergence: Divergence = "forward_kl"
-    """forward_kl is KL(p || q), with p the teacher and q the student."""
+    """With p the teacher and q the student: forward_kl is KL(p || q), reverse_kl KL(q || p), tvd 0.5 sum |p - q|;
+    jsd is beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q; skew_forward_kl is
+    KL(p || skew p + (1 - skew) q), skew_reverse_kl KL(q || (1 - skew) p + skew q)."""
+
+    beta: float = 0.5
+    """Of jsd, 0 < beta < 1: the teacher's share of the mixture. Other divergences do not read it."""
+
+    skew: float = 0.1
+    """Of the skewed KLs, 0 <= skew < 1: the share of the first distribution in the mixture; at 0 they are the KLs.
+    Other divergences do not read it."""
 
     temperature: float = 1.0
     """T > 0: both softmaxes are taken of logits / T."""
@@ -45,9 +66,26 @@ class LossSpec:
     """Multiply the divergence by T^2, in value and gradient, so that its gradient keeps its size as T grows
     (Hinton et al. 2015, section 2)."""
 
+    z_loss: float = 0.0
+    """Coefficient >= 0: CE becomes CE + z_loss * (ln sum_j exp z_j)^2, at T = 1 and with CE's weight. The reported
+    CE is without it."""
+
     def __post_init__(self) -> None:
         _require_choice("--kd-loss", self.divergence, get_args(Divergence))
         _require_temperature("--kd-temperature", self.temperature)
+        if self.divergence == "jsd" and not 0.0 < self.beta < 1.0:
+            raise MkdConfigError(
+                f"--kd-beta is {self.beta}; jsd needs 0 < beta < 1. Its end points are not the KL divergences (there "
+                "it is 0 whatever the student does): for KL(teacher || student) give --kd-loss forward_kl, for "
+                "KL(student || teacher) --kd-loss reverse_kl"
+            )
+        if self.divergence in SKEWED and not 0.0 <= self.skew < 1.0:
+            raise MkdConfigError(
+                f"--kd-skew is {self.skew}; {self.divergence} needs 0 <= skew < 1 (at 0 it is the KL without skew, at "
+                "1 it is 0 whatever the student does)"
+            )
+        if not (math.isfinite(self.z_loss) and self.z_loss >= 0.0):
+            raise MkdConfigError(f"--kd-z-loss is {self.z_loss}; a coefficient must be a finite number >= 0")
 
     @property
     def scale(self) -> float:
@@ -120,7 +158,19 @@ class KDConfig:
     """R over iterations: constant, linear:START:END:STEPS or cosine:START:END:STEPS."""
 
     loss: Divergence = "forward_kl"
-    """Divergence between teacher p and student q. forward_kl: KL(p || q)."""
+    """Divergence between teacher p and student q. forward_kl: KL(p || q). reverse_kl: KL(q || p). jsd: beta KL(p || m)
+    + (1 - beta) KL(q || m), m = beta p + (1 - beta) q. skew_forward_kl: KL(p || skew p + (1 - skew) q).
+    skew_reverse_kl: KL(q || (1 - skew) p + skew q). tvd: half of sum |p - q|."""
+
+    beta: float = LossSpec.beta
+    """Teacher's share of the mixture in jsd, 0 < beta < 1. The end points are not the KLs and are refused."""
+
+    skew: float = LossSpec.skew
+    """Skew of skew_forward_kl and skew_reverse_kl, 0 <= skew < 1; 0 is the plain KL."""
+
+    z_loss: float = LossSpec.z_loss
+    """Coefficient >= 0 of (ln sum exp z)^2, which is added to CE and has CE's weight 1 - R. The reported ce is without
+    it."""
 
     temperature: float = 1.0
     """T > 0: teacher and student logits are divided by T in the divergence (never in CE)."""
@@ -130,6 +180,15 @@ class KDConfig:
 
     temperature_squared: bool = True
     """Do not multiply the divergence by T^2."""
+
+    logits_dtype: LogitsDtype = "auto"
+    """Precision in which logits leave the LM heads' matrix products. auto: bf16 for bf16 models on GPU, else fp32. bf16
+    is faster and puts a floor under the gradient of KD: once the student is close to the teacher, it is mostly rounding
+    error."""
+
+    loss_impl: LossImplementation = "auto"
+    """Who computes the loss. reference: the definition by autograd, one tensor-parallel rank. eager: plain PyTorch.
+    triton: GPU kernels. auto: triton on GPU where it can, else eager; the choice is printed."""
 
     loss_chunk_rows: int | None = None
     """Tokens whose logits exist at one time in the loss. Default: as many as keep one chunk of fp32 logits under 256
@@ -159,7 +218,9 @@ class KDConfig:
             )
         self._check_ratio()
         self._check_temperature()
-        _require_choice("--kd-loss", self.loss, get_args(Divergence))
+        self._check_loss()
+        _require_choice("--kd-logits-dtype", self.logits_dtype, get_args(LogitsDtype))
+        _require_choice("--kd-loss-impl", self.loss_impl, get_args(LossImplementation))
         if self.loss_chunk_rows is not None and self.loss_chunk_rows < 1:
             raise MkdConfigError(f"--kd-loss-chunk-rows is {self.loss_chunk_rows}; it must be at least 1")
 
@@ -190,6 +251,29 @@ class KDConfig:
         _require_temperature("START of --kd-temperature-schedule", schedule.start)
         _require_temperature("END of --kd-temperature-schedule", schedule.end)
 
+    def _check_loss(self) -> None:
+        self.loss_spec(0)
+        for flag, value, default, users in (
+            ("--kd-beta", self.beta, LossSpec.beta, ("jsd",)),
+            ("--kd-skew", self.skew, LossSpec.skew, SKEWED),
+        ):
+            if value != default and self.loss not in users:
+                raise MkdConfigError(
+                    f"{flag} is {value}, which --kd-loss {self.loss} does not use: leave it out, or give --kd-loss "
+                    f"{' or '.join(users)}"
+                )
+        ratio = self.ratio_over_time
+        if self.z_loss > 0.0 and ratio.start == ratio.end == 1.0:
+            raise MkdConfigError(
+                f"--kd-z-loss is {self.z_loss}, but it is a part of CE, and at R = 1 CE is not computed: leave it out, "
+                "or give a --kd-ratio below 1"
+            )
+        if self.z_loss > 0.0 and self.is_plain_pretraining:
+            raise MkdConfigError(
+                f"--kd-z-loss is {self.z_loss}, but at R = 0 the loss is Megatron's own, which has none: leave it out, "
+                "or give a --kd-ratio above 0"
+            )
+
     @property
     def ratio_over_time(self) -> Schedule:
         if self.ratio_schedule == "constant":
@@ -212,6 +296,9 @@ class KDConfig:
         """The loss at an iteration counted from 0."""
         return LossSpec(
             divergence=self.loss,
+            beta=self.beta,
+            skew=self.skew,
             temperature=self.temperature_over_time.value(iteration),
             temperature_squared=self.temperature_squared,
+            z_loss=self.z_loss,
         )

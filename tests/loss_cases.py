@@ -22,6 +22,10 @@ class LossCase:
     vocab: int = 32
     """With padding columns, over all ranks."""
     terms: str = "ce+kd"
+    divergence: str = "forward_kl"
+    beta: float = 0.5
+    skew: float = 0.1
+    z_loss: float = 0.0
     temperature: float = 1.0
     temperature_squared: bool = True
     dtype: torch.dtype = torch.float32
@@ -32,7 +36,14 @@ class LossCase:
 
     @property
     def spec(self) -> LossSpec:
-        return LossSpec(temperature=self.temperature, temperature_squared=self.temperature_squared)
+        return LossSpec(
+            divergence=self.divergence,
+            beta=self.beta,
+            skew=self.skew,
+            temperature=self.temperature,
+            temperature_squared=self.temperature_squared,
+            z_loss=self.z_loss,
+        )
 
 
 class Inputs(NamedTuple):
@@ -126,7 +137,7 @@ def _reference_terms(
     loss, ce, kd = logits.new_zeros(()), None, None
     if x.ce_weight is not None:
         ce = reference.cross_entropy(logits, torch.where(x.ce_weight != 0, x.labels, 0))
-        loss = loss + (x.ce_weight * ce).sum()
+        loss = loss + (x.ce_weight * (ce + case.z_loss * reference.z_loss(logits))).sum()
         ce = torch.where(x.ce_weight != 0, ce, 0).detach()
     if x.kd_weight is not None:
         kd = reference.DIVERGENCES[case.spec.divergence](logits, teacher_logits, case.spec)

@@ -1,9 +1,13 @@
 """Each loss as its definition, on one rank, in whatever float dtype comes in: the truth in all tests.
 
 Rows are tokens. Logits hold the real vocabulary only (no padding columns). Gradients come from autograd.
-p is the teacher and q the student, both softmax(logits / T).
+p is the teacher and q the student, both softmax(logits / T); divergences are in nats.
+
+A logit may be -inf, on either side: that column has probability 0 and 0 ln 0 is 0, in value and gradient. A KL whose
+second distribution is 0 where the first is not is +inf, which only the KLs without skew can be.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -25,9 +29,24 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return -torch.log_softmax(logits, dim=-1).gather(1, labels[:, None]).squeeze(1)
 
 
+def z_loss(logits: Tensor) -> Tensor:
+    """(ln sum_j exp z_j)^2 of each row, at T = 1 and without its coefficient.
+
+    Source: Chowdhery et al. 2022, "PaLM: scaling language modeling with pathways", section 5.
+
+    Args:
+        logits: [N, V], any float dtype.
+
+    Returns:
+        [N] in the dtype of the logits.
+    """
+    return torch.logsumexp(logits, dim=-1).square()
+
+
 def forward_kl(student_logits: Tensor, teacher_logits: Tensor, spec: LossSpec) -> Tensor:
     """KL(p || q) = sum_j p_j (ln p_j - ln q_j) of each row, times T^2 if the spec says so.
 
+    +inf where some q_j = 0 < p_j; the gradient is finite even there.
     Source of T^2: Hinton et al. 2015, "Distilling the knowledge in a neural network", section 2.
 
     Args:
@@ -38,10 +57,92 @@ def forward_kl(student_logits: Tensor, teacher_logits: Tensor, spec: LossSpec) -
     Returns:
         [N] in the dtype of the logits, in nats.
     """
+    log_q, log_p = _log_probabilities(student_logits, teacher_logits, spec)
+    return spec.scale * _kl(log_p, log_q)
+
+
+def reverse_kl(student_logits: Tensor, teacher_logits: Tensor, spec: LossSpec) -> Tensor:
+    """KL(q || p), otherwise as `forward_kl`.
+
+    +inf, and without a finite gradient, where some p_j = 0 < q_j.
+    """
+    log_q, log_p = _log_probabilities(student_logits, teacher_logits, spec)
+    return spec.scale * _kl(log_q, log_p)
+
+
+def jsd(student_logits: Tensor, teacher_logits: Tensor, spec: LossSpec) -> Tensor:
+    """beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q, otherwise as `forward_kl`.
+
+    Always finite. Tends to 0 as beta tends to 0 (as beta KL(p || q)) or to 1 (as (1 - beta) KL(q || p)).
+    Source: Agarwal et al. 2024, "On-policy distillation of language models", section 2.
+    """
+    log_q, log_p = _log_probabilities(student_logits, teacher_logits, spec)
+    log_m = _log_mixture(log_p, log_q, spec.beta)
+    return spec.scale * (spec.beta * _kl(log_p, log_m) + (1.0 - spec.beta) * _kl(log_q, log_m))
+
+
+def skew_forward_kl(student_logits: Tensor, teacher_logits: Tensor, spec: LossSpec) -> Tensor:
+    """KL(p || skew p + (1 - skew) q), otherwise as `forward_kl`.
+
+    At most -ln skew; `forward_kl` at skew 0.
+    Source: Ko et al. 2024, "DistiLLM: towards streamlined distillation for large language models", section 3.
+    """
+    log_q, log_p = _log_probabilities(student_logits, teacher_logits, spec)
+    return spec.scale * _kl(log_p, _log_mixture(log_p, log_q, spec.skew))
+
+
+def skew_reverse_kl(student_logits: Tensor, teacher_logits: Tensor, spec: LossSpec) -> Tensor:
+    """KL(q || (1 - skew) p + skew q), otherwise as `forward_kl`.
+
+    At most -ln skew; `reverse_kl` at skew 0. Source: as `skew_forward_kl`.
+    """
+    log_q, log_p = _log_probabilities(student_logits, teacher_logits, spec)
+    return spec.scale * _kl(log_q, _log_mixture(log_q, log_p, spec.skew))
+
+
+def tvd(student_logits: Tensor, teacher_logits: Tensor, spec: LossSpec) -> Tensor:
+    """Total variation distance 0.5 sum_j |p_j - q_j|, in [0, 1] before T^2, otherwise as `forward_kl`.
+
+    Where p_j = q_j the derivative of |p_j - q_j| counts as 0.
+    """
+    log_q, log_p = _log_probabilities(student_logits, teacher_logits, spec)
+    return spec.scale * 0.5 * (log_p.exp() - log_q.exp()).abs().sum(dim=-1)
+
+
+def _log_probabilities(student_logits: Tensor, teacher_logits: Tensor, spec: LossSpec) -> tuple[Tensor, Tensor]:
+    """(ln q, ln p), each [N, V]."""
     log_q = torch.log_softmax(student_logits / spec.temperature, dim=-1)
     log_p = torch.log_softmax(teacher_logits / spec.temperature, dim=-1)
-    return spec.scale * (log_p.exp() * (log_p - log_q)).sum(dim=-1)
+    return log_q, log_p
 
 
-DIVERGENCES: dict[str, Callable[[Tensor, Tensor, LossSpec], Tensor]] = {"forward_kl": forward_kl}
+def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
+    """[N] sum_j a_j (ln a_j - ln b_j) of log-probabilities [N, V].
+
+    The inputs are cut off where a_j = 0, and not only the product: 0 * inf would be NaN in the gradient.
+    """
+    a = log_a.exp()
+    ratio = torch.where(a > 0, log_a, 0) - torch.where(a > 0, log_b, 0)
+    return (a * ratio).sum(dim=-1)
+
+
+def _log_mixture(log_a: Tensor, log_b: Tensor, share: float) -> Tensor:
+    """ln(share a + (1 - share) b) of log-probabilities [N, V], for 0 <= share < 1.
+
+    Where both are 0 it is -inf, without the NaN that logaddexp has in its gradient there.
+    """
+    dead = (log_a == -torch.inf) & (log_b == -torch.inf)
+    log_share = math.log(share) if share > 0.0 else -math.inf
+    mixed = torch.logaddexp(log_a.masked_fill(dead, 0) + log_share, log_b.masked_fill(dead, 0) + math.log1p(-share))
+    return mixed.masked_fill(dead, -torch.inf)
+
+
+DIVERGENCES: dict[str, Callable[[Tensor, Tensor, LossSpec], Tensor]] = {
+    "forward_kl": forward_kl,
+    "reverse_kl": reverse_kl,
+    "jsd": jsd,
+    "skew_forward_kl": skew_forward_kl,
+    "skew_reverse_kl": skew_reverse_kl,
+    "tvd": tvd,
+}
 """`LossSpec.divergence` -> its definition."""
