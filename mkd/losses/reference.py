@@ -131,9 +131,11 @@ def _log_mixture(log_a: Tensor, log_b: Tensor, share: float) -> Tensor:
 
     Where both are 0 it is -inf, without the NaN that logaddexp has in its gradient there.
     """
+    if share == 0.0:
+        return log_b
     dead = (log_a == -torch.inf) & (log_b == -torch.inf)
-    log_share = math.log(share) if share > 0.0 else -math.inf
-    mixed = torch.logaddexp(log_a.masked_fill(dead, 0) + log_share, log_b.masked_fill(dead, 0) + math.log1p(-share))
+    log_a, log_b = (log_x.masked_fill(dead, 0) for log_x in (log_a, log_b))
+    mixed = torch.logaddexp(log_a + math.log(share), log_b + math.log1p(-share))
     return mixed.masked_fill(dead, -torch.inf)
 
 

@@ -2,10 +2,11 @@
 
 import dataclasses
 import math
+from typing import get_args
 
 import pytest
 
-from mkd.config import KDConfig, LossSpec, Schedule
+from mkd.config import Divergence, KDConfig, LossSpec, Schedule
 from mkd.errors import MkdConfigError
 
 
@@ -32,7 +33,29 @@ def config(**changes: object) -> KDConfig:
         ({"temperature": 2.0, "temperature_schedule": "linear:4:1:10"}, ["--kd-temperature 2.0", "linear:4:1:10"]),
         ({"temperature_schedule": "linear:4:0:10"}, ["END of --kd-temperature-schedule is 0.0"]),
         ({"temperature_schedule": "cosine:0:4:10"}, ["START of --kd-temperature-schedule is 0.0"]),
-        ({"loss": "kl"}, ["--kd-loss is 'kl'", "'forward_kl'"]),
+        ({"loss": "kl"}, ["--kd-loss is 'kl'", *map(repr, get_args(Divergence))]),
+        ({"loss": "forward-kl"}, ["--kd-loss is 'forward-kl'", "did you mean 'forward_kl'?"]),
+        ({"loss": "jsd", "beta": 0.0}, ["--kd-beta is 0.0", "0 < beta < 1", "--kd-loss forward_kl"]),
+        ({"loss": "jsd", "beta": 1.0}, ["--kd-beta is 1.0", "0 < beta < 1", "--kd-loss reverse_kl"]),
+        ({"loss": "jsd", "beta": -0.5}, ["--kd-beta is -0.5"]),
+        ({"loss": "jsd", "beta": 1.5}, ["--kd-beta is 1.5"]),
+        ({"loss": "jsd", "beta": math.nan}, ["--kd-beta is nan"]),
+        ({"loss": "forward_kl", "beta": 0.3}, ["--kd-beta is 0.3", "--kd-loss forward_kl does not", "--kd-loss jsd"]),
+        ({"loss": "jsd", "skew": 0.3}, ["--kd-skew is 0.3", "--kd-loss jsd does not", "skew_forward_kl or skew_rev"]),
+        ({"loss": "tvd", "skew": math.nan}, ["--kd-skew is nan", "--kd-loss tvd does not"]),
+        ({"loss": "skew_forward_kl", "skew": 1.0}, ["--kd-skew is 1.0", "0 <= skew < 1"]),
+        ({"loss": "skew_reverse_kl", "skew": -0.1}, ["--kd-skew is -0.1", "0 <= skew < 1"]),
+        ({"loss": "skew_reverse_kl", "skew": math.nan}, ["--kd-skew is nan"]),
+        ({"loss": "skew_forward_kl", "skew": math.inf}, ["--kd-skew is inf"]),
+        ({"loss": "skew_forward_kl", "beta": 0.3}, ["--kd-beta is 0.3", "--kd-loss skew_forward_kl does not"]),
+        ({"z_loss": -1e-4}, ["--kd-z-loss is -0.0001", ">= 0"]),
+        ({"z_loss": math.inf}, ["--kd-z-loss is inf", "finite"]),
+        ({"z_loss": math.nan}, ["--kd-z-loss is nan", "finite"]),
+        ({"z_loss": 1e-4, "ratio": 1.0}, ["--kd-z-loss is 0.0001", "R = 1", "--kd-ratio"]),
+        ({"z_loss": 1e-4, "ratio": None, "ratio_schedule": "linear:1:1:9"}, ["--kd-z-loss is 0.0001", "R = 1"]),
+        ({"z_loss": 1e-4, "ratio": 0.0}, ["--kd-z-loss is 0.0001", "R = 0", "--kd-ratio"]),
+        ({"logits_dtype": "fp16"}, ["--kd-logits-dtype is 'fp16'", "'auto', 'bf16', 'fp32'"]),
+        ({"loss_impl": "cuda"}, ["--kd-loss-impl is 'cuda'", "'auto', 'reference', 'eager', 'triton'"]),
         ({"loss_chunk_rows": 0}, ["--kd-loss-chunk-rows is 0"]),
     ],
 )
@@ -79,6 +102,26 @@ def test_schedules_reach_the_loss_spec() -> None:
 
 
 @pytest.mark.parametrize(
+    "changes",
+    [
+        {"loss": "jsd", "beta": 0.9},
+        {"loss": "skew_forward_kl", "skew": 0.0},
+        {"loss": "skew_reverse_kl", "skew": 0.99},
+        {"loss": "reverse_kl", "z_loss": 1e-4},
+        {"loss": "tvd", "temperature": 3.0, "temperature_squared": False},
+    ],
+)
+def test_every_field_reaches_the_loss_spec(changes: dict) -> None:
+    spec = config(**changes).loss_spec(5)
+    named = {("divergence" if name == "loss" else name): value for name, value in changes.items()}
+    assert spec == LossSpec(**named)
+
+
+def test_z_loss_where_ce_counts_for_a_time() -> None:
+    assert config(z_loss=1e-4, ratio=None, ratio_schedule="linear:0:1:9").loss_spec(0).z_loss == 1e-4
+
+
+@pytest.mark.parametrize(
     "changes, expected",
     [
         ({"ratio": 0.0}, True),
@@ -98,8 +141,10 @@ def test_loss_spec() -> None:
     for temperature in (0.0, -2.0, math.nan, math.inf):
         with pytest.raises(MkdConfigError, match="--kd-temperature"):
             LossSpec(temperature=temperature)
-    with pytest.raises(MkdConfigError, match="--kd-loss is 'reverse'"):
+    with pytest.raises(MkdConfigError, match=r"--kd-loss is 'reverse'.*did you mean 'reverse_kl'"):
         LossSpec(divergence="reverse")
+    with pytest.raises(MkdConfigError, match="--kd-beta"):
+        LossSpec(divergence="jsd", beta=1.0)
 
 
 def test_frozen() -> None:
