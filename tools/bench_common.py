@@ -1,0 +1,270 @@
+"""What the benchmarks share: rows tried one by one, time on the device, memory, and the table."""
+
+import argparse
+import gc
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, field
+from importlib import metadata
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+import mkd.cpu
+
+GIB = 2**30
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+PACKAGES = ["torch", "triton", "megatron-core", "transformer-engine", "transformers", "liger-kernel", "nvidia-modelopt"]
+REASON_LENGTH = 160
+
+Row = dict[str, Any]
+"""One line of a table. One that could not be measured has `failed`, the reason, and no figures."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a card can do at most, by its vendor's data sheet."""
+
+    bytes_per_s: float
+    flop_per_s: float
+    """Dense bf16 with fp32 accumulation."""
+
+    @classmethod
+    def current(cls) -> "Card | None":
+        """Of this process's device; None if it is not in the list."""
+        name = torch.cuda.get_device_name()
+        known = {"H100": cls(3.35e12, 989e12), "H200": cls(4.8e12, 989e12)}
+        return next((card for key, card in known.items() if key in name), None)
+
+
+@contextmanager
+def tensor_parallel_ranks(seed: int) -> Iterator[dist.ProcessGroup]:
+    """Megatron's groups over all ranks that torchrun has started, all of them tensor parallel; without it, one rank."""
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group("nccl")
+    else:
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    ps.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
+    model_parallel_cuda_manual_seed(seed)
+    try:
+        yield ps.get_tensor_model_parallel_group()
+    finally:
+        ps.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """What other packages print goes to stderr, and of what they log only errors: stdout is for the table."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        logging.disable(before)
+
+
+class Stopwatch:
+    """Moments on the device's clock: CUDA events, or the host's clock where the device is the CPU."""
+
+    def __init__(self) -> None:
+        self._on_gpu = not mkd.cpu.is_active()
+        self._marks: list[tuple[str, Any]] = []
+
+    def mark(self, name: str) -> None:
+        """Remember this moment; on a GPU nothing waits."""
+        moment: Any = time.perf_counter()
+        if self._on_gpu:
+            moment = torch.cuda.Event(enable_timing=True)
+            moment.record()
+        self._marks.append((name, moment))
+
+    def take(self) -> list[tuple[str, float]]:
+        """(name, milliseconds) from each mark to the next one, named after the first of the two. Forgets the marks."""
+        torch.cuda.synchronize()
+        marks, self._marks = self._marks, []
+        return [(name, a.elapsed_time(b) if self._on_gpu else (b - a) * 1e3) for (name, a), (_, b) in pairwise(marks)]
+
+
+def time_calls(run: Callable[[], Any], warmup: int, iterations: int) -> list[float]:
+    """Milliseconds of each of `iterations` calls, back to back, after `warmup` others. Caches are left as they are."""
+    for _ in range(warmup):
+        run()
+    watch = Stopwatch()
+    for _ in range(iterations):
+        watch.mark("call")
+        run()
+        watch.mark("pause")
+    return [ms for name, ms in watch.take() if name == "call"]
+
+
+def peak_bytes(run: Callable[[], Any]) -> int | None:
+    """Most memory allocated at one time during one call, its results included; None on CPU, which keeps no account."""
+    if mkd.cpu.is_active():
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    result = run()
+    torch.cuda.synchronize()
+    del result
+    return torch.cuda.max_memory_allocated()
+
+
+@dataclass
+class Report:
+    """The rows so far: tried one by one, told on stderr as they come, and written to a file after each."""
+
+    head: dict[str, Any]
+    """What is the same for all rows, for the JSON file."""
+    file: Path | None
+    speaks: bool
+    """Whether this rank writes and tells."""
+    total: int
+    rows: list[Row] = field(default_factory=list)
+    _started: float = field(default_factory=time.monotonic)
+
+    def attempt(self, about: Row, work: Callable[[], Row]) -> Row:
+        """Add the row `about` with the figures that `work` returns, or with the reason why it failed."""
+        name = " | ".join(str(value) for value in about.values())
+        self.say(f"row {len(self.rows) + 1} of {self.total}: {name}")
+        try:
+            figures = work()
+        except Exception as error:  # whatever a package of others raises; the other rows go on
+            figures = {"failed": reason_of(error)}
+        # Not in the handler: there the error still holds the tensors of the frames it came through.
+        free_memory()
+        if _on_any_rank("failed" in figures) and "failed" not in figures:
+            figures = {"failed": "on another rank"}
+        row = {**about, **figures}
+        self.rows.append(row)
+        self.say(f"  {row['failed']}" if "failed" in row else f"  {row['ms']:.2f} ms")
+        self.write()
+        return row
+
+    def say(self, text: str) -> None:
+        """A line on stderr with the elapsed time."""
+        if self.speaks:
+            print(f"[{time.monotonic() - self._started:7.1f} s] {text}", file=sys.stderr, flush=True)
+
+    def write(self) -> None:
+        if self.speaks and self.file is not None:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            self.file.write_text(json.dumps({**self.head, "rows": self.rows}, indent=1) + "\n")
+
+
+def reason_of(error: Exception) -> str:
+    """An error in one short line."""
+    text = " ".join(str(error).split())
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return f"package {error.name.split('.')[0]} is missing"
+    return f"{type(error).__name__}: {text}"[:REASON_LENGTH].replace("|", "/")
+
+
+def free_memory() -> None:
+    """Give back what the last row left: compiled code, reference cycles, cached blocks."""
+    torch._dynamo.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def _on_any_rank(flag: bool) -> bool:
+    if dist.get_world_size() == 1:
+        return flag
+    seen = torch.tensor([float(flag)], device="cuda")
+    dist.all_reduce(seen, op=dist.ReduceOp.MAX)
+    return bool(seen.item())
+
+
+def largest_on_any_rank(value: float) -> float:
+    """The largest of all ranks' values. Collective."""
+    if dist.get_world_size() == 1:
+        return value
+    seen = torch.tensor([value], device="cuda", dtype=torch.float64)
+    dist.all_reduce(seen, op=dist.ReduceOp.MAX)
+    return seen.item()
+
+
+def header(tool: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Card, versions, commit and flags of a measurement."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = None
+    return {
+        "tool": tool,
+        "card": torch.cuda.get_device_name(),
+        "ranks": dist.get_world_size(),
+        "commit": args.commit or _commit(),
+        "versions": versions,
+        "cuda": torch.version.cuda,
+        "flags": {name: str(value) for name, value in vars(args).items() if name != "commit"},
+    }
+
+
+def title(head: dict[str, Any], shape: str) -> str:
+    """What a table is to be introduced with."""
+    versions = ", ".join(f"{name} {version}" for name, version in head["versions"].items() if version)
+    return f"{head['ranks']} x {head['card']}, {shape}; commit {head['commit']}, {versions}"
+
+
+def _commit() -> str:
+    """Abbreviated hash of the checkout, with a + if files differ from it; "unknown" outside a checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--exclude=*", "--dirty=+"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def add_common_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags that both benchmarks have."""
+    parser.add_argument("--warmup", type=int, default=5, metavar="N", help="calls before the timed ones (default: 5)")
+    parser.add_argument("--iterations", type=int, default=20, metavar="N", help="timed calls; the median counts")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows here, after each row")
+    parser.add_argument("--commit", metavar="TEXT", help="what was measured, where there is no git checkout to ask")
+    parser.add_argument("--seed", type=int, default=1234)
+
+
+def names(text: str) -> list[str]:
+    """Type of a flag that takes a list with commas."""
+    return [name for name in text.split(",") if name]
+
+
+def markdown(columns: Sequence[tuple[str, Callable[[Row], str]]], rows: Sequence[Row]) -> str:
+    """A table. In a row that failed, what stands after the descriptions is the reason.
+
+    Args:
+        columns: (title, text of a row). A text may raise KeyError where the row has no such figure.
+        rows: the lines.
+    """
+    lines = [[title for title, _ in columns], ["---"] * len(columns)]
+    for row in rows:
+        cells, told = [], "failed" not in row
+        for _, text in columns:
+            try:
+                cells.append(text(row))
+            except KeyError:
+                cells.append("" if told else f"not measured: {row['failed']}")
+                told = True
+        lines.append(cells)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def number(row: Row, key: str, form: str) -> str:
+    """A figure as text; "-" if it is None. Raises KeyError if the row has none."""
+    return "-" if row[key] is None else format(row[key], form)
