@@ -6,7 +6,7 @@ from argparse import Namespace
 import torch
 from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 
-from mkd.losses.vocab_parallel import row_chunks
+from mkd.losses.chunking import row_chunks
 
 _GIB = 2**30
 

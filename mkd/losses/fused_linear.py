@@ -1,5 +1,8 @@
 """The same loss from hidden states: LM heads and loss together, a chunk of rows at a time, logits never kept."""
 
+from collections.abc import Generator
+from dataclasses import dataclass, field
+
 import torch
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -10,92 +13,200 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from mkd.config import LossSpec
-from mkd.losses.divergences import local_statistics, merge_statistics, write_gradient_
-from mkd.losses.vocab_parallel import LossOutput, Rows, VocabShard, row_chunks, statistics_dtype
-
-FP16_HEADROOM = 1024.0
-"""Where the largest possible logit gradient is put before it is rounded to fp16, whose range is 6e-8 to 65504."""
-
-
-def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b, accumulated and returned in `dtype`: half-precision factors do not round the result."""
-    return a @ b if a.dtype == dtype else torch.mm(a, b, out_dtype=dtype)
-
-
-def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b in the precision of `total`."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    else:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+from mkd.losses.chunking import LEAST_ROWS, interleave, row_chunks
+from mkd.losses.divergences import DIVERGENCES
+from mkd.losses.kernels import Kernels, choose
+from mkd.losses.lm_head import LMHead, add_product, factor, fp16_scale, product
+from mkd.losses.logits import PLAIN_LOGITS, Chunk, LogitMaps, Setting, statistics_dtype
+from mkd.losses.main_grad import MainGrad
+from mkd.losses.rows import Factors, Normalisers, Rows, ShardScalars, Terms
+from mkd.losses.vocab_parallel import LossOutput
+from mkd.losses.vocab_shard import VocabShard
 
 
-def _factor(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A GEMM input: as it came, or in `dtype` where torch has no GEMM from that to `dtype` (half precision on CPU)."""
-    has_mixed_gemm = tensor.device.type != "cpu" and dtype == torch.float32
-    return tensor.detach() if has_mixed_gemm else tensor.detach().to(dtype)
+@dataclass
+class _Pass:
+    """One evaluation of the loss, and with it of the gradients of hidden states, LM head and bias."""
+
+    hidden: Tensor
+    head: LMHead
+    teacher_hidden: Tensor | None
+    teacher_head: LMHead | None
+    rows: Rows
+    setting: Setting
+    kernels: Kernels
+    chunks: list[slice]
+    logits_dtype: torch.dtype
+    gradient_rows: Rows | None
+    """With weights as the gradients need them; None: no gradients."""
+    d_hidden: Tensor | None
+    d_weight: Tensor | None
+    """[columns, H] fp32, over the real columns."""
+    d_bias: Tensor | None
+    adds_to_d_weight: bool
+    """Whether `d_weight` holds something to add to from the start."""
+    _merged: list[tuple] = field(default_factory=list)
+
+    def run(self) -> Terms:
+        """Fill the gradients, return the values of all rows."""
+        columns, size = self.setting.shard.columns, self.chunks[0].stop
+        # Over several ranks two chunks are under way, so that one computes while the other waits for the exchange. On
+        # one rank there is nothing to wait for; there the weight's gradient is added up from two chunks at a time.
+        at_a_time = 2 if self.setting.shard.size > 1 else 1
+        slots = min(2, len(self.chunks))
+
+        def buffer(count: int, dtype: torch.dtype) -> Tensor:
+            return self.hidden.new_empty((count * size, columns), dtype=dtype)
+
+        in_place = self.logits_dtype == self.head.weight.dtype
+        self._gradients = buffer(slots, self.head.weight.dtype) if self.gradient_rows is not None or in_place else None
+        self._student = self._gradients if in_place else buffer(at_a_time, self.logits_dtype)
+        self._teacher = None if self.teacher_head is None else buffer(at_a_time, self.logits_dtype)
+        self._merged = [()] * len(self.chunks)
+        interleave((self._chunk(i) for i in range(len(self.chunks))), at_a_time)
+        stats, sums = ([part[kind] for part in self._merged] for kind in (0, 1))
+        stats = _concatenate(stats)
+        sums = None if sums[0] is None else _concatenate(sums)
+        normalisers = Normalisers.merge(stats, self.setting.temperature)
+        return Terms.of(stats, sums, normalisers, self.rows, self.setting.shard.true_vocab, self.setting.spec)
+
+    def _chunk(self, index: int) -> Generator[None, None, None]:
+        """The work on one chunk; yields where it would wait for the other ranks."""
+        span, setting, kernels = self.chunks[index], self.setting, self.kernels
+        chunk = Chunk(
+            self.head.logits(self.hidden[span], _slot(self._student, index, span, self.chunks)),
+            None
+            if self.teacher_head is None
+            else self.teacher_head.logits(self.teacher_hidden[span], _slot(self._teacher, index, span, self.chunks)),
+            self.rows[span],
+        )
+        local = kernels.first_round(chunk, setting)
+        exchange = setting.shard.exchange(local)
+        yield
+        stats, sums = exchange.wait(), None
+        normalisers = Normalisers.merge(stats, setting.temperature)
+        scalars = ShardScalars.of(local, normalisers, setting.shard.rank)
+        if setting.with_kd and DIVERGENCES[setting.spec.divergence].one_round is None:
+            exchange = setting.shard.exchange(kernels.second_round(chunk, scalars, setting))
+            yield
+            sums = exchange.wait()
+        self._merged[index] = (stats, sums)
+        if self.gradient_rows is not None:
+            factors = Factors.of(stats, sums, normalisers, self.gradient_rows[span], setting.spec)
+            out = _slot(self._gradients, index, span, self.chunks)
+            kernels.write_gradient(chunk, scalars, factors, setting, out)
+            self._use_gradient(index, out)
+
+    def _use_gradient(self, index: int, d_logits: Tensor) -> None:
+        """From a chunk's logit gradient to those of hidden states, weight and bias."""
+        if self.d_hidden is not None:
+            product(d_logits, self.head.weight, out=self.d_hidden[self.chunks[index]])
+        if self.d_bias is not None:
+            self.d_bias += d_logits.sum(dim=0, dtype=self.d_bias.dtype)
+        if self.d_weight is None:
+            return
+        first = index
+        if self.setting.shard.size == 1:
+            first = index - index % 2
+            if first == index and index + 1 < len(self.chunks):
+                return  # together with the next
+        span = slice(self.chunks[first].start, self.chunks[index].stop)
+        if first != index:
+            d_logits = self._gradients[: span.stop - span.start]
+        # What an unused row holds, NaN included, must have no effect; its logit gradient is 0.
+        hidden = factor(self.hidden[span].masked_fill(self.rows[span].unused_by_student(), 0), self.d_weight.dtype)
+        add_product(self.d_weight, d_logits.t(), hidden, fresh=first == 0 and not self.adds_to_d_weight)
 
 
-def _fp16_scale(rows: Rows, spec: LossSpec) -> Tensor:
-    """A power of two (scalar, fp32) that brings the largest weight of a logit gradient to about `FP16_HEADROOM`.
+def _slot(buffer: Tensor, index: int, span: slice, chunks: list[slice]) -> Tensor:
+    """The chunk's part of a buffer that has room for one or two chunks."""
+    size = chunks[0].stop
+    first = size * (index % (buffer.shape[0] // size)) if size else 0
+    return buffer[first : first + span.stop - span.start]
 
-    The gradient is formed before the loss scale of mixed-precision training is known, and most q_j of a large
-    vocabulary lie under fp16's smallest number.
-    """
-    weights = [(rows.ce_weight, 1.0), (rows.kd_weight, spec.scale / spec.temperature)]
-    bound = torch.stack([w.abs().amax() * factor for w, factor in weights if w is not None]).sum()
-    return torch.ldexp(torch.full_like(bound, FP16_HEADROOM), -torch.frexp(bound).exponent)
+
+def _concatenate(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.cat([part[name] for part in parts], dim=1) for name in parts[0]}
 
 
 class _FusedLinearLoss(torch.autograd.Function):
-    """Loss and, with it, the gradients of hidden states and weight; backward only multiplies by the upstream scalar."""
+    """Loss and, with it, the gradients of hidden states and LM head; backward only applies the upstream scalar."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, teacher_hidden, teacher_weight, rows, spec, shard, chunk_rows, wanted):
-        dtype = statistics_dtype(hidden)
+    def forward(ctx, hidden, weight, bias, teacher_hidden, teacher_head, rows, setting, options):
+        dtype, columns = statistics_dtype(hidden), setting.shard.columns
+        wanted, main_grad = options.wanted, options.main_grad
+        # What upstream scalar the gradients carry already, and for fp16 the factor that brings them into range.
+        ahead = main_grad.upstream if main_grad else None
+        scale = fp16_scale(rows, setting.spec) if hidden.dtype == torch.float16 and rows.labels.numel() else None
+        carried = rows if ahead is None and scale is None else rows.times(scale if ahead is None else ahead)
+        kept = hidden.dtype if ahead is not None else dtype
         # Weights of padding columns take part in nothing: they may hold anything, and their gradient is exactly 0.
-        head = _factor(weight[: shard.columns], dtype)
-        teacher_head = None if rows.kd_weight is None else _factor(teacher_weight[: shard.columns], dtype)
-        d_hidden = torch.empty(hidden.shape, dtype=dtype, device=hidden.device) if wanted[0] else None
-        d_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device) if wanted[1] else None
-        scale = _fp16_scale(rows, spec) if hidden.dtype == torch.float16 and rows.labels.numel() else None
-        scaled = rows if scale is None else rows.times(scale)
-        terms = []
-        for chunk in row_chunks(hidden.shape[0], shard.columns, dtype, chunk_rows):
-            part, targets = rows[chunk], rows[chunk].targets(shard)
-            h = _factor(hidden[chunk].masked_fill(part.unused_by_student(), 0), dtype)
-            z, u = _product(h, head.t(), dtype), None
-            if teacher_head is not None:
-                teacher_h = _factor(teacher_hidden[chunk].masked_fill(part.unused_by_teacher(), 0), dtype)
-                u = _product(teacher_h, teacher_head.t(), dtype)
-            local = local_statistics(z, u, targets, spec)
-            scalars = merge_statistics(shard.gather(local), shard.rank, u is not None, targets, spec)
-            terms.append(part.terms(scalars, spec))
-            if not any(wanted):
-                continue
-            w = scaled[chunk]
-            d_logits = write_gradient_(z, u, scalars, targets, w.ce_weight, w.kd_weight, spec).to(head.dtype)
-            if d_hidden is not None:
-                d_hidden[chunk] = _product(d_logits, head, dtype)
-            if d_weight is not None:
-                _add_product_(d_weight[: shard.columns], d_logits.t(), h)
-        ce, kd = (None if column[0] is None else torch.cat(column) for column in zip(*terms, strict=True))
-        ctx.save_for_backward(d_hidden, d_weight, scale)
-        ctx.dtypes = hidden.dtype, weight.dtype
-        ctx.mark_non_differentiable(*(term for term in (ce, kd) if term is not None))
-        return rows.loss(ce, kd), ce, kd
+        d_weight = None
+        if wanted.weight:
+            d_weight = main_grad.buffer if main_grad else torch.empty(weight.shape, dtype=dtype, device=weight.device)
+            if not main_grad:
+                d_weight[columns:] = 0
+        d_hidden = torch.empty(hidden.shape, dtype=kept, device=hidden.device) if wanted.hidden else None
+        d_bias = torch.zeros(weight.shape[0], dtype=dtype, device=weight.device) if wanted.bias else None
+        terms = _Pass(
+            hidden=hidden.detach(),
+            head=LMHead.of(weight[:columns], None if bias is None else bias[:columns]),
+            teacher_hidden=teacher_hidden,
+            teacher_head=None if teacher_head is None else teacher_head.of_columns(columns),
+            rows=rows,
+            setting=setting,
+            kernels=options.kernels,
+            chunks=options.chunks,
+            logits_dtype=options.logits_dtype,
+            gradient_rows=carried if any(wanted) else None,
+            d_hidden=d_hidden,
+            d_weight=None if d_weight is None else d_weight[:columns],
+            d_bias=None if d_bias is None else d_bias[:columns],
+            adds_to_d_weight=main_grad is not None,
+        ).run()
+        ctx.save_for_backward(d_hidden, None if main_grad else d_weight, d_bias, scale)
+        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
+        ctx.main_grad, ctx.weight = main_grad, weight if main_grad and wanted.weight else None
+        ctx.mark_non_differentiable(*(term for term in (terms.ce, terms.kd) if term is not None))
+        return rows.weighted_sum(terms, setting.spec), terms.ce, terms.kd
 
     @staticmethod
     @once_differentiable
     def backward(ctx, upstream, *_):
         *gradients, scale = ctx.saved_tensors
-        factor = upstream if scale is None else upstream / scale
-        products = [
+        rest = upstream if scale is None else upstream / scale
+        if ctx.main_grad:
+            rest = ctx.main_grad.check(upstream)
+        gradients = [
             # straight into the parameter's dtype: no second fp32 copy of the LM head
-            None if g is None else torch.mul(g, factor, out=torch.empty_like(g, dtype=dtype))
+            None if g is None else torch.mul(g, rest, out=g if g.dtype == dtype else torch.empty_like(g, dtype=dtype))
             for g, dtype in zip(gradients, ctx.dtypes, strict=True)
         ]
-        return *products, *[None] * 7
+        if ctx.weight is not None:
+            gradients[1] = MainGrad.stand_in(ctx.weight)
+        return *gradients, *[None] * 5
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """Which gradients are."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+    def __iter__(self):
+        return iter((self.hidden, self.weight, self.bias))
+
+
+@dataclass(frozen=True)
+class _Options:
+    kernels: Kernels
+    chunks: list[slice]
+    logits_dtype: torch.dtype
+    wanted: _Wanted
+    main_grad: MainGrad | None
 
 
 def _check_heads(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor | None, teacher_weight: Tensor | None) -> None:
@@ -105,10 +216,9 @@ def _check_heads(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor | None, 
         if teacher_hidden is None or teacher_weight is None:
             raise ValueError("teacher_hidden and teacher_weight must be given together")
         pairs.append(("teacher", teacher_hidden, teacher_weight))
-        if (teacher_hidden.shape[0], teacher_weight.shape[0]) != (hidden.shape[0], weight.shape[0]):
+        if teacher_hidden.shape[0] != hidden.shape[0]:
             raise ValueError(
-                f"teacher has {teacher_hidden.shape[0]} rows and {teacher_weight.shape[0]} vocabulary columns, "
-                f"student {hidden.shape[0]} and {weight.shape[0]}: both must be equal"
+                f"teacher has {teacher_hidden.shape[0]} rows, student {hidden.shape[0]}: both must be equal"
             )
     for name, h, w in pairs:
         if h.dim() != 2 or w.dim() != 2 or h.shape[1] != w.shape[1] or h.dtype != w.dtype:
@@ -116,6 +226,26 @@ def _check_heads(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor | None, 
                 f"{name}_hidden is {tuple(h.shape)} {h.dtype} and {name}_weight {tuple(w.shape)} {w.dtype}; "
                 "needed: [N, H] and [V/tp, H] of one dtype"
             )
+
+
+def resolve_logits_dtype(wanted: torch.dtype | None, hidden: Tensor) -> torch.dtype:
+    """The dtype in which chunks of logits are kept.
+
+    Args:
+        wanted: None: that of bf16 hidden states on a GPU, else the precision of the statistics.
+        hidden: the student's hidden states.
+
+    Raises:
+        ValueError: a dtype that no GEMM gives from such hidden states.
+    """
+    precise = statistics_dtype(hidden)
+    if wanted is None:
+        return hidden.dtype if hidden.dtype == torch.bfloat16 and hidden.is_cuda else precise
+    if wanted not in (precise, hidden.dtype) and hidden.is_cuda:
+        raise ValueError(
+            f"logits_dtype is {wanted}; from {hidden.dtype} hidden states it can be {hidden.dtype} or {precise}"
+        )
+    return wanted
 
 
 def fused_linear_loss(
@@ -132,17 +262,24 @@ def fused_linear_loss(
     tp_group: ProcessGroup | None = None,
     sequence_parallel: bool = False,
     chunk_rows: int | None = None,
+    student_bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    maps: LogitMaps = PLAIN_LOGITS,
+    logits_dtype: torch.dtype | None = None,
+    impl: str = "auto",
+    upstream: Tensor | float | None = None,
 ) -> LossOutput:
     """Sum of ce_weight * CE + kd_weight * divergence over this rank's tokens, from final hidden states and LM heads.
 
     The gradient is computed together with the forward pass, a chunk of rows at a time and over the chunk's own logits,
-    so that logits of one chunk exist at one time. Kept for backward: the gradients of hidden states and weight, in the
-    precision of the statistics (fp32, or float64 for float64 inputs). GEMMs take the input dtype and give fp32 logits.
+    so that logits of one or two chunks exist at one time. Kept for backward: the gradient of the hidden states, and
+    unless `upstream` is given those of weight and bias, in the precision of the statistics (fp32, or float64).
 
-    Communication over `tp_group`: one all-gather a chunk in forward, of 12 bytes a row for CE alone and 20 to 28 with a
-    divergence (fp32). For the hidden states, as any column-parallel layer: nothing in forward and one all-reduce in
-    backward, or with `sequence_parallel` one all-gather a model in forward and one reduce-scatter in backward. None at
-    all if `tp_group` is None or has one rank.
+    Communication over `tp_group`: per chunk, in forward, one all-gather of 12 bytes a row for CE alone or 16 to 28 with
+    a divergence, and for jsd, the skewed KLs and tvd a second one of 8 (fp32); the products of the next chunk run
+    meanwhile. For the hidden states, as any column-parallel layer: nothing in forward and one all-reduce in backward,
+    or with `sequence_parallel` one all-gather a model in forward and one reduce-scatter in backward. None at all if
+    `tp_group` is None or has one rank.
 
     Args:
         student_hidden: [N, Hs], the same on all ranks of `tp_group`; with `sequence_parallel` [N/tp, Hs], this rank's
@@ -150,22 +287,31 @@ def fused_linear_loss(
         student_weight: [V/tp, Hs] rows of the LM head of global ids rank * V/tp and up.
         teacher_hidden: [N, Ht] or [N/tp, Ht], as the student's; any float dtype; never differentiated; read only if
             `kd_weight` is given.
-        teacher_weight: [V/tp, Ht] in the dtype of `teacher_hidden`.
+        teacher_weight: [V/tp, Ht] in the dtype of `teacher_hidden`; on one rank the number of padding rows may differ.
         labels: [N] int64 global ids; anything where `ce_weight` is 0.
-        ce_weight: [N] fp32, not differentiated; None: CE is not computed.
+        ce_weight: [N] fp32, not differentiated; None: CE and z-loss are not computed.
         kd_weight: [N] fp32, same; None: the divergence is not computed.
-        spec: divergence and temperature.
+        spec: divergence, temperature and z-loss.
         true_vocab: columns of this global id and above are padding: probability 0, gradient exactly 0.
         tp_group: ranks that hold the other columns.
         sequence_parallel: hidden states are cut along rows over `tp_group`.
-        chunk_rows: rows whose logits exist at one time; default: 256 MiB of one model's logits.
+        chunk_rows: rows whose logits exist at one time; default: 192 MiB of one model's logits, or 768 rows on a GPU.
+        student_bias, teacher_bias: [V/tp] of the LM heads.
+        maps: scale and softcap of both models' logits.
+        logits_dtype: of the logits of a chunk; default: bf16 for bf16 hidden states on a GPU, else fp32. Rounding
+            logits to bf16 puts a floor under the gradient's error when student and teacher are close.
+        impl: auto (Triton on a GPU, eager elsewhere), eager or triton.
+        upstream: scalar, the gradient that backward will pass to the loss, if it is known. Where the weight has an fp32
+            `main_grad`, its gradient is then added to that while the loss is computed, with nothing kept. If backward
+            passes another value, the gradient of the hidden states is NaN.
 
     Returns:
-        LossOutput. The gradient of `student_hidden` is complete (summed over the vocabulary shards), that of
-        `student_weight` is this shard's.
+        LossOutput. The gradient of `student_hidden` is complete (summed over the vocabulary shards), those of
+        `student_weight` and `student_bias` are this shard's.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, or weights that need a teacher that is not given.
+        ValueError: shapes or dtypes that do not fit, weights that need a teacher that is not given, or Triton where it
+            cannot run.
     """
     if kd_weight is None:
         teacher_hidden = teacher_weight = None
@@ -173,9 +319,14 @@ def fused_linear_loss(
         raise ValueError("kd_weight is given and teacher_hidden is None")
     _check_heads(student_hidden, student_weight, teacher_hidden, teacher_weight)
     shard = VocabShard.of(student_weight.shape[0], true_vocab, tp_group)
-    wanted = [torch.is_grad_enabled() and x.requires_grad for x in (student_hidden, student_weight)]
+    grad = torch.is_grad_enabled()
+    wanted = _Wanted(
+        *(grad and x is not None and x.requires_grad for x in (student_hidden, student_weight, student_bias))
+    )
+    teacher_head = None
     if teacher_hidden is not None:
-        teacher_hidden, teacher_weight = teacher_hidden.detach(), teacher_weight.detach()
+        shard.check_teacher(student_weight.shape[0], teacher_weight.shape[0])
+        teacher_hidden, teacher_head = teacher_hidden.detach(), LMHead.of(teacher_weight, teacher_bias)
     if shard.size > 1 and sequence_parallel:
         student_hidden = gather_from_sequence_parallel_region(
             student_hidden, tensor_parallel_output_grad=True, group=tp_group
@@ -185,8 +336,18 @@ def fused_linear_loss(
     elif shard.size > 1:
         student_hidden = copy_to_tensor_model_parallel_region(student_hidden, group=tp_group)
     rows = Rows.of(labels, ce_weight, kd_weight, student_hidden.shape[0], statistics_dtype(student_hidden))
+    dtype = resolve_logits_dtype(logits_dtype, student_hidden)
+    least = LEAST_ROWS if student_hidden.is_cuda else 1
+    options = _Options(
+        kernels=choose(impl, student_hidden),
+        chunks=row_chunks(student_hidden.shape[0], shard.columns, dtype, chunk_rows, least),
+        logits_dtype=dtype,
+        wanted=wanted,
+        main_grad=MainGrad.of(student_weight, upstream) if wanted.weight else None,
+    )
+    setting = Setting(spec, shard, maps, with_kd=kd_weight is not None)
     return LossOutput(
         *_FusedLinearLoss.apply(
-            student_hidden, student_weight, teacher_hidden, teacher_weight, rows, spec, shard, chunk_rows, wanted
+            student_hidden, student_weight, student_bias, teacher_hidden, teacher_head, rows, setting, options
         )
     )

@@ -1,0 +1,101 @@
+"""The three passes over a chunk of logits in plain torch operations: any device, any float dtype."""
+
+import torch
+from torch import Tensor
+
+from mkd.losses.divergences import DIVERGENCES
+from mkd.losses.logits import Chunk, Setting, statistics_dtype
+from mkd.losses.rows import Factors, ShardScalars
+
+
+def first_round(chunk: Chunk, setting: Setting) -> dict[str, Tensor]:
+    """All sums of one shard that need no other shard, at most 7 numbers a row.
+
+    Returns:
+        name -> [rows] in the precision of the statistics: student_max, student_mass; label_logit with CE, ce_mass if
+        besides T is not 1; teacher_max, teacher_mass with a divergence, log_ratio if it needs one round only.
+    """
+    z, u = _logits(chunk, setting)
+    top = _row_max(z)
+    s = (z - top[:, None]) / setting.temperature
+    stats = {"student_max": top, "student_mass": s.exp().sum(dim=1)}
+    if chunk.rows.ce_weight is not None:
+        stats["label_logit"] = torch.zeros_like(top)
+        if z.shape[1]:
+            column, owned = _label_columns(chunk, setting)
+            stats["label_logit"] = torch.where(owned, z.gather(1, column[:, None]).squeeze(1), 0)
+        if setting.temperature != 1.0:
+            stats["ce_mass"] = (z - top[:, None]).exp().sum(dim=1)
+    if u is not None:
+        top = _row_max(u)
+        t = (u - top[:, None]) / setting.temperature
+        stats |= {"teacher_max": top, "teacher_mass": t.exp().sum(dim=1)}
+        shortcut = DIVERGENCES[setting.spec.divergence].one_round
+        if shortcut is not None:
+            a, b = (s, t) if shortcut.under == "student" else (t, s)
+            weight = a.exp()
+            stats["log_ratio"] = torch.where(weight > 0, weight * (a - b), 0).sum(dim=1)
+    return stats
+
+
+def second_round(chunk: Chunk, scalars: ShardScalars, setting: Setting) -> dict[str, Tensor]:
+    """Sums of density and slope over one shard, name -> [rows]."""
+    z, u = _logits(chunk, setting)
+    log_q, log_p = _log_probabilities(z, u, scalars, setting)
+    entry = DIVERGENCES[setting.spec.divergence]
+    return {
+        "density": entry.density(log_q, log_p, setting.spec).sum(dim=1),
+        "slope": entry.slope(log_q, log_p, setting.spec).sum(dim=1),
+    }
+
+
+def write_gradient(chunk: Chunk, scalars: ShardScalars, factors: Factors, setting: Setting, out: Tensor) -> None:
+    """d loss / d products of this shard into `out` [rows, columns], which may be the student's products themselves."""
+    z, u = _logits(chunk, setting)
+    gradient = torch.zeros_like(z)
+    if factors.ce is not None:
+        log_q = z - scalars.student_max[:, None] - scalars.ce_log_norm[:, None]
+        gradient += log_q.exp() * factors.ce[:, None]
+        column, owned = _label_columns(chunk, setting)
+        rows = owned.nonzero().squeeze(1)
+        gradient[rows, column[rows]] -= factors.label[rows]
+    if u is not None:
+        log_q, log_p = _log_probabilities(z, u, scalars, setting)
+        slope = DIVERGENCES[setting.spec.divergence].slope(log_q, log_p, setting.spec)
+        gradient += factors.kd[:, None] * (slope - log_q.exp() * factors.slope_sum[:, None])
+    if not setting.maps.student.is_identity:
+        gradient *= setting.maps.student.derivative(z)
+    out.copy_(gradient)
+
+
+def _logits(chunk: Chunk, setting: Setting) -> tuple[Tensor, Tensor | None]:
+    """Copies in the precision of the statistics, with unused rows set to 0."""
+    dtype = statistics_dtype(chunk.student)
+    z = setting.maps.student.apply_(chunk.student.to(dtype, copy=True))
+    z.masked_fill_(chunk.rows.unused_by_student(), 0)
+    if chunk.teacher is None:
+        return z, None
+    u = setting.maps.teacher.apply_(chunk.teacher.to(dtype, copy=True))
+    return z, u.masked_fill_(chunk.rows.unused_by_teacher(), 0)
+
+
+def _row_max(logits: Tensor) -> Tensor:
+    """[rows] maximum over [rows, columns]; the least finite number if there is none above it."""
+    least = torch.finfo(logits.dtype).min
+    if logits.shape[1] == 0:
+        return logits.new_full((logits.shape[0],), least)
+    return logits.amax(dim=1).clamp_min(least)
+
+
+def _label_columns(chunk: Chunk, setting: Setting) -> tuple[Tensor, Tensor]:
+    """([rows] column of the label in this shard, [rows] whether there is one); the column is 0 where there is none."""
+    labels, shard = chunk.rows.labels, setting.shard
+    owned = (chunk.rows.ce_weight != 0) & (labels >= shard.start) & (labels < shard.start + shard.columns)
+    return torch.where(owned, labels - shard.start, 0), owned
+
+
+def _log_probabilities(z: Tensor, u: Tensor, scalars: ShardScalars, setting: Setting) -> tuple[Tensor, Tensor]:
+    """(ln q, ln p) at T, each [rows, columns]."""
+    s = (z - scalars.student_max[:, None]) / setting.spec.temperature - scalars.student_log_norm[:, None]
+    t = (u - scalars.teacher_max[:, None]) / setting.spec.temperature - scalars.teacher_log_norm[:, None]
+    return s, t
