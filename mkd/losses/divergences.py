@@ -46,8 +46,8 @@ class RowDivergence:
 
 
 def _weighted(weight: Tensor, logarithm: Tensor) -> Tensor:
-    """weight * logarithm, and 0 where the weight is 0, whatever the logarithm is there."""
-    return torch.where(weight > 0, weight * logarithm, 0)
+    """weight * logarithm, and 0 where the weight is 0, whatever the logarithm is there; NaN stays NaN."""
+    return torch.where(weight == 0, 0, weight * logarithm)
 
 
 def _mixture(log_a: Tensor, log_b: Tensor, share: float) -> Tensor:

@@ -61,7 +61,12 @@ class _Pass:
         in_place = self.logits_dtype == self.head.weight.dtype
         self._gradients = buffer(slots, self.head.weight.dtype) if self.gradient_rows is not None or in_place else None
         self._student = self._gradients if in_place else buffer(at_a_time, self.logits_dtype)
-        self._teacher = None if self.teacher_head is None else buffer(at_a_time, self.logits_dtype)
+        self._teacher = None
+        if self.teacher_head is not None:
+            teacher = self.teacher_head.weight
+            # A GEMM rounds its result to the dtype of its factors or not at all.
+            rounded = self.logits_dtype == teacher.dtype or teacher.device.type == "cpu"
+            self._teacher = buffer(at_a_time, self.logits_dtype if rounded else statistics_dtype(teacher))
         self._merged = [()] * len(self.chunks)
         interleave((self._chunk(i) for i in range(len(self.chunks))), at_a_time)
         stats, sums = ([part[kind] for part in self._merged] for kind in (0, 1))
@@ -228,6 +233,12 @@ def _check_heads(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor | None, 
             )
 
 
+def _check_bias(name: str, bias: Tensor | None, weight: Tensor | None) -> None:
+    """Raise ValueError unless there is one bias for each row of the LM head, or none."""
+    if bias is not None and weight is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"{name}_bias has shape {tuple(bias.shape)} and {name}_weight {tuple(weight.shape)}")
+
+
 def resolve_logits_dtype(wanted: torch.dtype | None, hidden: Tensor) -> torch.dtype:
     """The dtype in which chunks of logits are kept.
 
@@ -318,6 +329,8 @@ def fused_linear_loss(
     elif teacher_hidden is None:
         raise ValueError("kd_weight is given and teacher_hidden is None")
     _check_heads(student_hidden, student_weight, teacher_hidden, teacher_weight)
+    _check_bias("student", student_bias, student_weight)
+    _check_bias("teacher", teacher_bias, teacher_weight)
     shard = VocabShard.of(student_weight.shape[0], true_vocab, tp_group)
     grad = torch.is_grad_enabled()
     wanted = _Wanted(

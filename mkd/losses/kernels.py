@@ -34,7 +34,7 @@ def resolve(implementation: str, device: torch.device, dtype: torch.dtype) -> st
         ValueError: an unknown name, or Triton where it cannot run.
     """
     if implementation == "auto":
-        return "triton" if _why_no_triton(device, dtype) is None else "eager"
+        return "triton" if device.type != "cpu" and _why_no_triton(device, dtype) is None else "eager"
     if implementation not in ("eager", "triton"):
         raise ValueError(f"implementation is {implementation!r}; known are auto, eager and triton")
     if implementation == "triton" and (reason := _why_no_triton(device, dtype)) is not None:

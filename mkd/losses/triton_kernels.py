@@ -41,7 +41,7 @@ def _logits(products, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _weighted(weight, logarithm):
-    return tl.where(weight > 0, weight * logarithm, 0.0)
+    return tl.where(weight == 0, 0.0, weight * logarithm)
 
 
 @triton.jit

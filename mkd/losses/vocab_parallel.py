@@ -75,6 +75,11 @@ def _cut(student: Tensor, teacher: Tensor | None, rows: Rows, chunk: slice, shar
     return Chunk(student[chunk, columns], None if teacher is None else teacher[chunk, columns], rows[chunk])
 
 
+def _with_dense_rows(logits: Tensor) -> Tensor:
+    """The same with the columns of a row side by side, as kernels read them; a copy only where they are not."""
+    return logits if logits.stride(1) == 1 else logits.contiguous()
+
+
 def _concatenate(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
@@ -129,5 +134,6 @@ def vocab_parallel_loss(
         shard.check_teacher(student_logits.shape[1], teacher_logits.shape[1])
     rows = Rows.of(labels, ce_weight, kd_weight, student_logits.shape[0], statistics_dtype(student_logits))
     setting = Setting(spec, shard, with_kd=kd_weight is not None)
-    teacher = None if kd_weight is None else teacher_logits.detach()
-    return LossOutput(*_VocabParallelLoss.apply(student_logits, teacher, rows, setting, choose(impl, student_logits)))
+    teacher = None if kd_weight is None else _with_dense_rows(teacher_logits.detach())
+    student = _with_dense_rows(student_logits)
+    return LossOutput(*_VocabParallelLoss.apply(student, teacher, rows, setting, choose(impl, student)))
