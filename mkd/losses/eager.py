@@ -5,10 +5,10 @@ from torch import Tensor
 
 from mkd.losses.divergences import DIVERGENCES
 from mkd.losses.logits import Chunk, Setting, statistics_dtype
-from mkd.losses.rows import Factors, ShardScalars
+from mkd.losses.rows import Factors, Normalisers, ShardScalars, Statistics
 
 
-def first_round(chunk: Chunk, setting: Setting) -> dict[str, Tensor]:
+def first_round(chunk: Chunk, setting: Setting) -> Statistics:
     """All sums of one shard that need no other shard, at most 7 numbers a row.
 
     Returns:
@@ -38,9 +38,15 @@ def first_round(chunk: Chunk, setting: Setting) -> dict[str, Tensor]:
     return stats
 
 
-def second_round(chunk: Chunk, scalars: ShardScalars, setting: Setting) -> dict[str, Tensor]:
-    """Sums of density and slope over one shard, name -> [rows]."""
+def second_round(chunk: Chunk, stats: Statistics, setting: Setting) -> Statistics:
+    """Sums of density and slope over one shard, name -> [rows].
+
+    Args:
+        chunk, setting: as in the first round.
+        stats: of the first round and all shards, name -> [tp, rows].
+    """
     z, u = _logits(chunk, setting)
+    scalars = ShardScalars.of(stats, Normalisers.merge(stats, setting.temperature), setting.shard.rank)
     log_q, log_p = _log_probabilities(z, u, scalars, setting)
     entry = DIVERGENCES[setting.spec.divergence]
     return {
@@ -49,9 +55,19 @@ def second_round(chunk: Chunk, scalars: ShardScalars, setting: Setting) -> dict[
     }
 
 
-def write_gradient(chunk: Chunk, scalars: ShardScalars, factors: Factors, setting: Setting, out: Tensor) -> None:
-    """d loss / d products of this shard into `out` [rows, columns], which may be the student's products themselves."""
+def write_gradient(chunk: Chunk, stats: Statistics, sums: Statistics | None, setting: Setting, out: Tensor) -> None:
+    """d loss / d products of this shard into `out` [rows, columns], which may be the student's products themselves.
+
+    Args:
+        chunk: of the first round; its weights may be multiplied by the upstream gradient.
+        stats, sums: of both rounds and all shards, name -> [tp, rows].
+        setting: as in the first round.
+        out: any float dtype.
+    """
     z, u = _logits(chunk, setting)
+    normalisers = Normalisers.merge(stats, setting.temperature)
+    scalars = ShardScalars.of(stats, normalisers, setting.shard.rank)
+    factors = Factors.of(stats, sums, normalisers, chunk.rows, setting.spec)
     gradient = torch.zeros_like(z)
     if factors.ce is not None:
         log_q = z - scalars.student_max[:, None] - scalars.ce_log_norm[:, None]

@@ -19,7 +19,7 @@ from mkd.losses.kernels import Kernels, choose
 from mkd.losses.lm_head import LMHead, add_product, factor, fp16_scale, product
 from mkd.losses.logits import PLAIN_LOGITS, Chunk, LogitMaps, Setting, statistics_dtype
 from mkd.losses.main_grad import MainGrad
-from mkd.losses.rows import Factors, Normalisers, Rows, ShardScalars, Terms
+from mkd.losses.rows import Normalisers, Rows, Statistics, Terms
 from mkd.losses.vocab_parallel import LossOutput
 from mkd.losses.vocab_shard import VocabShard
 
@@ -85,21 +85,17 @@ class _Pass:
             else self.teacher_head.logits(self.teacher_hidden[span], _slot(self._teacher, index, span, self.chunks)),
             self.rows[span],
         )
-        local = kernels.first_round(chunk, setting)
-        exchange = setting.shard.exchange(local)
+        exchange = setting.shard.exchange(kernels.first_round(chunk, setting))
         yield
         stats, sums = exchange.wait(), None
-        normalisers = Normalisers.merge(stats, setting.temperature)
-        scalars = ShardScalars.of(local, normalisers, setting.shard.rank)
         if setting.with_kd and DIVERGENCES[setting.spec.divergence].one_round is None:
-            exchange = setting.shard.exchange(kernels.second_round(chunk, scalars, setting))
+            exchange = setting.shard.exchange(kernels.second_round(chunk, stats, setting))
             yield
             sums = exchange.wait()
         self._merged[index] = (stats, sums)
         if self.gradient_rows is not None:
-            factors = Factors.of(stats, sums, normalisers, self.gradient_rows[span], setting.spec)
             out = _slot(self._gradients, index, span, self.chunks)
-            kernels.write_gradient(chunk, scalars, factors, setting, out)
+            kernels.write_gradient(chunk._replace(rows=self.gradient_rows[span]), stats, sums, setting, out)
             self._use_gradient(index, out)
 
     def _use_gradient(self, index: int, d_logits: Tensor) -> None:
@@ -130,7 +126,7 @@ def _slot(buffer: Tensor, index: int, span: slice, chunks: list[slice]) -> Tenso
     return buffer[first : first + span.stop - span.start]
 
 
-def _concatenate(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def _concatenate(parts: list[Statistics]) -> Statistics:
     return {name: torch.cat([part[name] for part in parts], dim=1) for name in parts[0]}
 
 
@@ -185,7 +181,7 @@ class _FusedLinearLoss(torch.autograd.Function):
             rest = ctx.main_grad.check(upstream)
         gradients = [
             # straight into the parameter's dtype: no second fp32 copy of the LM head
-            None if g is None else torch.mul(g, rest, out=g if g.dtype == dtype else torch.empty_like(g, dtype=dtype))
+            None if g is None else torch.mul(g, rest, out=torch.empty_like(g, dtype=dtype))
             for g, dtype in zip(gradients, ctx.dtypes, strict=True)
         ]
         if ctx.weight is not None:

@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 
 from mkd.losses.logits import Chunk, Setting
-from mkd.losses.rows import Factors, ShardScalars
+from mkd.losses.rows import Statistics
 
 
 class Kernels(Protocol):
     """The passes over a chunk of logits; see `eager` for what each returns."""
 
-    def first_round(self, chunk: Chunk, setting: Setting) -> dict[str, Tensor]: ...
+    def first_round(self, chunk: Chunk, setting: Setting) -> Statistics: ...
 
-    def second_round(self, chunk: Chunk, scalars: ShardScalars, setting: Setting) -> dict[str, Tensor]: ...
+    def second_round(self, chunk: Chunk, stats: Statistics, setting: Setting) -> Statistics: ...
 
     def write_gradient(
-        self, chunk: Chunk, scalars: ShardScalars, factors: Factors, setting: Setting, out: Tensor
+        self, chunk: Chunk, stats: Statistics, sums: Statistics | None, setting: Setting, out: Tensor
     ) -> None: ...
 
 

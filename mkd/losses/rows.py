@@ -14,6 +14,9 @@ from torch import Tensor
 from mkd.config import LossSpec
 from mkd.losses.divergences import DIVERGENCES
 
+Statistics = dict[str, Tensor]
+"""Numbers of each row by name, [rows] of one shard or [tp, rows] of all."""
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -99,7 +102,7 @@ class Normalisers(NamedTuple):
     teacher: Softmax | None
 
     @classmethod
-    def merge(cls, stats: dict[str, Tensor], temperature: float) -> "Normalisers":
+    def merge(cls, stats: Statistics, temperature: float) -> "Normalisers":
         """From first-round statistics, name -> [tp, rows]; the temperature is 1 if there is no divergence."""
         student = Softmax.merge(stats["student_max"], stats["student_mass"], temperature)
         tempered_ce = "ce_mass" in stats
@@ -122,8 +125,8 @@ class Terms(NamedTuple):
     @classmethod
     def of(
         cls,
-        stats: dict[str, Tensor],
-        sums: dict[str, Tensor] | None,
+        stats: Statistics,
+        sums: Statistics | None,
         normalisers: Normalisers,
         rows: Rows,
         true_vocab: int,
@@ -145,7 +148,7 @@ class Terms(NamedTuple):
 
 
 def divergence_and_slope_sum(
-    stats: dict[str, Tensor], sums: dict[str, Tensor] | None, normalisers: Normalisers, spec: LossSpec
+    stats: Statistics, sums: Statistics | None, normalisers: Normalisers, spec: LossSpec
 ) -> tuple[Tensor, Tensor]:
     """([rows] divergence in nats without T^2, [rows] sum of its slopes over the vocabulary)."""
     shortcut = DIVERGENCES[spec.divergence].one_round
@@ -182,14 +185,14 @@ class ShardScalars(NamedTuple):
     teacher_log_norm: Tensor | None
 
     @classmethod
-    def of(cls, local: dict[str, Tensor], normalisers: Normalisers, rank: int) -> "ShardScalars":
-        """For the shard `rank`, whose own first-round statistics are `local`, name -> [rows]."""
+    def of(cls, stats: Statistics, normalisers: Normalisers, rank: int) -> "ShardScalars":
+        """For the shard `rank`, from the first round's statistics, name -> [tp, rows]."""
         teacher = normalisers.teacher
         return cls(
-            local["student_max"],
+            stats["student_max"][rank],
             normalisers.student.log_norm(rank),
             normalisers.ce.log_norm(rank),
-            local.get("teacher_max"),
+            None if teacher is None else stats["teacher_max"][rank],
             None if teacher is None else teacher.log_norm(rank),
         )
 
@@ -208,8 +211,8 @@ class Factors(NamedTuple):
     @classmethod
     def of(
         cls,
-        stats: dict[str, Tensor],
-        sums: dict[str, Tensor] | None,
+        stats: Statistics,
+        sums: Statistics | None,
         normalisers: Normalisers,
         rows: Rows,
         spec: LossSpec,

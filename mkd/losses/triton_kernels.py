@@ -14,14 +14,14 @@ from torch import Tensor
 from mkd.config import LossSpec
 from mkd.losses.divergences import DIVERGENCES
 from mkd.losses.logits import Chunk, LogitMap, Setting
-from mkd.losses.rows import Factors, ShardScalars
+from mkd.losses.rows import Statistics
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 LEAST = tl.constexpr(-1e30)
 """Maximum of a row that has no finite logit: finite itself, so that differences of maxima are."""
 
-ONE_ROUND_BLOCK, ONE_ROUND_WARPS = 8192, 8
+ONE_ROUND_BLOCK, ONE_ROUND_WARPS = 4096, 4
 TWO_ROUND_BLOCK, TWO_ROUND_WARPS = 4096, 8
 GRADIENT_BLOCK, GRADIENT_WARPS = 4096, 8
 
@@ -87,6 +87,40 @@ def _slope(DIVERGENCE: tl.constexpr, log_q, log_p, q, share):
         sign = (q > p).to(tl.float32) - (q < p).to(tl.float32)
         slope = 0.5 * q * sign
     return slope
+
+
+@triton.jit
+def _merge(top, mass, rank, rank_stride, to_log2, SHARDS: tl.constexpr):
+    """One model's softmax of one row over all shards; see rows.Softmax.
+
+    Returns (this shard's maximum, log2 of what its powers sum to over all shards, the row's maximum).
+    """
+    highest = tl.load(top)
+    for shard in range(1, SHARDS):
+        highest = tl.maximum(highest, tl.load(top + shard * rank_stride))
+    total = 0.0 * highest
+    for shard in range(SHARDS):
+        shift = (tl.load(top + shard * rank_stride) - highest) * to_log2
+        total += tl.exp2(shift) * tl.load(mass + shard * rank_stride)
+    own = tl.load(top + rank * rank_stride)
+    return own, tl.log2(total) - (own - highest) * to_log2, highest
+
+
+@triton.jit
+def _merge_kl(top_a, mass_a, top_b, mass_b, ratio, rank_stride, to_log2, SHARDS: tl.constexpr):
+    """KL(a || b) of one row over all shards; see rows._kl."""
+    own_a, log_a, highest_a = _merge(top_a, mass_a, 0, rank_stride, to_log2, SHARDS)
+    own_b, log_b, highest_b = _merge(top_b, mass_b, 0, rank_stride, to_log2, SHARDS)
+    log_a += (own_a - highest_a) * to_log2
+    log_b += (own_b - highest_b) * to_log2
+    expected = 0.0 * log_a
+    for shard in range(SHARDS):
+        at = shard * rank_stride
+        shift_a = (tl.load(top_a + at) - highest_a) * to_log2
+        shift_b = (tl.load(top_b + at) - highest_b) * to_log2
+        of_shard = tl.load(ratio + at) + tl.load(mass_a + at) * (shift_a - shift_b) * LN_2
+        expected += _weighted(tl.exp2(shift_a), of_shard)
+    return (log_b - log_a) * LN_2 + expected / tl.exp2(log_a)
 
 
 @triton.jit
@@ -182,16 +216,19 @@ def _second_round_kernel(
     student,
     teacher,
     kd_weight,
-    student_max,
-    student_log_norm,
+    student_max,  # this and the like: [shards, rows], rows of rank_stride numbers
+    student_mass,
     teacher_max,
-    teacher_log_norm,
+    teacher_mass,
     sums,  # [2, rows]: density, slope
     student_stride,
     teacher_stride,
     rows,
+    rank,
+    rank_stride,
     inverse_temperature,
     share,
+    SHARDS: tl.constexpr,
     DIVERGENCE: tl.constexpr,
     STUDENT_SCALE: tl.constexpr,
     STUDENT_SOFTCAP: tl.constexpr,
@@ -203,8 +240,9 @@ def _second_round_kernel(
     row = tl.program_id(0).to(tl.int64)
     student += row * student_stride
     teacher += row * teacher_stride
-    m, log_mass_q = tl.load(student_max + row), tl.load(student_log_norm + row)
-    n, log_mass_p = tl.load(teacher_max + row), tl.load(teacher_log_norm + row)
+    to_log2 = inverse_temperature * LOG2_E
+    m, log_mass_q, _ = _merge(student_max + row, student_mass + row, rank, rank_stride, to_log2, SHARDS)
+    n, log_mass_p, _ = _merge(teacher_max + row, teacher_mass + row, rank, rank_stride, to_log2, SHARDS)
     density = 0.0 * m
     slope = 0.0 * m
     if tl.load(kd_weight + row) != 0:
@@ -213,8 +251,8 @@ def _second_round_kernel(
             there = offsets < COLUMNS
             z = _logits(tl.load(student + offsets, there, other=float("-inf")), STUDENT_SCALE, STUDENT_SOFTCAP)
             u = _logits(tl.load(teacher + offsets, there, other=float("-inf")), TEACHER_SCALE, TEACHER_SOFTCAP)
-            log_q = (z - m) * inverse_temperature - log_mass_q
-            log_p = (u - n) * inverse_temperature - log_mass_p
+            log_q = ((z - m) * to_log2 - log_mass_q) * LN_2
+            log_p = ((u - n) * to_log2 - log_mass_p) * LN_2
             density += tl.sum(_density(DIVERGENCE, log_q, log_p, share), 0)
             slope += tl.sum(_slope(DIVERGENCE, log_q, log_p, tl.exp2(log_q * LOG2_E), share), 0)
     tl.store(sums + row, density)
@@ -227,25 +265,30 @@ def _gradient_kernel(
     teacher,
     labels,
     out,
-    student_max,
-    student_log_norm,
-    ce_log_norm,
+    ce_weight,
+    kd_weight,
+    student_max,  # this and the like: [shards, rows], rows of rank_stride numbers
+    student_mass,
+    ce_mass,
     teacher_max,
-    teacher_log_norm,
-    ce_factor,
-    label_factor,
-    kd_factor,
+    teacher_mass,
+    log_ratio,
     slope_sum,
     student_stride,
     teacher_stride,
     out_stride,
     columns,
     first_column,
+    rank,
+    rank_stride,
+    sums_stride,
     inverse_temperature,
+    kd_scale,
+    z_loss,
     share,
+    SHARDS: tl.constexpr,
     HAS_CE: tl.constexpr,
     HAS_KD: tl.constexpr,
-    TEMPERED: tl.constexpr,
     DIVERGENCE: tl.constexpr,
     STUDENT_SCALE: tl.constexpr,
     STUDENT_SOFTCAP: tl.constexpr,
@@ -256,35 +299,51 @@ def _gradient_kernel(
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = offsets < columns
+    to_log2 = inverse_temperature * LOG2_E
     used_columns = 0
-    teacher_columns = 0
     if HAS_CE:
-        of_label = tl.load(label_factor + row)
+        of_label = tl.load(ce_weight + row)
         used_columns = tl.where(of_label != 0, columns, 0)
     if HAS_KD:
-        of_kd = tl.load(kd_factor + row)
+        of_kd = tl.load(kd_weight + row) * kd_scale
         teacher_columns = tl.where(of_kd != 0, columns, 0)
         used_columns = tl.maximum(used_columns, teacher_columns)
     # Unused rows are not read: 0 is finite, and its gradient is multiplied away below.
     products = tl.load(student + row * student_stride + offsets, offsets < used_columns, other=0.0)
     z = _logits(products, STUDENT_SCALE, STUDENT_SOFTCAP)
-    from_top = z - tl.load(student_max + row)
+    m, log_mass_q, _ = _merge(student_max + row, student_mass + row, rank, rank_stride, to_log2, SHARDS)
     gradient = tl.zeros_like(z)
     if HAS_CE:
-        of_q = tl.load(ce_factor + row)
-        q1 = tl.exp2((from_top - tl.load(ce_log_norm + row)) * LOG2_E)
+        _, log_mass_1, highest = _merge(student_max + row, ce_mass + row, rank, rank_stride, LOG2_E, SHARDS)
+        log_sum = (log_mass_1 + (m - highest) * LOG2_E) * LN_2 + highest
+        of_q = of_label * (1.0 + 2.0 * z_loss * log_sum)
+        q1 = tl.exp2((z - m) * LOG2_E - log_mass_1)
         at_label = offsets == tl.load(labels + row) - first_column
         gradient = tl.where(of_label != 0, of_q * q1 - tl.where(at_label, of_label, 0.0), 0.0)
     if HAS_KD:
-        log_q = from_top * inverse_temperature - tl.load(student_log_norm + row)
-        u = _logits(
-            tl.load(teacher + row * teacher_stride + offsets, offsets < teacher_columns, other=0.0),
-            TEACHER_SCALE,
-            TEACHER_SOFTCAP,
-        )
-        log_p = (u - tl.load(teacher_max + row)) * inverse_temperature - tl.load(teacher_log_norm + row)
-        q = tl.exp2(log_q * LOG2_E)
-        of_row = _slope(DIVERGENCE, log_q, log_p, q, share) - q * tl.load(slope_sum + row)
+        log_q = ((z - m) * to_log2 - log_mass_q) * LN_2
+        q = tl.exp2((z - m) * to_log2 - log_mass_q)
+        u = tl.load(teacher + row * teacher_stride + offsets, offsets < teacher_columns, other=0.0)
+        u = _logits(u, TEACHER_SCALE, TEACHER_SOFTCAP)
+        n, log_mass_p, _ = _merge(teacher_max + row, teacher_mass + row, rank, rank_stride, to_log2, SHARDS)
+        log_p = ((u - n) * to_log2 - log_mass_p) * LN_2
+        sum_of_slopes = -1.0
+        if DIVERGENCE == "reverse_kl":
+            sum_of_slopes = _merge_kl(
+                student_max + row,
+                student_mass + row,
+                teacher_max + row,
+                teacher_mass + row,
+                log_ratio + row,
+                rank_stride,
+                to_log2,
+                SHARDS,
+            )
+        elif DIVERGENCE != "forward_kl":
+            sum_of_slopes = 0.0 * n
+            for shard in range(SHARDS):
+                sum_of_slopes += tl.load(slope_sum + shard * sums_stride + row)
+        of_row = _slope(DIVERGENCE, log_q, log_p, q, share) - q * sum_of_slopes
         gradient += tl.where(of_kd != 0, of_kd * of_row, 0.0)
     if STUDENT_SOFTCAP > 0:
         gradient *= 1.0 - (z / STUDENT_SOFTCAP) * (z / STUDENT_SOFTCAP)
@@ -293,7 +352,7 @@ def _gradient_kernel(
     tl.store(out + row * out_stride + offsets, gradient.to(out.dtype.element_ty), there)
 
 
-def first_round(chunk: Chunk, setting: Setting) -> dict[str, Tensor]:
+def first_round(chunk: Chunk, setting: Setting) -> Statistics:
     """See `eager.first_round`."""
     z, u, rows = chunk
     names = ["student_max", "student_mass", "ce_mass", "label_logit", "teacher_max", "teacher_mass", "log_ratio"]
@@ -330,7 +389,7 @@ def first_round(chunk: Chunk, setting: Setting) -> dict[str, Tensor]:
     return {name: values for name, values in zip(names, stats, strict=True) if name in written}
 
 
-def second_round(chunk: Chunk, scalars: ShardScalars, setting: Setting) -> dict[str, Tensor]:
+def second_round(chunk: Chunk, stats: Statistics, setting: Setting) -> Statistics:
     """See `eager.second_round`."""
     z, u, rows = chunk
     sums = z.new_empty((2, z.shape[0]), dtype=torch.float32)
@@ -339,16 +398,19 @@ def second_round(chunk: Chunk, scalars: ShardScalars, setting: Setting) -> dict[
             z,
             u,
             rows.kd_weight,
-            scalars.student_max,
-            scalars.student_log_norm,
-            scalars.teacher_max,
-            scalars.teacher_log_norm,
+            stats["student_max"],
+            stats["student_mass"],
+            stats["teacher_max"],
+            stats["teacher_mass"],
             sums,
             z.stride(0),
             u.stride(0),
             z.shape[0],
+            setting.shard.rank,
+            stats["student_max"].stride(0),
             1.0 / setting.spec.temperature,
             _share(setting.spec),
+            SHARDS=setting.shard.size,
             DIVERGENCE=setting.spec.divergence,
             **_map_constants(setting),
             COLUMNS=z.shape[1],
@@ -358,37 +420,43 @@ def second_round(chunk: Chunk, scalars: ShardScalars, setting: Setting) -> dict[
     return {"density": sums[0], "slope": sums[1]}
 
 
-def write_gradient(chunk: Chunk, scalars: ShardScalars, factors: Factors, setting: Setting, out: Tensor) -> None:
+def write_gradient(chunk: Chunk, stats: Statistics, sums: Statistics | None, setting: Setting, out: Tensor) -> None:
     """See `eager.write_gradient`."""
     z, u, rows = chunk
     if out.numel() == 0:
         return
+    spec = setting.spec
     block = _block(GRADIENT_BLOCK, z.shape[1])
     _gradient_kernel[(z.shape[0], triton.cdiv(z.shape[1], block))](
         z,
         z if u is None else u,
         rows.labels,
         out,
-        scalars.student_max,
-        scalars.student_log_norm,
-        scalars.ce_log_norm,
-        scalars.teacher_max,
-        scalars.teacher_log_norm,
-        factors.ce,
-        factors.label,
-        factors.kd,
-        factors.slope_sum,
+        rows.ce_weight,
+        rows.kd_weight,
+        stats["student_max"],
+        stats["student_mass"],
+        stats.get("ce_mass", stats["student_mass"]),
+        stats.get("teacher_max"),
+        stats.get("teacher_mass"),
+        stats.get("log_ratio"),
+        None if sums is None else sums["slope"],
         z.stride(0),
         0 if u is None else u.stride(0),
         out.stride(0),
         z.shape[1],
         setting.shard.start,
+        setting.shard.rank,
+        stats["student_max"].stride(0),
+        0 if sums is None else sums["slope"].stride(0),
         1.0 / setting.temperature,
-        _share(setting.spec),
-        HAS_CE=factors.ce is not None,
+        spec.scale / spec.temperature,
+        float(spec.z_loss),
+        _share(spec),
+        SHARDS=setting.shard.size,
+        HAS_CE=rows.ce_weight is not None,
         HAS_KD=u is not None,
-        TEMPERED=setting.temperature != 1.0,
-        DIVERGENCE=setting.spec.divergence,
+        DIVERGENCE=spec.divergence,
         **_map_constants(setting),
         BLOCK=block,
         num_warps=GRADIENT_WARPS,

@@ -12,7 +12,7 @@ from mkd.losses.chunking import row_chunks
 from mkd.losses.divergences import DIVERGENCES
 from mkd.losses.kernels import Kernels, choose
 from mkd.losses.logits import Chunk, Setting, statistics_dtype
-from mkd.losses.rows import Factors, Normalisers, Rows, ShardScalars, Terms
+from mkd.losses.rows import Normalisers, Rows, Statistics, Terms
 from mkd.losses.vocab_shard import VocabShard
 
 
@@ -39,17 +39,16 @@ class _VocabParallelLoss(torch.autograd.Function):
         cut = [_cut(student_logits, teacher_logits, rows, c, shard) for c in chunks]
         local = _concatenate([kernels.first_round(chunk, setting) for chunk in cut])
         stats = shard.exchange(local).wait()
-        normalisers = Normalisers.merge(stats, setting.temperature)
-        scalars = ShardScalars.of(local, normalisers, shard.rank)
         sums = None
         if setting.with_kd and DIVERGENCES[spec.divergence].one_round is None:
             parts = [
-                kernels.second_round(chunk, _slice(scalars, c), setting) for chunk, c in zip(cut, chunks, strict=True)
+                kernels.second_round(chunk, _slice(stats, c), setting) for chunk, c in zip(cut, chunks, strict=True)
             ]
             sums = shard.exchange(_concatenate(parts)).wait()
+        normalisers = Normalisers.merge(stats, setting.temperature)
         terms = Terms.of(stats, sums, normalisers, rows, shard.true_vocab, spec)
         ctx.save_for_backward(student_logits, teacher_logits)
-        ctx.saved = rows, setting, kernels, chunks, scalars, (stats, sums, normalisers)
+        ctx.saved = rows, setting, kernels, chunks, stats, sums
         ctx.mark_non_differentiable(*(term for term in (terms.ce, terms.kd) if term is not None))
         return rows.weighted_sum(terms, spec), terms.ce, terms.kd
 
@@ -57,15 +56,15 @@ class _VocabParallelLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, upstream, *_):
         student_logits, teacher_logits = ctx.saved_tensors
-        rows, setting, kernels, chunks, scalars, merged = ctx.saved
+        rows, setting, kernels, chunks, stats, sums = ctx.saved
         gradient = torch.empty_like(student_logits)
         gradient[:, setting.shard.columns :] = 0
         # The upstream scalar goes into the weights: fp16 gradients are rounded after the loss scale, not before.
-        factors = Factors.of(*merged, rows.times(upstream), setting.spec)
+        weighted = rows.times(upstream)
         for c in chunks:
-            chunk = _cut(student_logits, teacher_logits, rows, c, setting.shard)
+            chunk = _cut(student_logits, teacher_logits, weighted, c, setting.shard)
             out = gradient[c, : setting.shard.columns]
-            kernels.write_gradient(chunk, _slice(scalars, c), _slice(factors, c), setting, out)
+            kernels.write_gradient(chunk, _slice(stats, c), _slice(sums, c), setting, out)
         return gradient, None, None, None, None
 
 
@@ -80,12 +79,13 @@ def _with_dense_rows(logits: Tensor) -> Tensor:
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
-def _concatenate(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def _concatenate(parts: list[Statistics]) -> Statistics:
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def _slice(named: ShardScalars | Factors, rows: slice) -> ShardScalars | Factors:
-    return type(named)(*(None if values is None else values[rows] for values in named))
+def _slice(stats: Statistics | None, rows: slice) -> Statistics | None:
+    """Some rows of statistics of all shards."""
+    return None if stats is None else {name: values[:, rows] for name, values in stats.items()}
 
 
 def vocab_parallel_loss(
