@@ -56,6 +56,7 @@ def main() -> None:
         teacher=teacher,
         true_vocab=job.true_vocab,
         current_iteration=lambda: args.curr_iteration,
+        hidden_layers=job.pair_layers(groups, teacher),
     )
     # pretrain initializes once more, which also sets the seeds as if there were no teacher.
     destroy_rerun_state_machine()

@@ -20,6 +20,9 @@ LogitsDtype = Literal["auto", "bf16", "fp32"]
 LossImplementation = Literal["auto", "reference", "eager", "triton"]
 """Who computes the loss."""
 
+HiddenLossType = Literal["mse", "cosine"]
+"""Distances between hidden states of a student's and a teacher's layer."""
+
 SKEWED = ("skew_forward_kl", "skew_reverse_kl")
 """The divergences with a `skew`."""
 
@@ -133,6 +136,34 @@ class Schedule:
         return f"{self.shape} from {self.start:g} to {self.end:g} over {self.steps} iterations"
 
 
+@dataclass(frozen=True, order=True)
+class LayerPair:
+    """A student layer whose output is pulled towards a teacher layer's; both counted from 1."""
+
+    student: int
+    teacher: int
+
+    def __str__(self) -> str:
+        return f"{self.student}:{self.teacher}"
+
+    @classmethod
+    def parse_all(cls, flag: str, text: str) -> tuple["LayerPair", ...]:
+        """Read `S:T,S:T,...`, each pair once."""
+        pairs = []
+        for part in text.split(","):
+            numbers = part.strip().split(":")
+            if len(numbers) != 2 or not all(n.isascii() and n.isdigit() for n in numbers):
+                raise MkdConfigError(
+                    f"{flag} is {text!r}: {part!r} is no pair; write STUDENT:TEACHER,... with layers counted from 1, "
+                    "such as 4:8,8:16"
+                )
+            pair = cls(*map(int, numbers))
+            if pair in pairs:
+                raise MkdConfigError(f"{flag} is {text!r}: the pair {pair} stands there twice")
+            pairs.append(pair)
+        return tuple(pairs)
+
+
 @dataclass(frozen=True, kw_only=True)
 class KDConfig:
     """Knowledge distillation: where the teacher comes from and what is learned from it."""
@@ -181,6 +212,18 @@ class KDConfig:
     temperature_squared: bool = True
     """Do not multiply the divergence by T^2."""
 
+    hidden_loss: str | None = field(default=None, metadata={"argparse_meta": {"metavar": "S:T,..."}})
+    """Pairs of layers, counted from 1: the student's hidden states after layer S are pulled towards the teacher's
+    after layer T. Where the widths differ, a linear map from the student's to the teacher's is trained for each pair.
+    Adds R * W * (sum over pairs of the distance) to the loss of a token."""
+
+    hidden_loss_weight: float = 1.0
+    """W > 0 of --kd-hidden-loss."""
+
+    hidden_loss_type: HiddenLossType = "mse"
+    """Distance in --kd-hidden-loss. mse: mean over the teacher's width of the squared difference. cosine: 1 - cosine
+    of the angle."""
+
     logits_dtype: LogitsDtype = "auto"
     """Precision in which logits leave the LM heads' matrix products. auto: bf16 for bf16 models on GPU, else fp32. bf16
     is faster and puts a floor under the gradient of KD: once the student is close to the teacher, it is mostly rounding
@@ -219,6 +262,7 @@ class KDConfig:
         self._check_ratio()
         self._check_temperature()
         self._check_loss()
+        self._check_hidden_loss()
         _require_choice("--kd-logits-dtype", self.logits_dtype, get_args(LogitsDtype))
         _require_choice("--kd-loss-impl", self.loss_impl, get_args(LossImplementation))
         if self.loss_chunk_rows is not None and self.loss_chunk_rows < 1:
@@ -273,6 +317,32 @@ class KDConfig:
                 f"--kd-z-loss is {self.z_loss}, but at R = 0 the loss is Megatron's own, which has none: leave it out, "
                 "or give a --kd-ratio above 0"
             )
+
+    def _check_hidden_loss(self) -> None:
+        _require_choice("--kd-hidden-loss-type", self.hidden_loss_type, get_args(HiddenLossType))
+        if not (math.isfinite(self.hidden_loss_weight) and self.hidden_loss_weight > 0.0):
+            raise MkdConfigError(
+                f"--kd-hidden-loss-weight is {self.hidden_loss_weight}; a weight must be a finite number > 0"
+            )
+        if self.hidden_loss is None:
+            given = {"weight": self.hidden_loss_weight != 1.0, "type": self.hidden_loss_type != "mse"}
+            for name in (name for name, changed in given.items() if changed):
+                raise MkdConfigError(
+                    f"--kd-hidden-loss-{name} is {getattr(self, 'hidden_loss_' + name)}, but no layers are paired: "
+                    "give --kd-hidden-loss S:T,..., or leave it out"
+                )
+        pairs = self.layer_pairs
+        if pairs and self.is_plain_pretraining:
+            flag = "--kd-ratio" if self.ratio_schedule == "constant" else "--kd-ratio-schedule"
+            raise MkdConfigError(
+                f"--kd-hidden-loss is {self.hidden_loss}, but {flag} makes R = 0 for the whole run, where nothing is "
+                "learned from the teacher: leave it out, or give an R above 0"
+            )
+
+    @property
+    def layer_pairs(self) -> tuple[LayerPair, ...]:
+        """The pairs of --kd-hidden-loss; none without it."""
+        return () if self.hidden_loss is None else LayerPair.parse_all("--kd-hidden-loss", self.hidden_loss)
 
     @property
     def ratio_over_time(self) -> Schedule:

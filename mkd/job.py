@@ -26,6 +26,7 @@ from mkd.data.batch import KDBatch
 from mkd.data.datasets import build_datasets, check_data, check_splits
 from mkd.errors import MkdConfigError
 from mkd.groups import Groups
+from mkd.hidden_layers import HiddenLayers
 from mkd.memory import estimate_memory
 from mkd.metrics import MetricsLog, perplexity
 from mkd.models.gpt import gpt_config
@@ -102,6 +103,21 @@ class Job:
             fingerprint=fingerprint,
             offload=self.kd.teacher_offload,
         )
+
+    def pair_layers(self, groups: Groups, teacher: OnlineTeacher | None) -> HiddenLayers | None:
+        """What --kd-hidden-loss asks for, to be placed in the student when it is built; None without the flag."""
+        if not self.kd.layer_pairs:
+            return None
+        layers = HiddenLayers(
+            self.kd.layer_pairs,
+            self.kd.hidden_loss_type,
+            self.kd.hidden_loss_weight,
+            groups,
+            teacher.record_layers({pair.teacher for pair in self.kd.layer_pairs}),
+            seed=self.args.seed,
+        )
+        self.student_config.pre_wrap_hooks.append(layers.attach)
+        return layers
 
     def datasets(self) -> list[Any]:
         """Train, validation and test set. Collective over all ranks."""

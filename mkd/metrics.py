@@ -104,7 +104,7 @@ class MetricsLog:
         last, window = self._window[-1], self._window
         taken = [line for line in window if not line["skipped"]]
         parts = [f"iteration {iteration}/{self.train_iters}"]
-        for name in ("loss", "ce", "kd"):
+        for name in ("loss", "ce", "kd", "hidden"):
             values = [line[name] for line in taken if name in line]
             if values:
                 parts.append(f"{name} {sum(values) / len(values):.4f}")
@@ -135,8 +135,7 @@ class MetricsLog:
             f"{'validation' if split == 'valid' else split} at iteration {iteration}",
             f"ce {values['ce']:.4f} (ppl {perplexity(values['ce']):.2f})",
         ]
-        if "kd" in values:
-            parts.append(f"kd {values['kd']:.4f}")
+        parts += [f"{name} {values[name]:.4f}" for name in ("kd", "hidden") if name in values]
         if "teacher_ce" in values:
             parts.append(f"teacher ce {values['teacher_ce']:.4f} (ppl {perplexity(values['teacher_ce']):.2f})")
         print(" | ".join(parts), flush=True)

@@ -8,6 +8,7 @@ from mkd.config import KDConfig
 from mkd.data.batch import KDBatch, check_same_batch, draw
 from mkd.errors import MkdDataError
 from mkd.groups import Groups
+from mkd.hidden_layers import HiddenLayers
 from mkd.step import Objective, StepInput
 from mkd.teacher.base import HiddenSignal, Teacher
 
@@ -27,6 +28,8 @@ class TeacherThenStudent:
     """None when nothing is learned from it (`KDConfig.is_plain_pretraining`)."""
     true_vocab: int
     current_iteration: Callable[[], int]
+    hidden_layers: HiddenLayers | None = None
+    """None when no layers are paired."""
     _checked: set[bool] = field(default_factory=set)
     """Phases (evaluating or not) whose first batch was compared between ranks."""
 
@@ -42,9 +45,12 @@ class TeacherThenStudent:
                 iterators: Any = [iter(inputs) for _ in data_iterator]
             else:
                 iterators = iter(inputs)
-            return schedule(
+            reports = schedule(
                 data_iterator=iterators, num_microbatches=num_microbatches, forward_only=forward_only, **options
             )
+            if self.hidden_layers is not None:
+                self.hidden_layers.add_to(reports, [step.layers for step in inputs])
+            return reports
 
         return run
 
@@ -69,14 +75,18 @@ class TeacherThenStudent:
             plain=self.teacher is None,
         )
         wanted = self.teacher is not None and (evaluating or objective.ratio > 0.0)
-        if wanted and (self.groups.pp.size() > 1 or self.kd.teacher_offload):
+        at_once = wanted and (self.groups.pp.size() > 1 or self.kd.teacher_offload)
+        if at_once:
             stored = iter(self.teacher.signals(batches))
             signals = (
                 [_constant(next(stored)) for _ in batches] if self.groups.is_last_stage else [_unused] * len(batches)
             )
         else:
             signals = [self._lazily(batch) for batch in batches]
-        return [StepInput(batch, objective, signal) for batch, signal in zip(batches, signals, strict=True)]
+        layers: list = [None] * len(batches)
+        if self.hidden_layers is not None:
+            layers = self.hidden_layers.microbatches(batches, objective.ratio, evaluating, teacher_is_done=at_once)
+        return [StepInput(*parts) for parts in zip(batches, [objective] * len(batches), signals, layers, strict=True)]
 
     def _lazily(self, batch: KDBatch) -> Callable[[], HiddenSignal]:
         return lambda: self.teacher.signals([batch])[0]

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from mkd.config import LossSpec
 from mkd.data.batch import KDBatch
 from mkd.groups import Groups
+from mkd.hidden_layers import LayersOfMicrobatch
 from mkd.losses import LossOutput, fused_linear_loss
 from mkd.models.gpt import finish_parameter_sync
 from mkd.teacher.base import HiddenSignal
@@ -37,6 +38,8 @@ class StepInput:
     objective: Objective
     signal: Callable[[], HiddenSignal]
     """The teacher's signal for this batch; called on the last stage only, or on every rank without pipeline stages."""
+    layers: LayersOfMicrobatch | None = None
+    """What the student's intermediate layers are compared with; None when they are not."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,8 @@ class ForwardStep:
             output = model(batch.tokens, batch.position_ids, None, labels=batch.labels)
             return output, lambda losses: self._report(batch, {"ce": losses.float()}, None, step.objective)
         head = _HeadLoss(self, step)
+        if step.layers is not None:
+            step.layers.begin()
         output = model(batch.tokens, batch.position_ids, None, output_processor=head)
         return output, head.report
 

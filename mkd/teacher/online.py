@@ -1,6 +1,6 @@
 """A teacher that runs beside the student, on the same ranks and in the same parallel layout."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from mkd.data.batch import KDBatch
 from mkd.groups import Groups
 from mkd.models.gpt import lm_head
 from mkd.teacher.base import HiddenSignal
+from mkd.teacher.layers import LayerRecorder
 
 
 def _final_hidden_states(*, hidden_states: Tensor, **unused: Any) -> Tensor:
@@ -60,6 +61,10 @@ class OnlineTeacher:
 
     def fingerprint(self) -> str:
         return self._fingerprint
+
+    def record_layers(self, layers: Collection[int]) -> LayerRecorder:
+        """From now on keep what these layers put out, as far as this stage has them; they count from 1."""
+        return LayerRecorder.on(self._model, layers)
 
     @torch.no_grad()
     def signals(self, batches: Sequence[KDBatch]) -> list[HiddenSignal]:

@@ -6,7 +6,7 @@ whole tensor, both read from megatron's own sharded state dictionaries, so nothi
 
 import hashlib
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,9 +24,10 @@ from torch import Tensor, nn
 
 from mkd import step
 from mkd.arguments import default_arguments
-from mkd.config import KDConfig
+from mkd.config import HiddenLossType, KDConfig
 from mkd.cpu.flags import set_cpu_values
 from mkd.groups import Groups
+from mkd.hidden_layers import HiddenLayers
 from mkd.losses import LossOutput
 from mkd.models.gpt import gpt_config
 from mkd.schedule import TeacherThenStudent
@@ -71,6 +72,39 @@ class Models:
     ratio: float = 0.3
     temperature: float = 2.0
     offload: bool = False
+    hidden_loss: str | None = None
+    """Pairs of layers, as in --kd-hidden-loss."""
+    hidden_loss_type: HiddenLossType = "mse"
+    same_width: bool = False
+    """Whether the teacher is as wide as the student."""
+    recompute: bool = False
+    """Whether the student's activations are recomputed in the backward pass."""
+    loss_scale: float = 1.0
+
+    @property
+    def teacher(self) -> dict[str, Any]:
+        """Sizes of the teacher."""
+        if self.teacher_is_student:
+            return self.student
+        return TEACHER | {"hidden_size": STUDENT["hidden_size"]} if self.same_width else TEACHER
+
+    @property
+    def student(self) -> dict[str, Any]:
+        """Sizes of the student, and what it recomputes."""
+        recomputed = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+        return STUDENT | (MOE if self.moe else {}) | (recomputed if self.recompute else {})
+
+    @property
+    def kd(self) -> KDConfig:
+        return KDConfig(
+            teacher_hf="T",
+            ratio=self.ratio,
+            temperature=self.temperature,
+            teacher_offload=self.offload,
+            hidden_loss=self.hidden_loss,
+            hidden_loss_type=self.hidden_loss_type,
+            hidden_loss_weight=2.5 if self.hidden_loss else 1.0,
+        )
 
 
 def model_arguments(sizes: dict[str, Any], layout: Layout, tied: bool) -> Namespace:
@@ -207,19 +241,14 @@ def kd_step(rank: int, world_size: int, layout: Layout, models: Models) -> dict[
 
 def _kd_step(layout: Layout, models: Models) -> dict[str, Any]:
     groups = Groups.from_megatron()
-    student_sizes = {**STUDENT, **MOE} if models.moe else STUDENT
-    chunks = _student(student_sizes, layout, models, groups)
-    teacher_sizes = student_sizes if models.teacher_is_student else TEACHER
-    teacher_layout = replace(layout, vp=1, ep=layout.ep if "num_experts" in teacher_sizes else 1)
-    teacher = OnlineTeacher(
-        gpt_config(model_arguments(teacher_sizes, teacher_layout, tied=models.teacher_is_student and models.tied)),
-        groups,
-        load_weights=partial(fill, salt="student" if models.teacher_is_student else "teacher"),
-        fingerprint="",
-        offload=models.offload,
-    )
-    kd = KDConfig(teacher_hf="T", ratio=models.ratio, temperature=models.temperature, teacher_offload=models.offload)
-    schedule = TeacherThenStudent(kd, groups, teacher, true_vocab=VOCAB, current_iteration=lambda: 0)
+    kd, teacher = models.kd, build_teacher(layout, models, groups)
+    hidden_layers = None
+    if kd.layer_pairs:
+        recorder = teacher.record_layers({pair.teacher for pair in kd.layer_pairs})
+        settings = (kd.layer_pairs, kd.hidden_loss_type, kd.hidden_loss_weight)
+        hidden_layers = HiddenLayers(*settings, groups, recorder, seed=1)
+    chunks = build_student(layout, models, groups, [hidden_layers.attach] if hidden_layers else [])
+    schedule = TeacherThenStudent(kd, groups, teacher, VOCAB, lambda: 0, hidden_layers)
     run = schedule.around(get_forward_backward_func(pp_size=layout.pp, vp_size=layout.vp if layout.vp > 1 else None))
     batches = microbatches(layout.mbs, groups.dp.rank(), groups.dp.size())
     iterator = iter(batches)
@@ -238,9 +267,23 @@ def _kd_step(layout: Layout, models: Models) -> dict[str, Any]:
     return {"reports": sums, "gradients": gradients(chunks)}
 
 
-def _student(sizes: dict[str, Any], layout: Layout, models: Models, groups: Groups) -> list[nn.Module]:
+def build_teacher(layout: Layout, models: Models, groups: Groups) -> OnlineTeacher:
+    """The teacher on this rank."""
+    sizes = models.teacher
+    teacher_layout = replace(layout, vp=1, ep=layout.ep if "num_experts" in sizes else 1)
+    return OnlineTeacher(
+        gpt_config(model_arguments(sizes, teacher_layout, tied=models.teacher_is_student and models.tied)),
+        groups,
+        load_weights=partial(fill, salt="student" if models.teacher_is_student else "teacher"),
+        fingerprint="",
+        offload=models.offload,
+    )
+
+
+def build_student(layout: Layout, models: Models, groups: Groups, hooks: Sequence[Callable] = ()) -> list[nn.Module]:
     """The student's chunks on this rank, in megatron's data-parallel wrapper, ready for a backward pass."""
-    config = gpt_config(model_arguments(sizes, layout, models.tied))
+    config = gpt_config(model_arguments(models.student, layout, models.tied))
+    config.pre_wrap_hooks += hooks
     chunks = GPTModelBuilder(config).build_distributed_models(
         pg_collection=groups.collection, ddp_config=DistributedDataParallelConfig(), data_parallel_random_init=False
     )
@@ -248,4 +291,6 @@ def _student(sizes: dict[str, Any], layout: Layout, models: Models, groups: Grou
     for chunk in chunks:
         chunk.zero_grad_buffer()
         get_model_config(chunk).finalize_model_grads_func = finalize_model_grads
+        if models.loss_scale != 1.0:
+            get_model_config(chunk).grad_scale_func = lambda loss: models.loss_scale * loss
     return chunks

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # fmt: off
 LAYERS = [
     "errors", "compat", "cpu", "config", "flag_checks", "arguments", "groups", "data", "models", "checkpoint",
-    "teacher", "losses", "xtoken", "memory", "step", "schedule", "metrics",
+    "teacher", "losses", "hidden_layers", "xtoken", "memory", "step", "schedule", "metrics",
 ]
 # fmt: on
 """A module of mkd imports only from its own layer and from those before it. A module that is not listed is an entry:

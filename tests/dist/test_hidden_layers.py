@@ -1,0 +1,78 @@
+"""Pairs of layers: gradients against autograd of the definition, and the same in every parallel layout."""
+
+import pytest
+import torch
+
+from tests.dist.hidden_term import hidden_term
+from tests.dist.kd_step import Layout, Models, kd_step
+from tests.dist.test_layouts import GetPool, combine, compare, one_rank
+from tests.tolerance import GRADIENT, STEP_LOSS, assert_close_norm
+
+# Of 4 and 8 layers. Under PP2 the student's layer 2 is on the first stage and the teacher's 6 on the second, 3 and 2
+# the other way round. Two pairs share a student's layer, two a teacher's, and the last layers are paired too.
+PAIRS = "2:6,3:2,3:6,4:8"
+MSE = Models(hidden_loss=PAIRS)
+COSINE = Models(hidden_loss=PAIRS, hidden_loss_type="cosine", tied=False, ratio=1.0)
+SAME_WIDTH = Models(hidden_loss=PAIRS, same_width=True)
+
+
+@pytest.mark.parametrize("models", [MSE, COSINE, SAME_WIDTH], ids=["mse", "cosine", "same width"])
+def test_gradients_are_those_of_the_definition(gloo_pool: GetPool, models: Models) -> None:
+    losses, seen = one_rank(gloo_pool, models)
+    without, expected = one_rank(gloo_pool, Models(same_width=models.same_width, tied=models.tied, ratio=models.ratio))
+    (term,) = gloo_pool(1).run(hidden_term, models)
+    (result,) = gloo_pool(1).run(kd_step, Layout(), models)
+    count = result["reports"]["hidden"][1]
+    hidden = (term["sum"] / count).item()
+    assert losses["hidden"] == pytest.approx(hidden, rel=STEP_LOSS)
+    extra = models.ratio * models.kd.hidden_loss_weight * hidden
+    assert losses["loss"] == pytest.approx(without["loss"] + extra, rel=STEP_LOSS)
+    _, added = combine([{"reports": {}, "gradients": term["gradients"]}])
+    assert seen.keys() == added.keys()
+    assert len(seen.keys() - expected.keys()) == (0 if models.same_width else 4)
+    for key, value in added.items():
+        whole = value / count + expected.get(key, torch.zeros_like(value))
+        if "output_layer" not in key and "final_layernorm" not in key:
+            assert (value / count).norm() > 0.01 * whole.norm(), f"{key}: the term hardly shows"
+        assert_close_norm(seen[key], whole, GRADIENT, key)
+
+
+LAYOUTS = [
+    pytest.param(2, Layout(tp=2), id="tp2"),
+    pytest.param(2, Layout(tp=2, sp=True), id="tp2-sp"),
+    pytest.param(2, Layout(pp=2), id="pp2"),
+    pytest.param(2, Layout(pp=2, vp=2), id="pp2-vp2"),
+    pytest.param(2, Layout(mbs=1), id="dp2-mbs1"),
+    pytest.param(4, Layout(tp=2, pp=2, vp=2, sp=True), id="tp2-sp-pp2-vp2"),
+]
+
+
+@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
+@pytest.mark.parametrize("models", [MSE, COSINE], ids=["mse", "cosine"])
+def test_layouts(gloo_pool: GetPool, ranks: int, layout: Layout, models: Models) -> None:
+    compare(gloo_pool, ranks, layout, models)
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(2, Layout(tp=2, sp=True)), (2, Layout(pp=2, vp=2))])
+def test_without_maps(gloo_pool: GetPool, ranks: int, layout: Layout) -> None:
+    compare(gloo_pool, ranks, layout, SAME_WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"), [(1, Layout()), (2, Layout(tp=2, sp=True)), (2, Layout(pp=2)), (2, Layout(pp=2, vp=2))]
+)
+def test_recomputed_activations_change_nothing(gloo_pool: GetPool, ranks: int, layout: Layout) -> None:
+    """Under pipeline parallelism other micro-batches' forward passes lie between a forward and its recomputation."""
+    compare(gloo_pool, ranks, layout, Models(hidden_loss=PAIRS, recompute=True), truth=MSE)
+
+
+def test_offloaded_teacher_changes_nothing(gloo_pool: GetPool) -> None:
+    compare(gloo_pool, 1, Layout(), Models(hidden_loss=PAIRS, offload=True), truth=MSE)
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(1, Layout()), (2, Layout(pp=2))])
+def test_the_loss_scale_reaches_every_stage(gloo_pool: GetPool, ranks: int, layout: Layout) -> None:
+    _, expected = one_rank(gloo_pool, MSE)
+    _, seen = combine(gloo_pool(ranks).run(kd_step, layout, Models(hidden_loss=PAIRS, loss_scale=8.0)))
+    for key, value in expected.items():
+        assert_close_norm(seen[key], 8.0 * value, GRADIENT, key)
