@@ -1,8 +1,14 @@
 """Fixtures and markers of all tests."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Triton's kernels run in its interpreter. Triton reads this when it is imported; workers inherit it.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import mkd.cpu
 

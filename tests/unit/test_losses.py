@@ -4,67 +4,15 @@ import dataclasses
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
-from mkd.losses import LossOutput, LossSpec, fused_linear, fused_linear_loss, reference, vocab_parallel_loss
+from mkd.losses import LossOutput, LossSpec, eager, fused_linear, fused_linear_loss, reference, vocab_parallel_loss
 from mkd.losses.divergences import DIVERGENCES
-from tests.loss_cases import UPSTREAM, Expected, LossCase, expect, make_inputs
+from mkd.losses.logits import LogitMap, LogitMaps
+from tests.loss_cases import UPSTREAM, LossCase, check, expect, make_inputs, run_fused, run_logits
 from tests.tolerance import FP32, FP64, HALF_FACTOR, assert_close_norm, norm_error
 
 pytestmark = pytest.mark.usefixtures("poisoned")
-
-
-def run_fused(case: LossCase) -> tuple[LossOutput, Tensor, Tensor]:
-    """(output, d_hidden, d_weight)."""
-    x = make_inputs(case)
-    hidden, weight = x.student_hidden.requires_grad_(), x.student_weight.requires_grad_()
-    out = fused_linear_loss(
-        *x[:4],
-        x.labels,
-        x.ce_weight,
-        x.kd_weight,
-        spec=case.spec,
-        true_vocab=case.true_vocab,
-        chunk_rows=case.chunk_rows,
-    )
-    return out, *torch.autograd.grad(UPSTREAM * out.loss, (hidden, weight))
-
-
-def run_logits(case: LossCase) -> tuple[LossOutput, Tensor]:
-    """(output, d_logits)."""
-    x = make_inputs(case)
-    logits = x.student_logits.requires_grad_()
-    out = vocab_parallel_loss(
-        logits, x.teacher_logits, x.labels, x.ce_weight, x.kd_weight, spec=case.spec, true_vocab=case.true_vocab
-    )
-    return out, *torch.autograd.grad(UPSTREAM * out.loss, logits)
-
-
-def check_values(out: LossOutput, expected: Expected, tol: float) -> None:
-    assert_close_norm(out.loss, expected.loss, tol, "loss")
-    for name in ("ce", "kd"):
-        actual, wanted = getattr(out, name), getattr(expected, name)
-        assert (actual is None) == (wanted is None), name
-        if wanted is not None:
-            assert not actual.requires_grad
-            assert_close_norm(actual, wanted, tol, name)
-
-
-def check(case: LossCase, tol: float) -> None:
-    """Both losses: values and gradients against the reference, exact zeros in padding and masked rows."""
-    expected = expect(case)
-    out, d_hidden, d_weight = run_fused(case)
-    check_values(out, expected, tol)
-    assert_close_norm(d_hidden, expected.d_hidden, tol, "d_hidden")
-    assert_close_norm(d_weight, expected.d_weight, tol, "d_weight")
-    assert not d_weight[case.true_vocab :].any()
-    out, d_logits = run_logits(case)
-    check_values(out, expected, tol)
-    assert_close_norm(d_logits, expected.d_logits, tol, "d_logits")
-    assert not d_logits[:, case.true_vocab :].any()
-    if case.rows > 3:
-        assert not d_hidden[2].any() and not d_logits[2].any()
 
 
 def test_reference_against_torch() -> None:
@@ -84,15 +32,76 @@ def test_every_divergence_has_a_reference() -> None:
 
 
 @pytest.mark.parametrize("dtype, tol", [(torch.float32, FP32), (torch.float64, FP64)])
-@pytest.mark.parametrize("terms", ["ce", "kd", "ce+kd"])
-@pytest.mark.parametrize("temperature, squared", [(1.0, True), (2.0, True), (2.0, False), (0.5, True), (0.5, False)])
-def test_values_and_gradients(terms: str, temperature: float, squared: bool, dtype: torch.dtype, tol: float) -> None:
-    check(LossCase(terms=terms, temperature=temperature, temperature_squared=squared, dtype=dtype), tol)
+@pytest.mark.parametrize("temperature", [1.0, 2.0, 0.5])
+@pytest.mark.parametrize(
+    "terms, z_loss, divergence",
+    [("ce", z, "forward_kl") for z in (0.0, 1e-2)]
+    + [("kd", 0.0, name) for name in DIVERGENCES]
+    + [("ce+kd", z, name) for z in (0.0, 1e-2) for name in DIVERGENCES],
+)
+def test_values_and_gradients(
+    terms: str, z_loss: float, divergence: str, temperature: float, dtype: torch.dtype, tol: float
+) -> None:
+    check(LossCase(terms=terms, z_loss=z_loss, divergence=divergence, temperature=temperature, dtype=dtype), tol)
 
 
-@pytest.mark.parametrize("chunk_rows", [1, 4, 13, 1000, None])
-def test_chunks_do_not_matter(chunk_rows: int | None) -> None:
-    check(LossCase(chunk_rows=chunk_rows, temperature=2.0), FP32)
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_without_temperature_squared(divergence: str) -> None:
+    check(LossCase(divergence=divergence, temperature=2.0, temperature_squared=False), FP32)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"divergence": "jsd", "beta": 0.1},
+        {"divergence": "jsd", "beta": 0.9},
+        {"divergence": "skew_forward_kl", "skew": 0.0},
+        {"divergence": "skew_reverse_kl", "skew": 0.0},
+        {"divergence": "skew_forward_kl", "skew": 0.7},
+        {"divergence": "skew_reverse_kl", "skew": 0.7},
+    ],
+    ids=str,
+)
+def test_beta_and_skew(changes: dict) -> None:
+    check(LossCase(temperature=2.0, **changes), FP32)
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "jsd"])
+@pytest.mark.parametrize("chunk_rows", [1, 4, 5, 7, 13, 1000, None])
+def test_chunks_do_not_matter(chunk_rows: int | None, divergence: str) -> None:
+    """13, 4, 3, 2 and 1 chunks: the LM head's gradient takes them in pairs."""
+    check(LossCase(chunk_rows=chunk_rows, temperature=2.0, divergence=divergence, z_loss=1e-2, biased=True), FP32)
+
+
+MAPS = {
+    "scale": LogitMaps(LogitMap(scale=0.3), LogitMap(scale=2.5)),
+    "softcap": LogitMaps(LogitMap(softcap=3.0), LogitMap(softcap=2.0)),
+    "both": LogitMaps(LogitMap(0.5, 4.0), LogitMap(1.7, 3.0)),
+    "teacher only": LogitMaps(teacher=LogitMap(0.5, 4.0)),
+}
+
+
+@pytest.mark.parametrize("dtype, tol", [(torch.float32, FP32), (torch.float64, FP64)])
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("maps", MAPS.values(), ids=MAPS)
+def test_scale_softcap_and_bias(maps: LogitMaps, divergence: str, dtype: torch.dtype, tol: float) -> None:
+    check(LossCase(maps=maps, divergence=divergence, temperature=2.0, z_loss=1e-2, biased=True, dtype=dtype), tol)
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "tvd"])
+@pytest.mark.parametrize("padding", [-3, -1, 5])
+def test_teacher_padded_to_another_width(padding: int, divergence: str) -> None:
+    """On one rank; -3 leaves it no padding at all."""
+    check(LossCase(teacher_padding=padding, divergence=divergence, biased=True), FP32)
+
+
+def test_logits_in_any_memory_order() -> None:
+    case = LossCase(divergence="jsd")
+    x, expected = make_inputs(case), expect(case)
+    student, teacher = (t.t().contiguous().t() for t in (x.student_logits, x.teacher_logits))
+    student.requires_grad_()
+    out = vocab_parallel_loss(student, teacher, *x[6:9], spec=case.spec, true_vocab=29)
+    assert_close_norm(*torch.autograd.grad(UPSTREAM * out.loss, student), expected.d_logits, FP32, "d_logits")
 
 
 @pytest.mark.parametrize("case", [LossCase(rows=0), LossCase(all_masked=True)], ids=["no rows", "all masked"])
@@ -100,7 +109,7 @@ def test_chunks_do_not_matter(chunk_rows: int | None) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_nothing_to_learn_is_a_connected_zero(case: LossCase, terms: str, dtype: torch.dtype) -> None:
     case = dataclasses.replace(case, terms=terms, dtype=dtype)
-    out, *gradients = run_fused(case)
+    out, *gradients, _ = run_fused(case)
     logits_out, d_logits = run_logits(case)
     for loss in (out.loss, logits_out.loss):
         assert loss.item() == 0 and loss.requires_grad
@@ -148,7 +157,7 @@ def test_half_precision_error(dtype: torch.dtype, terms: str) -> None:
     """Error against fp32 at most twice that of eager torch in the same dtype, with fp32 softmaxes there too."""
     case = LossCase(rows=61, true_vocab=509, vocab=512, dtype=dtype, terms=terms, student_width=64, chunk_rows=16)
     expected = expect(case)
-    _, d_hidden, d_weight = run_fused(case)
+    _, d_hidden, d_weight, _ = run_fused(case)
     x = make_inputs(case)
     hidden = x.student_hidden.nan_to_num(0).requires_grad_()
     weight = x.student_weight[: case.true_vocab].clone().requires_grad_()
@@ -176,20 +185,20 @@ def test_no_gradient_work_without_need(monkeypatch: pytest.MonkeyPatch) -> None:
     def call() -> LossOutput:
         return fused_linear_loss(*x, spec=LossSpec(), true_vocab=29)
 
-    x = (*x[:4], *x[6:])
+    x = (*x[:4], *x[6:9])
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a gradient that nobody needs")
 
     hidden, weight = x[0].requires_grad_(), x[1].requires_grad_()
-    monkeypatch.setattr(fused_linear, "_add_product_", refuse)
+    monkeypatch.setattr(fused_linear, "add_product", refuse)
     weight.requires_grad_(False)
     call().loss.backward()  # frozen LM head: no d_weight
     assert hidden.grad is not None and weight.grad is None
     with pytest.raises(AssertionError, match="nobody needs"):
         weight.requires_grad_(True)
         call()
-    monkeypatch.setattr(fused_linear, "write_gradient_", refuse)
+    monkeypatch.setattr(eager, "write_gradient", refuse)
     with torch.no_grad():
         assert not call().loss.requires_grad
 
@@ -212,7 +221,7 @@ def test_only_gradients_are_kept_and_backward_may_run_twice() -> None:
     hidden, weight = x.student_hidden.requires_grad_(), x.student_weight.requires_grad_()
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)) or t, lambda t: t):
-        out = fused_linear_loss(*x[:4], *x[6:], spec=LossSpec(), true_vocab=29, chunk_rows=3)
+        out = fused_linear_loss(*x[:4], *x[6:9], spec=LossSpec(), true_vocab=29, chunk_rows=3)
     assert kept == [tuple(hidden.shape), tuple(weight.shape)]
     first = torch.autograd.grad(2 * out.loss, (hidden, weight), retain_graph=True)
     second = torch.autograd.grad(4 * out.loss, (hidden, weight))
@@ -228,8 +237,16 @@ def test_wrong_shapes_are_refused() -> None:
         fused_linear_loss(h, w, th, tw, x.labels, None, None, spec=spec, true_vocab=29)
     with pytest.raises(ValueError, match="teacher_hidden is None"):
         fused_linear_loss(h, w, None, None, x.labels, None, x.kd_weight, spec=spec, true_vocab=29)
-    with pytest.raises(ValueError, match="31 vocabulary columns"):
-        fused_linear_loss(h, w, th, tw[:-1], x.labels, None, x.kd_weight, spec=spec, true_vocab=29)
+    with pytest.raises(ValueError, match="28 vocabulary columns"):
+        fused_linear_loss(h, w, th, tw[:28], x.labels, None, x.kd_weight, spec=spec, true_vocab=29)
+    with pytest.raises(ValueError, match="must be given together"):
+        fused_linear_loss(h, w, th, None, x.labels, None, x.kd_weight, spec=spec, true_vocab=29)
+    with pytest.raises(ValueError, match="teacher has 12 rows"):
+        fused_linear_loss(h, w, th[:-1], tw, x.labels, None, x.kd_weight, spec=spec, true_vocab=29)
+    for name in ("student_bias", "teacher_bias"):
+        with pytest.raises(ValueError, match=name):
+            bias = {name: torch.zeros(33)}
+            fused_linear_loss(h, w, th, tw, x.labels, None, x.kd_weight, spec=spec, true_vocab=29, **bias)
     with pytest.raises(ValueError, match="of one dtype"):
         fused_linear_loss(h.double(), w, th, tw, x.labels, x.ce_weight, None, spec=spec, true_vocab=29)
     with pytest.raises(ValueError, match="true_vocab is 33"):
@@ -240,3 +257,22 @@ def test_wrong_shapes_are_refused() -> None:
         fused_linear_loss(h, w, th, tw, x.labels, x.ce_weight, None, spec=spec, true_vocab=29, chunk_rows=0)
     with pytest.raises(ValueError, match="teacher_logits has shape None"):
         vocab_parallel_loss(x.student_logits, None, x.labels, None, x.kd_weight, spec=spec, true_vocab=29)
+    with pytest.raises(ValueError, match="28 vocabulary columns"):
+        vocab_parallel_loss(
+            x.student_logits, x.teacher_logits[:, :28], x.labels, None, x.kd_weight, spec=spec, true_vocab=29
+        )
+    with pytest.raises(ValueError, match="kd_weight has shape"):
+        vocab_parallel_loss(
+            x.student_logits, x.teacher_logits, x.labels, None, x.kd_weight[:, None], spec=spec, true_vocab=29
+        )
+    for impl, words in (("cuda", "known are"), ("reference", "known are")):
+        with pytest.raises(ValueError, match=words):
+            vocab_parallel_loss(
+                x.student_logits, None, x.labels, x.ce_weight, None, spec=spec, true_vocab=29, impl=impl
+            )
+    with pytest.raises(ValueError, match=r"no float64.*--kd-loss-impl"):
+        vocab_parallel_loss(
+            x.student_logits.double(), None, x.labels, x.ce_weight, None, spec=spec, true_vocab=29, impl="triton"
+        )
+    with pytest.raises(ValueError, match="softcap is 0"):
+        LogitMap(softcap=0.0)
