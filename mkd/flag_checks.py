@@ -1,8 +1,10 @@
 """Whether Megatron's flags fit each other and the model: what megatron itself says late, unclearly or not at all."""
 
 from argparse import Namespace
+from collections.abc import Sequence
 from typing import Any
 
+from mkd.config import LayerPair
 from mkd.errors import MkdConfigError
 
 
@@ -97,3 +99,32 @@ def check_divisions(model: str, sizes: dict[str, Any], tp: int, pp: int) -> None
     layers = sizes["num_layers"]
     if layers and layers % pp and all(sizes.get(name) is None for name in uneven):
         raise MkdConfigError(f"--pipeline-model-parallel-size {pp} does not divide the {layers} layers of {model}")
+
+
+def check_layer_pairs(pairs: Sequence[LayerPair], args: Namespace, teacher_layers: int) -> None:
+    """Refuse pairs with layers that a model does not have, and flags under which a layer's output cannot be reached.
+
+    Args:
+        pairs: of --kd-hidden-loss; may be none.
+        args: Megatron's, of the student, after its own checks.
+        teacher_layers: number of layers of the teacher.
+    """
+    for pair in pairs:
+        for model, number, count in (
+            ("student", pair.student, args.num_layers),
+            ("teacher", pair.teacher, teacher_layers),
+        ):
+            if not 1 <= number <= count:
+                raise MkdConfigError(
+                    f"--kd-hidden-loss has the pair {pair}, but the {model} has no layer {number}: its layers are 1 to "
+                    f"{count}"
+                )
+    reasons = {
+        "--cuda-graph-impl": (args.cuda_graph_impl != "none", "a layer in a CUDA graph runs no hooks"),
+        "--overlap-moe-expert-parallel-comm": (args.overlap_moe_expert_parallel_comm, "it runs no whole layers"),
+        "--use-megatron-fsdp": (args.use_megatron_fsdp, "it does not know the maps between layers"),
+        "--use-torch-fsdp2": (args.use_torch_fsdp2, "it does not know the maps between layers"),
+    }
+    for flag, (given, reason) in reasons.items():
+        if pairs and given:
+            raise MkdConfigError(f"--kd-hidden-loss does not work with {flag} ({reason}): leave one of them out")

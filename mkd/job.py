@@ -25,11 +25,13 @@ from mkd.config import KDConfig
 from mkd.data.batch import KDBatch
 from mkd.data.datasets import build_datasets, check_data, check_splits
 from mkd.errors import MkdConfigError
+from mkd.flag_checks import check_layer_pairs
 from mkd.groups import Groups
 from mkd.hidden_layers import HiddenLayers
 from mkd.memory import estimate_memory
 from mkd.metrics import MetricsLog, perplexity
 from mkd.models.gpt import gpt_config
+from mkd.models.layer_maps import KEY_PREFIX, pair_of_key
 from mkd.schedule import TeacherThenStudent
 from mkd.step import teacher_cross_entropy
 from mkd.teacher.online import OnlineTeacher
@@ -73,6 +75,8 @@ class Job:
         origin = student.origin if student else f"--tokenizer-model {args.tokenizer_model}"
         student_hash = student.tokenizer_hash if student else _hash_of_tokenizer(args)
         _check_tokenizer(args, student)
+        check_layer_pairs(kd.layer_pairs, args, teacher.architecture["num_layers"])
+        _check_stored_maps(args, kd, mapped=teacher.architecture["hidden_size"] != args.hidden_size)
         check_same_vocabulary(origin, true_vocab, student_hash, teacher)
         check_data(arguments.data_prefixes(args), true_vocab, student_hash)
         check_splits(arguments.dataset_config(args, get_tokenizer()), evaluates=args.eval_iters > 0)
@@ -164,6 +168,7 @@ class Job:
             "loss": f"(1 - R) CE + R T^2 {kd.loss}, R = {kd.ratio_over_time}, T = {kd.temperature_over_time}"
             + ("" if kd.temperature_squared else " (without T^2)")
             + ("; R is 0: the teacher is not run" if kd.is_plain_pretraining else ""),
+            **self._plan_of_layers(),
             "layout": ", ".join(f"{name} {size}" for name, size in layout.items() if size > 1 or name == "DP")
             + (", SP" if args.sequence_parallel else ""),
             "batch": f"{args.global_batch_size} samples of {args.seq_length} tokens, "
@@ -173,12 +178,20 @@ class Job:
             "memory": self._memory(),
         }
 
+    def _plan_of_layers(self) -> dict[str, str]:
+        kd, pairs = self.kd, ", ".join(map(str, self.kd.layer_pairs))
+        widths = [config.transformer.hidden_size for config in (self.student_config, self.teacher_config)]
+        maps = "" if widths[0] == widths[1] else f", mapped from width {widths[0]} to {widths[1]}"
+        text = f"+ R {kd.hidden_loss_weight:g} {kd.hidden_loss_type} of layers {pairs} (student:teacher){maps}"
+        return {"layers": text} if pairs else {}
+
     def _memory(self) -> str:
         parts = estimate_memory(
             self.args,
             None if self.kd.is_plain_pretraining else self.teacher_args,
             self.kd.loss_chunk_rows,
             all_at_once=self.args.pipeline_model_parallel_size > 1 or self.kd.teacher_offload,
+            paired_layers=len(self.kd.layer_pairs),
         )
         listed = ", ".join(f"{name} {gib:.2f}" for name, gib in parts.items())
         return f"about {sum(parts.values()):.2f} GiB on the fullest rank besides activations: {listed}"
@@ -213,6 +226,27 @@ def _check_tokenizer(args: Namespace, student: ModelSource | None) -> None:
     if student is not None and given and student.tokenizer_hash and given != student.tokenizer_hash:
         raise MkdConfigError(
             f"--tokenizer-model {args.tokenizer_model} is another tokenizer than that of {student.origin}: leave it out"
+        )
+
+
+def _check_stored_maps(args: Namespace, kd: KDConfig, mapped: bool) -> None:
+    """Refuse to resume with other maps between layers than the checkpoint has.
+
+    Args:
+        args: Megatron's.
+        kd: names the pairs of layers.
+        mapped: whether each pair has a map.
+    """
+    if not arguments.resumes(args) or args.finetune or args.ckpt_format != "torch_dist":
+        return
+    stored = MegatronFolder(args.load, "--load").metadata.state_dict_metadata
+    had = sorted(pair_of_key(key) for key in stored if key.startswith(KEY_PREFIX))
+    wanted = sorted(kd.layer_pairs) if mapped else []
+    if had != wanted:
+        texts = [",".join(map(str, pairs)) or "none" for pairs in (had, wanted)]
+        raise MkdConfigError(
+            f"--load {args.load} has trained maps for the pairs of layers {texts[0]}, this command line needs maps for "
+            f"{texts[1]}: give the same --kd-hidden-loss, or begin anew from its weights with --pretrained-checkpoint"
         )
 
 

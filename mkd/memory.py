@@ -12,7 +12,7 @@ _GIB = 2**30
 
 
 def estimate_memory(
-    student: Namespace, teacher: Namespace | None, chunk_rows: int | None, all_at_once: bool
+    student: Namespace, teacher: Namespace | None, chunk_rows: int | None, all_at_once: bool, paired_layers: int = 0
 ) -> dict[str, float]:
     """GiB on the fullest rank, by what it is for. Activations of the student's layers are not in it.
 
@@ -21,6 +21,7 @@ def estimate_memory(
         teacher: those of the teacher; None when it is not run.
         chunk_rows: tokens whose logits exist at one time; None for the default.
         all_at_once: whether the teacher looks at all micro-batches of a step before the student begins.
+        paired_layers: pairs of --kd-hidden-loss, counted as if one stage had them all.
     """
     shard = student.padded_vocab_size // student.tensor_model_parallel_size
     tokens = student.seq_length * student.micro_batch_size
@@ -36,7 +37,10 @@ def estimate_memory(
         microbatches = student.global_batch_size // (student.micro_batch_size * student.data_parallel_size)
         slices = student.tensor_model_parallel_size if student.sequence_parallel else 1
         held = tokens * (microbatches if all_at_once else 1) // slices
-        parts["teacher hidden states"] = size * held * teacher.hidden_size
+        parts["teacher hidden states"] = size * held * teacher.hidden_size * (1 + paired_layers)
+        if paired_layers and student.hidden_size != teacher.hidden_size:
+            maps = paired_layers * student.hidden_size * teacher.hidden_size
+            parts["maps between layers"] = maps * _bytes_a_parameter(student)
     return {name: count / _GIB for name, count in parts.items()}
 
 

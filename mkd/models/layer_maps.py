@@ -25,9 +25,10 @@ def name_of_map(pair: LayerPair) -> str:
     return f"{pair.student}_{pair.teacher}"
 
 
-def checkpoint_key(pair: LayerPair) -> str:
-    """Under which a checkpoint holds a pair's map, whatever the layout."""
-    return f"{KEY_PREFIX}{name_of_map(pair)}.weight"
+def pair_of_key(key: str) -> LayerPair:
+    """The pair whose map a checkpoint holds under `key`, which begins with `KEY_PREFIX`, whatever the layout."""
+    student, teacher = key.removeprefix(KEY_PREFIX).removesuffix(".weight").split("_")
+    return LayerPair(int(student), int(teacher))
 
 
 def new_map(pair: LayerPair, config: TransformerConfig, width: int, seed: int) -> nn.Linear:

@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from mkd.config import Divergence, KDConfig, LossSpec, Schedule
+from mkd.config import Divergence, KDConfig, LayerPair, LossSpec, Schedule
 from mkd.errors import MkdConfigError
 
 
@@ -54,6 +54,24 @@ def config(**changes: object) -> KDConfig:
         ({"z_loss": 1e-4, "ratio": 1.0}, ["--kd-z-loss is 0.0001", "R = 1", "--kd-ratio"]),
         ({"z_loss": 1e-4, "ratio": None, "ratio_schedule": "linear:1:1:9"}, ["--kd-z-loss is 0.0001", "R = 1"]),
         ({"z_loss": 1e-4, "ratio": 0.0}, ["--kd-z-loss is 0.0001", "R = 0", "--kd-ratio"]),
+        ({"hidden_loss": ""}, ["--kd-hidden-loss is ''", "'' is no pair", "4:8,8:16"]),
+        ({"hidden_loss": "1:2,3"}, ["--kd-hidden-loss is '1:2,3'", "'3' is no pair"]),
+        ({"hidden_loss": "1:2:3"}, ["'1:2:3' is no pair"]),
+        ({"hidden_loss": "1:2,"}, ["--kd-hidden-loss is '1:2,'", "'' is no pair"]),
+        ({"hidden_loss": "-1:2"}, ["'-1:2' is no pair"]),
+        ({"hidden_loss": "1:b"}, ["'1:b' is no pair"]),
+        ({"hidden_loss": "1:2,2:3,1:2"}, ["--kd-hidden-loss is '1:2,2:3,1:2'", "pair 1:2", "twice"]),
+        ({"hidden_loss": "1:2", "hidden_loss_weight": 0.0}, ["--kd-hidden-loss-weight is 0.0", "> 0"]),
+        ({"hidden_loss": "1:2", "hidden_loss_weight": -1.0}, ["--kd-hidden-loss-weight is -1.0"]),
+        ({"hidden_loss": "1:2", "hidden_loss_weight": math.nan}, ["--kd-hidden-loss-weight is nan"]),
+        ({"hidden_loss": "1:2", "hidden_loss_type": "l2"}, ["--kd-hidden-loss-type is 'l2'", "'mse', 'cosine'"]),
+        ({"hidden_loss_weight": 2.0}, ["--kd-hidden-loss-weight is 2.0", "--kd-hidden-loss S:T"]),
+        ({"hidden_loss_type": "cosine"}, ["--kd-hidden-loss-type is cosine", "--kd-hidden-loss S:T"]),
+        ({"hidden_loss": "1:2", "ratio": 0.0}, ["--kd-hidden-loss is 1:2", "--kd-ratio", "R = 0"]),
+        (
+            {"hidden_loss": "1:2", "ratio": None, "ratio_schedule": "linear:0:0:9"},
+            ["--kd-hidden-loss is 1:2", "--kd-ratio-schedule", "R = 0"],
+        ),
         ({"logits_dtype": "fp16"}, ["--kd-logits-dtype is 'fp16'", "'auto', 'bf16', 'fp32'"]),
         ({"loss_impl": "cuda"}, ["--kd-loss-impl is 'cuda'", "'auto', 'reference', 'eager', 'triton'"]),
         ({"loss_chunk_rows": 0}, ["--kd-loss-chunk-rows is 0"]),
@@ -150,3 +168,10 @@ def test_loss_spec() -> None:
 def test_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         config().ratio = 0.7
+
+
+def test_pairs_of_layers() -> None:
+    assert config().layer_pairs == ()
+    pairs = config(hidden_loss="4:8, 2:8,2:1", ratio=None, ratio_schedule="linear:0:1:9").layer_pairs
+    assert pairs == (LayerPair(4, 8), LayerPair(2, 8), LayerPair(2, 1))
+    assert str(pairs[0]) == "4:8"

@@ -60,6 +60,10 @@ def test_parts_by_hand() -> None:
     assert parts["logits of one chunk"] == 2 * 4 * 20 * 512
     assert parts["teacher weights"] == 2 * parameters_on_fullest_rank(teacher)
     assert parts["teacher hidden states"] == 2 * 128 * (16 // 2) * 32
+    paired = estimate_memory(student, teacher, 20, all_at_once=True, paired_layers=3)
+    assert paired["teacher hidden states"] * GIB == 4 * parts["teacher hidden states"]
+    assert paired["maps between layers"] * GIB == 3 * 64 * 128 * 16
+    assert "maps between layers" not in parts
 
 
 def test_optimizer_state_is_cut_over_replicas_in_half_precision() -> None:
