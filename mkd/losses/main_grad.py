@@ -12,8 +12,8 @@ class MainGrad:
 
     buffer: Tensor
     """fp32, as the weight."""
-    upstream: Tensor
-    """Scalar: the gradient that backward will pass. The sums are multiplied by it beforehand."""
+    upstream: Tensor | float
+    """Scalar (not a copy from the host, which would wait for the device): the gradient that backward will pass. The sums are multiplied by it beforehand."""
 
     @classmethod
     def of(cls, weight: Tensor, upstream: Tensor | float | None) -> "MainGrad | None":
@@ -24,7 +24,7 @@ class MainGrad:
         buffer = getattr(weight, "main_grad", None)
         if upstream is None or buffer is None or buffer.dtype != torch.float32 or weight.dtype == torch.float16:
             return None
-        return cls(buffer, torch.as_tensor(upstream, dtype=torch.float32, device=weight.device).reshape(()))
+        return cls(buffer, upstream)
 
     def check(self, upstream: Tensor) -> Tensor:
         """1, or NaN if backward passes something else than was said: such gradients must not be used."""

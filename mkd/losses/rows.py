@@ -46,7 +46,7 @@ class Rows:
     def __getitem__(self, rows: slice) -> "Rows":
         return Rows(self.labels[rows], *(None if w is None else w[rows] for w in (self.ce_weight, self.kd_weight)))
 
-    def times(self, factor: Tensor) -> "Rows":
+    def times(self, factor: Tensor | float) -> "Rows":
         """The same with all weights multiplied by a scalar."""
         return Rows(self.labels, *(None if w is None else w * factor for w in (self.ce_weight, self.kd_weight)))
 
