@@ -1,8 +1,10 @@
 """Inputs of the losses with everything that can go wrong in them, and what the float64 reference says of them."""
 
+import os
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -13,6 +15,11 @@ from tests.tolerance import assert_close_norm
 
 UPSTREAM = 3.7
 """The gradient that comes into the loss: not 1, so that one that is dropped or applied twice shows."""
+
+INTERPRETED = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="Triton's interpreter is on only where there is no GPU"
+)
+"""Marks tests that run Triton's kernels on CPU."""
 
 
 @dataclass(frozen=True)

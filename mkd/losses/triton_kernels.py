@@ -68,9 +68,8 @@ def _density(DIVERGENCE: tl.constexpr, log_q, log_p, share):
 
 
 @triton.jit
-def _slope(DIVERGENCE: tl.constexpr, log_q, log_p, q, share):
-    """See divergences.py; q is e^log_q."""
-    p = tl.exp2(log_p * LOG2_E)
+def _slope(DIVERGENCE: tl.constexpr, log_q, log_p, q, p, share):
+    """See divergences.py; q and p are e^log_q and e^log_p, rounded alike: where the models agree, tvd's sign is 0."""
     if DIVERGENCE == "forward_kl":
         slope = -p
     elif DIVERGENCE == "reverse_kl":
@@ -254,7 +253,8 @@ def _second_round_kernel(
             log_q = ((z - m) * to_log2 - log_mass_q) * LN_2
             log_p = ((u - n) * to_log2 - log_mass_p) * LN_2
             density += tl.sum(_density(DIVERGENCE, log_q, log_p, share), 0)
-            slope += tl.sum(_slope(DIVERGENCE, log_q, log_p, tl.exp2(log_q * LOG2_E), share), 0)
+            q, p = tl.exp2(log_q * LOG2_E), tl.exp2(log_p * LOG2_E)
+            slope += tl.sum(_slope(DIVERGENCE, log_q, log_p, q, p, share), 0)
     tl.store(sums + row, density)
     tl.store(sums + rows + row, slope)
 
@@ -343,7 +343,8 @@ def _gradient_kernel(
             sum_of_slopes = 0.0 * n
             for shard in range(SHARDS):
                 sum_of_slopes += tl.load(slope_sum + shard * sums_stride + row)
-        of_row = _slope(DIVERGENCE, log_q, log_p, q, share) - q * sum_of_slopes
+        p = tl.exp2((u - n) * to_log2 - log_mass_p)
+        of_row = _slope(DIVERGENCE, log_q, log_p, q, p, share) - q * sum_of_slopes
         gradient += tl.where(of_kd != 0, of_kd * of_row, 0.0)
     if STUDENT_SOFTCAP > 0:
         gradient *= 1.0 - (z / STUDENT_SOFTCAP) * (z / STUDENT_SOFTCAP)
