@@ -68,8 +68,8 @@ def main() -> None:
         ForwardStep(
             groups=groups,
             true_vocab=job.true_vocab,
-            chunk_rows=job.kd.loss_chunk_rows,
             check_finite=args.check_for_nan_in_loss_and_grad,
+            options=job.loss_options,
         ),
         skip_model_parallel_init=True,
     )

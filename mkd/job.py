@@ -16,7 +16,7 @@ from megatron.training.models import GPTModelConfig
 from megatron.training.training import get_train_valid_test_num_samples, update_train_iters
 from torch.utils.data import default_collate
 
-from mkd import arguments
+from mkd import arguments, cpu
 from mkd.checkpoint.assets import store_assets
 from mkd.checkpoint.hf_folder import HFFolder, tokenizer_hash
 from mkd.checkpoint.megatron_folder import MegatronFolder
@@ -28,6 +28,7 @@ from mkd.errors import MkdConfigError
 from mkd.flag_checks import check_layer_pairs
 from mkd.groups import Groups
 from mkd.hidden_layers import HiddenLayers
+from mkd.losses import LossOptions
 from mkd.memory import estimate_memory
 from mkd.metrics import MetricsLog, perplexity
 from mkd.models.gpt import gpt_config
@@ -52,6 +53,7 @@ class Job:
     student_config: GPTModelConfig
     true_vocab: int
     """Tokens that exist; ids from here up pad the vocabulary."""
+    loss_options: LossOptions
 
     @classmethod
     def from_command_line(cls) -> "Job":
@@ -84,7 +86,10 @@ class Job:
         if kd.metrics_file is not None:
             _check_writable("--kd-metrics-file", str(Path(kd.metrics_file).parent))
         teacher_args = arguments.teacher_arguments(teacher.architecture, args, kd.teacher_dtype)
-        job = cls(args, teacher_args, kd, teacher, student, gpt_config(teacher_args), gpt_config(args), true_vocab)
+        device = torch.device("cpu" if cpu.is_active() else "cuda")
+        options = LossOptions.of(kd, device, args.params_dtype, args.tensor_model_parallel_size)
+        configs = gpt_config(teacher_args), gpt_config(args)
+        job = cls(args, teacher_args, kd, teacher, student, *configs, true_vocab, options)
         if student is not None and not arguments.resumes(args):
             job.student_config.pre_wrap_hooks.append(job._load_student)
             job.student_config.perform_initialization = False  # the folder fills every parameter, or is refused
@@ -167,6 +172,8 @@ class Job:
             "student": f"{_shape_of(self.student_config)}, {_name(args.params_dtype)}, weights: {weights}",
             "loss": f"(1 - R) CE + R T^2 {kd.loss}, R = {kd.ratio_over_time}, T = {kd.temperature_over_time}"
             + ("" if kd.temperature_squared else " (without T^2)")
+            + (f", z-loss {kd.z_loss:g}" if kd.z_loss else "")
+            + f", computed by {self.loss_options.impl}"
             + ("; R is 0: the teacher is not run" if kd.is_plain_pretraining else ""),
             **self._plan_of_layers(),
             "layout": ", ".join(f"{name} {size}" for name, size in layout.items() if size > 1 or name == "DP")
@@ -326,7 +333,7 @@ def introduce_teacher(teacher: OnlineTeacher, samples: Any, groups: Groups, job:
             true_vocab=job.true_vocab,
             tp_group=groups.tp,
             sequence_parallel=job.teacher_config.sequence_parallel,
-            chunk_rows=job.kd.loss_chunk_rows,
+            options=job.loss_options,
         )
         total += torch.stack([(ce * batch.ce_mask).sum(), batch.ce_mask.sum()])
     dist.all_reduce(total)

@@ -6,7 +6,7 @@ from argparse import Namespace
 import torch
 from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 
-from mkd.losses.chunking import row_chunks
+from mkd.losses.chunking import LEAST_ROWS, row_chunks
 
 _GIB = 2**30
 
@@ -25,11 +25,14 @@ def estimate_memory(
     """
     shard = student.padded_vocab_size // student.tensor_model_parallel_size
     tokens = student.seq_length * student.micro_batch_size
-    rows = row_chunks(tokens, shard, torch.float32, chunk_rows)[0].stop
+    # The loss keeps two chunks of the student's logits, and of the teacher's two if it exchanges statistics meanwhile.
+    dtype = student.params_dtype if student.params_dtype == torch.bfloat16 else torch.float32
+    chunks = row_chunks(tokens, shard, dtype, chunk_rows, LEAST_ROWS)
+    rows = chunks[0].stop * min(2, len(chunks))
+    teacher_rows = rows if student.tensor_model_parallel_size > 1 else chunks[0].stop
     parts = {
         "student weights, gradients, optimizer": parameters_on_fullest_rank(student) * _bytes_a_parameter(student),
-        "LM-head gradient in fp32": 4 * shard * student.hidden_size,
-        "logits of one chunk": 4 * rows * shard * (1 if teacher is None else 2),
+        "logits of the loss": dtype.itemsize * shard * (rows + (0 if teacher is None else teacher_rows)),
     }
     if teacher is not None:
         size = teacher.params_dtype.itemsize

@@ -1,7 +1,7 @@
 """The forward step: microbatch -> teacher signal -> student -> losses -> (loss, count, report)."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from mkd.config import LossSpec
 from mkd.data.batch import KDBatch
 from mkd.groups import Groups
 from mkd.hidden_layers import LayersOfMicrobatch
-from mkd.losses import LossOutput, fused_linear_loss
+from mkd.losses import LossOptions, LossOutput, fused_linear_loss
 from mkd.models.gpt import finish_parameter_sync
 from mkd.teacher.base import HiddenSignal
 
@@ -48,9 +48,10 @@ class ForwardStep:
 
     groups: Groups
     true_vocab: int
-    chunk_rows: int | None
     check_finite: bool
     """Whether a loss that is not finite stops the run before the optimizer step."""
+    options: LossOptions = LossOptions()  # noqa: RUF009
+    """How the losses are computed."""
 
     def __call__(self, inputs: Iterator[StepInput], model: nn.Module) -> tuple[Tensor, Callable]:
         """Run one microbatch through one model chunk.
@@ -121,7 +122,7 @@ class _HeadLoss:
         weight = output_layer.weight if output_weight is None else output_weight
         batch, objective = self._step.batch, self._step.objective
         ce_weight, kd_weight = self._weights()
-        output = self._loss(hidden_states, weight, ce_weight, kd_weight, config.sequence_parallel)
+        output = self._loss(hidden_states, weight, ce_weight, kd_weight, config)
         self._terms = {
             name: values.view(batch.tokens.shape[::-1]).t()
             for name, values in (("ce", output.ce), ("kd", output.kd))
@@ -134,7 +135,7 @@ class _HeadLoss:
                 true_vocab=self._owner.true_vocab,
                 tp_group=self._owner.groups.tp,
                 sequence_parallel=config.sequence_parallel,
-                chunk_rows=self._owner.chunk_rows,
+                options=self._owner.options,
             )
         return output.loss
 
@@ -153,7 +154,7 @@ class _HeadLoss:
         weight: Tensor,
         ce_weight: Tensor | None,
         kd_weight: Tensor | None,
-        sequence_parallel: bool,
+        config: Any,
     ) -> LossOutput:
         signal = self._signal
         return fused_linear_loss(
@@ -167,13 +168,29 @@ class _HeadLoss:
             spec=self._step.objective.spec,
             true_vocab=self._owner.true_vocab,
             tp_group=self._owner.groups.tp,
-            sequence_parallel=sequence_parallel,
-            chunk_rows=self._owner.chunk_rows,
+            sequence_parallel=config.sequence_parallel,
+            upstream=_loss_scale(config, hidden.device),
+            **asdict(self._owner.options),
         )
 
     def report(self, loss: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """What the schedule asks for after the last stage's forward pass."""
+        if self._owner.check_finite and self._signal is not None:
+            _require_finite("the teacher's final hidden states", self._sum_of_teacher())
         return self._owner._report(self._step.batch, self._terms, loss, self._step.objective)
+
+    def _sum_of_teacher(self) -> Tensor:
+        """Scalar that is not finite if the teacher's hidden states of a distilled token of this rank are not."""
+        sums = self._signal.hidden.sum(dim=-1, dtype=torch.float32)
+        mask = self._step.batch.kd_mask.t()
+        if sums.shape != mask.shape:  # sequence parallelism: this rank's part of the sequence
+            mask = mask.chunk(self._owner.groups.tp.size())[self._owner.groups.tp.rank()]
+        return torch.where(mask != 0, sums, 0).sum()
+
+
+def _loss_scale(config: Any, device: torch.device) -> Tensor | float:
+    """The gradient that megatron's backward pass gives to the loss of a microbatch."""
+    return 1.0 if config.grad_scale_func is None else config.grad_scale_func(torch.ones((), device=device)).reshape(())
 
 
 def teacher_cross_entropy(
@@ -183,11 +200,11 @@ def teacher_cross_entropy(
     true_vocab: int,
     tp_group: ProcessGroup,
     sequence_parallel: bool,
-    chunk_rows: int | None,
+    options: LossOptions,
 ) -> Tensor:
     """[b, s] the teacher's own CE on the supervised tokens: what the student's perplexity is to be read against.
 
-    The arguments after the batch are those of `fused_linear_loss`.
+    The arguments after the batch are those of `fused_linear_loss` and of `ForwardStep`.
     """
     output = fused_linear_loss(
         signal.hidden.flatten(0, 1),
@@ -201,7 +218,7 @@ def teacher_cross_entropy(
         true_vocab=true_vocab,
         tp_group=tp_group,
         sequence_parallel=sequence_parallel,
-        chunk_rows=chunk_rows,
+        **asdict(options),
     )
     return output.ce.view(batch.tokens.shape[::-1]).t()
 

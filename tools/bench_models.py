@@ -26,6 +26,7 @@ from mkd.arguments import default_arguments
 from mkd.config import KDConfig
 from mkd.cpu.flags import set_cpu_values
 from mkd.groups import Groups
+from mkd.losses import LossOptions
 from mkd.models.gpt import gpt_config
 from mkd.schedule import TeacherThenStudent
 from mkd.step import ForwardStep
@@ -179,7 +180,9 @@ class MegatronModels:
         vocab = self.args.vocab
         schedule = TeacherThenStudent(kd, self.groups, self.teacher, vocab, current_iteration=lambda: 0)
         forward_backward = schedule.around(get_forward_backward_func(pp_size=1, vp_size=None))
-        forward = ForwardStep(self.groups, true_vocab=vocab, chunk_rows=self.args.chunk_rows, check_finite=False)
+        forward = ForwardStep(
+            self.groups, true_vocab=vocab, check_finite=False, options=LossOptions(self.args.chunk_rows)
+        )
 
         def run() -> None:
             forward_backward(

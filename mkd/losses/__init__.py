@@ -2,6 +2,8 @@
 
 from mkd.config import LossSpec
 from mkd.losses.fused_linear import fused_linear_loss
+from mkd.losses.logits import LogitMap, LogitMaps
+from mkd.losses.options import LossOptions
 from mkd.losses.vocab_parallel import LossOutput, vocab_parallel_loss
 
-__all__ = ["LossOutput", "LossSpec", "fused_linear_loss", "vocab_parallel_loss"]
+__all__ = ["LogitMap", "LogitMaps", "LossOptions", "LossOutput", "LossSpec", "fused_linear_loss", "vocab_parallel_loss"]

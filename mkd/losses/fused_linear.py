@@ -19,6 +19,7 @@ from mkd.losses.kernels import Kernels, choose
 from mkd.losses.lm_head import LMHead, add_product, factor, fp16_scale, product
 from mkd.losses.logits import PLAIN_LOGITS, Chunk, LogitMaps, Setting, statistics_dtype
 from mkd.losses.main_grad import MainGrad
+from mkd.losses.reference_linear import linear_loss
 from mkd.losses.rows import Normalisers, Rows, Statistics, Terms
 from mkd.losses.vocab_parallel import LossOutput
 from mkd.losses.vocab_shard import VocabShard
@@ -307,7 +308,7 @@ def fused_linear_loss(
         maps: scale and softcap of both models' logits.
         logits_dtype: of the logits of a chunk; default: bf16 for bf16 hidden states on a GPU, else fp32. Rounding
             logits to bf16 puts a floor under the gradient's error when student and teacher are close.
-        impl: auto (Triton on a GPU, eager elsewhere), eager or triton.
+        impl: auto (Triton on a GPU, eager elsewhere), eager, triton, or reference (definition and autograd; one rank).
         upstream: scalar, the gradient that backward will pass to the loss, if it is known. Where the weight has an fp32
             `main_grad`, its gradient is then added to that while the loss is computed, with nothing kept. If backward
             passes another value, the gradient of the hidden states is NaN.
@@ -345,6 +346,12 @@ def fused_linear_loss(
     elif shard.size > 1:
         student_hidden = copy_to_tensor_model_parallel_region(student_hidden, group=tp_group)
     rows = Rows.of(labels, ce_weight, kd_weight, student_hidden.shape[0], statistics_dtype(student_hidden))
+    setting = Setting(spec, shard, maps, with_kd=kd_weight is not None)
+    if impl == "reference":
+        if shard.size > 1:
+            raise ValueError(f"the reference runs on one rank, the vocabulary is cut over {shard.size}")
+        teacher = None if kd_weight is None else (teacher_hidden, teacher_weight.detach(), teacher_bias)
+        return LossOutput(*linear_loss((student_hidden, student_weight, student_bias), teacher, rows, setting))
     dtype = resolve_logits_dtype(logits_dtype, student_hidden)
     least = LEAST_ROWS if student_hidden.is_cuda else 1
     options = _Options(
@@ -354,7 +361,6 @@ def fused_linear_loss(
         wanted=wanted,
         main_grad=MainGrad.of(student_weight, upstream) if wanted.weight else None,
     )
-    setting = Setting(spec, shard, maps, with_kd=kd_weight is not None)
     return LossOutput(
         *_FusedLinearLoss.apply(
             student_hidden, student_weight, student_bias, teacher_hidden, teacher_head, rows, setting, options

@@ -13,7 +13,8 @@ class MainGrad:
     buffer: Tensor
     """fp32, as the weight."""
     upstream: Tensor | float
-    """Scalar (not a copy from the host, which would wait for the device): the gradient that backward will pass. The sums are multiplied by it beforehand."""
+    """Scalar: the gradient that backward will pass. The sums are multiplied by it beforehand. A number stays one: a
+    copy to the device would wait for it."""
 
     @classmethod
     def of(cls, weight: Tensor, upstream: Tensor | float | None) -> "MainGrad | None":

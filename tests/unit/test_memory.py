@@ -56,8 +56,7 @@ def test_parts_by_hand() -> None:
     student, teacher = arguments(), arguments(hidden_size=128, kv_channels=16, params_dtype=torch.bfloat16)
     parts = {name: gib * GIB for name, gib in estimate_memory(student, teacher, 20, all_at_once=True).items()}
     assert parts["student weights, gradients, optimizer"] == 16 * parameters_on_fullest_rank(student)
-    assert parts["LM-head gradient in fp32"] == 4 * 512 * 64
-    assert parts["logits of one chunk"] == 2 * 4 * 20 * 512
+    assert parts["logits of the loss"] == (2 * 20 + 20) * 4 * 512
     assert parts["teacher weights"] == 2 * parameters_on_fullest_rank(teacher)
     assert parts["teacher hidden states"] == 2 * 128 * (16 // 2) * 32
     paired = estimate_memory(student, teacher, 20, all_at_once=True, paired_layers=3)

@@ -1,0 +1,45 @@
+"""How a loss is computed, none of which changes what it is."""
+
+from dataclasses import dataclass
+
+import torch
+
+from mkd.config import KDConfig
+from mkd.errors import MkdConfigError
+from mkd.losses.kernels import resolve
+
+_LOGITS_DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """Keyword arguments of `fused_linear_loss` of the same names."""
+
+    chunk_rows: int | None = None
+    logits_dtype: torch.dtype | None = None
+    impl: str = "auto"
+
+    @classmethod
+    def of(cls, kd: KDConfig, device: torch.device, dtype: torch.dtype, tp_size: int) -> "LossOptions":
+        """From the flags, for a student of `dtype` on `device` whose vocabulary is cut over `tp_size` ranks.
+
+        Raises:
+            MkdConfigError: an implementation that cannot run there, or a precision that it does not have.
+        """
+        impl = kd.loss_impl
+        if impl == "reference" and tp_size > 1:
+            raise MkdConfigError(
+                f"--kd-loss-impl reference runs on one tensor-parallel rank, --tensor-model-parallel-size is "
+                f"{tp_size}: use eager"
+            )
+        if impl != "reference":
+            try:
+                impl = resolve(impl, device, dtype)
+            except ValueError as error:
+                raise MkdConfigError(f"--kd-loss-impl {impl}: {error}") from error
+        if kd.logits_dtype == "bf16" and (dtype != torch.bfloat16 or impl == "reference"):
+            raise MkdConfigError(
+                f"--kd-logits-dtype bf16 needs a student in bf16 (--bf16) and --kd-loss-impl eager or triton; this is "
+                f"{dtype} with {impl}: use fp32"
+            )
+        return cls(kd.loss_chunk_rows, _LOGITS_DTYPES[kd.logits_dtype], impl)
