@@ -20,7 +20,6 @@ pytestmark = [
 ]
 every_divergence = pytest.mark.parametrize("name", DIVERGENCES)
 every_implementation = pytest.mark.parametrize("impl", ["eager", pytest.param("triton", marks=INTERPRETED)])
-every_temperature = pytest.mark.parametrize("temperature", [1.0, 0.5])
 
 
 class Result(NamedTuple):
@@ -71,13 +70,12 @@ def check_same(actual: Result, expected: Result) -> None:
 
 
 @every_implementation
-@every_temperature
 @every_divergence
-def test_huge_logits(name: str, temperature: float, impl: str) -> None:
+def test_huge_logits(name: str, impl: str) -> None:
     student, teacher = models()
     student[0, 3], student[0, 30], student[1, 20], student[2] = 1e4, -1e4, -1e4, student[2] * 3e3
     teacher[0, 30], teacher[0, 3], teacher[1, 18], teacher[2] = 1e4, -1e4, 1e4, teacher[2] * 3e3
-    spec = LossSpec(divergence=name, temperature=temperature)
+    spec = LossSpec(divergence=name, temperature=0.5)
     check_same(fast(student, teacher, spec, impl), truth(student, teacher, spec))
 
 
@@ -134,12 +132,11 @@ def test_one_hot_teacher(name: str, rest: float, column: int, impl: str) -> None
 
 
 @every_implementation
-@every_temperature
 @every_divergence
-def test_equal_models(name: str, temperature: float, impl: str) -> None:
+def test_equal_models(name: str, impl: str) -> None:
     """Value and gradient of the divergence are 0 but for rounding, also where the teacher's logits are shifted."""
     student, _ = models()
-    spec = LossSpec(divergence=name, temperature=temperature)
+    spec = LossSpec(divergence=name, temperature=0.5)
     for shift in (0.0, 4.0):
         student = (student * 1024).round() / 1024  # exact with and without the shift
         z = student.clone().requires_grad_()

@@ -4,9 +4,11 @@ import dataclasses
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
-from mkd.losses import LossOutput, LossSpec, eager, fused_linear, fused_linear_loss, reference, vocab_parallel_loss
+from mkd.losses import LossOutput, LossSpec, fused_linear_loss, reference, vocab_parallel_loss
 from mkd.losses.divergences import DIVERGENCES
 from mkd.losses.logits import LogitMap, LogitMaps
 from tests.loss_cases import UPSTREAM, LossCase, check, expect, make_inputs, run_fused, run_logits
@@ -179,28 +181,26 @@ def test_half_precision_error(dtype: torch.dtype, terms: str) -> None:
     assert_close_norm(run_logits(case)[1], expected.d_logits, torch.finfo(dtype).eps, "d_logits")
 
 
-def test_no_gradient_work_without_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = make_inputs(LossCase())
+@pytest.mark.parametrize("chunk_rows", [1, 5, None])
+def test_no_gradient_work_without_need(chunk_rows: int | None) -> None:
+    """Products of a frozen LM head, or of frozen hidden states, are not formed; without gradients only the logits'."""
+    case = LossCase()
+    x = make_inputs(case)
+    hidden, weight = x.student_hidden, x.student_weight
 
-    def call() -> LossOutput:
-        return fused_linear_loss(*x, spec=LossSpec(), true_vocab=29)
+    def flops(hidden_grad: bool, weight_grad: bool) -> int:
+        hidden.requires_grad_(hidden_grad), weight.requires_grad_(weight_grad)
+        with FlopCounterMode(display=False) as counter:
+            out = fused_linear_loss(*x[:4], *x[6:9], spec=case.spec, true_vocab=29, chunk_rows=chunk_rows)
+            assert out.loss.requires_grad == (hidden_grad or weight_grad)
+        return counter.get_total_flops()
 
-    x = (*x[:4], *x[6:9])
-
-    def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("a gradient that nobody needs")
-
-    hidden, weight = x[0].requires_grad_(), x[1].requires_grad_()
-    monkeypatch.setattr(fused_linear, "add_product", refuse)
-    weight.requires_grad_(False)
-    call().loss.backward()  # frozen LM head: no d_weight
-    assert hidden.grad is not None and weight.grad is None
-    with pytest.raises(AssertionError, match="nobody needs"):
-        weight.requires_grad_(True)
-        call()
-    monkeypatch.setattr(eager, "write_gradient", refuse)
-    with torch.no_grad():
-        assert not call().loss.requires_grad
+    product = 2 * case.rows * case.true_vocab
+    logits = product * (case.student_width + case.teacher_width)
+    assert flops(False, False) == logits
+    for wanted in ((True, False), (False, True)):
+        assert flops(*wanted) == logits + product * case.student_width
+    assert flops(True, True) == logits + 2 * product * case.student_width
 
 
 def test_frozen_hidden_and_teacher_gets_no_gradient() -> None:
@@ -227,6 +227,90 @@ def test_only_gradients_are_kept_and_backward_may_run_twice() -> None:
     second = torch.autograd.grad(4 * out.loss, (hidden, weight))
     for a, b in zip(first, second, strict=True):
         assert torch.equal(2 * a, b)
+
+
+def with_main_grad(case: LossCase, upstream: float | None) -> tuple[LossOutput, Tensor, Tensor]:
+    """(output, hidden states, LM head with a main_grad full of ones), before backward."""
+    x = make_inputs(case)
+    hidden, weight = x.student_hidden.requires_grad_(), torch.nn.Parameter(x.student_weight)
+    weight.main_grad = torch.ones(weight.shape)
+    heads, rows = (hidden, weight, *x[2:4]), x[6:9]
+    common = {"spec": case.spec, "true_vocab": case.true_vocab, "chunk_rows": case.chunk_rows}
+    return fused_linear_loss(*heads, *rows, **common, upstream=upstream), hidden, weight
+
+
+@pytest.mark.parametrize("chunk_rows", [5, 7, 13])
+@pytest.mark.parametrize("divergence", ["reverse_kl", "jsd"])
+def test_main_grad_is_added_to(divergence: str, chunk_rows: int) -> None:
+    """By megatron's protocol: the weight's own gradient is a stand-in, and a flag says that it does not count."""
+    case = LossCase(divergence=divergence, chunk_rows=chunk_rows)
+    expected = expect(case)
+    out, hidden, weight = with_main_grad(case, UPSTREAM)
+    weight.grad_added_to_main_grad = False
+    (UPSTREAM * out.loss).backward()
+    assert_close_norm(weight.main_grad - 1, expected.d_weight, FP32, "main_grad")
+    assert torch.equal(weight.main_grad[case.true_vocab :], torch.ones(3, case.student_width))
+    assert_close_norm(hidden.grad, expected.d_hidden, FP32, "d_hidden")
+    assert weight.grad_added_to_main_grad and weight.grad.shape == weight.shape
+
+
+def test_main_grad_of_tied_weights() -> None:
+    """The embedding's gradient comes through autograd and must still count: no stand-in, no flag."""
+    out, _, weight = with_main_grad(LossCase(), UPSTREAM)
+    weight.grad_added_to_main_grad, weight.zero_out_wgrad = False, True
+    (UPSTREAM * out.loss + weight[:4].sum()).backward()
+    assert not weight.grad_added_to_main_grad
+    assert torch.equal(weight.grad[:4], torch.ones(4, 7)) and not weight.grad[4:].any()
+    assert_close_norm(weight.main_grad - 1, expect(LossCase()).d_weight, FP32, "main_grad")
+
+
+def test_another_upstream_than_said_is_loud() -> None:
+    out, hidden, weight = with_main_grad(LossCase(), UPSTREAM)
+    (2 * UPSTREAM * out.loss).backward()
+    assert hidden.grad.isnan().all() and weight.grad is None
+
+
+def test_main_grad_needs_a_known_upstream_and_a_gradient() -> None:
+    out, _, weight = with_main_grad(LossCase(), None)
+    (UPSTREAM * out.loss).backward()
+    assert torch.equal(weight.main_grad, torch.ones_like(weight))
+    assert_close_norm(weight.grad, expect(LossCase()).d_weight, FP32, "d_weight")
+    with torch.no_grad():
+        _, _, weight = with_main_grad(LossCase(), UPSTREAM)
+    assert torch.equal(weight.main_grad, torch.ones_like(weight))
+
+
+def test_half_precision_with_main_grad() -> None:
+    """bf16: the fp32 buffer gets the gradient before it would be rounded. fp16: left to autograd, whole."""
+    case = LossCase(dtype=torch.bfloat16)
+    out, _, weight = with_main_grad(case, UPSTREAM)
+    (UPSTREAM * out.loss).backward()
+    assert_close_norm(weight.main_grad - 1, expect(case).d_weight, FP32, "main_grad")
+    case = LossCase(dtype=torch.float16)
+    out, _, weight = with_main_grad(case, UPSTREAM)
+    (UPSTREAM * out.loss).backward()
+    assert torch.equal(weight.main_grad, torch.ones_like(weight.main_grad))
+    assert_close_norm(weight.grad, expect(case).d_weight, torch.finfo(case.dtype).eps, "d_weight")
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "tvd"])
+def test_logits_in_bf16(divergence: str) -> None:
+    """From fp32 hidden states: off by bf16's rounding of logits, and by no more than that of eager torch."""
+    case = LossCase(rows=61, divergence=divergence, logits_dtype=torch.bfloat16, biased=True, chunk_rows=16)
+    x, expected = make_inputs(case), expect(case)
+    hidden, weight = x.student_hidden.nan_to_num(0).requires_grad_(), x.student_weight[:29].clone().requires_grad_()
+    teacher = x.teacher_hidden.nan_to_num(0, 0, 0) @ x.teacher_weight[:29].t() + x.teacher_bias[:29]
+    logits = (hidden @ weight.t() + x.student_bias[:29]).bfloat16().float()
+    labels = torch.where(x.ce_weight != 0, x.labels, 0)
+    kd = reference.DIVERGENCES[divergence](logits, teacher.bfloat16().float(), case.spec)
+    loss = (x.ce_weight * reference.cross_entropy(logits, labels) + x.kd_weight * kd).sum()
+    eager = torch.autograd.grad(UPSTREAM * loss, (hidden, weight))
+    _, d_hidden, d_weight, _ = run_fused(case)
+    for ours, theirs, truth in (
+        (d_hidden, eager[0], expected.d_hidden),
+        (d_weight[:29], eager[1], expected.d_weight[:29]),
+    ):
+        assert FP32 < norm_error(ours, truth) <= HALF_FACTOR * norm_error(theirs, truth)
 
 
 def test_wrong_shapes_are_refused() -> None:

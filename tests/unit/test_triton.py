@@ -35,16 +35,15 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[2]
-SMALL = LossCase(rows=5, true_vocab=37, vocab=39, chunk_rows=2)
+SMALL = LossCase(rows=5, true_vocab=37, vocab=39, chunk_rows=3, student_width=2, teacher_width=3)
 """Three blocks a row, the last of them ragged; rows 1 to 3 are masked."""
 
 
-@pytest.mark.parametrize("temperature", [1.0, 2.0, 0.5])
 @pytest.mark.parametrize(
-    "terms, z_loss, divergence",
-    [("ce", z, "forward_kl") for z in (0.0, 1e-2)]
-    + [("kd", 0.0, name) for name in DIVERGENCES]
-    + [("ce+kd", 1e-2, name) for name in DIVERGENCES],
+    "terms, z_loss, divergence, temperature",
+    [("ce", 0.0, "forward_kl", 1.0), ("ce", 1e-2, "forward_kl", 2.0)]
+    + [("kd", 0.0, name, 0.5) for name in DIVERGENCES]
+    + [("ce+kd", 1e-2, name, t) for t in (1.0, 2.0) for name in DIVERGENCES],
 )
 def test_values_and_gradients(terms: str, z_loss: float, divergence: str, temperature: float) -> None:
     changes = {"terms": terms, "z_loss": z_loss, "divergence": divergence, "temperature": temperature}
@@ -57,7 +56,7 @@ def test_odd_widths(true_vocab: int, vocab: int, divergence: str) -> None:
     check(dataclasses.replace(SMALL, true_vocab=true_vocab, vocab=vocab, divergence=divergence), FP32, "triton")
 
 
-@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
 def test_scale_softcap_and_bias(divergence: str) -> None:
     maps = LogitMaps(LogitMap(0.5, 4.0), LogitMap(1.7, 3.0))
     changes = {"maps": maps, "biased": True, "divergence": divergence, "temperature": 2.0, "z_loss": 1e-2}
@@ -72,14 +71,14 @@ def test_beta_and_skew(changes: dict) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
 def test_half_precision(divergence: str, dtype: torch.dtype) -> None:
     """Values are those of the rounded logits to fp32; gradients are rounded once. No worse than eager torch."""
     case = dataclasses.replace(SMALL, dtype=dtype, divergence=divergence, temperature=2.0)
     expected = expect(case)
     out, d_logits = run_logits(case, "triton")
     assert d_logits.dtype == dtype
-    assert_close_norm(out.kd, run_logits(dataclasses.replace(case), "eager")[0].kd, FP32, "kd")
+    assert_close_norm(out.kd, run_logits(case, "eager")[0].kd, FP32, "kd")
     assert_close_norm(d_logits, expected.d_logits, torch.finfo(dtype).eps, "d_logits")
     _, d_hidden, d_weight, _ = run_fused(case, "triton")
     _, *eager, _ = run_fused(case, "eager")
