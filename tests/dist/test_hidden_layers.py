@@ -66,6 +66,10 @@ def test_recomputed_activations_change_nothing(gloo_pool: GetPool, ranks: int, l
     compare(gloo_pool, ranks, layout, Models(hidden_loss=PAIRS, recompute=True), truth=MSE)
 
 
+def test_mixture_of_experts(gloo_pool: GetPool) -> None:
+    compare(gloo_pool, 2, Layout(ep=2, mbs=1), Models(moe=True, hidden_loss=PAIRS))
+
+
 def test_offloaded_teacher_changes_nothing(gloo_pool: GetPool) -> None:
     compare(gloo_pool, 1, Layout(), Models(hidden_loss=PAIRS, offload=True), truth=MSE)
 
