@@ -20,8 +20,9 @@ from mkd.arguments import (
 )
 from mkd.checkpoint.hf_check import read_architecture
 from mkd.checkpoint.hf_folder import HFFolder
+from mkd.config import LayerPair
 from mkd.errors import MkdConfigError, MkdDataError
-from mkd.flag_checks import check_divisions, check_layout, check_required
+from mkd.flag_checks import check_divisions, check_layer_pairs, check_layout, check_required
 from mkd.models.gpt import gpt_config
 from tests.hf_folders import LLAMA3_ROPE, make_llama
 
@@ -292,3 +293,27 @@ def test_has_checkpoint(tmp_path: Path):
     assert not arguments.has_checkpoint(str(tmp_path))
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
     assert arguments.has_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "flag, value",
+    [
+        ("--cuda-graph-impl", "local"),
+        ("--overlap-moe-expert-parallel-comm", None),
+        ("--use-megatron-fsdp", None),
+        ("--use-torch-fsdp2", None),
+    ],
+)
+def test_flags_under_which_a_layers_output_cannot_be_reached(monkeypatch, flag, value):
+    args = parsed(monkeypatch, "--num-layers", 4, flag, *([value] if value else []))
+    check_layer_pairs((), args, teacher_layers=4)
+    with pytest.raises(MkdConfigError, match=f"--kd-hidden-loss does not work with {flag}"):
+        check_layer_pairs((LayerPair(1, 1),), args, teacher_layers=4)
+
+
+def test_pairs_of_layers_that_exist(monkeypatch):
+    args = parsed(monkeypatch, "--num-layers", 4)
+    check_layer_pairs((LayerPair(1, 8), LayerPair(4, 1)), args, teacher_layers=8)
+    for pair, words in ((LayerPair(5, 1), "student has no layer 5"), (LayerPair(1, 9), "teacher has no layer 9")):
+        with pytest.raises(MkdConfigError, match=words):
+            check_layer_pairs((LayerPair(1, 1), pair), args, teacher_layers=8)
