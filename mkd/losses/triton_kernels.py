@@ -15,111 +15,21 @@ from mkd.config import LossSpec
 from mkd.losses.divergences import DIVERGENCES
 from mkd.losses.logits import Chunk, LogitMap, Setting
 from mkd.losses.rows import Statistics
-
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
-LEAST = tl.constexpr(-1e30)
-"""Maximum of a row that has no finite logit: finite itself, so that differences of maxima are."""
+from mkd.losses.triton_math import (
+    LEAST,
+    LN_2,
+    LOG2_E,
+    density_of,
+    logits_of,
+    merge_kl,
+    merge_softmax,
+    slope_of,
+    weighted,
+)
 
 ONE_ROUND_BLOCK, ONE_ROUND_WARPS = 4096, 4
 TWO_ROUND_BLOCK, TWO_ROUND_WARPS = 4096, 8
 GRADIENT_BLOCK, GRADIENT_WARPS = 4096, 8
-
-
-@triton.jit
-def _logits(products, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
-    """Products -> logits in fp32; columns that are not there hold -inf and stay so without a cap."""
-    z = products.to(tl.float32)
-    if SCALE != 1.0:
-        z = z * SCALE
-    if SOFTCAP > 0:
-        # tanh(x) = 1 - 2 / (e^2x + 1), which neither overflows nor is NaN at infinity
-        capped = SOFTCAP * (1.0 - 2.0 / (tl.exp2(z * (2.0 / SOFTCAP * LOG2_E)) + 1.0))
-        z = tl.where(z == float("-inf"), z, capped)
-    return z
-
-
-@triton.jit
-def _weighted(weight, logarithm):
-    return tl.where(weight == 0, 0.0, weight * logarithm)
-
-
-@triton.jit
-def _log(x):
-    return tl.log2(x) * LN_2
-
-
-@triton.jit
-def _density(DIVERGENCE: tl.constexpr, log_q, log_p, share):
-    """See divergences.py; logarithms are natural, `share` is beta or skew."""
-    q = tl.exp2(log_q * LOG2_E)
-    p = tl.exp2(log_p * LOG2_E)
-    if DIVERGENCE == "jsd":
-        log_m = _log(share * p + (1.0 - share) * q)
-        density = share * _weighted(p, log_p - log_m) + (1.0 - share) * _weighted(q, log_q - log_m)
-    elif DIVERGENCE == "skew_forward_kl":
-        density = _weighted(p, log_p - _log(share * p + (1.0 - share) * q))
-    elif DIVERGENCE == "skew_reverse_kl":
-        density = _weighted(q, log_q - _log(share * q + (1.0 - share) * p))
-    else:
-        tl.static_assert(DIVERGENCE == "tvd", "no density for this divergence")
-        density = 0.5 * tl.abs(p - q)
-    return density
-
-
-@triton.jit
-def _slope(DIVERGENCE: tl.constexpr, log_q, log_p, q, p, share):
-    """See divergences.py; q and p are e^log_q and e^log_p, rounded alike: where the models agree, tvd's sign is 0."""
-    if DIVERGENCE == "forward_kl":
-        slope = -p
-    elif DIVERGENCE == "reverse_kl":
-        slope = _weighted(q, log_q - log_p)
-    elif DIVERGENCE == "jsd":
-        slope = (1.0 - share) * _weighted(q, log_q - _log(share * p + (1.0 - share) * q))
-    elif DIVERGENCE == "skew_forward_kl":
-        slope = tl.where(q > 0, (share - 1.0) * q * p / (share * p + (1.0 - share) * q), 0.0)
-    elif DIVERGENCE == "skew_reverse_kl":
-        m = share * q + (1.0 - share) * p
-        slope = _weighted(q, log_q - _log(m) - share * q / m)
-    else:
-        tl.static_assert(DIVERGENCE == "tvd", "no slope for this divergence")
-        sign = (q > p).to(tl.float32) - (q < p).to(tl.float32)
-        slope = 0.5 * q * sign
-    return slope
-
-
-@triton.jit
-def _merge(top, mass, rank, rank_stride, to_log2, SHARDS: tl.constexpr):
-    """One model's softmax of one row over all shards; see rows.Softmax.
-
-    Returns (this shard's maximum, log2 of what its powers sum to over all shards, the row's maximum).
-    """
-    highest = tl.load(top)
-    for shard in range(1, SHARDS):
-        highest = tl.maximum(highest, tl.load(top + shard * rank_stride))
-    total = 0.0 * highest
-    for shard in range(SHARDS):
-        shift = (tl.load(top + shard * rank_stride) - highest) * to_log2
-        total += tl.exp2(shift) * tl.load(mass + shard * rank_stride)
-    own = tl.load(top + rank * rank_stride)
-    return own, tl.log2(total) - (own - highest) * to_log2, highest
-
-
-@triton.jit
-def _merge_kl(top_a, mass_a, top_b, mass_b, ratio, rank_stride, to_log2, SHARDS: tl.constexpr):
-    """KL(a || b) of one row over all shards; see rows._kl."""
-    own_a, log_a, highest_a = _merge(top_a, mass_a, 0, rank_stride, to_log2, SHARDS)
-    own_b, log_b, highest_b = _merge(top_b, mass_b, 0, rank_stride, to_log2, SHARDS)
-    log_a += (own_a - highest_a) * to_log2
-    log_b += (own_b - highest_b) * to_log2
-    expected = 0.0 * log_a
-    for shard in range(SHARDS):
-        at = shard * rank_stride
-        shift_a = (tl.load(top_a + at) - highest_a) * to_log2
-        shift_b = (tl.load(top_b + at) - highest_b) * to_log2
-        of_shard = tl.load(ratio + at) + tl.load(mass_a + at) * (shift_a - shift_b) * LN_2
-        expected += _weighted(tl.exp2(shift_a), of_shard)
-    return (log_b - log_a) * LN_2 + expected / tl.exp2(log_a)
 
 
 @triton.jit
@@ -169,7 +79,7 @@ def _first_round_kernel(
         for first in range(0, COLUMNS, BLOCK):
             offsets = first + tl.arange(0, BLOCK)
             there = offsets < COLUMNS
-            z = _logits(tl.load(student + offsets, there, other=float("-inf")), STUDENT_SCALE, STUDENT_SOFTCAP)
+            z = logits_of(tl.load(student + offsets, there, other=float("-inf")), STUDENT_SCALE, STUDENT_SOFTCAP)
             new_m = tl.maximum(m, tl.max(z, 0))
             s = (z - new_m) * to_log2
             m_shift = (m - new_m) * to_log2
@@ -181,17 +91,17 @@ def _first_round_kernel(
             m = new_m
             if HAS_KD:
                 u = tl.load(teacher + offsets, offsets < teacher_columns, other=float("-inf"))
-                u = _logits(u, TEACHER_SCALE, TEACHER_SOFTCAP)
+                u = logits_of(u, TEACHER_SCALE, TEACHER_SOFTCAP)
                 new_n = tl.maximum(n, tl.max(u, 0))
                 t = (u - new_n) * to_log2
                 n_shift = (n - new_n) * to_log2
                 p = tl.exp2(t)
                 if UNDER == "teacher":
-                    old = _weighted(tl.exp2(n_shift), ratio + teacher_mass * (n_shift - m_shift))
-                    ratio = old + tl.sum(_weighted(p, t - s), 0)
+                    old = weighted(tl.exp2(n_shift), ratio + teacher_mass * (n_shift - m_shift))
+                    ratio = old + tl.sum(weighted(p, t - s), 0)
                 if UNDER == "student":
-                    old = _weighted(tl.exp2(m_shift), ratio + old_mass * (m_shift - n_shift))
-                    ratio = old + tl.sum(_weighted(q, s - t), 0)
+                    old = weighted(tl.exp2(m_shift), ratio + old_mass * (m_shift - n_shift))
+                    ratio = old + tl.sum(weighted(q, s - t), 0)
                 teacher_mass = teacher_mass * tl.exp2(n_shift) + tl.sum(p, 0)
                 n = new_n
     stats += row
@@ -201,7 +111,7 @@ def _first_round_kernel(
         column = tl.load(labels + row) - first_column
         owned = ce_on & (column >= 0) & (column < COLUMNS)
         label = tl.load(student + column, owned, other=0.0)
-        tl.store(stats + 3 * rows, _logits(label, STUDENT_SCALE, STUDENT_SOFTCAP))
+        tl.store(stats + 3 * rows, logits_of(label, STUDENT_SCALE, STUDENT_SOFTCAP))
         if TEMPERED:
             tl.store(stats + 2 * rows, ce_mass)
     if HAS_KD:
@@ -240,21 +150,21 @@ def _second_round_kernel(
     student += row * student_stride
     teacher += row * teacher_stride
     to_log2 = inverse_temperature * LOG2_E
-    m, log_mass_q, _ = _merge(student_max + row, student_mass + row, rank, rank_stride, to_log2, SHARDS)
-    n, log_mass_p, _ = _merge(teacher_max + row, teacher_mass + row, rank, rank_stride, to_log2, SHARDS)
+    m, log_mass_q, _ = merge_softmax(student_max + row, student_mass + row, rank, rank_stride, to_log2, SHARDS)
+    n, log_mass_p, _ = merge_softmax(teacher_max + row, teacher_mass + row, rank, rank_stride, to_log2, SHARDS)
     density = 0.0 * m
     slope = 0.0 * m
     if tl.load(kd_weight + row) != 0:
         for first in range(0, COLUMNS, BLOCK):
             offsets = first + tl.arange(0, BLOCK)
             there = offsets < COLUMNS
-            z = _logits(tl.load(student + offsets, there, other=float("-inf")), STUDENT_SCALE, STUDENT_SOFTCAP)
-            u = _logits(tl.load(teacher + offsets, there, other=float("-inf")), TEACHER_SCALE, TEACHER_SOFTCAP)
+            z = logits_of(tl.load(student + offsets, there, other=float("-inf")), STUDENT_SCALE, STUDENT_SOFTCAP)
+            u = logits_of(tl.load(teacher + offsets, there, other=float("-inf")), TEACHER_SCALE, TEACHER_SOFTCAP)
             log_q = ((z - m) * to_log2 - log_mass_q) * LN_2
             log_p = ((u - n) * to_log2 - log_mass_p) * LN_2
-            density += tl.sum(_density(DIVERGENCE, log_q, log_p, share), 0)
+            density += tl.sum(density_of(DIVERGENCE, log_q, log_p, share), 0)
             q, p = tl.exp2(log_q * LOG2_E), tl.exp2(log_p * LOG2_E)
-            slope += tl.sum(_slope(DIVERGENCE, log_q, log_p, q, p, share), 0)
+            slope += tl.sum(slope_of(DIVERGENCE, log_q, log_p, q, p, share), 0)
     tl.store(sums + row, density)
     tl.store(sums + rows + row, slope)
 
@@ -310,11 +220,11 @@ def _gradient_kernel(
         used_columns = tl.maximum(used_columns, teacher_columns)
     # Unused rows are not read: 0 is finite, and its gradient is multiplied away below.
     products = tl.load(student + row * student_stride + offsets, offsets < used_columns, other=0.0)
-    z = _logits(products, STUDENT_SCALE, STUDENT_SOFTCAP)
-    m, log_mass_q, _ = _merge(student_max + row, student_mass + row, rank, rank_stride, to_log2, SHARDS)
+    z = logits_of(products, STUDENT_SCALE, STUDENT_SOFTCAP)
+    m, log_mass_q, _ = merge_softmax(student_max + row, student_mass + row, rank, rank_stride, to_log2, SHARDS)
     gradient = tl.zeros_like(z)
     if HAS_CE:
-        _, log_mass_1, highest = _merge(student_max + row, ce_mass + row, rank, rank_stride, LOG2_E, SHARDS)
+        _, log_mass_1, highest = merge_softmax(student_max + row, ce_mass + row, rank, rank_stride, LOG2_E, SHARDS)
         log_sum = (log_mass_1 + (m - highest) * LOG2_E) * LN_2 + highest
         of_q = of_label * (1.0 + 2.0 * z_loss * log_sum)
         q1 = tl.exp2((z - m) * LOG2_E - log_mass_1)
@@ -324,12 +234,12 @@ def _gradient_kernel(
         log_q = ((z - m) * to_log2 - log_mass_q) * LN_2
         q = tl.exp2((z - m) * to_log2 - log_mass_q)
         u = tl.load(teacher + row * teacher_stride + offsets, offsets < teacher_columns, other=0.0)
-        u = _logits(u, TEACHER_SCALE, TEACHER_SOFTCAP)
-        n, log_mass_p, _ = _merge(teacher_max + row, teacher_mass + row, rank, rank_stride, to_log2, SHARDS)
+        u = logits_of(u, TEACHER_SCALE, TEACHER_SOFTCAP)
+        n, log_mass_p, _ = merge_softmax(teacher_max + row, teacher_mass + row, rank, rank_stride, to_log2, SHARDS)
         log_p = ((u - n) * to_log2 - log_mass_p) * LN_2
         sum_of_slopes = -1.0
         if DIVERGENCE == "reverse_kl":
-            sum_of_slopes = _merge_kl(
+            sum_of_slopes = merge_kl(
                 student_max + row,
                 student_mass + row,
                 teacher_max + row,
@@ -344,7 +254,7 @@ def _gradient_kernel(
             for shard in range(SHARDS):
                 sum_of_slopes += tl.load(slope_sum + shard * sums_stride + row)
         p = tl.exp2((u - n) * to_log2 - log_mass_p)
-        of_row = _slope(DIVERGENCE, log_q, log_p, q, p, share) - q * sum_of_slopes
+        of_row = slope_of(DIVERGENCE, log_q, log_p, q, p, share) - q * sum_of_slopes
         gradient += tl.where(of_kd != 0, of_kd * of_row, 0.0)
     if STUDENT_SOFTCAP > 0:
         gradient *= 1.0 - (z / STUDENT_SOFTCAP) * (z / STUDENT_SOFTCAP)
