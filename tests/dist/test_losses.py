@@ -1,6 +1,7 @@
 """The losses on several ranks: every gradient against the one-rank float64 reference, and what is communicated."""
 
 import dataclasses
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,11 @@ from megatron.core.pipeline_parallel.schedules import custom_backward
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mkd.losses import LossOutput, fused_linear_loss, vocab_parallel_loss
+from mkd.losses import LossOutput, LossSpec, fused_linear_loss, reference, vocab_parallel_loss
+from mkd.losses.divergences import DIVERGENCES
+from mkd.losses.logits import LogitMap, LogitMaps
 from tests.dist.pool import Pool
-from tests.loss_cases import UPSTREAM, Inputs, LossCase, expect, make_inputs
+from tests.loss_cases import INTERPRETED, UPSTREAM, Inputs, LossCase, expect, make_inputs
 from tests.poison import poisoned_memory
 from tests.tolerance import FP32, FP64, assert_close_norm
 
@@ -23,6 +26,8 @@ WIDTHS = {
     4: {"ragged": 9, "empty shard": 10},
     8: {"ragged": 4, "empty shard": 5},
 }
+ENTRIES = ["logits", "fused", "sp"]
+ALL_DIVERGENCES_AT = [(2, "empty shard"), (8, "empty shard")]
 LAYOUTS = [(ranks, name) for ranks, widths in WIDTHS.items() for name in widths]
 
 
@@ -55,11 +60,13 @@ def shard_rows(tensor: Tensor, rank: int, world_size: int) -> Tensor:
     return tensor.chunk(world_size)[rank].clone()
 
 
-def run_case(rank: int, world_size: int, case: LossCase, entry: str, fault: bool = False) -> RankResult:
+def run_case(
+    rank: int, world_size: int, case: LossCase, entry: str, fault: bool = False, impl: str = "eager"
+) -> RankResult:
     """One loss on this rank's shards. `entry`: logits, fused, or fused with sequence parallelism ("sp")."""
     group = torch.distributed.group.WORLD
     x: Inputs = make_inputs(case)
-    common = {"spec": case.spec, "true_vocab": case.true_vocab, "tp_group": group}
+    common = {"spec": case.spec, "true_vocab": case.true_vocab, "tp_group": group, "impl": impl}
     rows = (x.labels, x.ce_weight, x.kd_weight)
     with poisoned_memory(), Communication() as forward:
         if entry == "logits":
@@ -67,11 +74,12 @@ def run_case(rank: int, world_size: int, case: LossCase, entry: str, fault: bool
             leaves = [shards[0].requires_grad_()]
             out = vocab_parallel_loss(*shards, *rows, **common)
         else:
-            weights = [shard_rows(t, rank, world_size) for t in (x.student_weight, x.teacher_weight)]
+            heads = (x.student_weight, x.teacher_weight, x.student_bias, x.teacher_bias)
+            weights = [None if t is None else shard_rows(t, rank, world_size) for t in heads]
             hidden = [x.student_hidden, x.teacher_hidden]
             if entry == "sp":
                 hidden = [shard_rows(h, rank, world_size) for h in hidden]
-            leaves = [hidden[0].requires_grad_(), weights[0].requires_grad_()]
+            leaves = [t.requires_grad_() for t in (hidden[0], weights[0], weights[2]) if t is not None]
             out = fused_linear_loss(
                 hidden[0],
                 weights[0],
@@ -81,11 +89,13 @@ def run_case(rank: int, world_size: int, case: LossCase, entry: str, fault: bool
                 **common,
                 sequence_parallel=entry == "sp",
                 chunk_rows=case.chunk_rows,
+                student_bias=weights[2],
+                teacher_bias=weights[3],
+                maps=case.maps,
             )
     loss = out.loss
-    if (
-        fault
-    ):  # what differentiating a sum over ranks does: the right value with a gradient of world_size times the right
+    if fault:
+        # what differentiating a sum over ranks does: the right value, and world_size times the gradient
         loss = loss + (world_size - 1) * (loss - loss.detach())
     with poisoned_memory(), Communication() as backward:
         custom_backward(UPSTREAM * loss, None)  # as megatron's schedules do
@@ -111,6 +121,9 @@ def check(results: list[RankResult], case: LossCase, entry: str, tol: float) -> 
     d_weight = torch.cat([r.gradients[1] for r in results])
     assert_close_norm(d_weight, expected.d_weight, tol, "d_weight")
     assert not d_weight[case.true_vocab :].any()
+    if case.biased:
+        d_bias = torch.cat([r.gradients[2] for r in results])
+        assert_close_norm(d_bias, expected.d_bias, tol, "d_bias")
     if entry == "sp":
         assert_close_norm(torch.cat([r.gradients[0] for r in results]), expected.d_hidden, tol, "d_hidden")
     else:
@@ -123,32 +136,136 @@ def case_of(ranks: int, layout: str, entry: str, **changes: Any) -> LossCase:
     return LossCase(rows=rows, vocab=ranks * WIDTHS[ranks][layout], **changes)
 
 
-@pytest.mark.parametrize("entry", ["logits", "fused", "sp"])
-@pytest.mark.parametrize("ranks, layout", LAYOUTS)
-def test_every_layout(gloo_pool: Callable[[int], Pool], ranks: int, layout: str, entry: str) -> None:
-    case = case_of(ranks, layout, entry, temperature=2.0)
+every_entry = pytest.mark.parametrize("entry", ENTRIES)
+every_divergence = pytest.mark.parametrize("divergence", DIVERGENCES)
+
+
+@every_entry
+@pytest.mark.parametrize(
+    "ranks, layout, divergence",
+    [
+        (ranks, layout, divergence)
+        for ranks, layout in LAYOUTS
+        for divergence in (DIVERGENCES if (ranks, layout) in ALL_DIVERGENCES_AT else ["forward_kl", "jsd"])
+    ],
+)
+def test_every_layout_and_divergence(
+    gloo_pool: Callable[[int], Pool], ranks: int, layout: str, divergence: str, entry: str
+) -> None:
+    case = case_of(ranks, layout, entry, temperature=2.0, divergence=divergence, z_loss=1e-2)
     check(gloo_pool(ranks).run(run_case, case, entry), case, entry, FP32)
 
 
-@pytest.mark.parametrize("entry", ["logits", "fused", "sp"])
-@pytest.mark.parametrize("terms", ["ce", "kd", "ce+kd"])
-@pytest.mark.parametrize("temperature, squared", [(1.0, True), (2.0, False), (0.5, True)])
-@pytest.mark.parametrize("ranks", [2, 4])
+@every_entry
+@pytest.mark.parametrize(
+    "terms, divergence", [("ce", "jsd"), ("kd", "forward_kl"), ("kd", "skew_reverse_kl"), ("ce+kd", "reverse_kl")]
+)
+@pytest.mark.parametrize(
+    "ranks, temperature, squared", [(2, 1.0, True), (2, 2.0, False), (2, 0.5, True), (4, 0.5, True)]
+)
 def test_terms_and_temperatures(
-    gloo_pool: Callable[[int], Pool], ranks: int, temperature: float, squared: bool, terms: str, entry: str
+    gloo_pool: Callable[[int], Pool],
+    ranks: int,
+    temperature: float,
+    squared: bool,
+    terms: str,
+    divergence: str,
+    entry: str,
 ) -> None:
-    changes = {"temperature": temperature, "temperature_squared": squared, "terms": terms}
+    changes = {"temperature": temperature, "temperature_squared": squared, "terms": terms, "divergence": divergence}
     case = case_of(ranks, "empty shard", entry, **changes)
     check(gloo_pool(ranks).run(run_case, case, entry), case, entry, FP32)
 
 
-@pytest.mark.parametrize("entry", ["logits", "fused", "sp"])
-def test_float64_is_exact(gloo_pool: Callable[[int], Pool], entry: str) -> None:
-    case = case_of(4, "empty shard", entry, temperature=2.0, dtype=torch.float64)
+@every_entry
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "tvd"])
+def test_float64_is_exact(gloo_pool: Callable[[int], Pool], divergence: str, entry: str) -> None:
+    case = case_of(4, "empty shard", entry, temperature=2.0, dtype=torch.float64, divergence=divergence)
     check(gloo_pool(4).run(run_case, case, entry), case, entry, FP64)
 
 
-@pytest.mark.parametrize("entry", ["logits", "fused", "sp"])
+@pytest.mark.parametrize("entry", ["fused", "sp"])
+@pytest.mark.parametrize("chunk_rows", [1, 7, None])
+def test_bias_maps_and_chunks(gloo_pool: Callable[[int], Pool], chunk_rows: int | None, entry: str) -> None:
+    maps = LogitMaps(LogitMap(0.5, 4.0), LogitMap(1.7, 3.0))
+    changes = {"maps": maps, "biased": True, "chunk_rows": chunk_rows, "divergence": "jsd", "z_loss": 1e-2}
+    case = case_of(2, "ragged", entry, **changes)
+    check(gloo_pool(2).run(run_case, case, entry), case, entry, FP32)
+
+
+@INTERPRETED
+@every_entry
+@pytest.mark.parametrize(
+    "divergence, temperature, layout",
+    [
+        ("forward_kl", 1.0, "ragged"),
+        ("reverse_kl", 2.0, "empty shard"),
+        ("jsd", 0.5, "empty shard"),
+        ("tvd", 1.0, "ragged"),
+    ],
+)
+def test_triton(gloo_pool: Callable[[int], Pool], divergence: str, temperature: float, layout: str, entry: str) -> None:
+    case = case_of(2, layout, entry, divergence=divergence, temperature=temperature, z_loss=1e-2)
+    check(gloo_pool(2).run(run_case, case, entry, False, "triton"), case, entry, FP32)
+
+
+@every_entry
+@pytest.mark.parametrize("divergence", ["forward_kl", "jsd"])
+def test_repeats_bit_for_bit(gloo_pool: Callable[[int], Pool], divergence: str, entry: str) -> None:
+    """Two chunks are under way at a time; which is added when does not depend on who is faster."""
+    case = case_of(4, "ragged", entry, divergence=divergence, chunk_rows=2)
+    first, second = (gloo_pool(4).run(run_case, case, entry) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        for name in ("loss", "ce", "kd"):
+            assert torch.equal(getattr(a.output, name), getattr(b.output, name)), name
+        for mine, theirs in zip(a.gradients, b.gradients, strict=True):
+            assert torch.equal(mine, theirs)
+        assert a.forward == b.forward == first[0].forward
+
+
+def run_impossible_shard(
+    rank: int, world_size: int, divergence: str, who: str, temperature: float, impl: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(values, gradient of this shard, the reference's values, its gradient): one model excludes all of shard 1."""
+    student, teacher = torch.randn(2, 3, 10 * world_size, generator=torch.Generator().manual_seed(4))
+    (student if who == "student" else teacher)[1, 10:20] = -torch.inf
+    spec = LossSpec(divergence=divergence, temperature=temperature)
+    full = student.double().requires_grad_()
+    values = reference.DIVERGENCES[divergence](full, teacher.double(), spec)
+    (truth,) = torch.autograd.grad(values.sum(), full)
+    mine = slice(10 * rank, 10 * rank + 10)
+    shard = student[:, mine].clone().requires_grad_()
+    out = vocab_parallel_loss(
+        shard,
+        teacher[:, mine].contiguous(),
+        torch.zeros(3).long(),
+        None,
+        torch.ones(3),
+        spec=spec,
+        true_vocab=10 * world_size,
+        tp_group=torch.distributed.group.WORLD,
+        impl=impl,
+    )
+    return out.kd, *torch.autograd.grad(out.loss, shard), values.detach(), truth[:, mine]
+
+
+@every_divergence
+@pytest.mark.parametrize("who", ["student", "teacher"])
+@pytest.mark.parametrize("temperature, impl", [(0.5, "eager"), (0.5, "triton")])
+def test_shard_without_a_possible_column(
+    gloo_pool: Callable[[int], Pool], divergence: str, who: str, temperature: float, impl: str
+) -> None:
+    if impl == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("Triton's interpreter is on only where there is no GPU")
+    for kd, gradient, values, truth in gloo_pool(2).run(run_impossible_shard, divergence, who, temperature, impl):
+        finite = values.isfinite()
+        assert torch.equal(kd.isfinite(), finite)
+        assert_close_norm(kd[finite], values[finite], FP32, "values")
+        rows = finite if divergence == "reverse_kl" else torch.ones_like(finite)
+        assert_close_norm(gradient[rows], truth[rows], FP32, "gradient")
+
+
+@every_entry
 @pytest.mark.parametrize("changes", [{"all_masked": True}, {"rows": 0}], ids=["all masked", "no rows"])
 def test_nothing_to_learn(gloo_pool: Callable[[int], Pool], entry: str, changes: dict) -> None:
     case = dataclasses.replace(case_of(2, "ragged", entry), **changes)
@@ -168,18 +285,41 @@ def test_gradient_times_ranks_is_caught(gloo_pool: Callable[[int], Pool], ranks:
 
 
 @pytest.mark.parametrize(
-    "terms, temperature, numbers", [("ce", 1.0, 3), ("kd", 2.0, 5), ("ce+kd", 1.0, 6), ("ce+kd", 2.0, 7)]
+    "terms, temperature, divergence, numbers",
+    [
+        ("ce", 1.0, "jsd", [3]),
+        ("ce", 2.0, "jsd", [3]),
+        ("kd", 1.0, "forward_kl", [5]),
+        ("ce+kd", 1.0, "reverse_kl", [6]),
+        ("ce+kd", 2.0, "forward_kl", [7]),
+        ("kd", 2.0, "tvd", [4, 2]),
+        ("ce+kd", 2.0, "jsd", [6, 2]),
+        ("ce+kd", 2.0, "skew_forward_kl", [6, 2]),
+        ("ce+kd", 1.0, "skew_reverse_kl", [5, 2]),
+    ],
 )
-def test_launches_and_bytes(gloo_pool: Callable[[int], Pool], terms: str, temperature: float, numbers: int) -> None:
-    """One all-gather a chunk in forward, of at most 32 bytes a row; in backward the hidden states' reduction alone."""
-    for entry in ("logits", "fused", "sp"):
-        case = case_of(2, "ragged", entry, terms=terms, temperature=temperature)
+def test_launches_and_bytes(
+    gloo_pool: Callable[[int], Pool], terms: str, temperature: float, divergence: str, numbers: list[int]
+) -> None:
+    """Each round is one all-gather a chunk, in forward, of at most 32 bytes a row; in backward the hidden states'
+    reduction alone."""
+    for entry in ENTRIES:
+        case = case_of(2, "ragged", entry, terms=terms, temperature=temperature, divergence=divergence)
         chunks = [case.rows] if entry == "logits" else [5, 5, case.rows - 10] if entry == "fused" else [5, 5, 5, 1]
-        statistics = [("_allgather_base_", numbers * 4 * rows) for rows in chunks]
-        assert numbers * 4 <= 32
+        statistics = [("_allgather_base_", count * 4 * rows) for rows in chunks for count in numbers]
+        assert all(count * 4 <= 32 for count in numbers)
         models = [case.student_width] + [case.teacher_width] * ("kd" in terms)
         gathers = [("_allgather_base_", case.rows // 2 * width * 4) for width in models] if entry == "sp" else []
         reduction = {"logits": [], "fused": ["allreduce_"], "sp": ["_reduce_scatter_base_"]}[entry]
         for result in gloo_pool(2).run(run_case, case, entry):
-            assert result.forward == gathers + statistics
+            # two chunks are under way at a time, so their rounds alternate
+            assert result.forward[: len(gathers)] == gathers
+            assert sorted(result.forward[len(gathers) :]) == sorted(statistics)
             assert [name for name, _ in result.backward] == reduction
+
+
+def test_one_rank_group_is_silent(gloo_pool: Callable[[int], Pool]) -> None:
+    """Nothing is launched where there is nobody to talk to."""
+    case = case_of(1, "ragged", "fused", divergence="jsd")
+    for result in gloo_pool(1).run(run_case, case, "fused"):
+        assert result.forward == result.backward == []
