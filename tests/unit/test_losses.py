@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mkd.losses import LossOutput, LossSpec, fused_linear_loss, reference, vocab_parallel_loss
 from mkd.losses.divergences import DIVERGENCES
 from mkd.losses.logits import LogitMap, LogitMaps
-from tests.loss_cases import UPSTREAM, LossCase, check, expect, make_inputs, run_fused, run_logits
+from tests.loss_cases import UPSTREAM, LossCase, check, check_values, expect, make_inputs, run_fused, run_logits
 from tests.tolerance import FP32, FP64, HALF_FACTOR, assert_close_norm, norm_error
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -229,6 +229,19 @@ def test_only_gradients_are_kept_and_backward_may_run_twice() -> None:
     second = torch.autograd.grad(4 * out.loss, (hidden, weight))
     for a, b in zip(first, second, strict=True):
         assert torch.equal(2 * a, b)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_definition_as_implementation(divergence: str) -> None:
+    """From hidden states, `impl="reference"` keeps the same rules of masks, padding and illegal labels."""
+    maps = LogitMaps(LogitMap(0.5, 4.0), LogitMap(1.7, 3.0))
+    case = LossCase(divergence=divergence, temperature=2.0, z_loss=1e-2, biased=True, maps=maps)
+    expected = expect(case)
+    out, *gradients = run_fused(case, "reference")
+    check_values(out, expected, FP32)
+    for gradient, truth in zip(gradients, (expected.d_hidden, expected.d_weight, expected.d_bias), strict=True):
+        assert_close_norm(gradient, truth, FP32, "gradient")
+    assert not gradients[0][2].any() and not gradients[1][case.true_vocab :].any()
 
 
 def with_main_grad(case: LossCase, upstream: float | None) -> tuple[LossOutput, Tensor, Tensor]:
