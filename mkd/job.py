@@ -24,7 +24,7 @@ from mkd.checkpoint.source import ModelSource, check_same_vocabulary
 from mkd.config import KDConfig
 from mkd.data.batch import KDBatch
 from mkd.data.datasets import build_datasets, check_data, check_splits
-from mkd.errors import MkdConfigError
+from mkd.errors import MkdCheckpointError, MkdConfigError
 from mkd.flag_checks import check_layer_pairs
 from mkd.groups import Groups
 from mkd.hidden_layers import HiddenLayers
@@ -322,6 +322,9 @@ def introduce_teacher(teacher: OnlineTeacher, samples: Any, groups: Groups, job:
         samples: a dataset; its first micro-batch is read.
         groups: the student's layout. Collective over all ranks.
         job: for sizes.
+
+    Raises:
+        MkdCheckpointError: the teacher computes something that is not finite.
     """
     size = min(job.args.micro_batch_size, len(samples))
     batch = KDBatch.from_sample(default_collate([samples[i] for i in range(size)]), job.true_vocab)
@@ -337,8 +340,13 @@ def introduce_teacher(teacher: OnlineTeacher, samples: Any, groups: Groups, job:
         )
         total += torch.stack([(ce * batch.ce_mask).sum(), batch.ce_mask.sum()])
     dist.all_reduce(total)
+    ce = (total[0] / total[1]).item()
+    if not math.isfinite(ce):
+        raise MkdCheckpointError(
+            f"the teacher's loss on the first validation micro-batch is {ce}, not finite: {job.teacher_source.origin} "
+            "holds numbers that are not, or overflows in this precision (--kd-teacher-dtype)"
+        )
     if dist.get_rank() == 0:
-        ce = (total[0] / total[1]).item()
         print(
             f"mkd: teacher {teacher.fingerprint()}: CE {ce:.4f}, perplexity {perplexity(ce):.2f} on the first "
             f"validation micro-batch (knowing nothing: CE ln V = {math.log(job.true_vocab):.4f}, "
