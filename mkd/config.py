@@ -234,8 +234,8 @@ class KDConfig:
     triton: GPU kernels. auto: triton on GPU where it can, else eager; the choice is printed."""
 
     loss_chunk_rows: int | None = None
-    """Tokens whose logits exist at one time in the loss. Default: as many as keep one chunk of fp32 logits under 256
-    MiB."""
+    """Tokens in a chunk of the loss; logits of one or two chunks exist at one time. Default: as many as keep one
+    model's logits of a chunk under 192 MiB, but at least 768 on a GPU."""
 
     teacher_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Precision of the teacher's weights and forward pass. Default: the student's."""
