@@ -113,7 +113,6 @@ def test_steps_are_measured(tools, tmp_path, capsys, monkeypatch):
         assert "failed" not in row, row
         assert row["tokens_per_s"] == pytest.approx(2 * 16 / row["ms"] * 1e3)
         assert all(ms > 0 for ms in row["parts_ms"].values()) and len(row["parts_ms"]) == 4
-        assert all(sum(row["parts_ms"].values()) < 2 * total for total in row["ms_all"])
         assert out.count(f"| {name} |") == 1
     assert rows["HF, Liger layers, Liger fused-linear JSD"]["failed"] == "package liger_kernel is missing"
     assert rows["megatron-core, Model-Optimizer KL"]["failed"] == "package modelopt is missing"
