@@ -10,7 +10,7 @@ probabilities, hence a second round of communication. The KLs escape it: their s
 log ratio, which is independent of the normalisers.
 
 To add a divergence: an entry here, its definition in `reference.DIVERGENCES`, its name in `config.Divergence`, and its
-density and slope in `triton_kernels` for GPUs.
+density and slope in `triton_math` for GPUs.
 """
 
 from collections.abc import Callable

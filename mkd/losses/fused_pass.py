@@ -42,8 +42,8 @@ class FusedPass:
         columns, size = self.setting.shard.columns, self.chunks[0].stop
         # Over several ranks two chunks are under way, so that one computes while the other waits for the exchange. On
         # one rank there is nothing to wait for; there the weight's gradient is added up from two chunks at a time.
-        at_a_time = 2 if self.setting.shard.size > 1 else 1
         slots = min(2, len(self.chunks))
+        at_a_time = slots if self.setting.shard.size > 1 else 1
 
         def buffer(count: int, dtype: torch.dtype) -> Tensor:
             return self.hidden.new_empty((count * size, columns), dtype=dtype)
