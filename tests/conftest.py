@@ -40,5 +40,5 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's loops over a row run more than once, for the small vocabularies of tests too."""
     from mkd.losses import triton_kernels
 
-    for name in ("ONE_ROUND_BLOCK", "TWO_ROUND_BLOCK", "GRADIENT_BLOCK"):
+    for name in ("ONE_ROUND_BLOCK", "TWO_ROUND_BLOCK", "GRADIENT_BLOCK", "ALL_ROUNDS_BLOCK"):
         monkeypatch.setattr(triton_kernels, name, 16)

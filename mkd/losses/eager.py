@@ -1,11 +1,11 @@
-"""The three passes over a chunk of logits in plain torch operations: any device, any float dtype."""
+"""The passes over a chunk of logits in plain torch operations: any device, any float dtype."""
 
 import torch
 from torch import Tensor
 
 from mkd.losses.divergences import DIVERGENCES
 from mkd.losses.logits import Chunk, Setting, statistics_dtype
-from mkd.losses.rows import Factors, Normalisers, ShardScalars, Statistics
+from mkd.losses.rows import Factors, Normalisers, Rows, ShardScalars, Statistics
 
 
 def first_round(chunk: Chunk, setting: Setting) -> Statistics:
@@ -82,6 +82,30 @@ def write_gradient(chunk: Chunk, stats: Statistics, sums: Statistics | None, set
     if not setting.maps.student.is_identity:
         gradient *= setting.maps.student.derivative(z)
     out.copy_(gradient)
+
+
+def all_rounds(chunk: Chunk, setting: Setting, weighted: Rows, out: Tensor) -> tuple[Statistics, Statistics | None]:
+    """Both rounds and the gradient, where this rank holds the whole vocabulary.
+
+    Args:
+        chunk, setting: as in the first round.
+        weighted: the chunk's rows with weights as the gradient needs them.
+        out: as `write_gradient`'s.
+
+    Returns:
+        Statistics of the first round and, if the divergence needs them, sums of the second, name -> [rows].
+    """
+    stats = first_round(chunk, setting)
+    merged, sums = _of_one_shard(stats), None
+    if setting.with_kd and DIVERGENCES[setting.spec.divergence].one_round is None:
+        sums = second_round(chunk, merged, setting)
+    write_gradient(chunk._replace(rows=weighted), merged, None if sums is None else _of_one_shard(sums), setting, out)
+    return stats, sums
+
+
+def _of_one_shard(stats: Statistics) -> Statistics:
+    """[rows] -> [1, rows]"""
+    return {name: values[None] for name, values in stats.items()}
 
 
 def _logits(chunk: Chunk, setting: Setting) -> tuple[Tensor, Tensor | None]:

@@ -40,17 +40,20 @@ class FusedPass:
     def run(self) -> Terms:
         """Fill the gradients, return the values of all rows."""
         columns, size = self.setting.shard.columns, self.chunks[0].stop
+        with_gradient = self.gradient_rows is not None
+        alone = self.setting.shard.size == 1
         # Over several ranks two chunks are under way, so that one computes while the other waits for the exchange. On
-        # one rank there is nothing to wait for; there the weight's gradient is added up from two chunks at a time.
+        # one rank there is nothing to wait for; there the student's products take two chunks at a time, since each
+        # reads or writes the whole LM head.
         slots = min(2, len(self.chunks))
-        at_a_time = slots if self.setting.shard.size > 1 else 1
+        at_a_time = 1 if alone else slots
 
         def buffer(count: int, dtype: torch.dtype) -> Tensor:
             return self.hidden.new_empty((count * size, columns), dtype=dtype)
 
-        in_place = self.logits_dtype == self.head.weight.dtype
-        self._gradients = buffer(slots, self.head.weight.dtype) if self.gradient_rows is not None or in_place else None
-        self._student = self._gradients if in_place else buffer(at_a_time, self.logits_dtype)
+        self._in_place = self.logits_dtype == self.head.weight.dtype
+        self._gradients = buffer(slots, self.head.weight.dtype) if with_gradient or self._in_place else None
+        self._student = self._gradients if self._in_place else buffer(at_a_time, self.logits_dtype)
         self._teacher = None
         if self.teacher_head is not None:
             teacher = self.teacher_head.weight
@@ -58,23 +61,37 @@ class FusedPass:
             rounded = self.logits_dtype == teacher.dtype or teacher.device.type == "cpu"
             self._teacher = buffer(at_a_time, self.logits_dtype if rounded else statistics_dtype(teacher))
         self._merged = [()] * len(self.chunks)
-        interleave((self._chunk(i) for i in range(len(self.chunks))), at_a_time)
+        if alone and with_gradient:
+            for first in range(0, len(self.chunks), 2):
+                self._pair(range(first, min(first + 2, len(self.chunks))))
+        else:
+            interleave((self._chunk(i) for i in range(len(self.chunks))), at_a_time)
         stats, sums = ([part[kind] for part in self._merged] for kind in (0, 1))
         stats = _concatenate(stats)
         sums = None if sums[0] is None else _concatenate(sums)
         normalisers = Normalisers.merge(stats, self.setting.temperature)
         return Terms.of(stats, sums, normalisers, self.rows, self.setting.shard.true_vocab, self.setting.spec)
 
+    def _pair(self, indices: range) -> None:
+        """The work on two neighbouring chunks where no other rank is to be asked."""
+        first = self.chunks[indices[0]].start
+        whole = slice(first, self.chunks[indices[-1]].stop)
+        gradients = self._gradients[: whole.stop - first]
+        if self._in_place:
+            self.head.logits(self.hidden[whole], gradients)
+        for index in indices:
+            span = self.chunks[index]
+            out = gradients[span.start - first : span.stop - first]
+            student = out if self._in_place else self._student_logits(index)
+            chunk = Chunk(student, self._teacher_logits(index), self.rows[span])
+            stats, sums = self.kernels.all_rounds(chunk, self.setting, self.gradient_rows[span], out)
+            self._merged[index] = (_of_one_shard(stats), None if sums is None else _of_one_shard(sums))
+        self._use_gradient(whole, gradients)
+
     def _chunk(self, index: int) -> Generator[None, None, None]:
         """The work on one chunk; yields where it would wait for the other ranks."""
         span, setting, kernels = self.chunks[index], self.setting, self.kernels
-        chunk = Chunk(
-            self.head.logits(self.hidden[span], _slot(self._student, index, span, self.chunks)),
-            None
-            if self.teacher_head is None
-            else self.teacher_head.logits(self.teacher_hidden[span], _slot(self._teacher, index, span, self.chunks)),
-            self.rows[span],
-        )
+        chunk = Chunk(self._student_logits(index), self._teacher_logits(index), self.rows[span])
         exchange = setting.shard.exchange(kernels.first_round(chunk, setting))
         yield
         stats, sums = exchange.wait(), None
@@ -84,37 +101,41 @@ class FusedPass:
             sums = exchange.wait()
         self._merged[index] = (stats, sums)
         if self.gradient_rows is not None:
-            out = _slot(self._gradients, index, span, self.chunks)
+            out = self._slot(self._gradients, index)
             kernels.write_gradient(chunk._replace(rows=self.gradient_rows[span]), stats, sums, setting, out)
-            self._use_gradient(index, out)
+            self._use_gradient(span, out)
 
-    def _use_gradient(self, index: int, d_logits: Tensor) -> None:
-        """From a chunk's logit gradient to those of hidden states, weight and bias."""
+    def _student_logits(self, index: int) -> Tensor:
+        return self.head.logits(self.hidden[self.chunks[index]], self._slot(self._student, index))
+
+    def _teacher_logits(self, index: int) -> Tensor | None:
+        if self.teacher_head is None:
+            return None
+        return self.teacher_head.logits(self.teacher_hidden[self.chunks[index]], self._slot(self._teacher, index))
+
+    def _slot(self, buffer: Tensor, index: int) -> Tensor:
+        """The chunk's part of a buffer that has room for one or two chunks."""
+        size, span = self.chunks[0].stop, self.chunks[index]
+        first = size * (index % (buffer.shape[0] // size)) if size else 0
+        return buffer[first : first + span.stop - span.start]
+
+    def _use_gradient(self, span: slice, d_logits: Tensor) -> None:
+        """From the logit gradient of some rows to those of hidden states, weight and bias."""
         if self.d_hidden is not None:
-            product(d_logits, self.head.weight, out=self.d_hidden[self.chunks[index]])
+            product(d_logits, self.head.weight, out=self.d_hidden[span])
         if self.d_bias is not None:
             self.d_bias += d_logits.sum(dim=0, dtype=self.d_bias.dtype)
         if self.d_weight is None:
             return
-        first = index
-        if self.setting.shard.size == 1:
-            first = index - index % 2
-            if first == index and index + 1 < len(self.chunks):
-                return  # together with the next
-        span = slice(self.chunks[first].start, self.chunks[index].stop)
-        if first != index:
-            d_logits = self._gradients[: span.stop - span.start]
         # What an unused row holds, NaN included, must have no effect; its logit gradient is 0.
         hidden = factor(self.hidden[span].masked_fill(self.rows[span].unused_by_student(), 0), self.d_weight.dtype)
-        add_product(self.d_weight, d_logits.t(), hidden, fresh=first == 0 and not self.adds_to_d_weight)
-
-
-def _slot(buffer: Tensor, index: int, span: slice, chunks: list[slice]) -> Tensor:
-    """The chunk's part of a buffer that has room for one or two chunks."""
-    size = chunks[0].stop
-    first = size * (index % (buffer.shape[0] // size)) if size else 0
-    return buffer[first : first + span.stop - span.start]
+        add_product(self.d_weight, d_logits.t(), hidden, fresh=span.start == 0 and not self.adds_to_d_weight)
 
 
 def _concatenate(parts: list[Statistics]) -> Statistics:
     return {name: torch.cat([part[name] for part in parts], dim=1) for name in parts[0]}
+
+
+def _of_one_shard(stats: Statistics) -> Statistics:
+    """[rows] -> [1, rows]"""
+    return {name: values[None] for name, values in stats.items()}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mkd.losses.logits import Chunk, Setting
-from mkd.losses.rows import Statistics
+from mkd.losses.rows import Rows, Statistics
 
 
 class Kernels(Protocol):
@@ -21,6 +21,10 @@ class Kernels(Protocol):
     def write_gradient(
         self, chunk: Chunk, stats: Statistics, sums: Statistics | None, setting: Setting, out: Tensor
     ) -> None: ...
+
+    def all_rounds(
+        self, chunk: Chunk, setting: Setting, weighted: Rows, out: Tensor
+    ) -> tuple[Statistics, Statistics | None]: ...
 
 
 def resolve(implementation: str, device: torch.device, dtype: torch.dtype) -> str:
