@@ -33,8 +33,8 @@ class LayersOfMicrobatch:
     owner: "HiddenLayers"
     mask: Tensor
     """[N] fp32, 1 where a row of this rank's hidden states takes part."""
-    scale: float
-    """In front of the sum over tokens and pairs: R * W."""
+    scale: Tensor
+    """In front of the sum over tokens and pairs, scalar: R * W, and `StepTokens.kd_scale`."""
     evaluating: bool
     compares: bool
     """False in a training step at R = 0, where the teacher does not run."""
@@ -116,7 +116,7 @@ class HiddenLayers:
         )
 
     def microbatches(
-        self, batches: Sequence[KDBatch], ratio: float, evaluating: bool, teacher_is_done: bool
+        self, batches: Sequence[KDBatch], ratio: float, evaluating: bool, teacher_is_done: bool, kd_scale: Tensor
     ) -> list[LayersOfMicrobatch]:
         """Begin a step. Collective over the pipeline ranks.
 
@@ -125,15 +125,14 @@ class HiddenLayers:
             ratio: R.
             evaluating: whether the distances are wanted whatever R is.
             teacher_is_done: whether the teacher has looked at all of them, and not only at what came before.
+            kd_scale: `StepTokens.kd_scale` of the step.
         """
         recorded = self._teacher.take()
         for waiting in self._recomputed.values():
             waiting.clear()  # of a step that was broken off
         compares = evaluating or ratio > 0.0
-        step = [
-            LayersOfMicrobatch(self, self._rows(batch.kd_mask), ratio * self._weight, evaluating, compares)
-            for batch in batches
-        ]
+        scale = ratio * self._weight * kd_scale
+        step = [LayersOfMicrobatch(self, self._rows(batch.kd_mask), scale, evaluating, compares) for batch in batches]
         if compares and teacher_is_done:
             sizes = [tuple(batch.tokens.shape) for batch in batches]
             wanted = deliver(recorded, self._routes, self._groups.pp, self._teacher.shape, sizes)
@@ -210,7 +209,7 @@ class HiddenLayers:
         for report, microbatch, value in zip(reports, step, sums, strict=len(reports) > 0):
             total, count = report["loss"]
             report["loss"] = torch.stack([total + microbatch.scale * value, count])
-            report["hidden"] = torch.stack([value, count])
+            report["hidden"] = torch.stack([value, report["kd"][1]])
 
 
 def _attach(hidden: Tensor, loss: Tensor, scale: Callable[[Tensor], Tensor] | None) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 from mkd.config import KDConfig
 from mkd.data.batch import KDBatch, check_same_batch, draw
-from mkd.errors import MkdDataError
+from mkd.data.counts import StepTokens
 from mkd.groups import Groups
 from mkd.hidden_layers import HiddenLayers
 from mkd.step import Objective, StepInput
@@ -38,9 +38,11 @@ class TeacherThenStudent:
 
         def run(*, data_iterator: Any, num_microbatches: int, forward_only: bool = False, **options: Any) -> list[dict]:
             source = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
-            batches = draw(source, num_microbatches, self.true_vocab)
-            self._check(batches, forward_only, options["micro_batch_size"])
-            inputs = self._inputs(batches, forward_only)
+            whole = draw(source, num_microbatches, self.true_vocab, options["micro_batch_size"])
+            self._check(whole[0], forward_only)
+            # Packed rows follow each other in one row; megatron's pipeline stages are to expect that shape.
+            options["micro_batch_size"], options["seq_length"] = whole[0].tokens.shape
+            inputs = self._inputs([batch.on_rank(self.groups.cp) for batch in whole], forward_only)
             if isinstance(data_iterator, list):
                 iterators: Any = [iter(inputs) for _ in data_iterator]
             else:
@@ -54,17 +56,10 @@ class TeacherThenStudent:
 
         return run
 
-    def _check(self, batches: list[KDBatch], evaluating: bool, micro_batch_size: int) -> None:
-        if evaluating in self._checked:
-            return
-        seen = batches[0].tokens.shape[0]
-        if seen != micro_batch_size:
-            raise MkdDataError(
-                f"the data loader gives {seen} samples at a time, the schedule expects {micro_batch_size}: correct "
-                "--micro-batch-size or --eval-micro-batch-size"
-            )
-        check_same_batch(batches[0], self.groups.mp)
-        self._checked.add(evaluating)
+    def _check(self, batch: KDBatch, evaluating: bool) -> None:
+        if evaluating not in self._checked:
+            check_same_batch(batch, self.groups.mp, self.groups.cp)
+            self._checked.add(evaluating)
 
     def _inputs(self, batches: list[KDBatch], evaluating: bool) -> list[StepInput]:
         iteration = self.current_iteration()
@@ -74,6 +69,7 @@ class TeacherThenStudent:
             evaluating=evaluating,
             plain=self.teacher is None,
         )
+        tokens = None if objective.plain else StepTokens.of(batches, self.groups.dp_cp)
         wanted = self.teacher is not None and (evaluating or objective.ratio > 0.0)
         at_once = wanted and (self.groups.pp.size() > 1 or self.kd.teacher_offload)
         if at_once:
@@ -85,8 +81,13 @@ class TeacherThenStudent:
             signals = [self._lazily(batch) for batch in batches]
         layers: list = [None] * len(batches)
         if self.hidden_layers is not None:
-            layers = self.hidden_layers.microbatches(batches, objective.ratio, evaluating, teacher_is_done=at_once)
-        return [StepInput(*parts) for parts in zip(batches, [objective] * len(batches), signals, layers, strict=True)]
+            layers = self.hidden_layers.microbatches(
+                batches, objective.ratio, evaluating, teacher_is_done=at_once, kd_scale=tokens.kd_scale
+            )
+        return [
+            StepInput(batch, objective, tokens, signal, layer)
+            for batch, signal, layer in zip(batches, signals, layers, strict=True)
+        ]
 
     def _lazily(self, batch: KDBatch) -> Callable[[], HiddenSignal]:
         return lambda: self.teacher.signals([batch])[0]

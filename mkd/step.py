@@ -11,16 +11,20 @@ from torch.distributed import ProcessGroup
 
 from mkd.config import LossSpec
 from mkd.data.batch import KDBatch
+from mkd.data.counts import StepTokens
 from mkd.groups import Groups
 from mkd.hidden_layers import LayersOfMicrobatch
 from mkd.losses import LossOptions, LossOutput, fused_linear_loss
 from mkd.models.gpt import finish_parameter_sync
 from mkd.teacher.base import HiddenSignal
 
+_OF_KD_TOKENS = ("kd",)
+"""Reported terms that are means over the tokens of the KD mask; the others are over those of the CE mask."""
+
 
 @dataclass(frozen=True)
 class Objective:
-    """What one step minimises: the sum over tokens of (1 - ratio) * CE + ratio * KD."""
+    """What one step minimises: (1 - ratio) * CE + ratio * KD, each the mean over its own supervised tokens."""
 
     ratio: float
     spec: LossSpec
@@ -36,6 +40,8 @@ class StepInput:
 
     batch: KDBatch
     objective: Objective
+    tokens: StepTokens | None
+    """Of the whole step; None when the objective is plain."""
     signal: Callable[[], HiddenSignal]
     """The teacher's signal for this batch; called on the last stage only, or on every rank without pipeline stages."""
     layers: LayersOfMicrobatch | None = None
@@ -62,31 +68,41 @@ class ForwardStep:
         step = next(inputs)
         batch = step.batch
         if step.objective.plain:
-            output = model(batch.tokens, batch.position_ids, None, labels=batch.labels)
-            return output, lambda losses: self._report(batch, {"ce": losses.float()}, None, step.objective)
+            output = model(batch.tokens, batch.position_ids, None, labels=batch.labels, packed_seq_params=batch.packed)
+            return output, lambda losses: self._report(step, {"ce": losses.float()}, None)
         head = _HeadLoss(self, step)
         if step.layers is not None:
             step.layers.begin()
-        output = model(batch.tokens, batch.position_ids, None, output_processor=head)
+        output = model(batch.tokens, batch.position_ids, None, output_processor=head, packed_seq_params=batch.packed)
         return output, head.report
 
     def _report(
-        self, batch: KDBatch, terms: dict[str, Tensor], loss: Tensor | None, objective: Objective
+        self, step: StepInput, terms: dict[str, Tensor], loss: Tensor | None
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Megatron's (loss sum, token count, {name: [sum, count]}) from per-token terms [b, s]."""
-        count = batch.ce_mask.sum()
-        sums = {name: (values * batch.ce_mask).sum() for name, values in terms.items()}
+        batch, objective = step.batch, step.objective
+        masks = {name: batch.kd_mask if name in _OF_KD_TOKENS else batch.ce_mask for name in terms}
+        sums = {name: (values * masks[name]).sum() for name, values in terms.items()}
         if loss is None:
             loss = sums["ce"]
         if objective.evaluating and "kd" in sums:
-            total = (1.0 - objective.ratio) * sums["ce"] + objective.ratio * sums["kd"]
+            total = (1.0 - objective.ratio) * sums["ce"] + objective.ratio * step.tokens.kd_scale * sums["kd"]
         else:
             total = loss
         if self.check_finite:
             for name, value in {"loss": total, **sums}.items():
                 _require_finite(name, value)
-        report = {name: torch.stack([value.detach(), count]) for name, value in {"loss": total, **sums}.items()}
-        return loss, count.int(), report
+        divisor = batch.ce_mask.sum() if step.tokens is None else step.tokens.divisor(batch)
+        counts = {"loss": divisor} | {name: self._count(name, mask, step) for name, mask in masks.items()}
+        report = {name: torch.stack([value.detach(), counts[name]]) for name, value in {"loss": total, **sums}.items()}
+        return loss, divisor.int(), report
+
+    def _count(self, name: str, mask: Tensor, step: StepInput) -> Tensor:
+        """What megatron divides the reported sum of a term by; a term without a token in the whole step reports 0."""
+        if step.tokens is None or step.objective.evaluating:
+            return mask.sum()  # an evaluation's means are over many steps
+        everywhere = step.tokens.kd if name in _OF_KD_TOKENS else step.tokens.ce
+        return torch.where(everywhere > 0, mask.sum(), 1.0)
 
 
 class _HeadLoss:
@@ -143,7 +159,9 @@ class _HeadLoss:
         """CE and KD weights of every token, in the order of the hidden states' rows (sequence first)."""
         batch, objective = self._step.batch, self._step.objective
         # A weight of 0 takes a token out of its term, so an evaluation at R = 0 or 1 must not weigh with R.
-        ce_scale, kd_scale = (1.0, 1.0) if objective.evaluating else (1.0 - objective.ratio, objective.ratio)
+        ce_scale = kd_scale = 1.0
+        if not objective.evaluating:
+            ce_scale, kd_scale = 1.0 - objective.ratio, objective.ratio * self._step.tokens.kd_scale
         ce = ce_scale * _rows(batch.ce_mask) if self._with_ce else None
         kd = kd_scale * _rows(batch.kd_mask) if self._with_kd else None
         return ce, kd
@@ -177,7 +195,7 @@ class _HeadLoss:
         """What the schedule asks for after the last stage's forward pass."""
         if self._owner.check_finite and self._signal is not None:
             _require_finite("the teacher's final hidden states", self._sum_of_teacher())
-        return self._owner._report(self._step.batch, self._terms, loss, self._step.objective)
+        return self._owner._report(self._step, self._terms, loss)
 
     def _sum_of_teacher(self) -> Tensor:
         """Scalar that is not finite if the teacher's hidden states of a distilled token of this rank are not."""

@@ -7,6 +7,7 @@ import torch
 
 from mkd.config import LossSpec
 from mkd.data.batch import KDBatch
+from mkd.data.counts import StepTokens
 from mkd.step import ForwardStep, Objective, StepInput, _HeadLoss
 from mkd.teacher.base import HiddenSignal
 
@@ -17,7 +18,8 @@ def head_loss(hidden: torch.Tensor, kd_mask: torch.Tensor) -> _HeadLoss:
     tokens = torch.zeros(2, 3, dtype=torch.long)
     batch = KDBatch(tokens, tokens, torch.ones(2, 3), kd_mask, tokens)
     objective = Objective(ratio=0.5, spec=LossSpec(), evaluating=False, plain=False)
-    return _HeadLoss(owner, StepInput(batch, objective, lambda: HiddenSignal(hidden, torch.zeros(9, 4))))
+    tokens = StepTokens(batch.ce_mask.sum(), batch.kd_mask.sum())
+    return _HeadLoss(owner, StepInput(batch, objective, tokens, lambda: HiddenSignal(hidden, torch.zeros(9, 4))))
 
 
 def test_a_teacher_that_is_not_finite_is_named() -> None:
