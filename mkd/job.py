@@ -327,7 +327,8 @@ def introduce_teacher(teacher: OnlineTeacher, samples: Any, groups: Groups, job:
         MkdCheckpointError: the teacher computes something that is not finite.
     """
     size = min(job.args.micro_batch_size, len(samples))
-    batch = KDBatch.from_sample(default_collate([samples[i] for i in range(size)]), job.true_vocab)
+    sample = default_collate([samples[i] for i in range(size)])
+    batch = KDBatch.from_sample(sample, job.true_vocab).on_rank(groups.cp)
     total = torch.zeros(2, dtype=torch.float64, device="cuda")
     for signal in teacher.signals([batch]):
         ce = teacher_cross_entropy(

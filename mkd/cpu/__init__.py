@@ -57,6 +57,7 @@ def activate() -> None:
     gloo.install()
     device_mode.enter()
 
-    from mkd.cpu import norms  # imports megatron, which all of the above must precede
+    from mkd.cpu import attention, norms  # they import megatron, which all of the above must precede
 
+    attention.install()
     norms.install()

@@ -1,40 +1,65 @@
 """One microbatch, the same for teacher, student and loss."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from mkd.context_parallel import dual_chunk_places
 from mkd.errors import MkdDataError
+
+_PER_TOKEN = ("tokens", "labels", "ce_mask", "kd_mask", "position_ids")
 
 
 @dataclass(frozen=True)
 class KDBatch:
-    """Tokens of one microbatch on this rank; b samples of s tokens."""
+    """Tokens of one microbatch: b rows of s tokens.
+
+    A packed microbatch has one row, in which its b rows follow each other: b is 1 and s is b times as long. Its
+    segments are independent texts: positions begin anew in each, and no token attends to another segment. Each is
+    padded at its end with tokens of mask 0; the rows' own padding is a segment, or part of the last one.
+
+    `from_sample` gives the whole microbatch on the host, `on_rank` this rank's part of it on its device: with context
+    parallelism every tensor is cut in the same dual-chunk order (`mkd.context_parallel`), within each segment of a
+    packed row and within the whole row otherwise. What a token needs of its neighbours, its label and its position, it
+    has got before.
+    """
 
     tokens: Tensor
-    """[b, s] int64"""
+    """[b, s/cp] int64"""
     labels: Tensor
-    """[b, s] int64: the next token of each token, shifted inside its document before anything is sliced."""
+    """[b, s/cp] int64: the next token of each token, shifted inside its document before anything is sliced."""
     ce_mask: Tensor
-    """[b, s] fp32, 1 where cross-entropy is taken."""
+    """[b, s/cp] fp32, 1 where cross-entropy is taken."""
     kd_mask: Tensor
-    """[b, s] fp32, 1 where the divergence from the teacher is taken."""
+    """[b, s/cp] fp32, 1 where the divergence from the teacher is taken."""
     position_ids: Tensor
-    """[b, s] int64"""
+    """[b, s/cp] int64"""
+    packed: PackedSeqParams | None = None
+    """Where the padded segments of the *whole* row begin and end, as megatron's THD attention and rotary embeddings
+    take them on every pipeline stage (they divide by cp themselves); None when nothing is packed."""
+    keys: tuple[bytes, ...] = ()
+    """16 bytes for each segment of the whole microbatch in order, or for each row when nothing is packed: they depend
+    on the segment's token ids without its padding and on nothing else."""
 
     @classmethod
     def from_sample(cls, sample: Mapping[str, Tensor], true_vocab: int) -> "KDBatch":
-        """Take a collated sample of `megatron.core.datasets.gpt_dataset` to the current device.
+        """The whole microbatch of a collated sample, on the host.
 
         Args:
-            sample: tokens, labels, loss_mask, position_ids, each [b, s].
+            sample: tokens, labels, position_ids and either loss_mask or ce_mask and kd_mask, each [b, s]. Of a packed
+                sample also cu_seqlens and cu_seqlens_padded, [b, n + 1] integers of any n: segment i of a row begins
+                at cu_seqlens_padded[i], has cu_seqlens[i + 1] - cu_seqlens[i] tokens of text (0 if it is padding only)
+                and then padding up to cu_seqlens_padded[i + 1]. The last bound is s; repeated bounds fill up the rest.
             true_vocab: ids from here up do not exist in the model.
 
         Raises:
-            MkdDataError: a token id is not in the model's vocabulary.
+            MkdDataError: a token id that is not in the model's vocabulary, or bounds that are none.
         """
         largest = int(torch.maximum(sample["tokens"].max(), sample["labels"].max()))
         if largest >= true_vocab:
@@ -42,41 +67,146 @@ class KDBatch:
                 f"the data has token id {largest}, but the model's vocabulary has {true_vocab} tokens (ids up to "
                 f"{true_vocab - 1}): --data-path was tokenized with another tokenizer"
             )
-        # "cuda" is the CPU where mkd.cpu is active.
-        on_device = {name: value.to("cuda", non_blocking=True) for name, value in sample.items()}
-        mask = on_device["loss_mask"].float()
-        return cls(
-            tokens=on_device["tokens"],
-            labels=on_device["labels"],
-            ce_mask=mask,
-            kd_mask=mask,
-            position_ids=on_device["position_ids"],
-        )
+        ce_mask = (sample["ce_mask"] if "ce_mask" in sample else sample["loss_mask"]).float()
+        tensors = {
+            "tokens": sample["tokens"],
+            "labels": sample["labels"],
+            "ce_mask": ce_mask,
+            "kd_mask": sample["kd_mask"].float() if "kd_mask" in sample else ce_mask,
+            "position_ids": sample["position_ids"],
+        }
+        if "cu_seqlens_padded" not in sample:
+            return cls(**tensors, keys=tuple(segment_key(row) for row in sample["tokens"]))
+        bounds, lengths = _join_rows(sample)
+        joined = {name: value.reshape(1, -1) for name, value in tensors.items()}
+        row = joined["tokens"][0]
+        texts = (row[start : start + length] for start, length in zip(bounds, lengths, strict=False))
+        return cls(**joined, packed=_packed_seq_params(bounds), keys=tuple(map(segment_key, texts)))
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """0 and the end of each segment of a row, in tokens; of a whole microbatch on the host."""
+        if self.packed is None:
+            return (0, self.tokens.shape[1])
+        return tuple(self.packed.cu_seqlens_q_padded.tolist())
+
+    def cp_slice(self, rank: int, size: int) -> "KDBatch":
+        """What one of `size` context-parallel ranks holds of a whole microbatch.
+
+        Raises:
+            MkdDataError: a segment, or an unpacked row, that 2 * size does not divide.
+        """
+        if size == 1:
+            return self
+        places = dual_chunk_places(self.bounds, rank, size).to(self.tokens.device)
+        return replace(self, **{name: getattr(self, name).index_select(1, places) for name in _PER_TOKEN})
+
+    def to_device(self) -> "KDBatch":
+        """The same on the current device."""
+        moved = {name: getattr(self, name).to("cuda", non_blocking=True) for name in _PER_TOKEN}  # CPU under mkd.cpu
+        packed = self.packed
+        if packed is not None:
+            bounds = packed.cu_seqlens_q_padded.to("cuda", non_blocking=True)
+            packed = replace(packed, **dict.fromkeys(_BOUNDS, bounds))
+        return replace(self, **moved, packed=packed)
+
+    def on_rank(self, cp: dist.ProcessGroup) -> "KDBatch":
+        """This rank's part of a whole microbatch, on its device."""
+        return self.cp_slice(cp.rank(), cp.size()).to_device()
 
     def content_hash(self) -> Tensor:
-        """[1] int64 on the batch's device: differs, but for chance, when any token, label or mask differs."""
-        parts = torch.cat([t.flatten().long() for t in (self.tokens, self.labels, self.ce_mask, self.kd_mask)])
-        place = torch.arange(1, parts.numel() + 1, device=parts.device)
-        return ((parts + 1) * (place * 2654435761 % 2147483647)).sum().view(1)
+        """[1] int64 on the batch's device: differs, but for chance, when any token, label, mask or bound differs."""
+        parts = [t.flatten().long() for t in (self.tokens, self.labels, self.ce_mask, self.kd_mask)]
+        if self.packed is not None:
+            parts.append(self.packed.cu_seqlens_q_padded.long())
+        joined = torch.cat(parts)
+        place = torch.arange(1, joined.numel() + 1, device=joined.device)
+        return ((joined + 1) * (place * 2654435761 % 2147483647)).sum().view(1)
 
 
-def draw(iterator: Iterator[Mapping[str, Tensor]], count: int, true_vocab: int) -> list[KDBatch]:
-    """The next `count` microbatches."""
-    return [KDBatch.from_sample(next(iterator), true_vocab) for _ in range(count)]
+def segment_key(tokens: Tensor) -> bytes:
+    """16 bytes that say which token ids these are ([n] integers): BLAKE2b over them as little-endian int32."""
+    return hashlib.blake2b(tokens.cpu().numpy().astype("<i4").tobytes(), digest_size=16).digest()
 
 
-def check_same_batch(batch: KDBatch, group: dist.ProcessGroup) -> None:
+def _join_rows(sample: Mapping[str, Tensor]) -> tuple[list[int], list[int]]:
+    """Bounds of the padded segments of all rows behind each other, and each segment's length without its padding."""
+    row_length = sample["tokens"].shape[1]
+    bounds, lengths = [0], []
+    for row, (padded, real) in enumerate(
+        zip(sample["cu_seqlens_padded"].tolist(), sample["cu_seqlens"].tolist(), strict=True)
+    ):
+        if padded[0] != 0 or padded[-1] != row_length or len(padded) != len(real):
+            raise MkdDataError(f"a packed row of {row_length} tokens has the segment bounds {padded}")
+        for (start, end), (text_start, text_end) in zip(pairwise(padded), pairwise(real), strict=True):
+            if not 0 <= text_end - text_start <= end - start:
+                raise MkdDataError(
+                    f"a packed segment of {text_end - text_start} tokens has {end - start} places in its row"
+                )
+            if end > start:
+                bounds.append(row * row_length + end)
+                lengths.append(text_end - text_start)
+    return bounds, lengths
+
+
+_BOUNDS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+
+
+def _packed_seq_params(bounds: Sequence[int]) -> PackedSeqParams:
+    """Megatron's description of segments.
+
+    Padding stands behind the text of its own segment, where causal attention cannot see it from the text. So the padded
+    bounds are given as the real ones too, and the attention kernels need not know of padding between segments.
+    max_seqlen is exact: megatron's rotary embeddings take a table as long as the row for positions that do not begin
+    anew in each segment.
+    """
+    longest = max(end - start for start, end in pairwise(bounds))
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
+    return PackedSeqParams(
+        qkv_format="thd",
+        **dict.fromkeys(_BOUNDS, cu_seqlens),
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        pad_between_seqs=False,
+    )
+
+
+def draw(
+    iterator: Iterator[Mapping[str, Tensor]], count: int, true_vocab: int, micro_batch_size: int | None = None
+) -> list[KDBatch]:
+    """The next `count` microbatches, whole and on the host.
+
+    Raises:
+        MkdDataError: see `KDBatch.from_sample`; or there are not `micro_batch_size` rows in each.
+    """
+    batches = []
+    for _ in range(count):
+        sample = next(iterator)
+        rows = sample["tokens"].shape[0]
+        if micro_batch_size is not None and rows != micro_batch_size:
+            raise MkdDataError(
+                f"the data loader gives {rows} samples at a time, the schedule expects {micro_batch_size}: correct "
+                "--micro-batch-size or --eval-micro-batch-size"
+            )
+        batches.append(KDBatch.from_sample(sample, true_vocab))
+    return batches
+
+
+def check_same_batch(batch: KDBatch, *groups: dist.ProcessGroup) -> None:
     """Raise MkdDataError unless every rank of one model replica has read the same microbatch.
 
     Each rank reads the data itself. Ranks that read different tokens would train on nonsense with a plausible loss.
 
     Args:
-        batch: this rank's microbatch.
-        group: the tensor- and pipeline-parallel ranks of this replica. Launches two all-reduces of 8 bytes.
+        batch: the whole microbatch.
+        groups: together they connect all ranks of this replica: its tensor- and pipeline-parallel ranks, and its
+            context-parallel ranks. Launches two all-reduces of 8 bytes in each.
     """
-    low, high = batch.content_hash(), batch.content_hash()
-    dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)
-    dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
+    low = batch.content_hash().to("cuda")
+    high = low.clone()
+    for group in groups:
+        dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)
+        dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
     if low.item() != high.item():
         raise MkdDataError(
             "ranks of one model replica read different tokens: make --data-path and --data-cache-path show the same "

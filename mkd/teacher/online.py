@@ -79,7 +79,13 @@ class OnlineTeacher:
         return signals
 
     def _forward(self, batch: KDBatch) -> Tensor:
-        return self._model(batch.tokens, batch.position_ids, None, output_processor=_final_hidden_states)
+        return self._model(
+            batch.tokens,
+            batch.position_ids,
+            None,
+            output_processor=_final_hidden_states,
+            packed_seq_params=batch.packed,
+        )
 
     def _pipelined(self, batches: Sequence[KDBatch]) -> list[Tensor]:
         """Hidden states of every microbatch on the last stage; an empty list on the others."""
@@ -87,14 +93,14 @@ class OnlineTeacher:
         def forward_step(iterator: Iterator[KDBatch], model: GPTModel) -> tuple[Tensor, None]:
             return self._forward(next(iterator)), None
 
-        micro_batch_size, seq_length = batches[0].tokens.shape
+        micro_batch_size, tokens = batches[0].tokens.shape
         run = get_forward_backward_func(pp_size=self._groups.pp.size(), vp_size=None)
         return run(
             forward_step_func=forward_step,
             data_iterator=iter(batches),
             model=[self._model],
             num_microbatches=len(batches),
-            seq_length=seq_length,
+            seq_length=tokens * self._groups.cp.size(),
             micro_batch_size=micro_batch_size,
             forward_only=True,
             p2p_communicator=P2PCommunicator(pp_group=self._groups.pp, config=self._config.transformer),

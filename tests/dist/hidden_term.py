@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from mkd.groups import Groups
 from mkd.losses.hidden import cosine, mse
 from mkd.models.layer_maps import add_maps, name_of_map, new_map
-from tests.dist.kd_step import Layout, Models, build_student, build_teacher, gradients, microbatches
+from tests.dist.kd_samples import microbatches
+from tests.dist.kd_step import Layout, Models, build_student, build_teacher, gradients
 
 
 def hidden_term(rank: int, world_size: int, models: Models) -> dict[str, Any]:
@@ -40,7 +41,7 @@ def _hidden_term(models: Models) -> dict[str, Any]:
     student = unwrap_model(chunks[0])
     ours, theirs = outputs_of(student), outputs_of(teacher)
     total = torch.zeros(())
-    for batch in microbatches(2, 0, 1):
+    for batch in microbatches("text", 1, 2, 0, 1):
         inputs = (batch["tokens"], batch["position_ids"], None)
         with torch.no_grad():
             teacher(*inputs)

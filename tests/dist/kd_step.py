@@ -7,6 +7,7 @@ whole tensor, both read from megatron's own sharded state dictionaries, so nothi
 import hashlib
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -33,8 +34,9 @@ from mkd.models.gpt import gpt_config
 from mkd.schedule import TeacherThenStudent
 from mkd.step import ForwardStep
 from mkd.teacher.online import OnlineTeacher
+from tests.dist.kd_samples import ROW, VOCAB, DataName, MaskName, microbatches
 
-SEQ, SAMPLES, VOCAB, PADDED = 12, 8, 83, 96
+PADDED = 96
 
 STUDENT = dict(num_layers=4, hidden_size=32, ffn_hidden_size=48, num_attention_heads=4, num_query_groups=2)
 TEACHER = dict(
@@ -49,6 +51,17 @@ TEACHER = dict(
 )
 MOE = dict(num_experts=4, moe_router_topk=2, moe_ffn_hidden_size=24, moe_router_load_balancing_type="none")
 
+# With everything by which a router in training changes itself or the metrics.
+MOE_TEACHER = dict(
+    num_experts=2,
+    moe_router_topk=1,
+    moe_ffn_hidden_size=40,
+    moe_router_score_function="sigmoid",
+    moe_router_enable_expert_bias=True,
+    moe_router_load_balancing_type="seq_aux_loss",
+    moe_aux_loss_coeff=0.5,
+)
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -56,10 +69,13 @@ class Layout:
 
     tp: int = 1
     pp: int = 1
+    cp: int = 1
     vp: int = 1
     ep: int = 1
     sp: bool = False
     mbs: int = 2
+    dist_opt: bool = False
+    """Whether the optimizer's state is cut over the data-parallel ranks."""
 
 
 @dataclass(frozen=True)
@@ -80,19 +96,29 @@ class Models:
     recompute: bool = False
     """Whether the student's activations are recomputed in the backward pass."""
     loss_scale: float = 1.0
+    teacher_moe: bool = False
+    aux_loss: float = 0.0
+    """Coefficient of the student's load-balancing loss."""
+    masks: MaskName = "same"
+    data: DataName = "text"
+    """Which samples, see `tests.dist.kd_samples`."""
 
     @property
     def teacher(self) -> dict[str, Any]:
         """Sizes of the teacher."""
         if self.teacher_is_student:
             return self.student
+        if self.teacher_moe:
+            return TEACHER | MOE_TEACHER
         return TEACHER | {"hidden_size": STUDENT["hidden_size"]} if self.same_width else TEACHER
 
     @property
     def student(self) -> dict[str, Any]:
         """Sizes of the student, and what it recomputes."""
         recomputed = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-        return STUDENT | (MOE if self.moe else {}) | (recomputed if self.recompute else {})
+        balanced = dict(moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=self.aux_loss)
+        sizes = STUDENT | (MOE if self.moe else {}) | (balanced if self.aux_loss else {})
+        return sizes | (recomputed if self.recompute else {})
 
     @property
     def kd(self) -> KDConfig:
@@ -119,7 +145,7 @@ def model_arguments(sizes: dict[str, Any], layout: Layout, tied: bool) -> Namesp
         attention_dropout=0.0,
         hidden_dropout=0.0,
         max_position_embeddings=64,
-        seq_length=SEQ,
+        seq_length=ROW,
         vocab_size=VOCAB,
         padded_vocab_size=PADDED,
         untie_embeddings_and_output_weights=not tied,
@@ -128,6 +154,7 @@ def model_arguments(sizes: dict[str, Any], layout: Layout, tied: bool) -> Namesp
         tensor_model_parallel_size=layout.tp,
         sequence_parallel=layout.sp,
         pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
         virtual_pipeline_model_parallel_size=layout.vp if layout.vp > 1 else None,
         overlap_p2p_comm=layout.vp > 1,
         expert_model_parallel_size=layout.ep,
@@ -169,39 +196,29 @@ def fill(chunks: list[nn.Module], salt: str) -> None:
             shard.data.copy_(whole[_place(shard)].view(shard.data.shape))
 
 
-def gradients(chunks: list[nn.Module]) -> list[tuple[str, tuple, tuple[slice, ...], Tensor]]:
-    """(name, whole shape, place, values) of the gradient of every parameter on this rank."""
-    found = []
-    for chunk in chunks:
-        model = unwrap_model(chunk)
-        for parameter in model.parameters():
-            parameter.data = parameter.main_grad
-        found += [
-            (shard.key, tuple(shard.global_shape), _place(shard), shard.data.clone())
-            for shard in sharded_tensors(model)
-            if shard.data.is_floating_point()
-        ]
-    return found
+Part = tuple[str, tuple[int, ...], tuple[slice, ...], Tensor]
+"""(name, whole shape, place in it, values) of a tensor that a rank has a part of."""
 
 
-def samples() -> list[dict[str, Tensor]]:
-    """The step's samples: odd masks, one sample without any supervised token."""
-    generator = torch.Generator().manual_seed(5)
-    tokens = torch.randint(0, VOCAB, (SAMPLES, SEQ + 1), generator=generator)
-    mask = (torch.rand(SAMPLES, SEQ, generator=generator) < 0.7).float()
-    mask[3] = 0.0
-    positions = torch.arange(SEQ)
+def parameter_parts(chunks: list[nn.Module]) -> list[Part]:
+    """A copy of every parameter on this rank."""
     return [
-        {"tokens": t[:-1], "labels": t[1:], "loss_mask": m, "position_ids": positions}
-        for t, m in zip(tokens, mask, strict=True)
+        (shard.key, tuple(shard.global_shape), _place(shard), shard.data.clone())
+        for chunk in chunks
+        for shard in sharded_tensors(unwrap_model(chunk))
+        if shard.data.is_floating_point()
     ]
 
 
-def microbatches(mbs: int, dp_rank: int, dp_size: int) -> list[dict[str, Tensor]]:
-    """This data-parallel rank's share, dealt out as megatron's sampler does."""
-    every = torch.utils.data.default_collate(samples())
-    starts = range(dp_rank * mbs, SAMPLES, dp_size * mbs)
-    return [{name: value[start : start + mbs] for name, value in every.items()} for start in starts]
+def gradients(chunks: list[nn.Module]) -> list[Part]:
+    """The gradient of every parameter on this rank."""
+    values = [(p, p.data) for chunk in chunks for p in unwrap_model(chunk).parameters()]
+    for parameter, _ in values:
+        parameter.data = parameter.main_grad
+    found = parameter_parts(chunks)
+    for parameter, value in values:
+        parameter.data = value
+    return found
 
 
 def step_with_doubled_gradient(rank: int, world_size: int, layout: Layout, models: Models) -> dict[str, Any]:
@@ -226,16 +243,24 @@ def kd_step(rank: int, world_size: int, layout: Layout, models: Models) -> dict[
     Returns:
         reports (on the last stage of tensor rank 0: name -> [sum, count] over this rank's micro-batches) and gradients.
     """
+    with parallel_state(layout):
+        return _kd_step(layout, models)
+
+
+@contextmanager
+def parallel_state(layout: Layout) -> Iterator[None]:
+    """Megatron's groups and random states of a layout."""
     ps.initialize_model_parallel(
         layout.tp,
         layout.pp,
         virtual_pipeline_model_parallel_size=layout.vp if layout.vp > 1 else None,
+        context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.tp,
     )
     model_parallel_cuda_manual_seed(1)
     try:
-        return _kd_step(layout, models)
+        yield
     finally:
         ps.destroy_model_parallel()
 
@@ -251,14 +276,14 @@ def _kd_step(layout: Layout, models: Models) -> dict[str, Any]:
     chunks = build_student(layout, models, groups, [hidden_layers.attach] if hidden_layers else [])
     schedule = TeacherThenStudent(kd, groups, teacher, VOCAB, lambda: 0, hidden_layers)
     run = schedule.around(get_forward_backward_func(pp_size=layout.pp, vp_size=layout.vp if layout.vp > 1 else None))
-    batches = microbatches(layout.mbs, groups.dp.rank(), groups.dp.size())
+    batches = microbatches(models.data, layout.cp, layout.mbs, groups.dp.rank(), groups.dp.size(), models.masks)
     iterator = iter(batches)
     reports = run(
         forward_step_func=ForwardStep(groups, true_vocab=VOCAB, check_finite=False, options=LossOptions(chunk_rows=5)),
         data_iterator=[iterator] + [None] * (layout.vp - 1) if layout.vp > 1 else iterator,
         model=chunks,
         num_microbatches=len(batches),
-        seq_length=SEQ,
+        seq_length=ROW,
         micro_batch_size=layout.mbs,
         forward_only=False,
     )
@@ -286,7 +311,9 @@ def build_student(layout: Layout, models: Models, groups: Groups, hooks: Sequenc
     config = gpt_config(model_arguments(models.student, layout, models.tied))
     config.pre_wrap_hooks += hooks
     chunks = GPTModelBuilder(config).build_distributed_models(
-        pg_collection=groups.collection, ddp_config=DistributedDataParallelConfig(), data_parallel_random_init=False
+        pg_collection=groups.collection,
+        ddp_config=DistributedDataParallelConfig(use_distributed_optimizer=layout.dist_opt),
+        data_parallel_random_init=False,
     )
     fill(chunks, "student")
     for chunk in chunks:

@@ -2,7 +2,7 @@
 tests/dist/test_batch.py.
 """
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -67,7 +67,7 @@ def test_equal_batches_have_equal_hashes():
 
 @settings(max_examples=200, deadline=None)
 @given(
-    name=st.sampled_from([field.name for field in fields(KDBatch) if field.name != "position_ids"]),
+    name=st.sampled_from(["tokens", "labels", "ce_mask", "kd_mask"]),
     row=st.integers(0, 2),
     column=st.integers(0, 6),
     by=st.integers(1, VOCAB - 1),

@@ -1,0 +1,42 @@
+"""Which tokens of a row a context-parallel rank holds: the one place that knows the dual-chunk order."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from mkd.errors import MkdDataError
+
+
+def dual_chunk_places(bounds: Sequence[int], rank: int, size: int) -> Tensor:
+    """Places in the whole row of the tokens that one rank holds, in the order in which it holds them.
+
+    Each segment is cut into 2 * size equal chunks, and rank r has chunks r and 2 * size - 1 - r of it: with causal
+    attention every rank then has the same work. It is the order of megatron's rotary embeddings and of Transformer
+    Engine's attention.
+
+    Args:
+        bounds: 0 and the end of each segment in the row, in tokens; empty segments are allowed.
+        rank: rank in the context-parallel group.
+        size: ranks in it.
+
+    Returns:
+        [bounds[-1] / size] int64, on the host.
+
+    Raises:
+        MkdDataError: a segment that 2 * size does not divide, with more than one rank.
+    """
+    if size == 1:
+        return torch.arange(bounds[-1])
+    parts = []
+    for start, end in pairwise(bounds):
+        chunk, rest = divmod(end - start, 2 * size)
+        if rest:
+            raise MkdDataError(
+                f"a segment of {end - start} tokens cannot be cut into 2 * --context-parallel-size {size} chunks: "
+                "segments must be padded to a multiple of them"
+            )
+        for number in (rank, 2 * size - 1 - rank):
+            parts.append(torch.arange(start + number * chunk, start + (number + 1) * chunk))
+    return torch.cat(parts)

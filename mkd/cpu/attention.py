@@ -1,0 +1,145 @@
+"""Attention over packed rows and context-parallel ranks without Transformer Engine.
+
+Megatron's own attention module refuses both. Here each rank gathers the keys and values of its context-parallel group
+(the backward pass adds up what all ranks' queries send back to them), and every segment attends by itself.
+"""
+
+import contextlib
+import copy
+from itertools import pairwise
+from typing import Any
+
+import torch
+from megatron.core.models import backends
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, get_cuda_rng_tracker
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor
+
+from mkd.context_parallel import dual_chunk_places
+from mkd.errors import MkdConfigError
+
+
+class SegmentAttention(DotProductAttention):
+    """Megatron's core attention, also for packed rows and for context parallelism.
+
+    Where there is neither, it is megatron's own to the last bit.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        *args: Any,
+        pg_collection: ProcessGroupCollection | None = None,
+        **options: Any,
+    ) -> None:
+        """See megatron's `DotProductAttention`.
+
+        Raises:
+            MkdConfigError: attention sinks together with context parallelism.
+        """
+        alone = copy.copy(config)
+        alone.context_parallel_size = 1  # megatron's asserts it
+        super().__init__(alone, layer_number, *args, pg_collection=pg_collection, **options)
+        self.config = config
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self._window = config.window_size[0] if windowed else None
+        self._cp = (pg_collection or ProcessGroupCollection.use_mpu_process_groups(["cp"])).cp
+        if config.context_parallel_size > 1:
+            self._require_plain_softmax("--context-parallel-size")
+
+    def _require_plain_softmax(self, what: str) -> None:
+        if self.softmax_offset is not None:
+            raise MkdConfigError(f"{what} with --softmax-type {self.config.softmax_type} needs a GPU")
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Attention output of this rank's tokens.
+
+        Args:
+            query: [s/cp, b, heads/tp, d], or [s/cp, heads/tp, d] if packed.
+            key: the same with key-value heads.
+            value: as the keys.
+            attention_mask: None, unless neither packed nor context-parallel.
+            attn_mask_type: as megatron's; it is not used.
+            attention_bias: None.
+            packed_seq_params: bounds of the segments in the whole row; None when nothing is packed.
+
+        Returns:
+            [s/cp, b, heads/tp * d], or [s/cp, heads/tp * d] if packed.
+
+        Raises:
+            MkdConfigError: packed rows with attention sinks.
+        """
+        if packed_seq_params is None and self.config.context_parallel_size == 1:
+            return super().forward(query, key, value, attention_mask, attn_mask_type, attention_bias)
+        assert attention_mask is None and attention_bias is None, "only causal attention"
+        assert self.attn_mask_type == AttnMaskType.causal, "only causal attention"
+        if packed_seq_params is None:
+            size = self.config.context_parallel_size
+            return self._segments(query, key, value, [0, len(query) * size], size).flatten(-2)
+        self._require_plain_softmax("a packed row")
+        bounds = packed_seq_params.cu_seqlens_q_padded.tolist()
+        parts = (tensor.unsqueeze(1) for tensor in (query, key, value))
+        return self._segments(*parts, bounds, self.config.context_parallel_size).squeeze(1).flatten(-2)
+
+    def _segments(self, query: Tensor, key: Tensor, value: Tensor, bounds: list[int], size: int) -> Tensor:
+        """[s/cp, b, heads, d]; every segment of the whole row attends to itself."""
+        if size > 1:
+            key, value = (self._whole_row(tensor, bounds, size) for tensor in (key, value))
+        places = dual_chunk_places(bounds, self._cp.rank() if size > 1 else 0, size)
+        outputs = []
+        for start, end in pairwise(bounds):
+            here = slice(start // size, end // size)
+            outputs.append(self._attend(query[here], key[start:end], value[start:end], places[here] - start))
+        return torch.cat(outputs)
+
+    def _whole_row(self, tensor: Tensor, bounds: list[int], size: int) -> Tensor:
+        """[s/cp, ...] of each rank -> [s, ...] in the order of the row. Gradients are summed over the ranks."""
+        gathered = gather_from_sequence_parallel_region(tensor.contiguous(), group=self._cp)
+        order = torch.cat([dual_chunk_places(bounds, rank, size) for rank in range(size)])
+        return gathered.index_select(0, order.argsort())
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> Tensor:
+        """One segment.
+
+        Args:
+            query: [n, b, heads, d]
+            key: [m, b, groups, d], all tokens of the segment in order.
+            value: as the keys.
+            positions: [n], of the queries in the segment.
+        """
+        distance = positions[:, None] - torch.arange(len(key))
+        seen = distance >= 0
+        if self._window is not None:
+            seen &= distance <= self._window
+        dropout = self.attention_dropout.p if self.training else 0.0
+        # As in megatron's module: heads on different tensor-parallel ranks draw different numbers.
+        fork = dropout > 0.0 and not self.config.sequence_parallel
+        with get_cuda_rng_tracker().fork() if fork else contextlib.nullcontext():
+            output = torch.nn.functional.scaled_dot_product_attention(
+                *(tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)),
+                attn_mask=seen,
+                dropout_p=dropout,
+                scale=self.softmax_scale * (self.scale_mask_softmax.scale or 1.0),
+                enable_gqa=True,
+            )
+        return output.permute(2, 0, 1, 3)
+
+
+def install() -> None:
+    """Have megatron's local layer specs use this module."""
+    backends.LocalSpecProvider.core_attention = lambda self: SegmentAttention
