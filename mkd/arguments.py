@@ -21,10 +21,17 @@ from megatron.training.utils import get_blend_and_blend_per_split
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 from mkd import compat, cpu
-from mkd.config import KDConfig
+from mkd.config import RUN_CHOICES, KDConfig
 from mkd.cpu.flags import set_cpu_values
 from mkd.errors import MkdCheckpointError, MkdConfigError, MkdDataError
-from mkd.flag_checks import check_divisions, check_layout, check_required
+from mkd.flag_checks import (
+    check_attention_heads,
+    check_divisions,
+    check_layout,
+    check_required,
+    check_saving,
+    check_variable_lengths,
+)
 
 # Beginnings of Megatron flags that say something else about the loss, the teacher or what is trained, and what to use.
 # Checked on the command line itself: some of them exist only where further packages are installed.
@@ -44,12 +51,10 @@ CONTRADICTIONS: dict[str, str] = {
 UNSUPPORTED: dict[str, str] = {
     "--full-validation": "give --eval-iters (megatron-core 0.19 itself fails with it)",
     "--multiple-validation-sets": "give one set",
+    "--sft": "leave it out and name the chat file in --data-path (docs/data.md)",
     "--use-mup": "leave it out (mkd's loss does not scale logits)",
     "--defer-embedding-wgrad-compute": "leave it out (mkd computes the LM head's gradient together with the loss)",
 }
-
-# Architecture values that are choices of the training run rather than facts of the weights.
-_RUN_CHOICES = {"attention_dropout", "hidden_dropout"}
 
 
 class _KDFlags(ArgumentGroupFactory):
@@ -130,7 +135,7 @@ def adopt_architecture(args: Namespace, architecture: dict[str, Any], origin: st
     given = flags_given()
     for name, value in architecture.items():
         if name in given and getattr(args, name) != value:
-            if name in _RUN_CHOICES:
+            if name in RUN_CHOICES:
                 continue
             raise MkdConfigError(
                 f"{given[name]} is {getattr(args, name)}, but {origin} has {value}: leave {given[name]} out, "
@@ -147,9 +152,10 @@ def finish(args: Namespace, kd: KDConfig) -> None:
         MkdCheckpointError: `--load` or `--pretrained-checkpoint` names a folder without a checkpoint.
     """
     _check_load(args, kd)
+    check_saving(args, kd)
     if args.use_checkpoint_args:
         load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
-        load_args_from_checkpoint(args)
+        _load_args_to_resume(args)
     if cpu.is_active():
         changed = set_cpu_values(args)
         if changed and args.rank == 0:
@@ -162,17 +168,25 @@ def finish(args: Namespace, kd: KDConfig) -> None:
     args.calculate_per_token_loss = True
     check_required(args)
     check_layout(args)
+    if kd.variable_seq_lengths:
+        check_variable_lengths(args)
     if args.vocab_size is not None and args.padded_vocab_size is None:
         # Of the model, which may have more rows than its tokenizer has tokens.
         args.padded_vocab_size = calculate_padded_vocab_size(
             args.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size, logging_enabled=False
         )
+    asynchronous = args.async_save
+    if cpu.is_active():
+        # A save on CPU forks its writer, which has the weights as they are then; a persistent one would share the
+        # trainer's memory. Megatron knows no asynchronous save without a persistent writer.
+        args.async_save = args.use_persistent_ckpt_worker = False
     try:
         validate_args(args)
     except (AssertionError, ValueError) as error:
         # Some of megatron's assertions have no message: the asserted condition names the flag.
         reason = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
         raise MkdConfigError(f"megatron refuses the flags: {' '.join(reason.split())}") from error
+    args.async_save = asynchronous
     if args.tokenizer_type is None:
         raise MkdConfigError(
             "--tokenizer-type is missing (HuggingFaceTokenizer with --tokenizer-model DIR, or another)"
@@ -202,7 +216,29 @@ def has_checkpoint(folder: str | None) -> bool:
 
 def resumes(args: Namespace) -> bool:
     """Whether weights come from the checkpoint in `--load`, and not from `--kd-student-hf` or a random start."""
-    return has_checkpoint(args.load)
+    return args.kd_resume_from is not None
+
+
+def resume_from(args: Namespace, folder: Path | None) -> None:
+    """Say which folder of `--load` is to be read, such as iter_0000100; None when there is none."""
+    args.kd_resume_from = None if folder is None else str(folder)
+
+
+def saves_where_it_loads(args: Namespace) -> bool:
+    """Whether `--load` and `--save` are one folder, as for a job that restarts itself."""
+    return None not in (args.load, args.save) and Path(args.load).resolve() == Path(args.save).resolve()
+
+
+def _load_args_to_resume(args: Namespace) -> None:
+    """--use-checkpoint-args of the checkpoint that was chosen, whatever the tracker says."""
+    if not resumes(args):
+        return
+    name = Path(args.kd_resume_from).name
+    step, given = None if name == "release" else int(name.removeprefix("iter_")), args.ckpt_step
+    args.ckpt_step = step
+    with compat.tracker_says(step):
+        load_args_from_checkpoint(args)
+    args.ckpt_step = given
 
 
 def _check_load(args: Namespace, kd: KDConfig) -> None:
@@ -217,10 +253,8 @@ def _check_load(args: Namespace, kd: KDConfig) -> None:
                 f"--pretrained-checkpoint {args.pretrained_checkpoint} has no checkpoint (no "
                 "latest_checkpointed_iteration.txt there): correct the path"
             )
-    if args.load is None or has_checkpoint(args.load):
-        return
     # The same folder in --load and --save is how a job that restarts itself starts for the first time.
-    if args.save is not None and Path(args.load).resolve() == Path(args.save).resolve():
+    if args.load is None or resumes(args) or saves_where_it_loads(args):
         return
     raise MkdCheckpointError(
         f"--load {args.load} has no checkpoint (no latest_checkpointed_iteration.txt there): correct the path, or "
@@ -234,7 +268,7 @@ def default_arguments() -> Namespace:
 
 
 def data_prefixes(args: Namespace) -> list[str]:
-    """Every `.bin/.idx` prefix that is to be read.
+    """Every `.bin/.idx` prefix and every chat file that is to be read.
 
     Raises:
         MkdDataError: none is named, or a list of weights and prefixes is not one.
@@ -245,7 +279,9 @@ def data_prefixes(args: Namespace) -> list[str]:
         raise MkdDataError(f"--data-path and the like cannot be read ({error!r}): write WEIGHT PREFIX pairs") from error
     prefixes = [prefix for part in (blend, *(per_split or ())) if part is not None for prefix in part[0]]
     if not prefixes and not args.mock_data:
-        raise MkdDataError("no training data: give --data-path PREFIX (PREFIX.bin and PREFIX.idx)")
+        raise MkdDataError(
+            "no training data: give --data-path PREFIX (PREFIX.bin and PREFIX.idx) or --data-path FILE.jsonl (chats)"
+        )
     return prefixes
 
 
@@ -296,6 +332,7 @@ _SHARED_WITH_TEACHER = (
     "expert_tensor_parallel_size",
     "sequence_parallel",
     "cp_comm_type",
+    "hierarchical_context_parallel_sizes",
     "no_persist_layer_norm",
     "apply_rope_fusion",
     "masked_softmax_fusion",
@@ -358,6 +395,7 @@ def teacher_arguments(architecture: dict[str, Any], args: Namespace, dtype: str 
     teacher.bf16 = teacher.params_dtype == torch.bfloat16
     teacher.fp16 = teacher.params_dtype == torch.float16
     check_divisions("the teacher", vars(teacher), args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
+    check_attention_heads("the teacher", vars(teacher), args)
     if teacher.max_position_embeddings is not None and args.seq_length > teacher.max_position_embeddings:
         raise MkdConfigError(
             f"--seq-length {args.seq_length} is longer than the teacher's {teacher.max_position_embeddings} positions "

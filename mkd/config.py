@@ -23,6 +23,12 @@ LossImplementation = Literal["auto", "reference", "eager", "triton"]
 HiddenLossType = Literal["mse", "cosine"]
 """Distances between hidden states of a student's and a teacher's layer."""
 
+RUN_CHOICES = frozenset({"attention_dropout", "hidden_dropout", "moe_aux_loss_coeff", "moe_router_dtype"})
+"""Megatron arguments that a model's folder may suggest and a training run may choose: no facts of the weights."""
+
+Packing = Literal["none", "best_fit"]
+"""How samples become rows."""
+
 SKEWED = ("skew_forward_kl", "skew_reverse_kl")
 """The divergences with a `skew`."""
 
@@ -244,6 +250,38 @@ class KDConfig:
     """Keep the teacher's weights in host memory while the student trains: the teacher runs over all microbatches of a
     step first, then makes room."""
 
+    save_hf_interval: int | None = None
+    """Iterations between Hugging Face folders: each time a checkpoint is saved at a multiple of it, <save>/hf/iter_XXXXXXX
+    is written as well. A multiple of --save-interval. Default: none are written."""
+
+    save_hf_keep: int | None = None
+    """How many of the newest Hugging Face folders stay; older ones are removed. Default: all."""
+
+    checkpoint_hashes: bool = True
+    """Do not write the SHA-256 of a checkpoint's files when it is saved, and do not check them when it is loaded."""
+
+    other_teacher: bool = False
+    """Continue from a checkpoint that was trained with another teacher. Without it that is an error."""
+
+    packing: Packing = "none"
+    """none: documents are concatenated and cut as Megatron does, a conversation has a row of its own. best_fit:
+    several whole samples share a row of --seq-length tokens and do not see each other."""
+
+    packing_multiple: int = 16
+    """Tokens to a multiple of which each sample in a packed row is padded. Must be divisible by 2 *
+    --context-parallel-size. The same value gives the same rows under every parallel layout."""
+
+    long_samples: Literal["split", "drop"] = "split"
+    """What happens to samples longer than --seq-length, of chat files and with --kd-packing best_fit."""
+
+    variable_seq_lengths: bool = False
+    """Cut every micro-batch behind its longest text, where rows end in padding (conversations without --kd-packing).
+    Micro-batches then differ in length: less to compute, and pipeline stages tell each other the shapes first."""
+
+    mask: Literal["labels", "all"] = "labels"
+    """Where the divergence from the teacher is taken. labels: on supervised tokens, which CE is taken of (all tokens of
+    documents, the assistant's in chats). all: on the other tokens of conversations too."""
+
     metrics_file: str | None = field(default=None, metadata={"argparse_meta": {"metavar": "FILE"}})
     """JSON lines, one an iteration (iteration, loss, ce, kd, grad_norm, lr, tokens, tokens_per_s, elapsed_s);
     validation lines carry valid_ names. Default: metrics.jsonl in the --save folder."""
@@ -265,8 +303,29 @@ class KDConfig:
         self._check_hidden_loss()
         _require_choice("--kd-logits-dtype", self.logits_dtype, get_args(LogitsDtype))
         _require_choice("--kd-loss-impl", self.loss_impl, get_args(LossImplementation))
+        _require_choice("--kd-packing", self.packing, get_args(Packing))
+        _require_choice("--kd-long-samples", self.long_samples, ("split", "drop"))
+        _require_choice("--kd-mask", self.mask, ("labels", "all"))
+        if self.variable_seq_lengths and self.packing != "none":
+            raise MkdConfigError(
+                f"--kd-variable-seq-lengths does not work with --kd-packing {self.packing}: packed rows have one length"
+            )
+        if self.packing_multiple < 1:
+            raise MkdConfigError(f"--kd-packing-multiple is {self.packing_multiple}; it must be at least 1")
         if self.loss_chunk_rows is not None and self.loss_chunk_rows < 1:
             raise MkdConfigError(f"--kd-loss-chunk-rows is {self.loss_chunk_rows}; it must be at least 1")
+        self._check_snapshots()
+
+    def _check_snapshots(self) -> None:
+        for name in ("interval", "keep"):
+            value = getattr(self, f"save_hf_{name}")
+            if value is not None and value < 1:
+                raise MkdConfigError(f"--kd-save-hf-{name} is {value}; it must be at least 1")
+        if self.save_hf_keep is not None and self.save_hf_interval is None:
+            raise MkdConfigError(
+                f"--kd-save-hf-keep is {self.save_hf_keep}, but no Hugging Face folders are written: give "
+                "--kd-save-hf-interval, or leave it out"
+            )
 
     def _check_ratio(self) -> None:
         if self.ratio_schedule == "constant":

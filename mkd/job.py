@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.training.global_vars import get_tokenizer
 from megatron.training.models import GPTModelConfig
 from megatron.training.training import get_train_valid_test_num_samples, update_train_iters
@@ -20,12 +21,18 @@ from mkd import arguments, cpu
 from mkd.checkpoint.assets import store_assets
 from mkd.checkpoint.hf_folder import HFFolder, tokenizer_hash
 from mkd.checkpoint.megatron_folder import MegatronFolder
+from mkd.checkpoint.resume import Choice
 from mkd.checkpoint.source import ModelSource, check_same_vocabulary
 from mkd.config import KDConfig
 from mkd.data.batch import KDBatch
+from mkd.data.chat import ChatTokenizer
 from mkd.data.datasets import build_datasets, check_data, check_splits
+from mkd.data.packing import RowLayout
+from mkd.data.row_sets import RowSets
+from mkd.data.rows import RowOptions
+from mkd.data.stores import check_chat_file, is_chat_file
 from mkd.errors import MkdCheckpointError, MkdConfigError
-from mkd.flag_checks import check_layer_pairs
+from mkd.flag_checks import check_layer_pairs, check_rows, length_multiple
 from mkd.groups import Groups
 from mkd.hidden_layers import HiddenLayers
 from mkd.losses import LossOptions
@@ -33,6 +40,7 @@ from mkd.memory import estimate_memory
 from mkd.metrics import MetricsLog, perplexity
 from mkd.models.gpt import gpt_config
 from mkd.models.layer_maps import KEY_PREFIX, pair_of_key
+from mkd.resuming import check_checkpoint, choose_checkpoint
 from mkd.schedule import TeacherThenStudent
 from mkd.step import teacher_cross_entropy
 from mkd.teacher.online import OnlineTeacher
@@ -54,6 +62,10 @@ class Job:
     true_vocab: int
     """Tokens that exist; ids from here up pad the vocabulary."""
     loss_options: LossOptions
+    choice: Choice | None
+    """The checkpoint to continue from."""
+    notes: list[str]
+    """What is otherwise than in that checkpoint."""
 
     @classmethod
     def from_command_line(cls) -> "Job":
@@ -65,6 +77,7 @@ class Job:
         args, kd = arguments.parse_command_line()
         teacher = _teacher_source(kd)
         student = None
+        choice = choose_checkpoint(args)
         if kd.student_hf is not None:
             student = ModelSource.from_hf(kd.student_hf, "--kd-student-hf")
             arguments.adopt_architecture(args, student.architecture, student.origin)
@@ -78,9 +91,15 @@ class Job:
         student_hash = student.tokenizer_hash if student else _hash_of_tokenizer(args)
         _check_tokenizer(args, student)
         check_layer_pairs(kd.layer_pairs, args, teacher.architecture["num_layers"])
+        notes = check_checkpoint(args, kd, choice, teacher)
         _check_stored_maps(args, kd, mapped=teacher.architecture["hidden_size"] != args.hidden_size)
         check_same_vocabulary(origin, true_vocab, student_hash, teacher)
-        check_data(arguments.data_prefixes(args), true_vocab, student_hash)
+        names = arguments.data_prefixes(args)
+        chats = [name for name in names if is_chat_file(name)]
+        check_rows(args, kd, has_chats=bool(chats))
+        check_data([name for name in names if name not in chats], true_vocab, student_hash)
+        for name in chats:
+            check_chat_file(name, ChatTokenizer(args.tokenizer_model))
         check_splits(arguments.dataset_config(args, get_tokenizer()), evaluates=args.eval_iters > 0)
         _check_writable("--save", args.save)
         if kd.metrics_file is not None:
@@ -89,27 +108,27 @@ class Job:
         device = torch.device("cpu" if cpu.is_active() else "cuda")
         options = LossOptions.of(kd, device, args.params_dtype, args.tensor_model_parallel_size)
         configs = gpt_config(teacher_args), gpt_config(args)
-        job = cls(args, teacher_args, kd, teacher, student, *configs, true_vocab, options)
+        for config in configs:
+            config.transformer.variable_seq_lengths = kd.variable_seq_lengths  # megatron has no flag for it
+        job = cls(args, teacher_args, kd, teacher, student, *configs, true_vocab, options, choice, notes)
         if student is not None and not arguments.resumes(args):
             job.student_config.pre_wrap_hooks.append(job._load_student)
             job.student_config.perform_initialization = False  # the folder fills every parameter, or is refused
         return job
 
     def _load_student(self, chunks: list[Any]) -> list[Any]:
-        self.student_source.load(chunks, Groups.from_megatron().tp)
+        self.student_source.load(chunks)
         return chunks
 
     def build_teacher(self, groups: Groups) -> OnlineTeacher | None:
         """The teacher on this rank; None when the run never looks at it."""
         if self.kd.is_plain_pretraining:
             return None
-        fingerprint = self.teacher_source.fingerprint()
-        self.args.kd_teacher_fingerprint = fingerprint  # megatron stores its arguments in every checkpoint
         return OnlineTeacher(
             self.teacher_config,
             groups,
-            load_weights=lambda chunks: self.teacher_source.load(chunks, groups.tp),
-            fingerprint=fingerprint,
+            load_weights=self.teacher_source.load,
+            fingerprint=self.args.kd_teacher_fingerprint,
             offload=self.kd.teacher_offload,
         )
 
@@ -131,11 +150,34 @@ class Job:
     def datasets(self) -> list[Any]:
         """Train, validation and test set. Collective over all ranks."""
         update_train_iters(self.args)
+        config = arguments.dataset_config(self.args, get_tokenizer())
         return build_datasets(
-            arguments.dataset_config(self.args, get_tokenizer()),
+            config,
             get_train_valid_test_num_samples(),
             evaluated=self.args.eval_iters * self.args.eval_global_batch_size,
+            rows=self._row_sets(config) if self.has_own_rows else None,
         )
+
+    @property
+    def has_own_rows(self) -> bool:
+        """Whether rows are made of whole samples, and not by Megatron's concatenation of documents."""
+        return self.kd.packing != "none" or any(map(is_chat_file, arguments.data_prefixes(self.args)))
+
+    def _row_sets(self, config: GPTDatasetConfig) -> RowSets:
+        args, kd = self.args, self.kd
+        layout = RowLayout(args.seq_length, kd.packing_multiple, kd.packing != "none", kd.mask == "all")
+        return RowSets(
+            config=config,
+            options=RowOptions(layout, drop_long=kd.long_samples == "drop", seed=args.seed),
+            tokenizer=ChatTokenizer(args.tokenizer_model),
+            true_vocab=self.true_vocab,
+            say=lambda text: print(f"mkd: data       {text}", flush=True) if args.rank == 0 else None,
+        )
+
+    @property
+    def length_multiple(self) -> int | None:
+        """What micro-batches' lengths are rounded up to with --kd-variable-seq-lengths; None without it."""
+        return length_multiple(self.args) if self.kd.variable_seq_lengths else None
 
     def metrics(self) -> MetricsLog:
         file = self.kd.metrics_file
@@ -157,11 +199,12 @@ class Job:
             "TP": args.tensor_model_parallel_size,
             "PP": args.pipeline_model_parallel_size,
             "VPP": args.virtual_pipeline_model_parallel_size or 1,
+            "CP": args.context_parallel_size,
             "EP": args.expert_model_parallel_size,
         }
         weights = "random"
         if arguments.resumes(args):
-            weights = f"checkpoint in {args.load}"
+            weights = f"checkpoint {args.kd_resume_from}"
         elif self.student_source is not None:
             weights = str(self.student_source.path)
         elif args.pretrained_checkpoint is not None:
@@ -178,12 +221,19 @@ class Job:
             **self._plan_of_layers(),
             "layout": ", ".join(f"{name} {size}" for name, size in layout.items() if size > 1 or name == "DP")
             + (", SP" if args.sequence_parallel else ""),
+            **({"rows": self._plan_of_rows()} if self.has_own_rows else {}),
             "batch": f"{args.global_batch_size} samples of {args.seq_length} tokens, "
             f"micro-batch {args.micro_batch_size}",
             "steps": f"{args.train_iters} iterations",
             "vocabulary": f"{self.true_vocab} tokens, padded to {args.padded_vocab_size}",
+            **({"changed": "; ".join(self.notes)} if self.notes else {}),
             "memory": self._memory(),
         }
+
+    def _plan_of_rows(self) -> str:
+        kd = self.kd
+        how = "one sample each" if kd.packing == "none" else f"packed, padded to multiples of {kd.packing_multiple}"
+        return f"{how}; longer ones are {'split' if kd.long_samples == 'split' else 'dropped'}; KD on {kd.mask}"
 
     def _plan_of_layers(self) -> dict[str, str]:
         kd, pairs = self.kd, ", ".join(map(str, self.kd.layer_pairs))
@@ -212,7 +262,7 @@ def _teacher_source(kd: KDConfig) -> ModelSource:
 
 def _adopt_what_megatron_forgets(args: Namespace) -> None:
     """megatron-core 0.19's --use-checkpoint-args leaves these out, and would compute another model without a word."""
-    path = args.load if arguments.has_checkpoint(args.load) else args.pretrained_checkpoint
+    path = args.kd_resume_from or args.pretrained_checkpoint
     if path is None:
         return
     folder = MegatronFolder(path, "--use-checkpoint-args")
@@ -246,7 +296,7 @@ def _check_stored_maps(args: Namespace, kd: KDConfig, mapped: bool) -> None:
     """
     if not arguments.resumes(args) or args.finetune or args.ckpt_format != "torch_dist":
         return
-    stored = MegatronFolder(args.load, "--load").metadata.state_dict_metadata
+    stored = MegatronFolder(args.kd_resume_from, "--load").metadata.state_dict_metadata
     had = sorted(pair_of_key(key) for key in stored if key.startswith(KEY_PREFIX))
     wanted = sorted(kd.layer_pairs) if mapped else []
     if had != wanted:

@@ -43,9 +43,11 @@ def kept_tensors(teacher: HFFolder, family: Family, layers: list[int]) -> dict[s
     """Student tensor -> teacher tensor, in the order of the layers. A tied head that is not stored is left out."""
     args = {**family.megatron_args(teacher.config), "num_layers": len(layers)}
     pairs = {}
-    for entry, layer, shapes in family.tensors(args):
-        source = None if layer is None else layers[layer]
-        names = zip(shapes, (name.format(layer=source) for name in entry.sources), strict=True)
+    for item in family.tensors(args):
+        source = None if item.layer is None else layers[item.layer]
+        names = zip(
+            item.shapes, (name.format(layer=source, expert=item.expert) for name in item.entry.sources), strict=True
+        )
         pairs.update((new, old) for new, old in names if old in teacher.tensors)
     return pairs
 

@@ -29,7 +29,7 @@ def check_tensors(folder: HFFolder, family: Family) -> None:
     Names a tensor that is missing, unknown, of another shape, or not stored in a floating-point type.
     """
     args = family.megatron_args(folder.config)
-    expected = {name: shape for _, _, shapes in family.tensors(args) for name, shape in shapes.items()}
+    expected = {name: shape for item in family.tensors(args) for name, shape in item.shapes.items()}
     optional = set() if args["untie_embeddings_and_output_weights"] else set(family.tied)
     for name, shape in expected.items():
         if name not in folder.tensors:

@@ -2,7 +2,7 @@
 
 import shutil
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,9 @@ from megatron.core.dist_checkpointing.strategies.checkpointable import Checkpoin
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from mkd.checkpoint.hf_families import FAMILIES, Entry, Family, family_of
+from mkd.checkpoint.hf_families import FAMILIES, Family, family_of
 from mkd.checkpoint.hf_folder import ASSET_FILES, read_json_object
+from mkd.checkpoint.hf_tables import Axes, Item
 from mkd.checkpoint.hf_writer import (
     Plan,
     StagedFolder,
@@ -25,11 +26,11 @@ from mkd.checkpoint.hf_writer import (
 )
 from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.checkpoint.progress import ByteProgress
+from mkd.config import RUN_CHOICES
 from mkd.errors import MkdCheckpointError
 
 # Beginnings of the keys under which a checkpoint holds model weights; the others are optimizer, RNG and job state.
 _MODEL_KEYS = ("embedding.", "decoder.", "output_layer.", "encoder.", "mtp.")
-_DROPOUTS = {"attention_dropout", "hidden_dropout"}
 
 
 def export_hf(folder: MegatronFolder, out: Path, dtype: torch.dtype | None = None, flag: str = "--hf") -> None:
@@ -43,19 +44,38 @@ def export_hf(folder: MegatronFolder, out: Path, dtype: torch.dtype | None = Non
     here, and when a tensor is missing, of another shape, or unknown; it names the tensor.
     """
     check_output(out, flag)
-    family, config, args = _architecture(folder)
-    source = _StoredTensors(folder, family, args)
-    plan = source.plan(dtype)
-    with StagedFolder(out, flag) as staged, ByteProgress(f"writing {out}", plan_bytes(plan)) as progress:
-        writer = WeightsWriter(staged.path, plan)
-        for name, tensor in source.read_all():
-            writer.write(name, tensor.to(plan[name][1]))
-            progress.advance(tensor.numel() * plan[name][1].itemsize)
+    export = HFExport(folder, dtype)
+    with StagedFolder(out, flag) as staged, ByteProgress(f"writing {out}", plan_bytes(export.plan)) as progress:
+        export.write(staged.path, on_bytes=progress.advance)
+
+
+class HFExport:
+    """The model of a Megatron checkpoint, ready to be written by one process or by several together."""
+
+    def __init__(self, folder: MegatronFolder, dtype: torch.dtype | None = None) -> None:
+        """Raises `MkdCheckpointError` as `export_hf` does. No weight is read."""
+        self._folder = folder
+        family, self._config, args = _architecture(folder)
+        self._source = _StoredTensors(folder, family, args)
+        self.plan = self._source.plan(dtype)
+
+    def write(
+        self, out: Path, part: int = 0, parts: int = 1, on_bytes: Callable[[int], None] = lambda nbytes: None
+    ) -> None:
+        """Write this part of the weight files into the folder `out`; the first part also has all other files."""
+        writer = WeightsWriter(out, self.plan, part=part, parts=parts)
+        for name, tensor in self._source.read(writer.names):
+            dtype = self.plan[name][1]
+            writer.write(name, tensor.to(dtype))
+            on_bytes(tensor.numel() * dtype.itemsize)
         writer.close()
+        if part > 0:
+            return
+        assets = self._folder.assets_dir
         for name in ASSET_FILES:
-            if folder.assets_dir and (folder.assets_dir / name).is_file():
-                shutil.copyfile(folder.assets_dir / name, staged.path / name)
-        write_json(staged.path / "config.json", config_with_dtype(config, next(iter(plan.values()))[1]))
+            if assets and (assets / name).is_file():
+                shutil.copyfile(assets / name, out / name)
+        write_json(out / "config.json", config_with_dtype(self._config, next(iter(self.plan.values()))[1]))
 
 
 def _architecture(folder: MegatronFolder) -> tuple[Family, dict[str, Any], dict[str, Any]]:
@@ -65,7 +85,7 @@ def _architecture(folder: MegatronFolder) -> tuple[Family, dict[str, Any], dict[
         config = read_json_object(folder.assets_dir / "config.json", folder.flag)
         family = family_of(config)
         args = family.megatron_args(config)
-        for name in args.keys() - _DROPOUTS:
+        for name in args.keys() - RUN_CHOICES:
             if stored.get(name) != args[name] and not (name == "vocab_size" and stored.get(name) is None):
                 raise folder.error(
                     f"the checkpoint was made with --{name.replace('_', '-')} {stored.get(name)}, its "
@@ -99,53 +119,54 @@ class _StoredTensors:
             if isinstance(stored, TensorStorageMetadata) and key.startswith(_MODEL_KEYS)
         }
         self._items = list(self._find_items())
-        known = {key for _, key, _, _ in self._items} | {"output_layer.weight"}
+        known = {key for item in family.tensors(args) for key, _ in item.places()}
         for key in self._stored.keys() - known:
             raise folder.error(f"tensor {key} is not part of {family.architectures[0]}")
 
     def plan(self, dtype: torch.dtype | None) -> Plan:
-        """Hugging Face names with shape and dtype, in the order of `read_all`."""
+        """Hugging Face names with shape and dtype, in the order of `read`."""
         return {
             name: (shape, dtype or self._stored[key].properties.dtype)
-            for _, key, _, shapes in self._items
-            for name, shape in shapes.items()
+            for item, key, _ in self._items
+            for name, shape in item.shapes.items()
         }
 
-    def read_all(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, tensor) for the whole model."""
+    def read(self, wanted: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, tensor) for the wanted names, in the order of the plan."""
+        wanted = set(wanted)
         dims = self._family.dims(self._args)
-        for entry, key, layer, shapes in self._items:
-            parts = entry.layout.split(self._read(key, layer), dims)
-            for (name, shape), part in zip(shapes.items(), parts, strict=True):
+        for item, key, axes in self._items:
+            if wanted.isdisjoint(item.shapes):
+                continue
+            parts = item.entry.layout.split(self._read(key, tuple(index for _, index in axes)), dims)
+            for (name, shape), part in zip(item.shapes.items(), parts, strict=True):
                 if tuple(part.shape) != shape:
                     raise self._folder.error(f"tensor {key} gives {name} shape {list(part.shape)}, not {list(shape)}")
-                yield name, part
+                if name in wanted:
+                    yield name, part
 
-    def _find_items(self) -> Iterator[tuple[Entry, str, int | None, dict[str, tuple[int, ...]]]]:
-        """(entry, key, index into the key's stacked layers or None, Hugging Face names with shapes)."""
+    def _find_items(self) -> Iterator[tuple[Item, str, Axes]]:
+        """(parameter, key, the key's leading axes)."""
         tied = set() if self._args["untie_embeddings_and_output_weights"] else set(self._family.tied)
-        for entry, layer, shapes in self._family.tensors(self._args):
-            if tied.issuperset(shapes):
+        for item in self._family.tensors(self._args):
+            if tied.issuperset(item.shapes):
                 continue
-            names = (entry.megatron, *entry.aliases)
-            single = next((n for n in (name.format(layer=layer) for name in names) if n in self._stored), None)
-            stacked = next((n for n in (name.replace("{layer}.", "") for name in names) if n in self._stored), None)
-            if single is None and stacked is None:
-                raise self._folder.error(f"tensor {entry.megatron.format(layer=layer)} is missing")
-            if single is None and self._stored[stacked].size[0] != self._args["num_layers"]:
-                raise self._folder.error(
-                    f"tensor {stacked} holds {self._stored[stacked].size[0]} layers, --num-layers is "
-                    f"{self._args['num_layers']}"
-                )
-            yield entry, single or stacked, None if single else layer, shapes
+            key, axes = next(((key, axes) for key, axes in item.places() if key in self._stored), (None, ()))
+            if key is None:
+                raise self._folder.error(f"tensor {item.name} is missing")
+            for (argument, _), size in zip(axes, self._stored[key].size, strict=False):
+                if size != self._args[argument]:
+                    flag, what = "--" + argument.replace("_", "-"), argument.removeprefix("num_")
+                    raise self._folder.error(f"tensor {key} holds {size} {what}, {flag} is {self._args[argument]}")
+            yield item, key, axes
 
-    def _read(self, key: str, layer: int | None) -> Tensor:
-        """One parameter. Equal layers are stored as one tensor [layers, ...]: only the block of `layer` is read."""
+    def _read(self, key: str, index: tuple[int, ...]) -> Tensor:
+        """One parameter. Equal layers and experts are stored as one tensor: only the block at `index` is read."""
         size, dtype = self._stored[key].size, self._stored[key].properties.dtype
-        shape = size if layer is None else (1, *size[1:])
+        shape = (*(1 for _ in index), *size[len(index) :])
         data = torch.empty(shape, dtype=dtype)
-        offset = (layer or 0, *(0 for _ in size[1:]))
+        offset = (*index, *(0 for _ in size[len(index) :]))
         fragments = tuple(whole // part for whole, part in zip(size, shape, strict=True))
         block = ShardedTensor(key, data, dtype, tuple(shape), tuple(size), offset, fragments)
         self._folder.load({key: CheckpointableShardedTensor.from_sh_ten(block)})
-        return data if layer is None else data[0]
+        return data.reshape(size[len(index) :])

@@ -1,4 +1,4 @@
-"""From a Hugging Face folder to a Megatron checkpoint (torch_dist), in one process on the CPU.
+"""From a Hugging Face folder to a Megatron checkpoint (torch_dist), on the CPU, one parameter in memory at a time.
 
 Call `mkd.cpu.activate()` before this module is imported.
 """
@@ -6,33 +6,31 @@ Call `mkd.cpu.activate()` before this module is imported.
 import contextlib
 import os
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rerun_state_machine import destroy_rerun_state_machine
 from megatron.training.arguments import validate_args
-from megatron.training.checkpointing import save_checkpoint
-from megatron.training.global_vars import destroy_global_vars, set_global_variables
-from megatron.training.initialize import initialize_megatron
 from megatron.training.vocab_utils import calculate_padded_vocab_size
+from torch import Tensor
 
-from mkd import compat
 from mkd.arguments import default_arguments
 from mkd.checkpoint.assets import store_assets
 from mkd.checkpoint.hf_check import check_tensors, read_architecture
+from mkd.checkpoint.hf_families import Family
 from mkd.checkpoint.hf_folder import HFFolder
-from mkd.checkpoint.hf_load import load_hf_weights
+from mkd.checkpoint.hf_layouts import Shard
+from mkd.checkpoint.hf_load import read_item
+from mkd.checkpoint.hf_tables import Item
 from mkd.checkpoint.hf_writer import StagedFolder
+from mkd.checkpoint.lazy_save import LazyTensors, save
+from mkd.checkpoint.megatron_folder import TRACKER
 from mkd.checkpoint.progress import ByteProgress
 from mkd.cpu.flags import set_cpu_values
 from mkd.errors import MkdCheckpointError
-from mkd.models.gpt import gpt_config
 
 
 def import_hf(folder: HFFolder, save_dir: Path, dtype: torch.dtype | None = None, flag: str = "--save") -> None:
@@ -48,16 +46,53 @@ def import_hf(folder: HFFolder, save_dir: Path, dtype: torch.dtype | None = None
         stored = {stored for _, stored in folder.tensors.values()}
         dtype = torch.bfloat16 if stored == {torch.bfloat16} else torch.float32
     with StagedFolder(save_dir, flag) as staged:
-        args = _arguments(architecture, dtype, staged.path)
-        with _megatron(args):
-            config = gpt_config(args)
-            groups = ProcessGroupCollection.use_mpu_process_groups()
-            chunks = config.get_builder_cls()(config).build_distributed_models(groups, wrap_with_ddp=False)
-            total = sum(param.nbytes for chunk in chunks for param in chunk.parameters())
-            with ByteProgress(f"reading {folder.path}", total) as progress:
-                load_hf_weights(chunks, folder, tp_rank=0, tp_size=1, on_bytes=progress.advance)
-            save_checkpoint(0, chunks, None, None, 0, release=True)
+        args = _arguments(architecture, dtype, save_dir)
+        release = staged.path / "release"
+        release.mkdir()
+        items = list(_parameters(family, architecture))
+        total = sum(torch.Size(_whole_shape(item, args)).numel() for item in items) * dtype.itemsize
+        with _one_rank(), ByteProgress(f"reading {folder.path}", total) as progress:
+            tensors = _lazy_tensors(folder, family, items, args, dtype, progress.advance)
+            save(release, {"args": args, "checkpoint_version": 3.0, "iteration": 0}, tensors)
+        (staged.path / TRACKER).write_text("release")
         store_assets(folder, staged.path)
+
+
+def _parameters(family: Family, architecture: dict[str, Any]) -> Iterator[Item]:
+    """What a checkpoint of the model stores: a tied LM head is the embedding and not stored again."""
+    tied = set() if architecture["untie_embeddings_and_output_weights"] else set(family.tied)
+    return (item for item in family.tensors(architecture) if not tied.issuperset(item.shapes))
+
+
+def _whole_shape(item: Item, args: Namespace) -> tuple[int, ...]:
+    """Shape of a parameter that is not cut: the rows of its Hugging Face tensors, or those of the padded vocabulary."""
+    first, *rest = item.shapes.values()
+    rows = args.padded_vocab_size if item.layer is None and len(first) > 1 else first[0] + sum(s[0] for s in rest)
+    return (rows, *first[1:])
+
+
+def _lazy_tensors(
+    folder: HFFolder,
+    family: Family,
+    items: list[Item],
+    args: Namespace,
+    dtype: torch.dtype,
+    on_bytes: Callable[[int], None],
+) -> LazyTensors:
+    dims = family.dims(vars(args))
+
+    def read(item: Item, shape: tuple[int, ...]) -> Tensor:
+        value = read_item(folder, item, dims, Shard(0, 1), shape, tied={}).to(dtype)
+        on_bytes(value.nbytes)
+        return value
+
+    tensors = LazyTensors()
+    for item in items:
+        shape = _whole_shape(item, args)
+        for key, axes in item.written_places():
+            indices = tuple((index, vars(args)[argument]) for argument, index in axes)
+            tensors.add(key, shape, dtype, partial(read, item, shape), indices)
+    return tensors
 
 
 def _arguments(architecture: dict[str, Any], dtype: torch.dtype, save_dir: Path) -> Namespace:
@@ -71,29 +106,21 @@ def _arguments(architecture: dict[str, Any], dtype: torch.dtype, save_dir: Path)
     args.seq_length = args.max_position_embeddings
     args.micro_batch_size = 1
     args.bf16 = dtype == torch.bfloat16
-    args.perform_initialization = False  # every parameter is read from the folder
     args.save, args.save_interval = str(save_dir), 1
     set_cpu_values(args)
-    return args
-
-
-@contextlib.contextmanager
-def _megatron(args: Namespace) -> Iterator[None]:
-    """Megatron initialized for one rank with `args`, without its printing."""
-    compat.use_prebuilt_dataset_helpers()
     with open(os.devnull, "w") as devnull, contextlib.redirect_stdout(devnull):
         try:
             validate_args(args)
         except (AssertionError, ValueError) as error:
             raise MkdCheckpointError(f"megatron refuses the architecture: {error}") from error
-        set_global_variables(args, build_tokenizer=False)
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        initialize_megatron()
-        try:
-            yield
-        finally:
-            destroy_rerun_state_machine()
-            destroy_num_microbatches_calculator()
-            parallel_state.destroy_model_parallel()
-            dist.destroy_process_group()
-            destroy_global_vars()
+    return args
+
+
+@contextlib.contextmanager
+def _one_rank() -> Iterator[None]:
+    """A process group of this process alone: megatron asks for ranks where it saves."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

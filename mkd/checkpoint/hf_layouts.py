@@ -23,6 +23,8 @@ class Dims:
     groups: int
     head_dim: int
     vocab: int
+    experts: int = 0
+    moe_ffn: int = 0
 
     @property
     def query(self) -> int:
@@ -31,6 +33,14 @@ class Dims:
     @property
     def key(self) -> int:
         return self.groups * self.head_dim
+
+    @property
+    def query_key_value(self) -> int:
+        return self.query + 2 * self.key
+
+    @property
+    def gate_and_up(self) -> int:
+        return 2 * self.ffn
 
     @property
     def group_rows(self) -> int:
@@ -118,19 +128,45 @@ def _split_qkv(whole: Tensor, dims: Dims) -> list[Tensor]:
     return [part.flatten(0, 1) for part in groups.split(sizes, dim=1)]
 
 
-def _shard_gate_up(reads: Sequence[Read], dims: Dims, shard: Shard, shape: tuple[int, ...]) -> Tensor:
+def _parts_of(read: Read, *sizes: int) -> list[Read]:
+    """Readers of consecutive row blocks of one tensor, each as if it were a tensor of its own."""
+    starts = [sum(sizes[:n]) for n in range(len(sizes))]
+    return [
+        lambda rows, cols, start=start: read(slice(start + rows.start, start + rows.stop), cols) for start in starts
+    ]
+
+
+def _shard_packed_qkv(reads: Sequence[Read], dims: Dims, shard: Shard, shape: tuple[int, ...]) -> Tensor:
+    """The folder's tensor is [all queries; all keys; all values]."""
+    return _shard_qkv(_parts_of(reads[0], dims.query, dims.key, dims.key), dims, shard, shape)
+
+
+def _split_packed_qkv(whole: Tensor, dims: Dims) -> list[Tensor]:
+    return [torch.cat(_split_qkv(whole, dims))]
+
+
+def _gate_up(size: str) -> Layout:
     """[gate of this rank; up of this rank]; the checkpoint's global tensor is [whole gate; whole up]."""
-    rows = shard.of(dims.ffn)
-    return torch.cat([read(rows, None) for read in reads])
+
+    def shard_of(reads: Sequence[Read], dims: Dims, shard: Shard, shape: tuple[int, ...]) -> Tensor:
+        rows = shard.of(getattr(dims, size))
+        return torch.cat([read(rows, None) for read in reads])
+
+    return Layout(shard_of, lambda whole, dims: list(whole.chunk(2)))
 
 
-def _split_gate_up(whole: Tensor, dims: Dims) -> list[Tensor]:
-    return list(whole.chunk(2))
+def _shard_packed_gate_up(reads: Sequence[Read], dims: Dims, shard: Shard, shape: tuple[int, ...]) -> Tensor:
+    """The folder's tensor is [whole gate; whole up]."""
+    return GATE_UP.shard(_parts_of(reads[0], dims.ffn, dims.ffn), dims, shard, shape)
 
 
 REPLICATED = Layout(_shard_replicated, _split_whole)
 ATTENTION_OUTPUT = Layout(_shard_columns("query"), _split_whole)
 DOWN = Layout(_shard_columns("ffn"), _split_whole)
+EXPERT_DOWN = Layout(_shard_columns("moe_ffn"), _split_whole)
 VOCAB = Layout(_shard_vocab, _split_vocab)
 QKV = Layout(_shard_qkv, _split_qkv)
-GATE_UP = Layout(_shard_gate_up, _split_gate_up)
+PACKED_QKV = Layout(_shard_packed_qkv, _split_packed_qkv)
+GATE_UP = _gate_up("ffn")
+EXPERT_GATE_UP = _gate_up("moe_ffn")
+PACKED_GATE_UP = Layout(_shard_packed_gate_up, _split_whole)

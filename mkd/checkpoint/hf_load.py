@@ -1,5 +1,6 @@
 """From a Hugging Face folder into the parameters of this rank's model chunks."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -7,25 +8,28 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import unwrap_model
-from torch import nn
+from torch import Tensor, nn
 
 from mkd.checkpoint.hf_check import check_tensors, read_architecture
-from mkd.checkpoint.hf_families import Entry, Family
+from mkd.checkpoint.hf_families import Family
 from mkd.checkpoint.hf_folder import HFFolder
-from mkd.checkpoint.hf_layouts import Shard
+from mkd.checkpoint.hf_layouts import Dims, Shard
+from mkd.checkpoint.hf_tables import Item
+
+# megatron's SequentialMLP has a module an expert, its TEGroupedMLP a parameter an expert.
+_EXPERT_NUMBER = re.compile(r"(local_experts\.|\.(?:weight|bias))(\d+)")
 
 
 def load_hf_weights(
     chunks: Sequence[nn.Module],
     folder: HFFolder,
-    tp_rank: int,
-    tp_size: int,
     on_bytes: Callable[[int], None] = lambda nbytes: None,
 ) -> None:
     """Fill every parameter of this rank's model chunks (`GPTModel`, or wrapped) in place from `folder`.
 
-    Values are cast to the parameter's dtype. Only this rank's slices are read. Rows that pad the vocabulary become
-    zero. Call it before an optimizer copies the parameters. `on_bytes` is told each parameter's size once it is filled.
+    Values are cast to the parameter's dtype. Only this rank's slices are read; which these are follows from the
+    chunks' own process groups. Rows that pad the vocabulary become zero. Call it before an optimizer copies the
+    parameters. `on_bytes` is told each parameter's size once it is filled.
 
     Raises `MkdCheckpointError`, naming the tensor or parameter, when the folder is not complete (`check_tensors`), or
     when a parameter has no counterpart in it or has another shape.
@@ -35,7 +39,53 @@ def load_hf_weights(
     for chunk in chunks:
         model = unwrap_model(chunk)
         _check_model(model, folder, args)
-        _load_chunk(model, folder, family, Shard(tp_rank, tp_size), on_bytes)
+        _load_chunk(model, HFParameters(folder, family, args), on_bytes)
+
+
+class HFParameters:
+    """A folder's weights, as Megatron parameters."""
+
+    def __init__(self, folder: HFFolder, family: Family, args: Mapping[str, Any]) -> None:
+        self._folder, self._dims = folder, family.dims(args)
+        # The last pipeline stage has a copy of the embedding as its output layer.
+        self._tied = {} if args["untie_embeddings_and_output_weights"] else family.tied
+        self._architecture = family.architectures[0]
+        self._by_name = {name: item for item in family.tensors(args) for name in item.parameters}
+
+    def read(self, name: str, shard: Shard, shape: tuple[int, ...]) -> Tensor:
+        """This rank's part of the parameter `name` (indices in the whole model), as the folder stores it.
+
+        Args:
+            name: of the parameter, under any layer spec.
+            shard: this rank among those that the parameter is cut over.
+            shape: of the parameter on this rank.
+
+        Raises:
+            MkdCheckpointError: the folder has no such parameter, or gives another shape.
+        """
+        if name not in self._by_name:
+            raise self._folder.error(f"the model's parameter {name} has no counterpart in {self._architecture}")
+        return read_item(self._folder, self._by_name[name], self._dims, shard, shape, self._tied)
+
+
+def read_item(
+    folder: HFFolder,
+    item: Item,
+    dims: Dims,
+    shard: Shard,
+    shape: tuple[int, ...],
+    tied: Mapping[str, str],
+) -> Tensor:
+    """One parameter's part on one rank; see `HFParameters.read`."""
+    sources = [tied.get(source, source) for source in item.shapes]
+    reads = [partial(folder.read, source) for source in sources]
+    value = item.entry.layout.shard(reads, dims, shard, shape)
+    if value.shape != shape:
+        raise folder.error(
+            f"{' + '.join(sources)} gives shape {list(value.shape)} on tensor-parallel rank {shard.rank} of "
+            f"{shard.size}, the model's parameter {item.name} has {list(shape)}"
+        )
+    return value
 
 
 def _check_model(model: GPTModel, folder: HFFolder, args: Mapping[str, Any]) -> None:
@@ -49,47 +99,34 @@ def _check_model(model: GPTModel, folder: HFFolder, args: Mapping[str, Any]) -> 
         )
     if (layers := model.config.num_layers) != args["num_layers"]:
         raise folder.error(f"the folder has {args['num_layers']} layers, the model {layers}; change --num-layers")
+    if (experts := model.config.num_moe_experts) != args["num_experts"]:
+        raise folder.error(f"the folder has {args['num_experts']} experts, the model {experts}; change --num-experts")
 
 
 @torch.no_grad()
-def _load_chunk(
-    model: GPTModel, folder: HFFolder, family: Family, shard: Shard, on_bytes: Callable[[int], None]
-) -> None:
-    args = family.megatron_args(folder.config)
-    dims = family.dims(args)
-    by_name = _entries_by_parameter(family, args)
+def _load_chunk(model: GPTModel, weights: HFParameters, on_bytes: Callable[[int], None]) -> None:
+    groups = model.pg_collection
     for name, param in model.named_parameters():
-        global_name = _global_name(model, name)
-        if global_name not in by_name:
-            raise folder.error(f"the model's parameter {global_name} has no counterpart in {family.architectures[0]}")
-        entry, sources = by_name[global_name]
-        if not args["untie_embeddings_and_output_weights"]:
-            # The last pipeline stage has a copy of the embedding as its output layer.
-            sources = [family.tied.get(source, source) for source in sources]
-        reads = [partial(folder.read, source) for source in sources]
-        value = entry.layout.shard(reads, dims, shard, tuple(param.shape))
-        if value.shape != param.shape:
-            raise folder.error(
-                f"{' + '.join(sources)} gives shape {list(value.shape)} on tensor-parallel rank {shard.rank} of "
-                f"{shard.size}, the model's parameter {global_name} has {list(param.shape)}"
-            )
-        param.copy_(value)
+        is_expert = ".experts." in name
+        cut_over = groups.expt_tp if is_expert else groups.tp
+        shard = Shard(cut_over.rank(), cut_over.size())
+        param.copy_(weights.read(_global_name(model, name), shard, tuple(param.shape)))
         on_bytes(param.nbytes)
 
 
-def _entries_by_parameter(family: Family, args: Mapping[str, Any]) -> dict[str, tuple[Entry, list[str]]]:
-    """Global parameter name, under every layer spec, -> its table entry and Hugging Face tensors."""
-    return {
-        name.format(layer=layer): (entry, list(shapes))
-        for entry, layer, shapes in family.tensors(args)
-        for name in (entry.megatron, *entry.aliases)
-    }
-
-
 def _global_name(model: GPTModel, name: str) -> str:
-    """Parameter name with the layer's index in the whole model instead of its index in this chunk."""
+    """Parameter name with the indices of layer and expert in the whole model instead of those in this chunk."""
     prefix = "decoder.layers."
     if not name.startswith(prefix):
         return name
     local, rest = name.removeprefix(prefix).split(".", 1)
+    if ".experts." in name:
+        ep = model.pg_collection.ep
+        first = ep.rank() * (model.config.num_moe_experts // ep.size())
+        rest = re.sub(
+            r"(local_experts\.|\.(?:weight|bias))(\d+)",
+            lambda match: f"{match[1]}{first + int(match[2])}",
+            rest,
+            count=1,
+        )
     return f"{prefix}{model.decoder.layers[int(local)].layer_number - 1}.{rest}"

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from mkd.checkpoint.hf_check import check_tensors, read_architecture
 from mkd.checkpoint.hf_folder import HFFolder
@@ -30,8 +29,8 @@ class ModelSource:
     tokenizer_hash: str | None
     """None when the folder has no tokenizer in it."""
     fingerprint: Callable[[], str]
-    load: Callable[[Sequence[nn.Module], ProcessGroup], None]
-    """Fills every parameter of this rank's model chunks; takes the tensor-parallel group."""
+    load: Callable[[Sequence[nn.Module]], None]
+    """Fills every parameter of this rank's model chunks, in the layout of their own process groups."""
 
     @classmethod
     def from_hf(cls, path: str, flag: str) -> "ModelSource":
@@ -51,7 +50,7 @@ class ModelSource:
             vocab_size=architecture["vocab_size"],
             tokenizer_hash=folder.tokenizer_hash(),
             fingerprint=folder.fingerprint,
-            load=lambda chunks, tp: load_hf_weights(chunks, folder, tp.rank(), tp.size()),
+            load=lambda chunks: load_hf_weights(chunks, folder),
         )
 
     @classmethod
@@ -69,7 +68,7 @@ class ModelSource:
             vocab_size=folder.args.vocab_size,
             tokenizer_hash=folder.tokenizer_hash(),
             fingerprint=folder.fingerprint,
-            load=lambda chunks, tp: load_megatron_weights(chunks, folder),
+            load=lambda chunks: load_megatron_weights(chunks, folder),
         )
 
 

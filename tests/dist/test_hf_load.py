@@ -36,7 +36,7 @@ def loaded_logits(rank, world_size, path, tp, pp, vp):
         for chunk in chunks:
             for param in chunk.parameters():
                 nn.init.constant_(param, float("nan"))
-        load_hf_weights(chunks, folder, rank % tp, tp)
+        load_hf_weights(chunks, folder)
         return run_stages(chunks, TOKENS)
 
 
@@ -67,7 +67,7 @@ def cast_parameters(rank, world_size, path):
     folder = HFFolder(path, FLAG)
     with layout(1, 1):
         chunks = [chunk.bfloat16() for chunk in build_chunks(read_architecture(folder)[1])]
-        load_hf_weights(chunks, folder, 0, 1)
+        load_hf_weights(chunks, folder)
         return {name: param.detach().clone() for name, param in chunks[0].named_parameters()}
 
 
@@ -89,7 +89,7 @@ def fused_norms(rank, world_size, path):
             layer.self_attention.linear_qkv.layer_norm_weight = layer.input_layernorm.weight
             layer.mlp.linear_fc1.layer_norm_weight = layer.pre_mlp_layernorm.weight
             layer.input_layernorm = layer.pre_mlp_layernorm = None
-        load_hf_weights(chunks, folder, 0, 1)
+        load_hf_weights(chunks, folder)
         return {n: p.detach().clone() for n, p in chunks[0].named_parameters() if n.endswith("layer_norm_weight")}
 
 
@@ -109,7 +109,7 @@ def refusal(rank, world_size, path, changes):
     with layout(1, 1):
         chunks = build_chunks(read_architecture(folder)[1], **changes)
         try:
-            load_hf_weights(chunks, folder, 0, 1)
+            load_hf_weights(chunks, folder)
         except MkdCheckpointError as error:
             return str(error)
     return "no error"

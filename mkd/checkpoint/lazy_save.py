@@ -1,0 +1,107 @@
+"""A torch_dist checkpoint written tensor by tensor: each block is made when it is written, and dropped afterwards."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    mcore_to_pyt_state_dict,
+)
+from torch import Tensor
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+
+
+class LazyTensors:
+    """Tensors to be saved: their places now, their values later."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[tuple[str, tuple[int, ...]], Callable[[], Tensor]] = {}
+        self.sharded: dict[str, ShardedTensor] = {}
+        """What `megatron.core.dist_checkpointing.save` is given; the data are on the meta device."""
+
+    def add(
+        self,
+        key: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        make: Callable[[], Tensor],
+        axes: tuple[tuple[int, int], ...] = (),
+    ) -> None:
+        """Add one block of the tensor `key`.
+
+        Args:
+            key: in the checkpoint.
+            shape: of the block, without the leading axes.
+            dtype: of the tensor.
+            make: gives the block [shape] in `dtype`; called once, when it is written.
+            axes: for each leading axis of the tensor, (index of this block, size).
+        """
+        index, sizes = tuple(i for i, _ in axes), tuple(size for _, size in axes)
+        offset = (*index, *(0 for _ in shape))
+        data = torch.empty(*(1 for _ in axes), *shape, dtype=dtype, device="meta")
+        fragments = (*sizes, *(1 for _ in shape))
+        name = f"{key} {offset}"
+        self.sharded[name] = ShardedTensor(key, data, dtype, tuple(data.shape), (*sizes, *shape), offset, fragments)
+        self._blocks[key, offset] = lambda: make().reshape(data.shape)
+
+    def make(self, key: str, offset: tuple[int, ...]) -> Tensor:
+        """The block of `key` that begins at `offset`."""
+        return self._blocks[key, offset]()
+
+
+def save(path: Path, common: dict[str, Any], tensors: LazyTensors) -> None:
+    """Write a checkpoint as megatron does: `common` for every rank, the tensors one at a time.
+
+    Args:
+        path: an empty folder.
+        common: whatever is no tensor, such as the arguments.
+        tensors: of this rank; all ranks call this together.
+    """
+    dist_checkpointing.save(
+        {**common, "model": tensors.sharded},
+        str(path),
+        _LazyStrategy(tensors),
+        content_metadata={"singleton_local_shards": False, "chained_optim_avoid_prefix": True},
+    )
+
+
+class _LazyStrategy(TorchDistSaveShardedStrategy):
+    """Megatron's format, through torch's own writer: megatron's writer wants all tensors before it starts."""
+
+    def __init__(self, tensors: LazyTensors) -> None:
+        super().__init__()
+        self._tensors = tensors
+
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
+        """Called by megatron with what is to be saved."""
+        state: dict[str, list[Any]] = {}
+        for value in _leaves(sharded_state_dict):
+            state.setdefault(value.key if isinstance(value, ShardedTensor) else value.unique_key, []).append(value)
+        dcp.save(
+            mcore_to_pyt_state_dict(state),
+            storage_writer=dcp.FileSystemWriter(checkpoint_dir),
+            planner=_LazyPlanner(self._tensors),
+        )
+
+
+def _leaves(state: dict[str, Any]) -> list[Any]:
+    return [leaf for value in state.values() for leaf in (_leaves(value) if isinstance(value, dict) else [value])]
+
+
+class _LazyPlanner(MCoreSavePlanner):
+    def __init__(self, tensors: LazyTensors) -> None:
+        # torch's own planner wants one rank to make the plan of all
+        super().__init__(can_run_decentralized_global_plan=False, flatten_state_dict=False)
+        self._tensors = tensors
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        """Called by the writer for one item after the other."""
+        if write_item.type == WriteItemType.BYTE_IO:
+            return super().resolve_data(write_item)
+        return self._tensors.make(write_item.index.fqn, tuple(write_item.index.offset))
