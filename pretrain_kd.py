@@ -31,6 +31,7 @@ def main() -> None:
     from mkd.data.datasets import provider_of
     from mkd.groups import Groups
     from mkd.job import Hooks, Job, introduce_teacher, record
+    from mkd.resuming import install_saving, settle_checkpoint
     from mkd.schedule import TeacherThenStudent
     from mkd.step import ForwardStep
 
@@ -40,9 +41,12 @@ def main() -> None:
         for name, text in job.plan().items():
             print(f"mkd: {name:10s} {text}", flush=True)
     if job.kd.dry_run:
+        if job.has_own_rows and args.rank == 0:
+            job.datasets()
         return
 
     initialize_megatron()
+    settle_checkpoint(args, job.kd, job.choice)
     groups = Groups.from_megatron()
     datasets = job.datasets()
     teacher = job.build_teacher(groups)
@@ -57,10 +61,12 @@ def main() -> None:
         true_vocab=job.true_vocab,
         current_iteration=lambda: args.curr_iteration,
         hidden_layers=job.pair_layers(groups, teacher),
+        length_multiple=job.length_multiple,
     )
     # pretrain initializes once more, which also sets the seeds as if there were no teacher.
     destroy_rerun_state_machine()
     compat.install_training_hooks(Hooks(job, schedule, job.metrics()))
+    install_saving(args, job.kd)
     pretrain(
         pretrain_cfg_container_from_args(args, job.student_config),
         provider_of(datasets),

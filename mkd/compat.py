@@ -5,9 +5,13 @@ longer needed (tests/unit/test_compat.py).
 import argparse
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
+
+from mkd.errors import MkdCheckpointError
 
 
 def use_prebuilt_dataset_helpers() -> None:
@@ -131,3 +135,131 @@ def _quietly(training: ModuleType, call: Callable, *args: Any, **kwargs: Any) ->
         return call(*args, **kwargs)
     finally:
         training.print_rank_last = printer
+
+
+class CheckpointHooks(Protocol):
+    """What mkd adds to megatron's saving and loading of checkpoints. All but `writer` are called on all ranks."""
+
+    def before(self, folder: Path) -> None:
+        """Called before anything is written into the folder of an iteration."""
+        ...
+
+    def writer(self, write: Callable[..., None]) -> Callable[..., None]:
+        """Wrap what writes a rank's shards: a function of (rank, buckets, ...) that may run in another process."""
+        ...
+
+    def written(self, folder: Path) -> None:
+        """Called when all files are written, before the tracker names them."""
+        ...
+
+    def published(self) -> None:
+        """Called when the tracker names what was written last."""
+        ...
+
+    def replacing(self, tracker: Path) -> AbstractContextManager[TextIO]:
+        """Open the tracker for writing. Called on rank 0 only."""
+        ...
+
+
+def install_checkpoint_hooks(hooks: CheckpointHooks) -> None:
+    """Let a checkpoint count only when it is whole, and end with an error when one cannot be loaded.
+
+    megatron-core 0.19 writes the tracker in place, writes into folders that an earlier attempt has left, hashes on rank
+    0 alone, and ends some failed loads with exit status 0.
+    """
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+    from megatron.training import checkpointing, training
+
+    save, request_of = dist_checkpointing.save, TorchDistSaveShardedStrategy.async_save
+    save_checkpoint, schedule = checkpointing.save_checkpoint, checkpointing.schedule_async_save
+
+    def save_and_tell(state: Any, folder: str, *args: Any, **kwargs: Any) -> Any:
+        hooks.before(Path(folder))
+        request = save(state, folder, *args, **kwargs)
+        if request is None:
+            hooks.written(Path(folder))
+        else:
+            request.add_finalize_fn(lambda: hooks.written(Path(folder)))
+        return request
+
+    def request_with_own_writer(self: Any, *args: Any, **kwargs: Any) -> Any:
+        request = request_of(self, *args, **kwargs)
+        return request if request.async_fn is None else request._replace(async_fn=hooks.writer(request.async_fn))
+
+    def schedule_and_tell(request: Any) -> None:
+        request.add_finalize_fn(hooks.published)
+        schedule(request)
+
+    def save_checkpoint_and_tell(*args: Any, **kwargs: Any) -> None:
+        save_checkpoint(*args, **kwargs)
+        if not training.get_args().async_save:
+            hooks.published()
+
+    dist_checkpointing.save = save_and_tell
+    TorchDistSaveShardedStrategy.async_save = request_with_own_writer
+    checkpointing.schedule_async_save = schedule_and_tell
+    checkpointing.save_checkpoint = training.save_checkpoint = save_checkpoint_and_tell
+    checkpointing.maybe_msc = _WholeTracker(checkpointing.maybe_msc, hooks.replacing)
+    training.load_checkpoint = _load_or_refuse(training.load_checkpoint)
+
+
+class _WholeTracker:
+    """megatron's file functions, but the tracker is replaced in one step."""
+
+    def __init__(self, files: Any, replacing: Callable[[Path], AbstractContextManager[TextIO]]) -> None:
+        self._files, self._replacing = files, replacing
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._files, name)
+
+    def open(self, path: str, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        whole = mode == "w" and "://" not in str(path) and Path(path).name == "latest_checkpointed_iteration.txt"
+        return self._replacing(Path(path)) if whole else self._files.open(path, mode, *args, **kwargs)
+
+
+def _load_or_refuse(load: Callable) -> Callable:
+    """Loading that fails with an `MkdCheckpointError`."""
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    known = (
+        CheckpointingException,
+        CheckpointException,
+        AssertionError,
+        LookupError,
+        RuntimeError,
+        OSError,
+        ValueError,
+    )
+
+    def load_or_refuse(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return load(*args, **kwargs)
+        except SystemExit as error:
+            raise MkdCheckpointError("megatron refuses the checkpoint in --load (its reason is above)") from error
+        except known as error:
+            failures = getattr(error, "failures", None)  # torch's, of each rank
+            cause = next(iter(failures.values()))[0] if failures else error
+            line = " ".join(str(cause).split())[:500]
+            raise MkdCheckpointError(
+                f"the checkpoint in --load cannot be loaded: {type(cause).__name__}: {line}"
+            ) from error
+
+    return load_or_refuse
+
+
+@contextmanager
+def tracker_says(iteration: int | None) -> Iterator[None]:
+    """Inside, megatron takes this iteration for what every tracker file names; None for a release.
+
+    megatron-core 0.19 exits with status 0 on a tracker that it cannot read, before mkd has mended it.
+    """
+    from megatron.training import checkpointing
+
+    read = checkpointing.read_metadata
+    checkpointing.read_metadata = lambda file: (iteration or 0, iteration is None)
+    try:
+        yield
+    finally:
+        checkpointing.read_metadata = read

@@ -1,10 +1,13 @@
 """Whether Megatron's flags fit each other and the model: what megatron itself says late, unclearly or not at all."""
 
+import math
 from argparse import Namespace
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
-from mkd.config import LayerPair
+from mkd import cpu
+from mkd.config import KDConfig, LayerPair
 from mkd.errors import MkdConfigError
 
 
@@ -22,6 +25,29 @@ def check_required(args: Namespace) -> None:
             raise MkdConfigError(f"{flag} is missing ({meaning})")
     if args.save is not None and not (args.save_interval or args.save_retain_interval):
         raise MkdConfigError(f"--save {args.save} needs --save-interval (iterations between checkpoints)")
+
+
+def check_saving(args: Namespace, kd: KDConfig) -> None:
+    """Refuse flags of checkpoints that do not go together, and an asynchronous save that would not be one."""
+    interval = kd.save_hf_interval
+    if interval is not None:
+        if args.save is None:
+            raise MkdConfigError(f"--kd-save-hf-interval is {interval}, but there is no folder to save in: give --save")
+        if args.ckpt_format != "torch_dist":
+            raise MkdConfigError(f"--kd-save-hf-interval needs --ckpt-format torch_dist, not {args.ckpt_format}")
+        if args.save_interval and interval % args.save_interval:
+            raise MkdConfigError(
+                f"--kd-save-hf-interval is {interval}, which is no multiple of --save-interval {args.save_interval}: a "
+                "Hugging Face folder is made from a checkpoint"
+            )
+    if not args.async_save or cpu.is_active():
+        return
+    if not args.use_persistent_ckpt_worker:
+        raise MkdConfigError("--async-save works only with --use-persistent-ckpt-worker: give both, or neither")
+    if args.async_strategy == "nvrx" and find_spec("nvidia_resiliency_ext") is None:
+        raise MkdConfigError(
+            "--async-save needs the package nvidia-resiliency-ext: install it, or give --async-strategy mcore"
+        )
 
 
 def check_layout(args: Namespace) -> None:
@@ -47,15 +73,95 @@ def check_layout(args: Namespace) -> None:
             f"--expert-model-parallel-size {ep} * expert tensor size {expert_tp} * --pipeline-model-parallel-size {pp} "
             f"does not divide the {args.world_size} ranks of this job"
         )
-    if cp > 1:
-        raise MkdConfigError(f"--context-parallel-size {cp}: context parallelism is not supported yet; use 1")
     check_divisions("the student", vars(args), tp, pp)
-    if args.sequence_parallel and args.seq_length % tp:
-        raise MkdConfigError(
-            f"--seq-length {args.seq_length} is not divisible by --tensor-model-parallel-size {tp}, which "
-            "--sequence-parallel needs"
-        )
+    check_attention_heads("the student", vars(args), args)
+    _check_sequence(args)
+    _check_context_parallel(args)
     _check_batch(args)
+
+
+def length_multiple(args: Namespace) -> int:
+    """What the length of a row must be a multiple of, in tokens: each context-parallel rank holds two equal chunks of
+    it, which sequence parallelism cuts over the tensor-parallel ranks."""
+    cp = args.context_parallel_size
+    slices = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    return cp * math.lcm(2, slices) if cp > 1 else slices
+
+
+def _check_sequence(args: Namespace) -> None:
+    if args.seq_length % length_multiple(args) == 0:
+        return
+    reasons = []
+    if args.context_parallel_size > 1:
+        reasons.append(f"2 * --context-parallel-size {args.context_parallel_size}")
+    if args.sequence_parallel:
+        reasons.append(f"--tensor-model-parallel-size {args.tensor_model_parallel_size} with --sequence-parallel")
+    raise MkdConfigError(
+        f"--seq-length {args.seq_length} is not a multiple of {length_multiple(args)}, which "
+        f"{' and '.join(reasons)} need{'s' if len(reasons) == 1 else ''}"
+    )
+
+
+_CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
+
+
+def _check_context_parallel(args: Namespace) -> None:
+    """Refuse ways of context parallelism that do not exist or that the job's attention kernels do not have."""
+    if args.hybrid_context_parallel:
+        raise MkdConfigError("--hybrid-context-parallel is not supported: give --context-parallel-size alone")
+    if args.context_parallel_size == 1:
+        return
+    kinds, what = args.cp_comm_type, f"--context-parallel-size {args.context_parallel_size}"
+    for kind in kinds:
+        if kind not in _CP_COMM_TYPES:
+            raise MkdConfigError(f"--cp-comm-type is {kind!r}; legal values are {', '.join(_CP_COMM_TYPES)}")
+    if len(kinds) > 1:
+        raise MkdConfigError(
+            f"--cp-comm-type {' '.join(kinds)} is a list over layers: give one, which student and teacher share"
+        )
+    if cpu.is_active():
+        return
+    if args.transformer_impl != "transformer_engine":
+        raise MkdConfigError(f"{what} needs --transformer-impl transformer_engine on GPUs, not {args.transformer_impl}")
+    if not (args.bf16 or args.fp16):
+        raise MkdConfigError(f"{what} needs --bf16 or --fp16: Transformer Engine has no such attention in fp32")
+
+
+def check_attention_heads(model: str, sizes: dict[str, Any], args: Namespace) -> None:
+    """Refuse all-to-all context parallelism over more ranks than a model has heads for: it deals out heads.
+
+    Args:
+        model: what to call it in the message.
+        sizes: its architecture, by Megatron argument name.
+        args: Megatron's, of the job.
+    """
+    ranks = {"a2a": args.context_parallel_size, "a2a+p2p": (args.hierarchical_context_parallel_sizes or [1])[0]}
+    kind = args.cp_comm_type[0]
+    if args.context_parallel_size == 1 or kind not in ranks:
+        return
+    tp = args.tensor_model_parallel_size
+    groups = sizes["num_query_groups"] if sizes.get("group_query_attention") else sizes["num_attention_heads"]
+    for what, count in (("attention heads", sizes["num_attention_heads"]), ("key-value heads", groups)):
+        if count and count % (tp * ranks[kind]):
+            raise MkdConfigError(
+                f"--cp-comm-type {kind} deals out heads: {model} has {count} {what}, which --tensor-model-parallel-size"
+                f" {tp} * {ranks[kind]} context-parallel ranks do not divide; p2p and all_gather need no such number"
+            )
+
+
+def check_variable_lengths(args: Namespace) -> None:
+    """Refuse flags that fix the length of all micro-batches beside --kd-variable-seq-lengths."""
+    reasons = {
+        "--cuda-graph-impl": (args.cuda_graph_impl != "none", "a CUDA graph has one shape"),
+        "--tp-comm-overlap": (args.tp_comm_overlap, "its buffers have one shape"),
+        "--moe-token-dispatcher-type allgather": (
+            args.num_experts is not None and args.moe_token_dispatcher_type == "allgather",
+            "use alltoall",
+        ),
+    }
+    for flag, (given, reason) in reasons.items():
+        if given:
+            raise MkdConfigError(f"--kd-variable-seq-lengths does not work with {flag} ({reason})")
 
 
 def _check_batch(args: Namespace) -> None:
@@ -73,6 +179,46 @@ def _check_batch(args: Namespace) -> None:
         raise MkdConfigError(
             f"--seq-length {args.seq_length} is longer than the student's {positions} positions "
             "(--max-position-embeddings, or max_position_embeddings in the config.json of --kd-student-hf)"
+        )
+
+
+def check_rows(args: Namespace, kd: KDConfig, has_chats: bool) -> None:
+    """Refuse flags that do not go with rows made of whole samples, which packing and chat files give.
+
+    Args:
+        args: Megatron's.
+        kd: how samples become rows.
+        has_chats: whether a chat file is to be read.
+    """
+    is_packed = kd.packing != "none"
+    if not (is_packed or has_chats):
+        return
+    what = f"--kd-packing {kd.packing}" if is_packed else "a chat file in --data-path"
+    for flag, given in {
+        "--mock-data": args.mock_data,
+        "--reset-position-ids": args.reset_position_ids,
+        "--reset-attention-mask": args.reset_attention_mask,
+        "--eod-mask-loss": args.eod_mask_loss,
+    }.items():
+        if given:
+            raise MkdConfigError(f"{flag} does not go with {what}, which makes rows of whole samples: leave it out")
+    if has_chats and args.tokenizer_type != "HuggingFaceTokenizer":
+        raise MkdConfigError(
+            f"--tokenizer-type is {args.tokenizer_type}, but chat files need the chat template of a "
+            "HuggingFaceTokenizer"
+        )
+    multiple, chunks = kd.packing_multiple, 2 * args.context_parallel_size
+    if not is_packed:
+        return
+    if args.context_parallel_size > 1 and multiple % chunks:
+        raise MkdConfigError(
+            f"--kd-packing-multiple {multiple} is not divisible by 2 * --context-parallel-size "
+            f"{args.context_parallel_size}: every sample is cut into {chunks} equal chunks"
+        )
+    if args.seq_length % multiple:
+        raise MkdConfigError(
+            f"--seq-length {args.seq_length} is not divisible by --kd-packing-multiple {multiple}: samples padded to "
+            "it are to fill rows of that length"
         )
 
 

@@ -15,6 +15,8 @@ from mkd.checkpoint.hf_folder import DTYPES, INDEX, WEIGHTS
 from mkd.errors import MkdCheckpointError
 
 SHARD_BYTES = 5_000_000_000
+PARALLEL_SHARD_BYTES = 250_000_000
+"""Where several processes write, files are cut smaller so that each has some, but not smaller than this."""
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 Plan = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -60,14 +62,18 @@ class StagedFolder:
 class WeightsWriter:
     """Writes the safetensors files of `plan` into `folder`: one file, or shards of at most `shard_bytes` with an index.
 
-    Call `write` once for each tensor in the order of the plan, then `close`. Only one tensor is in memory at a time.
+    Call `write` once for each tensor of `names`, in this order, then `close`. Only one tensor is in memory at a time.
+    Of several processes each writes every `parts`-th file from number `part` on; the first also writes the index.
     """
 
-    def __init__(self, folder: Path, plan: Plan, shard_bytes: int = SHARD_BYTES) -> None:
-        self._folder, self._plan = folder, plan
+    def __init__(self, folder: Path, plan: Plan, shard_bytes: int = SHARD_BYTES, part: int = 0, parts: int = 1) -> None:
+        self._folder, self._plan, self._is_first = folder, plan, part == 0
+        if parts > 1:
+            shard_bytes = min(shard_bytes, max(PARALLEL_SHARD_BYTES, -(-plan_bytes(plan) // parts)))
         self._shards = _cut(plan, shard_bytes)
         self._names = self._file_names()
-        self._todo = [(number, name) for number, names in enumerate(self._shards) for name in names]
+        self._todo = [(n, name) for n, names in enumerate(self._shards) if n % parts == part for name in names]
+        self.names = [name for _, name in self._todo]
         self._next = 0
         self._file: BinaryIO | None = None
 
@@ -84,10 +90,11 @@ class WeightsWriter:
     def close(self) -> None:
         """Finish the last file and write the index."""
         assert self._next == len(self._todo), f"{len(self._todo) - self._next} tensors were not written"
-        self._file.close()
-        if len(self._shards) == 1:
+        if self._file is not None:
+            self._file.close()
+        if len(self._shards) == 1 or not self._is_first:
             return
-        weight_map = {name: self._names[shard] for shard, name in self._todo}
+        weight_map = {name: self._names[shard] for shard, names in enumerate(self._shards) for name in names}
         index = {"metadata": {"total_size": plan_bytes(self._plan)}, "weight_map": weight_map}
         write_json(self._folder / INDEX, index)
 

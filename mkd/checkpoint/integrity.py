@@ -1,0 +1,121 @@
+"""Whether the folder of one iteration (torch_dist) is complete and unharmed.
+
+Megatron writes the shards, then `.metadata` (the index: which tensor lies where in which file), then `metadata.json`.
+Beside them is `integrity.json`, the SHA-256 of every file in the form of Megatron's own `--verify-integrity`: here each
+rank hashes its own shards while it has them in the page cache, and all ranks share the files when they are checked.
+"""
+
+import hashlib
+import json
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from mkd.checkpoint.durable import replacing
+
+INTEGRITY = "integrity.json"
+_ALGORITHM = "sha256"
+_UNREADABLE = (
+    OSError,
+    RuntimeError,
+    EOFError,
+    LookupError,
+    ValueError,
+    AttributeError,
+    ImportError,
+    TypeError,
+    pickle.UnpicklingError,
+    CheckpointException,
+)
+
+
+def find_damage(folder: Path) -> str | None:
+    """Why a folder is not a complete torch_dist checkpoint; None when every file is there with its length.
+
+    Reads the index, not the shards: a changed byte is for `changed_files` to find.
+    """
+    try:
+        if not isinstance(json.loads((folder / "metadata.json").read_text(encoding="utf-8")), dict):
+            return "metadata.json is damaged"
+    except FileNotFoundError:
+        return "metadata.json is missing"
+    except (OSError, ValueError) as error:
+        return f"metadata.json is damaged ({error})"
+    if not (folder / ".metadata").is_file():
+        return ".metadata is missing"
+    try:
+        sizes = shard_sizes(dcp.FileSystemReader(folder).read_metadata())
+    except _UNREADABLE as error:
+        return f".metadata is damaged ({type(error).__name__})"
+    for name, size in sizes.items():
+        if Path(name).name != name:
+            return f".metadata names the file {name}, which is not in the folder"
+        if not (folder / name).is_file():
+            return f"shard {name} is missing"
+        if (seen := (folder / name).stat().st_size) != size:
+            return f"shard {name} has {seen} bytes instead of {size}"
+    return None
+
+
+def shard_sizes(metadata: dcp.Metadata) -> dict[str, int]:
+    """File name -> length in bytes, of every file that the index refers to."""
+    sizes: dict[str, int] = {}
+    for place in metadata.storage_data.values():
+        sizes[place.relative_path] = max(sizes.get(place.relative_path, 0), place.offset + place.length)
+    return sizes
+
+
+def file_hash(path: Path) -> str:
+    """SHA-256 in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, _ALGORITHM).hexdigest()
+
+
+def hash_files(folder: Path, names: Sequence[str], into: str) -> None:
+    """Write the hashes of some files of `folder` into its file `into`."""
+    hashes = {name: file_hash(folder / name) for name in names}
+    with replacing(folder / into) as out:
+        json.dump(hashes, out)
+
+
+def take_hashes(folder: Path, file: str) -> dict[str, str]:
+    """What `hash_files` wrote, none if it wrote nothing; the file is gone afterwards."""
+    try:
+        hashes = json.loads((folder / file).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    (folder / file).unlink()
+    return hashes
+
+
+def write_manifest(folder: Path, hashes: Mapping[str, str]) -> None:
+    """Write `integrity.json`: the hashes given, and those of the two index files."""
+    own = {name: file_hash(folder / name) for name in ("metadata.json", ".metadata")}
+    with replacing(folder / INTEGRITY) as out:
+        json.dump({"algorithm": _ALGORITHM, "files": dict(sorted({**hashes, **own}.items()))}, out, indent=2)
+
+
+def changed_files(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
+    """What is wrong with the content of every `parts`-th file from number `part` on; nothing when nothing is, or when
+    the checkpoint has no `integrity.json`.
+    """
+    if not (folder / INTEGRITY).is_file():
+        return []
+    try:
+        manifest: dict[str, Any] = json.loads((folder / INTEGRITY).read_text(encoding="utf-8"))
+        algorithm, hashes = manifest["algorithm"], dict(manifest["files"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return [f"{INTEGRITY} is damaged"]
+    if algorithm != _ALGORITHM:
+        return [f"{INTEGRITY} has hashes of the kind {algorithm!r} instead of {_ALGORITHM!r}"]
+    found = []
+    for name in sorted(hashes)[part::parts]:
+        if not (folder / name).is_file():
+            found.append(f"{name} is missing")
+        elif file_hash(folder / name) != hashes[name]:
+            found.append(f"{name} is not what was written (its SHA-256 is another one)")
+    return found

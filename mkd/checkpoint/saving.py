@@ -1,0 +1,91 @@
+"""mkd's part in Megatron's saving of a checkpoint: what makes it count only when it is whole."""
+
+import ctypes
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch.distributed as dist
+
+from mkd.checkpoint.durable import replacing, sync_file, sync_folder
+from mkd.checkpoint.integrity import hash_files, take_hashes, write_manifest
+
+
+class Saving:
+    """Called by `mkd.compat.install_checkpoint_hooks` around each save, synchronous or not, on all ranks."""
+
+    def __init__(self, root: Path, *, hashes: bool, then: Callable[[Path], None] | None = None) -> None:
+        """Args:
+        root: the folder in --save.
+        hashes: whether to write `integrity.json`.
+        then: called on all ranks with the folder of each checkpoint in `root`, when the tracker names it.
+        """
+        self._root, self._hashes, self._then = root, hashes, then
+        self._written: Path | None = None
+
+    def before(self, folder: Path) -> None:
+        """Empty a folder that an earlier attempt has left, so that nothing old can pass for a part of the new."""
+        if dist.get_rank() == 0 and folder.is_dir() and any(folder.iterdir()):
+            print(f"mkd: {folder} is there from an earlier attempt, and is written anew", flush=True)
+            (folder / "metadata.json").unlink(missing_ok=True)  # from here on it is incomplete
+            sync_folder(folder)
+            shutil.rmtree(folder)
+            folder.mkdir()
+        dist.barrier()
+
+    def writer(self, write: Callable[..., None]) -> Callable[..., None]:
+        """What writes this rank's shards, in this process or in another, with hashing after it."""
+        into = _hashes_of(dist.get_rank()) if self._hashes else None
+        return partial(_write, write, os.getpid(), into)
+
+    def written(self, folder: Path) -> None:
+        """All ranks' files are there, the tracker does not name them yet: put everything on disk."""
+        hashes = [None] * dist.get_world_size()
+        dist.all_gather_object(hashes, take_hashes(folder, _hashes_of(dist.get_rank())))
+        if dist.get_rank() == 0:
+            sync_file(folder / "metadata.json")
+            if self._hashes:
+                write_manifest(folder, {name: text for part in hashes for name, text in part.items()})
+            sync_folder(folder)
+            sync_folder(folder.parent)
+        dist.barrier()
+        self._written = folder
+
+    def published(self) -> None:
+        """The tracker names the checkpoint."""
+        folder, self._written = self._written, None
+        if self._then is not None and folder is not None and folder.parent.resolve() == self._root.resolve():
+            self._then(folder)
+
+    def replacing(self, tracker: Path) -> AbstractContextManager[TextIO]:
+        """The tracker file, opened for writing."""
+        return replacing(tracker)
+
+
+def _hashes_of(rank: int) -> str:
+    return f".__{rank}.hashes"
+
+
+def _write(write: Callable[..., None], trainer: int, into: str | None, rank: int, buckets: Any, *rest: Any) -> None:
+    """Runs where the shards are written: possibly a process of its own, beside the training."""
+    if os.getpid() != trainer:
+        _end_with(trainer)
+    write(rank, buckets, *rest)
+    if into is not None and buckets:
+        files = [Path(bucket[0]) for bucket in buckets]
+        hash_files(files[0].parent, [file.name for file in files], into)
+
+
+def _end_with(trainer: int) -> None:
+    """A writer that outlives its trainer could write into the folder that the restarted trainer writes, too."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    try:
+        os.kill(trainer, 0)
+    except ProcessLookupError:  # it died before the line above
+        os._exit(1)

@@ -1,0 +1,90 @@
+"""A job and its checkpoints: which one it continues from, and what it leaves behind."""
+
+from argparse import Namespace
+from dataclasses import asdict
+from pathlib import Path
+
+from mkd import arguments, compat
+from mkd.checkpoint.hf_snapshot import Snapshots
+from mkd.checkpoint.megatron_folder import MegatronFolder
+from mkd.checkpoint.resume import Choice, changed_settings, check_same_job, check_teacher, choose, settle
+from mkd.checkpoint.saving import Saving
+from mkd.checkpoint.source import ModelSource
+from mkd.config import KDConfig
+
+
+def choose_checkpoint(args: Namespace) -> Choice | None:
+    """What is in --load, noted in the arguments; None when mkd does not look into it (other formats). Changes no file.
+
+    Raises:
+        MkdCheckpointError: there are checkpoints, and none may be used.
+    """
+    if args.ckpt_format != "torch_dist":
+        arguments.resume_from(args, Path(args.load) if arguments.has_checkpoint(args.load) else None)
+        return None
+    if args.load is None or not Path(args.load).is_dir():
+        arguments.resume_from(args, None)
+        return None
+    choice = choose(Path(args.load), own=arguments.saves_where_it_loads(args), step=args.ckpt_step)
+    arguments.resume_from(args, choice.folder)
+    return choice
+
+
+def check_checkpoint(args: Namespace, kd: KDConfig, choice: Choice | None, teacher: ModelSource) -> list[str]:
+    """Compare the checkpoint with this job, and note the teacher's fingerprint in the arguments, which are stored.
+
+    Returns:
+        What is different and may be.
+
+    Raises:
+        MkdCheckpointError: it is of another model.
+        MkdConfigError: it was trained with another teacher.
+    """
+    args.kd_teacher_fingerprint = None if kd.is_plain_pretraining else teacher.fingerprint()
+    if choice is None or choice.folder is None:
+        return []
+    stored, origin = MegatronFolder(choice.folder, "--load").args, f"--load {choice.folder}"
+    check_same_job(args, stored, origin)
+    if args.finetune:
+        return []
+    if kd.is_plain_pretraining:
+        args.kd_teacher_fingerprint = getattr(stored, "kd_teacher_fingerprint", None)
+        return []
+    note = check_teacher(args.kd_teacher_fingerprint, stored, teacher.origin, origin, kd.other_teacher)
+    before = {name.removeprefix("kd_"): value for name, value in vars(stored).items() if name.startswith("kd_")}
+    now = {name: value for name, value in asdict(kd).items() if name not in _NOT_THE_OBJECTIVE}
+    return [note] * (note is not None) + changed_settings(before, now)
+
+
+_NOT_THE_OBJECTIVE = {
+    "teacher_hf",
+    "teacher_load",
+    "student_hf",
+    "save_hf_interval",
+    "save_hf_keep",
+    "checkpoint_hashes",
+    "other_teacher",
+    "metrics_file",
+    "dry_run",
+}
+
+
+def settle_checkpoint(args: Namespace, kd: KDConfig, choice: Choice | None) -> None:
+    """Before megatron loads: agree on the checkpoint, check its content, mend the folder. Collective over all ranks."""
+    if choice is None:
+        return
+    own = arguments.saves_where_it_loads(args)
+    choice = settle(choice, own=own, step=args.ckpt_step, check_content=kd.checkpoint_hashes)
+    arguments.resume_from(args, choice.folder)
+
+
+def install_saving(args: Namespace, kd: KDConfig) -> None:
+    """Put mkd's part into megatron's saving and loading. Collective over all ranks."""
+    if args.save is None:
+        root, snapshots = Path(), None
+    else:
+        root, snapshots = Path(args.save), None
+        if kd.save_hf_interval is not None:
+            snapshots = Snapshots(root, kd.save_hf_interval, kd.save_hf_keep)
+            snapshots.clean()
+    compat.install_checkpoint_hooks(Saving(root, hashes=kd.checkpoint_hashes, then=snapshots and snapshots.take))
