@@ -1,9 +1,19 @@
 """Losses of knowledge distillation over a vocabulary that is cut over tensor-parallel ranks."""
 
 from mkd.config import LossSpec
+from mkd.losses.agreement import top1_agreement
 from mkd.losses.fused_linear import fused_linear_loss
 from mkd.losses.logits import LogitMap, LogitMaps
 from mkd.losses.options import LossOptions
 from mkd.losses.vocab_parallel import LossOutput, vocab_parallel_loss
 
-__all__ = ["LogitMap", "LogitMaps", "LossOptions", "LossOutput", "LossSpec", "fused_linear_loss", "vocab_parallel_loss"]
+__all__ = [
+    "LogitMap",
+    "LogitMaps",
+    "LossOptions",
+    "LossOutput",
+    "LossSpec",
+    "fused_linear_loss",
+    "top1_agreement",
+    "vocab_parallel_loss",
+]

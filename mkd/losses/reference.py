@@ -109,6 +109,24 @@ def tvd(student_logits: Tensor, teacher_logits: Tensor, spec: LossSpec) -> Tenso
     return spec.scale * 0.5 * (log_p.exp() - log_q.exp()).abs().sum(dim=-1)
 
 
+def top1_agreement(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
+    """1 where the most probable token of both models is the same, else 0; of equal logits the lowest id counts.
+
+    Args:
+        student_logits: [N, V], any float dtype.
+        teacher_logits: [N, V], same.
+
+    Returns:
+        [N] in the dtype of the student's logits. Without a gradient.
+    """
+    ids = torch.arange(student_logits.shape[-1], device=student_logits.device)
+    top = [
+        torch.where(z == z.amax(dim=-1, keepdim=True), ids, len(ids)).amin(dim=-1)
+        for z in (student_logits, teacher_logits)
+    ]
+    return (top[0] == top[1]).to(student_logits.dtype)
+
+
 def _log_probabilities(student_logits: Tensor, teacher_logits: Tensor, spec: LossSpec) -> tuple[Tensor, Tensor]:
     """(ln q, ln p), each [N, V]."""
     log_q = torch.log_softmax(student_logits / spec.temperature, dim=-1)

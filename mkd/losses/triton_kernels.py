@@ -16,10 +16,10 @@ from mkd.losses.logits import Chunk, LogitMap, Setting
 from mkd.losses.rows import Rows, Statistics
 from mkd.losses.triton_programs import all_rounds_kernel, first_round_kernel, gradient_kernel, second_round_kernel
 
-ONE_ROUND_BLOCK, ONE_ROUND_WARPS = 4096, 8
-TWO_ROUND_BLOCK, TWO_ROUND_WARPS = 4096, 8
+ONE_ROUND_BLOCK, ONE_ROUND_WARPS = 4096, 16
+TWO_ROUND_BLOCK, TWO_ROUND_WARPS = 4096, 16
 GRADIENT_BLOCK, GRADIENT_WARPS = 4096, 8
-ALL_ROUNDS_BLOCK, ALL_ROUNDS_WARPS = 8192, 16
+ALL_ROUNDS_BLOCK, ALL_ROUNDS_WARPS = 4096, 16
 
 FIRST_ROUND = ("student_max", "student_mass", "ce_mass", "label_logit", "teacher_max", "teacher_mass", "log_ratio")
 """Order of the first round's statistics in the kernels."""

@@ -1,10 +1,14 @@
 """What the Triton kernels share: logits, densities and slopes of a block, and the merging of the shards' statistics."""
 
+import os
+
 import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+"""Whether kernels run in Triton's interpreter, which knows no assembly."""
 LEAST = tl.constexpr(-1e30)
 """Maximum of a row that has no finite logit: finite itself, so that differences of maxima are."""
 
@@ -29,7 +33,14 @@ def weighted(weight, logarithm):
 
 @triton.jit
 def natural_log(x):
-    return tl.log2(x) * LN_2
+    """To 2^-22 or one in 2^22: triton's own log2 is exact to the last bit, in 20 instructions instead of 1."""
+    if INTERPRETED:
+        log2 = tl.log2(x)
+    else:
+        log2 = tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return log2 * LN_2
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from mkd.losses.triton_math import LEAST, LN_2, LOG2_E, logits_of, merge_kl, merge_softmax
-from mkd.losses.triton_sweeps import block_of, first_sums, gradient_of, second_sums
+from mkd.losses.triton_sweeps import block_of, columns_at, first_sums, gradient_of, second_sums
 
 
 @triton.jit
@@ -399,10 +399,10 @@ def all_rounds_kernel(
             tl.store(stats + 7 * rows + row, density)
             tl.store(stats + 8 * rows + row, sum_of_slopes)
     for step in range(0, COLUMNS, BLOCK):
-        offsets = block_of(step, UNDER != "none" or not HAS_KD, COLUMNS, BLOCK) + tl.arange(0, BLOCK)
+        offsets = columns_at(block_of(step, UNDER != "none" or not HAS_KD, COLUMNS, BLOCK), BLOCK)
         # Unused rows are not read: 0 is finite, and its gradient is multiplied away.
         z = tl.load(student + offsets, offsets < used_columns, other=0.0)
-        u = tl.zeros([BLOCK], dtype=tl.float32)
+        u = 0.0 * offsets
         if HAS_KD:
             u = logits_of(
                 tl.load(teacher + offsets, offsets < teacher_columns, other=0.0), TEACHER_SCALE, TEACHER_SOFTCAP

@@ -1,13 +1,16 @@
 """What the Triton kernels do with one row of logits: the sums of both rounds, and the gradient of a block of columns.
 
-Pointers are at the row's first column. Sums are kept by lane and added up once at the end, all relative to one maximum
-of the row so far: a step of a sweep then needs one reduction over the program a model.
+Pointers are at the row's first column. A block is [BLOCK / RUN, RUN] columns, and each of the BLOCK / RUN lanes has a
+maximum and sums of its own until the end of a sweep, where they are merged like the shards of a vocabulary. RUN columns
+are what one thread loads at once, so that a sweep has no barrier and needs one more power of two a RUN.
 """
 
 import triton
 import triton.language as tl
 
 from mkd.losses.triton_math import LEAST, LN_2, LOG2_E, density_of, logits_of, slope_of, weighted
+
+RUN = tl.constexpr(8)
 
 
 @triton.jit
@@ -28,40 +31,66 @@ def first_sums(
     BLOCK: tl.constexpr,
 ):
     """Maximum and mass of both models, the student's mass at T = 1 and the expected log ratio times a mass, in log2."""
-    m = LEAST + 0.0 * to_log2
+    lanes = tl.zeros([BLOCK // RUN], dtype=tl.float32)
+    m = lanes + LEAST
     n = m
-    mass = tl.zeros([BLOCK], dtype=tl.float32)
-    ce_mass = mass
-    teacher_mass = mass
-    ratio = mass
+    mass = lanes
+    ce_mass = lanes
+    teacher_mass = lanes
+    ratio = lanes
     for first in range(0, COLUMNS, BLOCK):
-        offsets = first + tl.arange(0, BLOCK)
+        offsets = columns_at(first, BLOCK)
         z = tl.load(student + offsets, offsets < COLUMNS, other=float("-inf"))
         if HAS_KD:
             u = tl.load(teacher + offsets, offsets < teacher_columns, other=float("-inf"))
         z = logits_of(z, STUDENT_SCALE, STUDENT_SOFTCAP)
-        new_m = tl.maximum(m, tl.max(z, 0))
-        s = (z - new_m) * to_log2
+        new_m = tl.maximum(m, tl.max(z, 1))
+        s = (z - new_m[:, None]) * to_log2
         m_shift = (m - new_m) * to_log2
         q = tl.exp2(s)
         old_mass = mass
-        mass = mass * tl.exp2(m_shift) + q
+        mass = mass * tl.exp2(m_shift) + tl.sum(q, 1)
         if HAS_CE and TEMPERED:
-            ce_mass = ce_mass * tl.exp2((m - new_m) * LOG2_E) + tl.exp2((z - new_m) * LOG2_E)
+            ce_mass = ce_mass * tl.exp2((m - new_m) * LOG2_E) + tl.sum(tl.exp2((z - new_m[:, None]) * LOG2_E), 1)
         m = new_m
         if HAS_KD:
             u = logits_of(u, TEACHER_SCALE, TEACHER_SOFTCAP)
-            new_n = tl.maximum(n, tl.max(u, 0))
-            t = (u - new_n) * to_log2
+            new_n = tl.maximum(n, tl.max(u, 1))
+            t = (u - new_n[:, None]) * to_log2
             n_shift = (n - new_n) * to_log2
             p = tl.exp2(t)
             if UNDER == "teacher":
-                ratio = weighted(tl.exp2(n_shift), ratio + teacher_mass * (n_shift - m_shift)) + weighted(p, t - s)
+                old = weighted(tl.exp2(n_shift), ratio + teacher_mass * (n_shift - m_shift))
+                ratio = old + tl.sum(weighted(p, t - s), 1)
             if UNDER == "student":
-                ratio = weighted(tl.exp2(m_shift), ratio + old_mass * (m_shift - n_shift)) + weighted(q, s - t)
-            teacher_mass = teacher_mass * tl.exp2(n_shift) + p
+                old = weighted(tl.exp2(m_shift), ratio + old_mass * (m_shift - n_shift))
+                ratio = old + tl.sum(weighted(q, s - t), 1)
+            teacher_mass = teacher_mass * tl.exp2(n_shift) + tl.sum(p, 1)
             n = new_n
-    return m, tl.sum(mass, 0), tl.sum(ce_mass, 0), n, tl.sum(teacher_mass, 0), tl.sum(ratio, 0)
+    highest, m_shift = merge_lanes(m, to_log2)
+    teacher_highest, n_shift = merge_lanes(n, to_log2)
+    if UNDER == "teacher":
+        ratio = weighted(tl.exp2(n_shift), ratio + teacher_mass * (n_shift - m_shift))
+    if UNDER == "student":
+        ratio = weighted(tl.exp2(m_shift), ratio + mass * (m_shift - n_shift))
+    mass = tl.sum(mass * tl.exp2(m_shift), 0)
+    if HAS_CE and TEMPERED:
+        ce_mass *= tl.exp2((m - highest) * LOG2_E)
+    teacher_mass = tl.sum(teacher_mass * tl.exp2(n_shift), 0)
+    return highest, mass, tl.sum(ce_mass, 0), teacher_highest, teacher_mass, tl.sum(ratio, 0)
+
+
+@triton.jit
+def columns_at(first, BLOCK: tl.constexpr):
+    """[BLOCK / RUN, RUN] numbers of the columns of a block."""
+    return first + RUN * tl.arange(0, BLOCK // RUN)[:, None] + tl.arange(0, RUN)[None, :]
+
+
+@triton.jit
+def merge_lanes(top, to_log2):
+    """(the row's maximum, [lanes] log2 of what relates a lane's powers to it)."""
+    highest = tl.max(top, 0)
+    return highest, (top - highest) * to_log2
 
 
 @triton.jit
@@ -84,18 +113,18 @@ def second_sums(
     BLOCK: tl.constexpr,
 ):
     """Sums of density and slope, from each model's maximum and log2 of its mass."""
-    density = tl.zeros([BLOCK], dtype=tl.float32)
+    density = tl.zeros([BLOCK // RUN], dtype=tl.float32)
     slope = density
     for step in range(0, COLUMNS, BLOCK):
-        offsets = block_of(step, REVERSED, COLUMNS, BLOCK) + tl.arange(0, BLOCK)
+        offsets = columns_at(block_of(step, REVERSED, COLUMNS, BLOCK), BLOCK)
         there = offsets < COLUMNS
         z = logits_of(tl.load(student + offsets, there, other=float("-inf")), STUDENT_SCALE, STUDENT_SOFTCAP)
         u = logits_of(tl.load(teacher + offsets, there, other=float("-inf")), TEACHER_SCALE, TEACHER_SOFTCAP)
         log_q = ((z - m) * to_log2 - log_mass_q) * LN_2
         log_p = ((u - n) * to_log2 - log_mass_p) * LN_2
-        density += density_of(DIVERGENCE, log_q, log_p, share)
+        density += tl.sum(density_of(DIVERGENCE, log_q, log_p, share), 1)
         q, p = tl.exp2(log_q * LOG2_E), tl.exp2(log_p * LOG2_E)
-        slope += slope_of(DIVERGENCE, log_q, log_p, q, p, share)
+        slope += tl.sum(slope_of(DIVERGENCE, log_q, log_p, q, p, share), 1)
     return tl.sum(density, 0), tl.sum(slope, 0)
 
 
