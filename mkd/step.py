@@ -14,11 +14,11 @@ from mkd.data.batch import KDBatch
 from mkd.data.counts import StepTokens
 from mkd.groups import Groups
 from mkd.hidden_layers import LayersOfMicrobatch
-from mkd.losses import LossOptions, LossOutput, fused_linear_loss
+from mkd.losses import LossOptions, LossOutput, fused_linear_loss, top1_agreement
 from mkd.models.gpt import finish_parameter_sync
 from mkd.teacher.base import HiddenSignal
 
-_OF_KD_TOKENS = ("kd",)
+_OF_KD_TOKENS = ("kd", "agreement")
 """Reported terms that are means over the tokens of the KD mask; the others are over those of the CE mask."""
 
 
@@ -29,7 +29,7 @@ class Objective:
     ratio: float
     spec: LossSpec
     evaluating: bool
-    """Whether CE, KD and the teacher's own CE are all wanted, whatever the ratio."""
+    """Whether CE, KD, the teacher's own CE and the top-1 agreement are all wanted, whatever the ratio."""
     plain: bool
     """Whether the run never looks at the teacher, and is megatron's own pretraining to the last bit."""
 
@@ -153,7 +153,22 @@ class _HeadLoss:
                 sequence_parallel=config.sequence_parallel,
                 options=self._owner.options,
             )
+            self._terms["agreement"] = self._agreement(hidden_states, weight, config)
         return output.loss
+
+    def _agreement(self, hidden: Tensor, weight: Tensor, config: Any) -> Tensor:
+        """[b, s] 1 where student and teacher would say the same next token."""
+        agreement = top1_agreement(
+            hidden.flatten(0, 1),
+            weight,
+            self._signal.hidden.flatten(0, 1),
+            self._signal.head,
+            true_vocab=self._owner.true_vocab,
+            tp_group=self._owner.groups.tp,
+            sequence_parallel=config.sequence_parallel,
+            chunk_rows=self._owner.options.chunk_rows,
+        )
+        return agreement.view(self._step.batch.tokens.shape[::-1]).t()
 
     def _weights(self) -> tuple[Tensor | None, Tensor | None]:
         """CE and KD weights of every token, in the order of the hidden states' rows (sequence first)."""
