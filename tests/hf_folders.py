@@ -1,4 +1,4 @@
-"""Tiny random Llama models in Hugging Face folders."""
+"""Tiny random models in Hugging Face folders."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -36,9 +36,16 @@ SIZES: dict[str, Any] = {
 
 
 def make_llama(folder: Path, shard_size: str = "1GB", dtype: torch.dtype = torch.float32, **sizes: Any) -> Path:
+    """Save a random Llama model; see `make_model`."""
+    return make_model(folder, "llama", shard_size, dtype, **sizes)
+
+
+def make_model(
+    folder: Path, model_type: str, shard_size: str = "1GB", dtype: torch.dtype = torch.float32, **sizes: Any
+) -> Path:
     """Save a random model, with weights so large and norms so uneven that a misplaced tensor changes the logits."""
     generator = torch.Generator().manual_seed(20)
-    model = LlamaForCausalLM(LlamaConfig(**{**SIZES, **sizes}))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**SIZES, **sizes}))
     with torch.no_grad():
         for param in model.parameters():
             low = 0.5 if param.dim() == 1 else -0.5
@@ -75,4 +82,5 @@ def change_json(file: Path, changes: dict[str, Any]) -> None:
 @torch.no_grad()
 def reference_logits(folder: Path, tokens: Tensor) -> Tensor:
     """[b, s, V] fp32 logits of transformers."""
-    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")(tokens).logits
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return model(tokens).logits

@@ -9,20 +9,47 @@ import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
+from megatron.core.utils import unwrap_model
 from torch import Tensor
+
+from mkd.arguments import default_arguments
+from mkd.cpu.flags import set_cpu_values
+from mkd.models.gpt import gpt_config
 
 
 @contextmanager
-def layout(tp: int, pp: int, vp: int = 1) -> Iterator[None]:
-    """Megatron's groups for tensor, pipeline and virtual pipeline sizes."""
-    ps.initialize_model_parallel(tp, pp, virtual_pipeline_model_parallel_size=vp if vp > 1 else None)
+def layout(tp: int, pp: int, vp: int = 1, ep: int = 1) -> Iterator[None]:
+    """Megatron's groups for tensor, pipeline, virtual pipeline and expert sizes."""
+    ps.initialize_model_parallel(
+        tp, pp, virtual_pipeline_model_parallel_size=vp if vp > 1 else None, expert_model_parallel_size=ep
+    )
     model_parallel_cuda_manual_seed(1)
     try:
         yield
     finally:
         ps.destroy_model_parallel()
+
+
+def build_from_arguments(architecture: dict[str, Any], ep: int = 1) -> list[GPTModel]:
+    """This rank's chunk in fp32 of the model that Megatron arguments describe, as a job builds it."""
+    args = default_arguments()
+    vars(args).update(architecture)
+    args.tensor_model_parallel_size = ps.get_tensor_model_parallel_world_size()
+    args.pipeline_model_parallel_size = ps.get_pipeline_model_parallel_world_size()
+    args.expert_model_parallel_size = ep
+    args.params_dtype = torch.float32
+    args.perform_initialization = False
+    multiple = 128 * args.tensor_model_parallel_size
+    args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
+    set_cpu_values(args)
+    config = gpt_config(args)
+    config.parallel_output = False
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    chunks = config.get_builder_cls()(config).build_distributed_models(groups, wrap_with_ddp=False)
+    return [unwrap_model(chunk) for chunk in chunks]
 
 
 def build_chunks(args: dict[str, Any], vp: int = 1, **changes: Any) -> list[GPTModel]:

@@ -1,0 +1,109 @@
+"""Every family: Hugging Face folder and Megatron checkpoint, in each layout, give transformers' logits; and back."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mkd.checkpoint.hf_check import read_architecture
+from mkd.checkpoint.hf_export import export_hf
+from mkd.checkpoint.hf_families import FAMILIES
+from mkd.checkpoint.hf_folder import HFFolder
+from mkd.checkpoint.hf_import import import_hf
+from mkd.checkpoint.hf_load import load_hf_weights
+from mkd.checkpoint.megatron_folder import MegatronFolder
+from mkd.checkpoint.megatron_load import load_megatron_weights
+from tests.dist.gpt_models import build_from_arguments, layout, run_stages
+from tests.hf_folders import LLAMA3_ROPE, make_model, read_weights, reference_logits
+from tests.tolerance import LOGITS
+
+TWO = {"num_hidden_layers": 2}
+MOE = {**TWO, "num_experts_per_tok": 2}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama, llama3 rope": {"model_type": "llama", "rope_parameters": LLAMA3_ROPE, **TWO},
+    "mistral, window": {"model_type": "mistral", "sliding_window": 7, **TWO},
+    "mistral, no window, in shards": {"model_type": "mistral", "sliding_window": None, "shard_size": "60KB", **TWO},
+    "qwen2, tied": {"model_type": "qwen2", "tie_word_embeddings": True, **TWO},
+    "qwen2": {"model_type": "qwen2", **TWO},
+    "qwen3": {"model_type": "qwen3", **TWO},
+    "phi3": {"model_type": "phi3", "sliding_window": None, **TWO},
+    "phi3, part of each head turned, window": {
+        "model_type": "phi3",
+        "sliding_window": 9,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        **TWO,
+    },
+    "qwen3 moe": {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 24, "norm_topk_prob": True}
+    | MOE,
+    "qwen3 moe, probabilities as they are": {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 24}
+    | MOE,
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, **MOE},
+}
+LAYOUTS = {"TP1": (1, 1, 1), "TP2": (2, 1, 1), "PP2": (1, 2, 1), "TP2 x PP2": (2, 2, 1), "EP2": (1, 1, 2)}
+TOKENS = torch.randint(0, 131, (2, 24), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """name -> (Hugging Face folder, its Megatron checkpoint, transformers' logits)."""
+    found = {}
+    for name, sizes in MODELS.items():
+        root = tmp_path_factory.mktemp("family")
+        pad = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+        make_model(root / "hf", **{**pad, **sizes})
+        import_hf(HFFolder(root / "hf", "--hf"), root / "megatron")
+        found[name] = (root / "hf", root / "megatron", reference_logits(root / "hf", TOKENS))
+    return found
+
+
+def errors_of(rank: int, world_size: int, folders: dict, tp: int, pp: int, ep: int) -> dict[str, float]:
+    """(model, source) -> largest error of the logits, on the ranks that have them."""
+    errors = {}
+    with layout(tp, pp, ep=ep):
+        for name, (hf, checkpoint, expected) in folders.items():
+            folder, stored = HFFolder(hf, "--hf"), MegatronFolder(checkpoint, "--load")
+            chunks = build_from_arguments(read_architecture(folder)[1], ep)
+            loads = {
+                "folder": lambda chunks, folder=folder: load_hf_weights(chunks, folder),
+                "checkpoint": lambda chunks, stored=stored: load_megatron_weights(chunks, stored),
+            }
+            for source, load in loads.items():
+                for param in chunks[0].parameters():
+                    nn.init.constant_(param, float("nan"))
+                load(chunks)
+                logits = run_stages(chunks, TOKENS)
+                if logits is not None:
+                    errors[f"{name} from its {source}"] = (logits[..., :131] - expected).abs().max().item()
+    return errors
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS.values(), ids=LAYOUTS)
+def test_logits(gloo_pool, folders, sizes):
+    tp, pp, ep = sizes
+    some = {name: value for name, value in folders.items() if ep == 1 or "experts" in json.dumps(MODELS[name])}
+    found = [errors for errors in gloo_pool(tp * pp * ep).run(errors_of, some, tp, pp, ep) if errors]
+    assert len(found) == tp * ep
+    for errors in found:
+        assert len(errors) == 2 * len(some)
+        assert {name: error for name, error in errors.items() if not error <= LOGITS} == {}
+
+
+def equal(before: Path, after: Path) -> bool:
+    first, second = read_weights(before), read_weights(after)
+    return first.keys() == second.keys() and all(
+        t.dtype == second[name].dtype and torch.equal(t, second[name]) for name, t in first.items()
+    )
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_round_trip_is_bit_equal(folders, model, tmp_path):
+    hf, checkpoint, _ = folders[model]
+    export_hf(MegatronFolder(checkpoint, "--load"), tmp_path / "out")
+    assert equal(hf, tmp_path / "out")
+
+
+def test_every_family_has_a_model():
+    assert {family.model_type for family in FAMILIES} == {sizes["model_type"] for sizes in MODELS.values()}
