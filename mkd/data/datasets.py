@@ -1,4 +1,4 @@
-"""Training, validation and test sets from Megatron's `.bin/.idx` files."""
+"""Checks of the data, and training, validation and test sets."""
 
 import struct
 from collections.abc import Callable, Iterable, Sequence
@@ -13,6 +13,8 @@ from megatron.core.datasets.utils import Split
 from torch.utils.data import Dataset
 
 from mkd.data.indexed_text import IndexedText
+from mkd.data.row_sets import RowSets
+from mkd.data.stores import is_chat_file
 from mkd.errors import MkdDataError
 
 # More than any run evaluates.
@@ -109,7 +111,7 @@ def check_splits(config: GPTDatasetConfig, evaluates: bool) -> None:
             )
         if share is None or config.split_matrix is None:
             continue
-        for prefix in config.blend[0]:
+        for prefix in (name for name in config.blend[0] if not is_chat_file(name)):
             documents = _check_index(prefix)[1]
             if round(share[0] * documents) == round(share[1] * documents):  # as megatron rounds
                 raise MkdDataError(
@@ -143,7 +145,9 @@ class SameSamples(Dataset):
         return self._samples[index % self._period]
 
 
-def build_datasets(config: GPTDatasetConfig, sizes: Sequence[int | None], evaluated: int) -> list[Any]:
+def build_datasets(
+    config: GPTDatasetConfig, sizes: Sequence[int | None], evaluated: int, rows: RowSets | None = None
+) -> list[Any]:
     """Train, validation and test set, the same on every rank.
 
     Every rank opens the files itself (memory-mapped), so no batch is ever broadcast; rank 0 builds the index cache
@@ -153,11 +157,14 @@ def build_datasets(config: GPTDatasetConfig, sizes: Sequence[int | None], evalua
         config: as Megatron's; `mock` gives generated tokens.
         sizes: samples needed of each in the whole run.
         evaluated: samples that one evaluation reads. Every evaluation on the validation set reads the same ones.
+        rows: chat files, packing and blends of both; None for Megatron's own concatenation of documents.
     """
-    kind = MockGPTDataset if config.mock else GPTDataset
-    train, valid, test = BlendedMegatronDatasetBuilder(
-        kind, [sizes[0], evaluated, sizes[2]], lambda: True, config
-    ).build()
+    sizes = [sizes[0], evaluated, sizes[2]]
+    if rows is not None:
+        train, valid, test = rows.build(sizes)
+    else:
+        kind = MockGPTDataset if config.mock else GPTDataset
+        train, valid, test = BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config).build()
     return [train, SameSamples(valid, evaluated) if valid is not None and evaluated > 0 else None, test]
 
 

@@ -6,27 +6,15 @@ takes a data set without it for missing. A run that is killed leaves nothing tha
 
 import json
 import os
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 
-from mkd.data.text import (
-    EncodedBatch,
-    Encoding,
-    RawBatch,
-    check_inputs,
-    encode,
-    eod_id,
-    load_tokenizer,
-    read_batches,
-)
+from mkd.data.parallel import map_in_order
+from mkd.data.text import EncodedBatch, Encoding, check_inputs, encode, eod_id, load_tokenizer, read_batches
 from mkd.errors import MkdDataError
 
 PARTIAL = ".partial"
@@ -111,7 +99,8 @@ def write_indexed_text(
     eod = eod_id(tokenizer, encoding.tokenizer_dir) if encoding.append_eod else None
     writer = _Writer(prefix, len(tokenizer))
     try:
-        for batch in _encode_all(read_batches(paths, split_on), encoding, workers):
+        advice = f"give fewer than --workers {workers}"
+        for batch in map_in_order(partial(encode, encoding), read_batches(paths, split_on), workers, advice):
             writer.add(batch)
             if progress is not None:
                 progress(writer.documents, writer.tokens, writer.size)
@@ -171,27 +160,3 @@ class _Writer:
         self.builder.data_file.close()
         for path in (self.binary, self.facts, self.index):
             path.unlink(missing_ok=True)
-
-
-def _encode_all(batches: Iterator[RawBatch], encoding: Encoding, workers: int) -> Iterator[EncodedBatch]:
-    """Encode in worker processes, keep the order, and hold at most a few batches a worker in memory."""
-    if workers == 1:
-        yield from map(partial(encode, encoding), batches)
-        return
-    # one thread a worker: the tokenizer's own threads would compete with the other workers
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    pending = deque()
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        try:
-            for batch in batches:
-                pending.append(pool.submit(encode, encoding, batch))
-                if len(pending) > 4 * workers:
-                    yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
-        except BrokenProcessPool:
-            raise MkdDataError(
-                f"a worker process was killed, perhaps for lack of memory: give fewer than --workers {workers}"
-            ) from None
-        finally:
-            pool.shutdown(cancel_futures=True)

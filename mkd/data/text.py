@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -120,10 +121,7 @@ def parse(batch: RawBatch, json_key: str) -> list[str]:
     unit = "line" if batch.is_json else "document"
     for number, raw in enumerate(batch.documents, start=batch.first):
         where = f"{batch.path}, {unit} {number}"
-        try:
-            text = raw.decode()
-        except UnicodeDecodeError as error:
-            raise MkdDataError(f"{where}: not UTF-8 ({error.reason} at byte {error.start} of the {unit})") from None
+        text = decode(raw, where, unit)
         if batch.is_json and text.strip():
             text = _text_of_line(text, json_key, where)
         if text.strip():
@@ -131,7 +129,16 @@ def parse(batch: RawBatch, json_key: str) -> list[str]:
     return texts
 
 
-def _text_of_line(line: str, json_key: str, where: str) -> str:
+def decode(raw: bytes, where: str, unit: str = "line") -> str:
+    """UTF-8 bytes as a string. Raises MkdDataError that names the place."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise MkdDataError(f"{where}: not UTF-8 ({error.reason} at byte {error.start} of the {unit})") from None
+
+
+def json_object(line: str, where: str) -> dict[str, Any]:
+    """A line of a JSON lines file. Raises MkdDataError that names the place when it is no JSON object."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
@@ -140,16 +147,26 @@ def _text_of_line(line: str, json_key: str, where: str) -> str:
         ) from None
     if not isinstance(record, dict):
         raise MkdDataError(f"{where}: a JSON {type(record).__name__}, where each line must be one JSON object")
+    return record
+
+
+def require_unicode(text: str, where: str) -> None:
+    """Raise MkdDataError for half a surrogate pair, which JSON can write and no tokenizer can read."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise MkdDataError(f"{where}: half a surrogate pair at character {error.start}") from None
+
+
+def _text_of_line(line: str, json_key: str, where: str) -> str:
+    record = json_object(line, where)
     if json_key not in record:
         keys = ", ".join(sorted(record)) or "none"
         raise MkdDataError(f"{where}: no key {json_key!r} (keys there: {keys}); name the text's key with --json-key")
     if not isinstance(record[json_key], str):
         kind = type(record[json_key]).__name__
         raise MkdDataError(f"{where}: the value of {json_key!r} is a {kind}, not a string; see --json-key")
-    try:
-        record[json_key].encode()
-    except UnicodeEncodeError as error:
-        raise MkdDataError(f"{where}: half a surrogate pair at character {error.start} of {json_key!r}") from None
+    require_unicode(record[json_key], where)
     return record[json_key]
 
 
