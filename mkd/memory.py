@@ -24,7 +24,7 @@ def estimate_memory(
         paired_layers: pairs of --kd-hidden-loss, counted as if one stage had them all.
     """
     shard = student.padded_vocab_size // student.tensor_model_parallel_size
-    tokens = student.seq_length * student.micro_batch_size
+    tokens = student.seq_length * student.micro_batch_size // student.context_parallel_size
     # The loss keeps two chunks of the student's logits, and of the teacher's two if it exchanges statistics meanwhile.
     dtype = student.params_dtype if student.params_dtype == torch.bfloat16 else torch.float32
     chunks = row_chunks(tokens, shard, dtype, chunk_rows, LEAST_ROWS)
@@ -50,7 +50,8 @@ def estimate_memory(
 def _bytes_a_parameter(args: Namespace) -> float:
     """Weight, fp32 gradient, two fp32 moments, and in half precision the fp32 copy; the last two cut over replicas."""
     weight_and_gradient, optimizer = (8, 8) if args.params_dtype == torch.float32 else (6, 12)
-    return weight_and_gradient + optimizer / (args.data_parallel_size if args.use_distributed_optimizer else 1)
+    replicas = args.data_parallel_size * args.context_parallel_size
+    return weight_and_gradient + optimizer / (replicas if args.use_distributed_optimizer else 1)
 
 
 def parameters_on_fullest_rank(args: Namespace) -> int:

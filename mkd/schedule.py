@@ -7,6 +7,7 @@ from typing import Any
 from mkd.config import KDConfig
 from mkd.data.batch import KDBatch, check_same_batch, draw
 from mkd.data.counts import StepTokens
+from mkd.errors import MkdDataError
 from mkd.groups import Groups
 from mkd.hidden_layers import HiddenLayers
 from mkd.step import Objective, StepInput
@@ -30,6 +31,8 @@ class TeacherThenStudent:
     current_iteration: Callable[[], int]
     hidden_layers: HiddenLayers | None = None
     """None when no layers are paired."""
+    length_multiple: int | None = None
+    """What the length of a microbatch is rounded up to when padding is cut off (`draw`); None when it is not."""
     _checked: set[bool] = field(default_factory=set)
     """Phases (evaluating or not) whose first batch was compared between ranks."""
 
@@ -38,8 +41,8 @@ class TeacherThenStudent:
 
         def run(*, data_iterator: Any, num_microbatches: int, forward_only: bool = False, **options: Any) -> list[dict]:
             source = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
-            whole = draw(source, num_microbatches, self.true_vocab, options["micro_batch_size"])
-            self._check(whole[0], forward_only)
+            whole = draw(source, num_microbatches, self.true_vocab, options["micro_batch_size"], self.length_multiple)
+            self._check(whole, forward_only)
             # Packed rows follow each other in one row; megatron's pipeline stages are to expect that shape.
             options["micro_batch_size"], options["seq_length"] = whole[0].tokens.shape
             inputs = self._inputs([batch.on_rank(self.groups.cp) for batch in whole], forward_only)
@@ -56,9 +59,15 @@ class TeacherThenStudent:
 
         return run
 
-    def _check(self, batch: KDBatch, evaluating: bool) -> None:
+    def _check(self, batches: list[KDBatch], evaluating: bool) -> None:
+        shapes = {tuple(batch.tokens.shape) for batch in batches}
+        if len(shapes) > 1 and self.length_multiple is None and self.groups.pp.size() > 1:
+            raise MkdDataError(
+                f"microbatches of one step have the shapes {sorted(shapes)}, but pipeline stages expect one: give "
+                "--kd-variable-seq-lengths"
+            )
         if evaluating not in self._checked:
-            check_same_batch(batch, self.groups.mp, self.groups.cp)
+            check_same_batch(batches[0], self.groups.mp, self.groups.cp)
             self._checked.add(evaluating)
 
     def _inputs(self, batches: list[KDBatch], evaluating: bool) -> list[StepInput]:

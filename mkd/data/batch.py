@@ -56,6 +56,7 @@ class KDBatch:
                 sample also cu_seqlens and cu_seqlens_padded, [b, n + 1] integers of any n: segment i of a row begins
                 at cu_seqlens_padded[i], has cu_seqlens[i + 1] - cu_seqlens[i] tokens of text (0 if it is padding only)
                 and then padding up to cu_seqlens_padded[i + 1]. The last bound is s; repeated bounds fill up the rest.
+                Of an unpacked sample also length [b], the tokens of a row that are not padding, if any are.
             true_vocab: ids from here up do not exist in the model.
 
         Raises:
@@ -76,7 +77,10 @@ class KDBatch:
             "position_ids": sample["position_ids"],
         }
         if "cu_seqlens_padded" not in sample:
-            return cls(**tensors, keys=tuple(segment_key(row) for row in sample["tokens"]))
+            rows = sample["tokens"]
+            lengths = sample["length"].tolist() if "length" in sample else [rows.shape[1]] * len(rows)
+            keys = tuple(segment_key(row[:length]) for row, length in zip(rows, lengths, strict=True))
+            return cls(**tensors, keys=keys)
         bounds, lengths = _join_rows(sample)
         joined = {name: value.reshape(1, -1) for name, value in tensors.items()}
         row = joined["tokens"][0]
@@ -172,12 +176,24 @@ def _packed_seq_params(bounds: Sequence[int]) -> PackedSeqParams:
 
 
 def draw(
-    iterator: Iterator[Mapping[str, Tensor]], count: int, true_vocab: int, micro_batch_size: int | None = None
+    iterator: Iterator[Mapping[str, Tensor]],
+    count: int,
+    true_vocab: int,
+    micro_batch_size: int | None = None,
+    length_multiple: int | None = None,
 ) -> list[KDBatch]:
     """The next `count` microbatches, whole and on the host.
 
+    Args:
+        iterator: collated samples, see `KDBatch.from_sample`.
+        count: microbatches.
+        true_vocab: see `KDBatch.from_sample`.
+        micro_batch_size: rows that each must have; None for any.
+        length_multiple: cut unpacked rows behind the longest text of each microbatch, to a multiple of it; None leaves
+            them whole.
+
     Raises:
-        MkdDataError: see `KDBatch.from_sample`; or there are not `micro_batch_size` rows in each.
+        MkdDataError: see `KDBatch.from_sample`; or a microbatch has another number of rows.
     """
     batches = []
     for _ in range(count):
@@ -188,6 +204,9 @@ def draw(
                 f"the data loader gives {rows} samples at a time, the schedule expects {micro_batch_size}: correct "
                 "--micro-batch-size or --eval-micro-batch-size"
             )
+        if length_multiple is not None and "length" in sample:
+            longest = -(-int(sample["length"].max()) // length_multiple) * length_multiple
+            sample = {name: value[:, :longest] if value.dim() > 1 else value for name, value in sample.items()}
         batches.append(KDBatch.from_sample(sample, true_vocab))
     return batches
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mkd import arguments
+from mkd import arguments, cpu
 from mkd.arguments import (
     adopt_architecture,
     data_prefixes,
@@ -22,7 +22,15 @@ from mkd.checkpoint.hf_check import read_architecture
 from mkd.checkpoint.hf_folder import HFFolder
 from mkd.config import LayerPair
 from mkd.errors import MkdConfigError, MkdDataError
-from mkd.flag_checks import check_divisions, check_layer_pairs, check_layout, check_required
+from mkd.flag_checks import (
+    check_attention_heads,
+    check_divisions,
+    check_layer_pairs,
+    check_layout,
+    check_required,
+    check_variable_lengths,
+    length_multiple,
+)
 from mkd.models.gpt import gpt_config
 from tests.hf_folders import LLAMA3_ROPE, make_llama
 
@@ -111,6 +119,7 @@ def layout(**changes: Any) -> Namespace:
 
 
 TP, PP, EP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"
+CP, HIERARCHY = "context_parallel_size", "hierarchical_context_parallel_sizes"
 
 
 @pytest.mark.parametrize(
@@ -120,6 +129,9 @@ TP, PP, EP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "expe
         {"world_size": 6, TP: 2, PP: 3},
         {"world_size": 4, TP: 2, "sequence_parallel": True},
         {"world_size": 4, EP: 2, "num_experts": 4},
+        {"world_size": 2, CP: 2, "seq_length": 32},
+        {"world_size": 6, CP: 3, TP: 2, "sequence_parallel": True, "cp_comm_type": ["a2a"]},
+        {"world_size": 4, CP: 4, "seq_length": 32, "cp_comm_type": ["a2a+p2p"], HIERARCHY: [2, 2]},
         {"global_batch_size": 3, "rampup_batch_size": ["2", "2", "8"]},
         {"global_batch_size": None},
         {"max_position_embeddings": None},
@@ -145,7 +157,19 @@ def test_layouts_that_fit(changes):
         ({"world_size": 2, TP: 2, "sequence_parallel": True, "seq_length": 31}, ["--seq-length 31", "parallel-size 2"]),
         ({"world_size": 2, "global_batch_size": 26}, ["--global-batch-size 26", "--micro-batch-size 2 * 2"]),
         ({"seq_length": 65}, ["--seq-length 65", "student's 64 positions"]),
-        ({"world_size": 2, "context_parallel_size": 2}, ["--context-parallel-size 2"]),
+        ({"world_size": 2, CP: 2}, ["--seq-length 30", "multiple of 4", "2 * --context-parallel-size 2 needs"]),
+        ({"world_size": 3, CP: 2}, ["--context-parallel-size 2 = 2 does not divide the 3 ranks"]),
+        (
+            {"world_size": 6, CP: 2, TP: 3, "sequence_parallel": True, "seq_length": 32},
+            ["--seq-length 32", "multiple of 12", "--context-parallel-size 2 and --tensor-model-parallel-size 3 with"],
+        ),
+        ({"world_size": 2, CP: 2, "seq_length": 32, "cp_comm_type": ["ring"]}, ["--cp-comm-type is 'ring'", "p2p"]),
+        ({"world_size": 2, CP: 2, "seq_length": 32, "cp_comm_type": ["p2p", "a2a"]}, ["--cp-comm-type p2p a2a"]),
+        ({"world_size": 2, CP: 2, "seq_length": 32, "hybrid_context_parallel": True}, ["--hybrid-context-parallel"]),
+        (
+            {"world_size": 4, CP: 4, "seq_length": 32, "global_batch_size": 2, "cp_comm_type": ["a2a"]},
+            ["--cp-comm-type a2a", "the student has 6 attention heads", "1 * 4"],
+        ),
         ({TP: 0}, ["--tensor-model-parallel-size is 0"]),
         ({EP: -1}, ["--expert-model-parallel-size is -1"]),
     ],
@@ -171,6 +195,63 @@ def test_sizes_that_do_not_divide(sizes, tp, pp, words):
     check_divisions("the teacher", {**plain, "group_query_attention": False, "num_query_groups": 1}, tp, 1)
     with pytest.raises(MkdConfigError, match=words):
         check_divisions("the teacher", {**plain, **sizes}, tp, pp)
+
+
+def test_key_value_heads_that_all_to_all_cannot_deal_out():
+    sizes = {"num_attention_heads": 8, "group_query_attention": True, "num_query_groups": 2}
+    for changes in ({TP: 2}, {CP: 2}, {CP: 4, "cp_comm_type": ["p2p"]}):
+        check_attention_heads("the teacher", sizes, layout(**{"cp_comm_type": ["a2a"], **changes}))
+    with pytest.raises(MkdConfigError, match="the teacher has 2 key-value heads.* 2 \\* 2 context-parallel ranks"):
+        check_attention_heads("the teacher", sizes, layout(**{TP: 2, CP: 2, "cp_comm_type": ["a2a"]}))
+    hierarchy = {CP: 4, "cp_comm_type": ["a2a+p2p"], HIERARCHY: [2, 2]}
+    check_attention_heads("the teacher", sizes, layout(**hierarchy))
+    with pytest.raises(MkdConfigError, match="1 \\* 4 context-parallel ranks"):
+        check_attention_heads("the teacher", sizes, layout(**{**hierarchy, HIERARCHY: [4, 1]}))
+
+
+@pytest.mark.parametrize(
+    "changes, word",
+    [
+        ({"bf16": True, "transformer_impl": "local"}, "--transformer-impl transformer_engine on GPUs, not local"),
+        ({}, "--bf16 or --fp16"),
+    ],
+)
+def test_context_parallelism_that_gpus_do_not_have(monkeypatch, changes, word):
+    fits = {"world_size": 2, CP: 2, "seq_length": 32}
+    check_layout(layout(**{**fits, **changes}))
+    monkeypatch.setattr(cpu, "is_active", lambda: False)
+    check_layout(layout(**fits, bf16=True, transformer_impl="transformer_engine"))
+    with pytest.raises(MkdConfigError, match=word):
+        check_layout(layout(**{**fits, **changes}))
+
+
+@pytest.mark.parametrize(
+    "changes, flag",
+    [
+        ({"cuda_graph_impl": "local"}, "--cuda-graph-impl"),
+        ({"tp_comm_overlap": True}, "--tp-comm-overlap"),
+        ({"num_experts": 4, "moe_token_dispatcher_type": "allgather"}, "--moe-token-dispatcher-type allgather"),
+    ],
+)
+def test_flags_that_fix_lengths(changes, flag):
+    check_variable_lengths(layout(moe_token_dispatcher_type="allgather"))
+    with pytest.raises(MkdConfigError, match=f"--kd-variable-seq-lengths .* {flag}"):
+        check_variable_lengths(layout(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes, multiple",
+    [
+        ({}, 1),
+        ({TP: 3}, 1),
+        ({TP: 3, "sequence_parallel": True}, 3),
+        ({CP: 2}, 4),
+        ({CP: 2, TP: 3, "sequence_parallel": True}, 12),
+        ({CP: 4, TP: 4, "sequence_parallel": True}, 16),
+    ],
+)
+def test_what_rows_are_a_multiple_of(changes, multiple):
+    assert length_multiple(layout(**changes)) == multiple
 
 
 @pytest.mark.parametrize("name", ["num_layers", "seq_length", "micro_batch_size", "train_iters", "lr"])

@@ -3,13 +3,15 @@ tests/dist/test_batch.py.
 """
 
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mkd.data.batch import KDBatch, draw
+from mkd.context_parallel import dual_chunk_places
+from mkd.data.batch import KDBatch, draw, segment_key
 from mkd.errors import MkdDataError
 
 VOCAB = 41
@@ -98,3 +100,95 @@ def test_large_batches_do_not_hash_alike():
     tokens = batch.tokens.clone()
     tokens[3, 4095] += 1
     assert replace(batch, tokens=tokens).content_hash() != batch.content_hash()
+
+
+def packed_sample(cuts: list[list[tuple[int, int]]], seed: int = 0) -> dict[str, torch.Tensor]:
+    """A collated packed sample. `cuts`: of each row the (tokens, places) of its segments."""
+    length = sum(places for _, places in cuts[0])
+    rows = sample(len(cuts), length, seed)
+    most = max(map(len, cuts)) + 3
+    for name, which in (("cu_seqlens", 0), ("cu_seqlens_padded", 1)):
+        ends = [[0, *accumulate(cut[which] for cut in row)] for row in cuts]
+        rows[name] = torch.tensor([row + row[-1:] * (most - len(row)) for row in ends], dtype=torch.int32)
+    return rows
+
+
+CUTS = [[(3, 4), (4, 4), (1, 8)], [(11, 12), (0, 4)]]
+
+
+def test_packed_rows_follow_each_other():
+    given_sample = packed_sample(CUTS)
+    batch = KDBatch.from_sample(given_sample, VOCAB)
+    assert batch.tokens.shape == (1, 32)
+    for name in ("tokens", "labels", "position_ids"):
+        assert torch.equal(getattr(batch, name)[0], given_sample[name].flatten())
+    assert batch.bounds == (0, 4, 8, 16, 28, 32)
+    packed = batch.packed
+    assert packed.qkv_format == "thd" and packed.max_seqlen_q == packed.max_seqlen_kv == 12
+    for name in ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"):
+        assert getattr(packed, name).tolist() == [0, 4, 8, 16, 28, 32]
+        assert getattr(packed, name).dtype == torch.int32
+
+
+def test_keys_are_of_the_text_alone():
+    """Another row, another place in it, other padding, other micro-batch: the same key."""
+    given_sample = packed_sample(CUTS)
+    batch = KDBatch.from_sample(given_sample, VOCAB)
+    assert len(batch.keys) == 5 and {len(key) for key in batch.keys} == {16} and len(set(batch.keys)) == 5
+    text = given_sample["tokens"][1, :11]
+    assert batch.keys[3] == segment_key(text)
+    row = {name: torch.zeros(1, 24, dtype=value.dtype) for name, value in sample().items()}
+    row["tokens"][0, 8:19] = text
+    row["cu_seqlens"], row["cu_seqlens_padded"] = torch.tensor([[0, 8, 19, 19]]), torch.tensor([[0, 8, 24, 24]])
+    assert KDBatch.from_sample(row, VOCAB).keys[1] == batch.keys[3]
+    alone = {"length": torch.tensor([11]), **{name: row[name][:, 8:] for name in sample()}}
+    assert KDBatch.from_sample(alone, VOCAB).keys == (batch.keys[3],)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_ranks_hold_each_token_once_with_all_that_belongs_to_it(size, is_packed):
+    given_sample = packed_sample(CUTS) if is_packed else sample(3, 8)
+    given_sample["kd_mask"] = 1 - given_sample["loss_mask"]
+    given_sample["ce_mask"] = given_sample.pop("loss_mask")
+    whole = KDBatch.from_sample(given_sample, VOCAB)
+    parts = [whole.cp_slice(rank, size) for rank in range(size)]
+    for name in ("tokens", "labels", "ce_mask", "kd_mask", "position_ids"):
+        order = torch.cat([dual_chunk_places(whole.bounds, rank, size) for rank in range(size)])
+        assert torch.equal(torch.cat([getattr(p, name) for p in parts], 1), getattr(whole, name)[:, order]), name
+    assert all(part.keys == whole.keys and part.packed is whole.packed for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("padded", "real", "word"),
+    [
+        ([0, 4, 6], [0, 4, 6], "has the segment bounds"),
+        ([1, 4, 7], [0, 3, 6], "has the segment bounds"),
+        ([0, 4, 7], [0, 5, 7], "5 tokens has 4 places"),
+        ([0, 5, 4, 7], [0, 5, 5, 7], "0 tokens has -1 places"),
+    ],
+)
+def test_bounds_that_are_none(padded, real, word):
+    wrong = sample(1) | {"cu_seqlens_padded": torch.tensor([padded]), "cu_seqlens": torch.tensor([real])}
+    with pytest.raises(MkdDataError, match=word):
+        KDBatch.from_sample(wrong, VOCAB)
+
+
+def test_bounds_change_the_hash():
+    first, second = (KDBatch.from_sample(packed_sample([cut]), VOCAB) for cut in ([(4, 4), (8, 8)], [(8, 8), (4, 4)]))
+    assert torch.equal(first.tokens, second.tokens)
+    assert first.content_hash() != second.content_hash()
+
+
+def test_draw_refuses_another_number_of_rows():
+    with pytest.raises(MkdDataError, match="gives 3 samples at a time, the schedule expects 2: .*--micro-batch-size"):
+        draw(iter([sample()]), 1, VOCAB, micro_batch_size=2)
+
+
+@pytest.mark.parametrize(("multiple", "length"), [(None, 12), (1, 5), (4, 8), (12, 12)])
+def test_padding_is_cut_off(multiple, length):
+    given_sample = sample(3, 12) | {"length": torch.tensor([2, 5, 1])}
+    (batch,) = draw(iter([given_sample]), 1, VOCAB, length_multiple=multiple)
+    for name in ("tokens", "labels", "position_ids", "ce_mask", "kd_mask"):
+        source = "loss_mask" if name.endswith("mask") else name
+        assert torch.equal(getattr(batch, name), given_sample[source][:, :length])

@@ -65,6 +65,14 @@ def test_parts_by_hand() -> None:
     assert "maps between layers" not in parts
 
 
+def test_context_parallel_ranks_have_their_share_of_the_tokens_and_of_the_optimizer_state() -> None:
+    sizes = dict(params_dtype=torch.bfloat16, use_distributed_optimizer=True, context_parallel_size=2)
+    student, teacher = arguments(**sizes), arguments(hidden_size=128, kv_channels=16)
+    parts = estimate_memory(student, teacher, 20, all_at_once=True)
+    assert parts["teacher hidden states"] * GIB == 4 * 128 * (16 // 2) * 32 // 2
+    assert parts["student weights, gradients, optimizer"] * GIB == 9 * parameters_on_fullest_rank(student)
+
+
 def test_optimizer_state_is_cut_over_replicas_in_half_precision() -> None:
     args = arguments(params_dtype=torch.bfloat16, use_distributed_optimizer=True, data_parallel_size=4)
     parts = estimate_memory(args, None, None, all_at_once=False)
