@@ -4,6 +4,9 @@ Every message says what is wrong, the value that was seen, and the flag or file 
 `assert`s; these classes are for input.
 """
 
+import sys
+from collections.abc import Callable
+
 
 class MkdError(Exception):
     """Base of all errors that a user can mend."""
@@ -23,3 +26,13 @@ class MkdCheckpointError(MkdError):
 
 class MkdCacheError(MkdError):
     """A cache of teacher signals that is missing, torn or of another teacher."""
+
+
+def exit_status(command: Callable[[], object]) -> int:
+    """Run a tool's command: its exit status is 0, or 1 after a user's error, told in one line on stderr."""
+    try:
+        command()
+    except (MkdError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0

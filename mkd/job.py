@@ -22,7 +22,7 @@ from mkd.checkpoint.assets import store_assets
 from mkd.checkpoint.hf_folder import HFFolder, tokenizer_hash
 from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.checkpoint.resume import Choice
-from mkd.checkpoint.source import ModelSource, check_same_vocabulary
+from mkd.checkpoint.source import ModelSource, common_vocabulary
 from mkd.config import KDConfig
 from mkd.data.batch import KDBatch
 from mkd.data.chat import ChatTokenizer
@@ -93,7 +93,7 @@ class Job:
         check_layer_pairs(kd.layer_pairs, args, teacher.architecture["num_layers"])
         notes = check_checkpoint(args, kd, choice, teacher)
         _check_stored_maps(args, kd, mapped=teacher.architecture["hidden_size"] != args.hidden_size)
-        check_same_vocabulary(origin, true_vocab, student_hash, teacher)
+        true_vocab = common_vocabulary(origin, true_vocab, student_hash, teacher)
         names = arguments.data_prefixes(args)
         chats = [name for name in names if is_chat_file(name)]
         check_rows(args, kd, has_chats=bool(chats))
@@ -117,7 +117,7 @@ class Job:
         return job
 
     def _load_student(self, chunks: list[Any]) -> list[Any]:
-        self.student_source.load(chunks)
+        self.student_source.load(chunks, None)
         return chunks
 
     def build_teacher(self, groups: Groups) -> OnlineTeacher | None:
@@ -127,7 +127,7 @@ class Job:
         return OnlineTeacher(
             self.teacher_config,
             groups,
-            load_weights=self.teacher_source.load,
+            load_weights=lambda chunks: self.teacher_source.load(chunks, self.true_vocab),
             fingerprint=self.args.kd_teacher_fingerprint,
             offload=self.kd.teacher_offload,
         )

@@ -20,7 +20,7 @@ from matplotlib.ticker import MaxNLocator
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from mkd.errors import MkdConfigError, MkdError
+from mkd.errors import MkdConfigError, exit_status
 from mkd.runlog import RunLog
 
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -138,13 +138,10 @@ def plot(files: list[str], labels: list[str] | None, out: str) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run the tool; the exit status is 1 after a user error, told in one line."""
     args = parse_arguments(argv)
-    try:
-        plot(args.files, args.labels, args.out)
-    except (MkdError, OSError) as error:
-        print(f"plot: {error}", file=sys.stderr)
-        return 1
-    print(args.out)
-    return 0
+    status = exit_status(lambda: plot(args.files, args.labels, args.out))
+    if status == 0:
+        print(args.out)
+    return status
 
 
 if __name__ == "__main__":

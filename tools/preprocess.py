@@ -17,7 +17,7 @@ warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not i
 from mkd.checkpoint.hf_folder import tokenizer_hash  # noqa: E402
 from mkd.data.indexed_text import IndexedText, dataset_prefix, default_workers, write_indexed_text  # noqa: E402
 from mkd.data.text import Encoding, check_inputs  # noqa: E402
-from mkd.errors import MkdConfigError, MkdError  # noqa: E402
+from mkd.errors import MkdConfigError, exit_status  # noqa: E402
 
 ESCAPES = {r"\n": "\n", r"\t": "\t", r"\f": "\f"}
 
@@ -96,27 +96,27 @@ def print_summary(prefix: str, facts: IndexedText, seconds: float) -> None:
     )
 
 
+def preprocess(args: argparse.Namespace) -> None:
+    """Check, tokenize, and say what was written."""
+    check_arguments(args)
+    line = ProgressLine(sum(Path(path).stat().st_size for path in args.input))
+    prefix = dataset_prefix(args.output_prefix, args.json_key)
+    facts = write_indexed_text(
+        args.input,
+        prefix,
+        Encoding(args.tokenizer_model, args.json_key, args.append_eod),
+        workers=args.workers or default_workers(args.input),
+        tokenizer_hash=tokenizer_hash(Path(args.tokenizer_model), "--tokenizer-model"),
+        split_on=args.split_on,
+        progress=line,
+    )
+    print_summary(prefix, facts, line.close())
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the tool; the exit status is 1 after a user error, told in one line."""
     args = parse_arguments(argv)
-    try:
-        check_arguments(args)
-        line = ProgressLine(sum(Path(path).stat().st_size for path in args.input))
-        prefix = dataset_prefix(args.output_prefix, args.json_key)
-        facts = write_indexed_text(
-            args.input,
-            prefix,
-            Encoding(args.tokenizer_model, args.json_key, args.append_eod),
-            workers=args.workers or default_workers(args.input),
-            tokenizer_hash=tokenizer_hash(Path(args.tokenizer_model), "--tokenizer-model"),
-            split_on=args.split_on,
-            progress=line,
-        )
-    except (MkdError, OSError) as error:
-        print(f"preprocess: {error}", file=sys.stderr)
-        return 1
-    print_summary(prefix, facts, line.close())
-    return 0
+    return exit_status(lambda: preprocess(args))
 
 
 if __name__ == "__main__":

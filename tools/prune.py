@@ -18,7 +18,7 @@ from mkd.checkpoint.hf_families import Family
 from mkd.checkpoint.hf_folder import HFFolder
 from mkd.checkpoint.hf_writer import StagedFolder, WeightsWriter, check_output, plan_bytes, write_json
 from mkd.checkpoint.progress import ByteProgress
-from mkd.errors import MkdConfigError, MkdError
+from mkd.errors import MkdConfigError, exit_status
 
 
 def chosen_layers(count: int, every: int | None, layers: str | None) -> list[int]:
@@ -91,12 +91,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Exit status: 0, or 1 after a message on stderr."""
     args = parse_arguments(argv)
-    try:
-        args.command(args)
-    except MkdError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return exit_status(lambda: args.command(args))
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from mkd.errors import MkdCheckpointError
@@ -59,6 +59,17 @@ class TensorEntry:
     offset: int
     nbytes: int
 
+    def read(self, rows: slice | None, cols: slice | None) -> Tensor:
+        """A copy of a block of the tensor; see `HFFolder.read`."""
+        if self.nbytes == 0:
+            return torch.empty(self.shape, dtype=self.dtype)[rows or slice(None)]
+        # Mapped for this one read: pages of a file that stays mapped count as memory of the process.
+        kind = np.dtype(f"i{self.dtype.itemsize}")
+        mapped = np.memmap(self.file, kind, mode="r", offset=self.offset, shape=(self.nbytes // kind.itemsize,))
+        view = mapped.reshape(self.shape)
+        where = () if not self.shape else (rows or slice(None), *([] if cols is None else [cols]))
+        return torch.from_numpy(np.array(view[where])).view(self.dtype)
+
 
 class HFFolder:
     """A folder with `config.json` and safetensors weights.
@@ -76,7 +87,8 @@ class HFFolder:
         self.tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             name: (entry.shape, entry.dtype) for name, entry in self._entries.items()
         }
-        self._open_file: tuple[Path, Any] | None = None
+        self.bytes_read = 0
+        """Of tensors, by `read`."""
 
     def error(self, text: str) -> MkdCheckpointError:
         """An error about this folder that names it and its flag."""
@@ -89,10 +101,10 @@ class HFFolder:
         """
         if name not in self._entries:
             raise self.error(f"there is no tensor {name}")
-        view = self._reader(self._entries[name].file).get_slice(name)
-        if cols is not None:
-            return view[rows or slice(None), cols]
-        return view[rows or slice(None)] if view.get_shape() else view[...]
+        entry = self._entries[name]
+        block = entry.read(rows, cols)
+        self.bytes_read += block.nbytes
+        return block
 
     def tokenizer_hash(self) -> str | None:
         """128-bit hex hash of the tokenizer's vocabulary, merges and added tokens; None when there is no tokenizer.
@@ -166,12 +178,6 @@ class HFFolder:
             if not (self.path / file).is_file():
                 raise self.error(f"{INDEX} names {file}, which is missing")
         return files
-
-    def _reader(self, file: Path) -> Any:
-        # One file is kept open: reads go layer by layer, and mapped pages of closed files are not memory in use.
-        if self._open_file is None or self._open_file[0] != file:
-            self._open_file = (file, safe_open(file, framework="pt"))
-        return self._open_file[1]
 
 
 def read_json_object(path: Path, flag: str) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """From a Hugging Face folder into the parameters of this rank's model chunks."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,13 +24,13 @@ _EXPERT_NUMBER = re.compile(r"(local_experts\.|\.(?:weight|bias))(\d+)")
 def load_hf_weights(
     chunks: Sequence[nn.Module],
     folder: HFFolder,
-    on_bytes: Callable[[int], None] = lambda nbytes: None,
+    vocab: int | None = None,
 ) -> None:
     """Fill every parameter of this rank's model chunks (`GPTModel`, or wrapped) in place from `folder`.
 
     Values are cast to the parameter's dtype. Only this rank's slices are read; which these are follows from the
-    chunks' own process groups. Rows that pad the vocabulary become zero. Call it before an optimizer copies the
-    parameters. `on_bytes` is told each parameter's size once it is filled.
+    chunks' own process groups. Rows that pad the vocabulary become zero; so do those from `vocab` up, if it is given:
+    tokens that nobody uses. Call it before an optimizer copies the parameters.
 
     Raises `MkdCheckpointError`, naming the tensor or parameter, when the folder is not complete (`check_tensors`), or
     when a parameter has no counterpart in it or has another shape.
@@ -39,14 +40,16 @@ def load_hf_weights(
     for chunk in chunks:
         model = unwrap_model(chunk)
         _check_model(model, folder, args)
-        _load_chunk(model, HFParameters(folder, family, args), on_bytes)
+        _load_chunk(model, HFParameters(folder, family, args, vocab))
 
 
 class HFParameters:
     """A folder's weights, as Megatron parameters."""
 
-    def __init__(self, folder: HFFolder, family: Family, args: Mapping[str, Any]) -> None:
+    def __init__(self, folder: HFFolder, family: Family, args: Mapping[str, Any], vocab: int | None = None) -> None:
         self._folder, self._dims = folder, family.dims(args)
+        if vocab is not None:
+            self._dims = replace(self._dims, vocab=min(vocab, self._dims.vocab))
         # The last pipeline stage has a copy of the embedding as its output layer.
         self._tied = {} if args["untie_embeddings_and_output_weights"] else family.tied
         self._architecture = family.architectures[0]
@@ -104,14 +107,13 @@ def _check_model(model: GPTModel, folder: HFFolder, args: Mapping[str, Any]) -> 
 
 
 @torch.no_grad()
-def _load_chunk(model: GPTModel, weights: HFParameters, on_bytes: Callable[[int], None]) -> None:
+def _load_chunk(model: GPTModel, weights: HFParameters) -> None:
     groups = model.pg_collection
     for name, param in model.named_parameters():
         is_expert = ".experts." in name
         cut_over = groups.expt_tp if is_expert else groups.tp
         shard = Shard(cut_over.rank(), cut_over.size())
         param.copy_(weights.read(_global_name(model, name), shard, tuple(param.shape)))
-        on_bytes(param.nbytes)
 
 
 def _global_name(model: GPTModel, name: str) -> str:

@@ -29,8 +29,9 @@ class ModelSource:
     tokenizer_hash: str | None
     """None when the folder has no tokenizer in it."""
     fingerprint: Callable[[], str]
-    load: Callable[[Sequence[nn.Module]], None]
-    """Fills every parameter of this rank's model chunks, in the layout of their own process groups."""
+    load: Callable[[Sequence[nn.Module], int | None], None]
+    """Fills every parameter of this rank's model chunks, in the layout of their own process groups. Takes the number of
+    tokens whose embeddings and LM-head rows are kept; None for all."""
 
     @classmethod
     def from_hf(cls, path: str, flag: str) -> "ModelSource":
@@ -50,7 +51,7 @@ class ModelSource:
             vocab_size=architecture["vocab_size"],
             tokenizer_hash=folder.tokenizer_hash(),
             fingerprint=folder.fingerprint,
-            load=lambda chunks: load_hf_weights(chunks, folder),
+            load=lambda chunks, vocab: load_hf_weights(chunks, folder, vocab),
         )
 
     @classmethod
@@ -68,14 +69,15 @@ class ModelSource:
             vocab_size=folder.args.vocab_size,
             tokenizer_hash=folder.tokenizer_hash(),
             fingerprint=folder.fingerprint,
-            load=lambda chunks: load_megatron_weights(chunks, folder),
+            load=lambda chunks, vocab: load_megatron_weights(chunks, folder),
         )
 
 
-def check_same_vocabulary(student: str, student_vocab: int, student_hash: str | None, teacher: ModelSource) -> None:
-    """Refuse a teacher whose tokens are not the student's: its probabilities would be about other words.
+def common_vocabulary(student: str, student_vocab: int, student_hash: str | None, teacher: ModelSource) -> int:
+    """Number of tokens that student and teacher share; their ids mean the same to both.
 
-    Tokenizers are compared where both are known, sizes otherwise.
+    Some models of one tokenizer pad their vocabulary to different sizes and call that vocab_size: with equal tokenizers
+    the smaller size counts, and rows beyond it stand for nothing.
 
     Args:
         student: the flag and folder to name.
@@ -84,16 +86,21 @@ def check_same_vocabulary(student: str, student_vocab: int, student_hash: str | 
         teacher: the teacher.
 
     Raises:
-        MkdConfigError: they differ.
+        MkdConfigError: the tokenizers differ, or the sizes do while a tokenizer is not known: the teacher's
+            probabilities would be about other words.
     """
     hint = (
         "the teacher must share the student's tokenizer: a teacher with another one needs --kd-xtoken-loss, which this "
         "version does not have"
     )
-    if student_hash and teacher.tokenizer_hash and student_hash != teacher.tokenizer_hash:
+    known = student_hash is not None and teacher.tokenizer_hash is not None
+    if known and student_hash != teacher.tokenizer_hash:
         raise MkdConfigError(f"{student} and {teacher.origin} have different tokenizers; {hint}")
-    if teacher.vocab_size is not None and teacher.vocab_size != student_vocab:
+    if teacher.vocab_size is None or teacher.vocab_size == student_vocab:
+        return student_vocab
+    if not known:
         raise MkdConfigError(
             f"{student} has a vocabulary of {student_vocab} tokens and {teacher.origin} one of {teacher.vocab_size}; "
-            f"{hint}"
+            f"{hint}. If they do share it, put the tokenizer's files into both folders"
         )
+    return min(student_vocab, teacher.vocab_size)
