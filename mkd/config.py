@@ -251,8 +251,8 @@ class KDConfig:
     step first, then makes room."""
 
     save_hf_interval: int | None = None
-    """Iterations between Hugging Face folders: when a checkpoint is saved at a multiple of it, <save>/hf/iter_XXXXXXX is
-    written as well. A multiple of --save-interval. Default: none are written."""
+    """Iterations between Hugging Face folders: when a checkpoint is saved at a multiple of it, <save>/hf/iter_XXXXXXX
+    is written as well. A multiple of --save-interval. Default: none are written."""
 
     save_hf_keep: int | None = None
     """How many of the newest Hugging Face folders stay; older ones are removed. Default: all."""

@@ -19,6 +19,7 @@ from torch.utils.data import default_collate
 
 from mkd import arguments, cpu
 from mkd.checkpoint.assets import store_assets
+from mkd.checkpoint.durable import replacing
 from mkd.checkpoint.hf_folder import HFFolder, tokenizer_hash
 from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.checkpoint.resume import Choice
@@ -40,7 +41,7 @@ from mkd.memory import estimate_memory
 from mkd.metrics import MetricsLog, perplexity
 from mkd.models.gpt import gpt_config
 from mkd.models.layer_maps import KEY_PREFIX, pair_of_key
-from mkd.resuming import check_checkpoint, choose_checkpoint
+from mkd.resuming import check_checkpoint, check_first_weights, choose_checkpoint
 from mkd.schedule import TeacherThenStudent
 from mkd.step import teacher_cross_entropy
 from mkd.teacher.online import OnlineTeacher
@@ -91,6 +92,7 @@ class Job:
         student_hash = student.tokenizer_hash if student else _hash_of_tokenizer(args)
         _check_tokenizer(args, student)
         check_layer_pairs(kd.layer_pairs, args, teacher.architecture["num_layers"])
+        check_first_weights(args)
         notes = check_checkpoint(args, kd, choice, teacher)
         _check_stored_maps(args, kd, mapped=teacher.architecture["hidden_size"] != args.hidden_size)
         true_vocab = common_vocabulary(origin, true_vocab, student_hash, teacher)
@@ -418,4 +420,5 @@ def record(job: Job) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if job.kd.student_hf is not None:
         store_assets(HFFolder(job.kd.student_hf, "--kd-student-hf"), folder)
-    (folder / "kd_config.json").write_text(json.dumps({"kd": asdict(job.kd), "plan": job.plan()}, indent=2) + "\n")
+    with replacing(folder / "kd_config.json") as out:
+        out.write(json.dumps({"kd": asdict(job.kd), "plan": job.plan()}, indent=2) + "\n")

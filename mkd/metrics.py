@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from mkd.checkpoint.durable import replacing
+
 
 def perplexity(cross_entropy: float) -> float:
     """exp of a mean cross-entropy in nats; infinity where that overflows, NaN of NaN."""
@@ -49,7 +51,8 @@ class MetricsLog:
         if iteration > 0 and self.file.is_file():
             lines = self.file.read_text().splitlines(keepends=True)
             kept = [line for line in lines if line.endswith("\n") and json.loads(line)["iteration"] <= iteration]
-        self.file.write_text("".join(kept))
+        with replacing(self.file) as out:  # a job that is killed here loses no history
+            out.writelines(kept)
 
     def step_begins(self) -> None:
         """Start the clock of one training step; checkpoints and evaluations in between are not its time."""
@@ -127,17 +130,21 @@ class MetricsLog:
         return (time.monotonic() - self._started) / max(done, 1) * (self.train_iters - iteration)
 
     def evaluation(self, split: str, iteration: int, losses: Mapping[str, torch.Tensor]) -> None:
-        """Record an evaluation on a split (valid or test): name -> mean over the split's tokens."""
+        """Record an evaluation on a split (valid or test): name -> mean over the split's tokens. The student's
+        perplexity, exp of that mean of its cross-entropy, is added."""
         if not self.writes or not losses:
             return
         values = {name: float(value) for name, value in losses.items()}
+        values["perplexity"] = perplexity(values["ce"])
         parts = [
             f"{'validation' if split == 'valid' else split} at iteration {iteration}",
-            f"ce {values['ce']:.4f} (ppl {perplexity(values['ce']):.2f})",
+            f"ce {values['ce']:.4f} (ppl {values['perplexity']:.2f})",
         ]
         parts += [f"{name} {values[name]:.4f}" for name in ("kd", "hidden") if name in values]
         if "teacher_ce" in values:
             parts.append(f"teacher ce {values['teacher_ce']:.4f} (ppl {perplexity(values['teacher_ce']):.2f})")
+        if "agreement" in values:
+            parts.append(f"top-1 agreement {values['agreement']:.1%}")
         print(" | ".join(parts), flush=True)
         self._append({"iteration": iteration, **{f"{split}_{name}": value for name, value in values.items()}})
 

@@ -30,6 +30,17 @@ def choose_checkpoint(args: Namespace) -> Choice | None:
     return choice
 
 
+def check_first_weights(args: Namespace) -> None:
+    """Refuse a --pretrained-checkpoint that is not complete, when it is what the job begins with.
+
+    Raises:
+        MkdCheckpointError: naming the file that is missing or damaged.
+    """
+    if args.pretrained_checkpoint is None or arguments.resumes(args) or args.ckpt_format != "torch_dist":
+        return
+    MegatronFolder(args.pretrained_checkpoint, "--pretrained-checkpoint").check_shards()
+
+
 def check_checkpoint(args: Namespace, kd: KDConfig, choice: Choice | None, teacher: ModelSource) -> list[str]:
     """Compare the checkpoint with this job, and note the teacher's fingerprint in the arguments, which are stored.
 

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from mkd.checkpoint.assets import ASSETS
 from mkd.checkpoint.hf_folder import hash_hex, tokenizer_hash
+from mkd.checkpoint.integrity import find_damage
 from mkd.errors import MkdCheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -76,6 +77,11 @@ class MegatronFolder:
             if hasattr(args, old) and not hasattr(args, new):
                 setattr(args, new, getattr(args, old))
         return args
+
+    def check_shards(self) -> None:
+        """Raise `MkdCheckpointError` unless every file that the index names is there with its length."""
+        if (damage := find_damage(self.iteration_dir)) is not None:
+            raise self.error(f"{self.iteration_dir.name} is not complete: {damage}")
 
     def fingerprint(self) -> str:
         """128-bit hex hash of the checkpoint: its index, and of each shard file the size and 64 blocks of 4 KiB."""

@@ -62,6 +62,7 @@ class ModelSource:
             MkdCheckpointError: it is missing, torn, or stores no arguments.
         """
         folder = MegatronFolder(path, flag)
+        folder.check_shards()
         return cls(
             origin=f"{flag} {path}",
             path=Path(path),
