@@ -4,10 +4,12 @@
 several a row, each padded to what context parallelism needs. Lengths are odd, 1 and the whole row; masks have holes;
 one row, and one text in the middle of a row, has no supervised token.
 
-Masks of `text`, whose rows have no padding, may be others. `differ`: distillation has its own. `uneven`: that too, and
-some data- and context-parallel ranks have no token with cross-entropy, or none at all.
+Masks of `text`, whose rows have no padding, may be others. `differ`: distillation has its own. `kd for both`: both
+terms have that one. `no kd`, `no ce`: one of the masks is empty. `uneven`: masks differ, and some data- and
+context-parallel ranks have no token with cross-entropy, or none at all.
 """
 
+import itertools
 from typing import Literal
 
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 DataName = Literal["text", "padded", "packed"]
-MaskName = Literal["same", "differ", "uneven"]
+MaskName = Literal["same", "differ", "uneven", "kd for both", "no kd", "no ce"]
 ROW, VOCAB = 24, 83
 ROWS = 8
 TEXTS = [[24], [1, 5, 3], [15, 7], [8, 3], [23], [2, 7, 6], [5, 1], [16, 8]]
@@ -65,15 +67,26 @@ def samples(data: DataName, cp: int) -> list[dict[str, Tensor]]:
         for row, lengths in enumerate(TEXTS)
     ]
     if data == "padded":
-        return [_padded(text, ROW) for texts in rows for text in texts]
+        lengths = [{"length": torch.tensor(len(text["tokens"]))} for texts in rows for text in texts]
+        return [_padded(text, ROW) | length for text, length in zip(itertools.chain(*rows), lengths, strict=True)]
     return [_packed_row(texts, multiple=2 * cp if cp > 1 else 1) for texts in rows]
 
 
 def with_masks(rows: list[dict[str, Tensor]], masks: MaskName) -> list[dict[str, Tensor]]:
     """Rows of `text` with other masks."""
-    if masks == "differ":
-        generator = torch.Generator().manual_seed(6)
-        return [row | {"kd_mask": (torch.rand(ROW, generator=generator) < 0.4).float()} for row in rows]
+    if masks != "uneven":
+        generator, nothing = torch.Generator().manual_seed(6), torch.zeros(ROW)
+        changed = []
+        for row in rows:
+            own = (torch.rand(ROW, generator=generator) < 0.4).float()
+            others = {
+                "differ": {"kd_mask": own},
+                "kd for both": {"loss_mask": own},
+                "no kd": {"kd_mask": nothing},
+                "no ce": {"kd_mask": own, "loss_mask": nothing},
+            }
+            changed.append(row | others[masks])
+        return changed
     place = torch.arange(ROW)  # of which the first quarter is on the first of two context-parallel ranks
     return [
         row

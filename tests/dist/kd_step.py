@@ -27,6 +27,7 @@ from mkd import step
 from mkd.arguments import default_arguments
 from mkd.config import HiddenLossType, KDConfig
 from mkd.cpu.flags import set_cpu_values
+from mkd.flag_checks import length_multiple
 from mkd.groups import Groups
 from mkd.hidden_layers import HiddenLayers
 from mkd.losses import LossOptions, LossOutput
@@ -74,6 +75,8 @@ class Layout:
     ep: int = 1
     sp: bool = False
     mbs: int = 2
+    variable: bool = False
+    """Whether micro-batches are cut behind their longest text, as with --kd-variable-seq-lengths."""
     dist_opt: bool = False
     """Whether the optimizer's state is cut over the data-parallel ranks."""
 
@@ -157,6 +160,7 @@ def model_arguments(sizes: dict[str, Any], layout: Layout, tied: bool) -> Namesp
         context_parallel_size=layout.cp,
         virtual_pipeline_model_parallel_size=layout.vp if layout.vp > 1 else None,
         overlap_p2p_comm=layout.vp > 1,
+        variable_seq_lengths=layout.variable,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.tp,
         moe_token_dispatcher_type="alltoall",
@@ -274,7 +278,8 @@ def _kd_step(layout: Layout, models: Models) -> dict[str, Any]:
         settings = (kd.layer_pairs, kd.hidden_loss_type, kd.hidden_loss_weight)
         hidden_layers = HiddenLayers(*settings, groups, recorder, seed=1)
     chunks = build_student(layout, models, groups, [hidden_layers.attach] if hidden_layers else [])
-    schedule = TeacherThenStudent(kd, groups, teacher, VOCAB, lambda: 0, hidden_layers)
+    multiple = length_multiple(model_arguments(models.student, layout, models.tied)) if layout.variable else None
+    schedule = TeacherThenStudent(kd, groups, teacher, VOCAB, lambda: 0, hidden_layers, multiple)
     run = schedule.around(get_forward_backward_func(pp_size=layout.pp, vp_size=layout.vp if layout.vp > 1 else None))
     batches = microbatches(models.data, layout.cp, layout.mbs, groups.dp.rank(), groups.dp.size(), models.masks)
     iterator = iter(batches)

@@ -1,4 +1,4 @@
-"""mkd/cpu/attention.py: attention over packed rows and context-parallel ranks against its definition on one rank, output
+"""mkd/cpu/attention.py: packed rows and context-parallel ranks against the definition of attention on one rank, output
 and gradient of queries, keys and values.
 """
 

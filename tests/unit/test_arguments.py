@@ -201,7 +201,7 @@ def test_key_value_heads_that_all_to_all_cannot_deal_out():
     sizes = {"num_attention_heads": 8, "group_query_attention": True, "num_query_groups": 2}
     for changes in ({TP: 2}, {CP: 2}, {CP: 4, "cp_comm_type": ["p2p"]}):
         check_attention_heads("the teacher", sizes, layout(**{"cp_comm_type": ["a2a"], **changes}))
-    with pytest.raises(MkdConfigError, match="the teacher has 2 key-value heads.* 2 \\* 2 context-parallel ranks"):
+    with pytest.raises(MkdConfigError, match=r"the teacher has 2 key-value heads.* 2 \* 2 context-parallel ranks"):
         check_attention_heads("the teacher", sizes, layout(**{TP: 2, CP: 2, "cp_comm_type": ["a2a"]}))
     hierarchy = {CP: 4, "cp_comm_type": ["a2a+p2p"], HIERARCHY: [2, 2]}
     check_attention_heads("the teacher", sizes, layout(**hierarchy))

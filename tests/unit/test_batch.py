@@ -181,7 +181,7 @@ def test_bounds_change_the_hash():
 
 
 def test_draw_refuses_another_number_of_rows():
-    with pytest.raises(MkdDataError, match="gives 3 samples at a time, the schedule expects 2: .*--micro-batch-size"):
+    with pytest.raises(MkdDataError, match=r"gives 3 samples at a time, the schedule expects 2: .*--micro-batch-size"):
         draw(iter([sample()]), 1, VOCAB, micro_batch_size=2)
 
 

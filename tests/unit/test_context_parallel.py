@@ -49,5 +49,5 @@ def test_the_order_of_two_ranks() -> None:
 @pytest.mark.parametrize("bounds", [[0, 6], [0, 4, 10, 16]])
 def test_a_segment_that_cannot_be_cut(bounds: list[int]) -> None:
     assert dual_chunk_places(bounds, 0, 1).tolist() == list(range(bounds[-1]))
-    with pytest.raises(MkdDataError, match="6 tokens .* --context-parallel-size 2"):
+    with pytest.raises(MkdDataError, match=r"6 tokens .* --context-parallel-size 2"):
         dual_chunk_places(bounds, 1, 2)
