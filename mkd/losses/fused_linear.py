@@ -210,7 +210,8 @@ def fused_linear_loss(
         true_vocab: columns of this global id and above are padding: probability 0, gradient exactly 0.
         tp_group: ranks that hold the other columns.
         sequence_parallel: hidden states are cut along rows over `tp_group`.
-        chunk_rows: rows whose logits exist at one time; default: 192 MiB of one model's logits, or 768 rows on a GPU.
+        chunk_rows: rows of the teacher whose logits exist at one time; default: 192 MiB of them, or 768 rows on a GPU.
+            Of the student it is twice as many.
         student_bias, teacher_bias: [V/tp] of the LM heads.
         maps: scale and softcap of both models' logits.
         logits_dtype: of the logits of a chunk; default: bf16 for bf16 hidden states on a GPU, else fp32. Rounding
