@@ -156,17 +156,26 @@ def test_evaluation(tmp_path, capsys):
     file = tmp_path / "metrics.jsonl"
     log = make(file)
     log.start(0)
-    values = {"loss": 0.75, "ce": 2.0, "kd": -0.5, "teacher_ce": 1.0}
+    values = {"loss": 0.75, "ce": 2.0, "kd": -0.5, "teacher_ce": 1.0, "agreement": 0.625}
     log.evaluation("valid", 4, {name: torch.tensor(value) for name, value in values.items()})
     log.evaluation("test", 9, {"ce": torch.tensor(800.0)})
     log.evaluation("test", 9, {})
     assert capsys.readouterr().out == (
-        "validation at iteration 4 | ce 2.0000 (ppl 7.39) | kd -0.5000 | teacher ce 1.0000 (ppl 2.72)\n"
+        "validation at iteration 4 | ce 2.0000 (ppl 7.39) | kd -0.5000 | teacher ce 1.0000 (ppl 2.72) | "
+        "top-1 agreement 62.5%\n"
         "test at iteration 9 | ce 800.0000 (ppl inf)\n"
     )
     assert lines(file) == [
-        {"iteration": 4, "valid_loss": 0.75, "valid_ce": 2.0, "valid_kd": -0.5, "valid_teacher_ce": 1.0},
-        {"iteration": 9, "test_ce": 800.0},
+        {
+            "iteration": 4,
+            "valid_loss": 0.75,
+            "valid_ce": 2.0,
+            "valid_kd": -0.5,
+            "valid_teacher_ce": 1.0,
+            "valid_agreement": 0.625,
+            "valid_perplexity": math.exp(2.0),
+        },
+        {"iteration": 9, "test_ce": 800.0, "test_perplexity": math.inf},
     ]
 
 

@@ -1,0 +1,106 @@
+"""Faults that distillation on many ranks is known for, each planted by a patch while a case runs in a worker."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mkd import schedule, step
+from mkd.context_parallel import dual_chunk_places
+from mkd.data.batch import KDBatch
+from mkd.losses import LossOutput
+from mkd.teacher.online import OnlineTeacher
+
+
+@contextmanager
+def _patched(owner: Any, name: str, make: Callable[[Callable], Callable]) -> Iterator[None]:
+    right = getattr(owner, name)
+    setattr(owner, name, make(right))
+    try:
+        yield
+    finally:
+        setattr(owner, name, right)
+
+
+def _with_loss(change: Callable[[Tensor], Tensor]) -> Any:
+    """Another loss with the reports of the right one."""
+
+    def make(right: Callable) -> Callable:
+        def wrong(*args: Any, **options: Any) -> LossOutput:
+            # mkd would notice: the gradient that comes is not the one that was announced
+            output = right(*args, **{**options, "upstream": None})
+            return LossOutput(change(output.loss), output.ce, output.kd)
+
+        return wrong
+
+    return _patched(step, "fused_linear_loss", make)
+
+
+def _doubled() -> Any:
+    """The right loss with twice the gradient: what a collective that is differentiated on two ranks gives."""
+    return _with_loss(lambda loss: 2.0 * loss - loss.detach())
+
+
+@contextmanager
+def _local_divisor() -> Iterator[None]:
+    """Each microbatch's loss is a mean over its own tokens, and the step's a mean of means."""
+
+    def make(right: Callable) -> Callable:
+        def wrong(*args: Any) -> tuple:
+            loss, count, report = right(*args)
+            return loss / count.clamp(min=1), torch.ones_like(count), report
+
+        return wrong
+
+    with _with_loss(lambda loss: loss), _patched(step.ForwardStep, "_report", make):
+        yield
+
+
+def _with_batches(change: Callable[[KDBatch], KDBatch]) -> Any:
+    def make(right: Callable) -> Callable:
+        return lambda *args: [change(batch) for batch in right(*args)]
+
+    return _patched(schedule, "draw", make)
+
+
+def _across_segments(batch: KDBatch) -> KDBatch:
+    """Labels shifted along the row: the last token of a segment is to predict the first of the next."""
+    return replace(batch, labels=batch.tokens.roll(-1, dims=1))
+
+
+def _with_teacher(change: Callable[[OnlineTeacher, Tensor], Tensor]) -> Any:
+    """Other hidden states [s/cp, b, H] of the teacher."""
+
+    def make(right: Callable) -> Callable:
+        def wrong(teacher: OnlineTeacher, batches: list[KDBatch]) -> list:
+            return [replace(s, hidden=change(teacher, s.hidden)) for s in right(teacher, batches)]
+
+        return wrong
+
+    return _patched(OnlineTeacher, "signals", make)
+
+
+def _in_contiguous_order(teacher: OnlineTeacher, hidden: Tensor) -> Tensor:
+    """Of whole rows: from the load-balanced order of context parallelism to that of the text."""
+    cp = teacher._groups.cp
+    parts = [torch.empty_like(hidden) for _ in range(cp.size())]
+    dist.all_gather(parts, hidden.contiguous(), group=cp)
+    length = hidden.shape[0] * cp.size()
+    places = torch.cat([dual_chunk_places((0, length), rank, cp.size()) for rank in range(cp.size())])
+    row = torch.empty(length, *hidden.shape[1:])
+    row[places] = torch.cat(parts)
+    return row.chunk(cp.size())[cp.rank()]
+
+
+FAULTS: dict[str, Callable[[], Any]] = {
+    "doubled gradient": _doubled,
+    "local divisor": _local_divisor,
+    "label across a segment border": lambda: _with_batches(_across_segments),
+    "KD at the next position": lambda: _with_teacher(lambda _, hidden: hidden.roll(1, dims=0)),
+    "teacher in another order": lambda: _with_teacher(_in_contiguous_order),
+}
+"""Name -> context manager."""
