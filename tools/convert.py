@@ -2,8 +2,10 @@
 
     python tools/convert.py import --hf HF_DIR --save MEGATRON_DIR
     python tools/convert.py export --load MEGATRON_DIR --hf HF_DIR
+    python tools/convert.py inspect --load MEGATRON_DIR
+    python tools/convert.py verify --hf HF_DIR --load MEGATRON_DIR --text FILE
 
-Neither overwrites: the output must be a new or an empty folder, and it appears when it is complete.
+Import and export do not overwrite: the output must be a new or an empty folder, and it appears when it is complete.
 """
 
 import argparse
@@ -18,7 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mkd import cpu
-from mkd.errors import MkdError
+from mkd.errors import MkdCheckpointError, MkdConfigError, exit_status
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -38,14 +40,59 @@ def export_command(args: argparse.Namespace) -> None:
     from mkd.checkpoint.megatron_folder import MegatronFolder
 
     folder = MegatronFolder(args.load, "--load")
-    export_hf(folder, args.hf, args.dtype and DTYPES[args.dtype])
+    export_hf(folder, args.hf, args.dtype and DTYPES[args.dtype], architecture=args.architecture)
     print(f"wrote {args.hf} from {folder.iteration_dir}")
+
+
+def inspect_command(args: argparse.Namespace) -> None:
+    """What a folder holds, without reading weights."""
+    from mkd.checkpoint.describe import describe
+
+    for name, value in describe(args.hf, args.load).items():
+        print(f"{name:16s} {value}")
+
+
+def verify_command(args: argparse.Namespace) -> None:
+    """Logits of both sides on the same tokens.
+
+    Raises:
+        MkdError: they differ by more than --tolerance.
+    """
+    from mkd.checkpoint.compare import compare, random_tokens, tokens_of_text
+    from mkd.checkpoint.hf_check import check_tensors, read_architecture
+    from mkd.checkpoint.hf_folder import HFFolder
+    from mkd.checkpoint.megatron_folder import MegatronFolder
+
+    if args.rows < 1 or args.length < 2:
+        raise MkdConfigError(f"--rows is {args.rows} and --length {args.length}; at least 1 and 2 are needed")
+    hf, folder = HFFolder(args.hf, "--hf"), MegatronFolder(args.load, "--load")
+    check_tensors(hf, read_architecture(hf)[0])
+    make = random_tokens if args.text is None else lambda *sizes: tokens_of_text(sizes[0], args.text, *sizes[1:])
+    found = compare(hf, folder, make(hf, args.rows, args.length))
+    print(f"{found.tokens} tokens, fp32: max error of a logit {found.max_error:.3g}, mean error {found.mean_error:.3g}")
+    print("perplexity: {:.6g} (Hugging Face), {:.6g} (Megatron)".format(*found.perplexities))
+    if not found.max_error <= args.tolerance:
+        raise MkdCheckpointError(
+            f"the logits differ by {found.max_error:.3g}, more than --tolerance {args.tolerance:g}"
+        )
+
+
+def add_verify(commands: argparse._SubParsersAction) -> None:
+    """The flags of `verify`."""
+    verifier = commands.add_parser("verify", help="compare the logits of both in fp32")
+    verifier.add_argument("--hf", required=True, metavar="HF_DIR", help="run by transformers")
+    verifier.add_argument("--load", required=True, metavar="MEGATRON_DIR", help="run by megatron")
+    verifier.add_argument("--text", type=Path, metavar="FILE", help="text to run on (default: random tokens)")
+    verifier.add_argument("--rows", type=int, default=4, metavar="N", help="rows of tokens, at most (4)")
+    verifier.add_argument("--length", type=int, default=128, metavar="N", help="tokens in a row (128)")
+    verifier.add_argument("--tolerance", type=float, default=1e-3, metavar="X", help="largest error allowed (1e-3)")
+    verifier.set_defaults(command=verify_command)
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True, metavar="import|export")
+    commands = parser.add_subparsers(required=True, metavar="import|export|inspect|verify")
     importer = commands.add_parser("import", help="Hugging Face folder -> Megatron checkpoint")
     importer.add_argument("--hf", required=True, metavar="HF_DIR", help="folder with config.json and safetensors")
     importer.add_argument("--save", required=True, type=Path, metavar="MEGATRON_DIR", help="checkpoint to write")
@@ -57,7 +104,16 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     exporter.add_argument("--hf", required=True, type=Path, metavar="HF_DIR", help="folder to write")
     exporter.add_argument("--dtype", choices=list(DTYPES), help="of the weights (as they are stored)")
+    exporter.add_argument(
+        "--architecture", metavar="NAME", help="such as MistralForCausalLM, for a checkpoint without hf_assets"
+    )
     exporter.set_defaults(command=export_command)
+    inspector = commands.add_parser("inspect", help="say what a folder holds")
+    source = inspector.add_mutually_exclusive_group(required=True)
+    source.add_argument("--hf", metavar="HF_DIR", help="a Hugging Face folder")
+    source.add_argument("--load", metavar="MEGATRON_DIR", help="a Megatron checkpoint")
+    inspector.set_defaults(command=inspect_command)
+    add_verify(commands)
     return parser.parse_args(argv)
 
 
@@ -68,12 +124,7 @@ def main(argv: list[str] | None = None) -> int:
     warnings.filterwarnings("ignore")  # megatron's remarks on packages that only training on GPUs needs
     logging.disable(logging.WARNING)
     cpu.activate()
-    try:
-        args.command(args)
-    except MkdError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return exit_status(lambda: args.command(args))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """From a Megatron checkpoint (torch_dist) to a Hugging Face folder, without a process group and without a model."""
 
 import shutil
-from argparse import Namespace
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,8 @@ from megatron.core.dist_checkpointing.strategies.checkpointable import Checkpoin
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from mkd.checkpoint.hf_families import FAMILIES, Family, family_of
+from mkd.arguments import default_arguments
+from mkd.checkpoint.hf_families import FAMILIES, Family, family_by_name, family_of
 from mkd.checkpoint.hf_folder import ASSET_FILES, read_json_object
 from mkd.checkpoint.hf_tables import Axes, Item
 from mkd.checkpoint.hf_writer import (
@@ -25,26 +25,34 @@ from mkd.checkpoint.hf_writer import (
     write_json,
 )
 from mkd.checkpoint.megatron_folder import MegatronFolder
+from mkd.checkpoint.model_card import model_card
 from mkd.checkpoint.progress import ByteProgress
 from mkd.config import RUN_CHOICES
 from mkd.errors import MkdCheckpointError
 
 # Beginnings of the keys under which a checkpoint holds model weights; the others are optimizer, RNG and job state.
-_MODEL_KEYS = ("embedding.", "decoder.", "output_layer.", "encoder.", "mtp.")
+MODEL_KEYS = ("embedding.", "decoder.", "output_layer.", "encoder.", "mtp.")
 
 
-def export_hf(folder: MegatronFolder, out: Path, dtype: torch.dtype | None = None, flag: str = "--hf") -> None:
+def export_hf(
+    folder: MegatronFolder,
+    out: Path,
+    dtype: torch.dtype | None = None,
+    flag: str = "--hf",
+    architecture: str | None = None,
+) -> None:
     """Write the model of a Megatron checkpoint as a Hugging Face folder that `transformers` loads.
 
     Weights keep their stored dtype unless `dtype` is given; rows that pad the vocabulary are dropped. config.json,
     generation config and tokenizer come from the checkpoint's `hf_assets` folder; without it, config.json is made from
-    the stored arguments and there is no tokenizer. The folder appears under its name when it is complete.
+    the stored arguments and there is no tokenizer; it is then of the given `architecture`, or of the first one that the
+    arguments fit. The folder appears under its name when it is complete.
 
     Raises `MkdCheckpointError` when `out` (given by `flag`) is not free, when the architecture has no Hugging Face form
     here, and when a tensor is missing, of another shape, or unknown; it names the tensor.
     """
     check_output(out, flag)
-    export = HFExport(folder, dtype)
+    export = HFExport(folder, dtype, architecture)
     with StagedFolder(out, flag) as staged, ByteProgress(f"writing {out}", plan_bytes(export.plan)) as progress:
         export.write(staged.path, on_bytes=progress.advance)
 
@@ -52,10 +60,12 @@ def export_hf(folder: MegatronFolder, out: Path, dtype: torch.dtype | None = Non
 class HFExport:
     """The model of a Megatron checkpoint, ready to be written by one process or by several together."""
 
-    def __init__(self, folder: MegatronFolder, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, folder: MegatronFolder, dtype: torch.dtype | None = None, architecture: str | None = None
+    ) -> None:
         """Raises `MkdCheckpointError` as `export_hf` does. No weight is read."""
         self._folder = folder
-        family, self._config, args = _architecture(folder)
+        family, self._config, args = architecture_of(folder, architecture)
         self._source = _StoredTensors(folder, family, args)
         self.plan = self._source.plan(dtype)
 
@@ -75,32 +85,45 @@ class HFExport:
         for name in ASSET_FILES:
             if assets and (assets / name).is_file():
                 shutil.copyfile(assets / name, out / name)
+        if (card := model_card(self._folder, self._config["architectures"][0])) is not None:
+            (out / "README.md").write_text(card, encoding="utf-8")
         write_json(out / "config.json", config_with_dtype(self._config, next(iter(self.plan.values()))[1]))
 
 
-def _architecture(folder: MegatronFolder) -> tuple[Family, dict[str, Any], dict[str, Any]]:
-    """(family, config.json, Megatron arguments by name) of a checkpoint."""
-    stored = vars(folder.args)
+def architecture_of(folder: MegatronFolder, name: str | None = None) -> tuple[Family, dict[str, Any], dict[str, Any]]:
+    """(family, config.json, Megatron arguments by name) of a checkpoint.
+
+    Args:
+        folder: the checkpoint.
+        name: of a Hugging Face architecture, for a checkpoint that has no `hf_assets`.
+
+    Raises:
+        MkdCheckpointError: there is none, or it contradicts the stored arguments.
+    """
+    stored = {**vars(default_arguments()), **vars(folder.args)}
     if folder.assets_dir is not None and (folder.assets_dir / "config.json").is_file():
         config = read_json_object(folder.assets_dir / "config.json", folder.flag)
         family = family_of(config)
-        args = family.megatron_args(config)
-        for name in args.keys() - RUN_CHOICES:
-            if stored.get(name) != args[name] and not (name == "vocab_size" and stored.get(name) is None):
-                raise folder.error(
-                    f"the checkpoint was made with --{name.replace('_', '-')} {stored.get(name)}, its "
-                    f"{folder.assets_dir.name}/config.json says {args[name]}"
-                )
-        return family, config, args
-    family, config = _family_of_args(folder.args)
-    return family, config, family.megatron_args(config)
+        if name is not None and family_by_name(name) != family:
+            raise folder.error(f"{folder.assets_dir.name}/config.json is of {family.architectures[0]}, not of {name}")
+    else:
+        values = {**stored, "vocab_size": stored["vocab_size"] or stored["padded_vocab_size"]}
+        family, config = _family_of_args(values, FAMILIES if name is None else (family_by_name(name),))
+    args = family.megatron_args(config)
+    for argument in args.keys() - RUN_CHOICES:
+        seen = stored.get(argument)
+        if seen != args[argument] and not (argument == "vocab_size" and seen is None):
+            raise folder.error(
+                f"the checkpoint was made with --{argument.replace('_', '-')} {seen}, its config.json says "
+                f"{args[argument]}"
+            )
+    return family, config, args
 
 
-def _family_of_args(args: Namespace) -> tuple[Family, dict[str, Any]]:
-    """The first family that can express the arguments, and its config.json."""
+def _family_of_args(values: dict[str, Any], families: Sequence[Family]) -> tuple[Family, dict[str, Any]]:
+    """The first family that can express Megatron's arguments, and its config.json."""
     reasons = []
-    values = {**vars(args), "vocab_size": args.vocab_size or args.padded_vocab_size}
-    for family in FAMILIES:
+    for family in families:
         try:
             return family, family.hf_config(values)
         except MkdCheckpointError as error:
@@ -116,7 +139,7 @@ class _StoredTensors:
         self._stored = {
             key: stored
             for key, stored in folder.metadata.state_dict_metadata.items()
-            if isinstance(stored, TensorStorageMetadata) and key.startswith(_MODEL_KEYS)
+            if isinstance(stored, TensorStorageMetadata) and key.startswith(MODEL_KEYS)
         }
         self._items = list(self._find_items())
         known = {key for item in family.tensors(args) for key, _ in item.places()}

@@ -51,7 +51,7 @@ def import_hf(folder: HFFolder, save_dir: Path, dtype: torch.dtype | None = None
         release.mkdir()
         items = list(_parameters(family, architecture))
         total = sum(torch.Size(_whole_shape(item, args)).numel() for item in items) * dtype.itemsize
-        with _one_rank(), ByteProgress(f"reading {folder.path}", total) as progress:
+        with one_rank(), ByteProgress(f"reading {folder.path}", total) as progress:
             tensors = _lazy_tensors(folder, family, items, args, dtype, progress.advance)
             save(release, {"args": args, "checkpoint_version": 3.0, "iteration": 0}, tensors)
         (staged.path / TRACKER).write_text("release")
@@ -117,7 +117,7 @@ def _arguments(architecture: dict[str, Any], dtype: torch.dtype, save_dir: Path)
 
 
 @contextlib.contextmanager
-def _one_rank() -> Iterator[None]:
+def one_rank() -> Iterator[None]:
     """A process group of this process alone: megatron asks for ranks where it saves."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -1,0 +1,112 @@
+"""Whether a Hugging Face folder and a Megatron checkpoint compute the same logits. One process, on the CPU, in fp32.
+
+Call `mkd.cpu.activate()` before this module is imported.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from mkd.arguments import default_arguments, teacher_arguments
+from mkd.checkpoint.hf_folder import HFFolder
+from mkd.checkpoint.hf_import import one_rank
+from mkd.checkpoint.megatron_folder import MegatronFolder
+from mkd.checkpoint.megatron_load import load_megatron_weights
+from mkd.cpu.flags import set_cpu_values
+from mkd.errors import MkdConfigError
+from mkd.models.gpt import gpt_config
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Of two models on the same tokens."""
+
+    tokens: int
+    max_error: float
+    """Largest absolute difference of a logit."""
+    mean_error: float
+    """Mean absolute difference of a logit."""
+    perplexities: tuple[float, float]
+    """Of the Hugging Face model and of the Megatron model, on the next token."""
+
+
+def tokens_of_text(hf: HFFolder, text: Path, rows: int, length: int) -> Tensor:
+    """[n, length] ids of the beginning of a text file, n at most `rows`.
+
+    Raises:
+        MkdConfigError: there is no such file, or it has fewer than `length` tokens.
+    """
+    if not text.is_file():
+        raise MkdConfigError(f"--text {text} does not exist")
+    ids = AutoTokenizer.from_pretrained(hf.path)(text.read_text(encoding="utf-8"), return_tensors="pt").input_ids[0]
+    rows = min(rows, len(ids) // length)
+    if rows == 0:
+        raise MkdConfigError(f"--text {text} has {len(ids)} tokens, fewer than one row of {length}")
+    return ids[: rows * length].view(rows, length)
+
+
+def random_tokens(hf: HFFolder, rows: int, length: int) -> Tensor:
+    """[rows, length] ids of the folder's vocabulary, always the same."""
+    vocab = hf.config["vocab_size"]
+    return torch.randint(0, vocab, (rows, length), generator=torch.Generator("cpu").manual_seed(1), device="cpu")
+
+
+@torch.no_grad()
+def compare(hf: HFFolder, folder: MegatronFolder, tokens: Tensor) -> Comparison:
+    """Run both models, one after the other, a row at a time.
+
+    Args:
+        hf: is run by transformers.
+        folder: is run by megatron.
+        tokens: [n, s] ids.
+
+    Raises:
+        MkdError: a model cannot be built here.
+    """
+    theirs = AutoModelForCausalLM.from_pretrained(hf.path, dtype=torch.float32, attn_implementation="eager").eval()
+    expected = [theirs(row[None]).logits[0] for row in tokens]
+    del theirs
+    vocab = expected[0].shape[-1]
+    largest, total, entropies = 0.0, 0.0, torch.zeros(2, dtype=torch.float64)
+    with _megatron_model(folder, tokens.shape[1]) as model:
+        positions = torch.arange(tokens.shape[1])[None]
+        for row, wanted in zip(tokens, expected, strict=True):
+            seen = model(row[None], positions, None)[0, :, :vocab]
+            error = (seen - wanted).abs()
+            largest, total = max(largest, error.max().item()), total + error.double().mean().item()
+            for n, logits in enumerate((wanted, seen)):
+                entropies[n] += torch.nn.functional.cross_entropy(logits[:-1].double(), row[1:])
+    perplexities = (entropies / len(tokens)).exp().tolist()
+    return Comparison(tokens.numel(), largest, total / len(tokens), tuple(perplexities))
+
+
+@contextlib.contextmanager
+def _megatron_model(folder: MegatronFolder, length: int) -> Iterator[GPTModel]:
+    """The model of a checkpoint, in fp32 on one rank."""
+    shared = default_arguments()
+    shared.rank, shared.world_size = 0, 1
+    shared.seq_length, shared.params_dtype = length, torch.float32
+    shared.padded_vocab_size = folder.args.padded_vocab_size
+    set_cpu_values(shared)
+    config = gpt_config(teacher_arguments(vars(folder.args), shared, "fp32"))
+    config.parallel_output = False
+    with one_rank():
+        parallel_state.initialize_model_parallel()
+        model_parallel_cuda_manual_seed(1)
+        try:
+            groups = ProcessGroupCollection.use_mpu_process_groups()
+            chunks = config.get_builder_cls()(config).build_distributed_models(groups, wrap_with_ddp=False)
+            load_megatron_weights(chunks, folder)
+            yield unwrap_model(chunks[0]).eval()
+        finally:
+            parallel_state.destroy_model_parallel()

@@ -1,0 +1,86 @@
+"""What a Hugging Face folder or a Megatron checkpoint holds, in words, without reading weights."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from mkd.checkpoint.hf_check import check_tensors, read_architecture
+from mkd.checkpoint.hf_export import MODEL_KEYS, architecture_of
+from mkd.checkpoint.hf_folder import HFFolder
+from mkd.checkpoint.megatron_folder import MegatronFolder
+from mkd.errors import MkdCheckpointError
+
+_SIZES = {
+    "num_layers": "layers",
+    "hidden_size": "width",
+    "ffn_hidden_size": "feed-forward",
+    "num_attention_heads": "heads",
+    "num_query_groups": "key-value heads",
+    "num_experts": "experts",
+    "moe_router_topk": "experts a token",
+    "vocab_size": "tokens",
+    "max_position_embeddings": "positions",
+}
+
+
+def describe(hf: str | None, load: str | None) -> dict[str, str]:
+    """Name -> value of what is in the folder; one of the two is given.
+
+    Raises:
+        MkdCheckpointError: the folder is missing, torn, or not what its configuration says.
+    """
+    return _describe_hf(HFFolder(hf, "--hf")) if hf is not None else _describe_megatron(MegatronFolder(load, "--load"))
+
+
+def _describe_hf(folder: HFFolder) -> dict[str, str]:
+    family, args = read_architecture(folder)
+    check_tensors(folder, family)
+    return {
+        "format": "Hugging Face folder",
+        "architecture": family.architectures[0],
+        **_sizes(args),
+        "weights": _weights(folder.tensors.values()),
+        "tokenizer": folder.tokenizer_hash() or "none",
+        "fingerprint": folder.fingerprint(),
+    }
+
+
+def _describe_megatron(folder: MegatronFolder) -> dict[str, str]:
+    try:
+        architecture = architecture_of(folder)[0].architectures[0]
+    except MkdCheckpointError as error:
+        architecture = f"no Hugging Face architecture ({error})"
+    stored = folder.metadata.state_dict_metadata
+    tensors = {key: value for key, value in stored.items() if isinstance(value, TensorStorageMetadata)}
+    model = {key: value for key, value in tensors.items() if key.startswith(MODEL_KEYS)}
+    return {
+        "format": f"Megatron checkpoint, torch_dist, {folder.iteration_dir.name}",
+        "architecture": architecture,
+        **_sizes(vars(folder.args)),
+        "weights": _weights((tuple(value.size), value.properties.dtype) for value in model.values()),
+        "other tensors": f"{len(tensors) - len(model)} (optimizer and the like)",
+        "hf_assets": "yes" if folder.assets_dir else "no: an export has no tokenizer",
+        "tokenizer": folder.tokenizer_hash() or "none",
+        "fingerprint": folder.fingerprint(),
+    }
+
+
+def _sizes(args: Mapping[str, Any]) -> dict[str, str]:
+    known = {text: args.get(name) for name, text in _SIZES.items()}
+    if not args.get("group_query_attention"):
+        known["key-value heads"] = args["num_attention_heads"]
+    if not args.get("num_experts"):
+        known["experts a token"] = None
+    known["embeddings"] = "own LM head" if args["untie_embeddings_and_output_weights"] else "tied"
+    return {text: str(value) for text, value in known.items() if value is not None}
+
+
+def _weights(tensors: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> str:
+    numbers: Counter[torch.dtype] = Counter()
+    for shape, dtype in tensors:
+        numbers[dtype] += torch.Size(shape).numel()
+    listed = ", ".join(f"{count / 1e6:,.1f}M {str(dtype).removeprefix('torch.')}" for dtype, count in numbers.items())
+    return f"{listed}, {sum(count * dtype.itemsize for dtype, count in numbers.items()) / 1e9:.2f} GB"
