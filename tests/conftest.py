@@ -16,6 +16,9 @@ if mkd.cpu.wanted():
     mkd.cpu.activate()  # before any test module imports megatron
 
 from tests.poison import poisoned_memory
+from tests.quick_megatron import make_quick
+
+make_quick()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,11 +1,10 @@
 """A pool of gloo worker processes that lasts for the whole test session.
 
-A torchrun a test costs 10 s of imports. Here torch and megatron are imported once, in multiprocessing's fork server,
-and each worker is a fork of it; the default group is made once a pool, and each case is a function sent to all ranks.
+A torchrun a test costs 10 s of imports. Here each worker is a fork of `tests.fork_server`; the default group is made
+once a pool, and each case is a function sent to all ranks.
 """
 
 import gc
-import multiprocessing
 import os
 import pickle
 import tempfile
@@ -14,10 +13,13 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from tests.fork_server import fork_server
 
 TIMEOUT_S = 120.0
 """Default limit of one case."""
@@ -70,7 +72,7 @@ class Pool:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self._processes: list[multiprocessing.Process] = []
+        self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory | None = None
 
@@ -104,8 +106,7 @@ class Pool:
         return results
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.dist.preload"])
+        context = fork_server()
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
         for rank in range(self.world_size):

@@ -1,4 +1,6 @@
-"""What every worker needs, imported once in the fork server: CPU redirect first, then megatron."""
+"""What forked processes need, imported once in the fork server: CPU redirect first, then megatron."""
+
+import argparse
 
 import torch
 
@@ -9,4 +11,12 @@ if mkd.cpu.wanted():
     mkd.cpu.activate()
 
 import megatron.core  # noqa: E402
+import megatron.core.datasets.gpt_dataset  # noqa: E402
 import megatron.training  # noqa: E402, F401
+from megatron.training.arguments import add_megatron_arguments  # noqa: E402
+from transformers import AutoTokenizer  # noqa: E402, F401
+
+from tests.quick_megatron import make_quick  # noqa: E402
+
+make_quick()
+add_megatron_arguments(argparse.ArgumentParser())  # so that forks find the texts read

@@ -2,9 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +15,7 @@ from mkd.checkpoint.hf_folder import HFFolder
 from mkd.checkpoint.hf_import import import_hf
 from mkd.checkpoint.megatron_folder import TRACKER, MegatronFolder
 from mkd.errors import MkdCheckpointError
+from tests.e2e.small_job import ROOT, run
 from tests.hf_folders import (
     LLAMA3_ROPE,
     add_tokenizer,
@@ -28,7 +26,6 @@ from tests.hf_folders import (
     reference_logits,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
 TOKENS = torch.randint(0, 131, (2, 96), generator=torch.Generator().manual_seed(1))
 MODELS = {
     "untied fp32 in shards": {"rope_parameters": LLAMA3_ROPE, "shard_size": "60KB"},
@@ -36,9 +33,8 @@ MODELS = {
 }
 
 
-def convert(*words):
-    command = [sys.executable, str(ROOT / "tools" / "convert.py"), *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+def convert(*words, by_itself=False):
+    return run(list(map(str, words)), script=ROOT / "tools" / "convert.py", by_itself=by_itself)
 
 
 @pytest.fixture(scope="module")
@@ -88,11 +84,11 @@ def test_export_without_assets_makes_the_config(folders, model, tmp_path):
 
 def test_dtypes(folders, tmp_path):
     original, _ = folders["untied fp32 in shards"]
-    done = convert("import", "--hf", original, "--save", tmp_path / "megatron", "--dtype", "bf16")
-    assert done.returncode == 0, done.stderr
+    done = convert("import", "--hf", original, "--save", tmp_path / "megatron", "--dtype", "bf16", by_itself=True)
+    assert done.status == 0, done.errors
     assert (tmp_path / "megatron" / TRACKER).read_text() == "release"
     done = convert("export", "--load", tmp_path / "megatron", "--hf", tmp_path / "out", "--dtype", "fp16")
-    assert done.returncode == 0, done.stderr
+    assert done.status == 0, done.errors
     before, after = read_weights(original), read_weights(tmp_path / "out")
     for name, tensor in before.items():
         assert torch.equal(after[name], tensor.bfloat16().half()), name
@@ -147,8 +143,8 @@ def test_incomplete_folder_leaves_no_checkpoint(folders, tmp_path):
     broken = make_llama(tmp_path / "hf")
     change_weights(broken, {"model.norm.weight": None})
     done = convert("import", "--hf", broken, "--save", tmp_path / "megatron")
-    assert done.returncode == 1
-    assert done.stderr.strip() == f"error: --hf {broken}: tensor model.norm.weight of shape [48] is missing"
+    assert done.status == 1
+    assert done.errors.strip() == f"error: --hf {broken}: tensor model.norm.weight of shape [48] is missing"
     assert list(tmp_path.iterdir()) == [broken]
 
 
@@ -157,7 +153,7 @@ def test_outputs_are_not_overwritten(folders):
     with pytest.raises(MkdCheckpointError, match=f"--save {checkpoint} exists"):
         import_hf(HFFolder(original, "--hf"), checkpoint)
     done = convert("export", "--load", checkpoint, "--hf", original)
-    assert (done.returncode, done.stderr.strip()) == (
+    assert (done.status, done.errors.strip()) == (
         1,
         f"error: --hf {original} exists and is not empty; give a new folder, or remove it",
     )

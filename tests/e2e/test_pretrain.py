@@ -1,8 +1,6 @@
 """pretrain_kd.py from the command line: resume, layouts of a checkpoint, teachers, schedules, plain pretraining."""
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from mkd.checkpoint.hf_folder import HFFolder
 from mkd.checkpoint.hf_import import import_hf
 from mkd.checkpoint.megatron_folder import MegatronFolder
-from tests.e2e.small_job import ROOT, Result, SmallJob, environment, make_small_job, run
+from tests.e2e.small_job import ROOT, Result, SmallJob, make_small_job, run
 
 PP2 = {"--pipeline-model-parallel-size": 2}
 TP2 = {"--tensor-model-parallel-size": 2, "--sequence-parallel": True}
@@ -26,8 +24,8 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> SmallJob:
     return make_small_job(tmp_path_factory.mktemp("job"))
 
 
-def trained(job: SmallJob, changes: dict[str, Any], ranks: int = 1) -> Result:
-    result = run(job.flags(changes), ranks)
+def trained(job: SmallJob, changes: dict[str, Any], ranks: int = 1, **options: Any) -> Result:
+    result = run(job.flags(changes), ranks, **options)
     assert result.status == 0, result.output[-2000:] + result.errors[-6000:]
     return result
 
@@ -69,9 +67,15 @@ def cut_back(save: Path, copy: Path, iteration: int) -> Path:
 
 @pytest.fixture(scope="module")
 def six_steps(job: SmallJob, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
-    """Six undisturbed steps under PP2, saved at three and six."""
+    """Six undisturbed steps under PP2, saved at three and six; under torchrun."""
     save = tmp_path_factory.mktemp("six") / "save"
-    return save, trained(job, {**SIX, **PP2, "--save": save, "--load": save}, ranks=2)
+    return save, trained(job, {**SIX, **PP2, "--save": save, "--load": save}, ranks=2, by_itself=True)
+
+
+@pytest.fixture(scope="module")
+def three_steps(job: SmallJob, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Of the job as it is, on one rank."""
+    return steps(trained(job, {"--kd-metrics-file": tmp_path_factory.mktemp("three") / "m.jsonl"}))
 
 
 def test_resume_is_bit_equal(job: SmallJob, six_steps: tuple[Path, Result], tmp_path: Path) -> None:
@@ -111,12 +115,11 @@ def test_overlapped_distributed_optimizer_trains_the_same(job: SmallJob, tmp_pat
     assert runs[0] == runs[1]
 
 
-def test_teacher_from_a_megatron_checkpoint(job: SmallJob, tmp_path: Path) -> None:
+def test_teacher_from_a_megatron_checkpoint(job: SmallJob, three_steps: list[dict[str, Any]], tmp_path: Path) -> None:
     import_hf(HFFolder(job.teacher, "--hf"), tmp_path / "teacher")
-    files = [tmp_path / "hf.jsonl", tmp_path / "megatron.jsonl"]
-    from_hf = trained(job, {"--kd-metrics-file": files[0]})
-    other = {"--kd-teacher-hf": None, "--kd-teacher-load": tmp_path / "teacher", "--kd-metrics-file": files[1]}
-    assert steps(trained(job, other)) == steps(from_hf)
+    file = {"--kd-metrics-file": tmp_path / "m.jsonl"}
+    other = {"--kd-teacher-hf": None, "--kd-teacher-load": tmp_path / "teacher", **file}
+    assert steps(trained(job, other)) == three_steps
 
 
 def test_schedules_of_ratio_and_temperature(job: SmallJob, tmp_path: Path) -> None:
@@ -144,10 +147,9 @@ def test_schedules_of_ratio_and_temperature(job: SmallJob, tmp_path: Path) -> No
     assert evaluations[-1]["valid_loss"] == pytest.approx(evaluations[-1]["valid_kd"], rel=1e-6)
 
 
-def test_bf16_stays_near_fp32(job: SmallJob, tmp_path: Path) -> None:
-    fp32 = steps(trained(job, {"--kd-metrics-file": tmp_path / "fp32"}))
+def test_bf16_stays_near_fp32(job: SmallJob, three_steps: list[dict[str, Any]], tmp_path: Path) -> None:
     bf16 = steps(trained(job, {"--bf16": True, "--kd-metrics-file": tmp_path / "bf16"}))
-    for a, b in zip(bf16, fp32, strict=True):
+    for a, b in zip(bf16, three_steps, strict=True):
         assert a["loss"] != b["loss"]
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-2)
 
@@ -161,15 +163,7 @@ def test_ratio_0_is_plain_pretraining_to_the_last_bit(job: SmallJob, tmp_path: P
     # Megatron's --use-checkpoint-args leaves the norms' epsilon out; mkd takes it from the checkpoint.
     epsilon = {"--norm-epsilon": HFFolder(job.student, "--hf").config["rms_norm_eps"]}
     plain = {**common, **epsilon, "--kd-teacher-hf": None, "--kd-ratio": None, "--save": tmp_path / "plain"}
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests/e2e/plain_pretrain.py"), *job.flags(plain)],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
+    trained(job, plain, script=ROOT / "tests/e2e/plain_pretrain.py")
     assert_same_weights(tmp_path / "kd", tmp_path / "plain")
     before, after = weights(tmp_path / "start"), weights(tmp_path / "kd")
     assert not torch.equal(before["embedding.word_embeddings.weight"], after["embedding.word_embeddings.weight"])
