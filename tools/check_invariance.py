@@ -1,0 +1,249 @@
+"""Does this launch line train the same model on one rank and in its parallel layout?
+
+    python tools/check_invariance.py --ranks 4 -- FLAGS OF pretrain_kd.py
+
+Runs pretrain_kd.py twice for a few steps, on one rank without the flags that describe a layout and on --ranks ranks of
+this machine with them, from the same weights: those of --kd-student-hf or --pretrained-checkpoint; --load is left out.
+Compares loss, terms and gradient norm of every step and what training did to every parameter. Exit status 1 where they
+differ.
+
+So that only the layout differs, both run in fp32 (--keep-precision leaves --bf16 and the like as they are), without
+dropout, and write nothing but a temporary folder. docs/layouts.md says how to read the result.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from mkd.errors import MkdConfigError, exit_status
+from mkd.runlog import RunLog
+
+SCRIPT = Path(__file__).resolve().parents[1] / "pretrain_kd.py"
+LAYOUT = (
+    "--tensor-model-parallel-size",
+    "--pipeline-model-parallel-size",
+    "--context-parallel-size",
+    "--expert-model-parallel-size",
+    "--expert-tensor-parallel-size",
+    "--sequence-parallel",
+    "--num-layers-per-virtual-pipeline-stage",
+    "--num-virtual-stages-per-pipeline-rank",
+    "--microbatch-group-size-per-virtual-pipeline-stage",
+    "--pipeline-model-parallel-layout",
+    "--decoder-first-pipeline-num-layers",
+    "--decoder-last-pipeline-num-layers",
+    "--account-for-embedding-in-pipeline-split",
+    "--account-for-loss-in-pipeline-split",
+    "--overlap-p2p-communication-warmup-flush",
+    "--no-overlap-p2p-communication",
+    "--num-distributed-optimizer-instances",
+    "--cp-comm-type",
+    "--tp-comm-overlap",
+    "--kd-teacher-tensor-model-parallel-size",
+    "--kd-teacher-pipeline-model-parallel-size",
+    "--kd-teacher-context-parallel-size",
+    "--kd-teacher-expert-model-parallel-size",
+)
+"""What the run on one rank leaves out."""
+PRECISION = ("--bf16", "--fp16", "--fp8-", "--fp4-", "--kd-logits-dtype", "--kd-teacher-dtype", "--grad-reduce-in-bf16")
+OUTPUT = (
+    "--save",
+    "--save-interval",
+    "--load",
+    "--async-save",
+    "--kd-metrics-file",
+    "--tensorboard-dir",
+    "--wandb-project",
+    "--exit-interval",
+    "--exit-duration-in-mins",
+    "--eval-iters",
+    "--log-interval",
+    "--attention-dropout",
+    "--hidden-dropout",
+)
+"""Given anew for both runs, or of no use in them."""
+PARAMETERS = 100.0
+"""A parameter's change may differ by this many times the tolerance: Adam divides each element's gradient by its own
+size, so rounding counts most where the gradient is small."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One value of both runs."""
+
+    name: str
+    one_rank: float
+    layout: float
+    relative: float
+    """NaN where one of them is no number."""
+    allowed: float
+
+    @property
+    def is_too_large(self) -> bool:
+        return not self.relative <= self.allowed
+
+
+def without(flags: list[str], names: tuple[str, ...]) -> list[str]:
+    """`flags` less those of these names, with their values; a name that ends in - stands for all that begin so."""
+    kept, dropping = [], False
+    for word in flags:
+        if word.startswith("--"):
+            flag = word.split("=")[0]
+            dropping = any(flag.startswith(name) if name.endswith("-") else flag == name for name in names)
+        if not dropping:
+            kept.append(word)
+    return kept
+
+
+def common_flags(flags: list[str], steps: int, keep_precision: bool) -> list[str]:
+    """What both runs are started with, but for layout and output folder.
+
+    Raises:
+        MkdConfigError: the first weights would be random, or `steps` is no even number above 0.
+    """
+    if steps < 2 or steps % 2:
+        raise MkdConfigError(f"--steps is {steps}; an even number is needed, parameters are compared at half and end")
+    if not any(word.split("=")[0] in ("--kd-student-hf", "--pretrained-checkpoint") for word in flags):
+        raise MkdConfigError(
+            "neither --kd-student-hf nor --pretrained-checkpoint is given: random first weights differ with the layout"
+        )
+    flags = without(flags, OUTPUT if keep_precision else OUTPUT + PRECISION)
+    added = {
+        "--exit-interval": steps,
+        "--save-interval": steps // 2,
+        "--eval-iters": 0,
+        "--log-interval": 1,
+        "--attention-dropout": 0.0,
+        "--hidden-dropout": 0.0,
+    }
+    return [*flags, "--no-save-optim", "--no-save-rng", *(str(w) for pair in added.items() for w in pair)]
+
+
+def torchrun(flags: list[str], ranks: int) -> tuple[int, str]:
+    """Run pretrain_kd.py on ranks of this machine: (exit status, what it printed)."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    done = subprocess.run(
+        [*launcher, str(SCRIPT), *flags],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    return done.returncode, done.stdout
+
+
+def compare_logs(one_rank: RunLog, layout: RunLog, tolerance: float) -> list[Difference]:
+    """Loss, terms and gradient norm of every step that either run has."""
+    found = []
+    for iteration in sorted({*one_rank.series["loss"], *layout.series.get("loss", {})}):
+        for name in ("loss", "ce", "kd", "hidden", "grad_norm"):
+            if name in one_rank.series:
+                a, b = (run.series.get(name, {}).get(iteration, float("nan")) for run in (one_rank, layout))
+                found.append(Difference(f"step {iteration}: {name}", a, b, abs(a - b) / max(abs(a), 1e-6), tolerance))
+    return found
+
+
+def compare_parameters(one_rank: Path, layout: Path, steps: int, tolerance: float) -> list[Difference]:
+    """For every parameter the norm of its change in the second half of the steps, and of the difference of both runs
+    after the last step relative to that. One tensor of each checkpoint is in memory at a time."""
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    from mkd.checkpoint.megatron_folder import MegatronFolder
+
+    folders = [
+        MegatronFolder(root / f"iter_{iteration:07d}", "--save")
+        for root, iteration in ((one_rank, steps // 2), (one_rank, steps), (layout, steps))
+    ]
+    stored = [folder.metadata.state_dict_metadata for folder in folders]
+    found = []
+    for key, entry in stored[1].items():
+        if not isinstance(entry, TensorStorageMetadata) or not entry.properties.dtype.is_floating_point:
+            continue
+        values = []
+        for folder, index in zip(folders, stored, strict=True):
+            state = {key: torch.empty(index[key].size, dtype=index[key].properties.dtype)}
+            folder.load(state)
+            values.append(state[key].double())
+        if "embedding" in key or "output_layer" in key:  # padded to another size where the vocabulary is cut
+            values = [value[: min(len(v) for v in values)] for value in values]
+        half, end, seen = values
+        change, other, off = (torch.linalg.vector_norm(v).item() for v in (end - half, seen - half, seen - end))
+        scale = change or torch.linalg.vector_norm(end).item() or 1.0
+        found.append(Difference(f"change of {key}", change, other, off / scale, PARAMETERS * tolerance))
+    return found
+
+
+def report(differences: list[Difference], ranks: int, shown: int = 8) -> bool:
+    """Print every step and the parameters that differ most; whether all are within the tolerance."""
+    steps = [d for d in differences if d.name.startswith("step")]
+    parameters = sorted((d for d in differences if d not in steps), key=lambda d: -d.relative)
+    width = max(len(d.name) for d in differences)
+    print(f"{'':{width}s} {'1 rank':>14s} {f'{ranks} ranks':>14s} {'difference':>11s} {'allowed':>8s}")
+    for d in steps + parameters[:shown]:
+        mark = "  DIFFERS" if d.is_too_large else ""
+        print(f"{d.name:{width}s} {d.one_rank:14.7g} {d.layout:14.7g} {d.relative:11.2e} {d.allowed:8.0e}{mark}")
+    if len(parameters) > shown:
+        print(f"({len(parameters) - shown} more parameters differ less)")
+    wrong = sum(d.is_too_large for d in differences)
+    print(f"{wrong} of {len(differences)} values differ" if wrong else f"the same: {len(differences)} values")
+    return wrong == 0
+
+
+def check(args: argparse.Namespace, start: Callable[[list[str], int], tuple[int, str]]) -> bool:
+    """Run both and compare.
+
+    Raises:
+        MkdConfigError: a run failed, or the flags leave nothing to compare.
+    """
+    flags = common_flags(args.flags, args.steps, args.keep_precision)
+    tolerance = args.tolerance or (2e-2 if args.keep_precision else 1e-4)
+    with tempfile.TemporaryDirectory(dir=args.work_dir) as work:
+        folders = [Path(work) / name for name in ("one_rank", "layout")]
+        for folder, ranks, words in zip(folders, (1, args.ranks), (without(flags, LAYOUT), flags), strict=True):
+            print(f"running {args.steps} steps on {ranks} rank{'s' * (ranks > 1)}", flush=True)
+            own = ["--save", str(folder), "--kd-metrics-file", str(folder / "metrics.jsonl")]
+            status, output = start([*words, *own], ranks)
+            if status != 0 or not (folder / "metrics.jsonl").is_file():
+                raise MkdConfigError(f"the run on {ranks} ranks ended with status {status}:\n{output[-4000:]}")
+        logs = [RunLog.read(str(folder / "metrics.jsonl")) for folder in folders]
+        differences = compare_logs(*logs, tolerance)
+        differences += compare_parameters(*folders, args.steps, tolerance)
+    return report(differences, args.ranks)
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="ranks of the layout, on this machine")
+    parser.add_argument("--steps", type=int, default=4, metavar="N", help="an even number (4)")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        metavar="X",
+        help="relative, of losses and gradient norms (1e-4, or 2e-2 with --keep-precision); 100 times that of changes",
+    )
+    parser.add_argument("--keep-precision", action="store_true", help="leave --bf16, --fp16 and FP8 as they are")
+    parser.add_argument("--work-dir", metavar="DIR", help="where the checkpoints go, which are deleted at the end")
+    parser.add_argument("flags", nargs="+", metavar="FLAG", help="of pretrain_kd.py, after --")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None, start: Callable[[list[str], int], tuple[int, str]] = torchrun) -> int:
+    """Exit status: 0; 1 where the runs differ or one failed."""
+    args = parse_arguments(argv)
+    same = []
+    return exit_status(lambda: same.append(check(args, start))) or int(not same[0])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
