@@ -37,9 +37,7 @@ def main() -> None:
 
     job = Job.from_command_line()
     args = job.args
-    if args.rank == 0:
-        for name, text in job.plan().items():
-            print(f"mkd: {name:10s} {text}", flush=True)
+    job.print_plan()
     if job.kd.dry_run:
         if job.has_own_rows and args.rank == 0:
             job.datasets()

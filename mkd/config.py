@@ -257,7 +257,7 @@ class KDConfig:
     save_hf_keep: int | None = None
     """How many of the newest Hugging Face folders stay; older ones are removed. Default: all."""
 
-    checkpoint_hashes: bool = True
+    skip_checkpoint_hashes: bool = False
     """Do not write the SHA-256 of a checkpoint's files when it is saved, and do not check them when it is loaded."""
 
     other_teacher: bool = False

@@ -193,6 +193,11 @@ class Job:
             writes=self.args.rank == self.args.world_size - 1,
         )
 
+    def print_plan(self) -> None:
+        """On rank 0."""
+        for name, text in self.plan().items() if self.args.rank == 0 else ():
+            print(f"mkd: {name:10s} {text}", flush=True)
+
     def plan(self) -> dict[str, str]:
         """What will happen, a line each."""
         args, kd = self.args, self.kd

@@ -73,7 +73,7 @@ _NOT_THE_OBJECTIVE = {
     "student_hf",
     "save_hf_interval",
     "save_hf_keep",
-    "checkpoint_hashes",
+    "skip_checkpoint_hashes",
     "other_teacher",
     "metrics_file",
     "dry_run",
@@ -85,17 +85,15 @@ def settle_checkpoint(args: Namespace, kd: KDConfig, choice: Choice | None) -> N
     if choice is None:
         return
     own = arguments.saves_where_it_loads(args)
-    choice = settle(choice, own=own, step=args.ckpt_step, check_content=kd.checkpoint_hashes)
+    choice = settle(choice, own=own, step=args.ckpt_step, check_content=not kd.skip_checkpoint_hashes)
     arguments.resume_from(args, choice.folder)
 
 
 def install_saving(args: Namespace, kd: KDConfig) -> None:
     """Put mkd's part into megatron's saving and loading. Collective over all ranks."""
-    if args.save is None:
-        root, snapshots = Path(), None
-    else:
-        root, snapshots = Path(args.save), None
-        if kd.save_hf_interval is not None:
-            snapshots = Snapshots(root, kd.save_hf_interval, kd.save_hf_keep)
-            snapshots.clean()
-    compat.install_checkpoint_hooks(Saving(root, hashes=kd.checkpoint_hashes, then=snapshots and snapshots.take))
+    root, take = Path(args.save or "."), None
+    if kd.save_hf_interval is not None:
+        snapshots = Snapshots(root, kd.save_hf_interval, kd.save_hf_keep)
+        snapshots.clean()
+        take = snapshots.take
+    compat.install_checkpoint_hooks(Saving(root, hashes=not kd.skip_checkpoint_hashes, then=take))

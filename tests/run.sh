@@ -6,4 +6,4 @@ bash tools/setup_env.sh
 export PATH="$PWD/.venv/bin:$PATH"
 # Tests start up to 8 processes: more than one thread in each would only make them wait for one another.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-exec python -m pytest -m "not gpu" "$@"
+exec python -m pytest -m "not gpu and not slow" "$@"
