@@ -111,7 +111,7 @@ def _check_context_parallel(args: Namespace) -> None:
         raise MkdConfigError("--hybrid-context-parallel is not supported: give --context-parallel-size alone")
     if args.context_parallel_size == 1:
         return
-    kinds, what = args.cp_comm_type, f"--context-parallel-size {args.context_parallel_size}"
+    kinds = args.cp_comm_type
     for kind in kinds:
         if kind not in _CP_COMM_TYPES:
             raise MkdConfigError(f"--cp-comm-type is {kind!r}; legal values are {', '.join(_CP_COMM_TYPES)}")
@@ -119,12 +119,26 @@ def _check_context_parallel(args: Namespace) -> None:
         raise MkdConfigError(
             f"--cp-comm-type {' '.join(kinds)} is a list over layers: give one, which student and teacher share"
         )
+
+
+def check_attention_kernels(args: Namespace, kd: KDConfig) -> None:
+    """Refuse attention that GPUs have only in Transformer Engine and in half precision, asked for otherwise."""
+    if args.context_parallel_size > 1:
+        what = f"--context-parallel-size {args.context_parallel_size}"
+    elif kd.packing != "none":
+        what = f"--kd-packing {kd.packing}"
+    else:
+        return
     if cpu.is_active():
         return
     if args.transformer_impl != "transformer_engine":
         raise MkdConfigError(f"{what} needs --transformer-impl transformer_engine on GPUs, not {args.transformer_impl}")
     if not (args.bf16 or args.fp16):
         raise MkdConfigError(f"{what} needs --bf16 or --fp16: Transformer Engine has no such attention in fp32")
+    if kd.teacher_dtype == "fp32":
+        raise MkdConfigError(
+            f"{what} does not work with --kd-teacher-dtype fp32: Transformer Engine has no such attention in fp32"
+        )
 
 
 def check_attention_heads(model: str, sizes: dict[str, Any], args: Namespace) -> None:

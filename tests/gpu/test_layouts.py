@@ -27,15 +27,29 @@ VOCAB = 32000
 MBS2 = ["--micro-batch-size", "2"]
 PP2 = [*MBS2, "--pipeline-model-parallel-size", "2"]
 OVERLAP = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+TP2_SP = [*MBS2, "--tensor-model-parallel-size", "2", "--sequence-parallel"]
+CP2 = [*MBS2, "--context-parallel-size", "2"]
 LAYOUTS = {
     "mbs4": (1, ["--micro-batch-size", "4"]),
     "teacher-offload": (1, [*MBS2, "--kd-teacher-offload"]),
-    "tp2-sp": (2, [*MBS2, "--tensor-model-parallel-size", "2", "--sequence-parallel"]),
+    "tp2-sp": (2, TP2_SP),
     "pp2": (2, PP2),
     "pp2-vp2": (2, [*PP2, "--num-virtual-stages-per-pipeline-rank", "2"]),
     "dp2": (2, MBS2),
     "dp2-overlap": (2, [*MBS2, *OVERLAP]),
+    "cp2": (2, CP2),
+    "cp2-all-gather": (2, [*CP2, "--cp-comm-type", "all_gather"]),
+    "cp2-a2a": (2, [*CP2, "--cp-comm-type", "a2a"]),
 }
+PACKED = ["--data-path", "{folder}/short", "--kd-packing", "best_fit"]
+PACKED_LAYOUTS = {
+    "packed, mbs4": (1, ["--micro-batch-size", "4"]),
+    "packed, cp2": (2, CP2),
+    "packed, cp2-a2a": (2, [*CP2, "--cp-comm-type", "a2a"]),
+    "packed, tp2-sp": (2, TP2_SP),
+    "packed, pp2": (2, PP2),
+}
+"""Documents of very different lengths, several a row; compared with one GPU that has the same rows."""
 KEYS = ("loss", "ce", "kd", "grad_norm")
 
 
@@ -64,17 +78,20 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
             model.lm_head.weight.data.mul_(4.0)
         model.save_pretrained(folder / name)
     rng = np.random.default_rng(0)
-    builder = IndexedDatasetBuilder(str(folder / "text.bin"), dtype=np.uint16)
-    for _ in range(600):
-        tokens = np.minimum(rng.zipf(1.3, size=1024), VOCAB - 2)
-        builder.add_document(torch.from_numpy(tokens), [len(tokens)])
-    builder.finalize(str(folder / "text.idx"))
+    short = np.clip(np.random.default_rng(1).lognormal(5.0, 1.0, 3000), 2, 1024).astype(int)
+    lengths = {"text": [1024] * 600, "short": short.tolist()}
+    for name, of_documents in lengths.items():
+        builder = IndexedDatasetBuilder(str(folder / f"{name}.bin"), dtype=np.uint16)
+        for length in of_documents:
+            tokens = np.minimum(rng.zipf(1.3, size=length), VOCAB - 2)
+            builder.add_document(torch.from_numpy(tokens), [length])
+        builder.finalize(str(folder / f"{name}.idx"))
     return folder
 
 
 def train(models: Path, name: str, ranks: int, flags: list[str]) -> list[dict]:
     """Run pretrain_kd.py; its metrics, a dictionary an iteration."""
-    metrics = models / f"{name.replace(' ', '_')}.jsonl"
+    metrics = models / f"{name.replace(' ', '_').replace(',', '')}.jsonl"
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "pretrain_kd.py"),
         *("--kd-teacher-hf", str(models / "teacher"), "--kd-student-hf", str(models / "student")),
@@ -82,7 +99,7 @@ def train(models: Path, name: str, ranks: int, flags: list[str]) -> list[dict]:
         *("--tokenizer-type", "NullTokenizer", "--split", "90,10,0", "--seq-length", "1024"),
         *("--global-batch-size", "16", "--train-iters", str(STEPS), "--lr", "3e-4", "--lr-warmup-iters", "2"),
         *("--eval-interval", "1000", "--eval-iters", "1", "--seed", "7"),
-        *flags,
+        *(flag.format(folder=models) for flag in flags),
     ]
     environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "4"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
@@ -121,10 +138,32 @@ def one_gpu(models: Path) -> tuple[list[dict], dict[str, float]]:
     return one, row("one GPU, fp32", train(models, "fp32", 1, MBS2), one)
 
 
+@pytest.fixture(scope="module")
+def packed_on_one_gpu(models: Path) -> list[dict]:
+    """The run that packed layouts are compared with."""
+    one = train(models, "packed, one GPU", 1, [*MBS2, *PACKED, "--bf16"])
+    assert one[-1]["ce"] < one[0]["ce"]
+    row("packed, one GPU", one, one)
+    return one
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layout_trains_like_one_gpu(models: Path, one_gpu: tuple[list[dict], dict[str, float]], name: str) -> None:
     one, noise = one_gpu
     ranks, flags = LAYOUTS[name]
-    values = row(name, train(models, name, ranks, [*flags, "--bf16"]), one)
+    compare(name, train(models, name, ranks, [*flags, "--bf16"]), one, noise)
+
+
+@pytest.mark.parametrize("name", PACKED_LAYOUTS)
+def test_packed_layout_trains_like_one_gpu(
+    models: Path, packed_on_one_gpu: list[dict], one_gpu: tuple[list[dict], dict[str, float]], name: str
+) -> None:
+    """Transformer Engine has no fp32 attention over packed rows: the noise is that of whole rows."""
+    ranks, flags = PACKED_LAYOUTS[name]
+    compare(name, train(models, name, ranks, [*flags, *PACKED, "--bf16"]), packed_on_one_gpu, one_gpu[1])
+
+
+def compare(name: str, run: list[dict], one: list[dict], noise: dict[str, float]) -> None:
+    values = row(name, run, one)
     for key in KEYS:
         assert values[key] <= noise[key], f"{key} differs by {values[key]}, bf16 from fp32 by {noise[key]}"

@@ -3,6 +3,7 @@
 import itertools
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ from mkd.arguments import (
 )
 from mkd.checkpoint.hf_check import read_architecture
 from mkd.checkpoint.hf_folder import HFFolder
-from mkd.config import LayerPair
+from mkd.config import KDConfig, LayerPair
 from mkd.errors import MkdConfigError, MkdDataError
 from mkd.flag_checks import (
     check_attention_heads,
+    check_attention_kernels,
     check_divisions,
     check_layer_pairs,
     check_layout,
@@ -119,6 +121,7 @@ def layout(**changes: Any) -> Namespace:
 
 
 TP, PP, EP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"
+TE = "transformer_impl"
 CP, HIERARCHY = "context_parallel_size", "hierarchical_context_parallel_sizes"
 
 
@@ -210,19 +213,27 @@ def test_key_value_heads_that_all_to_all_cannot_deal_out():
 
 
 @pytest.mark.parametrize(
-    "changes, word",
+    "changes, options, word",
     [
-        ({"bf16": True, "transformer_impl": "local"}, "--transformer-impl transformer_engine on GPUs, not local"),
-        ({}, "--bf16 or --fp16"),
+        (
+            {CP: 2, "bf16": True, TE: "local"},
+            {},
+            "--context-parallel-size 2 needs --transformer-impl transformer_engine",
+        ),
+        ({CP: 2}, {}, "--context-parallel-size 2 needs --bf16 or --fp16"),
+        ({}, {"packing": "best_fit"}, "--kd-packing best_fit needs --bf16 or --fp16"),
+        ({"bf16": True}, {"packing": "best_fit", "teacher_dtype": "fp32"}, "--kd-teacher-dtype fp32"),
     ],
 )
-def test_context_parallelism_that_gpus_do_not_have(monkeypatch, changes, word):
-    fits = {"world_size": 2, CP: 2, "seq_length": 32}
-    check_layout(layout(**{**fits, **changes}))
+def test_attention_that_gpus_do_not_have(monkeypatch, changes, options, word):
+    args, kd = layout(**{TE: "transformer_engine", **changes}), KDConfig(teacher_hf="T", ratio=0.5, **options)
+    monkeypatch.setattr(cpu, "is_active", lambda: True)
+    check_attention_kernels(args, kd)
     monkeypatch.setattr(cpu, "is_active", lambda: False)
-    check_layout(layout(**fits, bf16=True, transformer_impl="transformer_engine"))
+    check_attention_kernels(layout(), KDConfig(teacher_hf="T", ratio=0.5))
+    check_attention_kernels(layout(**{CP: 2, "bf16": True, TE: "transformer_engine"}), replace(kd, teacher_dtype=None))
     with pytest.raises(MkdConfigError, match=word):
-        check_layout(layout(**{**fits, **changes}))
+        check_attention_kernels(args, kd)
 
 
 @pytest.mark.parametrize(
