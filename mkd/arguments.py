@@ -26,6 +26,7 @@ from mkd.cpu.flags import set_cpu_values
 from mkd.errors import MkdCheckpointError, MkdConfigError, MkdDataError
 from mkd.flag_checks import (
     check_attention_heads,
+    check_attention_kernels,
     check_divisions,
     check_layout,
     check_required,
@@ -168,6 +169,7 @@ def finish(args: Namespace, kd: KDConfig) -> None:
     args.calculate_per_token_loss = True
     check_required(args)
     check_layout(args)
+    check_attention_kernels(args, kd)
     if kd.variable_seq_lengths:
         check_variable_lengths(args)
     if args.vocab_size is not None and args.padded_vocab_size is None:
