@@ -53,7 +53,6 @@ UNSUPPORTED: dict[str, str] = {
     "--full-validation": "give --eval-iters (megatron-core 0.19 itself fails with it)",
     "--multiple-validation-sets": "give one set",
     "--sft": "leave it out and name the chat file in --data-path (docs/data.md)",
-    "--use-mup": "leave it out (mkd's loss does not scale logits)",
     "--defer-embedding-wgrad-compute": "leave it out (mkd computes the LM head's gradient together with the loss)",
 }
 

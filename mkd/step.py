@@ -14,8 +14,8 @@ from mkd.data.batch import KDBatch
 from mkd.data.counts import StepTokens
 from mkd.groups import Groups
 from mkd.hidden_layers import LayersOfMicrobatch
-from mkd.losses import LossOptions, LossOutput, fused_linear_loss, top1_agreement
-from mkd.models.gpt import finish_parameter_sync
+from mkd.losses import LogitMap, LogitMaps, LossOptions, LossOutput, fused_linear_loss, top1_agreement
+from mkd.models.gpt import finish_parameter_sync, logit_scale
 from mkd.teacher.base import HiddenSignal
 
 _OF_KD_TOKENS = ("kd", "agreement")
@@ -202,6 +202,10 @@ class _HeadLoss:
             true_vocab=self._owner.true_vocab,
             tp_group=self._owner.groups.tp,
             sequence_parallel=config.sequence_parallel,
+            maps=LogitMaps(
+                student=LogitMap(scale=logit_scale(config)),
+                teacher=LogitMap() if signal is None else LogitMap(scale=signal.logit_scale),
+            ),
             upstream=_loss_scale(config, hidden.device),
             **asdict(self._owner.options),
         )
@@ -248,6 +252,7 @@ def teacher_cross_entropy(
         _rows(batch.ce_mask),
         None,
         spec=LossSpec(),
+        maps=LogitMaps(student=LogitMap(scale=signal.logit_scale)),
         true_vocab=true_vocab,
         tp_group=tp_group,
         sequence_parallel=sequence_parallel,

@@ -4,6 +4,7 @@ Call `mkd.cpu.activate()` before this module is imported.
 """
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,7 +106,8 @@ def _megatron_model(folder: MegatronFolder, length: int) -> Iterator[GPTModel]:
         model_parallel_cuda_manual_seed(1)
         try:
             groups = ProcessGroupCollection.use_mpu_process_groups()
-            chunks = config.get_builder_cls()(config).build_distributed_models(groups, wrap_with_ddp=False)
+            with open(os.devnull, "w") as devnull, contextlib.redirect_stdout(devnull):
+                chunks = config.get_builder_cls()(config).build_distributed_models(groups, wrap_with_ddp=False)
             load_megatron_weights(chunks, folder)
             yield unwrap_model(chunks[0]).eval()
         finally:

@@ -3,6 +3,7 @@
 from argparse import Namespace
 
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
 from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.models import GPTModelConfig
 from torch import Tensor, nn
@@ -22,6 +23,14 @@ def lm_head(model: GPTModel) -> Tensor:
     if model.share_embeddings_and_output_weights:
         return model.shared_embedding_or_output_weight()
     return model.output_layer.weight
+
+
+def logit_scale(config: TransformerConfig) -> float:
+    """What a model multiplies the product of its LM head with: 1, unless `--use-mup` says otherwise.
+
+    The only thing that megatron-core 0.19 does to logits; it has no softcap, and no bias in its GPT models' LM head.
+    """
+    return config.mup_output_mult if config.use_mup else 1.0
 
 
 def finish_parameter_sync(module: nn.Module) -> None:

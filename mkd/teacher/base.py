@@ -21,6 +21,8 @@ class HiddenSignal:
     """[s, b, Ht], or [s/tp, b, Ht] under sequence parallelism; in the teacher's dtype, after its final norm."""
     head: Tensor
     """[V/tp, Ht], the rows of the teacher's LM head for this rank's shard of the student's padded vocabulary."""
+    logit_scale: float = 1.0
+    """The teacher's logits are this times hidden times head."""
 
 
 class Teacher(Protocol):

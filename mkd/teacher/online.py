@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mkd.data.batch import KDBatch
 from mkd.groups import Groups
-from mkd.models.gpt import lm_head
+from mkd.models.gpt import lm_head, logit_scale
 from mkd.teacher.base import HiddenSignal
 from mkd.teacher.layers import LayerRecorder
 
@@ -74,7 +74,7 @@ class OnlineTeacher:
         signals = []
         if self._groups.is_last_stage:
             head = lm_head(self._model).detach()  # stays on the device after the other weights have left it
-            signals = [HiddenSignal(h, head) for h in hidden]
+            signals = [HiddenSignal(h, head, logit_scale(self._model.config)) for h in hidden]
         self._leave_device()
         return signals
 

@@ -33,14 +33,16 @@ def layout(tp: int, pp: int, vp: int = 1, ep: int = 1) -> Iterator[None]:
         ps.destroy_model_parallel()
 
 
-def build_from_arguments(architecture: dict[str, Any], ep: int = 1) -> list[GPTModel]:
-    """This rank's chunk in fp32 of the model that Megatron arguments describe, as a job builds it."""
+def build_from_arguments(
+    architecture: dict[str, Any], ep: int = 1, dtype: torch.dtype = torch.float32
+) -> list[GPTModel]:
+    """This rank's chunk of the model that Megatron arguments describe, as a job builds it."""
     args = default_arguments()
     vars(args).update(architecture)
     args.tensor_model_parallel_size = ps.get_tensor_model_parallel_world_size()
     args.pipeline_model_parallel_size = ps.get_pipeline_model_parallel_world_size()
     args.expert_model_parallel_size = ep
-    args.params_dtype = torch.float32
+    args.params_dtype, args.bf16 = dtype, dtype == torch.bfloat16
     args.perform_initialization = False
     multiple = 128 * args.tensor_model_parallel_size
     args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple

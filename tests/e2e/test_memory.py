@@ -1,0 +1,100 @@
+"""Folders far larger than the memory in use: read, imported and exported a parameter at a time."""
+
+import subprocess
+import sys
+
+import pytest
+
+from mkd.checkpoint.hf_folder import HFFolder
+from tests.e2e.small_job import ROOT
+from tests.hf_folders import make_sparse
+
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+}
+LLAMA_70B = LLAMA_8B | {
+    "num_hidden_layers": 80,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+}
+GIB = 2**30
+
+
+def run(code: str, *words: object) -> tuple[str, float]:
+    """What a Python process prints last, and its peak memory in GiB."""
+    tail = "\nprint([line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')][0])"
+    command = [sys.executable, "-c", code + tail, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=3000)
+    assert done.returncode == 0, done.stderr[-3000:]
+    words = done.stdout.split()
+    return " ".join(words[-2:-1]), int(words[-1]) / 2**20
+
+
+CONVERT = "import sys\nfrom tools import convert\nassert convert.main(sys.argv[1:]) == 0"
+
+# One rank of 64 that are not there: torch's fake process group answers for the others.
+ONE_RANK_OF_A_LAYOUT = """
+import os, sys
+os.environ["MKD_DEVICE"] = "cpu"
+from mkd import cpu
+cpu.activate()
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from mkd.checkpoint.hf_check import read_architecture
+from mkd.checkpoint.hf_folder import HFFolder
+from mkd.checkpoint.hf_load import load_hf_weights
+from tests.dist.gpt_models import build_from_arguments, layout
+dist.init_process_group("fake", store=FakeStore(), rank=27, world_size=64)
+folder = HFFolder(sys.argv[1], "--hf")
+with layout(8, 8):
+    chunks = build_from_arguments(read_architecture(folder)[1], dtype=torch.bfloat16)
+    for chunk in chunks:
+        for param in chunk.parameters():
+            torch.nn.init.constant_(param, float("nan"))
+    load_hf_weights(chunks, folder)
+    params = [param for chunk in chunks for param in chunk.parameters()]
+assert all(param.count_nonzero() == 0 for param in params)
+own = sum(param.nbytes for param in params)
+assert folder.bytes_read == own, (folder.bytes_read, own)
+print(own)
+"""
+
+
+@pytest.mark.slow
+def test_70b_folder_is_read_by_one_rank_of_64(tmp_path):
+    folder = make_sparse(tmp_path / "hf", LLAMA_70B)
+    output, peak = run(ONE_RANK_OF_A_LAYOUT, folder)
+    own = int(output) / GIB
+    assert 2.0 < own < 2.5  # 1/64 of 131 GiB
+    assert peak < own + 1.5, f"{peak:.2f} GiB for {own:.2f} GiB of parameters"
+
+
+@pytest.mark.slow
+def test_8b_folder_is_converted_within_6_gib(tmp_path):
+    folder = make_sparse(tmp_path / "hf", LLAMA_8B)
+    _, peak = run(CONVERT, "import", "--hf", folder, "--save", tmp_path / "megatron")
+    assert peak < 6.0, f"import: {peak:.2f} GiB"
+    _, peak = run(CONVERT, "export", "--load", tmp_path / "megatron", "--hf", tmp_path / "out")
+    assert peak < 6.0, f"export: {peak:.2f} GiB"
+    assert HFFolder(tmp_path / "out", "--hf").tensors == HFFolder(folder, "--hf").tensors
+
+
+def test_conversion_holds_a_parameter_and_not_the_model(tmp_path):
+    """The same at a size for every day: 0.5 GiB of weights, no parameter above 32 MiB."""
+    small = {"num_hidden_layers": 32, "hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 1024}
+    folder = make_sparse(tmp_path / "hf", LLAMA_8B | small)
+    alone = run("from tools import convert\nfrom mkd import cpu\ncpu.activate()\nimport mkd.checkpoint.hf_import")[1]
+    _, peak = run(CONVERT, "import", "--hf", folder, "--save", tmp_path / "megatron")
+    assert peak < alone + 0.35, f"import: {peak:.2f} GiB, {alone:.2f} of them for the imports"
+    _, peak = run(CONVERT, "export", "--load", tmp_path / "megatron", "--hf", tmp_path / "out")
+    assert peak < alone + 0.35, f"export: {peak:.2f} GiB, {alone:.2f} of them for the imports"
