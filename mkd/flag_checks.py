@@ -139,6 +139,12 @@ def check_attention_kernels(args: Namespace, kd: KDConfig) -> None:
         raise MkdConfigError(
             f"{what} does not work with --kd-teacher-dtype fp32: Transformer Engine has no such attention in fp32"
         )
+    kind = args.cp_comm_type[0]
+    if args.context_parallel_size > 1 and kd.packing != "none" and kind not in ("p2p", "a2a"):
+        raise MkdConfigError(
+            f"--cp-comm-type {kind} does not work with --kd-packing {kd.packing}: Transformer Engine exchanges packed "
+            "rows by p2p or a2a"
+        )
 
 
 def check_attention_heads(model: str, sizes: dict[str, Any], args: Namespace) -> None:

@@ -43,6 +43,12 @@ def test_paired_layers(gloo_pool: GetPool, ranks: int, layout: Layout, data: str
     compare(gloo_pool, ranks, layout, models, truth=Models(data="padded", hidden_loss="1:2,3:8"))
 
 
+def test_recomputed_activations(gloo_pool: GetPool) -> None:
+    """Keys and values are gathered once more in the backward pass."""
+    models = Models(data="packed", recompute=True)
+    compare(gloo_pool, 2, Layout(cp=2), models, truth=Models(data="padded"))
+
+
 def with_shorter_second_batch(rank: int, world_size: int) -> None:
     """Stages that do not know of differing lengths."""
     from tests.dist import kd_step as module

@@ -223,6 +223,7 @@ def test_key_value_heads_that_all_to_all_cannot_deal_out():
         ({CP: 2}, {}, "--context-parallel-size 2 needs --bf16 or --fp16"),
         ({}, {"packing": "best_fit"}, "--kd-packing best_fit needs --bf16 or --fp16"),
         ({"bf16": True}, {"packing": "best_fit", "teacher_dtype": "fp32"}, "--kd-teacher-dtype fp32"),
+        ({"bf16": True, CP: 2, "cp_comm_type": ["all_gather"]}, {"packing": "best_fit"}, "all_gather .* p2p or a2a"),
     ],
 )
 def test_attention_that_gpus_do_not_have(monkeypatch, changes, options, word):
