@@ -25,10 +25,38 @@ class HiddenSignal:
     """The teacher's logits are this times hidden times head."""
 
 
+@dataclass(frozen=True)
+class TopKSignal:
+    """The teacher's opinion on one microbatch as some of its logits: those of its most probable tokens, or of tokens
+    that were drawn from it.
+
+    Whole on every tensor-parallel rank, and not cut under sequence parallelism.
+    """
+
+    ids: Tensor
+    """[b, s/cp, K] int32 global ids. A negative one is an empty slot; of equal ones in a token only the first counts
+    (with `counts` they are added)."""
+    logits: Tensor
+    """[b, s/cp, K], any float dtype: the teacher's logits, at no temperature and not normalised."""
+    lse: Tensor
+    """[b, s/cp] fp32 ln sum_j exp(u_j / temperature) over the true vocabulary."""
+    tail_lse: Tensor | None = None
+    """[b, s/cp] fp32, the same sum over the columns that are not in `ids` alone. Without it the tail's probability is
+    1 - that of the head, which is known to no more than rounding."""
+    temperature: float = 1.0
+    """Of `lse` and `tail_lse`, and at which `counts` were drawn."""
+    counts: Tensor | None = None
+    """[b, s/cp, K] int32: how often each id was drawn from softmax(u / temperature); None for the most probable."""
+
+
+TeacherSignal = HiddenSignal | TopKSignal
+"""What the loss gets."""
+
+
 class Teacher(Protocol):
     """A source of signals. It draws no random numbers, so asking twice gives the same."""
 
-    def signals(self, batches: Sequence[KDBatch]) -> list[HiddenSignal]:
+    def signals(self, batches: Sequence[KDBatch]) -> list[TeacherSignal]:
         """One signal for each microbatch on the student's last pipeline stage, none elsewhere.
 
         All ranks of a model replica call it together, with the same microbatches.

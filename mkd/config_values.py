@@ -1,0 +1,154 @@
+"""Values that flags are made of: the divergence and its temperature, schedules, pairs of layers."""
+
+import math
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Literal, get_args
+
+from mkd.errors import MkdConfigError
+
+Divergence = Literal["forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl", "tvd"]
+"""Divergences between teacher p and student q, both softmax(logits / T)."""
+
+SKEWED = ("skew_forward_kl", "skew_reverse_kl")
+"""The divergences with a `skew`."""
+
+
+def require_choice(flag: str, value: object, choices: tuple) -> None:
+    """Raise MkdConfigError unless the value is one of the choices."""
+    if value not in choices:
+        guesses = get_close_matches(str(value), choices, n=1)
+        hint = f" (did you mean {guesses[0]!r}?)" if guesses else ""
+        raise MkdConfigError(f"{flag} is {value!r}; legal values are {', '.join(map(repr, choices))}{hint}")
+
+
+def require_temperature(flag: str, value: float) -> None:
+    """Raise MkdConfigError unless the value can be a temperature."""
+    if not (math.isfinite(value) and value > 0):
+        raise MkdConfigError(f"{flag} is {value}; a temperature must be a finite number > 0")
+
+
+def require_ratio(flag: str, value: float) -> None:
+    """Raise MkdConfigError unless the value can be the share of KD."""
+    if not 0.0 <= value <= 1.0:
+        raise MkdConfigError(
+            f"{flag} is {value}; a ratio must be in [0, 1] (0: cross-entropy only, 1: distillation only)"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossSpec:
+    """Which divergence is minimised, and at which temperature. Formulas: docs/losses.md."""
+
+    divergence: Divergence = "forward_kl"
+    """With p the teacher and q the student: forward_kl is KL(p || q), reverse_kl KL(q || p), tvd 0.5 sum |p - q|;
+    jsd is beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q; skew_forward_kl is
+    KL(p || skew p + (1 - skew) q), skew_reverse_kl KL(q || (1 - skew) p + skew q)."""
+
+    beta: float = 0.5
+    """Of jsd, 0 < beta < 1: the teacher's share of the mixture. Other divergences do not read it."""
+
+    skew: float = 0.1
+    """Of the skewed KLs, 0 <= skew < 1: the share of the first distribution in the mixture; at 0 they are the KLs.
+    Other divergences do not read it."""
+
+    temperature: float = 1.0
+    """T > 0: both softmaxes are taken of logits / T."""
+
+    temperature_squared: bool = True
+    """Multiply the divergence by T^2, in value and gradient, so that its gradient keeps its size as T grows
+    (Hinton et al. 2015, section 2)."""
+
+    z_loss: float = 0.0
+    """Coefficient >= 0: CE becomes CE + z_loss * (ln sum_j exp z_j)^2, at T = 1 and with CE's weight. The reported
+    CE is without it."""
+
+    def __post_init__(self) -> None:
+        require_choice("--kd-loss", self.divergence, get_args(Divergence))
+        require_temperature("--kd-temperature", self.temperature)
+        if self.divergence == "jsd" and not 0.0 < self.beta < 1.0:
+            raise MkdConfigError(
+                f"--kd-beta is {self.beta}; jsd needs 0 < beta < 1. Its end points are not the KL divergences (there "
+                "it is 0 whatever the student does): for KL(teacher || student) give --kd-loss forward_kl, for "
+                "KL(student || teacher) --kd-loss reverse_kl"
+            )
+        if self.divergence in SKEWED and not 0.0 <= self.skew < 1.0:
+            raise MkdConfigError(
+                f"--kd-skew is {self.skew}; {self.divergence} needs 0 <= skew < 1 (at 0 it is the KL without skew, at "
+                "1 it is 0 whatever the student does)"
+            )
+        if not (math.isfinite(self.z_loss) and self.z_loss >= 0.0):
+            raise MkdConfigError(f"--kd-z-loss is {self.z_loss}; a coefficient must be a finite number >= 0")
+
+    @property
+    def scale(self) -> float:
+        """The factor in front of the divergence: T^2, or 1."""
+        return self.temperature**2 if self.temperature_squared else 1.0
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A value that changes over training iterations."""
+
+    shape: Literal["constant", "linear", "cosine"]
+    start: float
+    end: float
+    steps: int
+
+    @classmethod
+    def constant(cls, value: float) -> "Schedule":
+        return cls("constant", value, value, 1)
+
+    @classmethod
+    def parse(cls, flag: str, text: str) -> "Schedule":
+        """Read `linear:START:END:STEPS` or `cosine:START:END:STEPS`."""
+        shape, *numbers = text.split(":")
+        try:
+            start, end, steps = float(numbers[0]), float(numbers[1]), int(numbers[2])
+        except (IndexError, ValueError):
+            start = end = steps = None
+        if shape not in ("linear", "cosine") or len(numbers) != 3 or steps is None or steps < 1:
+            raise MkdConfigError(
+                f"{flag} is {text!r}; write constant, linear:START:END:STEPS or cosine:START:END:STEPS, with STEPS >= 1"
+            )
+        return cls(shape, start, end, steps)
+
+    def value(self, iteration: int) -> float:
+        """The value at an iteration counted from 0; END from iteration STEPS on."""
+        done = min(max(iteration / self.steps, 0.0), 1.0)
+        if self.shape == "cosine":
+            done = 0.5 * (1.0 - math.cos(math.pi * done))
+        return self.start + (self.end - self.start) * done
+
+    def __str__(self) -> str:
+        if self.shape == "constant":
+            return f"{self.start:g}"
+        return f"{self.shape} from {self.start:g} to {self.end:g} over {self.steps} iterations"
+
+
+@dataclass(frozen=True, order=True)
+class LayerPair:
+    """A student layer whose output is pulled towards a teacher layer's; both counted from 1."""
+
+    student: int
+    teacher: int
+
+    def __str__(self) -> str:
+        return f"{self.student}:{self.teacher}"
+
+    @classmethod
+    def parse_all(cls, flag: str, text: str) -> tuple["LayerPair", ...]:
+        """Read `S:T,S:T,...`, each pair once."""
+        pairs = []
+        for part in text.split(","):
+            numbers = part.strip().split(":")
+            if len(numbers) != 2 or not all(n.isascii() and n.isdigit() for n in numbers):
+                raise MkdConfigError(
+                    f"{flag} is {text!r}: {part!r} is no pair; write STUDENT:TEACHER,... with layers counted from 1, "
+                    "such as 4:8,8:16"
+                )
+            pair = cls(*map(int, numbers))
+            if pair in pairs:
+                raise MkdConfigError(f"{flag} is {text!r}: the pair {pair} stands there twice")
+            pairs.append(pair)
+        return tuple(pairs)
