@@ -93,7 +93,8 @@ def train(models: Path, name: str, ranks: int, flags: list[str]) -> list[dict]:
     """Run pretrain_kd.py; its metrics, a dictionary an iteration."""
     metrics = models / f"{name.replace(' ', '_').replace(',', '')}.jsonl"
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "pretrain_kd.py"),
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
+        "pretrain_kd.py",
         *("--kd-teacher-hf", str(models / "teacher"), "--kd-student-hf", str(models / "student")),
         *("--kd-ratio", "0.5", "--kd-metrics-file", str(metrics), "--data-path", str(models / "text")),
         *("--tokenizer-type", "NullTokenizer", "--split", "90,10,0", "--seq-length", "1024"),
