@@ -162,5 +162,7 @@ class BlendOfRows(Dataset):
         return self._size
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < self._size:
+            raise IndexError(f"row {index} of {self._size}")
         stream, place = self._shares.locate(int(index))
         return self._streams[stream].row(place)

@@ -55,7 +55,7 @@ class DocumentStore:
         self._documents = IndexedDataset(prefix, mmap=True)
         lengths = self._documents.sequence_lengths
         self._part = part_of(len(lengths), share)
-        self.lengths = lengths[self._part]
+        self.lengths = lengths[self._part].copy()  # the original dies with the IndexedDataset
 
     def read(self, sample: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         ids = self._documents.get(self._part.start + sample, offset=start, length=count)
@@ -96,6 +96,8 @@ class ChatStore:
                 f"{error.filename} is missing, which rank 0 has made: let --data-cache-path show the same files on "
                 "every node"
             ) from error
+        except (ValueError, TypeError) as error:
+            raise MkdDataError(f"{_file(base, 'json')} is broken ({error}): delete it") from error
         bounds = np.memmap(_file(base, "bounds"), np.int64, "r")
         part = part_of(self.facts.conversations, share)
         self._bounds = bounds[part.start : part.stop + 1]

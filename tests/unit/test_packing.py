@@ -172,6 +172,7 @@ def test_a_collated_row_is_a_batch() -> None:
     batch = KDBatch.from_sample(default_collate([unpacked.row(0), unpacked.row(1)]), true_vocab=1000)
     assert batch.packed is None
     assert batch.tokens.shape == (2, ROW)
+    assert int(unpacked.row(0)["length"]) == int(unpacked.row(0)["ce_mask"].sum())
 
 
 def test_packed_and_unpacked_rows_have_the_same_segments() -> None:
