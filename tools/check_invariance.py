@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -216,6 +217,9 @@ def check(args: argparse.Namespace, start: Callable[[list[str], int], tuple[int,
             if status != 0 or not (folder / "metrics.jsonl").is_file():
                 raise MkdConfigError(f"the run on {ranks} ranks ended with status {status}:\n{output[-4000:]}")
         logs = [RunLog.read(str(folder / "metrics.jsonl")) for folder in folders]
+        done = min(len(log.series.get("loss", {})) for log in logs)
+        if done != args.steps:
+            raise MkdConfigError(f"a run took {done} steps, not the {args.steps} of --steps: raise --train-iters")
         differences = compare_logs(*logs, tolerance)
         differences += compare_parameters(*folders, args.steps, tolerance)
     return report(differences, args.ranks)
@@ -241,6 +245,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None, start: Callable[[list[str], int], tuple[int, str]] = torchrun) -> int:
     """Exit status: 0; 1 where the runs differ or one failed."""
     args = parse_arguments(argv)
+    warnings.filterwarnings("ignore")  # megatron's remarks on packages that only training on GPUs needs
     same = []
     return exit_status(lambda: same.append(check(args, start))) or int(not same[0])
 

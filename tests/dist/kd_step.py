@@ -23,14 +23,13 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron.training.models import GPTModelBuilder
 from torch import Tensor, nn
 
-from mkd import step
 from mkd.arguments import default_arguments
 from mkd.config import HiddenLossType, KDConfig
 from mkd.cpu.flags import set_cpu_values
 from mkd.flag_checks import length_multiple
 from mkd.groups import Groups
 from mkd.hidden_layers import HiddenLayers
-from mkd.losses import LossOptions, LossOutput
+from mkd.losses import LossOptions
 from mkd.models.gpt import gpt_config
 from mkd.schedule import TeacherThenStudent
 from mkd.step import ForwardStep
@@ -223,22 +222,6 @@ def gradients(chunks: list[nn.Module]) -> list[Part]:
     for parameter, value in values:
         parameter.data = value
     return found
-
-
-def step_with_doubled_gradient(rank: int, world_size: int, layout: Layout, models: Models) -> dict[str, Any]:
-    """`kd_step` with the fault of several shipping systems: the right loss, and a gradient tp = 2 times too large."""
-    right = step.fused_linear_loss
-
-    def wrong(*args: Any, **options: Any) -> LossOutput:
-        # mkd would notice: the gradient that comes is not the one that was announced
-        output = right(*args, **{**options, "upstream": None})
-        return LossOutput(2.0 * output.loss - output.loss.detach(), output.ce, output.kd)
-
-    step.fused_linear_loss = wrong
-    try:
-        return kd_step(rank, world_size, layout, models)
-    finally:
-        step.fused_linear_loss = right
 
 
 def kd_step(rank: int, world_size: int, layout: Layout, models: Models) -> dict[str, Any]:
