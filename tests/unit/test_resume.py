@@ -6,32 +6,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.validation import save_integrity_manifest, verify_integrity_manifest
 
 from mkd.checkpoint.durable import replacing
-from mkd.checkpoint.integrity import INTEGRITY, changed_files, file_hash, find_damage, write_manifest
+from mkd.checkpoint.integrity import INTEGRITY, changed_files, find_damage
 from mkd.checkpoint.megatron_folder import TRACKER
 from mkd.checkpoint.resume import changed_settings, check_same_job, check_teacher, choose, settle
 from mkd.errors import MkdCheckpointError, MkdConfigError
+from tests.torch_dist_folders import SHARD, flip_a_byte, name_of, truncate, write_checkpoint
 
-SHARD = "__0_0.distcp"
 STEPS = (2, 4, 6)
-
-
-def name_of(step: int) -> str:
-    return f"iter_{step:07d}"
-
-
-def write_checkpoint(folder: Path, value: float) -> None:
-    """A small torch_dist folder with hashes, in the order of a save."""
-    state = {"decoder.weight": torch.full((64, 32), value), "decoder.bias": torch.full((64,), value)}
-    dcp.save(state, checkpoint_id=folder, no_dist=True)
-    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
-    write_manifest(folder, {path.name: file_hash(path) for path in folder.glob("*.distcp")})
 
 
 @pytest.fixture
@@ -58,16 +44,6 @@ def listing(folder: Path) -> dict[str, bytes | None]:
 def settled(save: Path, own: bool = True, check_content: bool = True, step: int | None = None) -> str | None:
     choice = choose(save, own=own, step=step)
     return settle(choice, own=own, step=step, check_content=check_content).name
-
-
-def flip_a_byte(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {

@@ -1,0 +1,173 @@
+"""mkd's part in megatron's saving and loading: when it is called, and that upstream still needs it."""
+
+import ast
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TextIO
+
+import pytest
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.training import checkpointing, training
+from torch.distributed.checkpoint.api import CheckpointException
+
+from mkd import compat
+from mkd.checkpoint.durable import replacing
+from mkd.checkpoint.megatron_folder import TRACKER
+from mkd.errors import MkdCheckpointError
+
+
+def names_called_in(module: object) -> set[str]:
+    nodes = [node.func for node in ast.walk(ast.parse(inspect.getsource(module))) if isinstance(node, ast.Call)]
+    return {ast.unparse(node) for node in nodes}
+
+
+def test_upstream_calls_what_the_hooks_replace_by_these_names() -> None:
+    called = names_called_in(checkpointing)
+    assert {"dist_checkpointing.save", "schedule_async_save", "maybe_msc.open", "read_metadata"} <= called
+    assert {"save_checkpoint", "load_checkpoint"} <= names_called_in(training)
+    assert "self.async_save" in names_called_in(inspect.getmodule(TorchDistSaveShardedStrategy))
+
+
+def test_upstream_writes_the_tracker_in_place() -> None:
+    assert "with maybe_msc.open(tracker_filename, 'w') as f:" in inspect.getsource(checkpointing.save_checkpoint)
+
+
+def test_upstream_leaves_the_files_of_an_earlier_attempt() -> None:
+    source = inspect.getsource(serialization.save)
+    assert "Overwriting old incomplete" in source
+    assert "rmtree" not in source
+    assert "unlink" not in source
+
+
+def test_upstream_ends_with_status_0_on_a_tracker_that_it_cannot_read(tmp_path: Path) -> None:
+    (tmp_path / TRACKER).write_text("")
+    with pytest.raises(SystemExit) as caught:
+        checkpointing.read_metadata(str(tmp_path / TRACKER))
+    assert not caught.value.code
+    with compat.tracker_says(4):
+        assert checkpointing.read_metadata(str(tmp_path / TRACKER)) == (4, False)
+    with compat.tracker_says(None):
+        assert checkpointing.read_metadata(str(tmp_path / TRACKER)) == (0, True)
+    with pytest.raises(SystemExit):
+        checkpointing.read_metadata(str(tmp_path / TRACKER))
+
+
+class Recorder:
+    """Hooks that note what they are told."""
+
+    def __init__(self, calls: list) -> None:
+        self._calls = calls
+
+    def before(self, folder: Path) -> None:
+        self._calls.append(("before", folder))
+
+    def writer(self, write: Callable[..., None]) -> Callable[..., None]:
+        return lambda *args: (self._calls.append("writer"), write(*args))
+
+    def written(self, folder: Path) -> None:
+        self._calls.append(("written", folder))
+
+    def published(self) -> None:
+        self._calls.append("published")
+
+    def replacing(self, tracker: Path) -> AbstractContextManager[TextIO]:
+        self._calls.append(("tracker", tracker))
+        return replacing(tracker)
+
+
+@pytest.fixture
+def saving(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[list, SimpleNamespace]:
+    """(the calls that happen, megatron's arguments) with stand-ins for what writes, and the hooks in place."""
+    calls: list = []
+    args = SimpleNamespace(async_save=False)
+    folder = tmp_path / "iter_0000002"
+    strategy = TorchDistSaveShardedStrategy()
+
+    def request(self: object, *given: object) -> AsyncRequest:
+        return AsyncRequest(lambda rank, buckets: calls.append("shards"), (0, []), [lambda: calls.append("index")])
+
+    def save(state: object, path: str, *given: object) -> AsyncRequest | None:
+        made = strategy.async_save(state, path)
+        if args.async_save:
+            return made
+        made.async_fn(*made.async_fn_args)
+        made.finalize_fns[0]()
+        return None
+
+    def save_checkpoint(*given: object) -> None:
+        made = dist_checkpointing.save({}, str(folder))
+
+        def track() -> None:
+            with checkpointing.maybe_msc.open(str(tmp_path / TRACKER), "w") as file:
+                file.write("2")
+
+        if made is None:
+            track()
+        else:
+            made.add_finalize_fn(track)
+            checkpointing.schedule_async_save(made)
+
+    def schedule(made: AsyncRequest) -> None:
+        calls.append("scheduled")
+        made.async_fn(*made.async_fn_args)
+        for finalize in made.finalize_fns:
+            finalize()
+
+    monkeypatch.setattr(TorchDistSaveShardedStrategy, "async_save", request)
+    monkeypatch.setattr(dist_checkpointing, "save", save)
+    monkeypatch.setattr(checkpointing, "save_checkpoint", save_checkpoint)
+    monkeypatch.setattr(checkpointing, "schedule_async_save", schedule)
+    monkeypatch.setattr(checkpointing, "maybe_msc", checkpointing.maybe_msc)
+    monkeypatch.setattr(training, "save_checkpoint", None)
+    monkeypatch.setattr(training, "load_checkpoint", None)
+    monkeypatch.setattr(training, "get_args", lambda: args)
+    compat.install_checkpoint_hooks(Recorder(calls))
+    return calls, args
+
+
+def test_order_of_a_save(saving: tuple[list, SimpleNamespace], tmp_path: Path) -> None:
+    calls, args = saving
+    folder = tmp_path / "iter_0000002"
+    whole = ["writer", "shards", "index", ("written", folder), ("tracker", tmp_path / TRACKER), "published"]
+    training.save_checkpoint()
+    assert calls == [("before", folder), *whole]
+    assert (tmp_path / TRACKER).read_text() == "2"
+    calls.clear()
+    args.async_save = True
+    training.save_checkpoint()
+    assert calls == [("before", folder), "scheduled", *whole]
+
+
+def test_other_files_are_opened_as_before(saving: tuple[list, SimpleNamespace], tmp_path: Path) -> None:
+    with checkpointing.maybe_msc.open(str(tmp_path / "other"), "w") as file:
+        file.write("x")
+    (tmp_path / TRACKER).write_text("7")
+    with checkpointing.maybe_msc.open(str(tmp_path / TRACKER), "r") as file:
+        assert file.read() == "7"
+    assert checkpointing.maybe_msc.os.path.isfile(str(tmp_path / "other"))
+    assert saving[0] == []
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (SystemExit(), "megatron refuses the checkpoint in --load"),
+        (AssertionError("num_layers value"), "cannot be loaded: AssertionError: num_layers value"),
+        (RuntimeError("two\nlines"), "cannot be loaded: RuntimeError: two lines"),
+        (CheckpointException("read", {3: (EOFError("short"), None)}), "cannot be loaded: EOFError: short"),
+    ],
+)
+def test_a_load_that_fails_is_an_error_of_mkd(error: BaseException, words: str) -> None:
+    def load() -> None:
+        raise error
+
+    with pytest.raises(MkdCheckpointError, match=words) as caught:
+        compat._load_or_refuse(load)()
+    assert "\n" not in str(caught.value)
+    assert compat._load_or_refuse(lambda: (7, 0))() == (7, 0)
