@@ -1,0 +1,93 @@
+"""Chat files and packed rows from the command line: resume, layouts, the first line of the log, broken files."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.chats import MARKED, chat_tokenizer, talk, write_lines
+from tests.e2e.small_job import SmallJob, make_small_job, run, text
+from tests.e2e.test_pretrain import assert_same_weights, cut_back, steps, trained
+from tests.tolerance import GRADIENT
+
+FOUR = {"--train-iters": 4, "--lr-decay-iters": 4, "--save-interval": 2}
+CP2 = {"--context-parallel-size": 2}
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> SmallJob:
+    """With a chat template beside the student's tokenizer, and conversations."""
+    job = make_small_job(tmp_path_factory.mktemp("chat"))
+    chat_tokenizer(job.student, MARKED)
+    draw, words = random.Random(0), text().split()
+    chats = [
+        talk(*(" ".join(draw.choices(words, k=draw.randrange(1, 12))) for _ in range(draw.choice([2, 3, 4]))))
+        for _ in range(120)
+    ]
+    write_lines(job.root / "chat.jsonl", [{"messages": messages} for messages in chats])
+    return job
+
+
+def packed(job: SmallJob, **changes: Any) -> dict[str, Any]:
+    """A blend of documents and conversations in packed rows."""
+    return {
+        "--data-path": [0.3, job.data, 0.7, job.root / "chat.jsonl"],
+        "--kd-packing": "best_fit",
+        "--kd-packing-multiple": 8,
+        "--kd-mask": "all",
+        "--seq-length": 64,
+        **FOUR,
+        **changes,
+    }
+
+
+@pytest.fixture(scope="module")
+def four_steps(job: SmallJob, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    save = tmp_path_factory.mktemp("four") / "save"
+    return save, trained(job, packed(job, **{"--save": save, "--load": save}))
+
+
+def test_resume_of_packed_chats_is_bit_equal(job: SmallJob, four_steps: tuple[Path, Any], tmp_path: Path) -> None:
+    """Also where a process of its own reads the rows ahead."""
+    save, whole = four_steps
+    resumed = cut_back(save, tmp_path / "save", 2)
+    result = trained(job, packed(job, **{"--save": resumed, "--load": resumed, "--num-workers": 1}), by_itself=True)
+    assert [line["iteration"] for line in steps(result)] == [1, 2, 3, 4]
+    assert steps(result) == steps(whole)
+    assert_same_weights(save, resumed)
+
+
+def test_packed_chats_on_two_context_parallel_ranks(
+    job: SmallJob, four_steps: tuple[Path, Any], tmp_path: Path
+) -> None:
+    metrics = {"--kd-metrics-file": tmp_path / "m.jsonl", "--save-interval": None}
+    result = trained(job, packed(job, **CP2, **metrics), ranks=2)
+    for seen, expected in zip(steps(result), steps(four_steps[1]), strict=True):
+        for key in ("loss", "ce", "kd", "grad_norm"):
+            assert seen[key] == pytest.approx(expected[key], rel=GRADIENT), (seen["iteration"], key)
+
+
+def test_a_dry_run_reads_all_data(job: SmallJob) -> None:
+    done = run(job.flags(packed(job, **{"--kd-dry-run": True})))
+    assert done.status == 0, done.errors
+    assert "mkd: rows       packed, padded to multiples of 8" in done.output
+    assert "chat.jsonl: 108 samples in" in done.output
+
+    lines = (job.root / "chat.jsonl").read_text().splitlines() * 40
+    broken = job.root / "broken.jsonl"
+    broken.write_text("\n".join([*lines, '{"messages": [{"role": "robot"}]}']) + "\n")
+    done = run(job.flags(packed(job, **{"--kd-dry-run": True, "--data-path": broken})))
+    assert done.status == 1
+    assert f"error: {broken}, line {len(lines) + 1}: message 1 of messages has the role 'robot'" in done.errors
+
+
+def test_a_row_for_each_conversation(job: SmallJob, tmp_path: Path) -> None:
+    changes = {
+        "--data-path": job.root / "chat.jsonl",
+        "--kd-packing": "none",
+        "--kd-metrics-file": tmp_path / "m.jsonl",
+    }
+    result = trained(job, packed(job, **changes, **{"--save-interval": None}))
+    assert all(line["loss"] > 0 for line in steps(result))
+    assert "mkd: rows       one sample each" in result.output
