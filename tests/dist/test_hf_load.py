@@ -130,3 +130,38 @@ def refusal(rank, world_size, path, changes):
 def test_model_of_another_shape(gloo_pool, folders, changes, words):
     (message,) = gloo_pool(1).run(refusal, folders["untied"], changes)
     assert all(word in message for word in words), message
+
+
+def kept_rows(rank, world_size, path, vocab, tp):
+    folder = HFFolder(path, FLAG)
+    with layout(tp, 1):
+        chunks = build_chunks(read_architecture(folder)[1], padded_vocab_size=128)
+        load_hf_weights(chunks, folder, vocab)
+        return chunks[0].output_layer.weight.detach(), chunks[0].embedding.word_embeddings.weight.detach()
+
+
+def test_rows_of_tokens_that_nobody_uses_are_left_out(gloo_pool, folders):
+    """The folder has 131 tokens and a model of 128 rows has no room for the last three, which are never used."""
+    weights = read_weights(folders["untied"])
+    shards = gloo_pool(2).run(kept_rows, folders["untied"], 120, 2)
+    for n, name in enumerate(("lm_head.weight", "model.embed_tokens.weight")):
+        whole = torch.cat([shard[n] for shard in shards])
+        assert torch.equal(whole[:120], weights[name][:120])
+        assert whole[120:].count_nonzero() == 0
+
+
+def read_and_held(rank, world_size, path, tp, pp):
+    folder = HFFolder(path, FLAG)
+    with layout(tp, pp):
+        chunks = build_chunks(read_architecture(folder)[1])
+        load_hf_weights(chunks, folder)
+        params = dict(chunks[0].named_parameters())
+        vocab = sum(p.nbytes for name, p in params.items() if "embedding" in name or "output_layer" in name)
+        return folder.bytes_read, sum(p.nbytes for p in params.values()), vocab
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (2, 2)])
+def test_a_rank_reads_what_it_holds_and_no_more(gloo_pool, folders, tp, pp):
+    for rank, (read, held, vocab) in enumerate(gloo_pool(tp * pp).run(read_and_held, folders["untied"], tp, pp)):
+        padding = 0 if vocab == 0 else vocab - vocab * (128 if rank % tp == 0 else 3) // 128
+        assert read == held - padding

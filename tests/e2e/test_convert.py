@@ -157,3 +157,68 @@ def test_outputs_are_not_overwritten(folders):
         1,
         f"error: --hf {original} exists and is not empty; give a new folder, or remove it",
     )
+
+
+def test_verify_sees_a_difference_and_none(folders, tmp_path):
+    original, checkpoint = folders["untied fp32 in shards"]
+    words = ("verify", "--load", checkpoint, "--rows", "2", "--length", "16")
+    done = convert(*words, "--hf", original)
+    assert done.status == 0, done.errors
+    assert "32 tokens, fp32: max error of a logit" in done.output and "perplexity: " in done.output
+    other = make_llama(tmp_path / "hf", rope_parameters={**LLAMA3_ROPE, "factor": 8.0}, rms_norm_eps=1e-2)
+    done = convert(*words, "--hf", other)
+    assert done.status == 1
+    assert "a logit differs by" in done.errors and "--tolerance 0.001" in done.errors
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--rows", "0"), "--rows is 0"),
+        (("--text", "absent.txt"), "--text absent.txt does not exist"),
+    ],
+)
+def test_verify_names_a_flag(folders, words, message):
+    original, checkpoint = folders["untied fp32 in shards"]
+    done = convert("verify", "--load", checkpoint, "--hf", original, *words)
+    assert (done.status, message in done.errors) == (1, True), done.errors
+
+
+def test_inspect(folders):
+    original, checkpoint = folders["tied bf16"]
+    for flag, folder in (("--hf", original), ("--load", checkpoint)):
+        done = convert("inspect", flag, folder)
+        assert done.status == 0, done.errors
+        facts = dict(line.split(maxsplit=1) for line in done.output.splitlines() if line.split()[0] != "key-value")
+        assert facts["architecture"] == "LlamaForCausalLM"
+        assert (facts["layers"], facts["width"], facts["tokens"], facts["embeddings"]) == ("2", "48", "131", "tied")
+        assert "bfloat16" in facts["weights"] and "float32" not in facts["weights"]
+
+
+def test_architecture_by_name(folders, checkpoint, tmp_path):
+    original, _ = folders["untied fp32 in shards"]
+    stored = MegatronFolder(checkpoint, "--load")
+    with pytest.raises(MkdCheckpointError, match=r"is of LlamaForCausalLM, not of MistralForCausalLM"):
+        export_hf(stored, tmp_path / "out", architecture="MistralForCausalLM")
+    shutil.rmtree(checkpoint / "hf_assets")
+    with pytest.raises(MkdCheckpointError, match=r"known architectures: .*MistralForCausalLM"):
+        export_hf(stored, tmp_path / "out", architecture="Mistral")
+    with pytest.raises(MkdCheckpointError, match=r"Qwen3ForCausalLM has --qk-layernorm True"):
+        export_hf(stored, tmp_path / "out", architecture="Qwen3ForCausalLM")
+    export_hf(stored, tmp_path / "out", architecture="MistralForCausalLM")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["MistralForCausalLM"]
+    assert torch.equal(reference_logits(tmp_path / "out", TOKENS), reference_logits(original, TOKENS))
+
+
+def test_model_card(checkpoint, tmp_path):
+    plan = {"teacher": "4 layers x 48", "student": "2 layers | 32", "loss": "(1 - R) CE + R KD"}
+    (checkpoint / "kd_config.json").write_text(json.dumps({"kd": {}, "plan": plan}))
+    lines = [{"iteration": 1, "loss": 3.0, "tokens": 1000}, {"iteration": 2, "loss": 2.5, "tokens": 2000}]
+    lines += [{"iteration": 2, "valid_kd": 0.25}]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (checkpoint / "metrics.jsonl").write_text(text + '{"iteration": 3, "lo')  # a run that was killed
+    export_hf(MegatronFolder(checkpoint, "--load"), tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    for words in ("| teacher | 4 layers x 48 |", "2 layers \\| 32", "| tokens | 2,000 |", "| `loss` | 2.5000 |"):
+        assert words in card, card
+    assert "| `valid_kd` | 0.2500 |" in card and "3.0000" not in card

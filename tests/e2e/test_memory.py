@@ -54,7 +54,9 @@ from mkd.checkpoint.hf_check import read_architecture
 from mkd.checkpoint.hf_folder import HFFolder
 from mkd.checkpoint.hf_load import load_hf_weights
 from tests.dist.gpt_models import build_from_arguments, layout
-dist.init_process_group("fake", store=FakeStore(), rank=27, world_size=64)
+new_group = dist.new_group.__wrapped__
+dist.new_group = lambda *args, **options: new_group(*args, **{**options, "backend": "fake", "pg_options": None})
+dist.init_process_group.__wrapped__("fake", store=FakeStore(), rank=27, world_size=64)
 folder = HFFolder(sys.argv[1], "--hf")
 with layout(8, 8):
     chunks = build_from_arguments(read_architecture(folder)[1], dtype=torch.bfloat16)
@@ -75,7 +77,7 @@ def test_70b_folder_is_read_by_one_rank_of_64(tmp_path):
     folder = make_sparse(tmp_path / "hf", LLAMA_70B)
     output, peak = run(ONE_RANK_OF_A_LAYOUT, folder)
     own = int(output) / GIB
-    assert 2.0 < own < 2.5  # 1/64 of 131 GiB
+    assert 1.9 < own < 2.5  # ten of 80 layers, an eighth of each; the whole folder is 131 GiB
     assert peak < own + 1.5, f"{peak:.2f} GiB for {own:.2f} GiB of parameters"
 
 

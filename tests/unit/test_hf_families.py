@@ -1,10 +1,12 @@
 """config.json to Megatron arguments and back."""
 
+import re
+
 import pytest
 from transformers import LlamaConfig
 
 from mkd.arguments import default_arguments
-from mkd.checkpoint.hf_families import FAMILIES, LLAMA, family_of
+from mkd.checkpoint.hf_families import FAMILIES, LLAMA, UNSUPPORTED, family_of
 from mkd.errors import MkdCheckpointError
 from tests.hf_folders import LLAMA3_ROPE, SIZES
 
@@ -161,3 +163,64 @@ def test_config_round_trip(rope, groups):
 def test_arguments_without_a_llama_form_are_named(name, value):
     with pytest.raises(MkdCheckpointError, match="--" + name.replace("_", "-")):
         LLAMA.hf_config({**args_of(), name: value})
+
+
+QWEN3_MOE = {
+    **CONFIG,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
+
+
+def test_experts():
+    args = family_of(QWEN3_MOE).megatron_args(QWEN3_MOE)
+    expected = {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 24, "moe_router_pre_softmax": False}
+    assert {name: args[name] for name in expected} == expected
+    renamed = {**QWEN3_MOE, "num_local_experts": 8, "num_experts": None}  # as transformers 5 writes it
+    assert family_of(renamed).megatron_args(renamed) == args
+
+
+def test_window_counts_the_token_itself():
+    config = {**CONFIG, "architectures": ["MistralForCausalLM"], "sliding_window": 8}
+    assert family_of(config).megatron_args(config)["window_size"] == (7, 0)
+    del config["sliding_window"]
+    assert family_of(config).megatron_args(config)["window_size"] is None
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "value"),
+    [
+        ("Qwen2ForCausalLM", "use_sliding_window", True),
+        ("Qwen3ForCausalLM", "attention_bias", True),
+        ("Phi3ForCausalLM", "partial_rotary_factor", 1.5),
+        ("Phi3ForCausalLM", "resid_pdrop", 0.1),
+        ("MistralForCausalLM", "sliding_window", 0),
+        ("Qwen3MoeForCausalLM", "decoder_sparse_step", 2),
+        ("Qwen3MoeForCausalLM", "mlp_only_layers", [0]),
+        ("Qwen3MoeForCausalLM", "num_experts_per_tok", 9),
+        ("MixtralForCausalLM", "router_jitter_noise", 0.1),
+    ],
+)
+def test_what_a_family_does_not_compute_is_named(architecture, key, value):
+    config = {**QWEN3_MOE, "architectures": [architecture], key: value}
+    with pytest.raises(MkdCheckpointError, match=re.escape(f'"{key}" is {value!r}')):
+        family_of(config).megatron_args(config)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.architectures[0])
+def test_every_family_writes_the_config_that_it_reads(family):
+    config = {**QWEN3_MOE, "architectures": [family.architectures[0]], "sliding_window": None}
+    args = family.megatron_args(config)
+    written = family.hf_config(args)
+    assert family_of(written) is family
+    assert family.megatron_args(written) == args
+    assert args.keys() <= vars(default_arguments()).keys()
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_architecture_that_megatron_cannot_compute(name):
+    with pytest.raises(MkdCheckpointError, match=rf"{name}.*{re.escape(UNSUPPORTED[name])}"):
+        family_of({**CONFIG, "architectures": [name]})
