@@ -32,29 +32,43 @@ def weighted(weight, logarithm):
 
 
 @triton.jit
-def natural_log(x):
-    """To 2^-22 or one in 2^22: triton's own log2 is exact to the last bit, in 20 instructions instead of 1."""
+def fast_log2(x):
+    """To 2^-22, and exact at 1: triton's own is exact to the last bit, in 20 instructions instead of 1."""
     if INTERPRETED:
         log2 = tl.log2(x)
     else:
         log2 = tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
-    return log2 * LN_2
+    return log2
 
 
 @triton.jit
-def density_of(DIVERGENCE: tl.constexpr, log_q, log_p, share):
-    """See divergences.py; logarithms are natural, `share` is beta or skew."""
-    q = tl.exp2(log_q * LOG2_E)
-    p = tl.exp2(log_p * LOG2_E)
+def ratios_to_mixture(s, t, share_of_p):
+    """log2 of p / m and of q / m, where m = share_of_p p + (1 - share_of_p) q.
+
+    Relative to the larger of p and q, so that nothing overflows and the logarithms of equal probabilities are 0.
+    """
+    d = t - s
+    smaller = tl.exp2(-tl.abs(d))
+    log_m = fast_log2(
+        tl.where(d >= 0, share_of_p + (1.0 - share_of_p) * smaller, share_of_p * smaller + (1.0 - share_of_p))
+    )
+    return tl.minimum(d, 0.0) - log_m, -tl.maximum(d, 0.0) - log_m
+
+
+@triton.jit
+def density_of(DIVERGENCE: tl.constexpr, s, t, q, p, share):
+    """See divergences.py; s and t are log2 of q and p, `share` is beta or skew."""
     if DIVERGENCE == "jsd":
-        log_m = natural_log(share * p + (1.0 - share) * q)
-        density = share * weighted(p, log_p - log_m) + (1.0 - share) * weighted(q, log_q - log_m)
+        p_to_m, q_to_m = ratios_to_mixture(s, t, share)
+        density = (share * weighted(p, p_to_m) + (1.0 - share) * weighted(q, q_to_m)) * LN_2
     elif DIVERGENCE == "skew_forward_kl":
-        density = weighted(p, log_p - natural_log(share * p + (1.0 - share) * q))
+        p_to_m, _ = ratios_to_mixture(s, t, share)
+        density = weighted(p, p_to_m) * LN_2
     elif DIVERGENCE == "skew_reverse_kl":
-        density = weighted(q, log_q - natural_log(share * q + (1.0 - share) * p))
+        _, q_to_m = ratios_to_mixture(s, t, 1.0 - share)
+        density = weighted(q, q_to_m) * LN_2
     else:
         tl.static_assert(DIVERGENCE == "tvd", "no density for this divergence")
         density = 0.5 * tl.abs(p - q)
@@ -62,19 +76,21 @@ def density_of(DIVERGENCE: tl.constexpr, log_q, log_p, share):
 
 
 @triton.jit
-def slope_of(DIVERGENCE: tl.constexpr, log_q, log_p, q, p, share):
-    """See divergences.py; q and p are e^log_q and e^log_p, rounded alike: where the models agree, tvd's sign is 0."""
+def slope_of(DIVERGENCE: tl.constexpr, s, t, q, p, share):
+    """See divergences.py; s and t are log2 of q and p, which are rounded alike: where they agree, tvd's sign is 0."""
     if DIVERGENCE == "forward_kl":
         slope = -p
     elif DIVERGENCE == "reverse_kl":
-        slope = weighted(q, log_q - log_p)
+        slope = weighted(q, (s - t) * LN_2)
     elif DIVERGENCE == "jsd":
-        slope = (1.0 - share) * weighted(q, log_q - natural_log(share * p + (1.0 - share) * q))
+        _, q_to_m = ratios_to_mixture(s, t, share)
+        slope = (1.0 - share) * weighted(q, q_to_m * LN_2)
     elif DIVERGENCE == "skew_forward_kl":
-        slope = tl.where(q > 0, (share - 1.0) * q * p / (share * p + (1.0 - share) * q), 0.0)
+        p_to_m, _ = ratios_to_mixture(s, t, share)
+        slope = (share - 1.0) * weighted(q, tl.exp2(p_to_m))
     elif DIVERGENCE == "skew_reverse_kl":
-        m = share * q + (1.0 - share) * p
-        slope = weighted(q, log_q - natural_log(m) - share * q / m)
+        _, q_to_m = ratios_to_mixture(s, t, 1.0 - share)
+        slope = weighted(q, q_to_m * LN_2 - share * tl.exp2(q_to_m))
     else:
         tl.static_assert(DIVERGENCE == "tvd", "no slope for this divergence")
         sign = (q > p).to(tl.float32) - (q < p).to(tl.float32)

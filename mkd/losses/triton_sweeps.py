@@ -8,7 +8,7 @@ are what one thread loads at once, so that a sweep has no barrier and needs one 
 import triton
 import triton.language as tl
 
-from mkd.losses.triton_math import LEAST, LN_2, LOG2_E, density_of, logits_of, slope_of, weighted
+from mkd.losses.triton_math import LEAST, LOG2_E, density_of, logits_of, slope_of, weighted
 
 RUN = tl.constexpr(8)
 
@@ -120,11 +120,11 @@ def second_sums(
         there = offsets < COLUMNS
         z = logits_of(tl.load(student + offsets, there, other=float("-inf")), STUDENT_SCALE, STUDENT_SOFTCAP)
         u = logits_of(tl.load(teacher + offsets, there, other=float("-inf")), TEACHER_SCALE, TEACHER_SOFTCAP)
-        log_q = ((z - m) * to_log2 - log_mass_q) * LN_2
-        log_p = ((u - n) * to_log2 - log_mass_p) * LN_2
-        density += tl.sum(density_of(DIVERGENCE, log_q, log_p, share), 1)
-        q, p = tl.exp2(log_q * LOG2_E), tl.exp2(log_p * LOG2_E)
-        slope += tl.sum(slope_of(DIVERGENCE, log_q, log_p, q, p, share), 1)
+        s = (z - m) * to_log2 - log_mass_q
+        t = (u - n) * to_log2 - log_mass_p
+        q, p = tl.exp2(s), tl.exp2(t)
+        density += tl.sum(density_of(DIVERGENCE, s, t, q, p, share), 1)
+        slope += tl.sum(slope_of(DIVERGENCE, s, t, q, p, share), 1)
     return tl.sum(density, 0), tl.sum(slope, 0)
 
 
@@ -170,7 +170,7 @@ def gradient_of(
     if HAS_KD:
         t = (u - n) * to_log2 - log_mass_p
         p = tl.exp2(t)
-        of_row = slope_of(DIVERGENCE, s * LN_2, t * LN_2, q, p, share) - q * slope_sum
+        of_row = slope_of(DIVERGENCE, s, t, q, p, share) - q * slope_sum
         gradient += tl.where(of_kd != 0, of_kd * of_row, 0.0)
     if STUDENT_SOFTCAP > 0:
         gradient *= 1.0 - (z / STUDENT_SOFTCAP) * (z / STUDENT_SOFTCAP)
