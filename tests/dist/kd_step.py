@@ -8,8 +8,9 @@ import hashlib
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -99,6 +100,7 @@ class Models:
     """Whether the student's activations are recomputed in the backward pass."""
     loss_scale: float = 1.0
     teacher_moe: bool = False
+    teacher_layers: int = TEACHER["num_layers"]
     aux_loss: float = 0.0
     """Coefficient of the student's load-balancing loss."""
     masks: MaskName = "same"
@@ -110,9 +112,10 @@ class Models:
         """Sizes of the teacher."""
         if self.teacher_is_student:
             return self.student
+        teacher = TEACHER | {"num_layers": self.teacher_layers}
         if self.teacher_moe:
-            return TEACHER | MOE_TEACHER
-        return TEACHER | {"hidden_size": STUDENT["hidden_size"]} if self.same_width else TEACHER
+            return teacher | MOE_TEACHER
+        return teacher | {"hidden_size": STUDENT["hidden_size"]} if self.same_width else teacher
 
     @property
     def student(self) -> dict[str, Any]:
@@ -135,9 +138,15 @@ class Models:
         )
 
 
+@cache
+def _default_arguments() -> Namespace:
+    """Building megatron's parser takes longer than a step of these models."""
+    return default_arguments()
+
+
 def model_arguments(sizes: dict[str, Any], layout: Layout, tied: bool) -> Namespace:
     """Megatron arguments of a Llama-like model in fp32 without dropout."""
-    args = default_arguments()
+    args = copy(_default_arguments())
     values = dict(
         group_query_attention=True,
         swiglu=True,
