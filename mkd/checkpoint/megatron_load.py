@@ -1,9 +1,11 @@
 """From a Megatron `torch_dist` checkpoint into the parameters of a frozen model, whatever layout it was saved in."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.utils import unwrap_model
 from torch import nn
@@ -23,6 +25,7 @@ def load_megatron_weights(chunks: Sequence[nn.Module], folder: MegatronFolder) -
     path = str(folder.iteration_dir)
     wanted = model.sharded_state_dict(metadata=dist_checkpointing.load_content_metadata(path))
     wanted = {key: value for key, value in wanted.items() if not key.endswith("_extra_state")}
+    _follow_layer_spec(wanted, folder)
     try:
         loaded = dist_checkpointing.load(wanted, path, strict=StrictHandling.RAISE_UNEXPECTED)
     except (CheckpointingException, CheckpointException, KeyError, ValueError, RuntimeError) as error:
@@ -31,3 +34,18 @@ def load_megatron_weights(chunks: Sequence[nn.Module], folder: MegatronFolder) -
     missing = [name for name in missing if not name.endswith("_extra_state")]
     if missing:
         raise folder.error(f"no weights for {', '.join(missing)}")
+
+
+# The norm before a mixture of experts, as megatron-core 0.19 saves it from Transformer Engine's and from local layers
+_MOE_NORM = ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
+
+
+def _follow_layer_spec(wanted: dict[str, Any], folder: MegatronFolder) -> None:
+    """Ask for a norm under the name that the checkpoint has, where it was saved from layers of the other kind."""
+    stored = folder.metadata.state_dict_metadata
+    for value in wanted.values():
+        for own, other in (_MOE_NORM, _MOE_NORM[::-1]):
+            if isinstance(value, ShardedTensor) and value.key.endswith(own) and value.key not in stored:
+                renamed = value.key.removesuffix(own) + other
+                if renamed in stored:
+                    value.key = renamed
