@@ -39,8 +39,7 @@ def main() -> None:
     args = job.args
     job.print_plan()
     if job.kd.dry_run:
-        if job.has_own_rows and args.rank == 0:
-            job.datasets()
+        job.check_all_data()
         return
 
     initialize_megatron()

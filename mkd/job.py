@@ -160,6 +160,11 @@ class Job:
             rows=self._row_sets(config) if self.has_own_rows else None,
         )
 
+    def check_all_data(self) -> None:
+        """Tokenize chat files and plan rows without ranks: what a dry run can do beyond `from_command_line`."""
+        if self.has_own_rows and self.args.rank == 0:
+            self.datasets()
+
     @property
     def has_own_rows(self) -> bool:
         """Whether rows are made of whole samples, and not by Megatron's concatenation of documents."""

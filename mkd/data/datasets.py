@@ -19,8 +19,8 @@ from mkd.errors import MkdDataError
 
 # More than any run evaluates.
 _EVALUATIONS = 1_000_000
-# Tokens looked at when nothing beside the data says how large its ids are.
-_PROBE_TOKENS = 1 << 22
+# When nothing beside the data says how large its ids are: so many places are looked at, so many tokens at each.
+_PROBES, _PROBE_TOKENS = 256, 1 << 18
 
 
 def check_data(prefixes: Iterable[str], true_vocab: int, tokenizer_hash: str | None) -> None:
@@ -49,7 +49,7 @@ def check_data(prefixes: Iterable[str], true_vocab: int, tokenizer_hash: str | N
                 f"--data-path {prefix}: {prefix}.json says that the data was made with another tokenizer than the "
                 "model's; run tools/preprocess.py with --tokenizer-model set to the model's folder"
             )
-        largest = _largest_of_first_tokens(prefix, dtype) if facts is None else facts.max_token_id
+        largest = _largest_token_seen(prefix, dtype) if facts is None else facts.max_token_id
         if largest >= true_vocab:
             raise MkdDataError(
                 f"--data-path {prefix} has token id {largest}, but the model's vocabulary has {true_vocab} tokens: the "
@@ -120,9 +120,11 @@ def check_splits(config: GPTDatasetConfig, evaluates: bool) -> None:
                 )
 
 
-def _largest_of_first_tokens(prefix: str, dtype: np.dtype) -> int:
-    """For data that another tool made: looks at the first few million tokens."""
-    return int(np.memmap(f"{prefix}.bin", dtype, "r")[:_PROBE_TOKENS].max())
+def _largest_token_seen(prefix: str, dtype: np.dtype) -> int:
+    """For data that another tool made: looks at all tokens of a small file, and all over a large one."""
+    tokens = np.memmap(f"{prefix}.bin", dtype, "r")
+    step = max(len(tokens) // _PROBES, _PROBE_TOKENS)
+    return max(int(tokens[start : start + _PROBE_TOKENS].max()) for start in range(0, len(tokens), step))
 
 
 class SameSamples(Dataset):
