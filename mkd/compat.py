@@ -14,6 +14,46 @@ from typing import Any, Protocol, TextIO
 from mkd.errors import MkdCheckpointError
 
 
+def padding_of_stage(chunk: Any, padding: Any) -> Any:
+    """The padding mask ([b, s] bool, or None) as a stage of a GPTModel takes it, whose routers leave padding out of
+    their balance of experts then. None for a dense model, and for the one way of balancing that takes no mask.
+
+    megatron-core 0.19 cuts the mask over sequence-parallel ranks on the first pipeline stage only; the routers of the
+    others would take a mask of all tokens for one of their own.
+    """
+    config = chunk.config
+    if padding is None or not config.num_moe_experts:
+        return None
+    if config.moe_router_load_balancing_type == "quantile_balancing":
+        return None
+    if config.sequence_parallel and not chunk.pre_process:
+        tp = chunk.pg_collection.tp
+        return padding.chunk(tp.size(), dim=1)[tp.rank()].contiguous()
+    return padding
+
+
+def balance_experts_over_unequal_ranks() -> None:
+    """Scale the balance loss of experts alike however many tensor- and context-parallel ranks share a sequence, and
+    however its padding is spread over them. Calling it again does nothing.
+
+    megatron-core 0.19 multiplies it by the number of ranks and what it takes for the rank's own number of tokens. With
+    a padding mask that is the number on all ranks, because the counts it is taken from were summed in place.
+    """
+    from megatron.core.transformer.moe import router
+
+    count = router.get_tokens_per_expert_and_token_count
+    if count.__module__ == __name__:
+        return
+
+    def count_alike(
+        routing_map: Any, reduce_group: Any, topk: int | None = None, with_padding_mask: bool = False
+    ) -> tuple:
+        everywhere, here, total = count(routing_map, reduce_group, topk, with_padding_mask)
+        return everywhere, total / reduce_group.size() if with_padding_mask else here, total
+
+    router.get_tokens_per_expert_and_token_count = count_alike
+
+
 def use_prebuilt_dataset_helpers() -> None:
     """Let `initialize_megatron` use the compiled dataset helpers that the wheel ships.
 
@@ -263,3 +303,41 @@ def tracker_says(iteration: int | None) -> Iterator[None]:
         yield
     finally:
         checkpointing.read_metadata = read
+
+
+def resume_distributed_optimizer() -> None:
+    """Let the distributed optimizer continue from a checkpoint where Adam is PyTorch's, as on CPU.
+
+    megatron-core 0.19 asserts on its way to a checkpoint that the steps of all parameters are equal, but before a load
+    there are none; it gives all parameters one tensor of the number of steps, to which each of them then adds; and it
+    looks for this number among the tensors of the fully reshardable form, which does not have it there.
+    """
+    import torch
+    from megatron.core.optimizer import distrib_optimizer
+
+    optimizer = distrib_optimizer.DistributedOptimizer
+    if distrib_optimizer.HAVE_APEX_OR_TE or optimizer.state_dict.__module__ == __name__:
+        return
+    state_dict, load_state_dict = optimizer.state_dict, optimizer.load_state_dict
+    set_states = optimizer._set_main_param_and_optimizer_states
+
+    def state_dict_before_a_load(self: Any) -> dict:
+        if self.optimizer.state:
+            return state_dict(self)
+        self.optimizer.state["a placeholder"] = {"step": torch.zeros(())}
+        try:
+            return state_dict(self)
+        finally:
+            self.optimizer.state.clear()
+
+    def load_steps_of_their_own(self: Any, state: dict) -> None:
+        load_state_dict(self, state)
+        for values in self.optimizer.state.values():
+            if "step" in values:
+                values["step"] = values["step"].clone()
+
+    def set_states_but_no_step(self: Any, model_param: Any, tensors: dict) -> None:
+        set_states(self, model_param, {"step": None, **tensors})  # what is no tensor is left as it is
+
+    optimizer.state_dict, optimizer.load_state_dict = state_dict_before_a_load, load_steps_of_their_own
+    optimizer._set_main_param_and_optimizer_states = set_states_but_no_step

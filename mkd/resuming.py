@@ -91,6 +91,7 @@ def settle_checkpoint(args: Namespace, kd: KDConfig, choice: Choice | None) -> N
 
 def install_saving(args: Namespace, kd: KDConfig) -> None:
     """Put mkd's part into megatron's saving and loading. Collective over all ranks."""
+    compat.resume_distributed_optimizer()
     root, take = Path(args.save or "."), None
     if kd.save_hf_interval is not None:
         snapshots = Snapshots(root, kd.save_hf_interval, kd.save_hf_keep)

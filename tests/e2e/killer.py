@@ -56,6 +56,7 @@ def die_at(event: str, number: int) -> None:
             nonlocal count
             count += 1
             if count == number:
+                os.write(2, f"killed at {event}:{number}\n".encode())
                 if "MKD_TEST_KILL_ALONE" in os.environ:
                     Path(os.environ["MKD_TEST_KILL_ALONE"]).write_text(f"{os.getpid()} {trainer}")
                     os.kill(trainer, signal.SIGKILL)

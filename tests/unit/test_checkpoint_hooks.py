@@ -9,10 +9,13 @@ from types import SimpleNamespace
 from typing import TextIO
 
 import pytest
+import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.optimizer import distrib_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.training import checkpointing, training
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -171,3 +174,60 @@ def test_a_load_that_fails_is_an_error_of_mkd(error: BaseException, words: str) 
         compat._load_or_refuse(load)()
     assert "\n" not in str(caught.value)
     assert compat._load_or_refuse(lambda: (7, 0))() == (7, 0)
+
+
+class InnerOptimizer:
+    """What a distributed optimizer has of PyTorch's."""
+
+    def __init__(self) -> None:
+        self.state: dict = {}
+
+
+@pytest.fixture
+def distributed(monkeypatch: pytest.MonkeyPatch) -> Callable[[], DistributedOptimizer]:
+    """Makes distributed optimizers without a model, with stand-ins for upstream's two functions."""
+
+    def state_dict(self: DistributedOptimizer) -> list:
+        return [state["step"].item() for state in self.optimizer.state.values()]
+
+    def load_state_dict(self: DistributedOptimizer, state: dict) -> None:
+        step = torch.tensor(3.0)
+        self.optimizer.state = {name: {"step": step} for name in "ab"}
+
+    monkeypatch.setattr(distrib_optimizer, "HAVE_APEX_OR_TE", False)
+    monkeypatch.setattr(DistributedOptimizer, "state_dict", state_dict)
+    monkeypatch.setattr(DistributedOptimizer, "load_state_dict", load_state_dict)
+    whole = DistributedOptimizer._set_main_param_and_optimizer_states
+    monkeypatch.setattr(DistributedOptimizer, "_set_main_param_and_optimizer_states", whole)
+    compat.resume_distributed_optimizer()
+
+    def make() -> DistributedOptimizer:
+        made = object.__new__(DistributedOptimizer)
+        made.optimizer = InnerOptimizer()
+        return made
+
+    return make
+
+
+def test_distributed_optimizer_without_a_step_has_a_state(distributed: Callable[[], DistributedOptimizer]) -> None:
+    made = distributed()
+    assert made.state_dict() == [0.0]
+    assert made.optimizer.state == {}
+    made.optimizer.state = {"a": {"step": torch.tensor(5.0)}}
+    assert made.state_dict() == [5.0]
+
+
+def test_distributed_optimizer_counts_the_steps_of_each_parameter(
+    distributed: Callable[[], DistributedOptimizer],
+) -> None:
+    made = distributed()
+    made.load_state_dict({})
+    made.optimizer.state["a"]["step"] += 1
+    assert made.state_dict() == [4.0, 3.0]
+
+
+def test_upstream_asserts_on_an_optimizer_without_a_step_and_shares_the_number() -> None:
+    source = inspect.getsource(distrib_optimizer)
+    assert 'steps = list(set([s["step"].item() for s in inner_state_dict["state"].values()]))' in source
+    assert 's["step"] = step\n' in source
+    assert "if not isinstance(tensors[key], torch.Tensor):" in source
