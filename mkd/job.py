@@ -278,7 +278,10 @@ def _adopt_what_megatron_forgets(args: Namespace) -> None:
     if path is None:
         return
     folder = MegatronFolder(path, "--use-checkpoint-args")
-    names = ("layernorm_epsilon", "use_rope_scaling", "rope_scaling_factor")
+    names = (
+        *("layernorm_epsilon", "use_rope_scaling", "rope_scaling_factor", "rotary_seq_len_interpolation_factor"),
+        *("qk_layernorm", "qk_l2_norm", "window_size", "window_attn_skip_freq", "softmax_type", "no_rope_freq"),
+    )
     values = {name: getattr(folder.args, name) for name in names if hasattr(folder.args, name)}
     arguments.adopt_architecture(args, values, f"the checkpoint in {path}")
 
