@@ -277,13 +277,15 @@ def _load_or_refuse(load: Callable) -> Callable:
         try:
             return load(*args, **kwargs)
         except SystemExit as error:
-            raise MkdCheckpointError("megatron refuses the checkpoint in --load (its reason is above)") from error
+            raise MkdCheckpointError(
+                "megatron refuses the checkpoint in --load or --pretrained-checkpoint (its reason is above)"
+            ) from error
         except known as error:
             failures = getattr(error, "failures", None)  # torch's, of each rank
             cause = next(iter(failures.values()))[0] if failures else error
             line = " ".join(str(cause).split())[:500]
             raise MkdCheckpointError(
-                f"the checkpoint in --load cannot be loaded: {type(cause).__name__}: {line}"
+                f"the checkpoint in --load or --pretrained-checkpoint cannot be loaded: {type(cause).__name__}: {line}"
             ) from error
 
     return load_or_refuse
