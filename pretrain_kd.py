@@ -21,6 +21,7 @@ def main() -> None:
     if cpu.wanted():
         cpu.activate()
     compat.use_prebuilt_dataset_helpers()
+    compat.balance_experts_over_unequal_ranks()
 
     # Megatron is imported only now: the CPU backend must be in place first.
     from megatron.core.enums import ModelType

@@ -134,8 +134,8 @@ class KDConfig:
     several whole samples share a row of --seq-length tokens and do not see each other."""
 
     packing_multiple: int = 16
-    """Tokens to a multiple of which each sample in a packed row is padded. Must be divisible by 2 *
-    --context-parallel-size. The same value gives the same rows under every parallel layout."""
+    """Each sample in a packed row is padded to a multiple of so many tokens. Must be divisible by twice the size of
+    context parallelism. The same value gives the same rows under every parallel layout."""
 
     long_samples: Literal["split", "drop"] = "split"
     """What happens to samples longer than --seq-length, of chat files and with --kd-packing best_fit."""

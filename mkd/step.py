@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from mkd.compat import padding_of_stage
 from mkd.config import LossSpec
 from mkd.data.batch import KDBatch
 from mkd.data.counts import StepTokens
@@ -59,21 +61,23 @@ class ForwardStep:
     options: LossOptions = LossOptions()  # noqa: RUF009
     """How the losses are computed."""
 
-    def __call__(self, inputs: Iterator[StepInput], model: nn.Module) -> tuple[Tensor, Callable]:
+    def __call__(self, steps: Iterator[StepInput], model: nn.Module) -> tuple[Tensor, Callable]:
         """Run one microbatch through one model chunk.
 
         Returns:
             The chunk's output, and the function that megatron calls with it on the last stage.
         """
-        step = next(inputs)
+        step = next(steps)
         batch = step.batch
+        inputs = (batch.tokens, batch.position_ids, None)
+        rows = {"packed_seq_params": batch.packed, "padding_mask": padding_of_stage(unwrap_model(model), batch.padding)}
         if step.objective.plain:
-            output = model(batch.tokens, batch.position_ids, None, labels=batch.labels, packed_seq_params=batch.packed)
+            output = model(*inputs, labels=batch.labels, **rows)
             return output, lambda losses: self._report(step, {"ce": losses.float()}, None)
         head = _HeadLoss(self, step)
         if step.layers is not None:
             step.layers.begin()
-        output = model(batch.tokens, batch.position_ids, None, output_processor=head, packed_seq_params=batch.packed)
+        output = model(*inputs, output_processor=head, **rows)
         return output, head.report
 
     def _report(

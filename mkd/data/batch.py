@@ -13,7 +13,7 @@ from torch import Tensor
 from mkd.context_parallel import dual_chunk_places
 from mkd.errors import MkdDataError
 
-_PER_TOKEN = ("tokens", "labels", "ce_mask", "kd_mask", "position_ids")
+_PER_TOKEN = ("tokens", "labels", "ce_mask", "kd_mask", "position_ids", "padding")
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ class KDBatch:
     """[b, s/cp] fp32, 1 where the divergence from the teacher is taken."""
     position_ids: Tensor
     """[b, s/cp] int64"""
+    padding: Tensor | None = None
+    """[b, s/cp] bool, True where there is no text; None where there is text everywhere. Masks are 0 there, too."""
     packed: PackedSeqParams | None = None
     """Where the padded segments of the *whole* row begin and end, as megatron's THD attention and rotary embeddings
     take them on every pipeline stage (they divide by cp themselves); None when nothing is packed."""
@@ -76,16 +78,23 @@ class KDBatch:
             "kd_mask": sample["kd_mask"].float() if "kd_mask" in sample else ce_mask,
             "position_ids": sample["position_ids"],
         }
-        if "cu_seqlens_padded" not in sample:
-            rows = sample["tokens"]
-            lengths = sample["length"].tolist() if "length" in sample else [rows.shape[1]] * len(rows)
-            keys = tuple(segment_key(row[:length]) for row, length in zip(rows, lengths, strict=True))
-            return cls(**tensors, keys=keys)
-        bounds, lengths = _join_rows(sample)
-        joined = {name: value.reshape(1, -1) for name, value in tensors.items()}
-        row = joined["tokens"][0]
-        texts = (row[start : start + length] for start, length in zip(bounds, lengths, strict=False))
-        return cls(**joined, packed=_packed_seq_params(bounds), keys=tuple(map(segment_key, texts)))
+        rows, row_length = sample["tokens"].shape
+        if "cu_seqlens_padded" in sample:
+            bounds, lengths = _join_rows(sample)
+            tensors = {name: value.reshape(1, -1) for name, value in tensors.items()}
+            packed, starts = _packed_seq_params(bounds), bounds[:-1]
+        else:
+            lengths = sample["length"].tolist() if "length" in sample else [row_length] * rows
+            packed, starts = None, range(0, rows * row_length, row_length)
+        padding = None
+        if sum(lengths) < rows * row_length:
+            padding = torch.ones_like(tensors["tokens"], dtype=torch.bool)
+        keys, tokens = [], tensors["tokens"].flatten()
+        for start, length in zip(starts, lengths, strict=True):
+            keys.append(segment_key(tokens[start : start + length]))
+            if padding is not None:
+                padding.view(-1)[start : start + length] = False
+        return cls(**tensors, padding=padding, packed=packed, keys=tuple(keys))
 
     @property
     def bounds(self) -> tuple[int, ...]:
@@ -93,6 +102,10 @@ class KDBatch:
         if self.packed is None:
             return (0, self.tokens.shape[1])
         return tuple(self.packed.cu_seqlens_q_padded.tolist())
+
+    def _per_token(self) -> dict[str, Tensor]:
+        """The tensors of [b, s/cp] that there are."""
+        return {name: value for name in _PER_TOKEN if (value := getattr(self, name)) is not None}
 
     def cp_slice(self, rank: int, size: int) -> "KDBatch":
         """What one of `size` context-parallel ranks holds of a whole microbatch.
@@ -103,11 +116,13 @@ class KDBatch:
         if size == 1:
             return self
         places = dual_chunk_places(self.bounds, rank, size).to(self.tokens.device)
-        return replace(self, **{name: getattr(self, name).index_select(1, places) for name in _PER_TOKEN})
+        parts = {name: value.index_select(1, places) for name, value in self._per_token().items()}
+        return replace(self, **parts)
 
     def to_device(self) -> "KDBatch":
         """The same on the current device."""
-        moved = {name: getattr(self, name).to("cuda", non_blocking=True) for name in _PER_TOKEN}  # CPU under mkd.cpu
+        # "cuda" is the CPU where mkd.cpu is active.
+        moved = {name: value.to("cuda", non_blocking=True) for name, value in self._per_token().items()}
         packed = self.packed
         if packed is not None:
             bounds = packed.cu_seqlens_q_padded.to("cuda", non_blocking=True)

@@ -25,6 +25,7 @@ from megatron.training.models import GPTModelBuilder
 from torch import Tensor, nn
 
 from mkd.arguments import default_arguments
+from mkd.compat import balance_experts_over_unequal_ranks
 from mkd.config import HiddenLossType, KDConfig
 from mkd.cpu.flags import set_cpu_values
 from mkd.flag_checks import length_multiple
@@ -255,6 +256,7 @@ def parallel_state(layout: Layout) -> Iterator[None]:
         expert_tensor_parallel_size=layout.tp,
     )
     model_parallel_cuda_manual_seed(1)
+    balance_experts_over_unequal_ranks()
     try:
         yield
     finally:

@@ -6,7 +6,11 @@ by megatron's own attention.
 from collections.abc import Callable
 
 import pytest
+import torch
+from megatron.core.transformer.moe import router
+from megatron.core.transformer.moe.moe_utils import get_tokens_per_expert_and_token_count
 
+from mkd.compat import balance_experts_over_unequal_ranks
 from tests.dist.kd_step import Layout, Models, kd_step
 from tests.dist.pool import Pool, WorkerError
 from tests.dist.test_layouts import compare
@@ -41,6 +45,34 @@ def test_paired_layers(gloo_pool: GetPool, ranks: int, layout: Layout, data: str
     """The term of intermediate layers is taken at the same tokens."""
     models = Models(data=data, hidden_loss="1:2,3:8")
     compare(gloo_pool, ranks, layout, models, truth=Models(data="padded", hidden_loss="1:2,3:8"))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        pytest.param(1, Layout(variable=True), id="variable"),
+        pytest.param(2, Layout(cp=2), id="cp2"),
+        pytest.param(4, Layout(tp=2, sp=True, pp=2), id="tp2-sp-pp2"),
+    ],
+)
+def test_padding_is_no_part_of_the_balance_of_experts(gloo_pool: GetPool, ranks: int, layout: Layout) -> None:
+    """The balance loss is that of the texts, however much padding there is and on whichever stage the router is."""
+    compare(gloo_pool, ranks, layout, Models(data="padded", moe=True, aux_loss=0.1))
+
+
+def counted_tokens(rank: int, world_size: int) -> list[float]:
+    """What megatron itself, and then with mkd's repair, takes for this rank's tokens: 3 on rank 0, 1 on rank 1."""
+    choices = torch.tensor([[1, 0], [0, 1], [1, 0], [0, 0]] if rank == 0 else [[0, 0], [0, 1], [0, 0], [0, 0]])
+    group = torch.distributed.group.WORLD
+    seen = [float(get_tokens_per_expert_and_token_count(choices.clone(), group, 1, with_padding_mask=True)[1])]
+    balance_experts_over_unequal_ranks()
+    _, here, total = router.get_tokens_per_expert_and_token_count(choices, group, 1, with_padding_mask=True)
+    return [*seen, float(here), float(total)]
+
+
+def test_megatron_still_takes_all_tokens_for_those_of_a_rank(gloo_pool: GetPool) -> None:
+    """If this fails on the first value, `balance_experts_over_unequal_ranks` is needed no longer."""
+    assert gloo_pool(2).run(counted_tokens) == [[4.0, 2.0, 4.0]] * 2
 
 
 def test_recomputed_activations(gloo_pool: GetPool) -> None:

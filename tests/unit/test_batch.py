@@ -130,6 +130,17 @@ def test_packed_rows_follow_each_other():
         assert getattr(packed, name).dtype == torch.int32
 
 
+def test_where_there_is_no_text():
+    batch = KDBatch.from_sample(packed_sample(CUTS), VOCAB)
+    expected = [(t, p - t) for row in CUTS for t, p in row]
+    assert batch.padding[0].tolist() == [flag for t, rest in expected for flag in [False] * t + [True] * rest]
+    rows = KDBatch.from_sample(sample(3, 8) | {"length": torch.tensor([8, 1, 5])}, VOCAB)
+    assert (~rows.padding).sum(1).tolist() == [8, 1, 5] and not rows.padding[2, :5].any()
+    assert KDBatch.from_sample(sample(), VOCAB).padding is None
+    part = rows.cp_slice(1, 2)
+    assert torch.equal(part.padding, rows.padding[:, [2, 3, 4, 5]])
+
+
 def test_keys_are_of_the_text_alone():
     """Another row, another place in it, other padding, other micro-batch: the same key."""
     given_sample = packed_sample(CUTS)
