@@ -141,8 +141,8 @@ class KDConfig:
     """What happens to samples longer than --seq-length, of chat files and with --kd-packing best_fit."""
 
     variable_seq_lengths: bool = False
-    """Cut every micro-batch behind its longest text, where rows end in padding (conversations without --kd-packing).
-    Micro-batches then differ in length: less to compute, and pipeline stages tell each other the shapes first."""
+    """Cut every microbatch behind its longest text, where rows end in padding (conversations that are not packed).
+    Microbatches then differ in length: less to compute, and pipeline stages tell each other the shapes first."""
 
     mask: Literal["labels", "all"] = "labels"
     """Where the divergence from the teacher is taken. labels: on supervised tokens, which CE is taken of (all tokens of
