@@ -5,6 +5,8 @@ from mkd.losses.agreement import top1_agreement
 from mkd.losses.fused_linear import fused_linear_loss
 from mkd.losses.logits import LogitMap, LogitMaps
 from mkd.losses.options import LossOptions
+from mkd.losses.sparse import SparseTeacher
+from mkd.losses.topk import fused_linear_topk_loss, topk_loss
 from mkd.losses.vocab_parallel import LossOutput, vocab_parallel_loss
 
 __all__ = [
@@ -13,7 +15,10 @@ __all__ = [
     "LossOptions",
     "LossOutput",
     "LossSpec",
+    "SparseTeacher",
     "fused_linear_loss",
+    "fused_linear_topk_loss",
     "top1_agreement",
+    "topk_loss",
     "vocab_parallel_loss",
 ]

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from mkd.losses.divergences import DIVERGENCES
-from mkd.losses.logits import Chunk, Setting, statistics_dtype
+from mkd.losses.logits import Chunk, Setting, TailFactors, statistics_dtype
 from mkd.losses.rows import Factors, Normalisers, Rows, ShardScalars, Statistics
 
 
@@ -82,6 +82,26 @@ def write_gradient(chunk: Chunk, stats: Statistics, sums: Statistics | None, set
     if not setting.maps.student.is_identity:
         gradient *= setting.maps.student.derivative(z)
     out.copy_(gradient)
+
+
+def write_tail_gradient(products: Tensor, tail: TailFactors, setting: Setting, out: Tensor) -> None:
+    """d loss / d products where the teacher is sparse, 0 in the columns that it names.
+
+    Args:
+        products: [rows, columns] of the student, -inf in the columns that the teacher names.
+        tail: see there.
+        setting: as in the first round.
+        out: [rows, columns], any float dtype; it may be `products` itself.
+    """
+    z = setting.maps.student.apply_(products.to(statistics_dtype(products), copy=True))
+    relative = z - tail.top[:, None]
+    gradient = tail.ce[:, None] * (relative - tail.ce_log_norm[:, None]).exp()
+    gradient += tail.kd[:, None] * (relative / setting.temperature - tail.kd_log_norm[:, None]).exp()
+    rows = (tail.label_column >= 0).nonzero().squeeze(1)
+    gradient[rows, tail.label_column[rows]] -= tail.label[rows]
+    if not setting.maps.student.is_identity:
+        gradient *= setting.maps.student.derivative(z)
+    out.copy_(gradient.masked_fill_((z == -torch.inf) | ~tail.used[:, None], 0))
 
 
 def all_rounds(chunk: Chunk, setting: Setting, weighted: Rows, out: Tensor) -> tuple[Statistics, Statistics | None]:

@@ -18,8 +18,9 @@ from mkd.losses.kernels import Kernels, choose
 from mkd.losses.lm_head import LMHead, fp16_scale
 from mkd.losses.logits import PLAIN_LOGITS, LogitMaps, Setting, statistics_dtype
 from mkd.losses.main_grad import MainGrad
-from mkd.losses.reference_linear import linear_loss
+from mkd.losses.reference_linear import dense_divergence, linear_loss
 from mkd.losses.rows import Rows
+from mkd.losses.sparse import SparseTarget
 from mkd.losses.vocab_parallel import LossOutput
 from mkd.losses.vocab_shard import VocabShard
 
@@ -49,6 +50,7 @@ class _FusedLinearLoss(torch.autograd.Function):
             head=LMHead.of(weight[:columns], None if bias is None else bias[:columns]),
             teacher_hidden=teacher_hidden,
             teacher_head=None if teacher_head is None else teacher_head.of_columns(columns),
+            sparse=options.sparse,
             rows=rows,
             setting=setting,
             kernels=options.kernels,
@@ -98,6 +100,7 @@ class _Wanted:
 @dataclass(frozen=True)
 class _Options:
     kernels: Kernels
+    sparse: SparseTarget | None
     chunks: list[slice]
     logits_dtype: torch.dtype
     wanted: _Wanted
@@ -115,21 +118,26 @@ def _check_heads(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor | None, 
             raise ValueError(
                 f"teacher has {teacher_hidden.shape[0]} rows, student {hidden.shape[0]}: both must be equal"
             )
-    for name, h, w in pairs:
-        if h.dim() != 2 or w.dim() != 2 or h.shape[1] != w.shape[1] or h.dtype != w.dtype:
-            raise ValueError(
-                f"{name}_hidden is {tuple(h.shape)} {h.dtype} and {name}_weight {tuple(w.shape)} {w.dtype}; "
-                "needed: [N, H] and [V/tp, H] of one dtype"
-            )
+    for pair in pairs:
+        check_head(*pair)
 
 
-def _check_bias(name: str, bias: Tensor | None, weight: Tensor | None) -> None:
+def check_head(name: str, hidden: Tensor, weight: Tensor) -> None:
+    """Raise ValueError unless hidden states and LM head can be multiplied."""
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1] or hidden.dtype != weight.dtype:
+        raise ValueError(
+            f"{name}_hidden is {tuple(hidden.shape)} {hidden.dtype} and {name}_weight {tuple(weight.shape)} "
+            f"{weight.dtype}; needed: [N, H] and [V/tp, H] of one dtype"
+        )
+
+
+def check_bias(name: str, bias: Tensor | None, weight: Tensor | None) -> None:
     """Raise ValueError unless there is one bias for each row of the LM head, or none."""
     if bias is not None and weight is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"{name}_bias has shape {tuple(bias.shape)} and {name}_weight {tuple(weight.shape)}")
 
 
-def _on_all_ranks(
+def on_all_ranks(
     student: Tensor, teacher: Tensor | None, shard: VocabShard, sequence_parallel: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Hidden states of all rows on every rank, so that backward sums the student's gradient over the shards."""
@@ -234,36 +242,64 @@ def fused_linear_loss(
     elif teacher_hidden is None:
         raise ValueError("kd_weight is given and teacher_hidden is None")
     _check_heads(student_hidden, student_weight, teacher_hidden, teacher_weight)
-    _check_bias("student", student_bias, student_weight)
-    _check_bias("teacher", teacher_bias, teacher_weight)
+    check_bias("student", student_bias, student_weight)
+    check_bias("teacher", teacher_bias, teacher_weight)
     shard = VocabShard.of(student_weight.shape[0], true_vocab, tp_group)
-    grad = torch.is_grad_enabled()
-    wanted = _Wanted(
-        *(grad and x is not None and x.requires_grad for x in (student_hidden, student_weight, student_bias))
-    )
     teacher_head = None
     if teacher_hidden is not None:
         shard.check_teacher(student_weight.shape[0], teacher_weight.shape[0])
         teacher_hidden, teacher_head = teacher_hidden.detach(), LMHead.of(teacher_weight, teacher_bias)
-    student_hidden, teacher_hidden = _on_all_ranks(student_hidden, teacher_hidden, shard, sequence_parallel)
+    student_hidden, teacher_hidden = on_all_ranks(student_hidden, teacher_hidden, shard, sequence_parallel)
     rows = Rows.of(labels, ce_weight, kd_weight, student_hidden.shape[0], statistics_dtype(student_hidden))
     setting = Setting(spec, shard, maps, with_kd=kd_weight is not None)
     if impl == "reference":
-        if shard.size > 1:
-            raise ValueError(f"the reference runs on one rank, the vocabulary is cut over {shard.size}")
         teacher = None if kd_weight is None else (teacher_hidden, teacher_weight.detach(), teacher_bias)
-        return LossOutput(*linear_loss((student_hidden, student_weight, student_bias), teacher, rows, setting))
-    dtype = resolve_logits_dtype(logits_dtype, student_hidden)
-    least = LEAST_ROWS if student_hidden.is_cuda else 1
+        kd_of = None if teacher is None else dense_divergence(teacher, rows, setting)
+        return LossOutput(*linear_loss((student_hidden, student_weight, student_bias), kd_of, rows, setting))
+    student = (student_hidden, student_weight, student_bias)
+    return run_fused(
+        student,
+        (teacher_hidden, teacher_head),
+        rows,
+        setting,
+        choose(impl, student_hidden),
+        chunk_rows,
+        logits_dtype,
+        upstream,
+    )
+
+
+def run_fused(
+    student: tuple[Tensor, Tensor, Tensor | None],
+    teacher: tuple[Tensor | None, LMHead | None] | SparseTarget,
+    rows: Rows,
+    setting: Setting,
+    kernels: Kernels,
+    chunk_rows: int | None,
+    logits_dtype: torch.dtype | None,
+    upstream: Tensor | float | None,
+) -> LossOutput:
+    """The loss of checked inputs.
+
+    Args:
+        student: hidden states of all rows, LM head and bias.
+        teacher: hidden states of all rows and LM head, both None without a divergence; or what a sparse one says.
+        rows, setting, kernels: of all rows; the kernels are made for that kind of teacher.
+        chunk_rows, logits_dtype, upstream: see `fused_linear_loss`.
+    """
+    hidden, weight, bias = student
+    grad = torch.is_grad_enabled()
+    wanted = _Wanted(*(grad and x is not None and x.requires_grad for x in student))
+    dtype = resolve_logits_dtype(logits_dtype, hidden)
+    least = LEAST_ROWS if hidden.is_cuda else 1
+    sparse = teacher if isinstance(teacher, SparseTarget) else None
     options = _Options(
-        kernels=choose(impl, student_hidden),
-        chunks=row_chunks(student_hidden.shape[0], shard.columns, dtype, chunk_rows, least),
+        kernels=kernels,
+        sparse=sparse,
+        chunks=row_chunks(hidden.shape[0], setting.shard.columns, dtype, chunk_rows, least),
         logits_dtype=dtype,
         wanted=wanted,
-        main_grad=MainGrad.of(student_weight, upstream) if wanted.weight else None,
+        main_grad=MainGrad.of(weight, upstream) if wanted.weight else None,
     )
-    return LossOutput(
-        *_FusedLinearLoss.apply(
-            student_hidden, student_weight, student_bias, teacher_hidden, teacher_head, rows, setting, options
-        )
-    )
+    dense = (None, None) if sparse is not None else teacher
+    return LossOutput(*_FusedLinearLoss.apply(hidden, weight, bias, *dense, rows, setting, options))

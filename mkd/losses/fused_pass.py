@@ -11,7 +11,9 @@ from mkd.losses.divergences import DIVERGENCES
 from mkd.losses.kernels import Kernels
 from mkd.losses.lm_head import LMHead, add_product, factor, product
 from mkd.losses.logits import Chunk, Setting, statistics_dtype
-from mkd.losses.rows import Normalisers, Rows, Statistics, Terms
+from mkd.losses.rows import Rows, Statistics, Terms
+from mkd.losses.sparse import SparseTarget
+from mkd.losses.sparse_pass import Head, terms_of
 
 
 @dataclass
@@ -22,6 +24,8 @@ class FusedPass:
     head: LMHead
     teacher_hidden: Tensor | None
     teacher_head: LMHead | None
+    sparse: SparseTarget | None
+    """What a sparse teacher says of all rows, in place of hidden states."""
     rows: Rows
     setting: Setting
     kernels: Kernels
@@ -69,8 +73,7 @@ class FusedPass:
         stats, sums = ([part[kind] for part in self._merged] for kind in (0, 1))
         stats = _concatenate(stats)
         sums = None if sums[0] is None else _concatenate(sums)
-        normalisers = Normalisers.merge(stats, self.setting.temperature)
-        return Terms.of(stats, sums, normalisers, self.rows, self.setting.shard.true_vocab, self.setting.spec)
+        return terms_of(stats, sums, self.rows, self.setting, self.sparse)
 
     def _pair(self, indices: range) -> None:
         """The work on two neighbouring chunks where no other rank is to be asked."""
@@ -83,7 +86,7 @@ class FusedPass:
             span = self.chunks[index]
             out = gradients[span.start - first : span.stop - first]
             student = out if self._in_place else self._student_logits(index)
-            chunk = Chunk(student, self._teacher_logits(index), self.rows[span])
+            chunk = self._beside_teacher(student, index)
             stats, sums = self.kernels.all_rounds(chunk, self.setting, self.gradient_rows[span], out)
             self._merged[index] = (_of_one_shard(stats), None if sums is None else _of_one_shard(sums))
         self._use_gradient(whole, gradients)
@@ -91,7 +94,7 @@ class FusedPass:
     def _chunk(self, index: int) -> Generator[None, None, None]:
         """The work on one chunk; yields where it would wait for the other ranks."""
         span, setting, kernels = self.chunks[index], self.setting, self.kernels
-        chunk = Chunk(self._student_logits(index), self._teacher_logits(index), self.rows[span])
+        chunk = self._beside_teacher(self._student_logits(index), index)
         exchange = setting.shard.exchange(kernels.first_round(chunk, setting))
         yield
         stats, sums = exchange.wait(), None
@@ -108,9 +111,15 @@ class FusedPass:
     def _student_logits(self, index: int) -> Tensor:
         return self.head.logits(self.hidden[self.chunks[index]], self._slot(self._student, index))
 
-    def _teacher_logits(self, index: int) -> Tensor | None:
-        if self.teacher_head is None:
-            return None
+    def _beside_teacher(self, student: Tensor, index: int) -> Chunk:
+        span, teacher = self.chunks[index], None
+        if self.sparse is not None:
+            teacher = Head.taken_from(student, self.sparse[span], self.rows[span], self.setting)
+        elif self.teacher_head is not None:
+            teacher = self._teacher_logits(index)
+        return Chunk(student, teacher, self.rows[span])
+
+    def _teacher_logits(self, index: int) -> Tensor:
         return self.teacher_head.logits(self.teacher_hidden[self.chunks[index]], self._slot(self._teacher, index))
 
     def _slot(self, buffer: Tensor, index: int) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mkd.losses.logits import Chunk, Setting
+from mkd.losses.logits import Chunk, Setting, TailFactors
 from mkd.losses.rows import Rows, Statistics
 
 
@@ -21,6 +21,8 @@ class Kernels(Protocol):
     def write_gradient(
         self, chunk: Chunk, stats: Statistics, sums: Statistics | None, setting: Setting, out: Tensor
     ) -> None: ...
+
+    def write_tail_gradient(self, products: Tensor, tail: TailFactors, setting: Setting, out: Tensor) -> None: ...
 
     def all_rounds(
         self, chunk: Chunk, setting: Setting, weighted: Rows, out: Tensor

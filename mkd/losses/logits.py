@@ -1,7 +1,7 @@
 """A chunk of logits, and how they follow from the LM heads' products."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,10 +10,16 @@ from mkd.config import LossSpec
 from mkd.losses.rows import Rows
 from mkd.losses.vocab_shard import VocabShard
 
+if TYPE_CHECKING:
+    from mkd.losses.sparse_pass import Head
+
 
 @dataclass(frozen=True)
 class LogitMap:
-    """What a model does to the product of its LM head: z = cap * tanh(scale * x / cap), or scale * x without a cap."""
+    """What a model does to the product of its LM head: z = cap * tanh(scale * x / cap), or scale * x without a cap.
+
+    A product of -inf marks a column that takes no part, and stays so under a cap.
+    """
 
     scale: float = 1.0
     softcap: float | None = None
@@ -31,14 +37,15 @@ class LogitMap:
         if self.scale != 1.0:
             products.mul_(self.scale)
         if self.softcap is not None:
-            products.div_(self.softcap).tanh_().mul_(self.softcap)
+            impossible = products == -torch.inf
+            products.div_(self.softcap).tanh_().mul_(self.softcap).masked_fill_(impossible, -torch.inf)
         return products
 
     def derivative(self, logits: Tensor) -> Tensor | float:
         """d logits / d products, from the logits."""
         if self.softcap is None:
             return self.scale
-        return self.scale * (1.0 - (logits / self.softcap).square())
+        return self.scale * (1.0 - (logits / self.softcap).square()).clamp_min(0.0)
 
 
 class LogitMaps(NamedTuple):
@@ -66,13 +73,33 @@ class Setting:
         return self.spec.temperature if self.with_kd else 1.0
 
 
+class TailFactors(NamedTuple):
+    """What one shard's gradient is made of where the teacher names no column; each [rows].
+
+    Of a logit z it is ce * e^(z - top - ce_log_norm) + kd * e^((z - top) / T - kd_log_norm), and `label` less in the
+    label's column.
+    """
+
+    used: Tensor
+    """bool; a row that is not has a gradient of 0, whatever it holds."""
+    top: Tensor
+    """At least the largest logit of the shard that is not -inf."""
+    ce: Tensor
+    ce_log_norm: Tensor
+    kd: Tensor
+    kd_log_norm: Tensor
+    label: Tensor
+    label_column: Tensor
+    """int64; -1 where the label's column is not among them."""
+
+
 class Chunk(NamedTuple):
     """LM-head products of some rows over the shard's real columns, before `LogitMap`."""
 
     student: Tensor
     """[rows, columns], any float dtype, columns contiguous."""
-    teacher: Tensor | None
-    """[rows, columns], same; None without a divergence."""
+    teacher: "Tensor | Head | None"
+    """[rows, columns], same, or a sparse teacher's part; None without a divergence."""
     rows: Rows
 
 

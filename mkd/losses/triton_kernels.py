@@ -12,9 +12,10 @@ from torch import Tensor
 
 from mkd.config import LossSpec
 from mkd.losses.divergences import DIVERGENCES
-from mkd.losses.logits import Chunk, LogitMap, Setting
+from mkd.losses.logits import Chunk, LogitMap, Setting, TailFactors
 from mkd.losses.rows import Rows, Statistics
 from mkd.losses.triton_programs import all_rounds_kernel, first_round_kernel, gradient_kernel, second_round_kernel
+from mkd.losses.triton_tail import tail_gradient_kernel
 
 ONE_ROUND_BLOCK, ONE_ROUND_WARPS = 4096, 16
 TWO_ROUND_BLOCK, TWO_ROUND_WARPS = 4096, 16
@@ -120,6 +121,29 @@ def write_gradient(chunk: Chunk, stats: Statistics, sums: Statistics | None, set
         **_term_constants(chunk, setting),
         DIVERGENCE=spec.divergence,
         **_map_constants(setting),
+        BLOCK=block,
+        num_warps=GRADIENT_WARPS,
+    )
+
+
+def write_tail_gradient(products: Tensor, tail: TailFactors, setting: Setting, out: Tensor) -> None:
+    """See `eager.write_tail_gradient`."""
+    if out.numel() == 0:
+        return
+    columns = products.shape[1]
+    block = _block(GRADIENT_BLOCK, columns)
+    student_map = setting.maps.student
+    tail_gradient_kernel[(products.shape[0], triton.cdiv(columns, block))](
+        products,
+        out,
+        *(factor.contiguous() for factor in tail),
+        products.stride(0),
+        out.stride(0),
+        columns,
+        1.0 / setting.temperature,
+        TEMPERED=setting.temperature != 1.0,
+        SCALE=float(student_map.scale),
+        SOFTCAP=float(student_map.softcap or 0.0),
         BLOCK=block,
         num_warps=GRADIENT_WARPS,
     )

@@ -12,7 +12,9 @@ from mkd.losses.chunking import row_chunks
 from mkd.losses.divergences import DIVERGENCES
 from mkd.losses.kernels import Kernels, choose
 from mkd.losses.logits import Chunk, Setting, statistics_dtype
-from mkd.losses.rows import Normalisers, Rows, Statistics, Terms
+from mkd.losses.rows import Rows, Statistics
+from mkd.losses.sparse import SparseTarget
+from mkd.losses.sparse_pass import Head, terms_of
 from mkd.losses.vocab_shard import VocabShard
 
 
@@ -33,22 +35,23 @@ class _VocabParallelLoss(torch.autograd.Function):
     """Forward: statistics. Backward: gradients from the saved logits and row scalars, without a collective."""
 
     @staticmethod
-    def forward(ctx, student_logits, teacher_logits, rows: Rows, setting: Setting, kernels: Kernels):
+    def forward(ctx, student_logits, teacher, rows: Rows, setting: Setting, kernels: Kernels):
         shard, spec = setting.shard, setting.spec
         chunks = row_chunks(student_logits.shape[0], shard.columns, statistics_dtype(student_logits), None)
-        cut = [_cut(student_logits, teacher_logits, rows, c, shard) for c in chunks]
-        local = _concatenate([kernels.first_round(chunk, setting) for chunk in cut])
+
+        def cut(c: slice) -> Chunk:
+            return _cut(student_logits, teacher, rows, c, setting)
+
+        local = _concatenate([kernels.first_round(cut(c), setting) for c in chunks])
         stats = shard.exchange(local).wait()
         sums = None
         if setting.with_kd and DIVERGENCES[spec.divergence].one_round is None:
-            parts = [
-                kernels.second_round(chunk, _slice(stats, c), setting) for chunk, c in zip(cut, chunks, strict=True)
-            ]
+            parts = [kernels.second_round(cut(c), _slice(stats, c), setting) for c in chunks]
             sums = shard.exchange(_concatenate(parts)).wait()
-        normalisers = Normalisers.merge(stats, setting.temperature)
-        terms = Terms.of(stats, sums, normalisers, rows, shard.true_vocab, spec)
-        ctx.save_for_backward(student_logits, teacher_logits)
-        ctx.saved = rows, setting, kernels, chunks, stats, sums
+        sparse = teacher if isinstance(teacher, SparseTarget) else None
+        terms = terms_of(stats, sums, rows, setting, sparse)
+        ctx.save_for_backward(student_logits, None if sparse else teacher)
+        ctx.saved = sparse, rows, setting, kernels, chunks, stats, sums
         ctx.mark_non_differentiable(*(term for term in (terms.ce, terms.kd) if term is not None))
         return rows.weighted_sum(terms, spec), terms.ce, terms.kd
 
@@ -56,22 +59,26 @@ class _VocabParallelLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, upstream, *_):
         student_logits, teacher_logits = ctx.saved_tensors
-        rows, setting, kernels, chunks, stats, sums = ctx.saved
+        sparse, rows, setting, kernels, chunks, stats, sums = ctx.saved
         gradient = torch.empty_like(student_logits)
         gradient[:, setting.shard.columns :] = 0
         # The upstream scalar goes into the weights: fp16 gradients are rounded after the loss scale, not before.
         weighted = rows.times(upstream)
         for c in chunks:
-            chunk = _cut(student_logits, teacher_logits, weighted, c, setting.shard)
+            chunk = _cut(student_logits, sparse or teacher_logits, weighted, c, setting)
             out = gradient[c, : setting.shard.columns]
             kernels.write_gradient(chunk, _slice(stats, c), _slice(sums, c), setting, out)
         return gradient, None, None, None, None
 
 
-def _cut(student: Tensor, teacher: Tensor | None, rows: Rows, chunk: slice, shard: VocabShard) -> Chunk:
-    """The real columns of some rows."""
-    columns = slice(0, shard.columns)
-    return Chunk(student[chunk, columns], None if teacher is None else teacher[chunk, columns], rows[chunk])
+def _cut(student: Tensor, teacher: Tensor | SparseTarget | None, rows: Rows, chunk: slice, setting: Setting) -> Chunk:
+    """The real columns of some rows; a copy beside a sparse teacher, whose columns are taken out of it."""
+    columns = slice(0, setting.shard.columns)
+    student = student[chunk, columns]
+    if isinstance(teacher, SparseTarget):
+        student = student.clone(memory_format=torch.contiguous_format)
+        return Chunk(student, Head.taken_from(student, teacher[chunk], rows[chunk], setting), rows[chunk])
+    return Chunk(student, None if teacher is None else teacher[chunk, columns], rows[chunk])
 
 
 def _with_dense_rows(logits: Tensor) -> Tensor:
@@ -135,5 +142,17 @@ def vocab_parallel_loss(
     rows = Rows.of(labels, ce_weight, kd_weight, student_logits.shape[0], statistics_dtype(student_logits))
     setting = Setting(spec, shard, with_kd=kd_weight is not None)
     teacher = None if kd_weight is None else _with_dense_rows(teacher_logits.detach())
-    student = _with_dense_rows(student_logits)
-    return LossOutput(*_VocabParallelLoss.apply(student, teacher, rows, setting, choose(impl, student)))
+    return loss_of_logits(student_logits, teacher, rows, setting, choose(impl, student_logits))
+
+
+def loss_of_logits(
+    student_logits: Tensor, teacher: Tensor | SparseTarget | None, rows: Rows, setting: Setting, kernels: Kernels
+) -> LossOutput:
+    """The loss of checked inputs.
+
+    Args:
+        student_logits: [N, V/tp].
+        teacher: logits [N, V/tp] with dense rows, what a sparse teacher says, or None without a divergence.
+        rows, setting, kernels: of all N rows; the kernels are made for that kind of teacher.
+    """
+    return LossOutput(*_VocabParallelLoss.apply(_with_dense_rows(student_logits), teacher, rows, setting, kernels))
