@@ -82,15 +82,14 @@ def test_huge_logits(name: str, impl: str) -> None:
 @every_implementation
 @every_divergence
 @pytest.mark.parametrize("where", ["student", "teacher", "both"])
-@pytest.mark.parametrize("columns", [slice(5, 6), slice(0, 16), slice(16, 37)], ids=str)
-def test_impossible_columns(name: str, where: str, columns: slice, impl: str) -> None:
-    """-inf in a real column, and in whole blocks, of rows 1 and 2."""
+def test_impossible_columns(name: str, where: str, impl: str) -> None:
+    """-inf in a real column, and in the first and the last blocks, of a row each."""
     student, teacher = models()
-    rows = slice(1, 3)
-    if where != "teacher":
-        student[rows, columns] = -INF
-    if where != "student":
-        teacher[rows, columns] = -INF
+    for row, columns in ((1, slice(5, 6)), (2, slice(0, 16)), (3, slice(16, 37))):
+        if where != "teacher":
+            student[row, columns] = -INF
+        if where != "student":
+            teacher[row, columns] = -INF
     spec = LossSpec(divergence=name, temperature=0.5)
     check_same(fast(student, teacher, spec, impl), truth(student, teacher, spec))
 
@@ -122,11 +121,11 @@ def test_excluded_label(impl: str) -> None:
 
 @every_implementation
 @every_divergence
-@pytest.mark.parametrize("rest, column", [(-INF, 0), (-INF, 36), (-1e4, 17)])
-def test_one_hot_teacher(name: str, rest: float, column: int, impl: str) -> None:
+def test_one_hot_teacher(name: str, impl: str) -> None:
     student, teacher = models()
-    teacher[1:3] = rest
-    teacher[1:3, column] = 2.0
+    for row, rest, column in ((1, -INF, 0), (2, -INF, 36), (3, -1e4, 17)):
+        teacher[row] = rest
+        teacher[row, column] = 2.0
     spec = LossSpec(divergence=name, temperature=2.0)
     check_same(fast(student, teacher, spec, impl), truth(student, teacher, spec))
 
@@ -149,22 +148,22 @@ def test_equal_models(name: str, impl: str) -> None:
 @every_implementation
 @every_divergence
 @pytest.mark.parametrize("who", ["student", "teacher"])
-@pytest.mark.parametrize("column", [2, 33])
-def test_nan_in_a_used_row_is_loud(name: str, who: str, column: int, impl: str) -> None:
+def test_nan_in_a_used_row_is_loud(name: str, who: str, impl: str) -> None:
     student, teacher = models()
-    (student if who == "student" else teacher)[2, column] = torch.nan
+    for row, column in ((1, 2), (3, 33)):
+        (student if who == "student" else teacher)[row, column] = torch.nan
     actual = fast(student, teacher, LossSpec(divergence=name), impl)
-    assert actual.kd.isnan().tolist() == [False, False, True, False]
-    assert not actual.gradient[[0, 1, 3]].isnan().any()
+    assert actual.kd.isnan().tolist() == [False, True, False, True]
+    assert not actual.gradient[[0, 2]].isnan().any()
 
 
 @every_implementation
 @every_divergence
-@pytest.mark.parametrize("bad", [torch.nan, INF])
-def test_what_an_unused_row_holds_has_no_effect(name: str, bad: float, impl: str) -> None:
+def test_what_an_unused_row_holds_has_no_effect(name: str, impl: str) -> None:
     student, teacher = models()
-    spec, kd_weight = LossSpec(divergence=name, temperature=2.0), torch.tensor([1.0, 1.0, 0.0, 1.0])
+    spec, kd_weight = LossSpec(divergence=name, temperature=2.0), torch.tensor([1.0, 0.0, 1.0, 0.0])
     clean = fast(student, teacher, spec, impl, kd_weight)
-    teacher[2, 1], teacher[2, 20:] = bad, torch.nan
+    for row, bad in ((1, torch.nan), (3, INF)):
+        teacher[row, 1], teacher[row, 20:] = bad, torch.nan
     for a, b in zip(fast(student, teacher, spec, impl, kd_weight), clean, strict=True):
         assert torch.equal(a, b)
