@@ -6,80 +6,8 @@ A program of a summing kernel walks along one row, so sums have one order and ne
 import triton
 import triton.language as tl
 
-from mkd.losses.triton_math import LEAST, LN_2, LOG2_E, logits_of, merge_kl, merge_softmax
-from mkd.losses.triton_sweeps import block_of, columns_at, first_sums, gradient_of, second_sums
-
-
-@triton.jit
-def _first_of_row(
-    student,  # at the row's first column, as the teacher
-    teacher,
-    labels,
-    ce_weight,
-    kd_weight,
-    stats,  # [7, rows]: student_max, student_mass, ce_mass, label_logit, teacher_max, teacher_mass, log_ratio
-    row,
-    rows,
-    first_column,
-    to_log2,
-    HAS_CE: tl.constexpr,
-    HAS_KD: tl.constexpr,
-    TEMPERED: tl.constexpr,
-    UNDER: tl.constexpr,
-    STUDENT_SCALE: tl.constexpr,
-    STUDENT_SOFTCAP: tl.constexpr,
-    TEACHER_SCALE: tl.constexpr,
-    TEACHER_SOFTCAP: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Store and return the first round's sums of one row; a row that no term uses is not read."""
-    ce_on = False
-    kd_on = False
-    if HAS_CE:
-        ce_on = tl.load(ce_weight + row) != 0
-    if HAS_KD:
-        kd_on = tl.load(kd_weight + row) != 0
-    if HAS_CE:
-        # Before the sweep, whose reductions are barriers: a gradient may be written over the logits after it.
-        column = tl.load(labels + row) - first_column
-        owned = ce_on & (column >= 0) & (column < COLUMNS)
-        label = tl.load(student + column, owned, other=0.0)
-        tl.store(stats + 3 * rows + row, logits_of(label, STUDENT_SCALE, STUDENT_SOFTCAP))
-    m = LEAST + 0.0 * to_log2
-    n = m
-    mass = 0.0 * to_log2
-    ce_mass = mass
-    teacher_mass = mass
-    ratio = mass
-    if ce_on | kd_on:
-        m, mass, ce_mass, n, teacher_mass, ratio = first_sums(
-            student,
-            teacher,
-            tl.where(kd_on, COLUMNS, 0),
-            to_log2,
-            HAS_CE,
-            HAS_KD,
-            TEMPERED,
-            UNDER,
-            STUDENT_SCALE,
-            STUDENT_SOFTCAP,
-            TEACHER_SCALE,
-            TEACHER_SOFTCAP,
-            COLUMNS,
-            BLOCK,
-        )
-    ratio = ratio * LN_2
-    stats += row
-    tl.store(stats, m)
-    tl.store(stats + rows, mass)
-    if HAS_CE and TEMPERED:
-        tl.store(stats + 2 * rows, ce_mass)
-    if HAS_KD:
-        tl.store(stats + 4 * rows, n)
-        tl.store(stats + 5 * rows, teacher_mass)
-        tl.store(stats + 6 * rows, ratio)
-    return m, mass, ce_mass, n, teacher_mass, ratio
+from mkd.losses.triton_math import LN_2, LOG2_E, logits_of, merge_kl, merge_softmax
+from mkd.losses.triton_sweeps import block_of, columns_at, first_of_row, gradient_of, second_of_row
 
 
 @triton.jit
@@ -107,7 +35,7 @@ def first_round_kernel(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    _first_of_row(
+    first_of_row(
         student + row * student_stride,
         teacher + row * teacher_stride,
         labels,
@@ -161,29 +89,28 @@ def second_round_kernel(
     to_log2 = inverse_temperature * LOG2_E
     m, log_mass_q, _ = merge_softmax(student_max + row, student_mass + row, rank, rank_stride, to_log2, SHARDS)
     n, log_mass_p, _ = merge_softmax(teacher_max + row, teacher_mass + row, rank, rank_stride, to_log2, SHARDS)
-    density = 0.0 * m
-    slope = 0.0 * m
-    if tl.load(kd_weight + row) != 0:
-        density, slope = second_sums(
-            student + row * student_stride,
-            teacher + row * teacher_stride,
-            m,
-            log_mass_q,
-            n,
-            log_mass_p,
-            to_log2,
-            share,
-            False,
-            DIVERGENCE,
-            STUDENT_SCALE,
-            STUDENT_SOFTCAP,
-            TEACHER_SCALE,
-            TEACHER_SOFTCAP,
-            COLUMNS,
-            BLOCK,
-        )
-    tl.store(sums + row, density)
-    tl.store(sums + rows + row, slope)
+    second_of_row(
+        student + row * student_stride,
+        teacher + row * teacher_stride,
+        kd_weight,
+        sums,
+        row,
+        rows,
+        m,
+        log_mass_q,
+        n,
+        log_mass_p,
+        to_log2,
+        share,
+        False,
+        DIVERGENCE,
+        STUDENT_SCALE,
+        STUDENT_SOFTCAP,
+        TEACHER_SCALE,
+        TEACHER_SOFTCAP,
+        COLUMNS,
+        BLOCK,
+    )
 
 
 @triton.jit
@@ -331,7 +258,7 @@ def all_rounds_kernel(
     teacher += row * teacher_stride
     out += row * out_stride
     to_log2 = inverse_temperature * LOG2_E
-    m, mass, ce_mass, n, teacher_mass, ratio = _first_of_row(
+    m, mass, ce_mass, n, teacher_mass, ratio = first_of_row(
         student,
         teacher,
         labels,
@@ -375,29 +302,28 @@ def all_rounds_kernel(
         if DIVERGENCE == "reverse_kl":
             sum_of_slopes = (log_mass_p - log_mass_q) * LN_2 + ratio / mass
         if UNDER == "none":
-            density = 0.0 * m
-            sum_of_slopes = density
-            if tl.load(kd_weight + row) != 0:
-                density, sum_of_slopes = second_sums(
-                    student,
-                    teacher,
-                    m,
-                    log_mass_q,
-                    n,
-                    log_mass_p,
-                    to_log2,
-                    share,
-                    True,
-                    DIVERGENCE,
-                    STUDENT_SCALE,
-                    STUDENT_SOFTCAP,
-                    TEACHER_SCALE,
-                    TEACHER_SOFTCAP,
-                    COLUMNS,
-                    BLOCK,
-                )
-            tl.store(stats + 7 * rows + row, density)
-            tl.store(stats + 8 * rows + row, sum_of_slopes)
+            sum_of_slopes = second_of_row(
+                student,
+                teacher,
+                kd_weight,
+                stats + 7 * rows,
+                row,
+                rows,
+                m,
+                log_mass_q,
+                n,
+                log_mass_p,
+                to_log2,
+                share,
+                True,
+                DIVERGENCE,
+                STUDENT_SCALE,
+                STUDENT_SOFTCAP,
+                TEACHER_SCALE,
+                TEACHER_SOFTCAP,
+                COLUMNS,
+                BLOCK,
+            )
     for step in range(0, COLUMNS, BLOCK):
         offsets = columns_at(block_of(step, UNDER != "none" or not HAS_KD, COLUMNS, BLOCK), BLOCK)
         # Unused rows are not read: 0 is finite, and its gradient is multiplied away.

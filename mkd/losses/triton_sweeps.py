@@ -8,7 +8,7 @@ are what one thread loads at once, so that a sweep has no barrier and needs one 
 import triton
 import triton.language as tl
 
-from mkd.losses.triton_math import LEAST, LOG2_E, density_of, logits_of, slope_of, weighted
+from mkd.losses.triton_math import LEAST, LN_2, LOG2_E, density_of, logits_of, slope_of, weighted
 
 RUN = tl.constexpr(8)
 
@@ -81,6 +81,78 @@ def first_sums(
 
 
 @triton.jit
+def first_of_row(
+    student,  # at the row's first column, as the teacher
+    teacher,
+    labels,
+    ce_weight,
+    kd_weight,
+    stats,  # [7, rows]: student_max, student_mass, ce_mass, label_logit, teacher_max, teacher_mass, log_ratio
+    row,
+    rows,
+    first_column,
+    to_log2,
+    HAS_CE: tl.constexpr,
+    HAS_KD: tl.constexpr,
+    TEMPERED: tl.constexpr,
+    UNDER: tl.constexpr,
+    STUDENT_SCALE: tl.constexpr,
+    STUDENT_SOFTCAP: tl.constexpr,
+    TEACHER_SCALE: tl.constexpr,
+    TEACHER_SOFTCAP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Store and return the first round's sums of one row; a row that no term uses is not read."""
+    ce_on = False
+    kd_on = False
+    if HAS_CE:
+        ce_on = tl.load(ce_weight + row) != 0
+    if HAS_KD:
+        kd_on = tl.load(kd_weight + row) != 0
+    if HAS_CE:
+        # Before the sweep, whose reductions are barriers: a gradient may be written over the logits after it.
+        column = tl.load(labels + row) - first_column
+        owned = ce_on & (column >= 0) & (column < COLUMNS)
+        label = tl.load(student + column, owned, other=0.0)
+        tl.store(stats + 3 * rows + row, logits_of(label, STUDENT_SCALE, STUDENT_SOFTCAP))
+    m = LEAST + 0.0 * to_log2
+    n = m
+    mass = 0.0 * to_log2
+    ce_mass = mass
+    teacher_mass = mass
+    ratio = mass
+    if ce_on | kd_on:
+        m, mass, ce_mass, n, teacher_mass, ratio = first_sums(
+            student,
+            teacher,
+            tl.where(kd_on, COLUMNS, 0),
+            to_log2,
+            HAS_CE,
+            HAS_KD,
+            TEMPERED,
+            UNDER,
+            STUDENT_SCALE,
+            STUDENT_SOFTCAP,
+            TEACHER_SCALE,
+            TEACHER_SOFTCAP,
+            COLUMNS,
+            BLOCK,
+        )
+    ratio = ratio * LN_2
+    stats += row
+    tl.store(stats, m)
+    tl.store(stats + rows, mass)
+    if HAS_CE and TEMPERED:
+        tl.store(stats + 2 * rows, ce_mass)
+    if HAS_KD:
+        tl.store(stats + 4 * rows, n)
+        tl.store(stats + 5 * rows, teacher_mass)
+        tl.store(stats + 6 * rows, ratio)
+    return m, mass, ce_mass, n, teacher_mass, ratio
+
+
+@triton.jit
 def columns_at(first, BLOCK: tl.constexpr):
     """[BLOCK / RUN, RUN] numbers of the columns of a block."""
     return first + RUN * tl.arange(0, BLOCK // RUN)[:, None] + tl.arange(0, RUN)[None, :]
@@ -126,6 +198,56 @@ def second_sums(
         density += tl.sum(density_of(DIVERGENCE, s, t, q, p, share), 1)
         slope += tl.sum(slope_of(DIVERGENCE, s, t, q, p, share), 1)
     return tl.sum(density, 0), tl.sum(slope, 0)
+
+
+@triton.jit
+def second_of_row(
+    student,  # at the row's first column, as the teacher
+    teacher,
+    kd_weight,
+    sums,  # [2, rows]: density, slope
+    row,
+    rows,
+    m,
+    log_mass_q,
+    n,
+    log_mass_p,
+    to_log2,
+    share,
+    REVERSED: tl.constexpr,
+    DIVERGENCE: tl.constexpr,
+    STUDENT_SCALE: tl.constexpr,
+    STUDENT_SOFTCAP: tl.constexpr,
+    TEACHER_SCALE: tl.constexpr,
+    TEACHER_SOFTCAP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Store the second round's sums of one row and return that of the slopes; a row without weight is not read."""
+    density = 0.0 * m
+    slope = density
+    if tl.load(kd_weight + row) != 0:
+        density, slope = second_sums(
+            student,
+            teacher,
+            m,
+            log_mass_q,
+            n,
+            log_mass_p,
+            to_log2,
+            share,
+            REVERSED,
+            DIVERGENCE,
+            STUDENT_SCALE,
+            STUDENT_SOFTCAP,
+            TEACHER_SCALE,
+            TEACHER_SOFTCAP,
+            COLUMNS,
+            BLOCK,
+        )
+    tl.store(sums + row, density)
+    tl.store(sums + rows + row, slope)
+    return slope
 
 
 @triton.jit
