@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     TorchDistSaveShardedStrategy,
@@ -22,7 +22,7 @@ class LazyTensors:
 
     def __init__(self) -> None:
         self._blocks: dict[tuple[str, tuple[int, ...]], Callable[[], Tensor]] = {}
-        self.sharded: dict[str, ShardedTensor] = {}
+        self.sharded: dict[str, ShardedTensor | ShardedObject] = {}
         """What `megatron.core.dist_checkpointing.save` is given; the data are on the meta device."""
 
     def add(
@@ -49,6 +49,12 @@ class LazyTensors:
         name = f"{key} {offset}"
         self.sharded[name] = ShardedTensor(key, data, dtype, tuple(data.shape), (*sizes, *shape), offset, fragments)
         self._blocks[key, offset] = lambda: make().reshape(data.shape)
+        module, _, last = key.rpartition(".")
+        if last == "weight" and ".linear_" in module:
+            # What megatron's linear layers keep beside their weight: nothing, but a load asks for it.
+            where = (index, sizes) if axes else ((0,), (1,))
+            state = f"{module}._extra_state"
+            self.sharded[f"{state} {where[0]}"] = ShardedObject(state, None, where[1], where[0])
 
     def make(self, key: str, offset: tuple[int, ...]) -> Tensor:
         """The block of `key` that begins at `offset`."""
