@@ -74,6 +74,8 @@ def main() -> None:
             true_vocab=job.true_vocab,
             check_finite=args.check_for_nan_in_loss_and_grad,
             options=job.loss_options,
+            top_k=job.kd.top_k,
+            top_k_tail=job.kd.top_k_tail,
         ),
         skip_model_parallel_init=True,
     )

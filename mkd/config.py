@@ -84,6 +84,14 @@ class KDConfig:
     temperature_squared: bool = True
     """Do not multiply the divergence by T^2."""
 
+    top_k: int | None = None
+    """K >= 1: the divergence looks at the teacher's K most probable tokens only, to see what that costs. Default: at
+    all tokens."""
+
+    top_k_tail: Literal["bucket", "renormalize"] = "bucket"
+    """What becomes of the other tokens with --kd-top-k. bucket: they are one more category. renormalize: both models'
+    probabilities are divided by their sum over the K, and the others get no gradient."""
+
     hidden_loss: str | None = field(default=None, metadata={"argparse_meta": {"metavar": "S:T,..."}})
     """Pairs of layers, counted from 1: the student's hidden states after layer S are pulled towards the teacher's
     after layer T. Where the widths differ, a linear map from the student's to the teacher's is trained for each pair.
@@ -167,6 +175,7 @@ class KDConfig:
         self._check_temperature()
         self._check_loss()
         self._check_hidden_loss()
+        self._check_top_k()
         require_choice("--kd-logits-dtype", self.logits_dtype, get_args(LogitsDtype))
         require_choice("--kd-loss-impl", self.loss_impl, get_args(LossImplementation))
         require_choice("--kd-packing", self.packing, get_args(Packing))
@@ -242,6 +251,20 @@ class KDConfig:
                 f"--kd-z-loss is {self.z_loss}, but at R = 0 the loss is Megatron's own, which has none: leave it out, "
                 "or give a --kd-ratio above 0"
             )
+
+    def _check_top_k(self) -> None:
+        require_choice("--kd-top-k-tail", self.top_k_tail, ("bucket", "renormalize"))
+        if self.top_k is None:
+            if self.top_k_tail != "bucket":
+                raise MkdConfigError(f"--kd-top-k-tail is {self.top_k_tail}, but all tokens are used: give --kd-top-k")
+            return
+        least = 2 if self.top_k_tail == "renormalize" else 1
+        if self.top_k < least:
+            raise MkdConfigError(
+                f"--kd-top-k is {self.top_k}; with --kd-top-k-tail {self.top_k_tail} it must be at least {least}"
+            )
+        if self.is_plain_pretraining:
+            raise MkdConfigError(f"--kd-top-k is {self.top_k}, but at R = 0 nothing is learned from the teacher")
 
     def _check_hidden_loss(self) -> None:
         require_choice("--kd-hidden-loss-type", self.hidden_loss_type, get_args(HiddenLossType))

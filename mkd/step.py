@@ -16,9 +16,20 @@ from mkd.data.batch import KDBatch
 from mkd.data.counts import StepTokens
 from mkd.groups import Groups
 from mkd.hidden_layers import LayersOfMicrobatch
-from mkd.losses import LogitMap, LogitMaps, LossOptions, LossOutput, fused_linear_loss, top1_agreement
+from mkd.losses import (
+    LogitMap,
+    LogitMaps,
+    LossOptions,
+    LossOutput,
+    SparseTeacher,
+    fused_linear_loss,
+    fused_linear_topk_loss,
+    teacher_top_k,
+    top1_agreement,
+)
+from mkd.losses.sparse import Tail
 from mkd.models.gpt import finish_parameter_sync, logit_scale
-from mkd.teacher.base import HiddenSignal
+from mkd.teacher.base import HiddenSignal, TeacherSignal, TopKSignal
 
 _OF_KD_TOKENS = ("kd", "agreement")
 """Reported terms that are means over the tokens of the KD mask; the others are over those of the CE mask."""
@@ -44,7 +55,7 @@ class StepInput:
     objective: Objective
     tokens: StepTokens | None
     """Of the whole step; None when the objective is plain."""
-    signal: Callable[[], HiddenSignal]
+    signal: Callable[[], TeacherSignal]
     """The teacher's signal for this batch; called on the last stage only, or on every rank without pipeline stages."""
     layers: LayersOfMicrobatch | None = None
     """What the student's intermediate layers are compared with; None when they are not."""
@@ -60,6 +71,10 @@ class ForwardStep:
     """Whether a loss that is not finite stops the run before the optimizer step."""
     options: LossOptions = LossOptions()  # noqa: RUF009
     """How the losses are computed."""
+    top_k: int | None = None
+    """How many of the teacher's most probable tokens the divergence looks at; None: all, or those that are known."""
+    top_k_tail: Tail = "bucket"
+    """What becomes of the others."""
 
     def __call__(self, steps: Iterator[StepInput], model: nn.Module) -> tuple[Tensor, Callable]:
         """Run one microbatch through one model chunk.
@@ -194,6 +209,21 @@ class _HeadLoss:
         config: Any,
     ) -> LossOutput:
         signal = self._signal
+        common: dict[str, Any] = dict(
+            spec=self._step.objective.spec,
+            true_vocab=self._owner.true_vocab,
+            tp_group=self._owner.groups.tp,
+            sequence_parallel=config.sequence_parallel,
+            upstream=_loss_scale(config, hidden.device),
+            **asdict(self._owner.options),
+        )
+        student_map = LogitMap(scale=logit_scale(config))
+        if isinstance(signal, TopKSignal) or (signal is not None and self._owner.top_k is not None):
+            rows = (_rows(self._step.batch.labels), ce_weight, kd_weight)
+            sparse = dict(tail=self._owner.top_k_tail, student_map=student_map)
+            return fused_linear_topk_loss(
+                hidden.flatten(0, 1), weight, self._sparse(config.sequence_parallel), *rows, **sparse, **common
+            )
         return fused_linear_loss(
             hidden.flatten(0, 1),
             weight,
@@ -202,17 +232,30 @@ class _HeadLoss:
             _rows(self._step.batch.labels),
             ce_weight,
             kd_weight,
-            spec=self._step.objective.spec,
-            true_vocab=self._owner.true_vocab,
-            tp_group=self._owner.groups.tp,
-            sequence_parallel=config.sequence_parallel,
             maps=LogitMaps(
-                student=LogitMap(scale=logit_scale(config)),
+                student=student_map,
                 teacher=LogitMap() if signal is None else LogitMap(scale=signal.logit_scale),
             ),
-            upstream=_loss_scale(config, hidden.device),
-            **asdict(self._owner.options),
+            **common,
         )
+
+    def _sparse(self, sequence_parallel: bool) -> SparseTeacher:
+        """Rows of the teacher's most probable tokens, found among its logits or as they came."""
+        signal, temperature = self._signal, self._step.objective.spec.temperature
+        if isinstance(signal, TopKSignal):
+            return _sparse_rows(signal)
+        found = teacher_top_k(
+            signal.hidden.flatten(0, 1),
+            signal.head,
+            self._owner.top_k,
+            temperatures=(temperature,),
+            true_vocab=self._owner.true_vocab,
+            tp_group=self._owner.groups.tp,
+            sequence_parallel=sequence_parallel,
+            chunk_rows=self._owner.options.chunk_rows,
+            logit_map=LogitMap(scale=signal.logit_scale),
+        )
+        return SparseTeacher(found.ids, found.logits, found.lse[0], found.tail_lse[0], temperature)
 
     def report(self, loss: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """What the schedule asks for after the last stage's forward pass."""
@@ -222,8 +265,11 @@ class _HeadLoss:
 
     def _sum_of_teacher(self) -> Tensor:
         """Scalar that is not finite if the teacher's hidden states of a distilled token of this rank are not."""
-        sums = self._signal.hidden.sum(dim=-1, dtype=torch.float32)
         mask = self._step.batch.kd_mask.t()
+        if isinstance(self._signal, TopKSignal):
+            logits = torch.where(self._signal.ids >= 0, self._signal.logits, 0).sum(dim=-1, dtype=torch.float32)
+            return torch.where(mask != 0, (logits + self._signal.lse).t(), 0).sum()
+        sums = self._signal.hidden.sum(dim=-1, dtype=torch.float32)
         if sums.shape != mask.shape:  # sequence parallelism: this rank's part of the sequence
             mask = mask.chunk(self._owner.groups.tp.size())[self._owner.groups.tp.rank()]
         return torch.where(mask != 0, sums, 0).sum()
@@ -268,6 +314,15 @@ def teacher_cross_entropy(
 def _rows(tokens: Tensor) -> Tensor:
     """[b, s] -> [s * b], the order in which megatron's [s, b, H] activations flatten."""
     return tokens.t().reshape(-1)
+
+
+def _sparse_rows(signal: TopKSignal) -> SparseTeacher:
+    """[b, s, K] -> [s * b, K]"""
+    ids, logits, lse, tail_lse, counts = (
+        None if x is None else x.transpose(0, 1).flatten(0, 1)
+        for x in (signal.ids, signal.logits, signal.lse, signal.tail_lse, signal.counts)
+    )
+    return SparseTeacher(ids, logits, lse, tail_lse, signal.temperature, counts)
 
 
 def _require_finite(name: str, value: Tensor) -> None:

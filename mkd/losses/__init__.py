@@ -6,6 +6,7 @@ from mkd.losses.fused_linear import fused_linear_loss
 from mkd.losses.logits import LogitMap, LogitMaps
 from mkd.losses.options import LossOptions
 from mkd.losses.sparse import SparseTeacher
+from mkd.losses.teacher_topk import TopK, teacher_top_k
 from mkd.losses.topk import fused_linear_topk_loss, topk_loss
 from mkd.losses.vocab_parallel import LossOutput, vocab_parallel_loss
 
@@ -16,8 +17,10 @@ __all__ = [
     "LossOutput",
     "LossSpec",
     "SparseTeacher",
+    "TopK",
     "fused_linear_loss",
     "fused_linear_topk_loss",
+    "teacher_top_k",
     "top1_agreement",
     "topk_loss",
     "vocab_parallel_loss",

@@ -100,6 +100,7 @@ class Models:
     recompute: bool = False
     """Whether the student's activations are recomputed in the backward pass."""
     loss_scale: float = 1.0
+    top_k: int | None = None
     teacher_moe: bool = False
     teacher_layers: int = TEACHER["num_layers"]
     aux_loss: float = 0.0
@@ -278,7 +279,9 @@ def _kd_step(layout: Layout, models: Models) -> dict[str, Any]:
     batches = microbatches(models.data, layout.cp, layout.mbs, groups.dp.rank(), groups.dp.size(), models.masks)
     iterator = iter(batches)
     reports = run(
-        forward_step_func=ForwardStep(groups, true_vocab=VOCAB, check_finite=False, options=LossOptions(chunk_rows=5)),
+        forward_step_func=ForwardStep(
+            groups, true_vocab=VOCAB, check_finite=False, options=LossOptions(chunk_rows=5), top_k=models.top_k
+        ),
         data_iterator=[iterator] + [None] * (layout.vp - 1) if layout.vp > 1 else iterator,
         model=chunks,
         num_microbatches=len(batches),
