@@ -61,6 +61,8 @@ def main() -> None:
         hidden_layers=job.pair_layers(groups, teacher),
         length_multiple=job.length_multiple,
     )
+    check_finite, top_k = args.check_for_nan_in_loss_and_grad, (job.kd.top_k, job.kd.top_k_tail)
+    step = ForwardStep(groups, job.true_vocab, check_finite, job.loss_options, *top_k)
     # pretrain initializes once more, which also sets the seeds as if there were no teacher.
     destroy_rerun_state_machine()
     compat.install_training_hooks(Hooks(job, schedule, job.metrics()))
@@ -69,14 +71,7 @@ def main() -> None:
         pretrain_cfg_container_from_args(args, job.student_config),
         provider_of(datasets),
         ModelType.encoder_or_decoder,
-        ForwardStep(
-            groups=groups,
-            true_vocab=job.true_vocab,
-            check_finite=args.check_for_nan_in_loss_and_grad,
-            options=job.loss_options,
-            top_k=job.kd.top_k,
-            top_k_tail=job.kd.top_k_tail,
-        ),
+        step,
         skip_model_parallel_init=True,
     )
 
