@@ -21,7 +21,6 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from mkd.context_parallel import dual_chunk_places
-from mkd.errors import MkdConfigError
 
 
 class SegmentAttention(DotProductAttention):
@@ -36,26 +35,31 @@ class SegmentAttention(DotProductAttention):
         layer_number: int,
         *args: Any,
         pg_collection: ProcessGroupCollection | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
         **options: Any,
     ) -> None:
         """See megatron's `DotProductAttention`.
 
-        Raises:
-            MkdConfigError: attention sinks together with context parallelism.
+        Args:
+            config: the model's.
+            layer_number: from 1.
+            args: as megatron's.
+            pg_collection: as megatron's.
+            k_channels: width of a head's query and key; it may differ from that of the value in latent attention.
+            v_channels: width of a head's value and output, config.kv_channels by default.
+            options: as megatron's.
+
         """
         alone = copy.copy(config)
         alone.context_parallel_size = 1  # megatron's asserts it
         super().__init__(alone, layer_number, *args, pg_collection=pg_collection, **options)
         self.config = config
+        if v_channels is not None:
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self._window = config.window_size[0] if windowed else None
         self._cp = (pg_collection or ProcessGroupCollection.use_mpu_process_groups(["cp"])).cp
-        if config.context_parallel_size > 1:
-            self._require_plain_softmax("--context-parallel-size")
-
-    def _require_plain_softmax(self, what: str) -> None:
-        if self.softmax_offset is not None:
-            raise MkdConfigError(f"{what} with --softmax-type {self.config.softmax_type} needs a GPU")
 
     def forward(
         self,
@@ -80,9 +84,6 @@ class SegmentAttention(DotProductAttention):
 
         Returns:
             [s/cp, b, heads/tp * d], or [s/cp, heads/tp * d] if packed.
-
-        Raises:
-            MkdConfigError: packed rows with attention sinks.
         """
         if packed_seq_params is None and self.config.context_parallel_size == 1:
             return super().forward(query, key, value, attention_mask, attn_mask_type, attention_bias)
@@ -91,7 +92,6 @@ class SegmentAttention(DotProductAttention):
         if packed_seq_params is None:
             size = self.config.context_parallel_size
             return self._segments(query, key, value, [0, len(query) * size], size).flatten(-2)
-        self._require_plain_softmax("a packed row")
         bounds = packed_seq_params.cu_seqlens_q_padded.tolist()
         parts = (tensor.unsqueeze(1) for tensor in (query, key, value))
         return self._segments(*parts, bounds, self.config.context_parallel_size).squeeze(1).flatten(-2)
@@ -126,6 +126,8 @@ class SegmentAttention(DotProductAttention):
         seen = distance >= 0
         if self._window is not None:
             seen &= distance <= self._window
+        if self.softmax_offset is not None:
+            key, value, seen = self._add_sinks(key, value, seen)
         dropout = self.attention_dropout.p if self.training else 0.0
         # As in megatron's module: heads on different tensor-parallel ranks draw different numbers.
         fork = dropout > 0.0 and not self.config.sequence_parallel
@@ -138,6 +140,17 @@ class SegmentAttention(DotProductAttention):
                 enable_gqa=True,
             )
         return output.permute(2, 0, 1, 3)
+
+    def _add_sinks(self, key: Tensor, value: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """A key in front that every query sees: its score is the head's sink, its value is 0.
+
+        Returns:
+            [m + 1, b, groups, d] keys and values, and [heads, n, m + 1] what is added to the scores.
+        """
+        key, value = (torch.cat([torch.zeros_like(tensor[:1]), tensor]) for tensor in (key, value))
+        sinks = self.softmax_offset.to(key.dtype)[:, None, None].expand(-1, len(seen), -1)
+        hidden = torch.zeros_like(seen, dtype=key.dtype).masked_fill(~seen, float("-inf"))
+        return key, value, torch.cat([sinks, hidden.expand(len(sinks), -1, -1)], dim=-1)
 
 
 def install() -> None:

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from mkd.context_parallel import dual_chunk_places
 from mkd.cpu.attention import SegmentAttention
-from mkd.errors import MkdConfigError
 from tests.dist.pool import Pool
 from tests.tolerance import FP64, assert_close_norm
 
@@ -33,8 +32,15 @@ def inputs(rows: int) -> list[Tensor]:
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
-def plain(query: Tensor, key: Tensor, value: Tensor, bounds: tuple[int, ...], window: int | None) -> Tensor:
-    """Causal attention inside each segment, a token and a head at a time."""
+def sink_values() -> Tensor:
+    """[heads] float64."""
+    return torch.linspace(-1.0, 2.0, HEADS, dtype=torch.float64)
+
+
+def plain(
+    query: Tensor, key: Tensor, value: Tensor, bounds: tuple[int, ...], window: int | None, sinks: Tensor | None = None
+) -> Tensor:
+    """Causal attention inside each segment, a token and a head at a time; a sink is a score whose value is 0."""
     output = torch.zeros_like(query)
     for start, end in pairwise(bounds):
         for place in range(start, end):
@@ -43,7 +49,9 @@ def plain(query: Tensor, key: Tensor, value: Tensor, bounds: tuple[int, ...], wi
                 group = head // (HEADS // GROUPS)
                 seen = key[first : place + 1, :, group]
                 scores = torch.einsum("bd,kbd->kb", query[place, :, head], seen) / WIDTH**0.5
-                weights = scores.softmax(0)
+                if sinks is not None:
+                    scores = torch.cat([scores, sinks[head].expand(1, scores.shape[1])])
+                weights = scores.softmax(0)[: len(seen)]
                 output[place, :, head] = torch.einsum("kb,kbd->bd", weights, value[first : place + 1, :, group])
     return output
 
@@ -65,23 +73,27 @@ def module(size: int, **options: Any) -> SegmentAttention:
 
 
 def ours(rank: int, size: int, bounds: tuple[int, ...], is_packed: bool, options: dict[str, Any]) -> list[Tensor]:
-    """Output and the three gradients of this rank's tokens."""
+    """Output and the three gradients of this rank's tokens, then the gradient of the sinks if there are any."""
     ps.initialize_model_parallel(context_parallel_size=size)
     model_parallel_cuda_manual_seed(1)
     try:
         places = dual_chunk_places(bounds, rank, size)
         *qkv, upstream = (tensor[places] for tensor in inputs(1 if is_packed else 2))
         leaves = [tensor.clone().requires_grad_() for tensor in qkv]
+        attention = module(size, **options)
+        sinks = list(attention.parameters())
+        for param in sinks:
+            param.data = sink_values()
         if is_packed:
             cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
             packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_q_padded=cu_seqlens)
-            output = module(size, **options)(*(leaf.squeeze(1) for leaf in leaves), None, packed_seq_params=packed)
+            output = attention(*(leaf.squeeze(1) for leaf in leaves), None, packed_seq_params=packed)
             output = output.unsqueeze(1)
         else:
-            output = module(size, **options)(*leaves, None)
+            output = attention(*leaves, None)
         assert output.shape == (len(places), upstream.shape[1], HEADS * WIDTH)
         output.backward(upstream.flatten(-2))
-        return [output.detach(), *(leaf.grad for leaf in leaves)]
+        return [output.detach(), *(leaf.grad for leaf in (*leaves, *sinks))]
     finally:
         ps.destroy_model_parallel()
 
@@ -106,19 +118,19 @@ def test_equals_plain_attention(
         assert_close_norm(torch.cat(parts)[order], value, FP64, name)
 
 
-def refusal(rank: int, size: int) -> str:
-    ps.initialize_model_parallel(context_parallel_size=size)
-    model_parallel_cuda_manual_seed(1)
-    try:
-        module(size, softmax_type="off-by-one")
-    except MkdConfigError as error:
-        return str(error)
-    finally:
-        ps.destroy_model_parallel()
-    return ""
-
-
-def test_attention_sinks_are_refused(gloo_pool: Callable[[int], Pool]) -> None:
-    assert gloo_pool(1).run(refusal) == [""]
-    for message in gloo_pool(2).run(refusal):
-        assert "--context-parallel-size with --softmax-type off-by-one" in message
+@pytest.mark.parametrize(("bounds", "is_packed"), [(ONE, False), (SEVERAL, True)], ids=["rows", "several texts"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_sinks_equal_plain_attention(
+    gloo_pool: Callable[[int], Pool], size: int, bounds: tuple[int, ...], is_packed: bool
+) -> None:
+    *qkv, upstream = inputs(1 if is_packed else 2)
+    leaves = [tensor.requires_grad_() for tensor in (*qkv, sink_values())]
+    output = plain(*leaves[:3], bounds, 5, leaves[3])
+    output.backward(upstream)
+    results = gloo_pool(size).run(ours, bounds, is_packed, {"window_size": (5, 0), "softmax_type": "learnable"})
+    order = torch.cat([dual_chunk_places(bounds, rank, size) for rank in range(size)]).argsort()
+    expected = [output.detach().flatten(-2), *(leaf.grad for leaf in leaves)]
+    *tokens, sinks = zip(*results, strict=True)
+    for name, value, parts in zip(("output", "query", "key", "value"), expected, tokens, strict=False):
+        assert_close_norm(torch.cat(parts)[order], value, FP64, name)
+    assert_close_norm(sum(sinks), expected[4], FP64, "sinks")
