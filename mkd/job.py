@@ -281,6 +281,11 @@ def _adopt_what_megatron_forgets(args: Namespace) -> None:
     names = (
         *("layernorm_epsilon", "use_rope_scaling", "rope_scaling_factor", "rotary_seq_len_interpolation_factor"),
         *("qk_layernorm", "qk_l2_norm", "window_size", "window_attn_skip_freq", "softmax_type", "no_rope_freq"),
+        *("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+        *("rope_type", "rotary_scaling_factor", "mscale", "mscale_all_dim", "original_max_position_embeddings"),
+        *("beta_fast", "beta_slow", "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow"),
+        *("yarn_correction_range_round_to_int", "quick_geglu", "glu_linear_offset", "activation_func_clamp_value"),
+        *("moe_router_num_groups", "moe_router_group_topk"),
     )
     values = {name: getattr(folder.args, name) for name in names if hasattr(folder.args, name)}
     arguments.adopt_architecture(args, values, f"the checkpoint in {path}")

@@ -53,6 +53,9 @@ def make_model(
         for param in model.parameters():
             low = 0.5 if param.dim() == 1 else -0.5
             param.uniform_(low, low + 1.0, generator=generator)
+        for name, value in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                value.uniform_(-0.5, 0.5, generator=generator)
     model.to(dtype).save_pretrained(folder, max_shard_size=shard_size)
     return folder
 

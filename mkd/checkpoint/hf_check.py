@@ -36,6 +36,11 @@ def check_tensors(folder: HFFolder, family: Family) -> None:
         if name not in folder.tensors:
             if name in optional:
                 continue
+            if f"{name}_blocks" in folder.tensors:
+                raise folder.error(
+                    f"tensor {name} is stored as MXFP4 blocks; quantized weights are not read: load the model with "
+                    "transformers' Mxfp4Config(dequantize=True) and save it"
+                )
             raise folder.error(f"tensor {name} of shape {list(shape)} is missing")
         seen, dtype = folder.tensors[name]
         if seen != shape:

@@ -156,13 +156,20 @@ class _StoredTensors:
 
     def read(self, wanted: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, tensor) for the wanted names, in the order of the plan."""
-        wanted = set(wanted)
+        wanted, experts = set(wanted), {}
         dims = self._family.dims(self._args)
         for item, key, axes in self._items:
             if wanted.isdisjoint(item.shapes):
                 continue
             parts = item.entry.layout.split(self._read(key, tuple(index for _, index in axes)), dims)
             for (name, shape), part in zip(item.shapes.items(), parts, strict=True):
+                if item.entry.has_all_experts:
+                    whole = experts.setdefault(name, part.new_empty(shape))
+                    if part.shape == shape[1:]:
+                        whole[item.expert] = part
+                        if item.expert < dims.experts - 1:
+                            continue
+                        part = experts.pop(name)
                 if tuple(part.shape) != shape:
                     raise self._folder.error(f"tensor {key} gives {name} shape {list(part.shape)}, not {list(shape)}")
                 if name in wanted:

@@ -10,6 +10,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mkd.checkpoint.hf_config import ConfigReader
+from mkd.checkpoint.hf_gpt_oss import BIASED_MIXTURE, CLAMPED_GLU, LAYER_WINDOWS, SINK_ATTENTION
+from mkd.checkpoint.hf_latent import (
+    DENSE_THEN_MIXTURE,
+    LATENT_ATTENTION,
+    LATENT_EXPERTS,
+    LATENT_INPUT_NORM,
+    LATENT_SIZES,
+    latent_dims,
+)
 from mkd.checkpoint.hf_layouts import Dims
 from mkd.checkpoint.hf_parts import (
     EXPERT_FFN,
@@ -41,6 +50,7 @@ from mkd.checkpoint.hf_tables import (
     decoder,
     mixture,
 )
+from mkd.checkpoint.hf_yarn import LATENT_ROPE, ROPE_OR_YARN
 from mkd.errors import MkdCheckpointError
 
 
@@ -92,13 +102,17 @@ class Family:
             vocab=args["vocab_size"],
             experts=args.get("num_experts") or 0,
             moe_ffn=args.get("moe_ffn_hidden_size") or 0,
+            shared_ffn=args.get("moe_shared_expert_intermediate_size") or 0,
+            **(latent_dims(args) if args.get("multi_latent_attention") else {}),
         )
 
     def tensors(self, args: Mapping[str, Any]) -> Iterator[Item]:
         """Every parameter of the model with its Hugging Face tensors, layers and experts ascending within an entry."""
         dims = self.dims(args)
+        stacked = not isinstance(args.get("moe_layer_freq"), list)
         for entry in self.table:
             layers = range(args["num_layers"]) if "{layer}" in entry.megatron else (None,)
+            layers = [layer for layer in layers if entry.where(args, layer)]
             numbers = range(dims.experts) if "{expert}" in entry.megatron else (None,)
             for layer in layers:
                 for expert in numbers:
@@ -106,7 +120,8 @@ class Family:
                         name.format(layer=layer, expert=expert): tuple(getattr(dims, size) for size in sizes)
                         for name, sizes in entry.sources.items()
                     }
-                    yield Item(entry, layer, expert, shapes)
+                    shape = tuple(getattr(dims, size) for size in entry.shape)
+                    yield Item(entry, layer, expert, shapes, stacked, shape)
 
 
 _DENSE: dict[str, Any] = {
@@ -217,8 +232,60 @@ MIXTRAL = Family(
     table=decoder(_ATTENTION, (MOE_NORM, *mixture("block_sparse_moe.", "w1", "w3", "w2"))),
     fixed=_but(_MIXTURE, "window_size"),
 )
+DEEPSEEK_V3 = Family(
+    architectures=("DeepseekV3ForCausalLM",),
+    model_type="deepseek_v3",
+    parts=(
+        LATENT_SIZES,
+        LATENT_EXPERTS,
+        LATENT_ROPE,
+        required(hidden_act="silu", attention_bias=False, norm_topk_prob=True, rope_interleave=True),
+        required(scoring_func="sigmoid", topk_method="noaux_tc"),
+        # transformers' norms of the two latents have this one whatever the key says, Megatron's have the model's
+        required(rms_norm_eps=1e-6),
+    ),
+    table=decoder(LATENT_ATTENTION, DENSE_THEN_MIXTURE, LATENT_INPUT_NORM),
+    fixed=_but(
+        _MIXTURE,
+        *("moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_shared_expert_intermediate_size"),
+        multi_latent_attention=True,
+        qk_layernorm=True,
+        use_rope_scaling=False,
+        moe_router_score_function="sigmoid",
+        moe_router_pre_softmax=False,
+        moe_router_enable_expert_bias=True,
+        moe_shared_expert_gate=False,
+        group_query_attention=False,
+    ),
+)
+GPT_OSS = Family(
+    architectures=("GptOssForCausalLM",),
+    model_type="gpt_oss",
+    parts=(
+        SIZES,
+        EXPERTS_HAVE_FFN,
+        ROPE_OR_YARN,
+        LAYER_WINDOWS,
+        CLAMPED_GLU,
+        experts("num_local_experts"),
+        NORMALIZED_ROUTER,
+        required(hidden_act="silu", attention_bias=True, swiglu_alpha=1.702),
+    ),
+    table=decoder(SINK_ATTENTION, BIASED_MIXTURE),
+    fixed=_but(
+        _MIXTURE,
+        *("window_size", "window_attn_skip_freq", "position_embedding_type"),
+        add_bias_linear=True,
+        add_qkv_bias=True,
+        swiglu=False,
+        quick_geglu=True,
+        glu_linear_offset=1.0,
+        softmax_type="learnable",
+        use_rope_scaling=False,
+    ),
+)
 
-FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, QWEN3_MOE, MIXTRAL)
+FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, QWEN3_MOE, MIXTRAL, DEEPSEEK_V3, GPT_OSS)
 
 UNSUPPORTED: Mapping[str, str] = {
     **dict.fromkeys(

@@ -25,6 +25,13 @@ class Dims:
     vocab: int
     experts: int = 0
     moe_ffn: int = 0
+    shared_ffn: int = 0
+    query_latent: int = 0
+    key_latent: int = 0
+    positions: int = 0
+    """Width of the part of a latent attention's key that turns with the position."""
+    plain_width: int = 0
+    """Width of the part of each latent attention's key that does not."""
 
     @property
     def query(self) -> int:
@@ -39,8 +46,24 @@ class Dims:
         return self.query + 2 * self.key
 
     @property
+    def latent_query(self) -> int:
+        return self.heads * (self.plain_width + self.positions)
+
+    @property
+    def key_latent_and_positions(self) -> int:
+        return self.key_latent + self.positions
+
+    @property
+    def latent_key_value(self) -> int:
+        return self.heads * (self.plain_width + self.head_dim)
+
+    @property
     def gate_and_up(self) -> int:
         return 2 * self.ffn
+
+    @property
+    def expert_gate_and_up(self) -> int:
+        return 2 * self.moe_ffn
 
     @property
     def group_rows(self) -> int:
@@ -87,6 +110,16 @@ def _split_whole(whole: Tensor, dims: Dims) -> list[Tensor]:
 def _shard_columns(total: str) -> Callable[[Sequence[Read], Dims, Shard, tuple[int, ...]], Tensor]:
     """Cuts the columns of a [.., total] matrix: the weight of a row-parallel linear layer."""
     return lambda reads, dims, shard, shape: reads[0](None, shard.of(getattr(dims, total)))
+
+
+def rows(total: str) -> Layout:
+    """Cuts the rows of a [total, ..] matrix; each rank has all of it where the model's layer is not cut."""
+
+    def shard_of(reads: Sequence[Read], dims: Dims, shard: Shard, shape: tuple[int, ...]) -> Tensor:
+        count = getattr(dims, total)
+        return reads[0](None if shape[0] == count else shard.of(count), None)
+
+    return Layout(shard_of, _split_whole)
 
 
 def _shard_vocab(reads: Sequence[Read], dims: Dims, shard: Shard, shape: tuple[int, ...]) -> Tensor:
@@ -163,10 +196,12 @@ def _shard_packed_gate_up(reads: Sequence[Read], dims: Dims, shard: Shard, shape
 REPLICATED = Layout(_shard_replicated, _split_whole)
 ATTENTION_OUTPUT = Layout(_shard_columns("query"), _split_whole)
 DOWN = Layout(_shard_columns("ffn"), _split_whole)
+SHARED_DOWN = Layout(_shard_columns("shared_ffn"), _split_whole)
 EXPERT_DOWN = Layout(_shard_columns("moe_ffn"), _split_whole)
 VOCAB = Layout(_shard_vocab, _split_vocab)
 QKV = Layout(_shard_qkv, _split_qkv)
 PACKED_QKV = Layout(_shard_packed_qkv, _split_packed_qkv)
 GATE_UP = _gate_up("ffn")
+SHARED_GATE_UP = _gate_up("shared_ffn")
 EXPERT_GATE_UP = _gate_up("moe_ffn")
 PACKED_GATE_UP = Layout(_shard_packed_gate_up, _split_whole)

@@ -1,7 +1,7 @@
 """From a Hugging Face folder into the parameters of this rank's model chunks."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -82,6 +82,8 @@ def read_item(
     """One parameter's part on one rank; see `HFParameters.read`."""
     sources = [tied.get(source, source) for source in item.shapes]
     reads = [partial(folder.read, source) for source in sources]
+    if item.entry.has_all_experts:
+        reads = [partial(_read_expert, read, item.expert) for read in reads]
     value = item.entry.layout.shard(reads, dims, shard, shape)
     if value.shape != shape:
         raise folder.error(
@@ -89,6 +91,12 @@ def read_item(
             f"{shard.size}, the model's parameter {item.name} has {list(shape)}"
         )
     return value
+
+
+def _read_expert(read: Callable[..., Tensor], expert: int, rows: slice | None, cols: slice | None) -> Tensor:
+    """A block of one expert's tensor."""
+    block = read(slice(expert, expert + 1))[0]
+    return block[tuple(part or slice(None) for part in (rows, cols)[: block.dim()])]
 
 
 def _check_model(model: GPTModel, folder: HFFolder, args: Mapping[str, Any]) -> None:
@@ -109,7 +117,9 @@ def _check_model(model: GPTModel, folder: HFFolder, args: Mapping[str, Any]) -> 
 @torch.no_grad()
 def _load_chunk(model: GPTModel, weights: HFParameters) -> None:
     groups = model.pg_collection
-    for name, param in model.named_parameters():
+    # The balance of experts is a buffer, and as much a part of the model as a weight.
+    buffers = ((name, value) for name, value in model.named_buffers() if name.endswith(".expert_bias"))
+    for name, param in (*model.named_parameters(), *buffers):
         is_expert = ".experts." in name
         cut_over = groups.expt_tp if is_expert else groups.tp
         shard = Shard(cut_over.rank(), cut_over.size())

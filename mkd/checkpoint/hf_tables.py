@@ -1,7 +1,8 @@
 """Which Hugging Face tensors make up which Megatron parameter: one row an `Entry`, shared by the families."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from mkd.checkpoint.hf_layouts import (
     ATTENTION_OUTPUT,
@@ -23,6 +24,10 @@ Axes = tuple[tuple[str, int], ...]
 """A checkpoint tensor's leading axes: (Megatron argument with the axis' size, index into it)."""
 
 
+Where = Callable[[Mapping[str, Any], int | None], bool]
+"""(Megatron arguments, layer) -> whether the model has the parameter there."""
+
+
 @dataclass(frozen=True)
 class Entry:
     """One Megatron parameter and the Hugging Face tensors it is made of.
@@ -38,6 +43,16 @@ class Entry:
     aliases: tuple[str, ...] = ()
     stored: tuple[str, ...] = ()
     """Names in a checkpoint where they are not those of the parameter, as tuples are written: all of them."""
+    where: Where = lambda args, layer: True
+    in_fp32: bool = False
+    """Stored in fp32, whatever the dtype of the weights."""
+    shape: tuple[str, ...] = ()
+    """Of the uncut parameter, where it is not that of the Hugging Face tensors one below the other."""
+
+    @property
+    def has_all_experts(self) -> bool:
+        """Whether the Hugging Face tensor holds all experts, the parameter one: its first axis counts them."""
+        return _EXPERT in self.megatron and not any(_EXPERT in name for name in self.sources)
 
     @property
     def in_checkpoint(self) -> tuple[str, ...]:
@@ -54,6 +69,10 @@ class Item:
     expert: int | None
     shapes: Mapping[str, tuple[int, ...]]
     """Hugging Face tensor -> shape."""
+    stacked: bool = True
+    """Whether megatron stores equal layers as one tensor; it does not if layers differ."""
+    shape: tuple[int, ...] = ()
+    """See `Entry.shape`."""
 
     @property
     def parameters(self) -> list[str]:
@@ -73,9 +92,9 @@ class Item:
                     yield self._key(name, apart)
 
     def written_places(self) -> list[tuple[str, Axes]]:
-        """Where an import writes it: stacked."""
+        """Where an import writes it: stacked, as far as megatron does."""
         names = self.entry.stored or self.entry.in_checkpoint[:1]
-        return [self._key(name, ()) for name in names]
+        return [self._key(name, () if self.stacked else (_LAYER,)) for name in names]
 
     def _key(self, name: str, apart: tuple[str, ...]) -> tuple[str, Axes]:
         marks = ((_LAYER, "num_layers", self.layer), (_EXPERT, "num_experts", self.expert))
@@ -193,6 +212,6 @@ def mixture(prefix: str, gate: str, up: str, down: str) -> tuple[Entry, ...]:
     )
 
 
-def decoder(attention: tuple[Entry, ...], mlp: tuple[Entry, ...]) -> tuple[Entry, ...]:
+def decoder(attention: tuple[Entry, ...], mlp: tuple[Entry, ...], input_norm: Entry = INPUT_NORM) -> tuple[Entry, ...]:
     """A whole model's table from the entries of a layer's two halves, each with its norm."""
-    return (EMBEDDING, INPUT_NORM, *attention, *mlp, FINAL_NORM, HEAD)
+    return (EMBEDDING, input_norm, *attention, *mlp, FINAL_NORM, HEAD)

@@ -21,10 +21,14 @@ from mkd.models.gpt import gpt_config
 
 
 @contextmanager
-def layout(tp: int, pp: int, vp: int = 1, ep: int = 1) -> Iterator[None]:
-    """Megatron's groups for tensor, pipeline, virtual pipeline and expert sizes."""
+def layout(tp: int, pp: int, vp: int = 1, ep: int = 1, etp: int | None = None) -> Iterator[None]:
+    """Megatron's groups for tensor, pipeline, virtual pipeline, expert and (tp by default) expert-tensor sizes."""
     ps.initialize_model_parallel(
-        tp, pp, virtual_pipeline_model_parallel_size=vp if vp > 1 else None, expert_model_parallel_size=ep
+        tp,
+        pp,
+        virtual_pipeline_model_parallel_size=vp if vp > 1 else None,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
     )
     model_parallel_cuda_manual_seed(1)
     try:
@@ -42,6 +46,7 @@ def build_from_arguments(
     args.tensor_model_parallel_size = ps.get_tensor_model_parallel_world_size()
     args.pipeline_model_parallel_size = ps.get_pipeline_model_parallel_world_size()
     args.expert_model_parallel_size = ep
+    args.expert_tensor_parallel_size = ps.get_expert_tensor_parallel_world_size()
     args.params_dtype, args.bf16 = dtype, dtype == torch.bfloat16
     args.perform_initialization = False
     multiple = 128 * args.tensor_model_parallel_size
