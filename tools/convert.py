@@ -1,6 +1,7 @@
 """Hugging Face folders to Megatron checkpoints and back. Runs on one CPU process; no GPU is needed.
 
     python tools/convert.py import --hf HF_DIR --save MEGATRON_DIR
+    torchrun --nproc-per-node N tools/convert.py import --hf HF_DIR --save MEGATRON_DIR
     python tools/convert.py export --load MEGATRON_DIR --hf HF_DIR
     python tools/convert.py inspect --load MEGATRON_DIR
     python tools/convert.py verify --hf HF_DIR --load MEGATRON_DIR --text FILE
@@ -31,7 +32,8 @@ def import_command(args: argparse.Namespace) -> None:
     from mkd.checkpoint.hf_import import import_hf
 
     import_hf(HFFolder(args.hf, "--hf"), args.save, args.dtype and DTYPES[args.dtype])
-    print(f"wrote {args.save}: load it with --load, --pretrained-checkpoint or --kd-teacher-load")
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"wrote {args.save}: load it with --load, --pretrained-checkpoint or --kd-teacher-load")
 
 
 def export_command(args: argparse.Namespace) -> None:

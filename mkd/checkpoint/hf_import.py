@@ -1,5 +1,6 @@
 """From a Hugging Face folder to a Megatron checkpoint (torch_dist), on the CPU, one parameter in memory at a time.
 
+Started by torchrun, each rank reads and writes its share of the parameters.
 Call `mkd.cpu.activate()` before this module is imported.
 """
 
@@ -43,19 +44,27 @@ def import_hf(folder: HFFolder, save_dir: Path, dtype: torch.dtype | None = None
     family, architecture = read_architecture(folder)
     check_tensors(folder, family)
     if dtype is None:
-        stored = {stored for _, stored in folder.tensors.values()}
+        wide = {name for item in family.tensors(architecture) if item.entry.in_fp32 for name in item.shapes}
+        stored = {stored for name, (_, stored) in folder.tensors.items() if name not in wide}
         dtype = torch.bfloat16 if stored == {torch.bfloat16} else torch.float32
-    with StagedFolder(save_dir, flag) as staged:
-        args = _arguments(architecture, dtype, save_dir)
+    args = _arguments(architecture, dtype, save_dir)
+    staged = StagedFolder(save_dir, flag)
+    with all_ranks() as (rank, size), staged if rank == 0 else contextlib.nullcontext():
         release = staged.path / "release"
-        release.mkdir()
-        items = list(_parameters(family, architecture))
+        if rank == 0:
+            release.mkdir()
+        dist.barrier()
+        items = list(_parameters(family, architecture))[rank::size]
         total = sum(torch.Size(_whole_shape(item, args)).numel() for item in items) * dtype.itemsize
-        with one_rank(), ByteProgress(f"reading {folder.path}", total) as progress:
-            tensors = _lazy_tensors(folder, family, items, args, dtype, progress.advance)
+        # The ranks have equal shares: one tells for all.
+        progress = ByteProgress(f"reading {folder.path}", total) if rank == 0 else None
+        with progress or contextlib.nullcontext():
+            on_bytes = progress.advance if progress else lambda nbytes: None
+            tensors = _lazy_tensors(folder, family, items, args, dtype, on_bytes)
             save(release, {"args": args, "checkpoint_version": 3.0, "iteration": 0}, tensors)
-        (staged.path / TRACKER).write_text("release")
-        store_assets(folder, staged.path)
+        if rank == 0:
+            (staged.path / TRACKER).write_text("release")
+            store_assets(folder, staged.path)
 
 
 def _parameters(family: Family, architecture: dict[str, Any]) -> Iterator[Item]:
@@ -66,6 +75,8 @@ def _parameters(family: Family, architecture: dict[str, Any]) -> Iterator[Item]:
 
 def _whole_shape(item: Item, args: Namespace) -> tuple[int, ...]:
     """Shape of a parameter that is not cut: the rows of its Hugging Face tensors, or those of the padded vocabulary."""
+    if item.shape:
+        return item.shape
     first, *rest = item.shapes.values()
     rows = args.padded_vocab_size if item.layer is None and len(first) > 1 else first[0] + sum(s[0] for s in rest)
     return (rows, *first[1:])
@@ -81,17 +92,17 @@ def _lazy_tensors(
 ) -> LazyTensors:
     dims = family.dims(vars(args))
 
-    def read(item: Item, shape: tuple[int, ...]) -> Tensor:
+    def read(item: Item, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         value = read_item(folder, item, dims, Shard(0, 1), shape, tied={}).to(dtype)
         on_bytes(value.nbytes)
         return value
 
     tensors = LazyTensors()
     for item in items:
-        shape = _whole_shape(item, args)
+        shape, kept = _whole_shape(item, args), torch.float32 if item.entry.in_fp32 else dtype
         for key, axes in item.written_places():
             indices = tuple((index, vars(args)[argument]) for argument, index in axes)
-            tensors.add(key, shape, dtype, partial(read, item, shape), indices)
+            tensors.add(key, shape, kept, partial(read, item, shape, kept), indices)
     return tensors
 
 
@@ -124,3 +135,19 @@ def one_rank() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def all_ranks() -> Iterator[tuple[int, int]]:
+    """(rank, number of ranks): of the group that there is, of those that torchrun started, or of this process alone."""
+    if dist.is_initialized():
+        yield dist.get_rank(), dist.get_world_size()
+    elif int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        with one_rank():
+            yield 0, 1
+    else:
+        dist.init_process_group("gloo")
+        try:
+            yield dist.get_rank(), dist.get_world_size()
+        finally:
+            dist.destroy_process_group()

@@ -3,12 +3,13 @@
 import pytest
 import torch
 
+from mkd.checkpoint.hf_export import export_hf
 from mkd.checkpoint.hf_folder import HFFolder
 from mkd.checkpoint.hf_import import import_hf
 from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.checkpoint.megatron_load import load_megatron_weights
 from tests.dist.gpt_models import build_chunks, layout, run_stages
-from tests.hf_folders import LLAMA3_ROPE, make_llama, reference_logits
+from tests.hf_folders import LLAMA3_ROPE, make_llama, read_weights, reference_logits
 from tests.tolerance import LOGITS
 
 TOKENS = torch.randint(0, 131, (2, 96), generator=torch.Generator().manual_seed(1))
@@ -39,3 +40,18 @@ def test_checkpoint_loads_in_other_layouts(gloo_pool, folders, tp, pp):
     assert len(seen) == tp
     for logits in seen:
         assert (logits[..., :131] - expected).abs().max() <= LOGITS
+
+
+def import_together(rank, world_size, folder, out):
+    import_hf(HFFolder(folder, "--hf"), out)
+
+
+def test_ranks_import_together(gloo_pool, folders, tmp_path):
+    original, _ = folders
+    gloo_pool(2).run(import_together, original, tmp_path / "megatron")
+    sizes = [sum(f.stat().st_size for f in (tmp_path / "megatron").rglob(f"__{rank}_*.distcp")) for rank in range(2)]
+    assert min(sizes) > 0.3 * sum(sizes)
+    export_hf(MegatronFolder(tmp_path / "megatron", "--load"), tmp_path / "out")
+    before, after = read_weights(original), read_weights(tmp_path / "out")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
