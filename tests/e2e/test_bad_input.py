@@ -21,6 +21,7 @@ from tests.e2e.small_job import END, STUDENT, TEACHER, VOCAB, SmallJob, make_mod
 from tests.hf_folders import change_json
 
 TP, PP, EP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--expert-model-parallel-size"
+CP = "--context-parallel-size"
 SAVE = {"--save": "{root}/never", "--save-interval": 1}
 FROM_NOTHING = {
     "--kd-student-hf": None,
@@ -242,7 +243,8 @@ LAYOUTS = [
     (2, {PP: 2, "--kd-teacher-hf": "{root}/five_layers"}, [f"{PP} 2", "5 layers of the teacher"]),
     (1, {TP: 0}, [f"{TP} is 0"]),
     (1, {PP: -1}, [f"{PP} is -1"]),
-    (2, {"--context-parallel-size": 2}, ["--context-parallel-size 2"]),
+    (1, {CP: 2}, [f"{CP} 2", "the 1 ranks"]),
+    (2, {"--seq-length": 34, CP: 2}, ["--seq-length 34", f"2 * {CP} 2"]),
     (2, {EP: 2}, ["num_experts", "expert model parallelism"]),
     (3, {**FROM_NOTHING, EP: 2, "--num-experts": 4}, [f"{EP} 2", "the 3 ranks"]),
     (2, {TP: 2, "--sequence-parallel": True, "--seq-length": 33}, ["--seq-length 33", f"{TP} 2"]),
