@@ -2,89 +2,138 @@
 
     python tools/prune.py depth --hf TEACHER --out STUDENT --every 2          # layers 0, 2, 4, ...
     python tools/prune.py depth --hf TEACHER --out STUDENT --layers 0,1,5,11  # these layers
+    python tools/prune.py width --hf TEACHER --out STUDENT --hidden-size 1024 --ffn-hidden-size 4096
+    python tools/prune.py width --hf TEACHER --out STUDENT --num-attention-heads 16 --num-query-groups 4 \\
+        --importance activation --data SAMPLES.jsonl --every 2                # heads, and layers in the same call
 
 Writes a Hugging Face folder with the teacher's embeddings, head and tokenizer; give it to --kd-student-hf.
 """
 
 import argparse
-import shutil
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from mkd.checkpoint.hf_check import check_tensors, read_architecture
-from mkd.checkpoint.hf_families import Family
-from mkd.checkpoint.hf_folder import HFFolder
-from mkd.checkpoint.hf_writer import StagedFolder, WeightsWriter, check_output, plan_bytes, write_json
-from mkd.checkpoint.progress import ByteProgress
+from mkd.checkpoint.hf_writer import check_output
+from mkd.checkpoint.prune import Teacher, chosen_layers
+from mkd.checkpoint.prune_width import Importance, WidthChoice, student_dims
 from mkd.errors import MkdConfigError, exit_status
 
-
-def chosen_layers(count: int, every: int | None, layers: str | None) -> list[int]:
-    """Indices of the teacher's `count` layers to keep, ascending.
-
-    Raises `MkdConfigError` naming --every or --layers when it is not a choice of existing layers.
-    """
-    if every is not None:
-        if every < 1:
-            raise MkdConfigError(f"--every is {every}; it must be at least 1")
-        return list(range(0, count, every))
-    try:
-        chosen = [int(word) for word in layers.split(",")]
-    except ValueError as error:
-        raise MkdConfigError(f"--layers is {layers!r}; give layer numbers such as 0,2,5") from error
-    if chosen != sorted(set(chosen)) or not all(0 <= layer < count for layer in chosen):
-        raise MkdConfigError(f"--layers is {layers}; give ascending numbers from 0 to {count - 1}")
-    return chosen
-
-
-def kept_tensors(teacher: HFFolder, family: Family, layers: list[int]) -> dict[str, str]:
-    """Student tensor -> teacher tensor, in the order of the layers. A tied head that is not stored is left out."""
-    args = {**family.megatron_args(teacher.config), "num_layers": len(layers)}
-    pairs = {}
-    for item in family.tensors(args):
-        source = None if item.layer is None else layers[item.layer]
-        names = zip(
-            item.shapes, (name.format(layer=source, expert=item.expert) for name in item.entry.sources), strict=True
-        )
-        pairs.update((new, old) for new, old in names if old in teacher.tensors)
-    return pairs
+SAMPLES, SEQ_LENGTH = 128, 1024
+WIDTHS = ("hidden", "ffn", "heads", "groups")
 
 
 def prune_depth(args: argparse.Namespace) -> None:
-    """Keep some layers, renumbered. One tensor is in memory at a time."""
-    teacher = HFFolder(args.hf, "--hf")
+    """Keep some layers, renumbered."""
     check_output(args.out, "--out")
-    family, sizes = read_architecture(teacher)
-    check_tensors(teacher, family)
-    layers = chosen_layers(sizes["num_layers"], args.every, args.layers)
-    pairs = kept_tensors(teacher, family, layers)
-    plan = {new: teacher.tensors[old] for new, old in pairs.items()}
-    with StagedFolder(args.out, "--out") as staged, ByteProgress(f"writing {args.out}", plan_bytes(plan)) as progress:
-        writer = WeightsWriter(staged.path, plan)
-        for new, old in pairs.items():
-            tensor = teacher.read(old)
-            writer.write(new, tensor)
-            progress.advance(tensor.nbytes)
-        writer.close()
-        for asset in teacher.assets():
-            shutil.copyfile(asset, staged.path / asset.name)
-        write_json(staged.path / "config.json", {**teacher.config, "num_hidden_layers": len(layers)})
-    kept = ", ".join(map(str, layers))
-    print(f"wrote {args.out}: layers {kept} of {sizes['num_layers']}, {plan_bytes(plan) / 1e6:.1f} MB")
+    teacher = Teacher(args.hf)
+    count = teacher.args["num_layers"]
+    layers = chosen_layers(count, args.every, args.layers)
+    nbytes = teacher.write_student(args.out, layers)
+    print(f"wrote {args.out}: {describe_layers(layers, count)}, {nbytes / 1e6:.1f} MB")
+
+
+def prune_width(args: argparse.Namespace) -> None:
+    """Keep the most important channels and heads, and some layers or all."""
+    check_output(args.out, "--out")
+    check_importance(args)
+    teacher = Teacher(args.hf)
+    if teacher.args["num_experts"] is not None:
+        raise teacher.folder.error(
+            f"{teacher.family.architectures[0]} is a mixture of experts, which is only pruned in depth"
+        )
+    count, old = teacher.args["num_layers"], teacher.dims
+    layers = chosen_layers(count, args.every, args.layers)
+    new = student_dims(old, args.hidden_size, args.ffn_hidden_size, args.num_attention_heads, args.num_query_groups)
+    teacher.student_config(layers, new)  # fails here, not after the activations
+    choice = WidthChoice.best(importance(teacher, args), old, new)
+    nbytes = teacher.write_student(args.out, layers, choice)
+    sizes = ", ".join(f"{name} {getattr(new, name)} of {getattr(old, name)}" for name in WIDTHS)
+    print(f"wrote {args.out}: {sizes}, {describe_layers(layers, count)}, {nbytes / 1e6:.1f} MB")
+
+
+def check_importance(args: argparse.Namespace) -> None:
+    """Raise `MkdConfigError` unless --data and what goes with it are given with --importance activation only."""
+    if args.importance == "activation" and args.data is None:
+        raise MkdConfigError("--importance activation needs --data FILE.jsonl")
+    given = [name for name in ("data", "samples", "seq_length", "device") if getattr(args, name) is not None]
+    if args.importance == "magnitude" and given:
+        raise MkdConfigError(f"--{given[0].replace('_', '-')} is for --importance activation, which is not given")
+
+
+def importance(teacher: Teacher, args: argparse.Namespace) -> Importance:
+    """Of all layers, also of those that are left out: what a channel does depends on the whole teacher."""
+    from mkd.checkpoint.prune_importance import activation_importance, magnitude_importance, read_samples
+
+    model = (teacher.folder, teacher.family, teacher.args)
+    if args.importance == "magnitude":
+        return magnitude_importance(*model)
+    length = SEQ_LENGTH if args.seq_length is None else args.seq_length
+    length = min(length, teacher.args["max_position_embeddings"])
+    samples = read_samples(teacher.folder, args.data, SAMPLES if args.samples is None else args.samples, length)
+    print(f"measuring activations on {len(samples)} samples, {sum(map(len, samples)):,} tokens", flush=True)
+    return activation_importance(*model, samples, args.device or "cpu")
+
+
+def describe_layers(layers: list[int], count: int) -> str:
+    """Which layers of the teacher's `count` are kept."""
+    return f"all {count} layers" if len(layers) == count else f"layers {', '.join(map(str, layers))} of {count}"
+
+
+def add_folders(parser: argparse.ArgumentParser) -> None:
+    """Flags of every command."""
+    parser.add_argument("--hf", required=True, metavar="TEACHER", help="folder with config.json and safetensors")
+    parser.add_argument("--out", required=True, type=Path, metavar="STUDENT", help="folder to write: new, or empty")
+
+
+def add_layers(parser: argparse.ArgumentParser, required: bool) -> None:
+    """Flags for the choice of layers."""
+    choice = parser.add_mutually_exclusive_group(required=required)
+    choice.add_argument("--every", type=int, metavar="N", help="keep layers 0, N, 2N, ...")
+    choice.add_argument("--layers", metavar="LIST", help="keep these layers, counted from 0")
+
+
+def add_widths(parser: argparse.ArgumentParser) -> None:
+    """Flags for sizes and for the choice of channels."""
+    parser.add_argument("--hidden-size", type=int, metavar="N", help="width of the residual stream (the teacher's)")
+    parser.add_argument("--ffn-hidden-size", type=int, metavar="N", help="width inside each MLP (the teacher's)")
+    parser.add_argument("--num-attention-heads", type=int, metavar="N", help="query heads a layer (the teacher's)")
+    parser.add_argument(
+        "--num-query-groups", type=int, metavar="N", help="key and value heads a layer (the teacher's, or one a head)"
+    )
+    parser.add_argument(
+        "--importance",
+        choices=["magnitude", "activation"],
+        default="magnitude",
+        help="keep what has the largest weights (default), or the largest activations on --data",
+    )
+    parser.add_argument(
+        "--data", type=Path, metavar="FILE.jsonl", help="lines with text, or with messages, for --importance activation"
+    )
+    parser.add_argument("--samples", type=int, metavar="N", help=f"lines of --data to read ({SAMPLES})")
+    parser.add_argument(
+        "--seq-length",
+        type=int,
+        metavar="N",
+        help=f"first tokens of each line ({SEQ_LENGTH}; at most the model's max_position_embeddings)",
+    )
+    parser.add_argument("--device", metavar="D", help="where the teacher runs on --data, such as cuda (cpu)")
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    depth = parser.add_subparsers(required=True, metavar="depth").add_parser("depth", help="keep some of the layers")
-    depth.add_argument("--hf", required=True, metavar="TEACHER", help="folder with config.json and safetensors")
-    depth.add_argument("--out", required=True, type=Path, metavar="STUDENT", help="folder to write: new, or empty")
-    choice = depth.add_mutually_exclusive_group(required=True)
-    choice.add_argument("--every", type=int, metavar="N", help="keep layers 0, N, 2N, ...")
-    choice.add_argument("--layers", metavar="LIST", help="keep these layers, counted from 0")
+    commands = parser.add_subparsers(required=True, metavar="depth|width")
+    depth = commands.add_parser("depth", help="keep some of the layers")
+    add_folders(depth)
+    add_layers(depth, required=True)
     depth.set_defaults(command=prune_depth)
+    width = commands.add_parser("width", help="keep some of the channels and heads, and of the layers if you like")
+    add_folders(width)
+    add_widths(width)
+    add_layers(width, required=False)
+    width.set_defaults(command=prune_width)
     return parser.parse_args(argv)
 
 

@@ -170,20 +170,20 @@ def _text_of_line(line: str, json_key: str, where: str) -> str:
     return record[json_key]
 
 
-def load_tokenizer(directory: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(directory: str, flag: str = "--tokenizer-model") -> PreTrainedTokenizerBase:
     """The tokenizer of a Hugging Face folder, read from disk only.
 
     Raises MkdDataError when the folder is missing, holds no tokenizer files, or transformers cannot read them.
     """
     path = Path(directory)
     if not path.is_dir():
-        raise MkdDataError(f"--tokenizer-model {directory} does not exist or is not a folder")
+        raise MkdDataError(f"{flag} {directory} does not exist or is not a folder")
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
-        raise MkdDataError(f"--tokenizer-model {directory} holds no tokenizer (none of {', '.join(TOKENIZER_FILES)})")
+        raise MkdDataError(f"{flag} {directory} holds no tokenizer (none of {', '.join(TOKENIZER_FILES)})")
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except Exception as error:
-        raise MkdDataError(f"--tokenizer-model {directory}: transformers cannot read it: {error}") from error
+        raise MkdDataError(f"{flag} {directory}: transformers cannot read it: {error}") from error
 
 
 def eod_id(tokenizer: PreTrainedTokenizerBase, directory: str) -> int:
