@@ -57,7 +57,8 @@ def activate() -> None:
     gloo.install()
     device_mode.enter()
 
-    from mkd.cpu import attention, norms  # they import megatron, which all of the above must precede
+    from mkd.cpu import attention, latent_attention, norms  # they import megatron, which all of the above must precede
 
     attention.install()
+    latent_attention.install()
     norms.install()
