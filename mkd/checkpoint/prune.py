@@ -15,7 +15,7 @@ from mkd.checkpoint.hf_layouts import Dims
 from mkd.checkpoint.hf_writer import StagedFolder, WeightsWriter, plan_bytes, write_json
 from mkd.checkpoint.progress import ByteProgress
 from mkd.checkpoint.prune_width import WidthChoice
-from mkd.errors import MkdConfigError
+from mkd.errors import MkdCheckpointError, MkdConfigError
 
 
 def chosen_layers(count: int, every: int | None = None, layers: str | None = None) -> list[int]:
@@ -101,12 +101,13 @@ class Teacher:
     def _sources(self, layers: list[int]) -> dict[str, Source]:
         """Student tensor -> its source, in the order of the layers. A tied head that is not stored is left out."""
         sources = {}
-        for item in self.family.tensors({**self.args, "num_layers": len(layers)}):
-            layer = None if item.layer is None else layers[item.layer]
-            for name, (pattern, axes) in zip(item.shapes, item.entry.sources.items(), strict=True):
-                source = Source(pattern.format(layer=layer, expert=item.expert), layer, axes)
-                if source.name in self.folder.tensors:
-                    sources[name] = source
+        for item in self.family.tensors(self.args):
+            if item.layer is not None and item.layer not in layers:
+                continue
+            new = None if item.layer is None else layers.index(item.layer)
+            for old, (pattern, axes) in zip(item.shapes, item.entry.sources.items(), strict=True):
+                if old in self.folder.tensors:
+                    sources[pattern.format(layer=new, expert=item.expert)] = Source(old, item.layer, axes)
         return sources
 
     def _read(self, source: Source, width: WidthChoice | None) -> Tensor:
@@ -121,11 +122,14 @@ class Teacher:
         """config.json of a student with these of the teacher's layers, and these sizes.
 
         Raises:
-            MkdConfigError: transformers has a rule that the sizes break.
+            MkdConfigError: transformers or Megatron has a rule that the layers or sizes break.
         """
+        known = CONFIG_MAPPING[self.family.model_type]
         config = {**self.folder.config, "num_hidden_layers": len(layers)}
-        if isinstance(types := config.get("layer_types"), list):
-            config["layer_types"] = [types[layer] for layer in layers]
+        if (kinds := getattr(known.from_dict(self.folder.config), "layer_types", None)) is not None:
+            config["layer_types"] = [kinds[layer] for layer in layers]
+        if dense := config.get("first_k_dense_replace"):
+            config["first_k_dense_replace"] = sum(layer < dense for layer in layers)
         if dims != self.dims:
             config |= {
                 "hidden_size": dims.hidden,
@@ -135,7 +139,10 @@ class Teacher:
                 "head_dim": dims.head_dim,
             }
         try:
-            CONFIG_MAPPING[self.family.model_type].from_dict(config)
-        except StrictDataclassClassValidationError as error:
-            raise MkdConfigError(f"transformers does not load such a student; choose other sizes: {error}") from error
+            known.from_dict(config)
+            self.family.megatron_args(config)
+        except (StrictDataclassClassValidationError, MkdCheckpointError) as error:
+            raise MkdConfigError(
+                f"transformers or Megatron cannot have such a student; choose others: {error}"
+            ) from error
         return config
