@@ -57,8 +57,14 @@ def activate() -> None:
     gloo.install()
     device_mode.enter()
 
-    from mkd.cpu import attention, latent_attention, norms  # they import megatron, which all of the above must precede
+    from mkd.cpu import (
+        attention,
+        biased_experts,
+        latent_attention,
+        norms,
+    )  # they import megatron, which all of the above must precede
 
     attention.install()
+    biased_experts.install()
     latent_attention.install()
     norms.install()
