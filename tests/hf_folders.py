@@ -56,7 +56,11 @@ def make_model(
         for name, value in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 value.uniform_(-0.5, 0.5, generator=generator)
-    model.to(dtype).save_pretrained(folder, max_shard_size=shard_size)
+    model.to(dtype)
+    for module in model.modules():
+        if hasattr(module, "e_score_correction_bias"):  # published in fp32 beside weights of any dtype
+            module.e_score_correction_bias.data = module.e_score_correction_bias.data.float()
+    model.save_pretrained(folder, max_shard_size=shard_size)
     return folder
 
 

@@ -88,6 +88,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, **MOE},
 }
+NO_SPECIAL_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 LAYOUTS = {"TP1": (1, 1, 1), "TP2": (2, 1, 1), "PP2": (1, 2, 1), "TP2 x PP2": (2, 2, 1), "EP2": (1, 1, 2)}
 TOKENS = torch.randint(0, 131, (2, 24), generator=torch.Generator().manual_seed(1))
 
@@ -98,8 +99,7 @@ def folders(tmp_path_factory):
     found = {}
     for name, sizes in MODELS.items():
         root = tmp_path_factory.mktemp("family")
-        pad = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
-        make_model(root / "hf", **{**pad, **sizes})
+        make_model(root / "hf", **NO_SPECIAL_TOKENS, **sizes)
         import_hf(HFFolder(root / "hf", "--hf"), root / "megatron")
         found[name] = (root / "hf", root / "megatron", reference_logits(root / "hf", TOKENS))
     return found
@@ -161,6 +161,15 @@ def test_round_trip_is_bit_equal(folders, model, tmp_path):
     hf, checkpoint, _ = folders[model]
     export_hf(MegatronFolder(checkpoint, "--load"), tmp_path / "out")
     assert equal(hf, tmp_path / "out")
+
+
+@pytest.mark.parametrize("model_type", sorted(family.model_type for family in FAMILIES))
+def test_round_trip_in_bf16(tmp_path, model_type):
+    sizes = next(sizes for sizes in MODELS.values() if sizes["model_type"] == model_type)
+    make_model(tmp_path / "hf", dtype=torch.bfloat16, **NO_SPECIAL_TOKENS, **sizes)
+    import_hf(HFFolder(tmp_path / "hf", "--hf"), tmp_path / "megatron")
+    export_hf(MegatronFolder(tmp_path / "megatron", "--load"), tmp_path / "out")
+    assert equal(tmp_path / "hf", tmp_path / "out")
 
 
 def test_every_family_has_a_model():
