@@ -44,7 +44,7 @@ def main() -> None:
         return
 
     initialize_megatron()
-    settle_checkpoint(args, job.kd, job.choice)
+    settle_checkpoint(args, job.kd, job.choice, job.teacher_source)
     groups = Groups.from_megatron()
     datasets = job.datasets()
     teacher = job.build_teacher(groups)

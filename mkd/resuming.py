@@ -22,7 +22,7 @@ def choose_checkpoint(args: Namespace) -> Choice | None:
     if args.ckpt_format != "torch_dist":
         arguments.resume_from(args, Path(args.load) if arguments.has_checkpoint(args.load) else None)
         return None
-    if args.load is None or not Path(args.load).is_dir():
+    if args.load is None:
         arguments.resume_from(args, None)
         return None
     choice = choose(Path(args.load), own=arguments.saves_where_it_loads(args), step=args.ckpt_step)
@@ -80,13 +80,20 @@ _NOT_THE_OBJECTIVE = {
 }
 
 
-def settle_checkpoint(args: Namespace, kd: KDConfig, choice: Choice | None) -> None:
-    """Before megatron loads: agree on the checkpoint, check its content, mend the folder. Collective over all ranks."""
+def settle_checkpoint(args: Namespace, kd: KDConfig, choice: Choice | None, teacher: ModelSource) -> None:
+    """Before megatron loads: agree on the checkpoint, check its content, mend the folder. Collective over all ranks.
+
+    Raises:
+        MkdCheckpointError: none is left, or the ranks see different ones.
+        MkdError: as `check_checkpoint`, where another one is taken than was chosen at first.
+    """
     if choice is None:
         return
     own = arguments.saves_where_it_loads(args)
-    choice = settle(choice, own=own, step=args.ckpt_step, check_content=not kd.skip_checkpoint_hashes)
-    arguments.resume_from(args, choice.folder)
+    settled = settle(choice, own=own, step=args.ckpt_step, check_content=not kd.skip_checkpoint_hashes)
+    arguments.resume_from(args, settled.folder)
+    if settled.name != choice.name:
+        check_checkpoint(args, kd, settled, teacher)
 
 
 def install_saving(args: Namespace, kd: KDConfig) -> None:

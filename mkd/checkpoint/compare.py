@@ -78,17 +78,17 @@ def compare(hf: HFFolder, folder: MegatronFolder, tokens: Tensor) -> Comparison:
     expected = [theirs(row[None]).logits[0] for row in tokens]
     del theirs
     vocab = expected[0].shape[-1]
-    largest, total, entropies = 0.0, 0.0, torch.zeros(2, dtype=torch.float64)
+    largest, total, entropies = torch.zeros(()), 0.0, torch.zeros(2, dtype=torch.float64)
     with _megatron_model(folder, tokens.shape[1]) as model:
         positions = torch.arange(tokens.shape[1])[None]
         for row, wanted in zip(tokens, expected, strict=True):
             seen = model(row[None], positions, None)[0, :, :vocab]
             error = (seen - wanted).abs()
-            largest, total = max(largest, error.max().item()), total + error.double().mean().item()
+            largest, total = torch.maximum(largest, error.max()), total + error.double().mean().item()  # keeps NaN
             for n, logits in enumerate((wanted, seen)):
                 entropies[n] += torch.nn.functional.cross_entropy(logits[:-1].double(), row[1:])
     perplexities = (entropies / len(tokens)).exp().tolist()
-    return Comparison(tokens.numel(), largest, total / len(tokens), tuple(perplexities))
+    return Comparison(tokens.numel(), largest.item(), total / len(tokens), tuple(perplexities))
 
 
 @contextlib.contextmanager

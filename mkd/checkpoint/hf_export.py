@@ -149,7 +149,7 @@ class _StoredTensors:
     def plan(self, dtype: torch.dtype | None) -> Plan:
         """Hugging Face names with shape and dtype, in the order of `read`."""
         return {
-            name: (shape, dtype or self._stored[key].properties.dtype)
+            name: (shape, self._stored[key].properties.dtype if dtype is None or item.entry.in_fp32 else dtype)
             for item, key, _ in self._items
             for name, shape in item.shapes.items()
         }

@@ -68,12 +68,14 @@ class Family:
     """Hugging Face tensors that repeat another one when embeddings are tied: copy -> original."""
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     """Ends of the names of tensors that hold no weights."""
+    absent: Mapping[str, Any] = field(default_factory=dict)
+    """What transformers takes for a key that config.json does not have, where the parts would take something else."""
 
     def megatron_args(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Megatron arguments for config.json. `MkdCheckpointError` names a key that is missing or not supported."""
         args = {**self.fixed, "hidden_dropout": 0.0}
         for part in self.parts:
-            args.update(part.read(ConfigReader(config)))
+            args.update(part.read(ConfigReader({**self.absent, **config})))
         return args
 
     def hf_config(self, args: Namespace | Mapping[str, Any]) -> dict[str, Any]:
@@ -177,6 +179,7 @@ MISTRAL = Family(
     parts=(SIZES, FFN, ROPE, WINDOW, required(hidden_act="silu")),
     table=decoder(_ATTENTION, _DENSE_LAYER),
     fixed=_but(_DENSE, "window_size"),
+    absent={"sliding_window": 4096},
 )
 QWEN2 = Family(
     architectures=("Qwen2ForCausalLM",),
@@ -231,6 +234,7 @@ MIXTRAL = Family(
     ),
     table=decoder(_ATTENTION, (MOE_NORM, *mixture("block_sparse_moe.", "w1", "w3", "w2"))),
     fixed=_but(_MIXTURE, "window_size"),
+    absent={"rope_theta": 1e6},
 )
 DEEPSEEK_V3 = Family(
     architectures=("DeepseekV3ForCausalLM",),
@@ -257,6 +261,7 @@ DEEPSEEK_V3 = Family(
         moe_shared_expert_gate=False,
         group_query_attention=False,
     ),
+    absent={"first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5},
 )
 GPT_OSS = Family(
     architectures=("GptOssForCausalLM",),
@@ -283,6 +288,7 @@ GPT_OSS = Family(
         softmax_type="learnable",
         use_rope_scaling=False,
     ),
+    absent={"sliding_window": 128, "rope_theta": 150000.0},
 )
 
 FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, QWEN3_MOE, MIXTRAL, DEEPSEEK_V3, GPT_OSS)

@@ -45,8 +45,8 @@ class Snapshots:
         Raises:
             MkdCheckpointError: on all ranks, when the export fails on one.
         """
-        digits = checkpoint.name.removeprefix("iter_")
-        if not digits.isdigit() or int(digits) % self._interval:
+        iteration = _iteration(checkpoint)
+        if iteration is None or iteration % self._interval:
             return
         final, staged = self._folder / checkpoint.name, self._folder / f".{checkpoint.name}.partial"
         _on_first(lambda: _make_empty(staged))
@@ -61,9 +61,16 @@ class Snapshots:
         sync_folder(self._folder)
         print(f"mkd: wrote {final}", flush=True)
         if self._keep is not None:
-            iterations = sorted(self._folder.glob("iter_*"), key=lambda path: int(path.name.removeprefix("iter_")))
-            for old in iterations[: -self._keep]:
+            # Those of later iterations are from before the job went back to an earlier one.
+            numbers = {path: _iteration(path) for path in self._folder.glob("iter_*")}
+            kept = {path: n for path, n in numbers.items() if n is not None and n <= _iteration(final)}
+            for old in sorted(kept, key=kept.get)[: -self._keep]:
                 _remove(old)
+
+
+def _iteration(folder: Path) -> int | None:
+    digits = folder.name.removeprefix("iter_")
+    return int(digits) if digits.isascii() and digits.isdigit() else None
 
 
 def _make_empty(folder: Path) -> None:

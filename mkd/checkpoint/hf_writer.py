@@ -29,7 +29,9 @@ def plan_bytes(plan: Plan) -> int:
 
 
 def check_output(path: Path, flag: str) -> None:
-    """Raise `MkdCheckpointError` unless `path` is free: absent, or an empty folder."""
+    """Raise `MkdCheckpointError` unless `path` is free: absent, or an empty folder that can be replaced."""
+    if path.is_mount():
+        raise MkdCheckpointError(f"{flag} {path} is where a file system is mounted; give a folder inside it")
     if path.is_dir() and not any(path.iterdir()):
         return
     if path.exists():
@@ -44,6 +46,7 @@ class StagedFolder:
 
     def __init__(self, path: Path, flag: str) -> None:
         check_output(path, flag)
+        path = path.resolve()  # a link to an empty folder could not be replaced by a folder
         self.final = path
         self.path = path.with_name(f".{path.name}.partial")
 

@@ -58,7 +58,7 @@ def _read_yarn(scaling: ConfigReader, names: Mapping[str, str]) -> dict[str, Any
 
 
 def _write(args: Arguments, kind_argument: str, names: Mapping[str, str]) -> dict[str, Any]:
-    scaling = None
+    scaling: dict[str, Any] = {"rope_type": "default"}  # None is yarn to transformers' gpt-oss
     if (args[kind_argument] or "yarn") == "yarn":  # latent attention's default
         known = {key: args.get(argument) for key, argument in names.items()}
         scaling = {"rope_type": "yarn", "factor": args["rotary_scaling_factor"]}
@@ -72,6 +72,14 @@ def _part(kind_argument: str, names: Mapping[str, str]) -> Part:
     return Part(lambda config: _read(config, kind_argument, names), lambda args: _write(args, kind_argument, names))
 
 
-ROPE_OR_YARN = _part("position_embedding_type", _PLAIN)
+def _read_given(config: ConfigReader) -> dict[str, Any]:
+    if all(config.config.get(key) is None for key in ("rope_parameters", "rope_scaling")):
+        raise config.fail(
+            "rope_parameters", None, "an object is needed: without one transformers takes yarn of its own"
+        )
+    return _read(config, "position_embedding_type", _PLAIN)
+
+
+ROPE_OR_YARN = Part(_read_given, _part("position_embedding_type", _PLAIN).write)
 LATENT_ROPE = _part("rope_type", _LATENT)
 """In latent attention mscale_all_dim scales the attention scores too, in both programs."""

@@ -64,7 +64,7 @@ def choose(
     if step is not None:
         return _exactly(root, f"iter_{step:07d}", f"{flag} {root} --ckpt-step {step}", rejected or {})
     text, named = _read_tracker(root)
-    found = sorted((path.name for path in root.glob("iter_[0-9]*") if path.is_dir()), key=_number, reverse=True)
+    found = sorted((path.name for path in root.glob("iter_*") if _is_iteration(path)), key=_number, reverse=True)
     candidates = found if named is None else [named, *(name for name in found if name != named)]
     torn: dict[str, str] = {}
     chosen = None
@@ -201,7 +201,17 @@ _KINDS = (
     "rotary_percent",
     "use_rope_scaling",
     "rope_scaling_factor",
+    "rotary_interleaved",
+    "window_size",
+    "window_attn_skip_freq",
+    "softmax_type",
+    "layernorm_zero_centered_gamma",
+    "quick_geglu",
+    "glu_linear_offset",
+    "activation_func_clamp_value",
     "moe_router_topk",
+    "moe_router_pre_softmax",
+    "moe_router_score_function",
 )
 
 
@@ -217,7 +227,7 @@ def _read_tracker(root: Path) -> tuple[str | None, str | None]:
     """(its text, the folder that it names); None for a file that is not there, or a text that names nothing."""
     try:
         text = (root / TRACKER).read_text(encoding="utf-8", errors="replace").strip()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None, None
     if text == "release":
         return text, text
@@ -279,6 +289,12 @@ def _mend(choice: Choice) -> None:
 def _free_name(path: Path) -> Path:
     names = [path, *(path.with_name(f"{path.name}.{number}") for number in range(1, 1000))]
     return next(name for name in names if not name.exists())
+
+
+def _is_iteration(path: Path) -> bool:
+    """As megatron names them: somebody's copy, such as iter_0000100.bak, is none."""
+    digits = path.name.removeprefix("iter_")
+    return digits.isascii() and digits.isdigit() and f"iter_{int(digits):07d}" == path.name and path.is_dir()
 
 
 def _number(name: str) -> int:

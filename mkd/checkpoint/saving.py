@@ -29,13 +29,19 @@ class Saving:
         self._written: Path | None = None
 
     def before(self, folder: Path) -> None:
-        """Empty a folder that an earlier attempt has left, so that nothing old can pass for a part of the new."""
+        """Clear a folder that is there already, so that nothing old can pass for a part of the new.
+
+        It may be the last whole checkpoint, which a job that has nothing left to do saves once more: it stays under
+        another name until the new one is whole.
+        """
         if dist.get_rank() == 0 and folder.is_dir() and any(folder.iterdir()):
             print(f"mkd: {folder} is there from an earlier attempt, and is written anew", flush=True)
-            (folder / "metadata.json").unlink(missing_ok=True)  # from here on it is incomplete
-            sync_folder(folder)
-            shutil.rmtree(folder)
+            if _replaced(folder).exists():  # and since then no save of this iteration has ended
+                shutil.rmtree(folder)
+            else:
+                folder.rename(_replaced(folder))
             folder.mkdir()
+            sync_folder(folder.parent)
         dist.barrier()
 
     def writer(self, write: Callable[..., None]) -> Callable[..., None]:
@@ -53,6 +59,7 @@ class Saving:
                 write_manifest(folder, {name: text for part in hashes for name, text in part.items()})
             sync_folder(folder)
             sync_folder(folder.parent)
+            shutil.rmtree(_replaced(folder), ignore_errors=True)
         dist.barrier()
         self._written = folder
 
@@ -65,6 +72,10 @@ class Saving:
     def replacing(self, tracker: Path) -> AbstractContextManager[TextIO]:
         """The tracker file, opened for writing."""
         return replacing(tracker)
+
+
+def _replaced(folder: Path) -> Path:
+    return folder.with_name(f"replaced_{folder.name}")
 
 
 def _hashes_of(rank: int) -> str:

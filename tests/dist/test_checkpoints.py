@@ -84,6 +84,25 @@ def test_every_rank_hashes_its_shards(gloo_pool, tmp_path):
     assert {path.name for path in folder.iterdir()} == files
 
 
+def interrupted(rank: int, world_size: int, folder: Path) -> None:
+    Saving(folder.parent, hashes=True).before(folder)
+
+
+def test_a_checkpoint_stays_until_its_successor_is_whole(gloo_pool, tmp_path):
+    """A job that has nothing left to do saves its last iteration once more, and may be killed while it does."""
+    folder, kept = tmp_path / name_of(2), tmp_path / f"replaced_{name_of(2)}"
+    gloo_pool(2).run(saved, folder, True)
+    for _ in range(2):
+        gloo_pool(2).run(interrupted, folder)
+        assert not list(folder.iterdir())
+        assert changed_files(kept) == []
+        assert (kept / "metadata.json").exists()
+        (folder / "__0_0.distcp").write_text("half")
+    gloo_pool(2).run(saved, folder, True)
+    assert os.listdir(tmp_path) == [folder.name]
+    assert changed_files(folder) == []
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """(Hugging Face folder, folder of its checkpoint of iteration 4)"""
@@ -122,8 +141,10 @@ def test_ranks_write_one_folder(gloo_pool, model, tmp_path):
     for step in (1, 2, 3, 10_000_000):
         (tmp_path / "hf" / name_of(step)).mkdir(parents=True)
     (tmp_path / "hf" / ".iter_0000003.partial").mkdir()
+    (tmp_path / "hf" / "iter_of_mine").mkdir()
     assert gloo_pool(2).run(snapshot, tmp_path, checkpoint, None) == [None, None]
-    assert sorted(os.listdir(tmp_path / "hf")) == ["iter_0000004", "iter_10000000"]
+    # Of a later iteration than this one: from before the job went back.
+    assert sorted(os.listdir(tmp_path / "hf")) == ["iter_0000003", "iter_0000004", "iter_10000000", "iter_of_mine"]
     written = HFFolder(tmp_path / "hf" / name_of(4), "--hf")
     assert len(list(written.path.glob("*.safetensors"))) >= 2
     assert written.fingerprint() == HFFolder(hf, "--hf").fingerprint()

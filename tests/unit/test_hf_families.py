@@ -3,10 +3,11 @@
 import re
 
 import pytest
-from transformers import LlamaConfig
+from transformers import CONFIG_MAPPING, LlamaConfig
 
 from mkd.arguments import default_arguments
-from mkd.checkpoint.hf_families import DEEPSEEK_V3, FAMILIES, LLAMA, UNSUPPORTED, family_of
+from mkd.checkpoint.hf_families import DEEPSEEK_V3, FAMILIES, GPT_OSS, LLAMA, UNSUPPORTED, family_of
+from mkd.config import RUN_CHOICES
 from mkd.errors import MkdCheckpointError
 from tests.hf_folders import LLAMA3_ROPE, SIZES
 
@@ -186,8 +187,37 @@ def test_experts():
 def test_window_counts_the_token_itself():
     config = {**CONFIG, "architectures": ["MistralForCausalLM"], "sliding_window": 8}
     assert family_of(config).megatron_args(config)["window_size"] == (7, 0)
-    del config["sliding_window"]
+    config["sliding_window"] = None
     assert family_of(config).megatron_args(config)["window_size"] is None
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != GPT_OSS], ids=lambda f: f.architectures[0])
+def test_every_absent_key_has_the_default_of_transformers(family):
+    """Whatever transformers fills in for a key that is not there."""
+    latent = {key: 8 for key in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")}
+    counts = {"n_routed_experts": 16, "n_shared_experts": 1, "num_key_value_heads": 6, "num_hidden_layers": 5}
+    config = {**QWEN3_MOE, "architectures": [family.architectures[0]], "num_local_experts": 8}
+    config |= {**latent, **counts, "num_experts_per_tok": 8, "rms_norm_eps": 1e-6}
+    for key in ("rope_theta", "rope_scaling", "rope_parameters", "sliding_window", "norm_topk_prob"):
+        config.pop(key, None)
+    whole = CONFIG_MAPPING[family.model_type].from_dict(config).to_dict()
+    keys = set(family.absent) | {"sliding_window", "use_sliding_window", "norm_topk_prob", "rope_parameters"}
+    filled = {**config, **{key: whole[key] for key in keys if key in whole}}
+    args, wanted = family.megatron_args(config), family.megatron_args(filled)
+    assert {name: args[name] for name in wanted.keys() - RUN_CHOICES} == {
+        name: wanted[name] for name in wanted.keys() - RUN_CHOICES
+    }
+
+
+def test_gpt_oss_has_no_rope_by_default():
+    """transformers has yarn of its own then, whatever rope_theta is."""
+    config = {**QWEN3_MOE, "architectures": ["GptOssForCausalLM"], "num_local_experts": 8, "rope_theta": 1e4}
+    with pytest.raises(MkdCheckpointError, match='"rope_parameters" is None'):
+        GPT_OSS.megatron_args({key: value for key, value in config.items() if key != "rope_scaling"})
+    plain = GPT_OSS.megatron_args({**config, "rope_scaling": {"rope_type": "default"}})
+    theirs = CONFIG_MAPPING["gpt_oss"].from_dict(GPT_OSS.hf_config(plain))
+    assert theirs.rope_parameters["rope_type"] == "default"
+    assert GPT_OSS.megatron_args(config | {"sliding_window": 128, "rope_scaling": {"type": "default"}}) == plain
 
 
 @pytest.mark.parametrize(
@@ -213,7 +243,8 @@ def test_what_a_family_does_not_compute_is_named(architecture, key, value):
 # test_hf_yarn_families.py has those with sizes of their own.
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f != DEEPSEEK_V3], ids=lambda f: f.architectures[0])
 def test_every_family_writes_the_config_that_it_reads(family):
-    config = {**QWEN3_MOE, "architectures": [family.architectures[0]], "sliding_window": None}
+    plain = {"sliding_window": None, "rope_scaling": {"rope_type": "default"}}
+    config = {**QWEN3_MOE, "architectures": [family.architectures[0]], **plain}
     args = family.megatron_args(config)
     written = family.hf_config(args)
     assert family_of(written) is family

@@ -1,10 +1,12 @@
 """Writing Hugging Face folders: cut into files, complete or absent."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from mkd.checkpoint.hf_folder import HFFolder
-from mkd.checkpoint.hf_writer import StagedFolder, WeightsWriter, write_json
+from mkd.checkpoint.hf_writer import StagedFolder, WeightsWriter, check_output, write_json
 from mkd.errors import MkdCheckpointError
 from tests.hf_folders import read_weights
 
@@ -78,3 +80,17 @@ def test_nothing_is_overwritten(tmp_path, kind):
         out.write_text("1")
     with pytest.raises(MkdCheckpointError, match=f"--hf {out} exists"):
         StagedFolder(out, "--hf")
+
+
+def test_a_link_to_an_empty_folder_is_filled(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    with StagedFolder(tmp_path / "link", "--hf") as staged:
+        (staged.path / "file").write_text("x")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "elsewhere" / "file").read_text() == "x"
+
+
+def test_a_mounted_file_system_is_refused_before_the_work():
+    with pytest.raises(MkdCheckpointError, match="--hf /proc is where a file system is mounted"):
+        check_output(Path("/proc"), "--hf")

@@ -47,7 +47,7 @@ CHANGES = {
     "deepseek, plain rope": DEEPSEEK | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
     "deepseek, no groups, no dense layers": DEEPSEEK | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0},
     "gpt-oss": GPT_OSS,
-    "gpt-oss, plain rope": GPT_OSS | {"rope_parameters": None},
+    "gpt-oss, plain rope": GPT_OSS | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     "gpt-oss, no window": GPT_OSS | {"sliding_window": None},
     "gpt-oss, odd layers": GPT_OSS | {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]},
 }

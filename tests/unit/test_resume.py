@@ -15,6 +15,7 @@ from mkd.checkpoint.integrity import INTEGRITY, changed_files, find_damage
 from mkd.checkpoint.megatron_folder import TRACKER
 from mkd.checkpoint.resume import changed_settings, check_same_job, check_teacher, choose, settle
 from mkd.errors import MkdCheckpointError, MkdConfigError
+from mkd.resuming import choose_checkpoint
 from tests.torch_dist_folders import SHARD, flip_a_byte, name_of, truncate, write_checkpoint
 
 STEPS = (2, 4, 6)
@@ -163,6 +164,25 @@ def test_first_save_died(tmp_path: Path, one_rank: None) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [f"torn_{name_of(2)}"]
 
 
+def test_copies_under_other_names_are_no_checkpoints(save: Path, one_rank: None) -> None:
+    for name in ("iter_0000006.bak", "iter_0000006_old", "iter_6"):
+        write_checkpoint(save / name, 6.0)
+    (save / name_of(6) / SHARD).unlink()
+    (save / name_of(4) / SHARD).unlink()
+    (save / name_of(2) / SHARD).unlink()
+    (save / TRACKER).write_text("6")
+    with pytest.raises(MkdCheckpointError, match="no complete checkpoint"):
+        settled(save)
+
+
+def test_a_folder_that_is_not_there_is_chosen_from_too(tmp_path: Path) -> None:
+    """Where one node does not have the folder its ranks must still take part in the agreement."""
+    where = str(tmp_path / "gone")
+    args = Namespace(ckpt_format="torch_dist", load=where, save=where, ckpt_step=None)
+    choice = choose_checkpoint(args)
+    assert (choice.name, args.kd_resume_from) == (None, None)
+
+
 def test_empty_folder(tmp_path: Path, one_rank: None) -> None:
     assert settled(tmp_path) is None
 
@@ -248,6 +268,11 @@ def test_another_architecture(name: str, value: int) -> None:
     for finetune in (False, True):
         with pytest.raises(MkdCheckpointError, match=f"--load X is a checkpoint of another model: {flag} is {value}"):
             check_same_job(model(finetune=finetune), model(**{name: value}), "--load X")
+
+
+def test_another_window_is_another_model() -> None:
+    with pytest.raises(MkdCheckpointError, match=r"--window-size is \(127, 0\) there and None"):
+        check_same_job(model(window_size=None), model(window_size=(127, 0)), "--load X")
 
 
 def test_another_meaning_of_the_same_shapes() -> None:
