@@ -52,6 +52,8 @@ CONTRADICTIONS: dict[str, str] = {
 UNSUPPORTED: dict[str, str] = {
     "--full-validation": "give --eval-iters (megatron-core 0.19 itself fails with it)",
     "--multiple-validation-sets": "give one set",
+    "--reset-attention-mask": "give --kd-packing best_fit, where no document sees another",
+    "--dataloader-inter-document-masking": "give --kd-packing best_fit, where no document sees another",
     "--sft": "leave it out and name the chat file in --data-path (docs/data.md)",
     "--defer-embedding-wgrad-compute": "leave it out (mkd computes the LM head's gradient together with the loss)",
 }

@@ -242,6 +242,12 @@ def check_rows(args: Namespace, kd: KDConfig, has_chats: bool) -> None:
         )
 
 
+def check_top_k(kd: KDConfig, true_vocab: int) -> None:
+    """Refuse to look at more tokens than the vocabulary has."""
+    if kd.top_k is not None and kd.top_k > true_vocab:
+        raise MkdConfigError(f"--kd-top-k is {kd.top_k}, but the vocabulary has {true_vocab} tokens: leave it out")
+
+
 def check_divisions(model: str, sizes: dict[str, Any], tp: int, pp: int) -> None:
     """Refuse tensor- and pipeline-parallel sizes that do not divide a model's heads, widths or layers.
 

@@ -5,7 +5,7 @@ import math
 import os
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from mkd.data.row_sets import RowSets
 from mkd.data.rows import RowOptions
 from mkd.data.stores import check_chat_file, is_chat_file
 from mkd.errors import MkdCheckpointError, MkdConfigError
-from mkd.flag_checks import check_layer_pairs, check_rows, length_multiple
+from mkd.flag_checks import check_layer_pairs, check_rows, check_top_k, length_multiple
 from mkd.groups import Groups
 from mkd.hidden_layers import HiddenLayers
 from mkd.losses import LossOptions
@@ -96,6 +96,7 @@ class Job:
         notes = check_checkpoint(args, kd, choice, teacher)
         _check_stored_maps(args, kd, mapped=teacher.architecture["hidden_size"] != args.hidden_size)
         true_vocab = common_vocabulary(origin, true_vocab, student_hash, teacher)
+        check_top_k(kd, true_vocab)
         names = arguments.data_prefixes(args)
         chats = [name for name in names if is_chat_file(name)]
         check_rows(args, kd, has_chats=bool(chats))
@@ -396,9 +397,7 @@ def introduce_teacher(teacher: OnlineTeacher, samples: Any, groups: Groups, job:
     Raises:
         MkdCheckpointError: the teacher computes something that is not finite.
     """
-    size = min(job.args.micro_batch_size, len(samples))
-    sample = default_collate([samples[i] for i in range(size)])
-    batch = KDBatch.from_sample(sample, job.true_vocab).on_rank(groups.cp)
+    batch = _first_batch(samples, job.args.micro_batch_size, job.true_vocab).on_rank(groups.cp)
     total = torch.zeros(2, dtype=torch.float64, device="cuda")
     for signal in teacher.signals([batch]):
         ce = teacher_cross_entropy(
@@ -424,6 +423,13 @@ def introduce_teacher(teacher: OnlineTeacher, samples: Any, groups: Groups, job:
             f"perplexity {job.true_vocab})",
             flush=True,
         )
+
+
+def _first_batch(samples: Any, size: int, true_vocab: int) -> KDBatch:
+    """The first microbatch, whole. Where it is all prompt, as --kd-mask all allows, CE is that of the prompt."""
+    sample = default_collate([samples[i] for i in range(min(size, len(samples)))])
+    batch = KDBatch.from_sample(sample, true_vocab)
+    return batch if batch.ce_mask.any() else replace(batch, ce_mask=batch.kd_mask)
 
 
 def record(job: Job) -> None:

@@ -57,7 +57,7 @@ class SampleRows:
         layout = options.layout
         pieces = cut(store.lengths, layout.row_length, drop_long=options.drop_long)
         kept = np.ones(len(pieces), dtype=bool)
-        if not layout.kd_everywhere:
+        if not (layout.kd_everywhere or store.all_targets):
             # Parts of a long sample may have nothing to learn; whole samples have.
             parts = np.bincount(pieces.sample, minlength=len(store.lengths))[pieces.sample] > 1
             for i in np.flatnonzero(parts):

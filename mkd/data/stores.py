@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Protocol
+from uuid import uuid4
 
 import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDataset
@@ -41,6 +42,8 @@ class SampleStore(Protocol):
 
     lengths: np.ndarray
     """[n] integers: tokens of each."""
+    all_targets: bool
+    """Whether every token of every sample is a target, so that none has to be read to know."""
 
     def read(self, sample: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """`count` tokens of a sample from `start` on: ids [count] integers, and which are targets [count] bool."""
@@ -49,6 +52,8 @@ class SampleStore(Protocol):
 
 class DocumentStore:
     """Documents of PREFIX.bin and PREFIX.idx; every token is a target."""
+
+    all_targets = True
 
     def __init__(self, prefix: str, share: tuple[float, float]) -> None:
         """Open the part of the documents between two shares, from 0 to 1 and rounded as megatron does."""
@@ -86,6 +91,8 @@ class ChatFacts:
 
 class ChatStore:
     """Conversations of a chat file that `tokenize_chat` has been through."""
+
+    all_targets = False
 
     def __init__(self, base: Path, share: tuple[float, float]) -> None:
         """Open the part of the conversations between two shares, from 0 to 1."""
@@ -154,7 +161,8 @@ def tokenize_chat(name: str, tokenizer: ChatTokenizer, base: Path, say: Callable
     say(f"{name}: tokenizing, {Path(name).stat().st_size / 1e6:.1f} MB")
     workers = min(default_workers([name]), _MOST_WORKERS)
     kinds = ("tokens", "bounds", "json")
-    partial = {kind: _file(base, kind + PARTIAL) for kind in kinds}
+    # Names of its own: jobs that begin at the same time would write into each other's files.
+    partial = {kind: _file(base, f"{kind}.{uuid4().hex}{PARTIAL}") for kind in kinds}
     lengths, skipped, largest, supervised = [], Counter(), 0, 0
     try:
         base.parent.mkdir(parents=True, exist_ok=True)

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mkd.data.chat import ChatTemplate, ChatTokenizer, Conversation
+from mkd.data.chat import ChatTemplate, ChatTokenizer, Conversation, EncodedChats
 from mkd.data.stores import ChatStore, DocumentStore, chat_base, check_chat_file, is_chat_file, tokenize_chat
+from mkd.data.text import RawBatch
 from mkd.errors import MkdDataError
 from tests.chats import FORGETFUL, MARKED, PLAIN, STRICT, chat_tokenizer, talk, write_lines
 from tests.e2e.small_job import END, write_data
@@ -211,6 +212,20 @@ def test_tokenizing_is_done_once_batch_by_batch(
     assert other.facts == whole.facts
     assert other.lengths.tolist() == whole.lengths.tolist()
     assert all(other.read(i, 0, n)[0].tolist() == whole.read(i, 0, n)[0].tolist() for i, n in enumerate(whole.lengths))
+
+
+def test_jobs_that_tokenize_at_the_same_time(folders: dict[str, Path], tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "f.jsonl", [{"messages": talk(f"number {i}", str(i))} for i in range(20)])
+    whole, tokenizer = tokenized(file, folders["plain"]), ChatTokenizer(str(folders["plain"]))
+    base = tmp_path / "other"
+
+    def while_another_job_does_it(batch: RawBatch) -> EncodedChats:
+        tokenize_chat(str(file), tokenizer, base, lambda text: None)
+        return tokenizer(batch)
+
+    tokenize_chat(str(file), while_another_job_does_it, base, lambda text: None)
+    assert ChatStore(base, TAKES_ALL).facts == whole.facts
+    assert sorted(path.name for path in tmp_path.glob("other*")) == ["other.bounds", "other.json", "other.tokens"]
 
 
 def test_documents_by_number(tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ MANY = settings(deadline=None, max_examples=100)
 class Texts:
     """A store in which every token of every sample has an id of its own."""
 
+    all_targets = False
+
     def __init__(self, lengths: list[int], supervised: float = 1.0) -> None:
         self.lengths = np.array(lengths, dtype=np.int32)
         self._begin = np.cumsum([1, *lengths])
@@ -198,6 +200,13 @@ def test_parts_without_a_target_are_left_out() -> None:
     assert rows_of(store, is_packed=False).per_epoch == 3
     assert "1 parts of long samples left out" in str(rows_of(store, is_packed=False))
     assert rows_of(store, is_packed=False, kd_everywhere=True).per_epoch == 4
+
+
+def test_nothing_is_read_before_training_where_every_token_is_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Texts([3 * ROW + 1, 10])
+    store.all_targets = True
+    monkeypatch.setattr(store, "read", lambda *bounds: pytest.fail(f"read {bounds}"))
+    assert rows_of(store, is_packed=False).per_epoch == 4
 
 
 def test_nothing_left_is_an_error() -> None:

@@ -21,7 +21,8 @@ from mkd.data.packing import RowLayout
 from mkd.data.row_sets import RowSets
 from mkd.data.rows import RowOptions
 from mkd.errors import MkdConfigError, MkdDataError
-from mkd.flag_checks import check_rows
+from mkd.flag_checks import check_rows, check_top_k
+from mkd.job import _first_batch
 from tests.chats import MARKED, chat_tokenizer, talk, write_lines
 from tests.e2e.small_job import VOCAB, write_data
 
@@ -138,6 +139,15 @@ def test_data_without_weights_are_read_in_proportion(root: Path) -> None:
     assert 0.6 < epochs[0] / epochs[1] < 1.6
 
 
+def test_a_first_batch_without_a_word_of_the_assistant_has_something_to_measure(root: Path) -> None:
+    sets, _ = sets_of(root, (["chat.jsonl"], None), split="1,0,0")
+    rows = sets.build([4, None, None])[0]
+    usual = _first_batch(rows, 2, VOCAB)
+    assert torch.equal(usual.ce_mask.flatten(), torch.cat([rows[0]["ce_mask"], rows[1]["ce_mask"]]))
+    prompts = [{**rows[i], "ce_mask": torch.zeros(ROW), "kd_mask": torch.ones(ROW)} for i in range(2)]
+    assert _first_batch(prompts, 3, VOCAB).ce_mask.sum() == 2 * ROW
+
+
 def test_what_cannot_be_built(root: Path) -> None:
     with pytest.raises(MkdDataError, match=r"largest token id is \d+, but the model's vocabulary has 50 tokens"):
         sets_of(root, (["chat.jsonl"], None), true_vocab=50)[0].build([4, 4, 0])
@@ -191,6 +201,13 @@ def test_flags_that_do_not_go_together(case: str) -> None:
     check_rows(Namespace(**ARGS), KDConfig(**KD, **kd), has_chats=True) if case not in ("cp", "row") else None
     with pytest.raises(MkdConfigError, match=message):
         check_rows(Namespace(**{**ARGS, **args}), KDConfig(**KD, **kd), has_chats=True)
+
+
+def test_no_more_tokens_than_the_vocabulary_has() -> None:
+    check_top_k(KDConfig(**KD, top_k=VOCAB), VOCAB)
+    check_top_k(KDConfig(**KD), VOCAB)
+    with pytest.raises(MkdConfigError, match=f"--kd-top-k is {VOCAB + 1}, but the vocabulary has {VOCAB} tokens"):
+        check_top_k(KDConfig(**KD, top_k=VOCAB + 1), VOCAB)
 
 
 def test_values_of_flags() -> None:
