@@ -7,7 +7,15 @@ from pathlib import Path
 from mkd import arguments, compat
 from mkd.checkpoint.hf_snapshot import Snapshots
 from mkd.checkpoint.megatron_folder import MegatronFolder
-from mkd.checkpoint.resume import Choice, changed_settings, check_same_job, check_teacher, choose, settle
+from mkd.checkpoint.resume import (
+    Choice,
+    changed_settings,
+    check_same_job,
+    check_same_teacher_everywhere,
+    check_teacher,
+    choose,
+    settle,
+)
 from mkd.checkpoint.saving import Saving
 from mkd.checkpoint.source import ModelSource
 from mkd.config import KDConfig
@@ -81,12 +89,15 @@ _NOT_THE_OBJECTIVE = {
 
 
 def settle_checkpoint(args: Namespace, kd: KDConfig, choice: Choice | None, teacher: ModelSource) -> None:
-    """Before megatron loads: agree on the checkpoint, check its content, mend the folder. Collective over all ranks.
+    """Before megatron loads: agree on teacher and checkpoint, check its content, mend the folder.
+
+    Collective over all ranks.
 
     Raises:
-        MkdCheckpointError: none is left, or the ranks see different ones.
+        MkdCheckpointError: no checkpoint is left, or the ranks see different ones, or different teachers.
         MkdError: as `check_checkpoint`, where another one is taken than was chosen at first.
     """
+    check_same_teacher_everywhere(args.kd_teacher_fingerprint, teacher.origin)
     if choice is None:
         return
     own = arguments.saves_where_it_loads(args)

@@ -117,6 +117,24 @@ def settle(choice: Choice, *, own: bool, step: int | None, check_content: bool) 
     return choice
 
 
+def check_same_teacher_everywhere(fingerprint: str | None, teacher: str) -> None:
+    """Refuse a teacher's folder that is another one on some node. Collective over all ranks.
+
+    Args:
+        fingerprint: of the teacher, as this rank read it.
+        teacher: its flag and folder.
+
+    Raises:
+        MkdCheckpointError: on all ranks.
+    """
+    found = _from_all(fingerprint)
+    for rank, other in enumerate(found):
+        if other != found[0]:
+            raise MkdCheckpointError(
+                f"{teacher} is {found[0]} on rank 0 and {other} on rank {rank}: is it the same folder on every node?"
+            )
+
+
 def check_same_job(args: Namespace, stored: Namespace, origin: str) -> None:
     """Refuse a checkpoint of a model with another architecture.
 

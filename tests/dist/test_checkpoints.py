@@ -12,7 +12,7 @@ from mkd.checkpoint.hf_import import import_hf
 from mkd.checkpoint.hf_snapshot import Snapshots
 from mkd.checkpoint.integrity import INTEGRITY, changed_files
 from mkd.checkpoint.megatron_folder import TRACKER
-from mkd.checkpoint.resume import choose, settle
+from mkd.checkpoint.resume import check_same_teacher_everywhere, choose, settle
 from mkd.checkpoint.saving import Saving
 from mkd.errors import MkdCheckpointError
 from tests.hf_folders import add_tokenizer, make_llama
@@ -50,6 +50,19 @@ def test_ranks_that_see_different_folders(gloo_pool, tmp_path):
         (tmp_path / str(rank) / TRACKER).write_text(str(rank + 2))
     for text in gloo_pool(2).run(settled, [tmp_path / "0", tmp_path / "1"]):
         assert "the ranks find different checkpoints there (iter_0000002, iter_0000003)" in text
+
+
+def teacher_error(rank: int, world_size: int, fingerprints: list[str]) -> str | None:
+    try:
+        return check_same_teacher_everywhere(fingerprints[rank], "--kd-teacher-hf T")
+    except MkdCheckpointError as error:
+        return str(error)
+
+
+def test_ranks_that_see_different_teachers(gloo_pool):
+    assert gloo_pool(2).run(teacher_error, ["a", "a"]) == [None, None]
+    for text in gloo_pool(2).run(teacher_error, ["a", "b"]):
+        assert "--kd-teacher-hf T is a on rank 0 and b on rank 1" in text
 
 
 def saved(rank: int, world_size: int, folder: Path, hashes: bool) -> None:

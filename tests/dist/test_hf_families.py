@@ -172,5 +172,16 @@ def test_round_trip_in_bf16(tmp_path, model_type):
     assert equal(tmp_path / "hf", tmp_path / "out")
 
 
+def test_balance_of_experts_is_not_rounded(tmp_path):
+    """transformers keeps it in fp32 whatever the dtype of the weights."""
+    make_model(tmp_path / "hf", **NO_SPECIAL_TOKENS, **DEEPSEEK)
+    import_hf(HFFolder(tmp_path / "hf", "--hf"), tmp_path / "megatron")
+    export_hf(MegatronFolder(tmp_path / "megatron", "--load"), tmp_path / "out", torch.bfloat16)
+    before, after = read_weights(tmp_path / "hf"), read_weights(tmp_path / "out")
+    for name, tensor in before.items():
+        wanted = tensor if name.endswith("e_score_correction_bias") else tensor.bfloat16()
+        assert after[name].dtype == wanted.dtype and torch.equal(after[name], wanted), name
+
+
 def test_every_family_has_a_model():
     assert {family.model_type for family in FAMILIES} == {sizes["model_type"] for sizes in MODELS.values()}

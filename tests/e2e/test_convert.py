@@ -169,6 +169,10 @@ def test_verify_sees_a_difference_and_none(folders, tmp_path):
     done = convert(*words, "--hf", other)
     assert done.status == 1
     assert "differ by" in done.errors and "--tolerance 0.001" in done.errors
+    change_weights(other, {"model.norm.weight": read_weights(other)["model.norm.weight"] * torch.nan})
+    done = convert(*words, "--hf", other)
+    assert done.status == 1
+    assert "differ by nan" in done.errors
 
 
 @pytest.mark.parametrize(
