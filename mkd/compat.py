@@ -37,7 +37,8 @@ def balance_experts_over_unequal_ranks() -> None:
     however its padding is spread over them. Calling it again does nothing.
 
     megatron-core 0.19 multiplies it by the number of ranks and what it takes for the rank's own number of tokens. With
-    a padding mask that is the number on all ranks, because the counts it is taken from were summed in place.
+    a padding mask that is the number on all ranks, because the counts it is taken from were summed in place. And where
+    experts are balanced by a bias, it applies the mask [tokens] to choices [tokens, experts] as if it were of experts.
     """
     from megatron.core.transformer.moe import router
 
@@ -51,7 +52,13 @@ def balance_experts_over_unequal_ranks() -> None:
         everywhere, here, total = count(routing_map, reduce_group, topk, with_padding_mask)
         return everywhere, total / reduce_group.size() if with_padding_mask else here, total
 
+    count_for_bias = router.TopKRouter._apply_expert_bias
+
+    def count_texts(self: Any, routing_map: Any, padding_mask: Any = None) -> None:
+        count_for_bias(self, routing_map, None if padding_mask is None else padding_mask.unsqueeze(-1))
+
     router.get_tokens_per_expert_and_token_count = count_alike
+    router.TopKRouter._apply_expert_bias = count_texts
 
 
 def use_prebuilt_dataset_helpers() -> None:

@@ -16,6 +16,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from megatron.core.datasets import utils
+from megatron.core.transformer.moe import router
 from megatron.training import training
 from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.arguments import add_megatron_arguments
@@ -252,3 +253,22 @@ def test_iterations_are_told(hooked):
 def test_schedule_is_wrapped(hooked):
     schedule = training.get_forward_backward_func(1, 2)
     assert schedule("batch") == ("around", ((1, 2), ("batch",)))
+
+
+def test_padding_does_not_move_the_bias_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    upstream = fresh(router)
+    names = ("get_tokens_per_expert_and_token_count", "_apply_expert_bias")
+    monkeypatch.setattr(router, names[0], getattr(upstream, names[0]))
+    monkeypatch.setattr(router.TopKRouter, names[1], getattr(upstream.TopKRouter, names[1]))
+    choices = torch.tensor([[1, 0], [0, 1], [1, 0]], dtype=torch.bool)
+    padding = torch.tensor([False, False, True])
+
+    def counted() -> list[float]:
+        module = SimpleNamespace(enable_expert_bias=True, local_tokens_per_expert=torch.zeros(2))
+        router.TopKRouter._apply_expert_bias(module, choices, padding)
+        return module.local_tokens_per_expert.tolist()
+
+    with pytest.raises(RuntimeError, match="must match"):
+        counted()
+    compat.balance_experts_over_unequal_ranks()
+    assert counted() == [1.0, 1.0]
