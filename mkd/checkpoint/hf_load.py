@@ -135,10 +135,5 @@ def _global_name(model: GPTModel, name: str) -> str:
     if ".experts." in name:
         ep = model.pg_collection.ep
         first = ep.rank() * (model.config.num_moe_experts // ep.size())
-        rest = re.sub(
-            r"(local_experts\.|\.(?:weight|bias))(\d+)",
-            lambda match: f"{match[1]}{first + int(match[2])}",
-            rest,
-            count=1,
-        )
+        rest = _EXPERT_NUMBER.sub(lambda match: f"{match[1]}{first + int(match[2])}", rest, count=1)
     return f"{prefix}{model.decoder.layers[int(local)].layer_number - 1}.{rest}"
