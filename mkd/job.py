@@ -286,7 +286,8 @@ def _adopt_what_megatron_forgets(args: Namespace) -> None:
         *("rope_type", "rotary_scaling_factor", "mscale", "mscale_all_dim", "original_max_position_embeddings"),
         *("beta_fast", "beta_slow", "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow"),
         *("yarn_correction_range_round_to_int", "quick_geglu", "glu_linear_offset", "activation_func_clamp_value"),
-        *("moe_router_num_groups", "moe_router_group_topk"),
+        *("moe_router_num_groups", "moe_router_group_topk", "attention_output_gate", "use_mup"),
+        "layernorm_zero_centered_gamma",
     )
     values = {name: getattr(folder.args, name) for name in names if hasattr(folder.args, name)}
     arguments.adopt_architecture(args, values, f"the checkpoint in {path}")

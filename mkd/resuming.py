@@ -70,9 +70,13 @@ def check_checkpoint(args: Namespace, kd: KDConfig, choice: Choice | None, teach
         args.kd_teacher_fingerprint = getattr(stored, "kd_teacher_fingerprint", None)
         return []
     note = check_teacher(args.kd_teacher_fingerprint, stored, teacher.origin, origin, kd.other_teacher)
-    before = {name.removeprefix("kd_"): value for name, value in vars(stored).items() if name.startswith("kd_")}
-    now = {name: value for name, value in asdict(kd).items() if name not in _NOT_THE_OBJECTIVE}
-    return [note] * (note is not None) + changed_settings(before, now)
+    now = {f"kd_{name}": value for name, value in asdict(kd).items() if name not in _NOT_THE_OBJECTIVE}
+    now |= {name: vars(args)[name] for name in _ORDER_OF_SAMPLES}
+    return [note] * (note is not None) + changed_settings(vars(stored), now)
+
+
+# A checkpoint knows how many samples were consumed; with another of these, the same number means other samples.
+_ORDER_OF_SAMPLES = ("data_path", "train_data_path", "data_args_path", "split", "seed", "seq_length")
 
 
 _NOT_THE_OBJECTIVE = {

@@ -8,7 +8,8 @@ rank hashes its own shards while it has them in the page cache, and all ranks sh
 import hashlib
 import json
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,40 +17,58 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mkd.checkpoint.durable import replacing
+from mkd.errors import MkdCheckpointError
 
 INTEGRITY = "integrity.json"
 _ALGORITHM = "sha256"
-_UNREADABLE = (
-    OSError,
+_DAMAGED = (
     RuntimeError,
     EOFError,
     LookupError,
     ValueError,
     AttributeError,
-    ImportError,
     TypeError,
     pickle.UnpicklingError,
     CheckpointException,
 )
 
 
+@contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    """A file system that fails for a moment must not cost a checkpoint."""
+    try:
+        yield
+    except OSError as error:
+        raise MkdCheckpointError(
+            f"{folder} cannot be read ({error}): nothing was changed there; start again when the file system works"
+        ) from error
+
+
 def find_damage(folder: Path) -> str | None:
     """Why a folder is not a complete torch_dist checkpoint; None when every file is there with its length.
 
     Reads the index, not the shards: a changed byte is for `changed_files` to find.
+
+    Raises:
+        MkdCheckpointError: the folder cannot be read now, and may be whole.
     """
+    with _readable(folder):
+        return _damage_of(folder)
+
+
+def _damage_of(folder: Path) -> str | None:
     try:
         if not isinstance(json.loads((folder / "metadata.json").read_text(encoding="utf-8")), dict):
             return "metadata.json is damaged"
     except FileNotFoundError:
         return "metadata.json is missing"
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         return f"metadata.json is damaged ({error})"
     if not (folder / ".metadata").is_file():
         return ".metadata is missing"
     try:
         sizes = shard_sizes(dcp.FileSystemReader(folder).read_metadata())
-    except _UNREADABLE as error:
+    except _DAMAGED as error:
         return f".metadata is damaged ({type(error).__name__})"
     for name, size in sizes.items():
         if Path(name).name != name:
@@ -102,20 +121,24 @@ def write_manifest(folder: Path, hashes: Mapping[str, str]) -> None:
 def changed_files(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
     """What is wrong with the content of every `parts`-th file from number `part` on; nothing when nothing is, or when
     the checkpoint has no `integrity.json`.
+
+    Raises:
+        MkdCheckpointError: as `find_damage`.
     """
     if not (folder / INTEGRITY).is_file():
         return []
     try:
         manifest: dict[str, Any] = json.loads((folder / INTEGRITY).read_text(encoding="utf-8"))
         algorithm, hashes = manifest["algorithm"], dict(manifest["files"])
-    except (OSError, ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError):
         return [f"{INTEGRITY} is damaged"]
     if algorithm != _ALGORITHM:
         return [f"{INTEGRITY} has hashes of the kind {algorithm!r} instead of {_ALGORITHM!r}"]
     found = []
-    for name in sorted(hashes)[part::parts]:
-        if not (folder / name).is_file():
-            found.append(f"{name} is missing")
-        elif file_hash(folder / name) != hashes[name]:
-            found.append(f"{name} is not what was written (its SHA-256 is another one)")
+    with _readable(folder):
+        for name in sorted(hashes)[part::parts]:
+            if not (folder / name).is_file():
+                found.append(f"{name} is missing")
+            elif file_hash(folder / name) != hashes[name]:
+                found.append(f"{name} is not what was written (its SHA-256 is another one)")
     return found

@@ -184,9 +184,9 @@ def check_teacher(fingerprint: str, stored: Namespace, teacher: str, origin: str
 
 
 def changed_settings(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What this job sets otherwise than the checkpoint's: "--kd-ratio 0.5 -> 0.9", for each setting in both."""
+    """What this job sets otherwise than the checkpoint's: "--kd-ratio 0.5 -> 0.9", for each argument in both."""
     return [
-        f"--kd-{name.replace('_', '-')} {stored[name]} -> {value}"
+        f"--{name.replace('_', '-')} {stored[name]} -> {value}"
         for name, value in now.items()
         if name in stored and stored[name] != value
     ]

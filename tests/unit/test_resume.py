@@ -292,7 +292,7 @@ def test_another_teacher() -> None:
 
 
 def test_changed_settings_are_listed() -> None:
-    assert changed_settings({"ratio": 0.5, "loss": "jsd"}, {"ratio": 0.9, "loss": "jsd", "new": 1}) == [
+    assert changed_settings({"kd_ratio": 0.5, "seed": 1}, {"kd_ratio": 0.9, "seed": 1, "new": 1}) == [
         "--kd-ratio 0.5 -> 0.9"
     ]
 
@@ -308,3 +308,13 @@ def test_replacing_leaves_the_old_file_when_it_fails(tmp_path: Path) -> None:
     with replacing(path) as out:
         out.write("new")
     assert path.read_text() == "new"
+
+
+def test_a_folder_that_cannot_be_read_is_not_damaged(save: Path) -> None:
+    """A file system that fails for a moment must not cost a checkpoint."""
+    (save / name_of(6) / "metadata.json").unlink()
+    (save / name_of(6) / "metadata.json").mkdir()  # also for root, who may read every file
+    before = listing(save)
+    with pytest.raises(MkdCheckpointError, match=r"iter_0000006 cannot be read \(.*Is a directory"):
+        choose(save, own=True, step=None)
+    assert listing(save) == before
