@@ -12,6 +12,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
@@ -35,6 +36,8 @@ def layout(tp: int, pp: int, vp: int = 1, ep: int = 1, etp: int | None = None) -
         yield
     finally:
         ps.destroy_model_parallel()
+        # A backward pass without megatron's schedule leaves a scale here, of a shape that the schedule then trips over.
+        MoEAuxLossAutoScaler.main_loss_backward_scale = None
 
 
 def build_from_arguments(
