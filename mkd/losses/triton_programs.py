@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from mkd.losses.triton_math import LN_2, LOG2_E, logits_of, merge_kl, merge_softmax
-from mkd.losses.triton_sweeps import block_of, columns_at, first_of_row, gradient_of, second_of_row
+from mkd.losses.triton_sweeps import first_of_row, gradient_of, second_of_row, write_gradient_of_row
 
 
 @triton.jit
@@ -96,10 +96,8 @@ def second_round_kernel(
         sums,
         row,
         rows,
-        m,
-        log_mass_q,
-        n,
-        log_mass_p,
+        (m, log_mass_q),
+        (n, log_mass_p),
         to_log2,
         share,
         False,
@@ -258,7 +256,7 @@ def all_rounds_kernel(
     teacher += row * teacher_stride
     out += row * out_stride
     to_log2 = inverse_temperature * LOG2_E
-    m, mass, ce_mass, n, teacher_mass, ratio = first_of_row(
+    softmax_q, softmax_p, log_mass_1, expected = first_of_row(
         student,
         teacher,
         labels,
@@ -280,27 +278,10 @@ def all_rounds_kernel(
         COLUMNS,
         BLOCK,
     )
-    log_mass_q = tl.log2(mass)
-    log_mass_1 = tl.log2(ce_mass) if TEMPERED else log_mass_q
-    log_mass_p = tl.log2(teacher_mass)
-    of_label = 0.0 * m
-    of_q = of_label
-    of_kd = of_label
-    sum_of_slopes = of_label - 1.0
-    used_columns = 0
-    teacher_columns = 0
-    label = -1
-    if HAS_CE:
-        of_label = tl.load(ce_gradient + row)
-        used_columns = tl.where(of_label != 0, COLUMNS, 0)
-        of_q = of_label * (1.0 + 2.0 * z_loss * (log_mass_1 * LN_2 + m))
-        label = tl.load(labels + row)
+    sum_of_slopes = 0.0 * to_log2 - 1.0
     if HAS_KD:
-        of_kd = tl.load(kd_gradient + row) * kd_scale
-        teacher_columns = tl.where(of_kd != 0, COLUMNS, 0)
-        used_columns = tl.maximum(used_columns, teacher_columns)
         if DIVERGENCE == "reverse_kl":
-            sum_of_slopes = (log_mass_p - log_mass_q) * LN_2 + ratio / mass
+            sum_of_slopes = (softmax_p[1] - softmax_q[1]) * LN_2 + expected
         if UNDER == "none":
             sum_of_slopes = second_of_row(
                 student,
@@ -309,10 +290,8 @@ def all_rounds_kernel(
                 stats + 7 * rows,
                 row,
                 rows,
-                m,
-                log_mass_q,
-                n,
-                log_mass_p,
+                softmax_q,
+                softmax_p,
                 to_log2,
                 share,
                 True,
@@ -324,35 +303,31 @@ def all_rounds_kernel(
                 COLUMNS,
                 BLOCK,
             )
-    for step in range(0, COLUMNS, BLOCK):
-        offsets = columns_at(block_of(step, UNDER != "none" or not HAS_KD, COLUMNS, BLOCK), BLOCK)
-        # Unused rows are not read: 0 is finite, and its gradient is multiplied away.
-        z = tl.load(student + offsets, offsets < used_columns, other=0.0)
-        u = 0.0 * offsets
-        if HAS_KD:
-            u = logits_of(
-                tl.load(teacher + offsets, offsets < teacher_columns, other=0.0), TEACHER_SCALE, TEACHER_SOFTCAP
-            )
-        gradient = gradient_of(
-            logits_of(z, STUDENT_SCALE, STUDENT_SOFTCAP),
-            u,
-            offsets == label,
-            m,
-            log_mass_1,
-            log_mass_q,
-            n,
-            log_mass_p,
-            of_label,
-            of_q,
-            of_kd,
-            sum_of_slopes,
-            to_log2,
-            share,
-            HAS_CE,
-            HAS_KD,
-            TEMPERED,
-            DIVERGENCE,
-            STUDENT_SCALE,
-            STUDENT_SOFTCAP,
-        )
-        tl.store(out + offsets, gradient.to(out.dtype.element_ty), offsets < COLUMNS)
+    write_gradient_of_row(
+        student,
+        teacher,
+        out,
+        labels,
+        ce_gradient,
+        kd_gradient,
+        row,
+        softmax_q,
+        softmax_p,
+        log_mass_1,
+        sum_of_slopes,
+        to_log2,
+        kd_scale,
+        z_loss,
+        share,
+        UNDER != "none" or not HAS_KD,
+        HAS_CE,
+        HAS_KD,
+        TEMPERED,
+        DIVERGENCE,
+        STUDENT_SCALE,
+        STUDENT_SOFTCAP,
+        TEACHER_SCALE,
+        TEACHER_SOFTCAP,
+        COLUMNS,
+        BLOCK,
+    )

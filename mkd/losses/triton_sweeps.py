@@ -103,7 +103,10 @@ def first_of_row(
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Store and return the first round's sums of one row; a row that no term uses is not read."""
+    """Store the first round's sums of one row; a row that no term uses is not read.
+
+    Returns (maximum, log2 of the mass) of student and teacher, log2 of the student's mass at T = 1, the expected ratio.
+    """
     ce_on = False
     kd_on = False
     if HAS_CE:
@@ -149,7 +152,9 @@ def first_of_row(
         tl.store(stats + 4 * rows, n)
         tl.store(stats + 5 * rows, teacher_mass)
         tl.store(stats + 6 * rows, ratio)
-    return m, mass, ce_mass, n, teacher_mass, ratio
+    log_mass_q = tl.log2(mass)
+    log_mass_1 = tl.log2(ce_mass) if TEMPERED else log_mass_q
+    return (m, log_mass_q), (n, tl.log2(teacher_mass)), log_mass_1, ratio / mass
 
 
 @triton.jit
@@ -208,10 +213,8 @@ def second_of_row(
     sums,  # [2, rows]: density, slope
     row,
     rows,
-    m,
-    log_mass_q,
-    n,
-    log_mass_p,
+    softmax_q,  # (maximum, log2 of the mass)
+    softmax_p,
     to_log2,
     share,
     REVERSED: tl.constexpr,
@@ -224,6 +227,8 @@ def second_of_row(
     BLOCK: tl.constexpr,
 ):
     """Store the second round's sums of one row and return that of the slopes; a row without weight is not read."""
+    m, log_mass_q = softmax_q
+    n, log_mass_p = softmax_p
     density = 0.0 * m
     slope = density
     if tl.load(kd_weight + row) != 0:
@@ -299,3 +304,84 @@ def gradient_of(
     if STUDENT_SCALE != 1.0:
         gradient *= STUDENT_SCALE
     return gradient
+
+
+@triton.jit
+def write_gradient_of_row(
+    student,  # at the row's first column, as the teacher and out
+    teacher,
+    out,
+    labels,
+    ce_gradient,
+    kd_gradient,
+    row,
+    softmax_q,  # (maximum, log2 of the mass)
+    softmax_p,
+    log_mass_1,
+    sum_of_slopes,
+    to_log2,
+    kd_scale,
+    z_loss,
+    share,
+    REVERSED: tl.constexpr,
+    HAS_CE: tl.constexpr,
+    HAS_KD: tl.constexpr,
+    TEMPERED: tl.constexpr,
+    DIVERGENCE: tl.constexpr,
+    STUDENT_SCALE: tl.constexpr,
+    STUDENT_SOFTCAP: tl.constexpr,
+    TEACHER_SCALE: tl.constexpr,
+    TEACHER_SOFTCAP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The gradient of a row whose sums are known, over all columns; `out` may be the student's logits themselves."""
+    m, log_mass_q = softmax_q
+    n, log_mass_p = softmax_p
+    of_label = 0.0 * m
+    of_q = of_label
+    of_kd = of_label
+    used_columns = 0
+    teacher_columns = 0
+    label = -1
+    if HAS_CE:
+        of_label = tl.load(ce_gradient + row)
+        used_columns = tl.where(of_label != 0, COLUMNS, 0)
+        of_q = of_label * (1.0 + 2.0 * z_loss * (log_mass_1 * LN_2 + m))
+        label = tl.load(labels + row)
+    if HAS_KD:
+        of_kd = tl.load(kd_gradient + row) * kd_scale
+        teacher_columns = tl.where(of_kd != 0, COLUMNS, 0)
+        used_columns = tl.maximum(used_columns, teacher_columns)
+    for step in range(0, COLUMNS, BLOCK):
+        offsets = columns_at(block_of(step, REVERSED, COLUMNS, BLOCK), BLOCK)
+        # Unused rows are not read: 0 is finite, and its gradient is multiplied away.
+        z = tl.load(student + offsets, offsets < used_columns, other=0.0)
+        u = 0.0 * offsets
+        if HAS_KD:
+            u = logits_of(
+                tl.load(teacher + offsets, offsets < teacher_columns, other=0.0), TEACHER_SCALE, TEACHER_SOFTCAP
+            )
+        gradient = gradient_of(
+            logits_of(z, STUDENT_SCALE, STUDENT_SOFTCAP),
+            u,
+            offsets == label,
+            m,
+            log_mass_1,
+            log_mass_q,
+            n,
+            log_mass_p,
+            of_label,
+            of_q,
+            of_kd,
+            sum_of_slopes,
+            to_log2,
+            share,
+            HAS_CE,
+            HAS_KD,
+            TEMPERED,
+            DIVERGENCE,
+            STUDENT_SCALE,
+            STUDENT_SOFTCAP,
+        )
+        tl.store(out + offsets, gradient.to(out.dtype.element_ty), offsets < COLUMNS)
