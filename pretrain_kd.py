@@ -31,14 +31,17 @@ def main() -> None:
 
     from mkd.data.datasets import provider_of
     from mkd.groups import Groups
-    from mkd.job import Hooks, Job, introduce_teacher, record
+    from mkd.hooks import Hooks
+    from mkd.introduction import introduce_teacher
+    from mkd.job import Job
+    from mkd.plan import print_plan, record
     from mkd.resuming import install_saving, settle_checkpoint
     from mkd.schedule import TeacherThenStudent
     from mkd.step import ForwardStep
 
     job = Job.from_command_line()
     args = job.args
-    job.print_plan()
+    print_plan(job)
     if job.kd.dry_run:
         job.check_all_data()
         return

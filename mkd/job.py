@@ -1,49 +1,38 @@
 """A job from its command line to the objects that `megatron.training.pretrain` is given."""
 
-import json
-import math
 import os
 from argparse import Namespace
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.training.global_vars import get_tokenizer
 from megatron.training.models import GPTModelConfig
 from megatron.training.training import get_train_valid_test_num_samples, update_train_iters
-from torch.utils.data import default_collate
 
 from mkd import arguments, cpu
-from mkd.checkpoint.assets import store_assets
-from mkd.checkpoint.durable import replacing
-from mkd.checkpoint.hf_folder import HFFolder, tokenizer_hash
+from mkd.checkpoint.hf_folder import tokenizer_hash
 from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.checkpoint.resume import Choice
 from mkd.checkpoint.source import ModelSource, common_vocabulary
 from mkd.config import KDConfig
-from mkd.data.batch import KDBatch
 from mkd.data.chat import ChatTokenizer
 from mkd.data.datasets import build_datasets, check_data, check_splits
 from mkd.data.packing import RowLayout
 from mkd.data.row_sets import RowSets
 from mkd.data.rows import RowOptions
 from mkd.data.stores import check_chat_file, is_chat_file
-from mkd.errors import MkdCheckpointError, MkdConfigError
+from mkd.errors import MkdConfigError
 from mkd.flag_checks import check_layer_pairs, check_rows, check_top_k, length_multiple
 from mkd.groups import Groups
 from mkd.hidden_layers import HiddenLayers
 from mkd.losses import LossOptions
-from mkd.memory import estimate_memory
-from mkd.metrics import MetricsLog, perplexity
+from mkd.metrics import MetricsLog
 from mkd.models.gpt import gpt_config
 from mkd.models.layer_maps import KEY_PREFIX, pair_of_key
 from mkd.resuming import check_checkpoint, check_first_weights, choose_checkpoint
-from mkd.schedule import TeacherThenStudent
-from mkd.step import teacher_cross_entropy
 from mkd.teacher.online import OnlineTeacher
 
 
@@ -199,73 +188,6 @@ class Job:
             writes=self.args.rank == self.args.world_size - 1,
         )
 
-    def print_plan(self) -> None:
-        """On rank 0."""
-        for name, text in self.plan().items() if self.args.rank == 0 else ():
-            print(f"mkd: {name:10s} {text}", flush=True)
-
-    def plan(self) -> dict[str, str]:
-        """What will happen, a line each."""
-        args, kd = self.args, self.kd
-        layout = {
-            "DP": args.data_parallel_size,
-            "TP": args.tensor_model_parallel_size,
-            "PP": args.pipeline_model_parallel_size,
-            "VPP": args.virtual_pipeline_model_parallel_size or 1,
-            "CP": args.context_parallel_size,
-            "EP": args.expert_model_parallel_size,
-        }
-        weights = "random"
-        if arguments.resumes(args):
-            weights = f"checkpoint {args.kd_resume_from}"
-        elif self.student_source is not None:
-            weights = str(self.student_source.path)
-        elif args.pretrained_checkpoint is not None:
-            weights = args.pretrained_checkpoint
-        return {
-            "teacher": f"{_shape_of(self.teacher_config)}, {_name(self.teacher_config.params_dtype)}, "
-            f"{self.teacher_source.path}",
-            "student": f"{_shape_of(self.student_config)}, {_name(args.params_dtype)}, weights: {weights}",
-            "loss": f"(1 - R) CE + R T^2 {kd.loss}, R = {kd.ratio_over_time}, T = {kd.temperature_over_time}"
-            + ("" if kd.temperature_squared else " (without T^2)")
-            + (f", z-loss {kd.z_loss:g}" if kd.z_loss else "")
-            + f", computed by {self.loss_options.impl}"
-            + ("; R is 0: the teacher is not run" if kd.is_plain_pretraining else ""),
-            **self._plan_of_layers(),
-            "layout": ", ".join(f"{name} {size}" for name, size in layout.items() if size > 1 or name == "DP")
-            + (", SP" if args.sequence_parallel else ""),
-            **({"rows": self._plan_of_rows()} if self.has_own_rows else {}),
-            "batch": f"{args.global_batch_size} samples of {args.seq_length} tokens, "
-            f"micro-batch {args.micro_batch_size}",
-            "steps": f"{args.train_iters} iterations",
-            "vocabulary": f"{self.true_vocab} tokens, padded to {args.padded_vocab_size}",
-            **({"changed": "; ".join(self.notes)} if self.notes else {}),
-            "memory": self._memory(),
-        }
-
-    def _plan_of_rows(self) -> str:
-        kd = self.kd
-        how = "one sample each" if kd.packing == "none" else f"packed, padded to multiples of {kd.packing_multiple}"
-        return f"{how}; longer ones are {'split' if kd.long_samples == 'split' else 'dropped'}; KD on {kd.mask}"
-
-    def _plan_of_layers(self) -> dict[str, str]:
-        kd, pairs = self.kd, ", ".join(map(str, self.kd.layer_pairs))
-        widths = [config.transformer.hidden_size for config in (self.student_config, self.teacher_config)]
-        maps = "" if widths[0] == widths[1] else f", mapped from width {widths[0]} to {widths[1]}"
-        text = f"+ R {kd.hidden_loss_weight:g} {kd.hidden_loss_type} of layers {pairs} (student:teacher){maps}"
-        return {"layers": text} if pairs else {}
-
-    def _memory(self) -> str:
-        parts = estimate_memory(
-            self.args,
-            None if self.kd.is_plain_pretraining else self.teacher_args,
-            self.kd.loss_chunk_rows,
-            all_at_once=self.args.pipeline_model_parallel_size > 1 or self.kd.teacher_offload,
-            paired_layers=len(self.kd.layer_pairs),
-        )
-        listed = ", ".join(f"{name} {gib:.2f}" for name, gib in parts.items())
-        return f"about {sum(parts.values()):.2f} GiB on the fullest rank besides activations: {listed}"
-
 
 def _teacher_source(kd: KDConfig) -> ModelSource:
     if kd.teacher_hf is not None:
@@ -337,113 +259,3 @@ def _check_writable(flag: str, folder: str | None) -> None:
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise MkdConfigError(f"{flag}: folder {folder} cannot be written: {existing} is no folder, or is read-only")
-
-
-def _shape_of(config: GPTModelConfig) -> str:
-    t = config.transformer
-    experts = f", {t.num_moe_experts} experts" if t.num_moe_experts else ""
-    return f"{t.num_layers} layers x {t.hidden_size}, {t.num_attention_heads} heads{experts}"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-class Hooks:
-    """mkd's part of the training loop: the schedule and the metrics."""
-
-    def __init__(self, job: Job, schedule: TeacherThenStudent, log: MetricsLog) -> None:
-        self._job, self._schedule, self._log = job, schedule, log
-        self.before_training = log.start
-        self.after_evaluation = log.evaluation
-
-    def around(self, schedule: Callable) -> Callable:
-        run = self._schedule.around(schedule)
-
-        def timed(*, forward_only: bool = False, **options: Any) -> list[dict]:
-            if not forward_only:
-                self._log.step_begins()
-            return run(forward_only=forward_only, **options)
-
-        return timed
-
-    def after_iteration(
-        self, iteration: int, losses: dict[str, Any], lr: float | None, grad_norm: float | None, skipped: bool
-    ) -> None:
-        kd = self._job.kd
-        self._log.iteration(
-            iteration,
-            losses,
-            samples=arguments.current_global_batch_size(),
-            lr=lr,
-            grad_norm=grad_norm,
-            skipped=skipped,
-            extra={
-                "ratio": kd.ratio_over_time.value(iteration - 1),
-                "temperature": kd.temperature_over_time.value(iteration - 1),
-            },
-        )
-
-
-def introduce_teacher(teacher: OnlineTeacher, samples: Any, groups: Groups, job: Job) -> None:
-    """Print the teacher's perplexity on a first microbatch, beside that of a model that knows nothing, and its
-    fingerprint.
-
-    Args:
-        teacher: the teacher.
-        samples: a dataset; its first micro-batch is read.
-        groups: the student's layout. Collective over all ranks.
-        job: for sizes.
-
-    Raises:
-        MkdCheckpointError: the teacher computes something that is not finite.
-    """
-    batch = _first_batch(samples, job.args.micro_batch_size, job.true_vocab).on_rank(groups.cp)
-    total = torch.zeros(2, dtype=torch.float64, device="cuda")
-    for signal in teacher.signals([batch]):
-        ce = teacher_cross_entropy(
-            signal,
-            batch,
-            true_vocab=job.true_vocab,
-            tp_group=groups.tp,
-            sequence_parallel=job.teacher_config.sequence_parallel,
-            options=job.loss_options,
-        )
-        total += torch.stack([(ce * batch.ce_mask).sum(), batch.ce_mask.sum()])
-    dist.all_reduce(total)
-    ce = (total[0] / total[1]).item()
-    if not math.isfinite(ce):
-        raise MkdCheckpointError(
-            f"the teacher's loss on the first validation micro-batch is {ce}, not finite: {job.teacher_source.origin} "
-            "holds numbers that are not, or overflows in this precision (--kd-teacher-dtype)"
-        )
-    if dist.get_rank() == 0:
-        print(
-            f"mkd: teacher {teacher.fingerprint()}: CE {ce:.4f}, perplexity {perplexity(ce):.2f} on the first "
-            f"validation micro-batch (knowing nothing: CE ln V = {math.log(job.true_vocab):.4f}, "
-            f"perplexity {job.true_vocab})",
-            flush=True,
-        )
-
-
-def _first_batch(samples: Any, size: int, true_vocab: int) -> KDBatch:
-    """The first microbatch, whole. Where it is all prompt, as --kd-mask all allows, CE is that of the prompt."""
-    sample = default_collate([samples[i] for i in range(min(size, len(samples)))])
-    batch = KDBatch.from_sample(sample, true_vocab)
-    return batch if batch.ce_mask.any() else replace(batch, ce_mask=batch.kd_mask)
-
-
-def record(job: Job) -> None:
-    """Leave beside the checkpoints what is needed to understand and to export them.
-
-    kd_config.json has the resolved distillation settings and the plan; the student's Hugging Face configuration and
-    tokenizer go along, so that tools/convert.py needs no other folder.
-    """
-    if job.args.rank != 0 or job.args.save is None:
-        return
-    folder = Path(job.args.save)
-    folder.mkdir(parents=True, exist_ok=True)
-    if job.kd.student_hf is not None:
-        store_assets(HFFolder(job.kd.student_hf, "--kd-student-hf"), folder)
-    with replacing(folder / "kd_config.json") as out:
-        out.write(json.dumps({"kd": asdict(job.kd), "plan": job.plan()}, indent=2) + "\n")

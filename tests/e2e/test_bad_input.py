@@ -16,6 +16,7 @@ from megatron.training.global_vars import destroy_global_vars
 from mkd import arguments
 from mkd.errors import MkdCheckpointError, MkdConfigError, MkdDataError, MkdError
 from mkd.job import Job
+from mkd.plan import plan
 from tests.e2e import small_job
 from tests.e2e.small_job import END, STUDENT, TEACHER, VOCAB, SmallJob, make_model, make_tokenizer, write_data
 from tests.hf_folders import change_json
@@ -135,7 +136,7 @@ def test_a_size_flag_that_agrees_with_the_folder_is_accepted(attempt):
 def test_a_random_student_is_accepted(attempt):
     job = attempt(FROM_NOTHING)
     assert job.student_source is None
-    assert job.plan()["student"].endswith("weights: random")
+    assert plan(job)["student"].endswith("weights: random")
 
 
 def test_a_restarting_job_may_name_the_folder_that_it_will_write(attempt):

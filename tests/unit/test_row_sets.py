@@ -22,7 +22,7 @@ from mkd.data.row_sets import RowSets
 from mkd.data.rows import RowOptions
 from mkd.errors import MkdConfigError, MkdDataError
 from mkd.flag_checks import check_rows, check_top_k
-from mkd.job import _first_batch
+from mkd.introduction import _first_batch
 from tests.chats import MARKED, chat_tokenizer, talk, write_lines
 from tests.e2e.small_job import VOCAB, write_data
 

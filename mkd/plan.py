@@ -1,0 +1,113 @@
+"""What a job is going to do, for people to read before it does."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from megatron.training.models import GPTModelConfig
+
+from mkd import arguments
+from mkd.checkpoint.assets import store_assets
+from mkd.checkpoint.durable import replacing
+from mkd.checkpoint.hf_folder import HFFolder
+from mkd.job import Job
+from mkd.memory import estimate_memory
+
+
+def print_plan(job: Job) -> None:
+    """On rank 0."""
+    for name, text in plan(job).items() if job.args.rank == 0 else ():
+        print(f"mkd: {name:10s} {text}", flush=True)
+
+
+def plan(job: Job) -> dict[str, str]:
+    """What will happen, a line each."""
+    args, kd = job.args, job.kd
+    layout = {
+        "DP": args.data_parallel_size,
+        "TP": args.tensor_model_parallel_size,
+        "PP": args.pipeline_model_parallel_size,
+        "VPP": args.virtual_pipeline_model_parallel_size or 1,
+        "CP": args.context_parallel_size,
+        "EP": args.expert_model_parallel_size,
+    }
+    weights = "random"
+    if arguments.resumes(args):
+        weights = f"checkpoint {args.kd_resume_from}"
+    elif job.student_source is not None:
+        weights = str(job.student_source.path)
+    elif args.pretrained_checkpoint is not None:
+        weights = args.pretrained_checkpoint
+    return {
+        "teacher": f"{_shape_of(job.teacher_config)}, {_name(job.teacher_config.params_dtype)}, "
+        f"{job.teacher_source.path}",
+        "student": f"{_shape_of(job.student_config)}, {_name(args.params_dtype)}, weights: {weights}",
+        "loss": f"(1 - R) CE + R T^2 {kd.loss}, R = {kd.ratio_over_time}, T = {kd.temperature_over_time}"
+        + ("" if kd.temperature_squared else " (without T^2)")
+        + (f", z-loss {kd.z_loss:g}" if kd.z_loss else "")
+        + (f", of the teacher's {kd.top_k} most probable tokens, tail {kd.top_k_tail}" if kd.top_k is not None else "")
+        + f", computed by {job.loss_options.impl}"
+        + ("; R is 0: the teacher is not run" if kd.is_plain_pretraining else ""),
+        **_layers(job),
+        "layout": ", ".join(f"{name} {size}" for name, size in layout.items() if size > 1 or name == "DP")
+        + (", SP" if args.sequence_parallel else ""),
+        **({"rows": _rows(job)} if job.has_own_rows else {}),
+        "batch": f"{args.global_batch_size} samples of {args.seq_length} tokens, micro-batch {args.micro_batch_size}",
+        "steps": f"{args.train_iters} iterations",
+        "vocabulary": f"{job.true_vocab} tokens, padded to {args.padded_vocab_size}",
+        **({"changed": "; ".join(job.notes)} if job.notes else {}),
+        "memory": _memory(job),
+    }
+
+
+def record(job: Job) -> None:
+    """Leave beside the checkpoints what is needed to understand and to export them.
+
+    kd_config.json has the resolved distillation settings and the plan; the student's Hugging Face configuration and
+    tokenizer go along, so that tools/convert.py needs no other folder.
+    """
+    if job.args.rank != 0 or job.args.save is None:
+        return
+    folder = Path(job.args.save)
+    folder.mkdir(parents=True, exist_ok=True)
+    if job.kd.student_hf is not None:
+        store_assets(HFFolder(job.kd.student_hf, "--kd-student-hf"), folder)
+    with replacing(folder / "kd_config.json") as out:
+        out.write(json.dumps({"kd": asdict(job.kd), "plan": plan(job)}, indent=2) + "\n")
+
+
+def _rows(job: Job) -> str:
+    kd = job.kd
+    how = "one sample each" if kd.packing == "none" else f"packed, padded to multiples of {kd.packing_multiple}"
+    return f"{how}; longer ones are {'split' if kd.long_samples == 'split' else 'dropped'}; KD on {kd.mask}"
+
+
+def _layers(job: Job) -> dict[str, str]:
+    kd, pairs = job.kd, ", ".join(map(str, job.kd.layer_pairs))
+    widths = [config.transformer.hidden_size for config in (job.student_config, job.teacher_config)]
+    maps = "" if widths[0] == widths[1] else f", mapped from width {widths[0]} to {widths[1]}"
+    text = f"+ R {kd.hidden_loss_weight:g} {kd.hidden_loss_type} of layers {pairs} (student:teacher){maps}"
+    return {"layers": text} if pairs else {}
+
+
+def _memory(job: Job) -> str:
+    parts = estimate_memory(
+        job.args,
+        None if job.kd.is_plain_pretraining else job.teacher_args,
+        job.kd.loss_chunk_rows,
+        all_at_once=job.args.pipeline_model_parallel_size > 1 or job.kd.teacher_offload,
+        paired_layers=len(job.kd.layer_pairs),
+    )
+    listed = ", ".join(f"{name} {gib:.2f}" for name, gib in parts.items())
+    return f"about {sum(parts.values()):.2f} GiB on the fullest rank besides activations: {listed}"
+
+
+def _shape_of(config: GPTModelConfig) -> str:
+    t = config.transformer
+    experts = f", {t.num_moe_experts} experts" if t.num_moe_experts else ""
+    return f"{t.num_layers} layers x {t.hidden_size}, {t.num_attention_heads} heads{experts}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
