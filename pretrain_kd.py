@@ -43,13 +43,13 @@ def main() -> None:
     args = job.args
     print_plan(job)
     if job.kd.dry_run:
-        job.check_all_data()
+        job.data.check_all()
         return
 
     initialize_megatron()
     settle_checkpoint(args, job.kd, job.choice, job.teacher_source)
     groups = Groups.from_megatron()
-    datasets = job.datasets()
+    datasets = job.data.sets()
     teacher = job.build_teacher(groups)
     if teacher is not None:
         introduce_teacher(teacher, datasets[1] or datasets[0], groups, job)
@@ -62,7 +62,7 @@ def main() -> None:
         true_vocab=job.true_vocab,
         current_iteration=lambda: args.curr_iteration,
         hidden_layers=job.pair_layers(groups, teacher),
-        length_multiple=job.length_multiple,
+        length_multiple=job.data.length_multiple,
     )
     check_finite, top_k = args.check_for_nan_in_loss_and_grad, (job.kd.top_k, job.kd.top_k_tail)
     step = ForwardStep(groups, job.true_vocab, check_finite, job.loss_options, *top_k)

@@ -7,27 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
-from megatron.training.global_vars import get_tokenizer
 from megatron.training.models import GPTModelConfig
-from megatron.training.training import get_train_valid_test_num_samples, update_train_iters
 
 from mkd import arguments, cpu
-from mkd.checkpoint.hf_folder import tokenizer_hash
 from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.checkpoint.resume import Choice
 from mkd.checkpoint.source import ModelSource, common_vocabulary
 from mkd.config import KDConfig
-from mkd.data.chat import ChatTokenizer
-from mkd.data.datasets import build_datasets, check_data, check_splits
-from mkd.data.packing import RowLayout
-from mkd.data.row_sets import RowSets
-from mkd.data.rows import RowOptions
-from mkd.data.stores import check_chat_file, is_chat_file
 from mkd.errors import MkdConfigError
-from mkd.flag_checks import check_layer_pairs, check_rows, check_top_k, length_multiple
+from mkd.flag_checks import check_layer_pairs, check_top_k
 from mkd.groups import Groups
 from mkd.hidden_layers import HiddenLayers
+from mkd.job_data import JobData, hash_of_tokenizer
 from mkd.losses import LossOptions
 from mkd.metrics import MetricsLog
 from mkd.models.gpt import gpt_config
@@ -78,7 +69,7 @@ class Job:
         arguments.finish(args, kd)
         true_vocab = arguments.true_vocabulary(args)
         origin = student.origin if student else f"--tokenizer-model {args.tokenizer_model}"
-        student_hash = student.tokenizer_hash if student else _hash_of_tokenizer(args)
+        student_hash = student.tokenizer_hash if student else hash_of_tokenizer(args)
         _check_tokenizer(args, student)
         check_layer_pairs(kd.layer_pairs, args, teacher.architecture["num_layers"])
         check_first_weights(args)
@@ -86,13 +77,7 @@ class Job:
         _check_stored_maps(args, kd, mapped=teacher.architecture["hidden_size"] != args.hidden_size)
         true_vocab = common_vocabulary(origin, true_vocab, student_hash, teacher)
         check_top_k(kd, true_vocab)
-        names = arguments.data_prefixes(args)
-        chats = [name for name in names if is_chat_file(name)]
-        check_rows(args, kd, has_chats=bool(chats))
-        check_data([name for name in names if name not in chats], true_vocab, student_hash)
-        for name in chats:
-            check_chat_file(name, ChatTokenizer(args.tokenizer_model))
-        check_splits(arguments.dataset_config(args, get_tokenizer()), evaluates=args.eval_iters > 0)
+        JobData(args, kd, true_vocab).check(student_hash)
         _check_writable("--save", args.save)
         if kd.metrics_file is not None:
             _check_writable("--kd-metrics-file", str(Path(kd.metrics_file).parent))
@@ -139,42 +124,9 @@ class Job:
         self.student_config.pre_wrap_hooks.append(layers.attach)
         return layers
 
-    def datasets(self) -> list[Any]:
-        """Train, validation and test set. Collective over all ranks."""
-        update_train_iters(self.args)
-        config = arguments.dataset_config(self.args, get_tokenizer())
-        return build_datasets(
-            config,
-            get_train_valid_test_num_samples(),
-            evaluated=self.args.eval_iters * self.args.eval_global_batch_size,
-            rows=self._row_sets(config) if self.has_own_rows else None,
-        )
-
-    def check_all_data(self) -> None:
-        """Tokenize chat files and plan rows without ranks: what a dry run can do beyond `from_command_line`."""
-        if self.has_own_rows and self.args.rank == 0:
-            self.datasets()
-
     @property
-    def has_own_rows(self) -> bool:
-        """Whether rows are made of whole samples, and not by Megatron's concatenation of documents."""
-        return self.kd.packing != "none" or any(map(is_chat_file, arguments.data_prefixes(self.args)))
-
-    def _row_sets(self, config: GPTDatasetConfig) -> RowSets:
-        args, kd = self.args, self.kd
-        layout = RowLayout(args.seq_length, kd.packing_multiple, kd.packing != "none", kd.mask == "all")
-        return RowSets(
-            config=config,
-            options=RowOptions(layout, drop_long=kd.long_samples == "drop", seed=args.seed),
-            tokenizer=ChatTokenizer(args.tokenizer_model),
-            true_vocab=self.true_vocab,
-            say=lambda text: print(f"mkd: data       {text}", flush=True) if args.rank == 0 else None,
-        )
-
-    @property
-    def length_multiple(self) -> int | None:
-        """What micro-batches' lengths are rounded up to with --kd-variable-seq-lengths; None without it."""
-        return length_multiple(self.args) if self.kd.variable_seq_lengths else None
+    def data(self) -> JobData:
+        return JobData(self.args, self.kd, self.true_vocab)
 
     def metrics(self) -> MetricsLog:
         file = self.kd.metrics_file
@@ -215,15 +167,9 @@ def _adopt_what_megatron_forgets(args: Namespace) -> None:
     arguments.adopt_architecture(args, values, f"the checkpoint in {path}")
 
 
-def _hash_of_tokenizer(args: Namespace) -> str | None:
-    if args.tokenizer_type != "HuggingFaceTokenizer" or not Path(args.tokenizer_model).is_dir():
-        return None
-    return tokenizer_hash(Path(args.tokenizer_model), "--tokenizer-model")
-
-
 def _check_tokenizer(args: Namespace, student: ModelSource | None) -> None:
     """Refuse a --tokenizer-model that is not the student's own."""
-    given = _hash_of_tokenizer(args)
+    given = hash_of_tokenizer(args)
     if student is not None and given and student.tokenizer_hash and given != student.tokenizer_hash:
         raise MkdConfigError(
             f"--tokenizer-model {args.tokenizer_model} is another tokenizer than that of {student.origin}: leave it out"

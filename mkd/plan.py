@@ -52,7 +52,7 @@ def plan(job: Job) -> dict[str, str]:
         **_layers(job),
         "layout": ", ".join(f"{name} {size}" for name, size in layout.items() if size > 1 or name == "DP")
         + (", SP" if args.sequence_parallel else ""),
-        **({"rows": _rows(job)} if job.has_own_rows else {}),
+        **({"rows": _rows(job)} if job.data.has_own_rows else {}),
         "batch": f"{args.global_batch_size} samples of {args.seq_length} tokens, micro-batch {args.micro_batch_size}",
         "steps": f"{args.train_iters} iterations",
         "vocabulary": f"{job.true_vocab} tokens, padded to {args.padded_vocab_size}",
