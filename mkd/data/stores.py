@@ -8,7 +8,8 @@ tokenizer; later runs, and loader processes, only map it.
 import json
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -96,20 +97,12 @@ class ChatStore:
 
     def __init__(self, base: Path, share: tuple[float, float]) -> None:
         """Open the part of the conversations between two shares, from 0 to 1."""
-        try:
-            self.facts = ChatFacts(**json.loads(_file(base, "json").read_text()))
-        except FileNotFoundError as error:
-            raise MkdDataError(
-                f"{error.filename} is missing, which rank 0 has made: let --data-cache-path show the same files on "
-                "every node"
-            ) from error
-        except (ValueError, TypeError) as error:
-            raise MkdDataError(f"{_file(base, 'json')} is broken ({error}): delete it") from error
-        bounds = np.memmap(_file(base, "bounds"), np.int64, "r")
+        self.facts = read_facts(base, ChatFacts)
+        bounds = np.memmap(file_of(base, "bounds"), np.int64, "r")
         part = part_of(self.facts.conversations, share)
         self._bounds = bounds[part.start : part.stop + 1]
         self.lengths = np.diff(self._bounds)
-        self._tokens = np.memmap(_file(base, "tokens"), np.uint32, "r")
+        self._tokens = np.memmap(file_of(base, "tokens"), np.uint32, "r")
 
     def read(self, sample: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         begin = int(self._bounds[sample]) + start
@@ -125,11 +118,24 @@ def chat_base(name: str, tokenizer: ChatTokenizer, cache: str | None) -> Path:
         tokenizer: what it is read with.
         cache: --data-cache-path; None for a folder beside the file.
     """
-    file = Path(name).resolve()
-    state = file.stat()
-    key = f"{_FORMAT} {file} {state.st_size} {state.st_mtime_ns} {tokenizer.fingerprint}"
-    folder = file.parent / "cache" if cache is None else Path(cache)
-    return folder / f"{file.stem}-{blake2b(key.encode(), digest_size=16).hexdigest()}-chat"
+    return cache_base(name, name, f"{_FORMAT} {tokenizer.fingerprint}", cache, "chat")
+
+
+def cache_base(name: str, file: str, key: str, cache: str | None, kind: str) -> Path:
+    """Where what is made of a file lies in the data cache, without suffix.
+
+    Args:
+        name: of the data.
+        file: whose name, size and time are part of the key.
+        key: what else it depends on.
+        cache: --data-cache-path; None for a folder beside the file.
+        kind: end of the name.
+    """
+    path = Path(file).resolve()
+    state = path.stat()
+    whole = f"{path} {state.st_size} {state.st_mtime_ns} {key}"
+    folder = path.parent / "cache" if cache is None else Path(cache)
+    return folder / f"{Path(name).stem}-{blake2b(whole.encode(), digest_size=16).hexdigest()}-{kind}"
 
 
 def check_chat_file(name: str, tokenizer: ChatTokenizer) -> None:
@@ -156,18 +162,13 @@ def tokenize_chat(name: str, tokenizer: ChatTokenizer, base: Path, say: Callable
     Raises:
         MkdDataError: naming file and line; or no conversation can be used; or the cache cannot be written.
     """
-    if _file(base, "json").is_file():
+    if file_of(base, "json").is_file():
         return
     say(f"{name}: tokenizing, {Path(name).stat().st_size / 1e6:.1f} MB")
-    workers = min(default_workers([name]), _MOST_WORKERS)
-    kinds = ("tokens", "bounds", "json")
-    # Names of its own: jobs that begin at the same time would write into each other's files.
-    partial = {kind: _file(base, f"{kind}.{uuid4().hex}{PARTIAL}") for kind in kinds}
     lengths, skipped, largest, supervised = [], Counter(), 0, 0
-    try:
-        base.parent.mkdir(parents=True, exist_ok=True)
+    with new_files(name, base, ("tokens", "bounds", "json")) as partial:
         with partial["tokens"].open("wb") as file:
-            for batch in map_in_order(tokenizer, read_batches([name]), workers, f"{name} has too long lines"):
+            for batch in map_in_order(tokenizer, read_batches([name]), workers_for(name), f"{name} has too long lines"):
                 batch.tokens.tofile(file)
                 lengths.append(np.array(batch.lengths, dtype=np.int64))
                 skipped.update(batch.skipped)
@@ -179,8 +180,35 @@ def tokenize_chat(name: str, tokenizer: ChatTokenizer, base: Path, say: Callable
             raise MkdDataError(f"--data-path {name}: no conversation can be used ({facts})")
         bounds.tofile(partial["bounds"])
         partial["json"].write_text(json.dumps(asdict(facts), indent=1) + "\n")
-        for kind in kinds:  # json, which says that all is there, last
-            os.replace(partial[kind], _file(base, kind))
+
+
+def workers_for(file: str) -> int:
+    """Processes to tokenize a file with."""
+    return min(default_workers([file]), _MOST_WORKERS)
+
+
+@contextmanager
+def new_files(name: str, base: Path, kinds: Sequence[str]) -> Iterator[dict[str, Path]]:
+    """Files of the data cache that appear together, when all of them are written.
+
+    Args:
+        name: the data's, for messages.
+        base: their name in the cache, without suffix.
+        kinds: their suffixes; the last one says that all are there.
+
+    Yields:
+        Suffix -> path to write to.
+
+    Raises:
+        MkdDataError: the cache cannot be written.
+    """
+    # Names of its own: jobs that begin at the same time would write into each other's files.
+    partial = {kind: file_of(base, f"{kind}.{uuid4().hex}{PARTIAL}") for kind in kinds}
+    try:
+        base.parent.mkdir(parents=True, exist_ok=True)
+        yield partial
+        for kind in kinds:
+            os.replace(partial[kind], file_of(base, kind))
     except OSError as error:
         raise MkdDataError(
             f"--data-path {name}: its tokens cannot be written to {base.parent} ({error}): give another "
@@ -191,5 +219,19 @@ def tokenize_chat(name: str, tokenizer: ChatTokenizer, base: Path, say: Callable
             path.unlink(missing_ok=True)
 
 
-def _file(base: Path, kind: str) -> Path:
+def read_facts[Facts](base: Path, kind: Callable[..., Facts]) -> Facts:
+    """What `new_files` was given as json. Raises MkdDataError for a file that is missing or broken."""
+    file = file_of(base, "json")
+    try:
+        return kind(**json.loads(file.read_text()))
+    except FileNotFoundError as error:
+        raise MkdDataError(
+            f"{file} is missing, which rank 0 has made: let --data-cache-path show the same files on every node"
+        ) from error
+    except (ValueError, TypeError) as error:
+        raise MkdDataError(f"{file} is broken ({error}): delete it") from error
+
+
+def file_of(base: Path, kind: str) -> Path:
+    """Of the data cache."""
     return base.with_name(f"{base.name}.{kind}")
