@@ -140,6 +140,11 @@ def cache_base(name: str, file: str, key: str, cache: str | None, kind: str) -> 
 
 def check_chat_file(name: str, tokenizer: ChatTokenizer) -> None:
     """Raise MkdDataError for a chat file that is missing or empty, or whose first lines cannot be used."""
+    tokenizer(first_lines(name))
+
+
+def first_lines(name: str) -> RawBatch:
+    """Of a chat file. Raises MkdDataError when it is missing or empty."""
     path = Path(name)
     if not path.is_file():
         raise MkdDataError(f"--data-path {name} does not exist or is not a file")
@@ -147,7 +152,7 @@ def check_chat_file(name: str, tokenizer: ChatTokenizer) -> None:
         raise MkdDataError(f"--data-path {name} is empty")
     with path.open("rb") as file:
         lines = file.readlines(_PROBED_BYTES)
-    tokenizer(RawBatch(name, 1, lines, is_json=True))
+    return RawBatch(name, 1, lines, is_json=True)
 
 
 def tokenize_chat(name: str, tokenizer: ChatTokenizer, base: Path, say: Callable[[str], None]) -> None:
