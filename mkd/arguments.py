@@ -158,7 +158,7 @@ def finish(args: Namespace, kd: KDConfig) -> None:
     if args.use_checkpoint_args:
         load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
         _load_args_to_resume(args)
-    if cpu.is_active():
+    if cpu.is_target():
         changed = set_cpu_values(args)
         if changed and args.rank == 0:
             print(f"mkd: on CPU: {', '.join(f'{n}={getattr(args, n)}' for n in changed)}")
@@ -179,7 +179,7 @@ def finish(args: Namespace, kd: KDConfig) -> None:
             args.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size, logging_enabled=False
         )
     asynchronous = args.async_save
-    if cpu.is_active():
+    if cpu.is_target():
         # A save on CPU forks its writer, which has the weights as they are then; a persistent one would share the
         # trainer's memory. Megatron knows no asynchronous save without a persistent writer.
         args.async_save = args.use_persistent_ckpt_worker = False

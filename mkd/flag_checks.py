@@ -2,7 +2,7 @@
 
 import math
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -40,7 +40,7 @@ def check_saving(args: Namespace, kd: KDConfig) -> None:
                 f"--kd-save-hf-interval is {interval}, which is no multiple of --save-interval {args.save_interval}: a "
                 "Hugging Face folder is made from a checkpoint"
             )
-    if not args.async_save or cpu.is_active():
+    if not args.async_save or cpu.is_target():
         return
     if not args.use_persistent_ckpt_worker:
         raise MkdConfigError("--async-save works only with --use-persistent-ckpt-worker: give both, or neither")
@@ -56,6 +56,16 @@ def check_layout(args: Namespace) -> None:
     Raises:
         MkdConfigError: naming the flag, its value and what it does not divide.
     """
+    for check in layout_checks():
+        check(args)
+
+
+def layout_checks() -> tuple[Callable[[Namespace], None], ...]:
+    """What `check_layout` does, one thing after the other; each raises MkdConfigError."""
+    return _check_world, _check_student, _check_sequence, _check_context_parallel, _check_batch
+
+
+def _check_world(args: Namespace) -> None:
     tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
     ep = args.expert_model_parallel_size
     sizes = {"tensor-model": tp, "pipeline-model": pp, "context": cp, "expert-model": ep}
@@ -73,11 +83,12 @@ def check_layout(args: Namespace) -> None:
             f"--expert-model-parallel-size {ep} * expert tensor size {expert_tp} * --pipeline-model-parallel-size {pp} "
             f"does not divide the {args.world_size} ranks of this job"
         )
+
+
+def _check_student(args: Namespace) -> None:
+    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     check_divisions("the student", vars(args), tp, pp)
     check_attention_heads("the student", vars(args), args)
-    _check_sequence(args)
-    _check_context_parallel(args)
-    _check_batch(args)
 
 
 def length_multiple(args: Namespace) -> int:
@@ -129,7 +140,7 @@ def check_attention_kernels(args: Namespace, kd: KDConfig) -> None:
         what = f"--kd-packing {kd.packing}"
     else:
         return
-    if cpu.is_active():
+    if cpu.is_target():
         return
     if args.transformer_impl != "transformer_engine":
         raise MkdConfigError(f"{what} needs --transformer-impl transformer_engine on GPUs, not {args.transformer_impl}")
@@ -145,6 +156,21 @@ def check_attention_kernels(args: Namespace, kd: KDConfig) -> None:
             f"--cp-comm-type {kind} does not work with --kd-packing {kd.packing}: Transformer Engine exchanges packed "
             "rows by p2p or a2a"
         )
+
+
+def check_transformer_engine(args: Namespace) -> None:
+    """Refuse Transformer Engine, megatron's default on GPUs, where it is not installed."""
+    if cpu.is_target() or args.transformer_impl == "local" or find_spec("transformer_engine") is not None:
+        return
+    cp = args.context_parallel_size
+    needed = f"--context-parallel-size {cp}" if cp > 1 else None
+    if getattr(args, "kd_packing", "none") != "none":
+        needed = f"--kd-packing {args.kd_packing}"
+    raise MkdConfigError(
+        f"--transformer-impl is {args.transformer_impl}, but Transformer Engine is not installed in this Python: "
+        "install it (pip install transformer-engine[pytorch])"
+        + (f"; {needed} does not work without it" if needed else ", or give --transformer-impl local, which is slower")
+    )
 
 
 def check_attention_heads(model: str, sizes: dict[str, Any], args: Namespace) -> None:

@@ -2,11 +2,12 @@
 
 import os
 from argparse import Namespace
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from megatron.training.models import GPTModelConfig
 
 from mkd import arguments, cpu
@@ -15,7 +16,7 @@ from mkd.checkpoint.resume import Choice
 from mkd.checkpoint.source import ModelSource, common_vocabulary
 from mkd.config import KDConfig
 from mkd.errors import MkdConfigError
-from mkd.flag_checks import check_layer_pairs, check_top_k
+from mkd.flag_checks import check_layer_pairs, check_top_k, check_transformer_engine
 from mkd.groups import Groups
 from mkd.hidden_layers import HiddenLayers
 from mkd.job_data import JobData, hash_of_tokenizer
@@ -49,8 +50,12 @@ class Job:
     """What is otherwise than in that checkpoint."""
 
     @classmethod
-    def from_command_line(cls) -> "Job":
+    def from_command_line(cls, tolerate: Callable[[], AbstractContextManager] = nullcontext) -> "Job":
         """Parse and check.
+
+        Args:
+            tolerate: a context around each check without which the rest still makes sense. One that catches MkdError
+                and goes on hears of several at once.
 
         Raises:
             MkdError: anything that would stop the job later.
@@ -70,20 +75,27 @@ class Job:
         true_vocab = arguments.true_vocabulary(args)
         origin = student.origin if student else f"--tokenizer-model {args.tokenizer_model}"
         student_hash = student.tokenizer_hash if student else hash_of_tokenizer(args)
-        _check_tokenizer(args, student)
-        check_layer_pairs(kd.layer_pairs, args, teacher.architecture["num_layers"])
+        with tolerate():
+            check_transformer_engine(args)
+        with tolerate():
+            _check_tokenizer(args, student)
+        with tolerate():
+            check_layer_pairs(kd.layer_pairs, args, teacher.architecture["num_layers"])
         check_first_weights(args)
         notes = check_checkpoint(args, kd, choice, teacher)
         _check_stored_maps(args, kd, mapped=teacher.architecture["hidden_size"] != args.hidden_size)
-        true_vocab = common_vocabulary(origin, true_vocab, student_hash, teacher)
+        with tolerate():
+            true_vocab = common_vocabulary(origin, true_vocab, student_hash, teacher)
         check_top_k(kd, true_vocab)
-        JobData(args, kd, true_vocab).check(student_hash)
-        _check_writable("--save", args.save)
+        with tolerate():
+            JobData(args, kd, true_vocab).check(student_hash)
+        with tolerate():
+            check_writable("--save", args.save)
         if kd.metrics_file is not None:
-            _check_writable("--kd-metrics-file", str(Path(kd.metrics_file).parent))
+            with tolerate():
+                check_writable("--kd-metrics-file", str(Path(kd.metrics_file).parent))
         teacher_args = arguments.teacher_arguments(teacher.architecture, args, kd.teacher_dtype)
-        device = torch.device("cpu" if cpu.is_active() else "cuda")
-        options = LossOptions.of(kd, device, args.params_dtype, args.tensor_model_parallel_size)
+        options = LossOptions.of(kd, cpu.target_device(), args.params_dtype, args.tensor_model_parallel_size)
         configs = gpt_config(teacher_args), gpt_config(args)
         for config in configs:
             config.transformer.variable_seq_lengths = kd.variable_seq_lengths  # megatron has no flag for it
@@ -197,7 +209,7 @@ def _check_stored_maps(args: Namespace, kd: KDConfig, mapped: bool) -> None:
         )
 
 
-def _check_writable(flag: str, folder: str | None) -> None:
+def check_writable(flag: str, folder: str | None) -> None:
     """Refuse a folder that cannot be made or written to, before hours of training end there."""
     if folder is None:
         return

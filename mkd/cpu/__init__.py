@@ -13,6 +13,9 @@ import torch
 from mkd.errors import MkdConfigError
 
 DEVICE_VARIABLE = "MKD_DEVICE"
+_CUDA = torch.device("cuda")
+"""Made before the redirect, which would turn it into the CPU."""
+_stands_in = False
 
 
 def wanted() -> bool:
@@ -38,8 +41,22 @@ def is_active() -> bool:
     return device_mode.is_entered()
 
 
-def activate() -> None:
-    """Redirect CUDA to CPU and NCCL to gloo in this process. Calling it again does nothing."""
+def is_target() -> bool:
+    """Whether the job of this command line trains on CPU, so that flags get the values they have there."""
+    return is_active() and not _stands_in
+
+
+def target_device() -> torch.device:
+    """Where the job's tensors are going to be."""
+    return torch.device("cpu") if is_target() else _CUDA
+
+
+def activate(stands_in: bool = False) -> None:
+    """Redirect CUDA to CPU and NCCL to gloo in this process. Calling it again does nothing.
+
+    Args:
+        stands_in: the job itself will run on GPUs; this process only looks at its command line, and keeps its flags.
+    """
     import torch._dynamo  # noqa: F401 - it files torch.cuda's functions by identity, so it must have seen the real ones
 
     from mkd.cpu import cuda_stubs, device_mode, gloo
@@ -53,6 +70,8 @@ def activate() -> None:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     # Megatron insists on it under tensor parallelism, for the order of CUDA kernels.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    global _stands_in
+    _stands_in = stands_in
     cuda_stubs.install()
     gloo.install()
     device_mode.enter()

@@ -228,9 +228,9 @@ def test_key_value_heads_that_all_to_all_cannot_deal_out():
 )
 def test_attention_that_gpus_do_not_have(monkeypatch, changes, options, word):
     args, kd = layout(**{TE: "transformer_engine", **changes}), KDConfig(teacher_hf="T", ratio=0.5, **options)
-    monkeypatch.setattr(cpu, "is_active", lambda: True)
+    monkeypatch.setattr(cpu, "is_target", lambda: True)
     check_attention_kernels(args, kd)
-    monkeypatch.setattr(cpu, "is_active", lambda: False)
+    monkeypatch.setattr(cpu, "is_target", lambda: False)
     check_attention_kernels(layout(), KDConfig(teacher_hf="T", ratio=0.5))
     check_attention_kernels(layout(**{CP: 2, "bf16": True, TE: "transformer_engine"}), replace(kd, teacher_dtype=None))
     with pytest.raises(MkdConfigError, match=word):
