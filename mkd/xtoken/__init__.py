@@ -1,0 +1,1 @@
+"""Students and teachers that cut text into different tokens."""
