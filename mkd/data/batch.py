@@ -103,6 +103,19 @@ class KDBatch:
             return (0, self.tokens.shape[1])
         return tuple(self.packed.cu_seqlens_q_padded.tolist())
 
+    def segments(self) -> list[tuple[bytes, slice]]:
+        """Of a whole microbatch on the host: the key of each segment with a text, and the places of that text, in
+        order, among all b * s."""
+        bounds = self.bounds
+        if self.packed is None:
+            bounds = range(0, self.tokens.numel() + 1, self.tokens.shape[1])
+        found = []
+        for key, (start, end) in zip(self.keys, pairwise(bounds), strict=True):
+            padded = 0 if self.padding is None else int(self.padding.view(-1)[start:end].sum())
+            if end - padded > start:
+                found.append((key, slice(start, end - padded)))
+        return found
+
     def _per_token(self) -> dict[str, Tensor]:
         """The tensors of [b, s/cp] that there are."""
         return {name: value for name in _PER_TOKEN if (value := getattr(self, name)) is not None}

@@ -111,16 +111,18 @@ class ChatTemplate:
     tokenizer: PreTrainedTokenizerBase
     folder: str
     """Where it comes from, for messages."""
+    flag: str = "--tokenizer-model"
+    """Where the folder was named, for messages."""
 
     def __post_init__(self) -> None:
         if not self.tokenizer.chat_template:
             raise MkdDataError(
-                f"--tokenizer-model {self.folder} has no chat template, which chat data need: put a "
+                f"{self.flag} {self.folder} has no chat template, which chat data need: put a "
                 "chat_template.jinja into the folder"
             )
         if not self.tokenizer.is_fast:
             raise MkdDataError(
-                f"--tokenizer-model {self.folder} is a slow tokenizer, which does not say where its tokens stand in a "
+                f"{self.flag} {self.folder} is a slow tokenizer, which does not say where its tokens stand in a "
                 "text: convert it to a tokenizer.json"
             )
 
@@ -137,7 +139,7 @@ class ChatTemplate:
         """
         count = len(chat.messages)
         if not self.marks_assistant:
-            text = self._render(chat, count, prompt=False)
+            text = self.text(chat)
             ids, offsets = self._tokenize(text)
             answers = [i for i in range(max(chat.given, 1), count) if chat.messages[i]["role"] == ASSISTANT]
             return ids, _overlaps(offsets, [self._span(chat, i, text) for i in answers])
@@ -145,11 +147,19 @@ class ChatTemplate:
         coded = self._apply(chat, count, **options)
         ids, supervised = np.array(coded["input_ids"]), np.array(coded["assistant_masks"], dtype=bool)
         if chat.given:
-            text = self._render(chat, count, prompt=False)
+            text = self.text(chat)
             answers = chat.messages[chat.given]["role"] == ASSISTANT
             begin = len(self._beginning(chat, chat.given, text, prompt=answers))
             supervised &= _overlaps(self._tokenize(text)[1], [(begin, len(text))])
         return ids, supervised
+
+    def text(self, chat: Conversation) -> str:
+        """What the template makes of a conversation: the text whose tokens `encode` gives.
+
+        Raises:
+            MkdDataError: the template refuses the conversation.
+        """
+        return self._render(chat, len(chat.messages), prompt=False)
 
     def _span(self, chat: Conversation, number: int, text: str) -> tuple[int, int]:
         """First and end character of an assistant message in the text."""
@@ -168,7 +178,7 @@ class ChatTemplate:
         beginning = self._render(chat, count, prompt)
         if not text.startswith(beginning):
             raise MkdDataError(
-                f"{chat.where}: the chat template of --tokenizer-model {self.folder} renders the first {count} "
+                f"{chat.where}: the chat template of {self.flag} {self.folder} renders the first {count} "
                 "messages differently when others follow, so that the assistant's tokens cannot be told: mark them in "
                 "the template with {% generation %}, or cut conversations after the first answer"
             )
@@ -182,7 +192,7 @@ class ChatTemplate:
             return self.tokenizer.apply_chat_template(chat.messages[:count], tools=chat.tools, **options)
         except Exception as error:  # whatever the template does: Jinja's errors, and Python's in its expressions
             raise MkdDataError(
-                f"{chat.where}: the chat template of --tokenizer-model {self.folder} refuses the conversation: {error}"
+                f"{chat.where}: the chat template of {self.flag} {self.folder} refuses the conversation: {error}"
             ) from error
 
     def _tokenize(self, text: str) -> tuple[np.ndarray, np.ndarray]:

@@ -169,6 +169,11 @@ class RowLayout:
     kd_everywhere: bool
     """Whether the divergence is taken on every token of a text, and not on the supervised ones alone."""
 
+    def starts(self, places: Sequence[int]) -> list[int]:
+        """Where pieces with so many places begin in a row, and where the next one would."""
+        units = -(-np.asarray(places, dtype=np.int64) // self.multiple)
+        return [0, *(self.multiple * np.cumsum(units)).tolist()]
+
     def row(self, texts: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, np.ndarray]:
         """Lay pieces one after the other.
 
@@ -193,15 +198,13 @@ class RowLayout:
             "kd_mask": np.zeros(size, dtype=np.float32),
             "position_ids": np.arange(size, dtype=np.int64),
         }
-        padded, real = [0], [0]
-        for ids, supervised in texts:
-            start, places = padded[-1], len(ids) - 1
+        counts = [len(ids) - 1 for ids, _ in texts]
+        padded, real = [*self.starts(counts)], [0, *np.cumsum(counts).tolist()]
+        for (ids, supervised), start, places in zip(texts, padded, counts, strict=False):
             text = slice(start, start + places)
             row["tokens"][text], row["labels"][text] = ids[:-1], ids[1:]
             row["ce_mask"][text] = supervised[1:]
             row["kd_mask"][text] = 1.0 if self.kd_everywhere else supervised[1:]
-            padded.append(start + -(-places // self.multiple) * self.multiple)
-            real.append(real[-1] + places)
         if not self.is_packed:
             row["length"] = np.int64(real[-1])
             return row

@@ -10,11 +10,23 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import Split
 
 from mkd.data.chat import ChatTokenizer
+from mkd.data.paired import PairedStore, PairEncoder, paired_base, tokenize_pairs
+from mkd.data.paired_rows import PairedOptions, PairedRows
 from mkd.data.rows import BlendOfRows, ClassicRows, RowOptions, RowStream, SampleRows, Shares
 from mkd.data.stores import ChatStore, DocumentStore, chat_base, is_chat_file, part_of, tokenize_chat
 from mkd.errors import MkdDataError
 
 _NAMES = {Split.train: "training", Split.valid: "validation", Split.test: "test"}
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """How rows are made for teachers that have other tokenizers."""
+
+    encoder: PairEncoder
+    options: PairedOptions
+    vocabularies: tuple[int, ...]
+    """Tokens that each teacher knows."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +42,8 @@ class RowSets:
     """Ids from here up do not exist in the model."""
     say: Callable[[str], None]
     """Gets what the user wants to know, a line each."""
+    pairs: Pairs | None = None
+    """Of a teacher with another tokenizer; None when all teachers share the student's."""
 
     def build(self, sizes: Sequence[int | None]) -> list[BlendOfRows | None]:
         """Training, validation and test set of so many rows; None where none is wanted or there is no data.
@@ -70,7 +84,7 @@ class RowSets:
         return self.config.blend, self.config.split_matrix[split.value]
 
     def _is_classic(self, name: str) -> bool:
-        return not is_chat_file(name) and not self.options.layout.is_packed
+        return not is_chat_file(name) and not self.options.layout.is_packed and self.pairs is None
 
     def _samples(self, name: str, share: tuple[float, float], split: Split, needed: int) -> RowStream:
         store = self._store(name, share)
@@ -79,9 +93,13 @@ class RowSets:
                 f"--split {self.config.split} leaves no sample of --data-path {name} for {_NAMES[split]}: give it a "
                 "larger share or 0, or take a longer file"
             )
+        if isinstance(store, PairedStore):
+            return PairedRows(store, self.pairs.options, name)
         return SampleRows(store, self.options, name)
 
-    def _store(self, name: str, share: tuple[float, float]) -> ChatStore | DocumentStore:
+    def _store(self, name: str, share: tuple[float, float]) -> ChatStore | DocumentStore | PairedStore:
+        if self.pairs is not None:
+            return self._paired_store(name, share)
         if not is_chat_file(name):
             return DocumentStore(name, share)
         base = chat_base(name, self.tokenizer, self.config.path_to_cache)
@@ -95,6 +113,22 @@ class RowSets:
             )
         return store
 
+    def _paired_store(self, name: str, share: tuple[float, float]) -> PairedStore:
+        encoder = self.pairs.encoder
+        base = paired_base(name, encoder, self.config.path_to_cache)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            tokenize_pairs(name, encoder, base, self.say)
+        store = PairedStore(base, share, len(encoder.folders))
+        self.say(f"{name}: {store.facts}")
+        sides = zip(store.facts.max_token_id, (self.true_vocab, *self.pairs.vocabularies), encoder.folders, strict=True)
+        for largest, vocabulary, folder in sides:
+            if largest >= vocabulary:
+                raise MkdDataError(
+                    f"--data-path {name}: with the tokenizer in {folder} its largest token id is {largest}, but that "
+                    f"model's vocabulary has {vocabulary} tokens: the tokenizer is not the model's"
+                )
+        return store
+
     def _documents(self, prefix: str, share: tuple[float, float], split: Split, needed: int) -> RowStream:
         documents = GPTDataset.build_low_level_dataset(prefix, self.config)
         part = part_of(len(documents.sequence_lengths), share)
@@ -105,4 +139,5 @@ class RowSets:
     def _rows_of(self, name: str, share: tuple[float, float]) -> int:
         """About how many rows hold a file's tokens once."""
         lengths = self._store(name, share).lengths
-        return max(1, int(lengths.sum(dtype=np.int64)) // self.options.layout.row_length)
+        tokens = lengths if lengths.ndim == 1 else lengths[:, 0]
+        return max(1, int(tokens.sum(dtype=np.int64)) // self.options.layout.row_length)

@@ -1,0 +1,92 @@
+"""Endless streams of training rows with a teacher's rows beside them, in its own tokens."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mkd.data.packing import one_per_row, shuffled
+from mkd.data.paired import PairedStore
+from mkd.data.paired_packing import PairedLayout, cut_pairs, pack_pairs
+from mkd.errors import MkdDataError
+
+
+@dataclass(frozen=True)
+class PairedOptions:
+    """How samples become rows."""
+
+    layout: PairedLayout
+    drop_long: bool
+    """Whether samples longer than a row are left out, and not cut."""
+    seed: int
+
+
+class PairedRows:
+    """Rows made of aligned samples, one a row or packed: see `mkd.data.rows.RowStream`."""
+
+    def __init__(self, store: PairedStore, options: PairedOptions, name: str) -> None:
+        """Plan all rows.
+
+        Args:
+            store: where the samples are.
+            options: how they become rows.
+            name: of the data, for messages.
+
+        Raises:
+            MkdDataError: nothing is left to train on.
+        """
+        self._store, self._layout, self._seed = store, options.layout, options.seed
+        layout, lengths = options.layout.student, options.layout.row_lengths
+        pieces = cut_pairs(store.lengths, lengths, store.read, drop_long=options.drop_long)
+        kept = np.ones(len(pieces), dtype=bool)
+        if not layout.kd_everywhere:
+            # Parts of a long sample may have nothing to learn; whole samples have.
+            parts = np.bincount(pieces.sample, minlength=len(store.lengths))[pieces.sample] > 1
+            for i in np.flatnonzero(parts):
+                kept[i] = pieces.of(i, store.read(int(pieces.sample[i]))).targets[1:].any()
+        self._pieces, self._piece = pieces, np.flatnonzero(kept)
+        if not len(self._piece):
+            raise MkdDataError(
+                f"--data-path {name}: none of its {len(store.lengths)} samples can be used: {pieces.dropped} are "
+                f"longer than --seq-length {lengths[0]} or --kd-teacher-seq-length {max(lengths[1:])}, {pieces.short} "
+                "have less than two tokens on one side"
+            )
+        places = pieces.places[self._piece]
+        if layout.is_packed:
+            self.plan = pack_pairs(places, lengths, layout.multiple, options.seed)
+        else:
+            self.plan = one_per_row(places[:, 0], lengths[0])
+        self.per_epoch = len(self.plan)
+        self._filled = places.sum(axis=0) / (self.per_epoch * np.array(lengths))
+        self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
+        self._idle = int((~kept).sum())
+
+    def row(self, index: int) -> dict[str, Any]:
+        """Tensors of one row: see `PairedLayout.row`."""
+        epoch, place = divmod(index, self.per_epoch)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, shuffled(self.per_epoch, self._seed, epoch)
+        pieces = self._piece[self.plan.row(self._order[place])]
+        texts = [self._pieces.of(i, self._store.read(int(self._pieces.sample[i]))) for i in pieces]
+        return _tensors(self._layout.row(texts))
+
+    def __str__(self) -> str:
+        counts = {
+            "split because they are longer than a row": self._pieces.split,
+            "dropped because they are longer than a row": self._pieces.dropped,
+            "left out because they have less than two tokens on one side": self._pieces.short,
+            "runs of tokens left out because no chunk begins in a whole row of them": self._pieces.unfit,
+            "parts of long samples left out because nothing in them is a target": self._idle,
+        }
+        filled = ", ".join(f"{share:.1%}" for share in self._filled)
+        text = f"{len(self._store.lengths)} samples in {self.per_epoch} rows, {filled} of them tokens"
+        return text + "".join(f"; {count} {what}" for what, count in counts.items() if count)
+
+
+def _tensors(row: dict[str, Any]) -> dict[str, Tensor | tuple]:
+    return {
+        name: tuple(map(_tensors, value)) if isinstance(value, tuple) else torch.as_tensor(value)
+        for name, value in row.items()
+    }
