@@ -141,6 +141,15 @@ def test_where_there_is_no_text():
     assert torch.equal(part.padding, rows.padding[:, [2, 3, 4, 5]])
 
 
+def test_segments_and_their_places():
+    batch = KDBatch.from_sample(packed_sample(CUTS), VOCAB)
+    places = [slice(0, 3), slice(4, 8), slice(8, 9), slice(16, 27)]
+    assert batch.segments() == list(zip(batch.keys, places, strict=False))  # the last one has no text
+    rows = KDBatch.from_sample(sample(3, 8) | {"length": torch.tensor([8, 0, 5])}, VOCAB)
+    assert rows.segments() == [(rows.keys[0], slice(0, 8)), (rows.keys[2], slice(16, 21))]
+    assert KDBatch.from_sample(sample(2, 8), VOCAB).segments()[1][1] == slice(8, 16)
+
+
 def test_keys_are_of_the_text_alone():
     """Another row, another place in it, other padding, other micro-batch: the same key."""
     given_sample = packed_sample(CUTS)

@@ -1,0 +1,1 @@
+"""Filling and looking after a teacher cache: what tools/cache_teacher.py does."""
