@@ -38,6 +38,7 @@ def main() -> None:
     from mkd.resuming import install_saving, settle_checkpoint
     from mkd.schedule import TeacherThenStudent
     from mkd.step import ForwardStep
+    from mkd.stopping import StopSignals, install_stopping
 
     job = Job.from_command_line()
     args = job.args
@@ -69,6 +70,7 @@ def main() -> None:
     # pretrain initializes once more, which also sets the seeds as if there were no teacher.
     destroy_rerun_state_machine()
     compat.install_training_hooks(Hooks(job, schedule, job.metrics()))
+    install_stopping(StopSignals(args.exit_signal).__enter__())
     install_saving(args, job.kd)
     pretrain(
         pretrain_cfg_container_from_args(args, job.student_config),

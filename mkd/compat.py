@@ -109,7 +109,8 @@ class TrainingHooks(Protocol):
 
 
 def install_training_hooks(hooks: TrainingHooks) -> None:
-    """Put mkd's schedule, its evaluation before the first step, and its metrics into megatron's training loop.
+    """Put mkd's schedule, its evaluation before the first step (and that which a stopped job had not finished), and its
+    metrics into megatron's training loop.
 
     megatron-core 0.19's `pretrain` takes a forward step, but neither a schedule nor a place for metrics, and prints a
     line that leaves out negative values and calls exp(x) of every metric a perplexity.
@@ -128,16 +129,18 @@ def install_training_hooks(hooks: TrainingHooks) -> None:
         call = inspect.signature(train).bind(*args, **kwargs).arguments
         megatron_args = training.get_args()
         hooks.before_training(megatron_args.iteration)
-        if megatron_args.iteration == 0 and megatron_args.do_valid:
+        # What schedules over time go by; megatron sets it in each step, and to 0 before.
+        megatron_args.curr_iteration = max(megatron_args.iteration - 1, 0)
+        if megatron_args.do_valid and (megatron_args.iteration == 0 or megatron_args.kd_unfinished_evaluation):
             paused = training.should_disable_forward_pre_hook(megatron_args)
             if paused:
                 training.disable_forward_pre_hook(call["model"], param_sync=False)
             training.evaluate_and_print_results(
-                "iteration 0",
+                f"iteration {megatron_args.iteration}",
                 call["forward_step_func"],
                 call["valid_data_iterator"],
                 call["model"],
-                0,
+                megatron_args.iteration,
                 call["process_non_loss_data_func"],
                 call["config"],
             )

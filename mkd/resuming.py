@@ -50,7 +50,8 @@ def check_first_weights(args: Namespace) -> None:
 
 
 def check_checkpoint(args: Namespace, kd: KDConfig, choice: Choice | None, teacher: ModelSource) -> list[str]:
-    """Compare the checkpoint with this job, and note the teacher's fingerprint in the arguments, which are stored.
+    """Compare the checkpoint with this job, and note the teacher's fingerprint in the arguments, which are stored; also
+    whether the evaluation after the checkpoint's last step is still to be done (`mkd.stopping`).
 
     Returns:
         What is different and may be.
@@ -60,12 +61,14 @@ def check_checkpoint(args: Namespace, kd: KDConfig, choice: Choice | None, teach
         MkdConfigError: it was trained with another teacher.
     """
     args.kd_teacher_fingerprint = None if kd.is_plain_pretraining else teacher.fingerprint()
+    args.kd_unfinished_evaluation = False
     if choice is None or choice.folder is None:
         return []
     stored, origin = MegatronFolder(choice.folder, "--load").args, f"--load {choice.folder}"
     check_same_job(args, stored, origin)
     if args.finetune:
         return []
+    args.kd_unfinished_evaluation = getattr(stored, "kd_unfinished_evaluation", False)
     if kd.is_plain_pretraining:
         args.kd_teacher_fingerprint = getattr(stored, "kd_teacher_fingerprint", None)
         return []

@@ -1,6 +1,7 @@
 """pretrain_kd.py as a job that loses its machine: it, and all processes that it has started, are killed at one point.
 
-MKD_TEST_KILL is EVENT:N, to die at the N-th event of a kind (counted in each process):
+MKD_TEST_KILL is EVENT:N, to die at the N-th event of a kind (counted in each process), or EVENT:N:SIGNAL, to send this
+signal to itself there:
     step    a forward step of the student
     shard   a tensor of a checkpoint's shard is to be written; in an asynchronous save by a process of its own
     hf      a tensor of a Hugging Face folder is to be written
@@ -46,8 +47,8 @@ EVENTS: dict[str, list[tuple[Any, str]]] = {
 }
 
 
-def die_at(event: str, number: int) -> None:
-    """Arrange for the end."""
+def die_at(event: str, number: int, warning: str | None = None) -> None:
+    """Arrange for the end, or for a signal such as SIGTERM."""
     count, trainer = 0, os.getpid()
 
     def counted(call: Callable) -> Callable:
@@ -57,11 +58,14 @@ def die_at(event: str, number: int) -> None:
             count += 1
             if count == number:
                 os.write(2, f"killed at {event}:{number}\n".encode())
-                if "MKD_TEST_KILL_ALONE" in os.environ:
+                if warning is not None:
+                    signal.raise_signal(signal.Signals[warning])
+                elif "MKD_TEST_KILL_ALONE" in os.environ:
                     Path(os.environ["MKD_TEST_KILL_ALONE"]).write_text(f"{os.getpid()} {trainer}")
                     os.kill(trainer, signal.SIGKILL)
                     signal.pause()
-                os.killpg(0, signal.SIGKILL)
+                else:
+                    os.killpg(0, signal.SIGKILL)
             return call(*args, **kwargs)
 
         return count_and_call
@@ -75,6 +79,6 @@ if __name__ == "__main__":
     # Megatron starts this process with "spawn", which imports everything once more.
     filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
     if "MKD_TEST_KILL" in os.environ and os.environ["RANK"] == os.environ.get("MKD_TEST_KILL_RANK", "0"):
-        event, number = os.environ["MKD_TEST_KILL"].split(":")
-        die_at(event, int(number))
+        event, number, *warning = os.environ["MKD_TEST_KILL"].split(":")
+        die_at(event, int(number), *warning)
     pretrain_kd.main()

@@ -1,0 +1,93 @@
+"""Jobs that are asked to stop: they save and end with status 0, and the next attempt goes on as if nothing had been."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mkd.checkpoint.megatron_folder import TRACKER
+from tests.e2e.small_job import Result, SmallJob, make_small_job
+from tests.e2e.test_resume import SHARDED, Attempts
+
+# One of two ranks makes 1 forward step of each of 3 evaluation steps, and of each training step: 3 for the evaluation
+# before training, 3 for iterations 1 to 3, 3 for the evaluation there, ...
+EVALUATED = {"--eval-iters": 3, "--eval-interval": 3, "--save-interval": 6, **SHARDED}
+IN_FIRST_EVALUATION, IN_STEP, IN_EVALUATION = 2, 3 + 2, 3 + 3 + 2
+VALUES = ("iteration", "valid_loss", "valid_ce", "valid_kd", "valid_agreement")
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> SmallJob:
+    return make_small_job(tmp_path_factory.mktemp("job"))
+
+
+def validations(result: Result) -> list[dict[str, Any]]:
+    """Validation lines of the metrics, what does not depend on the clock."""
+    lines = [line for line in result.metrics if "valid_loss" in line]
+    return [{key: line[key] for key in VALUES} for line in lines]
+
+
+def stopped(attempts: Attempts, step: int, name: str, rank: int = 1) -> Result:
+    """An attempt in which one rank gets a signal in its `step`-th forward step."""
+    result = attempts.start(f"step:{step}:{name}", MKD_TEST_KILL_RANK=str(rank))
+    assert result.status == 0, result.output[-3000:] + result.errors[-6000:]
+    assert f"killed at step:{step}\n" in result.errors
+    return result
+
+
+def tracked(attempts: Attempts) -> str | None:
+    tracker = attempts.save / TRACKER
+    return tracker.read_text() if tracker.is_file() else None
+
+
+def test_stopped_in_evaluations_and_in_a_step(job: SmallJob, tmp_path: Path) -> None:
+    undisturbed = Attempts(job, tmp_path / "undisturbed", EVALUATED, ranks=2)
+    whole = undisturbed.finished()
+    assert [line["iteration"] for line in validations(whole)] == [0, 3, 6, 8]
+    assert len({line["valid_loss"] for line in validations(whole)}) == 4
+
+    attempts = Attempts(job, tmp_path / "save", EVALUATED, ranks=2)
+    result = stopped(attempts, IN_FIRST_EVALUATION, "SIGTERM", rank=0)
+    assert "mkd: SIGTERM: stopping after this step" in result.output
+    assert "no step was made, nothing is saved" in result.output
+    assert tracked(attempts) is None
+
+    result = stopped(attempts, IN_EVALUATION, "SIGUSR1")
+    assert "a signal to another rank: stopping after this step" in result.output
+    assert tracked(attempts) == "3"
+    assert [line["iteration"] for line in validations(result)] == [0]
+
+    # It begins with the evaluation that was not finished: three forward steps.
+    result = stopped(attempts, IN_STEP, "SIGTERM")
+    assert tracked(attempts) == "5"
+    assert [line["iteration"] for line in validations(result)] == [0, 3]
+
+    attempts.assert_like((undisturbed.save, whole), result := attempts.finished())
+    assert validations(result) == validations(whole)
+
+
+def test_stopped_in_the_last_evaluation(job: SmallJob, tmp_path: Path) -> None:
+    """All steps are made and saved; the same command once more evaluates."""
+    short = {**EVALUATED, "--eval-interval": 100, "--train-iters": 2}
+    whole = Attempts(job, tmp_path / "undisturbed", short).start()
+    attempts = Attempts(job, tmp_path / "save", short)
+    # Of two micro-batches a step: 6 forward steps, 4, and 6 for the last evaluation.
+    result = stopped(attempts, 12, "SIGTERM", rank=0)
+    assert tracked(attempts) == "2"
+    assert [line["iteration"] for line in validations(result)] == [0]
+    again = attempts.start()
+    assert [line["iteration"] for line in validations(again)] == [0, 2]
+    assert validations(again) == validations(whole)
+
+
+def test_signals_have_their_old_meaning_after_the_job() -> None:
+    from mkd.stopping import StopSignals
+
+    before = signal.getsignal(signal.SIGUSR2)
+    with StopSignals(signal.SIGUSR2) as stop:
+        assert not stop.anywhere()
+        signal.raise_signal(signal.SIGUSR2)
+        assert stop.received == "SIGUSR2"
+        assert stop.anywhere()
+    assert signal.getsignal(signal.SIGUSR2) is before
