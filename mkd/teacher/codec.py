@@ -42,6 +42,9 @@ class TokenRows:
     """[n, T] fp32: log sum exp of all logits divided by each of the temperatures, with the same constant."""
     label_log_prob: np.ndarray
     """[n] fp32: of the token's label at temperature 1."""
+    tail_lse: np.ndarray | None = None
+    """[n, T] fp32: as `lse`, over the columns that are not in `ids`; -inf where there are none. Without it `encode`
+    knows the tail as the rounded difference of `lse` and the head. `decode` always gives it."""
 
 
 @dataclass(frozen=True)
@@ -106,9 +109,13 @@ class RecordFormat:
         records = np.zeros(len(ids), dtype=self.dtype)
         records["low"], records["high"] = self._ids.encode(ids)
         for i, temperature in enumerate(self.temperatures):
-            tail = rows.lse[:, i] - _log_sum_exp(logits / temperature)  # -log of the head's mass
-            with np.errstate(divide="ignore", over="ignore"):
-                records["head"][:, i] = np.clip(-np.log(np.expm1(np.maximum(tail, 0.0))), -_LIMIT, _LIMIT)
+            head = _log_sum_exp(logits / temperature)
+            if rows.tail_lse is not None:
+                odds = head - rows.tail_lse[:, i]
+            else:
+                with np.errstate(divide="ignore", over="ignore"):
+                    odds = -np.log(np.expm1(np.maximum(rows.lse[:, i] - head, 0.0)))
+            records["head"][:, i] = np.clip(odds, -_LIMIT, _LIMIT)
         records["label"] = rows.label_log_prob
         records["values"] = self._encode_values(logits, rows.lse[:, :1].astype(np.float64))
         return records
@@ -117,6 +124,8 @@ class RecordFormat:
         for what, values in (("logit", rows.logits), ("logsumexp", rows.lse), ("label's logit", rows.label_log_prob)):
             if not np.isfinite(values).all():
                 raise MkdCacheError(f"the teacher computes a {what} that is not finite: nothing of it is stored")
+        if rows.tail_lse is not None and not (rows.tail_lse < np.inf).all():  # true of NaN, too
+            raise MkdCacheError("the teacher computes a logsumexp of the tail that is not finite: nothing is stored")
         if rows.ids.min(initial=0) < 0 or rows.ids.max(initial=0) >= self.vocab:
             raise MkdCacheError(
                 f"token ids {rows.ids.min()} to {rows.ids.max()} in the teacher's top-k, but its vocabulary has "
@@ -146,7 +155,7 @@ class RecordFormat:
 
         Args:
             records: [n] of `dtype`.
-            temperature: of `lse`, which has this one column.
+            temperature: of `lse` and `tail_lse`, which have this one column.
 
         Raises:
             MkdCacheError: the tail at this temperature is not stored; or a value is not finite.
@@ -163,14 +172,16 @@ class RecordFormat:
             # Codes are of values in [-50, 9], whose exponentials need no maximum taken off.
             logits -= (np.log(np.exp(logits).sum(axis=1)) + _tail(head[:, 0]))[:, None]
         lse = np.zeros(len(records), dtype=np.float32)
+        column = self.temperatures.index(temperature)
         if temperature != 1.0:
-            column = self.temperatures.index(temperature)
             lse = _log_sum_exp(logits / np.float32(temperature)) + _tail(head[:, column])
         label = np.ascontiguousarray(records["label"])
         for values in (head, label, logits):
             if not np.isfinite(values).all():
                 raise MkdCacheError("the teacher cache holds a value that is not finite")
-        return TokenRows(self._ids.decode(records["low"], records["high"]), logits, lse[:, None], label)
+        tail_lse = lse - np.logaddexp(np.float32(0.0), head[:, column])
+        ids = self._ids.decode(records["low"], records["high"])
+        return TokenRows(ids, logits, lse[:, None], label, tail_lse[:, None])
 
 
 def _log_sum_exp(values: np.ndarray) -> np.ndarray:

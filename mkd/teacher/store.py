@@ -252,4 +252,19 @@ class TeacherStore:
                 f"{self.shards[segments[first].shard].path.name} is damaged (its checksum does not fit): remove that "
                 "shard with its .json file and write what is missing again (tools/cache_teacher.py verify)"
             )
-        return self.meta.records.decode(records, temperature)
+        try:
+            return self.meta.records.decode(records, temperature)
+        except MkdCacheError as error:
+            raise self._naming(error, keys, segments, np.split(records, np.cumsum(counts)[:-1])) from None
+
+    def _naming(
+        self, error: MkdCacheError, keys: Sequence[bytes], segments: Sequence[Segment], parts: Sequence[np.ndarray]
+    ) -> MkdCacheError:
+        """The error of decoding some segments' records, with the first segment that has it."""
+        for key, segment, records in zip(keys, segments, parts, strict=True):
+            try:
+                self.meta.records.decode(records)
+            except MkdCacheError:
+                shard = self.shards[segment.shard].path.name
+                return MkdCacheError(f"{self.flag} {self.folder}: segment {key.hex()} in shard {shard}: {error}")
+        return error

@@ -106,6 +106,20 @@ def test_head_with_all_the_mass():
     assert np.abs(top / 3 - decoded.lse[:, 0]).max() < 1e-6 and np.abs(top).max() < 1e-6
 
 
+@pytest.mark.parametrize("values", ["log12", "fp32"])
+def test_a_tail_below_rounding_is_kept(values):
+    """1 - head is 0 in fp32; the tail itself is e^-20, e^-9 of it at T = 2."""
+    record = RecordFormat(100, 2, values, (1.0, 2.0))
+    tails = np.array([[-20.0, -9.0], [-30.0, -np.inf]], dtype=np.float32)
+    rows = TokenRows(np.array([[3, 9]] * 2), np.zeros((2, 2)), np.full((2, 2), np.log(2.0)), np.zeros(2), tails)
+    records = record.encode(rows)
+    for column, temperature in enumerate(record.temperatures):
+        decoded = record.decode(records, temperature)
+        head = np.log(np.exp(decoded.logits / temperature).sum(axis=1))
+        expected = np.maximum(tails[:, column] - np.log(2.0), -60.0)
+        assert np.abs(decoded.tail_lse[:, 0] - head - expected).max() < 1e-5
+
+
 def test_a_head_with_hardly_any_mass():
     record = RecordFormat(1 << 20, 2, "log12")
     rows = TokenRows(np.array([[3, 9]]), np.zeros((1, 2)), np.full((1, 1), np.log(1 << 20)), np.zeros(1))

@@ -229,6 +229,9 @@ def test_nan_in_the_store(tmp_path):
     records["values"][0, 3] = np.nan
     writer = StoreWriter(tmp_path, META_OF_TEST)
     writer.add_records(key, records)
+    writer.add(*some_segment(1, VOCAB, TOP_K))
     writer.flush()
-    with pytest.raises(MkdCacheError, match="not finite"):
-        whole(TeacherStore(tmp_path, "--cache"), key)
+    store = TeacherStore(tmp_path, "--cache")
+    keys = [some_segment(1, VOCAB, TOP_K)[0], key]
+    with pytest.raises(MkdCacheError, match=f"--cache .*segment {key.hex()} in shard shard-.*: .*not finite"):
+        store.read(keys, store.find(keys), [np.arange(1), np.arange(len(rows.ids))])
