@@ -1,5 +1,6 @@
 """From Megatron arguments to a GPT model's configuration, and what mkd needs from a built model."""
 
+import traceback
 from argparse import Namespace
 
 from megatron.core.models.gpt import GPTModel
@@ -8,10 +9,20 @@ from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.models import GPTModelConfig
 from torch import Tensor, nn
 
+from mkd.errors import MkdConfigError
+
 
 def gpt_config(args: Namespace) -> GPTModelConfig:
-    """The model that these arguments describe; of the student or of a teacher."""
-    config = gpt_config_from_args(args)
+    """The model that these arguments describe; of the student or of a teacher.
+
+    Raises:
+        MkdConfigError: megatron finds that they contradict each other, or miss a package that they need.
+    """
+    try:
+        config = gpt_config_from_args(args)
+    except (AssertionError, ValueError) as error:
+        reason = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
+        raise MkdConfigError(f"megatron refuses the flags of the model: {' '.join(reason.split())}") from error
     # megatron-core 0.19's gpt_config_from_args leaves this flag out, and builds every model with 8.
     config.rope_scaling_factor = args.rope_scaling_factor
     return config
