@@ -12,6 +12,7 @@ import numpy as np
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
+from mkd.data.chat import ChatTemplate
 from mkd.data.text import load_tokenizer, require_unicode
 from mkd.errors import MkdDataError
 
@@ -111,6 +112,11 @@ class SpanTokenizer:
     def adds_bos(self) -> bool:
         """Whether the tokenizer on its own begins a text with its beginning-of-sequence token."""
         return self.tokenizer("a", verbose=False)["input_ids"][:1] == [self.tokenizer.bos_token_id]
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """The tokenizer with its chat template. Raises MkdDataError when there is none."""
+        return ChatTemplate(self.tokenizer, self.name, self.flag)
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> TokenSpans:
         """Tokenize a text.

@@ -1,0 +1,99 @@
+"""Where the messages of a conversation stand in what a chat template made of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mkd.data.chat import ChatTemplate, Conversation
+from mkd.xtoken.tokens import Role, SpanTokenizer, TokenSpans
+
+Place = tuple[int, int] | None
+"""First character and end; None where it cannot be told."""
+
+
+@dataclass(frozen=True)
+class ChatSpans:
+    """A conversation through one model's template and tokenizer."""
+
+    text: str
+    """What the template made of it."""
+    tokens: TokenSpans
+    """Of the text. Special tokens are in the text, none is added."""
+    places: list[Place]
+    """Of each message's content, without white space at its ends. None also for an empty message."""
+
+    def end_of_turn(self, message: int) -> int | None:
+        """The special token that ends a message, with at most white space before it; None if there is none."""
+        end = self.places[message][1]
+        after = np.flatnonzero(self.tokens.offsets[:, 0] >= end)
+        for token in after:
+            if self.tokens.roles[token] not in (Role.CONTENT, Role.UNK):
+                return int(token)
+            if self.text[slice(*self.tokens.offsets[token])].strip():
+                return None
+        return None
+
+
+def encode_chat(tokenizer: SpanTokenizer, chat: Conversation) -> ChatSpans:
+    """Render and tokenize a conversation, and find its messages.
+
+    Raises:
+        MkdDataError: the tokenizer has no template, or it refuses the conversation.
+    """
+    template = tokenizer.template
+    text = template.text(chat)
+    return ChatSpans(text, tokenizer.encode(text), _places(text, template, chat))
+
+
+def _places(text: str, template: ChatTemplate, chat: Conversation) -> list[Place]:
+    """Find the contents by rendering the conversation once more with a mark in place of each.
+
+    What stands around the marks stands around the contents too, unless the template looks into a content (for
+    reasoning, say) and does something else with it. Then the content counts where it occurs once in the rest of the
+    text, and nowhere otherwise.
+    """
+    contents = [(message.get("content") or "").strip() for message in chat.messages]
+    marks = [f"\ue0f1{number}\ue0f2" if content else "" for number, content in enumerate(contents)]
+    marked = template.text(_with_contents(chat, marks))
+    places: list[Place] = []
+    done = done_marked = 0
+    in_step = True
+    for content, mark in zip(contents, marks, strict=True):
+        found = marked.find(mark, done_marked) if mark else -1
+        if found < 0:
+            places.append(None)
+            continue
+        between = marked[done_marked:found]
+        begin = _after(text, done, between, content) if in_step else None
+        if begin is None and text.count(content, done) == 1:
+            begin = text.index(content, done)
+        in_step = begin is not None
+        done_marked = found + len(mark)
+        done = begin + len(content) if in_step else done
+        places.append((begin, done) if in_step else None)
+    return places
+
+
+def _with_contents(chat: Conversation, contents: Sequence[str]) -> Conversation:
+    def changed(message: dict[str, Any], content: str) -> dict[str, Any]:
+        return {**message, "content": content} if content else message
+
+    messages = [changed(message, content) for message, content in zip(chat.messages, contents, strict=True)]
+    return Conversation(messages, chat.given, chat.tools, chat.where)
+
+
+def _after(text: str, done: int, between: str, content: str) -> int | None:
+    """Where a content begins that follows `between`, if it does; both may have more white space before them."""
+    for start in (done, _skip_space(text, done)):
+        if text.startswith(between, start):
+            begin = _skip_space(text, start + len(between))
+            return begin if text.startswith(content, begin) else None
+    return None
+
+
+def _skip_space(text: str, begin: int) -> int:
+    while begin < len(text) and text[begin].isspace():
+        begin += 1
+    return begin
