@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,8 @@ from torch import Tensor
 from mkd.context_parallel import dual_chunk_places
 from mkd.errors import MkdDataError
 
+OTHERS = "others"
+"""Key of the samples in other tokens."""
 _PER_TOKEN = ("tokens", "labels", "ce_mask", "kd_mask", "position_ids", "padding")
 
 
@@ -48,9 +51,11 @@ class KDBatch:
     keys: tuple[bytes, ...] = ()
     """16 bytes for each segment of the whole microbatch in order, or for each row when nothing is packed: they depend
     on the segment's token ids without its padding and on nothing else."""
+    others: tuple["OtherSide", ...] = ()
+    """The same texts in the tokens of teachers that have other tokenizers, one for each of those."""
 
     @classmethod
-    def from_sample(cls, sample: Mapping[str, Tensor], true_vocab: int) -> "KDBatch":
+    def from_sample(cls, sample: Mapping[str, Any], true_vocab: int | None) -> "KDBatch":
         """The whole microbatch of a collated sample, on the host.
 
         Args:
@@ -58,14 +63,15 @@ class KDBatch:
                 sample also cu_seqlens and cu_seqlens_padded, [b, n + 1] integers of any n: segment i of a row begins
                 at cu_seqlens_padded[i], has cu_seqlens[i + 1] - cu_seqlens[i] tokens of text (0 if it is padding only)
                 and then padding up to cu_seqlens_padded[i + 1]. The last bound is s; repeated bounds fill up the rest.
-                Of an unpacked sample also length [b], the tokens of a row that are not padding, if any are.
-            true_vocab: ids from here up do not exist in the model.
+                Of an unpacked sample also length [b], the tokens of a row that are not padding, if any are. `others` is
+                a sequence of such samples in other tokens, with what `PairedLayout.row` adds.
+            true_vocab: ids from here up do not exist in the model; None looks at none.
 
         Raises:
             MkdDataError: a token id that is not in the model's vocabulary, or bounds that are none.
         """
         largest = int(torch.maximum(sample["tokens"].max(), sample["labels"].max()))
-        if largest >= true_vocab:
+        if true_vocab is not None and largest >= true_vocab:
             raise MkdDataError(
                 f"the data has token id {largest}, but the model's vocabulary has {true_vocab} tokens (ids up to "
                 f"{true_vocab - 1}): --data-path was tokenized with another tokenizer"
@@ -94,7 +100,8 @@ class KDBatch:
             keys.append(segment_key(tokens[start : start + length]))
             if padding is not None:
                 padding.view(-1)[start : start + length] = False
-        return cls(**tensors, padding=padding, packed=packed, keys=tuple(keys))
+        others = tuple(OtherSide.from_sample(other, packed is not None) for other in sample.get(OTHERS, ()))
+        return cls(**tensors, padding=padding, packed=packed, keys=tuple(keys), others=others)
 
     @property
     def bounds(self) -> tuple[int, ...]:
@@ -130,7 +137,7 @@ class KDBatch:
             return self
         places = dual_chunk_places(self.bounds, rank, size).to(self.tokens.device)
         parts = {name: value.index_select(1, places) for name, value in self._per_token().items()}
-        return replace(self, **parts)
+        return replace(self, **parts, others=tuple(other.cp_slice(places, rank, size) for other in self.others))
 
     def to_device(self) -> "KDBatch":
         """The same on the current device."""
@@ -140,7 +147,8 @@ class KDBatch:
         if packed is not None:
             bounds = packed.cu_seqlens_q_padded.to("cuda", non_blocking=True)
             packed = replace(packed, **dict.fromkeys(_BOUNDS, bounds))
-        return replace(self, **moved, packed=packed)
+        others = tuple(replace(other, batch=other.batch.to_device()) for other in self.others)
+        return replace(self, **moved, packed=packed, others=others)
 
     def on_rank(self, cp: dist.ProcessGroup) -> "KDBatch":
         """This rank's part of a whole microbatch, on its device."""
@@ -151,9 +159,65 @@ class KDBatch:
         parts = [t.flatten().long() for t in (self.tokens, self.labels, self.ce_mask, self.kd_mask)]
         if self.packed is not None:
             parts.append(self.packed.cu_seqlens_q_padded.long())
+        for other in self.others:
+            parts += [other.student_chunk.flatten(), other.chunk.flatten(), other.batch.content_hash()]
         joined = torch.cat(parts)
         place = torch.arange(1, joined.numel() + 1, device=joined.device)
         return ((joined + 1) * (place * 2654435761 % 2147483647)).sum().view(1)
+
+
+@dataclass(frozen=True)
+class OtherSide:
+    """A microbatch in the tokens of a teacher with another tokenizer, and how the two align.
+
+    Its rows have the same texts in the same order; their number of tokens is their own. Chunks are runs of tokens of
+    both sides that cover the same characters and on which the divergence is taken. They are numbered over the whole
+    microbatch, alike on all context-parallel ranks. The chunk of a place is that of its label.
+    """
+
+    batch: KDBatch
+    """[b, t/cp] tokens, and what belongs to them."""
+    student_chunk: Tensor
+    """[b, s/cp] int64, of each place of the student's rows; -1 for none. On the host, as the next three."""
+    student_first: Tensor
+    """[b, s/cp] bool: whether the place predicts the first token of its chunk."""
+    chunk: Tensor
+    """[b, t/cp] int64"""
+    first: Tensor
+    """[b, t/cp] bool"""
+    chunks: int
+    """Of the whole microbatch, on every rank."""
+
+    @classmethod
+    def from_sample(cls, sample: Mapping[str, Any], packed: bool) -> "OtherSide":
+        """See `KDBatch.from_sample`; packed microbatches have one row."""
+        before = torch.cumsum(sample["chunks"], 0) - sample["chunks"]
+        numbers = [
+            torch.where(chunk >= 0, chunk + before[:, None], -1) for chunk in (sample["student_chunk"], sample["chunk"])
+        ]
+        firsts = [_starts(chunk) for chunk in numbers]
+        if packed:
+            numbers, firsts = ([part.reshape(1, -1) for part in parts] for parts in (numbers, firsts))
+        batch = KDBatch.from_sample(sample, None)
+        return cls(batch, numbers[0], firsts[0], numbers[1], firsts[1], int(sample["chunks"].sum()))
+
+    def cp_slice(self, places: Tensor, rank: int, size: int) -> "OtherSide":
+        """What a context-parallel rank holds; `places` are those of the student's tokens that it has."""
+        own = dual_chunk_places(self.batch.bounds, rank, size)
+        return replace(
+            self,
+            batch=self.batch.cp_slice(rank, size),
+            student_chunk=self.student_chunk.index_select(1, places),
+            student_first=self.student_first.index_select(1, places),
+            chunk=self.chunk.index_select(1, own),
+            first=self.first.index_select(1, own),
+        )
+
+
+def _starts(chunk: Tensor) -> Tensor:
+    """[b, s] bool: where a chunk begins in whole rows of chunk numbers."""
+    before = torch.nn.functional.pad(chunk[:, :-1], (1, 0), value=-1)
+    return (chunk >= 0) & (chunk != before)
 
 
 def segment_key(tokens: Tensor) -> bytes:
@@ -232,11 +296,28 @@ def draw(
                 f"the data loader gives {rows} samples at a time, the schedule expects {micro_batch_size}: correct "
                 "--micro-batch-size or --eval-micro-batch-size"
             )
-        if length_multiple is not None and "length" in sample:
-            longest = -(-int(sample["length"].max()) // length_multiple) * length_multiple
-            sample = {name: value[:, :longest] if value.dim() > 1 else value for name, value in sample.items()}
+        if length_multiple is not None:
+            sample = _without_padding(sample, length_multiple)
         batches.append(KDBatch.from_sample(sample, true_vocab))
     return batches
+
+
+def _without_padding(sample: Mapping[str, Any], length_multiple: int) -> dict[str, Any]:
+    """An unpacked sample cut behind its longest text, on every side by itself."""
+    if "length" not in sample:
+        return dict(sample)
+
+    def longest(side: Mapping[str, Any]) -> int:
+        return -(-int(side["length"].max()) // length_multiple) * length_multiple
+
+    def cut(side: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value[:, : longest(side)] if value.dim() > 1 else value for name, value in side.items()}
+
+    others = [
+        {**cut(other), "student_chunk": other["student_chunk"][:, : longest(sample)]}
+        for other in sample.get(OTHERS, ())
+    ]
+    return {**cut({name: value for name, value in sample.items() if name != OTHERS}), OTHERS: others}
 
 
 def check_same_batch(batch: KDBatch, *groups: dist.ProcessGroup) -> None:

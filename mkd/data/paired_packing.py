@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mkd.data.batch import OTHERS
 from mkd.data.packing import WINDOW, RowLayout, RowPlan, shuffled
 from mkd.data.paired import OtherTokens, PairedSample
 
@@ -204,7 +205,7 @@ class PairedLayout:
         return [self.student.row_length, *(other.row_length for other in self.others)]
 
     def row(self, pieces: Sequence[PairedSample]) -> dict[str, object]:
-        """The student's row as `RowLayout.row` has it, and under `others` a tuple with one for each teacher.
+        """The student's row as `RowLayout.row` has it, and under OTHERS a tuple with one for each teacher.
 
         A teacher's row has also: chunk [t] and student_chunk [s] int64, for each place of its own row and of the
         student's the chunk of its label, counted from 0 along the row, -1 for none; chunks (int64), their number.
@@ -222,7 +223,7 @@ class PairedLayout:
             other["chunk"] = _in_row(layout, [chunk for _, chunk in chunks])
             other["chunks"] = np.int64(other["chunk"].max(initial=-1) + 1)
             others.append(other)
-        return {**row, "others": tuple(others)}
+        return {**row, OTHERS: tuple(others)}
 
 
 def counted_chunks(targets: np.ndarray, other: OtherTokens, everywhere: bool) -> tuple[np.ndarray, np.ndarray]:
