@@ -46,7 +46,8 @@ class CacheMeta:
     temperatures: tuple[float, ...] = (1.0,)
     """Those whose tail is stored."""
     samples: int = 0
-    """Ids drawn for each token; 0 for a top-k."""
+    """Ids drawn for each token at the last of `temperatures`, whose shares `TokenRows.logits` are the ln of; 0 for a
+    top-k."""
     teacher_dtype: str = ""
     """Precision in which the teacher ran."""
     positions: str = "segment"
