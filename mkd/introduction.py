@@ -10,10 +10,10 @@ from torch.utils.data import default_collate
 
 from mkd.data.batch import KDBatch
 from mkd.errors import MkdCheckpointError
+from mkd.evaluation import teacher_cross_entropy
 from mkd.groups import Groups
 from mkd.job import Job
 from mkd.metrics import perplexity
-from mkd.step import teacher_cross_entropy
 from mkd.teacher.online import OnlineTeacher
 
 
@@ -38,7 +38,7 @@ def introduce_teacher(teacher: OnlineTeacher, samples: Any, groups: Groups, job:
             batch,
             true_vocab=job.true_vocab,
             tp_group=groups.tp,
-            sequence_parallel=job.teacher_config.sequence_parallel,
+            sequence_parallel=job.args.sequence_parallel,
             options=job.loss_options,
         )
         total += torch.stack([(ce * batch.ce_mask).sum(), batch.ce_mask.sum()])
@@ -46,7 +46,7 @@ def introduce_teacher(teacher: OnlineTeacher, samples: Any, groups: Groups, job:
     ce = (total[0] / total[1]).item()
     if not math.isfinite(ce):
         raise MkdCheckpointError(
-            f"the teacher's loss on the first validation micro-batch is {ce}, not finite: {job.teacher_source.origin} "
+            f"the teacher's loss on the first validation micro-batch is {ce}, not finite: {job.teacher.source.origin} "
             "holds numbers that are not, or overflows in this precision (--kd-teacher-dtype)"
         )
     if dist.get_rank() == 0:

@@ -129,7 +129,13 @@ class MetricsLog:
         done = iteration - (self._first_iteration or 0)
         return (time.monotonic() - self._started) / max(done, 1) * (self.train_iters - iteration)
 
-    def evaluation(self, split: str, iteration: int, losses: Mapping[str, torch.Tensor]) -> None:
+    def evaluation(
+        self,
+        split: str,
+        iteration: int,
+        losses: Mapping[str, torch.Tensor],
+        calibration: Mapping[str, list[float | None]] | None = None,
+    ) -> None:
         """Record an evaluation on a split (valid or test): name -> mean over the split's tokens. The student's
         perplexity, exp of that mean of its cross-entropy, is added."""
         if not self.writes or not losses:
@@ -146,7 +152,10 @@ class MetricsLog:
         if "agreement" in values:
             parts.append(f"top-1 agreement {values['agreement']:.1%}")
         print(" | ".join(parts), flush=True)
-        self._append({"iteration": iteration, **{f"{split}_{name}": value for name, value in values.items()}})
+        line: dict[str, Any] = {"iteration": iteration, **{f"{split}_{name}": v for name, v in values.items()}}
+        if calibration is not None:
+            line[f"{split}_calibration"] = calibration
+        self._append(line)
 
     def _append(self, line: Mapping[str, Any]) -> None:
         if self.file is not None:

@@ -8,30 +8,40 @@ import torch
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from mkd.compat import padding_of_stage
 from mkd.config import LossSpec
 from mkd.data.batch import KDBatch
 from mkd.data.counts import StepTokens
+from mkd.evaluation import (
+    CALIBRATION,
+    COMPARED,
+    bits_per_byte,
+    calibration_sums,
+    compare,
+    comparison_terms,
+    rows_of,
+    sparse_rows,
+    teacher_cross_entropy,
+)
 from mkd.groups import Groups
 from mkd.hidden_layers import LayersOfMicrobatch
 from mkd.losses import (
     LogitMap,
     LogitMaps,
+    LogitSource,
     LossOptions,
     LossOutput,
     SparseTeacher,
     fused_linear_loss,
     fused_linear_topk_loss,
     teacher_top_k,
-    top1_agreement,
 )
 from mkd.losses.sparse import Tail
 from mkd.models.gpt import finish_parameter_sync, logit_scale
-from mkd.teacher.base import HiddenSignal, TeacherSignal, TopKSignal
+from mkd.teacher.base import TeacherSignal, TopKSignal
 
-_OF_KD_TOKENS = ("kd", "agreement")
+_OF_KD_TOKENS = ("kd", *COMPARED)
 """Reported terms that are means over the tokens of the KD mask; the others are over those of the CE mask."""
 
 
@@ -42,9 +52,11 @@ class Objective:
     ratio: float
     spec: LossSpec
     evaluating: bool
-    """Whether CE, KD, the teacher's own CE and the top-1 agreement are all wanted, whatever the ratio."""
+    """Whether CE, KD, the teacher's own CE and the comparison are all wanted, whatever the ratio."""
     plain: bool
     """Whether the run never looks at the teacher, and is megatron's own pretraining to the last bit."""
+    comparing: bool = False
+    """Whether a training step also measures entropies and top-1 agreement."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +87,8 @@ class ForwardStep:
     """How many of the teacher's most probable tokens the divergence looks at; None: all, or those that are known."""
     top_k_tail: Tail = "bucket"
     """What becomes of the others."""
+    byte_lengths: Tensor | None = None
+    """[V] bytes of each token's text, for the bits per byte of evaluations; None: they are not known."""
 
     def __call__(self, steps: Iterator[StepInput], model: nn.Module) -> tuple[Tensor, Callable]:
         """Run one microbatch through one model chunk.
@@ -114,6 +128,8 @@ class ForwardStep:
         divisor = batch.ce_mask.sum() if step.tokens is None else step.tokens.divisor(batch)
         counts = {"loss": divisor} | {name: self._count(name, mask, step) for name, mask in masks.items()}
         report = {name: torch.stack([value.detach(), counts[name]]) for name, value in {"loss": total, **sums}.items()}
+        if objective.evaluating:
+            report |= bits_per_byte(terms, batch, self.byte_lengths)
         return loss, divisor.int(), report
 
     def _count(self, name: str, mask: Tensor, step: StepInput) -> Tensor:
@@ -135,6 +151,7 @@ class _HeadLoss:
         # Before the student's activations exist. Without pipeline stages this is where the teacher runs.
         self._signal = step.signal() if self._with_kd and owner.groups.is_last_stage else None
         self._terms: dict[str, Tensor] = {}
+        self._calibration: Tensor | None = None
 
     def __call__(
         self,
@@ -172,22 +189,24 @@ class _HeadLoss:
                 sequence_parallel=config.sequence_parallel,
                 options=self._owner.options,
             )
-            self._terms["agreement"] = self._agreement(hidden_states, weight, config)
+        if objective.evaluating or (objective.comparing and self._with_kd):
+            self._compare(hidden_states, weight, config)
         return output.loss
 
-    def _agreement(self, hidden: Tensor, weight: Tensor, config: Any) -> Tensor:
-        """[b, s] 1 where student and teacher would say the same next token."""
-        agreement = top1_agreement(
-            hidden.flatten(0, 1),
-            weight,
-            self._signal.hidden.flatten(0, 1),
-            self._signal.head,
+    def _compare(self, hidden: Tensor, weight: Tensor, config: Any) -> None:
+        """Measure how alike student and teacher are."""
+        found = compare(
+            LogitSource(hidden.flatten(0, 1), weight, LogitMap(scale=logit_scale(config))),
+            self._signal,
             true_vocab=self._owner.true_vocab,
             tp_group=self._owner.groups.tp,
             sequence_parallel=config.sequence_parallel,
             chunk_rows=self._owner.options.chunk_rows,
         )
-        return agreement.view(self._step.batch.tokens.shape[::-1]).t()
+        mask = self._step.batch.kd_mask
+        self._terms |= comparison_terms(found, mask)
+        if self._step.objective.evaluating:
+            self._calibration = calibration_sums(found, mask)
 
     def _weights(self) -> tuple[Tensor | None, Tensor | None]:
         """CE and KD weights of every token, in the order of the hidden states' rows (sequence first)."""
@@ -196,8 +215,8 @@ class _HeadLoss:
         ce_scale = kd_scale = 1.0
         if not objective.evaluating:
             ce_scale, kd_scale = 1.0 - objective.ratio, objective.ratio * self._step.tokens.kd_scale
-        ce = ce_scale * _rows(batch.ce_mask) if self._with_ce else None
-        kd = kd_scale * _rows(batch.kd_mask) if self._with_kd else None
+        ce = ce_scale * rows_of(batch.ce_mask) if self._with_ce else None
+        kd = kd_scale * rows_of(batch.kd_mask) if self._with_kd else None
         return ce, kd
 
     def _loss(
@@ -219,7 +238,7 @@ class _HeadLoss:
         )
         student_map = LogitMap(scale=logit_scale(config))
         if isinstance(signal, TopKSignal) or (signal is not None and self._owner.top_k is not None):
-            rows = (_rows(self._step.batch.labels), ce_weight, kd_weight)
+            rows = (rows_of(self._step.batch.labels), ce_weight, kd_weight)
             sparse = dict(tail=self._owner.top_k_tail, student_map=student_map)
             return fused_linear_topk_loss(
                 hidden.flatten(0, 1), weight, self._sparse(config.sequence_parallel), *rows, **sparse, **common
@@ -229,7 +248,7 @@ class _HeadLoss:
             weight,
             None if signal is None else signal.hidden.flatten(0, 1),
             None if signal is None else signal.head,
-            _rows(self._step.batch.labels),
+            rows_of(self._step.batch.labels),
             ce_weight,
             kd_weight,
             maps=LogitMaps(
@@ -243,7 +262,7 @@ class _HeadLoss:
         """Rows of the teacher's most probable tokens, found among its logits or as they came."""
         signal, temperature = self._signal, self._step.objective.spec.temperature
         if isinstance(signal, TopKSignal):
-            return _sparse_rows(signal)
+            return sparse_rows(signal)
         found = teacher_top_k(
             signal.hidden.flatten(0, 1),
             signal.head,
@@ -261,7 +280,10 @@ class _HeadLoss:
         """What the schedule asks for after the last stage's forward pass."""
         if self._owner.check_finite and self._signal is not None:
             _require_finite("the teacher's final hidden states", self._sum_of_teacher())
-        return self._owner._report(self._step, self._terms, loss)
+        loss, divisor, report = self._owner._report(self._step, self._terms, loss)
+        if self._calibration is not None:
+            report[CALIBRATION] = self._calibration
+        return loss, divisor, report
 
     def _sum_of_teacher(self) -> Tensor:
         """Scalar that is not finite if the teacher's hidden states of a distilled token of this rank are not."""
@@ -278,51 +300,6 @@ class _HeadLoss:
 def _loss_scale(config: Any, device: torch.device) -> Tensor | float:
     """The gradient that megatron's backward pass gives to the loss of a microbatch."""
     return 1.0 if config.grad_scale_func is None else config.grad_scale_func(torch.ones((), device=device)).reshape(())
-
-
-def teacher_cross_entropy(
-    signal: HiddenSignal,
-    batch: KDBatch,
-    *,
-    true_vocab: int,
-    tp_group: ProcessGroup,
-    sequence_parallel: bool,
-    options: LossOptions,
-) -> Tensor:
-    """[b, s] the teacher's own CE on the supervised tokens: what the student's perplexity is to be read against.
-
-    The arguments after the batch are those of `fused_linear_loss` and of `ForwardStep`.
-    """
-    output = fused_linear_loss(
-        signal.hidden.flatten(0, 1),
-        signal.head,
-        None,
-        None,
-        _rows(batch.labels),
-        _rows(batch.ce_mask),
-        None,
-        spec=LossSpec(),
-        maps=LogitMaps(student=LogitMap(scale=signal.logit_scale)),
-        true_vocab=true_vocab,
-        tp_group=tp_group,
-        sequence_parallel=sequence_parallel,
-        **asdict(options),
-    )
-    return output.ce.view(batch.tokens.shape[::-1]).t()
-
-
-def _rows(tokens: Tensor) -> Tensor:
-    """[b, s] -> [s * b], the order in which megatron's [s, b, H] activations flatten."""
-    return tokens.t().reshape(-1)
-
-
-def _sparse_rows(signal: TopKSignal) -> SparseTeacher:
-    """[b, s, K] -> [s * b, K]"""
-    ids, logits, lse, tail_lse, counts = (
-        None if x is None else x.transpose(0, 1).flatten(0, 1)
-        for x in (signal.ids, signal.logits, signal.lse, signal.tail_lse, signal.counts)
-    )
-    return SparseTeacher(ids, logits, lse, tail_lse, signal.temperature, counts)
 
 
 def _require_finite(name: str, value: Tensor) -> None:

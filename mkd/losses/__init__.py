@@ -1,7 +1,7 @@
 """Losses of knowledge distillation over a vocabulary that is cut over tensor-parallel ranks."""
 
 from mkd.config import LossSpec
-from mkd.losses.agreement import top1_agreement
+from mkd.losses.comparison import Comparison, LogitSource, compare_models
 from mkd.losses.fused_linear import fused_linear_loss
 from mkd.losses.logits import LogitMap, LogitMaps
 from mkd.losses.options import LossOptions
@@ -11,17 +11,19 @@ from mkd.losses.topk import fused_linear_topk_loss, topk_loss
 from mkd.losses.vocab_parallel import LossOutput, vocab_parallel_loss
 
 __all__ = [
+    "Comparison",
     "LogitMap",
     "LogitMaps",
+    "LogitSource",
     "LossOptions",
     "LossOutput",
     "LossSpec",
     "SparseTeacher",
     "TopK",
+    "compare_models",
     "fused_linear_loss",
     "fused_linear_topk_loss",
     "teacher_top_k",
-    "top1_agreement",
     "topk_loss",
     "vocab_parallel_loss",
 ]

@@ -127,6 +127,40 @@ def top1_agreement(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
     return (top[0] == top[1]).to(student_logits.dtype)
 
 
+def entropy(logits: Tensor) -> Tensor:
+    """-sum_j p_j ln p_j of p = softmax(logits) of each row, at T = 1.
+
+    Args:
+        logits: [N, V], any float dtype.
+
+    Returns:
+        [N] in the dtype of the logits, in nats.
+    """
+    log_p = torch.log_softmax(logits, dim=-1)
+    p = log_p.exp()
+    return -(p * torch.where(p > 0, log_p, 0)).sum(dim=-1)
+
+
+def top_probabilities(student_logits: Tensor, teacher_logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The teacher's probability of its most probable token, and the student's of the same token, at T = 1; of equal
+    logits the lowest id counts.
+
+    Args:
+        student_logits: [N, V], any float dtype.
+        teacher_logits: [N, V], same.
+
+    Returns:
+        Two of [N], in the dtypes of teacher and student.
+    """
+    top = torch.where(
+        teacher_logits == teacher_logits.amax(dim=-1, keepdim=True),
+        torch.arange(teacher_logits.shape[-1], device=teacher_logits.device),
+        teacher_logits.shape[-1],
+    ).amin(dim=-1, keepdim=True)
+    p, q = (torch.softmax(z, dim=-1).gather(1, top).squeeze(1) for z in (teacher_logits, student_logits))
+    return p, q
+
+
 def _log_probabilities(student_logits: Tensor, teacher_logits: Tensor, spec: LossSpec) -> tuple[Tensor, Tensor]:
     """(ln q, ln p), each [N, V]."""
     log_q = torch.log_softmax(student_logits / spec.temperature, dim=-1)
