@@ -48,7 +48,7 @@ def main() -> None:
         return
 
     initialize_megatron()
-    settle_checkpoint(args, job.kd, job.choice, job.teacher_source)
+    settle_checkpoint(args, job.kd, job.choice, job.teacher.source)
     groups = Groups.from_megatron()
     datasets = job.data.sets()
     teacher = job.build_teacher(groups)

@@ -20,12 +20,13 @@ from mkd.flag_checks import check_layer_pairs, check_top_k, check_transformer_en
 from mkd.groups import Groups
 from mkd.hidden_layers import HiddenLayers
 from mkd.job_data import JobData, hash_of_tokenizer
+from mkd.job_teacher import JobTeacher, job_teacher, teacher_source
 from mkd.losses import LossOptions
 from mkd.metrics import MetricsLog
 from mkd.models.gpt import gpt_config
 from mkd.models.layer_maps import KEY_PREFIX, pair_of_key
 from mkd.resuming import check_checkpoint, check_first_weights, choose_checkpoint
-from mkd.teacher.online import OnlineTeacher
+from mkd.teacher.base import Teacher
 
 
 @dataclass(frozen=True)
@@ -34,12 +35,9 @@ class Job:
 
     args: Namespace
     """Megatron's arguments, also global by now."""
-    teacher_args: Namespace
-    """Those that describe the teacher."""
     kd: KDConfig
-    teacher_source: ModelSource
+    teacher: JobTeacher
     student_source: ModelSource | None
-    teacher_config: GPTModelConfig
     student_config: GPTModelConfig
     true_vocab: int
     """Tokens that exist; ids from here up pad the vocabulary."""
@@ -61,7 +59,7 @@ class Job:
             MkdError: anything that would stop the job later.
         """
         args, kd = arguments.parse_command_line()
-        teacher = _teacher_source(kd)
+        source = teacher_source(kd)
         student = None
         choice = choose_checkpoint(args)
         if kd.student_hf is not None:
@@ -80,12 +78,12 @@ class Job:
         with tolerate():
             _check_tokenizer(args, student)
         with tolerate():
-            check_layer_pairs(kd.layer_pairs, args, teacher.architecture["num_layers"])
+            check_layer_pairs(kd.layer_pairs, args, source.architecture.get("num_layers", 0))
         check_first_weights(args)
-        notes = check_checkpoint(args, kd, choice, teacher)
-        _check_stored_maps(args, kd, mapped=teacher.architecture["hidden_size"] != args.hidden_size)
+        notes = check_checkpoint(args, kd, choice, source)
+        _check_stored_maps(args, kd, mapped=source.architecture.get("hidden_size") != args.hidden_size)
         with tolerate():
-            true_vocab = common_vocabulary(origin, true_vocab, student_hash, teacher)
+            true_vocab = common_vocabulary(origin, true_vocab, student_hash, source)
         check_top_k(kd, true_vocab)
         with tolerate():
             JobData(args, kd, true_vocab).check(student_hash)
@@ -94,12 +92,11 @@ class Job:
         if kd.metrics_file is not None:
             with tolerate():
                 check_writable("--kd-metrics-file", str(Path(kd.metrics_file).parent))
-        teacher_args = arguments.teacher_arguments(teacher.architecture, args, kd.teacher_dtype)
+        teacher = job_teacher(source, args, kd, true_vocab)
         options = LossOptions.of(kd, cpu.target_device(), args.params_dtype, args.tensor_model_parallel_size)
-        configs = gpt_config(teacher_args), gpt_config(args)
-        for config in configs:
-            config.transformer.variable_seq_lengths = kd.variable_seq_lengths  # megatron has no flag for it
-        job = cls(args, teacher_args, kd, teacher, student, *configs, true_vocab, options, choice, notes)
+        config = gpt_config(args)
+        config.transformer.variable_seq_lengths = kd.variable_seq_lengths  # megatron has no flag for it
+        job = cls(args, kd, teacher, student, config, true_vocab, options, choice, notes)
         if student is not None and not arguments.resumes(args):
             job.student_config.pre_wrap_hooks.append(job._load_student)
             job.student_config.perform_initialization = False  # the folder fills every parameter, or is refused
@@ -109,19 +106,11 @@ class Job:
         self.student_source.load(chunks, None)
         return chunks
 
-    def build_teacher(self, groups: Groups) -> OnlineTeacher | None:
+    def build_teacher(self, groups: Groups) -> Teacher | None:
         """The teacher on this rank; None when the run never looks at it."""
-        if self.kd.is_plain_pretraining:
-            return None
-        return OnlineTeacher(
-            self.teacher_config,
-            groups,
-            load_weights=lambda chunks: self.teacher_source.load(chunks, self.true_vocab),
-            fingerprint=self.args.kd_teacher_fingerprint,
-            offload=self.kd.teacher_offload,
-        )
+        return None if self.kd.is_plain_pretraining else self.teacher.build(groups)
 
-    def pair_layers(self, groups: Groups, teacher: OnlineTeacher | None) -> HiddenLayers | None:
+    def pair_layers(self, groups: Groups, teacher: Teacher | None) -> HiddenLayers | None:
         """What --kd-hidden-loss asks for, to be placed in the student when it is built; None without the flag."""
         if not self.kd.layer_pairs:
             return None
@@ -151,12 +140,6 @@ class Job:
             file=None if file is None else Path(file),
             writes=self.args.rank == self.args.world_size - 1,
         )
-
-
-def _teacher_source(kd: KDConfig) -> ModelSource:
-    if kd.teacher_hf is not None:
-        return ModelSource.from_hf(kd.teacher_hf, "--kd-teacher-hf")
-    return ModelSource.from_megatron(kd.teacher_load, "--kd-teacher-load")
 
 
 def _adopt_what_megatron_forgets(args: Namespace) -> None:

@@ -5,13 +5,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from megatron.training.models import GPTModelConfig
 
 from mkd import arguments
 from mkd.checkpoint.assets import store_assets
 from mkd.checkpoint.durable import replacing
 from mkd.checkpoint.hf_folder import HFFolder
 from mkd.job import Job
+from mkd.job_teacher import shape_of
 from mkd.memory import estimate_memory
 
 
@@ -40,13 +40,12 @@ def plan(job: Job) -> dict[str, str]:
     elif args.pretrained_checkpoint is not None:
         weights = args.pretrained_checkpoint
     return {
-        "teacher": f"{_shape_of(job.teacher_config)}, {_name(job.teacher_config.params_dtype)}, "
-        f"{job.teacher_source.path}",
-        "student": f"{_shape_of(job.student_config)}, {_name(args.params_dtype)}, weights: {weights}",
+        "teacher": str(job.teacher),
+        "student": f"{shape_of(job.student_config)}, {_name(args.params_dtype)}, weights: {weights}",
         "loss": f"(1 - R) CE + R T^2 {kd.loss}, R = {kd.ratio_over_time}, T = {kd.temperature_over_time}"
         + ("" if kd.temperature_squared else " (without T^2)")
         + (f", z-loss {kd.z_loss:g}" if kd.z_loss else "")
-        + (f", of the teacher's {kd.top_k} most probable tokens, tail {kd.top_k_tail}" if kd.top_k is not None else "")
+        + (f", of {job.teacher.looks_at}" if job.teacher.looks_at else "")
         + f", computed by {job.loss_options.impl}"
         + ("; R is 0: the teacher is not run" if kd.is_plain_pretraining else ""),
         **_layers(job),
@@ -85,8 +84,8 @@ def _rows(job: Job) -> str:
 
 def _layers(job: Job) -> dict[str, str]:
     kd, pairs = job.kd, ", ".join(map(str, job.kd.layer_pairs))
-    widths = [config.transformer.hidden_size for config in (job.student_config, job.teacher_config)]
-    maps = "" if widths[0] == widths[1] else f", mapped from width {widths[0]} to {widths[1]}"
+    widths = [args.hidden_size for args in (job.args, job.teacher.args) if args is not None]
+    maps = "" if len(set(widths)) == 1 else f", mapped from width {widths[0]} to {widths[1]}"
     text = f"+ R {kd.hidden_loss_weight:g} {kd.hidden_loss_type} of layers {pairs} (student:teacher){maps}"
     return {"layers": text} if pairs else {}
 
@@ -94,19 +93,13 @@ def _layers(job: Job) -> dict[str, str]:
 def _memory(job: Job) -> str:
     parts = estimate_memory(
         job.args,
-        None if job.kd.is_plain_pretraining else job.teacher_args,
+        None if job.kd.is_plain_pretraining else job.teacher.args,
         job.kd.loss_chunk_rows,
         all_at_once=job.args.pipeline_model_parallel_size > 1 or job.kd.teacher_offload,
         paired_layers=len(job.kd.layer_pairs),
     )
     listed = ", ".join(f"{name} {gib:.2f}" for name, gib in parts.items())
     return f"about {sum(parts.values()):.2f} GiB on the fullest rank besides activations: {listed}"
-
-
-def _shape_of(config: GPTModelConfig) -> str:
-    t = config.transformer
-    experts = f", {t.num_moe_experts} experts" if t.num_moe_experts else ""
-    return f"{t.num_layers} layers x {t.hidden_size}, {t.num_attention_heads} heads{experts}"
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -17,7 +17,7 @@ from mkd.checkpoint.resume import (
     settle,
 )
 from mkd.checkpoint.saving import Saving
-from mkd.checkpoint.source import ModelSource
+from mkd.checkpoint.source import TeacherSource
 from mkd.config import KDConfig
 
 
@@ -49,7 +49,7 @@ def check_first_weights(args: Namespace) -> None:
     MegatronFolder(args.pretrained_checkpoint, "--pretrained-checkpoint").check_shards()
 
 
-def check_checkpoint(args: Namespace, kd: KDConfig, choice: Choice | None, teacher: ModelSource) -> list[str]:
+def check_checkpoint(args: Namespace, kd: KDConfig, choice: Choice | None, teacher: TeacherSource) -> list[str]:
     """Compare the checkpoint with this job, and note the teacher's fingerprint in the arguments, which are stored; also
     whether the evaluation after the checkpoint's last step is still to be done (`mkd.stopping`).
 
@@ -95,7 +95,7 @@ _NOT_THE_OBJECTIVE = {
 }
 
 
-def settle_checkpoint(args: Namespace, kd: KDConfig, choice: Choice | None, teacher: ModelSource) -> None:
+def settle_checkpoint(args: Namespace, kd: KDConfig, choice: Choice | None, teacher: TeacherSource) -> None:
     """Before megatron loads: agree on teacher and checkpoint, check its content, mend the folder.
 
     Collective over all ranks.

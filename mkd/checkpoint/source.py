@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -13,6 +13,24 @@ from mkd.checkpoint.hf_load import load_hf_weights
 from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.checkpoint.megatron_load import load_megatron_weights
 from mkd.errors import MkdConfigError
+
+
+class TeacherSource(Protocol):
+    """What is known of a teacher from its folder."""
+
+    origin: str
+    """The flag and the folder, for messages."""
+    path: Path
+    architecture: dict[str, Any]
+    """Megatron argument name -> value; empty where there is no model."""
+    vocab_size: int | None
+    """Tokens that it knows; None when that is not known."""
+    tokenizer_hash: str | None
+    """None when its tokenizer is not known."""
+
+    def fingerprint(self) -> str:
+        """128 bits in hexadecimal that change with the teacher's architecture or weights."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -74,7 +92,7 @@ class ModelSource:
         )
 
 
-def common_vocabulary(student: str, student_vocab: int, student_hash: str | None, teacher: ModelSource) -> int:
+def common_vocabulary(student: str, student_vocab: int, student_hash: str | None, teacher: TeacherSource) -> int:
     """Number of tokens that student and teacher share; their ids mean the same to both.
 
     Some models of one tokenizer pad their vocabulary to different sizes and call that vocab_size: with equal tokenizers

@@ -126,7 +126,7 @@ def test_the_job_itself_is_accepted(attempt):
     job = attempt({})
     assert job.true_vocab == VOCAB
     assert job.student_config.transformer.hidden_size == STUDENT["hidden_size"]
-    assert job.teacher_config.transformer.hidden_size == TEACHER["hidden_size"]
+    assert job.teacher.config.transformer.hidden_size == TEACHER["hidden_size"]
 
 
 def test_a_size_flag_that_agrees_with_the_folder_is_accepted(attempt):

@@ -1,0 +1,106 @@
+"""The teacher of a job, before anything of it is in memory: a model that will run, or its stored answers."""
+
+from argparse import Namespace
+from dataclasses import dataclass
+from typing import Protocol
+
+from megatron.training.models import GPTModelConfig
+
+from mkd import arguments
+from mkd.checkpoint.source import ModelSource, TeacherSource
+from mkd.config import KDConfig
+from mkd.groups import Groups
+from mkd.models.gpt import gpt_config
+from mkd.teacher.base import Teacher
+from mkd.teacher.online import OnlineTeacher
+
+
+class JobTeacher(Protocol):
+    """A teacher that fits the job."""
+
+    source: TeacherSource
+    args: Namespace | None
+    """Megatron's arguments of the model that runs; None where none does."""
+
+    @property
+    def looks_at(self) -> str:
+        """Which of the teacher's tokens the divergence is taken of, as a part of a line; empty for all."""
+        ...
+
+    def build(self, groups: Groups) -> Teacher:
+        """The teacher on this rank. Collective over all ranks."""
+        ...
+
+
+def teacher_source(kd: KDConfig) -> TeacherSource:
+    """Open what --kd-teacher-* names.
+
+    Raises:
+        MkdError: it is missing, torn, or not what the flag says.
+    """
+    if kd.teacher_hf is not None:
+        return ModelSource.from_hf(kd.teacher_hf, "--kd-teacher-hf")
+    return ModelSource.from_megatron(kd.teacher_load, "--kd-teacher-load")
+
+
+def job_teacher(source: TeacherSource, args: Namespace, kd: KDConfig, true_vocab: int) -> JobTeacher:
+    """Fit a teacher to the job.
+
+    Args:
+        source: the teacher's.
+        args: Megatron's, complete, with `kd_teacher_fingerprint`.
+        kd: what is learned from it.
+        true_vocab: tokens that student and teacher share.
+
+    Raises:
+        MkdConfigError: it cannot serve this job.
+    """
+    return ModelTeacher.of(source, args, kd, true_vocab)
+
+
+@dataclass(frozen=True)
+class ModelTeacher:
+    """A model that runs beside the student."""
+
+    source: ModelSource
+    args: Namespace
+    config: GPTModelConfig
+    kd: KDConfig
+    true_vocab: int
+    stored_fingerprint: str | None
+    """As read from its folder; None when it never runs."""
+
+    @classmethod
+    def of(cls, source: ModelSource, args: Namespace, kd: KDConfig, true_vocab: int) -> "ModelTeacher":
+        """See `job_teacher`."""
+        own = arguments.teacher_arguments(source.architecture, args, kd.teacher_dtype)
+        config = gpt_config(own)
+        config.transformer.variable_seq_lengths = kd.variable_seq_lengths  # megatron has no flag for it
+        return cls(source, own, config, kd, true_vocab, args.kd_teacher_fingerprint)
+
+    def __str__(self) -> str:
+        dtype = str(self.config.params_dtype).removeprefix("torch.")
+        return f"{shape_of(self.config)}, {dtype}, {self.source.path}"
+
+    @property
+    def looks_at(self) -> str:
+        """See `JobTeacher`."""
+        kd = self.kd
+        return "" if kd.top_k is None else f"the teacher's {kd.top_k} most probable tokens, tail {kd.top_k_tail}"
+
+    def build(self, groups: Groups) -> OnlineTeacher:
+        """See `JobTeacher`."""
+        return OnlineTeacher(
+            self.config,
+            groups,
+            load_weights=lambda chunks: self.source.load(chunks, self.true_vocab),
+            fingerprint=self.stored_fingerprint,
+            offload=self.kd.teacher_offload,
+        )
+
+
+def shape_of(config: GPTModelConfig) -> str:
+    """Sizes of a model in words."""
+    t = config.transformer
+    experts = f", {t.num_moe_experts} experts" if t.num_moe_experts else ""
+    return f"{t.num_layers} layers x {t.hidden_size}, {t.num_attention_heads} heads{experts}"
