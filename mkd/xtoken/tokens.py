@@ -130,7 +130,7 @@ class SpanTokenizer:
         """
         require_unicode(text, "text")
         coded = self._backend.encode(text, add_special_tokens=False)
-        before, after = [self._special("bos")] * bos, [self._special("eos")] * eos
+        before, after = [self._special("bos")] if bos else [], [self._special("eos")] if eos else []
         ids = np.array([*before, *coded.ids, *after], dtype=np.int32)
         offsets = np.full((len(ids), 2), NOT_IN_TEXT, dtype=np.int64)
         offsets[len(before) : len(ids) - len(after)] = np.array(coded.offsets, dtype=np.int64).reshape(-1, 2)
