@@ -25,7 +25,7 @@ class MkdCheckpointError(MkdError):
 
 
 class MkdCacheError(MkdError):
-    """A cache of teacher signals that is missing, torn or of another teacher."""
+    """A cache of teacher signals, or a projection, that is missing, torn or of another teacher or tokenizer."""
 
 
 def exit_status(command: Callable[[], object]) -> int:

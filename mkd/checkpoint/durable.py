@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
+from uuid import uuid4
 
 
 @contextmanager
@@ -14,6 +15,20 @@ def replacing(path: Path) -> Iterator[TextIO]:
     try:
         with partial.open("w", encoding="utf-8") as file:
             yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Put a file in the place of `path` in one step. Several processes may do so at the same time."""
+    partial = path.with_name(f".{path.name}.{uuid4().hex}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
