@@ -259,7 +259,7 @@ def _in_row(layout: RowLayout, chunks: Sequence[np.ndarray]) -> np.ndarray:
     """[row length] int64: the chunks of pieces at their places in a row, numbered on from piece to piece."""
     row = np.full(layout.row_length, -1, dtype=np.int64)
     before = 0
-    for start, chunk in zip(layout.starts([len(chunk) for chunk in chunks]), chunks, strict=True):
+    for start, chunk in zip(layout.starts([len(chunk) for chunk in chunks]), chunks, strict=False):
         row[start : start + len(chunk)] = np.where(chunk >= 0, chunk + before, -1)
         before += int(chunk.max(initial=-1)) + 1
     return row

@@ -1,0 +1,104 @@
+"""Data in the tokens of the student and of teachers with other tokenizers: what worker processes compute."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from hashlib import blake2b
+
+import numpy as np
+
+from mkd.data.chat import EMPTY, UNSUPERVISED, Conversation
+from mkd.data.paired import DocumentBatch, EncodedPairs, OtherTokens, PairedSample
+from mkd.data.text import RawBatch
+from mkd.xtoken.samples import AlignedSample, align_sample
+from mkd.xtoken.tokens import SpanTokenizer
+
+EMPTY_DOCUMENT = "without text"
+UNALIGNED = "without a chunk of text that is aligned"
+UNPLACED = "answers that are not found in what the chat templates make of them"
+"""Why samples, and messages, take no part."""
+
+
+@dataclass(frozen=True)
+class PairEncoder:
+    """Tokenizes chats and documents with all tokenizers and aligns them: a `mkd.data.paired.PairEncoder`."""
+
+    folders: tuple[str, ...]
+    """Of Hugging Face tokenizers, the student's first."""
+    flags: tuple[str, ...]
+    """Where each was named."""
+    all_messages: bool = False
+    """Whether what others than the assistant say is aligned too."""
+
+    def __post_init__(self) -> None:
+        """Raises MkdDataError for a folder without a tokenizer that can be used."""
+        _ = self.fingerprint
+
+    @property
+    def tokenizers(self) -> list[SpanTokenizer]:
+        return [_tokenizer_of_process(*named) for named in zip(self.folders, self.flags, strict=True)]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Differs when any token or alignment may."""
+        parts = [[t.hash, t.tokenizer.chat_template, t.adds_bos] for t in self.tokenizers]
+        return blake2b(json.dumps([parts, self.all_messages]).encode(), digest_size=16).hexdigest()
+
+    def __call__(self, batch: RawBatch | DocumentBatch) -> EncodedPairs:
+        """See `mkd.data.paired.PairEncoder`."""
+        coded = EncodedPairs()
+        if isinstance(batch, DocumentBatch):
+            for ids in batch.documents:
+                self._add_document(coded, ids)
+            return coded
+        for number, line in enumerate(batch.documents, start=batch.first):
+            if line.strip():
+                self._add_chat(coded, Conversation.parse(line, f"{batch.path}, line {number}"))
+        return coded
+
+    def _add_chat(self, coded: EncodedPairs, chat: Conversation) -> None:
+        if chat.has_empty_message:
+            coded.skipped[EMPTY] += 1
+        elif not chat.has_answer:
+            coded.skipped[UNSUPERVISED] += 1
+        else:
+            self._add(coded, self._aligned(chat, False))
+
+    def _add_document(self, coded: EncodedPairs, ids: np.ndarray) -> None:
+        """A document is the text of its tokens; an end-of-sequence token behind it is one on all sides."""
+        student = self.tokenizers[0].tokenizer
+        ends = len(ids) > 0 and int(ids[-1]) == student.eos_token_id
+        text = student.decode(ids[: len(ids) - ends], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if not text.strip():
+            coded.skipped[EMPTY_DOCUMENT] += 1
+            return
+        samples = self._aligned(text, ends)
+        coded.changed += not np.array_equal(samples[0].student_ids, ids)
+        self._add(coded, samples)
+
+    def _aligned(self, sample: str | Conversation, append_eos: bool) -> list[AlignedSample]:
+        student, *teachers = self.tokenizers
+        return [
+            align_sample(student, teacher, sample, append_eos=append_eos, all_messages=self.all_messages)
+            for teacher in teachers
+        ]
+
+    def _add(self, coded: EncodedPairs, samples: Sequence[AlignedSample]) -> None:
+        first = samples[0]
+        coded.skipped[UNPLACED] += max(sample.unplaced for sample in samples)
+        if not first.student_targets.any():
+            coded.skipped[UNSUPERVISED] += 1
+        elif any(sample.alignment.count == 0 for sample in samples):
+            coded.skipped[UNALIGNED] += 1
+        else:
+            others = tuple(
+                OtherTokens(s.teacher_ids, s.teacher_targets, s.alignment.teacher_chunk, s.alignment.student_chunk)
+                for s in samples
+            )
+            coded.samples.append(PairedSample(first.student_ids, first.student_targets, others))
+
+
+@lru_cache(maxsize=8)
+def _tokenizer_of_process(folder: str, flag: str) -> SpanTokenizer:
+    return SpanTokenizer(folder, flag)
