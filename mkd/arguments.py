@@ -105,11 +105,16 @@ def flags_given(argv: list[str] | None = None) -> dict[str, str]:
 
 def parse_command_line() -> tuple[Namespace, KDConfig]:
     """Parse all flags and check those that contradict distillation or each other. Nothing global is set yet."""
+    args, fields = parse_flags()
+    return args, KDConfig(**fields)
+
+
+def parse_flags() -> tuple[Namespace, dict[str, Any]]:
+    """Parse all flags: Megatron's, and the values of `KDConfig`'s fields, unchecked."""
     refuse_contradictions(sys.argv[1:])
     args = parse_args(add_kd_flags)
     prefix = "kd_"
-    fields = {name.removeprefix(prefix): value for name, value in vars(args).items() if name.startswith(prefix)}
-    return args, KDConfig(**fields)
+    return args, {name.removeprefix(prefix): value for name, value in vars(args).items() if name.startswith(prefix)}
 
 
 def refuse_contradictions(argv: list[str]) -> None:

@@ -78,18 +78,40 @@ class StoreWriter:
         self._keys, self._records, self._bytes = [], [], 0
 
 
-def _begin(folder: Path, meta: CacheMeta, flag: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+def check_folder(folder: Path, meta: CacheMeta, flag: str) -> None:
+    """Whether a cache can be written into a folder; changes nothing.
+
+    Args:
+        folder: new, empty, or a cache.
+        meta: of what will be added.
+        flag: that named the folder, for messages.
+
+    Raises:
+        MkdCacheError: the folder cannot be written, holds something else, or was written with another teacher,
+            tokenizer or settings.
+    """
+    path = folder.absolute()
+    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise MkdCacheError(f"{flag} {folder} cannot be written: {existing} is no folder, or is read-only")
     if not (folder / META).exists():
-        others = [path.name for path in folder.iterdir() if not path.name.startswith(".")]
-        if others and META not in others:
+        others = [] if existing != path else [name for name in os.listdir(path) if not name.startswith(".")]
+        if others and META not in others:  # META: written by another writer just now
             raise MkdCacheError(f"{flag} {folder} is no teacher cache, and not empty ({others[0]}): give a new folder")
-        _publish(folder / META, meta.to_json())
+        return
     differences = meta.differences(CacheMeta.read(folder, flag))
     if differences:
         raise MkdCacheError(
             f"{flag} {folder} has other contents than are to be added ({'; '.join(differences)}): give a new folder"
         )
+
+
+def _begin(folder: Path, meta: CacheMeta, flag: str) -> None:
+    check_folder(folder, meta, flag)
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / META).exists():
+        _publish(folder / META, meta.to_json())
+    check_folder(folder, meta, flag)  # another writer may have been faster
 
 
 def _publish(path: Path, text: str) -> None:
