@@ -14,6 +14,7 @@ import time
 
 from mkd import compat, cpu
 from mkd.errors import MkdError
+from mkd.launch import be_a_rank
 
 
 def main() -> None:
@@ -38,7 +39,6 @@ def main() -> None:
     from mkd.resuming import install_saving, settle_checkpoint
     from mkd.schedule import TeacherThenStudent
     from mkd.step import ForwardStep
-    from mkd.stopping import StopSignals, install_stopping
 
     job = Job.from_command_line()
     args = job.args
@@ -70,7 +70,6 @@ def main() -> None:
     # pretrain initializes once more, which also sets the seeds as if there were no teacher.
     destroy_rerun_state_machine()
     compat.install_training_hooks(Hooks(job, schedule, job.metrics()))
-    install_stopping(StopSignals(args.exit_signal).__enter__())
     install_saving(args, job.kd)
     pretrain(
         pretrain_cfg_container_from_args(args, job.student_config),
@@ -83,6 +82,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     try:
+        be_a_rank()
         main()
     except MkdError as error:
         # All ranks fail alike; the first one speaks, and torchrun ends the others while they wait.

@@ -132,20 +132,7 @@ def install_training_hooks(hooks: TrainingHooks) -> None:
         # What schedules over time go by; megatron sets it in each step, and to 0 before.
         megatron_args.curr_iteration = max(megatron_args.iteration - 1, 0)
         if megatron_args.do_valid and (megatron_args.iteration == 0 or megatron_args.kd_unfinished_evaluation):
-            paused = training.should_disable_forward_pre_hook(megatron_args)
-            if paused:
-                training.disable_forward_pre_hook(call["model"], param_sync=False)
-            training.evaluate_and_print_results(
-                f"iteration {megatron_args.iteration}",
-                call["forward_step_func"],
-                call["valid_data_iterator"],
-                call["model"],
-                megatron_args.iteration,
-                call["process_non_loss_data_func"],
-                call["config"],
-            )
-            if paused:
-                training.enable_forward_pre_hook(call["model"])
+            _evaluate_first(training, call)
         return train(*args, **kwargs)
 
     def evaluate_at(
@@ -176,6 +163,25 @@ def install_training_hooks(hooks: TrainingHooks) -> None:
     training.evaluate = evaluate_and_tell
     training.evaluate_and_print_results = evaluate_at
     training.training_log = log_and_tell
+
+
+def _evaluate_first(training: ModuleType, call: dict[str, Any]) -> None:
+    """Evaluate before the first step of a call of `train`, whose arguments are given."""
+    megatron_args = training.get_args()
+    paused = training.should_disable_forward_pre_hook(megatron_args)
+    if paused:
+        training.disable_forward_pre_hook(call["model"], param_sync=False)
+    training.evaluate_and_print_results(
+        f"iteration {megatron_args.iteration}",
+        call["forward_step_func"],
+        call["valid_data_iterator"],
+        call["model"],
+        megatron_args.iteration,
+        call["process_non_loss_data_func"],
+        call["config"],
+    )
+    if paused:
+        training.enable_forward_pre_hook(call["model"])
 
 
 def _quietly(training: ModuleType, call: Callable, *args: Any, **kwargs: Any) -> Any:

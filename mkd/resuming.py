@@ -19,6 +19,7 @@ from mkd.checkpoint.resume import (
 from mkd.checkpoint.saving import Saving
 from mkd.checkpoint.source import TeacherSource
 from mkd.config import KDConfig
+from mkd.stopping import StopSignals, install_stopping
 
 
 def choose_checkpoint(args: Namespace) -> Choice | None:
@@ -115,7 +116,7 @@ def settle_checkpoint(args: Namespace, kd: KDConfig, choice: Choice | None, teac
 
 
 def install_saving(args: Namespace, kd: KDConfig) -> None:
-    """Put mkd's part into megatron's saving and loading. Collective over all ranks."""
+    """Put mkd's part into megatron's saving and loading, also when a signal ends the job. Collective over all ranks."""
     compat.resume_distributed_optimizer()
     root, take = Path(args.save or "."), None
     if kd.save_hf_interval is not None:
@@ -123,3 +124,4 @@ def install_saving(args: Namespace, kd: KDConfig) -> None:
         snapshots.clean()
         take = snapshots.take
     compat.install_checkpoint_hooks(Saving(root, hashes=not kd.skip_checkpoint_hashes, then=take))
+    install_stopping(StopSignals(args.exit_signal).__enter__())
