@@ -46,6 +46,8 @@ class ModelSource:
     """Rows of the embedding that stand for tokens; None when a Megatron checkpoint does not say."""
     tokenizer_hash: str | None
     """None when the folder has no tokenizer in it."""
+    tokenizer_folder: Path | None
+    """Where the tokenizer is; None when there is none."""
     fingerprint: Callable[[], str]
     load: Callable[[Sequence[nn.Module], int | None], None]
     """Fills every parameter of this rank's model chunks, in the layout of their own process groups. Takes the number of
@@ -62,12 +64,14 @@ class ModelSource:
         folder = HFFolder(path, flag)
         family, architecture = read_architecture(folder)
         check_tensors(folder, family)
+        tokenizer = folder.tokenizer_hash()
         return cls(
             origin=f"{flag} {path}",
             path=Path(path),
             architecture=architecture,
             vocab_size=architecture["vocab_size"],
-            tokenizer_hash=folder.tokenizer_hash(),
+            tokenizer_hash=tokenizer,
+            tokenizer_folder=None if tokenizer is None else Path(path),
             fingerprint=folder.fingerprint,
             load=lambda chunks, vocab: load_hf_weights(chunks, folder, vocab),
         )
@@ -81,12 +85,14 @@ class ModelSource:
         """
         folder = MegatronFolder(path, flag)
         folder.check_shards()
+        tokenizer = folder.tokenizer_hash()
         return cls(
             origin=f"{flag} {path}",
             path=Path(path),
             architecture=dict(vars(folder.args)),
             vocab_size=folder.args.vocab_size,
-            tokenizer_hash=folder.tokenizer_hash(),
+            tokenizer_hash=tokenizer,
+            tokenizer_folder=None if tokenizer is None else folder.assets_dir,
             fingerprint=folder.fingerprint,
             load=lambda chunks, vocab: load_megatron_weights(chunks, folder),
         )

@@ -9,7 +9,9 @@ from mkd.errors import MkdConfigError
 
 
 def teacher(vocab_size: int | None, tokenizer_hash: str | None) -> ModelSource:
-    return ModelSource("--kd-teacher-hf T", Path("T"), {}, vocab_size, tokenizer_hash, lambda: "", lambda *load: None)
+    return ModelSource(
+        "--kd-teacher-hf T", Path("T"), {}, vocab_size, tokenizer_hash, None, lambda: "", lambda *load: None
+    )
 
 
 @pytest.mark.parametrize(
