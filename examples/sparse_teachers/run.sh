@@ -1,0 +1,72 @@
+#!/usr/bin/env bash
+# What a teacher loses when only part of its answer is kept: the quickstart's student learns from all of SmolLM2's
+# distribution, from its K most probable tokens, and from tokens drawn from it, the same steps on the same text. Prints a
+# table of held-out quality and draws it.
+#
+#   bash examples/quickstart/run.sh           # makes teacher and student
+#   bash examples/sparse_teachers/run.sh
+#
+# Fifteen trainings: minutes on a GPU, with JOBS of them at a time; hours on two CPU cores.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+TEACHER=${TEACHER:-runs/quickstart/teacher}
+STUDENT=${STUDENT:-runs/quickstart/student}
+RUNS=${RUNS:-runs/sparse_teachers}
+STEPS=${STEPS:-200}                  # of 16 x 256 tokens
+JOBS=${JOBS:-1}
+KS=${KS-"1 4 16 64 256"}
+DRAWS=${DRAWS-"1 4 16 64"}
+export RUNS STEPS TEACHER STUDENT OMP_NUM_THREADS=${OMP_NUM_THREADS:-2} TOKENIZERS_PARALLELISM=false PYTHONWARNINGS=ignore
+
+[[ -f $TEACHER/config.json && -f $STUDENT/config.json ]] || {
+    echo "run.sh: no models in $TEACHER and $STUDENT: run bash examples/quickstart/run.sh first" >&2; exit 1; }
+
+# Every sixth page is held out: 13 of 79.
+if [[ ! -f $RUNS/data/valid_text_document.idx ]]; then
+    python examples/quickstart/make_text.py --out "$RUNS/data" --held-out-every 6
+    for part in train valid; do
+        python tools/preprocess.py --input "$RUNS/data/$part.jsonl" --output-prefix "$RUNS/data/$part" --tokenizer-model "$TEACHER"
+    done
+fi
+
+# Everything but the teacher, the same for all. The loss is the divergence alone (R = 1): cross-entropy would fill in what
+# the teacher does not say.
+export FLAGS="--kd-student-hf $STUDENT
+    --train-data-path $RUNS/data/train_text_document --valid-data-path $RUNS/data/valid_text_document
+    --seq-length 256 --micro-batch-size 16 --global-batch-size 16 --train-iters $STEPS --seed 1
+    --lr 1e-3 --min-lr 5e-5 --lr-decay-style cosine --lr-warmup-iters 10 --weight-decay 0.01 --adam-beta2 0.95
+    --clip-grad 1.0 --eval-interval $STEPS --eval-iters 1 --log-interval 50 ${PRECISION:-}"
+
+cache() {  # cache DRAWS
+    local folder=$RUNS/cache_sampled_$1
+    # shellcheck disable=SC2086  # FLAGS is a list
+    torchrun --standalone --nproc-per-node 1 tools/cache_teacher.py write --out "$folder" --sample "$1" \
+        -- --kd-teacher-hf "$TEACHER" $FLAGS > "$RUNS/cache_sampled_$1.txt" 2>&1
+}
+
+train() {  # train NAME, such as full, top_16, renormalize_16, sampled_16 or ce
+    local name=$1 out=$RUNS/$1 teacher=(--kd-teacher-hf "$TEACHER" --kd-ratio 1)
+    case $name in
+        full) ;;
+        ce) teacher=(--kd-teacher-hf "$TEACHER" --kd-ratio 0) ;;
+        top_*) teacher+=(--kd-top-k "${name#*_}") ;;
+        renormalize_*) teacher+=(--kd-top-k "${name#*_}" --kd-top-k-tail renormalize) ;;
+        sampled_*) cache "${name#*_}"; teacher=(--kd-teacher-cache "$RUNS/cache_$name" --kd-ratio 1) ;;
+    esac
+    rm -rf "$out"; mkdir -p "$out"
+    # shellcheck disable=SC2086
+    torchrun --standalone --nproc-per-node 1 pretrain_kd.py "${teacher[@]}" $FLAGS --save "$out" --save-interval "$STEPS" \
+        --kd-save-hf-interval "$STEPS" > "$out.txt" 2>&1 && echo "$name: done after $SECONDS s" || {
+        tail -n 20 "$out.txt" >&2; return 1; }
+}
+export -f cache train
+
+names=(full ce)
+for k in $KS; do names+=("top_$k" "renormalize_$k"); done
+for n in $DRAWS; do names+=("sampled_$n"); done
+printf '%s\n' "${names[@]}" | xargs -P "$JOBS" -I{} bash -c 'set -euo pipefail; train {}'
+
+python examples/sparse_teachers/evaluate.py --teacher "$TEACHER" --start "$STUDENT" --runs "$RUNS" --text "$RUNS/data/valid.jsonl" \
+    --out "$RUNS/quality.json"
+python examples/sparse_teachers/draw.py "$RUNS/quality.json" --out "$RUNS/quality.png"
