@@ -5,8 +5,10 @@ longer needed (tests/unit/test_compat.py).
 import argparse
 import inspect
 import re
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, TextIO
@@ -359,3 +361,36 @@ def resume_distributed_optimizer() -> None:
 
     optimizer.state_dict, optimizer.load_state_dict = state_dict_before_a_load, load_steps_of_their_own
     optimizer._set_main_param_and_optimizer_states = set_states_but_no_step
+
+
+class _WithLookAhead:
+    """An iterator whose next items can be seen without being drawn."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator, self._seen = iterator, deque()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return self._seen.popleft() if self._seen else next(self._iterator)
+
+    def peek(self, count: int) -> list[Any]:
+        """The next items; fewer where it ends."""
+        self._seen.extend(islice(self._iterator, max(count - len(self._seen), 0)))
+        return list(islice(self._seen, count))
+
+
+def peek(iterator: Any, count: int) -> list[Any]:
+    """The next samples that one of megatron's data iterators will give; none of any other iterator.
+
+    megatron-core 0.19 replays a suspicious step with the samples that it has seen drawn from its `RerunDataIterator`.
+    Samples that are only looked at must not be among them, so this happens below it.
+    """
+    from megatron.core.rerun_state_machine import RerunDataIterator
+
+    if not isinstance(iterator, RerunDataIterator):
+        return []
+    if not isinstance(iterator.iterable, _WithLookAhead):
+        iterator.iterable = _WithLookAhead(iterator.iterable)
+    return iterator.iterable.peek(count)

@@ -53,6 +53,8 @@ class KDBatch:
     on the segment's token ids without its padding and on nothing else."""
     others: tuple["OtherSide", ...] = ()
     """The same texts in the tokens of teachers that have other tokenizers, one for each of those."""
+    number: int = 0
+    """Among the microbatches of its step."""
 
     @classmethod
     def from_sample(cls, sample: Mapping[str, Any], true_vocab: int | None) -> "KDBatch":
@@ -288,7 +290,7 @@ def draw(
         MkdDataError: see `KDBatch.from_sample`; or a microbatch has another number of rows.
     """
     batches = []
-    for _ in range(count):
+    for number in range(count):
         sample = next(iterator)
         rows = sample["tokens"].shape[0]
         if micro_batch_size is not None and rows != micro_batch_size:
@@ -298,7 +300,7 @@ def draw(
             )
         if length_multiple is not None:
             sample = _without_padding(sample, length_multiple)
-        batches.append(KDBatch.from_sample(sample, true_vocab))
+        batches.append(replace(KDBatch.from_sample(sample, true_vocab), number=number))
     return batches
 
 

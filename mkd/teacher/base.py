@@ -6,6 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from mkd.data.ahead import Upcoming
 from mkd.data.batch import KDBatch
 
 
@@ -47,6 +48,8 @@ class TopKSignal:
     """Of `lse` and `tail_lse`, and at which `counts` were drawn."""
     counts: Tensor | None = None
     """[b, s/cp, K] int32: how often each id was drawn from softmax(u / temperature); None for the most probable."""
+    label_log_prob: Tensor | None = None
+    """[b, s/cp] fp32 ln of the label's probability at temperature 1, where the KD mask is not 0; None: not known."""
 
 
 TeacherSignal = HiddenSignal | TopKSignal
@@ -55,6 +58,16 @@ TeacherSignal = HiddenSignal | TopKSignal
 
 class Teacher(Protocol):
     """A source of signals. It draws no random numbers, so asking twice gives the same."""
+
+    def prepare(self, batches: Sequence[KDBatch], upcoming: Upcoming) -> list[KDBatch]:
+        """Look at all microbatches of a step, whole and on the host, before it begins.
+
+        All ranks call it together; `upcoming` is what comes after them.
+
+        Returns:
+            The same, with a KD mask of 0 where this teacher has nothing to say.
+        """
+        ...
 
     def signals(self, batches: Sequence[KDBatch]) -> list[TeacherSignal]:
         """One signal for each microbatch on the student's last pipeline stage, none elsewhere.

@@ -11,6 +11,7 @@ from megatron.core.utils import unwrap_model
 from megatron.training.models import GPTModelBuilder, GPTModelConfig
 from torch import Tensor, nn
 
+from mkd.data.ahead import Upcoming
 from mkd.data.batch import KDBatch
 from mkd.groups import Groups
 from mkd.models.gpt import lm_head, logit_scale
@@ -61,6 +62,10 @@ class OnlineTeacher:
 
     def fingerprint(self) -> str:
         return self._fingerprint
+
+    def prepare(self, batches: Sequence[KDBatch], upcoming: Upcoming) -> list[KDBatch]:
+        """See `Teacher.prepare`."""
+        return list(batches)
 
     def record_layers(self, layers: Collection[int]) -> LayerRecorder:
         """From now on keep what these layers put out, as far as this stage has them; they count from 1."""

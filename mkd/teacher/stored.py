@@ -1,0 +1,73 @@
+"""What a run takes from a teacher cache: some of the stored columns, at its temperature, as tensors of fixed width."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mkd.teacher.base import TopKSignal
+from mkd.teacher.codec import TokenRows
+from mkd.teacher.lookup import Request
+from mkd.teacher.store import TeacherStore
+
+
+@dataclass(frozen=True)
+class StoredAnswers:
+    """Reads tokens, and makes the loss's tensors of what was read. Between the two it is one tensor of 32-bit words."""
+
+    store: TeacherStore
+    top_k: int
+    """Columns that the run looks at, the most probable ones of those that are stored."""
+    temperature: float
+    """Of the sums: one that is stored."""
+
+    @property
+    def width(self) -> int:
+        """Words a token: K ids, K logits, logsumexp, that of the tail, the label's log-probability."""
+        return 2 * self.top_k + 3
+
+    def read(self, request: Request) -> Tensor:
+        """[b, s/cp, width] int32 on the host; tokens that were not requested are 0.
+
+        Raises:
+            MkdCacheError: a record is damaged or not finite.
+        """
+        # Draws stand at their own temperature already: their shares are stored as if they were logits.
+        temperature = 1.0 if self.store.meta.samples else self.temperature
+        rows = self.store.read(request.keys, request.segments, request.places, temperature)
+        if self.top_k < self.store.meta.top_k:
+            rows = keep_largest(rows, self.top_k, temperature)
+        words = np.zeros((request.shape[0] * request.shape[1], self.width), dtype=np.int32)
+        numbers = np.column_stack([rows.logits, rows.lse, rows.tail_lse, rows.label_log_prob[:, None]])
+        words[request.rows] = np.concatenate([rows.ids, numbers.astype(np.float32).view(np.int32)], axis=1)
+        return torch.from_numpy(words).view(*request.shape, self.width)
+
+    def signal(self, words: Tensor) -> TopKSignal:
+        """From [b, s/cp, width] int32 on any device."""
+        k, samples = self.top_k, self.store.meta.samples
+        ids, numbers = words[..., :k], words[..., k:].contiguous().view(torch.float32)
+        logits, lse, tail_lse, label = numbers[..., :k], numbers[..., k], numbers[..., k + 1], numbers[..., k + 2]
+        if not samples:
+            return TopKSignal(ids, logits, lse, tail_lse, self.temperature, None, label)
+        counts = torch.round(logits.exp() * samples).int()
+        # ln of the shares takes the place of ln p: the teacher's own probabilities are not stored.
+        return TopKSignal(ids, logits * self.temperature, torch.zeros_like(lse), None, self.temperature, counts, label)
+
+
+def keep_largest(rows: TokenRows, top_k: int, temperature: float) -> TokenRows:
+    """The rows with their `top_k` largest logits alone, from the largest down; of equal ones the lowest id stays first.
+
+    The others go to the tail: its mass grows by theirs, which are known.
+
+    Args:
+        rows: of `RecordFormat.decode`, ids ascending.
+        top_k: at most those that there are.
+        temperature: of the rows' sums.
+    """
+    order = np.argsort(-rows.logits, axis=1, kind="stable")
+    logits = np.take_along_axis(rows.logits, order, axis=1)
+    others = logits[:, top_k:] / np.float32(temperature)
+    tail = np.logaddexp(rows.tail_lse, np.logaddexp.reduce(others, axis=1, keepdims=True))
+    ids = np.take_along_axis(rows.ids, order[:, :top_k], axis=1)
+    return TokenRows(ids, logits[:, :top_k], rows.lse, rows.label_log_prob, tail)
