@@ -1,6 +1,5 @@
 """Jobs that are asked to stop: they save and end with status 0, and the next attempt goes on as if nothing had been."""
 
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -79,15 +78,3 @@ def test_stopped_in_the_last_evaluation(job: SmallJob, tmp_path: Path) -> None:
     again = attempts.start()
     assert [line["iteration"] for line in validations(again)] == [0, 2]
     assert validations(again) == validations(whole)
-
-
-def test_signals_have_their_old_meaning_after_the_job() -> None:
-    from mkd.stopping import StopSignals
-
-    before = signal.getsignal(signal.SIGUSR2)
-    with StopSignals(signal.SIGUSR2) as stop:
-        assert not stop.anywhere()
-        signal.raise_signal(signal.SIGUSR2)
-        assert stop.received == "SIGUSR2"
-        assert stop.anywhere()
-    assert signal.getsignal(signal.SIGUSR2) is before
