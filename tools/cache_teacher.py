@@ -1,0 +1,100 @@
+"""Run a teacher once and keep its answers for any number of trainings.
+
+    torchrun --nproc-per-node 8 tools/cache_teacher.py write --out CACHE --top-k 64 -- FLAGS OF pretrain_kd.py
+    python tools/cache_teacher.py info CACHE
+    python tools/cache_teacher.py verify CACHE
+    python tools/cache_teacher.py merge CACHE PART PART ...
+
+`write` takes the launch line of a training as it is, with --kd-teacher-hf or --kd-teacher-load: it reads the same data
+in the same layout, and ignores what is about the student. docs/teachers.md describes all of it.
+"""
+
+import argparse
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from mkd import compat, cpu
+from mkd.errors import MkdError
+from mkd.launch import be_a_rank
+
+
+def write(args: argparse.Namespace, flags: list[str]) -> None:
+    """Fill a cache, or go on filling it."""
+    be_a_rank()
+    warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+    if cpu.wanted():
+        cpu.activate()
+    compat.use_prebuilt_dataset_helpers()
+
+    # Megatron is imported only now: the CPU backend must be in place first.
+    from megatron.training import initialize_megatron
+
+    from mkd.caching.job import CacheJob, CacheOptions
+    from mkd.caching.writing import Writing, print_plan, rows_of
+    from mkd.groups import Groups
+    from mkd.stopping import StopSignals
+
+    options = CacheOptions(
+        out=Path(args.out),
+        top_k=args.top_k,
+        samples=args.sample,
+        lossless=args.lossless,
+        temperatures=tuple(args.temperature),
+    )
+    sys.argv[1:] = flags
+    job = CacheJob.from_command_line(options)
+    print_plan(job)
+    initialize_megatron()
+    groups = Groups.from_megatron()
+    with StopSignals() as stop:
+        is_whole = Writing(job, groups, job.teacher.build(groups), rows_of(job), stop).run()
+    if not is_whole and job.args.rank == 0:
+        print(f"mkd: {args.out} is not complete: the same command goes on", flush=True)
+
+
+def parser_of_commands() -> argparse.ArgumentParser:
+    """The command line before `--`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("write", help="run the teacher and store what it says")
+    command.add_argument("--out", required=True, metavar="DIR", help="the cache: new, or one to go on with")
+    command.add_argument("--top-k", type=int, metavar="K", help="store the K most probable tokens of each place")
+    command.add_argument("--sample", type=int, metavar="N", help="store N draws from the teacher instead: unbiased")
+    command.add_argument("--lossless", action="store_true", help="with --top-k: 32 bits a logit instead of 12")
+    command.add_argument(
+        "--temperature",
+        type=float,
+        nargs="+",
+        default=[],
+        metavar="T",
+        help="temperatures at which training will read it; with --sample, of the draws (1 and --kd-temperature)",
+    )
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run one command.
+
+    Raises:
+        MkdError: a user's error.
+    """
+    words = sys.argv[1:] if argv is None else argv
+    split = words.index("--") if "--" in words else len(words)
+    args = parser_of_commands().parse_args(words[:split])
+    globals()[args.command](args, words[split + 1 :])
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (MkdError, OSError) as error:
+        # All ranks fail alike; the first one speaks, and torchrun ends the others while they wait.
+        if int(os.environ.get("RANK", "0")) != 0:
+            time.sleep(3)
+        print(f"cache_teacher.py: error: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
