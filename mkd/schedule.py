@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mkd.config import KDConfig
+from mkd.data.ahead import Upcoming
 from mkd.data.batch import KDBatch, check_same_batch, draw
 from mkd.data.counts import StepTokens
 from mkd.errors import MkdDataError
@@ -43,6 +44,7 @@ class TeacherThenStudent:
             source = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
             whole = draw(source, num_microbatches, self.true_vocab, options["micro_batch_size"], self.length_multiple)
             self._check(whole, forward_only)
+            whole = self._prepared(whole, source, forward_only)
             # Packed rows follow each other in one row; megatron's pipeline stages are to expect that shape.
             options["micro_batch_size"], options["seq_length"] = whole[0].tokens.shape
             inputs = self._inputs([batch.on_rank(self.groups.cp) for batch in whole], forward_only)
@@ -70,6 +72,19 @@ class TeacherThenStudent:
             check_same_batch(batches[0], self.groups.mp, self.groups.cp)
             self._checked.add(evaluating)
 
+    def _wants_teacher(self, evaluating: bool) -> bool:
+        """Whether the present step learns from the teacher, or is compared with it."""
+        if self.teacher is None:
+            return False
+        return evaluating or self.kd.ratio_over_time.value(self.current_iteration()) > 0.0
+
+    def _prepared(self, batches: list[KDBatch], source: Any, evaluating: bool) -> list[KDBatch]:
+        """The batches as the teacher can serve them."""
+        if not self._wants_teacher(evaluating):
+            return batches
+        upcoming = Upcoming(source, len(batches), self.true_vocab, self.length_multiple, evaluating)
+        return self.teacher.prepare(batches, upcoming)
+
     def _inputs(self, batches: list[KDBatch], evaluating: bool) -> list[StepInput]:
         iteration = self.current_iteration()
         objective = Objective(
@@ -79,8 +94,7 @@ class TeacherThenStudent:
             plain=self.teacher is None,
         )
         tokens = None if objective.plain else StepTokens.of(batches, self.groups.dp_cp)
-        wanted = self.teacher is not None and (evaluating or objective.ratio > 0.0)
-        at_once = wanted and (self.groups.pp.size() > 1 or self.kd.teacher_offload)
+        at_once = self._wants_teacher(evaluating) and (self.groups.pp.size() > 1 or self.kd.teacher_offload)
         if at_once:
             stored = iter(self.teacher.signals(batches))
             signals = (
