@@ -6,6 +6,7 @@ same way. A chunk is then whole wherever it is computed, and no sum over a chunk
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -91,6 +92,7 @@ class Plan:
         ce_weight: Tensor | None,
         teacher_labels: Tensor,
         *,
+        vocabularies: tuple[int, int],
         cp_group: ProcessGroup | None,
         budget: int,
         device: torch.device,
@@ -103,6 +105,7 @@ class Plan:
             chunks: see there.
             labels, ce_weight: [N_s] of this rank.
             teacher_labels: [N_t].
+            vocabularies: true sizes, the student's and the teacher's.
             cp_group: ranks with the other rows of the same microbatch; None: there are none.
             budget: rows of a group, of the larger side; a chunk of more is a group by itself.
             device: of the index tensors.
@@ -115,16 +118,22 @@ class Plan:
         rank = 0 if cp_group is None else cp_group.rank()
         n_s, n_t = len(labels), len(teacher_labels)
         everywhere = _gather(
-            [_code(chunks.student, chunks.student_first), labels, _code(chunks.teacher, chunks.teacher_first)]
-            + [teacher_labels],
+            [
+                _code(chunks.student, chunks.student_first),
+                labels,
+                _code(chunks.teacher, chunks.teacher_first),
+                teacher_labels,
+            ],
             cp_group,
             device,
         )
         code_s, label_s, code_t, label_t = everywhere.split([n_s, n_s, n_t, n_t], dim=1)
         counts = chunks.weight.cpu() != 0
         student, teacher = (_Rows.of(name, c, counts) for name, c in (("student", code_s), ("teacher", code_t)))
-        for name, side in (("student", student), ("teacher", teacher)):
-            side.check(name, counts)
+        for name, side, label, size in zip(
+            ("student", "teacher"), (student, teacher), (label_s, label_t), vocabularies, strict=True
+        ):
+            side.check(name, counts, label.reshape(-1), size)
         owner = torch.full((len(counts),), -1).index_put_(
             (student.chunk[student.first],), student.place[student.first] // max(n_s, 1)
         )
@@ -167,8 +176,8 @@ class _Rows(NamedTuple):
         place = ((chunk >= 0) & counts[chunk] if len(counts) else chunk > 0).nonzero().squeeze(1)
         return cls(place, chunk[place], (code[place] & 1).bool())
 
-    def check(self, name: str, counts: Tensor) -> None:
-        """Raise ValueError unless each chunk that counts has one first row."""
+    def check(self, name: str, counts: Tensor, labels: Tensor, vocabulary: int) -> None:
+        """Raise ValueError unless each chunk that counts has one first row, and all its labels are tokens."""
         firsts = self.chunk[self.first].bincount(minlength=len(counts))
         wrong = (counts & (firsts != 1)).nonzero()
         if len(wrong):
@@ -176,6 +185,13 @@ class _Rows(NamedTuple):
             rows = (self.chunk == chunk).sum().item()
             raise ValueError(
                 f"chunk {chunk} has a weight, {rows} {name} rows and {firsts[chunk].item()} first ones; needed is 1"
+            )
+        labels = labels[self.place]
+        illegal = ((labels < 0) | (labels >= vocabulary)).nonzero()
+        if len(illegal):
+            row = illegal[0].item()
+            raise ValueError(
+                f"chunk {self.chunk[row].item()} has {name} label {labels[row].item()}; the vocabulary has {vocabulary}"
             )
 
     def of_chunks(self, own: Tensor, chunks: int, local: Tensor, labels: Tensor) -> "_Rows":
@@ -238,9 +254,7 @@ def _groups(own: Tensor, student: _Rows, teacher: _Rows, budget: int, device: to
         counts = size.float().to(device, non_blocking=True)
         sides.append((tensors, counts, ends.tolist(), turn[order], size))
     own = own.to(device, non_blocking=True)
-    return [
-        Group(own[a:b], *(_side(parts, a, b) for parts in sides)) for a, b in zip(bounds[:-1], bounds[1:], strict=True)
-    ]
+    return [Group(own[a:b], *(_side(parts, a, b) for parts in sides)) for a, b in pairwise(bounds)]
 
 
 def _side(parts: tuple, start: int, end: int) -> Side:
@@ -248,7 +262,7 @@ def _side(parts: tuple, start: int, end: int) -> Side:
     tensors, counts, ends, turns, _ = parts
     rows = slice(ends[start], ends[end])
     lengths = turns[rows].bincount().cumsum(0).tolist()
-    then = tuple(slice(a, b) for a, b in zip(lengths[:-1], lengths[1:], strict=True))
+    then = tuple(slice(a, b) for a, b in pairwise(lengths))
     return Side(*(t[rows] for t in tensors), then, counts[start:end])
 
 

@@ -6,6 +6,7 @@ other tokens follow, spread so that all ranks have about the same number of colu
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -23,6 +24,8 @@ RELAXED_WEIGHT = 0.6
 class CrossVocabulary:
     """One rank's part of both vocabularies. Tensors are on the device of the losses."""
 
+    kind: XTokenLoss
+    """The loss that it is made for."""
     student_vocab: int
     """True size, without padding."""
     teacher_vocab: int
@@ -34,6 +37,8 @@ class CrossVocabulary:
     """[columns] int64 teacher ids of this rank, in the order of the rows that its part of the teacher's head has."""
     teacher_starts: tuple[int, ...]
     """Where each rank's columns start among all, in rank order, and the end of the last."""
+    most_others: tuple[int, int]
+    """The greatest number of columns that are in no slot on a rank: of the student's, of the teacher's."""
     slots: Tensor
     """[slots] int64 columns of the student's shard; slot k is column k of the teacher's part."""
     others: Tensor
@@ -105,6 +110,7 @@ class CrossVocabulary:
             projection = _projection(ids, weights, place, slice(start, start + real), teacher_vocab)
         ends = torch.tensor([0, *(len(c) for c in columns)]).cumsum(0).tolist()
         return cls(
+            kind,
             student_vocab,
             teacher_vocab,
             student_width,
@@ -112,6 +118,7 @@ class CrossVocabulary:
             size,
             teacher_columns=columns[rank].to(device),
             teacher_starts=tuple(ends),
+            most_others=_most_others(pairs, columns, student_vocab, student_width),
             slots=slots.to(device),
             others=(~is_slot).nonzero().squeeze(1).to(device),
             pair_of_student=_table(student_vocab, pairs).to(device),
@@ -137,6 +144,16 @@ class CrossVocabulary:
         """Place of this rank's first teacher column among those of all ranks."""
         return self.teacher_starts[self.rank]
 
+    def student_columns_of(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """(column in this rank's shard, whether it has one) of student tokens [n]; the column says nothing without."""
+        columns = ids - self.student_start
+        return columns, (ids >= 0) & (columns >= 0) & (columns < self.student_columns)
+
+    def teacher_columns_of(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The same of teacher tokens."""
+        columns = self.teacher_place[ids.clamp_min(0)] - self.teacher_start
+        return columns, (ids >= 0) & (columns >= 0) & (columns < len(self.teacher_columns))
+
 
 def relaxed_pairs(ids: Tensor, weights: Tensor) -> Tensor:
     """[n, 2] pairs of each student token and the teacher token that has at least `RELAXED_WEIGHT` of its projection.
@@ -159,8 +176,8 @@ def relaxed_pairs(ids: Tensor, weights: Tensor) -> Tensor:
 def _check_pairs(kind: str, pairs: Tensor) -> None:
     if len(pairs) == 0 and kind != "p_kl":
         raise MkdConfigError(
-            f"--kd-projection: student and teacher have no token in common, and --kd-xtoken-loss {kind} compares common "
-            "tokens: was the file made for these two tokenizers? p_kl needs none"
+            f"--kd-projection: student and teacher have no token in common, and --kd-xtoken-loss {kind} compares "
+            "common tokens: was the file made for these two tokenizers? p_kl needs none"
         )
     for side, name in enumerate(("student", "teacher")):
         ids, counts = pairs[:, side].unique(return_counts=True)
@@ -177,7 +194,7 @@ def _teacher_columns(pairs: Tensor, teacher_vocab: int, student_width: int, size
     room = [max(0, level - len(s)) for s in slots]
     # The level may hold some columns too many; the last ranks go without them.
     ends = torch.tensor([0, *room]).cumsum(0).clamp_max(len(free)).tolist()
-    return [torch.cat([s, free[a:b]]) for s, a, b in zip(slots, ends[:-1], ends[1:], strict=True)]
+    return [torch.cat([s, free[a:b]]) for s, (a, b) in zip(slots, pairwise(ends), strict=True)]
 
 
 def _water_level(taken: list[int], total: int) -> int:
@@ -192,6 +209,15 @@ def _water_level(taken: list[int], total: int) -> int:
     return low
 
 
+def _most_others(pairs: Tensor, columns: list[Tensor], student_vocab: int, student_width: int) -> tuple[int, int]:
+    """See `CrossVocabulary.most_others`."""
+    size = len(columns)
+    slots = (pairs[:, 0] // student_width).bincount(minlength=size).tolist()
+    real = [max(0, min(student_width, student_vocab - rank * student_width)) for rank in range(size)]
+    teacher = max(len(c) - n for c, n in zip(columns, slots, strict=True))
+    return max(r - n for r, n in zip(real, slots, strict=True)), teacher
+
+
 def _table(size: int, pairs: Tensor) -> Tensor:
     """[size] int64: from the first ids of pairs to the second, -1 for others."""
     table = torch.full((size,), -1, dtype=torch.int64)
@@ -200,7 +226,7 @@ def _table(size: int, pairs: Tensor) -> Tensor:
 
 
 def _projection(ids: Tensor, weights: Tensor, place: Tensor, rows: slice, teacher_vocab: int) -> Tensor:
-    """COO [student columns of a shard, teacher columns of all ranks] of rows that add up to 1, or to 0 without an id."""
+    """COO [student columns of a shard, teacher columns of all ranks]; rows add up to 1, or 0 without ids."""
     ids, weights = ids[rows], torch.where(ids[rows] >= 0, weights[rows].double(), 0)
     total = weights.sum(dim=1, keepdim=True)
     shares = torch.where(total > 0, weights / total, 0).float()

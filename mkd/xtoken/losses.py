@@ -1,0 +1,268 @@
+"""The loss of a student from a teacher with another tokenizer, from hidden states."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from mkd.config import LossSpec
+from mkd.losses.fused_linear import check_head, on_all_ranks
+from mkd.losses.lm_head import LMHead, fp16_scale
+from mkd.losses.logits import PLAIN_LOGITS, LogitMaps, statistics_dtype
+from mkd.losses.main_grad import MainGrad
+from mkd.losses.rows import Rows
+from mkd.losses.vocab_parallel import LossOutput
+from mkd.losses.vocab_shard import VocabShard
+from mkd.xtoken.chunks import ChunkRows, Plan
+from mkd.xtoken.gold import gold
+from mkd.xtoken.head_pass import HeadPass, KDOfGroup
+from mkd.xtoken.p_kl import p_kl
+from mkd.xtoken.partition import partition_kl
+from mkd.xtoken.vocabulary import CrossVocabulary, XTokenLoss
+
+CHUNK_BYTES = 256 * 2**20
+"""Default size of one group's student logits in the precision of the statistics."""
+LEAST_ROWS = 128
+"""Default least rows of a group."""
+UNCOMMON_TOP_K = 8192
+"""Default places of the sorted probabilities that gold compares."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What does not take part in autograd."""
+
+    teacher_hidden: Tensor
+    teacher_head: LMHead
+    ce_weight: Tensor | None
+    kd_weight: Tensor
+    plan: Plan
+    shard: VocabShard
+    spec: LossSpec
+    maps: LogitMaps
+    kd: KDOfGroup
+    main_grad: MainGrad | None
+    wanted: tuple[bool, bool]
+    """Whether gradients of the hidden states and of the LM head are."""
+
+
+class _XTokenLoss(torch.autograd.Function):
+    """Loss and, with it, the gradients of hidden states and LM head; backward only applies the upstream scalar."""
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, job: _Job):
+        dtype, columns, main_grad = statistics_dtype(hidden), job.shard.columns, job.main_grad
+        ahead = main_grad.upstream if main_grad else None
+        scale = _fp16_scale(hidden, job)
+        factor = ahead if ahead is not None else scale
+        d_hidden = d_weight = None
+        if job.wanted[0]:
+            d_hidden = torch.zeros(hidden.shape, dtype=hidden.dtype if main_grad else dtype, device=hidden.device)
+        if job.wanted[1]:
+            d_weight = main_grad.buffer if main_grad else torch.zeros(weight.shape, dtype=dtype, device=weight.device)
+        ce, kd = HeadPass(
+            hidden=hidden.detach(),
+            head=LMHead.of(weight[:columns], None),
+            teacher_hidden=job.teacher_hidden,
+            teacher_head=job.teacher_head,
+            ce_weight=job.ce_weight,
+            kd_weight=job.kd_weight,
+            factor=1.0 if factor is None else factor,
+            shard=job.shard,
+            spec=job.spec,
+            maps=job.maps,
+            kd_of_group=job.kd,
+            d_hidden=d_hidden,
+            d_weight=None if d_weight is None else d_weight[:columns],
+        ).run(job.plan.groups)
+        ctx.save_for_backward(d_hidden, None if main_grad else d_weight, scale)
+        ctx.dtypes = hidden.dtype, weight.dtype
+        ctx.main_grad, ctx.weight = main_grad, weight if main_grad and job.wanted[1] else None
+        loss = (job.kd_weight * kd).sum()
+        if ce is not None:
+            loss = loss + ce.weighted_sum
+        values = None if ce is None else ce.values
+        ctx.mark_non_differentiable(*(x for x in (values, kd) if x is not None))
+        return loss, values, kd
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, upstream, *_):
+        *gradients, scale = ctx.saved_tensors
+        rest = upstream if scale is None else upstream / scale
+        if ctx.main_grad:
+            rest = ctx.main_grad.check(upstream)
+        gradients = [
+            None if g is None else torch.mul(g, rest, out=torch.empty_like(g, dtype=dtype))
+            for g, dtype in zip(gradients, ctx.dtypes, strict=True)
+        ]
+        if ctx.weight is not None:
+            gradients[1] = MainGrad.stand_in(ctx.weight)
+        return *gradients, None
+
+
+def _fp16_scale(hidden: Tensor, job: _Job) -> Tensor | None:
+    """See `fp16_scale`; None where it is not needed."""
+    if hidden.dtype != torch.float16 or not hidden.shape[0]:
+        return None
+    kd_weight = job.kd_weight if len(job.kd_weight) else job.kd_weight.new_zeros(1)
+    return fp16_scale(Rows(kd_weight, job.ce_weight, kd_weight), job.spec)
+
+
+def xtoken_loss(
+    student_hidden: Tensor,
+    student_weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    labels: Tensor,
+    ce_weight: Tensor | None,
+    teacher_labels: Tensor,
+    chunks: ChunkRows,
+    *,
+    kind: XTokenLoss,
+    vocabulary: CrossVocabulary,
+    spec: LossSpec,
+    tp_group: ProcessGroup | None = None,
+    cp_group: ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    chunk_rows: int | None = None,
+    maps: LogitMaps = PLAIN_LOGITS,
+    uncommon_top_k: int = UNCOMMON_TOP_K,
+    upstream: Tensor | float | None = None,
+) -> LossOutput:
+    """Sum of ce_weight * CE over this rank's tokens and of chunk weight * divergence over its chunks.
+
+    As `fused_linear_loss`, the gradient is computed together with the forward pass. Definitions of the divergences, a
+    chunk at a time: `mkd.xtoken.reference`. Formulas: docs/cross_tokenizer.md.
+
+    Communication over `cp_group`, once: an all-gather of row numbers, one of the teacher's hidden states, and one of
+    the student's hidden states in rows of chunks that lie on several ranks (a reduce-scatter in backward). Over
+    `tp_group`, for each group of chunks: an all-gather of 12 bytes a row for CE, and those of the divergence; for the
+    hidden states as in `fused_linear_loss`. All ranks of `cp_group` must call it for the same microbatch, and all ranks
+    of `tp_group` with the same rows.
+
+    Args:
+        student_hidden: [N_s, Hs], the same on all ranks of `tp_group`; with `sequence_parallel` [N_s/tp, Hs].
+        student_weight: [V_s/tp, Hs] rows of the LM head of global ids rank * V_s/tp and up.
+        teacher_hidden: [N_t, Ht] or [N_t/tp, Ht]; never differentiated.
+        teacher_weight: [columns, Ht] rows of the teacher's LM head of the ids `vocabulary.teacher_columns`, in order.
+        labels: [N_s] int64; anything in a row without weight and chunk.
+        ce_weight: [N_s] fp32; None: CE and z-loss are not computed.
+        teacher_labels: [N_t] int64, what the teacher's rows predict; anything in a row without a chunk.
+        chunks: which rows are compared, and how much each comparison counts.
+        kind: partition_kl, p_kl, gold or gold_relaxed; the vocabulary must be made for it.
+        vocabulary: of this rank of `tp_group`.
+        spec: divergence (also that over common tokens in gold), temperature and z-loss.
+        tp_group: ranks that hold the other columns.
+        cp_group: ranks that hold the other rows of the microbatch.
+        sequence_parallel: hidden states are cut along rows over `tp_group`.
+        chunk_rows: rows of both models whose logits exist at one time, but at least a whole chunk; default: 256 MiB.
+        maps: scale and softcap of both models' logits.
+        uncommon_top_k: gold only: places of the sorted probabilities of uncommon tokens that are compared.
+        upstream: see `fused_linear_loss`.
+
+    Returns:
+        LossOutput; `ce` is [N_s], `kd` is [C] and 0 where another rank of `cp_group` has the chunk: its sum over ranks
+        is complete. Likewise the loss.
+
+    Raises:
+        ValueError: shapes, dtypes or chunks that do not fit.
+    """
+    check_head("student", student_hidden, student_weight)
+    check_head("teacher", teacher_hidden, teacher_weight)
+    _check_vocabulary(vocabulary, student_weight, teacher_weight, tp_group, kind)
+    shard = VocabShard.of(student_weight.shape[0], vocabulary.student_vocab, tp_group)
+    hidden, teacher_hidden = on_all_ranks(student_hidden, teacher_hidden.detach(), shard, sequence_parallel)
+    dtype = statistics_dtype(hidden)
+    _check_rows(hidden, labels, teacher_hidden, teacher_labels)
+    plan = Plan.of(
+        chunks,
+        labels,
+        ce_weight,
+        teacher_labels,
+        vocabularies=(vocabulary.student_vocab, vocabulary.teacher_vocab),
+        cp_group=cp_group,
+        budget=_budget(chunk_rows, max(shard.columns, len(vocabulary.teacher_columns)), dtype),
+        device=hidden.device,
+    )
+    hidden, teacher_hidden = _from_all_ranks(hidden, teacher_hidden, plan, cp_group)
+    if ce_weight is not None:
+        ce_weight = torch.nn.functional.pad(ce_weight.detach().to(dtype), (0, len(hidden) - len(labels)))
+    grad = torch.is_grad_enabled()
+    wanted = grad and hidden.requires_grad, grad and student_weight.requires_grad
+    job = _Job(
+        teacher_hidden=teacher_hidden,
+        teacher_head=LMHead.of(teacher_weight, None),
+        ce_weight=ce_weight,
+        kd_weight=chunks.weight.to(hidden.device, dtype),
+        plan=plan,
+        shard=shard,
+        spec=spec,
+        maps=maps,
+        kd=partial(_kd_function(kind, uncommon_top_k), vocabulary=vocabulary, shard=shard, spec=spec),
+        main_grad=MainGrad.of(student_weight, upstream) if wanted[1] else None,
+        wanted=wanted,
+    )
+    loss, ce, kd = _XTokenLoss.apply(hidden, student_weight, job)
+    return LossOutput(loss, None if ce is None else ce[: len(labels)], kd)
+
+
+def _check_rows(hidden: Tensor, labels: Tensor, teacher_hidden: Tensor, teacher_labels: Tensor) -> None:
+    """Raise ValueError unless there is one label for each row."""
+    for name, rows, ids in (("student", hidden, labels), ("teacher", teacher_hidden, teacher_labels)):
+        if ids.shape != rows.shape[:1]:
+            raise ValueError(f"the {name} has {len(rows)} rows, its labels have shape {tuple(ids.shape)}")
+
+
+def _budget(chunk_rows: int | None, columns: int, dtype: torch.dtype) -> int:
+    """Rows of a group. Raises ValueError below 1."""
+    if chunk_rows is None:
+        chunk_rows = max(LEAST_ROWS, CHUNK_BYTES // (max(columns, 1) * dtype.itemsize))
+    if chunk_rows < 1:
+        raise ValueError(f"chunk_rows is {chunk_rows}; it must be at least 1")
+    return chunk_rows
+
+
+def _kd_function(kind: XTokenLoss, uncommon_top_k: int) -> KDOfGroup:
+    if kind in ("gold", "gold_relaxed"):
+        if uncommon_top_k < 1:
+            raise ValueError(f"uncommon_top_k is {uncommon_top_k}; it must be at least 1")
+        return partial(gold, uncommon_top_k=uncommon_top_k)
+    return {"partition_kl": partition_kl, "p_kl": p_kl}[kind]
+
+
+def _check_vocabulary(
+    vocabulary: CrossVocabulary, weight: Tensor, teacher_weight: Tensor, group: ProcessGroup | None, kind: XTokenLoss
+) -> None:
+    """Raise ValueError unless the vocabulary is that of these heads on this rank."""
+    rank, size = (0, 1) if group is None else (group.rank(), group.size())
+    if (vocabulary.rank, vocabulary.size, vocabulary.student_width) != (rank, size, weight.shape[0]):
+        raise ValueError(
+            f"the vocabulary is of rank {vocabulary.rank} of {vocabulary.size} with {vocabulary.student_width} student "
+            f"columns; this is rank {rank} of {size} with {weight.shape[0]}"
+        )
+    if teacher_weight.shape[0] != len(vocabulary.teacher_columns):
+        raise ValueError(
+            f"teacher_weight has {teacher_weight.shape[0]} rows; teacher_columns are {len(vocabulary.teacher_columns)}"
+        )
+    if kind != vocabulary.kind:
+        raise ValueError(f"the vocabulary is made for {vocabulary.kind}, the loss is {kind}")
+
+
+def _from_all_ranks(
+    hidden: Tensor, teacher_hidden: Tensor, plan: Plan, group: ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    """Student rows of this rank and then those that the ranks sent; teacher rows of all ranks."""
+    if group is None or group.size() == 1:
+        return hidden, teacher_hidden
+    teacher_hidden = gather_from_sequence_parallel_region(teacher_hidden, group=group)
+    if not plan.most_moved:
+        return hidden, teacher_hidden
+    sent = torch.nn.functional.pad(hidden[plan.moved], (0, 0, 0, plan.most_moved - len(plan.moved)))
+    # The owner of a chunk has the only gradient of its rows, so that the sum over ranks is that one.
+    received = gather_from_sequence_parallel_region(sent, tensor_parallel_output_grad=True, group=group)
+    return torch.cat([hidden, received]), teacher_hidden
