@@ -48,6 +48,14 @@ class KDConfig:
     """Teacher: a Megatron checkpoint folder (torch_dist). Its architecture is read from the arguments stored in it.
     Exactly one teacher source must be given."""
 
+    teacher_cache: str | None = None
+    """Teacher: a folder of its stored answers (tools/cache_teacher.py); none of its weights is in memory. The data must
+    be what the folder was written from. Exactly one teacher source must be given."""
+
+    cache_missing: Literal["error", "ce_only"] = "error"
+    """What happens to texts that --kd-teacher-cache does not have. error: the job ends before the step. ce_only: they
+    have cross-entropy only, and the metrics count them (kd_missing)."""
+
     student_hf: str | None = None
     """Initial student weights, architecture and vocabulary from a Hugging Face folder: no size flags are needed, and
     one that contradicts the folder is an error. A checkpoint in --load goes before it, so the same command line
@@ -164,13 +172,18 @@ class KDConfig:
     """Check flags, teacher, student, data and layout, print the plan, and exit without training."""
 
     def __post_init__(self) -> None:
-        sources = {"--kd-teacher-hf": self.teacher_hf, "--kd-teacher-load": self.teacher_load}
+        sources = {
+            "--kd-teacher-hf": self.teacher_hf,
+            "--kd-teacher-load": self.teacher_load,
+            "--kd-teacher-cache": self.teacher_cache,
+        }
         given = [f"{flag} {value}" for flag, value in sources.items() if value is not None]
         if len(given) != 1:
             seen = " and ".join(given) or "none"
             raise MkdConfigError(
                 f"exactly one teacher source is needed, got {seen}: give one of {' or '.join(sources)}"
             )
+        self._check_cache()
         self._check_ratio()
         self._check_temperature()
         self._check_loss()
@@ -201,6 +214,23 @@ class KDConfig:
                 f"--kd-save-hf-keep is {self.save_hf_keep}, but no Hugging Face folders are written: give "
                 "--kd-save-hf-interval, or leave it out"
             )
+
+    def _check_cache(self) -> None:
+        require_choice("--kd-cache-missing", self.cache_missing, ("error", "ce_only"))
+        if self.teacher_cache is None:
+            if self.cache_missing != "error":
+                raise MkdConfigError(
+                    f"--kd-cache-missing is {self.cache_missing}, but no cache is read: give --kd-teacher-cache, or "
+                    "leave it out"
+                )
+            return
+        for flag, given, reason in (
+            ("--kd-hidden-loss", self.hidden_loss is not None, "a cache has no hidden states"),
+            ("--kd-teacher-dtype", self.teacher_dtype is not None, "the teacher ran when the cache was written"),
+            ("--kd-teacher-offload", self.teacher_offload, "no weights of the teacher are in memory"),
+        ):
+            if given:
+                raise MkdConfigError(f"{flag} does not work with --kd-teacher-cache: {reason}; leave it out")
 
     def _check_ratio(self) -> None:
         if self.ratio_schedule == "constant":
@@ -255,7 +285,7 @@ class KDConfig:
     def _check_top_k(self) -> None:
         require_choice("--kd-top-k-tail", self.top_k_tail, ("bucket", "renormalize"))
         if self.top_k is None:
-            if self.top_k_tail != "bucket":
+            if self.top_k_tail != "bucket" and self.teacher_cache is None:
                 raise MkdConfigError(f"--kd-top-k-tail is {self.top_k_tail}, but all tokens are used: give --kd-top-k")
             return
         least = 2 if self.top_k_tail == "renormalize" else 1

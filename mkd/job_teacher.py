@@ -10,6 +10,7 @@ from mkd import arguments
 from mkd.checkpoint.source import ModelSource, TeacherSource
 from mkd.config import KDConfig
 from mkd.groups import Groups
+from mkd.job_cache import CacheSource, CacheTeacher
 from mkd.models.gpt import gpt_config
 from mkd.teacher.base import Teacher
 from mkd.teacher.online import OnlineTeacher
@@ -40,7 +41,9 @@ def teacher_source(kd: KDConfig) -> TeacherSource:
     """
     if kd.teacher_hf is not None:
         return ModelSource.from_hf(kd.teacher_hf, "--kd-teacher-hf")
-    return ModelSource.from_megatron(kd.teacher_load, "--kd-teacher-load")
+    if kd.teacher_load is not None:
+        return ModelSource.from_megatron(kd.teacher_load, "--kd-teacher-load")
+    return CacheSource.open(kd.teacher_cache, "--kd-teacher-cache")
 
 
 def job_teacher(source: TeacherSource, args: Namespace, kd: KDConfig, true_vocab: int) -> JobTeacher:
@@ -53,8 +56,10 @@ def job_teacher(source: TeacherSource, args: Namespace, kd: KDConfig, true_vocab
         true_vocab: tokens that student and teacher share.
 
     Raises:
-        MkdConfigError: it cannot serve this job.
+        MkdError: it cannot serve this job.
     """
+    if isinstance(source, CacheSource):
+        return CacheTeacher.of(source, args, kd, true_vocab)
     return ModelTeacher.of(source, args, kd, true_vocab)
 
 

@@ -86,6 +86,7 @@ _ORDER_OF_SAMPLES = ("data_path", "train_data_path", "data_args_path", "split", 
 _NOT_THE_OBJECTIVE = {
     "teacher_hf",
     "teacher_load",
+    "teacher_cache",
     "student_hf",
     "save_hf_interval",
     "save_hf_keep",

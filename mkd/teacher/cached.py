@@ -40,6 +40,7 @@ class CachedTeacher:
         self._reads = groups.is_last_stage and groups.tp.rank() == 0
         # Ranks agree on the host: waiting for a device here would leave it without work.
         self._agreement = dist.new_group(backend="gloo")
+        self._require_same_everywhere()
         self._thread = ThreadPoolExecutor(1, "teacher cache") if self._reads else None
         self._step: dict[_Identity, Tensor] = {}
         self._words: list[Tensor] = []
@@ -48,6 +49,18 @@ class CachedTeacher:
         """Seconds that steps have waited for the cache on this rank, and for the ranks that read."""
         self.missing = 0
         """Segments of the last step, over all ranks, that had something to learn and are not in the cache."""
+
+    def _require_same_everywhere(self) -> None:
+        """Ranks that find other segments would learn on other tokens."""
+        store = self._answers.store
+        digests = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+        dist.all_gather(digests, torch.tensor([store.digest()]), group=self._agreement)
+        for rank, digest in enumerate(digests):
+            if digest != digests[0]:
+                raise MkdCacheError(
+                    f"{store.flag} {store.folder} has other texts on rank {rank} than on rank 0: is it the same folder "
+                    "on every node, and complete?"
+                )
 
     def fingerprint(self) -> str:
         return self._answers.store.meta.teacher
