@@ -12,7 +12,7 @@ from mkd.checkpoint.durable import replacing
 from mkd.checkpoint.hf_folder import HFFolder
 from mkd.job import Job
 from mkd.job_teacher import shape_of
-from mkd.memory import estimate_memory
+from mkd.memory_table import memory_line
 
 
 def print_plan(job: Job) -> None:
@@ -56,7 +56,7 @@ def plan(job: Job) -> dict[str, str]:
         "steps": f"{args.train_iters} iterations",
         "vocabulary": f"{job.true_vocab} tokens, padded to {args.padded_vocab_size}",
         **({"changed": "; ".join(job.notes)} if job.notes else {}),
-        "memory": _memory(job),
+        "memory": memory_line(job),
     }
 
 
@@ -88,18 +88,6 @@ def _layers(job: Job) -> dict[str, str]:
     maps = "" if len(set(widths)) == 1 else f", mapped from width {widths[0]} to {widths[1]}"
     text = f"+ R {kd.hidden_loss_weight:g} {kd.hidden_loss_type} of layers {pairs} (student:teacher){maps}"
     return {"layers": text} if pairs else {}
-
-
-def _memory(job: Job) -> str:
-    parts = estimate_memory(
-        job.args,
-        None if job.kd.is_plain_pretraining else job.teacher.args,
-        job.kd.loss_chunk_rows,
-        all_at_once=job.args.pipeline_model_parallel_size > 1 or job.kd.teacher_offload,
-        paired_layers=len(job.kd.layer_pairs),
-    )
-    listed = ", ".join(f"{name} {gib:.2f}" for name, gib in parts.items())
-    return f"about {sum(parts.values()):.2f} GiB on the fullest rank besides activations: {listed}"
 
 
 def _name(dtype: torch.dtype) -> str:

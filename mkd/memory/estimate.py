@@ -1,0 +1,198 @@
+"""How much memory a run needs on each pipeline stage, from its arguments alone."""
+
+import copy
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mkd.config import KDConfig
+from mkd.losses.chunking import LEAST_ROWS, row_chunks
+from mkd.memory.activations import at_work_backward, kept_by_layers, layer_bytes, tokens_of
+from mkd.memory.parameters import gradient_bytes, optimizer_bytes, parameters_of_stage
+from mkd.memory.stages import chunks_of_stage, in_flight, microbatches
+
+GIB = 2**30
+
+WEIGHTS, GRADIENTS, OPTIMIZER = "student weights", "student gradients", "optimizer state"
+ACTIVATIONS, TEACHER, HIDDEN = "activations", "teacher weights", "teacher hidden states"
+LOGITS, MAPS, AT_WORK = "loss chunks (logits)", "maps between layers", "layers at work"
+WORKSPACES = "library workspaces"
+PARTS = (WEIGHTS, GRADIENTS, OPTIMIZER, MAPS, ACTIVATIONS, TEACHER, HIDDEN, LOGITS, AT_WORK, WORKSPACES)
+"""In the order of the table."""
+
+WORKSPACE_BYTES = int(0.1 * GIB)
+"""Of cuBLAS and Transformer Engine, from torch's allocator: 0.08 to 0.12 GiB in the runs of docs/benchmarks.md, whose
+peaks this estimate meets within 2% with it."""
+CONTEXT_BYTES = int(0.75 * GIB)
+"""Allowance for CUDA's context and kernels, outside of torch's allocator."""
+COMMUNICATOR_BYTES = int(0.125 * GIB)
+"""Allowance for the buffers of one NCCL communicator."""
+FRAGMENTED = 0.03
+"""Allowance for what torch's allocator cannot use, as a share of the peak."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """All that the memory of a run depends on."""
+
+    student: Namespace
+    """Megatron's arguments of the job, after their checks."""
+    teachers: Sequence[Namespace]
+    """Those of the teachers; none where no teacher is run."""
+    kd: KDConfig
+    on_gpu: bool
+    """Whether it is to run on GPUs."""
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes on each rank of one pipeline stage."""
+
+    stage: int
+    held: dict[str, float]
+    """From the first step to the last."""
+    phases: dict[str, dict[str, float]]
+    """Phase of a step -> what is there beside `held`."""
+
+    @property
+    def peak_phase(self) -> str:
+        return max(self.phases, key=lambda name: sum(self.phases[name].values()))
+
+    @property
+    def peak_parts(self) -> dict[str, float]:
+        """What there is at the fullest moment; the sum is torch's peak of allocated memory."""
+        return self.held | self.phases[self.peak_phase]
+
+    @property
+    def peak(self) -> float:
+        return sum(self.peak_parts.values())
+
+    def most(self, part: str) -> float:
+        """Of one part, at its own fullest moment."""
+        return max(part_of.get(part, 0.0) for part_of in (self.held, *self.phases.values()))
+
+
+def estimate(work: Workload) -> list[StageMemory]:
+    """Of every pipeline stage, in order."""
+    return [_stage(work, stage) for stage in range(work.student.pipeline_model_parallel_size)]
+
+
+def fullest(stages: Sequence[StageMemory]) -> StageMemory:
+    """The stage that decides whether a run fits."""
+    return max(stages, key=lambda stage: stage.peak)
+
+
+def outside_of_torch(args: Namespace, peak: float) -> float:
+    """Bytes of a card that torch does not count: an allowance, not a measurement.
+
+    Args:
+        args: Megatron's, of the job.
+        peak: bytes that torch does count.
+    """
+    groups = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    groups = (*groups, "expert_model_parallel_size", "data_parallel_size")
+    communicators = sum(getattr(args, name) > 1 for name in groups) + (args.world_size > 1)
+    return CONTEXT_BYTES + COMMUNICATOR_BYTES * communicators + FRAGMENTED * peak
+
+
+def _stage(work: Workload, stage: int) -> StageMemory:
+    student, kd = work.student, work.kd
+    count = parameters_of_stage(student, stage)
+    held = {
+        WEIGHTS: student.params_dtype.itemsize * count.total,
+        GRADIENTS: gradient_bytes(student) * count.total,
+        OPTIMIZER: optimizer_bytes(student, count),
+        WORKSPACES: WORKSPACE_BYTES if work.on_gpu else 0,
+    }
+    teachers = [_beside(teacher, student) for teacher in work.teachers]
+    weights = sum(t.params_dtype.itemsize * parameters_of_stage(t, stage).total for t in teachers)
+    is_last = stage == student.pipeline_model_parallel_size - 1
+    heads = sum(t.params_dtype.itemsize * _shard(t) * t.hidden_size for t in teachers) if is_last else 0
+    if not kd.teacher_offload:
+        held[TEACHER], weights, heads = weights, 0, 0
+    hidden = _hidden_bytes(work, teachers) if is_last else 0.0
+    if is_last and kd.layer_pairs and any(t.hidden_size != student.hidden_size for t in teachers):
+        each = student.params_dtype.itemsize + gradient_bytes(student) + 12
+        held[MAPS] = len(kd.layer_pairs) * student.hidden_size * teachers[0].hidden_size * each
+    chunks = chunks_of_stage(student, stage)
+    kept = [kept_by_layers(student, chunk, work.on_gpu) for chunk in chunks]
+    alive = {ACTIVATIONS: in_flight(student, stage) * sum(kept) / len(kept), HIDDEN: hidden}
+    if kd.teacher_offload:
+        alive[TEACHER] = heads
+    if is_last:
+        alive[ACTIVATIONS] += 2 * _residual(student)  # the last norm's input, and the gradient of its output
+    phases = {
+        "student's backward pass": {**alive, AT_WORK: at_work_backward(student, chunks[-1], work.on_gpu)},
+        "embedding's gradient": {HIDDEN: hidden, AT_WORK: _embedding_gradient(student, stage)},
+    }
+    if is_last:
+        at_work = _residual(student) + _gathered(student, teachers)  # the norm's output
+        phases["loss"] = {**alive, LOGITS: _logits(work, teachers), AT_WORK: at_work}
+    if teachers:
+        works = max(_forward_bytes(t, stage, work.on_gpu) for t in teachers)
+        phases["teacher's forward pass"] = {HIDDEN: hidden, AT_WORK: works}
+        if kd.teacher_offload:
+            phases["teacher's forward pass"][TEACHER] = weights
+    return StageMemory(stage, {name: value for name, value in held.items() if value}, phases)
+
+
+def _beside(teacher: Namespace, student: Namespace) -> Namespace:
+    """A teacher's arguments with what they leave to the student's: the batch, and nothing of it for a backward pass."""
+    teacher = copy.copy(teacher)
+    for name in ("micro_batch_size", "seq_length", "context_parallel_size", "data_parallel_size", "world_size"):
+        setattr(teacher, name, getattr(student, name))
+    return teacher
+
+
+def _shard(args: Namespace) -> int:
+    return args.padded_vocab_size // args.tensor_model_parallel_size
+
+
+def _residual(args: Namespace) -> float:
+    """A microbatch's final hidden states on a rank."""
+    cut = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    return tokens_of(args) * args.hidden_size * args.params_dtype.itemsize / cut
+
+
+def _hidden_bytes(work: Workload, teachers: Sequence[Namespace]) -> float:
+    """The teachers' hidden states: of one microbatch, or of a whole step where the teacher looks at all of them first
+    (mkd/schedule.py)."""
+    at_once = work.student.pipeline_model_parallel_size > 1 or work.kd.teacher_offload
+    count = microbatches(work.student) if at_once else 1
+    return count * (1 + len(work.kd.layer_pairs)) * sum(_residual(teacher) for teacher in teachers)
+
+
+def _logits(work: Workload, teachers: Sequence[Namespace]) -> float:
+    """The buffers of mkd/losses/fused_pass.py."""
+    student, kd = work.student, work.kd
+    half = student.params_dtype == torch.bfloat16 and work.on_gpu
+    dtype = torch.bfloat16 if kd.logits_dtype == "bf16" or (kd.logits_dtype == "auto" and half) else torch.float32
+    tokens, least = tokens_of(student), LEAST_ROWS if work.on_gpu else 1
+    chunks = row_chunks(tokens, _shard(student), dtype, kd.loss_chunk_rows, least)
+    rows, slots = chunks[0].stop, min(2, len(chunks))
+    at_a_time = slots if student.tensor_model_parallel_size > 1 else 1
+    total = slots * rows * _shard(student) * student.params_dtype.itemsize
+    if dtype != student.params_dtype:
+        total += at_a_time * rows * _shard(student) * dtype.itemsize
+    return total + sum(at_a_time * rows * _shard(teacher) * dtype.itemsize for teacher in teachers)
+
+
+def _gathered(student: Namespace, teachers: Sequence[Namespace]) -> float:
+    """Hidden states of all tokens, which the loss gathers under sequence parallelism, and the gradient of them."""
+    size = student.tensor_model_parallel_size
+    if not student.sequence_parallel or size == 1:
+        return 0.0
+    return size * (2 * _residual(student) + sum(map(_residual, teachers)))
+
+
+def _forward_bytes(teacher: Namespace, stage: int, on_gpu: bool) -> float:
+    """Most bytes of a teacher's layer at work; it keeps nothing."""
+    layers = [layer for chunk in chunks_of_stage(teacher, stage) for layer in chunk]
+    return max((layer_bytes(teacher, layer, on_gpu).forward for layer in layers), default=0.0)
+
+
+def _embedding_gradient(args: Namespace, stage: int) -> float:
+    """Of the first stage's embedding, before it is added to the gradient buffer; the activations are gone by then."""
+    return _shard(args) * args.hidden_size * args.params_dtype.itemsize if stage == 0 else 0.0

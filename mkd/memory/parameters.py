@@ -1,0 +1,157 @@
+"""How many parameters a rank has, and the bytes of each."""
+
+import copy
+from argparse import Namespace
+from dataclasses import dataclass
+
+import torch
+from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
+
+from mkd.memory.stages import chunks_of_stage
+
+_MEGATRONS_BYTES = 18
+"""That `compute_weight_and_optimizer_memory` takes for a parameter."""
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Of one rank."""
+
+    shared: float
+    """All but those of routed experts."""
+    expert: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.shared + self.expert
+
+    def __add__(self, other: "Parameters") -> "Parameters":
+        return Parameters(self.shared + other.shared, self.expert + other.expert)
+
+    def __mul__(self, count: int) -> "Parameters":
+        return Parameters(self.shared * count, self.expert * count)
+
+
+def is_moe_layer(args: Namespace, layer: int) -> bool:
+    """Whether a layer, counted from 0, is a mixture of experts."""
+    if args.num_experts is None:
+        return False
+    frequency = args.moe_layer_freq
+    return layer % frequency == 0 if isinstance(frequency, int) else bool(frequency[layer])
+
+
+def is_gated(args: Namespace) -> bool:
+    """Whether the feed-forward layers have a gate beside their first projection."""
+    return args.swiglu or args.quick_geglu
+
+
+def parameters_of_stage(args: Namespace, stage: int) -> Parameters:
+    """On each tensor- and expert-parallel rank of a pipeline stage.
+
+    Layers are counted by megatron's own formula, one at a time, plus what that leaves out: biases and the norms of
+    queries and keys. It puts one embedding on the fullest rank; here the first stage has the embedding and the last one
+    the LM head, which is a copy of it where the two are tied and the stages differ.
+
+    Args:
+        args: Megatron's, of a model.
+        stage: counted from 0.
+    """
+    layers = [layer for chunk in chunks_of_stage(args, stage) for layer in chunk]
+    experts = sum(is_moe_layer(args, layer) for layer in layers)
+    total = _layer(args, moe=False) * (len(layers) - experts)
+    if experts:
+        total = total + _layer(args, moe=True) * experts
+    stages = args.pipeline_model_parallel_size
+    embedding = args.padded_vocab_size // args.tensor_model_parallel_size * args.hidden_size
+    outside = 0
+    if stage == 0:
+        outside += embedding
+        if args.position_embedding_type == "learned_absolute":
+            outside += args.max_position_embeddings * args.hidden_size
+    if stage == stages - 1:
+        outside += _norm_size(args) * args.hidden_size
+        outside += embedding if stages > 1 or args.untie_embeddings_and_output_weights else 0
+    return total + Parameters(outside)
+
+
+def _norm_size(args: Namespace) -> int:
+    return 1 if args.normalization == "RMSNorm" else 2
+
+
+def _layer(args: Namespace, moe: bool) -> Parameters:
+    """One layer, on a rank."""
+    one = copy.copy(args)
+    one.num_layers, one.padded_vocab_size, one.mtp_num_layers = 1, 0, None
+    one.pipeline_model_parallel_size, one.use_distributed_optimizer, one.data_parallel_size = 1, False, 1
+    tp = args.tensor_model_parallel_size
+    etp = args.expert_tensor_parallel_size or tp
+    one.expert_tensor_parallel_size, one.world_size = etp, etp * args.expert_model_parallel_size
+    one.swiglu, one.moe_layer_freq, one.moe_ffn_hidden_size = is_gated(args), 1, _expert_width(args)
+    if not moe:
+        one.num_experts = one.moe_shared_expert_intermediate_size = None
+    counted = compute_weight_and_optimizer_memory(one) / _MEGATRONS_BYTES - _norm_size(args) * args.hidden_size
+    counted += _biases(args, moe)
+    if not moe:
+        return Parameters(counted)
+    factors = 3 if is_gated(args) else 2
+    routed = factors * (args.moe_latent_size or args.hidden_size) * _expert_width(args) * args.num_experts
+    ranks = etp * args.expert_model_parallel_size
+    biases = _expert_biases(args) / args.expert_model_parallel_size
+    return Parameters(counted - routed / ranks, routed / ranks + biases)
+
+
+def _biases(args: Namespace, moe: bool) -> float:
+    """Biases outside of routed experts, and norms of queries and keys, of a layer on a rank."""
+    if args.multi_latent_attention:
+        return 0.0
+    tp, hidden = args.tensor_model_parallel_size, args.hidden_size
+    queries = args.num_attention_heads * args.kv_channels
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    count = 0.0
+    if args.add_bias_linear or args.add_qkv_bias:
+        count += (queries + 2 * groups * args.kv_channels) / tp
+    if args.qk_layernorm:
+        count += 2 * _norm_size(args) * args.kv_channels
+    if args.add_bias_linear:
+        count += hidden
+        if not moe:
+            count += (2 if is_gated(args) else 1) * args.ffn_hidden_size / tp + hidden
+    return count
+
+
+def _expert_biases(args: Namespace) -> float:
+    """Of all routed experts of a layer, each whole."""
+    if not args.add_bias_linear:
+        return 0.0
+    return args.num_experts * ((2 if is_gated(args) else 1) * _expert_width(args) + args.hidden_size)
+
+
+def gradient_bytes(args: Namespace) -> int:
+    """Of one parameter: what megatron's data-parallel wrapper adds gradients up in."""
+    is_full = args.accumulate_allreduce_grads_in_fp32 or args.params_dtype == torch.float32
+    return 4 if is_full else args.params_dtype.itemsize
+
+
+def optimizer_bytes(args: Namespace, count: Parameters) -> float:
+    """Of the optimizer's state on a rank: moments, and in half precision the parameters it updates.
+
+    --use-distributed-optimizer cuts it over the ranks that have the same parameters: data and context parallel ones,
+    or for experts all that have the same experts.
+    """
+    sizes = {"adam": 8, "sgd": 4 if args.sgd_momentum else 0}.get(args.optimizer, 8)
+    main = 0 if args.params_dtype == torch.float32 else 4
+    if args.use_precision_aware_optimizer:
+        sizes = args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize
+        main = args.main_params_dtype.itemsize if main else 0
+    shared = expert = 1.0
+    if args.use_distributed_optimizer:
+        shared = args.data_parallel_size * args.context_parallel_size
+        etp = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+        model = etp * args.expert_model_parallel_size * args.pipeline_model_parallel_size
+        expert = max(1, args.world_size // model)
+    on_device = 1.0 - args.optimizer_offload_fraction if args.optimizer_cpu_offload else 1.0
+    return (sizes + main) * on_device * (count.shared / shared + count.expert / expert)
+
+
+def _expert_width(args: Namespace) -> int:
+    return args.moe_ffn_hidden_size or args.ffn_hidden_size

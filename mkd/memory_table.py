@@ -1,0 +1,63 @@
+"""What a job's memory estimate says, for people."""
+
+from rich.console import Console
+from rich.table import Table
+
+from mkd import cpu
+from mkd.job import Job
+from mkd.memory import PARTS, StageMemory, Workload, estimate, fullest, outside_of_torch
+
+GIB = 2**30
+
+
+def workload(job: Job) -> Workload:
+    """What of a job its memory depends on."""
+    runs = not job.kd.is_plain_pretraining and job.teacher.args is not None
+    return Workload(job.args, [job.teacher.args] if runs else [], job.kd, on_gpu=not cpu.is_target())
+
+
+def memory_line(job: Job) -> str:
+    """The fullest rank in one line."""
+    stage = fullest(estimate(workload(job)))
+    listed = ", ".join(f"{name} {stage.peak_parts[name] / GIB:.2f}" for name in PARTS if name in stage.peak_parts)
+    return f"about {stage.peak / GIB:.2f} GiB on the fullest rank ({stage.peak_phase}): {listed}"
+
+
+def print_memory(job: Job, console: Console) -> None:
+    """The estimate of every pipeline stage, part by part, in GiB on each of its ranks."""
+    stages = estimate(workload(job))
+    console.print(memory_table(stages, [outside_of_torch(job.args, stage.peak) for stage in stages]))
+    if any(_is_elsewhere(stage, part) for stage in stages for part in PARTS):
+        console.print("  (in brackets: at another time than the peak)", highlight=False)
+
+
+def memory_table(stages: list[StageMemory], outside: list[float]) -> Table:
+    """Parts by stages.
+
+    Args:
+        stages: all pipeline stages.
+        outside: of each, bytes that torch does not count.
+    """
+    table = Table(title="memory of each rank, GiB (an estimate: docs/doctor.md)", title_justify="left")
+    table.add_column("part")
+    for stage in stages:
+        table.add_column("all ranks" if len(stages) == 1 else f"stage {stage.stage}", justify="right")
+    for part in PARTS:
+        if any(stage.most(part) for stage in stages):
+            table.add_row(part, *(_cell(stage, part) for stage in stages))
+    table.add_section()
+    table.add_row("peak that torch counts", *(f"{stage.peak / GIB:.2f}" for stage in stages))
+    table.add_row("it comes with the", *(stage.peak_phase for stage in stages))
+    table.add_row("CUDA, NCCL, fragments: allow", *(f"{size / GIB:.2f}" for size in outside))
+    totals = (stage.peak + size for stage, size in zip(stages, outside, strict=True))
+    table.add_row("needed", *(f"{total / GIB:.2f}" for total in totals), style="bold")
+    return table
+
+
+def _is_elsewhere(stage: StageMemory, part: str) -> bool:
+    return part not in stage.peak_parts and stage.most(part) > 0
+
+
+def _cell(stage: StageMemory, part: str) -> str:
+    text = f"{stage.most(part) / GIB:.2f}"
+    return f"({text})" if _is_elsewhere(stage, part) else f"{stage.peak_parts.get(part, 0.0) / GIB:.2f}"
