@@ -1,7 +1,7 @@
 """What is measured beside the losses: in evaluations always, in training steps where --kd-compare-interval asks."""
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from mkd.losses import (
     compare_models,
     fused_linear_loss,
 )
-from mkd.teacher.base import HiddenSignal, TeacherSignal, TopKSignal
+from mkd.teacher.base import TeacherSignal, TopKSignal
 
 BINS = 10
 """Of the teacher's probability of its most probable token, of equal width."""
@@ -43,8 +43,16 @@ def sparse_rows(signal: TopKSignal) -> SparseTeacher:
     return SparseTeacher(ids, logits, lse, tail_lse, signal.temperature, counts)
 
 
+def judged_by(signal: TeacherSignal, batch: KDBatch) -> KDBatch:
+    """The batch with a CE mask of 0 where the teacher does not tell the label's probability: stored answers are about
+    tokens of the KD mask."""
+    if isinstance(signal, TopKSignal):
+        return replace(batch, ce_mask=batch.ce_mask * (batch.kd_mask != 0))
+    return batch
+
+
 def teacher_cross_entropy(
-    signal: HiddenSignal,
+    signal: TeacherSignal,
     batch: KDBatch,
     *,
     true_vocab: int,
@@ -54,8 +62,10 @@ def teacher_cross_entropy(
 ) -> Tensor:
     """[b, s] the teacher's own CE on the supervised tokens: what the student's perplexity is to be read against.
 
-    The arguments after the batch are those of `fused_linear_loss` and of `ForwardStep`.
+    The arguments after the batch are those of `fused_linear_loss` and of `ForwardStep`; the batch is from `judged_by`.
     """
+    if isinstance(signal, TopKSignal):
+        return torch.where(batch.ce_mask != 0, -signal.label_log_prob, 0.0)
     output = fused_linear_loss(
         signal.hidden.flatten(0, 1),
         signal.head,

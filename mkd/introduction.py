@@ -8,16 +8,17 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import default_collate
 
+from mkd.data.ahead import NOTHING
 from mkd.data.batch import KDBatch
 from mkd.errors import MkdCheckpointError
-from mkd.evaluation import teacher_cross_entropy
+from mkd.evaluation import judged_by, teacher_cross_entropy
 from mkd.groups import Groups
 from mkd.job import Job
 from mkd.metrics import perplexity
-from mkd.teacher.online import OnlineTeacher
+from mkd.teacher.base import Teacher
 
 
-def introduce_teacher(teacher: OnlineTeacher, samples: Any, groups: Groups, job: Job) -> None:
+def introduce_teacher(teacher: Teacher, samples: Any, groups: Groups, job: Job) -> None:
     """Print the teacher's perplexity on a first microbatch, beside that of a model that knows nothing, and its
     fingerprint.
 
@@ -29,20 +30,28 @@ def introduce_teacher(teacher: OnlineTeacher, samples: Any, groups: Groups, job:
 
     Raises:
         MkdCheckpointError: the teacher computes something that is not finite.
+        MkdCacheError: it is a cache that does not have this microbatch, and must.
     """
-    batch = _first_batch(samples, job.args.micro_batch_size, job.true_vocab).on_rank(groups.cp)
+    whole = _first_batch(samples, job.args.micro_batch_size, job.true_vocab)
+    [whole] = teacher.prepare([whole], NOTHING)
+    batch = whole.on_rank(groups.cp)
     total = torch.zeros(2, dtype=torch.float64, device="cuda")
     for signal in teacher.signals([batch]):
+        judged = judged_by(signal, batch)
         ce = teacher_cross_entropy(
             signal,
-            batch,
+            judged,
             true_vocab=job.true_vocab,
             tp_group=groups.tp,
             sequence_parallel=job.args.sequence_parallel,
             options=job.loss_options,
         )
-        total += torch.stack([(ce * batch.ce_mask).sum(), batch.ce_mask.sum()])
+        total += torch.stack([(ce * judged.ce_mask).sum(), judged.ce_mask.sum()])
     dist.all_reduce(total)
+    if not total[1]:
+        if dist.get_rank() == 0:
+            print(f"mkd: teacher {teacher.fingerprint()}: the cache has nothing of the first validation micro-batch")
+        return
     ce = (total[0] / total[1]).item()
     if not math.isfinite(ce):
         raise MkdCheckpointError(

@@ -29,3 +29,7 @@ class Upcoming:
         """
         samples = compat.peek(self.iterator, self.count)
         return lambda: draw(iter(samples), len(samples), self.true_vocab, None, self.length_multiple)
+
+
+NOTHING = Upcoming(None, 0, 0, None, evaluating=True)
+"""Where it is not known what comes."""
