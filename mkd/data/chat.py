@@ -153,13 +153,17 @@ class ChatTemplate:
             supervised &= _overlaps(self._tokenize(text)[1], [(begin, len(text))])
         return ids, supervised
 
-    def text(self, chat: Conversation) -> str:
+    def text(self, chat: Conversation, prompt: bool = False) -> str:
         """What the template makes of a conversation: the text whose tokens `encode` gives.
+
+        Args:
+            chat: the conversation.
+            prompt: add what comes before an answer of the assistant.
 
         Raises:
             MkdDataError: the template refuses the conversation.
         """
-        return self._render(chat, len(chat.messages), prompt=False)
+        return self._render(chat, len(chat.messages), prompt)
 
     def _span(self, chat: Conversation, number: int, text: str) -> tuple[int, int]:
         """First and end character of an assistant message in the text."""

@@ -24,13 +24,16 @@ class ChatSpans:
     places: list[Place]
     """Of each message's content, without white space at its ends. None also for an empty message."""
 
+    openings: frozenset[int]
+    """Ids of special tokens that begin a message, as in what comes before an answer."""
+
     def end_of_turn(self, message: int) -> int | None:
         """The special token that ends a message, with at most white space before it; None if there is none."""
         end = self.places[message][1]
         after = np.flatnonzero(self.tokens.offsets[:, 0] >= end)
         for token in after:
             if self.tokens.roles[token] not in (Role.CONTENT, Role.UNK):
-                return int(token)
+                return None if self.tokens.ids[token] in self.openings else int(token)
             if self.text[slice(*self.tokens.offsets[token])].strip():
                 return None
         return None
@@ -44,7 +47,10 @@ def encode_chat(tokenizer: SpanTokenizer, chat: Conversation) -> ChatSpans:
     """
     template = tokenizer.template
     text = template.text(chat)
-    return ChatSpans(text, tokenizer.encode(text), _places(text, template, chat))
+    prompt = tokenizer.encode(template.text(chat, prompt=True).removeprefix(text))
+    special = (prompt.roles != Role.CONTENT) & (prompt.roles != Role.UNK)
+    openings = frozenset(prompt.ids[special].tolist())
+    return ChatSpans(text, tokenizer.encode(text), _places(text, template, chat), openings)
 
 
 def _places(text: str, template: ChatTemplate, chat: Conversation) -> list[Place]:
