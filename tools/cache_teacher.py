@@ -35,7 +35,8 @@ def write(args: argparse.Namespace, flags: list[str]) -> None:
     from megatron.training import initialize_megatron
 
     from mkd.caching.job import CacheJob, CacheOptions
-    from mkd.caching.writing import Writing, print_plan, rows_of
+    from mkd.caching.telling import print_plan
+    from mkd.caching.writing import Writing, rows_of
     from mkd.groups import Groups
     from mkd.stopping import StopSignals
 

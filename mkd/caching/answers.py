@@ -39,8 +39,10 @@ class Answers:
         """Whether this rank gets them: the first tensor- and context-parallel rank of the last pipeline stage."""
         return self.groups.is_last_stage and self.groups.tp.rank() == 0 and self.groups.cp.rank() == 0
 
-    def of(self, signal: HiddenSignal, whole: KDBatch) -> list[tuple[bytes, TokenRows]]:
-        """Key and rows of every text. Collective over the tensor- and context-parallel ranks of the last stage.
+    def of(self, signal: HiddenSignal, whole: KDBatch) -> np.ndarray | None:
+        """[b * s, C] fp32, what `token_rows` reads, of every place; None where the answers are not.
+
+        Collective over the tensor- and context-parallel ranks of the last stage.
 
         Args:
             signal: the teacher's, of this rank's part of the microbatch.
@@ -61,10 +63,7 @@ class Answers:
         label = label_logits(hidden, signal.head, labels, **common) - lse
         columns = torch.cat((columns, torch.where(labels >= 0, label, 0.0)[:, None]), dim=1)
         everything = self._gather(columns.view(*part.tokens.shape[::-1], -1).transpose(0, 1), whole)
-        if everything is None:
-            return []
-        table = everything.flatten(0, 1).cpu().numpy()
-        return [(key, self._token_rows(table[places])) for key, places in whole.segments()]
+        return None if everything is None else everything.flatten(0, 1).cpu().numpy()
 
     def _most_probable(self, hidden: Tensor, head: Tensor, common: dict) -> tuple[Tensor, Tensor]:
         """[N, 2 K + 2 temperatures] fp32 ids, logits, lse, tail_lse; and [N] lse at temperature 1."""
@@ -110,8 +109,8 @@ class Answers:
             everything[:, places] = part
         return everything
 
-    def _token_rows(self, table: np.ndarray) -> TokenRows:
-        """From the columns of some tokens."""
+    def token_rows(self, table: np.ndarray) -> TokenRows:
+        """Rows of what `of` gives -> what the teacher said of these tokens."""
         k, count, label = self.meta.top_k, len(self.meta.temperatures), np.ascontiguousarray(table[:, -1])
         if not self.meta.samples:
             ids, logits, lse, tail_lse = np.split(table[:, :-1], [k, 2 * k, 2 * k + count], axis=1)

@@ -1,28 +1,23 @@
 """The teacher reads, its answers are stored."""
 
-import time
+import math
 from collections import deque
-from pathlib import Path
-from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.training.training import get_train_valid_test_num_samples
 from torch.utils.data import default_collate
 
 from mkd.caching.answers import Answers
 from mkd.caching.job import CacheJob
+from mkd.caching.storing import Storing, open_store
+from mkd.caching.telling import Progress
 from mkd.caching.texts import Ledger, Row, Rows, windows
 from mkd.data.batch import KDBatch, check_same_batch, draw
-from mkd.errors import MkdCacheError, MkdDataError
+from mkd.errors import MkdDataError
 from mkd.groups import Groups
 from mkd.stopping import StopSignals
 from mkd.teacher.base import Teacher
-from mkd.teacher.store import META
-from mkd.teacher.store_writer import StoreWriter
-
-FLUSH_SECONDS = 600.0
-"""A shard is closed after so long, however small it is."""
-SAY_SECONDS = 10.0
 
 
 def rows_of(job: CacheJob) -> Rows:
@@ -37,24 +32,6 @@ def rows_of(job: CacheJob) -> Rows:
     return Rows([(samples, min(count, len(samples))) for samples, count in sets if samples], job.meta.true_vocab)
 
 
-def open_store(folder: Path, job: CacheJob, answers: Answers) -> tuple[StoreWriter | None, set[bytes]]:
-    """This rank's writer, None where there are no answers; and the keys that are stored, the same on all ranks.
-
-    Collective over all ranks.
-
-    Raises:
-        MkdCacheError: see `StoreWriter`; or this rank does not see the first rank's folder.
-    """
-    first = StoreWriter(folder, job.meta) if dist.get_rank() == 0 else None
-    known = [None if first is None else first.known]
-    dist.broadcast_object_list(known, src=0)
-    if not answers.are_here:
-        return None, known[0]
-    if not (folder / META).is_file():
-        raise MkdCacheError(f"--out {folder} is not there on every rank: give a folder that all nodes share")
-    return first or StoreWriter(folder, job.meta), known[0]
-
-
 class Writing:
     """One run over the rows of a job."""
 
@@ -62,13 +39,13 @@ class Writing:
         """Open the store. Collective over all ranks."""
         self._job, self._groups, self._teacher, self._rows, self._stop = job, groups, teacher, rows, stop
         self._answers = Answers(job.meta, groups, job.teacher.config.sequence_parallel, job.kd.loss_chunk_rows)
-        self._writer, known = open_store(job.out, job, self._answers)
+        writer, known = open_store(job.out, job.meta, self._answers)
+        self._storing = None if writer is None else Storing(writer, self._answers)
         self._stored = len(known)
         self._ledger = Ledger(known, groups.dp)
         self._queue: deque[Row] = deque()
         self._tasks: set[bytes] = set()
         self._is_first_round = True
-        self._flushed = time.monotonic()
         args = job.args
         self._row_batch = args.micro_batch_size
         self._micro_batches = max(1, args.global_batch_size // (args.micro_batch_size * groups.dp.size()))
@@ -87,32 +64,30 @@ class Writing:
                 self._round(self._micro_batches)
             say.rows(size * dp.size(), self._ledger)
         while max(self._ledger.waiting) and not self._stop.anywhere():
-            self._round(-(-max(self._ledger.waiting) // self._row_batch))
-        if self._writer is not None:
-            self._writer.flush()
+            self._round(min(-(-max(self._ledger.waiting) // self._row_batch), self._micro_batches))
+        if self._storing is not None:
+            self._storing.close()
         dist.barrier()
         say.end(self._ledger)
         return not self._stop.anywhere()
 
     def _round(self, micro_batches: int) -> None:
         """As many microbatches on every rank: experts may be shared by data-parallel ranks."""
-        count = micro_batches * self._row_batch
+        count, size, job = micro_batches * self._row_batch, self._row_batch, self._job
         rows = [self._queue.popleft() for _ in range(min(count, len(self._queue)))]
         self._ledger.waiting = [max(0, waiting - count) for waiting in self._ledger.waiting]
         rows += [rows[-1] if rows else self._rows[0]] * (count - len(rows))
-        size, job = self._row_batch, self._job
         collated = (default_collate([row.sample for row in rows[i : i + size]]) for i in range(0, count, size))
         batches = draw(collated, micro_batches, job.meta.true_vocab, size, job.data.length_multiple)
         if self._is_first_round:
             check_same_batch(batches[0], self._groups.mp, self._groups.cp)
-            self._is_first_round = False
         # Without pipeline stages there is no reason to hold more than one microbatch's hidden states.
         at_once = micro_batches if self._groups.pp.size() > 1 else 1
         for begin in range(0, micro_batches, at_once):
             self._ask(batches[begin : begin + at_once])
-        if self._writer is not None and time.monotonic() - self._flushed > FLUSH_SECONDS:
-            self._writer.flush()
-            self._flushed = time.monotonic()
+        if self._is_first_round:
+            self._introduce_teacher()
+            self._is_first_round = False
 
     def _ask(self, batches: list[KDBatch]) -> None:
         shapes = {tuple(batch.tokens.shape) for batch in batches}
@@ -120,76 +95,24 @@ class Writing:
             raise MkdDataError(f"microbatches have the shapes {sorted(shapes)}: give --kd-variable-seq-lengths")
         signals = self._teacher.signals([batch.on_rank(self._groups.cp) for batch in batches])
         for signal, whole in zip(signals, batches, strict=bool(signals)):
-            for key, rows in self._answers.of(signal, whole):
-                if key in self._tasks:
-                    self._writer.add(key, rows)
-                    self._tasks.discard(key)
+            table = self._answers.of(signal, whole)
+            texts = {key: places for key, places in whole.segments() if key in self._tasks}
+            self._tasks.difference_update(texts)
+            if table is not None and texts:
+                self._storing.add(list(texts.items()), table)
 
-
-class Progress:
-    """Lines of the first rank."""
-
-    def __init__(self, total: int, stored: int) -> None:
-        """Say how much there is.
-
-        Args:
-            total: rows.
-            stored: segments that are in the folder already.
-        """
-        self._total, self._seen, self._skipped = total, 0, 0
-        self._speaks = dist.get_rank() == 0
-        self._begin = self._said = time.monotonic()
-        self._say(f"{total:,} rows to read; {stored:,} segments are stored already")
-
-    def rows(self, count: int, ledger: Ledger) -> None:
-        """So many rows more are done."""
-        self._seen = min(self._seen + count, self._total)
-        now = time.monotonic()
-        if not ledger.tokens:  # all of it is stored: the time to pass over it is not the teacher's
-            self._begin, self._skipped = now, self._seen
-        if now - self._said < SAY_SECONDS:
-            return
-        self._said, elapsed = now, max(now - self._begin, 1e-9)
-        line = f"{self._seen:,} of {self._total:,} rows ({self._seen / self._total:.1%})"
-        if self._seen > self._skipped:
-            left = (self._total - self._seen) * elapsed / (self._seen - self._skipped)
-            line += f", {ledger.tokens:,} tokens, {ledger.tokens / elapsed:,.0f} tokens/s, ETA {_clock(left)}"
-        self._say(line)
-
-    def end(self, ledger: Ledger) -> None:
-        """Say what was added."""
-        elapsed = max(time.monotonic() - self._begin, 1e-9)
-        rate = f", {ledger.tokens / elapsed:,.0f} tokens/s" if ledger.tokens else ""
-        self._say(f"{ledger.segments:,} segments of {ledger.tokens:,} tokens added in {_clock(elapsed)}{rate}")
-
-    def _say(self, text: str) -> None:
-        if self._speaks:
-            print(f"mkd: cache      {text}", flush=True)
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
-
-
-def print_plan(job: CacheJob) -> None:
-    """What will happen, on rank 0, before any weight is loaded."""
-    args, meta = job.args, job.meta
-    what = f"{meta.samples} draws" if meta.samples else f"the {meta.top_k} most probable tokens, values {meta.values}"
-    layout = f"TP {args.tensor_model_parallel_size}, PP {args.pipeline_model_parallel_size}"
-    layout += f", CP {args.context_parallel_size}, DP {args.data_parallel_size}"
-    plan: dict[str, Any] = {
-        "teacher": job.teacher,
-        "out": f"{job.out}: {what}, {meta.records.dtype.itemsize} bytes a token, at temperature "
-        + ", ".join(f"{t:g}" for t in meta.temperatures),
-        "layout": layout,
-        "vocabulary": f"{meta.true_vocab} tokens, padded to {args.padded_vocab_size}",
-    }
-    if not job.data.has_own_rows:
-        plan["keys"] = (
-            "rows are concatenated documents: only training with the same data, --seed, --seq-length, --split and "
-            "number of samples reads the same rows and finds them here; chats and --kd-packing best_fit do not depend "
-            "on these"
-        )
-    for name, text in plan.items() if args.rank == 0 else ():
-        print(f"mkd: {name:10s} {text}", flush=True)
+    def _introduce_teacher(self) -> None:
+        """Say what it knows of what it has read first."""
+        sums = [0.0, 0.0]
+        if self._storing is not None:
+            self._storing.wait()
+            sums = [-self._storing.label_log_prob, self._storing.tokens]
+        total = torch.tensor(sums, dtype=torch.float64, device="cuda")
+        dist.all_reduce(total)
+        if dist.get_rank() == 0 and total[1]:
+            ce, vocab = (total[0] / total[1]).item(), self._job.meta.true_vocab
+            print(
+                f"mkd: teacher {self._teacher.fingerprint()}: CE {ce:.4f} on the first {int(total[1])} tokens, of "
+                f"prompts too (knowing nothing: ln V = {math.log(vocab):.4f})",
+                flush=True,
+            )
