@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# A teacher with another tokenizer: SmolLM2-135M-Instruct (49,152 tokens) teaches an untrained student that has 8,192 tokens
+# of its own. The same steps on the same text with every loss between tokenizers, and on the text alone.
+#
+#   bash examples/quickstart/run.sh           # makes the teacher
+#   bash examples/cross_tokenizer/run.sh
+#
+# LOSSES, STEPS, ROWS and LENGTH make it longer or shorter; JOBS trainings run at a time.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+TEACHER=${TEACHER:-runs/quickstart/teacher}
+RUNS=${RUNS:-runs/cross_tokenizer}
+STEPS=${STEPS:-150}
+ROWS=${ROWS:-8}                      # samples a step
+LENGTH=${LENGTH:-128}                # tokens a sample
+KD_RATIO=${KD_RATIO:-0.5}
+LOSSES=${LOSSES-"partition_kl p_kl gold"}
+JOBS=${JOBS:-1}
+export RUNS STEPS TEACHER KD_RATIO OMP_NUM_THREADS=${OMP_NUM_THREADS:-2} TOKENIZERS_PARALLELISM=false PYTHONWARNINGS=ignore
+
+[[ -f $TEACHER/config.json ]] || { echo "run.sh: no model in $TEACHER: run bash examples/quickstart/run.sh first" >&2; exit 1; }
+
+if [[ ! -f $RUNS/valid_text_document.idx ]]; then
+    python examples/cross_tokenizer/make_student.py --out "$RUNS"
+    for part in train valid; do
+        python tools/preprocess.py --input "$RUNS/$part.jsonl" --output-prefix "$RUNS/$part" --tokenizer-model "$RUNS/student"
+    done
+fi
+
+export FLAGS="--kd-teacher-hf $TEACHER --kd-student-hf $RUNS/student --kd-packing best_fit
+    --train-data-path $RUNS/train_text_document --valid-data-path $RUNS/valid_text_document
+    --seq-length $LENGTH --micro-batch-size ${MICRO_BATCH:-$ROWS} --global-batch-size $ROWS --train-iters $STEPS --seed 1
+    --lr 2e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters $((STEPS / 20 + 1)) --weight-decay 0.01
+    --adam-beta2 0.95 --clip-grad 1.0 --eval-interval $((STEPS / 5 + 1)) --eval-iters ${EVAL_ITERS:-12} --log-interval 10
+    ${PRECISION:-}"
+
+train() {  # train ce or the name of a loss
+    local out=$RUNS/$1 kd=(--kd-ratio "$KD_RATIO" --kd-xtoken-loss "$1")
+    if [[ $1 == ce ]]; then kd=(--kd-ratio 0); fi
+    rm -rf "$out"; mkdir -p "$out"
+    # shellcheck disable=SC2086  # FLAGS is a list
+    torchrun --standalone --nproc-per-node 1 pretrain_kd.py $FLAGS "${kd[@]}" --kd-metrics-file "$out/metrics.jsonl" \
+        > "$out.txt" 2>&1 && echo "$1: done after $SECONDS s" || { tail -n 20 "$out.txt" >&2; return 1; }
+}
+export -f train
+
+# shellcheck disable=SC2086
+printf '%s\n' ce $LOSSES | xargs -P "$JOBS" -I{} bash -c 'set -euo pipefail; train {}'
+
+logs=("$RUNS/ce/metrics.jsonl")
+for loss in $LOSSES; do logs+=("$RUNS/$loss/metrics.jsonl"); done
+# shellcheck disable=SC2086
+python tools/plot.py "${logs[@]}" --labels "text alone" $LOSSES --out "$RUNS/quality.png"
+for log in "${logs[@]}"; do
+    printf '%s ' "$log"; grep -o '"valid_[a-z_]*": [0-9.]*' "$log" | tail -n 8 | tr '\n' ' '; echo
+done
