@@ -18,13 +18,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from mkd import compat, cpu
-from mkd.errors import MkdError
-from mkd.launch import be_a_rank
+from mkd.errors import MkdCacheError, MkdError
 
 
 def write(args: argparse.Namespace, flags: list[str]) -> None:
     """Fill a cache, or go on filling it."""
+    from mkd import compat, cpu
+    from mkd.launch import be_a_rank
+
     be_a_rank()
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
     if cpu.wanted():
@@ -58,6 +59,35 @@ def write(args: argparse.Namespace, flags: list[str]) -> None:
         print(f"mkd: {args.out} is not complete: the same command goes on", flush=True)
 
 
+def info(args: argparse.Namespace, flags: list[str]) -> None:
+    """Say what a cache holds."""
+    from mkd.caching.folders import describe
+
+    for name, text in describe(Path(args.folder), "info").items():
+        print(f"{name:11s} {text}")
+
+
+def verify(args: argparse.Namespace, flags: list[str]) -> None:
+    """Read all of a cache, or ask a teacher again."""
+    from mkd.caching.folders import problems
+
+    found = problems(Path(args.folder), "verify")
+    if found:
+        raise MkdCacheError(
+            "\n".join([*found, "remove damaged shards with their .json files, and write what is missing again"])
+        )
+    print(f"{args.folder}: every record is as it was written")
+
+
+def merge(args: argparse.Namespace, flags: list[str]) -> None:
+    """Make one cache of several."""
+    from mkd.caching import folders
+
+    doubles = folders.merge(Path(args.out), [Path(part) for part in args.parts], "merge")
+    print(f"{args.out}: {doubles:,} doubles left out")
+    info(argparse.Namespace(folder=args.out), [])
+
+
 def parser_of_commands() -> argparse.ArgumentParser:
     """The command line before `--`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -75,6 +105,13 @@ def parser_of_commands() -> argparse.ArgumentParser:
         metavar="T",
         help="temperatures at which training will read it; with --sample, of the draws (1 and --kd-temperature)",
     )
+    command = commands.add_parser("info", help="say what a cache holds")
+    command.add_argument("folder", metavar="DIR")
+    command = commands.add_parser("verify", help="check every record")
+    command.add_argument("folder", metavar="DIR")
+    command = commands.add_parser("merge", help="make one cache of several of the same teacher and settings")
+    command.add_argument("out", metavar="OUT", help="a new folder")
+    command.add_argument("parts", nargs="+", metavar="DIR", help="caches; of a segment that several have, one is kept")
     return parser
 
 
