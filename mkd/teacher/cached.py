@@ -109,7 +109,7 @@ class CachedTeacher:
 
     def _read(self, lookup: Lookup) -> Tensor:
         cp = self._groups.cp
-        return self._answers.read(lookup.request(cp.rank(), cp.size())).pin_memory()
+        return self._answers.read(lookup.request(cp.rank(), cp.size()))
 
     def _look_ahead(self, upcoming: Upcoming) -> None:
         make = upcoming.fetch()
@@ -137,7 +137,7 @@ class CachedTeacher:
 
     def _signal(self, batch: KDBatch) -> TopKSignal:
         if self._reads:
-            words = self._words[batch.number].to("cuda", non_blocking=True)
+            words = self._words[batch.number].pin_memory().to("cuda", non_blocking=True)
         else:
             words = torch.empty(*batch.tokens.shape, self._answers.width, dtype=torch.int32, device="cuda")
         if self._groups.tp.size() > 1:
