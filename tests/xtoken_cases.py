@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -39,7 +40,8 @@ class XTokenCase:
     """Of the student's head over all ranks, with padding."""
     with_ce: bool = True
     masked: str = ""
-    """"chunks": no chunk counts; "all": nor does any row in cross-entropy."""
+    """"chunks": no chunk counts; "all": nor does any row in cross-entropy; "rank": the second of two context-parallel
+    ranks has nothing that counts."""
     uncommon_top_k: int = 9
     chunk_rows: int | None = 11
     maps: LogitMaps = PLAIN_LOGITS
@@ -120,12 +122,16 @@ def make(case: XTokenCase) -> Microbatch:
     ce_weight = torch.rand(n, generator=gen) + 0.1
     kd_weight = torch.rand(count, generator=gen) + 0.1
     kd_weight[1] = kd_weight[count - 2] = 0
-    if case.masked:
+    if case.masked in ("chunks", "all"):
         kd_weight.zero_()
     chunks = ChunkRows(*(_rows(x) for x in (student, starts(student), teacher, starts(teacher))), kd_weight)
     ce_weight[::5] = 0
     if case.masked == "all":
         ce_weight.zero_()
+    if case.masked == "rank":
+        away = rows_of_rank(case, 1, 2)
+        ce_weight[away] = 0
+        kd_weight[chunks.student[away][chunks.student[away] >= 0]] = 0
     used = _counting(chunks.student, kd_weight)
     unused = ~used & (ce_weight == 0 if case.with_ce else torch.tensor(True))
     hidden[unused], labels[unused] = torch.nan, -100
@@ -220,6 +226,7 @@ def definition(case: XTokenCase, x: Microbatch) -> Callable[[Tensor, Tensor, Ten
     return value
 
 
+@cache
 def expect(case: XTokenCase) -> Expected:
     """The definitions in float64, a chunk at a time, through autograd."""
     x = make(case)

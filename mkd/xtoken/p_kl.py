@@ -86,7 +86,7 @@ def _reduce(partial: Tensor, vocabulary: CrossVocabulary, shard: VocabShard) -> 
     for rank, part in enumerate(partial.split(widths)):
         padded[rank, : len(part)] = part
     own = torch.empty_like(padded[0])
-    torch.distributed.reduce_scatter_tensor(own, padded, group=shard.group)
+    torch.distributed.reduce_scatter_tensor(own, padded.flatten(0, 1), group=shard.group)
     return own[: widths[shard.rank]]
 
 
