@@ -109,22 +109,29 @@ def _input_bytes(args: Namespace) -> float:
 def _terms(args: Namespace, moe: bool, on_gpu: bool) -> _Terms:
     tokens, size, residual = tokens_of(args), args.params_dtype.itemsize, _input_bytes(args)
     feed_forward, activation = _experts(args, on_gpu) if moe else _mlp(args, args.ffn_hidden_size, on_gpu)
-    scale = tokens * size
+    scale, scores = tokens * size, _scores(args, on_gpu)
+    # Without fusions a norm keeps its input before and after it was scaled.
+    norm = residual if on_gpu else 2 * residual
     masks = 2 * residual / size if args.hidden_dropout > 0 else 0.0
     return _Terms(
         entrance=residual,
-        attention=residual + scale * _attention(args) + _statistics(args, tokens),
-        scores=_scores(args, on_gpu),
+        attention=norm + scale * _attention(args, repeats=scores > 0) + _statistics(args, tokens),
+        scores=scores,
         middle=residual,
-        norm=residual,
+        norm=norm,
         feed_forward=scale * feed_forward,
         activation=scale * activation,
         dropout=masks,
     )
 
 
-def _attention(args: Namespace) -> float:
-    """Elements a token that attention keeps behind its normalised input: queries, keys, values and its output."""
+def _attention(args: Namespace, repeats: bool) -> float:
+    """Elements a token that attention keeps behind its normalised input: queries, keys, values and its output.
+
+    Args:
+        args: Megatron's, of the model.
+        repeats: whether each head has keys and values of its own, as where no kernel knows grouped queries.
+    """
     tp, heads = args.tensor_model_parallel_size, args.num_attention_heads
     if args.multi_latent_attention:
         query = heads * (args.qk_head_dim + args.qk_pos_emb_head_dim)
@@ -134,7 +141,7 @@ def _attention(args: Namespace) -> float:
     query = heads * args.kv_channels
     key = (args.num_query_groups if args.group_query_attention else heads) * args.kv_channels
     normed = query + key if args.qk_layernorm else 0
-    return (2 * query + 2 * key + normed) / tp
+    return (2 * query + 2 * (query if repeats else key) + normed) / tp
 
 
 def _statistics(args: Namespace, tokens: int) -> float:
@@ -157,7 +164,8 @@ def _mlp(args: Namespace, width: int, on_gpu: bool) -> tuple[float, float]:
     """Elements a token inside a feed-forward layer, and of its activation function's output."""
     inner = width / args.tensor_model_parallel_size
     fused = args.bias_swiglu_fusion if args.swiglu else args.bias_gelu_fusion
-    factors = (2 if is_gated(args) else 1) + (1 if is_gated(args) and not (fused and on_gpu) else 0)
+    # Unfused, a gate is kept after its activation function too, and what it multiplies once more.
+    factors = (2 if fused and on_gpu else 4) if is_gated(args) else 1
     return (factors + 1) * inner, inner
 
 

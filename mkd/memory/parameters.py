@@ -96,7 +96,7 @@ def _layer(args: Namespace, moe: bool) -> Parameters:
     factors = 3 if is_gated(args) else 2
     routed = factors * (args.moe_latent_size or args.hidden_size) * _expert_width(args) * args.num_experts
     ranks = etp * args.expert_model_parallel_size
-    biases = _expert_biases(args) / args.expert_model_parallel_size
+    biases = _expert_biases(args, etp) / args.expert_model_parallel_size
     return Parameters(counted - routed / ranks, routed / ranks + biases)
 
 
@@ -119,11 +119,11 @@ def _biases(args: Namespace, moe: bool) -> float:
     return count
 
 
-def _expert_biases(args: Namespace) -> float:
-    """Of all routed experts of a layer, each whole."""
+def _expert_biases(args: Namespace, etp: int) -> float:
+    """Of all routed experts of a layer, on each expert-tensor-parallel rank."""
     if not args.add_bias_linear:
         return 0.0
-    return args.num_experts * ((2 if is_gated(args) else 1) * _expert_width(args) + args.hidden_size)
+    return args.num_experts * ((2 if is_gated(args) else 1) * _expert_width(args) / etp + args.hidden_size)
 
 
 def gradient_bytes(args: Namespace) -> int:

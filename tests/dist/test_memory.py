@@ -1,0 +1,102 @@
+"""The memory estimate against models that are built: their parameters, and what autograd keeps of them."""
+
+import pytest
+import torch
+
+from mkd.arguments import default_arguments
+from mkd.checkpoint.hf_check import read_architecture
+from mkd.checkpoint.hf_folder import HFFolder
+from mkd.cpu.flags import set_cpu_values
+from mkd.memory.activations import kept_by_layers
+from mkd.memory.parameters import parameters_of_stage
+from tests.dist.gpt_models import build_from_arguments, layout
+from tests.dist.test_hf_families import DEEPSEEK, GPT_OSS
+from tests.hf_folders import make_model
+
+FAMILIES = {
+    "llama": {"num_hidden_layers": 2, "tie_word_embeddings": True},
+    "qwen2": {"num_hidden_layers": 2},
+    "qwen3": {"num_hidden_layers": 2},
+    "mixtral": {"num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v3": DEEPSEEK,
+    "gpt_oss": GPT_OSS,
+}
+LENGTH, SAMPLES = 48, 2
+
+
+CASES = [("llama", 2, 1), ("llama", 1, 2), ("qwen2", 2, 1), ("qwen3", 2, 1), ("mixtral", 2, 1), ("deepseek_v3", 1, 2)]
+CASES += [("gpt_oss", 1, 2)]
+
+
+def counts(rank: int, size: int, path: str, tp: int, pp: int) -> tuple[int, float]:
+    """Parameters of this rank's model, and those that the estimate tells of."""
+    architecture = read_architecture(HFFolder(path, "--hf"))[1]
+    with layout(tp, pp):
+        (model,) = build_from_arguments(architecture)
+        args = default_arguments()
+        vars(args).update(architecture, virtual_pipeline_model_parallel_size=None, world_size=size)
+        args.tensor_model_parallel_size, args.pipeline_model_parallel_size = tp, pp
+        args.padded_vocab_size = -(-args.vocab_size // (128 * tp)) * 128 * tp
+        return sum(p.numel() for p in model.parameters()), parameters_of_stage(args, rank // tp).total
+
+
+@pytest.mark.parametrize("family, tp, pp", CASES)
+def test_parameters_of_every_rank(gloo_pool, tmp_path, family, tp, pp):
+    sizes = {name: value for name, value in FAMILIES[family].items() if name != "model_type"}
+    tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+    folder = make_model(tmp_path / "hf", family, **{**sizes, **tokens})
+    for built, told in gloo_pool(2).run(counts, folder, tp, pp):
+        # The router's bias, sinks of heads and the like are not counted.
+        assert told == pytest.approx(built, rel=2e-3)
+
+
+def saved(rank: int, size: int, tp: int, sequence_parallel: bool) -> tuple[int, float]:
+    """Bytes that autograd keeps of a Llama's layers, each storage once and without parameters; the same by estimate."""
+    architecture = {
+        "num_layers": 2,
+        "hidden_size": 64,
+        "ffn_hidden_size": 160,
+        "num_attention_heads": 4,
+        "group_query_attention": True,
+        "num_query_groups": 2,
+        "kv_channels": 16,
+        "vocab_size": 128,
+        "swiglu": True,
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
+        "position_embedding_type": "rope",
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "max_position_embeddings": LENGTH,
+        "sequence_parallel": sequence_parallel,
+    }
+    with layout(tp, 1):
+        (model,) = build_from_arguments(architecture)
+        kept: dict[int, int] = {}
+        known = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in known and tensor.is_floating_point():
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        hidden = torch.randn(LENGTH // (tp if sequence_parallel else 1), SAMPLES, 64, requires_grad=True)
+        mask = torch.ones(LENGTH, LENGTH).triu(1).bool()[None, None]
+        rope = model.rotary_pos_emb(LENGTH)
+        known.add(rope.untyped_storage().data_ptr())
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            for layer in model.decoder.layers:
+                hidden, _ = layer(hidden, mask, rotary_pos_emb=rope)
+        args = default_arguments()
+        set_cpu_values(args)
+        vars(args).update(architecture, params_dtype=torch.float32, seq_length=LENGTH, micro_batch_size=SAMPLES)
+        args.tensor_model_parallel_size = tp
+        return sum(kept.values()), kept_by_layers(args, range(2), on_gpu=False)
+
+
+@pytest.mark.parametrize("tp, sequence_parallel", [(1, False), (2, False), (2, True)])
+def test_what_layers_keep(gloo_pool, tp, sequence_parallel):
+    """On CPU, where attention keeps its scores and nothing is fused."""
+    for kept, told in gloo_pool(2).run(saved, tp, sequence_parallel):
+        assert told == pytest.approx(kept, rel=0.05)
