@@ -1,8 +1,10 @@
 """Teacher first, then student: wraps megatron's forward-backward schedules."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from mkd.config import KDConfig
 from mkd.data.ahead import Upcoming
@@ -57,6 +59,8 @@ class TeacherThenStudent:
             )
             if self.hidden_layers is not None:
                 self.hidden_layers.add_to(reports, [step.layers for step in inputs])
+            if self._wants_teacher(forward_only):
+                _add_to(reports, self.teacher.facts())
             return reports
 
         return run
@@ -114,6 +118,12 @@ class TeacherThenStudent:
 
     def _lazily(self, batch: KDBatch) -> Callable[[], HiddenSignal]:
         return lambda: self.teacher.signals([batch])[0]
+
+
+def _add_to(reports: list[dict], facts: Mapping[str, float]) -> None:
+    """Numbers that are the same on all ranks, as means that megatron takes."""
+    for report in reports:
+        report |= {name: torch.tensor([value, 1.0], device="cuda") for name, value in facts.items()}
 
 
 def _constant(signal: HiddenSignal) -> Callable[[], HiddenSignal]:

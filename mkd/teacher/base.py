@@ -24,6 +24,9 @@ class HiddenSignal:
     """[V/tp, Ht], the rows of the teacher's LM head for this rank's shard of the student's padded vocabulary."""
     logit_scale: float = 1.0
     """The teacher's logits are this times hidden times head."""
+    side: int | None = None
+    """Which of `KDBatch.others` the hidden states are of, where the teacher has another tokenizer: [s, b] is then that
+    side's. `head` has this rank's columns in the order of its `CrossVocabulary`."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,23 @@ class TopKSignal:
     """[b, s/cp] fp32 ln of the label's probability at temperature 1, where the KD mask is not 0; None: not known."""
 
 
-TeacherSignal = HiddenSignal | TopKSignal
+@dataclass(frozen=True)
+class SeveralSignals:
+    """The opinions of several teachers on one microbatch."""
+
+    signals: tuple[HiddenSignal | TopKSignal, ...]
+    weights: tuple[float, ...]
+    """Of each teacher's divergence in the sum."""
+
+    @classmethod
+    def of(cls, signal: "TeacherSignal | None") -> "SeveralSignals":
+        """The same for one teacher, or for none."""
+        if isinstance(signal, SeveralSignals):
+            return signal
+        return cls(() if signal is None else (signal,), () if signal is None else (1.0,))
+
+
+TeacherSignal = HiddenSignal | TopKSignal | SeveralSignals
 """What the loss gets."""
 
 
@@ -74,6 +93,10 @@ class Teacher(Protocol):
 
         All ranks of a model replica call it together, with the same microbatches.
         """
+        ...
+
+    def facts(self) -> dict[str, float]:
+        """Name -> number: what is reported of the step that was prepared last, the same on all ranks."""
         ...
 
     def fingerprint(self) -> str:

@@ -65,6 +65,10 @@ class CachedTeacher:
     def fingerprint(self) -> str:
         return self._answers.store.meta.teacher
 
+    def facts(self) -> dict[str, float]:
+        """See `Teacher.facts`."""
+        return {"kd_missing": float(self.missing)} if self._tolerant else {}
+
     def prepare(self, batches: Sequence[KDBatch], upcoming: Upcoming) -> list[KDBatch]:
         """See `Teacher.prepare`. Collective over all ranks.
 

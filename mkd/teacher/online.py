@@ -60,6 +60,10 @@ class OnlineTeacher:
             self._on_host = [(p, p.data.to("cpu").pin_memory()) for p in self._model.parameters()]
             self._leave_device()
 
+    def facts(self) -> dict[str, float]:
+        """See `Teacher.facts`."""
+        return {}
+
     def fingerprint(self) -> str:
         return self._fingerprint
 
