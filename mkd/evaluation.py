@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import asdict, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +28,20 @@ CALIBRATION = "calibration"
 """Name of the sums of `calibration_sums` in the report of a micro-batch."""
 COMPARED = ("agreement", "student_entropy", "teacher_entropy")
 """Names of the terms of `comparison_terms`; means over the tokens of the KD mask."""
+
+
+class Mean(NamedTuple):
+    """A reported mean: scalars of this rank's part, and what the whole step's is divided by."""
+
+    total: Tensor
+    count: Tensor
+    everywhere: Tensor | None
+    """The count over all microbatches and ranks of the step; None where only this one is known."""
+
+    @classmethod
+    def of(cls, values: Tensor, mask: Tensor, everywhere: Tensor | None) -> "Mean":
+        """Over the tokens of a mask; both [b, s]."""
+        return cls((values * mask).sum(), mask.sum(), everywhere)
 
 
 def rows_of(tokens: Tensor) -> Tensor:
@@ -152,22 +167,19 @@ def calibration_error(table: dict[str, list[float | None]]) -> float:
     return sum(share * abs(student - teacher) for share, teacher, student in rows if share)
 
 
-def bits_per_byte(terms: dict[str, Tensor], batch: KDBatch, byte_lengths: Tensor | None) -> dict[str, Tensor]:
-    """[sum of bits, bytes] of the supervised tokens that are text, of the student and, if its CE is known, the teacher.
+def bits_per_byte(prefix: str, ce: Tensor, batch: KDBatch, byte_lengths: Tensor | None) -> dict[str, Mean]:
+    """Name -> bits of the supervised tokens that are text, over their bytes.
 
     Unlike perplexity it can be compared between tokenizers.
 
     Args:
-        terms: name -> [b, s], of which `ce` and `teacher_ce` are read.
+        prefix: of the name.
+        ce: [b, s] in nats.
         batch: its labels and CE mask.
         byte_lengths: [V] bytes of each token, 0 of what is no text; None: nothing is returned.
     """
     if byte_lengths is None:
         return {}
     lengths = byte_lengths[batch.labels.clamp(0, len(byte_lengths) - 1)] * (batch.ce_mask != 0)
-    names = {"ce": "bits_per_byte", "teacher_ce": "teacher_bits_per_byte"}
-    return {
-        name: torch.stack([torch.where(lengths > 0, terms[term], 0).sum() / math.log(2.0), lengths.sum().float()])
-        for term, name in names.items()
-        if term in terms
-    }
+    bits = torch.where(lengths > 0, ce, 0).sum() / math.log(2.0)
+    return {f"{prefix}bits_per_byte": Mean(bits, lengths.sum().float(), None)}

@@ -1,7 +1,7 @@
 """The forward step: microbatch -> teacher signal -> student -> losses -> (loss, count, report)."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,36 +13,14 @@ from mkd.compat import padding_of_stage
 from mkd.config import LossSpec
 from mkd.data.batch import KDBatch
 from mkd.data.counts import StepTokens
-from mkd.evaluation import (
-    CALIBRATION,
-    COMPARED,
-    bits_per_byte,
-    calibration_sums,
-    compare,
-    comparison_terms,
-    rows_of,
-    sparse_rows,
-    teacher_cross_entropy,
-)
+from mkd.evaluation import CALIBRATION, bits_per_byte, rows_of
 from mkd.groups import Groups
 from mkd.hidden_layers import LayersOfMicrobatch
-from mkd.losses import (
-    LogitMap,
-    LogitMaps,
-    LogitSource,
-    LossOptions,
-    LossOutput,
-    SparseTeacher,
-    fused_linear_loss,
-    fused_linear_topk_loss,
-    teacher_top_k,
-)
+from mkd.losses import LossOptions
 from mkd.losses.sparse import Tail
 from mkd.models.gpt import finish_parameter_sync, logit_scale
-from mkd.teacher.base import TeacherSignal, TopKSignal
-
-_OF_KD_TOKENS = ("kd", *COMPARED)
-"""Reported terms that are means over the tokens of the KD mask; the others are over those of the CE mask."""
+from mkd.teacher.base import SeveralSignals, TeacherSignal
+from mkd.terms import Mean, Setting, Student, Term, TokenTerm, cross_entropy
 
 
 @dataclass(frozen=True)
@@ -102,42 +80,48 @@ class ForwardStep:
         rows = {"packed_seq_params": batch.packed, "padding_mask": padding_of_stage(unwrap_model(model), batch.padding)}
         if step.objective.plain:
             output = model(*inputs, labels=batch.labels, **rows)
-            return output, lambda losses: self._report(step, {"ce": losses.float()}, None)
+            return output, lambda losses: self._report_plain(step, losses.float())
         head = _HeadLoss(self, step)
         if step.layers is not None:
             step.layers.begin()
         output = model(*inputs, output_processor=head, **rows)
         return output, head.report
 
-    def _report(
-        self, step: StepInput, terms: dict[str, Tensor], loss: Tensor | None
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Megatron's (loss sum, token count, {name: [sum, count]}) from per-token terms [b, s]."""
-        batch, objective = step.batch, step.objective
-        masks = {name: batch.kd_mask if name in _OF_KD_TOKENS else batch.ce_mask for name in terms}
-        sums = {name: (values * masks[name]).sum() for name, values in terms.items()}
-        if loss is None:
-            loss = sums["ce"]
-        if objective.evaluating and "kd" in sums:
-            total = (1.0 - objective.ratio) * sums["ce"] + objective.ratio * step.tokens.kd_scale * sums["kd"]
-        else:
-            total = loss
-        if self.check_finite:
-            for name, value in {"loss": total, **sums}.items():
-                _require_finite(name, value)
-        divisor = batch.ce_mask.sum() if step.tokens is None else step.tokens.divisor(batch)
-        counts = {"loss": divisor} | {name: self._count(name, mask, step) for name, mask in masks.items()}
-        report = {name: torch.stack([value.detach(), counts[name]]) for name, value in {"loss": total, **sums}.items()}
-        if objective.evaluating:
-            report |= bits_per_byte(terms, batch, self.byte_lengths)
-        return loss, divisor.int(), report
+    @property
+    def setting(self) -> Setting:
+        """What the terms of all teachers share."""
+        return Setting(
+            self.groups, self.true_vocab, self.options, self.top_k, self.top_k_tail, byte_lengths=self.byte_lengths
+        )
 
-    def _count(self, name: str, mask: Tensor, step: StepInput) -> Tensor:
-        """What megatron divides the reported sum of a term by; a term without a token in the whole step reports 0."""
-        if step.tokens is None or step.objective.evaluating:
-            return mask.sum()  # an evaluation's means are over many steps
-        everywhere = step.tokens.kd if name in _OF_KD_TOKENS else step.tokens.ce
-        return torch.where(everywhere > 0, mask.sum(), 1.0)
+    def term(self, step: StepInput, signal: TeacherSignal) -> Term:
+        """What a teacher adds to the loss."""
+        return TokenTerm(self.setting, step.batch, signal)
+
+    def _report_plain(self, step: StepInput, ce: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        mean = Mean.of(ce, step.batch.ce_mask, None)
+        means = {"ce": mean}
+        if step.objective.evaluating:
+            means |= bits_per_byte("", ce, step.batch, self.byte_lengths)
+        return self.report(step, means, mean.total, mean.total)
+
+    def report(
+        self, step: StepInput, means: dict[str, Mean], loss: Tensor, total: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Megatron's (loss sum, token count, {name: [sum, count]}); `total` is what is reported as the loss."""
+        if self.check_finite:
+            for name, value in {"loss": total, **{name: mean.total for name, mean in means.items()}}.items():
+                _require_finite(name, value)
+        batch = step.batch
+        divisor = batch.ce_mask.sum() if step.tokens is None else step.tokens.divisor(batch)
+        report = {"loss": torch.stack([total.detach(), divisor])}
+        for name, mean in means.items():
+            count = mean.count
+            if not (step.objective.evaluating or mean.everywhere is None):
+                # A term without a token in the whole step reports 0; an evaluation's means are over many steps.
+                count = torch.where(mean.everywhere > 0, count, 1.0)
+            report[name] = torch.stack([mean.total.detach(), count])
+        return loss, divisor.int(), report
 
 
 class _HeadLoss:
@@ -149,8 +133,12 @@ class _HeadLoss:
         self._with_ce = objective.evaluating or objective.ratio < 1.0
         self._with_kd = objective.evaluating or objective.ratio > 0.0
         # Before the student's activations exist. Without pipeline stages this is where the teacher runs.
-        self._signal = step.signal() if self._with_kd and owner.groups.is_last_stage else None
-        self._terms: dict[str, Tensor] = {}
+        signal = step.signal() if self._with_kd and owner.groups.is_last_stage else None
+        signals = SeveralSignals.of(signal)
+        self._terms = [owner.term(step, one) for one in signals.signals]
+        self._shares = signals.weights
+        self._means: dict[str, Mean] = {}
+        self._total: Tensor | None = None
         self._calibration: Tensor | None = None
 
     def __call__(
@@ -171,130 +159,96 @@ class _HeadLoss:
             config: the student's TransformerConfig.
         """
         finish_parameter_sync(output_layer)
-        weight = output_layer.weight if output_weight is None else output_weight
-        batch, objective = self._step.batch, self._step.objective
-        ce_weight, kd_weight = self._weights()
-        output = self._loss(hidden_states, weight, ce_weight, kd_weight, config)
-        self._terms = {
-            name: values.view(batch.tokens.shape[::-1]).t()
-            for name, values in (("ce", output.ce), ("kd", output.kd))
-            if values is not None
-        }
-        if objective.evaluating:
-            self._terms["teacher_ce"] = teacher_cross_entropy(
-                self._signal,
-                batch,
-                true_vocab=self._owner.true_vocab,
-                tp_group=self._owner.groups.tp,
-                sequence_parallel=config.sequence_parallel,
-                options=self._owner.options,
-            )
-        if objective.evaluating or (objective.comparing and self._with_kd):
-            self._compare(hidden_states, weight, config)
-        return output.loss
-
-    def _compare(self, hidden: Tensor, weight: Tensor, config: Any) -> None:
-        """Measure how alike student and teacher are."""
-        found = compare(
-            LogitSource(hidden.flatten(0, 1), weight, LogitMap(scale=logit_scale(config))),
-            self._signal,
-            true_vocab=self._owner.true_vocab,
-            tp_group=self._owner.groups.tp,
+        student = Student(
+            hidden=hidden_states.flatten(0, 1),
+            weight=output_layer.weight if output_weight is None else output_weight,
+            logit_scale=logit_scale(config),
             sequence_parallel=config.sequence_parallel,
-            chunk_rows=self._owner.options.chunk_rows,
+            upstream=_loss_scale(config, hidden_states.device),
         )
-        mask = self._step.batch.kd_mask
-        self._terms |= comparison_terms(found, mask)
-        if self._step.objective.evaluating:
-            self._calibration = calibration_sums(found, mask)
+        loss = self._losses(student)
+        objective = self._step.objective
+        self._total = self._evaluated() if objective.evaluating else loss
+        for number, term in enumerate(self._terms):
+            suffix = self._suffix(number)
+            if objective.evaluating:
+                self._add(suffix, term.teacher(student, self._step.tokens))
+            if objective.evaluating or objective.comparing:
+                calibrates = objective.evaluating and len(self._terms) == 1
+                means, calibration = term.comparison(student, self._step.tokens, calibrates)
+                self._add(suffix, means)
+                self._calibration = calibration
+        return loss
 
-    def _weights(self) -> tuple[Tensor | None, Tensor | None]:
-        """CE and KD weights of every token, in the order of the hidden states' rows (sequence first)."""
-        batch, objective = self._step.batch, self._step.objective
+    def _losses(self, student: Student) -> Tensor:
+        """The sum over all teachers, CE with the first; its parts go to the means."""
+        batch, objective, tokens = self._step.batch, self._step.objective, self._step.tokens
         # A weight of 0 takes a token out of its term, so an evaluation at R = 0 or 1 must not weigh with R.
-        ce_scale = kd_scale = 1.0
-        if not objective.evaluating:
-            ce_scale, kd_scale = 1.0 - objective.ratio, objective.ratio * self._step.tokens.kd_scale
-        ce = ce_scale * rows_of(batch.ce_mask) if self._with_ce else None
-        kd = kd_scale * rows_of(batch.kd_mask) if self._with_kd else None
-        return ce, kd
+        ce_scale = 1.0 if objective.evaluating else 1.0 - objective.ratio
+        ce_weight = ce_scale * rows_of(batch.ce_mask) if self._with_ce else None
+        if not self._terms:
+            outputs = [cross_entropy(student, batch, ce_weight, objective.spec, self._owner.setting)]
+        else:
+            outputs = [
+                term.loss(
+                    student,
+                    ce_weight if number == 0 else None,
+                    1.0 if objective.evaluating else self._factor(number),
+                    objective.spec,
+                )
+                for number, term in enumerate(self._terms)
+            ]
+        if outputs[0].ce is not None:
+            ce = outputs[0].ce.view(batch.tokens.shape[::-1]).t()
+            self._means["ce"] = Mean.of(ce, batch.ce_mask, tokens.ce)
+            if objective.evaluating:
+                self._means |= bits_per_byte("", ce, batch, self._owner.byte_lengths)
+        for number, (term, output) in enumerate(zip(self._terms, outputs, strict=False)):
+            self._add(self._suffix(number), {"kd": term.divergence(output, tokens)})
+        if len(self._terms) > 1:
+            self._means["kd"] = self._sum_of_divergences()
+        return sum((output.loss for output in outputs[1:]), start=outputs[0].loss)
 
-    def _loss(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        ce_weight: Tensor | None,
-        kd_weight: Tensor | None,
-        config: Any,
-    ) -> LossOutput:
-        signal = self._signal
-        common: dict[str, Any] = dict(
-            spec=self._step.objective.spec,
-            true_vocab=self._owner.true_vocab,
-            tp_group=self._owner.groups.tp,
-            sequence_parallel=config.sequence_parallel,
-            upstream=_loss_scale(config, hidden.device),
-            **asdict(self._owner.options),
+    def _factor(self, number: int) -> Tensor | float:
+        """In front of the sum over a teacher's divergences."""
+        share = (
+            self._step.objective.ratio * self._shares[number] if len(self._shares) > 1 else self._step.objective.ratio
         )
-        student_map = LogitMap(scale=logit_scale(config))
-        if isinstance(signal, TopKSignal) or (signal is not None and self._owner.top_k is not None):
-            rows = (rows_of(self._step.batch.labels), ce_weight, kd_weight)
-            sparse = dict(tail=self._owner.top_k_tail, student_map=student_map)
-            return fused_linear_topk_loss(
-                hidden.flatten(0, 1), weight, self._sparse(config.sequence_parallel), *rows, **sparse, **common
-            )
-        return fused_linear_loss(
-            hidden.flatten(0, 1),
-            weight,
-            None if signal is None else signal.hidden.flatten(0, 1),
-            None if signal is None else signal.head,
-            rows_of(self._step.batch.labels),
-            ce_weight,
-            kd_weight,
-            maps=LogitMaps(
-                student=student_map,
-                teacher=LogitMap() if signal is None else LogitMap(scale=signal.logit_scale),
-            ),
-            **common,
-        )
+        return share * self._terms[number].scale(self._step.tokens)
 
-    def _sparse(self, sequence_parallel: bool) -> SparseTeacher:
-        """Rows of the teacher's most probable tokens, found among its logits or as they came."""
-        signal, temperature = self._signal, self._step.objective.spec.temperature
-        if isinstance(signal, TopKSignal):
-            return sparse_rows(signal)
-        found = teacher_top_k(
-            signal.hidden.flatten(0, 1),
-            signal.head,
-            self._owner.top_k,
-            temperatures=(temperature,),
-            true_vocab=self._owner.true_vocab,
-            tp_group=self._owner.groups.tp,
-            sequence_parallel=sequence_parallel,
-            chunk_rows=self._owner.options.chunk_rows,
-            logit_map=LogitMap(scale=signal.logit_scale),
+    def _evaluated(self) -> Tensor:
+        """The objective, where the terms' own weights are not in the sums."""
+        kd = sum(
+            self._factor(number) * self._means["kd" + self._suffix(number)].total for number in range(len(self._terms))
         )
-        return SparseTeacher(found.ids, found.logits, found.lse[0], found.tail_lse[0], temperature)
+        return (1.0 - self._step.objective.ratio) * self._means["ce"].total + kd
+
+    def _sum_of_divergences(self) -> Mean:
+        """Of several teachers, each by its own count and with its share, as a mean over the tokens of the divisor."""
+        tokens = self._step.tokens
+        parts = [
+            share * term.scale(tokens) * self._means["kd" + self._suffix(number)].total
+            for number, (share, term) in enumerate(zip(self._shares, self._terms, strict=True))
+        ]
+        return Mean(sum(parts), tokens.divisor(self._step.batch), tokens.ce + tokens.kd)
+
+    def _suffix(self, number: int) -> str:
+        """Of the names of one teacher's means: none for a single one, else _1, _2 and so on."""
+        return f"_{number + 1}" if len(self._terms) > 1 else ""
+
+    def _add(self, suffix: str, means: dict[str, Mean]) -> None:
+        self._means |= {name + suffix: mean for name, mean in means.items()}
 
     def report(self, loss: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """What the schedule asks for after the last stage's forward pass."""
-        if self._owner.check_finite and self._signal is not None:
-            _require_finite("the teacher's final hidden states", self._sum_of_teacher())
-        loss, divisor, report = self._owner._report(self._step, self._terms, loss)
+        if self._owner.check_finite:
+            for term in self._terms:
+                _require_finite("the teacher's final hidden states", term.sum_of_teacher())
+        total = loss if self._total is None else self._total
+        loss, divisor, report = self._owner.report(self._step, self._means, loss, total)
         if self._calibration is not None:
             report[CALIBRATION] = self._calibration
         return loss, divisor, report
-
-    def _sum_of_teacher(self) -> Tensor:
-        """Scalar that is not finite if the teacher's hidden states of a distilled token of this rank are not."""
-        mask = self._step.batch.kd_mask.t()
-        if isinstance(self._signal, TopKSignal):
-            logits = torch.where(self._signal.ids >= 0, self._signal.logits, 0).sum(dim=-1, dtype=torch.float32)
-            return torch.where(mask != 0, (logits + self._signal.lse).t(), 0).sum()
-        sums = self._signal.hidden.sum(dim=-1, dtype=torch.float32)
-        if sums.shape != mask.shape:  # sequence parallelism: this rank's part of the sequence
-            mask = mask.chunk(self._owner.groups.tp.size())[self._owner.groups.tp.rank()]
-        return torch.where(mask != 0, sums, 0).sum()
 
 
 def _loss_scale(config: Any, device: torch.device) -> Tensor | float:

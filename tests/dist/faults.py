@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mkd import schedule, step
+from mkd import schedule, step, terms
 from mkd.context_parallel import dual_chunk_places
 from mkd.data.batch import KDBatch
 from mkd.losses import LossOutput
@@ -37,7 +37,7 @@ def _with_loss(change: Callable[[Tensor], Tensor]) -> Any:
 
         return wrong
 
-    return _patched(step, "fused_linear_loss", make)
+    return _patched(terms, "fused_linear_loss", make)
 
 
 def _doubled() -> Any:
@@ -56,7 +56,7 @@ def _local_divisor() -> Iterator[None]:
 
         return wrong
 
-    with _with_loss(lambda loss: loss), _patched(step.ForwardStep, "_report", make):
+    with _with_loss(lambda loss: loss), _patched(step.ForwardStep, "report", make):
         yield
 
 

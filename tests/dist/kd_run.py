@@ -15,10 +15,12 @@ from megatron.core.transformer.moe.moe_logging import (
 )
 from torch import Tensor, nn
 
+from mkd.evaluation import CALIBRATION
 from mkd.groups import Groups
 from mkd.losses import LossOptions
 from mkd.schedule import TeacherThenStudent
 from mkd.step import ForwardStep
+from mkd.teacher.online import OnlineTeacher
 from tests.dist.faults import FAULTS
 from tests.dist.kd_samples import ROW, VOCAB, microbatches
 from tests.dist.kd_step import (
@@ -110,7 +112,8 @@ class _Run:
             )
         if not groups.is_last_stage or groups.tp.rank() > 0:
             return {}
-        return {name: sum(report[name].double() for report in reports) for name in reports[0]}
+        names = [name for name in reports[0] if name != CALIBRATION]
+        return {name: sum(report[name].double() for report in reports) for name in names}
 
     def _gradients(self) -> list[Part]:
         """Complete on every rank, also where the distributed optimizer has left each with its own part."""
@@ -123,7 +126,7 @@ class _Run:
         return gradients(self._chunks)
 
     def _teacher_state(self) -> dict[str, Tensor]:
-        if self._teacher is None:
+        if not isinstance(self._teacher, OnlineTeacher):
             return {}
         model: nn.Module = self._teacher._model
         return {name: value.clone() for name, value in [*model.named_parameters(), *model.named_buffers()]}

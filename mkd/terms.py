@@ -1,0 +1,223 @@
+"""What one teacher adds to the loss of a microbatch: a class for each kind of signal."""
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mkd.config import LossSpec
+from mkd.data.batch import KDBatch
+from mkd.data.counts import StepTokens
+from mkd.evaluation import (
+    Mean,
+    bits_per_byte,
+    calibration_sums,
+    compare,
+    comparison_terms,
+    judged_by,
+    rows_of,
+    sparse_rows,
+    teacher_cross_entropy,
+)
+from mkd.groups import Groups
+from mkd.losses import (
+    LogitMap,
+    LogitMaps,
+    LogitSource,
+    LossOptions,
+    LossOutput,
+    SparseTeacher,
+    fused_linear_loss,
+    fused_linear_topk_loss,
+    teacher_top_k,
+)
+from mkd.losses.sparse import Tail
+from mkd.teacher.base import TeacherSignal, TopKSignal
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is the same for all microbatches of a run."""
+
+    groups: Groups
+    true_vocab: int
+    options: LossOptions
+    """How the losses are computed."""
+    top_k: int | None
+    """How many of the teacher's most probable tokens the divergence looks at; None: all, or those that are known."""
+    top_k_tail: Tail
+    """What becomes of the others."""
+    byte_lengths: Tensor | None = None
+    """[V] bytes of each of the student's tokens; None: they are not known."""
+
+
+@dataclass(frozen=True)
+class Student:
+    """The student's side of a microbatch."""
+
+    hidden: Tensor
+    """[N, H], or [N/tp, H] under sequence parallelism, rows in megatron's order (sequence first)."""
+    weight: Tensor
+    """[V/tp, H] of the LM head."""
+    logit_scale: float
+    sequence_parallel: bool
+    upstream: Tensor | float
+    """The gradient that the loss will get."""
+
+
+class Term(Protocol):
+    """One teacher and one microbatch."""
+
+    def scale(self, tokens: StepTokens) -> Tensor:
+        """What makes the step's one division that of this term by its own count, scalar."""
+        ...
+
+    def loss(self, student: Student, ce_weight: Tensor | None, factor: Tensor | float, spec: LossSpec) -> LossOutput:
+        """CE with these weights ([N] or None) and `factor` times the sum of the divergence."""
+        ...
+
+    def divergence(self, output: LossOutput, tokens: StepTokens) -> Mean:
+        """The divergence of what `loss` returned, without its factor."""
+        ...
+
+    def teacher(self, student: Student, tokens: StepTokens) -> dict[str, Mean]:
+        """The teacher's own CE; for evaluations."""
+        ...
+
+    def comparison(
+        self, student: Student, tokens: StepTokens, calibrates: bool
+    ) -> tuple[dict[str, Mean], Tensor | None]:
+        """How alike both models are, as far as it is defined, and the sums of `calibration_sums`."""
+        ...
+
+    def sum_of_teacher(self) -> Tensor:
+        """Scalar that is not finite if what the teacher says of a distilled token of this rank is not."""
+        ...
+
+
+def cross_entropy(student: Student, batch: KDBatch, ce_weight: Tensor, spec: LossSpec, setting: Setting) -> LossOutput:
+    """Without a teacher."""
+    return fused_linear_loss(
+        student.hidden,
+        student.weight,
+        None,
+        None,
+        rows_of(batch.labels),
+        ce_weight,
+        None,
+        maps=LogitMaps(student=LogitMap(scale=student.logit_scale)),
+        **_common(student, spec, setting),
+    )
+
+
+def _common(student: Student, spec: LossSpec, setting: Setting) -> dict[str, Any]:
+    return dict(
+        spec=spec,
+        true_vocab=setting.true_vocab,
+        tp_group=setting.groups.tp,
+        sequence_parallel=student.sequence_parallel,
+        upstream=student.upstream,
+        **asdict(setting.options),
+    )
+
+
+@dataclass(frozen=True)
+class TokenTerm:
+    """A teacher that reads the student's own tokens: hidden states, or some of its logits."""
+
+    setting: Setting
+    batch: KDBatch
+    signal: TeacherSignal
+
+    def scale(self, tokens: StepTokens) -> Tensor:
+        """See `Term`, as of the methods below."""
+        return tokens.kd_scale
+
+    def loss(self, student: Student, ce_weight: Tensor | None, factor: Tensor | float, spec: LossSpec) -> LossOutput:
+        signal, common = self.signal, _common(student, spec, self.setting)
+        rows = (rows_of(self.batch.labels), ce_weight, factor * rows_of(self.batch.kd_mask))
+        student_map = LogitMap(scale=student.logit_scale)
+        if isinstance(signal, TopKSignal) or self.setting.top_k is not None:
+            teacher = self._sparse(spec.temperature, student.sequence_parallel)
+            sparse = dict(tail=self.setting.top_k_tail, student_map=student_map)
+            return fused_linear_topk_loss(student.hidden, student.weight, teacher, *rows, **sparse, **common)
+        maps = LogitMaps(student=student_map, teacher=LogitMap(scale=signal.logit_scale))
+        return fused_linear_loss(
+            student.hidden, student.weight, signal.hidden.flatten(0, 1), signal.head, *rows, maps=maps, **common
+        )
+
+    def _sparse(self, temperature: float, sequence_parallel: bool) -> SparseTeacher:
+        """Rows of the teacher's most probable tokens, found among its logits or as they came."""
+        signal = self.signal
+        if isinstance(signal, TopKSignal):
+            return sparse_rows(signal)
+        found = teacher_top_k(
+            signal.hidden.flatten(0, 1),
+            signal.head,
+            self.setting.top_k,
+            temperatures=(temperature,),
+            true_vocab=self.setting.true_vocab,
+            tp_group=self.setting.groups.tp,
+            sequence_parallel=sequence_parallel,
+            chunk_rows=self.setting.options.chunk_rows,
+            logit_map=LogitMap(scale=signal.logit_scale),
+        )
+        return SparseTeacher(found.ids, found.logits, found.lse[0], found.tail_lse[0], temperature)
+
+    def divergence(self, output: LossOutput, tokens: StepTokens) -> Mean:
+        return Mean.of(self._by_token(output.kd), self.batch.kd_mask, tokens.kd)
+
+    def teacher(self, student: Student, tokens: StepTokens) -> dict[str, Mean]:
+        batch = judged_by(self.signal, self.batch)
+        batch, signal = self.batch, self.signal
+        if isinstance(signal, TopKSignal):
+            if signal.label_log_prob is None:
+                return {}
+            batch = replace(batch, ce_mask=batch.ce_mask * (batch.kd_mask != 0))  # elsewhere it is not known
+            ce = torch.where(batch.ce_mask != 0, -signal.label_log_prob, 0)
+        else:
+            ce = teacher_cross_entropy(
+                signal,
+                batch,
+                true_vocab=self.setting.true_vocab,
+                tp_group=self.setting.groups.tp,
+                sequence_parallel=student.sequence_parallel,
+                options=self.setting.options,
+            )
+        bits = bits_per_byte("teacher_", ce, batch, self.setting.byte_lengths)
+        return {"teacher_ce": Mean.of(ce, batch.ce_mask, tokens.ce), **bits}
+
+    def comparison(
+        self, student: Student, tokens: StepTokens, calibrates: bool
+    ) -> tuple[dict[str, Mean], Tensor | None]:
+        found = compare(
+            LogitSource(student.hidden, student.weight, LogitMap(scale=student.logit_scale)),
+            self.signal,
+            true_vocab=self.setting.true_vocab,
+            tp_group=self.setting.groups.tp,
+            sequence_parallel=student.sequence_parallel,
+            chunk_rows=self.setting.options.chunk_rows,
+        )
+        mask = self.batch.kd_mask
+        means = {name: Mean.of(values, mask, tokens.kd) for name, values in comparison_terms(found, mask).items()}
+        return means, calibration_sums(found, mask) if calibrates else None
+
+    def sum_of_teacher(self) -> Tensor:
+        mask, signal = self.batch.kd_mask.t(), self.signal
+        if isinstance(signal, TopKSignal):
+            logits = torch.where(signal.ids >= 0, signal.logits, 0).sum(dim=-1, dtype=torch.float32)
+            return torch.where(mask != 0, (logits + signal.lse).t(), 0).sum()
+        return masked_sum(signal.hidden, mask, self.setting.groups)
+
+    def _by_token(self, values: Tensor) -> Tensor:
+        """[s * b] -> [b, s]"""
+        return values.view(self.batch.tokens.shape[::-1]).t()
+
+
+def masked_sum(hidden: Tensor, mask: Tensor, groups: Groups) -> Tensor:
+    """Sum over [s, b, H] where the mask [s, b] is not 0; the hidden states may be a part of the sequence."""
+    sums = hidden.sum(dim=-1, dtype=torch.float32)
+    if sums.shape != mask.shape:  # sequence parallelism: this rank's part of the sequence
+        mask = mask.chunk(groups.tp.size())[groups.tp.rank()]
+    return torch.where(mask != 0, sums, 0).sum()
