@@ -23,20 +23,24 @@ def memory_line(job: Job) -> str:
     return f"about {stage.peak / GIB:.2f} GiB on the fullest rank ({stage.peak_phase}): {listed}"
 
 
-def print_memory(job: Job, console: Console) -> None:
-    """The estimate of every pipeline stage, part by part, in GiB on each of its ranks."""
+def print_memory(job: Job) -> None:
+    """On rank 0 the estimate of every pipeline stage, part by part, in GiB on each of its ranks."""
+    if job.args.rank != 0:
+        return
+    console = Console()
     stages = estimate(workload(job))
-    console.print(memory_table(stages, [outside_of_torch(job.args, stage.peak) for stage in stages]))
+    outside = None if cpu.is_target() else [outside_of_torch(job.args, stage.peak) for stage in stages]
+    console.print(memory_table(stages, outside))
     if any(_is_elsewhere(stage, part) for stage in stages for part in PARTS):
         console.print("  (in brackets: at another time than the peak)", highlight=False)
 
 
-def memory_table(stages: list[StageMemory], outside: list[float]) -> Table:
+def memory_table(stages: list[StageMemory], outside: list[float] | None) -> Table:
     """Parts by stages.
 
     Args:
         stages: all pipeline stages.
-        outside: of each, bytes that torch does not count.
+        outside: of each, bytes that torch does not count; None where there is no card.
     """
     table = Table(title="memory of each rank, GiB (an estimate: docs/doctor.md)", title_justify="left")
     table.add_column("part")
@@ -46,8 +50,10 @@ def memory_table(stages: list[StageMemory], outside: list[float]) -> Table:
         if any(stage.most(part) for stage in stages):
             table.add_row(part, *(_cell(stage, part) for stage in stages))
     table.add_section()
-    table.add_row("peak that torch counts", *(f"{stage.peak / GIB:.2f}" for stage in stages))
-    table.add_row("it comes with the", *(stage.peak_phase for stage in stages))
+    table.add_row("peak that torch counts" if outside else "peak", *(f"{stage.peak / GIB:.2f}" for stage in stages))
+    table.add_row("which comes with", *(stage.peak_phase for stage in stages))
+    if outside is None:
+        return table
     table.add_row("CUDA, NCCL, fragments: allow", *(f"{size / GIB:.2f}" for size in outside))
     totals = (stage.peak + size for stage, size in zip(stages, outside, strict=True))
     table.add_row("needed", *(f"{total / GIB:.2f}" for total in totals), style="bold")

@@ -124,17 +124,17 @@ def _stage(work: Workload, stage: int) -> StageMemory:
     if is_last:
         alive[ACTIVATIONS] += 2 * _residual(student)  # the last norm's input, and the gradient of its output
     phases = {
-        "student's backward pass": {**alive, AT_WORK: at_work_backward(student, chunks[-1], work.on_gpu)},
-        "embedding's gradient": {HIDDEN: hidden, AT_WORK: _embedding_gradient(student, stage)},
+        "student backward": {**alive, AT_WORK: at_work_backward(student, chunks[-1], work.on_gpu)},
+        "embedding gradient": {HIDDEN: hidden, AT_WORK: _embedding_gradient(student, stage)},
     }
     if is_last:
         at_work = _residual(student) + _gathered(student, teachers)  # the norm's output
         phases["loss"] = {**alive, LOGITS: _logits(work, teachers), AT_WORK: at_work}
     if teachers:
         works = max(_forward_bytes(t, stage, work.on_gpu) for t in teachers)
-        phases["teacher's forward pass"] = {HIDDEN: hidden, AT_WORK: works}
+        phases["teacher forward"] = {HIDDEN: hidden, AT_WORK: works}
         if kd.teacher_offload:
-            phases["teacher's forward pass"][TEACHER] = weights
+            phases["teacher forward"][TEACHER] = weights
     return StageMemory(stage, {name: value for name, value in held.items() if value}, phases)
 
 
