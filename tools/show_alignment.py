@@ -1,0 +1,149 @@
+"""Show which tokens of a student and of a teacher say the same, side by side in the terminal.
+
+    python tools/show_alignment.py --student HF_DIR --teacher HF_DIR "Some text."
+    python tools/show_alignment.py --student HF_DIR --teacher HF_DIR --file chat.jsonl --row 3
+
+Chunks have the same colour on both sides; | parts tokens of one chunk, and <<token>> is in no chunk: it has no
+counterpart, or nothing predicts it, or it is not the assistant's.
+"""
+
+import argparse
+import sys
+import warnings
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+
+import numpy as np  # noqa: E402
+
+from mkd.data.chat import Conversation  # noqa: E402
+from mkd.data.text import JSON_SUFFIXES, RawBatch, decode, json_object, parse, require_unicode  # noqa: E402
+from mkd.errors import MkdConfigError, MkdDataError, exit_status  # noqa: E402
+from mkd.xtoken.alignment import NO_CHUNK  # noqa: E402
+from mkd.xtoken.samples import AlignedSample, align_sample  # noqa: E402
+from mkd.xtoken.surfaces import surfaces_of  # noqa: E402
+from mkd.xtoken.tokens import SpanTokenizer  # noqa: E402
+
+COLOURS = ("black on cyan", "black on green", "black on yellow", "white on blue", "white on magenta")
+NO_COUNTERPART = "bold red"
+VISIBLE = {" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍"}
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--student", required=True, metavar="HF_DIR", help="folder with the student's tokenizer")
+    parser.add_argument("--teacher", required=True, metavar="HF_DIR", help="folder with the teacher's tokenizer")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("text", nargs="?", metavar="TEXT", help="the text itself")
+    source.add_argument("--file", type=Path, metavar="FILE", help="text, or JSON lines of texts or conversations")
+    parser.add_argument("--row", type=int, default=1, metavar="N", help="line of a JSON lines file, from 1 (1)")
+    parser.add_argument("--json-key", default="text", metavar="KEY", help="key of the text in a JSON line (text)")
+    parser.add_argument("--all-messages", action="store_true", help="align what others than the assistant say, too")
+    return parser.parse_args(argv)
+
+
+def sample_of(args: argparse.Namespace) -> str | Conversation:
+    """The text or conversation to show.
+
+    Raises:
+        MkdConfigError: --row is not a line of the file.
+        MkdDataError: the file cannot be read as text, or the line as JSON with a text or a conversation.
+    """
+    if args.text is not None:
+        require_unicode(args.text, "TEXT")
+        return args.text
+    if not args.file.is_file():
+        raise MkdDataError(f"--file {args.file} does not exist or is not a file")
+    content = args.file.read_bytes()
+    if args.file.suffix not in JSON_SUFFIXES:
+        return decode(content, f"--file {args.file}", "file")
+    lines = content.splitlines()
+    if not 1 <= args.row <= len(lines):
+        raise MkdConfigError(f"--row is {args.row}, and --file {args.file} has {len(lines)} lines")
+    line, where = lines[args.row - 1], f"{args.file}, line {args.row}"
+    record = json_object(decode(line, where), where)
+    if "messages" in record or {"prompt", "completion"} <= record.keys():
+        return Conversation.parse(line, where)
+    texts = parse(RawBatch(str(args.file), args.row, [line], is_json=True), args.json_key)
+    if not texts:
+        raise MkdDataError(f"{where}: the text is empty")
+    return texts[0]
+
+
+def spellings(tokenizer: SpanTokenizer, ids: np.ndarray) -> list[str]:
+    """What tokens spell, with visible white space; bytes that are no text as hexadecimal numbers."""
+    surfaces = surfaces_of(tokenizer).of_id
+    found = []
+    for number in ids.tolist():
+        surface = surfaces[number]
+        text = tokenizer.tokenizer.convert_ids_to_tokens(number) if surface is None else _readable(surface)
+        found.append("".join(VISIBLE.get(c, c if c.isprintable() else f"\\x{ord(c):02x}") for c in text))
+    return found
+
+
+def _readable(surface: bytes) -> str:
+    try:
+        return surface.decode()
+    except UnicodeDecodeError:
+        return "".join(f"\\x{byte:02x}" for byte in surface)
+
+
+def coloured(tokens: list[str], chunks: np.ndarray) -> Text:
+    """One side: tokens in the colours of their chunks."""
+    text = Text(overflow="fold")
+    before = NO_CHUNK
+    for token, chunk in zip(tokens, chunks.tolist(), strict=True):
+        if chunk == NO_CHUNK:
+            text.append(f" <<{token}>>", NO_COUNTERPART)
+        else:
+            colour = COLOURS[chunk % len(COLOURS)]
+            text.append("|" if chunk == before else " ", colour if chunk == before else "")
+            text.append(token, colour)
+        before = chunk
+    return text
+
+
+def show(sample: AlignedSample, student: SpanTokenizer, teacher: SpanTokenizer, console: Console) -> None:
+    """Print both sides and how much of them is aligned."""
+    table = Table("student", "teacher", expand=True, padding=(0, 1))
+    sides = (
+        ("student", spellings(student, sample.student_ids), sample.alignment.student_chunk),
+        ("teacher", spellings(teacher, sample.teacher_ids), sample.alignment.teacher_chunk),
+    )
+    table.add_row(*(coloured(tokens, chunks) for _, tokens, chunks in sides))
+    console.print(table)
+    for name, tokens, chunks in sides:
+        inside = int((chunks != NO_CHUNK).sum())
+        console.print(f"{name}: {len(tokens):,} tokens, {inside:,} of them in {sample.alignment.count:,} chunks")
+    if sample.unplaced:
+        console.print(f"{sample.unplaced} messages could not be found in what the chat templates made of them")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Read, align, and show."""
+    sample = sample_of(args)
+    student, teacher = SpanTokenizer(args.student, "--student"), SpanTokenizer(args.teacher, "--teacher")
+    aligned = align_sample(
+        student,
+        teacher,
+        sample,
+        append_eos=None not in (student.tokenizer.eos_token_id, teacher.tokenizer.eos_token_id),
+        all_messages=args.all_messages,
+    )
+    show(aligned, student, teacher, Console(highlight=False))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the tool; the exit status is 1 after a user error, told in one line."""
+    args = parse_arguments(argv)
+    return exit_status(lambda: run(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
