@@ -68,7 +68,7 @@ def main() -> None:
         length_multiple=job.data.length_multiple,
     )
     check_finite, top_k = args.check_for_nan_in_loss_and_grad, (job.kd.top_k, job.kd.top_k_tail)
-    step = ForwardStep(groups, job.true_vocab, check_finite, job.loss_options, *top_k)
+    step = ForwardStep(groups, job.true_vocab, check_finite, job.loss_options, *top_k, job.byte_lengths())
     # pretrain initializes once more, which also sets the seeds as if there were no teacher.
     destroy_rerun_state_machine()
     compat.install_training_hooks(Hooks(job, schedule, job.metrics()))

@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 
 import torch
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
-from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.arguments import add_megatron_arguments, parse_args, validate_args
 from megatron.training.checkpointing import load_args_from_checkpoint
@@ -29,8 +28,10 @@ from mkd.flag_checks import (
     check_attention_kernels,
     check_divisions,
     check_layout,
+    check_learning_rate,
     check_required,
     check_saving,
+    check_trackers,
     check_variable_lengths,
 )
 
@@ -160,6 +161,7 @@ def finish(args: Namespace, kd: KDConfig) -> None:
     """
     _check_load(args, kd)
     check_saving(args, kd)
+    check_trackers(args, kd)
     if args.use_checkpoint_args:
         load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
         _load_args_to_resume(args)
@@ -174,6 +176,7 @@ def finish(args: Namespace, kd: KDConfig) -> None:
     # The one divisor of a step is its number of supervised tokens, over all ranks (docs/losses.md).
     args.calculate_per_token_loss = True
     check_required(args)
+    check_learning_rate(args)
     check_layout(args)
     check_attention_kernels(args, kd)
     if kd.variable_seq_lengths:
@@ -415,8 +418,3 @@ def teacher_arguments(architecture: dict[str, Any], args: Namespace, dtype: str 
 def true_vocabulary(args: Namespace) -> int:
     """Number of tokens that exist: the architecture's, or the tokenizer's where none is given."""
     return args.vocab_size or get_tokenizer().vocab_size
-
-
-def current_global_batch_size() -> int:
-    """Samples of the present step (it may ramp up)."""
-    return get_current_global_batch_size()

@@ -115,7 +115,8 @@ def install_training_hooks(hooks: TrainingHooks) -> None:
     metrics into megatron's training loop.
 
     megatron-core 0.19's `pretrain` takes a forward step, but neither a schedule nor a place for metrics, and prints a
-    line that leaves out negative values and calls exp(x) of every metric a perplexity.
+    line that leaves out negative values and calls exp(x) of every metric a perplexity. It is not given the losses, of
+    which it would write the same to TensorBoard.
     """
     from megatron.training import training
 
@@ -151,6 +152,7 @@ def install_training_hooks(hooks: TrainingHooks) -> None:
         result = evaluate(*args, **kwargs)
         if result[0] is not None:
             hooks.after_evaluation(*evaluated, result[0])
+            result = ({}, *result[1:])
         return result
 
     def log_and_tell(*args: Any, **kwargs: Any) -> Any:
@@ -158,7 +160,7 @@ def install_training_hooks(hooks: TrainingHooks) -> None:
         hooks.after_iteration(
             call["iteration"], call["loss_dict"], call["learning_rate"], call["grad_norm"], bool(call["skipped_iter"])
         )
-        return _quietly(training, log, *args, **kwargs)
+        return _quietly(training, log, **{**call, "loss_dict": {}})
 
     training.get_forward_backward_func = get_wrapped_schedule
     training.train = train_after_evaluation

@@ -164,9 +164,22 @@ class KDConfig:
     """Where the divergence from the teacher is taken. labels: on supervised tokens, which CE is taken of (all tokens of
     documents, the assistant's in chats). all: on the other tokens of conversations too."""
 
+    compare_interval: int | None = None
+    """Iterations between training steps that also measure the entropies of student and teacher and how often their most
+    probable token is the same. Costs another forward product of both LM heads in these steps; gradients are the same.
+    Default: evaluations measure it, training steps do not."""
+
     metrics_file: str | None = field(default=None, metadata={"argparse_meta": {"metavar": "FILE"}})
     """JSON lines, one an iteration (iteration, loss, ce, kd, grad_norm, lr, tokens, tokens_per_s, elapsed_s);
     validation lines carry valid_ names. Default: metrics.jsonl in the --save folder."""
+
+    mlflow_experiment: str | None = None
+    """Write the metrics to this MLflow experiment too, which is made if it does not exist. Needs the package mlflow.
+    Default: not written. TensorBoard and Weights & Biases have Megatron's flags --tensorboard-dir and
+    --wandb-project."""
+
+    mlflow_uri: str | None = None
+    """MLflow's tracking server or folder. Default: MLflow's own, MLFLOW_TRACKING_URI or the present folder."""
 
     dry_run: bool = False
     """Check flags, teacher, student, data and layout, print the plan, and exit without training."""
@@ -203,6 +216,22 @@ class KDConfig:
         if self.loss_chunk_rows is not None and self.loss_chunk_rows < 1:
             raise MkdConfigError(f"--kd-loss-chunk-rows is {self.loss_chunk_rows}; it must be at least 1")
         self._check_snapshots()
+        self._check_tracking()
+
+    def _check_tracking(self) -> None:
+        if self.compare_interval is not None:
+            if self.compare_interval < 1:
+                raise MkdConfigError(f"--kd-compare-interval is {self.compare_interval}; it must be at least 1")
+            if self.is_plain_pretraining:
+                raise MkdConfigError(
+                    f"--kd-compare-interval is {self.compare_interval}, but at R = 0 the teacher is not run: leave it "
+                    "out"
+                )
+        if self.mlflow_uri is not None and self.mlflow_experiment is None:
+            raise MkdConfigError(
+                f"--kd-mlflow-uri is {self.mlflow_uri}, but nothing is written to MLflow: give --kd-mlflow-experiment, "
+                "or leave it out"
+            )
 
     def _check_snapshots(self) -> None:
         for name in ("interval", "keep"):
@@ -339,6 +368,10 @@ class KDConfig:
         """Whether R is 0 for the whole run, so that nothing is learned from the teacher."""
         ratio = self.ratio_over_time
         return ratio.start == 0.0 and ratio.end == 0.0
+
+    def compares(self, iteration: int) -> bool:
+        """Whether the training step of an iteration counted from 0 is one of --kd-compare-interval."""
+        return self.compare_interval is not None and (iteration + 1) % self.compare_interval == 0
 
     def loss_spec(self, iteration: int) -> LossSpec:
         """The loss at an iteration counted from 0."""

@@ -27,6 +27,22 @@ def check_required(args: Namespace) -> None:
         raise MkdConfigError(f"--save {args.save} needs --save-interval (iterations between checkpoints)")
 
 
+def check_learning_rate(args: Namespace) -> None:
+    """Refuse a schedule of the learning rate or weight decay that megatron would stop at once the models are loaded."""
+    unit = "iters" if args.train_iters else "samples"
+    steps, decay_flag = getattr(args, f"lr_decay_{unit}"), f"--lr-decay-{unit}"
+    if steps is None:
+        steps, decay_flag = getattr(args, f"train_{unit}"), f"--train-{unit}"
+    warmup = getattr(args, f"lr_warmup_{unit}")
+    if warmup >= steps:
+        raise MkdConfigError(f"--lr-warmup-{unit} {warmup} must be below {decay_flag} {steps}")
+    for flag, value in (("--min-lr", args.min_lr), ("--lr-warmup-init", args.lr_warmup_init)):
+        if not 0.0 <= value <= args.lr:
+            raise MkdConfigError(f"{flag} {value:g} must lie between 0 and --lr {args.lr:g}")
+    if args.lr_decay_style == "WSD" and getattr(args, f"lr_wsd_decay_{unit}") is None:
+        raise MkdConfigError(f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}")
+
+
 def check_saving(args: Namespace, kd: KDConfig) -> None:
     """Refuse flags of checkpoints that do not go together, and an asynchronous save that would not be one."""
     interval = kd.save_hf_interval
@@ -48,6 +64,24 @@ def check_saving(args: Namespace, kd: KDConfig) -> None:
         raise MkdConfigError(
             "--async-save needs the package nvidia-resiliency-ext: install it, or give --async-strategy mcore"
         )
+
+
+def check_trackers(args: Namespace, kd: KDConfig) -> None:
+    """Raise MkdConfigError for a tracker that is not installed or lacks a flag."""
+    wanted = {
+        "--tensorboard-dir": (args.tensorboard_dir, "tensorboard"),
+        "--wandb-project": (args.wandb_project, "wandb"),
+        "--kd-mlflow-experiment": (kd.mlflow_experiment, "mlflow"),
+    }
+    for flag, (value, package) in wanted.items():
+        if value and find_spec(package) is None:
+            raise MkdConfigError(
+                f"{flag} is {value}, but the package {package} is not installed: pip install {package}, or leave it out"
+            )
+    if args.wandb_project and not args.wandb_exp_name:
+        raise MkdConfigError(f"--wandb-project is {args.wandb_project}: give --wandb-exp-name as well")
+    if args.wandb_project and not args.wandb_save_dir and args.save is None:
+        raise MkdConfigError(f"--wandb-project is {args.wandb_project}: give --wandb-save-dir, or --save")
 
 
 def check_layout(args: Namespace) -> None:

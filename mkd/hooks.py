@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mkd import arguments
+from mkd.data.counts import TextSize
 from mkd.evaluation import CALIBRATION, calibration_table
 from mkd.job import Job
-from mkd.metrics import MetricsLog
+from mkd.metrics import MetricsLog, Step
 from mkd.schedule import TeacherThenStudent
 
 
@@ -19,6 +20,7 @@ class Hooks:
     def __init__(self, job: Job, schedule: TeacherThenStudent, log: MetricsLog) -> None:
         self._job, self._schedule, self._log = job, schedule, log
         self._calibration: Tensor | None = None
+        self._text: Tensor | None = None
         self.before_training = log.start
 
     def around(self, schedule: Callable) -> Callable:
@@ -30,6 +32,8 @@ class Hooks:
                 self._log.step_begins()
             reports = run(forward_only=forward_only, **options)
             self._collect(reports)
+            if not forward_only:
+                self._text = self._schedule.record.text.summed(self._schedule.groups.dp)
             return reports
 
         return timed
@@ -50,16 +54,25 @@ class Hooks:
     def after_iteration(
         self, iteration: int, losses: dict[str, Any], lr: float | None, grad_norm: float | None, skipped: bool
     ) -> None:
-        kd = self._job.kd
+        kd, record = self._job.kd, self._schedule.record
+        peak = None
+        if self._log.is_due(iteration):
+            used = torch.tensor(torch.cuda.max_memory_allocated() / 2**30, device="cuda")
+            dist.all_reduce(used, op=dist.ReduceOp.MAX)
+            peak = used.item()
+        if not self._log.writes:
+            return  # the others need not wait for the device
         self._log.iteration(
-            iteration,
-            losses,
-            samples=arguments.current_global_batch_size(),
-            lr=lr,
-            grad_norm=grad_norm,
-            skipped=skipped,
-            extra={
-                "ratio": kd.ratio_over_time.value(iteration - 1),
-                "temperature": kd.temperature_over_time.value(iteration - 1),
-            },
+            Step(
+                iteration,
+                losses,
+                text=TextSize(*self._text.tolist()),
+                lr=lr,
+                grad_norm=grad_norm,
+                skipped=skipped,
+                ratio=kd.ratio_over_time.value(iteration - 1),
+                temperature=kd.temperature_over_time.value(iteration - 1),
+                waits=record.waits(),
+                peak_memory_gib=peak,
+            )
         )

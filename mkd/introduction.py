@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import default_collate
 
+from mkd.console import perplexity
 from mkd.data.ahead import NOTHING
 from mkd.data.batch import KDBatch
 from mkd.errors import MkdCheckpointError
 from mkd.evaluation import judged_by, teacher_cross_entropy
 from mkd.groups import Groups
 from mkd.job import Job
-from mkd.metrics import perplexity
 from mkd.teacher.base import Teacher
 
 

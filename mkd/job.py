@@ -8,15 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.training.models import GPTModelConfig
+from torch import Tensor
 
 from mkd import arguments, cpu
 from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.checkpoint.resume import Choice
 from mkd.checkpoint.source import ModelSource, common_vocabulary
 from mkd.config import KDConfig
+from mkd.data.byte_lengths import byte_lengths
+from mkd.data.text import load_tokenizer
 from mkd.errors import MkdConfigError
 from mkd.flag_checks import check_layer_pairs, check_top_k, check_transformer_engine
+from mkd.flops import FlopCounter, peak_tflops
 from mkd.groups import Groups
 from mkd.hidden_layers import HiddenLayers
 from mkd.job_data import JobData, hash_of_tokenizer
@@ -27,6 +32,7 @@ from mkd.models.gpt import gpt_config
 from mkd.models.layer_maps import KEY_PREFIX, pair_of_key
 from mkd.resuming import check_checkpoint, check_first_weights, choose_checkpoint
 from mkd.teacher.base import Teacher
+from mkd.trackers import trackers_of
 
 
 @dataclass(frozen=True)
@@ -129,16 +135,32 @@ class Job:
     def data(self) -> JobData:
         return JobData(self.args, self.kd, self.true_vocab)
 
+    def byte_lengths(self) -> Tensor | None:
+        """[ids] bytes of each of the tokenizer's tokens, for bits per byte; None where they are not known."""
+        lengths = None
+        if self.args.tokenizer_type == "HuggingFaceTokenizer" and Path(self.args.tokenizer_model).is_dir():
+            lengths = byte_lengths(load_tokenizer(self.args.tokenizer_model))
+        if lengths is None and self.args.rank == 0:
+            print(f"mkd: no bits per byte: {self.args.tokenizer_type} does not tell the bytes of a token", flush=True)
+        return None if lengths is None else lengths.to("cuda")
+
     def metrics(self) -> MetricsLog:
         file = self.kd.metrics_file
         if file is None and self.args.save is not None:
             file = str(Path(self.args.save) / "metrics.jsonl")
+        writes = self.args.rank == self.args.world_size - 1
+        card = torch.cuda.get_device_name()
         return MetricsLog(
             train_iters=self.args.train_iters,
             log_interval=self.args.log_interval,
-            tokens_per_sample=self.args.seq_length,
             file=None if file is None else Path(file),
-            writes=self.args.rank == self.args.world_size - 1,
+            writes=writes,
+            flops=FlopCounter(self.args, [] if self.teacher.args is None else [self.teacher.args]),
+            ranks=self.args.world_size,
+            on_gpus=not cpu.is_active(),
+            peak_tflops=None if self.args.params_dtype == torch.float32 else peak_tflops(card),
+            trackers=trackers_of(self.args, self.kd) if writes else (),
+            tracker_interval=self.args.tensorboard_log_interval,
         )
 
 

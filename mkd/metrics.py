@@ -1,9 +1,8 @@
-"""What a run says about itself: a console line and JSON lines."""
+"""What a run says about itself: a console line an interval, a JSON line an iteration, and the same to trackers."""
 
 import json
-import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,34 +10,64 @@ from typing import Any
 import torch
 
 from mkd.checkpoint.durable import replacing
+from mkd.console import calibration_rows, evaluation_line, evaluation_table, perplexity, show, training_line
+from mkd.data.counts import TextSize
+from mkd.evaluation import calibration_error
+from mkd.flops import FlopCounter
+from mkd.trackers import Tracker
+
+Calibration = Mapping[str, Sequence[float | None]]
 
 
-def perplexity(cross_entropy: float) -> float:
-    """exp of a mean cross-entropy in nats; infinity where that overflows, NaN of NaN."""
-    return math.inf if cross_entropy >= 700.0 else math.exp(cross_entropy)
+@dataclass(frozen=True)
+class Step:
+    """One training iteration, as the rank that writes knows it."""
 
-
-def clock(seconds: float) -> str:
-    """A duration as h:mm:ss."""
-    minutes, second = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{second:02d}"
+    iteration: int
+    """Counted from 1."""
+    losses: Mapping[str, torch.Tensor]
+    """name -> mean over the step's tokens of that term; empty on ranks that have none."""
+    text: TextSize
+    """Of all ranks."""
+    lr: float | None
+    grad_norm: float | None
+    """Of the step's gradient before clipping."""
+    skipped: bool
+    """Whether the optimizer step was skipped (overflow)."""
+    ratio: float
+    temperature: float
+    waits: Mapping[str, float]
+    """Seconds of the step, by what they went to: `data`, `teacher`, `cache`."""
+    peak_memory_gib: float | None
+    """Of the fullest rank; None where it was not asked for."""
 
 
 @dataclass
 class MetricsLog:
-    """Writes one console line an interval and one JSON line an iteration, on the one rank that has the losses."""
+    """Writes the metrics, on the one rank that has the losses."""
 
     train_iters: int
     log_interval: int
-    tokens_per_sample: int
     file: Path | None
     """Where JSON lines go; None for nowhere."""
     writes: bool
     """Whether this is the rank that writes: the last one, where the last pipeline stage is."""
+    flops: FlopCounter
+    ranks: int
+    on_gpus: bool
+    peak_tflops: float | None = None
+    """Of a GPU; None if it is not known, and MFU is left out."""
+    trackers: Sequence[Tracker] = ()
+    tracker_interval: int = 1
+    """Iterations between training lines that go to the trackers."""
     _started: float = field(default_factory=time.monotonic)
     _step_began: float = field(default_factory=time.monotonic)
     _first_iteration: int | None = None
     _window: list[dict[str, Any]] = field(default_factory=list)
+    _terms: list[str] = field(default_factory=list)
+    """Names of losses in the window, in the order in which they came."""
+    _before: dict[str, float] | None = None
+    """The first evaluation, name -> value, and `iteration`."""
 
     def start(self, iteration: int) -> None:
         """Begin at an iteration; what the file says of later ones comes from an attempt that was lost."""
@@ -53,76 +82,65 @@ class MetricsLog:
             kept = [line for line in lines if line.endswith("\n") and json.loads(line)["iteration"] <= iteration]
         with replacing(self.file) as out:  # a job that is killed here loses no history
             out.writelines(kept)
+        evaluations = (line for line in map(json.loads, kept) if "valid_ce" in line)
+        if (first := next(evaluations, None)) is not None:
+            self._before = {name.removeprefix("valid_"): value for name, value in first.items()}
 
     def step_begins(self) -> None:
         """Start the clock of one training step; checkpoints and evaluations in between are not its time."""
         self._step_began = time.monotonic()
 
-    def iteration(
-        self,
-        iteration: int,
-        losses: Mapping[str, torch.Tensor],
-        *,
-        samples: int,
-        lr: float | None,
-        grad_norm: float | None,
-        skipped: bool,
-        extra: Mapping[str, float],
-    ) -> None:
-        """Record one training iteration.
+    def is_due(self, iteration: int) -> bool:
+        """Whether a console line follows this iteration."""
+        return iteration % self.log_interval == 0 or iteration == self.train_iters
 
-        Args:
-            iteration: counted from 1.
-            losses: name -> mean over the step's supervised tokens; empty on ranks that have none.
-            samples: global batch size of the step.
-            lr: learning rate.
-            grad_norm: norm of the step's gradient before clipping.
-            skipped: whether the optimizer step was skipped (overflow).
-            extra: further values for the line, such as ratio and temperature.
-        """
+    def iteration(self, step: Step) -> None:
+        """Record one training iteration."""
         now = time.monotonic()
-        seconds = now - self._step_began
         if not self.writes:
             return
-        tokens = samples * self.tokens_per_sample
+        seconds = now - self._step_began
+        losses = {name: float(value) for name, value in step.losses.items()}
         line = {
-            "iteration": iteration,
-            **{name: float(value) for name, value in losses.items()},
-            "grad_norm": None if grad_norm is None else float(grad_norm),
-            "lr": lr,
-            "tokens": tokens,
-            "tokens_per_s": tokens / seconds,
+            "iteration": step.iteration,
+            **losses,
+            "grad_norm": None if step.grad_norm is None else float(step.grad_norm),
+            "lr": step.lr,
+            "tokens": step.text.tokens,
+            "padding_tokens": step.text.places - step.text.tokens,
+            **self._speed(step, seconds),
+            **{f"{what}_s": value for what, value in step.waits.items()},
             "elapsed_s": now - self._started,
-            "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
-            "skipped": bool(skipped),
-            **extra,
+            "skipped": bool(step.skipped),
+            "ratio": step.ratio,
+            "temperature": step.temperature,
         }
+        if step.peak_memory_gib is not None:
+            line["peak_memory_gib"] = step.peak_memory_gib
         self._append(line)
+        if step.iteration % self.tracker_interval == 0:
+            self._track(line)
         self._window.append(line)
-        if iteration % self.log_interval == 0 or iteration == self.train_iters:
-            print(self._console_line(iteration), flush=True)
-            self._window = []
+        self._terms += [name for name in losses if name not in self._terms]
+        if self.is_due(step.iteration):
+            gpus = self.ranks if self.on_gpus else 0
+            eta = self._eta(step.iteration)
+            print(training_line(self._window, self._terms, self.train_iters, gpus, eta), flush=True)
+            self._window, self._terms = [], []
 
-    def _console_line(self, iteration: int) -> str:
-        last, window = self._window[-1], self._window
-        taken = [line for line in window if not line["skipped"]]
-        parts = [f"iteration {iteration}/{self.train_iters}"]
-        for name in ("loss", "ce", "kd", "hidden"):
-            values = [line[name] for line in taken if name in line]
-            if values:
-                parts.append(f"{name} {sum(values) / len(values):.4f}")
-        if last["grad_norm"] is not None:
-            parts.append(f"grad norm {last['grad_norm']:.3f}")
-        if last["lr"] is not None:
-            parts.append(f"lr {last['lr']:.2e}")
-        parts += [f"R {last['ratio']:g}", f"T {last['temperature']:g}"]
-        skipped = len(window) - len(taken)
-        if skipped:
-            parts.append(f"skipped {skipped}")
-        seconds = sum(line["tokens"] / line["tokens_per_s"] for line in window)
-        parts.append(f"{sum(line['tokens'] for line in window) / seconds:,.0f} tokens/s")
-        parts.append(f"ETA {clock(self._eta(iteration))}")
-        return " | ".join(parts)
+    def _speed(self, step: Step, seconds: float) -> dict[str, float]:
+        """tokens_per_s and the like. Text counts, padding does not; the teacher counts where it has run."""
+        per_rank = seconds * self.ranks
+        student = self.flops.of_student(step.text) / per_rank / 1e12
+        teacher = self.flops.of_teachers(step.text) / per_rank / 1e12 if step.ratio > 0.0 else 0.0
+        speed = {
+            "step_s": seconds,
+            "tokens_per_s": step.text.tokens / seconds,
+            "tokens_per_s_per_gpu": step.text.tokens / per_rank,
+            "student_tflops_per_gpu": student,
+            "teacher_tflops_per_gpu": teacher,
+        }
+        return speed if self.peak_tflops is None else {**speed, "mfu": (student + teacher) / self.peak_tflops}
 
     def _eta(self, iteration: int) -> float:
         """Seconds to the end at the mean rate so far, the evaluations and checkpoints in between included."""
@@ -130,34 +148,61 @@ class MetricsLog:
         return (time.monotonic() - self._started) / max(done, 1) * (self.train_iters - iteration)
 
     def evaluation(
-        self,
-        split: str,
-        iteration: int,
-        losses: Mapping[str, torch.Tensor],
-        calibration: Mapping[str, list[float | None]] | None = None,
+        self, split: str, iteration: int, losses: Mapping[str, torch.Tensor], calibration: Calibration | None = None
     ) -> None:
-        """Record an evaluation on a split (valid or test): name -> mean over the split's tokens. The student's
-        perplexity, exp of that mean of its cross-entropy, is added."""
+        """Record an evaluation, and after the last one print what has become of the student.
+
+        Args:
+            split: valid or test.
+            iteration: after which it was.
+            losses: name -> mean over the split's tokens. Perplexities, exp of the mean cross-entropies, are added.
+            calibration: see `mkd.evaluation.calibration_table`.
+        """
         if not self.writes or not losses:
             return
         values = {name: float(value) for name, value in losses.items()}
-        values["perplexity"] = perplexity(values["ce"])
-        parts = [
-            f"{'validation' if split == 'valid' else split} at iteration {iteration}",
-            f"ce {values['ce']:.4f} (ppl {values['perplexity']:.2f})",
-        ]
-        parts += [f"{name} {values[name]:.4f}" for name in ("kd", "hidden") if name in values]
-        if "teacher_ce" in values:
-            parts.append(f"teacher ce {values['teacher_ce']:.4f} (ppl {perplexity(values['teacher_ce']):.2f})")
-        if "agreement" in values:
-            parts.append(f"top-1 agreement {values['agreement']:.1%}")
-        print(" | ".join(parts), flush=True)
+        for name in ("ce", "teacher_ce"):
+            if name in values:
+                values[name.replace("ce", "perplexity")] = perplexity(values[name])
+        if calibration is not None:
+            values["calibration_error"] = calibration_error(calibration)
+        print(evaluation_line(split, iteration, values), flush=True)
         line: dict[str, Any] = {"iteration": iteration, **{f"{split}_{name}": v for name, v in values.items()}}
         if calibration is not None:
             line[f"{split}_calibration"] = calibration
         self._append(line)
+        self._track(line)
+        if split != "valid":
+            return
+        values["iteration"] = iteration
+        if self._before is None:
+            self._before = values
+        if iteration >= self.train_iters:
+            self._conclude(values, calibration)
+
+    def _conclude(self, after: Mapping[str, float], calibration: Calibration | None) -> None:
+        """Print teacher, student before and student after side by side."""
+        rows = {}
+        if "teacher_ce" in after:
+            names = {"ce": "teacher_ce", "bits_per_byte": "teacher_bits_per_byte", "entropy": "teacher_entropy"}
+            rows["teacher"] = {column: after[name] for column, name in names.items() if name in after}
+        for values in (self._before, after):
+            row = {**values, "entropy": values.get("student_entropy")}
+            rows[f"student at iteration {values['iteration']:.0f}"] = row
+        show("validation", evaluation_table(rows))
+        if calibration is not None:
+            show("the student's probability of the teacher's most probable token", calibration_rows(calibration))
 
     def _append(self, line: Mapping[str, Any]) -> None:
         if self.file is not None:
             with self.file.open("a") as out:
                 out.write(json.dumps(line) + "\n")
+
+    def _track(self, line: Mapping[str, Any]) -> None:
+        numbers = {
+            name: float(value)
+            for name, value in line.items()
+            if name != "iteration" and isinstance(value, int | float) and not isinstance(value, bool)
+        }
+        for tracker in self.trackers:
+            tracker.write(numbers, line["iteration"])

@@ -1,5 +1,6 @@
 """Teacher first, then student: wraps megatron's forward-backward schedules."""
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,12 +10,39 @@ import torch
 from mkd.config import KDConfig
 from mkd.data.ahead import Upcoming
 from mkd.data.batch import KDBatch, check_same_batch, draw
-from mkd.data.counts import StepTokens
+from mkd.data.counts import StepTokens, TextSize
 from mkd.errors import MkdDataError
 from mkd.groups import Groups
 from mkd.hidden_layers import HiddenLayers
 from mkd.step import Objective, StepInput
-from mkd.teacher.base import HiddenSignal, Teacher
+from mkd.teacher.base import Teacher, TeacherSignal
+
+
+@dataclass
+class StepRecord:
+    """What a step has read and waited for on this rank."""
+
+    text: TextSize
+    data_s: float
+    """Seconds until its microbatches were there."""
+    _teacher: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+
+    def time(self, call: Callable[[], Any]) -> Any:
+        """Call the teacher."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        result = call()
+        end.record()
+        self._teacher.append((begin, end))
+        return result
+
+    def waits(self) -> dict[str, float]:
+        """Seconds by what they went to. Of the teacher those of the device: its forward passes, or the time until its
+        stored answers were there. Waits for the device."""
+        for _, end in self._teacher:
+            end.synchronize()
+        teacher_s = sum(begin.elapsed_time(end) for begin, end in self._teacher) / 1000.0
+        return {"data": self.data_s} | ({"teacher": teacher_s} if self._teacher else {})
 
 
 @dataclass
@@ -38,13 +66,17 @@ class TeacherThenStudent:
     """What the length of a microbatch is rounded up to when padding is cut off (`draw`); None when it is not."""
     _checked: set[bool] = field(default_factory=set)
     """Phases (evaluating or not) whose first batch was compared between ranks."""
+    record: StepRecord | None = None
+    """Of the last step."""
 
     def around(self, schedule: Callable) -> Callable:
         """`schedule`, a forward-backward function of megatron, with the teacher before it."""
 
         def run(*, data_iterator: Any, num_microbatches: int, forward_only: bool = False, **options: Any) -> list[dict]:
             source = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
+            began = time.monotonic()
             whole = draw(source, num_microbatches, self.true_vocab, options["micro_batch_size"], self.length_multiple)
+            self.record = StepRecord(TextSize.of(whole), time.monotonic() - began)
             self._check(whole, forward_only)
             whole = self._prepared(whole, source, forward_only)
             # Packed rows follow each other in one row; megatron's pipeline stages are to expect that shape.
@@ -87,7 +119,7 @@ class TeacherThenStudent:
         if not self._wants_teacher(evaluating):
             return batches
         upcoming = Upcoming(source, len(batches), self.true_vocab, self.length_multiple, evaluating)
-        return self.teacher.prepare(batches, upcoming)
+        return self.record.time(lambda: self.teacher.prepare(batches, upcoming))
 
     def _inputs(self, batches: list[KDBatch], evaluating: bool) -> list[StepInput]:
         iteration = self.current_iteration()
@@ -96,11 +128,12 @@ class TeacherThenStudent:
             spec=self.kd.loss_spec(iteration),
             evaluating=evaluating,
             plain=self.teacher is None,
+            comparing=self.kd.compares(iteration),
         )
-        tokens = None if objective.plain else StepTokens.of(batches, self.groups.dp_cp)
+        tokens = None if objective.plain else StepTokens.of(batches, self.groups.dp_cp, self.groups.cp.rank())
         at_once = self._wants_teacher(evaluating) and (self.groups.pp.size() > 1 or self.kd.teacher_offload)
         if at_once:
-            stored = iter(self.teacher.signals(batches))
+            stored = iter(self._ask(batches))
             signals = (
                 [_constant(next(stored)) for _ in batches] if self.groups.is_last_stage else [_unused] * len(batches)
             )
@@ -116,8 +149,11 @@ class TeacherThenStudent:
             for batch, signal, layer in zip(batches, signals, layers, strict=True)
         ]
 
-    def _lazily(self, batch: KDBatch) -> Callable[[], HiddenSignal]:
-        return lambda: self.teacher.signals([batch])[0]
+    def _lazily(self, batch: KDBatch) -> Callable[[], TeacherSignal]:
+        return lambda: self._ask([batch])[0]
+
+    def _ask(self, batches: list[KDBatch]) -> list[TeacherSignal]:
+        return self.record.time(lambda: self.teacher.signals(batches))
 
 
 def _add_to(reports: list[dict], facts: Mapping[str, float]) -> None:
@@ -126,9 +162,9 @@ def _add_to(reports: list[dict], facts: Mapping[str, float]) -> None:
         report |= {name: torch.tensor([value, 1.0], device="cuda") for name, value in facts.items()}
 
 
-def _constant(signal: HiddenSignal) -> Callable[[], HiddenSignal]:
+def _constant(signal: TeacherSignal) -> Callable[[], TeacherSignal]:
     return lambda: signal
 
 
-def _unused() -> HiddenSignal:
+def _unused() -> TeacherSignal:
     raise AssertionError("only the last stage looks at the teacher's signal")

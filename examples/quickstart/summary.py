@@ -12,8 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from rich.console import Console
 from rich.table import Table
 
+from mkd.console import perplexity
 from mkd.errors import MkdDataError, MkdError
-from mkd.metrics import perplexity
 from mkd.runlog import RunLog
 
 

@@ -2,6 +2,8 @@
 
 import collections
 import contextlib
+import resource
+import time
 import types
 from typing import Any
 
@@ -30,7 +32,9 @@ class _Stream:
         pass
 
     def record_event(self, event: Any = None) -> "_Event":
-        return event or _Event()
+        event = event or _Event()
+        event.record()
+        return event
 
     def synchronize(self) -> None:
         pass
@@ -40,13 +44,15 @@ class _Stream:
 
 
 class _Event:
-    """An event that has already been reached."""
+    """An event that is reached when it is recorded."""
+
+    _time = 0.0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
     def record(self, stream: Any = None) -> None:
-        pass
+        self._time = time.perf_counter()
 
     def wait(self, stream: Any = None) -> None:
         pass
@@ -58,7 +64,7 @@ class _Event:
         return True
 
     def elapsed_time(self, end: "_Event") -> float:
-        return 0.0
+        return 1000.0 * (end._time - self._time)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -72,9 +78,10 @@ def _device_properties(device: Any = None) -> types.SimpleNamespace:
 
 
 def _memory_figures() -> dict[str, Any]:
-    """Memory statistics: the CPU allocator keeps none, so all are 0."""
-    names = ["memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"]
+    """Memory statistics. The CPU allocator keeps none: the peak is that of the whole process, the others are 0."""
+    names = ["memory_allocated", "memory_reserved", "max_memory_reserved"]
     return {name: lambda *args, **kwargs: 0 for name in names} | {
+        "max_memory_allocated": lambda *args, **kwargs: 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         "memory_stats": lambda *args, **kwargs: collections.defaultdict(int),
         "mem_get_info": lambda *args, **kwargs: (0, 0),
     }

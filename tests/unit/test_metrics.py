@@ -1,15 +1,36 @@
-"""mkd/metrics.py: the console line and the JSON lines."""
+"""mkd/metrics.py: what is measured and written, and when; the words are tested in test_console.py."""
 
 import json
 import math
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
 
 from mkd import metrics
-from mkd.metrics import MetricsLog, clock, perplexity
+from mkd.data.counts import TextSize
+from mkd.flops import FlopCounter
+from mkd.metrics import MetricsLog, Step
 from mkd.runlog import RunLog
+
+
+class Flops(FlopCounter):
+    """One TFLOP a token of the student, half of one of the teacher."""
+
+    def of_student(self, text: TextSize) -> float:
+        return 1e12 * text.tokens
+
+    def of_teachers(self, text: TextSize) -> float:
+        return 0.5e12 * text.tokens
+
+
+class Tracker:
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, dict[str, float]]] = []
+
+    def write(self, values: dict[str, float], iteration: int) -> None:
+        self.seen.append((iteration, values))
 
 
 @pytest.fixture
@@ -21,14 +42,23 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def make(file: Path | None, **changes: object) -> MetricsLog:
-    settings = {"train_iters": 10, "log_interval": 2, "tokens_per_sample": 8, "writes": True}
-    return MetricsLog(file=file, **{**settings, **changes})
+    settings = {"train_iters": 10, "log_interval": 2, "writes": True, "ranks": 4, "on_gpus": True}
+    return MetricsLog(file=file, flops=Flops(Namespace(), []), **{**settings, **changes})
 
 
 def step(log: MetricsLog, iteration: int, *, losses: dict[str, float] | None = None, **changes: object) -> None:
-    values = {"samples": 4, "lr": 1e-3, "grad_norm": 0.5, "skipped": False, "extra": {"ratio": 0.5, "temperature": 2.0}}
     losses = {"loss": 2.0, "ce": 3.0, "kd": 1.0} if losses is None else losses
-    log.iteration(iteration, {name: torch.tensor(v) for name, v in losses.items()}, **{**values, **changes})
+    values = {
+        "text": TextSize(24, 300, 32),
+        "lr": 1e-3,
+        "grad_norm": 0.5,
+        "skipped": False,
+        "ratio": 0.5,
+        "temperature": 2.0,
+        "waits": {"data": 0.5},
+        "peak_memory_gib": None,
+    }
+    log.iteration(Step(iteration, {name: torch.tensor(v) for name, v in losses.items()}, **{**values, **changes}))
 
 
 def lines(file: Path) -> list[dict]:
@@ -37,14 +67,15 @@ def lines(file: Path) -> list[dict]:
 
 def test_a_line_for_each_iteration(tmp_path, now):
     file = tmp_path / "folder" / "metrics.jsonl"
-    log = make(file)
+    log = make(file, peak_tflops=100.0)
     log.start(0)
     now[0] += 3.0  # an evaluation before the step is not the step's time
     log.step_begins()
     now[0] += 2.0
     step(log, 1)
-    step(log, 2, losses={"loss": 1.0, "kd": -1e-9}, lr=None, grad_norm=None, skipped=True)
-    first, second = lines(file)
+    step(log, 2, losses={"loss": 1.0, "kd_2": -1e-9}, lr=None, grad_norm=None, skipped=True, peak_memory_gib=7.5)
+    step(log, 3, ratio=0.0)
+    first, second, third = lines(file)
     assert first == {
         "iteration": 1,
         "loss": 2.0,
@@ -52,16 +83,31 @@ def test_a_line_for_each_iteration(tmp_path, now):
         "kd": 1.0,
         "grad_norm": 0.5,
         "lr": 1e-3,
-        "tokens": 32,
-        "tokens_per_s": 16.0,
+        "tokens": 24,
+        "padding_tokens": 8,
+        "step_s": 2.0,
+        "tokens_per_s": 12.0,
+        "tokens_per_s_per_gpu": 3.0,
+        "student_tflops_per_gpu": 3.0,
+        "teacher_tflops_per_gpu": 1.5,
+        "mfu": 0.045,
+        "data_s": 0.5,
         "elapsed_s": 5.0,
-        "peak_memory_gib": 0.0,
         "skipped": False,
         "ratio": 0.5,
         "temperature": 2.0,
     }
     assert (second["lr"], second["grad_norm"], second["skipped"]) == (None, None, True)
-    assert second["kd"] == pytest.approx(-1e-9) and "ce" not in second
+    assert second["kd_2"] == pytest.approx(-1e-9) and "ce" not in second and second["peak_memory_gib"] == 7.5
+    assert third["teacher_tflops_per_gpu"] == 0.0 and third["mfu"] == 0.03  # at R = 0 the teacher has not run
+
+
+def test_where_the_card_is_not_known_there_is_no_mfu(tmp_path, now):
+    log = make(tmp_path / "m.jsonl")
+    log.start(0)
+    now[0] += 1.0
+    step(log, 1)
+    assert "mfu" not in lines(tmp_path / "m.jsonl")[0]
 
 
 def test_console_line_is_the_mean_of_an_interval(capsys, now):
@@ -71,10 +117,9 @@ def test_console_line_is_the_mean_of_an_interval(capsys, now):
         log.step_begins()
         now[0] += 2.0
         step(log, iteration, losses={"loss": 1.0, "ce": 2.0 * iteration, "kd": kd})
-    assert capsys.readouterr().out == (
-        "iteration 2/10 | loss 1.0000 | ce 3.0000 | kd -0.1250 | grad norm 0.500 | lr 1.00e-03 | R 0.5 | T 2 | "
-        "16 tokens/s | ETA 0:00:16\n"
-    )
+    out = capsys.readouterr().out
+    assert out.startswith("iteration  2/10 | loss   1.0000 | ce   3.0000 | kd  -0.1250 | grad norm   0.500 |")
+    assert out.endswith("ETA 0:00:16\n")
 
 
 def test_skipped_steps_are_counted_and_left_out_of_the_means(capsys, now):
@@ -84,7 +129,7 @@ def test_skipped_steps_are_counted_and_left_out_of_the_means(capsys, now):
     step(log, 1, losses={"loss": 1.0})
     step(log, 2, losses={"loss": math.inf}, skipped=True)
     out = capsys.readouterr().out
-    assert "loss 1.0000" in out and "skipped 1" in out
+    assert "loss   1.0000" in out and "skipped 1" in out
     step(log, 3, losses={"loss": math.nan}, skipped=True)
     step(log, 4, losses={"loss": math.nan}, skipped=True)
     out = capsys.readouterr().out
@@ -143,13 +188,16 @@ def test_a_torn_line_without_a_new_line_is_dropped_even_if_it_is_json(tmp_path):
 
 
 def test_only_one_rank_writes(tmp_path, capsys):
-    file = tmp_path / "metrics.jsonl"
+    file, tracker = tmp_path / "metrics.jsonl", Tracker()
     file.write_text("kept")
-    log = make(file, writes=False)
+    log = make(file, writes=False, trackers=[tracker])
     log.start(0)
     step(log, 2)
     log.evaluation("valid", 2, {"ce": torch.tensor(1.0)})
-    assert file.read_text() == "kept" and capsys.readouterr().out == ""
+    assert file.read_text() == "kept" and capsys.readouterr().out == "" and tracker.seen == []
+
+
+CALIBRATION = {"share": [0.25, 0.75], "teacher": [0.25, 0.75], "student": [0.5, 0.5], "agreement": [0.5, 1.0]}
 
 
 def test_evaluation(tmp_path, capsys):
@@ -157,14 +205,10 @@ def test_evaluation(tmp_path, capsys):
     log = make(file)
     log.start(0)
     values = {"loss": 0.75, "ce": 2.0, "kd": -0.5, "teacher_ce": 1.0, "agreement": 0.625}
-    log.evaluation("valid", 4, {name: torch.tensor(value) for name, value in values.items()})
+    log.evaluation("valid", 4, {name: torch.tensor(value) for name, value in values.items()}, CALIBRATION)
     log.evaluation("test", 9, {"ce": torch.tensor(800.0)})
     log.evaluation("test", 9, {})
-    assert capsys.readouterr().out == (
-        "validation at iteration 4 | ce 2.0000 (ppl 7.39) | kd -0.5000 | teacher ce 1.0000 (ppl 2.72) | "
-        "top-1 agreement 62.5%\n"
-        "test at iteration 9 | ce 800.0000 (ppl inf)\n"
-    )
+    assert capsys.readouterr().out.count("\n") == 2  # no table: training has not ended
     assert lines(file) == [
         {
             "iteration": 4,
@@ -174,22 +218,45 @@ def test_evaluation(tmp_path, capsys):
             "valid_teacher_ce": 1.0,
             "valid_agreement": 0.625,
             "valid_perplexity": math.exp(2.0),
+            "valid_teacher_perplexity": math.e,
+            "valid_calibration_error": 0.25,
+            "valid_calibration": CALIBRATION,
         },
         {"iteration": 9, "test_ce": 800.0, "test_perplexity": math.inf},
     ]
 
 
-def test_perplexity():
-    assert perplexity(0.0) == 1.0
-    assert perplexity(1.0) == math.e
-    assert perplexity(699.0) == math.exp(699.0) > 1e303
-    assert perplexity(700.0) == perplexity(1e9) == perplexity(math.inf) == math.inf
-    assert math.isnan(perplexity(math.nan))
+def test_the_last_evaluation_is_followed_by_a_table(tmp_path, capsys):
+    """Of a run that was resumed, before is what the file says."""
+    file = tmp_path / "metrics.jsonl"
+    log = make(file)
+    log.start(0)
+    log.evaluation("valid", 0, {"ce": torch.tensor(3.0), "kd": torch.tensor(1.5), "teacher_ce": torch.tensor(1.0)})
+    log.evaluation("valid", 5, {"ce": torch.tensor(2.5), "kd": torch.tensor(1.25), "teacher_ce": torch.tensor(1.0)})
+    again = make(file)
+    again.start(5)
+    capsys.readouterr()
+    values = {"ce": 2.0, "kd": 0.5, "teacher_ce": 1.0, "teacher_entropy": 0.75, "student_entropy": 1.5}
+    again.evaluation("valid", 10, {name: torch.tensor(value) for name, value in values.items()}, CALIBRATION)
+    table = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert table[0] == ["mkd:", "validation"]
+    assert table[1] == ["mkd:", "model", "cross-entropy", "perplexity", "KD", "entropy"]
+    assert table[2] == ["mkd:", "teacher", "1.0000", "2.72", "0.750"]
+    assert table[3] == ["mkd:", "student", "at", "iteration", "0", "3.0000", "20.09", "1.5000"]
+    assert table[4] == ["mkd:", "student", "at", "iteration", "10", "2.0000", "7.39", "0.5000", "1.500"]
+    assert table[-1] == ["mkd:", "0.5", "to", "1.0", "75.0%", "0.750", "0.500", "100.0%"]
 
 
-@pytest.mark.parametrize(
-    "seconds, text",
-    [(0, "0:00:00"), (0.4, "0:00:00"), (59.6, "0:01:00"), (3599, "0:59:59"), (3600, "1:00:00"), (360061, "100:01:01")],
-)
-def test_clock(seconds, text):
-    assert clock(seconds) == text
+def test_trackers_get_the_numbers_at_their_interval(now):
+    tracker = Tracker()
+    log = make(None, trackers=[tracker], tracker_interval=3, log_interval=100)
+    log.start(0)
+    now[0] += 1.0
+    for iteration in range(1, 4):
+        step(log, iteration, grad_norm=None)
+    log.evaluation("valid", 4, {"ce": torch.tensor(2.0)}, CALIBRATION)
+    (trained, values), (evaluated, validation) = tracker.seen
+    assert (trained, evaluated) == (3, 4)
+    assert values["kd"] == 1.0 and values["tokens"] == 24.0
+    assert not {"iteration", "grad_norm", "skipped"} & values.keys()
+    assert validation == {"valid_ce": 2.0, "valid_perplexity": math.exp(2.0), "valid_calibration_error": 0.25}

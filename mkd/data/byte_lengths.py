@@ -1,0 +1,45 @@
+"""How many bytes of text each token stands for: what makes losses of different tokenizers comparable."""
+
+import json
+import re
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+def byte_lengths(tokenizer: PreTrainedTokenizerBase) -> Tensor | None:
+    """[ids] int32 UTF-8 bytes that each token adds to the decoded text; 0 of special tokens and of ids without one.
+
+    From the tokens as the vocabulary spells them, because a part of a character decodes to nothing by itself. Bytes
+    are those of the tokenizer's normalized text; most tokenizers of language models change nothing.
+
+    Returns:
+        None for a tokenizer that spells neither bytes (ByteLevel: GPT-2, Llama 3, Qwen) nor characters with byte
+        tokens for the rest (ByteFallback: Llama 2, Mistral, Gemma).
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    spelling = None if backend is None else _spelling(json.loads(backend.to_str())["decoder"])
+    if spelling is None:
+        return None
+    added = tokenizer.added_tokens_decoder
+    special = set(tokenizer.all_special_ids) | {id for id, token in added.items() if token.special}
+    lengths = torch.zeros(len(tokenizer), dtype=torch.int32)
+    for id, token in enumerate(tokenizer.convert_ids_to_tokens(range(len(tokenizer)))):
+        if token is None or id in special:
+            continue
+        if id in added:
+            lengths[id] = len(token.encode())
+        elif spelling == "ByteLevel":
+            lengths[id] = len(token)  # a character of its alphabet is a byte
+        else:
+            lengths[id] = 1 if _BYTE.fullmatch(token) else len(token.replace("▁", " ").encode())
+    return lengths
+
+
+def _spelling(decoder: dict | None) -> str | None:
+    """ByteLevel or ByteFallback, if a decoder of the `tokenizers` library is one or has one among its steps."""
+    steps = [] if decoder is None else decoder.get("decoders", [decoder])
+    return next((step["type"] for step in steps if step["type"] in ("ByteLevel", "ByteFallback")), None)
