@@ -25,6 +25,8 @@ class StepRecord:
     text: TextSize
     data_s: float
     """Seconds until its microbatches were there."""
+    cache_s: float | None = None
+    """Seconds until a teacher's stored answers were there; next to nothing for one that runs. None without a teacher."""
     _teacher: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
     def time(self, call: Callable[[], Any]) -> Any:
@@ -37,12 +39,13 @@ class StepRecord:
         return result
 
     def waits(self) -> dict[str, float]:
-        """Seconds by what they went to. Of the teacher those of the device: its forward passes, or the time until its
-        stored answers were there. Waits for the device."""
+        """Seconds by what they went to; of the teacher those of the device, in its forward passes or in unpacking its
+        answers. Waits for the device."""
         for _, end in self._teacher:
             end.synchronize()
         teacher_s = sum(begin.elapsed_time(end) for begin, end in self._teacher) / 1000.0
-        return {"data": self.data_s} | ({"teacher": teacher_s} if self._teacher else {})
+        known = {"data": self.data_s, "teacher": teacher_s if self._teacher else None, "cache": self.cache_s}
+        return {name: seconds for name, seconds in known.items() if seconds is not None}
 
 
 @dataclass
@@ -119,7 +122,10 @@ class TeacherThenStudent:
         if not self._wants_teacher(evaluating):
             return batches
         upcoming = Upcoming(source, len(batches), self.true_vocab, self.length_multiple, evaluating)
-        return self.record.time(lambda: self.teacher.prepare(batches, upcoming))
+        began = time.monotonic()
+        prepared = self.teacher.prepare(batches, upcoming)
+        self.record.cache_s = time.monotonic() - began
+        return prepared
 
     def _inputs(self, batches: list[KDBatch], evaluating: bool) -> list[StepInput]:
         iteration = self.current_iteration()

@@ -13,14 +13,14 @@ from mkd.compat import padding_of_stage
 from mkd.config import LossSpec
 from mkd.data.batch import KDBatch
 from mkd.data.counts import StepTokens
-from mkd.evaluation import CALIBRATION, bits_per_byte, rows_of
+from mkd.evaluation import CALIBRATION, Mean, bits_per_byte, rows_of
 from mkd.groups import Groups
 from mkd.hidden_layers import LayersOfMicrobatch
 from mkd.losses import LossOptions
 from mkd.losses.sparse import Tail
 from mkd.models.gpt import finish_parameter_sync, logit_scale
-from mkd.teacher.base import SeveralSignals, TeacherSignal
-from mkd.terms import Mean, Setting, Student, Term, TokenTerm, cross_entropy
+from mkd.teacher.base import HiddenSignal, SeveralSignals, TeacherSignal
+from mkd.terms import ChunkTerm, CrossSetting, Setting, Student, Term, TokenTerm, cross_entropy
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,8 @@ class ForwardStep:
     """What becomes of the others."""
     byte_lengths: Tensor | None = None
     """[V] bytes of each token's text, for the bits per byte of evaluations; None: they are not known."""
+    cross: tuple[CrossSetting, ...] = ()
+    """For each teacher with another tokenizer."""
 
     def __call__(self, steps: Iterator[StepInput], model: nn.Module) -> tuple[Tensor, Callable]:
         """Run one microbatch through one model chunk.
@@ -91,11 +93,19 @@ class ForwardStep:
     def setting(self) -> Setting:
         """What the terms of all teachers share."""
         return Setting(
-            self.groups, self.true_vocab, self.options, self.top_k, self.top_k_tail, byte_lengths=self.byte_lengths
+            groups=self.groups,
+            true_vocab=self.true_vocab,
+            options=self.options,
+            top_k=self.top_k,
+            top_k_tail=self.top_k_tail,
+            byte_lengths=self.byte_lengths,
+            cross=self.cross,
         )
 
     def term(self, step: StepInput, signal: TeacherSignal) -> Term:
         """What a teacher adds to the loss."""
+        if isinstance(signal, HiddenSignal) and signal.side is not None:
+            return ChunkTerm(self.setting, step.batch, signal)
         return TokenTerm(self.setting, step.batch, signal)
 
     def _report_plain(self, step: StepInput, ce: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

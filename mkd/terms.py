@@ -1,13 +1,13 @@
 """What one teacher adds to the loss of a microbatch: a class for each kind of signal."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from mkd.config import LossSpec
-from mkd.data.batch import KDBatch
+from mkd.data.batch import KDBatch, OtherSide
 from mkd.data.counts import StepTokens
 from mkd.evaluation import (
     Mean,
@@ -33,7 +33,20 @@ from mkd.losses import (
     teacher_top_k,
 )
 from mkd.losses.sparse import Tail
-from mkd.teacher.base import TeacherSignal, TopKSignal
+from mkd.teacher.base import HiddenSignal, TeacherSignal, TopKSignal
+from mkd.xtoken.chunks import ChunkRows
+from mkd.xtoken.losses import xtoken_loss
+from mkd.xtoken.teacher_ce import teacher_cross_entropy as cross_entropy_in_columns
+from mkd.xtoken.vocabulary import CrossVocabulary
+
+
+@dataclass(frozen=True)
+class CrossSetting:
+    """What is the same for all microbatches of a teacher with another tokenizer."""
+
+    vocabulary: CrossVocabulary
+    byte_lengths: Tensor | None = None
+    """[V] bytes of each of the teacher's tokens; None: they are not known."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +63,8 @@ class Setting:
     """What becomes of the others."""
     byte_lengths: Tensor | None = None
     """[V] bytes of each of the student's tokens; None: they are not known."""
+    cross: tuple[CrossSetting, ...] = ()
+    """Of each side in `KDBatch.others`."""
 
 
 @dataclass(frozen=True)
@@ -170,21 +185,17 @@ class TokenTerm:
 
     def teacher(self, student: Student, tokens: StepTokens) -> dict[str, Mean]:
         batch = judged_by(self.signal, self.batch)
-        batch, signal = self.batch, self.signal
-        if isinstance(signal, TopKSignal):
-            if signal.label_log_prob is None:
-                return {}
-            batch = replace(batch, ce_mask=batch.ce_mask * (batch.kd_mask != 0))  # elsewhere it is not known
-            ce = torch.where(batch.ce_mask != 0, -signal.label_log_prob, 0)
-        else:
-            ce = teacher_cross_entropy(
-                signal,
-                batch,
-                true_vocab=self.setting.true_vocab,
-                tp_group=self.setting.groups.tp,
-                sequence_parallel=student.sequence_parallel,
-                options=self.setting.options,
-            )
+        if isinstance(self.signal, TopKSignal) and self.signal.label_log_prob is None:
+            return {}
+        batch = judged_by(self.signal, self.batch)
+        ce = teacher_cross_entropy(
+            self.signal,
+            batch,
+            true_vocab=self.setting.true_vocab,
+            tp_group=self.setting.groups.tp,
+            sequence_parallel=student.sequence_parallel,
+            options=self.setting.options,
+        )
         bits = bits_per_byte("teacher_", ce, batch, self.setting.byte_lengths)
         return {"teacher_ce": Mean.of(ce, batch.ce_mask, tokens.ce), **bits}
 
@@ -213,6 +224,80 @@ class TokenTerm:
     def _by_token(self, values: Tensor) -> Tensor:
         """[s * b] -> [b, s]"""
         return values.view(self.batch.tokens.shape[::-1]).t()
+
+
+@dataclass(frozen=True)
+class ChunkTerm:
+    """A teacher that reads the same texts in its own tokens: it is compared with the student a chunk at a time."""
+
+    setting: Setting
+    batch: KDBatch
+    signal: HiddenSignal
+
+    @property
+    def _other(self) -> OtherSide:
+        return self.batch.others[self.signal.side]
+
+    @property
+    def _cross(self) -> CrossSetting:
+        return self.setting.cross[self.signal.side]
+
+    def scale(self, tokens: StepTokens) -> Tensor:
+        """See `Term`, as of the methods below."""
+        return tokens.scale(tokens.chunks[self.signal.side])
+
+    def loss(self, student: Student, ce_weight: Tensor | None, factor: Tensor | float, spec: LossSpec) -> LossOutput:
+        other, vocabulary, groups = self._other, self._cross.vocabulary, self.setting.groups
+        rows = map(rows_of, (other.student_chunk, other.student_first, other.chunk, other.first))
+        return xtoken_loss(
+            student.hidden,
+            student.weight,
+            self.signal.hidden.flatten(0, 1),
+            self.signal.head,
+            rows_of(self.batch.labels),
+            ce_weight,
+            rows_of(other.batch.labels),
+            ChunkRows(*rows, weight=factor * torch.ones(other.chunks, device=student.hidden.device)),
+            kind=vocabulary.kind,
+            vocabulary=vocabulary,
+            spec=spec,
+            tp_group=groups.tp,
+            cp_group=groups.cp,
+            sequence_parallel=student.sequence_parallel,
+            chunk_rows=self.setting.options.chunk_rows,
+            maps=LogitMaps(LogitMap(scale=student.logit_scale), LogitMap(scale=self.signal.logit_scale)),
+            upstream=student.upstream,
+        )
+
+    def divergence(self, output: LossOutput, tokens: StepTokens) -> Mean:
+        # Of a chunk on several context-parallel ranks one has the divergence; all know how many there are.
+        count = self._other.chunks if self.setting.groups.cp.rank() == 0 else 0
+        return Mean(output.kd.sum(), torch.full_like(output.kd.sum(), count), tokens.chunks[self.signal.side])
+
+    def teacher(self, student: Student, tokens: StepTokens) -> dict[str, Mean]:
+        batch = self._other.batch
+        ce = cross_entropy_in_columns(
+            self.signal.hidden.flatten(0, 1),
+            self.signal.head,
+            rows_of(batch.labels),
+            rows_of(batch.ce_mask),
+            vocabulary=self._cross.vocabulary,
+            tp_group=self.setting.groups.tp,
+            sequence_parallel=student.sequence_parallel,
+            chunk_rows=self.setting.options.chunk_rows,
+            logit_map=LogitMap(scale=self.signal.logit_scale),
+        )
+        ce = ce.view(batch.tokens.shape[::-1]).t()
+        bits = bits_per_byte("teacher_", ce, batch, self._cross.byte_lengths)
+        return {"teacher_ce": Mean.of(ce, batch.ce_mask, None), **bits}
+
+    def comparison(self, student: Student, tokens: StepTokens, calibrates: bool) -> tuple[dict[str, Mean], None]:
+        """Different tokens: none is the same."""
+        return {}, None
+
+    def sum_of_teacher(self) -> Tensor:
+        counted = (self._other.chunk >= 0).t().to(self.signal.hidden.device)
+        return masked_sum(self.signal.hidden, counted, self.setting.groups)
 
 
 def masked_sum(hidden: Tensor, mask: Tensor, groups: Groups) -> Tensor:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -37,15 +38,20 @@ class OnlineTeacher:
         load_weights: Callable[[list[GPTModel]], None],
         fingerprint: str,
         offload: bool = False,
+        side: int | None = None,
+        head_columns: Tensor | None = None,
     ) -> None:
         """Build the model, fill it and freeze it.
 
         Args:
-            config: the teacher's own; its vocabulary is padded like the student's.
+            config: the teacher's own; its vocabulary is padded like the student's where the two share a tokenizer.
             groups: the student's layout, which is also the teacher's.
             load_weights: fills every parameter of the chunks it is given.
             fingerprint: of architecture and weights.
             offload: keep the weights in host memory between calls of `signals`.
+            side: which of `KDBatch.others` the teacher reads; None: the student's tokens.
+            head_columns: [columns] int64 ids whose rows of the LM head this tensor-parallel rank gives with its
+                signals, in this order; None: as they are cut in the model.
         """
         self._config, self._groups, self._fingerprint = config, groups, fingerprint
         wrapped = GPTModelBuilder(config).build_distributed_models(
@@ -54,6 +60,9 @@ class OnlineTeacher:
         load_weights(wrapped)
         # Float16Module would turn the hidden states into fp32 on the way out: run the model inside it.
         self._model: GPTModel = unwrap_model(wrapped[0]).requires_grad_(False).eval()
+        self._side, self._head = side, None
+        if head_columns is not None and groups.is_last_stage:
+            self._head = self._take_head(head_columns)
         self._on_host: list[tuple[nn.Parameter, Tensor]] = []
         if offload:
             # Frozen weights are copied out once and only ever copied in again.
@@ -78,14 +87,26 @@ class OnlineTeacher:
     @torch.no_grad()
     def signals(self, batches: Sequence[KDBatch]) -> list[HiddenSignal]:
         """See `Teacher.signals`. Under pipeline parallelism this is one forward-only schedule over all microbatches."""
+        batches = [batch if self._side is None else batch.others[self._side].batch for batch in batches]
         self._enter_device()
         hidden = self._pipelined(batches) if self._groups.pp.size() > 1 else [self._forward(b) for b in batches]
         signals = []
         if self._groups.is_last_stage:
-            head = lm_head(self._model).detach()  # stays on the device after the other weights have left it
-            signals = [HiddenSignal(h, head, logit_scale(self._model.config)) for h in hidden]
+            # Stays on the device after the other weights have left it.
+            head = lm_head(self._model).detach() if self._head is None else self._head
+            signals = [HiddenSignal(h, head, logit_scale(self._model.config), self._side) for h in hidden]
         self._leave_device()
         return signals
+
+    @torch.no_grad()
+    def _take_head(self, columns: Tensor) -> Tensor:
+        """[columns, Ht] rows of the LM head, which lie on any rank; the model gives up its own where it can."""
+        own = lm_head(self._model).detach().contiguous()
+        whole = own.new_empty((own.shape[0] * self._groups.tp.size(), own.shape[1]))
+        dist.all_gather_into_tensor(whole, own, group=self._groups.tp)
+        if not (self._model.pre_process and self._model.share_embeddings_and_output_weights):
+            self._model.output_layer.weight.data = own.new_empty((0, own.shape[1]))
+        return whole.index_select(0, columns.to(whole.device))
 
     def _forward(self, batch: KDBatch) -> Tensor:
         return self._model(
