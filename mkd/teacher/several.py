@@ -1,0 +1,61 @@
+"""Several teachers as one."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import torch
+
+from mkd.data.ahead import Upcoming
+from mkd.data.batch import KDBatch
+from mkd.teacher.base import HiddenSignal, SeveralSignals, Teacher
+
+
+@dataclass(frozen=True)
+class SeveralTeachers:
+    """Teachers that run one after the other; their divergences are added up with their weights."""
+
+    teachers: tuple[Teacher, ...]
+    weights: tuple[float, ...]
+
+    def prepare(self, batches: Sequence[KDBatch], upcoming: Upcoming) -> list[KDBatch]:
+        """See `Teacher.prepare`."""
+        prepared = list(batches)
+        for teacher in self.teachers:
+            prepared = teacher.prepare(prepared, upcoming)
+        return prepared
+
+    def signals(self, batches: Sequence[KDBatch]) -> list[SeveralSignals]:
+        """See `Teacher.signals`."""
+        each = [teacher.signals(batches) for teacher in self.teachers]
+        return [SeveralSignals(together, self.weights) for together in zip(*each, strict=True)]
+
+    def facts(self) -> dict[str, float]:
+        """See `Teacher.facts`."""
+        return {name: value for teacher in self.teachers for name, value in teacher.facts().items()}
+
+    def fingerprint(self) -> str:
+        """See `Teacher.fingerprint`."""
+        return common_fingerprint([teacher.fingerprint() for teacher in self.teachers])
+
+
+class AveragedTeachers(SeveralTeachers):
+    """Teachers of one vocabulary whose logits are averaged with their weights, which are taken to add up to 1.
+
+    Averaged logits are the product of the teachers' hidden states, side by side, with their LM heads, side by side.
+    """
+
+    def signals(self, batches: Sequence[KDBatch]) -> list[HiddenSignal]:
+        """See `Teacher.signals`."""
+        total = sum(self.weights)
+        several = super().signals(batches)
+        if not several:
+            return []
+        shares = [w / total * s.logit_scale for w, s in zip(self.weights, several[0].signals, strict=True)]
+        head = torch.cat([share * s.head for share, s in zip(shares, several[0].signals, strict=True)], dim=1)
+        return [HiddenSignal(torch.cat([s.hidden for s in one.signals], dim=-1), head) for one in several]
+
+
+def common_fingerprint(fingerprints: Sequence[str]) -> str:
+    """128 bits in hexadecimal of those of all teachers, in their order."""
+    return blake2b("\n".join(fingerprints).encode(), digest_size=16).hexdigest()
