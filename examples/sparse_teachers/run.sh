@@ -35,7 +35,7 @@ fi
 export FLAGS="--kd-student-hf $STUDENT
     --train-data-path $RUNS/data/train_text_document --valid-data-path $RUNS/data/valid_text_document
     --seq-length 256 --micro-batch-size 16 --global-batch-size 16 --train-iters $STEPS --seed 1
-    --lr 1e-3 --min-lr 5e-5 --lr-decay-style cosine --lr-warmup-iters 10 --weight-decay 0.01 --adam-beta2 0.95
+    --lr 1e-3 --min-lr 5e-5 --lr-decay-style cosine --lr-warmup-iters $((STEPS / 20)) --weight-decay 0.01 --adam-beta2 0.95
     --clip-grad 1.0 --eval-interval $STEPS --eval-iters 1 --log-interval 50 ${PRECISION:-}"
 
 cache() {  # cache DRAWS
