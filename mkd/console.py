@@ -90,7 +90,10 @@ def _speed(window: Sequence[Mapping[str, Any]], gpus: int) -> list[str]:
     if "peak_memory_gib" in window[-1]:
         parts.append(f"{window[-1]['peak_memory_gib']:6.2f} GiB")
     waits = {what: sum(line.get(f"{what}_s", 0.0) for line in window) / seconds for what in WAITS}
-    parts.append("time: " + ", ".join(f"{what} {share:3.0%}" for what, share in waits.items() if share))
+    parts.append(
+        "time: "
+        + ", ".join(f"{what} {share:3.0%}" for what, share in waits.items() if share >= 0.005 or what == "data")
+    )
     return parts
 
 
