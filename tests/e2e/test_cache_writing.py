@@ -1,0 +1,158 @@
+"""tools/cache_teacher.py write: the teacher's own answers, the same in every layout and after any death."""
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from mkd.data.batch import segment_key
+from mkd.teacher.codec import TokenRows
+from mkd.teacher.store import TeacherStore
+from tests.e2e.small_job import END, ROOT, Result, SmallJob, make_small_job, make_tokenizer, run, text, write_data
+from tests.tolerance import FP32, LOGITS, assert_close_norm
+
+TOOL, KILLER = ROOT / "tools" / "cache_teacher.py", ROOT / "tests" / "e2e" / "cache_killer.py"
+TOP_K = 8
+TP2_PP2 = {"--tensor-model-parallel-size": 2, "--pipeline-model-parallel-size": 2}
+TP2_CP2 = {"--tensor-model-parallel-size": 2, "--sequence-parallel": True, "--context-parallel-size": 2}
+ROWS: dict[str, Any] = {
+    "--data-path": "{root}/twice",
+    "--kd-packing": "best_fit",
+    "--kd-packing-multiple": 8,
+    "--seq-length": 64,
+    "--train-iters": 24,
+    "--split": "80,20,0",
+}
+"""More rows than there are: most texts are read more than once, and some are in the data twice."""
+NO_STUDENT: dict[str, Any] = {"--kd-student-hf": None, "--kd-ratio": None, "--lr": None}
+
+
+@pytest.fixture(scope="module")
+def documents() -> list[list[int]]:
+    tokenizer = make_tokenizer()
+    parts = [part for part in text().split("\n\n") if part][:60]
+    found = [[*tokenizer.encode(part).ids, tokenizer.token_to_id(END)] for part in parts]
+    return [*found, *found[:15]]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]]) -> SmallJob:
+    job = make_small_job(tmp_path_factory.mktemp("job"))
+    write_data(job.root / "twice", documents)
+    return job
+
+
+def written(job: SmallJob, out: Path, own: list[str], changes: dict[str, Any], ranks: int = 1) -> Result:
+    """What `write` says; the flags after -- are those of the job's training."""
+    flags = [word.replace("{root}", str(job.root)) for word in job.flags({**ROWS, **changes})]
+    result = run(["write", "--out", str(out), *own, "--", *flags], ranks, script=TOOL)
+    assert result.status == 0, result.output[-3000:] + result.errors[-6000:]
+    return result
+
+
+def contents(folder: Path) -> dict[bytes, TokenRows]:
+    """Everything in a cache; fails on doubles and damage."""
+    store = TeacherStore(folder, "--cache")
+    found: dict[bytes, TokenRows] = {}
+    for shard in store.shards:
+        shard.check()
+        for key, records in shard.segments():
+            assert key not in found, "a double"
+            found[key] = store.meta.records.decode(records)
+    return found
+
+
+def assert_same(one: dict[bytes, TokenRows], other: dict[bytes, TokenRows]) -> None:
+    assert set(one) == set(other)
+    for name in ("ids", "logits", "label_log_prob", "tail_lse"):
+        parts = [torch.from_numpy(np.concatenate([getattr(rows[key], name) for key in one])) for rows in (other, one)]
+        assert_close_norm(*parts, FP32, name)
+
+
+@pytest.fixture(scope="module")
+def one_rank(job: SmallJob, tmp_path_factory: pytest.TempPathFactory) -> dict[bytes, TokenRows]:
+    out = tmp_path_factory.mktemp("cache") / "one_rank"
+    result = written(job, out, ["--top-k", str(TOP_K), "--lossless"], NO_STUDENT)
+    assert "segments are stored already" in result.output
+    return contents(out)
+
+
+def test_answers_are_the_teachers(job: SmallJob, documents: list[list[int]], one_rank: dict[bytes, TokenRows]) -> None:
+    """As transformers computes them of each text alone; every label is the next token."""
+    model = AutoModelForCausalLM.from_pretrained(job.teacher, dtype=torch.float32).eval()
+    whole = [ids for ids in documents if segment_key(torch.tensor(ids[:-1])) in one_rank]
+    assert len(whole) >= 10, "texts that fit a row"
+    for ids in whole[:8]:
+        tokens = torch.tensor(ids)
+        with torch.no_grad():
+            log_p = model(tokens[None, :-1]).logits[0].double().log_softmax(-1)
+        rows = one_rank[segment_key(tokens[:-1])]
+        assert len(rows.ids) == len(ids) - 1
+        expected = log_p.gather(1, torch.from_numpy(rows.ids).long())
+        assert (torch.from_numpy(rows.logits) - expected).abs().max() < LOGITS
+        assert expected.min(1).values.ge(log_p.topk(TOP_K).values[:, -1] - LOGITS).all()
+        assert (torch.from_numpy(rows.label_log_prob) - log_p.gather(1, tokens[1:, None])[:, 0]).abs().max() < LOGITS
+
+
+@pytest.mark.parametrize(("layout", "ranks"), [(TP2_PP2, 4), (TP2_CP2, 4)], ids=["tp2-pp2", "tp2-sp-cp2"])
+def test_layouts(
+    job: SmallJob, one_rank: dict[bytes, TokenRows], tmp_path: Path, layout: dict[str, Any], ranks: int
+) -> None:
+    """Under a student's flags and with its objective, which do not matter."""
+    student = {"--kd-hidden-loss": "1:1", "--kd-loss": "jsd", "--kd-ratio-schedule": "linear:0:1:5", "--kd-ratio": None}
+    written(job, tmp_path / "cache", ["--top-k", str(TOP_K), "--lossless"], {**layout, **student}, ranks)
+    assert_same(one_rank, contents(tmp_path / "cache"))
+
+
+def draws_of(folder: Path) -> dict[bytes, dict[tuple[int, int], int]]:
+    """Key -> (place, id) -> how often it was drawn."""
+    samples = TeacherStore(folder, "--cache").meta.samples
+    return {
+        key: {
+            (place, int(rows.ids[place, slot])): int(np.rint(np.exp(rows.logits[place, slot]) * samples))
+            for place, slot in np.argwhere(rows.logits > -20)
+        }
+        for key, rows in contents(folder).items()
+    }
+
+
+def test_draws_do_not_depend_on_the_layout(job: SmallJob, tmp_path: Path) -> None:
+    few = {**ROWS, "--train-iters": 2, "--eval-iters": 0, "--split": "100,0,0"}
+    own = ["--sample", "6", "--temperature", "2"]
+    written(job, tmp_path / "one", own, few)
+    written(job, tmp_path / "two", own, {**few, "--context-parallel-size": 2}, 2)
+    one, two = draws_of(tmp_path / "one"), draws_of(tmp_path / "two")
+    assert TeacherStore(tmp_path / "one", "--cache").meta.temperatures == (1.0, 2.0)
+    assert all(sum(draws.values()) % 6 == 0 for draws in one.values())
+    assert one == two
+
+
+@pytest.mark.parametrize("deaths", [2, pytest.param(10, marks=pytest.mark.slow)])
+def test_killed_writers(job: SmallJob, one_rank: dict[bytes, TokenRows], tmp_path: Path, deaths: int) -> None:
+    """Two data-parallel ranks, of which one dies at some point; then one is asked to leave; then they finish."""
+    draw, out = random.Random(deaths), tmp_path / "cache"
+    events = [f"{draw.choice(['sync', 'rename'])}:{draw.randrange(1, 25)}" for _ in range(deaths)]
+    for number, event in enumerate([*events, "sync:4:SIGTERM"]):
+        result = attempt(job, out, MKD_TEST_KILL=event, MKD_TEST_KILL_RANK=str(number % 2))
+        assert f"killed at {event.removesuffix(':SIGTERM')}" in result.errors, result.errors[-3000:]
+        assert (result.status == 0) == event.endswith("SIGTERM"), result.errors[-3000:]
+    assert "is not complete: the same command goes on" in result.output
+    before = len(contents(out))
+    assert 0 < before < len(one_rank)
+    assert attempt(job, out).status == 0
+    assert_same(one_rank, contents(out))
+
+
+def attempt(job: SmallJob, out: Path, **variables: str) -> Result:
+    flags = [word.replace("{root}", str(job.root)) for word in job.flags({**ROWS, **NO_STUDENT})]
+    os.environ.update(variables)
+    try:
+        return run(["write", "--out", str(out), "--top-k", str(TOP_K), "--lossless", "--", *flags], 2, script=KILLER)
+    finally:
+        for name in variables:
+            del os.environ[name]
