@@ -29,6 +29,7 @@ from tests.dist.kd_step import (
     Part,
     build_student,
     build_teacher,
+    cross_settings,
     gradients,
     parallel_state,
     parameter_parts,
@@ -66,7 +67,13 @@ class _Run:
         self._optimizer = _optimizer(layout, self._chunks)
         self._schedule = TeacherThenStudent(models.kd, self._groups, self._teacher, VOCAB, lambda: 0)
         options = LossOptions(chunk_rows=5)
-        self._step = ForwardStep(self._groups, true_vocab=VOCAB, check_finite=False, options=options)
+        self._step = ForwardStep(
+            self._groups,
+            true_vocab=VOCAB,
+            check_finite=False,
+            options=options,
+            cross=cross_settings(models, self._groups),
+        )
 
     def result(self, steps: int) -> dict[str, Any]:
         before, of_teacher = parameter_parts(self._chunks), self._teacher_state()

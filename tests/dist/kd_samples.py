@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-DataName = Literal["text", "padded", "packed"]
+from tests.dist import kd_pairs
+
+DataName = Literal["text", "padded", "packed", "pairs", "packed pairs", "few pairs"]
 MaskName = Literal["same", "differ", "uneven", "kd for both", "no kd", "no ce"]
 ROW, VOCAB = 24, 83
 ROWS = 8
@@ -59,6 +61,8 @@ def _packed_row(texts: list[dict[str, Tensor]], multiple: int) -> dict[str, Tens
 
 def samples(data: DataName, cp: int) -> list[dict[str, Tensor]]:
     """All samples of the step, one a row; those that are packed are padded for `cp` context-parallel ranks."""
+    if "pairs" in data:
+        return kd_pairs.rows(packed=data == "packed pairs", masked=data == "few pairs")
     generator = torch.Generator().manual_seed(5)
     if data == "text":
         return [_text(ROW, generator, supervised=row != 3) for row in range(ROWS)]
@@ -106,6 +110,8 @@ def microbatches(
     if masks != "same":
         every = with_masks(every, masks)
     for row in every:
-        row["tokens"], row["labels"] = (row["tokens"] + 7 * step) % VOCAB, (row["labels"] + 7 * step) % VOCAB
+        sides = [(row, VOCAB), *((other, kd_pairs.TEACHER_VOCAB) for other in row.get("others", ()))]
+        for side, vocab in sides:
+            side["tokens"], side["labels"] = (side["tokens"] + 7 * step) % vocab, (side["labels"] + 7 * step) % vocab
     starts = range(dp_rank * mbs, len(every), dp_size * mbs)
     return [default_collate(every[start : start + mbs]) for start in starts]

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core import parallel_state as ps
@@ -31,11 +31,16 @@ from mkd.cpu.flags import set_cpu_values
 from mkd.flag_checks import length_multiple
 from mkd.groups import Groups
 from mkd.hidden_layers import HiddenLayers
+from mkd.job_cache import CacheSource, CacheTeacher
 from mkd.losses import LossOptions
 from mkd.models.gpt import gpt_config
 from mkd.schedule import TeacherThenStudent
 from mkd.step import ForwardStep
+from mkd.teacher.cached import CachedTeacher
 from mkd.teacher.online import OnlineTeacher
+from mkd.terms import CrossSetting
+from mkd.xtoken.losses import XTokenLoss
+from tests.dist import kd_pairs
 from tests.dist.kd_samples import ROW, VOCAB, DataName, MaskName, microbatches
 
 PADDED = 96
@@ -101,6 +106,11 @@ class Models:
     """Whether the student's activations are recomputed in the backward pass."""
     loss_scale: float = 1.0
     top_k: int | None = None
+    xtoken: XTokenLoss | None = None
+    """Loss from a teacher with another tokenizer; the data must be pairs."""
+    cache: str | None = None
+    """Folder with the teacher's answers, which are read instead of running it."""
+    cache_missing: Literal["error", "ce_only"] = "error"
     teacher_moe: bool = False
     teacher_layers: int = TEACHER["num_layers"]
     aux_loss: float = 0.0
@@ -130,7 +140,10 @@ class Models:
     @property
     def kd(self) -> KDConfig:
         return KDConfig(
-            teacher_hf="T",
+            teacher_hf=None if self.cache else "T",
+            teacher_cache=self.cache,
+            cache_missing=self.cache_missing,
+            top_k=self.top_k,
             ratio=self.ratio,
             temperature=self.temperature,
             teacher_offload=self.offload,
@@ -146,7 +159,9 @@ def _default_arguments() -> Namespace:
     return default_arguments()
 
 
-def model_arguments(sizes: dict[str, Any], layout: Layout, tied: bool) -> Namespace:
+def model_arguments(
+    sizes: dict[str, Any], layout: Layout, tied: bool, vocab: int = VOCAB, padded: int = PADDED
+) -> Namespace:
     """Megatron arguments of a Llama-like model in fp32 without dropout."""
     args = copy(_default_arguments())
     values = dict(
@@ -159,8 +174,8 @@ def model_arguments(sizes: dict[str, Any], layout: Layout, tied: bool) -> Namesp
         hidden_dropout=0.0,
         max_position_embeddings=64,
         seq_length=ROW,
-        vocab_size=VOCAB,
-        padded_vocab_size=PADDED,
+        vocab_size=vocab,
+        padded_vocab_size=padded,
         untie_embeddings_and_output_weights=not tied,
         params_dtype=torch.float32,
         calculate_per_token_loss=True,
@@ -295,10 +310,25 @@ def _kd_step(layout: Layout, models: Models) -> dict[str, Any]:
     return {"reports": sums, "gradients": gradients(chunks)}
 
 
-def build_teacher(layout: Layout, models: Models, groups: Groups) -> OnlineTeacher:
+def build_teacher(layout: Layout, models: Models, groups: Groups) -> OnlineTeacher | CachedTeacher:
     """The teacher on this rank."""
+    if models.cache is not None:
+        source = CacheSource.open(models.cache, "--kd-teacher-cache")
+        return CacheTeacher(source, models.kd, row_length=ROW).build(groups)
     sizes = models.teacher
     teacher_layout = replace(layout, vp=1, ep=layout.ep if "num_experts" in sizes else 1)
+    if models.xtoken is not None:
+        vocabulary = cross_settings(models, groups)[0].vocabulary
+        sides = (kd_pairs.TEACHER_VOCAB, kd_pairs.TEACHER_PADDED)
+        return OnlineTeacher(
+            gpt_config(model_arguments(sizes, teacher_layout, models.tied, *sides)),
+            groups,
+            load_weights=partial(fill, salt="teacher"),
+            fingerprint="",
+            offload=models.offload,
+            side=0,
+            head_columns=vocabulary.teacher_columns,
+        )
     return OnlineTeacher(
         gpt_config(model_arguments(sizes, teacher_layout, tied=models.teacher_is_student and models.tied)),
         groups,
@@ -306,6 +336,14 @@ def build_teacher(layout: Layout, models: Models, groups: Groups) -> OnlineTeach
         fingerprint="",
         offload=models.offload,
     )
+
+
+def cross_settings(models: Models, groups: Groups) -> tuple[CrossSetting, ...]:
+    """Of the teacher with another tokenizer, if there is one."""
+    if models.xtoken is None:
+        return ()
+    size = groups.tp.size()
+    return (CrossSetting(kd_pairs.vocabulary(models.xtoken, PADDED // size, groups.tp.rank(), size)),)
 
 
 def build_student(layout: Layout, models: Models, groups: Groups, hooks: Sequence[Callable] = ()) -> list[nn.Module]:
