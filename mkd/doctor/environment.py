@@ -1,0 +1,209 @@
+"""What is installed, what is missing, what that costs and how to get it. Imports nothing that may itself be missing."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+GIB = 2**30
+LEAST_PYTHON = (3, 12)
+IMPORT_SECONDS = 120
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of an environment."""
+
+    name: str
+    found: str | None
+    """Version or size; None when it is missing."""
+    trouble: str | None = None
+    """What is wrong with what was found, or what it costs that it is missing; None when all is well."""
+    remedy: str = ""
+    """What to do."""
+    needed: bool = False
+    """Whether nothing can be trained in this state."""
+
+    @property
+    def is_missing(self) -> bool:
+        return self.found is None
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU, as the driver tells."""
+
+    name: str
+    gib: float
+    driver: str
+
+
+def inspect() -> list[Part]:
+    """All parts, in the order of a report. Takes seconds where Transformer Engine is installed: it is imported."""
+    return [
+        _python(),
+        *(_required(name, module) for name, module in REQUIRED.items()),
+        *_gpus(),
+        transformer_engine(),
+        apex(),
+        *(_optional(name, *about) for name, about in OPTIONAL.items()),
+        _memory(),
+        _disk(),
+    ]
+
+
+REQUIRED = {
+    "torch": "torch",
+    "megatron-core": "megatron",
+    "transformers": "transformers",
+    "safetensors": "safetensors",
+    "tokenizers": "tokenizers",
+    "einops": "einops",
+    "omegaconf": "omegaconf",
+    "sentencepiece": "sentencepiece",
+}
+"""Distribution -> the module it brings."""
+
+OPTIONAL: dict[str, tuple[str, str, str]] = {
+    "flash-attn": (
+        "flash_attn",
+        "Transformer Engine takes cuDNN's attention instead",
+        "pip install flash-attn --no-build-isolation",
+    ),
+    "triton": ("triton", "the loss runs in plain PyTorch, slower and with more memory", "pip install triton"),
+    "tensorboard": ("tensorboard", "no --tensorboard-dir", "pip install tensorboard"),
+    "wandb": ("wandb", "no --wandb-project", "pip install wandb"),
+    "mlflow": ("mlflow", "no MLflow tracking", "pip install mlflow"),
+    "nvidia-resiliency-ext": (
+        "nvidia_resiliency_ext",
+        "--async-save needs --async-strategy mcore",
+        "pip install nvidia-resiliency-ext",
+    ),
+}
+"""Distribution -> module, what is missing without it, how to get it."""
+
+
+def version(distribution: str) -> str | None:
+    """Of an installed distribution; None when there is none."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def cards() -> list[Card]:
+    """The GPUs of this machine; none where there is no driver."""
+    try:
+        query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
+        done = subprocess.run(query, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    rows = [line.split(", ") for line in done.stdout.splitlines()] if done.returncode == 0 else []
+    return [Card(row[0], float(row[1]) / 1024, row[2]) for row in rows if len(row) == 3]
+
+
+def _python() -> Part:
+    found = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info >= LEAST_PYTHON:
+        return Part("Python", found)
+    return Part("Python", found, "mkd needs 3.12 or newer", "install a newer Python", needed=True)
+
+
+def _required(name: str, module: str) -> Part:
+    found, remedy = version(name), "pip install . (in mkd's checkout)"
+    if found is None and find_spec(module) is None:
+        return Part(name, None, "mkd cannot run", remedy, needed=True)
+    if name == "megatron-core" and found is not None and not found.startswith("0.19."):
+        return Part(name, found, "mkd is written for 0.19", "pip install 'megatron-core==0.19.*'", needed=True)
+    return Part(name, found or "version unknown")
+
+
+def _gpus() -> list[Part]:
+    """The driver and the cards, and whether torch can use them."""
+    found = cards()
+    if not found:
+        cost = "jobs run on CPU, for small models only; tools/doctor.py checks jobs for GPUs all the same"
+        return [Part("GPU", None, cost, "run on a machine with an NVIDIA card and driver")]
+    kinds = {card.name for card in found}
+    text = f"{len(found)} x {', '.join(sorted(kinds))}, {min(card.gib for card in found):.1f} GiB"
+    parts = [Part("driver", found[0].driver), Part("GPU", text)]
+    if find_spec("torch") is None:
+        return parts
+    import torch
+
+    if torch.version.cuda is None:
+        trouble = "torch is a build without CUDA: jobs run on CPU"
+        return [*parts, Part("CUDA of torch", None, trouble, "install torch from pytorch.org's CUDA builds")]
+    if not torch.cuda.is_available():
+        trouble = f"torch does not see the cards: driver {found[0].driver} may be too old for it, or they are hidden"
+        remedy = "a newer driver, or a torch for an older CUDA; see CUDA_VISIBLE_DEVICES"
+        return [*parts, Part("CUDA of torch", torch.version.cuda, trouble, remedy)]
+    return [*parts, Part("CUDA of torch", torch.version.cuda)]
+
+
+def transformer_engine() -> Part:
+    """Installed, and imported in a process of its own: its libraries are where it fails."""
+    name, install = "transformer-engine", "pip install transformer-engine[pytorch], or a NGC PyTorch container"
+    if find_spec("transformer_engine") is None:
+        cost = "on GPUs only --transformer-impl local: slower, and neither packed rows, context parallelism nor fp8"
+        return Part(name, None, cost, install)
+    found = version(name) or version("transformer_engine") or "version unknown"
+    try:
+        command = [sys.executable, "-c", "import transformer_engine.pytorch"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_SECONDS)
+        reason = "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no message"])[-1]
+    except subprocess.TimeoutExpired:
+        reason = f"no answer in {IMPORT_SECONDS} s"
+    if reason:
+        return Part(name, found, f"it cannot be imported: {reason}", f"install it again: {install}")
+    return Part(name, found)
+
+
+def apex() -> Part:
+    """NVIDIA's, or the project of that name in PyPI, which is something else."""
+    cost = "weight gradients are added up in a second pass (--no-gradient-accumulation-fusion, which mkd sets itself)"
+    remedy = "build it from https://github.com/NVIDIA/apex; Transformer Engine has the other fused kernels"
+    if has_wrong_apex():
+        return Part(
+            "apex",
+            version("apex") or "version unknown",
+            f"this is PyPI's project apex, not NVIDIA Apex; {cost}",
+            f"pip uninstall apex, then {remedy}",
+        )
+    if find_spec("apex") is None:
+        return Part("apex (NVIDIA)", None, cost, remedy)
+    if find_spec("fused_weight_gradient_mlp_cuda") is None:
+        return Part("apex (NVIDIA)", "without its CUDA extensions", cost, f"{remedy}, with --cuda_ext")
+    return Part("apex (NVIDIA)", version("apex") or "version unknown")
+
+
+def has_wrong_apex() -> bool:
+    """Whether the module apex is not NVIDIA's, which always has a folder multi_tensor_apply."""
+    spec = find_spec("apex")
+    if spec is None:
+        return False
+    return not any((Path(folder) / "multi_tensor_apply").is_dir() for folder in spec.submodule_search_locations or ())
+
+
+def _optional(name: str, module: str, cost: str, remedy: str) -> Part:
+    found = version(name)
+    if found is None and find_spec(module) is None:
+        return Part(name, None, cost, remedy)
+    return Part(name, found or "version unknown")
+
+
+def _memory() -> Part:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+    return Part("host memory", f"{total:.1f} GiB, {os.cpu_count()} CPU cores")
+
+
+def _disk(usage: Callable = shutil.disk_usage) -> Part:
+    free = usage(".").free / GIB
+    if free < 1.0:
+        return Part("disk here", f"{free:.1f} GiB free", "checkpoints will not fit", "free some, or save elsewhere")
+    return Part("disk here", f"{free:.1f} GiB free")

@@ -1,0 +1,89 @@
+"""A look into the data of a run: the beginnings of a few samples, which of their tokens are targets, how rows fill."""
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+import numpy as np
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from mkd.data.chat import SUPERVISED, ChatTokenizer
+from mkd.data.packing import cut, one_per_row, pack
+from mkd.data.stores import DocumentStore, is_chat_file
+from mkd.data.text import RawBatch, load_tokenizer
+from mkd.job import Job
+
+TARGET, CONTEXT = "green", "dim"
+FIRST_BYTES = 1 << 18
+"""Of a chat file, from which samples are taken."""
+FIRST_SAMPLES = 512
+"""Whose lengths show how rows fill."""
+SHOWN_ROWS = 3
+
+Sample = tuple[np.ndarray, np.ndarray]
+"""Ids [n] and which of them are targets [n] bool."""
+
+
+def first_samples(name: str, tokenizer_folder: str | None) -> list[Sample]:
+    """The first samples of a PREFIX.bin, or of a chat file.
+
+    Raises:
+        MkdDataError: a line that is no conversation.
+    """
+    if not is_chat_file(name):
+        store = DocumentStore(name, (0.0, 1.0))
+        some = [store.read(i, 0, int(store.lengths[i])) for i in range(min(FIRST_SAMPLES, len(store.lengths)))]
+        return [(ids.copy(), targets) for ids, targets in some]  # what is mapped dies with the store
+    with open(name, "rb") as file:
+        coded = ChatTokenizer(tokenizer_folder)(RawBatch(name, 1, file.readlines(FIRST_BYTES), is_json=True))
+    parts = np.split(coded.tokens, np.cumsum(coded.lengths)[:-1]) if coded.lengths else []
+    return [((part & ~SUPERVISED).astype(np.int64), (part & SUPERVISED) != 0) for part in parts]
+
+
+def painted(sample: Sample, tokenizer: PreTrainedTokenizerBase | None, most: int) -> Text:
+    """A sample's first tokens as text, targets in another colour; as numbers where there is no tokenizer."""
+    ids, targets = (part[:most] for part in sample)
+    text = Text()
+    for is_target, group in groupby(range(len(ids)), key=lambda place: bool(targets[place])):
+        some = [int(ids[place]) for place in group]
+        words = " ".join(map(str, some)) + " " if tokenizer is None else tokenizer.decode(some)
+        text.append(words, style=TARGET if is_target else CONTEXT)
+    if len(sample[0]) > most:
+        text.append(f" ... ({len(sample[0])} tokens)", style=CONTEXT)
+    return text
+
+
+def rows_of(samples: Sequence[Sample], job: Job) -> list[str]:
+    """How the first rows made of these samples look, and how full all of them are."""
+    kd, length = job.kd, job.args.seq_length
+    pieces = cut(np.array([len(ids) for ids, _ in samples]), length, drop_long=kd.long_samples == "drop")
+    if not len(pieces):
+        return []
+    is_packed = kd.packing != "none"
+    plan = pack(pieces.places, length, kd.packing_multiple, job.args.seed) if is_packed else None
+    plan = plan or one_per_row(pieces.places, length)
+    lines = []
+    for row in range(min(SHOWN_ROWS, len(plan))):
+        places = pieces.places[plan.row(row)]
+        lines.append(f"row {row}: {' + '.join(map(str, places))} of {length} places")
+    how = "packed" if is_packed else "one a row"
+    return [*lines, f"{len(samples)} samples {how}: {len(plan)} rows, {plan.efficiency:.1%} of them tokens"]
+
+
+def peek(job: Job, names: Sequence[str], count: int, most: int, say: Callable[[str | Text], None]) -> None:
+    """Show `count` samples of each file, `most` tokens of each."""
+    folder = job.args.tokenizer_model if job.args.tokenizer_type == "HuggingFaceTokenizer" else None
+    tokenizer = ChatTokenizer(folder).template.tokenizer if any(map(is_chat_file, names)) else _tokenizer(folder)
+    for name in names:
+        samples = first_samples(name, folder)
+        say(f"{name}:")
+        for sample in samples[:count]:
+            say(painted(sample, tokenizer, most))
+        supervised = sum(int(targets.sum()) for _, targets in samples) / max(1, sum(len(ids) for ids, _ in samples))
+        say(f"{supervised:.1%} of the tokens of the first {len(samples)} samples are targets")
+        for line in rows_of(samples, job) if is_chat_file(name) or job.kd.packing != "none" else []:
+            say(line)
+
+
+def _tokenizer(folder: str | None) -> PreTrainedTokenizerBase | None:
+    return None if folder is None else load_tokenizer(folder)

@@ -1,0 +1,107 @@
+"""What the doctor says about a run: plan, data, memory, problems."""
+
+from argparse import Namespace
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from mkd import arguments, cpu
+from mkd.doctor.findings import Findings
+from mkd.doctor.peek import CONTEXT, TARGET, peek
+from mkd.job import Job
+from mkd.memory.advice import advise, needed
+from mkd.memory_table import print_memory, workload
+from mkd.plan import plan
+
+GIB = 2**30
+
+
+def show_plan(job: Job, console: Console) -> None:
+    """What the run is going to do."""
+    table = Table(show_header=False, box=None, title="plan", title_justify="left")
+    for name, text in plan(job).items():
+        if name != "memory":
+            table.add_row(name, escape(text))
+    console.print(table)
+
+
+def show_data(job: Job, samples: int, tokens: int, findings: Findings, console: Console) -> None:
+    """The beginnings of a few samples of each file, targets coloured; for files that could be read."""
+    with findings.tolerate():
+        names = arguments.data_prefixes(job.args)
+        if any(name in problem for problem in findings.problems for name in names):
+            return
+        console.print(Text("data: ").append("target", style=TARGET).append(", ").append("context", style=CONTEXT))
+        with console.status("reading samples"):
+            peek(job, names, samples, tokens, lambda text: console.print(text, markup=False, highlight=False))
+
+
+def check_memory(job: Job, capacity_gib: float | None, findings: Findings, console: Console) -> None:
+    """The table, and what to change where a card does not hold it.
+
+    Args:
+        job: the run.
+        capacity_gib: of a card; None when it is not known.
+        findings: gets a problem where it does not fit.
+        console: where to print.
+    """
+    print_memory(job)
+    if cpu.is_target():
+        return
+    if capacity_gib is None:
+        findings.warning("there is no card here to compare the memory with: give --gpu-memory-gib")
+        return
+    work = workload(job)
+    need = needed(work)
+    if need <= capacity_gib * GIB:
+        console.print(f"{need / GIB:.1f} of {capacity_gib:.1f} GiB of a card", highlight=False)
+        return
+    alone, together = advise(work, capacity_gib * GIB)
+    table = Table("flags", "saves GiB", "needs then", title="what would save memory", title_justify="left")
+    for advice in alone:
+        table.add_row(advice.flags, f"{advice.saves / GIB:.1f}", f"{advice.needed / GIB:.1f}")
+    console.print(table)
+    remedy = "take more or larger cards, or smaller models"
+    if together is not None:
+        remedy = f"give {together.flags} ({together.needed / GIB:.1f} GiB then)"
+    elif alone:
+        remedy = f"all of the above is not enough: {remedy}"
+    findings.problem(
+        f"memory: a rank needs about {need / GIB:.1f} GiB, a card has {capacity_gib:.1f} GiB (--gpu-memory-gib): "
+        + remedy
+    )
+
+
+def check_cards(args: Namespace, cards: int, per_node: int, connections: str | None, findings: Findings) -> None:
+    """Warn of what the machine of the run may lack, as far as this one shows it.
+
+    Args:
+        args: Megatron's.
+        cards: GPUs of this machine.
+        per_node: ranks of each node.
+        connections: CUDA_DEVICE_MAX_CONNECTIONS in this shell.
+        findings: gets the warnings.
+    """
+    if 0 < cards < per_node:
+        findings.warning(f"--nproc is {per_node}, this machine has {cards} GPUs")
+    if max(args.tensor_model_parallel_size, args.context_parallel_size) > 1 and connections != "1":
+        findings.warning(
+            "CUDA_DEVICE_MAX_CONNECTIONS is not 1 in this shell; set it where the run starts, megatron asks for it "
+            "under tensor and context parallelism"
+        )
+    if args.fp8 or args.fp4:
+        findings.warning("memory is estimated as if --fp8-format and --fp4-format were not given")
+
+
+def print_findings(findings: Findings, console: Console) -> None:
+    """The list at the end."""
+    for title, style, sentences in (
+        ("problem", "red", findings.problems),
+        ("warning", "yellow", findings.warnings),
+    ):
+        for sentence in sentences:
+            console.print(Text(f"{title}: ", style=style).append(sentence, style="default"), soft_wrap=True)
+    counts = f"{len(findings.problems)} problems, {len(findings.warnings)} warnings"
+    console.print(counts, style="red" if findings.problems else "green", highlight=False)

@@ -1,0 +1,176 @@
+"""A run's command line, examined on one process without its GPUs: all that is wrong with it, not only the first."""
+
+import io
+import os
+import shutil
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from megatron.training.arguments import parse_args
+
+from mkd import arguments, cpu
+from mkd.checkpoint.source import ModelSource, TeacherSource, common_vocabulary
+from mkd.config import KDConfig
+from mkd.data.chat import ChatTokenizer
+from mkd.data.datasets import check_data
+from mkd.data.stores import check_chat_file, is_chat_file
+from mkd.doctor.environment import has_wrong_apex
+from mkd.doctor.findings import Findings
+from mkd.errors import MkdError
+from mkd.flag_checks import check_attention_kernels, check_divisions, check_transformer_engine, layout_checks
+from mkd.job import Job, check_writable
+from mkd.job_teacher import teacher_source
+from mkd.memory.parameters import optimizer_bytes, parameters_of_stage
+
+SCRIPT = "pretrain_kd.py"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a run is to be started."""
+
+    flags: Sequence[str]
+    """The words after pretrain_kd.py."""
+    ranks: int
+    """Processes on all nodes together."""
+
+
+def examine(launch: Launch, findings: Findings) -> Job | None:
+    """Check a run as pretrain_kd.py does, as its first rank; and where that ends early, what can be checked beside.
+
+    Sets the process's command line, its rank and megatron's globals.
+
+    Returns:
+        The job; None when its flags make none.
+    """
+    flags = list(launch.flags)
+    if not cpu.is_target() and find_spec("transformer_engine") is None:
+        # That it is missing is found below. Megatron would stop at the first flag that needs it.
+        flags.append("--no-rope-fusion")
+    sys.argv = [SCRIPT, *flags]
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(launch.ranks))
+    job = None
+    with redirect_stdout(io.StringIO()):  # megatron tells all its arguments
+        try:
+            job = Job.from_command_line(findings.tolerate)
+        except MkdError as error:
+            findings.problem(str(error))
+            _examine_parts(findings)
+    if job is not None and not cpu.is_target():
+        _check_apex(job.args, findings)
+    return job
+
+
+def _check_apex(args: Namespace, findings: Findings) -> None:
+    if has_wrong_apex() and "--no-gradient-accumulation-fusion" not in sys.argv:
+        findings.problem(
+            "the package apex is PyPI's project of that name and not NVIDIA Apex: pip uninstall apex, and build "
+            "https://github.com/NVIDIA/apex, or give --no-gradient-accumulation-fusion to do without it"
+        )
+    elif not args.gradient_accumulation_fusion and "--no-gradient-accumulation-fusion" not in sys.argv:
+        findings.warning(
+            "NVIDIA Apex is not installed: weight gradients are added up in a second pass; "
+            "--no-gradient-accumulation-fusion says that this is meant"
+        )
+
+
+def _examine_parts(findings: Findings) -> None:
+    """Each part of a command line by itself, as far as it makes sense alone."""
+    tolerate = findings.tolerate
+    with tolerate():
+        arguments.refuse_contradictions(sys.argv[1:])
+    try:
+        args = parse_args(arguments.add_kd_flags)
+    except MkdError as error:
+        findings.problem(str(error))
+        return
+    kd = None
+    with tolerate():
+        given = {name.removeprefix("kd_"): value for name, value in vars(args).items() if name.startswith("kd_")}
+        kd = KDConfig(**given)
+    teacher = None
+    if kd is not None:
+        with tolerate():
+            teacher = teacher_source(kd)
+    else:
+        teacher = _open(findings, args.kd_teacher_hf, "--kd-teacher-hf", ModelSource.from_hf)
+    student = _open(findings, args.kd_student_hf, "--kd-student-hf", ModelSource.from_hf)
+    if student is not None:
+        with tolerate():
+            arguments.adopt_architecture(args, student.architecture, student.origin)
+        args.tokenizer_model = args.tokenizer_model or args.kd_student_hf
+    _check_layout(findings, args, kd, teacher)
+    vocabulary = args.vocab_size
+    if student is not None and teacher is not None:
+        with tolerate():
+            vocabulary = common_vocabulary(student.origin, student.vocab_size, student.tokenizer_hash, teacher)
+    _check_data(findings, args, vocabulary, student.tokenizer_hash if student is not None else None)
+    with tolerate():
+        check_writable("--save", args.save)
+
+
+def _open(
+    findings: Findings, path: str | None, flag: str, opened: Callable[[str, str], ModelSource]
+) -> ModelSource | None:
+    source = None
+    if path is not None:
+        with findings.tolerate():
+            source = opened(path, flag)
+    return source
+
+
+def _check_layout(findings: Findings, args: Namespace, kd: KDConfig | None, teacher: TeacherSource | None) -> None:
+    needed = (args.seq_length, args.micro_batch_size)
+    checks = layout_checks() if None not in needed else layout_checks()[:2]
+    for check in checks:
+        with findings.tolerate():
+            check(args)
+    if teacher is not None and teacher.architecture:  # a cache of answers has none
+        tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+        with findings.tolerate():
+            check_divisions("the teacher", teacher.architecture, tp, pp)
+    with findings.tolerate():
+        check_transformer_engine(args)
+    if kd is not None:
+        with findings.tolerate():
+            check_attention_kernels(args, kd)
+
+
+def _check_data(findings: Findings, args: Namespace, vocabulary: int | None, tokenizer_hash: str | None) -> None:
+    names: list[str] = []
+    with findings.tolerate():
+        names = arguments.data_prefixes(args)
+    for name in names:
+        with findings.tolerate():
+            if is_chat_file(name) and args.tokenizer_model is not None:
+                check_chat_file(name, ChatTokenizer(args.tokenizer_model))
+            elif not is_chat_file(name):
+                check_data([name], vocabulary or sys.maxsize, tokenizer_hash)
+
+
+def checkpoint_bytes(args: Namespace) -> float:
+    """Of one saved iteration of a job: bf16 weights, or fp32 ones, and the optimizer's state."""
+    whole = Namespace(**vars(args))
+    whole.tensor_model_parallel_size = whole.expert_model_parallel_size = whole.expert_tensor_parallel_size = 1
+    whole.use_distributed_optimizer = whole.optimizer_cpu_offload = False
+    counts = [parameters_of_stage(whole, stage) for stage in range(args.pipeline_model_parallel_size)]
+    return sum(args.params_dtype.itemsize * count.total + optimizer_bytes(whole, count) for count in counts)
+
+
+def check_disk(args: Namespace, findings: Findings) -> None:
+    """Warn where a folder has no room for two checkpoints: the old one stays until the new one is whole."""
+    if args.save is None:
+        return
+    path = Path(args.save).absolute()
+    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    free, size = shutil.disk_usage(existing).free, checkpoint_bytes(args)
+    if free < 2 * size:
+        findings.warning(
+            f"--save {args.save}: {free / 2**30:.1f} GiB are free there, a checkpoint takes about {size / 2**30:.1f} "
+            "and the one before it stays until it is whole"
+        )
