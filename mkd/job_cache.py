@@ -88,6 +88,8 @@ class CacheTeacher:
                 f"{origin} was written with positions that begin anew with each {meta.positions}, in this job they do "
                 f"so with each {positions}: {'leave out' if args.reset_position_ids else 'give'} --reset-position-ids"
             )
+        if meta.labels_only and kd.mask == "all":
+            raise MkdConfigError(f"--kd-mask is all, but {origin} has answers to supervised tokens only: leave it out")
         if meta.samples:
             _check_draws(source, kd)
         else:
@@ -138,6 +140,8 @@ def _check_most_probable(source: CacheSource, kd: KDConfig) -> None:
         if (kd.top_k or meta.top_k) < 2:
             raise MkdConfigError(f"--kd-top-k-tail is renormalize, which needs two tokens, but {origin} has one")
         return
+    if not meta.has_tail:
+        raise MkdConfigError(f"--kd-top-k-tail is bucket, but {origin} has no tail: give --kd-top-k-tail renormalize")
     stored = ", ".join(f"{t:g}" for t in meta.temperatures)
     if temperature.start != temperature.end:
         raise MkdConfigError(

@@ -52,6 +52,10 @@ class CacheMeta:
     """Precision in which the teacher ran."""
     positions: str = "segment"
     """Where position ids begin anew: with each segment, or with each document in it."""
+    labels_only: bool = False
+    """Whether only supervised tokens have answers; the records of the others say nothing. Of imported answers."""
+    has_tail: bool = True
+    """Whether the mass of the tail is known. Of imported answers it may not be."""
 
     @cached_property
     def records(self) -> RecordFormat:
