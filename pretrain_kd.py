@@ -35,8 +35,7 @@ def main() -> None:
     from mkd.hooks import Hooks
     from mkd.introduction import introduce_teacher
     from mkd.job import Job
-    from mkd.memory_table import print_memory
-    from mkd.plan import print_plan, record
+    from mkd.plan import dry_run, print_plan, record
     from mkd.resuming import install_saving, settle_checkpoint
     from mkd.schedule import TeacherThenStudent
     from mkd.step import ForwardStep
@@ -45,8 +44,7 @@ def main() -> None:
     args = job.args
     print_plan(job)
     if job.kd.dry_run:
-        print_memory(job)
-        job.data.check_all()
+        dry_run(job)
         return
 
     initialize_megatron()

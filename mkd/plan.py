@@ -12,13 +12,19 @@ from mkd.checkpoint.durable import replacing
 from mkd.checkpoint.hf_folder import HFFolder
 from mkd.job import Job
 from mkd.job_teacher import shape_of
-from mkd.memory_table import memory_line
+from mkd.memory_table import memory_line, print_memory
 
 
 def print_plan(job: Job) -> None:
     """On rank 0."""
     for name, text in plan(job).items() if job.args.rank == 0 else ():
         print(f"mkd: {name:10s} {text}", flush=True)
+
+
+def dry_run(job: Job) -> None:
+    """What is told and checked beyond the plan where no training follows."""
+    print_memory(job)
+    job.data.check_all()
 
 
 def plan(job: Job) -> dict[str, str]:
