@@ -58,7 +58,7 @@ fi
 #
 #   one node        bash SCRIPT
 #   several nodes   NNODES=4 NODE_RANK=0 MASTER_ADDR=HOST_OF_NODE_0 bash SCRIPT, on each node with its own NODE_RANK
-#   SLURM           sbatch examples/slurm/train.sbatch bash SCRIPT: every rank runs it, and rank.sh has told it which it is
+#   SLURM           sbatch examples/slurm/train.sbatch bash SCRIPT: each rank runs it, and rank.sh tells it which it is
 #
 # exec: the process that gets a signal is then the rank or torchrun itself, with no shell before it.
 

@@ -58,8 +58,8 @@ BATCH=(
 )
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Distillation and optimizer. The student is not a random one: a moderate rate, which falls to a tenth. Ten thousand steps
-# are ten billion tokens.
+# Distillation and optimizer. The student is not a random one: a moderate rate, which falls to a tenth. Ten thousand
+# steps are ten billion tokens.
 
 KD_RATIO="${KD_RATIO:-0.9}" # loss = 0.1 cross-entropy + 0.9 KL(teacher || student): text keeps a say
 TRAIN_ITERS="${TRAIN_ITERS:-10000}"

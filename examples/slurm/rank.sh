@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# One rank of a job: srun starts it for each task, in a container or not. It says in torchrun's variables which rank this
-# is, and becomes the command.
+# One rank of a job: srun starts it for each task, in a container or not. It says in torchrun's variables which rank
+# this is, and becomes the command.
 #
 #   srun --ntasks-per-node 8 bash examples/slurm/rank.sh python pretrain_kd.py FLAG...
 set -euo pipefail

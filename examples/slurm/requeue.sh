@@ -32,8 +32,8 @@ stop_if_done_or_stuck() {
         exit 0
     fi
     if (($(attempts_from_here) >= MAX_ATTEMPTS)); then
-        say "error: $MAX_ATTEMPTS attempts in a row began at iteration $here and saved none beyond it, so this job does not" \
-            "start again. The reason is in $LOGS; when it is mended, submit the job anew"
+        say "error: $MAX_ATTEMPTS attempts in a row began at iteration $here and saved none beyond it, so this job" \
+            "does not start again. The reason is in $LOGS; when it is mended, submit the job anew"
         exit 1
     fi
 }

@@ -1,0 +1,50 @@
+"""Stands in for SLURM's srun: starts the tasks of a step on this machine, and passes a signal on to them.
+
+STAND_IN_NODES and STAND_IN_TASKS (a node) say how many. The words that it was given are added to the file
+STAND_IN_CALLS. STAND_IN_SIGNALS is JSON: number of the attempt -> [iteration, signal]. Once the metrics file in SAVE
+has this iteration, the tasks get the signal, as those of a step do some time before its end.
+"""
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+words = sys.argv[1:]
+command = words[words.index("bash") :]
+options = dict(itertools.pairwise(words))
+with open(os.environ["STAND_IN_CALLS"], "a") as calls:
+    calls.write(json.dumps(words) + "\n")
+
+nodes, tasks = int(os.environ["STAND_IN_NODES"]), int(os.environ["STAND_IN_TASKS"])
+log = os.open(options["--output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+step = []
+for number in range(nodes * tasks):
+    task = {
+        "SLURM_PROCID": number,
+        "SLURM_LOCALID": number % tasks,
+        "SLURM_NODEID": number // tasks,
+        "SLURM_STEP_NUM_TASKS": nodes * tasks,
+        "SLURM_STEP_NUM_NODES": nodes,
+    }
+    environment = os.environ | {name: str(value) for name, value in task.items()}
+    step.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+
+plan = json.loads(os.environ.get("STAND_IN_SIGNALS", "{}"))
+iteration, name = plan.get(os.environ.get("SLURM_RESTART_COUNT", "0"), (None, None))
+while any(task.poll() is None for task in step):
+    if any(task.poll() for task in step):  # --kill-on-bad-exit
+        for task in step:
+            task.kill()
+    metrics = os.path.join(os.environ["SAVE"], "metrics.jsonl")
+    if iteration is not None and os.path.isfile(metrics):
+        with open(metrics) as file:
+            if f'"iteration": {iteration},' in file.read():
+                for task in step:
+                    task.send_signal(signal.Signals[name])
+                iteration = None
+    time.sleep(0.01)
+sys.exit(max(abs(task.returncode) for task in step))

@@ -1,0 +1,248 @@
+"""examples/slurm under stand-ins for srun and scontrol (tests/e2e/slurm)."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mkd.checkpoint.megatron_folder import TRACKER
+from tests.e2e import small_job
+from tests.e2e.quick_python import serving
+from tests.e2e.small_job import ROOT, SmallJob, make_small_job
+from tests.e2e.test_resume import EIGHT, SHARDED, tensors
+
+STAND_INS = ROOT / "tests" / "e2e" / "slurm"
+JOB_ID = "4711"
+
+
+@dataclass
+class Slurm:
+    """A queue with one job: what `sbatch train.sbatch COMMAND...` leads to, until it is not requeued any more."""
+
+    folder: Path
+    save: Path
+    variables: dict[str, str] = field(default_factory=dict)
+    nodes: int = 1
+    tasks: int = 2
+    path: list[Path] = field(default_factory=list)
+    """Folders of further executables."""
+    output: str = ""
+    """Of all attempts, as --open-mode=append collects it."""
+
+    def submit(self, *command: str, attempts: int = 5) -> int:
+        """Run attempts until one does not requeue the job, at most so many.
+
+        Returns:
+            The last one's exit status.
+        """
+        executables = self._stand_ins()
+        script = shutil.copy(ROOT / "examples/slurm/train.sbatch", self.folder / "slurm_script")  # as slurmd does
+        requeued = self.folder / "requeued"
+        for attempt in range(attempts):
+            requeued.unlink(missing_ok=True)
+            environment = {
+                **os.environ,
+                "PATH": ":".join([*map(str, self.path), str(executables), os.environ["PATH"]]),
+                "SLURM_JOB_ID": JOB_ID,
+                "SLURM_SUBMIT_DIR": str(ROOT),
+                "SLURM_JOB_NODELIST": "node[1-2]",
+                "SLURM_CPUS_PER_TASK": "1",
+                "SLURM_JOB_END_TIME": str(int(time.time()) + 300),
+                "STAND_IN_NODES": str(self.nodes),
+                "STAND_IN_TASKS": str(self.tasks),
+                "STAND_IN_CALLS": str(self.folder / "calls"),
+                "STAND_IN_REQUEUED": str(requeued),
+                "SAVE": str(self.save),
+                "TRAIN_ITERS": "8",
+                **({"SLURM_RESTART_COUNT": str(attempt)} if attempt else {}),
+                **self.variables,
+            }
+            done = subprocess.run(
+                ["bash", script, *command], env=environment, cwd="/", capture_output=True, text=True, timeout=300
+            )
+            self.output += done.stdout + done.stderr
+            if not requeued.exists():
+                return done.returncode
+            assert requeued.read_text().split() == [JOB_ID]
+        raise AssertionError(f"requeued {attempts} times\n{self.output}")
+
+    def _stand_ins(self) -> Path:
+        folder = self.folder / "bin"
+        folder.mkdir(exist_ok=True)
+        for name, interpreter in (("srun.py", f"{sys.executable} -IS"), ("scontrol.sh", "/usr/bin/env bash")):
+            executable = folder / name.split(".")[0]
+            executable.write_text(f"#!{interpreter}\n{(STAND_INS / name).read_text()}")
+            executable.chmod(0o755)
+        return folder
+
+    def calls(self) -> list[list[str]]:
+        """The words after each `srun`."""
+        return [json.loads(line) for line in (self.folder / "calls").read_text().splitlines()]
+
+    def logs(self) -> list[str]:
+        """Of each attempt."""
+        return [path.read_text() for path in sorted((self.save / "logs").glob(f"{JOB_ID}.*.log"))]
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> Slurm:
+    (tmp_path / "spool").mkdir()
+    return Slurm(tmp_path / "spool", tmp_path / "save")
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> SmallJob:
+    return make_small_job(tmp_path_factory.mktemp("job"))
+
+
+@pytest.fixture
+def quick_python(tmp_path: Path) -> Iterator[Path]:
+    with serving(tmp_path) as executables:
+        yield executables
+
+
+def values(metrics: Path) -> list[dict[str, Any]]:
+    """Lines of the metrics, without what depends on the clock."""
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    clock = re.compile("elapsed|per_s|_s$|time|mfu|tflop|mem|gib|eta", re.IGNORECASE)
+    return [{name: value for name, value in line.items() if not clock.search(name)} for line in lines]
+
+
+def test_two_preemptions(job: SmallJob, slurm: Slurm, quick_python: Path, tmp_path: Path) -> None:
+    """The first in a training step, the second in an evaluation: the job ends as if nothing had been."""
+    # An evaluation of 40 steps takes so long that a signal at its beginning finds it at work.
+    flags = {**EIGHT, **SHARDED, "--eval-iters": 40, "--eval-interval": 4, "--num-workers": 1, "--save-interval": 8}
+    undisturbed = tmp_path / "undisturbed"
+    whole = small_job.run(
+        job.flags({**flags, "--save": undisturbed, "--load": undisturbed, "--num-workers": 0}), ranks=2
+    )
+    assert whole.status == 0, whole.errors[-3000:]
+
+    slurm.path = [quick_python]
+    slurm.variables = {
+        "MKD_DEVICE": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "STAND_IN_SIGNALS": json.dumps({"0": [2, "SIGTERM"], "1": [4, "SIGUSR1"]}),
+    }
+    command = ["python", "pretrain_kd.py", *job.flags({**flags, "--save": slurm.save, "--load": slurm.save})]
+    assert slurm.submit(*command) == 0, slurm.output + "".join(log[-3000:] for log in slurm.logs())
+
+    first, second, third = slurm.logs()
+    assert "SIGTERM: stopping after this step" in first
+    assert "SIGUSR1: stopping after this step" in second
+    assert "validation at iteration 4" not in second
+    assert "validation at iteration 4" in third
+    assert "iteration 8 of 8 is saved: done" in slurm.output
+    began = [line.split() for line in (slurm.save / "ATTEMPTS").read_text().splitlines()]
+    assert [line[:2] for line in began] == [[JOB_ID, "0"], [JOB_ID, "1"], [JOB_ID, "2"]]
+    assert began[0][2] == "0" and int(began[1][2]) in (2, 3) and began[2][2] == "4"
+
+    expected, seen = tensors(undisturbed), tensors(slurm.save)
+    assert expected.keys() == seen.keys()
+    for key, value in expected.items():
+        assert torch.equal(value, seen[key]), key
+    assert values(slurm.save / "metrics.jsonl") == values(undisturbed / "metrics.jsonl")
+
+
+def test_no_progress_ends_after_three_attempts(slurm: Slurm) -> None:
+    assert slurm.submit("sh", "-c", "echo out of memory; exit 0") == 1  # the exit status says nothing
+    assert len(slurm.calls()) == 3
+    assert slurm.logs() == ["out of memory\n" * 2] * 3
+    assert "error: 3 attempts in a row began at iteration 0 and saved none beyond it" in slurm.output
+    assert f"The reason is in {slurm.save / 'logs'}" in slurm.output
+    # The job that is submitted when the reason is mended begins to count anew.
+    slurm.variables["SLURM_JOB_ID"] = "4712"
+    assert slurm.submit("sh", "-c", 'echo 8 >"$SAVE/latest_checkpointed_iteration.txt"; exit 1') == 0
+    assert len(slurm.calls()) == 4
+
+
+def test_progress_and_then_none(slurm: Slurm) -> None:
+    """Two attempts in vain, one that saves, three in vain."""
+    steps = 'n=$(wc -l <"$SAVE/ATTEMPTS"); [ "$n" -ne 3 ] || echo 5 >"$SAVE/latest_checkpointed_iteration.txt"; exit 3'
+    assert slurm.submit("sh", "-c", steps, attempts=10) == 1
+    assert len(slurm.calls()) == 6
+    assert "3 attempts in a row began at iteration 5" in slurm.output
+    assert "ended with status 3" in slurm.output
+
+
+def test_a_job_that_is_done_starts_nothing(slurm: Slurm) -> None:
+    slurm.save.mkdir()
+    (slurm.save / TRACKER).write_text("8")
+    assert slurm.submit("false") == 0
+    assert not (slurm.folder / "calls").exists()
+    assert "iteration 8 of 8 is saved: done" in slurm.output
+
+
+def test_what_each_rank_is_told(slurm: Slurm) -> None:
+    slurm.nodes, slurm.tasks = 2, 3
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "NNODES", "GPUS_PER_NODE", "MASTER_ADDR", "MASTER_PORT")
+    told = " ".join(f"${name}" for name in names)
+    command = f'echo "{told}"; echo 8 >"$SAVE/latest_checkpointed_iteration.txt"'
+    assert slurm.submit("sh", "-c", command) == 0
+    assert sorted(slurm.logs()[0].splitlines()) == [
+        f"{rank} {rank % 3} 6 {rank // 3} 2 3 127.0.0.1 24711" for rank in range(6)
+    ]
+    (words,) = slurm.calls()
+    assert words[words.index("--cpus-per-task") + 1] == "1"
+    assert "--kill-on-bad-exit=1" in words
+    assert not any(word.startswith("--container") for word in words)
+
+
+def test_in_a_container(slurm: Slurm, tmp_path: Path) -> None:
+    for name in ("teacher", "student", "data"):
+        (tmp_path / name).mkdir()
+    slurm.variables = {
+        "CONTAINER_IMAGE": "nvcr.io#nvidia/pytorch:25.09-py3",
+        "CONTAINER_MOUNTS": "/scratch:/scratch",
+        "TEACHER": str(tmp_path / "teacher"),
+        "STUDENT": str(tmp_path / "student"),
+        "DATA": str(tmp_path / "data" / "text_document"),
+    }
+    script = f"echo 8 >{slurm.save}/latest_checkpointed_iteration.txt"
+    assert slurm.submit("sh", "-c", script) == 0
+    (words,) = slurm.calls()
+    container = {flag: words[words.index(flag) + 1] for flag in words if flag.startswith("--container")}
+    folders = [ROOT, slurm.save, slurm.save / "logs", *(tmp_path / name for name in ("teacher", "student", "data"))]
+    assert container == {
+        "--container-image": "nvcr.io#nvidia/pytorch:25.09-py3",
+        "--container-mounts": ",".join(["/scratch:/scratch", *(f"{folder}:{folder}" for folder in folders)]),
+        "--container-workdir": str(ROOT),
+    }
+    assert words[-5:] == ["bash", "examples/slurm/rank.sh", "sh", "-c", script]
+
+
+@pytest.mark.parametrize("missing", ["SAVE", "TRAIN_ITERS"])
+def test_what_must_be_set(slurm: Slurm, missing: str) -> None:
+    slurm.variables[missing] = ""
+    assert slurm.submit("true") == 1
+    assert f"{missing}: is not set" in slurm.output
+
+
+def test_a_command_is_needed(slurm: Slurm) -> None:
+    assert slurm.submit() == 1
+    assert "error: no command" in slurm.output
+
+
+def test_a_cluster_that_forbids_requeueing(slurm: Slurm) -> None:
+    slurm.variables["STAND_IN_REQUEUED"] = "/nowhere/requeued"
+    assert slurm.submit("true") == 1
+    assert "submit it again, it continues" in slurm.output
+
+
+def test_ranks_that_hang_are_killed_before_the_job_is(slurm: Slurm) -> None:
+    slurm.variables["SLURM_JOB_END_TIME"] = str(int(time.time()) + 63)
+    slurm.variables["MAX_ATTEMPTS"] = "1"
+    begin = time.monotonic()
+    assert slurm.submit("sleep", "100") == 1
+    assert time.monotonic() - begin < 60
+    assert "attempt 0 ended with status 124" in slurm.output
