@@ -56,6 +56,7 @@ UNSUPPORTED: dict[str, str] = {
     "--reset-attention-mask": "give --kd-packing best_fit, where no document sees another",
     "--dataloader-inter-document-masking": "give --kd-packing best_fit, where no document sees another",
     "--sft": "leave it out and name the chat file in --data-path (docs/data.md)",
+    "--exit-signal-handler-for-training": "leave it out (at SIGTERM and SIGUSR1 mkd saves and ends; docs/slurm.md)",
     "--defer-embedding-wgrad-compute": "leave it out (mkd computes the LM head's gradient together with the loss)",
 }
 
