@@ -33,15 +33,20 @@ class StoredAnswers:
         Raises:
             MkdCacheError: a record is damaged or not finite.
         """
+        words = np.zeros((request.shape[0] * request.shape[1], self.width), dtype=np.int32)
+        if len(request.rows):
+            words[request.rows] = self._words(request)
+        return torch.from_numpy(words).view(*request.shape, self.width)
+
+    def _words(self, request: Request) -> np.ndarray:
+        """[n, width] int32 of the requested tokens."""
         # Draws stand at their own temperature already: their shares are stored as if they were logits.
         temperature = 1.0 if self.store.meta.samples else self.temperature
         rows = self.store.read(request.keys, request.segments, request.places, temperature)
         if self.top_k < self.store.meta.top_k:
             rows = keep_largest(rows, self.top_k, temperature)
-        words = np.zeros((request.shape[0] * request.shape[1], self.width), dtype=np.int32)
         numbers = np.column_stack([rows.logits, rows.lse, rows.tail_lse, rows.label_log_prob[:, None]])
-        words[request.rows] = np.concatenate([rows.ids, numbers.astype(np.float32).view(np.int32)], axis=1)
-        return torch.from_numpy(words).view(*request.shape, self.width)
+        return np.concatenate([rows.ids, numbers.astype(np.float32).view(np.int32)], axis=1)
 
     def signal(self, words: Tensor) -> TopKSignal:
         """From [b, s/cp, width] int32 on any device."""

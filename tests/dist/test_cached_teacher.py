@@ -1,0 +1,136 @@
+"""What a student learns from a cache is what it learns from the teacher's top-k: losses and every gradient, whatever
+the layout, the micro-batches and the rows were when the cache was written."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from mkd.data.batch import segment_key
+from tests.dist.cached_step import FAULTS, cached_step, forgetful_step, meta_of, write_cache
+from tests.dist.kd_run import kd_run
+from tests.dist.kd_samples import ROWS, samples
+from tests.dist.kd_step import Layout, Models
+from tests.dist.outcome import total, whole_tensors
+from tests.dist.pool import Pool, WorkerError
+from tests.tolerance import FP32, GRADIENT, QUANTISED, STEP_LOSS, assert_close_norm, norm_error
+
+TOP_K, STORED, DRAWS = 6, 12, 80
+Result = tuple[dict[str, float], dict[str, Tensor]]
+LAYOUTS = [
+    pytest.param(4, Layout(cp=2, mbs=2), "packed", id="dp2-cp2-packed"),
+    pytest.param(2, Layout(pp=2, mbs=4), "padded", id="pp2"),
+    pytest.param(2, Layout(tp=2, sp=True, mbs=1), "packed", id="tp2-sp-packed"),
+]
+
+
+@pytest.fixture(scope="module")
+def caches(gloo_pool: Callable[[int], Pool], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Name -> folder. Written unpacked, one row at a time, under tensor parallelism."""
+    root = tmp_path_factory.mktemp("caches")
+    metas = {"fp32": meta_of(TOP_K), "log12": meta_of(TOP_K, "log12"), "larger": meta_of(STORED)}
+    folders = {name: str(root / name) for name in metas}
+    models = Models(data="padded", top_k=STORED)
+    pool, layout = gloo_pool(2), Layout(tp=2, mbs=1)
+    pool.run(write_cache, layout, models, {folders[name]: meta for name, meta in metas.items()}, [])
+    folders["part"] = str(root / "part")
+    pool.run(write_cache, layout, models, {folders["part"]: meta_of(TOP_K)}, left_out())
+    folders["drawn"] = str(root / "drawn")
+    pool.run(write_cache, layout, models, {folders["drawn"]: meta_of(DRAWS, "counts", samples=DRAWS)}, [])
+    return folders
+
+
+def left_out() -> list[bytes]:
+    """Keys of every third text."""
+    texts = [sample["tokens"][: sample["length"]] for sample in samples("padded", 1)]
+    return [segment_key(text) for text in texts[::3]]
+
+
+def result_of(found: list[dict[str, Any]]) -> Result:
+    """Mean losses, and whole gradients."""
+    sums = total([part["reports"] for part in found])
+    gradients = whole_tensors([part for one in found for part in one["gradients"]], "gradient")
+    return {name: value / count for name, (value, count) in sums.items()}, gradients
+
+
+@pytest.fixture(scope="module")
+def online(gloo_pool: Callable[[int], Pool]) -> Result:
+    return result_of(gloo_pool(1).run(cached_step, Layout(), Models(data="padded", top_k=TOP_K), None))
+
+
+def assert_same(seen: Result, truth: Result, gradient: float = GRADIENT, loss: float = STEP_LOSS) -> None:
+    assert seen[0] == pytest.approx(truth[0], rel=loss)
+    assert seen[1].keys() == truth[1].keys()
+    for name, expected in truth[1].items():
+        assert expected.norm() > 0
+        assert_close_norm(seen[1][name], expected, gradient, name)
+
+
+@pytest.mark.parametrize("name", ["fp32", "larger", "log12"])
+@pytest.mark.parametrize("ranks, layout, data", LAYOUTS)
+def test_gradients_are_those_of_the_model(
+    gloo_pool: Callable[[int], Pool], caches: dict, online: Result, ranks: int, layout: Layout, data: Any, name: str
+) -> None:
+    """`larger` has more tokens than the run looks at: those that are cut off are part of the tail."""
+    models = Models(data=data, top_k=TOP_K, cache=caches[name])
+    seen = result_of(gloo_pool(ranks).run(cached_step, layout, models, None))
+    if name == "log12":
+        assert_same(seen, online, QUANTISED, QUANTISED)
+    else:
+        assert_same(seen, online, loss=FP32)
+
+
+@pytest.mark.parametrize("planted", [None, *FAULTS])
+def test_texts_that_are_missing_have_cross_entropy_only(
+    gloo_pool: Callable[[int], Pool], caches: dict, planted: str | None
+) -> None:
+    models = Models(data="packed", top_k=TOP_K, cache=caches["part"], cache_missing="ce_only")
+    truth = result_of(gloo_pool(1).run(forgetful_step, Layout(), Models(data="padded", top_k=TOP_K), left_out()))
+    losses, gradients = result_of(gloo_pool(4).run(cached_step, Layout(cp=2), models, planted))
+    needed = [sample["loss_mask"].any() for sample in samples("padded", 1)[::3]]
+    assert losses.pop("kd_missing") == sum(needed) > 2
+    if planted is None:
+        assert_same((losses, gradients), truth, loss=FP32)
+    else:
+        assert max(norm_error(gradients[key], value) for key, value in truth[1].items()) > 100 * GRADIENT
+
+
+def test_a_missing_text_ends_the_step_on_all_ranks(gloo_pool: Callable[[int], Pool], caches: dict) -> None:
+    """Only one data-parallel rank misses it, and only the last stage reads."""
+    key = left_out()[0].hex()
+    models = Models(data="padded", top_k=TOP_K, cache=caches["part"])
+    with pytest.raises(WorkerError) as caught:
+        gloo_pool(4).run(cached_step, Layout(pp=2, mbs=1), models, None)
+    text = str(caught.value)
+    assert text.count("MkdCacheError: --kd-teacher-cache") == 4
+    assert text.count(f"does not have segment {key} (24 tokens at place 0 of row 0, segment 0 of micro-batch 0)") == 4
+    assert "of this step: write this data too (tools/cache_teacher.py), or give --kd-cache-missing ce_only" in text
+
+
+@pytest.mark.parametrize("divergence_of_draws", [False, True])
+def test_evaluation(gloo_pool: Callable[[int], Pool], caches: dict, divergence_of_draws: bool) -> None:
+    """The teacher's own CE is exact; who draws does not know the most probable token."""
+    truth = gloo_pool(1).run(kd_run, Layout(), Models(data="padded"), 0)
+    name = "drawn" if divergence_of_draws else "log12"
+    models = Models(data="packed", cache=caches[name])
+    seen = total([part["evaluation"] for part in gloo_pool(4).run(kd_run, Layout(cp=2, mbs=1), models, 0)])
+    for term in ("ce", "teacher_ce") if divergence_of_draws else ("ce", "teacher_ce", "agreement"):
+        assert seen[term] == pytest.approx(total([truth[0]["evaluation"]])[term], rel=FP32)
+    assert ("agreement" in seen) != divergence_of_draws
+
+
+def test_draws_are_learned_from(gloo_pool: Callable[[int], Pool], caches: dict) -> None:
+    """80 draws of 83 tokens are near to the full divergence's gradient, and the same in every layout."""
+    truth = result_of(gloo_pool(1).run(cached_step, Layout(), Models(data="padded"), None))[1]
+    one, other = (
+        result_of(gloo_pool(ranks).run(cached_step, layout, Models(data="packed", cache=caches["drawn"]), None))
+        for ranks, layout in ((1, Layout()), (4, Layout(cp=2, pp=2, mbs=1)))
+    )
+    assert_same(other, one, loss=FP32)
+    assert max(norm_error(one[1][key], value) for key, value in truth.items()) < 0.5
+
+
+def test_every_row_has_something(caches: dict) -> None:
+    assert len(samples("padded", 1)) > ROWS and len(list(Path(caches["fp32"]).glob("*.safetensors"))) > 1
