@@ -184,7 +184,6 @@ class TokenTerm:
         return Mean.of(self._by_token(output.kd), self.batch.kd_mask, tokens.kd)
 
     def teacher(self, student: Student, tokens: StepTokens) -> dict[str, Mean]:
-        batch = judged_by(self.signal, self.batch)
         if isinstance(self.signal, TopKSignal) and self.signal.label_log_prob is None:
             return {}
         batch = judged_by(self.signal, self.batch)
