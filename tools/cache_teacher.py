@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 8 tools/cache_teacher.py write --out CACHE --top-k 64 -- FLAGS OF pretrain_kd.py
     python tools/cache_teacher.py info CACHE
-    python tools/cache_teacher.py verify CACHE
+    python tools/cache_teacher.py verify CACHE [-- FLAGS OF pretrain_kd.py]
     python tools/cache_teacher.py merge CACHE PART PART ...
 
 `write` takes the launch line of a training as it is, with --kd-teacher-hf or --kd-teacher-load: it reads the same data
@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from mkd.errors import MkdCacheError, MkdError
 
 
-def write(args: argparse.Namespace, flags: list[str]) -> None:
-    """Fill a cache, or go on filling it."""
+def prepare(flags: list[str]) -> None:
+    """Get ready for Megatron, which is imported only then: the CPU backend must be in place first."""
     from mkd import compat, cpu
     from mkd.launch import be_a_rank
 
@@ -31,8 +31,12 @@ def write(args: argparse.Namespace, flags: list[str]) -> None:
     if cpu.wanted():
         cpu.activate()
     compat.use_prebuilt_dataset_helpers()
+    sys.argv[1:] = flags
 
-    # Megatron is imported only now: the CPU backend must be in place first.
+
+def write(args: argparse.Namespace, flags: list[str]) -> None:
+    """Fill a cache, or go on filling it."""
+    prepare(flags)
     from megatron.training import initialize_megatron
 
     from mkd.caching.job import CacheJob, CacheOptions
@@ -40,16 +44,14 @@ def write(args: argparse.Namespace, flags: list[str]) -> None:
     from mkd.caching.writing import Writing, rows_of
     from mkd.groups import Groups
     from mkd.stopping import StopSignals
+    from mkd.teacher.store_writer import check_folder
 
+    temperatures = tuple(args.temperature)
     options = CacheOptions(
-        out=Path(args.out),
-        top_k=args.top_k,
-        samples=args.sample,
-        lossless=args.lossless,
-        temperatures=tuple(args.temperature),
+        out=Path(args.out), top_k=args.top_k, samples=args.sample, lossless=args.lossless, temperatures=temperatures
     )
-    sys.argv[1:] = flags
     job = CacheJob.from_command_line(options)
+    check_folder(job.out, job.meta, "--out")
     print_plan(job)
     initialize_megatron()
     groups = Groups.from_megatron()
@@ -68,15 +70,45 @@ def info(args: argparse.Namespace, flags: list[str]) -> None:
 
 
 def verify(args: argparse.Namespace, flags: list[str]) -> None:
-    """Read all of a cache, or ask a teacher again."""
+    """Read all of a cache; after --, with the flags it was written with, ask the teacher again about some texts."""
+    if flags:
+        prepare(flags)
     from mkd.caching.folders import problems
 
-    found = problems(Path(args.folder), "verify")
+    folder = Path(args.folder)
+    found = problems(folder, "verify")
     if found:
         raise MkdCacheError(
             "\n".join([*found, "remove damaged shards with their .json files, and write what is missing again"])
         )
-    print(f"{args.folder}: every record is as it was written")
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{folder}: every record is as it was written", flush=True)
+    if flags:
+        compare(folder, args.segments)
+
+
+def compare(folder: Path, segments: int) -> None:
+    """Ask the teacher of `sys.argv` again."""
+    from megatron.training import initialize_megatron
+
+    from mkd.caching.asking_again import ask_again
+    from mkd.caching.job import CacheJob, CacheOptions
+    from mkd.caching.writing import rows_of
+    from mkd.groups import Groups
+    from mkd.teacher.store import CacheMeta
+
+    meta = CacheMeta.read(folder, "verify")
+    job = CacheJob.from_command_line(CacheOptions.of(folder, meta))
+    if differences := meta.differences(job.meta):
+        raise MkdCacheError(f"verify {folder} was written with something else (there, here: {'; '.join(differences)})")
+    initialize_megatron()
+    groups = Groups.from_megatron()
+    seen = ask_again(job, groups, job.teacher.build(groups), rows_of(job), segments, "verify")
+    if job.args.rank == 0:
+        print(
+            f"{folder}: the teacher says what is stored of {seen.segments:,} texts with {seen.tokens:,} tokens: distance "
+            f"of the distributions {seen.total / seen.tokens:.2g} in the mean, {seen.largest:.2g} at most (0 to 1)"
+        )
 
 
 def merge(args: argparse.Namespace, flags: list[str]) -> None:
@@ -107,8 +139,9 @@ def parser_of_commands() -> argparse.ArgumentParser:
     )
     command = commands.add_parser("info", help="say what a cache holds")
     command.add_argument("folder", metavar="DIR")
-    command = commands.add_parser("verify", help="check every record")
+    command = commands.add_parser("verify", help="check every record; after --, ask the teacher again about some texts")
     command.add_argument("folder", metavar="DIR")
+    command.add_argument("--segments", type=int, default=64, metavar="N", help="texts to ask about again (64)")
     command = commands.add_parser("merge", help="make one cache of several of the same teacher and settings")
     command.add_argument("out", metavar="OUT", help="a new folder")
     command.add_argument("parts", nargs="+", metavar="DIR", help="caches; of a segment that several have, one is kept")

@@ -13,7 +13,6 @@ from mkd.job_data import JobData, hash_of_tokenizer
 from mkd.job_teacher import ModelTeacher, teacher_source
 from mkd.teacher.codec import MAX_COUNT, MAX_VOCAB
 from mkd.teacher.store import CacheMeta
-from mkd.teacher.store_writer import check_folder
 
 _LOOKED_AT = (
     *("teacher_hf", "teacher_load", "teacher_dtype", "teacher_offload", "student_hf", "loss_chunk_rows"),
@@ -76,6 +75,14 @@ class CacheOptions:
         if self.samples is not None and len(self.temperatures) > 1:
             raise MkdConfigError(f"--temperature has {len(self.temperatures)} values; draws are at one temperature")
 
+    @classmethod
+    def of(cls, folder: Path, meta: CacheMeta) -> "CacheOptions":
+        """Those that a cache was written with."""
+        top_k, samples = (None, meta.samples) if meta.samples else (meta.top_k, None)
+        temperatures = meta.temperatures[-1:] if meta.samples else meta.temperatures
+        lossless = meta.values == "fp32"
+        return cls(out=folder, top_k=top_k, samples=samples, lossless=lossless, temperatures=temperatures)
+
     def meta(self, teacher: ModelTeacher, tokenizer: str | None, temperature: float, positions: str) -> CacheMeta:
         """What meta.json will say.
 
@@ -124,12 +131,11 @@ class CacheJob:
         return JobData(self.args, self.kd, self.meta.true_vocab)
 
     @classmethod
-    def from_command_line(cls, options: CacheOptions, flag: str = "--out") -> "CacheJob":
-        """Parse `sys.argv`, which has the flags of pretrain_kd.py, and check.
+    def from_command_line(cls, options: CacheOptions) -> "CacheJob":
+        """Parse `sys.argv`, which has the flags of pretrain_kd.py, and check all but the cache's folder.
 
         Args:
             options: the tool's own flags.
-            flag: that names the folder, for messages.
 
         Raises:
             MkdError: anything that would stop the job later.
@@ -156,7 +162,6 @@ class CacheJob:
         teacher = ModelTeacher.of(source, args, kd, vocab)
         positions = "document" if args.reset_position_ids else "segment"
         meta = options.meta(teacher, tokenizer or source.tokenizer_hash, flags["temperature"], positions)
-        check_folder(options.out, meta, flag)
         return cls(args, kd, teacher, meta, options.out)
 
 
