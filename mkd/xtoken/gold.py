@@ -9,7 +9,7 @@ from mkd.config import LossSpec
 from mkd.losses.vocab_shard import VocabShard
 from mkd.xtoken.chunks import Group, Side
 from mkd.xtoken.outcomes import Outcomes, compare, drop_one_sided
-from mkd.xtoken.shards import Mass, gather_all
+from mkd.xtoken.shards import Mass, gather_all, log_mass
 from mkd.xtoken.vocabulary import CrossVocabulary
 
 
@@ -26,7 +26,7 @@ class _Masses(NamedTuple):
     def merge(cls, slots_top: Tensor, slots_sum: Tensor, rest_top: Tensor, rest_sum: Tensor) -> "_Masses":
         """From `Mass` [tp, chunks] of slots and of the rest."""
         zero = torch.maximum(slots_top, rest_top).amax(dim=0)
-        slots, rest = Mass(slots_top, slots_sum).log(zero), Mass(rest_top, rest_sum).log(zero)
+        slots, rest = log_mass(slots_top, slots_sum, zero), log_mass(rest_top, rest_sum, zero)
         return cls(zero, slots, rest, torch.logaddexp(slots, rest))
 
 
@@ -34,11 +34,12 @@ def gold(
     student: Tensor,
     teacher: Tensor,
     group: Group,
+    weight: Tensor,
+    gradient: Tensor | None,
+    *,
     vocabulary: CrossVocabulary,
     shard: VocabShard,
     spec: LossSpec,
-    weight: Tensor,
-    gradient: Tensor | None,
     uncommon_top_k: int,
 ) -> Tensor:
     """Values of the group's chunks, and the gradient.
@@ -47,7 +48,8 @@ def gold(
     of such columns on a rank, if that is less).
 
     Args:
-        student, teacher, group, vocabulary, shard, spec, weight, gradient: see `mkd.xtoken.partition.partition_kl`.
+        student, teacher, group, weight, gradient: see `group_terms.Divergence`.
+        vocabulary, shard, spec: of the loss.
         uncommon_top_k: places of the sorted probabilities that are compared.
 
     Returns:

@@ -10,18 +10,20 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from mkd.config import LossSpec
-from mkd.losses.fused_linear import check_head, on_all_ranks
+from mkd.losses.fused_linear import check_head, on_all_ranks, resolve_logits_dtype
+from mkd.losses.kernels import Kernels, choose
 from mkd.losses.lm_head import LMHead, fp16_scale
-from mkd.losses.logits import PLAIN_LOGITS, LogitMaps, statistics_dtype
+from mkd.losses.logits import PLAIN_LOGITS, LogitMaps, Setting, statistics_dtype
 from mkd.losses.main_grad import MainGrad
 from mkd.losses.rows import Rows
 from mkd.losses.vocab_parallel import LossOutput
 from mkd.losses.vocab_shard import VocabShard
 from mkd.xtoken.chunks import ChunkRows, Plan
 from mkd.xtoken.gold import gold
-from mkd.xtoken.head_pass import HeadPass, KDOfGroup
+from mkd.xtoken.group_terms import Apart, TermsOfGroup
+from mkd.xtoken.head_pass import HeadPass, Values
 from mkd.xtoken.p_kl import p_kl
-from mkd.xtoken.partition import partition_kl
+from mkd.xtoken.partition import Partition
 from mkd.xtoken.vocabulary import CrossVocabulary, XTokenLoss
 
 CHUNK_BYTES = 256 * 2**20
@@ -41,10 +43,9 @@ class _Job:
     ce_weight: Tensor | None
     kd_weight: Tensor
     plan: Plan
-    shard: VocabShard
-    spec: LossSpec
-    maps: LogitMaps
-    kd: KDOfGroup
+    setting: Setting
+    terms_of_group: TermsOfGroup
+    logits_dtype: torch.dtype
     main_grad: MainGrad | None
     wanted: tuple[bool, bool]
     """Whether gradients of the hidden states and of the LM head are."""
@@ -55,7 +56,7 @@ class _XTokenLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, job: _Job):
-        dtype, columns, main_grad = statistics_dtype(hidden), job.shard.columns, job.main_grad
+        dtype, columns, main_grad = statistics_dtype(hidden), job.setting.shard.columns, job.main_grad
         ahead = main_grad.upstream if main_grad else None
         scale = _fp16_scale(hidden, job)
         factor = ahead if ahead is not None else scale
@@ -64,7 +65,7 @@ class _XTokenLoss(torch.autograd.Function):
             d_hidden = torch.zeros(hidden.shape, dtype=hidden.dtype if main_grad else dtype, device=hidden.device)
         if job.wanted[1]:
             d_weight = main_grad.buffer if main_grad else torch.zeros(weight.shape, dtype=dtype, device=weight.device)
-        ce, kd = HeadPass(
+        values = HeadPass(
             hidden=hidden.detach(),
             head=LMHead.of(weight[:columns], None),
             teacher_hidden=job.teacher_hidden,
@@ -72,22 +73,16 @@ class _XTokenLoss(torch.autograd.Function):
             ce_weight=job.ce_weight,
             kd_weight=job.kd_weight,
             factor=1.0 if factor is None else factor,
-            shard=job.shard,
-            spec=job.spec,
-            maps=job.maps,
-            kd_of_group=job.kd,
+            terms_of_group=job.terms_of_group,
+            logits_dtype=job.logits_dtype,
             d_hidden=d_hidden,
             d_weight=None if d_weight is None else d_weight[:columns],
         ).run(job.plan.groups)
         ctx.save_for_backward(d_hidden, None if main_grad else d_weight, scale)
         ctx.dtypes = hidden.dtype, weight.dtype
         ctx.main_grad, ctx.weight = main_grad, weight if main_grad and job.wanted[1] else None
-        loss = (job.kd_weight * kd).sum()
-        if ce is not None:
-            loss = loss + ce.weighted_sum
-        values = None if ce is None else ce.values
-        ctx.mark_non_differentiable(*(x for x in (values, kd) if x is not None))
-        return loss, values, kd
+        ctx.mark_non_differentiable(*(x for x in (values.ce, values.kd) if x is not None))
+        return _weighted_sum(values, job), values.ce, values.kd
 
     @staticmethod
     @once_differentiable
@@ -105,12 +100,23 @@ class _XTokenLoss(torch.autograd.Function):
         return *gradients, None
 
 
+def _weighted_sum(values: Values, job: _Job) -> Tensor:
+    """Scalar: the sum that is minimised."""
+    loss = (job.kd_weight * values.kd).sum()
+    if values.ce is None:
+        return loss
+    terms, z_loss = values.ce, job.setting.spec.z_loss
+    if z_loss:
+        terms = terms + z_loss * values.log_sum.square()
+    return loss + (job.ce_weight * terms).sum()
+
+
 def _fp16_scale(hidden: Tensor, job: _Job) -> Tensor | None:
     """See `fp16_scale`; None where it is not needed."""
     if hidden.dtype != torch.float16 or not hidden.shape[0]:
         return None
     kd_weight = job.kd_weight if len(job.kd_weight) else job.kd_weight.new_zeros(1)
-    return fp16_scale(Rows(kd_weight, job.ce_weight, kd_weight), job.spec)
+    return fp16_scale(Rows(kd_weight, job.ce_weight, kd_weight), job.setting.spec)
 
 
 def xtoken_loss(
@@ -132,6 +138,8 @@ def xtoken_loss(
     chunk_rows: int | None = None,
     maps: LogitMaps = PLAIN_LOGITS,
     uncommon_top_k: int = UNCOMMON_TOP_K,
+    logits_dtype: torch.dtype | None = None,
+    impl: str = "auto",
     upstream: Tensor | float | None = None,
 ) -> LossOutput:
     """Sum of ce_weight * CE over this rank's tokens and of chunk weight * divergence over its chunks.
@@ -163,7 +171,8 @@ def xtoken_loss(
         chunk_rows: rows of both models whose logits exist at one time, but at least a whole chunk; default: 256 MiB.
         maps: scale and softcap of both models' logits.
         uncommon_top_k: gold only: places of the sorted probabilities of uncommon tokens that are compared.
-        upstream: see `fused_linear_loss`.
+        logits_dtype, upstream: see `fused_linear_loss`.
+        impl: auto, eager or triton, of what `mkd.losses.kernels` does.
 
     Returns:
         LossOutput; `ce` is [N_s], `kd` is [C] and 0 where another rank of `cp_group` has the chunk: its sum over ranks
@@ -194,21 +203,34 @@ def xtoken_loss(
         ce_weight = torch.nn.functional.pad(ce_weight.detach().to(dtype), (0, len(hidden) - len(labels)))
     grad = torch.is_grad_enabled()
     wanted = grad and hidden.requires_grad, grad and student_weight.requires_grad
+    setting = Setting(spec, shard, maps)
     job = _Job(
         teacher_hidden=teacher_hidden,
         teacher_head=LMHead.of(teacher_weight, None),
         ce_weight=ce_weight,
         kd_weight=chunks.weight.to(hidden.device, dtype),
         plan=plan,
-        shard=shard,
-        spec=spec,
-        maps=maps,
-        kd=partial(_kd_function(kind, uncommon_top_k), vocabulary=vocabulary, shard=shard, spec=spec),
+        setting=setting,
+        terms_of_group=_terms_of_group(kind, vocabulary, setting, choose(impl, hidden), uncommon_top_k),
+        logits_dtype=resolve_logits_dtype(logits_dtype, hidden),
         main_grad=MainGrad.of(student_weight, upstream) if wanted[1] else None,
         wanted=wanted,
     )
     loss, ce, kd = _XTokenLoss.apply(hidden, student_weight, job)
     return LossOutput(loss, None if ce is None else ce[: len(labels)], kd)
+
+
+def _terms_of_group(
+    kind: XTokenLoss, vocabulary: CrossVocabulary, setting: Setting, kernels: Kernels, uncommon_top_k: int
+) -> TermsOfGroup:
+    if kind == "partition_kl":
+        return Partition(vocabulary, setting, kernels)
+    known = dict(vocabulary=vocabulary, shard=setting.shard, spec=setting.spec)
+    if kind == "p_kl":
+        return Apart(partial(p_kl, **known), setting, kernels)
+    if uncommon_top_k < 1:
+        raise ValueError(f"uncommon_top_k is {uncommon_top_k}; it must be at least 1")
+    return Apart(partial(gold, uncommon_top_k=uncommon_top_k, **known), setting, kernels)
 
 
 def _check_rows(hidden: Tensor, labels: Tensor, teacher_hidden: Tensor, teacher_labels: Tensor) -> None:
@@ -225,14 +247,6 @@ def _budget(chunk_rows: int | None, columns: int, dtype: torch.dtype) -> int:
     if chunk_rows < 1:
         raise ValueError(f"chunk_rows is {chunk_rows}; it must be at least 1")
     return chunk_rows
-
-
-def _kd_function(kind: XTokenLoss, uncommon_top_k: int) -> KDOfGroup:
-    if kind in ("gold", "gold_relaxed"):
-        if uncommon_top_k < 1:
-            raise ValueError(f"uncommon_top_k is {uncommon_top_k}; it must be at least 1")
-        return partial(gold, uncommon_top_k=uncommon_top_k)
-    return {"partition_kl": partition_kl, "p_kl": p_kl}[kind]
 
 
 def _check_vocabulary(

@@ -9,7 +9,7 @@ from mkd.config import LossSpec
 from mkd.losses.divergences import DIVERGENCES
 from mkd.losses.vocab_shard import VocabShard
 from mkd.xtoken.chunks import Group
-from mkd.xtoken.shards import Mass, gather_all
+from mkd.xtoken.shards import Mass, gather_all, log_mass
 from mkd.xtoken.vocabulary import CrossVocabulary
 
 
@@ -17,11 +17,12 @@ def p_kl(
     student: Tensor,
     teacher: Tensor,
     group: Group,
+    weight: Tensor,
+    gradient: Tensor | None,
+    *,
     vocabulary: CrossVocabulary,
     shard: VocabShard,
     spec: LossSpec,
-    weight: Tensor,
-    gradient: Tensor | None,
 ) -> Tensor:
     """Values of the group's chunks, and the gradient.
 
@@ -29,7 +30,8 @@ def p_kl(
     beside them four all-gathers of 8 bytes a row or chunk.
 
     Args:
-        student, teacher, group, vocabulary, shard, spec, weight, gradient: see `mkd.xtoken.partition.partition_kl`.
+        student, teacher, group, weight, gradient: see `group_terms.Divergence`.
+        vocabulary, shard, spec: of the loss.
 
     Returns:
         [chunks] divergence in nats, with T^2 if the spec says so.
@@ -69,7 +71,7 @@ def p_kl(
 def _softmax(logits: Tensor, mass: Mass) -> Tensor:
     """[n, columns] logits / T of this shard -> probabilities, in place."""
     top = mass.top.amax(dim=0)
-    return logits.sub_((top + mass.log(top))[:, None]).exp_()
+    return logits.sub_((top + log_mass(*mass, top))[:, None]).exp_()
 
 
 def _widths(vocabulary: CrossVocabulary) -> list[int]:

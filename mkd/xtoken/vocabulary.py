@@ -7,14 +7,12 @@ other tokens follow, spread so that all ranks have about the same number of colu
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from mkd.config_values import XTokenLoss
 from mkd.errors import MkdConfigError
-
-XTokenLoss = Literal["partition_kl", "p_kl", "gold", "gold_relaxed"]
 
 RELAXED_WEIGHT = 0.6
 """`gold_relaxed` pairs a student token with a teacher token that has at least this part of its projection."""
