@@ -106,8 +106,8 @@ def compare(folder: Path, segments: int) -> None:
     seen = ask_again(job, groups, job.teacher.build(groups), rows_of(job), segments, "verify")
     if job.args.rank == 0:
         print(
-            f"{folder}: the teacher says what is stored of {seen.segments:,} texts with {seen.tokens:,} tokens: distance "
-            f"of the distributions {seen.total / seen.tokens:.2g} in the mean, {seen.largest:.2g} at most (0 to 1)"
+            f"{folder}: the teacher says what is stored of {seen.segments:,} texts with {seen.tokens:,} tokens: "
+            f"distance of the distributions {seen.total / seen.tokens:.2g} in the mean, {seen.largest:.2g} at most (0 to 1)"
         )
 
 

@@ -104,6 +104,7 @@ def _from_all(seen: Comparison, folder: Path, flag: str) -> Comparison:
     if not total / tokens <= ALLOWED:
         raise MkdCacheError(
             f"{flag} {folder} holds other answers than this teacher gives: the distance of the distributions is "
-            f"{total / tokens:.4f} in the mean over {tokens:.0f} tokens (0 to 1; allowed {ALLOWED}), {largest:.4f} at most"
+            f"{total / tokens:.4f} in the mean over {tokens:.0f} tokens (0 to 1; allowed {ALLOWED}), at most "
+            f"{largest:.4f}"
         )
     return Comparison(int(count), int(tokens), total, largest)
