@@ -1,0 +1,195 @@
+"""tools/doctor.py finds each planted mistake, names the flag to change, and more than one at a time."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib import util
+from pathlib import Path
+
+import pytest
+from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
+from megatron.training.global_vars import destroy_global_vars
+
+from mkd import cpu
+from mkd.doctor import environment
+from tests.e2e import small_job
+from tests.e2e.small_job import TEACHER, VOCAB, SmallJob, make_model, make_tokenizer, write_data
+from tools import doctor
+
+TP, PP, CP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"
+GPU = {"--bf16": True, "--no-gradient-accumulation-fusion": True}
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> SmallJob:
+    """A job that is right, and beside it what is wrong."""
+    root = tmp_path_factory.mktemp("doctor")
+    job = small_job.make_small_job(root)
+    shutil.copytree(job.teacher, root / "torn")
+    weights = root / "torn" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    make_sharded(job.teacher, root / "shardless")
+    make_model(
+        root / "other_words", make_tokenizer(VOCAB, "one two three four " * 9 + small_job.text()[::-1]), 3, TEACHER
+    )
+    write_data(root / "beyond", [[1, 2, 3] * 50, [VOCAB] + [5] * 99])
+    (root / "file").touch()
+    return job
+
+
+def make_sharded(source: Path, folder: Path) -> None:
+    """Two shards by index, of which one is not there."""
+    shutil.copytree(source, folder)
+    whole = folder / "model.safetensors"
+    whole.rename(folder / "model-00001-of-00002.safetensors")
+    shards = {"model.norm.weight": "model-00001-of-00002.safetensors", "x": "model-00002-of-00002.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+
+
+@pytest.fixture
+def ask(
+    job: SmallJob, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> Iterator[Callable[..., tuple[int, str]]]:
+    """`ask(changes, nproc, gib)`: exit status and output of the doctor about a job for GPUs."""
+    monkeypatch.setattr(cpu, "_stands_in", True)
+    monkeypatch.setattr(environment, "cards", list)
+    before = dict(os.environ)
+
+    def run(changes: dict, nproc: int = 1, gib: float = 80.0) -> tuple[int, str]:
+        destroy_global_vars()
+        destroy_num_microbatches_calculator()
+        monkeypatch.setattr(sys, "argv", ["doctor.py"])
+        os.environ.pop(cpu.DEVICE_VARIABLE, None)
+        flags = [word.replace("{root}", str(job.root)) for word in job.flags({**GPU, **changes})]
+        status = doctor.main(["--nproc", str(nproc), "--gpu-memory-gib", str(gib), "--", *flags])
+        return status, capsys.readouterr().out
+
+    yield run
+    destroy_global_vars()
+    destroy_num_microbatches_calculator()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, **modules: object) -> None:
+    """Have `find_spec` answer these modules, None for one that is not there."""
+    real = util.find_spec
+
+    def find(name: str, package: str | None = None) -> object:
+        return modules[name] if name in modules else real(name, package)
+
+    for module in ("mkd.doctor.environment", "mkd.doctor.run", "mkd.flag_checks"):
+        monkeypatch.setattr(f"{module}.find_spec", find)
+
+
+@pytest.fixture
+def with_te(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, transformer_engine=object(), apex=None)
+
+
+def problems(output: str) -> list[str]:
+    return [line for line in output.splitlines() if line.startswith("problem: ")]
+
+
+LOCAL = {"--no-rope-fusion": True}
+MISTAKES = [
+    ("wrong path", 1, {"--kd-teacher-hf": "{root}/missing"}, ["--kd-teacher-hf", "/missing", "does not exist"]),
+    ("heads", 3, {TP: 3}, [f"{TP} 3", "4 attention heads of the student"]),
+    ("tokenizers", 1, {"--kd-teacher-hf": "{root}/other_words"}, ["different tokenizers", "--kd-teacher-hf"]),
+    ("torn checkpoint", 1, {"--kd-student-hf": "{root}/torn"}, ["--kd-student-hf", "truncated", "bytes expected"]),
+    ("missing shard", 1, {"--kd-teacher-hf": "{root}/shardless"}, ["--kd-teacher-hf", "00002-of-00002", "missing"]),
+    ("ids", 1, {"--data-path": "{root}/beyond"}, ["--data-path", f"token id {VOCAB}", "tools/preprocess.py"]),
+    ("world size", 3, {TP: 2}, [f"{TP} 2", "does not divide the 3 ranks"]),
+    ("sequence length", 2, {CP: 2, "--seq-length": 34}, ["--seq-length 34", f"2 * {CP} 2"]),
+    ("save folder", 1, {"--save": "{root}/file", "--save-interval": 1}, ["--save", "cannot be written"]),
+]
+
+
+@pytest.mark.parametrize("nproc, changes, words", [case[1:] for case in MISTAKES], ids=[case[0] for case in MISTAKES])
+def test_planted_mistake(ask, with_te, nproc, changes, words):
+    status, output = ask({**LOCAL, **changes}, nproc)
+    assert status == 1
+    found, *others = problems(output)
+    for word in words:
+        assert word in found
+    assert all(word in other for other in others for word in words[:1]), "nothing else is wrong"
+
+
+def test_a_job_that_is_right(ask, with_te, job):
+    status, output = ask({**LOCAL, TP: 2, "--sequence-parallel": True, "--global-batch-size": 8}, nproc=4)
+    assert status == 0 and "0 problems" in output, output
+    assert "DP 2, TP 2, SP" in output and "computed by triton" in output and "bfloat16" in output
+    assert "Assignment statements" in output and "100.0% of the tokens" in output
+    assert "activations" in output and "of 80.0 GiB of a card" in output
+    assert not (job.root / "cache").exists(), "nothing is written"
+
+
+def test_transformer_engine_is_missing(ask, monkeypatch):
+    pretend(monkeypatch, transformer_engine=None)
+    for changes, nproc, word in (
+        ({}, 1, "give --transformer-impl local"),
+        ({"--kd-packing": "best_fit"}, 1, "--kd-packing best_fit does not work without it"),
+        ({CP: 2}, 2, f"{CP} 2 does not work without it"),
+    ):
+        status, output = ask(changes, nproc)
+        (found,) = problems(output)
+        assert status == 1 and word in found and "pip install transformer-engine" in found
+        assert "activations" in output, "the rest is examined"
+    assert ask({"--transformer-impl": "local", **LOCAL})[0] == 0
+
+
+def test_another_apex(ask, monkeypatch, tmp_path):
+    (tmp_path / "apex").mkdir()
+    spec = util.spec_from_file_location(
+        "apex", tmp_path / "apex/x.py", submodule_search_locations=[str(tmp_path / "apex")]
+    )
+    pretend(monkeypatch, transformer_engine=object(), apex=spec)
+    status, output = ask({**LOCAL, "--no-gradient-accumulation-fusion": None})
+    (found,) = problems(output)
+    assert status == 1 and "pip uninstall apex" in found and "--no-gradient-accumulation-fusion" in found
+    assert ask(LOCAL)[0] == 0
+    (tmp_path / "apex/multi_tensor_apply").mkdir()
+    status, output = ask({**LOCAL, "--no-gradient-accumulation-fusion": None})
+    assert status == 0 and "NVIDIA Apex is not installed" not in problems(output)
+
+
+def test_too_little_memory(ask, with_te):
+    status, output = ask({**LOCAL, "--micro-batch-size": 1024, "--global-batch-size": 1024}, gib=0.95)
+    (found,) = problems(output)
+    assert status == 1 and "a card has 0.9 GiB (--gpu-memory-gib)" in found
+    assert "saves GiB" in output and "--micro-batch-size 512" in output
+
+
+def test_all_at_once(ask, with_te):
+    """Also where the first mistake leaves no job."""
+    changes = {"--data-path": "{root}/beyond", "--save": "{root}/file", "--save-interval": 1}
+    status, output = ask({**LOCAL, **changes})
+    assert status == 1 and len(problems(output)) == 2 and "activations" in output
+    more = {**changes, TP: 3, "--kd-teacher-hf": "{root}/torn", "--kd-ratio": 2, "--global-batch-size": 5}
+    status, output = ask({**LOCAL, **more}, nproc=3)
+    told = "\n".join(problems(output))
+    for word in (
+        "--kd-ratio is 2.0",
+        "truncated",
+        f"{TP} 3 does not divide the 4",
+        "5 is not div",
+        "token id",
+        "--save",
+    ):
+        assert word in told
+    assert len(problems(output)) == 6
+
+
+def test_the_command_itself(job):
+    """In a Python of its own: the redirect for a GPU's job is in place before megatron is."""
+    flags = ["--nproc", "2", "--gpu-memory-gib", "80", "--", *job.flags({**GPU, **LOCAL, TP: 2})]
+    environ = {name: value for name, value in os.environ.items() if name != cpu.DEVICE_VARIABLE}
+    done = subprocess.run(
+        [sys.executable, "tools/doctor.py", *flags], cwd=small_job.ROOT, env=environ, capture_output=True, text=True
+    )
+    assert "2 ranks on 1 nodes, on GPUs" in done.stdout and "DP 1, TP 2" in done.stdout, done.stderr
+    assert done.returncode == int("1 problems" in done.stdout)
+    assert "Traceback" not in done.stderr
