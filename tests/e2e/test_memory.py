@@ -7,7 +7,7 @@ import pytest
 
 from mkd.checkpoint.hf_folder import HFFolder
 from tests.e2e.small_job import ROOT
-from tests.hf_folders import make_sparse
+from tools.sparse_folder import make_sparse
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
