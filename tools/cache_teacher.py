@@ -4,17 +4,20 @@
     python tools/cache_teacher.py info CACHE
     python tools/cache_teacher.py verify CACHE [-- FLAGS OF pretrain_kd.py]
     python tools/cache_teacher.py merge CACHE PART PART ...
+    python tools/cache_teacher.py import CACHE FILE.parquet --tokenizer-model HF_DIR --teacher NAME
 
 `write` takes the launch line of a training as it is, with --kd-teacher-hf or --kd-teacher-load: it reads the same data
 in the same layout, and ignores what is about the student. docs/teachers.md describes all of it.
 """
 
 import argparse
+import json
 import os
 import sys
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -106,8 +109,8 @@ def compare(folder: Path, segments: int) -> None:
     seen = ask_again(job, groups, job.teacher.build(groups), rows_of(job), segments, "verify")
     if job.args.rank == 0:
         print(
-            f"{folder}: the teacher says what is stored of {seen.segments:,} texts with {seen.tokens:,} tokens: "
-            f"distance of the distributions {seen.total / seen.tokens:.2g} in the mean, {seen.largest:.2g} at most (0 to 1)"
+            f"{folder}: the teacher says what is stored of {seen.segments:,} texts ({seen.tokens:,} tokens): distance "
+            f"of the distributions {seen.total / seen.tokens:.2g} in the mean, {seen.largest:.2g} at most (0 to 1)"
         )
 
 
@@ -118,6 +121,45 @@ def merge(args: argparse.Namespace, flags: list[str]) -> None:
     doubles = folders.merge(Path(args.out), [Path(part) for part in args.parts], "merge")
     print(f"{args.out}: {doubles:,} doubles left out")
     info(argparse.Namespace(folder=args.out), [])
+
+
+def import_files(args: argparse.Namespace, flags: list[str]) -> None:
+    """Make a cache of answers that another tool has collected."""
+    from mkd import cpu
+
+    if cpu.wanted():
+        cpu.activate()
+    from mkd.caching.imported import ImportOptions, import_answers
+    from mkd.checkpoint.hf_folder import tokenizer_hash
+
+    folder = Path(args.tokenizer_model)
+    meta, done = import_answers(
+        ImportOptions(
+            out=Path(args.out),
+            files=tuple(map(Path, args.files)),
+            teacher=args.teacher,
+            tokenizer=tokenizer_hash(folder, "--tokenizer-model"),
+            vocab=args.vocab_size or vocabulary_of(folder),
+            top_k=args.top_k,
+            lossless=args.lossless,
+            align=args.align,
+        )
+    )
+    print(f"{args.out}: {done.stored:,} texts" + (f", {done.incomplete:,} without answers" * (done.incomplete > 0)))
+    if not meta.has_tail:
+        print("the probabilities of a row add up to 1, so its tail is not known: --kd-top-k-tail renormalize")
+    info(argparse.Namespace(folder=args.out), [])
+
+
+def vocabulary_of(folder: Path) -> int:
+    """What the model's config.json says, or the size of the tokenizer."""
+    if (folder / "config.json").is_file():
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("vocab_size")
+        if found is not None:
+            return found
+    from mkd.data.text import load_tokenizer
+
+    return len(load_tokenizer(str(folder)))
 
 
 def parser_of_commands() -> argparse.ArgumentParser:
@@ -137,15 +179,39 @@ def parser_of_commands() -> argparse.ArgumentParser:
         metavar="T",
         help="temperatures at which training will read it; with --sample, of the draws (1 and --kd-temperature)",
     )
+    command.set_defaults(run=write)
     command = commands.add_parser("info", help="say what a cache holds")
     command.add_argument("folder", metavar="DIR")
+    command.set_defaults(run=info)
     command = commands.add_parser("verify", help="check every record; after --, ask the teacher again about some texts")
     command.add_argument("folder", metavar="DIR")
     command.add_argument("--segments", type=int, default=64, metavar="N", help="texts to ask about again (64)")
+    command.set_defaults(run=verify)
     command = commands.add_parser("merge", help="make one cache of several of the same teacher and settings")
     command.add_argument("out", metavar="OUT", help="a new folder")
     command.add_argument("parts", nargs="+", metavar="DIR", help="caches; of a segment that several have, one is kept")
+    command.set_defaults(run=merge)
+    add_import(commands)
     return parser
+
+
+def add_import(commands: Any) -> None:
+    """The flags of `import`."""
+    command = commands.add_parser("import", help="make a cache of the columns target_token_ids and target_logprobs")
+    command.add_argument("out", metavar="OUT", help="the cache: new, or one to add to")
+    command.add_argument("files", nargs="+", metavar="FILE", help=".jsonl or .parquet, with input_ids and labels too")
+    command.add_argument("--tokenizer-model", required=True, metavar="HF_DIR", help="of the ids: the model's folder")
+    command.add_argument("--teacher", required=True, metavar="NAME", help="who gave the answers")
+    command.add_argument("--vocab-size", type=int, metavar="N", help="of the student (what config.json in HF_DIR says)")
+    command.add_argument("--top-k", type=int, metavar="K", help="ids of each row to keep (those of the shortest row)")
+    command.add_argument("--lossless", action="store_true", help="32 bits a logit instead of 12")
+    command.add_argument(
+        "--align",
+        choices=["token", "next"],
+        default="token",
+        help="what row t of the answers is about: token t itself (axolotl, vLLM), or the one after it",
+    )
+    command.set_defaults(run=import_files)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -157,7 +223,7 @@ def main(argv: list[str] | None = None) -> None:
     words = sys.argv[1:] if argv is None else argv
     split = words.index("--") if "--" in words else len(words)
     args = parser_of_commands().parse_args(words[:split])
-    globals()[args.command](args, words[split + 1 :])
+    args.run(args, words[split + 1 :])
 
 
 if __name__ == "__main__":
