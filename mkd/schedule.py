@@ -26,7 +26,7 @@ class StepRecord:
     data_s: float
     """Seconds until its microbatches were there."""
     cache_s: float | None = None
-    """Seconds until a teacher's stored answers were there; next to nothing for one that runs. None without a teacher."""
+    """Seconds until a teacher's stored answers were there (at once, if it runs itself); None without one."""
     _teacher: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
     def time(self, call: Callable[[], Any]) -> Any:
