@@ -38,7 +38,6 @@ def main() -> None:
     from mkd.plan import dry_run, print_plan, record
     from mkd.resuming import install_saving, settle_checkpoint
     from mkd.schedule import TeacherThenStudent
-    from mkd.step import ForwardStep
 
     job = Job.from_command_line()
     args = job.args
@@ -52,8 +51,9 @@ def main() -> None:
     groups = Groups.from_megatron()
     datasets = job.data.sets()
     teacher = job.build_teacher(groups)
+    step = job.forward_step(groups)
     if teacher is not None:
-        introduce_teacher(teacher, datasets[1] or datasets[0], groups, job)
+        introduce_teacher(teacher, datasets[1] or datasets[0], groups, job, step)
     record(job)
 
     schedule = TeacherThenStudent(
@@ -65,8 +65,6 @@ def main() -> None:
         hidden_layers=job.pair_layers(groups, teacher),
         length_multiple=job.data.length_multiple,
     )
-    check_finite, top_k = args.check_for_nan_in_loss_and_grad, (job.kd.top_k, job.kd.top_k_tail)
-    step = ForwardStep(groups, job.true_vocab, check_finite, job.loss_options, *top_k, job.byte_lengths())
     # pretrain initializes once more, which also sets the seeds as if there were no teacher.
     destroy_rerun_state_machine()
     compat.install_training_hooks(Hooks(job, schedule, job.metrics()))

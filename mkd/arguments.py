@@ -385,7 +385,9 @@ _FROZEN = {
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def teacher_arguments(architecture: dict[str, Any], args: Namespace, dtype: str | None) -> Namespace:
+def teacher_arguments(
+    architecture: dict[str, Any], args: Namespace, dtype: str | None, own_tokens: tuple[int, int] | None = None
+) -> Namespace:
     """Megatron arguments that describe the teacher: its own architecture, the student's layout, nothing else of the
     student.
 
@@ -393,6 +395,7 @@ def teacher_arguments(architecture: dict[str, Any], args: Namespace, dtype: str 
         architecture: Megatron argument name -> value, from the teacher's own config.json or checkpoint.
         args: the student's, after `finish`.
         dtype: fp32, bf16 or fp16; None takes the student's.
+        own_tokens: of a teacher with another tokenizer, its vocabulary's size and the tokens of a row.
 
     Raises:
         MkdConfigError: parallel sizes that do not divide the teacher, or sequences longer than it knows positions for.
@@ -400,6 +403,13 @@ def teacher_arguments(architecture: dict[str, Any], args: Namespace, dtype: str 
     teacher = Namespace(**{**vars(default_arguments()), **architecture, **_FROZEN})
     for name in _SHARED_WITH_TEACHER:
         setattr(teacher, name, getattr(args, name))
+    row_flag = "--seq-length"
+    if own_tokens is not None:
+        row_flag = "--kd-teacher-seq-length"
+        vocabulary, teacher.seq_length = own_tokens
+        teacher.padded_vocab_size = calculate_padded_vocab_size(
+            vocabulary, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size, logging_enabled=False
+        )
     if teacher.num_experts is None:
         # A dense teacher beside a mixture-of-experts student: expert-parallel ranks are data-parallel ones to it.
         teacher.expert_model_parallel_size, teacher.expert_tensor_parallel_size = 1, None
@@ -408,9 +418,9 @@ def teacher_arguments(architecture: dict[str, Any], args: Namespace, dtype: str 
     teacher.fp16 = teacher.params_dtype == torch.float16
     check_divisions("the teacher", vars(teacher), args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
     check_attention_heads("the teacher", vars(teacher), args)
-    if teacher.max_position_embeddings is not None and args.seq_length > teacher.max_position_embeddings:
+    if teacher.max_position_embeddings is not None and teacher.seq_length > teacher.max_position_embeddings:
         raise MkdConfigError(
-            f"--seq-length {args.seq_length} is longer than the teacher's {teacher.max_position_embeddings} positions "
+            f"{row_flag} {teacher.seq_length} is longer than the teacher's {teacher.max_position_embeddings} positions "
             "(max_position_embeddings in its config.json)"
         )
     return teacher

@@ -14,6 +14,7 @@ from mkd.config_values import (
     LayerPair,
     LossSpec,
     Schedule,
+    XTokenLoss,
     require_choice,
     require_ratio,
     require_temperature,
@@ -112,6 +113,21 @@ class KDConfig:
     """Distance in --kd-hidden-loss. mse: mean over the teacher's width of the squared difference. cosine: 1 - cosine
     of the angle."""
 
+    xtoken_loss: XTokenLoss | None = None
+    """Loss from a teacher with another tokenizer, which compares pieces of text (chunks) that both tokenizers end at
+    the same place. partition_kl: the chunk itself, the tokens that both vocabularies have, and the rest. p_kl: the
+    student's probabilities projected to the teacher's vocabulary. gold: common tokens, and sorted probabilities of the
+    others; gold_relaxed: the same with more common tokens. Required for such a teacher."""
+
+    projection: str | None = field(default=None, metadata={"argparse_meta": {"metavar": "FILE"}})
+    """Which teacher tokens stand for each student token, as tools/build_projection.py wrote it. Default: made when the
+    job begins, and kept in the data cache."""
+
+    teacher_seq_length: int | None = None
+    """Tokens of a row of a teacher with another tokenizer. A sample must fit the student's row and the teacher's.
+    Default: --seq-length times the tokens that the teacher's tokenizer makes of one token of the student's in the first
+    texts, and 5 per cent."""
+
     logits_dtype: LogitsDtype = "auto"
     """Precision in which logits leave the LM heads' matrix products. auto: bf16 for bf16 models on GPU, else fp32. bf16
     is faster and puts a floor under the gradient of KD: once the student is close to the teacher, it is mostly rounding
@@ -202,6 +218,7 @@ class KDConfig:
         self._check_loss()
         self._check_hidden_loss()
         self._check_top_k()
+        self._check_xtoken()
         require_choice("--kd-logits-dtype", self.logits_dtype, get_args(LogitsDtype))
         require_choice("--kd-loss-impl", self.loss_impl, get_args(LossImplementation))
         require_choice("--kd-packing", self.packing, get_args(Packing))
@@ -324,6 +341,31 @@ class KDConfig:
             )
         if self.is_plain_pretraining:
             raise MkdConfigError(f"--kd-top-k is {self.top_k}, but at R = 0 nothing is learned from the teacher")
+
+    def _check_xtoken(self) -> None:
+        if self.xtoken_loss is None:
+            for flag, value in (("projection", self.projection), ("teacher-seq-length", self.teacher_seq_length)):
+                if value is not None:
+                    raise MkdConfigError(
+                        f"--kd-{flag} is {value}, which is for a teacher with another tokenizer: give "
+                        "--kd-xtoken-loss, or leave it out"
+                    )
+            return
+        require_choice("--kd-xtoken-loss", self.xtoken_loss, get_args(XTokenLoss))
+        if self.teacher_seq_length is not None and self.teacher_seq_length < 1:
+            raise MkdConfigError(f"--kd-teacher-seq-length is {self.teacher_seq_length}; it must be at least 1")
+        reasons = {
+            "--kd-hidden-loss": (self.hidden_loss, "its layers put out something for other tokens"),
+            "--kd-teacher-cache": (self.teacher_cache, "a cache has answers about the student's own tokens"),
+        }
+        for flag, (value, reason) in reasons.items():
+            if value is not None:
+                raise MkdConfigError(
+                    f"--kd-xtoken-loss is {self.xtoken_loss}, for a teacher with another tokenizer: {flag} {value} "
+                    f"does not go with it ({reason})"
+                )
+        if self.loss_impl == "triton":
+            raise MkdConfigError("--kd-loss-impl triton does not have --kd-xtoken-loss: give auto")
 
     def _check_hidden_loss(self) -> None:
         require_choice("--kd-hidden-loss-type", self.hidden_loss_type, get_args(HiddenLossType))

@@ -8,18 +8,19 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import default_collate
 
+from mkd.checkpoint.source import TeacherSource
 from mkd.console import perplexity
 from mkd.data.ahead import NOTHING
 from mkd.data.batch import KDBatch
 from mkd.errors import MkdCheckpointError
-from mkd.evaluation import judged_by, teacher_cross_entropy
 from mkd.groups import Groups
 from mkd.job import Job
-from mkd.teacher.base import Teacher
+from mkd.step import ForwardStep
+from mkd.teacher.base import SeveralSignals, Teacher
 
 
-def introduce_teacher(teacher: Teacher, samples: Any, groups: Groups, job: Job) -> None:
-    """Print the teacher's perplexity on a first microbatch, beside that of a model that knows nothing, and its
+def introduce_teacher(teacher: Teacher, samples: Any, groups: Groups, job: Job, step: ForwardStep) -> None:
+    """Print each teacher's perplexity on a first microbatch, beside that of a model that knows nothing, and the
     fingerprint.
 
     Args:
@@ -27,6 +28,7 @@ def introduce_teacher(teacher: Teacher, samples: Any, groups: Groups, job: Job) 
         samples: a dataset; its first micro-batch is read.
         groups: the student's layout. Collective over all ranks.
         job: for sizes.
+        step: how signals are read.
 
     Raises:
         MkdCheckpointError: the teacher computes something that is not finite.
@@ -35,34 +37,49 @@ def introduce_teacher(teacher: Teacher, samples: Any, groups: Groups, job: Job) 
     whole = _first_batch(samples, job.args.micro_batch_size, job.true_vocab)
     [whole] = teacher.prepare([whole], NOTHING)
     batch = whole.on_rank(groups.cp)
-    total = torch.zeros(2, dtype=torch.float64, device="cuda")
+    sources = job.teacher.sources
+    total = torch.zeros(len(sources), 4, dtype=torch.float64, device="cuda")
     for signal in teacher.signals([batch]):
-        judged = judged_by(signal, batch)
-        ce = teacher_cross_entropy(
-            signal,
-            judged,
-            true_vocab=job.true_vocab,
-            tp_group=groups.tp,
-            sequence_parallel=job.args.sequence_parallel,
-            options=job.loss_options,
-        )
-        total += torch.stack([(ce * judged.ce_mask).sum(), judged.ce_mask.sum()])
+        for number, one in enumerate(SeveralSignals.of(signal).signals):
+            means = step.term(batch, one).teacher(job.args.sequence_parallel)
+            found = [*means["teacher_ce"][:2], *means.get("teacher_bits_per_byte", _NOTHING)[:2]]
+            total[number] = torch.stack([torch.as_tensor(x, device="cuda") for x in found])
     dist.all_reduce(total)
-    if not total[1]:
+    for source, numbers in zip(sources, total.tolist(), strict=True):
+        _introduce(teacher.fingerprint(), source, *numbers, known=job.vocabulary_of(source))
+
+
+_NOTHING = (0.0, 0.0)
+
+
+def _introduce(
+    fingerprint: str, source: TeacherSource, nats: float, tokens: float, bits: float, size: float, *, known: int
+) -> None:
+    """One teacher.
+
+    Args:
+        fingerprint: of all teachers.
+        source: of this one.
+        nats, tokens: sum of its CE, over so many tokens.
+        bits, size: the same in bits of text with so many bytes, 0 where that is not known.
+        known: tokens of its vocabulary.
+    """
+    if not tokens:
         if dist.get_rank() == 0:
-            print(f"mkd: teacher {teacher.fingerprint()}: the cache has nothing of the first validation micro-batch")
+            print(f"mkd: teacher {fingerprint}: the cache has nothing of the first validation micro-batch")
         return
-    ce = (total[0] / total[1]).item()
+    ce = nats / tokens
     if not math.isfinite(ce):
         raise MkdCheckpointError(
-            f"the teacher's loss on the first validation micro-batch is {ce}, not finite: {job.teacher.source.origin} "
+            f"the teacher's loss on the first validation micro-batch is {ce}, not finite: {source.origin} "
             "holds numbers that are not, or overflows in this precision (--kd-teacher-dtype)"
         )
     if dist.get_rank() == 0:
+        per_byte = f", {bits / size:.4f} bits per byte" if size else ""
         print(
-            f"mkd: teacher {teacher.fingerprint()}: CE {ce:.4f}, perplexity {perplexity(ce):.2f} on the first "
-            f"validation micro-batch (knowing nothing: CE ln V = {math.log(job.true_vocab):.4f}, "
-            f"perplexity {job.true_vocab})",
+            f"mkd: teacher {fingerprint}: CE {ce:.4f}, perplexity {perplexity(ce):.2f}{per_byte} on the first "
+            f"validation micro-batch (knowing nothing: CE ln V = {math.log(known):.4f}, "
+            f"perplexity {known})",
             flush=True,
         )
 

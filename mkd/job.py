@@ -15,7 +15,7 @@ from torch import Tensor
 from mkd import arguments, cpu
 from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.checkpoint.resume import Choice
-from mkd.checkpoint.source import ModelSource, common_vocabulary
+from mkd.checkpoint.source import ModelSource, TeacherSource, common_vocabulary
 from mkd.config import KDConfig
 from mkd.data.byte_lengths import byte_lengths
 from mkd.data.text import load_tokenizer
@@ -26,11 +26,13 @@ from mkd.groups import Groups
 from mkd.hidden_layers import HiddenLayers
 from mkd.job_data import JobData, hash_of_tokenizer
 from mkd.job_teacher import JobTeacher, job_teacher, teacher_source
+from mkd.job_xtoken import CrossTokenizers, check_other_tokenizer
 from mkd.losses import LossOptions
 from mkd.metrics import MetricsLog
 from mkd.models.gpt import gpt_config
 from mkd.models.layer_maps import KEY_PREFIX, pair_of_key
 from mkd.resuming import check_checkpoint, check_first_weights, choose_checkpoint
+from mkd.step import ForwardStep
 from mkd.teacher.base import Teacher
 from mkd.trackers import trackers_of
 
@@ -52,6 +54,8 @@ class Job:
     """The checkpoint to continue from."""
     notes: list[str]
     """What is otherwise than in that checkpoint."""
+    cross: CrossTokenizers | None = None
+    """Of teachers with other tokenizers."""
 
     @classmethod
     def from_command_line(cls, tolerate: Callable[[], AbstractContextManager] = nullcontext) -> "Job":
@@ -89,7 +93,10 @@ class Job:
         notes = check_checkpoint(args, kd, choice, source)
         _check_stored_maps(args, kd, mapped=source.architecture.get("hidden_size") != args.hidden_size)
         with tolerate():
-            true_vocab = common_vocabulary(origin, true_vocab, student_hash, source)
+            if kd.xtoken_loss is None:
+                true_vocab = common_vocabulary(origin, true_vocab, student_hash, source)
+            else:
+                check_other_tokenizer(kd, origin, student_hash, source)
         check_top_k(kd, true_vocab)
         with tolerate():
             JobData(args, kd, true_vocab).check(student_hash)
@@ -98,11 +105,12 @@ class Job:
         if kd.metrics_file is not None:
             with tolerate():
                 check_writable("--kd-metrics-file", str(Path(kd.metrics_file).parent))
-        teacher = job_teacher(source, args, kd, true_vocab)
+        cross = None if kd.xtoken_loss is None else CrossTokenizers.of([source], args, kd, true_vocab)
+        teacher = job_teacher(source, args, kd, true_vocab, cross)
         options = LossOptions.of(kd, cpu.target_device(), args.params_dtype, args.tensor_model_parallel_size)
         config = gpt_config(args)
         config.transformer.variable_seq_lengths = kd.variable_seq_lengths  # megatron has no flag for it
-        job = cls(args, kd, teacher, student, config, true_vocab, options, choice, notes)
+        job = cls(args, kd, teacher, student, config, true_vocab, options, choice, notes, cross)
         if student is not None and not arguments.resumes(args):
             job.student_config.pre_wrap_hooks.append(job._load_student)
             job.student_config.perform_initialization = False  # the folder fills every parameter, or is refused
@@ -133,7 +141,25 @@ class Job:
 
     @property
     def data(self) -> JobData:
-        return JobData(self.args, self.kd, self.true_vocab)
+        return JobData(self.args, self.kd, self.true_vocab, self.cross)
+
+    def forward_step(self, groups: Groups) -> ForwardStep:
+        """How a microbatch becomes a loss on this rank."""
+        return ForwardStep(
+            groups,
+            self.true_vocab,
+            check_finite=self.args.check_for_nan_in_loss_and_grad,
+            options=self.loss_options,
+            top_k=self.kd.top_k,
+            top_k_tail=self.kd.top_k_tail,
+            byte_lengths=self.byte_lengths(),
+            cross=() if self.cross is None else self.cross.settings(groups),
+        )
+
+    def vocabulary_of(self, teacher: TeacherSource) -> int:
+        """Tokens that a teacher chooses from."""
+        own = None if self.cross is None else self.cross.own_tokens(teacher)
+        return self.true_vocab if own is None else own[0]
 
     def byte_lengths(self) -> Tensor | None:
         """[ids] bytes of each of the tokenizer's tokens, for bits per byte; None where they are not known."""

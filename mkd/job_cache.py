@@ -105,6 +105,11 @@ class CacheTeacher:
         )
 
     @property
+    def sources(self) -> list[CacheSource]:
+        """See `JobTeacher`."""
+        return [self.source]
+
+    @property
     def looks_at(self) -> str:
         """See `JobTeacher`."""
         meta = self.source.meta

@@ -19,6 +19,7 @@ from mkd.data.row_sets import RowSets
 from mkd.data.rows import RowOptions
 from mkd.data.stores import check_chat_file, is_chat_file
 from mkd.flag_checks import check_rows, length_multiple
+from mkd.job_xtoken import CrossTokenizers
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class JobData:
     kd: KDConfig
     true_vocab: int
     """Ids from here up do not exist in the model."""
+    cross: CrossTokenizers | None = None
+    """Of teachers with other tokenizers; None when there are none."""
 
     def check(self, tokenizer_hash: str | None) -> None:
         """Look at flags and files, before any weight is loaded.
@@ -67,7 +70,11 @@ class JobData:
     @property
     def has_own_rows(self) -> bool:
         """Whether rows are made of whole samples, and not by Megatron's concatenation of documents."""
-        return self.kd.packing != "none" or any(map(is_chat_file, arguments.data_prefixes(self.args)))
+        return (
+            self.cross is not None
+            or self.kd.packing != "none"
+            or any(map(is_chat_file, arguments.data_prefixes(self.args)))
+        )
 
     @property
     def length_multiple(self) -> int | None:
@@ -83,6 +90,7 @@ class JobData:
             tokenizer=ChatTokenizer(args.tokenizer_model),
             true_vocab=self.true_vocab,
             say=lambda text: print(f"mkd: data       {text}", flush=True) if args.rank == 0 else None,
+            pairs=None if self.cross is None else self.cross.pairs(),
         )
 
 

@@ -11,6 +11,7 @@ from mkd.checkpoint.source import ModelSource, TeacherSource
 from mkd.config import KDConfig
 from mkd.groups import Groups
 from mkd.job_cache import CacheSource, CacheTeacher
+from mkd.job_xtoken import CrossTokenizers
 from mkd.models.gpt import gpt_config
 from mkd.teacher.base import Teacher
 from mkd.teacher.online import OnlineTeacher
@@ -22,6 +23,11 @@ class JobTeacher(Protocol):
     source: TeacherSource
     args: Namespace | None
     """Megatron's arguments of the model that runs; None where none does."""
+
+    @property
+    def sources(self) -> list[TeacherSource]:
+        """Of each teacher."""
+        ...
 
     @property
     def looks_at(self) -> str:
@@ -46,7 +52,9 @@ def teacher_source(kd: KDConfig) -> TeacherSource:
     return CacheSource.open(kd.teacher_cache, "--kd-teacher-cache")
 
 
-def job_teacher(source: TeacherSource, args: Namespace, kd: KDConfig, true_vocab: int) -> JobTeacher:
+def job_teacher(
+    source: TeacherSource, args: Namespace, kd: KDConfig, true_vocab: int, cross: CrossTokenizers | None = None
+) -> JobTeacher:
     """Fit a teacher to the job.
 
     Args:
@@ -54,13 +62,14 @@ def job_teacher(source: TeacherSource, args: Namespace, kd: KDConfig, true_vocab
         args: Megatron's, complete, with `kd_teacher_fingerprint`.
         kd: what is learned from it.
         true_vocab: tokens that student and teacher share.
+        cross: of the teachers with other tokenizers, which this one may be of.
 
     Raises:
         MkdError: it cannot serve this job.
     """
     if isinstance(source, CacheSource):
         return CacheTeacher.of(source, args, kd, true_vocab)
-    return ModelTeacher.of(source, args, kd, true_vocab)
+    return ModelTeacher.of(source, args, kd, true_vocab, cross)
 
 
 @dataclass(frozen=True)
@@ -74,18 +83,35 @@ class ModelTeacher:
     true_vocab: int
     stored_fingerprint: str | None
     """As read from its folder; None when it never runs."""
+    cross: CrossTokenizers | None
+    """Where the teacher has another tokenizer."""
 
     @classmethod
-    def of(cls, source: ModelSource, args: Namespace, kd: KDConfig, true_vocab: int) -> "ModelTeacher":
+    def of(
+        cls,
+        source: ModelSource,
+        args: Namespace,
+        kd: KDConfig,
+        true_vocab: int,
+        cross: CrossTokenizers | None = None,
+    ) -> "ModelTeacher":
         """See `job_teacher`."""
-        own = arguments.teacher_arguments(source.architecture, args, kd.teacher_dtype)
+        own_tokens = None if cross is None else cross.own_tokens(source)
+        if own_tokens is None:
+            cross = None
+        own = arguments.teacher_arguments(source.architecture, args, kd.teacher_dtype, own_tokens)
         config = gpt_config(own)
         config.transformer.variable_seq_lengths = kd.variable_seq_lengths  # megatron has no flag for it
-        return cls(source, own, config, kd, true_vocab, args.kd_teacher_fingerprint)
+        return cls(source, own, config, kd, true_vocab, args.kd_teacher_fingerprint, cross)
 
     def __str__(self) -> str:
         dtype = str(self.config.params_dtype).removeprefix("torch.")
         return f"{shape_of(self.config)}, {dtype}, {self.source.path}"
+
+    @property
+    def sources(self) -> list[TeacherSource]:
+        """See `JobTeacher`."""
+        return [self.source]
 
     @property
     def looks_at(self) -> str:
@@ -95,12 +121,16 @@ class ModelTeacher:
 
     def build(self, groups: Groups) -> OnlineTeacher:
         """See `JobTeacher`."""
+        side = None if self.cross is None else self.cross.side(self.source)
+        kept = self.true_vocab if side is None else self.source.vocab_size
         return OnlineTeacher(
             self.config,
             groups,
-            load_weights=lambda chunks: self.source.load(chunks, self.true_vocab),
+            load_weights=lambda chunks: self.source.load(chunks, kept),
             fingerprint=self.stored_fingerprint,
             offload=self.kd.teacher_offload,
+            side=side,
+            head_columns=None if side is None else self.cross.vocabulary(side, groups).teacher_columns,
         )
 
 

@@ -54,6 +54,7 @@ def plan(job: Job) -> dict[str, str]:
         + (f", of {job.teacher.looks_at}" if job.teacher.looks_at else "")
         + f", computed by {job.loss_options.impl}"
         + ("; R is 0: the teacher is not run" if kd.is_plain_pretraining else ""),
+        **({"tokenizers": str(job.cross)} if job.cross is not None else {}),
         **_layers(job),
         "layout": ", ".join(f"{name} {size}" for name, size in layout.items() if size > 1 or name == "DP")
         + (", SP" if args.sequence_parallel else ""),

@@ -102,11 +102,11 @@ class ForwardStep:
             cross=self.cross,
         )
 
-    def term(self, step: StepInput, signal: TeacherSignal) -> Term:
+    def term(self, batch: KDBatch, signal: TeacherSignal) -> Term:
         """What a teacher adds to the loss."""
         if isinstance(signal, HiddenSignal) and signal.side is not None:
-            return ChunkTerm(self.setting, step.batch, signal)
-        return TokenTerm(self.setting, step.batch, signal)
+            return ChunkTerm(self.setting, batch, signal)
+        return TokenTerm(self.setting, batch, signal)
 
     def _report_plain(self, step: StepInput, ce: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         mean = Mean.of(ce, step.batch.ce_mask, None)
@@ -145,7 +145,7 @@ class _HeadLoss:
         # Before the student's activations exist. Without pipeline stages this is where the teacher runs.
         signal = step.signal() if self._with_kd and owner.groups.is_last_stage else None
         signals = SeveralSignals.of(signal)
-        self._terms = [owner.term(step, one) for one in signals.signals]
+        self._terms = [owner.term(step.batch, one) for one in signals.signals]
         self._shares = signals.weights
         self._means: dict[str, Mean] = {}
         self._total: Tensor | None = None
@@ -182,7 +182,7 @@ class _HeadLoss:
         for number, term in enumerate(self._terms):
             suffix = self._suffix(number)
             if objective.evaluating:
-                self._add(suffix, term.teacher(student, self._step.tokens))
+                self._add(suffix, term.teacher(student.sequence_parallel))
             if objective.evaluating or objective.comparing:
                 calibrates = objective.evaluating and len(self._terms) == 1
                 means, calibration = term.comparison(student, self._step.tokens, calibrates)

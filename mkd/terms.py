@@ -96,7 +96,7 @@ class Term(Protocol):
         """The divergence of what `loss` returned, without its factor."""
         ...
 
-    def teacher(self, student: Student, tokens: StepTokens) -> dict[str, Mean]:
+    def teacher(self, sequence_parallel: bool) -> dict[str, Mean]:
         """The teacher's own CE; for evaluations."""
         ...
 
@@ -183,7 +183,7 @@ class TokenTerm:
     def divergence(self, output: LossOutput, tokens: StepTokens) -> Mean:
         return Mean.of(self._by_token(output.kd), self.batch.kd_mask, tokens.kd)
 
-    def teacher(self, student: Student, tokens: StepTokens) -> dict[str, Mean]:
+    def teacher(self, sequence_parallel: bool) -> dict[str, Mean]:
         if isinstance(self.signal, TopKSignal) and self.signal.label_log_prob is None:
             return {}
         batch = judged_by(self.signal, self.batch)
@@ -192,11 +192,11 @@ class TokenTerm:
             batch,
             true_vocab=self.setting.true_vocab,
             tp_group=self.setting.groups.tp,
-            sequence_parallel=student.sequence_parallel,
+            sequence_parallel=sequence_parallel,
             options=self.setting.options,
         )
         bits = bits_per_byte("teacher_", ce, batch, self.setting.byte_lengths)
-        return {"teacher_ce": Mean.of(ce, batch.ce_mask, tokens.ce), **bits}
+        return {"teacher_ce": Mean.of(ce, batch.ce_mask, None), **bits}
 
     def comparison(
         self, student: Student, tokens: StepTokens, calibrates: bool
@@ -273,7 +273,7 @@ class ChunkTerm:
         count = self._other.chunks if self.setting.groups.cp.rank() == 0 else 0
         return Mean(output.kd.sum(), torch.full_like(output.kd.sum(), count), tokens.chunks[self.signal.side])
 
-    def teacher(self, student: Student, tokens: StepTokens) -> dict[str, Mean]:
+    def teacher(self, sequence_parallel: bool) -> dict[str, Mean]:
         batch = self._other.batch
         ce = cross_entropy_in_columns(
             self.signal.hidden.flatten(0, 1),
@@ -282,7 +282,7 @@ class ChunkTerm:
             rows_of(batch.ce_mask),
             vocabulary=self._cross.vocabulary,
             tp_group=self.setting.groups.tp,
-            sequence_parallel=student.sequence_parallel,
+            sequence_parallel=sequence_parallel,
             chunk_rows=self.setting.options.chunk_rows,
             logit_map=LogitMap(scale=self.signal.logit_scale),
         )

@@ -98,6 +98,11 @@ class ModelSource:
         )
 
 
+def has_other_tokenizer(student_hash: str | None, teacher: TeacherSource) -> bool:
+    """Whether ids are known to mean something else to the teacher."""
+    return None not in (student_hash, teacher.tokenizer_hash) and student_hash != teacher.tokenizer_hash
+
+
 def common_vocabulary(student: str, student_vocab: int, student_hash: str | None, teacher: TeacherSource) -> int:
     """Number of tokens that student and teacher share; their ids mean the same to both.
 
@@ -114,12 +119,9 @@ def common_vocabulary(student: str, student_vocab: int, student_hash: str | None
         MkdConfigError: the tokenizers differ, or the sizes do while a tokenizer is not known: the teacher's
             probabilities would be about other words.
     """
-    hint = (
-        "the teacher must share the student's tokenizer: a teacher with another one needs --kd-xtoken-loss, which this "
-        "version does not have"
-    )
+    hint = "a teacher with another tokenizer than the student's needs --kd-xtoken-loss (docs/cross_tokenizer.md)"
     known = student_hash is not None and teacher.tokenizer_hash is not None
-    if known and student_hash != teacher.tokenizer_hash:
+    if has_other_tokenizer(student_hash, teacher):
         raise MkdConfigError(f"{student} and {teacher.origin} have different tokenizers; {hint}")
     if teacher.vocab_size is None or teacher.vocab_size == student_vocab:
         return student_vocab

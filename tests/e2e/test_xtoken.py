@@ -1,0 +1,80 @@
+"""A teacher with another tokenizer from the command line: training, resume, layouts, what is refused."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.chats import MARKED, PLAIN, talk, write_lines
+from tests.e2e.small_job import TEACHER, SmallJob, make_model, make_small_job, make_tokenizer, text
+from tests.e2e.test_pretrain import assert_same_weights, cut_back, steps, trained
+from tests.tolerance import GRADIENT
+
+FOUR = {"--train-iters": 4, "--lr-decay-iters": 4, "--save-interval": 2}
+PARTITION = {"--kd-xtoken-loss": "partition_kl"}
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> SmallJob:
+    """With a teacher whose vocabulary is another one, larger and made from other text, and conversations."""
+    job = make_small_job(tmp_path_factory.mktemp("xtoken"))
+    other = make_tokenizer(411, "many words in another order " * 9 + text()[::2])
+    make_model(job.root / "other", other, 3, TEACHER)
+    words = text().split()
+    for folder, template in ((job.student, MARKED), (job.root / "other", PLAIN)):
+        (folder / "chat_template.jinja").write_text(template)
+    chats = [talk(*(" ".join(words[7 * i + j : 9 * i + 3 * j + 4]) for j in range(4))) for i in range(40)]
+    write_lines(job.root / "chat.jsonl", [{"messages": messages} for messages in chats])
+    return job
+
+
+def other_teacher(job: SmallJob, **changes: Any) -> dict[str, Any]:
+    """A blend of documents and conversations in packed rows, learned from the other teacher."""
+    return {
+        "--kd-teacher-hf": job.root / "other",
+        **PARTITION,
+        "--data-path": [0.4, job.data, 0.6, job.root / "chat.jsonl"],
+        "--kd-packing": "best_fit",
+        "--kd-packing-multiple": 8,
+        "--seq-length": 64,
+        **FOUR,
+        **changes,
+    }
+
+
+@pytest.fixture(scope="module")
+def four_steps(job: SmallJob, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    save = tmp_path_factory.mktemp("four") / "save"
+    return save, trained(job, other_teacher(job, **{"--save": save, "--load": save}))
+
+
+def test_what_is_said(four_steps: tuple[Path, Any]) -> None:
+    output = four_steps[1].output
+    assert "mkd: tokenizers --kd-teacher-hf" in output
+    assert re.search(r"partition_kl, \d+ of 307 student tokens in its vocabulary of 411, rows of \d+ tokens", output)
+    assert "tokens of the student, " in output
+    assert "bits per byte on the first" in output
+    lines = [line for line in four_steps[1].metrics if "kd" in line]
+    assert len(lines) == 4 and all(line["kd"] > 0 and line["ce"] > 0 for line in lines)
+
+
+def test_resume_is_bit_equal(job: SmallJob, four_steps: tuple[Path, Any], tmp_path: Path) -> None:
+    save, whole = four_steps
+    resumed = cut_back(save, tmp_path / "save", 2)
+    result = trained(job, other_teacher(job, **{"--save": resumed, "--load": resumed}))
+    assert steps(result) == steps(whole)
+    assert_same_weights(save, resumed)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{"--tensor-model-parallel-size": 2, "--sequence-parallel": True}, {"--pipeline-model-parallel-size": 2}],
+    ids=["tp2", "pp2"],
+)
+def test_two_ranks(job: SmallJob, four_steps: tuple[Path, Any], tmp_path: Path, layout: dict[str, Any]) -> None:
+    changes = {"--kd-metrics-file": tmp_path / "m.jsonl", "--save-interval": None, **layout}
+    result = trained(job, other_teacher(job, **changes), ranks=2)
+    for seen, expected in zip(steps(result), steps(four_steps[1]), strict=True):
+        for key in ("loss", "ce", "kd", "grad_norm"):
+            assert seen[key] == pytest.approx(expected[key], rel=GRADIENT), (seen["iteration"], key)
