@@ -196,7 +196,8 @@ class Partition:
         by_chain = by_rest * (q.chunk - rest).exp() - by_chunk
         by_further = by_chain[group.student.chunks[chunks:]] if chunks else torch.zeros_like(q.then_loss)
         ce, log_sum, at_label = self._of_cross_entropy(seen, weights)
-        at_label += torch.cat([by_chunk + by_rest * (q.begun - rest).exp(), by_further * torch.expm1(-q.then_loss)])
+        by_first = by_chunk + by_rest * (q.begun - rest).exp()
+        at_label = at_label + torch.cat([by_first, by_further * torch.expm1(-q.then_loss)])
         at_other = by_rest * (q.other - rest).exp() + ce[:chunks] * (seen.other - log_sum[:chunks]).exp()
 
         of_slots = ce[:chunks]
