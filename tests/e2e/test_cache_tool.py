@@ -1,0 +1,219 @@
+"""tools/cache_teacher.py: what it refuses before a weight is loaded, and what it says of finished caches."""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mkd.caching.job import CacheJob, CacheOptions
+from mkd.errors import MkdCacheError, MkdConfigError, MkdError
+from mkd.teacher.store import TeacherStore
+from mkd.teacher.store_writer import StoreWriter, check_folder
+from tests.e2e import small_job
+from tests.e2e.small_job import ROOT, TEACHER, VOCAB, SmallJob, make_model, make_small_job, make_tokenizer, run
+from tests.e2e.test_bad_input import forget_megatron
+from tests.teacher_rows import meta_of, some_segment
+from tools import cache_teacher
+
+TOOL = ROOT / "tools" / "cache_teacher.py"
+TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+ALONE: dict[str, Any] = {"--kd-student-hf": None, "--kd-ratio": None, "--lr": None}
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> SmallJob:
+    root = tmp_path_factory.mktemp("tool")
+    job = make_small_job(root)
+    make_model(root / "three_layers", make_tokenizer(), 3, {**TEACHER, "num_hidden_layers": 3})
+    (root / "file").touch()
+    (root / "foreign").mkdir()
+    (root / "foreign" / "notes.txt").touch()
+    return job
+
+
+@pytest.fixture
+def attempt(job: SmallJob, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., CacheJob]]:
+    """`attempt(own, changes, ranks)`: check a command line of `write` as rank 0 of so many ranks."""
+
+    def check(own: dict[str, Any], changes: dict[str, Any] | None = None, ranks: int = 1) -> CacheJob:
+        for name, value in {**small_job.environment(), "WORLD_SIZE": str(ranks)}.items():
+            monkeypatch.setenv(name, value)
+        flags = [word.replace("{root}", str(job.root)) for word in job.flags({**ALONE, **(changes or {})})]
+        monkeypatch.setattr(sys, "argv", ["cache_teacher.py", *flags])
+        forget_megatron()
+        options = CacheOptions(**{"out": job.root / "cache", "top_k": 8, **own})
+        made = CacheJob.from_command_line(options)
+        check_folder(made.out, made.meta, "--out")
+        return made
+
+    before = dict(os.environ)
+    yield check
+    forget_megatron()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def test_without_a_student(attempt: Callable[..., CacheJob], job: SmallJob) -> None:
+    made = attempt({})
+    assert made.meta.true_vocab == VOCAB and made.meta.teacher == made.teacher.source.fingerprint()
+    assert (made.meta.values, made.meta.temperatures, made.meta.positions) == ("log12", (1.0,), "segment")
+    assert made.args.tokenizer_model == str(job.teacher)
+    assert attempt({}, {"--kd-student-hf": job.student}).meta == made.meta
+
+
+def test_the_students_flags_do_not_matter(attempt: Callable[..., CacheJob]) -> None:
+    flags = {"--num-layers": 6, "--hidden-size": 64, "--num-attention-heads": 8, "--save": "{root}/never"}
+    flags |= {"--save-interval": 5, "--kd-hidden-loss": "3:2", "--num-layers-per-virtual-pipeline-stage": 3, PP: 2}
+    assert attempt({}, flags, ranks=2).teacher.config.transformer.num_layers == TEACHER["num_hidden_layers"]
+    assert not (attempt({}).out.parent / "never").exists()
+
+
+@pytest.mark.parametrize(
+    ("own", "changes", "temperatures"),
+    [
+        ({}, {"--kd-temperature": 2}, (1.0, 2.0)),
+        ({"temperatures": (3.0, 1.0)}, {"--kd-temperature": 2}, (1.0, 3.0)),
+        ({"top_k": None, "samples": 5}, {"--kd-temperature": 2}, (1.0, 2.0)),
+    ],
+)
+def test_temperatures(
+    attempt: Callable[..., CacheJob], own: dict[str, Any], changes: dict[str, Any], temperatures: tuple[float, ...]
+) -> None:
+    assert attempt(own, changes).meta.temperatures == temperatures
+
+
+def test_positions(attempt: Callable[..., CacheJob]) -> None:
+    assert attempt({}, {"--reset-position-ids": True}).meta.positions == "document"
+
+
+def test_more_draws_than_tokens(attempt: Callable[..., CacheJob]) -> None:
+    meta = attempt({"top_k": None, "samples": 500}).meta
+    assert (meta.top_k, meta.samples, meta.values) == (VOCAB, 500, "counts")
+
+
+@pytest.mark.parametrize(
+    ("own", "changes", "ranks", "message"),
+    [
+        ({"top_k": VOCAB + 1}, {}, 1, f"--top-k is {VOCAB + 1}, but the vocabulary has {VOCAB} tokens"),
+        ({"top_k": 0}, {}, 1, "--top-k is 0"),
+        ({"top_k": None}, {}, 1, "one of --top-k K .* and --sample N"),
+        ({"samples": 5}, {}, 1, "--top-k 8 and --sample 5"),
+        ({"top_k": None, "samples": 5000}, {}, 1, "--sample is 5000; it must be 1 to 4095"),
+        ({"top_k": None, "samples": 5, "lossless": True}, {}, 1, "--lossless does not go with --sample"),
+        ({"top_k": None, "samples": 5, "temperatures": (1.0, 2.0)}, {}, 1, "--temperature has 2 values"),
+        ({"temperatures": (0.0,)}, {}, 1, "--temperature is 0"),
+        ({}, {"--kd-teacher-hf": None}, 1, "exactly one teacher source"),
+        ({}, {"--kd-teacher-hf": None, "--kd-teacher-cache": "{root}/x"}, 1, "has no teacher to ask"),
+        ({}, {"--kd-teacher-hf": "{root}/three_layers", PP: 2}, 2, "does not divide the 3 layers of the teacher"),
+        ({}, {TP: 4}, 4, "does not divide the 6 attention heads of the teacher"),
+        ({}, {"--seq-length": 100}, 1, "longer than the teacher's 96 positions"),
+        ({}, {"--seq-length": None}, 1, "--seq-length is missing"),
+        ({}, {"--train-iters": None}, 1, "--train-iters is missing"),
+    ],
+)
+def test_refused_flags(
+    attempt: Callable[..., CacheJob], own: dict[str, Any], changes: dict[str, Any], ranks: int, message: str
+) -> None:
+    with pytest.raises(MkdConfigError, match=message):
+        attempt(own, changes, ranks)
+
+
+@pytest.mark.parametrize(
+    ("own", "changes", "message"),
+    [
+        ({"out": "foreign"}, {}, "is no teacher cache, and not empty"),
+        ({"out": "file"}, {}, "cannot be written"),
+        ({"out": "file/cache"}, {}, "cannot be written"),
+        ({"out": "eight"}, {"--kd-teacher-hf": "{root}/student"}, "other contents .*teacher: "),
+        ({"out": "eight", "top_k": 9}, {}, r"other contents .*\(top_k: 9, 8\)"),
+        ({"out": "eight", "lossless": True}, {}, r"other contents .*\(values: fp32, log12\)"),
+        ({"out": "eight"}, {"--kd-teacher-dtype": "bf16"}, "other contents .*teacher_dtype: bfloat16, float32"),
+    ],
+)
+def test_refused_folders(
+    attempt: Callable[..., CacheJob], job: SmallJob, own: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    StoreWriter(job.root / "eight", attempt({}).meta)
+    with pytest.raises(MkdCacheError, match=message):
+        attempt({**own, "out": job.root / own["out"]}, changes)
+
+
+@pytest.fixture
+def caches(tmp_path: Path) -> list[Path]:
+    """Two with a segment in common, and one of another teacher."""
+    folders = [tmp_path / name for name in ("one", "two", "other")]
+    held = (((0, 1), "t" * 32), ((1, 2, 3), "t" * 32), ((4,), "u" * 32))
+    for folder, (numbers, teacher) in zip(folders, held, strict=True):
+        writer = StoreWriter(folder, meta_of(teacher=teacher))
+        for number in numbers:
+            writer.add(*some_segment(number, 307, 8))
+            writer.flush()
+    return folders
+
+
+def test_merge(caches: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "merged"
+    cache_teacher.main(["merge", str(out), str(caches[0]), str(caches[1])])
+    said = capsys.readouterr().out
+    assert "1 doubles left out" in said and "segments    4" in said and "the 8 most probable tokens, fp32" in said
+    merged = TeacherStore(out, "merged")
+    assert merged.keys() == {some_segment(n, 307, 8)[0] for n in range(4)} and len(merged) == 4
+    cache_teacher.main(["verify", str(out)])
+    assert "every record is as it was written" in capsys.readouterr().out
+    assert not list(tmp_path.glob(".*"))
+    with pytest.raises(MkdCacheError, match="exists: give the name of a new folder"):
+        cache_teacher.main(["merge", str(out), str(caches[0])])
+    with pytest.raises(MkdCacheError, match=r"do not go together \(teacher: "):
+        cache_teacher.main(["merge", str(tmp_path / "new"), str(caches[0]), str(caches[2])])
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_merge_that_was_killed(caches: list[Path], tmp_path: Path) -> None:
+    """What it left does not count, and is no hindrance."""
+    partial = tmp_path / ".merged.partial"
+    StoreWriter(partial, meta_of()).add(*some_segment(9, 307, 8))
+    (partial / "rest").touch()
+    cache_teacher.main(["merge", str(tmp_path / "merged"), str(caches[0])])
+    assert len(TeacherStore(tmp_path / "merged", "merged")) == 2 and not partial.exists()
+
+
+def test_verify_names_every_damaged_shard(caches: list[Path]) -> None:
+    shards = sorted(caches[1].glob("*.safetensors"))
+    content = bytearray(shards[0].read_bytes())
+    content[-40] ^= 1
+    shards[0].write_bytes(content)
+    facts = json.loads(shards[0].with_suffix(".json").read_text())
+    shards[1].with_suffix(".json").unlink()
+    shards[2].unlink()
+    with pytest.raises(MkdCacheError) as caught:
+        cache_teacher.main(["verify", str(caches[1])])
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 4 and facts["sha256"]
+    for line, shard, word in zip(lines, shards, ("SHA-256", "no .json file", "is missing"), strict=False):
+        assert shard.name in line and word in line
+    with pytest.raises(MkdError, match=r"verify .* is not a teacher cache"):
+        cache_teacher.main(["verify", str(caches[1].parent)])
+
+
+def test_verify_asks_the_teacher_again(job: SmallJob, tmp_path: Path) -> None:
+    """In another layout; another teacher of the same fingerprint is found out by its answers."""
+    out, few = tmp_path / "cache", {**ALONE, "--train-iters": 2, "--eval-iters": 0, "--split": "100,0,0"}
+    done = run(["write", "--out", str(out), "--top-k", "8", "--", *job.flags(few)], script=TOOL)
+    assert done.status == 0, done.errors[-3000:]
+    done = run(["verify", str(out), "--segments", "5", "--", *job.flags({**few, TP: 2})], 2, script=TOOL)
+    assert done.status == 0, done.errors[-3000:]
+    assert "the teacher says what is stored of 5 texts" in done.output
+    meta = json.loads((out / "meta.json").read_text())
+    (out / "meta.json").write_text(json.dumps(meta | {"teacher": student_fingerprint(job)}))
+    done = run(["verify", str(out), "--", *job.flags({**few, "--kd-teacher-hf": job.student})], script=TOOL)
+    assert done.status == 1 and "holds other answers than this teacher gives" in done.errors
+
+
+def student_fingerprint(job: SmallJob) -> str:
+    from mkd.checkpoint.hf_folder import HFFolder
+
+    return HFFolder(job.student, "--kd-student-hf").fingerprint()
