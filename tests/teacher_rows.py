@@ -25,12 +25,14 @@ def rows_of(logits: Tensor, labels: Tensor, top_k: int, temperatures: tuple[floa
     return TokenRows(ids.int().numpy(), top.numpy(), lse.float().numpy(), label.float().numpy())
 
 
-def some_segment(seed: int, vocab: int, top_k: int) -> tuple[bytes, TokenRows]:
+def some_segment(
+    seed: int, vocab: int, top_k: int, temperatures: tuple[float, ...] = (1.0,)
+) -> tuple[bytes, TokenRows]:
     """A key and rows of 1 to 40 tokens; the same every time."""
     generator = torch.Generator().manual_seed(seed)
     length = int(torch.randint(1, 41, (1,), generator=generator))
     tokens = torch.randint(0, vocab, (length + 1,), generator=generator)
-    return segment_key(tokens[:-1]), rows_of(make_logits(length, vocab, seed), tokens[1:], top_k)
+    return segment_key(tokens[:-1]), rows_of(make_logits(length, vocab, seed), tokens[1:], top_k, temperatures)
 
 
 def meta_of(**changes: object) -> CacheMeta:
