@@ -11,7 +11,7 @@ _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 def byte_lengths(tokenizer: PreTrainedTokenizerBase) -> Tensor | None:
-    """[ids] int32 UTF-8 bytes that each token adds to the decoded text; 0 of special tokens and of ids without one.
+    """[ids] int32 UTF-8 bytes that each token adds to the decoded text; 0 of special tokens and of gaps.
 
     From the tokens as the vocabulary spells them, because a part of a character decodes to nothing by itself. Bytes
     are those of the tokenizer's normalized text; most tokenizers of language models change nothing.
@@ -26,10 +26,9 @@ def byte_lengths(tokenizer: PreTrainedTokenizerBase) -> Tensor | None:
         return None
     added = tokenizer.added_tokens_decoder
     special = set(tokenizer.all_special_ids) | {id for id, token in added.items() if token.special}
-    lengths = torch.zeros(len(tokenizer), dtype=torch.int32)
-    for id, token in enumerate(tokenizer.convert_ids_to_tokens(range(len(tokenizer)))):
-        if token is None or id in special:
-            continue
+    ids = {id: token for token, id in tokenizer.get_vocab().items() if id not in special}
+    lengths = torch.zeros(max([*ids, *special]) + 1, dtype=torch.int32)
+    for id, token in ids.items():
         if id in added:
             lengths[id] = len(token.encode())
         elif spelling == "ByteLevel":
