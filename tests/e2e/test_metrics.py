@@ -5,8 +5,6 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mkd.data.byte_lengths import byte_lengths
-from mkd.data.text import load_tokenizer
 from tests.e2e.small_job import Result, SmallJob, make_small_job, run
 
 
@@ -37,19 +35,10 @@ def test_console(told: Result) -> None:
     lines = told.output.splitlines()
     trained = [line for line in lines if line.startswith("iteration ")]
     assert [line.split(" |")[0] for line in trained] == ["iteration 2/4", "iteration 4/4"]
+    parts = ("loss", "ce", "kd", "entropy", "agreement", "grad norm", "lr", "R", "T", "time: data", "ETA")
     for line in trained:
-        for part in (
-            "| loss ",
-            "| ce ",
-            "| kd ",
-            "| entropy ",
-            "| agreement ",
-            " tokens/s ",
-            " GiB ",
-            "teacher ",
-            "ETA ",
-        ):
-            assert part in line
+        assert [part for part in parts if f"| {part} " not in line] == []
+        assert " tokens/s |" in line and " GiB |" in line
         assert "MFU" not in line and "GPU" not in line
     evaluations = [line for line in lines if line.startswith("validation at iteration")]
     assert [line.split(" |")[0].split()[-1] for line in evaluations] == ["0", "2", "4"]
@@ -62,7 +51,7 @@ def test_console(told: Result) -> None:
     assert "PPL" not in told.output
 
 
-def test_metrics_file(job: SmallJob, told: Result) -> None:
+def test_metrics_file(told: Result) -> None:
     trained = [line for line in told.metrics if "grad_norm" in line]
     evaluated = [line for line in told.metrics if "valid_ce" in line]
     assert [line["iteration"] for line in evaluated] == [0, 2, 4]
@@ -80,15 +69,14 @@ def test_metrics_file(job: SmallJob, told: Result) -> None:
         # A byte costs less than a token, and as much for the teacher as its own loss says.
         ratio = line["valid_ce"] / line["valid_bits_per_byte"]
         assert line["valid_teacher_ce"] / line["valid_teacher_bits_per_byte"] == pytest.approx(ratio, rel=0.05)
-    assert len(byte_lengths(load_tokenizer(str(job.student)))) > 0
 
 
 def test_tensorboard_has_it_under_a_prefix(job: SmallJob, told: Result) -> None:
     seen = EventAccumulator(str(job.root / "board")).Reload()
     tags = set(seen.Tags()["scalars"])
     assert {"kd/loss", "kd/kd", "kd/agreement", "kd/valid_bits_per_byte", "kd/tokens_per_s", "learning-rate"} <= tags
-    ours = {"loss", "ce", "kd", *(line for line in tags if "ppl" in line or "vs samples" in line and "kd" in line)}
-    assert not ours & tags  # megatron writes none of the losses, nor exp of a divergence
+    # Megatron writes none of the losses, nor exp of a divergence.
+    assert not [tag for tag in tags if tag in ("loss", "ce", "kd") or tag.startswith(("loss ", "ce ", "kd "))]
     losses = {event.step: event.value for event in seen.Scalars("kd/loss")}
     assert losses == {line["iteration"]: pytest.approx(line["loss"]) for line in told.metrics if "loss" in line}
     assert [event.step for event in seen.Scalars("kd/valid_ce")] == [0, 2, 4]
