@@ -19,6 +19,7 @@ def check_required(args: Namespace) -> None:
         "--micro-batch-size": (args.micro_batch_size, "samples that a rank computes at one time"),
         "--train-iters": (args.train_iters or args.train_samples, "iterations to train; or give --train-samples"),
         "--lr": (args.lr, "peak learning rate"),
+        "--eval-interval": (args.eval_interval, "iterations between evaluations; of any size with --eval-iters 0"),
     }
     for flag, (value, meaning) in required.items():
         if value is None:

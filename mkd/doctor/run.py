@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 from megatron.training.arguments import parse_args
+from megatron.training.global_vars import destroy_global_vars
 
 from mkd import arguments, cpu
 from mkd.checkpoint.source import ModelSource, TeacherSource, common_vocabulary
@@ -43,11 +45,13 @@ class Launch:
 def examine(launch: Launch, findings: Findings) -> Job | None:
     """Check a run as pretrain_kd.py does, as its first rank; and where that ends early, what can be checked beside.
 
-    Sets the process's command line, its rank and megatron's globals.
+    Sets the process's command line, its rank and megatron's globals; those of an earlier job are forgotten.
 
     Returns:
         The job; None when its flags make none.
     """
+    destroy_global_vars()
+    destroy_num_microbatches_calculator()
     flags = list(launch.flags)
     if not cpu.is_target() and find_spec("transformer_engine") is None:
         # That it is missing is found below. Megatron would stop at the first flag that needs it.
@@ -98,7 +102,7 @@ def _examine_parts(findings: Findings) -> None:
         with tolerate():
             teacher = teacher_source(kd)
     else:
-        teacher = _open(findings, args.kd_teacher_hf, "--kd-teacher-hf", ModelSource.from_hf)
+        teacher = _open(findings, (args.kd_teacher_hf or [None])[0], "--kd-teacher-hf", ModelSource.from_hf)
     student = _open(findings, args.kd_student_hf, "--kd-student-hf", ModelSource.from_hf)
     if student is not None:
         with tolerate():
@@ -106,7 +110,7 @@ def _examine_parts(findings: Findings) -> None:
         args.tokenizer_model = args.tokenizer_model or args.kd_student_hf
     _check_layout(findings, args, kd, teacher)
     vocabulary = args.vocab_size
-    if student is not None and teacher is not None:
+    if student is not None and teacher is not None and not args.kd_xtoken_loss:
         with tolerate():
             vocabulary = common_vocabulary(student.origin, student.vocab_size, student.tokenizer_hash, teacher)
     _check_data(findings, args, vocabulary, student.tokenizer_hash if student is not None else None)

@@ -59,8 +59,6 @@ def ask(
     before = dict(os.environ)
 
     def run(changes: dict, nproc: int = 1, gib: float = 80.0) -> tuple[int, str]:
-        destroy_global_vars()
-        destroy_num_microbatches_calculator()
         monkeypatch.setattr(sys, "argv", ["doctor.py"])
         os.environ.pop(cpu.DEVICE_VARIABLE, None)
         flags = [word.replace("{root}", str(job.root)) for word in job.flags({**GPU, **changes})]

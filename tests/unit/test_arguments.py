@@ -57,7 +57,7 @@ def test_parse_command_line(monkeypatch):
     words = "--kd-teacher-hf T --kd-ratio 0.25 --kd-temperature 2 --kd-no-temperature-squared --hidden-size 8"
     monkeypatch.setattr(sys, "argv", ["pretrain_kd.py", *words.split()])
     args, kd = parse_command_line()
-    assert (kd.teacher_hf, kd.ratio, kd.temperature, kd.temperature_squared) == ("T", 0.25, 2.0, False)
+    assert (kd.teacher_hf, kd.ratio, kd.temperature, kd.temperature_squared) == (["T"], 0.25, 2.0, False)
     assert (kd.student_hf, kd.loss, kd.teacher_offload, kd.dry_run) == (None, "forward_kl", False, False)
     assert args.hidden_size == 8
 
@@ -227,11 +227,11 @@ def test_key_value_heads_that_all_to_all_cannot_deal_out():
     ],
 )
 def test_attention_that_gpus_do_not_have(monkeypatch, changes, options, word):
-    args, kd = layout(**{TE: "transformer_engine", **changes}), KDConfig(teacher_hf="T", ratio=0.5, **options)
+    args, kd = layout(**{TE: "transformer_engine", **changes}), KDConfig(teacher_hf=["T"], ratio=0.5, **options)
     monkeypatch.setattr(cpu, "is_target", lambda: True)
     check_attention_kernels(args, kd)
     monkeypatch.setattr(cpu, "is_target", lambda: False)
-    check_attention_kernels(layout(), KDConfig(teacher_hf="T", ratio=0.5))
+    check_attention_kernels(layout(), KDConfig(teacher_hf=["T"], ratio=0.5))
     check_attention_kernels(layout(**{CP: 2, "bf16": True, TE: "transformer_engine"}), replace(kd, teacher_dtype=None))
     with pytest.raises(MkdConfigError, match=word):
         check_attention_kernels(args, kd)
@@ -266,9 +266,9 @@ def test_what_rows_are_a_multiple_of(changes, multiple):
     assert length_multiple(layout(**changes)) == multiple
 
 
-@pytest.mark.parametrize("name", ["num_layers", "seq_length", "micro_batch_size", "train_iters", "lr"])
+@pytest.mark.parametrize("name", ["num_layers", "seq_length", "micro_batch_size", "train_iters", "lr", "eval_interval"])
 def test_required_flags(name):
-    args = layout(train_iters=3, lr=0.1)
+    args = layout(train_iters=3, lr=0.1, eval_interval=2)
     check_required(args)
     setattr(args, name, None)
     with pytest.raises(MkdConfigError, match=f"--{name.replace('_', '-')} is missing"):
