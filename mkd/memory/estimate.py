@@ -141,7 +141,7 @@ def _stage(work: Workload, stage: int) -> StageMemory:
 def _beside(teacher: Namespace, student: Namespace) -> Namespace:
     """A teacher's arguments with what they leave to the student's: the batch, and nothing of it for a backward pass."""
     teacher = copy.copy(teacher)
-    for name in ("micro_batch_size", "seq_length", "context_parallel_size", "data_parallel_size", "world_size"):
+    for name in ("micro_batch_size", "context_parallel_size", "data_parallel_size", "world_size"):
         setattr(teacher, name, getattr(student, name))
     return teacher
 
@@ -176,7 +176,8 @@ def _logits(work: Workload, teachers: Sequence[Namespace]) -> float:
     total = slots * rows * _shard(student) * student.params_dtype.itemsize
     if dtype != student.params_dtype:
         total += at_a_time * rows * _shard(student) * dtype.itemsize
-    return total + sum(at_a_time * rows * _shard(teacher) * dtype.itemsize for teacher in teachers)
+    # Several teachers are looked at one after the other.
+    return total + at_a_time * rows * dtype.itemsize * max(map(_shard, teachers), default=0)
 
 
 def _gathered(student: Namespace, teachers: Sequence[Namespace]) -> float:
