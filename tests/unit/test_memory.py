@@ -33,7 +33,7 @@ def stages_of(kd: dict[str, Any] | None = None, on_gpu: bool = True, **changes: 
     shape = {"padded_vocab_size": 32000, "seq_length": 1024, "micro_batch_size": 2, "global_batch_size": 16, **changes}
     student = llama_arguments(8, 1024, 2816, 16, 4, True, **shape)
     teacher = llama_arguments(16, 2048, 5632, 16, 8, False, **{**shape, VP: None})
-    return estimate(Workload(student, [teacher], KDConfig(teacher_hf="T", ratio=0.5, **(kd or {})), on_gpu))
+    return estimate(Workload(student, [teacher], KDConfig(teacher_hf=["T"], ratio=0.5, **(kd or {})), on_gpu))
 
 
 MEASURED = [
@@ -52,7 +52,7 @@ MEASURED = [
 
 @pytest.mark.parametrize("peak, kd, changes", MEASURED, ids=[f"{kd or ''}{c or ''}" for _, kd, c in MEASURED])
 def test_peaks_that_were_measured(peak, kd, changes):
-    assert stages_of(kd, **changes)[-1].peak / GIB == pytest.approx(peak, rel=0.03)
+    assert stages_of(kd, **changes)[-1].peak / GIB == pytest.approx(peak, rel=0.02)
 
 
 def test_the_8b_and_1b_step_that_was_measured():
@@ -60,7 +60,7 @@ def test_the_8b_and_1b_step_that_was_measured():
     shape = {"padded_vocab_size": 128256, "seq_length": 4096, "micro_batch_size": 2, "global_batch_size": 2}
     student = llama_arguments(16, 2048, 8192, 32, 8, True, **shape)
     teacher = llama_arguments(32, 4096, 14336, 32, 8, False, **shape)
-    (stage,) = estimate(Workload(student, [teacher], KDConfig(teacher_hf="T", ratio=0.5), on_gpu=True))
+    (stage,) = estimate(Workload(student, [teacher], KDConfig(teacher_hf=["T"], ratio=0.5), on_gpu=True))
     assert stage.held[WEIGHTS] + stage.held[TEACHER] == pytest.approx(17.3 * GIB, rel=0.01)
     assert stage.held[GRADIENTS] == pytest.approx(4.6 * GIB, rel=0.01)
     assert (stage.peak - stage.held[OPTIMIZER]) / GIB == pytest.approx(31.9, rel=0.01)
