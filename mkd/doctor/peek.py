@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
+from pathlib import Path
 
 import numpy as np
 from rich.text import Text
@@ -86,4 +87,4 @@ def peek(job: Job, names: Sequence[str], count: int, most: int, say: Callable[[s
 
 
 def _tokenizer(folder: str | None) -> PreTrainedTokenizerBase | None:
-    return None if folder is None else load_tokenizer(folder)
+    return load_tokenizer(folder) if folder is not None and Path(folder).is_dir() else None

@@ -31,7 +31,8 @@ def show_data(job: Job, samples: int, tokens: int, findings: Findings, console: 
     """The beginnings of a few samples of each file, targets coloured; for files that could be read."""
     with findings.tolerate():
         names = arguments.data_prefixes(job.args)
-        if any(name in problem for problem in findings.problems for name in names):
+        starts = tuple(start for name in names for start in (f"--data-path {name}", f"{name}, line"))
+        if any(problem.startswith(starts) for problem in findings.problems):
             return
         console.print(Text("data: ").append("target", style=TARGET).append(", ").append("context", style=CONTEXT))
         with console.status("reading samples"):
