@@ -250,7 +250,10 @@ def _check_batch(args: Namespace) -> None:
     model_size = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     replicas = args.world_size // model_size
     batch, micro = args.global_batch_size, args.micro_batch_size
-    if batch is not None and args.rampup_batch_size is None and batch % (micro * replicas):
+    if micro < 1:
+        raise MkdConfigError(f"--micro-batch-size is {micro}; it must be at least 1")
+    is_fixed = batch is not None and args.rampup_batch_size is None
+    if is_fixed and replicas > 0 and batch % (micro * replicas):
         raise MkdConfigError(
             f"--global-batch-size {batch} is not divisible by --micro-batch-size {micro} * {replicas} data-parallel "
             "ranks"
