@@ -22,6 +22,14 @@ FAMILIES = {
     "gpt_oss": GPT_OSS,
 }
 LENGTH, SAMPLES = 48, 2
+EXPERTS = {
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 96,
+    "moe_shared_expert_intermediate_size": 96,
+    "moe_router_load_balancing_type": "none",
+    "moe_token_dispatcher_type": "alltoall",
+}
 
 
 CASES = [("llama", 2, 1), ("llama", 1, 2), ("qwen2", 2, 1), ("qwen3", 2, 1), ("mixtral", 2, 1), ("deepseek_v3", 1, 2)]
@@ -50,7 +58,7 @@ def test_parameters_of_every_rank(gloo_pool, tmp_path, family, tp, pp):
         assert told == pytest.approx(built, rel=2e-3)
 
 
-def saved(rank: int, size: int, tp: int, sequence_parallel: bool) -> tuple[int, float]:
+def saved(rank: int, size: int, tp: int, sequence_parallel: bool, experts: bool) -> tuple[int, float]:
     """Bytes that autograd keeps of a Llama's layers, each storage once and without parameters; the same by estimate."""
     architecture = {
         "num_layers": 2,
@@ -69,7 +77,7 @@ def saved(rank: int, size: int, tp: int, sequence_parallel: bool) -> tuple[int, 
         "attention_dropout": 0.0,
         "max_position_embeddings": LENGTH,
         "sequence_parallel": sequence_parallel,
-    }
+    } | (EXPERTS if experts else {})
     with layout(tp, 1):
         (model,) = build_from_arguments(architecture)
         kept: dict[int, int] = {}
@@ -95,8 +103,10 @@ def saved(rank: int, size: int, tp: int, sequence_parallel: bool) -> tuple[int, 
         return sum(kept.values()), kept_by_layers(args, range(2), on_gpu=False)
 
 
-@pytest.mark.parametrize("tp, sequence_parallel", [(1, False), (2, False), (2, True)])
-def test_what_layers_keep(gloo_pool, tp, sequence_parallel):
+@pytest.mark.parametrize(
+    "tp, sequence_parallel, experts", [(1, False, False), (2, False, False), (2, True, False), (1, False, True)]
+)
+def test_what_layers_keep(gloo_pool, tp, sequence_parallel, experts):
     """On CPU, where attention keeps its scores and nothing is fused."""
-    for kept, told in gloo_pool(2).run(saved, tp, sequence_parallel):
+    for kept, told in gloo_pool(2).run(saved, tp, sequence_parallel, experts):
         assert told == pytest.approx(kept, rel=0.05)
