@@ -77,7 +77,7 @@ def examine_run(own: argparse.Namespace, flags: list[str]) -> int:
 
     findings, console = Findings(), Console()
     target = "CPU (MKD_DEVICE=cpu)" if cpu.is_target() else "GPUs"
-    console.print(f"{own.nproc * own.nnodes} ranks on {own.nnodes} nodes, on {target}", highlight=False)
+    console.print(f"ranks: {own.nproc * own.nnodes}, nodes: {own.nnodes}, on {target}", highlight=False)
     with console.status("reading flags, checkpoints, tokenizers and data"):
         job = examine(Launch(flags, own.nproc * own.nnodes), findings)
     if job is None:

@@ -104,5 +104,5 @@ def print_findings(findings: Findings, console: Console) -> None:
     ):
         for sentence in sentences:
             console.print(Text(f"{title}: ", style=style).append(sentence, style="default"), soft_wrap=True)
-    counts = f"{len(findings.problems)} problems, {len(findings.warnings)} warnings"
+    counts = f"problems: {len(findings.problems)}, warnings: {len(findings.warnings)}"
     console.print(counts, style="red" if findings.problems else "green", highlight=False)

@@ -65,18 +65,18 @@ def examine(launch: Launch, findings: Findings) -> Job | None:
         except MkdError as error:
             findings.problem(str(error))
             _examine_parts(findings)
-    if job is not None and not cpu.is_target():
-        _check_apex(job.args, findings)
+    if not cpu.is_target() and "--no-gradient-accumulation-fusion" not in flags:
+        _check_apex(job, findings)
     return job
 
 
-def _check_apex(args: Namespace, findings: Findings) -> None:
-    if has_wrong_apex() and "--no-gradient-accumulation-fusion" not in sys.argv:
+def _check_apex(job: Job | None, findings: Findings) -> None:
+    if has_wrong_apex():
         findings.problem(
             "the package apex is PyPI's project of that name and not NVIDIA Apex: pip uninstall apex, and build "
             "https://github.com/NVIDIA/apex, or give --no-gradient-accumulation-fusion to do without it"
         )
-    elif not args.gradient_accumulation_fusion and "--no-gradient-accumulation-fusion" not in sys.argv:
+    elif job is not None and not job.args.gradient_accumulation_fusion:
         findings.warning(
             "NVIDIA Apex is not installed: weight gradients are added up in a second pass; "
             "--no-gradient-accumulation-fusion says that this is meant"
@@ -129,15 +129,20 @@ def _open(
 
 
 def _check_layout(findings: Findings, args: Namespace, kd: KDConfig | None, teacher: TeacherSource | None) -> None:
-    needed = (args.seq_length, args.micro_batch_size)
-    checks = layout_checks() if None not in needed else layout_checks()[:2]
-    for check in checks:
+    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    number = len(layout_checks())
+    if None in (args.seq_length, args.micro_batch_size):
+        number = 2
+    if min(tp, pp, args.context_parallel_size, args.expert_model_parallel_size) < 1:
+        number = 1
+    for check in layout_checks()[:number]:
         with findings.tolerate():
             check(args)
-    if teacher is not None and teacher.architecture:  # a cache of answers has none
-        tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-        with findings.tolerate():
-            check_divisions("the teacher", teacher.architecture, tp, pp)
+    sources = getattr(teacher, "sources", [teacher] if teacher else [])  # one teacher, or several
+    for source in sources if number > 1 else []:
+        if source.architecture:  # a cache of answers has none
+            with findings.tolerate():
+                check_divisions("the teacher", source.architecture, tp, pp)
     with findings.tolerate():
         check_transformer_engine(args)
     if kd is not None:

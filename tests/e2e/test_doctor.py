@@ -118,7 +118,7 @@ def test_planted_mistake(ask, with_te, nproc, changes, words):
 
 def test_a_job_that_is_right(ask, with_te, job):
     status, output = ask({**LOCAL, TP: 2, "--sequence-parallel": True, "--global-batch-size": 8}, nproc=4)
-    assert status == 0 and "0 problems" in output, output
+    assert status == 0 and "problems: 0" in output, output
     assert "DP 2, TP 2, SP" in output and "computed by triton" in output and "bfloat16" in output
     assert "Assignment statements" in output and "100.0% of the tokens" in output
     assert "activations" in output and "of 80.0 GiB of a card" in output
@@ -179,6 +179,13 @@ def test_all_at_once(ask, with_te):
     ):
         assert word in told
     assert len(problems(output)) == 6
+    for sizes, word in (
+        ({TP: 0}, f"{TP} is 0"),
+        ({PP: 5}, f"{PP} 5"),
+        ({"--micro-batch-size": 0}, "micro-batch-size is 0"),
+    ):
+        status, output = ask({**LOCAL, **sizes})
+        assert status == 1 and word in "".join(problems(output))
 
 
 def test_the_command_itself(job):
@@ -188,6 +195,6 @@ def test_the_command_itself(job):
     done = subprocess.run(
         [sys.executable, "tools/doctor.py", *flags], cwd=small_job.ROOT, env=environ, capture_output=True, text=True
     )
-    assert "2 ranks on 1 nodes, on GPUs" in done.stdout and "DP 1, TP 2" in done.stdout, done.stderr
-    assert done.returncode == int("1 problems" in done.stdout)
+    assert "ranks: 2, nodes: 1, on GPUs" in done.stdout and "DP 1, TP 2" in done.stdout, done.stderr
+    assert done.returncode == int("problems: 1" in done.stdout)
     assert "Traceback" not in done.stderr
