@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib import util
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
@@ -198,3 +199,14 @@ def test_the_command_itself(job):
     assert "ranks: 2, nodes: 1, on GPUs" in done.stdout and "DP 1, TP 2" in done.stdout, done.stderr
     assert done.returncode == int("problems: 1" in done.stdout)
     assert "Traceback" not in done.stderr
+
+
+def test_warnings_about_the_machine(ask, with_te, job, monkeypatch):
+    monkeypatch.setattr(environment, "cards", lambda: [environment.Card("NVIDIA H100", 79.6, "570")])
+    monkeypatch.setattr("mkd.doctor.run.shutil.disk_usage", lambda path: SimpleNamespace(free=2**10))
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    changes = {**LOCAL, TP: 2, "--save": job.root / "new/folder", "--save-interval": 1}
+    status, output = ask(changes, nproc=2)
+    assert status == 0, output
+    for words in ("--nproc is 2, this machine has 1 GPUs", "CUDA_DEVICE_MAX_CONNECTIONS is not 1", "0.0 GiB are free"):
+        assert words in output
