@@ -8,7 +8,9 @@ import torch
 from mkd.arguments import default_arguments
 
 
-def llama_arguments(layers: int, width: int, ffn: int, heads: int, groups: int, tied: bool, **changes: Any) -> Namespace:
+def llama_arguments(
+    layers: int, width: int, ffn: int, heads: int, groups: int, tied: bool, **changes: Any
+) -> Namespace:
     """Of a Llama model in bf16 on one GPU, as they are after megatron's checks."""
     values = dict(
         num_layers=layers,

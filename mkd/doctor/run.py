@@ -58,6 +58,7 @@ def examine(launch: Launch, findings: Findings) -> Job | None:
         flags.append("--no-rope-fusion")
     sys.argv = [SCRIPT, *flags]
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(launch.ranks))
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # it may be set where the run starts: see check_cards
     job = None
     with redirect_stdout(io.StringIO()):  # megatron tells all its arguments
         try:
