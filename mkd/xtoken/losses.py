@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from mkd.config import LossSpec
+from mkd.losses.chunking import CHUNK_BYTES, LEAST_ROWS
 from mkd.losses.fused_linear import check_head, on_all_ranks, resolve_logits_dtype
 from mkd.losses.kernels import Kernels, choose
 from mkd.losses.lm_head import LMHead, fp16_scale
@@ -26,10 +27,6 @@ from mkd.xtoken.p_kl import p_kl
 from mkd.xtoken.partition import Partition
 from mkd.xtoken.vocabulary import CrossVocabulary, XTokenLoss
 
-CHUNK_BYTES = 256 * 2**20
-"""Default size of one group's student logits in the precision of the statistics."""
-LEAST_ROWS = 128
-"""Default least rows of a group."""
 UNCOMMON_TOP_K = 8192
 """Default places of the sorted probabilities that gold compares."""
 
@@ -168,7 +165,8 @@ def xtoken_loss(
         tp_group: ranks that hold the other columns.
         cp_group: ranks that hold the other rows of the microbatch.
         sequence_parallel: hidden states are cut along rows over `tp_group`.
-        chunk_rows: rows of both models whose logits exist at one time, but at least a whole chunk; default: 256 MiB.
+        chunk_rows: rows of both models whose logits exist at one time, but at least a whole chunk; default: 192 MiB of
+            one model's, or 768 rows of partition_kl on a GPU.
         maps: scale and softcap of both models' logits.
         uncommon_top_k: gold only: places of the sorted probabilities of uncommon tokens that are compared.
         logits_dtype, upstream: see `fused_linear_loss`.
@@ -188,6 +186,7 @@ def xtoken_loss(
     hidden, teacher_hidden = on_all_ranks(student_hidden, teacher_hidden.detach(), shard, sequence_parallel)
     dtype = statistics_dtype(hidden)
     _check_rows(hidden, labels, teacher_hidden, teacher_labels)
+    products_dtype = resolve_logits_dtype(logits_dtype, hidden)
     plan = Plan.of(
         chunks,
         labels,
@@ -195,7 +194,7 @@ def xtoken_loss(
         teacher_labels,
         vocabularies=(vocabulary.student_vocab, vocabulary.teacher_vocab),
         cp_group=cp_group,
-        budget=_budget(chunk_rows, max(shard.columns, len(vocabulary.teacher_columns)), dtype),
+        budget=_budget(chunk_rows, kind, max(shard.columns, len(vocabulary.teacher_columns)), products_dtype, hidden),
         device=hidden.device,
     )
     hidden, teacher_hidden = _from_all_ranks(hidden, teacher_hidden, plan, cp_group)
@@ -212,7 +211,7 @@ def xtoken_loss(
         plan=plan,
         setting=setting,
         terms_of_group=_terms_of_group(kind, vocabulary, setting, choose(impl, hidden), uncommon_top_k),
-        logits_dtype=resolve_logits_dtype(logits_dtype, hidden),
+        logits_dtype=products_dtype,
         main_grad=MainGrad.of(student_weight, upstream) if wanted[1] else None,
         wanted=wanted,
     )
@@ -240,10 +239,14 @@ def _check_rows(hidden: Tensor, labels: Tensor, teacher_hidden: Tensor, teacher_
             raise ValueError(f"the {name} has {len(rows)} rows, its labels have shape {tuple(ids.shape)}")
 
 
-def _budget(chunk_rows: int | None, columns: int, dtype: torch.dtype) -> int:
+def _budget(chunk_rows: int | None, kind: XTokenLoss, columns: int, dtype: torch.dtype, hidden: Tensor) -> int:
     """Rows of a group. Raises ValueError below 1."""
     if chunk_rows is None:
-        chunk_rows = max(LEAST_ROWS, CHUNK_BYTES // (max(columns, 1) * dtype.itemsize))
+        # partition_kl leaves the logits as they are, the others copy them in the precision of the statistics.
+        as_they_are = kind == "partition_kl"
+        element = dtype.itemsize if as_they_are else statistics_dtype(hidden).itemsize
+        least = LEAST_ROWS if hidden.is_cuda and as_they_are else 1
+        chunk_rows = max(least, CHUNK_BYTES // (max(columns, 1) * element))
     if chunk_rows < 1:
         raise ValueError(f"chunk_rows is {chunk_rows}; it must be at least 1")
     return chunk_rows
