@@ -8,12 +8,14 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from mkd.config_checks import check_other_tokenizer, check_teachers
 from mkd.config_values import (
     SKEWED,
     Divergence,
     LayerPair,
     LossSpec,
     Schedule,
+    TeachersMode,
     XTokenLoss,
     require_choice,
     require_ratio,
@@ -41,9 +43,17 @@ Packing = Literal["none", "best_fit"]
 class KDConfig:
     """Knowledge distillation: where the teacher comes from and what is learned from it."""
 
-    teacher_hf: str | None = None
+    teacher_hf: list[str] | None = field(default=None, metadata={"argparse_meta": {"metavar": "DIR"}})
     """Teacher: a Hugging Face folder (config.json and safetensors). Its architecture is read from its own config.json.
-    Exactly one teacher source must be given."""
+    Exactly one teacher source must be given, but this one may name several teachers."""
+
+    teacher_weights: list[float] | None = field(default=None, metadata={"argparse_meta": {"metavar": "W"}})
+    """With several teachers, the weight > 0 of each one's divergence in their sum, or of its logits in their average.
+    Default: equal ones that add up to 1."""
+
+    teachers_mode: TeachersMode = "sum"
+    """What several teachers are together. sum: their divergences are added up. averaged_logits: one teacher with the
+    weighted mean of their logits, which needs one tokenizer and vocabulary."""
 
     teacher_load: str | None = None
     """Teacher: a Megatron checkpoint folder (torch_dist). Its architecture is read from the arguments stored in it.
@@ -202,7 +212,7 @@ class KDConfig:
 
     def __post_init__(self) -> None:
         sources = {
-            "--kd-teacher-hf": self.teacher_hf,
+            "--kd-teacher-hf": None if self.teacher_hf is None else " ".join(self.teacher_hf),
             "--kd-teacher-load": self.teacher_load,
             "--kd-teacher-cache": self.teacher_cache,
         }
@@ -212,13 +222,25 @@ class KDConfig:
             raise MkdConfigError(
                 f"exactly one teacher source is needed, got {seen}: give one of {' or '.join(sources)}"
             )
+        check_teachers(
+            1 if self.teacher_hf is None else len(self.teacher_hf),
+            self.teacher_weights,
+            self.teachers_mode,
+            self.hidden_loss,
+        )
         self._check_cache()
         self._check_ratio()
         self._check_temperature()
         self._check_loss()
         self._check_hidden_loss()
         self._check_top_k()
-        self._check_xtoken()
+        check_other_tokenizer(
+            self.xtoken_loss,
+            settings={"projection": self.projection, "teacher-seq-length": self.teacher_seq_length},
+            hidden_loss=self.hidden_loss,
+            teacher_cache=self.teacher_cache,
+            loss_impl=self.loss_impl,
+        )
         require_choice("--kd-logits-dtype", self.logits_dtype, get_args(LogitsDtype))
         require_choice("--kd-loss-impl", self.loss_impl, get_args(LossImplementation))
         require_choice("--kd-packing", self.packing, get_args(Packing))
@@ -342,30 +364,11 @@ class KDConfig:
         if self.is_plain_pretraining:
             raise MkdConfigError(f"--kd-top-k is {self.top_k}, but at R = 0 nothing is learned from the teacher")
 
-    def _check_xtoken(self) -> None:
-        if self.xtoken_loss is None:
-            for flag, value in (("projection", self.projection), ("teacher-seq-length", self.teacher_seq_length)):
-                if value is not None:
-                    raise MkdConfigError(
-                        f"--kd-{flag} is {value}, which is for a teacher with another tokenizer: give "
-                        "--kd-xtoken-loss, or leave it out"
-                    )
-            return
-        require_choice("--kd-xtoken-loss", self.xtoken_loss, get_args(XTokenLoss))
-        if self.teacher_seq_length is not None and self.teacher_seq_length < 1:
-            raise MkdConfigError(f"--kd-teacher-seq-length is {self.teacher_seq_length}; it must be at least 1")
-        reasons = {
-            "--kd-hidden-loss": (self.hidden_loss, "its layers put out something for other tokens"),
-            "--kd-teacher-cache": (self.teacher_cache, "a cache has answers about the student's own tokens"),
-        }
-        for flag, (value, reason) in reasons.items():
-            if value is not None:
-                raise MkdConfigError(
-                    f"--kd-xtoken-loss is {self.xtoken_loss}, for a teacher with another tokenizer: {flag} {value} "
-                    f"does not go with it ({reason})"
-                )
-        if self.loss_impl == "triton":
-            raise MkdConfigError("--kd-loss-impl triton does not have --kd-xtoken-loss: give auto")
+    @property
+    def weights_of_teachers(self) -> tuple[float, ...]:
+        """Of each teacher, in the order of --kd-teacher-hf."""
+        count = 1 if self.teacher_hf is None else len(self.teacher_hf)
+        return (1.0 / count,) * count if self.teacher_weights is None else tuple(self.teacher_weights)
 
     def _check_hidden_loss(self) -> None:
         require_choice("--kd-hidden-loss-type", self.hidden_loss_type, get_args(HiddenLossType))

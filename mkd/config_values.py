@@ -10,6 +10,9 @@ from mkd.errors import MkdConfigError
 Divergence = Literal["forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl", "tvd"]
 """Divergences between teacher p and student q, both softmax(logits / T)."""
 
+TeachersMode = Literal["sum", "averaged_logits"]
+"""What several teachers are together."""
+
 XTokenLoss = Literal["partition_kl", "p_kl", "gold", "gold_relaxed"]
 """Losses from a teacher with another tokenizer."""
 

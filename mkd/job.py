@@ -15,7 +15,7 @@ from torch import Tensor
 from mkd import arguments, cpu
 from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.checkpoint.resume import Choice
-from mkd.checkpoint.source import ModelSource, TeacherSource, common_vocabulary
+from mkd.checkpoint.source import ModelSource, TeacherSource
 from mkd.config import KDConfig
 from mkd.data.byte_lengths import byte_lengths
 from mkd.data.text import load_tokenizer
@@ -26,7 +26,7 @@ from mkd.groups import Groups
 from mkd.hidden_layers import HiddenLayers
 from mkd.job_data import JobData, hash_of_tokenizer
 from mkd.job_teacher import JobTeacher, job_teacher, teacher_source
-from mkd.job_xtoken import CrossTokenizers, check_other_tokenizer
+from mkd.job_xtoken import CrossTokenizers, sort_teachers
 from mkd.losses import LossOptions
 from mkd.metrics import MetricsLog
 from mkd.models.gpt import gpt_config
@@ -92,11 +92,9 @@ class Job:
         check_first_weights(args)
         notes = check_checkpoint(args, kd, choice, source)
         _check_stored_maps(args, kd, mapped=source.architecture.get("hidden_size") != args.hidden_size)
+        foreign: list[ModelSource] = []
         with tolerate():
-            if kd.xtoken_loss is None:
-                true_vocab = common_vocabulary(origin, true_vocab, student_hash, source)
-            else:
-                check_other_tokenizer(kd, origin, student_hash, source)
+            foreign, true_vocab = sort_teachers(kd, origin, true_vocab, student_hash, source)
         check_top_k(kd, true_vocab)
         with tolerate():
             JobData(args, kd, true_vocab).check(student_hash)
@@ -105,7 +103,7 @@ class Job:
         if kd.metrics_file is not None:
             with tolerate():
                 check_writable("--kd-metrics-file", str(Path(kd.metrics_file).parent))
-        cross = None if kd.xtoken_loss is None else CrossTokenizers.of([source], args, kd, true_vocab)
+        cross = CrossTokenizers.of(foreign, args, kd, true_vocab) if foreign else None
         teacher = job_teacher(source, args, kd, true_vocab, cross)
         options = LossOptions.of(kd, cpu.target_device(), args.params_dtype, args.tensor_model_parallel_size)
         config = gpt_config(args)
@@ -181,7 +179,7 @@ class Job:
             log_interval=self.args.log_interval,
             file=None if file is None else Path(file),
             writes=writes,
-            flops=FlopCounter(self.args, [] if self.teacher.args is None else [self.teacher.args]),
+            flops=FlopCounter(self.args, self.teacher.models),
             ranks=self.args.world_size,
             on_gpus=not cpu.is_active(),
             peak_tflops=None if self.args.params_dtype == torch.float32 else peak_tflops(card),

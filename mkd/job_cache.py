@@ -65,8 +65,6 @@ class CacheTeacher:
     source: CacheSource
     kd: KDConfig
     row_length: int
-    args: None = None
-    """No model runs: see `JobTeacher`."""
 
     @classmethod
     def of(cls, source: CacheSource, args: Namespace, kd: KDConfig, true_vocab: int) -> "CacheTeacher":
@@ -108,6 +106,11 @@ class CacheTeacher:
     def sources(self) -> list[CacheSource]:
         """See `JobTeacher`."""
         return [self.source]
+
+    @property
+    def models(self) -> list[Namespace]:
+        """No model runs: see `JobTeacher`."""
+        return []
 
     @property
     def looks_at(self) -> str:

@@ -1,28 +1,33 @@
 """The teacher of a job, before anything of it is in memory: a model that will run, or its stored answers."""
 
 from argparse import Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from megatron.training.models import GPTModelConfig
 
 from mkd import arguments
-from mkd.checkpoint.source import ModelSource, TeacherSource
+from mkd.checkpoint.source import ModelSource, SeveralSources, TeacherSource
 from mkd.config import KDConfig
+from mkd.errors import MkdConfigError
 from mkd.groups import Groups
 from mkd.job_cache import CacheSource, CacheTeacher
 from mkd.job_xtoken import CrossTokenizers
 from mkd.models.gpt import gpt_config
 from mkd.teacher.base import Teacher
 from mkd.teacher.online import OnlineTeacher
+from mkd.teacher.several import AveragedTeachers, SeveralTeachers
 
 
 class JobTeacher(Protocol):
     """A teacher that fits the job."""
 
     source: TeacherSource
-    args: Namespace | None
-    """Megatron's arguments of the model that runs; None where none does."""
+
+    @property
+    def models(self) -> list[Namespace]:
+        """Megatron's arguments of the models that run; empty where none does."""
+        ...
 
     @property
     def sources(self) -> list[TeacherSource]:
@@ -46,7 +51,8 @@ def teacher_source(kd: KDConfig) -> TeacherSource:
         MkdError: it is missing, torn, or not what the flag says.
     """
     if kd.teacher_hf is not None:
-        return ModelSource.from_hf(kd.teacher_hf, "--kd-teacher-hf")
+        sources = tuple(ModelSource.from_hf(folder, "--kd-teacher-hf") for folder in kd.teacher_hf)
+        return sources[0] if len(sources) == 1 else SeveralSources(sources)
     if kd.teacher_load is not None:
         return ModelSource.from_megatron(kd.teacher_load, "--kd-teacher-load")
     return CacheSource.open(kd.teacher_cache, "--kd-teacher-cache")
@@ -69,6 +75,8 @@ def job_teacher(
     """
     if isinstance(source, CacheSource):
         return CacheTeacher.of(source, args, kd, true_vocab)
+    if isinstance(source, SeveralSources):
+        return SeveralModels.of(source, args, kd, true_vocab, cross)
     return ModelTeacher.of(source, args, kd, true_vocab, cross)
 
 
@@ -114,6 +122,11 @@ class ModelTeacher:
         return [self.source]
 
     @property
+    def models(self) -> list[Namespace]:
+        """See `JobTeacher`."""
+        return [self.args]
+
+    @property
     def looks_at(self) -> str:
         """See `JobTeacher`."""
         kd = self.kd
@@ -132,6 +145,59 @@ class ModelTeacher:
             side=side,
             head_columns=None if side is None else self.cross.vocabulary(side, groups).teacher_columns,
         )
+
+
+@dataclass(frozen=True)
+class SeveralModels:
+    """Models that run one after the other beside the student."""
+
+    source: SeveralSources
+    teachers: tuple[ModelTeacher, ...]
+    kd: KDConfig
+
+    @classmethod
+    def of(
+        cls, source: SeveralSources, args: Namespace, kd: KDConfig, true_vocab: int, cross: CrossTokenizers | None
+    ) -> "SeveralModels":
+        """See `job_teacher`.
+
+        Raises:
+            MkdConfigError: as a single teacher; or their logits cannot be averaged.
+        """
+        if kd.teachers_mode == "averaged_logits" and cross is not None:
+            raise MkdConfigError(
+                "--kd-teachers-mode averaged_logits needs teachers with the student's tokenizer: give sum, "
+                f"or leave out {cross.sources[0].path}"
+            )
+        teachers = tuple(
+            replace(ModelTeacher.of(one, args, kd, true_vocab, cross), stored_fingerprint=one.fingerprint())
+            for one in source.sources
+        )
+        return cls(source, teachers, kd)
+
+    def __str__(self) -> str:
+        listed = zip(self.kd.weights_of_teachers, self.teachers, strict=True)
+        return f"{self.kd.teachers_mode} of " + "; ".join(f"{weight:g} x {teacher}" for weight, teacher in listed)
+
+    @property
+    def sources(self) -> list[TeacherSource]:
+        """See `JobTeacher`; averaged teachers are introduced as one."""
+        return [self.source] if self.kd.teachers_mode == "averaged_logits" else list(self.source.sources)
+
+    @property
+    def models(self) -> list[Namespace]:
+        """See `JobTeacher`."""
+        return [teacher.args for teacher in self.teachers]
+
+    @property
+    def looks_at(self) -> str:
+        """See `JobTeacher`."""
+        return self.teachers[0].looks_at
+
+    def build(self, groups: Groups) -> SeveralTeachers:
+        """See `JobTeacher`."""
+        kind = AveragedTeachers if self.kd.teachers_mode == "averaged_logits" else SeveralTeachers
+        return kind(tuple(teacher.build(groups) for teacher in self.teachers), self.kd.weights_of_teachers)
 
 
 def shape_of(config: GPTModelConfig) -> str:

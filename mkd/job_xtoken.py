@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from mkd import arguments
-from mkd.checkpoint.source import ModelSource, TeacherSource, has_other_tokenizer
+from mkd.checkpoint.source import ModelSource, SeveralSources, TeacherSource, common_vocabulary, has_other_tokenizer
 from mkd.config import KDConfig
 from mkd.data.byte_lengths import byte_lengths
 from mkd.data.packing import RowLayout
@@ -129,16 +129,35 @@ class CrossTokenizers:
         return "; ".join(parts)
 
 
-def check_other_tokenizer(kd: KDConfig, student: str, student_hash: str | None, teacher: TeacherSource) -> None:
-    """Raise MkdConfigError unless --kd-xtoken-loss is given for a teacher with another tokenizer than the student's."""
-    if has_other_tokenizer(student_hash, teacher):
-        return
-    reason = "share a tokenizer"
-    if None in (student_hash, teacher.tokenizer_hash):
-        reason = "are not both known by their tokenizers, whose files must be in their folders"
-    raise MkdConfigError(
-        f"--kd-xtoken-loss is {kd.xtoken_loss}, but {student} and {teacher.origin} {reason}: leave it out"
-    )
+def sort_teachers(
+    kd: KDConfig, student: str, student_vocab: int, student_hash: str | None, teacher: TeacherSource
+) -> tuple[list[ModelSource], int]:
+    """The teachers with other tokenizers, and the number of tokens that the student shares with the other teachers.
+
+    Args:
+        kd: says whether other tokenizers are expected.
+        student, student_vocab, student_hash: see `common_vocabulary`.
+        teacher: one, or several.
+
+    Raises:
+        MkdConfigError: as `common_vocabulary`, of a teacher with another tokenizer without --kd-xtoken-loss; or the
+            flag is given and there is none.
+    """
+    teachers = teacher.sources if isinstance(teacher, SeveralSources) else (teacher,)
+    foreign = [one for one in teachers if kd.xtoken_loss and has_other_tokenizer(student_hash, one)]
+    for one in teachers:
+        if one not in foreign:
+            if kd.xtoken_loss and not foreign and None in (student_hash, one.tokenizer_hash):
+                raise MkdConfigError(
+                    f"--kd-xtoken-loss is {kd.xtoken_loss}, but the tokenizers of {student} and {one.origin} are not "
+                    "both known: put their files into the folders"
+                )
+            student_vocab = common_vocabulary(student, student_vocab, student_hash, one)
+    if kd.xtoken_loss and not foreign:
+        raise MkdConfigError(
+            f"--kd-xtoken-loss is {kd.xtoken_loss}, but {student} and {teacher.origin} have one tokenizer: leave it out"
+        )
+    return foreign, student_vocab
 
 
 def _check(sources: Sequence[ModelSource], args: Namespace, kd: KDConfig) -> None:

@@ -12,8 +12,8 @@ GIB = 2**30
 
 def workload(job: Job) -> Workload:
     """What of a job its memory depends on."""
-    runs = not job.kd.is_plain_pretraining and job.teacher.args is not None
-    return Workload(job.args, [job.teacher.args] if runs else [], job.kd, on_gpu=not cpu.is_target())
+    teachers = [] if job.kd.is_plain_pretraining else job.teacher.models
+    return Workload(job.args, teachers, job.kd, on_gpu=not cpu.is_target())
 
 
 def memory_line(job: Job) -> str:
@@ -42,7 +42,7 @@ def memory_table(stages: list[StageMemory], outside: list[float] | None) -> Tabl
         stages: all pipeline stages.
         outside: of each, bytes that torch does not count; None where there is no card.
     """
-    table = Table(title="memory of each rank, GiB (an estimate: docs/doctor.md)", title_justify="left")
+    table = Table(title="memory of each rank in GiB", title_justify="left")
     table.add_column("part")
     for stage in stages:
         table.add_column("all ranks" if len(stages) == 1 else f"stage {stage.stage}", justify="right")

@@ -91,7 +91,7 @@ def _rows(job: Job) -> str:
 
 def _layers(job: Job) -> dict[str, str]:
     kd, pairs = job.kd, ", ".join(map(str, job.kd.layer_pairs))
-    widths = [args.hidden_size for args in (job.args, job.teacher.args) if args is not None]
+    widths = [args.hidden_size for args in (job.args, *job.teacher.models)]
     maps = "" if len(set(widths)) == 1 else f", mapped from width {widths[0]} to {widths[1]}"
     text = f"+ R {kd.hidden_loss_weight:g} {kd.hidden_loss_type} of layers {pairs} (student:teacher){maps}"
     return {"layers": text} if pairs else {}

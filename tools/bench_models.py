@@ -176,7 +176,7 @@ class MegatronModels:
 
     def ours(self, divergence: str) -> Step:
         """mkd as it trains: its schedule around megatron's, its forward step, CE and a divergence at R = 0.5."""
-        kd = KDConfig(teacher_hf="random weights", ratio=0.5, loss=divergence)
+        kd = KDConfig(teacher_hf=["random weights"], ratio=0.5, loss=divergence)
         vocab = self.args.vocab
         schedule = TeacherThenStudent(kd, self.groups, self.teacher, vocab, current_iteration=lambda: 0)
         forward_backward = schedule.around(get_forward_backward_func(pp_size=1, vp_size=None))

@@ -1,14 +1,14 @@
 """Where a model comes from, Hugging Face folder or Megatron checkpoint, as one kind of thing."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import nn
 
 from mkd.checkpoint.hf_check import check_tensors, read_architecture
-from mkd.checkpoint.hf_folder import HFFolder
+from mkd.checkpoint.hf_folder import HFFolder, hash_hex
 from mkd.checkpoint.hf_load import load_hf_weights
 from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.checkpoint.megatron_load import load_megatron_weights
@@ -96,6 +96,36 @@ class ModelSource:
             fingerprint=folder.fingerprint,
             load=lambda chunks, vocab: load_megatron_weights(chunks, folder),
         )
+
+
+@dataclass(frozen=True)
+class SeveralSources:
+    """Of several teachers together."""
+
+    sources: tuple[ModelSource, ...]
+    architecture: dict[str, Any] = field(default_factory=dict)
+    """Nothing that they share is of use: see `TeacherSource`."""
+    vocab_size: None = None
+    tokenizer_hash: None = None
+
+    @property
+    def origin(self) -> str:
+        """See `TeacherSource`."""
+        return " ".join([self.sources[0].origin, *(str(source.path) for source in self.sources[1:])])
+
+    @property
+    def path(self) -> Path:
+        """See `TeacherSource`; of the first one."""
+        return self.sources[0].path
+
+    def fingerprint(self) -> str:
+        """See `TeacherSource`."""
+        return common_fingerprint([source.fingerprint() for source in self.sources])
+
+
+def common_fingerprint(fingerprints: Sequence[str]) -> str:
+    """128 bits in hexadecimal of those of all teachers, in their order."""
+    return hash_hex("\n".join(fingerprints).encode())
 
 
 def has_other_tokenizer(student_hash: str | None, teacher: TeacherSource) -> bool:

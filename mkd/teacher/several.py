@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 
 import torch
 
+from mkd.checkpoint.source import common_fingerprint
 from mkd.data.ahead import Upcoming
 from mkd.data.batch import KDBatch
 from mkd.teacher.base import HiddenSignal, SeveralSignals, Teacher
@@ -54,8 +54,3 @@ class AveragedTeachers(SeveralTeachers):
         shares = [w / total * s.logit_scale for w, s in zip(self.weights, several[0].signals, strict=True)]
         head = torch.cat([share * s.head for share, s in zip(shares, several[0].signals, strict=True)], dim=1)
         return [HiddenSignal(torch.cat([s.hidden for s in one.signals], dim=-1), head) for one in several]
-
-
-def common_fingerprint(fingerprints: Sequence[str]) -> str:
-    """128 bits in hexadecimal of those of all teachers, in their order."""
-    return blake2b("\n".join(fingerprints).encode(), digest_size=16).hexdigest()

@@ -140,7 +140,7 @@ class Models:
     @property
     def kd(self) -> KDConfig:
         return KDConfig(
-            teacher_hf=None if self.cache else "T",
+            teacher_hf=None if self.cache else ["T"],
             teacher_cache=self.cache,
             cache_missing=self.cache_missing,
             top_k=self.top_k,

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
+from mkd.xtoken.building import build_projection
+from mkd.xtoken.tokens import SpanTokenizer
 from tests.chats import MARKED, PLAIN, talk, write_lines
-from tests.e2e.small_job import TEACHER, SmallJob, make_model, make_small_job, make_tokenizer, text
+from tests.e2e.small_job import TEACHER, SmallJob, make_model, make_small_job, make_tokenizer, run, text
 from tests.e2e.test_pretrain import assert_same_weights, cut_back, steps, trained
-from tests.tolerance import GRADIENT
+from tests.tolerance import GRADIENT, STEP_LOSS
 
 FOUR = {"--train-iters": 4, "--lr-decay-iters": 4, "--save-interval": 2}
 PARTITION = {"--kd-xtoken-loss": "partition_kl"}
@@ -78,3 +80,58 @@ def test_two_ranks(job: SmallJob, four_steps: tuple[Path, Any], tmp_path: Path, 
     for seen, expected in zip(steps(result), steps(four_steps[1]), strict=True):
         for key in ("loss", "ce", "kd", "grad_norm"):
             assert seen[key] == pytest.approx(expected[key], rel=GRADIENT), (seen["iteration"], key)
+
+
+def test_two_teachers_with_different_tokenizers(job: SmallJob, tmp_path: Path) -> None:
+    """The sum of what each teaches alone, from the same rows, on two pipeline stages."""
+    changes = {"--save-interval": None, "--train-iters": 1, "--lr-decay-iters": 1, "--kd-ratio": 1.0}
+
+    def first(**more: Any) -> dict[str, Any]:
+        result = trained(job, other_teacher(job, **changes, **more, **{"--kd-metrics-file": tmp_path / "m.jsonl"}))
+        return next(line for line in result.metrics if "kd" in line)
+
+    alone = first()
+    both = first(**{"--kd-teacher-hf": [job.teacher, job.root / "other"], "--kd-teacher-weights": [0.25, 2.0]})
+    assert both["kd_2"] == pytest.approx(alone["kd"], rel=STEP_LOSS)
+    assert both["kd"] == pytest.approx(0.25 * both["kd_1"] + 2.0 * both["kd_2"], rel=STEP_LOSS)
+    assert both["loss"] == pytest.approx(both["kd"], rel=STEP_LOSS)
+
+
+def test_averaged_logits_of_one_teacher_twice_are_its_own(job: SmallJob, tmp_path: Path) -> None:
+    changes = {"--save-interval": None, **FOUR, "--kd-metrics-file": tmp_path / "m.jsonl"}
+    once = trained(job, changes)
+    teachers = {"--kd-teacher-hf": [job.teacher, job.teacher], "--kd-teachers-mode": "averaged_logits"}
+    twice = trained(job, {**changes, **teachers, "--kd-teacher-weights": [3.0, 1.0]})
+    for seen, expected in zip(steps(twice), steps(once), strict=True):
+        for key in ("loss", "ce", "kd", "grad_norm"):
+            assert seen[key] == pytest.approx(expected[key], rel=GRADIENT), (seen["iteration"], key)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"--kd-xtoken-loss": None}, "have different tokenizers; a teacher with another tokenizer than the student's"),
+        ({"--kd-teacher-hf": "teacher"}, "have one tokenizer: leave it out"),
+        ({"--kd-teacher-seq-length": 60}, "--kd-teacher-seq-length is 60, no multiple of 8"),
+        ({"--kd-teacher-seq-length": 104}, "--kd-teacher-seq-length 104 is longer than the teacher's 96 positions"),
+        ({"--kd-top-k": 4}, "--kd-top-k is 4, but --kd-teacher-hf"),
+        ({"--kd-hidden-loss": "1:1"}, "--kd-hidden-loss 1:1 does not go with it"),
+        ({"--kd-projection": "wrong"}, "is for another tokenizer of the teacher"),
+        ({"--kd-teacher-hf": ["teacher", "other"], "--kd-teachers-mode": "averaged_logits"}, "averaged_logits needs"),
+        ({"--kd-teacher-weights": [1.0]}, "are for several teachers"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else " ".join(value),
+)
+def test_refused(job: SmallJob, changes: dict[str, Any], message: str) -> None:
+    """Before a weight is loaded."""
+    names = changes.get("--kd-teacher-hf")
+    if isinstance(names, list):
+        changes = {**changes, "--kd-teacher-hf": [job.root / name for name in names]}
+    elif names is not None:
+        changes = {**changes, "--kd-teacher-hf": job.root / names}
+    if "--kd-projection" in changes:
+        student = SpanTokenizer(job.student)
+        build_projection(student, student).save(job.root / "wrong.safetensors")
+        changes = {"--kd-projection": job.root / "wrong.safetensors"}
+    done = run(job.flags({**other_teacher(job, **changes), "--save-interval": None, "--kd-dry-run": True}))
+    assert done.status == 1 and message in done.errors, done.errors[-2000:]

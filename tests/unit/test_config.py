@@ -11,7 +11,7 @@ from mkd.errors import MkdConfigError
 
 
 def config(**changes: object) -> KDConfig:
-    return KDConfig(**{"teacher_hf": "teacher", "ratio": 0.5, **changes})
+    return KDConfig(**{"teacher_hf": ["teacher"], "ratio": 0.5, **changes})
 
 
 @pytest.mark.parametrize(

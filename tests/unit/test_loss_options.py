@@ -16,7 +16,7 @@ GPU = SimpleNamespace(type="cuda")
 
 
 def options(device: torch.device, dtype: torch.dtype, tp_size: int = 1, **flags: object) -> LossOptions:
-    return LossOptions.of(KDConfig(teacher_hf="t", ratio=0.5, **flags), device, dtype, tp_size)
+    return LossOptions.of(KDConfig(teacher_hf=["t"], ratio=0.5, **flags), device, dtype, tp_size)
 
 
 def test_auto_is_resolved() -> None:

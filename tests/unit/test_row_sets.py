@@ -176,7 +176,7 @@ ARGS = {
     "context_parallel_size": 1,
     "seq_length": 64,
 }
-KD = {"teacher_hf": "t", "ratio": 0.5}
+KD = {"teacher_hf": ["t"], "ratio": 0.5}
 REFUSED = {
     "mock": ({"mock_data": True}, {"packing": "best_fit"}, "--mock-data does not go with --kd-packing best_fit"),
     "reset": ({"reset_position_ids": True}, {}, "--reset-position-ids does not go with a chat file in --data-path"),

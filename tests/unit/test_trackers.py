@@ -17,7 +17,7 @@ from mkd.flag_checks import check_trackers
 
 
 def kd(**changes: Any) -> KDConfig:
-    return KDConfig(**{"teacher_hf": "T", "ratio": 0.5, **changes})
+    return KDConfig(**{"teacher_hf": ["T"], "ratio": 0.5, **changes})
 
 
 class FakeMLflow(ModuleType):
