@@ -7,6 +7,7 @@ from pathlib import Path
 from mkd import arguments
 from mkd.checkpoint.source import ModelSource, common_vocabulary
 from mkd.config import KDConfig
+from mkd.data.stores import is_chat_file
 from mkd.errors import MkdConfigError
 from mkd.flag_checks import check_attention_heads, check_divisions
 from mkd.job_data import JobData, hash_of_tokenizer
@@ -125,6 +126,8 @@ class CacheJob:
     teacher: ModelTeacher
     meta: CacheMeta
     out: Path
+    reads_one_epoch: bool
+    """Whether every sample is read once, because the number of iterations was not given."""
 
     @property
     def data(self) -> JobData:
@@ -148,8 +151,12 @@ class CacheJob:
             )
         kd = KDConfig(**{name: flags[name] for name in _LOOKED_AT}, ratio=1.0)
         source = teacher_source(kd)
+        if not isinstance(source, ModelSource):
+            raise MkdConfigError(f"{source.origin}: a cache has the answers of one model: write one for each")
         student = None if kd.student_hf is None else ModelSource.from_hf(kd.student_hf, "--kd-student-hf")
-        given = args.tokenizer_model
+        given, one_epoch = args.tokenizer_model, _is_without_end(args, kd)
+        if one_epoch:
+            args.train_iters = 1
         _describe_teacher(args, source, student)
         arguments.finish(args, kd)
         tokenizer = student.tokenizer_hash if student else hash_of_tokenizer(args)
@@ -162,7 +169,13 @@ class CacheJob:
         teacher = ModelTeacher.of(source, args, kd, vocab)
         positions = "document" if args.reset_position_ids else "segment"
         meta = options.meta(teacher, tokenizer or source.tokenizer_hash, flags["temperature"], positions)
-        return cls(args, kd, teacher, meta, options.out)
+        return cls(args, kd, teacher, meta, options.out, one_epoch)
+
+
+def _is_without_end(args: Namespace, kd: KDConfig) -> bool:
+    """Whether no number of iterations is given, nor needed: epochs of whole samples differ in their order alone."""
+    given = args.train_iters or args.train_samples
+    return not given and (kd.packing != "none" or all(map(is_chat_file, arguments.data_prefixes(args))))
 
 
 def _describe_teacher(args: Namespace, source: ModelSource, student: ModelSource | None) -> None:

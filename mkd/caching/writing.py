@@ -14,6 +14,7 @@ from mkd.caching.storing import Storing, open_store
 from mkd.caching.telling import Progress
 from mkd.caching.texts import Ledger, Row, Rows, windows
 from mkd.data.batch import KDBatch, check_same_batch, draw
+from mkd.data.rows import BlendOfRows
 from mkd.errors import MkdDataError
 from mkd.groups import Groups
 from mkd.stopping import StopSignals
@@ -21,13 +22,15 @@ from mkd.teacher.base import Teacher
 
 
 def rows_of(job: CacheJob) -> Rows:
-    """All that a training run with these flags reads: validation and test set first, then the training set.
-
-    Collective over all ranks.
+    """All that a training run with these flags reads: validation and test set first, then the training set, at most
+    once. Collective over all ranks.
     """
     args, (train, valid, test) = job.args, job.data.sets()
     evaluated = args.eval_iters * args.eval_global_batch_size
     trained = len(train) if args.dataloader_type == "cyclic" else get_train_valid_test_num_samples()[0]
+    epoch = train.one_epoch() if isinstance(train, BlendOfRows) else None
+    if epoch is not None:
+        train, trained = epoch, len(epoch) if job.reads_one_epoch else min(trained, len(epoch))
     sets = [(valid, evaluated), (test, evaluated), (train, trained)]
     return Rows([(samples, min(count, len(samples))) for samples, count in sets if samples], job.meta.true_vocab)
 

@@ -166,3 +166,15 @@ class BlendOfRows(Dataset):
             raise IndexError(f"row {index} of {self._size}")
         stream, place = self._shares.locate(int(index))
         return self._streams[stream].row(place)
+
+    def one_epoch(self) -> "BlendOfRows | None":
+        """As many rows as it takes for every sample to be in one; None where later epochs have other rows, as
+        Megatron's concatenation has.
+        """
+        if any(isinstance(stream, ClassicRows) for stream in self._streams):
+            return None
+        wanted = [stream.per_epoch for stream in self._streams]
+        size = sum(wanted)
+        while any(n < least for n, least in zip(self._shares.needed(size), wanted, strict=True)):
+            size += -(-size // 64)
+        return BlendOfRows(self._streams, self._shares, size, self.split)

@@ -7,11 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron.core.datasets.utils import Split
 from torch.utils.data import default_collate
 
 from mkd.data.batch import KDBatch
 from mkd.data.packing import RowLayout, best_fit_decreasing, cut, one_per_row, pack, shuffled
-from mkd.data.rows import PERIOD, RowOptions, SampleRows, Shares
+from mkd.data.rows import PERIOD, BlendOfRows, ClassicRows, RowOptions, SampleRows, Shares
 from mkd.errors import MkdDataError
 
 ROW = 48
@@ -225,3 +226,13 @@ def test_blends_keep_weights_and_read_each_stream_in_order() -> None:
         assert shares.needed(rows) == [seen.count(0), seen.count(1)]
     with pytest.raises(MkdDataError, match="weights 1 0 in --data-path"):
         Shares([1.0, 0.0])
+
+
+def test_one_epoch_of_a_blend_has_every_row_of_every_stream() -> None:
+    streams = [rows_of(Texts([20] * 50)), rows_of(Texts([ROW + 1] * 30))]
+    epoch = BlendOfRows(streams, Shares([0.2, 0.8]), 3, Split.train).one_epoch()
+    for needed, stream in zip(Shares([0.2, 0.8]).needed(len(epoch)), streams, strict=True):
+        assert needed >= stream.per_epoch
+    assert len(epoch) < 1.05 * streams[0].per_epoch / 0.2 + 5
+    classic = ClassicRows([], 7)
+    assert BlendOfRows([streams[0], classic], Shares([0.5, 0.5]), 3, Split.train).one_epoch() is None
