@@ -5,10 +5,12 @@
 the executable gets reach the fork.
 """
 
+import ctypes
 import json
 import multiprocessing
 import os
 import runpy
+import signal
 import socket
 import sys
 from collections.abc import Iterator
@@ -28,7 +30,8 @@ served.sendall(call)
 child = int.from_bytes(served.recv(4))
 for number in (signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, lambda number, frame: os.kill(child, number))
-status = int.from_bytes(served.recv(4), signed=True)
+answer = served.recv(4)
+status = int.from_bytes(answer, signed=True) if answer else 1  # the server is gone
 if status < 0:
     signal.signal(-status, signal.SIG_DFL) if -status != signal.SIGKILL else None
     os.kill(os.getpid(), -status)
@@ -92,6 +95,8 @@ def _read(caller: socket.socket, length: int) -> bytes:
 
 
 def _become(words: list[str], environment: dict[str, str], folder: str, streams: list[int]) -> None:
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)  # nothing is left of a test that failed
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
     os.environ.clear()
