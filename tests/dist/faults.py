@@ -12,6 +12,7 @@ from torch import Tensor
 from mkd import schedule, step, terms
 from mkd.context_parallel import dual_chunk_places
 from mkd.data.batch import KDBatch
+from mkd.data.counts import StepTokens
 from mkd.losses import LossOutput
 from mkd.teacher.online import OnlineTeacher
 
@@ -26,7 +27,7 @@ def _patched(owner: Any, name: str, make: Callable[[Callable], Callable]) -> Ite
         setattr(owner, name, right)
 
 
-def _with_loss(change: Callable[[Tensor], Tensor]) -> Any:
+def _with_loss(change: Callable[[Tensor], Tensor], name: str = "fused_linear_loss") -> Any:
     """Another loss with the reports of the right one."""
 
     def make(right: Callable) -> Callable:
@@ -37,12 +38,20 @@ def _with_loss(change: Callable[[Tensor], Tensor]) -> Any:
 
         return wrong
 
-    return _patched(terms, "fused_linear_loss", make)
+    return _patched(terms, name, make)
 
 
-def _doubled() -> Any:
+def _doubled(name: str = "fused_linear_loss") -> Any:
     """The right loss with twice the gradient: what a collective that is differentiated on two ranks gives."""
-    return _with_loss(lambda loss: 2.0 * loss - loss.detach())
+    return _with_loss(lambda loss: 2.0 * loss - loss.detach(), name)
+
+
+class _CountedTwice(StepTokens):
+    """Every context-parallel rank adds all chunks of its microbatches."""
+
+    @classmethod
+    def of(cls, batches: list[KDBatch], group: Any, cp_rank: int) -> StepTokens:
+        return StepTokens.of(batches, group, 0)
 
 
 @contextmanager
@@ -72,6 +81,17 @@ def _across_segments(batch: KDBatch) -> KDBatch:
     return replace(batch, labels=batch.tokens.roll(-1, dims=1))
 
 
+def _chunk_of_the_place(batch: KDBatch) -> KDBatch:
+    """Chunks of the tokens that are read and not of those that are predicted."""
+    late = [
+        replace(
+            other, student_chunk=other.student_chunk.roll(1, dims=1), student_first=other.student_first.roll(1, dims=1)
+        )
+        for other in batch.others
+    ]
+    return replace(batch, others=tuple(late))
+
+
 def _with_teacher(change: Callable[[OnlineTeacher, Tensor], Tensor]) -> Any:
     """Other hidden states [s/cp, b, H] of the teacher."""
 
@@ -98,6 +118,9 @@ def _in_contiguous_order(teacher: OnlineTeacher, hidden: Tensor) -> Tensor:
 
 FAULTS: dict[str, Callable[[], Any]] = {
     "doubled gradient": _doubled,
+    "doubled gradient between tokenizers": lambda: _doubled("xtoken_loss"),
+    "chunks counted on every rank": lambda: _patched(schedule, "StepTokens", lambda right: _CountedTwice),
+    "chunk of the place": lambda: _with_batches(_chunk_of_the_place),
     "local divisor": _local_divisor,
     "label across a segment border": lambda: _with_batches(_across_segments),
     "KD at the next position": lambda: _with_teacher(lambda _, hidden: hidden.roll(1, dims=0)),

@@ -38,6 +38,7 @@ from mkd.schedule import TeacherThenStudent
 from mkd.step import ForwardStep
 from mkd.teacher.cached import CachedTeacher
 from mkd.teacher.online import OnlineTeacher
+from mkd.teacher.several import SeveralTeachers
 from mkd.terms import CrossSetting
 from mkd.xtoken.losses import XTokenLoss
 from tests.dist import kd_pairs
@@ -108,6 +109,8 @@ class Models:
     top_k: int | None = None
     xtoken: XTokenLoss | None = None
     """Loss from a teacher with another tokenizer; the data must be pairs."""
+    mixed: bool = False
+    """Whether a teacher with the student's tokenizer teaches beside it."""
     cache: str | None = None
     """Folder with the teacher's answers, which are read instead of running it."""
     cache_missing: Literal["error", "ce_only"] = "error"
@@ -310,32 +313,37 @@ def _kd_step(layout: Layout, models: Models) -> dict[str, Any]:
     return {"reports": sums, "gradients": gradients(chunks)}
 
 
-def build_teacher(layout: Layout, models: Models, groups: Groups) -> OnlineTeacher | CachedTeacher:
+def build_teacher(layout: Layout, models: Models, groups: Groups) -> OnlineTeacher | CachedTeacher | SeveralTeachers:
     """The teacher on this rank."""
     if models.cache is not None:
         source = CacheSource.open(models.cache, "--kd-teacher-cache")
         return CacheTeacher(source, models.kd, row_length=ROW).build(groups)
     sizes = models.teacher
     teacher_layout = replace(layout, vp=1, ep=layout.ep if "num_experts" in sizes else 1)
-    if models.xtoken is not None:
-        vocabulary = cross_settings(models, groups)[0].vocabulary
-        sides = (kd_pairs.TEACHER_VOCAB, kd_pairs.TEACHER_PADDED)
+    if models.xtoken is None:
         return OnlineTeacher(
-            gpt_config(model_arguments(sizes, teacher_layout, models.tied, *sides)),
+            gpt_config(model_arguments(sizes, teacher_layout, tied=models.teacher_is_student and models.tied)),
             groups,
-            load_weights=partial(fill, salt="teacher"),
+            load_weights=partial(fill, salt="student" if models.teacher_is_student else "teacher"),
             fingerprint="",
             offload=models.offload,
-            side=0,
-            head_columns=vocabulary.teacher_columns,
         )
-    return OnlineTeacher(
-        gpt_config(model_arguments(sizes, teacher_layout, tied=models.teacher_is_student and models.tied)),
+    vocabulary = cross_settings(models, groups)[0].vocabulary
+    other = OnlineTeacher(
+        gpt_config(
+            model_arguments(sizes, teacher_layout, models.tied, kd_pairs.TEACHER_VOCAB, kd_pairs.TEACHER_PADDED)
+        ),
         groups,
-        load_weights=partial(fill, salt="student" if models.teacher_is_student else "teacher"),
+        load_weights=partial(fill, salt="teacher"),
         fingerprint="",
         offload=models.offload,
+        side=0,
+        head_columns=vocabulary.teacher_columns,
     )
+    if not models.mixed:
+        return other
+    same = build_teacher(layout, replace(models, xtoken=None), groups)
+    return SeveralTeachers((same, other), (0.4, 1.5))
 
 
 def cross_settings(models: Models, groups: Groups) -> tuple[CrossSetting, ...]:

@@ -10,12 +10,14 @@ import pytest
 
 from tests.dist.kd_step import Layout, Models
 from tests.dist.outcome import GetPool, Outcome, assert_same
+from tests.tolerance import STEP_LOSS
 
 PARTITION = Models(teacher_layers=2, data="pairs", xtoken="partition_kl")
 P_KL = replace(PARTITION, xtoken="p_kl")
 GOLD = replace(PARTITION, xtoken="gold")
 RELAXED = replace(PARTITION, xtoken="gold_relaxed")
 KD_ONLY = replace(PARTITION, ratio=1.0, tied=False)
+MIXED = replace(PARTITION, mixed=True)
 FEW = replace(PARTITION, data="few pairs")
 
 
@@ -36,6 +38,8 @@ TABLE = {
     "cp2-few": (2, Layout(cp=2, mbs=1), FEW),
     "tp2-sp-cp2-packed": (4, Layout(tp=2, sp=True, cp=2), packed(PARTITION)),
     "tp2-pp2": (4, Layout(tp=2, pp=2), GOLD),
+    "tp2-cp2-mixed-packed": (4, Layout(tp=2, cp=2, mbs=4), packed(MIXED)),
+    "pp2-mixed": (2, Layout(pp=2, mbs=1), MIXED),
     "cp2-dp2-opt": (4, Layout(cp=2, mbs=1, dist_opt=True), RELAXED),
 }
 # fmt: on
@@ -60,3 +64,31 @@ def one_rank(gloo_pool: GetPool) -> Callable[[Models], Outcome]:
 def test_layout(gloo_pool: GetPool, one_rank: Callable[[Models], Outcome], name: str) -> None:
     ranks, layout, models = TABLE[name]
     assert_same(Outcome.of(gloo_pool, ranks, layout, models, steps=2), one_rank(models))
+
+
+@pytest.mark.parametrize(
+    ("fault", "layout", "models", "shows"),
+    [
+        pytest.param("doubled gradient between tokenizers", Layout(tp=2), PARTITION, "gradient of", id="gradient x tp"),
+        pytest.param("chunks counted on every rank", Layout(cp=2), PARTITION, "loss, evaluation", id="chunks x cp"),
+        pytest.param("chunk of the place", Layout(cp=2), PARTITION, "evaluation", id="not shifted"),
+        pytest.param("teacher in another order", Layout(cp=2), PARTITION, "evaluation", id="contiguous order"),
+    ],
+)
+def test_a_planted_fault_is_caught(
+    gloo_pool: GetPool, one_rank: Callable[[Models], Outcome], fault: str, layout: Layout, models: Models, shows: str
+) -> None:
+    """By the comparison that the table uses, which these layouts pass without the fault."""
+    truth, seen = one_rank(models), Outcome.of(gloo_pool, 2, layout, models, steps=1, fault=fault)
+    first = replace(truth, reports=truth.reports[:2], grad_norms=truth.grad_norms[:1], changes={})
+    with pytest.raises(AssertionError, match=shows):
+        assert_same(seen, first)
+
+
+def test_each_teacher_counts_with_its_weight_and_its_own_number(one_rank: Callable[[Models], Outcome]) -> None:
+    """Against the run in which the teacher with another tokenizer is alone."""
+    both, alone = (one_rank(models).reports[1] for models in (MIXED, PARTITION))
+    mean = {name: total / count for name, (total, count) in both.items()}
+    assert mean["kd_2"] == pytest.approx(alone["kd"][0] / alone["kd"][1], rel=STEP_LOSS)
+    assert mean["kd"] == pytest.approx(0.4 * mean["kd_1"] + 1.5 * mean["kd_2"], rel=STEP_LOSS)
+    assert mean["loss"] == pytest.approx(0.7 * mean["ce"] + 0.3 * mean["kd"], rel=STEP_LOSS)
