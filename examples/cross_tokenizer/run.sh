@@ -37,7 +37,7 @@ export FLAGS="--kd-teacher-hf $TEACHER --kd-student-hf $RUNS/student --kd-packin
 
 train() {  # train ce or the name of a loss
     local out=$RUNS/$1 kd=(--kd-ratio "$KD_RATIO" --kd-xtoken-loss "$1")
-    if [[ $1 == ce ]]; then kd=(--kd-ratio 0); fi
+    if [[ $1 == ce ]]; then kd=(--kd-ratio 0 --kd-xtoken-loss partition_kl); fi  # the same rows
     rm -rf "$out"; mkdir -p "$out"
     # shellcheck disable=SC2086  # FLAGS is a list
     torchrun --standalone --nproc-per-node 1 pretrain_kd.py $FLAGS "${kd[@]}" --kd-metrics-file "$out/metrics.jsonl" \
