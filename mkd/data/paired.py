@@ -186,7 +186,7 @@ class _Counts:
             max_token_id=self.largest,
             chunks=self.chunks,
             covered=self.covered,
-            skipped=dict(self.skipped),
+            skipped=dict(+self.skipped),
             changed=self.changed,
         )
 

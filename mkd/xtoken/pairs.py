@@ -15,6 +15,7 @@ from mkd.xtoken.samples import AlignedSample, align_sample
 from mkd.xtoken.tokens import SpanTokenizer
 
 EMPTY_DOCUMENT = "without text"
+TOO_SHORT = "with less than two tokens"
 UNALIGNED = "without a chunk of text that is aligned"
 UNPLACED = "answers that are not found in what the chat templates make of them"
 """Why samples, and messages, take no part."""
@@ -63,7 +64,7 @@ class PairEncoder:
         elif not chat.has_answer:
             coded.skipped[UNSUPERVISED] += 1
         else:
-            self._add(coded, self._aligned(chat, False))
+            self._add(coded, self._aligned(chat, False), UNSUPERVISED)
 
     def _add_document(self, coded: EncodedPairs, ids: np.ndarray) -> None:
         """A document is the text of its tokens; an end-of-sequence token behind it is one on all sides."""
@@ -75,7 +76,7 @@ class PairEncoder:
             return
         samples = self._aligned(text, ends)
         coded.changed += not np.array_equal(samples[0].student_ids, ids)
-        self._add(coded, samples)
+        self._add(coded, samples, TOO_SHORT)
 
     def _aligned(self, sample: str | Conversation, append_eos: bool) -> list[AlignedSample]:
         student, *teachers = self.tokenizers
@@ -84,11 +85,11 @@ class PairEncoder:
             for teacher in teachers
         ]
 
-    def _add(self, coded: EncodedPairs, samples: Sequence[AlignedSample]) -> None:
+    def _add(self, coded: EncodedPairs, samples: Sequence[AlignedSample], without_target: str) -> None:
         first = samples[0]
         coded.skipped[UNPLACED] += max(sample.unplaced for sample in samples)
         if not first.student_targets.any():
-            coded.skipped[UNSUPERVISED] += 1
+            coded.skipped[without_target] += 1
         elif any(sample.alignment.count == 0 for sample in samples):
             coded.skipped[UNALIGNED] += 1
         else:
