@@ -120,8 +120,8 @@ def values(metrics: Path) -> list[dict[str, Any]]:
 
 def test_two_preemptions(job: SmallJob, slurm: Slurm, quick_python: Path, tmp_path: Path) -> None:
     """The first in a training step, the second in an evaluation: the job ends as if nothing had been."""
-    # An evaluation of 40 steps takes so long that a signal at its beginning finds it at work.
-    flags = {**EIGHT, **SHARDED, "--eval-iters": 40, "--eval-interval": 4, "--num-workers": 1, "--save-interval": 8}
+    # An evaluation of 20 steps takes so long that a signal at its beginning finds it at work.
+    flags = {**EIGHT, **SHARDED, "--eval-iters": 20, "--eval-interval": 4, "--num-workers": 1, "--save-interval": 8}
     undisturbed = tmp_path / "undisturbed"
     whole = small_job.run(
         job.flags({**flags, "--save": undisturbed, "--load": undisturbed, "--num-workers": 0}), ranks=2
@@ -240,7 +240,7 @@ def test_a_cluster_that_forbids_requeueing(slurm: Slurm) -> None:
 
 
 def test_ranks_that_hang_are_killed_before_the_job_is(slurm: Slurm) -> None:
-    slurm.variables["SLURM_JOB_END_TIME"] = str(int(time.time()) + 63)
+    slurm.variables["SLURM_JOB_END_TIME"] = str(int(time.time()) + 62)
     slurm.variables["MAX_ATTEMPTS"] = "1"
     begin = time.monotonic()
     assert slurm.submit("sleep", "100") == 1

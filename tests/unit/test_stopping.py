@@ -6,14 +6,17 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from megatron.training import training
 from megatron.training.datasets import data_samplers
 from megatron.training.dist_signal_handler import DistributedSignalHandler
 from torch.utils.data import DataLoader
 
-from mkd.stopping import StopSignals, WorkerSignals
+from mkd.stopping import StopSignals, WorkerSignals, install_stopping
 from tests.unit.test_compat import source_of
 
 
@@ -101,3 +104,75 @@ def test_upstream_workers_do_not_end_when_their_parent_ends_them(loaders: Callab
     worker.terminate()
     worker.join(timeout=0.5)
     assert worker.is_alive()
+
+
+class Training:
+    """What `install_stopping` finds in megatron.training.training: an evaluation of three steps, one of them before a
+    time limit, or all."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, limited: bool) -> None:
+        self.args = SimpleNamespace(consumed_valid_samples=5, kd_unfinished_evaluation=False)
+        self.chunk = torch.nn.Linear(1, 1)
+        self.limited, self.timer_runs, self.mode = limited, False, "training"
+        timer = SimpleNamespace(stop=lambda: setattr(self, "timer_runs", False))
+        machine = SimpleNamespace(get_mode=lambda: self.mode, set_mode=lambda mode: setattr(self, "mode", mode))
+        stubs = {
+            "get_args": lambda: self.args,
+            "get_timers": lambda: lambda name: timer,
+            "get_rerun_state_machine": lambda: machine,
+            "get_forward_backward_func": lambda: lambda *, forward_only=False: [],
+            "get_signal_handler": None,
+            "train": lambda: "trained",
+            "evaluate": self.evaluate,
+        }
+        for name, stub in stubs.items():
+            patch.setattr(training, name, stub)
+        patch.setattr(data_samplers, "DistributedSignalHandler", DistributedSignalHandler)
+
+    def evaluate(self, step: Any, iterator: Any, model: list[torch.nn.Module]) -> tuple:
+        self.timer_runs, self.mode = True, "evaluating"
+        self.chunk.eval()
+        for _ in range(3):
+            training.get_forward_backward_func()(forward_only=True)
+            self.args.consumed_valid_samples += 1
+            if self.limited:
+                return None, None, True
+        self.chunk.train()
+        self.timer_runs, self.mode = False, "training"
+        return {"loss": 1.0}, None, False
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_an_evaluation_that_is_left_counts_for_nothing(monkeypatch: pytest.MonkeyPatch, limited: bool) -> None:
+    """By a signal, or by megatron's time limit."""
+    loop, stop = Training(monkeypatch, limited), StopSignals()
+    install_stopping(stop)
+    training.get_forward_backward_func()()  # a training step
+    if not limited:
+        assert training.evaluate(None, None, [loop.chunk])[0] == {"loss": 1.0}
+        assert (loop.args.consumed_valid_samples, loop.args.kd_unfinished_evaluation) == (8, False)
+        stop.received = "SIGTERM"
+    before = loop.args.consumed_valid_samples
+    assert training.evaluate(None, None, [loop.chunk]) == (None, None, True)
+    assert (loop.args.consumed_valid_samples, loop.args.kd_unfinished_evaluation) == (before, True)
+    assert loop.chunk.training
+    assert (loop.timer_runs, loop.mode) == (False, "training")
+    assert training.get_signal_handler().signals_received() == [not limited]
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_nothing_is_trained_after_a_first_evaluation_that_was_left(
+    monkeypatch: pytest.MonkeyPatch, limited: bool
+) -> None:
+    loop, stop = Training(monkeypatch, limited), StopSignals()
+    loop.args.async_save = False
+    monkeypatch.setattr(training, "maybe_finalize_async_save", lambda **options: None)
+    install_stopping(stop)
+    assert training.train() == "trained"
+    stop.received = None if limited else "SIGTERM"
+    with pytest.raises(SystemExit) as ended:
+        training.evaluate(None, None, [loop.chunk])
+    assert ended.value.code == 0
+    if not limited:
+        with pytest.raises(SystemExit):
+            training.train()
