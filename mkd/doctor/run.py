@@ -16,7 +16,7 @@ from megatron.training.arguments import parse_args
 from megatron.training.global_vars import destroy_global_vars
 
 from mkd import arguments, cpu
-from mkd.checkpoint.source import ModelSource, TeacherSource, common_vocabulary
+from mkd.checkpoint.source import ModelSource, SeveralSources, TeacherSource, common_vocabulary
 from mkd.config import KDConfig
 from mkd.data.chat import ChatTokenizer
 from mkd.data.datasets import check_data
@@ -103,7 +103,8 @@ def _examine_parts(findings: Findings) -> None:
         with tolerate():
             teacher = teacher_source(kd)
     else:
-        teacher = _open(findings, (args.kd_teacher_hf or [None])[0], "--kd-teacher-hf", ModelSource.from_hf)
+        opened = [_open(findings, path, "--kd-teacher-hf", ModelSource.from_hf) for path in args.kd_teacher_hf or []]
+        teacher = next(filter(None, opened), None)
     student = _open(findings, args.kd_student_hf, "--kd-student-hf", ModelSource.from_hf)
     if student is not None:
         with tolerate():
@@ -139,7 +140,7 @@ def _check_layout(findings: Findings, args: Namespace, kd: KDConfig | None, teac
     for check in layout_checks()[:number]:
         with findings.tolerate():
             check(args)
-    sources = getattr(teacher, "sources", [teacher] if teacher else [])  # one teacher, or several
+    sources = teacher.sources if isinstance(teacher, SeveralSources) else [teacher] if teacher else []
     for source in sources if number > 1 else []:
         if source.architecture:  # a cache of answers has none
             with findings.tolerate():
