@@ -381,6 +381,10 @@ _FROZEN = {
     "cuda_graph_impl": "none",
     "cross_entropy_loss_fusion": False,
     "mtp_num_layers": None,
+    "tensor_parallel_num_weight_shards": None,
+    "gtp_weight_remat_size": 1,
+    "expert_tensor_parallel_num_weight_shards": None,
+    "expert_gtp_weight_remat_size": 1,
 }
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -381,6 +381,15 @@ def test_a_dense_teacher_ignores_the_students_expert_parallelism(architecture):
     assert (teacher.num_experts, teacher.expert_model_parallel_size) == (None, 1)
 
 
+def test_a_checkpoint_of_another_layout_is_a_teacher_in_this_one(architecture):
+    """Megatron stores into how many parts the job that wrote it cut each weight."""
+    stored = {"tensor_parallel_num_weight_shards": 1, "expert_tensor_parallel_num_weight_shards": 1}
+    args = student(odd=False)
+    args.tensor_model_parallel_size = 2
+    config = gpt_config(teacher_arguments({**architecture, **stored}, args, None))
+    assert config.transformer.tensor_model_parallel_size == 2
+
+
 def test_has_checkpoint(tmp_path: Path):
     assert not arguments.has_checkpoint(None)
     assert not arguments.has_checkpoint(str(tmp_path))
