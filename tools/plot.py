@@ -1,6 +1,7 @@
-"""Loss curves of one or several runs in one picture.
+"""Curves of one or several runs in one picture: losses, agreement, speed, memory.
 
     python tools/plot.py runs/a/metrics.jsonl runs/b/metrics.jsonl --labels "KD" "CE only" --out loss.png
+    python tools/plot.py runs/a/metrics.jsonl --panels ce kd valid_ce tokens_per_s --smooth 50 --out run.svg
 
 Reads the JSON lines of --kd-metrics-file. The suffix of --out chooses the format: .png, .svg or .pdf.
 """
@@ -8,6 +9,7 @@ Reads the JSON lines of --kd-metrics-file. The suffix of --out chooses the forma
 import argparse
 import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
@@ -28,8 +30,31 @@ PANELS = {
     "loss": "Total loss, training",
     "ce": "Cross-entropy, training",
     "kd": "KD divergence, training",
+    "hidden": "Hidden states, training",
     "valid_ce": "Cross-entropy, validation",
+    "valid_bits_per_byte": "Bits per byte, validation",
+    "valid_kd": "KD divergence, validation",
+    "valid_agreement": "Top-1 agreement with the teacher, validation",
+    "grad_norm": "Gradient norm",
+    "lr": "Learning rate",
+    "tokens_per_s": "Speed",
+    "mfu": "Model FLOPs utilization",
+    "peak_memory_gib": "Peak memory of the fullest rank",
 }
+"""Name in the metrics file -> title. Other names can be drawn too, under their own."""
+DEFAULT = ("loss", "ce", "kd", "valid_ce", "tokens_per_s", "peak_memory_gib")
+UNITS = {
+    "valid_bits_per_byte": "bits per byte",
+    "valid_agreement": "share of tokens",
+    "grad_norm": "2-norm",
+    "lr": "",
+    "tokens_per_s": "tokens per second",
+    "mfu": "share of the peak",
+    "peak_memory_gib": "GiB",
+}
+"""Where it is not nats per token."""
+TEACHERS = {"valid_ce": "valid_teacher_ce", "valid_bits_per_byte": "valid_teacher_bits_per_byte"}
+"""What the teacher itself has there."""
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Told apart with any colour vision: Okabe and Ito, "Color Universal Design" (2008)."""
 GREY = "#6b7280"
@@ -44,8 +69,8 @@ def smooth(values: list[float], window: int) -> list[float]:
     return means
 
 
-def draw_panel(axes: Axes, name: str, runs: list[tuple[str, str, RunLog]]) -> None:
-    """Draw one name for all runs that have it: (label, colour, log)."""
+def draw_panel(axes: Axes, name: str, runs: list[tuple[str, str, RunLog]], window: int | None) -> None:
+    """Draw one name for all runs that have it: (label, colour, log); training curves are means over `window` points."""
     for label, colour, run in runs:
         iterations, values = run.curve(name)
         if not values:
@@ -54,14 +79,18 @@ def draw_panel(axes: Axes, name: str, runs: list[tuple[str, str, RunLog]]) -> No
             last = f"{label}: {values[-1]:.3f}"
             axes.plot(iterations, values, color=colour, marker="o", markersize=4, linewidth=1.6, label=last)
             continue
-        window = max(1, len(values) // 20)
-        if window > 1:
+        points = window or max(1, len(values) // 20)
+        if points > 1:
             axes.plot(iterations, values, color=colour, alpha=0.25, linewidth=0.8)
-        axes.plot(iterations, smooth(values, window), color=colour, linewidth=1.6)
+        axes.plot(iterations, smooth(values, points), color=colour, linewidth=1.6)
     if name.startswith("valid_"):
-        draw_teacher(axes, runs)
-        axes.legend(loc="upper right", frameon=False, fontsize=9, title="last value", title_fontsize=9)
-    axes.set_title(PANELS[name], loc="left", fontsize=11)
+        if name in TEACHERS:
+            draw_teacher(axes, TEACHERS[name], runs)
+        axes.legend(loc="best", frameon=False, fontsize=9, title="last value", title_fontsize=9)
+    axes.set_title(PANELS.get(name, name), loc="left", fontsize=11)
+    axes.set_ylabel(UNITS.get(name, "nats per token"), color=GREY, fontsize=9)
+    if name in ("tokens_per_s", "peak_memory_gib"):
+        axes.set_ylim(bottom=0.0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     axes.grid(color="#e5e7eb", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
@@ -69,9 +98,9 @@ def draw_panel(axes: Axes, name: str, runs: list[tuple[str, str, RunLog]]) -> No
     axes.tick_params(colors=GREY, labelsize=9)
 
 
-def draw_teacher(axes: Axes, runs: list[tuple[str, str, RunLog]]) -> None:
-    """A dashed line at the teacher's validation cross-entropy, once for each value there is."""
-    levels = {round(level, 6) for _, _, run in runs if (level := run.last("valid_teacher_ce")) is not None}
+def draw_teacher(axes: Axes, name: str, runs: list[tuple[str, str, RunLog]]) -> None:
+    """A dashed line at the teacher's own value, once for each value there is."""
+    levels = {round(level, 6) for _, _, run in runs if (level := run.last(name)) is not None}
     for level in levels:
         axes.axhline(level, color=GREY, linestyle="--", linewidth=1.2)
         axes.annotate(
@@ -85,23 +114,21 @@ def draw_teacher(axes: Axes, runs: list[tuple[str, str, RunLog]]) -> None:
         )
 
 
-def draw(runs: list[RunLog], labels: list[str]) -> Figure:
-    """One panel for each of total loss, CE, KD and validation CE that any of the runs has."""
+def draw(runs: list[RunLog], labels: list[str], panels: Sequence[str] = DEFAULT, window: int | None = None) -> Figure:
+    """One panel for each of the names that any of the runs has; `window` as in `draw_panel`."""
     coloured = [
         (label, COLOURS[i % len(COLOURS)], run) for i, (label, run) in enumerate(zip(labels, runs, strict=True))
     ]
-    names = [name for name in PANELS if any(run.series.get(name) for run in runs)]
+    names = [name for name in panels if any(run.series.get(name) for run in runs)]
     columns = 2 if len(names) > 1 else 1
     rows = math.ceil(len(names) / columns)
     figure, grid = plt.subplots(rows, columns, figsize=(5.2 * columns, 0.6 + 3.3 * rows), squeeze=False)
     for axes, name in zip(grid.flat, names, strict=False):
-        draw_panel(axes, name, coloured)
+        draw_panel(axes, name, coloured, window)
     for axes in grid.flat[len(names) :]:
         axes.set_visible(False)
     for axes in grid[-1]:
         axes.set_xlabel("iteration", color=GREY)
-    for axes in grid[:, 0]:
-        axes.set_ylabel("nats per token", color=GREY)
     handles = [plt.Line2D([], [], color=colour, linewidth=2, label=label) for label, colour, _ in coloured]
     figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.01, 1.0), ncols=min(4, len(runs)), frameon=False)
     figure.tight_layout(rect=(0, 0, 1, 1 - 0.35 / figure.get_figheight()))
@@ -114,22 +141,39 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("files", nargs="+", metavar="FILE", help="metrics file of a run (JSON lines)")
     parser.add_argument("--out", required=True, metavar="FILE", help=f"picture to write ({', '.join(SUFFIXES)})")
     parser.add_argument("--labels", nargs="+", metavar="NAME", help="one name for each FILE (default: its folder)")
+    parser.add_argument(
+        "--panels", nargs="+", default=DEFAULT, metavar="NAME", help=f"what to draw (default: {' '.join(DEFAULT)})"
+    )
+    parser.add_argument(
+        "--smooth",
+        type=int,
+        metavar="N",
+        help="mean over N points of training curves (default: a 20th of them; 1: none)",
+    )
     return parser.parse_args(argv)
 
 
-def plot(files: list[str], labels: list[str] | None, out: str) -> None:
+def plot(
+    files: list[str],
+    labels: list[str] | None,
+    out: str,
+    panels: Sequence[str] = DEFAULT,
+    window: int | None = None,
+) -> None:
     """Read the files and write the picture; raises MkdConfigError or MkdDataError for what cannot be drawn."""
     if Path(out).suffix not in SUFFIXES:
         raise MkdConfigError(f"--out {out} must end in {', '.join(SUFFIXES)}")
     if labels is not None and len(labels) != len(files):
         raise MkdConfigError(f"--labels has {len(labels)} names for {len(files)} files; give one for each")
+    if window is not None and window < 1:
+        raise MkdConfigError(f"--smooth is {window}; it must be at least 1")
     runs = [RunLog.read(path) for path in files]
     for run in runs:
-        if not any(name in run.series for name in PANELS):
-            raise MkdConfigError(f"{run.path} has none of {', '.join(PANELS)}: it is not a metrics file")
+        if not any(name in run.series for name in panels):
+            raise MkdConfigError(f"{run.path} has none of {', '.join(panels)} (--panels), or is not a metrics file")
         if run.torn:
             print(f"plot: {run.path}: the last line is incomplete and left out", file=sys.stderr)
-    figure = draw(runs, labels or [Path(path).resolve().parent.name for path in files])
+    figure = draw(runs, labels or [Path(path).resolve().parent.name for path in files], panels, window)
     Path(out).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=150)
     plt.close(figure)
@@ -138,7 +182,7 @@ def plot(files: list[str], labels: list[str] | None, out: str) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run the tool; the exit status is 1 after a user error, told in one line."""
     args = parse_arguments(argv)
-    status = exit_status(lambda: plot(args.files, args.labels, args.out))
+    status = exit_status(lambda: plot(args.files, args.labels, args.out, args.panels, args.smooth))
     if status == 0:
         print(args.out)
     return status

@@ -44,7 +44,7 @@ def test_curves_hold_the_numbers_of_the_files(tool, tmp_path):
     runs = [RunLog.read(write_run(tmp_path / "a.jsonl")), RunLog.read(write_run(tmp_path / "b.jsonl", kd=False))]
     figure = tool.draw(runs, ["with", "without"])
     axes = titled(figure)
-    assert list(axes) == list(tool.PANELS.values())
+    assert list(axes) == [tool.PANELS[name] for name in ("loss", "ce", "kd", "valid_ce")]
     (line,) = axes["KD divergence, training"].get_lines()
     assert list(line.get_xdata()) == [1, 2, 3, 4, 5, 6, 7]
     assert line.get_ydata() == pytest.approx([7.0 / i for i in range(1, 8)])
@@ -53,6 +53,16 @@ def test_curves_hold_the_numbers_of_the_files(tool, tmp_path):
     assert list(first.get_xdata()) == list(second.get_xdata()) == [0, 7]
     assert list(first.get_ydata()) == [9.0, 3.0]
     assert list(teacher.get_ydata()) == [2.5, 2.5]
+
+
+def test_panels_and_smoothing_can_be_chosen(tool, tmp_path):
+    run = RunLog.read(write_run(tmp_path / "a.jsonl"))
+    figure = tool.draw([run], ["only"], ["lr", "ce", "valid_teacher_ce"], window=2)
+    axes = titled(figure)
+    assert list(axes) == ["Learning rate", tool.PANELS["ce"], "valid_teacher_ce"]
+    assert [panel.get_ylabel() for panel in axes.values()] == ["", "nats per token", "nats per token"]
+    raw, smoothed = axes[tool.PANELS["ce"]].get_lines()
+    assert list(raw.get_ydata())[:2] == [9.0, 4.5] and list(smoothed.get_ydata())[:2] == [9.0, 6.75]
 
 
 def test_panels_without_values_are_left_out(tool, tmp_path):
@@ -101,7 +111,7 @@ def test_incomplete_last_line_is_left_out_and_told(tool, tmp_path, capsys):
         ('{"event": "start"}\n', "holds no iteration yet"),
         ('{"iteration": 1, "loss": 5}\n{"iter\n{"iteration": 2, "loss": 5}\n', "line 2: broken JSON"),
         ('{"iteration": 1, "loss": 5}\n7\n', "line 2: not a JSON object"),
-        ('{"iteration": 1, "colour": 5}\n', "it is not a metrics file"),
+        ('{"iteration": 1, "colour": 5}\n', "is not a metrics file"),
     ],
 )
 def test_bad_files_are_told_in_one_line(tool, tmp_path, capsys, content, message):
@@ -121,5 +131,7 @@ def test_bad_flags(tool, tmp_path, capsys):
     assert "must end in" in capsys.readouterr().err
     assert tool.main([path, "--out", str(tmp_path / "a.png"), "--labels", "a", "b"]) == 1
     assert "2 names for 1 files" in capsys.readouterr().err
+    assert tool.main([path, "--out", str(tmp_path / "a.png"), "--smooth", "0"]) == 1
+    assert "--smooth is 0" in capsys.readouterr().err
     with pytest.raises(MkdDataError):
         RunLog.read(str(tmp_path))
