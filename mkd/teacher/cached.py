@@ -1,6 +1,5 @@
 """A teacher whose answers are read from a cache; none of its weights is in memory."""
 
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -45,8 +44,6 @@ class CachedTeacher:
         self._step: dict[_Identity, Tensor] = {}
         self._words: list[Tensor] = []
         self._ahead: dict[bool, Future[dict[_Identity, Tensor]]] = {}
-        self.waited_s = 0.0
-        """Seconds that steps have waited for the cache on this rank, and for the ranks that read."""
         self.missing = 0
         """Segments of the last step, over all ranks, that had something to learn and are not in the cache."""
 
@@ -75,7 +72,7 @@ class CachedTeacher:
         Raises:
             MkdCacheError: on all ranks, when a segment is missing and may not be, or what is stored is damaged.
         """
-        began, failure, missing, lookups = time.monotonic(), None, [], []
+        failure, missing, lookups = None, [], []
         try:
             lookups = [Lookup.of(batch, self._answers.store) for batch in batches]
             missing = [segment for lookup in lookups for segment in lookup.missing]
@@ -86,7 +83,6 @@ class CachedTeacher:
         except MkdCacheError as error:
             failure = str(error)
         self.missing = self._agree(failure, len(missing))
-        self.waited_s += time.monotonic() - began
         if self._reads:
             self._look_ahead(upcoming)
         return [lookup.batch for lookup in lookups]

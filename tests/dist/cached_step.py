@@ -1,20 +1,27 @@
 """Caches of the small models' teacher, and steps that read them: for workers of the pool."""
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from threading import current_thread, main_thread
 from typing import Any
 from unittest.mock import patch
 
+from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode
+from torch import Tensor
+
 from mkd.caching.answers import Answers
-from mkd.data.batch import KDBatch
+from mkd.data.ahead import Upcoming
+from mkd.data.batch import KDBatch, draw
 from mkd.groups import Groups
 from mkd.teacher.cached import CachedTeacher
 from mkd.teacher.lookup import Lookup, Request
 from mkd.teacher.online import OnlineTeacher
 from mkd.teacher.store import CacheMeta
 from mkd.teacher.store_writer import StoreWriter
+from mkd.teacher.stored import StoredAnswers
 from tests.dist.kd_samples import VOCAB, microbatches
 from tests.dist.kd_step import Layout, Models, build_teacher, kd_step, parallel_state
 
@@ -87,6 +94,42 @@ def fault(name: str) -> Iterator[None]:
     owner, attribute, make = FAULTS[name]
     with patch.object(owner, attribute, make(getattr(owner, attribute))):
         yield
+
+
+def reads_of_steps(rank: int, world_size: int, cache: str) -> dict[str, Any]:
+    """Two steps of four micro-batches, the second of them twice, as megatron replays one: threads that read each, and
+    the samples that were drawn."""
+    with parallel_state(Layout()):
+        models, groups = Models(data="padded", top_k=4, cache=cache), Groups.from_megatron()
+        teacher = build_teacher(Layout(), models, groups)
+        samples = microbatches("padded", 1, 2, 0, 1)
+        source, seen, threads = RerunDataIterator(iter(samples)), [], []
+
+        def read(self: StoredAnswers, request: Request) -> Tensor:
+            threads[-1].append(current_thread() is main_thread())
+            return right(self, request)
+
+        right = StoredAnswers.read
+        machine = patch("megatron.core.rerun_state_machine.get_rerun_state_machine", lambda: _Recording())
+        with patch.object(StoredAnswers, "read", read), machine:
+            for step in range(3):
+                if step == 2:
+                    source.rewind()
+                else:
+                    source.advance()
+                threads.append([])
+                batches = draw(source, 4, VOCAB)
+                seen.append([batch.keys for batch in batches])
+                teacher.prepare(batches, Upcoming(source, 4, VOCAB, None, evaluating=False))
+                for ahead in teacher._ahead.values():
+                    wait([ahead])
+        keys = [KDBatch.from_sample(sample, VOCAB).keys for sample in samples]
+        return {"threads": threads, "seen": seen, "expected": [keys[:4], keys[4:], keys[4:]]}
+
+
+class _Recording:
+    def get_mode(self) -> RerunMode:
+        return RerunMode.VALIDATE_RESULTS
 
 
 def cached_step(rank: int, world_size: int, layout: Layout, models: Models, planted: str | None) -> dict[str, Any]:

@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from mkd.data.batch import segment_key
-from tests.dist.cached_step import FAULTS, cached_step, forgetful_step, meta_of, write_cache
+from mkd.teacher.store import TeacherStore
+from mkd.teacher.store_writer import StoreWriter
+from tests.dist.cached_step import FAULTS, cached_step, forgetful_step, meta_of, reads_of_steps, write_cache
 from tests.dist.kd_run import kd_run
 from tests.dist.kd_samples import ROWS, samples
 from tests.dist.kd_step import Layout, Models
@@ -109,6 +112,38 @@ def test_a_missing_text_ends_the_step_on_all_ranks(gloo_pool: Callable[[int], Po
     assert "of this step: write this data too (tools/cache_teacher.py), or give --kd-cache-missing ce_only" in text
 
 
+def damaged_copy(cache: str, folder: Path, kind: str) -> tuple[str, str]:
+    """A copy with one wrong segment: its folder, and what names the segment."""
+    store = TeacherStore(Path(cache), "--cache")
+    parts = [part for shard in store.shards for part in shard.segments()]
+    number, (key, records) = next((i, part) for i, part in enumerate(parts) if len(part[1]) == 24)
+    writer = StoreWriter(folder, store.meta)
+    if kind == "not finite":
+        records["values"][5] = torch.nan
+    writer.add_records(key, records)
+    for other, theirs in parts[:number] + parts[number + 1 :]:
+        writer.add_records(other, theirs)
+    writer.flush()
+    [shard] = TeacherStore(folder, "--cache").shards
+    if kind == "checksum":
+        content = bytearray(shard.path.read_bytes())
+        content[-sum(len(part[1]) for part in parts) * shard.records.shape[1] + 3] ^= 16
+        shard.path.write_bytes(content)
+    return str(folder), f"segment {key.hex()} in shard {shard.path.name}"
+
+
+@pytest.mark.parametrize("kind", ["checksum", "not finite"])
+def test_damage_ends_the_step_on_all_ranks(
+    gloo_pool: Callable[[int], Pool], caches: dict, tmp_path: Path, kind: str
+) -> None:
+    folder, segment = damaged_copy(caches["fp32"], tmp_path / "damaged", kind)
+    with pytest.raises(WorkerError) as caught:
+        gloo_pool(2).run(cached_step, Layout(tp=2, mbs=1), Models(data="packed", top_k=TOP_K, cache=folder), None)
+    text = str(caught.value)
+    assert text.count("MkdCacheError: --kd-teacher-cache") == 2
+    assert text.count(segment) == 2 and kind in text
+
+
 @pytest.mark.parametrize("divergence_of_draws", [False, True])
 def test_evaluation(gloo_pool: Callable[[int], Pool], caches: dict, divergence_of_draws: bool) -> None:
     """The teacher's own CE is exact; who draws does not know the most probable token."""
@@ -130,6 +165,15 @@ def test_draws_are_learned_from(gloo_pool: Callable[[int], Pool], caches: dict) 
     )
     assert_same(other, one, loss=FP32)
     assert max(norm_error(one[1][key], value) for key, value in truth.items()) < 0.5
+
+
+def test_the_next_step_is_read_ahead(gloo_pool: Callable[[int], Pool], caches: dict) -> None:
+    """In a thread, once, and also where megatron draws the same samples again."""
+    [found] = gloo_pool(1).run(reads_of_steps, caches["fp32"])
+    assert found["seen"] == found["expected"]
+    first, second, again = found["threads"]
+    assert first == [True] * 4 + [False] * 4
+    assert second == [] and again == []
 
 
 def test_every_row_has_something(caches: dict) -> None:
