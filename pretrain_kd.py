@@ -64,6 +64,7 @@ def main() -> None:
         current_iteration=lambda: args.curr_iteration,
         hidden_layers=job.pair_layers(groups, teacher),
         length_multiple=job.data.length_multiple,
+        balance=lambda: args.kd_balance_factor if job.kd.balance else 1.0,
     )
     # pretrain initializes once more, which also sets the seeds as if there were no teacher.
     destroy_rerun_state_machine()

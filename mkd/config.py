@@ -79,6 +79,10 @@ class KDConfig:
     ratio_schedule: str = "constant"
     """R over iterations: constant, linear:START:END:STEPS or cosine:START:END:STEPS."""
 
+    balance: bool = False
+    """Bring KD to the size of CE: in each step KD is multiplied by CE / KD of the step before, means over the whole
+    global batch; by 1 in the first step. Reported ce and kd are without it. Needs an R below 1 in every step."""
+
     loss: Divergence = "forward_kl"
     """Divergence between teacher p and student q. forward_kl: KL(p || q). reverse_kl: KL(q || p). jsd: beta KL(p || m)
     + (1 - beta) KL(q || m), m = beta p + (1 - beta) q. skew_forward_kl: KL(p || skew p + (1 - skew) q).
@@ -305,6 +309,7 @@ class KDConfig:
             if self.ratio is None:
                 raise MkdConfigError("--kd-ratio is required: loss = (1 - R) * CE + R * T^2 * KD, with R in [0, 1]")
             require_ratio("--kd-ratio", self.ratio)
+            self._check_balance()
             return
         if self.ratio is not None:
             raise MkdConfigError(
@@ -313,6 +318,15 @@ class KDConfig:
         schedule = Schedule.parse("--kd-ratio-schedule", self.ratio_schedule)
         require_ratio("START of --kd-ratio-schedule", schedule.start)
         require_ratio("END of --kd-ratio-schedule", schedule.end)
+        self._check_balance()
+
+    def _check_balance(self) -> None:
+        ratio = self.ratio_over_time
+        if self.balance and (max(ratio.start, ratio.end) == 1.0 or self.is_plain_pretraining):
+            raise MkdConfigError(
+                f"--kd-balance brings KD to the size of CE, and with R = {ratio} one of them is not computed: leave it "
+                "out, or give an R between 0 and 1"
+            )
 
     def _check_temperature(self) -> None:
         require_temperature("--kd-temperature", self.temperature)

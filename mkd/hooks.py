@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mkd import balance
 from mkd.data.counts import TextSize
 from mkd.evaluation import CALIBRATION, calibration_table
 from mkd.job import Job
@@ -55,6 +56,10 @@ class Hooks:
         self, iteration: int, losses: dict[str, Any], lr: float | None, grad_norm: float | None, skipped: bool
     ) -> None:
         kd, record = self._job.kd, self._schedule.record
+        extra = {}
+        if kd.balance:
+            extra["balance"] = self._job.args.kd_balance_factor
+            balance.after_step(self._job.args, losses, self._schedule.groups.pp)
         peak = None
         if self._log.is_due(iteration):
             used = torch.tensor(torch.cuda.max_memory_allocated() / 2**30, device="cuda")
@@ -65,7 +70,7 @@ class Hooks:
         self._log.iteration(
             Step(
                 iteration,
-                losses,
+                {**losses, **extra},
                 text=TextSize(*self._text.tolist()),
                 lr=lr,
                 grad_norm=grad_norm,

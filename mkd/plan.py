@@ -48,7 +48,9 @@ def plan(job: Job) -> dict[str, str]:
     return {
         "teacher": str(job.teacher),
         "student": f"{shape_of(job.student_config)}, {_name(args.params_dtype)}, weights: {weights}",
-        "loss": f"(1 - R) CE + R T^2 {kd.loss}, R = {kd.ratio_over_time}, T = {kd.temperature_over_time}"
+        "loss": f"(1 - R) CE + R {'B ' if kd.balance else ''}T^2 {kd.loss}, R = {kd.ratio_over_time}, "
+        + f"T = {kd.temperature_over_time}"
+        + (", B = CE / KD of the step before" if kd.balance else "")
         + ("" if kd.temperature_squared else " (without T^2)")
         + (f", z-loss {kd.z_loss:g}" if kd.z_loss else "")
         + (f", of {job.teacher.looks_at}" if job.teacher.looks_at else "")

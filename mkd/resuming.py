@@ -4,7 +4,7 @@ from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
 
-from mkd import arguments, compat
+from mkd import arguments, balance, compat
 from mkd.checkpoint.hf_snapshot import Snapshots
 from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.checkpoint.resume import (
@@ -63,6 +63,7 @@ def check_checkpoint(args: Namespace, kd: KDConfig, choice: Choice | None, teach
     """
     args.kd_teacher_fingerprint = None if kd.is_plain_pretraining else teacher.fingerprint()
     args.kd_unfinished_evaluation = False
+    balance.begin(args, None)
     if choice is None or choice.folder is None:
         return []
     stored, origin = MegatronFolder(choice.folder, "--load").args, f"--load {choice.folder}"
@@ -70,6 +71,7 @@ def check_checkpoint(args: Namespace, kd: KDConfig, choice: Choice | None, teach
     if args.finetune:
         return []
     args.kd_unfinished_evaluation = getattr(stored, "kd_unfinished_evaluation", False)
+    balance.begin(args, stored)
     if kd.is_plain_pretraining:
         args.kd_teacher_fingerprint = getattr(stored, "kd_teacher_fingerprint", None)
         return []

@@ -67,6 +67,8 @@ class TeacherThenStudent:
     """None when no layers are paired."""
     length_multiple: int | None = None
     """What the length of a microbatch is rounded up to when padding is cut off (`draw`); None when it is not."""
+    balance: Callable[[], float] = lambda: 1.0
+    """Factor of KD in the present step (`mkd.balance`)."""
     _checked: set[bool] = field(default_factory=set)
     """Phases (evaluating or not) whose first batch was compared between ranks."""
     record: StepRecord | None = None
@@ -135,6 +137,7 @@ class TeacherThenStudent:
             evaluating=evaluating,
             plain=self.teacher is None,
             comparing=self.kd.compares(iteration),
+            balance=self.balance(),
         )
         tokens = None if objective.plain else StepTokens.of(batches, self.groups.dp_cp, self.groups.cp.rank())
         at_once = self._wants_teacher(evaluating) and (self.groups.pp.size() > 1 or self.kd.teacher_offload)

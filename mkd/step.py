@@ -35,6 +35,8 @@ class Objective:
     """Whether the run never looks at the teacher, and is megatron's own pretraining to the last bit."""
     comparing: bool = False
     """Whether a training step also measures entropies and top-1 agreement."""
+    balance: float = 1.0
+    """Factor of KD, beside the ratio."""
 
 
 @dataclass(frozen=True)
@@ -221,10 +223,8 @@ class _HeadLoss:
 
     def _factor(self, number: int) -> Tensor | float:
         """In front of the sum over a teacher's divergences."""
-        share = (
-            self._step.objective.ratio * self._shares[number] if len(self._shares) > 1 else self._step.objective.ratio
-        )
-        return share * self._terms[number].scale(self._step.tokens)
+        objective = self._step.objective
+        return objective.ratio * objective.balance * self._shares[number] * self._terms[number].scale(self._step.tokens)
 
     def _evaluated(self) -> Tensor:
         """The objective, where the terms' own weights are not in the sums."""
