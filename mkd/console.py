@@ -10,8 +10,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from mkd.evaluation import COMPARED
-
+COMPARED = ("agreement", "student_entropy", "teacher_entropy")
+"""Names that are shown in words of their own, and not as losses."""
 LEADING = ("loss", "ce", "kd")
 """Terms that come first; others follow in the order in which they are reported."""
 WAITS = ("data", "teacher", "cache")

@@ -75,7 +75,7 @@ train() {  # train NAME RATIO
         --seq-length 128 --micro-batch-size 1 --global-batch-size 4 --train-iters $STEPS \
         --lr $LEARNING_RATE --min-lr 5e-5 --lr-decay-style cosine --lr-warmup-iters 3 \
         --weight-decay 0.01 --adam-beta2 0.95 --clip-grad 1.0 \
-        --eval-interval 10 --eval-iters 2 \
+        --eval-interval 7 --eval-iters 2 \
         2>&1 | tee "$out/log.txt" | grep --line-buffered -E "$SHOWN" || { tail -n 20 "$out/log.txt"; return 1; }
 }
 

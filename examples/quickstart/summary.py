@@ -9,10 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from rich.console import Console
-from rich.table import Table
-
-from mkd.console import perplexity
+from mkd.console import evaluation_table, perplexity, show
 from mkd.errors import MkdDataError, MkdError
 from mkd.runlog import RunLog
 
@@ -31,17 +28,6 @@ def cross_entropies(kd: RunLog, ce: RunLog) -> dict[str, float]:
     return found
 
 
-def table_of(found: dict[str, float]) -> Table:
-    """The perplexities as a table."""
-    table = Table(title="Validation on text that was not trained on")
-    table.add_column("model")
-    table.add_column("cross-entropy", justify="right")
-    table.add_column("perplexity", justify="right")
-    for model, value in found.items():
-        table.add_row(model, f"{value:.3f}", f"{perplexity(value):,.1f}")
-    return table
-
-
 def main() -> int:
     """Run the script; the exit status is 1 after a user error, told in one line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -53,7 +39,7 @@ def main() -> int:
     except MkdError as error:
         print(f"summary: {error}", file=sys.stderr)
         return 1
-    Console(width=100).print(table_of(found))
+    show("validation on text that was not trained on", evaluation_table({m: {"ce": ce} for m, ce in found.items()}))
     _, before, with_teacher, without = found.values()
     change = perplexity(with_teacher - without) - 1
     print(
