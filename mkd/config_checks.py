@@ -75,5 +75,5 @@ def check_other_tokenizer(
                 f"--kd-xtoken-loss is {xtoken_loss}, for a teacher with another tokenizer: {flag} {value} does not go "
                 f"with it ({reason})"
             )
-    if loss_impl == "triton":
-        raise MkdConfigError("--kd-loss-impl triton does not have --kd-xtoken-loss: give auto")
+    if loss_impl == "reference":
+        raise MkdConfigError("--kd-loss-impl reference does not have --kd-xtoken-loss: give auto, eager or triton")

@@ -263,9 +263,9 @@ class ChunkTerm:
             tp_group=groups.tp,
             cp_group=groups.cp,
             sequence_parallel=student.sequence_parallel,
-            chunk_rows=self.setting.options.chunk_rows,
             maps=LogitMaps(LogitMap(scale=student.logit_scale), LogitMap(scale=self.signal.logit_scale)),
             upstream=student.upstream,
+            **asdict(self.setting.options),
         )
 
     def divergence(self, output: LossOutput, tokens: StepTokens) -> Mean:
