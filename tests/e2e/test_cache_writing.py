@@ -142,7 +142,7 @@ def test_draws_do_not_depend_on_the_layout(job: SmallJob, tmp_path: Path) -> Non
 def test_killed_writers(job: SmallJob, one_rank: dict[bytes, TokenRows], tmp_path: Path, deaths: int) -> None:
     """Two data-parallel ranks, of which one dies at some point; then one is asked to leave; then they finish."""
     draw, out = random.Random(deaths), tmp_path / "cache"
-    events = [f"{draw.choice(['sync', 'rename'])}:{draw.randrange(1, 25)}" for _ in range(deaths)]
+    events = [f"{draw.choice(['sync', 'rename'])}:{draw.randrange(1, 40 // deaths)}" for _ in range(deaths)]
     for number, event in enumerate([*events, "sync:4:SIGTERM"]):
         result = attempt(job, out, MKD_TEST_KILL=event, MKD_TEST_KILL_RANK=str(number % 2))
         assert f"killed at {event.removesuffix(':SIGTERM')}" in result.errors, result.errors[-3000:]
