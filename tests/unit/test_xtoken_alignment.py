@@ -133,6 +133,8 @@ SPANS = {
     "a prefix without characters": ("ab", [(0, 0), (0, 1), (1, 2)], [(0, 1), (1, 2)], [0, 0, 1], [0, 1]),
     "an end without characters": ("ab", [(0, 1), (1, 2), (2, 2), (2, 2)], [(0, 1), (1, 2)], [0, 1, 1, 1], [0, 1]),
     "nothing but such": ("  ", [(0, 0), (0, 0)], [(0, 1), (1, 2)], [-1, -1], [-1, -1]),
+    "an end that comes back": ("a b", [(0, 2), (0, 1), (2, 3)], [(0, 1), (1, 3)], [0, 0, 0], [0, 0]),
+    "a beginning that comes back": ("a b", [(0, 1), (2, 3), (1, 3)], [(0, 2), (2, 3)], [0, 0, 0], [0, 0]),
     "one side is empty": ("ab", [], [(0, 1), (1, 2)], [], [-1, -1]),
     "both are empty": ("", [], [], [], []),
 }
@@ -155,6 +157,7 @@ def test_spans(case: str) -> None:
         ([CONTENT, Role.EOS, CONTENT], [CONTENT, Role.PAD, CONTENT], [0, 1, 2]),
         ([CONTENT, OTHER, CONTENT], [CONTENT, CONTENT, CONTENT], [0, -1, 1]),
         ([CONTENT, UNK, CONTENT], [CONTENT, CONTENT, CONTENT], [0, -1, 1]),
+        ([CONTENT, CONTENT, CONTENT], [CONTENT, UNK, CONTENT], [0, -1, 1]),
         ([CONTENT, UNK, CONTENT], [CONTENT, UNK, CONTENT], [0, -1, 1]),
     ],
 )
@@ -162,6 +165,11 @@ def test_special_and_unknown_tokens_in_a_text(student: list[Role], teacher: list
     offsets = spans((0, 1), (1, 2), (2, 3))
     found = align_spans("abc", offsets, np.array(student), offsets, np.array(teacher))
     assert found.student_chunk.tolist() == found.teacher_chunk.tolist() == chunks
+
+
+def test_a_special_token_is_alone_in_its_chunk() -> None:
+    sides = spans((0, 1), (1, 3)), np.array([OTHER, CONTENT]), spans((0, 2), (2, 3)), np.array([CONTENT, OTHER])
+    assert align_spans("abc", *sides).count == 0
 
 
 def test_a_special_token_that_the_other_side_spells_out() -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import AddedToken, Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from mkd.errors import MkdCacheError, MkdConfigError
 from mkd.xtoken import projection as projection_module
@@ -126,6 +128,17 @@ def test_special_tokens_by_role_spelling_and_option() -> None:
     assert row(changed, id_of("byte_bpe", "<|turn|>")) == {}
     with pytest.raises(MkdConfigError, match=r"--pair <\|end\|>=the: .* has no special token 'the'"):
         build_projection(*sides, ProjectionOptions(pairs=(("<|end|>", "the"),)))
+
+
+def test_ordinary_tokens_that_look_like_special_ones_are_spelled_out() -> None:
+    student = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(transformers_tokenizer("byte_bpe").backend_tokenizer.to_str())
+    )
+    student.add_tokens([AddedToken("</s>", special=False)])
+    found = build_projection(SpanTokenizer(student), span_tokenizer("metaspace_bpe"), ProjectionOptions(k=8))
+    tokens = row(found, student.get_vocab()["</s>"])
+    assert "".join(transformers_tokenizer("metaspace_bpe").convert_ids_to_tokens(list(tokens))) == "</s>"
+    assert len(tokens) > 1
 
 
 @pytest.mark.parametrize(("options", "message"), [({"k": 0}, "--top-k is 0"), ({"decay": 1.5}, "--decay is 1.5")])

@@ -159,6 +159,28 @@ def test_what_is_given_is_not_aligned() -> None:
     assert said(sample, STUDENT, teacher) == "the answer<|end|>"
 
 
+def test_messages_of_the_assistant_that_are_no_targets_are_not_aligned() -> None:
+    """Nothing comes before a first message, so training only reads it."""
+    teacher = TEACHERS["plain"]
+    sample = align_sample(STUDENT, teacher, Conversation(talk("a", "only read", "b", "the answer")[1:]))
+    assert said(sample, STUDENT, teacher) == "the answer<|end|>"
+
+
+def test_what_is_given_need_not_be_found() -> None:
+    teacher = with_template("metaspace_bpe", BRACKETS.replace("m['content'].strip()", "m['content'].upper()"))
+    sample = align_sample(STUDENT, teacher, Conversation(talk("a", "given", "b", "NONE"), given=3))
+    assert sample.unplaced == 0
+
+
+def test_a_token_that_goes_beyond_its_message_is_in_no_chunk() -> None:
+    teacher = with_template("metaspace_bpe", BRACKETS.replace("m['content'].strip()", "'th' + m['content']"))
+    joined = teacher.tokenizer.get_vocab()["▁the▁"]
+    sample = align_sample(STUDENT, teacher, Conversation(talk("a", "e function")))
+    assert joined in sample.teacher_ids
+    assert joined not in sample.teacher_ids[sample.teacher_targets]
+    assert said(sample, STUDENT, teacher) == "<|end|>"
+
+
 def test_a_message_that_a_tokenizer_drops() -> None:
     teacher = with_template("wordpiece", BRACKETS.replace("<s>", "[CLS]").replace("</s>", "[SEP]"))
     sample = align_sample(STUDENT, teacher, Conversation(talk("a", "\x01\x02", "b", "the")))
