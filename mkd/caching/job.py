@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mkd import arguments
-from mkd.checkpoint.source import ModelSource, common_vocabulary
+from mkd.checkpoint.source import ModelSource, SeveralSources, common_vocabulary
 from mkd.config import KDConfig
 from mkd.data.stores import is_chat_file
 from mkd.errors import MkdConfigError
@@ -17,7 +17,7 @@ from mkd.teacher.store import CacheMeta
 
 _LOOKED_AT = (
     *("teacher_hf", "teacher_load", "teacher_dtype", "teacher_offload", "student_hf", "loss_chunk_rows"),
-    *("packing", "packing_multiple", "long_samples", "variable_seq_lengths", "mask"),
+    *("packing", "packing_multiple", "long_samples", "variable_seq_lengths", "mask", "dry_run"),
 )
 """Fields of KDConfig that say what the teacher reads and how; the others are about what a student learns."""
 
@@ -151,6 +151,8 @@ class CacheJob:
             )
         kd = KDConfig(**{name: flags[name] for name in _LOOKED_AT}, ratio=1.0)
         source = teacher_source(kd)
+        if isinstance(source, SeveralSources):
+            raise MkdConfigError(f"{source.origin} are several teachers, and a cache has the answers of one: name one")
         if not isinstance(source, ModelSource):
             raise MkdConfigError(f"{source.origin}: a cache has the answers of one model: write one for each")
         student = None if kd.student_hf is None else ModelSource.from_hf(kd.student_hf, "--kd-student-hf")

@@ -1,9 +1,10 @@
 """Several teachers as one."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from mkd.checkpoint.source import common_fingerprint
 from mkd.data.ahead import Upcoming
@@ -39,18 +40,21 @@ class SeveralTeachers:
         return common_fingerprint([teacher.fingerprint() for teacher in self.teachers])
 
 
+@dataclass(frozen=True)
 class AveragedTeachers(SeveralTeachers):
     """Teachers of one vocabulary whose logits are averaged with their weights, which are taken to add up to 1.
 
     Averaged logits are the product of the teachers' hidden states, side by side, with their LM heads, side by side.
     """
 
+    _head: list[Tensor] = field(default_factory=list)
+    """Of all teachers, once it is made: frozen as they are."""
+
     def signals(self, batches: Sequence[KDBatch]) -> list[HiddenSignal]:
         """See `Teacher.signals`."""
-        total = sum(self.weights)
         several = super().signals(batches)
-        if not several:
-            return []
-        shares = [w / total * s.logit_scale for w, s in zip(self.weights, several[0].signals, strict=True)]
-        head = torch.cat([share * s.head for share, s in zip(shares, several[0].signals, strict=True)], dim=1)
-        return [HiddenSignal(torch.cat([s.hidden for s in one.signals], dim=-1), head) for one in several]
+        if several and not self._head:
+            shares = [w / sum(self.weights) for w in self.weights]
+            heads = [x * s.logit_scale * s.head for x, s in zip(shares, several[0].signals, strict=True)]
+            self._head.append(torch.cat(heads, dim=1))
+        return [HiddenSignal(torch.cat([s.hidden for s in one.signals], dim=-1), self._head[0]) for one in several]
