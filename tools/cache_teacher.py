@@ -45,6 +45,7 @@ def write(args: argparse.Namespace, flags: list[str]) -> None:
     from mkd.caching.job import CacheJob, CacheOptions
     from mkd.caching.telling import print_plan
     from mkd.caching.writing import Writing, rows_of
+    from mkd.checkpoint.resume import check_same_teacher_everywhere
     from mkd.groups import Groups
     from mkd.stopping import StopSignals
     from mkd.teacher.store_writer import check_folder
@@ -56,10 +57,14 @@ def write(args: argparse.Namespace, flags: list[str]) -> None:
     job = CacheJob.from_command_line(options)
     check_folder(job.out, job.meta, "--out")
     print_plan(job)
+    if job.kd.dry_run:
+        job.data.check_all()
+        return
     initialize_megatron()
-    groups = Groups.from_megatron()
+    check_same_teacher_everywhere(job.meta.teacher, job.teacher.source.origin)
+    groups, rows = Groups.from_megatron(), rows_of(job)
     with StopSignals() as stop:
-        is_whole = Writing(job, groups, job.teacher.build(groups), rows_of(job), stop).run()
+        is_whole = Writing(job, groups, job.teacher.build(groups), rows, stop).run()
     if not is_whole and job.args.rank == 0:
         print(f"mkd: {args.out} is not complete: the same command goes on", flush=True)
 
@@ -105,8 +110,8 @@ def compare(folder: Path, segments: int) -> None:
     if differences := meta.differences(job.meta):
         raise MkdCacheError(f"verify {folder} was written with something else (there, here: {'; '.join(differences)})")
     initialize_megatron()
-    groups = Groups.from_megatron()
-    seen = ask_again(job, groups, job.teacher.build(groups), rows_of(job), segments, "verify")
+    groups, rows = Groups.from_megatron(), rows_of(job)
+    seen = ask_again(job, groups, job.teacher.build(groups), rows, segments, "verify")
     if job.args.rank == 0:
         print(
             f"{folder}: the teacher says what is stored of {seen.segments:,} texts ({seen.tokens:,} tokens): distance "

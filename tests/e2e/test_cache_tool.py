@@ -86,6 +86,23 @@ def test_temperatures(
     assert attempt(own, changes).meta.temperatures == temperatures
 
 
+def test_dry_run(job: SmallJob, tmp_path: Path) -> None:
+    """It says what would be written, and writes nothing."""
+    words = [
+        "write",
+        "--out",
+        str(tmp_path / "cache"),
+        "--top-k",
+        "8",
+        "--",
+        *job.flags({**ALONE, "--kd-dry-run": True}),
+    ]
+    done = run(words, script=TOOL)
+    assert done.status == 0, done.errors[-3000:]
+    assert "the 8 most probable tokens, values log12" in done.output and "mkd: keys" in done.output
+    assert not (tmp_path / "cache").exists()
+
+
 def test_positions(attempt: Callable[..., CacheJob]) -> None:
     assert attempt({}, {"--reset-position-ids": True}).meta.positions == "document"
 
