@@ -45,8 +45,11 @@ class StoredAnswers:
         rows = self.store.read(request.keys, request.segments, request.places, temperature)
         if self.top_k < self.store.meta.top_k:
             rows = keep_largest(rows, self.top_k, temperature)
-        numbers = np.column_stack([rows.logits, rows.lse, rows.tail_lse, rows.label_log_prob[:, None]])
-        return np.concatenate([rows.ids, numbers.astype(np.float32).view(np.int32)], axis=1)
+        k, words = self.top_k, np.empty((len(rows.ids), self.width), dtype=np.int32)
+        words[:, :k], numbers = rows.ids, words[:, k:].view(np.float32)
+        numbers[:, :k], numbers[:, k + 2] = rows.logits, rows.label_log_prob
+        numbers[:, k : k + 1], numbers[:, k + 1 : k + 2] = rows.lse, rows.tail_lse
+        return words
 
     def signal(self, words: Tensor) -> TopKSignal:
         """From [b, s/cp, width] int32 on any device."""

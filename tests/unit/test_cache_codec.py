@@ -1,5 +1,7 @@
 """Records of a teacher cache: what goes in comes out, within the bytes and the error that are promised."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 from mkd.errors import MkdCacheError
 from mkd.teacher.bits import IdSets, pack, packed_bytes, unpack
 from mkd.teacher.codec import MAX_COUNT, RecordFormat, TokenRows, damaged, key_words, seal
+from mkd.teacher.stored import keep_largest
 from tests.teacher_rows import make_logits, rows_of
 from tests.tolerance import FP32, assert_close_norm
 
@@ -189,3 +192,21 @@ def test_records_in_another_place_and_empty_ones_are_seen():
     assert damaged(records[::-1].copy(), key_words([KEY, KEY]), np.arange(2)).all()
     assert damaged(records, key_words([KEY[::-1]] * 2), np.arange(2)).all()
     assert damaged(np.zeros_like(records), key_words([KEY, KEY]), np.arange(2)).all()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_fewer_tokens_than_are_stored(temperature):
+    """As if no more had been stored: the others' mass is the tail's, and of equal logits the lowest id stays."""
+    record, labels = RecordFormat(307, 40, "fp32", (1.0, 2.0)), torch.zeros(30, dtype=torch.int64)
+    logits = torch.round(make_logits(30, 307) * 2) / 2  # with many that are equal
+    order = logits.sort(dim=1, descending=True, stable=True).indices
+    rows = rows_of(logits, labels, 40, record.temperatures)
+    rest = logits.double().scatter(1, order[:, :40], -torch.inf)
+    tails = torch.stack([(rest / t).logsumexp(1) for t in record.temperatures], dim=1).float().numpy()
+    top = logits.gather(1, order[:, :40]).numpy()
+    rows = replace(rows, ids=order[:, :40].int().numpy(), logits=top, tail_lse=tails)
+    kept = keep_largest(record.decode(record.encode(rows), temperature), 5, temperature)
+    assert np.array_equal(kept.ids, order[:, :5])
+    scaled = logits.double() / temperature
+    tail = scaled.scatter(1, order[:, :5], -torch.inf).logsumexp(1) - scaled.logsumexp(1)
+    assert_close_norm(torch.tensor(kept.tail_lse - kept.lse)[:, 0], tail, FP32, "tail")

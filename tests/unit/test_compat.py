@@ -272,3 +272,20 @@ def test_padding_does_not_move_the_bias_of_experts(monkeypatch: pytest.MonkeyPat
         counted()
     compat.balance_experts_over_unequal_ranks()
     assert counted() == [1.0, 1.0]
+
+
+def test_samples_that_are_only_looked_at_are_not_replayed(monkeypatch):
+    """Megatron's iterator remembers all that is drawn from it, so looking ahead above it would be replayed."""
+    from megatron.core import rerun_state_machine
+
+    machine = SimpleNamespace(get_mode=lambda: rerun_state_machine.RerunMode.VALIDATE_RESULTS)
+    monkeypatch.setattr(rerun_state_machine, "get_rerun_state_machine", lambda: machine)
+    source = rerun_state_machine.RerunDataIterator(iter(range(5)))
+    assert [next(source), next(source)] == [0, 1] and source.saved_microbatches == [0, 1]
+    assert compat.peek(source, 2) == [2, 3] and source.saved_microbatches == [0, 1]
+    source.rewind()
+    assert [next(source), next(source)] == [0, 1] and compat.peek(source, 2) == [2, 3]
+    source.advance()
+    assert next(source) == 2 and compat.peek(source, 9) == [3, 4] and compat.peek(source, 1) == [3]
+    assert [next(source), next(source)] == [3, 4] and compat.peek(source, 1) == []
+    assert compat.peek(iter(range(3)), 2) == []
