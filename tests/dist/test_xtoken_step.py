@@ -39,7 +39,7 @@ TABLE = {
     "tp2-sp-cp2-packed": (4, Layout(tp=2, sp=True, cp=2), packed(PARTITION)),
     "tp2-pp2": (4, Layout(tp=2, pp=2), GOLD),
     "tp2-cp2-mixed-packed": (4, Layout(tp=2, cp=2, mbs=4), packed(MIXED)),
-    "pp2-mixed": (2, Layout(pp=2, mbs=1), MIXED),
+    "pp2-vp2-mixed-offloaded": (2, Layout(pp=2, vp=2, mbs=1), replace(MIXED, offload=True)),
     "cp2-dp2-opt": (4, Layout(cp=2, mbs=1, dist_opt=True), RELAXED),
 }
 # fmt: on
@@ -51,8 +51,7 @@ def one_rank(gloo_pool: GetPool) -> Callable[[Models], Outcome]:
     known: dict[Models, Outcome] = {}
 
     def truth(models: Models) -> Outcome:
-        if models.data == "packed pairs":
-            models = replace(models, data="pairs")
+        models = replace(models, offload=False, data="pairs" if models.data == "packed pairs" else models.data)
         if models not in known:
             known[models] = Outcome.of(gloo_pool, 1, Layout(), models, steps=2)
         return known[models]

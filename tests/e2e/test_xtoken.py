@@ -135,3 +135,15 @@ def test_refused(job: SmallJob, changes: dict[str, Any], message: str) -> None:
         changes = {"--kd-projection": job.root / "wrong.safetensors"}
     done = run(job.flags({**other_teacher(job, **changes), "--save-interval": None, "--kd-dry-run": True}))
     assert done.status == 1 and message in done.errors, done.errors[-2000:]
+
+
+def test_padding_that_is_cut_off_changes_nothing(job: SmallJob, tmp_path: Path) -> None:
+    """Of both sides, which then differ in length from step to step, also between pipeline stages."""
+    changes = {"--data-path": job.root / "chat.jsonl", "--kd-packing": None, "--kd-packing-multiple": None}
+    changes |= {"--save-interval": None, "--kd-metrics-file": tmp_path / "m.jsonl"}
+    whole = trained(job, other_teacher(job, **changes))
+    cut = {"--kd-variable-seq-lengths": True, "--pipeline-model-parallel-size": 2}
+    short = trained(job, other_teacher(job, **changes, **cut), ranks=2)
+    for seen, expected in zip(steps(short), steps(whole), strict=True):
+        for key in ("loss", "ce", "kd", "grad_norm"):
+            assert seen[key] == pytest.approx(expected[key], rel=GRADIENT), (seen["iteration"], key)
