@@ -153,8 +153,6 @@ class CacheJob:
         source = teacher_source(kd)
         if isinstance(source, SeveralSources):
             raise MkdConfigError(f"{source.origin} are several teachers, and a cache has the answers of one: name one")
-        if not isinstance(source, ModelSource):
-            raise MkdConfigError(f"{source.origin}: a cache has the answers of one model: write one for each")
         student = None if kd.student_hf is None else ModelSource.from_hf(kd.student_hf, "--kd-student-hf")
         given, one_epoch = args.tokenizer_model, _is_without_end(args, kd)
         if one_epoch:
