@@ -200,8 +200,7 @@ def xtoken_loss(
     hidden, teacher_hidden = _from_all_ranks(hidden, teacher_hidden, plan, cp_group)
     if ce_weight is not None:
         ce_weight = torch.nn.functional.pad(ce_weight.detach().to(dtype), (0, len(hidden) - len(labels)))
-    grad = torch.is_grad_enabled()
-    wanted = grad and hidden.requires_grad, grad and student_weight.requires_grad
+    wanted = tuple(torch.is_grad_enabled() and x.requires_grad for x in (hidden, student_weight))
     setting = Setting(spec, shard, maps)
     job = _Job(
         teacher_hidden=teacher_hidden,
