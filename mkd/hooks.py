@@ -1,5 +1,6 @@
 """mkd's part of megatron's training loop."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -50,7 +51,7 @@ class Hooks:
         if self._calibration is not None:
             dist.all_reduce(self._calibration, group=self._schedule.groups.dp_cp)
             calibration = calibration_table(self._calibration)
-        self._log.evaluation(split, iteration, losses, calibration)
+        self._log.evaluation(split, iteration, _over_some_token(losses), calibration)
 
     def after_iteration(
         self, iteration: int, losses: dict[str, Any], lr: float | None, grad_norm: float | None, skipped: bool
@@ -81,3 +82,10 @@ class Hooks:
                 peak_memory_gib=peak,
             )
         )
+
+
+def _over_some_token(losses: dict[str, Any]) -> dict[str, Any]:
+    """Without the means over no token, which are NaN: a cache may have nothing of all that was evaluated."""
+    if not losses.get("kd_missing", 0):
+        return losses
+    return {name: value for name, value in losses.items() if not math.isnan(value)}

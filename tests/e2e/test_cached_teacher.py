@@ -141,6 +141,16 @@ def test_missing_texts(job: SmallJob, cache: Path, tmp_path: Path) -> None:
     assert "of the teacher's 4 most probable tokens" in result.output
 
 
+def test_an_evaluation_of_which_nothing_is_stored(job: SmallJob, tmp_path: Path) -> None:
+    """It says so, and reports no means over no token."""
+    changes = {"--kd-cache-missing": "ce_only", "--train-iters": 1, "--kd-metrics-file": tmp_path / "metrics.jsonl"}
+    result = run(job.flags(from_cache(small_cache(job, tmp_path / "cache"), changes)))
+    assert result.status == 0, result.errors[-6000:]
+    assert "the cache has nothing of the first validation micro-batch" in result.output
+    lines = [line for line in result.metrics if "valid_ce" in line]
+    assert lines and all(line["valid_kd_missing"] > 0 and "valid_kd" not in line for line in lines)
+
+
 def small_cache(job: SmallJob, folder: Path, **changes: Any) -> Path:
     """Two made-up texts, as if they were of this job's teacher."""
     meta = CacheMeta(
