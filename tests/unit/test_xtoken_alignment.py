@@ -159,6 +159,7 @@ def test_spans(case: str) -> None:
         ([CONTENT, UNK, CONTENT], [CONTENT, CONTENT, CONTENT], [0, -1, 1]),
         ([CONTENT, CONTENT, CONTENT], [CONTENT, UNK, CONTENT], [0, -1, 1]),
         ([CONTENT, UNK, CONTENT], [CONTENT, UNK, CONTENT], [0, -1, 1]),
+        ([CONTENT, OTHER, CONTENT], [CONTENT, UNK, CONTENT], [0, -1, 1]),
     ],
 )
 def test_special_and_unknown_tokens_in_a_text(student: list[Role], teacher: list[Role], chunks: list[int]) -> None:
