@@ -4,13 +4,17 @@ All rows see the same tokens and compute the gradient of every parameter of the 
 buffers, which are there all the time; Hugging Face keeps them in the model's dtype and makes them anew in each step.
 """
 
+import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from bench_cache import made_up_rows
 from bench_common import DTYPES, Stopwatch
 from bench_heads import Objective, with_ce
 from bench_peers import eager_objective, model_optimizer_module
@@ -25,12 +29,18 @@ import mkd.cpu
 from mkd.arguments import default_arguments
 from mkd.config import KDConfig
 from mkd.cpu.flags import set_cpu_values
+from mkd.data.batch import KDBatch
 from mkd.groups import Groups
 from mkd.losses import LossOptions
 from mkd.models.gpt import gpt_config
 from mkd.schedule import TeacherThenStudent
 from mkd.step import ForwardStep
+from mkd.teacher.base import Teacher
+from mkd.teacher.cached import CachedTeacher
 from mkd.teacher.online import OnlineTeacher
+from mkd.teacher.store import CacheMeta, TeacherStore
+from mkd.teacher.store_writer import StoreWriter
+from mkd.teacher.stored import StoredAnswers
 
 ROTARY_BASE, NORM_EPSILON = 500000, 1e-5
 TEACHER_LAYERS, STUDENT_LAYERS, BACKWARD, HEADS = "teacher", "student forward", "student backward", "heads and loss"
@@ -144,8 +154,8 @@ class MegatronModels:
     chunks: list[nn.Module]
     """The student in megatron's wrappers: fp32 gradient buffers."""
     student: GPTModel
-    teacher: OnlineTeacher
-    teacher_model: GPTModel
+    teacher: OnlineTeacher | None
+    teacher_model: GPTModel | None
     groups: Groups
     args: Namespace
     sample: dict[str, Tensor]
@@ -153,8 +163,8 @@ class MegatronModels:
 
     @classmethod
     @contextmanager
-    def built(cls, args: Namespace, watch: Stopwatch) -> Iterator["MegatronModels"]:
-        """Build them."""
+    def built(cls, args: Namespace, watch: Stopwatch, with_teacher: bool = True) -> Iterator["MegatronModels"]:
+        """Build them; without a teacher for the rows that need none."""
         groups = Groups.from_megatron()
         student = GPTModelBuilder(gpt_config(model_arguments(args.student, args)))
         chunks = student.build_distributed_models(
@@ -162,12 +172,13 @@ class MegatronModels:
             ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=True),
             data_parallel_random_init=False,
         )
-        seen: list[nn.Module] = []
-        teacher = OnlineTeacher(
-            gpt_config(model_arguments(args.teacher, args)), groups, load_weights=seen.extend, fingerprint=""
-        )
-        inner, teacher_model = unwrap_model(chunks[0]), unwrap_model(seen[0])
-        watch_layers(watch, inner.decoder, teacher_model.decoder)
+        inner, teacher, teacher_model = unwrap_model(chunks[0]), None, None
+        if with_teacher:
+            seen: list[nn.Module] = []
+            config = gpt_config(model_arguments(args.teacher, args))
+            teacher = OnlineTeacher(config, groups, load_weights=seen.extend, fingerprint="")
+            teacher_model = unwrap_model(seen[0])
+        watch_layers(watch, inner.decoder, teacher_model.decoder if with_teacher else nn.Identity())
         yield cls(chunks, inner, teacher, teacher_model, groups, args, draw_sample(args), watch)
 
     def clear(self) -> None:
@@ -176,9 +187,25 @@ class MegatronModels:
 
     def ours(self, divergence: str) -> Step:
         """mkd as it trains: its schedule around megatron's, its forward step, CE and a divergence at R = 0.5."""
+        return self._trained(self.teacher, divergence, self.sample)
+
+    def cached(self, divergence: str, top_k: int = 64) -> Step:
+        """The same from made-up stored answers of `top_k` tokens. They are read once: in a training this happens a step
+        ahead."""
+        sample, folder = {name: value.cpu() for name, value in self.sample.items()}, tempfile.mkdtemp()
+        writer = StoreWriter(Path(folder), CacheMeta("made up", None, self.args.vocab, top_k, "log12"))
+        for key in KDBatch.from_sample(sample, self.args.vocab).keys:
+            rows = made_up_rows(self.args.seq_length, self.args.vocab, top_k, np.random.default_rng(0))
+            writer.add(key, rows)
+        writer.flush()
+        answers = StoredAnswers(TeacherStore(Path(folder), "--cache"), top_k, 1.0)
+        teacher = CachedTeacher(answers, self.groups, tolerant=False, row_length=self.args.seq_length)
+        return self._trained(teacher, divergence, sample)
+
+    def _trained(self, teacher: Teacher, divergence: str, sample: dict[str, Tensor]) -> Step:
         kd = KDConfig(teacher_hf=["random weights"], ratio=0.5, loss=divergence)
         vocab = self.args.vocab
-        schedule = TeacherThenStudent(kd, self.groups, self.teacher, vocab, current_iteration=lambda: 0)
+        schedule = TeacherThenStudent(kd, self.groups, teacher, vocab, current_iteration=lambda: 0)
         forward_backward = schedule.around(get_forward_backward_func(pp_size=1, vp_size=None))
         forward = ForwardStep(
             self.groups, true_vocab=vocab, check_finite=False, options=LossOptions(self.args.chunk_rows)
@@ -187,7 +214,7 @@ class MegatronModels:
         def run() -> None:
             forward_backward(
                 forward_step_func=forward,
-                data_iterator=iter([self.sample]),
+                data_iterator=iter([sample]),
                 model=self.chunks,
                 num_microbatches=1,
                 seq_length=self.args.seq_length,
@@ -348,6 +375,11 @@ def liger_fused_jsd() -> nn.Module:
     from liger_kernel.transformers import LigerFusedLinearJSD
 
     return LigerFusedLinearJSD(jsd_beta=0.5)
+
+
+def cached_rows(divergences: list[str]) -> list[tuple[str, Objective, Callable[[MegatronModels], Step]]]:
+    """The same from a teacher's stored answers."""
+    return [("mkd, cached teacher, K=64", with_ce(d), lambda models, d=d: models.cached(d)) for d in divergences]
 
 
 def our_rows(divergences: list[str]) -> list[tuple[str, Objective, Callable[[MegatronModels], Step]]]:
