@@ -40,8 +40,12 @@ train() {  # train ce or the name of a loss
     if [[ $1 == ce ]]; then kd=(--kd-ratio 0 --kd-xtoken-loss partition_kl); fi  # the same rows
     rm -rf "$out"; mkdir -p "$out"
     # shellcheck disable=SC2086  # FLAGS is a list
-    torchrun --standalone --nproc-per-node 1 pretrain_kd.py $FLAGS "${kd[@]}" --kd-metrics-file "$out/metrics.jsonl" \
-        > "$out.txt" 2>&1 && echo "$1: done after $SECONDS s" || { tail -n 20 "$out.txt" >&2; return 1; }
+    if ! torchrun --standalone --nproc-per-node 1 pretrain_kd.py $FLAGS "${kd[@]}" --kd-metrics-file "$out/metrics.jsonl" \
+        > "$out.txt" 2>&1; then
+        tail -n 20 "$out.txt" >&2
+        return 1
+    fi
+    echo "$1: done after $SECONDS s"
 }
 export -f train
 
