@@ -115,7 +115,7 @@ class Answers:
         if not self.meta.samples:
             ids, logits, lse, tail_lse = np.split(table[:, :-1], [k, 2 * k, 2 * k + count], axis=1)
             return TokenRows(ids.astype(np.int32), logits, lse, label, tail_lse)
-        ids, counts = counted(table[:, :-1].astype(np.int32))
+        ids, counts = counted(table[:, :-1].astype(np.int32), k)
         with np.errstate(divide="ignore"):
             shares = np.maximum(np.log(counts / self.meta.samples), NOT_DRAWN).astype(np.float32)
         nothing = np.full((len(table), count), -np.inf, dtype=np.float32)

@@ -24,29 +24,31 @@ def uniforms(key: bytes, length: int, draws: int) -> Tensor:
     return torch.from_numpy(np.minimum(numbers, np.nextafter(1.0, 0.0)))
 
 
-def counted(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def counted(ids: np.ndarray, slots: int) -> tuple[np.ndarray, np.ndarray]:
     """Different ids of each row, and how often each is there.
 
     Args:
-        ids: [n, K] integers, ascending in each row, and at least K ids in the vocabulary.
+        ids: [n, draws] integers, ascending in each row.
+        slots: ids of a row, at least as many as can be different: the smaller of draws and vocabulary.
 
     Returns:
-        [n, K] int32 ids, distinct in each row, and [n, K] int32 counts; ids that are only there to fill the row have a
-        count of 0.
+        [n, slots] int32 ids, distinct in each row and below the vocabulary, and [n, slots] int32 counts; ids that are
+        only there to fill the row have a count of 0.
     """
-    slots = ids.shape[1]
+    rows, draws = ids.shape
     is_first = np.ones(ids.shape, dtype=bool)
     is_first[:, 1:] = ids[:, 1:] != ids[:, :-1]
     row, place = np.nonzero(is_first)
-    starts = row * slots + place
-    counts = np.zeros(ids.shape, dtype=np.int32)
-    counts[row, place] = np.diff(np.append(starts, ids.size))
-    # Of the ids 0 .. K - 1 those that were not drawn: at least as many as there are repetitions.
-    fillers = np.broadcast_to(np.arange(slots), ids.shape)
-    drawn = np.zeros(ids.shape, dtype=bool)
+    number = np.cumsum(is_first, axis=1) - 1  # of each id among the different ones of its row
+    slot = number[row, place]
+    counts = np.zeros((rows, slots), dtype=np.int32)
+    counts[row, slot] = np.diff(np.append(row * draws + place, ids.size))
+    # Behind them those of the ids 0 .. slots - 1 that were not drawn: at least as many as there are slots left.
+    drawn = np.zeros((rows, slots), dtype=bool)
     small = ids < slots
     drawn[np.nonzero(small)[0], ids[small]] = True
-    candidates = np.sort(np.where(drawn, slots, fillers), axis=1)
-    number = np.cumsum(~is_first, axis=1) - 1  # of each repetition in its row
-    filled = np.where(is_first, ids, np.take_along_axis(candidates, np.maximum(number, 0), axis=1))
+    others = np.sort(np.where(drawn, slots, np.arange(slots)), axis=1)
+    place_of_other = np.arange(slots) - (number[:, -1:] + 1)
+    filled = np.take_along_axis(others, np.maximum(place_of_other, 0), axis=1)
+    filled[row, slot] = ids[row, place]
     return filled.astype(np.int32), counts

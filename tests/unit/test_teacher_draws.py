@@ -71,11 +71,22 @@ FIRST_NUMBER = 0.22110490659104984
 
 def test_counts() -> None:
     ids = np.array([[3, 3, 3, 9], [0, 0, 1, 1], [4, 5, 6, 7], [2, 2, 2, 2]])
-    distinct, counts = counted(ids)
+    distinct, counts = counted(ids, 4)
     for given, row, times in zip(ids, distinct, counts, strict=True):
         assert len(set(row.tolist())) == 4 and row.min() >= 0
         expected = {int(i): int(n) for i, n in zip(*np.unique(given, return_counts=True), strict=True)}
         assert {i: n for i, n in zip(row.tolist(), times.tolist(), strict=True) if n} == expected
+
+
+@pytest.mark.parametrize(("vocab", "draws"), [(7, 40), (7, 7), (83, 4000), (1, 3)])
+def test_more_draws_than_tokens(vocab: int, draws: int) -> None:
+    """A record has no more ids than the vocabulary; no draw is lost."""
+    ids = np.sort(np.random.RandomState(0).randint(0, vocab, (5, draws)), axis=1)
+    ids[0] = vocab - 1
+    distinct, counts = counted(ids, vocab)
+    assert distinct.shape == (5, vocab) and (np.sort(distinct, axis=1) == np.arange(vocab)).all()
+    for given, row, times in zip(ids, distinct, counts, strict=True):
+        assert (np.bincount(given, minlength=vocab)[row] == times).all()
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
@@ -92,7 +103,7 @@ def test_the_mean_gradient_is_that_of_the_full_divergence(temperature: float) ->
     numbers = torch.cat([uniforms(n.to_bytes(16, "little"), rows, draws) for n in range(trials)])
     many = hidden.repeat(trials, 1)
     found = teacher_draws(many, weight, numbers, temperature, temperatures=(temperature,), true_vocab=VOCAB)
-    ids, counts = (torch.from_numpy(x) for x in counted(found.ids.numpy()))
+    ids, counts = (torch.from_numpy(x) for x in counted(found.ids.numpy(), draws))
     logits = (many @ weight[:VOCAB].t()).gather(1, ids.long())
     sparse = SparseTeacher(ids, logits, found.lse[0], None, temperature, counts)
     whole = student.detach().repeat(trials, 1).requires_grad_()
