@@ -23,6 +23,8 @@ LEAST = -1e8
 """A log-probability from here down stands for an empty place: -inf, or the -1e9 of padding."""
 _ABSENT = -60.0
 """ln of the probability of an id that only fills a row up."""
+MOST = 1.02
+"""Sum of a row's probabilities above which its numbers are no log-probabilities; rounding to bf16 stays below."""
 PROBED = 64
 """Texts that are looked at before anything is written."""
 
@@ -108,6 +110,11 @@ class Answered:
         for row, values in rows:
             if len(row) != len(values):
                 raise MkdDataError(f"{where}: a row has {len(row)} ids and {len(values)} log-probabilities")
+            if np.isnan(values).any() or np.exp(values.astype(np.float64)).sum() > MOST:
+                raise MkdDataError(
+                    f"{where}: {LOG_PROBS} has the row {values[:8].tolist()}, which are no log-probabilities (natural "
+                    "logarithms, whose probabilities add up to at most 1)"
+                )
         if align == "next":  # the first token is nobody's
             rows = [(np.empty(0, np.int64), np.empty(0, np.float32)), *rows[:-1]]
         kept = [(row[values > LEAST], values[values > LEAST]) for row, values in rows]

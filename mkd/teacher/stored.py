@@ -6,10 +6,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mkd.errors import MkdCacheError
 from mkd.teacher.base import TopKSignal
 from mkd.teacher.codec import TokenRows
 from mkd.teacher.lookup import Request
 from mkd.teacher.store import TeacherStore
+
+SILENT = -30.0
+"""A logit below which a record, whose largest it is, answers nothing: the most probable of V tokens has 1 / V or more,
+and what is stored instead of an answer (`mkd.caching.imported`) is far below."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,7 @@ class StoredAnswers:
         """[b, s/cp, width] int32 on the host; tokens that were not requested are 0.
 
         Raises:
-            MkdCacheError: a record is damaged or not finite.
+            MkdCacheError: a record is damaged, not finite, or of a token without an answer.
         """
         words = np.zeros((request.shape[0] * request.shape[1], self.width), dtype=np.int32)
         if len(request.rows):
@@ -43,6 +48,8 @@ class StoredAnswers:
         # Draws stand at their own temperature already: their shares are stored as if they were logits.
         temperature = 1.0 if self.store.meta.samples else self.temperature
         rows = self.store.read(request.keys, request.segments, request.places, temperature)
+        if self.store.meta.labels_only:
+            self._require_answers(rows, request)
         if self.top_k < self.store.meta.top_k:
             rows = keep_largest(rows, self.top_k, temperature)
         k, words = self.top_k, np.empty((len(rows.ids), self.width), dtype=np.int32)
@@ -50,6 +57,17 @@ class StoredAnswers:
         numbers[:, :k], numbers[:, k + 2] = rows.logits, rows.label_log_prob
         numbers[:, k : k + 1], numbers[:, k + 1 : k + 2] = rows.lse, rows.tail_lse
         return words
+
+    def _require_answers(self, rows: TokenRows, request: Request) -> None:
+        silent = rows.logits.max(axis=1, initial=-np.inf) < SILENT
+        if silent.any():
+            first = int(silent.argmax())
+            number = np.repeat(np.arange(len(request.keys)), [len(part) for part in request.places])[first]
+            raise MkdCacheError(
+                f"{self.store.flag} {self.store.folder}: segment {request.keys[number].hex()} has no answer about the "
+                f"token at place {np.concatenate(request.places)[first]}, which this job is to learn: what was "
+                "imported has a label of -100 there"
+            )
 
     def signal(self, words: Tensor) -> TopKSignal:
         """From [b, s/cp, width] int32 on any device."""

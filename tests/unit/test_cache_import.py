@@ -13,7 +13,9 @@ from mkd.caching.imported import Imported, ImportOptions, import_answers
 from mkd.data.batch import segment_key
 from mkd.errors import MkdCacheError, MkdDataError
 from mkd.teacher.codec import TokenRows
+from mkd.teacher.lookup import Request
 from mkd.teacher.store import CacheMeta, TeacherStore
+from mkd.teacher.stored import StoredAnswers
 from tests.tolerance import FP32, assert_close_norm
 
 VOCAB, TOP_K, PROMPT = 40, 6, 4
@@ -131,20 +133,44 @@ def foreign_id() -> dict[str, Any]:
     return record
 
 
+def changed_row(value: float) -> dict[str, Any]:
+    record = record_of(1)
+    record["target_logprobs"][9][0] = value
+    return record
+
+
 @pytest.mark.parametrize(
     ("records", "message"),
     [
+        ([record_of(0), changed_row(float("nan"))], "line 2: target_logprobs has the row .*no log-probabilities"),
+        ([record_of(0), changed_row(0.5)], "line 2: target_logprobs has the row .*no log-probabilities"),
         ([record_of(0) | {"target_logprobs": None}], "line 1 has no column target_logprobs"),
         ([record_of(0), record_of(1, labels=[1, 2])], "line 2: input_ids has 14 entries, labels 2"),
         ([*[record_of(n) for n in range(64)], short_row()], "line 65: token 9 has 2 answers, others have 6"),
         ([*[record_of(n) for n in range(64)], foreign_id()], "line 65: target_token_ids has id 40"),
         ([record_of(0, labels=[-100] * 14)], "nothing is learned"),
     ],
-    ids=["column", "lengths", "short", "vocabulary", "nothing"],
+    ids=["nan", "probabilities", "column", "lengths", "short", "vocabulary", "nothing"],
 )
 def test_records_that_do_not_fit(tmp_path: Path, records: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(MkdDataError, match=message):
         run_import(tmp_path, records)
+
+
+def test_tokens_without_answers_are_not_learned(tmp_path: Path) -> None:
+    """Where a job's data has more supervised tokens than the imported one had."""
+    meta, _ = run_import(tmp_path, [record_of(0)], lossless=False)
+    store = TeacherStore(tmp_path / "cache", "--cache")
+    key = segment_key(make_text(0)[0][:-1])
+    segments, answers = store.find([key]), StoredAnswers(store, TOP_K, 1.0)
+
+    def read(*places: int) -> torch.Tensor:
+        wanted = np.array(places)
+        return answers.read(Request([key], segments, [wanted], wanted, (1, 13)))
+
+    assert meta.labels_only and read(*range(PROMPT - 1, 13)).any()
+    with pytest.raises(MkdCacheError, match=f"segment {key.hex()} has no answer about the token at place {PROMPT - 2}"):
+        read(*range(PROMPT - 2, 13))
 
 
 def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
