@@ -138,11 +138,13 @@ class Shard:
                 self._base = file.tell()
             self.keys, self.lengths = self._tensor("keys", np.uint8), self._tensor("lengths", np.int32).reshape(-1)
             self._check_sizes()
-        except (ValueError, LookupError, TypeError, struct.error, OSError) as error:
+        except (ValueError, LookupError, TypeError, struct.error, OSError, OverflowError, MemoryError) as error:
             raise MkdCacheError(f"shard {path} of the teacher cache is damaged ({error!r})") from error
 
     def _check_sizes(self) -> None:
         rows, record = self._header["records"]["shape"]
+        if self.keys.shape != (len(self.lengths), KEY_BYTES):
+            raise ValueError(f"keys of shape {self.keys.shape} for {len(self.lengths)} segments")
         if record != self._dtype.itemsize or rows != self.lengths.sum(dtype=np.int64) or (self.lengths < 0).any():
             raise ValueError(f"{rows} records of {record} bytes for {self.lengths.sum()} tokens")
 

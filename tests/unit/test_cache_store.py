@@ -216,8 +216,10 @@ def test_a_flipped_byte(cache):
     whole(store, shard.keys[0].tobytes())
 
 
-def test_a_flipped_byte_in_the_header(cache):
-    flip(next(cache.glob("*.safetensors")), 9)
+@pytest.mark.parametrize("place", [9, 7, 4, 0], ids=["name", "huge", "large", "small"])
+def test_a_flipped_byte_in_the_header(cache, place):
+    """Also where it says how long the header is."""
+    flip(next(cache.glob("*.safetensors")), place)
     with pytest.raises(MkdCacheError, match="is damaged"):
         TeacherStore(cache, "--cache")
 
