@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from mkd.errors import MkdCacheError
 from mkd.teacher.codec import RecordFormat, TokenRows, damaged, key_words
@@ -135,27 +136,26 @@ class Shard:
         try:
             with path.open("rb") as file:
                 self._header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
-                self._base = file.tell()
+                base = file.tell()
+            # Not np.memmap, which keeps a file open for as long: a large cache has more shards than a process may have.
+            self._data = torch.from_file(str(path), size=size, dtype=torch.uint8).numpy()[base:]
             self.keys, self.lengths = self._tensor("keys", np.uint8), self._tensor("lengths", np.int32).reshape(-1)
+            self.records = self._tensor("records", np.uint8)
+            """[n, R] uint8, mapped."""
             self._check_sizes()
-        except (ValueError, LookupError, TypeError, struct.error, OSError, OverflowError, MemoryError) as error:
+        except (ValueError, LookupError, TypeError, struct.error, OSError, ArithmeticError, MemoryError) as error:
             raise MkdCacheError(f"shard {path} of the teacher cache is damaged ({error!r})") from error
 
     def _check_sizes(self) -> None:
-        rows, record = self._header["records"]["shape"]
         if self.keys.shape != (len(self.lengths), KEY_BYTES):
             raise ValueError(f"keys of shape {self.keys.shape} for {len(self.lengths)} segments")
+        rows, record = self.records.shape
         if record != self._dtype.itemsize or rows != self.lengths.sum(dtype=np.int64) or (self.lengths < 0).any():
             raise ValueError(f"{rows} records of {record} bytes for {self.lengths.sum()} tokens")
 
     def _tensor(self, name: str, dtype: np.dtype | type) -> np.ndarray:
         entry = self._header[name]
-        return np.memmap(self.path, dtype, "r", self._base + entry["data_offsets"][0], tuple(entry["shape"]))
-
-    @cached_property
-    def records(self) -> np.ndarray:
-        """[n, R] uint8, mapped."""
-        return self._tensor("records", np.uint8)
+        return self._data[slice(*entry["data_offsets"])].view(dtype).reshape(entry["shape"])
 
     def segments(self) -> Iterator[tuple[bytes, np.ndarray]]:
         """Key and records ([length] of the format's dtype) of each segment."""

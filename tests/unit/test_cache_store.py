@@ -185,6 +185,17 @@ def test_a_meta_that_is_none(cache, change, message):
         TeacherStore(cache, "--cache")
 
 
+def test_more_shards_than_files_may_be_open(tmp_path):
+    writer, segments = StoreWriter(tmp_path, META_OF_TEST), [some_segment(n, VOCAB, TOP_K) for n in range(40)]
+    for segment in segments:
+        writer.add(*segment)
+        writer.flush()
+    before = len(os.listdir("/proc/self/fd"))
+    store = TeacherStore(tmp_path, "--cache")
+    assert all(len(whole(store, key).ids) == len(rows.ids) for key, rows in segments)
+    assert len(store.shards) == 40 and len(os.listdir("/proc/self/fd")) < before + 10
+
+
 def test_a_missing_shard(cache):
     next(cache.glob("*.safetensors")).unlink()
     with pytest.raises(MkdCacheError, match="is missing"):
@@ -216,7 +227,7 @@ def test_a_flipped_byte(cache):
     whole(store, shard.keys[0].tobytes())
 
 
-@pytest.mark.parametrize("place", [9, 7, 4, 0], ids=["name", "huge", "large", "small"])
+@pytest.mark.parametrize("place", [9, 7, 4, 0, 114, 200], ids=["name", "huge", "large", "small", "shape", "offsets"])
 def test_a_flipped_byte_in_the_header(cache, place):
     """Also where it says how long the header is."""
     flip(next(cache.glob("*.safetensors")), place)
