@@ -1,10 +1,14 @@
-"""The table and the picture of evaluate.py's numbers.
+"""What the trainings of run.sh have come to: a table in markdown and a picture.
 
-python examples/sparse_teachers/draw.py runs/sparse_teachers/quality.json --out quality.png
+    python examples/sparse_teachers/draw.py runs/sparse_teachers --out quality.png
+
+Numbers are those of the last evaluation, on held-out pages: cross-entropy, and how often student and teacher would say
+the same next token, which a cache of draws does not tell.
 """
 
 import argparse
 import json
+import math
 from pathlib import Path
 
 import matplotlib
@@ -12,52 +16,70 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-SERIES = {"top": "K most probable and one bucket for the others", "renormalize": "K most probable, renormalized",
-          "sampled": "K draws"}  # fmt: skip
-COLOURS = ("#0072B2", "#D55E00", "#009E73")
+SERIES = {
+    "sampled": "K draws",
+    "top": "K most probable, the others in a bucket",
+    "renormalize": "K most probable, renormalized",
+}
+COLOURS = ("#009E73", "#0072B2", "#D55E00")
 """Told apart with any colour vision: Okabe and Ito, "Color Universal Design" (2008)."""
-PANELS = {"kl": "KL(teacher || student), nats a token", "ce": "Cross-entropy, nats a token",
-          "agreement": "Same most probable token"}  # fmt: skip
 
 
-def series(rows: dict[str, dict], prefix: str) -> tuple[list[int], list[dict]]:
-    """K and rows of one kind, by K."""
-    found = sorted((int(name.rsplit("_", 1)[1]), row) for name, row in rows.items() if name.startswith(prefix + "_"))
-    return [k for k, _ in found], [row for _, row in found]
+def last_evaluations(runs: Path) -> dict[str, dict]:
+    """The last line with an evaluation of each training that has come to its end."""
+    found = {}
+    for file in sorted(runs.glob("*/metrics.jsonl")):
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        evaluations = [line for line in lines if "valid_ce" in line]
+        if evaluations and evaluations[-1]["iteration"] > 0:
+            found[file.parent.name] = evaluations[-1]
+    return found
+
+
+def series(rows: dict[str, dict], prefix: str) -> list[tuple[int, dict]]:
+    """(K, row) of one kind, by K."""
+    found = ((int(name.rsplit("_", 1)[1]), row) for name, row in rows.items() if name.startswith(f"{prefix}_"))
+    return sorted(found, key=lambda item: item[0])
 
 
 def draw(rows: dict[str, dict], out: Path) -> None:
-    """A panel for each measure."""
-    figure, axes = plt.subplots(1, len(PANELS), figsize=(13, 4.2), layout="constrained")
-    for axis, (name, title) in zip(axes, PANELS.items(), strict=True):
-        for (prefix, label), colour in zip(SERIES.items(), COLOURS, strict=True):
-            k, found = series(rows, prefix)
-            axis.plot(k, [row[name] for row in found], marker="o", color=colour, label=label)
-        axis.axhline(rows["full"][name], color="black", linewidth=1.2, label="whole distribution")
-        axis.axhline(rows["ce"][name], color="grey", linewidth=1.2, linestyle="--", label="no teacher (cross-entropy)")
+    """Held-out cross-entropy against K; renormalized rows lie far above, and get a panel of their own."""
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained", width_ratios=(3, 2))
+    for axis, kinds in zip(axes, (("sampled", "top"), ("sampled", "top", "renormalize")), strict=True):
+        for kind in kinds:
+            points = series(rows, kind)
+            colour = COLOURS[list(SERIES).index(kind)]
+            values = [row["valid_ce"] for _, row in points]
+            axis.plot([k for k, _ in points], values, marker="o", color=colour, label=SERIES[kind])
+        axis.axhline(rows["full"]["valid_ce"], color="black", linewidth=1.2, label="whole distribution")
         axis.set_xscale("log", base=4)
-        axis.set(title=title, xlabel="K")
+        axis.set_xticks(ticks := [1, 4, 16, 64, 256], [str(k) for k in ticks])
+        axis.set(xlabel="K, tokens or draws kept", ylabel="held-out cross-entropy, nats a token")
         axis.grid(alpha=0.3)
-    axes[0].set_yscale("log")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
-    figure.savefig(out, dpi=130)
+    axes[1].axhline(rows["ce"]["valid_ce"], color="grey", linewidth=1.2, linestyle="--", label="text alone, no teacher")
+    figure.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    figure.savefig(out, dpi=110)
 
 
 def table(rows: dict[str, dict]) -> str:
     """In markdown."""
-    lines = ["| learns from | KL to the teacher | cross-entropy | same token |", "|---|---|---|---|"]
-    for name, row in rows.items():
-        lines.append(f"| {name.replace('_', ' ')} | {row['kl']:.4f} | {row['ce']:.4f} | {row['agreement']:.1%} |")
+    lines = ["| learns from | K | held-out CE | perplexity | same token |", "|---|---|---|---|---|"]
+    named = [(kind, k, row) for kind in SERIES for k, row in series(rows, kind)]
+    whole = [(label, "", rows[name]) for name, label in (("full", "whole distribution"), ("ce", "text alone"))]
+    for kind, k, row in (*whole, *named):
+        agreement = f"{row['valid_agreement']:.1%}" if row.get("valid_agreement") is not None else ""
+        ce = row["valid_ce"]
+        lines.append(f"| {SERIES.get(kind, kind)} | {k} | {ce:.3f} | {math.exp(ce):,.1f} | {agreement} |")
     return "\n".join(lines)
 
 
 def main() -> None:
     """Run the script."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("quality", type=Path)
+    parser.add_argument("runs", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    rows = json.loads(args.quality.read_text())["rows"]
+    rows = last_evaluations(args.runs)
     draw(rows, args.out)
     print(table(rows))
 

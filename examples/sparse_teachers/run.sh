@@ -36,7 +36,7 @@ export FLAGS="--kd-student-hf $STUDENT
     --train-data-path $RUNS/data/train_text_document --valid-data-path $RUNS/data/valid_text_document
     --seq-length 256 --micro-batch-size 16 --global-batch-size 16 --train-iters $STEPS --seed 1
     --lr 1e-3 --min-lr 5e-5 --lr-decay-style cosine --lr-warmup-iters $((STEPS / 20)) --weight-decay 0.01 --adam-beta2 0.95
-    --clip-grad 1.0 --eval-interval $STEPS --eval-iters 1 --log-interval 50 ${PRECISION:-}"
+    --clip-grad 1.0 --eval-interval $STEPS --eval-iters ${EVAL_ITERS:-1} --log-interval 50 ${PRECISION:-}"
 
 cache() {  # cache DRAWS
     local folder=$RUNS/cache_sampled_$1
@@ -56,8 +56,8 @@ train() {  # train NAME, such as full, top_16, renormalize_16, sampled_16 or ce
     esac
     rm -rf "$out"; mkdir -p "$out"
     # shellcheck disable=SC2086
-    if ! torchrun --standalone --nproc-per-node 1 pretrain_kd.py "${teacher[@]}" $FLAGS --save "$out" \
-        --save-interval "$STEPS" --kd-save-hf-interval "$STEPS" > "$out.txt" 2>&1; then
+    if ! torchrun --standalone --nproc-per-node 1 pretrain_kd.py "${teacher[@]}" $FLAGS \
+        --kd-metrics-file "$out/metrics.jsonl" > "$out.txt" 2>&1; then
         tail -n 20 "$out.txt" >&2
         return 1
     fi
@@ -74,6 +74,4 @@ for k in $KS; do
 done
 printf '%s\n' "${names[@]}" | xargs -P "$JOBS" -I{} bash -c 'set -euo pipefail; train {}'
 
-python examples/sparse_teachers/evaluate.py --teacher "$TEACHER" --start "$STUDENT" --runs "$RUNS" --text "$RUNS/data/valid.jsonl" \
-    --out "$RUNS/quality.json"
-python examples/sparse_teachers/draw.py "$RUNS/quality.json" --out "$RUNS/quality.png"
+python examples/sparse_teachers/draw.py "$RUNS" --out "$RUNS/quality.png"
