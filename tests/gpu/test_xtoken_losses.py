@@ -1,5 +1,7 @@
 """Losses between tokenizers on a GPU: Triton's kernels, and half precision beside eager torch in the same dtype."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -117,7 +119,10 @@ def test_half_precision(kind: str, divergence: str, temperature: float, dtype: t
     truth = text.by_definition(kind, spec, torch.float64)
     eager = text.by_definition(kind, spec, dtype)
     for name, actual, wanted, theirs in zip(NAMES, text.by_mkd(kind, spec), truth, eager, strict=True):
-        assert norm_error(actual, wanted) <= HALF_FACTOR * norm_error(theirs, wanted), name
+        allowed = norm_error(theirs, wanted)
+        if not math.isfinite(allowed):  # eager torch's fp16 has overflowed
+            allowed = torch.finfo(dtype).eps
+        assert norm_error(actual, wanted) <= HALF_FACTOR * allowed, name
 
 
 @every_kind
