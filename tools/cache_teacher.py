@@ -227,7 +227,10 @@ def main(argv: list[str] | None = None) -> None:
     """
     words = sys.argv[1:] if argv is None else argv
     split = words.index("--") if "--" in words else len(words)
-    args = parser_of_commands().parse_args(words[:split])
+    parser = parser_of_commands()
+    args, others = parser.parse_known_args(words[:split])
+    if others:
+        parser.error(f"unrecognized arguments: {' '.join(others)} (flags of pretrain_kd.py stand behind --)")
     args.run(args, words[split + 1 :])
 
 

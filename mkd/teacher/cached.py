@@ -77,7 +77,7 @@ class CachedTeacher:
             lookups = [Lookup.of(batch, self._answers.store) for batch in batches]
             missing = [segment for lookup in lookups for segment in lookup.missing]
             if missing and not self._tolerant:
-                raise MkdCacheError(self._text(missing))
+                raise MkdCacheError(self._text(missing, batches, upcoming.evaluating))
             if self._reads:
                 self._collect(lookups, upcoming.evaluating)
         except MkdCacheError as error:
@@ -87,12 +87,15 @@ class CachedTeacher:
             self._look_ahead(upcoming)
         return [lookup.batch for lookup in lookups]
 
-    def _text(self, missing: Sequence[Missing]) -> str:
-        store, others = self._answers.store, len(missing) - 1
+    def _text(self, missing: Sequence[Missing], batches: Sequence[KDBatch], evaluating: bool) -> str:
+        store, others, batch = self._answers.store, len(missing) - 1, batches[missing[0].microbatch]
+        row_length = batch.tokens.shape[1] if batch.packed is None else self._row_length
+        step = "step of an evaluation" if evaluating else "step"
         return (
-            f"{store.flag} {store.folder} does not have {missing[0].text(self._row_length)}"
-            + (f", nor {others} more of this step" if others else "")
-            + ": write this data too (tools/cache_teacher.py), or give --kd-cache-missing ce_only"
+            f"{store.flag} {store.folder} does not have {missing[0].text(row_length)}"
+            + (f", nor {others} more of this {step}" if others else f" of this {step}")
+            + f": write this data too (tools/cache_teacher.py{', with more --eval-iters' * evaluating}), or give "
+            "--kd-cache-missing ce_only"
         )
 
     def _collect(self, lookups: Sequence[Lookup], evaluating: bool) -> None:

@@ -160,6 +160,12 @@ def test_refused_folders(
         attempt({**own, "out": job.root / own["out"]}, changes)
 
 
+def test_flags_of_the_training_stand_behind_two_dashes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cache_teacher.main(["write", "--out", "never", "--top-k", "8", "--kd-teacher-hf", "x"])
+    assert "--kd-teacher-hf x (flags of pretrain_kd.py stand behind --)" in capsys.readouterr().err
+
+
 @pytest.fixture
 def caches(tmp_path: Path) -> list[Path]:
     """Two with a segment in common, and one of another teacher."""

@@ -142,9 +142,12 @@ def test_missing_texts(job: SmallJob, cache: Path, tmp_path: Path) -> None:
 
 
 def test_an_evaluation_of_which_nothing_is_stored(job: SmallJob, tmp_path: Path) -> None:
-    """It says so, and reports no means over no token."""
+    """It says so, and reports no means over no token. Where that is an error, it says that an evaluation lacks it."""
     changes = {"--kd-cache-missing": "ce_only", "--train-iters": 1, "--kd-metrics-file": tmp_path / "metrics.jsonl"}
-    result = run(job.flags(from_cache(small_cache(job, tmp_path / "cache"), changes)))
+    folder = small_cache(job, tmp_path / "cache")
+    strict = run(job.flags(from_cache(folder)))
+    assert "of this step of an evaluation: write this data too (tools/cache_teacher.py, with more" in strict.errors
+    result = run(job.flags(from_cache(folder, changes)))
     assert result.status == 0, result.errors[-6000:]
     assert "the cache has nothing of the first validation micro-batch" in result.output
     lines = [line for line in result.metrics if "valid_ce" in line]
