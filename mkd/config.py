@@ -53,7 +53,8 @@ class KDConfig:
 
     teachers_mode: TeachersMode = "sum"
     """What several teachers are together. sum: their divergences are added up. averaged_logits: one teacher with the
-    weighted mean of their logits, which needs one tokenizer and vocabulary."""
+    weighted mean of their logits, which needs one tokenizer and vocabulary. select: each text is taught by the one
+    that has the lowest cross-entropy on it."""
 
     teacher_load: str | None = None
     """Teacher: a Megatron checkpoint folder (torch_dist). Its architecture is read from the arguments stored in it.
@@ -382,6 +383,8 @@ class KDConfig:
     def weights_of_teachers(self) -> tuple[float, ...]:
         """Of each teacher, in the order of --kd-teacher-hf."""
         count = 1 if self.teacher_hf is None else len(self.teacher_hf)
+        if self.teachers_mode == "select":
+            return (1.0,) * count
         return (1.0 / count,) * count if self.teacher_weights is None else tuple(self.teacher_weights)
 
     def _check_hidden_loss(self) -> None:

@@ -25,6 +25,11 @@ def check_teachers(count: int, weights: Sequence[float] | None, mode: str, hidde
                 "out, or name more folders in --kd-teacher-hf"
             )
         return
+    if weights is not None and mode == "select":
+        raise MkdConfigError(
+            f"--kd-teacher-weights are {' '.join(f'{w:g}' for w in weights)}, but --kd-teachers-mode select lets one "
+            "teacher teach each text, with weight 1: leave them out"
+        )
     if weights is not None and (len(weights) != count or not all(math.isfinite(w) and w > 0.0 for w in weights)):
         raise MkdConfigError(
             f"--kd-teacher-weights are {' '.join(f'{w:g}' for w in weights)}; {count} teachers need {count} finite "

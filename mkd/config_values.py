@@ -10,7 +10,7 @@ from mkd.errors import MkdConfigError
 Divergence = Literal["forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl", "tvd"]
 """Divergences between teacher p and student q, both softmax(logits / T)."""
 
-TeachersMode = Literal["sum", "averaged_logits"]
+TeachersMode = Literal["sum", "averaged_logits", "select"]
 """What several teachers are together."""
 
 XTokenLoss = Literal["partition_kl", "p_kl", "gold", "gold_relaxed"]

@@ -1,6 +1,7 @@
 """What is measured beside the losses: in evaluations always, in training steps where --kd-compare-interval asks."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import NamedTuple
 
@@ -28,6 +29,8 @@ CALIBRATION = "calibration"
 """Name of the sums of `calibration_sums` in the report of a micro-batch."""
 COMPARED = ("agreement", "student_entropy", "teacher_entropy")
 """Names of the terms of `comparison_terms`; means over the tokens of the KD mask."""
+_TEXTS_AT_ONCE = 64
+"""Whose sums are one product, of a matrix with as many columns."""
 
 
 class Mean(NamedTuple):
@@ -148,6 +151,14 @@ def calibration_sums(found: Comparison, kd_mask: Tensor) -> Tensor | None:
     bins = (values[:, 1] * BINS).long().clamp(0, BINS - 1)
     # A product, because adding to places is done in no fixed order on GPUs.
     return torch.nn.functional.one_hot(bins, BINS).double().t() @ values
+
+
+def sums_of_texts(values: Sequence[Tensor], text: Tensor, texts: int) -> Tensor:
+    """[k, texts] float64: sums of each of k values [b, s] over the tokens of each text (`KDBatch.text`), in an order
+    that is always the same."""
+    rows, place = torch.stack([value.double().flatten() for value in values]), text.flatten()[:, None]
+    blocks = torch.arange(texts, device=text.device).split(_TEXTS_AT_ONCE)
+    return torch.cat([rows @ (place == block).double() for block in blocks], dim=1)
 
 
 def calibration_table(sums: Tensor) -> dict[str, list[float | None]]:

@@ -16,7 +16,7 @@ from mkd.job_xtoken import CrossTokenizers
 from mkd.models.gpt import gpt_config
 from mkd.teacher.base import Teacher
 from mkd.teacher.online import OnlineTeacher
-from mkd.teacher.several import AveragedTeachers, SeveralTeachers
+from mkd.teacher.several import AveragedTeachers, SelectingTeachers, SeveralTeachers
 
 
 class JobTeacher(Protocol):
@@ -162,8 +162,10 @@ class SeveralModels:
         """See `job_teacher`.
 
         Raises:
-            MkdConfigError: as a single teacher; or their logits cannot be averaged.
+            MkdConfigError: as a single teacher; or their logits cannot be averaged, or their CE not compared.
         """
+        if kd.teachers_mode == "select" and cross is not None:
+            cross.require_bytes()
         if kd.teachers_mode == "averaged_logits" and cross is not None:
             raise MkdConfigError(
                 "--kd-teachers-mode averaged_logits needs teachers with the student's tokenizer: give sum, "
@@ -176,6 +178,8 @@ class SeveralModels:
         return cls(source, teachers, kd)
 
     def __str__(self) -> str:
+        if self.kd.teachers_mode == "select":
+            return "for each text the best of " + "; ".join(map(str, self.teachers))
         listed = zip(self.kd.weights_of_teachers, self.teachers, strict=True)
         return f"{self.kd.teachers_mode} of " + "; ".join(f"{weight:g} x {teacher}" for weight, teacher in listed)
 
@@ -196,7 +200,8 @@ class SeveralModels:
 
     def build(self, groups: Groups) -> SeveralTeachers:
         """See `JobTeacher`."""
-        kind = AveragedTeachers if self.kd.teachers_mode == "averaged_logits" else SeveralTeachers
+        kinds = {"sum": SeveralTeachers, "averaged_logits": AveragedTeachers, "select": SelectingTeachers}
+        kind = kinds[self.kd.teachers_mode]
         return kind(tuple(teacher.build(groups) for teacher in self.teachers), self.kd.weights_of_teachers)
 
 

@@ -118,6 +118,15 @@ class CrossTokenizers:
             found.append(CrossSetting(self.vocabulary(side, groups), None if lengths is None else lengths.to("cuda")))
         return tuple(found)
 
+    def require_bytes(self) -> None:
+        """Raise MkdConfigError unless every tokenizer tells the bytes of its tokens."""
+        for folder, tokenizer in zip(self.encoder.folders, self.encoder.tokenizers, strict=True):
+            if byte_lengths(tokenizer.tokenizer) is None:
+                raise MkdConfigError(
+                    "--kd-teachers-mode is select, which compares teachers with different tokenizers by nats per byte, "
+                    f"but the tokenizer of {folder} does not tell the bytes of a token: give sum"
+                )
+
     def __str__(self) -> str:
         parts = []
         for source, projection, length in zip(self.sources, self.projections, self.row_lengths, strict=True):

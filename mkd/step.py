@@ -19,6 +19,7 @@ from mkd.hidden_layers import LayersOfMicrobatch
 from mkd.losses import LossOptions
 from mkd.losses.sparse import Tail
 from mkd.models.gpt import finish_parameter_sync, logit_scale
+from mkd.selection import Selection
 from mkd.teacher.base import HiddenSignal, SeveralSignals, TeacherSignal
 from mkd.terms import ChunkTerm, CrossSetting, Setting, Student, Term, TokenTerm, cross_entropy
 
@@ -149,6 +150,7 @@ class _HeadLoss:
         signals = SeveralSignals.of(signal)
         self._terms = [owner.term(step.batch, one) for one in signals.signals]
         self._shares = signals.weights
+        self._selecting = signals.selecting
         self._means: dict[str, Mean] = {}
         self._total: Tensor | None = None
         self._calibration: Tensor | None = None
@@ -178,6 +180,8 @@ class _HeadLoss:
             sequence_parallel=config.sequence_parallel,
             upstream=_loss_scale(config, hidden_states.device),
         )
+        if self._selecting:
+            self._select(student.sequence_parallel)
         loss = self._losses(student)
         objective = self._step.objective
         self._total = self._evaluated() if objective.evaluating else loss
@@ -191,6 +195,13 @@ class _HeadLoss:
                 self._add(suffix, means)
                 self._calibration = calibration
         return loss
+
+    def _select(self, sequence_parallel: bool) -> None:
+        """Leave each text to one teacher."""
+        groups = self._owner.groups
+        selection = Selection.of(self._terms, self._step.batch, groups, sequence_parallel)
+        self._terms = [term.teaching(selection.taught_by(number)) for number, term in enumerate(self._terms)]
+        self._means |= selection.shares(self._step.tokens, groups)
 
     def _losses(self, student: Student) -> Tensor:
         """The sum over all teachers, CE with the first; its parts go to the means."""

@@ -1,6 +1,6 @@
 """What one teacher adds to the loss of a microbatch: a class for each kind of signal."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +18,7 @@ from mkd.evaluation import (
     judged_by,
     rows_of,
     sparse_rows,
+    sums_of_texts,
     teacher_cross_entropy,
 )
 from mkd.groups import Groups
@@ -110,6 +111,17 @@ class Term(Protocol):
         """Scalar that is not finite if what the teacher says of a distilled token of this rank is not."""
         ...
 
+    def sums_of_texts(self, texts: int, sequence_parallel: bool) -> Tensor:
+        """[2, texts] float64 of this rank's supervised tokens in each text: the teacher's CE in nats, and their number.
+
+        Where a teacher of the run has another tokenizer: of those tokens that are text, and their bytes.
+        """
+        ...
+
+    def teaching(self, taught: Tensor) -> "Term":
+        """The term with no divergence but on some texts ([texts] fp32, 1 or 0); what it is a mean over stays."""
+        ...
+
 
 def cross_entropy(student: Student, batch: KDBatch, ce_weight: Tensor, spec: LossSpec, setting: Setting) -> LossOutput:
     """Without a teacher."""
@@ -144,6 +156,8 @@ class TokenTerm:
     setting: Setting
     batch: KDBatch
     signal: TeacherSignal
+    taught: Tensor | None = None
+    """[texts] fp32, 1 for texts that this teacher teaches and 0 for others; None: it teaches all."""
 
     def scale(self, tokens: StepTokens) -> Tensor:
         """See `Term`, as of the methods below."""
@@ -151,7 +165,7 @@ class TokenTerm:
 
     def loss(self, student: Student, ce_weight: Tensor | None, factor: Tensor | float, spec: LossSpec) -> LossOutput:
         signal, common = self.signal, _common(student, spec, self.setting)
-        rows = (rows_of(self.batch.labels), ce_weight, factor * rows_of(self.batch.kd_mask))
+        rows = (rows_of(self.batch.labels), ce_weight, factor * rows_of(self._kd_mask))
         student_map = LogitMap(scale=student.logit_scale)
         if isinstance(signal, TopKSignal) or self.setting.top_k is not None:
             teacher = self._sparse(spec.temperature, student.sequence_parallel)
@@ -181,13 +195,38 @@ class TokenTerm:
         return SparseTeacher(found.ids, found.logits, found.lse[0], found.tail_lse[0], temperature)
 
     def divergence(self, output: LossOutput, tokens: StepTokens) -> Mean:
-        return Mean.of(self._by_token(output.kd), self.batch.kd_mask, tokens.kd)
+        total = (self._by_token(output.kd) * self._kd_mask).sum()
+        return Mean(total, self.batch.kd_mask.sum(), tokens.kd)
+
+    @property
+    def _kd_mask(self) -> Tensor:
+        """[b, s] of the tokens that this teacher teaches."""
+        mask = self.batch.kd_mask
+        return mask if self.taught is None else mask * self.taught[self.batch.text.clamp(min=0)]
+
+    def teaching(self, taught: Tensor) -> "TokenTerm":
+        return replace(self, taught=taught)
+
+    def sums_of_texts(self, texts: int, sequence_parallel: bool) -> Tensor:
+        setting = self.setting
+        return _nats_and_units(
+            self._cross_entropy(self.batch, sequence_parallel),
+            self.batch,
+            texts,
+            _known(setting.byte_lengths) if setting.cross else None,
+        )
 
     def teacher(self, sequence_parallel: bool) -> dict[str, Mean]:
         if isinstance(self.signal, TopKSignal) and self.signal.label_log_prob is None:
             return {}
         batch = judged_by(self.signal, self.batch)
-        ce = teacher_cross_entropy(
+        ce = self._cross_entropy(batch, sequence_parallel)
+        bits = bits_per_byte("teacher_", ce, batch, self.setting.byte_lengths)
+        return {"teacher_ce": Mean.of(ce, batch.ce_mask, None), **bits}
+
+    def _cross_entropy(self, batch: KDBatch, sequence_parallel: bool) -> Tensor:
+        """[b, s] of the teacher."""
+        return teacher_cross_entropy(
             self.signal,
             batch,
             true_vocab=self.setting.true_vocab,
@@ -195,8 +234,6 @@ class TokenTerm:
             sequence_parallel=sequence_parallel,
             options=self.setting.options,
         )
-        bits = bits_per_byte("teacher_", ce, batch, self.setting.byte_lengths)
-        return {"teacher_ce": Mean.of(ce, batch.ce_mask, None), **bits}
 
     def comparison(
         self, student: Student, tokens: StepTokens, calibrates: bool
@@ -232,6 +269,8 @@ class ChunkTerm:
     setting: Setting
     batch: KDBatch
     signal: HiddenSignal
+    taught: Tensor | None = None
+    """See `TokenTerm`."""
 
     @property
     def _other(self) -> OtherSide:
@@ -256,7 +295,7 @@ class ChunkTerm:
             rows_of(self.batch.labels),
             ce_weight,
             rows_of(other.batch.labels),
-            ChunkRows(*rows, weight=factor * torch.ones(other.chunks, device=student.hidden.device)),
+            ChunkRows(*rows, weight=factor * self._of_chunks),
             kind=vocabulary.kind,
             vocabulary=vocabulary,
             spec=spec,
@@ -271,9 +310,31 @@ class ChunkTerm:
     def divergence(self, output: LossOutput, tokens: StepTokens) -> Mean:
         # Of a chunk on several context-parallel ranks one has the divergence; all know how many there are.
         count = self._other.chunks if self.setting.groups.cp.rank() == 0 else 0
-        return Mean(output.kd.sum(), torch.full_like(output.kd.sum(), count), tokens.chunks[self.signal.side])
+        total = (output.kd * self._of_chunks).sum()
+        return Mean(total, torch.full_like(total, count), tokens.chunks[self.signal.side])
+
+    @property
+    def _of_chunks(self) -> Tensor:
+        """[chunks] fp32, 1 for those that this teacher teaches and 0 for others."""
+        other, device = self._other, self.signal.hidden.device
+        if self.taught is None:
+            return torch.ones(other.chunks, device=device)
+        return self.taught[other.chunk_text.to(device)]
+
+    def teaching(self, taught: Tensor) -> "ChunkTerm":
+        return replace(self, taught=taught)
+
+    def sums_of_texts(self, texts: int, sequence_parallel: bool) -> Tensor:
+        lengths = _known(self._cross.byte_lengths)
+        return _nats_and_units(self._cross_entropy(sequence_parallel), self._other.batch, texts, lengths)
 
     def teacher(self, sequence_parallel: bool) -> dict[str, Mean]:
+        batch, ce = self._other.batch, self._cross_entropy(sequence_parallel)
+        bits = bits_per_byte("teacher_", ce, batch, self._cross.byte_lengths)
+        return {"teacher_ce": Mean.of(ce, batch.ce_mask, None), **bits}
+
+    def _cross_entropy(self, sequence_parallel: bool) -> Tensor:
+        """[b, t] of the teacher, on its own tokens."""
         batch = self._other.batch
         ce = cross_entropy_in_columns(
             self.signal.hidden.flatten(0, 1),
@@ -286,9 +347,7 @@ class ChunkTerm:
             chunk_rows=self.setting.options.chunk_rows,
             logit_map=LogitMap(scale=self.signal.logit_scale),
         )
-        ce = ce.view(batch.tokens.shape[::-1]).t()
-        bits = bits_per_byte("teacher_", ce, batch, self._cross.byte_lengths)
-        return {"teacher_ce": Mean.of(ce, batch.ce_mask, None), **bits}
+        return ce.view(batch.tokens.shape[::-1]).t()
 
     def comparison(self, student: Student, tokens: StepTokens, calibrates: bool) -> tuple[dict[str, Mean], None]:
         """Different tokens: none is the same."""
@@ -297,6 +356,20 @@ class ChunkTerm:
     def sum_of_teacher(self) -> Tensor:
         counted = (self._other.chunk >= 0).t().to(self.signal.hidden.device)
         return masked_sum(self.signal.hidden, counted, self.setting.groups)
+
+
+def _known(byte_lengths: Tensor | None) -> Tensor:
+    if byte_lengths is None:
+        raise ValueError("texts in several tokenizers are compared by their bytes, which are not known")
+    return byte_lengths
+
+
+def _nats_and_units(ce: Tensor, batch: KDBatch, texts: int, byte_lengths: Tensor | None) -> Tensor:
+    """See `Term.sums_of_texts`; `ce` [b, s] is on the batch's tokens."""
+    units = batch.ce_mask != 0
+    if byte_lengths is not None:
+        units = units * byte_lengths[batch.labels.clamp(0, len(byte_lengths) - 1)]
+    return sums_of_texts([torch.where(units > 0, ce, 0), units], batch.text, texts)
 
 
 def masked_sum(hidden: Tensor, mask: Tensor, groups: Groups) -> Tensor:

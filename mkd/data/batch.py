@@ -16,7 +16,7 @@ from mkd.errors import MkdDataError
 
 OTHERS = "others"
 """Key of the samples in other tokens."""
-_PER_TOKEN = ("tokens", "labels", "ce_mask", "kd_mask", "position_ids", "padding")
+_PER_TOKEN = ("tokens", "labels", "ce_mask", "kd_mask", "position_ids", "padding", "text")
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,9 @@ class KDBatch:
     """The same texts in the tokens of teachers that have other tokenizers, one for each of those."""
     number: int = 0
     """Among the microbatches of its step."""
+    text: Tensor | None = None
+    """[b, s/cp] int64, the number of the text that each token belongs to among those of the whole microbatch, the same
+    on all sides; -1 in padding. None where `with_texts` has not filled it in."""
 
     @classmethod
     def from_sample(cls, sample: Mapping[str, Any], true_vocab: int | None) -> "KDBatch":
@@ -125,6 +128,31 @@ class KDBatch:
                 found.append((key, slice(start, end - padded)))
         return found
 
+    def with_texts(self) -> "KDBatch":
+        """The same whole microbatch, on the host, with the number of each token's and of each chunk's text.
+
+        Raises:
+            MkdDataError: the sides do not have the same number of texts.
+        """
+        text, count = self._numbered()
+        others = []
+        for other in self.others:
+            own, own_count = other.batch._numbered()
+            if own_count != count:
+                raise MkdDataError(f"a microbatch has {count} texts in the student's tokens and {own_count} in others")
+            chunk_text = torch.full((other.chunks,), -1)
+            inside = other.student_chunk >= 0
+            chunk_text[other.student_chunk[inside]] = text[inside]
+            others.append(replace(other, batch=replace(other.batch, text=own), chunk_text=chunk_text))
+        return replace(self, text=text, others=tuple(others))
+
+    def _numbered(self) -> tuple[Tensor, int]:
+        """[b, s] number of each token's text, and how many texts there are."""
+        text, segments = torch.full_like(self.tokens, -1), self.segments()
+        for number, (_, places) in enumerate(segments):
+            text.view(-1)[places] = number
+        return text, len(segments)
+
     def _per_token(self) -> dict[str, Tensor]:
         """The tensors of [b, s/cp] that there are."""
         return {name: value for name in _PER_TOKEN if (value := getattr(self, name)) is not None}
@@ -189,6 +217,8 @@ class OtherSide:
     """[b, t/cp] bool"""
     chunks: int
     """Of the whole microbatch, on every rank."""
+    chunk_text: Tensor | None = None
+    """[chunks] int64, the number of the text that each chunk lies in, on the host; see `KDBatch.with_texts`."""
 
     @classmethod
     def from_sample(cls, sample: Mapping[str, Any], packed: bool) -> "OtherSide":

@@ -62,6 +62,8 @@ class SeveralSignals:
     signals: tuple[HiddenSignal | TopKSignal, ...]
     weights: tuple[float, ...]
     """Of each teacher's divergence in the sum."""
+    selecting: bool = False
+    """Whether each text is taught by the teacher alone that predicts it best."""
 
     @classmethod
     def of(cls, signal: "TeacherSignal | None") -> "SeveralSignals":

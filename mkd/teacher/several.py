@@ -1,7 +1,7 @@
 """Several teachers as one."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -38,6 +38,19 @@ class SeveralTeachers:
     def fingerprint(self) -> str:
         """See `Teacher.fingerprint`."""
         return common_fingerprint([teacher.fingerprint() for teacher in self.teachers])
+
+
+@dataclass(frozen=True)
+class SelectingTeachers(SeveralTeachers):
+    """Teachers of which each text has one: which, the loss decides from what all of them say of it."""
+
+    def prepare(self, batches: Sequence[KDBatch], upcoming: Upcoming) -> list[KDBatch]:
+        """See `Teacher.prepare`; the batches have the numbers of their texts."""
+        return [batch.with_texts() for batch in super().prepare(batches, upcoming)]
+
+    def signals(self, batches: Sequence[KDBatch]) -> list[SeveralSignals]:
+        """See `Teacher.signals`."""
+        return [replace(several, selecting=True) for several in super().signals(batches)]
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from mkd.xtoken.vocabulary import CrossVocabulary
 
 ROW, TEACHER_ROW, MULTIPLE = 24, 32, 8
 VOCAB, TEACHER_VOCAB, TEACHER_PADDED, COMMON = 83, 71, 80, 40
+PAIRS_SEED = 3
 TEXTS = [
     [(24, 30)],
     [(1, 2), (5, 7), (3, 1)],
@@ -68,10 +69,21 @@ def rows(packed: bool, masked: bool = False) -> list[dict]:
     return [_tensors(layout.row(row)) for row in texts]
 
 
+def byte_lengths() -> tuple[torch.Tensor, torch.Tensor]:
+    """[V] bytes of each of the student's and of the teacher's tokens; some are no text."""
+    gen = torch.Generator().manual_seed(4)
+    return tuple(torch.randint(0, 5, (size,), generator=gen) for size in (VOCAB, TEACHER_VOCAB))
+
+
+def common(gen: torch.Generator) -> torch.Tensor:
+    """[COMMON, 2] ids of the tokens that both have."""
+    return torch.stack([torch.randperm(n, generator=gen)[:COMMON] for n in (VOCAB, TEACHER_VOCAB)], dim=1)
+
+
 def vocabulary(kind: XTokenLoss, student_width: int, rank: int, size: int) -> CrossVocabulary:
     """What both vocabularies share: the same on all ranks."""
-    gen = torch.Generator().manual_seed(3)
-    pairs = torch.stack([torch.randperm(n, generator=gen)[:COMMON] for n in (VOCAB, TEACHER_VOCAB)], dim=1)
+    gen = torch.Generator().manual_seed(PAIRS_SEED)
+    pairs = common(gen)
     ids = torch.randint(0, TEACHER_VOCAB, (VOCAB, 3), generator=gen)
     weights = torch.rand(VOCAB, 3, generator=gen)
     ids[:, 1] = (ids[:, 0] + 1) % TEACHER_VOCAB

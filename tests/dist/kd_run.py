@@ -21,6 +21,7 @@ from mkd.losses import LossOptions
 from mkd.schedule import TeacherThenStudent
 from mkd.step import ForwardStep
 from mkd.teacher.online import OnlineTeacher
+from tests.dist import kd_pairs
 from tests.dist.faults import FAULTS
 from tests.dist.kd_samples import ROW, VOCAB, microbatches
 from tests.dist.kd_step import (
@@ -72,6 +73,7 @@ class _Run:
             true_vocab=VOCAB,
             check_finite=False,
             options=options,
+            byte_lengths=kd_pairs.byte_lengths()[0] if models.select else None,
             cross=cross_settings(models, self._groups),
         )
 

@@ -38,7 +38,7 @@ from mkd.schedule import TeacherThenStudent
 from mkd.step import ForwardStep
 from mkd.teacher.cached import CachedTeacher
 from mkd.teacher.online import OnlineTeacher
-from mkd.teacher.several import SeveralTeachers
+from mkd.teacher.several import SelectingTeachers, SeveralTeachers
 from mkd.terms import CrossSetting
 from mkd.xtoken.losses import XTokenLoss
 from tests.dist import kd_pairs
@@ -111,9 +111,13 @@ class Models:
     """Loss from a teacher with another tokenizer; the data must be pairs."""
     mixed: bool = False
     """Whether a teacher with the student's tokenizer teaches beside it."""
+    select: bool = False
+    """Whether each text has one teacher: of the two of `mixed`, or of two with the student's tokenizer."""
     cache: str | None = None
     """Folder with the teacher's answers, which are read instead of running it."""
     cache_missing: Literal["error", "ce_only"] = "error"
+    salt: str = "teacher"
+    """Of the weights of a teacher with the student's tokenizer."""
     teacher_moe: bool = False
     teacher_layers: int = TEACHER["num_layers"]
     aux_loss: float = 0.0
@@ -321,10 +325,13 @@ def build_teacher(layout: Layout, models: Models, groups: Groups) -> OnlineTeach
     sizes = models.teacher
     teacher_layout = replace(layout, vp=1, ep=layout.ep if "num_experts" in sizes else 1)
     if models.xtoken is None:
+        if models.select:
+            each = [build_teacher(layout, replace(models, select=False, salt=salt), groups) for salt in "AB"]
+            return SelectingTeachers(tuple(each), (1.0, 1.0))
         return OnlineTeacher(
             gpt_config(model_arguments(sizes, teacher_layout, tied=models.teacher_is_student and models.tied)),
             groups,
-            load_weights=partial(fill, salt="student" if models.teacher_is_student else "teacher"),
+            load_weights=partial(fill, salt="student" if models.teacher_is_student else models.salt),
             fingerprint="",
             offload=models.offload,
         )
@@ -342,7 +349,9 @@ def build_teacher(layout: Layout, models: Models, groups: Groups) -> OnlineTeach
     )
     if not models.mixed:
         return other
-    same = build_teacher(layout, replace(models, xtoken=None), groups)
+    same = build_teacher(layout, replace(models, xtoken=None, select=False), groups)
+    if models.select:
+        return SelectingTeachers((same, other), (1.0, 1.0))
     return SeveralTeachers((same, other), (0.4, 1.5))
 
 
@@ -351,7 +360,8 @@ def cross_settings(models: Models, groups: Groups) -> tuple[CrossSetting, ...]:
     if models.xtoken is None:
         return ()
     size = groups.tp.size()
-    return (CrossSetting(kd_pairs.vocabulary(models.xtoken, PADDED // size, groups.tp.rank(), size)),)
+    vocabulary = kd_pairs.vocabulary(models.xtoken, PADDED // size, groups.tp.rank(), size)
+    return (CrossSetting(vocabulary, kd_pairs.byte_lengths()[1] if models.select else None),)
 
 
 def build_student(layout: Layout, models: Models, groups: Groups, hooks: Sequence[Callable] = ()) -> list[nn.Module]:

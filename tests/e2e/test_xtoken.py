@@ -97,6 +97,22 @@ def test_two_teachers_with_different_tokenizers(job: SmallJob, tmp_path: Path) -
     assert both["loss"] == pytest.approx(both["kd"], rel=STEP_LOSS)
 
 
+def test_each_text_has_the_teacher_that_predicts_it_best(job: SmallJob, tmp_path: Path) -> None:
+    """One of them has another tokenizer; on two pipeline stages, with an evaluation."""
+    changes = {"--save-interval": None, **FOUR, "--kd-metrics-file": tmp_path / "m.jsonl", "--kd-ratio": 1.0}
+    changes |= {"--kd-teacher-hf": [job.root / "other", job.teacher], "--kd-teachers-mode": "select"}
+    changes |= {"--pipeline-model-parallel-size": 2, "--save-interval": None}
+    result = trained(job, other_teacher(job, **changes), ranks=2)
+    assert "for each text the best of" in result.output
+    lines = [line for line in result.metrics if "kd" in line]
+    assert len(lines) == 4
+    for line in lines:
+        assert line["selected_1"] + line["selected_2"] == pytest.approx(1.0)
+        assert line["kd"] == pytest.approx(line["kd_1"] + line["kd_2"], rel=STEP_LOSS)
+        assert line["loss"] == pytest.approx(line["kd"], rel=STEP_LOSS)
+    assert any("valid_selected_1" in line for line in result.metrics)
+
+
 def test_averaged_logits_of_one_teacher_twice_are_its_own(job: SmallJob, tmp_path: Path) -> None:
     changes = {"--save-interval": None, **FOUR, "--kd-metrics-file": tmp_path / "m.jsonl"}
     once = trained(job, changes)
@@ -119,6 +135,14 @@ def test_averaged_logits_of_one_teacher_twice_are_its_own(job: SmallJob, tmp_pat
         ({"--kd-projection": "wrong"}, "is for another tokenizer of the teacher"),
         ({"--kd-teacher-hf": ["teacher", "other"], "--kd-teachers-mode": "averaged_logits"}, "averaged_logits needs"),
         ({"--kd-teacher-weights": [1.0]}, "are for several teachers"),
+        (
+            {
+                "--kd-teacher-hf": ["teacher", "other"],
+                "--kd-teachers-mode": "select",
+                "--kd-teacher-weights": [1.0, 2.0],
+            },
+            "lets one teacher teach each text",
+        ),
     ],
     ids=lambda value: "" if isinstance(value, str) else " ".join(value),
 )
