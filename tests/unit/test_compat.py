@@ -175,7 +175,7 @@ class Recorder:
 def hooked(monkeypatch: pytest.MonkeyPatch) -> tuple[list, SimpleNamespace]:
     """The calls that happen, and megatron's arguments, with its functions replaced by ones of the same signature."""
     calls: list = []
-    args = SimpleNamespace(iteration=0, do_valid=True)
+    args = SimpleNamespace(iteration=0, do_valid=True, kd_unfinished_evaluation=False)
 
     def stand_in(name: str, act: Callable) -> None:
         signature = inspect.signature(getattr(training, name))
