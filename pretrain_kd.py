@@ -32,6 +32,7 @@ def main() -> None:
 
     from mkd.data.datasets import provider_of
     from mkd.groups import Groups
+    from mkd.guards import FiniteCheck
     from mkd.hooks import Hooks
     from mkd.introduction import introduce_teacher
     from mkd.job import Job
@@ -51,7 +52,8 @@ def main() -> None:
     groups = Groups.from_megatron()
     datasets = job.data.sets()
     teacher = job.build_teacher(groups)
-    step = job.forward_step(groups)
+    finite = FiniteCheck() if args.check_for_nan_in_loss_and_grad else None
+    step = job.forward_step(groups, finite)
     if teacher is not None:
         introduce_teacher(teacher, datasets[1] or datasets[0], groups, job, step)
     record(job)
@@ -68,7 +70,8 @@ def main() -> None:
     )
     # pretrain initializes once more, which also sets the seeds as if there were no teacher.
     destroy_rerun_state_machine()
-    compat.install_training_hooks(Hooks(job, schedule, job.metrics()))
+    compat.install_training_hooks(Hooks(job, schedule, job.metrics(), finite))
+    args.check_for_nan_in_loss_and_grad = False  # megatron would stop the one rank that finds something first
     install_saving(args, job.kd)
     pretrain(
         pretrain_cfg_container_from_args(args, job.student_config),
@@ -79,7 +82,8 @@ def main() -> None:
     )
 
 
-if __name__ == "__main__":
+def run() -> None:
+    """As a command: what a user can mend is told in one line, and the exit status is 1."""
     try:
         be_a_rank()
         main()
@@ -89,3 +93,7 @@ if __name__ == "__main__":
             time.sleep(3)
         print(f"pretrain_kd.py: error: {error}", file=sys.stderr, flush=True)
         sys.exit(1)
+
+
+if __name__ == "__main__":
+    run()

@@ -28,6 +28,10 @@ class MkdCacheError(MkdError):
     """A cache of teacher signals, or a projection, that is missing, torn or of another teacher or tokenizer."""
 
 
+class MkdNumericError(MkdError):
+    """Numbers that are not finite, in what a model computes."""
+
+
 def exit_status(command: Callable[[], object]) -> int:
     """Run a tool's command: its exit status is 0, or 1 after a user's error, told in one line on stderr."""
     try:

@@ -11,6 +11,7 @@ from torch import Tensor
 from mkd import balance
 from mkd.data.counts import TextSize
 from mkd.evaluation import CALIBRATION, calibration_table
+from mkd.guards import FiniteCheck
 from mkd.job import Job
 from mkd.metrics import MetricsLog, Step
 from mkd.schedule import TeacherThenStudent
@@ -19,10 +20,13 @@ from mkd.schedule import TeacherThenStudent
 class Hooks:
     """The schedule and the metrics."""
 
-    def __init__(self, job: Job, schedule: TeacherThenStudent, log: MetricsLog) -> None:
-        self._job, self._schedule, self._log = job, schedule, log
+    def __init__(
+        self, job: Job, schedule: TeacherThenStudent, log: MetricsLog, finite: FiniteCheck | None = None
+    ) -> None:
+        self._job, self._schedule, self._log, self._finite = job, schedule, log, finite
         self._calibration: Tensor | None = None
         self._text: Tensor | None = None
+        self._iteration: int | None = None
         self.before_training = log.start
 
     def around(self, schedule: Callable) -> Callable:
@@ -33,6 +37,11 @@ class Hooks:
             if not forward_only:
                 self._log.step_begins()
             reports = run(forward_only=forward_only, **options)
+            if self._finite is not None:
+                chunks = options["model"] if isinstance(options["model"], list) else [options["model"]]
+                if not forward_only:
+                    self._iteration = self._job.args.curr_iteration + 1
+                self._finite.after_pass(chunks, self._iteration or self._job.args.iteration, forward_only)
             self._collect(reports)
             if not forward_only:
                 self._text = self._schedule.record.text.summed(self._schedule.groups.dp)

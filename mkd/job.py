@@ -23,6 +23,7 @@ from mkd.errors import MkdConfigError
 from mkd.flag_checks import check_layer_pairs, check_top_k, check_transformer_engine
 from mkd.flops import FlopCounter, peak_tflops
 from mkd.groups import Groups
+from mkd.guards import FiniteCheck
 from mkd.hidden_layers import HiddenLayers
 from mkd.job_data import JobData, hash_of_tokenizer
 from mkd.job_teacher import JobTeacher, job_teacher, teacher_source
@@ -141,12 +142,12 @@ class Job:
     def data(self) -> JobData:
         return JobData(self.args, self.kd, self.true_vocab, self.cross)
 
-    def forward_step(self, groups: Groups) -> ForwardStep:
-        """How a microbatch becomes a loss on this rank."""
+    def forward_step(self, groups: Groups, finite: FiniteCheck | None) -> ForwardStep:
+        """How a microbatch becomes a loss on this rank; `finite` is told what must be finite."""
         return ForwardStep(
             groups,
             self.true_vocab,
-            check_finite=self.args.check_for_nan_in_loss_and_grad,
+            finite=finite,
             options=self.loss_options,
             top_k=self.kd.top_k,
             top_k_tail=self.kd.top_k_tail,

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
@@ -15,6 +14,7 @@ from mkd.data.batch import KDBatch
 from mkd.data.counts import StepTokens
 from mkd.evaluation import CALIBRATION, Mean, bits_per_byte, rows_of
 from mkd.groups import Groups
+from mkd.guards import CE, KD, TEACHER, FiniteCheck
 from mkd.hidden_layers import LayersOfMicrobatch
 from mkd.losses import LossOptions
 from mkd.losses.sparse import Tail
@@ -22,6 +22,9 @@ from mkd.models.gpt import finish_parameter_sync, logit_scale
 from mkd.selection import Selection
 from mkd.teacher.base import HiddenSignal, SeveralSignals, TeacherSignal
 from mkd.terms import ChunkTerm, CrossSetting, Setting, Student, Term, TokenTerm, cross_entropy
+
+_SOURCES = {"ce": CE, "kd": KD}
+"""What the means are called in an error message."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +63,8 @@ class ForwardStep:
 
     groups: Groups
     true_vocab: int
-    check_finite: bool
-    """Whether a loss that is not finite stops the run before the optimizer step."""
+    finite: FiniteCheck | None = None
+    """Is told what must be finite; None: nothing must."""
     options: LossOptions = LossOptions()  # noqa: RUF009
     """How the losses are computed."""
     top_k: int | None = None
@@ -122,10 +125,11 @@ class ForwardStep:
         self, step: StepInput, means: dict[str, Mean], loss: Tensor, total: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Megatron's (loss sum, token count, {name: [sum, count]}); `total` is what is reported as the loss."""
-        if self.check_finite:
-            for name, value in {"loss": total, **{name: mean.total for name, mean in means.items()}}.items():
-                _require_finite(name, value)
         batch = step.batch
+        if self.finite is not None:
+            for name, mean in means.items():
+                self.finite.note(_SOURCES.get(name, name), mean.total, batch)
+            self.finite.note("the loss", total, batch)
         divisor = batch.ce_mask.sum() if step.tokens is None else step.tokens.divisor(batch)
         report = {"loss": torch.stack([total.detach(), divisor])}
         for name, mean in means.items():
@@ -262,9 +266,10 @@ class _HeadLoss:
 
     def report(self, loss: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """What the schedule asks for after the last stage's forward pass."""
-        if self._owner.check_finite:
-            for term in self._terms:
-                _require_finite("the teacher's final hidden states", term.sum_of_teacher())
+        if self._owner.finite is not None:
+            for number, term in enumerate(self._terms):
+                which = f" (teacher {number + 1})" if len(self._terms) > 1 else ""
+                self._owner.finite.note(TEACHER + which, term.sum_of_teacher(), self._step.batch)
         total = loss if self._total is None else self._total
         loss, divisor, report = self._owner.report(self._step, self._means, loss, total)
         if self._calibration is not None:
@@ -275,16 +280,3 @@ class _HeadLoss:
 def _loss_scale(config: Any, device: torch.device) -> Tensor | float:
     """The gradient that megatron's backward pass gives to the loss of a microbatch."""
     return 1.0 if config.grad_scale_func is None else config.grad_scale_func(torch.ones((), device=device)).reshape(())
-
-
-def _require_finite(name: str, value: Tensor) -> None:
-    """Have megatron's rerun machine stop the run, or find the faulty device, when a sum is NaN or infinite."""
-    machine = get_rerun_state_machine()
-    for reject, what in ((torch.isnan, "NaN"), (torch.isinf, "infinity")):
-        machine.validate_result(
-            result=value.detach(),
-            rejection_func=reject,
-            message=f"found {what} in {name}",
-            tolerance=0.0,
-            fatal=True,
-        )

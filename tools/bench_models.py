@@ -207,9 +207,7 @@ class MegatronModels:
         vocab = self.args.vocab
         schedule = TeacherThenStudent(kd, self.groups, teacher, vocab, current_iteration=lambda: 0)
         forward_backward = schedule.around(get_forward_backward_func(pp_size=1, vp_size=None))
-        forward = ForwardStep(
-            self.groups, true_vocab=vocab, check_finite=False, options=LossOptions(self.args.chunk_rows)
-        )
+        forward = ForwardStep(self.groups, true_vocab=vocab, options=LossOptions(self.args.chunk_rows))
 
         def run() -> None:
             forward_backward(

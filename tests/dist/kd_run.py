@@ -71,7 +71,6 @@ class _Run:
         self._step = ForwardStep(
             self._groups,
             true_vocab=VOCAB,
-            check_finite=False,
             options=options,
             byte_lengths=kd_pairs.byte_lengths()[0] if models.select else None,
             cross=cross_settings(models, self._groups),

@@ -301,9 +301,7 @@ def _kd_step(layout: Layout, models: Models) -> dict[str, Any]:
     batches = microbatches(models.data, layout.cp, layout.mbs, groups.dp.rank(), groups.dp.size(), models.masks)
     iterator = iter(batches)
     reports = run(
-        forward_step_func=ForwardStep(
-            groups, true_vocab=VOCAB, check_finite=False, options=LossOptions(chunk_rows=5), top_k=models.top_k
-        ),
+        forward_step_func=ForwardStep(groups, true_vocab=VOCAB, options=LossOptions(chunk_rows=5), top_k=models.top_k),
         data_iterator=[iterator] + [None] * (layout.vp - 1) if layout.vp > 1 else iterator,
         model=chunks,
         num_microbatches=len(batches),

@@ -68,7 +68,7 @@ def evaluate(rank: int, world_size: int, layout: Layout, models: Models) -> tupl
         schedule, log = TeacherThenStudent(models.kd, groups, teacher, VOCAB, lambda: 0), Log()
         hooks = Hooks(SimpleNamespace(kd=models.kd), schedule, log)
         options = LossOptions(chunk_rows=5)
-        step = ForwardStep(groups, VOCAB, check_finite=False, options=options, byte_lengths=BYTES)
+        step = ForwardStep(groups, VOCAB, options=options, byte_lengths=BYTES)
         batches = microbatches(models.data, layout.cp, layout.mbs, groups.dp.rank(), groups.dp.size(), models.masks)
         totals: dict[str, Tensor] = {}
         run = hooks.around(get_forward_backward_func(pp_size=layout.pp, vp_size=None))

@@ -40,7 +40,7 @@ def defined(hidden, weight, teacher, labels, student_scale, teacher_scale):
 @pytest.mark.parametrize(("student_scale", "teacher_scale"), [(1.0, 1.0), (0.25, 3.0)])
 def test_loss_and_gradients(student_scale, teacher_scale):
     one = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-    owner = ForwardStep(SimpleNamespace(tp=one, is_last_stage=True), true_vocab=VOCAB, check_finite=False)
+    owner = ForwardStep(SimpleNamespace(tp=one, is_last_stage=True), true_vocab=VOCAB)
     labels = torch.tensor([[1, 2, 3], [4, 8, 0]])
     batch = KDBatch(labels, labels, torch.ones(2, 3), torch.ones(2, 3), labels)
     signal = HiddenSignal(random(3, 2, WIDTH) + 1, random(VOCAB, WIDTH), teacher_scale)
@@ -63,7 +63,7 @@ def test_loss_and_gradients(student_scale, teacher_scale):
 
 def test_reports_of_an_evaluation():
     one = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-    owner = ForwardStep(SimpleNamespace(tp=one, is_last_stage=True), true_vocab=VOCAB, check_finite=False)
+    owner = ForwardStep(SimpleNamespace(tp=one, is_last_stage=True), true_vocab=VOCAB)
     labels = torch.tensor([[1, 2, 3], [4, 8, 0]])
     batch = KDBatch(labels, labels, torch.ones(2, 3), torch.ones(2, 3), labels)
     signal = HiddenSignal(random(3, 2, WIDTH) + 1, random(VOCAB, WIDTH), 3.0)
