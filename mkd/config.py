@@ -173,6 +173,9 @@ class KDConfig:
     skip_checkpoint_hashes: bool = False
     """Do not write the SHA-256 of a checkpoint's files when it is saved, and do not check them when it is loaded."""
 
+    allow_bad_teacher: bool = False
+    """Learn from a teacher that is far worse than one that knows nothing. Without it that is an error."""
+
     other_teacher: bool = False
     """Continue from a checkpoint that was trained with another teacher. Without it that is an error."""
 

@@ -31,7 +31,8 @@ def introduce_teacher(teacher: Teacher, samples: Any, groups: Groups, job: Job, 
         step: how signals are read.
 
     Raises:
-        MkdCheckpointError: the teacher computes something that is not finite.
+        MkdCheckpointError: a teacher computes something that is not finite, or is far worse than one that knows
+            nothing (`WORSE_NATS`) without --kd-allow-bad-teacher.
         MkdCacheError: it is a cache that does not have this microbatch, and must.
     """
     whole = _first_batch(samples, job.args.micro_batch_size, job.true_vocab)
@@ -47,7 +48,11 @@ def introduce_teacher(teacher: Teacher, samples: Any, groups: Groups, job: Job, 
     dist.all_reduce(total)
     for source, numbers in zip(sources, total.tolist(), strict=True):
         _introduce(teacher.fingerprint(), source, *numbers, known=job.vocabulary_of(source))
+        _refuse_bad(source, *numbers[:2], known=job.vocabulary_of(source), allowed=job.kd.allow_bad_teacher)
 
+
+WORSE_NATS = 2.0
+"""Above ln V a teacher is wrong rather than ignorant. Random weights of the usual sizes are less than one above it."""
 
 _NOTHING = (0.0, 0.0)
 
@@ -81,6 +86,16 @@ def _introduce(
             f"validation micro-batch (knowing nothing: CE ln V = {math.log(known):.4f}, "
             f"perplexity {known})",
             flush=True,
+        )
+
+
+def _refuse_bad(source: TeacherSource, nats: float, tokens: float, *, known: int, allowed: bool) -> None:
+    """Refuse a teacher from which a student would learn nonsense: see `_introduce` for the arguments."""
+    if tokens and not allowed and nats / tokens > math.log(known) + WORSE_NATS:
+        raise MkdCheckpointError(
+            f"{source.origin} has a cross-entropy of {nats / tokens:.4f} on the first validation micro-batch; not to "
+            f"know anything is ln V = {math.log(known):.4f}: its weights, its config.json or the data are not "
+            "what they should be. --kd-allow-bad-teacher trains all the same"
         )
 
 

@@ -94,6 +94,7 @@ _NOT_THE_OBJECTIVE = {
     "save_hf_keep",
     "skip_checkpoint_hashes",
     "other_teacher",
+    "allow_bad_teacher",
     "metrics_file",
     "dry_run",
 }
