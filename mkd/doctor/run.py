@@ -5,8 +5,8 @@ import os
 import shutil
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -45,7 +45,7 @@ class Launch:
 def examine(launch: Launch, findings: Findings) -> Job | None:
     """Check a run as pretrain_kd.py does, as its first rank; and where that ends early, what can be checked beside.
 
-    Sets the process's command line, its rank and megatron's globals; those of an earlier job are forgotten.
+    Sets the process's command line and megatron's globals; those of an earlier job are forgotten.
 
     Returns:
         The job; None when its flags make none.
@@ -57,10 +57,8 @@ def examine(launch: Launch, findings: Findings) -> Job | None:
         # That it is missing is found below. Megatron would stop at the first flag that needs it.
         flags.append("--no-rope-fusion")
     sys.argv = [SCRIPT, *flags]
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(launch.ranks))
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # it may be set where the run starts: see check_cards
     job = None
-    with redirect_stdout(io.StringIO()):  # megatron tells all its arguments
+    with _first_rank_of(launch.ranks), redirect_stdout(io.StringIO()):  # megatron tells all its arguments
         try:
             job = Job.from_command_line(findings.tolerate)
         except MkdError as error:
@@ -69,6 +67,19 @@ def examine(launch: Launch, findings: Findings) -> Job | None:
     if not cpu.is_target() and "--no-gradient-accumulation-fusion" not in flags:
         _check_apex(job, findings)
     return job
+
+
+@contextmanager
+def _first_rank_of(ranks: int) -> Iterator[None]:
+    """The environment of a job's first rank; afterwards that of this process again."""
+    before = dict(os.environ)
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(ranks))
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # it may be set where the run starts: see check_cards
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _check_apex(job: Job | None, findings: Findings) -> None:
