@@ -32,7 +32,6 @@ def main() -> None:
 
     from mkd.data.datasets import provider_of
     from mkd.groups import Groups
-    from mkd.guards import FiniteCheck
     from mkd.hooks import Hooks
     from mkd.introduction import introduce_teacher
     from mkd.job import Job
@@ -52,8 +51,7 @@ def main() -> None:
     groups = Groups.from_megatron()
     datasets = job.data.sets()
     teacher = job.build_teacher(groups)
-    finite = FiniteCheck() if args.check_for_nan_in_loss_and_grad else None
-    step = job.forward_step(groups, finite)
+    step = job.forward_step(groups)
     if teacher is not None:
         introduce_teacher(teacher, datasets[1] or datasets[0], groups, job, step)
     record(job)
@@ -70,7 +68,7 @@ def main() -> None:
     )
     # pretrain initializes once more, which also sets the seeds as if there were no teacher.
     destroy_rerun_state_machine()
-    compat.install_training_hooks(Hooks(job, schedule, job.metrics(), finite))
+    compat.install_training_hooks(Hooks(job, schedule, job.metrics(), step.finite))
     args.check_for_nan_in_loss_and_grad = False  # megatron would stop the one rank that finds something first
     install_saving(args, job.kd)
     pretrain(

@@ -142,12 +142,12 @@ class Job:
     def data(self) -> JobData:
         return JobData(self.args, self.kd, self.true_vocab, self.cross)
 
-    def forward_step(self, groups: Groups, finite: FiniteCheck | None) -> ForwardStep:
-        """How a microbatch becomes a loss on this rank; `finite` is told what must be finite."""
+    def forward_step(self, groups: Groups) -> ForwardStep:
+        """How a microbatch becomes a loss on this rank."""
         return ForwardStep(
             groups,
             self.true_vocab,
-            finite=finite,
+            finite=FiniteCheck() if self.args.check_for_nan_in_loss_and_grad else None,
             options=self.loss_options,
             top_k=self.kd.top_k,
             top_k_tail=self.kd.top_k_tail,
