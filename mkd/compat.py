@@ -5,6 +5,7 @@ longer needed (tests/unit/test_compat.py).
 import argparse
 import inspect
 import re
+import shutil
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -252,7 +253,8 @@ def install_checkpoint_hooks(hooks: CheckpointHooks) -> None:
         schedule(request)
 
     def save_checkpoint_and_tell(*args: Any, **kwargs: Any) -> None:
-        save_checkpoint(*args, **kwargs)
+        with _told_when_not_saved(*args, **kwargs):
+            save_checkpoint(*args, **kwargs)
         if not training.get_args().async_save:
             hooks.published()
 
@@ -301,14 +303,38 @@ def _load_or_refuse(load: Callable) -> Callable:
                 "megatron refuses the checkpoint in --load or --pretrained-checkpoint (its reason is above)"
             ) from error
         except known as error:
-            failures = getattr(error, "failures", None)  # torch's, of each rank
-            cause = next(iter(failures.values()))[0] if failures else error
-            line = " ".join(str(cause).split())[:500]
             raise MkdCheckpointError(
-                f"the checkpoint in --load or --pretrained-checkpoint cannot be loaded: {type(cause).__name__}: {line}"
+                f"the checkpoint in --load or --pretrained-checkpoint cannot be loaded: {_in_one_line(error)}"
             ) from error
 
     return load_or_refuse
+
+
+def _in_one_line(error: BaseException) -> str:
+    failures = getattr(error, "failures", None)  # torch's, of each rank
+    cause = next(iter(failures.values()))[0] if failures else error
+    return f"{type(cause).__name__}: {' '.join(str(cause).split())[:500]}"
+
+
+@contextmanager
+def _told_when_not_saved(iteration: int, *_: Any, **__: Any) -> Iterator[None]:
+    """A save that fails, because the disk is full for example, is an `MkdCheckpointError`."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except (CheckpointException, RuntimeError, OSError) as error:
+        from megatron.training import get_args
+
+        folder = Path(get_args().save)
+        tracker = folder / "latest_checkpointed_iteration.txt"
+        named = tracker.read_text().strip() if tracker.is_file() else ""
+        before = f"iter_{named:0>7} is still whole" if named else "there is none before it"
+        free = shutil.disk_usage(folder).free / 2**30  # megatron loses the system's reason
+        raise MkdCheckpointError(
+            f"--save: {folder / f'iter_{iteration:07d}'} was not saved, {free:.3f} GiB are free there "
+            f"({_in_one_line(error)}); {before}. Make room or mend the folder; the same command goes on from there"
+        ) from error
 
 
 @contextmanager

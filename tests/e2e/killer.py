@@ -75,7 +75,8 @@ def die_at(event: str, number: int, warning: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-    os.setsid()  # so that all processes of this job can be killed together
+    if os.getsid(0) != os.getpid():  # as under torchrun
+        os.setsid()  # so that all processes of this job can be killed together
     # Megatron starts this process with "spawn", which imports everything once more.
     filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
     if "MKD_TEST_KILL" in os.environ and os.environ["RANK"] == os.environ.get("MKD_TEST_KILL_RANK", "0"):

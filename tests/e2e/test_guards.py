@@ -1,0 +1,84 @@
+"""A job that goes wrong ends with a reason, on all its ranks, and leaves a sound checkpoint behind."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.e2e.small_job import ROOT, SmallJob, make_small_job, run, write_data
+
+RARE = 290
+"""A token that only the text of `spoil` has."""
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> SmallJob:
+    return make_small_job(tmp_path_factory.mktemp("job"))
+
+
+def with_nan(model: Path, folder: Path) -> Path:
+    """The model, knowing nothing of one token."""
+    shutil.copytree(model, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"][RARE] = torch.nan
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("flag", "source"),
+    [
+        ("--kd-teacher-hf", "at iteration 1, rank 0: the teacher's signal in microbatch 0 of the samples "),
+        ("--kd-student-hf", "in an evaluation after iteration 0, rank 0: the student's cross-entropy, the divergence"),
+    ],
+)
+def test_nan_stops_all_ranks_and_is_told_once(job: SmallJob, tmp_path: Path, flag: str, source: str) -> None:
+    plain = write_data(tmp_path / "valid", [[5, 6, 7, 8] * 60])
+    rare = write_data(tmp_path / "train", [[5, 6, 7, RARE] * 60])
+    model = with_nan(job.teacher if flag == "--kd-teacher-hf" else job.student, tmp_path / "model")
+    changes = {"--data-path": None, "--split": None, "--train-data-path": rare, "--valid-data-path": plain}
+    save = {"--save": tmp_path / "save", "--save-interval": 1, "--use-distributed-optimizer": True}
+    result = run(job.flags({**changes, **save, flag: model}), ranks=2)
+    assert result.status == 1, result.errors[-3000:]
+    lines = [line for line in result.errors.splitlines() if "pretrain_kd.py: error:" in line]
+    assert lines and set(lines) == {lines[0]}
+    assert f"NaN or infinity {source}" in lines[0]
+    assert "Traceback" not in result.errors
+    assert not (tmp_path / "save" / "latest_checkpointed_iteration.txt").exists()
+
+
+def test_a_teacher_worse_than_none_is_refused(job: SmallJob, tmp_path: Path) -> None:
+    teacher = tmp_path / "teacher"
+    shutil.copytree(job.teacher, teacher)
+    tensors = load_file(teacher / "model.safetensors")
+    tensors["lm_head.weight"] *= 20  # sure of what it does not know
+    save_file(tensors, teacher / "model.safetensors", metadata={"format": "pt"})
+    flags = {"--kd-teacher-hf": teacher, "--train-iters": 1}
+    refused = run(job.flags(flags))
+    assert refused.status == 1
+    assert "has a cross-entropy of" in refused.errors and "--kd-allow-bad-teacher" in refused.errors
+    assert run(job.flags({**flags, "--kd-allow-bad-teacher": True})).status == 0
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(job: SmallJob, tmp_path: Path) -> None:
+    save = tmp_path / "save"
+    flags = job.flags({"--save": save, "--load": save, "--save-interval": 1, "--train-iters": 2, "--eval-iters": 0})
+    full = run(flags, script=ROOT / "tests" / "e2e" / "full_disk.py")
+    assert full.status == 1 and "pretrain_kd.py: error:" in full.errors, full.errors[-6000:]
+    error = next(line for line in full.errors.splitlines() if "pretrain_kd.py: error:" in line)
+    assert str(save / "iter_0000002") in error and "GiB are free" in error and "iter_0000001 is still whole" in error
+    again = run(flags)
+    assert again.status == 0, again.errors[-3000:]
+    assert (save / "latest_checkpointed_iteration.txt").read_text() == "2"
+
+
+def test_a_lost_rank_ends_the_job(job: SmallJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torchrun; the other rank waits for it in a collective of half an hour."""
+    monkeypatch.setenv("MKD_TEST_KILL", "step:2")
+    monkeypatch.setenv("MKD_TEST_KILL_RANK", "1")
+    flags = job.flags({"--eval-iters": 0, "--distributed-timeout-minutes": 30})
+    lost = run(flags, ranks=2, timeout=180, script=ROOT / "tests" / "e2e" / "killer.py", by_itself=True)
+    assert lost.status != 0
+    assert "killed at step:2" in lost.errors and "ChildFailedError" in lost.errors
