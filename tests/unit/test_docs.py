@@ -1,6 +1,9 @@
 """The documentation names what exists."""
 
 import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
 
@@ -41,3 +44,36 @@ def test_every_link_and_file_exists(page: Path) -> None:
         assert (page.parent / target).exists(), target
     for path in re.findall(r"`?((?:tests|tools|mkd|examples|docs)/[\w/]+\.(?:py|sh|md))`?", text):
         assert (ROOT / path).exists() or path in MEGATRONS, path
+
+
+def collected(file: str) -> set[str]:
+    """Names of tests with their cases, and without."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", file], cwd=ROOT, capture_output=True, text=True
+    )
+    names = {line.split("::")[1] for line in done.stdout.splitlines() if "::" in line}
+    return names | {name.split("[")[0] for name in names}
+
+
+def test_the_support_matrix_names_tests_that_exist() -> None:
+    text = (ROOT / "docs/support.md").read_text()
+    files = dict(re.findall(r"^\| ([A-Z]) \| (tests/\S+) \|$", text, re.MULTILINE))
+    named = {(files[letter], test) for letter, test in re.findall(r"\b([A-Z]) `(test_[^`]+)`", text)}
+    assert len(named) > 20
+    with ThreadPoolExecutor() as pool:
+        found = dict(zip(files.values(), pool.map(collected, files.values()), strict=True))
+    assert [(file, test) for file, test in sorted(named) if test not in found[file]] == []
+
+
+def test_the_readme_names_every_module_and_tool() -> None:
+    tour = (ROOT / "README.md").read_text().split("## Read the code")[1]
+    modules = {path.name.removesuffix(".py") for path in (ROOT / "mkd").iterdir() if not path.name.startswith("__")}
+    tools = {path.name for path in (ROOT / "tools").iterdir() if path.suffix in (".py", ".sh")}
+    words = set(re.findall(r"[\w.]+", tour))
+    missing = {name for name in modules if not {name, f"{name}.py"} & words} | (tools - words)
+    assert missing == set()
+
+
+def test_the_readme_links_every_page() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert [page.name for page in PAGES[1:] if f"](docs/{page.name})" not in readme] == []
