@@ -138,12 +138,12 @@ def test_order_of_a_save(saving: tuple[list, SimpleNamespace], tmp_path: Path) -
     calls, args = saving
     folder = tmp_path / "iter_0000002"
     whole = ["writer", "shards", "index", ("written", folder), ("tracker", tmp_path / TRACKER), "published"]
-    training.save_checkpoint()
+    training.save_checkpoint(2)
     assert calls == [("before", folder), *whole]
     assert (tmp_path / TRACKER).read_text() == "2"
     calls.clear()
     args.async_save = True
-    training.save_checkpoint()
+    training.save_checkpoint(2)
     assert calls == [("before", folder), "scheduled", *whole]
 
 
