@@ -1,0 +1,76 @@
+"""A cache of conversations outlives seed, layout, batch sizes and packing."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.chats import MARKED, chat_tokenizer, write_lines
+from tests.e2e.small_job import ROOT, Result, SmallJob, make_small_job, run, text
+from tests.tolerance import FP32
+
+TOP_K = 8
+WRITTEN = {
+    "--seed": 3,
+    "--micro-batch-size": 1,
+    "--eval-iters": 3,
+    "--train-iters": None,
+    "--tensor-model-parallel-size": 2,
+    "--pipeline-model-parallel-size": 2,
+}
+READ = {
+    "--seed": 11,
+    "--micro-batch-size": 2,
+    "--global-batch-size": 8,
+    "--kd-packing": "best_fit",
+    "--kd-packing-multiple": 4,
+    "--kd-mask": "all",
+}
+WITHIN_QUANTISATION = 1e-3
+"""Nats, of the loss: what the 12-bit format may cost."""
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> SmallJob:
+    job = make_small_job(tmp_path_factory.mktemp("roundtrip"))
+    chat_tokenizer(job.student, MARKED)
+    chat_tokenizer(job.teacher, MARKED)
+    draw, words = random.Random(0), text().split()
+
+    def message(role: str) -> dict[str, str]:
+        return {"role": role, "content": " ".join(draw.choices(words, k=draw.randrange(1, 8)))}
+
+    write_lines(job.root / "chats.jsonl", [{"messages": [message("user"), message("assistant")]} for _ in range(60)])
+    return job
+
+
+def flags(job: SmallJob, changes: dict[str, Any]) -> list[str]:
+    return job.flags({"--data-path": job.root / "chats.jsonl", "--seq-length": 96, **changes})
+
+
+def completed(result: Result) -> list[dict]:
+    """The metrics of a run that has ended well."""
+    assert result.status == 0, result.output[-3000:] + result.errors[-6000:]
+    return [line for line in result.metrics if "kd" in line or "valid_kd" in line]
+
+
+@pytest.fixture(scope="module")
+def online(job: SmallJob) -> list[dict]:
+    log = job.root / "online.jsonl"
+    return completed(run(flags(job, {**READ, "--kd-top-k": TOP_K, "--kd-metrics-file": log})))
+
+
+@pytest.mark.parametrize("lossless", [True, False])
+def test_another_layout_seed_batch_and_packing(job: SmallJob, online: list[dict], lossless: bool) -> None:
+    folder = job.root / f"cache_{lossless}"
+    own = ["--out", str(folder), "--top-k", str(TOP_K), *(["--lossless"] if lossless else [])]
+    written = run(["write", *own, "--", *flags(job, WRITTEN)], 4, script=ROOT / "tools" / "cache_teacher.py")
+    assert written.status == 0, written.output[-3000:] + written.errors[-6000:]
+    read = {**READ, "--context-parallel-size": 2, "--kd-teacher-hf": None, "--kd-teacher-cache": folder}
+    seen = completed(run(flags(job, {**read, "--kd-metrics-file": Path(f"{folder}.jsonl")}), 4))
+    assert len(seen) == len(online) >= 4
+    for line, expected in zip(seen, online, strict=True):
+        for name in {"loss", "ce", "kd", "grad_norm", "valid_kd", "valid_ce", "valid_teacher_ce"} & expected.keys():
+            bound = {"rel": FP32} if lossless else {"abs": WITHIN_QUANTISATION}
+            assert line[name] == pytest.approx(expected[name], **bound), name
