@@ -17,7 +17,7 @@ from mkd.losses.fused_pass import FusedPass
 from mkd.losses.kernels import Kernels, choose
 from mkd.losses.lm_head import LMHead, fp16_scale
 from mkd.losses.logits import PLAIN_LOGITS, LogitMaps, Setting, statistics_dtype
-from mkd.losses.main_grad import MainGrad
+from mkd.losses.main_grad import MainGrad, keep_gradients, kept_gradients
 from mkd.losses.reference_linear import dense_divergence, linear_loss
 from mkd.losses.rows import Rows
 from mkd.losses.sparse import SparseTarget
@@ -62,27 +62,15 @@ class _FusedLinearLoss(torch.autograd.Function):
             d_bias=None if d_bias is None else d_bias[:columns],
             adds_to_d_weight=main_grad is not None,
         ).run()
-        ctx.save_for_backward(d_hidden, None if main_grad else d_weight, d_bias, scale)
-        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
-        ctx.main_grad, ctx.weight = main_grad, weight if main_grad and wanted.weight else None
+        gradients = d_hidden, None if main_grad else d_weight, d_bias
+        keep_gradients(ctx, gradients, scale, (hidden, weight, bias), main_grad)
         ctx.mark_non_differentiable(*(term for term in (terms.ce, terms.kd) if term is not None))
         return rows.weighted_sum(terms, setting.spec), terms.ce, terms.kd
 
     @staticmethod
     @once_differentiable
     def backward(ctx, upstream, *_):
-        *gradients, scale = ctx.saved_tensors
-        rest = upstream if scale is None else upstream / scale
-        if ctx.main_grad:
-            rest = ctx.main_grad.check(upstream)
-        gradients = [
-            # straight into the parameter's dtype: no second fp32 copy of the LM head
-            None if g is None else torch.mul(g, rest, out=torch.empty_like(g, dtype=dtype))
-            for g, dtype in zip(gradients, ctx.dtypes, strict=True)
-        ]
-        if ctx.weight is not None:
-            gradients[1] = MainGrad.stand_in(ctx.weight)
-        return *gradients, *[None] * 5
+        return *kept_gradients(ctx, upstream), *[None] * 5
 
 
 @dataclass(frozen=True)

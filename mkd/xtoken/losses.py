@@ -15,7 +15,7 @@ from mkd.losses.fused_linear import check_head, on_all_ranks, resolve_logits_dty
 from mkd.losses.kernels import Kernels, choose
 from mkd.losses.lm_head import LMHead, fp16_scale
 from mkd.losses.logits import PLAIN_LOGITS, LogitMaps, Setting, statistics_dtype
-from mkd.losses.main_grad import MainGrad
+from mkd.losses.main_grad import MainGrad, keep_gradients, kept_gradients
 from mkd.losses.rows import Rows
 from mkd.losses.vocab_parallel import LossOutput
 from mkd.losses.vocab_shard import VocabShard
@@ -75,26 +75,14 @@ class _XTokenLoss(torch.autograd.Function):
             d_hidden=d_hidden,
             d_weight=None if d_weight is None else d_weight[:columns],
         ).run(job.plan.groups)
-        ctx.save_for_backward(d_hidden, None if main_grad else d_weight, scale)
-        ctx.dtypes = hidden.dtype, weight.dtype
-        ctx.main_grad, ctx.weight = main_grad, weight if main_grad and job.wanted[1] else None
+        keep_gradients(ctx, (d_hidden, None if main_grad else d_weight), scale, (hidden, weight), main_grad)
         ctx.mark_non_differentiable(*(x for x in (values.ce, values.kd) if x is not None))
         return _weighted_sum(values, job), values.ce, values.kd
 
     @staticmethod
     @once_differentiable
     def backward(ctx, upstream, *_):
-        *gradients, scale = ctx.saved_tensors
-        rest = upstream if scale is None else upstream / scale
-        if ctx.main_grad:
-            rest = ctx.main_grad.check(upstream)
-        gradients = [
-            None if g is None else torch.mul(g, rest, out=torch.empty_like(g, dtype=dtype))
-            for g, dtype in zip(gradients, ctx.dtypes, strict=True)
-        ]
-        if ctx.weight is not None:
-            gradients[1] = MainGrad.stand_in(ctx.weight)
-        return *gradients, None
+        return *kept_gradients(ctx, upstream), None
 
 
 def _weighted_sum(values: Values, job: _Job) -> Tensor:
