@@ -7,7 +7,7 @@ buffers, which are there all the time; Hugging Face keeps them in the model's dt
 import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -160,6 +160,8 @@ class MegatronModels:
     args: Namespace
     sample: dict[str, Tensor]
     watch: Stopwatch
+    folders: ExitStack
+    """Removes what is written, when the models go."""
 
     @classmethod
     @contextmanager
@@ -179,7 +181,8 @@ class MegatronModels:
             teacher = OnlineTeacher(config, groups, load_weights=seen.extend, fingerprint="")
             teacher_model = unwrap_model(seen[0])
         watch_layers(watch, inner.decoder, teacher_model.decoder if with_teacher else nn.Identity())
-        yield cls(chunks, inner, teacher, teacher_model, groups, args, draw_sample(args), watch)
+        with ExitStack() as folders:
+            yield cls(chunks, inner, teacher, teacher_model, groups, args, draw_sample(args), watch, folders)
 
     def clear(self) -> None:
         for chunk in self.chunks:
@@ -192,13 +195,14 @@ class MegatronModels:
     def cached(self, divergence: str, top_k: int = 64) -> Step:
         """The same from made-up stored answers of `top_k` tokens. They are read once: in a training this happens a step
         ahead."""
-        sample, folder = {name: value.cpu() for name, value in self.sample.items()}, tempfile.mkdtemp()
-        writer = StoreWriter(Path(folder), CacheMeta("made up", None, self.args.vocab, top_k, "log12"))
+        sample = {name: value.cpu() for name, value in self.sample.items()}
+        folder = Path(self.folders.enter_context(tempfile.TemporaryDirectory()))
+        writer = StoreWriter(folder, CacheMeta("made up", None, self.args.vocab, top_k, "log12"))
         for key in KDBatch.from_sample(sample, self.args.vocab).keys:
             rows = made_up_rows(self.args.seq_length, self.args.vocab, top_k, np.random.default_rng(0))
             writer.add(key, rows)
         writer.flush()
-        answers = StoredAnswers(TeacherStore(Path(folder), "--cache"), top_k, 1.0)
+        answers = StoredAnswers(TeacherStore(folder, "--cache"), top_k, 1.0)
         teacher = CachedTeacher(answers, self.groups, tolerant=False, row_length=self.args.seq_length)
         return self._trained(teacher, divergence, sample)
 
