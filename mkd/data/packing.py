@@ -7,7 +7,7 @@ Rows depend on the samples' lengths and the seed, never on the parallel layout, 
 rows in the same order. They are composed once; every epoch reads all of them, each in an order of its own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -155,6 +155,27 @@ def shuffled(count: int, seed: int, epoch: int) -> np.ndarray:
     RandomState, because numpy promises that its numbers stay the same in all versions.
     """
     return np.random.RandomState([seed, epoch + 1]).permutation(count)
+
+
+class Epochs:
+    """The rows of a plan, in another order in each epoch, which depends on seed and epoch alone."""
+
+    def __init__(self, rows: int, seed: int) -> None:
+        """For a plan of so many rows."""
+        self._rows, self._seed = rows, seed
+        self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
+
+    def row_at(self, index: int) -> int:
+        """Number in the plan of the row that comes at place `index` of an endless stream."""
+        epoch, place = divmod(index, self._rows)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, shuffled(self._rows, self._seed, epoch)
+        return int(self._order[place])
+
+
+def with_counts(text: str, counts: Mapping[str, int]) -> str:
+    """The text, and what there is any of behind it: what it is -> how many."""
+    return text + "".join(f"; {count} {what}" for what, count in counts.items() if count)
 
 
 @dataclass(frozen=True)

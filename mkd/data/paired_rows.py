@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mkd.data.packing import one_per_row, shuffled
+from mkd.data.packing import Epochs, one_per_row, with_counts
 from mkd.data.paired import PairedStore
 from mkd.data.paired_packing import PairedLayout, cut_pairs, pack_pairs
 from mkd.errors import MkdDataError
@@ -37,7 +37,7 @@ class PairedRows:
         Raises:
             MkdDataError: nothing is left to train on.
         """
-        self._store, self._layout, self._seed = store, options.layout, options.seed
+        self._store, self._layout = store, options.layout
         layout, lengths = options.layout.student, options.layout.row_lengths
         pieces = cut_pairs(store.lengths, lengths, store.read, drop_long=options.drop_long)
         kept = np.ones(len(pieces), dtype=bool)
@@ -59,16 +59,13 @@ class PairedRows:
         else:
             self.plan = one_per_row(places[:, 0], lengths[0])
         self.per_epoch = len(self.plan)
+        self._epochs = Epochs(self.per_epoch, options.seed)
         self._filled = places.sum(axis=0) / (self.per_epoch * np.array(lengths))
-        self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
         self._idle = int((~kept).sum())
 
     def row(self, index: int) -> dict[str, Any]:
         """Tensors of one row: see `PairedLayout.row`."""
-        epoch, place = divmod(index, self.per_epoch)
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, shuffled(self.per_epoch, self._seed, epoch)
-        pieces = self._piece[self.plan.row(self._order[place])]
+        pieces = self._piece[self.plan.row(self._epochs.row_at(index))]
         texts = [self._pieces.of(i, self._store.read(int(self._pieces.sample[i]))) for i in pieces]
         return _tensors(self._layout.row(texts))
 
@@ -82,7 +79,7 @@ class PairedRows:
         }
         filled = ", ".join(f"{share:.1%}" for share in self._filled)
         text = f"{len(self._store.lengths)} samples in {self.per_epoch} rows, {filled} of them tokens"
-        return text + "".join(f"; {count} {what}" for what, count in counts.items() if count)
+        return with_counts(text, counts)
 
 
 def _tensors(row: dict[str, Any]) -> dict[str, Tensor | tuple]:

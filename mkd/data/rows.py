@@ -11,7 +11,7 @@ from megatron.core.datasets.utils import Split
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from mkd.data.packing import RowLayout, cut, one_per_row, pack, shuffled
+from mkd.data.packing import Epochs, RowLayout, cut, one_per_row, pack, with_counts
 from mkd.data.stores import SampleStore
 from mkd.errors import MkdDataError
 
@@ -73,16 +73,13 @@ class SampleRows:
         else:
             self.plan = one_per_row(self._pieces.places, layout.row_length)
         self.per_epoch = len(self.plan)
-        self._store, self._layout, self._seed = store, layout, options.seed
-        self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
+        self._epochs = Epochs(self.per_epoch, options.seed)
+        self._store, self._layout = store, layout
         self._idle = int((~kept).sum())
 
     def row(self, index: int) -> dict[str, Tensor]:
         """See `RowStream`."""
-        epoch, place = divmod(index, self.per_epoch)
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, shuffled(self.per_epoch, self._seed, epoch)
-        texts = [self._store.read(*self._bounds_of(piece)) for piece in self.plan.row(self._order[place])]
+        texts = [self._store.read(*self._bounds_of(piece)) for piece in self.plan.row(self._epochs.row_at(index))]
         return {name: torch.as_tensor(value) for name, value in self._layout.row(texts).items()}
 
     def _bounds_of(self, piece: int) -> tuple[int, int, int]:
@@ -97,7 +94,7 @@ class SampleRows:
             "parts of long samples left out because nothing in them is a target": self._idle,
         }
         text = f"{len(self._store.lengths)} samples in {self.per_epoch} rows, {self.plan.efficiency:.1%} of them tokens"
-        return text + "".join(f"; {count} {what}" for what, count in counts.items() if count)
+        return with_counts(text, counts)
 
 
 class ClassicRows:
