@@ -65,6 +65,29 @@ def test_layout(gloo_pool: GetPool, one_rank: Callable[[Models], Outcome], name:
     assert_same(Outcome.of(gloo_pool, ranks, layout, models, steps=2), one_rank(models))
 
 
+EVERY_LAYOUT = {
+    "tp2": (2, Layout(tp=2, mbs=4)),
+    "cp2": (2, Layout(cp=2, mbs=1)),
+    "pp2": (2, Layout(pp=2)),
+    "dp2": (2, Layout(mbs=1)),
+    "tp2-cp2": (4, Layout(tp=2, cp=2, mbs=4)),
+    "tp2-pp2": (4, Layout(tp=2, pp=2, mbs=1)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("data", ["pairs", "packed pairs", "few pairs"])
+@pytest.mark.parametrize("layout", EVERY_LAYOUT)
+@pytest.mark.parametrize("models", [PARTITION, P_KL, GOLD, RELAXED], ids=lambda models: models.xtoken)
+def test_every_loss_in_every_layout(
+    gloo_pool: GetPool, one_rank: Callable[[Models], Outcome], models: Models, layout: str, data: str
+) -> None:
+    """Of "few pairs" some texts have nothing to learn, and with DP 2 one rank has none that does."""
+    ranks, cut = EVERY_LAYOUT[layout]
+    models = replace(models, data=data)
+    assert_same(Outcome.of(gloo_pool, ranks, cut, models, steps=2), one_rank(models))
+
+
 @pytest.mark.parametrize(
     ("fault", "layout", "models", "shows"),
     [
