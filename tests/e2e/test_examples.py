@@ -96,7 +96,8 @@ def test_qwen_trains_with_tensor_parallelism(executables: Path, paths: dict[str,
     chats = [talk(*(" ".join(draw.choices(vocabulary, k=draw.randrange(2, 9))) for _ in range(2))) for _ in range(100)]
     write_lines(Path(paths["DATA"]), [{"messages": messages} for messages in chats])
     models = {"TEACHER": str(tmp_path / "teacher"), "STUDENT": str(tmp_path / "student")}
-    train(QWEN, executables, {**paths, **models}, "--split", "80,20,0")
+    # Its random teacher is surer of itself than one that knows nothing should be.
+    train(QWEN, executables, {**paths, **models}, "--split", "80,20,0", "--kd-allow-bad-teacher")
 
 
 @BOTH
