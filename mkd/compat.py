@@ -64,6 +64,30 @@ def balance_experts_over_unequal_ranks() -> None:
     router.TopKRouter._apply_expert_bias = count_texts
 
 
+@contextmanager
+def parallel_state_of(layout: dict[str, Any]) -> Iterator[None]:
+    """Have megatron's global parallel state be that of another layout inside, and as it was outside.
+
+    megatron-core 0.19 takes process groups as arguments, and yet falls back on the global ones in many places
+    (sequence parallelism's default groups, routers, rotary embeddings, checkpoints), where a model in another layout
+    would compute something else without a word.
+
+    Args:
+        layout: the values of that state; empty: nothing is initialized inside. Filled when the context ends.
+    """
+    from megatron.core import parallel_state
+
+    names = [name for name in vars(parallel_state) if re.fullmatch("_[A-Z_]+", name)]
+    outside = {name: getattr(parallel_state, name) for name in names}
+    nothing = {name: {} if isinstance(value, dict) else None for name, value in outside.items()}
+    vars(parallel_state).update(layout or nothing)
+    try:
+        yield
+    finally:
+        layout.update((name, getattr(parallel_state, name)) for name in names)
+        vars(parallel_state).update(outside)
+
+
 def use_prebuilt_dataset_helpers() -> None:
     """Let `initialize_megatron` use the compiled dataset helpers that the wheel ships.
 

@@ -1,14 +1,20 @@
 """The process groups of this rank, built once and passed down; nothing below reads megatron's globals."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
+from megatron.core.parallel_state import initialize_model_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed import ProcessGroup
+
+from mkd.compat import parallel_state_of
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Groups of the student's layout on this rank."""
+    """Groups of one layout on this rank: the student's, unless another one is named."""
 
     tp: ProcessGroup
     cp: ProcessGroup
@@ -30,3 +36,55 @@ class Groups:
     @property
     def is_last_stage(self) -> bool:
         return self.pp.rank() == self.pp.size() - 1
+
+
+@dataclass(frozen=True)
+class ParallelSizes:
+    """Of a layout; what is left of the ranks is data parallel."""
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    """Tensor-parallel ranks of each expert."""
+
+
+@dataclass(frozen=True)
+class OwnLayout:
+    """Another layout over the same ranks, beside the student's."""
+
+    groups: Groups
+    _state: dict[str, Any]
+
+    @classmethod
+    def create(
+        cls, sizes: ParallelSizes, *, cp_levels: Sequence[int] | None = None, timeout_minutes: int = 10
+    ) -> "OwnLayout":
+        """Make its groups, in megatron's order of ranks. Collective over all ranks.
+
+        Args:
+            sizes: which must divide the ranks.
+            cp_levels: Megatron's hierarchical_context_parallel_sizes.
+            timeout_minutes: of their collectives.
+        """
+        state: dict[str, Any] = {}
+        with parallel_state_of(state):
+            initialize_model_parallel(
+                sizes.tp,
+                sizes.pp,
+                context_parallel_size=sizes.cp,
+                hierarchical_context_parallel_sizes=None if cp_levels is None else list(cp_levels),
+                expert_model_parallel_size=sizes.ep,
+                expert_tensor_parallel_size=sizes.etp,
+                distributed_timeout_minutes=timeout_minutes,
+                create_gloo_process_groups=False,
+            )
+            groups = Groups.from_megatron()
+        return cls(groups, state)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Inside, megatron's global state is of this layout: whoever builds or runs a model of it is in here."""
+        with parallel_state_of(self._state):
+            yield

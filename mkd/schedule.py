@@ -53,8 +53,8 @@ class TeacherThenStudent:
     """Draws a step's microbatches once, has the teacher look at them, and runs the student's own schedule over both.
 
     Without pipeline parallelism the teacher runs inside each microbatch's forward step, so one microbatch's hidden
-    states exist at a time. With it, or when its weights are offloaded, it runs over all microbatches of the step
-    first.
+    states exist at a time. With it, when its weights are offloaded, or when it has a layout of its own, it runs over
+    all microbatches of the step first.
     """
 
     kd: KDConfig
@@ -140,7 +140,7 @@ class TeacherThenStudent:
             balance=self.balance(),
         )
         tokens = None if objective.plain else StepTokens.of(batches, self.groups.dp_cp, self.groups.cp.rank())
-        at_once = self._wants_teacher(evaluating) and (self.groups.pp.size() > 1 or self.kd.teacher_offload)
+        at_once = self._wants_teacher(evaluating) and (self.groups.pp.size() > 1 or self.teacher.at_once)
         if at_once:
             stored = iter(self._ask(batches))
             signals = (

@@ -108,6 +108,19 @@ class KDBatch:
         others = tuple(OtherSide.from_sample(other, packed is not None) for other in sample.get(OTHERS, ()))
         return cls(**tensors, padding=padding, packed=packed, keys=tuple(keys), others=others)
 
+    @classmethod
+    def of_tokens(cls, tokens: Tensor, position_ids: Tensor, bounds: Sequence[int] | None) -> "KDBatch":
+        """A whole microbatch that a model can read and from which nothing is learned, on the host.
+
+        Args:
+            tokens: [b, s] int64; [1, s] if packed.
+            position_ids: the same.
+            bounds: see `bounds`, of a packed microbatch; None when nothing is packed.
+        """
+        nothing = torch.zeros(tokens.shape)
+        packed = None if bounds is None else _packed_seq_params(bounds)
+        return cls(tokens, tokens, nothing, nothing, position_ids, padding=None, packed=packed)
+
     @property
     def bounds(self) -> tuple[int, ...]:
         """0 and the end of each segment of a row, in tokens; of a whole microbatch on the host."""

@@ -80,6 +80,11 @@ TeacherSignal = HiddenSignal | TopKSignal | SeveralSignals
 class Teacher(Protocol):
     """A source of signals. It draws no random numbers, so asking twice gives the same."""
 
+    @property
+    def at_once(self) -> bool:
+        """Whether it wants to be asked about all microbatches of a step in one call, before the student begins."""
+        ...
+
     def prepare(self, batches: Sequence[KDBatch], upcoming: Upcoming) -> list[KDBatch]:
         """Look at all microbatches of a step, whole and on the host, before it begins.
 

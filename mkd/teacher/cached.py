@@ -59,6 +59,11 @@ class CachedTeacher:
                     "on every node, and complete?"
                 )
 
+    @property
+    def at_once(self) -> bool:
+        """See `Teacher.at_once`."""
+        return False
+
     def fingerprint(self) -> str:
         return self._answers.store.meta.teacher
 

@@ -61,13 +61,18 @@ class OnlineTeacher:
         # Float16Module would turn the hidden states into fp32 on the way out: run the model inside it.
         self._model: GPTModel = unwrap_model(wrapped[0]).requires_grad_(False).eval()
         self._side, self._head = side, None
-        if head_columns is not None and groups.is_last_stage:
+        if head_columns is not None:
             self._head = self._take_head(head_columns)
         self._on_host: list[tuple[nn.Parameter, Tensor]] = []
         if offload:
             # Frozen weights are copied out once and only ever copied in again.
             self._on_host = [(p, p.data.to("cpu").pin_memory()) for p in self._model.parameters()]
             self._leave_device()
+
+    @property
+    def at_once(self) -> bool:
+        """See `Teacher.at_once`: weights that leave the device come back once a step."""
+        return bool(self._on_host)
 
     def facts(self) -> dict[str, float]:
         """See `Teacher.facts`."""
@@ -87,9 +92,9 @@ class OnlineTeacher:
     @torch.no_grad()
     def signals(self, batches: Sequence[KDBatch]) -> list[HiddenSignal]:
         """See `Teacher.signals`. Under pipeline parallelism this is one forward-only schedule over all microbatches."""
-        batches = [batch if self._side is None else batch.others[self._side].batch for batch in batches]
+        batches = [self._read(batch) for batch in batches]
         self._enter_device()
-        hidden = self._pipelined(batches) if self._groups.pp.size() > 1 else [self._forward(b) for b in batches]
+        hidden = list(self._hidden_states(batches))
         signals = []
         if self._groups.is_last_stage:
             # Stays on the device after the other weights have left it.
@@ -98,15 +103,35 @@ class OnlineTeacher:
         self._leave_device()
         return signals
 
+    def _read(self, batch: KDBatch) -> KDBatch:
+        """A microbatch in the tokens that this teacher reads."""
+        return batch if self._side is None else batch.others[self._side].batch
+
+    def _hidden_states(self, batches: Sequence[KDBatch]) -> Iterator[Tensor]:
+        """Of each microbatch on the last stage, one after the other; nothing on the others."""
+        if self._groups.pp.size() > 1:
+            yield from self._pipelined(batches)
+        else:
+            yield from map(self._forward, batches)
+
     @torch.no_grad()
-    def _take_head(self, columns: Tensor) -> Tensor:
-        """[columns, Ht] rows of the LM head, which lie on any rank; the model gives up its own where it can."""
-        own = lm_head(self._model).detach().contiguous()
+    def _take_head(self, columns: Tensor) -> Tensor | None:
+        """[columns, Ht] rows of the LM head, which lie on any rank; None off the last stage."""
+        own = self._give_up_head()
+        if own is None:
+            return None
         whole = own.new_empty((own.shape[0] * self._groups.tp.size(), own.shape[1]))
         dist.all_gather_into_tensor(whole, own, group=self._groups.tp)
+        return whole.index_select(0, columns.to(whole.device))
+
+    def _give_up_head(self) -> Tensor | None:
+        """[V/tp, Ht] of the last stage, which the model no longer has where it can do without; None on others."""
+        if not self._groups.is_last_stage:
+            return None
+        own = lm_head(self._model).detach().contiguous()
         if not (self._model.pre_process and self._model.share_embeddings_and_output_weights):
             self._model.output_layer.weight.data = own.new_empty((0, own.shape[1]))
-        return whole.index_select(0, columns.to(whole.device))
+        return own
 
     def _forward(self, batch: KDBatch) -> Tensor:
         return self._model(

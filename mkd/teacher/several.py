@@ -19,6 +19,11 @@ class SeveralTeachers:
     teachers: tuple[Teacher, ...]
     weights: tuple[float, ...]
 
+    @property
+    def at_once(self) -> bool:
+        """See `Teacher.at_once`."""
+        return any(teacher.at_once for teacher in self.teachers)
+
     def prepare(self, batches: Sequence[KDBatch], upcoming: Upcoming) -> list[KDBatch]:
         """See `Teacher.prepare`."""
         prepared = list(batches)

@@ -29,7 +29,7 @@ from mkd.compat import balance_experts_over_unequal_ranks
 from mkd.config import HiddenLossType, KDConfig
 from mkd.cpu.flags import set_cpu_values
 from mkd.flag_checks import length_multiple
-from mkd.groups import Groups
+from mkd.groups import Groups, OwnLayout, ParallelSizes
 from mkd.hidden_layers import HiddenLayers
 from mkd.job_cache import CacheSource, CacheTeacher
 from mkd.losses import LossOptions
@@ -37,6 +37,7 @@ from mkd.models.gpt import gpt_config
 from mkd.schedule import TeacherThenStudent
 from mkd.step import ForwardStep
 from mkd.teacher.cached import CachedTeacher
+from mkd.teacher.laid_out import LaidOutTeacher
 from mkd.teacher.online import OnlineTeacher
 from mkd.teacher.several import SelectingTeachers, SeveralTeachers
 from mkd.terms import CrossSetting
@@ -86,6 +87,13 @@ class Layout:
     """Whether micro-batches are cut behind their longest text, as with --kd-variable-seq-lengths."""
     dist_opt: bool = False
     """Whether the optimizer's state is cut over the data-parallel ranks."""
+    teacher: "Layout | None" = None
+    """Of the teacher, where it has one of its own."""
+
+    @property
+    def segment_cp(self) -> int:
+        """What packed segments must be long enough for: the context-parallel size of either model."""
+        return self.cp if self.teacher is None else max(self.cp, self.teacher.cp)
 
 
 @dataclass(frozen=True)
@@ -298,7 +306,7 @@ def _kd_step(layout: Layout, models: Models) -> dict[str, Any]:
     multiple = length_multiple(model_arguments(models.student, layout, models.tied)) if layout.variable else None
     schedule = TeacherThenStudent(kd, groups, teacher, VOCAB, lambda: 0, hidden_layers, multiple)
     run = schedule.around(get_forward_backward_func(pp_size=layout.pp, vp_size=layout.vp if layout.vp > 1 else None))
-    batches = microbatches(models.data, layout.cp, layout.mbs, groups.dp.rank(), groups.dp.size(), models.masks)
+    batches = microbatches(models.data, layout.segment_cp, layout.mbs, groups.dp.rank(), groups.dp.size(), models.masks)
     iterator = iter(batches)
     reports = run(
         forward_step_func=ForwardStep(groups, true_vocab=VOCAB, options=LossOptions(chunk_rows=5), top_k=models.top_k),
@@ -320,28 +328,21 @@ def build_teacher(layout: Layout, models: Models, groups: Groups) -> OnlineTeach
     if models.cache is not None:
         source = CacheSource.open(models.cache, "--kd-teacher-cache")
         return CacheTeacher(source, models.kd, row_length=ROW).build(groups)
-    sizes = models.teacher
-    teacher_layout = replace(layout, vp=1, ep=layout.ep if "num_experts" in sizes else 1)
     if models.xtoken is None:
         if models.select:
             each = [build_teacher(layout, replace(models, select=False, salt=salt), groups) for salt in "AB"]
             return SelectingTeachers(tuple(each), (1.0, 1.0))
-        return OnlineTeacher(
-            gpt_config(model_arguments(sizes, teacher_layout, tied=models.teacher_is_student and models.tied)),
-            groups,
-            load_weights=partial(fill, salt="student" if models.teacher_is_student else models.salt),
-            fingerprint="",
-            offload=models.offload,
+        tied = models.teacher_is_student and models.tied
+        return build_model_teacher(
+            layout, models, groups, tied=tied, salt="student" if models.teacher_is_student else models.salt
         )
     vocabulary = cross_settings(models, groups)[0].vocabulary
-    other = OnlineTeacher(
-        gpt_config(
-            model_arguments(sizes, teacher_layout, models.tied, kd_pairs.TEACHER_VOCAB, kd_pairs.TEACHER_PADDED)
-        ),
+    other = build_model_teacher(
+        layout,
+        models,
         groups,
-        load_weights=partial(fill, salt="teacher"),
-        fingerprint="",
-        offload=models.offload,
+        tied=models.tied,
+        vocab=(kd_pairs.TEACHER_VOCAB, kd_pairs.TEACHER_PADDED),
         side=0,
         head_columns=vocabulary.teacher_columns,
     )
@@ -351,6 +352,45 @@ def build_teacher(layout: Layout, models: Models, groups: Groups) -> OnlineTeach
     if models.select:
         return SelectingTeachers((same, other), (1.0, 1.0))
     return SeveralTeachers((same, other), (0.4, 1.5))
+
+
+def build_model_teacher(
+    layout: Layout,
+    models: Models,
+    groups: Groups,
+    *,
+    tied: bool,
+    salt: str = "teacher",
+    vocab: tuple[int, int] = (VOCAB, PADDED),
+    head_columns: Tensor | None = None,
+    **options: Any,
+) -> OnlineTeacher:
+    """One that runs, in the student's layout or in its own.
+
+    Args:
+        layout, models, groups: of the run.
+        tied: whether its LM head is its embedding.
+        salt: of its weights.
+        vocab: its tokens, and rows of its embedding.
+        head_columns, options: of an `OnlineTeacher`.
+    """
+    sizes = models.teacher
+    own = layout if layout.teacher is None else replace(layout.teacher, variable=layout.variable)
+    own = replace(own, vp=1, ep=own.ep if "num_experts" in sizes else 1)
+    config = gpt_config(model_arguments(sizes, own, tied, *vocab))
+    options |= dict(load_weights=partial(fill, salt=salt), fingerprint="", offload=models.offload)
+    if layout.teacher is None:
+        return OnlineTeacher(config, groups, head_columns=head_columns, **options)
+    if head_columns is None:
+        head_columns = torch.arange(PADDED).chunk(layout.tp)[groups.tp.rank()]
+    return LaidOutTeacher(
+        config,
+        OwnLayout.create(ParallelSizes(own.tp, own.pp, own.cp, own.ep, own.tp)),
+        groups,
+        head_columns=head_columns,
+        student_sequence_parallel=layout.sp,
+        **options,
+    )
 
 
 def cross_settings(models: Models, groups: Groups) -> tuple[CrossSetting, ...]:
