@@ -103,7 +103,13 @@ class _Run:
         """One step's forward and backward passes, or an evaluation: {name: [sum, count]} over this rank's tokens."""
         layout, groups = self._layout, self._groups
         batches = microbatches(
-            self._models.data, layout.segment_cp, layout.mbs, groups.dp.rank(), groups.dp.size(), self._models.masks, step
+            self._models.data,
+            layout.segment_cp,
+            layout.mbs,
+            groups.dp.rank(),
+            groups.dp.size(),
+            self._models.masks,
+            step,
         )
         vp = layout.vp if layout.vp > 1 else None
         for chunk in self._chunks:

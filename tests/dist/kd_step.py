@@ -127,6 +127,7 @@ class Models:
     salt: str = "teacher"
     """Of the weights of a teacher with the student's tokenizer."""
     teacher_moe: bool = False
+    teacher_experts: int = MOE_TEACHER["num_experts"]
     teacher_layers: int = TEACHER["num_layers"]
     aux_loss: float = 0.0
     """Coefficient of the student's load-balancing loss."""
@@ -141,7 +142,7 @@ class Models:
             return self.student
         teacher = TEACHER | {"num_layers": self.teacher_layers}
         if self.teacher_moe:
-            return teacher | MOE_TEACHER
+            return teacher | MOE_TEACHER | {"num_experts": self.teacher_experts}
         return teacher | {"hidden_size": STUDENT["hidden_size"]} if self.same_width else teacher
 
     @property

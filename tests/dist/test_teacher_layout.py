@@ -9,20 +9,37 @@ from tests.dist.kd_step import Layout, Models
 from tests.dist.outcome import GetPool, Outcome, assert_same
 
 BOTH = Models(teacher_layers=2)
-PACKED = replace(BOTH, data="packed")
-EXPERTS = replace(BOTH, teacher_moe=True)
+PACKED = replace(BOTH, data="packed", tied=False, ratio=0.6)
+EXPERTS = replace(BOTH, teacher_moe=True, teacher_experts=4)
+PAIRS = replace(BOTH, data="packed pairs", xtoken="p_kl")
+TP4, CP2_TP2 = Layout(tp=4, sp=True), Layout(tp=2, cp=2, sp=True)
 
 # fmt: off
 TABLE = {
-    "dp4-tp4": (4, Layout(teacher=Layout(tp=4, sp=True)), BOTH),
-    "dp4-tp4-no-sp": (4, Layout(teacher=Layout(tp=4)), BOTH),
-    "dp4-tp2pp2": (4, Layout(teacher=Layout(tp=2, pp=2, sp=True)), BOTH),
-    "tp2spdp2-pp2tp2": (4, Layout(tp=2, sp=True, teacher=Layout(tp=2, sp=True, pp=2)), BOTH),
-    "pp2tp2-dp4": (4, Layout(pp=2, tp=2, teacher=Layout()), BOTH),
-    "tp2dp2-cp2tp2": (4, Layout(tp=2, teacher=Layout(tp=2, cp=2, sp=True)), PACKED),
-    "cp2dp2-tp4": (4, Layout(cp=2, teacher=Layout(tp=4, sp=True)), PACKED),
+    "dp4 / tp4": (4, Layout(mbs=1, teacher=TP4), BOTH),
+    "tp2-sp-dp2 / tp2-pp2": (4, Layout(tp=2, sp=True, teacher=Layout(tp=2, pp=2)), BOTH),
+    "tp2-pp2 / dp4": (4, Layout(tp=2, pp=2, teacher=Layout()), BOTH),
+    "tp2-dp2 / tp2-cp2, packed": (4, Layout(tp=2, teacher=CP2_TP2), PACKED),
+    "cp2-dp2 / tp4, packed": (4, Layout(cp=2, teacher=TP4), PACKED),
+    "cp2-tp2-sp / cp2-dp2": (4, Layout(cp=2, tp=2, sp=True, teacher=Layout(cp=2)), BOTH),
+    "dp4 / ep4": (4, Layout(teacher=Layout(ep=4)), EXPERTS),
+    "tp4-sp / ep4, two idle": (4, Layout(tp=4, sp=True, mbs=4, teacher=Layout(ep=4)), EXPERTS),
+    "pp2-dp2 / ep2-tp2-sp": (4, Layout(pp=2, teacher=Layout(ep=2, tp=2, sp=True)), replace(EXPERTS, offload=True)),
+    "tp2-dp2 / cp2-tp2, pairs": (4, Layout(tp=2, teacher=CP2_TP2), replace(PAIRS, mixed=True)),
+}
+MORE = {
+    "dp4 / tp4 without SP": (4, Layout(teacher=Layout(tp=4)), BOTH),
+    "dp4 / tp2-pp2-sp": (4, Layout(teacher=Layout(tp=2, sp=True, pp=2)), BOTH),
+    "pp4 / tp4": (4, Layout(pp=4, mbs=1, teacher=TP4), PACKED),
+    "pp2-vp2-dp2 / cp4": (4, Layout(pp=2, vp=2, teacher=Layout(cp=4)), BOTH),
+    "tp2-sp-cp2-dp2 / tp4-pp2": (8, Layout(tp=2, sp=True, cp=2, teacher=Layout(tp=4, pp=2, sp=True)), PACKED),
+    "tp2-pp2-dp2 / ep4-cp2": (8, Layout(tp=2, pp=2, teacher=Layout(ep=4, cp=2)), EXPERTS),
+    "dp8 / ep2-tp4": (8, Layout(mbs=1, teacher=Layout(ep=2, tp=4, sp=True)), EXPERTS),
+    "cp2-dp4 / pp2-dp4": (8, Layout(cp=2, mbs=1, teacher=Layout(pp=2)), PACKED),
+    "cp2-pp2 / tp4, pairs": (4, Layout(cp=2, pp=2, mbs=1, teacher=TP4), PAIRS),
 }
 # fmt: on
+"""Student / teacher, which are compared with one rank: (ranks, layout, models)."""
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +48,9 @@ def one_rank(gloo_pool: GetPool) -> Callable[[Models], Outcome]:
     known: dict[Models, Outcome] = {}
 
     def truth(models: Models) -> Outcome:
-        if models.data == "packed":
-            models = replace(models, data="padded")
+        models = replace(
+            models, offload=False, data={"packed": "padded", "packed pairs": "pairs"}.get(models.data, models.data)
+        )
         if models not in known:
             known[models] = Outcome.of(gloo_pool, 1, Layout(), models, steps=1)
         return known[models]
@@ -43,4 +61,11 @@ def one_rank(gloo_pool: GetPool) -> Callable[[Models], Outcome]:
 @pytest.mark.parametrize("name", TABLE)
 def test_layout(gloo_pool: GetPool, one_rank: Callable[[Models], Outcome], name: str) -> None:
     ranks, layout, models = TABLE[name]
+    assert_same(Outcome.of(gloo_pool, ranks, layout, models, steps=1), one_rank(models))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
+def test_more_layouts(gloo_pool: GetPool, one_rank: Callable[[Models], Outcome], name: str) -> None:
+    ranks, layout, models = MORE[name]
     assert_same(Outcome.of(gloo_pool, ranks, layout, models, steps=1), one_rank(models))
