@@ -5,7 +5,7 @@
 #   bash examples/quickstart/run.sh           # makes the teacher
 #   bash examples/cross_tokenizer/run.sh
 #
-# LOSSES, STEPS, ROWS and LENGTH make it longer or shorter; JOBS trainings run at a time.
+# LOSSES, STEPS, ROWS, LENGTH and SEED make it another one; JOBS trainings run at a time.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -15,8 +15,9 @@ STEPS=${STEPS:-150}
 ROWS=${ROWS:-8}                      # samples a step
 LENGTH=${LENGTH:-128}                # tokens a sample
 KD_RATIO=${KD_RATIO:-0.5}
-LOSSES=${LOSSES-"partition_kl p_kl gold"}
+LOSSES=${LOSSES-"p_kl partition_kl gold"}
 JOBS=${JOBS:-1}
+SEED=${SEED:-1}                       # order of the samples
 export RUNS STEPS TEACHER KD_RATIO OMP_NUM_THREADS=${OMP_NUM_THREADS:-2} TOKENIZERS_PARALLELISM=false PYTHONWARNINGS=ignore
 
 [[ -f $TEACHER/config.json ]] || { echo "run.sh: no model in $TEACHER: run bash examples/quickstart/run.sh first" >&2; exit 1; }
@@ -30,7 +31,7 @@ fi
 
 export FLAGS="--kd-teacher-hf $TEACHER --kd-student-hf $RUNS/student --kd-packing best_fit
     --train-data-path $RUNS/train_text_document --valid-data-path $RUNS/valid_text_document
-    --seq-length $LENGTH --micro-batch-size ${MICRO_BATCH:-$ROWS} --global-batch-size $ROWS --train-iters $STEPS --seed 1
+    --seq-length $LENGTH --micro-batch-size ${MICRO_BATCH:-$ROWS} --global-batch-size $ROWS --train-iters $STEPS --seed $SEED
     --lr 2e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters $((STEPS / 20 + 1)) --weight-decay 0.01
     --adam-beta2 0.95 --clip-grad 1.0 --eval-interval $((STEPS / 5 + 1)) --eval-iters ${EVAL_ITERS:-12} --log-interval 10
     ${PRECISION:-}"
