@@ -4,7 +4,7 @@ from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
 
-from mkd import arguments, balance, compat
+from mkd import arguments, balance
 from mkd.checkpoint.hf_snapshot import Snapshots
 from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.checkpoint.resume import (
@@ -18,6 +18,7 @@ from mkd.checkpoint.resume import (
 )
 from mkd.checkpoint.saving import Saving
 from mkd.checkpoint.source import TeacherSource
+from mkd.compat.checkpoints import install_checkpoint_hooks, resume_distributed_optimizer
 from mkd.config import KDConfig
 from mkd.stopping import StopSignals, install_stopping
 
@@ -121,11 +122,11 @@ def settle_checkpoint(args: Namespace, kd: KDConfig, choice: Choice | None, teac
 
 def install_saving(args: Namespace, kd: KDConfig) -> None:
     """Put mkd's part into megatron's saving and loading, also when a signal ends the job. Collective over all ranks."""
-    compat.resume_distributed_optimizer()
+    resume_distributed_optimizer()
     root, take = Path(args.save or "."), None
     if kd.save_hf_interval is not None:
         snapshots = Snapshots(root, kd.save_hf_interval, kd.save_hf_keep)
         snapshots.clean()
         take = snapshots.take
-    compat.install_checkpoint_hooks(Saving(root, hashes=not kd.skip_checkpoint_hashes, then=take))
+    install_checkpoint_hooks(Saving(root, hashes=not kd.skip_checkpoint_hashes, then=take))
     install_stopping(StopSignals(args.exit_signal).__enter__())
