@@ -16,10 +16,10 @@ from mkd.checkpoint.durable import replacing, sync_file, sync_folder
 from mkd.checkpoint.integrity import hash_files, take_hashes, write_manifest
 
 
+class Saving:
+    """Called around each save, synchronous or not, on all ranks (`mkd.compat.checkpoints`)."""
 
-
-
-
+    def __init__(self, root: Path, *, hashes: bool, then: Callable[[Path], None] | None = None) -> None:
         """Args:
         root: the folder in --save.
         hashes: whether to write `integrity.json`.
