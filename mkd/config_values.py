@@ -13,7 +13,7 @@ Divergence = Literal["forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew
 TeachersMode = Literal["sum", "averaged_logits", "select"]
 """What several teachers are together."""
 
-XTokenLoss = Literal["p_kl", "partition_kl", "gold", "gold_relaxed"]
+XTokenLoss = Literal["partition_kl", "p_kl", "gold", "gold_relaxed"]
 """Losses from a teacher with another tokenizer."""
 
 SKEWED = ("skew_forward_kl", "skew_reverse_kl")

@@ -200,3 +200,53 @@ def resume_distributed_optimizer() -> None:
 
     optimizer.state_dict, optimizer.load_state_dict = state_dict_before_a_load, load_steps_of_their_own
     optimizer._set_main_param_and_optimizer_states = set_states_but_no_step
+
+
+def take_rates_of_this_job() -> None:
+    """Let a checkpoint's optimizer be read by a job with another --lr or --min-lr, and go on with this job's.
+
+    megatron-core 0.19 has --override-opt-param-scheduler for that, but looks for a group of parameters in the
+    checkpoint by its highest and lowest rate too, and would go on with those that it finds.
+    """
+    from megatron.core.optimizer import distrib_optimizer, optimizer
+
+    whole, distributed = optimizer.MegatronOptimizer, distrib_optimizer.DistributedOptimizer
+    reorder, load = whole._filter_and_reorder_param_groups, distributed.load_state_dict
+
+    def reorder_with_own_rates(current: list[dict], stored: list[dict]) -> list[dict]:
+        return reorder(current, _with_rates_of(current, stored))
+
+    def load_with_own_rates(self: Any, state: dict) -> None:
+        if "optimizer" in state:
+            inner = state["optimizer"]
+            groups = _with_rates_of(self.optimizer.param_groups, inner["param_groups"])
+            state = {**state, "optimizer": {**inner, "param_groups": groups}}
+        load(self, state)
+
+    whole._filter_and_reorder_param_groups = staticmethod(reorder_with_own_rates)
+    distributed.load_state_dict = load_with_own_rates
+
+
+def _with_rates_of(current: list[dict], stored: list[dict]) -> list[dict]:
+    """The stored groups, each with the rates of the current group of its kind; those of a kind that has several rates,
+    here or there, stay as they are."""
+    from megatron.core.optimizer.optimizer import param_group_identifier_keys
+
+    rates = ("max_lr", "min_lr")
+    kinds = ("default_config", *(key for key in param_group_identifier_keys if key not in rates))
+
+    def rates_by_kind(groups: list[dict]) -> dict[tuple, set[tuple]]:
+        found: dict[tuple, set[tuple]] = {}
+        for group in groups:
+            kind = tuple(map(group.get, kinds))
+            found.setdefault(kind, set()).add(tuple(map(group.get, rates)))
+        return found
+
+    here, there = rates_by_kind(current), rates_by_kind(stored)
+    renamed = []
+    for group in stored:
+        kind = tuple(map(group.get, kinds))
+        if len(here.get(kind, ())) == len(there[kind]) == 1:
+            group = {**group, **dict(zip(rates, *here[kind], strict=True))}
+        renamed.append(group)
+    return renamed

@@ -104,7 +104,7 @@ def test_each_text_has_the_teacher_that_predicts_it_best(job: SmallJob, tmp_path
     changes |= {"--pipeline-model-parallel-size": 2, "--save-interval": None, "--kd-xtoken-loss": True}
     result = trained(job, other_teacher(job, **changes), ranks=2)
     assert "for each text the best of" in result.output
-    assert re.search(r"p_kl, \d+ of 307 student tokens", result.output)
+    assert re.search(r"partition_kl, \d+ of 307 student tokens", result.output)
     lines = [line for line in result.metrics if "kd" in line]
     assert len(lines) == 4
     for line in lines:

@@ -63,7 +63,7 @@ def test_parse_command_line(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "loss"), [("--kd-xtoken-loss", "p_kl"), ("--kd-xtoken-loss gold", "gold"), ("", None)]
+    ("words", "loss"), [("--kd-xtoken-loss", "partition_kl"), ("--kd-xtoken-loss gold", "gold"), ("", None)]
 )
 def test_the_flag_for_other_tokenizers_may_name_the_loss(monkeypatch, words, loss):
     monkeypatch.setattr(sys, "argv", f"x --kd-teacher-hf T --kd-ratio 0.5 {words} --hidden-size 8".split())
