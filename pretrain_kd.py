@@ -13,7 +13,7 @@ import sys
 import time
 
 from mkd import compat, cpu
-from mkd.errors import MkdError
+from mkd.errors import FULL_DISK, MkdError
 from mkd.launch import be_a_rank
 
 
@@ -85,7 +85,9 @@ def run() -> None:
     try:
         be_a_rank()
         main()
-    except MkdError as error:
+    except (MkdError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in FULL_DISK:
+            raise
         # All ranks fail alike; the first one speaks, and torchrun ends the others while they wait.
         if int(os.environ.get("RANK", "0")) != 0:
             time.sleep(3)

@@ -20,6 +20,7 @@ from megatron.training.utils import get_blend_and_blend_per_split
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 from mkd import compat, cpu
+from mkd.compat.checkpoints import tracker_says
 from mkd.config import RUN_CHOICES, KDConfig
 from mkd.cpu.flags import set_cpu_values
 from mkd.errors import MkdCheckpointError, MkdConfigError, MkdDataError
@@ -248,7 +249,7 @@ def _load_args_to_resume(args: Namespace) -> None:
     name = Path(args.kd_resume_from).name
     step, given = None if name == "release" else int(name.removeprefix("iter_")), args.ckpt_step
     args.ckpt_step = step
-    with compat.tracker_says(step):
+    with tracker_says(step):
         load_args_from_checkpoint(args)
     args.ckpt_step = given
 

@@ -128,11 +128,11 @@ class KDConfig:
     """Distance in --kd-hidden-loss. mse: mean over the teacher's width of the squared difference. cosine: 1 - cosine
     of the angle."""
 
-    xtoken_loss: XTokenLoss | None = None
-    """Loss from a teacher with another tokenizer, which compares pieces of text (chunks) that both tokenizers end at
-    the same place. partition_kl: the chunk itself, the tokens that both vocabularies have, and the rest. p_kl: the
-    student's probabilities projected to the teacher's vocabulary. gold: common tokens, and sorted probabilities of the
-    others; gold_relaxed: the same with more common tokens. Required for such a teacher."""
+    xtoken_loss: XTokenLoss | None = field(
+        default=None, metadata={"argparse_meta": {"nargs": "?", "const": "partition_kl"}}
+    )
+    """The teacher has another tokenizer. What compares pieces of text (chunks): partition_kl, which is also meant by
+    the flag alone, p_kl, gold or gold_relaxed; docs/cross_tokenizer.md tells them apart."""
 
     projection: str | None = field(default=None, metadata={"argparse_meta": {"metavar": "FILE"}})
     """Which teacher tokens stand for each student token, as tools/build_projection.py wrote it. Default: made when the

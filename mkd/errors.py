@@ -4,8 +4,12 @@ Every message says what is wrong, the value that was seen, and the flag or file 
 `assert`s; these classes are for input.
 """
 
+import errno
 import sys
 from collections.abc import Callable
+
+FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
+"""Of an OSError that a user can mend, wherever it comes up: no space, no more quota, mounted read-only."""
 
 
 class MkdError(Exception):

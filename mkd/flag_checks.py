@@ -42,6 +42,11 @@ def check_learning_rate(args: Namespace) -> None:
             raise MkdConfigError(f"{flag} {value:g} must lie between 0 and --lr {args.lr:g}")
     if args.lr_decay_style == "WSD" and getattr(args, f"lr_wsd_decay_{unit}") is None:
         raise MkdConfigError(f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}")
+    if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
+        raise MkdConfigError(
+            "--override-opt-param-scheduler (this command's schedule) contradicts --use-checkpoint-opt-param-scheduler "
+            "(the checkpoint's): give one of them"
+        )
 
 
 def check_saving(args: Namespace, kd: KDConfig) -> None:

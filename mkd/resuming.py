@@ -4,8 +4,9 @@ from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
 
-from mkd import arguments, balance, compat
+from mkd import arguments, balance
 from mkd.checkpoint.hf_snapshot import Snapshots
+from mkd.checkpoint.learning_rate import check_schedule
 from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.checkpoint.resume import (
     Choice,
@@ -18,6 +19,7 @@ from mkd.checkpoint.resume import (
 )
 from mkd.checkpoint.saving import Saving
 from mkd.checkpoint.source import TeacherSource
+from mkd.compat.checkpoints import install_checkpoint_hooks, resume_distributed_optimizer, take_rates_of_this_job
 from mkd.config import KDConfig
 from mkd.stopping import StopSignals, install_stopping
 
@@ -59,26 +61,30 @@ def check_checkpoint(args: Namespace, kd: KDConfig, choice: Choice | None, teach
 
     Raises:
         MkdCheckpointError: it is of another model.
-        MkdConfigError: it was trained with another teacher.
+        MkdConfigError: it was trained with another teacher, or another schedule of the learning rate.
     """
     args.kd_teacher_fingerprint = None if kd.is_plain_pretraining else teacher.fingerprint()
     args.kd_unfinished_evaluation = False
     balance.begin(args, None)
     if choice is None or choice.folder is None:
         return []
-    stored, origin = MegatronFolder(choice.folder, "--load").args, f"--load {choice.folder}"
+    folder, origin = MegatronFolder(choice.folder, "--load"), f"--load {choice.folder}"
+    stored = folder.args
     check_same_job(args, stored, origin)
     if args.finetune:
         return []
+    notes = []
+    if choice.name != "release" and not args.no_load_optim and folder.scheduler is not None:
+        notes = check_schedule(args, stored, folder.scheduler, origin)
     args.kd_unfinished_evaluation = getattr(stored, "kd_unfinished_evaluation", False)
     balance.begin(args, stored)
     if kd.is_plain_pretraining:
         args.kd_teacher_fingerprint = getattr(stored, "kd_teacher_fingerprint", None)
-        return []
+        return notes
     note = check_teacher(args.kd_teacher_fingerprint, stored, teacher.origin, origin, kd.other_teacher)
     now = {f"kd_{name}": value for name, value in asdict(kd).items() if name not in _NOT_THE_OBJECTIVE}
     now |= {name: vars(args)[name] for name in _ORDER_OF_SAMPLES}
-    return [note] * (note is not None) + changed_settings(vars(stored), now)
+    return notes + [note] * (note is not None) + changed_settings(vars(stored), now)
 
 
 # A checkpoint knows how many samples were consumed; with another of these, the same number means other samples.
@@ -121,11 +127,13 @@ def settle_checkpoint(args: Namespace, kd: KDConfig, choice: Choice | None, teac
 
 def install_saving(args: Namespace, kd: KDConfig) -> None:
     """Put mkd's part into megatron's saving and loading, also when a signal ends the job. Collective over all ranks."""
-    compat.resume_distributed_optimizer()
+    resume_distributed_optimizer()
+    if args.override_opt_param_scheduler:
+        take_rates_of_this_job()
     root, take = Path(args.save or "."), None
     if kd.save_hf_interval is not None:
         snapshots = Snapshots(root, kd.save_hf_interval, kd.save_hf_keep)
         snapshots.clean()
         take = snapshots.take
-    compat.install_checkpoint_hooks(Saving(root, hashes=not kd.skip_checkpoint_hashes, then=take))
+    install_checkpoint_hooks(Saving(root, hashes=not kd.skip_checkpoint_hashes, then=take))
     install_stopping(StopSignals(args.exit_signal).__enter__())

@@ -5,7 +5,7 @@
 #   bash examples/quickstart/run.sh           # makes the teacher
 #   bash examples/cross_tokenizer/run.sh
 #
-# LOSSES, STEPS, ROWS and LENGTH make it longer or shorter; JOBS trainings run at a time.
+# LOSSES, SEEDS, STEPS, ROWS and LENGTH make it longer or shorter; JOBS trainings run at a time.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -17,6 +17,7 @@ LENGTH=${LENGTH:-128}                # tokens a sample
 KD_RATIO=${KD_RATIO:-0.5}
 LOSSES=${LOSSES-"partition_kl p_kl gold"}
 JOBS=${JOBS:-1}
+SEEDS=${SEEDS:-1}                    # orders of the samples
 export RUNS STEPS TEACHER KD_RATIO OMP_NUM_THREADS=${OMP_NUM_THREADS:-2} TOKENIZERS_PARALLELISM=false PYTHONWARNINGS=ignore
 
 [[ -f $TEACHER/config.json ]] || { echo "run.sh: no model in $TEACHER: run bash examples/quickstart/run.sh first" >&2; exit 1; }
@@ -30,32 +31,28 @@ fi
 
 export FLAGS="--kd-teacher-hf $TEACHER --kd-student-hf $RUNS/student --kd-packing best_fit
     --train-data-path $RUNS/train_text_document --valid-data-path $RUNS/valid_text_document
-    --seq-length $LENGTH --micro-batch-size ${MICRO_BATCH:-$ROWS} --global-batch-size $ROWS --train-iters $STEPS --seed 1
+    --seq-length $LENGTH --micro-batch-size ${MICRO_BATCH:-$ROWS} --global-batch-size $ROWS --train-iters $STEPS
     --lr 2e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters $((STEPS / 20 + 1)) --weight-decay 0.01
     --adam-beta2 0.95 --clip-grad 1.0 --eval-interval $((STEPS / 5 + 1)) --eval-iters ${EVAL_ITERS:-12} --log-interval 10
     ${PRECISION:-}"
 
-train() {  # train ce or the name of a loss
-    local out=$RUNS/$1 kd=(--kd-ratio "$KD_RATIO" --kd-xtoken-loss "$1")
-    if [[ $1 == ce ]]; then kd=(--kd-ratio 0 --kd-xtoken-loss partition_kl); fi  # the same rows
+train() {  # train ce or the name of a loss, seed
+    local out=$RUNS/$1/$2 kd=(--kd-ratio "$KD_RATIO" --kd-xtoken-loss "$1")
+    if [[ $1 == ce ]]; then kd=(--kd-ratio 0 --kd-xtoken-loss); fi  # the same rows
     rm -rf "$out"; mkdir -p "$out"
     # shellcheck disable=SC2086  # FLAGS is a list
-    if ! torchrun --standalone --nproc-per-node 1 pretrain_kd.py $FLAGS "${kd[@]}" --kd-metrics-file "$out/metrics.jsonl" \
-        > "$out.txt" 2>&1; then
+    if ! torchrun --standalone --nproc-per-node 1 pretrain_kd.py $FLAGS "${kd[@]}" --seed "$2" \
+        --kd-metrics-file "$out/metrics.jsonl" > "$out.txt" 2>&1; then
         tail -n 20 "$out.txt" >&2
         return 1
     fi
-    echo "$1: done after $SECONDS s"
+    echo "$1, seed $2: done after $SECONDS s"
 }
 export -f train
 
-# shellcheck disable=SC2086
-printf '%s\n' ce $LOSSES | xargs -P "$JOBS" -I{} bash -c 'set -euo pipefail; train {}'
+for seed in $SEEDS; do
+    for loss in ce $LOSSES; do echo "$loss $seed"; done
+done | xargs -P "$JOBS" -L 1 bash -c 'set -euo pipefail; train "$@"' _
 
-logs=("$RUNS/ce/metrics.jsonl")
-for loss in $LOSSES; do logs+=("$RUNS/$loss/metrics.jsonl"); done
 # shellcheck disable=SC2086
-python tools/plot.py "${logs[@]}" --labels "text alone" $LOSSES --out "$RUNS/quality.png"
-for log in "${logs[@]}"; do
-    printf '%s ' "$log"; grep -o '"valid_[a-z_]*": [0-9.]*' "$log" | tail -n 8 | tr '\n' ' '; echo
-done
+python examples/cross_tokenizer/draw.py "$RUNS" --losses ce $LOSSES --seeds $SEEDS --out "$RUNS/quality.png"

@@ -65,18 +65,27 @@ class MegatronFolder:
     @functools.cached_property
     def args(self) -> Namespace:
         """Megatron's arguments of the job that wrote the checkpoint, under the names of megatron-core 0.19."""
-        _ = self.metadata
-        try:
-            common = load_common_state_dict(str(self.iteration_dir))
-        except _DAMAGE as error:
-            raise self.error(f"the arguments in {self.iteration_dir.name} cannot be read ({_reason(error)})") from error
-        if not isinstance(common.get("args"), Namespace):
+        args = self._common.get("args")
+        if not isinstance(args, Namespace):
             raise self.error(f"{self.iteration_dir.name} stores no arguments; save it with megatron.training")
-        args = common["args"]
         for old, new in _OLD_NAMES.items():
             if hasattr(args, old) and not hasattr(args, new):
                 setattr(args, new, getattr(args, old))
         return args
+
+    @property
+    def scheduler(self) -> dict[str, Any] | None:
+        """State of megatron's scheduler of learning rate and weight decay; None in a checkpoint without one."""
+        return self._common.get("opt_param_scheduler")
+
+    @functools.cached_property
+    def _common(self) -> dict[str, Any]:
+        """What is no tensor, and the same for every rank."""
+        _ = self.metadata
+        try:
+            return load_common_state_dict(str(self.iteration_dir))
+        except _DAMAGE as error:
+            raise self.error(f"the arguments in {self.iteration_dir.name} cannot be read ({_reason(error)})") from error
 
     def check_shards(self) -> None:
         """Raise `MkdCheckpointError` unless every file that the index names is there with its length."""

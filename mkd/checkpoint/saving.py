@@ -17,7 +17,7 @@ from mkd.checkpoint.integrity import hash_files, take_hashes, write_manifest
 
 
 class Saving:
-    """Called by `mkd.compat.install_checkpoint_hooks` around each save, synchronous or not, on all ranks."""
+    """Called around each save, synchronous or not, on all ranks (`mkd.compat.checkpoints`)."""
 
     def __init__(self, root: Path, *, hashes: bool, then: Callable[[Path], None] | None = None) -> None:
         """Args:

@@ -98,12 +98,13 @@ def test_two_teachers_with_different_tokenizers(job: SmallJob, tmp_path: Path) -
 
 
 def test_each_text_has_the_teacher_that_predicts_it_best(job: SmallJob, tmp_path: Path) -> None:
-    """One of them has another tokenizer; on two pipeline stages, with an evaluation."""
+    """One of them has another tokenizer and the default loss; on two pipeline stages, with an evaluation."""
     changes = {"--save-interval": None, **FOUR, "--kd-metrics-file": tmp_path / "m.jsonl", "--kd-ratio": 1.0}
     changes |= {"--kd-teacher-hf": [job.root / "other", job.teacher], "--kd-teachers-mode": "select"}
-    changes |= {"--pipeline-model-parallel-size": 2, "--save-interval": None}
+    changes |= {"--pipeline-model-parallel-size": 2, "--save-interval": None, "--kd-xtoken-loss": True}
     result = trained(job, other_teacher(job, **changes), ranks=2)
     assert "for each text the best of" in result.output
+    assert re.search(r"partition_kl, \d+ of 307 student tokens", result.output)
     lines = [line for line in result.metrics if "kd" in line]
     assert len(lines) == 4
     for line in lines:

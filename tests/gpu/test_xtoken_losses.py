@@ -35,7 +35,8 @@ class Text:
         numbers = torch.arange(len(sizes))
         self.chunk = [numbers.repeat_interleave(sizes[:, side]).cuda() for side in (0, 1)]
         self.first = [torch.diff(c, prepend=c.new_tensor([-1])) != 0 for c in self.chunk]
-        self.pairs = torch.stack([torch.randperm(v)[:COMMON] for v in (STUDENT_VOCAB, TEACHER_VOCAB)], dim=1).cuda()
+        orders = [torch.randperm(v, generator=gen, device="cuda") for v in (STUDENT_VOCAB, TEACHER_VOCAB)]
+        self.pairs = torch.stack([order[:COMMON] for order in orders], dim=1)
         self.hidden, self.teacher_hidden = normal(len(self.chunk[0]), 64), normal(len(self.chunk[1]), 96)
         self.weight, self.teacher_weight = normal(PADDED, 64, scale=0.25), normal(TEACHER_VOCAB, 96, scale=0.2)
         picks = torch.randint(0, COMMON, (len(sizes),), generator=gen, device="cuda")
@@ -92,6 +93,9 @@ class Text:
         return [out.loss.detach(), d_hidden, d_weight[:STUDENT_VOCAB]]
 
 
+ONE_SIGN = 3e-4
+"""Gold compares sorted probabilities by signs; where two are equal but for rounding, a sign moves the gradient by about
+1e-4 (fp32 torch has such signs too)."""
 NAMES = ("loss", "d_hidden", "d_weight")
 every_kind = pytest.mark.parametrize("kind", ["partition_kl", "p_kl", "gold"])
 every_divergence = pytest.mark.parametrize("divergence, temperature", [("forward_kl", 1.0), ("jsd", 2.0)])
@@ -101,13 +105,12 @@ every_divergence = pytest.mark.parametrize("divergence, temperature", [("forward
 @every_divergence
 @pytest.mark.parametrize("chunk_rows", [None, 50])
 def test_against_the_definition(kind: str, divergence: str, temperature: float, chunk_rows: int | None) -> None:
-    """Or as close as eager torch, of gold: its sorted probabilities are compared by signs that rounding may decide."""
+    """Of gold up to `ONE_SIGN`."""
     text, spec = Text(torch.float32), LossSpec(divergence=divergence, temperature=temperature)
-    truth, eager = (text.by_definition(kind, spec, dtype) for dtype in (torch.float64, torch.float32))
+    truth = text.by_definition(kind, spec, torch.float64)
     seen = text.by_mkd(kind, spec, chunk_rows=chunk_rows)
-    for name, actual, wanted, theirs in zip(NAMES, seen, truth, eager, strict=True):
-        jumps = HALF_FACTOR * norm_error(theirs, wanted) if kind == "gold" else 0.0
-        assert_close_norm(actual, wanted, max(FP32, jumps), name)
+    for name, actual, wanted in zip(NAMES, seen, truth, strict=True):
+        assert_close_norm(actual, wanted, ONE_SIGN if kind == "gold" and name != "loss" else FP32, name)
 
 
 @every_kind

@@ -62,6 +62,14 @@ def test_parse_command_line(monkeypatch):
     assert args.hidden_size == 8
 
 
+@pytest.mark.parametrize(
+    ("words", "loss"), [("--kd-xtoken-loss", "partition_kl"), ("--kd-xtoken-loss gold", "gold"), ("", None)]
+)
+def test_the_flag_for_other_tokenizers_may_name_the_loss(monkeypatch, words, loss):
+    monkeypatch.setattr(sys, "argv", f"x --kd-teacher-hf T --kd-ratio 0.5 {words} --hidden-size 8".split())
+    assert parse_command_line()[1].xtoken_loss == loss
+
+
 @pytest.mark.parametrize("words", [["--kd-ratio"], ["--kd-loss", "kl"], ["--kd-loss-chunk-rows", "1.5"], ["stray"]])
 def test_what_the_parser_refuses_is_one_line(monkeypatch, capsys, words):
     monkeypatch.setattr(sys, "argv", ["x", *words])

@@ -19,9 +19,14 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.training import checkpointing, training
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mkd import compat
 from mkd.checkpoint.durable import replacing
 from mkd.checkpoint.megatron_folder import TRACKER
+from mkd.compat.checkpoints import (
+    _load_or_refuse,
+    install_checkpoint_hooks,
+    resume_distributed_optimizer,
+    tracker_says,
+)
 from mkd.errors import MkdCheckpointError
 
 
@@ -53,9 +58,9 @@ def test_upstream_ends_with_status_0_on_a_tracker_that_it_cannot_read(tmp_path: 
     with pytest.raises(SystemExit) as caught:
         checkpointing.read_metadata(str(tmp_path / TRACKER))
     assert not caught.value.code
-    with compat.tracker_says(4):
+    with tracker_says(4):
         assert checkpointing.read_metadata(str(tmp_path / TRACKER)) == (4, False)
-    with compat.tracker_says(None):
+    with tracker_says(None):
         assert checkpointing.read_metadata(str(tmp_path / TRACKER)) == (0, True)
     with pytest.raises(SystemExit):
         checkpointing.read_metadata(str(tmp_path / TRACKER))
@@ -130,7 +135,7 @@ def saving(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[list, Simpl
     monkeypatch.setattr(training, "save_checkpoint", None)
     monkeypatch.setattr(training, "load_checkpoint", None)
     monkeypatch.setattr(training, "get_args", lambda: args)
-    compat.install_checkpoint_hooks(Recorder(calls))
+    install_checkpoint_hooks(Recorder(calls))
     return calls, args
 
 
@@ -171,9 +176,9 @@ def test_a_load_that_fails_is_an_error_of_mkd(error: BaseException, words: str) 
         raise error
 
     with pytest.raises(MkdCheckpointError, match=words) as caught:
-        compat._load_or_refuse(load)()
+        _load_or_refuse(load)()
     assert "\n" not in str(caught.value)
-    assert compat._load_or_refuse(lambda: (7, 0))() == (7, 0)
+    assert _load_or_refuse(lambda: (7, 0))() == (7, 0)
 
 
 class InnerOptimizer:
@@ -199,7 +204,7 @@ def distributed(monkeypatch: pytest.MonkeyPatch) -> Callable[[], DistributedOpti
     monkeypatch.setattr(DistributedOptimizer, "load_state_dict", load_state_dict)
     whole = DistributedOptimizer._set_main_param_and_optimizer_states
     monkeypatch.setattr(DistributedOptimizer, "_set_main_param_and_optimizer_states", whole)
-    compat.resume_distributed_optimizer()
+    resume_distributed_optimizer()
 
     def make() -> DistributedOptimizer:
         made = object.__new__(DistributedOptimizer)
