@@ -7,6 +7,7 @@ import inspect
 import re
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from types import ModuleType
 from typing import Any, Protocol
