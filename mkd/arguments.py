@@ -6,6 +6,7 @@
 import sys
 import traceback
 from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,9 +26,7 @@ from mkd.config import RUN_CHOICES, KDConfig
 from mkd.cpu.flags import set_cpu_values
 from mkd.errors import MkdCheckpointError, MkdConfigError, MkdDataError
 from mkd.flag_checks import (
-    check_attention_heads,
     check_attention_kernels,
-    check_divisions,
     check_layout,
     check_learning_rate,
     check_required,
@@ -35,6 +34,7 @@ from mkd.flag_checks import (
     check_trackers,
     check_variable_lengths,
 )
+from mkd.teacher_sizes import SIZES, check_teacher_divides, has_own_layout, in_layout_of_teacher
 
 # Beginnings of Megatron flags that say something else about the loss, the teacher or what is trained, and what to use.
 # Checked on the command line itself: some of them exist only where further packages are installed.
@@ -338,14 +338,9 @@ _SHARED_WITH_TEACHER = (
     "transformer_impl",
     "attention_backend",
     "use_cpu_initialization",
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "sequence_parallel",
     "cp_comm_type",
     "hierarchical_context_parallel_sizes",
+    "distributed_timeout_minutes",
     "no_persist_layer_norm",
     "apply_rope_fusion",
     "masked_softmax_fusion",
@@ -391,16 +386,20 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def teacher_arguments(
-    architecture: dict[str, Any], args: Namespace, dtype: str | None, own_tokens: tuple[int, int] | None = None
+    architecture: dict[str, Any],
+    args: Namespace,
+    dtype: str | None,
+    own_tokens: tuple[int, int] | None = None,
+    sizes: Mapping[str, int] | None = None,
 ) -> Namespace:
-    """Megatron arguments that describe the teacher: its own architecture, the student's layout, nothing else of the
-    student.
+    """Megatron arguments that describe the teacher: its own architecture and layout, nothing else of the student.
 
     Args:
         architecture: Megatron argument name -> value, from the teacher's own config.json or checkpoint.
         args: the student's, after `finish`.
         dtype: fp32, bf16 or fp16; None takes the student's.
         own_tokens: of a teacher with another tokenizer, its vocabulary's size and the tokens of a row.
+        sizes: parallel sizes that are not the student's, see `KDConfig.teacher_sizes`.
 
     Raises:
         MkdConfigError: parallel sizes that do not divide the teacher, or sequences longer than it knows positions for.
@@ -408,21 +407,21 @@ def teacher_arguments(
     teacher = Namespace(**{**vars(default_arguments()), **architecture, **_FROZEN})
     for name in _SHARED_WITH_TEACHER:
         setattr(teacher, name, getattr(args, name))
-    row_flag = "--seq-length"
+    own = in_layout_of_teacher(args, sizes or {}, teacher.num_experts)
+    for name in SIZES:
+        setattr(teacher, name, getattr(own, name))
+    row_flag, vocabulary = "--seq-length", args.padded_vocab_size
     if own_tokens is not None:
         row_flag = "--kd-teacher-seq-length"
         vocabulary, teacher.seq_length = own_tokens
+    if own_tokens is not None or has_own_layout(own, args):
         teacher.padded_vocab_size = calculate_padded_vocab_size(
-            vocabulary, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size, logging_enabled=False
+            vocabulary, args.make_vocab_size_divisible_by, teacher.tensor_model_parallel_size, logging_enabled=False
         )
-    if teacher.num_experts is None:
-        # A dense teacher beside a mixture-of-experts student: expert-parallel ranks are data-parallel ones to it.
-        teacher.expert_model_parallel_size, teacher.expert_tensor_parallel_size = 1, None
     teacher.params_dtype = _DTYPES[dtype] if dtype else args.params_dtype
     teacher.bf16 = teacher.params_dtype == torch.bfloat16
     teacher.fp16 = teacher.params_dtype == torch.float16
-    check_divisions("the teacher", vars(teacher), args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
-    check_attention_heads("the teacher", vars(teacher), args)
+    check_teacher_divides(vars(teacher), own, args)
     if teacher.max_position_embeddings is not None and teacher.seq_length > teacher.max_position_embeddings:
         raise MkdConfigError(
             f"{row_flag} {teacher.seq_length} is longer than the teacher's {teacher.max_position_embeddings} positions "

@@ -8,7 +8,14 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from mkd.config_checks import check_other_tokenizer, check_teachers
+from mkd.config_checks import (
+    check_cache,
+    check_other_tokenizer,
+    check_snapshots,
+    check_teacher_sizes,
+    check_teachers,
+    check_tracking,
+)
 from mkd.config_values import (
     SKEWED,
     Divergence,
@@ -163,6 +170,22 @@ class KDConfig:
     """Keep the teacher's weights in host memory while the student trains: the teacher runs over all microbatches of a
     step first, then makes room."""
 
+    teacher_tensor_model_parallel_size: int | None = None
+    """Tensor-parallel ranks of the teacher, on the ranks of the student. Default, here and below: the student's."""
+
+    teacher_pipeline_model_parallel_size: int | None = None
+    """Pipeline stages of the teacher."""
+
+    teacher_context_parallel_size: int | None = None
+    """Context-parallel ranks of the teacher."""
+
+    teacher_expert_model_parallel_size: int | None = None
+    """Expert-parallel ranks of a teacher with experts."""
+
+    teacher_expert_tensor_parallel_size: int | None = None
+    """Tensor-parallel ranks of each of the teacher's experts. Default: the student's, or where the teacher has another
+    tensor-parallel size that one."""
+
     save_hf_interval: int | None = None
     """Iterations between Hugging Face folders: when a checkpoint is saved at a multiple of it, <save>/hf/iter_XXXXXXX
     is written as well. A multiple of --save-interval. Default: none are written."""
@@ -236,7 +259,13 @@ class KDConfig:
             self.teachers_mode,
             self.hidden_loss,
         )
-        self._check_cache()
+        check_cache(
+            self.teacher_cache,
+            self.cache_missing,
+            hidden_loss=self.hidden_loss,
+            teacher_dtype=self.teacher_dtype,
+            teacher_offload=self.teacher_offload,
+        )
         self._check_ratio()
         self._check_temperature()
         self._check_loss()
@@ -262,51 +291,9 @@ class KDConfig:
             raise MkdConfigError(f"--kd-packing-multiple is {self.packing_multiple}; it must be at least 1")
         if self.loss_chunk_rows is not None and self.loss_chunk_rows < 1:
             raise MkdConfigError(f"--kd-loss-chunk-rows is {self.loss_chunk_rows}; it must be at least 1")
-        self._check_snapshots()
-        self._check_tracking()
-
-    def _check_tracking(self) -> None:
-        if self.compare_interval is not None:
-            if self.compare_interval < 1:
-                raise MkdConfigError(f"--kd-compare-interval is {self.compare_interval}; it must be at least 1")
-            if self.is_plain_pretraining:
-                raise MkdConfigError(
-                    f"--kd-compare-interval is {self.compare_interval}, but at R = 0 the teacher is not run: leave it "
-                    "out"
-                )
-        if self.mlflow_uri is not None and self.mlflow_experiment is None:
-            raise MkdConfigError(
-                f"--kd-mlflow-uri is {self.mlflow_uri}, but nothing is written to MLflow: give --kd-mlflow-experiment, "
-                "or leave it out"
-            )
-
-    def _check_snapshots(self) -> None:
-        for name in ("interval", "keep"):
-            value = getattr(self, f"save_hf_{name}")
-            if value is not None and value < 1:
-                raise MkdConfigError(f"--kd-save-hf-{name} is {value}; it must be at least 1")
-        if self.save_hf_keep is not None and self.save_hf_interval is None:
-            raise MkdConfigError(
-                f"--kd-save-hf-keep is {self.save_hf_keep}, but no Hugging Face folders are written: give "
-                "--kd-save-hf-interval, or leave it out"
-            )
-
-    def _check_cache(self) -> None:
-        require_choice("--kd-cache-missing", self.cache_missing, ("error", "ce_only"))
-        if self.teacher_cache is None:
-            if self.cache_missing != "error":
-                raise MkdConfigError(
-                    f"--kd-cache-missing is {self.cache_missing}, but no cache is read: give --kd-teacher-cache, or "
-                    "leave it out"
-                )
-            return
-        for flag, given, reason in (
-            ("--kd-hidden-loss", self.hidden_loss is not None, "a cache has no hidden states"),
-            ("--kd-teacher-dtype", self.teacher_dtype is not None, "the teacher ran when the cache was written"),
-            ("--kd-teacher-offload", self.teacher_offload, "no weights of the teacher are in memory"),
-        ):
-            if given:
-                raise MkdConfigError(f"{flag} does not work with --kd-teacher-cache: {reason}; leave it out")
+        check_snapshots(self.save_hf_interval, self.save_hf_keep)
+        check_tracking(self.compare_interval, self.is_plain_pretraining, self.mlflow_experiment, self.mlflow_uri)
+        check_teacher_sizes(self.teacher_sizes, self.teacher_cache, self.hidden_loss)
 
     def _check_ratio(self) -> None:
         if self.ratio_schedule == "constant":
@@ -389,6 +376,13 @@ class KDConfig:
         if self.teachers_mode == "select":
             return (1.0,) * count
         return (1.0 / count,) * count if self.teacher_weights is None else tuple(self.teacher_weights)
+
+    @property
+    def teacher_sizes(self) -> dict[str, int]:
+        """The teacher's own parallel sizes that are given, by Megatron argument name."""
+        kinds = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+        sizes = {f"{kind}_parallel_size": getattr(self, f"teacher_{kind}_parallel_size") for kind in kinds}
+        return {name: size for name, size in sizes.items() if size is not None}
 
     def _check_hidden_loss(self) -> None:
         require_choice("--kd-hidden-loss-type", self.hidden_loss_type, get_args(HiddenLossType))

@@ -82,3 +82,89 @@ def check_other_tokenizer(
             )
     if loss_impl == "reference":
         raise MkdConfigError("--kd-loss-impl reference does not have --kd-xtoken-loss: give auto, eager or triton")
+
+
+def check_cache(
+    teacher_cache: str | None,
+    missing: str,
+    *,
+    hidden_loss: str | None,
+    teacher_dtype: str | None,
+    teacher_offload: bool,
+) -> None:
+    """Raise MkdConfigError for flags that a cache of the teacher's answers makes no sense of, or needs.
+
+    Args:
+        teacher_cache: --kd-teacher-cache.
+        missing: --kd-cache-missing.
+        hidden_loss, teacher_dtype, teacher_offload: the flags of these names.
+    """
+    require_choice("--kd-cache-missing", missing, ("error", "ce_only"))
+    if teacher_cache is None:
+        if missing != "error":
+            raise MkdConfigError(
+                f"--kd-cache-missing is {missing}, but no cache is read: give --kd-teacher-cache, or leave it out"
+            )
+        return
+    for flag, given, reason in (
+        ("--kd-hidden-loss", hidden_loss is not None, "a cache has no hidden states"),
+        ("--kd-teacher-dtype", teacher_dtype is not None, "the teacher ran when the cache was written"),
+        ("--kd-teacher-offload", teacher_offload, "no weights of the teacher are in memory"),
+    ):
+        if given:
+            raise MkdConfigError(f"{flag} does not work with --kd-teacher-cache: {reason}; leave it out")
+
+
+def check_teacher_sizes(sizes: Mapping[str, int], teacher_cache: str | None, hidden_loss: str | None) -> None:
+    """Raise MkdConfigError for parallel sizes of the teacher that are none, or that do not go with another flag.
+
+    Args:
+        sizes: Megatron argument name -> value of --kd-teacher-<name>, of those that are given.
+        teacher_cache, hidden_loss: the flags of these names.
+    """
+    reasons = {
+        "--kd-teacher-cache": (teacher_cache, "no model of it runs"),
+        "--kd-hidden-loss": (hidden_loss, "its layers are compared where the student's are"),
+    }
+    for name, size in sizes.items():
+        flag = f"--kd-teacher-{name.replace('_', '-')}"
+        if size < 1:
+            raise MkdConfigError(f"{flag} is {size}; it must be at least 1")
+        for other, (value, reason) in reasons.items():
+            if value is not None:
+                raise MkdConfigError(
+                    f"{flag} {size} does not work with {other} {value}: {reason}; leave one of them out"
+                )
+
+
+def check_snapshots(interval: int | None, keep: int | None) -> None:
+    """Raise MkdConfigError for a --kd-save-hf-interval or --kd-save-hf-keep that is none, or for the second alone."""
+    for name, value in (("interval", interval), ("keep", keep)):
+        if value is not None and value < 1:
+            raise MkdConfigError(f"--kd-save-hf-{name} is {value}; it must be at least 1")
+    if keep is not None and interval is None:
+        raise MkdConfigError(
+            f"--kd-save-hf-keep is {keep}, but no Hugging Face folders are written: give --kd-save-hf-interval, or "
+            "leave it out"
+        )
+
+
+def check_tracking(compare_interval: int | None, plain: bool, experiment: str | None, uri: str | None) -> None:
+    """Raise MkdConfigError for flags of what is measured and where it is written that do not go together.
+
+    Args:
+        compare_interval: --kd-compare-interval.
+        plain: whether the teacher never runs.
+        experiment, uri: --kd-mlflow-experiment and --kd-mlflow-uri.
+    """
+    if compare_interval is not None:
+        if compare_interval < 1:
+            raise MkdConfigError(f"--kd-compare-interval is {compare_interval}; it must be at least 1")
+        if plain:
+            raise MkdConfigError(
+                f"--kd-compare-interval is {compare_interval}, but at R = 0 the teacher is not run: leave it out"
+            )
+    if uri is not None and experiment is None:
+        raise MkdConfigError(
+            f"--kd-mlflow-uri is {uri}, but nothing is written to MLflow: give --kd-mlflow-experiment, or leave it out"
+        )

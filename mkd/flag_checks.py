@@ -102,10 +102,11 @@ def check_layout(args: Namespace) -> None:
 
 def layout_checks() -> tuple[Callable[[Namespace], None], ...]:
     """What `check_layout` does, one thing after the other; each raises MkdConfigError."""
-    return _check_world, _check_student, _check_sequence, _check_context_parallel, _check_batch
+    return check_ranks, _check_student, check_sequence, check_context_parallel, _check_batch
 
 
-def _check_world(args: Namespace) -> None:
+def check_ranks(args: Namespace) -> None:
+    """Refuse parallel sizes that do not divide the ranks of the job."""
     tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
     ep = args.expert_model_parallel_size
     sizes = {"tensor-model": tp, "pipeline-model": pp, "context": cp, "expert-model": ep}
@@ -139,7 +140,8 @@ def length_multiple(args: Namespace) -> int:
     return cp * math.lcm(2, slices) if cp > 1 else slices
 
 
-def _check_sequence(args: Namespace) -> None:
+def check_sequence(args: Namespace) -> None:
+    """Refuse rows that the layout cannot cut."""
     if args.seq_length % length_multiple(args) == 0:
         return
     reasons = []
@@ -156,7 +158,7 @@ def _check_sequence(args: Namespace) -> None:
 _CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
 
-def _check_context_parallel(args: Namespace) -> None:
+def check_context_parallel(args: Namespace) -> None:
     """Refuse ways of context parallelism that do not exist or that the job's attention kernels do not have."""
     if args.hybrid_context_parallel:
         raise MkdConfigError("--hybrid-context-parallel is not supported: give --context-parallel-size alone")
@@ -296,8 +298,13 @@ def check_rows(args: Namespace, kd: KDConfig, has_chats: bool) -> None:
             f"--tokenizer-type is {args.tokenizer_type}, but chat files need the chat template of a "
             "HuggingFaceTokenizer"
         )
+    check_packing(args, kd)
+
+
+def check_packing(args: Namespace, kd: KDConfig) -> None:
+    """Refuse a --kd-packing-multiple that does not fill the rows, or that context parallelism cannot cut."""
     multiple, chunks = kd.packing_multiple, 2 * args.context_parallel_size
-    if not is_packed:
+    if kd.packing == "none":
         return
     if args.context_parallel_size > 1 and multiple % chunks:
         raise MkdConfigError(

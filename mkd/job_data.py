@@ -18,8 +18,9 @@ from mkd.data.packing import RowLayout
 from mkd.data.row_sets import RowSets
 from mkd.data.rows import RowOptions
 from mkd.data.stores import check_chat_file, is_chat_file
-from mkd.flag_checks import check_rows, length_multiple
+from mkd.flag_checks import check_rows
 from mkd.job_xtoken import CrossTokenizers
+from mkd.teacher_sizes import row_multiple
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class JobData:
     @property
     def length_multiple(self) -> int | None:
         """What micro-batches' lengths are rounded up to with --kd-variable-seq-lengths; None without it."""
-        return length_multiple(self.args) if self.kd.variable_seq_lengths else None
+        return row_multiple(self.args, self.kd) if self.kd.variable_seq_lengths else None
 
     def _row_sets(self, config: GPTDatasetConfig) -> RowSets:
         args, kd = self.args, self.kd

@@ -4,19 +4,22 @@ from argparse import Namespace
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import torch
 from megatron.training.models import GPTModelConfig
 
 from mkd import arguments
 from mkd.checkpoint.source import ModelSource, SeveralSources, TeacherSource
 from mkd.config import KDConfig
 from mkd.errors import MkdConfigError
-from mkd.groups import Groups
+from mkd.groups import Groups, OwnLayout, ParallelSizes
 from mkd.job_cache import CacheSource, CacheTeacher
 from mkd.job_xtoken import CrossTokenizers
 from mkd.models.gpt import gpt_config
 from mkd.teacher.base import Teacher
+from mkd.teacher.laid_out import LaidOutTeacher
 from mkd.teacher.online import OnlineTeacher
 from mkd.teacher.several import AveragedTeachers, SelectingTeachers, SeveralTeachers
+from mkd.teacher_sizes import check_teacher_layout, has_own_layout
 
 
 class JobTeacher(Protocol):
@@ -75,9 +78,20 @@ def job_teacher(
     """
     if isinstance(source, CacheSource):
         return CacheTeacher.of(source, args, kd, true_vocab)
+    _check_experts(source, kd)
     if isinstance(source, SeveralSources):
         return SeveralModels.of(source, args, kd, true_vocab, cross)
     return ModelTeacher.of(source, args, kd, true_vocab, cross)
+
+
+def _check_experts(source: TeacherSource, kd: KDConfig) -> None:
+    """Refuse sizes of expert parallelism where no teacher has experts."""
+    sources = source.sources if isinstance(source, SeveralSources) else (source,)
+    for name, size in kd.teacher_sizes.items():
+        if name.startswith("expert") and all(one.architecture.get("num_experts") is None for one in sources):
+            raise MkdConfigError(
+                f"--kd-teacher-{name.replace('_', '-')} is {size}, but {source.origin} has no experts: leave it out"
+            )
 
 
 @dataclass(frozen=True)
@@ -93,6 +107,8 @@ class ModelTeacher:
     """As read from its folder; None when it never runs."""
     cross: CrossTokenizers | None
     """Where the teacher has another tokenizer."""
+    job_args: Namespace
+    """Megatron's arguments of the job."""
 
     @classmethod
     def of(
@@ -107,10 +123,11 @@ class ModelTeacher:
         own_tokens = None if cross is None else cross.own_tokens(source)
         if own_tokens is None:
             cross = None
-        own = arguments.teacher_arguments(source.architecture, args, kd.teacher_dtype, own_tokens)
+        check_teacher_layout(args, kd, source.architecture.get("num_experts"))
+        own = arguments.teacher_arguments(source.architecture, args, kd.teacher_dtype, own_tokens, kd.teacher_sizes)
         config = gpt_config(own)
         config.transformer.variable_seq_lengths = kd.variable_seq_lengths  # megatron has no flag for it
-        return cls(source, own, config, kd, true_vocab, args.kd_teacher_fingerprint, cross)
+        return cls(source, own, config, kd, true_vocab, args.kd_teacher_fingerprint, cross, args)
 
     def __str__(self) -> str:
         dtype = str(self.config.params_dtype).removeprefix("torch.")
@@ -132,19 +149,52 @@ class ModelTeacher:
         kd = self.kd
         return "" if kd.top_k is None else f"the teacher's {kd.top_k} most probable tokens, tail {kd.top_k_tail}"
 
-    def build(self, groups: Groups) -> OnlineTeacher:
-        """See `JobTeacher`."""
+    def build(self, groups: Groups, layouts: dict[ParallelSizes, OwnLayout] | None = None) -> OnlineTeacher:
+        """See `JobTeacher`.
+
+        Args:
+            groups: the student's layout.
+            layouts: those of other teachers, which this one may share and may add to.
+        """
         side = None if self.cross is None else self.cross.side(self.source)
         kept = self.true_vocab if side is None else self.source.vocab_size
-        return OnlineTeacher(
-            self.config,
-            groups,
+        columns = None if side is None else self.cross.vocabulary(side, groups).teacher_columns
+        common = dict(
             load_weights=lambda chunks: self.source.load(chunks, kept),
             fingerprint=self.stored_fingerprint,
             offload=self.kd.teacher_offload,
             side=side,
-            head_columns=None if side is None else self.cross.vocabulary(side, groups).teacher_columns,
         )
+        if not has_own_layout(self.args, self.job_args):
+            return OnlineTeacher(self.config, groups, head_columns=columns, **common)
+        if columns is None:
+            columns = torch.arange(self.job_args.padded_vocab_size).chunk(groups.tp.size())[groups.tp.rank()]
+        return LaidOutTeacher(
+            self.config,
+            self._layout({} if layouts is None else layouts),
+            groups,
+            head_columns=columns,
+            student_sequence_parallel=self.job_args.sequence_parallel,
+            **common,
+        )
+
+    def _layout(self, known: dict[ParallelSizes, OwnLayout]) -> OwnLayout:
+        """Collective over all ranks, unless it is known."""
+        t, levels = self.config.transformer, self.args.hierarchical_context_parallel_sizes
+        sizes = ParallelSizes(
+            t.tensor_model_parallel_size,
+            t.pipeline_model_parallel_size,
+            t.context_parallel_size,
+            t.expert_model_parallel_size,
+            t.expert_tensor_parallel_size,
+        )
+        if sizes not in known:
+            known[sizes] = OwnLayout.create(
+                sizes,
+                cp_levels=levels if sizes.cp > 1 else None,
+                timeout_minutes=self.args.distributed_timeout_minutes,
+            )
+        return known[sizes]
 
 
 @dataclass(frozen=True)
@@ -202,7 +252,8 @@ class SeveralModels:
         """See `JobTeacher`."""
         kinds = {"sum": SeveralTeachers, "averaged_logits": AveragedTeachers, "select": SelectingTeachers}
         kind = kinds[self.kd.teachers_mode]
-        return kind(tuple(teacher.build(groups) for teacher in self.teachers), self.kd.weights_of_teachers)
+        layouts: dict[ParallelSizes, OwnLayout] = {}
+        return kind(tuple(teacher.build(groups, layouts) for teacher in self.teachers), self.kd.weights_of_teachers)
 
 
 def shape_of(config: GPTModelConfig) -> str:

@@ -18,8 +18,8 @@ from mkd.data.paired_packing import PairedLayout
 from mkd.data.paired_rows import PairedOptions
 from mkd.data.row_sets import Pairs
 from mkd.errors import MkdConfigError, MkdDataError
-from mkd.flag_checks import length_multiple
 from mkd.groups import Groups
+from mkd.teacher_sizes import row_multiple
 from mkd.terms import CrossSetting
 from mkd.xtoken.building import projection_for
 from mkd.xtoken.pairs import PairEncoder
@@ -220,7 +220,7 @@ def _row_length(args: Namespace, kd: KDConfig, ratio: float, source: ModelSource
 
 
 def _check_row_length(length: int, args: Namespace, kd: KDConfig) -> None:
-    multiple = length_multiple(args)
+    multiple = row_multiple(args, kd)
     if kd.packing != "none":
         multiple = math.lcm(multiple, kd.packing_multiple)
     if length % multiple:

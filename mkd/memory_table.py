@@ -29,7 +29,9 @@ def print_memory(job: Job) -> None:
         return
     console = Console()
     stages = estimate(workload(job))
-    outside = None if cpu.is_target() else [outside_of_torch(job.args, stage.peak) for stage in stages]
+    outside = (
+        None if cpu.is_target() else [outside_of_torch(job.args, stage.peak, job.teacher.models) for stage in stages]
+    )
     console.print(memory_table(stages, outside))
     if any(_is_elsewhere(stage, part) for stage in stages for part in PARTS):
         console.print("  (in brackets: at another time than the peak)", highlight=False)

@@ -1,6 +1,7 @@
 """What a job is going to do, for people to read before it does."""
 
 import json
+from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from mkd.checkpoint.hf_folder import HFFolder
 from mkd.job import Job
 from mkd.job_teacher import shape_of
 from mkd.memory_table import memory_line, print_memory
+from mkd.teacher_sizes import has_own_layout
 
 
 def print_plan(job: Job) -> None:
@@ -30,14 +32,6 @@ def dry_run(job: Job) -> None:
 def plan(job: Job) -> dict[str, str]:
     """What will happen, a line each."""
     args, kd = job.args, job.kd
-    layout = {
-        "DP": args.data_parallel_size,
-        "TP": args.tensor_model_parallel_size,
-        "PP": args.pipeline_model_parallel_size,
-        "VPP": args.virtual_pipeline_model_parallel_size or 1,
-        "CP": args.context_parallel_size,
-        "EP": args.expert_model_parallel_size,
-    }
     weights = "random"
     if arguments.resumes(args):
         weights = f"checkpoint {args.kd_resume_from}"
@@ -58,8 +52,8 @@ def plan(job: Job) -> dict[str, str]:
         + ("; R is 0: the teacher is not run" if kd.is_plain_pretraining else ""),
         **({"tokenizers": str(job.cross)} if job.cross is not None else {}),
         **_layers(job),
-        "layout": ", ".join(f"{name} {size}" for name, size in layout.items() if size > 1 or name == "DP")
-        + (", SP" if args.sequence_parallel else ""),
+        "layout": _layout(args, args.world_size),
+        **_teacher_layouts(job),
         **({"rows": _rows(job)} if job.data.has_own_rows else {}),
         "batch": f"{args.global_batch_size} samples of {args.seq_length} tokens, micro-batch {args.micro_batch_size}",
         "steps": f"{args.train_iters} iterations",
@@ -83,6 +77,27 @@ def record(job: Job) -> None:
         store_assets(HFFolder(job.kd.student_hf, "--kd-student-hf"), folder)
     with replacing(folder / "kd_config.json") as out:
         out.write(json.dumps({"kd": asdict(job.kd), "plan": plan(job)}, indent=2) + "\n")
+
+
+def _layout(args: Namespace, ranks: int) -> str:
+    """Of the student or of a teacher, from its Megatron arguments, on so many ranks."""
+    tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
+    sizes = {
+        "DP": ranks // (tp * pp * cp),
+        "TP": tp,
+        "PP": pp,
+        "VPP": args.virtual_pipeline_model_parallel_size or 1,
+        "CP": cp,
+        "EP": args.expert_model_parallel_size,
+    }
+    listed = [f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "DP"]
+    return ", ".join(listed + ["SP"] * args.sequence_parallel)
+
+
+def _teacher_layouts(job: Job) -> dict[str, str]:
+    """Of teachers that have their own."""
+    own = [_layout(model, job.args.world_size) for model in job.teacher.models if has_own_layout(model, job.args)]
+    return {"teacher's": "layout " + "; ".join(dict.fromkeys(own))} if own else {}
 
 
 def _rows(job: Job) -> str:

@@ -53,6 +53,7 @@ LAYOUT = (
     "--kd-teacher-pipeline-model-parallel-size",
     "--kd-teacher-context-parallel-size",
     "--kd-teacher-expert-model-parallel-size",
+    "--kd-teacher-expert-tensor-parallel-size",
 )
 """What the run on one rank leaves out."""
 PRECISION = ("--bf16", "--fp16", "--fp8-", "--fp4-", "--kd-logits-dtype", "--kd-teacher-dtype", "--grad-reduce-in-bf16")

@@ -149,6 +149,13 @@ class CacheJob:
                 f"--kd-teacher-cache {flags['teacher_cache']} has no teacher to ask: give --kd-teacher-hf or "
                 "--kd-teacher-load"
             )
+        for name, size in flags.items():
+            if name.startswith("teacher_") and name.endswith("_parallel_size") and size is not None:
+                flag = name.removeprefix("teacher_").replace("_", "-")
+                raise MkdConfigError(
+                    f"--kd-teacher-{flag} is {size}, but there is no student here: give --{flag} {size}, which is the "
+                    "teacher's"
+                )
         kd = KDConfig(**{name: flags[name] for name in _LOOKED_AT}, ratio=1.0)
         source = teacher_source(kd)
         if isinstance(source, SeveralSources):

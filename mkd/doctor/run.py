@@ -24,10 +24,11 @@ from mkd.data.stores import check_chat_file, is_chat_file
 from mkd.doctor.environment import has_wrong_apex
 from mkd.doctor.findings import Findings
 from mkd.errors import MkdError
-from mkd.flag_checks import check_attention_kernels, check_divisions, check_transformer_engine, layout_checks
+from mkd.flag_checks import check_attention_kernels, check_transformer_engine, layout_checks
 from mkd.job import Job, check_writable
 from mkd.job_teacher import teacher_source
 from mkd.memory.parameters import optimizer_bytes, parameters_of_stage
+from mkd.teacher_sizes import check_teacher_divides, check_teacher_layout, in_layout_of_teacher
 
 SCRIPT = "pretrain_kd.py"
 
@@ -151,11 +152,16 @@ def _check_layout(findings: Findings, args: Namespace, kd: KDConfig | None, teac
     for check in layout_checks()[:number]:
         with findings.tolerate():
             check(args)
+    sizes = {} if kd is None else kd.teacher_sizes
     sources = teacher.sources if isinstance(teacher, SeveralSources) else [teacher] if teacher else []
     for source in sources if number > 1 else []:
         if source.architecture:  # a cache of answers has none
             with findings.tolerate():
-                check_divisions("the teacher", source.architecture, tp, pp)
+                own = in_layout_of_teacher(args, sizes, source.architecture.get("num_experts"))
+                check_teacher_divides(source.architecture, own, args)
+        if kd is not None and number == len(layout_checks()):
+            with findings.tolerate():
+                check_teacher_layout(args, kd, source.architecture.get("num_experts"))
     with findings.tolerate():
         check_transformer_engine(args)
     if kd is not None:

@@ -9,6 +9,7 @@ import torch
 from mkd.errors import MkdConfigError
 from mkd.flag_checks import check_divisions, length_multiple
 from mkd.memory.estimate import LOGITS, Workload, estimate, fullest, outside_of_torch
+from mkd.teacher_sizes import has_own_layout
 
 WORTHWHILE = 0.01
 """Share of the need that a change must save to be named."""
@@ -30,7 +31,7 @@ class Advice:
 def needed(work: Workload) -> float:
     """Bytes of a card on the fullest rank, the allowances included."""
     peak = fullest(estimate(work)).peak
-    return peak + outside_of_torch(work.student, peak)
+    return peak + outside_of_torch(work.student, peak, work.teachers)
 
 
 def advise(work: Workload, capacity: float) -> tuple[list[Advice], Advice | None]:
@@ -90,9 +91,11 @@ def _with(work: Workload, **values: object) -> Workload:
 
 
 def _relaid(work: Workload, **sizes: object) -> Workload | None:
-    """The same on as many ranks in another layout; None where it does not divide."""
+    """The same on as many ranks in another layout, which teachers that have their own do not take part in; None where it
+    does not divide."""
     models = [copy.copy(args) for args in (work.student, *work.teachers)]
-    for args in models:
+    relaid = [args for args in models if not has_own_layout(args, work.student)]
+    for args in relaid:
         vars(args).update(sizes)
     student = models[0]
     tp, pp = student.tensor_model_parallel_size, student.pipeline_model_parallel_size
@@ -103,7 +106,7 @@ def _relaid(work: Workload, **sizes: object) -> Workload | None:
     if student.global_batch_size % (student.micro_batch_size * student.data_parallel_size):
         return None
     try:
-        for args in models:
+        for args in relaid:
             check_divisions("a model", vars(args), tp, pp)
     except MkdConfigError:
         return None

@@ -12,6 +12,7 @@ from mkd.losses.chunking import LEAST_ROWS, row_chunks
 from mkd.memory.activations import at_work_backward, kept_by_layers, layer_bytes, tokens_of
 from mkd.memory.parameters import gradient_bytes, optimizer_bytes, parameters_of_stage
 from mkd.memory.stages import chunks_of_stage, in_flight, microbatches
+from mkd.teacher_sizes import has_own_layout
 
 GIB = 2**30
 
@@ -84,16 +85,20 @@ def fullest(stages: Sequence[StageMemory]) -> StageMemory:
     return max(stages, key=lambda stage: stage.peak)
 
 
-def outside_of_torch(args: Namespace, peak: float) -> float:
+def outside_of_torch(args: Namespace, peak: float, teachers: Sequence[Namespace] = ()) -> float:
     """Bytes of a card that torch does not count: an allowance, not a measurement.
 
     Args:
         args: Megatron's, of the job.
         peak: bytes that torch does count.
+        teachers: Megatron's arguments of those that run.
     """
     groups = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    groups = (*groups, "expert_model_parallel_size", "data_parallel_size")
-    communicators = sum(getattr(args, name) > 1 for name in groups) + (args.world_size > 1)
+    groups = (*groups, "expert_model_parallel_size")
+    communicators = sum(getattr(args, name) > 1 for name in (*groups, "data_parallel_size")) + (args.world_size > 1)
+    for teacher in teachers:
+        if has_own_layout(teacher, args):
+            communicators += 1 + sum(getattr(teacher, name) > 1 for name in groups)  # and that to the student
     return CONTEXT_BYTES + COMMUNICATOR_BYTES * communicators + FRAGMENTED * peak
 
 
@@ -106,10 +111,11 @@ def _stage(work: Workload, stage: int) -> StageMemory:
         OPTIMIZER: optimizer_bytes(student, count),
         WORKSPACES: WORKSPACE_BYTES if work.on_gpu else 0,
     }
-    teachers = [_beside(teacher, student) for teacher in work.teachers]
-    weights = sum(t.params_dtype.itemsize * parameters_of_stage(t, stage).total for t in teachers)
+    # As the loss sees them: cut as the student is.
+    teachers = [_beside(teacher, student, LAYOUT) for teacher in work.teachers]
     is_last = stage == student.pipeline_model_parallel_size - 1
-    heads = sum(t.params_dtype.itemsize * _shard(t) * t.hidden_size for t in teachers) if is_last else 0
+    heads = sum(map(_head_bytes, teachers)) if is_last else 0
+    weights = sum(_teacher_weights(teacher, student, stage) for teacher in work.teachers)
     if not kd.teacher_offload:
         held[TEACHER], weights, heads = weights, 0, 0
     hidden = _hidden_bytes(work, teachers) if is_last else 0.0
@@ -131,19 +137,62 @@ def _stage(work: Workload, stage: int) -> StageMemory:
         at_work = _residual(student) + _gathered(student, teachers)  # the norm's output
         phases["loss"] = {**alive, LOGITS: _logits(work, teachers), AT_WORK: at_work}
     if teachers:
-        works = max(_forward_bytes(t, stage, work.on_gpu) for t in teachers)
+        works = max(_teacher_works(teacher, student, stage, work.on_gpu) for teacher in work.teachers)
         phases["teacher forward"] = {HIDDEN: hidden, AT_WORK: works}
         if kd.teacher_offload:
             phases["teacher forward"][TEACHER] = weights
     return StageMemory(stage, {name: value for name, value in held.items() if value}, phases)
 
 
-def _beside(teacher: Namespace, student: Namespace) -> Namespace:
-    """A teacher's arguments with what they leave to the student's: the batch, and nothing of it for a backward pass."""
+LAYOUT = ("tensor_model_parallel_size", "context_parallel_size", "sequence_parallel")
+"""By which the loss finds hidden states and LM heads cut."""
+
+
+def _beside(teacher: Namespace, student: Namespace, names: Sequence[str] = ()) -> Namespace:
+    """A teacher's arguments with what they leave to the student's, the batch, and with others of these names."""
     teacher = copy.copy(teacher)
-    for name in ("micro_batch_size", "context_parallel_size", "data_parallel_size", "world_size"):
+    for name in ("micro_batch_size", "world_size", *names):
         setattr(teacher, name, getattr(student, name))
+    ranks = teacher.tensor_model_parallel_size * teacher.pipeline_model_parallel_size * teacher.context_parallel_size
+    teacher.data_parallel_size = max(1, teacher.world_size // ranks)
     return teacher
+
+
+def _stages_there(teacher: Namespace, student: Namespace, stage: int) -> range:
+    """The teacher's pipeline stages on the ranks of one of the student's: stages are runs of ranks."""
+    own, students = teacher.pipeline_model_parallel_size, student.pipeline_model_parallel_size
+    return range(stage * own // students, -(-(stage + 1) * own // students))
+
+
+def _head_bytes(teacher: Namespace) -> float:
+    """Of a rank's rows of a teacher's LM head."""
+    return teacher.params_dtype.itemsize * _shard(teacher) * teacher.hidden_size
+
+
+def _teacher_weights(teacher: Namespace, student: Namespace, stage: int) -> float:
+    """Most bytes of a teacher's weights on a rank of one of the student's stages."""
+    own = _beside(teacher, student)
+    sizes = []
+    for number in _stages_there(own, student, stage):
+        size = own.params_dtype.itemsize * parameters_of_stage(own, number).total
+        is_last = number == own.pipeline_model_parallel_size - 1
+        if has_own_layout(own, student) and is_last and (number > 0 or own.untie_embeddings_and_output_weights):
+            size -= _head_bytes(own)  # the student's last stage has it
+        sizes.append(size)
+    moved = has_own_layout(own, student) and stage == student.pipeline_model_parallel_size - 1
+    return max(sizes) + (_head_bytes(_beside(teacher, student, LAYOUT)) if moved else 0.0)
+
+
+def _teacher_works(teacher: Namespace, student: Namespace, stage: int, on_gpu: bool) -> float:
+    """Most bytes of a teacher's layer at work on a rank of one of the student's stages; it keeps nothing. In a layout
+    of its own also its hidden states before they travel, of all its microbatches where it has pipeline stages."""
+    own = _beside(teacher, student)
+    works = max(_forward_bytes(own, number, on_gpu) for number in _stages_there(own, student, stage))
+    if not has_own_layout(own, student):
+        return works
+    piped = own.pipeline_model_parallel_size > 1
+    kept = -(-microbatches(student) * student.data_parallel_size // own.data_parallel_size) if piped else 1
+    return works + kept * _residual(own) + _residual(_beside(teacher, student, LAYOUT))
 
 
 def _shard(args: Namespace) -> int:
@@ -160,6 +209,7 @@ def _hidden_bytes(work: Workload, teachers: Sequence[Namespace]) -> float:
     """The teachers' hidden states: of one microbatch, or of a whole step where the teacher looks at all of them first
     (mkd/schedule.py)."""
     at_once = work.student.pipeline_model_parallel_size > 1 or work.kd.teacher_offload
+    at_once = at_once or any(has_own_layout(teacher, work.student) for teacher in work.teachers)
     count = microbatches(work.student) if at_once else 1
     return count * (1 + len(work.kd.layer_pairs)) * sum(_residual(teacher) for teacher in teachers)
 
