@@ -330,8 +330,9 @@ def dataset_config(args: Namespace, tokenizer: Any) -> GPTDatasetConfig:
         raise MkdConfigError(f"megatron refuses the data flags (--split {args.split}): {reason}") from error
 
 
-# What the teacher shares with the student's run: how and where it computes, never what it is.
+# What the teacher shares with the student: how and where it computes, never what it is. The layout may be its own.
 _SHARED_WITH_TEACHER = (
+    *SIZES,
     "rank",
     "world_size",
     "seq_length",

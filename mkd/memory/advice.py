@@ -91,8 +91,8 @@ def _with(work: Workload, **values: object) -> Workload:
 
 
 def _relaid(work: Workload, **sizes: object) -> Workload | None:
-    """The same on as many ranks in another layout, which teachers that have their own do not take part in; None where it
-    does not divide."""
+    """The same on as many ranks in another layout, but for teachers in one of their own; None where it does not
+    divide."""
     models = [copy.copy(args) for args in (work.student, *work.teachers)]
     relaid = [args for args in models if not has_own_layout(args, work.student)]
     for args in relaid:
