@@ -34,6 +34,7 @@ from mkd.flag_checks import (
     check_trackers,
     check_variable_lengths,
 )
+from mkd.teacher_fp8 import compute_in_fp8
 from mkd.teacher_sizes import SIZES, check_teacher_divides, has_own_layout, in_layout_of_teacher
 
 # Beginnings of Megatron flags that say something else about the loss, the teacher or what is trained, and what to use.
@@ -383,7 +384,7 @@ _FROZEN = {
     "expert_tensor_parallel_num_weight_shards": None,
     "expert_gtp_weight_remat_size": 1,
 }
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 def teacher_arguments(
@@ -398,7 +399,7 @@ def teacher_arguments(
     Args:
         architecture: Megatron argument name -> value, from the teacher's own config.json or checkpoint.
         args: the student's, after `finish`.
-        dtype: fp32, bf16 or fp16; None takes the student's.
+        dtype: fp32, bf16, fp16 or fp8; None takes the student's.
         own_tokens: of a teacher with another tokenizer, its vocabulary's size and the tokens of a row.
         sizes: parallel sizes that are not the student's, see `KDConfig.teacher_sizes`.
 
@@ -422,6 +423,8 @@ def teacher_arguments(
     teacher.params_dtype = _DTYPES[dtype] if dtype else args.params_dtype
     teacher.bf16 = teacher.params_dtype == torch.bfloat16
     teacher.fp16 = teacher.params_dtype == torch.float16
+    if dtype == "fp8":
+        compute_in_fp8(teacher)
     check_teacher_divides(vars(teacher), own, args)
     if teacher.max_position_embeddings is not None and teacher.seq_length > teacher.max_position_embeddings:
         raise MkdConfigError(

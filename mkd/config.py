@@ -163,8 +163,9 @@ class KDConfig:
     """Tokens in a chunk of the loss; logits of one or two chunks exist at one time. Default: as many as keep one
     model's logits of a chunk under 192 MiB, but at least 768 on a GPU."""
 
-    teacher_dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    """Precision of the teacher's weights and forward pass. Default: the student's."""
+    teacher_dtype: Literal["fp32", "bf16", "fp16", "fp8"] | None = None
+    """Precision of the teacher's weights and forward pass; fp8: that of its layers, bf16 for the rest. Default: the
+    student's."""
 
     teacher_offload: bool = False
     """Keep the teacher's weights in host memory while the student trains: the teacher runs over all microbatches of a

@@ -19,6 +19,7 @@ from mkd.teacher.base import Teacher
 from mkd.teacher.laid_out import LaidOutTeacher
 from mkd.teacher.online import OnlineTeacher
 from mkd.teacher.several import AveragedTeachers, SelectingTeachers, SeveralTeachers
+from mkd.teacher_fp8 import check_fp8_teacher
 from mkd.teacher_sizes import check_teacher_layout, has_own_layout
 
 
@@ -125,13 +126,19 @@ class ModelTeacher:
             cross = None
         check_teacher_layout(args, kd, source.architecture.get("num_experts"))
         own = arguments.teacher_arguments(source.architecture, args, kd.teacher_dtype, own_tokens, kd.teacher_sizes)
+        if kd.teacher_dtype == "fp8":
+            check_fp8_teacher(own, args.micro_batch_size, kd)
         config = gpt_config(own)
         config.transformer.variable_seq_lengths = kd.variable_seq_lengths  # megatron has no flag for it
         return cls(source, own, config, kd, true_vocab, args.kd_teacher_fingerprint, cross, args)
 
     def __str__(self) -> str:
-        dtype = str(self.config.params_dtype).removeprefix("torch.")
-        return f"{shape_of(self.config)}, {dtype}, {self.source.path}"
+        return f"{shape_of(self.config)}, {self.dtype}, {self.source.path}"
+
+    @property
+    def dtype(self) -> str:
+        """Precision of its layers, by name."""
+        return "float8" if self.config.transformer.fp8 else str(self.config.params_dtype).removeprefix("torch.")
 
     @property
     def sources(self) -> list[TeacherSource]:

@@ -41,6 +41,7 @@ from mkd.teacher.online import OnlineTeacher
 from mkd.teacher.store import CacheMeta, TeacherStore
 from mkd.teacher.store_writer import StoreWriter
 from mkd.teacher.stored import StoredAnswers
+from mkd.teacher_fp8 import compute_in_fp8
 
 ROTARY_BASE, NORM_EPSILON = 500000, 1e-5
 TEACHER_LAYERS, STUDENT_LAYERS, BACKWARD, HEADS = "teacher", "student forward", "student backward", "heads and loss"
@@ -165,8 +166,10 @@ class MegatronModels:
 
     @classmethod
     @contextmanager
-    def built(cls, args: Namespace, watch: Stopwatch, with_teacher: bool = True) -> Iterator["MegatronModels"]:
-        """Build them; without a teacher for the rows that need none."""
+    def built(
+        cls, args: Namespace, watch: Stopwatch, with_teacher: bool = True, fp8: bool = False
+    ) -> Iterator["MegatronModels"]:
+        """Build them; without a teacher for the rows that need none, or with one in FP8."""
         groups = Groups.from_megatron()
         student = GPTModelBuilder(gpt_config(model_arguments(args.student, args)))
         chunks = student.build_distributed_models(
@@ -177,7 +180,10 @@ class MegatronModels:
         inner, teacher, teacher_model = unwrap_model(chunks[0]), None, None
         if with_teacher:
             seen: list[nn.Module] = []
-            config = gpt_config(model_arguments(args.teacher, args))
+            of_teacher = model_arguments(args.teacher, args)
+            if fp8:
+                compute_in_fp8(of_teacher)
+            config = gpt_config(of_teacher)
             teacher = OnlineTeacher(config, groups, load_weights=seen.extend, fingerprint="")
             teacher_model = unwrap_model(seen[0])
         watch_layers(watch, inner.decoder, teacher_model.decoder if with_teacher else nn.Identity())
@@ -384,6 +390,8 @@ def cached_rows(divergences: list[str]) -> list[tuple[str, Objective, Callable[[
     return [("mkd, cached teacher, K=64", with_ce(d), lambda models, d=d: models.cached(d)) for d in divergences]
 
 
-def our_rows(divergences: list[str]) -> list[tuple[str, Objective, Callable[[MegatronModels], Step]]]:
+def our_rows(
+    divergences: list[str], name: str = "mkd"
+) -> list[tuple[str, Objective, Callable[[MegatronModels], Step]]]:
     """Name, objective and work of each of our rows."""
-    return [("mkd", with_ce(d), lambda models, d=d: models.ours(d)) for d in divergences]
+    return [(name, with_ce(d), lambda models, d=d: models.ours(d)) for d in divergences]

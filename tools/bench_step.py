@@ -63,7 +63,7 @@ from mkd.config import Divergence
 FULL = {"teacher": Sizes(32, 4096, 14336, 32, 8, False, 8.0), "student": Sizes(16, 2048, 8192, 32, 8, True, 32.0)}
 SMALL = {"teacher": Sizes(2, 64, 96, 4, 2, False, 8.0), "student": Sizes(2, 32, 48, 4, 2, True, 32.0)}
 SIZE_FLAGS = ("layers", "width", "ffn", "heads", "groups")
-COMPETITORS = ["ours", "cached", "mcore", "modelopt", "hf", "liger"]
+COMPETITORS = ["ours", "fp8", "cached", "mcore", "modelopt", "hf", "liger"]
 PARTS = (TEACHER_LAYERS, STUDENT_LAYERS, BACKWARD, HEADS)
 
 
@@ -133,6 +133,10 @@ def families(args: argparse.Namespace, watch: Stopwatch) -> list[Family]:
         Family(
             partial(MegatronModels.built, args, watch),
             [row for name, rows in of_megatron.items() if name in args.rows_of for row in rows],
+        ),
+        Family(
+            partial(MegatronModels.built, args, watch, fp8=True),
+            our_rows(args.losses, "mkd, FP8 teacher") if "fp8" in args.rows_of else [],
         ),
         Family(
             partial(MegatronModels.built, args, watch, with_teacher=False),

@@ -111,7 +111,7 @@ class CacheOptions:
             values="counts" if self.samples else "fp32" if self.lossless else "log12",
             temperatures=tuple(dict.fromkeys((1.0, *map(float, own)))),
             samples=self.samples or 0,
-            teacher_dtype=str(teacher.config.params_dtype).removeprefix("torch."),
+            teacher_dtype=teacher.dtype,
             positions=positions,
         )
 

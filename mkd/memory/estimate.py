@@ -10,7 +10,7 @@ import torch
 from mkd.config import KDConfig
 from mkd.losses.chunking import LEAST_ROWS, row_chunks
 from mkd.memory.activations import at_work_backward, kept_by_layers, layer_bytes, tokens_of
-from mkd.memory.parameters import gradient_bytes, optimizer_bytes, parameters_of_stage
+from mkd.memory.parameters import gradient_bytes, optimizer_bytes, outside_of_layers, parameters_of_stage
 from mkd.memory.stages import chunks_of_stage, in_flight, microbatches
 from mkd.teacher_sizes import has_own_layout
 
@@ -174,7 +174,9 @@ def _teacher_weights(teacher: Namespace, student: Namespace, stage: int) -> floa
     own = _beside(teacher, student)
     sizes = []
     for number in _stages_there(own, student, stage):
-        size = own.params_dtype.itemsize * parameters_of_stage(own, number).total
+        outside = outside_of_layers(own, number)
+        in_layers = parameters_of_stage(own, number).total - outside
+        size = in_layers * (1 if own.fp8 else own.params_dtype.itemsize) + outside * own.params_dtype.itemsize
         is_last = number == own.pipeline_model_parallel_size - 1
         if has_own_layout(own, student) and is_last and (number > 0 or own.untie_embeddings_and_output_weights):
             size -= _head_bytes(own)  # the student's last stage has it

@@ -61,6 +61,11 @@ def parameters_of_stage(args: Namespace, stage: int) -> Parameters:
     total = _layer(args, moe=False) * (len(layers) - experts)
     if experts:
         total = total + _layer(args, moe=True) * experts
+    return total + Parameters(outside_of_layers(args, stage))
+
+
+def outside_of_layers(args: Namespace, stage: int) -> int:
+    """Parameters of embeddings, last norm and LM head on each tensor-parallel rank of a pipeline stage."""
     stages = args.pipeline_model_parallel_size
     embedding = args.padded_vocab_size // args.tensor_model_parallel_size * args.hidden_size
     outside = 0
@@ -71,7 +76,7 @@ def parameters_of_stage(args: Namespace, stage: int) -> Parameters:
     if stage == stages - 1:
         outside += _norm_size(args) * args.hidden_size
         outside += embedding if stages > 1 or args.untie_embeddings_and_output_weights else 0
-    return total + Parameters(outside)
+    return outside
 
 
 def _norm_size(args: Namespace) -> int:

@@ -54,10 +54,11 @@ class OnlineTeacher:
                 signals, in this order; None: as they are cut in the model.
         """
         self._config, self._groups, self._fingerprint = config, groups, fingerprint
-        wrapped = GPTModelBuilder(config).build_distributed_models(
-            pg_collection=groups.collection, wrap_with_ddp=False, data_parallel_random_init=False
-        )
-        load_weights(wrapped)
+        with torch.no_grad():  # with gradients, weights in FP8 would be kept transposed as well, and once more in bf16
+            wrapped = GPTModelBuilder(config).build_distributed_models(
+                pg_collection=groups.collection, wrap_with_ddp=False, data_parallel_random_init=False
+            )
+            load_weights(wrapped)
         # Float16Module would turn the hidden states into fp32 on the way out: run the model inside it.
         self._model: GPTModel = unwrap_model(wrapped[0]).requires_grad_(False).eval()
         self._side, self._head = side, None
