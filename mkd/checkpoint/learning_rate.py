@@ -39,8 +39,9 @@ def check_schedule(args: Namespace, stored: Namespace, state: Mapping[str, Any],
     if args.override_opt_param_scheduler:
         return [f"the schedule is this command's: {changes}"]
     raise MkdConfigError(
-        f"{origin} was trained with another schedule: {changes}. Give --override-opt-param-scheduler to go on with this "
-        "command's, --use-checkpoint-opt-param-scheduler to keep the checkpoint's"
+        f"{origin} was trained with another schedule: {changes}. Give --override-opt-param-scheduler to go on with "
+        "this command's, or --use-checkpoint-opt-param-scheduler to keep the checkpoint's, whose rate stays where it "
+        "has ended"
     )
 
 
