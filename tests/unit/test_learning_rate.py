@@ -65,7 +65,6 @@ CHANGES = [
 def test_what_megatron_asserts_is_told_before(
     monkeypatch: pytest.MonkeyPatch, common: dict, change: dict, words: str
 ) -> None:
-    """Whatever megatron would stop at, and nothing else."""
     stored, args = arguments(**common), arguments(**{**common, **change})
     state = scheduler(monkeypatch, stored).state_dict()
     assert check_schedule(stored, stored, state, "--load X") == []
@@ -75,6 +74,21 @@ def test_what_megatron_asserts_is_told_before(
     with pytest.raises(MkdConfigError) as caught:
         check_schedule(args, stored, state, "--load X")
     assert str(caught.value).startswith(f"--load X was trained with another schedule: {words}. Give --override-opt")
+
+
+def test_a_longer_run_of_constant_values_is_the_same_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    constant = {"lr_decay_style": "constant", "lr_warmup_iters": 1}
+    for common in (constant, {"lr_decay_iters": 4}):
+        stored, args = arguments(**common), arguments(**common, train_iters=8)
+        state = scheduler(monkeypatch, stored).state_dict()
+        with pytest.raises(AssertionError, match="do not match"):
+            scheduler(monkeypatch, args).load_state_dict(state)
+        assert check_schedule(args, stored, state, "--load X") == []
+        scheduler(monkeypatch, args).load_state_dict(state)
+    rising = {"weight_decay_incr_style": "linear", "lr_decay_iters": 4}
+    stored, args = arguments(**rising), arguments(**rising, train_iters=8)
+    with pytest.raises(MkdConfigError, match="--train-iters is 4 there and 8"):
+        check_schedule(args, stored, scheduler(monkeypatch, stored).state_dict(), "--load X")
 
 
 def test_a_flag_says_which_of_the_two_counts(monkeypatch: pytest.MonkeyPatch) -> None:
