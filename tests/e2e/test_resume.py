@@ -234,7 +234,7 @@ def is_running(process: int) -> bool:
 
 def test_another_teacher_and_another_architecture(job: SmallJob, undisturbed, tmp_path: Path) -> None:
     save, _ = undisturbed
-    common = {**EIGHT, "--train-iters": 10, "--save": save, "--load": save, "--kd-dry-run": True}
+    common = {**EIGHT, "--save": save, "--load": save, "--kd-dry-run": True}
     before = {path: path.stat().st_mtime_ns for path in save.rglob("*")}
     other = run(job.flags({**common, "--kd-teacher-hf": job.student}))
     assert other.status == 1
@@ -249,6 +249,22 @@ def test_another_teacher_and_another_architecture(job: SmallJob, undisturbed, tm
     assert refused.status == 1
     assert "is a checkpoint of another model: --hidden-size is 32 there and 48 in this job" in refused.errors
     assert {path: path.stat().st_mtime_ns for path in save.rglob("*")} == before
+
+
+def test_more_iterations_at_another_rate(job: SmallJob, undisturbed, tmp_path: Path) -> None:
+    save = tmp_path / "save"
+    shutil.copytree(undisturbed[0], save)
+    changes = {**EIGHT, "--train-iters": 9, "--lr-decay-iters": 16, "--lr": 4e-3, "--save": save, "--load": save}
+    refused = run(job.flags({**changes, "--kd-dry-run": True}))
+    assert refused.status == 1
+    for words in ("--lr is 0.001 there and 0.004", "--lr-decay-iters is 8 there and 16", "--lr-decay-iters is 8"):
+        assert words in refused.errors
+    result = run(job.flags({**changes, "--override-opt-param-scheduler": True}))
+    assert result.status == 0, result.errors[-3000:]
+    # The rate that the ninth step has taken: after 8 of 16 steps down from 4e-3 to 0.
+    assert steps(result)[-1]["lr"] == pytest.approx(4e-3 * 7 / 16)
+    weights = tensors(save)["decoder.final_layernorm.weight"], tensors(undisturbed[0])["decoder.final_layernorm.weight"]
+    assert not torch.equal(*weights)
 
 
 def test_flipped_byte_and_empty_tracker_from_the_command_line(job: SmallJob, undisturbed, tmp_path: Path) -> None:
