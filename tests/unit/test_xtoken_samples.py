@@ -31,6 +31,11 @@ DROPPING = (
     "{% if add_generation_prompt %}{{ '<s>assistant\n' }}{% endif %}"
 )
 """Leaves the system prompt out, and ends only the assistant's turns."""
+CLOSING = (
+    "{% for m in messages %}{{ '<|turn|>' + m['role'] + '\n' + m['content'] + '</s>\n' }}{% endfor %}"
+    "{{ '<|turn|>assistant\n' if add_generation_prompt else '<s>' }}"
+)
+"""Ends a conversation with a token that ends no turn."""
 
 
 def with_template(kind: str, template: str) -> SpanTokenizer:
@@ -46,6 +51,7 @@ TEACHERS = {
     "brackets": with_template("metaspace_bpe", BRACKETS),
     "reasoning": with_template("unigram", REASONING),
     "dropping": with_template("metaspace_bpe", DROPPING),
+    "closing": with_template("unigram", CLOSING),
     "plain": with_template("metaspace_bpe", PLAIN.replace("<|end|>", "</s>")),
 }
 
