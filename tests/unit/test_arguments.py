@@ -365,11 +365,15 @@ def test_the_teacher_is_what_its_config_json_says(architecture):
 
 @pytest.mark.parametrize(
     "dtype, expected",
-    [(None, torch.float32), ("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)],
+    [
+        *((None, torch.float32), ("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)),
+        ("fp8", torch.bfloat16),
+    ],
 )
 def test_dtype_of_the_teacher(architecture, dtype, expected):
     args = teacher_arguments(architecture, student(odd=False), dtype)
     assert args.params_dtype == expected
+    assert args.fp8_param_gather == bool(args.fp8) == (dtype == "fp8")
     assert (args.bf16, args.fp16) == (expected == torch.bfloat16, expected == torch.float16)
 
 
