@@ -38,6 +38,16 @@ LAYOUTS = {
     "cp2-all-gather": (2, [*CP2, "--cp-comm-type", "all_gather"]),
     "cp2-a2a": (2, [*CP2, "--cp-comm-type", "a2a"]),
 }
+TEACHER_TP2, TEACHER_PP2, TEACHER_CP2 = (
+    [f"--kd-teacher-{kind}-parallel-size", "2"] for kind in ("tensor-model", "pipeline-model", "context")
+)
+TEACHER_LAYOUTS = {
+    "dp2, teacher tp2": [*MBS2, *OVERLAP, *TEACHER_TP2],
+    "dp2, teacher pp2": [*MBS2, *TEACHER_PP2],
+    "tp2-sp, teacher cp2": [*TP2_SP, "--kd-teacher-tensor-model-parallel-size", "1", *TEACHER_CP2],
+    "pp2, teacher dp2": [*PP2, "--kd-teacher-pipeline-model-parallel-size", "1"],
+}
+"""The teacher has a layout of its own."""
 PACKED = ["--data-path", "{folder}/short", "--kd-packing", "best_fit"]
 PACKED_LAYOUTS = {
     "packed, mbs4": (1, ["--micro-batch-size", "4"]),
@@ -45,6 +55,7 @@ PACKED_LAYOUTS = {
     "packed, cp2-a2a": (2, [*CP2, "--cp-comm-type", "a2a"]),
     "packed, tp2-sp": (2, TP2_SP),
     "packed, pp2": (2, PP2),
+    "packed, cp2, teacher tp2": (2, [*CP2, "--kd-teacher-context-parallel-size", "1", *TEACHER_TP2]),
 }
 """Documents of very different lengths, several a row; compared with one GPU that has the same rows."""
 
@@ -125,6 +136,13 @@ def test_layout_trains_like_one_gpu(models: Path, one_gpu: tuple[list[dict], dic
     one, noise = one_gpu
     ranks, flags = LAYOUTS[name]
     compare(name, train(models, name, ranks, [*flags, "--bf16"]), one, noise)
+
+
+@pytest.mark.parametrize("name", TEACHER_LAYOUTS)
+def test_a_teacher_in_another_layout_teaches_like_on_one_gpu(
+    models: Path, one_gpu: tuple[list[dict], dict[str, float]], name: str
+) -> None:
+    compare(name, train(models, name, 2, [*TEACHER_LAYOUTS[name], "--bf16"]), *one_gpu)
 
 
 @pytest.mark.parametrize("name", PACKED_LAYOUTS)
