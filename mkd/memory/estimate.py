@@ -5,11 +5,9 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from mkd.config import KDConfig
-from mkd.losses.chunking import LEAST_ROWS, row_chunks
 from mkd.memory.activations import at_work_backward, kept_by_layers, layer_bytes, tokens_of
+from mkd.memory.logits import logit_bytes, shard_of
 from mkd.memory.parameters import gradient_bytes, optimizer_bytes, outside_of_layers, parameters_of_stage
 from mkd.memory.stages import chunks_of_stage, in_flight, microbatches
 from mkd.teacher_sizes import has_own_layout
@@ -135,7 +133,7 @@ def _stage(work: Workload, stage: int) -> StageMemory:
     }
     if is_last:
         at_work = _residual(student) + _gathered(student, teachers)  # the norm's output
-        phases["loss"] = {**alive, LOGITS: _logits(work, teachers), AT_WORK: at_work}
+        phases["loss"] = {**alive, LOGITS: logit_bytes(student, teachers, kd, work.on_gpu), AT_WORK: at_work}
     if teachers:
         works = max(_teacher_works(teacher, student, stage, work.on_gpu) for teacher in work.teachers)
         phases["teacher forward"] = {HIDDEN: hidden, AT_WORK: works}
@@ -166,7 +164,7 @@ def _stages_there(teacher: Namespace, student: Namespace, stage: int) -> range:
 
 def _head_bytes(teacher: Namespace) -> float:
     """Of a rank's rows of a teacher's LM head."""
-    return teacher.params_dtype.itemsize * _shard(teacher) * teacher.hidden_size
+    return teacher.params_dtype.itemsize * shard_of(teacher) * teacher.hidden_size
 
 
 def _teacher_weights(teacher: Namespace, student: Namespace, stage: int) -> float:
@@ -197,10 +195,6 @@ def _teacher_works(teacher: Namespace, student: Namespace, stage: int, on_gpu: b
     return works + kept * _residual(own) + _residual(_beside(teacher, student, LAYOUT))
 
 
-def _shard(args: Namespace) -> int:
-    return args.padded_vocab_size // args.tensor_model_parallel_size
-
-
 def _residual(args: Namespace) -> float:
     """A microbatch's final hidden states on a rank."""
     cut = args.tensor_model_parallel_size if args.sequence_parallel else 1
@@ -214,22 +208,6 @@ def _hidden_bytes(work: Workload, teachers: Sequence[Namespace]) -> float:
     at_once = at_once or any(has_own_layout(teacher, work.student) for teacher in work.teachers)
     count = microbatches(work.student) if at_once else 1
     return count * (1 + len(work.kd.layer_pairs)) * sum(_residual(teacher) for teacher in teachers)
-
-
-def _logits(work: Workload, teachers: Sequence[Namespace]) -> float:
-    """The buffers of mkd/losses/fused_pass.py."""
-    student, kd = work.student, work.kd
-    half = student.params_dtype == torch.bfloat16 and work.on_gpu
-    dtype = torch.bfloat16 if kd.logits_dtype == "bf16" or (kd.logits_dtype == "auto" and half) else torch.float32
-    tokens, least = tokens_of(student), LEAST_ROWS if work.on_gpu else 1
-    chunks = row_chunks(tokens, _shard(student), dtype, kd.loss_chunk_rows, least)
-    rows, slots = chunks[0].stop, min(2, len(chunks))
-    at_a_time = slots if student.tensor_model_parallel_size > 1 else 1
-    total = slots * rows * _shard(student) * student.params_dtype.itemsize
-    if dtype != student.params_dtype:
-        total += at_a_time * rows * _shard(student) * dtype.itemsize
-    # Several teachers are looked at one after the other.
-    return total + at_a_time * rows * dtype.itemsize * max(map(_shard, teachers), default=0)
 
 
 def _gathered(student: Namespace, teachers: Sequence[Namespace]) -> float:
@@ -248,4 +226,4 @@ def _forward_bytes(teacher: Namespace, stage: int, on_gpu: bool) -> float:
 
 def _embedding_gradient(args: Namespace, stage: int) -> float:
     """Of the first stage's embedding, before it is added to the gradient buffer; the activations are gone by then."""
-    return _shard(args) * args.hidden_size * args.params_dtype.itemsize if stage == 0 else 0.0
+    return shard_of(args) * args.hidden_size * args.params_dtype.itemsize if stage == 0 else 0.0

@@ -21,7 +21,9 @@ from mkd.memory.estimate import (
     WEIGHTS,
     StageMemory,
 )
+from mkd.memory.logits import logit_bytes
 from mkd.memory.stages import chunks_of_stage, in_flight
+from mkd.teacher_fp8 import compute_in_fp8
 from tests.memory_jobs import llama_arguments
 
 TP, PP, VP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
@@ -64,6 +66,26 @@ def test_the_8b_and_1b_step_that_was_measured():
     assert stage.held[WEIGHTS] + stage.held[TEACHER] == pytest.approx(17.3 * GIB, rel=0.01)
     assert stage.held[GRADIENTS] == pytest.approx(4.6 * GIB, rel=0.01)
     assert (stage.peak - stage.held[OPTIMIZER]) / GIB == pytest.approx(31.9, rel=0.01)
+    compute_in_fp8(teacher)
+    (stage,) = estimate(Workload(student, [teacher], KDConfig(teacher_hf=["T"], ratio=0.5), on_gpu=True))
+    assert (stage.peak - stage.held[OPTIMIZER]) / GIB == pytest.approx(25.4, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("loss", "rows", "measured"),
+    [
+        *(("partition_kl", None, 1.47), ("partition_kl", 1536, 1.00), ("partition_kl", 768, 0.51)),
+        *(("p_kl", None, 2.10), ("gold", None, 1.61), ("gold_relaxed", None, 1.67)),
+    ],
+)
+def test_losses_between_tokenizers_that_were_measured(loss: str, rows: int | None, measured: float) -> None:
+    """GiB with the gradient of the hidden states, docs/benchmarks.md."""
+    shape = {"seq_length": 4096, "micro_batch_size": 1, "global_batch_size": 1}
+    student = llama_arguments(1, 2048, 8192, 32, 8, True, padded_vocab_size=128256, **shape)
+    teacher = llama_arguments(1, 4096, 14336, 32, 8, False, padded_vocab_size=151936, **shape)
+    kd = KDConfig(teacher_hf=["T"], ratio=0.5, xtoken_loss=loss, loss_chunk_rows=rows)
+    seen = logit_bytes(student, [teacher], kd, on_gpu=True) + 2 * 4096 * 2048
+    assert seen / GIB == pytest.approx(measured, rel=0.08)
 
 
 def test_a_layer_by_hand():

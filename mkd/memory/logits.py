@@ -1,0 +1,61 @@
+"""Bytes of the logits that a loss has at one time."""
+
+from argparse import Namespace
+from collections.abc import Sequence
+
+import torch
+
+from mkd.config import KDConfig
+from mkd.losses.chunking import CHUNK_BYTES, LEAST_ROWS, row_chunks
+from mkd.memory.activations import tokens_of
+from mkd.xtoken.losses import GROUP_ROWS
+
+FP32_COPIES = {"p_kl": 11, "gold": 9, "gold_relaxed": 9}
+"""Tensors of a group in fp32, of at most `CHUNK_BYTES` each, at the fullest moment of losses between tokenizers that
+are plain torch; counted from the peaks in docs/benchmarks.md."""
+
+
+def shard_of(args: Namespace) -> int:
+    """Vocabulary columns of a tensor-parallel rank."""
+    return args.padded_vocab_size // args.tensor_model_parallel_size
+
+
+def logit_bytes(student: Namespace, teachers: Sequence[Namespace], kd: KDConfig, on_gpu: bool) -> float:
+    """On a rank, beside the gradient of the hidden states; several teachers are looked at one after the other.
+
+    Args:
+        student, teachers: Megatron's arguments of the models, teachers cut as the student is.
+        kd: the loss.
+        on_gpu: whether the run is to be on GPUs.
+    """
+    half = student.params_dtype == torch.bfloat16 and on_gpu
+    is_half = kd.logits_dtype == "bf16" or (kd.logits_dtype == "auto" and half)
+    dtype = torch.bfloat16 if is_half else torch.float32
+    between = _between_tokenizers if kd.xtoken_loss else _of_one_tokenizer
+    return between(student, max(map(shard_of, teachers), default=0), kd, dtype, on_gpu)
+
+
+def _of_one_tokenizer(student: Namespace, teacher: int, kd: KDConfig, dtype: torch.dtype, on_gpu: bool) -> float:
+    """The buffers of mkd/losses/fused_pass.py; teacher: columns of its shard."""
+    columns, least = shard_of(student), LEAST_ROWS if on_gpu else 1
+    chunks = row_chunks(tokens_of(student), columns, dtype, kd.loss_chunk_rows, least)
+    rows, slots = chunks[0].stop, min(2, len(chunks))
+    at_a_time = slots if student.tensor_model_parallel_size > 1 else 1
+    total = slots * rows * columns * student.params_dtype.itemsize
+    if dtype != student.params_dtype:
+        total += at_a_time * rows * columns * dtype.itemsize
+    return total + at_a_time * rows * dtype.itemsize * teacher
+
+
+def _between_tokenizers(student: Namespace, teacher: int, kd: KDConfig, dtype: torch.dtype, on_gpu: bool) -> float:
+    """The groups of mkd/xtoken/head_pass.py. partition_kl has the student's logits twice: as they come, and common
+    tokens and others apart."""
+    columns, kind = max(shard_of(student), teacher, 1), kd.xtoken_loss
+    if kind in FP32_COPIES:
+        rows = kd.loss_chunk_rows or max(1, CHUNK_BYTES // (columns * 4))
+        return FP32_COPIES[kind] * 4.0 * columns * min(rows, tokens_of(student))
+    budget = kd.loss_chunk_rows or max(GROUP_ROWS if on_gpu else 1, CHUNK_BYTES // (columns * dtype.itemsize))
+    groups = -(-tokens_of(student) // budget)
+    rows = -(-tokens_of(student) // groups)
+    itemsize = dtype.itemsize * 2 + (student.params_dtype.itemsize if dtype != student.params_dtype else 0)
+    return float(rows * (itemsize * shard_of(student) + dtype.itemsize * teacher))
