@@ -64,6 +64,28 @@ def test_layout(gloo_pool: GetPool, one_rank: Callable[[Models], Outcome], name:
     assert_same(Outcome.of(gloo_pool, ranks, layout, models, steps=1), one_rank(models))
 
 
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [
+        ("answers in another order", "dp4 / tp4"),
+        ("answers in contiguous order", "tp2-dp2 / tp2-cp2, packed"),
+        ("global state of the student", "dp4 / ep4"),
+        ("global state of the student", "dp4 / tp4"),
+        ("global state of the student", "tp2-dp2 / tp2-cp2, packed"),
+        ("global state of the student", "pp2-dp2 / ep2-tp2-sp"),
+        ("global state of the student", "tp2-pp2 / dp4"),
+    ],
+)
+def test_a_planted_fault_is_caught(
+    gloo_pool: GetPool, one_rank: Callable[[Models], Outcome], fault: str, name: str
+) -> None:
+    """By the comparison that these layouts pass without the fault."""
+    ranks, layout, models = TABLE[name]
+    seen = Outcome.of(gloo_pool, ranks, layout, models, steps=1, fault=fault)
+    with pytest.raises(AssertionError, match="evaluation"):
+        assert_same(seen, one_rank(models))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MORE)
 def test_more_layouts(gloo_pool: GetPool, one_rank: Callable[[Models], Outcome], name: str) -> None:
