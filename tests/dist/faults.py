@@ -1,7 +1,7 @@
 """Faults that distillation on many ranks is known for, each planted by a patch while a case runs in a worker."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,6 @@ from mkd import schedule, step, terms
 from mkd.context_parallel import dual_chunk_places
 from mkd.data.batch import KDBatch
 from mkd.data.counts import StepTokens
-from mkd.groups import OwnLayout
 from mkd.losses import LossOutput
 from mkd.teacher import layout as teacher_layout
 from mkd.teacher.exchange import StepExchange
@@ -137,6 +136,5 @@ FAULTS: dict[str, Callable[[], Any]] = {
         StepExchange, "answers", lambda right: lambda *args: right(*args)[::-1]
     ),
     "answers in contiguous order": lambda: _patched(teacher_layout, "dual_chunk_places", lambda right: _whole_chunks),
-    "global state of the student": lambda: _patched(OwnLayout, "active", lambda right: lambda self: nullcontext()),
 }
 """Name -> context manager."""
