@@ -7,6 +7,7 @@ import pytest
 
 from tests.dist.kd_step import Layout, Models
 from tests.dist.outcome import GetPool, Outcome, assert_same
+from tests.dist.test_layouts import compare
 from tests.dist.teacher_layouts import checkpoint_is_whole, signals_are_alike
 
 BOTH = Models(teacher_layers=2)
@@ -19,7 +20,7 @@ TP4, CP2_TP2 = Layout(tp=4, sp=True), Layout(tp=2, cp=2, sp=True)
 TABLE = {
     "dp4 / tp4": (4, Layout(mbs=1, teacher=TP4), BOTH),
     "tp2-sp-dp2 / tp2-pp2": (4, Layout(tp=2, sp=True, teacher=Layout(tp=2, pp=2)), BOTH),
-    "tp2-pp2 / dp4": (4, Layout(tp=2, pp=2, teacher=Layout()), BOTH),
+    "tp2-pp2-vp2 / dp4": (4, Layout(tp=2, pp=2, vp=2, teacher=Layout()), BOTH),
     "tp2-dp2 / tp2-cp2, packed": (4, Layout(tp=2, teacher=CP2_TP2), PACKED),
     "cp2-dp2 / tp4, packed": (4, Layout(cp=2, teacher=TP4), PACKED),
     "cp2-tp2-sp / cp2-dp2": (4, Layout(cp=2, tp=2, sp=True, teacher=Layout(cp=2)), BOTH),
@@ -63,6 +64,17 @@ def one_rank(gloo_pool: GetPool) -> Callable[[Models], Outcome]:
 def test_layout(gloo_pool: GetPool, one_rank: Callable[[Models], Outcome], name: str) -> None:
     ranks, layout, models = TABLE[name]
     assert_same(Outcome.of(gloo_pool, ranks, layout, models, steps=1), one_rank(models))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(Layout(variable=True, teacher=Layout(tp=2, sp=True, pp=2)), id="dp4 / tp2-sp-pp2"),
+        pytest.param(Layout(pp=2, variable=True, teacher=Layout(cp=2)), id="pp2-dp2 / cp2-dp2", marks=pytest.mark.slow),
+    ],
+)
+def test_microbatches_of_differing_length(gloo_pool: GetPool, layout: Layout) -> None:
+    compare(gloo_pool, 4, layout, Models(data="padded", teacher_layers=2))
 
 
 @pytest.mark.parametrize("name", ["dp4 / tp4", "tp2-sp-dp2 / tp2-pp2", "cp2-dp2 / tp4, packed"])
