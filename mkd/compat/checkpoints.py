@@ -165,20 +165,28 @@ def tracker_says(iteration: int | None) -> Iterator[None]:
 
 
 def resume_distributed_optimizer() -> None:
-    """Let the distributed optimizer continue from a checkpoint where Adam is PyTorch's, as on CPU.
+    """Let the distributed optimizer continue from a checkpoint in fp32, and where Adam is PyTorch's, as on CPU.
 
-    megatron-core 0.19 asserts on its way to a checkpoint that the steps of all parameters are equal, but before a load
-    there are none; it gives all parameters one tensor of the number of steps, to which each of them then adds; and it
-    looks for this number among the tensors of the fully reshardable form, which does not have it there.
+    megatron-core 0.19 writes into fp32 weights while autograd watches. And with PyTorch's Adam it asserts on its way
+    to a checkpoint that the steps of all parameters are equal, but before a load there are none; it gives all
+    parameters one tensor of the number of steps, to which each of them then adds; and it takes this number from the
+    tensors of a parameter, where the fully reshardable form has none and the other one the 0 of before the load.
     """
     import torch
     from megatron.core.optimizer import distrib_optimizer
 
     optimizer = distrib_optimizer.DistributedOptimizer
-    if distrib_optimizer.HAVE_APEX_OR_TE or optimizer.state_dict.__module__ == __name__:
+    if optimizer._set_main_param_and_optimizer_states.__module__ == __name__:
+        return
+    set_states = torch.no_grad()(optimizer._set_main_param_and_optimizer_states)
+    if distrib_optimizer.HAVE_APEX_OR_TE:
+
+        def set_states_unwatched(self: Any, model_param: Any, tensors: dict) -> None:
+            set_states(self, model_param, tensors)
+
+        optimizer._set_main_param_and_optimizer_states = set_states_unwatched
         return
     state_dict, load_state_dict = optimizer.state_dict, optimizer.load_state_dict
-    set_states = optimizer._set_main_param_and_optimizer_states
 
     def state_dict_before_a_load(self: Any) -> dict:
         if self.optimizer.state:
@@ -196,7 +204,7 @@ def resume_distributed_optimizer() -> None:
                 values["step"] = values["step"].clone()
 
     def set_states_but_no_step(self: Any, model_param: Any, tensors: dict) -> None:
-        set_states(self, model_param, {"step": None, **tensors})  # what is no tensor is left as it is
+        set_states(self, model_param, {**tensors, "step": None})  # what is no tensor is left as it is
 
     optimizer.state_dict, optimizer.load_state_dict = state_dict_before_a_load, load_steps_of_their_own
     optimizer._set_main_param_and_optimizer_states = set_states_but_no_step

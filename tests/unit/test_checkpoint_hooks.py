@@ -28,6 +28,7 @@ from mkd.compat.checkpoints import (
     tracker_says,
 )
 from mkd.errors import MkdCheckpointError
+from tests.unit.test_compat import fresh
 
 
 def names_called_in(module: object) -> set[str]:
@@ -229,6 +230,26 @@ def test_distributed_optimizer_counts_the_steps_of_each_parameter(
     made.load_state_dict({})
     made.optimizer.state["a"]["step"] += 1
     assert made.state_dict() == [4.0, 3.0]
+
+
+def test_fp32_weights_and_steps_in_the_form_that_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Upstream writes into a view of a weight that autograd watches, and has 0 steps there."""
+    for name in ("state_dict", "load_state_dict", "_set_main_param_and_optimizer_states"):
+        monkeypatch.setattr(DistributedOptimizer, name, getattr(fresh(distrib_optimizer).DistributedOptimizer, name))
+    weight = torch.nn.Parameter(torch.zeros(4))
+    view, step = weight.view(-1), torch.tensor(3.0)
+    stand_in = SimpleNamespace(
+        model_param_group_index_map={weight: (0, 0)},
+        optimizer=SimpleNamespace(param_groups=[{"params": [view]}], state={view: {"step": step}}),
+        config=SimpleNamespace(use_precision_aware_optimizer_no_fp8_or_ds_fp8=False),
+    )
+    load = (stand_in, weight, {"param": torch.ones(4), "step": torch.tensor(0.0)})
+    with pytest.raises(RuntimeError, match="a view of a leaf Variable"):
+        DistributedOptimizer._set_main_param_and_optimizer_states(*load)
+    resume_distributed_optimizer()
+    DistributedOptimizer._set_main_param_and_optimizer_states(*load)
+    assert weight.tolist() == [1.0] * 4
+    assert step == 3.0
 
 
 def test_upstream_asserts_on_an_optimizer_without_a_step_and_shares_the_number() -> None:
