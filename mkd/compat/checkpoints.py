@@ -45,6 +45,7 @@ def install_checkpoint_hooks(hooks: CheckpointHooks) -> None:
 
     save, request_of = dist_checkpointing.save, TorchDistSaveShardedStrategy.async_save
     save_checkpoint, schedule = checkpointing.save_checkpoint, checkpointing.schedule_async_save
+    saved = 0
 
     def save_and_tell(state: Any, folder: str, *args: Any, **kwargs: Any) -> Any:
         hooks.before(Path(folder))
@@ -61,11 +62,14 @@ def install_checkpoint_hooks(hooks: CheckpointHooks) -> None:
 
     def schedule_and_tell(request: Any) -> None:
         request.add_finalize_fn(hooks.published)
+        request.finalize_fns[:] = [_told_when_not_saved(saved)(finalize) for finalize in request.finalize_fns]
         schedule(request)
 
-    def save_checkpoint_and_tell(*args: Any, **kwargs: Any) -> None:
-        with _told_when_not_saved(*args, **kwargs):
-            save_checkpoint(*args, **kwargs)
+    def save_checkpoint_and_tell(iteration: int, *args: Any, **kwargs: Any) -> None:
+        nonlocal saved
+        saved = iteration
+        with _told_when_not_saved(iteration):
+            save_checkpoint(iteration, *args, **kwargs)
         if not training.get_args().async_save:
             hooks.published()
 
@@ -114,6 +118,7 @@ def _load_or_refuse(load: Callable) -> Callable:
                 "megatron refuses the checkpoint in --load or --pretrained-checkpoint (its reason is above)"
             ) from error
         except known as error:
+            _raise_if_memory_ran_out(error)
             raise MkdCheckpointError(
                 f"the checkpoint in --load or --pretrained-checkpoint cannot be loaded: {_in_one_line(error)}"
             ) from error
@@ -122,13 +127,25 @@ def _load_or_refuse(load: Callable) -> Callable:
 
 
 def _in_one_line(error: BaseException) -> str:
-    failures = getattr(error, "failures", None)  # torch's, of each rank
-    cause = next(iter(failures.values()))[0] if failures else error
+    cause = _cause(error)
     return f"{type(cause).__name__}: {' '.join(str(cause).split())[:500]}"
 
 
+def _cause(error: BaseException) -> BaseException:
+    failures = getattr(error, "failures", None)  # torch's, of each rank
+    return next(iter(failures.values()))[0] if failures else error
+
+
+def _raise_if_memory_ran_out(error: BaseException) -> None:
+    """No folder is to blame for that."""
+    import torch
+
+    if isinstance(cause := _cause(error), torch.OutOfMemoryError | MemoryError):
+        raise cause
+
+
 @contextmanager
-def _told_when_not_saved(iteration: int, *_: Any, **__: Any) -> Iterator[None]:
+def _told_when_not_saved(iteration: int) -> Iterator[None]:
     """A save that fails, because the disk is full for example, is an `MkdCheckpointError`."""
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -137,11 +154,14 @@ def _told_when_not_saved(iteration: int, *_: Any, **__: Any) -> Iterator[None]:
     except (CheckpointException, RuntimeError, OSError) as error:
         from megatron.training import get_args
 
+        _raise_if_memory_ran_out(error)
         folder = Path(get_args().save)
         tracker = folder / "latest_checkpointed_iteration.txt"
         named = tracker.read_text().strip() if tracker.is_file() else ""
-        before = f"iter_{named:0>7} is still whole" if named else "there is none before it"
-        free = shutil.disk_usage(folder).free / 2**30  # megatron loses the system's reason
+        name = named if named == "release" else f"iter_{named:0>7}"
+        before = f"{name} is still whole" if named else "there is none before it"
+        existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+        free = shutil.disk_usage(existing).free / 2**30  # megatron loses the system's reason
         raise MkdCheckpointError(
             f"--save: {folder / f'iter_{iteration:07d}'} was not saved, {free:.3f} GiB are free there "
             f"({_in_one_line(error)}); {before}. Make room or mend the folder; the same command goes on from there"

@@ -94,12 +94,18 @@ class Recorder:
 def saving(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[list, SimpleNamespace]:
     """(the calls that happen, megatron's arguments) with stand-ins for what writes, and the hooks in place."""
     calls: list = []
-    args = SimpleNamespace(async_save=False)
+    waiting: list[AsyncRequest] = []
+    args = SimpleNamespace(async_save=False, save=str(tmp_path), fails=None, waiting=waiting)
     folder = tmp_path / "iter_0000002"
     strategy = TorchDistSaveShardedStrategy()
 
     def request(self: object, *given: object) -> AsyncRequest:
-        return AsyncRequest(lambda rank, buckets: calls.append("shards"), (0, []), [lambda: calls.append("index")])
+        return AsyncRequest(lambda rank, buckets: calls.append("shards"), (0, []), [index])
+
+    def index() -> None:
+        calls.append("index")
+        if args.fails is not None:
+            raise args.fails
 
     def save(state: object, path: str, *given: object) -> AsyncRequest | None:
         made = strategy.async_save(state, path)
@@ -124,6 +130,9 @@ def saving(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[list, Simpl
 
     def schedule(made: AsyncRequest) -> None:
         calls.append("scheduled")
+        waiting.append(made)
+        if args.fails is not None:
+            return
         made.async_fn(*made.async_fn_args)
         for finalize in made.finalize_fns:
             finalize()
@@ -136,6 +145,7 @@ def saving(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[list, Simpl
     monkeypatch.setattr(training, "save_checkpoint", None)
     monkeypatch.setattr(training, "load_checkpoint", None)
     monkeypatch.setattr(training, "get_args", lambda: args)
+    monkeypatch.setattr("megatron.training.get_args", lambda: args)
     install_checkpoint_hooks(Recorder(calls))
     return calls, args
 
@@ -151,6 +161,39 @@ def test_order_of_a_save(saving: tuple[list, SimpleNamespace], tmp_path: Path) -
     args.async_save = True
     training.save_checkpoint(2)
     assert calls == [("before", folder), "scheduled", *whole]
+
+
+@pytest.mark.parametrize("named", [None, "1", "release"])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_save_that_fails(
+    saving: tuple[list, SimpleNamespace], tmp_path: Path, named: str | None, asynchronous: bool
+) -> None:
+    """Synchronous or not: an asynchronous one when it is finished, in whichever step."""
+    _, args = saving
+    args.async_save, args.fails = asynchronous, CheckpointException("write", {0: (OSError("no\nroom"), None)})
+    if named is None:
+        args.save = str(tmp_path / "went away")
+    else:
+        (tmp_path / TRACKER).write_text(named)
+    with pytest.raises(MkdCheckpointError) as caught:
+        training.save_checkpoint(2)
+        args.waiting[0].finalize_fns[0]()
+    before = {None: "there is none before it", "1": "iter_0000001 is still whole", "release": "release is still whole"}
+    assert f"{Path(args.save) / 'iter_0000002'} was not saved" in str(caught.value)
+    assert f"(OSError: no room); {before[named]}" in str(caught.value)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("gone"), MemoryError("gone")])
+def test_memory_that_ran_out_is_no_fault_of_a_folder(saving: tuple[list, SimpleNamespace], error: Exception) -> None:
+    for failure in (error, CheckpointException("write", {1: (error, None)})):
+        saving[1].fails = failure
+
+        def load(failure: BaseException = failure) -> None:
+            raise failure
+
+        for fail in (lambda: training.save_checkpoint(2), _load_or_refuse(load)):
+            with pytest.raises(type(error), match="gone"):
+                fail()
 
 
 def test_other_files_are_opened_as_before(saving: tuple[list, SimpleNamespace], tmp_path: Path) -> None:
