@@ -27,6 +27,8 @@ GIB = 2**30
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PACKAGES = ["torch", "triton", "megatron-core", "transformer-engine", "transformers", "liger-kernel", "nvidia-modelopt"]
 REASON_LENGTH = 160
+BUSY_CYCLES = 600_000_000
+"""A third of a second of a GPU's clock."""
 
 Row = dict[str, Any]
 """One line of a table. One that could not be measured has `failed`, the reason, and no figures."""
@@ -108,6 +110,19 @@ def time_calls(run: Callable[[], Any], warmup: int, iterations: int) -> list[flo
         watch.mark("call")
         run()
         watch.mark("pause")
+    return [ms for name, ms in watch.take() if name == "call"]
+
+
+def time_behind_work(run: Callable[[], Any], iterations: int) -> list[float]:
+    """Milliseconds of each call on a GPU that has other work to do while the host starts the call's kernels, as in a
+    training; to be called after a warm-up."""
+    watch = Stopwatch()
+    for _ in range(iterations):
+        torch.cuda._sleep(BUSY_CYCLES)
+        watch.mark("call")
+        run()
+        watch.mark("pause")
+        torch.cuda.synchronize()
     return [ms for name, ms in watch.take() if name == "call"]
 
 

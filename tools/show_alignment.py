@@ -25,7 +25,7 @@ from mkd.data.chat import Conversation  # noqa: E402
 from mkd.data.text import JSON_SUFFIXES, RawBatch, decode, json_object, parse, require_unicode  # noqa: E402
 from mkd.errors import MkdConfigError, MkdDataError, exit_status  # noqa: E402
 from mkd.xtoken.alignment import NO_CHUNK  # noqa: E402
-from mkd.xtoken.samples import AlignedSample, align_sample  # noqa: E402
+from mkd.xtoken.samples import AlignedSample, Passage, align_sample  # noqa: E402
 from mkd.xtoken.surfaces import surfaces_of  # noqa: E402
 from mkd.xtoken.tokens import SpanTokenizer  # noqa: E402
 
@@ -129,13 +129,9 @@ def run(args: argparse.Namespace) -> None:
     """Read, align, and show."""
     sample = sample_of(args)
     student, teacher = SpanTokenizer(args.student, "--student"), SpanTokenizer(args.teacher, "--teacher")
-    aligned = align_sample(
-        student,
-        teacher,
-        sample,
-        append_eos=None not in (student.tokenizer.eos_token_id, teacher.tokenizer.eos_token_id),
-        all_messages=args.all_messages,
-    )
+    if isinstance(sample, str):
+        sample = [Passage(sample, ends=None not in (student.tokenizer.eos_token_id, teacher.tokenizer.eos_token_id))]
+    aligned = align_sample(student, teacher, sample, all_messages=args.all_messages)
     show(aligned, student, teacher, Console(highlight=False))
 
 

@@ -14,7 +14,8 @@ def check_schedule(args: Namespace, stored: Namespace, state: Mapping[str, Any],
 
     Args:
         args: Megatron's, of this job, complete. Where the checkpoint's schedule counts, its `lr` and `min_lr` are set:
-            Megatron finds a parameter's optimizer state by them.
+            Megatron finds a parameter's optimizer state by them. Where the two differ in nothing that has an effect,
+            `use_checkpoint_opt_param_scheduler` is set, so that Megatron does not stop either.
         stored: those in the checkpoint.
         state: of Megatron's `OptimizerParamScheduler` in the checkpoint; steps are counted in samples.
         origin: the flag and folder to name.
@@ -25,12 +26,14 @@ def check_schedule(args: Namespace, stored: Namespace, state: Mapping[str, Any],
     Raises:
         MkdConfigError: naming each flag that differs with both values.
     """
-    differing = {
-        _change(args, stored, flag, state[name], value): None
-        for name, (flag, value) in _schedule(args).items()
-        if state.get(name, value) != value
-    }
-    changes = ", ".join(differing)
+    schedule = _schedule(args)
+    differing = [name for name, (_, value) in schedule.items() if state.get(name, value) != value]
+    counting = [name for name in differing if name not in _without_effect(schedule, state)]
+    if differing and not counting and not args.override_opt_param_scheduler:
+        args.use_checkpoint_opt_param_scheduler = True
+    # A flag may be behind several of them.
+    texts = dict.fromkeys(_change(args, stored, schedule[name][0], state[name], schedule[name][1]) for name in counting)
+    changes = ", ".join(texts)
     if not changes:
         return []
     if args.use_checkpoint_opt_param_scheduler:
@@ -39,9 +42,16 @@ def check_schedule(args: Namespace, stored: Namespace, state: Mapping[str, Any],
     if args.override_opt_param_scheduler:
         return [f"the schedule is this command's: {changes}"]
     raise MkdConfigError(
-        f"{origin} was trained with another schedule: {changes}. Give --override-opt-param-scheduler to go on with this "
-        "command's, --use-checkpoint-opt-param-scheduler to keep the checkpoint's"
+        f"{origin} was trained with another schedule: {changes}. Give --override-opt-param-scheduler to go on with "
+        "this command's, or --use-checkpoint-opt-param-scheduler to keep the checkpoint's, whose rate stays where it "
+        "has ended"
     )
+
+
+def _without_effect(schedule: Mapping[str, tuple[str, Any]], state: Mapping[str, Any]) -> set[str]:
+    """Lengths of what is constant in both schedules."""
+    lengths = {"lr_decay_style": "lr_decay_steps", "wd_incr_style": "wd_incr_steps"}
+    return {length for style, length in lengths.items() if schedule[style][1] == state.get(style) == "constant"}
 
 
 def _schedule(args: Namespace) -> dict[str, tuple[str, Any]]:

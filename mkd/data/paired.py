@@ -29,7 +29,7 @@ from mkd.data.stores import (
 from mkd.data.text import RawBatch, read_batches
 from mkd.errors import MkdDataError
 
-_FORMAT = 1
+_FORMAT = 2
 """Raised when what is stored for the same data changes."""
 _BATCH_TOKENS = 1 << 18
 """Tokens of the documents that travel to a worker process together."""
@@ -115,6 +115,8 @@ class EncodedPairs:
     """Reason -> samples left out."""
     changed: int = 0
     """Documents whose text the student's tokenizer cuts into other tokens than were stored."""
+    spelled_out: int = 0
+    """Documents with special tokens of the student, not at the ends of texts, that a teacher reads as letters."""
 
 
 class PairEncoder(Protocol):
@@ -146,6 +148,8 @@ class PairFacts:
     """Reason -> samples left out."""
     changed: int
     """Documents that the student reads in other tokens than were stored."""
+    spelled_out: int
+    """Documents with special tokens of the student that a teacher reads as letters."""
 
     def __str__(self) -> str:
         text = f"{self.samples} samples, {self.tokens[0]} tokens of the student"
@@ -156,6 +160,8 @@ class PairFacts:
             )
         if self.changed:
             text += f"; {self.changed} documents are cut into other tokens than were stored"
+        if self.spelled_out:
+            text += f"; in {self.spelled_out} documents a teacher reads special tokens of the student as letters"
         return text + "".join(f"; left out {count} {reason}" for reason, count in self.skipped.items() if count)
 
 
@@ -163,7 +169,7 @@ class _Counts:
     """Sums over all samples."""
 
     def __init__(self, sides: int) -> None:
-        self.samples = self.changed = 0
+        self.samples = self.changed = self.spelled_out = 0
         self.tokens, self.supervised, self.largest = [0] * sides, [0] * sides, [0] * sides
         self.chunks, self.covered = [0] * (sides - 1), [0] * (sides - 1)
         self.skipped: Counter = Counter()
@@ -188,6 +194,7 @@ class _Counts:
             covered=self.covered,
             skipped=dict(+self.skipped),
             changed=self.changed,
+            spelled_out=self.spelled_out,
         )
 
 
@@ -257,6 +264,7 @@ def tokenize_pairs(name: str, encoder: PairEncoder, base: Path, say: Callable[[s
             for batch in map_in_order(encoder, batches, workers_for(file), f"{name} has too long lines"):
                 counts.skipped.update(batch.skipped)
                 counts.changed += batch.changed
+                counts.spelled_out += batch.spelled_out
                 for sample in batch.samples:
                     counts.add(sample)
                     written = sample.words()

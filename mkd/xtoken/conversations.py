@@ -46,11 +46,20 @@ def encode_chat(tokenizer: SpanTokenizer, chat: Conversation) -> ChatSpans:
         MkdDataError: the tokenizer has no template, or it refuses the conversation.
     """
     template = tokenizer.template
-    text = template.text(chat)
-    prompt = tokenizer.encode(template.text(chat, prompt=True).removeprefix(text))
-    special = (prompt.roles != Role.CONTENT) & (prompt.roles != Role.UNK)
-    openings = frozenset(prompt.ids[special].tolist())
-    return ChatSpans(text, tokenizer.encode(text), _places(text, template, chat), openings)
+    text, prompt = template.text(chat), template.text(chat, prompt=True)
+    tokens = tokenizer.encode(text)
+    return ChatSpans(text, tokens, _places(text, template, chat), _openings(tokenizer, text, tokens, prompt))
+
+
+def _openings(tokenizer: SpanTokenizer, text: str, tokens: TokenSpans, prompt: str) -> frozenset[int]:
+    """See `ChatSpans`, from the same conversation with what comes before an answer."""
+    more = tokenizer.encode(prompt.removeprefix(text))
+    special = (more.roles != Role.CONTENT) & (more.roles != Role.UNK)
+    if not prompt.startswith(text):  # a template may end a conversation with more than the last turn's end
+        both = min(len(tokens), len(more))
+        differ = np.flatnonzero(tokens.ids[:both] != more.ids[:both])
+        special[: differ[0] if len(differ) else both] = False
+    return frozenset(more.ids[special].tolist())
 
 
 def _places(text: str, template: ChatTemplate, chat: Conversation) -> list[Place]:

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from mkd.config import LossSpec
-from mkd.losses.chunking import CHUNK_BYTES, LEAST_ROWS
+from mkd.losses.chunking import CHUNK_BYTES
 from mkd.losses.fused_linear import check_head, on_all_ranks, resolve_logits_dtype
 from mkd.losses.kernels import Kernels, choose
 from mkd.losses.lm_head import LMHead, fp16_scale
@@ -27,6 +27,9 @@ from mkd.xtoken.p_kl import p_kl
 from mkd.xtoken.partition import Partition
 from mkd.xtoken.vocabulary import CrossVocabulary, XTokenLoss
 
+GROUP_ROWS = 3072
+"""Least rows of a group of partition_kl on a GPU. A group has 500 small kernels, and the GPU waits for their launches;
+measured in docs/benchmarks.md."""
 UNCOMMON_TOP_K = 8192
 """Default places of the sorted probabilities that gold compares."""
 
@@ -154,7 +157,7 @@ def xtoken_loss(
         cp_group: ranks that hold the other rows of the microbatch.
         sequence_parallel: hidden states are cut along rows over `tp_group`.
         chunk_rows: rows of both models whose logits exist at one time, but at least a whole chunk; default: 192 MiB of
-            one model's, or 768 rows of partition_kl on a GPU.
+            one model's, or 3072 rows of partition_kl on a GPU.
         maps: scale and softcap of both models' logits.
         uncommon_top_k: gold only: places of the sorted probabilities of uncommon tokens that are compared.
         logits_dtype, upstream: see `fused_linear_loss`.
@@ -232,7 +235,7 @@ def _budget(chunk_rows: int | None, kind: XTokenLoss, columns: int, dtype: torch
         # partition_kl leaves the logits as they are, the others copy them in the precision of the statistics.
         as_they_are = kind == "partition_kl"
         element = dtype.itemsize if as_they_are else statistics_dtype(hidden).itemsize
-        least = LEAST_ROWS if hidden.is_cuda and as_they_are else 1
+        least = GROUP_ROWS if hidden.is_cuda and as_they_are else 1
         chunk_rows = max(least, CHUNK_BYTES // (max(columns, 1) * element))
     if chunk_rows < 1:
         raise ValueError(f"chunk_rows is {chunk_rows}; it must be at least 1")

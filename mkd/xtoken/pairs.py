@@ -1,18 +1,20 @@
 """Data in the tokens of the student and of teachers with other tokenizers: what worker processes compute."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from hashlib import blake2b
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from mkd.data.chat import EMPTY, UNSUPERVISED, Conversation
 from mkd.data.paired import DocumentBatch, EncodedPairs, OtherTokens, PairedSample
 from mkd.data.text import RawBatch
-from mkd.xtoken.samples import AlignedSample, align_sample
-from mkd.xtoken.tokens import SpanTokenizer
+from mkd.xtoken.alignment import NO_CHUNK
+from mkd.xtoken.samples import AlignedSample, Passage, align_sample
+from mkd.xtoken.tokens import Role, SpanTokenizer
 
 EMPTY_DOCUMENT = "without text"
 TOO_SHORT = "with less than two tokens"
@@ -64,26 +66,24 @@ class PairEncoder:
         elif not chat.has_answer:
             coded.skipped[UNSUPERVISED] += 1
         else:
-            self._add(coded, self._aligned(chat, False), UNSUPERVISED)
+            self._add(coded, self._aligned(chat), UNSUPERVISED)
 
     def _add_document(self, coded: EncodedPairs, ids: np.ndarray) -> None:
-        """A document is the text of its tokens; an end-of-sequence token behind it is one on all sides."""
-        student = self.tokenizers[0].tokenizer
-        ends = len(ids) > 0 and int(ids[-1]) == student.eos_token_id
-        text = student.decode(ids[: len(ids) - ends], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        if not text.strip():
+        """A document is the text of its tokens."""
+        student = self.tokenizers[0]
+        passages = list(_passages(ids, student.tokenizer))
+        if not any(passage.text.strip() for passage in passages):
             coded.skipped[EMPTY_DOCUMENT] += 1
             return
-        samples = self._aligned(text, ends)
+        samples = self._aligned(passages)
+        special = np.isin(student.role_of_id[samples[0].student_ids], (Role.PAD, Role.OTHER))
         coded.changed += not np.array_equal(samples[0].student_ids, ids)
+        coded.spelled_out += any((special & (s.alignment.student_chunk == NO_CHUNK)).any() for s in samples)
         self._add(coded, samples, TOO_SHORT)
 
-    def _aligned(self, sample: str | Conversation, append_eos: bool) -> list[AlignedSample]:
+    def _aligned(self, sample: Sequence[Passage] | Conversation) -> list[AlignedSample]:
         student, *teachers = self.tokenizers
-        return [
-            align_sample(student, teacher, sample, append_eos=append_eos, all_messages=self.all_messages)
-            for teacher in teachers
-        ]
+        return [align_sample(student, teacher, sample, all_messages=self.all_messages) for teacher in teachers]
 
     def _add(self, coded: EncodedPairs, samples: Sequence[AlignedSample], without_target: str) -> None:
         first = samples[0]
@@ -103,3 +103,23 @@ class PairEncoder:
 @lru_cache(maxsize=8)
 def _tokenizer_of_process(folder: str, flag: str) -> SpanTokenizer:
     return SpanTokenizer(folder, flag)
+
+
+def _passages(ids: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> Iterator[Passage]:
+    """The texts of a document, cut where a sequence begins or ends: that every model says with tokens of its own.
+
+    Other tools put the first before a document, and both between texts that they join.
+    """
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    begins, ends = ids == bos, ids == eos
+    if bos == eos:  # what stands at the beginning begins
+        begins[1:] = False
+        ends[:1] = False
+    for part in np.split(np.arange(len(ids)), np.union1d(np.flatnonzero(begins), np.flatnonzero(ends) + 1)):
+        if len(part):
+            text = ids[part[~begins[part] & ~ends[part]]]
+            yield Passage(
+                tokenizer.decode(text, skip_special_tokens=False, clean_up_tokenization_spaces=False),
+                bool(begins[part[0]]),
+                bool(ends[part[-1]]),
+            )

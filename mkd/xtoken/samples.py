@@ -1,15 +1,26 @@
 """One sample, text or conversation, as the tokens of a student and of a teacher with their alignment."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from mkd.data.chat import ASSISTANT, Conversation
 from mkd.errors import MkdDataError
-from mkd.xtoken.alignment import NO_CHUNK, Alignment, align, align_spans, unaligned
+from mkd.xtoken.alignment import NO_CHUNK, Alignment, align, align_spans, concatenated, unaligned
 from mkd.xtoken.conversations import ChatSpans, encode_chat
-from mkd.xtoken.tokens import Role, SpanTokenizer, TokenSpans
+from mkd.xtoken.tokens import Role, SpanTokenizer
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A text of a document, and the special tokens of the student around it."""
+
+    text: str
+    begins: bool = False
+    """Whether its beginning-of-sequence token stands before the text."""
+    ends: bool = True
+    """Whether its end-of-sequence token stands behind it."""
 
 
 @dataclass(frozen=True)
@@ -46,27 +57,34 @@ class AlignedSample:
 def align_sample(
     student: SpanTokenizer,
     teacher: SpanTokenizer,
-    sample: str | Conversation,
+    sample: Sequence[Passage] | Conversation,
     *,
-    append_eos: bool = True,
     all_messages: bool = False,
 ) -> AlignedSample:
     """Tokenize a sample for both models and align it.
 
     Args:
-        student: gives the ids that training without another tokenizer has: text and end of sequence, or a
-            conversation through its template.
-        teacher: its text begins with the token that it begins texts with on its own, if there is one.
-        sample: text, or a conversation, which goes through each model's own template.
-        append_eos: to texts, on both sides.
+        student: gives the ids that training without another tokenizer has: texts with the special tokens around them,
+            or a conversation through its template.
+        teacher: its texts begin with the token that it begins texts with on its own, if there is one, and end as the
+            student's do.
+        sample: a document, or a conversation, which goes through each model's own template.
         all_messages: align what others than the assistant say, too.
 
     Raises:
         MkdDataError: as `SpanTokenizer.encode` and `ChatTemplate.encode`; or the sample has no tokens.
     """
-    if isinstance(sample, str):
-        sides = student.encode(sample, eos=append_eos), teacher.encode(sample, bos=teacher.adds_bos, eos=append_eos)
-        return _sample(*sides, _all_but_first(sides[0]), align(sample, *sides))
+    if not isinstance(sample, Conversation):
+        sides = [
+            (
+                student.encode(passage.text, bos=passage.begins, eos=passage.ends),
+                teacher.encode(passage.text, bos=teacher.adds_bos, eos=passage.ends),
+            )
+            for passage in sample
+        ]
+        found = concatenated([align(passage.text, *both) for passage, both in zip(sample, sides, strict=True)])
+        mine, its = (np.concatenate([both[side].ids for both in sides]) for side in (0, 1))
+        return _sample(mine, its, _all_but_first(mine), found)
     ids, supervised = student.template.encode(sample)
     chats = encode_chat(student, sample), encode_chat(teacher, sample)
     if not np.array_equal(ids, chats[0].tokens.ids):
@@ -77,11 +95,11 @@ def align_sample(
     wanted = [i for i, message in enumerate(sample.messages) if all_messages or _is_answer(sample, i, message)]
     placed = [i for i in wanted if all(chat.places[i] for chat in chats)]
     said = [i for i in wanted if (sample.messages[i].get("content") or "").strip()]
-    targets = supervised & _all_but_first(chats[0].tokens)
+    targets = supervised & _all_but_first(ids)
     alignment = _align_messages(*chats, placed)
     if not all_messages:
         alignment = alignment.within(targets, np.ones(len(chats[1].tokens), dtype=bool))
-    return _sample(chats[0].tokens, chats[1].tokens, targets, alignment, len(said) - len(placed))
+    return _sample(chats[0].tokens.ids, chats[1].tokens.ids, targets, alignment, len(said) - len(placed))
 
 
 def _is_answer(chat: Conversation, number: int, message: dict[str, object]) -> bool:
@@ -89,18 +107,18 @@ def _is_answer(chat: Conversation, number: int, message: dict[str, object]) -> b
 
 
 def _sample(
-    student: TokenSpans, teacher: TokenSpans, targets: np.ndarray, alignment: Alignment, unplaced: int = 0
+    student: np.ndarray, teacher: np.ndarray, targets: np.ndarray, alignment: Alignment, unplaced: int = 0
 ) -> AlignedSample:
     for side, whose in ((student, "student"), (teacher, "teacher")):
         if len(side) == 0:
             raise MkdDataError(f"a sample has no token for the {whose}: leave out empty texts")
     predicted = alignment.within(_all_but_first(student), _all_but_first(teacher))
     in_chunk = predicted.teacher_chunk != NO_CHUNK
-    return AlignedSample(student.ids, teacher.ids, targets, in_chunk, predicted, unplaced)
+    return AlignedSample(student, teacher, targets, in_chunk, predicted, unplaced)
 
 
-def _all_but_first(tokens: TokenSpans) -> np.ndarray:
-    return np.arange(len(tokens)) > 0
+def _all_but_first(ids: np.ndarray) -> np.ndarray:
+    return np.arange(len(ids)) > 0
 
 
 def _align_messages(student: ChatSpans, teacher: ChatSpans, messages: list[int]) -> Alignment:

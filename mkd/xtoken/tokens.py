@@ -97,10 +97,20 @@ class SpanTokenizer:
             if token.special:
                 roles[number] = Role.OTHER
         for role in (Role.PAD, Role.UNK, Role.BOS, Role.EOS):  # the first roles last, so that they stay
-            number = getattr(self.tokenizer, f"{role.name.lower()}_token_id")
-            if number is not None:
-                roles[number] = role
+            numbers = [getattr(self.tokenizer, f"{role.name.lower()}_token_id")]
+            if role == Role.UNK:
+                numbers.append(self._unknown_of_model)
+            for number in numbers:
+                if number is not None:
+                    roles[number] = role
         return roles
+
+    @property
+    def _unknown_of_model(self) -> int | None:
+        """What the model writes for text that it does not know, whether or not the tokenizer names it."""
+        model = self.description["model"]
+        token = model.get("unk_token")
+        return model.get("unk_id") if token is None else self._backend.token_to_id(token)
 
     @cached_property
     def hash(self) -> str:

@@ -161,15 +161,16 @@ def test_killed_four_times(job: SmallJob, undisturbed: tuple[Path, Result], tmp_
 
 
 def test_two_ranks_with_a_distributed_optimizer(job: SmallJob, tmp_path: Path) -> None:
-    """One of them dies in the fourth step."""
-    undisturbed = Attempts(job, tmp_path / "undisturbed", {**SNAPSHOTS, **SHARDED}, ranks=2)
-    whole = undisturbed.finished()
-    attempts = Attempts(job, tmp_path / "save", {**SNAPSHOTS, **SHARDED}, ranks=2)
+    """One of them dies in the fourth step. In Megatron's other form; test_stopping.py has that of `SHARDED`."""
+    flags = {**SNAPSHOTS, "--use-distributed-optimizer": True}
+    whole = Attempts(job, tmp_path / "undisturbed", flags, ranks=2).finished()
+    attempts = Attempts(job, tmp_path / "save", flags, ranks=2)
     attempts.killed("step:4", MKD_TEST_KILL_RANK="1")
     assert (attempts.save / TRACKER).read_text() == "2"
     result = attempts.finished()
     assert "successfully loaded checkpoint" in result.output
-    attempts.assert_like((undisturbed.save, whole), result)
+    assert [line["iteration"] for line in steps(result)] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert steps(result) == steps(whole)
 
 
 RANDOM_EVENTS = {"step": 32, "shard": 150, "hf": 80, "sync": 40, "rename": 24, "remove": 6}
@@ -234,7 +235,7 @@ def is_running(process: int) -> bool:
 
 def test_another_teacher_and_another_architecture(job: SmallJob, undisturbed, tmp_path: Path) -> None:
     save, _ = undisturbed
-    common = {**EIGHT, "--train-iters": 10, "--save": save, "--load": save, "--kd-dry-run": True}
+    common = {**EIGHT, "--save": save, "--load": save, "--kd-dry-run": True}
     before = {path: path.stat().st_mtime_ns for path in save.rglob("*")}
     other = run(job.flags({**common, "--kd-teacher-hf": job.student}))
     assert other.status == 1
@@ -249,6 +250,22 @@ def test_another_teacher_and_another_architecture(job: SmallJob, undisturbed, tm
     assert refused.status == 1
     assert "is a checkpoint of another model: --hidden-size is 32 there and 48 in this job" in refused.errors
     assert {path: path.stat().st_mtime_ns for path in save.rglob("*")} == before
+
+
+def test_more_iterations_at_another_rate(job: SmallJob, undisturbed, tmp_path: Path) -> None:
+    save = tmp_path / "save"
+    shutil.copytree(undisturbed[0], save)
+    changes = {**EIGHT, "--train-iters": 9, "--lr-decay-iters": 16, "--lr": 4e-3, "--save": save, "--load": save}
+    refused = run(job.flags({**changes, "--kd-dry-run": True}))
+    assert refused.status == 1
+    for words in ("--lr is 0.001 there and 0.004", "--lr-decay-iters is 8 there and 16", "--lr-decay-iters is 8"):
+        assert words in refused.errors
+    result = run(job.flags({**changes, "--override-opt-param-scheduler": True}))
+    assert result.status == 0, result.errors[-3000:]
+    # The rate that the ninth step has taken: after 8 of 16 steps down from 4e-3 to 0.
+    assert steps(result)[-1]["lr"] == pytest.approx(4e-3 * 7 / 16)
+    weights = tensors(save)["decoder.final_layernorm.weight"], tensors(undisturbed[0])["decoder.final_layernorm.weight"]
+    assert not torch.equal(*weights)
 
 
 def test_flipped_byte_and_empty_tracker_from_the_command_line(job: SmallJob, undisturbed, tmp_path: Path) -> None:

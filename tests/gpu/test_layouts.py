@@ -6,22 +6,19 @@ bf16 rounds differently in every layout, so "like" needs a yardstick: how far bf
 The table goes to docs/benchmarks.md; with MKD_BENCH_OUT=DIR it is also written there as JSON.
 """
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from tests.gpu.layout_runs import KEYS, launch, row
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 
-ROOT = Path(__file__).parents[2]
 STEPS = 20
 VOCAB = 32000
 MBS2 = ["--micro-batch-size", "2"]
@@ -50,7 +47,6 @@ PACKED_LAYOUTS = {
     "packed, pp2": (2, PP2),
 }
 """Documents of very different lengths, several a row; compared with one GPU that has the same rows."""
-KEYS = ("loss", "ce", "kd", "grad_norm")
 
 
 @pytest.fixture(scope="module")
@@ -91,43 +87,19 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(models: Path, name: str, ranks: int, flags: list[str]) -> list[dict]:
     """Run pretrain_kd.py; its metrics, a dictionary an iteration."""
-    metrics = models / f"{name.replace(' ', '_').replace(',', '')}.jsonl"
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
-        "pretrain_kd.py",
-        *("--kd-teacher-hf", str(models / "teacher"), "--kd-student-hf", str(models / "student")),
-        *("--kd-ratio", "0.5", "--kd-metrics-file", str(metrics), "--data-path", str(models / "text")),
-        *("--tokenizer-type", "NullTokenizer", "--split", "90,10,0", "--seq-length", "1024"),
-        *("--global-batch-size", "16", "--train-iters", str(STEPS), "--lr", "3e-4", "--lr-warmup-iters", "2"),
-        *("--eval-interval", "1000", "--eval-iters", "1", "--seed", "7"),
-        *(flag.format(folder=models) for flag in flags),
-    ]
-    environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "4"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, f"{name}:\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    return [line for line in lines if "loss" in line]
-
-
-def difference(a: list[dict], b: list[dict], key: str) -> float:
-    """The largest relative difference over all steps."""
-    assert len(a) == len(b) == STEPS
-    return max(abs(x[key] - y[key]) / abs(y[key]) for x, y in zip(a, b, strict=True))
-
-
-def row(name: str, run: list[dict], one: list[dict]) -> dict[str, float]:
-    """A line of the table, printed and written down."""
-    values = {
-        **{key: difference(run, one, key) for key in KEYS},
-        "final_loss": run[-1]["loss"],
-        "tokens_per_s": float(np.median([line["tokens_per_s"] for line in run[5:]])),
-        "peak_memory_gib": run[-1]["peak_memory_gib"],
-    }
-    print(f"\n{name:16s}", *(f"{key} {value:.3g}" for key, value in values.items()), sep=" | ", flush=True)
-    if out := os.environ.get("MKD_BENCH_OUT"):
-        with Path(out, "layouts.jsonl").open("a") as file:
-            file.write(json.dumps({"card": torch.cuda.get_device_name(), "layout": name, **values}) + "\n")
-    return values
+    return launch(
+        name,
+        models,
+        ranks,
+        [
+            *("--kd-teacher-hf", str(models / "teacher"), "--kd-student-hf", str(models / "student")),
+            *("--kd-ratio", "0.5", "--data-path", str(models / "text"), "--tokenizer-type", "NullTokenizer"),
+            *("--split", "90,10,0", "--seq-length", "1024", "--global-batch-size", "16"),
+            *("--train-iters", str(STEPS), "--lr", "3e-4", "--lr-warmup-iters", "2"),
+            *("--eval-interval", "1000", "--eval-iters", "1", "--seed", "7"),
+            *(flag.format(folder=models) for flag in flags),
+        ],
+    )
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,12 @@
 """Samples on both sides of two tokenizers: stored, cut, packed, counted, and as microbatches."""
 
+from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from tokenizers import AddedToken
 from torch.utils.data import default_collate
 
 from mkd.data.batch import KDBatch
@@ -29,6 +31,7 @@ from mkd.xtoken.samples import AlignedSample
 from tests.chats import MARKED, PLAIN, talk, write_lines
 from tests.dist.kd_pairs import rows, sample
 from tests.e2e.small_job import END, make_tokenizer, save_tokenizer, text, write_data
+from tests.tokenizers_of_kinds import transformers_tokenizer
 
 ROWS = (32, 40)
 
@@ -50,6 +53,17 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     chats = [{"messages": talk("a question " * n, "the answer, at last " * n)} for n in range(1, 9)]
     write_lines(root / "chat.jsonl", chats)
     return root
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory: pytest.TempPathFactory) -> PairEncoder:
+    """A byte-level tokenizer, and one of another kind that begins its texts with a token."""
+    root = tmp_path_factory.mktemp("kinds")
+    for kind in ("byte_bpe", "metaspace_bpe"):
+        tokenizer = deepcopy(transformers_tokenizer(kind))
+        tokenizer.add_tokens([AddedToken(f"<|{kind}|>", special=True)])
+        tokenizer.save_pretrained(root / kind)
+    return PairEncoder((str(root / "byte_bpe"), str(root / "metaspace_bpe")), ("--tokenizer-model", "--kd-teacher-hf"))
 
 
 def encoder(root: Path, all_messages: bool = False) -> PairEncoder:
@@ -81,6 +95,46 @@ def test_documents_are_read_as_text_and_counted(root: Path) -> None:
     assert len(last.ids) == 2 and ours.decode(last.ids).endswith(END)
     store(root, "text", said)
     assert len(said) == 1, "tokenized again"
+
+
+@pytest.mark.parametrize(
+    ("document", "teachers"),
+    [
+        (["<|start|>", "a word", "<|end|>"], ["<s>", "a word", "</s>"]),
+        (["a word", "<|end|>", "the other"], ["<s>", "a word", "</s>", "<s>", "the other"]),
+        (
+            ["<|start|>", "a word", "<|end|>", "<|start|>", "the other", "<|end|>"],
+            ["<s>", "a word", "</s>", "<s>", "the other", "</s>"],
+        ),
+        (["<|start|>", "a word", "<|start|>", "the other"], ["<s>", "a word", "<s>", "the other"]),
+        (["<|end|>", "<|end|>", "a word"], ["<s>", "</s>", "<s>", "</s>", "<s>", "a word"]),
+    ],
+)
+def test_what_begins_and_ends_a_text_does_so_on_every_side(
+    kinds: PairEncoder, document: list[str], teachers: list[str]
+) -> None:
+    """As Megatron's own tools make documents with tokenizers that have a token before each text."""
+    ours, theirs = kinds.tokenizers
+    ids, wanted = (
+        np.concatenate([side.encode(part).ids if part[0] != "<" else [vocabulary[part]] for part in parts])
+        for side, parts in ((ours, document), (theirs, teachers))
+        for vocabulary in (side.tokenizer.get_vocab(),)
+    )
+    coded = kinds(DocumentBatch("x", [ids]))
+    [found] = coded.samples
+    assert found.ids.tolist() == ids.tolist() and coded.changed == 0
+    assert found.others[0].ids.tolist() == wanted.tolist()
+    assert found.targets.tolist() == [False, *[True] * (len(ids) - 1)]
+    ends = np.flatnonzero(ids == ours.tokenizer.eos_token_id)
+    assert (found.others[0].student_chunk[ends[ends > 0]] >= 0).all()
+    assert coded.spelled_out == 0
+
+
+def test_special_tokens_that_the_teacher_spells_out_are_counted(kinds: PairEncoder) -> None:
+    ours = kinds.tokenizers[0]
+    tokens = [ours.encode(words).ids for words in ("a word <|byte_bpe|> more", "a word <|turn|> more")]
+    coded = kinds(DocumentBatch("x", tokens))
+    assert coded.spelled_out == 1 and len(coded.samples) == 2
 
 
 def test_a_sample_is_stored_as_it_is() -> None:

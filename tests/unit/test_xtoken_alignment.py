@@ -1,11 +1,13 @@
 """Tokens that cover the same characters: four kinds of tokenizers, all scripts, white space, control characters."""
 
+import json
 import unicodedata
 from itertools import combinations
 
 import numpy as np
 import pytest
-from transformers import CanineTokenizer
+from tokenizers import Tokenizer
+from transformers import CanineTokenizer, PreTrainedTokenizerFast
 
 from mkd.errors import MkdDataError
 from mkd.xtoken.alignment import NO_CHUNK, Alignment, align, align_spans
@@ -213,6 +215,17 @@ def test_one_token_for_all_roles() -> None:
     found = align("the", side, other)
     assert (found.student_chunk[0], found.student_chunk[-1]) == (NO_CHUNK, found.count - 1)
     assert found.teacher_chunk[-1] == found.count - 1
+
+
+@pytest.mark.parametrize("kind", ["unigram", "metaspace_bpe", "wordpiece"])
+def test_what_a_model_writes_for_unknown_text_need_not_be_named(kind: str) -> None:
+    """A folder may say nothing of it, and it may be an ordinary token."""
+    content = json.loads(transformers_tokenizer(kind).backend_tokenizer.to_str())
+    unknown = content["model"].get("unk_token") or "<unk>"
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] != unknown]
+    side = SpanTokenizer(PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(content))))
+    assert side.tokenizer.unk_token is None
+    assert side.role_of_id[side.tokenizer.get_vocab()[unknown]] == Role.UNK
 
 
 def test_truncated_sequences_keep_whole_chunks() -> None:

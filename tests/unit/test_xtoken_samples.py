@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 from mkd.data.chat import Conversation
 from mkd.errors import MkdDataError
 from mkd.xtoken.alignment import NO_CHUNK
-from mkd.xtoken.samples import AlignedSample, align_sample
+from mkd.xtoken.samples import AlignedSample, Passage, align_sample
 from mkd.xtoken.tokens import SpanTokenizer
 from tests.chats import MARKED, PLAIN, talk
 from tests.tokenizers_of_kinds import span_tokenizer, transformers_tokenizer
@@ -31,6 +31,11 @@ DROPPING = (
     "{% if add_generation_prompt %}{{ '<s>assistant\n' }}{% endif %}"
 )
 """Leaves the system prompt out, and ends only the assistant's turns."""
+CLOSING = (
+    "{% for m in messages %}{{ '<|turn|>' + m['role'] + '\n' + m['content'] + '</s>\n' }}{% endfor %}"
+    "{{ '<|turn|>assistant\n' if add_generation_prompt else '<s>' }}"
+)
+"""Ends a conversation with a token that ends no turn."""
 
 
 def with_template(kind: str, template: str) -> SpanTokenizer:
@@ -46,6 +51,7 @@ TEACHERS = {
     "brackets": with_template("metaspace_bpe", BRACKETS),
     "reasoning": with_template("unigram", REASONING),
     "dropping": with_template("metaspace_bpe", DROPPING),
+    "closing": with_template("unigram", CLOSING),
     "plain": with_template("metaspace_bpe", PLAIN.replace("<|end|>", "</s>")),
 }
 
@@ -69,7 +75,7 @@ def said(sample: AlignedSample, student: SpanTokenizer, teacher: SpanTokenizer) 
 def test_texts(teacher: str) -> None:
     sides = span_tokenizer("byte_bpe"), span_tokenizer(teacher)
     text = "The function takes arguments."
-    sample = align_sample(*sides, text)
+    sample = align_sample(*sides, [Passage(text)])
     assert sample.student_ids.tolist() == [*sides[0].encode(text).ids, sides[0].tokenizer.eos_token_id]
     first = sides[1].encode(text).ids[0] if teacher != "metaspace_bpe" else sides[1].tokenizer.bos_token_id
     assert sample.teacher_ids[0] == first
@@ -78,13 +84,13 @@ def test_texts(teacher: str) -> None:
     assert np.array_equal(sample.teacher_targets, sample.alignment.teacher_chunk != NO_CHUNK)
     assert sample.alignment.student_chunk[0] == NO_CHUNK  # nothing predicts it
     assert pieces(sample, *sides)[-1] == (sides[0].tokenizer.eos_token, sides[1].tokenizer.eos_token)
-    assert align_sample(*sides, text, append_eos=False).alignment.count == sample.alignment.count - 1
+    assert align_sample(*sides, [Passage(text, ends=False)]).alignment.count == sample.alignment.count - 1
 
 
 def test_the_first_token_of_either_side_is_in_no_chunk() -> None:
     text = "ab the function"
     for pair in (("byte_bpe", "unigram"), ("byte_bpe", "metaspace_bpe"), ("metaspace_bpe", "byte_bpe")):
-        sample = align_sample(*map(span_tokenizer, pair), text)
+        sample = align_sample(*map(span_tokenizer, pair), [Passage(text)])
         assert sample.alignment.student_chunk[0] == sample.alignment.teacher_chunk[0] == NO_CHUNK
         used = sample.alignment.student_chunk[sample.alignment.student_chunk != NO_CHUNK]
         assert np.unique(used).tolist() == list(range(sample.alignment.count))
@@ -201,9 +207,9 @@ def test_truncated_samples() -> None:
 def test_samples_that_cannot_be_used() -> None:
     byte_bpe, wordpiece = span_tokenizer("byte_bpe"), span_tokenizer("wordpiece")
     with pytest.raises(MkdDataError, match="a sample has no token for the student"):
-        align_sample(byte_bpe, wordpiece, "", append_eos=False)
+        align_sample(byte_bpe, wordpiece, [Passage("", ends=False)])
     with pytest.raises(MkdDataError, match="a sample has no token for the teacher"):
-        align_sample(byte_bpe, wordpiece, " \n", append_eos=False)
-    assert align_sample(byte_bpe, wordpiece, " \n").alignment.count == 0
+        align_sample(byte_bpe, wordpiece, [Passage(" \n", ends=False)])
+    assert align_sample(byte_bpe, wordpiece, [Passage(" \n")]).alignment.count == 0
     with pytest.raises(MkdDataError, match="wordpiece has no chat template"):
         align_sample(STUDENT, wordpiece, Conversation(TALK))
