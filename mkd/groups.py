@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from megatron.core.parallel_state import initialize_model_parallel
@@ -55,6 +56,8 @@ class OwnLayout:
     """Another layout over the same ranks, beside the student's."""
 
     groups: Groups
+    timeout: timedelta
+    """Of collectives."""
     _state: dict[str, Any]
 
     @classmethod
@@ -81,7 +84,7 @@ class OwnLayout:
                 create_gloo_process_groups=False,
             )
             groups = Groups.from_megatron()
-        return cls(groups, state)
+        return cls(groups, timedelta(minutes=timeout_minutes), state)
 
     @contextmanager
     def active(self) -> Iterator[None]:

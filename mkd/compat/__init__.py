@@ -64,9 +64,9 @@ def balance_experts_over_unequal_ranks() -> None:
 def parallel_state_of(layout: dict[str, Any]) -> Iterator[None]:
     """Have megatron's global parallel state be that of another layout inside, and as it was outside.
 
-    megatron-core 0.19 takes process groups as arguments, and yet falls back on the global ones in many places
-    (sequence parallelism's default groups, routers, rotary embeddings, checkpoints), where a model in another layout
-    would compute something else without a word.
+    megatron-core 0.19 takes process groups as arguments, and yet reads the global ones in places: for the parts of a
+    checkpoint that a rank has, for groups that a caller leaves out, for the metrics of routers. A model in another
+    layout would load or compute something else there.
 
     Args:
         layout: the values of that state; empty: nothing is initialized inside. Filled when the context ends.

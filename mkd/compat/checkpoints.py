@@ -45,6 +45,7 @@ def install_checkpoint_hooks(hooks: CheckpointHooks) -> None:
 
     save, request_of = dist_checkpointing.save, TorchDistSaveShardedStrategy.async_save
     save_checkpoint, schedule = checkpointing.save_checkpoint, checkpointing.schedule_async_save
+    saved = 0
 
     def save_and_tell(state: Any, folder: str, *args: Any, **kwargs: Any) -> Any:
         hooks.before(Path(folder))
@@ -61,11 +62,14 @@ def install_checkpoint_hooks(hooks: CheckpointHooks) -> None:
 
     def schedule_and_tell(request: Any) -> None:
         request.add_finalize_fn(hooks.published)
+        request.finalize_fns[:] = [_told_when_not_saved(saved)(finalize) for finalize in request.finalize_fns]
         schedule(request)
 
-    def save_checkpoint_and_tell(*args: Any, **kwargs: Any) -> None:
-        with _told_when_not_saved(*args, **kwargs):
-            save_checkpoint(*args, **kwargs)
+    def save_checkpoint_and_tell(iteration: int, *args: Any, **kwargs: Any) -> None:
+        nonlocal saved
+        saved = iteration
+        with _told_when_not_saved(iteration):
+            save_checkpoint(iteration, *args, **kwargs)
         if not training.get_args().async_save:
             hooks.published()
 
@@ -114,6 +118,7 @@ def _load_or_refuse(load: Callable) -> Callable:
                 "megatron refuses the checkpoint in --load or --pretrained-checkpoint (its reason is above)"
             ) from error
         except known as error:
+            _raise_if_memory_ran_out(error)
             raise MkdCheckpointError(
                 f"the checkpoint in --load or --pretrained-checkpoint cannot be loaded: {_in_one_line(error)}"
             ) from error
@@ -122,13 +127,25 @@ def _load_or_refuse(load: Callable) -> Callable:
 
 
 def _in_one_line(error: BaseException) -> str:
-    failures = getattr(error, "failures", None)  # torch's, of each rank
-    cause = next(iter(failures.values()))[0] if failures else error
+    cause = _cause(error)
     return f"{type(cause).__name__}: {' '.join(str(cause).split())[:500]}"
 
 
+def _cause(error: BaseException) -> BaseException:
+    failures = getattr(error, "failures", None)  # torch's, of each rank
+    return next(iter(failures.values()))[0] if failures else error
+
+
+def _raise_if_memory_ran_out(error: BaseException) -> None:
+    """No folder is to blame for that."""
+    import torch
+
+    if isinstance(cause := _cause(error), torch.OutOfMemoryError | MemoryError):
+        raise cause
+
+
 @contextmanager
-def _told_when_not_saved(iteration: int, *_: Any, **__: Any) -> Iterator[None]:
+def _told_when_not_saved(iteration: int) -> Iterator[None]:
     """A save that fails, because the disk is full for example, is an `MkdCheckpointError`."""
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -137,11 +154,14 @@ def _told_when_not_saved(iteration: int, *_: Any, **__: Any) -> Iterator[None]:
     except (CheckpointException, RuntimeError, OSError) as error:
         from megatron.training import get_args
 
+        _raise_if_memory_ran_out(error)
         folder = Path(get_args().save)
         tracker = folder / "latest_checkpointed_iteration.txt"
         named = tracker.read_text().strip() if tracker.is_file() else ""
-        before = f"iter_{named:0>7} is still whole" if named else "there is none before it"
-        free = shutil.disk_usage(folder).free / 2**30  # megatron loses the system's reason
+        name = named if named == "release" else f"iter_{named:0>7}"
+        before = f"{name} is still whole" if named else "there is none before it"
+        existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+        free = shutil.disk_usage(existing).free / 2**30  # megatron loses the system's reason
         raise MkdCheckpointError(
             f"--save: {folder / f'iter_{iteration:07d}'} was not saved, {free:.3f} GiB are free there "
             f"({_in_one_line(error)}); {before}. Make room or mend the folder; the same command goes on from there"
@@ -165,20 +185,28 @@ def tracker_says(iteration: int | None) -> Iterator[None]:
 
 
 def resume_distributed_optimizer() -> None:
-    """Let the distributed optimizer continue from a checkpoint where Adam is PyTorch's, as on CPU.
+    """Let the distributed optimizer continue from a checkpoint in fp32, and where Adam is PyTorch's, as on CPU.
 
-    megatron-core 0.19 asserts on its way to a checkpoint that the steps of all parameters are equal, but before a load
-    there are none; it gives all parameters one tensor of the number of steps, to which each of them then adds; and it
-    looks for this number among the tensors of the fully reshardable form, which does not have it there.
+    megatron-core 0.19 writes into fp32 weights while autograd watches. And with PyTorch's Adam it asserts on its way
+    to a checkpoint that the steps of all parameters are equal, but before a load there are none; it gives all
+    parameters one tensor of the number of steps, to which each of them then adds; and it takes this number from the
+    tensors of a parameter, where the fully reshardable form has none and the other one the 0 of before the load.
     """
     import torch
     from megatron.core.optimizer import distrib_optimizer
 
     optimizer = distrib_optimizer.DistributedOptimizer
-    if distrib_optimizer.HAVE_APEX_OR_TE or optimizer.state_dict.__module__ == __name__:
+    if optimizer._set_main_param_and_optimizer_states.__module__ == __name__:
+        return
+    set_states = torch.no_grad()(optimizer._set_main_param_and_optimizer_states)
+    if distrib_optimizer.HAVE_APEX_OR_TE:
+
+        def set_states_unwatched(self: Any, model_param: Any, tensors: dict) -> None:
+            set_states(self, model_param, tensors)
+
+        optimizer._set_main_param_and_optimizer_states = set_states_unwatched
         return
     state_dict, load_state_dict = optimizer.state_dict, optimizer.load_state_dict
-    set_states = optimizer._set_main_param_and_optimizer_states
 
     def state_dict_before_a_load(self: Any) -> dict:
         if self.optimizer.state:
@@ -196,7 +224,7 @@ def resume_distributed_optimizer() -> None:
                 values["step"] = values["step"].clone()
 
     def set_states_but_no_step(self: Any, model_param: Any, tensors: dict) -> None:
-        set_states(self, model_param, {"step": None, **tensors})  # what is no tensor is left as it is
+        set_states(self, model_param, {**tensors, "step": None})  # what is no tensor is left as it is
 
     optimizer.state_dict, optimizer.load_state_dict = state_dict_before_a_load, load_steps_of_their_own
     optimizer._set_main_param_and_optimizer_states = set_states_but_no_step

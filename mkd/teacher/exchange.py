@@ -1,6 +1,6 @@
 """What travels between the ranks of a student and those of a teacher in another layout."""
 
-import math
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mkd.data.batch import KDBatch
-from mkd.groups import Groups
+from mkd.groups import Groups, OwnLayout
 from mkd.teacher.layout import Cut, Island, Job, Route, Seat, Share, islands, last_stage
 
 HEAD_ROWS = 4096
@@ -23,7 +23,7 @@ class Exchange:
     device: from a rank that has them to one that needs them, and no more than it needs.
     """
 
-    def __init__(self, student: Groups, teacher: Groups, student_cut: Cut, teacher_cut: Cut) -> None:
+    def __init__(self, student: Groups, teacher: OwnLayout, student_cut: Cut, teacher_cut: Cut) -> None:
         """Collective over all ranks.
 
         Args:
@@ -32,15 +32,15 @@ class Exchange:
         """
         self.student_cut, self.teacher_cut = student_cut, teacher_cut
         self.rank = dist.get_rank()
-        self._islands = islands(_seats(student), _seats(teacher))
+        self._islands = islands(_seats(student), _seats(teacher.groups))
         for island in self._islands:
-            on_device, on_host = dist.new_group(island.ranks), dist.new_group(island.ranks, backend="gloo")
+            on_device, on_host = (dist.new_group(island.ranks, teacher.timeout, backend) for backend in (None, "gloo"))
             if self.rank in island.ranks:
                 self.island: Island = island
                 self.student, self.teacher = island.students[self.rank], island.teachers[self.rank]
                 self._on_device, self._on_host = on_device, on_host
         # Ranks that share experts work together across islands.
-        self._equal_passes = teacher.collection.ep.size() > 1
+        self._equal_passes = teacher.groups.collection.ep.size() > 1
 
     def head(self, own: Tensor | None, columns: Tensor, width: int, dtype: torch.dtype) -> Tensor:
         """[n, Ht] rows of the teacher's LM head.
@@ -62,9 +62,9 @@ class Exchange:
         for start in range(0, max(map(len, wanted.values())), HEAD_ROWS):
             route = Route(held, {rank: ids[start : start + HEAD_ROWS] for rank, ids in wanted.items()})
             places = [start + route.received(sender, self.rank) for sender in self.island.ranks]
-            received = self.swap(self.taken(own, route, dtype), [len(place) * width for place in places])
+            received = self.swap(own, route, [len(place) for place in places], (width,), dtype)
             for place, rows in zip(places, received, strict=True):
-                head[place.to(head.device)] = rows.view(-1, width)
+                head[place.to(head.device)] = rows
         return head
 
     def step(self, own: Sequence[KDBatch]) -> "StepExchange":
@@ -81,14 +81,12 @@ class Exchange:
             jobs = dict.fromkeys(shares[self.island.teachers[receiver].dp].jobs)
             return [job for job in jobs if self.island.sender(job.student, receiver) == sender]
 
-        nothing = torch.empty(0, dtype=torch.int64)
-        words = [
-            torch.cat([nothing, *(_encoded(own[job.microbatch]) for job in told(self.rank, receiver))])
-            for receiver in self.island.ranks
-        ]
+        words = [[_encoded(own[job.microbatch]) for job in told(self.rank, receiver)] for receiver in self.island.ranks]
         jobs = [job for sender in self.island.ranks for job in told(sender, self.rank)]
         lengths = [sum(_words(sizes[job]) for job in told(sender, self.rank)) for sender in self.island.ranks]
-        received = torch.cat(_swap(words, lengths, self._on_host))
+        sent = torch.cat([torch.empty(0, dtype=torch.int64), *itertools.chain(*words)])
+        received = sent.new_empty(sum(lengths))
+        dist.all_to_all_single(received, sent, lengths, [sum(map(len, part)) for part in words], group=self._on_host)
         each = received.split([_words(sizes[job]) for job in jobs])
         batches = {job: _decoded(one, sizes[job]) for job, one in zip(jobs, each, strict=True)}
         mine = shares[self.teacher.dp]
@@ -105,16 +103,28 @@ class Exchange:
             for number, size in enumerate(sizes.tolist())
         }
 
-    def taken(self, own: Tensor | None, route: Route, dtype: torch.dtype) -> list[Tensor]:
-        """What goes to each rank of the island, flat."""
-        if own is None:
-            return [torch.empty(0, dtype=dtype, device="cuda")] * len(self.island.ranks)
-        sent = (route.sent(self.rank, receiver) for receiver in self.island.ranks)
-        return [own.index_select(0, rows.to(own.device)).to(dtype).flatten() for rows in sent]
+    def swap(
+        self, own: Tensor | None, route: Route, counts: Sequence[int], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> tuple[Tensor, ...]:
+        """Rows of tensors on the device.
 
-    def swap(self, parts: Sequence[Tensor], lengths: Sequence[int]) -> tuple[Tensor, ...]:
-        """Flat tensors on the device for each rank of the island -> those from each, of these lengths."""
-        return _swap(parts, lengths, self._on_device)
+        Args:
+            own: [n, *shape] the rows that this rank has; None: it has none.
+            route: where they go.
+            counts: how many rows come from each rank of the island.
+            shape, dtype: of a row.
+
+        Returns:
+            [count, *shape] from each rank of the island.
+        """
+        sent = [route.sent(self.rank, receiver) for receiver in self.island.ranks]
+        if own is None:
+            rows = torch.empty(0, *shape, dtype=dtype, device="cuda")
+        else:
+            rows = own.index_select(0, torch.cat(sent).to(own.device)).to(dtype)
+        received = rows.new_empty(sum(counts), *shape)
+        dist.all_to_all_single(received, rows, list(counts), list(map(len, sent)), group=self._on_device)
+        return received.split(list(counts))
 
 
 @dataclass(frozen=True)
@@ -154,16 +164,14 @@ class StepExchange:
         senders = [(sender, exchange.island.teachers[sender].dp) for sender in exchange.island.ranks]
         places = [routes[replica].received(sender, rank) for sender, replica in senders]
         shape = (self.own[0].tokens.shape[0], width)
-        parts = exchange.swap(
-            exchange.taken(answer, routes[exchange.teacher.dp], dtype),
-            [len(place) * math.prod(shape) for place in places],
-        )
+        counts, route = [len(place) for place in places], routes[exchange.teacher.dp]
+        parts = exchange.swap(answer, route, counts, shape, dtype)
         for (_, replica), place, part in zip(senders, places, parts, strict=True):
             if len(place):
                 microbatch, rows = self.shares[replica].jobs[number].microbatch, len(routes[replica].wanted[rank])
                 if microbatch not in found:
                     found[microbatch] = part.new_empty(rows, *shape)
-                found[microbatch][place.to(part.device)] = part.view(-1, *shape)
+                found[microbatch][place.to(part.device)] = part
 
     def _route(self, replica: int, number: int) -> Route:
         """Of the places in the row of a forward pass; without any, where this rank neither sends nor receives."""
@@ -212,10 +220,3 @@ def _seats(groups: Groups) -> list[Seat]:
     every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(every, own)
     return [Seat(tp, cp, dp, bool(last)) for tp, cp, dp, last in (seat.tolist() for seat in every)]
-
-
-def _swap(parts: Sequence[Tensor], lengths: Sequence[int], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    """Flat tensors for each rank of a group -> those from each, of these lengths."""
-    received = parts[0].new_empty(sum(lengths))
-    dist.all_to_all_single(received, torch.cat(list(parts)), list(lengths), [len(part) for part in parts], group=group)
-    return received.split(list(lengths))

@@ -53,7 +53,7 @@ class LaidOutTeacher(OnlineTeacher):
         self._whole: list[KDBatch] = []
         self._exchange = Exchange(
             student,
-            layout.groups,
+            layout,
             Cut(student.tp.size(), student.cp.size(), student_sequence_parallel),
             Cut(layout.groups.tp.size(), layout.groups.cp.size(), transformer.sequence_parallel),
         )

@@ -1,6 +1,6 @@
 """Faults that distillation on many ranks is known for, each planted by a patch while a case runs in a worker."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -14,6 +14,8 @@ from mkd.context_parallel import dual_chunk_places
 from mkd.data.batch import KDBatch
 from mkd.data.counts import StepTokens
 from mkd.losses import LossOutput
+from mkd.teacher import layout as teacher_layout
+from mkd.teacher.exchange import StepExchange
 from mkd.teacher.online import OnlineTeacher
 
 
@@ -116,6 +118,11 @@ def _in_contiguous_order(teacher: OnlineTeacher, hidden: Tensor) -> Tensor:
     return row.chunk(cp.size())[cp.rank()]
 
 
+def _whole_chunks(bounds: Sequence[int], rank: int, size: int) -> Tensor:
+    """As if context parallelism gave each rank one chunk of the row."""
+    return torch.arange(bounds[-1]).chunk(size)[rank]
+
+
 FAULTS: dict[str, Callable[[], Any]] = {
     "doubled gradient": _doubled,
     "doubled gradient between tokenizers": lambda: _doubled("xtoken_loss"),
@@ -125,5 +132,9 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "label across a segment border": lambda: _with_batches(_across_segments),
     "KD at the next position": lambda: _with_teacher(lambda _, hidden: hidden.roll(1, dims=0)),
     "teacher in another order": lambda: _with_teacher(_in_contiguous_order),
+    "answers in another order": lambda: _patched(
+        StepExchange, "answers", lambda right: lambda *args: right(*args)[::-1]
+    ),
+    "answers in contiguous order": lambda: _patched(teacher_layout, "dual_chunk_places", lambda right: _whole_chunks),
 }
 """Name -> context manager."""

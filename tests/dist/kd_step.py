@@ -5,6 +5,7 @@ whole tensor, both read from megatron's own sharded state dictionaries, so nothi
 """
 
 import hashlib
+import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -304,7 +305,10 @@ def _kd_step(layout: Layout, models: Models) -> dict[str, Any]:
         settings = (kd.layer_pairs, kd.hidden_loss_type, kd.hidden_loss_weight)
         hidden_layers = HiddenLayers(*settings, groups, recorder, seed=1)
     chunks = build_student(layout, models, groups, [hidden_layers.attach] if hidden_layers else [])
-    multiple = length_multiple(model_arguments(models.student, layout, models.tied)) if layout.variable else None
+    multiple = None
+    if layout.variable:
+        layouts = [layout] if layout.teacher is None else [layout, layout.teacher]
+        multiple = math.lcm(*(length_multiple(model_arguments(models.student, one, models.tied)) for one in layouts))
     schedule = TeacherThenStudent(kd, groups, teacher, VOCAB, lambda: 0, hidden_layers, multiple)
     run = schedule.around(get_forward_backward_func(pp_size=layout.pp, vp_size=layout.vp if layout.vp > 1 else None))
     batches = microbatches(models.data, layout.segment_cp, layout.mbs, groups.dp.rank(), groups.dp.size(), models.masks)

@@ -7,6 +7,8 @@ import pytest
 
 from tests.dist.kd_step import Layout, Models
 from tests.dist.outcome import GetPool, Outcome, assert_same
+from tests.dist.test_layouts import compare
+from tests.dist.teacher_layouts import checkpoint_is_whole, signals_are_alike
 
 BOTH = Models(teacher_layers=2)
 PACKED = replace(BOTH, data="packed", tied=False, ratio=0.6)
@@ -18,7 +20,7 @@ TP4, CP2_TP2 = Layout(tp=4, sp=True), Layout(tp=2, cp=2, sp=True)
 TABLE = {
     "dp4 / tp4": (4, Layout(mbs=1, teacher=TP4), BOTH),
     "tp2-sp-dp2 / tp2-pp2": (4, Layout(tp=2, sp=True, teacher=Layout(tp=2, pp=2)), BOTH),
-    "tp2-pp2 / dp4": (4, Layout(tp=2, pp=2, teacher=Layout()), BOTH),
+    "tp2-pp2-vp2 / dp4": (4, Layout(tp=2, pp=2, vp=2, teacher=Layout()), BOTH),
     "tp2-dp2 / tp2-cp2, packed": (4, Layout(tp=2, teacher=CP2_TP2), PACKED),
     "cp2-dp2 / tp4, packed": (4, Layout(cp=2, teacher=TP4), PACKED),
     "cp2-tp2-sp / cp2-dp2": (4, Layout(cp=2, tp=2, sp=True, teacher=Layout(cp=2)), BOTH),
@@ -62,6 +64,47 @@ def one_rank(gloo_pool: GetPool) -> Callable[[Models], Outcome]:
 def test_layout(gloo_pool: GetPool, one_rank: Callable[[Models], Outcome], name: str) -> None:
     ranks, layout, models = TABLE[name]
     assert_same(Outcome.of(gloo_pool, ranks, layout, models, steps=1), one_rank(models))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(Layout(variable=True, teacher=Layout(tp=2, sp=True, pp=2)), id="dp4 / tp2-sp-pp2"),
+        pytest.param(Layout(pp=2, variable=True, teacher=Layout(cp=2)), id="pp2-dp2 / cp2-dp2", marks=pytest.mark.slow),
+    ],
+)
+def test_microbatches_of_differing_length(gloo_pool: GetPool, layout: Layout) -> None:
+    compare(gloo_pool, 4, layout, Models(data="padded", teacher_layers=2))
+
+
+@pytest.mark.parametrize("name", ["dp4 / tp4", "tp2-sp-dp2 / tp2-pp2", "cp2-dp2 / tp4, packed"])
+def test_signals_are_those_of_a_teacher_in_the_students_layout(gloo_pool: GetPool, name: str) -> None:
+    ranks, layout, models = TABLE[name]
+    counts = gloo_pool(ranks).run(signals_are_alike, layout, models)
+    assert max(counts) == 8 // layout.mbs * layout.tp * layout.pp * layout.cp // ranks
+
+
+def test_megatron_reads_its_global_groups_where_it_is_given_others(gloo_pool: GetPool) -> None:
+    """So they are the teacher's while something of it is built, loaded or run; else this is no longer needed."""
+    assert gloo_pool(4).run(checkpoint_is_whole, True) == [None] * 4
+    assert any("access pattern" in (said or "") for said in gloo_pool(4).run(checkpoint_is_whole, False))
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [
+        ("answers in another order", "dp4 / tp4"),
+        ("answers in contiguous order", "tp2-dp2 / tp2-cp2, packed"),
+    ],
+)
+def test_a_planted_fault_is_caught(
+    gloo_pool: GetPool, one_rank: Callable[[Models], Outcome], fault: str, name: str
+) -> None:
+    """By the comparison that these layouts pass without the fault."""
+    ranks, layout, models = TABLE[name]
+    seen = Outcome.of(gloo_pool, ranks, layout, models, steps=1, fault=fault)
+    with pytest.raises(AssertionError, match="evaluation"):
+        assert_same(seen, one_rank(models))
 
 
 @pytest.mark.slow

@@ -23,6 +23,8 @@ from tests.hf_folders import change_json
 
 TP, PP, EP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--expert-model-parallel-size"
 CP = "--context-parallel-size"
+BATCH, LEVELS = "--global-batch-size", "--hierarchical-context-parallel-sizes"
+KD_TP, KD_PP, KD_CP, KD_EP = (flag.replace("--", "--kd-teacher-") for flag in (TP, PP, CP, EP))
 SAVE = {"--save": "{root}/never", "--save-interval": 1}
 FROM_NOTHING = {
     "--kd-student-hf": None,
@@ -254,6 +256,18 @@ LAYOUTS = [
     (3, {**FROM_NOTHING, EP: 2, "--num-experts": 4}, [f"{EP} 2", "the 3 ranks"]),
     (2, {TP: 2, "--sequence-parallel": True, "--seq-length": 33}, ["--seq-length 33", f"{TP} 2"]),
     (2, {PP: 2, "--num-layers-per-virtual-pipeline-stage": 3}, ["virtual pipeline stage"]),
+    (4, {BATCH: 8, KD_TP: 3}, [f"{KD_TP} 3", "the 4 ranks"]),
+    (4, {BATCH: 8, KD_TP: 4}, [f"{KD_TP} 4", "6 attention heads of the teacher"]),
+    (2, {KD_PP: 2, "--kd-teacher-hf": "{root}/five_layers"}, [f"{KD_PP} 2", "5 layers of the teacher"]),
+    (2, {KD_TP: 2, "--seq-length": 33}, ["--seq-length 33", f"{KD_TP} 2"]),
+    (2, {KD_CP: 2, "--seq-length": 34}, ["--seq-length 34", f"2 * {KD_CP} 2"]),
+    (2, {KD_CP: 2, "--kd-packing": "best_fit", "--kd-packing-multiple": 2}, ["--kd-packing-multiple 2", f"{KD_CP} 2"]),
+    (2, {KD_EP: 2}, [f"{KD_EP} is 2", "--kd-teacher-hf", "no experts"]),
+    (2, {KD_TP: 0}, [f"{KD_TP} is 0"]),
+    (2, {KD_PP: 2, "--kd-hidden-loss": "1:1"}, [f"{KD_PP} 2", "--kd-hidden-loss 1:1"]),
+    (2, {KD_CP: 2, "--kd-teacher-hf": None, "--kd-teacher-cache": "C"}, [f"{KD_CP} 2", "--kd-teacher-cache C"]),
+    (4, {BATCH: 8, "--cp-comm-type": "a2a", KD_CP: 4}, ["--cp-comm-type a2a", "6 attention heads"]),
+    (4, {CP: 4, "--cp-comm-type": "a2a+p2p", LEVELS: [2, 2], KD_CP: 2}, [f"{KD_CP} 2", f"{LEVELS} 2 2"]),
 ]
 
 

@@ -28,6 +28,7 @@ from mkd.compat.checkpoints import (
     tracker_says,
 )
 from mkd.errors import MkdCheckpointError
+from tests.unit.test_compat import fresh
 
 
 def names_called_in(module: object) -> set[str]:
@@ -93,12 +94,18 @@ class Recorder:
 def saving(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[list, SimpleNamespace]:
     """(the calls that happen, megatron's arguments) with stand-ins for what writes, and the hooks in place."""
     calls: list = []
-    args = SimpleNamespace(async_save=False)
+    waiting: list[AsyncRequest] = []
+    args = SimpleNamespace(async_save=False, save=str(tmp_path), fails=None, waiting=waiting)
     folder = tmp_path / "iter_0000002"
     strategy = TorchDistSaveShardedStrategy()
 
     def request(self: object, *given: object) -> AsyncRequest:
-        return AsyncRequest(lambda rank, buckets: calls.append("shards"), (0, []), [lambda: calls.append("index")])
+        return AsyncRequest(lambda rank, buckets: calls.append("shards"), (0, []), [index])
+
+    def index() -> None:
+        calls.append("index")
+        if args.fails is not None:
+            raise args.fails
 
     def save(state: object, path: str, *given: object) -> AsyncRequest | None:
         made = strategy.async_save(state, path)
@@ -123,6 +130,9 @@ def saving(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[list, Simpl
 
     def schedule(made: AsyncRequest) -> None:
         calls.append("scheduled")
+        waiting.append(made)
+        if args.fails is not None:
+            return
         made.async_fn(*made.async_fn_args)
         for finalize in made.finalize_fns:
             finalize()
@@ -135,6 +145,7 @@ def saving(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[list, Simpl
     monkeypatch.setattr(training, "save_checkpoint", None)
     monkeypatch.setattr(training, "load_checkpoint", None)
     monkeypatch.setattr(training, "get_args", lambda: args)
+    monkeypatch.setattr("megatron.training.get_args", lambda: args)
     install_checkpoint_hooks(Recorder(calls))
     return calls, args
 
@@ -150,6 +161,39 @@ def test_order_of_a_save(saving: tuple[list, SimpleNamespace], tmp_path: Path) -
     args.async_save = True
     training.save_checkpoint(2)
     assert calls == [("before", folder), "scheduled", *whole]
+
+
+@pytest.mark.parametrize("named", [None, "1", "release"])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_save_that_fails(
+    saving: tuple[list, SimpleNamespace], tmp_path: Path, named: str | None, asynchronous: bool
+) -> None:
+    """Synchronous or not: an asynchronous one when it is finished, in whichever step."""
+    _, args = saving
+    args.async_save, args.fails = asynchronous, CheckpointException("write", {0: (OSError("no\nroom"), None)})
+    if named is None:
+        args.save = str(tmp_path / "went away")
+    else:
+        (tmp_path / TRACKER).write_text(named)
+    with pytest.raises(MkdCheckpointError) as caught:
+        training.save_checkpoint(2)
+        args.waiting[0].finalize_fns[0]()
+    before = {None: "there is none before it", "1": "iter_0000001 is still whole", "release": "release is still whole"}
+    assert f"{Path(args.save) / 'iter_0000002'} was not saved" in str(caught.value)
+    assert f"(OSError: no room); {before[named]}" in str(caught.value)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("gone"), MemoryError("gone")])
+def test_memory_that_ran_out_is_no_fault_of_a_folder(saving: tuple[list, SimpleNamespace], error: Exception) -> None:
+    for failure in (error, CheckpointException("write", {1: (error, None)})):
+        saving[1].fails = failure
+
+        def load(failure: BaseException = failure) -> None:
+            raise failure
+
+        for fail in (lambda: training.save_checkpoint(2), _load_or_refuse(load)):
+            with pytest.raises(type(error), match="gone"):
+                fail()
 
 
 def test_other_files_are_opened_as_before(saving: tuple[list, SimpleNamespace], tmp_path: Path) -> None:
@@ -229,6 +273,26 @@ def test_distributed_optimizer_counts_the_steps_of_each_parameter(
     made.load_state_dict({})
     made.optimizer.state["a"]["step"] += 1
     assert made.state_dict() == [4.0, 3.0]
+
+
+def test_fp32_weights_and_steps_in_the_form_that_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Upstream writes into a view of a weight that autograd watches, and has 0 steps there."""
+    for name in ("state_dict", "load_state_dict", "_set_main_param_and_optimizer_states"):
+        monkeypatch.setattr(DistributedOptimizer, name, getattr(fresh(distrib_optimizer).DistributedOptimizer, name))
+    weight = torch.nn.Parameter(torch.zeros(4))
+    view, step = weight.view(-1), torch.tensor(3.0)
+    stand_in = SimpleNamespace(
+        model_param_group_index_map={weight: (0, 0)},
+        optimizer=SimpleNamespace(param_groups=[{"params": [view]}], state={view: {"step": step}}),
+        config=SimpleNamespace(use_precision_aware_optimizer_no_fp8_or_ds_fp8=False),
+    )
+    load = (stand_in, weight, {"param": torch.ones(4), "step": torch.tensor(0.0)})
+    with pytest.raises(RuntimeError, match="a view of a leaf Variable"):
+        DistributedOptimizer._set_main_param_and_optimizer_states(*load)
+    resume_distributed_optimizer()
+    DistributedOptimizer._set_main_param_and_optimizer_states(*load)
+    assert weight.tolist() == [1.0] * 4
+    assert step == 3.0
 
 
 def test_upstream_asserts_on_an_optimizer_without_a_step_and_shares_the_number() -> None:

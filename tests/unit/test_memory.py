@@ -10,6 +10,7 @@ from mkd.memory import Workload, estimate, fullest, outside_of_torch
 from mkd.memory.activations import at_work_backward, kept_by_layers, layer_bytes
 from mkd.memory.estimate import (
     ACTIVATIONS,
+    COMMUNICATOR_BYTES,
     CONTEXT_BYTES,
     GIB,
     GRADIENTS,
@@ -176,6 +177,31 @@ def test_the_fullest_stage_and_what_torch_does_not_count():
     args = llama_arguments(2, 64, 64, 4, 4, True)
     assert outside_of_torch(args, 0.0) == CONTEXT_BYTES
     assert outside_of_torch(args, 100.0) == CONTEXT_BYTES + 3.0
+
+
+def test_a_teacher_in_a_layout_of_its_own():
+    """Over eight ranks, each of which has a student: the LM head is whole on each, the rest is cut."""
+    shape = {"padded_vocab_size": 32000, "seq_length": 1024, "micro_batch_size": 2, "global_batch_size": 32}
+    shape |= {"world_size": 8, DP: 8}
+    student = llama_arguments(8, 1024, 2816, 16, 4, True, **shape)
+    kd = KDConfig(teacher_hf=["T"], ratio=0.5)
+
+    def stage(**sizes: Any) -> StageMemory:
+        teacher = llama_arguments(16, 2048, 5632, 16, 8, False, **{**shape, **sizes})
+        (found,) = estimate(Workload(student, [teacher], kd, on_gpu=True))
+        return found
+
+    alike, apart, piped = stage(), stage(**{TP: 8}, **SP), stage(**{TP: 2, PP: 4}, **SP)
+    head, norms = 2 * 32000 * 2048, 2 * 33 * 2048
+    rest = alike.held[TEACHER] - head - norms
+    assert apart.held[TEACHER] == rest / 8 + head + norms
+    layers = (rest - head) / 16
+    assert piped.held[TEACHER] == 4 * layers / 2 + head / 2 + head + 2 * 8 * 2048, "the fullest has the embedding"
+    assert apart.most(HIDDEN) == 2 * alike.most(HIDDEN), "of both microbatches of a step"
+    assert apart.phases["loss"][LOGITS] == alike.phases["loss"][LOGITS]
+    teacher = llama_arguments(2, 64, 64, 4, 4, True, **{TP: 8})
+    args = llama_arguments(2, 64, 64, 4, 4, True)
+    assert outside_of_torch(args, 0.0, [teacher]) == CONTEXT_BYTES + 2 * COMMUNICATOR_BYTES
 
 
 def test_more_parallelism_never_takes_more():
