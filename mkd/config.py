@@ -208,7 +208,7 @@ class KDConfig:
 
     packing_multiple: int = 16
     """Each sample in a packed row is padded to a multiple of so many tokens. Must be divisible by twice the size of
-    context parallelism. The same value gives the same rows under every parallel layout."""
+    context parallelism, of student and teacher. The same value gives the same rows under every parallel layout."""
 
     long_samples: Literal["split", "drop"] = "split"
     """What happens to samples longer than --seq-length, of chat files and with --kd-packing best_fit."""
