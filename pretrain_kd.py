@@ -14,7 +14,7 @@ import time
 
 from mkd import compat, cpu
 from mkd.errors import FULL_DISK, MkdError
-from mkd.launch import be_a_rank
+from mkd.launch import be_a_rank, check_meeting_point
 
 
 def main() -> None:
@@ -46,6 +46,7 @@ def main() -> None:
         dry_run(job)
         return
 
+    check_meeting_point()
     initialize_megatron()
     settle_checkpoint(args, job.kd, job.choice, job.teacher.source)
     groups = Groups.from_megatron()
@@ -89,7 +90,7 @@ def run() -> None:
         if isinstance(error, OSError) and error.errno not in FULL_DISK:
             raise
         # All ranks fail alike; the first one speaks, and torchrun ends the others while they wait.
-        if int(os.environ.get("RANK", "0")) != 0:
+        if os.environ.get("RANK", "0") != "0":
             time.sleep(3)
         print(f"pretrain_kd.py: error: {error}", file=sys.stderr, flush=True)
         sys.exit(1)
