@@ -48,6 +48,7 @@ def main() -> None:
 
     check_meeting_point()
     initialize_megatron()
+    metrics = job.metrics()
     settle_checkpoint(args, job.kd, job.choice, job.teacher.source)
     groups = Groups.from_megatron()
     datasets = job.data.sets()
@@ -69,7 +70,7 @@ def main() -> None:
     )
     # pretrain initializes once more, which also sets the seeds as if there were no teacher.
     destroy_rerun_state_machine()
-    compat.install_training_hooks(Hooks(job, schedule, job.metrics(), step.finite))
+    compat.install_training_hooks(Hooks(job, schedule, metrics, step.finite))
     args.check_for_nan_in_loss_and_grad = False  # megatron would stop the one rank that finds something first
     install_saving(args, job.kd)
     pretrain(
