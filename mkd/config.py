@@ -236,7 +236,7 @@ class KDConfig:
     --wandb-project."""
 
     mlflow_uri: str | None = None
-    """MLflow's tracking server or folder. Default: MLflow's own, MLFLOW_TRACKING_URI or the present folder."""
+    """MLflow's tracking server, or sqlite:///FILE. Default: MLflow's own, MLFLOW_TRACKING_URI or the present folder."""
 
     dry_run: bool = False
     """Check flags, teacher, student, data and layout, print the plan, and exit without training."""
