@@ -14,7 +14,7 @@ import time
 
 from mkd import compat, cpu
 from mkd.errors import FULL_DISK, MkdError
-from mkd.launch import be_a_rank
+from mkd.launch import be_a_rank, check_meeting_point
 
 
 def main() -> None:
@@ -46,7 +46,9 @@ def main() -> None:
         dry_run(job)
         return
 
+    check_meeting_point()
     initialize_megatron()
+    metrics = job.metrics()
     settle_checkpoint(args, job.kd, job.choice, job.teacher.source)
     groups = Groups.from_megatron()
     datasets = job.data.sets()
@@ -68,7 +70,7 @@ def main() -> None:
     )
     # pretrain initializes once more, which also sets the seeds as if there were no teacher.
     destroy_rerun_state_machine()
-    compat.install_training_hooks(Hooks(job, schedule, job.metrics(), step.finite))
+    compat.install_training_hooks(Hooks(job, schedule, metrics, step.finite))
     args.check_for_nan_in_loss_and_grad = False  # megatron would stop the one rank that finds something first
     install_saving(args, job.kd)
     pretrain(
@@ -89,7 +91,7 @@ def run() -> None:
         if isinstance(error, OSError) and error.errno not in FULL_DISK:
             raise
         # All ranks fail alike; the first one speaks, and torchrun ends the others while they wait.
-        if int(os.environ.get("RANK", "0")) != 0:
+        if os.environ.get("RANK", "0") != "0":
             time.sleep(3)
         print(f"pretrain_kd.py: error: {error}", file=sys.stderr, flush=True)
         sys.exit(1)

@@ -205,7 +205,9 @@ def finish(args: Namespace, kd: KDConfig) -> None:
         raise MkdConfigError(
             "--tokenizer-type is missing (HuggingFaceTokenizer with --tokenizer-model DIR, or another)"
         )
+    writers, args.tensorboard_dir, args.wandb_project = (args.tensorboard_dir, args.wandb_project), None, ""
     set_global_variables(args, build_tokenizer=False)
+    args.tensorboard_dir, args.wandb_project = writers  # they begin when training does: `mkd.trackers`
     try:
         rebuild_tokenizer(args)
     except Exception as error:  # whatever the tokenizer's own library raises

@@ -209,7 +209,7 @@ class KDConfig:
 
     packing_multiple: int = 16
     """Each sample in a packed row is padded to a multiple of so many tokens. Must be divisible by twice the size of
-    context parallelism. The same value gives the same rows under every parallel layout."""
+    context parallelism, of student and teacher. The same value gives the same rows under every parallel layout."""
 
     long_samples: Literal["split", "drop"] = "split"
     """What happens to samples longer than --seq-length, of chat files and with --kd-packing best_fit."""
@@ -237,7 +237,7 @@ class KDConfig:
     --wandb-project."""
 
     mlflow_uri: str | None = None
-    """MLflow's tracking server or folder. Default: MLflow's own, MLFLOW_TRACKING_URI or the present folder."""
+    """MLflow's tracking server, or sqlite:///FILE. Default: MLflow's own, MLFLOW_TRACKING_URI or the present folder."""
 
     dry_run: bool = False
     """Check flags, teacher, student, data and layout, print the plan, and exit without training."""

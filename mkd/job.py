@@ -35,7 +35,7 @@ from mkd.models.layer_maps import KEY_PREFIX, pair_of_key
 from mkd.resuming import check_checkpoint, check_first_weights, choose_checkpoint
 from mkd.step import ForwardStep
 from mkd.teacher.base import Teacher
-from mkd.trackers import trackers_of
+from mkd.trackers import start_trackers
 
 
 @dataclass(frozen=True)
@@ -170,6 +170,11 @@ class Job:
         return None if lengths is None else lengths.to("cuda")
 
     def metrics(self) -> MetricsLog:
+        """What the metrics are written to. On the rank that writes them, trackers begin.
+
+        Raises:
+            MkdConfigError: a tracker refuses.
+        """
         file = self.kd.metrics_file
         if file is None and self.args.save is not None:
             file = str(Path(self.args.save) / "metrics.jsonl")
@@ -184,7 +189,7 @@ class Job:
             ranks=self.args.world_size,
             on_gpus=not cpu.is_active(),
             peak_tflops=None if self.args.params_dtype == torch.float32 else peak_tflops(card),
-            trackers=trackers_of(self.args, self.kd) if writes else (),
+            trackers=start_trackers(self.args, self.kd) if writes else (),
             tracker_interval=self.args.tensorboard_log_interval,
         )
 

@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 
 from mkd.errors import MkdConfigError
 
@@ -17,13 +17,17 @@ def be_a_rank(environ: MutableMapping[str, str] = os.environ) -> None:
         environ: is given what it lacks of RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
     Raises:
-        MkdConfigError: it is one of several processes, and does not know which.
+        MkdConfigError: it is one of several processes, and does not know which; or what a launcher has set is no number
+            of a rank.
     """
-    ranks = int(environ.get("WORLD_SIZE", "1"))
+    ranks = _number(environ, "WORLD_SIZE", 1)
+    _number(environ, "LOCAL_RANK", 0)
     if ranks > 1 and "RANK" not in environ:
         raise MkdConfigError(f"WORLD_SIZE is {ranks}, but RANK is not set: every process would be the first")
+    if (rank := _number(environ, "RANK", 0)) >= ranks:
+        raise MkdConfigError(f"RANK is {rank}, but WORLD_SIZE is {ranks}: ranks count from 0")
     for name in TASKS if "WORLD_SIZE" not in environ else ():
-        if int(environ.get(name, "1")) > 1:
+        if _number(environ, name, 1) > 1:
             raise MkdConfigError(
                 f"{name} is {environ[name]}, but WORLD_SIZE is not set: each of these processes would train alone. "
                 "Start them through examples/slurm/rank.sh, or set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and "
@@ -33,6 +37,26 @@ def be_a_rank(environ: MutableMapping[str, str] = os.environ) -> None:
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         for name, value in {**alone, "MASTER_PORT": str(_free_port())}.items():
             environ.setdefault(name, value)
+
+
+def check_meeting_point(environ: Mapping[str, str] = os.environ) -> None:
+    """Refuse to start where the ranks are not told where they meet.
+
+    Raises:
+        MkdConfigError: MASTER_ADDR or MASTER_PORT is missing, or the port is none.
+    """
+    for name, what in (("MASTER_ADDR", "the host name of the first rank's node"), ("MASTER_PORT", "a free port there")):
+        if not environ.get(name):
+            raise MkdConfigError(f"WORLD_SIZE is {environ.get('WORLD_SIZE')}, but {name} is not set: {what}")
+    if not 0 < _number(environ, "MASTER_PORT", 0) < 2**16:
+        raise MkdConfigError(f"MASTER_PORT is {environ['MASTER_PORT']}; a port is 1 to 65535")
+
+
+def _number(environ: Mapping[str, str], name: str, default: int) -> int:
+    text = environ.get(name, str(default))
+    if not (text.isascii() and text.isdigit()):
+        raise MkdConfigError(f"{name} is {text!r} in the environment; it must be a number")
+    return int(text)
 
 
 def _free_port() -> int:

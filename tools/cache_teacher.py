@@ -47,6 +47,7 @@ def write(args: argparse.Namespace, flags: list[str]) -> None:
     from mkd.caching.writing import Writing, rows_of
     from mkd.checkpoint.resume import check_same_teacher_everywhere
     from mkd.groups import Groups
+    from mkd.launch import check_meeting_point
     from mkd.stopping import StopSignals
     from mkd.teacher.store_writer import check_folder
 
@@ -60,6 +61,7 @@ def write(args: argparse.Namespace, flags: list[str]) -> None:
     if job.kd.dry_run:
         job.data.check_all()
         return
+    check_meeting_point()
     initialize_megatron()
     check_same_teacher_everywhere(job.meta.teacher, job.teacher.source.origin)
     groups, rows = Groups.from_megatron(), rows_of(job)
@@ -103,12 +105,14 @@ def compare(folder: Path, segments: int) -> None:
     from mkd.caching.job import CacheJob, CacheOptions
     from mkd.caching.writing import rows_of
     from mkd.groups import Groups
+    from mkd.launch import check_meeting_point
     from mkd.teacher.store import CacheMeta
 
     meta = CacheMeta.read(folder, "verify")
     job = CacheJob.from_command_line(CacheOptions.of(folder, meta))
     if differences := meta.differences(job.meta):
         raise MkdCacheError(f"verify {folder} was written with something else (there, here: {'; '.join(differences)})")
+    check_meeting_point()
     initialize_megatron()
     groups, rows = Groups.from_megatron(), rows_of(job)
     seen = ask_again(job, groups, job.teacher.build(groups), rows, segments, "verify")

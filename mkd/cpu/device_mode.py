@@ -8,6 +8,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
+_NAMES = {str, torch.device}
 _MOVES = {torch.Tensor.cuda, torch.Tensor.pin_memory}
 # Functions whose positional arguments may hold a device. An integer there means a CUDA device only in `Tensor.to`.
 _TENSOR_TO = torch.Tensor.to
@@ -42,7 +43,7 @@ class CudaOnCpu(TorchFunctionMode):
             kwargs = {**kwargs, "pin_memory": False}
         if func is _TENSOR_TO and len(args) > 1:
             args = (args[0], _to_cpu(args[1]), *args[2:])
-        elif any(isinstance(a, (str, torch.device)) for a in args):
+        elif not _NAMES.isdisjoint(map(type, args)):  # quick: this runs for every operation on a tensor
             args = tuple(_to_cpu(a) if isinstance(a, (str, torch.device)) else a for a in args)
         return func(*args, **kwargs)
 

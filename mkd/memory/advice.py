@@ -1,15 +1,23 @@
 """What to change where a run does not fit its cards, and how much each change saves."""
 
 import copy
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
+from mkd.config import KDConfig
 from mkd.errors import MkdConfigError
 from mkd.flag_checks import check_divisions, length_multiple
 from mkd.memory.estimate import LOGITS, Workload, estimate, fullest, outside_of_torch
-from mkd.teacher_sizes import has_own_layout
+from mkd.teacher_sizes import (
+    SIZES,
+    check_teacher_divides,
+    check_teacher_layout,
+    has_own_layout,
+    in_layout_of_teacher,
+)
 
 WORTHWHILE = 0.01
 """Share of the need that a change must save to be named."""
@@ -159,6 +167,32 @@ def _smaller_microbatch(work: Workload) -> Workload | None:
     return _with(work, micro_batch_size=size // 2) if size % 2 == 0 else None
 
 
+def _cut_teacher(work: Workload) -> Workload | None:
+    """A layout of the teacher's own, with as many tensor-parallel ranks as divide it and a node may have."""
+    student = work.student
+    if not work.teachers or any(has_own_layout(teacher, student) for teacher in work.teachers):
+        return None
+    for size in (8, 4, 2):
+        if size <= student.tensor_model_parallel_size:
+            continue
+        try:
+            kd = replace(work.kd, teacher_tensor_model_parallel_size=size)
+            return replace(work, kd=kd, teachers=[_in_its_layout(teacher, student, kd) for teacher in work.teachers])
+        except MkdConfigError:
+            continue
+    return None
+
+
+def _in_its_layout(teacher: Namespace, student: Namespace, kd: KDConfig) -> Namespace:
+    """Raises MkdConfigError where the sizes in `kd` do not divide."""
+    own = in_layout_of_teacher(student, kd.teacher_sizes, teacher.num_experts)
+    check_teacher_layout(student, kd, teacher.num_experts)
+    check_teacher_divides(vars(teacher), own, student)
+    teacher = copy.copy(teacher)
+    vars(teacher).update((name, getattr(own, name)) for name in SIZES)
+    return teacher
+
+
 def _offload(work: Workload) -> Workload | None:
     if not work.teachers or work.kd.teacher_offload:
         return None
@@ -181,6 +215,10 @@ def _size_flag(name: str) -> Callable[[Workload], str]:
     return lambda work: f"--{name.replace('_', '-')} {getattr(work.student, name)}"
 
 
+def _teacher_flag(work: Workload) -> str:
+    return f"--kd-teacher-tensor-model-parallel-size {work.kd.teacher_tensor_model_parallel_size}"
+
+
 Flags = str | Callable[[Workload], str]
 CHANGES: list[tuple[Flags, Callable[[Workload], Workload | None]]] = [
     ("--bf16", _half_precision),
@@ -191,6 +229,7 @@ CHANGES: list[tuple[Flags, Callable[[Workload], Workload | None]]] = [
     ("--recompute-granularity selective --recompute-modules mlp", _recompute("selective", "mlp")),
     (_size_flag("micro_batch_size"), _smaller_microbatch),
     ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", _recompute("full", None)),
+    (_teacher_flag, _cut_teacher),
     ("--kd-teacher-offload", _offload),
     (_size_flag("context_parallel_size"), _double("context_parallel_size")),
     (_size_flag("tensor_model_parallel_size"), _double("tensor_model_parallel_size")),

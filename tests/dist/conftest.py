@@ -7,7 +7,7 @@ import pytest
 from tests.dist.pool import Pool, pool, stop_all
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def gloo_pool() -> Iterator[Callable[[int], Pool]]:
     """`gloo_pool(world_size).run(func, *args)`: see `tests.dist.pool.Pool.run`."""
     yield pool

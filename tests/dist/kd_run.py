@@ -36,7 +36,7 @@ from tests.dist.kd_step import (
     parameter_parts,
 )
 
-STEPS = 5
+STEPS = 3
 
 
 def kd_run(

@@ -249,7 +249,7 @@ Part = tuple[str, tuple[int, ...], tuple[slice, ...], Tensor]
 def parameter_parts(chunks: list[nn.Module]) -> list[Part]:
     """A copy of every parameter on this rank."""
     return [
-        (shard.key, tuple(shard.global_shape), _place(shard), shard.data.clone())
+        (shard.key, tuple(shard.global_shape), _place(shard), shard.data.detach().clone())
         for chunk in chunks
         for shard in sharded_tensors(unwrap_model(chunk))
         if shard.data.is_floating_point()

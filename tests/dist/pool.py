@@ -1,4 +1,4 @@
-"""A pool of gloo worker processes that lasts for the whole test session.
+"""Pools of gloo worker processes that last as long as the tests of this folder.
 
 A torchrun a test costs 10 s of imports. Here each worker is a fork of `tests.fork_server`; the default group is made
 once a pool, and each case is a function sent to all ranks.
@@ -32,14 +32,33 @@ class WorkerError(AssertionError):
 
 
 def _leave_groups() -> None:
-    """Destroy every group but the default one. Each has threads of its own, and a layout makes dozens of groups: left
-    alive they add up over the cases to thousands of threads.
+    """Destroy every group but the default one, and let go of what megatron still holds of them.
+
+    A group that is referred to keeps three threads, one of which wakes a hundred times a second. A layout makes dozens
+    of groups: left alive they add up over the cases to thousands of threads, which take half of the machine.
     """
+    from tests.dist.preload import MEGATRON_CACHES, MoETokenDispatcher
+
     default = torch.distributed.group.WORLD
     for group in list(torch.distributed.distributed_c10d._world.pg_map):
         if group is not default:
             torch.distributed.destroy_process_group(group)
+    for cache in MEGATRON_CACHES:  # of rotary embeddings, which have a group
+        cache.cache_clear()
+    # Holds tensors with a graph, which holds hooks of parameters, which hold the model: a cycle that Python cannot see.
+    for found in gc.get_objects():
+        if issubclass(type(found), MoETokenDispatcher):
+            vars(found).clear()
     gc.collect()
+
+
+def _reply(payload: bytes, rank: int, world_size: int) -> bytes:
+    """Run a case: pickled (True, what it returned) or (False, its traceback)."""
+    try:
+        func, args = pickle.loads(payload)
+        return pickle.dumps((True, func(rank, world_size, *args)))
+    except BaseException:
+        return pickle.dumps((False, traceback.format_exc()))
 
 
 def _worker(rank: int, world_size: int, store: str, pipe: Connection) -> None:
@@ -57,12 +76,7 @@ def _worker(rank: int, world_size: int, store: str, pipe: Connection) -> None:
             payload = pipe.recv_bytes()
         except EOFError:
             return
-        try:
-            func, args = pickle.loads(payload)
-            reply = (True, func(rank, world_size, *args))
-            message = pickle.dumps(reply)
-        except BaseException:
-            message = pickle.dumps((False, traceback.format_exc()))
+        message = _reply(payload, rank, world_size)
         _leave_groups()
         pipe.send_bytes(message)
 
@@ -131,7 +145,7 @@ class Pool:
                 rank = waiting.pop(pipe)
                 try:
                     succeeded, results[rank] = pickle.loads(pipe.recv_bytes())
-                except EOFError:
+                except (EOFError, ConnectionError):
                     succeeded, results[rank] = False, f"the process died (exit code {self._exit_code(rank)})"
                 if not succeeded:
                     failures.append(f"rank {rank} of {self.world_size}: {results[rank]}")
@@ -163,11 +177,11 @@ _POOLS: dict[int, Pool] = {}
 
 
 def pool(world_size: int) -> Pool:
-    """The session's pool of that many ranks."""
+    """The pool of that many ranks."""
     return _POOLS.setdefault(world_size, Pool(world_size))
 
 
 def stop_all() -> None:
-    """End all pools of the session."""
+    """End all pools."""
     while _POOLS:
         _POOLS.popitem()[1].stop()

@@ -1,8 +1,10 @@
 """A distillation job so small that it trains in seconds: two Llama folders, a tokenizer, some text, a command line."""
 
+import contextlib
 import itertools
 import json
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -185,9 +187,12 @@ def environment(port: int | None = None, rank: int = 0, ranks: int = 1) -> dict[
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """Below those that the kernel hands out by itself, so that nobody takes it before the job does."""
+    while True:
+        port = 10_000 + secrets.randbelow(20_000)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def run(

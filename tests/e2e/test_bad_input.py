@@ -401,7 +401,8 @@ def test_the_command_fails_with_one_line(job, changes, words):
 
 def test_dry_run_prints_the_plan_and_writes_nothing(job):
     before = sorted(path for path in job.root.rglob("*"))
-    flags = job.flags({"--kd-dry-run": True, "--save": job.root / "never", "--save-interval": 1})
+    folders = {"--save": job.root / "never", "--tensorboard-dir": job.root / "never" / "board"}
+    flags = job.flags({"--kd-dry-run": True, "--save-interval": 1, **folders})
     result = small_job.run(flags, by_itself=True)
     assert result.status == 0, result.errors
     plan = dict(line[5:].split(None, 1) for line in result.output.splitlines() if line.startswith("mkd: "))

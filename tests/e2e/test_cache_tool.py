@@ -126,6 +126,7 @@ def test_more_draws_than_tokens(attempt: Callable[..., CacheJob]) -> None:
         ({}, {"--kd-teacher-hf": None}, 1, "exactly one teacher source"),
         ({}, {"--kd-teacher-hf": None, "--kd-teacher-cache": "{root}/x"}, 1, "has no teacher to ask"),
         ({}, {"--kd-teacher-hf": ["{root}/teacher", "{root}/student"]}, 1, "several teachers"),
+        ({}, {"--kd-teacher-tensor-model-parallel-size": 2}, 2, "is 2, but there is no student here: give --tensor-mo"),
         ({}, {"--kd-teacher-hf": "{root}/three_layers", PP: 2}, 2, "does not divide the 3 layers of the teacher"),
         ({}, {TP: 4}, 4, "does not divide the 6 attention heads of the teacher"),
         ({}, {"--seq-length": 100}, 1, "longer than the teacher's 96 positions"),

@@ -33,6 +33,7 @@ def test_each_change_saves_what_is_told():
         "--use-distributed-optimizer",
         "--micro-batch-size 2",
         "--kd-teacher-offload",
+        "--kd-teacher-tensor-model-parallel-size 8",
         "--tensor-model-parallel-size 2",
         "--pipeline-model-parallel-size 2",
         "--context-parallel-size 2",
@@ -85,5 +86,7 @@ def test_layouts_that_do_not_divide_are_not_advised():
     run = work(world_size=2, **{DP: 2}, num_layers=15, num_query_groups=1)
     flags = " ".join(advice.flags for advice in advise(run, 1e15)[0])
     assert "tensor-model" not in flags and "pipeline-model" not in flags and "context-parallel-size 2" in flags
+    flags = [advice.flags for advice in advise(work(seq_length=4098), 1e15)[0]]
+    assert "--kd-teacher-tensor-model-parallel-size 2" in flags, "with sequence parallelism"
     alone = replace(run, teachers=[])
     assert "--kd-teacher-offload" not in " ".join(advice.flags for advice in advise(alone, 1e15)[0])

@@ -1,5 +1,6 @@
 """mkd/trackers.py: what trackers are given, and that what is asked for exists before work starts."""
 
+import os
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -7,8 +8,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from megatron.training import global_vars
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.utils.tensorboard import SummaryWriter
 
 from mkd import flag_checks, trackers
 from mkd.config import KDConfig
@@ -16,23 +17,30 @@ from mkd.errors import MkdConfigError
 from mkd.flag_checks import check_trackers
 
 
+def arguments(**changes: Any) -> Namespace:
+    given = dict(tensorboard_dir=None, wandb_project="", wandb_exp_name="", wandb_save_dir="", save=None)
+    return Namespace(**{**given, "wandb_entity": None, **changes})
+
+
 def kd(**changes: Any) -> KDConfig:
     return KDConfig(**{"teacher_hf": ["T"], "ratio": 0.5, **changes})
 
 
 class FakeMLflow(ModuleType):
-    """Keeps what it is called with."""
+    """Keeps what it is called with; a run that is begun anew is run-7."""
 
-    def __init__(self, fails: str | None = None) -> None:
+    def __init__(self, fails: str | None = None, had: dict[str, str] | None = None) -> None:
         super().__init__("mlflow")
         self.calls: list[tuple] = []
-        self.fails = fails
+        self.fails, self.had = fails, had or {}
 
     def __getattr__(self, name: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> None:
+        def call(*args: Any, **kwargs: Any) -> Any:
             self.calls.append((name, *args, kwargs))
             if name == self.fails:
                 raise ConnectionError("no\nanswer")
+            run = args[0] if args and args[0] else "run-7"
+            return SimpleNamespace(info=SimpleNamespace(run_id=run), data=SimpleNamespace(params=self.had))
 
         return call
 
@@ -40,9 +48,10 @@ class FakeMLflow(ModuleType):
 def test_tensorboard_and_wandb_get_prefixed_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logged = []
     wandb = SimpleNamespace(log=lambda values, step: logged.append((values, step)))
-    monkeypatch.setattr(trackers, "get_tensorboard_writer", lambda: SummaryWriter(str(tmp_path)))
+    monkeypatch.setattr(global_vars, "_GLOBAL_TENSORBOARD_WRITER", None)
     monkeypatch.setattr(trackers, "get_wandb_writer", lambda: wandb)
-    for tracker in trackers.trackers_of(Namespace(save=None), kd()):
+    given = arguments(tensorboard_dir=str(tmp_path), tensorboard_queue_size=1, rank=0, world_size=1)
+    for tracker in trackers.start_trackers(given, kd()):
         tracker.write({"kd": -0.5, "valid_ce": 2.0}, 7)
     assert logged == [({"kd/kd": -0.5, "kd/valid_ce": 2.0}, 7)]
     seen = EventAccumulator(str(tmp_path)).Reload()
@@ -50,46 +59,63 @@ def test_tensorboard_and_wandb_get_prefixed_names(tmp_path: Path, monkeypatch: p
     assert [(event.step, event.value) for event in seen.Scalars("kd/kd")] == [(7, -0.5)]
 
 
-@pytest.fixture
-def no_writers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trackers, "get_tensorboard_writer", lambda: None)
-    monkeypatch.setattr(trackers, "get_wandb_writer", lambda: None)
-
-
-def test_mlflow(monkeypatch: pytest.MonkeyPatch, no_writers: None) -> None:
+def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = FakeMLflow()
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
     config = kd(mlflow_experiment="E", mlflow_uri="file:x")
-    (tracker,) = trackers.trackers_of(Namespace(save="runs/1b"), config)
+    (tracker,) = trackers.start_trackers(arguments(save=str(tmp_path / "1b")), config)
     tracker.write({"ce": 1.0}, 3)
     assert mlflow.calls[:3] == [
         ("set_tracking_uri", "file:x", {}),
         ("set_experiment", "E", {}),
-        ("start_run", {"run_name": "1b"}),
+        ("start_run", None, {"run_name": "1b"}),
     ]
     assert mlflow.calls[3][1]["kd/ratio"] == 0.5
     assert mlflow.calls[4] == ("log_metrics", {"kd/ce": 1.0}, {"step": 3})
-    assert trackers.trackers_of(Namespace(save=None), kd()) == []
+    assert trackers.start_trackers(arguments(), kd()) == []
 
 
-def test_a_server_that_does_not_answer_is_a_users_error(monkeypatch: pytest.MonkeyPatch, no_writers: None) -> None:
+def test_a_restarted_job_goes_on_in_its_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of MLflow and of Weights & Biases; another experiment has a run of its own."""
+    for name in ("WANDB_RUN_ID", "WANDB_RESUME", "MLFLOW_RUN_ID", "MLFLOW_TRACKING_URI"):
+        monkeypatch.setenv(name, "restored after the test")
+    begun = []
+    monkeypatch.setattr(global_vars, "_set_wandb_writer", lambda args: begun.append(os.environ["WANDB_RUN_ID"]))
+
+    def start(experiment: str, had: dict[str, str]) -> list[tuple]:
+        for name in ("WANDB_RUN_ID", "WANDB_RESUME", "MLFLOW_RUN_ID", "MLFLOW_TRACKING_URI"):
+            monkeypatch.delenv(name, raising=False)
+        mlflow = FakeMLflow(had=had)
+        monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+        args = arguments(save=str(tmp_path / "save"), wandb_project="W", wandb_exp_name=experiment)
+        trackers.start_trackers(args, kd(mlflow_experiment=experiment))
+        assert os.environ["WANDB_RESUME"] == "allow"
+        return mlflow.calls[1:]
+
+    assert start("E", {})[0] == ("start_run", None, {"run_name": "save"})
+    again = start("E", {"kd/ratio": "0.9"})  # of the attempt before
+    assert again[0] == ("start_run", "run-7", {"run_name": "save"})
+    assert "kd/ratio" not in again[1][1] and again[1][1]["kd/loss"] == "forward_kl"
+    assert start("F", {})[0][1] is None
+    assert begun[0] == begun[1] != begun[2]
+    (tmp_path / "save" / trackers.FILE).write_text("{")
+    with pytest.raises(MkdConfigError, match=f"{trackers.FILE} is damaged"):
+        start("E", {})
+
+
+def test_a_server_that_does_not_answer_is_a_users_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", FakeMLflow(fails="set_experiment"))
     with pytest.raises(MkdConfigError, match="--kd-mlflow-experiment E cannot be written to \\(no answer\\)"):
-        trackers.trackers_of(Namespace(save=None), kd(mlflow_experiment="E"))
+        trackers.start_trackers(arguments(), kd(mlflow_experiment="E"))
 
 
 def test_training_goes_on_when_a_server_stops_answering(
-    monkeypatch: pytest.MonkeyPatch, no_writers: None, capsys: pytest.CaptureFixture
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", FakeMLflow(fails="log_metrics"))
-    (tracker,) = trackers.trackers_of(Namespace(save=None), kd(mlflow_experiment="E"))
+    (tracker,) = trackers.start_trackers(arguments(), kd(mlflow_experiment="E"))
     tracker.write({"ce": 1.0}, 3)
     assert capsys.readouterr().out == "mkd: MLflow has not taken iteration 3: no answer\n"
-
-
-def arguments(**changes: Any) -> Namespace:
-    given = dict(tensorboard_dir=None, wandb_project="", wandb_exp_name="", wandb_save_dir="", save=None)
-    return Namespace(**{**given, **changes})
 
 
 @pytest.mark.parametrize(
@@ -107,6 +133,18 @@ def test_a_tracker_that_is_not_installed(
     with pytest.raises(MkdConfigError, match=flag):
         check_trackers(args, kd(**config))
     check_trackers(arguments(), kd())
+
+
+def test_wandb_that_refuses_is_a_users_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_RUN_ID", "x")
+    monkeypatch.setenv("WANDB_RESUME", "allow")
+
+    def refuse(args: Namespace) -> None:
+        raise RuntimeError("no\nkey")
+
+    monkeypatch.setattr(global_vars, "_set_wandb_writer", refuse)
+    with pytest.raises(MkdConfigError, match="--wandb-project W cannot be written to \\(no key\\)"):
+        trackers.start_trackers(arguments(wandb_project="W"), kd())
 
 
 def test_what_wandb_needs(monkeypatch: pytest.MonkeyPatch) -> None:
