@@ -160,6 +160,8 @@ class PairFacts:
             )
         if self.changed:
             text += f"; {self.changed} documents are cut into other tokens than were stored"
+            if 2 * self.changed > self.samples:
+                text += " (was the data made with this tokenizer?)"
         if self.spelled_out:
             text += f"; in {self.spelled_out} documents a teacher reads special tokens of the student as letters"
         return text + "".join(f"; left out {count} {reason}" for reason, count in self.skipped.items() if count)
