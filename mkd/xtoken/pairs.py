@@ -51,7 +51,7 @@ class PairEncoder:
 
     def __call__(self, batch: RawBatch | DocumentBatch) -> EncodedPairs:
         """See `mkd.data.paired.PairEncoder`."""
-        coded = EncodedPairs()
+        coded = EncodedPairs(size=batch.size)
         if isinstance(batch, DocumentBatch):
             for ids in batch.documents:
                 self._add_document(coded, ids)

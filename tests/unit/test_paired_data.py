@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rich.filesize import decimal
 from tokenizers import AddedToken
 from torch.utils.data import default_collate
 
@@ -85,10 +86,12 @@ def layout(packed: bool, everywhere: bool = False) -> PairedLayout:
     return PairedLayout(sides[0], (sides[1],))
 
 
-def test_documents_are_read_as_text_and_counted(root: Path) -> None:
+def test_documents_are_read_as_text_and_counted(root: Path, capsys: pytest.CaptureFixture) -> None:
     said: list[str] = []
     found = store(root, "text", said)
     assert len(said) == 1 and "tokenizing for 2 tokenizers" in said[0]
+    size = decimal((root / "text.bin").stat().st_size)  # all of it is counted, for the rate and the time left
+    assert f"tokenizing: {size} of {size}, " in capsys.readouterr().err
     assert found.facts.changed == 1 and "was the data made with this tokenizer" not in str(found.facts)
     assert "(was the data made with this tokenizer?)" in str(replace(found.facts, changed=found.facts.samples))
     assert found.facts.skipped == {"without text": 1}
