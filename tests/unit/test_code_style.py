@@ -11,10 +11,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # fmt: off
 LAYERS = [
-    "errors", "launch", "compat", "stopping", "context_parallel", "cpu", "config_values", "config_checks", "config",
-    "flag_checks", "teacher_sizes", "teacher_fp8", "arguments", "balance", "groups", "data", "models", "checkpoint",
-    "teacher", "losses", "hidden_layers", "xtoken", "memory", "flops", "evaluation", "terms", "guards", "selection",
-    "step", "schedule", "console", "trackers", "metrics",
+    "errors", "progress", "launch", "compat", "stopping", "context_parallel", "cpu", "config_values", "config_checks",
+    "config", "flag_checks", "teacher_sizes", "teacher_fp8", "arguments", "balance", "groups", "data", "models",
+    "checkpoint", "teacher", "losses", "hidden_layers", "xtoken", "memory", "flops", "evaluation", "terms", "guards",
+    "selection", "step", "schedule", "console", "trackers", "metrics",
 ]
 # fmt: on
 """A module of mkd imports only from its own layer and from those before it. A module that is not listed is an entry:
