@@ -1,6 +1,7 @@
 """What a run says about itself: a console line an interval, a JSON line an iteration, and the same to trackers."""
 
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -76,15 +77,26 @@ class MetricsLog:
         if not self.writes or self.file is None:
             return
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        kept = []
-        if iteration > 0 and self.file.is_file():
-            lines = self.file.read_text().splitlines(keepends=True)
-            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["iteration"] <= iteration]
+        kept = self._until(iteration) if iteration > 0 and self.file.is_file() else {}
         with replacing(self.file) as out:  # a job that is killed here loses no history
             out.writelines(kept)
-        evaluations = (line for line in map(json.loads, kept) if "valid_ce" in line)
+        evaluations = (record for record in kept.values() if "valid_ce" in record)
         if (first := next(evaluations, None)) is not None:
             self._before = {name.removeprefix("valid_"): value for name, value in first.items()}
+
+    def _until(self, iteration: int) -> dict[str, dict[str, Any]]:
+        """Line of the file -> what it says, up to an iteration. A machine that went down leaves lines that say nothing:
+        they are no reason not to train."""
+        kept, damaged = {}, 0
+        for line in self.file.read_text(errors="replace").splitlines(keepends=True):
+            record = _record(line)
+            if record is None:
+                damaged += line.endswith("\n")  # the last one was being written
+            elif record["iteration"] <= iteration:
+                kept[line] = record
+        if damaged:
+            print(f"mkd: {self.file}: {damaged} damaged lines are left out", flush=True)
+        return kept
 
     def step_begins(self) -> None:
         """Start the clock of one training step; checkpoints and evaluations in between are not its time."""
@@ -196,7 +208,7 @@ class MetricsLog:
     def _append(self, line: Mapping[str, Any]) -> None:
         if self.file is not None:
             with self.file.open("a") as out:
-                out.write(json.dumps(line) + "\n")
+                out.write(json.dumps(_finite(line), allow_nan=False) + "\n")
 
     def _track(self, line: Mapping[str, Any]) -> None:
         numbers = {
@@ -206,3 +218,22 @@ class MetricsLog:
         }
         for tracker in self.trackers:
             tracker.write(numbers, line["iteration"])
+
+
+def _record(line: str) -> dict[str, Any] | None:
+    """What a whole line of a metrics file says."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    whole = line.endswith("\n") and isinstance(record, dict) and isinstance(record.get("iteration"), int)
+    return record if whole else None
+
+
+def _finite(value: Any) -> Any:
+    """Null for numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

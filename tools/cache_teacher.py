@@ -37,6 +37,10 @@ def prepare(flags: list[str]) -> None:
     sys.argv[1:] = flags
 
 
+STOPPED = 75
+"""Exit status of a `write` that a signal has ended: EX_TEMPFAIL, the same command goes on."""
+
+
 def write(args: argparse.Namespace, flags: list[str]) -> None:
     """Fill a cache, or go on filling it."""
     prepare(flags)
@@ -67,8 +71,10 @@ def write(args: argparse.Namespace, flags: list[str]) -> None:
     groups, rows = Groups.from_megatron(), rows_of(job)
     with StopSignals() as stop:
         is_whole = Writing(job, groups, job.teacher.build(groups), rows, stop).run()
-    if not is_whole and job.args.rank == 0:
-        print(f"mkd: {args.out} is not complete: the same command goes on", flush=True)
+    if not is_whole:
+        if job.args.rank == 0:
+            print(f"mkd: {args.out} is not complete: the same command goes on", flush=True)
+        sys.exit(STOPPED)
 
 
 def info(args: argparse.Namespace, flags: list[str]) -> None:
@@ -243,7 +249,7 @@ if __name__ == "__main__":
         main()
     except (MkdError, OSError) as error:
         # All ranks fail alike; the first one speaks, and torchrun ends the others while they wait.
-        if int(os.environ.get("RANK", "0")) != 0:
+        if os.environ.get("RANK", "0") != "0":
             time.sleep(3)
         print(f"cache_teacher.py: error: {error}", file=sys.stderr, flush=True)
         sys.exit(1)

@@ -26,9 +26,9 @@ from mkd.checkpoint.hf_writer import (
 )
 from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.checkpoint.model_card import model_card
-from mkd.checkpoint.progress import ByteProgress
 from mkd.config import RUN_CHOICES
 from mkd.errors import MkdCheckpointError
+from mkd.progress import ByteProgress
 
 # Beginnings of the keys under which a checkpoint holds model weights; the others are optimizer, RNG and job state.
 MODEL_KEYS = ("embedding.", "decoder.", "output_layer.", "encoder.", "mtp.")

@@ -29,9 +29,9 @@ from mkd.checkpoint.hf_tables import Item
 from mkd.checkpoint.hf_writer import StagedFolder
 from mkd.checkpoint.lazy_save import LazyTensors, save
 from mkd.checkpoint.megatron_folder import TRACKER
-from mkd.checkpoint.progress import ByteProgress
 from mkd.cpu.flags import set_cpu_values
 from mkd.errors import MkdCheckpointError
+from mkd.progress import ByteProgress
 
 
 def import_hf(folder: HFFolder, save_dir: Path, dtype: torch.dtype | None = None, flag: str = "--save") -> None:

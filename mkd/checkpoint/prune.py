@@ -13,9 +13,9 @@ from mkd.checkpoint.hf_check import check_tensors, read_architecture
 from mkd.checkpoint.hf_folder import HFFolder
 from mkd.checkpoint.hf_layouts import Dims
 from mkd.checkpoint.hf_writer import StagedFolder, WeightsWriter, plan_bytes, write_json
-from mkd.checkpoint.progress import ByteProgress
 from mkd.checkpoint.prune_width import WidthChoice
 from mkd.errors import MkdCheckpointError, MkdConfigError
+from mkd.progress import ByteProgress
 
 
 def chosen_layers(count: int, every: int | None = None, layers: str | None = None) -> list[int]:

@@ -6,14 +6,21 @@ import shutil
 import signal
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from datetime import datetime
 from functools import partial
 from pathlib import Path
+from socket import gethostname
 from typing import Any, TextIO
+from uuid import uuid4
 
 import torch.distributed as dist
 
 from mkd.checkpoint.durable import replacing, sync_file, sync_folder
 from mkd.checkpoint.integrity import hash_files, take_hashes, write_manifest
+from mkd.errors import MkdCheckpointError
+
+OWNER = "saving_job.txt"
+"""In --save: the job that began to save there last. One that was taken for dead, or forgotten, may still be at work."""
 
 
 class Saving:
@@ -27,13 +34,39 @@ class Saving:
         """
         self._root, self._hashes, self._then = root, hashes, then
         self._written: Path | None = None
+        self._name: str | None = None
+
+    def claim(self) -> None:
+        """Say in the folder that this job saves there from now on. Called on all ranks."""
+        if dist.get_rank() == 0:
+            began = f"{datetime.now().astimezone():%F %T %z}"
+            self._name = f"process {os.getpid()} on {gethostname()}, begun {began} ({uuid4().hex[:8]})"
+            self._root.mkdir(parents=True, exist_ok=True)
+            with replacing(self._root / OWNER) as file:
+                file.write(self._name)
+
+    def _check_claim(self) -> None:
+        owner = [None]
+        if self._name is not None and (self._root / OWNER).is_file():
+            owner = [(self._root / OWNER).read_text()]
+            owner = [None] if owner == [self._name] else owner
+        dist.broadcast_object_list(owner)
+        if owner[0] is not None:
+            raise MkdCheckpointError(
+                f"--save {self._root}: another job saves there since: {owner[0]}. This one ends and saves nothing "
+                "more; give each job a folder of its own"
+            )
 
     def before(self, folder: Path) -> None:
         """Clear a folder that is there already, so that nothing old can pass for a part of the new.
 
         It may be the last whole checkpoint, which a job that has nothing left to do saves once more: it stays under
         another name until the new one is whole.
+
+        Raises:
+            MkdCheckpointError: on all ranks, when another job has claimed the folder in --save.
         """
+        self._check_claim()
         if dist.get_rank() == 0 and folder.is_dir() and any(folder.iterdir()):
             print(f"mkd: {folder} is there from an earlier attempt, and is written anew", flush=True)
             if _replaced(folder).exists():  # and since then no save of this iteration has ended

@@ -28,6 +28,7 @@ from mkd.data.stores import (
 )
 from mkd.data.text import RawBatch, read_batches
 from mkd.errors import MkdDataError
+from mkd.progress import ByteProgress
 
 _FORMAT = 2
 """Raised when what is stored for the same data changes."""
@@ -105,11 +106,18 @@ class DocumentBatch:
     documents: list[np.ndarray]
     """Token ids of each."""
 
+    @property
+    def size(self) -> int:
+        """Bytes read from the file for this batch."""
+        return sum(document.nbytes for document in self.documents)
+
 
 @dataclass
 class EncodedPairs:
     """What an encoder makes of a batch."""
 
+    size: int = 0
+    """Bytes of the batch."""
     samples: list[PairedSample] = field(default_factory=list)
     skipped: Counter = field(default_factory=Counter)
     """Reason -> samples left out."""
@@ -160,6 +168,8 @@ class PairFacts:
             )
         if self.changed:
             text += f"; {self.changed} documents are cut into other tokens than were stored"
+            if 2 * self.changed > self.samples:
+                text += " (was the data made with this tokenizer?)"
         if self.spelled_out:
             text += f"; in {self.spelled_out} documents a teacher reads special tokens of the student as letters"
         return text + "".join(f"; left out {count} {reason}" for reason, count in self.skipped.items() if count)
@@ -256,12 +266,14 @@ def tokenize_pairs(name: str, encoder: PairEncoder, base: Path, say: Callable[[s
     if file_of(base, "json").is_file():
         return
     file = _main_file(name)
-    say(f"{name}: tokenizing for {len(encoder.folders)} tokenizers, {Path(file).stat().st_size / 1e6:.1f} MB")
+    say(f"{name}: tokenizing for {len(encoder.folders)} tokenizers, once")
     bounds, counts = [0], _Counts(len(encoder.folders))
+    progress = ByteProgress(f"{name}: tokenizing", Path(file).stat().st_size)
     with new_files(name, base, ("pairs", "bounds", "lengths", "json")) as partial:
-        with partial["pairs"].open("wb") as words, partial["lengths"].open("wb") as lengths:
+        with partial["pairs"].open("wb") as words, partial["lengths"].open("wb") as lengths, progress:
             batches = _batches(name, _BATCH_TOKENS)
             for batch in map_in_order(encoder, batches, workers_for(file), f"{name} has too long lines"):
+                progress.advance(batch.size)
                 counts.skipped.update(batch.skipped)
                 counts.changed += batch.changed
                 counts.spelled_out += batch.spelled_out

@@ -47,12 +47,9 @@ class PairedRows:
             for i in np.flatnonzero(parts):
                 kept[i] = pieces.of(i, store.read(int(pieces.sample[i]))).targets[1:].any()
         self._pieces, self._piece = pieces, np.flatnonzero(kept)
+        self._idle = int((~kept).sum())
         if not len(self._piece):
-            raise MkdDataError(
-                f"--data-path {name}: none of its {len(store.lengths)} samples can be used: {pieces.dropped} are "
-                f"longer than --seq-length {lengths[0]} or --kd-teacher-seq-length {max(lengths[1:])}, {pieces.short} "
-                "have less than two tokens on one side"
-            )
+            raise MkdDataError(self._why_nothing(name))
         places = pieces.places[self._piece]
         if layout.is_packed:
             self.plan = pack_pairs(places, lengths, layout.multiple, options.seed)
@@ -61,7 +58,20 @@ class PairedRows:
         self.per_epoch = len(self.plan)
         self._epochs = Epochs(self.per_epoch, options.seed)
         self._filled = places.sum(axis=0) / (self.per_epoch * np.array(lengths))
-        self._idle = int((~kept).sum())
+
+    def _why_nothing(self, name: str) -> str:
+        """What is wrong with all samples, and which side's rows are too short for how many of them."""
+        lengths, rows = self._store.lengths, self._layout.row_lengths
+        flags = ["--seq-length", *["--kd-teacher-seq-length"] * (len(rows) - 1)]
+        whose = ["the student's", *["a teacher's"] * (len(rows) - 1)]
+        too_long = ", ".join(
+            f"{count} are longer than {flag} {row} in {side} tokens"
+            for count, flag, row, side in zip((lengths - 1 > rows).sum(axis=0), flags, rows, whose, strict=True)
+        )
+        return (
+            f"--data-path {name}: none of its {len(lengths)} samples can be used: {too_long}, {self._pieces.short} "
+            f"have less than two tokens on one side, and {self._idle} parts of long samples have nothing to learn"
+        )
 
     def row(self, index: int) -> dict[str, Any]:
         """Tensors of one row: see `PairedLayout.row`."""

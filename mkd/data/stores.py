@@ -24,6 +24,7 @@ from mkd.data.indexed_text import PARTIAL, default_workers
 from mkd.data.parallel import map_in_order
 from mkd.data.text import JSON_SUFFIXES, RawBatch, read_batches
 from mkd.errors import MkdDataError
+from mkd.progress import ByteProgress
 
 _FORMAT = 1
 """Raised when what is stored for the same file changes."""
@@ -169,11 +170,13 @@ def tokenize_chat(name: str, tokenizer: ChatTokenizer, base: Path, say: Callable
     """
     if file_of(base, "json").is_file():
         return
-    say(f"{name}: tokenizing, {Path(name).stat().st_size / 1e6:.1f} MB")
+    say(f"{name}: tokenizing, once")
+    progress = ByteProgress(f"{name}: tokenizing", Path(name).stat().st_size)
     lengths, skipped, largest, supervised = [], Counter(), 0, 0
     with new_files(name, base, ("tokens", "bounds", "json")) as partial:
-        with partial["tokens"].open("wb") as file:
+        with partial["tokens"].open("wb") as file, progress:
             for batch in map_in_order(tokenizer, read_batches([name]), workers_for(name), f"{name} has too long lines"):
+                progress.advance(batch.size)
                 batch.tokens.tofile(file)
                 lengths.append(np.array(batch.lengths, dtype=np.int64))
                 skipped.update(batch.skipped)

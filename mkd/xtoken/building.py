@@ -172,4 +172,5 @@ def projection_for(
                     build_projection(student, teacher, options).save(path)
     except OSError as error:
         raise MkdCacheError(f"the projection cannot be kept in {folder} ({error}): name another folder") from error
-    return Projection.load(path, student.hash, teacher.hash, "projection")
+    remedy = "delete the file, and the next job makes it anew"
+    return Projection.load(path, student.hash, teacher.hash, "the projection in the data cache,", remedy)

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from mkd.data.chat import EMPTY, UNSUPERVISED, Conversation
 from mkd.data.paired import DocumentBatch, EncodedPairs, OtherTokens, PairedSample
 from mkd.data.text import RawBatch
+from mkd.errors import MkdDataError
 from mkd.xtoken.alignment import NO_CHUNK
 from mkd.xtoken.samples import AlignedSample, Passage, align_sample
 from mkd.xtoken.tokens import Role, SpanTokenizer
@@ -50,7 +51,7 @@ class PairEncoder:
 
     def __call__(self, batch: RawBatch | DocumentBatch) -> EncodedPairs:
         """See `mkd.data.paired.PairEncoder`."""
-        coded = EncodedPairs()
+        coded = EncodedPairs(size=batch.size)
         if isinstance(batch, DocumentBatch):
             for ids in batch.documents:
                 self._add_document(coded, ids)
@@ -71,6 +72,11 @@ class PairEncoder:
     def _add_document(self, coded: EncodedPairs, ids: np.ndarray) -> None:
         """A document is the text of its tokens."""
         student = self.tokenizers[0]
+        if len(ids) and ids.max() >= student.size:
+            raise MkdDataError(
+                f"a document has token id {ids.max()}, but the tokenizer in {self.folders[0]} has {student.size} "
+                "tokens: the data was made with another tokenizer"
+            )
         passages = list(_passages(ids, student.tokenizer))
         if not any(passage.text.strip() for passage in passages):
             coded.skipped[EMPTY_DOCUMENT] += 1

@@ -17,6 +17,7 @@ from mkd.errors import MkdCacheError, MkdConfigError
 VERSION = 1
 """Raised when the same tokenizers and options give something else, or the file holds it differently."""
 _METADATA = "mkd_projection"
+_REBUILD = "build it anew with tools/build_projection.py"
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,12 @@ class Projection:
 
     @classmethod
     def load(
-        cls, path: str | Path, student_hash: str, teacher_hash: str, flag: str = "--kd-projection"
+        cls,
+        path: str | Path,
+        student_hash: str,
+        teacher_hash: str,
+        flag: str = "--kd-projection",
+        remedy: str = _REBUILD,
     ) -> "Projection":
         """Read a file that `save` wrote.
 
@@ -117,6 +123,7 @@ class Projection:
             path: of the file.
             student_hash, teacher_hash: `SpanTokenizer.hash` of the tokenizers in use.
             flag: where the file was named, for messages.
+            remedy: what to do about a file that cannot be used, for messages.
 
         Raises:
             MkdCacheError: it is missing, truncated, damaged, of a newer version, or of other tokenizers.
@@ -125,13 +132,12 @@ class Projection:
             content = Path(path).read_bytes()
         except OSError as error:
             raise MkdCacheError(f"{flag} {path} cannot be read: {error.strerror}") from error
-        tensors, facts = _parse(content, f"{flag} {path}")
+        tensors, facts = _parse(content, f"{flag} {path}", remedy)
         for whose, wanted in (("student", student_hash), ("teacher", teacher_hash)):
             seen = facts[f"{whose}_hash"]
             if seen != wanted:
                 raise MkdCacheError(
-                    f"{flag} {path} is for another tokenizer of the {whose} ({seen}, in use is {wanted}): build it "
-                    "anew with tools/build_projection.py"
+                    f"{flag} {path} is for another tokenizer of the {whose} ({seen}, in use is {wanted}): {remedy}"
                 )
         options = facts.pop("options")
         pairs = tuple(tuple(pair) for pair in options.pop("pairs"))
@@ -146,7 +152,7 @@ def _checksum(tensors: dict[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _parse(content: bytes, where: str) -> tuple[dict[str, Tensor], dict[str, object]]:
+def _parse(content: bytes, where: str, remedy: str) -> tuple[dict[str, Tensor], dict[str, object]]:
     """Tensors and facts of a file's bytes."""
     try:
         tensors = load_tensors(content)
@@ -154,14 +160,9 @@ def _parse(content: bytes, where: str) -> tuple[dict[str, Tensor], dict[str, obj
         facts = json.loads(header["__metadata__"][_METADATA])
         version, checksum = facts["version"], facts.pop("checksum")
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise MkdCacheError(
-            f"{where} is truncated or no projection ({error}): build it anew with tools/build_projection.py"
-        ) from error
+        raise MkdCacheError(f"{where} is truncated or no projection ({error}): {remedy}") from error
     if version != VERSION:
-        raise MkdCacheError(
-            f"{where} has version {version}, and this mkd reads version {VERSION}: build it anew with "
-            "tools/build_projection.py"
-        )
+        raise MkdCacheError(f"{where} has version {version}, and this mkd reads version {VERSION}: {remedy}")
     if _checksum(tensors) != checksum:
-        raise MkdCacheError(f"{where} is damaged: build it anew with tools/build_projection.py")
+        raise MkdCacheError(f"{where} is damaged: {remedy}")
     return tensors, facts

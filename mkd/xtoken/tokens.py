@@ -75,6 +75,8 @@ class SpanTokenizer:
                 f"{flag} {self.name} is a slow tokenizer, which does not say where its tokens stand in a text: convert "
                 "it to a tokenizer.json"
             )
+        if not len(self.tokenizer):
+            raise MkdDataError(f"{flag} {self.name} has no token: put the model's tokenizer.json into the folder")
         self._backend = backend_of(self.description)
         self._backend.encode_special_tokens = self.tokenizer.split_special_tokens
 

@@ -158,7 +158,7 @@ def test_no_progress_ends_after_three_attempts(slurm: Slurm) -> None:
     assert slurm.submit("sh", "-c", "echo out of memory; exit 0") == 1  # the exit status says nothing
     assert len(slurm.calls()) == 3
     assert slurm.logs() == ["out of memory\n" * 2] * 3
-    assert "error: 3 attempts in a row began at iteration 0 and saved none beyond it" in slurm.output
+    assert "error: 3 attempts in a row began at iteration 0 of 8 and saved none beyond it" in slurm.output
     assert f"The reason is in {slurm.save / 'logs'}" in slurm.output
     # The job that is submitted when the reason is mended begins to count anew.
     slurm.variables["SLURM_JOB_ID"] = "4712"
@@ -173,6 +173,28 @@ def test_progress_and_then_none(slurm: Slurm) -> None:
     assert len(slurm.calls()) == 6
     assert "3 attempts in a row began at iteration 5" in slurm.output
     assert "ended with status 3" in slurm.output
+
+
+def test_a_cache_writer(slurm: Slurm, tmp_path: Path) -> None:
+    """A new shard and a signal, in vain twice, a new shard, done; then one that never gets on."""
+    shard = 'mkdir -p "$CACHE_OUT"; n=$(wc -l <"$SAVE/ATTEMPTS"); case $n in 1|4) touch "$CACHE_OUT/$n.json";; esac; '
+    slurm.variables = {"CACHE_OUT": str(tmp_path / "the cache"), "TRAIN_ITERS": ""}
+    slurm.tasks = 1
+    assert slurm.submit("sh", "-c", shard + "[ $n -eq 5 ] || exit 75", attempts=9) == 0
+    assert len(slurm.calls()) == 5
+    began = [line.split()[2] for line in (slurm.save / "ATTEMPTS").read_text().splitlines()]
+    assert began == ["0", "1", "1", "1", "2"]
+    assert "shard 2 is saved: done" in slurm.output
+    (slurm.save / "ATTEMPTS").unlink()
+    assert slurm.submit("sh", "-c", "exit 75", attempts=9) == 1
+    assert len(slurm.calls()) == 8 and "3 attempts in a row began at shard 2" in slurm.output
+    slurm.variables["TRAIN_ITERS"] = "8"
+    assert slurm.submit("true") == 1 and "CACHE_OUT and TRAIN_ITERS are both set" in slurm.output
+
+
+def test_a_job_that_another_has_followed_does_not_start_again(slurm: Slurm) -> None:
+    assert slurm.submit("sh", "-c", 'echo 4712 0 0 >>"$SAVE/ATTEMPTS"; exit 1') == 1
+    assert "error: another job has begun in" in slurm.output and "(4712 0 0)" in slurm.output
 
 
 def test_a_job_that_is_done_starts_nothing(slurm: Slurm) -> None:

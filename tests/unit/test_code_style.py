@@ -11,9 +11,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # fmt: off
 LAYERS = [
-    "errors", "launch", "compat", "stopping", "context_parallel", "cpu", "config_values", "config_checks", "config",
-    "flag_checks", "teacher_sizes", "arguments", "balance", "groups", "data", "models", "checkpoint", "teacher",
-    "losses", "hidden_layers", "xtoken", "memory", "flops", "evaluation", "terms", "guards", "selection", "step",
+    "errors", "progress", "launch", "compat", "stopping", "context_parallel", "cpu", "config_values", "config_checks",
+    "config", "flag_checks", "teacher_sizes", "arguments", "balance", "groups", "data", "models", "checkpoint",
+    "teacher", "losses", "hidden_layers", "xtoken", "memory", "flops", "evaluation", "terms", "guards", "selection",
+    "step",
     "schedule", "console", "trackers", "metrics",
 ]
 # fmt: on

@@ -187,6 +187,41 @@ def test_a_torn_line_without_a_new_line_is_dropped_even_if_it_is_json(tmp_path):
     assert [line["iteration"] for line in lines(file)] == [1]
 
 
+def test_damaged_lines_do_not_stop_a_job(tmp_path, capsys):
+    """As a machine leaves them that went down, or a hand."""
+    file = tmp_path / "metrics.jsonl"
+    damaged = [
+        "\0" * 40,
+        "",
+        "[1]",
+        '{"event": 1}',
+        '{"iteration": 3, "lo{"iteration": 3}',
+        '{"iteration": null}',
+        "\udcff",
+    ]
+    text = "\n".join(['{"iteration": 1}', *damaged, '{"iteration": 2}', '{"iteration": 4}']) + "\n"
+    file.write_bytes(text.encode(errors="surrogateescape"))
+    make(file).start(3)
+    assert file.read_text() == '{"iteration": 1}\n{"iteration": 2}\n'
+    assert capsys.readouterr().out == f"mkd: {file}: {len(damaged)} damaged lines are left out\n"
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path, now):
+    """JSON has no word for them, and most of its readers refuse the file."""
+    file = tmp_path / "metrics.jsonl"
+    log = make(file)
+    log.start(0)
+    now[0] += 1.0
+    step(log, 1, losses={"loss": math.nan}, grad_norm=math.inf)
+    log.evaluation("valid", 1, {"ce": torch.tensor(math.nan)}, {**CALIBRATION, "student": [math.nan, 0.5]})
+    assert "NaN" not in file.read_text() and "Infinity" not in file.read_text()
+    trained, evaluated = lines(file)
+    assert (trained["loss"], trained["grad_norm"], trained["skipped"]) == (None, None, False)
+    assert evaluated["valid_ce"] is None and evaluated["valid_calibration"]["student"] == [None, 0.5]
+    make(file).start(1)
+    assert RunLog.read(str(file)).curve("loss") == ([], [])
+
+
 def test_only_one_rank_writes(tmp_path, capsys):
     file, tracker = tmp_path / "metrics.jsonl", Tracker()
     file.write_text("kept")
@@ -222,7 +257,7 @@ def test_evaluation(tmp_path, capsys):
             "valid_calibration_error": 0.25,
             "valid_calibration": CALIBRATION,
         },
-        {"iteration": 9, "test_ce": 800.0, "test_perplexity": math.inf},
+        {"iteration": 9, "test_ce": 800.0, "test_perplexity": None},
     ]
 
 

@@ -1,11 +1,13 @@
 """Samples on both sides of two tokenizers: stored, cut, packed, counted, and as microbatches."""
 
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from rich.filesize import decimal
 from tokenizers import AddedToken
 from torch.utils.data import default_collate
 
@@ -84,11 +86,14 @@ def layout(packed: bool, everywhere: bool = False) -> PairedLayout:
     return PairedLayout(sides[0], (sides[1],))
 
 
-def test_documents_are_read_as_text_and_counted(root: Path) -> None:
+def test_documents_are_read_as_text_and_counted(root: Path, capsys: pytest.CaptureFixture) -> None:
     said: list[str] = []
     found = store(root, "text", said)
     assert len(said) == 1 and "tokenizing for 2 tokenizers" in said[0]
-    assert found.facts.changed == 1
+    size = decimal((root / "text.bin").stat().st_size)  # all of it is counted, for the rate and the time left
+    assert f"tokenizing: {size} of {size}, " in capsys.readouterr().err
+    assert found.facts.changed == 1 and "was the data made with this tokenizer" not in str(found.facts)
+    assert "(was the data made with this tokenizer?)" in str(replace(found.facts, changed=found.facts.samples))
     assert found.facts.skipped == {"without text": 1}
     assert found.facts.tokens == found.lengths.sum(axis=0).tolist()
     last, ours = found.read(found.facts.samples - 1), encoder(root).tokenizers[0].tokenizer
@@ -271,6 +276,8 @@ def test_a_sample_that_does_not_align_is_left_out(root: Path) -> None:
     coded = EncodedPairs()
     coder._add(coded, [parts], TOO_SHORT)
     assert not coded.samples and dict(+coded.skipped) == {UNALIGNED: 1}
+    with pytest.raises(MkdDataError, match=r"a document has token id 307, .* has 307 tokens"):
+        coder(DocumentBatch("x", [np.array([1, 307])]))
     with pytest.raises(MkdDataError, match=r"chats, line 7: broken JSON"):
         coder(RawBatch("chats", 7, [b"{"], is_json=True))
     assert probe_pairs(str(root / "chat.jsonl"), coder)[0] > 100
@@ -280,6 +287,11 @@ def test_nothing_left_is_an_error(root: Path) -> None:
     write_lines(root / "mute.jsonl", [{"messages": talk("hello")}])
     with pytest.raises(MkdDataError, match="no sample can be used"):
         store(root, "mute.jsonl")
-    with pytest.raises(MkdDataError, match=r"none of its .* samples can be used"):
-        tight = PairedLayout(RowLayout(2, 1, True, False), (RowLayout(2, 1, True, False),))
-        PairedRows(store(root, "chat.jsonl"), PairedOptions(tight, True, 3), "chat.jsonl")
+    for lengths, of_student, of_teacher in (((2, 4096), 8, 0), ((4096, 2), 0, 8)):
+        sides = [RowLayout(length, 1, True, False) for length in lengths]
+        with pytest.raises(MkdDataError, match="none of its 8 samples can be used") as told:
+            PairedRows(
+                store(root, "chat.jsonl"), PairedOptions(PairedLayout(sides[0], (sides[1],)), True, 3), "chat.jsonl"
+            )
+        assert f"{of_student} are longer than --seq-length {lengths[0]} in the student's" in str(told.value)
+        assert f"{of_teacher} are longer than --kd-teacher-seq-length {lengths[1]} in a teacher's" in str(told.value)

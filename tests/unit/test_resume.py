@@ -14,6 +14,7 @@ from mkd.checkpoint.durable import replacing
 from mkd.checkpoint.integrity import INTEGRITY, changed_files, find_damage
 from mkd.checkpoint.megatron_folder import TRACKER
 from mkd.checkpoint.resume import changed_settings, check_same_job, check_teacher, choose, settle
+from mkd.checkpoint.saving import OWNER, Saving
 from mkd.errors import MkdCheckpointError, MkdConfigError
 from mkd.resuming import choose_checkpoint
 from tests.torch_dist_folders import SHARD, flip_a_byte, name_of, truncate, write_checkpoint
@@ -295,6 +296,20 @@ def test_changed_settings_are_listed() -> None:
     assert changed_settings({"kd_ratio": 0.5, "seed": 1}, {"kd_ratio": 0.9, "seed": 1, "new": 1}) == [
         "--kd-ratio 0.5 -> 0.9"
     ]
+
+
+def test_of_two_jobs_in_a_folder_the_later_one_saves(tmp_path: Path, one_rank: None) -> None:
+    save = tmp_path / "save"
+    first, second = Saving(save, hashes=True), Saving(save, hashes=True)
+    first.claim()
+    first.before(save / name_of(2))
+    second.claim()
+    second.before(save / name_of(2))
+    with pytest.raises(MkdCheckpointError, match=r"another job saves there since: process \d+ on .*, begun 20"):
+        first.before(save / name_of(4))
+    assert not (save / name_of(4)).exists()
+    (save / OWNER).unlink()  # somebody has cleaned up
+    second.before(save / name_of(4))
 
 
 def test_replacing_leaves_the_old_file_when_it_fails(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
+from tokenizers.models import BPE
 from transformers import CanineTokenizer, PreTrainedTokenizerFast
 
 from mkd.errors import MkdDataError
@@ -257,6 +258,8 @@ def test_tokenizers_that_cannot_be_used(tmp_path) -> None:
         SpanTokenizer(tmp_path / "nowhere", "--kd-teacher-hf")
     with pytest.raises(MkdDataError, match="CanineTokenizer is a slow tokenizer, which does not say where"):
         SpanTokenizer(CanineTokenizer())
+    with pytest.raises(MkdDataError, match="has no token"):
+        SpanTokenizer(PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE())))
     with pytest.raises(MkdDataError, match="text: half a surrogate pair at character 1"):
         span_tokenizer("unigram").encode("a\ud800")
     nameless = transformers_tokenizer("byte_bpe").__class__(

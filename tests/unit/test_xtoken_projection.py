@@ -231,3 +231,8 @@ def test_a_cache_that_cannot_be_used(tmp_path: Path) -> None:
     sides = span_tokenizer("byte_bpe"), span_tokenizer("unigram")
     with pytest.raises(MkdCacheError, match=r"the projection cannot be kept in .*file"):
         projection_for(*sides, None, tmp_path / "file" / "cache")
+    projection_for(*sides, None, tmp_path)
+    [kept] = tmp_path.glob("*.safetensors")
+    kept.write_bytes(kept.read_bytes()[:-1])
+    with pytest.raises(MkdCacheError, match=rf"{kept} is truncated or no projection .*: delete the file"):
+        projection_for(*sides, None, tmp_path)

@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
+from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 _LINE_SECONDS = 5.0
@@ -30,7 +31,8 @@ class ByteProgress:
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], advance=nbytes)
         elif time.monotonic() >= self._next_line:
-            self._next_line = time.monotonic() + _LINE_SECONDS
+            now = time.monotonic()
+            self._next_line = now + max(_LINE_SECONDS, (now - self._start) / 10)  # hours shall not fill a log
             self._print_line()
 
     def __enter__(self) -> Self:
@@ -49,7 +51,7 @@ class ByteProgress:
         rate = self._done / seconds
         left = (self._total - self._done) / rate if rate else 0.0
         print(
-            f"{self._label}: {self._done / 1e6:.0f} of {self._total / 1e6:.0f} MB, {rate / 1e6:.0f} MB/s, "
+            f"{self._label}: {decimal(self._done)} of {decimal(self._total)}, {decimal(int(rate))}/s, "
             f"{left:.0f} s left",
             file=sys.stderr,
             flush=True,
