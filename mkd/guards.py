@@ -1,5 +1,6 @@
 """Numbers that are not finite end the run before the optimizer sees them, on all ranks, with their source."""
 
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -97,6 +98,29 @@ class FiniteCheck:
             f"NaN or infinity {where}{twice}, {first}{more}. No weight was changed by it. Look at these samples, lower "
             "--lr or --clip-grad, or let the teacher compute in --kd-teacher-dtype fp32; "
             "--no-check-for-nan-in-loss-and-grad trains on"
+        )
+
+
+def check_loss_scale(args: Namespace, iteration: int, skipped: bool, loss_scale: float) -> None:
+    """Stop a job in fp16 that would skip every step from now on. Called on all ranks.
+
+    Gradients that overflow are normal there: the step is skipped and the scale halved. At the smallest scale nothing is
+    left to be halved, and the losses themselves are not finite.
+
+    Args:
+        args: Megatron's.
+        iteration: the step that was made, counted from 1.
+        skipped: whether the optimizer left it out.
+        loss_scale: with which it was made.
+
+    Raises:
+        MkdNumericError: on all ranks.
+    """
+    if args.fp16 and not args.loss_scale and skipped and loss_scale <= args.min_loss_scale:
+        raise MkdNumericError(
+            f"the gradients of iteration {iteration} are not finite at the smallest loss scale either "
+            f"(--min-loss-scale {args.min_loss_scale:g}): no step would be made any more. Lower --lr, train in --bf16, "
+            "or let the teacher compute in --kd-teacher-dtype fp32"
         )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from mkd import balance
 from mkd.data.counts import TextSize
 from mkd.evaluation import CALIBRATION, calibration_table
-from mkd.guards import FiniteCheck
+from mkd.guards import FiniteCheck, check_loss_scale
 from mkd.job import Job
 from mkd.metrics import MetricsLog, Step
 from mkd.schedule import TeacherThenStudent
@@ -27,6 +27,7 @@ class Hooks:
         self._calibration: Tensor | None = None
         self._text: Tensor | None = None
         self._iteration: int | None = None
+        self._loss_scale = math.inf
         self.before_training = log.start
 
     def around(self, schedule: Callable) -> Callable:
@@ -63,8 +64,16 @@ class Hooks:
         self._log.evaluation(split, iteration, _over_some_token(losses), calibration)
 
     def after_iteration(
-        self, iteration: int, losses: dict[str, Any], lr: float | None, grad_norm: float | None, skipped: bool
+        self,
+        iteration: int,
+        losses: dict[str, Any],
+        lr: float | None,
+        grad_norm: float | None,
+        skipped: bool,
+        loss_scale: float,
     ) -> None:
+        check_loss_scale(self._job.args, iteration, skipped, self._loss_scale)
+        self._loss_scale = loss_scale
         kd, record = self._job.kd, self._schedule.record
         extra = {}
         if kd.balance:

@@ -121,9 +121,16 @@ class TrainingHooks(Protocol):
         ...
 
     def after_iteration(
-        self, iteration: int, losses: dict[str, Any], lr: float | None, grad_norm: float | None, skipped: bool
+        self,
+        iteration: int,
+        losses: dict[str, Any],
+        lr: float | None,
+        grad_norm: float | None,
+        skipped: bool,
+        loss_scale: float,
     ) -> None:
-        """Called after each optimizer step; the iteration counts from 1."""
+        """Called after each optimizer step; the iteration counts from 1. The loss scale, 1 without fp16, is that of the
+        next step."""
         ...
 
     def after_evaluation(self, split: str, iteration: int, losses: dict[str, Any]) -> None:
@@ -179,7 +186,12 @@ def install_training_hooks(hooks: TrainingHooks) -> None:
     def log_and_tell(*args: Any, **kwargs: Any) -> Any:
         call = inspect.signature(log).bind(*args, **kwargs).arguments
         hooks.after_iteration(
-            call["iteration"], call["loss_dict"], call["learning_rate"], call["grad_norm"], bool(call["skipped_iter"])
+            call["iteration"],
+            call["loss_dict"],
+            call["learning_rate"],
+            call["grad_norm"],
+            bool(call["skipped_iter"]),
+            call["loss_scale"],
         )
         return _quietly(training, log, **{**call, "loss_dict": {}})
 

@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from io import StringIO
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -37,7 +38,8 @@ def install_checkpoint_hooks(hooks: CheckpointHooks) -> None:
     """Let a checkpoint count only when it is whole, and end with an error when one cannot be loaded.
 
     megatron-core 0.19 writes the tracker in place, writes into folders that an earlier attempt has left, hashes on rank
-    0 alone, and ends some failed loads with exit status 0.
+    0 alone, and ends some failed loads with exit status 0. With --save-retain-interval it removes what the tracker has
+    named, also where that is a later iteration, and stops where it is a release.
     """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
@@ -45,6 +47,7 @@ def install_checkpoint_hooks(hooks: CheckpointHooks) -> None:
 
     save, request_of = dist_checkpointing.save, TorchDistSaveShardedStrategy.async_save
     save_checkpoint, schedule = checkpointing.save_checkpoint, checkpointing.schedule_async_save
+    files = _WholeTracker(checkpointing.maybe_msc, hooks.replacing)
     saved = 0
 
     def save_and_tell(state: Any, folder: str, *args: Any, **kwargs: Any) -> Any:
@@ -62,13 +65,15 @@ def install_checkpoint_hooks(hooks: CheckpointHooks) -> None:
 
     def schedule_and_tell(request: Any) -> None:
         request.add_finalize_fn(hooks.published)
-        request.finalize_fns[:] = [_told_when_not_saved(saved)(finalize) for finalize in request.finalize_fns]
+        request.finalize_fns[:] = [
+            _told_when_not_saved(saved)(files.saving(saved)(finalize)) for finalize in request.finalize_fns
+        ]
         schedule(request)
 
     def save_checkpoint_and_tell(iteration: int, *args: Any, **kwargs: Any) -> None:
         nonlocal saved
         saved = iteration
-        with _told_when_not_saved(iteration):
+        with _told_when_not_saved(iteration), files.saving(iteration):
             save_checkpoint(iteration, *args, **kwargs)
         if not training.get_args().async_save:
             hooks.published()
@@ -77,22 +82,39 @@ def install_checkpoint_hooks(hooks: CheckpointHooks) -> None:
     TorchDistSaveShardedStrategy.async_save = request_with_own_writer
     checkpointing.schedule_async_save = schedule_and_tell
     checkpointing.save_checkpoint = training.save_checkpoint = save_checkpoint_and_tell
-    checkpointing.maybe_msc = _WholeTracker(checkpointing.maybe_msc, hooks.replacing)
+    checkpointing.maybe_msc = files
     training.load_checkpoint = _load_or_refuse(training.load_checkpoint)
 
 
 class _WholeTracker:
-    """megatron's file functions, but the tracker is replaced in one step."""
+    """megatron's file functions, but the tracker is replaced in one step, and what is read from it while an iteration
+    is saved is the number of an earlier one, or 0."""
 
     def __init__(self, files: Any, replacing: Callable[[Path], AbstractContextManager[TextIO]]) -> None:
         self._files, self._replacing = files, replacing
+        self._saving: int | None = None
+
+    @contextmanager
+    def saving(self, iteration: int) -> Iterator[None]:
+        """Inside, this iteration is saved."""
+        self._saving = iteration
+        try:
+            yield
+        finally:
+            self._saving = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._files, name)
 
     def open(self, path: str, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        whole = mode == "w" and "://" not in str(path) and Path(path).name == "latest_checkpointed_iteration.txt"
-        return self._replacing(Path(path)) if whole else self._files.open(path, mode, *args, **kwargs)
+        is_tracker = "://" not in str(path) and Path(path).name == "latest_checkpointed_iteration.txt"
+        if is_tracker and mode == "w":
+            return self._replacing(Path(path))
+        if is_tracker and mode == "r" and self._saving is not None:
+            text = Path(path).read_text(errors="replace").strip()
+            is_earlier = text.isascii() and text.isdigit() and int(text) < self._saving
+            return StringIO(text if is_earlier else "0")
+        return self._files.open(path, mode, *args, **kwargs)
 
 
 def _load_or_refuse(load: Callable) -> Callable:

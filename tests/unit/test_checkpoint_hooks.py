@@ -119,6 +119,9 @@ def saving(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[list, Simpl
         made = dist_checkpointing.save({}, str(folder))
 
         def track() -> None:
+            if (tmp_path / TRACKER).is_file():
+                with checkpointing.maybe_msc.open(str(tmp_path / TRACKER), "r") as file:
+                    calls.append(int(file.read().strip()))
             with checkpointing.maybe_msc.open(str(tmp_path / TRACKER), "w") as file:
                 file.write("2")
 
@@ -160,6 +163,7 @@ def test_order_of_a_save(saving: tuple[list, SimpleNamespace], tmp_path: Path) -
     calls.clear()
     args.async_save = True
     training.save_checkpoint(2)
+    whole.insert(-2, 0)  # the tracker is read
     assert calls == [("before", folder), "scheduled", *whole]
 
 
@@ -194,6 +198,21 @@ def test_memory_that_ran_out_is_no_fault_of_a_folder(saving: tuple[list, SimpleN
         for fail in (lambda: training.save_checkpoint(2), _load_or_refuse(load)):
             with pytest.raises(type(error), match="gone"):
                 fail()
+
+
+@pytest.mark.parametrize(("named", "earlier"), [("1", 1), ("2", 0), ("8", 0), ("release", 0), ("", 0)])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_only_an_earlier_iteration_is_removed_after_a_save(
+    saving: tuple[list, SimpleNamespace], tmp_path: Path, named: str, earlier: int, asynchronous: bool
+) -> None:
+    """--save-retain-interval: a job that went back keeps what it went back from."""
+    calls, args = saving
+    args.async_save = asynchronous
+    (tmp_path / TRACKER).write_text(named)
+    training.save_checkpoint(2)
+    assert [call for call in calls if isinstance(call, int)] == [earlier]
+    assert (tmp_path / TRACKER).read_text() == "2"
+    assert "prev_iteration = int(f.read().strip())" in inspect.getsource(checkpointing)
 
 
 def test_other_files_are_opened_as_before(saving: tuple[list, SimpleNamespace], tmp_path: Path) -> None:

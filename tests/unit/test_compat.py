@@ -247,7 +247,7 @@ def test_iterations_are_told(hooked):
     calls, _ = hooked
     losses = {"kd": -1e-9}
     assert training.training_log(losses, {}, 1e-3, 4, 1.0, False, 1, 0.5, None, None, None) == "logged"
-    assert calls == [("iteration", 4, losses, 1e-3, 0.5, True)]
+    assert calls == [("iteration", 4, losses, 1e-3, 0.5, True, 1.0)]
 
 
 def test_schedule_is_wrapped(hooked):

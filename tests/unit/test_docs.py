@@ -1,9 +1,9 @@
 """The documentation names what exists."""
 
+import io
 import re
-import subprocess
-import sys
 from collections.abc import Iterable
+from contextlib import redirect_stdout
 from dataclasses import fields
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import pytest
 
 from mkd.arguments import flags_given
 from mkd.config import KDConfig
+from tests.fork_server import fork_server
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -46,20 +47,34 @@ def test_every_link_and_file_exists(page: Path) -> None:
         assert (ROOT / path).exists() or path in MEGATRONS, path
 
 
-def collected(files: Iterable[str]) -> set[tuple[str, str]]:
+def _collect(files: list[str], names: Path) -> None:
+    """Write the names of the tests in these files, one a line."""
+
+    class Names:
+        def pytest_collection_finish(self, session: pytest.Session) -> None:
+            names.write_text("".join(f"{item.nodeid}\n" for item in session.items))
+
+    with redirect_stdout(io.StringIO()):
+        pytest.main(
+            ["--collect-only", "--rootdir", str(ROOT), *(f"{ROOT}/{file}" for file in files)], plugins=[Names()]
+        )
+
+
+def collected(files: Iterable[str], names: Path) -> set[tuple[str, str]]:
     """(file, name) of tests with their cases, and without."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *files]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    found = {tuple(line.split("::")[:2]) for line in done.stdout.splitlines() if "::" in line}
+    collecting = fork_server().Process(target=_collect, args=(list(files), names))
+    collecting.start()
+    collecting.join()
+    found = {tuple(line.split("::")[:2]) for line in names.read_text().splitlines()}
     return found | {(file, name.split("[")[0]) for file, name in found}
 
 
-def test_the_support_matrix_names_tests_that_exist() -> None:
+def test_the_support_matrix_names_tests_that_exist(tmp_path: Path) -> None:
     text = (ROOT / "docs/support.md").read_text()
     files = dict(re.findall(r"^\| ([A-Z]) \| (tests/\S+) \|$", text, re.MULTILINE))
     named = {(files[letter], test) for letter, test in re.findall(r"\b([A-Z]) `(test_[^`]+)`", text)}
     assert len(named) > 20
-    assert sorted(named - collected(files.values())) == []
+    assert sorted(named - collected(files.values(), tmp_path / "names")) == []
 
 
 def test_the_readme_names_every_module_and_tool() -> None:

@@ -1,6 +1,7 @@
 """What a step does with numbers that are not finite."""
 
 import re
+from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from mkd.config import LossSpec
 from mkd.data.batch import KDBatch
 from mkd.data.counts import StepTokens
 from mkd.errors import MkdNumericError
-from mkd.guards import FiniteCheck
+from mkd.guards import FiniteCheck, check_loss_scale
 from mkd.step import ForwardStep, Objective, StepInput, _HeadLoss
 from mkd.teacher.base import HiddenSignal
 
@@ -97,3 +98,12 @@ def test_the_first_step_is_not_made_again(machine: SimpleNamespace) -> None:
     chunk.first.main_grad[0] = torch.nan
     with pytest.raises(MkdNumericError):
         FiniteCheck().after_pass([chunk], 1, evaluating=False)
+
+
+def test_only_at_the_smallest_loss_scale_is_an_overflow_in_fp16_an_error() -> None:
+    args = Namespace(fp16=True, loss_scale=None, min_loss_scale=1.0)
+    check_loss_scale(args, 7, skipped=True, loss_scale=2.0)
+    check_loss_scale(args, 7, skipped=False, loss_scale=1.0)
+    check_loss_scale(Namespace(fp16=False, loss_scale=None, min_loss_scale=1.0), 7, skipped=True, loss_scale=1.0)
+    with pytest.raises(MkdNumericError, match=r"gradients of iteration 7 .*--min-loss-scale 1"):
+        check_loss_scale(args, 7, skipped=True, loss_scale=1.0)
