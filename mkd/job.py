@@ -91,7 +91,9 @@ class Job:
         with tolerate():
             check_layer_pairs(kd.layer_pairs, args, source.architecture.get("num_layers", 0))
         check_first_weights(args)
-        notes = check_checkpoint(args, kd, choice, source)
+        notes: list[str] = []
+        with tolerate():
+            notes = check_checkpoint(args, kd, choice, source)
         _check_stored_maps(args, kd, mapped=source.architecture.get("hidden_size") != args.hidden_size)
         foreign: list[ModelSource] = []
         with tolerate():

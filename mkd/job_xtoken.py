@@ -3,7 +3,7 @@
 import math
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,13 +17,16 @@ from mkd.data.paired import probe_pairs
 from mkd.data.paired_packing import PairedLayout
 from mkd.data.paired_rows import PairedOptions
 from mkd.data.row_sets import Pairs
+from mkd.data.stores import is_chat_file
 from mkd.errors import MkdConfigError, MkdDataError
 from mkd.groups import Groups
 from mkd.teacher_sizes import row_multiple
 from mkd.terms import CrossSetting
 from mkd.xtoken.building import projection_for
+from mkd.xtoken.conversations import ends_of_turn
 from mkd.xtoken.pairs import PairEncoder
-from mkd.xtoken.projection import Projection
+from mkd.xtoken.projection import Projection, ProjectionOptions
+from mkd.xtoken.tokens import Role, SpanTokenizer
 from mkd.xtoken.vocabulary import CrossVocabulary
 
 _MARGIN = 1.05
@@ -65,11 +68,9 @@ class CrossTokenizers:
         )
         for length in lengths:
             _check_row_length(length, args, kd)
-        student, *teachers = encoder.tokenizers
-        if kd.projection is not None:
-            projections = [Projection.load(kd.projection, student.hash, teachers[0].hash)]
-        else:
-            projections = [projection_for(student, teacher, None, _cache(args), print) for teacher in teachers]
+        projections = _projections(encoder.tokenizers, args, kd)
+        if kd.xtoken_loss != "partition_kl":  # the others compare a chunk's tokens as the projection sees them
+            encoder = replace(encoder, special_pairs=_special_pairs(encoder.tokenizers[0], projections))
         return cls(args, kd, tuple(sources), encoder, tuple(projections), lengths, true_vocab)
 
     def own_tokens(self, source: ModelSource) -> tuple[int, int] | None:
@@ -136,6 +137,27 @@ class CrossTokenizers:
                 f"tokens in its vocabulary of {source.vocab_size}, rows of {length} tokens"
             )
         return "; ".join(parts)
+
+
+def _projections(tokenizers: Sequence[SpanTokenizer], args: Namespace, kd: KDConfig) -> list[Projection]:
+    """For each teacher, from the student's tokenizer, which is the first, to its own."""
+    student, *teachers = tokenizers
+    if kd.projection is not None:
+        return [Projection.load(kd.projection, student.hash, teachers[0].hash)]
+    has_chats = any(map(is_chat_file, arguments.data_prefixes(args)))
+    found = []
+    for teacher in teachers:
+        options = ProjectionOptions(pairs=ends_of_turn(student, teacher) if has_chats else ())
+        found.append(projection_for(student, teacher, options, _cache(args), print))
+    return found
+
+
+def _special_pairs(
+    student: SpanTokenizer, projections: Sequence[Projection]
+) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """For each teacher the ids of special tokens that are common."""
+    pairs = [projection.common.tolist() for projection in projections]
+    return tuple(tuple((a, b) for a, b in known if student.role_of_id[a] != Role.CONTENT) for known in pairs)
 
 
 def sort_teachers(

@@ -9,6 +9,7 @@ weights that decay. Needs only the two tokenizers. docs/cross_tokenizer.md tells
 import argparse
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -20,6 +21,7 @@ warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not i
 
 from mkd.errors import MkdConfigError, exit_status  # noqa: E402
 from mkd.xtoken.building import build_projection  # noqa: E402
+from mkd.xtoken.conversations import ends_of_turn  # noqa: E402
 from mkd.xtoken.projection import Projection, ProjectionOptions  # noqa: E402
 from mkd.xtoken.tokens import SpanTokenizer  # noqa: E402
 
@@ -97,6 +99,7 @@ def run(args: argparse.Namespace) -> None:
     """Check, build, save, and say what was written."""
     options = options_of(args)
     student, teacher = SpanTokenizer(args.student, "--student"), SpanTokenizer(args.teacher, "--teacher")
+    options = replace(options, pairs=(*options.pairs, *ends_of_turn(student, teacher)))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Rate(), TimeRemainingColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

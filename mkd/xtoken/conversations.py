@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from mkd.data.chat import ChatTemplate, Conversation
+from mkd.data.chat import ASSISTANT, ChatTemplate, Conversation
+from mkd.errors import MkdDataError
 from mkd.xtoken.tokens import Role, SpanTokenizer, TokenSpans
 
 Place = tuple[int, int] | None
@@ -37,6 +38,23 @@ class ChatSpans:
             if self.text[slice(*self.tokens.offsets[token])].strip():
                 return None
         return None
+
+
+def ends_of_turn(student: SpanTokenizer, teacher: SpanTokenizer) -> tuple[tuple[str, str], ...]:
+    """(student's, teacher's) special token that ends an answer in their chat templates: it may be another than ends
+    texts. Nothing where a template or such a token is missing."""
+    chat = Conversation([{"role": "user", "content": "What?"}, {"role": ASSISTANT, "content": "This."}])
+    found = []
+    for side in (student, teacher):
+        try:
+            spans = encode_chat(side, chat)
+        except MkdDataError:
+            return ()
+        end = None if spans.places[-1] is None else spans.end_of_turn(1)
+        if end is None:
+            return ()
+        found.append(side.tokenizer.convert_ids_to_tokens(int(spans.tokens.ids[end])))
+    return (tuple(found),)
 
 
 def encode_chat(tokenizer: SpanTokenizer, chat: Conversation) -> ChatSpans:

@@ -34,6 +34,9 @@ class PairEncoder:
     """Where each was named."""
     all_messages: bool = False
     """Whether what others than the assistant say is aligned too."""
+    special_pairs: tuple[tuple[tuple[int, int], ...], ...] = ()
+    """For each teacher the ids (student's, teacher's) of the special tokens that are the same to the loss: others that
+    stand at the same place of a text are in no chunk. Empty: the loss takes the text's own."""
 
     def __post_init__(self) -> None:
         """Raises MkdDataError for a folder without a tokenizer that can be used."""
@@ -47,7 +50,8 @@ class PairEncoder:
     def fingerprint(self) -> str:
         """Differs when any token or alignment may."""
         parts = [[t.hash, t.tokenizer.chat_template, t.adds_bos] for t in self.tokenizers]
-        return blake2b(json.dumps([parts, self.all_messages]).encode(), digest_size=16).hexdigest()
+        whole = [parts, self.all_messages, self.special_pairs]
+        return blake2b(json.dumps(whole).encode(), digest_size=16).hexdigest()
 
     def __call__(self, batch: RawBatch | DocumentBatch) -> EncodedPairs:
         """See `mkd.data.paired.PairEncoder`."""
@@ -89,7 +93,11 @@ class PairEncoder:
 
     def _aligned(self, sample: Sequence[Passage] | Conversation) -> list[AlignedSample]:
         student, *teachers = self.tokenizers
-        return [align_sample(student, teacher, sample, all_messages=self.all_messages) for teacher in teachers]
+        samples = [align_sample(student, teacher, sample, all_messages=self.all_messages) for teacher in teachers]
+        if not self.special_pairs:
+            return samples
+        special = ~np.isin(student.role_of_id[samples[0].student_ids], (Role.CONTENT, Role.UNK))
+        return [found.only_pairs(special, known) for found, known in zip(samples, self.special_pairs, strict=True)]
 
     def _add(self, coded: EncodedPairs, samples: Sequence[AlignedSample], without_target: str) -> None:
         first = samples[0]

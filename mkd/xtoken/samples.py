@@ -53,6 +53,26 @@ class AlignedSample:
             self.unplaced,
         )
 
+    def only_pairs(self, special: np.ndarray, pairs: Sequence[tuple[int, int]]) -> "AlignedSample":
+        """Without the chunks of special tokens that are not the same by other knowledge.
+
+        Args:
+            special: [n_s] bool, the student's special tokens; each is alone in its chunk, on both sides.
+            pairs: ids (student, teacher) of tokens that mean the same.
+        """
+        found, known = self.alignment, set(pairs)
+        ids = np.zeros((2, found.count), dtype=np.int64)
+        for side, chunk, tokens in (
+            (0, found.student_chunk, self.student_ids),
+            (1, found.teacher_chunk, self.teacher_ids),
+        ):
+            ids[side, chunk[chunk != NO_CHUNK]] = tokens[chunk != NO_CHUNK]
+        kept = np.ones(found.count, dtype=bool)
+        places = found.student_chunk[special & (found.student_chunk != NO_CHUNK)]
+        kept[places] = [pair in known for pair in zip(*ids[:, places].tolist(), strict=True)]
+        found = found.only(kept)
+        return replace(self, alignment=found, teacher_targets=found.teacher_chunk != NO_CHUNK)
+
 
 def align_sample(
     student: SpanTokenizer,

@@ -132,6 +132,10 @@ def test_what_begins_and_ends_a_text_does_so_on_every_side(
     assert found.targets.tolist() == [False, *[True] * (len(ids) - 1)]
     ends = np.flatnonzero(ids == ours.tokenizer.eos_token_id)
     assert (found.others[0].student_chunk[ends[ends > 0]] >= 0).all()
+    strict = replace(kinds, special_pairs=((),))  # to the loss, no special token is another
+    assert strict.fingerprint != kinds.fingerprint
+    for kept in strict(DocumentBatch("x", [ids])).samples:
+        assert (kept.others[0].student_chunk[ends] == -1).all()
     assert coded.spelled_out == 0
 
 

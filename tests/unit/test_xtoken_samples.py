@@ -7,8 +7,11 @@ from transformers import PreTrainedTokenizerFast
 from mkd.data.chat import Conversation
 from mkd.errors import MkdDataError
 from mkd.xtoken.alignment import NO_CHUNK
+from mkd.xtoken.building import build_projection
+from mkd.xtoken.conversations import ends_of_turn
+from mkd.xtoken.projection import ProjectionOptions
 from mkd.xtoken.samples import AlignedSample, Passage, align_sample
-from mkd.xtoken.tokens import SpanTokenizer
+from mkd.xtoken.tokens import Role, SpanTokenizer
 from tests.chats import MARKED, PLAIN, talk
 from tests.tokenizers_of_kinds import span_tokenizer, transformers_tokenizer
 
@@ -191,6 +194,26 @@ def test_a_message_that_a_tokenizer_drops() -> None:
     teacher = with_template("wordpiece", BRACKETS.replace("<s>", "[CLS]").replace("</s>", "[SEP]"))
     sample = align_sample(STUDENT, teacher, Conversation(talk("a", "\x01\x02", "b", "the")))
     assert said(sample, STUDENT, teacher) == "the<|end|>"
+
+
+def test_answers_that_end_otherwise_than_texts() -> None:
+    """As with models that have an end of turn beside the end of sequence, which the roles would pair with it."""
+    teacher = with_template("metaspace_bpe", CLOSING.replace("<|turn|>", "<s>").replace("</s>", "<|turn|>"))
+    assert ends_of_turn(STUDENT, teacher) == (("<|end|>", "<|turn|>"),)
+    assert ends_of_turn(span_tokenizer("byte_bpe"), teacher) == ()  # no template
+    ids = [side.tokenizer.get_vocab() for side in (STUDENT, teacher)]
+    chat, text = Conversation(talk("a", "the function")), [Passage("the function")]
+    for pairs, other, kept in ((ends_of_turn(STUDENT, teacher), "<|turn|>", chat), ((), "</s>", text)):
+        common = build_projection(STUDENT, teacher, ProjectionOptions(pairs=pairs)).common.tolist()
+        assert [ids[0]["<|end|>"], ids[1][other]] in common
+        for sample in (chat, text):
+            whole = align_sample(STUDENT, teacher, sample)
+            end = whole.student_ids == ids[0]["<|end|>"]
+            only = whole.only_pairs(STUDENT.role_of_id[whole.student_ids] != Role.CONTENT, [tuple(p) for p in common])
+            assert whole.alignment.count - only.alignment.count == (sample is not kept)
+            assert (only.alignment.student_chunk[end][-1] >= 0) == (sample is kept)
+            assert np.array_equal(only.teacher_targets, only.alignment.teacher_chunk != NO_CHUNK)
+            assert (only.alignment.student_chunk[~end] >= 0).sum() == (whole.alignment.student_chunk[~end] >= 0).sum()
 
 
 def test_truncated_samples() -> None:
