@@ -91,6 +91,8 @@ def print_summary(found: Projection, args: argparse.Namespace, console: Console)
     }
     for name, meaning in explained.items():
         console.print(f"  {name:15} {counts[name]:9,} {counts[name] / total:6.1%}  {meaning}")
+    for ours, theirs in found.options.pairs:
+        console.print(Text(f"  special tokens that mean the same: {ours} = {theirs}"))
     if counts["cut"]:
         console.print(f"  {counts['cut']:,} of them are cut to their first {args.top_k} teacher tokens (--top-k)")
 
