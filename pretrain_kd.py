@@ -43,8 +43,7 @@ def main() -> None:
     args = job.args
     print_plan(job)
     if job.kd.dry_run:
-        dry_run(job)
-        return
+        return dry_run(job)
 
     check_meeting_point()
     initialize_megatron()
