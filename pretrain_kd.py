@@ -44,7 +44,6 @@ def main() -> None:
     print_plan(job)
     if job.kd.dry_run:
         return dry_run(job)
-
     check_meeting_point()
     initialize_megatron()
     metrics = job.metrics()
