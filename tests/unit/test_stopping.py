@@ -85,6 +85,7 @@ def test_workers_of_torch_die_of_a_signal_to_all_processes(loaders: Callable) ->
     batches, worker = loaders(None)
     with pytest.raises(RuntimeError, match="killed by signal: Terminated"):
         send(worker, "TERM")  # torch looks after its workers in a handler of SIGCHLD
+        worker.join(timeout=60.0)
         list(batches)
 
 
