@@ -28,7 +28,12 @@ class Hooks:
         self._text: Tensor | None = None
         self._iteration: int | None = None
         self._loss_scale = math.inf
-        self.before_training = log.start
+
+    def before_training(self, iteration: int) -> None:
+        args = self._job.args
+        if iteration >= args.train_iters and args.rank == 0:
+            print(f"mkd: already at iteration {iteration} of {args.train_iters}: no step is left", flush=True)
+        self._log.start(iteration)
 
     def around(self, schedule: Callable) -> Callable:
         run = self._schedule.around(schedule)

@@ -19,7 +19,12 @@ from mkd.checkpoint.resume import (
 )
 from mkd.checkpoint.saving import Saving
 from mkd.checkpoint.source import TeacherSource
-from mkd.compat.checkpoints import install_checkpoint_hooks, resume_distributed_optimizer, take_rates_of_this_job
+from mkd.compat.checkpoints import (
+    install_checkpoint_hooks,
+    let_finished_jobs_evaluate,
+    resume_distributed_optimizer,
+    take_rates_of_this_job,
+)
 from mkd.config import KDConfig
 from mkd.stopping import StopSignals, install_stopping
 
@@ -128,6 +133,7 @@ def settle_checkpoint(args: Namespace, kd: KDConfig, choice: Choice | None, teac
 def install_saving(args: Namespace, kd: KDConfig) -> None:
     """Put mkd's part into megatron's saving and loading, also when a signal ends the job. Collective over all ranks."""
     resume_distributed_optimizer()
+    let_finished_jobs_evaluate()
     if args.override_opt_param_scheduler:
         take_rates_of_this_job()
     root, take = Path(args.save or "."), None

@@ -252,6 +252,26 @@ def resume_distributed_optimizer() -> None:
     optimizer._set_main_param_and_optimizer_states = set_states_but_no_step
 
 
+def let_finished_jobs_evaluate() -> None:
+    """Give a job that has made all its steps a loader without samples: it draws none, and evaluates.
+
+    megatron-core 0.19 asserts that samples are left. Its own training sets have more than a job takes; those of whole
+    samples have as many (`mkd.data.row_sets`).
+    """
+    from megatron.training import training
+    from torch.utils.data import DataLoader
+
+    build = training.build_pretraining_data_loader
+
+    def build_or_none_left(dataset: Any, consumed: int) -> Any:
+        args = training.get_args()
+        is_finished = dataset is not None and args.iteration >= args.train_iters
+        # Validation and test sets have samples left always.
+        return DataLoader([]) if is_finished and consumed >= len(dataset) else build(dataset, consumed)
+
+    training.build_pretraining_data_loader = build_or_none_left
+
+
 def take_rates_of_this_job() -> None:
     """Let a checkpoint's optimizer be read by a job with another --lr or --min-lr, and go on with this job's.
 

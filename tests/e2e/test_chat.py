@@ -58,6 +58,17 @@ def test_resume_of_packed_chats_is_bit_equal(job: SmallJob, four_steps: tuple[Pa
     assert_same_weights(save, resumed)
 
 
+def test_a_finished_job_evaluates_again(job: SmallJob, four_steps: tuple[Path, Any], tmp_path: Path) -> None:
+    """Rows of whole samples are as many as the job takes: none is left."""
+    save, whole = four_steps
+    again = cut_back(save, tmp_path / "save", 4)
+    result = trained(job, packed(job, **{"--save": again, "--load": again}))
+    assert "mkd: already at iteration 4 of 4: no step is left" in result.output
+    assert steps(result) == steps(whole)
+    last = [line["valid_loss"] for line in result.metrics if line.get("iteration") == 4 and "valid_loss" in line]
+    assert len(last) == 2 and last[0] == last[1]
+
+
 def test_packed_chats_on_two_context_parallel_ranks(
     job: SmallJob, four_steps: tuple[Path, Any], tmp_path: Path
 ) -> None:
@@ -86,8 +97,13 @@ def test_a_row_for_each_conversation(job: SmallJob, tmp_path: Path) -> None:
     changes = {
         "--data-path": job.root / "chat.jsonl",
         "--kd-packing": "none",
-        "--kd-metrics-file": tmp_path / "m.jsonl",
+        "--save": tmp_path / "save",
+        "--load": tmp_path / "save",
+        "--train-iters": 2,
     }
-    result = trained(job, packed(job, **changes, **{"--save-interval": None}))
+    result = trained(job, packed(job, **changes))
     assert all(line["loss"] > 0 for line in steps(result))
     assert "mkd: rows       one sample each" in result.output
+    again = trained(job, packed(job, **changes))
+    assert "already at iteration 2 of 2" in again.output and again.metrics[: len(result.metrics)] == result.metrics
+    assert again.metrics[-1]["valid_loss"] == result.metrics[-1]["valid_loss"]

@@ -319,3 +319,10 @@ def test_upstream_asserts_on_an_optimizer_without_a_step_and_shares_the_number()
     assert 'steps = list(set([s["step"].item() for s in inner_state_dict["state"].values()]))' in source
     assert 's["step"] = step\n' in source
     assert "if not isinstance(tensors[key], torch.Tensor):" in source
+
+
+def test_upstream_wants_samples_left_also_where_no_step_is():
+    from megatron.training.datasets.data_samplers import MegatronPretrainingSampler
+
+    with pytest.raises(AssertionError, match="no samples left to consume"):
+        MegatronPretrainingSampler(8, 8, micro_batch_size=2, data_parallel_rank=0, data_parallel_size=1)
