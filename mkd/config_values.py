@@ -20,6 +20,13 @@ SKEWED = ("skew_forward_kl", "skew_reverse_kl")
 """The divergences with a `skew`."""
 
 
+def divergence_text(divergence: str, beta: float, skew: float) -> str:
+    """The name of a divergence with the parameter that it has, such as jsd (beta 0.5)."""
+    if divergence == "jsd":
+        return f"jsd (beta {beta:g})"
+    return f"{divergence} (skew {skew:g})" if divergence in SKEWED else divergence
+
+
 def require_choice(flag: str, value: object, choices: tuple) -> None:
     """Raise MkdConfigError unless the value is one of the choices."""
     if value not in choices:

@@ -7,6 +7,7 @@ Reads the JSON lines of --kd-metrics-file. The suffix of --out chooses the forma
 """
 
 import argparse
+import json
 import math
 import sys
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from matplotlib.ticker import MaxNLocator
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from mkd.config_values import divergence_text
 from mkd.errors import MkdConfigError, exit_status
 from mkd.runlog import RunLog
 
@@ -55,6 +57,8 @@ UNITS = {
 """Where it is not nats per token."""
 TEACHERS = {"valid_ce": "valid_teacher_ce", "valid_bits_per_byte": "valid_teacher_bits_per_byte"}
 """What the teacher itself has there."""
+OBJECTIVES = ("loss", "kd", "valid_loss", "valid_kd", "test_loss", "test_kd")
+"""What means the same in two runs only if they minimise the same."""
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Told apart with any colour vision: Okabe and Ito, "Color Universal Design" (2008)."""
 GREY = "#6b7280"
@@ -69,48 +73,74 @@ def smooth(values: list[float], window: int) -> list[float]:
     return means
 
 
+def objective(run: RunLog) -> str:
+    """R, divergence and T of a run, as far as its metrics and the kd_config.json beside them tell."""
+    ratio, temperature = (_over_time(run.curve(name)[1]) for name in ("ratio", "temperature"))
+    if ratio == "0":
+        return "R = 0"
+    parts = [f"R = {ratio}" if ratio else "", _divergence(run), f"T = {temperature}" if temperature else ""]
+    return ", ".join(part for part in parts if part)
+
+
+def _over_time(values: list[float]) -> str:
+    ends = [f"{values[i]:g}" for i in (0, -1)] if values else []
+    return " to ".join(dict.fromkeys(ends))
+
+
+def _divergence(run: RunLog) -> str:
+    try:
+        kd = json.loads(Path(run.path).with_name("kd_config.json").read_text())["kd"]
+        loss = divergence_text(kd["loss"], kd["beta"], kd["skew"])
+        loss += "" if kd["temperature_squared"] else ", without T^2"
+        return f"{kd['xtoken_loss']}, {loss}" if kd["xtoken_loss"] else loss
+    except (OSError, ValueError, KeyError, TypeError):  # a run without --save, or of another version
+        return ""
+
+
 def draw_panel(axes: Axes, name: str, runs: list[tuple[str, str, RunLog]], window: int | None) -> None:
-    """Draw one name for all runs that have it: (label, colour, log); training curves are means over `window` points."""
-    for label, colour, run in runs:
+    """Draw one name for all runs that have it: (label, colour, log); training curves are means over `window` points.
+
+    Where the name depends on what is minimised and the runs differ in that, a legend says what each has minimised.
+    """
+    there = [(label, colour, run) for label, colour, run in runs if run.series.get(name)]
+    objectives = [objective(run) for _, _, run in there]
+    differ = name in OBJECTIVES and len(set(objectives)) > 1
+    for (label, colour, run), minimised in zip(there, objectives, strict=True):
         iterations, values = run.curve(name)
-        if not values:
-            continue
+        legend = f"{label}: {minimised}" if differ else None
         if name.startswith("valid_"):
-            last = f"{label}: {values[-1]:.3f}"
+            last = f"{label}: {values[-1]:.3f}" + (f" ({minimised})" if differ else "")
             axes.plot(iterations, values, color=colour, marker="o", markersize=4, linewidth=1.6, label=last)
             continue
         points = window or max(1, len(values) // 20)
         if points > 1:
             axes.plot(iterations, values, color=colour, alpha=0.25, linewidth=0.8)
-        axes.plot(iterations, smooth(values, points), color=colour, linewidth=1.6)
-    if name.startswith("valid_"):
-        if name in TEACHERS:
-            draw_teacher(axes, TEACHERS[name], runs)
-        axes.legend(loc="best", frameon=False, fontsize=9, title="last value", title_fontsize=9)
+        axes.plot(iterations, smooth(values, points), color=colour, linewidth=1.6, label=legend)
+    if name in TEACHERS:
+        draw_teachers(axes, TEACHERS[name], there)
+    if differ or name.startswith("valid_"):
+        title = "not the same loss" if differ else "last value"
+        axes.legend(loc="best", frameon=False, fontsize=9, title=title, title_fontsize=9)
     axes.set_title(PANELS.get(name, name), loc="left", fontsize=11)
     axes.set_ylabel(UNITS.get(name, "nats per token"), color=GREY, fontsize=9)
     if name in ("tokens_per_s", "peak_memory_gib"):
-        axes.set_ylim(bottom=0.0)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+        axes.set_ylim(0.0, 1.1 * max(axes.dataLim.ymax, 1e-9))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, nbins=8, steps=(1, 2, 5, 10)))
+    axes.tick_params(labelbottom=True)
     axes.grid(color="#e5e7eb", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(GREY)
     axes.tick_params(colors=GREY, labelsize=9)
 
 
-def draw_teacher(axes: Axes, name: str, runs: list[tuple[str, str, RunLog]]) -> None:
-    """A dashed line at the teacher's own value, once for each value there is."""
-    levels = {round(level, 6) for _, _, run in runs if (level := run.last(name)) is not None}
-    for level in levels:
-        axes.axhline(level, color=GREY, linestyle="--", linewidth=1.2)
-        axes.annotate(
-            f"teacher {level:.3f}",
-            (0.01, level),
-            xycoords=("axes fraction", "data"),
-            xytext=(0, 3),
-            textcoords="offset points",
-            color=GREY,
-            fontsize=9,
+def draw_teachers(axes: Axes, name: str, runs: list[tuple[str, str, RunLog]]) -> None:
+    """A dashed line at the teacher's own value; where runs differ in it, one for each in the run's colour."""
+    levels = [(label, colour, level) for label, colour, run in runs if (level := run.last(name)) is not None]
+    same = len({f"{level:.3f}" for _, _, level in levels}) == 1
+    for label, colour, level in levels[:1] if same else levels:
+        whose = "teacher" if same else f"teacher of {label}"
+        axes.axhline(
+            level, color=GREY if same else colour, linestyle="--", linewidth=1.2, label=f"{whose}: {level:.3f}"
         )
 
 
@@ -122,7 +152,7 @@ def draw(runs: list[RunLog], labels: list[str], panels: Sequence[str] = DEFAULT,
     names = [name for name in panels if any(run.series.get(name) for run in runs)]
     columns = 2 if len(names) > 1 else 1
     rows = math.ceil(len(names) / columns)
-    figure, grid = plt.subplots(rows, columns, figsize=(5.2 * columns, 0.6 + 3.3 * rows), squeeze=False)
+    figure, grid = plt.subplots(rows, columns, figsize=(5.2 * columns, 0.6 + 3.3 * rows), squeeze=False, sharex=True)
     for axes, name in zip(grid.flat, names, strict=False):
         draw_panel(axes, name, coloured, window)
     for axes in grid.flat[len(names) :]:

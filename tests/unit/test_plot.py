@@ -55,6 +55,55 @@ def test_curves_hold_the_numbers_of_the_files(tool, tmp_path):
     assert list(teacher.get_ydata()) == [2.5, 2.5]
 
 
+def run_of(folder: Path, *, ratio: float, temperature: float, loss: str, teacher_ce: float = 2.5) -> RunLog:
+    folder.mkdir()
+    kd = {"loss": loss, "beta": 0.3, "skew": 0.1, "xtoken_loss": None, "temperature_squared": True}
+    (folder / "kd_config.json").write_text(json.dumps({"kd": kd}))
+    step = {"loss": 4.0, "ce": 4.0, "kd": 4.0, "ratio": ratio, "temperature": temperature, "peak_memory_gib": 2.0}
+    lines = [{"iteration": i, **step} for i in (1, 2)] + [
+        {"iteration": 2, "valid_ce": 3, "valid_teacher_ce": teacher_ce}
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return RunLog.read(str(folder / "metrics.jsonl"))
+
+
+def legend_of(axes) -> list[str]:
+    return [] if axes.get_legend() is None else [text.get_text() for text in axes.get_legend().get_texts()]
+
+
+def test_curves_of_different_losses_say_which(tool, tmp_path):
+    a = run_of(tmp_path / "a", ratio=0.9, temperature=1.0, loss="forward_kl")
+    b = run_of(tmp_path / "b", ratio=0.9, temperature=2.0, loss="jsd")
+    c = run_of(tmp_path / "c", ratio=0.0, temperature=1.0, loss="forward_kl")
+    said = ["a: R = 0.9, forward_kl, T = 1", "b: R = 0.9, jsd (beta 0.3), T = 2", "c: R = 0"]
+    axes = titled(tool.draw([a, b, c], ["a", "b", "c"]))
+    assert legend_of(axes[tool.PANELS["loss"]]) == legend_of(axes[tool.PANELS["kd"]]) == said
+    assert legend_of(axes[tool.PANELS["ce"]]) == []
+    assert legend_of(titled(tool.draw([a, a], ["a", "again"]))[tool.PANELS["loss"]]) == []
+
+
+def test_each_teacher_has_one_legend_entry(tool, tmp_path):
+    runs = [
+        run_of(tmp_path / name, ratio=0.9, temperature=1.0, loss="tvd", teacher_ce=ce)
+        for name, ce in (("a", 2.5), ("b", 2.50001), ("c", 2.51))
+    ]
+    same = titled(tool.draw(runs[:2], ["a", "b"]))[tool.PANELS["valid_ce"]]
+    assert legend_of(same) == ["a: 3.000", "b: 3.000", "teacher: 2.500"]
+    other = titled(tool.draw(runs[1:], ["b", "c"]))[tool.PANELS["valid_ce"]]
+    assert legend_of(other)[2:] == ["teacher of b: 2.500", "teacher of c: 2.510"]
+    assert not other.texts
+
+
+def test_axes_have_whole_iterations_and_room_above(tool, tmp_path):
+    run = run_of(tmp_path / "a", ratio=0.9, temperature=1.0, loss="tvd")
+    figure = tool.draw([run], ["a"])
+    figure.canvas.draw()
+    axes = titled(figure)
+    ticks = [[float(tick) for tick in panel.get_xticks()] for panel in axes.values()]
+    assert all(each == ticks[0] and all(tick == int(tick) for tick in each) for each in ticks)
+    assert axes[tool.PANELS["peak_memory_gib"]].get_ylim() == pytest.approx((0.0, 2.2))
+
+
 def test_panels_and_smoothing_can_be_chosen(tool, tmp_path):
     run = RunLog.read(write_run(tmp_path / "a.jsonl"))
     figure = tool.draw([run], ["only"], ["lr", "ce", "valid_teacher_ce"], window=2)
