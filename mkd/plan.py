@@ -11,6 +11,8 @@ from mkd import arguments
 from mkd.checkpoint.assets import store_assets
 from mkd.checkpoint.durable import replacing
 from mkd.checkpoint.hf_folder import HFFolder
+from mkd.config import KDConfig
+from mkd.config_values import divergence_text
 from mkd.job import Job
 from mkd.job_teacher import shape_of
 from mkd.memory_table import memory_line, print_memory
@@ -42,10 +44,9 @@ def plan(job: Job) -> dict[str, str]:
     return {
         "teacher": str(job.teacher),
         "student": f"{shape_of(job.student_config)}, {_name(args.params_dtype)}, weights: {weights}",
-        "loss": f"(1 - R) CE + R {'B ' if kd.balance else ''}T^2 {kd.loss}, R = {kd.ratio_over_time}, "
+        "loss": f"(1 - R) CE + R {'B ' if kd.balance else ''}{_divergence(kd)}, R = {kd.ratio_over_time}, "
         + f"T = {kd.temperature_over_time}"
         + (", B = CE / KD of the step before" if kd.balance else "")
-        + ("" if kd.temperature_squared else " (without T^2)")
         + (f", z-loss {kd.z_loss:g}" if kd.z_loss else "")
         + (f", of {job.teacher.looks_at}" if job.teacher.looks_at else "")
         + f", computed by {job.loss_options.impl}"
@@ -104,6 +105,15 @@ def _rows(job: Job) -> str:
     kd = job.kd
     how = "one sample each" if kd.packing == "none" else f"packed, padded to multiples of {kd.packing_multiple}"
     return f"{how}; longer ones are {'split' if kd.long_samples == 'split' else 'dropped'}; KD on {kd.mask}"
+
+
+def _divergence(kd: KDConfig) -> str:
+    """As it is in the loss and in the reported kd."""
+    text = divergence_text(kd.loss, kd.beta, kd.skew)
+    if not kd.temperature_squared:
+        return f"{text} (without T^2)"
+    ends = {kd.temperature_over_time.start, kd.temperature_over_time.end}
+    return f"T^2 {text}" + ("" if ends == {1.0} else " (kd is shown with its T^2)")
 
 
 def _layers(job: Job) -> dict[str, str]:
