@@ -54,7 +54,7 @@ def export_hf(
     check_output(out, flag)
     export = HFExport(folder, dtype, architecture)
     with StagedFolder(out, flag) as staged, ByteProgress(f"writing {out}", plan_bytes(export.plan)) as progress:
-        export.write(staged.path, on_bytes=progress.advance)
+        export.write(staged.path, on_bytes=progress.advance, name=staged.final.name)
 
 
 class HFExport:
@@ -70,22 +70,28 @@ class HFExport:
         self.plan = self._source.plan(dtype)
 
     def write(
-        self, out: Path, part: int = 0, parts: int = 1, on_bytes: Callable[[int], None] = lambda nbytes: None
+        self,
+        out: Path,
+        part: int = 0,
+        parts: int = 1,
+        on_bytes: Callable[[int], None] = lambda nbytes: None,
+        name: str | None = None,
     ) -> None:
-        """Write this part of the weight files into the folder `out`; the first part also has all other files."""
+        """Write this part of the weight files into the folder `out`; the first part also has all other files, and a
+        card of the model `name` (see `model_card`)."""
         writer = WeightsWriter(out, self.plan, part=part, parts=parts)
-        for name, tensor in self._source.read(writer.names):
-            dtype = self.plan[name][1]
-            writer.write(name, tensor.to(dtype))
+        for key, tensor in self._source.read(writer.names):
+            dtype = self.plan[key][1]
+            writer.write(key, tensor.to(dtype))
             on_bytes(tensor.numel() * dtype.itemsize)
         writer.close()
         if part > 0:
             return
         assets = self._folder.assets_dir
-        for name in ASSET_FILES:
-            if assets and (assets / name).is_file():
-                shutil.copyfile(assets / name, out / name)
-        if (card := model_card(self._folder, self._config["architectures"][0])) is not None:
+        for file in ASSET_FILES:
+            if assets and (assets / file).is_file():
+                shutil.copyfile(assets / file, out / file)
+        if (card := model_card(self._folder, name)) is not None:
             (out / "README.md").write_text(card, encoding="utf-8")
         write_json(out / "config.json", config_with_dtype(self._config, next(iter(self.plan.values()))[1]))
 

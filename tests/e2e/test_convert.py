@@ -14,6 +14,7 @@ from mkd.checkpoint.hf_export import export_hf
 from mkd.checkpoint.hf_folder import HFFolder
 from mkd.checkpoint.hf_import import import_hf
 from mkd.checkpoint.megatron_folder import TRACKER, MegatronFolder
+from mkd.checkpoint.model_card import model_card
 from mkd.errors import MkdCheckpointError
 from tests.e2e.small_job import ROOT, run
 from tests.hf_folders import (
@@ -215,14 +216,23 @@ def test_architecture_by_name(folders, checkpoint, tmp_path):
 
 
 def test_model_card(checkpoint, tmp_path):
-    plan = {"teacher": "4 layers x 48", "student": "2 layers | 32", "loss": "(1 - R) CE + R KD"}
+    (checkpoint / "release").rename(checkpoint / "iter_0000002")
+    (checkpoint / TRACKER).write_text("2")
+    loss = "(1 - R) CE + R KD, computed by eager; and so on"
+    plan = {"teacher": "4 layers x 48", "student": "2 layers | 32", "loss": loss}
     (checkpoint / "kd_config.json").write_text(json.dumps({"kd": {}, "plan": plan}))
-    lines = [{"iteration": 1, "loss": 3.0, "tokens": 1000}, {"iteration": 2, "loss": 2.5, "tokens": 2000}]
-    lines += [{"iteration": 2, "valid_kd": 0.25}]
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (checkpoint / "metrics.jsonl").write_text(text + '{"iteration": 3, "lo')  # a run that was killed
-    export_hf(MegatronFolder(checkpoint, "--load"), tmp_path / "out")
-    card = (tmp_path / "out" / "README.md").read_text()
-    for words in ("| teacher | 4 layers x 48 |", "2 layers \\| 32", "| tokens | 2,000 |", "| `loss` | 2.5000 |"):
+    lines = [{"iteration": 0, "valid_kd": 0.5}, {"iteration": 1, "loss": 3.0, "tokens": 1000}]
+    lines += [{"iteration": 2, "loss": 2.5, "tokens": 2000}, {"iteration": 2, "valid_kd": 0.25}]
+    lines += [{"iteration": 3, "loss": 2.0, "tokens": 4000}]  # after this checkpoint
+    text = [json.dumps(line) + "\n" for line in lines]
+    (checkpoint / "metrics.jsonl").write_text("".join(text) + '{"iteration": 4, "lo')  # a run that was killed
+    export_hf(MegatronFolder(checkpoint, "--load"), tmp_path / "small-student")
+    card = (tmp_path / "small-student" / "README.md").read_text()
+    for words in ("| teacher | 4 layers x 48 |", "2 layers \\| 32", "| tokens | 3,000 |", "| `loss` | 2.5000 |"):
         assert words in card, card
+    assert "# small-student\n" in card and "| loss | (1 - R) CE + R KD |" in card and "| iteration | 2 |" in card
     assert "| `valid_kd` | 0.2500 |" in card and "3.0000" not in card
+
+    (checkpoint / "metrics.jsonl").write_text("".join(text[2:]))  # continued from a checkpoint of another folder
+    card = model_card(MegatronFolder(checkpoint, "--load"))
+    assert "# megatron\n" in card and "tokens" not in card and "| `loss` | 2.5000 |" in card
