@@ -12,7 +12,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
-from megatron.training.arguments import parse_args
 from megatron.training.global_vars import destroy_global_vars
 
 from mkd import arguments, cpu
@@ -23,8 +22,17 @@ from mkd.data.datasets import check_data
 from mkd.data.stores import check_chat_file, is_chat_file
 from mkd.doctor.environment import has_wrong_apex
 from mkd.doctor.findings import Findings
+from mkd.doctor.flags import readable, settled
 from mkd.errors import MkdError
-from mkd.flag_checks import check_attention_kernels, check_transformer_engine, layout_checks
+from mkd.flag_checks import (
+    check_attention_kernels,
+    check_learning_rate,
+    check_required,
+    check_saving,
+    check_trackers,
+    check_transformer_engine,
+    layout_checks,
+)
 from mkd.job import Job, check_writable
 from mkd.job_teacher import teacher_source
 from mkd.memory.parameters import optimizer_bytes, parameters_of_stage
@@ -53,7 +61,7 @@ def examine(launch: Launch, findings: Findings) -> Job | None:
     """
     destroy_global_vars()
     destroy_num_microbatches_calculator()
-    flags = list(launch.flags)
+    flags = readable(launch.flags, findings)
     if not cpu.is_target() and find_spec("transformer_engine") is None:
         # That it is missing is found below. Megatron would stop at the first flag that needs it.
         flags.append("--no-rope-fusion")
@@ -99,19 +107,14 @@ def _check_apex(job: Job | None, findings: Findings) -> None:
 def _examine_parts(findings: Findings) -> None:
     """Each part of a command line by itself, as far as it makes sense alone."""
     tolerate = findings.tolerate
-    with tolerate():
-        arguments.refuse_contradictions(sys.argv[1:])
     try:
-        args = parse_args(arguments.add_kd_flags)
+        args, given = arguments.parse_flags()
     except MkdError as error:
         findings.problem(str(error))
         return
-    kd = None
-    with tolerate():
-        given = {name.removeprefix("kd_"): value for name, value in vars(args).items() if name.startswith("kd_")}
-        kd = KDConfig(**given)
+    kd = settled(given, findings)
     teacher = None
-    if kd is not None:
+    if kd is not None and kd.teacher_hf == args.kd_teacher_hf:
         with tolerate():
             teacher = teacher_source(kd)
     else:
@@ -122,6 +125,7 @@ def _examine_parts(findings: Findings) -> None:
         with tolerate():
             arguments.adopt_architecture(args, student.architecture, student.origin)
         args.tokenizer_model = args.tokenizer_model or args.kd_student_hf
+    _check_training(findings, args, kd, has_sizes=student is not None or args.kd_student_hf is None)
     _check_layout(findings, args, kd, teacher)
     vocabulary = args.vocab_size
     if student is not None and teacher is not None and not args.kd_xtoken_loss:
@@ -140,6 +144,18 @@ def _open(
         with findings.tolerate():
             source = opened(path, flag)
     return source
+
+
+def _check_training(findings: Findings, args: Namespace, kd: KDConfig | None, has_sizes: bool) -> None:
+    if has_sizes and not args.use_checkpoint_args:
+        with findings.tolerate():
+            check_required(args)
+    if None not in (args.lr, args.train_iters or args.train_samples):
+        with findings.tolerate():
+            check_learning_rate(args)
+    for check in (check_saving, check_trackers) if kd is not None else ():
+        with findings.tolerate():
+            check(args, kd)
 
 
 def _check_layout(findings: Findings, args: Namespace, kd: KDConfig | None, teacher: TeacherSource | None) -> None:

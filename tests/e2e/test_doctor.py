@@ -189,6 +189,29 @@ def test_all_at_once(ask, with_te):
         assert status == 1 and word in "".join(problems(output))
 
 
+def test_flags_that_cannot_be_read_hide_nothing(ask, with_te):
+    """Nor does one refused value hide the next."""
+    unread = {"--kd-temprature": 2, "--lr": "fast", "--bf16": "true", "--kd-student-hf": "{root}/nowhere", TP: 3}
+    status, output = ask({**LOCAL, **unread, "--sft": True}, nproc=3)
+    told = problems(output)
+    for word in (
+        "--kd-temprature 2 (did you mean --kd-temperature?)",
+        "--lr: invalid float value: 'fast'",
+        "unknown on the command line: true",
+        "--sft is not supported",
+        "nowhere",
+        f"{TP} 3 does not divide",
+    ):
+        assert sum(word in problem for problem in told) == 1, word
+    assert status == 1 and len(told) == 6
+    refused = {"--kd-ratio": 1.5, "--kd-temperature": 0, "--kd-top-k": 0, "--kd-teacher-hf": None, "--lr": -1}
+    status, output = ask({**LOCAL, **refused})
+    told = problems(output)
+    for word in ("--kd-ratio is 1.5", "--kd-temperature is 0.0", "--kd-top-k is 0", "one teacher source", "--min-lr"):
+        assert sum(word in problem for problem in told) == 1, word
+    assert status == 1 and len(told) == 5
+
+
 def test_the_command_itself(job):
     """In a Python of its own: the redirect for a GPU's job is in place before megatron is."""
     flags = ["--nproc", "2", "--gpu-memory-gib", "80", "--", *job.flags({**GPU, **LOCAL, TP: 2})]
