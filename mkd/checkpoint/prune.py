@@ -142,7 +142,17 @@ class Teacher:
             known.from_dict(config)
             self.family.megatron_args(config)
         except (StrictDataclassClassValidationError, MkdCheckpointError) as error:
+            reason = str(error).splitlines()[-1].strip().removeprefix("ValueError: ")  # above it a validator's name
             raise MkdConfigError(
-                f"transformers or Megatron cannot have such a student; choose others: {error}"
+                f"transformers or Megatron cannot have such a student: {reason}{_possible_widths(dims, self.dims)}"
             ) from error
         return config
+
+
+def _possible_widths(asked: Dims, teacher: Dims) -> str:
+    """What to give instead of a width that is no multiple of the heads; nothing where it is one."""
+    if asked.hidden % asked.heads == 0:
+        return ""
+    below = asked.hidden // asked.heads * asked.heads
+    widths = " or ".join(str(width) for width in (below, below + asked.heads) if 0 < width <= teacher.hidden)
+    return f" With {asked.heads} heads give --hidden-size {widths}, or choose other --num-attention-heads."

@@ -233,7 +233,7 @@ def test_heads_are_chosen_group_by_group():
         (["--num-attention-heads", "4", "--num-query-groups", "3"], ["--num-query-groups", "3", "2"]),
         (["--num-attention-heads", "4", "--num-query-groups", "1"], ["--num-attention-heads 4", "4 heads a group"]),
         (["--num-query-groups", "1"], ["--num-query-groups", "--num-attention-heads"]),
-        (["--hidden-size", "32"], ["transformers", "32", "multiple", "6"]),
+        (["--hidden-size", "32"], ["transformers", "32", "multiple", "(6)", "--hidden-size 30 or 36"]),
         ([*SIZES, "--layers", "0,7"], ["--layers", "0,7"]),
         ([*SIZES, "--importance", "activation"], ["--data"]),
         ([*SIZES, "--data", "{data}"], ["--data", "--importance"]),
@@ -249,6 +249,7 @@ def test_wrong_flags(teacher, data, tmp_path, capsys, flags, words):
     assert run(teacher, tmp_path / "student", *(flag.format(data=data) for flag in flags)) == 1
     message = capsys.readouterr().err
     assert message.startswith("error: ") and all(word in message for word in words), message
+    assert message.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 
