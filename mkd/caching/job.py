@@ -17,7 +17,7 @@ from mkd.teacher.store import CacheMeta
 
 _LOOKED_AT = (
     *("teacher_hf", "teacher_load", "teacher_dtype", "teacher_offload", "student_hf", "loss_chunk_rows"),
-    *("packing", "packing_multiple", "long_samples", "variable_seq_lengths", "mask", "dry_run"),
+    *("packing", "packing_multiple", "long_samples", "variable_seq_lengths", "mask", "dry_run", "verbose"),
 )
 """Fields of KDConfig that say what the teacher reads and how; the others are about what a student learns."""
 
@@ -37,8 +37,20 @@ _NOTHING = {
     "recompute_granularity": None,
     "tp_comm_overlap": False,
     "multi_latent_attention": False,
+    "lr": 0.0,
+    "min_lr": 0.0,
+    "lr_decay_style": "constant",
+    "lr_decay_iters": None,
+    "lr_decay_samples": None,
+    "lr_warmup_init": 0.0,
+    "lr_warmup_iters": 0,
+    "lr_warmup_samples": 0,
+    "lr_warmup_fraction": None,
+    "override_opt_param_scheduler": False,
+    "use_checkpoint_opt_param_scheduler": False,
+    "eval_interval": 1,
 }
-"""Megatron's arguments that are the student's alone: as if they had not been given."""
+"""Megatron's arguments that are the student's or its training's alone: as if they had not been given."""
 
 _SHAPE = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "num_experts"),
@@ -201,7 +213,6 @@ def _describe_teacher(args: Namespace, source: ModelSource, student: ModelSource
         args.moe_layer_freq, args.moe_router_topk = 1, 2  # Megatron's defaults
         args.expert_model_parallel_size, args.expert_tensor_parallel_size = 1, None
     args.max_position_embeddings = max(shape.get("max_position_embeddings") or 0, args.seq_length or 0)
-    args.lr = args.min_lr if args.lr is None else args.lr
     if min(args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size) > 0:
         check_divisions("the teacher", shape, args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
         check_attention_heads("the teacher", shape, args)

@@ -21,7 +21,7 @@ from tools import cache_teacher
 
 TOOL = ROOT / "tools" / "cache_teacher.py"
 TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
-ALONE: dict[str, Any] = {"--kd-student-hf": None, "--kd-ratio": None, "--lr": None}
+ALONE: dict[str, Any] = {"--kd-student-hf": None, "--kd-ratio": None, "--lr": None, "--eval-interval": None}
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +67,7 @@ def test_without_a_student(attempt: Callable[..., CacheJob], job: SmallJob) -> N
 
 def test_the_students_flags_do_not_matter(attempt: Callable[..., CacheJob]) -> None:
     flags = {"--num-layers": 6, "--hidden-size": 64, "--num-attention-heads": 8, "--save": "{root}/never"}
+    flags |= {"--lr": 1e-3, "--min-lr": 1e-4, "--lr-warmup-iters": 100, "--lr-decay-style": "WSD"}
     flags |= {"--save-interval": 5, "--kd-hidden-loss": "3:2", "--num-layers-per-virtual-pipeline-stage": 3, PP: 2}
     assert attempt({}, flags, ranks=2).teacher.config.transformer.num_layers == TEACHER["num_hidden_layers"]
     assert not (attempt({}).out.parent / "never").exists()
