@@ -20,6 +20,10 @@ class MkdConfigError(MkdError):
     """A flag, or flags that contradict each other."""
 
 
+class MkdPackageError(MkdConfigError):
+    """A flag that needs a package which is not installed in this Python."""
+
+
 class MkdDataError(MkdError):
     """Training or validation data that is missing, empty or does not fit the model."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from mkd import cpu
 from mkd.config import KDConfig, LayerPair
-from mkd.errors import MkdConfigError
+from mkd.errors import MkdConfigError, MkdPackageError
 
 
 def check_required(args: Namespace) -> None:
@@ -208,7 +208,7 @@ def check_transformer_engine(args: Namespace) -> None:
     needed = f"--context-parallel-size {cp}" if cp > 1 else None
     if getattr(args, "kd_packing", "none") != "none":
         needed = f"--kd-packing {args.kd_packing}"
-    raise MkdConfigError(
+    raise MkdPackageError(
         f"--transformer-impl is {args.transformer_impl}, but Transformer Engine is not installed in this Python: "
         "install it (pip install transformer-engine[pytorch])"
         + (f"; {needed} does not work without it" if needed else ", or give --transformer-impl local, which is slower")

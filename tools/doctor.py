@@ -75,7 +75,7 @@ def examine_run(own: argparse.Namespace, flags: list[str]) -> int:
     from mkd.doctor.report import check_cards, check_memory, print_findings, show_data, show_plan
     from mkd.doctor.run import Launch, check_disk, examine
 
-    findings, console = Findings(), Console()
+    findings, console = Findings(elsewhere=not cards and not cpu.is_target()), Console()
     target = "CPU (MKD_DEVICE=cpu)" if cpu.is_target() else "GPUs"
     console.print(f"ranks: {own.nproc * own.nnodes}, nodes: {own.nnodes}, on {target}", highlight=False)
     with console.status("reading flags, checkpoints, tokenizers and data"):
