@@ -13,18 +13,23 @@ import sys
 import time
 
 from mkd import compat, cpu
+from mkd.compat.quiet import be_quiet
 from mkd.errors import FULL_DISK, MkdError
 from mkd.launch import be_a_rank, check_meeting_point
 
 
-def main() -> None:
-    """Check everything, load both models, train."""
+def prepare() -> None:
+    """Get ready for megatron, which is imported only then: the CPU backend must be in place first."""
     if cpu.wanted():
         cpu.activate()
+    be_quiet(sys.argv[1:])
     compat.use_prebuilt_dataset_helpers()
     compat.balance_experts_over_unequal_ranks()
 
-    # Megatron is imported only now: the CPU backend must be in place first.
+
+def main() -> None:
+    """Check everything, load both models, train."""
+    prepare()
     from megatron.core.enums import ModelType
     from megatron.core.rerun_state_machine import destroy_rerun_state_machine
     from megatron.training import initialize_megatron, pretrain

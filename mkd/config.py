@@ -242,6 +242,9 @@ class KDConfig:
     dry_run: bool = False
     """Check flags, teacher, student, data and layout, print the plan, and exit without training."""
 
+    verbose: bool = False
+    """Print all that Megatron prints: its arguments, every parameter, its own memory report."""
+
     def __post_init__(self) -> None:
         sources = {
             "--kd-teacher-hf": None if self.teacher_hf is None else " ".join(self.teacher_hf),

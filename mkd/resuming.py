@@ -108,6 +108,7 @@ _NOT_THE_OBJECTIVE = {
     "allow_bad_teacher",
     "metrics_file",
     "dry_run",
+    "verbose",
 }
 
 

@@ -15,7 +15,6 @@ import json
 import os
 import sys
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,13 @@ from mkd.errors import MkdCacheError, MkdError
 def prepare(flags: list[str]) -> None:
     """Get ready for Megatron, which is imported only then: the CPU backend must be in place first."""
     from mkd import compat, cpu
+    from mkd.compat.quiet import be_quiet
     from mkd.launch import be_a_rank
 
     be_a_rank()
-    warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
     if cpu.wanted():
         cpu.activate()
+    be_quiet(flags)
     compat.use_prebuilt_dataset_helpers()
     sys.argv[1:] = flags
 

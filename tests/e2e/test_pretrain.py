@@ -96,6 +96,18 @@ def test_saved_under_pp2_resumed_under_tp2(job: SmallJob, six_steps: tuple[Path,
             assert seen[key] == pytest.approx(expected[key], rel=1e-5), (seen["iteration"], key)
 
 
+def test_what_a_run_prints(six_steps: tuple[Path, Result]) -> None:
+    """mkd's own lines, those of iterations, evaluations and checkpoints, and not a thousand others of megatron's."""
+    _, result = six_steps
+    lines = (result.output + result.errors).splitlines()
+    assert len(lines) < 60
+    for beginning, count in {"mkd: teacher ": 2, "mkd: loss ": 1, "iteration ": 6, "validation at ": 2}.items():
+        assert sum(line.startswith(beginning) for line in lines) == count, beginning
+    assert sum("successfully saved checkpoint" in line for line in lines) == 2
+    for words in ("DEPRECATED", "deprecated", "one_logger", "end of arguments", "Theoretical"):
+        assert words not in result.output + result.errors
+
+
 def test_a_step_learns(six_steps: tuple[Path, Result]) -> None:
     lines = six_steps[1].metrics
     assert lines[0]["iteration"] == 0
