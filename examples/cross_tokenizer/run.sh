@@ -8,6 +8,7 @@
 # LOSSES, SEEDS, STEPS, ROWS and LENGTH make it longer or shorter; JOBS trainings run at a time.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+if [[ -d .venv ]]; then export PATH="$PWD/.venv/bin:$PATH"; fi  # the quickstart's environment
 
 TEACHER=${TEACHER:-runs/quickstart/teacher}
 RUNS=${RUNS:-runs/cross_tokenizer}

@@ -97,3 +97,4 @@ step "Results"
 python tools/plot.py $RUNS/kd/metrics.jsonl $RUNS/ce/metrics.jsonl --labels "R = $KD_RATIO" "R = 0" --out $RUNS/loss.png
 python examples/quickstart/summary.py --kd $RUNS/kd/metrics.jsonl --ce $RUNS/ce/metrics.jsonl
 step "Done: checkpoint $RUNS/kd, Hugging Face folder $RUNS/student-kd, curves $RUNS/loss.png"
+echo "Next: source .venv/bin/activate, and your own text: docs/quickstart.md"

@@ -9,6 +9,7 @@
 # Fourteen trainings and four caches: minutes on a GPU, with JOBS of them at a time; hours on two CPU cores.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+if [[ -d .venv ]]; then export PATH="$PWD/.venv/bin:$PATH"; fi  # the quickstart's environment
 
 TEACHER=${TEACHER:-runs/quickstart/teacher}
 STUDENT=${STUDENT:-runs/quickstart/student}
