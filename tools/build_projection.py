@@ -8,7 +8,6 @@ weights that decay. Needs only the two tokenizers. docs/cross_tokenizer.md tells
 
 import argparse
 import sys
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +16,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextCol
 from rich.text import Text
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+
+from mkd.compat.tools import import_quietly
+
+import_quietly()
 
 from mkd.errors import MkdConfigError, exit_status  # noqa: E402
 from mkd.xtoken.building import build_projection  # noqa: E402

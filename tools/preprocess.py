@@ -8,11 +8,13 @@ writes data/corpus_text_document.{bin,idx,json}; train with `--data-path data/co
 import argparse
 import sys
 import time
-import warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+
+from mkd.compat.tools import import_quietly
+
+import_quietly()
 
 from mkd.checkpoint.hf_folder import tokenizer_hash  # noqa: E402
 from mkd.data.indexed_text import IndexedText, dataset_prefix, default_workers, write_indexed_text  # noqa: E402
@@ -67,9 +69,11 @@ class ProgressLine:
         self.on_terminal = sys.stderr.isatty()
 
     def __call__(self, documents: int, tokens: int, size: int) -> None:
-        """Show how far the work is; `size` is the input bytes done."""
+        """Show how far the work is; `size` is the input bytes done, none when the work begins."""
         now = time.monotonic()
-        if now - self.last < (0.2 if self.on_terminal else 10.0):
+        if size == 0:
+            self.start = self.last = now
+        if size in (0, self.total) or now - self.last < (0.2 if self.on_terminal else 10.0):
             return
         self.last, elapsed = now, now - self.start
         eta = time.strftime("%H:%M:%S", time.gmtime(elapsed * (self.total - size) / size))

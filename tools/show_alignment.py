@@ -9,7 +9,6 @@ counterpart, or nothing predicts it, or it is not the assistant's.
 
 import argparse
 import sys
-import warnings
 from pathlib import Path
 
 from rich.console import Console
@@ -17,7 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+
+from mkd.compat.tools import import_quietly
+
+import_quietly()
 
 import numpy as np  # noqa: E402
 

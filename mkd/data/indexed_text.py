@@ -22,7 +22,7 @@ BYTES_PER_WORKER = 4 << 20
 """Input below which another worker process costs more to start (about 2 s) than it saves."""
 
 Progress = Callable[[int, int, int], None]
-"""Called with the documents, tokens and input bytes done so far."""
+"""Called with the documents, tokens and input bytes done so far: when the work begins, and after each part of it."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,8 @@ def write_indexed_text(
     tokenizer = load_tokenizer(encoding.tokenizer_dir)
     eod = eod_id(tokenizer, encoding.tokenizer_dir) if encoding.append_eod else None
     writer = _Writer(prefix, len(tokenizer))
+    if progress is not None:
+        progress(0, 0, 0)
     try:
         advice = f"give fewer than --workers {workers}"
         for batch in map_in_order(partial(encode, encoding), read_batches(paths, split_on), workers, advice):

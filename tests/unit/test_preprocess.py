@@ -234,8 +234,9 @@ def test_killed_run_leaves_nothing_whole_and_can_be_repeated(tokenizer_dir, tmp_
     process.wait()
     assert [p.name for p in tmp_path.glob("c_*")] == [partial_file.name]
     small = write_jsonl(tmp_path / "small.jsonl", TEXTS)
-    done = subprocess.run([*command, "--input", small], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    torch_finds_cuda = {**os.environ, "CUDA_HOME": str(tmp_path)}
+    done = subprocess.run([*command, "--input", small], capture_output=True, text=True, env=torch_finds_cuda)
+    assert (done.returncode, done.stderr) == (0, ""), "a short run says its summary and nothing else"
     assert documents_of(f"{out}_text_document") == expected(tokenizer_dir, TEXTS)
     assert not partial_file.exists()
 
@@ -253,6 +254,16 @@ def test_sidecar_of_other_data_is_refused(preprocess, tokenizer_dir, tmp_path):
         IndexedText.load(prefix)
     Path(f"{prefix}.json").unlink()
     assert IndexedText.load(prefix) is None
+
+
+def test_progress_counts_from_the_beginning_of_the_work(preprocess, capsys, monkeypatch):
+    times = iter([0.0, 100.0, 120.0, 140.0])
+    monkeypatch.setattr(preprocess.time, "monotonic", lambda: next(times))
+    line = preprocess.ProgressLine(4_000_000)
+    for size in (0, 1_000_000, 4_000_000):
+        line(size // 1000, size // 4, size)
+    [said] = capsys.readouterr().err.splitlines()
+    assert said == " 25.0%  1,000 documents (50/s)  250,000 tokens  0.05 MB/s  ETA 00:01:00"
 
 
 def test_small_input_gets_one_worker(tmp_path):
