@@ -24,6 +24,8 @@ def check_required(args: Namespace) -> None:
     for flag, (value, meaning) in required.items():
         if value is None:
             raise MkdConfigError(f"{flag} is missing ({meaning})")
+    if args.eval_interval < 1:
+        raise MkdConfigError(f"--eval-interval is {args.eval_interval}; it must be at least 1 (--eval-iters 0: never)")
     if args.save is not None and not (args.save_interval or args.save_retain_interval):
         raise MkdConfigError(f"--save {args.save} needs --save-interval (iterations between checkpoints)")
 

@@ -14,6 +14,7 @@ from mkd.checkpoint.hf_folder import tokenizer_hash
 from mkd.config import KDConfig
 from mkd.data.chat import ChatTokenizer
 from mkd.data.datasets import build_datasets, check_data, check_splits
+from mkd.data.epochs import Reading, readings_of_documents
 from mkd.data.packing import RowLayout
 from mkd.data.row_sets import RowSets
 from mkd.data.rows import RowOptions
@@ -54,12 +55,14 @@ class JobData:
 
     def sets(self) -> list[Any]:
         """Train, validation and test set. Collective over all ranks."""
+        if not self.has_own_rows:
+            self._tell_readings()
         update_train_iters(self.args)
         config = arguments.dataset_config(self.args, get_tokenizer())
         return build_datasets(
             config,
             get_train_valid_test_num_samples(),
-            evaluated=self.args.eval_iters * self.args.eval_global_batch_size,
+            evaluated=self._rows_of_an_evaluation,
             rows=self._row_sets(config) if self.has_own_rows else None,
         )
 
@@ -67,6 +70,30 @@ class JobData:
         """Tokenize chat files and plan rows without ranks: what a dry run can do beyond `check`."""
         if self.has_own_rows and self.args.rank == 0:
             self.sets()
+        elif not self.has_own_rows:
+            self._tell_readings()
+
+    def readings(self) -> list[Reading]:
+        """About how often each file is read; see `readings_of_documents`."""
+        update_train_iters(self.args)
+        train, _, test = get_train_valid_test_num_samples()
+        config = arguments.dataset_config(self.args, get_tokenizer())
+        return readings_of_documents(config, (train, self._rows_of_an_evaluation, test))
+
+    def _tell_readings(self) -> None:
+        for reading in self.readings() if self.args.rank == 0 else ():
+            about = f"concatenated documents, about {reading.per_epoch} rows"
+            self._say(f"{reading.split:10s} {reading.name}: {about}; {reading}")
+            if reading.warning is not None:
+                self._say(f"warning: {reading.warning}")
+
+    def _say(self, text: str) -> None:
+        if self.args.rank == 0:
+            print(f"mkd: data       {text}", flush=True)
+
+    @property
+    def _rows_of_an_evaluation(self) -> int:
+        return self.args.eval_iters * self.args.eval_global_batch_size
 
     @property
     def has_own_rows(self) -> bool:
@@ -90,7 +117,7 @@ class JobData:
             options=RowOptions(layout, drop_long=kd.long_samples == "drop", seed=args.seed),
             tokenizer=ChatTokenizer(args.tokenizer_model),
             true_vocab=self.true_vocab,
-            say=lambda text: print(f"mkd: data       {text}", flush=True) if args.rank == 0 else None,
+            say=self._say,
             pairs=None if self.cross is None else self.cross.pairs(),
         )
 

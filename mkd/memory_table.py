@@ -44,7 +44,8 @@ def memory_table(stages: list[StageMemory], outside: list[float] | None) -> Tabl
         stages: all pipeline stages.
         outside: of each, bytes that torch does not count; None where there is no card.
     """
-    table = Table(title="memory of each rank in GiB", title_justify="left")
+    where = "" if outside else ", on CPU"
+    table = Table(title=f"memory of each rank in GiB{where}", title_justify="left")
     table.add_column("part")
     for stage in stages:
         table.add_column("all ranks" if len(stages) == 1 else f"stage {stage.stage}", justify="right")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from mkd import arguments
+from mkd import arguments, cpu
 from mkd.checkpoint.assets import store_assets
 from mkd.checkpoint.durable import replacing
 from mkd.checkpoint.hf_folder import HFFolder
@@ -21,6 +21,8 @@ from mkd.teacher_sizes import has_own_layout
 
 def print_plan(job: Job) -> None:
     """On rank 0."""
+    if job.args.rank == 0 and job.kd.dry_run and cpu.is_target():
+        print("mkd: plan and memory are those on CPU, as this machine would run it; tools/doctor.py estimates for GPUs")
     for name, text in plan(job).items() if job.args.rank == 0 else ():
         print(f"mkd: {name:10s} {text}", flush=True)
 
@@ -29,6 +31,9 @@ def dry_run(job: Job) -> None:
     """What is told and checked beyond the plan where no training follows."""
     print_memory(job)
     job.data.check_all()
+    if job.args.rank == 0:
+        kept = "nothing but tokens in the data cache" if job.data.has_own_rows else "nothing"
+        print(f"mkd: checked: no problem was found, {kept} was written", flush=True)
 
 
 def plan(job: Job) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -10,13 +9,12 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import Split
 
 from mkd.data.chat import ChatTokenizer
+from mkd.data.epochs import NAMES, Reading, blend_of
 from mkd.data.paired import PairedStore, PairEncoder, paired_base, tokenize_pairs
 from mkd.data.paired_rows import PairedOptions, PairedRows
 from mkd.data.rows import BlendOfRows, ClassicRows, RowOptions, RowStream, SampleRows, Shares
 from mkd.data.stores import ChatStore, DocumentStore, chat_base, is_chat_file, part_of, tokenize_chat
 from mkd.errors import MkdDataError
-
-_NAMES = {Split.train: "training", Split.valid: "validation", Split.test: "test"}
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ class RowSets:
         return [self._one_set(split, size or 0) for split, size in zip(Split, sizes, strict=True)]
 
     def _one_set(self, split: Split, size: int) -> BlendOfRows | None:
-        blend, share = self._blend_of(split)
+        blend, share = blend_of(self.config, split)
         if size == 0 or blend is None or share is None:
             return None
         names, weights = blend
@@ -75,13 +73,11 @@ class RowSets:
         needed = shares.needed(size)
         streams = [make(name, share, split, n) for make, name, n in zip(makers, names, needed, strict=True)]
         for name, stream, n in zip(names, streams, needed, strict=True):
-            self.say(f"{_NAMES[split]:10s} {name}: {stream}; {n} rows wanted, {n / stream.per_epoch:.2f} epochs")
+            reading = Reading(NAMES[split], name, n, stream.per_epoch)
+            self.say(f"{reading.split:10s} {name}: {stream}; {reading}")
+            if reading.warning is not None:
+                self.say(f"warning: {reading.warning}")
         return BlendOfRows(streams, shares, size, split)
-
-    def _blend_of(self, split: Split) -> tuple[Any, tuple[float, float] | None]:
-        if self.config.blend_per_split is not None:
-            return self.config.blend_per_split[split.value], (0.0, 1.0)
-        return self.config.blend, self.config.split_matrix[split.value]
 
     def _is_classic(self, name: str) -> bool:
         return not is_chat_file(name) and not self.options.layout.is_packed and self.pairs is None
@@ -90,7 +86,7 @@ class RowSets:
         store = self._store(name, share)
         if not len(store.lengths):
             raise MkdDataError(
-                f"--split {self.config.split} leaves no sample of --data-path {name} for {_NAMES[split]}: give it a "
+                f"--split {self.config.split} leaves no sample of --data-path {name} for {NAMES[split]}: give it a "
                 "larger share or 0, or take a longer file"
             )
         if isinstance(store, PairedStore):

@@ -34,6 +34,11 @@ def show_data(job: Job, samples: int, tokens: int, findings: Findings, console: 
         starts = tuple(start for name in names for start in (f"--data-path {name}", f"{name}, line"))
         if any(problem.startswith(starts) for problem in findings.problems):
             return
+        for reading in job.data.readings():
+            text = f"{reading.split} reads {reading.name}: {reading}, of about {reading.per_epoch} rows"
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+            if reading.warning is not None:
+                findings.warning(reading.warning)
         console.print(Text("data: ").append("target", style=TARGET).append(", ").append("context", style=CONTEXT))
         with console.status("reading samples"):
             peek(job, names, samples, tokens, lambda text: console.print(text, markup=False, highlight=False))

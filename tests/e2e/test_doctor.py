@@ -193,6 +193,15 @@ def test_all_at_once(ask, with_te):
         assert status == 1 and word in "".join(problems(output))
 
 
+def test_the_same_text_over_and_over(ask, with_te):
+    often = {"--train-iters": 100000, "--eval-iters": 20, "--global-batch-size": 256}
+    for changes, count in ((often, 1), ({**often, "--kd-packing": "best_fit", "--eval-iters": 2000}, 2)):
+        status, output = ask({**LOCAL, **changes})
+        told = [line for line in output.splitlines() if line.startswith("warning: ") and "rows, " in line]
+        assert status == 0 and len(told) == count and "training reads" in told[0] and "--train-iters" in told[0], output
+    assert "rows wanted, 0.00 epochs" not in output
+
+
 def test_flags_that_cannot_be_read_hide_nothing(ask, with_te):
     """Nor does one refused value hide the next."""
     unread = {"--kd-temprature": 2, "--lr": "fast", "--bf16": "true", "--kd-student-hf": "{root}/nowhere", TP: 3}
