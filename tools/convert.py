@@ -58,9 +58,9 @@ def verify_command(args: argparse.Namespace) -> None:
     """Logits of both sides on the same tokens.
 
     Raises:
-        MkdError: they differ by more than --tolerance.
+        MkdError: they are of other sizes, or differ by more than --tolerance.
     """
-    from mkd.checkpoint.compare import compare, random_tokens, tokens_of_text
+    from mkd.checkpoint.compare import check_same_sizes, compare, random_tokens, tokens_of_text
     from mkd.checkpoint.hf_check import check_tensors, read_architecture
     from mkd.checkpoint.hf_folder import HFFolder
     from mkd.checkpoint.megatron_folder import MegatronFolder
@@ -69,6 +69,7 @@ def verify_command(args: argparse.Namespace) -> None:
         raise MkdConfigError(f"--rows is {args.rows} and --length {args.length}; at least 1 and 2 are needed")
     hf, folder = HFFolder(args.hf, "--hf"), MegatronFolder(args.load, "--load")
     check_tensors(hf, read_architecture(hf)[0])
+    check_same_sizes(hf, folder)
     make = random_tokens if args.text is None else lambda *sizes: tokens_of_text(sizes[0], args.text, *sizes[1:])
     found = compare(hf, folder, make(hf, args.rows, args.length))
     print(f"{found.tokens} tokens, fp32: max error of a logit {found.max_error:.3g}, mean error {found.mean_error:.3g}")

@@ -5,9 +5,10 @@ Call `mkd.cpu.activate()` before this module is imported.
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -19,12 +20,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mkd.arguments import default_arguments, teacher_arguments
+from mkd.checkpoint.hf_check import read_architecture
 from mkd.checkpoint.hf_folder import HFFolder
 from mkd.checkpoint.hf_import import one_rank
 from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.checkpoint.megatron_load import load_megatron_weights
 from mkd.cpu.flags import set_cpu_values
-from mkd.errors import MkdConfigError
+from mkd.errors import MkdCheckpointError, MkdConfigError
 from mkd.models.gpt import gpt_config
 
 
@@ -39,6 +41,37 @@ class Comparison:
     """Mean absolute difference of a logit."""
     perplexities: tuple[float, float]
     """Of the Hugging Face model and of the Megatron model, on the next token."""
+
+
+def check_same_sizes(hf: HFFolder, folder: MegatronFolder) -> None:
+    """Refuse two models of which one cannot be made from the other. No weight is read.
+
+    Raises:
+        MkdCheckpointError: with every size that differs.
+    """
+    theirs, stored = read_architecture(hf)[1], {**vars(default_arguments()), **vars(folder.args)}
+    here, there = _sizes(theirs), _sizes(stored)
+    differences = [f"{name}: {here[name]} and {there[name]}" for name in here if here[name] != there[name]]
+    if theirs["vocab_size"] > stored["padded_vocab_size"]:
+        differences.append(f"tokens: {theirs['vocab_size']} and {stored['padded_vocab_size']}")
+    if differences:
+        raise MkdCheckpointError(
+            f"{hf.flag} {hf.path} and {folder.flag} {folder.path} are not the same model: {', '.join(differences)}"
+        )
+
+
+def _sizes(args: Mapping[str, Any]) -> dict[str, int]:
+    """What a model's shape is called -> that of Megatron arguments, complete or a folder's own."""
+    experts, ffn, heads = args.get("num_experts") or 0, args["ffn_hidden_size"], args["num_attention_heads"]
+    return {
+        "layers": args["num_layers"],
+        "hidden size": args["hidden_size"],
+        "ffn hidden size": (args.get("moe_ffn_hidden_size") or ffn) if experts else ffn,
+        "attention heads": heads,
+        "query groups": args["num_query_groups"] if args["group_query_attention"] else heads,
+        "channels of a head": args["kv_channels"],
+        "experts": experts,
+    }
 
 
 def tokens_of_text(hf: HFFolder, text: Path, rows: int, length: int) -> Tensor:

@@ -189,6 +189,14 @@ def test_verify_names_a_flag(folders, words, message):
     assert (done.status, message in done.errors) == (1, True), done.errors
 
 
+def test_verify_of_two_models(folders):
+    original, checkpoint = folders["tied bf16"][0], folders["untied fp32 in shards"][1]
+    done = convert("verify", "--load", checkpoint, "--hf", original)
+    layers = HFFolder(folders["untied fp32 in shards"][0], "--hf").config["num_hidden_layers"]
+    expected = f"--hf {original} and --load {checkpoint} are not the same model: layers: 2 and {layers}"
+    assert (done.status, done.errors.strip()) == (1, f"error: {expected}")
+
+
 def test_inspect(folders):
     original, checkpoint = folders["tied bf16"]
     for flag, folder in (("--hf", original), ("--load", checkpoint)):
