@@ -16,6 +16,8 @@ LEADING = ("loss", "ce", "kd")
 """Terms that come first; others follow in the order in which they are reported."""
 WAITS = ("data", "teacher", "cache")
 """What a step waits for; its JSON line has seconds of each under <name>_s."""
+CALIBRATION_TOKENS = 10_000
+"""From which a table of calibration is printed: a share of a thousand tokens, a tenth of them, is known to 0.016."""
 _NAMES = {"valid": "validation", "test": "test"}
 
 
@@ -150,6 +152,20 @@ def calibration_rows(table: Mapping[str, Sequence[float | None]]) -> Table:
         if share
     ]
     return _table(["teacher's top-1 probability", "tokens", "teacher", "student", "agreement"], rows)
+
+
+def calibration_line(table: Mapping[str, Sequence[float | None]], error: float) -> str:
+    """What `calibration_rows` come to, in one line; `error` as in `mkd.evaluation.calibration_error`."""
+    teacher, student = (
+        sum(share * value for share, value in zip(table["share"], table[name], strict=True) if share)
+        for name in ("teacher", "student")
+    )
+    tokens = sum(table["tokens"])
+    few = f"; a table of bins from {CALIBRATION_TOKENS:,} on" if tokens < CALIBRATION_TOKENS else ""
+    return (
+        f"the teacher's most probable token: probability {teacher:.3f} from the teacher, {student:.3f} from the "
+        f"student; calibration error {error:.3f} ({tokens:,.0f} tokens{few})"
+    )
 
 
 def _text(value: float | None, spec: str) -> str:

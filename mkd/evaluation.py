@@ -162,11 +162,11 @@ def sums_of_texts(values: Sequence[Tensor], text: Tensor, texts: int) -> Tensor:
 
 
 def calibration_table(sums: Tensor) -> dict[str, list[float | None]]:
-    """From [BINS, 4] sums over everything that was evaluated: share of the tokens, and of those in each bin the means
-    of p, of the student's probability and of the agreement; None in empty bins."""
+    """From [BINS, 4] sums over everything that was evaluated: how many tokens are in each bin and their share, and of
+    them the means of p, of the student's probability and of the agreement; None in empty bins."""
     count, *others = sums.t().tolist()
     total = sum(count) or 1.0
-    table: dict[str, list[float | None]] = {"share": [n / total for n in count]}
+    table: dict[str, list[float | None]] = {"tokens": count, "share": [n / total for n in count]}
     for name, values in zip(("teacher", "student", "agreement"), others, strict=True):
         table[name] = [value / n if n else None for value, n in zip(values, count, strict=True)]
     return table

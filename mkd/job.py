@@ -192,6 +192,7 @@ class Job:
             on_gpus=not cpu.is_active(),
             peak_tflops=None if self.args.params_dtype == torch.float32 else peak_tflops(card),
             trackers=start_trackers(self.args, self.kd) if writes else (),
+            vocabulary=self.true_vocab,
             tracker_interval=self.args.tensorboard_log_interval,
         )
 

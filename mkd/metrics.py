@@ -11,7 +11,16 @@ from typing import Any
 import torch
 
 from mkd.checkpoint.durable import replacing
-from mkd.console import calibration_rows, evaluation_line, evaluation_table, perplexity, show, training_line
+from mkd.console import (
+    CALIBRATION_TOKENS,
+    calibration_line,
+    calibration_rows,
+    evaluation_line,
+    evaluation_table,
+    perplexity,
+    show,
+    training_line,
+)
 from mkd.data.counts import TextSize
 from mkd.evaluation import calibration_error
 from mkd.flops import FlopCounter
@@ -59,6 +68,8 @@ class MetricsLog:
     peak_tflops: float | None = None
     """Of a GPU; None if it is not known, and MFU is left out."""
     trackers: Sequence[Tracker] = ()
+    vocabulary: int | None = None
+    """V, the student's tokens; None: nothing is said of guessing evenly."""
     tracker_interval: int = 1
     """Iterations between training lines that go to the trackers."""
     _started: float = field(default_factory=time.monotonic)
@@ -189,8 +200,19 @@ class MetricsLog:
         values["iteration"] = iteration
         if self._before is None:
             self._before = values
+        if iteration == 0:
+            self._tell_start(values)
         if iteration >= self.train_iters:
             self._conclude(values, calibration)
+
+    def _tell_start(self, before: Mapping[str, float]) -> None:
+        """Of a student that does worse than to guess evenly, whether that may be."""
+        if self.vocabulary is not None and (ce := before.get("ce", 0.0)) > (even := math.log(self.vocabulary)):
+            print(
+                f"mkd: the student's ce {ce:.2f} is above ln V = {even:.2f}, that of guessing evenly: expected of a "
+                "student that was cut out of its teacher and not trained since; of any other, look at its folder",
+                flush=True,
+            )
 
     def _conclude(self, after: Mapping[str, float], calibration: Calibration | None) -> None:
         """Print teacher, student before and student after side by side."""
@@ -202,7 +224,10 @@ class MetricsLog:
             row = {**values, "entropy": values.get("student_entropy")}
             rows[f"student at iteration {values['iteration']:.0f}"] = row
         show("validation", evaluation_table(rows))
-        if calibration is not None:
+        if calibration is None:
+            return
+        print(f"mkd: {calibration_line(calibration, after['calibration_error'])}", flush=True)
+        if sum(calibration["tokens"]) >= CALIBRATION_TOKENS:
             show("the student's probability of the teacher's most probable token", calibration_rows(calibration))
 
     def _append(self, line: Mapping[str, Any]) -> None:

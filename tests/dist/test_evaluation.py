@@ -137,10 +137,11 @@ def definitions(found: dict[str, Tensor], models: Models) -> tuple[dict[str, flo
     ]
     means["loss"] = sum(o * float(ce_mask[part].sum()) for o, part in zip(objectives, parts, strict=True))
     means["loss"] /= float(ce_mask.sum())
-    table: dict[str, list] = {"share": [], "teacher": [], "student": [], "agreement": []}
+    table: dict[str, list] = {"tokens": [], "share": [], "teacher": [], "student": [], "agreement": []}
     p, q = reference.top_probabilities(student, teacher)
     for low in range(BINS):
         inside = (kd_mask > 0) & (p >= low / BINS) & (p < (low + 1) / BINS)
+        table["tokens"].append(float(inside.sum()))
         table["share"].append(float(inside.sum() / kd_mask.sum()))
         for name, values in (("teacher", p), ("student", q), ("agreement", agreement)):
             table[name].append(mean(values, inside.double()) if inside.any() else None)

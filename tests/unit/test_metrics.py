@@ -232,7 +232,13 @@ def test_only_one_rank_writes(tmp_path, capsys):
     assert file.read_text() == "kept" and capsys.readouterr().out == "" and tracker.seen == []
 
 
-CALIBRATION = {"share": [0.25, 0.75], "teacher": [0.25, 0.75], "student": [0.5, 0.5], "agreement": [0.5, 1.0]}
+CALIBRATION = {
+    "tokens": [2500.0, 7500.0],
+    "share": [0.25, 0.75],
+    "teacher": [0.25, 0.75],
+    "student": [0.5, 0.5],
+    "agreement": [0.5, 1.0],
+}
 
 
 def test_evaluation(tmp_path, capsys):
@@ -280,6 +286,29 @@ def test_the_last_evaluation_is_followed_by_a_table(tmp_path, capsys):
     assert table[3] == ["mkd:", "student", "at", "iteration", "0", "3.0000", "20.09", "1.5000"]
     assert table[4] == ["mkd:", "student", "at", "iteration", "10", "2.0000", "7.39", "0.5000", "1.500"]
     assert table[-1] == ["mkd:", "0.5", "to", "1.0", "75.0%", "0.750", "0.500", "100.0%"]
+
+
+def test_calibration_of_few_tokens_is_one_line(tmp_path, capsys):
+    log = make(None)
+    log.start(0)
+    values = {"ce": torch.tensor(2.0)}
+    log.evaluation("valid", 10, values, {**CALIBRATION, "tokens": [250.0, 750.0]})
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "mkd: the teacher's most probable token: probability 0.625 from the teacher, 0.500 from the student; "
+        "calibration error 0.250 (1,000 tokens; a table of bins from 10,000 on)"
+    )
+    log.evaluation("valid", 10, values, CALIBRATION)
+    out = capsys.readouterr().out
+    assert "(10,000 tokens)\n" in out and "0.5 to 1.0" in out
+
+
+@pytest.mark.parametrize(("ce", "told"), [(2.4, True), (2.3, False)])
+def test_a_student_below_chance_is_explained_once(ce, told, capsys):
+    log = make(None, vocabulary=10)
+    log.start(0)
+    for iteration in (0, 5):
+        log.evaluation("valid", iteration, {"ce": torch.tensor(ce)})
+    assert capsys.readouterr().out.count("is above ln V = 2.30") == told
 
 
 def test_trackers_get_the_numbers_at_their_interval(now):
