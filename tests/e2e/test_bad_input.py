@@ -194,6 +194,7 @@ SETTINGS = [
     ({"--lr-warmup-iters": 9, "--train-iters": 9}, ["--lr-warmup-iters 9", "--train-iters 9"]),
     ({"--lr-warmup-iters": 4, "--lr-decay-iters": 3}, ["--lr-warmup-iters 4", "--lr-decay-iters 3"]),
     ({"--lr": 1e-4, "--min-lr": 1e-3}, ["--min-lr 0.001", "--lr 0.0001"]),
+    ({"--eval-interval": 0}, ["--eval-interval is 0", "--eval-iters 0"]),
     ({"--lr-decay-style": "WSD"}, ["--lr-wsd-decay-iters"]),
     ({"--kd-student-hf": None}, ["--num-layers is missing", "--kd-student-hf"]),
     ({"--save": "{root}/never"}, ["--save ", "--save-interval"]),
