@@ -15,6 +15,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.ticker import MaxNLocator
 
 LABELS = {"ce": "text alone"}
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7")
@@ -47,6 +48,7 @@ def draw(trainings: dict[str, list[Curve]], out: Path) -> None:
     right.set_xticks(range(len(trainings)), [LABELS.get(loss, loss) for loss in trainings], rotation=15)
     left.set(xlabel="optimizer step", ylabel="held-out bits per byte", title="mean over orders of the samples")
     right.set(ylabel="held-out bits per byte", title="after the last step, each order a dot")
+    left.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     for axis in (left, right):
         axis.grid(alpha=0.3)
     left.legend(frameon=False)
@@ -76,6 +78,7 @@ def main() -> None:
     trainings = {loss: [curve(args.runs / loss / s / "metrics.jsonl") for s in args.seeds] for loss in args.losses}
     draw(trainings, args.out)
     print(table(trainings))
+    print(f"picture: {args.out}")
 
 
 if __name__ == "__main__":
