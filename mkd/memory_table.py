@@ -20,7 +20,8 @@ def memory_line(job: Job) -> str:
     """The fullest rank in one line."""
     stage = fullest(estimate(workload(job)))
     listed = ", ".join(f"{name} {stage.peak_parts[name] / GIB:.2f}" for name in PARTS if name in stage.peak_parts)
-    return f"about {stage.peak / GIB:.2f} GiB on the fullest rank ({stage.peak_phase}): {listed}"
+    beside = "; the process itself (Python, libraries) comes on top" if cpu.is_target() else ""
+    return f"about {stage.peak / GIB:.2f} GiB on the fullest rank ({stage.peak_phase}): {listed}{beside}"
 
 
 def print_memory(job: Job) -> None:
