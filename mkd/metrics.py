@@ -209,8 +209,8 @@ class MetricsLog:
         """Of a student that does worse than to guess evenly, whether that may be."""
         if self.vocabulary is not None and (ce := before.get("ce", 0.0)) > (even := math.log(self.vocabulary)):
             print(
-                f"mkd: the student's ce {ce:.2f} is above ln V = {even:.2f}, that of guessing evenly: expected of a "
-                "student that was cut out of its teacher and not trained since; of any other, look at its folder",
+                f"mkd: the student's ce {ce:.2f} is above ln V = {even:.2f}, that of guessing evenly: expected of "
+                "random weights, or of a student cut out of its teacher and not trained since; else look at its folder",
                 flush=True,
             )
 
