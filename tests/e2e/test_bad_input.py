@@ -141,6 +141,21 @@ def test_a_random_student_is_accepted(attempt):
     assert plan(job)["student"].endswith("weights: random")
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({}, "R T^2 forward_kl, R = "),
+        ({"--kd-loss": "jsd", "--kd-beta": 0.25}, "R T^2 jsd (beta 0.25), R = "),
+        ({"--kd-loss": "skew_reverse_kl", "--kd-temperature": 2.0}, "skew_reverse_kl (skew 0.1) (kd is shown with its"),
+    ],
+    ids=str,
+)
+def test_the_plan_tells_the_whole_loss(attempt, flags, said):
+    found = plan(attempt(flags))
+    assert said in found["loss"]
+    assert found["memory"].endswith("comes on top")  # on CPU
+
+
 def test_a_restarting_job_may_name_the_folder_that_it_will_write(attempt):
     assert "never" in str(attempt({**SAVE, "--load": "{root}/never"}).args.load)
 
