@@ -162,7 +162,7 @@ def finish(args: Namespace, kd: KDConfig) -> None:
         MkdConfigError: a flag that is missing, sizes that do not divide, or anything megatron itself refuses.
         MkdCheckpointError: `--load` or `--pretrained-checkpoint` names a folder without a checkpoint.
     """
-    _check_load(args, kd)
+    check_load(args, kd)
     check_saving(args, kd)
     check_trackers(args, kd)
     if args.use_checkpoint_args:
@@ -257,7 +257,8 @@ def _load_args_to_resume(args: Namespace) -> None:
     args.ckpt_step = given
 
 
-def _check_load(args: Namespace, kd: KDConfig) -> None:
+def check_load(args: Namespace, kd: KDConfig) -> None:
+    """Refuse first weights from two sources, and folders without a checkpoint; after `resume_from`."""
     if args.pretrained_checkpoint is not None:
         if kd.student_hf is not None:
             raise MkdConfigError(

@@ -36,6 +36,7 @@ from mkd.flag_checks import (
 from mkd.job import Job, check_writable
 from mkd.job_teacher import teacher_source
 from mkd.memory.parameters import optimizer_bytes, parameters_of_stage
+from mkd.resuming import choose_checkpoint
 from mkd.teacher_sizes import check_teacher_divides, check_teacher_layout, in_layout_of_teacher
 
 SCRIPT = "pretrain_kd.py"
@@ -153,7 +154,9 @@ def _check_training(findings: Findings, args: Namespace, kd: KDConfig | None, ha
     if None not in (args.lr, args.train_iters or args.train_samples):
         with findings.tolerate():
             check_learning_rate(args)
-    for check in (check_saving, check_trackers) if kd is not None else ():
+    with findings.tolerate():
+        choose_checkpoint(args)
+    for check in (arguments.check_load, check_saving, check_trackers) if kd is not None else ():
         with findings.tolerate():
             check(args, kd)
 

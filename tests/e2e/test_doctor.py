@@ -218,11 +218,19 @@ def test_flags_that_cannot_be_read_hide_nothing(ask, with_te):
         assert sum(word in problem for problem in told) == 1, word
     assert status == 1 and len(told) == 6
     refused = {"--kd-ratio": 1.5, "--kd-temperature": 0, "--kd-top-k": 0, "--kd-teacher-hf": None, "--lr": -1}
+    refused["--load"] = "{root}/nothing_there"
     status, output = ask({**LOCAL, **refused})
     told = problems(output)
-    for word in ("--kd-ratio is 1.5", "--kd-temperature is 0.0", "--kd-top-k is 0", "one teacher source", "--min-lr"):
+    for word in (
+        "--kd-ratio is 1.5",
+        "--kd-temperature is 0.0",
+        "--kd-top-k is 0",
+        "one teacher source",
+        "--min-lr",
+        "--load",
+    ):
         assert sum(word in problem for problem in told) == 1, word
-    assert status == 1 and len(told) == 5
+    assert status == 1 and len(told) == 6
 
 
 def test_the_command_itself(job):
