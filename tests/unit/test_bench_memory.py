@@ -23,7 +23,7 @@ def test_parts_side_by_side(tool, tmp_path, monkeypatch):
         seen.append(flags)
         return {tool.HELD: 2**30, tool.TOTAL: 2 * 2**30}
 
-    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "argv", ["bench_memory.py"])
     monkeypatch.setattr(tool, "measure", measure)
     monkeypatch.setattr(tool.mkd.cpu, "_stands_in", True)
     result = tool.run_case(tool.SMOKE[1], tmp_path)

@@ -26,6 +26,7 @@ def as_upstream(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(arguments, "_print_args", arguments._print_args)
     monkeypatch.setattr(training, "report_theoretical_memory", training.report_theoretical_memory)
     monkeypatch.setattr("sys.warnoptions", [])
+    monkeypatch.setattr(logging.root.manager, "disable", logging.NOTSET)  # a tool that ran in this process sets it
     loggers[0].setLevel(logging.INFO)  # as importing megatron leaves it
     with warnings.catch_warnings():
         warnings.simplefilter("always")
