@@ -48,7 +48,9 @@ def main() -> None:
     args = job.args
     print_plan(job)
     if job.kd.dry_run:
-        return dry_run(job)
+        dry_run(job)
+        return
+
     check_meeting_point()
     initialize_megatron()
     metrics = job.metrics()

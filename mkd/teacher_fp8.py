@@ -38,9 +38,12 @@ def check_fp8_teacher(teacher: Namespace, micro_batch_size: int, kd: KDConfig) -
         MkdConfigError: with the reason and what to change.
     """
     tp, cp = teacher.tensor_model_parallel_size, teacher.context_parallel_size
-    rows = micro_batch_size * teacher.seq_length // cp
-    queries = teacher.num_attention_heads * teacher.kv_channels // tp
-    widths = (teacher.hidden_size, teacher.ffn_hidden_size // tp, queries)
+    # Transformer Engine looks at what a rank has before slices of the sequence are gathered.
+    parts = cp * (tp if teacher.sequence_parallel else 1)
+    rows = micro_batch_size * teacher.seq_length // parts
+    groups = teacher.num_query_groups if teacher.group_query_attention else teacher.num_attention_heads
+    queries, keys_and_values = (n * teacher.kv_channels // tp for n in (teacher.num_attention_heads, 2 * groups))
+    widths = (teacher.hidden_size, teacher.ffn_hidden_size // tp, queries, keys_and_values)
     capability = torch.cuda.get_device_capability() if not cpu.is_target() and torch.cuda.is_available() else None
     for is_so, reason in (
         (cpu.is_target(), "there is no FP8 on a CPU: give bf16"),
@@ -64,7 +67,7 @@ def check_fp8_teacher(teacher: Namespace, micro_batch_size: int, kd: KDConfig) -
         (
             rows % FP8_TOKENS != 0,
             f"FP8 products need a multiple of {FP8_TOKENS} tokens, and a rank has --micro-batch-size "
-            f"{micro_batch_size} x {teacher.seq_length} of a row / {cp} context-parallel ranks",
+            f"{micro_batch_size} x {teacher.seq_length} of a row / {parts} ranks of context and sequence parallelism",
         ),
         (
             math.gcd(*widths) % FP8_WIDTH != 0,

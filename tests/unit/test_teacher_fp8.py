@@ -13,6 +13,9 @@ from mkd.teacher_fp8 import check_fp8_teacher
 LLAMA_8B = dict(
     num_attention_heads=32,
     kv_channels=128,
+    group_query_attention=True,
+    num_query_groups=8,
+    sequence_parallel=False,
     hidden_size=4096,
     ffn_hidden_size=14336,
     num_experts=None,
@@ -39,7 +42,9 @@ def check(sizes: dict[str, Any], micro_batch_size: int = 1, **flags: Any) -> Non
 
 
 @pytest.mark.usefixtures("a_gpu")
-@pytest.mark.parametrize("sizes", [{}, {"context_parallel_size": 512}, {"tensor_model_parallel_size": 32}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [{}, {"context_parallel_size": 512}, {"tensor_model_parallel_size": 8, "sequence_parallel": True}], ids=str
+)
 def test_what_fits(sizes: dict[str, Any]) -> None:
     check(sizes)
 
@@ -54,9 +59,11 @@ def test_what_fits(sizes: dict[str, Any]) -> None:
         ({"num_experts": 8}, {}, "its experts get any number of tokens"),
         ({"multi_latent_attention": True}, {}, "latent attention"),
         ({}, {"variable_seq_lengths": True}, "leave --kd-variable-seq-lengths out"),
-        ({"seq_length": 4104}, {"micro_batch_size": 3}, "--micro-batch-size 3 x 4104 of a row / 2 context-parallel"),
-        ({"hidden_size": 4104}, {}, "the teacher has 4104, 7168, 2048 on a tensor-parallel rank"),
-        ({"ffn_hidden_size": 14344}, {}, "the teacher has 4096, 7172, 2048 on a tensor-parallel rank"),
+        ({"seq_length": 4104}, {"micro_batch_size": 3}, "--micro-batch-size 3 x 4104 of a row / 2 ranks"),
+        ({"seq_length": 4112, "sequence_parallel": True}, {}, "--micro-batch-size 1 x 4112 of a row / 4 ranks"),
+        ({"num_query_groups": 9, "kv_channels": 12}, {}, "has 4096, 7168, 192, 108 on a tensor-parallel rank"),
+        ({"hidden_size": 4104}, {}, "the teacher has 4104, 7168, 2048, 1024 on a tensor-parallel rank"),
+        ({"ffn_hidden_size": 14344}, {}, "the teacher has 4096, 7172, 2048, 1024 on a tensor-parallel rank"),
     ],
     ids=lambda value: "" if isinstance(value, str) else " ".join(value),
 )
