@@ -5,12 +5,24 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).parents[2]
 KEYS = ("loss", "ce", "kd", "grad_norm")
+
+
+def write_models(folder: Path, teacher: dict[str, Any], student: dict[str, Any], **common: Any) -> None:
+    """folder/teacher, random and made sure of itself, and folder/student, in bf16; sizes are those of LlamaConfig."""
+    for name, sizes in (("teacher", teacher), ("student", student)):
+        torch.manual_seed(len(name))
+        model = LlamaForCausalLM(LlamaConfig(**common, **sizes)).to(torch.bfloat16)
+        if name == "teacher":
+            model.lm_head.weight.data.mul_(4.0)
+        model.save_pretrained(folder / name)
 
 
 def launch(name: str, folder: Path, ranks: int, flags: list[str]) -> list[dict]:

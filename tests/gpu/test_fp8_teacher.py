@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.gpu.layout_runs import KEYS, launch, row
+from tests.gpu.layout_runs import KEYS, launch, row, write_models
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,20 +30,11 @@ point, and a random teacher that was made sure of itself feels them more than a 
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random teacher of 0.8e9 parameters with a peaked distribution, a small student, and text with structure."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("models")
-    sizes = {
-        "teacher": dict(hidden_size=2048, intermediate_size=5632, num_hidden_layers=16, num_key_value_heads=8),
-        "student": dict(hidden_size=512, intermediate_size=1408, num_hidden_layers=4, num_key_value_heads=4),
-    }
-    for name, size in sizes.items():
-        torch.manual_seed(len(name))
-        config = LlamaConfig(vocab_size=VOCAB, num_attention_heads=16, max_position_embeddings=LENGTH, **size)
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
-        if name == "teacher":
-            model.lm_head.weight.data.mul_(4.0)
-        model.save_pretrained(folder / name)
+    teacher = dict(hidden_size=2048, intermediate_size=5632, num_hidden_layers=16, num_key_value_heads=8)
+    student = dict(hidden_size=512, intermediate_size=1408, num_hidden_layers=4, num_key_value_heads=4)
+    write_models(folder, teacher, student, vocab_size=VOCAB, num_attention_heads=16, max_position_embeddings=LENGTH)
     builder = IndexedDatasetBuilder(str(folder / "text.bin"), dtype=np.uint16)
     rng = np.random.default_rng(0)
     for _ in range(200):

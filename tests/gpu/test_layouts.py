@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.gpu.layout_runs import KEYS, launch, row
+from tests.gpu.layout_runs import KEYS, launch, row, write_models
 
 pytestmark = [
     pytest.mark.gpu,
@@ -64,26 +64,18 @@ PACKED_LAYOUTS = {
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A teacher of about 0.9e9 parameters with a peaked distribution, a student of 0.2e9, and text with structure."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("models")
-    sizes = {
-        "teacher": dict(hidden_size=2048, intermediate_size=5632, num_hidden_layers=16, num_key_value_heads=8),
-        "student": dict(hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_key_value_heads=4),
-    }
-    for name, size in sizes.items():
-        torch.manual_seed(len(name))
-        config = LlamaConfig(
-            vocab_size=VOCAB,
-            num_attention_heads=16,
-            max_position_embeddings=4096,
-            tie_word_embeddings=name == "student",
-            **size,
-        )
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
-        if name == "teacher":
-            model.lm_head.weight.data.mul_(4.0)
-        model.save_pretrained(folder / name)
+    teacher = dict(hidden_size=2048, intermediate_size=5632, num_hidden_layers=16, num_key_value_heads=8)
+    student = dict(hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_key_value_heads=4)
+    write_models(
+        folder,
+        teacher,
+        {**student, "tie_word_embeddings": True},
+        vocab_size=VOCAB,
+        num_attention_heads=16,
+        max_position_embeddings=4096,
+    )
     rng = np.random.default_rng(0)
     short = np.clip(np.random.default_rng(1).lognormal(5.0, 1.0, 3000), 2, 1024).astype(int)
     lengths = {"text": [1024] * 600, "short": short.tolist()}

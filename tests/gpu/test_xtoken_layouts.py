@@ -12,11 +12,10 @@ from pydoc_data.topics import topics
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.chats import MARKED, PLAIN, talk, write_lines
 from tests.e2e.small_job import make_tokenizer, save_tokenizer
-from tests.gpu.layout_runs import KEYS, launch, row
+from tests.gpu.layout_runs import KEYS, launch, row, write_models
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,20 +39,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sharpened random teacher of 2000 tokens, a student of 1500, and conversations."""
     folder = tmp_path_factory.mktemp("models")
     pages = [topics[name] for name in sorted(topics)]
-    sizes = {
-        "teacher": dict(vocab_size=2000, hidden_size=1024, intermediate_size=2816, num_hidden_layers=8),
-        "student": dict(vocab_size=1500, hidden_size=512, intermediate_size=1408, num_hidden_layers=4),
-    }
-    for name, template, corpus in (("teacher", PLAIN, pages[::2]), ("student", MARKED, pages[1::2])):
-        torch.manual_seed(len(name))
-        config = LlamaConfig(
-            num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=4096, eos_token_id=0, **sizes[name]
-        )
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
-        if name == "teacher":
-            model.lm_head.weight.data.mul_(4.0)
-        model.save_pretrained(folder / name)
-        save_tokenizer(make_tokenizer(sizes[name]["vocab_size"], "\n".join(corpus)), folder / name)
+    common = dict(num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=4096, eos_token_id=0)
+    teacher = dict(vocab_size=2000, hidden_size=1024, intermediate_size=2816, num_hidden_layers=8)
+    student = dict(vocab_size=1500, hidden_size=512, intermediate_size=1408, num_hidden_layers=4)
+    write_models(folder, teacher, student, **common)
+    for name, sizes, template, corpus in (
+        ("teacher", teacher, PLAIN, pages[::2]),
+        ("student", student, MARKED, pages[1::2]),
+    ):
+        save_tokenizer(make_tokenizer(sizes["vocab_size"], "\n".join(corpus)), folder / name)
         (folder / name / "chat_template.jinja").write_text(template)
     pieces = [page[start : start + 900] for page in pages for start in range(0, len(page) - 900, 900)]
     chats = [talk(first[:200], first, second[:100], second) for first, second in pairwise(pieces)]
