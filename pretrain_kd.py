@@ -14,8 +14,8 @@ import time
 
 from mkd import compat, cpu
 from mkd.compat.quiet import be_quiet
+from mkd.distributed.rank_env import be_a_rank, check_meeting_point
 from mkd.errors import FULL_DISK, MkdError
-from mkd.launch import be_a_rank, check_meeting_point
 
 
 def prepare() -> None:
@@ -36,13 +36,13 @@ def main() -> None:
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
     from mkd.data.datasets import provider_of
-    from mkd.groups import Groups
-    from mkd.hooks import Hooks
-    from mkd.introduction import introduce_teacher
-    from mkd.job import Job
-    from mkd.plan import dry_run, print_plan, record
-    from mkd.resuming import install_saving, settle_checkpoint
-    from mkd.schedule import TeacherThenStudent
+    from mkd.distributed.groups import Groups
+    from mkd.job.job import Job
+    from mkd.job.plan import dry_run, print_plan, record
+    from mkd.job.resume import install_saving, settle_checkpoint
+    from mkd.job.teacher_check import introduce_teacher
+    from mkd.job.training_loop import Hooks
+    from mkd.train.schedule import TeacherThenStudent
 
     job = Job.from_command_line()
     args = job.args

@@ -15,8 +15,8 @@ import mkd.cpu
 if mkd.cpu.wanted():
     mkd.cpu.activate()  # before any test module imports megatron
 
-from tests.poison import poisoned_memory
-from tests.quick_megatron import make_quick
+from tests.support.poison import poisoned_memory
+from tests.support.quick_megatron import make_quick
 
 make_quick()
 
@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def poisoned() -> Iterator[None]:
-    """The test runs with `tests.poison.poisoned_memory`."""
+    """The test runs with `tests.support.poison.poisoned_memory`."""
     with poisoned_memory():
         yield
 
@@ -41,7 +41,7 @@ def poisoned() -> Iterator[None]:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's loops over a row run more than once, for the small vocabularies of tests too."""
-    from mkd.losses import triton_kernels
+    from mkd.losses.kernels import triton_launchers as triton_kernels
 
     for name in ("ONE_ROUND_BLOCK", "TWO_ROUND_BLOCK", "GRADIENT_BLOCK", "ALL_ROUNDS_BLOCK"):
         monkeypatch.setattr(triton_kernels, name, 16)

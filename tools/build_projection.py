@@ -22,10 +22,10 @@ from mkd.compat.tools import import_quietly
 import_quietly()
 
 from mkd.errors import MkdConfigError, exit_status  # noqa: E402
-from mkd.xtoken.building import build_projection  # noqa: E402
-from mkd.xtoken.conversations import ends_of_turn  # noqa: E402
-from mkd.xtoken.projection import Projection, ProjectionOptions  # noqa: E402
-from mkd.xtoken.tokens import SpanTokenizer  # noqa: E402
+from mkd.xtoken.text.conversations import ends_of_turn  # noqa: E402
+from mkd.xtoken.text.tokens import SpanTokenizer  # noqa: E402
+from mkd.xtoken.vocabulary.build import build_projection  # noqa: E402
+from mkd.xtoken.vocabulary.projection import Projection, ProjectionOptions  # noqa: E402
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:

@@ -27,7 +27,7 @@ def prepare(flags: list[str]) -> None:
     """Get ready for Megatron, which is imported only then: the CPU backend must be in place first."""
     from mkd import compat, cpu
     from mkd.compat.quiet import be_quiet
-    from mkd.launch import be_a_rank
+    from mkd.distributed.rank_env import be_a_rank
 
     be_a_rank()
     if cpu.wanted():
@@ -46,14 +46,14 @@ def write(args: argparse.Namespace, flags: list[str]) -> None:
     prepare(flags)
     from megatron.training import initialize_megatron
 
-    from mkd.caching.job import CacheJob, CacheOptions
-    from mkd.caching.telling import print_plan
-    from mkd.caching.writing import Writing, rows_of
+    from mkd.cache_build.job import CacheJob, CacheOptions
+    from mkd.cache_build.progress import print_plan
+    from mkd.cache_build.write import Writing, rows_of
     from mkd.checkpoint.resume import check_same_teacher_everywhere
-    from mkd.groups import Groups
-    from mkd.launch import check_meeting_point
-    from mkd.stopping import StopSignals
-    from mkd.teacher.store_writer import check_folder
+    from mkd.compat.stopping import StopSignals
+    from mkd.distributed.groups import Groups
+    from mkd.distributed.rank_env import check_meeting_point
+    from mkd.teacher.cache.writer import check_folder
 
     temperatures = tuple(args.temperature)
     options = CacheOptions(
@@ -79,7 +79,7 @@ def write(args: argparse.Namespace, flags: list[str]) -> None:
 
 def info(args: argparse.Namespace, flags: list[str]) -> None:
     """Say what a cache holds."""
-    from mkd.caching.folders import describe
+    from mkd.cache_build.inspect import describe
 
     for name, text in describe(Path(args.folder), "info").items():
         print(f"{name:11s} {text}")
@@ -89,7 +89,7 @@ def verify(args: argparse.Namespace, flags: list[str]) -> None:
     """Read all of a cache; after --, with the flags it was written with, ask the teacher again about some texts."""
     if flags:
         prepare(flags)
-    from mkd.caching.folders import problems
+    from mkd.cache_build.inspect import problems
 
     folder = Path(args.folder)
     found = problems(folder, "verify")
@@ -107,12 +107,12 @@ def compare(folder: Path, segments: int) -> None:
     """Ask the teacher of `sys.argv` again."""
     from megatron.training import initialize_megatron
 
-    from mkd.caching.asking_again import ask_again
-    from mkd.caching.job import CacheJob, CacheOptions
-    from mkd.caching.writing import rows_of
-    from mkd.groups import Groups
-    from mkd.launch import check_meeting_point
-    from mkd.teacher.store import CacheMeta
+    from mkd.cache_build.job import CacheJob, CacheOptions
+    from mkd.cache_build.verify import ask_again
+    from mkd.cache_build.write import rows_of
+    from mkd.distributed.groups import Groups
+    from mkd.distributed.rank_env import check_meeting_point
+    from mkd.teacher.cache.store import CacheMeta
 
     meta = CacheMeta.read(folder, "verify")
     job = CacheJob.from_command_line(CacheOptions.of(folder, meta))
@@ -131,7 +131,7 @@ def compare(folder: Path, segments: int) -> None:
 
 def merge(args: argparse.Namespace, flags: list[str]) -> None:
     """Make one cache of several."""
-    from mkd.caching import folders
+    from mkd.cache_build import inspect as folders
 
     doubles = folders.merge(Path(args.out), [Path(part) for part in args.parts], "merge")
     print(f"{args.out}: {doubles:,} doubles left out")
@@ -144,8 +144,8 @@ def import_files(args: argparse.Namespace, flags: list[str]) -> None:
 
     if cpu.wanted():
         cpu.activate()
-    from mkd.caching.imported import ImportOptions, import_answers
-    from mkd.checkpoint.hf_folder import tokenizer_hash
+    from mkd.cache_build.import_axolotl import ImportOptions, import_answers
+    from mkd.checkpoint.tokenizer_files import tokenizer_hash
 
     folder = Path(args.tokenizer_model)
     meta, done = import_answers(
@@ -172,7 +172,7 @@ def vocabulary_of(folder: Path) -> int:
         found = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("vocab_size")
         if found is not None:
             return found
-    from mkd.data.text import load_tokenizer
+    from mkd.data.sources.text import load_tokenizer
 
     return len(load_tokenizer(str(folder)))
 

@@ -26,7 +26,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mkd.errors import MkdConfigError, exit_status
-from mkd.runlog import RunLog
+from mkd.report.run_log import RunLog
 
 SCRIPT = Path(__file__).resolve().parents[1] / "pretrain_kd.py"
 LAYOUT = (

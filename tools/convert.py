@@ -28,8 +28,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def import_command(args: argparse.Namespace) -> None:
     """HF folder -> torch_dist checkpoint."""
-    from mkd.checkpoint.hf_folder import HFFolder
-    from mkd.checkpoint.hf_import import import_hf
+    from mkd.checkpoint.hf.folder import HFFolder
+    from mkd.checkpoint.hf.import_ import import_hf
 
     import_hf(HFFolder(args.hf, "--hf"), args.save, args.dtype and DTYPES[args.dtype])
     if int(os.environ.get("RANK", "0")) == 0:
@@ -38,7 +38,7 @@ def import_command(args: argparse.Namespace) -> None:
 
 def export_command(args: argparse.Namespace) -> None:
     """torch_dist checkpoint -> HF folder."""
-    from mkd.checkpoint.hf_export import export_hf
+    from mkd.checkpoint.hf.export import export_hf
     from mkd.checkpoint.megatron_folder import MegatronFolder
 
     folder = MegatronFolder(args.load, "--load")
@@ -61,8 +61,8 @@ def verify_command(args: argparse.Namespace) -> None:
         MkdError: they are of other sizes, or differ by more than --tolerance.
     """
     from mkd.checkpoint.compare import check_same_sizes, compare, random_tokens, tokens_of_text
-    from mkd.checkpoint.hf_check import check_tensors, read_architecture
-    from mkd.checkpoint.hf_folder import HFFolder
+    from mkd.checkpoint.hf.check import check_tensors, read_architecture
+    from mkd.checkpoint.hf.folder import HFFolder
     from mkd.checkpoint.megatron_folder import MegatronFolder
 
     if args.rows < 1 or args.length < 2:

@@ -23,9 +23,9 @@ from matplotlib.ticker import MaxNLocator
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from mkd.config_values import divergence_text
+from mkd.config.values import divergence_text
 from mkd.errors import MkdConfigError, exit_status
-from mkd.runlog import RunLog
+from mkd.report.run_log import RunLog
 
 SUFFIXES = (".png", ".svg", ".pdf")
 PANELS = {

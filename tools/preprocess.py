@@ -16,9 +16,9 @@ from mkd.compat.tools import import_quietly
 
 import_quietly()
 
-from mkd.checkpoint.hf_folder import tokenizer_hash  # noqa: E402
-from mkd.data.indexed_text import IndexedText, dataset_prefix, default_workers, write_indexed_text  # noqa: E402
-from mkd.data.text import Encoding, check_inputs  # noqa: E402
+from mkd.checkpoint.tokenizer_files import tokenizer_hash  # noqa: E402
+from mkd.data.sources.indexed import IndexedText, dataset_prefix, default_workers, write_indexed_text  # noqa: E402
+from mkd.data.sources.text import Encoding, check_inputs  # noqa: E402
 from mkd.errors import MkdConfigError, exit_status  # noqa: E402
 
 ESCAPES = {r"\n": "\n", r"\t": "\t", r"\f": "\f"}

@@ -15,9 +15,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from mkd.checkpoint.hf_writer import check_output
-from mkd.checkpoint.prune import Teacher, chosen_layers
-from mkd.checkpoint.prune_width import Importance, WidthChoice, student_dims
+from mkd.checkpoint.hf.writer import check_output
+from mkd.checkpoint.prune.depth import Teacher, chosen_layers
+from mkd.checkpoint.prune.width import Importance, WidthChoice, student_dims
 from mkd.errors import MkdConfigError, exit_status
 
 SAMPLES, SEQ_LENGTH = 128, 1024
@@ -64,7 +64,7 @@ def check_importance(args: argparse.Namespace) -> None:
 
 def importance(teacher: Teacher, args: argparse.Namespace) -> Importance:
     """Of all layers, also of those that are left out: what a channel does depends on the whole teacher."""
-    from mkd.checkpoint.prune_importance import activation_importance, magnitude_importance, read_samples
+    from mkd.checkpoint.prune.importance import activation_importance, magnitude_importance, read_samples
 
     model = (teacher.folder, teacher.family, teacher.args)
     if args.importance == "magnitude":

@@ -23,13 +23,13 @@ import_quietly()
 
 import numpy as np  # noqa: E402
 
-from mkd.data.chat import Conversation  # noqa: E402
-from mkd.data.text import JSON_SUFFIXES, RawBatch, decode, json_object, parse, require_unicode  # noqa: E402
+from mkd.data.sources.chat import Conversation  # noqa: E402
+from mkd.data.sources.text import JSON_SUFFIXES, RawBatch, decode, json_object, parse, require_unicode  # noqa: E402
 from mkd.errors import MkdConfigError, MkdDataError, exit_status  # noqa: E402
-from mkd.xtoken.alignment import NO_CHUNK  # noqa: E402
-from mkd.xtoken.samples import AlignedSample, Passage, align_sample  # noqa: E402
-from mkd.xtoken.surfaces import surfaces_of  # noqa: E402
-from mkd.xtoken.tokens import SpanTokenizer  # noqa: E402
+from mkd.xtoken.text.alignment import NO_CHUNK  # noqa: E402
+from mkd.xtoken.text.samples import AlignedSample, Passage, align_sample  # noqa: E402
+from mkd.xtoken.text.token_bytes import surfaces_of  # noqa: E402
+from mkd.xtoken.text.tokens import SpanTokenizer  # noqa: E402
 
 COLOURS = ("black on cyan", "black on green", "black on yellow", "white on blue", "white on magenta")
 NO_COUNTERPART = "bold red"

@@ -9,9 +9,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from mkd.console import evaluation_table, perplexity, show
 from mkd.errors import MkdDataError, MkdError
-from mkd.runlog import RunLog
+from mkd.report.console import evaluation_table, perplexity, show
+from mkd.report.run_log import RunLog
 
 
 def cross_entropies(kd: RunLog, ce: RunLog) -> dict[str, float]:

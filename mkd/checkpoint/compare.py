@@ -19,12 +19,12 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mkd.arguments import default_arguments, teacher_arguments
-from mkd.checkpoint.hf_check import read_architecture
-from mkd.checkpoint.hf_folder import HFFolder
-from mkd.checkpoint.hf_import import one_rank
+from mkd.checkpoint.hf.check import read_architecture
+from mkd.checkpoint.hf.folder import HFFolder
+from mkd.checkpoint.hf.import_ import one_rank
 from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.checkpoint.megatron_load import load_megatron_weights
+from mkd.config.arguments import default_arguments, teacher_arguments
 from mkd.cpu.flags import set_cpu_values
 from mkd.errors import MkdCheckpointError, MkdConfigError
 from mkd.models.gpt import gpt_config

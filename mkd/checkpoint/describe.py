@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from mkd.checkpoint.hf_check import check_tensors, read_architecture
-from mkd.checkpoint.hf_export import MODEL_KEYS, architecture_of
-from mkd.checkpoint.hf_folder import HFFolder
+from mkd.checkpoint.hf.check import check_tensors, read_architecture
+from mkd.checkpoint.hf.export import MODEL_KEYS, architecture_of
+from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.errors import MkdCheckpointError
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mkd.checkpoint.durable import replacing
 from mkd.errors import MkdCheckpointError
+from mkd.utils.atomic_files import replacing
 
 INTEGRITY = "integrity.json"
 _ALGORITHM = "sha256"

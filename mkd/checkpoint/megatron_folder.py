@@ -13,9 +13,8 @@ from megatron.core.dist_checkpointing import load_common_state_dict
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mkd.checkpoint.assets import ASSETS
-from mkd.checkpoint.hf_folder import hash_hex, tokenizer_hash
 from mkd.checkpoint.integrity import find_damage
+from mkd.checkpoint.tokenizer_files import ASSETS, hash_hex, tokenizer_hash
 from mkd.errors import MkdCheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mkd.checkpoint.durable import replacing, sync_folder
 from mkd.checkpoint.integrity import changed_files, find_damage
 from mkd.checkpoint.megatron_folder import TRACKER
 from mkd.errors import MkdCheckpointError, MkdConfigError
+from mkd.utils.atomic_files import replacing, sync_folder
 
 TORN = "torn_"
 """Beginning of the new name of a folder that was set aside."""

@@ -15,9 +15,9 @@ from uuid import uuid4
 
 import torch.distributed as dist
 
-from mkd.checkpoint.durable import replacing, sync_file, sync_folder
 from mkd.checkpoint.integrity import hash_files, take_hashes, write_manifest
 from mkd.errors import MkdCheckpointError
+from mkd.utils.atomic_files import replacing, sync_file, sync_folder
 
 OWNER = "saving_job.txt"
 """In --save: the job that began to save there last. One that was taken for dead, or forgotten, may still be at work."""

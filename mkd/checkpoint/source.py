@@ -7,11 +7,12 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from mkd.checkpoint.hf_check import check_tensors, read_architecture
-from mkd.checkpoint.hf_folder import HFFolder, hash_hex
-from mkd.checkpoint.hf_load import load_hf_weights
+from mkd.checkpoint.hf.check import check_tensors, read_architecture
+from mkd.checkpoint.hf.folder import HFFolder
+from mkd.checkpoint.hf.load import load_hf_weights
 from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.checkpoint.megatron_load import load_megatron_weights
+from mkd.checkpoint.tokenizer_files import hash_hex
 from mkd.errors import MkdConfigError
 
 

@@ -1,5 +1,5 @@
 """Every patch of, and workaround for, megatron: each with its upstream reason and a test that fails when it is no
-longer needed (tests/unit/test_compat.py). Those of checkpoints are in `mkd.compat.checkpoints`.
+longer needed (tests/unit/compat/test_compat.py). Those of checkpoints are in `mkd.compat.checkpoints`.
 """
 
 import argparse
@@ -222,7 +222,7 @@ def _evaluate_first(training: ModuleType, call: dict[str, Any]) -> None:
 
 
 def _quietly(training: ModuleType, call: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Call without the lines that megatron prints on the last rank: `mkd.metrics` prints them."""
+    """Call without the lines that megatron prints on the last rank: `mkd.report.metrics` prints them."""
     printer, training.print_rank_last = training.print_rank_last, lambda message: None
     try:
         return call(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Patches of megatron's saving and loading (tests/unit/test_checkpoint_hooks.py)."""
+"""Patches of megatron's saving and loading (tests/unit/compat/test_checkpoint_hooks.py)."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -256,7 +256,7 @@ def let_finished_jobs_evaluate() -> None:
     """Give a job that has made all its steps a loader without samples: it draws none, and evaluates.
 
     megatron-core 0.19 asserts that samples are left. Its own training sets have more than a job takes; those of whole
-    samples have as many (`mkd.data.row_sets`).
+    samples have as many (`mkd.data.packing.row_sets`).
     """
     from megatron.training import training
     from torch.utils.data import DataLoader

@@ -1,4 +1,4 @@
-"""What megatron prints about itself, left out (tests/unit/test_quiet.py).
+"""What megatron prints about itself, left out (tests/unit/compat/test_quiet.py).
 
 megatron-core 0.19 prints about a thousand lines before the first step, most of them without a way to ask for less: its
 800 arguments, each parameter of the model, what it deprecates of itself, the time at each stage of its start, and an

@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from mkd.context_parallel import dual_chunk_places
+from mkd.distributed.context_parallel import dual_chunk_places
 
 
 class SegmentAttention(DotProductAttention):

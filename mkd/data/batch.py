@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from mkd.context_parallel import dual_chunk_places
+from mkd.distributed.context_parallel import dual_chunk_places
 from mkd.errors import MkdDataError
 
 OTHERS = "others"
@@ -28,9 +28,9 @@ class KDBatch:
     padded at its end with tokens of mask 0; the rows' own padding is a segment, or part of the last one.
 
     `from_sample` gives the whole microbatch on the host, `on_rank` this rank's part of it on its device: with context
-    parallelism every tensor is cut in the same dual-chunk order (`mkd.context_parallel`), within each segment of a
-    packed row and within the whole row otherwise. What a token needs of its neighbours, its label and its position, it
-    has got before.
+    parallelism every tensor is cut in the same dual-chunk order (`mkd.distributed.context_parallel`), within each
+    segment of a packed row and within the whole row otherwise. Labels and positions are set before slicing, so no rank
+    needs its neighbors.
     """
 
     tokens: Tensor

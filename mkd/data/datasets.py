@@ -12,9 +12,9 @@ from megatron.core.datasets.indexed_dataset import DType
 from megatron.core.datasets.utils import Split
 from torch.utils.data import Dataset
 
-from mkd.data.indexed_text import IndexedText
-from mkd.data.row_sets import RowSets
-from mkd.data.stores import is_chat_file
+from mkd.data.packing.row_sets import RowSets
+from mkd.data.sources.indexed import IndexedText
+from mkd.data.sources.stores import is_chat_file
 from mkd.errors import MkdDataError
 
 # More than any run evaluates.
@@ -173,7 +173,7 @@ def build_datasets(
 def provider_of(datasets: list[Any]) -> Callable:
     """What `megatron.training.pretrain` asks for datasets.
 
-    Virtual pipeline stages after the first get none: `mkd.schedule` draws each batch once and hands it to all stages.
+    Virtual pipeline stages after the first get none: `mkd.train.schedule` reads each batch once for all stages.
     """
 
     def provider(sizes: Any, vp_stage: int | None = None) -> list[Any]:

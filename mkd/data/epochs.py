@@ -7,7 +7,7 @@ from typing import Any
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.datasets.utils import Split
 
-from mkd.data.stores import DocumentStore, is_chat_file
+from mkd.data.sources.stores import DocumentStore, is_chat_file
 
 NAMES = {Split.train: "training", Split.valid: "validation", Split.test: "test"}
 MANY = 100

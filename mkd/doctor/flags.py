@@ -8,8 +8,8 @@ from typing import Any
 
 from megatron.training.arguments import add_megatron_arguments
 
-from mkd import arguments
-from mkd.config import KDConfig
+from mkd.config import arguments
+from mkd.config.kd_config import KDConfig
 from mkd.doctor.findings import Findings
 from mkd.errors import MkdConfigError
 

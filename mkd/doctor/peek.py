@@ -8,11 +8,11 @@ import numpy as np
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from mkd.data.chat import SUPERVISED, ChatTokenizer
-from mkd.data.packing import cut, one_per_row, pack
-from mkd.data.stores import DocumentStore, is_chat_file
-from mkd.data.text import RawBatch, load_tokenizer
-from mkd.job import Job
+from mkd.data.packing.layout import cut, one_per_row, pack
+from mkd.data.sources.chat import SUPERVISED, ChatTokenizer
+from mkd.data.sources.stores import DocumentStore, is_chat_file
+from mkd.data.sources.text import RawBatch, load_tokenizer
+from mkd.job.job import Job
 
 TARGET, CONTEXT = "green", "dim"
 FIRST_BYTES = 1 << 18

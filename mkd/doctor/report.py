@@ -7,13 +7,14 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from mkd import arguments, cpu
+from mkd import cpu
+from mkd.config import arguments
 from mkd.doctor.findings import Findings
 from mkd.doctor.peek import CONTEXT, TARGET, peek
-from mkd.job import Job
+from mkd.job.job import Job
+from mkd.job.memory_table import print_memory, workload
+from mkd.job.plan import plan
 from mkd.memory.advice import advise, needed
-from mkd.memory_table import print_memory, workload
-from mkd.plan import plan
 
 GIB = 2**30
 

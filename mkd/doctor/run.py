@@ -14,17 +14,11 @@ from pathlib import Path
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 from megatron.training.global_vars import destroy_global_vars
 
-from mkd import arguments, cpu
+from mkd import cpu
 from mkd.checkpoint.source import ModelSource, SeveralSources, TeacherSource, common_vocabulary
-from mkd.config import KDConfig
-from mkd.data.chat import ChatTokenizer
-from mkd.data.datasets import check_data
-from mkd.data.stores import check_chat_file, is_chat_file
-from mkd.doctor.environment import has_wrong_apex
-from mkd.doctor.findings import Findings
-from mkd.doctor.flags import readable, settled
-from mkd.errors import MkdError
-from mkd.flag_checks import (
+from mkd.config import arguments
+from mkd.config.kd_config import KDConfig
+from mkd.config.megatron_checks import (
     check_attention_kernels,
     check_learning_rate,
     check_required,
@@ -33,11 +27,18 @@ from mkd.flag_checks import (
     check_transformer_engine,
     layout_checks,
 )
-from mkd.job import Job, check_writable
-from mkd.job_teacher import teacher_source
+from mkd.config.teacher_layout import check_teacher_divides, check_teacher_layout, in_layout_of_teacher
+from mkd.data.datasets import check_data
+from mkd.data.sources.chat import ChatTokenizer
+from mkd.data.sources.stores import check_chat_file, is_chat_file
+from mkd.doctor.environment import has_wrong_apex
+from mkd.doctor.findings import Findings
+from mkd.doctor.flags import readable, settled
+from mkd.errors import MkdError
+from mkd.job.job import Job, check_writable
+from mkd.job.resume import choose_checkpoint
+from mkd.job.teacher import teacher_source
 from mkd.memory.parameters import optimizer_bytes, parameters_of_stage
-from mkd.resuming import choose_checkpoint
-from mkd.teacher_sizes import check_teacher_divides, check_teacher_layout, in_layout_of_teacher
 
 SCRIPT = "pretrain_kd.py"
 

@@ -1,12 +1,12 @@
 """Losses of knowledge distillation over a vocabulary that is cut over tensor-parallel ranks."""
 
-from mkd.config import LossSpec
-from mkd.losses.comparison import Comparison, LogitSource, compare_models
+from mkd.config.kd_config import LossSpec
 from mkd.losses.fused_linear import fused_linear_loss
 from mkd.losses.logits import LogitMap, LogitMaps
+from mkd.losses.measure.comparison import Comparison, LogitSource, compare_models
+from mkd.losses.measure.topk import TopK, teacher_top_k
 from mkd.losses.options import LossOptions
-from mkd.losses.sparse import SparseTeacher
-from mkd.losses.teacher_topk import TopK, teacher_top_k
+from mkd.losses.sparse.teacher import SparseTeacher
 from mkd.losses.topk import fused_linear_topk_loss, topk_loss
 from mkd.losses.vocab_parallel import LossOutput, vocab_parallel_loss
 

@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mkd.config import LossSpec
+from mkd.config.kd_config import LossSpec
 
 
 @dataclass(frozen=True)

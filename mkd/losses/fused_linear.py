@@ -11,16 +11,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from mkd.config import LossSpec
+from mkd.config.kd_config import LossSpec
 from mkd.losses.chunking import LEAST_ROWS, row_chunks
 from mkd.losses.fused_pass import FusedPass
-from mkd.losses.kernels import Kernels, choose
+from mkd.losses.kernels.interface import Kernels, choose
 from mkd.losses.lm_head import LMHead, fp16_scale
 from mkd.losses.logits import PLAIN_LOGITS, LogitMaps, Setting, statistics_dtype
 from mkd.losses.main_grad import MainGrad, keep_gradients, kept_gradients
-from mkd.losses.reference_linear import dense_divergence, linear_loss
+from mkd.losses.reference.linear import dense_divergence, linear_loss
 from mkd.losses.rows import Rows
-from mkd.losses.sparse import SparseTarget
+from mkd.losses.sparse.teacher import SparseTarget
 from mkd.losses.vocab_parallel import LossOutput
 from mkd.losses.vocab_shard import VocabShard
 

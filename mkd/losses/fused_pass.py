@@ -8,12 +8,12 @@ from torch import Tensor
 
 from mkd.losses.chunking import interleave
 from mkd.losses.divergences import DIVERGENCES
-from mkd.losses.kernels import Kernels
+from mkd.losses.kernels.interface import Kernels
 from mkd.losses.lm_head import LMHead, add_product, factor, product
 from mkd.losses.logits import Chunk, Setting, statistics_dtype
 from mkd.losses.rows import Rows, Statistics, Terms
-from mkd.losses.sparse import SparseTarget
-from mkd.losses.sparse_pass import Head, terms_of
+from mkd.losses.sparse.passes import Head, terms_of
+from mkd.losses.sparse.teacher import SparseTarget
 
 
 @dataclass

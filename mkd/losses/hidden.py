@@ -16,7 +16,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from mkd.config import HiddenLossType
+from mkd.config.kd_config import HiddenLossType
 
 _TINY = 1e-12
 """A vector that is shorter has no direction: its cosine with anything is 0, and so is the gradient."""

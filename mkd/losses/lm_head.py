@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mkd.config import LossSpec
+from mkd.config.kd_config import LossSpec
 from mkd.losses.logits import statistics_dtype
 from mkd.losses.rows import Rows
 

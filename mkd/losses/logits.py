@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from mkd.config import LossSpec
+from mkd.config.kd_config import LossSpec
 from mkd.losses.rows import Rows
 from mkd.losses.vocab_shard import VocabShard
 
 if TYPE_CHECKING:
-    from mkd.losses.sparse_pass import Head
+    from mkd.losses.sparse.passes import Head
 
 
 @dataclass(frozen=True)

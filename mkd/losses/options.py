@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from mkd.config import KDConfig
+from mkd.config.kd_config import KDConfig
 from mkd.errors import MkdConfigError
-from mkd.losses.kernels import resolve
+from mkd.losses.kernels.interface import resolve
 
 _LOGITS_DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mkd.config import LossSpec
+from mkd.config.kd_config import LossSpec
 from mkd.losses.divergences import DIVERGENCES
 
 Statistics = dict[str, Tensor]

@@ -4,14 +4,14 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mkd.config import LossSpec
+from mkd.config.kd_config import LossSpec
 from mkd.losses.fused_linear import check_bias, check_head, fused_linear_loss, on_all_ranks, run_fused
-from mkd.losses.kernels import choose
+from mkd.losses.kernels.interface import choose
 from mkd.losses.logits import LogitMap, LogitMaps, Setting, statistics_dtype
-from mkd.losses.reference_linear import linear_loss, sparse_divergence
+from mkd.losses.reference.linear import linear_loss, sparse_divergence
 from mkd.losses.rows import Rows
-from mkd.losses.sparse import SparseTarget, SparseTeacher, Tail
-from mkd.losses.sparse_pass import SparseKernels
+from mkd.losses.sparse.passes import SparseKernels
+from mkd.losses.sparse.teacher import SparseTarget, SparseTeacher, Tail
 from mkd.losses.vocab_parallel import LossOutput, loss_of_logits, vocab_parallel_loss
 from mkd.losses.vocab_shard import VocabShard
 

@@ -7,14 +7,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from mkd.config import LossSpec
+from mkd.config.kd_config import LossSpec
 from mkd.losses.chunking import row_chunks
 from mkd.losses.divergences import DIVERGENCES
-from mkd.losses.kernels import Kernels, choose
+from mkd.losses.kernels.interface import Kernels, choose
 from mkd.losses.logits import Chunk, Setting, statistics_dtype
 from mkd.losses.rows import Rows, Statistics
-from mkd.losses.sparse import SparseTarget
-from mkd.losses.sparse_pass import Head, terms_of
+from mkd.losses.sparse.passes import Head, terms_of
+from mkd.losses.sparse.teacher import SparseTarget
 from mkd.losses.vocab_shard import VocabShard
 
 

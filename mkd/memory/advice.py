@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mkd.config import KDConfig
-from mkd.errors import MkdConfigError
-from mkd.flag_checks import check_divisions, length_multiple
-from mkd.memory.estimate import LOGITS, Workload, estimate, fullest, outside_of_torch
-from mkd.teacher_sizes import (
+from mkd.config.kd_config import KDConfig
+from mkd.config.megatron_checks import check_divisions, length_multiple
+from mkd.config.teacher_layout import (
     SIZES,
     check_teacher_divides,
     check_teacher_layout,
     has_own_layout,
     in_layout_of_teacher,
 )
+from mkd.errors import MkdConfigError
+from mkd.memory.estimate import LOGITS, Workload, estimate, fullest, outside_of_torch
 
 WORTHWHILE = 0.01
 """Share of the need that a change must save to be named."""

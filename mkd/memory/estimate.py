@@ -5,12 +5,12 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mkd.config import KDConfig
+from mkd.config.kd_config import KDConfig
+from mkd.config.teacher_layout import has_own_layout
 from mkd.memory.activations import at_work_backward, kept_by_layers, layer_bytes, tokens_of
 from mkd.memory.logits import logit_bytes, shard_of
 from mkd.memory.parameters import gradient_bytes, optimizer_bytes, outside_of_layers, parameters_of_stage
 from mkd.memory.stages import chunks_of_stage, in_flight, microbatches
-from mkd.teacher_sizes import has_own_layout
 
 GIB = 2**30
 
@@ -203,7 +203,7 @@ def _residual(args: Namespace) -> float:
 
 def _hidden_bytes(work: Workload, teachers: Sequence[Namespace]) -> float:
     """The teachers' hidden states: of one microbatch, or of a whole step where the teacher looks at all of them first
-    (mkd/schedule.py)."""
+    (mkd/train/schedule.py)."""
     at_once = work.student.pipeline_model_parallel_size > 1 or work.kd.teacher_offload
     at_once = at_once or any(has_own_layout(teacher, work.student) for teacher in work.teachers)
     count = microbatches(work.student) if at_once else 1

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 import torch
 
-from mkd.config import KDConfig
+from mkd.config.kd_config import KDConfig
 from mkd.losses.chunking import CHUNK_BYTES, LEAST_ROWS, row_chunks
 from mkd.memory.activations import tokens_of
-from mkd.xtoken.losses import GROUP_ROWS
+from mkd.xtoken.loss.xtoken_loss import GROUP_ROWS
 
 FP32_COPIES = {"p_kl": 11, "gold": 9, "gold_relaxed": 9}
 """Tensors of a group in fp32, of at most `CHUNK_BYTES` each, at the fullest moment of losses between tokenizers that
@@ -48,7 +48,7 @@ def _of_one_tokenizer(student: Namespace, teacher: int, kd: KDConfig, dtype: tor
 
 
 def _between_tokenizers(student: Namespace, teacher: int, kd: KDConfig, dtype: torch.dtype, on_gpu: bool) -> float:
-    """The groups of mkd/xtoken/head_pass.py. partition_kl has the student's logits twice: as they come, and common
+    """The groups of mkd/xtoken/loss/head_pass.py. partition_kl has the student's logits twice: as they come, and common
     tokens and others apart."""
     columns, kind = max(shard_of(student), teacher, 1), kd.xtoken_loss
     if kind in FP32_COPIES:

@@ -12,12 +12,12 @@ from megatron.core.utils import unwrap_model
 from megatron.training.models import GPTModelBuilder, GPTModelConfig
 from torch import Tensor, nn
 
-from mkd.data.ahead import Upcoming
 from mkd.data.batch import KDBatch
-from mkd.groups import Groups
+from mkd.data.lookahead import Upcoming
+from mkd.distributed.groups import Groups
 from mkd.models.gpt import lm_head, logit_scale
-from mkd.teacher.base import HiddenSignal
-from mkd.teacher.layers import LayerRecorder
+from mkd.teacher.interface import HiddenSignal
+from mkd.teacher.layer_outputs import LayerRecorder
 
 
 def _final_hidden_states(*, hidden_states: Tensor, **unused: Any) -> Tensor:

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.dist.pool import Pool, pool, stop_all
+from tests.support.dist.pool import Pool, pool, stop_all
 
 
 @pytest.fixture(scope="package")
 def gloo_pool() -> Iterator[Callable[[int], Pool]]:
-    """`gloo_pool(world_size).run(func, *args)`: see `tests.dist.pool.Pool.run`."""
+    """`gloo_pool(world_size).run(func, *args)`: see `tests.support.dist.pool.Pool.run`."""
     yield pool
     stop_all()

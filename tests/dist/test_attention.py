@@ -16,10 +16,10 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
-from mkd.context_parallel import dual_chunk_places
+from mkd.distributed.context_parallel import dual_chunk_places
 from mkd.cpu.attention import SegmentAttention
-from tests.dist.pool import Pool
-from tests.tolerance import FP64, assert_close_norm
+from tests.support.dist.pool import Pool
+from tests.support.tolerance import FP64, assert_close_norm
 
 HEADS, GROUPS, WIDTH, ROW = 6, 2, 4, 32
 ONE, SEVERAL = (0, ROW), (0, 8, 24, 24, 32)

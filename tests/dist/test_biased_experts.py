@@ -5,13 +5,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from mkd.checkpoint.hf_check import read_architecture
-from mkd.checkpoint.hf_folder import HFFolder
-from mkd.checkpoint.hf_load import load_hf_weights
-from tests.dist.gpt_models import build_from_arguments, layout
+from mkd.checkpoint.hf.check import read_architecture
+from mkd.checkpoint.hf.folder import HFFolder
+from mkd.checkpoint.hf.load import load_hf_weights
+from tests.support.dist.gpt_models import build_from_arguments, layout
 from tests.dist.test_hf_families import GPT_OSS, TOKENS
-from tests.hf_folders import make_model
-from tests.tolerance import GRADIENT, assert_close_norm
+from tests.support.hf_folders import make_model
+from tests.support.tolerance import GRADIENT, assert_close_norm
 
 NAMES = {
     "self_attn.sinks": "self_attention.core_attention.softmax_offset",

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from mkd.data.batch import segment_key
-from mkd.teacher.store import TeacherStore
-from mkd.teacher.store_writer import StoreWriter
-from tests.dist.cached_step import FAULTS, cached_step, forgetful_step, meta_of, reads_of_steps, write_cache
-from tests.dist.kd_run import kd_run
-from tests.dist.kd_samples import ROWS, samples
-from tests.dist.kd_step import Layout, Models
-from tests.dist.outcome import total, whole_tensors
-from tests.dist.pool import Pool, WorkerError
-from tests.tolerance import FP32, GRADIENT, QUANTISED, STEP_LOSS, assert_close_norm, norm_error
+from mkd.teacher.cache.store import TeacherStore
+from mkd.teacher.cache.writer import StoreWriter
+from tests.support.dist.cached_step import FAULTS, cached_step, forgetful_step, meta_of, reads_of_steps, write_cache
+from tests.support.dist.kd_run import kd_run
+from tests.support.dist.kd_samples import ROWS, samples
+from tests.support.dist.kd_step import Layout, Models
+from tests.support.dist.outcome import total, whole_tensors
+from tests.support.dist.pool import Pool, WorkerError
+from tests.support.tolerance import FP32, GRADIENT, QUANTISED, STEP_LOSS, assert_close_norm, norm_error
 
 TOP_K, STORED, DRAWS = 6, 12, 80
 Result = tuple[dict[str, float], dict[str, Tensor]]

@@ -5,18 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from mkd.checkpoint import hf_writer
-from mkd.checkpoint.assets import store_assets
-from mkd.checkpoint.hf_folder import HFFolder
-from mkd.checkpoint.hf_import import import_hf
-from mkd.checkpoint.hf_snapshot import Snapshots
+from mkd.checkpoint.hf import writer as hf_writer
+from mkd.checkpoint.hf.assets import store_assets
+from mkd.checkpoint.hf.folder import HFFolder
+from mkd.checkpoint.hf.import_ import import_hf
+from mkd.checkpoint.hf.snapshot import Snapshots
 from mkd.checkpoint.integrity import INTEGRITY, changed_files
 from mkd.checkpoint.megatron_folder import TRACKER
 from mkd.checkpoint.resume import check_same_teacher_everywhere, choose, settle
 from mkd.checkpoint.saving import Saving
 from mkd.errors import MkdCheckpointError
-from tests.hf_folders import add_tokenizer, make_llama
-from tests.torch_dist_folders import SHARD, flip_a_byte, name_of, write_checkpoint
+from tests.support.hf_folders import add_tokenizer, make_llama
+from tests.support.torch_dist_folders import SHARD, flip_a_byte, name_of, write_checkpoint
 
 
 def settled(rank: int, world_size: int, roots: list[Path]) -> str:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from mkd.losses import Comparison, LogitMap, LogitSource, SparseTeacher, compare_models, reference
-from tests.dist.pool import Pool
-from tests.tolerance import FP32, FP64, assert_close_norm
+from tests.support.dist.pool import Pool
+from tests.support.tolerance import FP32, FP64, assert_close_norm
 
 ROWS, TRUE_VOCAB = 37, 29
 WIDTH = {1: 31, 2: 29, 4: 9}

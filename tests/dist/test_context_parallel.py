@@ -11,8 +11,8 @@ from megatron.core.transformer.moe import router
 from megatron.core.transformer.moe.moe_utils import get_tokens_per_expert_and_token_count
 
 from mkd.compat import balance_experts_over_unequal_ranks
-from tests.dist.kd_step import Layout, Models, kd_step
-from tests.dist.pool import Pool, WorkerError
+from tests.support.dist.kd_step import Layout, Models, kd_step
+from tests.support.dist.pool import Pool, WorkerError
 from tests.dist.test_layouts import compare
 
 GetPool = Callable[[int], Pool]
@@ -83,7 +83,7 @@ def test_recomputed_activations(gloo_pool: GetPool) -> None:
 
 def with_shorter_second_batch(rank: int, world_size: int) -> None:
     """Stages that do not know of differing lengths."""
-    from tests.dist import kd_step as module
+    from tests.support.dist import kd_step as module
 
     whole = module.microbatches
 

@@ -11,16 +11,16 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from mkd.evaluation import BINS, calibration_error
-from mkd.groups import Groups
-from mkd.hooks import Hooks
+from mkd.train.evaluation import BINS, calibration_error
+from mkd.distributed.groups import Groups
+from mkd.job.training_loop import Hooks
 from mkd.losses import LossOptions, reference
-from mkd.schedule import TeacherThenStudent
-from mkd.step import ForwardStep
+from mkd.train.schedule import TeacherThenStudent
+from mkd.train.step import ForwardStep
 from mkd.teacher.online import OnlineTeacher
-from tests.dist.kd_samples import ROW, ROWS, VOCAB, microbatches
-from tests.dist.kd_step import Layout, Models, build_student, build_teacher, parallel_state
-from tests.dist.pool import Pool
+from tests.support.dist.kd_samples import ROW, ROWS, VOCAB, microbatches
+from tests.support.dist.kd_step import Layout, Models, build_student, build_teacher, parallel_state
+from tests.support.dist.pool import Pool
 
 MODELS = Models(masks="differ", ratio=0.3, temperature=2.0, teacher_is_student=True)
 LAYOUTS = {

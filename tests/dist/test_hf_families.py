@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mkd.checkpoint.hf_check import read_architecture
-from mkd.checkpoint.hf_export import export_hf
-from mkd.checkpoint.hf_families import FAMILIES
-from mkd.checkpoint.hf_folder import HFFolder
-from mkd.checkpoint.hf_import import import_hf
-from mkd.checkpoint.hf_load import load_hf_weights
+from mkd.checkpoint.hf.check import read_architecture
+from mkd.checkpoint.hf.export import export_hf
+from mkd.checkpoint.hf.families import FAMILIES
+from mkd.checkpoint.hf.folder import HFFolder
+from mkd.checkpoint.hf.import_ import import_hf
+from mkd.checkpoint.hf.load import load_hf_weights
 from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.checkpoint.megatron_load import load_megatron_weights
-from tests.dist.gpt_models import build_from_arguments, layout, run_stages
-from tests.hf_folders import LLAMA3_ROPE, make_model, read_weights, reference_logits
-from tests.tolerance import LOGITS
+from tests.support.dist.gpt_models import build_from_arguments, layout, run_stages
+from tests.support.hf_folders import LLAMA3_ROPE, make_model, read_weights, reference_logits
+from tests.support.tolerance import LOGITS
 
 TWO = {"num_hidden_layers": 2}
 MOE = {**TWO, "num_experts_per_tok": 2}

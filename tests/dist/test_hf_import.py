@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from mkd.checkpoint.hf_export import export_hf
-from mkd.checkpoint.hf_folder import HFFolder
-from mkd.checkpoint.hf_import import import_hf
+from mkd.checkpoint.hf.export import export_hf
+from mkd.checkpoint.hf.folder import HFFolder
+from mkd.checkpoint.hf.import_ import import_hf
 from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.checkpoint.megatron_load import load_megatron_weights
-from tests.dist.gpt_models import build_chunks, layout, run_stages
-from tests.hf_folders import LLAMA3_ROPE, make_llama, read_weights, reference_logits
-from tests.tolerance import LOGITS
+from tests.support.dist.gpt_models import build_chunks, layout, run_stages
+from tests.support.hf_folders import LLAMA3_ROPE, make_llama, read_weights, reference_logits
+from tests.support.tolerance import LOGITS
 
 TOKENS = torch.randint(0, 131, (2, 96), generator=torch.Generator().manual_seed(1))
 

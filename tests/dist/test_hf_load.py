@@ -5,13 +5,13 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from mkd.checkpoint.hf_check import read_architecture
-from mkd.checkpoint.hf_folder import HFFolder
-from mkd.checkpoint.hf_load import load_hf_weights
+from mkd.checkpoint.hf.check import read_architecture
+from mkd.checkpoint.hf.folder import HFFolder
+from mkd.checkpoint.hf.load import load_hf_weights
 from mkd.errors import MkdCheckpointError
-from tests.dist.gpt_models import build_chunks, layout, run_stages
-from tests.hf_folders import LLAMA3_ROPE, make_llama, read_weights, reference_logits
-from tests.tolerance import LOGITS
+from tests.support.dist.gpt_models import build_chunks, layout, run_stages
+from tests.support.hf_folders import LLAMA3_ROPE, make_llama, read_weights, reference_logits
+from tests.support.tolerance import LOGITS
 
 FLAG = "--kd-student-hf"
 MODELS = {

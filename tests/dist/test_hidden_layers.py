@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from tests.dist.hidden_term import hidden_term
-from tests.dist.kd_step import Layout, Models, kd_step
+from tests.support.dist.hidden_term import hidden_term
+from tests.support.dist.kd_step import Layout, Models, kd_step
 from tests.dist.test_layouts import GetPool, combine, compare, one_rank
-from tests.tolerance import GRADIENT, STEP_LOSS, assert_close_norm
+from tests.support.tolerance import GRADIENT, STEP_LOSS, assert_close_norm
 
 # Of 4 and 8 layers. Under PP2 the student's layer 2 is on the first stage and the teacher's 6 on the second, 3 and 2
 # the other way round. Two pairs share a student's layer, two a teacher's, and the last layers are paired too.

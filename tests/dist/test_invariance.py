@@ -11,9 +11,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.dist.kd_step import Layout, Models
-from tests.dist.outcome import GetPool, Outcome, assert_equal, assert_same
-from tests.tolerance import GRADIENT, STEP_LOSS, assert_close_norm
+from tests.support.dist.kd_step import Layout, Models
+from tests.support.dist.outcome import GetPool, Outcome, assert_equal, assert_same
+from tests.support.tolerance import GRADIENT, STEP_LOSS, assert_close_norm
 
 BOTH = Models(teacher_layers=2)
 KD_ONLY = replace(BOTH, tied=False, ratio=1.0, temperature=1.0)

@@ -6,14 +6,14 @@ import torch.distributed as dist
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
-from mkd.checkpoint.hf_check import read_architecture
-from mkd.checkpoint.hf_folder import HFFolder
-from mkd.checkpoint.hf_load import load_hf_weights
+from mkd.checkpoint.hf.check import read_architecture
+from mkd.checkpoint.hf.folder import HFFolder
+from mkd.checkpoint.hf.load import load_hf_weights
 from mkd.cpu import latent_attention
-from tests.dist.gpt_models import build_from_arguments, layout
+from tests.support.dist.gpt_models import build_from_arguments, layout
 from tests.dist.test_hf_families import DEEPSEEK, TOKENS
-from tests.hf_folders import make_model
-from tests.tolerance import GRADIENT, assert_close_norm
+from tests.support.hf_folders import make_model
+from tests.support.tolerance import GRADIENT, assert_close_norm
 
 
 def gradients(rank: int, size: int, path: str, is_sequence_parallel: bool, method: str) -> dict[str, Tensor]:

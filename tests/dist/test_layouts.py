@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from tests.dist.kd_step import Layout, Models, kd_step
-from tests.dist.outcome import total, whole_tensors
-from tests.dist.pool import Pool
-from tests.tolerance import GRADIENT, STEP_LOSS, assert_close_norm
+from tests.support.dist.kd_step import Layout, Models, kd_step
+from tests.support.dist.outcome import total, whole_tensors
+from tests.support.dist.pool import Pool
+from tests.support.tolerance import GRADIENT, STEP_LOSS, assert_close_norm
 
 GetPool = Callable[[int], Pool]
 

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from mkd.caching.texts import Ledger, Row
-from tests.dist.pool import Pool
+from mkd.cache_build.texts import Ledger, Row
+from tests.support.dist.pool import Pool
 
 WINDOWS = [
     # of each rank: rows with their texts

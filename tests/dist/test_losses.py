@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mkd.losses import LossOutput, LossSpec, fused_linear_loss, reference, vocab_parallel_loss
 from mkd.losses.divergences import DIVERGENCES
 from mkd.losses.logits import LogitMap, LogitMaps
-from tests.dist.pool import Pool
-from tests.loss_cases import INTERPRETED, UPSTREAM, Inputs, LossCase, expect, make_inputs
-from tests.poison import poisoned_memory
-from tests.tolerance import FP32, FP64, assert_close_norm
+from tests.support.dist.pool import Pool
+from tests.support.loss_cases import INTERPRETED, UPSTREAM, Inputs, LossCase, expect, make_inputs
+from tests.support.poison import poisoned_memory
+from tests.support.tolerance import FP32, FP64, assert_close_norm
 
 WIDTHS = {
     # ranks: columns a rank, so that 29 real ones end in the last shard, or before it

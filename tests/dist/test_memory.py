@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from mkd.arguments import default_arguments
-from mkd.checkpoint.hf_check import read_architecture
-from mkd.checkpoint.hf_folder import HFFolder
+from mkd.config.arguments import default_arguments
+from mkd.checkpoint.hf.check import read_architecture
+from mkd.checkpoint.hf.folder import HFFolder
 from mkd.cpu.flags import set_cpu_values
 from mkd.memory.activations import kept_by_layers
 from mkd.memory.parameters import parameters_of_stage
-from tests.dist.gpt_models import build_from_arguments, layout
+from tests.support.dist.gpt_models import build_from_arguments, layout
 from tests.dist.test_hf_families import DEEPSEEK, GPT_OSS
-from tests.hf_folders import make_model
+from tests.support.hf_folders import make_model
 
 FAMILIES = {
     "llama": {"num_hidden_layers": 2, "tie_word_embeddings": True},

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.dist.pool import Pool, WorkerError
+from tests.support.dist.pool import Pool, WorkerError
 
 
 def sum_of_ranks(rank: int, world_size: int, offset: float) -> tuple[int, float, int]:

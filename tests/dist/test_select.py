@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from tests.dist.kd_step import Layout, Models
-from tests.dist.outcome import GetPool, Outcome, assert_same, whole_tensors
-from tests.dist.select_truth import clear_case, select_truth
-from tests.tolerance import GRADIENT, STEP_LOSS, assert_close_norm
+from tests.support.dist.kd_step import Layout, Models
+from tests.support.dist.outcome import GetPool, Outcome, assert_same, whole_tensors
+from tests.support.dist.select_truth import clear_case, select_truth
+from tests.support.tolerance import GRADIENT, STEP_LOSS, assert_close_norm
 
 SAME = Models(teacher_layers=2, data="padded", select=True)
 MIXED = Models(teacher_layers=2, data="pairs", xtoken="partition_kl", mixed=True, select=True)

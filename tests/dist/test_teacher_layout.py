@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from tests.dist.kd_step import Layout, Models
-from tests.dist.outcome import GetPool, Outcome, assert_same
+from tests.support.dist.kd_step import Layout, Models
+from tests.support.dist.outcome import GetPool, Outcome, assert_same
 from tests.dist.test_layouts import compare
-from tests.dist.teacher_layouts import checkpoint_is_whole, signals_are_alike
+from tests.support.dist.teacher_layouts import checkpoint_is_whole, signals_are_alike
 
 BOTH = Models(teacher_layers=2)
 PACKED = replace(BOTH, data="packed", tied=False, ratio=0.6)

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from mkd.losses import LossOutput, TopK, fused_linear_topk_loss, teacher_top_k, topk_loss
 from mkd.losses.divergences import DIVERGENCES
-from tests.dist.kd_samples import VOCAB
-from tests.dist.kd_step import Layout, Models, kd_step
-from tests.dist.outcome import total, whole_tensors
-from tests.dist.pool import Pool
+from tests.support.dist.kd_samples import VOCAB
+from tests.support.dist.kd_step import Layout, Models, kd_step
+from tests.support.dist.outcome import total, whole_tensors
+from tests.support.dist.pool import Pool
 from tests.dist.test_losses import WIDTHS, Communication, RankResult, shard_rows
-from tests.loss_cases import UPSTREAM, LossCase, make_inputs
-from tests.poison import poisoned_memory
-from tests.sparse_cases import SparseCase, check_values, expect_sparse, make_sparse
-from tests.tolerance import FP32, GRADIENT, STEP_LOSS, assert_close_norm
+from tests.support.loss_cases import UPSTREAM, LossCase, make_inputs
+from tests.support.poison import poisoned_memory
+from tests.support.sparse_cases import SparseCase, check_values, expect_sparse, make_sparse
+from tests.support.tolerance import FP32, GRADIENT, STEP_LOSS, assert_close_norm
 
 
 def run_case(rank: int, world_size: int, case: SparseCase, entry: str) -> RankResult:

@@ -12,13 +12,13 @@ from torch.distributed import ProcessGroup
 
 from mkd.losses import LossOutput
 from mkd.losses.divergences import DIVERGENCES
-from mkd.xtoken.chunks import ChunkRows
-from mkd.xtoken.losses import xtoken_loss
-from tests.dist.pool import Pool
-from tests.loss_cases import UPSTREAM
-from tests.poison import poisoned_memory
-from tests.tolerance import FP32, FP64, assert_close_norm
-from tests.xtoken_cases import KINDS, Microbatch, XTokenCase, check_values, expect, make, rows_of_rank
+from mkd.xtoken.loss.chunks import ChunkRows
+from mkd.xtoken.loss.xtoken_loss import xtoken_loss
+from tests.support.dist.pool import Pool
+from tests.support.loss_cases import UPSTREAM
+from tests.support.poison import poisoned_memory
+from tests.support.tolerance import FP32, FP64, assert_close_norm
+from tests.support.xtoken_cases import KINDS, Microbatch, XTokenCase, check_values, expect, make, rows_of_rank
 
 
 @dataclasses.dataclass(frozen=True)

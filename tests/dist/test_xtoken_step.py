@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.dist.kd_step import Layout, Models
-from tests.dist.outcome import GetPool, Outcome, assert_same
-from tests.tolerance import STEP_LOSS
+from tests.support.dist.kd_step import Layout, Models
+from tests.support.dist.outcome import GetPool, Outcome, assert_same
+from tests.support.tolerance import STEP_LOSS
 
 PARTITION = Models(teacher_layers=2, data="pairs", xtoken="partition_kl")
 P_KL = replace(PARTITION, xtoken="p_kl")

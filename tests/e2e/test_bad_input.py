@@ -13,13 +13,13 @@ import pytest
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 from megatron.training.global_vars import destroy_global_vars
 
-from mkd import arguments
+from mkd.config import arguments
 from mkd.errors import MkdCheckpointError, MkdConfigError, MkdDataError, MkdError
-from mkd.job import Job
-from mkd.plan import plan
-from tests.e2e import small_job
-from tests.e2e.small_job import END, STUDENT, TEACHER, VOCAB, SmallJob, make_model, make_tokenizer, write_data
-from tests.hf_folders import change_json
+from mkd.job.job import Job
+from mkd.job.plan import plan
+from tests.support.e2e import small_job
+from tests.support.e2e.small_job import END, STUDENT, TEACHER, VOCAB, SmallJob, make_model, make_tokenizer, write_data
+from tests.support.hf_folders import change_json
 
 TP, PP, EP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--expert-model-parallel-size"
 CP = "--context-parallel-size"

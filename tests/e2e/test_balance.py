@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.small_job import Result, SmallJob, make_small_job
 from tests.e2e.test_pretrain import assert_same_weights, cut_back, steps, trained
-from tests.tolerance import GRADIENT
+from tests.support.e2e.small_job import Result, SmallJob, make_small_job
+from tests.support.tolerance import GRADIENT
 
 RATIO = 0.25
 FLAGS = {

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.chats import MARKED, chat_tokenizer, write_lines
-from tests.e2e.small_job import ROOT, Result, SmallJob, make_small_job, run, text
-from tests.tolerance import FP32
+from tests.support.chats import MARKED, chat_tokenizer, write_lines
+from tests.support.e2e.small_job import ROOT, Result, SmallJob, make_small_job, run, text
+from tests.support.tolerance import FP32
 
 TOP_K = 8
 WRITTEN = {

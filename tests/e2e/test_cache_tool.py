@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from mkd.caching.job import CacheJob, CacheOptions
+from mkd.cache_build.job import CacheJob, CacheOptions
 from mkd.errors import MkdCacheError, MkdConfigError, MkdError
-from mkd.teacher.store import TeacherStore
-from mkd.teacher.store_writer import StoreWriter, check_folder
-from tests.e2e import small_job
-from tests.e2e.small_job import ROOT, TEACHER, VOCAB, SmallJob, make_model, make_small_job, make_tokenizer, run
+from mkd.teacher.cache.store import TeacherStore
+from mkd.teacher.cache.writer import StoreWriter, check_folder
 from tests.e2e.test_bad_input import forget_megatron
-from tests.teacher_rows import meta_of, some_segment
+from tests.support.e2e import small_job
+from tests.support.e2e.small_job import ROOT, TEACHER, VOCAB, SmallJob, make_model, make_small_job, make_tokenizer, run
+from tests.support.teacher_rows import meta_of, some_segment
 from tools import cache_teacher
 
 TOOL = ROOT / "tools" / "cache_teacher.py"
@@ -240,6 +240,6 @@ def test_verify_asks_the_teacher_again(job: SmallJob, tmp_path: Path) -> None:
 
 
 def student_fingerprint(job: SmallJob) -> str:
-    from mkd.checkpoint.hf_folder import HFFolder
+    from mkd.checkpoint.hf.folder import HFFolder
 
     return HFFolder(job.student, "--kd-student-hf").fingerprint()

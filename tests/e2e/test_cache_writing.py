@@ -11,12 +11,22 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mkd.data.batch import segment_key
-from mkd.teacher.codec import TokenRows
-from mkd.teacher.store import TeacherStore
-from tests.e2e.small_job import END, ROOT, Result, SmallJob, make_small_job, make_tokenizer, run, text, write_data
-from tests.tolerance import FP32, LOGITS, assert_close_norm
+from mkd.teacher.cache.record_format import TokenRows
+from mkd.teacher.cache.store import TeacherStore
+from tests.support.e2e.small_job import (
+    END,
+    ROOT,
+    Result,
+    SmallJob,
+    make_small_job,
+    make_tokenizer,
+    run,
+    text,
+    write_data,
+)
+from tests.support.tolerance import FP32, LOGITS, assert_close_norm
 
-TOOL, KILLER = ROOT / "tools" / "cache_teacher.py", ROOT / "tests" / "e2e" / "cache_killer.py"
+TOOL, KILLER = ROOT / "tools" / "cache_teacher.py", ROOT / "tests" / "support" / "e2e" / "cache_killer.py"
 TOP_K = 8
 TP2_PP2 = {"--tensor-model-parallel-size": 2, "--pipeline-model-parallel-size": 2}
 TP2_CP2 = {"--tensor-model-parallel-size": 2, "--sequence-parallel": True, "--context-parallel-size": 2}

@@ -9,20 +9,30 @@ from typing import Any
 import pytest
 import torch
 
-from mkd.checkpoint.hf_folder import HFFolder
+from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.megatron_folder import TRACKER
 from mkd.data.batch import segment_key
 from mkd.errors import MkdCacheError, MkdConfigError
-from mkd.job import Job
-from mkd.plan import plan
-from mkd.teacher.store import META, CacheMeta, TeacherStore
-from mkd.teacher.store_writer import StoreWriter
-from tests.e2e.small_job import END, ROOT, VOCAB, SmallJob, make_small_job, make_tokenizer, run, text, write_data
+from mkd.job.job import Job
+from mkd.job.plan import plan
+from mkd.teacher.cache.store import META, CacheMeta, TeacherStore
+from mkd.teacher.cache.writer import StoreWriter
 from tests.e2e.test_bad_input import attempt, refused  # noqa: F401
 from tests.e2e.test_resume import steps, tensors
-from tests.hf_folders import change_json
-from tests.teacher_rows import some_segment
-from tests.tolerance import FP32
+from tests.support.e2e.small_job import (
+    END,
+    ROOT,
+    VOCAB,
+    SmallJob,
+    make_small_job,
+    make_tokenizer,
+    run,
+    text,
+    write_data,
+)
+from tests.support.hf_folders import change_json
+from tests.support.teacher_rows import some_segment
+from tests.support.tolerance import FP32
 
 TOP_K = 16
 FOUR = {

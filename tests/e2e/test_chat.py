@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.chats import MARKED, chat_tokenizer, talk, write_lines
-from tests.e2e.small_job import SmallJob, make_small_job, run, text
 from tests.e2e.test_pretrain import assert_same_weights, cut_back, steps, trained
-from tests.tolerance import GRADIENT
+from tests.support.chats import MARKED, chat_tokenizer, talk, write_lines
+from tests.support.e2e.small_job import SmallJob, make_small_job, run, text
+from tests.support.tolerance import GRADIENT
 
 FOUR = {"--train-iters": 4, "--lr-decay-iters": 4, "--save-interval": 2}
 CP2 = {"--context-parallel-size": 2}

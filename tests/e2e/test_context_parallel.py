@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.small_job import END, SmallJob, make_small_job, run, text
+from tests.support.e2e.small_job import END, SmallJob, make_small_job, run, text
 
 CP2 = {"--context-parallel-size": 2}
 PP2 = {"--pipeline-model-parallel-size": 2}

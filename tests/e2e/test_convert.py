@@ -8,16 +8,16 @@ import torch
 from megatron.training.checkpointing import load_args_from_checkpoint
 from transformers import AutoModelForCausalLM
 
-from mkd.arguments import default_arguments
-from mkd.checkpoint.hf_check import read_architecture
-from mkd.checkpoint.hf_export import export_hf
-from mkd.checkpoint.hf_folder import HFFolder
-from mkd.checkpoint.hf_import import import_hf
+from mkd.checkpoint.hf.check import read_architecture
+from mkd.checkpoint.hf.export import export_hf
+from mkd.checkpoint.hf.folder import HFFolder
+from mkd.checkpoint.hf.import_ import import_hf
+from mkd.checkpoint.hf.model_card import model_card
 from mkd.checkpoint.megatron_folder import TRACKER, MegatronFolder
-from mkd.checkpoint.model_card import model_card
+from mkd.config.arguments import default_arguments
 from mkd.errors import MkdCheckpointError
-from tests.e2e.small_job import ROOT, run
-from tests.hf_folders import (
+from tests.support.e2e.small_job import ROOT, run
+from tests.support.hf_folders import (
     LLAMA3_ROPE,
     add_tokenizer,
     change_json,

@@ -16,8 +16,8 @@ from megatron.training.global_vars import destroy_global_vars
 
 from mkd import cpu
 from mkd.doctor import environment
-from tests.e2e import small_job
-from tests.e2e.small_job import TEACHER, VOCAB, SmallJob, make_model, make_tokenizer, write_data
+from tests.support.e2e import small_job
+from tests.support.e2e.small_job import TEACHER, VOCAB, SmallJob, make_model, make_tokenizer, write_data
 from tools import doctor
 
 TP, PP, CP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"
@@ -80,7 +80,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, **modules: object) -> None:
     def find(name: str, package: str | None = None) -> object:
         return modules[name] if name in modules else real(name, package)
 
-    for module in ("mkd.doctor.environment", "mkd.doctor.run", "mkd.flag_checks"):
+    for module in ("mkd.doctor.environment", "mkd.doctor.run", "mkd.config.megatron_checks"):
         monkeypatch.setattr(f"{module}.find_spec", find)
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from mkd.checkpoint.megatron_folder import TRACKER
-from tests.chats import MARKED, chat_tokenizer, talk, write_lines
-from tests.e2e.quick_python import serving
-from tests.e2e.small_job import ROOT, VOCAB, SmallJob, free_port, make_small_job, text
-from tests.hf_folders import make_model
+from tests.support.chats import MARKED, chat_tokenizer, talk, write_lines
+from tests.support.e2e.quick_python import serving
+from tests.support.e2e.small_job import ROOT, VOCAB, SmallJob, free_port, make_small_job, text
+from tests.support.hf_folders import make_model
 
 LLAMA = ROOT / "examples/llama/8b_to_1b.sh"
 QWEN = ROOT / "examples/qwen/32b_to_8b.sh"

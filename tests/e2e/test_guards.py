@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.e2e.small_job import ROOT, Result, SmallJob, make_small_job, run, write_data
+from tests.support.e2e.small_job import ROOT, Result, SmallJob, make_small_job, run, write_data
 
 RARE = 290
 """A token that only the text of `spoil` has."""
@@ -104,6 +104,6 @@ def test_a_lost_rank_ends_the_job(job: SmallJob, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("MKD_TEST_KILL", "step:2")
     monkeypatch.setenv("MKD_TEST_KILL_RANK", "1")
     flags = job.flags({"--eval-iters": 0, "--distributed-timeout-minutes": 30})
-    lost = run(flags, ranks=2, timeout=180, script=ROOT / "tests" / "e2e" / "killer.py", by_itself=True)
+    lost = run(flags, ranks=2, timeout=180, script=ROOT / "tests" / "support" / "e2e" / "killer.py", by_itself=True)
     assert lost.status != 0
     assert "killed at step:2" in lost.errors and "ChildFailedError" in lost.errors

@@ -8,13 +8,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM
 
-from mkd.checkpoint.hf_export import export_hf
-from mkd.checkpoint.hf_folder import HFFolder
-from mkd.checkpoint.hf_import import import_hf
+from mkd.checkpoint.hf.export import export_hf
+from mkd.checkpoint.hf.folder import HFFolder
+from mkd.checkpoint.hf.import_ import import_hf
 from mkd.checkpoint.megatron_folder import MegatronFolder
-from tests.e2e.small_job import STUDENT, TEACHER, Result, SmallJob, make_small_job, run
 from tests.e2e.test_pretrain import PP2, SIX, TP2, cut_back, trained, weights
-from tests.hf_folders import read_weights
+from tests.support.e2e.small_job import STUDENT, TEACHER, Result, SmallJob, make_small_job, run
+from tests.support.hf_folders import read_weights
 
 # The student's layer 2 is on the first of two stages, the teacher's 3 on the second; 3 and 1 the other way round.
 PAIRS = {"--kd-hidden-loss": "2:3,3:1,4:4", "--kd-hidden-loss-weight": 0.7}

@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mkd.config import Divergence
-from tests.e2e.small_job import SmallJob, make_small_job, run
-from tests.tolerance import FP32
+from mkd.config.kd_config import Divergence
+from tests.support.e2e.small_job import SmallJob, make_small_job, run
+from tests.support.tolerance import FP32
 
 TWO = {"--train-iters": 2, "--lr-decay-iters": 2, "--eval-iters": 0}
 

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from mkd.checkpoint.hf_folder import HFFolder
-from tests.e2e.small_job import ROOT
-from tools.sparse_folder import make_sparse
+from benchmarks.sparse_folder import make_sparse
+from mkd.checkpoint.hf.folder import HFFolder
+from tests.support.e2e.small_job import ROOT
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -50,10 +50,10 @@ cpu.activate()
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from mkd.checkpoint.hf_check import read_architecture
-from mkd.checkpoint.hf_folder import HFFolder
-from mkd.checkpoint.hf_load import load_hf_weights
-from tests.dist.gpt_models import build_from_arguments, layout
+from mkd.checkpoint.hf.check import read_architecture
+from mkd.checkpoint.hf.folder import HFFolder
+from mkd.checkpoint.hf.load import load_hf_weights
+from tests.support.dist.gpt_models import build_from_arguments, layout
 new_group = dist.new_group.__wrapped__
 dist.new_group = lambda *args, **options: new_group(*args, **{**options, "backend": "fake", "pg_options": None})
 dist.init_process_group.__wrapped__("fake", store=FakeStore(), rank=27, world_size=64)
@@ -95,7 +95,7 @@ def test_conversion_holds_a_parameter_and_not_the_model(tmp_path):
     """The same at a size for every day: 0.5 GiB of weights, no parameter above 32 MiB."""
     small = {"num_hidden_layers": 32, "hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 1024}
     folder = make_sparse(tmp_path / "hf", LLAMA_8B | small)
-    alone = run("from tools import convert\nfrom mkd import cpu\ncpu.activate()\nimport mkd.checkpoint.hf_import")[1]
+    alone = run("from tools import convert\nfrom mkd import cpu\ncpu.activate()\nimport mkd.checkpoint.hf.import_")[1]
     _, peak = run(CONVERT, "import", "--hf", folder, "--save", tmp_path / "megatron")
     assert peak < alone + 0.35, f"import: {peak:.2f} GiB, {alone:.2f} of them for the imports"
     _, peak = run(CONVERT, "export", "--load", tmp_path / "megatron", "--hf", tmp_path / "out")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.e2e.small_job import Result, SmallJob, make_small_job, run
+from tests.support.e2e.small_job import Result, SmallJob, make_small_job, run
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from mkd.checkpoint.hf_folder import HFFolder
-from mkd.checkpoint.hf_import import import_hf
+from mkd.checkpoint.hf.folder import HFFolder
+from mkd.checkpoint.hf.import_ import import_hf
 from mkd.checkpoint.megatron_folder import MegatronFolder
-from tests.e2e.small_job import ROOT, Result, SmallJob, make_small_job, run
+from tests.support.e2e.small_job import ROOT, Result, SmallJob, make_small_job, run
 
 PP2 = {"--pipeline-model-parallel-size": 2}
 TP2 = {"--tensor-model-parallel-size": 2, "--sequence-parallel": True}
@@ -176,7 +176,7 @@ def test_ratio_0_is_plain_pretraining_to_the_last_bit(job: SmallJob, tmp_path: P
     # Megatron's --use-checkpoint-args leaves the norms' epsilon out; mkd takes it from the checkpoint.
     epsilon = {"--norm-epsilon": HFFolder(job.student, "--hf").config["rms_norm_eps"]}
     plain = {**common, **epsilon, "--kd-teacher-hf": None, "--kd-ratio": None, "--save": tmp_path / "plain"}
-    trained(job, plain, script=ROOT / "tests/e2e/plain_pretrain.py")
+    trained(job, plain, script=ROOT / "tests/support/e2e/plain_pretrain.py")
     assert_same_weights(tmp_path / "kd", tmp_path / "plain")
     before, after = weights(tmp_path / "start"), weights(tmp_path / "kd")
     assert not torch.equal(before["embedding.word_embeddings.weight"], after["embedding.word_embeddings.weight"])

@@ -15,11 +15,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoModelForCausalLM
 
-from mkd.checkpoint.hf_folder import HFFolder
+from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.megatron_folder import TRACKER, MegatronFolder
-from tests.e2e.small_job import ROOT, Result, SmallJob, make_small_job, run
+from tests.support.e2e.small_job import ROOT, Result, SmallJob, make_small_job, run
 
-KILLER = ROOT / "tests" / "e2e" / "killer.py"
+KILLER = ROOT / "tests" / "support" / "e2e" / "killer.py"
 EXACT = ("iteration", "loss", "ce", "kd", "grad_norm", "lr", "tokens", "ratio", "temperature")
 EIGHT = {
     "--train-iters": 8,

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from mkd.checkpoint.megatron_folder import TRACKER
-from tests.e2e import small_job
-from tests.e2e.quick_python import serving
-from tests.e2e.small_job import ROOT, SmallJob, make_small_job
 from tests.e2e.test_resume import EIGHT, SHARDED, tensors
+from tests.support.e2e import small_job
+from tests.support.e2e.quick_python import serving
+from tests.support.e2e.small_job import ROOT, SmallJob, make_small_job
 
 STAND_INS = ROOT / "tests" / "e2e" / "slurm"
 JOB_ID = "4711"

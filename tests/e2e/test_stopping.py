@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from mkd.checkpoint.megatron_folder import TRACKER
-from tests.e2e.small_job import Result, SmallJob, make_small_job
 from tests.e2e.test_resume import SHARDED, Attempts
+from tests.support.e2e.small_job import Result, SmallJob, make_small_job
 
 # One of two ranks makes 1 forward step of each of 3 evaluation steps, and of each training step: 3 for the evaluation
 # before training, 3 for iterations 1 to 3, 3 for the evaluation there, ...

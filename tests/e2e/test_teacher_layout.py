@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from mkd.checkpoint.hf_folder import HFFolder
-from mkd.checkpoint.hf_import import import_hf
-from tests import hf_folders
-from tests.e2e.small_job import TEACHER, VOCAB, SmallJob, make_model, make_small_job, make_tokenizer, run, text
-from tests.tolerance import GRADIENT
+from mkd.checkpoint.hf.folder import HFFolder
+from mkd.checkpoint.hf.import_ import import_hf
+from tests.support import hf_folders
+from tests.support.e2e.small_job import TEACHER, VOCAB, SmallJob, make_model, make_small_job, make_tokenizer, run, text
+from tests.support.tolerance import GRADIENT
 
 TP2, PP2, EP2 = (
     {f"--kd-teacher-{kind}-parallel-size": 2} for kind in ("tensor-model", "pipeline-model", "expert-model")

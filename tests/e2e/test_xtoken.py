@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from mkd.xtoken.building import build_projection
-from mkd.xtoken.tokens import SpanTokenizer
-from tests.chats import MARKED, PLAIN, talk, write_lines
-from tests.e2e.small_job import TEACHER, SmallJob, make_model, make_small_job, make_tokenizer, run, text
+from mkd.xtoken.text.tokens import SpanTokenizer
+from mkd.xtoken.vocabulary.build import build_projection
 from tests.e2e.test_pretrain import assert_same_weights, cut_back, steps, trained
-from tests.tolerance import GRADIENT, STEP_LOSS
+from tests.support.chats import MARKED, PLAIN, talk, write_lines
+from tests.support.e2e.small_job import TEACHER, SmallJob, make_model, make_small_job, make_tokenizer, run, text
+from tests.support.tolerance import GRADIENT, STEP_LOSS
 
 FOUR = {"--train-iters": 4, "--lr-decay-iters": 4, "--save-interval": 2}
 PARTITION = {"--kd-xtoken-loss": "partition_kl"}

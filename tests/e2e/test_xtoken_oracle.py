@@ -1,7 +1,7 @@
 """From text to loss and gradient: what the first training step reports, against definitions in float64.
 
 Nothing of mkd's alignment, data, models or fast losses is used here: the texts are tokenized, cut into chunks one
-character at a time, run through transformers' models, and compared chunk by chunk with `mkd.xtoken.reference`.
+character at a time, run through transformers' models, and compared chunk by chunk with `mkd.xtoken.loss.reference`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,11 +14,11 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from mkd.config import LossSpec
-from mkd.xtoken import reference
-from tests.e2e.small_job import END, STUDENT, TEACHER, SmallJob, make_model, make_tokenizer, text, write_data
+from mkd.config.kd_config import LossSpec
+from mkd.xtoken.loss import reference
 from tests.e2e.test_pretrain import steps, trained
-from tests.tolerance import FP32
+from tests.support.e2e.small_job import END, STUDENT, TEACHER, SmallJob, make_model, make_tokenizer, text, write_data
+from tests.support.tolerance import FP32
 
 RATIO, SPEC = 0.6, LossSpec(divergence="forward_kl", temperature=2.0)
 TEXTS = ("The café's imported module was 日本, not a class.", "x", " assigned to names", "import  the statement\n\nNow")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.gpu.layout_runs import KEYS, launch, row, write_models
+from tests.support.gpu.layout_runs import KEYS, launch, row, write_models
 
 pytestmark = [
     pytest.mark.gpu,

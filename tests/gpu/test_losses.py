@@ -7,7 +7,7 @@ from torch import Tensor
 from mkd.losses import LossOutput, LossSpec, fused_linear_loss, reference, vocab_parallel_loss
 from mkd.losses.divergences import DIVERGENCES
 from mkd.losses.logits import PLAIN_LOGITS, LogitMap, LogitMaps
-from tests.tolerance import FP32, HALF_FACTOR, assert_close_norm, norm_error
+from tests.support.tolerance import FP32, HALF_FACTOR, assert_close_norm, norm_error
 
 pytestmark = pytest.mark.gpu
 

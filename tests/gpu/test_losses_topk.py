@@ -4,18 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from mkd.losses import (
-    LossSpec,
-    SparseTeacher,
-    fused_linear_topk_loss,
-    reference,
-    reference_topk,
-    teacher_top_k,
-    topk_loss,
-)
+from mkd.losses import LossSpec, SparseTeacher, fused_linear_topk_loss, reference, teacher_top_k, topk_loss
 from mkd.losses.divergences import DIVERGENCES
+from mkd.losses.reference import topk as reference_topk
 from tests.gpu.test_losses import ROWS, TRUE_VOCAB, UPSTREAM, check, logits, make_inputs
-from tests.tolerance import FP32, HALF_FACTOR, assert_close_norm, norm_error
+from tests.support.tolerance import FP32, HALF_FACTOR, assert_close_norm, norm_error
 
 pytestmark = pytest.mark.gpu
 

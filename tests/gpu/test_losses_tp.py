@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mkd.losses import LossSpec, fused_linear_loss, reference
 from mkd.losses.divergences import DIVERGENCES
-from tests.tolerance import FP32, HALF_FACTOR, assert_close_norm, norm_error
+from tests.support.tolerance import FP32, HALF_FACTOR, assert_close_norm, norm_error
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,9 +13,9 @@ from pydoc_data.topics import topics
 import pytest
 import torch
 
-from tests.chats import MARKED, PLAIN, talk, write_lines
-from tests.e2e.small_job import make_tokenizer, save_tokenizer
-from tests.gpu.layout_runs import KEYS, launch, row, write_models
+from tests.support.chats import MARKED, PLAIN, talk, write_lines
+from tests.support.e2e.small_job import make_tokenizer, save_tokenizer
+from tests.support.gpu.layout_runs import KEYS, launch, row, write_models
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from mkd.config import LossSpec
+from mkd.config.kd_config import LossSpec
 from mkd.losses import reference
-from mkd.xtoken import reference as definitions
-from mkd.xtoken.chunks import ChunkRows
-from mkd.xtoken.losses import xtoken_loss
-from mkd.xtoken.vocabulary import CrossVocabulary
-from tests.tolerance import FP32, HALF_FACTOR, assert_close_norm, norm_error
+from mkd.xtoken.loss import reference as definitions
+from mkd.xtoken.loss.chunks import ChunkRows
+from mkd.xtoken.loss.xtoken_loss import xtoken_loss
+from mkd.xtoken.vocabulary.cross_vocabulary import CrossVocabulary
+from tests.support.tolerance import FP32, HALF_FACTOR, assert_close_norm, norm_error
 
 pytestmark = pytest.mark.gpu
 

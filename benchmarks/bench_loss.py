@@ -1,0 +1,285 @@
+"""Losses from hidden states, forward and backward, side by side: time, memory and error.
+
+    python benchmarks/bench_loss.py --json loss.json
+    torchrun --nproc-per-node 2 benchmarks/bench_loss.py --rows-of ours,modelopt,mcore
+
+Each row computes the gradients of the student's hidden states and of its LM head. A row whose package is missing or
+that fails is listed with the reason. With torchrun the vocabulary is cut over all ranks. The table goes to stdout,
+progress to stderr. What each row computes is told in benchmarks/bench_peers.py.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, get_args
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import mkd.cpu
+
+if mkd.cpu.wanted():
+    mkd.cpu.activate()  # before anything imports megatron
+
+import torch
+from bench_common import (
+    DTYPES,
+    GIB,
+    Card,
+    Report,
+    Row,
+    add_common_flags,
+    free_memory,
+    header,
+    largest_on_any_rank,
+    markdown,
+    names,
+    number,
+    peak_bytes,
+    quiet,
+    tensor_parallel_ranks,
+    time_calls,
+    title,
+)
+from bench_heads import (
+    CE_ONLY,
+    Contender,
+    Gradients,
+    Inputs,
+    Objective,
+    Run,
+    kd_only,
+    relative_error,
+    right_gradients,
+    with_ce,
+)
+from bench_peers import peers
+
+from mkd.config.kd_config import Divergence
+from mkd.losses import fused_linear_loss
+
+COMPETITORS = ["ours", "eager", "compile", "liger", "modelopt", "mcore"]
+ONE_ROUND = ("forward_kl", "reverse_kl")
+"""Divergences whose row sums need one look at the logits; the others need two."""
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=8192, metavar="N", help="tokens (default: 8192)")
+    parser.add_argument("--student-width", type=int, default=2048, metavar="H", help="hidden size (default: 2048)")
+    parser.add_argument("--teacher-width", type=int, default=4096, metavar="H", help="hidden size (default: 4096)")
+    parser.add_argument("--vocab", type=int, default=128256, metavar="V", help="(default: 128256)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of hidden states and weights")
+    parser.add_argument(
+        "--losses", type=names, default=list(get_args(Divergence)), metavar="A,B", help="ours (default: all six)"
+    )
+    parser.add_argument(
+        "--rows-of", type=names, default=COMPETITORS, metavar="A,B", help=f"of {','.join(COMPETITORS)} (default: all)"
+    )
+    parser.add_argument(
+        *("--logits-dtype",),
+        type=names,
+        default=["bf16", "fp32"],
+        metavar="A,B",
+        help="ours: auto, bf16, fp32 (default: bf16,fp32)",
+    )
+    parser.add_argument("--impl", default="auto", help="ours: auto, eager or triton")
+    parser.add_argument("--chunk-rows", type=int, metavar="N", help="ours: rows whose logits exist at one time")
+    parser.add_argument(
+        "--teacher-gap", type=float, metavar="X", help="teacher's logits: the student's plus noise of this size"
+    )
+    add_common_flags(parser)
+    args = parser.parse_args(argv)
+    for flag, given, legal in (
+        ("--losses", args.losses, get_args(Divergence)),
+        ("--rows-of", args.rows_of, COMPETITORS),
+        ("--logits-dtype", args.logits_dtype, ["auto", *DTYPES]),
+    ):
+        if unknown := set(given) - set(legal):
+            parser.error(f"{flag}: {', '.join(sorted(unknown))} is not one of {', '.join(legal)}")
+    if args.teacher_gap is not None and args.teacher_width <= args.student_width:
+        parser.error("--teacher-gap needs a --teacher-width above --student-width")
+    return args
+
+
+def ours(inputs: Inputs, objective: Objective, *, main_grad: bool, options: dict[str, Any]) -> Run:
+    """`mkd.losses.fused_linear_loss`, with the LM head's gradient in its own dtype or added to an fp32 `main_grad`."""
+    options = {name: value for name, value in options.items() if value is not None}
+    hidden, weight = inputs.hidden, inputs.weight.detach().requires_grad_()
+    if main_grad:
+        weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+        options["upstream"] = 1.0
+    count = len(inputs.labels)
+    ce_weight, kd_weight = (
+        torch.full((count,), share / count, device="cuda") if share else None for share in (objective.ce, objective.kd)
+    )
+
+    def run() -> Gradients:
+        output = fused_linear_loss(
+            hidden,
+            weight,
+            inputs.teacher_hidden,
+            inputs.teacher_weight,
+            inputs.labels,
+            ce_weight,
+            kd_weight,
+            spec=objective.spec,
+            true_vocab=inputs.vocab,
+            tp_group=inputs.group,
+            **options,
+        )
+        d_hidden, d_weight = torch.autograd.grad(output.loss, (hidden, weight), allow_unused=True)
+        return Gradients(output.loss.detach(), d_hidden, weight.main_grad if main_grad else d_weight)
+
+    return run
+
+
+def our_contenders(args: argparse.Namespace) -> list[Contender]:
+    """In each precision of logits, with and without a gradient buffer: every divergence with CE, CE alone, and without
+    a buffer the divergences that peers have alone, where the precision of logits shows."""
+    rows = []
+    for logits in args.logits_dtype:
+        options = {"impl": None if args.impl == "auto" else args.impl, "chunk_rows": args.chunk_rows}
+        options["logits_dtype"] = DTYPES.get(logits)
+        for main_grad in (False, True):
+            name = f"mkd, {logits} logits" + (", main_grad" if main_grad else "")
+            build = partial(ours, main_grad=main_grad, options=options)
+            alone = [] if main_grad else [kd_only(d) for d in args.losses if d in ("forward_kl", "jsd")]
+            for objective in (*map(with_ce, args.losses), CE_ONLY, *alone):
+                rows.append(Contender(name, objective, lambda i, o=objective, build=build: build(i, o)))
+    return rows
+
+
+def floor(inputs: Inputs, with_teacher: bool) -> Callable[[], None]:
+    """The matrix products alone, whole and into memory that exists: student's logits, both its gradients, and the
+    teacher's logits."""
+    h, w = inputs.hidden.detach(), inputs.weight.detach()
+    z = torch.empty(len(h), len(w), dtype=h.dtype, device=h.device)
+    u = torch.empty_like(z) if with_teacher else None
+    d_hidden, d_weight = torch.empty_like(h), torch.empty_like(w)
+
+    def run() -> None:
+        torch.mm(h, w.t(), out=z)
+        if u is not None:
+            torch.mm(inputs.teacher_hidden, inputs.teacher_weight.t(), out=u)
+        torch.mm(z, w, out=d_hidden)
+        torch.mm(z.t(), h, out=d_weight)
+
+    return run
+
+
+def timed(run: Callable[[], Any], args: argparse.Namespace) -> Row:
+    """Figures of a call: the slowest rank's median time."""
+    times = time_calls(run, args.warmup, args.iterations)
+    ms = largest_on_any_rank(median(times))
+    return {"ms": ms, "ms_all": times}
+
+
+def measure(contender: Contender, inputs: Inputs, args: argparse.Namespace) -> Row:
+    """Figures of one contender. Errors are those of the first call, in which kernels may still be tuned."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    run = contender.build(inputs)
+    first, right = run(), right_gradients(inputs, contender.objective)
+    figures = {
+        "d_hidden_error": largest_on_any_rank(relative_error(first.d_hidden, right.d_hidden)),
+        "d_weight_error": largest_on_any_rank(relative_error(first.d_weight, right.d_weight)),
+        "value_error": abs(first.loss.item() - right.loss.item()) / abs(right.loss.item()),
+    }
+    del first, right
+    torch.cuda.empty_cache()
+    figures |= timed(run, args)
+    peak, card = peak_bytes(run), Card.current()
+    figures["extra_gib"] = None if peak is None else largest_on_any_rank((peak - before) / GIB)
+    return figures | {"roofline_ms": None if card is None else roofline_ms(contender.objective, inputs, card)}
+
+
+def roofline_ms(objective: Objective, inputs: Inputs, card: Card) -> float:
+    """The card's time for matrix products at its peak, and for the passes over bf16 logits with separate kernels for
+    statistics and gradient: 6 bytes an element for CE, 10 with a divergence, 14 where that needs two looks."""
+    per_element = 6 if not objective.kd else 10 if objective.spec.divergence in ONE_ROUND else 14
+    seconds = inputs.flop(with_teacher=objective.kd > 0) / card.flop_per_s
+    return 1e3 * (seconds + per_element * inputs.elements() / card.bytes_per_s)
+
+
+def floors(report: Report, inputs: Inputs, args: argparse.Namespace, when: str) -> None:
+    """Two rows: what a loss with, and one without, a teacher cannot go below."""
+    for with_teacher, count in ((True, "four"), (False, "three")):
+        about = {"name": f"floor: the {count} GEMMs, {when}", "loss": "with teacher" if with_teacher else "CE"}
+        report.attempt(about, lambda t=with_teacher: {**timed(floor(inputs, t), args), "floor": t})
+
+
+def table(rows: list[Row]) -> str:
+    """The rows in markdown. The ratio is to the mean of the floors at the beginning and the end."""
+    lowest: dict[bool, float] = {}
+    for with_teacher in (True, False):
+        seen = [row["ms"] for row in rows if row.get("floor") is with_teacher]
+        if seen:
+            lowest[with_teacher] = fmean(seen)
+    columns = [
+        ("row", lambda row: row["name"]),
+        ("loss", lambda row: row["loss"]),
+        ("ms", lambda row: number(row, "ms", ".2f")),
+        ("x floor", lambda row: f"{row['ms'] / lowest[row['loss'] != 'CE']:.2f}"),
+        ("roofline ms", lambda row: number(row, "roofline_ms", ".1f")),
+        ("extra GiB", lambda row: number(row, "extra_gib", ".2f")),
+        ("error of d hidden", lambda row: number(row, "d_hidden_error", ".1e")),
+        ("error of d weight", lambda row: number(row, "d_weight_error", ".1e")),
+        ("error of value", lambda row: number(row, "value_error", ".1e")),
+    ]
+    return markdown(columns, rows)
+
+
+def bounds_text(inputs: Inputs, card: Card | None) -> str:
+    """What the hardware allows, in words."""
+    flop, elements = inputs.flop(with_teacher=True), inputs.elements()
+    text = f"Matrix products with a teacher: {flop / 1e12:.2f} TFLOP on each of {inputs.group.size()} rank(s)"
+    if card is None:
+        return f"{text}; the card's peak rates are not known, so there is no roofline."
+    passes = ", ".join(f"{n} bytes {1e3 * n * elements / card.bytes_per_s:.2f} ms" for n in (4, 6, 10, 14))
+    return (
+        f"{text}, {1e3 * flop / card.flop_per_s:.1f} ms at {card.flop_per_s / 1e12:.0f} TFLOP/s. Passes over bf16 "
+        f"logits at {card.bytes_per_s / 1e12:.2f} TB/s, by bytes an element: {passes}."
+    )
+
+
+def run(args: argparse.Namespace) -> tuple[Report, str]:
+    """Measure all rows; the report, and its text for people."""
+    with tensor_parallel_ranks(args.seed) as group:
+        torch.manual_seed(args.seed)
+        inputs = Inputs.draw(
+            args.rows,
+            (args.student_width, args.teacher_width),
+            args.vocab,
+            DTYPES[args.dtype],
+            group,
+            args.teacher_gap,
+        )
+        free_memory()
+        wanted = [*(our_contenders(args) if "ours" in args.rows_of else []), *peers(args.rows_of)]
+        head = header("bench_loss", args)
+        report = Report(head, args.json, speaks=group.rank() == 0, total=len(wanted) + 4)
+        floors(report, inputs, args, "at the beginning")
+        for contender in wanted:
+            about = {"name": contender.name, "loss": str(contender.objective)}
+            report.attempt(about, lambda c=contender: measure(c, inputs, args))
+        floors(report, inputs, args, "at the end")
+        shape = f"N={args.rows}, Hs={args.student_width}, Ht={args.teacher_width}, V={args.vocab}, {args.dtype}"
+        return report, "\n\n".join([title(head, shape), bounds_text(inputs, Card.current()), table(report.rows)])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the tool."""
+    args = parse_arguments(argv)
+    with quiet():
+        report, text = run(args)
+    if report.speaks:
+        print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,196 @@
+"""The memory estimate against what torch counts in real training steps of pretrain_kd.py on one GPU.
+
+    python benchmarks/bench_memory.py --json memory.json
+    python benchmarks/bench_memory.py --smoke
+
+Weights are zeros in files with holes, made on the spot: what is in them changes no size. For each configuration one
+table, part by part; the estimate is the one of tools/doctor.py. With --smoke everything is tiny and runs on CPU, where
+nothing is counted.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import mkd.cpu
+
+if not mkd.cpu.is_active():
+    # This process only foretells, and takes no memory of the card.
+    mkd.cpu.activate(stands_in=not mkd.cpu.wanted())
+
+import numpy as np
+import torch
+from bench_common import markdown
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+from benchmarks.memory_probe import FILE, HELD, LOSS, STUDENT, TEACHER, TOTAL
+from benchmarks.sparse_folder import make_sparse
+from mkd import compat
+from mkd.doctor.findings import Findings
+from mkd.doctor.run import Launch, examine
+from mkd.job.memory_table import workload
+from mkd.memory import StageMemory, estimate
+from mkd.memory.estimate import AT_WORK, LOGITS
+
+ROOT = Path(__file__).resolve().parents[1]
+GIB = 2**30
+LLAMA = {"architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5, "max_position_embeddings": 8192}
+
+
+def llama(layers: int, width: int, ffn: int, heads: int, groups: int, vocab: int, tied: bool) -> dict[str, Any]:
+    """config.json of a Llama model."""
+    return LLAMA | {
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "intermediate_size": ffn,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "vocab_size": vocab,
+        "tie_word_embeddings": tied,
+    }
+
+
+@dataclass(frozen=True)
+class Case:
+    """A configuration to be measured."""
+
+    name: str
+    teacher: dict[str, Any]
+    student: dict[str, Any]
+    seq_length: int
+    micro_batch: int
+    flags: tuple[str, ...] = ()
+
+
+B8, B1 = llama(32, 4096, 14336, 32, 8, 128256, False), llama(16, 2048, 8192, 32, 8, 128256, True)
+RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+FULL = [
+    Case("Llama-3.1-8B teacher, Llama-3.2-1B student", B8, B1, 4096, 1),
+    Case(
+        "Llama-3.2-1B teacher, student of half its depth, recomputation, distributed optimizer",
+        B1,
+        B1 | {"num_hidden_layers": 8},
+        4096,
+        4,
+        (*RECOMPUTE, "--use-distributed-optimizer"),
+    ),
+]
+TINY = llama(2, 32, 64, 4, 2, 256, True)
+SMOKE = [Case("tiny", TINY, TINY, 32, 2), Case("tiny, recomputation", TINY, TINY, 32, 2, FULL[1].flags)]
+
+
+def foretold(stage: StageMemory) -> dict[str, float]:
+    """The estimate of what `Probe` sees."""
+    loss, teacher = stage.phases["loss"], stage.phases["teacher forward"]
+    held = sum(stage.held.values())
+    return {
+        HELD: held,
+        TEACHER: sum(teacher.values()),
+        # Beside the layers' the last norm's input and output; of the latter the gradient comes with the loss.
+        STUDENT: sum(loss.values()) - loss[LOGITS] - loss[AT_WORK],
+        LOSS: loss[LOGITS] + loss[AT_WORK],
+        TOTAL: stage.peak,
+    }
+
+
+def flags_of(case: Case, folder: Path) -> list[str]:
+    """The command line of a case; makes what it names in `folder`."""
+    for name in ("teacher", "student"):
+        make_sparse(folder / name, getattr(case, name))
+    builder = IndexedDatasetBuilder(str(folder / "text.bin"), dtype=np.int32)
+    vocab = case.student["vocab_size"]
+    for seed in range(64):
+        tokens = np.random.default_rng(seed).integers(0, vocab - 1, case.seq_length)
+        builder.add_document(torch.from_numpy(tokens), [case.seq_length])
+    builder.finalize(str(folder / "text.idx"))
+    steps, micro = 3, case.micro_batch
+    words = {
+        "--kd-teacher-hf": folder / "teacher",
+        "--kd-student-hf": folder / "student",
+        "--kd-ratio": 0.5,
+        "--data-path": folder / "text",
+        "--tokenizer-type": "NullTokenizer",
+        "--split": "100,0,0",
+        "--eval-iters": 0,
+        "--eval-interval": steps,
+        "--seq-length": case.seq_length,
+        "--micro-batch-size": micro,
+        "--global-batch-size": 2 * micro,
+        "--train-iters": steps,
+        "--lr": 1e-4,
+    }
+    flat = [str(word) for pair in words.items() for word in pair]
+    return [*flat, "--bf16", *case.flags, *(("--no-rope-fusion",) if mkd.cpu.is_target() else ())]
+
+
+def measure(flags: list[str], file: Path) -> dict[str, float]:
+    """Train in a process of its own; what its probe saw."""
+    environ = {**os.environ, FILE: str(file), "CUDA_DEVICE_MAX_CONNECTIONS": "1", "RANK": "0", "WORLD_SIZE": "1"}
+    environ |= {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29871"}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks/memory_probe.py"), *flags],
+        env=environ,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    if done.returncode:
+        raise SystemExit(f"bench_memory: the run failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    return json.loads(file.read_text())
+
+
+def run_case(case: Case, folder: Path) -> dict[str, Any]:
+    """Both figures of every part, in GiB."""
+    flags, findings = flags_of(case, folder), Findings()
+    job = examine(Launch(flags, 1), findings)
+    if job is None:
+        raise SystemExit(f"bench_memory: {'; '.join(findings.problems)}")
+    told = foretold(estimate(workload(job))[-1])
+    seen = measure(flags, folder / "probe.json")
+    counted = {} if mkd.cpu.is_target() else seen
+    rows = [{"part": part, "foretold": told[part] / GIB, "measured": counted.get(part, 0) / GIB} for part in told]
+    return {**asdict(case), "rows": rows}
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Of one case."""
+
+    def off(row: dict[str, Any]) -> str:
+        return f"{row['foretold'] / row['measured'] - 1.0:+.1%}" if row["measured"] else "-"
+
+    columns = [
+        ("GiB", lambda row: row["part"]),
+        ("foretold", lambda row: f"{row['foretold']:.2f}"),
+        ("measured", lambda row: f"{row['measured']:.2f}" if row["measured"] else "-"),
+        ("off", off),
+    ]
+    return markdown(columns, rows)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the tool."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smoke", action="store_true", help="tiny models")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
+    args, results = parser.parse_args(argv), []
+    compat.use_prebuilt_dataset_helpers()
+    for case in SMOKE if args.smoke else FULL:
+        with tempfile.TemporaryDirectory() as folder:
+            results.append(run_case(case, Path(folder)))
+        print(f"{case.name}, {case.micro_batch} x {case.seq_length} tokens {' '.join(case.flags)}\n", flush=True)
+        print(table(results[-1]["rows"]) + "\n", flush=True)
+    if args.json is not None:
+        args.json.write_text(json.dumps({"torch": torch.__version__, "cases": results}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

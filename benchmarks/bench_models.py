@@ -1,0 +1,397 @@
+"""Teacher and student with random weights, as megatron-core and as Hugging Face models, and their rows of bench_step.
+
+All rows see the same tokens and compute the gradient of every parameter of the student. megatron-core adds them to fp32
+buffers, which are there all the time; Hugging Face keeps them in the model's dtype and makes them anew in each step.
+"""
+
+import tempfile
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from bench_cache import made_up_rows
+from bench_common import DTYPES, Stopwatch
+from bench_heads import Objective, with_ce
+from bench_peers import eager_objective, model_optimizer_module
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import unwrap_model
+from megatron.training.models import GPTModelBuilder
+from torch import Tensor, nn
+
+import mkd.cpu
+from mkd.config.arguments import default_arguments
+from mkd.config.kd_config import KDConfig
+from mkd.config.teacher_fp8 import compute_in_fp8
+from mkd.cpu.flags import set_cpu_values
+from mkd.data.batch import KDBatch
+from mkd.distributed.groups import Groups
+from mkd.losses import LossOptions
+from mkd.models.gpt import gpt_config
+from mkd.teacher.cache.reader import StoredAnswers
+from mkd.teacher.cache.store import CacheMeta, TeacherStore
+from mkd.teacher.cache.teacher import CachedTeacher
+from mkd.teacher.cache.writer import StoreWriter
+from mkd.teacher.interface import Teacher
+from mkd.teacher.online import OnlineTeacher
+from mkd.train.schedule import TeacherThenStudent
+from mkd.train.step import ForwardStep
+
+ROTARY_BASE, NORM_EPSILON = 500000, 1e-5
+TEACHER_LAYERS, STUDENT_LAYERS, BACKWARD, HEADS = "teacher", "student forward", "student backward", "heads and loss"
+"""Stretches of a step. What follows the layers of a model in the forward pass, and precedes them in the backward pass,
+is LM heads and loss (and the student's embedding)."""
+
+
+class Sizes(NamedTuple):
+    """Of a Llama model."""
+
+    layers: int
+    width: int
+    ffn: int
+    heads: int
+    groups: int
+    tied: bool
+    rope_factor: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """One row's work."""
+
+    prepare: Callable[[], None]
+    """What an optimizer does between steps: clears gradients. Not timed."""
+    run: Callable[[], None]
+    """Forward and backward over one micro-batch."""
+
+
+def watch_layers(watch: Stopwatch, student_layers: nn.Module, teacher_layers: nn.Module) -> None:
+    """Have the layers of both models mark where they begin and end, the student's also in the backward pass."""
+
+    def begins(name: str) -> Callable:
+        return lambda *unused, **options: watch.mark(name)
+
+    def ends(module: nn.Module, inputs: Any, output: Any) -> None:
+        hidden = output if isinstance(output, Tensor) else output.last_hidden_state
+        watch.mark(HEADS)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: watch.mark(BACKWARD))
+
+    for layers, name in ((student_layers, STUDENT_LAYERS), (teacher_layers, TEACHER_LAYERS)):
+        layers.register_forward_pre_hook(begins(name))
+        layers.register_forward_hook(ends)
+
+
+def draw_sample(args: Namespace) -> dict[str, Tensor]:
+    """A micro-batch [b, s] of random tokens, all of them supervised, as megatron's data loader gives it."""
+    shape = (args.samples, args.seq_length)
+    return {
+        "tokens": torch.randint(0, args.vocab, shape, device="cuda"),
+        "labels": torch.randint(0, args.vocab, shape, device="cuda"),
+        "loss_mask": torch.ones(shape, device="cuda"),
+        "position_ids": torch.arange(args.seq_length, device="cuda").expand(shape),
+    }
+
+
+def model_arguments(sizes: Sizes, args: Namespace) -> Namespace:
+    """Megatron's arguments of a model without dropout, on one rank."""
+    values = dict(
+        num_layers=sizes.layers,
+        hidden_size=sizes.width,
+        ffn_hidden_size=sizes.ffn,
+        num_attention_heads=sizes.heads,
+        group_query_attention=True,
+        num_query_groups=sizes.groups,
+        kv_channels=sizes.width // sizes.heads,
+        swiglu=True,
+        normalization="RMSNorm",
+        layernorm_epsilon=NORM_EPSILON,
+        add_bias_linear=False,
+        position_embedding_type="rope",
+        rotary_base=ROTARY_BASE,
+        use_rope_scaling=True,
+        rope_scaling_factor=sizes.rope_factor,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        max_position_embeddings=args.seq_length,
+        seq_length=args.seq_length,
+        vocab_size=args.vocab,
+        padded_vocab_size=args.vocab,
+        untie_embeddings_and_output_weights=not sizes.tied,
+        params_dtype=DTYPES[args.dtype],
+        bf16=args.dtype == "bf16",
+        fp16=args.dtype == "fp16",
+        calculate_per_token_loss=True,
+        gradient_accumulation_fusion=_has_apex(),
+        cross_entropy_loss_fusion=True,
+        cross_entropy_fusion_impl="te",
+    )
+    arguments = default_arguments()
+    for name, value in values.items():
+        setattr(arguments, name, value)
+    if mkd.cpu.is_active():
+        set_cpu_values(arguments)
+    return arguments
+
+
+def _has_apex() -> bool:
+    try:
+        import fused_weight_gradient_mlp_cuda  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class MegatronModels:
+    """Both models of megatron-core, on Transformer Engine where there is a GPU."""
+
+    chunks: list[nn.Module]
+    """The student in megatron's wrappers: fp32 gradient buffers."""
+    student: GPTModel
+    teacher: OnlineTeacher | None
+    teacher_model: GPTModel | None
+    groups: Groups
+    args: Namespace
+    sample: dict[str, Tensor]
+    watch: Stopwatch
+    folders: ExitStack
+    """Removes what is written, when the models go."""
+
+    @classmethod
+    @contextmanager
+    def built(
+        cls, args: Namespace, watch: Stopwatch, with_teacher: bool = True, fp8: bool = False
+    ) -> Iterator["MegatronModels"]:
+        """Build them; without a teacher for the rows that need none, or with one in FP8."""
+        groups = Groups.from_megatron()
+        student = GPTModelBuilder(gpt_config(model_arguments(args.student, args)))
+        chunks = student.build_distributed_models(
+            pg_collection=groups.collection,
+            ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=True),
+            data_parallel_random_init=False,
+        )
+        inner, teacher, teacher_model = unwrap_model(chunks[0]), None, None
+        if with_teacher:
+            seen: list[nn.Module] = []
+            of_teacher = model_arguments(args.teacher, args)
+            if fp8:
+                compute_in_fp8(of_teacher)
+            config = gpt_config(of_teacher)
+            teacher = OnlineTeacher(config, groups, load_weights=seen.extend, fingerprint="")
+            teacher_model = unwrap_model(seen[0])
+        watch_layers(watch, inner.decoder, teacher_model.decoder if with_teacher else nn.Identity())
+        with ExitStack() as folders:
+            yield cls(chunks, inner, teacher, teacher_model, groups, args, draw_sample(args), watch, folders)
+
+    def clear(self) -> None:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+
+    def ours(self, divergence: str) -> Step:
+        """mkd as it trains: its schedule around megatron's, its forward step, CE and a divergence at R = 0.5."""
+        return self._trained(self.teacher, divergence, self.sample)
+
+    def cached(self, divergence: str, top_k: int = 64) -> Step:
+        """The same from made-up stored answers of `top_k` tokens. They are read once: in a training this happens a step
+        ahead."""
+        sample = {name: value.cpu() for name, value in self.sample.items()}
+        folder = Path(self.folders.enter_context(tempfile.TemporaryDirectory()))
+        writer = StoreWriter(folder, CacheMeta("made up", None, self.args.vocab, top_k, "log12"))
+        for key in KDBatch.from_sample(sample, self.args.vocab).keys:
+            rows = made_up_rows(self.args.seq_length, self.args.vocab, top_k, np.random.default_rng(0))
+            writer.add(key, rows)
+        writer.flush()
+        answers = StoredAnswers(TeacherStore(folder, "--cache"), top_k, 1.0)
+        teacher = CachedTeacher(answers, self.groups, tolerant=False, row_length=self.args.seq_length)
+        return self._trained(teacher, divergence, sample)
+
+    def _trained(self, teacher: Teacher, divergence: str, sample: dict[str, Tensor]) -> Step:
+        kd = KDConfig(teacher_hf=["random weights"], ratio=0.5, loss=divergence)
+        vocab = self.args.vocab
+        schedule = TeacherThenStudent(kd, self.groups, teacher, vocab, current_iteration=lambda: 0)
+        forward_backward = schedule.around(get_forward_backward_func(pp_size=1, vp_size=None))
+        forward = ForwardStep(self.groups, true_vocab=vocab, options=LossOptions(self.args.chunk_rows))
+
+        def run() -> None:
+            forward_backward(
+                forward_step_func=forward,
+                data_iterator=iter([sample]),
+                model=self.chunks,
+                num_microbatches=1,
+                seq_length=self.args.seq_length,
+                micro_batch_size=self.args.samples,
+                forward_only=False,
+            )
+
+        return Step(self.clear, run)
+
+    def logits(self, model: GPTModel) -> Tensor:
+        """[s, b, V], as the LM head puts them out."""
+
+        def head(
+            *, hidden_states: Tensor, output_layer: nn.Module, output_weight: Tensor | None, **unused: Any
+        ) -> Tensor:
+            return output_layer(hidden_states, weight=output_weight)[0]
+
+        return model(self.sample["tokens"], self.sample["position_ids"], None, output_processor=head)
+
+    @torch.no_grad()
+    def teacher_logits(self) -> Tensor:
+        """[s, b, V]"""
+        return self.logits(self.teacher_model)
+
+    def fused_ce(self, kind: str) -> Step:
+        """No distillation: the teacher's logits are formed and dropped, the student is trained on megatron's own CE.
+        What any system that forms the teacher's logits pays at least. `kind`: te (Transformer Engine's kernel) or
+        native (compiled pieces); on CPU it is unfused."""
+        self.student.config.cross_entropy_fusion_impl = kind
+
+        def run() -> None:
+            self.teacher_logits()
+            tokens, positions, labels = (self.sample[name] for name in ("tokens", "position_ids", "labels"))
+            self.student(tokens, positions, None, labels=labels).mean().backward()
+
+        return Step(self.clear, run)
+
+    def model_optimizer(self) -> Step:
+        """Model-Optimizer's `LogitsKLLoss` of whole logits; forward KL without CE, its default."""
+        from modelopt.torch.distill.plugins.megatron import LogitsKLLoss
+
+        module = model_optimizer_module(LogitsKLLoss, 1)
+
+        def run() -> None:
+            teacher_logits = self.teacher_logits()
+            per_token, *_ = module(self.logits(self.student), teacher_logits)
+            per_token.mean().backward()
+
+        return Step(self.clear, run)
+
+    def eager(self, objective: Objective) -> Step:
+        """Plain PyTorch of whole logits, softmaxes in fp32."""
+
+        def run() -> None:
+            u = self.teacher_logits().flatten(0, 1)
+            z = self.logits(self.student).flatten(0, 1)
+            labels = self.sample["labels"].t().flatten()
+            (eager_objective(z, u, labels, objective) / len(z)).backward()
+
+        return Step(self.clear, run)
+
+
+@dataclass(frozen=True)
+class HuggingFaceModels:
+    """Both models of transformers, with its default attention, and with Liger's layers if asked."""
+
+    student: nn.Module
+    teacher: nn.Module
+    sample: dict[str, Tensor]
+
+    @classmethod
+    @contextmanager
+    def built(cls, args: Namespace, watch: Stopwatch, liger_layers: bool) -> Iterator["HuggingFaceModels"]:
+        """Build them; Liger's layers replace those of transformers until they are left."""
+        from transformers.models.llama import modeling_llama
+
+        replaced = ("apply_rotary_pos_emb", "LlamaRMSNorm", "LlamaMLP")
+        originals = {name: getattr(modeling_llama, name) for name in replaced}
+        try:
+            if liger_layers:
+                from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+                apply_liger_kernel_to_llama(fused_linear_cross_entropy=False)
+            student = _llama(args.student, args).train()
+            teacher = _llama(args.teacher, args).eval().requires_grad_(False)
+            watch_layers(watch, student.model, teacher.model)
+            yield cls(student, teacher, draw_sample(args))
+        finally:
+            for name, original in originals.items():
+                setattr(modeling_llama, name, original)
+
+    def clear(self) -> None:
+        self.student.zero_grad(set_to_none=True)
+
+    def eager(self, objective: Objective) -> Step:
+        """Plain PyTorch of whole logits, softmaxes in fp32."""
+
+        def run() -> None:
+            with torch.no_grad():
+                u = self.teacher(self.sample["tokens"], use_cache=False).logits.flatten(0, 1)
+            z = self.student(self.sample["tokens"], use_cache=False).logits.flatten(0, 1)
+            (eager_objective(z, u, self.sample["labels"].flatten(), objective) / len(z)).backward()
+
+        return Step(self.clear, run)
+
+    def liger(self, make_loss: Callable[[], nn.Module]) -> Step:
+        """One of Liger's losses from hidden states: called with both hidden states and LM heads, and the labels."""
+        module = make_loss()
+
+        def hidden(model: nn.Module) -> Tensor:
+            return model.model(self.sample["tokens"], use_cache=False).last_hidden_state.flatten(0, 1)
+
+        def run() -> None:
+            with torch.no_grad():
+                u = hidden(self.teacher)
+            z = hidden(self.student)
+            heads = self.student.lm_head.weight, self.teacher.lm_head.weight
+            module(z, heads[0], u, heads[1], self.sample["labels"].flatten()).backward()
+
+        return Step(self.clear, run)
+
+
+def _llama(sizes: Sizes, args: Namespace) -> nn.Module:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=args.vocab,
+        hidden_size=sizes.width,
+        intermediate_size=sizes.ffn,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.groups,
+        tie_word_embeddings=sizes.tied,
+        rms_norm_eps=NORM_EPSILON,
+        max_position_embeddings=131072,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": float(ROTARY_BASE),
+            "factor": sizes.rope_factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    )
+    with torch.device("cuda"):
+        return AutoModelForCausalLM.from_config(config, dtype=DTYPES[args.dtype], attn_implementation="sdpa")
+
+
+def liger_chunked_jsd() -> nn.Module:
+    """Half JSD, half CE; compiled."""
+    from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
+
+    return LigerFusedLinearJSDLoss(weight_hard_loss=0.5, weight_soft_loss=0.5, beta=0.5, compiled=True)
+
+
+def liger_fused_jsd() -> nn.Module:
+    """JSD alone."""
+    from liger_kernel.transformers import LigerFusedLinearJSD
+
+    return LigerFusedLinearJSD(jsd_beta=0.5)
+
+
+def cached_rows(divergences: list[str]) -> list[tuple[str, Objective, Callable[[MegatronModels], Step]]]:
+    """The same from a teacher's stored answers."""
+    return [("mkd, cached teacher, K=64", with_ce(d), lambda models, d=d: models.cached(d)) for d in divergences]
+
+
+def our_rows(
+    divergences: list[str], name: str = "mkd"
+) -> list[tuple[str, Objective, Callable[[MegatronModels], Step]]]:
+    """Name, objective and work of each of our rows."""
+    return [(name, with_ce(d), lambda models, d=d: models.ours(d)) for d in divergences]

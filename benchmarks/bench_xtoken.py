@@ -1,0 +1,313 @@
+"""Losses between tokenizers from hidden states, forward and backward, beside that of one tokenizer: time and memory.
+
+    python benchmarks/bench_xtoken.py --json xtoken.json
+    torchrun --nproc-per-node 2 benchmarks/bench_xtoken.py
+    python benchmarks/bench_xtoken.py --smoke
+
+Each row computes half cross-entropy and half a divergence, the gradient of the student's hidden states, and that of its
+LM head in an fp32 buffer. The text is drawn: of a hundred chunks --single have one token on both sides, the others 1 to
+4 on either. With torchrun the vocabularies are cut over all ranks. The table goes to stdout, progress to stderr.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, get_args
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import mkd.cpu
+
+if mkd.cpu.wanted():
+    mkd.cpu.activate()  # before anything imports megatron
+
+import torch
+import torch.distributed as dist
+from bench_common import (
+    DTYPES,
+    GIB,
+    Report,
+    Row,
+    add_common_flags,
+    free_memory,
+    header,
+    largest_on_any_rank,
+    markdown,
+    names,
+    number,
+    peak_bytes,
+    quiet,
+    tensor_parallel_ranks,
+    time_behind_work,
+    time_calls,
+    title,
+)
+from torch import Tensor
+
+from mkd.config.kd_config import Divergence, LossSpec
+from mkd.config.values import XTokenLoss
+from mkd.losses import fused_linear_loss
+from mkd.xtoken.loss.chunks import ChunkRows
+from mkd.xtoken.loss.xtoken_loss import xtoken_loss
+from mkd.xtoken.vocabulary.cross_vocabulary import CrossVocabulary
+
+SMOKE = {
+    "rows": 64,
+    "student_width": 16,
+    "teacher_width": 24,
+    "student_vocab": 61,
+    "teacher_vocab": 73,
+    "common": 40,
+    "dtype": "fp32",
+    "warmup": 1,
+    "iterations": 1,
+}
+MOST_TOKENS = 4
+"""Of a chunk, on either side."""
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=4096, metavar="N", help="tokens of each side (default: 4096)")
+    parser.add_argument("--student-width", type=int, default=2048, metavar="H", help="hidden size (default: 2048)")
+    parser.add_argument("--teacher-width", type=int, default=4096, metavar="H", help="hidden size (default: 4096)")
+    parser.add_argument("--student-vocab", type=int, default=128256, metavar="V", help="(default: 128256)")
+    parser.add_argument("--teacher-vocab", type=int, default=151936, metavar="V", help="(default: 151936)")
+    parser.add_argument(
+        "--common", type=int, default=100000, metavar="N", help="tokens that both have (default: 100000)"
+    )
+    parser.add_argument("--single", type=float, default=80.0, metavar="PERCENT", help="of the chunks (default: 80)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of hidden states and weights")
+    parser.add_argument("--kinds", type=names, default=list(get_args(XTokenLoss)), metavar="A,B", help="(default: all)")
+    parser.add_argument("--losses", type=names, default=["forward_kl", "jsd"], metavar="A,B", help="divergences")
+    parser.add_argument("--impl", default="auto", help="auto, eager or triton")
+    parser.add_argument("--chunk-rows", type=int, metavar="N", help="rows whose logits exist at one time")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes: whether it runs, on a CPU too")
+    add_common_flags(parser)
+    parser.set_defaults(warmup=2, iterations=7)
+    args = parser.parse_args(argv)
+    if args.smoke:
+        vars(args).update(SMOKE)
+    for flag, given, legal in (
+        ("--kinds", args.kinds, get_args(XTokenLoss)),
+        ("--losses", args.losses, get_args(Divergence)),
+    ):
+        if unknown := set(given) - set(legal):
+            parser.error(f"{flag}: {', '.join(sorted(unknown))} is not one of {', '.join(legal)}")
+    if not 0 < args.common <= min(args.student_vocab, args.teacher_vocab):
+        parser.error("--common must be above 0 and at most the smaller vocabulary")
+    return args
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Both models and a text, the same on every rank; LM heads whole."""
+
+    hidden: Tensor
+    weight: Tensor
+    teacher_hidden: Tensor
+    teacher_weight: Tensor
+    labels: Tensor
+    teacher_labels: Tensor
+    chunks: ChunkRows
+    ids: Tensor
+    shares: Tensor
+    pairs: Tensor
+    group: dist.ProcessGroup
+
+    @classmethod
+    def draw(cls, args: argparse.Namespace, group: dist.ProcessGroup) -> "Inputs":
+        """Random ones, with logits of standard deviation 2."""
+        dtype, size = DTYPES[args.dtype], group.size()
+
+        def model(width: int, vocab: int) -> tuple[Tensor, Tensor]:
+            padded = vocab + -vocab % size
+            hidden, weight = (torch.randn(n, width, device="cuda", dtype=torch.float32) for n in (args.rows, padded))
+            return hidden.to(dtype), (weight * (2.0 / width**0.5)).to(dtype)
+
+        vocabularies = args.student_vocab, args.teacher_vocab
+        pairs = torch.stack([torch.randperm(v, device="cpu")[: args.common] for v in vocabularies], dim=1)
+        labels, teacher_labels, chunks = _text(args, pairs)
+        ids = torch.randint(0, args.teacher_vocab, (args.student_vocab, 3), device="cpu")
+        shares = torch.tensor([0.9, 0.09, 0.01], device="cpu").repeat(args.student_vocab, 1)
+        ids[pairs[:, 0]] = torch.nn.functional.pad(pairs[:, 1:], (0, 2), value=-1)
+        shares[pairs[:, 0]] = torch.tensor([1.0, 0.0, 0.0], device="cpu")
+        (hidden, weight), teacher = (
+            model(*s) for s in zip((args.student_width, args.teacher_width), vocabularies, strict=True)
+        )
+        return cls(hidden, weight, *teacher, labels.cuda(), teacher_labels.cuda(), chunks, ids, shares, pairs, group)
+
+    @property
+    def mine(self) -> Tensor:
+        """This rank's part of the student's LM head, with an fp32 gradient buffer."""
+        weight = self.weight.chunk(self.group.size())[self.group.rank()].detach().clone().requires_grad_()
+        weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+        return weight
+
+
+def _text(args: argparse.Namespace, pairs: Tensor) -> tuple[Tensor, Tensor, ChunkRows]:
+    """(labels of the student, of the teacher, chunks), on the host; chunks of one token are a pair each."""
+    many = torch.rand(args.rows, 1, device="cpu") >= args.single / 100
+    sizes = torch.where(many, torch.randint(1, MOST_TOKENS + 1, (args.rows, 2), device="cpu"), 1)
+    fits = (sizes.cumsum(0) <= args.rows).all(dim=1)
+    sizes = sizes[fits]
+    numbers = torch.arange(len(sizes), device="cpu")
+    sides = []
+    for side, vocab in enumerate((args.student_vocab, args.teacher_vocab)):
+        chunk = torch.nn.functional.pad(numbers.repeat_interleave(sizes[:, side]), (0, args.rows), value=-1)[
+            : args.rows
+        ]
+        first = torch.nn.functional.pad(chunk[:-1], (1, 0), value=-1) != chunk
+        labels = torch.randint(0, vocab, (args.rows,), device="cpu")
+        single = (chunk >= 0) & (sizes == 1).all(dim=1)[chunk]
+        labels[single] = pairs[chunk[single] % len(pairs), side]
+        sides.append((labels, chunk, first & (chunk >= 0)))
+    (labels, student, student_first), (teacher_labels, teacher, teacher_first) = sides
+    weight = torch.full((len(sizes),), 0.5 / len(sizes), device="cpu")
+    return labels, teacher_labels, ChunkRows(student, student_first, teacher, teacher_first, weight)
+
+
+def between_tokenizers(inputs: Inputs, kind: str, loss: str, args: argparse.Namespace) -> Callable[[], Tensor]:
+    """A call of `xtoken_loss`, and backward."""
+    weight, hidden, group = inputs.mine, inputs.hidden.detach().requires_grad_(), inputs.group
+    vocabulary = CrossVocabulary.of(
+        kind,
+        inputs.ids,
+        inputs.shares,
+        inputs.pairs,
+        student_vocab=args.student_vocab,
+        teacher_vocab=args.teacher_vocab,
+        student_width=len(weight),
+        rank=group.rank(),
+        size=group.size(),
+        device="cuda",
+    )
+    teacher_weight = inputs.teacher_weight[vocabulary.teacher_columns]
+    ce_weight = torch.full((args.rows,), 0.5 / args.rows, device="cuda")
+
+    def run() -> Tensor:
+        output = xtoken_loss(
+            hidden,
+            weight,
+            inputs.teacher_hidden,
+            teacher_weight,
+            inputs.labels,
+            ce_weight,
+            inputs.teacher_labels,
+            inputs.chunks,
+            kind=kind,
+            vocabulary=vocabulary,
+            spec=LossSpec(divergence=loss),
+            tp_group=group,
+            chunk_rows=args.chunk_rows,
+            impl=args.impl,
+            upstream=1.0,
+        )
+        return _backward(output.loss, hidden)
+
+    return run
+
+
+def one_tokenizer(inputs: Inputs, loss: str, args: argparse.Namespace) -> Callable[[], Tensor]:
+    """A call of `fused_linear_loss` with a teacher of the student's vocabulary, and backward."""
+    weight, hidden, group = inputs.mine, inputs.hidden.detach().requires_grad_(), inputs.group
+    whole = inputs.teacher_weight[torch.arange(len(inputs.weight), device="cuda") % len(inputs.teacher_weight)]
+    teacher_weight = whole.chunk(group.size())[group.rank()].contiguous()
+    row_weight = torch.full((args.rows,), 0.5 / args.rows, device="cuda")
+
+    def run() -> Tensor:
+        output = fused_linear_loss(
+            hidden,
+            weight,
+            inputs.teacher_hidden,
+            teacher_weight,
+            inputs.labels,
+            row_weight,
+            row_weight,
+            spec=LossSpec(divergence=loss),
+            true_vocab=args.student_vocab,
+            tp_group=group,
+            chunk_rows=args.chunk_rows,
+            impl=args.impl,
+            upstream=1.0,
+        )
+        return _backward(output.loss, hidden)
+
+    return run
+
+
+def _backward(loss: Tensor, hidden: Tensor) -> Tensor:
+    (gradient,) = torch.autograd.grad(loss, hidden)
+    return gradient
+
+
+def measure(build: Callable[[], Callable[[], Tensor]], args: argparse.Namespace) -> Row:
+    """Figures of one row. A gradient that is not finite fails it."""
+    run = build()
+    if not torch.isfinite(run()).all():
+        raise ValueError("the gradient is not finite")
+    torch.cuda.synchronize()
+    before = 0 if mkd.cpu.is_active() else torch.cuda.memory_allocated()
+    times = time_calls(run, args.warmup, args.iterations)
+    peak = peak_bytes(run)
+    extra = behind = None
+    if peak is not None:
+        extra = largest_on_any_rank((peak - before) / GIB)
+        behind = largest_on_any_rank(median(time_behind_work(run, args.iterations)))
+    return {"ms": largest_on_any_rank(median(times)), "ms_all": times, "behind_ms": behind, "extra_gib": extra}
+
+
+def table(rows: list[Row]) -> str:
+    """The rows in markdown; the ratio is to one tokenizer with the same divergence."""
+    """`ms`: of a call that the GPU waits for; `behind other work`: `time_behind_work`."""
+    key = "behind_ms" if any(row.get("behind_ms") is not None for row in rows) else "ms"
+    plain = {row["loss"]: row[key] for row in rows if row["name"] == "one tokenizer" and key in row}
+    columns: list[tuple[str, Callable[[Row], str]]] = [
+        ("row", lambda row: row["name"]),
+        ("CE and", lambda row: row["loss"]),
+        ("ms", lambda row: number(row, "ms", ".2f")),
+        ("ms behind other work", lambda row: number(row, "behind_ms", ".2f")),
+        ("x one tokenizer", lambda row: f"{row[key] / plain[row['loss']]:.2f}"),
+        ("extra GiB", lambda row: number(row, "extra_gib", ".2f")),
+    ]
+    return markdown(columns, rows)
+
+
+def run(args: argparse.Namespace) -> tuple[Report, str]:
+    """Measure all rows; the report, and its text for people."""
+    with tensor_parallel_ranks(args.seed) as group:
+        torch.manual_seed(args.seed)
+        inputs = Inputs.draw(args, group)
+        free_memory()
+        wanted: list[tuple[str, str, Any]] = [
+            ("one tokenizer", d, lambda d=d: one_tokenizer(inputs, d, args)) for d in args.losses
+        ]
+        for kind in args.kinds:
+            wanted += [(kind, d, lambda k=kind, d=d: between_tokenizers(inputs, k, d, args)) for d in args.losses]
+        head = header("bench_xtoken", args)
+        report = Report(head, args.json, speaks=group.rank() == 0, total=len(wanted))
+        for name, loss, build in wanted:
+            report.attempt({"name": name, "loss": loss}, lambda b=build: measure(b, args))
+        shape = (
+            f"N={args.rows}, Hs={args.student_width}, Ht={args.teacher_width}, Vs={args.student_vocab}, "
+            f"Vt={args.teacher_vocab}, {args.common} common, {len(inputs.chunks.weight)} chunks, {args.dtype}"
+        )
+        return report, "\n\n".join([title(head, shape), table(report.rows)])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the tool; 1 if a row could not be measured."""
+    args = parse_arguments(argv)
+    with quiet():
+        report, text = run(args)
+    if report.speaks:
+        print(text)
+    return int(any("failed" in row for row in report.rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The job that fills a teacher cache, and the tools that inspect one."""

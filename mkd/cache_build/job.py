@@ -1,0 +1,224 @@
+"""A job that fills a teacher cache, from its command line: a training job's without its student."""
+
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+
+from mkd.checkpoint.source import ModelSource, SeveralSources, common_vocabulary
+from mkd.config import arguments
+from mkd.config.kd_config import KDConfig
+from mkd.config.megatron_checks import check_attention_heads, check_divisions
+from mkd.data.sources.stores import is_chat_file
+from mkd.errors import MkdConfigError
+from mkd.job.data import JobData, hash_of_tokenizer
+from mkd.job.teacher import ModelTeacher, teacher_source
+from mkd.teacher.cache.record_format import MAX_COUNT, MAX_VOCAB
+from mkd.teacher.cache.store import CacheMeta
+
+_LOOKED_AT = (
+    *("teacher_hf", "teacher_load", "teacher_dtype", "teacher_offload", "student_hf", "loss_chunk_rows"),
+    *("packing", "packing_multiple", "long_samples", "variable_seq_lengths", "mask", "dry_run", "verbose"),
+)
+"""Fields of KDConfig that say what the teacher reads and how; the others are about what a student learns."""
+
+_NOTHING = {
+    "save": None,
+    "load": None,
+    "pretrained_checkpoint": None,
+    "use_checkpoint_args": False,
+    "async_save": False,
+    "num_layers_per_virtual_pipeline_stage": None,
+    "num_virtual_stages_per_pipeline_rank": None,
+    "pipeline_model_parallel_layout": None,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+    "recompute_granularity": None,
+    "tp_comm_overlap": False,
+    "multi_latent_attention": False,
+    "lr": 0.0,
+    "min_lr": 0.0,
+    "lr_decay_style": "constant",
+    "lr_decay_iters": None,
+    "lr_decay_samples": None,
+    "lr_warmup_init": 0.0,
+    "lr_warmup_iters": 0,
+    "lr_warmup_samples": 0,
+    "lr_warmup_fraction": None,
+    "override_opt_param_scheduler": False,
+    "use_checkpoint_opt_param_scheduler": False,
+    "eval_interval": 1,
+}
+"""Megatron's arguments that are the student's or its training's alone: as if they had not been given."""
+
+_SHAPE = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "num_experts"),
+    *("num_query_groups", "group_query_attention", "moe_ffn_hidden_size", "moe_layer_freq", "moe_router_topk"),
+)
+"""What Megatron checks the layout against. The rest of the teacher's architecture is in its own arguments."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheOptions:
+    """What is stored, and where: the tool's own flags."""
+
+    out: Path
+    top_k: int | None = None
+    samples: int | None = None
+    lossless: bool = False
+    temperatures: tuple[float, ...] = ()
+    """Empty: 1 and that of --kd-temperature."""
+
+    def __post_init__(self) -> None:
+        if (self.top_k is None) == (self.samples is None):
+            seen = "neither" if self.top_k is None else f"--top-k {self.top_k} and --sample {self.samples}"
+            raise MkdConfigError(
+                f"one of --top-k K (the most probable tokens) and --sample N (draws) is needed: {seen}"
+            )
+        if self.top_k is not None and self.top_k < 1:
+            raise MkdConfigError(f"--top-k is {self.top_k}; it must be at least 1")
+        if self.samples is not None and not 1 <= self.samples <= MAX_COUNT:
+            raise MkdConfigError(f"--sample is {self.samples}; it must be 1 to {MAX_COUNT}")
+        if self.samples is not None and self.lossless:
+            raise MkdConfigError("--lossless does not go with --sample: counts are stored as they are")
+        for value in self.temperatures:
+            if not 0 < value < float("inf"):
+                raise MkdConfigError(f"--temperature is {value:g}; a temperature is a finite number > 0")
+        if self.samples is not None and len(self.temperatures) > 1:
+            raise MkdConfigError(f"--temperature has {len(self.temperatures)} values; draws are at one temperature")
+
+    @classmethod
+    def of(cls, folder: Path, meta: CacheMeta) -> "CacheOptions":
+        """Those that a cache was written with."""
+        top_k, samples = (None, meta.samples) if meta.samples else (meta.top_k, None)
+        temperatures = meta.temperatures[-1:] if meta.samples else meta.temperatures
+        lossless = meta.values == "fp32"
+        return cls(out=folder, top_k=top_k, samples=samples, lossless=lossless, temperatures=temperatures)
+
+    def meta(self, teacher: ModelTeacher, tokenizer: str | None, temperature: float, positions: str) -> CacheMeta:
+        """What meta.json will say.
+
+        Args:
+            teacher: that will answer.
+            tokenizer: hash of its tokenizer; None when it is not known.
+            temperature: of --kd-temperature.
+            positions: see `CacheMeta`.
+
+        Raises:
+            MkdConfigError: more ids than the vocabulary has, or too large a vocabulary.
+        """
+        vocab = teacher.true_vocab
+        flag, ids = ("--top-k", self.top_k) if self.samples is None else ("--sample", min(self.samples, vocab))
+        if ids > vocab:
+            raise MkdConfigError(f"{flag} is {ids}, but the vocabulary has {vocab} tokens")
+        if vocab > MAX_VOCAB:
+            raise MkdConfigError(f"a teacher cache holds vocabularies of up to {MAX_VOCAB} tokens, not {vocab}")
+        own = self.temperatures or (temperature,)
+        return CacheMeta(
+            teacher=teacher.stored_fingerprint,
+            tokenizer=tokenizer,
+            true_vocab=vocab,
+            top_k=ids,
+            values="counts" if self.samples else "fp32" if self.lossless else "log12",
+            temperatures=tuple(dict.fromkeys((1.0, *map(float, own)))),
+            samples=self.samples or 0,
+            teacher_dtype=teacher.dtype,
+            positions=positions,
+        )
+
+
+@dataclass(frozen=True)
+class CacheJob:
+    """Everything that was asked for, checked; no weight is loaded and no process group exists yet."""
+
+    args: Namespace
+    """Megatron's arguments, also global by now."""
+    kd: KDConfig
+    teacher: ModelTeacher
+    meta: CacheMeta
+    out: Path
+    reads_one_epoch: bool
+    """Whether every sample is read once, because the number of iterations was not given."""
+
+    @property
+    def data(self) -> JobData:
+        return JobData(self.args, self.kd, self.meta.true_vocab)
+
+    @classmethod
+    def from_command_line(cls, options: CacheOptions) -> "CacheJob":
+        """Parse `sys.argv`, which has the flags of pretrain_kd.py, and check all but the cache's folder.
+
+        Args:
+            options: the tool's own flags.
+
+        Raises:
+            MkdError: anything that would stop the job later.
+        """
+        args, flags = arguments.parse_flags()
+        if flags.get("teacher_cache") is not None:
+            raise MkdConfigError(
+                f"--kd-teacher-cache {flags['teacher_cache']} has no teacher to ask: give --kd-teacher-hf or "
+                "--kd-teacher-load"
+            )
+        for name, size in flags.items():
+            if name.startswith("teacher_") and name.endswith("_parallel_size") and size is not None:
+                flag = name.removeprefix("teacher_").replace("_", "-")
+                raise MkdConfigError(
+                    f"--kd-teacher-{flag} is {size}, but there is no student here: give --{flag} {size}, which is the "
+                    "teacher's"
+                )
+        kd = KDConfig(**{name: flags[name] for name in _LOOKED_AT}, ratio=1.0)
+        source = teacher_source(kd)
+        if isinstance(source, SeveralSources):
+            raise MkdConfigError(f"{source.origin} are several teachers, and a cache has the answers of one: name one")
+        student = None if kd.student_hf is None else ModelSource.from_hf(kd.student_hf, "--kd-student-hf")
+        given, one_epoch = args.tokenizer_model, _is_without_end(args, kd)
+        if one_epoch:
+            args.train_iters = 1
+        _describe_teacher(args, source, student)
+        arguments.finish(args, kd)
+        tokenizer = student.tokenizer_hash if student else hash_of_tokenizer(args)
+        origin = student.origin if student else f"--tokenizer-model {args.tokenizer_model}"
+        vocab = source.vocab_size
+        if student is not None or given is not None or vocab is None:
+            vocab = common_vocabulary(origin, arguments.true_vocabulary(args), tokenizer, source)
+        JobData(args, kd, vocab).check(tokenizer)
+        args.kd_teacher_fingerprint = source.fingerprint()
+        teacher = ModelTeacher.of(source, args, kd, vocab)
+        positions = "document" if args.reset_position_ids else "segment"
+        meta = options.meta(teacher, tokenizer or source.tokenizer_hash, flags["temperature"], positions)
+        return cls(args, kd, teacher, meta, options.out, one_epoch)
+
+
+def _is_without_end(args: Namespace, kd: KDConfig) -> bool:
+    """Whether no number of iterations is given, nor needed: epochs of whole samples differ in their order alone."""
+    given = args.train_iters or args.train_samples
+    return not given and (kd.packing != "none" or all(map(is_chat_file, arguments.data_prefixes(args))))
+
+
+def _describe_teacher(args: Namespace, source: ModelSource, student: ModelSource | None) -> None:
+    """Have Megatron's arguments describe a job whose model is the teacher, in place.
+
+    Raises:
+        MkdConfigError: a layout that does not divide the teacher.
+    """
+    for name, value in _NOTHING.items():
+        setattr(args, name, value)
+    arguments.resume_from(args, None)
+    shape = source.architecture
+    for name in _SHAPE:
+        setattr(args, name, shape.get(name))
+    if args.num_experts is None:
+        args.moe_layer_freq, args.moe_router_topk = 1, 2  # Megatron's defaults
+        args.expert_model_parallel_size, args.expert_tensor_parallel_size = 1, None
+    args.max_position_embeddings = max(shape.get("max_position_embeddings") or 0, args.seq_length or 0)
+    if min(args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size) > 0:
+        check_divisions("the teacher", shape, args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
+        check_attention_heads("the teacher", shape, args)
+    own = args.tokenizer_model is None
+    if own and (student or source).tokenizer_folder is not None:
+        args.tokenizer_type = args.tokenizer_type or "HuggingFaceTokenizer"
+        args.tokenizer_model = str((student or source).tokenizer_folder)
+    if student is not None or own:
+        args.vocab_size = (student or source).vocab_size

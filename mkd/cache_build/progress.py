@@ -1,0 +1,80 @@
+"""What the first rank says of a job that fills a cache."""
+
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from mkd.cache_build.job import CacheJob
+from mkd.cache_build.texts import Ledger
+
+SAY_SECONDS = 10.0
+
+
+class Progress:
+    """Lines of the first rank."""
+
+    def __init__(self, total: int, stored: int) -> None:
+        """Say how much there is.
+
+        Args:
+            total: rows.
+            stored: segments that are in the folder already.
+        """
+        self._total, self._seen, self._skipped = total, 0, 0
+        self._speaks = dist.get_rank() == 0
+        self._begin = self._said = time.monotonic()
+        self._say(f"{total:,} rows to read; {stored:,} segments are stored already")
+
+    def rows(self, count: int, ledger: Ledger) -> None:
+        """So many rows more are done."""
+        self._seen = min(self._seen + count, self._total)
+        now = time.monotonic()
+        if not ledger.tokens:  # all of it is stored: the time to pass over it is not the teacher's
+            self._begin, self._skipped = now, self._seen
+        if now - self._said < SAY_SECONDS:
+            return
+        self._said, elapsed = now, max(now - self._begin, 1e-9)
+        line = f"{self._seen:,} of {self._total:,} rows ({self._seen / self._total:.1%})"
+        if self._seen > self._skipped:
+            left = (self._total - self._seen) * elapsed / (self._seen - self._skipped)
+            line += f", {ledger.tokens:,} tokens, {ledger.tokens / elapsed:,.0f} tokens/s, ETA {_clock(left)}"
+        self._say(line)
+
+    def end(self, ledger: Ledger) -> None:
+        """Say what was added."""
+        elapsed = max(time.monotonic() - self._begin, 1e-9)
+        rate = f", {ledger.tokens / elapsed:,.0f} tokens/s" if ledger.tokens else ""
+        self._say(f"{ledger.segments:,} segments of {ledger.tokens:,} tokens added in {_clock(elapsed)}{rate}")
+
+    def _say(self, text: str) -> None:
+        if self._speaks:
+            print(f"mkd: cache      {text}", flush=True)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
+def print_plan(job: CacheJob) -> None:
+    """What will happen, on rank 0, before any weight is loaded."""
+    args, meta = job.args, job.meta
+    what = f"{meta.samples} draws" if meta.samples else f"the {meta.top_k} most probable tokens, values {meta.values}"
+    layout = f"TP {args.tensor_model_parallel_size}, PP {args.pipeline_model_parallel_size}"
+    layout += f", CP {args.context_parallel_size}, DP {args.data_parallel_size}"
+    plan: dict[str, Any] = {
+        "teacher": job.teacher,
+        "out": f"{job.out}: {what}, {meta.records.dtype.itemsize} bytes a token, at temperature "
+        + ", ".join(f"{t:g}" for t in meta.temperatures),
+        "layout": layout,
+        "vocabulary": f"{meta.true_vocab} tokens, padded to {args.padded_vocab_size}",
+    }
+    if not job.data.has_own_rows:
+        plan["keys"] = (
+            "rows are concatenated documents: only training with the same data, --seed, --seq-length, --split and "
+            "number of samples reads the same rows and finds them here; chats and --kd-packing best_fit do not depend "
+            "on these"
+        )
+    for name, text in plan.items() if args.rank == 0 else ():
+        print(f"mkd: {name:10s} {text}", flush=True)

@@ -1,0 +1,22 @@
+"""Configuration and tokenizer of a Hugging Face model, kept beside a Megatron checkpoint's iterations."""
+
+import os
+import shutil
+from pathlib import Path
+
+from mkd.checkpoint.hf.folder import HFFolder
+from mkd.checkpoint.tokenizer_files import ASSETS
+
+
+def store_assets(folder: HFFolder, save_dir: str | os.PathLike) -> None:
+    """Copy config.json, generation config, tokenizer and chat template into `save_dir/hf_assets`.
+
+    With them an export needs no original, and the stored tokenizer can be compared. Each file is replaced in one step;
+    call it on one rank.
+    """
+    target = Path(save_dir) / ASSETS
+    target.mkdir(parents=True, exist_ok=True)
+    for source in folder.assets():
+        partial = target / f".{source.name}.partial"
+        shutil.copyfile(source, partial)
+        os.replace(partial, target / source.name)

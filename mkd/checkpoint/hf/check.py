@@ -1,0 +1,64 @@
+"""Whether a Hugging Face folder holds the model that its config.json describes. Reads headers, not weights."""
+
+from typing import Any
+
+import torch
+
+from mkd.checkpoint.hf.families import Family, family_of
+from mkd.checkpoint.hf.folder import HFFolder
+from mkd.errors import MkdCheckpointError
+
+_ROWS_AT_ONCE = 4096
+_WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def read_architecture(folder: HFFolder) -> tuple[Family, dict[str, Any]]:
+    """The folder's family and its Megatron arguments.
+
+    Raises `MkdCheckpointError`, naming the folder and the key, when config.json is not supported or lacks something.
+    """
+    try:
+        family = family_of(folder.config)
+        return family, family.megatron_args(folder.config)
+    except MkdCheckpointError as error:
+        raise folder.error(str(error)) from error
+
+
+def check_tensors(folder: HFFolder, family: Family) -> None:
+    """Raise `MkdCheckpointError` unless the folder holds exactly the tensors that its config.json asks for.
+
+    Names a tensor that is missing, unknown, of another shape, or not stored in a floating-point type.
+    """
+    args = family.megatron_args(folder.config)
+    expected = {name: shape for item in family.tensors(args) for name, shape in item.shapes.items()}
+    optional = set() if args["untie_embeddings_and_output_weights"] else set(family.tied)
+    for name, shape in expected.items():
+        if name not in folder.tensors:
+            if name in optional:
+                continue
+            if f"{name}_blocks" in folder.tensors:
+                raise folder.error(
+                    f"tensor {name} is stored as MXFP4 blocks; quantized weights are not read: load the model with "
+                    "transformers' Mxfp4Config(dequantize=True) and save it"
+                )
+            raise folder.error(f"tensor {name} of shape {list(shape)} is missing")
+        seen, dtype = folder.tensors[name]
+        if seen != shape:
+            raise folder.error(f"tensor {name} has shape {list(seen)}, config.json asks for {list(shape)}")
+        if dtype not in _WEIGHT_DTYPES:
+            raise folder.error(f"tensor {name} is stored as {dtype}; quantized weights are not read")
+    for name in folder.tensors:
+        if name not in expected and not name.endswith(family.ignored):
+            raise folder.error(f"tensor {name} is not part of {family.architectures[0]}")
+    for name in optional & folder.tensors.keys():
+        if not _equal(folder, name, family.tied[name]):
+            raise folder.error(
+                f'tensor {name} differs from {family.tied[name]}, but config.json says "tie_word_embeddings": true'
+            )
+
+
+def _equal(folder: HFFolder, first: str, second: str) -> bool:
+    """Compared a few rows at a time: an embedding may be gigabytes."""
+    rows = folder.tensors[first][0][0]
+    blocks = (slice(start, min(start + _ROWS_AT_ONCE, rows)) for start in range(0, rows, _ROWS_AT_ONCE))
+    return all(torch.equal(folder.read(first, block), folder.read(second, block)) for block in blocks)

@@ -1,0 +1,209 @@
+"""From a Megatron checkpoint (torch_dist) to a Hugging Face folder, without a process group and without a model."""
+
+import shutil
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.strategies.checkpointable import CheckpointableShardedTensor
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from mkd.checkpoint.hf.families import FAMILIES, Family, family_by_name, family_of
+from mkd.checkpoint.hf.folder import ASSET_FILES
+from mkd.checkpoint.hf.model_card import model_card
+from mkd.checkpoint.hf.tables import Axes, Item
+from mkd.checkpoint.hf.writer import (
+    Plan,
+    StagedFolder,
+    WeightsWriter,
+    check_output,
+    config_with_dtype,
+    plan_bytes,
+    write_json,
+)
+from mkd.checkpoint.megatron_folder import MegatronFolder
+from mkd.checkpoint.tokenizer_files import read_json_object
+from mkd.config.arguments import default_arguments
+from mkd.config.kd_config import RUN_CHOICES
+from mkd.errors import MkdCheckpointError
+from mkd.utils.progress import ByteProgress
+
+# Beginnings of the keys under which a checkpoint holds model weights; the others are optimizer, RNG and job state.
+MODEL_KEYS = ("embedding.", "decoder.", "output_layer.", "encoder.", "mtp.")
+
+
+def export_hf(
+    folder: MegatronFolder,
+    out: Path,
+    dtype: torch.dtype | None = None,
+    flag: str = "--hf",
+    architecture: str | None = None,
+) -> None:
+    """Write the model of a Megatron checkpoint as a Hugging Face folder that `transformers` loads.
+
+    Weights keep their stored dtype unless `dtype` is given; rows that pad the vocabulary are dropped. config.json,
+    generation config and tokenizer come from the checkpoint's `hf_assets` folder; without it, config.json is made from
+    the stored arguments and there is no tokenizer; it is then of the given `architecture`, or of the first one that the
+    arguments fit. The folder appears under its name when it is complete.
+
+    Raises `MkdCheckpointError` when `out` (given by `flag`) is not free, when the architecture has no Hugging Face form
+    here, and when a tensor is missing, of another shape, or unknown; it names the tensor.
+    """
+    check_output(out, flag)
+    export = HFExport(folder, dtype, architecture)
+    with StagedFolder(out, flag) as staged, ByteProgress(f"writing {out}", plan_bytes(export.plan)) as progress:
+        export.write(staged.path, on_bytes=progress.advance, name=staged.final.name)
+
+
+class HFExport:
+    """The model of a Megatron checkpoint, ready to be written by one process or by several together."""
+
+    def __init__(
+        self, folder: MegatronFolder, dtype: torch.dtype | None = None, architecture: str | None = None
+    ) -> None:
+        """Raises `MkdCheckpointError` as `export_hf` does. No weight is read."""
+        self._folder = folder
+        family, self._config, args = architecture_of(folder, architecture)
+        self._source = _StoredTensors(folder, family, args)
+        self.plan = self._source.plan(dtype)
+
+    def write(
+        self,
+        out: Path,
+        part: int = 0,
+        parts: int = 1,
+        on_bytes: Callable[[int], None] = lambda nbytes: None,
+        name: str | None = None,
+    ) -> None:
+        """Write this part of the weight files into the folder `out`; the first part also has all other files, and a
+        card of the model `name` (see `model_card`)."""
+        writer = WeightsWriter(out, self.plan, part=part, parts=parts)
+        for key, tensor in self._source.read(writer.names):
+            dtype = self.plan[key][1]
+            writer.write(key, tensor.to(dtype))
+            on_bytes(tensor.numel() * dtype.itemsize)
+        writer.close()
+        if part > 0:
+            return
+        assets = self._folder.assets_dir
+        for file in ASSET_FILES:
+            if assets and (assets / file).is_file():
+                shutil.copyfile(assets / file, out / file)
+        if (card := model_card(self._folder, name)) is not None:
+            (out / "README.md").write_text(card, encoding="utf-8")
+        write_json(out / "config.json", config_with_dtype(self._config, next(iter(self.plan.values()))[1]))
+
+
+def architecture_of(folder: MegatronFolder, name: str | None = None) -> tuple[Family, dict[str, Any], dict[str, Any]]:
+    """(family, config.json, Megatron arguments by name) of a checkpoint.
+
+    Args:
+        folder: the checkpoint.
+        name: of a Hugging Face architecture, for a checkpoint that has no `hf_assets`.
+
+    Raises:
+        MkdCheckpointError: there is none, or it contradicts the stored arguments.
+    """
+    stored = {**vars(default_arguments()), **vars(folder.args)}
+    if folder.assets_dir is not None and (folder.assets_dir / "config.json").is_file():
+        config = read_json_object(folder.assets_dir / "config.json", folder.flag)
+        family = family_of(config)
+        if name is not None and family_by_name(name) != family:
+            raise folder.error(f"{folder.assets_dir.name}/config.json is of {family.architectures[0]}, not of {name}")
+    else:
+        values = {**stored, "vocab_size": stored["vocab_size"] or stored["padded_vocab_size"]}
+        family, config = _family_of_args(values, FAMILIES if name is None else (family_by_name(name),))
+    args = family.megatron_args(config)
+    for argument in args.keys() - RUN_CHOICES:
+        seen = stored.get(argument)
+        if seen != args[argument] and not (argument == "vocab_size" and seen is None):
+            raise folder.error(
+                f"the checkpoint was made with --{argument.replace('_', '-')} {seen}, its config.json says "
+                f"{args[argument]}"
+            )
+    return family, config, args
+
+
+def _family_of_args(values: dict[str, Any], families: Sequence[Family]) -> tuple[Family, dict[str, Any]]:
+    """The first family that can express Megatron's arguments, and its config.json."""
+    reasons = []
+    for family in families:
+        try:
+            return family, family.hf_config(values)
+        except MkdCheckpointError as error:
+            reasons.append(str(error))
+    raise MkdCheckpointError("no known Hugging Face architecture is like this checkpoint: " + "; ".join(reasons))
+
+
+class _StoredTensors:
+    """The model tensors of a checkpoint, read one layer's parameter at a time."""
+
+    def __init__(self, folder: MegatronFolder, family: Family, args: dict[str, Any]) -> None:
+        self._folder, self._family, self._args = folder, family, args
+        self._stored = {
+            key: stored
+            for key, stored in folder.metadata.state_dict_metadata.items()
+            if isinstance(stored, TensorStorageMetadata) and key.startswith(MODEL_KEYS)
+        }
+        self._items = list(self._find_items())
+        known = {key for item in family.tensors(args) for key, _ in item.places()}
+        for key in self._stored.keys() - known:
+            raise folder.error(f"tensor {key} is not part of {family.architectures[0]}")
+
+    def plan(self, dtype: torch.dtype | None) -> Plan:
+        """Hugging Face names with shape and dtype, in the order of `read`."""
+        return {
+            name: (shape, self._stored[key].properties.dtype if dtype is None or item.entry.in_fp32 else dtype)
+            for item, key, _ in self._items
+            for name, shape in item.shapes.items()
+        }
+
+    def read(self, wanted: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, tensor) for the wanted names, in the order of the plan."""
+        wanted, experts = set(wanted), {}
+        dims = self._family.dims(self._args)
+        for item, key, axes in self._items:
+            if wanted.isdisjoint(item.shapes):
+                continue
+            parts = item.entry.layout.split(self._read(key, tuple(index for _, index in axes)), dims)
+            for (name, shape), part in zip(item.shapes.items(), parts, strict=True):
+                if item.entry.has_all_experts:
+                    whole = experts.setdefault(name, part.new_empty(shape))
+                    if part.shape == shape[1:]:
+                        whole[item.expert] = part
+                        if item.expert < dims.experts - 1:
+                            continue
+                        part = experts.pop(name)
+                if tuple(part.shape) != shape:
+                    raise self._folder.error(f"tensor {key} gives {name} shape {list(part.shape)}, not {list(shape)}")
+                if name in wanted:
+                    yield name, part
+
+    def _find_items(self) -> Iterator[tuple[Item, str, Axes]]:
+        """(parameter, key, the key's leading axes)."""
+        tied = set() if self._args["untie_embeddings_and_output_weights"] else set(self._family.tied)
+        for item in self._family.tensors(self._args):
+            if tied.issuperset(item.shapes):
+                continue
+            key, axes = next(((key, axes) for key, axes in item.places() if key in self._stored), (None, ()))
+            if key is None:
+                raise self._folder.error(f"tensor {item.name} is missing")
+            for (argument, _), size in zip(axes, self._stored[key].size, strict=False):
+                if size != self._args[argument]:
+                    flag, what = "--" + argument.replace("_", "-"), argument.removeprefix("num_")
+                    raise self._folder.error(f"tensor {key} holds {size} {what}, {flag} is {self._args[argument]}")
+            yield item, key, axes
+
+    def _read(self, key: str, index: tuple[int, ...]) -> Tensor:
+        """One parameter. Equal layers and experts are stored as one tensor: only the block at `index` is read."""
+        size, dtype = self._stored[key].size, self._stored[key].properties.dtype
+        shape = (*(1 for _ in index), *size[len(index) :])
+        data = torch.empty(shape, dtype=dtype)
+        offset = (*index, *(0 for _ in size[len(index) :]))
+        fragments = tuple(whole // part for whole, part in zip(size, shape, strict=True))
+        block = ShardedTensor(key, data, dtype, tuple(shape), tuple(size), offset, fragments)
+        self._folder.load({key: CheckpointableShardedTensor.from_sh_ten(block)})
+        return data.reshape(size[len(index) :])

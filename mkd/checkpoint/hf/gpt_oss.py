@@ -1,0 +1,124 @@
+"""GPT-OSS: sinks and every second layer's window in attention, clamped experts with biases, stored all in one tensor.
+
+transformers, models/gpt_oss; megatron-core 0.19, transformer/mlp.py and transformer/dot_product_attention.py.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mkd.checkpoint.hf.config import ConfigReader
+from mkd.checkpoint.hf.layouts import REPLICATED, Dims, Layout, Read, Shard, rows
+from mkd.checkpoint.hf.parts import Arguments, Part
+from mkd.checkpoint.hf.tables import ATTENTION_OUT, MOE_NORM, QKV_BIAS, QKV_WEIGHT, Entry
+from mkd.errors import MkdCheckpointError
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+
+def _read_windows(config: ConfigReader) -> dict[str, Any]:
+    layers = config.size("num_hidden_layers")
+    kinds = config.get("layer_types", list, [(_SLIDING, _FULL)[layer % 2] for layer in range(layers)])
+    if len(kinds) != layers or not {_SLIDING, _FULL}.issuperset(kinds):
+        raise config.fail("layer_types", kinds, f"{layers} times {_SLIDING!r} or {_FULL!r} is needed")
+    window, is_sliding = config.config.get("sliding_window"), [int(kind == _SLIDING) for kind in kinds]
+    if window is None or not any(is_sliding):
+        return {"window_size": None, "window_attn_skip_freq": None}
+    # Of W tokens a query sees itself and the W - 1 before it: Megatron's window counts only these.
+    return {"window_size": (config.size("sliding_window") - 1, 0), "window_attn_skip_freq": is_sliding}
+
+
+def _write_windows(args: Arguments) -> dict[str, Any]:
+    layers, every = args["num_layers"], args.get("window_attn_skip_freq")
+    if not args.get("window_size"):
+        return {"sliding_window": None, "layer_types": [_FULL] * layers}
+    if every is None:
+        every = [1] * layers
+    elif isinstance(every, int):
+        every = [int((layer + 1) % every != 0) for layer in range(layers)]
+    kinds = [_SLIDING if is_sliding else _FULL for is_sliding in every]
+    return {"sliding_window": args["window_size"][0] + 1, "layer_types": kinds}
+
+
+LAYER_WINDOWS = Part(_read_windows, _write_windows)
+"""Each layer has the window, or attends to everything."""
+
+
+def _write_limit(args: Arguments) -> dict[str, Any]:
+    if (limit := args.get("activation_func_clamp_value")) is None:
+        raise MkdCheckpointError("GptOssForCausalLM cuts its experts' activations at a limit, the checkpoint has none")
+    return {"swiglu_limit": limit}
+
+
+CLAMPED_GLU = Part(
+    lambda config: {"activation_func_clamp_value": float(config.get("swiglu_limit", (int, float), 7.0))}, _write_limit
+)
+"""Gate and linear part are cut at a limit."""
+
+
+def _gate_up(tensor: Tensor, dims: Dims, shard: Shard) -> Tensor:
+    """[gate of this rank; up of this rank] of rows that alternate between the two."""
+    own = shard.of(dims.moe_ffn)
+    return torch.cat([tensor[0::2][own], tensor[1::2][own]])
+
+
+def _alternate(whole: Tensor) -> Tensor:
+    """The inverse for one rank: [gate; up] -> rows that alternate."""
+    return torch.stack(whole.chunk(2), dim=1).flatten(0, 1)
+
+
+def _layout(shard: Callable[[Tensor, Dims, Shard], Tensor], split: Callable[[Tensor], Tensor]) -> Layout:
+    def shard_of(reads: Sequence[Read], dims: Dims, own: Shard, shape: tuple[int, ...]) -> Tensor:
+        return shard(reads[0](None, None), dims, own)
+
+    return Layout(shard_of, lambda whole, dims: [split(whole)])
+
+
+# Of one expert: [hidden, gate and up], [gate and up], [ffn, hidden], [hidden]
+_EXPERT_GATE_UP = _layout(lambda t, dims, own: _gate_up(t.T, dims, own), lambda whole: _alternate(whole).T)
+_EXPERT_GATE_UP_BIAS = _layout(_gate_up, _alternate)
+_EXPERT_DOWN = _layout(lambda t, dims, own: t.T[:, own.of(dims.moe_ffn)], lambda whole: whole.T)
+
+_MG, _HF = "decoder.layers.{layer}.", "model.layers.{layer}."
+
+
+def _expert(name: str, source: str, shape: tuple[str, ...], source_shape: tuple[str, ...], layout: Layout) -> Entry:
+    apart, grouped, stored = (
+        f"{_MG}mlp.experts.{prefix}{name}" for prefix in ("local_experts.{expert}.", "", "experts.{expert}.")
+    )
+    return Entry(
+        apart,
+        {f"{_HF}mlp.experts.{source}": ("experts", *source_shape)},
+        layout,
+        aliases=(grouped + "{expert}",),
+        stored=(stored,),
+        shape=shape,
+    )
+
+
+SINK_ATTENTION = (
+    QKV_WEIGHT,
+    QKV_BIAS,
+    ATTENTION_OUT,
+    Entry(_MG + "self_attention.linear_proj.bias", {_HF + "self_attn.o_proj.bias": ("hidden",)}, REPLICATED),
+    Entry(_MG + "self_attention.core_attention.softmax_offset", {_HF + "self_attn.sinks": ("heads",)}, rows("heads")),
+)
+BIASED_MIXTURE = (
+    MOE_NORM,
+    Entry(_MG + "mlp.router.weight", {_HF + "mlp.router.weight": ("experts", "hidden")}, REPLICATED),
+    Entry(_MG + "mlp.router.bias", {_HF + "mlp.router.bias": ("experts",)}, REPLICATED),
+    _expert(
+        "linear_fc1.weight",
+        "gate_up_proj",
+        ("expert_gate_and_up", "hidden"),
+        ("hidden", "expert_gate_and_up"),
+        _EXPERT_GATE_UP,
+    ),
+    _expert(
+        "linear_fc1.bias", "gate_up_proj_bias", ("expert_gate_and_up",), ("expert_gate_and_up",), _EXPERT_GATE_UP_BIAS
+    ),
+    _expert("linear_fc2.weight", "down_proj", ("hidden", "moe_ffn"), ("moe_ffn", "hidden"), _EXPERT_DOWN),
+    _expert("linear_fc2.bias", "down_proj_bias", ("hidden",), ("hidden",), REPLICATED),
+)

@@ -1,0 +1,153 @@
+"""From a Hugging Face folder to a Megatron checkpoint (torch_dist), on the CPU, one parameter in memory at a time.
+
+Started by torchrun, each rank reads and writes its share of the parameters.
+Call `mkd.cpu.activate()` before this module is imported.
+"""
+
+import contextlib
+import os
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.training.arguments import validate_args
+from megatron.training.vocab_utils import calculate_padded_vocab_size
+from torch import Tensor
+
+from mkd.checkpoint.hf.assets import store_assets
+from mkd.checkpoint.hf.check import check_tensors, read_architecture
+from mkd.checkpoint.hf.families import Family
+from mkd.checkpoint.hf.folder import HFFolder
+from mkd.checkpoint.hf.layouts import Shard
+from mkd.checkpoint.hf.load import read_item
+from mkd.checkpoint.hf.tables import Item
+from mkd.checkpoint.hf.writer import StagedFolder
+from mkd.checkpoint.lazy_save import LazyTensors, save
+from mkd.checkpoint.megatron_folder import TRACKER
+from mkd.config.arguments import default_arguments
+from mkd.cpu.flags import set_cpu_values
+from mkd.errors import MkdCheckpointError
+from mkd.utils.progress import ByteProgress
+
+
+def import_hf(folder: HFFolder, save_dir: Path, dtype: torch.dtype | None = None, flag: str = "--save") -> None:
+    """Write `folder` as a Megatron checkpoint that `--load`, `--pretrained-checkpoint` and `--kd-teacher-load` read.
+
+    It is a "release" checkpoint: iteration 0, weights and arguments, no optimizer. Any parallel layout can load it. The
+    weights' dtype is fp32 or bf16; by default bf16 if the folder is in bf16, else fp32, so that nothing is rounded.
+    Raises `MkdCheckpointError` when the folder is not complete or `save_dir` (given by `flag`) is not free.
+    """
+    family, architecture = read_architecture(folder)
+    check_tensors(folder, family)
+    if dtype is None:
+        wide = {name for item in family.tensors(architecture) if item.entry.in_fp32 for name in item.shapes}
+        stored = {stored for name, (_, stored) in folder.tensors.items() if name not in wide}
+        dtype = torch.bfloat16 if stored == {torch.bfloat16} else torch.float32
+    args = _arguments(architecture, dtype, save_dir)
+    staged = StagedFolder(save_dir, flag)
+    with all_ranks() as (rank, size), staged if rank == 0 else contextlib.nullcontext():
+        release = staged.path / "release"
+        if rank == 0:
+            release.mkdir()
+        dist.barrier()
+        items = list(_parameters(family, architecture))[rank::size]
+        total = sum(torch.Size(_whole_shape(item, args)).numel() for item in items) * dtype.itemsize
+        # The ranks have equal shares: one tells for all.
+        progress = ByteProgress(f"reading {folder.path}", total) if rank == 0 else None
+        with progress or contextlib.nullcontext():
+            on_bytes = progress.advance if progress else lambda nbytes: None
+            tensors = _lazy_tensors(folder, family, items, args, dtype, on_bytes)
+            save(release, {"args": args, "checkpoint_version": 3.0, "iteration": 0}, tensors)
+        if rank == 0:
+            (staged.path / TRACKER).write_text("release")
+            store_assets(folder, staged.path)
+
+
+def _parameters(family: Family, architecture: dict[str, Any]) -> Iterator[Item]:
+    """What a checkpoint of the model stores: a tied LM head is the embedding and not stored again."""
+    tied = set() if architecture["untie_embeddings_and_output_weights"] else set(family.tied)
+    return (item for item in family.tensors(architecture) if not tied.issuperset(item.shapes))
+
+
+def _whole_shape(item: Item, args: Namespace) -> tuple[int, ...]:
+    """Shape of a parameter that is not cut: the rows of its Hugging Face tensors, or those of the padded vocabulary."""
+    if item.shape:
+        return item.shape
+    first, *rest = item.shapes.values()
+    rows = args.padded_vocab_size if item.layer is None and len(first) > 1 else first[0] + sum(s[0] for s in rest)
+    return (rows, *first[1:])
+
+
+def _lazy_tensors(
+    folder: HFFolder,
+    family: Family,
+    items: list[Item],
+    args: Namespace,
+    dtype: torch.dtype,
+    on_bytes: Callable[[int], None],
+) -> LazyTensors:
+    dims = family.dims(vars(args))
+
+    def read(item: Item, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        value = read_item(folder, item, dims, Shard(0, 1), shape, tied={}).to(dtype)
+        on_bytes(value.nbytes)
+        return value
+
+    tensors = LazyTensors()
+    for item in items:
+        shape, kept = _whole_shape(item, args), torch.float32 if item.entry.in_fp32 else dtype
+        for key, axes in item.written_places():
+            indices = tuple((index, vars(args)[argument]) for argument, index in axes)
+            tensors.add(key, shape, kept, partial(read, item, shape, kept), indices)
+    return tensors
+
+
+def _arguments(architecture: dict[str, Any], dtype: torch.dtype, save_dir: Path) -> Namespace:
+    """Megatron's arguments for a one-rank job that holds the model and saves it."""
+    args = default_arguments()
+    vars(args).update(architecture)
+    args.rank, args.local_rank, args.world_size = 0, 0, 1
+    args.padded_vocab_size = calculate_padded_vocab_size(
+        args.vocab_size, args.make_vocab_size_divisible_by, 1, logging_enabled=False
+    )
+    args.seq_length = args.max_position_embeddings
+    args.micro_batch_size = 1
+    args.bf16 = dtype == torch.bfloat16
+    args.save, args.save_interval = str(save_dir), 1
+    set_cpu_values(args)
+    with open(os.devnull, "w") as devnull, contextlib.redirect_stdout(devnull):
+        try:
+            validate_args(args)
+        except (AssertionError, ValueError) as error:
+            raise MkdCheckpointError(f"megatron refuses the architecture: {error}") from error
+    return args
+
+
+@contextlib.contextmanager
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone: megatron asks for ranks where it saves."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def all_ranks() -> Iterator[tuple[int, int]]:
+    """(rank, number of ranks): of the group that there is, of those that torchrun started, or of this process alone."""
+    if dist.is_initialized():
+        yield dist.get_rank(), dist.get_world_size()
+    elif int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        with one_rank():
+            yield 0, 1
+    else:
+        dist.init_process_group("gloo")
+        try:
+            yield dist.get_rank(), dist.get_world_size()
+        finally:
+            dist.destroy_process_group()

@@ -1,0 +1,194 @@
+"""DeepSeek-V3's kind of model: multi-head latent attention, dense layers before mixtures, balanced by a bias.
+
+transformers, models/deepseek_v3; megatron-core 0.19, transformer/multi_latent_attention.py and moe/router.py.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from mkd.checkpoint.hf.config import ConfigReader
+from mkd.checkpoint.hf.layouts import ATTENTION_OUTPUT, REPLICATED, SHARED_DOWN, SHARED_GATE_UP, rows
+from mkd.checkpoint.hf.parts import Arguments, Part
+from mkd.checkpoint.hf.tables import MLP, Entry, mixture
+from mkd.errors import MkdCheckpointError
+
+_WIDTHS = {
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_nope_head_dim": "qk_head_dim",
+    "qk_rope_head_dim": "qk_pos_emb_head_dim",
+    "v_head_dim": "v_head_dim",
+}
+"""config.json's key -> Megatron's argument."""
+
+
+def _read_sizes(config: ConfigReader) -> dict[str, Any]:
+    heads = config.size("num_attention_heads")
+    config.require("num_key_value_heads", heads, default=heads)
+    widths = {argument: config.size(key) for key, argument in _WIDTHS.items()}
+    if "q_lora_rank" in config.config and config.config["q_lora_rank"] is None:
+        raise config.fail("q_lora_rank", None, "megatron-core 0.19's latent attention with norms needs one")
+    return {
+        "num_layers": config.size("num_hidden_layers"),
+        "hidden_size": config.size("hidden_size"),
+        "ffn_hidden_size": config.size("intermediate_size"),
+        "num_attention_heads": heads,
+        "kv_channels": widths["v_head_dim"],
+        "q_lora_rank": config.size("q_lora_rank"),
+        **widths,
+        "vocab_size": config.size("vocab_size"),
+        "max_position_embeddings": config.size("max_position_embeddings"),
+        "layernorm_epsilon": float(config.get("rms_norm_eps", (int, float))),
+        "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", bool, False),
+        "attention_dropout": float(config.get("attention_dropout", (int, float), 0.0)),
+    }
+
+
+def _write_sizes(args: Arguments) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": args["num_layers"],
+        "hidden_size": args["hidden_size"],
+        "intermediate_size": args["ffn_hidden_size"],
+        "num_attention_heads": args["num_attention_heads"],
+        "num_key_value_heads": args["num_attention_heads"],
+        "q_lora_rank": args["q_lora_rank"],
+        **{key: args[argument] for key, argument in _WIDTHS.items()},
+        "vocab_size": args["vocab_size"],
+        "max_position_embeddings": args["max_position_embeddings"],
+        "rms_norm_eps": args["layernorm_epsilon"],
+        "tie_word_embeddings": not args["untie_embeddings_and_output_weights"],
+        "attention_dropout": args.get("attention_dropout") or 0.0,
+        "num_nextn_predict_layers": 0,
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+    }
+
+
+LATENT_SIZES = Part(_read_sizes, _write_sizes)
+"""Layers, widths, heads and ranks of the latents."""
+
+
+def _read_experts(config: ConfigReader) -> dict[str, Any]:
+    layers, dense = config.size("num_hidden_layers"), config.get("first_k_dense_replace", int, 0)
+    if not 0 <= dense < layers:
+        raise config.fail("first_k_dense_replace", dense, f"it must be at least 0 and below the {layers} layers")
+    experts, chosen = config.size("n_routed_experts"), config.size("num_experts_per_tok")
+    if not 2 <= chosen <= experts:
+        raise config.fail("num_experts_per_tok", chosen, f"it must be from 2 to n_routed_experts {experts}")
+    groups, best = config.size("n_group", default=1), config.size("topk_group", default=1)
+    if groups > 1 and chosen // best != 2:
+        # transformers adds up the best two experts of a group, Megatron this many
+        raise config.fail("topk_group", best, f"with n_group {groups} only half of num_experts_per_tok is supported")
+    width = config.size("moe_intermediate_size")
+    return {
+        "num_experts": experts,
+        "moe_layer_freq": [0] * dense + [1] * (layers - dense) if dense else 1,
+        "moe_ffn_hidden_size": width,
+        "moe_shared_expert_intermediate_size": width * config.size("n_shared_experts"),
+        "moe_router_topk": chosen,
+        "moe_router_num_groups": groups if groups > 1 else None,
+        "moe_router_group_topk": best if groups > 1 else None,
+        "moe_router_topk_scaling_factor": float(config.get("routed_scaling_factor", (int, float), 1.0)),
+        "moe_router_dtype": "fp32",
+    }
+
+
+def _write_experts(args: Arguments) -> dict[str, Any]:
+    every = args["moe_layer_freq"]
+    dense = every.index(1) if isinstance(every, list) else 0
+    if every not in (1, [0] * dense + [1] * (args["num_layers"] - dense)):
+        raise MkdCheckpointError(f"DeepseekV3ForCausalLM has no --moe-layer-freq {every}: dense layers come first")
+    return {
+        "first_k_dense_replace": dense,
+        "n_routed_experts": args["num_experts"],
+        "moe_intermediate_size": args["moe_ffn_hidden_size"],
+        "n_shared_experts": args["moe_shared_expert_intermediate_size"] // args["moe_ffn_hidden_size"],
+        "num_experts_per_tok": args["moe_router_topk"],
+        "n_group": args["moe_router_num_groups"] or 1,
+        "topk_group": args["moe_router_group_topk"] or 1,
+        "routed_scaling_factor": args["moe_router_topk_scaling_factor"] or 1.0,
+    }
+
+
+LATENT_EXPERTS = Part(_read_experts, _write_experts)
+"""Dense layers, then mixtures with shared experts, chosen by sigmoid and bias, perhaps among the best groups."""
+
+
+def latent_dims(args: Arguments) -> dict[str, int]:
+    """Sizes of `Dims` that only latent attention has."""
+    return {
+        "query_latent": args["q_lora_rank"],
+        "key_latent": args["kv_lora_rank"],
+        "positions": args["qk_pos_emb_head_dim"],
+        "plain_width": args["qk_head_dim"],
+    }
+
+
+def _is_mixture(args: Mapping[str, Any], layer: int | None) -> bool:
+    every = args["moe_layer_freq"]
+    return every[layer] == 1 if isinstance(every, list) else True
+
+
+def _is_dense(args: Mapping[str, Any], layer: int | None) -> bool:
+    return not _is_mixture(args, layer)
+
+
+_MG, _HF = "decoder.layers.{layer}.", "model.layers.{layer}."
+_ATTENTION, _SELF = _MG + "self_attention.", _HF + "self_attn."
+
+
+def _norm(name: str, projection: str, source: str, width: str) -> Entry:
+    """A latent's norm; Transformer Engine keeps it in the projection that follows, also in checkpoints."""
+    own, fused = f"{_ATTENTION}{name}.weight", f"{_ATTENTION}{projection}.layer_norm_weight"
+    sources = {f"{_SELF}{source}.weight": (width,)}
+    return Entry(own, sources, REPLICATED, aliases=(fused,), stored=(own, fused))
+
+
+def _cut_by_rows(name: str, source: str, count: str, width: str) -> Entry:
+    """Local layers cut the projections down to the latents too, Transformer Engine's do not."""
+    return Entry(f"{_ATTENTION}{name}.weight", {f"{_SELF}{source}.weight": (count, width)}, rows(count))
+
+
+LATENT_INPUT_NORM = Entry(_MG + "input_layernorm.weight", {_HF + "input_layernorm.weight": ("hidden",)}, REPLICATED)
+LATENT_ATTENTION = (
+    _cut_by_rows("linear_q_down_proj", "q_a_proj", "query_latent", "hidden"),
+    _norm("q_layernorm", "linear_q_up_proj", "q_a_layernorm", "query_latent"),
+    _cut_by_rows("linear_q_up_proj", "q_b_proj", "latent_query", "query_latent"),
+    _cut_by_rows("linear_kv_down_proj", "kv_a_proj_with_mqa", "key_latent_and_positions", "hidden"),
+    _norm("kv_layernorm", "linear_kv_up_proj", "kv_a_layernorm", "key_latent"),
+    _cut_by_rows("linear_kv_up_proj", "kv_b_proj", "latent_key_value", "key_latent"),
+    Entry(_ATTENTION + "linear_proj.weight", {_SELF + "o_proj.weight": ("hidden", "query")}, ATTENTION_OUTPUT),
+)
+
+_SHARED = (
+    Entry(
+        _MG + "mlp.shared_experts.linear_fc1.weight",
+        {f"{_HF}mlp.shared_experts.{name}_proj.weight": ("shared_ffn", "hidden") for name in ("gate", "up")},
+        SHARED_GATE_UP,
+    ),
+    Entry(
+        _MG + "mlp.shared_experts.linear_fc2.weight",
+        {_HF + "mlp.shared_experts.down_proj.weight": ("hidden", "shared_ffn")},
+        SHARED_DOWN,
+    ),
+)
+_BALANCE = Entry(
+    _MG + "mlp.router.expert_bias",
+    {_HF + "mlp.gate.e_score_correction_bias": ("experts",)},
+    REPLICATED,
+    in_fp32=True,
+)
+_MLP_NORM = Entry(
+    _MG + "pre_mlp_layernorm.weight",
+    {_HF + "post_attention_layernorm.weight": ("hidden",)},
+    REPLICATED,
+    aliases=(_MG + "mlp.linear_fc1.layer_norm_weight",),
+    stored=(_MG + "pre_mlp_layernorm.weight", _MG + "mlp.linear_fc1.layer_norm_weight"),
+)
+DENSE_THEN_MIXTURE = (
+    _MLP_NORM,
+    *(replace(entry, where=_is_dense) for entry in MLP),
+    *(
+        replace(entry, where=_is_mixture)
+        for entry in (*mixture("mlp.", "gate_proj", "up_proj", "down_proj"), _BALANCE, *_SHARED)
+    ),
+)

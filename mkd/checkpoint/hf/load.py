@@ -1,0 +1,139 @@
+"""From a Hugging Face folder into the parameters of this rank's model chunks."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.utils import unwrap_model
+from torch import Tensor, nn
+
+from mkd.checkpoint.hf.check import check_tensors, read_architecture
+from mkd.checkpoint.hf.families import Family
+from mkd.checkpoint.hf.folder import HFFolder
+from mkd.checkpoint.hf.layouts import Dims, Shard
+from mkd.checkpoint.hf.tables import Item
+
+# megatron's SequentialMLP has a module an expert, its TEGroupedMLP a parameter an expert.
+_EXPERT_NUMBER = re.compile(r"(local_experts\.|\.(?:weight|bias))(\d+)")
+
+
+def load_hf_weights(
+    chunks: Sequence[nn.Module],
+    folder: HFFolder,
+    vocab: int | None = None,
+) -> None:
+    """Fill every parameter of this rank's model chunks (`GPTModel`, or wrapped) in place from `folder`.
+
+    Values are cast to the parameter's dtype. Only this rank's slices are read; which these are follows from the
+    chunks' own process groups. Rows that pad the vocabulary become zero; so do those from `vocab` up, if it is given:
+    tokens that nobody uses. Call it before an optimizer copies the parameters.
+
+    Raises `MkdCheckpointError`, naming the tensor or parameter, when the folder is not complete (`check_tensors`), or
+    when a parameter has no counterpart in it or has another shape.
+    """
+    family, args = read_architecture(folder)
+    check_tensors(folder, family)
+    for chunk in chunks:
+        model = unwrap_model(chunk)
+        _check_model(model, folder, args)
+        _load_chunk(model, HFParameters(folder, family, args, vocab))
+
+
+class HFParameters:
+    """A folder's weights, as Megatron parameters."""
+
+    def __init__(self, folder: HFFolder, family: Family, args: Mapping[str, Any], vocab: int | None = None) -> None:
+        self._folder, self._dims = folder, family.dims(args)
+        if vocab is not None:
+            self._dims = replace(self._dims, vocab=min(vocab, self._dims.vocab))
+        # The last pipeline stage has a copy of the embedding as its output layer.
+        self._tied = {} if args["untie_embeddings_and_output_weights"] else family.tied
+        self._architecture = family.architectures[0]
+        self._by_name = {name: item for item in family.tensors(args) for name in item.parameters}
+
+    def read(self, name: str, shard: Shard, shape: tuple[int, ...]) -> Tensor:
+        """This rank's part of the parameter `name` (indices in the whole model), as the folder stores it.
+
+        Args:
+            name: of the parameter, under any layer spec.
+            shard: this rank among those that the parameter is cut over.
+            shape: of the parameter on this rank.
+
+        Raises:
+            MkdCheckpointError: the folder has no such parameter, or gives another shape.
+        """
+        if name not in self._by_name:
+            raise self._folder.error(f"the model's parameter {name} has no counterpart in {self._architecture}")
+        return read_item(self._folder, self._by_name[name], self._dims, shard, shape, self._tied)
+
+
+def read_item(
+    folder: HFFolder,
+    item: Item,
+    dims: Dims,
+    shard: Shard,
+    shape: tuple[int, ...],
+    tied: Mapping[str, str],
+) -> Tensor:
+    """One parameter's part on one rank; see `HFParameters.read`."""
+    sources = [tied.get(source, source) for source in item.shapes]
+    reads = [partial(folder.read, source) for source in sources]
+    if item.entry.has_all_experts:
+        reads = [partial(_read_expert, read, item.expert) for read in reads]
+    value = item.entry.layout.shard(reads, dims, shard, shape)
+    if value.shape != shape:
+        raise folder.error(
+            f"{' + '.join(sources)} gives shape {list(value.shape)} on tensor-parallel rank {shard.rank} of "
+            f"{shard.size}, the model's parameter {item.name} has {list(shape)}"
+        )
+    return value
+
+
+def _read_expert(read: Callable[..., Tensor], expert: int, rows: slice | None, cols: slice | None) -> Tensor:
+    """A block of one expert's tensor."""
+    block = read(slice(expert, expert + 1))[0]
+    return block[tuple(part or slice(None) for part in (rows, cols)[: block.dim()])]
+
+
+def _check_model(model: GPTModel, folder: HFFolder, args: Mapping[str, Any]) -> None:
+    """Refuse a model that would leave tensors of the folder unused."""
+    if not model.post_process:
+        return
+    if args["untie_embeddings_and_output_weights"] and model.share_embeddings_and_output_weights:
+        raise folder.error(
+            "the folder has its own lm_head.weight, the model ties it to the embedding; "
+            "give --untie-embeddings-and-output-weights"
+        )
+    if (layers := model.config.num_layers) != args["num_layers"]:
+        raise folder.error(f"the folder has {args['num_layers']} layers, the model {layers}; change --num-layers")
+    if (experts := model.config.num_moe_experts) != args["num_experts"]:
+        raise folder.error(f"the folder has {args['num_experts']} experts, the model {experts}; change --num-experts")
+
+
+@torch.no_grad()
+def _load_chunk(model: GPTModel, weights: HFParameters) -> None:
+    groups = model.pg_collection
+    # The balance of experts is a buffer, and as much a part of the model as a weight.
+    buffers = ((name, value) for name, value in model.named_buffers() if name.endswith(".expert_bias"))
+    for name, param in (*model.named_parameters(), *buffers):
+        is_expert = ".experts." in name
+        cut_over = groups.expt_tp if is_expert else groups.tp
+        shard = Shard(cut_over.rank(), cut_over.size())
+        param.copy_(weights.read(_global_name(model, name), shard, tuple(param.shape)))
+
+
+def _global_name(model: GPTModel, name: str) -> str:
+    """Parameter name with the indices of layer and expert in the whole model instead of those in this chunk."""
+    prefix = "decoder.layers."
+    if not name.startswith(prefix):
+        return name
+    local, rest = name.removeprefix(prefix).split(".", 1)
+    if ".experts." in name:
+        ep = model.pg_collection.ep
+        first = ep.rank() * (model.config.num_moe_experts // ep.size())
+        rest = _EXPERT_NUMBER.sub(lambda match: f"{match[1]}{first + int(match[2])}", rest, count=1)
+    return f"{prefix}{model.decoder.layers[int(local)].layer_number - 1}.{rest}"

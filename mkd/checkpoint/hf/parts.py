@@ -1,0 +1,184 @@
+"""Parts of config.json that families share: each reads some keys as Megatron arguments and writes them back."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mkd.checkpoint.hf.config import ConfigReader, read_rope, write_rope
+
+Arguments = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some keys of config.json, and the Megatron arguments that say the same."""
+
+    read: Callable[[ConfigReader], dict[str, Any]]
+    """config.json -> arguments; `MkdCheckpointError` names a key that is missing or not supported."""
+    write: Callable[[Arguments], dict[str, Any]]
+    """Arguments -> keys of config.json."""
+
+
+def required(**values: Any) -> Part:
+    """Keys that have one value in every model that Megatron can compute; absent means this value."""
+
+    def read(config: ConfigReader) -> dict[str, Any]:
+        for key, value in values.items():
+            config.require(key, value, default=value)
+        return {}
+
+    return Part(read, lambda args: dict(values))
+
+
+def _read_sizes(config: ConfigReader) -> dict[str, Any]:
+    heads = config.size("num_attention_heads")
+    hidden = config.size("hidden_size")
+    groups = config.size("num_key_value_heads", default=heads)
+    if heads % groups:
+        raise config.fail("num_key_value_heads", groups, f"it must divide num_attention_heads {heads}")
+    if config.config.get("head_dim") is None and hidden % heads:
+        raise config.fail(
+            "hidden_size", hidden, f"num_attention_heads {heads} must divide it when there is no head_dim"
+        )
+    return {
+        "num_layers": config.size("num_hidden_layers"),
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "group_query_attention": groups != heads,
+        "num_query_groups": groups if groups != heads else None,
+        "kv_channels": config.size("head_dim", default=hidden // heads),
+        "vocab_size": config.size("vocab_size"),
+        "max_position_embeddings": config.size("max_position_embeddings"),
+        "layernorm_epsilon": float(config.get("rms_norm_eps", (int, float))),
+        "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", bool, False),
+        "attention_dropout": float(config.get("attention_dropout", (int, float), 0.0)),
+    }
+
+
+def _write_sizes(args: Arguments) -> dict[str, Any]:
+    heads = args["num_attention_heads"]
+    return {
+        "num_hidden_layers": args["num_layers"],
+        "hidden_size": args["hidden_size"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": args["num_query_groups"] if args["group_query_attention"] else heads,
+        "head_dim": args["kv_channels"],
+        "vocab_size": args["vocab_size"],
+        "max_position_embeddings": args["max_position_embeddings"],
+        "rms_norm_eps": args["layernorm_epsilon"],
+        "tie_word_embeddings": not args["untie_embeddings_and_output_weights"],
+        "attention_dropout": args.get("attention_dropout") or 0.0,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+
+
+SIZES = Part(_read_sizes, _write_sizes)
+"""Layers, widths, heads, vocabulary, norms; the head width is hidden_size / heads unless head_dim says otherwise."""
+
+FFN = Part(
+    lambda config: {"ffn_hidden_size": config.size("intermediate_size")},
+    lambda args: {"intermediate_size": args["ffn_hidden_size"]},
+)
+ROPE = Part(lambda config: read_rope(config.config), write_rope)
+
+
+def _read_share_of_rope(config: ConfigReader) -> dict[str, Any]:
+    inside = (config.config.get("rope_parameters") or {}).get("partial_rotary_factor")
+    share = config.get("partial_rotary_factor", (int, float), 1.0 if inside is None else inside)
+    if not 0 < share <= 1:
+        raise config.fail("partial_rotary_factor", share, "it must be above 0 and at most 1")
+    return {"rotary_percent": float(share)}
+
+
+PARTIAL_ROPE = Part(_read_share_of_rope, lambda args: {"partial_rotary_factor": args["rotary_percent"]})
+"""Positions turn only the first share of each head."""
+
+
+def _read_window(config: ConfigReader) -> dict[str, Any]:
+    # Of W tokens a query sees itself and the W - 1 before it: Megatron's window counts only these.
+    window = config.size("sliding_window", default=None) if config.config.get("sliding_window") is not None else None
+    return {"window_size": None if window is None else (window - 1, 0)}
+
+
+WINDOW = Part(
+    _read_window, lambda args: {"sliding_window": args["window_size"][0] + 1 if args.get("window_size") else None}
+)
+"""Each layer attends to a sliding window, or each to everything."""
+
+
+def _read_no_window(config: ConfigReader) -> dict[str, Any]:
+    config.require("use_sliding_window", False, default=False)
+    return {}
+
+
+NO_WINDOW = Part(_read_no_window, lambda args: {"use_sliding_window": False, "sliding_window": None})
+"""Qwen's models have a window key that does nothing unless a second one turns it on."""
+
+
+def _read_experts(config: ConfigReader) -> dict[str, Any]:
+    known = config.config
+    key = "num_local_experts" if known.get("num_local_experts") is not None else "num_experts"
+    experts = config.size(key)
+    chosen = config.size("num_experts_per_tok")
+    if chosen > experts:
+        raise config.fail("num_experts_per_tok", chosen, f"it must be at most {key} {experts}")
+    return {
+        "num_experts": experts,
+        "moe_router_topk": chosen,
+        "moe_layer_freq": 1,
+        "moe_aux_loss_coeff": float(config.get("router_aux_loss_coef", (int, float), 0.0)),
+        # transformers' routers compute the softmax in fp32 whatever the model's dtype
+        "moe_router_dtype": "fp32",
+    }
+
+
+def experts(count_key: str) -> Part:
+    """Every layer's MLP is a router and experts without bias.
+
+    Args:
+        count_key: config.json's key with the number of experts, as it is written; `num_experts` and `num_local_experts`
+            are both read.
+    """
+    return Part(
+        _read_experts,
+        lambda args: {
+            count_key: args["num_experts"],
+            "num_experts_per_tok": args["moe_router_topk"],
+            "router_aux_loss_coef": _first(args.get("moe_aux_loss_coeff")) or 0.0,
+        },
+    )
+
+
+def _first(value: Any) -> Any:
+    """Megatron takes one coefficient, or a list with one a kind of balancing."""
+    return value[0] if isinstance(value, list) else value
+
+
+# Softmax over all experts and then the best, divided by their sum, is the softmax over the best.
+NORMALIZED_ROUTER = Part(lambda config: {"moe_router_pre_softmax": False}, lambda args: {})
+OPTIONAL_NORMALIZED_ROUTER = Part(
+    lambda config: {"moe_router_pre_softmax": not config.get("norm_topk_prob", bool, False)},
+    lambda args: {"norm_topk_prob": not args["moe_router_pre_softmax"]},
+)
+
+
+def _read_expert_width(key: str) -> Callable[[ConfigReader], dict[str, Any]]:
+    def read(config: ConfigReader) -> dict[str, Any]:
+        width = config.size(key)
+        return {"moe_ffn_hidden_size": width, "ffn_hidden_size": config.size("intermediate_size", default=width)}
+
+    return read
+
+
+EXPERT_FFN = Part(
+    _read_expert_width("moe_intermediate_size"),
+    lambda args: {"moe_intermediate_size": args["moe_ffn_hidden_size"], "intermediate_size": args["ffn_hidden_size"]},
+)
+"""Experts have a width of their own beside that of dense layers."""
+
+EXPERTS_HAVE_FFN = Part(
+    _read_expert_width("intermediate_size"), lambda args: {"intermediate_size": args["moe_ffn_hidden_size"]}
+)
+"""There are no dense layers: the only width is that of the experts."""

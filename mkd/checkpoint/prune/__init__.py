@@ -1,0 +1,1 @@
+"""Smaller students cut out of a teacher's folder: fewer layers, channels and heads."""

@@ -1,0 +1,158 @@
+"""A smaller student out of a teacher's Hugging Face folder: some of its layers, channels and heads."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassClassValidationError
+from torch import Tensor
+from transformers import CONFIG_MAPPING
+
+from mkd.checkpoint.hf.check import check_tensors, read_architecture
+from mkd.checkpoint.hf.folder import HFFolder
+from mkd.checkpoint.hf.layouts import Dims
+from mkd.checkpoint.hf.writer import StagedFolder, WeightsWriter, plan_bytes, write_json
+from mkd.checkpoint.prune.width import WidthChoice
+from mkd.errors import MkdCheckpointError, MkdConfigError
+from mkd.utils.progress import ByteProgress
+
+
+def chosen_layers(count: int, every: int | None = None, layers: str | None = None) -> list[int]:
+    """Indices of the teacher's `count` layers to keep, ascending; all when neither choice is given.
+
+    Raises:
+        MkdConfigError: it is not a choice of existing layers; names --every or --layers.
+    """
+    if layers is None:
+        if every is not None and every < 1:
+            raise MkdConfigError(f"--every is {every}; it must be at least 1")
+        return list(range(0, count, every or 1))
+    try:
+        chosen = [int(word) for word in layers.split(",")]
+    except ValueError as error:
+        raise MkdConfigError(f"--layers is {layers!r}; give layer numbers such as 0,2,5") from error
+    if chosen != sorted(set(chosen)) or not all(0 <= layer < count for layer in chosen):
+        raise MkdConfigError(f"--layers is {layers}; give ascending numbers from 0 to {count - 1}")
+    return chosen
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a tensor of the student comes from."""
+
+    name: str
+    """The teacher's tensor."""
+    layer: int | None
+    """The teacher's."""
+    axes: tuple[str, ...]
+    """Names of `Dims`, one a dimension."""
+
+
+class Teacher:
+    """A folder to prune, checked: it holds exactly the tensors that its config.json asks for."""
+
+    def __init__(self, path: str, flag: str = "--hf") -> None:
+        """Raises `MkdCheckpointError` when the folder is torn, incomplete or of no known architecture."""
+        self.folder = HFFolder(path, flag)
+        self.family, self.args = read_architecture(self.folder)
+        check_tensors(self.folder, self.family)
+
+    @property
+    def dims(self) -> Dims:
+        return self.family.dims(self.args)
+
+    def write_student(self, out: Path, layers: list[int], width: WidthChoice | None = None) -> int:
+        """Write the student's folder, with the teacher's dtype, tokenizer and generation config.
+
+        One tensor is in memory at a time. The folder appears under its name when it is complete.
+
+        Args:
+            out: given by --out; new, or empty.
+            layers: of the teacher, ascending.
+            width: the channels and heads to keep; None keeps all.
+
+        Returns:
+            Bytes of weights written.
+
+        Raises:
+            MkdCheckpointError: `out` is not free.
+            MkdConfigError: as `student_config`.
+        """
+        sources = self._sources(layers)
+        dims = self.dims if width is None else width.student
+        config = self.student_config(layers, dims)
+        plan = {
+            name: (tuple(getattr(dims, axis) for axis in source.axes), self.folder.tensors[source.name][1])
+            for name, source in sources.items()
+        }
+        with StagedFolder(out, "--out") as staged, ByteProgress(f"writing {out}", plan_bytes(plan)) as progress:
+            writer = WeightsWriter(staged.path, plan)
+            for name, source in sources.items():
+                tensor = self._read(source, width)
+                writer.write(name, tensor)
+                progress.advance(tensor.nbytes)
+            writer.close()
+            for asset in self.folder.assets():
+                shutil.copyfile(asset, staged.path / asset.name)
+            write_json(staged.path / "config.json", config)
+        return plan_bytes(plan)
+
+    def _sources(self, layers: list[int]) -> dict[str, Source]:
+        """Student tensor -> its source, in the order of the layers. A tied head that is not stored is left out."""
+        sources = {}
+        for item in self.family.tensors(self.args):
+            if item.layer is not None and item.layer not in layers:
+                continue
+            new = None if item.layer is None else layers.index(item.layer)
+            for old, (pattern, axes) in zip(item.shapes, item.entry.sources.items(), strict=True):
+                if old in self.folder.tensors:
+                    sources[pattern.format(layer=new, expert=item.expert)] = Source(old, item.layer, axes)
+        return sources
+
+    def _read(self, source: Source, width: WidthChoice | None) -> Tensor:
+        tensor = self.folder.read(source.name)
+        for dim, axis in enumerate(source.axes):
+            kept = None if width is None else width.kept(axis, source.layer)
+            if kept is not None:
+                tensor = tensor.index_select(dim, kept)
+        return tensor
+
+    def student_config(self, layers: list[int], dims: Dims) -> dict[str, Any]:
+        """config.json of a student with these of the teacher's layers, and these sizes.
+
+        Raises:
+            MkdConfigError: transformers or Megatron has a rule that the layers or sizes break.
+        """
+        known = CONFIG_MAPPING[self.family.model_type]
+        config = {**self.folder.config, "num_hidden_layers": len(layers)}
+        if (kinds := getattr(known.from_dict(self.folder.config), "layer_types", None)) is not None:
+            config["layer_types"] = [kinds[layer] for layer in layers]
+        if dense := config.get("first_k_dense_replace"):
+            config["first_k_dense_replace"] = sum(layer < dense for layer in layers)
+        if dims != self.dims:
+            config |= {
+                "hidden_size": dims.hidden,
+                "intermediate_size": dims.ffn,
+                "num_attention_heads": dims.heads,
+                "num_key_value_heads": dims.groups,
+                "head_dim": dims.head_dim,
+            }
+        try:
+            known.from_dict(config)
+            self.family.megatron_args(config)
+        except (StrictDataclassClassValidationError, MkdCheckpointError) as error:
+            reason = str(error).splitlines()[-1].strip().removeprefix("ValueError: ")  # above it a validator's name
+            raise MkdConfigError(
+                f"transformers or Megatron cannot have such a student: {reason}{_possible_widths(dims, self.dims)}"
+            ) from error
+        return config
+
+
+def _possible_widths(asked: Dims, teacher: Dims) -> str:
+    """What to give instead of a width that is no multiple of the heads; nothing where it is one."""
+    if asked.hidden % asked.heads == 0:
+        return ""
+    below = asked.hidden // asked.heads * asked.heads
+    widths = " or ".join(str(width) for width in (below, below + asked.heads) if 0 < width <= teacher.hidden)
+    return f" With {asked.heads} heads give --hidden-size {widths}, or choose other --num-attention-heads."

@@ -1,0 +1,176 @@
+"""How important a teacher's channels and heads are: by its weights, or by what they do on sample text."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+
+from mkd.checkpoint.hf.families import Family
+from mkd.checkpoint.hf.folder import HFFolder
+from mkd.checkpoint.prune.width import Importance, axis_parts
+from mkd.data.sources.chat import Conversation
+from mkd.data.sources.text import decode, json_object, load_tokenizer, require_unicode
+from mkd.errors import MkdConfigError, MkdDataError
+
+_ROWS_AT_ONCE = 4096
+
+
+def magnitude_importance(folder: HFFolder, family: Family, args: dict[str, Any]) -> Importance:
+    """Sums of mean |weight|, over all matrices that a channel or head is a row, column or block of.
+
+    A key and a value head count for every query head of their group. Norms and biases do not count. A few thousand rows
+    of one matrix are in memory at a time.
+
+    Raises:
+        MkdCheckpointError: a weight is not finite.
+    """
+    dims = family.dims(args)
+    scores = Importance.zeros(dims, args["num_layers"])
+
+    def add(part: str, layer: int | None, values: Tensor) -> None:
+        if part == "hidden":
+            scores.hidden.add_(values)
+        elif part == "ffn":
+            scores.ffn[layer] += values
+        elif part in ("query", "key"):
+            blocks = values.unflatten(0, (-1, dims.head_dim)).mean(1)
+            scores.heads[layer] += blocks.repeat_interleave(dims.heads // len(blocks))
+
+    for item in family.tensors(args):
+        for name, axes in zip(item.shapes, item.entry.sources.values(), strict=True):
+            if len(axes) != 2 or name not in folder.tensors:
+                continue
+            for axis, values in zip(axes, _mean_magnitudes(folder, name), strict=True):
+                parts = axis_parts(axis)
+                for part, piece in zip(parts, values.split([getattr(dims, part) for part in parts]), strict=True):
+                    add(part, item.layer, piece)
+    if not scores.is_finite:
+        raise folder.error("there are weights that are not finite")
+    return scores
+
+
+def _mean_magnitudes(folder: HFFolder, name: str) -> tuple[Tensor, Tensor]:
+    """Mean |weight| of each row and of each column of a matrix, float64 with fp32 precision."""
+    rows, cols = folder.tensors[name][0]
+    of_rows, of_cols = [], torch.zeros(cols, dtype=torch.float64)
+    for start in range(0, rows, _ROWS_AT_ONCE):
+        block = folder.read(name, slice(start, min(start + _ROWS_AT_ONCE, rows))).float().abs_()
+        of_rows.append(block.mean(1).double())  # summing in float64 takes several times as long
+        of_cols += block.sum(0).double()
+    return torch.cat(of_rows), of_cols / rows
+
+
+@torch.no_grad()
+def activation_importance(
+    folder: HFFolder, family: Family, args: dict[str, Any], samples: Sequence[Tensor], device: str = "cpu"
+) -> Importance:
+    """Mean size of activations over the samples' tokens, as in Minitron (Muralidharan et al. 2024, section 2.2).
+
+    A hidden channel: mean |output| of every norm, summed over the norms. An ffn channel: mean |input| of the layer's
+    down projection. A head: mean 2-norm of its output, before the output projection. transformers computes, in the
+    folder's dtype.
+
+    Args:
+        samples: [n] int64 token ids each.
+        device: as torch names it; the whole model must fit.
+
+    Raises:
+        MkdConfigError: there is no such device.
+        MkdCheckpointError: an activation is not finite.
+    """
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise MkdConfigError(f"--device {device} cannot be used: {error}") from error
+    model = AutoModelForCausalLM.from_pretrained(folder.path, dtype="auto", local_files_only=True).eval().to(device)
+    dims = family.dims(args)
+    scores = Importance.zeros(dims, args["num_layers"])
+    for item in family.tensors(args):
+        for name, axes in zip(item.shapes, item.entry.sources.values(), strict=True):
+            module = model.get_submodule(name.rpartition(".")[0])
+            if axes == ("hidden",):
+                module.register_forward_hook(_add_sizes(scores.hidden, of_output=True))
+            elif axes == ("hidden", "ffn"):
+                module.register_forward_hook(_add_sizes(scores.ffn[item.layer]))
+            elif axes == ("hidden", "query"):
+                module.register_forward_hook(_add_sizes(scores.heads[item.layer], width=dims.head_dim))
+    for sample in samples:
+        model.base_model(sample[None].to(device), use_cache=False)
+    tokens = sum(len(sample) for sample in samples)
+    for total in (scores.hidden, scores.ffn, scores.heads):
+        total /= tokens
+    if not scores.is_finite:
+        raise folder.error("there are activations that are not finite on --data")
+    return scores
+
+
+def _add_sizes(total: Tensor, width: int = 1, of_output: bool = False) -> Callable[..., None]:
+    """A forward hook that adds the 2-norm of each block of `width` channels, summed over tokens, to `total`."""
+
+    def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        values = (output if of_output else inputs[0]).flatten(0, -2).float().unflatten(-1, (-1, width))
+        total.add_(torch.linalg.vector_norm(values, dim=-1).sum(0, dtype=torch.float64).cpu())
+
+    return hook
+
+
+def read_samples(folder: HFFolder, data: Path, count: int, length: int) -> list[Tensor]:
+    """Token ids of the first `count` lines of a JSON lines file that are not blank, each cut to `length` tokens.
+
+    A line holds `{"text": ...}`, or a conversation as in training data, which the tokenizer's chat template renders.
+
+    Returns:
+        [n] int64 each, n from 1 to `length`.
+
+    Raises:
+        MkdConfigError: `count` or `length` is below 1.
+        MkdDataError: there is no such file, a line is something else, there are no tokens, or the folder has no
+            tokenizer or one with more tokens than the model; names the line.
+    """
+    for flag, value in (("--samples", count), ("--seq-length", length)):
+        if value < 1:
+            raise MkdConfigError(f"{flag} is {value}; it must be at least 1")
+    if not data.is_file():
+        raise MkdDataError(f"--data {data} does not exist or is not a file")
+    tokenizer = load_tokenizer(str(folder.path), folder.flag)
+    vocab = folder.config["vocab_size"]
+    samples: list[Tensor] = []
+    for where, line in _lines(data):
+        if ids := _encode(tokenizer, line, where)[:length]:
+            if max(ids) >= vocab:
+                raise MkdDataError(f"{where}: the tokenizer gives id {max(ids)}, the model's vocab_size is {vocab}")
+            samples.append(torch.tensor(ids))
+        if len(samples) == count:
+            break
+    if not samples:
+        raise MkdDataError(f"--data {data} has no text")
+    return samples
+
+
+def _lines(data: Path) -> Iterator[tuple[str, bytes]]:
+    """(place for messages, line) of those that are not blank."""
+    with data.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield f"--data {data}, line {number}", line
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, line: bytes, where: str) -> list[int]:
+    record = json_object(decode(line, where), where)
+    if "text" in record:
+        if not isinstance(record["text"], str):
+            raise MkdDataError(f"{where}: text is a {type(record['text']).__name__}, not a string")
+        require_unicode(record["text"], where)
+        return tokenizer(record["text"], verbose=False)["input_ids"]
+    if "messages" not in record and "prompt" not in record:
+        keys = ", ".join(sorted(record)) or "none"
+        raise MkdDataError(f"{where}: neither text nor messages nor prompt and completion (keys there: {keys})")
+    chat = Conversation.parse(line, where)
+    try:
+        text = tokenizer.apply_chat_template(chat.messages, tools=chat.tools, tokenize=False)
+    except Exception as error:  # there is no template, or whatever the template does
+        raise MkdDataError(f"{where}: the tokenizer's chat template refuses the conversation: {error}") from error
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

@@ -1,0 +1,54 @@
+"""Tokenizer files of a model folder, and their hash: the same for Hugging Face folders and Megatron checkpoints."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from mkd.errors import MkdCheckpointError
+
+ASSETS = "hf_assets"
+"""Subfolder of a Megatron checkpoint that keeps config.json and tokenizer of the Hugging Face model it came from."""
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+def read_json_object(path: Path, flag: str) -> dict[str, Any]:
+    """The JSON object in a file; `MkdCheckpointError` naming the file when it is not one."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise MkdCheckpointError(f"{flag}: {path} is not readable JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise MkdCheckpointError(f"{flag}: {path} holds a JSON {type(value).__name__}, an object is needed")
+    return value
+
+
+def tokenizer_hash(path: Path, flag: str) -> str | None:
+    """See `HFFolder.tokenizer_hash`; `path` is any folder with tokenizer files."""
+    if (path / "tokenizer.json").is_file():
+        content = read_json_object(path / "tokenizer.json", flag)
+        model = content.get("model") or {}
+        merges = [m if isinstance(m, str) else " ".join(m) for m in model.get("merges") or []]
+        added = [[token.get("id"), token.get("content")] for token in content.get("added_tokens") or []]
+        parts = {"type": model.get("type"), "vocab": model.get("vocab"), "merges": merges, "added": added}
+        return hash_hex(json.dumps(parts, sort_keys=True).encode())
+    files = [path / name for name in ("tokenizer.model", "vocab.json", "merges.txt") if (path / name).is_file()]
+    return hash_hex(*(file.read_bytes() for file in files)) if files else None
+
+
+def hash_hex(*parts: bytes) -> str:
+    """128-bit BLAKE2b of the parts one after the other, as 32 hexadecimal digits."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""The configuration of a run: flags, values, and the checks between them."""

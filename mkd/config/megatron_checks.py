@@ -1,0 +1,380 @@
+"""Whether Megatron's flags fit each other and the model: what megatron itself says late, unclearly or not at all."""
+
+import math
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+from mkd import cpu
+from mkd.config.kd_config import KDConfig, LayerPair
+from mkd.errors import MkdConfigError, MkdPackageError
+
+
+def check_required(args: Namespace) -> None:
+    """Refuse a command line without a flag that has no sensible default."""
+    required = {
+        "--num-layers": (args.num_layers, "the student's size; or give --kd-student-hf"),
+        "--seq-length": (args.seq_length, "tokens of a sample"),
+        "--micro-batch-size": (args.micro_batch_size, "samples that a rank computes at one time"),
+        "--train-iters": (args.train_iters or args.train_samples, "iterations to train; or give --train-samples"),
+        "--lr": (args.lr, "peak learning rate"),
+        "--eval-interval": (args.eval_interval, "iterations between evaluations; of any size with --eval-iters 0"),
+    }
+    for flag, (value, meaning) in required.items():
+        if value is None:
+            raise MkdConfigError(f"{flag} is missing ({meaning})")
+    if args.eval_interval < 1:
+        raise MkdConfigError(f"--eval-interval is {args.eval_interval}; it must be at least 1 (--eval-iters 0: never)")
+    if args.save is not None and not (args.save_interval or args.save_retain_interval):
+        raise MkdConfigError(f"--save {args.save} needs --save-interval (iterations between checkpoints)")
+
+
+def check_learning_rate(args: Namespace) -> None:
+    """Refuse a schedule of the learning rate or weight decay that megatron would stop at once the models are loaded."""
+    unit = "iters" if args.train_iters else "samples"
+    steps, decay_flag = getattr(args, f"lr_decay_{unit}"), f"--lr-decay-{unit}"
+    if steps is None:
+        steps, decay_flag = getattr(args, f"train_{unit}"), f"--train-{unit}"
+    warmup = getattr(args, f"lr_warmup_{unit}")
+    if warmup >= steps:
+        raise MkdConfigError(f"--lr-warmup-{unit} {warmup} must be below {decay_flag} {steps}")
+    for flag, value in (("--min-lr", args.min_lr), ("--lr-warmup-init", args.lr_warmup_init)):
+        if not 0.0 <= value <= args.lr:
+            raise MkdConfigError(f"{flag} {value:g} must lie between 0 and --lr {args.lr:g}")
+    if args.lr_decay_style == "WSD" and getattr(args, f"lr_wsd_decay_{unit}") is None:
+        raise MkdConfigError(f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}")
+    if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
+        raise MkdConfigError(
+            "--override-opt-param-scheduler (this command's schedule) contradicts --use-checkpoint-opt-param-scheduler "
+            "(the checkpoint's): give one of them"
+        )
+
+
+def check_saving(args: Namespace, kd: KDConfig) -> None:
+    """Refuse flags of checkpoints that do not go together, and an asynchronous save that would not be one."""
+    interval = kd.save_hf_interval
+    if interval is not None:
+        if args.save is None:
+            raise MkdConfigError(f"--kd-save-hf-interval is {interval}, but there is no folder to save in: give --save")
+        if args.ckpt_format != "torch_dist":
+            raise MkdConfigError(f"--kd-save-hf-interval needs --ckpt-format torch_dist, not {args.ckpt_format}")
+        if args.save_interval and interval % args.save_interval:
+            raise MkdConfigError(
+                f"--kd-save-hf-interval is {interval}, which is no multiple of --save-interval {args.save_interval}: a "
+                "Hugging Face folder is made from a checkpoint"
+            )
+    if not args.async_save or cpu.is_target():
+        return
+    if not args.use_persistent_ckpt_worker:
+        raise MkdConfigError("--async-save works only with --use-persistent-ckpt-worker: give both, or neither")
+    if args.async_strategy == "nvrx" and find_spec("nvidia_resiliency_ext") is None:
+        raise MkdConfigError(
+            "--async-save needs the package nvidia-resiliency-ext: install it, or give --async-strategy mcore"
+        )
+
+
+def check_trackers(args: Namespace, kd: KDConfig) -> None:
+    """Raise MkdConfigError for a tracker that is not installed or lacks a flag."""
+    wanted = {
+        "--tensorboard-dir": (args.tensorboard_dir, "tensorboard"),
+        "--wandb-project": (args.wandb_project, "wandb"),
+        "--kd-mlflow-experiment": (kd.mlflow_experiment, "mlflow"),
+    }
+    for flag, (value, package) in wanted.items():
+        if value and find_spec(package) is None:
+            raise MkdConfigError(
+                f"{flag} is {value}, but the package {package} is not installed: pip install {package}, or leave it out"
+            )
+    if args.wandb_project and not args.wandb_exp_name:
+        raise MkdConfigError(f"--wandb-project is {args.wandb_project}: give --wandb-exp-name as well")
+    if args.wandb_project and not args.wandb_save_dir and args.save is None:
+        raise MkdConfigError(f"--wandb-project is {args.wandb_project}: give --wandb-save-dir, or --save")
+
+
+def check_layout(args: Namespace) -> None:
+    """Refuse parallel sizes that do not divide the world, the model or the sequence.
+
+    Raises:
+        MkdConfigError: naming the flag, its value and what it does not divide.
+    """
+    for check in layout_checks():
+        check(args)
+
+
+def layout_checks() -> tuple[Callable[[Namespace], None], ...]:
+    """What `check_layout` does, one thing after the other; each raises MkdConfigError."""
+    return check_ranks, _check_student, check_sequence, check_context_parallel, _check_batch
+
+
+def check_ranks(args: Namespace) -> None:
+    """Refuse parallel sizes that do not divide the ranks of the job."""
+    tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
+    ep = args.expert_model_parallel_size
+    sizes = {"tensor-model": tp, "pipeline-model": pp, "context": cp, "expert-model": ep}
+    for name, size in sizes.items():
+        if size < 1:
+            raise MkdConfigError(f"--{name}-parallel-size is {size}; it must be at least 1")
+    if args.world_size % (tp * pp * cp):
+        raise MkdConfigError(
+            f"--tensor-model-parallel-size {tp} * --pipeline-model-parallel-size {pp} * --context-parallel-size {cp} = "
+            f"{tp * pp * cp} does not divide the {args.world_size} ranks of this job"
+        )
+    expert_tp = args.expert_tensor_parallel_size or tp
+    if args.num_experts is not None and args.world_size % (expert_tp * ep * pp):
+        raise MkdConfigError(
+            f"--expert-model-parallel-size {ep} * expert tensor size {expert_tp} * --pipeline-model-parallel-size {pp} "
+            f"does not divide the {args.world_size} ranks of this job"
+        )
+
+
+def _check_student(args: Namespace) -> None:
+    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    check_divisions("the student", vars(args), tp, pp)
+    check_attention_heads("the student", vars(args), args)
+
+
+def length_multiple(args: Namespace) -> int:
+    """What the length of a row must be a multiple of, in tokens: each context-parallel rank holds two equal chunks of
+    it, which sequence parallelism cuts over the tensor-parallel ranks."""
+    cp = args.context_parallel_size
+    slices = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    return cp * math.lcm(2, slices) if cp > 1 else slices
+
+
+def check_sequence(args: Namespace) -> None:
+    """Refuse rows that the layout cannot cut."""
+    if args.seq_length % length_multiple(args) == 0:
+        return
+    reasons = []
+    if args.context_parallel_size > 1:
+        reasons.append(f"2 * --context-parallel-size {args.context_parallel_size}")
+    if args.sequence_parallel:
+        reasons.append(f"--tensor-model-parallel-size {args.tensor_model_parallel_size} with --sequence-parallel")
+    raise MkdConfigError(
+        f"--seq-length {args.seq_length} is not a multiple of {length_multiple(args)}, which "
+        f"{' and '.join(reasons)} need{'s' if len(reasons) == 1 else ''}"
+    )
+
+
+_CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
+
+
+def check_context_parallel(args: Namespace) -> None:
+    """Refuse ways of context parallelism that do not exist or that the job's attention kernels do not have."""
+    if args.hybrid_context_parallel:
+        raise MkdConfigError("--hybrid-context-parallel is not supported: give --context-parallel-size alone")
+    if args.context_parallel_size == 1:
+        return
+    kinds = args.cp_comm_type
+    for kind in kinds:
+        if kind not in _CP_COMM_TYPES:
+            raise MkdConfigError(f"--cp-comm-type is {kind!r}; legal values are {', '.join(_CP_COMM_TYPES)}")
+    if len(kinds) > 1:
+        raise MkdConfigError(
+            f"--cp-comm-type {' '.join(kinds)} is a list over layers: give one, which student and teacher share"
+        )
+
+
+def check_attention_kernels(args: Namespace, kd: KDConfig) -> None:
+    """Refuse attention that GPUs have only in Transformer Engine and in half precision, asked for otherwise."""
+    if args.context_parallel_size > 1:
+        what = f"--context-parallel-size {args.context_parallel_size}"
+    elif kd.packing != "none":
+        what = f"--kd-packing {kd.packing}"
+    else:
+        return
+    if cpu.is_target():
+        return
+    if args.transformer_impl != "transformer_engine":
+        raise MkdConfigError(f"{what} needs --transformer-impl transformer_engine on GPUs, not {args.transformer_impl}")
+    if not (args.bf16 or args.fp16):
+        raise MkdConfigError(f"{what} needs --bf16 or --fp16: Transformer Engine has no such attention in fp32")
+    if kd.teacher_dtype == "fp32":
+        raise MkdConfigError(
+            f"{what} does not work with --kd-teacher-dtype fp32: Transformer Engine has no such attention in fp32"
+        )
+    kind = args.cp_comm_type[0]
+    if args.context_parallel_size > 1 and kd.packing != "none" and kind not in ("p2p", "a2a"):
+        raise MkdConfigError(
+            f"--cp-comm-type {kind} does not work with --kd-packing {kd.packing}: Transformer Engine exchanges packed "
+            "rows by p2p or a2a"
+        )
+
+
+def check_transformer_engine(args: Namespace) -> None:
+    """Refuse Transformer Engine, megatron's default on GPUs, where it is not installed."""
+    if cpu.is_target() or args.transformer_impl == "local" or find_spec("transformer_engine") is not None:
+        return
+    cp = args.context_parallel_size
+    needed = f"--context-parallel-size {cp}" if cp > 1 else None
+    if getattr(args, "kd_packing", "none") != "none":
+        needed = f"--kd-packing {args.kd_packing}"
+    raise MkdPackageError(
+        f"--transformer-impl is {args.transformer_impl}, but Transformer Engine is not installed in this Python: "
+        "install it (pip install transformer-engine[pytorch])"
+        + (f"; {needed} does not work without it" if needed else ", or give --transformer-impl local, which is slower")
+    )
+
+
+def check_attention_heads(model: str, sizes: dict[str, Any], args: Namespace) -> None:
+    """Refuse all-to-all context parallelism over more ranks than a model has heads for: it deals out heads.
+
+    Args:
+        model: what to call it in the message.
+        sizes: its architecture, by Megatron argument name.
+        args: Megatron's, of the job.
+    """
+    ranks = {"a2a": args.context_parallel_size, "a2a+p2p": (args.hierarchical_context_parallel_sizes or [1])[0]}
+    kind = args.cp_comm_type[0]
+    if args.context_parallel_size == 1 or kind not in ranks:
+        return
+    tp = args.tensor_model_parallel_size
+    groups = sizes["num_query_groups"] if sizes.get("group_query_attention") else sizes["num_attention_heads"]
+    for what, count in (("attention heads", sizes["num_attention_heads"]), ("key-value heads", groups)):
+        if count and count % (tp * ranks[kind]):
+            raise MkdConfigError(
+                f"--cp-comm-type {kind} deals out heads: {model} has {count} {what}, which --tensor-model-parallel-size"
+                f" {tp} * {ranks[kind]} context-parallel ranks do not divide; p2p and all_gather need no such number"
+            )
+
+
+def check_variable_lengths(args: Namespace) -> None:
+    """Refuse flags that fix the length of all micro-batches beside --kd-variable-seq-lengths."""
+    reasons = {
+        "--cuda-graph-impl": (args.cuda_graph_impl != "none", "a CUDA graph has one shape"),
+        "--tp-comm-overlap": (args.tp_comm_overlap, "its buffers have one shape"),
+        "--moe-token-dispatcher-type allgather": (
+            args.num_experts is not None and args.moe_token_dispatcher_type == "allgather",
+            "use alltoall",
+        ),
+    }
+    for flag, (given, reason) in reasons.items():
+        if given:
+            raise MkdConfigError(f"--kd-variable-seq-lengths does not work with {flag} ({reason})")
+
+
+def _check_batch(args: Namespace) -> None:
+    """Refuse a global batch that does not divide, and samples longer than the student's positions."""
+    model_size = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    replicas = args.world_size // model_size
+    batch, micro = args.global_batch_size, args.micro_batch_size
+    if micro < 1:
+        raise MkdConfigError(f"--micro-batch-size is {micro}; it must be at least 1")
+    is_fixed = batch is not None and args.rampup_batch_size is None
+    if is_fixed and replicas > 0 and batch % (micro * replicas):
+        raise MkdConfigError(
+            f"--global-batch-size {batch} is not divisible by --micro-batch-size {micro} * {replicas} data-parallel "
+            "ranks"
+        )
+    positions = args.max_position_embeddings
+    if positions is not None and args.seq_length > positions:
+        raise MkdConfigError(
+            f"--seq-length {args.seq_length} is longer than the student's {positions} positions "
+            "(--max-position-embeddings, or max_position_embeddings in the config.json of --kd-student-hf)"
+        )
+
+
+def check_rows(args: Namespace, kd: KDConfig, has_chats: bool) -> None:
+    """Refuse flags that do not go with rows made of whole samples, which packing and chat files give.
+
+    Args:
+        args: Megatron's.
+        kd: how samples become rows.
+        has_chats: whether a chat file is to be read.
+    """
+    is_packed = kd.packing != "none"
+    if not (is_packed or has_chats):
+        return
+    what = f"--kd-packing {kd.packing}" if is_packed else "a chat file in --data-path"
+    for flag, given in {
+        "--mock-data": args.mock_data,
+        "--reset-position-ids": args.reset_position_ids,
+        "--reset-attention-mask": args.reset_attention_mask,
+        "--eod-mask-loss": args.eod_mask_loss,
+    }.items():
+        if given:
+            raise MkdConfigError(f"{flag} does not go with {what}, which makes rows of whole samples: leave it out")
+    if has_chats and args.tokenizer_type != "HuggingFaceTokenizer":
+        raise MkdConfigError(
+            f"--tokenizer-type is {args.tokenizer_type}, but chat files need the chat template of a "
+            "HuggingFaceTokenizer"
+        )
+    check_packing(args, kd)
+
+
+def check_packing(args: Namespace, kd: KDConfig) -> None:
+    """Refuse a --kd-packing-multiple that does not fill the rows, or that context parallelism cannot cut."""
+    multiple, chunks = kd.packing_multiple, 2 * args.context_parallel_size
+    if kd.packing == "none":
+        return
+    if args.context_parallel_size > 1 and multiple % chunks:
+        raise MkdConfigError(
+            f"--kd-packing-multiple {multiple} is not divisible by 2 * --context-parallel-size "
+            f"{args.context_parallel_size}: every sample is cut into {chunks} equal chunks"
+        )
+    if args.seq_length % multiple:
+        raise MkdConfigError(
+            f"--seq-length {args.seq_length} is not divisible by --kd-packing-multiple {multiple}: samples padded to "
+            "it are to fill rows of that length"
+        )
+
+
+def check_top_k(kd: KDConfig, true_vocab: int) -> None:
+    """Refuse to look at more tokens than the vocabulary has."""
+    if kd.top_k is not None and kd.top_k > true_vocab:
+        raise MkdConfigError(f"--kd-top-k is {kd.top_k}, but the vocabulary has {true_vocab} tokens: leave it out")
+
+
+def check_divisions(model: str, sizes: dict[str, Any], tp: int, pp: int) -> None:
+    """Refuse tensor- and pipeline-parallel sizes that do not divide a model's heads, widths or layers.
+
+    Args:
+        model: what to call it in the message, such as "the student".
+        sizes: its architecture, by Megatron argument name.
+        tp: --tensor-model-parallel-size.
+        pp: --pipeline-model-parallel-size.
+    """
+    groups = sizes["num_query_groups"] if sizes.get("group_query_attention") else None
+    divided = {
+        "attention heads": sizes["num_attention_heads"],
+        "key-value heads (query groups)": groups,
+        "hidden width": sizes["hidden_size"],
+        "feed-forward width": sizes.get("ffn_hidden_size"),
+    }
+    for what, size in divided.items():
+        if size and size % tp:
+            raise MkdConfigError(f"--tensor-model-parallel-size {tp} does not divide the {size} {what} of {model}")
+    uneven = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout")
+    layers = sizes["num_layers"]
+    if layers and layers % pp and all(sizes.get(name) is None for name in uneven):
+        raise MkdConfigError(f"--pipeline-model-parallel-size {pp} does not divide the {layers} layers of {model}")
+
+
+def check_layer_pairs(pairs: Sequence[LayerPair], args: Namespace, teacher_layers: int) -> None:
+    """Refuse pairs with layers that a model does not have, and flags under which a layer's output cannot be reached.
+
+    Args:
+        pairs: of --kd-hidden-loss; may be none.
+        args: Megatron's, of the student, after its own checks.
+        teacher_layers: number of layers of the teacher.
+    """
+    for pair in pairs:
+        for model, number, count in (
+            ("student", pair.student, args.num_layers),
+            ("teacher", pair.teacher, teacher_layers),
+        ):
+            if not 1 <= number <= count:
+                raise MkdConfigError(
+                    f"--kd-hidden-loss has the pair {pair}, but the {model} has no layer {number}: its layers are 1 to "
+                    f"{count}"
+                )
+    reasons = {
+        "--cuda-graph-impl": (args.cuda_graph_impl != "none", "a layer in a CUDA graph runs no hooks"),
+        "--overlap-moe-expert-parallel-comm": (args.overlap_moe_expert_parallel_comm, "it runs no whole layers"),
+        "--use-megatron-fsdp": (args.use_megatron_fsdp, "it does not know the maps between layers"),
+        "--use-torch-fsdp2": (args.use_torch_fsdp2, "it does not know the maps between layers"),
+    }
+    for flag, (given, reason) in reasons.items():
+        if pairs and given:
+            raise MkdConfigError(f"--kd-hidden-loss does not work with {flag} ({reason}): leave one of them out")

@@ -1,0 +1,1 @@
+"""Samples into rows of one length, and endless streams of rows."""

@@ -1,0 +1,139 @@
+"""Training, validation and test set of mkd's own rows: chat files, packed samples, and blends of both kinds."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch.distributed as dist
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.utils import Split
+
+from mkd.data.epochs import NAMES, Reading, blend_of
+from mkd.data.packing.aligned_streams import PairedOptions, PairedRows
+from mkd.data.packing.streams import BlendOfRows, ClassicRows, RowOptions, RowStream, SampleRows, Shares
+from mkd.data.sources.aligned import PairedStore, PairEncoder, paired_base, tokenize_pairs
+from mkd.data.sources.chat import ChatTokenizer
+from mkd.data.sources.stores import ChatStore, DocumentStore, chat_base, is_chat_file, part_of, tokenize_chat
+from mkd.errors import MkdDataError
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """How rows are made for teachers that have other tokenizers."""
+
+    encoder: PairEncoder
+    options: PairedOptions
+    vocabularies: tuple[int, ...]
+    """Tokens that each teacher knows."""
+
+
+@dataclass(frozen=True)
+class RowSets:
+    """What is needed to build the three sets."""
+
+    config: GPTDatasetConfig
+    """Megatron's: files, weights, shares and seed."""
+    options: RowOptions
+    tokenizer: ChatTokenizer
+    """For chat files."""
+    true_vocab: int
+    """Ids from here up do not exist in the model."""
+    say: Callable[[str], None]
+    """Gets what the user wants to know, a line each."""
+    pairs: Pairs | None = None
+    """Of a teacher with another tokenizer; None when all teachers share the student's."""
+
+    def build(self, sizes: Sequence[int | None]) -> list[BlendOfRows | None]:
+        """Training, validation and test set of so many rows; None where none is wanted or there is no data.
+
+        Collective where there are ranks: the first fills the cache, then the others read it.
+
+        Raises:
+            MkdDataError: a file that cannot be used, or a set without a sample.
+        """
+        if not dist.is_initialized():
+            return self._build(sizes)
+        if dist.get_rank() == 0:
+            sets = self._build(sizes)
+        dist.barrier()
+        return sets if dist.get_rank() == 0 else self._build(sizes)
+
+    def _build(self, sizes: Sequence[int | None]) -> list[BlendOfRows | None]:
+        return [self._one_set(split, size or 0) for split, size in zip(Split, sizes, strict=True)]
+
+    def _one_set(self, split: Split, size: int) -> BlendOfRows | None:
+        blend, share = blend_of(self.config, split)
+        if size == 0 or blend is None or share is None:
+            return None
+        names, weights = blend
+        makers = [self._documents if self._is_classic(name) else self._samples for name in names]
+        if weights is None:
+            weights = [float(self._rows_of(name, share)) for name in names] if len(names) > 1 else [1.0]
+        shares = Shares(weights)
+        needed = shares.needed(size)
+        streams = [make(name, share, split, n) for make, name, n in zip(makers, names, needed, strict=True)]
+        for name, stream, n in zip(names, streams, needed, strict=True):
+            reading = Reading(NAMES[split], name, n, stream.per_epoch)
+            self.say(f"{reading.split:10s} {name}: {stream}; {reading}")
+            if reading.warning is not None:
+                self.say(f"warning: {reading.warning}")
+        return BlendOfRows(streams, shares, size, split)
+
+    def _is_classic(self, name: str) -> bool:
+        return not is_chat_file(name) and not self.options.layout.is_packed and self.pairs is None
+
+    def _samples(self, name: str, share: tuple[float, float], split: Split, needed: int) -> RowStream:
+        store = self._store(name, share)
+        if not len(store.lengths):
+            raise MkdDataError(
+                f"--split {self.config.split} leaves no sample of --data-path {name} for {NAMES[split]}: give it a "
+                "larger share or 0, or take a longer file"
+            )
+        if isinstance(store, PairedStore):
+            return PairedRows(store, self.pairs.options, name)
+        return SampleRows(store, self.options, name)
+
+    def _store(self, name: str, share: tuple[float, float]) -> ChatStore | DocumentStore | PairedStore:
+        if self.pairs is not None:
+            return self._paired_store(name, share)
+        if not is_chat_file(name):
+            return DocumentStore(name, share)
+        base = chat_base(name, self.tokenizer, self.config.path_to_cache)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            tokenize_chat(name, self.tokenizer, base, self.say)
+        store = ChatStore(base, share)
+        if store.facts.max_token_id >= self.true_vocab:
+            raise MkdDataError(
+                f"--data-path {name}: its largest token id is {store.facts.max_token_id}, but the model's vocabulary "
+                f"has {self.true_vocab} tokens: --tokenizer-model {self.tokenizer.folder} is not the model's"
+            )
+        return store
+
+    def _paired_store(self, name: str, share: tuple[float, float]) -> PairedStore:
+        encoder = self.pairs.encoder
+        base = paired_base(name, encoder, self.config.path_to_cache)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            tokenize_pairs(name, encoder, base, self.say)
+        store = PairedStore(base, share, len(encoder.folders))
+        self.say(f"{name}: {store.facts}")
+        sides = zip(store.facts.max_token_id, (self.true_vocab, *self.pairs.vocabularies), encoder.folders, strict=True)
+        for largest, vocabulary, folder in sides:
+            if largest >= vocabulary:
+                raise MkdDataError(
+                    f"--data-path {name}: with the tokenizer in {folder} its largest token id is {largest}, but that "
+                    f"model's vocabulary has {vocabulary} tokens: the tokenizer is not the model's"
+                )
+        return store
+
+    def _documents(self, prefix: str, share: tuple[float, float], split: Split, needed: int) -> RowStream:
+        documents = GPTDataset.build_low_level_dataset(prefix, self.config)
+        part = part_of(len(documents.sequence_lengths), share)
+        numbers = np.arange(part.start, part.stop, dtype=np.int32)
+        samples = GPTDataset(documents, prefix, numbers, max(needed, 1), split, self.config)
+        return ClassicRows(samples, self._rows_of(prefix, share))
+
+    def _rows_of(self, name: str, share: tuple[float, float]) -> int:
+        """About how many rows hold a file's tokens once."""
+        lengths = self._store(name, share).lengths
+        tokens = lengths if lengths.ndim == 1 else lengths[:, 0]
+        return max(1, int(tokens.sum(dtype=np.int64)) // self.options.layout.row_length)

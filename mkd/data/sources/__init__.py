@@ -1,0 +1,1 @@
+"""Samples from text files, chat files and indexed token files."""

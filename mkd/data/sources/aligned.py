@@ -1,0 +1,306 @@
+"""Samples in the tokens of the student and of teachers that have other tokenizers, aligned: how they are stored.
+
+Like a chat file, the data is tokenized once, whole, before the first step: rows are planned with the lengths of both
+sides. Documents of PREFIX.bin are read as the text that their tokens stand for, and tokenized again on all sides.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from mkd.data.sources.chat import SUPERVISED
+from mkd.data.sources.parallel import map_in_order
+from mkd.data.sources.stores import (
+    cache_base,
+    file_of,
+    first_lines,
+    is_chat_file,
+    new_files,
+    part_of,
+    read_facts,
+    workers_for,
+)
+from mkd.data.sources.text import RawBatch, read_batches
+from mkd.errors import MkdDataError
+from mkd.utils.progress import ByteProgress
+
+_FORMAT = 2
+"""Raised when what is stored for the same data changes."""
+_BATCH_TOKENS = 1 << 18
+"""Tokens of the documents that travel to a worker process together."""
+_PROBED_TOKENS = 1 << 14
+"""Of an indexed file, looked at before anything is started."""
+
+
+@dataclass(frozen=True)
+class OtherTokens:
+    """A text in the tokens of a teacher, and how they align with the student's: chunks cover the same characters."""
+
+    ids: np.ndarray
+    """[m] integers."""
+    targets: np.ndarray
+    """[m] bool: which are targets."""
+    chunk: np.ndarray
+    """[m] int32: the chunk of each token, counted from 0 along the text; -1 where there is no counterpart."""
+    student_chunk: np.ndarray
+    """[n] int32: the chunk of each of the student's tokens, likewise."""
+
+
+@dataclass(frozen=True)
+class PairedSample:
+    """One text on all sides."""
+
+    ids: np.ndarray
+    """[n] integers, the student's."""
+    targets: np.ndarray
+    """[n] bool: which are targets."""
+    others: tuple[OtherTokens, ...]
+    """For each teacher with another tokenizer."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens on each side, the student's first."""
+        return [len(self.ids), *(len(other.ids) for other in self.others)]
+
+    def words(self) -> np.ndarray:
+        """The sample as uint32 numbers, from which `of_words` makes it again."""
+        parts = [_with_bits(self.ids, self.targets)]
+        for other in self.others:
+            chunks = [chunk.astype(np.int32).view(np.uint32) for chunk in (other.student_chunk, other.chunk)]
+            parts += [_with_bits(other.ids, other.targets), *chunks]
+        return np.concatenate(parts)
+
+    @classmethod
+    def of_words(cls, words: np.ndarray, lengths: Sequence[int]) -> "PairedSample":
+        """What `words` gave of a sample with so many tokens on each side."""
+        n, *rest = lengths
+        parts = iter(np.split(words, np.cumsum([n, *(size for m in rest for size in (m, n, m))])[:-1]))
+        ids, targets = _without_bits(next(parts))
+        others = []
+        for _ in rest:
+            other_ids, other_targets = _without_bits(next(parts))
+            student_chunk, chunk = next(parts).view(np.int32), next(parts).view(np.int32)
+            others.append(OtherTokens(other_ids, other_targets, chunk, student_chunk))
+        return cls(ids, targets, tuple(others))
+
+
+def _with_bits(ids: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    return np.where(targets, SUPERVISED, np.uint32(0)) | ids.astype(np.uint32)
+
+
+def _without_bits(stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return (stored & ~SUPERVISED).astype(np.int64), (stored & SUPERVISED) != 0
+
+
+@dataclass(frozen=True)
+class DocumentBatch:
+    """Consecutive documents of an indexed file."""
+
+    prefix: str
+    documents: list[np.ndarray]
+    """Token ids of each."""
+
+    @property
+    def size(self) -> int:
+        """Bytes read from the file for this batch."""
+        return sum(document.nbytes for document in self.documents)
+
+
+@dataclass
+class EncodedPairs:
+    """What an encoder makes of a batch."""
+
+    size: int = 0
+    """Bytes of the batch."""
+    samples: list[PairedSample] = field(default_factory=list)
+    skipped: Counter = field(default_factory=Counter)
+    """Reason -> samples left out."""
+    changed: int = 0
+    """Documents whose text the student's tokenizer cuts into other tokens than were stored."""
+    spelled_out: int = 0
+    """Documents with special tokens of the student, not at the ends of texts, that a teacher reads as letters."""
+
+
+class PairEncoder(Protocol):
+    """Tokenizes on all sides and aligns; travels to worker processes."""
+
+    folders: tuple[str, ...]
+    """Of the tokenizers, the student's first."""
+    fingerprint: str
+    """Differs when any token or alignment may."""
+
+    def __call__(self, batch: RawBatch | DocumentBatch) -> EncodedPairs:
+        """Lines of a chat file, or documents. Raises MkdDataError that names the place."""
+        ...
+
+
+@dataclass(frozen=True)
+class PairFacts:
+    """What was found while data was tokenized on all sides. Lists have an entry a side, the student's first."""
+
+    samples: int
+    tokens: list[int]
+    supervised: list[int]
+    max_token_id: list[int]
+    chunks: list[int]
+    """Of each teacher."""
+    covered: list[int]
+    """Tokens of the student that are in a chunk, for each teacher."""
+    skipped: dict[str, int]
+    """Reason -> samples left out."""
+    changed: int
+    """Documents that the student reads in other tokens than were stored."""
+    spelled_out: int
+    """Documents with special tokens of the student that a teacher reads as letters."""
+
+    def __str__(self) -> str:
+        text = f"{self.samples} samples, {self.tokens[0]} tokens of the student"
+        for number, (chunks, covered) in enumerate(zip(self.chunks, self.covered, strict=True), start=1):
+            text += (
+                f", {self.tokens[number]} of a teacher in {chunks} chunks with {covered / max(1, self.tokens[0]):.1%} "
+                "of the student's"
+            )
+        if self.changed:
+            text += f"; {self.changed} documents are cut into other tokens than were stored"
+            if 2 * self.changed > self.samples:
+                text += " (was the data made with this tokenizer?)"
+        if self.spelled_out:
+            text += f"; in {self.spelled_out} documents a teacher reads special tokens of the student as letters"
+        return text + "".join(f"; left out {count} {reason}" for reason, count in self.skipped.items() if count)
+
+
+class _Counts:
+    """Sums over all samples."""
+
+    def __init__(self, sides: int) -> None:
+        self.samples = self.changed = self.spelled_out = 0
+        self.tokens, self.supervised, self.largest = [0] * sides, [0] * sides, [0] * sides
+        self.chunks, self.covered = [0] * (sides - 1), [0] * (sides - 1)
+        self.skipped: Counter = Counter()
+
+    def add(self, sample: PairedSample) -> None:
+        self.samples += 1
+        for side, tokens in enumerate((sample, *sample.others)):
+            self.tokens[side] += len(tokens.ids)
+            self.supervised[side] += int(tokens.targets.sum())
+            self.largest[side] = max(self.largest[side], int(tokens.ids.max(initial=0)))
+        for number, other in enumerate(sample.others):
+            self.chunks[number] += int(other.chunk.max(initial=-1)) + 1
+            self.covered[number] += int((other.student_chunk >= 0).sum())
+
+    def facts(self) -> PairFacts:
+        return PairFacts(
+            samples=self.samples,
+            tokens=self.tokens,
+            supervised=self.supervised,
+            max_token_id=self.largest,
+            chunks=self.chunks,
+            covered=self.covered,
+            skipped=dict(+self.skipped),
+            changed=self.changed,
+            spelled_out=self.spelled_out,
+        )
+
+
+class PairedStore:
+    """Samples that `tokenize_pairs` has been through."""
+
+    def __init__(self, base: Path, share: tuple[float, float], sides: int) -> None:
+        """Open the part of the samples between two shares, from 0 to 1."""
+        self.facts = read_facts(base, PairFacts)
+        bounds = np.memmap(file_of(base, "bounds"), np.int64, "r")
+        part = part_of(self.facts.samples, share)
+        self._bounds = bounds[part.start : part.stop + 1]
+        self.lengths = np.memmap(file_of(base, "lengths"), np.int64, "r").reshape(-1, sides)[part]
+        self._words = np.memmap(file_of(base, "pairs"), np.uint32, "r")
+
+    def read(self, sample: int) -> PairedSample:
+        begin, end = self._bounds[sample : sample + 2].tolist()
+        return PairedSample.of_words(np.asarray(self._words[begin:end]), self.lengths[sample].tolist())
+
+
+def paired_base(name: str, encoder: PairEncoder, cache: str | None) -> Path:
+    """Where the samples of a chat file or of an indexed file are, without suffix.
+
+    Args:
+        name: in --data-path.
+        encoder: what it is read with.
+        cache: --data-cache-path; None for a folder beside the file.
+    """
+    return cache_base(name, _main_file(name), f"pairs {_FORMAT} {encoder.fingerprint}", cache, "pairs")
+
+
+def _main_file(name: str) -> str:
+    return name if is_chat_file(name) else f"{name}.bin"
+
+
+def probe_pairs(name: str, encoder: PairEncoder) -> list[int]:
+    """Tokens on each side of the first samples of data, the student's first. Raises MkdDataError if they cannot be
+    used."""
+    if is_chat_file(name):
+        first: RawBatch | DocumentBatch = first_lines(name)
+    else:
+        first = next(_batches(name, _PROBED_TOKENS))
+    lengths = [sample.lengths for sample in encoder(first).samples]
+    return np.sum(lengths, axis=0, dtype=np.int64).tolist() if lengths else [0] * len(encoder.folders)
+
+
+def tokenize_pairs(name: str, encoder: PairEncoder, base: Path, say: Callable[[str], None]) -> None:
+    """Tokenize and align data, all of it, unless it has been done before.
+
+    Args:
+        name: JSON lines, or PREFIX of .bin and .idx.
+        encoder: tokenizers, templates and alignment.
+        base: as `paired_base` says.
+        say: gets a line before and after what may take minutes.
+
+    Raises:
+        MkdDataError: naming the place; or no sample can be used; or the cache cannot be written.
+    """
+    if file_of(base, "json").is_file():
+        return
+    file = _main_file(name)
+    say(f"{name}: tokenizing for {len(encoder.folders)} tokenizers, once")
+    bounds, counts = [0], _Counts(len(encoder.folders))
+    progress = ByteProgress(f"{name}: tokenizing", Path(file).stat().st_size)
+    with new_files(name, base, ("pairs", "bounds", "lengths", "json")) as partial:
+        with partial["pairs"].open("wb") as words, partial["lengths"].open("wb") as lengths, progress:
+            batches = _batches(name, _BATCH_TOKENS)
+            for batch in map_in_order(encoder, batches, workers_for(file), f"{name} has too long lines"):
+                progress.advance(batch.size)
+                counts.skipped.update(batch.skipped)
+                counts.changed += batch.changed
+                counts.spelled_out += batch.spelled_out
+                for sample in batch.samples:
+                    counts.add(sample)
+                    written = sample.words()
+                    written.tofile(words)
+                    np.array(sample.lengths, dtype=np.int64).tofile(lengths)
+                    bounds.append(bounds[-1] + len(written))
+        facts = counts.facts()
+        if facts.samples == 0:
+            raise MkdDataError(f"--data-path {name}: no sample can be used ({facts})")
+        np.array(bounds, dtype=np.int64).tofile(partial["bounds"])
+        partial["json"].write_text(json.dumps(asdict(facts), indent=1) + "\n")
+
+
+def _batches(name: str, tokens: int) -> Iterator[RawBatch | DocumentBatch]:
+    if is_chat_file(name):
+        yield from read_batches([name])
+        return
+    documents = IndexedDataset(name, mmap=True)
+    held, size = [], 0
+    for number in range(len(documents)):
+        held.append(np.array(documents[number]))
+        size += len(held[-1])
+        if size >= tokens:
+            yield DocumentBatch(name, held)
+            held, size = [], 0
+    if held:
+        yield DocumentBatch(name, held)

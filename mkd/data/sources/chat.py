@@ -1,0 +1,278 @@
+"""Conversations to token ids, and which of them the assistant said.
+
+The text is what the tokenizer's own chat template renders. The assistant's tokens are those that overlap
+
+- the template's `{% generation %}` blocks, where it has them: exactly what
+  `tokenizer.apply_chat_template(..., return_assistant_tokens_mask=True)` says;
+- otherwise, for each assistant message, what rendering the conversation up to and with the message adds to rendering
+  it up to the message with a generation prompt. Both must be beginnings of the whole text, else the template is
+  refused. White space after a special token that ends the message is left out: the model stops at that token. A first
+  message has nothing before it and is only read.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from mkd.data.sources.text import RawBatch, decode, json_object, load_tokenizer, require_unicode
+from mkd.errors import MkdDataError
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+ASSISTANT = "assistant"
+EMPTY, UNSUPERVISED = "with an empty message", "without a word of the assistant"
+"""Why conversations are left out."""
+SUPERVISED = np.uint32(1 << 31)
+"""Bit of a stored token id that says that the assistant said it."""
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One line of a chat file."""
+
+    messages: list[dict[str, Any]]
+    given: int = 0
+    """The first messages that are only read, whoever says them: those of `prompt`."""
+    tools: list[Any] | None = None
+    where: str = ""
+    """File and line."""
+
+    @classmethod
+    def parse(cls, line: bytes, where: str) -> "Conversation":
+        """Read `{"messages": [...]}` or `{"prompt": ..., "completion": ...}`, texts or lists of messages.
+
+        A prompt that is a text is a user message, such a completion an assistant message. `tools` goes to the template.
+
+        Raises:
+            MkdDataError: naming file and line, for what is not that.
+        """
+        record = json_object(decode(line, where), where)
+        tools = record.get("tools")
+        if tools is not None and not isinstance(tools, list):
+            raise MkdDataError(f"{where}: tools is a {type(tools).__name__}, not a list")
+        if "messages" in record:
+            return cls(_messages(record, "messages", None, where), 0, tools, where)
+        if "prompt" in record and "completion" in record:
+            prompt = _messages(record, "prompt", "user", where)
+            return cls([*prompt, *_messages(record, "completion", ASSISTANT, where)], len(prompt), tools, where)
+        keys = ", ".join(sorted(record)) or "none"
+        raise MkdDataError(f"{where}: neither messages nor prompt and completion (keys there: {keys})")
+
+    @property
+    def has_answer(self) -> bool:
+        return any(message["role"] == ASSISTANT for message in self.messages[self.given :])
+
+    @property
+    def has_empty_message(self) -> bool:
+        """Whether a user or the assistant says nothing; a system prompt or a tool's answer may be empty."""
+        return not self.messages or any(
+            message["role"] in ("user", ASSISTANT)
+            and not (message.get("content") or "").strip()
+            and not message.get("tool_calls")
+            for message in self.messages
+        )
+
+
+def _messages(record: dict[str, Any], key: str, role_of_text: str | None, where: str) -> list[dict[str, Any]]:
+    value = record[key]
+    if role_of_text and isinstance(value, str):
+        value = [{"role": role_of_text, "content": value}]
+    if not isinstance(value, list):
+        raise MkdDataError(f"{where}: {key} is a {type(value).__name__}, not a list of messages")
+    for number, message in enumerate(value, start=1):
+        name = f"{where}: message {number} of {key}"
+        if not isinstance(message, dict):
+            raise MkdDataError(f"{name} is a {type(message).__name__}, not an object with role and content")
+        if message.get("role") not in ROLES:
+            raise MkdDataError(f"{name} has the role {message.get('role')!r}; known are {', '.join(ROLES)}")
+        content = message.get("content")
+        if not isinstance(content, str | None):
+            raise MkdDataError(f"{name} has a {type(content).__name__} as content, not a string")
+        require_unicode(content or "", name)
+    return value
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A tokenizer with its template.
+
+    Raises:
+        MkdDataError: the tokenizer has no template, or cannot tell where a token stands in a text.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    folder: str
+    """Where it comes from, for messages."""
+    flag: str = "--tokenizer-model"
+    """Where the folder was named, for messages."""
+
+    def __post_init__(self) -> None:
+        if not self.tokenizer.chat_template:
+            raise MkdDataError(
+                f"{self.flag} {self.folder} has no chat template, which chat data need: put a "
+                "chat_template.jinja into the folder"
+            )
+        if not self.tokenizer.is_fast:
+            raise MkdDataError(
+                f"{self.flag} {self.folder} is a slow tokenizer, which does not say where its tokens stand in a "
+                "text: convert it to a tokenizer.json"
+            )
+
+    @cached_property
+    def marks_assistant(self) -> bool:
+        """Whether the template has {% generation %} blocks."""
+        return _GENERATION.search(self.tokenizer.get_chat_template()) is not None
+
+    def encode(self, chat: Conversation) -> tuple[np.ndarray, np.ndarray]:
+        """Ids ([n] int64) and which of them the assistant said ([n] bool).
+
+        Raises:
+            MkdDataError: the template refuses the conversation, or its renderings do not continue each other.
+        """
+        count = len(chat.messages)
+        if not self.marks_assistant:
+            text = self.text(chat)
+            ids, offsets = self._tokenize(text)
+            answers = [i for i in range(max(chat.given, 1), count) if chat.messages[i]["role"] == ASSISTANT]
+            return ids, _overlaps(offsets, [self._span(chat, i, text) for i in answers])
+        options = {"return_dict": True, "return_assistant_tokens_mask": True, "tokenizer_kwargs": {"verbose": False}}
+        coded = self._apply(chat, count, **options)
+        ids, supervised = np.array(coded["input_ids"]), np.array(coded["assistant_masks"], dtype=bool)
+        if chat.given:
+            text = self.text(chat)
+            answers = chat.messages[chat.given]["role"] == ASSISTANT
+            begin = len(self._beginning(chat, chat.given, text, prompt=answers))
+            supervised &= _overlaps(self._tokenize(text)[1], [(begin, len(text))])
+        return ids, supervised
+
+    def text(self, chat: Conversation, prompt: bool = False) -> str:
+        """What the template makes of a conversation: the text whose tokens `encode` gives.
+
+        Args:
+            chat: the conversation.
+            prompt: add what comes before an answer of the assistant.
+
+        Raises:
+            MkdDataError: the template refuses the conversation.
+        """
+        return self._render(chat, len(chat.messages), prompt)
+
+    def _span(self, chat: Conversation, number: int, text: str) -> tuple[int, int]:
+        """First and end character of an assistant message in the text."""
+        begin = len(self._beginning(chat, number, text, prompt=True))
+        end = len(self._beginning(chat, number + 1, text, prompt=False))
+        said = text[begin:end].rstrip()
+        if said.endswith(self._special_tokens):
+            end = begin + len(said)
+        return begin, end
+
+    @cached_property
+    def _special_tokens(self) -> tuple[str, ...]:
+        return tuple(token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special)
+
+    def _beginning(self, chat: Conversation, count: int, text: str, prompt: bool) -> str:
+        beginning = self._render(chat, count, prompt)
+        if not text.startswith(beginning):
+            raise MkdDataError(
+                f"{chat.where}: the chat template of {self.flag} {self.folder} renders the first {count} "
+                "messages differently when others follow, so that the assistant's tokens cannot be told: mark them in "
+                "the template with {% generation %}, or cut conversations after the first answer"
+            )
+        return beginning
+
+    def _render(self, chat: Conversation, count: int, prompt: bool) -> str:
+        return self._apply(chat, count, tokenize=False, add_generation_prompt=prompt)
+
+    def _apply(self, chat: Conversation, count: int, **options: Any) -> Any:
+        try:
+            return self.tokenizer.apply_chat_template(chat.messages[:count], tools=chat.tools, **options)
+        except Exception as error:  # whatever the template does: Jinja's errors, and Python's in its expressions
+            raise MkdDataError(
+                f"{chat.where}: the chat template of {self.flag} {self.folder} refuses the conversation: {error}"
+            ) from error
+
+    def _tokenize(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        coded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        return np.array(coded["input_ids"], dtype=np.int64), np.array(coded["offset_mapping"]).reshape(-1, 2)
+
+
+def _overlaps(offsets: np.ndarray, spans: Sequence[tuple[int, int]]) -> np.ndarray:
+    """[n] bool: whether a token's characters ([n, 2], first and end) overlap one of the spans."""
+    found = np.zeros(len(offsets), dtype=bool)
+    for begin, end in spans:
+        found |= (offsets[:, 0] < end) & (offsets[:, 1] > begin)
+    return found
+
+
+@dataclass
+class EncodedChats:
+    """Conversations of a batch of lines."""
+
+    tokens: np.ndarray
+    """[sum of lengths] uint32: ids, with bit SUPERVISED where the assistant said them."""
+    lengths: list[int]
+    size: int
+    """Bytes of the lines."""
+    skipped: dict[str, int] = field(default_factory=lambda: {EMPTY: 0, UNSUPERVISED: 0})
+    """Reason -> conversations left out."""
+
+
+def encode_lines(template: ChatTemplate, batch: RawBatch) -> EncodedChats:
+    """Parse and tokenize lines of a chat file; blank lines are passed over.
+
+    Raises:
+        MkdDataError: as `Conversation.parse` and `ChatTemplate.encode`.
+    """
+    coded = EncodedChats(np.empty(0, np.uint32), [], batch.size)
+    parts = []
+    for number, line in enumerate(batch.documents, start=batch.first):
+        if not line.strip():
+            continue
+        chat = Conversation.parse(line, f"{batch.path}, line {number}")
+        if chat.has_empty_message:
+            coded.skipped[EMPTY] += 1
+            continue
+        ids, supervised = template.encode(chat) if chat.has_answer else (None, np.zeros(0, dtype=bool))
+        if not supervised[1:].any():  # the first token is nobody's target
+            coded.skipped[UNSUPERVISED] += 1
+            continue
+        parts.append(np.where(supervised, SUPERVISED, np.uint32(0)) | ids.astype(np.uint32))
+        coded.lengths.append(len(ids))
+    coded.tokens = np.concatenate([coded.tokens, *parts])
+    return coded
+
+
+@dataclass(frozen=True)
+class ChatTokenizer:
+    """Tokenizes lines of chat files; travels to worker processes by its folder's name."""
+
+    folder: str
+    """Of a Hugging Face tokenizer."""
+
+    @property
+    def template(self) -> ChatTemplate:
+        """Raises MkdDataError when the folder has no tokenizer that can be used for chats."""
+        return _template_of_process(self.folder)
+
+    def __call__(self, batch: RawBatch) -> EncodedChats:
+        return encode_lines(self.template, batch)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Differs when any token of a conversation may."""
+        tokenizer = self.template.tokenizer
+        parts = [tokenizer.get_chat_template(), tokenizer.backend_tokenizer.to_str(), str(tokenizer.special_tokens_map)]
+        return blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+
+
+@lru_cache(maxsize=1)
+def _template_of_process(folder: str) -> ChatTemplate:
+    return ChatTemplate(load_tokenizer(folder), folder)

@@ -1,0 +1,245 @@
+"""Samples by number: tokenized documents and tokenized conversations, memory-mapped.
+
+A chat file is tokenized once, whole, before the first step: packing needs every length, and a broken line must not show
+itself in the middle of an epoch. What came of it lies in the data cache under a name that depends on the file and the
+tokenizer; later runs, and loader processes, only map it.
+"""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Protocol
+from uuid import uuid4
+
+import numpy as np
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from mkd.data.sources.chat import SUPERVISED, ChatTokenizer
+from mkd.data.sources.indexed import PARTIAL, default_workers
+from mkd.data.sources.parallel import map_in_order
+from mkd.data.sources.text import JSON_SUFFIXES, RawBatch, read_batches
+from mkd.errors import MkdDataError
+from mkd.utils.progress import ByteProgress
+
+_FORMAT = 1
+"""Raised when what is stored for the same file changes."""
+_MOST_WORKERS = 32
+"""More would only fill the host's memory with tokenizers."""
+_PROBED_BYTES = 1 << 16
+"""Of a chat file, looked at before anything is started."""
+
+
+def is_chat_file(name: str) -> bool:
+    """Whether a name in --data-path is one of a chat file, and not the PREFIX of .bin and .idx."""
+    return name.endswith(JSON_SUFFIXES)
+
+
+class SampleStore(Protocol):
+    """Samples 0 to n - 1."""
+
+    lengths: np.ndarray
+    """[n] integers: tokens of each."""
+    all_targets: bool
+    """Whether every token of every sample is a target, so that none has to be read to know."""
+
+    def read(self, sample: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """`count` tokens of a sample from `start` on: ids [count] integers, and which are targets [count] bool."""
+        ...
+
+
+class DocumentStore:
+    """Documents of PREFIX.bin and PREFIX.idx; every token is a target."""
+
+    all_targets = True
+
+    def __init__(self, prefix: str, share: tuple[float, float]) -> None:
+        """Open the part of the documents between two shares, from 0 to 1 and rounded as megatron does."""
+        self._documents = IndexedDataset(prefix, mmap=True)
+        lengths = self._documents.sequence_lengths
+        self._part = part_of(len(lengths), share)
+        self.lengths = lengths[self._part].copy()  # the original dies with the IndexedDataset
+
+    def read(self, sample: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        ids = self._documents.get(self._part.start + sample, offset=start, length=count)
+        return ids, np.ones(count, dtype=bool)
+
+
+def part_of(count: int, share: tuple[float, float]) -> slice:
+    """The samples between two shares of `count`."""
+    return slice(round(share[0] * count), round(share[1] * count))
+
+
+@dataclass(frozen=True)
+class ChatFacts:
+    """What was found while a chat file was tokenized."""
+
+    conversations: int
+    tokens: int
+    supervised: int
+    """Tokens that the assistant said."""
+    max_token_id: int
+    skipped: dict[str, int]
+    """Reason -> conversations left out."""
+
+    def __str__(self) -> str:
+        left_out = "".join(f", left out {count} {reason}" for reason, count in self.skipped.items() if count)
+        return f"{self.conversations} conversations, {self.tokens} tokens, {self.supervised} of the assistant{left_out}"
+
+
+class ChatStore:
+    """Conversations of a chat file that `tokenize_chat` has been through."""
+
+    all_targets = False
+
+    def __init__(self, base: Path, share: tuple[float, float]) -> None:
+        """Open the part of the conversations between two shares, from 0 to 1."""
+        self.facts = read_facts(base, ChatFacts)
+        bounds = np.memmap(file_of(base, "bounds"), np.int64, "r")
+        part = part_of(self.facts.conversations, share)
+        self._bounds = bounds[part.start : part.stop + 1]
+        self.lengths = np.diff(self._bounds)
+        self._tokens = np.memmap(file_of(base, "tokens"), np.uint32, "r")
+
+    def read(self, sample: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        begin = int(self._bounds[sample]) + start
+        stored = np.asarray(self._tokens[begin : begin + count])
+        return (stored & ~SUPERVISED).astype(np.int64), (stored & SUPERVISED) != 0
+
+
+def chat_base(name: str, tokenizer: ChatTokenizer, cache: str | None) -> Path:
+    """Where the tokens of a chat file are, without suffix.
+
+    Args:
+        name: the chat file.
+        tokenizer: what it is read with.
+        cache: --data-cache-path; None for a folder beside the file.
+    """
+    return cache_base(name, name, f"{_FORMAT} {tokenizer.fingerprint}", cache, "chat")
+
+
+def cache_base(name: str, file: str, key: str, cache: str | None, kind: str) -> Path:
+    """Where what is made of a file lies in the data cache, without suffix.
+
+    Args:
+        name: of the data.
+        file: whose name, size and time are part of the key.
+        key: what else it depends on.
+        cache: --data-cache-path; None for a folder beside the file.
+        kind: end of the name.
+    """
+    path = Path(file).resolve()
+    state = path.stat()
+    whole = f"{path} {state.st_size} {state.st_mtime_ns} {key}"
+    folder = path.parent / "cache" if cache is None else Path(cache)
+    return folder / f"{Path(name).stem}-{blake2b(whole.encode(), digest_size=16).hexdigest()}-{kind}"
+
+
+def check_chat_file(name: str, tokenizer: ChatTokenizer) -> None:
+    """Raise MkdDataError for a chat file that is missing or empty, or whose first lines cannot be used."""
+    tokenizer(first_lines(name))
+
+
+def first_lines(name: str) -> RawBatch:
+    """Of a chat file. Raises MkdDataError when it is missing or empty."""
+    path = Path(name)
+    if not path.is_file():
+        raise MkdDataError(f"--data-path {name} does not exist or is not a file")
+    if path.stat().st_size == 0:
+        raise MkdDataError(f"--data-path {name} is empty")
+    with path.open("rb") as file:
+        lines = file.readlines(_PROBED_BYTES)
+    return RawBatch(name, 1, lines, is_json=True)
+
+
+def tokenize_chat(name: str, tokenizer: ChatTokenizer, base: Path, say: Callable[[str], None]) -> None:
+    """Tokenize a chat file, all of it, unless it has been done before.
+
+    Args:
+        name: JSON lines.
+        tokenizer: and template.
+        base: as `chat_base` says.
+        say: gets a line before and after what may take minutes.
+
+    Raises:
+        MkdDataError: naming file and line; or no conversation can be used; or the cache cannot be written.
+    """
+    if file_of(base, "json").is_file():
+        return
+    say(f"{name}: tokenizing, once")
+    progress = ByteProgress(f"{name}: tokenizing", Path(name).stat().st_size)
+    lengths, skipped, largest, supervised = [], Counter(), 0, 0
+    with new_files(name, base, ("tokens", "bounds", "json")) as partial:
+        with partial["tokens"].open("wb") as file, progress:
+            for batch in map_in_order(tokenizer, read_batches([name]), workers_for(name), f"{name} has too long lines"):
+                progress.advance(batch.size)
+                batch.tokens.tofile(file)
+                lengths.append(np.array(batch.lengths, dtype=np.int64))
+                skipped.update(batch.skipped)
+                largest = max(largest, int((batch.tokens & ~SUPERVISED).max(initial=0)))
+                supervised += int((batch.tokens >= SUPERVISED).sum())
+        bounds = np.concatenate(([0], np.cumsum(np.concatenate(lengths))))
+        facts = ChatFacts(len(bounds) - 1, int(bounds[-1]), supervised, largest, dict(skipped))
+        if facts.conversations == 0:
+            raise MkdDataError(f"--data-path {name}: no conversation can be used ({facts})")
+        bounds.tofile(partial["bounds"])
+        partial["json"].write_text(json.dumps(asdict(facts), indent=1) + "\n")
+
+
+def workers_for(file: str) -> int:
+    """Processes to tokenize a file with."""
+    return min(default_workers([file]), _MOST_WORKERS)
+
+
+@contextmanager
+def new_files(name: str, base: Path, kinds: Sequence[str]) -> Iterator[dict[str, Path]]:
+    """Files of the data cache that appear together, when all of them are written.
+
+    Args:
+        name: the data's, for messages.
+        base: their name in the cache, without suffix.
+        kinds: their suffixes; the last one says that all are there.
+
+    Yields:
+        Suffix -> path to write to.
+
+    Raises:
+        MkdDataError: the cache cannot be written.
+    """
+    # Names of its own: jobs that begin at the same time would write into each other's files.
+    partial = {kind: file_of(base, f"{kind}.{uuid4().hex}{PARTIAL}") for kind in kinds}
+    try:
+        base.parent.mkdir(parents=True, exist_ok=True)
+        yield partial
+        for kind in kinds:
+            os.replace(partial[kind], file_of(base, kind))
+    except OSError as error:
+        raise MkdDataError(
+            f"--data-path {name}: its tokens cannot be written to {base.parent} ({error}): give another "
+            "--data-cache-path"
+        ) from error
+    finally:
+        for path in partial.values():
+            path.unlink(missing_ok=True)
+
+
+def read_facts[Facts](base: Path, kind: Callable[..., Facts]) -> Facts:
+    """What `new_files` was given as json. Raises MkdDataError for a file that is missing or broken."""
+    file = file_of(base, "json")
+    try:
+        return kind(**json.loads(file.read_text()))
+    except FileNotFoundError as error:
+        raise MkdDataError(
+            f"{file} is missing, which rank 0 has made: let --data-cache-path show the same files on every node"
+        ) from error
+    except (ValueError, TypeError) as error:
+        raise MkdDataError(f"{file} is broken ({error}): delete it") from error
+
+
+def file_of(base: Path, kind: str) -> Path:
+    """Of the data cache."""
+    return base.with_name(f"{base.name}.{kind}")

@@ -1,0 +1,1 @@
+"""Process groups, context-parallel slicing, and the rank's environment variables."""

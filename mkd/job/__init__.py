@@ -1,0 +1,1 @@
+"""A training job, from its command line to the training loop."""

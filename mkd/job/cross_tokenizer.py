@@ -1,0 +1,252 @@
+"""What a job needs for teachers that have other tokenizers: alignment, projections, rows of their own length."""
+
+import math
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from mkd.checkpoint.source import ModelSource, SeveralSources, TeacherSource, common_vocabulary, has_other_tokenizer
+from mkd.config import arguments
+from mkd.config.kd_config import KDConfig
+from mkd.config.teacher_layout import row_multiple
+from mkd.data.byte_lengths import byte_lengths
+from mkd.data.packing.aligned_layout import PairedLayout
+from mkd.data.packing.aligned_streams import PairedOptions
+from mkd.data.packing.layout import RowLayout
+from mkd.data.packing.row_sets import Pairs
+from mkd.data.sources.aligned import probe_pairs
+from mkd.data.sources.stores import is_chat_file
+from mkd.distributed.groups import Groups
+from mkd.errors import MkdConfigError, MkdDataError
+from mkd.train.objective import CrossSetting
+from mkd.xtoken.text.conversations import ends_of_turn
+from mkd.xtoken.text.pairs import PairEncoder
+from mkd.xtoken.text.tokens import Role, SpanTokenizer
+from mkd.xtoken.vocabulary.build import projection_for
+from mkd.xtoken.vocabulary.cross_vocabulary import CrossVocabulary
+from mkd.xtoken.vocabulary.projection import Projection, ProjectionOptions
+
+_MARGIN = 1.05
+"""Of the teacher's row over what the first texts need: longer samples differ from each other."""
+
+
+@dataclass(frozen=True)
+class CrossTokenizers:
+    """Of all teachers with other tokenizers, in their order."""
+
+    args: Namespace
+    """Megatron's, of the job."""
+    kd: KDConfig
+    sources: tuple[ModelSource, ...]
+    encoder: PairEncoder
+    projections: tuple[Projection, ...]
+    row_lengths: tuple[int, ...]
+    """Tokens of a row of each teacher."""
+    true_vocab: int
+    """Of the student."""
+
+    @classmethod
+    def of(cls, sources: Sequence[ModelSource], args: Namespace, kd: KDConfig, true_vocab: int) -> "CrossTokenizers":
+        """Read the tokenizers, look at the data's first texts, and make or read the projections.
+
+        Raises:
+            MkdError: a tokenizer, a projection, the data or a length cannot be used.
+        """
+        _check(sources, args, kd)
+        folders = (args.tokenizer_model, *(str(source.tokenizer_folder) for source in sources))
+        flags = ("--tokenizer-model", *(source.origin.split()[0] for source in sources))
+        encoder = PairEncoder(folders, flags, all_messages=kd.mask == "all")
+        tokens = [0] * len(folders)
+        for name in arguments.data_prefixes(args):
+            tokens = [a + b for a, b in zip(tokens, probe_pairs(name, encoder), strict=True)]
+        lengths = tuple(
+            kd.teacher_seq_length or _row_length(args, kd, tokens[number] / max(1, tokens[0]), source)
+            for number, source in enumerate(sources, start=1)
+        )
+        for length in lengths:
+            _check_row_length(length, args, kd)
+        projections = _projections(encoder.tokenizers, args, kd)
+        if kd.xtoken_loss != "partition_kl":  # the others compare a chunk's tokens as the projection sees them
+            encoder = replace(encoder, special_pairs=_special_pairs(encoder.tokenizers[0], projections))
+        return cls(args, kd, tuple(sources), encoder, tuple(projections), lengths, true_vocab)
+
+    def own_tokens(self, source: ModelSource) -> tuple[int, int] | None:
+        """Size of the vocabulary and of a row of one of these teachers; None for one that shares the tokenizer."""
+        side = self.side(source)
+        return None if side is None else (source.vocab_size, self.row_lengths[side])
+
+    def side(self, source: ModelSource) -> int | None:
+        """Which of `KDBatch.others` a teacher reads; None for the student's tokens."""
+        return next((number for number, own in enumerate(self.sources) if own is source), None)
+
+    def pairs(self) -> Pairs:
+        """How the rows are made."""
+        kd = self.kd
+        layouts = [
+            RowLayout(length, kd.packing_multiple, kd.packing != "none", kd.mask == "all")
+            for length in (self.args.seq_length, *self.row_lengths)
+        ]
+        options = PairedOptions(PairedLayout(layouts[0], tuple(layouts[1:])), kd.long_samples == "drop", self.args.seed)
+        return Pairs(self.encoder, options, tuple(source.vocab_size for source in self.sources))
+
+    def vocabulary(self, side: int, groups: Groups) -> CrossVocabulary:
+        """What a teacher shares with the student, on this rank."""
+        projection, size = self.projections[side], groups.tp.size()
+        return CrossVocabulary.of(
+            self.kd.xtoken_loss,
+            projection.ids.long(),
+            projection.weights,
+            projection.common,
+            student_vocab=self.true_vocab,
+            teacher_vocab=self.sources[side].vocab_size,
+            student_width=self.args.padded_vocab_size // size,
+            rank=groups.tp.rank(),
+            size=size,
+            device=torch.device("cuda"),
+        )
+
+    def settings(self, groups: Groups) -> tuple[CrossSetting, ...]:
+        """Of the loss, on this rank; nothing where it is not computed."""
+        if not groups.is_last_stage:
+            return ()
+        _, *tokenizers = self.encoder.tokenizers
+        found = []
+        for side, tokenizer in enumerate(tokenizers):
+            lengths = byte_lengths(tokenizer.tokenizer)
+            found.append(CrossSetting(self.vocabulary(side, groups), None if lengths is None else lengths.to("cuda")))
+        return tuple(found)
+
+    def require_bytes(self) -> None:
+        """Raise MkdConfigError unless every tokenizer tells the bytes of its tokens."""
+        for folder, tokenizer in zip(self.encoder.folders, self.encoder.tokenizers, strict=True):
+            if byte_lengths(tokenizer.tokenizer) is None:
+                raise MkdConfigError(
+                    "--kd-teachers-mode is select, which compares teachers with different tokenizers by nats per byte, "
+                    f"but the tokenizer of {folder} does not tell the bytes of a token: give sum"
+                )
+
+    def __str__(self) -> str:
+        parts = []
+        for source, projection, length in zip(self.sources, self.projections, self.row_lengths, strict=True):
+            counts = projection.summary()
+            parts.append(
+                f"{source.origin}: {self.kd.xtoken_loss}, {counts['exact']} of {counts['student tokens']} student "
+                f"tokens in its vocabulary of {source.vocab_size}, rows of {length} tokens"
+            )
+        return "; ".join(parts)
+
+
+def _projections(tokenizers: Sequence[SpanTokenizer], args: Namespace, kd: KDConfig) -> list[Projection]:
+    """For each teacher, from the student's tokenizer, which is the first, to its own."""
+    student, *teachers = tokenizers
+    if kd.projection is not None:
+        return [Projection.load(kd.projection, student.hash, teachers[0].hash)]
+    has_chats = any(map(is_chat_file, arguments.data_prefixes(args)))
+    found = []
+    for teacher in teachers:
+        options = ProjectionOptions(pairs=ends_of_turn(student, teacher) if has_chats else ())
+        found.append(projection_for(student, teacher, options, _cache(args), print))
+    return found
+
+
+def _special_pairs(
+    student: SpanTokenizer, projections: Sequence[Projection]
+) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """For each teacher the ids of special tokens that are common."""
+    pairs = [projection.common.tolist() for projection in projections]
+    return tuple(tuple((a, b) for a, b in known if student.role_of_id[a] != Role.CONTENT) for known in pairs)
+
+
+def sort_teachers(
+    kd: KDConfig, student: str, student_vocab: int, student_hash: str | None, teacher: TeacherSource
+) -> tuple[list[ModelSource], int]:
+    """The teachers with other tokenizers, and the number of tokens that the student shares with the other teachers.
+
+    Args:
+        kd: says whether other tokenizers are expected.
+        student, student_vocab, student_hash: see `common_vocabulary`.
+        teacher: one, or several.
+
+    Raises:
+        MkdConfigError: as `common_vocabulary`, of a teacher with another tokenizer without --kd-xtoken-loss; or the
+            flag is given and there is none.
+    """
+    teachers = teacher.sources if isinstance(teacher, SeveralSources) else (teacher,)
+    foreign = [one for one in teachers if kd.xtoken_loss and has_other_tokenizer(student_hash, one)]
+    for one in teachers:
+        if one not in foreign:
+            if kd.xtoken_loss and not foreign and None in (student_hash, one.tokenizer_hash):
+                raise MkdConfigError(
+                    f"--kd-xtoken-loss is {kd.xtoken_loss}, but the tokenizers of {student} and {one.origin} are not "
+                    "both known: put their files into the folders"
+                )
+            student_vocab = common_vocabulary(student, student_vocab, student_hash, one)
+    if kd.xtoken_loss and not foreign:
+        raise MkdConfigError(
+            f"--kd-xtoken-loss is {kd.xtoken_loss}, but {student} and {teacher.origin} have one tokenizer: leave it out"
+        )
+    return foreign, student_vocab
+
+
+def _check(sources: Sequence[ModelSource], args: Namespace, kd: KDConfig) -> None:
+    if args.tokenizer_type != "HuggingFaceTokenizer":
+        raise MkdConfigError(
+            f"--tokenizer-type is {args.tokenizer_type}, but a teacher with another tokenizer needs a "
+            "HuggingFaceTokenizer of the student"
+        )
+    if args.mock_data:
+        raise MkdConfigError("--mock-data has no text, which a teacher with another tokenizer reads: leave it out")
+    if kd.top_k is not None:
+        raise MkdConfigError(
+            f"--kd-top-k is {kd.top_k}, but {sources[0].origin} has another tokenizer, and is looked at as "
+            "--kd-xtoken-loss says: leave it out"
+        )
+    if kd.projection is not None and len(sources) > 1:
+        raise MkdConfigError(
+            f"--kd-projection is {kd.projection}, but {len(sources)} teachers have other tokenizers: leave it out, the "
+            "projections are made when the job begins"
+        )
+    for source in sources:
+        if source.vocab_size is None or source.tokenizer_folder is None:
+            raise MkdConfigError(
+                f"{source.origin} does not tell its vocabulary or tokenizer: give its Hugging Face folder"
+            )
+
+
+def _cache(args: Namespace) -> Path:
+    """The data cache; by default the folder that Megatron makes beside the data."""
+    if args.data_cache_path is not None:
+        return Path(args.data_cache_path)
+    return Path(arguments.data_prefixes(args)[0]).resolve().parent / "cache"
+
+
+def _row_length(args: Namespace, kd: KDConfig, ratio: float, source: ModelSource) -> int:
+    """Tokens of a teacher's row, from those that it makes of one of the student's.
+
+    A multiple of what --seq-length is a multiple of, up to 256, so that the same layouts can cut it.
+    """
+    if not ratio:
+        raise MkdDataError(
+            "the first texts of --data-path cannot be aligned, so that no row length of the teacher can be told: give "
+            "--kd-teacher-seq-length"
+        )
+    unit = math.gcd(args.seq_length, 256)
+    if kd.packing != "none":
+        unit = math.lcm(unit, kd.packing_multiple)
+    length = unit * math.ceil(args.seq_length * ratio * _MARGIN / unit)
+    most = source.architecture.get("max_position_embeddings")
+    return length if most is None else max(unit, min(length, most // unit * unit))
+
+
+def _check_row_length(length: int, args: Namespace, kd: KDConfig) -> None:
+    multiple = row_multiple(args, kd)
+    if kd.packing != "none":
+        multiple = math.lcm(multiple, kd.packing_multiple)
+    if length % multiple:
+        raise MkdConfigError(
+            f"--kd-teacher-seq-length is {length}, no multiple of {multiple}, which --kd-packing-multiple or the "
+            f"parallel layout need: give {-(-length // multiple) * multiple}"
+        )

@@ -1,0 +1,129 @@
+"""The data of a job: checked from its flags alone, then built."""
+
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+from megatron.training.global_vars import get_tokenizer
+from megatron.training.training import get_train_valid_test_num_samples, update_train_iters
+
+from mkd.checkpoint.tokenizer_files import tokenizer_hash
+from mkd.config import arguments
+from mkd.config.kd_config import KDConfig
+from mkd.config.megatron_checks import check_rows
+from mkd.config.teacher_layout import row_multiple
+from mkd.data.datasets import build_datasets, check_data, check_splits
+from mkd.data.epochs import Reading, readings_of_documents
+from mkd.data.packing.layout import RowLayout
+from mkd.data.packing.row_sets import RowSets
+from mkd.data.packing.streams import RowOptions
+from mkd.data.sources.chat import ChatTokenizer
+from mkd.data.sources.stores import check_chat_file, is_chat_file
+from mkd.job.cross_tokenizer import CrossTokenizers
+
+
+@dataclass(frozen=True)
+class JobData:
+    """What is read, and as which rows."""
+
+    args: Namespace
+    """Megatron's, complete and global."""
+    kd: KDConfig
+    true_vocab: int
+    """Ids from here up do not exist in the model."""
+    cross: CrossTokenizers | None = None
+    """Of teachers with other tokenizers; None when there are none."""
+
+    def check(self, tokenizer_hash: str | None) -> None:
+        """Look at flags and files, before any weight is loaded.
+
+        Args:
+            tokenizer_hash: of the model's tokenizer; None when it is not known.
+
+        Raises:
+            MkdConfigError, MkdDataError: anything that would stop the job later.
+        """
+        names = arguments.data_prefixes(self.args)
+        chats = [name for name in names if is_chat_file(name)]
+        check_rows(self.args, self.kd, has_chats=bool(chats))
+        check_data([name for name in names if name not in chats], self.true_vocab, tokenizer_hash)
+        for name in chats:
+            check_chat_file(name, ChatTokenizer(self.args.tokenizer_model))
+        check_splits(arguments.dataset_config(self.args, get_tokenizer()), evaluates=self.args.eval_iters > 0)
+
+    def sets(self) -> list[Any]:
+        """Train, validation and test set. Collective over all ranks."""
+        if not self.has_own_rows:
+            self._tell_readings()
+        update_train_iters(self.args)
+        config = arguments.dataset_config(self.args, get_tokenizer())
+        return build_datasets(
+            config,
+            get_train_valid_test_num_samples(),
+            evaluated=self._rows_of_an_evaluation,
+            rows=self._row_sets(config) if self.has_own_rows else None,
+        )
+
+    def check_all(self) -> None:
+        """Tokenize chat files and plan rows without ranks: what a dry run can do beyond `check`."""
+        if self.has_own_rows and self.args.rank == 0:
+            self.sets()
+        elif not self.has_own_rows:
+            self._tell_readings()
+
+    def readings(self) -> list[Reading]:
+        """About how often each file is read; see `readings_of_documents`."""
+        update_train_iters(self.args)
+        train, _, test = get_train_valid_test_num_samples()
+        config = arguments.dataset_config(self.args, get_tokenizer())
+        return readings_of_documents(config, (train, self._rows_of_an_evaluation, test))
+
+    def _tell_readings(self) -> None:
+        for reading in self.readings() if self.args.rank == 0 else ():
+            about = f"concatenated documents, about {reading.per_epoch} rows"
+            self._say(f"{reading.split:10s} {reading.name}: {about}; {reading}")
+            if reading.warning is not None:
+                self._say(f"warning: {reading.warning}")
+
+    def _say(self, text: str) -> None:
+        if self.args.rank == 0:
+            print(f"mkd: data       {text}", flush=True)
+
+    @property
+    def _rows_of_an_evaluation(self) -> int:
+        return self.args.eval_iters * self.args.eval_global_batch_size
+
+    @property
+    def has_own_rows(self) -> bool:
+        """Whether rows are made of whole samples, and not by Megatron's concatenation of documents."""
+        return (
+            self.cross is not None
+            or self.kd.packing != "none"
+            or any(map(is_chat_file, arguments.data_prefixes(self.args)))
+        )
+
+    @property
+    def length_multiple(self) -> int | None:
+        """What micro-batches' lengths are rounded up to with --kd-variable-seq-lengths; None without it."""
+        return row_multiple(self.args, self.kd) if self.kd.variable_seq_lengths else None
+
+    def _row_sets(self, config: GPTDatasetConfig) -> RowSets:
+        args, kd = self.args, self.kd
+        layout = RowLayout(args.seq_length, kd.packing_multiple, kd.packing != "none", kd.mask == "all")
+        return RowSets(
+            config=config,
+            options=RowOptions(layout, drop_long=kd.long_samples == "drop", seed=args.seed),
+            tokenizer=ChatTokenizer(args.tokenizer_model),
+            true_vocab=self.true_vocab,
+            say=self._say,
+            pairs=None if self.cross is None else self.cross.pairs(),
+        )
+
+
+def hash_of_tokenizer(args: Namespace) -> str | None:
+    """Of the --tokenizer-model; None when it is no Hugging Face folder."""
+    if args.tokenizer_type != "HuggingFaceTokenizer" or not Path(args.tokenizer_model).is_dir():
+        return None
+    return tokenizer_hash(Path(args.tokenizer_model), "--tokenizer-model")

@@ -1,0 +1,134 @@
+"""What a job is going to do, for people to read before it does."""
+
+import json
+from argparse import Namespace
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from mkd import cpu
+from mkd.checkpoint.hf.assets import store_assets
+from mkd.checkpoint.hf.folder import HFFolder
+from mkd.config import arguments
+from mkd.config.kd_config import KDConfig
+from mkd.config.teacher_layout import has_own_layout
+from mkd.config.values import divergence_text
+from mkd.job.job import Job
+from mkd.job.memory_table import memory_line, print_memory
+from mkd.job.teacher import shape_of
+from mkd.utils.atomic_files import replacing
+
+
+def print_plan(job: Job) -> None:
+    """On rank 0."""
+    if job.args.rank == 0 and job.kd.dry_run and cpu.is_target():
+        print("mkd: plan and memory are those on CPU, as this machine would run it; tools/doctor.py estimates for GPUs")
+    for name, text in plan(job).items() if job.args.rank == 0 else ():
+        print(f"mkd: {name:10s} {text}", flush=True)
+
+
+def dry_run(job: Job) -> None:
+    """What is told and checked beyond the plan where no training follows."""
+    print_memory(job)
+    job.data.check_all()
+    if job.args.rank == 0:
+        kept = "nothing but tokens in the data cache" if job.data.has_own_rows else "nothing"
+        print(f"mkd: checked: no problem was found, {kept} was written", flush=True)
+
+
+def plan(job: Job) -> dict[str, str]:
+    """What will happen, a line each."""
+    args, kd = job.args, job.kd
+    weights = "random"
+    if arguments.resumes(args):
+        weights = f"checkpoint {args.kd_resume_from}"
+    elif job.student_source is not None:
+        weights = str(job.student_source.path)
+    elif args.pretrained_checkpoint is not None:
+        weights = args.pretrained_checkpoint
+    return {
+        "teacher": str(job.teacher),
+        "student": f"{shape_of(job.student_config)}, {_name(args.params_dtype)}, weights: {weights}",
+        "loss": f"(1 - R) CE + R {'B ' if kd.balance else ''}{_divergence(kd)}, R = {kd.ratio_over_time}, "
+        + f"T = {kd.temperature_over_time}"
+        + (", B = CE / KD of the step before" if kd.balance else "")
+        + (f", z-loss {kd.z_loss:g}" if kd.z_loss else "")
+        + (f", of {job.teacher.looks_at}" if job.teacher.looks_at else "")
+        + f", computed by {job.loss_options.impl}"
+        + ("; R is 0: the teacher is not run" if kd.is_plain_pretraining else ""),
+        **({"tokenizers": str(job.cross)} if job.cross is not None else {}),
+        **_layers(job),
+        "layout": _layout(args, args.world_size),
+        **_teacher_layouts(job),
+        **({"rows": _rows(job)} if job.data.has_own_rows else {}),
+        "batch": f"{args.global_batch_size} samples of {args.seq_length} tokens, micro-batch {args.micro_batch_size}",
+        "steps": f"{args.train_iters} iterations",
+        "vocabulary": f"{job.true_vocab} tokens, padded to {args.padded_vocab_size}",
+        **({"changed": "; ".join(job.notes)} if job.notes else {}),
+        "memory": memory_line(job),
+    }
+
+
+def record(job: Job) -> None:
+    """Leave beside the checkpoints what is needed to understand and to export them.
+
+    kd_config.json has the resolved distillation settings and the plan; the student's Hugging Face configuration and
+    tokenizer go along, so that tools/convert.py needs no other folder.
+    """
+    if job.args.rank != 0 or job.args.save is None:
+        return
+    folder = Path(job.args.save)
+    folder.mkdir(parents=True, exist_ok=True)
+    if job.kd.student_hf is not None:
+        store_assets(HFFolder(job.kd.student_hf, "--kd-student-hf"), folder)
+    with replacing(folder / "kd_config.json") as out:
+        out.write(json.dumps({"kd": asdict(job.kd), "plan": plan(job)}, indent=2) + "\n")
+
+
+def _layout(args: Namespace, ranks: int) -> str:
+    """Of the student or of a teacher, from its Megatron arguments, on so many ranks."""
+    tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
+    sizes = {
+        "DP": ranks // (tp * pp * cp),
+        "TP": tp,
+        "PP": pp,
+        "VPP": args.virtual_pipeline_model_parallel_size or 1,
+        "CP": cp,
+        "EP": args.expert_model_parallel_size,
+    }
+    listed = [f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "DP"]
+    return ", ".join(listed + ["SP"] * args.sequence_parallel)
+
+
+def _teacher_layouts(job: Job) -> dict[str, str]:
+    """Of teachers that have their own."""
+    own = [_layout(model, job.args.world_size) for model in job.teacher.models if has_own_layout(model, job.args)]
+    return {"teacher's": "layout " + "; ".join(dict.fromkeys(own))} if own else {}
+
+
+def _rows(job: Job) -> str:
+    kd = job.kd
+    how = "one sample each" if kd.packing == "none" else f"packed, padded to multiples of {kd.packing_multiple}"
+    return f"{how}; longer ones are {'split' if kd.long_samples == 'split' else 'dropped'}; KD on {kd.mask}"
+
+
+def _divergence(kd: KDConfig) -> str:
+    """As it is in the loss and in the reported kd."""
+    text = divergence_text(kd.loss, kd.beta, kd.skew)
+    if not kd.temperature_squared:
+        return f"{text} (without T^2)"
+    ends = {kd.temperature_over_time.start, kd.temperature_over_time.end}
+    return f"T^2 {text}" + ("" if ends == {1.0} else " (kd is shown with its T^2)")
+
+
+def _layers(job: Job) -> dict[str, str]:
+    kd, pairs = job.kd, ", ".join(map(str, job.kd.layer_pairs))
+    widths = [args.hidden_size for args in (job.args, *job.teacher.models)]
+    maps = "" if len(set(widths)) == 1 else f", mapped from width {widths[0]} to {widths[1]}"
+    text = f"+ R {kd.hidden_loss_weight:g} {kd.hidden_loss_type} of layers {pairs} (student:teacher){maps}"
+    return {"layers": text} if pairs else {}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

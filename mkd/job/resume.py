@@ -1,0 +1,150 @@
+"""A job and its checkpoints: which one it continues from, and what it leaves behind."""
+
+from argparse import Namespace
+from dataclasses import asdict
+from pathlib import Path
+
+from mkd.checkpoint.hf.snapshot import Snapshots
+from mkd.checkpoint.lr_schedule import check_schedule
+from mkd.checkpoint.megatron_folder import MegatronFolder
+from mkd.checkpoint.resume import (
+    Choice,
+    changed_settings,
+    check_same_job,
+    check_same_teacher_everywhere,
+    check_teacher,
+    choose,
+    settle,
+)
+from mkd.checkpoint.saving import Saving
+from mkd.checkpoint.source import TeacherSource
+from mkd.compat.checkpoints import (
+    install_checkpoint_hooks,
+    let_finished_jobs_evaluate,
+    resume_distributed_optimizer,
+    take_rates_of_this_job,
+)
+from mkd.compat.stopping import StopSignals, install_stopping
+from mkd.config import arguments
+from mkd.config.kd_config import KDConfig
+from mkd.train import balance
+
+
+def choose_checkpoint(args: Namespace) -> Choice | None:
+    """What is in --load, noted in the arguments; None when mkd does not look into it (other formats). Changes no file.
+
+    Raises:
+        MkdCheckpointError: there are checkpoints, and none may be used.
+    """
+    if args.ckpt_format != "torch_dist":
+        arguments.resume_from(args, Path(args.load) if arguments.has_checkpoint(args.load) else None)
+        return None
+    if args.load is None:
+        arguments.resume_from(args, None)
+        return None
+    choice = choose(Path(args.load), own=arguments.saves_where_it_loads(args), step=args.ckpt_step)
+    arguments.resume_from(args, choice.folder)
+    return choice
+
+
+def check_first_weights(args: Namespace) -> None:
+    """Refuse a --pretrained-checkpoint that is not complete, when it is what the job begins with.
+
+    Raises:
+        MkdCheckpointError: naming the file that is missing or damaged.
+    """
+    if args.pretrained_checkpoint is None or arguments.resumes(args) or args.ckpt_format != "torch_dist":
+        return
+    MegatronFolder(args.pretrained_checkpoint, "--pretrained-checkpoint").check_shards()
+
+
+def check_checkpoint(args: Namespace, kd: KDConfig, choice: Choice | None, teacher: TeacherSource) -> list[str]:
+    """Compare the checkpoint with this job, and note the teacher's fingerprint in the arguments, which are stored; also
+    whether the evaluation after the checkpoint's last step is still to be done (`mkd.compat.stopping`).
+
+    Returns:
+        What is different and may be.
+
+    Raises:
+        MkdCheckpointError: it is of another model.
+        MkdConfigError: it was trained with another teacher, or another schedule of the learning rate.
+    """
+    args.kd_teacher_fingerprint = None if kd.is_plain_pretraining else teacher.fingerprint()
+    args.kd_unfinished_evaluation = False
+    balance.begin(args, None)
+    if choice is None or choice.folder is None:
+        return []
+    folder, origin = MegatronFolder(choice.folder, "--load"), f"--load {choice.folder}"
+    stored = folder.args
+    check_same_job(args, stored, origin)
+    if args.finetune:
+        return []
+    notes = []
+    if choice.name != "release" and not args.no_load_optim and folder.scheduler is not None:
+        notes = check_schedule(args, stored, folder.scheduler, origin)
+    args.kd_unfinished_evaluation = getattr(stored, "kd_unfinished_evaluation", False)
+    balance.begin(args, stored)
+    if kd.is_plain_pretraining:
+        args.kd_teacher_fingerprint = getattr(stored, "kd_teacher_fingerprint", None)
+        return notes
+    note = check_teacher(args.kd_teacher_fingerprint, stored, teacher.origin, origin, kd.other_teacher)
+    now = {f"kd_{name}": value for name, value in asdict(kd).items() if name not in _NOT_THE_OBJECTIVE}
+    now |= {name: vars(args)[name] for name in _ORDER_OF_SAMPLES}
+    return notes + [note] * (note is not None) + changed_settings(vars(stored), now)
+
+
+# A checkpoint knows how many samples were consumed; with another of these, the same number means other samples.
+_ORDER_OF_SAMPLES = ("data_path", "train_data_path", "data_args_path", "split", "seed", "seq_length")
+
+
+_NOT_THE_OBJECTIVE = {
+    "teacher_hf",
+    "teacher_load",
+    "teacher_cache",
+    "student_hf",
+    "save_hf_interval",
+    "save_hf_keep",
+    "skip_checkpoint_hashes",
+    "other_teacher",
+    "allow_bad_teacher",
+    "metrics_file",
+    "dry_run",
+    "verbose",
+}
+
+
+def settle_checkpoint(args: Namespace, kd: KDConfig, choice: Choice | None, teacher: TeacherSource) -> None:
+    """Before megatron loads: agree on teacher and checkpoint, check its content, mend the folder.
+
+    Collective over all ranks.
+
+    Raises:
+        MkdCheckpointError: no checkpoint is left, or the ranks see different ones, or different teachers.
+        MkdError: as `check_checkpoint`, where another one is taken than was chosen at first.
+    """
+    check_same_teacher_everywhere(args.kd_teacher_fingerprint, teacher.origin)
+    if choice is None:
+        return
+    own = arguments.saves_where_it_loads(args)
+    settled = settle(choice, own=own, step=args.ckpt_step, check_content=not kd.skip_checkpoint_hashes)
+    arguments.resume_from(args, settled.folder)
+    if settled.name != choice.name:
+        check_checkpoint(args, kd, settled, teacher)
+
+
+def install_saving(args: Namespace, kd: KDConfig) -> None:
+    """Put mkd's part into megatron's saving and loading, also when a signal ends the job. Collective over all ranks."""
+    resume_distributed_optimizer()
+    let_finished_jobs_evaluate()
+    if args.override_opt_param_scheduler:
+        take_rates_of_this_job()
+    root, take = Path(args.save or "."), None
+    if kd.save_hf_interval is not None:
+        snapshots = Snapshots(root, kd.save_hf_interval, kd.save_hf_keep)
+        snapshots.clean()
+        take = snapshots.take
+    saving = Saving(root, hashes=not kd.skip_checkpoint_hashes, then=take)
+    if args.save is not None:
+        saving.claim()
+    install_checkpoint_hooks(saving)
+    install_stopping(StopSignals(args.exit_signal).__enter__())

@@ -1,0 +1,270 @@
+"""The teacher of a job, before anything of it is in memory: a model that will run, or its stored answers."""
+
+from argparse import Namespace
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from megatron.training.models import GPTModelConfig
+
+from mkd.checkpoint.source import ModelSource, SeveralSources, TeacherSource
+from mkd.config import arguments
+from mkd.config.kd_config import KDConfig
+from mkd.config.teacher_fp8 import check_fp8_teacher
+from mkd.config.teacher_layout import check_teacher_layout, has_own_layout
+from mkd.distributed.groups import Groups, OwnLayout, ParallelSizes
+from mkd.errors import MkdConfigError
+from mkd.job.cached_teacher import CacheSource, CacheTeacher
+from mkd.job.cross_tokenizer import CrossTokenizers
+from mkd.models.gpt import gpt_config
+from mkd.teacher.ensemble import AveragedTeachers, SelectingTeachers, SeveralTeachers
+from mkd.teacher.interface import Teacher
+from mkd.teacher.online import OnlineTeacher
+from mkd.teacher.resharded.teacher import LaidOutTeacher
+
+
+class JobTeacher(Protocol):
+    """A teacher that fits the job."""
+
+    source: TeacherSource
+
+    @property
+    def models(self) -> list[Namespace]:
+        """Megatron's arguments of the models that run; empty where none does."""
+        ...
+
+    @property
+    def sources(self) -> list[TeacherSource]:
+        """Of each teacher."""
+        ...
+
+    @property
+    def looks_at(self) -> str:
+        """Which of the teacher's tokens the divergence is taken of, as a part of a line; empty for all."""
+        ...
+
+    def build(self, groups: Groups) -> Teacher:
+        """The teacher on this rank. Collective over all ranks."""
+        ...
+
+
+def teacher_source(kd: KDConfig) -> TeacherSource:
+    """Open what --kd-teacher-* names.
+
+    Raises:
+        MkdError: it is missing, torn, or not what the flag says.
+    """
+    if kd.teacher_hf is not None:
+        sources = tuple(ModelSource.from_hf(folder, "--kd-teacher-hf") for folder in kd.teacher_hf)
+        return sources[0] if len(sources) == 1 else SeveralSources(sources)
+    if kd.teacher_load is not None:
+        return ModelSource.from_megatron(kd.teacher_load, "--kd-teacher-load")
+    return CacheSource.open(kd.teacher_cache, "--kd-teacher-cache")
+
+
+def job_teacher(
+    source: TeacherSource, args: Namespace, kd: KDConfig, true_vocab: int, cross: CrossTokenizers | None = None
+) -> JobTeacher:
+    """Fit a teacher to the job.
+
+    Args:
+        source: the teacher's.
+        args: Megatron's, complete, with `kd_teacher_fingerprint`.
+        kd: what is learned from it.
+        true_vocab: tokens that student and teacher share.
+        cross: of the teachers with other tokenizers, which this one may be of.
+
+    Raises:
+        MkdError: it cannot serve this job.
+    """
+    if isinstance(source, CacheSource):
+        return CacheTeacher.of(source, args, kd, true_vocab)
+    _check_experts(source, kd)
+    if isinstance(source, SeveralSources):
+        return SeveralModels.of(source, args, kd, true_vocab, cross)
+    return ModelTeacher.of(source, args, kd, true_vocab, cross)
+
+
+def _check_experts(source: TeacherSource, kd: KDConfig) -> None:
+    """Refuse sizes of expert parallelism where no teacher has experts."""
+    sources = source.sources if isinstance(source, SeveralSources) else (source,)
+    for name, size in kd.teacher_sizes.items():
+        if name.startswith("expert") and all(one.architecture.get("num_experts") is None for one in sources):
+            raise MkdConfigError(
+                f"--kd-teacher-{name.replace('_', '-')} is {size}, but {source.origin} has no experts: leave it out"
+            )
+
+
+@dataclass(frozen=True)
+class ModelTeacher:
+    """A model that runs beside the student."""
+
+    source: ModelSource
+    args: Namespace
+    config: GPTModelConfig
+    kd: KDConfig
+    true_vocab: int
+    stored_fingerprint: str | None
+    """As read from its folder; None when it never runs."""
+    cross: CrossTokenizers | None
+    """Where the teacher has another tokenizer."""
+    job_args: Namespace
+    """Megatron's arguments of the job."""
+
+    @classmethod
+    def of(
+        cls,
+        source: ModelSource,
+        args: Namespace,
+        kd: KDConfig,
+        true_vocab: int,
+        cross: CrossTokenizers | None = None,
+    ) -> "ModelTeacher":
+        """See `job_teacher`."""
+        own_tokens = None if cross is None else cross.own_tokens(source)
+        if own_tokens is None:
+            cross = None
+        check_teacher_layout(args, kd, source.architecture.get("num_experts"))
+        own = arguments.teacher_arguments(source.architecture, args, kd.teacher_dtype, own_tokens, kd.teacher_sizes)
+        if kd.teacher_dtype == "fp8":
+            check_fp8_teacher(own, args.micro_batch_size, kd)
+        config = gpt_config(own)
+        config.transformer.variable_seq_lengths = kd.variable_seq_lengths  # megatron has no flag for it
+        return cls(source, own, config, kd, true_vocab, args.kd_teacher_fingerprint, cross, args)
+
+    def __str__(self) -> str:
+        return f"{shape_of(self.config)}, {self.dtype}, {self.source.path}"
+
+    @property
+    def dtype(self) -> str:
+        """Precision of its layers, by name."""
+        return "float8" if self.config.transformer.fp8 else str(self.config.params_dtype).removeprefix("torch.")
+
+    @property
+    def sources(self) -> list[TeacherSource]:
+        """See `JobTeacher`."""
+        return [self.source]
+
+    @property
+    def models(self) -> list[Namespace]:
+        """See `JobTeacher`."""
+        return [self.args]
+
+    @property
+    def looks_at(self) -> str:
+        """See `JobTeacher`."""
+        kd = self.kd
+        return "" if kd.top_k is None else f"the teacher's {kd.top_k} most probable tokens, tail {kd.top_k_tail}"
+
+    def build(self, groups: Groups, layouts: dict[ParallelSizes, OwnLayout] | None = None) -> OnlineTeacher:
+        """See `JobTeacher`.
+
+        Args:
+            groups: the student's layout.
+            layouts: those of other teachers, which this one may share and may add to.
+        """
+        side = None if self.cross is None else self.cross.side(self.source)
+        kept = self.true_vocab if side is None else self.source.vocab_size
+        columns = None if side is None else self.cross.vocabulary(side, groups).teacher_columns
+        common = dict(
+            load_weights=lambda chunks: self.source.load(chunks, kept),
+            fingerprint=self.stored_fingerprint,
+            offload=self.kd.teacher_offload,
+            side=side,
+        )
+        if not has_own_layout(self.args, self.job_args):
+            return OnlineTeacher(self.config, groups, head_columns=columns, **common)
+        if columns is None:
+            columns = torch.arange(self.job_args.padded_vocab_size).chunk(groups.tp.size())[groups.tp.rank()]
+        return LaidOutTeacher(
+            self.config,
+            self._layout({} if layouts is None else layouts),
+            groups,
+            head_columns=columns,
+            student_sequence_parallel=self.job_args.sequence_parallel,
+            **common,
+        )
+
+    def _layout(self, known: dict[ParallelSizes, OwnLayout]) -> OwnLayout:
+        """Collective over all ranks, unless it is known."""
+        t, levels = self.config.transformer, self.args.hierarchical_context_parallel_sizes
+        sizes = ParallelSizes(
+            t.tensor_model_parallel_size,
+            t.pipeline_model_parallel_size,
+            t.context_parallel_size,
+            t.expert_model_parallel_size,
+            t.expert_tensor_parallel_size,
+        )
+        if sizes not in known:
+            known[sizes] = OwnLayout.create(
+                sizes,
+                cp_levels=levels if sizes.cp > 1 else None,
+                timeout_minutes=self.args.distributed_timeout_minutes,
+            )
+        return known[sizes]
+
+
+@dataclass(frozen=True)
+class SeveralModels:
+    """Models that run one after the other beside the student."""
+
+    source: SeveralSources
+    teachers: tuple[ModelTeacher, ...]
+    kd: KDConfig
+
+    @classmethod
+    def of(
+        cls, source: SeveralSources, args: Namespace, kd: KDConfig, true_vocab: int, cross: CrossTokenizers | None
+    ) -> "SeveralModels":
+        """See `job_teacher`.
+
+        Raises:
+            MkdConfigError: as a single teacher; or their logits cannot be averaged, or their CE not compared.
+        """
+        if kd.teachers_mode == "select" and cross is not None:
+            cross.require_bytes()
+        if kd.teachers_mode == "averaged_logits" and cross is not None:
+            raise MkdConfigError(
+                "--kd-teachers-mode averaged_logits needs teachers with the student's tokenizer: give sum, "
+                f"or leave out {cross.sources[0].path}"
+            )
+        teachers = tuple(
+            replace(ModelTeacher.of(one, args, kd, true_vocab, cross), stored_fingerprint=one.fingerprint())
+            for one in source.sources
+        )
+        return cls(source, teachers, kd)
+
+    def __str__(self) -> str:
+        if self.kd.teachers_mode == "select":
+            return "for each text the best of " + "; ".join(map(str, self.teachers))
+        listed = zip(self.kd.weights_of_teachers, self.teachers, strict=True)
+        return f"{self.kd.teachers_mode} of " + "; ".join(f"{weight:g} x {teacher}" for weight, teacher in listed)
+
+    @property
+    def sources(self) -> list[TeacherSource]:
+        """See `JobTeacher`; averaged teachers are introduced as one."""
+        return [self.source] if self.kd.teachers_mode == "averaged_logits" else list(self.source.sources)
+
+    @property
+    def models(self) -> list[Namespace]:
+        """See `JobTeacher`."""
+        return [teacher.args for teacher in self.teachers]
+
+    @property
+    def looks_at(self) -> str:
+        """See `JobTeacher`."""
+        return self.teachers[0].looks_at
+
+    def build(self, groups: Groups) -> SeveralTeachers:
+        """See `JobTeacher`."""
+        kinds = {"sum": SeveralTeachers, "averaged_logits": AveragedTeachers, "select": SelectingTeachers}
+        kind = kinds[self.kd.teachers_mode]
+        layouts: dict[ParallelSizes, OwnLayout] = {}
+        return kind(tuple(teacher.build(groups, layouts) for teacher in self.teachers), self.kd.weights_of_teachers)
+
+
+def shape_of(config: GPTModelConfig) -> str:
+    """Sizes of a model in words."""
+    t = config.transformer
+    experts = f", {t.num_moe_experts} experts" if t.num_moe_experts else ""
+    return f"{t.num_layers} layers x {t.hidden_size}, {t.num_attention_heads} heads{experts}"

@@ -1,0 +1,114 @@
+"""mkd's part of megatron's training loop."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mkd.data.token_counts import TextSize
+from mkd.job.job import Job
+from mkd.report.metrics import MetricsLog, Step
+from mkd.train import balance
+from mkd.train.evaluation import CALIBRATION, calibration_table
+from mkd.train.nan_check import FiniteCheck, check_loss_scale
+from mkd.train.schedule import TeacherThenStudent
+
+
+class Hooks:
+    """The schedule and the metrics."""
+
+    def __init__(
+        self, job: Job, schedule: TeacherThenStudent, log: MetricsLog, finite: FiniteCheck | None = None
+    ) -> None:
+        self._job, self._schedule, self._log, self._finite = job, schedule, log, finite
+        self._calibration: Tensor | None = None
+        self._text: Tensor | None = None
+        self._iteration: int | None = None
+        self._loss_scale = math.inf
+
+    def before_training(self, iteration: int) -> None:
+        args = self._job.args
+        if iteration >= args.train_iters and args.rank == 0:
+            print(f"mkd: already at iteration {iteration} of {args.train_iters}: no step is left", flush=True)
+        self._log.start(iteration)
+
+    def around(self, schedule: Callable) -> Callable:
+        run = self._schedule.around(schedule)
+        self._calibration = None  # megatron asks for a schedule at the beginning of each evaluation
+
+        def timed(*, forward_only: bool = False, **options: Any) -> list[dict]:
+            if not forward_only:
+                self._log.step_begins()
+            reports = run(forward_only=forward_only, **options)
+            if self._finite is not None:
+                chunks = options["model"] if isinstance(options["model"], list) else [options["model"]]
+                if not forward_only:
+                    self._iteration = self._job.args.curr_iteration + 1
+                self._finite.after_pass(chunks, self._iteration or self._job.args.iteration, forward_only)
+            self._collect(reports)
+            if not forward_only:
+                self._text = self._schedule.record.text.summed(self._schedule.groups.dp)
+            return reports
+
+        return timed
+
+    def _collect(self, reports: list[dict]) -> None:
+        """Keep what megatron, which knows means only, cannot add up."""
+        found = [report.pop(CALIBRATION) for report in reports if CALIBRATION in report]
+        if found:
+            self._calibration = sum(found, start=0.0 if self._calibration is None else self._calibration)
+
+    def after_evaluation(self, split: str, iteration: int, losses: dict[str, Any]) -> None:
+        calibration = None
+        if self._calibration is not None:
+            dist.all_reduce(self._calibration, group=self._schedule.groups.dp_cp)
+            calibration = calibration_table(self._calibration)
+        self._log.evaluation(split, iteration, _over_some_token(losses), calibration)
+
+    def after_iteration(
+        self,
+        iteration: int,
+        losses: dict[str, Any],
+        lr: float | None,
+        grad_norm: float | None,
+        skipped: bool,
+        loss_scale: float,
+    ) -> None:
+        check_loss_scale(self._job.args, iteration, skipped, self._loss_scale)
+        self._loss_scale = loss_scale
+        kd, record = self._job.kd, self._schedule.record
+        extra = {}
+        if kd.balance:
+            extra["balance"] = self._job.args.kd_balance_factor
+            balance.after_step(self._job.args, losses, self._schedule.groups.pp)
+        peak = None
+        if self._log.is_due(iteration):
+            used = torch.tensor(torch.cuda.max_memory_allocated() / 2**30, device="cuda")
+            dist.all_reduce(used, op=dist.ReduceOp.MAX)
+            peak = used.item()
+        if not self._log.writes:
+            return  # the others need not wait for the device
+        self._log.iteration(
+            Step(
+                iteration,
+                {**losses, **extra},
+                text=TextSize(*self._text.tolist()),
+                lr=lr,
+                grad_norm=grad_norm,
+                skipped=skipped,
+                ratio=kd.ratio_over_time.value(iteration - 1),
+                temperature=kd.temperature_over_time.value(iteration - 1),
+                waits=record.waits(),
+                peak_memory_gib=peak,
+            )
+        )
+
+
+def _over_some_token(losses: dict[str, Any]) -> dict[str, Any]:
+    """Without the means over no token, which are NaN: a cache may have nothing of all that was evaluated."""
+    if not losses.get("kd_missing", 0):
+        return losses
+    return {name: value for name, value in losses.items() if not math.isnan(value)}

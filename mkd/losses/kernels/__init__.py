@@ -1,0 +1,1 @@
+"""The passes over a chunk of logits: eager torch and Triton."""

@@ -1,0 +1,70 @@
+"""Who computes the passes over a chunk of logits: the one place where that is decided."""
+
+import importlib.util
+import os
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mkd.losses.logits import Chunk, Setting, TailFactors
+from mkd.losses.rows import Rows, Statistics
+
+
+class Kernels(Protocol):
+    """The passes over a chunk of logits; see `eager` for what each returns."""
+
+    def first_round(self, chunk: Chunk, setting: Setting) -> Statistics: ...
+
+    def second_round(self, chunk: Chunk, stats: Statistics, setting: Setting) -> Statistics: ...
+
+    def write_gradient(
+        self, chunk: Chunk, stats: Statistics, sums: Statistics | None, setting: Setting, out: Tensor
+    ) -> None: ...
+
+    def write_tail_gradient(self, products: Tensor, tail: TailFactors, setting: Setting, out: Tensor) -> None: ...
+
+    def all_rounds(
+        self, chunk: Chunk, setting: Setting, weighted: Rows, out: Tensor
+    ) -> tuple[Statistics, Statistics | None]: ...
+
+
+def resolve(implementation: str, device: torch.device, dtype: torch.dtype) -> str:
+    """`auto` -> triton on a GPU and eager elsewhere; anything else as it is, if it can run.
+
+    Args:
+        implementation: auto, eager or triton.
+        device, dtype: of the hidden states or logits.
+
+    Raises:
+        ValueError: an unknown name, or Triton where it cannot run.
+    """
+    if implementation == "auto":
+        return "triton" if device.type != "cpu" and _why_no_triton(device, dtype) is None else "eager"
+    if implementation not in ("eager", "triton"):
+        raise ValueError(f"implementation is {implementation!r}; known are auto, eager and triton")
+    if implementation == "triton" and (reason := _why_no_triton(device, dtype)) is not None:
+        raise ValueError(f"the loss cannot run in Triton: {reason}; use eager (--kd-loss-impl)")
+    return implementation
+
+
+def choose(implementation: str, inputs: Tensor) -> Kernels:
+    """The kernels of an implementation, for inputs on their device. Raises ValueError as `resolve` does."""
+    if resolve(implementation, inputs.device, inputs.dtype) == "triton":
+        from mkd.losses.kernels import triton_launchers as triton_kernels
+
+        return triton_kernels
+    from mkd.losses.kernels import eager
+
+    return eager
+
+
+def _why_no_triton(device: torch.device, dtype: torch.dtype) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    if dtype == torch.float64:
+        return "its kernels have no float64"
+    # On CPU the kernels run in Triton's interpreter, where it was asked for before Triton was imported.
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "there is no GPU"
+    return None

@@ -1,0 +1,1 @@
+"""Measurements on logits without a gradient: comparison, top-k, sampling."""

@@ -1,0 +1,1 @@
+"""Sparse teachers: a few columns per token, the rest in one bucket."""

@@ -1,0 +1,1 @@
+"""Metrics, console output, trackers."""

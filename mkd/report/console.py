@@ -1,0 +1,192 @@
+"""What a run says in lines and tables: words and alignment, no measuring."""
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from io import StringIO
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+COMPARED = ("agreement", "student_entropy", "teacher_entropy")
+"""Names that are shown in words of their own, and not as losses."""
+LEADING = ("loss", "ce", "kd")
+"""Terms that come first; others follow in the order in which they are reported."""
+WAITS = ("data", "teacher", "cache")
+"""What a step waits for; its JSON line has seconds of each under <name>_s."""
+CALIBRATION_TOKENS = 10_000
+"""From which a table of calibration is printed: a share of a thousand tokens, a tenth of them, is known to 0.016."""
+_NAMES = {"valid": "validation", "test": "test"}
+
+
+def perplexity(cross_entropy: float) -> float:
+    """exp of a mean cross-entropy in nats; infinity where that overflows, NaN of NaN."""
+    return math.inf if cross_entropy >= 700.0 else math.exp(cross_entropy)
+
+
+def clock(seconds: float) -> str:
+    """A duration as h:mm:ss."""
+    minutes, second = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{second:02d}"
+
+
+def number(value: float) -> str:
+    """A value in nats at a width that keeps lines aligned: four decimals, or two digits of a very small one."""
+    return f"{value:8.1e}" if 0.0 < abs(value) < 1e-3 else f"{value:8.4f}"
+
+
+def mean_of(lines: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    """The mean over the lines that have the name; None if none has."""
+    values = [line[name] for line in lines if line.get(name) is not None]
+    return sum(values) / len(values) if values else None
+
+
+def training_line(
+    window: Sequence[Mapping[str, Any]], terms: Sequence[str], train_iters: int, gpus: int, eta_s: float
+) -> str:
+    """The line of an interval: means over it, and of lr, R and T the last.
+
+    Args:
+        window: the JSON lines of the interval's iterations.
+        terms: names of what was averaged over tokens.
+        train_iters: the last iteration.
+        gpus: ranks on GPUs; 0 on CPU.
+        eta_s: seconds to the end.
+    """
+    last, taken = window[-1], [line for line in window if not line["skipped"]]
+    parts = [f"iteration {last['iteration']:{len(str(train_iters))}d}/{train_iters}"]
+    ordered = [name for name in LEADING if name in terms] + [n for n in terms if n not in (*LEADING, *COMPARED)]
+    means = {name: mean_of(taken, name) for name in (*ordered, *COMPARED)}
+    parts += [f"{name} {number(means[name])}" for name in ordered if means[name] is not None]
+    if means["student_entropy"] is not None:
+        theirs = "" if means["teacher_entropy"] is None else f" (teacher {means['teacher_entropy']:.3f})"
+        parts.append(f"entropy {means['student_entropy']:.3f}{theirs}")
+    if means["agreement"] is not None:
+        parts.append(f"agreement {means['agreement']:6.1%}")
+    if last["grad_norm"] is not None:
+        parts.append(f"grad norm {last['grad_norm']:7.3f}")
+    if last["lr"] is not None:
+        parts.append(f"lr {last['lr']:.2e}")
+    parts += [f"R {last['ratio']:g}", f"T {last['temperature']:g}"]
+    if len(taken) < len(window):
+        parts.append(f"skipped {len(window) - len(taken)}")
+    return " | ".join([*parts, *_speed(window, gpus), f"ETA {clock(eta_s)}"])
+
+
+def _speed(window: Sequence[Mapping[str, Any]], gpus: int) -> list[str]:
+    seconds = sum(line["step_s"] for line in window)
+
+    def rate(name: str) -> float:
+        """Mean over the time of the steps of a value that is per second."""
+        return sum(line[name] * line["step_s"] for line in window) / seconds
+
+    tokens = rate("tokens_per_s")
+    parts = [f"{tokens:9,.0f} tokens/s" + (f" ({tokens / gpus:,.0f} a GPU)" if gpus > 1 else "")]
+    if gpus:
+        student, teacher = rate("student_tflops_per_gpu"), rate("teacher_tflops_per_gpu")
+        parts.append(f"{student:5.1f}" + (f" + {teacher:5.1f} teacher" if teacher else "") + " TFLOP/s a GPU")
+    if "mfu" in window[-1]:
+        parts.append(f"MFU {rate('mfu'):5.1%}")
+    if "peak_memory_gib" in window[-1]:
+        parts.append(f"{window[-1]['peak_memory_gib']:6.2f} GiB")
+    waits = {what: sum(line.get(f"{what}_s", 0.0) for line in window) / seconds for what in WAITS}
+    parts.append(
+        "time: "
+        + ", ".join(f"{what} {share:3.0%}" for what, share in waits.items() if share >= 0.005 or what == "data")
+    )
+    return parts
+
+
+def evaluation_line(split: str, iteration: int, values: Mapping[str, float]) -> str:
+    """The line of an evaluation of a split, valid or test."""
+    parts = [f"{_NAMES[split]} at iteration {iteration}"]
+    if "ce" in values:
+        parts.append(f"ce {values['ce']:.4f} (ppl {values['perplexity']:.2f}{_bits(values, 'bits_per_byte')})")
+    shown = {"loss", "ce", "teacher_ce", "perplexity", "teacher_perplexity", "calibration_error", *COMPARED}
+    others = [name for name in values if name not in shown and not name.endswith("bits_per_byte")]
+    parts += [f"{name} {number(values[name]).strip()}" for name in others]
+    if "teacher_ce" in values:
+        bits = _bits(values, "teacher_bits_per_byte")
+        parts.append(f"teacher ce {values['teacher_ce']:.4f} (ppl {values['teacher_perplexity']:.2f}{bits})")
+    if "student_entropy" in values:
+        theirs = f" (teacher {values['teacher_entropy']:.3f})" if "teacher_entropy" in values else ""
+        parts.append(f"entropy {values['student_entropy']:.3f}{theirs}")
+    if "agreement" in values:
+        parts.append(f"top-1 agreement {values['agreement']:.1%}")
+    return " | ".join(parts)
+
+
+def _bits(values: Mapping[str, float], name: str) -> str:
+    return f", {values[name]:.4f} bits/byte" if name in values else ""
+
+
+def evaluation_table(rows: Mapping[str, Mapping[str, float]]) -> Table:
+    """Models side by side; columns that no row has are left out.
+
+    Args:
+        rows: name of a model -> its `ce`, `bits_per_byte`, `kd`, `agreement`, `entropy`, as far as they are known.
+    """
+    columns = {
+        "cross-entropy": lambda row: _text(row.get("ce"), ".4f"),
+        "perplexity": lambda row: _text(None if row.get("ce") is None else perplexity(row["ce"]), ",.2f"),
+        "bits/byte": lambda row: _text(row.get("bits_per_byte"), ".4f"),
+        "KD": lambda row: _text(row.get("kd"), ".4f"),
+        "entropy": lambda row: _text(row.get("entropy"), ".3f"),
+        "agreement": lambda row: _text(row.get("agreement"), ".1%"),
+    }
+    cells = {name: [column(row) for row in rows.values()] for name, column in columns.items()}
+    kept = {name: values for name, values in cells.items() if any(values)}
+    return _table(["model", *kept], [list(row) for row in zip(rows, *kept.values(), strict=True)])
+
+
+def calibration_rows(table: Mapping[str, Sequence[float | None]]) -> Table:
+    """The student's probabilities beside the teacher's, in the bins of the latter that have tokens; see
+    `mkd.train.evaluation.calibration_table`."""
+    bins = len(table["share"])
+    rows = [
+        [f"{i / bins:.1f} to {(i + 1) / bins:.1f}", f"{share:.1%}"]
+        + [_text(table[name][i], spec) for name, spec in (("teacher", ".3f"), ("student", ".3f"), ("agreement", ".1%"))]
+        for i, share in enumerate(table["share"])
+        if share
+    ]
+    return _table(["teacher's top-1 probability", "tokens", "teacher", "student", "agreement"], rows)
+
+
+def calibration_line(table: Mapping[str, Sequence[float | None]], error: float) -> str:
+    """What `calibration_rows` come to, in one line; `error` as in `mkd.train.evaluation.calibration_error`."""
+    teacher, student = (
+        sum(share * value for share, value in zip(table["share"], table[name], strict=True) if share)
+        for name in ("teacher", "student")
+    )
+    tokens = sum(table["tokens"])
+    few = f"; a table of bins from {CALIBRATION_TOKENS:,} on" if tokens < CALIBRATION_TOKENS else ""
+    return (
+        f"the teacher's most probable token: probability {teacher:.3f} from the teacher, {student:.3f} from the "
+        f"student; calibration error {error:.3f} ({tokens:,.0f} tokens{few})"
+    )
+
+
+def _text(value: float | None, spec: str) -> str:
+    return "" if value is None else format(value, spec)
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="right" if index else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def show(title: str, table: Table) -> None:
+    """Print a table: as it is on a terminal, in a log as plain lines that begin like mkd's others."""
+    if sys.stdout.isatty():
+        Console().print(title, table)
+        return
+    table.box, text = None, StringIO()
+    Console(file=text, width=120, color_system=None).print(table)
+    lines = [title, *(f" {line.rstrip()}" for line in text.getvalue().splitlines() if line.strip())]
+    print("\n".join(f"mkd: {line}" for line in lines), flush=True)

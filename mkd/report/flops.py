@@ -1,0 +1,63 @@
+"""Floating-point operations of a step, and what the hardware could do meanwhile."""
+
+import copy
+import re
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.training.training import num_floating_point_operations
+
+from mkd.data.token_counts import TextSize
+
+PEAK_TFLOPS = {
+    r"GB200": 2500.0,
+    r"B200": 2250.0,
+    r"H200 NVL": 835.0,
+    r"H100 NVL": 835.0,
+    r"H100 PCIe": 756.0,
+    r"H20\b": 148.0,
+    r"GH200|H200|H100|H800": 989.0,
+    r"A100|A800": 312.0,
+    r"L40S": 362.0,
+    r"A10\b": 125.0,
+    r"L4\b": 121.0,
+}
+"""Dense bf16 TFLOP/s by a pattern in the card's name, the first that is found counts. From NVIDIA's data sheets, whose
+figures with sparsity are twice as high; of the boards with the highest power limit."""
+
+
+def peak_tflops(card: str) -> float | None:
+    """Dense bf16 TFLOP/s of a card by its name, as `torch.cuda.get_device_name` gives it; None of an unknown one."""
+    return next((peak for pattern, peak in PEAK_TFLOPS.items() if re.search(pattern, card)), None)
+
+
+@dataclass(frozen=True)
+class FlopCounter:
+    """Operations of the student's training and of the teachers' forward passes, by Megatron's formula.
+
+    `megatron.training.training.num_floating_point_operations`: matrix products of all layers and the LM head, causal
+    attention, times 3 for forward and backward; text only, no padding, nothing that is recomputed.
+    """
+
+    student: Namespace
+    """Megatron's arguments."""
+    teachers: Sequence[Namespace]
+    """Those of each model that runs beside the student."""
+
+    def of_student(self, text: TextSize) -> float:
+        """Forward and backward pass."""
+        return _training_flops(self.student, text)
+
+    def of_teachers(self, text: TextSize) -> float:
+        """Forward passes, LM head included: a third of what training would be."""
+        return sum(_training_flops(teacher, text) for teacher in self.teachers) / 3.0
+
+
+def _training_flops(args: Namespace, text: TextSize) -> float:
+    args = copy.copy(args)  # megatron's function writes into it
+    if args.kv_channels is None:
+        args.kv_channels = args.hidden_size // args.num_attention_heads
+    return num_floating_point_operations(
+        args, 0, seqlen_squared_sum_in_batch=text.squares, total_real_tokens_in_batch=text.tokens
+    )

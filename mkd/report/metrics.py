@@ -1,0 +1,264 @@
+"""What a run says about itself: a console line an interval, a JSON line an iteration, and the same to trackers."""
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mkd.data.token_counts import TextSize
+from mkd.report.console import (
+    CALIBRATION_TOKENS,
+    calibration_line,
+    calibration_rows,
+    evaluation_line,
+    evaluation_table,
+    perplexity,
+    show,
+    training_line,
+)
+from mkd.report.flops import FlopCounter
+from mkd.report.trackers import Tracker
+from mkd.train.evaluation import calibration_error
+from mkd.utils.atomic_files import replacing
+
+Calibration = Mapping[str, Sequence[float | None]]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training iteration, as the rank that writes knows it."""
+
+    iteration: int
+    """Counted from 1."""
+    losses: Mapping[str, torch.Tensor]
+    """name -> mean over the step's tokens of that term; empty on ranks that have none."""
+    text: TextSize
+    """Of all ranks."""
+    lr: float | None
+    grad_norm: float | None
+    """Of the step's gradient before clipping."""
+    skipped: bool
+    """Whether the optimizer step was skipped (overflow)."""
+    ratio: float
+    temperature: float
+    waits: Mapping[str, float]
+    """Seconds of the step, by what they went to: `data`, `teacher`, `cache`."""
+    peak_memory_gib: float | None
+    """Of the fullest rank; None where it was not asked for."""
+
+
+@dataclass
+class MetricsLog:
+    """Writes the metrics, on the one rank that has the losses."""
+
+    train_iters: int
+    log_interval: int
+    file: Path | None
+    """Where JSON lines go; None for nowhere."""
+    writes: bool
+    """Whether this is the rank that writes: the last one, where the last pipeline stage is."""
+    flops: FlopCounter
+    ranks: int
+    on_gpus: bool
+    peak_tflops: float | None = None
+    """Of a GPU; None if it is not known, and MFU is left out."""
+    trackers: Sequence[Tracker] = ()
+    vocabulary: int | None = None
+    """V, the student's tokens; None: nothing is said of guessing evenly."""
+    tracker_interval: int = 1
+    """Iterations between training lines that go to the trackers."""
+    _started: float = field(default_factory=time.monotonic)
+    _step_began: float = field(default_factory=time.monotonic)
+    _first_iteration: int | None = None
+    _window: list[dict[str, Any]] = field(default_factory=list)
+    _terms: list[str] = field(default_factory=list)
+    """Names of losses in the window, in the order in which they came."""
+    _before: dict[str, float] | None = None
+    """The first evaluation, name -> value, and `iteration`."""
+
+    def start(self, iteration: int) -> None:
+        """Begin at an iteration; what the file says of later ones comes from an attempt that was lost."""
+        self._started = self._step_began = time.monotonic()
+        self._first_iteration = iteration
+        if not self.writes or self.file is None:
+            return
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        kept = self._until(iteration) if iteration > 0 and self.file.is_file() else {}
+        with replacing(self.file) as out:  # a job that is killed here loses no history
+            out.writelines(kept)
+        evaluations = (record for record in kept.values() if "valid_ce" in record)
+        if (first := next(evaluations, None)) is not None:
+            self._before = {name.removeprefix("valid_"): value for name, value in first.items()}
+
+    def _until(self, iteration: int) -> dict[str, dict[str, Any]]:
+        """Line of the file -> what it says, up to an iteration. A machine that went down leaves lines that say nothing:
+        they are no reason not to train."""
+        kept, damaged = {}, 0
+        for line in self.file.read_text(errors="replace").splitlines(keepends=True):
+            record = _record(line)
+            if record is None:
+                damaged += line.endswith("\n")  # the last one was being written
+            elif record["iteration"] <= iteration:
+                kept[line] = record
+        if damaged:
+            print(f"mkd: {self.file}: {damaged} damaged lines are left out", flush=True)
+        return kept
+
+    def step_begins(self) -> None:
+        """Start the clock of one training step; checkpoints and evaluations in between are not its time."""
+        self._step_began = time.monotonic()
+
+    def is_due(self, iteration: int) -> bool:
+        """Whether a console line follows this iteration."""
+        return iteration % self.log_interval == 0 or iteration == self.train_iters
+
+    def iteration(self, step: Step) -> None:
+        """Record one training iteration."""
+        now = time.monotonic()
+        if not self.writes:
+            return
+        seconds = now - self._step_began
+        losses = {name: float(value) for name, value in step.losses.items()}
+        line = {
+            "iteration": step.iteration,
+            **losses,
+            "grad_norm": None if step.grad_norm is None else float(step.grad_norm),
+            "lr": step.lr,
+            "tokens": step.text.tokens,
+            "padding_tokens": step.text.places - step.text.tokens,
+            **self._speed(step, seconds),
+            **{f"{what}_s": value for what, value in step.waits.items()},
+            "elapsed_s": now - self._started,
+            "skipped": bool(step.skipped),
+            "ratio": step.ratio,
+            "temperature": step.temperature,
+        }
+        if step.peak_memory_gib is not None:
+            line["peak_memory_gib"] = step.peak_memory_gib
+        self._append(line)
+        if step.iteration % self.tracker_interval == 0:
+            self._track(line)
+        self._window.append(line)
+        self._terms += [name for name in losses if name not in self._terms]
+        if self.is_due(step.iteration):
+            gpus = self.ranks if self.on_gpus else 0
+            eta = self._eta(step.iteration)
+            print(training_line(self._window, self._terms, self.train_iters, gpus, eta), flush=True)
+            self._window, self._terms = [], []
+
+    def _speed(self, step: Step, seconds: float) -> dict[str, float]:
+        """tokens_per_s and the like. Text counts, padding does not; the teacher counts where it has run."""
+        per_rank = seconds * self.ranks
+        student = self.flops.of_student(step.text) / per_rank / 1e12
+        teacher = self.flops.of_teachers(step.text) / per_rank / 1e12 if step.ratio > 0.0 else 0.0
+        speed = {
+            "step_s": seconds,
+            "tokens_per_s": step.text.tokens / seconds,
+            "tokens_per_s_per_gpu": step.text.tokens / per_rank,
+            "student_tflops_per_gpu": student,
+            "teacher_tflops_per_gpu": teacher,
+        }
+        return speed if self.peak_tflops is None else {**speed, "mfu": (student + teacher) / self.peak_tflops}
+
+    def _eta(self, iteration: int) -> float:
+        """Seconds to the end at the mean rate so far, the evaluations and checkpoints in between included."""
+        done = iteration - (self._first_iteration or 0)
+        return (time.monotonic() - self._started) / max(done, 1) * (self.train_iters - iteration)
+
+    def evaluation(
+        self, split: str, iteration: int, losses: Mapping[str, torch.Tensor], calibration: Calibration | None = None
+    ) -> None:
+        """Record an evaluation, and after the last one print what has become of the student.
+
+        Args:
+            split: valid or test.
+            iteration: after which it was.
+            losses: name -> mean over the split's tokens. Perplexities, exp of the mean cross-entropies, are added.
+            calibration: see `mkd.train.evaluation.calibration_table`.
+        """
+        if not self.writes or not losses:
+            return
+        values = {name: float(value) for name, value in losses.items()}
+        for name in ("ce", "teacher_ce"):
+            if name in values:
+                values[name.replace("ce", "perplexity")] = perplexity(values[name])
+        if calibration is not None:
+            values["calibration_error"] = calibration_error(calibration)
+        print(evaluation_line(split, iteration, values), flush=True)
+        line: dict[str, Any] = {"iteration": iteration, **{f"{split}_{name}": v for name, v in values.items()}}
+        if calibration is not None:
+            line[f"{split}_calibration"] = calibration
+        self._append(line)
+        self._track(line)
+        if split != "valid":
+            return
+        values["iteration"] = iteration
+        if self._before is None:
+            self._before = values
+        if iteration == 0:
+            self._tell_start(values)
+        if iteration >= self.train_iters:
+            self._conclude(values, calibration)
+
+    def _tell_start(self, before: Mapping[str, float]) -> None:
+        """Of a student that does worse than to guess evenly, whether that may be."""
+        if self.vocabulary is not None and (ce := before.get("ce", 0.0)) > (even := math.log(self.vocabulary)):
+            print(
+                f"mkd: the student's ce {ce:.2f} is above ln V = {even:.2f}, that of guessing evenly: expected of "
+                "random weights, or of a student cut out of its teacher and not trained since; else look at its folder",
+                flush=True,
+            )
+
+    def _conclude(self, after: Mapping[str, float], calibration: Calibration | None) -> None:
+        """Print teacher, student before and student after side by side."""
+        rows = {}
+        if "teacher_ce" in after:
+            names = {"ce": "teacher_ce", "bits_per_byte": "teacher_bits_per_byte", "entropy": "teacher_entropy"}
+            rows["teacher"] = {column: after[name] for column, name in names.items() if name in after}
+        for values in (self._before, after):
+            row = {**values, "entropy": values.get("student_entropy")}
+            rows[f"student at iteration {values['iteration']:.0f}"] = row
+        show("validation", evaluation_table(rows))
+        if calibration is None:
+            return
+        print(f"mkd: {calibration_line(calibration, after['calibration_error'])}", flush=True)
+        if sum(calibration["tokens"]) >= CALIBRATION_TOKENS:
+            show("the student's probability of the teacher's most probable token", calibration_rows(calibration))
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        if self.file is not None:
+            with self.file.open("a") as out:
+                out.write(json.dumps(_finite(line), allow_nan=False) + "\n")
+
+    def _track(self, line: Mapping[str, Any]) -> None:
+        numbers = {
+            name: float(value)
+            for name, value in line.items()
+            if name != "iteration" and isinstance(value, int | float) and not isinstance(value, bool)
+        }
+        for tracker in self.trackers:
+            tracker.write(numbers, line["iteration"])
+
+
+def _record(line: str) -> dict[str, Any] | None:
+    """What a whole line of a metrics file says."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    whole = line.endswith("\n") and isinstance(record, dict) and isinstance(record.get("iteration"), int)
+    return record if whole else None
+
+
+def _finite(value: Any) -> Any:
+    """Null for numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,1 @@
+"""Cached targets: record format, shards, reading and writing."""

@@ -1,0 +1,170 @@
+"""Filling a teacher cache: whole shards or nothing, also when the writer is killed, and beside other writers."""
+
+import hashlib
+import json
+import os
+import secrets
+import struct
+import time
+from pathlib import Path
+
+import numpy as np
+
+from mkd.errors import MkdCacheError
+from mkd.teacher.cache.record_format import TokenRows, seal
+from mkd.teacher.cache.store import KEY_BYTES, META, CacheMeta, TeacherStore
+from mkd.utils.atomic_files import sync_folder
+
+SHARD_BYTES = 256 << 20
+_STALE_SECONDS = 3600.0
+"""Age from which an unfinished file belongs to a writer that is no more."""
+
+
+class StoreWriter:
+    """Adds segments to a folder. Several may do so at one time, each to shards of its own."""
+
+    def __init__(self, folder: Path, meta: CacheMeta, flag: str = "--out", shard_bytes: int = SHARD_BYTES) -> None:
+        """Make the folder, or go on with it.
+
+        Args:
+            folder: new, empty, or a cache.
+            meta: of what will be added.
+            flag: that named the folder, for messages.
+            shard_bytes: of records, after which a shard is closed.
+
+        Raises:
+            MkdCacheError: the folder holds something else, or was written with another teacher, tokenizer or settings.
+        """
+        self._folder, self.meta, self._shard_bytes = folder, meta, shard_bytes
+        _begin(folder, meta, flag)
+        adopt(folder)
+        self.known: set[bytes] = TeacherStore(folder, flag).keys()
+        """Keys of all segments that are stored or waiting to be."""
+        self._name, self._number = secrets.token_hex(6), 0
+        self._keys: list[bytes] = []
+        self._records: list[np.ndarray] = []
+        self._bytes = 0
+
+    def add(self, key: bytes, rows: TokenRows) -> None:
+        """One segment, all its tokens in order; one that is known is passed over."""
+        if key not in self.known:
+            self.add_records(key, self.meta.records.encode(rows))
+
+    def add_records(self, key: bytes, records: np.ndarray) -> None:
+        """As `add`, with [length] records that `RecordFormat.encode` made."""
+        assert len(key) == KEY_BYTES
+        if key in self.known:
+            return
+        records = np.ascontiguousarray(records)
+        seal(records, key)
+        self.known.add(key)
+        self._keys.append(key)
+        self._records.append(records)
+        self._bytes += records.nbytes
+        if self._bytes >= self._shard_bytes:
+            self.flush()
+
+    def flush(self) -> None:
+        """Publish what is waiting as one shard."""
+        if not self._keys:
+            return
+        path = self._folder / f"shard-{self._name}-{self._number:06d}.safetensors"
+        partial = path.with_name(f".{path.name}.partial")
+        _write(partial, self._keys, self._records)
+        os.replace(partial, path)
+        sync_folder(self._folder)
+        _count_in(path)
+        self._number += 1
+        self._keys, self._records, self._bytes = [], [], 0
+
+
+def check_folder(folder: Path, meta: CacheMeta, flag: str) -> None:
+    """Whether a cache can be written into a folder; changes nothing.
+
+    Args:
+        folder: new, empty, or a cache.
+        meta: of what will be added.
+        flag: that named the folder, for messages.
+
+    Raises:
+        MkdCacheError: the folder cannot be written, holds something else, or was written with another teacher,
+            tokenizer or settings.
+    """
+    path = folder.absolute()
+    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise MkdCacheError(f"{flag} {folder} cannot be written: {existing} is no folder, or is read-only")
+    if not (folder / META).exists():
+        others = [] if existing != path else [name for name in os.listdir(path) if not name.startswith(".")]
+        if others and META not in others:  # META: written by another writer just now
+            raise MkdCacheError(f"{flag} {folder} is no teacher cache, and not empty ({others[0]}): give a new folder")
+        return
+    differences = meta.differences(CacheMeta.read(folder, flag))
+    if differences:
+        raise MkdCacheError(
+            f"{flag} {folder} has other contents than are to be added ({'; '.join(differences)}): give a new folder"
+        )
+
+
+def _begin(folder: Path, meta: CacheMeta, flag: str) -> None:
+    check_folder(folder, meta, flag)
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / META).exists():
+        _publish(folder / META, meta.to_json())
+    check_folder(folder, meta, flag)  # another writer may have been faster
+
+
+def _publish(path: Path, text: str) -> None:
+    """A text file as a whole; of writers that do so at one time, with the same text, the last one wins."""
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(6)}.partial")
+    with draft.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(draft, path)
+    sync_folder(path.parent)
+
+
+def _write(path: Path, keys: list[bytes], records: list[np.ndarray]) -> None:
+    """A safetensors file with the tensors `records`, `lengths` and `keys`."""
+    lengths = np.array([len(part) for part in records], dtype="<i4")
+    size = records[0].dtype.itemsize
+    entries, end = {}, 0
+    for name, kind, shape, nbytes in (
+        ("lengths", "I32", [len(keys)], lengths.nbytes),
+        ("keys", "U8", [len(keys), KEY_BYTES], KEY_BYTES * len(keys)),
+        ("records", "U8", [int(lengths.sum()), size], int(lengths.sum()) * size),
+    ):
+        begin, end = end, end + nbytes
+        entries[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
+    header = json.dumps(entries).encode()
+    header += b" " * (-len(header) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header + lengths.tobytes() + b"".join(keys))
+        for part in records:
+            file.write(part.tobytes())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _count_in(path: Path) -> None:
+    """Write the .json file of a shard, from when on it counts."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    _publish(path.with_suffix(".json"), json.dumps({"bytes": path.stat().st_size, "sha256": digest}))
+
+
+def adopt(folder: Path) -> None:
+    """Finish what a killed writer left: count in shards that are whole, remove files that are not.
+
+    A shard has its name only when it is whole, so whoever counts it in writes the same.
+    """
+    for path in folder.glob("shard-*.safetensors"):
+        if not path.with_suffix(".json").exists():
+            _count_in(path)
+    for path in folder.glob(".*.partial"):
+        try:
+            if time.time() - path.stat().st_mtime > _STALE_SECONDS:
+                path.unlink()
+        except FileNotFoundError:  # another writer was faster
+            continue

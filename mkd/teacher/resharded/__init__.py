@@ -1,0 +1,1 @@
+"""A teacher on the student's ranks in a parallel layout of its own."""

@@ -1,0 +1,1 @@
+"""The training step: objective, schedule, evaluation, NaN check."""

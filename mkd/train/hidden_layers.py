@@ -1,0 +1,234 @@
+"""Intermediate-layer distillation: the student's hidden states after some layers are pulled towards the teacher's.
+
+The loss of the last pipeline stage cannot see what the layers before it put out, so the term enters where it arises: a
+hook on the student's layer adds the term's gradient to the gradient that comes back through the layer's output. The
+sum is the same as if the term were part of the loss (docs/losses.md, "Intermediate layers").
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from megatron.core.utils import make_viewless_tensor
+from torch import Tensor, nn
+
+from mkd.config.kd_config import HiddenLossType, LayerPair
+from mkd.data.batch import KDBatch
+from mkd.distributed.groups import Groups
+from mkd.losses.hidden import hidden_loss
+from mkd.models.gpt import finish_parameter_sync
+from mkd.models.layer_maps import add_maps, name_of_map, new_map
+from mkd.teacher.layer_outputs import LayerRecorder, Route, deliver
+
+
+@dataclass
+class LayersOfMicrobatch:
+    """What the student's layers are compared with in one microbatch, and what came of it on this rank."""
+
+    owner: "HiddenLayers"
+    mask: Tensor
+    """[N] fp32, 1 where a row of this rank's hidden states takes part."""
+    scale: Tensor
+    """In front of the sum over tokens and pairs, scalar: R * W, and `StepTokens.kd_scale`."""
+    evaluating: bool
+    compares: bool
+    """False in a training step at R = 0, where the teacher does not run."""
+    targets: dict[LayerPair, Tensor] = field(default_factory=dict)
+    """The teacher's side of every pair on this stage, each until it has been used; filled by `begin` where the teacher
+    runs a microbatch at a time."""
+    total: Tensor | float = 0.0
+    """Sum over this rank's tokens and pairs of the distance, without R * W."""
+
+    def begin(self) -> None:
+        """Tell the student's hooks that a forward pass of this microbatch follows; the teacher has had its own."""
+        self.owner._begin(self)
+
+
+class HiddenLayers:
+    """The pairs of layers, their maps and hooks in the student, and the state of a step."""
+
+    def __init__(
+        self,
+        pairs: Sequence[LayerPair],
+        kind: HiddenLossType,
+        weight: float,
+        groups: Groups,
+        teacher: LayerRecorder,
+        seed: int,
+    ) -> None:
+        """Nothing is placed in the student before `attach`.
+
+        Args:
+            pairs: layers that both models have.
+            kind: distance.
+            weight: W.
+            groups: the layout of both models.
+            teacher: records the pairs' teacher layers on this stage.
+            seed: of the maps' first values; these depend on nothing else but the pair.
+        """
+        self._pairs, self._kind, self._weight = tuple(pairs), kind, weight
+        self._groups, self._teacher, self._seed = groups, teacher, seed
+        self._config: Any = None
+        self._here: tuple[LayerPair, ...] = ()
+        self._routes: list[Route] = []
+        self._current: LayersOfMicrobatch | None = None
+        self._recomputed: dict[LayerPair, deque[LayersOfMicrobatch]] = {}
+
+    def attach(self, chunks: list[GPTModel]) -> list[GPTModel]:
+        """Place hooks, and maps where widths differ, in the student's chunks on this rank, before anything wraps them.
+
+        Collective over the pipeline ranks.
+        """
+        self._config = chunks[0].config
+        for chunk in chunks:
+            maps = nn.ModuleDict()
+            for layer in chunk.decoder.layers:
+                for pair in (pair for pair in self._pairs if pair.student == layer.layer_number):
+                    projection = None
+                    if self._config.hidden_size != self._teacher.shape.width:
+                        projection = new_map(pair, self._config, self._teacher.shape.width, self._seed)
+                        maps[name_of_map(pair)] = projection
+                    layer.register_forward_hook(partial(self._after_layer, pair, projection))
+                    self._here += (pair,)
+            add_maps(chunk, maps)
+        self._recomputed = {pair: deque() for pair in self._here}
+        self._routes = self._find_routes()
+        return chunks
+
+    def _find_routes(self) -> list[Route]:
+        """From the stage that has the teacher's layer of each pair to the one that has the student's."""
+        pp = self._groups.pp
+        everywhere: list = [(self._here, self._teacher.layers)] * pp.size()
+        if pp.size() > 1:
+            dist.all_gather_object(everywhere, (self._here, self._teacher.layers), group=pp)
+        source = {layer: stage for stage, (_, layers) in enumerate(everywhere) for layer in layers}
+        return sorted(
+            {
+                Route(pair.teacher, source[pair.teacher], stage)
+                for stage, (pairs, _) in enumerate(everywhere)
+                for pair in pairs
+            }
+        )
+
+    def microbatches(
+        self, batches: Sequence[KDBatch], ratio: float, evaluating: bool, teacher_is_done: bool, kd_scale: Tensor
+    ) -> list[LayersOfMicrobatch]:
+        """Begin a step. Collective over the pipeline ranks.
+
+        Args:
+            batches: those of the step.
+            ratio: R.
+            evaluating: whether the distances are wanted whatever R is.
+            teacher_is_done: whether the teacher has looked at all of them, and not only at what came before.
+            kd_scale: `StepTokens.kd_scale` of the step.
+        """
+        recorded = self._teacher.take()
+        for waiting in self._recomputed.values():
+            waiting.clear()  # of a step that was broken off
+        compares = evaluating or ratio > 0.0
+        scale = ratio * self._weight * kd_scale
+        step = [LayersOfMicrobatch(self, self._rows(batch.kd_mask), scale, evaluating, compares) for batch in batches]
+        if compares and teacher_is_done:
+            sizes = [tuple(batch.tokens.shape) for batch in batches]
+            wanted = deliver(recorded, self._routes, self._groups.pp, self._teacher.shape, sizes)
+            for number, microbatch in enumerate(step):
+                microbatch.targets = {pair: wanted[pair.teacher][number] for pair in self._here}
+        return step
+
+    def _rows(self, mask: Tensor) -> Tensor:
+        """[b, s] -> [N] in the order of the rows of this rank's hidden states [s, b, H] or [s/tp, b, H]."""
+        rows = mask.t()
+        if self._config.sequence_parallel:
+            rows = rows.chunk(self._groups.tp.size())[self._groups.tp.rank()]
+        return rows.reshape(-1)
+
+    def _begin(self, microbatch: LayersOfMicrobatch) -> None:
+        self._current = microbatch
+        # Of a teacher that runs a microbatch at a time; else everything was taken when the step began.
+        for layer, outputs in self._teacher.take().items():
+            microbatch.targets |= {pair: outputs[0] for pair in self._here if pair.teacher == layer and outputs}
+
+    def _after_layer(
+        self, pair: LayerPair, projection: nn.Linear | None, layer: nn.Module, inputs: tuple, output: tuple
+    ) -> tuple | None:
+        """Forward hook: the layer's output, with the term's gradient attached where gradients are taken."""
+        hidden, *rest = output
+        trains, waiting = torch.is_grad_enabled(), self._recomputed[pair]
+        # Where activations are recomputed, the layer runs a first time without gradients, and again in the backward
+        # pass. Backward passes go through a chunk in the order of its forward passes.
+        again = trains and len(waiting) > 0
+        microbatch = waiting.popleft() if again else self._current
+        last = trains or microbatch.evaluating
+        if not last:
+            waiting.append(microbatch)
+        if not microbatch.compares:
+            # The map still takes part, or data-parallel communication would wait for its gradient.
+            loss = None if projection is None else projection.weight[:0].float().sum()
+        else:
+            target = microbatch.targets.pop(pair) if last else microbatch.targets[pair]
+            loss, value = self._loss(microbatch, projection, hidden, target)
+            if not again:
+                microbatch.total = microbatch.total + value
+        if not trains or loss is None:
+            return None
+        return _attach(hidden, loss, self._config.grad_scale_func), *rest
+
+    def _loss(
+        self, microbatch: LayersOfMicrobatch, projection: nn.Linear | None, hidden: Tensor, target: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The term of one pair, and the sum of its distances without R * W."""
+        if projection is not None:
+            finish_parameter_sync(projection)
+        # A weight of 0 takes a token out, so an evaluation at R = 0 must not weigh with R.
+        scale = 1.0 if microbatch.evaluating else microbatch.scale
+        loss, values = hidden_loss(
+            hidden.flatten(0, 1),
+            None if projection is None else projection.weight,
+            target.flatten(0, 1),
+            scale * microbatch.mask,
+            self._kind,
+        )
+        return loss, (values * microbatch.mask).sum()
+
+    def add_to(self, reports: Sequence[dict[str, Tensor]], step: Sequence[LayersOfMicrobatch]) -> None:
+        """Put `hidden` ([sum, count], as the others) into the last stage's reports, and the term into their `loss`.
+
+        Collective over the tensor- and pipeline-parallel ranks: one all-reduce of 4 bytes a microbatch.
+        """
+        if not step[0].compares:
+            return
+        sums = torch.stack([torch.as_tensor(m.total, dtype=torch.float32, device=m.mask.device) for m in step])
+        if self._groups.tp.rank() > 0 and not self._config.sequence_parallel:
+            sums = torch.zeros_like(sums)  # the same tokens as on rank 0
+        dist.all_reduce(sums, group=self._groups.mp)
+        for report, microbatch, value in zip(reports, step, sums, strict=len(reports) > 0):
+            total, count = report["loss"]
+            report["loss"] = torch.stack([total + microbatch.scale * value, count])
+            report["hidden"] = torch.stack([value, report["kd"][1]])
+
+
+def _attach(hidden: Tensor, loss: Tensor, scale: Callable[[Tensor], Tensor] | None) -> Tensor:
+    """`hidden`, whose backward pass also sends the gradient of `loss`, times mixed precision's loss scale.
+
+    With --calculate-per-token-loss megatron multiplies the loss of the last stage by nothing else.
+    """
+    # A stage's output must be no view: megatron's schedules free its storage.
+    return make_viewless_tensor(_Attach.apply(hidden, loss, scale), requires_grad=True, keep_graph=True)
+
+
+class _Attach(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, loss: Tensor, scale: Callable[[Tensor], Tensor] | None) -> Tensor:
+        ctx.scale = scale
+        ctx.one = torch.ones(1, dtype=loss.dtype, device=loss.device)
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, None]:
+        scale = ctx.one if ctx.scale is None else ctx.scale(ctx.one)
+        return upstream, scale.reshape(()), None

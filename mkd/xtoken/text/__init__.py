@@ -1,0 +1,1 @@
+"""One text in the tokens of two tokenizers, aligned."""

@@ -1,0 +1,139 @@
+"""Data in the tokens of the student and of teachers with other tokenizers: what worker processes compute."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from hashlib import blake2b
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from mkd.data.sources.aligned import DocumentBatch, EncodedPairs, OtherTokens, PairedSample
+from mkd.data.sources.chat import EMPTY, UNSUPERVISED, Conversation
+from mkd.data.sources.text import RawBatch
+from mkd.errors import MkdDataError
+from mkd.xtoken.text.alignment import NO_CHUNK
+from mkd.xtoken.text.samples import AlignedSample, Passage, align_sample
+from mkd.xtoken.text.tokens import Role, SpanTokenizer
+
+EMPTY_DOCUMENT = "without text"
+TOO_SHORT = "with less than two tokens"
+UNALIGNED = "without a chunk of text that is aligned"
+UNPLACED = "answers that are not found in what the chat templates make of them"
+"""Why samples, and messages, take no part."""
+
+
+@dataclass(frozen=True)
+class PairEncoder:
+    """Tokenizes chats and documents with all tokenizers and aligns them: a `mkd.data.sources.aligned.PairEncoder`."""
+
+    folders: tuple[str, ...]
+    """Of Hugging Face tokenizers, the student's first."""
+    flags: tuple[str, ...]
+    """Where each was named."""
+    all_messages: bool = False
+    """Whether what others than the assistant say is aligned too."""
+    special_pairs: tuple[tuple[tuple[int, int], ...], ...] = ()
+    """For each teacher the ids (student's, teacher's) of the special tokens that are the same to the loss: others that
+    stand at the same place of a text are in no chunk. Empty: the loss takes the text's own."""
+
+    def __post_init__(self) -> None:
+        """Raises MkdDataError for a folder without a tokenizer that can be used."""
+        _ = self.fingerprint
+
+    @property
+    def tokenizers(self) -> list[SpanTokenizer]:
+        return [_tokenizer_of_process(*named) for named in zip(self.folders, self.flags, strict=True)]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Differs when any token or alignment may."""
+        parts = [[t.hash, t.tokenizer.chat_template, t.adds_bos] for t in self.tokenizers]
+        whole = [parts, self.all_messages, self.special_pairs]
+        return blake2b(json.dumps(whole).encode(), digest_size=16).hexdigest()
+
+    def __call__(self, batch: RawBatch | DocumentBatch) -> EncodedPairs:
+        """See `mkd.data.sources.aligned.PairEncoder`."""
+        coded = EncodedPairs(size=batch.size)
+        if isinstance(batch, DocumentBatch):
+            for ids in batch.documents:
+                self._add_document(coded, ids)
+            return coded
+        for number, line in enumerate(batch.documents, start=batch.first):
+            if line.strip():
+                self._add_chat(coded, Conversation.parse(line, f"{batch.path}, line {number}"))
+        return coded
+
+    def _add_chat(self, coded: EncodedPairs, chat: Conversation) -> None:
+        if chat.has_empty_message:
+            coded.skipped[EMPTY] += 1
+        elif not chat.has_answer:
+            coded.skipped[UNSUPERVISED] += 1
+        else:
+            self._add(coded, self._aligned(chat), UNSUPERVISED)
+
+    def _add_document(self, coded: EncodedPairs, ids: np.ndarray) -> None:
+        """A document is the text of its tokens."""
+        student = self.tokenizers[0]
+        if len(ids) and ids.max() >= student.size:
+            raise MkdDataError(
+                f"a document has token id {ids.max()}, but the tokenizer in {self.folders[0]} has {student.size} "
+                "tokens: the data was made with another tokenizer"
+            )
+        passages = list(_passages(ids, student.tokenizer))
+        if not any(passage.text.strip() for passage in passages):
+            coded.skipped[EMPTY_DOCUMENT] += 1
+            return
+        samples = self._aligned(passages)
+        special = np.isin(student.role_of_id[samples[0].student_ids], (Role.PAD, Role.OTHER))
+        coded.changed += not np.array_equal(samples[0].student_ids, ids)
+        coded.spelled_out += any((special & (s.alignment.student_chunk == NO_CHUNK)).any() for s in samples)
+        self._add(coded, samples, TOO_SHORT)
+
+    def _aligned(self, sample: Sequence[Passage] | Conversation) -> list[AlignedSample]:
+        student, *teachers = self.tokenizers
+        samples = [align_sample(student, teacher, sample, all_messages=self.all_messages) for teacher in teachers]
+        if not self.special_pairs:
+            return samples
+        special = ~np.isin(student.role_of_id[samples[0].student_ids], (Role.CONTENT, Role.UNK))
+        return [found.only_pairs(special, known) for found, known in zip(samples, self.special_pairs, strict=True)]
+
+    def _add(self, coded: EncodedPairs, samples: Sequence[AlignedSample], without_target: str) -> None:
+        first = samples[0]
+        coded.skipped[UNPLACED] += max(sample.unplaced for sample in samples)
+        if not first.student_targets.any():
+            coded.skipped[without_target] += 1
+        elif any(sample.alignment.count == 0 for sample in samples):
+            coded.skipped[UNALIGNED] += 1
+        else:
+            others = tuple(
+                OtherTokens(s.teacher_ids, s.teacher_targets, s.alignment.teacher_chunk, s.alignment.student_chunk)
+                for s in samples
+            )
+            coded.samples.append(PairedSample(first.student_ids, first.student_targets, others))
+
+
+@lru_cache(maxsize=8)
+def _tokenizer_of_process(folder: str, flag: str) -> SpanTokenizer:
+    return SpanTokenizer(folder, flag)
+
+
+def _passages(ids: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> Iterator[Passage]:
+    """The texts of a document, cut where a sequence begins or ends: that every model says with tokens of its own.
+
+    Other tools put the first before a document, and both between texts that they join.
+    """
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    begins, ends = ids == bos, ids == eos
+    if bos == eos:  # what stands at the beginning begins
+        begins[1:] = False
+        ends[:1] = False
+    for part in np.split(np.arange(len(ids)), np.union1d(np.flatnonzero(begins), np.flatnonzero(ends) + 1)):
+        if len(part):
+            text = ids[part[~begins[part] & ~ends[part]]]
+            yield Passage(
+                tokenizer.decode(text, skip_special_tokens=False, clean_up_tokenization_spaces=False),
+                bool(begins[part[0]]),
+                bool(ends[part[-1]]),
+            )

@@ -1,0 +1,200 @@
+"""One sample, text or conversation, as the tokens of a student and of a teacher with their alignment."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from mkd.data.sources.chat import ASSISTANT, Conversation
+from mkd.errors import MkdDataError
+from mkd.xtoken.text.alignment import NO_CHUNK, Alignment, align, align_spans, concatenated, unaligned
+from mkd.xtoken.text.conversations import ChatSpans, encode_chat
+from mkd.xtoken.text.tokens import Role, SpanTokenizer
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A text of a document, and the special tokens of the student around it."""
+
+    text: str
+    begins: bool = False
+    """Whether its beginning-of-sequence token stands before the text."""
+    ends: bool = True
+    """Whether its end-of-sequence token stands behind it."""
+
+
+@dataclass(frozen=True)
+class AlignedSample:
+    """What both models read, what the student learns, and which tokens mean the same."""
+
+    student_ids: np.ndarray
+    """[n_s] int32."""
+    teacher_ids: np.ndarray
+    """[n_t] int32."""
+    student_targets: np.ndarray
+    """[n_s] bool: what cross-entropy is taken on. Never the first token, which nothing predicts."""
+    teacher_targets: np.ndarray
+    """[n_t] bool: tokens in a chunk."""
+    alignment: Alignment
+    """Only chunks all of whose tokens are predicted: on both sides, and for conversations as targets of the student."""
+    unplaced: int = 0
+    """Messages that were to be aligned and could not be found in what the templates made of them."""
+
+    def truncated(self, student_length: int, teacher_length: int) -> "AlignedSample":
+        """The sample when sequences are cut after so many tokens."""
+        s, t = slice(student_length), slice(teacher_length)
+        alignment = self.alignment.truncated(student_length, teacher_length)
+        return AlignedSample(
+            self.student_ids[s],
+            self.teacher_ids[t],
+            self.student_targets[s],
+            alignment.teacher_chunk != NO_CHUNK,
+            alignment,
+            self.unplaced,
+        )
+
+    def only_pairs(self, special: np.ndarray, pairs: Sequence[tuple[int, int]]) -> "AlignedSample":
+        """Without the chunks of special tokens that are not the same by other knowledge.
+
+        Args:
+            special: [n_s] bool, the student's special tokens; each is alone in its chunk, on both sides.
+            pairs: ids (student, teacher) of tokens that mean the same.
+        """
+        found, known = self.alignment, set(pairs)
+        ids = np.zeros((2, found.count), dtype=np.int64)
+        for side, chunk, tokens in (
+            (0, found.student_chunk, self.student_ids),
+            (1, found.teacher_chunk, self.teacher_ids),
+        ):
+            ids[side, chunk[chunk != NO_CHUNK]] = tokens[chunk != NO_CHUNK]
+        kept = np.ones(found.count, dtype=bool)
+        places = found.student_chunk[special & (found.student_chunk != NO_CHUNK)]
+        kept[places] = [pair in known for pair in zip(*ids[:, places].tolist(), strict=True)]
+        found = found.only(kept)
+        return replace(self, alignment=found, teacher_targets=found.teacher_chunk != NO_CHUNK)
+
+
+def align_sample(
+    student: SpanTokenizer,
+    teacher: SpanTokenizer,
+    sample: Sequence[Passage] | Conversation,
+    *,
+    all_messages: bool = False,
+) -> AlignedSample:
+    """Tokenize a sample for both models and align it.
+
+    Args:
+        student: gives the ids that training without another tokenizer has: texts with the special tokens around them,
+            or a conversation through its template.
+        teacher: its texts begin with the token that it begins texts with on its own, if there is one, and end as the
+            student's do.
+        sample: a document, or a conversation, which goes through each model's own template.
+        all_messages: align what others than the assistant say, too.
+
+    Raises:
+        MkdDataError: as `SpanTokenizer.encode` and `ChatTemplate.encode`; or the sample has no tokens.
+    """
+    if not isinstance(sample, Conversation):
+        sides = [
+            (
+                student.encode(passage.text, bos=passage.begins, eos=passage.ends),
+                teacher.encode(passage.text, bos=teacher.adds_bos, eos=passage.ends),
+            )
+            for passage in sample
+        ]
+        found = concatenated([align(passage.text, *both) for passage, both in zip(sample, sides, strict=True)])
+        mine, its = (np.concatenate([both[side].ids for both in sides]) for side in (0, 1))
+        return _sample(mine, its, _all_but_first(mine), found)
+    ids, supervised = student.template.encode(sample)
+    chats = encode_chat(student, sample), encode_chat(teacher, sample)
+    if not np.array_equal(ids, chats[0].tokens.ids):
+        raise MkdDataError(
+            f"{sample.where}: the chat template of {student.flag} {student.name} does not render the conversation "
+            "the same twice"
+        )
+    wanted = [i for i, message in enumerate(sample.messages) if all_messages or _is_answer(sample, i, message)]
+    placed = [i for i in wanted if all(chat.places[i] for chat in chats)]
+    said = [i for i in wanted if (sample.messages[i].get("content") or "").strip()]
+    targets = supervised & _all_but_first(ids)
+    alignment = _align_messages(*chats, placed)
+    if not all_messages:
+        alignment = alignment.within(targets, np.ones(len(chats[1].tokens), dtype=bool))
+    return _sample(chats[0].tokens.ids, chats[1].tokens.ids, targets, alignment, len(said) - len(placed))
+
+
+def _is_answer(chat: Conversation, number: int, message: dict[str, object]) -> bool:
+    return message["role"] == ASSISTANT and number >= chat.given
+
+
+def _sample(
+    student: np.ndarray, teacher: np.ndarray, targets: np.ndarray, alignment: Alignment, unplaced: int = 0
+) -> AlignedSample:
+    for side, whose in ((student, "student"), (teacher, "teacher")):
+        if len(side) == 0:
+            raise MkdDataError(f"a sample has no token for the {whose}: leave out empty texts")
+    predicted = alignment.within(_all_but_first(student), _all_but_first(teacher))
+    in_chunk = predicted.teacher_chunk != NO_CHUNK
+    return AlignedSample(student, teacher, targets, in_chunk, predicted, unplaced)
+
+
+def _all_but_first(ids: np.ndarray) -> np.ndarray:
+    return np.arange(len(ids)) > 0
+
+
+def _align_messages(student: ChatSpans, teacher: ChatSpans, messages: list[int]) -> Alignment:
+    """Align messages one by one, each with the token that ends it; nothing between them is aligned."""
+    whole = unaligned(len(student.tokens), len(teacher.tokens))
+    count = 0
+    for number in messages:
+        regions = [_region(chat, number) for chat in (student, teacher)]
+        if None in regions:
+            continue
+        begin, end = student.places[number]
+        for *firsts, part in _message_parts(student.text[begin:end], regions):
+            sides = (whole.student_chunk, part.student_chunk), (whole.teacher_chunk, part.teacher_chunk)
+            for first, (chunks, found) in zip(firsts, sides, strict=True):
+                inside = np.flatnonzero(found != NO_CHUNK)
+                chunks[first + inside] = found[inside] + count
+            count += part.count
+    return replace(whole, count=count)
+
+
+@dataclass(frozen=True)
+class _Region:
+    """The tokens of a message's content."""
+
+    begin: int
+    """Number of the first."""
+    offsets: np.ndarray
+    """[n, 2] int64, in the content."""
+    roles: np.ndarray
+    """[n] `Role`; that of a token with characters outside the content, other than white space, is UNK."""
+    end_of_turn: int | None
+
+
+def _region(chat: ChatSpans, message: int) -> _Region | None:
+    begin, end = chat.places[message]
+    offsets = chat.tokens.offsets
+    inside = np.flatnonzero((offsets[:, 0] < end) & (offsets[:, 1] > begin))
+    if len(inside) == 0:  # a tokenizer may drop all of a message
+        return None
+    first, last = int(inside[0]), int(inside[-1])
+    offsets, roles = offsets[first : last + 1], chat.tokens.roles[first : last + 1].copy()
+    for token in np.flatnonzero((offsets[:, 0] < begin) | (offsets[:, 1] > end)):
+        a, b = offsets[token]
+        if (chat.text[a:begin] + chat.text[end:b]).strip():
+            roles[token] = Role.UNK
+    return _Region(first, offsets.clip(begin, end) - begin, roles, chat.end_of_turn(message))
+
+
+def _message_parts(content: str, regions: list[_Region]) -> Iterator[tuple[int, int, Alignment]]:
+    """First tokens of both sides and their alignment: of the content, and of the ends of turn."""
+    student, teacher = regions
+    yield (
+        student.begin,
+        teacher.begin,
+        align_spans(content, student.offsets, student.roles, teacher.offsets, teacher.roles),
+    )
+    if student.end_of_turn is not None and teacher.end_of_turn is not None:
+        one = np.zeros(1, dtype=np.int32)
+        yield student.end_of_turn, teacher.end_of_turn, Alignment(one, one.copy(), 1)

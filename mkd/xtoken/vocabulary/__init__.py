@@ -1,0 +1,1 @@
+"""Projections between two vocabularies, sharded like the student's."""

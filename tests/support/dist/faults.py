@@ -1,0 +1,142 @@
+"""Faults that distillation on many ranks is known for, each planted by a patch while a case runs in a worker."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mkd.train import schedule
+from mkd.train import step
+from mkd.train import objective as terms
+from mkd.distributed.context_parallel import dual_chunk_places
+from mkd.data.batch import KDBatch
+from mkd.data.token_counts import StepTokens
+from mkd.losses import LossOutput
+from mkd.teacher.resharded import plan as teacher_layout
+from mkd.teacher.resharded.exchange import StepExchange
+from mkd.teacher.online import OnlineTeacher
+
+
+@contextmanager
+def _patched(owner: Any, name: str, make: Callable[[Callable], Callable]) -> Iterator[None]:
+    right = getattr(owner, name)
+    setattr(owner, name, make(right))
+    try:
+        yield
+    finally:
+        setattr(owner, name, right)
+
+
+def _with_loss(change: Callable[[Tensor], Tensor], name: str = "fused_linear_loss") -> Any:
+    """Another loss with the reports of the right one."""
+
+    def make(right: Callable) -> Callable:
+        def wrong(*args: Any, **options: Any) -> LossOutput:
+            # mkd would notice: the gradient that comes is not the one that was announced
+            output = right(*args, **{**options, "upstream": None})
+            return LossOutput(change(output.loss), output.ce, output.kd)
+
+        return wrong
+
+    return _patched(terms, name, make)
+
+
+def _doubled(name: str = "fused_linear_loss") -> Any:
+    """The right loss with twice the gradient: what a collective that is differentiated on two ranks gives."""
+    return _with_loss(lambda loss: 2.0 * loss - loss.detach(), name)
+
+
+class _CountedTwice(StepTokens):
+    """Every context-parallel rank adds all chunks of its microbatches."""
+
+    @classmethod
+    def of(cls, batches: list[KDBatch], group: Any, cp_rank: int) -> StepTokens:
+        return StepTokens.of(batches, group, 0)
+
+
+@contextmanager
+def _local_divisor() -> Iterator[None]:
+    """Each microbatch's loss is a mean over its own tokens, and the step's a mean of means."""
+
+    def make(right: Callable) -> Callable:
+        def wrong(*args: Any) -> tuple:
+            loss, count, report = right(*args)
+            return loss / count.clamp(min=1), torch.ones_like(count), report
+
+        return wrong
+
+    with _with_loss(lambda loss: loss), _patched(step.ForwardStep, "report", make):
+        yield
+
+
+def _with_batches(change: Callable[[KDBatch], KDBatch]) -> Any:
+    def make(right: Callable) -> Callable:
+        return lambda *args: [change(batch) for batch in right(*args)]
+
+    return _patched(schedule, "draw", make)
+
+
+def _across_segments(batch: KDBatch) -> KDBatch:
+    """Labels shifted along the row: the last token of a segment is to predict the first of the next."""
+    return replace(batch, labels=batch.tokens.roll(-1, dims=1))
+
+
+def _chunk_of_the_place(batch: KDBatch) -> KDBatch:
+    """Chunks of the tokens that are read and not of those that are predicted."""
+    late = [
+        replace(
+            other, student_chunk=other.student_chunk.roll(1, dims=1), student_first=other.student_first.roll(1, dims=1)
+        )
+        for other in batch.others
+    ]
+    return replace(batch, others=tuple(late))
+
+
+def _with_teacher(change: Callable[[OnlineTeacher, Tensor], Tensor]) -> Any:
+    """Other hidden states [s/cp, b, H] of the teacher."""
+
+    def make(right: Callable) -> Callable:
+        def wrong(teacher: OnlineTeacher, batches: list[KDBatch]) -> list:
+            return [replace(s, hidden=change(teacher, s.hidden)) for s in right(teacher, batches)]
+
+        return wrong
+
+    return _patched(OnlineTeacher, "signals", make)
+
+
+def _in_contiguous_order(teacher: OnlineTeacher, hidden: Tensor) -> Tensor:
+    """Of whole rows: from the load-balanced order of context parallelism to that of the text."""
+    cp = teacher._groups.cp
+    parts = [torch.empty_like(hidden) for _ in range(cp.size())]
+    dist.all_gather(parts, hidden.contiguous(), group=cp)
+    length = hidden.shape[0] * cp.size()
+    places = torch.cat([dual_chunk_places((0, length), rank, cp.size()) for rank in range(cp.size())])
+    row = torch.empty(length, *hidden.shape[1:])
+    row[places] = torch.cat(parts)
+    return row.chunk(cp.size())[cp.rank()]
+
+
+def _whole_chunks(bounds: Sequence[int], rank: int, size: int) -> Tensor:
+    """As if context parallelism gave each rank one chunk of the row."""
+    return torch.arange(bounds[-1]).chunk(size)[rank]
+
+
+FAULTS: dict[str, Callable[[], Any]] = {
+    "doubled gradient": _doubled,
+    "doubled gradient between tokenizers": lambda: _doubled("xtoken_loss"),
+    "chunks counted on every rank": lambda: _patched(schedule, "StepTokens", lambda right: _CountedTwice),
+    "chunk of the place": lambda: _with_batches(_chunk_of_the_place),
+    "local divisor": _local_divisor,
+    "label across a segment border": lambda: _with_batches(_across_segments),
+    "KD at the next position": lambda: _with_teacher(lambda _, hidden: hidden.roll(1, dims=0)),
+    "teacher in another order": lambda: _with_teacher(_in_contiguous_order),
+    "answers in another order": lambda: _patched(
+        StepExchange, "answers", lambda right: lambda *args: right(*args)[::-1]
+    ),
+    "answers in contiguous order": lambda: _patched(teacher_layout, "dual_chunk_places", lambda right: _whole_chunks),
+}
+"""Name -> context manager."""

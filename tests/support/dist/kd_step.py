@@ -1,0 +1,425 @@
+"""One distillation step of small models in any parallel layout, its losses and the gradient of every parameter.
+
+For workers of the pool. Weights are made from the names of the tensors and gradients are gathered by their place in the
+whole tensor, both read from megatron's own sharded state dictionaries, so nothing here knows how a layout cuts a model.
+"""
+
+import hashlib
+import math
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any, Literal
+
+import torch
+from megatron.core import parallel_state as ps
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.utils import get_model_config, unwrap_model
+from megatron.training.models import GPTModelBuilder
+from torch import Tensor, nn
+
+from mkd.config.arguments import default_arguments
+from mkd.compat import balance_experts_over_unequal_ranks
+from mkd.config.kd_config import HiddenLossType, KDConfig
+from mkd.cpu.flags import set_cpu_values
+from mkd.config.megatron_checks import length_multiple
+from mkd.distributed.groups import Groups, OwnLayout, ParallelSizes
+from mkd.train.hidden_layers import HiddenLayers
+from mkd.job.cached_teacher import CacheSource, CacheTeacher
+from mkd.losses import LossOptions
+from mkd.models.gpt import gpt_config
+from mkd.train.schedule import TeacherThenStudent
+from mkd.train.step import ForwardStep
+from mkd.teacher.cache.teacher import CachedTeacher
+from mkd.teacher.resharded.teacher import LaidOutTeacher
+from mkd.teacher.online import OnlineTeacher
+from mkd.teacher.ensemble import SelectingTeachers, SeveralTeachers
+from mkd.train.objective import CrossSetting
+from mkd.xtoken.loss.xtoken_loss import XTokenLoss
+from tests.support.dist import kd_pairs
+from tests.support.dist.kd_samples import ROW, VOCAB, DataName, MaskName, microbatches
+
+PADDED = 96
+
+STUDENT = dict(num_layers=4, hidden_size=32, ffn_hidden_size=48, num_attention_heads=4, num_query_groups=2)
+TEACHER = dict(
+    num_layers=8,
+    hidden_size=48,
+    ffn_hidden_size=64,
+    num_attention_heads=8,
+    num_query_groups=4,
+    kv_channels=8,
+    rotary_base=50000,
+    layernorm_epsilon=1e-6,
+)
+MOE = dict(num_experts=4, moe_router_topk=2, moe_ffn_hidden_size=24, moe_router_load_balancing_type="none")
+
+# With everything by which a router in training changes itself or the metrics.
+MOE_TEACHER = dict(
+    num_experts=2,
+    moe_router_topk=1,
+    moe_ffn_hidden_size=40,
+    moe_router_score_function="sigmoid",
+    moe_router_enable_expert_bias=True,
+    moe_router_load_balancing_type="seq_aux_loss",
+    moe_aux_loss_coeff=0.5,
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Parallel sizes; what is left of the ranks is data parallel."""
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    vp: int = 1
+    ep: int = 1
+    sp: bool = False
+    mbs: int = 2
+    variable: bool = False
+    """Whether micro-batches are cut behind their longest text, as with --kd-variable-seq-lengths."""
+    dist_opt: bool = False
+    """Whether the optimizer's state is cut over the data-parallel ranks."""
+    teacher: "Layout | None" = None
+    """Of the teacher, where it has one of its own."""
+
+    @property
+    def segment_cp(self) -> int:
+        """What packed segments must be long enough for: the context-parallel size of either model."""
+        return self.cp if self.teacher is None else max(self.cp, self.teacher.cp)
+
+
+@dataclass(frozen=True)
+class Models:
+    """What is distilled, and how."""
+
+    moe: bool = False
+    tied: bool = True
+    teacher_is_student: bool = False
+    ratio: float = 0.3
+    temperature: float = 2.0
+    offload: bool = False
+    hidden_loss: str | None = None
+    """Pairs of layers, as in --kd-hidden-loss."""
+    hidden_loss_type: HiddenLossType = "mse"
+    same_width: bool = False
+    """Whether the teacher is as wide as the student."""
+    recompute: bool = False
+    """Whether the student's activations are recomputed in the backward pass."""
+    loss_scale: float = 1.0
+    top_k: int | None = None
+    xtoken: XTokenLoss | None = None
+    """Loss from a teacher with another tokenizer; the data must be pairs."""
+    mixed: bool = False
+    """Whether a teacher with the student's tokenizer teaches beside it."""
+    select: bool = False
+    """Whether each text has one teacher: of the two of `mixed`, or of two with the student's tokenizer."""
+    cache: str | None = None
+    """Folder with the teacher's answers, which are read instead of running it."""
+    cache_missing: Literal["error", "ce_only"] = "error"
+    salt: str = "teacher"
+    """Of the weights of a teacher with the student's tokenizer."""
+    teacher_moe: bool = False
+    teacher_experts: int = MOE_TEACHER["num_experts"]
+    teacher_layers: int = TEACHER["num_layers"]
+    aux_loss: float = 0.0
+    """Coefficient of the student's load-balancing loss."""
+    masks: MaskName = "same"
+    data: DataName = "text"
+    """Which samples, see `tests.support.dist.kd_samples`."""
+
+    @property
+    def teacher(self) -> dict[str, Any]:
+        """Sizes of the teacher."""
+        if self.teacher_is_student:
+            return self.student
+        teacher = TEACHER | {"num_layers": self.teacher_layers}
+        if self.teacher_moe:
+            return teacher | MOE_TEACHER | {"num_experts": self.teacher_experts}
+        return teacher | {"hidden_size": STUDENT["hidden_size"]} if self.same_width else teacher
+
+    @property
+    def student(self) -> dict[str, Any]:
+        """Sizes of the student, and what it recomputes."""
+        recomputed = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+        balanced = dict(moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=self.aux_loss)
+        sizes = STUDENT | (MOE if self.moe else {}) | (balanced if self.aux_loss else {})
+        return sizes | (recomputed if self.recompute else {})
+
+    @property
+    def kd(self) -> KDConfig:
+        return KDConfig(
+            teacher_hf=None if self.cache else ["T"],
+            teacher_cache=self.cache,
+            cache_missing=self.cache_missing,
+            top_k=self.top_k,
+            ratio=self.ratio,
+            temperature=self.temperature,
+            teacher_offload=self.offload,
+            hidden_loss=self.hidden_loss,
+            hidden_loss_type=self.hidden_loss_type,
+            hidden_loss_weight=2.5 if self.hidden_loss else 1.0,
+        )
+
+
+@cache
+def _default_arguments() -> Namespace:
+    """Building megatron's parser takes longer than a step of these models."""
+    return default_arguments()
+
+
+def model_arguments(
+    sizes: dict[str, Any], layout: Layout, tied: bool, vocab: int = VOCAB, padded: int = PADDED
+) -> Namespace:
+    """Megatron arguments of a Llama-like model in fp32 without dropout."""
+    args = copy(_default_arguments())
+    values = dict(
+        group_query_attention=True,
+        swiglu=True,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        position_embedding_type="rope",
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        max_position_embeddings=64,
+        seq_length=ROW,
+        vocab_size=vocab,
+        padded_vocab_size=padded,
+        untie_embeddings_and_output_weights=not tied,
+        params_dtype=torch.float32,
+        calculate_per_token_loss=True,
+        tensor_model_parallel_size=layout.tp,
+        sequence_parallel=layout.sp,
+        pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
+        virtual_pipeline_model_parallel_size=layout.vp if layout.vp > 1 else None,
+        overlap_p2p_comm=layout.vp > 1,
+        variable_seq_lengths=layout.variable,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.tp,
+        moe_token_dispatcher_type="alltoall",
+        **sizes,
+    )
+    for name, value in values.items():
+        setattr(args, name, value)
+    set_cpu_values(args)
+    return args
+
+
+def sharded_tensors(model: nn.Module) -> Iterator[ShardedTensor]:
+    """The model's tensors as checkpoints see them; `data` shares memory with the parameters."""
+    state = model.sharded_state_dict()
+    apply_factories(state)
+    yield from (value for value in nested_values(state) if isinstance(value, ShardedTensor) and value.data is not None)
+
+
+def _place(shard: ShardedTensor) -> tuple[slice, ...]:
+    """Where a shard lies in the whole tensor."""
+    shape = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
+    return tuple(slice(offset, offset + size) for offset, size in zip(shard.global_offset, shape, strict=True))
+
+
+@torch.no_grad()
+def fill(chunks: list[nn.Module], salt: str) -> None:
+    """Give every parameter the values that belong to its name, its place and `salt`."""
+    for chunk in chunks:
+        for shard in sharded_tensors(unwrap_model(chunk)):
+            if not shard.data.is_floating_point():
+                continue
+            seed = int.from_bytes(hashlib.sha256((salt + shard.key).encode()).digest()[:4], "big")
+            whole = torch.randn(shard.global_shape, generator=torch.Generator().manual_seed(seed))
+            whole = 1.0 + 0.1 * whole if "norm" in shard.key else 0.15 * whole
+            if "word_embeddings" in shard.key or "output_layer" in shard.key:
+                whole[VOCAB:] = 0.0
+            shard.data.copy_(whole[_place(shard)].view(shard.data.shape))
+
+
+Part = tuple[str, tuple[int, ...], tuple[slice, ...], Tensor]
+"""(name, whole shape, place in it, values) of a tensor that a rank has a part of."""
+
+
+def parameter_parts(chunks: list[nn.Module]) -> list[Part]:
+    """A copy of every parameter on this rank."""
+    return [
+        (shard.key, tuple(shard.global_shape), _place(shard), shard.data.detach().clone())
+        for chunk in chunks
+        for shard in sharded_tensors(unwrap_model(chunk))
+        if shard.data.is_floating_point()
+    ]
+
+
+def gradients(chunks: list[nn.Module]) -> list[Part]:
+    """The gradient of every parameter on this rank."""
+    values = [(p, p.data) for chunk in chunks for p in unwrap_model(chunk).parameters()]
+    for parameter, _ in values:
+        parameter.data = parameter.main_grad
+    found = parameter_parts(chunks)
+    for parameter, value in values:
+        parameter.data = value
+    return found
+
+
+def kd_step(rank: int, world_size: int, layout: Layout, models: Models) -> dict[str, Any]:
+    """One forward and backward pass over the whole global batch.
+
+    Returns:
+        reports (on the last stage of tensor rank 0: name -> [sum, count] over this rank's micro-batches) and gradients.
+    """
+    with parallel_state(layout):
+        return _kd_step(layout, models)
+
+
+@contextmanager
+def parallel_state(layout: Layout) -> Iterator[None]:
+    """Megatron's groups and random states of a layout."""
+    ps.initialize_model_parallel(
+        layout.tp,
+        layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vp if layout.vp > 1 else None,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.tp,
+    )
+    model_parallel_cuda_manual_seed(1)
+    balance_experts_over_unequal_ranks()
+    try:
+        yield
+    finally:
+        ps.destroy_model_parallel()
+
+
+def _kd_step(layout: Layout, models: Models) -> dict[str, Any]:
+    groups = Groups.from_megatron()
+    kd, teacher = models.kd, build_teacher(layout, models, groups)
+    hidden_layers = None
+    if kd.layer_pairs:
+        recorder = teacher.record_layers({pair.teacher for pair in kd.layer_pairs})
+        settings = (kd.layer_pairs, kd.hidden_loss_type, kd.hidden_loss_weight)
+        hidden_layers = HiddenLayers(*settings, groups, recorder, seed=1)
+    chunks = build_student(layout, models, groups, [hidden_layers.attach] if hidden_layers else [])
+    multiple = None
+    if layout.variable:
+        layouts = [layout] if layout.teacher is None else [layout, layout.teacher]
+        multiple = math.lcm(*(length_multiple(model_arguments(models.student, one, models.tied)) for one in layouts))
+    schedule = TeacherThenStudent(kd, groups, teacher, VOCAB, lambda: 0, hidden_layers, multiple)
+    run = schedule.around(get_forward_backward_func(pp_size=layout.pp, vp_size=layout.vp if layout.vp > 1 else None))
+    batches = microbatches(models.data, layout.segment_cp, layout.mbs, groups.dp.rank(), groups.dp.size(), models.masks)
+    iterator = iter(batches)
+    reports = run(
+        forward_step_func=ForwardStep(groups, true_vocab=VOCAB, options=LossOptions(chunk_rows=5), top_k=models.top_k),
+        data_iterator=[iterator] + [None] * (layout.vp - 1) if layout.vp > 1 else iterator,
+        model=chunks,
+        num_microbatches=len(batches),
+        seq_length=ROW,
+        micro_batch_size=layout.mbs,
+        forward_only=False,
+    )
+    sums: dict[str, Tensor] = {}
+    if groups.is_last_stage and groups.tp.rank() == 0:
+        sums = {name: sum(report[name].double() for report in reports) for name in reports[0]}
+    return {"reports": sums, "gradients": gradients(chunks)}
+
+
+def build_teacher(layout: Layout, models: Models, groups: Groups) -> OnlineTeacher | CachedTeacher | SeveralTeachers:
+    """The teacher on this rank."""
+    if models.cache is not None:
+        source = CacheSource.open(models.cache, "--kd-teacher-cache")
+        return CacheTeacher(source, models.kd, row_length=ROW).build(groups)
+    if models.xtoken is None:
+        if models.select:
+            each = [build_teacher(layout, replace(models, select=False, salt=salt), groups) for salt in "AB"]
+            return SelectingTeachers(tuple(each), (1.0, 1.0))
+        tied = models.teacher_is_student and models.tied
+        return build_model_teacher(
+            layout, models, groups, tied=tied, salt="student" if models.teacher_is_student else models.salt
+        )
+    vocabulary = cross_settings(models, groups)[0].vocabulary
+    other = build_model_teacher(
+        layout,
+        models,
+        groups,
+        tied=models.tied,
+        vocab=(kd_pairs.TEACHER_VOCAB, kd_pairs.TEACHER_PADDED),
+        side=0,
+        head_columns=vocabulary.teacher_columns,
+    )
+    if not models.mixed:
+        return other
+    same = build_teacher(layout, replace(models, xtoken=None, select=False), groups)
+    if models.select:
+        return SelectingTeachers((same, other), (1.0, 1.0))
+    return SeveralTeachers((same, other), (0.4, 1.5))
+
+
+def build_model_teacher(
+    layout: Layout,
+    models: Models,
+    groups: Groups,
+    *,
+    tied: bool,
+    salt: str = "teacher",
+    vocab: tuple[int, int] = (VOCAB, PADDED),
+    head_columns: Tensor | None = None,
+    **options: Any,
+) -> OnlineTeacher:
+    """One that runs, in the student's layout or in its own.
+
+    Args:
+        layout, models, groups: of the run.
+        tied: whether its LM head is its embedding.
+        salt: of its weights.
+        vocab: its tokens, and rows of its embedding.
+        head_columns, options: of an `OnlineTeacher`.
+    """
+    sizes = models.teacher
+    own = layout if layout.teacher is None else replace(layout.teacher, variable=layout.variable)
+    own = replace(own, vp=1, ep=own.ep if "num_experts" in sizes else 1)
+    config = gpt_config(model_arguments(sizes, own, tied, *vocab))
+    options |= dict(load_weights=partial(fill, salt=salt), fingerprint="", offload=models.offload)
+    if layout.teacher is None:
+        return OnlineTeacher(config, groups, head_columns=head_columns, **options)
+    if head_columns is None:
+        head_columns = torch.arange(PADDED).chunk(layout.tp)[groups.tp.rank()]
+    return LaidOutTeacher(
+        config,
+        OwnLayout.create(ParallelSizes(own.tp, own.pp, own.cp, own.ep, own.tp)),
+        groups,
+        head_columns=head_columns,
+        student_sequence_parallel=layout.sp,
+        **options,
+    )
+
+
+def cross_settings(models: Models, groups: Groups) -> tuple[CrossSetting, ...]:
+    """Of the teacher with another tokenizer, if there is one."""
+    if models.xtoken is None:
+        return ()
+    size = groups.tp.size()
+    vocabulary = kd_pairs.vocabulary(models.xtoken, PADDED // size, groups.tp.rank(), size)
+    return (CrossSetting(vocabulary, kd_pairs.byte_lengths()[1] if models.select else None),)
+
+
+def build_student(layout: Layout, models: Models, groups: Groups, hooks: Sequence[Callable] = ()) -> list[nn.Module]:
+    """The student's chunks on this rank, in megatron's data-parallel wrapper, ready for a backward pass."""
+    config = gpt_config(model_arguments(models.student, layout, models.tied))
+    config.pre_wrap_hooks += hooks
+    chunks = GPTModelBuilder(config).build_distributed_models(
+        pg_collection=groups.collection,
+        ddp_config=DistributedDataParallelConfig(use_distributed_optimizer=layout.dist_opt),
+        data_parallel_random_init=False,
+    )
+    fill(chunks, "student")
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+        get_model_config(chunk).finalize_model_grads_func = finalize_model_grads
+        if models.loss_scale != 1.0:
+            get_model_config(chunk).grad_scale_func = lambda loss: models.loss_scale * loss
+    return chunks

@@ -1,0 +1,32 @@
+"""What forked processes need, imported once in the fork server: CPU redirect first, then megatron."""
+
+import argparse
+import functools
+import gc
+
+import torch
+
+import mkd.cpu
+
+torch.set_num_threads(1)  # before any parallel region: OpenMP's threads would not survive the fork
+if mkd.cpu.wanted():
+    mkd.cpu.activate()
+
+import megatron.core  # noqa: E402
+import megatron.core.datasets.gpt_dataset  # noqa: E402
+import megatron.training  # noqa: E402, F401
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher  # noqa: E402, F401
+from megatron.training.arguments import add_megatron_arguments  # noqa: E402
+from transformers import AutoTokenizer  # noqa: E402, F401
+
+from tests.support.quick_megatron import make_quick  # noqa: E402
+
+make_quick()
+add_megatron_arguments(argparse.ArgumentParser())  # so that forks find the texts read
+MEGATRON_CACHES = [
+    found
+    for found in gc.get_objects()
+    if type(found) is functools._lru_cache_wrapper and found.__module__.startswith("megatron.")
+]
+"""What its functools.lru_cache remember. Listed here, where they can still be found."""
+gc.freeze()  # a collection after each case would look through all that was imported: 0.2 s

@@ -1,0 +1,108 @@
+"""What --kd-teachers-mode select is, written down plainly: one rank, one text a row, whole logits, autograd."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mkd.data.lookahead import NOTHING
+from mkd.data.batch import KDBatch
+from mkd.train.evaluation import rows_of
+from mkd.distributed.groups import Groups
+from mkd.losses import LossOptions, reference
+from mkd.train.selection import Selection
+from mkd.teacher.interface import HiddenSignal
+from mkd.train.objective import Setting, TokenTerm
+from mkd.xtoken.loss.reference import partition_kl
+from tests.support.dist import kd_pairs
+from tests.support.dist.kd_samples import VOCAB, microbatches
+from tests.support.dist.kd_step import Layout, Models, build_student, build_teacher, gradients, parallel_state
+
+
+def select_truth(rank: int, world_size: int, models: Models) -> dict[str, Any]:
+    """Of the first step: `loss` and the parts of `gradients` as in `kd_run`, and how many texts each teacher has."""
+    with parallel_state(Layout()):
+        groups = Groups.from_megatron()
+        teacher = build_teacher(Layout(), models, groups)
+        chunks = build_student(Layout(), models, groups)
+        batches = [KDBatch.from_sample(sample, VOCAB) for sample in microbatches(models.data, 1, 1, 0, 1, models.masks)]
+        batches = teacher.prepare(batches, NOTHING)
+        tokens = sum(int(batch.ce_mask.sum()) for batch in batches)
+        counts = [sum(int(batch.kd_mask.sum()) for batch in batches)] * 2
+        if models.xtoken:
+            counts[1] = sum(batch.others[0].chunks for batch in batches)
+        total, selected = torch.zeros(()), [0, 0]
+        for batch in batches:
+            logits = rows(chunks[0](batch.tokens, batch.position_ids, None).transpose(0, 1))[:, :VOCAB]
+            [signals] = teacher.signals([batch])
+            best = min((0, 1), key=lambda number: rate(batch, signals.signals[number], models))
+            if batch.ce_mask.any():
+                selected[best] += 1
+            used = rows_of(batch.ce_mask) != 0
+            ce = reference.cross_entropy(logits, rows_of(batch.labels))[used].sum()
+            kd = divergence(batch, logits, signals.signals[best], models)
+            total = total + (1.0 - models.ratio) * ce / tokens + models.ratio * kd / counts[best]
+        total.backward()
+        return {"loss": total.item(), "gradients": gradients(chunks), "selected": selected}
+
+
+def rows(values: Tensor) -> Tensor:
+    """[s, b, X] -> [s * b, X]"""
+    return values.flatten(0, 1)
+
+
+def teacher_logits(signal: HiddenSignal, models: Models) -> Tensor:
+    """[s * b, true vocabulary] in the order of the ids."""
+    logits = rows(signal.hidden) @ signal.head.t()
+    if signal.side is None:
+        return logits[:, :VOCAB]
+    ids = kd_pairs.vocabulary(models.xtoken, 96, 0, 1).teacher_columns
+    return torch.empty_like(logits).index_copy_(1, ids, logits)[:, : kd_pairs.TEACHER_VOCAB]
+
+
+def rate(batch: KDBatch, signal: HiddenSignal, models: Models) -> float:
+    """Nats of the supervised text: a token where all share the tokenizer, else a byte."""
+    own = batch if signal.side is None else batch.others[0].batch
+    labels, used = rows_of(own.labels), rows_of(own.ce_mask) != 0
+    ce = reference.cross_entropy(teacher_logits(signal, models).double(), labels)
+    units = torch.ones_like(labels)
+    if models.xtoken:
+        units = kd_pairs.byte_lengths()[0 if signal.side is None else 1][labels]
+    used = used & (units > 0)
+    return (ce[used].sum() / units[used].sum()).item() if used.any() else float("inf")
+
+
+def divergence(batch: KDBatch, logits: Tensor, signal: HiddenSignal, models: Models) -> Tensor:
+    """Scalar: the sum over the tokens or chunks of the microbatch, which has one text."""
+    spec, teacher = models.kd.loss_spec(0), teacher_logits(signal, models)
+    if signal.side is None:
+        return reference.forward_kl(logits, teacher, spec)[rows_of(batch.kd_mask) != 0].sum()
+    other, pairs = batch.others[0], kd_pairs.common(torch.Generator().manual_seed(kd_pairs.PAIRS_SEED))
+    total = logits.sum() * 0.0
+    for chunk in range(other.chunks):
+        s, t = rows_of(other.student_chunk) == chunk, rows_of(other.chunk) == chunk
+        labels = rows_of(batch.labels)[s], rows_of(other.batch.labels)[t]
+        total = total + partition_kl(logits[s], teacher[t], *labels, pairs, spec)
+    return total
+
+
+def clear_case(rank: int, world_size: int, layout: Layout) -> tuple[list[int], list[bool]]:
+    """What is selected where the second teacher knows the first row by heart and the first one the second and third.
+
+    The last row has nothing supervised.
+    """
+    with parallel_state(layout):
+        groups = Groups.from_megatron()
+        labels = torch.randint(0, VOCAB, (4, 8), generator=torch.Generator().manual_seed(2))
+        mask = torch.ones(4, 8)
+        mask[3] = 0.0
+        whole = KDBatch(labels, labels, mask, mask, labels, keys=(b"",) * 4).with_texts()
+        batch = whole.on_rank(groups.cp)
+        width = 96 // groups.tp.size()
+        head = torch.eye(96)[groups.tp.rank() * width :][:width]
+        right = 3.0 * torch.nn.functional.one_hot(batch.labels.t(), 96).float()
+        knows = torch.tensor([[0.0, 1.0, 1.0, 0.0], [1.0, 0.0, 0.0, 1.0]])[:, None, :, None]
+        setting = Setting(groups, VOCAB, LossOptions(), top_k=None, top_k_tail="bucket")
+        terms = [TokenTerm(setting, batch, HiddenSignal(share * right, head)) for share in knows]
+        found = Selection.of(terms, batch, groups, sequence_parallel=False)
+        return found.chosen.tolist(), found.supervised.tolist()

@@ -1,0 +1,60 @@
+"""Trainings on GPUs that are compared with each other, and a table of how far apart they are."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+ROOT = Path(__file__).parents[3]
+KEYS = ("loss", "ce", "kd", "grad_norm")
+
+
+def write_models(folder: Path, teacher: dict[str, Any], student: dict[str, Any], **common: Any) -> None:
+    """folder/teacher, random and made sure of itself, and folder/student, in bf16; sizes are those of LlamaConfig."""
+    for name, sizes in (("teacher", teacher), ("student", student)):
+        torch.manual_seed(len(name))
+        model = LlamaForCausalLM(LlamaConfig(**common, **sizes)).to(torch.bfloat16)
+        if name == "teacher":
+            model.lm_head.weight.data.mul_(4.0)
+        model.save_pretrained(folder / name)
+
+
+def launch(name: str, folder: Path, ranks: int, flags: list[str]) -> list[dict]:
+    """Run pretrain_kd.py under torchrun; its metrics, which it writes into `folder`, a dictionary an iteration."""
+    metrics = folder / f"{name.replace(' ', '_').replace(',', '')}.jsonl"
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
+        # The teachers are sure of random things.
+        *("pretrain_kd.py", "--kd-allow-bad-teacher", "--kd-metrics-file", str(metrics), *flags),
+    ]
+    environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "4"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"{name}:\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return [line for line in lines if "loss" in line]
+
+
+def difference(a: list[dict], b: list[dict], key: str) -> float:
+    """The largest relative difference over all steps."""
+    return max(abs(x[key] - y[key]) / abs(y[key]) for x, y in zip(a, b, strict=True))
+
+
+def row(name: str, run: list[dict], one: list[dict]) -> dict[str, float]:
+    """A line of the table: printed, and with MKD_BENCH_OUT=DIR written there."""
+    values = {
+        **{key: difference(run, one, key) for key in KEYS},
+        "final_loss": run[-1]["loss"],
+        "tokens_per_s": float(np.median([line["tokens_per_s"] for line in run[5:]])),
+        "peak_memory_gib": run[-1]["peak_memory_gib"],
+    }
+    print(f"\n{name:16s}", *(f"{key} {value:.3g}" for key, value in values.items()), sep=" | ", flush=True)
+    if out := os.environ.get("MKD_BENCH_OUT"):
+        with Path(out, "layouts.jsonl").open("a") as file:
+            file.write(json.dumps({"card": torch.cuda.get_device_name(), "layout": name, **values}) + "\n")
+    return values

@@ -1,0 +1,47 @@
+"""Made-up opinions of a teacher, for the tests of caches."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mkd.data.batch import segment_key
+from mkd.teacher.cache.record_format import TokenRows
+from mkd.teacher.cache.store import CacheMeta
+
+
+def make_logits(rows: int, vocab: int, seed: int = 0) -> Tensor:
+    """[rows, vocab] fp32, from nearly flat to very sure, around levels of up to 100."""
+    generator = torch.Generator().manual_seed(seed)
+    sharpness = 6 * torch.rand(rows, 1, generator=generator)
+    level = 200 * torch.rand(rows, 1, generator=generator) - 100
+    return torch.randn(rows, vocab, generator=generator) * sharpness + level
+
+
+def rows_of(logits: Tensor, labels: Tensor, top_k: int, temperatures: tuple[float, ...] = (1.0,)) -> TokenRows:
+    """The top-k of full logits ([n, V]) and the log-probability of labels [n]."""
+    top, ids = logits.topk(top_k)
+    lse = torch.stack([(logits.double() / t).logsumexp(-1) for t in temperatures], dim=-1)
+    label = logits.double().log_softmax(-1).gather(1, labels[:, None])[:, 0]
+    return TokenRows(ids.int().numpy(), top.numpy(), lse.float().numpy(), label.float().numpy())
+
+
+def some_segment(
+    seed: int, vocab: int, top_k: int, temperatures: tuple[float, ...] = (1.0,)
+) -> tuple[bytes, TokenRows]:
+    """A key and rows of 1 to 40 tokens; the same every time."""
+    generator = torch.Generator().manual_seed(seed)
+    length = int(torch.randint(1, 41, (1,), generator=generator))
+    tokens = torch.randint(0, vocab, (length + 1,), generator=generator)
+    return segment_key(tokens[:-1]), rows_of(make_logits(length, vocab, seed), tokens[1:], top_k, temperatures)
+
+
+def meta_of(**changes: object) -> CacheMeta:
+    """Of a small cache."""
+    values = {"teacher": "t" * 32, "tokenizer": "k" * 32, "true_vocab": 307, "top_k": 8, "values": "fp32"}
+    return CacheMeta(**values | changes)
+
+
+def same_rows(one: TokenRows, other: TokenRows) -> bool:
+    """Whether all numbers are equal."""
+    names = ("ids", "logits", "lse", "label_log_prob")
+    return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in names)

@@ -1,0 +1,258 @@
+"""config.json to Megatron arguments and back."""
+
+import re
+
+import pytest
+from transformers import CONFIG_MAPPING, LlamaConfig
+
+from mkd.checkpoint.hf.families import DEEPSEEK_V3, FAMILIES, GPT_OSS, LLAMA, UNSUPPORTED, family_of
+from mkd.config.arguments import default_arguments
+from mkd.config.kd_config import RUN_CHOICES
+from mkd.errors import MkdCheckpointError
+from tests.support.hf_folders import LLAMA3_ROPE, SIZES
+
+CONFIG = {"architectures": ["LlamaForCausalLM"], "hidden_act": "silu", **SIZES}
+OLD_ROPE = {name: value for name, value in LLAMA3_ROPE.items() if name != "rope_theta"}
+
+
+def args_of(**changes):
+    config = {key: value for key, value in {**CONFIG, **changes}.items() if value != "absent"}
+    return family_of(config).megatron_args(config)
+
+
+def test_llama_arguments():
+    args = args_of(rope_theta=500000.0)
+    expected = {
+        "num_layers": 4,
+        "hidden_size": 48,
+        "ffn_hidden_size": 72,
+        "num_attention_heads": 6,
+        "group_query_attention": True,
+        "num_query_groups": 2,
+        "kv_channels": 16,
+        "vocab_size": 131,
+        "max_position_embeddings": 96,
+        "layernorm_epsilon": 1e-5,
+        "untie_embeddings_and_output_weights": True,
+        "rotary_base": 500000,
+        "use_rope_scaling": False,
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "add_bias_linear": False,
+        "position_embedding_type": "rope",
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+    }
+    assert {name: args[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.architectures[0])
+def test_all_names_are_megatron_arguments(family):
+    assert args_of().keys() <= vars(default_arguments()).keys()
+    assert family.fixed.keys() <= vars(default_arguments()).keys()
+
+
+def test_optional_keys_have_the_defaults_of_transformers():
+    absent = dict.fromkeys(["num_key_value_heads", "head_dim", "tie_word_embeddings", "hidden_act"], "absent")
+    args = args_of(**absent)
+    theirs = LlamaConfig(**{key: value for key, value in CONFIG.items() if key not in absent})
+    assert (args["group_query_attention"], args["num_query_groups"]) == (False, None)
+    assert args["kv_channels"] == theirs.head_dim == 8
+    assert args["untie_embeddings_and_output_weights"] is not theirs.tie_word_embeddings
+    assert args["rotary_base"] == theirs.rope_parameters["rope_theta"]
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [{"rope_parameters": LLAMA3_ROPE}, {"rope_theta": 10000.0, "rope_scaling": OLD_ROPE}],
+    ids=["transformers 5", "before"],
+)
+def test_llama3_rope(rope):
+    args = args_of(**rope)
+    assert (args["rotary_base"], args["use_rope_scaling"], args["rope_scaling_factor"]) == (10000, True, 32.0)
+
+
+def test_default_rope_of_transformers_5():
+    args = args_of(rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    assert (args["rotary_base"], args["use_rope_scaling"]) == (1000000, False)
+
+
+NEEDED = [
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "rms_norm_eps",
+]
+
+
+@pytest.mark.parametrize("key", NEEDED)
+def test_missing_key_is_named(key):
+    with pytest.raises(MkdCheckpointError, match=f'has no "{key}"'):
+        args_of(**{key: "absent"})
+
+
+REFUSED = {
+    "hidden_act": "gelu",
+    "attention_bias": True,
+    "mlp_bias": True,
+    "num_key_value_heads": 4,
+    "hidden_size": "48",
+    "num_hidden_layers": 0,
+    "vocab_size": True,
+    "rms_norm_eps": "1e-5",
+    "tie_word_embeddings": 1,
+    "rope_scaling": "linear",
+}
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_unsupported_value_is_named(key):
+    with pytest.raises(MkdCheckpointError, match=f'"{key}" is {REFUSED[key]!r}'):
+        args_of(**{key: REFUSED[key]})
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"rope_type": "yarn"}, "rope_type"),
+        ({"low_freq_factor": 2.0}, "low_freq_factor"),
+        ({"high_freq_factor": 8.0}, "high_freq_factor"),
+        ({"original_max_position_embeddings": 4096}, "original_max_position_embeddings"),
+        ({"factor": None}, "factor"),
+    ],
+)
+@pytest.mark.parametrize("where", ["rope_parameters", "rope_scaling"])
+def test_unsupported_rope_is_named(where, change, key):
+    with pytest.raises(MkdCheckpointError, match=f"{where}.{key}"):
+        args_of(**{where: {**LLAMA3_ROPE, **change}})
+
+
+def test_linear_rope_of_old_configs_is_named():
+    with pytest.raises(MkdCheckpointError, match=r"rope_scaling\.type\" is 'linear'"):
+        args_of(rope_scaling={"type": "linear", "factor": 2.0})
+
+
+def test_narrow_heads_need_a_divisible_width():
+    with pytest.raises(MkdCheckpointError, match="hidden_size"):
+        args_of(head_dim="absent", hidden_size=50)
+
+
+@pytest.mark.parametrize("names", [["T5ForConditionalGeneration"], [], None, "LlamaForCausalLM"])
+def test_unknown_architecture_lists_the_known(names):
+    with pytest.raises(MkdCheckpointError, match=r"known architectures: .*LlamaForCausalLM"):
+        family_of({**CONFIG, "architectures": names})
+
+
+@pytest.mark.parametrize("rope", [{}, {"rope_theta": 10000.0, "rope_scaling": OLD_ROPE}], ids=["plain", "llama3"])
+@pytest.mark.parametrize("groups", [6, 2])
+def test_config_round_trip(rope, groups):
+    args = args_of(**rope, num_key_value_heads=groups)
+    config = LLAMA.hf_config(args)
+    assert family_of(config).megatron_args(config) == args
+    theirs = LlamaConfig(**config)
+    assert theirs.rope_parameters["rope_type"] == ("llama3" if rope else "default")
+    assert (theirs.num_key_value_heads, theirs.head_dim, theirs.vocab_size) == (groups, 16, 131)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("normalization", "LayerNorm"), ("add_qkv_bias", True), ("num_experts", 8), ("rotary_percent", 0.5)],
+)
+def test_arguments_without_a_llama_form_are_named(name, value):
+    with pytest.raises(MkdCheckpointError, match="--" + name.replace("_", "-")):
+        LLAMA.hf_config({**args_of(), name: value})
+
+
+QWEN3_MOE = {
+    **CONFIG,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
+
+
+def test_experts():
+    args = family_of(QWEN3_MOE).megatron_args(QWEN3_MOE)
+    expected = {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 24, "moe_router_pre_softmax": False}
+    assert {name: args[name] for name in expected} == expected
+    renamed = {**QWEN3_MOE, "num_local_experts": 8, "num_experts": None}  # as transformers 5 writes it
+    assert family_of(renamed).megatron_args(renamed) == args
+
+
+def test_window_counts_the_token_itself():
+    config = {**CONFIG, "architectures": ["MistralForCausalLM"], "sliding_window": 8}
+    assert family_of(config).megatron_args(config)["window_size"] == (7, 0)
+    config["sliding_window"] = None
+    assert family_of(config).megatron_args(config)["window_size"] is None
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != GPT_OSS], ids=lambda f: f.architectures[0])
+def test_every_absent_key_has_the_default_of_transformers(family):
+    """Whatever transformers fills in for a key that is not there."""
+    latent = {key: 8 for key in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")}
+    counts = {"n_routed_experts": 16, "n_shared_experts": 1, "num_key_value_heads": 6, "num_hidden_layers": 5}
+    config = {**QWEN3_MOE, "architectures": [family.architectures[0]], "num_local_experts": 8}
+    config |= {**latent, **counts, "num_experts_per_tok": 8, "rms_norm_eps": 1e-6}
+    for key in ("rope_theta", "rope_scaling", "rope_parameters", "sliding_window", "norm_topk_prob"):
+        config.pop(key, None)
+    whole = CONFIG_MAPPING[family.model_type].from_dict(config).to_dict()
+    keys = set(family.absent) | {"sliding_window", "use_sliding_window", "norm_topk_prob", "rope_parameters"}
+    filled = {**config, **{key: whole[key] for key in keys if key in whole}}
+    args, wanted = family.megatron_args(config), family.megatron_args(filled)
+    assert {name: args[name] for name in wanted.keys() - RUN_CHOICES} == {
+        name: wanted[name] for name in wanted.keys() - RUN_CHOICES
+    }
+
+
+def test_gpt_oss_has_no_rope_by_default():
+    """transformers has yarn of its own then, whatever rope_theta is."""
+    config = {**QWEN3_MOE, "architectures": ["GptOssForCausalLM"], "num_local_experts": 8, "rope_theta": 1e4}
+    with pytest.raises(MkdCheckpointError, match='"rope_parameters" is None'):
+        GPT_OSS.megatron_args({key: value for key, value in config.items() if key != "rope_scaling"})
+    plain = GPT_OSS.megatron_args({**config, "rope_scaling": {"rope_type": "default"}})
+    theirs = CONFIG_MAPPING["gpt_oss"].from_dict(GPT_OSS.hf_config(plain))
+    assert theirs.rope_parameters["rope_type"] == "default"
+    assert GPT_OSS.megatron_args(config | {"sliding_window": 128, "rope_scaling": {"type": "default"}}) == plain
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "value"),
+    [
+        ("Qwen2ForCausalLM", "use_sliding_window", True),
+        ("Qwen3ForCausalLM", "attention_bias", True),
+        ("Phi3ForCausalLM", "partial_rotary_factor", 1.5),
+        ("Phi3ForCausalLM", "resid_pdrop", 0.1),
+        ("MistralForCausalLM", "sliding_window", 0),
+        ("Qwen3MoeForCausalLM", "decoder_sparse_step", 2),
+        ("Qwen3MoeForCausalLM", "mlp_only_layers", [0]),
+        ("Qwen3MoeForCausalLM", "num_experts_per_tok", 9),
+        ("MixtralForCausalLM", "router_jitter_noise", 0.1),
+    ],
+)
+def test_what_a_family_does_not_compute_is_named(architecture, key, value):
+    config = {**QWEN3_MOE, "architectures": [architecture], key: value}
+    with pytest.raises(MkdCheckpointError, match=re.escape(f'"{key}" is {value!r}')):
+        family_of(config).megatron_args(config)
+
+
+# test_hf_yarn_families.py has those with sizes of their own.
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != DEEPSEEK_V3], ids=lambda f: f.architectures[0])
+def test_every_family_writes_the_config_that_it_reads(family):
+    plain = {"sliding_window": None, "rope_scaling": {"rope_type": "default"}}
+    config = {**QWEN3_MOE, "architectures": [family.architectures[0]], **plain}
+    args = family.megatron_args(config)
+    written = family.hf_config(args)
+    assert family_of(written) is family
+    assert family.megatron_args(written) == args
+    assert args.keys() <= vars(default_arguments()).keys()
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_architecture_that_megatron_cannot_compute(name):
+    with pytest.raises(MkdCheckpointError, match=rf"{name}.*{re.escape(UNSUPPORTED[name])}"):
+        family_of({**CONFIG, "architectures": [name]})

@@ -1,0 +1,124 @@
+"""mkd/compat/quiet.py: what megatron says about itself is left out, and nothing else; upstream still says it."""
+
+import logging
+import warnings
+from argparse import Namespace
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from megatron.training import arguments, checkpointing, global_vars, initialize, training
+from megatron.training.models import dist_utils
+from megatron.training.utils import common_utils
+
+from mkd.compat.quiet import LOGGED, be_quiet
+
+MODULES = (arguments, checkpointing, common_utils, dist_utils, global_vars, initialize, training)
+TIMERS = "megatron.core.timers"
+
+
+@pytest.fixture(autouse=True)
+def as_upstream(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each test begins with megatron as it is shipped, and leaves it so."""
+    loggers = [logging.getLogger(name) for name in (None, TIMERS, *LOGGED)]
+    before = [(logger.level, list(logger.filters)) for logger in loggers]
+    monkeypatch.setattr(arguments, "_print_args", arguments._print_args)
+    monkeypatch.setattr(training, "report_theoretical_memory", training.report_theoretical_memory)
+    monkeypatch.setattr("sys.warnoptions", [])
+    monkeypatch.setattr(logging.root.manager, "disable", logging.NOTSET)  # a tool that ran in this process sets it
+    loggers[0].setLevel(logging.INFO)  # as importing megatron leaves it
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        yield
+    for logger, (level, filters) in zip(loggers, before, strict=True):
+        logger.setLevel(level)
+        logger.filters[:] = filters
+    for module in MODULES:
+        vars(module).pop("print", None)
+
+
+def speak() -> None:
+    """What megatron prints at its start and while it trains, a little of each kind."""
+    arguments._print_args("arguments", Namespace(num_layers=2))
+    common_utils.print_rank_0("> setting random seeds to 1234 ...")
+    common_utils.print_rank_0("[after megatron is initialized] datetime: 2026-01-01 00:00:00.000000 ")
+    global_vars._GLOBAL_ONE_LOGGER = None
+    global_vars._set_one_logger(
+        Namespace(enable_one_logger=True, rank=0, world_size=1, one_logger_async=False, one_logger_project="")
+    )
+
+
+def test_what_megatron_says_of_itself_is_left_out(capsys):
+    speak()
+    out = capsys.readouterr().out
+    for words in ("num_layers ....", "random seeds", "datetime", "one_logger package"):
+        assert words in out  # else megatron has become quiet itself, and the line in quiet.py can go
+    be_quiet([], {})
+    speak()
+    assert capsys.readouterr().out == ""
+
+
+def test_what_it_says_of_the_run_stays(capsys):
+    be_quiet([], {})
+    said = (
+        "WARNING: Setting args.overlap_p2p_comm and args.align_param_gather to False",
+        "[exiting program after receiving SIGTERM.] datetime: 2026-01-01 00:00:00.000000 ",
+        "  successfully saved checkpoint from iteration       2 to out [ t 1/2, gtp_remat 1/1, p 1/1 ]",
+    )
+    for line in said:
+        common_utils.print_rank_0(line)
+        arguments.print(line, flush=True)
+    assert capsys.readouterr().out.splitlines() == [line for line in said for _ in range(2)]
+
+
+def test_loggers(caplog):
+    be_quiet([], {})
+    assert not logging.getLogger("megatron.core.optimizer").isEnabledFor(logging.INFO)
+    for name in LOGGED:
+        logging.getLogger(name).warning("unexpected result")
+    logging.getLogger("megatron.core.models.gpt.gpt_model").warning("GPTModel IS DEPRECATED. It is")
+    logging.getLogger("megatron.core.rerun_state_machine").warning("Setting RerunStateMachine mode %s", "DISABLED")
+    assert [record.getMessage() for record in caplog.records] == ["unexpected result"] * len(LOGGED)
+
+
+@pytest.mark.parametrize("name", LOGGED)
+def test_upstream_still_logs_it(name):
+    module = import_module(name)
+    assert module.logger.name == name
+    text = Path(module.__file__).read_text()
+    for beginning in LOGGED[name].split("|"):
+        assert beginning in text
+
+
+def test_warnings_that_are_not_about_the_run():
+    be_quiet([], {})
+    with warnings.catch_warnings(record=True) as seen:
+        for module in ("megatron.core.optimizer", "torch.nn.modules.module", "mkd.job.job", "torchvision"):
+            for category in (DeprecationWarning, FutureWarning, UserWarning):
+                warnings.warn_explicit("something", category, "file.py", 1, module=module)
+    kept = [(warning.category, warning.filename) for warning in seen]
+    assert [category for category, _ in kept] == [
+        *(UserWarning, UserWarning),  # of megatron and torch: they may be about the run
+        *(DeprecationWarning, FutureWarning, UserWarning) * 2,
+    ]
+
+
+def test_what_is_asked_for_is_printed(capsys):
+    root = logging.getLogger()
+    be_quiet(["--kd-verbose"], {})
+    speak()
+    assert "num_layers" in capsys.readouterr().out
+    assert root.level == logging.INFO
+    be_quiet(["--logging-level=20"], {})
+    assert root.level == logging.INFO
+    be_quiet([], {"MEGATRON_LOGGING_LEVEL": "20"})
+    assert root.level == logging.INFO
+    be_quiet(["--timing-log-level", "1", "--log-memory-interval", "5"], {})
+    assert root.level == logging.WARNING
+    assert logging.getLogger(TIMERS).isEnabledFor(logging.INFO)
+    memory = "[Rank 0] (after 5 iterations) memory (MB) | allocated: 0.00"
+    common_utils.print_rank_0(memory)
+    be_quiet([], {})
+    common_utils.print_rank_0(memory)
+    assert capsys.readouterr().out.splitlines() == [memory]

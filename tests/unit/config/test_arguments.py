@@ -1,0 +1,434 @@
+"""mkd/config/arguments.py: what is taken from the command line, from the student's folder, and for the teacher."""
+
+import itertools
+import sys
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mkd import cpu
+from mkd.checkpoint.hf.check import read_architecture
+from mkd.checkpoint.hf.folder import HFFolder
+from mkd.config import arguments
+from mkd.config.arguments import (
+    adopt_architecture,
+    data_prefixes,
+    flags_given,
+    parse_command_line,
+    refuse_contradictions,
+    teacher_arguments,
+)
+from mkd.config.kd_config import KDConfig, LayerPair
+from mkd.config.megatron_checks import (
+    check_attention_heads,
+    check_attention_kernels,
+    check_divisions,
+    check_layer_pairs,
+    check_layout,
+    check_required,
+    check_variable_lengths,
+    length_multiple,
+)
+from mkd.errors import MkdConfigError, MkdDataError
+from mkd.models.gpt import gpt_config
+from tests.support.hf_folders import LLAMA3_ROPE, make_llama
+
+
+def test_flags_given_finds_every_spelling():
+    argv = ["--hidden-size", "8", "--lr=0.1", "--kd-ratio", "0.5", "--disable-bias-linear", "--hidden-sizes", "hidden"]
+    assert flags_given(argv) == {
+        "hidden_size": "--hidden-size",
+        "lr": "--lr",
+        "kd_ratio": "--kd-ratio",
+        "add_bias_linear": "--disable-bias-linear",
+    }
+    assert flags_given([]) == {}
+
+
+def test_flags_given_reads_the_command_line(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["pretrain_kd.py", "--num-layers", "3"])
+    assert flags_given() == {"num_layers": "--num-layers"}
+
+
+def test_parse_command_line(monkeypatch):
+    words = "--kd-teacher-hf T --kd-ratio 0.25 --kd-temperature 2 --kd-no-temperature-squared --hidden-size 8"
+    monkeypatch.setattr(sys, "argv", ["pretrain_kd.py", *words.split()])
+    args, kd = parse_command_line()
+    assert (kd.teacher_hf, kd.ratio, kd.temperature, kd.temperature_squared) == (["T"], 0.25, 2.0, False)
+    assert (kd.student_hf, kd.loss, kd.teacher_offload, kd.dry_run) == (None, "forward_kl", False, False)
+    assert args.hidden_size == 8
+
+
+@pytest.mark.parametrize(
+    ("words", "loss"), [("--kd-xtoken-loss", "partition_kl"), ("--kd-xtoken-loss gold", "gold"), ("", None)]
+)
+def test_the_flag_for_other_tokenizers_may_name_the_loss(monkeypatch, words, loss):
+    monkeypatch.setattr(sys, "argv", f"x --kd-teacher-hf T --kd-ratio 0.5 {words} --hidden-size 8".split())
+    assert parse_command_line()[1].xtoken_loss == loss
+
+
+@pytest.mark.parametrize("words", [["--kd-ratio"], ["--kd-loss", "kl"], ["--kd-loss-chunk-rows", "1.5"], ["stray"]])
+def test_what_the_parser_refuses_is_one_line(monkeypatch, capsys, words):
+    monkeypatch.setattr(sys, "argv", ["x", *words])
+    with pytest.raises(MkdConfigError) as caught:
+        parse_command_line()
+    assert words[0] in str(caught.value) and "\n" not in str(caught.value)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_contradictions_need_the_whole_beginning():
+    refuse_contradictions(["--logits", "--export-k", "value", "--load", "freeze-all-layers"])
+    with pytest.raises(MkdConfigError, match="--freeze-all-layers contradicts"):
+        refuse_contradictions(["--load", "x", "--freeze-all-layers"])
+
+
+ARCHITECTURE = {"hidden_size": 32, "normalization": "RMSNorm", "hidden_dropout": 0.0, "rotary_base": 10000}
+
+
+def parsed(monkeypatch: pytest.MonkeyPatch, *words: object) -> Namespace:
+    monkeypatch.setattr(sys, "argv", ["x", "--kd-teacher-hf", "T", "--kd-ratio", "0.5", *map(str, words)])
+    return parse_command_line()[0]
+
+
+@pytest.mark.parametrize("words", [[], ["--hidden-size", 32], ["--rotary-base", 10000, "--normalization=RMSNorm"]])
+def test_adopt_architecture_sets_what_the_folder_says(monkeypatch, words):
+    args = parsed(monkeypatch, *words)
+    adopt_architecture(args, ARCHITECTURE, "--kd-student-hf S")
+    assert {name: getattr(args, name) for name in ARCHITECTURE} == ARCHITECTURE
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--hidden-size", 64], "--hidden-size is 64, but --kd-student-hf S has 32"),
+        (["--normalization=LayerNorm"], "--normalization is LayerNorm, but --kd-student-hf S has RMSNorm"),
+        (["--rotary-base", 500000], "--rotary-base is 500000, but --kd-student-hf S has 10000"),
+    ],
+)
+def test_adopt_architecture_refuses_a_contradiction(monkeypatch, words, message):
+    args = parsed(monkeypatch, *words)
+    with pytest.raises(MkdConfigError, match=message):
+        adopt_architecture(args, ARCHITECTURE, "--kd-student-hf S")
+
+
+def test_dropout_is_the_choice_of_the_run(monkeypatch):
+    args = parsed(monkeypatch, "--hidden-dropout", 0.1)
+    adopt_architecture(args, ARCHITECTURE, "--kd-student-hf S")
+    assert args.hidden_dropout == 0.1
+
+
+def layout(**changes: Any) -> Namespace:
+    args = arguments.default_arguments()
+    sizes = {"num_layers": 6, "hidden_size": 48, "ffn_hidden_size": 72, "num_attention_heads": 6, "world_size": 1}
+    sizes |= {"seq_length": 30, "micro_batch_size": 2, "global_batch_size": 24, "max_position_embeddings": 64}
+    vars(args).update({**sizes, **changes})
+    return args
+
+
+TP, PP, EP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"
+TE = "transformer_impl"
+CP, HIERARCHY = "context_parallel_size", "hierarchical_context_parallel_sizes"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"world_size": 6, TP: 2, PP: 3},
+        {"world_size": 4, TP: 2, "sequence_parallel": True},
+        {"world_size": 4, EP: 2, "num_experts": 4},
+        {"world_size": 2, CP: 2, "seq_length": 32},
+        {"world_size": 6, CP: 3, TP: 2, "sequence_parallel": True, "cp_comm_type": ["a2a"]},
+        {"world_size": 4, CP: 4, "seq_length": 32, "cp_comm_type": ["a2a+p2p"], HIERARCHY: [2, 2]},
+        {"global_batch_size": 3, "rampup_batch_size": ["2", "2", "8"]},
+        {"global_batch_size": None},
+        {"max_position_embeddings": None},
+        {"world_size": 5, PP: 5, "decoder_first_pipeline_num_layers": 2},
+        {"num_layers": None, "hidden_size": None, "num_attention_heads": None},
+    ],
+    ids=str,
+)
+def test_layouts_that_fit(changes):
+    if changes.get("world_size") == 5:
+        changes = {**changes, "global_batch_size": 2}
+    check_layout(layout(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"world_size": 3, TP: 2}, ["--tensor-model-parallel-size 2", "= 2 does not divide the 3 ranks"]),
+        ({"world_size": 6, TP: 2, PP: 2}, ["= 4 does not divide the 6 ranks"]),
+        ({"world_size": 4, TP: 4}, ["--tensor-model-parallel-size 4", "6 attention heads of the student"]),
+        ({"world_size": 4, PP: 4}, ["--pipeline-model-parallel-size 4", "6 layers of the student"]),
+        ({"world_size": 3, EP: 2, "num_experts": 4}, ["--expert-model-parallel-size 2", "the 3 ranks"]),
+        ({"world_size": 2, TP: 2, "sequence_parallel": True, "seq_length": 31}, ["--seq-length 31", "parallel-size 2"]),
+        ({"world_size": 2, "global_batch_size": 26}, ["--global-batch-size 26", "--micro-batch-size 2 * 2"]),
+        ({"seq_length": 65}, ["--seq-length 65", "student's 64 positions"]),
+        ({"world_size": 2, CP: 2}, ["--seq-length 30", "multiple of 4", "2 * --context-parallel-size 2 needs"]),
+        ({"world_size": 3, CP: 2}, ["--context-parallel-size 2 = 2 does not divide the 3 ranks"]),
+        (
+            {"world_size": 6, CP: 2, TP: 3, "sequence_parallel": True, "seq_length": 32},
+            ["--seq-length 32", "multiple of 12", "--context-parallel-size 2 and --tensor-model-parallel-size 3 with"],
+        ),
+        ({"world_size": 2, CP: 2, "seq_length": 32, "cp_comm_type": ["ring"]}, ["--cp-comm-type is 'ring'", "p2p"]),
+        ({"world_size": 2, CP: 2, "seq_length": 32, "cp_comm_type": ["p2p", "a2a"]}, ["--cp-comm-type p2p a2a"]),
+        ({"world_size": 2, CP: 2, "seq_length": 32, "hybrid_context_parallel": True}, ["--hybrid-context-parallel"]),
+        (
+            {"world_size": 4, CP: 4, "seq_length": 32, "global_batch_size": 2, "cp_comm_type": ["a2a"]},
+            ["--cp-comm-type a2a", "the student has 6 attention heads", "1 * 4"],
+        ),
+        ({TP: 0}, ["--tensor-model-parallel-size is 0"]),
+        ({EP: -1}, ["--expert-model-parallel-size is -1"]),
+    ],
+)
+def test_layouts_that_do_not_fit(changes, words):
+    with pytest.raises(MkdConfigError) as caught:
+        check_layout(layout(**changes))
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "sizes, tp, pp, words",
+    [
+        ({"group_query_attention": True, "num_query_groups": 3}, 2, 1, "2 does not divide the 3 key-value heads"),
+        ({"hidden_size": 50}, 3, 1, "3 does not divide the 50 hidden width"),
+        ({"ffn_hidden_size": 71}, 2, 1, "2 does not divide the 71 feed-forward width"),
+        ({"num_layers": 5}, 1, 2, "2 does not divide the 5 layers of the teacher"),
+    ],
+)
+def test_sizes_that_do_not_divide(sizes, tp, pp, words):
+    plain = {"num_attention_heads": 6, "hidden_size": 48, "ffn_hidden_size": 72, "num_layers": 6}
+    check_divisions("the teacher", {**plain, "group_query_attention": False, "num_query_groups": 1}, tp, 1)
+    with pytest.raises(MkdConfigError, match=words):
+        check_divisions("the teacher", {**plain, **sizes}, tp, pp)
+
+
+def test_key_value_heads_that_all_to_all_cannot_deal_out():
+    sizes = {"num_attention_heads": 8, "group_query_attention": True, "num_query_groups": 2}
+    for changes in ({TP: 2}, {CP: 2}, {CP: 4, "cp_comm_type": ["p2p"]}):
+        check_attention_heads("the teacher", sizes, layout(**{"cp_comm_type": ["a2a"], **changes}))
+    with pytest.raises(MkdConfigError, match=r"the teacher has 2 key-value heads.* 2 \* 2 context-parallel ranks"):
+        check_attention_heads("the teacher", sizes, layout(**{TP: 2, CP: 2, "cp_comm_type": ["a2a"]}))
+    hierarchy = {CP: 4, "cp_comm_type": ["a2a+p2p"], HIERARCHY: [2, 2]}
+    check_attention_heads("the teacher", sizes, layout(**hierarchy))
+    with pytest.raises(MkdConfigError, match="1 \\* 4 context-parallel ranks"):
+        check_attention_heads("the teacher", sizes, layout(**{**hierarchy, HIERARCHY: [4, 1]}))
+
+
+@pytest.mark.parametrize(
+    "changes, options, word",
+    [
+        (
+            {CP: 2, "bf16": True, TE: "local"},
+            {},
+            "--context-parallel-size 2 needs --transformer-impl transformer_engine",
+        ),
+        ({CP: 2}, {}, "--context-parallel-size 2 needs --bf16 or --fp16"),
+        ({}, {"packing": "best_fit"}, "--kd-packing best_fit needs --bf16 or --fp16"),
+        ({"bf16": True}, {"packing": "best_fit", "teacher_dtype": "fp32"}, "--kd-teacher-dtype fp32"),
+        ({"bf16": True, CP: 2, "cp_comm_type": ["all_gather"]}, {"packing": "best_fit"}, "all_gather .* p2p or a2a"),
+    ],
+)
+def test_attention_that_gpus_do_not_have(monkeypatch, changes, options, word):
+    args, kd = layout(**{TE: "transformer_engine", **changes}), KDConfig(teacher_hf=["T"], ratio=0.5, **options)
+    monkeypatch.setattr(cpu, "is_target", lambda: True)
+    check_attention_kernels(args, kd)
+    monkeypatch.setattr(cpu, "is_target", lambda: False)
+    check_attention_kernels(layout(), KDConfig(teacher_hf=["T"], ratio=0.5))
+    check_attention_kernels(layout(**{CP: 2, "bf16": True, TE: "transformer_engine"}), replace(kd, teacher_dtype=None))
+    with pytest.raises(MkdConfigError, match=word):
+        check_attention_kernels(args, kd)
+
+
+@pytest.mark.parametrize(
+    "changes, flag",
+    [
+        ({"cuda_graph_impl": "local"}, "--cuda-graph-impl"),
+        ({"tp_comm_overlap": True}, "--tp-comm-overlap"),
+        ({"num_experts": 4, "moe_token_dispatcher_type": "allgather"}, "--moe-token-dispatcher-type allgather"),
+    ],
+)
+def test_flags_that_fix_lengths(changes, flag):
+    check_variable_lengths(layout(moe_token_dispatcher_type="allgather"))
+    with pytest.raises(MkdConfigError, match=f"--kd-variable-seq-lengths .* {flag}"):
+        check_variable_lengths(layout(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes, multiple",
+    [
+        ({}, 1),
+        ({TP: 3}, 1),
+        ({TP: 3, "sequence_parallel": True}, 3),
+        ({CP: 2}, 4),
+        ({CP: 2, TP: 3, "sequence_parallel": True}, 12),
+        ({CP: 4, TP: 4, "sequence_parallel": True}, 16),
+    ],
+)
+def test_what_rows_are_a_multiple_of(changes, multiple):
+    assert length_multiple(layout(**changes)) == multiple
+
+
+@pytest.mark.parametrize("name", ["num_layers", "seq_length", "micro_batch_size", "train_iters", "lr", "eval_interval"])
+def test_required_flags(name):
+    args = layout(train_iters=3, lr=0.1, eval_interval=2)
+    check_required(args)
+    setattr(args, name, None)
+    with pytest.raises(MkdConfigError, match=f"--{name.replace('_', '-')} is missing"):
+        check_required(args)
+
+
+def test_data_prefixes(tmp_path):
+    blend, per_split = tmp_path / "blend", tmp_path / "per_split"
+    blend.write_text("1 a 2 b")
+    per_split.write_text('{"train": ["a"], "valid": "0.5 b 0.5 c", "test": null}')
+    cases = [
+        ({"data_path": ["a"]}, ["a"]),
+        ({"data_path": ["a", "b"]}, ["a", "b"]),
+        ({"data_path": ["0.3", "a", "0.7", "b"]}, ["a", "b"]),
+        ({"train_data_path": ["a"], "valid_data_path": ["1", "b"]}, ["a", "b"]),
+        ({"data_args_path": str(blend)}, ["a", "b"]),
+        ({"per_split_data_args_path": str(per_split)}, ["a", "b", "c"]),
+        ({"mock_data": True}, []),
+    ]
+    for changes, expected in cases:
+        assert data_prefixes(layout(**changes)) == expected
+    for changes in ({}, {"data_args_path": "nowhere"}):
+        with pytest.raises(MkdDataError):
+            data_prefixes(layout(**changes))
+
+
+ROPE = {**LLAMA3_ROPE, "rope_theta": 5000.0}
+TEACHER = {"rope_parameters": ROPE, "tie_word_embeddings": True, "rms_norm_eps": 3e-4, "num_hidden_layers": 3}
+
+
+@pytest.fixture(scope="module")
+def architecture(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Of a teacher whose every fact differs from Megatron's defaults."""
+    folder = make_llama(tmp_path_factory.mktemp("teacher"), **TEACHER)
+    return read_architecture(HFFolder(folder, "--kd-teacher-hf"))[1]
+
+
+def student(odd: bool) -> Namespace:
+    """A student's arguments. If `odd`, everything that is not the layout's or the machine's has a strange value."""
+    args = arguments.default_arguments()
+    if odd:
+        numbers = itertools.count(7)
+        for name, value in vars(args).items():
+            kinds = {bool: not value, int: next(numbers), float: next(numbers) + 0.5}
+            if name not in arguments._SHARED_WITH_TEACHER:
+                setattr(args, name, kinds.get(type(value), "odd"))
+    on_cpu = {"transformer_impl": "local", "use_cpu_initialization": True, "apply_rope_fusion": False}
+    vars(args).update(on_cpu, rank=0, world_size=1, seq_length=32, padded_vocab_size=256, params_dtype=torch.float32)
+    vars(args).update(bias_swiglu_fusion=False, gradient_accumulation_fusion=False, no_persist_layer_norm=True)
+    return args
+
+
+def test_nothing_of_the_student_leaks_into_the_teacher(architecture):
+    assert not set(architecture) & set(arguments._SHARED_WITH_TEACHER)
+    plain = teacher_arguments(architecture, student(odd=False), None)
+    odd = teacher_arguments(architecture, student(odd=True), None)
+    assert vars(odd) == vars(plain)
+    assert vars(student(odd=True)) != vars(student(odd=False))
+    a, b = gpt_config(plain), gpt_config(odd)
+    assert {**vars(a), "transformer": None} == {**vars(b), "transformer": None}
+    different = {
+        name
+        for name, value in vars(a.transformer).items()
+        if value != getattr(b.transformer, name) and not callable(value)
+    }
+    assert different == set()
+
+
+def test_the_teacher_is_what_its_config_json_says(architecture):
+    config = gpt_config(teacher_arguments(architecture, student(odd=True), "bf16"))
+    t = config.transformer
+    assert (t.num_layers, t.hidden_size, t.ffn_hidden_size) == (3, 48, 72)
+    assert (t.num_attention_heads, t.num_query_groups, t.kv_channels) == (6, 2, 16)
+    assert (t.normalization, t.layernorm_epsilon, t.add_bias_linear, t.gated_linear_unit) == (
+        "RMSNorm",
+        3e-4,
+        False,
+        True,
+    )
+    assert (config.rotary_base, config.rope_scaling, config.rope_scaling_factor) == (5000, True, 32.0)
+    assert config.share_embeddings_and_output_weights
+    assert config.position_embedding_type == "rope"
+    assert (t.hidden_dropout, t.attention_dropout, t.bf16, t.params_dtype) == (0.0, 0.0, True, torch.bfloat16)
+    assert t.virtual_pipeline_model_parallel_size is None and t.fp8 is None
+
+
+@pytest.mark.parametrize(
+    "dtype, expected",
+    [
+        *((None, torch.float32), ("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)),
+        ("fp8", torch.bfloat16),
+    ],
+)
+def test_dtype_of_the_teacher(architecture, dtype, expected):
+    args = teacher_arguments(architecture, student(odd=False), dtype)
+    assert args.params_dtype == expected
+    assert args.fp8_param_gather == bool(args.fp8) == (dtype == "fp8")
+    assert (args.bf16, args.fp16) == (expected == torch.bfloat16, expected == torch.float16)
+
+
+def test_sequences_may_be_as_long_as_the_teacher_knows_positions(architecture):
+    args = student(odd=False)
+    args.seq_length = 96
+    assert teacher_arguments(architecture, args, None).seq_length == 96
+    args.seq_length = 97
+    with pytest.raises(MkdConfigError, match="--seq-length 97 is longer than the teacher's 96 positions"):
+        teacher_arguments(architecture, args, None)
+
+
+def test_a_dense_teacher_ignores_the_students_expert_parallelism(architecture):
+    args = student(odd=False)
+    args.expert_model_parallel_size, args.expert_tensor_parallel_size, args.num_experts = 2, 1, 4
+    teacher = teacher_arguments(architecture, args, None)
+    assert (teacher.num_experts, teacher.expert_model_parallel_size) == (None, 1)
+
+
+def test_a_checkpoint_of_another_layout_is_a_teacher_in_this_one(architecture):
+    """Megatron stores into how many parts the job that wrote it cut each weight."""
+    stored = {"tensor_parallel_num_weight_shards": 1, "expert_tensor_parallel_num_weight_shards": 1}
+    args = student(odd=False)
+    args.tensor_model_parallel_size = 2
+    config = gpt_config(teacher_arguments({**architecture, **stored}, args, None))
+    assert config.transformer.tensor_model_parallel_size == 2
+
+
+def test_has_checkpoint(tmp_path: Path):
+    assert not arguments.has_checkpoint(None)
+    assert not arguments.has_checkpoint(str(tmp_path))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    assert arguments.has_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "flag, value",
+    [
+        ("--cuda-graph-impl", "local"),
+        ("--overlap-moe-expert-parallel-comm", None),
+        ("--use-megatron-fsdp", None),
+        ("--use-torch-fsdp2", None),
+    ],
+)
+def test_flags_under_which_a_layers_output_cannot_be_reached(monkeypatch, flag, value):
+    args = parsed(monkeypatch, "--num-layers", 4, flag, *([value] if value else []))
+    check_layer_pairs((), args, teacher_layers=4)
+    with pytest.raises(MkdConfigError, match=f"--kd-hidden-loss does not work with {flag}"):
+        check_layer_pairs((LayerPair(1, 1),), args, teacher_layers=4)
+
+
+def test_pairs_of_layers_that_exist(monkeypatch):
+    args = parsed(monkeypatch, "--num-layers", 4)
+    check_layer_pairs((LayerPair(1, 8), LayerPair(4, 1)), args, teacher_layers=8)
+    for pair, words in ((LayerPair(5, 1), "student has no layer 5"), (LayerPair(1, 9), "teacher has no layer 9")):
+        with pytest.raises(MkdConfigError, match=words):
+            check_layer_pairs((LayerPair(1, 1), pair), args, teacher_layers=8)

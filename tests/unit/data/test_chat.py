@@ -1,0 +1,238 @@
+"""Conversations to tokens: which are the assistant's, what is left out, and what is refused before training."""
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mkd.data.sources.chat import ChatTemplate, ChatTokenizer, Conversation, EncodedChats
+from mkd.data.sources.stores import ChatStore, DocumentStore, chat_base, check_chat_file, is_chat_file, tokenize_chat
+from mkd.data.sources.text import RawBatch
+from mkd.errors import MkdDataError
+from tests.support.chats import FORGETFUL, MARKED, PLAIN, STRICT, chat_tokenizer, talk, write_lines
+from tests.support.e2e.small_job import END, write_data
+
+TALKS = [
+    talk("What is this?", "A test."),
+    talk("Grüße, 世界!", "Ünïcödé 🎈 here", system="Be brief."),
+    talk("one", "two", "three", "four\n\nwith lines", "five", "\nsix"),
+    talk("tail", "of a user", "without an answer"),
+]
+TAKES_ALL = (0.0, 1.0)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Tokenizers with templates of all kinds."""
+    root = tmp_path_factory.mktemp("tokenizers")
+    templates = {"marked": MARKED, "plain": PLAIN, "forgetful": FORGETFUL, "strict": STRICT, "none": None}
+    for name, template in templates.items():
+        chat_tokenizer(root / name, template)
+    return {name: root / name for name in templates}
+
+
+@pytest.fixture(scope="module")
+def templates(folders: dict[str, Path]) -> dict[str, ChatTemplate]:
+    return {name: ChatTokenizer(str(folder)).template for name, folder in folders.items() if name != "none"}
+
+
+def tokenized(file: Path, folder: Path, share: tuple[float, float] = TAKES_ALL) -> ChatStore:
+    tokenizer = ChatTokenizer(str(folder))
+    base = chat_base(str(file), tokenizer, str(file.parent / "cache"))
+    tokenize_chat(str(file), tokenizer, base, lambda text: None)
+    return ChatStore(base, share)
+
+
+def words(template: ChatTemplate, chat: Conversation) -> list[str]:
+    """What is supervised, run by run."""
+    ids, supervised = template.encode(chat)
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], supervised, [False])).astype(int)))
+    return [template.tokenizer.decode(ids[a:b]) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+
+
+@pytest.mark.parametrize("messages", TALKS)
+def test_marked_templates_are_as_transformers_says(templates: dict[str, ChatTemplate], messages: Any) -> None:
+    template = templates["marked"]
+    ids, supervised = template.encode(Conversation(messages))
+    wanted = template.tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    assert ids.tolist() == wanted["input_ids"]
+    assert supervised.tolist() == [bool(m) for m in wanted["assistant_masks"]]
+    assert supervised.any()
+    assert not supervised.all()
+
+
+@pytest.mark.parametrize("messages", TALKS)
+def test_plain_templates_give_the_same_by_prefixes(templates: dict[str, ChatTemplate], messages: Any) -> None:
+    for a, b in zip(*(templates[name].encode(Conversation(messages)) for name in ("marked", "plain")), strict=True):
+        assert a.tolist() == b.tolist()
+
+
+@pytest.mark.parametrize("name", ["marked", "plain"])
+def test_words_and_end_of_turn_are_learned(templates: dict[str, ChatTemplate], name: str) -> None:
+    template = templates[name]
+    assert words(template, Conversation(TALKS[1])) == [f"Ünïcödé 🎈 here{END}"]
+    assert words(template, Conversation(TALKS[2]))[0] == f"two{END}"
+    assert len(words(template, Conversation(TALKS[2]))) == 3
+
+
+@pytest.mark.parametrize("name", ["marked", "plain"])
+def test_the_end_token_is_a_target_though_it_pads(templates: dict[str, ChatTemplate], name: str) -> None:
+    tokenizer = templates[name].tokenizer
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id
+    ids, supervised = templates[name].encode(Conversation(TALKS[0]))
+    assert tokenizer.eos_token_id in ids[supervised]
+
+
+@pytest.mark.parametrize("name", ["marked", "plain"])
+def test_prompts_are_only_read(templates: dict[str, ChatTemplate], name: str) -> None:
+    line = json.dumps({"prompt": talk("a", "not this", "b"), "completion": talk("x", "but this")[1:]}).encode()
+    assert words(templates[name], Conversation.parse(line, "f")) == [f"but this{END}"]
+    line = json.dumps({"prompt": "question", "completion": "answer"}).encode()
+    assert words(templates[name], Conversation.parse(line, "f")) == [f"answer{END}"]
+
+
+def test_a_first_message_without_a_prompt_is_only_read(templates: dict[str, ChatTemplate]) -> None:
+    assert words(templates["plain"], Conversation(talk("x", "hello", "y", "z")[1:])) == [f"z{END}"]
+
+
+def test_templates_that_cannot_be_used(templates: dict[str, ChatTemplate], folders: dict[str, Path]) -> None:
+    with pytest.raises(
+        MkdDataError, match=r"f.jsonl, line 3: the chat template of --tokenizer-model .*forgetful rende"
+    ):
+        templates["forgetful"].encode(Conversation(TALKS[2], where="f.jsonl, line 3"))
+    with pytest.raises(MkdDataError, match=r"here: the chat template of .* refuses the conversation: no tools here"):
+        templates["strict"].encode(Conversation([{"role": "tool", "content": "42"}], where="here"))
+    with pytest.raises(MkdDataError, match="none has no chat template"):
+        _ = ChatTokenizer(str(folders["none"])).template
+
+
+BROKEN = {
+    "torn": ('{"messages": [', "f.jsonl, line 2: broken JSON"),
+    "list": ("[1]", "f.jsonl, line 2: a JSON list"),
+    "other keys": ('{"text": "a", "completion": "b"}', r"line 2: neither messages nor .*keys there: completion, text"),
+    "no list": ('{"messages": "hi"}', "line 2: messages is a str, not a list of messages"),
+    "no message": ('{"messages": ["hi"]}', "line 2: message 1 of messages is a str, not an object"),
+    "no role": ('{"messages": [{"content": "a"}]}', "line 2: message 1 of messages has the role None"),
+    "role": ('{"messages": [{"role": "robot", "content": "a"}]}', "message 1 of messages has the role 'robot'"),
+    "content": ('{"messages": [{"role": "user", "content": [1]}]}', "message 1 .* has a list as content"),
+    "tools": ('{"messages": [], "tools": 1}', "line 2: tools is a int"),
+    "surrogate": ('{"prompt": "\\ud800", "completion": "a"}', "line 2: message 1 of prompt: half a surrogate pair"),
+    "latin": (b'{"prompt": "\xe4"}', "line 2: not UTF-8"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_lines_are_named(folders: dict[str, Path], tmp_path: Path, case: str) -> None:
+    line, message = BROKEN[case]
+    file = write_lines(tmp_path / "f.jsonl", [{"messages": TALKS[0]}])
+    with file.open("ab") as out:
+        out.write(line if isinstance(line, bytes) else line.encode())
+    for read in (
+        lambda: check_chat_file(str(file), ChatTokenizer(str(folders["plain"]))),
+        lambda: tokenized(file, folders["plain"]),
+    ):
+        with pytest.raises(MkdDataError, match=message):
+            read()
+    assert not [path for path in (tmp_path / "cache").glob("*") if not path.name.startswith(".")]
+
+
+def test_a_broken_line_far_down_is_found_before_training(folders: dict[str, Path], tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "f.jsonl", [{"messages": TALKS[0]}] * 2000 + [{"messages": 3}])
+    check_chat_file(str(file), ChatTokenizer(str(folders["plain"])))
+    with pytest.raises(MkdDataError, match="line 2001: messages is a int"):
+        tokenized(file, folders["plain"])
+
+
+def test_files_that_are_none(folders: dict[str, Path], tmp_path: Path) -> None:
+    tokenizer = ChatTokenizer(str(folders["plain"]))
+    with pytest.raises(MkdDataError, match=r"--data-path .*missing.jsonl does not exist"):
+        check_chat_file(str(tmp_path / "missing.jsonl"), tokenizer)
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(MkdDataError, match=r"empty.jsonl is empty"):
+        check_chat_file(str(tmp_path / "empty.jsonl"), tokenizer)
+    with pytest.raises(MkdDataError, match=r"no conversation can be used \(0 conversations, .* left out 1 without a"):
+        tokenized(write_lines(tmp_path / "user.jsonl", [{"messages": talk("only me")}]), folders["plain"])
+
+
+def test_what_is_left_out_is_counted(folders: dict[str, Path], tmp_path: Path) -> None:
+    empty = [talk("", "a"), talk("a", " \n"), []]
+    unsupervised = [talk("nobody answers")]
+    calls = [*talk("add"), {"role": "assistant", "content": None, "tool_calls": [1]}, {"role": "tool", "content": ""}]
+    file = write_lines(tmp_path / "f.jsonl", [{"messages": m} for m in [*TALKS, *empty, *unsupervised]])
+    with file.open("a") as out:
+        out.write("\n  \n" + json.dumps({"prompt": talk("a", "b"), "completion": talk("c")}) + "\n")
+    store = tokenized(file, folders["marked"])
+    assert store.facts.conversations == len(store.lengths) == 4
+    assert store.facts.skipped == {"with an empty message": 3, "without a word of the assistant": 2}
+    assert "left out 3 with an empty message, left out 2 without a word" in str(store.facts)
+    assert not Conversation(calls).has_empty_message
+
+
+def test_stored_samples_are_the_encoded_ones(folders: dict[str, Path], tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "f.jsonl", [{"messages": messages} for messages in TALKS])
+    store, half = tokenized(file, folders["plain"]), tokenized(file, folders["plain"], (0.5, 1.0))
+    coded = [ChatTokenizer(str(folders["plain"])).template.encode(Conversation(messages)) for messages in TALKS]
+    for number, (ids, supervised) in enumerate(coded):
+        assert store.lengths[number] == len(ids)
+        for part, offset in ((store, 0), *(((half, 2),) if number >= 2 else ())):
+            seen = part.read(number - offset, 3, len(ids) - 4)
+            assert seen[0].tolist() == ids[3:-1].tolist()
+            assert seen[1].tolist() == supervised[3:-1].tolist()
+    assert store.facts.tokens == sum(len(ids) for ids, _ in coded)
+    assert store.facts.supervised == sum(supervised.sum() for _, supervised in coded)
+    assert store.facts.max_token_id == max(ids.max() for ids, _ in coded)
+    assert len(half.lengths) == 2
+
+
+def test_tokens_are_made_anew_when_file_or_template_changes(folders: dict[str, Path], tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "f.jsonl", [{"messages": TALKS[0]}])
+    plain, marked = (ChatTokenizer(str(folders[name])) for name in ("plain", "marked"))
+    first = chat_base(str(file), plain, None)
+    assert first == chat_base(str(file), plain, None)
+    assert first.parent == tmp_path / "cache"
+    assert first != chat_base(str(file), marked, None)
+    write_lines(file, [{"messages": TALKS[1]}] * 2)
+    assert first != chat_base(str(file), plain, None)
+
+
+def test_tokenizing_is_done_once_batch_by_batch(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_lines(tmp_path / "f.jsonl", [{"messages": talk(f"number {i}", str(i))} for i in range(100)])
+    whole = tokenized(file, folders["plain"])
+    monkeypatch.setattr("mkd.data.sources.text.BATCH_BYTES", 2000)
+    tokenizer, said = pickle.loads(pickle.dumps(ChatTokenizer(str(folders["plain"])))), []  # as workers get it
+    for _ in range(2):
+        tokenize_chat(str(file), tokenizer, tmp_path / "other", said.append)
+    assert len(said) == 1
+    other = ChatStore(tmp_path / "other", TAKES_ALL)
+    assert other.facts == whole.facts
+    assert other.lengths.tolist() == whole.lengths.tolist()
+    assert all(other.read(i, 0, n)[0].tolist() == whole.read(i, 0, n)[0].tolist() for i, n in enumerate(whole.lengths))
+
+
+def test_jobs_that_tokenize_at_the_same_time(folders: dict[str, Path], tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "f.jsonl", [{"messages": talk(f"number {i}", str(i))} for i in range(20)])
+    whole, tokenizer = tokenized(file, folders["plain"]), ChatTokenizer(str(folders["plain"]))
+    base = tmp_path / "other"
+
+    def while_another_job_does_it(batch: RawBatch) -> EncodedChats:
+        tokenize_chat(str(file), tokenizer, base, lambda text: None)
+        return tokenizer(batch)
+
+    tokenize_chat(str(file), while_another_job_does_it, base, lambda text: None)
+    assert ChatStore(base, TAKES_ALL).facts == whole.facts
+    assert sorted(path.name for path in tmp_path.glob("other*")) == ["other.bounds", "other.json", "other.tokens"]
+
+
+def test_documents_by_number(tmp_path: Path) -> None:
+    prefix = write_data(tmp_path / "text", [[1, 2, 3], [4, 5], [6, 7, 8, 9]])
+    assert not is_chat_file(str(prefix))
+    store = DocumentStore(str(prefix), (1 / 3, 1.0))
+    assert store.lengths.tolist() == [2, 4]
+    ids, targets = store.read(1, 1, 3)
+    assert ids.tolist() == [7, 8, 9]
+    assert targets.all()

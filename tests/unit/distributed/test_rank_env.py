@@ -1,0 +1,72 @@
+"""Environment variables of a rank."""
+
+import pytest
+
+from mkd.distributed.rank_env import be_a_rank, check_meeting_point
+from mkd.errors import MkdConfigError
+
+
+def test_a_process_by_itself_is_the_only_rank() -> None:
+    environ = {"HOME": "/home/me"}
+    be_a_rank(environ)
+    assert 0 < int(environ.pop("MASTER_PORT")) < 65536
+    assert environ == {
+        "HOME": "/home/me",
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+    }
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"RANK": "3", "WORLD_SIZE": "4", "SLURM_STEP_NUM_TASKS": "4"},
+        {"RANK": "0", "WORLD_SIZE": "16"},  # of a dry run
+        {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "node7", "MASTER_PORT": "29500", "LOCAL_RANK": "3"},
+    ],
+)
+def test_a_rank_stays_what_it_is(environ: dict[str, str]) -> None:
+    before = dict(environ)
+    be_a_rank(environ)
+    assert environ == before
+
+
+def test_one_task_of_slurm_is_a_job() -> None:
+    environ = {"SLURM_STEP_NUM_TASKS": "1", "MASTER_PORT": "29500"}
+    be_a_rank(environ)
+    assert (environ["WORLD_SIZE"], environ["MASTER_PORT"]) == ("1", "29500")
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "8"}, "SLURM_STEP_NUM_TASKS is 8, but WORLD_SIZE is not set"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE is 2"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, but RANK is not set"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK is 2, but WORLD_SIZE is 2"),
+        ({"RANK": "1"}, "RANK is 1, but WORLD_SIZE is 1"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE is '' in the environment; it must be a number"),
+        ({"WORLD_SIZE": "2", "RANK": "-1"}, "RANK is '-1'"),
+        ({"LOCAL_RANK": "x"}, "LOCAL_RANK is 'x'"),
+    ],
+)
+def test_one_of_several_that_does_not_know_which(environ: dict[str, str], words: str) -> None:
+    with pytest.raises(MkdConfigError, match=words):
+        be_a_rank(environ)
+
+
+def test_ranks_are_told_where_they_meet() -> None:
+    told = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
+    check_meeting_point(told)
+    for name, value, words in (
+        ("MASTER_ADDR", None, "WORLD_SIZE is 2, but MASTER_ADDR is not set: the host name"),
+        ("MASTER_ADDR", "", "MASTER_ADDR is not set"),
+        ("MASTER_PORT", None, "WORLD_SIZE is 2, but MASTER_PORT is not set: a free port"),
+        ("MASTER_PORT", "65536", "MASTER_PORT is 65536; a port is"),
+        ("MASTER_PORT", "tcp", "MASTER_PORT is 'tcp'"),
+    ):
+        environ = {key: text for key, text in {**told, name: value}.items() if text is not None}
+        with pytest.raises(MkdConfigError, match=words):
+            check_meeting_point(environ)

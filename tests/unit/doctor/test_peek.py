@@ -1,0 +1,47 @@
+"""The doctor's look into data: text, targets in colour, rows."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from mkd.doctor.peek import CONTEXT, TARGET, first_samples, painted, peek, rows_of
+from tests.support.chats import PLAIN, chat_tokenizer, talk, write_lines
+from tests.support.e2e.small_job import write_data
+
+
+def job(packing: str = "none", folder: str | None = None) -> SimpleNamespace:
+    kd = SimpleNamespace(packing=packing, packing_multiple=4, long_samples="split")
+    kind = "NullTokenizer" if folder is None else "HuggingFaceTokenizer"
+    args = SimpleNamespace(seq_length=32, seed=1, tokenizer_type=kind, tokenizer_model=folder)
+    return SimpleNamespace(kd=kd, args=args)
+
+
+def test_documents_are_targets(tmp_path):
+    samples = first_samples(str(write_data(tmp_path / "text", [[1, 2, 3], [4, 5]])), None)
+    assert [ids.tolist() for ids, _ in samples] == [[1, 2, 3], [4, 5]]
+    assert all(targets.all() for _, targets in samples)
+    assert painted(samples[0], None, most=2).plain == "1 2  ... (3 tokens)"
+
+
+def test_what_the_assistant_says_is_painted(tmp_path):
+    tokenizer = chat_tokenizer(tmp_path / "tokenizer", PLAIN)
+    file = write_lines(tmp_path / "chat.jsonl", [{"messages": talk("what is it?", "an import")}] * 3)
+    (sample, *_) = first_samples(str(file), str(tmp_path / "tokenizer"))
+    text = painted(sample, tokenizer, most=999)
+    styles = {text.plain[span.start : span.end]: span.style for span in text.spans}
+    assert styles["an import<|end|>"] == TARGET
+    assert next(style for part, style in styles.items() if "what is it?" in part) == CONTEXT
+    said: list[str] = []
+    peek(job(folder=str(tmp_path / "tokenizer")), [str(file)], 1, 999, lambda text: said.append(str(text)))
+    assert said[0] == f"{file}:" and "an import<|end|>" in said[1]
+    assert said[2].endswith("of the first 3 samples are targets") and not said[2].startswith("100")
+    assert "one a row" in said[-1]
+
+
+@pytest.mark.parametrize("packing, last", [("best_fit", "3 samples packed: 2 rows, 75.0%"), ("none", "3 rows, 50.0%")])
+def test_rows(packing, last):
+    samples = [(np.arange(n), np.ones(n, dtype=bool)) for n in (13, 17, 21)]
+    lines = rows_of(samples, job(packing))
+    assert last in lines[-1]
+    assert lines[0].endswith("of 32 places") and lines[0].startswith("row 0: ")

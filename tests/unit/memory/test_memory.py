@@ -1,0 +1,211 @@
+"""The memory estimate against sizes by hand and peaks that were measured. tests/dist/test_memory.py has real models."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from mkd.config.kd_config import KDConfig
+from mkd.config.teacher_fp8 import compute_in_fp8
+from mkd.memory import Workload, estimate, fullest, outside_of_torch
+from mkd.memory.activations import at_work_backward, kept_by_layers, layer_bytes
+from mkd.memory.estimate import (
+    ACTIVATIONS,
+    COMMUNICATOR_BYTES,
+    CONTEXT_BYTES,
+    GIB,
+    GRADIENTS,
+    HIDDEN,
+    LOGITS,
+    MAPS,
+    OPTIMIZER,
+    TEACHER,
+    WEIGHTS,
+    StageMemory,
+)
+from mkd.memory.logits import logit_bytes
+from mkd.memory.stages import chunks_of_stage, in_flight
+from tests.support.memory_jobs import llama_arguments
+
+TP, PP, VP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
+CP, DP, SP = "context_parallel_size", "data_parallel_size", {"sequence_parallel": True}
+
+
+def stages_of(kd: dict[str, Any] | None = None, on_gpu: bool = True, **changes: Any) -> list[StageMemory]:
+    """The models of tests/gpu/test_layouts.py: teacher of 0.9e9, student of 0.2e9 parameters."""
+    shape = {"padded_vocab_size": 32000, "seq_length": 1024, "micro_batch_size": 2, "global_batch_size": 16, **changes}
+    student = llama_arguments(8, 1024, 2816, 16, 4, True, **shape)
+    teacher = llama_arguments(16, 2048, 5632, 16, 8, False, **{**shape, VP: None})
+    return estimate(Workload(student, [teacher], KDConfig(teacher_hf=["T"], ratio=0.5, **(kd or {})), on_gpu))
+
+
+MEASURED = [
+    (4.54, {}, {}),
+    (7.68, {}, {"params_dtype": torch.float32, "bf16": False}),
+    (2.35, {}, {TP: 2, **SP}),
+    (2.79, {}, {PP: 2}),
+    (2.90, {}, {PP: 2, VP: 2}),
+    (3.83, {}, {DP: 2, "use_distributed_optimizer": True}),
+    (4.19, {}, {CP: 2}),
+    (3.94, {"teacher_offload": True}, {}),
+    (8.16, {}, {"seq_length": 4096, "micro_batch_size": 4}),
+]
+"""GiB that torch counted on the last stage of real runs, docs/benchmarks.md."""
+
+
+@pytest.mark.parametrize("peak, kd, changes", MEASURED, ids=[f"{kd or ''}{c or ''}" for _, kd, c in MEASURED])
+def test_peaks_that_were_measured(peak, kd, changes):
+    assert stages_of(kd, **changes)[-1].peak / GIB == pytest.approx(peak, rel=0.02)
+
+
+def test_the_8b_and_1b_step_that_was_measured():
+    """31.9 GiB without an optimizer."""
+    shape = {"padded_vocab_size": 128256, "seq_length": 4096, "micro_batch_size": 2, "global_batch_size": 2}
+    student = llama_arguments(16, 2048, 8192, 32, 8, True, **shape)
+    teacher = llama_arguments(32, 4096, 14336, 32, 8, False, **shape)
+    (stage,) = estimate(Workload(student, [teacher], KDConfig(teacher_hf=["T"], ratio=0.5), on_gpu=True))
+    assert stage.held[WEIGHTS] + stage.held[TEACHER] == pytest.approx(17.3 * GIB, rel=0.01)
+    assert stage.held[GRADIENTS] == pytest.approx(4.6 * GIB, rel=0.01)
+    assert (stage.peak - stage.held[OPTIMIZER]) / GIB == pytest.approx(31.9, rel=0.01)
+    compute_in_fp8(teacher)
+    (stage,) = estimate(Workload(student, [teacher], KDConfig(teacher_hf=["T"], ratio=0.5), on_gpu=True))
+    assert (stage.peak - stage.held[OPTIMIZER]) / GIB == pytest.approx(25.4, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("loss", "rows", "measured"),
+    [
+        *(("partition_kl", None, 1.47), ("partition_kl", 1536, 1.00), ("partition_kl", 768, 0.51)),
+        *(("p_kl", None, 2.10), ("gold", None, 1.61), ("gold_relaxed", None, 1.67)),
+    ],
+)
+def test_losses_between_tokenizers_that_were_measured(loss: str, rows: int | None, measured: float) -> None:
+    """GiB with the gradient of the hidden states, docs/benchmarks.md."""
+    shape = {"seq_length": 4096, "micro_batch_size": 1, "global_batch_size": 1}
+    student = llama_arguments(1, 2048, 8192, 32, 8, True, padded_vocab_size=128256, **shape)
+    teacher = llama_arguments(1, 4096, 14336, 32, 8, False, padded_vocab_size=151936, **shape)
+    kd = KDConfig(teacher_hf=["T"], ratio=0.5, xtoken_loss=loss, loss_chunk_rows=rows)
+    seen = logit_bytes(student, [teacher], kd, on_gpu=True) + 2 * 4096 * 2048
+    assert seen / GIB == pytest.approx(measured, rel=0.08)
+
+
+def test_a_layer_by_hand():
+    """Width 1024, 16 heads of 64, 4 groups, feed-forward 2816; Korthikanti et al. without what is not kept."""
+    args = llama_arguments(8, 1024, 2816, 16, 4, True, seq_length=512, micro_batch_size=2)
+    inputs = 4 * 1024  # of both parts, as they are and normalised
+    elements = inputs + (1024 + 256 + 256 + 1024) + 3 * 2816  # q, k, v, output; gate and up, and their product
+    statistics = 4 * 16
+    assert layer_bytes(args, 0, on_gpu=True).kept == 2 * 512 * (2 * elements + statistics)
+    args.hidden_dropout = 0.1
+    assert layer_bytes(args, 0, on_gpu=True).kept == 2 * 512 * (2 * elements + statistics + 2 * 1024)
+    args.hidden_dropout, args.tensor_model_parallel_size = 0.0, 2
+    assert layer_bytes(args, 0, on_gpu=True).kept == 512 * (2 * (elements + inputs) + statistics)
+    args.sequence_parallel = True
+    assert layer_bytes(args, 0, on_gpu=True).kept == 512 * (2 * elements + statistics)
+    args.context_parallel_size = 4
+    assert layer_bytes(args, 0, on_gpu=True).kept == 128 * (2 * elements + statistics)
+
+
+def test_recomputation():
+    shape = {"seq_length": 512, "micro_batch_size": 2, "transformer_impl": "transformer_engine"}
+    args = llama_arguments(8, 1024, 2816, 16, 4, True, **shape)
+    layer, entrance = layer_bytes(args, 0, on_gpu=True).kept, 2 * 512 * 2 * 1024
+    assert kept_by_layers(args, range(8), on_gpu=True) == 8 * layer
+    plain = at_work_backward(args, range(8), on_gpu=True)
+    args.recompute_granularity, args.recompute_method, args.recompute_num_layers = "full", "uniform", 1
+    assert kept_by_layers(args, range(8), on_gpu=True) == 8 * entrance
+    assert at_work_backward(args, range(8), on_gpu=True) == plain + layer
+    args.recompute_num_layers = 3
+    assert kept_by_layers(args, range(8), on_gpu=True) == 3 * entrance
+    assert at_work_backward(args, range(8), on_gpu=True) == plain + 3 * layer
+    args.recompute_method = "block"
+    assert kept_by_layers(args, range(8), on_gpu=True) == 3 * entrance + 5 * layer
+    args.recompute_granularity, args.recompute_modules = "selective", ["core_attn"]
+    assert kept_by_layers(args, range(8), on_gpu=True) == 8 * layer, "a fused kernel keeps no scores"
+    args.recompute_modules = ["mlp"]
+    assert kept_by_layers(args, range(8), on_gpu=True) == 8 * (layer - 2 * 512 * 2 * (1024 + 3 * 2816))
+
+
+def test_parts_by_hand():
+    (stage,) = stages_of({"loss_chunk_rows": 100})
+    hidden = 2 * 1024 * 2 * 2048
+    assert stage.phases["loss"][HIDDEN] == hidden
+    assert stage.phases["loss"][LOGITS] == (2 + 1) * 100 * 32000 * 2
+    first, last = stages_of({"loss_chunk_rows": 100}, **{PP: 2})
+    assert first.most(HIDDEN) == first.most(LOGITS) == 0
+    assert last.most(HIDDEN) == 8 * hidden, "of all microbatches of a step"
+    assert first.held[WEIGHTS] + 2 * 1024 == last.held[WEIGHTS], "an embedding each; the last norm"
+    (tp, *_) = stages_of({"loss_chunk_rows": 100}, **{TP: 2})
+    assert tp.most(LOGITS) == (2 + 2) * 100 * 16000 * 2
+    assert MAPS not in stage.held
+    (paired,) = stages_of({"hidden_loss": "1:2,2:4"})
+    assert paired.most(HIDDEN) == 3 * hidden and paired.held[MAPS] == 2 * 1024 * 2048 * 18
+
+
+def test_the_optimizer_is_cut_over_data_and_context_parallel_ranks():
+    whole = stages_of()[0].held
+    assert whole[OPTIMIZER] == 6 * whole[WEIGHTS] and whole[GRADIENTS] == 2 * whole[WEIGHTS]
+    cut = stages_of(use_distributed_optimizer=True, **{DP: 2, CP: 4})[0].held
+    assert cut[OPTIMIZER] * 8 == whole[OPTIMIZER]
+    small = {"use_precision_aware_optimizer": True, "main_params_dtype": torch.float16}
+    moments = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
+    assert stages_of(**small, **moments)[0].held[OPTIMIZER] == 3 * whole[WEIGHTS]
+    assert stages_of(optimizer_cpu_offload=True)[0].held.get(OPTIMIZER, 0) == 0
+
+
+def test_stages_of_a_pipeline():
+    args = llama_arguments(8, 64, 64, 4, 4, True, micro_batch_size=1, global_batch_size=16)
+    args.pipeline_model_parallel_size = 4
+    assert [chunks_of_stage(args, stage) for stage in (0, 3)] == [[range(2)], [range(6, 8)]]
+    assert [in_flight(args, stage) for stage in range(4)] == [4, 3, 2, 1]
+    args.virtual_pipeline_model_parallel_size = 2
+    assert [chunks_of_stage(args, stage) for stage in (0, 3)] == [
+        [range(1), range(4, 5)],
+        [range(3, 4), range(7, 8)],
+    ]
+    assert [in_flight(args, stage) for stage in range(4)] == [11, 9, 7, 5]
+    args.virtual_pipeline_model_parallel_size = None
+    args.pipeline_model_parallel_size, args.pipeline_model_parallel_layout = 2, "Et*3|t*5L"
+    assert [chunks_of_stage(args, stage) for stage in (0, 1)] == [[range(3)], [range(3, 8)]]
+    args.global_batch_size = 1
+    assert in_flight(args, 0) == 1
+
+
+def test_the_fullest_stage_and_what_torch_does_not_count():
+    stages = stages_of(**{PP: 4})
+    assert fullest(stages).peak == max(stage.peak for stage in stages)
+    args = llama_arguments(2, 64, 64, 4, 4, True)
+    assert outside_of_torch(args, 0.0) == CONTEXT_BYTES
+    assert outside_of_torch(args, 100.0) == CONTEXT_BYTES + 3.0
+
+
+def test_a_teacher_in_a_layout_of_its_own():
+    """Over eight ranks, each of which has a student: the LM head is whole on each, the rest is cut."""
+    shape = {"padded_vocab_size": 32000, "seq_length": 1024, "micro_batch_size": 2, "global_batch_size": 32}
+    shape |= {"world_size": 8, DP: 8}
+    student = llama_arguments(8, 1024, 2816, 16, 4, True, **shape)
+    kd = KDConfig(teacher_hf=["T"], ratio=0.5)
+
+    def stage(**sizes: Any) -> StageMemory:
+        teacher = llama_arguments(16, 2048, 5632, 16, 8, False, **{**shape, **sizes})
+        (found,) = estimate(Workload(student, [teacher], kd, on_gpu=True))
+        return found
+
+    alike, apart, piped = stage(), stage(**{TP: 8}, **SP), stage(**{TP: 2, PP: 4}, **SP)
+    head, norms = 2 * 32000 * 2048, 2 * 33 * 2048
+    rest = alike.held[TEACHER] - head - norms
+    assert apart.held[TEACHER] == rest / 8 + head + norms
+    layers = (rest - head) / 16
+    assert piped.held[TEACHER] == 4 * layers / 2 + head / 2 + head + 2 * 8 * 2048, "the fullest has the embedding"
+    assert apart.most(HIDDEN) == 2 * alike.most(HIDDEN), "of both microbatches of a step"
+    assert apart.phases["loss"][LOGITS] == alike.phases["loss"][LOGITS]
+    teacher = llama_arguments(2, 64, 64, 4, 4, True, **{TP: 8})
+    args = llama_arguments(2, 64, 64, 4, 4, True)
+    assert outside_of_torch(args, 0.0, [teacher]) == CONTEXT_BYTES + 2 * COMMUNICATOR_BYTES
+
+
+def test_more_parallelism_never_takes_more():
+    one = stages_of()[0]
+    for changes in ({TP: 2}, {TP: 2, **SP}, {CP: 2}, {DP: 2, "use_distributed_optimizer": True}, {PP: 2}):
+        assert stages_of(**changes)[0].peak < one.peak
+    assert stages_of(**{TP: 2, **SP})[0].most(ACTIVATIONS) < stages_of(**{TP: 2})[0].most(ACTIVATIONS)

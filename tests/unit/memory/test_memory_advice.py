@@ -1,0 +1,92 @@
+"""What is advised where a run does not fit, and that it helps as told."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from mkd.config.kd_config import KDConfig
+from mkd.memory import Workload
+from mkd.memory.advice import CHANGES, advise, needed
+from tests.support.memory_jobs import llama_arguments
+
+TP, DP = "tensor_model_parallel_size", "data_parallel_size"
+
+
+def work(**changes: Any) -> Workload:
+    """Llama-3.2-1B's shape beside Llama-3.1-8B's, 8 ranks."""
+    shape = {"padded_vocab_size": 128256, "seq_length": 4096, "micro_batch_size": 4, "global_batch_size": 64}
+    shape |= {"world_size": 8, DP: 8, **changes}
+    student = llama_arguments(16, 2048, 8192, 32, 8, True, **shape)
+    teacher = llama_arguments(32, 4096, 14336, 32, 8, False, **shape)
+    return Workload(student, [teacher], KDConfig(teacher_hf=["T"], ratio=0.5), on_gpu=True)
+
+
+def test_each_change_saves_what_is_told():
+    run = work()
+    alone, _ = advise(run, 1e15)
+    told = {advice.flags: advice for advice in alone}
+    for advice in alone:
+        assert advice.needed + advice.saves == needed(run)
+    for flags in (
+        "--use-distributed-optimizer",
+        "--micro-batch-size 2",
+        "--kd-teacher-offload",
+        "--kd-teacher-tensor-model-parallel-size 8",
+        "--tensor-model-parallel-size 2",
+        "--pipeline-model-parallel-size 2",
+        "--context-parallel-size 2",
+    ):
+        assert flags in told
+    assert told["--micro-batch-size 2"].needed == needed(work(micro_batch_size=2))
+    assert told["--tensor-model-parallel-size 2"].needed == needed(work(**{TP: 2, DP: 4}))
+
+
+def test_what_saves_nothing_is_not_advised():
+    flags = {advice.flags for advice in advise(work(), 1e15)[0]}
+    assert not flags & {"--recompute-activations", "--sequence-parallel", "--bf16"}
+    done = work(use_distributed_optimizer=True, micro_batch_size=1, recompute_granularity="full")
+    done.student.recompute_method, done.student.recompute_num_layers = "uniform", 1
+    flags = {advice.flags for advice in advise(done, 1e15)[0]}
+    assert not any("recompute" in flag or "micro-batch" in flag or "optimizer" in flag for flag in flags)
+    local = work(transformer_impl="local")
+    assert "--recompute-activations" in {advice.flags for advice in advise(local, 1e15)[0]}
+    single = work(params_dtype=torch.float32, bf16=False)
+    assert "--bf16" in {advice.flags for advice in advise(single, 1e15)[0]}
+
+
+@pytest.mark.parametrize("gib", [50, 40, 30, 25])
+def test_together_they_fit_and_none_is_idle(gib):
+    run = work()
+    _, together = advise(run, gib * 2**30)
+    assert together.needed <= gib * 2**30 < needed(run)
+    chosen = {}
+    current = run
+    for flags, change in CHANGES:
+        if (changed := change(current)) is not None:
+            text = flags(changed) if callable(flags) else flags
+            if text in together.flags:
+                chosen[text], current = change, changed
+    assert needed(current) == together.needed
+    for left_out in chosen:
+        current = run
+        for text, change in chosen.items():
+            current = current if text == left_out else (change(current) or current)
+        assert needed(current) > gib * 2**30, f"{left_out} is not needed"
+
+
+def test_nothing_is_enough():
+    run = work()
+    alone, together = advise(run, 2**30)
+    assert together is None and alone
+
+
+def test_layouts_that_do_not_divide_are_not_advised():
+    run = work(world_size=2, **{DP: 2}, num_layers=15, num_query_groups=1)
+    flags = " ".join(advice.flags for advice in advise(run, 1e15)[0])
+    assert "tensor-model" not in flags and "pipeline-model" not in flags and "context-parallel-size 2" in flags
+    flags = [advice.flags for advice in advise(work(seq_length=4098), 1e15)[0]]
+    assert "--kd-teacher-tensor-model-parallel-size 2" in flags, "with sequence parallelism"
+    alone = replace(run, teachers=[])
+    assert "--kd-teacher-offload" not in " ".join(advice.flags for advice in advise(alone, 1e15)[0])

@@ -1,0 +1,326 @@
+"""mkd/report/metrics.py: what is measured and written, and when; the words are tested in test_console.py."""
+
+import json
+import math
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+
+from mkd.data.token_counts import TextSize
+from mkd.report import metrics
+from mkd.report.flops import FlopCounter
+from mkd.report.metrics import MetricsLog, Step
+from mkd.report.run_log import RunLog
+
+
+class Flops(FlopCounter):
+    """One TFLOP a token of the student, half of one of the teacher."""
+
+    def of_student(self, text: TextSize) -> float:
+        return 1e12 * text.tokens
+
+    def of_teachers(self, text: TextSize) -> float:
+        return 0.5e12 * text.tokens
+
+
+class Tracker:
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, dict[str, float]]] = []
+
+    def write(self, values: dict[str, float], iteration: int) -> None:
+        self.seen.append((iteration, values))
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time in seconds; a test sets it."""
+    time = [100.0]
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: time[0])
+    return time
+
+
+def make(file: Path | None, **changes: object) -> MetricsLog:
+    settings = {"train_iters": 10, "log_interval": 2, "writes": True, "ranks": 4, "on_gpus": True}
+    return MetricsLog(file=file, flops=Flops(Namespace(), []), **{**settings, **changes})
+
+
+def step(log: MetricsLog, iteration: int, *, losses: dict[str, float] | None = None, **changes: object) -> None:
+    losses = {"loss": 2.0, "ce": 3.0, "kd": 1.0} if losses is None else losses
+    values = {
+        "text": TextSize(24, 300, 32),
+        "lr": 1e-3,
+        "grad_norm": 0.5,
+        "skipped": False,
+        "ratio": 0.5,
+        "temperature": 2.0,
+        "waits": {"data": 0.5},
+        "peak_memory_gib": None,
+    }
+    log.iteration(Step(iteration, {name: torch.tensor(v) for name, v in losses.items()}, **{**values, **changes}))
+
+
+def lines(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_a_line_for_each_iteration(tmp_path, now):
+    file = tmp_path / "folder" / "metrics.jsonl"
+    log = make(file, peak_tflops=100.0)
+    log.start(0)
+    now[0] += 3.0  # an evaluation before the step is not the step's time
+    log.step_begins()
+    now[0] += 2.0
+    step(log, 1)
+    step(log, 2, losses={"loss": 1.0, "kd_2": -1e-9}, lr=None, grad_norm=None, skipped=True, peak_memory_gib=7.5)
+    step(log, 3, ratio=0.0)
+    first, second, third = lines(file)
+    assert first == {
+        "iteration": 1,
+        "loss": 2.0,
+        "ce": 3.0,
+        "kd": 1.0,
+        "grad_norm": 0.5,
+        "lr": 1e-3,
+        "tokens": 24,
+        "padding_tokens": 8,
+        "step_s": 2.0,
+        "tokens_per_s": 12.0,
+        "tokens_per_s_per_gpu": 3.0,
+        "student_tflops_per_gpu": 3.0,
+        "teacher_tflops_per_gpu": 1.5,
+        "mfu": 0.045,
+        "data_s": 0.5,
+        "elapsed_s": 5.0,
+        "skipped": False,
+        "ratio": 0.5,
+        "temperature": 2.0,
+    }
+    assert (second["lr"], second["grad_norm"], second["skipped"]) == (None, None, True)
+    assert second["kd_2"] == pytest.approx(-1e-9) and "ce" not in second and second["peak_memory_gib"] == 7.5
+    assert third["teacher_tflops_per_gpu"] == 0.0 and third["mfu"] == 0.03  # at R = 0 the teacher has not run
+
+
+def test_where_the_card_is_not_known_there_is_no_mfu(tmp_path, now):
+    log = make(tmp_path / "m.jsonl")
+    log.start(0)
+    now[0] += 1.0
+    step(log, 1)
+    assert "mfu" not in lines(tmp_path / "m.jsonl")[0]
+
+
+def test_console_line_is_the_mean_of_an_interval(capsys, now):
+    log = make(None)
+    log.start(0)
+    for iteration, kd in ((1, 0.5), (2, -0.75)):
+        log.step_begins()
+        now[0] += 2.0
+        step(log, iteration, losses={"loss": 1.0, "ce": 2.0 * iteration, "kd": kd})
+    out = capsys.readouterr().out
+    assert out.startswith("iteration  2/10 | loss   1.0000 | ce   3.0000 | kd  -0.1250 | grad norm   0.500 |")
+    assert out.endswith("ETA 0:00:16\n")
+
+
+def test_skipped_steps_are_counted_and_left_out_of_the_means(capsys, now):
+    log = make(None)
+    log.start(0)
+    now[0] += 1.0
+    step(log, 1, losses={"loss": 1.0})
+    step(log, 2, losses={"loss": math.inf}, skipped=True)
+    out = capsys.readouterr().out
+    assert "loss   1.0000" in out and "skipped 1" in out
+    step(log, 3, losses={"loss": math.nan}, skipped=True)
+    step(log, 4, losses={"loss": math.nan}, skipped=True)
+    out = capsys.readouterr().out
+    assert "skipped 2" in out and "loss" not in out
+
+
+def test_console_lines_at_intervals_and_at_the_end(capsys, now):
+    log = make(None, train_iters=5)
+    log.start(0)
+    for iteration in range(1, 6):
+        now[0] += 1.0
+        step(log, iteration)
+    assert [line.split(" |")[0] for line in capsys.readouterr().out.splitlines()] == [
+        "iteration 2/5",
+        "iteration 4/5",
+        "iteration 5/5",
+    ]
+
+
+def test_eta_of_a_resumed_run_counts_its_own_iterations(capsys, now):
+    log = make(None)
+    log.start(6)
+    now[0] += 20.0
+    step(log, 7)
+    now[0] += 20.0
+    step(log, 8)
+    assert capsys.readouterr().out.rstrip().endswith("ETA 0:00:40")  # 2 more at 20 s each
+
+
+def test_resuming_drops_the_lines_of_the_attempt_that_was_lost(tmp_path, now):
+    file = tmp_path / "metrics.jsonl"
+    log = make(file)
+    log.start(0)
+    for iteration in (1, 2, 3, 4):
+        now[0] += 1.0
+        step(log, iteration)
+        log.evaluation("valid", iteration, {"ce": torch.tensor(1.0)})
+    with file.open("a") as out:
+        out.write('{"iteration": 5, "lo')  # killed while it wrote
+    again = make(file)
+    again.start(2)
+    now[0] += 1.0
+    assert [line["iteration"] for line in lines(file)] == [1, 1, 2, 2]
+    step(again, 3)
+    assert [line["iteration"] for line in lines(file)] == [1, 1, 2, 2, 3]
+    assert RunLog.read(str(file)).curve("loss") == ([1, 2, 3], [2.0, 2.0, 2.0])
+    make(file).start(0)
+    assert file.read_text() == ""
+
+
+def test_a_torn_line_without_a_new_line_is_dropped_even_if_it_is_json(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"iteration": 1}\n{"iteration": 2}')
+    make(file).start(5)
+    assert [line["iteration"] for line in lines(file)] == [1]
+
+
+def test_damaged_lines_do_not_stop_a_job(tmp_path, capsys):
+    """As a machine leaves them that went down, or a hand."""
+    file = tmp_path / "metrics.jsonl"
+    damaged = [
+        "\0" * 40,
+        "",
+        "[1]",
+        '{"event": 1}',
+        '{"iteration": 3, "lo{"iteration": 3}',
+        '{"iteration": null}',
+        "\udcff",
+    ]
+    text = "\n".join(['{"iteration": 1}', *damaged, '{"iteration": 2}', '{"iteration": 4}']) + "\n"
+    file.write_bytes(text.encode(errors="surrogateescape"))
+    make(file).start(3)
+    assert file.read_text() == '{"iteration": 1}\n{"iteration": 2}\n'
+    assert capsys.readouterr().out == f"mkd: {file}: {len(damaged)} damaged lines are left out\n"
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path, now):
+    """JSON has no word for them, and most of its readers refuse the file."""
+    file = tmp_path / "metrics.jsonl"
+    log = make(file)
+    log.start(0)
+    now[0] += 1.0
+    step(log, 1, losses={"loss": math.nan}, grad_norm=math.inf)
+    log.evaluation("valid", 1, {"ce": torch.tensor(math.nan)}, {**CALIBRATION, "student": [math.nan, 0.5]})
+    assert "NaN" not in file.read_text() and "Infinity" not in file.read_text()
+    trained, evaluated = lines(file)
+    assert (trained["loss"], trained["grad_norm"], trained["skipped"]) == (None, None, False)
+    assert evaluated["valid_ce"] is None and evaluated["valid_calibration"]["student"] == [None, 0.5]
+    make(file).start(1)
+    assert RunLog.read(str(file)).curve("loss") == ([], [])
+
+
+def test_only_one_rank_writes(tmp_path, capsys):
+    file, tracker = tmp_path / "metrics.jsonl", Tracker()
+    file.write_text("kept")
+    log = make(file, writes=False, trackers=[tracker])
+    log.start(0)
+    step(log, 2)
+    log.evaluation("valid", 2, {"ce": torch.tensor(1.0)})
+    assert file.read_text() == "kept" and capsys.readouterr().out == "" and tracker.seen == []
+
+
+CALIBRATION = {
+    "tokens": [2500.0, 7500.0],
+    "share": [0.25, 0.75],
+    "teacher": [0.25, 0.75],
+    "student": [0.5, 0.5],
+    "agreement": [0.5, 1.0],
+}
+
+
+def test_evaluation(tmp_path, capsys):
+    file = tmp_path / "metrics.jsonl"
+    log = make(file)
+    log.start(0)
+    values = {"loss": 0.75, "ce": 2.0, "kd": -0.5, "teacher_ce": 1.0, "agreement": 0.625}
+    log.evaluation("valid", 4, {name: torch.tensor(value) for name, value in values.items()}, CALIBRATION)
+    log.evaluation("test", 9, {"ce": torch.tensor(800.0)})
+    log.evaluation("test", 9, {})
+    assert capsys.readouterr().out.count("\n") == 2  # no table: training has not ended
+    assert lines(file) == [
+        {
+            "iteration": 4,
+            "valid_loss": 0.75,
+            "valid_ce": 2.0,
+            "valid_kd": -0.5,
+            "valid_teacher_ce": 1.0,
+            "valid_agreement": 0.625,
+            "valid_perplexity": math.exp(2.0),
+            "valid_teacher_perplexity": math.e,
+            "valid_calibration_error": 0.25,
+            "valid_calibration": CALIBRATION,
+        },
+        {"iteration": 9, "test_ce": 800.0, "test_perplexity": None},
+    ]
+
+
+def test_the_last_evaluation_is_followed_by_a_table(tmp_path, capsys):
+    """Of a run that was resumed, before is what the file says."""
+    file = tmp_path / "metrics.jsonl"
+    log = make(file)
+    log.start(0)
+    log.evaluation("valid", 0, {"ce": torch.tensor(3.0), "kd": torch.tensor(1.5), "teacher_ce": torch.tensor(1.0)})
+    log.evaluation("valid", 5, {"ce": torch.tensor(2.5), "kd": torch.tensor(1.25), "teacher_ce": torch.tensor(1.0)})
+    again = make(file)
+    again.start(5)
+    capsys.readouterr()
+    values = {"ce": 2.0, "kd": 0.5, "teacher_ce": 1.0, "teacher_entropy": 0.75, "student_entropy": 1.5}
+    again.evaluation("valid", 10, {name: torch.tensor(value) for name, value in values.items()}, CALIBRATION)
+    table = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert table[0] == ["mkd:", "validation"]
+    assert table[1] == ["mkd:", "model", "cross-entropy", "perplexity", "KD", "entropy"]
+    assert table[2] == ["mkd:", "teacher", "1.0000", "2.72", "0.750"]
+    assert table[3] == ["mkd:", "student", "at", "iteration", "0", "3.0000", "20.09", "1.5000"]
+    assert table[4] == ["mkd:", "student", "at", "iteration", "10", "2.0000", "7.39", "0.5000", "1.500"]
+    assert table[-1] == ["mkd:", "0.5", "to", "1.0", "75.0%", "0.750", "0.500", "100.0%"]
+
+
+def test_calibration_of_few_tokens_is_one_line(tmp_path, capsys):
+    log = make(None)
+    log.start(0)
+    values = {"ce": torch.tensor(2.0)}
+    log.evaluation("valid", 10, values, {**CALIBRATION, "tokens": [250.0, 750.0]})
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "mkd: the teacher's most probable token: probability 0.625 from the teacher, 0.500 from the student; "
+        "calibration error 0.250 (1,000 tokens; a table of bins from 10,000 on)"
+    )
+    log.evaluation("valid", 10, values, CALIBRATION)
+    out = capsys.readouterr().out
+    assert "(10,000 tokens)\n" in out and "0.5 to 1.0" in out
+
+
+@pytest.mark.parametrize(("ce", "told"), [(2.4, True), (2.3, False)])
+def test_a_student_below_chance_is_explained_once(ce, told, capsys):
+    log = make(None, vocabulary=10)
+    log.start(0)
+    for iteration in (0, 5):
+        log.evaluation("valid", iteration, {"ce": torch.tensor(ce)})
+    assert capsys.readouterr().out.count("is above ln V = 2.30") == told
+
+
+def test_trackers_get_the_numbers_at_their_interval(now):
+    tracker = Tracker()
+    log = make(None, trackers=[tracker], tracker_interval=3, log_interval=100)
+    log.start(0)
+    now[0] += 1.0
+    for iteration in range(1, 4):
+        step(log, iteration, grad_norm=None)
+    log.evaluation("valid", 4, {"ce": torch.tensor(2.0)}, CALIBRATION)
+    (trained, values), (evaluated, validation) = tracker.seen
+    assert (trained, evaluated) == (3, 4)
+    assert values["kd"] == 1.0 and values["tokens"] == 24.0
+    assert not {"iteration", "grad_norm", "skipped"} & values.keys()
+    assert validation == {"valid_ce": 2.0, "valid_perplexity": math.exp(2.0), "valid_calibration_error": 0.25}
