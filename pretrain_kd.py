@@ -13,8 +13,8 @@ import sys
 import time
 
 from mkd import compat, cpu
-from mkd.compat.quiet import be_quiet
-from mkd.distributed.rank_env import be_a_rank, check_meeting_point
+from mkd.compat.quiet import silence_megatron
+from mkd.distributed.rank_env import check_rendezvous, default_rank_env
 from mkd.errors import FULL_DISK, MkdError
 
 
@@ -22,7 +22,7 @@ def prepare() -> None:
     """Get ready for megatron, which is imported only then: the CPU backend must be in place first."""
     if cpu.wanted():
         cpu.activate()
-    be_quiet(sys.argv[1:])
+    silence_megatron(sys.argv[1:])
     compat.use_prebuilt_dataset_helpers()
     compat.balance_experts_over_unequal_ranks()
 
@@ -40,7 +40,7 @@ def main() -> None:
     from mkd.job.job import Job
     from mkd.job.plan import dry_run, print_plan, record
     from mkd.job.resume import install_saving, settle_checkpoint
-    from mkd.job.teacher_check import introduce_teacher
+    from mkd.job.teacher_check import check_teacher_quality
     from mkd.job.training_loop import Hooks
     from mkd.train.schedule import TeacherThenStudent
 
@@ -51,7 +51,7 @@ def main() -> None:
         dry_run(job)
         return
 
-    check_meeting_point()
+    check_rendezvous()
     initialize_megatron()
     metrics = job.metrics()
     settle_checkpoint(args, job.kd, job.choice, job.teacher.source)
@@ -60,7 +60,7 @@ def main() -> None:
     teacher = job.build_teacher(groups)
     step = job.forward_step(groups)
     if teacher is not None:
-        introduce_teacher(teacher, datasets[1] or datasets[0], groups, job, step)
+        check_teacher_quality(teacher, datasets[1] or datasets[0], groups, job, step)
     record(job)
 
     schedule = TeacherThenStudent(
@@ -90,7 +90,7 @@ def main() -> None:
 def run() -> None:
     """As a command: what a user can mend is told in one line, and the exit status is 1."""
     try:
-        be_a_rank()
+        default_rank_env()
         main()
     except (MkdError, OSError) as error:
         if isinstance(error, OSError) and error.errno not in FULL_DISK:

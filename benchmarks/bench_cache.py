@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mkd.data.batch import KDBatch
 from mkd.teacher.cache.lookup import Lookup
-from mkd.teacher.cache.reader import StoredAnswers
+from mkd.teacher.cache.reader import CacheReader
 from mkd.teacher.cache.record_format import TokenRows, Values
 from mkd.teacher.cache.store import CacheMeta, TeacherStore
 from mkd.teacher.cache.writer import StoreWriter
@@ -65,7 +65,7 @@ def measure(args: argparse.Namespace, values: Values, top_k: int) -> dict[str, A
         folder = Path(root) / "cache"
         batches = write(folder, args, values)
         store = TeacherStore(folder, "--cache")
-        answers, seconds, busy = StoredAnswers(store, top_k, 1.0), [], []
+        answers, seconds, busy = CacheReader(store, top_k, 1.0), [], []
         for _ in range(args.repeats):
             began, worked = time.perf_counter(), time.process_time()
             for batch in batches:

@@ -34,7 +34,7 @@ from mkd.data.batch import KDBatch
 from mkd.distributed.groups import Groups
 from mkd.losses import LossOptions
 from mkd.models.gpt import gpt_config
-from mkd.teacher.cache.reader import StoredAnswers
+from mkd.teacher.cache.reader import CacheReader
 from mkd.teacher.cache.store import CacheMeta, TeacherStore
 from mkd.teacher.cache.teacher import CachedTeacher
 from mkd.teacher.cache.writer import StoreWriter
@@ -68,7 +68,7 @@ class Step:
     prepare: Callable[[], None]
     """What an optimizer does between steps: clears gradients. Not timed."""
     run: Callable[[], None]
-    """Forward and backward over one micro-batch."""
+    """Forward and backward over one microbatch."""
 
 
 def watch_layers(watch: Stopwatch, student_layers: nn.Module, teacher_layers: nn.Module) -> None:
@@ -89,7 +89,7 @@ def watch_layers(watch: Stopwatch, student_layers: nn.Module, teacher_layers: nn
 
 
 def draw_sample(args: Namespace) -> dict[str, Tensor]:
-    """A micro-batch [b, s] of random tokens, all of them supervised, as megatron's data loader gives it."""
+    """A microbatch [b, s] of random tokens, all of them supervised, as megatron's data loader gives it."""
     shape = (args.samples, args.seq_length)
     return {
         "tokens": torch.randint(0, args.vocab, shape, device="cuda"),
@@ -208,7 +208,7 @@ class MegatronModels:
             rows = made_up_rows(self.args.seq_length, self.args.vocab, top_k, np.random.default_rng(0))
             writer.add(key, rows)
         writer.flush()
-        answers = StoredAnswers(TeacherStore(folder, "--cache"), top_k, 1.0)
+        answers = CacheReader(TeacherStore(folder, "--cache"), top_k, 1.0)
         teacher = CachedTeacher(answers, self.groups, tolerant=False, row_length=self.args.seq_length)
         return self._trained(teacher, divergence, sample)
 

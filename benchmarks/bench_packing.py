@@ -1,4 +1,4 @@
-"""Padded rows, rows cut behind the longest text of a micro-batch, packed rows: real tokens a second of whole runs.
+"""Padded rows, rows cut behind the longest text of a microbatch, packed rows: real tokens a second of whole runs.
 
     python benchmarks/bench_packing.py --json packing.json
 
@@ -154,7 +154,7 @@ def main() -> None:
             rows.append(run(name, flags, folder, text, args))
             rows[-1]["speedup"] = rows[-1]["real_tokens_per_s"] / rows[0]["real_tokens_per_s"]
     card = "CPU" if args.small else torch.cuda.get_device_name()
-    print(f"{card}, rows of {args.seq_length} tokens, micro-batches of {args.micro_batch_size} rows\n")
+    print(f"{card}, rows of {args.seq_length} tokens, microbatches of {args.micro_batch_size} rows\n")
     print(markdown(COLUMNS, rows))
     if args.json is not None:
         args.json.write_text(

@@ -73,7 +73,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     for model, sizes in FULL.items():
         for name in SIZE_FLAGS:
             parser.add_argument(f"--{model}-{name}", type=int, help=f"(default: {getattr(sizes, name)})")
-    parser.add_argument("--samples", type=int, help="of a micro-batch (default: 2)")
+    parser.add_argument("--samples", type=int, help="of a microbatch (default: 2)")
     parser.add_argument("--seq-length", type=int, help="tokens of a sample (default: 4096)")
     parser.add_argument("--vocab", type=int, help="(default: 128256)")
     parser.add_argument("--small", action="store_true", help="small defaults for the sizes, for a CPU")

@@ -26,13 +26,13 @@ from mkd.errors import MkdCacheError, MkdError
 def prepare(flags: list[str]) -> None:
     """Get ready for Megatron, which is imported only then: the CPU backend must be in place first."""
     from mkd import compat, cpu
-    from mkd.compat.quiet import be_quiet
-    from mkd.distributed.rank_env import be_a_rank
+    from mkd.compat.quiet import silence_megatron
+    from mkd.distributed.rank_env import default_rank_env
 
-    be_a_rank()
+    default_rank_env()
     if cpu.wanted():
         cpu.activate()
-    be_quiet(flags)
+    silence_megatron(flags)
     compat.use_prebuilt_dataset_helpers()
     sys.argv[1:] = flags
 
@@ -52,7 +52,7 @@ def write(args: argparse.Namespace, flags: list[str]) -> None:
     from mkd.checkpoint.resume import check_same_teacher_everywhere
     from mkd.compat.stopping import StopSignals
     from mkd.distributed.groups import Groups
-    from mkd.distributed.rank_env import check_meeting_point
+    from mkd.distributed.rank_env import check_rendezvous
     from mkd.teacher.cache.writer import check_folder
 
     temperatures = tuple(args.temperature)
@@ -65,7 +65,7 @@ def write(args: argparse.Namespace, flags: list[str]) -> None:
     if job.kd.dry_run:
         job.data.check_all()
         return
-    check_meeting_point()
+    check_rendezvous()
     initialize_megatron()
     check_same_teacher_everywhere(job.meta.teacher, job.teacher.source.origin)
     groups, rows = Groups.from_megatron(), rows_of(job)
@@ -111,14 +111,14 @@ def compare(folder: Path, segments: int) -> None:
     from mkd.cache_build.verify import ask_again
     from mkd.cache_build.write import rows_of
     from mkd.distributed.groups import Groups
-    from mkd.distributed.rank_env import check_meeting_point
+    from mkd.distributed.rank_env import check_rendezvous
     from mkd.teacher.cache.store import CacheMeta
 
     meta = CacheMeta.read(folder, "verify")
     job = CacheJob.from_command_line(CacheOptions.of(folder, meta))
     if differences := meta.differences(job.meta):
         raise MkdCacheError(f"verify {folder} was written with something else (there, here: {'; '.join(differences)})")
-    check_meeting_point()
+    check_rendezvous()
     initialize_megatron()
     groups, rows = Groups.from_megatron(), rows_of(job)
     seen = ask_again(job, groups, job.teacher.build(groups), rows, segments, "verify")

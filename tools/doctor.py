@@ -48,7 +48,7 @@ def report_environment() -> int:
         parts = environment.inspect()
     width = max(len(part.name) for part in parts)
     for part in parts:
-        line = Text(f"{part.name:{width}s}  ").append(part.found or "missing", style=_colour(part))
+        line = Text(f"{part.name:{width}s}  ").append(part.found or "missing", style=_color(part))
         line.append(f": {part.trouble} -> {part.remedy}" if part.trouble else "")
         console.print(line, soft_wrap=True)
     failing = [part.name for part in parts if part.needed]
@@ -57,7 +57,7 @@ def report_environment() -> int:
     return 1 if failing else 0
 
 
-def _colour(part: environment.Part) -> str:
+def _color(part: environment.Part) -> str:
     return "red" if part.needed else "yellow" if part.trouble else "green"
 
 

@@ -58,10 +58,10 @@ UNITS = {
 TEACHERS = {"valid_ce": "valid_teacher_ce", "valid_bits_per_byte": "valid_teacher_bits_per_byte"}
 """What the teacher itself has there."""
 OBJECTIVES = ("loss", "kd", "valid_loss", "valid_kd", "test_loss", "test_kd")
-"""What means the same in two runs only if they minimise the same."""
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Told apart with any colour vision: Okabe and Ito, "Color Universal Design" (2008)."""
-GREY = "#6b7280"
+"""What means the same in two runs only if they minimize the same."""
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+"""Told apart with any color vision: Okabe and Ito, "Color Universal Design" (2008)."""
+GRAY = "#6b7280"
 
 
 def smooth(values: list[float], window: int) -> list[float]:
@@ -98,68 +98,64 @@ def _divergence(run: RunLog) -> str:
 
 
 def draw_panel(axes: Axes, name: str, runs: list[tuple[str, str, RunLog]], window: int | None) -> None:
-    """Draw one name for all runs that have it: (label, colour, log); training curves are means over `window` points.
+    """Draw one name for all runs that have it: (label, color, log); training curves are means over `window` points.
 
-    Where the name depends on what is minimised and the runs differ in that, a legend says what each has minimised.
+    Where the name depends on what is minimized and the runs differ in that, a legend says what each has minimized.
     """
-    there = [(label, colour, run) for label, colour, run in runs if run.series.get(name)]
+    there = [(label, color, run) for label, color, run in runs if run.series.get(name)]
     objectives = [objective(run) for _, _, run in there]
     differ = name in OBJECTIVES and len(set(objectives)) > 1
-    for (label, colour, run), minimised in zip(there, objectives, strict=True):
+    for (label, color, run), minimized in zip(there, objectives, strict=True):
         iterations, values = run.curve(name)
-        legend = f"{label}: {minimised}" if differ else None
+        legend = f"{label}: {minimized}" if differ else None
         if name.startswith("valid_"):
-            last = f"{label}: {values[-1]:.3f}" + (f" ({minimised})" if differ else "")
-            axes.plot(iterations, values, color=colour, marker="o", markersize=4, linewidth=1.6, label=last)
+            last = f"{label}: {values[-1]:.3f}" + (f" ({minimized})" if differ else "")
+            axes.plot(iterations, values, color=color, marker="o", markersize=4, linewidth=1.6, label=last)
             continue
         points = window or max(1, len(values) // 20)
         if points > 1:
-            axes.plot(iterations, values, color=colour, alpha=0.25, linewidth=0.8)
-        axes.plot(iterations, smooth(values, points), color=colour, linewidth=1.6, label=legend)
+            axes.plot(iterations, values, color=color, alpha=0.25, linewidth=0.8)
+        axes.plot(iterations, smooth(values, points), color=color, linewidth=1.6, label=legend)
     if name in TEACHERS:
         draw_teachers(axes, TEACHERS[name], there)
     if differ or name.startswith("valid_"):
         title = "not the same loss" if differ else "last value"
         axes.legend(loc="best", frameon=False, fontsize=9, title=title, title_fontsize=9)
     axes.set_title(PANELS.get(name, name), loc="left", fontsize=11)
-    axes.set_ylabel(UNITS.get(name, "nats per token"), color=GREY, fontsize=9)
+    axes.set_ylabel(UNITS.get(name, "nats per token"), color=GRAY, fontsize=9)
     if name in ("tokens_per_s", "peak_memory_gib"):
         axes.set_ylim(0.0, 1.1 * max(axes.dataLim.ymax, 1e-9))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, nbins=8, steps=(1, 2, 5, 10)))
     axes.tick_params(labelbottom=True)
     axes.grid(color="#e5e7eb", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(GREY)
-    axes.tick_params(colors=GREY, labelsize=9)
+    axes.spines[["left", "bottom"]].set_color(GRAY)
+    axes.tick_params(colors=GRAY, labelsize=9)
 
 
 def draw_teachers(axes: Axes, name: str, runs: list[tuple[str, str, RunLog]]) -> None:
-    """A dashed line at the teacher's own value; where runs differ in it, one for each in the run's colour."""
-    levels = [(label, colour, level) for label, colour, run in runs if (level := run.last(name)) is not None]
+    """A dashed line at the teacher's own value; where runs differ in it, one for each in the run's color."""
+    levels = [(label, color, level) for label, color, run in runs if (level := run.last(name)) is not None]
     same = len({f"{level:.3f}" for _, _, level in levels}) == 1
-    for label, colour, level in levels[:1] if same else levels:
+    for label, color, level in levels[:1] if same else levels:
         whose = "teacher" if same else f"teacher of {label}"
-        axes.axhline(
-            level, color=GREY if same else colour, linestyle="--", linewidth=1.2, label=f"{whose}: {level:.3f}"
-        )
+        axes.axhline(level, color=GRAY if same else color, linestyle="--", linewidth=1.2, label=f"{whose}: {level:.3f}")
 
 
 def draw(runs: list[RunLog], labels: list[str], panels: Sequence[str] = DEFAULT, window: int | None = None) -> Figure:
     """One panel for each of the names that any of the runs has; `window` as in `draw_panel`."""
-    coloured = [
-        (label, COLOURS[i % len(COLOURS)], run) for i, (label, run) in enumerate(zip(labels, runs, strict=True))
-    ]
+    colored = [(label, COLORS[i % len(COLORS)], run) for i, (label, run) in enumerate(zip(labels, runs, strict=True))]
     names = [name for name in panels if any(run.series.get(name) for run in runs)]
     columns = 2 if len(names) > 1 else 1
     rows = math.ceil(len(names) / columns)
     figure, grid = plt.subplots(rows, columns, figsize=(5.2 * columns, 0.6 + 3.3 * rows), squeeze=False, sharex=True)
     for axes, name in zip(grid.flat, names, strict=False):
-        draw_panel(axes, name, coloured, window)
+        draw_panel(axes, name, colored, window)
     for axes in grid.flat[len(names) :]:
         axes.set_visible(False)
     for axes in grid[-1]:
-        axes.set_xlabel("iteration", color=GREY)
-    handles = [plt.Line2D([], [], color=colour, linewidth=2, label=label) for label, colour, _ in coloured]
+        axes.set_xlabel("iteration", color=GRAY)
+    handles = [plt.Line2D([], [], color=color, linewidth=2, label=label) for label, color, _ in colored]
     figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.01, 1.0), ncols=min(4, len(runs)), frameon=False)
     figure.tight_layout(rect=(0, 0, 1, 1 - 0.35 / figure.get_figheight()))
     return figure

@@ -3,7 +3,7 @@
     python tools/show_alignment.py --student HF_DIR --teacher HF_DIR "Some text."
     python tools/show_alignment.py --student HF_DIR --teacher HF_DIR --file chat.jsonl --row 3
 
-Chunks have the same colour on both sides; | parts tokens of one chunk, and <<token>> is in no chunk: it has no
+Chunks have the same color on both sides; | parts tokens of one chunk, and <<token>> is in no chunk: it has no
 counterpart, or nothing predicts it, or it is not the assistant's.
 """
 
@@ -31,7 +31,7 @@ from mkd.xtoken.text.samples import AlignedSample, Passage, align_sample  # noqa
 from mkd.xtoken.text.token_bytes import surfaces_of  # noqa: E402
 from mkd.xtoken.text.tokens import SpanTokenizer  # noqa: E402
 
-COLOURS = ("black on cyan", "black on green", "black on yellow", "white on blue", "white on magenta")
+COLORS = ("black on cyan", "black on green", "black on yellow", "white on blue", "white on magenta")
 NO_COUNTERPART = "bold red"
 VISIBLE = {" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍"}
 
@@ -96,17 +96,17 @@ def _readable(surface: bytes) -> str:
         return "".join(f"\\x{byte:02x}" for byte in surface)
 
 
-def coloured(tokens: list[str], chunks: np.ndarray) -> Text:
-    """One side: tokens in the colours of their chunks."""
+def colored(tokens: list[str], chunks: np.ndarray) -> Text:
+    """One side: tokens in the colors of their chunks."""
     text = Text(overflow="fold")
     before = NO_CHUNK
     for token, chunk in zip(tokens, chunks.tolist(), strict=True):
         if chunk == NO_CHUNK:
             text.append(f" <<{token}>>", NO_COUNTERPART)
         else:
-            colour = COLOURS[chunk % len(COLOURS)]
-            text.append("|" if chunk == before else " ", colour if chunk == before else "")
-            text.append(token, colour)
+            color = COLORS[chunk % len(COLORS)]
+            text.append("|" if chunk == before else " ", color if chunk == before else "")
+            text.append(token, color)
         before = chunk
     return text
 
@@ -118,7 +118,7 @@ def show(sample: AlignedSample, student: SpanTokenizer, teacher: SpanTokenizer, 
         ("student", spellings(student, sample.student_ids), sample.alignment.student_chunk),
         ("teacher", spellings(teacher, sample.teacher_ids), sample.alignment.teacher_chunk),
     )
-    table.add_row(*(coloured(tokens, chunks) for _, tokens, chunks in sides))
+    table.add_row(*(colored(tokens, chunks) for _, tokens, chunks in sides))
     console.print(table)
     for name, tokens, chunks in sides:
         inside = int((chunks != NO_CHUNK).sum())

@@ -18,8 +18,8 @@ import matplotlib.pyplot as plt
 from matplotlib.ticker import MaxNLocator
 
 LABELS = {"ce": "text alone"}
-COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7")
-"""Told apart with any colour vision: Okabe and Ito, "Color Universal Design" (2008)."""
+COLORS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7")
+"""Told apart with any color vision: Okabe and Ito, "Color Universal Design" (2008)."""
 
 Curve = list[tuple[int, float]]
 """(iteration, bits per byte) of each evaluation of a training."""
@@ -40,11 +40,11 @@ def draw(trainings: dict[str, list[Curve]], out: Path) -> None:
     """Curves on the left, their ends on the right, where each training is a dot and their mean a line."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained", width_ratios=(3, 2))
     for number, (loss, curves) in enumerate(trainings.items()):
-        colour, label = COLOURS[number % len(COLOURS)], LABELS.get(loss, loss)
-        left.plot(*zip(*mean(curves)[1:], strict=True), marker="o", markersize=3.5, color=colour, label=label)
+        color, label = COLORS[number % len(COLORS)], LABELS.get(loss, loss)
+        left.plot(*zip(*mean(curves)[1:], strict=True), marker="o", markersize=3.5, color=color, label=label)
         ends = [points[-1][1] for points in curves]
-        right.plot([number] * len(ends), ends, "o", color=colour, alpha=0.6)
-        right.hlines(sum(ends) / len(ends), number - 0.3, number + 0.3, color=colour, linewidth=2)
+        right.plot([number] * len(ends), ends, "o", color=color, alpha=0.6)
+        right.hlines(sum(ends) / len(ends), number - 0.3, number + 0.3, color=color, linewidth=2)
     right.set_xticks(range(len(trainings)), [LABELS.get(loss, loss) for loss in trainings], rotation=15)
     left.set(xlabel="optimizer step", ylabel="held-out bits per byte", title="mean over orders of the samples")
     right.set(ylabel="held-out bits per byte", title="after the last step, each order a dot")

@@ -19,7 +19,7 @@ PROMPT="The with statement is used to"
 step() { printf '\n\033[1m[%3d s] %s\033[0m\n' "$SECONDS" "$*"; }
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Environment: a few minutes the first time (torch is large), no time at all afterwards.
+# Environment: a few minutes the first time (torch is large), no time at all afterward.
 
 bash tools/setup_env.sh
 export PATH="$PWD/.venv/bin:$PATH"

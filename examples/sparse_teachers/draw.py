@@ -21,8 +21,8 @@ SERIES = {
     "top": "K most probable, the others in a bucket",
     "renormalize": "K most probable, renormalized",
 }
-COLOURS = ("#009E73", "#0072B2", "#D55E00")
-"""Told apart with any colour vision: Okabe and Ito, "Color Universal Design" (2008)."""
+COLORS = ("#009E73", "#0072B2", "#D55E00")
+"""Told apart with any color vision: Okabe and Ito, "Color Universal Design" (2008)."""
 
 
 def last_evaluations(runs: Path) -> dict[str, dict]:
@@ -48,15 +48,15 @@ def draw(rows: dict[str, dict], out: Path) -> None:
     for axis, kinds in zip(axes, (("sampled", "top"), ("sampled", "top", "renormalize")), strict=True):
         for kind in kinds:
             points = series(rows, kind)
-            colour = COLOURS[list(SERIES).index(kind)]
+            color = COLORS[list(SERIES).index(kind)]
             values = [row["valid_ce"] for _, row in points]
-            axis.plot([k for k, _ in points], values, marker="o", color=colour, label=SERIES[kind])
+            axis.plot([k for k, _ in points], values, marker="o", color=color, label=SERIES[kind])
         axis.axhline(rows["full"]["valid_ce"], color="black", linewidth=1.2, label="whole distribution")
         axis.set_xscale("log", base=4)
         axis.set_xticks(ticks := [1, 4, 16, 64, 256], [str(k) for k in ticks])
         axis.set(xlabel="K, tokens or draws kept", ylabel="held-out cross-entropy, nats a token")
         axis.grid(alpha=0.3)
-    axes[1].axhline(rows["ce"]["valid_ce"], color="grey", linewidth=1.2, linestyle="--", label="text alone, no teacher")
+    axes[1].axhline(rows["ce"]["valid_ce"], color="gray", linewidth=1.2, linestyle="--", label="text alone, no teacher")
     figure.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(out, dpi=110)
 

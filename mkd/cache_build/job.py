@@ -4,7 +4,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
-from mkd.checkpoint.source import ModelSource, SeveralSources, common_vocabulary
+from mkd.checkpoint.source import EnsembleSource, ModelSource, common_vocabulary
 from mkd.config import arguments
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron_checks import check_attention_heads, check_divisions
@@ -170,7 +170,7 @@ class CacheJob:
                 )
         kd = KDConfig(**{name: flags[name] for name in _LOOKED_AT}, ratio=1.0)
         source = teacher_source(kd)
-        if isinstance(source, SeveralSources):
+        if isinstance(source, EnsembleSource):
             raise MkdConfigError(f"{source.origin} are several teachers, and a cache has the answers of one: name one")
         student = None if kd.student_hf is None else ModelSource.from_hf(kd.student_hf, "--kd-student-hf")
         given, one_epoch = args.tokenizer_model, _is_without_end(args, kd)

@@ -85,9 +85,9 @@ class Writing:
         if self._is_first_round:
             check_same_batch(batches[0], self._groups.mp, self._groups.cp)
         # Without pipeline stages there is no reason to hold more than one microbatch's hidden states.
-        at_once = micro_batches if self._groups.pp.size() > 1 else 1
-        for begin in range(0, micro_batches, at_once):
-            self._ask(batches[begin : begin + at_once])
+        per_call = micro_batches if self._groups.pp.size() > 1 else 1
+        for begin in range(0, micro_batches, per_call):
+            self._ask(batches[begin : begin + per_call])
         if self._is_first_round:
             self._introduce_teacher()
             self._is_first_round = False

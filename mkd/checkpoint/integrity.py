@@ -102,7 +102,7 @@ def hash_files(folder: Path, names: Sequence[str], into: str) -> None:
 
 
 def take_hashes(folder: Path, file: str) -> dict[str, str]:
-    """What `hash_files` wrote, none if it wrote nothing; the file is gone afterwards."""
+    """What `hash_files` wrote, none if it wrote nothing; the file is gone afterward."""
     try:
         hashes = json.loads((folder / file).read_text(encoding="utf-8"))
     except FileNotFoundError:

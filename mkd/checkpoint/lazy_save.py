@@ -1,4 +1,4 @@
-"""A torch_dist checkpoint written tensor by tensor: each block is made when it is written, and dropped afterwards."""
+"""A torch_dist checkpoint written tensor by tensor: each block is made when it is written, and dropped afterward."""
 
 from collections.abc import Callable
 from pathlib import Path

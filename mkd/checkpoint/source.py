@@ -100,7 +100,7 @@ class ModelSource:
 
 
 @dataclass(frozen=True)
-class SeveralSources:
+class EnsembleSource:
     """Of several teachers together."""
 
     sources: tuple[ModelSource, ...]

@@ -176,14 +176,14 @@ def install_training_hooks(hooks: TrainingHooks) -> None:
         evaluated = wanted
         return _quietly(training, evaluate_and_print, prefix, step, iterator, model, iteration, *rest, **options)
 
-    def evaluate_and_tell(*args: Any, **kwargs: Any) -> Any:
+    def evaluate_with_hooks(*args: Any, **kwargs: Any) -> Any:
         result = evaluate(*args, **kwargs)
         if result[0] is not None:
             hooks.after_evaluation(*evaluated, result[0])
             result = ({}, *result[1:])
         return result
 
-    def log_and_tell(*args: Any, **kwargs: Any) -> Any:
+    def log_with_hooks(*args: Any, **kwargs: Any) -> Any:
         call = inspect.signature(log).bind(*args, **kwargs).arguments
         hooks.after_iteration(
             call["iteration"],
@@ -197,9 +197,9 @@ def install_training_hooks(hooks: TrainingHooks) -> None:
 
     training.get_forward_backward_func = get_wrapped_schedule
     training.train = train_after_evaluation
-    training.evaluate = evaluate_and_tell
+    training.evaluate = evaluate_with_hooks
     training.evaluate_and_print_results = evaluate_at
-    training.training_log = log_and_tell
+    training.training_log = log_with_hooks
 
 
 def _evaluate_first(training: ModuleType, call: dict[str, Any]) -> None:

@@ -50,7 +50,7 @@ def install_checkpoint_hooks(hooks: CheckpointHooks) -> None:
     files = _WholeTracker(checkpointing.maybe_msc, hooks.replacing)
     saved = 0
 
-    def save_and_tell(state: Any, folder: str, *args: Any, **kwargs: Any) -> Any:
+    def save_with_hooks(state: Any, folder: str, *args: Any, **kwargs: Any) -> Any:
         hooks.before(Path(folder))
         request = save(state, folder, *args, **kwargs)
         if request is None:
@@ -78,7 +78,7 @@ def install_checkpoint_hooks(hooks: CheckpointHooks) -> None:
         if not training.get_args().async_save:
             hooks.published()
 
-    dist_checkpointing.save = save_and_tell
+    dist_checkpointing.save = save_with_hooks
     TorchDistSaveShardedStrategy.async_save = request_with_own_writer
     checkpointing.schedule_async_save = schedule_and_tell
     checkpointing.save_checkpoint = training.save_checkpoint = save_checkpoint_and_tell
@@ -191,7 +191,7 @@ def _told_when_not_saved(iteration: int) -> Iterator[None]:
 
 
 @contextmanager
-def tracker_says(iteration: int | None) -> Iterator[None]:
+def tracker_override(iteration: int | None) -> Iterator[None]:
     """Inside, megatron takes this iteration for what every tracker file names; None for a release.
 
     megatron-core 0.19 exits with status 0 on a tracker that it cannot read, before mkd has mended it.

@@ -34,7 +34,7 @@ MEMORY = r"\[Rank \d+\] \(.*\) memory \(MB\)"
 """A line of each rank after two steps and around each checkpoint, and where --log-memory-interval asks for it."""
 
 LOGGED = {
-    "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",  # in favour of one with Mamba layers
+    "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",  # in favor of one with Mamba layers
     "megatron.core.dist_checkpointing.strategies.torch": "MCore's async save is deprecated",  # also of other saves
     "megatron.core.rerun_state_machine": r"RerunStateMachine initialized|Setting RerunStateMachine mode|Result validat",
     "megatron.core.datasets.blended_dataset": "Building a BlendedDataset for a single",
@@ -51,7 +51,7 @@ WARNED: tuple[dict[str, Any], ...] = (
 """Python's warnings: arguments of `warnings.filterwarnings`."""
 
 
-def be_quiet(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> None:
+def silence_megatron(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> None:
     """Leave out what megatron prints about itself. This imports megatron: the CPU backend must be in place.
 
     Args:

@@ -93,7 +93,7 @@ class WorkerSignals:
                 os._exit(0)
 
 
-class _EvaluationIsLeft(Exception):
+class EvaluationAborted(Exception):
     """Raised on all ranks at once, between two steps of an evaluation."""
 
 
@@ -122,7 +122,7 @@ def install_stopping(stop: StopSignals) -> None:
         def run_or_stop(*, forward_only: bool = False, **options: Any) -> list[dict]:
             nonlocal trains
             if forward_only and stop.anywhere():
-                raise _EvaluationIsLeft
+                raise EvaluationAborted
             trains = trains or not forward_only
             return run(forward_only=forward_only, **options)
 
@@ -137,7 +137,7 @@ def install_stopping(stop: StopSignals) -> None:
         counted, mode = megatron_args.consumed_valid_samples, training.get_rerun_state_machine().get_mode()
         try:
             result = evaluate(forward_step, iterator, model, *args, **kwargs)
-        except _EvaluationIsLeft:
+        except EvaluationAborted:
             result = None, None, True
         megatron_args.kd_unfinished_evaluation = result[2]
         if result[2]:  # it ended early, by a signal or by megatron's time limit, and nothing was put back

@@ -21,7 +21,7 @@ from megatron.training.utils import get_blend_and_blend_per_split
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 from mkd import compat, cpu
-from mkd.compat.checkpoints import tracker_says
+from mkd.compat.checkpoints import tracker_override
 from mkd.config.kd_config import RUN_CHOICES, KDConfig
 from mkd.config.megatron_checks import (
     check_attention_kernels,
@@ -33,7 +33,7 @@ from mkd.config.megatron_checks import (
     check_variable_lengths,
 )
 from mkd.config.teacher_fp8 import compute_in_fp8
-from mkd.config.teacher_layout import SIZES, check_teacher_divides, has_own_layout, in_layout_of_teacher
+from mkd.config.teacher_layout import SIZES, check_teacher_divides, has_own_layout, teacher_layout_args
 from mkd.cpu.flags import set_cpu_values
 from mkd.errors import MkdCheckpointError, MkdConfigError, MkdDataError
 
@@ -46,12 +46,12 @@ CONTRADICTIONS: dict[str, str] = {
     "--freeze-all-layers": "--kd-ratio (the student is what is trained)",
     "--ddp-average-in-collective": "--kd-ratio (mkd divides once by the step's supervised tokens, over all ranks)",
     "--yaml-cfg": "flags such as --kd-ratio on the command line (mkd reads no YAML configuration)",
-    "--perform-rl-step": "--kd-ratio (mkd distils; it has no reinforcement learning)",
+    "--perform-rl-step": "--kd-ratio (mkd distills; it has no reinforcement learning)",
     "--hybrid-layer-pattern": "--num-layers or --kd-student-hf (mkd trains GPT models)",
     "--mtp-num-layers": "--num-layers or --kd-student-hf (mkd has no loss for multi-token prediction)",
 }
 
-# Megatron flags that mkd does not honour yet, and what to do without them.
+# Megatron flags that mkd does not honor yet, and what to do without them.
 UNSUPPORTED: dict[str, str] = {
     "--full-validation": "give --eval-iters (megatron-core 0.19 itself fails with it)",
     "--multiple-validation-sets": "give one set",
@@ -252,7 +252,7 @@ def _load_args_to_resume(args: Namespace) -> None:
     name = Path(args.kd_resume_from).name
     step, given = None if name == "release" else int(name.removeprefix("iter_")), args.ckpt_step
     args.ckpt_step = step
-    with tracker_says(step):
+    with tracker_override(step):
         load_args_from_checkpoint(args)
     args.ckpt_step = given
 
@@ -412,7 +412,7 @@ def teacher_arguments(
     teacher = Namespace(**{**vars(default_arguments()), **architecture, **_FROZEN})
     for name in _SHARED_WITH_TEACHER:
         setattr(teacher, name, getattr(args, name))
-    own = in_layout_of_teacher(args, sizes or {}, teacher.num_experts)
+    own = teacher_layout_args(args, sizes or {}, teacher.num_experts)
     for name in SIZES:
         setattr(teacher, name, getattr(own, name))
     row_flag, vocabulary = "--seq-length", args.padded_vocab_size

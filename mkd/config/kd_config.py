@@ -124,7 +124,7 @@ class KDConfig:
     probabilities are divided by their sum over the K, and the others get no gradient."""
 
     hidden_loss: str | None = field(default=None, metadata={"argparse_meta": {"metavar": "S:T,..."}})
-    """Pairs of layers, counted from 1: the student's hidden states after layer S are pulled towards the teacher's
+    """Pairs of layers, counted from 1: the student's hidden states after layer S are pulled toward the teacher's
     after layer T. Where the widths differ, a linear map from the student's to the teacher's is trained for each pair.
     Adds R * W * (sum over pairs of the distance) to the loss of a token."""
 

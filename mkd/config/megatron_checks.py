@@ -240,7 +240,7 @@ def check_attention_heads(model: str, sizes: dict[str, Any], args: Namespace) ->
 
 
 def check_variable_lengths(args: Namespace) -> None:
-    """Refuse flags that fix the length of all micro-batches beside --kd-variable-seq-lengths."""
+    """Refuse flags that fix the length of all microbatches beside --kd-variable-seq-lengths."""
     reasons = {
         "--cuda-graph-impl": (args.cuda_graph_impl != "none", "a CUDA graph has one shape"),
         "--tp-comm-overlap": (args.tp_comm_overlap, "its buffers have one shape"),

@@ -32,7 +32,7 @@ SIZES = (
 """Megatron arguments that describe a layout."""
 
 
-def in_layout_of_teacher(args: Namespace, given: Mapping[str, int], experts: int | None) -> Namespace:
+def teacher_layout_args(args: Namespace, given: Mapping[str, int], experts: int | None) -> Namespace:
     """The job's arguments as if its layout were the teacher's.
 
     Sequence parallelism comes with a tensor-parallel size of the teacher's own; otherwise it is as the student's.
@@ -74,7 +74,7 @@ def has_own_layout(teacher: Namespace, args: Namespace) -> bool:
 
 def row_multiple(args: Namespace, kd: KDConfig) -> int:
     """What the length of a row must be a multiple of, in tokens, for student and teacher to cut it."""
-    return math.lcm(length_multiple(args), length_multiple(in_layout_of_teacher(args, kd.teacher_sizes, None)))
+    return math.lcm(length_multiple(args), length_multiple(teacher_layout_args(args, kd.teacher_sizes, None)))
 
 
 def check_teacher_layout(args: Namespace, kd: KDConfig, experts: int | None) -> None:
@@ -88,7 +88,7 @@ def check_teacher_layout(args: Namespace, kd: KDConfig, experts: int | None) -> 
     Raises:
         MkdConfigError: naming the flag, its value and what it does not fit.
     """
-    own = in_layout_of_teacher(args, kd.teacher_sizes, experts)
+    own = teacher_layout_args(args, kd.teacher_sizes, experts)
     if kd.variable_seq_lengths and own.expert_model_parallel_size > 1 and args.moe_token_dispatcher_type == "allgather":
         raise MkdConfigError(
             "--kd-variable-seq-lengths does not work with --moe-token-dispatcher-type allgather, which the teacher's "
@@ -121,7 +121,7 @@ def check_teacher_divides(sizes: dict[str, Any], own: Namespace, args: Namespace
 
     Args:
         sizes: its architecture, by Megatron argument name.
-        own: see `in_layout_of_teacher`.
+        own: see `teacher_layout_args`.
         args: Megatron's, of the job.
     """
     with _naming_its_flags() if has_own_layout(own, args) else nullcontext():

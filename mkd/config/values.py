@@ -51,7 +51,7 @@ def require_ratio(flag: str, value: float) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class LossSpec:
-    """Which divergence is minimised, and at which temperature. Formulas: docs/losses.md."""
+    """Which divergence is minimized, and at which temperature. Formulas: docs/losses.md."""
 
     divergence: Divergence = "forward_kl"
     """With p the teacher and q the student: forward_kl is KL(p || q), reverse_kl KL(q || p), tvd 0.5 sum |p - q|;
@@ -141,7 +141,7 @@ class Schedule:
 
 @dataclass(frozen=True, order=True)
 class LayerPair:
-    """A student layer whose output is pulled towards a teacher layer's; both counted from 1."""
+    """A student layer whose output is pulled toward a teacher layer's; both counted from 1."""
 
     student: int
     teacher: int

@@ -1,6 +1,6 @@
 """Norm modules for sequence parallelism without Transformer Engine.
 
-Megatron's torch norms refuse sequence parallelism, though nothing in the computation forbids it: each rank normalises
+Megatron's torch norms refuse sequence parallelism, though nothing in the computation forbids it: each rank normalizes
 its own rows, and the weight's gradient is the sum over the tensor-parallel ranks. Megatron takes that sum over every
 parameter that carries `sequence_parallel = True`.
 """

@@ -51,7 +51,7 @@ class KDBatch:
     keys: tuple[bytes, ...] = ()
     """16 bytes for each segment of the whole microbatch in order, or for each row when nothing is packed: they depend
     on the segment's token ids without its padding and on nothing else."""
-    others: tuple["OtherSide", ...] = ()
+    others: tuple["TeacherTokens", ...] = ()
     """The same texts in the tokens of teachers that have other tokenizers, one for each of those."""
     number: int = 0
     """Among the microbatches of its step."""
@@ -105,7 +105,7 @@ class KDBatch:
             keys.append(segment_key(tokens[start : start + length]))
             if padding is not None:
                 padding.view(-1)[start : start + length] = False
-        others = tuple(OtherSide.from_sample(other, packed is not None) for other in sample.get(OTHERS, ()))
+        others = tuple(TeacherTokens.from_sample(other, packed is not None) for other in sample.get(OTHERS, ()))
         return cls(**tensors, padding=padding, packed=packed, keys=tuple(keys), others=others)
 
     @classmethod
@@ -210,7 +210,7 @@ class KDBatch:
 
 
 @dataclass(frozen=True)
-class OtherSide:
+class TeacherTokens:
     """A microbatch in the tokens of a teacher with another tokenizer, and how the two align.
 
     Its rows have the same texts in the same order; their number of tokens is their own. Chunks are runs of tokens of
@@ -234,7 +234,7 @@ class OtherSide:
     """[chunks] int64, the number of the text that each chunk lies in, on the host; see `KDBatch.with_texts`."""
 
     @classmethod
-    def from_sample(cls, sample: Mapping[str, Any], packed: bool) -> "OtherSide":
+    def from_sample(cls, sample: Mapping[str, Any], packed: bool) -> "TeacherTokens":
         """See `KDBatch.from_sample`; packed microbatches have one row."""
         before = torch.cumsum(sample["chunks"], 0) - sample["chunks"]
         numbers = [
@@ -246,7 +246,7 @@ class OtherSide:
         batch = KDBatch.from_sample(sample, None)
         return cls(batch, numbers[0], firsts[0], numbers[1], firsts[1], int(sample["chunks"].sum()))
 
-    def cp_slice(self, places: Tensor, rank: int, size: int) -> "OtherSide":
+    def cp_slice(self, places: Tensor, rank: int, size: int) -> "TeacherTokens":
         """What a context-parallel rank holds; `places` are those of the student's tokens that it has."""
         own = dual_chunk_places(self.batch.bounds, rank, size)
         return replace(

@@ -9,7 +9,7 @@ from mkd.data.batch import KDBatch, draw
 
 
 @dataclass(frozen=True)
-class Upcoming:
+class Lookahead:
     """Microbatches that megatron's iterator will give next; looking at them draws none."""
 
     iterator: Any
@@ -31,5 +31,5 @@ class Upcoming:
         return lambda: draw(iter(samples), len(samples), self.true_vocab, None, self.length_multiple)
 
 
-NOTHING = Upcoming(None, 0, 0, None, evaluating=True)
+NOTHING = Lookahead(None, 0, 0, None, evaluating=True)
 """Where it is not known what comes."""

@@ -10,7 +10,7 @@ TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 """How many processes srun or mpirun has started. Neither says so in WORLD_SIZE."""
 
 
-def be_a_rank(environ: MutableMapping[str, str] = os.environ) -> None:
+def default_rank_env(environ: MutableMapping[str, str] = os.environ) -> None:
     """Let a process that no launcher started be the only rank of its job.
 
     Args:
@@ -39,7 +39,7 @@ def be_a_rank(environ: MutableMapping[str, str] = os.environ) -> None:
             environ.setdefault(name, value)
 
 
-def check_meeting_point(environ: Mapping[str, str] = os.environ) -> None:
+def check_rendezvous(environ: Mapping[str, str] = os.environ) -> None:
     """Refuse to start where the ranks are not told where they meet.
 
     Raises:

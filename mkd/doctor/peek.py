@@ -42,7 +42,7 @@ def first_samples(name: str, tokenizer_folder: str | None) -> list[Sample]:
 
 
 def painted(sample: Sample, tokenizer: PreTrainedTokenizerBase | None, most: int) -> Text:
-    """A sample's first tokens as text, targets in another colour; as numbers where there is no tokenizer."""
+    """A sample's first tokens as text, targets in another color; as numbers where there is no tokenizer."""
     ids, targets = (part[:most] for part in sample)
     text = Text()
     for is_target, group in groupby(range(len(ids)), key=lambda place: bool(targets[place])):

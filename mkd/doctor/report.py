@@ -29,7 +29,7 @@ def show_plan(job: Job, console: Console) -> None:
 
 
 def show_data(job: Job, samples: int, tokens: int, findings: Findings, console: Console) -> None:
-    """The beginnings of a few samples of each file, targets coloured; for files that could be read."""
+    """The beginnings of a few samples of each file, targets colored; for files that could be read."""
     with findings.tolerate():
         names = arguments.data_prefixes(job.args)
         starts = tuple(start for name in names for start in (f"--data-path {name}", f"{name}, line"))

@@ -15,7 +15,7 @@ from megatron.core.num_microbatches_calculator import destroy_num_microbatches_c
 from megatron.training.global_vars import destroy_global_vars
 
 from mkd import cpu
-from mkd.checkpoint.source import ModelSource, SeveralSources, TeacherSource, common_vocabulary
+from mkd.checkpoint.source import EnsembleSource, ModelSource, TeacherSource, common_vocabulary
 from mkd.config import arguments
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron_checks import (
@@ -27,7 +27,7 @@ from mkd.config.megatron_checks import (
     check_transformer_engine,
     layout_checks,
 )
-from mkd.config.teacher_layout import check_teacher_divides, check_teacher_layout, in_layout_of_teacher
+from mkd.config.teacher_layout import check_teacher_divides, check_teacher_layout, teacher_layout_args
 from mkd.data.datasets import check_data
 from mkd.data.sources.chat import ChatTokenizer
 from mkd.data.sources.stores import check_chat_file, is_chat_file
@@ -82,7 +82,7 @@ def examine(launch: Launch, findings: Findings) -> Job | None:
 
 @contextmanager
 def _first_rank_of(ranks: int) -> Iterator[None]:
-    """The environment of a job's first rank; afterwards that of this process again."""
+    """The environment of a job's first rank; afterward that of this process again."""
     before = dict(os.environ)
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(ranks))
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # it may be set where the run starts: see check_cards
@@ -173,11 +173,11 @@ def _check_layout(findings: Findings, args: Namespace, kd: KDConfig | None, teac
         with findings.tolerate():
             check(args)
     sizes = {} if kd is None else kd.teacher_sizes
-    sources = teacher.sources if isinstance(teacher, SeveralSources) else [teacher] if teacher else []
+    sources = teacher.sources if isinstance(teacher, EnsembleSource) else [teacher] if teacher else []
     for source in sources if number > 1 else []:
         if source.architecture:  # a cache of answers has none
             with findings.tolerate():
-                own = in_layout_of_teacher(args, sizes, source.architecture.get("num_experts"))
+                own = teacher_layout_args(args, sizes, source.architecture.get("num_experts"))
                 check_teacher_divides(source.architecture, own, args)
         if kd is not None and number == len(layout_checks()):
             with findings.tolerate():

@@ -8,7 +8,7 @@ from typing import Any
 from mkd.config.kd_config import KDConfig
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdCacheError, MkdConfigError
-from mkd.teacher.cache.reader import StoredAnswers
+from mkd.teacher.cache.reader import CacheReader
 from mkd.teacher.cache.store import CacheMeta, TeacherStore
 from mkd.teacher.cache.teacher import CachedTeacher
 
@@ -59,7 +59,7 @@ class CacheSource:
 
 
 @dataclass(frozen=True)
-class CacheTeacher:
+class CachedTeacherSpec:
     """Stored answers that fit the job."""
 
     source: CacheSource
@@ -67,7 +67,7 @@ class CacheTeacher:
     row_length: int
 
     @classmethod
-    def of(cls, source: CacheSource, args: Namespace, kd: KDConfig, true_vocab: int) -> "CacheTeacher":
+    def of(cls, source: CacheSource, args: Namespace, kd: KDConfig, true_vocab: int) -> "CachedTeacherSpec":
         """See `job_teacher`.
 
         Raises:
@@ -129,7 +129,7 @@ class CacheTeacher:
         temperature = self.kd.temperature_over_time.start
         # To renormalize, no sum is needed.
         stored = temperature if temperature in self.source.meta.temperatures else 1.0
-        answers = StoredAnswers(self.source.store, self._top_k, stored)
+        answers = CacheReader(self.source.store, self._top_k, stored)
         tolerant = self.kd.cache_missing == "ce_only"
         return CachedTeacher(answers, groups, tolerant=tolerant, row_length=self.row_length)
 

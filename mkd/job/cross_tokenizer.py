@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from mkd.checkpoint.source import ModelSource, SeveralSources, TeacherSource, common_vocabulary, has_other_tokenizer
+from mkd.checkpoint.source import EnsembleSource, ModelSource, TeacherSource, common_vocabulary, has_other_tokenizer
 from mkd.config import arguments
 from mkd.config.kd_config import KDConfig
 from mkd.config.teacher_layout import row_multiple
@@ -174,7 +174,7 @@ def sort_teachers(
         MkdConfigError: as `common_vocabulary`, of a teacher with another tokenizer without --kd-xtoken-loss; or the
             flag is given and there is none.
     """
-    teachers = teacher.sources if isinstance(teacher, SeveralSources) else (teacher,)
+    teachers = teacher.sources if isinstance(teacher, EnsembleSource) else (teacher,)
     foreign = [one for one in teachers if kd.xtoken_loss and has_other_tokenizer(student_hash, one)]
     for one in teachers:
         if one not in foreign:

@@ -106,7 +106,7 @@ class JobData:
 
     @property
     def length_multiple(self) -> int | None:
-        """What micro-batches' lengths are rounded up to with --kd-variable-seq-lengths; None without it."""
+        """What microbatches' lengths are rounded up to with --kd-variable-seq-lengths; None without it."""
         return row_multiple(self.args, self.kd) if self.kd.variable_seq_lengths else None
 
     def _row_sets(self, config: GPTDatasetConfig) -> RowSets:

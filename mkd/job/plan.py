@@ -62,7 +62,7 @@ def plan(job: Job) -> dict[str, str]:
         "layout": _layout(args, args.world_size),
         **_teacher_layouts(job),
         **({"rows": _rows(job)} if job.data.has_own_rows else {}),
-        "batch": f"{args.global_batch_size} samples of {args.seq_length} tokens, micro-batch {args.micro_batch_size}",
+        "batch": f"{args.global_batch_size} samples of {args.seq_length} tokens, microbatch {args.micro_batch_size}",
         "steps": f"{args.train_iters} iterations",
         "vocabulary": f"{job.true_vocab} tokens, padded to {args.padded_vocab_size}",
         **({"changed": "; ".join(job.notes)} if job.notes else {}),

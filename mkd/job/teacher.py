@@ -7,20 +7,20 @@ from typing import Protocol
 import torch
 from megatron.training.models import GPTModelConfig
 
-from mkd.checkpoint.source import ModelSource, SeveralSources, TeacherSource
+from mkd.checkpoint.source import EnsembleSource, ModelSource, TeacherSource
 from mkd.config import arguments
 from mkd.config.kd_config import KDConfig
 from mkd.config.teacher_fp8 import check_fp8_teacher
 from mkd.config.teacher_layout import check_teacher_layout, has_own_layout
 from mkd.distributed.groups import Groups, OwnLayout, ParallelSizes
 from mkd.errors import MkdConfigError
-from mkd.job.cached_teacher import CacheSource, CacheTeacher
+from mkd.job.cached_teacher import CachedTeacherSpec, CacheSource
 from mkd.job.cross_tokenizer import CrossTokenizers
 from mkd.models.gpt import gpt_config
-from mkd.teacher.ensemble import AveragedTeachers, SelectingTeachers, SeveralTeachers
+from mkd.teacher.ensemble import AveragedTeachers, SelectingTeachers, TeacherEnsemble
 from mkd.teacher.interface import Teacher
 from mkd.teacher.online import OnlineTeacher
-from mkd.teacher.resharded.teacher import LaidOutTeacher
+from mkd.teacher.resharded.teacher import ReshardedTeacher
 
 
 class JobTeacher(Protocol):
@@ -56,7 +56,7 @@ def teacher_source(kd: KDConfig) -> TeacherSource:
     """
     if kd.teacher_hf is not None:
         sources = tuple(ModelSource.from_hf(folder, "--kd-teacher-hf") for folder in kd.teacher_hf)
-        return sources[0] if len(sources) == 1 else SeveralSources(sources)
+        return sources[0] if len(sources) == 1 else EnsembleSource(sources)
     if kd.teacher_load is not None:
         return ModelSource.from_megatron(kd.teacher_load, "--kd-teacher-load")
     return CacheSource.open(kd.teacher_cache, "--kd-teacher-cache")
@@ -78,16 +78,16 @@ def job_teacher(
         MkdError: it cannot serve this job.
     """
     if isinstance(source, CacheSource):
-        return CacheTeacher.of(source, args, kd, true_vocab)
+        return CachedTeacherSpec.of(source, args, kd, true_vocab)
     _check_experts(source, kd)
-    if isinstance(source, SeveralSources):
-        return SeveralModels.of(source, args, kd, true_vocab, cross)
+    if isinstance(source, EnsembleSource):
+        return EnsembleModels.of(source, args, kd, true_vocab, cross)
     return ModelTeacher.of(source, args, kd, true_vocab, cross)
 
 
 def _check_experts(source: TeacherSource, kd: KDConfig) -> None:
     """Refuse sizes of expert parallelism where no teacher has experts."""
-    sources = source.sources if isinstance(source, SeveralSources) else (source,)
+    sources = source.sources if isinstance(source, EnsembleSource) else (source,)
     for name, size in kd.teacher_sizes.items():
         if name.startswith("expert") and all(one.architecture.get("num_experts") is None for one in sources):
             raise MkdConfigError(
@@ -176,7 +176,7 @@ class ModelTeacher:
             return OnlineTeacher(self.config, groups, head_columns=columns, **common)
         if columns is None:
             columns = torch.arange(self.job_args.padded_vocab_size).chunk(groups.tp.size())[groups.tp.rank()]
-        return LaidOutTeacher(
+        return ReshardedTeacher(
             self.config,
             self._layout({} if layouts is None else layouts),
             groups,
@@ -205,17 +205,17 @@ class ModelTeacher:
 
 
 @dataclass(frozen=True)
-class SeveralModels:
+class EnsembleModels:
     """Models that run one after the other beside the student."""
 
-    source: SeveralSources
+    source: EnsembleSource
     teachers: tuple[ModelTeacher, ...]
     kd: KDConfig
 
     @classmethod
     def of(
-        cls, source: SeveralSources, args: Namespace, kd: KDConfig, true_vocab: int, cross: CrossTokenizers | None
-    ) -> "SeveralModels":
+        cls, source: EnsembleSource, args: Namespace, kd: KDConfig, true_vocab: int, cross: CrossTokenizers | None
+    ) -> "EnsembleModels":
         """See `job_teacher`.
 
         Raises:
@@ -255,9 +255,9 @@ class SeveralModels:
         """See `JobTeacher`."""
         return self.teachers[0].looks_at
 
-    def build(self, groups: Groups) -> SeveralTeachers:
+    def build(self, groups: Groups) -> TeacherEnsemble:
         """See `JobTeacher`."""
-        kinds = {"sum": SeveralTeachers, "averaged_logits": AveragedTeachers, "select": SelectingTeachers}
+        kinds = {"sum": TeacherEnsemble, "averaged_logits": AveragedTeachers, "select": SelectingTeachers}
         kind = kinds[self.kd.teachers_mode]
         layouts: dict[ParallelSizes, OwnLayout] = {}
         return kind(tuple(teacher.build(groups, layouts) for teacher in self.teachers), self.kd.weights_of_teachers)

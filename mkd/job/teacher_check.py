@@ -15,17 +15,17 @@ from mkd.distributed.groups import Groups
 from mkd.errors import MkdCheckpointError
 from mkd.job.job import Job
 from mkd.report.console import perplexity
-from mkd.teacher.interface import SeveralSignals, Teacher
+from mkd.teacher.interface import EnsembleSignal, Teacher
 from mkd.train.step import ForwardStep
 
 
-def introduce_teacher(teacher: Teacher, samples: Any, groups: Groups, job: Job, step: ForwardStep) -> None:
+def check_teacher_quality(teacher: Teacher, samples: Any, groups: Groups, job: Job, step: ForwardStep) -> None:
     """Print each teacher's perplexity on a first microbatch, beside that of a model that knows nothing, and the
     fingerprint.
 
     Args:
         teacher: the teacher.
-        samples: a dataset; its first micro-batch is read.
+        samples: a dataset; its first microbatch is read.
         groups: the student's layout. Collective over all ranks.
         job: for sizes.
         step: how signals are read.
@@ -41,7 +41,7 @@ def introduce_teacher(teacher: Teacher, samples: Any, groups: Groups, job: Job, 
     sources = job.teacher.sources
     total = torch.zeros(len(sources), 4, dtype=torch.float64, device="cuda")
     for signal in teacher.signals([batch]):
-        for number, one in enumerate(SeveralSignals.of(signal).signals):
+        for number, one in enumerate(EnsembleSignal.of(signal).signals):
             means = step.term(batch, one).teacher(job.args.sequence_parallel)
             found = [*means["teacher_ce"][:2], *means.get("teacher_bits_per_byte", _NOTHING)[:2]]
             total[number] = torch.stack([torch.as_tensor(x, device="cuda") for x in found])
@@ -71,19 +71,19 @@ def _introduce(
     """
     if not tokens:
         if dist.get_rank() == 0:
-            print(f"mkd: teacher {fingerprint}: the cache has nothing of the first validation micro-batch")
+            print(f"mkd: teacher {fingerprint}: the cache has nothing of the first validation microbatch")
         return
     ce = nats / tokens
     if not math.isfinite(ce):
         raise MkdCheckpointError(
-            f"the teacher's loss on the first validation micro-batch is {ce}, not finite: {source.origin} "
+            f"the teacher's loss on the first validation microbatch is {ce}, not finite: {source.origin} "
             "holds numbers that are not, or overflows in this precision (--kd-teacher-dtype)"
         )
     if dist.get_rank() == 0:
         per_byte = f", {bits / size:.4f} bits per byte" if size else ""
         print(
             f"mkd: teacher {fingerprint}: CE {ce:.4f}, perplexity {perplexity(ce):.2f}{per_byte} on the first "
-            f"validation micro-batch (knowing nothing: CE ln V = {math.log(known):.4f}, "
+            f"validation microbatch (knowing nothing: CE ln V = {math.log(known):.4f}, "
             f"perplexity {known})",
             flush=True,
         )
@@ -93,7 +93,7 @@ def _refuse_bad(source: TeacherSource, nats: float, tokens: float, *, known: int
     """Refuse a teacher from which a student would learn nonsense: see `_introduce` for the arguments."""
     if tokens and not allowed and nats / tokens > math.log(known) + WORSE_NATS:
         raise MkdCheckpointError(
-            f"{source.origin} has a cross-entropy of {nats / tokens:.4f} on the first validation micro-batch; not to "
+            f"{source.origin} has a cross-entropy of {nats / tokens:.4f} on the first validation microbatch; not to "
             f"know anything is ln V = {math.log(known):.4f}: its weights, its config.json or the data are not "
             "what they should be. --kd-allow-bad-teacher trains all the same"
         )

@@ -5,9 +5,9 @@ gradient by a tempered logit s_j = z_j / T follows from the slopes e_j = d densi
 
     dD / ds_j = e_j - q_j * sum_k e_k
 
-so two sums a row, of density and slope, are all that the vocabulary shards must exchange. Both need the normalised
+so two sums a row, of density and slope, are all that the vocabulary shards must exchange. Both need the normalized
 probabilities, hence a second round of communication. The KLs escape it: their sums follow from an expectation of the
-log ratio, which is independent of the normalisers.
+log ratio, which is independent of the normalizers.
 
 To add a divergence: an entry here, its definition in `reference.DIVERGENCES`, its name in `config.Divergence`, and its
 density and slope in `triton_math` for GPUs.

@@ -76,7 +76,7 @@ class FusedPass:
         return terms_of(stats, sums, self.rows, self.setting, self.sparse)
 
     def _pair(self, indices: range) -> None:
-        """The work on two neighbouring chunks where no other rank is to be asked."""
+        """The work on two neighboring chunks where no other rank is to be asked."""
         first = self.chunks[indices[0]].start
         whole = slice(first, self.chunks[indices[-1]].stop)
         gradients = self._gradients[: whole.stop - first]

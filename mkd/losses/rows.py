@@ -59,7 +59,7 @@ class Rows:
         return (self.kd_weight == 0)[:, None]
 
     def weighted_sum(self, terms: "Terms", spec: LossSpec) -> Tensor:
-        """Scalar: the sum that is minimised, of the terms of these rows."""
+        """Scalar: the sum that is minimized, of the terms of these rows."""
         parts = []
         if terms.ce is not None:
             parts.append((self.ce_weight * terms.ce).sum())
@@ -71,7 +71,7 @@ class Rows:
 
 
 class Softmax(NamedTuple):
-    """One model's softmax normaliser, by shard and merged."""
+    """One model's softmax normalizer, by shard and merged."""
 
     shift: Tensor
     """[tp, rows] (max of the shard - max of the row) / T, <= 0."""
@@ -93,7 +93,7 @@ class Softmax(NamedTuple):
         return self.log_mass - self.shift[rank]
 
 
-class Normalisers(NamedTuple):
+class Normalizers(NamedTuple):
     """The softmaxes of both models after the first round."""
 
     student: Softmax
@@ -102,7 +102,7 @@ class Normalisers(NamedTuple):
     teacher: Softmax | None
 
     @classmethod
-    def merge(cls, stats: Statistics, temperature: float) -> "Normalisers":
+    def merge(cls, stats: Statistics, temperature: float) -> "Normalizers":
         """From first-round statistics, name -> [tp, rows]; the temperature is 1 if there is no divergence."""
         student = Softmax.merge(stats["student_max"], stats["student_mass"], temperature)
         tempered_ce = "ce_mass" in stats
@@ -127,7 +127,7 @@ class Terms(NamedTuple):
         cls,
         stats: Statistics,
         sums: Statistics | None,
-        normalisers: Normalisers,
+        normalizers: Normalizers,
         rows: Rows,
         true_vocab: int,
         spec: LossSpec,
@@ -137,24 +137,24 @@ class Terms(NamedTuple):
         if rows.ce_weight is not None:
             supervised = rows.ce_weight != 0
             top = stats["student_max"].amax(dim=0)
-            log_sum = torch.where(supervised, normalisers.ce.log_mass + top, 0)
-            ce = normalisers.ce.log_mass + (top - stats["label_logit"].sum(dim=0))
+            log_sum = torch.where(supervised, normalizers.ce.log_mass + top, 0)
+            ce = normalizers.ce.log_mass + (top - stats["label_logit"].sum(dim=0))
             illegal = supervised & ((rows.labels < 0) | (rows.labels >= true_vocab))
             ce = torch.where(supervised, ce, 0).masked_fill(illegal, torch.nan)
         if rows.kd_weight is not None:
-            value, _ = divergence_and_slope_sum(stats, sums, normalisers, spec)
+            value, _ = divergence_and_slope_sum(stats, sums, normalizers, spec)
             kd = torch.where(rows.kd_weight != 0, value * spec.scale, 0)
         return cls(ce, kd, log_sum)
 
 
 def divergence_and_slope_sum(
-    stats: Statistics, sums: Statistics | None, normalisers: Normalisers, spec: LossSpec
+    stats: Statistics, sums: Statistics | None, normalizers: Normalizers, spec: LossSpec
 ) -> tuple[Tensor, Tensor]:
     """([rows] divergence in nats without T^2, [rows] sum of its slopes over the vocabulary)."""
     shortcut = DIVERGENCES[spec.divergence].one_round
     if shortcut is None:
         return sums["density"].sum(dim=0), sums["slope"].sum(dim=0)
-    a, b = normalisers.student, normalisers.teacher
+    a, b = normalizers.student, normalizers.teacher
     if shortcut.under == "teacher":
         a, b = b, a
     value = _kl(a, b, stats["log_ratio"])
@@ -185,13 +185,13 @@ class ShardScalars(NamedTuple):
     teacher_log_norm: Tensor | None
 
     @classmethod
-    def of(cls, stats: Statistics, normalisers: Normalisers, rank: int) -> "ShardScalars":
+    def of(cls, stats: Statistics, normalizers: Normalizers, rank: int) -> "ShardScalars":
         """For the shard `rank`, from the first round's statistics, name -> [tp, rows]."""
-        teacher = normalisers.teacher
+        teacher = normalizers.teacher
         return cls(
             stats["student_max"][rank],
-            normalisers.student.log_norm(rank),
-            normalisers.ce.log_norm(rank),
+            normalizers.student.log_norm(rank),
+            normalizers.ce.log_norm(rank),
             None if teacher is None else stats["teacher_max"][rank],
             None if teacher is None else teacher.log_norm(rank),
         )
@@ -213,7 +213,7 @@ class Factors(NamedTuple):
         cls,
         stats: Statistics,
         sums: Statistics | None,
-        normalisers: Normalisers,
+        normalizers: Normalizers,
         rows: Rows,
         spec: LossSpec,
     ) -> "Factors":
@@ -222,9 +222,9 @@ class Factors(NamedTuple):
         if rows.ce_weight is not None:
             ce = rows.ce_weight
             if spec.z_loss:
-                log_sum = normalisers.ce.log_mass + stats["student_max"].amax(dim=0)
+                log_sum = normalizers.ce.log_mass + stats["student_max"].amax(dim=0)
                 ce = torch.where(ce != 0, ce * (1.0 + 2.0 * spec.z_loss * log_sum), 0)
         if rows.kd_weight is not None:
             kd = rows.kd_weight * (spec.scale / spec.temperature)
-            slope_sum = divergence_and_slope_sum(stats, sums, normalisers, spec)[1]
+            slope_sum = divergence_and_slope_sum(stats, sums, normalizers, spec)[1]
         return cls(ce, rows.ce_weight, kd, slope_sum)

@@ -46,7 +46,7 @@ def topk_loss(
     Args:
         student_logits: [N, V/tp] this rank's columns, floating; rank r holds global ids r * V/tp and up.
         ids: [N, K] integer global ids, the same on all ranks; see `SparseTeacher`.
-        teacher_logits: [N, K] any float dtype, at no temperature and not normalised.
+        teacher_logits: [N, K] any float dtype, at no temperature and not normalized.
         teacher_lse: [N] ln sum_j exp(u_j / lse_temperature) over the teacher's whole row; unread to renormalize.
         labels, ce_weight, kd_weight: as in `vocab_parallel_loss`.
         spec: divergence, temperature and z-loss.

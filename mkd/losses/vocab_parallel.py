@@ -19,7 +19,7 @@ from mkd.losses.vocab_shard import VocabShard
 
 
 class LossOutput(NamedTuple):
-    """The sum that is minimised, and the terms of each token for reports."""
+    """The sum that is minimized, and the terms of each token for reports."""
 
     loss: Tensor
     """Scalar, fp32 (float64 for float64 inputs), differentiable: sum of ce_weight * (ce + z_loss * log_sum^2) +

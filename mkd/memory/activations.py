@@ -2,7 +2,7 @@
 
 The terms are those of Korthikanti et al. 2022 (https://arxiv.org/abs/2205.05198), eq. 1 to 4, taken apart by tensor,
 for grouped queries, gated feed-forward layers, attention that does not keep its scores, and dropout only where there is
-some. Transformer Engine's fused norm and projection keeps its input and the normalised input; every other projection
+some. Transformer Engine's fused norm and projection keeps its input and the normalized input; every other projection
 keeps its input; what the paper counts as sbh bytes for a mask exists with dropout only.
 
 megatron.training.theoretical_memory_usage is not used: it takes MLPs to be 4 times as wide as the model where there is
@@ -42,7 +42,7 @@ class _Terms:
     middle: float
     """Input of the feed-forward part."""
     norm: float
-    """The same, normalised."""
+    """The same, normalized."""
     feed_forward: float
     activation: float
     """What of `feed_forward` is the output of the activation function."""
@@ -126,7 +126,7 @@ def _terms(args: Namespace, moe: bool, on_gpu: bool) -> _Terms:
 
 
 def _attention(args: Namespace, repeats: bool) -> float:
-    """Elements a token that attention keeps behind its normalised input: queries, keys, values and its output.
+    """Elements a token that attention keeps behind its normalized input: queries, keys, values and its output.
 
     Args:
         args: Megatron's, of the model.

@@ -14,7 +14,7 @@ from mkd.config.teacher_layout import (
     check_teacher_divides,
     check_teacher_layout,
     has_own_layout,
-    in_layout_of_teacher,
+    teacher_layout_args,
 )
 from mkd.errors import MkdConfigError
 from mkd.memory.estimate import LOGITS, Workload, estimate, fullest, outside_of_torch
@@ -185,7 +185,7 @@ def _cut_teacher(work: Workload) -> Workload | None:
 
 def _in_its_layout(teacher: Namespace, student: Namespace, kd: KDConfig) -> Namespace:
     """Raises MkdConfigError where the sizes in `kd` do not divide."""
-    own = in_layout_of_teacher(student, kd.teacher_sizes, teacher.num_experts)
+    own = teacher_layout_args(student, kd.teacher_sizes, teacher.num_experts)
     check_teacher_layout(student, kd, teacher.num_experts)
     check_teacher_divides(vars(teacher), own, student)
     teacher = copy.copy(teacher)

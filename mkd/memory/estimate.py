@@ -204,9 +204,9 @@ def _residual(args: Namespace) -> float:
 def _hidden_bytes(work: Workload, teachers: Sequence[Namespace]) -> float:
     """The teachers' hidden states: of one microbatch, or of a whole step where the teacher looks at all of them first
     (mkd/train/schedule.py)."""
-    at_once = work.student.pipeline_model_parallel_size > 1 or work.kd.teacher_offload
-    at_once = at_once or any(has_own_layout(teacher, work.student) for teacher in work.teachers)
-    count = microbatches(work.student) if at_once else 1
+    runs_before_student = work.student.pipeline_model_parallel_size > 1 or work.kd.teacher_offload
+    runs_before_student = runs_before_student or any(has_own_layout(teacher, work.student) for teacher in work.teachers)
+    count = microbatches(work.student) if runs_before_student else 1
     return count * (1 + len(work.kd.layer_pairs)) * sum(_residual(teacher) for teacher in teachers)
 
 

@@ -8,33 +8,33 @@ from torch import Tensor
 
 from mkd.checkpoint.source import common_fingerprint
 from mkd.data.batch import KDBatch
-from mkd.data.lookahead import Upcoming
-from mkd.teacher.interface import HiddenSignal, SeveralSignals, Teacher
+from mkd.data.lookahead import Lookahead
+from mkd.teacher.interface import EnsembleSignal, HiddenSignal, Teacher
 
 
 @dataclass(frozen=True)
-class SeveralTeachers:
+class TeacherEnsemble:
     """Teachers that run one after the other; their divergences are added up with their weights."""
 
     teachers: tuple[Teacher, ...]
     weights: tuple[float, ...]
 
     @property
-    def at_once(self) -> bool:
-        """See `Teacher.at_once`."""
-        return any(teacher.at_once for teacher in self.teachers)
+    def runs_before_student(self) -> bool:
+        """See `Teacher.runs_before_student`."""
+        return any(teacher.runs_before_student for teacher in self.teachers)
 
-    def prepare(self, batches: Sequence[KDBatch], upcoming: Upcoming) -> list[KDBatch]:
+    def prepare(self, batches: Sequence[KDBatch], upcoming: Lookahead) -> list[KDBatch]:
         """See `Teacher.prepare`."""
         prepared = list(batches)
         for teacher in self.teachers:
             prepared = teacher.prepare(prepared, upcoming)
         return prepared
 
-    def signals(self, batches: Sequence[KDBatch]) -> list[SeveralSignals]:
+    def signals(self, batches: Sequence[KDBatch]) -> list[EnsembleSignal]:
         """See `Teacher.signals`."""
         each = [teacher.signals(batches) for teacher in self.teachers]
-        return [SeveralSignals(together, self.weights) for together in zip(*each, strict=True)]
+        return [EnsembleSignal(together, self.weights) for together in zip(*each, strict=True)]
 
     def facts(self) -> dict[str, float]:
         """See `Teacher.facts`."""
@@ -46,20 +46,20 @@ class SeveralTeachers:
 
 
 @dataclass(frozen=True)
-class SelectingTeachers(SeveralTeachers):
+class SelectingTeachers(TeacherEnsemble):
     """Teachers of which each text has one: which, the loss decides from what all of them say of it."""
 
-    def prepare(self, batches: Sequence[KDBatch], upcoming: Upcoming) -> list[KDBatch]:
+    def prepare(self, batches: Sequence[KDBatch], upcoming: Lookahead) -> list[KDBatch]:
         """See `Teacher.prepare`; the batches have the numbers of their texts."""
         return [batch.with_texts() for batch in super().prepare(batches, upcoming)]
 
-    def signals(self, batches: Sequence[KDBatch]) -> list[SeveralSignals]:
+    def signals(self, batches: Sequence[KDBatch]) -> list[EnsembleSignal]:
         """See `Teacher.signals`."""
         return [replace(several, selecting=True) for several in super().signals(batches)]
 
 
 @dataclass(frozen=True)
-class AveragedTeachers(SeveralTeachers):
+class AveragedTeachers(TeacherEnsemble):
     """Teachers of one vocabulary whose logits are averaged with their weights, which are taken to add up to 1.
 
     Averaged logits are the product of the teachers' hidden states, side by side, with their LM heads, side by side.

@@ -7,7 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from mkd.data.batch import KDBatch
-from mkd.data.lookahead import Upcoming
+from mkd.data.lookahead import Lookahead
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class TopKSignal:
     """[b, s/cp, K] int32 global ids. A negative one is an empty slot; of equal ones in a token only the first counts
     (with `counts` they are added)."""
     logits: Tensor
-    """[b, s/cp, K], any float dtype: the teacher's logits, at no temperature and not normalised."""
+    """[b, s/cp, K], any float dtype: the teacher's logits, at no temperature and not normalized."""
     lse: Tensor
     """[b, s/cp] fp32 ln sum_j exp(u_j / temperature) over the true vocabulary."""
     tail_lse: Tensor | None = None
@@ -56,7 +56,7 @@ class TopKSignal:
 
 
 @dataclass(frozen=True)
-class SeveralSignals:
+class EnsembleSignal:
     """The opinions of several teachers on one microbatch."""
 
     signals: tuple[HiddenSignal | TopKSignal, ...]
@@ -66,14 +66,14 @@ class SeveralSignals:
     """Whether each text is taught by the teacher alone that predicts it best."""
 
     @classmethod
-    def of(cls, signal: "TeacherSignal | None") -> "SeveralSignals":
+    def of(cls, signal: "TeacherSignal | None") -> "EnsembleSignal":
         """The same for one teacher, or for none."""
-        if isinstance(signal, SeveralSignals):
+        if isinstance(signal, EnsembleSignal):
             return signal
         return cls(() if signal is None else (signal,), () if signal is None else (1.0,))
 
 
-TeacherSignal = HiddenSignal | TopKSignal | SeveralSignals
+TeacherSignal = HiddenSignal | TopKSignal | EnsembleSignal
 """What the loss gets."""
 
 
@@ -81,11 +81,11 @@ class Teacher(Protocol):
     """A source of signals. It draws no random numbers, so asking twice gives the same."""
 
     @property
-    def at_once(self) -> bool:
+    def runs_before_student(self) -> bool:
         """Whether it wants to be asked about all microbatches of a step in one call, before the student begins."""
         ...
 
-    def prepare(self, batches: Sequence[KDBatch], upcoming: Upcoming) -> list[KDBatch]:
+    def prepare(self, batches: Sequence[KDBatch], upcoming: Lookahead) -> list[KDBatch]:
         """Look at all microbatches of a step, whole and on the host, before it begins.
 
         All ranks call it together; `upcoming` is what comes after them.

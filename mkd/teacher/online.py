@@ -13,7 +13,7 @@ from megatron.training.models import GPTModelBuilder, GPTModelConfig
 from torch import Tensor, nn
 
 from mkd.data.batch import KDBatch
-from mkd.data.lookahead import Upcoming
+from mkd.data.lookahead import Lookahead
 from mkd.distributed.groups import Groups
 from mkd.models.gpt import lm_head, logit_scale
 from mkd.teacher.interface import HiddenSignal
@@ -71,8 +71,8 @@ class OnlineTeacher:
             self._leave_device()
 
     @property
-    def at_once(self) -> bool:
-        """See `Teacher.at_once`: weights that leave the device come back once a step."""
+    def runs_before_student(self) -> bool:
+        """See `Teacher.runs_before_student`: weights that leave the device come back once a step."""
         return bool(self._on_host)
 
     def facts(self) -> dict[str, float]:
@@ -82,7 +82,7 @@ class OnlineTeacher:
     def fingerprint(self) -> str:
         return self._fingerprint
 
-    def prepare(self, batches: Sequence[KDBatch], upcoming: Upcoming) -> list[KDBatch]:
+    def prepare(self, batches: Sequence[KDBatch], upcoming: Lookahead) -> list[KDBatch]:
         """See `Teacher.prepare`."""
         return list(batches)
 

@@ -1,7 +1,7 @@
 """Keeps KD at the size of CE (--kd-balance).
 
-The factor of a step comes from the step before, so that it is one number for all micro-batches and ranks, and known
-before the forward pass: the objective does not depend on micro-batching or layout. It is stored in the checkpoint's
+The factor of a step comes from the step before, so that it is one number for all microbatches and ranks, and known
+before the forward pass: the objective does not depend on microbatching or layout. It is stored in the checkpoint's
 arguments, with which a resumed job goes on as if it had never stopped.
 """
 

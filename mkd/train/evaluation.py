@@ -26,7 +26,7 @@ from mkd.teacher.interface import TeacherSignal, TopKSignal
 BINS = 10
 """Of the teacher's probability of its most probable token, of equal width."""
 CALIBRATION = "calibration"
-"""Name of the sums of `calibration_sums` in the report of a micro-batch."""
+"""Name of the sums of `calibration_sums` in the report of a microbatch."""
 COMPARED = ("agreement", "student_entropy", "teacher_entropy")
 """Names of the terms of `comparison_terms`; means over the tokens of the KD mask."""
 _TEXTS_AT_ONCE = 64
@@ -61,7 +61,7 @@ def sparse_rows(signal: TopKSignal) -> SparseTeacher:
     return SparseTeacher(ids, logits, lse, tail_lse, signal.temperature, counts)
 
 
-def judged_by(signal: TeacherSignal, batch: KDBatch) -> KDBatch:
+def mask_unknown_labels(signal: TeacherSignal, batch: KDBatch) -> KDBatch:
     """The batch with a CE mask of 0 where the teacher does not tell the label's probability: stored answers are about
     tokens of the KD mask."""
     if isinstance(signal, TopKSignal):
@@ -80,7 +80,7 @@ def teacher_cross_entropy(
 ) -> Tensor:
     """[b, s] the teacher's own CE on the supervised tokens: what the student's perplexity is to be read against.
 
-    The arguments after the batch are those of `fused_linear_loss` and of `ForwardStep`; the batch is from `judged_by`.
+    The batch comes from `mask_unknown_labels`; the other arguments are those of `fused_linear_loss`.
     """
     if isinstance(signal, TopKSignal):
         return torch.where(batch.ce_mask != 0, -signal.label_log_prob, 0.0)
@@ -111,7 +111,7 @@ def compare(
     sequence_parallel: bool,
     chunk_rows: int | None,
 ) -> Comparison:
-    """Student and teacher on the rows [s * b] of a micro-batch; the arguments are those of `compare_models`."""
+    """Student and teacher on the rows [s * b] of a microbatch; the arguments are those of `compare_models`."""
     if isinstance(signal, TopKSignal):
         teacher: LogitSource | SparseTeacher = sparse_rows(signal)
     else:

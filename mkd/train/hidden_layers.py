@@ -1,4 +1,4 @@
-"""Intermediate-layer distillation: the student's hidden states after some layers are pulled towards the teacher's.
+"""Intermediate-layer distillation: the student's hidden states after some layers are pulled toward the teacher's.
 
 The loss of the last pipeline stage cannot see what the layers before it put out, so the term enters where it arises: a
 hook on the student's layer adds the term's gradient to the gradient that comes back through the layer's output. The

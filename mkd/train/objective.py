@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mkd.config.kd_config import LossSpec
-from mkd.data.batch import KDBatch, OtherSide
+from mkd.data.batch import KDBatch, TeacherTokens
 from mkd.data.token_counts import StepTokens
 from mkd.distributed.groups import Groups
 from mkd.losses import (
@@ -29,7 +29,7 @@ from mkd.train.evaluation import (
     calibration_sums,
     compare,
     comparison_terms,
-    judged_by,
+    mask_unknown_labels,
     rows_of,
     sparse_rows,
     sums_of_texts,
@@ -82,7 +82,7 @@ class Student:
     """The gradient that the loss will get."""
 
 
-class Term(Protocol):
+class TeacherObjective(Protocol):
     """One teacher and one microbatch."""
 
     def scale(self, tokens: StepTokens) -> Tensor:
@@ -118,7 +118,7 @@ class Term(Protocol):
         """
         ...
 
-    def teaching(self, taught: Tensor) -> "Term":
+    def teaching(self, taught: Tensor) -> "TeacherObjective":
         """The term with no divergence but on some texts ([texts] fp32, 1 or 0); what it is a mean over stays."""
         ...
 
@@ -150,7 +150,7 @@ def _common(student: Student, spec: LossSpec, setting: Setting) -> dict[str, Any
 
 
 @dataclass(frozen=True)
-class TokenTerm:
+class SameTokenizerObjective:
     """A teacher that reads the student's own tokens: hidden states, or some of its logits."""
 
     setting: Setting
@@ -160,7 +160,7 @@ class TokenTerm:
     """[texts] fp32, 1 for texts that this teacher teaches and 0 for others; None: it teaches all."""
 
     def scale(self, tokens: StepTokens) -> Tensor:
-        """See `Term`, as of the methods below."""
+        """See `TeacherObjective`, as of the methods below."""
         return tokens.kd_scale
 
     def loss(self, student: Student, ce_weight: Tensor | None, factor: Tensor | float, spec: LossSpec) -> LossOutput:
@@ -204,7 +204,7 @@ class TokenTerm:
         mask = self.batch.kd_mask
         return mask if self.taught is None else mask * self.taught[self.batch.text.clamp(min=0)]
 
-    def teaching(self, taught: Tensor) -> "TokenTerm":
+    def teaching(self, taught: Tensor) -> "SameTokenizerObjective":
         return replace(self, taught=taught)
 
     def sums_of_texts(self, texts: int, sequence_parallel: bool) -> Tensor:
@@ -219,7 +219,7 @@ class TokenTerm:
     def teacher(self, sequence_parallel: bool) -> dict[str, Mean]:
         if isinstance(self.signal, TopKSignal) and self.signal.label_log_prob is None:
             return {}
-        batch = judged_by(self.signal, self.batch)
+        batch = mask_unknown_labels(self.signal, self.batch)
         ce = self._cross_entropy(batch, sequence_parallel)
         bits = bits_per_byte("teacher_", ce, batch, self.setting.byte_lengths)
         return {"teacher_ce": Mean.of(ce, batch.ce_mask, None), **bits}
@@ -263,17 +263,17 @@ class TokenTerm:
 
 
 @dataclass(frozen=True)
-class ChunkTerm:
+class CrossTokenizerObjective:
     """A teacher that reads the same texts in its own tokens: it is compared with the student a chunk at a time."""
 
     setting: Setting
     batch: KDBatch
     signal: HiddenSignal
     taught: Tensor | None = None
-    """See `TokenTerm`."""
+    """See `SameTokenizerObjective`."""
 
     @property
-    def _other(self) -> OtherSide:
+    def _other(self) -> TeacherTokens:
         return self.batch.others[self.signal.side]
 
     @property
@@ -281,7 +281,7 @@ class ChunkTerm:
         return self.setting.cross[self.signal.side]
 
     def scale(self, tokens: StepTokens) -> Tensor:
-        """See `Term`, as of the methods below."""
+        """See `TeacherObjective`, as of the methods below."""
         return tokens.scale(tokens.chunks[self.signal.side])
 
     def loss(self, student: Student, ce_weight: Tensor | None, factor: Tensor | float, spec: LossSpec) -> LossOutput:
@@ -321,7 +321,7 @@ class ChunkTerm:
             return torch.ones(other.chunks, device=device)
         return self.taught[other.chunk_text.to(device)]
 
-    def teaching(self, taught: Tensor) -> "ChunkTerm":
+    def teaching(self, taught: Tensor) -> "CrossTokenizerObjective":
         return replace(self, taught=taught)
 
     def sums_of_texts(self, texts: int, sequence_parallel: bool) -> Tensor:
@@ -365,7 +365,7 @@ def _known(byte_lengths: Tensor | None) -> Tensor:
 
 
 def _nats_and_units(ce: Tensor, batch: KDBatch, texts: int, byte_lengths: Tensor | None) -> Tensor:
-    """See `Term.sums_of_texts`; `ce` [b, s] is on the batch's tokens."""
+    """See `TeacherObjective.sums_of_texts`; `ce` [b, s] is on the batch's tokens."""
     units = batch.ce_mask != 0
     if byte_lengths is not None:
         units = units * byte_lengths[batch.labels.clamp(0, len(byte_lengths) - 1)]

@@ -9,7 +9,7 @@ import torch
 
 from mkd.config.kd_config import KDConfig
 from mkd.data.batch import KDBatch, check_same_batch, draw
-from mkd.data.lookahead import Upcoming
+from mkd.data.lookahead import Lookahead
 from mkd.data.token_counts import StepTokens, TextSize
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdDataError
@@ -123,7 +123,7 @@ class TeacherThenStudent:
         """The batches as the teacher can serve them."""
         if not self._wants_teacher(evaluating):
             return batches
-        upcoming = Upcoming(source, len(batches), self.true_vocab, self.length_multiple, evaluating)
+        upcoming = Lookahead(source, len(batches), self.true_vocab, self.length_multiple, evaluating)
         began = time.monotonic()
         prepared = self.teacher.prepare(batches, upcoming)
         self.record.cache_s = time.monotonic() - began
@@ -140,8 +140,10 @@ class TeacherThenStudent:
             balance=self.balance(),
         )
         tokens = None if objective.plain else StepTokens.of(batches, self.groups.dp_cp, self.groups.cp.rank())
-        at_once = self._wants_teacher(evaluating) and (self.groups.pp.size() > 1 or self.teacher.at_once)
-        if at_once:
+        runs_before_student = self._wants_teacher(evaluating) and (
+            self.groups.pp.size() > 1 or self.teacher.runs_before_student
+        )
+        if runs_before_student:
             stored = iter(self._ask(batches))
             signals = (
                 [_constant(next(stored)) for _ in batches] if self.groups.is_last_stage else [_unused] * len(batches)
@@ -151,7 +153,7 @@ class TeacherThenStudent:
         layers: list = [None] * len(batches)
         if self.hidden_layers is not None:
             layers = self.hidden_layers.microbatches(
-                batches, objective.ratio, evaluating, teacher_is_done=at_once, kd_scale=tokens.kd_scale
+                batches, objective.ratio, evaluating, teacher_is_done=runs_before_student, kd_scale=tokens.kd_scale
             )
         return [
             StepInput(batch, objective, tokens, signal, layer)

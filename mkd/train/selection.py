@@ -11,7 +11,7 @@ from mkd.data.batch import KDBatch
 from mkd.data.token_counts import StepTokens
 from mkd.distributed.groups import Groups
 from mkd.train.evaluation import Mean, sums_of_texts
-from mkd.train.objective import Term
+from mkd.train.objective import TeacherObjective
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,9 @@ class Selection:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, terms: Sequence[Term], batch: KDBatch, groups: Groups, sequence_parallel: bool) -> "Selection":
+    def of(
+        cls, terms: Sequence[TeacherObjective], batch: KDBatch, groups: Groups, sequence_parallel: bool
+    ) -> "Selection":
         """Ask each teacher for its cross-entropy on the supervised tokens of each text.
 
         Communication, whatever is chosen: an all-reduce of 8 (2 teachers + 1) bytes a text over the context-parallel

@@ -16,11 +16,19 @@ from mkd.distributed.groups import Groups
 from mkd.losses import LossOptions
 from mkd.losses.sparse.teacher import Tail
 from mkd.models.gpt import finish_parameter_sync, logit_scale
-from mkd.teacher.interface import HiddenSignal, SeveralSignals, TeacherSignal
+from mkd.teacher.interface import EnsembleSignal, HiddenSignal, TeacherSignal
 from mkd.train.evaluation import CALIBRATION, Mean, bits_per_byte, rows_of
 from mkd.train.hidden_layers import LayersOfMicrobatch
 from mkd.train.nan_check import CE, KD, TEACHER, FiniteCheck
-from mkd.train.objective import ChunkTerm, CrossSetting, Setting, Student, Term, TokenTerm, cross_entropy
+from mkd.train.objective import (
+    CrossSetting,
+    CrossTokenizerObjective,
+    SameTokenizerObjective,
+    Setting,
+    Student,
+    TeacherObjective,
+    cross_entropy,
+)
 from mkd.train.selection import Selection
 
 _SOURCES = {"ce": CE, "kd": KD}
@@ -29,7 +37,7 @@ _SOURCES = {"ce": CE, "kd": KD}
 
 @dataclass(frozen=True)
 class Objective:
-    """What one step minimises: (1 - ratio) * CE + ratio * KD, each the mean over its own supervised tokens."""
+    """What one step minimizes: (1 - ratio) * CE + ratio * KD, each the mean over its own supervised tokens."""
 
     ratio: float
     spec: LossSpec
@@ -108,11 +116,11 @@ class ForwardStep:
             cross=self.cross,
         )
 
-    def term(self, batch: KDBatch, signal: TeacherSignal) -> Term:
+    def term(self, batch: KDBatch, signal: TeacherSignal) -> TeacherObjective:
         """What a teacher adds to the loss."""
         if isinstance(signal, HiddenSignal) and signal.side is not None:
-            return ChunkTerm(self.setting, batch, signal)
-        return TokenTerm(self.setting, batch, signal)
+            return CrossTokenizerObjective(self.setting, batch, signal)
+        return SameTokenizerObjective(self.setting, batch, signal)
 
     def _report_plain(self, step: StepInput, ce: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         mean = Mean.of(ce, step.batch.ce_mask, None)
@@ -151,7 +159,7 @@ class _HeadLoss:
         self._with_kd = objective.evaluating or objective.ratio > 0.0
         # Before the student's activations exist. Without pipeline stages this is where the teacher runs.
         signal = step.signal() if self._with_kd and owner.groups.is_last_stage else None
-        signals = SeveralSignals.of(signal)
+        signals = EnsembleSignal.of(signal)
         self._terms = [owner.term(step.batch, one) for one in signals.signals]
         self._shares = signals.weights
         self._selecting = signals.selecting

@@ -1,5 +1,5 @@
 """What a student learns from a cache is what it learns from the teacher's top-k: losses and every gradient, whatever
-the layout, the micro-batches and the rows were when the cache was written."""
+the layout, the microbatches and the rows were when the cache was written."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +18,7 @@ from tests.support.dist.kd_samples import ROWS, samples
 from tests.support.dist.kd_step import Layout, Models
 from tests.support.dist.outcome import total, whole_tensors
 from tests.support.dist.pool import Pool, WorkerError
-from tests.support.tolerance import FP32, GRADIENT, QUANTISED, STEP_LOSS, assert_close_norm, norm_error
+from tests.support.tolerance import FP32, GRADIENT, QUANTIZED, STEP_LOSS, assert_close_norm, norm_error
 
 TOP_K, STORED, DRAWS = 6, 12, 80
 Result = tuple[dict[str, float], dict[str, Tensor]]
@@ -80,7 +80,7 @@ def test_gradients_are_those_of_the_model(
     models = Models(data=data, top_k=TOP_K, cache=caches[name])
     seen = result_of(gloo_pool(ranks).run(cached_step, layout, models, None))
     if name == "log12":
-        assert_same(seen, online, QUANTISED, QUANTISED)
+        assert_same(seen, online, QUANTIZED, QUANTIZED)
     else:
         assert_same(seen, online, loss=FP32)
 
@@ -108,7 +108,7 @@ def test_a_missing_text_ends_the_step_on_all_ranks(gloo_pool: Callable[[int], Po
         gloo_pool(4).run(cached_step, Layout(pp=2, mbs=1), models, None)
     text = str(caught.value)
     assert text.count("MkdCacheError: --kd-teacher-cache") == 4
-    assert text.count(f"does not have segment {key} (24 tokens at place 0 of row 0, segment 0 of micro-batch 0)") == 4
+    assert text.count(f"does not have segment {key} (24 tokens at place 0 of row 0, segment 0 of microbatch 0)") == 4
     assert "of this step: write this data too (tools/cache_teacher.py), or give --kd-cache-missing ce_only" in text
 
 

@@ -1,4 +1,4 @@
-"""Context parallelism, packed rows and micro-batches of differing length where tests/dist/test_invariance.py has none:
+"""Context parallelism, packed rows and microbatches of differing length where tests/dist/test_invariance.py has none:
 losses and every parameter's gradient equal those of one rank whose rows hold one text each, padded behind it, computed
 by megatron's own attention.
 """

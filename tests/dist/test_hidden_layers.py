@@ -62,7 +62,7 @@ def test_without_maps(gloo_pool: GetPool, ranks: int, layout: Layout) -> None:
     ("ranks", "layout"), [(1, Layout()), (2, Layout(tp=2, sp=True)), (2, Layout(pp=2)), (2, Layout(pp=2, vp=2))]
 )
 def test_recomputed_activations_change_nothing(gloo_pool: GetPool, ranks: int, layout: Layout) -> None:
-    """Under pipeline parallelism other micro-batches' forward passes lie between a forward and its recomputation."""
+    """Under pipeline parallelism other microbatches' forward passes lie between a forward and its recomputation."""
     compare(gloo_pool, ranks, layout, Models(hidden_loss=PAIRS, recompute=True), truth=MSE)
 
 

@@ -1,4 +1,4 @@
-"""Change the parallel layout, the micro-batch size or the packing, and training stays the same.
+"""Change the parallel layout, the microbatch size or the packing, and training stays the same.
 
 One run each from the same weights: an evaluation and steps of Adam, compared with the same models, samples and masks on
 one rank. Every layout is there once; what else may vary is spread over them. Packed rows are compared with the same
@@ -55,7 +55,7 @@ TABLE = {
 
 @pytest.fixture(scope="module")
 def one_rank(gloo_pool: GetPool) -> Callable[[Models], Outcome]:
-    """The truth for models, samples and masks: one rank, one text a row, micro-batches of 2. Each is computed once."""
+    """The truth for models, samples and masks: one rank, one text a row, microbatches of 2. Each is computed once."""
     known: dict[Models, Outcome] = {}
 
     def truth(models: Models) -> Outcome:

@@ -24,7 +24,7 @@ def combine(results: list[dict[str, Any]]) -> tuple[dict[str, float], dict[str, 
 
 
 def one_rank(gloo_pool: GetPool, models: Models, cache: dict = {}) -> tuple[dict[str, float], dict[str, Tensor]]:  # noqa: B006
-    """The truth for these models: one rank, micro-batches of 2. Computed once."""
+    """The truth for these models: one rank, microbatches of 2. Computed once."""
     if models not in cache:
         cache[models] = combine(gloo_pool(1).run(kd_step, Layout(), models))
     return cache[models]

@@ -38,7 +38,7 @@ TABLE = {
 
 @pytest.fixture(scope="module")
 def one_rank(gloo_pool: GetPool) -> Callable[[Models], Outcome]:
-    """One rank, one text a row, micro-batches of 2. Each is computed once."""
+    """One rank, one text a row, microbatches of 2. Each is computed once."""
     known: dict[Models, Outcome] = {}
 
     def truth(models: Models) -> Outcome:

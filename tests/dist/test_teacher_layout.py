@@ -46,7 +46,7 @@ MORE = {
 
 @pytest.fixture(scope="module")
 def one_rank(gloo_pool: GetPool) -> Callable[[Models], Outcome]:
-    """The truth for models and samples: one rank, one text a row, micro-batches of 2. Each is computed once."""
+    """The truth for models and samples: one rank, one text a row, microbatches of 2. Each is computed once."""
     known: dict[Models, Outcome] = {}
 
     def truth(models: Models) -> Outcome:

@@ -46,7 +46,7 @@ class RankResult(NamedTuple):
 
 
 def groups(rank: int, layout: Layout) -> tuple[ProcessGroup, ProcessGroup]:
-    """Tensor-parallel ranks are neighbours."""
+    """Tensor-parallel ranks are neighbors."""
     grid = torch.arange(layout.ranks).view(layout.cp, layout.tp)
     made = [[torch.distributed.new_group(ranks.tolist()) for ranks in lines] for lines in (grid, grid.t())]
     return made[0][rank // layout.tp], made[1][rank % layout.tp]

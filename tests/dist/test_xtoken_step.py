@@ -1,4 +1,4 @@
-"""A teacher with another tokenizer: training is the same in every parallel layout, micro-batch size and packing.
+"""A teacher with another tokenizer: training is the same in every parallel layout, microbatch size and packing.
 
 As tests/dist/test_invariance.py; the truth of each loss is computed on one rank, with one text a row.
 """
@@ -47,7 +47,7 @@ TABLE = {
 
 @pytest.fixture(scope="module")
 def one_rank(gloo_pool: GetPool) -> Callable[[Models], Outcome]:
-    """The truth: one rank, one text a row, micro-batches of 2. Each is computed once."""
+    """The truth: one rank, one text a row, microbatches of 2. Each is computed once."""
     known: dict[Models, Outcome] = {}
 
     def truth(models: Models) -> Outcome:

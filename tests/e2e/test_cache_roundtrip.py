@@ -27,7 +27,7 @@ READ = {
     "--kd-packing-multiple": 4,
     "--kd-mask": "all",
 }
-WITHIN_QUANTISATION = 1e-3
+WITHIN_QUANTIZATION = 1e-3
 """Nats, of the loss: what the 12-bit format may cost."""
 
 
@@ -72,5 +72,5 @@ def test_another_layout_seed_batch_and_packing(job: SmallJob, online: list[dict]
     assert len(seen) == len(online) >= 4
     for line, expected in zip(seen, online, strict=True):
         for name in {"loss", "ce", "kd", "grad_norm", "valid_kd", "valid_ce", "valid_teacher_ce"} & expected.keys():
-            bound = {"rel": FP32} if lossless else {"abs": WITHIN_QUANTISATION}
+            bound = {"rel": FP32} if lossless else {"abs": WITHIN_QUANTIZATION}
             assert line[name] == pytest.approx(expected[name], **bound), name

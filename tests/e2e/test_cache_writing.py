@@ -142,7 +142,7 @@ def test_draws_do_not_depend_on_the_layout(job: SmallJob, tmp_path: Path) -> Non
     one, two = draws_of(tmp_path / "one"), draws_of(tmp_path / "two")
     assert TeacherStore(tmp_path / "one", "--cache").meta.temperatures == (1.0, 2.0)
     assert all(sum(draws.values()) % 6 == 0 for draws in one.values())
-    # A number beside the bound of an id's interval may fall to its neighbour when the last bit of a logit is another.
+    # A number beside the bound of an id's interval may fall to its neighbor when the last bit of a logit is another.
     assert one.keys() == two.keys()
     moved = sum(len(one[key].items() ^ two[key].items()) for key in one)
     assert moved < 0.005 * sum(map(len, one.values()))

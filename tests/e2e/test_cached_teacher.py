@@ -45,7 +45,7 @@ FOUR = {
     "--seq-length": 64,
 }
 OTHERWISE = {"--seed": 77, "--micro-batch-size": 1, "--tensor-model-parallel-size": 2}
-"""How the cache is written: another order, other micro-batches, another layout."""
+"""How the cache is written: another order, other microbatches, another layout."""
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +159,7 @@ def test_an_evaluation_of_which_nothing_is_stored(job: SmallJob, tmp_path: Path)
     assert "of this step of an evaluation: write this data too (tools/cache_teacher.py, with more" in strict.errors
     result = run(job.flags(from_cache(folder, changes)))
     assert result.status == 0, result.errors[-6000:]
-    assert "the cache has nothing of the first validation micro-batch" in result.output
+    assert "the cache has nothing of the first validation microbatch" in result.output
     lines = [line for line in result.metrics if "valid_ce" in line]
     assert lines and all(line["valid_kd_missing"] > 0 and "valid_kd" not in line for line in lines)
 

@@ -1,4 +1,4 @@
-"""pretrain_kd.py with context parallelism, packed rows and micro-batches of differing length: the losses and gradient
+"""pretrain_kd.py with context parallelism, packed rows and microbatches of differing length: the losses and gradient
 norms of one rank, in training and in evaluation.
 """
 

@@ -131,7 +131,7 @@ def undisturbed(job: SmallJob, tmp_path_factory: pytest.TempPathFactory) -> tupl
 
 def test_killed_four_times(job: SmallJob, undisturbed: tuple[Path, Result], tmp_path: Path) -> None:
     attempts = Attempts(job, tmp_path / "save", SNAPSHOTS)
-    attempts.killed("step:5")  # of two micro-batches a step: in the third
+    attempts.killed("step:5")  # of two microbatches a step: in the third
     assert (attempts.save / TRACKER).read_text() == "2"
     seen = attempts.killed("shard:20")  # in the save after the fourth
     assert "loading distributed checkpoint" in seen.output

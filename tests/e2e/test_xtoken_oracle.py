@@ -22,7 +22,7 @@ from tests.support.tolerance import FP32
 
 RATIO, SPEC = 0.6, LossSpec(divergence="forward_kl", temperature=2.0)
 TEXTS = ("The café's imported module was 日本, not a class.", "x", " assigned to names", "import  the statement\n\nNow")
-"""In two micro-batches of different numbers of chunks; of the second one only the end can be a chunk."""
+"""In two microbatches of different numbers of chunks; of the second one only the end can be a chunk."""
 
 Chunk = tuple[range, range]
 """Tokens of the student and of the teacher."""
@@ -62,7 +62,7 @@ def chunks_of(sides: Sequence[Tokenizer], words: str) -> Iterator[Chunk]:
 
 
 def same_tokens(sides: Sequence[Tokenizer]) -> Tensor:
-    """[n, 2] ids of the tokens that both have; both are byte-level, so that equal ones are spelt alike."""
+    """[n, 2] ids of the tokens that both have; both are byte-level, so that equal ones are spelled alike."""
     ours, theirs = (tokenizer.get_vocab() for tokenizer in sides)
     return torch.tensor([(ours[token], theirs[token]) for token in ours if token in theirs])
 

@@ -1,4 +1,4 @@
-"""Uninitialised memory that shows: what torch hands out without values holds NaN."""
+"""Uninitialized memory that shows: what torch hands out without values holds NaN."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -24,7 +24,7 @@ LOGITS = 1e-4
 """Absolute, fp32: Megatron's logits against transformers' of the same weights; values up to a few tens, operations in
 another order. A misplaced tensor, head or norm changes logits by more than 1."""
 
-QUANTISED = 1e-4
+QUANTIZED = 1e-4
 """The gradient of one parameter in fp32 from a teacher cache of 12 bits a value, against that from the values
 themselves: its steps are 0.0015 nats at the most likely token, and errors of many tokens cancel."""
 

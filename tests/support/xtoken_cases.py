@@ -203,7 +203,7 @@ def _projection(case: XTokenCase, gen: torch.Generator) -> tuple[Tensor, Tensor,
 
 
 def matrix(case: XTokenCase, x: Microbatch) -> Tensor:
-    """[V_s, V_t] float64, rows normalised, rounded to fp32 as the projection is."""
+    """[V_s, V_t] float64, rows normalized, rounded to fp32 as the projection is."""
     dense = torch.zeros(case.student_vocab, case.teacher_vocab, dtype=torch.float64)
     for row, (ids, weights) in enumerate(zip(x.ids, x.weights.double(), strict=True)):
         keep = (ids >= 0) & (weights > 0)

@@ -16,7 +16,7 @@ from tests.support.fork_server import fork_server
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NOT_FLAGS = {"--kd-xtoken-loss", "--kd-temprature"}
-"""In error messages: one that is still to come, and a misspelt one."""
+"""In error messages: one that is still to come, and a misspelled one."""
 
 MEGATRONS = {"tools/preprocess_data.py"}
 """Files of Megatron-LM's own repository."""

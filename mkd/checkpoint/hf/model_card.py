@@ -36,7 +36,7 @@ def model_card(folder: MegatronFolder, name: str | None = None) -> str | None:
         "---\nlibrary_name: transformers\n---",
         f"# {name or root.resolve().name}",
         "A student trained by knowledge distillation. This card was written by the export and holds what the run wrote "
-        "down; add what a reader needs to know: intended use, licence, limits, evaluation.",
+        "down; add what a reader needs to know: intended use, license, limits, evaluation.",
         "| | |\n|---|---|\n" + "\n".join(rows),
     ]
     if metrics:

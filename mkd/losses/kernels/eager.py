@@ -5,7 +5,7 @@ from torch import Tensor
 
 from mkd.losses.divergences import DIVERGENCES
 from mkd.losses.logits import Chunk, Setting, TailFactors, statistics_dtype
-from mkd.losses.rows import Factors, Normalisers, Rows, ShardScalars, Statistics
+from mkd.losses.rows import Factors, Normalizers, Rows, ShardScalars, Statistics
 
 
 def first_round(chunk: Chunk, setting: Setting) -> Statistics:
@@ -46,7 +46,7 @@ def second_round(chunk: Chunk, stats: Statistics, setting: Setting) -> Statistic
         stats: of the first round and all shards, name -> [tp, rows].
     """
     z, u = _logits(chunk, setting)
-    scalars = ShardScalars.of(stats, Normalisers.merge(stats, setting.temperature), setting.shard.rank)
+    scalars = ShardScalars.of(stats, Normalizers.merge(stats, setting.temperature), setting.shard.rank)
     log_q, log_p = _log_probabilities(z, u, scalars, setting)
     entry = DIVERGENCES[setting.spec.divergence]
     return {
@@ -65,9 +65,9 @@ def write_gradient(chunk: Chunk, stats: Statistics, sums: Statistics | None, set
         out: any float dtype.
     """
     z, u = _logits(chunk, setting)
-    normalisers = Normalisers.merge(stats, setting.temperature)
-    scalars = ShardScalars.of(stats, normalisers, setting.shard.rank)
-    factors = Factors.of(stats, sums, normalisers, chunk.rows, setting.spec)
+    normalizers = Normalizers.merge(stats, setting.temperature)
+    scalars = ShardScalars.of(stats, normalizers, setting.shard.rank)
+    factors = Factors.of(stats, sums, normalizers, chunk.rows, setting.spec)
     gradient = torch.zeros_like(z)
     if factors.ce is not None:
         log_q = z - scalars.student_max[:, None] - scalars.ce_log_norm[:, None]

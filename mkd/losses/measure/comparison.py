@@ -1,4 +1,4 @@
-"""How alike student and teacher are, token by token: what is measured and never minimised."""
+"""How alike student and teacher are, token by token: what is measured and never minimized."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

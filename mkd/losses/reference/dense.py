@@ -85,7 +85,7 @@ def skew_forward_kl(student_logits: Tensor, teacher_logits: Tensor, spec: LossSp
     """KL(p || skew p + (1 - skew) q), otherwise as `forward_kl`.
 
     At most -ln skew; `forward_kl` at skew 0.
-    Source: Ko et al. 2024, "DistiLLM: towards streamlined distillation for large language models", section 3.
+    Source: Ko et al. 2024, "DistiLLM: toward streamlined distillation for large language models", section 3.
     """
     log_q, log_p = _log_probabilities(student_logits, teacher_logits, spec)
     return spec.scale * _kl(log_p, _log_mixture(log_p, log_q, spec.skew))

@@ -33,7 +33,7 @@ def top_k(
     Args:
         student_logits: [N, V], any float dtype.
         ids: [N, K] integer, below V.
-        teacher_logits: [N, K] at no temperature, not normalised.
+        teacher_logits: [N, K] at no temperature, not normalized.
         teacher_lse: [N] ln sum_j exp(u_j / lse_temperature) of the teacher's whole row; unread without a bucket.
         spec: divergence and temperature.
         tail: bucket or renormalize.

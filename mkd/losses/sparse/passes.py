@@ -13,8 +13,8 @@ from torch import Tensor
 
 from mkd.losses.divergences import DIVERGENCES
 from mkd.losses.logits import Chunk, Setting, TailFactors, statistics_dtype
-from mkd.losses.rows import Normalisers, Rows, Statistics, Terms
-from mkd.losses.sparse.statistics import SparseFactors, SparseNormalisers, sparse_terms
+from mkd.losses.rows import Normalizers, Rows, Statistics, Terms
+from mkd.losses.sparse.statistics import SparseFactors, SparseNormalizers, sparse_terms
 from mkd.losses.sparse.teacher import SparseTarget
 
 if TYPE_CHECKING:
@@ -68,8 +68,8 @@ def terms_of(
     """Values of each row from both rounds, name -> [tp, rows], with a sparse teacher or without."""
     if target is not None:
         return sparse_terms(stats, sums, rows, setting, target)
-    normalisers = Normalisers.merge(stats, setting.temperature)
-    return Terms.of(stats, sums, normalisers, rows, setting.shard.true_vocab, setting.spec)
+    normalizers = Normalizers.merge(stats, setting.temperature)
+    return Terms.of(stats, sums, normalizers, rows, setting.shard.true_vocab, setting.spec)
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,8 @@ class SparseKernels:
     def second_round(self, chunk: Chunk, stats: Statistics, setting: Setting) -> Statistics:
         """Sums of density and slope over the shard's columns of the head, name -> [rows]."""
         head, rank, spec = chunk.teacher, setting.shard.rank, setting.spec
-        normalisers = SparseNormalisers.merge(stats, head.target, setting)
-        log_q = _log_q(head, stats["head_max"][rank], normalisers.categories.log_norm(rank), spec.temperature)
+        normalizers = SparseNormalizers.merge(stats, head.target, setting)
+        log_q = _log_q(head, stats["head_max"][rank], normalizers.categories.log_norm(rank), spec.temperature)
         log_p = head.target.log_p.masked_fill(~head.owned, -torch.inf)
         entry = DIVERGENCES[spec.divergence]
         return {

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from mkd.losses.divergences import DIVERGENCES
 from mkd.losses.logits import Setting
-from mkd.losses.rows import Factors, Normalisers, Rows, Softmax, Statistics, Terms
+from mkd.losses.rows import Factors, Normalizers, Rows, Softmax, Statistics, Terms
 from mkd.losses.sparse.teacher import SparseTarget
 
 
-class SparseNormalisers(NamedTuple):
+class SparseNormalizers(NamedTuple):
     """The student's softmaxes after the first round."""
 
     ce: Softmax
@@ -30,7 +30,7 @@ class SparseNormalisers(NamedTuple):
     """[rows] ln of the tail's probability; -inf without a tail."""
 
     @classmethod
-    def merge(cls, stats: Statistics, target: SparseTarget, setting: Setting) -> "SparseNormalisers":
+    def merge(cls, stats: Statistics, target: SparseTarget, setting: Setting) -> "SparseNormalizers":
         """From first-round statistics, name -> [tp, rows]."""
         temperature, tops = setting.temperature, (stats["head_max"], stats["student_max"])
         masses = stats["head_mass"], stats["student_mass"]
@@ -44,20 +44,20 @@ class SparseNormalisers(NamedTuple):
         distance = (tops[1].amax(dim=0) - top.amax(dim=0)) / temperature
         return cls(ce, top, everything, tail, tail.log_mass + distance - everything.log_mass)
 
-    def of_cross_entropy(self, stats: Statistics) -> tuple[Statistics, Normalisers]:
+    def of_cross_entropy(self, stats: Statistics) -> tuple[Statistics, Normalizers]:
         """What `Terms` and `Factors` need for CE."""
-        return {"student_max": self.top, "label_logit": stats.get("label_logit")}, Normalisers(self.ce, self.ce, None)
+        return {"student_max": self.top, "label_logit": stats.get("label_logit")}, Normalizers(self.ce, self.ce, None)
 
 
 def sparse_terms(
     stats: Statistics, sums: Statistics | None, rows: Rows, setting: Setting, target: SparseTarget
 ) -> Terms:
     """Values of each row from the statistics of the first round and the sums of the second, name -> [tp, rows]."""
-    normalisers = SparseNormalisers.merge(stats, target, setting)
+    normalizers = SparseNormalizers.merge(stats, target, setting)
     without_kd = Rows(rows.labels, rows.ce_weight, None)
-    ce_stats, ce_normalisers = normalisers.of_cross_entropy(stats)
-    terms = Terms.of(ce_stats, None, ce_normalisers, without_kd, setting.shard.true_vocab, setting.spec)
-    value, _ = _divergence_and_slope_sum(stats, sums, normalisers, setting, target)
+    ce_stats, ce_normalizers = normalizers.of_cross_entropy(stats)
+    terms = Terms.of(ce_stats, None, ce_normalizers, without_kd, setting.shard.true_vocab, setting.spec)
+    value, _ = _divergence_and_slope_sum(stats, sums, normalizers, setting, target)
     used = rows.kd_weight != 0
     kd = torch.where(used, value * setting.spec.scale, 0).masked_fill(used & target.illegal, torch.nan)
     return terms._replace(kd=kd)
@@ -66,16 +66,16 @@ def sparse_terms(
 def _divergence_and_slope_sum(
     stats: Statistics,
     sums: Statistics | None,
-    normalisers: SparseNormalisers,
+    normalizers: SparseNormalizers,
     setting: Setting,
     target: SparseTarget,
 ) -> tuple[Tensor, Tensor]:
     """([rows] divergence in nats without T^2, [rows] sum of its slopes over the categories)."""
     entry, spec = DIVERGENCES[setting.spec.divergence], setting.spec
-    categories, shards = normalisers.categories, setting.shard.size
+    categories, shards = normalizers.categories, setting.shard.size
     of_tail = slope_of_tail = torch.zeros_like(categories.log_mass)
     if target.log_tail is not None:
-        pair = normalisers.log_q_tail, target.log_tail
+        pair = normalizers.log_q_tail, target.log_tail
         of_tail, slope_of_tail = entry.density(*pair, spec), entry.slope(*pair, spec)
     if entry.one_round is None:
         return sums["density"].sum(dim=0) + of_tail, sums["slope"].sum(dim=0) + slope_of_tail
@@ -124,28 +124,28 @@ class SparseFactors(NamedTuple):
         cls, stats: Statistics, sums: Statistics | None, rows: Rows, setting: Setting, target: SparseTarget
     ) -> "SparseFactors":
         """From merged statistics; the weights of `rows` may carry the upstream gradient."""
-        normalisers = SparseNormalisers.merge(stats, target, setting)
-        ce_stats, ce_normalisers = normalisers.of_cross_entropy(stats)
-        ce = Factors.of(ce_stats, None, ce_normalisers, Rows(rows.labels, rows.ce_weight, None), setting.spec)
+        normalizers = SparseNormalizers.merge(stats, target, setting)
+        ce_stats, ce_normalizers = normalizers.of_cross_entropy(stats)
+        ce = Factors.of(ce_stats, None, ce_normalizers, Rows(rows.labels, rows.ce_weight, None), setting.spec)
         rank, spec = setting.shard.rank, setting.spec
         used = rows.kd_weight != 0
         kd = rows.kd_weight * (spec.scale / spec.temperature)
-        slope_sum = _divergence_and_slope_sum(stats, sums, normalisers, setting, target)[1]
+        slope_sum = _divergence_and_slope_sum(stats, sums, normalizers, setting, target)[1]
         tail = torch.zeros_like(kd)
         if target.log_tail is not None:
-            slope = DIVERGENCES[spec.divergence].slope(normalisers.log_q_tail, target.log_tail, spec)
+            slope = DIVERGENCES[spec.divergence].slope(normalizers.log_q_tail, target.log_tail, spec)
             # ln q of every column of the tail rises by its share as the tail does.
-            tail = torch.where(used, kd * (slope - normalisers.log_q_tail.exp() * slope_sum), 0)
+            tail = torch.where(used, kd * (slope - normalizers.log_q_tail.exp() * slope_sum), 0)
         return cls(
-            normalisers.top.amax(dim=0),
-            normalisers.ce.log_mass,
+            normalizers.top.amax(dim=0),
+            normalizers.ce.log_mass,
             ce.ce,
             ce.label,
             stats["head_max"][rank],
-            normalisers.categories.log_norm(rank),
+            normalizers.categories.log_norm(rank),
             kd,
             torch.where(used, slope_sum, 0),
             stats["student_max"][rank],
-            normalisers.tail.log_norm(rank),
+            normalizers.tail.log_norm(rank),
             tail,
         )

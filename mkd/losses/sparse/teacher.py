@@ -26,7 +26,7 @@ class SparseTeacher:
     """[N, K] integer global ids. A negative one is an empty slot, whose other numbers are not read. Of slots with the
     same id the first counts; with `counts`, their counts are added and the first's logit is taken."""
     logits: Tensor
-    """[N, K], any float dtype, at no temperature and not normalised."""
+    """[N, K], any float dtype, at no temperature and not normalized."""
     lse: Tensor | None
     """[N] ln sum_j exp(u_j / temperature) over the true vocabulary; not needed with `tail_lse` or to renormalize."""
     tail_lse: Tensor | None = None

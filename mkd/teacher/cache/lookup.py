@@ -28,7 +28,7 @@ class Missing:
         row, start = divmod(self.places.start, row_length)
         return (
             f"segment {self.key.hex()} ({self.places.stop - self.places.start} tokens at place {start} of row {row}, "
-            f"segment {self.index} of micro-batch {self.microbatch})"
+            f"segment {self.index} of microbatch {self.microbatch})"
         )
 
 

@@ -18,7 +18,7 @@ and what is stored instead of an answer (`mkd.cache_build.import_axolotl`) is fa
 
 
 @dataclass(frozen=True)
-class StoredAnswers:
+class CacheReader:
     """Reads tokens, and makes the loss's tensors of what was read. Between the two it is one tensor of 32-bit words."""
 
     store: TeacherStore

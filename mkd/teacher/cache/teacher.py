@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mkd.data.batch import KDBatch
-from mkd.data.lookahead import Upcoming
+from mkd.data.lookahead import Lookahead
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdCacheError, MkdError
 from mkd.teacher.cache.lookup import Lookup, Missing
-from mkd.teacher.cache.reader import StoredAnswers
+from mkd.teacher.cache.reader import CacheReader
 from mkd.teacher.interface import TopKSignal
 
 _Identity = tuple[tuple[bytes, ...], tuple[int, ...], bytes]
@@ -26,7 +26,7 @@ class CachedTeacher:
     A thread reads the microbatches that come after those of a step while the step is computed.
     """
 
-    def __init__(self, answers: StoredAnswers, groups: Groups, *, tolerant: bool, row_length: int) -> None:
+    def __init__(self, answers: CacheReader, groups: Groups, *, tolerant: bool, row_length: int) -> None:
         """Collective over all ranks.
 
         Args:
@@ -60,8 +60,8 @@ class CachedTeacher:
                 )
 
     @property
-    def at_once(self) -> bool:
-        """See `Teacher.at_once`."""
+    def runs_before_student(self) -> bool:
+        """See `Teacher.runs_before_student`."""
         return False
 
     def fingerprint(self) -> str:
@@ -71,7 +71,7 @@ class CachedTeacher:
         """See `Teacher.facts`."""
         return {"kd_missing": float(self.missing)} if self._tolerant else {}
 
-    def prepare(self, batches: Sequence[KDBatch], upcoming: Upcoming) -> list[KDBatch]:
+    def prepare(self, batches: Sequence[KDBatch], upcoming: Lookahead) -> list[KDBatch]:
         """See `Teacher.prepare`. Collective over all ranks.
 
         Raises:
@@ -119,7 +119,7 @@ class CachedTeacher:
         cp = self._groups.cp
         return self._answers.read(lookup.request(cp.rank(), cp.size()))
 
-    def _look_ahead(self, upcoming: Upcoming) -> None:
+    def _look_ahead(self, upcoming: Lookahead) -> None:
         make = upcoming.fetch()
 
         def read() -> dict[_Identity, Tensor]:

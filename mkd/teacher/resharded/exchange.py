@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mkd.data.batch import KDBatch
 from mkd.distributed.groups import Groups, OwnLayout
-from mkd.teacher.resharded.plan import Cut, Island, Job, Route, Seat, Share, islands, last_stage
+from mkd.teacher.resharded.plan import Cut, ExchangeGroup, Job, RankCoords, Route, Share, islands, last_stage
 
 HEAD_ROWS = 4096
 """Rows of an LM head that a rank gets at one time."""
@@ -36,7 +36,7 @@ class Exchange:
         for island in self._islands:
             on_device, on_host = (dist.new_group(island.ranks, teacher.timeout, backend) for backend in (None, "gloo"))
             if self.rank in island.ranks:
-                self.island: Island = island
+                self.island: ExchangeGroup = island
                 self.student, self.teacher = island.students[self.rank], island.teachers[self.rank]
                 self._on_device, self._on_host = on_device, on_host
         # Ranks that share experts work together across islands.
@@ -212,11 +212,11 @@ def _decoded(words: Tensor, size: _Size) -> KDBatch:
     return KDBatch.of_tokens(ids.view(rows, tokens), positions.view(rows, tokens), ends.tolist() if bounds else None)
 
 
-def _seats(groups: Groups) -> list[Seat]:
+def _seats(groups: Groups) -> list[RankCoords]:
     """Of every rank. Collective over all of them."""
     own = torch.tensor(
         [groups.tp.rank(), groups.cp.rank(), groups.dp.rank(), groups.is_last_stage], dtype=torch.int64, device="cuda"
     )
     every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(every, own)
-    return [Seat(tp, cp, dp, bool(last)) for tp, cp, dp, last in (seat.tolist() for seat in every)]
+    return [RankCoords(tp, cp, dp, bool(last)) for tp, cp, dp, last in (seat.tolist() for seat in every)]

@@ -15,7 +15,7 @@ from torch import Tensor
 from mkd.distributed.context_parallel import dual_chunk_places
 
 
-class Seat(NamedTuple):
+class RankCoords(NamedTuple):
     """Where a rank is in a layout."""
 
     tp: int
@@ -55,21 +55,21 @@ class Cut:
     cp: int
     sequence_parallel: bool
 
-    def places(self, bounds: Sequence[int], seat: Seat) -> Tensor:
+    def places(self, bounds: Sequence[int], seat: RankCoords) -> Tensor:
         """[n] int64 places in the whole row that a rank has, in its order; `bounds` are of the row's segments."""
         places = dual_chunk_places(bounds, seat.cp, self.cp)
         return places.chunk(self.tp)[seat.tp] if self.sequence_parallel else places
 
 
 @dataclass(frozen=True)
-class Island:
+class ExchangeGroup:
     """Ranks that are closed under both layouts."""
 
     ranks: tuple[int, ...]
     """Ascending."""
-    students: dict[int, Seat]
+    students: dict[int, RankCoords]
     """Rank -> where it is in the student's layout."""
-    teachers: dict[int, Seat]
+    teachers: dict[int, RankCoords]
     """Rank -> where it is in the teacher's."""
 
     def students_of(self, replica: int) -> list[int]:
@@ -84,7 +84,7 @@ class Island:
         """Replica of the teacher -> what it does.
 
         All microbatches in the order of the student's replicas, in as many runs as the teacher has replicas, whose
-        lengths differ by 1 at most: neighbours in both layouts are together.
+        lengths differ by 1 at most: neighbors in both layouts are together.
 
         Args:
             microbatches: of each of the student's replicas.
@@ -106,17 +106,17 @@ class Island:
         return receiver if receiver in ranks else ranks[self.ranks.index(receiver) % len(ranks)]
 
 
-def last_stage(seats: Mapping[int, Seat], replica: int) -> dict[int, Seat]:
+def last_stage(seats: Mapping[int, RankCoords], replica: int) -> dict[int, RankCoords]:
     """Rank -> seat of those ranks of a replica that have final hidden states, or need them."""
     return {rank: seat for rank, seat in seats.items() if seat.dp == replica and seat.is_last_stage}
 
 
-def _replicas(seats: Mapping[int, Seat]) -> list[int]:
+def _replicas(seats: Mapping[int, RankCoords]) -> list[int]:
     """In the order of their first ranks."""
     return list(dict.fromkeys(seats[rank].dp for rank in sorted(seats)))
 
 
-def islands(students: Sequence[Seat], teachers: Sequence[Seat]) -> list[Island]:
+def islands(students: Sequence[RankCoords], teachers: Sequence[RankCoords]) -> list[ExchangeGroup]:
     """All islands, from the seat of every rank in both layouts."""
     number = list(range(len(students)))  # of the island that a rank is in
     for seats in (students, teachers):
@@ -127,7 +127,7 @@ def islands(students: Sequence[Seat], teachers: Sequence[Seat]) -> list[Island]:
     found = []
     for name in dict.fromkeys(number):
         ranks = tuple(rank for rank, own in enumerate(number) if own == name)
-        found.append(Island(ranks, {r: students[r] for r in ranks}, {r: teachers[r] for r in ranks}))
+        found.append(ExchangeGroup(ranks, {r: students[r] for r in ranks}, {r: teachers[r] for r in ranks}))
     return found
 
 

@@ -8,7 +8,7 @@ from megatron.training.models import GPTModelConfig
 from torch import Tensor
 
 from mkd.data.batch import KDBatch
-from mkd.data.lookahead import Upcoming
+from mkd.data.lookahead import Lookahead
 from mkd.distributed.groups import Groups, OwnLayout
 from mkd.models.gpt import logit_scale
 from mkd.teacher.interface import HiddenSignal
@@ -17,7 +17,7 @@ from mkd.teacher.resharded.exchange import Exchange
 from mkd.teacher.resharded.plan import Cut
 
 
-class LaidOutTeacher(OnlineTeacher):
+class ReshardedTeacher(OnlineTeacher):
     """Looks at all microbatches of a step first, each replica of it at its share.
 
     The student gets what it would get of a teacher in its own layout: hidden states cut as its own, and the rows of
@@ -61,11 +61,11 @@ class LaidOutTeacher(OnlineTeacher):
             super().__init__(config, layout.groups, load_weights, fingerprint, offload, side, head_columns)
 
     @property
-    def at_once(self) -> bool:
-        """See `Teacher.at_once`: replicas share a step's microbatches."""
+    def runs_before_student(self) -> bool:
+        """See `Teacher.runs_before_student`: replicas share a step's microbatches."""
         return True
 
-    def prepare(self, batches: Sequence[KDBatch], upcoming: Upcoming) -> list[KDBatch]:
+    def prepare(self, batches: Sequence[KDBatch], upcoming: Lookahead) -> list[KDBatch]:
         """See `Teacher.prepare`."""
         self._whole = list(batches)
         return self._whole

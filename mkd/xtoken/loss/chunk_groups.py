@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mkd.losses.kernels.interface import Kernels
 from mkd.losses.logits import PLAIN_LOGITS, Chunk, Setting, statistics_dtype
-from mkd.losses.rows import Normalisers, Rows, Terms
+from mkd.losses.rows import Normalizers, Rows, Terms
 from mkd.xtoken.loss.chunks import Group
 
 
@@ -78,8 +78,8 @@ class Apart:
         rows = Rows(group.student.labels, weights.ce, None)
         chunk = Chunk(z, None, rows)
         stats = setting.shard.exchange(self.kernels.first_round(chunk, setting)).wait()
-        normalisers = Normalisers.merge(stats, 1.0)
-        terms = Terms.of(stats, None, normalisers, rows, setting.shard.true_vocab, setting.spec)
+        normalizers = Normalizers.merge(stats, 1.0)
+        terms = Terms.of(stats, None, normalizers, rows, setting.shard.true_vocab, setting.spec)
         if gradient is not None:
             weighted = chunk._replace(rows=rows.times(weights.factor))
             self.kernels.write_gradient(weighted, stats, None, setting, gradient)

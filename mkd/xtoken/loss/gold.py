@@ -62,8 +62,8 @@ def gold(
     q, p = _Masses.merge(*merged[:4]), _Masses.merge(*merged[4:])
     rest, teacher_rest = drop_one_sided(q.rest, p.rest)
     compared = compare(
-        Outcomes.normalised(s_slots - q.zero[:, None], q.slots, rest[:, None]),
-        Outcomes.normalised(t_slots - p.zero[:, None], p.slots, teacher_rest[:, None]),
+        Outcomes.normalized(s_slots - q.zero[:, None], q.slots, rest[:, None]),
+        Outcomes.normalized(t_slots - p.zero[:, None], p.slots, teacher_rest[:, None]),
         shard,
         spec,
     )

@@ -20,7 +20,7 @@ class Outcomes(NamedTuple):
     """[rows, k], the same on all shards."""
 
     @classmethod
-    def normalised(cls, slots: Tensor, log_slots: Tensor, others: Tensor) -> "Outcomes":
+    def normalized(cls, slots: Tensor, log_slots: Tensor, others: Tensor) -> "Outcomes":
         """From log-masses in any common unit of the row.
 
         Args:

@@ -21,7 +21,7 @@ from torch import Tensor
 from mkd.losses.divergences import DIVERGENCES
 from mkd.losses.kernels.interface import Kernels
 from mkd.losses.logits import Chunk, LogitMap, LogitMaps, Setting, TailFactors, statistics_dtype
-from mkd.losses.rows import Normalisers, Rows, Statistics, divergence_and_slope_sum
+from mkd.losses.rows import Normalizers, Rows, Statistics, divergence_and_slope_sum
 from mkd.xtoken.loss.chunk_groups import GroupTerms, GroupWeights
 from mkd.xtoken.loss.chunks import Group
 from mkd.xtoken.loss.partition_stats import CrossEntropies, Masses
@@ -56,7 +56,7 @@ class _Seen(NamedTuple):
     of_p: Tensor
     slots: Statistics
     """name -> [tp + 1, chunks] of `first_round` over the slots; the last shard is E and REST."""
-    normalisers: Normalisers
+    normalizers: Normalizers
     """Of slots, E and REST."""
     label: Tensor
     """[n] the student's logits; other: [chunks]."""
@@ -139,7 +139,7 @@ class Partition:
         slots = self._with_others(slots, (q.zero, of_q), (p.zero, of_p), ce)
         label, other = (merged["student"][name].amax(dim=0) for name in ("label", "other"))
         top = torch.maximum(then["student_max"].amax(dim=0), q.then_label)
-        return _Seen(q, p, of_q, of_p, slots, Normalisers.merge(slots, temperature), label, other, top, ce)
+        return _Seen(q, p, of_q, of_p, slots, Normalizers.merge(slots, temperature), label, other, top, ce)
 
     def _with_others(
         self, slots: Statistics, q: tuple[Tensor, Tensor], p: tuple[Tensor, Tensor], ce: CrossEntropies | None
@@ -166,7 +166,7 @@ class Partition:
         entry, sums = DIVERGENCES[spec.divergence], None
         log_q, log_p = (
             of - softmax.log_mass
-            for of, softmax in ((seen.of_q, seen.normalisers.student), (seen.of_p, seen.normalisers.teacher))
+            for of, softmax in ((seen.of_q, seen.normalizers.student), (seen.of_p, seen.normalizers.teacher))
         )
         if entry.one_round is None:
             chunk = _chunk(student.slots, teacher.slots)
@@ -174,7 +174,7 @@ class Partition:
             others = {"density": entry.density(log_q, log_p, spec), "slope": entry.slope(log_q, log_p, spec)}
             merged = self.setting.shard.exchange(local).wait()
             sums = {name: torch.cat([merged[name], others[name].sum(dim=0)[None]]) for name in others}
-        value, slope_sum = divergence_and_slope_sum(seen.slots, sums, seen.normalisers, spec)
+        value, slope_sum = divergence_and_slope_sum(seen.slots, sums, seen.normalizers, spec)
         return _Compared(value, sums, entry.slope(log_q, log_p, spec) - log_q.exp() * slope_sum)
 
     def _write_gradient(
@@ -202,7 +202,7 @@ class Partition:
 
         of_slots = ce[:chunks]
         if spec.temperature == 1.0:  # the kernels then take CE's softmax for that of slots, E and REST
-            of_slots = of_slots * (seen.normalisers.student.log_mass + zero - log_sum[:chunks]).exp()
+            of_slots = of_slots * (seen.normalizers.student.log_mass + zero - log_sum[:chunks]).exp()
         rows = Rows(_no_labels(of_slots), None if weights.ce is None else of_slots, kd)
         out = _room(student.slots, gradient)
         chunk = Chunk(student.slots, teacher.slots, rows)

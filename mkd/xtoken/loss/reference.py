@@ -26,7 +26,7 @@ def partition_kl(
 
     What follows the text so far is one of: the chunk itself, token by token, E = prod_k q_k(y_k); a token that both
     vocabularies have, other than the first tokens of the chunk, at its first row; anything else, REST. Where a side has
-    nothing in REST, both sides are taken without it and normalised.
+    nothing in REST, both sides are taken without it and normalized.
 
     Args:
         student_logits: [n, V_s], any float dtype.
@@ -49,8 +49,8 @@ def partition_kl(
 def gold(student_logits: Tensor, teacher_logits: Tensor, pairs: Tensor, spec: LossSpec, uncommon_top_k: int) -> Tensor:
     """Divergence over the common tokens and REST, and the distance of the sorted probabilities of the others.
 
-    Over a chunk's rows the logits / T are averaged: their softmax is the normalised geometric mean of the rows'.
-    The sorted probabilities (Boizard et al. 2024, "Towards cross-tokenizer distillation", ULD) are compared in their
+    Over a chunk's rows the logits / T are averaged: their softmax is the normalized geometric mean of the rows'.
+    The sorted probabilities (Boizard et al. 2024, "Toward cross-tokenizer distillation", ULD) are compared in their
     largest `uncommon_top_k` places, the shorter list going on in zeros.
 
     Args:
@@ -72,7 +72,7 @@ def gold(student_logits: Tensor, teacher_logits: Tensor, pairs: Tensor, spec: Lo
 def p_kl(student_logits: Tensor, teacher_logits: Tensor, projection: Tensor, spec: LossSpec) -> Tensor:
     """Divergence between the student's distribution, projected to the teacher's vocabulary, and the teacher's.
 
-    Both are arithmetic means over the rows of the chunk. Both are normalised over the teacher's ids that the projection
+    Both are arithmetic means over the rows of the chunk. Both are normalized over the teacher's ids that the projection
     reaches at all.
 
     Args:
@@ -111,6 +111,6 @@ def _log_sum(logs: Tensor) -> Tensor:
 
 
 def _divergence(log_q: Tensor, log_p: Tensor, spec: LossSpec) -> Tensor:
-    """Scalar: of log-masses, which are normalised first."""
+    """Scalar: of log-masses, which are normalized first."""
     plain = replace(spec, temperature=1.0)
     return spec.scale * DIVERGENCES[spec.divergence](log_q[None], log_p[None], plain)[0]

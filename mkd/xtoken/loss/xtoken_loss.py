@@ -89,7 +89,7 @@ class _XTokenLoss(torch.autograd.Function):
 
 
 def _weighted_sum(values: Values, job: _Job) -> Tensor:
-    """Scalar: the sum that is minimised."""
+    """Scalar: the sum that is minimized."""
     loss = (job.kd_weight * values.kd).sum()
     if values.ce is None:
         return loss

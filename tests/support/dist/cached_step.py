@@ -13,7 +13,7 @@ from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode
 from torch import Tensor
 
 from mkd.cache_build.targets import Answers
-from mkd.data.lookahead import Upcoming
+from mkd.data.lookahead import Lookahead
 from mkd.data.batch import KDBatch, draw
 from mkd.distributed.groups import Groups
 from mkd.teacher.cache.teacher import CachedTeacher
@@ -21,7 +21,7 @@ from mkd.teacher.cache.lookup import Lookup, Request
 from mkd.teacher.online import OnlineTeacher
 from mkd.teacher.cache.store import CacheMeta
 from mkd.teacher.cache.writer import StoreWriter
-from mkd.teacher.cache.reader import StoredAnswers
+from mkd.teacher.cache.reader import CacheReader
 from tests.support.dist.kd_samples import VOCAB, microbatches
 from tests.support.dist.kd_step import Layout, Models, build_teacher, kd_step, parallel_state
 
@@ -34,7 +34,7 @@ def meta_of(top_k: int, values: str = "fp32", samples: int = 0) -> CacheMeta:
 def write_cache(
     rank: int, world_size: int, layout: Layout, models: Models, metas: dict[str, CacheMeta], leave_out: Sequence[bytes]
 ) -> None:
-    """Run the teacher over all samples of the first step, in the micro-batches of this layout.
+    """Run the teacher over all samples of the first step, in the microbatches of this layout.
 
     Args:
         rank, world_size: of the pool.
@@ -97,7 +97,7 @@ def fault(name: str) -> Iterator[None]:
 
 
 def reads_of_steps(rank: int, world_size: int, cache: str) -> dict[str, Any]:
-    """Two steps of four micro-batches, the second of them twice, as megatron replays one: threads that read each, and
+    """Two steps of four microbatches, the second of them twice, as megatron replays one: threads that read each, and
     the samples that were drawn."""
     with parallel_state(Layout()):
         models, groups = Models(data="padded", top_k=4, cache=cache), Groups.from_megatron()
@@ -105,13 +105,13 @@ def reads_of_steps(rank: int, world_size: int, cache: str) -> dict[str, Any]:
         samples = microbatches("padded", 1, 2, 0, 1)
         source, seen, threads = RerunDataIterator(iter(samples)), [], []
 
-        def read(self: StoredAnswers, request: Request) -> Tensor:
+        def read(self: CacheReader, request: Request) -> Tensor:
             threads[-1].append(current_thread() is main_thread())
             return right(self, request)
 
-        right = StoredAnswers.read
+        right = CacheReader.read
         machine = patch("megatron.core.rerun_state_machine.get_rerun_state_machine", lambda: _Recording())
-        with patch.object(StoredAnswers, "read", read), machine:
+        with patch.object(CacheReader, "read", read), machine:
             for step in range(3):
                 if step == 2:
                     source.rewind()
@@ -120,7 +120,7 @@ def reads_of_steps(rank: int, world_size: int, cache: str) -> dict[str, Any]:
                 threads.append([])
                 batches = draw(source, 4, VOCAB)
                 seen.append([batch.keys for batch in batches])
-                teacher.prepare(batches, Upcoming(source, 4, VOCAB, None, evaluating=False))
+                teacher.prepare(batches, Lookahead(source, 4, VOCAB, None, evaluating=False))
                 for ahead in teacher._ahead.values():
                     wait([ahead])
         keys = [KDBatch.from_sample(sample, VOCAB).keys for sample in samples]

@@ -1,7 +1,7 @@
 """Samples in the tokens of a student and of a teacher with another tokenizer, for steps that are compared.
 
 Chunks have 1 to 5 tokens on either side, some tokens have no counterpart, and lengths are odd, 1 and the whole row. One
-sample has no target, so that a row, and with two data-parallel ranks and small micro-batches a rank, has no chunk.
+sample has no target, so that a row, and with two data-parallel ranks and small microbatches a rank, has no chunk.
 """
 
 import numpy as np

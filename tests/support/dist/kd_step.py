@@ -32,15 +32,15 @@ from mkd.cpu.flags import set_cpu_values
 from mkd.config.megatron_checks import length_multiple
 from mkd.distributed.groups import Groups, OwnLayout, ParallelSizes
 from mkd.train.hidden_layers import HiddenLayers
-from mkd.job.cached_teacher import CacheSource, CacheTeacher
+from mkd.job.cached_teacher import CacheSource, CachedTeacherSpec
 from mkd.losses import LossOptions
 from mkd.models.gpt import gpt_config
 from mkd.train.schedule import TeacherThenStudent
 from mkd.train.step import ForwardStep
 from mkd.teacher.cache.teacher import CachedTeacher
-from mkd.teacher.resharded.teacher import LaidOutTeacher
+from mkd.teacher.resharded.teacher import ReshardedTeacher
 from mkd.teacher.online import OnlineTeacher
-from mkd.teacher.ensemble import SelectingTeachers, SeveralTeachers
+from mkd.teacher.ensemble import SelectingTeachers, TeacherEnsemble
 from mkd.train.objective import CrossSetting
 from mkd.xtoken.loss.xtoken_loss import XTokenLoss
 from tests.support.dist import kd_pairs
@@ -85,7 +85,7 @@ class Layout:
     sp: bool = False
     mbs: int = 2
     variable: bool = False
-    """Whether micro-batches are cut behind their longest text, as with --kd-variable-seq-lengths."""
+    """Whether microbatches are cut behind their longest text, as with --kd-variable-seq-lengths."""
     dist_opt: bool = False
     """Whether the optimizer's state is cut over the data-parallel ranks."""
     teacher: "Layout | None" = None
@@ -271,7 +271,7 @@ def kd_step(rank: int, world_size: int, layout: Layout, models: Models) -> dict[
     """One forward and backward pass over the whole global batch.
 
     Returns:
-        reports (on the last stage of tensor rank 0: name -> [sum, count] over this rank's micro-batches) and gradients.
+        reports (on the last stage of tensor rank 0: name -> [sum, count] over this rank's microbatches) and gradients.
     """
     with parallel_state(layout):
         return _kd_step(layout, models)
@@ -328,11 +328,11 @@ def _kd_step(layout: Layout, models: Models) -> dict[str, Any]:
     return {"reports": sums, "gradients": gradients(chunks)}
 
 
-def build_teacher(layout: Layout, models: Models, groups: Groups) -> OnlineTeacher | CachedTeacher | SeveralTeachers:
+def build_teacher(layout: Layout, models: Models, groups: Groups) -> OnlineTeacher | CachedTeacher | TeacherEnsemble:
     """The teacher on this rank."""
     if models.cache is not None:
         source = CacheSource.open(models.cache, "--kd-teacher-cache")
-        return CacheTeacher(source, models.kd, row_length=ROW).build(groups)
+        return CachedTeacherSpec(source, models.kd, row_length=ROW).build(groups)
     if models.xtoken is None:
         if models.select:
             each = [build_teacher(layout, replace(models, select=False, salt=salt), groups) for salt in "AB"]
@@ -356,7 +356,7 @@ def build_teacher(layout: Layout, models: Models, groups: Groups) -> OnlineTeach
     same = build_teacher(layout, replace(models, xtoken=None, select=False), groups)
     if models.select:
         return SelectingTeachers((same, other), (1.0, 1.0))
-    return SeveralTeachers((same, other), (0.4, 1.5))
+    return TeacherEnsemble((same, other), (0.4, 1.5))
 
 
 def build_model_teacher(
@@ -388,7 +388,7 @@ def build_model_teacher(
         return OnlineTeacher(config, groups, head_columns=head_columns, **options)
     if head_columns is None:
         head_columns = torch.arange(PADDED).chunk(layout.tp)[groups.tp.rank()]
-    return LaidOutTeacher(
+    return ReshardedTeacher(
         config,
         OwnLayout.create(ParallelSizes(own.tp, own.pp, own.cp, own.ep, own.tp)),
         groups,

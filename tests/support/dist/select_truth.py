@@ -12,7 +12,7 @@ from mkd.distributed.groups import Groups
 from mkd.losses import LossOptions, reference
 from mkd.train.selection import Selection
 from mkd.teacher.interface import HiddenSignal
-from mkd.train.objective import Setting, TokenTerm
+from mkd.train.objective import Setting, SameTokenizerObjective
 from mkd.xtoken.loss.reference import partition_kl
 from tests.support.dist import kd_pairs
 from tests.support.dist.kd_samples import VOCAB, microbatches
@@ -103,6 +103,6 @@ def clear_case(rank: int, world_size: int, layout: Layout) -> tuple[list[int], l
         right = 3.0 * torch.nn.functional.one_hot(batch.labels.t(), 96).float()
         knows = torch.tensor([[0.0, 1.0, 1.0, 0.0], [1.0, 0.0, 0.0, 1.0]])[:, None, :, None]
         setting = Setting(groups, VOCAB, LossOptions(), top_k=None, top_k_tail="bucket")
-        terms = [TokenTerm(setting, batch, HiddenSignal(share * right, head)) for share in knows]
+        terms = [SameTokenizerObjective(setting, batch, HiddenSignal(share * right, head)) for share in knows]
         found = Selection.of(terms, batch, groups, sequence_parallel=False)
         return found.chosen.tolist(), found.supervised.tolist()

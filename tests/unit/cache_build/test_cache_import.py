@@ -13,7 +13,7 @@ from mkd.cache_build.import_axolotl import Imported, ImportOptions, import_answe
 from mkd.data.batch import segment_key
 from mkd.errors import MkdCacheError, MkdDataError
 from mkd.teacher.cache.lookup import Request
-from mkd.teacher.cache.reader import StoredAnswers
+from mkd.teacher.cache.reader import CacheReader
 from mkd.teacher.cache.record_format import TokenRows
 from mkd.teacher.cache.store import CacheMeta, TeacherStore
 from tests.support.tolerance import FP32, assert_close_norm
@@ -162,7 +162,7 @@ def test_tokens_without_answers_are_not_learned(tmp_path: Path) -> None:
     meta, _ = run_import(tmp_path, [record_of(0)], lossless=False)
     store = TeacherStore(tmp_path / "cache", "--cache")
     key = segment_key(make_text(0)[0][:-1])
-    segments, answers = store.find([key]), StoredAnswers(store, TOP_K, 1.0)
+    segments, answers = store.find([key]), CacheReader(store, TOP_K, 1.0)
 
     def read(*places: int) -> torch.Tensor:
         wanted = np.array(places)

@@ -24,7 +24,7 @@ from mkd.compat.checkpoints import (
     _load_or_refuse,
     install_checkpoint_hooks,
     resume_distributed_optimizer,
-    tracker_says,
+    tracker_override,
 )
 from mkd.errors import MkdCheckpointError
 from mkd.utils.atomic_files import replacing
@@ -59,9 +59,9 @@ def test_upstream_ends_with_status_0_on_a_tracker_that_it_cannot_read(tmp_path: 
     with pytest.raises(SystemExit) as caught:
         checkpointing.read_metadata(str(tmp_path / TRACKER))
     assert not caught.value.code
-    with tracker_says(4):
+    with tracker_override(4):
         assert checkpointing.read_metadata(str(tmp_path / TRACKER)) == (4, False)
-    with tracker_says(None):
+    with tracker_override(None):
         assert checkpointing.read_metadata(str(tmp_path / TRACKER)) == (0, True)
     with pytest.raises(SystemExit):
         checkpointing.read_metadata(str(tmp_path / TRACKER))

@@ -12,7 +12,7 @@ from megatron.training import arguments, checkpointing, global_vars, initialize,
 from megatron.training.models import dist_utils
 from megatron.training.utils import common_utils
 
-from mkd.compat.quiet import LOGGED, be_quiet
+from mkd.compat.quiet import LOGGED, silence_megatron
 
 MODULES = (arguments, checkpointing, common_utils, dist_utils, global_vars, initialize, training)
 TIMERS = "megatron.core.timers"
@@ -54,13 +54,13 @@ def test_what_megatron_says_of_itself_is_left_out(capsys):
     out = capsys.readouterr().out
     for words in ("num_layers ....", "random seeds", "datetime", "one_logger package"):
         assert words in out  # else megatron has become quiet itself, and the line in quiet.py can go
-    be_quiet([], {})
+    silence_megatron([], {})
     speak()
     assert capsys.readouterr().out == ""
 
 
 def test_what_it_says_of_the_run_stays(capsys):
-    be_quiet([], {})
+    silence_megatron([], {})
     said = (
         "WARNING: Setting args.overlap_p2p_comm and args.align_param_gather to False",
         "[exiting program after receiving SIGTERM.] datetime: 2026-01-01 00:00:00.000000 ",
@@ -73,7 +73,7 @@ def test_what_it_says_of_the_run_stays(capsys):
 
 
 def test_loggers(caplog):
-    be_quiet([], {})
+    silence_megatron([], {})
     assert not logging.getLogger("megatron.core.optimizer").isEnabledFor(logging.INFO)
     for name in LOGGED:
         logging.getLogger(name).warning("unexpected result")
@@ -92,7 +92,7 @@ def test_upstream_still_logs_it(name):
 
 
 def test_warnings_that_are_not_about_the_run():
-    be_quiet([], {})
+    silence_megatron([], {})
     with warnings.catch_warnings(record=True) as seen:
         for module in ("megatron.core.optimizer", "torch.nn.modules.module", "mkd.job.job", "torchvision"):
             for category in (DeprecationWarning, FutureWarning, UserWarning):
@@ -106,19 +106,19 @@ def test_warnings_that_are_not_about_the_run():
 
 def test_what_is_asked_for_is_printed(capsys):
     root = logging.getLogger()
-    be_quiet(["--kd-verbose"], {})
+    silence_megatron(["--kd-verbose"], {})
     speak()
     assert "num_layers" in capsys.readouterr().out
     assert root.level == logging.INFO
-    be_quiet(["--logging-level=20"], {})
+    silence_megatron(["--logging-level=20"], {})
     assert root.level == logging.INFO
-    be_quiet([], {"MEGATRON_LOGGING_LEVEL": "20"})
+    silence_megatron([], {"MEGATRON_LOGGING_LEVEL": "20"})
     assert root.level == logging.INFO
-    be_quiet(["--timing-log-level", "1", "--log-memory-interval", "5"], {})
+    silence_megatron(["--timing-log-level", "1", "--log-memory-interval", "5"], {})
     assert root.level == logging.WARNING
     assert logging.getLogger(TIMERS).isEnabledFor(logging.INFO)
     memory = "[Rank 0] (after 5 iterations) memory (MB) | allocated: 0.00"
     common_utils.print_rank_0(memory)
-    be_quiet([], {})
+    silence_megatron([], {})
     common_utils.print_rank_0(memory)
     assert capsys.readouterr().out.splitlines() == [memory]

@@ -151,7 +151,7 @@ def test_segments_and_their_places():
 
 
 def test_keys_are_of_the_text_alone():
-    """Another row, another place in it, other padding, other micro-batch: the same key."""
+    """Another row, another place in it, other padding, other microbatch: the same key."""
     given_sample = packed_sample(CUTS)
     batch = KDBatch.from_sample(given_sample, VOCAB)
     assert len(batch.keys) == 5 and {len(key) for key in batch.keys} == {16} and len(set(batch.keys)) == 5

@@ -2,13 +2,13 @@
 
 import pytest
 
-from mkd.distributed.rank_env import be_a_rank, check_meeting_point
+from mkd.distributed.rank_env import check_rendezvous, default_rank_env
 from mkd.errors import MkdConfigError
 
 
 def test_a_process_by_itself_is_the_only_rank() -> None:
     environ = {"HOME": "/home/me"}
-    be_a_rank(environ)
+    default_rank_env(environ)
     assert 0 < int(environ.pop("MASTER_PORT")) < 65536
     assert environ == {
         "HOME": "/home/me",
@@ -29,13 +29,13 @@ def test_a_process_by_itself_is_the_only_rank() -> None:
 )
 def test_a_rank_stays_what_it_is(environ: dict[str, str]) -> None:
     before = dict(environ)
-    be_a_rank(environ)
+    default_rank_env(environ)
     assert environ == before
 
 
 def test_one_task_of_slurm_is_a_job() -> None:
     environ = {"SLURM_STEP_NUM_TASKS": "1", "MASTER_PORT": "29500"}
-    be_a_rank(environ)
+    default_rank_env(environ)
     assert (environ["WORLD_SIZE"], environ["MASTER_PORT"]) == ("1", "29500")
 
 
@@ -54,12 +54,12 @@ def test_one_task_of_slurm_is_a_job() -> None:
 )
 def test_one_of_several_that_does_not_know_which(environ: dict[str, str], words: str) -> None:
     with pytest.raises(MkdConfigError, match=words):
-        be_a_rank(environ)
+        default_rank_env(environ)
 
 
 def test_ranks_are_told_where_they_meet() -> None:
     told = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
-    check_meeting_point(told)
+    check_rendezvous(told)
     for name, value, words in (
         ("MASTER_ADDR", None, "WORLD_SIZE is 2, but MASTER_ADDR is not set: the host name"),
         ("MASTER_ADDR", "", "MASTER_ADDR is not set"),
@@ -69,4 +69,4 @@ def test_ranks_are_told_where_they_meet() -> None:
     ):
         environ = {key: text for key, text in {**told, name: value}.items() if text is not None}
         with pytest.raises(MkdConfigError, match=words):
-            check_meeting_point(environ)
+            check_rendezvous(environ)

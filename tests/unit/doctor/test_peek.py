@@ -1,4 +1,4 @@
-"""The doctor's look into data: text, targets in colour, rows."""
+"""The doctor's look into data: text, targets in color, rows."""
 
 from types import SimpleNamespace
 

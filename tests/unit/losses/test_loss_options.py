@@ -1,4 +1,4 @@
-"""How a loss is computed: flags that cannot be honoured, and the cutting into chunks."""
+"""How a loss is computed: flags that cannot be honored, and the cutting into chunks."""
 
 from types import SimpleNamespace
 

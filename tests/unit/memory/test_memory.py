@@ -92,7 +92,7 @@ def test_losses_between_tokenizers_that_were_measured(loss: str, rows: int | Non
 def test_a_layer_by_hand():
     """Width 1024, 16 heads of 64, 4 groups, feed-forward 2816; Korthikanti et al. without what is not kept."""
     args = llama_arguments(8, 1024, 2816, 16, 4, True, seq_length=512, micro_batch_size=2)
-    inputs = 4 * 1024  # of both parts, as they are and normalised
+    inputs = 4 * 1024  # of both parts, as they are and normalized
     elements = inputs + (1024 + 256 + 256 + 1024) + 3 * 2816  # q, k, v, output; gate and up, and their product
     statistics = 4 * 16
     assert layer_bytes(args, 0, on_gpu=True).kept == 2 * 512 * (2 * elements + statistics)

@@ -8,21 +8,21 @@ import pytest
 import torch
 
 from mkd.config.kd_config import KDConfig
-from mkd.config.teacher_layout import has_own_layout, in_layout_of_teacher, row_multiple
-from mkd.teacher.resharded.plan import Cut, Island, Job, Route, Seat, islands, last_stage
+from mkd.config.teacher_layout import has_own_layout, row_multiple, teacher_layout_args
+from mkd.teacher.resharded.plan import Cut, ExchangeGroup, Job, RankCoords, Route, islands, last_stage
 from tests.support.memory_jobs import llama_arguments
 
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 
 
-def seats(ranks: int, tp: int = 1, cp: int = 1, pp: int = 1) -> list[Seat]:
+def seats(ranks: int, tp: int = 1, cp: int = 1, pp: int = 1) -> list[RankCoords]:
     """Of all ranks in megatron's order tp-cp-dp-pp."""
     dp = ranks // (tp * cp * pp)
     places = itertools.product(range(pp), range(dp), range(cp), range(tp))
-    return [Seat(t, c, d, p == pp - 1) for p, d, c, t in places]
+    return [RankCoords(t, c, d, p == pp - 1) for p, d, c, t in places]
 
 
-def island(student: list[Seat], teacher: list[Seat]) -> Island:
+def island(student: list[RankCoords], teacher: list[RankCoords]) -> ExchangeGroup:
     (only,) = islands(student, teacher)
     return only
 
@@ -79,7 +79,7 @@ def test_equal_numbers_of_passes():
     assert shares[0].wanted_at(7) is None
 
 
-def test_neighbours_work_for_each_other():
+def test_neighbors_work_for_each_other():
     """Four students of two ranks, two teachers of four."""
     (left, right) = islands(seats(8, tp=2), seats(8, tp=4))
     assert left.deal(1) == {0: ((Job(0, 0), Job(1, 0)), 2)}
@@ -138,24 +138,24 @@ def kd(**sizes: int) -> KDConfig:
 
 def test_the_layout_is_the_students_unless_a_flag_says_otherwise():
     args = job(**{TP: 2, CP: 2})
-    same = in_layout_of_teacher(args, kd(**{TP: 2}).teacher_sizes, None)
+    same = teacher_layout_args(args, kd(**{TP: 2}).teacher_sizes, None)
     assert not has_own_layout(same, args) and same.sequence_parallel == args.sequence_parallel
-    own = in_layout_of_teacher(args, kd(**{TP: 4, PP: 2}).teacher_sizes, None)
+    own = teacher_layout_args(args, kd(**{TP: 4, PP: 2}).teacher_sizes, None)
     assert has_own_layout(own, args)
     assert (getattr(own, TP), getattr(own, PP), getattr(own, CP), own.sequence_parallel) == (4, 2, 2, True)
-    one = in_layout_of_teacher(job(**{TP: 2}, sequence_parallel=True), kd(**{TP: 1}).teacher_sizes, None)
+    one = teacher_layout_args(job(**{TP: 2}, sequence_parallel=True), kd(**{TP: 1}).teacher_sizes, None)
     assert not one.sequence_parallel
 
 
 def test_experts_follow_the_tensor_parallel_size_of_the_teacher():
     args = job(expert_tensor_parallel_size=1)
     given = {TP: 4, "expert_model_parallel_size": 2}
-    assert in_layout_of_teacher(args, kd(**given).teacher_sizes, 8).expert_tensor_parallel_size == 4
+    assert teacher_layout_args(args, kd(**given).teacher_sizes, 8).expert_tensor_parallel_size == 4
     given["expert_tensor_parallel_size"] = 1
-    assert in_layout_of_teacher(args, kd(**given).teacher_sizes, 8).expert_tensor_parallel_size == 1
-    experts = in_layout_of_teacher(args, {"expert_model_parallel_size": 2}, 8)
+    assert teacher_layout_args(args, kd(**given).teacher_sizes, 8).expert_tensor_parallel_size == 1
+    experts = teacher_layout_args(args, {"expert_model_parallel_size": 2}, 8)
     assert has_own_layout(experts, args)
-    assert not has_own_layout(in_layout_of_teacher(args, {"expert_model_parallel_size": 2}, None), args)
+    assert not has_own_layout(teacher_layout_args(args, {"expert_model_parallel_size": 2}, None), args)
 
 
 def test_rows_can_be_cut_by_both():

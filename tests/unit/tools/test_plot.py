@@ -160,7 +160,7 @@ def test_incomplete_last_line_is_left_out_and_told(tool, tmp_path, capsys):
         ('{"event": "start"}\n', "holds no iteration yet"),
         ('{"iteration": 1, "loss": 5}\n{"iter\n{"iteration": 2, "loss": 5}\n', "line 2: broken JSON"),
         ('{"iteration": 1, "loss": 5}\n7\n', "line 2: not a JSON object"),
-        ('{"iteration": 1, "colour": 5}\n', "is not a metrics file"),
+        ('{"iteration": 1, "color": 5}\n', "is not a metrics file"),
     ],
 )
 def test_bad_files_are_told_in_one_line(tool, tmp_path, capsys, content, message):
