@@ -10,9 +10,10 @@ from torch import Tensor
 
 from mkd.data.token_counts import TextSize
 from mkd.job.job import Job
+from mkd.report.calibration import calibration_table
 from mkd.report.metrics import MetricsLog, Step
 from mkd.train import balance
-from mkd.train.evaluation import CALIBRATION, calibration_table
+from mkd.train.evaluation import CALIBRATION
 from mkd.train.nan_check import FiniteCheck, check_loss_scale
 from mkd.train.schedule import TeacherThenStudent
 

@@ -143,7 +143,7 @@ def evaluation_table(rows: Mapping[str, Mapping[str, float]]) -> Table:
 
 def calibration_rows(table: Mapping[str, Sequence[float | None]]) -> Table:
     """The student's probabilities beside the teacher's, in the bins of the latter that have tokens; see
-    `mkd.train.evaluation.calibration_table`."""
+    `mkd.report.calibration.calibration_table`."""
     bins = len(table["share"])
     rows = [
         [f"{i / bins:.1f} to {(i + 1) / bins:.1f}", f"{share:.1%}"]
@@ -155,7 +155,7 @@ def calibration_rows(table: Mapping[str, Sequence[float | None]]) -> Table:
 
 
 def calibration_line(table: Mapping[str, Sequence[float | None]], error: float) -> str:
-    """What `calibration_rows` come to, in one line; `error` as in `mkd.train.evaluation.calibration_error`."""
+    """What `calibration_rows` come to, in one line; `error` as in `mkd.report.calibration.calibration_error`."""
     teacher, student = (
         sum(share * value for share, value in zip(table["share"], table[name], strict=True) if share)
         for name in ("teacher", "student")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from mkd.data.token_counts import TextSize
+from mkd.report.calibration import Calibration, calibration_error
 from mkd.report.console import (
     CALIBRATION_TOKENS,
     calibration_line,
@@ -23,10 +24,7 @@ from mkd.report.console import (
 )
 from mkd.report.flops import FlopCounter
 from mkd.report.trackers import Tracker
-from mkd.train.evaluation import calibration_error
 from mkd.utils.atomic_files import replacing
-
-Calibration = Mapping[str, Sequence[float | None]]
 
 
 @dataclass(frozen=True)
@@ -179,7 +177,7 @@ class MetricsLog:
             split: valid or test.
             iteration: after which it was.
             losses: name -> mean over the split's tokens. Perplexities, exp of the mean cross-entropies, are added.
-            calibration: see `mkd.train.evaluation.calibration_table`.
+            calibration: see `mkd.report.calibration.calibration_table`.
         """
         if not self.writes or not losses:
             return

@@ -161,23 +161,6 @@ def sums_of_texts(values: Sequence[Tensor], text: Tensor, texts: int) -> Tensor:
     return torch.cat([rows @ (place == block).double() for block in blocks], dim=1)
 
 
-def calibration_table(sums: Tensor) -> dict[str, list[float | None]]:
-    """From [BINS, 4] sums over everything that was evaluated: how many tokens are in each bin and their share, and of
-    them the means of p, of the student's probability and of the agreement; None in empty bins."""
-    count, *others = sums.t().tolist()
-    total = sum(count) or 1.0
-    table: dict[str, list[float | None]] = {"tokens": count, "share": [n / total for n in count]}
-    for name, values in zip(("teacher", "student", "agreement"), others, strict=True):
-        table[name] = [value / n if n else None for value, n in zip(values, count, strict=True)]
-    return table
-
-
-def calibration_error(table: dict[str, list[float | None]]) -> float:
-    """sum over bins of share * |mean of the student's probability - mean of the teacher's|, in [0, 1]."""
-    rows = zip(table["share"], table["teacher"], table["student"], strict=True)
-    return sum(share * abs(student - teacher) for share, teacher, student in rows if share)
-
-
 def bits_per_byte(prefix: str, ce: Tensor, batch: KDBatch, byte_lengths: Tensor | None) -> dict[str, Mean]:
     """Name -> bits of the supervised tokens that are text, over their bytes.
 

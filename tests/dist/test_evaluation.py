@@ -11,7 +11,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from mkd.train.evaluation import BINS, calibration_error
+from mkd.report.calibration import calibration_error
+from mkd.train.evaluation import BINS
 from mkd.distributed.groups import Groups
 from mkd.job.training_loop import Hooks
 from mkd.losses import LossOptions, reference
