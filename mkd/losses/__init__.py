@@ -1,4 +1,4 @@
-"""Losses of knowledge distillation over a vocabulary that is cut over tensor-parallel ranks."""
+"""Knowledge distillation losses over a vocabulary that is split over tensor-parallel ranks."""
 
 from mkd.config.kd_config import LossSpec
 from mkd.losses.fused_linear import fused_linear_loss
@@ -9,6 +9,7 @@ from mkd.losses.options import LossOptions
 from mkd.losses.sparse.teacher import SparseTeacher
 from mkd.losses.topk import fused_linear_topk_loss, topk_loss
 from mkd.losses.vocab_parallel import LossOutput, vocab_parallel_loss
+from mkd.losses.vocab_shard import VocabLayout
 
 __all__ = [
     "Comparison",
@@ -20,6 +21,7 @@ __all__ = [
     "LossSpec",
     "SparseTeacher",
     "TopK",
+    "VocabLayout",
     "compare_models",
     "fused_linear_loss",
     "fused_linear_topk_loss",
