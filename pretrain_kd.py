@@ -39,7 +39,7 @@ def main() -> None:
     from mkd.distributed.groups import Groups
     from mkd.job.job import Job
     from mkd.job.plan import dry_run, print_plan, record
-    from mkd.job.resume import install_saving, settle_checkpoint
+    from mkd.job.resume import install_saving, resolve_checkpoint
     from mkd.job.teacher_check import check_teacher_quality
     from mkd.job.training_loop import Hooks
     from mkd.train.schedule import TeacherThenStudent
@@ -54,7 +54,7 @@ def main() -> None:
     check_rendezvous()
     initialize_megatron()
     metrics = job.metrics()
-    settle_checkpoint(args, job.kd, job.choice, job.teacher.source)
+    resolve_checkpoint(args, job.kd, job.resume_point, job.teacher.source)
     groups = Groups.from_megatron()
     datasets = job.data.sets()
     teacher = job.build_teacher(groups)

@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mkd.checkpoint.hf.writer import check_output
-from mkd.checkpoint.prune.depth import Teacher, chosen_layers
+from mkd.checkpoint.prune.depth import PrunableTeacher, chosen_layers
 from mkd.checkpoint.prune.width import Importance, WidthChoice, student_dims
 from mkd.errors import MkdConfigError, exit_status
 
@@ -27,7 +27,7 @@ WIDTHS = ("hidden", "ffn", "heads", "groups")
 def prune_depth(args: argparse.Namespace) -> None:
     """Keep some layers, renumbered."""
     check_output(args.out, "--out")
-    teacher = Teacher(args.hf)
+    teacher = PrunableTeacher(args.hf)
     count = teacher.args["num_layers"]
     layers = chosen_layers(count, args.every, args.layers)
     nbytes = teacher.write_student(args.out, layers)
@@ -38,7 +38,7 @@ def prune_width(args: argparse.Namespace) -> None:
     """Keep the most important channels and heads, and some layers or all."""
     check_output(args.out, "--out")
     check_importance(args)
-    teacher = Teacher(args.hf)
+    teacher = PrunableTeacher(args.hf)
     if teacher.args["num_experts"] is not None:
         raise teacher.folder.error(
             f"{teacher.family.architectures[0]} is a mixture of experts, which is only pruned in depth"
@@ -62,7 +62,7 @@ def check_importance(args: argparse.Namespace) -> None:
         raise MkdConfigError(f"--{given[0].replace('_', '-')} is for --importance activation, which is not given")
 
 
-def importance(teacher: Teacher, args: argparse.Namespace) -> Importance:
+def importance(teacher: PrunableTeacher, args: argparse.Namespace) -> Importance:
     """Of all layers, also of those that are left out: what a channel does depends on the whole teacher."""
     from mkd.checkpoint.prune.importance import activation_importance, magnitude_importance, read_samples
 

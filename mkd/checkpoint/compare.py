@@ -31,7 +31,7 @@ from mkd.models.gpt import gpt_config
 
 
 @dataclass(frozen=True)
-class Comparison:
+class LogitComparison:
     """Of two models on the same tokens."""
 
     tokens: int
@@ -96,7 +96,7 @@ def random_tokens(hf: HFFolder, rows: int, length: int) -> Tensor:
 
 
 @torch.no_grad()
-def compare(hf: HFFolder, folder: MegatronFolder, tokens: Tensor) -> Comparison:
+def compare(hf: HFFolder, folder: MegatronFolder, tokens: Tensor) -> LogitComparison:
     """Run both models, one after the other, a row at a time.
 
     Args:
@@ -121,7 +121,7 @@ def compare(hf: HFFolder, folder: MegatronFolder, tokens: Tensor) -> Comparison:
             for n, logits in enumerate((wanted, seen)):
                 entropies[n] += torch.nn.functional.cross_entropy(logits[:-1].double(), row[1:])
     perplexities = (entropies / len(tokens)).exp().tolist()
-    return Comparison(tokens.numel(), largest.item(), total / len(tokens), tuple(perplexities))
+    return LogitComparison(tokens.numel(), largest.item(), total / len(tokens), tuple(perplexities))
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Which checkpoint a job continues from, and whether it is one of this job.
 
 The tracker file names the last checkpoint that was saved. If that one is not complete, the newest complete one takes
-its place, and the torn one is renamed; docs/checkpoints.md has the rules.
+its place, and the incomplete one is renamed; docs/checkpoints.md has the rules.
 """
 
 import json
@@ -18,19 +18,19 @@ from mkd.checkpoint.megatron_folder import TRACKER
 from mkd.errors import MkdCheckpointError, MkdConfigError
 from mkd.utils.atomic_files import replacing, sync_folder
 
-TORN = "torn_"
+SET_ASIDE = "torn_"
 """Beginning of the new name of a folder that was set aside."""
 
 
 @dataclass(frozen=True)
-class Choice:
+class ResumePoint:
     """What a job continues from."""
 
     root: Path
     """The folder in --load."""
     name: str | None
     """Its folder that is read, such as iter_0000100 or release; None: there is no checkpoint, the job begins."""
-    torn: Mapping[str, str] = field(default_factory=dict)
+    incomplete: Mapping[str, str] = field(default_factory=dict)
     """Folders that are not complete -> why not."""
     unused: tuple[str, ...] = ()
     """Complete folders of later iterations than the tracker names."""
@@ -46,9 +46,9 @@ class Choice:
         return self.name if self.name in (None, "release") else str(int(self.name.removeprefix("iter_")))
 
 
-def choose(
+def select(
     root: Path, *, own: bool, step: int | None = None, rejected: Mapping[str, str] | None = None, flag: str = "--load"
-) -> Choice:
+) -> ResumePoint:
     """Look through a folder; nothing in it is changed, so that all ranks see the same.
 
     Args:
@@ -62,34 +62,36 @@ def choose(
         MkdCheckpointError: there were checkpoints, and none may be used.
     """
     if step is not None:
-        return _exactly(root, f"iter_{step:07d}", f"{flag} {root} --ckpt-step {step}", rejected or {})
+        return _select_step(root, f"iter_{step:07d}", f"{flag} {root} --ckpt-step {step}", rejected or {})
     text, named = _read_tracker(root)
     found = sorted((path.name for path in root.glob("iter_*") if _is_iteration(path)), key=_number, reverse=True)
     candidates = found if named is None else [named, *(name for name in found if name != named)]
-    torn: dict[str, str] = {}
+    incomplete: dict[str, str] = {}
     chosen = None
     for name in candidates:
         reason = _damage(root, name, rejected or {}, flag)
         if reason is None:
             chosen = name
             break
-        torn[name] = reason
-    because = _reasons(text, named, torn)
+        incomplete[name] = reason
+    because = _reasons(text, named, incomplete)
     if chosen is None and (text is not None or rejected):
         raise MkdCheckpointError(f"{flag} {root} has no complete checkpoint: {because}")
-    if not own and chosen is not None and (named is None or torn):
+    if not own and chosen is not None and (named is None or incomplete):
         raise MkdCheckpointError(
             f"{flag} {root}: {because}. The newest complete checkpoint there is {chosen}: "
             f"give --ckpt-step {_number(chosen)} to continue from it"
         )
-    later = [name for name in found if chosen is not None and _number(name) > _number(chosen) and name not in torn]
+    later = [
+        name for name in found if chosen is not None and _number(name) > _number(chosen) and name not in incomplete
+    ]
     damages = {name: _damage(root, name, rejected or {}, flag) for name in later}
-    torn |= {name: reason for name, reason in damages.items() if reason is not None}
-    return Choice(root, chosen, torn, tuple(name for name, reason in damages.items() if reason is None))
+    incomplete |= {name: reason for name, reason in damages.items() if reason is not None}
+    return ResumePoint(root, chosen, incomplete, tuple(name for name, reason in damages.items() if reason is None))
 
 
-def settle(choice: Choice, *, own: bool, step: int | None, check_content: bool) -> Choice:
-    """Before megatron loads: check the chosen files' content, set torn folders aside, mend the tracker.
+def resolve(point: ResumePoint, *, own: bool, step: int | None, check_content: bool) -> ResumePoint:
+    """Before megatron loads: check the chosen files' content, set incomplete folders aside, mend the tracker.
 
     Collective over all ranks: they share the reading, and agree on the answer. Rank 0 alone changes the folder, and
     only when the job saves there (`own`).
@@ -98,23 +100,23 @@ def settle(choice: Choice, *, own: bool, step: int | None, check_content: bool) 
         MkdCheckpointError: on all ranks, when no checkpoint is left or the ranks see different ones.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    names = _from_all(choice.name)
+    names = _from_all(point.name)
     if len(set(names)) > 1:
         raise MkdCheckpointError(
-            f"--load {choice.root}: the ranks find different checkpoints there ({', '.join(map(str, names))}): is it "
+            f"--load {point.root}: the ranks find different checkpoints there ({', '.join(map(str, names))}): is it "
             "the same folder on every node?"
         )
     rejected: dict[str, str] = {}
-    while check_content and choice.name is not None:
-        problems = [text for found in _from_all(changed_files(choice.folder, rank, ranks)) for text in found]
+    while check_content and point.name is not None:
+        problems = [text for found in _from_all(changed_files(point.folder, rank, ranks)) for text in found]
         if not problems:
             break
-        rejected[choice.name] = problems[0]
-        choice = choose(choice.root, own=own, step=step, rejected=rejected)
+        rejected[point.name] = problems[0]
+        point = select(point.root, own=own, step=step, rejected=rejected)
     if rank == 0 and own and step is None:
-        _mend(choice)
+        _repair(point)
     dist.barrier()
-    return choice
+    return point
 
 
 def check_same_teacher_everywhere(fingerprint: str | None, teacher: str) -> None:
@@ -233,12 +235,12 @@ _KINDS = (
 )
 
 
-def _exactly(root: Path, name: str, origin: str, rejected: Mapping[str, str]) -> Choice:
+def _select_step(root: Path, name: str, origin: str, rejected: Mapping[str, str]) -> ResumePoint:
     if not (root / name).is_dir():
         raise MkdCheckpointError(f"{origin}: there is no {name}")
     if (reason := _damage(root, name, rejected, origin)) is not None:
         raise MkdCheckpointError(f"{origin}: {name} is not complete: {reason}")
-    return Choice(root, name)
+    return ResumePoint(root, name)
 
 
 def _read_tracker(root: Path) -> tuple[str | None, str | None]:
@@ -273,9 +275,9 @@ def _damage(root: Path, name: str, rejected: Mapping[str, str], flag: str) -> st
     return reason
 
 
-def _reasons(text: str | None, named: str | None, torn: Mapping[str, str]) -> str:
+def _reasons(text: str | None, named: str | None, incomplete: Mapping[str, str]) -> str:
     """One clause on what is wrong with a folder."""
-    parts = [f"{name}: {reason}" for name, reason in torn.items()]
+    parts = [f"{name}: {reason}" for name, reason in incomplete.items()]
     if text is None:
         parts.insert(0, f"there is no {TRACKER}")
     elif named is None:
@@ -283,25 +285,25 @@ def _reasons(text: str | None, named: str | None, torn: Mapping[str, str]) -> st
     return "; ".join(parts)
 
 
-def _mend(choice: Choice) -> None:
-    """Rename torn folders, and have the tracker name the chosen one."""
-    for name, reason in choice.torn.items():
-        if (choice.root / name).is_dir():
-            aside = _free_name(choice.root / f"{TORN}{name}")
-            (choice.root / name).rename(aside)
-            sync_folder(choice.root)
-            print(f"mkd: {name} in {choice.root} is not complete ({reason}): renamed to {aside.name}", flush=True)
+def _repair(point: ResumePoint) -> None:
+    """Rename incomplete folders, and have the tracker name the chosen one."""
+    for name, reason in point.incomplete.items():
+        if (point.root / name).is_dir():
+            aside = _free_name(point.root / f"{SET_ASIDE}{name}")
+            (point.root / name).rename(aside)
+            sync_folder(point.root)
+            print(f"mkd: {name} in {point.root} is not complete ({reason}): renamed to {aside.name}", flush=True)
         else:
-            print(f"mkd: {name} in {choice.root}: {reason}", flush=True)
-    for name in choice.unused:
-        print(f"mkd: {name} in {choice.root} is later than the tracker says, and is not used", flush=True)
-    if choice.name is None:
+            print(f"mkd: {name} in {point.root}: {reason}", flush=True)
+    for name in point.unused:
+        print(f"mkd: {name} in {point.root} is later than the tracker says, and is not used", flush=True)
+    if point.name is None:
         return
-    text, _ = _read_tracker(choice.root)
-    if text != choice.tracked:
-        print(f"mkd: continuing from {choice.name}; {TRACKER} was {text!r}", flush=True)
-        with replacing(choice.root / TRACKER) as tracker:
-            tracker.write(choice.tracked)
+    text, _ = _read_tracker(point.root)
+    if text != point.tracked:
+        print(f"mkd: continuing from {point.name}; {TRACKER} was {text!r}", flush=True)
+        with replacing(point.root / TRACKER) as tracker:
+            tracker.write(point.tracked)
 
 
 def _free_name(path: Path) -> Path:

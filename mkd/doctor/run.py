@@ -36,7 +36,7 @@ from mkd.doctor.findings import Findings
 from mkd.doctor.flags import readable, settled
 from mkd.errors import MkdError
 from mkd.job.job import Job, check_writable
-from mkd.job.resume import choose_checkpoint
+from mkd.job.resume import select_checkpoint
 from mkd.job.teacher import teacher_source
 from mkd.memory.parameters import optimizer_bytes, parameters_of_stage
 
@@ -156,7 +156,7 @@ def _check_training(findings: Findings, args: Namespace, kd: KDConfig | None, ha
         with findings.tolerate():
             check_learning_rate(args)
     with findings.tolerate():
-        choose_checkpoint(args)
+        select_checkpoint(args)
     for check in (arguments.check_load, check_saving, check_trackers) if kd is not None else ():
         with findings.tolerate():
             check(args, kd)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mkd import cpu
 from mkd.checkpoint.megatron_folder import MegatronFolder
-from mkd.checkpoint.resume import Choice
+from mkd.checkpoint.resume import ResumePoint
 from mkd.checkpoint.source import ModelSource, TeacherSource
 from mkd.config import arguments
 from mkd.config.kd_config import KDConfig
@@ -25,7 +25,7 @@ from mkd.distributed.groups import Groups
 from mkd.errors import MkdConfigError
 from mkd.job.cross_tokenizer import CrossTokenizers, sort_teachers
 from mkd.job.data import JobData, hash_of_tokenizer
-from mkd.job.resume import check_checkpoint, check_first_weights, choose_checkpoint
+from mkd.job.resume import check_checkpoint, check_first_weights, select_checkpoint
 from mkd.job.teacher import JobTeacher, job_teacher, teacher_source
 from mkd.losses import LossOptions
 from mkd.models.gpt import gpt_config
@@ -52,7 +52,7 @@ class Job:
     true_vocab: int
     """Tokens that exist; ids from here up pad the vocabulary."""
     loss_options: LossOptions
-    choice: Choice | None
+    resume_point: ResumePoint | None
     """The checkpoint to continue from."""
     notes: list[str]
     """What is otherwise than in that checkpoint."""
@@ -73,7 +73,7 @@ class Job:
         args, kd = arguments.parse_command_line()
         source = teacher_source(kd)
         student = None
-        choice = choose_checkpoint(args)
+        resume_point = select_checkpoint(args)
         if kd.student_hf is not None:
             student = ModelSource.from_hf(kd.student_hf, "--kd-student-hf")
             arguments.adopt_architecture(args, student.architecture, student.origin)
@@ -94,7 +94,7 @@ class Job:
         check_first_weights(args)
         notes: list[str] = []
         with tolerate():
-            notes = check_checkpoint(args, kd, choice, source)
+            notes = check_checkpoint(args, kd, resume_point, source)
         _check_stored_maps(args, kd, mapped=source.architecture.get("hidden_size") != args.hidden_size)
         foreign: list[ModelSource] = []
         with tolerate():
@@ -112,7 +112,7 @@ class Job:
         options = LossOptions.of(kd, cpu.target_device(), args.params_dtype, args.tensor_model_parallel_size)
         config = gpt_config(args)
         config.transformer.variable_seq_lengths = kd.variable_seq_lengths  # megatron has no flag for it
-        job = cls(args, kd, teacher, student, config, true_vocab, options, choice, notes, cross)
+        job = cls(args, kd, teacher, student, config, true_vocab, options, resume_point, notes, cross)
         if student is not None and not arguments.resumes(args):
             job.student_config.pre_wrap_hooks.append(job._load_student)
             job.student_config.perform_initialization = False  # the folder fills every parameter, or is refused

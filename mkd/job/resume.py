@@ -8,13 +8,13 @@ from mkd.checkpoint.hf.snapshot import Snapshots
 from mkd.checkpoint.lr_schedule import check_schedule
 from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.checkpoint.resume import (
-    Choice,
+    ResumePoint,
     changed_settings,
     check_same_job,
     check_same_teacher_everywhere,
     check_teacher,
-    choose,
-    settle,
+    resolve,
+    select,
 )
 from mkd.checkpoint.saving import Saving
 from mkd.checkpoint.source import TeacherSource
@@ -30,7 +30,7 @@ from mkd.config.kd_config import KDConfig
 from mkd.train import balance
 
 
-def choose_checkpoint(args: Namespace) -> Choice | None:
+def select_checkpoint(args: Namespace) -> ResumePoint | None:
     """What is in --load, noted in the arguments; None when mkd does not look into it (other formats). Changes no file.
 
     Raises:
@@ -42,9 +42,9 @@ def choose_checkpoint(args: Namespace) -> Choice | None:
     if args.load is None:
         arguments.resume_from(args, None)
         return None
-    choice = choose(Path(args.load), own=arguments.saves_where_it_loads(args), step=args.ckpt_step)
-    arguments.resume_from(args, choice.folder)
-    return choice
+    point = select(Path(args.load), own=arguments.saves_where_it_loads(args), step=args.ckpt_step)
+    arguments.resume_from(args, point.folder)
+    return point
 
 
 def check_first_weights(args: Namespace) -> None:
@@ -58,7 +58,7 @@ def check_first_weights(args: Namespace) -> None:
     MegatronFolder(args.pretrained_checkpoint, "--pretrained-checkpoint").check_shards()
 
 
-def check_checkpoint(args: Namespace, kd: KDConfig, choice: Choice | None, teacher: TeacherSource) -> list[str]:
+def check_checkpoint(args: Namespace, kd: KDConfig, point: ResumePoint | None, teacher: TeacherSource) -> list[str]:
     """Compare the checkpoint with this job, and note the teacher's fingerprint in the arguments, which are stored; also
     whether the evaluation after the checkpoint's last step is still to be done (`mkd.compat.stopping`).
 
@@ -72,15 +72,15 @@ def check_checkpoint(args: Namespace, kd: KDConfig, choice: Choice | None, teach
     args.kd_teacher_fingerprint = None if kd.is_plain_pretraining else teacher.fingerprint()
     args.kd_unfinished_evaluation = False
     balance.begin(args, None)
-    if choice is None or choice.folder is None:
+    if point is None or point.folder is None:
         return []
-    folder, origin = MegatronFolder(choice.folder, "--load"), f"--load {choice.folder}"
+    folder, origin = MegatronFolder(point.folder, "--load"), f"--load {point.folder}"
     stored = folder.args
     check_same_job(args, stored, origin)
     if args.finetune:
         return []
     notes = []
-    if choice.name != "release" and not args.no_load_optim and folder.scheduler is not None:
+    if point.name != "release" and not args.no_load_optim and folder.scheduler is not None:
         notes = check_schedule(args, stored, folder.scheduler, origin)
     args.kd_unfinished_evaluation = getattr(stored, "kd_unfinished_evaluation", False)
     balance.begin(args, stored)
@@ -113,7 +113,7 @@ _NOT_THE_OBJECTIVE = {
 }
 
 
-def settle_checkpoint(args: Namespace, kd: KDConfig, choice: Choice | None, teacher: TeacherSource) -> None:
+def resolve_checkpoint(args: Namespace, kd: KDConfig, point: ResumePoint | None, teacher: TeacherSource) -> None:
     """Before megatron loads: agree on teacher and checkpoint, check its content, mend the folder.
 
     Collective over all ranks.
@@ -123,13 +123,13 @@ def settle_checkpoint(args: Namespace, kd: KDConfig, choice: Choice | None, teac
         MkdError: as `check_checkpoint`, where another one is taken than was chosen at first.
     """
     check_same_teacher_everywhere(args.kd_teacher_fingerprint, teacher.origin)
-    if choice is None:
+    if point is None:
         return
     own = arguments.saves_where_it_loads(args)
-    settled = settle(choice, own=own, step=args.ckpt_step, check_content=not kd.skip_checkpoint_hashes)
-    arguments.resume_from(args, settled.folder)
-    if settled.name != choice.name:
-        check_checkpoint(args, kd, settled, teacher)
+    resolved = resolve(point, own=own, step=args.ckpt_step, check_content=not kd.skip_checkpoint_hashes)
+    arguments.resume_from(args, resolved.folder)
+    if resolved.name != point.name:
+        check_checkpoint(args, kd, resolved, teacher)
 
 
 def install_saving(args: Namespace, kd: KDConfig) -> None:

@@ -12,17 +12,17 @@ from mkd.checkpoint.hf.import_ import import_hf
 from mkd.checkpoint.hf.snapshot import Snapshots
 from mkd.checkpoint.integrity import INTEGRITY, changed_files
 from mkd.checkpoint.megatron_folder import TRACKER
-from mkd.checkpoint.resume import check_same_teacher_everywhere, choose, settle
+from mkd.checkpoint.resume import check_same_teacher_everywhere, select, resolve
 from mkd.checkpoint.saving import Saving
 from mkd.errors import MkdCheckpointError
 from tests.support.hf_folders import add_tokenizer, make_llama
 from tests.support.torch_dist_folders import SHARD, flip_a_byte, name_of, write_checkpoint
 
 
-def settled(rank: int, world_size: int, roots: list[Path]) -> str:
-    choice = choose(roots[rank], own=True)
+def resolved(rank: int, world_size: int, roots: list[Path]) -> str:
+    point = select(roots[rank], own=True)
     try:
-        return settle(choice, own=True, step=None, check_content=True).name
+        return resolve(point, own=True, step=None, check_content=True).name
     except MkdCheckpointError as error:
         return str(error)
 
@@ -33,13 +33,13 @@ def test_all_ranks_go_back_together(gloo_pool, tmp_path, file):
     for step in (2, 4):
         write_checkpoint(tmp_path / name_of(step), step)
     (tmp_path / TRACKER).write_text("4")
-    assert gloo_pool(2).run(settled, [tmp_path] * 2) == [name_of(4)] * 2
+    assert gloo_pool(2).run(resolved, [tmp_path] * 2) == [name_of(4)] * 2
     damaged = tmp_path / name_of(4) / file
     if file == SHARD:
         flip_a_byte(damaged)
     else:
         damaged.write_bytes(damaged.read_bytes() + b" ")
-    assert gloo_pool(2).run(settled, [tmp_path] * 2) == [name_of(2)] * 2
+    assert gloo_pool(2).run(resolved, [tmp_path] * 2) == [name_of(2)] * 2
     assert (tmp_path / TRACKER).read_text() == "2"
     assert [path.name for path in tmp_path.glob("torn_*")] == [f"torn_{name_of(4)}"]
 
@@ -48,7 +48,7 @@ def test_ranks_that_see_different_folders(gloo_pool, tmp_path):
     for rank in range(2):
         write_checkpoint(tmp_path / str(rank) / name_of(rank + 2), 1.0)
         (tmp_path / str(rank) / TRACKER).write_text(str(rank + 2))
-    for text in gloo_pool(2).run(settled, [tmp_path / "0", tmp_path / "1"]):
+    for text in gloo_pool(2).run(resolved, [tmp_path / "0", tmp_path / "1"]):
         assert "the ranks find different checkpoints there (iter_0000002, iter_0000003)" in text
 
 

@@ -149,7 +149,7 @@ class _StoredTensors:
             if isinstance(stored, TensorStorageMetadata) and key.startswith(MODEL_KEYS)
         }
         self._items = list(self._find_items())
-        known = {key for item in family.tensors(args) for key, _ in item.places()}
+        known = {key for item in family.tensors(args) for key, _ in item.stored_keys()}
         for key in self._stored.keys() - known:
             raise folder.error(f"tensor {key} is not part of {family.architectures[0]}")
 
@@ -188,7 +188,7 @@ class _StoredTensors:
         for item in self._family.tensors(self._args):
             if tied.issuperset(item.shapes):
                 continue
-            key, axes = next(((key, axes) for key, axes in item.places() if key in self._stored), (None, ()))
+            key, axes = next(((key, axes) for key, axes in item.stored_keys() if key in self._stored), (None, ()))
             if key is None:
                 raise self._folder.error(f"tensor {item.name} is missing")
             for (argument, _), size in zip(axes, self._stored[key].size, strict=False):

@@ -31,7 +31,7 @@ from mkd.checkpoint.hf.parts import (
     ROPE,
     SIZES,
     WINDOW,
-    Part,
+    ConfigPart,
     experts,
     required,
 )
@@ -60,7 +60,7 @@ class Family:
 
     architectures: tuple[str, ...]
     model_type: str
-    parts: tuple[Part, ...]
+    parts: tuple[ConfigPart, ...]
     table: tuple[Entry, ...]
     fixed: Mapping[str, Any]
     """Megatron arguments that have one value in the whole family."""

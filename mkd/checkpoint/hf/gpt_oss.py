@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from mkd.checkpoint.hf.config import ConfigReader
-from mkd.checkpoint.hf.layouts import REPLICATED, Dims, Layout, Read, Shard, rows
-from mkd.checkpoint.hf.parts import Arguments, Part
+from mkd.checkpoint.hf.layouts import REPLICATED, Dims, Layout, Read, TensorShard, rows
+from mkd.checkpoint.hf.parts import Arguments, ConfigPart
 from mkd.checkpoint.hf.tables import ATTENTION_OUT, MOE_NORM, QKV_BIAS, QKV_WEIGHT, Entry
 from mkd.errors import MkdCheckpointError
 
@@ -42,7 +42,7 @@ def _write_windows(args: Arguments) -> dict[str, Any]:
     return {"sliding_window": args["window_size"][0] + 1, "layer_types": kinds}
 
 
-LAYER_WINDOWS = Part(_read_windows, _write_windows)
+LAYER_WINDOWS = ConfigPart(_read_windows, _write_windows)
 """Each layer has the window, or attends to everything."""
 
 
@@ -52,13 +52,13 @@ def _write_limit(args: Arguments) -> dict[str, Any]:
     return {"swiglu_limit": limit}
 
 
-CLAMPED_GLU = Part(
+CLAMPED_GLU = ConfigPart(
     lambda config: {"activation_func_clamp_value": float(config.get("swiglu_limit", (int, float), 7.0))}, _write_limit
 )
 """Gate and linear part are cut at a limit."""
 
 
-def _gate_up(tensor: Tensor, dims: Dims, shard: Shard) -> Tensor:
+def _gate_up(tensor: Tensor, dims: Dims, shard: TensorShard) -> Tensor:
     """[gate of this rank; up of this rank] of rows that alternate between the two."""
     own = shard.of(dims.moe_ffn)
     return torch.cat([tensor[0::2][own], tensor[1::2][own]])
@@ -69,8 +69,8 @@ def _alternate(whole: Tensor) -> Tensor:
     return torch.stack(whole.chunk(2), dim=1).flatten(0, 1)
 
 
-def _layout(shard: Callable[[Tensor, Dims, Shard], Tensor], split: Callable[[Tensor], Tensor]) -> Layout:
-    def shard_of(reads: Sequence[Read], dims: Dims, own: Shard, shape: tuple[int, ...]) -> Tensor:
+def _layout(shard: Callable[[Tensor, Dims, TensorShard], Tensor], split: Callable[[Tensor], Tensor]) -> Layout:
+    def shard_of(reads: Sequence[Read], dims: Dims, own: TensorShard, shape: tuple[int, ...]) -> Tensor:
         return shard(reads[0](None, None), dims, own)
 
     return Layout(shard_of, lambda whole, dims: [split(whole)])

@@ -22,7 +22,7 @@ from mkd.checkpoint.hf.assets import store_assets
 from mkd.checkpoint.hf.check import check_tensors, read_architecture
 from mkd.checkpoint.hf.families import Family
 from mkd.checkpoint.hf.folder import HFFolder
-from mkd.checkpoint.hf.layouts import Shard
+from mkd.checkpoint.hf.layouts import TensorShard
 from mkd.checkpoint.hf.load import read_item
 from mkd.checkpoint.hf.tables import Item
 from mkd.checkpoint.hf.writer import StagedFolder
@@ -93,14 +93,14 @@ def _lazy_tensors(
     dims = family.dims(vars(args))
 
     def read(item: Item, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        value = read_item(folder, item, dims, Shard(0, 1), shape, tied={}).to(dtype)
+        value = read_item(folder, item, dims, TensorShard(0, 1), shape, tied={}).to(dtype)
         on_bytes(value.nbytes)
         return value
 
     tensors = LazyTensors()
     for item in items:
         shape, kept = _whole_shape(item, args), torch.float32 if item.entry.in_fp32 else dtype
-        for key, axes in item.written_places():
+        for key, axes in item.saved_keys():
             indices = tuple((index, vars(args)[argument]) for argument, index in axes)
             tensors.add(key, shape, kept, partial(read, item, shape, kept), indices)
     return tensors

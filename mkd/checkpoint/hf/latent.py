@@ -9,7 +9,7 @@ from typing import Any
 
 from mkd.checkpoint.hf.config import ConfigReader
 from mkd.checkpoint.hf.layouts import ATTENTION_OUTPUT, REPLICATED, SHARED_DOWN, SHARED_GATE_UP, rows
-from mkd.checkpoint.hf.parts import Arguments, Part
+from mkd.checkpoint.hf.parts import Arguments, ConfigPart
 from mkd.checkpoint.hf.tables import MLP, Entry, mixture
 from mkd.errors import MkdCheckpointError
 
@@ -63,7 +63,7 @@ def _write_sizes(args: Arguments) -> dict[str, Any]:
     }
 
 
-LATENT_SIZES = Part(_read_sizes, _write_sizes)
+LATENT_SIZES = ConfigPart(_read_sizes, _write_sizes)
 """Layers, widths, heads and ranks of the latents."""
 
 
@@ -109,7 +109,7 @@ def _write_experts(args: Arguments) -> dict[str, Any]:
     }
 
 
-LATENT_EXPERTS = Part(_read_experts, _write_experts)
+LATENT_EXPERTS = ConfigPart(_read_experts, _write_experts)
 """Dense layers, then mixtures with shared experts, chosen by sigmoid and bias, perhaps among the best groups."""
 
 

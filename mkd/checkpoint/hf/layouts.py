@@ -72,7 +72,7 @@ class Dims:
 
 
 @dataclass(frozen=True)
-class Shard:
+class TensorShard:
     """Tensor-parallel `rank` of `size`."""
 
     rank: int
@@ -95,11 +95,11 @@ class Layout:
     The local shape is the model's; only the vocabulary, which may be padded, is cut by it.
     """
 
-    shard: Callable[[Sequence[Read], Dims, Shard, tuple[int, ...]], Tensor]
+    shard: Callable[[Sequence[Read], Dims, TensorShard, tuple[int, ...]], Tensor]
     split: Callable[[Tensor, Dims], list[Tensor]]
 
 
-def _shard_replicated(reads: Sequence[Read], dims: Dims, shard: Shard, shape: tuple[int, ...]) -> Tensor:
+def _shard_replicated(reads: Sequence[Read], dims: Dims, shard: TensorShard, shape: tuple[int, ...]) -> Tensor:
     return reads[0](None, None)
 
 
@@ -107,7 +107,7 @@ def _split_whole(whole: Tensor, dims: Dims) -> list[Tensor]:
     return [whole]
 
 
-def _shard_columns(total: str) -> Callable[[Sequence[Read], Dims, Shard, tuple[int, ...]], Tensor]:
+def _shard_columns(total: str) -> Callable[[Sequence[Read], Dims, TensorShard, tuple[int, ...]], Tensor]:
     """Cuts the columns of a [.., total] matrix: the weight of a row-parallel linear layer."""
     return lambda reads, dims, shard, shape: reads[0](None, shard.of(getattr(dims, total)))
 
@@ -115,14 +115,14 @@ def _shard_columns(total: str) -> Callable[[Sequence[Read], Dims, Shard, tuple[i
 def rows(total: str) -> Layout:
     """Cuts the rows of a [total, ..] matrix; each rank has all of it where the model's layer is not cut."""
 
-    def shard_of(reads: Sequence[Read], dims: Dims, shard: Shard, shape: tuple[int, ...]) -> Tensor:
+    def shard_of(reads: Sequence[Read], dims: Dims, shard: TensorShard, shape: tuple[int, ...]) -> Tensor:
         count = getattr(dims, total)
         return reads[0](None if shape[0] == count else shard.of(count), None)
 
     return Layout(shard_of, _split_whole)
 
 
-def _shard_vocab(reads: Sequence[Read], dims: Dims, shard: Shard, shape: tuple[int, ...]) -> Tensor:
+def _shard_vocab(reads: Sequence[Read], dims: Dims, shard: TensorShard, shape: tuple[int, ...]) -> Tensor:
     """Rows of the padded vocabulary: those past the folder's vocabulary are zero."""
     rows = shape[0]
     if rows * shard.size < dims.vocab:
@@ -139,7 +139,7 @@ def _split_vocab(whole: Tensor, dims: Dims) -> list[Tensor]:
     return [whole[: dims.vocab]]
 
 
-def _shard_qkv(reads: Sequence[Read], dims: Dims, shard: Shard, shape: tuple[int, ...]) -> Tensor:
+def _shard_qkv(reads: Sequence[Read], dims: Dims, shard: TensorShard, shape: tuple[int, ...]) -> Tensor:
     """For each query group: its query rows, its key rows, its value rows.
 
     With more tensor-parallel ranks than groups a rank holds part of a group, so whole groups are read and then cut.
@@ -169,7 +169,7 @@ def _parts_of(read: Read, *sizes: int) -> list[Read]:
     ]
 
 
-def _shard_packed_qkv(reads: Sequence[Read], dims: Dims, shard: Shard, shape: tuple[int, ...]) -> Tensor:
+def _shard_packed_qkv(reads: Sequence[Read], dims: Dims, shard: TensorShard, shape: tuple[int, ...]) -> Tensor:
     """The folder's tensor is [all queries; all keys; all values]."""
     return _shard_qkv(_parts_of(reads[0], dims.query, dims.key, dims.key), dims, shard, shape)
 
@@ -181,14 +181,14 @@ def _split_packed_qkv(whole: Tensor, dims: Dims) -> list[Tensor]:
 def _gate_up(size: str) -> Layout:
     """[gate of this rank; up of this rank]; the checkpoint's global tensor is [whole gate; whole up]."""
 
-    def shard_of(reads: Sequence[Read], dims: Dims, shard: Shard, shape: tuple[int, ...]) -> Tensor:
+    def shard_of(reads: Sequence[Read], dims: Dims, shard: TensorShard, shape: tuple[int, ...]) -> Tensor:
         rows = shard.of(getattr(dims, size))
         return torch.cat([read(rows, None) for read in reads])
 
     return Layout(shard_of, lambda whole, dims: list(whole.chunk(2)))
 
 
-def _shard_packed_gate_up(reads: Sequence[Read], dims: Dims, shard: Shard, shape: tuple[int, ...]) -> Tensor:
+def _shard_packed_gate_up(reads: Sequence[Read], dims: Dims, shard: TensorShard, shape: tuple[int, ...]) -> Tensor:
     """The folder's tensor is [whole gate; whole up]."""
     return GATE_UP.shard(_parts_of(reads[0], dims.ffn, dims.ffn), dims, shard, shape)
 

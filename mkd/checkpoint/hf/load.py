@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mkd.checkpoint.hf.check import check_tensors, read_architecture
 from mkd.checkpoint.hf.families import Family
 from mkd.checkpoint.hf.folder import HFFolder
-from mkd.checkpoint.hf.layouts import Dims, Shard
+from mkd.checkpoint.hf.layouts import Dims, TensorShard
 from mkd.checkpoint.hf.tables import Item
 
 # megatron's SequentialMLP has a module an expert, its TEGroupedMLP a parameter an expert.
@@ -55,7 +55,7 @@ class HFParameters:
         self._architecture = family.architectures[0]
         self._by_name = {name: item for item in family.tensors(args) for name in item.parameters}
 
-    def read(self, name: str, shard: Shard, shape: tuple[int, ...]) -> Tensor:
+    def read(self, name: str, shard: TensorShard, shape: tuple[int, ...]) -> Tensor:
         """This rank's part of the parameter `name` (indices in the whole model), as the folder stores it.
 
         Args:
@@ -75,7 +75,7 @@ def read_item(
     folder: HFFolder,
     item: Item,
     dims: Dims,
-    shard: Shard,
+    shard: TensorShard,
     shape: tuple[int, ...],
     tied: Mapping[str, str],
 ) -> Tensor:
@@ -122,7 +122,7 @@ def _load_chunk(model: GPTModel, weights: HFParameters) -> None:
     for name, param in (*model.named_parameters(), *buffers):
         is_expert = ".experts." in name
         cut_over = groups.expt_tp if is_expert else groups.tp
-        shard = Shard(cut_over.rank(), cut_over.size())
+        shard = TensorShard(cut_over.rank(), cut_over.size())
         param.copy_(weights.read(_global_name(model, name), shard, tuple(param.shape)))
 
 

@@ -10,7 +10,7 @@ Arguments = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Part:
+class ConfigPart:
     """Some keys of config.json, and the Megatron arguments that say the same."""
 
     read: Callable[[ConfigReader], dict[str, Any]]
@@ -19,7 +19,7 @@ class Part:
     """Arguments -> keys of config.json."""
 
 
-def required(**values: Any) -> Part:
+def required(**values: Any) -> ConfigPart:
     """Keys that have one value in every model that Megatron can compute; absent means this value."""
 
     def read(config: ConfigReader) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def required(**values: Any) -> Part:
             config.require(key, value, default=value)
         return {}
 
-    return Part(read, lambda args: dict(values))
+    return ConfigPart(read, lambda args: dict(values))
 
 
 def _read_sizes(config: ConfigReader) -> dict[str, Any]:
@@ -74,14 +74,14 @@ def _write_sizes(args: Arguments) -> dict[str, Any]:
     }
 
 
-SIZES = Part(_read_sizes, _write_sizes)
+SIZES = ConfigPart(_read_sizes, _write_sizes)
 """Layers, widths, heads, vocabulary, norms; the head width is hidden_size / heads unless head_dim says otherwise."""
 
-FFN = Part(
+FFN = ConfigPart(
     lambda config: {"ffn_hidden_size": config.size("intermediate_size")},
     lambda args: {"intermediate_size": args["ffn_hidden_size"]},
 )
-ROPE = Part(lambda config: read_rope(config.config), write_rope)
+ROPE = ConfigPart(lambda config: read_rope(config.config), write_rope)
 
 
 def _read_share_of_rope(config: ConfigReader) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def _read_share_of_rope(config: ConfigReader) -> dict[str, Any]:
     return {"rotary_percent": float(share)}
 
 
-PARTIAL_ROPE = Part(_read_share_of_rope, lambda args: {"partial_rotary_factor": args["rotary_percent"]})
+PARTIAL_ROPE = ConfigPart(_read_share_of_rope, lambda args: {"partial_rotary_factor": args["rotary_percent"]})
 """Positions turn only the first share of each head."""
 
 
@@ -102,7 +102,7 @@ def _read_window(config: ConfigReader) -> dict[str, Any]:
     return {"window_size": None if window is None else (window - 1, 0)}
 
 
-WINDOW = Part(
+WINDOW = ConfigPart(
     _read_window, lambda args: {"sliding_window": args["window_size"][0] + 1 if args.get("window_size") else None}
 )
 """Each layer attends to a sliding window, or each to everything."""
@@ -113,7 +113,7 @@ def _read_no_window(config: ConfigReader) -> dict[str, Any]:
     return {}
 
 
-NO_WINDOW = Part(_read_no_window, lambda args: {"use_sliding_window": False, "sliding_window": None})
+NO_WINDOW = ConfigPart(_read_no_window, lambda args: {"use_sliding_window": False, "sliding_window": None})
 """Qwen's models have a window key that does nothing unless a second one turns it on."""
 
 
@@ -134,14 +134,14 @@ def _read_experts(config: ConfigReader) -> dict[str, Any]:
     }
 
 
-def experts(count_key: str) -> Part:
+def experts(count_key: str) -> ConfigPart:
     """Every layer's MLP is a router and experts without bias.
 
     Args:
         count_key: config.json's key with the number of experts, as it is written; `num_experts` and `num_local_experts`
             are both read.
     """
-    return Part(
+    return ConfigPart(
         _read_experts,
         lambda args: {
             count_key: args["num_experts"],
@@ -157,8 +157,8 @@ def _first(value: Any) -> Any:
 
 
 # Softmax over all experts and then the best, divided by their sum, is the softmax over the best.
-NORMALIZED_ROUTER = Part(lambda config: {"moe_router_pre_softmax": False}, lambda args: {})
-OPTIONAL_NORMALIZED_ROUTER = Part(
+NORMALIZED_ROUTER = ConfigPart(lambda config: {"moe_router_pre_softmax": False}, lambda args: {})
+OPTIONAL_NORMALIZED_ROUTER = ConfigPart(
     lambda config: {"moe_router_pre_softmax": not config.get("norm_topk_prob", bool, False)},
     lambda args: {"norm_topk_prob": not args["moe_router_pre_softmax"]},
 )
@@ -172,13 +172,13 @@ def _read_expert_width(key: str) -> Callable[[ConfigReader], dict[str, Any]]:
     return read
 
 
-EXPERT_FFN = Part(
+EXPERT_FFN = ConfigPart(
     _read_expert_width("moe_intermediate_size"),
     lambda args: {"moe_intermediate_size": args["moe_ffn_hidden_size"], "intermediate_size": args["ffn_hidden_size"]},
 )
 """Experts have a width of their own beside that of dense layers."""
 
-EXPERTS_HAVE_FFN = Part(
+EXPERTS_HAVE_FFN = ConfigPart(
     _read_expert_width("intermediate_size"), lambda args: {"intermediate_size": args["moe_ffn_hidden_size"]}
 )
 """There are no dense layers: the only width is that of the experts."""

@@ -84,14 +84,14 @@ class Item:
         """The parameter's name, for messages."""
         return self._fill(self.entry.megatron)
 
-    def places(self) -> Iterator[tuple[str, Axes]]:
+    def stored_keys(self) -> Iterator[tuple[str, Axes]]:
         """Where a checkpoint may hold the parameter: equal layers, and experts, are stored stacked or apart."""
         for name in self.entry.in_checkpoint:
             for apart in ((), (_EXPERT,), (_LAYER,), (_LAYER, _EXPERT)):
                 if all(mark in name for mark in apart):
                     yield self._key(name, apart)
 
-    def written_places(self) -> list[tuple[str, Axes]]:
+    def saved_keys(self) -> list[tuple[str, Axes]]:
         """Where an import writes it: stacked, as far as megatron does."""
         names = self.entry.stored or self.entry.in_checkpoint[:1]
         return [self._key(name, () if self.stacked else (_LAYER,)) for name in names]

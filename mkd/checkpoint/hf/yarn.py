@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mkd.checkpoint.hf.config import ConfigReader
-from mkd.checkpoint.hf.parts import Arguments, Part
+from mkd.checkpoint.hf.parts import Arguments, ConfigPart
 
 # The same settings have other names in Megatron's latent attention; the last is not there, and true.
 _LATENT = {
@@ -68,8 +68,10 @@ def _write(args: Arguments, kind_argument: str, names: Mapping[str, str]) -> dic
     return {"rope_theta": float(args["rotary_base"]), "rope_scaling": scaling}
 
 
-def _part(kind_argument: str, names: Mapping[str, str]) -> Part:
-    return Part(lambda config: _read(config, kind_argument, names), lambda args: _write(args, kind_argument, names))
+def _part(kind_argument: str, names: Mapping[str, str]) -> ConfigPart:
+    return ConfigPart(
+        lambda config: _read(config, kind_argument, names), lambda args: _write(args, kind_argument, names)
+    )
 
 
 def _read_given(config: ConfigReader) -> dict[str, Any]:
@@ -80,6 +82,6 @@ def _read_given(config: ConfigReader) -> dict[str, Any]:
     return _read(config, "position_embedding_type", _PLAIN)
 
 
-ROPE_OR_YARN = Part(_read_given, _part("position_embedding_type", _PLAIN).write)
+ROPE_OR_YARN = ConfigPart(_read_given, _part("position_embedding_type", _PLAIN).write)
 LATENT_ROPE = _part("rope_type", _LATENT)
 """In latent attention mscale_all_dim scales the attention scores too, in both programs."""

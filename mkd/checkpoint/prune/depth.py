@@ -38,7 +38,7 @@ def chosen_layers(count: int, every: int | None = None, layers: str | None = Non
 
 
 @dataclass(frozen=True)
-class Source:
+class TensorSource:
     """Where a tensor of the student comes from."""
 
     name: str
@@ -49,7 +49,7 @@ class Source:
     """Names of `Dims`, one a dimension."""
 
 
-class Teacher:
+class PrunableTeacher:
     """A folder to prune, checked: it holds exactly the tensors that its config.json asks for."""
 
     def __init__(self, path: str, flag: str = "--hf") -> None:
@@ -98,7 +98,7 @@ class Teacher:
             write_json(staged.path / "config.json", config)
         return plan_bytes(plan)
 
-    def _sources(self, layers: list[int]) -> dict[str, Source]:
+    def _sources(self, layers: list[int]) -> dict[str, TensorSource]:
         """Student tensor -> its source, in the order of the layers. A tied head that is not stored is left out."""
         sources = {}
         for item in self.family.tensors(self.args):
@@ -107,10 +107,10 @@ class Teacher:
             new = None if item.layer is None else layers.index(item.layer)
             for old, (pattern, axes) in zip(item.shapes, item.entry.sources.items(), strict=True):
                 if old in self.folder.tensors:
-                    sources[pattern.format(layer=new, expert=item.expert)] = Source(old, item.layer, axes)
+                    sources[pattern.format(layer=new, expert=item.expert)] = TensorSource(old, item.layer, axes)
         return sources
 
-    def _read(self, source: Source, width: WidthChoice | None) -> Tensor:
+    def _read(self, source: TensorSource, width: WidthChoice | None) -> Tensor:
         tensor = self.folder.read(source.name)
         for dim, axis in enumerate(source.axes):
             kept = None if width is None else width.kept(axis, source.layer)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mkd.checkpoint.hf.layouts import ATTENTION_OUTPUT, DOWN, GATE_UP, QKV, VOCAB, Dims, Shard
+from mkd.checkpoint.hf.layouts import ATTENTION_OUTPUT, DOWN, GATE_UP, QKV, VOCAB, Dims, TensorShard
 from mkd.errors import MkdCheckpointError
 
 DIMS = Dims(hidden=5, ffn=12, heads=8, groups=4, head_dim=3, vocab=13)
@@ -21,7 +21,7 @@ def random(*shape):
 
 
 def shards_of(layout, tensors, size, shape):
-    return [layout.shard(reads_of(*tensors), DIMS, Shard(rank, size), shape) for rank in range(size)]
+    return [layout.shard(reads_of(*tensors), DIMS, TensorShard(rank, size), shape) for rank in range(size)]
 
 
 def qkv_rows():

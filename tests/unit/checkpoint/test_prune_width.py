@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from mkd.checkpoint.hf.check import check_tensors, read_architecture
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.layouts import Dims
-from mkd.checkpoint.prune.depth import Teacher
+from mkd.checkpoint.prune.depth import PrunableTeacher
 from mkd.checkpoint.prune.importance import activation_importance, magnitude_importance, read_samples
 from mkd.checkpoint.prune.width import Importance, WidthChoice
 from mkd.errors import MkdCheckpointError
@@ -144,7 +144,7 @@ def test_with_layers(tmp_path):
 
 
 def model_of(folder):
-    teacher = Teacher(folder)
+    teacher = PrunableTeacher(folder)
     return teacher.folder, teacher.family, teacher.args
 
 

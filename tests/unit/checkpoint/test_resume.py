@@ -12,10 +12,10 @@ from megatron.core.dist_checkpointing.validation import save_integrity_manifest,
 
 from mkd.checkpoint.integrity import INTEGRITY, changed_files, find_damage
 from mkd.checkpoint.megatron_folder import TRACKER
-from mkd.checkpoint.resume import changed_settings, check_same_job, check_teacher, choose, settle
+from mkd.checkpoint.resume import changed_settings, check_same_job, check_teacher, resolve, select
 from mkd.checkpoint.saving import OWNER, Saving
 from mkd.errors import MkdCheckpointError, MkdConfigError
-from mkd.job.resume import choose_checkpoint
+from mkd.job.resume import select_checkpoint
 from mkd.utils.atomic_files import replacing
 from tests.support.torch_dist_folders import SHARD, flip_a_byte, name_of, truncate, write_checkpoint
 
@@ -43,9 +43,9 @@ def listing(folder: Path) -> dict[str, bytes | None]:
     return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
 
 
-def settled(save: Path, own: bool = True, check_content: bool = True, step: int | None = None) -> str | None:
-    choice = choose(save, own=own, step=step)
-    return settle(choice, own=own, step=step, check_content=check_content).name
+def resolved(save: Path, own: bool = True, check_content: bool = True, step: int | None = None) -> str | None:
+    point = select(save, own=own, step=step)
+    return resolve(point, own=own, step=step, check_content=check_content).name
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
@@ -107,7 +107,7 @@ def test_manifest_is_megatrons(save: Path) -> None:
 
 def test_nothing_is_touched_when_all_is_well(save: Path, one_rank: None) -> None:
     before = listing(save)
-    assert settled(save) == name_of(6)
+    assert resolved(save) == name_of(6)
     assert listing(save) == before
 
 
@@ -115,7 +115,7 @@ def test_nothing_is_touched_when_all_is_well(save: Path, one_rank: None) -> None
 def test_previous_checkpoint_takes_the_place(save: Path, one_rank: None, kind: str, capsys) -> None:
     damage, words = {**DAMAGES, **CHANGES}[kind]
     damage(save / name_of(6))
-    assert settled(save) == name_of(4)
+    assert resolved(save) == name_of(4)
     assert (save / TRACKER).read_text() == "4"
     assert not (save / name_of(6)).exists()
     assert (save / f"torn_{name_of(6)}").is_dir()
@@ -123,14 +123,14 @@ def test_previous_checkpoint_takes_the_place(save: Path, one_rank: None, kind: s
     assert words in printed
     assert f"renamed to torn_{name_of(6)}" in printed
     assert "continuing from iter_0000004" in printed
-    assert settled(save) == name_of(4)
+    assert resolved(save) == name_of(4)
 
 
 def test_two_torn_in_a_row(save: Path, one_rank: None) -> None:
     (save / f"torn_{name_of(6)}").mkdir()  # the name is taken
     flip_a_byte(save / name_of(6) / SHARD)
     truncate(save / name_of(4) / SHARD)
-    assert settled(save) == name_of(2)
+    assert resolved(save) == name_of(2)
     names = {path.name for path in save.glob("torn_*")}
     assert names == {f"torn_{name_of(4)}", f"torn_{name_of(6)}", f"torn_{name_of(6)}.1"}
 
@@ -138,30 +138,30 @@ def test_two_torn_in_a_row(save: Path, one_rank: None) -> None:
 @pytest.mark.parametrize("text", ["", "six", "-6", "6.0", "\x00\x00", "8", "5"])
 def test_tracker_that_names_nothing_or_a_missing_step(save: Path, one_rank: None, text: str) -> None:
     (save / TRACKER).write_text(text)
-    assert settled(save) == name_of(6)
+    assert resolved(save) == name_of(6)
     assert (save / TRACKER).read_text() == "6"
 
 
 def test_deleted_tracker(save: Path, one_rank: None) -> None:
     (save / TRACKER).unlink()
-    assert settled(save) == name_of(6)
+    assert resolved(save) == name_of(6)
     assert (save / TRACKER).read_text() == "6"
 
 
 def test_save_that_died_before_the_tracker(save: Path, one_rank: None, capsys) -> None:
     """The tracker is the last step of a save: what it does not name does not count."""
     (save / TRACKER).write_text("4")
-    assert settled(save) == name_of(4)
+    assert resolved(save) == name_of(4)
     assert "iter_0000006 in" in capsys.readouterr().out
     (save / name_of(6) / "metadata.json").unlink()
-    assert settled(save) == name_of(4)
+    assert resolved(save) == name_of(4)
     assert (save / f"torn_{name_of(6)}").is_dir()
 
 
 def test_first_save_died(tmp_path: Path, one_rank: None) -> None:
     write_checkpoint(tmp_path / name_of(2), 2.0)
     (tmp_path / name_of(2) / "metadata.json").unlink()
-    assert settled(tmp_path) is None
+    assert resolved(tmp_path) is None
     assert [path.name for path in tmp_path.iterdir()] == [f"torn_{name_of(2)}"]
 
 
@@ -173,19 +173,19 @@ def test_copies_under_other_names_are_no_checkpoints(save: Path, one_rank: None)
     (save / name_of(2) / SHARD).unlink()
     (save / TRACKER).write_text("6")
     with pytest.raises(MkdCheckpointError, match="no complete checkpoint"):
-        settled(save)
+        resolved(save)
 
 
 def test_a_folder_that_is_not_there_is_chosen_from_too(tmp_path: Path) -> None:
     """Where one node does not have the folder its ranks must still take part in the agreement."""
     where = str(tmp_path / "gone")
     args = Namespace(ckpt_format="torch_dist", load=where, save=where, ckpt_step=None)
-    choice = choose_checkpoint(args)
-    assert (choice.name, args.kd_resume_from) == (None, None)
+    point = select_checkpoint(args)
+    assert (point.name, args.kd_resume_from) == (None, None)
 
 
 def test_empty_folder(tmp_path: Path, one_rank: None) -> None:
-    assert settled(tmp_path) is None
+    assert resolved(tmp_path) is None
 
 
 def test_no_complete_checkpoint_is_an_error(save: Path, one_rank: None) -> None:
@@ -194,7 +194,7 @@ def test_no_complete_checkpoint_is_an_error(save: Path, one_rank: None) -> None:
         flip_a_byte(save / name_of(step) / SHARD)
     before = listing(save)
     with pytest.raises(MkdCheckpointError) as caught:
-        settled(save)
+        resolved(save)
     for words in ("--load", str(save), "no complete checkpoint", *map(name_of, STEPS), "SHA-256"):
         assert words in str(caught.value)
     assert listing(save) == before
@@ -202,9 +202,9 @@ def test_no_complete_checkpoint_is_an_error(save: Path, one_rank: None) -> None:
 
 def test_content_is_not_checked_without_hashes(save: Path, one_rank: None) -> None:
     flip_a_byte(save / name_of(6) / SHARD)
-    assert settled(save, check_content=False) == name_of(6)
+    assert resolved(save, check_content=False) == name_of(6)
     (save / name_of(6) / INTEGRITY).unlink()
-    assert settled(save) == name_of(6)
+    assert resolved(save) == name_of(6)
 
 
 @pytest.mark.parametrize("kind", [*DAMAGES, *CHANGES])
@@ -212,27 +212,27 @@ def test_folder_of_another_job_is_not_touched(save: Path, one_rank: None, kind: 
     {**DAMAGES, **CHANGES}[kind][0](save / name_of(6))
     before = listing(save)
     with pytest.raises(MkdCheckpointError, match="give --ckpt-step 4 to continue from it") as caught:
-        settled(save, own=False)
+        resolved(save, own=False)
     assert {**DAMAGES, **CHANGES}[kind][1] in str(caught.value)
     assert listing(save) == before
-    assert settled(save, own=False, step=4) == name_of(4)
+    assert resolved(save, own=False, step=4) == name_of(4)
 
 
 def test_ckpt_step(save: Path, one_rank: None) -> None:
     before = listing(save)
-    assert settled(save, step=2) == name_of(2)
+    assert resolved(save, step=2) == name_of(2)
     assert listing(save) == before
     with pytest.raises(MkdCheckpointError, match="--ckpt-step 3: there is no iter_0000003"):
-        settled(save, step=3)
+        resolved(save, step=3)
     truncate(save / name_of(2) / SHARD)
     with pytest.raises(MkdCheckpointError, match="iter_0000002 is not complete: shard"):
-        settled(save, step=2)
+        resolved(save, step=2)
 
 
 def test_release(save: Path, one_rank: None) -> None:
     write_checkpoint(save / "release", 0.0)
     (save / TRACKER).write_text("release")
-    assert settled(save) == "release"
+    assert resolved(save) == "release"
     assert (save / TRACKER).read_text() == "release"
 
 
@@ -245,7 +245,7 @@ def test_other_formats_are_refused_and_not_set_aside(save: Path, kind: str) -> N
         (folder / "metadata.json").unlink()
         (folder / "mp_rank_00").mkdir()
     with pytest.raises(MkdCheckpointError, match=f"format {kind}.*--ckpt-format torch_dist"):
-        choose(save, own=True)
+        select(save, own=True)
 
 
 def test_index_that_names_a_file_elsewhere(save: Path) -> None:
@@ -331,5 +331,5 @@ def test_a_folder_that_cannot_be_read_is_not_damaged(save: Path) -> None:
     (save / name_of(6) / "metadata.json").mkdir()  # also for root, who may read every file
     before = listing(save)
     with pytest.raises(MkdCheckpointError, match=r"iter_0000006 cannot be read \(.*Is a directory"):
-        choose(save, own=True, step=None)
+        select(save, own=True, step=None)
     assert listing(save) == before
