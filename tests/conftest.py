@@ -43,5 +43,5 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's loops over a row run more than once, for the small vocabularies of tests too."""
     from mkd.losses.kernels import triton_launchers as triton_kernels
 
-    for name in ("ONE_ROUND_BLOCK", "TWO_ROUND_BLOCK", "GRADIENT_BLOCK", "ALL_ROUNDS_BLOCK"):
+    for name in ("SOFTMAX_STATS_BLOCK", "DIVERGENCE_STATS_BLOCK", "GRADIENT_BLOCK", "ALL_PASSES_BLOCK"):
         monkeypatch.setattr(triton_kernels, name, 16)

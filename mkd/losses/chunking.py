@@ -7,11 +7,11 @@ import torch
 
 CHUNK_BYTES = 192 * 2**20
 """Default size of one chunk of one model's logits."""
-LEAST_ROWS = 768
+MIN_CHUNK_TOKENS = 768
 """Default least rows of a chunk on a GPU: with fewer, the products of the LM heads wait for their weights."""
 
 
-def row_chunks(rows: int, columns: int, dtype: torch.dtype, chunk_rows: int | None, least: int = 1) -> list[slice]:
+def loss_chunks(rows: int, columns: int, dtype: torch.dtype, chunk_rows: int | None, least: int = 1) -> list[slice]:
     """Cut rows into chunks; no rows are one empty chunk.
 
     Args:

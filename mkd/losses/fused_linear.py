@@ -12,14 +12,14 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from mkd.config.kd_config import LossSpec
-from mkd.losses.chunking import LEAST_ROWS, row_chunks
+from mkd.losses.chunking import MIN_CHUNK_TOKENS, loss_chunks
 from mkd.losses.fused_pass import FusedPass
 from mkd.losses.kernels.interface import Kernels, choose
 from mkd.losses.lm_head import LMHead, fp16_scale
-from mkd.losses.logits import PLAIN_LOGITS, LogitMaps, Setting, statistics_dtype
+from mkd.losses.logits import PLAIN_LOGITS, KernelContext, LogitMaps, statistics_dtype
 from mkd.losses.main_grad import MainGrad, keep_gradients, kept_gradients
 from mkd.losses.reference.linear import dense_divergence, linear_loss
-from mkd.losses.rows import Rows
+from mkd.losses.rows import TokenWeights
 from mkd.losses.sparse.teacher import SparseTarget
 from mkd.losses.vocab_parallel import LossOutput
 from mkd.losses.vocab_shard import VocabShard
@@ -29,12 +29,12 @@ class _FusedLinearLoss(torch.autograd.Function):
     """Loss and, with it, the gradients of hidden states and LM head; backward only applies the upstream scalar."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, teacher_hidden, teacher_head, rows, setting, options):
-        dtype, columns = statistics_dtype(hidden), setting.shard.columns
+    def forward(ctx, hidden, weight, bias, teacher_hidden, teacher_head, rows, context, options):
+        dtype, columns = statistics_dtype(hidden), context.shard.columns
         wanted, main_grad = options.wanted, options.main_grad
         # What upstream scalar the gradients carry already, and for fp16 the factor that brings them into range.
         ahead = main_grad.upstream if main_grad else None
-        scale = fp16_scale(rows, setting.spec) if hidden.dtype == torch.float16 and rows.labels.numel() else None
+        scale = fp16_scale(rows, context.spec) if hidden.dtype == torch.float16 and rows.labels.numel() else None
         carried = rows if ahead is None and scale is None else rows.times(scale if ahead is None else ahead)
         kept = hidden.dtype if ahead is not None else dtype
         # Weights of padding columns take part in nothing: they may hold anything, and their gradient is exactly 0.
@@ -52,7 +52,7 @@ class _FusedLinearLoss(torch.autograd.Function):
             teacher_head=None if teacher_head is None else teacher_head.of_columns(columns),
             sparse=options.sparse,
             rows=rows,
-            setting=setting,
+            context=context,
             kernels=options.kernels,
             chunks=options.chunks,
             logits_dtype=options.logits_dtype,
@@ -65,7 +65,7 @@ class _FusedLinearLoss(torch.autograd.Function):
         gradients = d_hidden, None if main_grad else d_weight, d_bias
         keep_gradients(ctx, gradients, scale, (hidden, weight, bias), main_grad)
         ctx.mark_non_differentiable(*(term for term in (terms.ce, terms.kd) if term is not None))
-        return rows.weighted_sum(terms, setting.spec), terms.ce, terms.kd
+        return rows.weighted_sum(terms, context.spec), terms.ce, terms.kd
 
     @staticmethod
     @once_differentiable
@@ -238,18 +238,18 @@ def fused_linear_loss(
         shard.check_teacher(student_weight.shape[0], teacher_weight.shape[0])
         teacher_hidden, teacher_head = teacher_hidden.detach(), LMHead.of(teacher_weight, teacher_bias)
     student_hidden, teacher_hidden = on_all_ranks(student_hidden, teacher_hidden, shard, sequence_parallel)
-    rows = Rows.of(labels, ce_weight, kd_weight, student_hidden.shape[0], statistics_dtype(student_hidden))
-    setting = Setting(spec, shard, maps, with_kd=kd_weight is not None)
+    rows = TokenWeights.of(labels, ce_weight, kd_weight, student_hidden.shape[0], statistics_dtype(student_hidden))
+    context = KernelContext(spec, shard, maps, with_kd=kd_weight is not None)
     if impl == "reference":
         teacher = None if kd_weight is None else (teacher_hidden, teacher_weight.detach(), teacher_bias)
-        kd_of = None if teacher is None else dense_divergence(teacher, rows, setting)
-        return LossOutput(*linear_loss((student_hidden, student_weight, student_bias), kd_of, rows, setting))
+        kd_of = None if teacher is None else dense_divergence(teacher, rows, context)
+        return LossOutput(*linear_loss((student_hidden, student_weight, student_bias), kd_of, rows, context))
     student = (student_hidden, student_weight, student_bias)
     return run_fused(
         student,
         (teacher_hidden, teacher_head),
         rows,
-        setting,
+        context,
         choose(impl, student_hidden),
         chunk_rows,
         logits_dtype,
@@ -260,8 +260,8 @@ def fused_linear_loss(
 def run_fused(
     student: tuple[Tensor, Tensor, Tensor | None],
     teacher: tuple[Tensor | None, LMHead | None] | SparseTarget,
-    rows: Rows,
-    setting: Setting,
+    rows: TokenWeights,
+    context: KernelContext,
     kernels: Kernels,
     chunk_rows: int | None,
     logits_dtype: torch.dtype | None,
@@ -272,22 +272,22 @@ def run_fused(
     Args:
         student: hidden states of all rows, LM head and bias.
         teacher: hidden states of all rows and LM head, both None without a divergence; or what a sparse one says.
-        rows, setting, kernels: of all rows; the kernels are made for that kind of teacher.
+        rows, context, kernels: of all rows; the kernels are made for that kind of teacher.
         chunk_rows, logits_dtype, upstream: see `fused_linear_loss`.
     """
     hidden, weight, bias = student
     grad = torch.is_grad_enabled()
     wanted = _Wanted(*(grad and x is not None and x.requires_grad for x in student))
     dtype = resolve_logits_dtype(logits_dtype, hidden)
-    least = LEAST_ROWS if hidden.is_cuda else 1
+    least = MIN_CHUNK_TOKENS if hidden.is_cuda else 1
     sparse = teacher if isinstance(teacher, SparseTarget) else None
     options = _Options(
         kernels=kernels,
         sparse=sparse,
-        chunks=row_chunks(hidden.shape[0], setting.shard.columns, dtype, chunk_rows, least),
+        chunks=loss_chunks(hidden.shape[0], context.shard.columns, dtype, chunk_rows, least),
         logits_dtype=dtype,
         wanted=wanted,
         main_grad=MainGrad.of(weight, upstream) if wanted.weight else None,
     )
     dense = (None, None) if sparse is not None else teacher
-    return LossOutput(*_FusedLinearLoss.apply(hidden, weight, bias, *dense, rows, setting, options))
+    return LossOutput(*_FusedLinearLoss.apply(hidden, weight, bias, *dense, rows, context, options))

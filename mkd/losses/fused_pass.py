@@ -9,10 +9,10 @@ from torch import Tensor
 from mkd.losses.chunking import interleave
 from mkd.losses.divergences import DIVERGENCES
 from mkd.losses.kernels.interface import Kernels
-from mkd.losses.lm_head import LMHead, add_product, factor, product
-from mkd.losses.logits import Chunk, Setting, statistics_dtype
-from mkd.losses.rows import Rows, Statistics, Terms
-from mkd.losses.sparse.passes import Head, terms_of
+from mkd.losses.lm_head import LMHead, add_gemm, gemm, gemm_operand
+from mkd.losses.logits import Chunk, KernelContext, statistics_dtype
+from mkd.losses.rows import Statistics, TokenTerms, TokenWeights
+from mkd.losses.sparse.passes import TopColumns, terms_of
 from mkd.losses.sparse.teacher import SparseTarget
 
 
@@ -26,12 +26,12 @@ class FusedPass:
     teacher_head: LMHead | None
     sparse: SparseTarget | None
     """What a sparse teacher says of all rows, in place of hidden states."""
-    rows: Rows
-    setting: Setting
+    rows: TokenWeights
+    context: KernelContext
     kernels: Kernels
     chunks: list[slice]
     logits_dtype: torch.dtype
-    gradient_rows: Rows | None
+    gradient_rows: TokenWeights | None
     """With weights as the gradients need them; None: no gradients."""
     d_hidden: Tensor | None
     d_weight: Tensor | None
@@ -41,11 +41,11 @@ class FusedPass:
     """Whether `d_weight` holds something to add to from the start."""
     _merged: list[tuple] = field(default_factory=list)
 
-    def run(self) -> Terms:
+    def run(self) -> TokenTerms:
         """Fill the gradients, return the values of all rows."""
-        columns, size = self.setting.shard.columns, self.chunks[0].stop
+        columns, size = self.context.shard.columns, self.chunks[0].stop
         with_gradient = self.gradient_rows is not None
-        alone = self.setting.shard.size == 1
+        alone = self.context.shard.size == 1
         # Over several ranks two chunks are under way, so that one computes while the other waits for the exchange. On
         # one rank there is nothing to wait for; there the student's products take two chunks at a time, since each
         # reads or writes the whole LM head.
@@ -61,7 +61,7 @@ class FusedPass:
         self._teacher = None
         if self.teacher_head is not None:
             teacher = self.teacher_head.weight
-            # A GEMM rounds its result to the dtype of its factors or not at all.
+            # A GEMM rounds its result to the dtype of its coeffs or not at all.
             rounded = self.logits_dtype == teacher.dtype or teacher.device.type == "cpu"
             self._teacher = buffer(at_a_time, self.logits_dtype if rounded else statistics_dtype(teacher))
         self._merged = [()] * len(self.chunks)
@@ -73,7 +73,7 @@ class FusedPass:
         stats, sums = ([part[kind] for part in self._merged] for kind in (0, 1))
         stats = _concatenate(stats)
         sums = None if sums[0] is None else _concatenate(sums)
-        return terms_of(stats, sums, self.rows, self.setting, self.sparse)
+        return terms_of(stats, sums, self.rows, self.context, self.sparse)
 
     def _pair(self, indices: range) -> None:
         """The work on two neighboring chunks where no other rank is to be asked."""
@@ -87,25 +87,25 @@ class FusedPass:
             out = gradients[span.start - first : span.stop - first]
             student = out if self._in_place else self._student_logits(index)
             chunk = self._beside_teacher(student, index)
-            stats, sums = self.kernels.all_rounds(chunk, self.setting, self.gradient_rows[span], out)
+            stats, sums = self.kernels.all_passes(chunk, self.context, self.gradient_rows[span], out)
             self._merged[index] = (_of_one_shard(stats), None if sums is None else _of_one_shard(sums))
         self._use_gradient(whole, gradients)
 
     def _chunk(self, index: int) -> Generator[None, None, None]:
         """The work on one chunk; yields where it would wait for the other ranks."""
-        span, setting, kernels = self.chunks[index], self.setting, self.kernels
+        span, context, kernels = self.chunks[index], self.context, self.kernels
         chunk = self._beside_teacher(self._student_logits(index), index)
-        exchange = setting.shard.exchange(kernels.first_round(chunk, setting))
+        exchange = context.shard.exchange(kernels.softmax_stats(chunk, context))
         yield
         stats, sums = exchange.wait(), None
-        if setting.with_kd and DIVERGENCES[setting.spec.divergence].one_round is None:
-            exchange = setting.shard.exchange(kernels.second_round(chunk, stats, setting))
+        if context.with_kd and DIVERGENCES[context.spec.divergence].single_pass is None:
+            exchange = context.shard.exchange(kernels.divergence_stats(chunk, stats, context))
             yield
             sums = exchange.wait()
         self._merged[index] = (stats, sums)
         if self.gradient_rows is not None:
             out = self._slot(self._gradients, index)
-            kernels.write_gradient(chunk._replace(rows=self.gradient_rows[span]), stats, sums, setting, out)
+            kernels.write_gradient(chunk._replace(rows=self.gradient_rows[span]), stats, sums, context, out)
             self._use_gradient(span, out)
 
     def _student_logits(self, index: int) -> Tensor:
@@ -114,7 +114,7 @@ class FusedPass:
     def _beside_teacher(self, student: Tensor, index: int) -> Chunk:
         span, teacher = self.chunks[index], None
         if self.sparse is not None:
-            teacher = Head.taken_from(student, self.sparse[span], self.rows[span], self.setting)
+            teacher = TopColumns.taken_from(student, self.sparse[span], self.rows[span], self.context)
         elif self.teacher_head is not None:
             teacher = self._teacher_logits(index)
         return Chunk(student, teacher, self.rows[span])
@@ -131,14 +131,16 @@ class FusedPass:
     def _use_gradient(self, span: slice, d_logits: Tensor) -> None:
         """From the logit gradient of some rows to those of hidden states, weight and bias."""
         if self.d_hidden is not None:
-            product(d_logits, self.head.weight, out=self.d_hidden[span])
+            gemm(d_logits, self.head.weight, out=self.d_hidden[span])
         if self.d_bias is not None:
             self.d_bias += d_logits.sum(dim=0, dtype=self.d_bias.dtype)
         if self.d_weight is None:
             return
         # What an unused row holds, NaN included, must have no effect; its logit gradient is 0.
-        hidden = factor(self.hidden[span].masked_fill(self.rows[span].unused_by_student(), 0), self.d_weight.dtype)
-        add_product(self.d_weight, d_logits.t(), hidden, fresh=span.start == 0 and not self.adds_to_d_weight)
+        hidden = gemm_operand(
+            self.hidden[span].masked_fill(self.rows[span].unused_by_student(), 0), self.d_weight.dtype
+        )
+        add_gemm(self.d_weight, d_logits.t(), hidden, fresh=span.start == 0 and not self.adds_to_d_weight)
 
 
 def _concatenate(parts: list[Statistics]) -> Statistics:

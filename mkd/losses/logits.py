@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from mkd.config.kd_config import LossSpec
-from mkd.losses.rows import Rows
+from mkd.losses.rows import TokenWeights
 from mkd.losses.vocab_shard import VocabShard
 
 if TYPE_CHECKING:
-    from mkd.losses.sparse.passes import Head
+    from mkd.losses.sparse.passes import TopColumns
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ PLAIN_LOGITS = LogitMaps()
 
 
 @dataclass(frozen=True)
-class Setting:
+class KernelContext:
     """What is the same for all rows of a loss."""
 
     spec: LossSpec
@@ -73,7 +73,7 @@ class Setting:
         return self.spec.temperature if self.with_kd else 1.0
 
 
-class TailFactors(NamedTuple):
+class TailCoeffs(NamedTuple):
     """What one shard's gradient is made of where the teacher names no column; each [rows].
 
     Of a logit z it is ce * e^(z - top - ce_log_norm) + kd * e^((z - top) / T - kd_log_norm), and `label` less in the
@@ -98,9 +98,9 @@ class Chunk(NamedTuple):
 
     student: Tensor
     """[rows, columns], any float dtype, columns contiguous."""
-    teacher: "Tensor | Head | None"
+    teacher: "Tensor | TopColumns | None"
     """[rows, columns], same, or a sparse teacher's part; None without a divergence."""
-    rows: Rows
+    rows: TokenWeights
 
 
 def statistics_dtype(inputs: Tensor) -> torch.dtype:

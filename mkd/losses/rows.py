@@ -19,7 +19,7 @@ Statistics = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Rows:
+class TokenWeights:
     """Labels and weights of some tokens; None for the weights of a term that is not computed."""
 
     labels: Tensor
@@ -29,7 +29,7 @@ class Rows:
     @classmethod
     def of(
         cls, labels: Tensor, ce_weight: Tensor | None, kd_weight: Tensor | None, count: int, dtype: torch.dtype
-    ) -> "Rows":
+    ) -> "TokenWeights":
         """Labels and weights of `count` tokens, the weights in the dtype of the statistics.
 
         Raises:
@@ -43,12 +43,14 @@ class Rows:
         weights = (None if w is None else w.detach().to(dtype).contiguous() for w in (ce_weight, kd_weight))
         return cls(labels.contiguous(), *weights)
 
-    def __getitem__(self, rows: slice) -> "Rows":
-        return Rows(self.labels[rows], *(None if w is None else w[rows] for w in (self.ce_weight, self.kd_weight)))
+    def __getitem__(self, rows: slice) -> "TokenWeights":
+        return TokenWeights(
+            self.labels[rows], *(None if w is None else w[rows] for w in (self.ce_weight, self.kd_weight))
+        )
 
-    def times(self, factor: Tensor | float) -> "Rows":
+    def times(self, factor: Tensor | float) -> "TokenWeights":
         """The same with all weights multiplied by a scalar."""
-        return Rows(self.labels, *(None if w is None else w * factor for w in (self.ce_weight, self.kd_weight)))
+        return TokenWeights(self.labels, *(None if w is None else w * factor for w in (self.ce_weight, self.kd_weight)))
 
     def unused_by_student(self) -> Tensor:
         """[rows, 1] bool: all weights are 0. What such a row holds, NaN included, must have no effect."""
@@ -58,7 +60,7 @@ class Rows:
         """[rows, 1] bool: the KD weight is 0."""
         return (self.kd_weight == 0)[:, None]
 
-    def weighted_sum(self, terms: "Terms", spec: LossSpec) -> Tensor:
+    def weighted_sum(self, terms: "TokenTerms", spec: LossSpec) -> Tensor:
         """Scalar: the sum that is minimized, of the terms of these rows."""
         parts = []
         if terms.ce is not None:
@@ -77,7 +79,7 @@ class Softmax(NamedTuple):
     """[tp, rows] (max of the shard - max of the row) / T, <= 0."""
     mass: Tensor
     """[tp, rows] sum of e^s over the shard, relative to the shard's own maximum."""
-    log_mass: Tensor
+    log_sum_exp: Tensor
     """[rows] ln of the row's whole mass, relative to the row's maximum."""
 
     @classmethod
@@ -90,10 +92,10 @@ class Softmax(NamedTuple):
 
     def log_norm(self, rank: int) -> Tensor:
         """[rows] what to subtract from the shard's s to get log-probabilities."""
-        return self.log_mass - self.shift[rank]
+        return self.log_sum_exp - self.shift[rank]
 
 
-class Normalizers(NamedTuple):
+class Softmaxes(NamedTuple):
     """The softmaxes of both models after the first round."""
 
     student: Softmax
@@ -102,17 +104,17 @@ class Normalizers(NamedTuple):
     teacher: Softmax | None
 
     @classmethod
-    def merge(cls, stats: Statistics, temperature: float) -> "Normalizers":
+    def merge(cls, stats: Statistics, temperature: float) -> "Softmaxes":
         """From first-round statistics, name -> [tp, rows]; the temperature is 1 if there is no divergence."""
-        student = Softmax.merge(stats["student_max"], stats["student_mass"], temperature)
-        tempered_ce = "ce_mass" in stats
-        ce = Softmax.merge(stats["student_max"], stats["ce_mass"], 1.0) if tempered_ce else student
+        student = Softmax.merge(stats["student_max"], stats["student_sum_exp"], temperature)
+        tempered_ce = "ce_sum_exp" in stats
+        ce = Softmax.merge(stats["student_max"], stats["ce_sum_exp"], 1.0) if tempered_ce else student
         has_teacher = "teacher_max" in stats
-        teacher = Softmax.merge(stats["teacher_max"], stats["teacher_mass"], temperature) if has_teacher else None
+        teacher = Softmax.merge(stats["teacher_max"], stats["teacher_sum_exp"], temperature) if has_teacher else None
         return cls(student, ce, teacher)
 
 
-class Terms(NamedTuple):
+class TokenTerms(NamedTuple):
     """Values of each row."""
 
     ce: Tensor | None
@@ -127,38 +129,38 @@ class Terms(NamedTuple):
         cls,
         stats: Statistics,
         sums: Statistics | None,
-        normalizers: Normalizers,
-        rows: Rows,
+        softmaxes: Softmaxes,
+        rows: TokenWeights,
         true_vocab: int,
         spec: LossSpec,
-    ) -> "Terms":
+    ) -> "TokenTerms":
         """From the statistics of the first round and the sums of the second, each name -> [tp, rows]."""
         ce = log_sum = kd = None
         if rows.ce_weight is not None:
             supervised = rows.ce_weight != 0
             top = stats["student_max"].amax(dim=0)
-            log_sum = torch.where(supervised, normalizers.ce.log_mass + top, 0)
-            ce = normalizers.ce.log_mass + (top - stats["label_logit"].sum(dim=0))
-            illegal = supervised & ((rows.labels < 0) | (rows.labels >= true_vocab))
-            ce = torch.where(supervised, ce, 0).masked_fill(illegal, torch.nan)
+            log_sum = torch.where(supervised, softmaxes.ce.log_sum_exp + top, 0)
+            ce = softmaxes.ce.log_sum_exp + (top - stats["label_logit"].sum(dim=0))
+            out_of_vocab = supervised & ((rows.labels < 0) | (rows.labels >= true_vocab))
+            ce = torch.where(supervised, ce, 0).masked_fill(out_of_vocab, torch.nan)
         if rows.kd_weight is not None:
-            value, _ = divergence_and_slope_sum(stats, sums, normalizers, spec)
+            value, _ = divergence_and_dlogq_sum(stats, sums, softmaxes, spec)
             kd = torch.where(rows.kd_weight != 0, value * spec.scale, 0)
         return cls(ce, kd, log_sum)
 
 
-def divergence_and_slope_sum(
-    stats: Statistics, sums: Statistics | None, normalizers: Normalizers, spec: LossSpec
+def divergence_and_dlogq_sum(
+    stats: Statistics, sums: Statistics | None, softmaxes: Softmaxes, spec: LossSpec
 ) -> tuple[Tensor, Tensor]:
-    """([rows] divergence in nats without T^2, [rows] sum of its slopes over the vocabulary)."""
-    shortcut = DIVERGENCES[spec.divergence].one_round
+    """([rows] divergence in nats without T^2, [rows] sum of its dlogq terms over the vocabulary)."""
+    shortcut = DIVERGENCES[spec.divergence].single_pass
     if shortcut is None:
-        return sums["density"].sum(dim=0), sums["slope"].sum(dim=0)
-    a, b = normalizers.student, normalizers.teacher
+        return sums["pointwise"].sum(dim=0), sums["dlogq"].sum(dim=0)
+    a, b = softmaxes.student, softmaxes.teacher
     if shortcut.under == "teacher":
         a, b = b, a
     value = _kl(a, b, stats["log_ratio"])
-    return value, shortcut.slope_sum(value)
+    return value, shortcut.dlogq_sum(value)
 
 
 def _kl(a: Softmax, b: Softmax, sums: Tensor) -> Tensor:
@@ -169,8 +171,8 @@ def _kl(a: Softmax, b: Softmax, sums: Tensor) -> Tensor:
     relative = sums + a.mass * (a.shift - b.shift)
     weight = a.shift.exp()
     # A shard of weight 0 may hold an infinite ratio.
-    expected = torch.where(weight > 0, weight * relative, 0).sum(dim=0) / a.log_mass.exp()
-    return b.log_mass - a.log_mass + expected
+    expected = torch.where(weight > 0, weight * relative, 0).sum(dim=0) / a.log_sum_exp.exp()
+    return b.log_sum_exp - a.log_sum_exp + expected
 
 
 class ShardScalars(NamedTuple):
@@ -185,19 +187,19 @@ class ShardScalars(NamedTuple):
     teacher_log_norm: Tensor | None
 
     @classmethod
-    def of(cls, stats: Statistics, normalizers: Normalizers, rank: int) -> "ShardScalars":
+    def of(cls, stats: Statistics, softmaxes: Softmaxes, rank: int) -> "ShardScalars":
         """For the shard `rank`, from the first round's statistics, name -> [tp, rows]."""
-        teacher = normalizers.teacher
+        teacher = softmaxes.teacher
         return cls(
             stats["student_max"][rank],
-            normalizers.student.log_norm(rank),
-            normalizers.ce.log_norm(rank),
+            softmaxes.student.log_norm(rank),
+            softmaxes.ce.log_norm(rank),
             None if teacher is None else stats["teacher_max"][rank],
             None if teacher is None else teacher.log_norm(rank),
         )
 
 
-class Factors(NamedTuple):
+class GradCoeffs(NamedTuple):
     """What multiplies the parts of each row's gradient; each [rows], None for a term that is not computed."""
 
     ce: Tensor | None
@@ -205,26 +207,26 @@ class Factors(NamedTuple):
     label: Tensor | None
     """Taken from the label's column: ce_weight."""
     kd: Tensor | None
-    """Of slope - q * slope_sum: kd_weight, T^2 if the spec says so, and 1 / T."""
-    slope_sum: Tensor | None
+    """Of dlogq - q * dlogq_sum: kd_weight, T^2 if the spec says so, and 1 / T."""
+    dlogq_sum: Tensor | None
 
     @classmethod
     def of(
         cls,
         stats: Statistics,
         sums: Statistics | None,
-        normalizers: Normalizers,
-        rows: Rows,
+        softmaxes: Softmaxes,
+        rows: TokenWeights,
         spec: LossSpec,
-    ) -> "Factors":
+    ) -> "GradCoeffs":
         """From merged statistics; the weights of `rows` may carry the upstream gradient."""
-        ce = kd = slope_sum = None
+        ce = kd = dlogq_sum = None
         if rows.ce_weight is not None:
             ce = rows.ce_weight
             if spec.z_loss:
-                log_sum = normalizers.ce.log_mass + stats["student_max"].amax(dim=0)
+                log_sum = softmaxes.ce.log_sum_exp + stats["student_max"].amax(dim=0)
                 ce = torch.where(ce != 0, ce * (1.0 + 2.0 * spec.z_loss * log_sum), 0)
         if rows.kd_weight is not None:
             kd = rows.kd_weight * (spec.scale / spec.temperature)
-            slope_sum = divergence_and_slope_sum(stats, sums, normalizers, spec)[1]
-        return cls(ce, rows.ce_weight, kd, slope_sum)
+            dlogq_sum = divergence_and_dlogq_sum(stats, sums, softmaxes, spec)[1]
+        return cls(ce, rows.ce_weight, kd, dlogq_sum)

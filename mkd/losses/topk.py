@@ -7,9 +7,9 @@ from torch.distributed import ProcessGroup
 from mkd.config.kd_config import LossSpec
 from mkd.losses.fused_linear import check_bias, check_head, fused_linear_loss, on_all_ranks, run_fused
 from mkd.losses.kernels.interface import choose
-from mkd.losses.logits import LogitMap, LogitMaps, Setting, statistics_dtype
+from mkd.losses.logits import KernelContext, LogitMap, LogitMaps, statistics_dtype
 from mkd.losses.reference.linear import linear_loss, sparse_divergence
-from mkd.losses.rows import Rows
+from mkd.losses.rows import TokenWeights
 from mkd.losses.sparse.passes import SparseKernels
 from mkd.losses.sparse.teacher import SparseTarget, SparseTeacher, Tail
 from mkd.losses.vocab_parallel import LossOutput, loss_of_logits, vocab_parallel_loss
@@ -76,11 +76,11 @@ def topk_loss(
             tp_group=tp_group,
             impl=impl,
         )
-    rows = Rows.of(labels, ce_weight, kd_weight, student_logits.shape[0], statistics_dtype(student_logits))
+    rows = TokenWeights.of(labels, ce_weight, kd_weight, student_logits.shape[0], statistics_dtype(student_logits))
     teacher = SparseTeacher(ids, teacher_logits, teacher_lse, teacher_tail_lse, lse_temperature, counts)
     target, rows = SparseTarget.of(teacher, rows, tail, spec, true_vocab)
     kernels = SparseKernels(choose(impl, student_logits))
-    return loss_of_logits(student_logits, target, rows, Setting(spec, shard), kernels)
+    return loss_of_logits(student_logits, target, rows, KernelContext(spec, shard), kernels)
 
 
 def fused_linear_topk_loss(
@@ -147,10 +147,10 @@ def fused_linear_topk_loss(
     check_bias("student", student_bias, student_weight)
     shard = VocabShard.of(student_weight.shape[0], true_vocab, tp_group)
     student_hidden, _ = on_all_ranks(student_hidden, None, shard, sequence_parallel)
-    rows = Rows.of(labels, ce_weight, kd_weight, student_hidden.shape[0], statistics_dtype(student_hidden))
-    setting = Setting(spec, shard, maps)
+    rows = TokenWeights.of(labels, ce_weight, kd_weight, student_hidden.shape[0], statistics_dtype(student_hidden))
+    context = KernelContext(spec, shard, maps)
     student = (student_hidden, student_weight, student_bias)
     target, counted = SparseTarget.of(teacher, rows, tail, spec, true_vocab)
     if impl == "reference":
-        return LossOutput(*linear_loss(student, sparse_divergence(teacher, tail, rows, setting), rows, setting))
-    return run_fused(student, target, counted, setting, SparseKernels(choose(impl, student_hidden)), **how)
+        return LossOutput(*linear_loss(student, sparse_divergence(teacher, tail, rows, context), rows, context))
+    return run_fused(student, target, counted, context, SparseKernels(choose(impl, student_hidden)), **how)

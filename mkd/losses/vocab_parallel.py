@@ -8,12 +8,12 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from mkd.config.kd_config import LossSpec
-from mkd.losses.chunking import row_chunks
+from mkd.losses.chunking import loss_chunks
 from mkd.losses.divergences import DIVERGENCES
 from mkd.losses.kernels.interface import Kernels, choose
-from mkd.losses.logits import Chunk, Setting, statistics_dtype
-from mkd.losses.rows import Rows, Statistics
-from mkd.losses.sparse.passes import Head, terms_of
+from mkd.losses.logits import Chunk, KernelContext, statistics_dtype
+from mkd.losses.rows import Statistics, TokenWeights
+from mkd.losses.sparse.passes import TopColumns, terms_of
 from mkd.losses.sparse.teacher import SparseTarget
 from mkd.losses.vocab_shard import VocabShard
 
@@ -35,23 +35,23 @@ class _VocabParallelLoss(torch.autograd.Function):
     """Forward: statistics. Backward: gradients from the saved logits and row scalars, without a collective."""
 
     @staticmethod
-    def forward(ctx, student_logits, teacher, rows: Rows, setting: Setting, kernels: Kernels):
-        shard, spec = setting.shard, setting.spec
-        chunks = row_chunks(student_logits.shape[0], shard.columns, statistics_dtype(student_logits), None)
+    def forward(ctx, student_logits, teacher, rows: TokenWeights, context: KernelContext, kernels: Kernels):
+        shard, spec = context.shard, context.spec
+        chunks = loss_chunks(student_logits.shape[0], shard.columns, statistics_dtype(student_logits), None)
 
         def cut(c: slice) -> Chunk:
-            return _cut(student_logits, teacher, rows, c, setting)
+            return _cut(student_logits, teacher, rows, c, context)
 
-        local = _concatenate([kernels.first_round(cut(c), setting) for c in chunks])
+        local = _concatenate([kernels.softmax_stats(cut(c), context) for c in chunks])
         stats = shard.exchange(local).wait()
         sums = None
-        if setting.with_kd and DIVERGENCES[spec.divergence].one_round is None:
-            parts = [kernels.second_round(cut(c), _slice(stats, c), setting) for c in chunks]
+        if context.with_kd and DIVERGENCES[spec.divergence].single_pass is None:
+            parts = [kernels.divergence_stats(cut(c), _slice(stats, c), context) for c in chunks]
             sums = shard.exchange(_concatenate(parts)).wait()
         sparse = teacher if isinstance(teacher, SparseTarget) else None
-        terms = terms_of(stats, sums, rows, setting, sparse)
+        terms = terms_of(stats, sums, rows, context, sparse)
         ctx.save_for_backward(student_logits, None if sparse else teacher)
-        ctx.saved = sparse, rows, setting, kernels, chunks, stats, sums
+        ctx.saved = sparse, rows, context, kernels, chunks, stats, sums
         ctx.mark_non_differentiable(*(term for term in (terms.ce, terms.kd) if term is not None))
         return rows.weighted_sum(terms, spec), terms.ce, terms.kd
 
@@ -59,25 +59,27 @@ class _VocabParallelLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, upstream, *_):
         student_logits, teacher_logits = ctx.saved_tensors
-        sparse, rows, setting, kernels, chunks, stats, sums = ctx.saved
+        sparse, rows, context, kernels, chunks, stats, sums = ctx.saved
         gradient = torch.empty_like(student_logits)
-        gradient[:, setting.shard.columns :] = 0
+        gradient[:, context.shard.columns :] = 0
         # The upstream scalar goes into the weights: fp16 gradients are rounded after the loss scale, not before.
         weighted = rows.times(upstream)
         for c in chunks:
-            chunk = _cut(student_logits, sparse or teacher_logits, weighted, c, setting)
-            out = gradient[c, : setting.shard.columns]
-            kernels.write_gradient(chunk, _slice(stats, c), _slice(sums, c), setting, out)
+            chunk = _cut(student_logits, sparse or teacher_logits, weighted, c, context)
+            out = gradient[c, : context.shard.columns]
+            kernels.write_gradient(chunk, _slice(stats, c), _slice(sums, c), context, out)
         return gradient, None, None, None, None
 
 
-def _cut(student: Tensor, teacher: Tensor | SparseTarget | None, rows: Rows, chunk: slice, setting: Setting) -> Chunk:
+def _cut(
+    student: Tensor, teacher: Tensor | SparseTarget | None, rows: TokenWeights, chunk: slice, context: KernelContext
+) -> Chunk:
     """The real columns of some rows; a copy beside a sparse teacher, whose columns are taken out of it."""
-    columns = slice(0, setting.shard.columns)
+    columns = slice(0, context.shard.columns)
     student = student[chunk, columns]
     if isinstance(teacher, SparseTarget):
         student = student.clone(memory_format=torch.contiguous_format)
-        return Chunk(student, Head.taken_from(student, teacher[chunk], rows[chunk], setting), rows[chunk])
+        return Chunk(student, TopColumns.taken_from(student, teacher[chunk], rows[chunk], context), rows[chunk])
     return Chunk(student, None if teacher is None else teacher[chunk, columns], rows[chunk])
 
 
@@ -139,20 +141,24 @@ def vocab_parallel_loss(
             seen = None if teacher_logits is None else tuple(teacher_logits.shape)
             raise ValueError(f"teacher_logits has shape {seen}; kd_weight needs {student_logits.shape[0]} rows")
         shard.check_teacher(student_logits.shape[1], teacher_logits.shape[1])
-    rows = Rows.of(labels, ce_weight, kd_weight, student_logits.shape[0], statistics_dtype(student_logits))
-    setting = Setting(spec, shard, with_kd=kd_weight is not None)
+    rows = TokenWeights.of(labels, ce_weight, kd_weight, student_logits.shape[0], statistics_dtype(student_logits))
+    context = KernelContext(spec, shard, with_kd=kd_weight is not None)
     teacher = None if kd_weight is None else _with_dense_rows(teacher_logits.detach())
-    return loss_of_logits(student_logits, teacher, rows, setting, choose(impl, student_logits))
+    return loss_of_logits(student_logits, teacher, rows, context, choose(impl, student_logits))
 
 
 def loss_of_logits(
-    student_logits: Tensor, teacher: Tensor | SparseTarget | None, rows: Rows, setting: Setting, kernels: Kernels
+    student_logits: Tensor,
+    teacher: Tensor | SparseTarget | None,
+    rows: TokenWeights,
+    context: KernelContext,
+    kernels: Kernels,
 ) -> LossOutput:
     """The loss of checked inputs.
 
     Args:
         student_logits: [N, V/tp].
         teacher: logits [N, V/tp] with dense rows, what a sparse teacher says, or None without a divergence.
-        rows, setting, kernels: of all N rows; the kernels are made for that kind of teacher.
+        rows, context, kernels: of all N rows; the kernels are made for that kind of teacher.
     """
-    return LossOutput(*_VocabParallelLoss.apply(_with_dense_rows(student_logits), teacher, rows, setting, kernels))
+    return LossOutput(*_VocabParallelLoss.apply(_with_dense_rows(student_logits), teacher, rows, context, kernels))

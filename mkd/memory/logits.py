@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from mkd.config.kd_config import KDConfig
-from mkd.losses.chunking import CHUNK_BYTES, LEAST_ROWS, row_chunks
+from mkd.losses.chunking import CHUNK_BYTES, MIN_CHUNK_TOKENS, loss_chunks
 from mkd.memory.activations import tokens_of
 from mkd.xtoken.loss.xtoken_loss import GROUP_ROWS
 
@@ -37,8 +37,8 @@ def logit_bytes(student: Namespace, teachers: Sequence[Namespace], kd: KDConfig,
 
 def _of_one_tokenizer(student: Namespace, teacher: int, kd: KDConfig, dtype: torch.dtype, on_gpu: bool) -> float:
     """The buffers of mkd/losses/fused_pass.py; teacher: columns of its shard."""
-    columns, least = shard_of(student), LEAST_ROWS if on_gpu else 1
-    chunks = row_chunks(tokens_of(student), columns, dtype, kd.loss_chunk_rows, least)
+    columns, least = shard_of(student), MIN_CHUNK_TOKENS if on_gpu else 1
+    chunks = loss_chunks(tokens_of(student), columns, dtype, kd.loss_chunk_rows, least)
     rows, slots = chunks[0].stop, min(2, len(chunks))
     at_a_time = slots if student.tensor_model_parallel_size > 1 else 1
     total = slots * rows * columns * student.params_dtype.itemsize

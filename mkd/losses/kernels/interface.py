@@ -7,25 +7,25 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mkd.losses.logits import Chunk, Setting, TailFactors
-from mkd.losses.rows import Rows, Statistics
+from mkd.losses.logits import Chunk, KernelContext, TailCoeffs
+from mkd.losses.rows import Statistics, TokenWeights
 
 
 class Kernels(Protocol):
     """The passes over a chunk of logits; see `eager` for what each returns."""
 
-    def first_round(self, chunk: Chunk, setting: Setting) -> Statistics: ...
+    def softmax_stats(self, chunk: Chunk, context: KernelContext) -> Statistics: ...
 
-    def second_round(self, chunk: Chunk, stats: Statistics, setting: Setting) -> Statistics: ...
+    def divergence_stats(self, chunk: Chunk, stats: Statistics, context: KernelContext) -> Statistics: ...
 
     def write_gradient(
-        self, chunk: Chunk, stats: Statistics, sums: Statistics | None, setting: Setting, out: Tensor
+        self, chunk: Chunk, stats: Statistics, sums: Statistics | None, context: KernelContext, out: Tensor
     ) -> None: ...
 
-    def write_tail_gradient(self, products: Tensor, tail: TailFactors, setting: Setting, out: Tensor) -> None: ...
+    def write_tail_gradient(self, products: Tensor, tail: TailCoeffs, context: KernelContext, out: Tensor) -> None: ...
 
-    def all_rounds(
-        self, chunk: Chunk, setting: Setting, weighted: Rows, out: Tensor
+    def all_passes(
+        self, chunk: Chunk, context: KernelContext, weighted: TokenWeights, out: Tensor
     ) -> tuple[Statistics, Statistics | None]: ...
 
 

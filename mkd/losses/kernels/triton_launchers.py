@@ -13,30 +13,38 @@ from torch import Tensor
 from mkd.config.kd_config import LossSpec
 from mkd.losses.divergences import DIVERGENCES
 from mkd.losses.kernels.triton_programs import (
-    all_rounds_kernel,
-    first_round_kernel,
+    all_passes_kernel,
+    divergence_stats_kernel,
     gradient_kernel,
-    second_round_kernel,
+    softmax_stats_kernel,
 )
 from mkd.losses.kernels.triton_tail import tail_gradient_kernel
-from mkd.losses.logits import Chunk, LogitMap, Setting, TailFactors
-from mkd.losses.rows import Rows, Statistics
+from mkd.losses.logits import Chunk, KernelContext, LogitMap, TailCoeffs
+from mkd.losses.rows import Statistics, TokenWeights
 
-ONE_ROUND_BLOCK, ONE_ROUND_WARPS = 4096, 16
-TWO_ROUND_BLOCK, TWO_ROUND_WARPS = 4096, 16
+SOFTMAX_STATS_BLOCK, SOFTMAX_STATS_WARPS = 4096, 16
+DIVERGENCE_STATS_BLOCK, DIVERGENCE_STATS_WARPS = 4096, 16
 GRADIENT_BLOCK, GRADIENT_WARPS = 4096, 8
-ALL_ROUNDS_BLOCK, ALL_ROUNDS_WARPS = 4096, 16
+ALL_PASSES_BLOCK, ALL_PASSES_WARPS = 4096, 16
 
-FIRST_ROUND = ("student_max", "student_mass", "ce_mass", "label_logit", "teacher_max", "teacher_mass", "log_ratio")
+SOFTMAX_STATS = (
+    "student_max",
+    "student_sum_exp",
+    "ce_sum_exp",
+    "label_logit",
+    "teacher_max",
+    "teacher_sum_exp",
+    "log_ratio",
+)
 """Order of the first round's statistics in the kernels."""
 
 
-def first_round(chunk: Chunk, setting: Setting) -> Statistics:
-    """See `eager.first_round`."""
+def softmax_stats(chunk: Chunk, context: KernelContext) -> Statistics:
+    """See `eager.softmax_stats`."""
     z, u, rows = chunk
-    stats = z.new_empty((len(FIRST_ROUND), z.shape[0]), dtype=torch.float32)
+    stats = z.new_empty((len(SOFTMAX_STATS), z.shape[0]), dtype=torch.float32)
     if z.shape[0]:
-        first_round_kernel[(z.shape[0],)](
+        softmax_stats_kernel[(z.shape[0],)](
             z,
             z if u is None else u,
             rows.labels,
@@ -46,55 +54,57 @@ def first_round(chunk: Chunk, setting: Setting) -> Statistics:
             z.stride(0),
             0 if u is None else u.stride(0),
             z.shape[0],
-            setting.shard.start,
-            1.0 / setting.temperature,
-            **_term_constants(chunk, setting),
-            UNDER=_under(setting),
-            **_map_constants(setting),
+            context.shard.start,
+            1.0 / context.temperature,
+            **_term_constants(chunk, context),
+            EXPECTATION_UNDER=_expectation_under(context),
+            **_map_constants(context),
             COLUMNS=z.shape[1],
-            BLOCK=_block(ONE_ROUND_BLOCK, z.shape[1]),
-            num_warps=ONE_ROUND_WARPS,
+            BLOCK=_block(SOFTMAX_STATS_BLOCK, z.shape[1]),
+            num_warps=SOFTMAX_STATS_WARPS,
         )
-    return _written(stats, chunk, setting)
+    return _written(stats, chunk, context)
 
 
-def second_round(chunk: Chunk, stats: Statistics, setting: Setting) -> Statistics:
-    """See `eager.second_round`."""
+def divergence_stats(chunk: Chunk, stats: Statistics, context: KernelContext) -> Statistics:
+    """See `eager.divergence_stats`."""
     z, u, rows = chunk
     sums = z.new_empty((2, z.shape[0]), dtype=torch.float32)
     if z.shape[0]:
-        second_round_kernel[(z.shape[0],)](
+        divergence_stats_kernel[(z.shape[0],)](
             z,
             u,
             rows.kd_weight,
             stats["student_max"],
-            stats["student_mass"],
+            stats["student_sum_exp"],
             stats["teacher_max"],
-            stats["teacher_mass"],
+            stats["teacher_sum_exp"],
             sums,
             z.stride(0),
             u.stride(0),
             z.shape[0],
-            setting.shard.rank,
+            context.shard.rank,
             stats["student_max"].stride(0),
-            1.0 / setting.spec.temperature,
-            _share(setting.spec),
-            SHARDS=setting.shard.size,
-            DIVERGENCE=setting.spec.divergence,
-            **_map_constants(setting),
+            1.0 / context.spec.temperature,
+            _share(context.spec),
+            SHARDS=context.shard.size,
+            DIVERGENCE=context.spec.divergence,
+            **_map_constants(context),
             COLUMNS=z.shape[1],
-            BLOCK=_block(TWO_ROUND_BLOCK, z.shape[1]),
-            num_warps=TWO_ROUND_WARPS,
+            BLOCK=_block(DIVERGENCE_STATS_BLOCK, z.shape[1]),
+            num_warps=DIVERGENCE_STATS_WARPS,
         )
-    return {"density": sums[0], "slope": sums[1]}
+    return {"pointwise": sums[0], "dlogq": sums[1]}
 
 
-def write_gradient(chunk: Chunk, stats: Statistics, sums: Statistics | None, setting: Setting, out: Tensor) -> None:
+def write_gradient(
+    chunk: Chunk, stats: Statistics, sums: Statistics | None, context: KernelContext, out: Tensor
+) -> None:
     """See `eager.write_gradient`."""
     z, u, rows = chunk
     if out.numel() == 0:
         return
-    spec = setting.spec
+    spec = context.spec
     block = _block(GRADIENT_BLOCK, z.shape[1])
     gradient_kernel[(z.shape[0], triton.cdiv(z.shape[1], block))](
         z,
@@ -104,40 +114,40 @@ def write_gradient(chunk: Chunk, stats: Statistics, sums: Statistics | None, set
         rows.ce_weight,
         rows.kd_weight,
         stats["student_max"],
-        stats["student_mass"],
-        stats.get("ce_mass", stats["student_mass"]),
+        stats["student_sum_exp"],
+        stats.get("ce_sum_exp", stats["student_sum_exp"]),
         stats.get("teacher_max"),
-        stats.get("teacher_mass"),
+        stats.get("teacher_sum_exp"),
         stats.get("log_ratio"),
-        None if sums is None else sums["slope"],
+        None if sums is None else sums["dlogq"],
         z.stride(0),
         0 if u is None else u.stride(0),
         out.stride(0),
         z.shape[1],
-        setting.shard.start,
-        setting.shard.rank,
+        context.shard.start,
+        context.shard.rank,
         stats["student_max"].stride(0),
-        0 if sums is None else sums["slope"].stride(0),
-        1.0 / setting.temperature,
+        0 if sums is None else sums["dlogq"].stride(0),
+        1.0 / context.temperature,
         spec.scale / spec.temperature,
         float(spec.z_loss),
         _share(spec),
-        SHARDS=setting.shard.size,
-        **_term_constants(chunk, setting),
+        SHARDS=context.shard.size,
+        **_term_constants(chunk, context),
         DIVERGENCE=spec.divergence,
-        **_map_constants(setting),
+        **_map_constants(context),
         BLOCK=block,
         num_warps=GRADIENT_WARPS,
     )
 
 
-def write_tail_gradient(products: Tensor, tail: TailFactors, setting: Setting, out: Tensor) -> None:
+def write_tail_gradient(products: Tensor, tail: TailCoeffs, context: KernelContext, out: Tensor) -> None:
     """See `eager.write_tail_gradient`."""
     if out.numel() == 0:
         return
     columns = products.shape[1]
     block = _block(GRADIENT_BLOCK, columns)
-    student_map = setting.maps.student
+    student_map = context.maps.student
     tail_gradient_kernel[(products.shape[0], triton.cdiv(columns, block))](
         products,
         out,
@@ -145,8 +155,8 @@ def write_tail_gradient(products: Tensor, tail: TailFactors, setting: Setting, o
         products.stride(0),
         out.stride(0),
         columns,
-        1.0 / setting.temperature,
-        TEMPERED=setting.temperature != 1.0,
+        1.0 / context.temperature,
+        TEMPERED=context.temperature != 1.0,
         SCALE=float(student_map.scale),
         SOFTCAP=float(student_map.softcap or 0.0),
         BLOCK=block,
@@ -154,13 +164,15 @@ def write_tail_gradient(products: Tensor, tail: TailFactors, setting: Setting, o
     )
 
 
-def all_rounds(chunk: Chunk, setting: Setting, weighted: Rows, out: Tensor) -> tuple[Statistics, Statistics | None]:
-    """See `eager.all_rounds`."""
+def all_passes(
+    chunk: Chunk, context: KernelContext, weighted: TokenWeights, out: Tensor
+) -> tuple[Statistics, Statistics | None]:
+    """See `eager.all_passes`."""
     z, u, rows = chunk
-    spec = setting.spec
-    stats = z.new_empty((len(FIRST_ROUND) + 2, z.shape[0]), dtype=torch.float32)
+    spec = context.spec
+    stats = z.new_empty((len(SOFTMAX_STATS) + 2, z.shape[0]), dtype=torch.float32)
     if z.shape[0]:
-        all_rounds_kernel[(z.shape[0],)](
+        all_passes_kernel[(z.shape[0],)](
             z,
             z if u is None else u,
             rows.labels,
@@ -174,48 +186,52 @@ def all_rounds(chunk: Chunk, setting: Setting, weighted: Rows, out: Tensor) -> t
             0 if u is None else u.stride(0),
             out.stride(0),
             z.shape[0],
-            1.0 / setting.temperature,
+            1.0 / context.temperature,
             spec.scale / spec.temperature,
             float(spec.z_loss),
             _share(spec),
-            **_term_constants(chunk, setting),
-            UNDER=_under(setting),
+            **_term_constants(chunk, context),
+            EXPECTATION_UNDER=_expectation_under(context),
             DIVERGENCE=spec.divergence,
-            **_map_constants(setting),
+            **_map_constants(context),
             COLUMNS=z.shape[1],
-            BLOCK=_block(ALL_ROUNDS_BLOCK, z.shape[1]),
-            num_warps=ALL_ROUNDS_WARPS,
+            BLOCK=_block(ALL_PASSES_BLOCK, z.shape[1]),
+            num_warps=ALL_PASSES_WARPS,
         )
-    sums = {"density": stats[-2], "slope": stats[-1]} if u is not None and _under(setting) == "none" else None
-    return _written(stats, chunk, setting), sums
+    sums = (
+        {"pointwise": stats[-2], "dlogq": stats[-1]}
+        if u is not None and _expectation_under(context) == "none"
+        else None
+    )
+    return _written(stats, chunk, context), sums
 
 
-def _written(stats: Tensor, chunk: Chunk, setting: Setting) -> Statistics:
+def _written(stats: Tensor, chunk: Chunk, context: KernelContext) -> Statistics:
     """Name -> [rows] of the first round's statistics that its kernel has computed."""
-    names = {"student_max", "student_mass"}
+    names = {"student_max", "student_sum_exp"}
     if chunk.rows.ce_weight is not None:
-        names |= {"label_logit", "ce_mass"} if setting.temperature != 1.0 else {"label_logit"}
+        names |= {"label_logit", "ce_sum_exp"} if context.temperature != 1.0 else {"label_logit"}
     if chunk.teacher is not None:
         names |= (
-            {"teacher_max", "teacher_mass"}
-            if _under(setting) == "none"
-            else {"teacher_max", "teacher_mass", "log_ratio"}
+            {"teacher_max", "teacher_sum_exp"}
+            if _expectation_under(context) == "none"
+            else {"teacher_max", "teacher_sum_exp", "log_ratio"}
         )
-    return {name: values for name, values in zip(FIRST_ROUND, stats, strict=False) if name in names}
+    return {name: values for name, values in zip(SOFTMAX_STATS, stats, strict=False) if name in names}
 
 
-def _under(setting: Setting) -> str:
+def _expectation_under(context: KernelContext) -> str:
     """Under whose probabilities the first round takes the log ratio: teacher, student or none."""
-    shortcut = DIVERGENCES[setting.spec.divergence].one_round if setting.with_kd else None
+    shortcut = DIVERGENCES[context.spec.divergence].single_pass if context.with_kd else None
     return "none" if shortcut is None else shortcut.under
 
 
-def _term_constants(chunk: Chunk, setting: Setting) -> dict[str, bool]:
+def _term_constants(chunk: Chunk, context: KernelContext) -> dict[str, bool]:
     """Which terms there are, and whether the divergence has a temperature of its own."""
     return {
         "HAS_CE": chunk.rows.ce_weight is not None,
         "HAS_KD": chunk.teacher is not None,
-        "TEMPERED": setting.temperature != 1.0,
+        "TEMPERED": context.temperature != 1.0,
     }
 
 
@@ -227,10 +243,10 @@ def _block(most: int, columns: int) -> int:
     return min(most, triton.next_power_of_2(max(columns, 16)))
 
 
-def _map_constants(setting: Setting) -> dict[str, float]:
+def _map_constants(context: KernelContext) -> dict[str, float]:
     """Scale and cap as compile-time constants; no cap is 0."""
 
     def of(name: str, logit_map: LogitMap) -> dict[str, float]:
         return {f"{name}_SCALE": float(logit_map.scale), f"{name}_SOFTCAP": float(logit_map.softcap or 0.0)}
 
-    return of("STUDENT", setting.maps.student) | of("TEACHER", setting.maps.teacher)
+    return of("STUDENT", context.maps.student) | of("TEACHER", context.maps.teacher)

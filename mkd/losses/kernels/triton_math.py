@@ -1,4 +1,4 @@
-"""What the Triton kernels share: logits, densities and slopes of a block, and the merging of the shards' statistics."""
+"""Functions shared by the Triton kernels: logits, divergence terms and derivatives, and the merging of shards."""
 
 import os
 
@@ -58,44 +58,44 @@ def ratios_to_mixture(s, t, share_of_p):
 
 
 @triton.jit
-def density_of(DIVERGENCE: tl.constexpr, s, t, q, p, share):
+def pointwise_of(DIVERGENCE: tl.constexpr, s, t, q, p, share):
     """See divergences.py; s and t are log2 of q and p, `share` is beta or skew."""
     if DIVERGENCE == "jsd":
         p_to_m, q_to_m = ratios_to_mixture(s, t, share)
-        density = (share * weighted(p, p_to_m) + (1.0 - share) * weighted(q, q_to_m)) * LN_2
+        pointwise = (share * weighted(p, p_to_m) + (1.0 - share) * weighted(q, q_to_m)) * LN_2
     elif DIVERGENCE == "skew_forward_kl":
         p_to_m, _ = ratios_to_mixture(s, t, share)
-        density = weighted(p, p_to_m) * LN_2
+        pointwise = weighted(p, p_to_m) * LN_2
     elif DIVERGENCE == "skew_reverse_kl":
         _, q_to_m = ratios_to_mixture(s, t, 1.0 - share)
-        density = weighted(q, q_to_m) * LN_2
+        pointwise = weighted(q, q_to_m) * LN_2
     else:
-        tl.static_assert(DIVERGENCE == "tvd", "no density for this divergence")
-        density = 0.5 * tl.abs(p - q)
-    return density
+        tl.static_assert(DIVERGENCE == "tvd", "no pointwise for this divergence")
+        pointwise = 0.5 * tl.abs(p - q)
+    return pointwise
 
 
 @triton.jit
-def slope_of(DIVERGENCE: tl.constexpr, s, t, q, p, share):
+def dlogq_of(DIVERGENCE: tl.constexpr, s, t, q, p, share):
     """See divergences.py; s and t are log2 of q and p, which are rounded alike: where they agree, tvd's sign is 0."""
     if DIVERGENCE == "forward_kl":
-        slope = -p
+        dlogq = -p
     elif DIVERGENCE == "reverse_kl":
-        slope = weighted(q, (s - t) * LN_2)
+        dlogq = weighted(q, (s - t) * LN_2)
     elif DIVERGENCE == "jsd":
         _, q_to_m = ratios_to_mixture(s, t, share)
-        slope = (1.0 - share) * weighted(q, q_to_m * LN_2)
+        dlogq = (1.0 - share) * weighted(q, q_to_m * LN_2)
     elif DIVERGENCE == "skew_forward_kl":
         p_to_m, _ = ratios_to_mixture(s, t, share)
-        slope = (share - 1.0) * weighted(q, tl.exp2(p_to_m))
+        dlogq = (share - 1.0) * weighted(q, tl.exp2(p_to_m))
     elif DIVERGENCE == "skew_reverse_kl":
         _, q_to_m = ratios_to_mixture(s, t, 1.0 - share)
-        slope = weighted(q, q_to_m * LN_2 - share * tl.exp2(q_to_m))
+        dlogq = weighted(q, q_to_m * LN_2 - share * tl.exp2(q_to_m))
     else:
-        tl.static_assert(DIVERGENCE == "tvd", "no slope for this divergence")
+        tl.static_assert(DIVERGENCE == "tvd", "no dlogq for this divergence")
         sign = (q > p).to(tl.float32) - (q < p).to(tl.float32)
-        slope = 0.5 * q * sign
-    return slope
+        dlogq = 0.5 * q * sign
+    return dlogq
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from mkd.losses.kernels.triton_sweeps import first_of_row, gradient_of, second_o
 
 
 @triton.jit
-def first_round_kernel(
+def softmax_stats_kernel(
     student,
     teacher,
     labels,
@@ -26,7 +26,7 @@ def first_round_kernel(
     HAS_CE: tl.constexpr,
     HAS_KD: tl.constexpr,
     TEMPERED: tl.constexpr,
-    UNDER: tl.constexpr,
+    EXPECTATION_UNDER: tl.constexpr,
     STUDENT_SCALE: tl.constexpr,
     STUDENT_SOFTCAP: tl.constexpr,
     TEACHER_SCALE: tl.constexpr,
@@ -49,7 +49,7 @@ def first_round_kernel(
         HAS_CE,
         HAS_KD,
         TEMPERED,
-        UNDER,
+        EXPECTATION_UNDER,
         STUDENT_SCALE,
         STUDENT_SOFTCAP,
         TEACHER_SCALE,
@@ -60,15 +60,15 @@ def first_round_kernel(
 
 
 @triton.jit
-def second_round_kernel(
+def divergence_stats_kernel(
     student,
     teacher,
     kd_weight,
     student_max,  # this and the like: [shards, rows], rows of rank_stride numbers
-    student_mass,
+    student_sum_exp,
     teacher_max,
-    teacher_mass,
-    sums,  # [2, rows]: density, slope
+    teacher_sum_exp,
+    sums,  # [2, rows]: pointwise, dlogq
     student_stride,
     teacher_stride,
     rows,
@@ -87,8 +87,8 @@ def second_round_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     to_log2 = inverse_temperature * LOG2_E
-    m, log_mass_q, _ = merge_softmax(student_max + row, student_mass + row, rank, rank_stride, to_log2, SHARDS)
-    n, log_mass_p, _ = merge_softmax(teacher_max + row, teacher_mass + row, rank, rank_stride, to_log2, SHARDS)
+    m, log_mass_q, _ = merge_softmax(student_max + row, student_sum_exp + row, rank, rank_stride, to_log2, SHARDS)
+    n, log_mass_p, _ = merge_softmax(teacher_max + row, teacher_sum_exp + row, rank, rank_stride, to_log2, SHARDS)
     second_of_row(
         student + row * student_stride,
         teacher + row * teacher_stride,
@@ -120,12 +120,12 @@ def gradient_kernel(
     ce_weight,
     kd_weight,
     student_max,  # this and the like: [shards, rows], rows of rank_stride numbers
-    student_mass,
-    ce_mass,
+    student_sum_exp,
+    ce_sum_exp,
     teacher_max,
-    teacher_mass,
+    teacher_sum_exp,
     log_ratio,
-    slope_sum,
+    dlogq_sum,
     student_stride,
     teacher_stride,
     out_stride,
@@ -155,18 +155,18 @@ def gradient_kernel(
     # Unused rows are not read: 0 is finite, and its gradient is multiplied away.
     used_columns = 0
     at_label = offsets < 0
-    m, log_mass_q, _ = merge_softmax(student_max + row, student_mass + row, rank, rank_stride, to_log2, SHARDS)
+    m, log_mass_q, _ = merge_softmax(student_max + row, student_sum_exp + row, rank, rank_stride, to_log2, SHARDS)
     of_label = 0.0 * m
     of_kd = of_label
     of_q = of_label
     log_mass_1 = of_label
     n = of_label
     log_mass_p = of_label
-    sum_of_slopes = of_label
+    total_dlogq = of_label
     if HAS_CE:
         of_label = tl.load(ce_weight + row)
         used_columns = tl.where(of_label != 0, columns, 0)
-        _, log_mass_1, highest = merge_softmax(student_max + row, ce_mass + row, rank, rank_stride, LOG2_E, SHARDS)
+        _, log_mass_1, highest = merge_softmax(student_max + row, ce_sum_exp + row, rank, rank_stride, LOG2_E, SHARDS)
         log_sum = (log_mass_1 + (m - highest) * LOG2_E) * LN_2 + highest
         of_q = of_label * (1.0 + 2.0 * z_loss * log_sum)
         at_label = offsets == tl.load(labels + row) - first_column
@@ -177,23 +177,23 @@ def gradient_kernel(
         used_columns = tl.maximum(used_columns, teacher_columns)
         u = tl.load(teacher + row * teacher_stride + offsets, offsets < teacher_columns, other=0.0)
         u = logits_of(u, TEACHER_SCALE, TEACHER_SOFTCAP)
-        n, log_mass_p, _ = merge_softmax(teacher_max + row, teacher_mass + row, rank, rank_stride, to_log2, SHARDS)
-        sum_of_slopes = of_label - of_label - 1.0
+        n, log_mass_p, _ = merge_softmax(teacher_max + row, teacher_sum_exp + row, rank, rank_stride, to_log2, SHARDS)
+        total_dlogq = of_label - of_label - 1.0
         if DIVERGENCE == "reverse_kl":
-            sum_of_slopes = merge_kl(
+            total_dlogq = merge_kl(
                 student_max + row,
-                student_mass + row,
+                student_sum_exp + row,
                 teacher_max + row,
-                teacher_mass + row,
+                teacher_sum_exp + row,
                 log_ratio + row,
                 rank_stride,
                 to_log2,
                 SHARDS,
             )
         elif DIVERGENCE != "forward_kl":
-            sum_of_slopes = 0.0 * n
+            total_dlogq = 0.0 * n
             for shard in range(SHARDS):
-                sum_of_slopes += tl.load(slope_sum + shard * sums_stride + row)
+                total_dlogq += tl.load(dlogq_sum + shard * sums_stride + row)
     z = tl.load(student + row * student_stride + offsets, offsets < used_columns, other=0.0)
     gradient = gradient_of(
         logits_of(z, STUDENT_SCALE, STUDENT_SOFTCAP),
@@ -207,7 +207,7 @@ def gradient_kernel(
         of_label,
         of_q,
         of_kd,
-        sum_of_slopes,
+        total_dlogq,
         to_log2,
         share,
         HAS_CE,
@@ -221,7 +221,7 @@ def gradient_kernel(
 
 
 @triton.jit
-def all_rounds_kernel(
+def all_passes_kernel(
     student,
     teacher,
     labels,
@@ -230,7 +230,7 @@ def all_rounds_kernel(
     kd_weight,
     ce_gradient,  # the weights times what backward will pass
     kd_gradient,
-    stats,  # [9, rows]: the first round's 7, density, slope
+    stats,  # [9, rows]: the first round's 7, pointwise, dlogq
     student_stride,
     teacher_stride,
     out_stride,
@@ -242,7 +242,7 @@ def all_rounds_kernel(
     HAS_CE: tl.constexpr,
     HAS_KD: tl.constexpr,
     TEMPERED: tl.constexpr,
-    UNDER: tl.constexpr,
+    EXPECTATION_UNDER: tl.constexpr,
     DIVERGENCE: tl.constexpr,
     STUDENT_SCALE: tl.constexpr,
     STUDENT_SOFTCAP: tl.constexpr,
@@ -270,7 +270,7 @@ def all_rounds_kernel(
         HAS_CE,
         HAS_KD,
         TEMPERED,
-        UNDER,
+        EXPECTATION_UNDER,
         STUDENT_SCALE,
         STUDENT_SOFTCAP,
         TEACHER_SCALE,
@@ -278,12 +278,12 @@ def all_rounds_kernel(
         COLUMNS,
         BLOCK,
     )
-    sum_of_slopes = 0.0 * to_log2 - 1.0
+    total_dlogq = 0.0 * to_log2 - 1.0
     if HAS_KD:
         if DIVERGENCE == "reverse_kl":
-            sum_of_slopes = (softmax_p[1] - softmax_q[1]) * LN_2 + expected
-        if UNDER == "none":
-            sum_of_slopes = second_of_row(
+            total_dlogq = (softmax_p[1] - softmax_q[1]) * LN_2 + expected
+        if EXPECTATION_UNDER == "none":
+            total_dlogq = second_of_row(
                 student,
                 teacher,
                 kd_weight,
@@ -314,12 +314,12 @@ def all_rounds_kernel(
         softmax_q,
         softmax_p,
         log_mass_1,
-        sum_of_slopes,
+        total_dlogq,
         to_log2,
         kd_scale,
         z_loss,
         share,
-        UNDER != "none" or not HAS_KD,
+        EXPECTATION_UNDER != "none" or not HAS_KD,
         HAS_CE,
         HAS_KD,
         TEMPERED,

@@ -8,7 +8,7 @@ are what one thread loads at once, so that a sweep has no barrier and needs one 
 import triton
 import triton.language as tl
 
-from mkd.losses.kernels.triton_math import LEAST, LN_2, LOG2_E, density_of, logits_of, slope_of, weighted
+from mkd.losses.kernels.triton_math import LEAST, LN_2, LOG2_E, dlogq_of, logits_of, pointwise_of, weighted
 
 RUN = tl.constexpr(8)
 
@@ -22,7 +22,7 @@ def first_sums(
     HAS_CE: tl.constexpr,
     HAS_KD: tl.constexpr,
     TEMPERED: tl.constexpr,
-    UNDER: tl.constexpr,
+    EXPECTATION_UNDER: tl.constexpr,
     STUDENT_SCALE: tl.constexpr,
     STUDENT_SOFTCAP: tl.constexpr,
     TEACHER_SCALE: tl.constexpr,
@@ -35,8 +35,8 @@ def first_sums(
     m = lanes + LEAST
     n = m
     mass = lanes
-    ce_mass = lanes
-    teacher_mass = lanes
+    ce_sum_exp = lanes
+    teacher_sum_exp = lanes
     ratio = lanes
     for first in range(0, COLUMNS, BLOCK):
         offsets = columns_at(first, BLOCK)
@@ -51,7 +51,7 @@ def first_sums(
         old_mass = mass
         mass = mass * tl.exp2(m_shift) + tl.sum(q, 1)
         if HAS_CE and TEMPERED:
-            ce_mass = ce_mass * tl.exp2((m - new_m) * LOG2_E) + tl.sum(tl.exp2((z - new_m[:, None]) * LOG2_E), 1)
+            ce_sum_exp = ce_sum_exp * tl.exp2((m - new_m) * LOG2_E) + tl.sum(tl.exp2((z - new_m[:, None]) * LOG2_E), 1)
         m = new_m
         if HAS_KD:
             u = logits_of(u, TEACHER_SCALE, TEACHER_SOFTCAP)
@@ -59,25 +59,25 @@ def first_sums(
             t = (u - new_n[:, None]) * to_log2
             n_shift = (n - new_n) * to_log2
             p = tl.exp2(t)
-            if UNDER == "teacher":
-                old = weighted(tl.exp2(n_shift), ratio + teacher_mass * (n_shift - m_shift))
+            if EXPECTATION_UNDER == "teacher":
+                old = weighted(tl.exp2(n_shift), ratio + teacher_sum_exp * (n_shift - m_shift))
                 ratio = old + tl.sum(weighted(p, t - s), 1)
-            if UNDER == "student":
+            if EXPECTATION_UNDER == "student":
                 old = weighted(tl.exp2(m_shift), ratio + old_mass * (m_shift - n_shift))
                 ratio = old + tl.sum(weighted(q, s - t), 1)
-            teacher_mass = teacher_mass * tl.exp2(n_shift) + tl.sum(p, 1)
+            teacher_sum_exp = teacher_sum_exp * tl.exp2(n_shift) + tl.sum(p, 1)
             n = new_n
     highest, m_shift = merge_lanes(m, to_log2)
     teacher_highest, n_shift = merge_lanes(n, to_log2)
-    if UNDER == "teacher":
-        ratio = weighted(tl.exp2(n_shift), ratio + teacher_mass * (n_shift - m_shift))
-    if UNDER == "student":
+    if EXPECTATION_UNDER == "teacher":
+        ratio = weighted(tl.exp2(n_shift), ratio + teacher_sum_exp * (n_shift - m_shift))
+    if EXPECTATION_UNDER == "student":
         ratio = weighted(tl.exp2(m_shift), ratio + mass * (m_shift - n_shift))
     mass = tl.sum(mass * tl.exp2(m_shift), 0)
     if HAS_CE and TEMPERED:
-        ce_mass *= tl.exp2((m - highest) * LOG2_E)
-    teacher_mass = tl.sum(teacher_mass * tl.exp2(n_shift), 0)
-    return highest, mass, tl.sum(ce_mass, 0), teacher_highest, teacher_mass, tl.sum(ratio, 0)
+        ce_sum_exp *= tl.exp2((m - highest) * LOG2_E)
+    teacher_sum_exp = tl.sum(teacher_sum_exp * tl.exp2(n_shift), 0)
+    return highest, mass, tl.sum(ce_sum_exp, 0), teacher_highest, teacher_sum_exp, tl.sum(ratio, 0)
 
 
 @triton.jit
@@ -87,7 +87,7 @@ def first_of_row(
     labels,
     ce_weight,
     kd_weight,
-    stats,  # [7, rows]: student_max, student_mass, ce_mass, label_logit, teacher_max, teacher_mass, log_ratio
+    stats,  # [7, rows]: student_max, student_sum_exp, ce_sum_exp, label_logit, teacher_max, teacher_sum_exp, log_ratio
     row,
     rows,
     first_column,
@@ -95,7 +95,7 @@ def first_of_row(
     HAS_CE: tl.constexpr,
     HAS_KD: tl.constexpr,
     TEMPERED: tl.constexpr,
-    UNDER: tl.constexpr,
+    EXPECTATION_UNDER: tl.constexpr,
     STUDENT_SCALE: tl.constexpr,
     STUDENT_SOFTCAP: tl.constexpr,
     TEACHER_SCALE: tl.constexpr,
@@ -122,11 +122,11 @@ def first_of_row(
     m = LEAST + 0.0 * to_log2
     n = m
     mass = 0.0 * to_log2
-    ce_mass = mass
-    teacher_mass = mass
+    ce_sum_exp = mass
+    teacher_sum_exp = mass
     ratio = mass
     if ce_on | kd_on:
-        m, mass, ce_mass, n, teacher_mass, ratio = first_sums(
+        m, mass, ce_sum_exp, n, teacher_sum_exp, ratio = first_sums(
             student,
             teacher,
             tl.where(kd_on, COLUMNS, 0),
@@ -134,7 +134,7 @@ def first_of_row(
             HAS_CE,
             HAS_KD,
             TEMPERED,
-            UNDER,
+            EXPECTATION_UNDER,
             STUDENT_SCALE,
             STUDENT_SOFTCAP,
             TEACHER_SCALE,
@@ -147,14 +147,14 @@ def first_of_row(
     tl.store(stats, m)
     tl.store(stats + rows, mass)
     if HAS_CE and TEMPERED:
-        tl.store(stats + 2 * rows, ce_mass)
+        tl.store(stats + 2 * rows, ce_sum_exp)
     if HAS_KD:
         tl.store(stats + 4 * rows, n)
-        tl.store(stats + 5 * rows, teacher_mass)
+        tl.store(stats + 5 * rows, teacher_sum_exp)
         tl.store(stats + 6 * rows, ratio)
     log_mass_q = tl.log2(mass)
-    log_mass_1 = tl.log2(ce_mass) if TEMPERED else log_mass_q
-    return (m, log_mass_q), (n, tl.log2(teacher_mass)), log_mass_1, ratio / mass
+    log_mass_1 = tl.log2(ce_sum_exp) if TEMPERED else log_mass_q
+    return (m, log_mass_q), (n, tl.log2(teacher_sum_exp)), log_mass_1, ratio / mass
 
 
 @triton.jit
@@ -189,9 +189,9 @@ def second_sums(
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sums of density and slope, from each model's maximum and log2 of its mass."""
-    density = tl.zeros([BLOCK // RUN], dtype=tl.float32)
-    slope = density
+    """Sums of pointwise and dlogq, from each model's maximum and log2 of its mass."""
+    pointwise = tl.zeros([BLOCK // RUN], dtype=tl.float32)
+    dlogq = pointwise
     for step in range(0, COLUMNS, BLOCK):
         offsets = columns_at(block_of(step, REVERSED, COLUMNS, BLOCK), BLOCK)
         there = offsets < COLUMNS
@@ -200,9 +200,9 @@ def second_sums(
         s = (z - m) * to_log2 - log_mass_q
         t = (u - n) * to_log2 - log_mass_p
         q, p = tl.exp2(s), tl.exp2(t)
-        density += tl.sum(density_of(DIVERGENCE, s, t, q, p, share), 1)
-        slope += tl.sum(slope_of(DIVERGENCE, s, t, q, p, share), 1)
-    return tl.sum(density, 0), tl.sum(slope, 0)
+        pointwise += tl.sum(pointwise_of(DIVERGENCE, s, t, q, p, share), 1)
+        dlogq += tl.sum(dlogq_of(DIVERGENCE, s, t, q, p, share), 1)
+    return tl.sum(pointwise, 0), tl.sum(dlogq, 0)
 
 
 @triton.jit
@@ -210,7 +210,7 @@ def second_of_row(
     student,  # at the row's first column, as the teacher
     teacher,
     kd_weight,
-    sums,  # [2, rows]: density, slope
+    sums,  # [2, rows]: pointwise, dlogq
     row,
     rows,
     softmax_q,  # (maximum, log2 of the mass)
@@ -226,13 +226,13 @@ def second_of_row(
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Store the second round's sums of one row and return that of the slopes; a row without weight is not read."""
+    """Store the second round's sums of one row and return that of the dlogq terms; a row without weight is not read."""
     m, log_mass_q = softmax_q
     n, log_mass_p = softmax_p
-    density = 0.0 * m
-    slope = density
+    pointwise = 0.0 * m
+    dlogq = pointwise
     if tl.load(kd_weight + row) != 0:
-        density, slope = second_sums(
+        pointwise, dlogq = second_sums(
             student,
             teacher,
             m,
@@ -250,9 +250,9 @@ def second_of_row(
             COLUMNS,
             BLOCK,
         )
-    tl.store(sums + row, density)
-    tl.store(sums + rows + row, slope)
-    return slope
+    tl.store(sums + row, pointwise)
+    tl.store(sums + rows + row, dlogq)
+    return dlogq
 
 
 @triton.jit
@@ -277,7 +277,7 @@ def gradient_of(
     of_label,
     of_q,
     of_kd,
-    slope_sum,
+    dlogq_sum,
     to_log2,
     share,
     HAS_CE: tl.constexpr,
@@ -287,7 +287,7 @@ def gradient_of(
     STUDENT_SCALE: tl.constexpr,
     STUDENT_SOFTCAP: tl.constexpr,
 ):
-    """d loss / d products of a block, from its logits and the row's scalars; see rows.Factors. Masses are log2."""
+    """d loss / d products of a block, from its logits and the row's scalars; see rows.GradCoeffs. Masses are log2."""
     gradient = tl.zeros_like(z)
     s = (z - m) * to_log2 - log_mass_q
     q = tl.exp2(s)
@@ -297,7 +297,7 @@ def gradient_of(
     if HAS_KD:
         t = (u - n) * to_log2 - log_mass_p
         p = tl.exp2(t)
-        of_row = slope_of(DIVERGENCE, s, t, q, p, share) - q * slope_sum
+        of_row = dlogq_of(DIVERGENCE, s, t, q, p, share) - q * dlogq_sum
         gradient += tl.where(of_kd != 0, of_kd * of_row, 0.0)
     if STUDENT_SOFTCAP > 0:
         gradient *= 1.0 - (z / STUDENT_SOFTCAP) * (z / STUDENT_SOFTCAP)
@@ -318,7 +318,7 @@ def write_gradient_of_row(
     softmax_q,  # (maximum, log2 of the mass)
     softmax_p,
     log_mass_1,
-    sum_of_slopes,
+    total_dlogq,
     to_log2,
     kd_scale,
     z_loss,
@@ -374,7 +374,7 @@ def write_gradient_of_row(
             of_label,
             of_q,
             of_kd,
-            sum_of_slopes,
+            total_dlogq,
             to_log2,
             share,
             HAS_CE,

@@ -10,7 +10,7 @@ from mkd.losses.kernels.triton_math import LOG2_E, logits_of
 def tail_gradient_kernel(
     products,
     out,
-    used,  # this and the following: [rows], see TailFactors
+    used,  # this and the following: [rows], see TailCoeffs
     top,
     ce,
     ce_log_norm,

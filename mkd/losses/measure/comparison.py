@@ -8,7 +8,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mkd.losses.chunking import row_chunks
+from mkd.losses.chunking import loss_chunks
 from mkd.losses.lm_head import LMHead
 from mkd.losses.logits import LogitMap, statistics_dtype
 from mkd.losses.sparse.teacher import SparseTeacher
@@ -87,11 +87,11 @@ def compare_models(
     ours = _Merged.of(everywhere, "student")
     winner = everywhere["teacher_max"].argmax(dim=0, keepdim=True)
     at_top = everywhere["student_at"].gather(0, winner).squeeze(0)
-    on_top = (at_top - ours.top - ours.log_mass).exp()
+    on_top = (at_top - ours.top - ours.log_sum_exp).exp()
     if sparse is None:
         theirs = _Merged.of(everywhere, "teacher")
         agreement = (ours.id == theirs.id).to(on_top.dtype)
-        return Comparison(ours.entropy, theirs.entropy, agreement, (-theirs.log_mass).exp(), on_top)
+        return Comparison(ours.entropy, theirs.entropy, agreement, (-theirs.log_sum_exp).exp(), on_top)
     if sparse.counts is not None:
         return Comparison(ours.entropy, None, None, None, None)
     agreement = (ours.id == _top_ids(sparse)).to(on_top.dtype)
@@ -121,7 +121,7 @@ def _of_shard(
     if shard.columns == 0:
         return stats  # padding only
     heads = [None if m is None else LMHead.of(m.weight[: shard.columns], None) for m in (student, teacher)]
-    chunks = row_chunks(rows, 2 * shard.columns, dtype, chunk_rows)
+    chunks = loss_chunks(rows, 2 * shard.columns, dtype, chunk_rows)
     buffer = student.hidden.new_empty((chunks[0].stop, shard.columns), dtype=dtype)
     for span in chunks:
         place = None if columns is None else columns[span].clamp_min(0)
@@ -153,7 +153,7 @@ class _Merged(NamedTuple):
 
     top: Tensor
     id: Tensor
-    log_mass: Tensor
+    log_sum_exp: Tensor
     """ln sum e^(z - top)"""
     entropy: Tensor
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mkd.losses.chunking import row_chunks
+from mkd.losses.chunking import loss_chunks
 from mkd.losses.lm_head import LMHead
 from mkd.losses.logits import LogitMap, statistics_dtype
 from mkd.losses.vocab_shard import VocabShard
@@ -54,7 +54,7 @@ def teacher_draws(
     head, dtype = LMHead.of(weight[: shard.columns], None), statistics_dtype(hidden)
     # The distribution function is float64 and stands beside the logits.
     parts = []
-    for span in row_chunks(hidden.shape[0], 4 * shard.columns, dtype, chunk_rows):
+    for span in loss_chunks(hidden.shape[0], 4 * shard.columns, dtype, chunk_rows):
         buffer = hidden.new_empty((span.stop - span.start, shard.columns), dtype=dtype)
         logits = logit_map.apply_(head.logits(hidden[span], buffer))
         everywhere = _sums(logits, (temperature, *temperatures), shard)
@@ -114,7 +114,7 @@ def label_logits(
     own = (labels >= shard.start) & (labels < shard.start + shard.columns)
     columns = torch.where(own, labels - shard.start, 0)
     found = hidden.new_zeros(hidden.shape[0], dtype=torch.float32)
-    for span in row_chunks(hidden.shape[0], 3 * hidden.shape[1], torch.float32, None):
+    for span in loss_chunks(hidden.shape[0], 3 * hidden.shape[1], torch.float32, None):
         rows = weight[columns[span]].float()
         found[span] = torch.linalg.vecdot(hidden[span].float(), rows)
     found = torch.where(own, logit_map.apply_(found), 0.0)

@@ -8,7 +8,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mkd.losses.chunking import row_chunks
+from mkd.losses.chunking import loss_chunks
 from mkd.losses.lm_head import LMHead
 from mkd.losses.logits import LogitMap, statistics_dtype
 from mkd.losses.vocab_shard import VocabShard
@@ -63,7 +63,7 @@ def teacher_top_k(
         hidden = gather_from_sequence_parallel_region(hidden, group=shard.group)
     head, dtype = LMHead.of(weight[: shard.columns], None), statistics_dtype(hidden)
     # Keys of 64 bits stand beside the logits.
-    chunks = row_chunks(hidden.shape[0], 3 * shard.columns, dtype, chunk_rows)
+    chunks = loss_chunks(hidden.shape[0], 3 * shard.columns, dtype, chunk_rows)
     parts = []
     for span in chunks:
         buffer = hidden.new_empty((span.stop - span.start, shard.columns), dtype=dtype)

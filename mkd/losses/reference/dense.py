@@ -1,6 +1,6 @@
 """Each loss as its definition, on one rank, in whatever float dtype comes in: the truth in all tests.
 
-Rows are tokens. Logits hold the real vocabulary only (no padding columns). Gradients come from autograd.
+TokenWeights are tokens. Logits hold the real vocabulary only (no padding columns). Gradients come from autograd.
 p is the teacher and q the student, both softmax(logits / T); divergences are in nats.
 
 A logit may be -inf, on either side: that column has probability 0 and 0 ln 0 is 0, in value and gradient. A KL whose

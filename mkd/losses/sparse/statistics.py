@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from mkd.losses.divergences import DIVERGENCES
-from mkd.losses.logits import Setting
-from mkd.losses.rows import Factors, Normalizers, Rows, Softmax, Statistics, Terms
+from mkd.losses.logits import KernelContext
+from mkd.losses.rows import GradCoeffs, Softmax, Softmaxes, Statistics, TokenTerms, TokenWeights
 from mkd.losses.sparse.teacher import SparseTarget
 
 
-class SparseNormalizers(NamedTuple):
+class SparseSoftmaxes(NamedTuple):
     """The student's softmaxes after the first round."""
 
     ce: Softmax
@@ -30,66 +30,66 @@ class SparseNormalizers(NamedTuple):
     """[rows] ln of the tail's probability; -inf without a tail."""
 
     @classmethod
-    def merge(cls, stats: Statistics, target: SparseTarget, setting: Setting) -> "SparseNormalizers":
+    def merge(cls, stats: Statistics, target: SparseTarget, context: KernelContext) -> "SparseSoftmaxes":
         """From first-round statistics, name -> [tp, rows]."""
-        temperature, tops = setting.temperature, (stats["head_max"], stats["student_max"])
-        masses = stats["head_mass"], stats["student_mass"]
+        temperature, tops = context.temperature, (stats["topk_max"], stats["student_max"])
+        masses = stats["topk_sum_exp"], stats["student_sum_exp"]
         top = torch.maximum(*tops)
         everything = Softmax.merge(torch.cat(tops), torch.cat(masses), temperature)
-        ce = Softmax.merge(top, stats["ce_mass"], 1.0) if "ce_mass" in stats else everything
+        ce = Softmax.merge(top, stats["ce_sum_exp"], 1.0) if "ce_sum_exp" in stats else everything
         tail = Softmax.merge(tops[1], masses[1], temperature)
         if target.log_tail is None:
             head = Softmax.merge(tops[0], masses[0], temperature)
-            return cls(ce, top, head, tail, torch.full_like(tail.log_mass, -torch.inf))
+            return cls(ce, top, head, tail, torch.full_like(tail.log_sum_exp, -torch.inf))
         distance = (tops[1].amax(dim=0) - top.amax(dim=0)) / temperature
-        return cls(ce, top, everything, tail, tail.log_mass + distance - everything.log_mass)
+        return cls(ce, top, everything, tail, tail.log_sum_exp + distance - everything.log_sum_exp)
 
-    def of_cross_entropy(self, stats: Statistics) -> tuple[Statistics, Normalizers]:
-        """What `Terms` and `Factors` need for CE."""
-        return {"student_max": self.top, "label_logit": stats.get("label_logit")}, Normalizers(self.ce, self.ce, None)
+    def of_cross_entropy(self, stats: Statistics) -> tuple[Statistics, Softmaxes]:
+        """What `TokenTerms` and `GradCoeffs` need for CE."""
+        return {"student_max": self.top, "label_logit": stats.get("label_logit")}, Softmaxes(self.ce, self.ce, None)
 
 
 def sparse_terms(
-    stats: Statistics, sums: Statistics | None, rows: Rows, setting: Setting, target: SparseTarget
-) -> Terms:
+    stats: Statistics, sums: Statistics | None, rows: TokenWeights, context: KernelContext, target: SparseTarget
+) -> TokenTerms:
     """Values of each row from the statistics of the first round and the sums of the second, name -> [tp, rows]."""
-    normalizers = SparseNormalizers.merge(stats, target, setting)
-    without_kd = Rows(rows.labels, rows.ce_weight, None)
-    ce_stats, ce_normalizers = normalizers.of_cross_entropy(stats)
-    terms = Terms.of(ce_stats, None, ce_normalizers, without_kd, setting.shard.true_vocab, setting.spec)
-    value, _ = _divergence_and_slope_sum(stats, sums, normalizers, setting, target)
+    softmaxes = SparseSoftmaxes.merge(stats, target, context)
+    without_kd = TokenWeights(rows.labels, rows.ce_weight, None)
+    ce_stats, ce_normalizers = softmaxes.of_cross_entropy(stats)
+    terms = TokenTerms.of(ce_stats, None, ce_normalizers, without_kd, context.shard.true_vocab, context.spec)
+    value, _ = _divergence_and_dlogq_sum(stats, sums, softmaxes, context, target)
     used = rows.kd_weight != 0
-    kd = torch.where(used, value * setting.spec.scale, 0).masked_fill(used & target.illegal, torch.nan)
+    kd = torch.where(used, value * context.spec.scale, 0).masked_fill(used & target.out_of_vocab, torch.nan)
     return terms._replace(kd=kd)
 
 
-def _divergence_and_slope_sum(
+def _divergence_and_dlogq_sum(
     stats: Statistics,
     sums: Statistics | None,
-    normalizers: SparseNormalizers,
-    setting: Setting,
+    softmaxes: SparseSoftmaxes,
+    context: KernelContext,
     target: SparseTarget,
 ) -> tuple[Tensor, Tensor]:
-    """([rows] divergence in nats without T^2, [rows] sum of its slopes over the categories)."""
-    entry, spec = DIVERGENCES[setting.spec.divergence], setting.spec
-    categories, shards = normalizers.categories, setting.shard.size
-    of_tail = slope_of_tail = torch.zeros_like(categories.log_mass)
+    """([rows] divergence in nats without T^2, [rows] sum of its dlogq terms over the categories)."""
+    entry, spec = DIVERGENCES[context.spec.divergence], context.spec
+    categories, shards = softmaxes.categories, context.shard.size
+    of_tail = dlogq_of_tail = torch.zeros_like(categories.log_sum_exp)
     if target.log_tail is not None:
-        pair = normalizers.log_q_tail, target.log_tail
-        of_tail, slope_of_tail = entry.density(*pair, spec), entry.slope(*pair, spec)
-    if entry.one_round is None:
-        return sums["density"].sum(dim=0) + of_tail, sums["slope"].sum(dim=0) + slope_of_tail
+        pair = softmaxes.log_q_tail, target.log_tail
+        of_tail, dlogq_of_tail = entry.pointwise(*pair, spec), entry.dlogq(*pair, spec)
+    if entry.single_pass is None:
+        return sums["pointwise"].sum(dim=0) + of_tail, sums["dlogq"].sum(dim=0) + dlogq_of_tail
     shift = categories.shift[:shards]
-    if entry.one_round.under == "teacher":
-        # sum of p (ln p - ln q), where ln q is shift - log_mass more than the shard took it for
-        parts = stats["log_ratio"] + _times(stats["head_share"], categories.log_mass - shift)
+    if entry.single_pass.under == "teacher":
+        # sum of p (ln p - ln q), where ln q is shift - log_sum_exp more than the shard took it for
+        parts = stats["log_ratio"] + _times(stats["topk_prob"], categories.log_sum_exp - shift)
         value = parts.sum(dim=0) + of_tail
     else:
-        relative = stats["log_ratio"] + _times(stats["head_mass"], shift - categories.log_mass)
+        relative = stats["log_ratio"] + _times(stats["topk_sum_exp"], shift - categories.log_sum_exp)
         # A shard of weight 0 may hold an infinite ratio.
-        weight = (shift - categories.log_mass).exp()
+        weight = (shift - categories.log_sum_exp).exp()
         value = torch.where(weight > 0, weight * relative, 0).sum(dim=0) + of_tail
-    return value, entry.one_round.slope_sum(value)
+    return value, entry.single_pass.dlogq_sum(value)
 
 
 def _times(weight: Tensor, number: Tensor) -> Tensor:
@@ -97,22 +97,22 @@ def _times(weight: Tensor, number: Tensor) -> Tensor:
     return torch.where(weight == 0, 0, weight * number)
 
 
-class SparseFactors(NamedTuple):
+class SparseGradCoeffs(NamedTuple):
     """What one shard needs for the gradient of its columns; each [rows]."""
 
     top: Tensor
     """The largest logit of the row."""
-    ce_log_mass: Tensor
-    """ln q at T = 1 is z - top - ce_log_mass."""
+    ce_log_sum_exp: Tensor
+    """ln q at T = 1 is z - top - ce_log_sum_exp."""
     ce: Tensor | None
-    """See `Factors`; as `label`."""
+    """See `GradCoeffs`; as `label`."""
     label: Tensor | None
-    head_max: Tensor
+    topk_max: Tensor
     head_log_norm: Tensor
-    """ln q of a category of the head = (z - head_max) / T - head_log_norm."""
+    """ln q of a category of the head = (z - topk_max) / T - head_log_norm."""
     kd: Tensor
-    """Of slope - q * slope_sum in the head; 0 where the KD weight is."""
-    slope_sum: Tensor
+    """Of dlogq - q * dlogq_sum in the head; 0 where the KD weight is."""
+    dlogq_sum: Tensor
     tail_max: Tensor
     tail_log_norm: Tensor
     """ln of a column's share of the tail = (z - tail_max) / T - tail_log_norm."""
@@ -121,31 +121,38 @@ class SparseFactors(NamedTuple):
 
     @classmethod
     def of(
-        cls, stats: Statistics, sums: Statistics | None, rows: Rows, setting: Setting, target: SparseTarget
-    ) -> "SparseFactors":
+        cls,
+        stats: Statistics,
+        sums: Statistics | None,
+        rows: TokenWeights,
+        context: KernelContext,
+        target: SparseTarget,
+    ) -> "SparseGradCoeffs":
         """From merged statistics; the weights of `rows` may carry the upstream gradient."""
-        normalizers = SparseNormalizers.merge(stats, target, setting)
-        ce_stats, ce_normalizers = normalizers.of_cross_entropy(stats)
-        ce = Factors.of(ce_stats, None, ce_normalizers, Rows(rows.labels, rows.ce_weight, None), setting.spec)
-        rank, spec = setting.shard.rank, setting.spec
+        softmaxes = SparseSoftmaxes.merge(stats, target, context)
+        ce_stats, ce_normalizers = softmaxes.of_cross_entropy(stats)
+        ce = GradCoeffs.of(
+            ce_stats, None, ce_normalizers, TokenWeights(rows.labels, rows.ce_weight, None), context.spec
+        )
+        rank, spec = context.shard.rank, context.spec
         used = rows.kd_weight != 0
         kd = rows.kd_weight * (spec.scale / spec.temperature)
-        slope_sum = _divergence_and_slope_sum(stats, sums, normalizers, setting, target)[1]
+        dlogq_sum = _divergence_and_dlogq_sum(stats, sums, softmaxes, context, target)[1]
         tail = torch.zeros_like(kd)
         if target.log_tail is not None:
-            slope = DIVERGENCES[spec.divergence].slope(normalizers.log_q_tail, target.log_tail, spec)
+            dlogq = DIVERGENCES[spec.divergence].dlogq(softmaxes.log_q_tail, target.log_tail, spec)
             # ln q of every column of the tail rises by its share as the tail does.
-            tail = torch.where(used, kd * (slope - normalizers.log_q_tail.exp() * slope_sum), 0)
+            tail = torch.where(used, kd * (dlogq - softmaxes.log_q_tail.exp() * dlogq_sum), 0)
         return cls(
-            normalizers.top.amax(dim=0),
-            normalizers.ce.log_mass,
+            softmaxes.top.amax(dim=0),
+            softmaxes.ce.log_sum_exp,
             ce.ce,
             ce.label,
-            stats["head_max"][rank],
-            normalizers.categories.log_norm(rank),
+            stats["topk_max"][rank],
+            softmaxes.categories.log_norm(rank),
             kd,
-            torch.where(used, slope_sum, 0),
+            torch.where(used, dlogq_sum, 0),
             stats["student_max"][rank],
-            normalizers.tail.log_norm(rank),
+            softmaxes.tail.log_norm(rank),
             tail,
         )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mkd.config.kd_config import LossSpec
 from mkd.losses.reference.topk import check_temperature
-from mkd.losses.rows import Rows
+from mkd.losses.rows import TokenWeights
 
 Tail = Literal["bucket", "renormalize"]
 """What becomes of the columns that the teacher's row does not name."""
@@ -59,17 +59,17 @@ class SparseTarget:
     """[rows, K] what stands for ln p_k in the value: the same, but for draws the teacher's own probability."""
     log_tail: Tensor | None
     """[rows] ln of the tail's probability; None: the tail is no category, the head alone is."""
-    illegal: Tensor
+    out_of_vocab: Tensor
     """[rows] whether an id is beyond the vocabulary."""
 
     def __getitem__(self, rows: slice) -> "SparseTarget":
         tail = None if self.log_tail is None else self.log_tail[rows]
-        return SparseTarget(self.ids[rows], self.log_p[rows], self.log_value[rows], tail, self.illegal[rows])
+        return SparseTarget(self.ids[rows], self.log_p[rows], self.log_value[rows], tail, self.out_of_vocab[rows])
 
     @classmethod
     def of(
-        cls, teacher: SparseTeacher, rows: Rows, tail: Tail, spec: LossSpec, true_vocab: int
-    ) -> tuple["SparseTarget", Rows]:
+        cls, teacher: SparseTeacher, rows: TokenWeights, tail: Tail, spec: LossSpec, true_vocab: int
+    ) -> tuple["SparseTarget", TokenWeights]:
         """The target in the dtype of the weights, and the rows with a KD weight of 0 where the teacher says nothing.
 
         Raises:
@@ -82,7 +82,7 @@ class SparseTarget:
         ids = torch.where(used & (teacher.ids >= 0), teacher.ids.long(), -1)
         if teacher.counts is not None:
             ids = torch.where(teacher.counts > 0, ids, -1)
-        illegal = (ids >= true_vocab).any(dim=1)
+        out_of_vocab = (ids >= true_vocab).any(dim=1)
         ids = torch.where(ids < true_vocab, ids, -1)
         first = _first_of_equal(ids)
         present = (ids >= 0) & (first == torch.arange(ids.shape[1], device=ids.device))
@@ -103,9 +103,9 @@ class SparseTarget:
         # log_softmax of nothing is NaN
         log_p, log_value = (x.masked_fill(~present, -torch.inf) for x in (log_p, log_value))
         if teacher.counts is not None or tail == "renormalize":
-            says_something = present.any(dim=1) | illegal
+            says_something = present.any(dim=1) | out_of_vocab
             rows = replace(rows, kd_weight=torch.where(says_something, rows.kd_weight, 0))
-        return cls(torch.where(present, ids, -1), log_p, log_value, log_tail, illegal), rows
+        return cls(torch.where(present, ids, -1), log_p, log_value, log_tail, out_of_vocab), rows
 
 
 def _check(teacher: SparseTeacher, tail: Tail, spec: LossSpec) -> None:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from mkd.losses.kernels.interface import Kernels
-from mkd.losses.logits import PLAIN_LOGITS, Chunk, Setting, statistics_dtype
-from mkd.losses.rows import Normalizers, Rows, Terms
+from mkd.losses.logits import PLAIN_LOGITS, Chunk, KernelContext, statistics_dtype
+from mkd.losses.rows import Softmaxes, TokenTerms, TokenWeights
 from mkd.xtoken.loss.chunks import Group
 
 
@@ -50,7 +50,7 @@ class Apart:
     """A divergence of logits in the precision of the statistics, and cross-entropy."""
 
     divergence: Divergence
-    setting: Setting
+    setting: KernelContext
     kernels: Kernels
 
     def __call__(
@@ -75,11 +75,11 @@ class Apart:
             return GroupTerms(none, None, None)
         # At T = 1, of logits that are mapped already.
         setting = replace(self.setting, maps=PLAIN_LOGITS, with_kd=False)
-        rows = Rows(group.student.labels, weights.ce, None)
+        rows = TokenWeights(group.student.labels, weights.ce, None)
         chunk = Chunk(z, None, rows)
-        stats = setting.shard.exchange(self.kernels.first_round(chunk, setting)).wait()
-        normalizers = Normalizers.merge(stats, 1.0)
-        terms = Terms.of(stats, None, normalizers, rows, setting.shard.true_vocab, setting.spec)
+        stats = setting.shard.exchange(self.kernels.softmax_stats(chunk, setting)).wait()
+        normalizers = Softmaxes.merge(stats, 1.0)
+        terms = TokenTerms.of(stats, None, normalizers, rows, setting.shard.true_vocab, setting.spec)
         if gradient is not None:
             weighted = chunk._replace(rows=rows.times(weights.factor))
             self.kernels.write_gradient(weighted, stats, None, setting, gradient)

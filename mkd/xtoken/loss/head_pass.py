@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mkd.losses.lm_head import LMHead, add_product, factor, product
+from mkd.losses.lm_head import LMHead, add_gemm, gemm, gemm_operand
 from mkd.losses.logits import statistics_dtype
 from mkd.xtoken.loss.chunk_groups import GroupWeights, TermsOfGroup
 from mkd.xtoken.loss.chunks import Group
@@ -69,9 +69,9 @@ class HeadPass:
             values.ce[rows], values.log_sum[rows] = terms.ce, terms.log_sum
         if self.d_hidden is not None:
             out = hidden.new_empty(hidden.shape, dtype=self.d_hidden.dtype)
-            self.d_hidden[rows] = product(gradient, self.head.weight, out)
+            self.d_hidden[rows] = gemm(gradient, self.head.weight, out)
         if self.d_weight is not None:
-            add_product(self.d_weight, gradient.t(), factor(hidden, self.d_weight.dtype), fresh=False)
+            add_gemm(self.d_weight, gradient.t(), gemm_operand(hidden, self.d_weight.dtype), fresh=False)
 
     def _products(self, head: LMHead, hidden: Tensor) -> Tensor:
         # A GEMM rounds its result to the dtype of its factors or not at all.

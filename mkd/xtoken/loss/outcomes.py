@@ -49,14 +49,14 @@ def compare(student: Outcomes, teacher: Outcomes, shard: VocabShard, spec: LossS
     Communication: one all-gather of 8 bytes a row.
     """
     entry = DIVERGENCES[spec.divergence]
-    slope = entry.slope(student.slots, teacher.slots, spec)
-    sums = gather_all(shard, entry.density(student.slots, teacher.slots, spec).sum(dim=1), slope.sum(dim=1))
+    slope = entry.dlogq(student.slots, teacher.slots, spec)
+    sums = gather_all(shard, entry.pointwise(student.slots, teacher.slots, spec).sum(dim=1), slope.sum(dim=1))
     value, slope_sum = (x.sum(dim=0) for x in sums)
-    value = value + entry.density(student.others, teacher.others, spec).sum(dim=1)
-    slope_of_others = entry.slope(student.others, teacher.others, spec)
+    value = value + entry.pointwise(student.others, teacher.others, spec).sum(dim=1)
+    slope_of_others = entry.dlogq(student.others, teacher.others, spec)
     slope_sum = slope_sum + slope_of_others.sum(dim=1)
-    if entry.one_round is not None:  # exact, so that the gradient of equal distributions is 0
-        slope_sum = entry.one_round.slope_sum(value)
+    if entry.single_pass is not None:  # exact, so that the gradient of equal distributions is 0
+        slope_sum = entry.single_pass.dlogq_sum(value)
     slope_sum = slope_sum[:, None]
     return Compared(
         value,

@@ -52,11 +52,11 @@ def p_kl(
     log_q, log_p = log_q - mass.log()[:, None], log_p - teacher_mass.log()[:, None]
 
     entry = DIVERGENCES[spec.divergence]
-    slope = entry.slope(log_q, log_p, spec)
-    sums = gather_all(shard, entry.density(log_q, log_p, spec).sum(dim=1), slope.sum(dim=1))
+    slope = entry.dlogq(log_q, log_p, spec)
+    sums = gather_all(shard, entry.pointwise(log_q, log_p, spec).sum(dim=1), slope.sum(dim=1))
     value, slope_sum = (x.sum(dim=0) for x in sums)
-    if entry.one_round is not None:
-        slope_sum = entry.one_round.slope_sum(value)
+    if entry.single_pass is not None:
+        slope_sum = entry.single_pass.dlogq_sum(value)
     if gradient is not None:
         by_projected = torch.where(possible, slope / projected - (slope_sum / mass)[:, None], 0)
         by_projected *= (weight * (spec.scale / spec.temperature))[:, None]

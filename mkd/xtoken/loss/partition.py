@@ -20,8 +20,8 @@ from torch import Tensor
 
 from mkd.losses.divergences import DIVERGENCES
 from mkd.losses.kernels.interface import Kernels
-from mkd.losses.logits import Chunk, LogitMap, LogitMaps, Setting, TailFactors, statistics_dtype
-from mkd.losses.rows import Normalizers, Rows, Statistics, divergence_and_slope_sum
+from mkd.losses.logits import Chunk, KernelContext, LogitMap, LogitMaps, TailCoeffs, statistics_dtype
+from mkd.losses.rows import Softmaxes, Statistics, TokenWeights, divergence_and_dlogq_sum
 from mkd.xtoken.loss.chunk_groups import GroupTerms, GroupWeights
 from mkd.xtoken.loss.chunks import Group
 from mkd.xtoken.loss.partition_stats import CrossEntropies, Masses
@@ -55,8 +55,8 @@ class _Seen(NamedTuple):
     """[2, chunks] log-masses of E and REST; REST is -inf where one of the models has nothing in it."""
     of_p: Tensor
     slots: Statistics
-    """name -> [tp + 1, chunks] of `first_round` over the slots; the last shard is E and REST."""
-    normalizers: Normalizers
+    """name -> [tp + 1, chunks] of `softmax_stats` over the slots; the last shard is E and REST."""
+    normalizers: Softmaxes
     """Of slots, E and REST."""
     label: Tensor
     """[n] the student's logits; other: [chunks]."""
@@ -83,7 +83,7 @@ class Partition:
     """
 
     vocabulary: CrossVocabulary
-    setting: Setting
+    setting: KernelContext
     kernels: Kernels
 
     def __call__(
@@ -120,13 +120,13 @@ class Partition:
         parts = {
             "student": student.tokens,
             "teacher": teacher.tokens,
-            "slots": self.kernels.first_round(chunk, setting),
-            "columns": self.kernels.first_round(_chunk(student.columns), setting),
-            "then": self.kernels.first_round(_chunk(student.then), setting),
-            "teacher_columns": self.kernels.first_round(_chunk(teacher.columns), of_teacher),
-            "teacher_then": self.kernels.first_round(_chunk(teacher.then), of_teacher),
+            "slots": self.kernels.softmax_stats(chunk, setting),
+            "columns": self.kernels.softmax_stats(_chunk(student.columns), setting),
+            "then": self.kernels.softmax_stats(_chunk(student.then), setting),
+            "teacher_columns": self.kernels.softmax_stats(_chunk(teacher.columns), of_teacher),
+            "teacher_then": self.kernels.softmax_stats(_chunk(teacher.then), of_teacher),
         }
-        unread = {"label_logit"} if with_ce else {"label_logit", "ce_mass"}
+        unread = {"label_logit"} if with_ce else {"label_logit", "ce_sum_exp"}
         read = {part: {name: x for name, x in stats.items() if name not in unread} for part, stats in parts.items()}
         merged = gather_parts(setting.shard, read)
         slots, columns, then = (merged[part] for part in ("slots", "columns", "then"))
@@ -139,24 +139,24 @@ class Partition:
         slots = self._with_others(slots, (q.zero, of_q), (p.zero, of_p), ce)
         label, other = (merged["student"][name].amax(dim=0) for name in ("label", "other"))
         top = torch.maximum(then["student_max"].amax(dim=0), q.then_label)
-        return _Seen(q, p, of_q, of_p, slots, Normalizers.merge(slots, temperature), label, other, top, ce)
+        return _Seen(q, p, of_q, of_p, slots, Softmaxes.merge(slots, temperature), label, other, top, ce)
 
     def _with_others(
         self, slots: Statistics, q: tuple[Tensor, Tensor], p: tuple[Tensor, Tensor], ce: CrossEntropies | None
     ) -> Statistics:
         """`_Seen.slots`; q, p: the row's largest logit [chunks], log-masses of E and REST [2, chunks] above it."""
-        shard = {"student_max": q[0], "student_mass": q[1].exp().sum(dim=0)}
-        shard |= {"teacher_max": p[0], "teacher_mass": p[1].exp().sum(dim=0)}
-        if "ce_mass" in slots:
-            shard["ce_mass"] = ce.first_others.exp()
-        shortcut = DIVERGENCES[self.setting.spec.divergence].one_round
+        shard = {"student_max": q[0], "student_sum_exp": q[1].exp().sum(dim=0)}
+        shard |= {"teacher_max": p[0], "teacher_sum_exp": p[1].exp().sum(dim=0)}
+        if "ce_sum_exp" in slots:
+            shard["ce_sum_exp"] = ce.first_others.exp()
+        shortcut = DIVERGENCES[self.setting.spec.divergence].single_pass
         if shortcut is not None:
             a, b = (q[1], p[1]) if shortcut.under == "student" else (p[1], q[1])
             shard["log_ratio"] = torch.where(a > -torch.inf, a.exp() * (a - b), 0).sum(dim=0)
         return {name: torch.cat([slots[name], values[None]]) for name, values in shard.items()}
 
     @property
-    def _setting_of_slots(self) -> Setting:
+    def _setting_of_slots(self) -> KernelContext:
         """With the shard of E and REST, and without z-loss: it is in the weights."""
         shard = replace(self.setting.shard, size=self.setting.shard.size + 1)
         return replace(self.setting, spec=replace(self.setting.spec, z_loss=0.0), shard=shard)
@@ -165,17 +165,17 @@ class Partition:
         spec = self.setting.spec
         entry, sums = DIVERGENCES[spec.divergence], None
         log_q, log_p = (
-            of - softmax.log_mass
+            of - softmax.log_sum_exp
             for of, softmax in ((seen.of_q, seen.normalizers.student), (seen.of_p, seen.normalizers.teacher))
         )
-        if entry.one_round is None:
+        if entry.single_pass is None:
             chunk = _chunk(student.slots, teacher.slots)
-            local = self.kernels.second_round(chunk, seen.slots, self._setting_of_slots)
-            others = {"density": entry.density(log_q, log_p, spec), "slope": entry.slope(log_q, log_p, spec)}
+            local = self.kernels.divergence_stats(chunk, seen.slots, self._setting_of_slots)
+            others = {"pointwise": entry.pointwise(log_q, log_p, spec), "dlogq": entry.dlogq(log_q, log_p, spec)}
             merged = self.setting.shard.exchange(local).wait()
             sums = {name: torch.cat([merged[name], others[name].sum(dim=0)[None]]) for name in others}
-        value, slope_sum = divergence_and_slope_sum(seen.slots, sums, seen.normalizers, spec)
-        return _Compared(value, sums, entry.slope(log_q, log_p, spec) - log_q.exp() * slope_sum)
+        value, slope_sum = divergence_and_dlogq_sum(seen.slots, sums, seen.normalizers, spec)
+        return _Compared(value, sums, entry.dlogq(log_q, log_p, spec) - log_q.exp() * slope_sum)
 
     def _write_gradient(
         self,
@@ -202,8 +202,8 @@ class Partition:
 
         of_slots = ce[:chunks]
         if spec.temperature == 1.0:  # the kernels then take CE's softmax for that of slots, E and REST
-            of_slots = of_slots * (seen.normalizers.student.log_mass + zero - log_sum[:chunks]).exp()
-        rows = Rows(_no_labels(of_slots), None if weights.ce is None else of_slots, kd)
+            of_slots = of_slots * (seen.normalizers.student.log_sum_exp + zero - log_sum[:chunks]).exp()
+        rows = TokenWeights(_no_labels(of_slots), None if weights.ce is None else of_slots, kd)
         out = _room(student.slots, gradient)
         chunk = Chunk(student.slots, teacher.slots, rows)
         self.kernels.write_gradient(chunk, seen.slots, compared.sums, self._setting_of_slots, out)
@@ -249,13 +249,13 @@ def _chunk(products: Tensor, teacher: Tensor | None = None, with_ce: bool = True
     """All rows in use. Without a teacher it is a model's own statistics that are wanted."""
     used = products.new_ones(len(products), dtype=statistics_dtype(products))
     own = used if with_ce or teacher is None else None
-    return Chunk(products, teacher, Rows(_no_labels(used), own, None if teacher is None else used))
+    return Chunk(products, teacher, TokenWeights(_no_labels(used), own, None if teacher is None else used))
 
 
-def _tail(top: Tensor, ce: Tensor, log_sum: Tensor, kd: Tensor, kd_log_norm: Tensor) -> TailFactors:
+def _tail(top: Tensor, ce: Tensor, log_sum: Tensor, kd: Tensor, kd_log_norm: Tensor) -> TailCoeffs:
     """Factors without labels."""
     used = torch.ones_like(top, dtype=torch.bool)
-    return TailFactors(used, top, ce, log_sum - top, kd, kd_log_norm, torch.zeros_like(top), _no_labels(top))
+    return TailCoeffs(used, top, ce, log_sum - top, kd, kd_log_norm, torch.zeros_like(top), _no_labels(top))
 
 
 def _room(products: Tensor, gradient: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ class Masses(NamedTuple):
         Args:
             tokens: label [tp, n] and other [tp, chunks]: logits, -inf on shards that do not have the token.
             slots_top: [tp, chunks] the largest logit of the slots.
-            columns, then: of `first_round`, of the other columns of first rows and of further rows.
+            columns, then: of `softmax_stats`, of the other columns of first rows and of further rows.
             side: of the group.
             temperature: T.
         """
@@ -55,11 +55,11 @@ class Masses(NamedTuple):
         label, other = tokens["label"].amax(dim=0), tokens["other"].amax(dim=0)
         first, further = label[:chunks], label[chunks:]
         zero = torch.stack([first, other, slots_top.amax(dim=0), columns["student_max"].amax(dim=0)]).amax(dim=0)
-        loss = _log_one_plus_exp(log_mass(then["student_max"], then["student_mass"], further, temperature))
+        loss = _log_one_plus_exp(log_mass(then["student_max"], then["student_sum_exp"], further, temperature))
         chain = side.totals(torch.cat([torch.zeros_like(first), loss]))
         first, other = (first - zero) / temperature, (other - zero) / temperature
         begun = first + (-torch.expm1(-chain)).log()
-        tail = log_mass(columns["student_max"], columns["student_mass"], zero, temperature)
+        tail = log_mass(columns["student_max"], columns["student_sum_exp"], zero, temperature)
         rest = torch.logsumexp(torch.stack([tail, other, begun]), dim=0)
         return cls(zero, first - chain, begun, other, rest, further, loss)
 
@@ -80,7 +80,9 @@ class CrossEntropies(NamedTuple):
         chunks = len(zero)
         label, other = tokens["label"].amax(dim=0), tokens["other"].amax(dim=0)
         first, further = label[:chunks], label[chunks:]
-        slots, columns, then = ((part["student_max"], part.get("ce_mass", part["student_mass"])) for part in parts)
+        slots, columns, then = (
+            (part["student_max"], part.get("ce_sum_exp", part["student_sum_exp"])) for part in parts
+        )
         odds = torch.stack([log_mass(*slots, first), log_mass(*columns, first), other - first])
         others = torch.stack([log_mass(*columns, zero), other - zero, first - zero])
         values = _log_one_plus_exp(torch.cat([torch.logsumexp(odds, dim=0), log_mass(*then, further)]))

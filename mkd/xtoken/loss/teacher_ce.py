@@ -5,7 +5,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mkd.losses.chunking import LEAST_ROWS, row_chunks
+from mkd.losses.chunking import MIN_CHUNK_TOKENS, loss_chunks
 from mkd.losses.lm_head import LMHead
 from mkd.losses.logits import LogitMap, statistics_dtype
 from mkd.losses.vocab_shard import VocabShard
@@ -45,7 +45,7 @@ def teacher_cross_entropy(
     )
     lm_head, result = LMHead.of(head, None), torch.zeros(len(labels), dtype=torch.float32, device=hidden.device)
     place = vocabulary.teacher_place[torch.where(mask != 0, labels, 0)] - shard.start
-    for rows in row_chunks(len(labels), columns, dtype, chunk_rows, LEAST_ROWS):
+    for rows in loss_chunks(len(labels), columns, dtype, chunk_rows, MIN_CHUNK_TOKENS):
         part = hidden[rows]
         logits = logit_map.apply_(lm_head.logits(part, part.new_empty((len(part), columns), dtype=dtype)))
         own = (place[rows] >= 0) & (place[rows] < columns)

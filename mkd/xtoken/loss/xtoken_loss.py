@@ -14,9 +14,9 @@ from mkd.losses.chunking import CHUNK_BYTES
 from mkd.losses.fused_linear import check_head, on_all_ranks, resolve_logits_dtype
 from mkd.losses.kernels.interface import Kernels, choose
 from mkd.losses.lm_head import LMHead, fp16_scale
-from mkd.losses.logits import PLAIN_LOGITS, LogitMaps, Setting, statistics_dtype
+from mkd.losses.logits import PLAIN_LOGITS, KernelContext, LogitMaps, statistics_dtype
 from mkd.losses.main_grad import MainGrad, keep_gradients, kept_gradients
-from mkd.losses.rows import Rows
+from mkd.losses.rows import TokenWeights
 from mkd.losses.vocab_parallel import LossOutput
 from mkd.losses.vocab_shard import VocabShard
 from mkd.xtoken.loss.chunk_groups import Apart, TermsOfGroup
@@ -43,7 +43,7 @@ class _Job:
     ce_weight: Tensor | None
     kd_weight: Tensor
     plan: Plan
-    setting: Setting
+    setting: KernelContext
     terms_of_group: TermsOfGroup
     logits_dtype: torch.dtype
     main_grad: MainGrad | None
@@ -104,7 +104,7 @@ def _fp16_scale(hidden: Tensor, job: _Job) -> Tensor | None:
     if hidden.dtype != torch.float16 or not hidden.shape[0]:
         return None
     kd_weight = job.kd_weight if len(job.kd_weight) else job.kd_weight.new_zeros(1)
-    return fp16_scale(Rows(kd_weight, job.ce_weight, kd_weight), job.setting.spec)
+    return fp16_scale(TokenWeights(kd_weight, job.ce_weight, kd_weight), job.setting.spec)
 
 
 def xtoken_loss(
@@ -192,7 +192,7 @@ def xtoken_loss(
     if ce_weight is not None:
         ce_weight = torch.nn.functional.pad(ce_weight.detach().to(dtype), (0, len(hidden) - len(labels)))
     wanted = tuple(torch.is_grad_enabled() and x.requires_grad for x in (hidden, student_weight))
-    setting = Setting(spec, shard, maps)
+    setting = KernelContext(spec, shard, maps)
     job = _Job(
         teacher_hidden=teacher_hidden,
         teacher_head=LMHead.of(teacher_weight, None),
@@ -210,7 +210,7 @@ def xtoken_loss(
 
 
 def _terms_of_group(
-    kind: XTokenLoss, vocabulary: CrossVocabulary, setting: Setting, kernels: Kernels, uncommon_top_k: int
+    kind: XTokenLoss, vocabulary: CrossVocabulary, setting: KernelContext, kernels: Kernels, uncommon_top_k: int
 ) -> TermsOfGroup:
     if kind == "partition_kl":
         return Partition(vocabulary, setting, kernels)

@@ -1,4 +1,4 @@
-"""Rows at the edge of what numbers can hold: huge and infinite logits, one-hot teachers, equal models, NaN."""
+"""TokenWeights at the edge of what numbers can hold: huge and infinite logits, one-hot teachers, equal models, NaN."""
 
 from typing import NamedTuple
 

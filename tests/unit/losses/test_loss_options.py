@@ -8,7 +8,7 @@ import torch
 from mkd.config.kd_config import KDConfig
 from mkd.errors import MkdConfigError
 from mkd.losses import LossOptions
-from mkd.losses.chunking import CHUNK_BYTES, LEAST_ROWS, interleave, row_chunks
+from mkd.losses.chunking import CHUNK_BYTES, MIN_CHUNK_TOKENS, interleave, loss_chunks
 
 CPU = torch.device("cpu")
 GPU = SimpleNamespace(type="cuda")
@@ -53,9 +53,9 @@ def test_what_cannot_run_is_refused(
 @pytest.mark.parametrize("rows", [0, 1, 500, 768, 1000, 8192])
 @pytest.mark.parametrize("columns", [0, 1000, 128256, 262144])
 def test_chunks_cover_all_rows_once_within_the_default_size(rows: int, columns: int) -> None:
-    chunks = row_chunks(rows, columns, torch.bfloat16, None, LEAST_ROWS)
+    chunks = loss_chunks(rows, columns, torch.bfloat16, None, MIN_CHUNK_TOKENS)
     assert [row for chunk in chunks for row in range(chunk.start, chunk.stop)] == list(range(rows))
-    most = max(LEAST_ROWS, CHUNK_BYTES // (2 * max(columns, 1)))
+    most = max(MIN_CHUNK_TOKENS, CHUNK_BYTES // (2 * max(columns, 1)))
     assert max(chunk.stop - chunk.start for chunk in chunks) <= most
 
 

@@ -233,7 +233,7 @@ def test_only_gradients_are_kept_and_backward_may_run_twice() -> None:
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_definition_as_implementation(divergence: str) -> None:
-    """From hidden states, `impl="reference"` keeps the same rules of masks, padding and illegal labels."""
+    """From hidden states, `impl="reference"` keeps the same rules of masks, padding and out_of_vocab labels."""
     maps = LogitMaps(LogitMap(0.5, 4.0), LogitMap(1.7, 3.0))
     case = LossCase(divergence=divergence, temperature=2.0, z_loss=1e-2, biased=True, maps=maps)
     expected = expect(case)

@@ -109,7 +109,7 @@ def test_nothing_to_learn(case: LossCase, divergence: str) -> None:
 
 
 def test_strided_logits() -> None:
-    """Rows of a wider tensor are read where they lie; columns that are not side by side are copied."""
+    """TokenWeights of a wider tensor are read where they lie; columns that are not side by side are copied."""
     case = dataclasses.replace(SMALL, divergence="jsd")
     x, expected = make_inputs(case), expect(case)
     wide = torch.full((case.rows, case.vocab + 10), torch.nan)
