@@ -40,6 +40,7 @@ from mkd.teacher.cache.teacher import CachedTeacher
 from mkd.teacher.cache.writer import StoreWriter
 from mkd.teacher.interface import Teacher
 from mkd.teacher.online import OnlineTeacher
+from mkd.train.objective import LossContext
 from mkd.train.schedule import TeacherThenStudent
 from mkd.train.step import ForwardStep
 
@@ -217,7 +218,7 @@ class MegatronModels:
         vocab = self.args.vocab
         schedule = TeacherThenStudent(kd, self.groups, teacher, vocab, current_iteration=lambda: 0)
         forward_backward = schedule.around(get_forward_backward_func(pp_size=1, vp_size=None))
-        forward = ForwardStep(self.groups, true_vocab=vocab, options=LossOptions(self.args.chunk_rows))
+        forward = ForwardStep(LossContext(self.groups, vocab, LossOptions(self.args.chunk_rows)))
 
         def run() -> None:
             forward_backward(

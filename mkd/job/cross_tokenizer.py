@@ -21,7 +21,7 @@ from mkd.data.sources.aligned import probe_pairs
 from mkd.data.sources.stores import is_chat_file
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdConfigError, MkdDataError
-from mkd.train.objective import CrossSetting
+from mkd.train.objective import CrossTokenizer
 from mkd.xtoken.text.conversations import ends_of_turn
 from mkd.xtoken.text.pairs import PairEncoder
 from mkd.xtoken.text.tokens import Role, SpanTokenizer
@@ -108,7 +108,7 @@ class CrossTokenizers:
             device=torch.device("cuda"),
         )
 
-    def settings(self, groups: Groups) -> tuple[CrossSetting, ...]:
+    def settings(self, groups: Groups) -> tuple[CrossTokenizer, ...]:
         """Of the loss, on this rank; nothing where it is not computed."""
         if not groups.is_last_stage:
             return ()
@@ -116,7 +116,7 @@ class CrossTokenizers:
         found = []
         for side, tokenizer in enumerate(tokenizers):
             lengths = byte_lengths(tokenizer.tokenizer)
-            found.append(CrossSetting(self.vocabulary(side, groups), None if lengths is None else lengths.to("cuda")))
+            found.append(CrossTokenizer(self.vocabulary(side, groups), None if lengths is None else lengths.to("cuda")))
         return tuple(found)
 
     def require_bytes(self) -> None:

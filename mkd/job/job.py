@@ -36,6 +36,7 @@ from mkd.report.trackers import start_trackers
 from mkd.teacher.interface import Teacher
 from mkd.train.hidden_layers import HiddenLayers
 from mkd.train.nan_check import FiniteCheck
+from mkd.train.objective import LossContext
 from mkd.train.step import ForwardStep
 
 
@@ -146,17 +147,17 @@ class Job:
         return JobData(self.args, self.kd, self.true_vocab, self.cross)
 
     def forward_step(self, groups: Groups) -> ForwardStep:
-        """How a microbatch becomes a loss on this rank."""
-        return ForwardStep(
+        """The forward step of this rank."""
+        context = LossContext(
             groups,
             self.true_vocab,
-            finite=FiniteCheck() if self.args.check_for_nan_in_loss_and_grad else None,
             options=self.loss_options,
             top_k=self.kd.top_k,
             top_k_tail=self.kd.top_k_tail,
             byte_lengths=self.byte_lengths(),
             cross=() if self.cross is None else self.cross.settings(groups),
         )
+        return ForwardStep(context, FiniteCheck() if self.args.check_for_nan_in_loss_and_grad else None)
 
     def vocabulary_of(self, teacher: TeacherSource) -> int:
         """Tokens that a teacher chooses from."""

@@ -16,6 +16,8 @@ from mkd.errors import MkdCheckpointError
 from mkd.job.job import Job
 from mkd.report.console import perplexity
 from mkd.teacher.interface import EnsembleSignal, Teacher
+from mkd.train.evaluation import teacher_means
+from mkd.train.objective import teacher_objective
 from mkd.train.step import ForwardStep
 
 
@@ -28,7 +30,7 @@ def check_teacher_quality(teacher: Teacher, samples: Any, groups: Groups, job: J
         samples: a dataset; its first microbatch is read.
         groups: the student's layout. Collective over all ranks.
         job: for sizes.
-        step: how signals are read.
+        step: holds the loss context.
 
     Raises:
         MkdCheckpointError: a teacher computes something that is not finite, or is far worse than one that knows
@@ -42,7 +44,8 @@ def check_teacher_quality(teacher: Teacher, samples: Any, groups: Groups, job: J
     total = torch.zeros(len(sources), 4, dtype=torch.float64, device="cuda")
     for signal in teacher.signals([batch]):
         for number, one in enumerate(EnsembleSignal.of(signal).signals):
-            means = step.term(batch, one).teacher(job.args.sequence_parallel)
+            ce = teacher_objective(step.context, batch, one).cross_entropy(job.args.sequence_parallel)
+            means = teacher_means(ce)
             found = [*means["teacher_ce"][:2], *means.get("teacher_bits_per_byte", _NOTHING)[:2]]
             total[number] = torch.stack([torch.as_tensor(x, device="cuda") for x in found])
     dist.all_reduce(total)

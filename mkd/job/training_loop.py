@@ -100,8 +100,8 @@ class Hooks:
                 lr=lr,
                 grad_norm=grad_norm,
                 skipped=skipped,
-                ratio=kd.ratio_over_time.value(iteration - 1),
-                temperature=kd.temperature_over_time.value(iteration - 1),
+                ratio=record.objective.ratio,
+                temperature=record.objective.spec.temperature,
                 waits=record.waits(),
                 peak_memory_gib=peak,
             )

@@ -1,19 +1,28 @@
-"""What one teacher adds to the loss of a microbatch: a class for each kind of signal."""
+"""The objective: from a teacher's signal to the loss of one microbatch and its reported means.
+
+    loss = (1 - R) * CE + R * balance * sum over teachers of share * KD
+
+CE and KD are means over their own tokens of the whole step. Every microbatch contributes sums; the schedule divides
+once, by the number of supervised tokens of the step, so each term carries the factor that turns this division into one
+by its own count (`TeacherObjective.scale`). `Objective` is computed once per step, `LossContext` once per job.
+
+A teacher that shares the student's tokenizer is compared per token (`SameTokenizerObjective`), one with another
+tokenizer per aligned text chunk (`CrossTokenizerObjective`).
+"""
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from mkd.config.kd_config import LossSpec
+from mkd.config.values import LossSpec
 from mkd.data.batch import KDBatch, TeacherTokens
 from mkd.data.token_counts import StepTokens
 from mkd.distributed.groups import Groups
 from mkd.losses import (
     LogitMap,
     LogitMaps,
-    LogitSource,
     LossOptions,
     LossOutput,
     SparseTeacher,
@@ -22,154 +31,155 @@ from mkd.losses import (
     teacher_top_k,
 )
 from mkd.losses.sparse.teacher import Tail
-from mkd.teacher.interface import HiddenSignal, TeacherSignal, TopKSignal
-from mkd.train.evaluation import (
-    Mean,
-    bits_per_byte,
-    calibration_sums,
-    compare,
-    comparison_terms,
-    mask_unknown_labels,
-    rows_of,
-    sparse_rows,
-    sums_of_texts,
-    teacher_cross_entropy,
-)
+from mkd.teacher.interface import EnsembleSignal, HiddenSignal, TeacherSignal, TopKSignal
 from mkd.xtoken.loss.chunks import ChunkRows
 from mkd.xtoken.loss.teacher_ce import teacher_cross_entropy as cross_entropy_in_columns
 from mkd.xtoken.loss.xtoken_loss import xtoken_loss
 from mkd.xtoken.vocabulary.cross_vocabulary import CrossVocabulary
 
 
+class Mean(NamedTuple):
+    """A reported mean: scalars of this rank's microbatch, and the count of the whole step."""
+
+    total: Tensor
+    count: Tensor
+    count_of_step: Tensor | None
+    """The count over all microbatches and ranks of the step; None where only this microbatch's is known."""
+
+    @classmethod
+    def of(cls, values: Tensor, mask: Tensor, count_of_step: Tensor | None) -> "Mean":
+        """The mean of `values` over the tokens of `mask`; both [b, s]."""
+        return cls((values * mask).sum(), mask.sum(), count_of_step)
+
+
 @dataclass(frozen=True)
-class CrossSetting:
-    """What is the same for all microbatches of a teacher with another tokenizer."""
+class CrossTokenizer:
+    """The vocabulary of a teacher with another tokenizer."""
 
     vocabulary: CrossVocabulary
     byte_lengths: Tensor | None = None
-    """[V] bytes of each of the teacher's tokens; None: they are not known."""
+    """[V] bytes of each of the teacher's tokens; None if unknown."""
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What is the same for all microbatches of a run."""
+class LossContext:
+    """Everything about the loss that is the same for all microbatches of a job."""
 
     groups: Groups
     true_vocab: int
-    options: LossOptions
-    """How the losses are computed."""
-    top_k: int | None
-    """How many of the teacher's most probable tokens the divergence looks at; None: all, or those that are known."""
-    top_k_tail: Tail
-    """What becomes of the others."""
+    options: LossOptions = LossOptions()  # noqa: RUF009
+    top_k: int | None = None
+    """The divergence is restricted to the teacher's top-k tokens; None uses all, or those that a cache holds."""
+    top_k_tail: Tail = "bucket"
+    """How the other tokens enter: as one more category, or not at all."""
     byte_lengths: Tensor | None = None
-    """[V] bytes of each of the student's tokens; None: they are not known."""
-    cross: tuple[CrossSetting, ...] = ()
-    """Of each side in `KDBatch.others`."""
+    """[V] bytes of each of the student's tokens, for bits per byte; None if unknown."""
+    cross: tuple[CrossTokenizer, ...] = ()
+    """One entry per view in `KDBatch.others`."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The objective of one step, computed once before its forward passes."""
+
+    ratio: float
+    """R."""
+    spec: LossSpec
+    tokens: StepTokens | None
+    """Token counts of the whole step; None in a run that never uses the teacher (R = 0 throughout), which is Megatron's
+    own pretraining to the last bit."""
+    evaluating: bool = False
+    """An evaluation computes CE, KD, the teacher's own CE and the comparison of both models at any R."""
+    comparing: bool = False
+    """This training step also measures entropies and top-1 agreement."""
+    balance: float = 1.0
+    """Factor of KD beside R (--kd-balance)."""
+
+    @property
+    def with_ce(self) -> bool:
+        return self.evaluating or self.ratio < 1.0
+
+    @property
+    def with_kd(self) -> bool:
+        return self.evaluating or self.ratio > 0.0
 
 
 @dataclass(frozen=True)
 class Student:
-    """The student's side of a microbatch."""
+    """The student's final hidden states and LM head in one microbatch."""
 
     hidden: Tensor
-    """[N, H], or [N/tp, H] under sequence parallelism, rows in megatron's order (sequence first)."""
+    """[N, H], or [N/tp, H] under sequence parallelism; N = s * b, sequence first as in Megatron."""
     weight: Tensor
     """[V/tp, H] of the LM head."""
     logit_scale: float
     sequence_parallel: bool
     upstream: Tensor | float
-    """The gradient that the loss will get."""
+    """The gradient that the backward pass will give to the loss."""
+
+
+class TeacherCE(NamedTuple):
+    """A teacher's own cross-entropy on the supervised tokens of a microbatch."""
+
+    values: Tensor
+    """[b, s] nats."""
+    batch: KDBatch
+    """The microbatch in the teacher's tokens; its CE mask is 0 where the teacher's probability is unknown."""
+    byte_lengths: Tensor | None
+    """[V] bytes of the tokens in `batch`; None if unknown."""
 
 
 class TeacherObjective(Protocol):
-    """One teacher and one microbatch."""
+    """One teacher's term in the loss of one microbatch."""
 
     def scale(self, tokens: StepTokens) -> Tensor:
-        """What makes the step's one division that of this term by its own count, scalar."""
+        """Scalar factor that turns the step's division by supervised tokens into one by this term's own count."""
         ...
 
     def loss(self, student: Student, ce_weight: Tensor | None, factor: Tensor | float, spec: LossSpec) -> LossOutput:
-        """CE with these weights ([N] or None) and `factor` times the sum of the divergence."""
+        """CE with weights `ce_weight` ([N] or None), plus `factor` times the sum of the divergence."""
         ...
 
     def divergence(self, output: LossOutput, tokens: StepTokens) -> Mean:
-        """The divergence of what `loss` returned, without its factor."""
+        """The divergence in what `loss` returned, without its factor."""
         ...
 
-    def teacher(self, sequence_parallel: bool) -> dict[str, Mean]:
-        """The teacher's own CE; for evaluations."""
+    def cross_entropy(self, sequence_parallel: bool) -> TeacherCE | None:
+        """The teacher's own CE; None if the cached targets do not hold it."""
         ...
 
-    def comparison(
-        self, student: Student, tokens: StepTokens, calibrates: bool
-    ) -> tuple[dict[str, Mean], Tensor | None]:
-        """How alike both models are, as far as it is defined, and the sums of `calibration_sums`."""
+    def finite_sum(self) -> Tensor:
+        """Scalar that is not finite if the signal of a distilled token of this rank is not."""
         ...
 
-    def sum_of_teacher(self) -> Tensor:
-        """Scalar that is not finite if what the teacher says of a distilled token of this rank is not."""
+    def restricted_to(self, texts: Tensor) -> "TeacherObjective":
+        """The term on some texts only ([texts] fp32, 1 or 0); the normalizing count is unchanged."""
         ...
-
-    def sums_of_texts(self, texts: int, sequence_parallel: bool) -> Tensor:
-        """[2, texts] float64 of this rank's supervised tokens in each text: the teacher's CE in nats, and their number.
-
-        Where a teacher of the run has another tokenizer: of those tokens that are text, and their bytes.
-        """
-        ...
-
-    def teaching(self, taught: Tensor) -> "TeacherObjective":
-        """The term with no divergence but on some texts ([texts] fp32, 1 or 0); what it is a mean over stays."""
-        ...
-
-
-def cross_entropy(student: Student, batch: KDBatch, ce_weight: Tensor, spec: LossSpec, setting: Setting) -> LossOutput:
-    """Without a teacher."""
-    return fused_linear_loss(
-        student.hidden,
-        student.weight,
-        None,
-        None,
-        rows_of(batch.labels),
-        ce_weight,
-        None,
-        maps=LogitMaps(student=LogitMap(scale=student.logit_scale)),
-        **_common(student, spec, setting),
-    )
-
-
-def _common(student: Student, spec: LossSpec, setting: Setting) -> dict[str, Any]:
-    return dict(
-        spec=spec,
-        true_vocab=setting.true_vocab,
-        tp_group=setting.groups.tp,
-        sequence_parallel=student.sequence_parallel,
-        upstream=student.upstream,
-        **asdict(setting.options),
-    )
 
 
 @dataclass(frozen=True)
 class SameTokenizerObjective:
-    """A teacher that reads the student's own tokens: hidden states, or some of its logits."""
+    """A teacher that reads the student's own tokens; its signal is hidden states or top-k logits.
 
-    setting: Setting
+    The methods are those of `TeacherObjective`.
+    """
+
+    context: LossContext
     batch: KDBatch
-    signal: TeacherSignal
-    taught: Tensor | None = None
-    """[texts] fp32, 1 for texts that this teacher teaches and 0 for others; None: it teaches all."""
+    signal: HiddenSignal | TopKSignal
+    texts: Tensor | None = None
+    """[texts] fp32, 1 for texts that this teacher teaches and 0 for others; None for all."""
 
     def scale(self, tokens: StepTokens) -> Tensor:
-        """See `TeacherObjective`, as of the methods below."""
         return tokens.kd_scale
 
     def loss(self, student: Student, ce_weight: Tensor | None, factor: Tensor | float, spec: LossSpec) -> LossOutput:
-        signal, common = self.signal, _common(student, spec, self.setting)
-        rows = (rows_of(self.batch.labels), ce_weight, factor * rows_of(self._kd_mask))
+        signal, common = self.signal, _common(student, spec, self.context)
+        rows = (flatten_tokens(self.batch.labels), ce_weight, factor * flatten_tokens(self._kd_mask))
         student_map = LogitMap(scale=student.logit_scale)
-        if isinstance(signal, TopKSignal) or self.setting.top_k is not None:
+        if isinstance(signal, TopKSignal) or self.context.top_k is not None:
             teacher = self._sparse(spec.temperature, student.sequence_parallel)
-            sparse = dict(tail=self.setting.top_k_tail, student_map=student_map)
+            sparse = dict(tail=self.context.top_k_tail, student_map=student_map)
             return fused_linear_topk_loss(student.hidden, student.weight, teacher, *rows, **sparse, **common)
         maps = LogitMaps(student=student_map, teacher=LogitMap(scale=signal.logit_scale))
         return fused_linear_loss(
@@ -177,125 +187,106 @@ class SameTokenizerObjective:
         )
 
     def _sparse(self, temperature: float, sequence_parallel: bool) -> SparseTeacher:
-        """Rows of the teacher's most probable tokens, found among its logits or as they came."""
+        """The teacher's top-k columns: found among its logits, or as they came."""
         signal = self.signal
         if isinstance(signal, TopKSignal):
-            return sparse_rows(signal)
+            return flatten_signal(signal)
         found = teacher_top_k(
             signal.hidden.flatten(0, 1),
             signal.head,
-            self.setting.top_k,
+            self.context.top_k,
             temperatures=(temperature,),
-            true_vocab=self.setting.true_vocab,
-            tp_group=self.setting.groups.tp,
+            true_vocab=self.context.true_vocab,
+            tp_group=self.context.groups.tp,
             sequence_parallel=sequence_parallel,
-            chunk_rows=self.setting.options.chunk_rows,
+            chunk_rows=self.context.options.chunk_rows,
             logit_map=LogitMap(scale=signal.logit_scale),
         )
         return SparseTeacher(found.ids, found.logits, found.lse[0], found.tail_lse[0], temperature)
 
     def divergence(self, output: LossOutput, tokens: StepTokens) -> Mean:
-        total = (self._by_token(output.kd) * self._kd_mask).sum()
+        total = (unflatten_tokens(output.kd, self.batch) * self._kd_mask).sum()
         return Mean(total, self.batch.kd_mask.sum(), tokens.kd)
 
     @property
     def _kd_mask(self) -> Tensor:
         """[b, s] of the tokens that this teacher teaches."""
         mask = self.batch.kd_mask
-        return mask if self.taught is None else mask * self.taught[self.batch.text.clamp(min=0)]
+        return mask if self.texts is None else mask * self.texts[self.batch.text.clamp(min=0)]
 
-    def teaching(self, taught: Tensor) -> "SameTokenizerObjective":
-        return replace(self, taught=taught)
+    def restricted_to(self, texts: Tensor) -> "SameTokenizerObjective":
+        return replace(self, texts=texts)
 
-    def sums_of_texts(self, texts: int, sequence_parallel: bool) -> Tensor:
-        setting = self.setting
-        return _nats_and_units(
-            self._cross_entropy(self.batch, sequence_parallel),
-            self.batch,
-            texts,
-            _known(setting.byte_lengths) if setting.cross else None,
-        )
-
-    def teacher(self, sequence_parallel: bool) -> dict[str, Mean]:
-        if isinstance(self.signal, TopKSignal) and self.signal.label_log_prob is None:
-            return {}
-        batch = mask_unknown_labels(self.signal, self.batch)
-        ce = self._cross_entropy(batch, sequence_parallel)
-        bits = bits_per_byte("teacher_", ce, batch, self.setting.byte_lengths)
-        return {"teacher_ce": Mean.of(ce, batch.ce_mask, None), **bits}
-
-    def _cross_entropy(self, batch: KDBatch, sequence_parallel: bool) -> Tensor:
-        """[b, s] of the teacher."""
-        return teacher_cross_entropy(
-            self.signal,
-            batch,
-            true_vocab=self.setting.true_vocab,
-            tp_group=self.setting.groups.tp,
+    def cross_entropy(self, sequence_parallel: bool) -> TeacherCE | None:
+        signal, batch, context = self.signal, self.batch, self.context
+        if isinstance(signal, TopKSignal):
+            if signal.label_log_prob is None:
+                return None
+            # Cached targets exist for tokens of the KD mask only.
+            batch = replace(batch, ce_mask=batch.ce_mask * (batch.kd_mask != 0))
+            ce = torch.where(batch.ce_mask != 0, -signal.label_log_prob, 0.0)
+            return TeacherCE(ce, batch, context.byte_lengths)
+        output = fused_linear_loss(
+            signal.hidden.flatten(0, 1),
+            signal.head,
+            None,
+            None,
+            flatten_tokens(batch.labels),
+            flatten_tokens(batch.ce_mask),
+            None,
+            spec=LossSpec(),
+            maps=LogitMaps(student=LogitMap(scale=signal.logit_scale)),
+            true_vocab=context.true_vocab,
+            tp_group=context.groups.tp,
             sequence_parallel=sequence_parallel,
-            options=self.setting.options,
+            **asdict(context.options),
         )
+        return TeacherCE(unflatten_tokens(output.ce, batch), batch, context.byte_lengths)
 
-    def comparison(
-        self, student: Student, tokens: StepTokens, calibrates: bool
-    ) -> tuple[dict[str, Mean], Tensor | None]:
-        found = compare(
-            LogitSource(student.hidden, student.weight, LogitMap(scale=student.logit_scale)),
-            self.signal,
-            true_vocab=self.setting.true_vocab,
-            tp_group=self.setting.groups.tp,
-            sequence_parallel=student.sequence_parallel,
-            chunk_rows=self.setting.options.chunk_rows,
-        )
-        mask = self.batch.kd_mask
-        means = {name: Mean.of(values, mask, tokens.kd) for name, values in comparison_terms(found, mask).items()}
-        return means, calibration_sums(found, mask) if calibrates else None
-
-    def sum_of_teacher(self) -> Tensor:
+    def finite_sum(self) -> Tensor:
         mask, signal = self.batch.kd_mask.t(), self.signal
         if isinstance(signal, TopKSignal):
             logits = torch.where(signal.ids >= 0, signal.logits, 0).sum(dim=-1, dtype=torch.float32)
             return torch.where(mask != 0, (logits + signal.lse).t(), 0).sum()
-        return masked_sum(signal.hidden, mask, self.setting.groups)
-
-    def _by_token(self, values: Tensor) -> Tensor:
-        """[s * b] -> [b, s]"""
-        return values.view(self.batch.tokens.shape[::-1]).t()
+        return masked_sum(signal.hidden, mask, self.context.groups)
 
 
 @dataclass(frozen=True)
 class CrossTokenizerObjective:
-    """A teacher that reads the same texts in its own tokens: it is compared with the student a chunk at a time."""
+    """A teacher that reads the same texts in its own tokens; it is compared with the student per text chunk.
 
-    setting: Setting
+    The methods are those of `TeacherObjective`.
+    """
+
+    context: LossContext
     batch: KDBatch
     signal: HiddenSignal
-    taught: Tensor | None = None
+    texts: Tensor | None = None
     """See `SameTokenizerObjective`."""
 
     @property
-    def _other(self) -> TeacherTokens:
+    def _view(self) -> TeacherTokens:
         return self.batch.others[self.signal.side]
 
     @property
-    def _cross(self) -> CrossSetting:
-        return self.setting.cross[self.signal.side]
+    def _cross(self) -> CrossTokenizer:
+        return self.context.cross[self.signal.side]
 
     def scale(self, tokens: StepTokens) -> Tensor:
-        """See `TeacherObjective`, as of the methods below."""
         return tokens.scale(tokens.chunks[self.signal.side])
 
     def loss(self, student: Student, ce_weight: Tensor | None, factor: Tensor | float, spec: LossSpec) -> LossOutput:
-        other, vocabulary, groups = self._other, self._cross.vocabulary, self.setting.groups
-        rows = map(rows_of, (other.student_chunk, other.student_first, other.chunk, other.first))
+        view, vocabulary, groups = self._view, self._cross.vocabulary, self.context.groups
+        rows = map(flatten_tokens, (view.student_chunk, view.student_first, view.chunk, view.first))
         return xtoken_loss(
             student.hidden,
             student.weight,
             self.signal.hidden.flatten(0, 1),
             self.signal.head,
-            rows_of(self.batch.labels),
+            flatten_tokens(self.batch.labels),
             ce_weight,
-            rows_of(other.batch.labels),
-            ChunkRows(*rows, weight=factor * self._of_chunks),
+            flatten_tokens(view.batch.labels),
+            ChunkRows(*rows, weight=factor * self._taught_chunks),
             kind=vocabulary.kind,
             vocabulary=vocabulary,
             spec=spec,
@@ -304,77 +295,186 @@ class CrossTokenizerObjective:
             sequence_parallel=student.sequence_parallel,
             maps=LogitMaps(LogitMap(scale=student.logit_scale), LogitMap(scale=self.signal.logit_scale)),
             upstream=student.upstream,
-            **asdict(self.setting.options),
+            **asdict(self.context.options),
         )
 
     def divergence(self, output: LossOutput, tokens: StepTokens) -> Mean:
-        # Of a chunk on several context-parallel ranks one has the divergence; all know how many there are.
-        count = self._other.chunks if self.setting.groups.cp.rank() == 0 else 0
-        total = (output.kd * self._of_chunks).sum()
+        # One of the context-parallel ranks that share a chunk has its divergence; each of them has the count.
+        count = self._view.chunks if self.context.groups.cp.rank() == 0 else 0
+        total = (output.kd * self._taught_chunks).sum()
         return Mean(total, torch.full_like(total, count), tokens.chunks[self.signal.side])
 
     @property
-    def _of_chunks(self) -> Tensor:
-        """[chunks] fp32, 1 for those that this teacher teaches and 0 for others."""
-        other, device = self._other, self.signal.hidden.device
-        if self.taught is None:
-            return torch.ones(other.chunks, device=device)
-        return self.taught[other.chunk_text.to(device)]
+    def _taught_chunks(self) -> Tensor:
+        """[chunks] fp32, 1 for chunks that this teacher teaches and 0 for others."""
+        view, device = self._view, self.signal.hidden.device
+        if self.texts is None:
+            return torch.ones(view.chunks, device=device)
+        return self.texts[view.chunk_text.to(device)]
 
-    def teaching(self, taught: Tensor) -> "CrossTokenizerObjective":
-        return replace(self, taught=taught)
+    def restricted_to(self, texts: Tensor) -> "CrossTokenizerObjective":
+        return replace(self, texts=texts)
 
-    def sums_of_texts(self, texts: int, sequence_parallel: bool) -> Tensor:
-        lengths = _known(self._cross.byte_lengths)
-        return _nats_and_units(self._cross_entropy(sequence_parallel), self._other.batch, texts, lengths)
-
-    def teacher(self, sequence_parallel: bool) -> dict[str, Mean]:
-        batch, ce = self._other.batch, self._cross_entropy(sequence_parallel)
-        bits = bits_per_byte("teacher_", ce, batch, self._cross.byte_lengths)
-        return {"teacher_ce": Mean.of(ce, batch.ce_mask, None), **bits}
-
-    def _cross_entropy(self, sequence_parallel: bool) -> Tensor:
-        """[b, t] of the teacher, on its own tokens."""
-        batch = self._other.batch
+    def cross_entropy(self, sequence_parallel: bool) -> TeacherCE:
+        batch = self._view.batch
         ce = cross_entropy_in_columns(
             self.signal.hidden.flatten(0, 1),
             self.signal.head,
-            rows_of(batch.labels),
-            rows_of(batch.ce_mask),
+            flatten_tokens(batch.labels),
+            flatten_tokens(batch.ce_mask),
             vocabulary=self._cross.vocabulary,
-            tp_group=self.setting.groups.tp,
+            tp_group=self.context.groups.tp,
             sequence_parallel=sequence_parallel,
-            chunk_rows=self.setting.options.chunk_rows,
+            chunk_rows=self.context.options.chunk_rows,
             logit_map=LogitMap(scale=self.signal.logit_scale),
         )
-        return ce.view(batch.tokens.shape[::-1]).t()
+        return TeacherCE(unflatten_tokens(ce, batch), batch, self._cross.byte_lengths)
 
-    def comparison(self, student: Student, tokens: StepTokens, calibrates: bool) -> tuple[dict[str, Mean], None]:
-        """Different tokens: none is the same."""
-        return {}, None
-
-    def sum_of_teacher(self) -> Tensor:
-        counted = (self._other.chunk >= 0).t().to(self.signal.hidden.device)
-        return masked_sum(self.signal.hidden, counted, self.setting.groups)
+    def finite_sum(self) -> Tensor:
+        counted = (self._view.chunk >= 0).t().to(self.signal.hidden.device)
+        return masked_sum(self.signal.hidden, counted, self.context.groups)
 
 
-def _known(byte_lengths: Tensor | None) -> Tensor:
-    if byte_lengths is None:
-        raise ValueError("texts in several tokenizers are compared by their bytes, which are not known")
-    return byte_lengths
+def teacher_objective(context: LossContext, batch: KDBatch, signal: HiddenSignal | TopKSignal) -> TeacherObjective:
+    """The term of one teacher."""
+    if isinstance(signal, HiddenSignal) and signal.side is not None:
+        return CrossTokenizerObjective(context, batch, signal)
+    return SameTokenizerObjective(context, batch, signal)
 
 
-def _nats_and_units(ce: Tensor, batch: KDBatch, texts: int, byte_lengths: Tensor | None) -> Tensor:
-    """See `TeacherObjective.sums_of_texts`; `ce` [b, s] is on the batch's tokens."""
-    units = batch.ce_mask != 0
-    if byte_lengths is not None:
-        units = units * byte_lengths[batch.labels.clamp(0, len(byte_lengths) - 1)]
-    return sums_of_texts([torch.where(units > 0, ce, 0), units], batch.text, texts)
+@dataclass(frozen=True)
+class MicrobatchObjective:
+    """The loss of one microbatch: CE, and the terms of all teachers with their shares."""
+
+    context: LossContext
+    batch: KDBatch
+    objective: Objective
+    teachers: tuple[TeacherObjective, ...]
+    shares: tuple[float, ...]
+    """Factor of each teacher's divergence in their sum."""
+    selecting: bool = False
+    """Each text has one teacher, the one with the lowest cross-entropy on it (`mkd.train.selection`)."""
+
+    @classmethod
+    def of(
+        cls, context: LossContext, batch: KDBatch, objective: Objective, signal: TeacherSignal | None
+    ) -> "MicrobatchObjective":
+        """The loss for a teacher's signal, which is None in a step without KD."""
+        ensemble = EnsembleSignal.of(signal)
+        teachers = tuple(teacher_objective(context, batch, one) for one in ensemble.signals)
+        return cls(context, batch, objective, teachers, ensemble.weights, ensemble.selecting)
+
+    def loss(self, student: Student) -> tuple[Tensor, dict[str, Mean], Tensor | None]:
+        """The sum over this microbatch's tokens.
+
+        Returns:
+            The differentiable sum; the means `ce` and `kd` (for several teachers `kd_1`, `kd_2`, ... and their sum);
+            and CE per token ([b, s]; None in a step without CE).
+        """
+        batch, objective, tokens = self.batch, self.objective, self.objective.tokens
+        # A weight of 0 removes a token from its term, so an evaluation at R = 0 or 1 must not weigh with R.
+        ce_scale = 1.0 if objective.evaluating else 1.0 - objective.ratio
+        ce_weight = ce_scale * flatten_tokens(batch.ce_mask) if objective.with_ce else None
+        outputs = self._outputs(student, ce_weight)
+        means: dict[str, Mean] = {}
+        ce = None if outputs[0].ce is None else unflatten_tokens(outputs[0].ce, batch)
+        if ce is not None:
+            means["ce"] = Mean.of(ce, batch.ce_mask, tokens.ce)
+        for number, (teacher, output) in enumerate(zip(self.teachers, outputs, strict=False)):
+            means["kd" + self.suffix(number)] = teacher.divergence(output, tokens)
+        if len(self.teachers) > 1:
+            means["kd"] = self._sum_of_divergences(means)
+        return sum((output.loss for output in outputs[1:]), start=outputs[0].loss), means, ce
+
+    def _outputs(self, student: Student, ce_weight: Tensor | None) -> list[LossOutput]:
+        """One output per teacher, CE with the first; CE alone without a teacher."""
+        spec = self.objective.spec
+        if not self.teachers:
+            return [_cross_entropy(student, self.batch, ce_weight, spec, self.context)]
+        return [
+            teacher.loss(
+                student,
+                ce_weight if number == 0 else None,
+                1.0 if self.objective.evaluating else self._factor(number),
+                spec,
+            )
+            for number, teacher in enumerate(self.teachers)
+        ]
+
+    def _factor(self, number: int) -> Tensor | float:
+        """The factor of a teacher's sum of divergences."""
+        objective = self.objective
+        scale = self.teachers[number].scale(objective.tokens)
+        return objective.ratio * objective.balance * self.shares[number] * scale
+
+    def evaluated(self, means: dict[str, Mean]) -> Tensor:
+        """The objective of an evaluation, whose sums do not carry R."""
+        kd = sum(self._factor(number) * means["kd" + self.suffix(number)].total for number in range(len(self.teachers)))
+        return (1.0 - self.objective.ratio) * means["ce"].total + kd
+
+    def _sum_of_divergences(self, means: dict[str, Mean]) -> Mean:
+        """The teachers' divergences, each by its own count and with its share, as a mean over the step's divisor."""
+        tokens = self.objective.tokens
+        parts = [
+            share * teacher.scale(tokens) * means["kd" + self.suffix(number)].total
+            for number, (share, teacher) in enumerate(zip(self.shares, self.teachers, strict=True))
+        ]
+        return Mean(sum(parts), tokens.divisor(self.batch), tokens.ce + tokens.kd)
+
+    def suffix(self, number: int) -> str:
+        """Suffix of the names of one teacher's means: none for a single teacher, else _1, _2, ..."""
+        return f"_{number + 1}" if len(self.teachers) > 1 else ""
+
+
+def flatten_tokens(tokens: Tensor) -> Tensor:
+    """[b, s] -> [s * b], the order in which Megatron's [s, b, H] activations flatten."""
+    return tokens.t().reshape(-1)
+
+
+def unflatten_tokens(values: Tensor, batch: KDBatch) -> Tensor:
+    """[s * b] -> [b, s]"""
+    return values.view(batch.tokens.shape[::-1]).t()
+
+
+def flatten_signal(signal: TopKSignal) -> SparseTeacher:
+    """[b, s, K] -> [s * b, K]"""
+    ids, logits, lse, tail_lse, counts = (
+        None if x is None else x.transpose(0, 1).flatten(0, 1)
+        for x in (signal.ids, signal.logits, signal.lse, signal.tail_lse, signal.counts)
+    )
+    return SparseTeacher(ids, logits, lse, tail_lse, signal.temperature, counts)
 
 
 def masked_sum(hidden: Tensor, mask: Tensor, groups: Groups) -> Tensor:
-    """Sum over [s, b, H] where the mask [s, b] is not 0; the hidden states may be a part of the sequence."""
+    """Sum over [s, b, H] where the mask [s, b] is not 0; under sequence parallelism `hidden` is [s/tp, b, H]."""
     sums = hidden.sum(dim=-1, dtype=torch.float32)
-    if sums.shape != mask.shape:  # sequence parallelism: this rank's part of the sequence
+    if sums.shape != mask.shape:
         mask = mask.chunk(groups.tp.size())[groups.tp.rank()]
     return torch.where(mask != 0, sums, 0).sum()
+
+
+def _cross_entropy(
+    student: Student, batch: KDBatch, ce_weight: Tensor, spec: LossSpec, context: LossContext
+) -> LossOutput:
+    return fused_linear_loss(
+        student.hidden,
+        student.weight,
+        None,
+        None,
+        flatten_tokens(batch.labels),
+        ce_weight,
+        None,
+        maps=LogitMaps(student=LogitMap(scale=student.logit_scale)),
+        **_common(student, spec, context),
+    )
+
+
+def _common(student: Student, spec: LossSpec, context: LossContext) -> dict[str, Any]:
+    return dict(
+        spec=spec,
+        true_vocab=context.true_vocab,
+        tp_group=context.groups.tp,
+        sequence_parallel=student.sequence_parallel,
+        upstream=student.upstream,
+        **asdict(context.options),
+    )

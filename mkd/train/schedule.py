@@ -1,8 +1,9 @@
-"""Teacher first, then student: wraps megatron's forward-backward schedules."""
+"""Teacher first, then student: wraps Megatron's forward-backward schedules."""
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -14,43 +15,46 @@ from mkd.data.token_counts import StepTokens, TextSize
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdDataError
 from mkd.teacher.interface import Teacher, TeacherSignal
-from mkd.train.hidden_layers import HiddenLayers
-from mkd.train.step import Objective, StepInput
+from mkd.train.hidden_layers import HiddenLayers, LayersOfMicrobatch
+from mkd.train.objective import Objective
+from mkd.train.step import StepInput
 
 
 @dataclass
 class StepRecord:
-    """What a step has read and waited for on this rank."""
+    """Sizes and waiting times of one step on this rank."""
 
+    objective: Objective
+    """R, T and the balance factor; its tokens are not counted."""
     text: TextSize
     data_s: float
-    """Seconds until its microbatches were there."""
+    """Seconds spent reading its microbatches."""
     cache_s: float | None = None
-    """Seconds until a teacher's stored answers were there (at once, if it runs itself); None without one."""
+    """Seconds spent waiting for cached targets (about 0 for a teacher that runs); None in a step without a teacher."""
     _teacher: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
-    def time(self, call: Callable[[], Any]) -> Any:
-        """Call the teacher."""
+    def time_teacher(self, compute: Callable[[], Any]) -> Any:
+        """Call `compute` between two events of the device."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        result = call()
+        result = compute()
         end.record()
         self._teacher.append((begin, end))
         return result
 
     def waits(self) -> dict[str, float]:
-        """Seconds by what they went to; of the teacher those of the device, in its forward passes or in unpacking its
-        answers. Waits for the device."""
+        """Seconds by cause; `teacher` is device time in its forward passes or in decoding cached targets. Waits for the
+        device."""
         for _, end in self._teacher:
             end.synchronize()
         teacher_s = sum(begin.elapsed_time(end) for begin, end in self._teacher) / 1000.0
-        known = {"data": self.data_s, "teacher": teacher_s if self._teacher else None, "cache": self.cache_s}
-        return {name: seconds for name, seconds in known.items() if seconds is not None}
+        seconds = {"data": self.data_s, "teacher": teacher_s if self._teacher else None, "cache": self.cache_s}
+        return {name: value for name, value in seconds.items() if value is not None}
 
 
 @dataclass
 class TeacherThenStudent:
-    """Draws a step's microbatches once, has the teacher look at them, and runs the student's own schedule over both.
+    """Reads a step's microbatches once, runs the teacher on them, and runs the student's own schedule over both.
 
     Without pipeline parallelism the teacher runs inside each microbatch's forward step, so one microbatch's hidden
     states exist at a time. With it, when its weights are offloaded, or when it has a layout of its own, it runs over
@@ -60,47 +64,85 @@ class TeacherThenStudent:
     kd: KDConfig
     groups: Groups
     teacher: Teacher | None
-    """None when nothing is learned from it (`KDConfig.is_plain_pretraining`)."""
+    """None in a run that never uses it (`KDConfig.is_plain_pretraining`)."""
     true_vocab: int
     current_iteration: Callable[[], int]
     hidden_layers: HiddenLayers | None = None
-    """None when no layers are paired."""
+    """None without --kd-hidden-loss."""
     length_multiple: int | None = None
-    """What the length of a microbatch is rounded up to when padding is cut off (`draw`); None when it is not."""
+    """The length of a trimmed microbatch is rounded up to a multiple of this; None leaves microbatches whole."""
     balance: Callable[[], float] = lambda: 1.0
     """Factor of KD in the present step (`mkd.train.balance`)."""
     _checked: set[bool] = field(default_factory=set)
-    """Phases (evaluating or not) whose first batch was compared between ranks."""
+    """Phases (evaluation or not) whose first batch was compared between ranks."""
     record: StepRecord | None = None
-    """Of the last step."""
+    """The record of the last step."""
 
     def around(self, schedule: Callable) -> Callable:
-        """`schedule`, a forward-backward function of megatron, with the teacher before it."""
+        """Wrap `schedule`, a forward-backward function of Megatron."""
 
         def run(*, data_iterator: Any, num_microbatches: int, forward_only: bool = False, **options: Any) -> list[dict]:
             source = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
-            began = time.monotonic()
-            whole = draw(source, num_microbatches, self.true_vocab, options["micro_batch_size"], self.length_multiple)
-            self.record = StepRecord(TextSize.of(whole), time.monotonic() - began)
-            self._check(whole, forward_only)
-            whole = self._prepared(whole, source, forward_only)
-            # Packed rows follow each other in one row; megatron's pipeline stages are to expect that shape.
-            options["micro_batch_size"], options["seq_length"] = whole[0].tokens.shape
-            inputs = self._inputs([batch.on_rank(self.groups.cp) for batch in whole], forward_only)
-            if isinstance(data_iterator, list):
-                iterators: Any = [iter(inputs) for _ in data_iterator]
-            else:
-                iterators = iter(inputs)
+            batches = self._read(source, num_microbatches, options["micro_batch_size"], forward_only)
+            # Packed rows follow each other in one row; Megatron's pipeline stages expect that shape.
+            options["micro_batch_size"], options["seq_length"] = batches[0].tokens.shape
+            batches = [batch.on_rank(self.groups.cp) for batch in batches]
+            objective = self._with_counts(self.record.objective, batches)
+            teaches = self._teaches(objective)
+            first = teaches and (self.groups.pp.size() > 1 or self.teacher.runs_before_student)
+            signals = self._signals(batches, first) if teaches else repeat(None)
+            layers = self._layer_targets(batches, objective, teacher_is_done=first)
+            inputs = map(StepInput, batches, repeat(objective), signals, layers)
             reports = schedule(
-                data_iterator=iterators, num_microbatches=num_microbatches, forward_only=forward_only, **options
+                data_iterator=_per_model_chunk(inputs, data_iterator),
+                num_microbatches=num_microbatches,
+                forward_only=forward_only,
+                **options,
             )
             if self.hidden_layers is not None:
-                self.hidden_layers.add_to(reports, [step.layers for step in inputs])
-            if self._wants_teacher(forward_only):
+                self.hidden_layers.add_to(reports, layers)
+            if teaches:
                 _add_to(reports, self.teacher.facts())
             return reports
 
         return run
+
+    def _read(self, source: Any, count: int, micro_batch_size: int, evaluating: bool) -> list[KDBatch]:
+        """The step's microbatches, whole and on the host, without KD where the teacher has no target."""
+        began = time.monotonic()
+        batches = draw(source, count, self.true_vocab, micro_batch_size, self.length_multiple)
+        objective = self._objective(evaluating)
+        self.record = StepRecord(objective, TextSize.of(batches), time.monotonic() - began)
+        self._check(batches, evaluating)
+        if not self._teaches(objective):
+            return batches
+        upcoming = Lookahead(source, len(batches), self.true_vocab, self.length_multiple, evaluating)
+        began = time.monotonic()
+        batches = self.teacher.prepare(batches, upcoming)
+        self.record.cache_s = time.monotonic() - began
+        return batches
+
+    def _objective(self, evaluating: bool) -> Objective:
+        """R, T and what is measured in the present step; its tokens are not counted yet."""
+        iteration = self.current_iteration()
+        return Objective(
+            ratio=self.kd.ratio_over_time.value(iteration),
+            spec=self.kd.loss_spec(iteration),
+            tokens=None,
+            evaluating=evaluating,
+            comparing=self.kd.compares(iteration),
+            balance=self.balance(),
+        )
+
+    def _with_counts(self, objective: Objective, batches: list[KDBatch]) -> Objective:
+        """Count the step's tokens. Collective over the data- and context-parallel ranks."""
+        if self.teacher is None:
+            return objective
+        return replace(objective, tokens=StepTokens.of(batches, self.groups.dp_cp, self.groups.cp.rank()))
+
+    def _teaches(self, objective: Objective) -> bool:
+        """True if the present step uses the teacher."""
+        return self.teacher is not None and objective.with_kd
 
     def _check(self, batches: list[KDBatch], evaluating: bool) -> None:
         shapes = {tuple(batch.tokens.shape) for batch in batches}
@@ -113,69 +155,35 @@ class TeacherThenStudent:
             check_same_batch(batches[0], self.groups.mp, self.groups.cp)
             self._checked.add(evaluating)
 
-    def _wants_teacher(self, evaluating: bool) -> bool:
-        """Whether the present step learns from the teacher, or is compared with it."""
-        if self.teacher is None:
-            return False
-        return evaluating or self.kd.ratio_over_time.value(self.current_iteration()) > 0.0
+    def _signals(self, batches: list[KDBatch], first: bool) -> Iterable[TeacherSignal | None]:
+        """One signal per microbatch: computed now, or when the iterator is advanced, in each forward step."""
+        if first:
+            signals = self._run_teacher(batches)
+            return signals if self.groups.is_last_stage else repeat(None)
+        return (self._run_teacher([batch])[0] for batch in batches)
 
-    def _prepared(self, batches: list[KDBatch], source: Any, evaluating: bool) -> list[KDBatch]:
-        """The batches as the teacher can serve them."""
-        if not self._wants_teacher(evaluating):
-            return batches
-        upcoming = Lookahead(source, len(batches), self.true_vocab, self.length_multiple, evaluating)
-        began = time.monotonic()
-        prepared = self.teacher.prepare(batches, upcoming)
-        self.record.cache_s = time.monotonic() - began
-        return prepared
+    def _run_teacher(self, batches: list[KDBatch]) -> list[TeacherSignal]:
+        return self.record.time_teacher(lambda: self.teacher.signals(batches))
 
-    def _inputs(self, batches: list[KDBatch], evaluating: bool) -> list[StepInput]:
-        iteration = self.current_iteration()
-        objective = Objective(
-            ratio=self.kd.ratio_over_time.value(iteration),
-            spec=self.kd.loss_spec(iteration),
-            evaluating=evaluating,
-            plain=self.teacher is None,
-            comparing=self.kd.compares(iteration),
-            balance=self.balance(),
+    def _layer_targets(
+        self, batches: list[KDBatch], objective: Objective, teacher_is_done: bool
+    ) -> Sequence[LayersOfMicrobatch | None]:
+        if self.hidden_layers is None:
+            return [None] * len(batches)
+        return self.hidden_layers.microbatches(
+            batches, objective.ratio, objective.evaluating, teacher_is_done, kd_scale=objective.tokens.kd_scale
         )
-        tokens = None if objective.plain else StepTokens.of(batches, self.groups.dp_cp, self.groups.cp.rank())
-        runs_before_student = self._wants_teacher(evaluating) and (
-            self.groups.pp.size() > 1 or self.teacher.runs_before_student
-        )
-        if runs_before_student:
-            stored = iter(self._ask(batches))
-            signals = (
-                [_constant(next(stored)) for _ in batches] if self.groups.is_last_stage else [_unused] * len(batches)
-            )
-        else:
-            signals = [self._lazily(batch) for batch in batches]
-        layers: list = [None] * len(batches)
-        if self.hidden_layers is not None:
-            layers = self.hidden_layers.microbatches(
-                batches, objective.ratio, evaluating, teacher_is_done=runs_before_student, kd_scale=tokens.kd_scale
-            )
-        return [
-            StepInput(batch, objective, tokens, signal, layer)
-            for batch, signal, layer in zip(batches, signals, layers, strict=True)
-        ]
 
-    def _lazily(self, batch: KDBatch) -> Callable[[], TeacherSignal]:
-        return lambda: self._ask([batch])[0]
 
-    def _ask(self, batches: list[KDBatch]) -> list[TeacherSignal]:
-        return self.record.time(lambda: self.teacher.signals(batches))
+def _per_model_chunk(inputs: Iterator[StepInput], data_iterator: Any) -> Any:
+    """The inputs in the shape of Megatron's data iterators: a list of iterators with virtual pipeline stages."""
+    if not isinstance(data_iterator, list):
+        return inputs
+    every = list(inputs)
+    return [iter(every) for _ in data_iterator]
 
 
 def _add_to(reports: list[dict], facts: Mapping[str, float]) -> None:
-    """Numbers that are the same on all ranks, as means that megatron takes."""
+    """Add numbers that are equal on all ranks, in the form of Megatron's means."""
     for report in reports:
         report |= {name: torch.tensor([value, 1.0], device="cuda") for name, value in facts.items()}
-
-
-def _constant(signal: TeacherSignal) -> Callable[[], TeacherSignal]:
-    return lambda: signal
-
-
-def _unused() -> TeacherSignal:
-    raise AssertionError("only the last stage looks at the teacher's signal")

@@ -1,68 +1,86 @@
-"""Which of several teachers teaches each text of a microbatch: the one that predicts it best."""
+"""Which of several teachers teaches each text of a microbatch: the one with the lowest cross-entropy on it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mkd.data.batch import KDBatch
-from mkd.data.token_counts import StepTokens
-from mkd.distributed.groups import Groups
-from mkd.train.evaluation import Mean, sums_of_texts
-from mkd.train.objective import TeacherObjective
+from mkd.train.objective import Mean, MicrobatchObjective, TeacherCE
+
+_TEXTS_PER_PRODUCT = 64
+"""Texts whose sums are one matrix product, with as many columns."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The same on all tensor- and context-parallel ranks of a microbatch."""
+    """The choice for the texts of a microbatch; the same on all its tensor- and context-parallel ranks."""
 
     chosen: Tensor
-    """[texts] int64 number of the teacher with the lowest cross-entropy; the first of equal ones."""
+    """[texts] int64 number of the teacher with the lowest cross-entropy; of equal ones the first."""
     supervised: Tensor
-    """[texts] bool: whether the text has a supervised token."""
-    teachers: int
+    """[texts] bool, True where the text has a supervised token."""
 
     @classmethod
     @torch.no_grad()
-    def of(
-        cls, terms: Sequence[TeacherObjective], batch: KDBatch, groups: Groups, sequence_parallel: bool
-    ) -> "Selection":
-        """Ask each teacher for its cross-entropy on the supervised tokens of each text.
+    def of(cls, microbatch: MicrobatchObjective, sequence_parallel: bool) -> "Selection":
+        """Compare the teachers' cross-entropy on the supervised tokens of each text.
 
-        Communication, whatever is chosen: an all-reduce of 8 (2 teachers + 1) bytes a text over the context-parallel
-        ranks, and one of 8 bytes a text over the tensor-parallel ones.
+        Cross-entropies are per token, or per byte of text where a teacher of the job has another tokenizer.
+        Communication, whatever is chosen: an all-reduce of 8 (2 teachers + 1) bytes per text over the context-parallel
+        ranks, and one of 8 bytes per text over the tensor-parallel ones.
 
         Args:
-            terms: of the teachers, in order.
-            batch: with the numbers of its texts (`KDBatch.with_texts`).
-            groups: of this rank.
-            sequence_parallel: whether the teachers' hidden states are cut along rows.
+            microbatch: its batch numbers its texts (`KDBatch.with_texts`).
+            sequence_parallel: True if the teachers' hidden states are cut along the sequence.
         """
-        texts = len(batch.keys)
+        batch, groups, teachers = microbatch.batch, microbatch.context.groups, microbatch.teachers
+        texts, per_byte = len(batch.keys), bool(microbatch.context.cross)
         sums = torch.cat(
             [
-                *(term.sums_of_texts(texts, sequence_parallel) for term in terms),
+                *(_nats_and_units(teacher.cross_entropy(sequence_parallel), texts, per_byte) for teacher in teachers),
                 sums_of_texts([batch.ce_mask], batch.text, texts),
             ]
         )
         dist.all_reduce(sums, group=groups.cp)
-        nats, units = sums[:-1].view(len(terms), 2, texts).unbind(1)
+        nats, units = sums[:-1].view(len(teachers), 2, texts).unbind(1)
         chosen = torch.where(units > 0, nats / units, torch.inf).argmin(dim=0)
-        # Ranks that differ in the last bit of a sum must not differ in what they teach.
+        # Ranks whose sums differ in the last bit must not differ in the selected teacher.
         dist.all_reduce(chosen, op=dist.ReduceOp.MAX, group=groups.tp)
-        return cls(chosen, sums[-1] > 0, len(terms))
+        return cls(chosen, sums[-1] > 0)
 
     def taught_by(self, number: int) -> Tensor:
         """[texts] fp32, 1 for the texts of one teacher."""
         return (self.chosen == number).float()
 
-    def shares(self, tokens: StepTokens, groups: Groups) -> dict[str, Mean]:
-        """Name -> share of the texts with a supervised token that each teacher was selected for."""
-        # Each text counts once, on the first of the context-parallel ranks, which all know it.
-        counted = self.supervised.float() * float(groups.cp.rank() == 0)
-        return {
-            f"selected_{number + 1}": Mean.of(self.taught_by(number), counted, tokens.ce)
-            for number in range(self.teachers)
-        }
+    def apply(self, microbatch: MicrobatchObjective) -> tuple[MicrobatchObjective, dict[str, Mean]]:
+        """Restrict each teacher to its texts.
+
+        Returns:
+            The restricted objective, and per teacher the share of the supervised texts that it was selected for.
+        """
+        tokens = microbatch.objective.tokens
+        # Each text counts once, on the first of the context-parallel ranks, all of which hold the choice.
+        counted = self.supervised.float() * float(microbatch.context.groups.cp.rank() == 0)
+        taught = [self.taught_by(number) for number in range(len(microbatch.teachers))]
+        teachers = tuple(t.restricted_to(texts) for t, texts in zip(microbatch.teachers, taught, strict=True))
+        shares = {f"selected_{n + 1}": Mean.of(texts, counted, tokens.ce) for n, texts in enumerate(taught)}
+        return replace(microbatch, teachers=teachers), shares
+
+
+def _nats_and_units(ce: TeacherCE, texts: int, per_byte: bool) -> Tensor:
+    """[2, texts] float64 of this rank's supervised tokens: the teacher's CE in nats, and their number or bytes."""
+    batch, units = ce.batch, ce.batch.ce_mask != 0
+    if per_byte:
+        if ce.byte_lengths is None:
+            raise ValueError("texts in several tokenizers are compared per byte, and the bytes of a token are unknown")
+        units = units * ce.byte_lengths[batch.labels.clamp(0, len(ce.byte_lengths) - 1)]
+    return sums_of_texts([torch.where(units > 0, ce.values, 0), units], batch.text, texts)
+
+
+def sums_of_texts(values: Sequence[Tensor], text: Tensor, texts: int) -> Tensor:
+    """[k, texts] float64: sums of k values [b, s] over the tokens of each text (`KDBatch.text`), in a fixed order."""
+    flat, number = torch.stack([value.double().flatten() for value in values]), text.flatten()[:, None]
+    blocks = torch.arange(texts, device=text.device).split(_TEXTS_PER_PRODUCT)
+    return torch.cat([flat @ (number == block).double() for block in blocks], dim=1)

@@ -17,6 +17,7 @@ from mkd.distributed.groups import Groups
 from mkd.job.training_loop import Hooks
 from mkd.losses import LossOptions, reference
 from mkd.train.schedule import TeacherThenStudent
+from mkd.train.objective import LossContext
 from mkd.train.step import ForwardStep
 from mkd.teacher.online import OnlineTeacher
 from tests.support.dist.kd_samples import ROW, ROWS, VOCAB, microbatches
@@ -69,7 +70,7 @@ def evaluate(rank: int, world_size: int, layout: Layout, models: Models) -> tupl
         schedule, log = TeacherThenStudent(models.kd, groups, teacher, VOCAB, lambda: 0), Log()
         hooks = Hooks(SimpleNamespace(kd=models.kd), schedule, log)
         options = LossOptions(chunk_rows=5)
-        step = ForwardStep(groups, VOCAB, options=options, byte_lengths=BYTES)
+        step = ForwardStep(LossContext(groups, VOCAB, options, byte_lengths=BYTES))
         batches = microbatches(models.data, layout.cp, layout.mbs, groups.dp.rank(), groups.dp.size(), models.masks)
         totals: dict[str, Tensor] = {}
         run = hooks.around(get_forward_backward_func(pp_size=layout.pp, vp_size=None))

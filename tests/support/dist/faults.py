@@ -69,7 +69,7 @@ def _local_divisor() -> Iterator[None]:
 
         return wrong
 
-    with _with_loss(lambda loss: loss), _patched(step.ForwardStep, "report", make):
+    with _with_loss(lambda loss: loss), _patched(step, "report", make):
         yield
 
 

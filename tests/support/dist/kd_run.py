@@ -19,6 +19,7 @@ from mkd.train.evaluation import CALIBRATION
 from mkd.distributed.groups import Groups
 from mkd.losses import LossOptions
 from mkd.train.schedule import TeacherThenStudent
+from mkd.train.objective import LossContext
 from mkd.train.step import ForwardStep
 from mkd.teacher.online import OnlineTeacher
 from tests.support.dist import kd_pairs
@@ -67,14 +68,14 @@ class _Run:
         self._chunks = build_student(layout, models, self._groups)
         self._optimizer = _optimizer(layout, self._chunks)
         self._schedule = TeacherThenStudent(models.kd, self._groups, self._teacher, VOCAB, lambda: 0)
-        options = LossOptions(chunk_rows=5)
-        self._step = ForwardStep(
+        context = LossContext(
             self._groups,
-            true_vocab=VOCAB,
-            options=options,
+            VOCAB,
+            LossOptions(chunk_rows=5),
             byte_lengths=kd_pairs.byte_lengths()[0] if models.select else None,
             cross=cross_settings(models, self._groups),
         )
+        self._step = ForwardStep(context)
 
     def result(self, steps: int) -> dict[str, Any]:
         before, of_teacher = parameter_parts(self._chunks), self._teacher_state()

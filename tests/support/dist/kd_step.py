@@ -41,7 +41,7 @@ from mkd.teacher.cache.teacher import CachedTeacher
 from mkd.teacher.resharded.teacher import ReshardedTeacher
 from mkd.teacher.online import OnlineTeacher
 from mkd.teacher.ensemble import SelectingTeachers, TeacherEnsemble
-from mkd.train.objective import CrossSetting
+from mkd.train.objective import CrossTokenizer, LossContext
 from mkd.xtoken.loss.xtoken_loss import XTokenLoss
 from tests.support.dist import kd_pairs
 from tests.support.dist.kd_samples import ROW, VOCAB, DataName, MaskName, microbatches
@@ -314,7 +314,7 @@ def _kd_step(layout: Layout, models: Models) -> dict[str, Any]:
     batches = microbatches(models.data, layout.segment_cp, layout.mbs, groups.dp.rank(), groups.dp.size(), models.masks)
     iterator = iter(batches)
     reports = run(
-        forward_step_func=ForwardStep(groups, true_vocab=VOCAB, options=LossOptions(chunk_rows=5), top_k=models.top_k),
+        forward_step_func=ForwardStep(LossContext(groups, VOCAB, LossOptions(chunk_rows=5), top_k=models.top_k)),
         data_iterator=[iterator] + [None] * (layout.vp - 1) if layout.vp > 1 else iterator,
         model=chunks,
         num_microbatches=len(batches),
@@ -398,13 +398,13 @@ def build_model_teacher(
     )
 
 
-def cross_settings(models: Models, groups: Groups) -> tuple[CrossSetting, ...]:
+def cross_settings(models: Models, groups: Groups) -> tuple[CrossTokenizer, ...]:
     """Of the teacher with another tokenizer, if there is one."""
     if models.xtoken is None:
         return ()
     size = groups.tp.size()
     vocabulary = kd_pairs.vocabulary(models.xtoken, PADDED // size, groups.tp.rank(), size)
-    return (CrossSetting(vocabulary, kd_pairs.byte_lengths()[1] if models.select else None),)
+    return (CrossTokenizer(vocabulary, kd_pairs.byte_lengths()[1] if models.select else None),)
 
 
 def build_student(layout: Layout, models: Models, groups: Groups, hooks: Sequence[Callable] = ()) -> list[nn.Module]:

@@ -7,12 +7,11 @@ from torch import Tensor
 
 from mkd.data.lookahead import NOTHING
 from mkd.data.batch import KDBatch
-from mkd.train.evaluation import rows_of
 from mkd.distributed.groups import Groups
-from mkd.losses import LossOptions, reference
+from mkd.losses import LossSpec, reference
 from mkd.train.selection import Selection
-from mkd.teacher.interface import HiddenSignal
-from mkd.train.objective import Setting, SameTokenizerObjective
+from mkd.teacher.interface import EnsembleSignal, HiddenSignal
+from mkd.train.objective import LossContext, MicrobatchObjective, Objective, flatten_tokens
 from mkd.xtoken.loss.reference import partition_kl
 from tests.support.dist import kd_pairs
 from tests.support.dist.kd_samples import VOCAB, microbatches
@@ -38,8 +37,8 @@ def select_truth(rank: int, world_size: int, models: Models) -> dict[str, Any]:
             best = min((0, 1), key=lambda number: rate(batch, signals.signals[number], models))
             if batch.ce_mask.any():
                 selected[best] += 1
-            used = rows_of(batch.ce_mask) != 0
-            ce = reference.cross_entropy(logits, rows_of(batch.labels))[used].sum()
+            used = flatten_tokens(batch.ce_mask) != 0
+            ce = reference.cross_entropy(logits, flatten_tokens(batch.labels))[used].sum()
             kd = divergence(batch, logits, signals.signals[best], models)
             total = total + (1.0 - models.ratio) * ce / tokens + models.ratio * kd / counts[best]
         total.backward()
@@ -63,7 +62,7 @@ def teacher_logits(signal: HiddenSignal, models: Models) -> Tensor:
 def rate(batch: KDBatch, signal: HiddenSignal, models: Models) -> float:
     """Nats of the supervised text: a token where all share the tokenizer, else a byte."""
     own = batch if signal.side is None else batch.others[0].batch
-    labels, used = rows_of(own.labels), rows_of(own.ce_mask) != 0
+    labels, used = flatten_tokens(own.labels), flatten_tokens(own.ce_mask) != 0
     ce = reference.cross_entropy(teacher_logits(signal, models).double(), labels)
     units = torch.ones_like(labels)
     if models.xtoken:
@@ -76,12 +75,12 @@ def divergence(batch: KDBatch, logits: Tensor, signal: HiddenSignal, models: Mod
     """Scalar: the sum over the tokens or chunks of the microbatch, which has one text."""
     spec, teacher = models.kd.loss_spec(0), teacher_logits(signal, models)
     if signal.side is None:
-        return reference.forward_kl(logits, teacher, spec)[rows_of(batch.kd_mask) != 0].sum()
+        return reference.forward_kl(logits, teacher, spec)[flatten_tokens(batch.kd_mask) != 0].sum()
     other, pairs = batch.others[0], kd_pairs.common(torch.Generator().manual_seed(kd_pairs.PAIRS_SEED))
     total = logits.sum() * 0.0
     for chunk in range(other.chunks):
-        s, t = rows_of(other.student_chunk) == chunk, rows_of(other.chunk) == chunk
-        labels = rows_of(batch.labels)[s], rows_of(other.batch.labels)[t]
+        s, t = flatten_tokens(other.student_chunk) == chunk, flatten_tokens(other.chunk) == chunk
+        labels = flatten_tokens(batch.labels)[s], flatten_tokens(other.batch.labels)[t]
         total = total + partition_kl(logits[s], teacher[t], *labels, pairs, spec)
     return total
 
@@ -102,7 +101,9 @@ def clear_case(rank: int, world_size: int, layout: Layout) -> tuple[list[int], l
         head = torch.eye(96)[groups.tp.rank() * width :][:width]
         right = 3.0 * torch.nn.functional.one_hot(batch.labels.t(), 96).float()
         knows = torch.tensor([[0.0, 1.0, 1.0, 0.0], [1.0, 0.0, 0.0, 1.0]])[:, None, :, None]
-        setting = Setting(groups, VOCAB, LossOptions(), top_k=None, top_k_tail="bucket")
-        terms = [SameTokenizerObjective(setting, batch, HiddenSignal(share * right, head)) for share in knows]
-        found = Selection.of(terms, batch, groups, sequence_parallel=False)
+        signals = tuple(HiddenSignal(share * right, head) for share in knows)
+        objective = Objective(ratio=1.0, spec=LossSpec(), tokens=None)
+        ensemble = EnsembleSignal(signals, (1.0, 1.0), selecting=True)
+        microbatch = MicrobatchObjective.of(LossContext(groups, VOCAB), batch, objective, ensemble)
+        found = Selection.of(microbatch, sequence_parallel=False)
         return found.chosen.tolist(), found.supervised.tolist()

@@ -11,7 +11,8 @@ from mkd.data.batch import KDBatch
 from mkd.data.token_counts import StepTokens
 from mkd.losses import reference
 from mkd.teacher.interface import HiddenSignal
-from mkd.train.step import ForwardStep, Objective, StepInput, _HeadLoss
+from mkd.train.objective import LossContext, MicrobatchObjective, Objective
+from mkd.train.step import MicrobatchLoss
 from tests.support.tolerance import FP32, assert_close_norm
 
 VOCAB, WIDTH = 9, 4
@@ -40,15 +41,14 @@ def defined(hidden, weight, teacher, labels, student_scale, teacher_scale):
 @pytest.mark.parametrize(("student_scale", "teacher_scale"), [(1.0, 1.0), (0.25, 3.0)])
 def test_loss_and_gradients(student_scale, teacher_scale):
     one = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-    owner = ForwardStep(SimpleNamespace(tp=one, is_last_stage=True), true_vocab=VOCAB)
+    context = LossContext(SimpleNamespace(tp=one), VOCAB)
     labels = torch.tensor([[1, 2, 3], [4, 8, 0]])
     batch = KDBatch(labels, labels, torch.ones(2, 3), torch.ones(2, 3), labels)
     signal = HiddenSignal(random(3, 2, WIDTH) + 1, random(VOCAB, WIDTH), teacher_scale)
-    objective = Objective(ratio=RATIO, spec=LossSpec(), evaluating=False, plain=False)
-    step = StepInput(batch, objective, StepTokens(batch.ce_mask.sum(), batch.kd_mask.sum()), lambda: signal)
+    objective = Objective(RATIO, LossSpec(), StepTokens(batch.ce_mask.sum(), batch.kd_mask.sum()))
 
     layer, hidden = nn.Linear(WIDTH, VOCAB, bias=False), random(3, 2, WIDTH).requires_grad_()
-    loss = _HeadLoss(owner, step)(
+    loss = MicrobatchLoss(MicrobatchObjective.of(context, batch, objective, signal))(
         hidden_states=hidden, output_layer=layer, output_weight=None, config=student_config(student_scale)
     )
     loss.backward()
@@ -63,13 +63,16 @@ def test_loss_and_gradients(student_scale, teacher_scale):
 
 def test_reports_of_an_evaluation():
     one = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-    owner = ForwardStep(SimpleNamespace(tp=one, is_last_stage=True), true_vocab=VOCAB)
+    context = LossContext(SimpleNamespace(tp=one), VOCAB)
     labels = torch.tensor([[1, 2, 3], [4, 8, 0]])
     batch = KDBatch(labels, labels, torch.ones(2, 3), torch.ones(2, 3), labels)
     signal = HiddenSignal(random(3, 2, WIDTH) + 1, random(VOCAB, WIDTH), 3.0)
-    objective = Objective(ratio=RATIO, spec=LossSpec(), evaluating=True, plain=False)
-    head = _HeadLoss(owner, StepInput(batch, objective, StepTokens(*torch.full((2,), 6.0)), lambda: signal))
+    objective = Objective(RATIO, LossSpec(), StepTokens(*torch.full((2,), 6.0)), evaluating=True)
+    microbatch_loss = MicrobatchLoss(MicrobatchObjective.of(context, batch, objective, signal))
     layer = nn.Linear(WIDTH, VOCAB, bias=False)
-    head(hidden_states=random(3, 2, WIDTH), output_layer=layer, output_weight=None, config=student_config(1.0))
+    loss = microbatch_loss(
+        hidden_states=random(3, 2, WIDTH), output_layer=layer, output_weight=None, config=student_config(1.0)
+    )
+    _, _, report = microbatch_loss.report(loss)
     _, expected = defined(random(3, 2, WIDTH), layer.weight, signal.hidden, labels, 1.0, 3.0)
-    assert_close_norm(head._means["teacher_ce"].total, expected.sum(), FP32, "the teacher's CE")
+    assert_close_norm(report["teacher_ce"][0], expected.sum(), FP32, "the teacher's CE")

@@ -15,7 +15,8 @@ from mkd.errors import MkdNumericError
 from mkd.teacher.interface import HiddenSignal
 from mkd.train import nan_check as guards
 from mkd.train.nan_check import FiniteCheck, check_loss_scale
-from mkd.train.step import ForwardStep, Objective, StepInput, _HeadLoss
+from mkd.train.objective import LossContext, MicrobatchObjective, Objective
+from mkd.train.step import MicrobatchLoss
 
 KEY = bytes(range(16))
 
@@ -51,14 +52,14 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return one
 
 
-def head_loss(check: FiniteCheck, hidden: torch.Tensor, kd_mask: torch.Tensor) -> _HeadLoss:
+def head_loss(check: FiniteCheck, hidden: torch.Tensor, kd_mask: torch.Tensor) -> MicrobatchLoss:
     one = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-    owner = ForwardStep(SimpleNamespace(tp=one, is_last_stage=True), true_vocab=9, finite=check)
+    context = LossContext(SimpleNamespace(tp=one), true_vocab=9)
     tokens = torch.zeros(2, 3, dtype=torch.long)
     batch = KDBatch(tokens, tokens, torch.ones(2, 3), kd_mask, tokens, keys=(KEY, KEY))
-    objective = Objective(ratio=0.5, spec=LossSpec(), evaluating=False, plain=False)
-    tokens = StepTokens(batch.ce_mask.sum(), batch.kd_mask.sum())
-    return _HeadLoss(owner, StepInput(batch, objective, tokens, lambda: HiddenSignal(hidden, torch.zeros(9, 4))))
+    objective = Objective(0.5, LossSpec(), StepTokens(batch.ce_mask.sum(), batch.kd_mask.sum()))
+    signal = HiddenSignal(hidden, torch.zeros(9, 4))
+    return MicrobatchLoss(MicrobatchObjective.of(context, batch, objective, signal), check)
 
 
 def test_a_teacher_that_is_not_finite_is_named(machine: SimpleNamespace) -> None:
