@@ -13,24 +13,6 @@ from types import ModuleType
 from typing import Any, Protocol
 
 
-def padding_of_stage(chunk: Any, padding: Any) -> Any:
-    """The padding mask ([b, s] bool, or None) as a stage of a GPTModel takes it, whose routers leave padding out of
-    their balance of experts then. None for a dense model, and for the one way of balancing that takes no mask.
-
-    megatron-core 0.19 cuts the mask over sequence-parallel ranks on the first pipeline stage only; the routers of the
-    others would take a mask of all tokens for one of their own.
-    """
-    config = chunk.config
-    if padding is None or not config.num_moe_experts:
-        return None
-    if config.moe_router_load_balancing_type == "quantile_balancing":
-        return None
-    if config.sequence_parallel and not chunk.pre_process:
-        tp = chunk.pg_collection.tp
-        return padding.chunk(tp.size(), dim=1)[tp.rank()].contiguous()
-    return padding
-
-
 def balance_experts_over_unequal_ranks() -> None:
     """Scale the balance loss of experts alike however many tensor- and context-parallel ranks share a sequence, and
     however its padding is spread over them. Calling it again does nothing.

@@ -36,6 +36,41 @@ def lm_head(model: GPTModel) -> Tensor:
     return model.output_layer.weight
 
 
+def output_head(
+    output_layer: nn.Module, output_weight: Tensor | None, config: TransformerConfig
+) -> tuple[Tensor, float]:
+    """The LM head that a GPTModel passes to its output processor, complete after a parameter sync.
+
+    Args:
+        output_layer: the LM head's module.
+        output_weight: [V/tp, H], where the LM head is the embedding.
+        config: the model's.
+
+    Returns:
+        [V/tp, H] its weight, and the scale of its logits.
+    """
+    finish_parameter_sync(output_layer)
+    return output_layer.weight if output_weight is None else output_weight, logit_scale(config)
+
+
+def router_padding_mask(chunk: GPTModel, padding: Tensor | None) -> Tensor | None:
+    """The padding mask [b, s] as a stage of a GPTModel takes it, so that its routers leave padding out of their balance
+    of experts. None for a dense model, and for the one kind of balancing that takes no mask.
+
+    megatron-core 0.19 cuts the mask over sequence-parallel ranks on the first pipeline stage only; the routers of the
+    other stages would take a mask of all tokens for one of their own.
+    """
+    config = chunk.config
+    if padding is None or not config.num_moe_experts:
+        return None
+    if config.moe_router_load_balancing_type == "quantile_balancing":
+        return None
+    if config.sequence_parallel and not chunk.pre_process:
+        tp = chunk.pg_collection.tp
+        return padding.chunk(tp.size(), dim=1)[tp.rank()].contiguous()
+    return padding
+
+
 def logit_scale(config: TransformerConfig) -> float:
     """What a model multiplies the product of its LM head with: 1, unless `--use-mup` says otherwise.
 

@@ -97,7 +97,7 @@ class OnlineTeacher:
         self._enter_device()
         hidden = list(self._hidden_states(batches))
         signals = []
-        if self._groups.is_last_stage:
+        if hidden:  # on the last stage
             # Stays on the device after the other weights have left it.
             head = lm_head(self._model).detach() if self._head is None else self._head
             signals = [HiddenSignal(h, head, logit_scale(self._model.config), self._side) for h in hidden]

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from mkd.data.batch import KDBatch
-from mkd.data.token_counts import StepTokens
 from mkd.losses import Comparison, LogitMap, LogitSource, SparseTeacher, compare_models
 from mkd.teacher.interface import TopKSignal
 from mkd.train.objective import (
     Mean,
     MicrobatchObjective,
     SameTokenizerObjective,
+    StepTokens,
     Student,
     TeacherCE,
     flatten_signal,

@@ -1,7 +1,7 @@
 """Numbers that are not finite end the run before the optimizer sees them, on all ranks, with their source."""
 
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,13 +31,14 @@ class FiniteCheck:
 
     _noted: list[tuple[str, KDBatch, Tensor]] = field(default_factory=list)
 
-    def note(self, source: str, value: Tensor, batch: KDBatch) -> None:
-        """Args:
-        source: what `value` is, for the message.
-        value: of any shape; a sum shows a number that is not finite in any of its terms.
-        batch: the microbatch that it was computed from.
+    def note(self, values: Mapping[str, Tensor], batch: KDBatch) -> None:
+        """Keep tensors for the check.
+
+        Args:
+            values: name in the message -> tensor of any shape; a sum is not finite if any of its terms is not.
+            batch: the microbatch that they were computed from.
         """
-        self._noted.append((source, batch, torch.isfinite(value.detach()).all()))
+        self._noted += [(source, batch, torch.isfinite(value.detach()).all()) for source, value in values.items()]
 
     def after_pass(self, chunks: list[Any], iteration: int, evaluating: bool) -> None:
         """Judge a step. Collective over all ranks.

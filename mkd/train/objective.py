@@ -10,15 +10,17 @@ A teacher that shares the student's tokenizer is compared per token (`SameTokeni
 tokenizer per aligned text chunk (`CrossTokenizerObjective`).
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from mkd.config.values import LossSpec
 from mkd.data.batch import KDBatch, TeacherTokens
-from mkd.data.token_counts import StepTokens
 from mkd.distributed.groups import Groups
 from mkd.losses import (
     LogitMap,
@@ -50,6 +52,54 @@ class Mean(NamedTuple):
     def of(cls, values: Tensor, mask: Tensor, count_of_step: Tensor | None) -> "Mean":
         """The mean of `values` over the tokens of `mask`; both [b, s]."""
         return cls((values * mask).sum(), mask.sum(), count_of_step)
+
+
+@dataclass(frozen=True)
+class StepTokens:
+    """Token counts over all microbatches and all ranks that hold other tokens; fp64 scalars on the batches' device.
+
+    The gradient of a step is divided once, by the sum of `divisor` over microbatches and ranks. Where distillation has
+    a mask of its own, the factor `kd_scale` of its term turns that division into one by the term's own count.
+    """
+
+    ce: Tensor
+    """Tokens with cross-entropy."""
+    kd: Tensor
+    """Tokens with a divergence."""
+    chunks: tuple[Tensor, ...] = ()
+    """Text chunks with a divergence, per view in `KDBatch.others`."""
+
+    @classmethod
+    def of(cls, batches: Sequence[KDBatch], group: ProcessGroup, cp_rank: int = 0) -> "StepTokens":
+        """Count the tokens of a step: one all-reduce of 16 bytes and 8 per view, without a wait of the host.
+
+        Args:
+            batches: this rank's microbatches.
+            group: the data- and context-parallel ranks.
+            cp_rank: rank among the context-parallel ones, each of which holds all text chunks of a microbatch.
+        """
+        masks = [(batch.ce_mask, batch.kd_mask) for batch in batches]
+        counts = torch.stack([torch.stack([m.sum(dtype=torch.float64) for m in pair]) for pair in masks]).sum(dim=0)
+        chunks = [[other.chunks if cp_rank == 0 else 0 for other in batch.others] for batch in batches]
+        counts = torch.cat([counts, torch.tensor(chunks, dtype=torch.float64).sum(dim=0).to(counts.device)])
+        dist.all_reduce(counts, group=group)
+        return cls(counts[0], counts[1], tuple(counts[2:]))
+
+    def divisor(self, batch: KDBatch) -> Tensor:
+        """One microbatch's share of the divisor of the step's gradient, a scalar: its tokens with cross-entropy, or
+        those with a divergence in a step where no token has cross-entropy."""
+        return torch.where(self.ce > 0, batch.ce_mask.sum(), batch.kd_mask.sum())
+
+    @property
+    def kd_scale(self) -> Tensor:
+        """`scale` of the tokens with a divergence; exactly 1 where the masks are equal or one of them is empty."""
+        return self.scale(self.kd)
+
+    def scale(self, count: Tensor) -> Tensor:
+        """The step's divisor over the count of a term, fp32 scalar; 1 where one of them is 0."""
+        divisor = torch.where(self.ce > 0, self.ce, self.kd)
+        both = (divisor > 0) & (count > 0)
+        return torch.where(both, divisor / count.clamp(min=1.0), 1.0).float()
 
 
 @dataclass(frozen=True)
@@ -360,9 +410,11 @@ class MicrobatchObjective:
         cls, context: LossContext, batch: KDBatch, objective: Objective, signal: TeacherSignal | None
     ) -> "MicrobatchObjective":
         """The loss for a teacher's signal, which is None in a step without KD."""
-        ensemble = EnsembleSignal.of(signal)
-        teachers = tuple(teacher_objective(context, batch, one) for one in ensemble.signals)
-        return cls(context, batch, objective, teachers, ensemble.weights, ensemble.selecting)
+        if isinstance(signal, EnsembleSignal):
+            teachers = tuple(teacher_objective(context, batch, one) for one in signal.signals)
+            return cls(context, batch, objective, teachers, signal.weights, signal.selecting)
+        teachers = () if signal is None else (teacher_objective(context, batch, signal),)
+        return cls(context, batch, objective, teachers, (1.0,) * len(teachers))
 
     def loss(self, student: Student) -> tuple[Tensor, dict[str, Mean], Tensor | None]:
         """The sum over this microbatch's tokens.
@@ -420,6 +472,10 @@ class MicrobatchObjective:
             for number, (share, teacher) in enumerate(zip(self.shares, self.teachers, strict=True))
         ]
         return Mean(sum(parts), tokens.divisor(self.batch), tokens.ce + tokens.kd)
+
+    def finite_sums(self) -> list[Tensor]:
+        """`TeacherObjective.finite_sum` of each teacher."""
+        return [teacher.finite_sum() for teacher in self.teachers]
 
     def suffix(self, number: int) -> str:
         """Suffix of the names of one teacher's means: none for a single teacher, else _1, _2, ..."""

@@ -11,12 +11,12 @@ import torch
 from mkd.config.kd_config import KDConfig
 from mkd.data.batch import KDBatch, check_same_batch, draw
 from mkd.data.lookahead import Lookahead
-from mkd.data.token_counts import StepTokens, TextSize
+from mkd.data.token_counts import TextSize
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdDataError
 from mkd.teacher.interface import Teacher, TeacherSignal
 from mkd.train.hidden_layers import HiddenLayers, LayersOfMicrobatch
-from mkd.train.objective import Objective
+from mkd.train.objective import Objective, StepTokens
 from mkd.train.step import StepInput
 
 

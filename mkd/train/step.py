@@ -8,9 +8,8 @@ import torch
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
-from mkd.compat import padding_of_stage
 from mkd.data.batch import KDBatch
-from mkd.models.gpt import finish_parameter_sync, logit_scale
+from mkd.models.gpt import output_head, router_padding_mask
 from mkd.teacher.interface import TeacherSignal
 from mkd.train.evaluation import CALIBRATION, bits_per_byte, measure
 from mkd.train.hidden_layers import LayersOfMicrobatch
@@ -58,7 +57,7 @@ class ForwardStep:
         tokens = (batch.tokens, batch.position_ids, None)
         options = {
             "packed_seq_params": batch.packed,
-            "padding_mask": padding_of_stage(unwrap_model(model), batch.padding),
+            "padding_mask": router_padding_mask(unwrap_model(model), batch.padding),
         }
         if step.objective.tokens is None:
             output = model(*tokens, labels=batch.labels, **options)
@@ -76,7 +75,10 @@ class ForwardStep:
         means = {"ce": mean}
         if step.objective.evaluating:
             means |= bits_per_byte("", ce, batch, self.context.byte_lengths)
-        return report(means, mean.total, mean.total, batch, step.objective, self.finite)
+        if self.finite is not None:
+            self.finite.note(_checked(means, mean.total), batch)
+        found = report(means, mean.total, batch, step.objective)
+        return mean.total, found["loss"][1].int(), found
 
 
 @dataclass
@@ -110,11 +112,11 @@ class MicrobatchLoss:
             output_weight: [V/tp, H], where the LM head is the embedding.
             config: the student's TransformerConfig.
         """
-        finish_parameter_sync(output_layer)
+        weight, logit_scale = output_head(output_layer, output_weight, config)
         student = Student(
             hidden=hidden_states.flatten(0, 1),
-            weight=output_layer.weight if output_weight is None else output_weight,
-            logit_scale=logit_scale(config),
+            weight=weight,
+            logit_scale=logit_scale,
             sequence_parallel=config.sequence_parallel,
             upstream=_loss_scale(config, hidden_states.device),
         )
@@ -134,38 +136,20 @@ class MicrobatchLoss:
     def report(self, loss: Tensor) -> Report:
         """The report of the microbatch, after the last stage's forward pass."""
         microbatch = self.microbatch
-        if self.finite is not None:
-            for number, teacher in enumerate(microbatch.teachers):
-                source = TEACHER + (f" (teacher {number + 1})" if len(microbatch.teachers) > 1 else "")
-                self.finite.note(source, teacher.finite_sum(), microbatch.batch)
         total = loss if self._total is None else self._total
-        found = report(self._means, loss, total, microbatch.batch, microbatch.objective, self.finite)
+        if self.finite is not None:
+            sums = microbatch.finite_sums()
+            numbers = [f" (teacher {number + 1})" for number in range(len(sums))] if len(sums) > 1 else [""]
+            teachers = {TEACHER + number: value for number, value in zip(numbers, sums, strict=False)}
+            self.finite.note(teachers | _checked(self._means, total), microbatch.batch)
+        found = report(self._means, total, microbatch.batch, microbatch.objective)
         if self._calibration is not None:
-            found[2][CALIBRATION] = self._calibration
-        return found
+            found[CALIBRATION] = self._calibration
+        return loss, found["loss"][1].int(), found
 
 
-def report(
-    means: dict[str, Mean],
-    loss: Tensor,
-    total: Tensor,
-    batch: KDBatch,
-    objective: Objective,
-    finite: FiniteCheck | None,
-) -> Report:
-    """A microbatch's report to Megatron's schedule.
-
-    Args:
-        means: what is reported beside the loss.
-        loss: the sum that is differentiated.
-        total: the sum that is reported as the loss.
-        batch, objective: of the microbatch.
-        finite: collects the sums for the NaN/Inf check.
-    """
-    if finite is not None:
-        for name, mean in means.items():
-            finite.note(_SOURCES.get(name, name), mean.total, batch)
-        finite.note("the loss", total, batch)
+def report(means: dict[str, Mean], total: Tensor, batch: KDBatch, objective: Objective) -> dict[str, Tensor]:
+    """{name: [sum, count]} of a microbatch; `total` is the sum reported as the loss, with its part of the divisor."""
     divisor = batch.ce_mask.sum() if objective.tokens is None else objective.tokens.divisor(batch)
     found = {"loss": torch.stack([total.detach(), divisor])}
     for name, mean in means.items():
@@ -174,7 +158,12 @@ def report(
             # A term without a token in the whole step reports 0; an evaluation's means are over many steps.
             count = torch.where(mean.count_of_step > 0, count, 1.0)
         found[name] = torch.stack([mean.total.detach(), count])
-    return loss, divisor.int(), found
+    return found
+
+
+def _checked(means: dict[str, Mean], total: Tensor) -> dict[str, Tensor]:
+    """The sums of the NaN/Inf check by their names in its message."""
+    return {_SOURCES.get(name, name): mean.total for name, mean in means.items()} | {"the loss": total}
 
 
 def _loss_scale(config: Any, device: torch.device) -> Tensor | float:

@@ -14,7 +14,7 @@ from mkd.train import step
 from mkd.train import objective as terms
 from mkd.distributed.context_parallel import dual_chunk_places
 from mkd.data.batch import KDBatch
-from mkd.data.token_counts import StepTokens
+from mkd.train.objective import StepTokens
 from mkd.losses import LossOutput
 from mkd.teacher.resharded import plan as teacher_layout
 from mkd.teacher.resharded.exchange import StepExchange
@@ -69,7 +69,7 @@ def _local_divisor() -> Iterator[None]:
 
         return wrong
 
-    with _with_loss(lambda loss: loss), _patched(step, "report", make):
+    with _with_loss(lambda loss: loss), _patched(step.MicrobatchLoss, "report", make):
         yield
 
 

@@ -8,10 +8,9 @@ from torch import nn
 
 from mkd.config.kd_config import LossSpec
 from mkd.data.batch import KDBatch
-from mkd.data.token_counts import StepTokens
 from mkd.losses import reference
 from mkd.teacher.interface import HiddenSignal
-from mkd.train.objective import LossContext, MicrobatchObjective, Objective
+from mkd.train.objective import LossContext, MicrobatchObjective, Objective, StepTokens
 from mkd.train.step import MicrobatchLoss
 from tests.support.tolerance import FP32, assert_close_norm
 
