@@ -54,7 +54,7 @@ def write(folder: Path, args: argparse.Namespace, values: Values) -> list[KDBatc
         tokens = torch.from_numpy(draws.integers(0, args.vocab, (1, args.row_length)))
         sample = {"tokens": tokens, "labels": tokens, "position_ids": tokens, "loss_mask": torch.ones(tokens.shape)}
         batches.append(KDBatch.from_sample(sample, args.vocab))
-        writer.add(batches[-1].keys[0], made_up_rows(args.row_length, args.vocab, args.top_k, draws))
+        writer.add(batches[-1].segment_hashes[0], made_up_rows(args.row_length, args.vocab, args.top_k, draws))
     writer.flush()
     return batches
 

@@ -205,7 +205,7 @@ class MegatronModels:
         sample = {name: value.cpu() for name, value in self.sample.items()}
         folder = Path(self.folders.enter_context(tempfile.TemporaryDirectory()))
         writer = StoreWriter(folder, CacheMeta("made up", None, self.args.vocab, top_k, "log12"))
-        for key in KDBatch.from_sample(sample, self.args.vocab).keys:
+        for key in KDBatch.from_sample(sample, self.args.vocab).segment_hashes:
             rows = made_up_rows(self.args.seq_length, self.args.vocab, top_k, np.random.default_rng(0))
             writer.add(key, rows)
         writer.flush()

@@ -27,8 +27,8 @@ from mkd.data.sources.chat import Conversation  # noqa: E402
 from mkd.data.sources.text import JSON_SUFFIXES, RawBatch, decode, json_object, parse, require_unicode  # noqa: E402
 from mkd.errors import MkdConfigError, MkdDataError, exit_status  # noqa: E402
 from mkd.xtoken.text.alignment import NO_CHUNK  # noqa: E402
-from mkd.xtoken.text.samples import AlignedSample, Passage, align_sample  # noqa: E402
-from mkd.xtoken.text.token_bytes import surfaces_of  # noqa: E402
+from mkd.xtoken.text.samples import AlignedPair, Passage, align_sample  # noqa: E402
+from mkd.xtoken.text.token_bytes import read_token_bytes  # noqa: E402
 from mkd.xtoken.text.tokens import SpanTokenizer  # noqa: E402
 
 COLORS = ("black on cyan", "black on green", "black on yellow", "white on blue", "white on magenta")
@@ -80,7 +80,7 @@ def sample_of(args: argparse.Namespace) -> str | Conversation:
 
 def spellings(tokenizer: SpanTokenizer, ids: np.ndarray) -> list[str]:
     """What tokens spell, with visible white space; bytes that are no text as hexadecimal numbers."""
-    surfaces = surfaces_of(tokenizer).of_id
+    surfaces = read_token_bytes(tokenizer).of_id
     found = []
     for number in ids.tolist():
         surface = surfaces[number]
@@ -111,7 +111,7 @@ def colored(tokens: list[str], chunks: np.ndarray) -> Text:
     return text
 
 
-def show(sample: AlignedSample, student: SpanTokenizer, teacher: SpanTokenizer, console: Console) -> None:
+def show(sample: AlignedPair, student: SpanTokenizer, teacher: SpanTokenizer, console: Console) -> None:
     """Print both sides and how much of them is aligned."""
     table = Table("student", "teacher", expand=True, padding=(0, 1))
     sides = (

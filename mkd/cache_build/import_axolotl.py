@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from mkd.data.batch import segment_key
+from mkd.data.batch import segment_hash
 from mkd.errors import MkdDataError
 from mkd.teacher.cache.record_format import TokenRows
 from mkd.teacher.cache.store import CacheMeta
@@ -195,7 +195,7 @@ class ImportPlan:
             # Of a token that is not named no more is known than that it is less likely than those that are.
             label[t - 1] = own[0] if len(own) else min(tail[t - 1], log_p[order].min())
         lse = np.zeros((count, 1), dtype=np.float32)
-        return segment_key(torch.from_numpy(text.ids[:-1])), TokenRows(ids, logits, lse, label, tail[:, None])
+        return segment_hash(torch.from_numpy(text.ids[:-1])), TokenRows(ids, logits, lse, label, tail[:, None])
 
 
 @dataclass

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mkd.cache_build.sampling import counted, uniforms
 from mkd.data.batch import KDBatch
-from mkd.distributed.context_parallel import dual_chunk_places
+from mkd.distributed.context_parallel import dual_chunk_positions
 from mkd.distributed.groups import Groups
 from mkd.losses.logits import LogitMap
 from mkd.losses.measure.sampling import label_logits, teacher_draws
@@ -85,7 +85,7 @@ class Answers:
             numbers[places] = uniforms(key, places.stop - places.start, draws)
         numbers = numbers.view(*whole.tokens.shape, draws)
         if self.groups.cp.size() > 1:
-            part = dual_chunk_places(whole.bounds, self.groups.cp.rank(), self.groups.cp.size())
+            part = dual_chunk_positions(whole.bounds, self.groups.cp.rank(), self.groups.cp.size())
         numbers = numbers[:, part].transpose(0, 1).flatten(0, 1).to(hidden.device)
         temperature = self.meta.temperatures[-1]
         sums = dict(temperatures=(1.0,), chunk_rows=self.chunk_rows)
@@ -105,7 +105,7 @@ class Answers:
             return None
         everything = columns.new_empty((columns.shape[0], whole.tokens.shape[1], columns.shape[2]))
         for rank, part in enumerate(parts):
-            places = dual_chunk_places(whole.bounds, rank, cp.size()).to(part.device)
+            places = dual_chunk_positions(whole.bounds, rank, cp.size()).to(part.device)
             everything[:, places] = part
         return everything
 

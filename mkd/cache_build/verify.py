@@ -11,7 +11,7 @@ from torch.utils.data import default_collate
 from mkd.cache_build.job import CacheJob
 from mkd.cache_build.targets import Answers
 from mkd.cache_build.texts import Rows
-from mkd.data.batch import draw
+from mkd.data.batch import next_microbatches
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdCacheError
 from mkd.teacher.cache.record_format import TokenRows
@@ -79,7 +79,7 @@ def ask_again(job: CacheJob, groups: Groups, teacher: Teacher, rows: Rows, segme
         row = rows[int(index)]
         if not any(store.find([key for key, _ in row.texts])):
             continue
-        (whole,) = draw(iter([default_collate([row.sample])]), 1, job.meta.true_vocab, 1, multiple)
+        (whole,) = next_microbatches(iter([default_collate([row.sample])]), 1, job.meta.true_vocab, 1, multiple)
         stored = {key: places for key, places in whole.segments() if store.find([key])[0] is not None}
         for signal in teacher.signals([whole.on_rank(groups.cp)]):
             table = answers.of(signal, whole)

@@ -14,7 +14,7 @@ from mkd.cache_build.targets import Answers
 from mkd.cache_build.texts import Ledger, Row, Rows, windows
 from mkd.cache_build.writer_thread import Storing, open_store
 from mkd.compat.stopping import StopSignals
-from mkd.data.batch import KDBatch, check_same_batch, draw
+from mkd.data.batch import KDBatch, check_same_batch, next_microbatches
 from mkd.data.packing.streams import BlendOfRows
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdDataError
@@ -81,7 +81,7 @@ class Writing:
         self._ledger.waiting = [max(0, waiting - count) for waiting in self._ledger.waiting]
         rows += [rows[-1] if rows else self._rows[0]] * (count - len(rows))
         collated = (default_collate([row.sample for row in rows[i : i + size]]) for i in range(0, count, size))
-        batches = draw(collated, micro_batches, job.meta.true_vocab, size, job.data.length_multiple)
+        batches = next_microbatches(collated, micro_batches, job.meta.true_vocab, size, job.data.length_multiple)
         if self._is_first_round:
             check_same_batch(batches[0], self._groups.mp, self._groups.cp)
         # Without pipeline stages there is no reason to hold more than one microbatch's hidden states.

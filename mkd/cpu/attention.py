@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from mkd.distributed.context_parallel import dual_chunk_places
+from mkd.distributed.context_parallel import dual_chunk_positions
 
 
 class SegmentAttention(DotProductAttention):
@@ -100,7 +100,7 @@ class SegmentAttention(DotProductAttention):
         """[s/cp, b, heads, d]; every segment of the whole row attends to itself."""
         if size > 1:
             key, value = (self._whole_row(tensor, bounds, size) for tensor in (key, value))
-        places = dual_chunk_places(bounds, self._cp.rank() if size > 1 else 0, size)
+        places = dual_chunk_positions(bounds, self._cp.rank() if size > 1 else 0, size)
         outputs = []
         for start, end in pairwise(bounds):
             here = slice(start // size, end // size)
@@ -110,7 +110,7 @@ class SegmentAttention(DotProductAttention):
     def _whole_row(self, tensor: Tensor, bounds: list[int], size: int) -> Tensor:
         """[s/cp, ...] of each rank -> [s, ...] in the order of the row. Gradients are summed over the ranks."""
         gathered = gather_from_sequence_parallel_region(tensor.contiguous(), group=self._cp)
-        order = torch.cat([dual_chunk_places(bounds, rank, size) for rank in range(size)])
+        order = torch.cat([dual_chunk_positions(bounds, rank, size) for rank in range(size)])
         return gathered.index_select(0, order.argsort())
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> Tensor:

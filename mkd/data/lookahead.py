@@ -1,35 +1,36 @@
-"""The microbatches that come after those of a step."""
+"""The microbatches that follow those of a step."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from mkd import compat
-from mkd.data.batch import KDBatch, draw
+from mkd.data.batch import KDBatch, next_microbatches
 
 
 @dataclass(frozen=True)
 class Lookahead:
-    """Microbatches that megatron's iterator will give next; looking at them draws none."""
+    """Microbatches that megatron's iterator will return next; reading them here does not advance it."""
 
     iterator: Any
-    """Megatron's, over collated samples; None when nothing is known to come."""
+    """Megatron's, over collated samples; None for an empty lookahead."""
     count: int
-    """How many to look at."""
+    """Microbatches to read."""
     true_vocab: int
     length_multiple: int | None
-    """See `draw`."""
+    """See `next_microbatches`."""
     evaluating: bool
-    """Whether they are of an evaluation."""
+    """True if they belong to an evaluation."""
+
+    @classmethod
+    def empty(cls) -> "Lookahead":
+        """No microbatches: nothing is known about what follows."""
+        return cls(None, 0, 0, None, evaluating=True)
 
     def fetch(self) -> Callable[[], list[KDBatch]]:
-        """Wait for the samples now; the batches, whole and on the host, are made by calling the result, in any thread.
+        """Wait for the samples now, and return a function that makes the batches, whole and on the host, in any thread.
 
-        There are fewer than `count` where the data ends, and none of an iterator that cannot be looked into.
+        There are fewer than `count` at the end of the data, and none if the iterator cannot be peeked.
         """
         samples = compat.peek(self.iterator, self.count)
-        return lambda: draw(iter(samples), len(samples), self.true_vocab, None, self.length_multiple)
-
-
-NOTHING = Lookahead(None, 0, 0, None, evaluating=True)
-"""Where it is not known what comes."""
+        return lambda: next_microbatches(iter(samples), len(samples), self.true_vocab, None, self.length_multiple)

@@ -19,7 +19,7 @@ class TextSize:
     """Tokens of text, padding not counted."""
     squares: int
     """Sum over texts of their length squared: what causal attention within each of them costs."""
-    places: int
+    positions: int
     """Tokens that are computed: text and padding."""
 
     @classmethod
@@ -27,12 +27,12 @@ class TextSize:
         """Of whole microbatches on the host."""
         batches = list(batches)
         lengths = [text.stop - text.start for batch in batches for _, text in batch.segments()]
-        places = sum(batch.tokens.numel() for batch in batches)
-        return cls(sum(lengths), sum(length * length for length in lengths), places)
+        positions = sum(batch.tokens.numel() for batch in batches)
+        return cls(sum(lengths), sum(length * length for length in lengths), positions)
 
     def summed(self, group: ProcessGroup) -> Tensor:
         """[3] int64 on the device, the three in order, summed over ranks that have read other texts: one all-reduce of
         24 bytes, nothing that the host waits for."""
-        sizes = torch.tensor([self.tokens, self.squares, self.places]).pin_memory().to("cuda", non_blocking=True)
+        sizes = torch.tensor([self.tokens, self.squares, self.positions]).pin_memory().to("cuda", non_blocking=True)
         dist.all_reduce(sizes, group=group)
         return sizes

@@ -9,8 +9,8 @@ from torch import Tensor
 from mkd.errors import MkdDataError
 
 
-def dual_chunk_places(bounds: Sequence[int], rank: int, size: int) -> Tensor:
-    """Places in the whole row of the tokens that one rank holds, in the order in which it holds them.
+def dual_chunk_positions(bounds: Sequence[int], rank: int, size: int) -> Tensor:
+    """Positions in the whole row of the tokens that one rank holds, in the order in which it holds them.
 
     Each segment is cut into 2 * size equal chunks, and rank r has chunks r and 2 * size - 1 - r of it: with causal
     attention every rank then has the same work. It is the order of megatron's rotary embeddings and of Transformer

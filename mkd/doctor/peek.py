@@ -8,7 +8,7 @@ import numpy as np
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from mkd.data.packing.layout import cut, one_per_row, pack
+from mkd.data.packing.row_plan import cut, one_per_row, pack
 from mkd.data.sources.chat import SUPERVISED, ChatTokenizer
 from mkd.data.sources.stores import DocumentStore, is_chat_file
 from mkd.data.sources.text import RawBatch, load_tokenizer
@@ -61,12 +61,12 @@ def rows_of(samples: Sequence[Sample], job: Job) -> list[str]:
     if not len(pieces):
         return []
     is_packed = kd.packing != "none"
-    plan = pack(pieces.places, length, kd.packing_multiple, job.args.seed) if is_packed else None
-    plan = plan or one_per_row(pieces.places, length)
+    plan = pack(pieces.positions, length, kd.packing_multiple, job.args.seed) if is_packed else None
+    plan = plan or one_per_row(pieces.positions, length)
     lines = []
     for row in range(min(SHOWN_ROWS, len(plan))):
-        places = pieces.places[plan.row(row)]
-        lines.append(f"row {row}: {' + '.join(map(str, places))} of {length} places")
+        positions = pieces.positions[plan.row(row)]
+        lines.append(f"row {row}: {' + '.join(map(str, positions))} of {length} positions")
     how = "packed" if is_packed else "one a row"
     return [*lines, f"{len(samples)} samples {how}: {len(plan)} rows, {plan.efficiency:.1%} of them tokens"]
 

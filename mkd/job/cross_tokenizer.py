@@ -13,17 +13,17 @@ from mkd.config import arguments
 from mkd.config.kd_config import KDConfig
 from mkd.config.teacher_layout import row_multiple
 from mkd.data.byte_lengths import byte_lengths
-from mkd.data.packing.aligned_layout import PairedLayout
-from mkd.data.packing.aligned_streams import PairedOptions
-from mkd.data.packing.layout import RowLayout
-from mkd.data.packing.row_sets import Pairs
-from mkd.data.sources.aligned import probe_pairs
+from mkd.data.packing.aligned_layout import AlignedRowLayout
+from mkd.data.packing.row_layout import RowLayout
+from mkd.data.packing.row_sets import CrossTokenizerRows
+from mkd.data.packing.streams import RowOptions
+from mkd.data.sources.aligned import probe_aligned
 from mkd.data.sources.stores import is_chat_file
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdConfigError, MkdDataError
 from mkd.train.objective import CrossTokenizer
+from mkd.xtoken.text.aligner import TextAligner
 from mkd.xtoken.text.conversations import ends_of_turn
-from mkd.xtoken.text.pairs import PairEncoder
 from mkd.xtoken.text.tokens import Role, SpanTokenizer
 from mkd.xtoken.vocabulary.build import projection_for
 from mkd.xtoken.vocabulary.cross_vocabulary import CrossVocabulary
@@ -41,7 +41,7 @@ class CrossTokenizers:
     """Megatron's, of the job."""
     kd: KDConfig
     sources: tuple[ModelSource, ...]
-    encoder: PairEncoder
+    encoder: TextAligner
     projections: tuple[Projection, ...]
     row_lengths: tuple[int, ...]
     """Tokens of a row of each teacher."""
@@ -58,10 +58,10 @@ class CrossTokenizers:
         _check(sources, args, kd)
         folders = (args.tokenizer_model, *(str(source.tokenizer_folder) for source in sources))
         flags = ("--tokenizer-model", *(source.origin.split()[0] for source in sources))
-        encoder = PairEncoder(folders, flags, all_messages=kd.mask == "all")
+        encoder = TextAligner(folders, flags, all_messages=kd.mask == "all")
         tokens = [0] * len(folders)
         for name in arguments.data_prefixes(args):
-            tokens = [a + b for a, b in zip(tokens, probe_pairs(name, encoder), strict=True)]
+            tokens = [a + b for a, b in zip(tokens, probe_aligned(name, encoder), strict=True)]
         lengths = tuple(
             kd.teacher_seq_length or _row_length(args, kd, tokens[number] / max(1, tokens[0]), source)
             for number, source in enumerate(sources, start=1)
@@ -75,33 +75,34 @@ class CrossTokenizers:
 
     def own_tokens(self, source: ModelSource) -> tuple[int, int] | None:
         """Size of the vocabulary and of a row of one of these teachers; None for one that shares the tokenizer."""
-        side = self.side(source)
-        return None if side is None else (source.vocab_size, self.row_lengths[side])
+        view = self.view_of(source)
+        return None if view is None else (source.vocab_size, self.row_lengths[view])
 
-    def side(self, source: ModelSource) -> int | None:
-        """Which of `KDBatch.others` a teacher reads; None for the student's tokens."""
+    def view_of(self, source: ModelSource) -> int | None:
+        """Which of `KDBatch.teacher_views` a teacher reads; None for the student's tokens."""
         return next((number for number, own in enumerate(self.sources) if own is source), None)
 
-    def pairs(self) -> Pairs:
+    def rows(self) -> CrossTokenizerRows:
         """How the rows are made."""
         kd = self.kd
         layouts = [
             RowLayout(length, kd.packing_multiple, kd.packing != "none", kd.mask == "all")
             for length in (self.args.seq_length, *self.row_lengths)
         ]
-        options = PairedOptions(PairedLayout(layouts[0], tuple(layouts[1:])), kd.long_samples == "drop", self.args.seed)
-        return Pairs(self.encoder, options, tuple(source.vocab_size for source in self.sources))
+        layout = AlignedRowLayout(layouts[0], tuple(layouts[1:]))
+        options = RowOptions(layout, kd.long_samples == "drop", self.args.seed)
+        return CrossTokenizerRows(self.encoder, options, tuple(source.vocab_size for source in self.sources))
 
-    def vocabulary(self, side: int, groups: Groups) -> CrossVocabulary:
+    def vocabulary(self, view: int, groups: Groups) -> CrossVocabulary:
         """What a teacher shares with the student, on this rank."""
-        projection, size = self.projections[side], groups.tp.size()
+        projection, size = self.projections[view], groups.tp.size()
         return CrossVocabulary.of(
             self.kd.xtoken_loss,
             projection.ids.long(),
             projection.weights,
             projection.common,
             student_vocab=self.true_vocab,
-            teacher_vocab=self.sources[side].vocab_size,
+            teacher_vocab=self.sources[view].vocab_size,
             student_width=self.args.padded_vocab_size // size,
             rank=groups.tp.rank(),
             size=size,
@@ -114,9 +115,9 @@ class CrossTokenizers:
             return ()
         _, *tokenizers = self.encoder.tokenizers
         found = []
-        for side, tokenizer in enumerate(tokenizers):
+        for view, tokenizer in enumerate(tokenizers):
             lengths = byte_lengths(tokenizer.tokenizer)
-            found.append(CrossTokenizer(self.vocabulary(side, groups), None if lengths is None else lengths.to("cuda")))
+            found.append(CrossTokenizer(self.vocabulary(view, groups), None if lengths is None else lengths.to("cuda")))
         return tuple(found)
 
     def require_bytes(self) -> None:

@@ -16,7 +16,7 @@ from mkd.config.megatron_checks import check_rows
 from mkd.config.teacher_layout import row_multiple
 from mkd.data.datasets import build_datasets, check_data, check_splits
 from mkd.data.epochs import Reading, readings_of_documents
-from mkd.data.packing.layout import RowLayout
+from mkd.data.packing.row_layout import RowLayout
 from mkd.data.packing.row_sets import RowSets
 from mkd.data.packing.streams import RowOptions
 from mkd.data.sources.chat import ChatTokenizer
@@ -118,7 +118,7 @@ class JobData:
             tokenizer=ChatTokenizer(args.tokenizer_model),
             true_vocab=self.true_vocab,
             say=self._say,
-            pairs=None if self.cross is None else self.cross.pairs(),
+            cross=None if self.cross is None else self.cross.rows(),
         )
 
 

@@ -163,14 +163,14 @@ class ModelTeacher:
             groups: the student's layout.
             layouts: those of other teachers, which this one may share and may add to.
         """
-        side = None if self.cross is None else self.cross.side(self.source)
-        kept = self.true_vocab if side is None else self.source.vocab_size
-        columns = None if side is None else self.cross.vocabulary(side, groups).teacher_columns
+        view = None if self.cross is None else self.cross.view_of(self.source)
+        kept = self.true_vocab if view is None else self.source.vocab_size
+        columns = None if view is None else self.cross.vocabulary(view, groups).teacher_columns
         common = dict(
             load_weights=lambda chunks: self.source.load(chunks, kept),
             fingerprint=self.stored_fingerprint,
             offload=self.kd.teacher_offload,
-            side=side,
+            view=view,
         )
         if not has_own_layout(self.args, self.job_args):
             return OnlineTeacher(self.config, groups, head_columns=columns, **common)

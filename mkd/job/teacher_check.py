@@ -10,7 +10,7 @@ from torch.utils.data import default_collate
 
 from mkd.checkpoint.source import TeacherSource
 from mkd.data.batch import KDBatch
-from mkd.data.lookahead import NOTHING
+from mkd.data.lookahead import Lookahead
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdCheckpointError
 from mkd.job.job import Job
@@ -38,7 +38,7 @@ def check_teacher_quality(teacher: Teacher, samples: Any, groups: Groups, job: J
         MkdCacheError: it is a cache that does not have this microbatch, and must.
     """
     whole = _first_batch(samples, job.args.micro_batch_size, job.true_vocab)
-    [whole] = teacher.prepare([whole], NOTHING)
+    [whole] = teacher.prepare([whole], Lookahead.empty())
     batch = whole.on_rank(groups.cp)
     sources = job.teacher.sources
     total = torch.zeros(len(sources), 4, dtype=torch.float64, device="cuda")

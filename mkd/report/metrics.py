@@ -128,7 +128,7 @@ class MetricsLog:
             "grad_norm": None if step.grad_norm is None else float(step.grad_norm),
             "lr": step.lr,
             "tokens": step.text.tokens,
-            "padding_tokens": step.text.places - step.text.tokens,
+            "padding_tokens": step.text.positions - step.text.tokens,
             **self._speed(step, seconds),
             **{f"{what}_s": value for what, value in step.waits.items()},
             "elapsed_s": now - self._started,

@@ -24,9 +24,9 @@ class HiddenSignal:
     """[V/tp, Ht], the rows of the teacher's LM head for this rank's shard of the student's padded vocabulary."""
     logit_scale: float = 1.0
     """The teacher's logits are this times hidden times head."""
-    side: int | None = None
-    """Which of `KDBatch.others` the hidden states are of, where the teacher has another tokenizer: [s, b] is then that
-    side's. `head` has this rank's columns in the order of its `CrossVocabulary`."""
+    view: int | None = None
+    """Index in `KDBatch.teacher_views` for a teacher with another tokenizer: [s, b] is then the shape of that view, and
+    `head` has this rank's columns in the order of its `CrossVocabulary`. None: the student's tokens."""
 
 
 @dataclass(frozen=True)

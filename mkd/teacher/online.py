@@ -38,7 +38,7 @@ class OnlineTeacher:
         load_weights: Callable[[list[GPTModel]], None],
         fingerprint: str,
         offload: bool = False,
-        side: int | None = None,
+        view: int | None = None,
         head_columns: Tensor | None = None,
     ) -> None:
         """Build the model, fill it and freeze it.
@@ -49,7 +49,7 @@ class OnlineTeacher:
             load_weights: fills every parameter of the chunks it is given.
             fingerprint: of architecture and weights.
             offload: keep the weights in host memory between calls of `signals`.
-            side: which of `KDBatch.others` the teacher reads; None: the student's tokens.
+            view: which of `KDBatch.teacher_views` the teacher reads; None: the student's tokens.
             head_columns: [columns] int64 ids whose rows of the LM head this tensor-parallel rank gives with its
                 signals, in this order; None: as they are cut in the model.
         """
@@ -61,7 +61,7 @@ class OnlineTeacher:
             load_weights(wrapped)
         # Float16Module would turn the hidden states into fp32 on the way out: run the model inside it.
         self._model: GPTModel = unwrap_model(wrapped[0]).requires_grad_(False).eval()
-        self._side, self._head = side, None
+        self._view, self._head = view, None
         if head_columns is not None:
             self._head = self._take_head(head_columns)
         self._on_host: list[tuple[nn.Parameter, Tensor]] = []
@@ -100,13 +100,13 @@ class OnlineTeacher:
         if hidden:  # on the last stage
             # Stays on the device after the other weights have left it.
             head = lm_head(self._model).detach() if self._head is None else self._head
-            signals = [HiddenSignal(h, head, logit_scale(self._model.config), self._side) for h in hidden]
+            signals = [HiddenSignal(h, head, logit_scale(self._model.config), self._view) for h in hidden]
         self._leave_device()
         return signals
 
     def _read(self, batch: KDBatch) -> KDBatch:
         """A microbatch in the tokens that this teacher reads."""
-        return batch if self._side is None else batch.others[self._side].batch
+        return batch if self._view is None else batch.teacher_views[self._view].batch
 
     def _hidden_states(self, batches: Sequence[KDBatch]) -> Iterator[Tensor]:
         """Of each microbatch on the last stage, one after the other; nothing on the others."""

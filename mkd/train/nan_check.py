@@ -134,8 +134,8 @@ def _in_passes(noted: list[tuple[str, KDBatch, Tensor]]) -> str:
     sources = list(dict.fromkeys(source for source, other in bad if other is batch))
     for causes in ((TEACHER,), (CE, KD, "kd_")):  # the rest follows from these
         sources = [source for source in sources if source.startswith(causes)] or sources
-    keys = [key.hex() for key in batch.keys[:_NAMED]]
-    more = f" and {len(batch.keys) - _NAMED} more" if len(batch.keys) > _NAMED else ""
+    keys = [key.hex() for key in batch.segment_hashes[:_NAMED]]
+    more = f" and {len(batch.segment_hashes) - _NAMED} more" if len(batch.segment_hashes) > _NAMED else ""
     return f"{', '.join(sources)} in microbatch {batch.number} of the samples {' '.join(keys)}{more}"
 
 

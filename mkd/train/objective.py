@@ -125,7 +125,7 @@ class LossContext:
     byte_lengths: Tensor | None = None
     """[V] bytes of each of the student's tokens, for bits per byte; None if unknown."""
     cross: tuple[CrossTokenizer, ...] = ()
-    """One entry per view in `KDBatch.others`."""
+    """One entry per view in `KDBatch.teacher_views`."""
 
 
 @dataclass(frozen=True)
@@ -316,14 +316,14 @@ class CrossTokenizerObjective:
 
     @property
     def _view(self) -> TeacherTokens:
-        return self.batch.others[self.signal.side]
+        return self.batch.teacher_views[self.signal.view]
 
     @property
     def _cross(self) -> CrossTokenizer:
-        return self.context.cross[self.signal.side]
+        return self.context.cross[self.signal.view]
 
     def scale(self, tokens: StepTokens) -> Tensor:
-        return tokens.scale(tokens.chunks[self.signal.side])
+        return tokens.scale(tokens.chunks[self.signal.view])
 
     def loss(self, student: Student, ce_weight: Tensor | None, factor: Tensor | float, spec: LossSpec) -> LossOutput:
         view, vocabulary, groups = self._view, self._cross.vocabulary, self.context.groups
@@ -352,7 +352,7 @@ class CrossTokenizerObjective:
         # One of the context-parallel ranks that share a chunk has its divergence; each of them has the count.
         count = self._view.chunks if self.context.groups.cp.rank() == 0 else 0
         total = (output.kd * self._taught_chunks).sum()
-        return Mean(total, torch.full_like(total, count), tokens.chunks[self.signal.side])
+        return Mean(total, torch.full_like(total, count), tokens.chunks[self.signal.view])
 
     @property
     def _taught_chunks(self) -> Tensor:
@@ -387,7 +387,7 @@ class CrossTokenizerObjective:
 
 def teacher_objective(context: LossContext, batch: KDBatch, signal: HiddenSignal | TopKSignal) -> TeacherObjective:
     """The term of one teacher."""
-    if isinstance(signal, HiddenSignal) and signal.side is not None:
+    if isinstance(signal, HiddenSignal) and signal.view is not None:
         return CrossTokenizerObjective(context, batch, signal)
     return SameTokenizerObjective(context, batch, signal)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mkd.config.kd_config import KDConfig
-from mkd.data.batch import KDBatch, check_same_batch, draw
+from mkd.data.batch import KDBatch, check_same_batch, next_microbatches
 from mkd.data.lookahead import Lookahead
 from mkd.data.token_counts import TextSize
 from mkd.distributed.groups import Groups
@@ -110,7 +110,7 @@ class TeacherThenStudent:
     def _read(self, source: Any, count: int, micro_batch_size: int, evaluating: bool) -> list[KDBatch]:
         """The step's microbatches, whole and on the host, without KD where the teacher has no target."""
         began = time.monotonic()
-        batches = draw(source, count, self.true_vocab, micro_batch_size, self.length_multiple)
+        batches = next_microbatches(source, count, self.true_vocab, micro_batch_size, self.length_multiple)
         objective = self._objective(evaluating)
         self.record = StepRecord(objective, TextSize.of(batches), time.monotonic() - began)
         self._check(batches, evaluating)

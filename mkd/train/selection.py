@@ -36,7 +36,7 @@ class Selection:
             sequence_parallel: True if the teachers' hidden states are cut along the sequence.
         """
         batch, groups, teachers = microbatch.batch, microbatch.context.groups, microbatch.teachers
-        texts, per_byte = len(batch.keys), bool(microbatch.context.cross)
+        texts, per_byte = len(batch.segment_hashes), bool(microbatch.context.cross)
         sums = torch.cat(
             [
                 *(_nats_and_units(teacher.cross_entropy(sequence_parallel), texts, per_byte) for teacher in teachers),

@@ -16,7 +16,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
-from mkd.distributed.context_parallel import dual_chunk_places
+from mkd.distributed.context_parallel import dual_chunk_positions
 from mkd.cpu.attention import SegmentAttention
 from tests.support.dist.pool import Pool
 from tests.support.tolerance import FP64, assert_close_norm
@@ -77,7 +77,7 @@ def ours(rank: int, size: int, bounds: tuple[int, ...], is_packed: bool, options
     ps.initialize_model_parallel(context_parallel_size=size)
     model_parallel_cuda_manual_seed(1)
     try:
-        places = dual_chunk_places(bounds, rank, size)
+        places = dual_chunk_positions(bounds, rank, size)
         *qkv, upstream = (tensor[places] for tensor in inputs(1 if is_packed else 2))
         leaves = [tensor.clone().requires_grad_() for tensor in qkv]
         attention = module(size, **options)
@@ -113,7 +113,7 @@ def test_equals_plain_attention(
     output.backward(upstream)
     expected = [output.detach().flatten(-2), *(leaf.grad for leaf in leaves)]
     results = gloo_pool(size).run(ours, bounds, is_packed, options)
-    order = torch.cat([dual_chunk_places(bounds, rank, size) for rank in range(size)]).argsort()
+    order = torch.cat([dual_chunk_positions(bounds, rank, size) for rank in range(size)]).argsort()
     for name, value, *parts in zip(("output", "query", "key", "value"), expected, *results, strict=True):
         assert_close_norm(torch.cat(parts)[order], value, FP64, name)
 
@@ -128,7 +128,7 @@ def test_sinks_equal_plain_attention(
     output = plain(*leaves[:3], bounds, 5, leaves[3])
     output.backward(upstream)
     results = gloo_pool(size).run(ours, bounds, is_packed, {"window_size": (5, 0), "softmax_type": "learnable"})
-    order = torch.cat([dual_chunk_places(bounds, rank, size) for rank in range(size)]).argsort()
+    order = torch.cat([dual_chunk_positions(bounds, rank, size) for rank in range(size)]).argsort()
     expected = [output.detach().flatten(-2), *(leaf.grad for leaf in leaves)]
     *tokens, sinks = zip(*results, strict=True)
     for name, value, parts in zip(("output", "query", "key", "value"), expected, tokens, strict=False):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mkd.data.batch import segment_key
+from mkd.data.batch import segment_hash
 from mkd.teacher.cache.store import TeacherStore
 from mkd.teacher.cache.writer import StoreWriter
 from tests.support.dist.cached_step import FAULTS, cached_step, forgetful_step, meta_of, reads_of_steps, write_cache
@@ -48,7 +48,7 @@ def caches(gloo_pool: Callable[[int], Pool], tmp_path_factory: pytest.TempPathFa
 def left_out() -> list[bytes]:
     """Keys of every third text."""
     texts = [sample["tokens"][: sample["length"]] for sample in samples("padded", 1)]
-    return [segment_key(text) for text in texts[::3]]
+    return [segment_hash(text) for text in texts[::3]]
 
 
 def result_of(found: list[dict[str, Any]]) -> Result:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from mkd.data.batch import segment_key
+from mkd.data.batch import segment_hash
 from mkd.teacher.cache.record_format import TokenRows
 from mkd.teacher.cache.store import TeacherStore
 from tests.support.e2e.small_job import (
@@ -95,13 +95,13 @@ def one_rank(job: SmallJob, tmp_path_factory: pytest.TempPathFactory) -> dict[by
 def test_answers_are_the_teachers(job: SmallJob, documents: list[list[int]], one_rank: dict[bytes, TokenRows]) -> None:
     """As transformers computes them of each text alone; every label is the next token."""
     model = AutoModelForCausalLM.from_pretrained(job.teacher, dtype=torch.float32).eval()
-    whole = [ids for ids in documents if segment_key(torch.tensor(ids[:-1])) in one_rank]
+    whole = [ids for ids in documents if segment_hash(torch.tensor(ids[:-1])) in one_rank]
     assert len(whole) >= 10, "texts that fit a row"
     for ids in whole[:8]:
         tokens = torch.tensor(ids)
         with torch.no_grad():
             log_p = model(tokens[None, :-1]).logits[0].double().log_softmax(-1)
-        rows = one_rank[segment_key(tokens[:-1])]
+        rows = one_rank[segment_hash(tokens[:-1])]
         assert len(rows.ids) == len(ids) - 1
         expected = log_p.gather(1, torch.from_numpy(rows.ids).long())
         assert (torch.from_numpy(rows.logits) - expected).abs().max() < LOGITS

@@ -11,7 +11,7 @@ import torch
 
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.megatron_folder import TRACKER
-from mkd.data.batch import segment_key
+from mkd.data.batch import segment_hash
 from mkd.errors import MkdCacheError, MkdConfigError
 from mkd.job.job import Job
 from mkd.job.plan import plan
@@ -121,7 +121,7 @@ def _resumes(job: SmallJob, cache: Path, changes: dict, whole: Path, save: Path)
 
 def without_training_texts(cache: Path, out: Path) -> Path:
     """The cache without the shorter texts of the training set."""
-    left_out = {segment_key(torch.tensor(tokens[:-1])) for tokens in documents()[:48]}
+    left_out = {segment_hash(torch.tensor(tokens[:-1])) for tokens in documents()[:48]}
     store = TeacherStore(cache, "--cache")
     writer = StoreWriter(out, store.meta)
     for key, records in (segment for shard in store.shards for segment in shard.segments()):

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mkd.data.batch import segment_key
+from mkd.data.batch import segment_hash
 from mkd.teacher.cache.record_format import TokenRows
 from mkd.teacher.cache.store import CacheMeta
 
@@ -32,7 +32,7 @@ def some_segment(
     generator = torch.Generator().manual_seed(seed)
     length = int(torch.randint(1, 41, (1,), generator=generator))
     tokens = torch.randint(0, vocab, (length + 1,), generator=generator)
-    return segment_key(tokens[:-1]), rows_of(make_logits(length, vocab, seed), tokens[1:], top_k, temperatures)
+    return segment_hash(tokens[:-1]), rows_of(make_logits(length, vocab, seed), tokens[1:], top_k, temperatures)
 
 
 def meta_of(**changes: object) -> CacheMeta:

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from mkd.config.kd_config import LossSpec
-from mkd.distributed.context_parallel import dual_chunk_places
+from mkd.data.batch import chunk_starts
+from mkd.distributed.context_parallel import dual_chunk_positions
 from mkd.losses import LossOutput, reference
 from mkd.losses.logits import PLAIN_LOGITS, LogitMaps
 from mkd.xtoken.loss import reference as definitions
-from mkd.xtoken.loss.chunks import ChunkRows, starts
+from mkd.xtoken.loss.chunks import ChunkRows
 from mkd.xtoken.vocabulary.cross_vocabulary import CrossVocabulary, relaxed_pairs
 from tests.support.loss_cases import UPSTREAM
 from tests.support.tolerance import assert_close_norm
@@ -124,7 +125,7 @@ def make(case: XTokenCase) -> Microbatch:
     kd_weight[1] = kd_weight[count - 2] = 0
     if case.masked in ("chunks", "all"):
         kd_weight.zero_()
-    chunks = ChunkRows(*(_rows(x) for x in (student, starts(student), teacher, starts(teacher))), kd_weight)
+    chunks = ChunkRows(*(_rows(x) for x in (student, chunk_starts(student), teacher, chunk_starts(teacher))), kd_weight)
     ce_weight[::5] = 0
     if case.masked == "all":
         ce_weight.zero_()
@@ -256,7 +257,7 @@ def expect(case: XTokenCase) -> Expected:
 
 def rows_of_rank(case: XTokenCase, rank: int, size: int) -> Tensor:
     """[s/cp * b] rows of the whole microbatch that a context-parallel rank has: each sequence in two segments."""
-    places = dual_chunk_places([0, 8, case.length], rank, size)
+    places = dual_chunk_positions([0, 8, case.length], rank, size)
     return (places[:, None] * SEQUENCES + torch.arange(SEQUENCES)).reshape(-1)
 
 

@@ -1,4 +1,4 @@
-"""Training, validation and test set of mkd's own rows: chat files, packed samples, and blends of both kinds."""
+"""Training, validation and test set: rows of chat files, packed documents, and blends of both."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,47 +9,49 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import Split
 
 from mkd.data.epochs import NAMES, Reading, blend_of
-from mkd.data.packing.aligned_streams import PairedOptions, PairedRows
-from mkd.data.packing.streams import BlendOfRows, ClassicRows, RowOptions, RowStream, SampleRows, Shares
-from mkd.data.sources.aligned import PairedStore, PairEncoder, paired_base, tokenize_pairs
+from mkd.data.packing.aligned_layout import AlignedRowLayout
+from mkd.data.packing.aligned_streams import AlignedRows
+from mkd.data.packing.row_layout import RowLayout
+from mkd.data.packing.streams import BlendOfRows, BlendSchedule, ClassicRows, RowOptions, RowStream, SampleRows
+from mkd.data.sources.aligned import AlignedStore, BatchAligner, aligned_base, tokenize_aligned
 from mkd.data.sources.chat import ChatTokenizer
 from mkd.data.sources.stores import ChatStore, DocumentStore, chat_base, is_chat_file, part_of, tokenize_chat
 from mkd.errors import MkdDataError
 
 
 @dataclass(frozen=True)
-class Pairs:
-    """How rows are made for teachers that have other tokenizers."""
+class CrossTokenizerRows:
+    """Rows with views for teachers that have other tokenizers."""
 
-    encoder: PairEncoder
-    options: PairedOptions
+    encoder: BatchAligner
+    options: RowOptions[AlignedRowLayout]
     vocabularies: tuple[int, ...]
-    """Tokens that each teacher knows."""
+    """Vocabulary size of each teacher."""
 
 
 @dataclass(frozen=True)
 class RowSets:
-    """What is needed to build the three sets."""
+    """Builds the three sets."""
 
     config: GPTDatasetConfig
     """Megatron's: files, weights, shares and seed."""
-    options: RowOptions
+    options: RowOptions[RowLayout]
     tokenizer: ChatTokenizer
     """For chat files."""
     true_vocab: int
-    """Ids from here up do not exist in the model."""
+    """Vocabulary size of the student, without padding; ids from it up are errors."""
     say: Callable[[str], None]
-    """Gets what the user wants to know, a line each."""
-    pairs: Pairs | None = None
-    """Of a teacher with another tokenizer; None when all teachers share the student's."""
+    """Called with each line for the user."""
+    cross: CrossTokenizerRows | None = None
+    """None if all teachers have the student's tokenizer."""
 
     def build(self, sizes: Sequence[int | None]) -> list[BlendOfRows | None]:
-        """Training, validation and test set of so many rows; None where none is wanted or there is no data.
+        """Training, validation and test set of `sizes` rows; None where the size is 0 or there is no data.
 
-        Collective where there are ranks: the first fills the cache, then the others read it.
+        Collective if torch.distributed is initialized: rank 0 fills the data cache, then the others read it.
 
         Raises:
-            MkdDataError: a file that cannot be used, or a set without a sample.
+            MkdDataError: a file cannot be used, or a set has no sample.
         """
         if not dist.is_initialized():
             return self._build(sizes)
@@ -69,18 +71,18 @@ class RowSets:
         makers = [self._documents if self._is_classic(name) else self._samples for name in names]
         if weights is None:
             weights = [float(self._rows_of(name, share)) for name in names] if len(names) > 1 else [1.0]
-        shares = Shares(weights)
-        needed = shares.needed(size)
+        schedule = BlendSchedule(weights)
+        needed = schedule.needed(size)
         streams = [make(name, share, split, n) for make, name, n in zip(makers, names, needed, strict=True)]
         for name, stream, n in zip(names, streams, needed, strict=True):
             reading = Reading(NAMES[split], name, n, stream.per_epoch)
             self.say(f"{reading.split:10s} {name}: {stream}; {reading}")
             if reading.warning is not None:
                 self.say(f"warning: {reading.warning}")
-        return BlendOfRows(streams, shares, size, split)
+        return BlendOfRows(streams, schedule, size, split)
 
     def _is_classic(self, name: str) -> bool:
-        return not is_chat_file(name) and not self.options.layout.is_packed and self.pairs is None
+        return not is_chat_file(name) and not self.options.layout.is_packed and self.cross is None
 
     def _samples(self, name: str, share: tuple[float, float], split: Split, needed: int) -> RowStream:
         store = self._store(name, share)
@@ -89,13 +91,13 @@ class RowSets:
                 f"--split {self.config.split} leaves no sample of --data-path {name} for {NAMES[split]}: give it a "
                 "larger share or 0, or take a longer file"
             )
-        if isinstance(store, PairedStore):
-            return PairedRows(store, self.pairs.options, name)
+        if isinstance(store, AlignedStore):
+            return AlignedRows(store, self.cross.options, name)
         return SampleRows(store, self.options, name)
 
-    def _store(self, name: str, share: tuple[float, float]) -> ChatStore | DocumentStore | PairedStore:
-        if self.pairs is not None:
-            return self._paired_store(name, share)
+    def _store(self, name: str, share: tuple[float, float]) -> ChatStore | DocumentStore | AlignedStore:
+        if self.cross is not None:
+            return self._aligned_store(name, share)
         if not is_chat_file(name):
             return DocumentStore(name, share)
         base = chat_base(name, self.tokenizer, self.config.path_to_cache)
@@ -109,15 +111,15 @@ class RowSets:
             )
         return store
 
-    def _paired_store(self, name: str, share: tuple[float, float]) -> PairedStore:
-        encoder = self.pairs.encoder
-        base = paired_base(name, encoder, self.config.path_to_cache)
+    def _aligned_store(self, name: str, share: tuple[float, float]) -> AlignedStore:
+        encoder = self.cross.encoder
+        base = aligned_base(name, encoder, self.config.path_to_cache)
         if not dist.is_initialized() or dist.get_rank() == 0:
-            tokenize_pairs(name, encoder, base, self.say)
-        store = PairedStore(base, share, len(encoder.folders))
+            tokenize_aligned(name, encoder, base, self.say)
+        store = AlignedStore(base, share, len(encoder.folders))
         self.say(f"{name}: {store.facts}")
-        sides = zip(store.facts.max_token_id, (self.true_vocab, *self.pairs.vocabularies), encoder.folders, strict=True)
-        for largest, vocabulary, folder in sides:
+        views = zip(store.facts.max_token_id, (self.true_vocab, *self.cross.vocabularies), encoder.folders, strict=True)
+        for largest, vocabulary, folder in views:
             if largest >= vocabulary:
                 raise MkdDataError(
                     f"--data-path {name}: with the tokenizer in {folder} its largest token id is {largest}, but that "
@@ -133,7 +135,7 @@ class RowSets:
         return ClassicRows(samples, self._rows_of(prefix, share))
 
     def _rows_of(self, name: str, share: tuple[float, float]) -> int:
-        """About how many rows hold a file's tokens once."""
+        """Estimated number of rows that hold a file's tokens once."""
         lengths = self._store(name, share).lengths
         tokens = lengths if lengths.ndim == 1 else lengths[:, 0]
         return max(1, int(tokens.sum(dtype=np.int64)) // self.options.layout.row_length)

@@ -39,7 +39,7 @@ _PROBED_TOKENS = 1 << 14
 
 
 @dataclass(frozen=True)
-class OtherTokens:
+class TeacherText:
     """A text in the tokens of a teacher, and how they align with the student's: chunks cover the same characters."""
 
     ids: np.ndarray
@@ -53,31 +53,31 @@ class OtherTokens:
 
 
 @dataclass(frozen=True)
-class PairedSample:
+class AlignedSample:
     """One text on all sides."""
 
     ids: np.ndarray
     """[n] integers, the student's."""
     targets: np.ndarray
     """[n] bool: which are targets."""
-    others: tuple[OtherTokens, ...]
+    views: tuple[TeacherText, ...]
     """For each teacher with another tokenizer."""
 
     @property
     def lengths(self) -> list[int]:
         """Tokens on each side, the student's first."""
-        return [len(self.ids), *(len(other.ids) for other in self.others)]
+        return [len(self.ids), *(len(other.ids) for other in self.views)]
 
     def words(self) -> np.ndarray:
         """The sample as uint32 numbers, from which `of_words` makes it again."""
         parts = [_with_bits(self.ids, self.targets)]
-        for other in self.others:
+        for other in self.views:
             chunks = [chunk.astype(np.int32).view(np.uint32) for chunk in (other.student_chunk, other.chunk)]
             parts += [_with_bits(other.ids, other.targets), *chunks]
         return np.concatenate(parts)
 
     @classmethod
-    def of_words(cls, words: np.ndarray, lengths: Sequence[int]) -> "PairedSample":
+    def of_words(cls, words: np.ndarray, lengths: Sequence[int]) -> "AlignedSample":
         """What `words` gave of a sample with so many tokens on each side."""
         n, *rest = lengths
         parts = iter(np.split(words, np.cumsum([n, *(size for m in rest for size in (m, n, m))])[:-1]))
@@ -86,7 +86,7 @@ class PairedSample:
         for _ in rest:
             other_ids, other_targets = _without_bits(next(parts))
             student_chunk, chunk = next(parts).view(np.int32), next(parts).view(np.int32)
-            others.append(OtherTokens(other_ids, other_targets, chunk, student_chunk))
+            others.append(TeacherText(other_ids, other_targets, chunk, student_chunk))
         return cls(ids, targets, tuple(others))
 
 
@@ -113,12 +113,12 @@ class DocumentBatch:
 
 
 @dataclass
-class EncodedPairs:
+class AlignedBatch:
     """What an encoder makes of a batch."""
 
     size: int = 0
     """Bytes of the batch."""
-    samples: list[PairedSample] = field(default_factory=list)
+    samples: list[AlignedSample] = field(default_factory=list)
     skipped: Counter = field(default_factory=Counter)
     """Reason -> samples left out."""
     changed: int = 0
@@ -127,7 +127,7 @@ class EncodedPairs:
     """Documents with special tokens of the student, not at the ends of texts, that a teacher reads as letters."""
 
 
-class PairEncoder(Protocol):
+class BatchAligner(Protocol):
     """Tokenizes on all sides and aligns; travels to worker processes."""
 
     folders: tuple[str, ...]
@@ -135,13 +135,13 @@ class PairEncoder(Protocol):
     fingerprint: str
     """Differs when any token or alignment may."""
 
-    def __call__(self, batch: RawBatch | DocumentBatch) -> EncodedPairs:
+    def __call__(self, batch: RawBatch | DocumentBatch) -> AlignedBatch:
         """Lines of a chat file, or documents. Raises MkdDataError that names the place."""
         ...
 
 
 @dataclass(frozen=True)
-class PairFacts:
+class AlignedFacts:
     """What was found while data was tokenized on all sides. Lists have an entry a side, the student's first."""
 
     samples: int
@@ -184,18 +184,18 @@ class _Counts:
         self.chunks, self.covered = [0] * (sides - 1), [0] * (sides - 1)
         self.skipped: Counter = Counter()
 
-    def add(self, sample: PairedSample) -> None:
+    def add(self, sample: AlignedSample) -> None:
         self.samples += 1
-        for side, tokens in enumerate((sample, *sample.others)):
+        for side, tokens in enumerate((sample, *sample.views)):
             self.tokens[side] += len(tokens.ids)
             self.supervised[side] += int(tokens.targets.sum())
             self.largest[side] = max(self.largest[side], int(tokens.ids.max(initial=0)))
-        for number, other in enumerate(sample.others):
+        for number, other in enumerate(sample.views):
             self.chunks[number] += int(other.chunk.max(initial=-1)) + 1
             self.covered[number] += int((other.student_chunk >= 0).sum())
 
-    def facts(self) -> PairFacts:
-        return PairFacts(
+    def facts(self) -> AlignedFacts:
+        return AlignedFacts(
             samples=self.samples,
             tokens=self.tokens,
             supervised=self.supervised,
@@ -208,24 +208,24 @@ class _Counts:
         )
 
 
-class PairedStore:
-    """Samples that `tokenize_pairs` has been through."""
+class AlignedStore:
+    """Samples that `tokenize_aligned` has been through."""
 
     def __init__(self, base: Path, share: tuple[float, float], sides: int) -> None:
         """Open the part of the samples between two shares, from 0 to 1."""
-        self.facts = read_facts(base, PairFacts)
+        self.facts = read_facts(base, AlignedFacts)
         bounds = np.memmap(file_of(base, "bounds"), np.int64, "r")
         part = part_of(self.facts.samples, share)
         self._bounds = bounds[part.start : part.stop + 1]
         self.lengths = np.memmap(file_of(base, "lengths"), np.int64, "r").reshape(-1, sides)[part]
         self._words = np.memmap(file_of(base, "pairs"), np.uint32, "r")
 
-    def read(self, sample: int) -> PairedSample:
+    def read(self, sample: int) -> AlignedSample:
         begin, end = self._bounds[sample : sample + 2].tolist()
-        return PairedSample.of_words(np.asarray(self._words[begin:end]), self.lengths[sample].tolist())
+        return AlignedSample.of_words(np.asarray(self._words[begin:end]), self.lengths[sample].tolist())
 
 
-def paired_base(name: str, encoder: PairEncoder, cache: str | None) -> Path:
+def aligned_base(name: str, encoder: BatchAligner, cache: str | None) -> Path:
     """Where the samples of a chat file or of an indexed file are, without suffix.
 
     Args:
@@ -240,7 +240,7 @@ def _main_file(name: str) -> str:
     return name if is_chat_file(name) else f"{name}.bin"
 
 
-def probe_pairs(name: str, encoder: PairEncoder) -> list[int]:
+def probe_aligned(name: str, encoder: BatchAligner) -> list[int]:
     """Tokens on each side of the first samples of data, the student's first. Raises MkdDataError if they cannot be
     used."""
     if is_chat_file(name):
@@ -251,13 +251,13 @@ def probe_pairs(name: str, encoder: PairEncoder) -> list[int]:
     return np.sum(lengths, axis=0, dtype=np.int64).tolist() if lengths else [0] * len(encoder.folders)
 
 
-def tokenize_pairs(name: str, encoder: PairEncoder, base: Path, say: Callable[[str], None]) -> None:
+def tokenize_aligned(name: str, encoder: BatchAligner, base: Path, say: Callable[[str], None]) -> None:
     """Tokenize and align data, all of it, unless it has been done before.
 
     Args:
         name: JSON lines, or PREFIX of .bin and .idx.
         encoder: tokenizers, templates and alignment.
-        base: as `paired_base` says.
+        base: as `aligned_base` says.
         say: gets a line before and after what may take minutes.
 
     Raises:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mkd.data.batch import KDBatch
-from mkd.distributed.context_parallel import dual_chunk_places
+from mkd.distributed.context_parallel import dual_chunk_positions
 from mkd.errors import MkdCacheError
 from mkd.teacher.cache.store import Segment, TeacherStore
 
@@ -85,7 +85,7 @@ class Lookup:
     def request(self, cp_rank: int, cp_size: int) -> Request:
         """What one context-parallel rank reads: the tokens of its part whose KD mask is not 0."""
         rows, length = self.batch.tokens.shape
-        places = dual_chunk_places(self.batch.bounds, cp_rank, cp_size).numpy()
+        places = dual_chunk_positions(self.batch.bounds, cp_rank, cp_size).numpy()
         places = (np.arange(rows)[:, None] * length + places).reshape(-1)
         wanted = np.flatnonzero(self.batch.kd_mask.reshape(-1).numpy()[places])
         segment = np.searchsorted(self._starts, places[wanted], side="right") - 1

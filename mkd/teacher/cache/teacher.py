@@ -154,4 +154,4 @@ class CachedTeacher:
 
 
 def _identity(batch: KDBatch) -> _Identity:
-    return batch.keys, batch.bounds, batch.kd_mask.numpy().tobytes()
+    return batch.segment_hashes, batch.bounds, batch.kd_mask.numpy().tobytes()

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mkd.distributed.context_parallel import dual_chunk_places
+from mkd.distributed.context_parallel import dual_chunk_positions
 
 
 class RankCoords(NamedTuple):
@@ -57,7 +57,7 @@ class Cut:
 
     def places(self, bounds: Sequence[int], seat: RankCoords) -> Tensor:
         """[n] int64 places in the whole row that a rank has, in its order; `bounds` are of the row's segments."""
-        places = dual_chunk_places(bounds, seat.cp, self.cp)
+        places = dual_chunk_positions(bounds, seat.cp, self.cp)
         return places.chunk(self.tp)[seat.tp] if self.sequence_parallel else places
 
 

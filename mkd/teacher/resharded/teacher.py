@@ -35,7 +35,7 @@ class ReshardedTeacher(OnlineTeacher):
         head_columns: Tensor,
         student_sequence_parallel: bool,
         offload: bool = False,
-        side: int | None = None,
+        view: int | None = None,
     ) -> None:
         """Build the model in its layout and hand out its LM head. Collective over all ranks.
 
@@ -43,7 +43,7 @@ class ReshardedTeacher(OnlineTeacher):
             config: the teacher's own, with the sizes of its layout.
             layout: its groups.
             student: the student's.
-            load_weights, fingerprint, offload, side: see `OnlineTeacher`.
+            load_weights, fingerprint, offload, view: see `OnlineTeacher`.
             head_columns: [V/tp] int64 ids whose rows of the LM head the loss wants on this rank of the student.
             student_sequence_parallel: whether the student's tensor-parallel ranks have slices of the sequence.
         """
@@ -58,7 +58,7 @@ class ReshardedTeacher(OnlineTeacher):
             Cut(layout.groups.tp.size(), layout.groups.cp.size(), transformer.sequence_parallel),
         )
         with layout.active():
-            super().__init__(config, layout.groups, load_weights, fingerprint, offload, side, head_columns)
+            super().__init__(config, layout.groups, load_weights, fingerprint, offload, view, head_columns)
 
     @property
     def runs_before_student(self) -> bool:

@@ -26,19 +26,13 @@ class ChunkRows:
     student: Tensor
     """[N_s] int64 chunk of each student row, -1 for none."""
     student_first: Tensor
-    """[N_s] bool: the row predicts the first token of its chunk, in the text's order (`starts`)."""
+    """[N_s] bool: the row predicts the first token of its chunk, in the text's order (`chunk_starts` of a batch)."""
     teacher: Tensor
     """[N_t] int64, as the student's."""
     teacher_first: Tensor
     """[N_t] bool."""
     weight: Tensor
     """[C] fp32 KD weight of each chunk; 0: it does not count, and its rows are not looked at."""
-
-
-def starts(chunks: Tensor) -> Tensor:
-    """[b, s] bool: where a chunk begins in rows of chunk numbers [b, s] that are not yet cut over ranks."""
-    before = torch.nn.functional.pad(chunks[:, :-1], (1, 0), value=-1)
-    return (chunks >= 0) & (chunks != before)
 
 
 class Side(NamedTuple):

@@ -24,7 +24,7 @@ class Passage:
 
 
 @dataclass(frozen=True)
-class AlignedSample:
+class AlignedPair:
     """What both models read, what the student learns, and which tokens mean the same."""
 
     student_ids: np.ndarray
@@ -40,11 +40,11 @@ class AlignedSample:
     unplaced: int = 0
     """Messages that were to be aligned and could not be found in what the templates made of them."""
 
-    def truncated(self, student_length: int, teacher_length: int) -> "AlignedSample":
+    def truncated(self, student_length: int, teacher_length: int) -> "AlignedPair":
         """The sample when sequences are cut after so many tokens."""
         s, t = slice(student_length), slice(teacher_length)
         alignment = self.alignment.truncated(student_length, teacher_length)
-        return AlignedSample(
+        return AlignedPair(
             self.student_ids[s],
             self.teacher_ids[t],
             self.student_targets[s],
@@ -53,7 +53,7 @@ class AlignedSample:
             self.unplaced,
         )
 
-    def only_pairs(self, special: np.ndarray, pairs: Sequence[tuple[int, int]]) -> "AlignedSample":
+    def only_pairs(self, special: np.ndarray, pairs: Sequence[tuple[int, int]]) -> "AlignedPair":
         """Without the chunks of special tokens that are not the same by other knowledge.
 
         Args:
@@ -80,7 +80,7 @@ def align_sample(
     sample: Sequence[Passage] | Conversation,
     *,
     all_messages: bool = False,
-) -> AlignedSample:
+) -> AlignedPair:
     """Tokenize a sample for both models and align it.
 
     Args:
@@ -128,13 +128,13 @@ def _is_answer(chat: Conversation, number: int, message: dict[str, object]) -> b
 
 def _sample(
     student: np.ndarray, teacher: np.ndarray, targets: np.ndarray, alignment: Alignment, unplaced: int = 0
-) -> AlignedSample:
+) -> AlignedPair:
     for side, whose in ((student, "student"), (teacher, "teacher")):
         if len(side) == 0:
             raise MkdDataError(f"a sample has no token for the {whose}: leave out empty texts")
     predicted = alignment.within(_all_but_first(student), _all_but_first(teacher))
     in_chunk = predicted.teacher_chunk != NO_CHUNK
-    return AlignedSample(student, teacher, targets, in_chunk, predicted, unplaced)
+    return AlignedPair(student, teacher, targets, in_chunk, predicted, unplaced)
 
 
 def _all_but_first(ids: np.ndarray) -> np.ndarray:

@@ -23,7 +23,7 @@ _IDEOGRAPHS = ((0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xF900, 0xFAFF), (0x20000, 0
 
 
 @dataclass(frozen=True)
-class Surfaces:
+class TokenBytes:
     """The vocabulary of one tokenizer as bytes."""
 
     of_id: list[bytes | None]
@@ -34,7 +34,7 @@ class Surfaces:
     """Ids by which the tokenizer writes each surface in the middle of a text; none where it cannot."""
 
 
-def surfaces_of(tokenizer: SpanTokenizer) -> Surfaces:
+def read_token_bytes(tokenizer: SpanTokenizer) -> TokenBytes:
     """Read the surfaces of all tokens.
 
     Raises:
@@ -58,8 +58,8 @@ def surfaces_of(tokenizer: SpanTokenizer) -> Surfaces:
         spell = _spell_metaspace
     of_id, is_fallback = _spelled(tokenizer, spell, bool(model.get("byte_fallback")))
     if is_word_piece:
-        return Surfaces(of_id, is_fallback, _LongestMatch(tokenizer, of_id))
-    return Surfaces(of_id, is_fallback, _Encoder(tokenizer, of_id, is_fallback, "ByteLevel" in types))
+        return TokenBytes(of_id, is_fallback, _LongestMatch(tokenizer, of_id))
+    return TokenBytes(of_id, is_fallback, _Encoder(tokenizer, of_id, is_fallback, "ByteLevel" in types))
 
 
 def _spelled(

@@ -11,7 +11,7 @@ import torch
 from filelock import FileLock
 
 from mkd.errors import MkdCacheError, MkdConfigError
-from mkd.xtoken.text.token_bytes import Surfaces, surfaces_of
+from mkd.xtoken.text.token_bytes import TokenBytes, read_token_bytes
 from mkd.xtoken.text.tokens import Role, SpanTokenizer
 from mkd.xtoken.vocabulary.projection import VERSION, Projection, ProjectionOptions
 
@@ -41,7 +41,7 @@ def build_projection(
         MkdConfigError: a pair names a token that is not there, or a vocabulary that cannot be read as bytes.
     """
     options = options or ProjectionOptions()
-    ours, theirs = surfaces_of(student), surfaces_of(teacher)
+    ours, theirs = read_token_bytes(student), read_token_bytes(teacher)
     common = {**_same_bytes(ours, theirs), **_special_pairs(student, teacher, options)}
     ids = np.full((student.size, options.k), -1, dtype=np.int32)
     weights = np.zeros((student.size, options.k), dtype=np.float32)
@@ -82,7 +82,7 @@ def _fill(ids: np.ndarray, weights: np.ndarray, tokens: list[int], decay: float)
     weights[: len(kept)] = [mass[token] / total for token in kept]
 
 
-def _first_ids(surfaces: Surfaces) -> dict[tuple[bytes, bool], int]:
+def _first_ids(surfaces: TokenBytes) -> dict[tuple[bytes, bool], int]:
     """Surface and whether it stands in for other text -> the lowest id."""
     found: dict[tuple[bytes, bool], int] = {}
     for number, surface in enumerate(surfaces.of_id):
@@ -91,7 +91,7 @@ def _first_ids(surfaces: Surfaces) -> dict[tuple[bytes, bool], int]:
     return found
 
 
-def _same_surface(ours: Surfaces, theirs: Surfaces) -> dict[int, int]:
+def _same_surface(ours: TokenBytes, theirs: TokenBytes) -> dict[int, int]:
     """Student id -> teacher id with the same bytes, of the same sort if there are a byte and a letter."""
     target = _first_ids(theirs)
     found = {}
@@ -103,7 +103,7 @@ def _same_surface(ours: Surfaces, theirs: Surfaces) -> dict[int, int]:
     return found
 
 
-def _same_bytes(ours: Surfaces, theirs: Surfaces) -> dict[int, int]:
+def _same_bytes(ours: TokenBytes, theirs: TokenBytes) -> dict[int, int]:
     """The one-to-one part of `_same_surface`; ordinary tokens come before bytes that stand in for text."""
     same = _same_surface(ours, theirs)
     taken: set[int] = set()

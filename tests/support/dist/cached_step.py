@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mkd.cache_build.targets import Answers
 from mkd.data.lookahead import Lookahead
-from mkd.data.batch import KDBatch, draw
+from mkd.data.batch import KDBatch, next_microbatches
 from mkd.distributed.groups import Groups
 from mkd.teacher.cache.teacher import CachedTeacher
 from mkd.teacher.cache.lookup import Lookup, Request
@@ -118,12 +118,12 @@ def reads_of_steps(rank: int, world_size: int, cache: str) -> dict[str, Any]:
                 else:
                     source.advance()
                 threads.append([])
-                batches = draw(source, 4, VOCAB)
-                seen.append([batch.keys for batch in batches])
+                batches = next_microbatches(source, 4, VOCAB)
+                seen.append([batch.segment_hashes for batch in batches])
                 teacher.prepare(batches, Lookahead(source, 4, VOCAB, None, evaluating=False))
                 for ahead in teacher._ahead.values():
                     wait([ahead])
-        keys = [KDBatch.from_sample(sample, VOCAB).keys for sample in samples]
+        keys = [KDBatch.from_sample(sample, VOCAB).segment_hashes for sample in samples]
         return {"threads": threads, "seen": seen, "expected": [keys[:4], keys[4:], keys[4:]]}
 
 

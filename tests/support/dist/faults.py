@@ -12,7 +12,7 @@ from torch import Tensor
 from mkd.train import schedule
 from mkd.train import step
 from mkd.train import objective as terms
-from mkd.distributed.context_parallel import dual_chunk_places
+from mkd.distributed.context_parallel import dual_chunk_positions
 from mkd.data.batch import KDBatch
 from mkd.train.objective import StepTokens
 from mkd.losses import LossOutput
@@ -77,7 +77,7 @@ def _with_batches(change: Callable[[KDBatch], KDBatch]) -> Any:
     def make(right: Callable) -> Callable:
         return lambda *args: [change(batch) for batch in right(*args)]
 
-    return _patched(schedule, "draw", make)
+    return _patched(schedule, "next_microbatches", make)
 
 
 def _across_segments(batch: KDBatch) -> KDBatch:
@@ -91,9 +91,9 @@ def _chunk_of_the_place(batch: KDBatch) -> KDBatch:
         replace(
             other, student_chunk=other.student_chunk.roll(1, dims=1), student_first=other.student_first.roll(1, dims=1)
         )
-        for other in batch.others
+        for other in batch.teacher_views
     ]
-    return replace(batch, others=tuple(late))
+    return replace(batch, teacher_views=tuple(late))
 
 
 def _with_teacher(change: Callable[[OnlineTeacher, Tensor], Tensor]) -> Any:
@@ -114,7 +114,7 @@ def _in_contiguous_order(teacher: OnlineTeacher, hidden: Tensor) -> Tensor:
     parts = [torch.empty_like(hidden) for _ in range(cp.size())]
     dist.all_gather(parts, hidden.contiguous(), group=cp)
     length = hidden.shape[0] * cp.size()
-    places = torch.cat([dual_chunk_places((0, length), rank, cp.size()) for rank in range(cp.size())])
+    places = torch.cat([dual_chunk_positions((0, length), rank, cp.size()) for rank in range(cp.size())])
     row = torch.empty(length, *hidden.shape[1:])
     row[places] = torch.cat(parts)
     return row.chunk(cp.size())[cp.rank()]
@@ -137,6 +137,6 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "answers in another order": lambda: _patched(
         StepExchange, "answers", lambda right: lambda *args: right(*args)[::-1]
     ),
-    "answers in contiguous order": lambda: _patched(teacher_layout, "dual_chunk_places", lambda right: _whole_chunks),
+    "answers in contiguous order": lambda: _patched(teacher_layout, "dual_chunk_positions", lambda right: _whole_chunks),
 }
 """Name -> context manager."""

@@ -7,10 +7,10 @@ sample has no target, so that a row, and with two data-parallel ranks and small 
 import numpy as np
 import torch
 
-from mkd.data.packing.layout import RowLayout
-from mkd.data.sources.aligned import OtherTokens, PairedSample
-from mkd.data.packing.aligned_layout import PairedLayout
-from mkd.data.packing.aligned_streams import _tensors
+from mkd.data.packing.row_layout import RowLayout
+from mkd.data.sources.aligned import TeacherText, AlignedSample
+from mkd.data.packing.aligned_layout import AlignedRowLayout
+from mkd.data.packing.aligned_streams import to_tensors
 from mkd.xtoken.loss.xtoken_loss import XTokenLoss
 from mkd.xtoken.vocabulary.cross_vocabulary import CrossVocabulary
 
@@ -30,7 +30,7 @@ TEXTS = [
 """Places of the samples in each packed row, of the student and of the teacher."""
 
 
-def sample(places: tuple[int, int], random: np.random.RandomState, supervised: bool) -> PairedSample:
+def sample(places: tuple[int, int], random: np.random.RandomState, supervised: bool) -> AlignedSample:
     """A text of so many tokens, beside the first one, on both sides."""
     count = max(1, min(places) // 2)
     student, teacher = (_composition(n + 1, count, random) for n in places)
@@ -38,10 +38,10 @@ def sample(places: tuple[int, int], random: np.random.RandomState, supervised: b
     number = np.where(kept, np.cumsum(kept) - 1, -1).astype(np.int32)
     ids = [random.randint(0, size, n + 1) for size, n in zip((VOCAB, TEACHER_VOCAB), places, strict=True)]
     targets = (random.rand(places[0] + 1) < 0.9) & supervised
-    other = OtherTokens(
+    other = TeacherText(
         ids[1], np.full(places[1] + 1, supervised), np.repeat(number, teacher), np.repeat(number, student)
     )
-    return PairedSample(ids[0], targets, (other,))
+    return AlignedSample(ids[0], targets, (other,))
 
 
 def _composition(total: int, parts: int, random: np.random.RandomState) -> np.ndarray:
@@ -63,10 +63,10 @@ def rows(packed: bool, masked: bool = False) -> list[dict]:
         for number, row in enumerate(TEXTS)
     ]
     sides = [RowLayout(length, MULTIPLE, packed, kd_everywhere=False) for length in (ROW, TEACHER_ROW)]
-    layout = PairedLayout(sides[0], (sides[1],))
+    layout = AlignedRowLayout(sides[0], (sides[1],))
     if not packed:
         texts = [[text] for row in texts for text in row]
-    return [_tensors(layout.row(row)) for row in texts]
+    return [to_tensors(layout.row(row)) for row in texts]
 
 
 def byte_lengths() -> tuple[torch.Tensor, torch.Tensor]:

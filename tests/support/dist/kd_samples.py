@@ -110,7 +110,7 @@ def microbatches(
     if masks != "same":
         every = with_masks(every, masks)
     for row in every:
-        sides = [(row, VOCAB), *((other, kd_pairs.TEACHER_VOCAB) for other in row.get("others", ()))]
+        sides = [(row, VOCAB), *((other, kd_pairs.TEACHER_VOCAB) for other in row.get("teacher_views", ()))]
         for side, vocab in sides:
             side["tokens"], side["labels"] = (side["tokens"] + 7 * step) % vocab, (side["labels"] + 7 * step) % vocab
     starts = range(dp_rank * mbs, len(every), dp_size * mbs)

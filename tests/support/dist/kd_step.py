@@ -348,7 +348,7 @@ def build_teacher(layout: Layout, models: Models, groups: Groups) -> OnlineTeach
         groups,
         tied=models.tied,
         vocab=(kd_pairs.TEACHER_VOCAB, kd_pairs.TEACHER_PADDED),
-        side=0,
+        view=0,
         head_columns=vocabulary.teacher_columns,
     )
     if not models.mixed:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mkd.data.lookahead import NOTHING
+from mkd.data.lookahead import Lookahead
 from mkd.data.batch import KDBatch
 from mkd.distributed.groups import Groups
 from mkd.losses import LossSpec, reference
@@ -25,11 +25,11 @@ def select_truth(rank: int, world_size: int, models: Models) -> dict[str, Any]:
         teacher = build_teacher(Layout(), models, groups)
         chunks = build_student(Layout(), models, groups)
         batches = [KDBatch.from_sample(sample, VOCAB) for sample in microbatches(models.data, 1, 1, 0, 1, models.masks)]
-        batches = teacher.prepare(batches, NOTHING)
+        batches = teacher.prepare(batches, Lookahead.empty())
         tokens = sum(int(batch.ce_mask.sum()) for batch in batches)
         counts = [sum(int(batch.kd_mask.sum()) for batch in batches)] * 2
         if models.xtoken:
-            counts[1] = sum(batch.others[0].chunks for batch in batches)
+            counts[1] = sum(batch.teacher_views[0].chunks for batch in batches)
         total, selected = torch.zeros(()), [0, 0]
         for batch in batches:
             logits = rows(chunks[0](batch.tokens, batch.position_ids, None).transpose(0, 1))[:, :VOCAB]
@@ -53,7 +53,7 @@ def rows(values: Tensor) -> Tensor:
 def teacher_logits(signal: HiddenSignal, models: Models) -> Tensor:
     """[s * b, true vocabulary] in the order of the ids."""
     logits = rows(signal.hidden) @ signal.head.t()
-    if signal.side is None:
+    if signal.view is None:
         return logits[:, :VOCAB]
     ids = kd_pairs.vocabulary(models.xtoken, 96, 0, 1).teacher_columns
     return torch.empty_like(logits).index_copy_(1, ids, logits)[:, : kd_pairs.TEACHER_VOCAB]
@@ -61,12 +61,12 @@ def teacher_logits(signal: HiddenSignal, models: Models) -> Tensor:
 
 def rate(batch: KDBatch, signal: HiddenSignal, models: Models) -> float:
     """Nats of the supervised text: a token where all share the tokenizer, else a byte."""
-    own = batch if signal.side is None else batch.others[0].batch
+    own = batch if signal.view is None else batch.teacher_views[0].batch
     labels, used = flatten_tokens(own.labels), flatten_tokens(own.ce_mask) != 0
     ce = reference.cross_entropy(teacher_logits(signal, models).double(), labels)
     units = torch.ones_like(labels)
     if models.xtoken:
-        units = kd_pairs.byte_lengths()[0 if signal.side is None else 1][labels]
+        units = kd_pairs.byte_lengths()[0 if signal.view is None else 1][labels]
     used = used & (units > 0)
     return (ce[used].sum() / units[used].sum()).item() if used.any() else float("inf")
 
@@ -74,9 +74,9 @@ def rate(batch: KDBatch, signal: HiddenSignal, models: Models) -> float:
 def divergence(batch: KDBatch, logits: Tensor, signal: HiddenSignal, models: Models) -> Tensor:
     """Scalar: the sum over the tokens or chunks of the microbatch, which has one text."""
     spec, teacher = models.kd.loss_spec(0), teacher_logits(signal, models)
-    if signal.side is None:
+    if signal.view is None:
         return reference.forward_kl(logits, teacher, spec)[flatten_tokens(batch.kd_mask) != 0].sum()
-    other, pairs = batch.others[0], kd_pairs.common(torch.Generator().manual_seed(kd_pairs.PAIRS_SEED))
+    other, pairs = batch.teacher_views[0], kd_pairs.common(torch.Generator().manual_seed(kd_pairs.PAIRS_SEED))
     total = logits.sum() * 0.0
     for chunk in range(other.chunks):
         s, t = flatten_tokens(other.student_chunk) == chunk, flatten_tokens(other.chunk) == chunk
@@ -95,7 +95,7 @@ def clear_case(rank: int, world_size: int, layout: Layout) -> tuple[list[int], l
         labels = torch.randint(0, VOCAB, (4, 8), generator=torch.Generator().manual_seed(2))
         mask = torch.ones(4, 8)
         mask[3] = 0.0
-        whole = KDBatch(labels, labels, mask, mask, labels, keys=(b"",) * 4).with_texts()
+        whole = KDBatch(labels, labels, mask, mask, labels, segment_hashes=(b"",) * 4).with_texts()
         batch = whole.on_rank(groups.cp)
         width = 96 // groups.tp.size()
         head = torch.eye(96)[groups.tp.rank() * width :][:width]

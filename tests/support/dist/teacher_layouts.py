@@ -9,8 +9,8 @@ from megatron.core.dist_checkpointing.validation import determine_global_metadat
 from megatron.core.utils import unwrap_model
 from megatron.training.models import GPTModelBuilder
 
-from mkd.data.lookahead import NOTHING
-from mkd.data.batch import draw
+from mkd.data.lookahead import Lookahead
+from mkd.data.batch import next_microbatches
 from mkd.distributed.groups import Groups, OwnLayout, ParallelSizes
 from mkd.models.gpt import gpt_config
 from tests.support.dist.kd_samples import VOCAB, microbatches
@@ -23,11 +23,11 @@ def signals_are_alike(rank: int, world_size: int, layout: Layout, models: Models
     with parallel_state(layout):
         groups = Groups.from_megatron()
         drawn = microbatches(models.data, layout.segment_cp, layout.mbs, groups.dp.rank(), groups.dp.size())
-        batches = draw(iter(drawn), len(drawn), VOCAB)
+        batches = next_microbatches(iter(drawn), len(drawn), VOCAB)
         seen = []
         for one in (layout, replace(layout, teacher=None)):
             teacher = build_teacher(one, models, groups)
-            prepared = teacher.prepare(batches, NOTHING)
+            prepared = teacher.prepare(batches, Lookahead.empty())
             seen.append(teacher.signals([batch.on_rank(groups.cp) for batch in prepared]))
         for number, (apart, alike) in enumerate(zip(*seen, strict=True)):
             assert torch.equal(apart.head, alike.head)

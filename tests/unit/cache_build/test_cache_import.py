@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mkd.cache_build.import_axolotl import Imported, ImportOptions, import_answers
-from mkd.data.batch import segment_key
+from mkd.data.batch import segment_hash
 from mkd.errors import MkdCacheError, MkdDataError
 from mkd.teacher.cache.lookup import Request
 from mkd.teacher.cache.reader import CacheReader
@@ -62,7 +62,7 @@ def run_import(tmp_path: Path, records: list[dict[str, Any]], **changes: Any) ->
 
 def stored(folder: Path, seed: int) -> TokenRows:
     store = TeacherStore(folder, "--cache")
-    key = segment_key(make_text(seed)[0][:-1])
+    key = segment_hash(make_text(seed)[0][:-1])
     (segment,) = store.find([key])
     return store.read([key], [segment], [np.arange(segment.length)])
 
@@ -161,7 +161,7 @@ def test_tokens_without_answers_are_not_learned(tmp_path: Path) -> None:
     """Where a job's data has more supervised tokens than the imported one had."""
     meta, _ = run_import(tmp_path, [record_of(0)], lossless=False)
     store = TeacherStore(tmp_path / "cache", "--cache")
-    key = segment_key(make_text(0)[0][:-1])
+    key = segment_hash(make_text(0)[0][:-1])
     segments, answers = store.find([key]), CacheReader(store, TOP_K, 1.0)
 
     def read(*places: int) -> torch.Tensor:

@@ -12,24 +12,26 @@ from tokenizers import AddedToken
 from torch.utils.data import default_collate
 
 from mkd.data.batch import KDBatch
-from mkd.data.packing.aligned_layout import PairedLayout, best_fit_on_all_sides, counted_chunks, cut_pairs, pack_pairs
-from mkd.data.packing.aligned_streams import PairedOptions, PairedRows
-from mkd.data.packing.layout import RowLayout
+from mkd.data.packing.aligned_layout import AlignedRowLayout, counted_chunks
+from mkd.data.packing.aligned_plan import best_fit_all_views, cut_aligned, pack_aligned
+from mkd.data.packing.aligned_streams import AlignedRows
+from mkd.data.packing.row_layout import RowLayout
+from mkd.data.packing.streams import RowOptions
 from mkd.data.sources.aligned import (
+    AlignedBatch,
+    AlignedSample,
+    AlignedStore,
     DocumentBatch,
-    EncodedPairs,
-    OtherTokens,
-    PairedSample,
-    PairedStore,
-    paired_base,
-    probe_pairs,
-    tokenize_pairs,
+    TeacherText,
+    aligned_base,
+    probe_aligned,
+    tokenize_aligned,
 )
 from mkd.data.sources.text import RawBatch
 from mkd.errors import MkdDataError
+from mkd.xtoken.text.aligner import TOO_SHORT, UNALIGNED, TextAligner
 from mkd.xtoken.text.alignment import unaligned
-from mkd.xtoken.text.pairs import TOO_SHORT, UNALIGNED, PairEncoder
-from mkd.xtoken.text.samples import AlignedSample
+from mkd.xtoken.text.samples import AlignedPair
 from tests.support.chats import MARKED, PLAIN, talk, write_lines
 from tests.support.dist.kd_pairs import rows, sample
 from tests.support.e2e.small_job import END, make_tokenizer, save_tokenizer, text, write_data
@@ -58,32 +60,32 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def kinds(tmp_path_factory: pytest.TempPathFactory) -> PairEncoder:
+def kinds(tmp_path_factory: pytest.TempPathFactory) -> TextAligner:
     """A byte-level tokenizer, and one of another kind that begins its texts with a token."""
     root = tmp_path_factory.mktemp("kinds")
     for kind in ("byte_bpe", "metaspace_bpe"):
         tokenizer = deepcopy(transformers_tokenizer(kind))
         tokenizer.add_tokens([AddedToken(f"<|{kind}|>", special=True)])
         tokenizer.save_pretrained(root / kind)
-    return PairEncoder((str(root / "byte_bpe"), str(root / "metaspace_bpe")), ("--tokenizer-model", "--kd-teacher-hf"))
+    return TextAligner((str(root / "byte_bpe"), str(root / "metaspace_bpe")), ("--tokenizer-model", "--kd-teacher-hf"))
 
 
-def encoder(root: Path, all_messages: bool = False) -> PairEncoder:
-    return PairEncoder(
+def encoder(root: Path, all_messages: bool = False) -> TextAligner:
+    return TextAligner(
         (str(root / "ours"), str(root / "theirs")), ("--tokenizer-model", "--kd-teacher-hf"), all_messages
     )
 
 
-def store(root: Path, name: str, said: list[str] | None = None) -> PairedStore:
+def store(root: Path, name: str, said: list[str] | None = None) -> AlignedStore:
     file, coder = str(root / name), encoder(root)
-    base = paired_base(file, coder, str(root / "cache"))
-    tokenize_pairs(file, coder, base, [].append if said is None else said.append)
-    return PairedStore(base, (0.0, 1.0), 2)
+    base = aligned_base(file, coder, str(root / "cache"))
+    tokenize_aligned(file, coder, base, [].append if said is None else said.append)
+    return AlignedStore(base, (0.0, 1.0), 2)
 
 
-def layout(packed: bool, everywhere: bool = False) -> PairedLayout:
+def layout(packed: bool, everywhere: bool = False) -> AlignedRowLayout:
     sides = [RowLayout(length, 8, packed, everywhere) for length in ROWS]
-    return PairedLayout(sides[0], (sides[1],))
+    return AlignedRowLayout(sides[0], (sides[1],))
 
 
 def test_documents_are_read_as_text_and_counted(root: Path, capsys: pytest.CaptureFixture) -> None:
@@ -116,7 +118,7 @@ def test_documents_are_read_as_text_and_counted(root: Path, capsys: pytest.Captu
     ],
 )
 def test_what_begins_and_ends_a_text_does_so_on_every_side(
-    kinds: PairEncoder, document: list[str], teachers: list[str]
+    kinds: TextAligner, document: list[str], teachers: list[str]
 ) -> None:
     """As Megatron's own tools make documents with tokenizers that have a token before each text."""
     ours, theirs = kinds.tokenizers
@@ -128,18 +130,18 @@ def test_what_begins_and_ends_a_text_does_so_on_every_side(
     coded = kinds(DocumentBatch("x", [ids]))
     [found] = coded.samples
     assert found.ids.tolist() == ids.tolist() and coded.changed == 0
-    assert found.others[0].ids.tolist() == wanted.tolist()
+    assert found.views[0].ids.tolist() == wanted.tolist()
     assert found.targets.tolist() == [False, *[True] * (len(ids) - 1)]
     ends = np.flatnonzero(ids == ours.tokenizer.eos_token_id)
-    assert (found.others[0].student_chunk[ends[ends > 0]] >= 0).all()
+    assert (found.views[0].student_chunk[ends[ends > 0]] >= 0).all()
     strict = replace(kinds, special_pairs=((),))  # to the loss, no special token is another
     assert strict.fingerprint != kinds.fingerprint
     for kept in strict(DocumentBatch("x", [ids])).samples:
-        assert (kept.others[0].student_chunk[ends] == -1).all()
+        assert (kept.views[0].student_chunk[ends] == -1).all()
     assert coded.spelled_out == 0
 
 
-def test_special_tokens_that_the_teacher_spells_out_are_counted(kinds: PairEncoder) -> None:
+def test_special_tokens_that_the_teacher_spells_out_are_counted(kinds: TextAligner) -> None:
     ours = kinds.tokenizers[0]
     tokens = [ours.encode(words).ids for words in ("a word <|byte_bpe|> more", "a word <|turn|> more")]
     coded = kinds(DocumentBatch("x", tokens))
@@ -149,11 +151,11 @@ def test_special_tokens_that_the_teacher_spells_out_are_counted(kinds: PairEncod
 def test_a_sample_is_stored_as_it_is() -> None:
     random = np.random.RandomState(0)
     whole = sample((17, 23), random, True)
-    again = PairedSample.of_words(whole.words(), whole.lengths)
+    again = AlignedSample.of_words(whole.words(), whole.lengths)
     for name in ("ids", "targets"):
         assert np.array_equal(getattr(again, name), getattr(whole, name))
     for name in ("ids", "targets", "chunk", "student_chunk"):
-        assert np.array_equal(getattr(again.others[0], name), getattr(whole.others[0], name))
+        assert np.array_equal(getattr(again.views[0], name), getattr(whole.views[0], name))
 
 
 def test_chunks_of_rows_are_the_same_text(root: Path) -> None:
@@ -161,9 +163,9 @@ def test_chunks_of_rows_are_the_same_text(root: Path) -> None:
     ours, theirs = (t.tokenizer for t in encoder(root).tokenizers)
     for name in ("text", "chat.jsonl"):
         for packed in (True, False):
-            stream = PairedRows(store(root, name), PairedOptions(layout(packed), False, 3), name)
+            stream = AlignedRows(store(root, name), RowOptions(layout(packed), False, 3), name)
             batch = KDBatch.from_sample(default_collate([stream.row(i) for i in range(3)]), None)
-            other = batch.others[0]
+            other = batch.teacher_views[0]
             assert other.chunks > 20
             for chunk in range(other.chunks):
                 mine, its = other.student_chunk == chunk, other.chunk == chunk
@@ -174,11 +176,11 @@ def test_chunks_of_rows_are_the_same_text(root: Path) -> None:
 
 def test_every_target_of_a_document_is_in_one_row(root: Path) -> None:
     found = store(root, "text")
-    stream = PairedRows(found, PairedOptions(layout(True), False, 3), "text")
+    stream = AlignedRows(found, RowOptions(layout(True), False, 3), "text")
     labels = sum(int(stream.row(i)["ce_mask"].sum()) for i in range(stream.per_epoch))
     assert labels == found.facts.tokens[0] - found.facts.samples
-    of_teacher = sum(len(s.ids) - 1 for i in range(found.facts.samples) for s in found.read(i).others)
-    places = sum(int(stream.row(i)["others"][0]["cu_seqlens"][-1]) for i in range(stream.per_epoch))
+    of_teacher = sum(len(s.ids) - 1 for i in range(found.facts.samples) for s in found.read(i).views)
+    places = sum(int(stream.row(i)["teacher_views"][0]["cu_seqlens"][-1]) for i in range(stream.per_epoch))
     assert places == of_teacher
 
 
@@ -186,18 +188,18 @@ def test_long_samples_are_cut_where_chunks_begin() -> None:
     random = np.random.RandomState(1)
     long = [sample((n, m), random, True) for n, m in ((100, 90), (31, 60), (150, 120), (5, 5))]
     lengths = np.array([s.lengths for s in long])
-    pieces = cut_pairs(lengths, ROWS, long.__getitem__, drop_long=False)
-    assert (pieces.places <= ROWS).all() and pieces.split == 3 and pieces.unfit == 0
+    pieces = cut_aligned(lengths, ROWS, long.__getitem__, drop_long=False)
+    assert (pieces.positions <= ROWS).all() and pieces.split == 3 and pieces.unfit == 0
     for number, whole in enumerate(long):
         mine = np.flatnonzero(pieces.sample == number)
-        ends = pieces.start[mine] + pieces.places[mine]
+        ends = pieces.start[mine] + pieces.positions[mine]
         assert pieces.start[mine[0]].tolist() == [0, 0] and (ends[-1] == lengths[number] - 1).all()
         assert (ends[:-1] == pieces.start[mine[1:]]).all()
         for student, teacher in ends[:-1] + 1:
-            first = whole.others[0].student_chunk[student]
-            assert first == whole.others[0].chunk[teacher] >= 0
-            assert first not in whole.others[0].student_chunk[:student]
-    dropped = cut_pairs(lengths, ROWS, long.__getitem__, drop_long=True)
+            first = whole.views[0].student_chunk[student]
+            assert first == whole.views[0].chunk[teacher] >= 0
+            assert first not in whole.views[0].student_chunk[:student]
+    dropped = cut_aligned(lengths, ROWS, long.__getitem__, drop_long=True)
     assert (dropped.dropped, len(dropped)) == (3, 1)
 
 
@@ -205,30 +207,30 @@ def test_a_run_without_a_chunk_that_fits_no_row_is_left_out() -> None:
     n = 120
     chunk = np.full(n, -1, dtype=np.int32)
     chunk[:10], chunk[-10:] = np.arange(10), np.arange(10, 20)
-    other = OtherTokens(np.zeros(n, int), np.ones(n, bool), chunk, chunk)
-    pieces = cut_pairs(
-        np.array([[n, n]]), ROWS, lambda _: PairedSample(np.zeros(n, int), np.ones(n, bool), (other,)), drop_long=False
+    other = TeacherText(np.zeros(n, int), np.ones(n, bool), chunk, chunk)
+    pieces = cut_aligned(
+        np.array([[n, n]]), ROWS, lambda _: AlignedSample(np.zeros(n, int), np.ones(n, bool), (other,)), drop_long=False
     )
     assert pieces.unfit == 1
-    assert pieces.places[:, 0].tolist() == [8, 10]
+    assert pieces.positions[:, 0].tolist() == [8, 10]
 
 
 def test_packing_fits_on_all_sides_and_wastes_little() -> None:
     random = np.random.RandomState(2)
     places = np.stack([random.randint(1, length + 1, 400) for length in ROWS], axis=1)
-    plan = pack_pairs(places, ROWS, 8, seed=5)
+    plan = pack_aligned(places, ROWS, 8, seed=5)
     assert sorted(plan.piece.tolist()) == list(range(400))
     padded = -(-places // 8) * 8
     for row in range(len(plan)):
         assert (padded[plan.row(row)].sum(axis=0) <= ROWS).all()
     assert len(plan) <= 1.25 * max(padded[:, side].sum() / length for side, length in enumerate(ROWS))
-    again = pack_pairs(places, ROWS, 8, seed=5)
+    again = pack_aligned(places, ROWS, 8, seed=5)
     assert np.array_equal(plan.piece, again.piece)
 
 
 def test_best_fit_takes_the_fullest_bin() -> None:
     sizes = np.array([[6, 1], [5, 5], [4, 1], [1, 1]])
-    assert best_fit_on_all_sides(sizes, np.array([10, 10])).tolist() == [0, 1, 0, 1]
+    assert best_fit_all_views(sizes, np.array([10, 10])).tolist() == [0, 1, 0, 1]
 
 
 def test_a_chunk_counts_if_all_of_it_is_predicted_and_a_target() -> None:
@@ -237,34 +239,34 @@ def test_a_chunk_counts_if_all_of_it_is_predicted_and_a_target() -> None:
     yes = np.ones(7, dtype=bool)
     targets = yes.copy()
     targets[4] = False  # half of chunk 2
-    other = OtherTokens(np.zeros(6, int), np.ones(6, bool), teacher, student)
+    other = TeacherText(np.zeros(6, int), np.ones(6, bool), teacher, student)
     mine, its = counted_chunks(yes, other, everywhere=False)
     # Chunk 0 has the first token, which nothing predicts.
     assert mine.tolist() == [-1, 0, 1, 1, -1, 2] and its.tolist() == [-1, 0, 0, 1, 2]
     mine, its = counted_chunks(targets, other, everywhere=False)
     assert mine.tolist() == [-1, 0, -1, -1, -1, 1] and its.tolist() == [-1, 0, 0, -1, 1]
     assert counted_chunks(targets, other, everywhere=True)[0].tolist() == [-1, 0, 1, 1, -1, 2]
-    nothing = OtherTokens(np.zeros(6, int), np.ones(6, bool), np.full(6, -1), np.full(7, -1))
+    nothing = TeacherText(np.zeros(6, int), np.ones(6, bool), np.full(6, -1), np.full(7, -1))
     assert [x.max() for x in counted_chunks(yes, nothing, everywhere=True)] == [-1, -1]
 
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_context_parallel_ranks_hold_all_rows_once(packed: bool) -> None:
     whole = KDBatch.from_sample(default_collate(rows(packed)[:4]), None)
-    parts = [whole.cp_slice(rank, 2).others[0] for rank in range(2)]
-    for side, name in ((whole.others[0], "chunk"), (whole.others[0], "student_chunk")):
+    parts = [whole.cp_slice(rank, 2).teacher_views[0] for rank in range(2)]
+    for side, name in ((whole.teacher_views[0], "chunk"), (whole.teacher_views[0], "student_chunk")):
         seen = torch.cat([getattr(part, name).flatten() for part in parts]).sort().values
         assert torch.equal(seen, getattr(side, name).flatten().sort().values)
     for part in parts:
-        assert part.chunks == whole.others[0].chunks
+        assert part.chunks == whole.teacher_views[0].chunks
         assert part.chunk.shape == part.batch.tokens.shape
     changed = default_collate(rows(packed)[:4])
-    changed["others"][0]["chunk"][changed["others"][0]["chunk"] == 1] = 0
+    changed["teacher_views"][0]["chunk"][changed["teacher_views"][0]["chunk"] == 1] = 0
     assert KDBatch.from_sample(changed, None).content_hash() != whole.content_hash()
 
 
 def test_packed_rows_have_the_chunks_of_unpacked_ones() -> None:
-    packed, alone = (KDBatch.from_sample(default_collate(rows(p)), None).others[0] for p in (True, False))
+    packed, alone = (KDBatch.from_sample(default_collate(rows(p)), None).teacher_views[0] for p in (True, False))
     assert packed.chunks == alone.chunks > 20
     for name in ("chunk", "student_chunk"):
         sizes = [torch.bincount(getattr(side, name)[getattr(side, name) >= 0]) for side in (packed, alone)]
@@ -276,15 +278,15 @@ def test_a_sample_that_does_not_align_is_left_out(root: Path) -> None:
     coder = encoder(root)
     one = coder.tokenizers[0].tokenizer.convert_tokens_to_ids("t")
     assert dict(+coder(DocumentBatch("x", [np.array([one])])).skipped) == {TOO_SHORT: 1}
-    parts = AlignedSample(*(np.arange(3),) * 2, np.ones(3, dtype=bool), np.zeros(3, dtype=bool), unaligned(3, 3))
-    coded = EncodedPairs()
+    parts = AlignedPair(*(np.arange(3),) * 2, np.ones(3, dtype=bool), np.zeros(3, dtype=bool), unaligned(3, 3))
+    coded = AlignedBatch()
     coder._add(coded, [parts], TOO_SHORT)
     assert not coded.samples and dict(+coded.skipped) == {UNALIGNED: 1}
     with pytest.raises(MkdDataError, match=r"a document has token id 307, .* has 307 tokens"):
         coder(DocumentBatch("x", [np.array([1, 307])]))
     with pytest.raises(MkdDataError, match=r"chats, line 7: broken JSON"):
         coder(RawBatch("chats", 7, [b"{"], is_json=True))
-    assert probe_pairs(str(root / "chat.jsonl"), coder)[0] > 100
+    assert probe_aligned(str(root / "chat.jsonl"), coder)[0] > 100
 
 
 def test_nothing_left_is_an_error(root: Path) -> None:
@@ -294,8 +296,8 @@ def test_nothing_left_is_an_error(root: Path) -> None:
     for lengths, of_student, of_teacher in (((2, 4096), 8, 0), ((4096, 2), 0, 8)):
         sides = [RowLayout(length, 1, True, False) for length in lengths]
         with pytest.raises(MkdDataError, match="none of its 8 samples can be used") as told:
-            PairedRows(
-                store(root, "chat.jsonl"), PairedOptions(PairedLayout(sides[0], (sides[1],)), True, 3), "chat.jsonl"
+            AlignedRows(
+                store(root, "chat.jsonl"), RowOptions(AlignedRowLayout(sides[0], (sides[1],)), True, 3), "chat.jsonl"
             )
         assert f"{of_student} are longer than --seq-length {lengths[0]} in the student's" in str(told.value)
         assert f"{of_teacher} are longer than --kd-teacher-seq-length {lengths[1]} in a teacher's" in str(told.value)

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mkd.data.batch import KDBatch, draw, segment_key
-from mkd.distributed.context_parallel import dual_chunk_places
+from mkd.data.batch import KDBatch, next_microbatches, segment_hash
+from mkd.distributed.context_parallel import dual_chunk_positions
 from mkd.errors import MkdDataError
 
 VOCAB = 41
@@ -56,7 +56,7 @@ def test_ids_beyond_the_vocabulary(name, largest):
 
 def test_draw_takes_as_many_as_asked():
     iterator = iter([sample(seed=seed) for seed in range(3)])
-    drawn = draw(iterator, 2, VOCAB)
+    drawn = next_microbatches(iterator, 2, VOCAB)
     assert [int(batch.tokens.sum()) for batch in drawn] == [int(sample(seed=seed)["tokens"].sum()) for seed in range(2)]
     assert torch.equal(next(iterator)["tokens"], sample(seed=2)["tokens"])
 
@@ -144,9 +144,9 @@ def test_where_there_is_no_text():
 def test_segments_and_their_places():
     batch = KDBatch.from_sample(packed_sample(CUTS), VOCAB)
     places = [slice(0, 3), slice(4, 8), slice(8, 9), slice(16, 27)]
-    assert batch.segments() == list(zip(batch.keys, places, strict=False))  # the last one has no text
+    assert batch.segments() == list(zip(batch.segment_hashes, places, strict=False))  # the last one has no text
     rows = KDBatch.from_sample(sample(3, 8) | {"length": torch.tensor([8, 0, 5])}, VOCAB)
-    assert rows.segments() == [(rows.keys[0], slice(0, 8)), (rows.keys[2], slice(16, 21))]
+    assert rows.segments() == [(rows.segment_hashes[0], slice(0, 8)), (rows.segment_hashes[2], slice(16, 21))]
     assert KDBatch.from_sample(sample(2, 8), VOCAB).segments()[1][1] == slice(8, 16)
 
 
@@ -154,15 +154,16 @@ def test_keys_are_of_the_text_alone():
     """Another row, another place in it, other padding, other microbatch: the same key."""
     given_sample = packed_sample(CUTS)
     batch = KDBatch.from_sample(given_sample, VOCAB)
-    assert len(batch.keys) == 5 and {len(key) for key in batch.keys} == {16} and len(set(batch.keys)) == 5
+    hashes = batch.segment_hashes
+    assert len(hashes) == len(set(hashes)) == 5 and {len(digest) for digest in hashes} == {16}
     text = given_sample["tokens"][1, :11]
-    assert batch.keys[3] == segment_key(text)
+    assert batch.segment_hashes[3] == segment_hash(text)
     row = {name: torch.zeros(1, 24, dtype=value.dtype) for name, value in sample().items()}
     row["tokens"][0, 8:19] = text
     row["cu_seqlens"], row["cu_seqlens_padded"] = torch.tensor([[0, 8, 19, 19]]), torch.tensor([[0, 8, 24, 24]])
-    assert KDBatch.from_sample(row, VOCAB).keys[1] == batch.keys[3]
+    assert KDBatch.from_sample(row, VOCAB).segment_hashes[1] == batch.segment_hashes[3]
     alone = {"length": torch.tensor([11]), **{name: row[name][:, 8:] for name in sample()}}
-    assert KDBatch.from_sample(alone, VOCAB).keys == (batch.keys[3],)
+    assert KDBatch.from_sample(alone, VOCAB).segment_hashes == (batch.segment_hashes[3],)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -174,9 +175,9 @@ def test_ranks_hold_each_token_once_with_all_that_belongs_to_it(size, is_packed)
     whole = KDBatch.from_sample(given_sample, VOCAB)
     parts = [whole.cp_slice(rank, size) for rank in range(size)]
     for name in ("tokens", "labels", "ce_mask", "kd_mask", "position_ids"):
-        order = torch.cat([dual_chunk_places(whole.bounds, rank, size) for rank in range(size)])
+        order = torch.cat([dual_chunk_positions(whole.bounds, rank, size) for rank in range(size)])
         assert torch.equal(torch.cat([getattr(p, name) for p in parts], 1), getattr(whole, name)[:, order]), name
-    assert all(part.keys == whole.keys and part.packed is whole.packed for part in parts)
+    assert all(part.segment_hashes == whole.segment_hashes and part.packed is whole.packed for part in parts)
 
 
 @pytest.mark.parametrize(
@@ -184,11 +185,11 @@ def test_ranks_hold_each_token_once_with_all_that_belongs_to_it(size, is_packed)
     [
         ([0, 4, 6], [0, 4, 6], "has the segment bounds"),
         ([1, 4, 7], [0, 3, 6], "has the segment bounds"),
-        ([0, 4, 7], [0, 5, 7], "5 tokens has 4 places"),
-        ([0, 5, 4, 7], [0, 5, 5, 7], "0 tokens has -1 places"),
+        ([0, 4, 7], [0, 5, 7], "5 tokens has 4 positions"),
+        ([0, 5, 4, 7], [0, 5, 5, 7], "0 tokens has -1 positions"),
     ],
 )
-def test_bounds_that_are_none(padded, real, word):
+def test_invalid_bounds(padded, real, word):
     wrong = sample(1) | {"cu_seqlens_padded": torch.tensor([padded]), "cu_seqlens": torch.tensor([real])}
     with pytest.raises(MkdDataError, match=word):
         KDBatch.from_sample(wrong, VOCAB)
@@ -202,13 +203,13 @@ def test_bounds_change_the_hash():
 
 def test_draw_refuses_another_number_of_rows():
     with pytest.raises(MkdDataError, match=r"gives 3 samples at a time, the schedule expects 2: .*--micro-batch-size"):
-        draw(iter([sample()]), 1, VOCAB, micro_batch_size=2)
+        next_microbatches(iter([sample()]), 1, VOCAB, micro_batch_size=2)
 
 
 @pytest.mark.parametrize(("multiple", "length"), [(None, 12), (1, 5), (4, 8), (12, 12)])
 def test_padding_is_cut_off(multiple, length):
     given_sample = sample(3, 12) | {"length": torch.tensor([2, 5, 1])}
-    (batch,) = draw(iter([given_sample]), 1, VOCAB, length_multiple=multiple)
+    (batch,) = next_microbatches(iter([given_sample]), 1, VOCAB, length_multiple=multiple)
     for name in ("tokens", "labels", "position_ids", "ce_mask", "kd_mask"):
         source = "loss_mask" if name.endswith("mask") else name
         assert torch.equal(getattr(batch, name), given_sample[source][:, :length])

@@ -11,8 +11,9 @@ from megatron.core.datasets.utils import Split
 from torch.utils.data import default_collate
 
 from mkd.data.batch import KDBatch
-from mkd.data.packing.layout import RowLayout, best_fit_decreasing, cut, one_per_row, pack, shuffled
-from mkd.data.packing.streams import PERIOD, BlendOfRows, ClassicRows, RowOptions, SampleRows, Shares
+from mkd.data.packing.row_layout import RowLayout
+from mkd.data.packing.row_plan import best_fit_decreasing, cut, one_per_row, pack, shuffled
+from mkd.data.packing.streams import PERIOD, BlendOfRows, BlendSchedule, ClassicRows, RowOptions, SampleRows
 from mkd.errors import MkdDataError
 
 ROW = 48
@@ -55,23 +56,23 @@ def an_epoch(rows: SampleRows, epoch: int = 0) -> list[dict[str, torch.Tensor]]:
 @given(LENGTHS, MULTIPLES, st.integers(0, 2**32 - 1), st.integers(1, 70))
 def test_every_piece_is_in_one_row_that_holds_it(lengths, multiple, seed, window) -> None:
     pieces = cut(np.array(lengths), ROW, drop_long=False)
-    plan = pack(pieces.places, ROW, multiple, seed, window)
+    plan = pack(pieces.positions, ROW, multiple, seed, window)
     assert sorted(plan.piece) == list(range(len(pieces)))
     for row in range(len(plan)):
-        padded = -(-pieces.places[plan.row(row)] // multiple) * multiple
+        padded = -(-pieces.positions[plan.row(row)] // multiple) * multiple
         assert 0 < padded.sum() <= ROW
-    assert plan.places == pieces.places.sum()
-    assert plan.efficiency == pytest.approx(pieces.places.sum() / (len(plan) * ROW))
+    assert plan.positions == pieces.positions.sum()
+    assert plan.efficiency == pytest.approx(pieces.positions.sum() / (len(plan) * ROW))
 
 
 @MANY
 @given(LENGTHS, st.booleans())
 def test_pieces_cover_each_sample_once(lengths, drop_long) -> None:
     pieces = cut(np.array(lengths), ROW, drop_long=drop_long)
-    assert len(pieces) == 0 or (pieces.places.min() >= 1 and pieces.places.max() <= ROW)
+    assert len(pieces) == 0 or (pieces.positions.min() >= 1 and pieces.positions.max() <= ROW)
     for sample, length in enumerate(lengths):
         own = np.flatnonzero(pieces.sample == sample)
-        places = [range(pieces.start[i], pieces.start[i] + pieces.places[i]) for i in own]
+        places = [range(pieces.start[i], pieces.start[i] + pieces.positions[i]) for i in own]
         is_dropped = drop_long and length - 1 > ROW
         assert [p for part in places for p in part] == ([] if is_dropped else list(range(length - 1)))
     long = sum(length - 1 > ROW for length in lengths)
@@ -216,7 +217,7 @@ def test_nothing_left_is_an_error() -> None:
 
 
 def test_blends_keep_weights_and_read_each_stream_in_order() -> None:
-    shares = Shares([3.0, 1.0])
+    shares = BlendSchedule([3.0, 1.0])
     found = [shares.locate(i) for i in range(2 * PERIOD, 2 * PERIOD + 4000)]
     for stream, begin in ((0, 3 * PERIOD // 2), (1, PERIOD // 2)):
         places = [place for which, place in found if which == stream]
@@ -225,14 +226,14 @@ def test_blends_keep_weights_and_read_each_stream_in_order() -> None:
         seen = [shares.locate(i)[0] for i in range(rows)]
         assert shares.needed(rows) == [seen.count(0), seen.count(1)]
     with pytest.raises(MkdDataError, match="weights 1 0 in --data-path"):
-        Shares([1.0, 0.0])
+        BlendSchedule([1.0, 0.0])
 
 
 def test_one_epoch_of_a_blend_has_every_row_of_every_stream() -> None:
     streams = [rows_of(Texts([20] * 50)), rows_of(Texts([ROW + 1] * 30))]
-    epoch = BlendOfRows(streams, Shares([0.2, 0.8]), 3, Split.train).one_epoch()
-    for needed, stream in zip(Shares([0.2, 0.8]).needed(len(epoch)), streams, strict=True):
+    epoch = BlendOfRows(streams, BlendSchedule([0.2, 0.8]), 3, Split.train).one_epoch()
+    for needed, stream in zip(BlendSchedule([0.2, 0.8]).needed(len(epoch)), streams, strict=True):
         assert needed >= stream.per_epoch
     assert len(epoch) < 1.05 * streams[0].per_epoch / 0.2 + 5
     classic = ClassicRows([], 7)
-    assert BlendOfRows([streams[0], classic], Shares([0.5, 0.5]), 3, Split.train).one_epoch() is None
+    assert BlendOfRows([streams[0], classic], BlendSchedule([0.5, 0.5]), 3, Split.train).one_epoch() is None

@@ -17,7 +17,7 @@ from mkd.config.kd_config import KDConfig
 from mkd.config.megatron_checks import check_rows, check_top_k
 from mkd.data.batch import KDBatch
 from mkd.data.datasets import build_datasets, check_splits
-from mkd.data.packing.layout import RowLayout
+from mkd.data.packing.row_layout import RowLayout
 from mkd.data.packing.row_sets import RowSets
 from mkd.data.packing.streams import RowOptions
 from mkd.data.sources.chat import ChatTokenizer

@@ -44,4 +44,4 @@ def test_rows(packing, last):
     samples = [(np.arange(n), np.ones(n, dtype=bool)) for n in (13, 17, 21)]
     lines = rows_of(samples, job(packing))
     assert last in lines[-1]
-    assert lines[0].endswith("of 32 places") and lines[0].startswith("row 0: ")
+    assert lines[0].endswith("of 32 positions") and lines[0].startswith("row 0: ")

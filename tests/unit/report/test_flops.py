@@ -29,7 +29,7 @@ def by_hand(text: TextSize, groups: int, head: int, layers: int = 3) -> float:
 
 
 def test_of_a_student_and_its_teachers() -> None:
-    text = TextSize(tokens=50, squares=900, places=64)
+    text = TextSize(tokens=50, squares=900, positions=64)
     gqa = dict(group_query_attention=True, num_query_groups=1, kv_channels=6)
     teachers = [arguments(), arguments(**gqa, num_layers=5)]
     counter = FlopCounter(arguments(**gqa), teachers)
@@ -83,5 +83,5 @@ def test_formula_is_megatrons() -> None:
     from megatron.training.training import num_floating_point_operations
 
     args = arguments(seq_length=16, kv_channels=4)
-    text = TextSize(tokens=32, squares=2 * 256, places=32)
+    text = TextSize(tokens=32, squares=2 * 256, positions=32)
     assert FlopCounter(args, []).of_student(text) == num_floating_point_operations(SimpleNamespace(**vars(args)), 2)

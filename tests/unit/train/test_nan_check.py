@@ -55,7 +55,7 @@ def head_loss(check: FiniteCheck, hidden: torch.Tensor, kd_mask: torch.Tensor) -
     one = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     context = LossContext(SimpleNamespace(tp=one), true_vocab=9)
     tokens = torch.zeros(2, 3, dtype=torch.long)
-    batch = KDBatch(tokens, tokens, torch.ones(2, 3), kd_mask, tokens, keys=(KEY, KEY))
+    batch = KDBatch(tokens, tokens, torch.ones(2, 3), kd_mask, tokens, segment_hashes=(KEY, KEY))
     objective = Objective(0.5, LossSpec(), StepTokens(batch.ce_mask.sum(), batch.kd_mask.sum()))
     signal = HiddenSignal(hidden, torch.zeros(9, 4))
     return MicrobatchLoss(MicrobatchObjective.of(context, batch, objective, signal), check)

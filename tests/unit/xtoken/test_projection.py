@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from mkd.errors import MkdCacheError, MkdConfigError
-from mkd.xtoken.text.token_bytes import surfaces_of
+from mkd.xtoken.text.token_bytes import read_token_bytes
 from mkd.xtoken.text.tokens import SpanTokenizer
 from mkd.xtoken.vocabulary import projection as projection_module
 from mkd.xtoken.vocabulary.build import build_projection, projection_for
@@ -60,7 +60,7 @@ def test_rows_are_distributions_or_empty(pair: tuple[str, str]) -> None:
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_common_tokens_spell_the_same_bytes(pair: tuple[str, str]) -> None:
     found = built(*pair)
-    ours, theirs = (surfaces_of(span_tokenizer(kind)).of_id for kind in pair)
+    ours, theirs = (read_token_bytes(span_tokenizer(kind)).of_id for kind in pair)
     students, teachers = found.common.T.tolist()
     assert students == sorted(set(students))
     assert len(set(teachers)) == len(teachers)
@@ -113,7 +113,7 @@ def test_several_tokens_decay() -> None:
 def test_a_token_that_comes_twice_has_both_weights() -> None:
     found = built("byte_bpe", "unigram")
     dash = id_of("unigram", "-")
-    twice = next(r for r, s in enumerate(surfaces_of(span_tokenizer("byte_bpe")).of_id) if s == b"----")
+    twice = next(r for r, s in enumerate(read_token_bytes(span_tokenizer("byte_bpe")).of_id) if s == b"----")
     assert row(found, twice) == {dash: 1.0}
 
 

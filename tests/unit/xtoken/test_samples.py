@@ -8,7 +8,7 @@ from mkd.data.sources.chat import Conversation
 from mkd.errors import MkdDataError
 from mkd.xtoken.text.alignment import NO_CHUNK
 from mkd.xtoken.text.conversations import ends_of_turn
-from mkd.xtoken.text.samples import AlignedSample, Passage, align_sample
+from mkd.xtoken.text.samples import AlignedPair, Passage, align_sample
 from mkd.xtoken.text.tokens import Role, SpanTokenizer
 from mkd.xtoken.vocabulary.build import build_projection
 from mkd.xtoken.vocabulary.projection import ProjectionOptions
@@ -59,7 +59,7 @@ TEACHERS = {
 }
 
 
-def pieces(sample: AlignedSample, student: SpanTokenizer, teacher: SpanTokenizer) -> list[tuple[str, str]]:
+def pieces(sample: AlignedPair, student: SpanTokenizer, teacher: SpanTokenizer) -> list[tuple[str, str]]:
     """What both sides say in each chunk."""
     found = sample.alignment
     sides = (student, sample.student_ids, found.student_chunk), (teacher, sample.teacher_ids, found.teacher_chunk)
@@ -69,7 +69,7 @@ def pieces(sample: AlignedSample, student: SpanTokenizer, teacher: SpanTokenizer
     ]
 
 
-def said(sample: AlignedSample, student: SpanTokenizer, teacher: SpanTokenizer) -> str:
+def said(sample: AlignedPair, student: SpanTokenizer, teacher: SpanTokenizer) -> str:
     """The student's side of all chunks."""
     return "".join(piece for piece, _ in pieces(sample, student, teacher))
 

@@ -9,12 +9,12 @@ from hashlib import blake2b
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from mkd.data.sources.aligned import DocumentBatch, EncodedPairs, OtherTokens, PairedSample
+from mkd.data.sources.aligned import AlignedBatch, AlignedSample, DocumentBatch, TeacherText
 from mkd.data.sources.chat import EMPTY, UNSUPERVISED, Conversation
 from mkd.data.sources.text import RawBatch
 from mkd.errors import MkdDataError
 from mkd.xtoken.text.alignment import NO_CHUNK
-from mkd.xtoken.text.samples import AlignedSample, Passage, align_sample
+from mkd.xtoken.text.samples import AlignedPair, Passage, align_sample
 from mkd.xtoken.text.tokens import Role, SpanTokenizer
 
 EMPTY_DOCUMENT = "without text"
@@ -25,8 +25,8 @@ UNPLACED = "answers that are not found in what the chat templates make of them"
 
 
 @dataclass(frozen=True)
-class PairEncoder:
-    """Tokenizes chats and documents with all tokenizers and aligns them: a `mkd.data.sources.aligned.PairEncoder`."""
+class TextAligner:
+    """Tokenizes chats and documents with all tokenizers and aligns them: a `mkd.data.sources.aligned.BatchAligner`."""
 
     folders: tuple[str, ...]
     """Of Hugging Face tokenizers, the student's first."""
@@ -53,9 +53,9 @@ class PairEncoder:
         whole = [parts, self.all_messages, self.special_pairs]
         return blake2b(json.dumps(whole).encode(), digest_size=16).hexdigest()
 
-    def __call__(self, batch: RawBatch | DocumentBatch) -> EncodedPairs:
-        """See `mkd.data.sources.aligned.PairEncoder`."""
-        coded = EncodedPairs(size=batch.size)
+    def __call__(self, batch: RawBatch | DocumentBatch) -> AlignedBatch:
+        """See `mkd.data.sources.aligned.BatchAligner`."""
+        coded = AlignedBatch(size=batch.size)
         if isinstance(batch, DocumentBatch):
             for ids in batch.documents:
                 self._add_document(coded, ids)
@@ -65,7 +65,7 @@ class PairEncoder:
                 self._add_chat(coded, Conversation.parse(line, f"{batch.path}, line {number}"))
         return coded
 
-    def _add_chat(self, coded: EncodedPairs, chat: Conversation) -> None:
+    def _add_chat(self, coded: AlignedBatch, chat: Conversation) -> None:
         if chat.has_empty_message:
             coded.skipped[EMPTY] += 1
         elif not chat.has_answer:
@@ -73,7 +73,7 @@ class PairEncoder:
         else:
             self._add(coded, self._aligned(chat), UNSUPERVISED)
 
-    def _add_document(self, coded: EncodedPairs, ids: np.ndarray) -> None:
+    def _add_document(self, coded: AlignedBatch, ids: np.ndarray) -> None:
         """A document is the text of its tokens."""
         student = self.tokenizers[0]
         if len(ids) and ids.max() >= student.size:
@@ -91,7 +91,7 @@ class PairEncoder:
         coded.spelled_out += any((special & (s.alignment.student_chunk == NO_CHUNK)).any() for s in samples)
         self._add(coded, samples, TOO_SHORT)
 
-    def _aligned(self, sample: Sequence[Passage] | Conversation) -> list[AlignedSample]:
+    def _aligned(self, sample: Sequence[Passage] | Conversation) -> list[AlignedPair]:
         student, *teachers = self.tokenizers
         samples = [align_sample(student, teacher, sample, all_messages=self.all_messages) for teacher in teachers]
         if not self.special_pairs:
@@ -99,7 +99,7 @@ class PairEncoder:
         special = ~np.isin(student.role_of_id[samples[0].student_ids], (Role.CONTENT, Role.UNK))
         return [found.only_pairs(special, known) for found, known in zip(samples, self.special_pairs, strict=True)]
 
-    def _add(self, coded: EncodedPairs, samples: Sequence[AlignedSample], without_target: str) -> None:
+    def _add(self, coded: AlignedBatch, samples: Sequence[AlignedPair], without_target: str) -> None:
         first = samples[0]
         coded.skipped[UNPLACED] += max(sample.unplaced for sample in samples)
         if not first.student_targets.any():
@@ -108,10 +108,10 @@ class PairEncoder:
             coded.skipped[UNALIGNED] += 1
         else:
             others = tuple(
-                OtherTokens(s.teacher_ids, s.teacher_targets, s.alignment.teacher_chunk, s.alignment.student_chunk)
+                TeacherText(s.teacher_ids, s.teacher_targets, s.alignment.teacher_chunk, s.alignment.student_chunk)
                 for s in samples
             )
-            coded.samples.append(PairedSample(first.student_ids, first.student_targets, others))
+            coded.samples.append(AlignedSample(first.student_ids, first.student_targets, others))
 
 
 @lru_cache(maxsize=8)
