@@ -67,7 +67,7 @@ class KDBatch:
             sample: tokens, labels, position_ids and either loss_mask or ce_mask and kd_mask, each [b, s]. A packed
                 sample also has cu_seqlens and cu_seqlens_padded, [b, n + 1] integers for any n: segment i of a row
                 begins at cu_seqlens_padded[i], has cu_seqlens[i + 1] - cu_seqlens[i] tokens of text (0 if it is padding
-                only) and then padding up to cu_seqlens_padded[i + 1]. The last bound is s; repeated bounds fill up the rest.
+                only) and then padding up to cu_seqlens_padded[i + 1]. The last bound is s, repeated to the end.
                 An unpacked sample with padding also has length [b], the tokens of each row that are not padding.
                 `teacher_views` is a sequence of such samples in other tokens, with the keys that `AlignedRowLayout.row`
                 adds.

@@ -70,8 +70,8 @@ class RowPlan:
 def cut(lengths: np.ndarray, row_length: int, *, drop_long: bool) -> Pieces:
     """Cut samples of `lengths` ([n] integers) tokens into pieces.
 
-    A sample with more than `row_length` positions is dropped, or cut into pieces that fill a row each, and a rest. Every
-    token but a sample's first is a label in exactly one piece. A later piece does not see those before it.
+    A sample with more than `row_length` positions is dropped, or cut into pieces that fill a row each and a rest.
+    Every token but a sample's first is a label in exactly one piece. A later piece does not see those before it.
     """
     positions = np.maximum(np.asarray(lengths, dtype=np.int64) - 1, 0)
     count = -(-positions // row_length)
