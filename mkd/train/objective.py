@@ -67,7 +67,7 @@ class StepTokens:
     kd: Tensor
     """Tokens with a divergence."""
     chunks: tuple[Tensor, ...] = ()
-    """Text chunks with a divergence, per view in `KDBatch.others`."""
+    """Text chunks with a divergence, per view in `KDBatch.teacher_views`."""
 
     @classmethod
     def of(cls, batches: Sequence[KDBatch], group: ProcessGroup, cp_rank: int = 0) -> "StepTokens":
@@ -80,7 +80,7 @@ class StepTokens:
         """
         masks = [(batch.ce_mask, batch.kd_mask) for batch in batches]
         counts = torch.stack([torch.stack([m.sum(dtype=torch.float64) for m in pair]) for pair in masks]).sum(dim=0)
-        chunks = [[other.chunks if cp_rank == 0 else 0 for other in batch.others] for batch in batches]
+        chunks = [[view.chunks if cp_rank == 0 else 0 for view in batch.teacher_views] for batch in batches]
         counts = torch.cat([counts, torch.tensor(chunks, dtype=torch.float64).sum(dim=0).to(counts.device)])
         dist.all_reduce(counts, group=group)
         return cls(counts[0], counts[1], tuple(counts[2:]))
