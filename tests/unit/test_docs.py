@@ -48,7 +48,7 @@ def test_every_link_and_file_exists(page: Path) -> None:
 
 
 def _collect(files: list[str], names: Path) -> None:
-    """Write the names of the tests in these files, one a line."""
+    """Write the names of the tests in these files, one per line."""
 
     class Names:
         def pytest_collection_finish(self, session: pytest.Session) -> None:
@@ -69,12 +69,27 @@ def collected(files: Iterable[str], names: Path) -> set[tuple[str, str]]:
     return found | {(file, name.split("[")[0]) for file, name in found}
 
 
+def named_cases(page: str) -> set[tuple[str, str]]:
+    """(file, test) of each `test_...` on a page; the file is the one named last before it."""
+    named, file = set(), None
+    for found in re.finditer(r"(tests/[\w/]+\.py)|`(test_[^`]+)`", page):
+        if found[1]:
+            file = found[1]
+        else:
+            named.add((file, found[2]))
+    return named
+
+
 def test_the_support_matrix_names_tests_that_exist(tmp_path: Path) -> None:
-    text = (ROOT / "docs/support.md").read_text()
-    files = dict(re.findall(r"^\| ([A-Z]) \| (tests/\S+) \|$", text, re.MULTILINE))
-    named = {(files[letter], test) for letter, test in re.findall(r"\b([A-Z]) `(test_[^`]+)`", text)}
+    named = named_cases((ROOT / "docs/support.md").read_text())
     assert len(named) > 20
-    assert sorted(named - collected(files.values(), tmp_path / "names")) == []
+    files = {file for file, _ in named}
+    assert sorted(named - collected(files, tmp_path / "names")) == []
+
+
+def test_a_test_belongs_to_the_file_named_before_it() -> None:
+    page = "tests/a/test_x.py\n| TP | `test_one[tp2 / dp2]` |\nSee tests/test_y.py.\n| `test_two` |"
+    assert named_cases(page) == {("tests/a/test_x.py", "test_one[tp2 / dp2]"), ("tests/test_y.py", "test_two")}
 
 
 def test_the_readme_links_every_page() -> None:
