@@ -1,8 +1,8 @@
-"""Keeps KD at the size of CE (--kd-balance).
+"""Scales KD to the size of CE (--kd-balance).
 
-The factor of a step comes from the step before, so that it is one number for all microbatches and ranks, and known
-before the forward pass: the objective does not depend on microbatching or layout. It is stored in the checkpoint's
-arguments, with which a resumed job goes on as if it had never stopped.
+The factor of a step comes from the previous step, so it is one number for all microbatches and ranks, known before the
+forward pass: the objective does not depend on microbatching or layout. It is stored in the checkpoint's arguments, so
+that a resumed run equals an undisturbed one.
 """
 
 import math

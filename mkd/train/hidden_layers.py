@@ -1,7 +1,7 @@
 """Intermediate-layer distillation: the student's hidden states after some layers are pulled toward the teacher's.
 
-The loss of the last pipeline stage cannot see what the layers before it put out, so the term enters where it arises: a
-hook on the student's layer adds the term's gradient to the gradient that comes back through the layer's output. The
+The loss on the last pipeline stage has no access to the outputs of earlier layers, so the term enters where it arises:
+a hook on the student's layer adds the term's gradient to the gradient that comes back through the layer's output. The
 sum is the same as if the term were part of the loss (docs/losses.md, "Intermediate layers").
 """
 
@@ -28,24 +28,24 @@ from mkd.teacher.layer_outputs import LayerRecorder, Route, deliver
 
 @dataclass
 class LayersOfMicrobatch:
-    """What the student's layers are compared with in one microbatch, and what came of it on this rank."""
+    """The targets of the student's layers in one microbatch, and the sum of the distances on this rank."""
 
     owner: "HiddenLayers"
     mask: Tensor
-    """[N] fp32, 1 where a row of this rank's hidden states takes part."""
+    """[N] fp32, 1 for the tokens of this rank's hidden states that take part."""
     scale: Tensor
-    """In front of the sum over tokens and pairs, scalar: R * W, and `StepTokens.kd_scale`."""
+    """Scalar factor of the sum over tokens and pairs: R * W * `StepTokens.kd_scale`."""
     evaluating: bool
     compares: bool
     """False in a training step at R = 0, where the teacher does not run."""
     targets: dict[LayerPair, Tensor] = field(default_factory=dict)
-    """The teacher's side of every pair on this stage, each until it has been used; filled by `begin` where the teacher
-    runs a microbatch at a time."""
+    """The teacher's hidden states of every pair on this stage, each until it has been used; filled by `begin` where the
+    teacher runs per microbatch."""
     total: Tensor | float = 0.0
     """Sum over this rank's tokens and pairs of the distance, without R * W."""
 
     def begin(self) -> None:
-        """Tell the student's hooks that a forward pass of this microbatch follows; the teacher has had its own."""
+        """Make this the microbatch of the student's next forward pass; the teacher's forward pass is done."""
         self.owner._begin(self)
 
 
@@ -65,11 +65,11 @@ class HiddenLayers:
 
         Args:
             pairs: layers that both models have.
-            kind: distance.
+            kind: the distance.
             weight: W.
             groups: the layout of both models.
             teacher: records the pairs' teacher layers on this stage.
-            seed: of the maps' first values; these depend on nothing else but the pair.
+            seed: initializes the maps, together with nothing but the pair.
         """
         self._pairs, self._kind, self._weight = tuple(pairs), kind, weight
         self._groups, self._teacher, self._seed = groups, teacher, seed
@@ -80,7 +80,7 @@ class HiddenLayers:
         self._recomputed: dict[LayerPair, deque[LayersOfMicrobatch]] = {}
 
     def attach(self, chunks: list[GPTModel]) -> list[GPTModel]:
-        """Place hooks, and maps where widths differ, in the student's chunks on this rank, before anything wraps them.
+        """Place hooks, and maps where widths differ, in the student's model chunks, before they are wrapped.
 
         Collective over the pipeline ranks.
         """
@@ -101,7 +101,7 @@ class HiddenLayers:
         return chunks
 
     def _find_routes(self) -> list[Route]:
-        """From the stage that has the teacher's layer of each pair to the one that has the student's."""
+        """Routes from the stage with the teacher's layer of each pair to the stage with the student's."""
         pp = self._groups.pp
         everywhere: list = [(self._here, self._teacher.layers)] * pp.size()
         if pp.size() > 1:
@@ -118,21 +118,24 @@ class HiddenLayers:
     def microbatches(
         self, batches: Sequence[KDBatch], ratio: float, evaluating: bool, teacher_is_done: bool, kd_scale: Tensor
     ) -> list[LayersOfMicrobatch]:
-        """Begin a step. Collective over the pipeline ranks.
+        """The layers of each microbatch of a step. Collective over the pipeline ranks.
 
         Args:
-            batches: those of the step.
+            batches: the step's microbatches.
             ratio: R.
-            evaluating: whether the distances are wanted whatever R is.
-            teacher_is_done: whether the teacher has looked at all of them, and not only at what came before.
+            evaluating: compute the distances at any R.
+            teacher_is_done: the teacher has run on all of them; otherwise it runs in each microbatch's forward step.
             kd_scale: `StepTokens.kd_scale` of the step.
         """
         recorded = self._teacher.take()
         for waiting in self._recomputed.values():
-            waiting.clear()  # of a step that was broken off
+            waiting.clear()  # left by a step that raised
         compares = evaluating or ratio > 0.0
         scale = ratio * self._weight * kd_scale
-        step = [LayersOfMicrobatch(self, self._rows(batch.kd_mask), scale, evaluating, compares) for batch in batches]
+        step = [
+            LayersOfMicrobatch(self, self._local_tokens(batch.kd_mask), scale, evaluating, compares)
+            for batch in batches
+        ]
         if compares and teacher_is_done:
             sizes = [tuple(batch.tokens.shape) for batch in batches]
             wanted = deliver(recorded, self._routes, self._groups.pp, self._teacher.shape, sizes)
@@ -140,16 +143,16 @@ class HiddenLayers:
                 microbatch.targets = {pair: wanted[pair.teacher][number] for pair in self._here}
         return step
 
-    def _rows(self, mask: Tensor) -> Tensor:
-        """[b, s] -> [N] in the order of the rows of this rank's hidden states [s, b, H] or [s/tp, b, H]."""
-        rows = mask.t()
+    def _local_tokens(self, mask: Tensor) -> Tensor:
+        """[b, s] -> [N] in the order of this rank's hidden states [s, b, H] or [s/tp, b, H]."""
+        tokens = mask.t()
         if self._config.sequence_parallel:
-            rows = rows.chunk(self._groups.tp.size())[self._groups.tp.rank()]
-        return rows.reshape(-1)
+            tokens = tokens.chunk(self._groups.tp.size())[self._groups.tp.rank()]
+        return tokens.reshape(-1)
 
     def _begin(self, microbatch: LayersOfMicrobatch) -> None:
         self._current = microbatch
-        # Of a teacher that runs a microbatch at a time; else everything was taken when the step began.
+        # Outputs of a teacher that runs per microbatch; otherwise all were taken when the step began.
         for layer, outputs in self._teacher.take().items():
             microbatch.targets |= {pair: outputs[0] for pair in self._here if pair.teacher == layer and outputs}
 
@@ -167,7 +170,7 @@ class HiddenLayers:
         if not last:
             waiting.append(microbatch)
         if not microbatch.compares:
-            # The map still takes part, or data-parallel communication would wait for its gradient.
+            # The map still takes part: otherwise data-parallel communication would wait for its gradient.
             loss = None if projection is None else projection.weight[:0].float().sum()
         else:
             target = microbatch.targets.pop(pair) if last else microbatch.targets[pair]
@@ -184,7 +187,7 @@ class HiddenLayers:
         """The term of one pair, and the sum of its distances without R * W."""
         if projection is not None:
             finish_parameter_sync(projection)
-        # A weight of 0 takes a token out, so an evaluation at R = 0 must not weigh with R.
+        # A weight of 0 removes a token, so an evaluation at R = 0 must not weigh with R.
         scale = 1.0 if microbatch.evaluating else microbatch.scale
         loss, values = hidden_loss(
             hidden.flatten(0, 1),
@@ -196,9 +199,9 @@ class HiddenLayers:
         return loss, (values * microbatch.mask).sum()
 
     def add_to(self, reports: Sequence[dict[str, Tensor]], step: Sequence[LayersOfMicrobatch]) -> None:
-        """Put `hidden` ([sum, count], as the others) into the last stage's reports, and the term into their `loss`.
+        """Add `hidden` ([sum, count], like the other means) to the last stage's reports, and the term to their `loss`.
 
-        Collective over the tensor- and pipeline-parallel ranks: one all-reduce of 4 bytes a microbatch.
+        Collective over the tensor- and pipeline-parallel ranks: one all-reduce of 4 bytes per microbatch.
         """
         if not step[0].compares:
             return
@@ -213,11 +216,11 @@ class HiddenLayers:
 
 
 def _attach(hidden: Tensor, loss: Tensor, scale: Callable[[Tensor], Tensor] | None) -> Tensor:
-    """`hidden`, whose backward pass also sends the gradient of `loss`, times mixed precision's loss scale.
+    """`hidden`, whose backward pass also backpropagates `loss`, times mixed precision's loss scale.
 
-    With --calculate-per-token-loss megatron multiplies the loss of the last stage by nothing else.
+    With --calculate-per-token-loss Megatron multiplies the loss of the last stage by nothing else.
     """
-    # A stage's output must be no view: megatron's schedules free its storage.
+    # A stage's output must not be a view: Megatron's schedules free its storage.
     return make_viewless_tensor(_Attach.apply(hidden, loss, scale), requires_grad=True, keep_graph=True)
 
 

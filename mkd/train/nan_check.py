@@ -1,4 +1,4 @@
-"""Numbers that are not finite end the run before the optimizer sees them, on all ranks, with their source."""
+"""The NaN/Inf check: all ranks stop before the optimizer step, and the message names the source."""
 
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
@@ -17,16 +17,16 @@ TEACHER = "the teacher's signal"
 CE = "the student's cross-entropy"
 KD = "the divergence from the teacher"
 _NAMED = 3
-"""So many parameters, and samples, are named in a message."""
+"""The number of parameters, and of samples, that a message names."""
 
 
 @dataclass
 class FiniteCheck:
-    """Collects what a step computes, and judges it once, between the backward pass and the optimizer.
+    """Collects flags during a step and checks them once, between the backward pass and the optimizer step.
 
-    megatron's own check stops the one rank that has found something, in the middle of a pass: the others wait for it
-    until they time out. Here every rank goes on to the end of the pass and all of them stop together. Nothing waits
-    for the device before.
+    Megatron's own check stops the one rank that finds something, in the middle of a pass, and the other ranks wait for
+    it until they time out. Here every rank finishes the pass and all of them stop together. The host does not wait for
+    the device before.
     """
 
     _noted: list[tuple[str, KDBatch, Tensor]] = field(default_factory=list)
@@ -41,16 +41,16 @@ class FiniteCheck:
         self._noted += [(source, batch, torch.isfinite(value.detach()).all()) for source, value in values.items()]
 
     def after_pass(self, chunks: list[Any], iteration: int, evaluating: bool) -> None:
-        """Judge a step. Collective over all ranks.
+        """Check a step. Collective over all ranks.
 
         Args:
-            chunks: the student's model chunks in megatron's DDP, with the step's reduced gradients.
-            iteration: the present step, counted from 1; of an evaluation the last one.
-            evaluating: whether there are no gradients.
+            chunks: the student's model chunks in Megatron's DDP, with the step's reduced gradients.
+            iteration: the present step, counted from 1; in an evaluation the last step.
+            evaluating: there are no gradients.
 
         Raises:
-            MkdNumericError: something was not finite, on all ranks alike; when megatron's --rerun-mode is
-                validate_results, only after the step was made a second time, unless it is the first one.
+            MkdNumericError: something is not finite; raised on all ranks. With Megatron's --rerun-mode
+                validate_results, only after the step was run a second time, unless it is the first one.
         """
         noted, self._noted = self._noted, []
         buffers = [] if evaluating else list(_gradient_buffers(chunks))
@@ -62,15 +62,15 @@ class FiniteCheck:
         everywhere = mine.clone()
         dist.all_reduce(everywhere, op=dist.ReduceOp.MAX)
         machine = get_rerun_state_machine()
-        # megatron judges nothing in the first step after a start, and would let the optimizer take it.
+        # Megatron validates nothing in the first step after a start, and the optimizer would take it.
         rerun = machine.get_mode() == RerunMode.VALIDATE_RESULTS and machine.first_iteration_complete
         rerun = rerun and not evaluating
         if everywhere.item() and not (rerun and machine.state == RerunState.INITIAL_RUN):
             again = rerun and machine.state == RerunState.RERUNNING_IN_PLACE
             self._stop(noted, [] if evaluating else chunks, iteration, evaluating, again)
         if rerun:
-            # It has the step made once more. That the second time is as it should be means a faulty device; megatron
-            # then saves and ends the job with its own exit status.
+            # The machine runs the step again. A finite second result means a faulty device; Megatron then saves and
+            # ends the job with its own exit status.
             machine.validate_result(
                 result=mine,
                 rejection_func=bool,
@@ -91,7 +91,7 @@ class FiniteCheck:
         dist.all_gather_object(findings, "; ".join(filter(None, (_in_passes(noted), _in_gradients(chunks)))))
         found = [f"rank {rank}: {text}" for rank, text in enumerate(findings) if text]
         more = f" (and on {len(found) - 1} more ranks)" if len(found) > 1 else ""
-        # A rank's gradients are not finite because of another's loss: what has a loss comes first.
+        # A rank's gradients may be infinite because of another rank's loss, so findings about losses come first.
         first = min(found, key=lambda text: "samples" not in text, default="a sum of gradients overflows")
         where = f"in an evaluation after iteration {iteration}" if evaluating else f"at iteration {iteration}"
         twice = ", twice with the same data" if again else ""
@@ -103,16 +103,16 @@ class FiniteCheck:
 
 
 def check_loss_scale(args: Namespace, iteration: int, skipped: bool, loss_scale: float) -> None:
-    """Stop a job in fp16 that would skip every step from now on. Called on all ranks.
+    """Stop an fp16 job that would skip every further step. Called on all ranks.
 
-    Gradients that overflow are normal there: the step is skipped and the scale halved. At the smallest scale nothing is
-    left to be halved, and the losses themselves are not finite.
+    Gradients that overflow are normal in fp16: the step is skipped and the loss scale halved. At the smallest scale the
+    losses themselves are not finite.
 
     Args:
-        args: Megatron's.
-        iteration: the step that was made, counted from 1.
-        skipped: whether the optimizer left it out.
-        loss_scale: with which it was made.
+        args: Megatron's arguments.
+        iteration: the finished step, counted from 1.
+        skipped: the optimizer skipped it.
+        loss_scale: its loss scale.
 
     Raises:
         MkdNumericError: on all ranks.
@@ -126,13 +126,13 @@ def check_loss_scale(args: Namespace, iteration: int, skipped: bool, loss_scale:
 
 
 def _in_passes(noted: list[tuple[str, KDBatch, Tensor]]) -> str:
-    """What of the first microbatch that has something was not finite: the cause, as far as it can be told."""
+    """The values that are not finite in the first affected microbatch, restricted to the likely cause."""
     bad = [(source, batch) for source, batch, finite in noted if not finite]
     if not bad:
         return ""
     batch = bad[0][1]
     sources = list(dict.fromkeys(source for source, other in bad if other is batch))
-    for causes in ((TEACHER,), (CE, KD, "kd_")):  # the rest follows from these
+    for causes in ((TEACHER,), (CE, KD, "kd_")):  # the others are consequences
         sources = [source for source in sources if source.startswith(causes)] or sources
     keys = [key.hex() for key in batch.segment_hashes[:_NAMED]]
     more = f" and {len(batch.segment_hashes) - _NAMED} more" if len(batch.segment_hashes) > _NAMED else ""
@@ -147,7 +147,7 @@ def _in_gradients(chunks: list[Any]) -> str:
 
 
 def _gradients_of(param: Tensor) -> list[Tensor]:
-    """This rank's: megatron's DDP has them in `main_grad`, FSDP in `grad`, cut over ranks."""
+    """This rank's gradients: Megatron's DDP keeps them in `main_grad`, FSDP in `grad`, sharded over ranks."""
     found = getattr(param, "main_grad", None)
     found = param.grad if found is None else found
     if found is None:
@@ -157,7 +157,7 @@ def _gradients_of(param: Tensor) -> list[Tensor]:
 
 def _gradient_buffers(chunks: list[Any]) -> Iterator[Tensor]:
     for chunk in chunks:
-        if callable(chunk.buffers):  # of torch's modules: this is not megatron's DDP
+        if callable(chunk.buffers):  # a method of torch's modules: this is not Megatron's DDP
             yield from (grad for param in chunk.parameters() for grad in _gradients_of(param))
         else:
             yield from (buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
