@@ -1,11 +1,11 @@
-"""The memory estimate against what torch counts in real training steps of pretrain_kd.py on one GPU.
+"""Compares the memory estimate with torch's count in real training steps of pretrain_kd.py on one GPU.
 
     python benchmarks/bench_memory.py --json memory.json
     python benchmarks/bench_memory.py --smoke
 
-Weights are zeros in files with holes, made on the spot: what is in them changes no size. For each configuration one
-table, part by part; the estimate is the one of tools/doctor.py. With --smoke everything is tiny and runs on CPU, where
-nothing is counted.
+Weights are zeros in sparse files that are created for each run; their values do not affect memory. Prints one table per
+configuration, part by part; the estimate is that of tools/doctor.py. With --smoke everything is tiny and runs on CPU,
+where memory is not measured.
 """
 
 import argparse
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import mkd.cpu
 
 if not mkd.cpu.is_active():
-    # This process only foretells, and takes no memory of the card.
+    # This process only computes estimates and must not allocate memory on the card.
     mkd.cpu.activate(stands_in=not mkd.cpu.wanted())
 
 import numpy as np
@@ -38,7 +38,7 @@ from mkd.doctor.findings import Findings
 from mkd.doctor.run import Launch, examine
 from mkd.job.memory_table import workload
 from mkd.memory import StageMemory, estimate
-from mkd.memory.estimate import AT_WORK, LOGITS
+from mkd.memory.estimate import LOGITS, WORKING
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
@@ -60,7 +60,7 @@ def llama(layers: int, width: int, ffn: int, heads: int, groups: int, vocab: int
 
 @dataclass(frozen=True)
 class Case:
-    """A configuration to be measured."""
+    """A configuration to measure."""
 
     name: str
     teacher: dict[str, Any]
@@ -87,22 +87,22 @@ TINY = llama(2, 32, 64, 4, 2, 256, True)
 SMOKE = [Case("tiny", TINY, TINY, 32, 2), Case("tiny, recomputation", TINY, TINY, 32, 2, FULL[1].flags)]
 
 
-def foretold(stage: StageMemory) -> dict[str, float]:
-    """The estimate of what `Probe` sees."""
+def estimated(stage: StageMemory) -> dict[str, float]:
+    """Estimates of the quantities that `Probe` measures."""
     loss, teacher = stage.phases["loss"], stage.phases["teacher forward"]
     held = sum(stage.held.values())
     return {
         HELD: held,
         TEACHER: sum(teacher.values()),
-        # Beside the layers' the last norm's input and output; of the latter the gradient comes with the loss.
-        STUDENT: sum(loss.values()) - loss[LOGITS] - loss[AT_WORK],
-        LOSS: loss[LOGITS] + loss[AT_WORK],
+        # Includes input and output of the last norm; the gradient of its output is allocated with the loss.
+        STUDENT: sum(loss.values()) - loss[LOGITS] - loss[WORKING],
+        LOSS: loss[LOGITS] + loss[WORKING],
         TOTAL: stage.peak,
     }
 
 
 def flags_of(case: Case, folder: Path) -> list[str]:
-    """The command line of a case; makes what it names in `folder`."""
+    """The command line of a case; creates models and data in `folder`."""
     for name in ("teacher", "student"):
         make_sparse(folder / name, getattr(case, name))
     builder = IndexedDatasetBuilder(str(folder / "text.bin"), dtype=np.int32)
@@ -132,7 +132,7 @@ def flags_of(case: Case, folder: Path) -> list[str]:
 
 
 def measure(flags: list[str], file: Path) -> dict[str, float]:
-    """Train in a process of its own; what its probe saw."""
+    """Train in a separate process and return the measurements of its probe."""
     environ = {**os.environ, FILE: str(file), "CUDA_DEVICE_MAX_CONNECTIONS": "1", "RANK": "0", "WORLD_SIZE": "1"}
     environ |= {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29871"}
     done = subprocess.run(
@@ -148,29 +148,33 @@ def measure(flags: list[str], file: Path) -> dict[str, float]:
 
 
 def run_case(case: Case, folder: Path) -> dict[str, Any]:
-    """Both figures of every part, in GiB."""
+    """Estimate and measurement of every part, in GiB."""
     flags, findings = flags_of(case, folder), Findings()
     job = examine(Launch(flags, 1), findings)
     if job is None:
         raise SystemExit(f"bench_memory: {'; '.join(findings.problems)}")
-    told = foretold(estimate(workload(job))[-1])
-    seen = measure(flags, folder / "probe.json")
-    counted = {} if mkd.cpu.is_target() else seen
-    rows = [{"part": part, "foretold": told[part] / GIB, "measured": counted.get(part, 0) / GIB} for part in told]
+    estimates = estimated(estimate(workload(job))[-1])
+    measured = measure(flags, folder / "probe.json")
+    if mkd.cpu.is_target():
+        measured = {}
+    rows = [
+        {"part": part, "estimated": nbytes / GIB, "measured": measured.get(part, 0) / GIB}
+        for part, nbytes in estimates.items()
+    ]
     return {**asdict(case), "rows": rows}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Of one case."""
+    """Markdown table of one case."""
 
-    def off(row: dict[str, Any]) -> str:
-        return f"{row['foretold'] / row['measured'] - 1.0:+.1%}" if row["measured"] else "-"
+    def error(row: dict[str, Any]) -> str:
+        return f"{row['estimated'] / row['measured'] - 1.0:+.1%}" if row["measured"] else "-"
 
     columns = [
         ("GiB", lambda row: row["part"]),
-        ("foretold", lambda row: f"{row['foretold']:.2f}"),
+        ("estimated", lambda row: f"{row['estimated']:.2f}"),
         ("measured", lambda row: f"{row['measured']:.2f}" if row["measured"] else "-"),
-        ("off", off),
+        ("error", error),
     ]
     return markdown(columns, rows)
 

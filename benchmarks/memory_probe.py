@@ -1,4 +1,4 @@
-"""pretrain_kd.py with a look at what torch has allocated at certain moments of a step. For benchmarks/bench_memory.py.
+"""Runs pretrain_kd.py and records torch's allocated memory at certain points of a step, for benchmarks/bench_memory.py.
 
 MKD_MEMORY_PROBE=OUT.json python benchmarks/memory_probe.py FLAGS OF pretrain_kd.py
 """
@@ -25,12 +25,12 @@ TOTAL = "peak"
 
 @dataclass
 class Probe:
-    """Bytes allocated, in the last training step that had each moment; of the peak, in the whole run."""
+    """Allocated bytes at each point of the last training step; the peak is that of the whole run."""
 
     seen: dict[str, float] = field(default_factory=dict)
 
     def install(self) -> None:
-        """Around the teacher's forward pass and the loss."""
+        """Wrap the teacher's forward pass and the loss."""
         from mkd.teacher.online import OnlineTeacher
         from mkd.train import objective as terms
 
@@ -52,7 +52,7 @@ class Probe:
         self.seen[TOTAL] = max(self.seen.get(TOTAL, 0), torch.cuda.max_memory_allocated())
 
     def write(self, file: Path) -> None:
-        """The part that is told beside what is held is the difference."""
+        """Write the measurements; the student's activations are a difference to the held bytes."""
         self._keep_peak()
         file.write_text(json.dumps({**self.seen, STUDENT: self.seen[STUDENT] - self.seen[HELD]}))
 

@@ -1,4 +1,4 @@
-"""What a job's memory estimate says, for people."""
+"""The memory estimate of a job as a line of the plan and as a table."""
 
 from rich.console import Console
 from rich.table import Table
@@ -11,13 +11,13 @@ GIB = 2**30
 
 
 def workload(job: Job) -> Workload:
-    """What of a job its memory depends on."""
+    """The inputs of the memory estimate, from a job."""
     teachers = [] if job.kd.is_plain_pretraining else job.teacher.models
     return Workload(job.args, teachers, job.kd, on_gpu=not cpu.is_target())
 
 
 def memory_line(job: Job) -> str:
-    """The fullest rank in one line."""
+    """Estimate of the fullest rank in one line."""
     stage = fullest(estimate(workload(job)))
     listed = ", ".join(f"{name} {stage.peak_parts[name] / GIB:.2f}" for name in PARTS if name in stage.peak_parts)
     beside = "; the process itself (Python, libraries) comes on top" if cpu.is_target() else ""
@@ -25,7 +25,7 @@ def memory_line(job: Job) -> str:
 
 
 def print_memory(job: Job) -> None:
-    """On rank 0 the estimate of every pipeline stage, part by part, in GiB on each of its ranks."""
+    """Print the estimate of every pipeline stage, part by part, in GiB per rank; rank 0 only."""
     if job.args.rank != 0:
         return
     console = Console()
@@ -34,19 +34,19 @@ def print_memory(job: Job) -> None:
         None if cpu.is_target() else [outside_of_torch(job.args, stage.peak, job.teacher.models) for stage in stages]
     )
     console.print(memory_table(stages, outside))
-    if any(_is_elsewhere(stage, part) for stage in stages for part in PARTS):
-        console.print("  (in brackets: at another time than the peak)", highlight=False)
+    if any(_is_outside_peak(stage, part) for stage in stages for part in PARTS):
+        console.print("  (in parentheses: at another time than the peak)", highlight=False)
 
 
 def memory_table(stages: list[StageMemory], outside: list[float] | None) -> Table:
-    """Parts by stages.
+    """Table with one row per part and one column per pipeline stage.
 
     Args:
         stages: all pipeline stages.
-        outside: of each, bytes that torch does not count; None where there is no card.
+        outside: bytes outside of torch's count, per stage; None on CPU.
     """
-    where = "" if outside else ", on CPU"
-    table = Table(title=f"memory of each rank in GiB{where}", title_justify="left")
+    device = "" if outside else ", on CPU"
+    table = Table(title=f"memory of each rank in GiB{device}", title_justify="left")
     table.add_column("part")
     for stage in stages:
         table.add_column("all ranks" if len(stages) == 1 else f"stage {stage.stage}", justify="right")
@@ -55,19 +55,20 @@ def memory_table(stages: list[StageMemory], outside: list[float] | None) -> Tabl
             table.add_row(part, *(_cell(stage, part) for stage in stages))
     table.add_section()
     table.add_row("peak that torch counts" if outside else "peak", *(f"{stage.peak / GIB:.2f}" for stage in stages))
-    table.add_row("which comes with", *(stage.peak_phase for stage in stages))
+    table.add_row("reached in", *(stage.peak_phase for stage in stages))
     if outside is None:
         return table
-    table.add_row("CUDA, NCCL, fragments: allow", *(f"{size / GIB:.2f}" for size in outside))
+    table.add_row("allowance: CUDA, NCCL, fragments", *(f"{size / GIB:.2f}" for size in outside))
     totals = (stage.peak + size for stage, size in zip(stages, outside, strict=True))
     table.add_row("needed", *(f"{total / GIB:.2f}" for total in totals), style="bold")
     return table
 
 
-def _is_elsewhere(stage: StageMemory, part: str) -> bool:
+def _is_outside_peak(stage: StageMemory, part: str) -> bool:
+    """True if the part is allocated, but not in the phase of the peak."""
     return part not in stage.peak_parts and stage.most(part) > 0
 
 
 def _cell(stage: StageMemory, part: str) -> str:
     text = f"{stage.most(part) / GIB:.2f}"
-    return f"({text})" if _is_elsewhere(stage, part) else f"{stage.peak_parts.get(part, 0.0) / GIB:.2f}"
+    return f"({text})" if _is_outside_peak(stage, part) else f"{stage.peak_parts.get(part, 0.0) / GIB:.2f}"

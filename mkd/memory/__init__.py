@@ -1,4 +1,14 @@
-"""How much memory a run needs, from its arguments alone: by pipeline stage, part by part."""
+"""Memory estimate of a run from its arguments alone, per pipeline stage and per part.
+
+- `estimate`: adds the parts up for each phase of a step and takes the peak (start here)
+- `parameters`: student and teacher weights, gradients, optimizer state
+- `activations`: tensors that layers keep for the backward pass, and their temporary tensors
+- `logits`: the chunks of logits in the loss
+- `stages`: layers of a pipeline stage, and microbatches in flight
+- `advice`: flags that reduce the peak
+
+Units are bytes on one rank.
+"""
 
 from mkd.memory.estimate import PARTS, StageMemory, Workload, estimate, fullest, outside_of_torch
 

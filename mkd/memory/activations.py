@@ -1,13 +1,14 @@
-"""What the student's layers keep for the backward pass, and what a layer needs while it works.
+"""Activation memory of transformer layers: tensors kept for the backward pass, and temporary tensors of a running
+layer.
 
-The terms are those of Korthikanti et al. 2022 (https://arxiv.org/abs/2205.05198), eq. 1 to 4, taken apart by tensor,
-for grouped queries, gated feed-forward layers, attention that does not keep its scores, and dropout only where there is
-some. Transformer Engine's fused norm and projection keeps its input and the normalized input; every other projection
-keeps its input; what the paper counts as sbh bytes for a mask exists with dropout only.
+The terms are those of Korthikanti et al. 2022 (https://arxiv.org/abs/2205.05198), eq. 1 to 4, split by tensor and
+extended to grouped queries, gated feed-forward layers, attention that does not keep its scores, and dropout of 0.
+Transformer Engine's fused norm and projection keeps its input and the normalized input; every other projection keeps
+its input. The paper's sbh bytes for dropout masks exist only with dropout.
 
-megatron.training.theoretical_memory_usage is not used: it takes MLPs to be 4 times as wide as the model where there is
-no sequence parallelism, knows neither context parallelism, experts, grouped queries nor recomputation of whole layers,
-and counts the logits of all tokens, which mkd never has.
+megatron.training.theoretical_memory_usage is not used here: without sequence parallelism it assumes an MLP width of 4
+times the hidden size, it ignores context parallelism, experts, grouped queries and full recomputation, and it counts
+the logits of all tokens, which mkd never holds.
 """
 
 from argparse import Namespace
@@ -23,101 +24,102 @@ class LayerBytes:
     """Bytes of one layer and one microbatch on one rank."""
 
     kept: float
-    """From its forward pass to its backward pass."""
+    """Kept from the forward pass to the backward pass."""
     forward: float
-    """Most at one time while it works forward, without what it keeps: all of it where no gradient is wanted."""
+    """Peak of the forward pass without kept tensors: the full need of a frozen model."""
     backward: float
-    """Most at one time while it works backward, beside what it has kept."""
+    """Peak of the backward pass in addition to `kept`."""
 
 
 @dataclass(frozen=True)
 class _Terms:
-    """Bytes a layer would keep, part by part."""
+    """Bytes that a layer keeps without recomputation, per part."""
 
-    entrance: float
-    """The layer's input."""
+    layer_input: float
     attention: float
     scores: float
-    """0 where attention does not keep them."""
-    middle: float
+    """0 if attention does not keep them."""
+    mlp_input: float
     """Input of the feed-forward part."""
     norm: float
-    """The same, normalized."""
+    """The normalized input of the feed-forward part."""
     feed_forward: float
     activation: float
-    """What of `feed_forward` is the output of the activation function."""
+    """Share of `feed_forward`: output of the activation function."""
     dropout: float
 
 
 def tokens_of(args: Namespace) -> int:
-    """Of a microbatch, on a rank: context parallelism cuts it."""
+    """Tokens of a microbatch on one context-parallel rank."""
     return args.seq_length * args.micro_batch_size // args.context_parallel_size
 
 
 def layer_bytes(args: Namespace, layer: int, on_gpu: bool) -> LayerBytes:
-    """Of one layer.
+    """Activation memory of one layer.
 
     Args:
-        args: Megatron's, of the model.
-        layer: counted from 0.
-        on_gpu: whether kernels are Transformer Engine's; else megatron's own without fusions.
+        args: Megatron's arguments of the model.
+        layer: index of the layer from 0.
+        on_gpu: True for Transformer Engine's kernels, False for megatron's local layers without fusions.
     """
     terms = _terms(args, is_moe_layer(args, layer), on_gpu)
-    full = (
-        terms.entrance + terms.attention + terms.scores + terms.middle + terms.norm + terms.feed_forward + terms.dropout
-    )
+    first_half = terms.layer_input + terms.attention + terms.scores
+    full = first_half + terms.mlp_input + terms.norm + terms.feed_forward + terms.dropout
     kept = full - _recomputed(args, is_moe_layer(args, layer), terms)
-    # The feed-forward part's gradients: of its output, of its two inner tensors less the one that is done with.
-    gradients = terms.middle + max(terms.feed_forward - terms.activation, 0.0)
-    forward = terms.entrance + max(terms.norm + terms.feed_forward, terms.norm + terms.attention + terms.scores)
+    # Gradients in the feed-forward part: of its output and of its inner tensors, minus the one that is freed.
+    gradients = terms.mlp_input + max(terms.feed_forward - terms.activation, 0.0)
+    forward = terms.layer_input + max(terms.norm + terms.feed_forward, terms.norm + terms.attention + terms.scores)
     return LayerBytes(kept, forward, gradients + full - kept)
 
 
 def kept_by_layers(args: Namespace, layers: range, on_gpu: bool) -> float:
-    """Bytes that the layers of one virtual stage keep of one microbatch."""
+    """Bytes that the layers of one virtual stage keep per microbatch."""
     if args.recompute_granularity != "full":
         return sum(layer_bytes(args, layer, on_gpu).kept for layer in layers)
-    entrance = _input_bytes(args)
+    layer_input = residual_bytes(args)
     if args.distribute_saved_activations and not args.sequence_parallel:
-        entrance /= args.tensor_model_parallel_size
+        layer_input /= args.tensor_model_parallel_size
     unit = args.recompute_num_layers or 1
     if args.recompute_method == "uniform":
-        return -(-len(layers) // unit) * entrance
-    whole = sum(layer_bytes(args, layer, on_gpu).kept for layer in layers[unit:])
-    return min(unit, len(layers)) * entrance + whole
+        return -(-len(layers) // unit) * layer_input
+    not_recomputed = sum(layer_bytes(args, layer, on_gpu).kept for layer in layers[unit:])
+    return min(unit, len(layers)) * layer_input + not_recomputed
 
 
-def at_work_backward(args: Namespace, layers: range, on_gpu: bool) -> float:
-    """Most bytes in the backward pass of one virtual stage's last layers, beside what `kept_by_layers` counts."""
+def backward_working_bytes(args: Namespace, layers: range, on_gpu: bool) -> float:
+    """Peak of temporary tensors in the backward pass of one virtual stage, in addition to `kept_by_layers`.
+
+    The peak is reached in the last layers, while all others still keep their tensors.
+    """
     if not layers:
         return 0.0
-    of_last = layer_bytes(args, layers[-1], on_gpu)
+    last = layer_bytes(args, layers[-1], on_gpu)
     if args.recompute_granularity != "full":
-        return of_last.backward
+        return last.backward
     unit = args.recompute_num_layers or 1
     if args.recompute_method == "block":
-        return of_last.backward + (of_last.kept if len(layers) <= unit else 0.0)
-    return of_last.backward + sum(layer_bytes(args, layer, on_gpu).kept for layer in layers[-unit:])
+        return last.backward + (last.kept if len(layers) <= unit else 0.0)
+    return last.backward + sum(layer_bytes(args, layer, on_gpu).kept for layer in layers[-unit:])
 
 
-def _input_bytes(args: Namespace) -> float:
-    """A layer's input: the residual stream, which sequence parallelism cuts."""
-    cut = args.tensor_model_parallel_size if args.sequence_parallel else 1
-    return tokens_of(args) * args.hidden_size * args.params_dtype.itemsize / cut
+def residual_bytes(args: Namespace) -> float:
+    """Hidden states of a microbatch on one rank, which sequence parallelism shards: the input of every layer."""
+    shards = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    return tokens_of(args) * args.hidden_size * args.params_dtype.itemsize / shards
 
 
 def _terms(args: Namespace, moe: bool, on_gpu: bool) -> _Terms:
-    tokens, size, residual = tokens_of(args), args.params_dtype.itemsize, _input_bytes(args)
+    tokens, size, residual = tokens_of(args), args.params_dtype.itemsize, residual_bytes(args)
     feed_forward, activation = _experts(args, on_gpu) if moe else _mlp(args, args.ffn_hidden_size, on_gpu)
     scale, scores = tokens * size, _scores(args, on_gpu)
-    # Without fusions a norm keeps its input before and after it was scaled.
+    # Without fusions a norm keeps its input before and after scaling.
     norm = residual if on_gpu else 2 * residual
     masks = 2 * residual / size if args.hidden_dropout > 0 else 0.0
     return _Terms(
-        entrance=residual,
-        attention=norm + scale * _attention(args, repeats=scores > 0) + _statistics(args, tokens),
+        layer_input=residual,
+        attention=norm + scale * _attention(args, repeats_keys=scores > 0) + _statistics(args, tokens),
         scores=scores,
-        middle=residual,
+        mlp_input=residual,
         norm=norm,
         feed_forward=scale * feed_forward,
         activation=scale * activation,
@@ -125,12 +127,12 @@ def _terms(args: Namespace, moe: bool, on_gpu: bool) -> _Terms:
     )
 
 
-def _attention(args: Namespace, repeats: bool) -> float:
-    """Elements a token that attention keeps behind its normalized input: queries, keys, values and its output.
+def _attention(args: Namespace, repeats_keys: bool) -> float:
+    """Elements per token that attention keeps after its normalized input: queries, keys, values and its output.
 
     Args:
-        args: Megatron's, of the model.
-        repeats: whether each head has keys and values of its own, as where no kernel knows grouped queries.
+        args: Megatron's arguments of the model.
+        repeats_keys: True if keys and values are repeated for every query head, as without fused kernels.
     """
     tp, heads = args.tensor_model_parallel_size, args.num_attention_heads
     if args.multi_latent_attention:
@@ -141,41 +143,40 @@ def _attention(args: Namespace, repeats: bool) -> float:
     query = heads * args.kv_channels
     key = (args.num_query_groups if args.group_query_attention else heads) * args.kv_channels
     normed = query + key if args.qk_layernorm else 0
-    return (2 * query + 2 * (query if repeats else key) + normed) / tp
+    return (2 * query + 2 * (query if repeats_keys else key) + normed) / tp
 
 
 def _statistics(args: Namespace, tokens: int) -> float:
-    """Bytes of the softmax's log-sum-exp, fp32 a token and head."""
+    """Bytes of the softmax's log-sum-exp: fp32 per token and attention head."""
     return 4 * tokens * args.num_attention_heads / args.tensor_model_parallel_size
 
 
 def _scores(args: Namespace, on_gpu: bool) -> float:
-    """Bytes of attention's probabilities, where they are kept: everywhere but in fused kernels, which Transformer
-    Engine has in half precision."""
+    """Bytes of attention probabilities; 0 in fused kernels, which Transformer Engine has in half precision only."""
     half = args.params_dtype != torch.float32
     if on_gpu and half and args.transformer_impl != "local" and str(args.attention_backend) != "AttnBackend.unfused":
         return 0.0
-    each = 4 + (args.params_dtype.itemsize if half else 0)
+    bytes_per_pair = 4 + (args.params_dtype.itemsize if half else 0)
     pairs = args.micro_batch_size * args.seq_length**2 / args.context_parallel_size
-    return each * pairs * args.num_attention_heads / args.tensor_model_parallel_size
+    return bytes_per_pair * pairs * args.num_attention_heads / args.tensor_model_parallel_size
 
 
 def _mlp(args: Namespace, width: int, on_gpu: bool) -> tuple[float, float]:
-    """Elements a token inside a feed-forward layer, and of its activation function's output."""
+    """(elements per token inside a feed-forward layer, those of its activation function's output)."""
     inner = width / args.tensor_model_parallel_size
     fused = args.bias_swiglu_fusion if args.swiglu else args.bias_gelu_fusion
-    # Unfused, a gate is kept after its activation function too, and what it multiplies once more.
+    # Unfused, the gate is also kept after its activation function, and the other factor once more.
     factors = (2 if fused and on_gpu else 4) if is_gated(args) else 1
     return (factors + 1) * inner, inner
 
 
 def _experts(args: Namespace, on_gpu: bool) -> tuple[float, float]:
-    """As `_mlp`, of a mixture of experts whose tokens are spread evenly."""
+    """As `_mlp`, for a mixture of experts with balanced routing."""
     tp = args.tensor_model_parallel_size
     etp = args.expert_tensor_parallel_size or tp
     width = (args.moe_ffn_hidden_size or args.ffn_hidden_size) * tp / etp
     inside, activation = _mlp(args, width, on_gpu)
-    # With sequence parallelism a rank dispatches its slice of the tokens, and every slot goes to one expert rank.
+    # Under sequence parallelism a rank dispatches its slice of the tokens, and every slot is sent to one expert rank.
     slots = args.moe_router_topk / (tp if args.sequence_parallel else 1)
     slots *= etp if args.sequence_parallel else 1
     routed = slots * inside, slots * activation
@@ -185,7 +186,7 @@ def _experts(args: Namespace, on_gpu: bool) -> tuple[float, float]:
 
 
 def _recomputed(args: Namespace, moe: bool, terms: _Terms) -> float:
-    """Bytes that --recompute-granularity selective does not keep."""
+    """Bytes that --recompute-granularity selective saves."""
     if args.recompute_granularity != "selective":
         return 0.0
     modules = set(args.recompute_modules or ["core_attn"])

@@ -1,4 +1,7 @@
-"""What to change where a run does not fit its cards, and how much each change saves."""
+"""Advice for a run that does not fit its cards: changes of flags, and the memory that each change saves.
+
+Each entry of `CHANGES` transforms a `Workload`; the estimate of the result gives the saving.
+"""
 
 import copy
 from argparse import Namespace
@@ -20,24 +23,24 @@ from mkd.errors import MkdConfigError
 from mkd.memory.estimate import LOGITS, Workload, estimate, fullest, outside_of_torch
 
 WORTHWHILE = 0.01
-"""Share of the need that a change must save to be named."""
-FEW_ROWS = 256
-"""Of a chunk of the loss, where memory is short."""
+"""Share of the required memory that a change must save to be reported."""
+SMALL_CHUNK = 256
+"""Tokens of a loss chunk when memory is short."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """A change of flags."""
+    """A change of flags and its effect."""
 
     flags: str
     needed: float
-    """Bytes of a card with it."""
+    """Required bytes per card with the change."""
     saves: float
-    """Bytes less than without it."""
+    """Bytes that the change saves."""
 
 
 def needed(work: Workload) -> float:
-    """Bytes of a card on the fullest rank, the allowances included."""
+    """Required bytes per card on the fullest rank, including allowances."""
     peak = fullest(estimate(work)).peak
     return peak + outside_of_torch(work.student, peak, work.teachers)
 
@@ -47,38 +50,39 @@ def advise(work: Workload, capacity: float) -> tuple[list[Advice], Advice | None
 
     Args:
         work: the run.
-        capacity: bytes of a card.
+        capacity: bytes per card.
 
     Returns:
-        Each change by itself, what it costs least first; and some of them that together make the run fit, chosen in
-        that order and without those that are not needed then. None if all of them are not enough.
+        (each useful change by itself, in the order of `CHANGES`; a combination with which the run fits). The
+        combination is built greedily in the same order, and changes that turn out to be unnecessary are removed; it is
+        None if the run does not fit with all changes.
     """
     before = needed(work)
-    alone = [(number, _told([number], work)) for number in range(len(CHANGES))]
-    useful = [(number, told) for number, told in alone if told and told.saves > WORTHWHILE * before]
+    single = [_evaluate([number], work) for number in range(len(CHANGES))]
+    useful = [advice for advice in single if advice and advice.saves > WORTHWHILE * before]
     chosen: list[int] = []
     for number in range(len(CHANGES)):
-        last, told = _told(chosen, work), _told([*chosen, number], work)
-        if told is None or last.needed - told.needed <= WORTHWHILE * before:
+        last, advice = _evaluate(chosen, work), _evaluate([*chosen, number], work)
+        if advice is None or last.needed - advice.needed <= WORTHWHILE * before:
             continue
         chosen.append(number)
-        if told.needed <= capacity:
-            return [told for _, told in useful], _told(_without_idle(chosen, work, capacity), work)
-    return [told for _, told in useful], None
+        if advice.needed <= capacity:
+            return useful, _evaluate(_drop_unnecessary(chosen, work, capacity), work)
+    return useful, None
 
 
-def _without_idle(chosen: list[int], work: Workload, capacity: float) -> list[int]:
-    """Leave out, the costliest first, what the run fits without."""
+def _drop_unnecessary(chosen: list[int], work: Workload, capacity: float) -> list[int]:
+    """Remove changes without which the run still fits, the most expensive first."""
     for number in reversed(chosen):
         rest = [other for other in chosen if other != number]
-        told = _told(rest, work)
-        if told is not None and told.needed <= capacity:
+        advice = _evaluate(rest, work)
+        if advice is not None and advice.needed <= capacity:
             chosen = rest
     return chosen
 
 
-def _told(numbers: list[int], work: Workload) -> Advice | None:
-    """The changes of these numbers, one after the other; None where one of them is not possible."""
+def _evaluate(numbers: list[int], work: Workload) -> Advice | None:
+    """The effect of several changes in sequence; None if one of them is not possible."""
     before, flags = needed(work), []
     for number in numbers:
         text, change = CHANGES[number]
@@ -92,18 +96,20 @@ def _told(numbers: list[int], work: Workload) -> Advice | None:
 
 
 def _with(work: Workload, **values: object) -> Workload:
-    """The same with other arguments of the job."""
+    """The workload with other arguments of the job."""
     student = copy.copy(work.student)
     vars(student).update(values)
     return replace(work, student=student)
 
 
-def _relaid(work: Workload, **sizes: object) -> Workload | None:
-    """The same on as many ranks in another layout, but for teachers in one of their own; None where it does not
-    divide."""
+def _with_layout(work: Workload, **sizes: object) -> Workload | None:
+    """The workload on the same number of ranks in another parallel layout; None if the model cannot be divided so.
+
+    Teachers in a layout of their own keep it.
+    """
     models = [copy.copy(args) for args in (work.student, *work.teachers)]
-    relaid = [args for args in models if not has_own_layout(args, work.student)]
-    for args in relaid:
+    changed = [args for args in models if not has_own_layout(args, work.student)]
+    for args in changed:
         vars(args).update(sizes)
     student = models[0]
     tp, pp = student.tensor_model_parallel_size, student.pipeline_model_parallel_size
@@ -114,7 +120,7 @@ def _relaid(work: Workload, **sizes: object) -> Workload | None:
     if student.global_batch_size % (student.micro_batch_size * student.data_parallel_size):
         return None
     try:
-        for args in relaid:
+        for args in changed:
             check_divisions("a model", vars(args), tp, pp)
     except MkdConfigError:
         return None
@@ -123,7 +129,7 @@ def _relaid(work: Workload, **sizes: object) -> Workload | None:
     return replace(work, student=student, teachers=models[1:])
 
 
-def _half_precision(work: Workload) -> Workload | None:
+def _use_bf16(work: Workload) -> Workload | None:
     if work.student.params_dtype != torch.float32 or not work.on_gpu:
         return None
     models = [copy.copy(args) for args in (work.student, *work.teachers)]
@@ -133,20 +139,20 @@ def _half_precision(work: Workload) -> Workload | None:
     return replace(work, student=models[0], teachers=models[1:])
 
 
-def _cut_optimizer(work: Workload) -> Workload | None:
+def _distribute_optimizer(work: Workload) -> Workload | None:
     return None if work.student.use_distributed_optimizer else _with(work, use_distributed_optimizer=True)
 
 
-def _cut_sequence(work: Workload) -> Workload | None:
+def _enable_sequence_parallel(work: Workload) -> Workload | None:
     is_possible = work.student.tensor_model_parallel_size > 1 and not work.student.sequence_parallel
-    return _relaid(work, sequence_parallel=True) if is_possible else None
+    return _with_layout(work, sequence_parallel=True) if is_possible else None
 
 
-def _fewer_rows(work: Workload) -> Workload | None:
+def _smaller_chunks(work: Workload) -> Workload | None:
     rows = work.kd.loss_chunk_rows
-    if (rows is not None and rows <= FEW_ROWS) or not any(stage.most(LOGITS) for stage in estimate(work)):
+    if (rows is not None and rows <= SMALL_CHUNK) or not any(stage.most(LOGITS) for stage in estimate(work)):
         return None
-    return replace(work, kd=replace(work.kd, loss_chunk_rows=FEW_ROWS))
+    return replace(work, kd=replace(work.kd, loss_chunk_rows=SMALL_CHUNK))
 
 
 def _recompute(granularity: str, modules: str | None) -> Callable[[Workload], Workload | None]:
@@ -167,8 +173,8 @@ def _smaller_microbatch(work: Workload) -> Workload | None:
     return _with(work, micro_batch_size=size // 2) if size % 2 == 0 else None
 
 
-def _cut_teacher(work: Workload) -> Workload | None:
-    """A layout of the teacher's own, with as many tensor-parallel ranks as divide it and a node may have."""
+def _shard_teacher(work: Workload) -> Workload | None:
+    """A separate teacher layout with the largest tensor-parallel size that divides the teacher and fits a node."""
     student = work.student
     if not work.teachers or any(has_own_layout(teacher, student) for teacher in work.teachers):
         return None
@@ -177,14 +183,14 @@ def _cut_teacher(work: Workload) -> Workload | None:
             continue
         try:
             kd = replace(work.kd, teacher_tensor_model_parallel_size=size)
-            return replace(work, kd=kd, teachers=[_in_its_layout(teacher, student, kd) for teacher in work.teachers])
+            return replace(work, kd=kd, teachers=[_with_own_layout(teacher, student, kd) for teacher in work.teachers])
         except MkdConfigError:
             continue
     return None
 
 
-def _in_its_layout(teacher: Namespace, student: Namespace, kd: KDConfig) -> Namespace:
-    """Raises MkdConfigError where the sizes in `kd` do not divide."""
+def _with_own_layout(teacher: Namespace, student: Namespace, kd: KDConfig) -> Namespace:
+    """The teacher's arguments with the sizes in `kd`. Raises `MkdConfigError` if the teacher cannot be divided so."""
     own = teacher_layout_args(student, kd.teacher_sizes, teacher.num_experts)
     check_teacher_layout(student, kd, teacher.num_experts)
     check_teacher_divides(vars(teacher), own, student)
@@ -193,7 +199,7 @@ def _in_its_layout(teacher: Namespace, student: Namespace, kd: KDConfig) -> Name
     return teacher
 
 
-def _offload(work: Workload) -> Workload | None:
+def _offload_teacher(work: Workload) -> Workload | None:
     if not work.teachers or work.kd.teacher_offload:
         return None
     return replace(work, kd=replace(work.kd, teacher_offload=True))
@@ -206,7 +212,7 @@ def _double(name: str) -> Callable[[Workload], Workload | None]:
         uneven += ("decoder_last_pipeline_num_layers", "virtual_pipeline_model_parallel_size")
         if name == "pipeline_model_parallel_size" and any(getattr(student, other) is not None for other in uneven):
             return None
-        return _relaid(work, **{name: 2 * getattr(student, name)})
+        return _with_layout(work, **{name: 2 * getattr(student, name)})
 
     return change
 
@@ -221,18 +227,18 @@ def _teacher_flag(work: Workload) -> str:
 
 Flags = str | Callable[[Workload], str]
 CHANGES: list[tuple[Flags, Callable[[Workload], Workload | None]]] = [
-    ("--bf16", _half_precision),
-    ("--use-distributed-optimizer", _cut_optimizer),
-    ("--sequence-parallel", _cut_sequence),
-    (f"--kd-loss-chunk-rows {FEW_ROWS}", _fewer_rows),
+    ("--bf16", _use_bf16),
+    ("--use-distributed-optimizer", _distribute_optimizer),
+    ("--sequence-parallel", _enable_sequence_parallel),
+    (f"--kd-loss-chunk-rows {SMALL_CHUNK}", _smaller_chunks),
     ("--recompute-activations", _recompute("selective", "core_attn")),
     ("--recompute-granularity selective --recompute-modules mlp", _recompute("selective", "mlp")),
     (_size_flag("micro_batch_size"), _smaller_microbatch),
     ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", _recompute("full", None)),
-    (_teacher_flag, _cut_teacher),
-    ("--kd-teacher-offload", _offload),
+    (_teacher_flag, _shard_teacher),
+    ("--kd-teacher-offload", _offload_teacher),
     (_size_flag("context_parallel_size"), _double("context_parallel_size")),
     (_size_flag("tensor_model_parallel_size"), _double("tensor_model_parallel_size")),
     (_size_flag("pipeline_model_parallel_size"), _double("pipeline_model_parallel_size")),
 ]
-"""Flags and what they do to a run, None where that is not possible; what costs no time first, more parallelism last."""
+"""(flags, change of a workload; None if it is not possible), from changes that cost no time to more parallelism."""

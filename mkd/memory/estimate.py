@@ -1,4 +1,14 @@
-"""How much memory a run needs on each pipeline stage, from its arguments alone."""
+"""Memory estimate of each pipeline stage: parts that are always held, and parts of each phase of a step.
+
+The phases are teacher forward, loss, student backward, and the embedding gradient at the end of the backward pass. The
+peak of a stage is `held` plus the largest phase. Each part is counted in one place:
+
+- WEIGHTS, GRADIENTS, OPTIMIZER, WORKSPACES, MAPS, and TEACHER without --kd-teacher-offload: in `held`;
+- ACTIVATIONS: in the student's phases, for the microbatches in flight;
+- HIDDEN: the teacher's hidden states, on the last stage, in every phase;
+- LOGITS: in the loss;
+- WORKING: temporary tensors of the layer or loss that runs, in every phase.
+"""
 
 import copy
 from argparse import Namespace
@@ -7,7 +17,7 @@ from dataclasses import dataclass
 
 from mkd.config.kd_config import KDConfig
 from mkd.config.teacher_layout import has_own_layout
-from mkd.memory.activations import at_work_backward, kept_by_layers, layer_bytes, tokens_of
+from mkd.memory.activations import backward_working_bytes, kept_by_layers, layer_bytes, residual_bytes
 from mkd.memory.logits import logit_bytes, shard_of
 from mkd.memory.parameters import gradient_bytes, optimizer_bytes, outside_of_layers, parameters_of_stage
 from mkd.memory.stages import chunks_of_stage, in_flight, microbatches
@@ -16,33 +26,33 @@ GIB = 2**30
 
 WEIGHTS, GRADIENTS, OPTIMIZER = "student weights", "student gradients", "optimizer state"
 ACTIVATIONS, TEACHER, HIDDEN = "activations", "teacher weights", "teacher hidden states"
-LOGITS, MAPS, AT_WORK = "loss chunks (logits)", "maps between layers", "layers at work"
+LOGITS, MAPS, WORKING = "loss chunks (logits)", "maps between layers", "working memory"
 WORKSPACES = "library workspaces"
-PARTS = (WEIGHTS, GRADIENTS, OPTIMIZER, MAPS, ACTIVATIONS, TEACHER, HIDDEN, LOGITS, AT_WORK, WORKSPACES)
-"""In the order of the table."""
+PARTS = (WEIGHTS, GRADIENTS, OPTIMIZER, MAPS, ACTIVATIONS, TEACHER, HIDDEN, LOGITS, WORKING, WORKSPACES)
+"""Parts in the order of the table."""
 
 WORKSPACE_BYTES = int(0.1 * GIB)
-"""Of cuBLAS and Transformer Engine, from torch's allocator: 0.08 to 0.12 GiB in the runs of docs/benchmarks.md, whose
-peaks this estimate meets within 2% with it."""
+"""cuBLAS and Transformer Engine, in torch's allocator: 0.08 to 0.12 GiB in the runs of docs/benchmarks.md, whose peaks
+the estimate matches within 2% with this value."""
 CONTEXT_BYTES = int(0.75 * GIB)
 """Allowance for CUDA's context and kernels, outside of torch's allocator."""
 COMMUNICATOR_BYTES = int(0.125 * GIB)
 """Allowance for the buffers of one NCCL communicator."""
 FRAGMENTED = 0.03
-"""Allowance for what torch's allocator cannot use, as a share of the peak."""
+"""Allowance for fragmentation of torch's allocator, as a share of the peak."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """All that the memory of a run depends on."""
+    """The inputs of the estimate."""
 
     student: Namespace
-    """Megatron's arguments of the job, after their checks."""
+    """Megatron's arguments of the job, validated."""
     teachers: Sequence[Namespace]
-    """Those of the teachers; none where no teacher is run."""
+    """Megatron's arguments of the teachers; empty if no teacher model runs."""
     kd: KDConfig
     on_gpu: bool
-    """Whether it is to run on GPUs."""
+    """True if the run will use GPUs."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +61,9 @@ class StageMemory:
 
     stage: int
     held: dict[str, float]
-    """From the first step to the last."""
+    """Part -> bytes that are allocated from the first step to the last."""
     phases: dict[str, dict[str, float]]
-    """Phase of a step -> what is there beside `held`."""
+    """Phase of a step -> part -> bytes in addition to `held`."""
 
     @property
     def peak_phase(self) -> str:
@@ -61,7 +71,7 @@ class StageMemory:
 
     @property
     def peak_parts(self) -> dict[str, float]:
-        """What there is at the fullest moment; the sum is torch's peak of allocated memory."""
+        """Part -> bytes at the peak; the sum is torch's peak of allocated memory."""
         return self.held | self.phases[self.peak_phase]
 
     @property
@@ -69,34 +79,34 @@ class StageMemory:
         return sum(self.peak_parts.values())
 
     def most(self, part: str) -> float:
-        """Of one part, at its own fullest moment."""
+        """Peak of one part, possibly in another phase than the total peak."""
         return max(part_of.get(part, 0.0) for part_of in (self.held, *self.phases.values()))
 
 
 def estimate(work: Workload) -> list[StageMemory]:
-    """Of every pipeline stage, in order."""
+    """Estimates of all pipeline stages, in order."""
     return [_stage(work, stage) for stage in range(work.student.pipeline_model_parallel_size)]
 
 
 def fullest(stages: Sequence[StageMemory]) -> StageMemory:
-    """The stage that decides whether a run fits."""
+    """The stage with the highest peak, which decides if a run fits."""
     return max(stages, key=lambda stage: stage.peak)
 
 
 def outside_of_torch(args: Namespace, peak: float, teachers: Sequence[Namespace] = ()) -> float:
-    """Bytes of a card that torch does not count: an allowance, not a measurement.
+    """Bytes on a card outside of torch's count: an allowance, not a measurement.
 
     Args:
-        args: Megatron's, of the job.
-        peak: bytes that torch does count.
-        teachers: Megatron's arguments of those that run.
+        args: Megatron's arguments of the job.
+        peak: peak of the bytes that torch counts.
+        teachers: Megatron's arguments of the teachers that run.
     """
     groups = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     groups = (*groups, "expert_model_parallel_size")
     communicators = sum(getattr(args, name) > 1 for name in (*groups, "data_parallel_size")) + (args.world_size > 1)
     for teacher in teachers:
         if has_own_layout(teacher, args):
-            communicators += 1 + sum(getattr(teacher, name) > 1 for name in groups)  # and that to the student
+            communicators += 1 + sum(getattr(teacher, name) > 1 for name in groups)  # 1: teacher to student
     return CONTEXT_BYTES + COMMUNICATOR_BYTES * communicators + FRAGMENTED * peak
 
 
@@ -109,45 +119,45 @@ def _stage(work: Workload, stage: int) -> StageMemory:
         OPTIMIZER: optimizer_bytes(student, count),
         WORKSPACES: WORKSPACE_BYTES if work.on_gpu else 0,
     }
-    # As the loss sees them: cut as the student is.
-    teachers = [_beside(teacher, student, LAYOUT) for teacher in work.teachers]
+    # The loss reads teachers in the student's layout.
+    teachers = [_with_student_values(teacher, student, LAYOUT) for teacher in work.teachers]
     is_last = stage == student.pipeline_model_parallel_size - 1
-    heads = sum(map(_head_bytes, teachers)) if is_last else 0
+    lm_heads = sum(map(_lm_head_bytes, teachers)) if is_last else 0
     weights = sum(_teacher_weights(teacher, student, stage) for teacher in work.teachers)
     if not kd.teacher_offload:
-        held[TEACHER], weights, heads = weights, 0, 0
+        held[TEACHER], weights, lm_heads = weights, 0, 0
     hidden = _hidden_bytes(work, teachers) if is_last else 0.0
     if is_last and kd.layer_pairs and any(t.hidden_size != student.hidden_size for t in teachers):
-        each = student.params_dtype.itemsize + gradient_bytes(student) + 12
-        held[MAPS] = len(kd.layer_pairs) * student.hidden_size * teachers[0].hidden_size * each
+        per_parameter = student.params_dtype.itemsize + gradient_bytes(student) + 12  # 12: Adam's state
+        held[MAPS] = len(kd.layer_pairs) * student.hidden_size * teachers[0].hidden_size * per_parameter
     chunks = chunks_of_stage(student, stage)
     kept = [kept_by_layers(student, chunk, work.on_gpu) for chunk in chunks]
     alive = {ACTIVATIONS: in_flight(student, stage) * sum(kept) / len(kept), HIDDEN: hidden}
     if kd.teacher_offload:
-        alive[TEACHER] = heads
+        alive[TEACHER] = lm_heads
     if is_last:
-        alive[ACTIVATIONS] += 2 * _residual(student)  # the last norm's input, and the gradient of its output
+        alive[ACTIVATIONS] += 2 * residual_bytes(student)  # input of the last norm, gradient of its output
     phases = {
-        "student backward": {**alive, AT_WORK: at_work_backward(student, chunks[-1], work.on_gpu)},
-        "embedding gradient": {HIDDEN: hidden, AT_WORK: _embedding_gradient(student, stage)},
+        "student backward": {**alive, WORKING: backward_working_bytes(student, chunks[-1], work.on_gpu)},
+        "embedding gradient": {HIDDEN: hidden, WORKING: _embedding_gradient(student, stage)},
     }
     if is_last:
-        at_work = _residual(student) + _gathered(student, teachers)  # the norm's output
-        phases["loss"] = {**alive, LOGITS: logit_bytes(student, teachers, kd, work.on_gpu), AT_WORK: at_work}
+        working = residual_bytes(student) + _gathered(student, teachers)  # residual: output of the last norm
+        phases["loss"] = {**alive, LOGITS: logit_bytes(student, teachers, kd, work.on_gpu), WORKING: working}
     if teachers:
-        works = max(_teacher_works(teacher, student, stage, work.on_gpu) for teacher in work.teachers)
-        phases["teacher forward"] = {HIDDEN: hidden, AT_WORK: works}
+        working = max(_teacher_working_bytes(teacher, student, stage, work.on_gpu) for teacher in work.teachers)
+        phases["teacher forward"] = {HIDDEN: hidden, WORKING: working}
         if kd.teacher_offload:
             phases["teacher forward"][TEACHER] = weights
     return StageMemory(stage, {name: value for name, value in held.items() if value}, phases)
 
 
 LAYOUT = ("tensor_model_parallel_size", "context_parallel_size", "sequence_parallel")
-"""By which the loss finds hidden states and LM heads cut."""
+"""Arguments that determine how hidden states and LM heads are sharded in the loss."""
 
 
-def _beside(teacher: Namespace, student: Namespace, names: Sequence[str] = ()) -> Namespace:
-    """A teacher's arguments with what they leave to the student's, the batch, and with others of these names."""
+def _with_student_values(teacher: Namespace, student: Namespace, names: Sequence[str] = ()) -> Namespace:
+    """A teacher's arguments with the student's batch size, world size and the arguments `names`."""
     teacher = copy.copy(teacher)
     for name in ("micro_batch_size", "world_size", *names):
         setattr(teacher, name, getattr(student, name))
@@ -156,74 +166,71 @@ def _beside(teacher: Namespace, student: Namespace, names: Sequence[str] = ()) -
     return teacher
 
 
-def _stages_there(teacher: Namespace, student: Namespace, stage: int) -> range:
-    """The teacher's pipeline stages on the ranks of one of the student's: stages are runs of ranks."""
+def _teacher_stages(teacher: Namespace, student: Namespace, stage: int) -> range:
+    """The teacher's pipeline stages on the ranks of one of the student's; a stage is a contiguous range of ranks."""
     own, students = teacher.pipeline_model_parallel_size, student.pipeline_model_parallel_size
     return range(stage * own // students, -(-(stage + 1) * own // students))
 
 
-def _head_bytes(teacher: Namespace) -> float:
-    """Of a rank's rows of a teacher's LM head."""
+def _lm_head_bytes(teacher: Namespace) -> float:
+    """Bytes of a rank's rows of a teacher's LM head."""
     return teacher.params_dtype.itemsize * shard_of(teacher) * teacher.hidden_size
 
 
 def _teacher_weights(teacher: Namespace, student: Namespace, stage: int) -> float:
-    """Most bytes of a teacher's weights on a rank of one of the student's stages."""
-    own = _beside(teacher, student)
+    """Bytes of a teacher's weights on the fullest rank of one of the student's stages."""
+    own = _with_student_values(teacher, student)
     sizes = []
-    for number in _stages_there(own, student, stage):
+    for number in _teacher_stages(own, student, stage):
         outside = outside_of_layers(own, number)
         in_layers = parameters_of_stage(own, number).total - outside
         size = in_layers * (1 if own.fp8 else own.params_dtype.itemsize) + outside * own.params_dtype.itemsize
         is_last = number == own.pipeline_model_parallel_size - 1
         if has_own_layout(own, student) and is_last and (number > 0 or own.untie_embeddings_and_output_weights):
-            size -= _head_bytes(own)  # the student's last stage has it
+            size -= _lm_head_bytes(own)  # it is held on the student's last stage
         sizes.append(size)
     moved = has_own_layout(own, student) and stage == student.pipeline_model_parallel_size - 1
-    return max(sizes) + (_head_bytes(_beside(teacher, student, LAYOUT)) if moved else 0.0)
+    return max(sizes) + (_lm_head_bytes(_with_student_values(teacher, student, LAYOUT)) if moved else 0.0)
 
 
-def _teacher_works(teacher: Namespace, student: Namespace, stage: int, on_gpu: bool) -> float:
-    """Most bytes of a teacher's layer at work on a rank of one of the student's stages; it keeps nothing. In a layout
-    of its own also its hidden states before they travel, of all its microbatches where it has pipeline stages."""
-    own = _beside(teacher, student)
-    works = max(_forward_bytes(own, number, on_gpu) for number in _stages_there(own, student, stage))
+def _teacher_working_bytes(teacher: Namespace, student: Namespace, stage: int, on_gpu: bool) -> float:
+    """Working memory of a teacher's forward pass on the fullest rank of one of the student's stages.
+
+    A teacher in a layout of its own also holds its hidden states before they are sent: of one microbatch, or of all of
+    them if it has pipeline stages.
+    """
+    own = _with_student_values(teacher, student)
+    layers = max(_forward_bytes(own, number, on_gpu) for number in _teacher_stages(own, student, stage))
     if not has_own_layout(own, student):
-        return works
-    piped = own.pipeline_model_parallel_size > 1
-    kept = -(-microbatches(student) * student.data_parallel_size // own.data_parallel_size) if piped else 1
-    return works + kept * _residual(own) + _residual(_beside(teacher, student, LAYOUT))
-
-
-def _residual(args: Namespace) -> float:
-    """A microbatch's final hidden states on a rank."""
-    cut = args.tensor_model_parallel_size if args.sequence_parallel else 1
-    return tokens_of(args) * args.hidden_size * args.params_dtype.itemsize / cut
+        return layers
+    is_pipelined = own.pipeline_model_parallel_size > 1
+    kept = -(-microbatches(student) * student.data_parallel_size // own.data_parallel_size) if is_pipelined else 1
+    return layers + kept * residual_bytes(own) + residual_bytes(_with_student_values(teacher, student, LAYOUT))
 
 
 def _hidden_bytes(work: Workload, teachers: Sequence[Namespace]) -> float:
-    """The teachers' hidden states: of one microbatch, or of a whole step where the teacher looks at all of them first
-    (mkd/train/schedule.py)."""
+    """The teachers' hidden states: of one microbatch, or of all microbatches of a step if the teacher runs before the
+    student (mkd/train/schedule.py)."""
     runs_before_student = work.student.pipeline_model_parallel_size > 1 or work.kd.teacher_offload
     runs_before_student = runs_before_student or any(has_own_layout(teacher, work.student) for teacher in work.teachers)
     count = microbatches(work.student) if runs_before_student else 1
-    return count * (1 + len(work.kd.layer_pairs)) * sum(_residual(teacher) for teacher in teachers)
+    return count * (1 + len(work.kd.layer_pairs)) * sum(residual_bytes(teacher) for teacher in teachers)
 
 
 def _gathered(student: Namespace, teachers: Sequence[Namespace]) -> float:
-    """Hidden states of all tokens, which the loss gathers under sequence parallelism, and the gradient of them."""
+    """Hidden states that the loss gathers under sequence parallelism, and their gradients."""
     size = student.tensor_model_parallel_size
     if not student.sequence_parallel or size == 1:
         return 0.0
-    return size * (2 * _residual(student) + sum(map(_residual, teachers)))
+    return size * (2 * residual_bytes(student) + sum(map(residual_bytes, teachers)))
 
 
 def _forward_bytes(teacher: Namespace, stage: int, on_gpu: bool) -> float:
-    """Most bytes of a teacher's layer at work; it keeps nothing."""
+    """Peak of a forward pass through one pipeline stage without gradients."""
     layers = [layer for chunk in chunks_of_stage(teacher, stage) for layer in chunk]
     return max((layer_bytes(teacher, layer, on_gpu).forward for layer in layers), default=0.0)
 
 
 def _embedding_gradient(args: Namespace, stage: int) -> float:
-    """Of the first stage's embedding, before it is added to the gradient buffer; the activations are gone by then."""
+    """The first stage's embedding gradient before it is added to the gradient buffer; no activations are left then."""
     return shard_of(args) * args.hidden_size * args.params_dtype.itemsize if stage == 0 else 0.0

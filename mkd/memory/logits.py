@@ -1,4 +1,4 @@
-"""Bytes of the logits that a loss has at one time."""
+"""Memory of the logits that a loss holds at one time."""
 
 from argparse import Namespace
 from collections.abc import Sequence
@@ -11,45 +11,52 @@ from mkd.memory.activations import tokens_of
 from mkd.xtoken.loss.xtoken_loss import GROUP_ROWS
 
 FP32_COPIES = {"p_kl": 11, "gold": 9, "gold_relaxed": 9}
-"""Tensors of a group in fp32, of at most `CHUNK_BYTES` each, at the fullest moment of losses between tokenizers that
-are plain torch; counted from the peaks in docs/benchmarks.md."""
+"""fp32 tensors of a group, of at most `CHUNK_BYTES` each, at the peak of the cross-tokenizer losses in plain torch;
+derived from the peaks in docs/benchmarks.md."""
 
 
 def shard_of(args: Namespace) -> int:
-    """Vocabulary columns of a tensor-parallel rank."""
+    """Vocabulary columns on one tensor-parallel rank."""
     return args.padded_vocab_size // args.tensor_model_parallel_size
 
 
 def logit_bytes(student: Namespace, teachers: Sequence[Namespace], kd: KDConfig, on_gpu: bool) -> float:
-    """On a rank, beside the gradient of the hidden states; several teachers are looked at one after the other.
+    """Bytes of logits on one rank, without the gradient of the hidden states. An ensemble is processed one teacher at a
+    time.
 
     Args:
-        student, teachers: Megatron's arguments of the models, teachers cut as the student is.
+        student, teachers: Megatron's arguments of the models, with teachers in the student's layout.
         kd: the loss.
-        on_gpu: whether the run is to be on GPUs.
+        on_gpu: True if the run will use GPUs.
     """
     half = student.params_dtype == torch.bfloat16 and on_gpu
     is_half = kd.logits_dtype == "bf16" or (kd.logits_dtype == "auto" and half)
     dtype = torch.bfloat16 if is_half else torch.float32
-    between = _between_tokenizers if kd.xtoken_loss else _of_one_tokenizer
-    return between(student, max(map(shard_of, teachers), default=0), kd, dtype, on_gpu)
+    compute = _cross_tokenizer_bytes if kd.xtoken_loss else _same_tokenizer_bytes
+    return compute(student, max(map(shard_of, teachers), default=0), kd, dtype, on_gpu)
 
 
-def _of_one_tokenizer(student: Namespace, teacher: int, kd: KDConfig, dtype: torch.dtype, on_gpu: bool) -> float:
-    """The buffers of mkd/losses/fused_pass.py; teacher: columns of its shard."""
+def _same_tokenizer_bytes(student: Namespace, teacher: int, kd: KDConfig, dtype: torch.dtype, on_gpu: bool) -> float:
+    """The buffers of mkd/losses/fused_pass.py.
+
+    Args:
+        teacher: vocabulary columns of the teacher's shard.
+    """
     columns, least = shard_of(student), MIN_CHUNK_TOKENS if on_gpu else 1
     chunks = loss_chunks(tokens_of(student), columns, dtype, kd.loss_chunk_rows, least)
     rows, slots = chunks[0].stop, min(2, len(chunks))
-    at_a_time = slots if student.tensor_model_parallel_size > 1 else 1
+    in_flight = slots if student.tensor_model_parallel_size > 1 else 1
     total = slots * rows * columns * student.params_dtype.itemsize
     if dtype != student.params_dtype:
-        total += at_a_time * rows * columns * dtype.itemsize
-    return total + at_a_time * rows * dtype.itemsize * teacher
+        total += in_flight * rows * columns * dtype.itemsize
+    return total + in_flight * rows * dtype.itemsize * teacher
 
 
-def _between_tokenizers(student: Namespace, teacher: int, kd: KDConfig, dtype: torch.dtype, on_gpu: bool) -> float:
-    """The groups of mkd/xtoken/loss/head_pass.py. partition_kl has the student's logits twice: as they come, and common
-    tokens and others apart."""
+def _cross_tokenizer_bytes(student: Namespace, teacher: int, kd: KDConfig, dtype: torch.dtype, on_gpu: bool) -> float:
+    """The groups of tokens in mkd/xtoken/loss/head_pass.py.
+
+    partition_kl holds the student's logits twice: in vocabulary order, and split into common and other tokens.
+    """
     columns, kind = max(shard_of(student), teacher, 1), kd.xtoken_loss
     if kind in FP32_COPIES:
         rows = kd.loss_chunk_rows or max(1, CHUNK_BYTES // (columns * 4))

@@ -1,4 +1,4 @@
-"""How many parameters a rank has, and the bytes of each."""
+"""Number of parameters on a rank, and bytes of gradients and optimizer state per parameter."""
 
 import copy
 from argparse import Namespace
@@ -10,15 +10,15 @@ from megatron.training.theoretical_memory_usage import compute_weight_and_optimi
 from mkd.memory.stages import chunks_of_stage
 
 _MEGATRONS_BYTES = 18
-"""That `compute_weight_and_optimizer_memory` takes for a parameter."""
+"""Bytes per parameter in `compute_weight_and_optimizer_memory`."""
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Of one rank."""
+    """Numbers of parameters on one rank."""
 
     shared: float
-    """All but those of routed experts."""
+    """All parameters except those of routed experts."""
     expert: float = 0.0
 
     @property
@@ -33,7 +33,7 @@ class Parameters:
 
 
 def is_moe_layer(args: Namespace, layer: int) -> bool:
-    """Whether a layer, counted from 0, is a mixture of experts."""
+    """True if the layer with this index from 0 is a mixture of experts."""
     if args.num_experts is None:
         return False
     frequency = args.moe_layer_freq
@@ -41,20 +41,21 @@ def is_moe_layer(args: Namespace, layer: int) -> bool:
 
 
 def is_gated(args: Namespace) -> bool:
-    """Whether the feed-forward layers have a gate beside their first projection."""
+    """True if the feed-forward layers have a gate."""
     return args.swiglu or args.quick_geglu
 
 
 def parameters_of_stage(args: Namespace, stage: int) -> Parameters:
-    """On each tensor- and expert-parallel rank of a pipeline stage.
+    """Parameters on each tensor- and expert-parallel rank of a pipeline stage.
 
-    Layers are counted by megatron's own formula, one at a time, plus what that leaves out: biases and the norms of
-    queries and keys. It puts one embedding on the fullest rank; here the first stage has the embedding and the last one
-    the LM head, which is a copy of it where the two are tied and the stages differ.
+    Layers are counted with megatron's own formula, one at a time, plus the parameters that it omits: biases and the
+    norms of queries and keys. Megatron's formula puts one embedding on the fullest rank; here the first stage has the
+    embedding and the last stage the LM head, which is a copy of the embedding if the two are tied and the stages
+    differ.
 
     Args:
-        args: Megatron's, of a model.
-        stage: counted from 0.
+        args: Megatron's arguments of a model.
+        stage: pipeline stage from 0.
     """
     layers = [layer for chunk in chunks_of_stage(args, stage) for layer in chunk]
     experts = sum(is_moe_layer(args, layer) for layer in layers)
@@ -84,7 +85,7 @@ def _norm_size(args: Namespace) -> int:
 
 
 def _layer(args: Namespace, moe: bool) -> Parameters:
-    """One layer, on a rank."""
+    """Parameters of one layer on a rank."""
     one = copy.copy(args)
     one.num_layers, one.padded_vocab_size, one.mtp_num_layers = 1, 0, None
     one.pipeline_model_parallel_size, one.use_distributed_optimizer, one.data_parallel_size = 1, False, 1
@@ -106,7 +107,7 @@ def _layer(args: Namespace, moe: bool) -> Parameters:
 
 
 def _biases(args: Namespace, moe: bool) -> float:
-    """Biases outside of routed experts, and norms of queries and keys, of a layer on a rank."""
+    """Parameters of biases outside of routed experts and of query and key norms, in one layer on a rank."""
     if args.multi_latent_attention:
         return 0.0
     tp, hidden = args.tensor_model_parallel_size, args.hidden_size
@@ -125,23 +126,23 @@ def _biases(args: Namespace, moe: bool) -> float:
 
 
 def _expert_biases(args: Namespace, etp: int) -> float:
-    """Of all routed experts of a layer, on each expert-tensor-parallel rank."""
+    """Parameters of the biases of all routed experts of a layer, on each expert-tensor-parallel rank."""
     if not args.add_bias_linear:
         return 0.0
     return args.num_experts * ((2 if is_gated(args) else 1) * _expert_width(args) / etp + args.hidden_size)
 
 
 def gradient_bytes(args: Namespace) -> int:
-    """Of one parameter: what megatron's data-parallel wrapper adds gradients up in."""
+    """Bytes per parameter of the buffer in which megatron's data-parallel wrapper accumulates gradients."""
     is_full = args.accumulate_allreduce_grads_in_fp32 or args.params_dtype == torch.float32
     return 4 if is_full else args.params_dtype.itemsize
 
 
 def optimizer_bytes(args: Namespace, count: Parameters) -> float:
-    """Of the optimizer's state on a rank: moments, and in half precision the parameters it updates.
+    """Bytes of the optimizer's state on a rank: moments, and in half precision the fp32 parameters.
 
-    --use-distributed-optimizer cuts it over the ranks that have the same parameters: data and context parallel ones,
-    or for experts all that have the same experts.
+    --use-distributed-optimizer shards it over the ranks that hold the same parameters: data- and context-parallel
+    ranks, or for experts all ranks with the same experts.
     """
     sizes = {"adam": 8, "sgd": 4 if args.sgd_momentum else 0}.get(args.optimizer, 8)
     main = 0 if args.params_dtype == torch.float32 else 4

@@ -1,4 +1,4 @@
-"""Which layers a pipeline stage has, and how many microbatches it holds at one time."""
+"""Layers of each pipeline stage, and the number of microbatches that it holds at one time."""
 
 from argparse import Namespace
 
@@ -9,16 +9,16 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 
 def chunks_of_stage(args: Namespace, stage: int) -> list[range]:
-    """The layers, counted from 0, of each virtual stage of a pipeline stage.
+    """Layer indices from 0 of each virtual stage of a pipeline stage.
 
     Args:
-        args: Megatron's, of a model.
-        stage: counted from 0.
+        args: Megatron's arguments of a model.
+        stage: pipeline stage from 0.
     """
     size, virtual = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
     if args.pipeline_model_parallel_layout is not None:
         return _chunks_of_layout(args.pipeline_model_parallel_layout, size, stage)
-    # What megatron's functions read of a TransformerConfig.
+    # The fields of TransformerConfig that megatron's functions read.
     config = Namespace(
         num_layers=args.num_layers,
         pipeline_model_parallel_size=size,
@@ -50,15 +50,15 @@ def _chunks_of_layout(text: str, size: int, stage: int) -> list[range]:
 
 
 def microbatches(args: Namespace) -> int:
-    """Of a step, on one data-parallel rank."""
+    """Microbatches per step on one data-parallel rank."""
     return max(1, args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
 
 
 def in_flight(args: Namespace, stage: int) -> int:
     """Microbatches whose activations a virtual stage holds before the first backward pass frees some.
 
-    The number of warm-up forward passes of megatron's schedules (core/pipeline_parallel/schedules.py,
-    `get_pp_rank_microbatches`), and one more. With virtual stages it counts (microbatch, virtual stage) pairs.
+    Warm-up forward passes of megatron's schedules (core/pipeline_parallel/schedules.py, `get_pp_rank_microbatches`)
+    plus one. With virtual stages it counts (microbatch, virtual stage) pairs.
     """
     size, virtual = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
     count = microbatches(args)

@@ -1,4 +1,4 @@
-"""The memory estimate against models that are built: their parameters, and what autograd keeps of them."""
+"""The memory estimate against real models: their parameters, and the tensors that autograd keeps."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ CASES += [("gpt_oss", 1, 2)]
 
 
 def counts(rank: int, size: int, path: str, tp: int, pp: int) -> tuple[int, float]:
-    """Parameters of this rank's model, and those that the estimate tells of."""
+    """(parameters of this rank's model, estimated parameters)."""
     architecture = read_architecture(HFFolder(path, "--hf"))[1]
     with layout(tp, pp):
         (model,) = build_from_arguments(architecture)
@@ -53,13 +53,13 @@ def test_parameters_of_every_rank(gloo_pool, tmp_path, family, tp, pp):
     sizes = {name: value for name, value in FAMILIES[family].items() if name != "model_type"}
     tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
     folder = make_model(tmp_path / "hf", family, **{**sizes, **tokens})
-    for built, told in gloo_pool(2).run(counts, folder, tp, pp):
-        # The router's bias, sinks of heads and the like are not counted.
-        assert told == pytest.approx(built, rel=2e-3)
+    for built, estimated in gloo_pool(2).run(counts, folder, tp, pp):
+        # The estimate omits small parameters such as the router's bias and attention sinks.
+        assert estimated == pytest.approx(built, rel=2e-3)
 
 
 def saved(rank: int, size: int, tp: int, sequence_parallel: bool, experts: bool) -> tuple[int, float]:
-    """Bytes that autograd keeps of a Llama's layers, each storage once and without parameters; the same by estimate."""
+    """(bytes that autograd keeps of a Llama's layers, counting each storage once and no parameters; the estimate)."""
     architecture = {
         "num_layers": 2,
         "hidden_size": 64,
@@ -106,7 +106,7 @@ def saved(rank: int, size: int, tp: int, sequence_parallel: bool, experts: bool)
 @pytest.mark.parametrize(
     "tp, sequence_parallel, experts", [(1, False, False), (2, False, False), (2, True, False), (1, False, True)]
 )
-def test_what_layers_keep(gloo_pool, tp, sequence_parallel, experts):
-    """On CPU, where attention keeps its scores and nothing is fused."""
-    for kept, told in gloo_pool(2).run(saved, tp, sequence_parallel, experts):
-        assert told == pytest.approx(kept, rel=0.05)
+def test_bytes_kept_by_layers(gloo_pool, tp, sequence_parallel, experts):
+    """On CPU: attention keeps its scores, and no kernels are fused."""
+    for kept, estimated in gloo_pool(2).run(saved, tp, sequence_parallel, experts):
+        assert estimated == pytest.approx(kept, rel=0.05)

@@ -1,4 +1,4 @@
-"""Megatron arguments of models, for the memory estimate."""
+"""Megatron arguments of models, for tests of the memory estimate."""
 
 from argparse import Namespace
 from typing import Any
@@ -11,7 +11,7 @@ from mkd.config.arguments import default_arguments
 def llama_arguments(
     layers: int, width: int, ffn: int, heads: int, groups: int, tied: bool, **changes: Any
 ) -> Namespace:
-    """Of a Llama model in bf16 on one GPU, as they are after megatron's checks."""
+    """Validated arguments of a Llama model in bf16 on one GPU."""
     values = dict(
         num_layers=layers,
         hidden_size=width,

@@ -1,4 +1,4 @@
-"""The memory estimate against sizes by hand and peaks that were measured. tests/dist/test_memory.py has real models."""
+"""The memory estimate against sizes by hand and measured peaks. tests/dist/test_memory.py uses real models."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 from mkd.config.kd_config import KDConfig
 from mkd.config.teacher_fp8 import compute_in_fp8
 from mkd.memory import Workload, estimate, fullest, outside_of_torch
-from mkd.memory.activations import at_work_backward, kept_by_layers, layer_bytes
+from mkd.memory.activations import backward_working_bytes, kept_by_layers, layer_bytes
 from mkd.memory.estimate import (
     ACTIVATIONS,
     COMMUNICATOR_BYTES,
@@ -54,11 +54,11 @@ MEASURED = [
 
 
 @pytest.mark.parametrize("peak, kd, changes", MEASURED, ids=[f"{kd or ''}{c or ''}" for _, kd, c in MEASURED])
-def test_peaks_that_were_measured(peak, kd, changes):
+def test_measured_peaks(peak, kd, changes):
     assert stages_of(kd, **changes)[-1].peak / GIB == pytest.approx(peak, rel=0.02)
 
 
-def test_the_8b_and_1b_step_that_was_measured():
+def test_measured_step_of_8b_and_1b():
     """31.9 GiB without an optimizer."""
     shape = {"padded_vocab_size": 128256, "seq_length": 4096, "micro_batch_size": 2, "global_batch_size": 2}
     student = llama_arguments(16, 2048, 8192, 32, 8, True, **shape)
@@ -79,8 +79,8 @@ def test_the_8b_and_1b_step_that_was_measured():
         *(("p_kl", None, 2.10), ("gold", None, 1.61), ("gold_relaxed", None, 1.67)),
     ],
 )
-def test_losses_between_tokenizers_that_were_measured(loss: str, rows: int | None, measured: float) -> None:
-    """GiB with the gradient of the hidden states, docs/benchmarks.md."""
+def test_measured_cross_tokenizer_losses(loss: str, rows: int | None, measured: float) -> None:
+    """GiB including the gradient of the hidden states, from docs/benchmarks.md."""
     shape = {"seq_length": 4096, "micro_batch_size": 1, "global_batch_size": 1}
     student = llama_arguments(1, 2048, 8192, 32, 8, True, padded_vocab_size=128256, **shape)
     teacher = llama_arguments(1, 4096, 14336, 32, 8, False, padded_vocab_size=151936, **shape)
@@ -90,9 +90,9 @@ def test_losses_between_tokenizers_that_were_measured(loss: str, rows: int | Non
 
 
 def test_a_layer_by_hand():
-    """Width 1024, 16 heads of 64, 4 groups, feed-forward 2816; Korthikanti et al. without what is not kept."""
+    """Width 1024, 16 heads of 64, 4 groups, feed-forward 2816; Korthikanti et al. without the tensors that are not kept."""
     args = llama_arguments(8, 1024, 2816, 16, 4, True, seq_length=512, micro_batch_size=2)
-    inputs = 4 * 1024  # of both parts, as they are and normalized
+    inputs = 4 * 1024  # inputs of both parts, before and after normalization
     elements = inputs + (1024 + 256 + 256 + 1024) + 3 * 2816  # q, k, v, output; gate and up, and their product
     statistics = 4 * 16
     assert layer_bytes(args, 0, on_gpu=True).kept == 2 * 512 * (2 * elements + statistics)
@@ -109,17 +109,17 @@ def test_a_layer_by_hand():
 def test_recomputation():
     shape = {"seq_length": 512, "micro_batch_size": 2, "transformer_impl": "transformer_engine"}
     args = llama_arguments(8, 1024, 2816, 16, 4, True, **shape)
-    layer, entrance = layer_bytes(args, 0, on_gpu=True).kept, 2 * 512 * 2 * 1024
+    layer, layer_input = layer_bytes(args, 0, on_gpu=True).kept, 2 * 512 * 2 * 1024
     assert kept_by_layers(args, range(8), on_gpu=True) == 8 * layer
-    plain = at_work_backward(args, range(8), on_gpu=True)
+    plain = backward_working_bytes(args, range(8), on_gpu=True)
     args.recompute_granularity, args.recompute_method, args.recompute_num_layers = "full", "uniform", 1
-    assert kept_by_layers(args, range(8), on_gpu=True) == 8 * entrance
-    assert at_work_backward(args, range(8), on_gpu=True) == plain + layer
+    assert kept_by_layers(args, range(8), on_gpu=True) == 8 * layer_input
+    assert backward_working_bytes(args, range(8), on_gpu=True) == plain + layer
     args.recompute_num_layers = 3
-    assert kept_by_layers(args, range(8), on_gpu=True) == 3 * entrance
-    assert at_work_backward(args, range(8), on_gpu=True) == plain + 3 * layer
+    assert kept_by_layers(args, range(8), on_gpu=True) == 3 * layer_input
+    assert backward_working_bytes(args, range(8), on_gpu=True) == plain + 3 * layer
     args.recompute_method = "block"
-    assert kept_by_layers(args, range(8), on_gpu=True) == 3 * entrance + 5 * layer
+    assert kept_by_layers(args, range(8), on_gpu=True) == 3 * layer_input + 5 * layer
     args.recompute_granularity, args.recompute_modules = "selective", ["core_attn"]
     assert kept_by_layers(args, range(8), on_gpu=True) == 8 * layer, "a fused kernel keeps no scores"
     args.recompute_modules = ["mlp"]
@@ -142,7 +142,7 @@ def test_parts_by_hand():
     assert paired.most(HIDDEN) == 3 * hidden and paired.held[MAPS] == 2 * 1024 * 2048 * 18
 
 
-def test_the_optimizer_is_cut_over_data_and_context_parallel_ranks():
+def test_optimizer_is_sharded_over_data_and_context_parallel_ranks():
     whole = stages_of()[0].held
     assert whole[OPTIMIZER] == 6 * whole[WEIGHTS] and whole[GRADIENTS] == 2 * whole[WEIGHTS]
     cut = stages_of(use_distributed_optimizer=True, **{DP: 2, CP: 4})[0].held
@@ -171,7 +171,7 @@ def test_stages_of_a_pipeline():
     assert in_flight(args, 0) == 1
 
 
-def test_the_fullest_stage_and_what_torch_does_not_count():
+def test_fullest_stage_and_allowances():
     stages = stages_of(**{PP: 4})
     assert fullest(stages).peak == max(stage.peak for stage in stages)
     args = llama_arguments(2, 64, 64, 4, 4, True)
@@ -179,8 +179,8 @@ def test_the_fullest_stage_and_what_torch_does_not_count():
     assert outside_of_torch(args, 100.0) == CONTEXT_BYTES + 3.0
 
 
-def test_a_teacher_in_a_layout_of_its_own():
-    """Over eight ranks, each of which has a student: the LM head is whole on each, the rest is cut."""
+def test_teacher_with_own_layout():
+    """Teacher over eight ranks that each hold a student: the LM head is replicated, the other weights are sharded."""
     shape = {"padded_vocab_size": 32000, "seq_length": 1024, "micro_batch_size": 2, "global_batch_size": 32}
     shape |= {"world_size": 8, DP: 8}
     student = llama_arguments(8, 1024, 2816, 16, 4, True, **shape)
@@ -204,7 +204,7 @@ def test_a_teacher_in_a_layout_of_its_own():
     assert outside_of_torch(args, 0.0, [teacher]) == CONTEXT_BYTES + 2 * COMMUNICATOR_BYTES
 
 
-def test_more_parallelism_never_takes_more():
+def test_parallelism_reduces_the_peak():
     one = stages_of()[0]
     for changes in ({TP: 2}, {TP: 2, **SP}, {CP: 2}, {DP: 2, "use_distributed_optimizer": True}, {PP: 2}):
         assert stages_of(**changes)[0].peak < one.peak

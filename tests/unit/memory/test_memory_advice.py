@@ -1,4 +1,4 @@
-"""What is advised where a run does not fit, and that it helps as told."""
+"""Advice for a run that does not fit, and its effect."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,7 @@ TP, DP = "tensor_model_parallel_size", "data_parallel_size"
 
 
 def work(**changes: Any) -> Workload:
-    """Llama-3.2-1B's shape beside Llama-3.1-8B's, 8 ranks."""
+    """Shapes of Llama-3.2-1B (student) and Llama-3.1-8B (teacher) on 8 ranks."""
     shape = {"padded_vocab_size": 128256, "seq_length": 4096, "micro_batch_size": 4, "global_batch_size": 64}
     shape |= {"world_size": 8, DP: 8, **changes}
     student = llama_arguments(16, 2048, 8192, 32, 8, True, **shape)
@@ -23,10 +23,10 @@ def work(**changes: Any) -> Workload:
     return Workload(student, [teacher], KDConfig(teacher_hf=["T"], ratio=0.5), on_gpu=True)
 
 
-def test_each_change_saves_what_is_told():
+def test_each_change_saves_the_reported_bytes():
     run = work()
     alone, _ = advise(run, 1e15)
-    told = {advice.flags: advice for advice in alone}
+    by_flags = {advice.flags: advice for advice in alone}
     for advice in alone:
         assert advice.needed + advice.saves == needed(run)
     for flags in (
@@ -38,12 +38,12 @@ def test_each_change_saves_what_is_told():
         "--pipeline-model-parallel-size 2",
         "--context-parallel-size 2",
     ):
-        assert flags in told
-    assert told["--micro-batch-size 2"].needed == needed(work(micro_batch_size=2))
-    assert told["--tensor-model-parallel-size 2"].needed == needed(work(**{TP: 2, DP: 4}))
+        assert flags in by_flags
+    assert by_flags["--micro-batch-size 2"].needed == needed(work(micro_batch_size=2))
+    assert by_flags["--tensor-model-parallel-size 2"].needed == needed(work(**{TP: 2, DP: 4}))
 
 
-def test_what_saves_nothing_is_not_advised():
+def test_changes_without_effect_are_not_advised():
     flags = {advice.flags for advice in advise(work(), 1e15)[0]}
     assert not flags & {"--recompute-activations", "--sequence-parallel", "--bf16"}
     done = work(use_distributed_optimizer=True, micro_batch_size=1, recompute_granularity="full")
@@ -57,7 +57,7 @@ def test_what_saves_nothing_is_not_advised():
 
 
 @pytest.mark.parametrize("gib", [50, 40, 30, 25])
-def test_together_they_fit_and_none_is_idle(gib):
+def test_combination_fits_and_is_minimal(gib):
     run = work()
     _, together = advise(run, gib * 2**30)
     assert together.needed <= gib * 2**30 < needed(run)
@@ -76,13 +76,13 @@ def test_together_they_fit_and_none_is_idle(gib):
         assert needed(current) > gib * 2**30, f"{left_out} is not needed"
 
 
-def test_nothing_is_enough():
+def test_no_combination_fits():
     run = work()
     alone, together = advise(run, 2**30)
     assert together is None and alone
 
 
-def test_layouts_that_do_not_divide_are_not_advised():
+def test_impossible_layouts_are_not_advised():
     run = work(world_size=2, **{DP: 2}, num_layers=15, num_query_groups=1)
     flags = " ".join(advice.flags for advice in advise(run, 1e15)[0])
     assert "tensor-model" not in flags and "pipeline-model" not in flags and "context-parallel-size 2" in flags
