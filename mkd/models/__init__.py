@@ -1,1 +1,1 @@
-"""Student and teacher as megatron model configurations."""
+"""Megatron model configurations of student and teacher, and trained maps between their layers."""

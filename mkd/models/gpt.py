@@ -1,4 +1,4 @@
-"""From Megatron arguments to a GPT model's configuration, and what mkd needs from a built model."""
+"""GPT model configurations from Megatron arguments, and access to the LM head of a built model."""
 
 import traceback
 from argparse import Namespace
@@ -13,24 +13,23 @@ from mkd.errors import MkdConfigError
 
 
 def gpt_config(args: Namespace) -> GPTModelConfig:
-    """The model that these arguments describe; of the student or of a teacher.
+    """Model configuration from the arguments of the student or of a teacher.
 
     Raises:
-        MkdConfigError: megatron finds that they contradict each other, or miss a package that they need.
+        MkdConfigError: megatron refuses the arguments, or a package that they need is missing.
     """
     try:
         config = gpt_config_from_args(args)
     except (AssertionError, ValueError) as error:
         reason = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
         raise MkdConfigError(f"megatron refuses the flags of the model: {' '.join(reason.split())}") from error
-    # megatron-core 0.19's gpt_config_from_args leaves this flag out, and builds every model with 8.
+    # megatron-core 0.19's gpt_config_from_args ignores this flag and builds every model with 8.
     config.rope_scaling_factor = args.rope_scaling_factor
     return config
 
 
 def lm_head(model: GPTModel) -> Tensor:
-    """[V/tp, H] this rank's rows of the LM head of the last pipeline stage; the embedding itself where the two are
-    tied."""
+    """[V/tp, H]: this rank's rows of the LM head on the last pipeline stage; the embedding itself if they are tied."""
     if model.share_embeddings_and_output_weights:
         return model.shared_embedding_or_output_weight()
     return model.output_layer.weight
@@ -72,19 +71,19 @@ def router_padding_mask(chunk: GPTModel, padding: Tensor | None) -> Tensor | Non
 
 
 def logit_scale(config: TransformerConfig) -> float:
-    """What a model multiplies the product of its LM head with: 1, unless `--use-mup` says otherwise.
+    """Factor on the logits of a model: 1 without `--use-mup`.
 
-    The only thing that megatron-core 0.19 does to logits; it has no softcap, and no bias in its GPT models' LM head.
+    megatron-core 0.19 applies nothing else to logits: its GPT models have no softcap and no bias in the LM head.
     """
     return config.mup_output_mult if config.use_mup else 1.0
 
 
 def finish_parameter_sync(module: nn.Module) -> None:
-    """Wait until a module's own parameters are whole, for code that uses them without calling the module.
+    """Wait until a module's own parameters are gathered, for code that uses them without calling the module.
 
-    With `--overlap-param-gather` the data-parallel wrapper gathers updated parameters while the forward pass runs, and
-    waits for a module's share in that module's forward-pre-hook. Reading `module.weight` past the hook would read the
-    weights of the step before.
+    With `--overlap-param-gather` the data-parallel wrapper gathers updated parameters during the forward pass, and
+    waits for those of a module in that module's forward-pre-hook. Without the hook, `module.weight` may still hold the
+    weights of the previous step.
     """
     for hook in module._forward_pre_hooks.values():
         hook(module, ())

@@ -1,6 +1,6 @@
-"""Trained linear maps from the student's width to the teacher's, one a pair of layers, as a part of the student.
+"""Trained linear maps from the student's hidden width to the teacher's, one per pair of layers.
 
-They are trained, saved and resumed with it, and are no part of the model that is exported.
+The maps are submodules of the student: they are trained, saved and resumed with it, but not exported.
 """
 
 import contextlib
@@ -17,50 +17,50 @@ from mkd.config.kd_config import LayerPair
 
 _MODULE = "kd_projections"
 KEY_PREFIX = f"{_MODULE}."
-"""Beginning of the maps' keys in a checkpoint."""
+"""Prefix of the maps' keys in a checkpoint."""
 
 
 def name_of_map(pair: LayerPair) -> str:
-    """Name of a pair's map among the maps; torch allows no colon."""
+    """Module name of a pair's map; torch does not allow colons in names."""
     return f"{pair.student}_{pair.teacher}"
 
 
 def pair_of_key(key: str) -> LayerPair:
-    """The pair whose map a checkpoint holds under `key`, which begins with `KEY_PREFIX`, whatever the layout."""
+    """The pair of layers of a key that begins with `KEY_PREFIX`; keys are the same in every parallel layout."""
     student, teacher = key.removeprefix(KEY_PREFIX).removesuffix(".weight").split("_")
     return LayerPair(int(student), int(teacher))
 
 
 def new_map(pair: LayerPair, config: TransformerConfig, width: int, seed: int) -> nn.Linear:
-    """A map without bias, weight [width, Hs]; its first values depend on nothing but the seed and the pair.
+    """A map without bias, weight [width, Hs]; its initial values depend only on the seed and the pair.
 
     Args:
         pair: the layers.
-        config: the student's.
-        width: of the teacher's hidden states.
+        config: configuration of the student.
+        width: width of the teacher's hidden states.
         seed: --seed.
     """
     projection = nn.Linear(config.hidden_size, width, bias=False, dtype=config.params_dtype, device="cpu")
     digest = hashlib.sha256(f"{seed} {pair}".encode()).digest()
     generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:7], "big"))
-    # Keeps the size of the numbers: those of P h are as large as those of h.
+    # Preserves the variance: the entries of P h have the scale of those of h.
     values = torch.randn(width, config.hidden_size, generator=generator, device="cpu") / config.hidden_size**0.5
     projection.weight.data.copy_(values)
-    # Every tensor-parallel rank has the whole map; where each has a slice of the sequence, megatron adds the gradients.
+    # Every tensor-parallel rank holds the full map; under sequence parallelism megatron all-reduces its gradients.
     projection.weight.sequence_parallel = config.sequence_parallel
     return projection
 
 
 def add_maps(chunk: GPTModel, maps: nn.ModuleDict) -> None:
-    """Make maps, which may be none, a part of a chunk of the student. Every chunk needs this call."""
+    """Add maps, possibly none, to a model chunk of the student. Every chunk needs this call."""
     if maps:
         chunk.add_module(_MODULE, maps)
-    # Where megatron loads weights that begin a new run, it asks each chunk for this, and does not expect the maps.
-    chunk.hide_loss_modules = partial(_hidden, chunk)
+    # megatron calls this on each chunk when it loads the initial weights of a run, which do not include the maps.
+    chunk.hide_loss_modules = partial(_hide_maps, chunk)
 
 
 @contextlib.contextmanager
-def _hidden(chunk: GPTModel) -> Iterator[None]:
+def _hide_maps(chunk: GPTModel) -> Iterator[None]:
     maps = chunk._modules.pop(_MODULE, None)
     try:
         yield
