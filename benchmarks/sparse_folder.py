@@ -1,4 +1,4 @@
-"""Hugging Face folders of any size that take no room: what is in them is of no interest, only how much it is."""
+"""Hugging Face folders of any size in sparse files, for tests and benchmarks in which the weights do not matter."""
 
 import json
 from pathlib import Path
@@ -8,27 +8,25 @@ import torch
 
 from mkd.checkpoint.hf.families import family_of
 from mkd.checkpoint.hf.folder import INDEX
+from mkd.checkpoint.safetensors_files import tensor_bytes, write_header
 
 
-def make_sparse(folder: Path, config: dict[str, Any], layers_in_a_file: int = 10) -> Path:
-    """A bf16 folder of zeros as large as `config` asks for, which takes no room where files may have holes."""
+def make_sparse(folder: Path, config: dict[str, Any], layers_per_file: int = 10) -> Path:
+    """A bf16 folder of zeros with the tensors that `config` implies. Sparse files need almost no disk space."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     family = family_of(config)
     files: dict[int, dict[str, Any]] = {}
     for item in family.tensors(family.megatron_args(config)):
-        number = 0 if item.layer is None else 1 + item.layer // layers_in_a_file
+        number = 0 if item.layer is None else 1 + item.layer // layers_per_file
         files.setdefault(number, {}).update(item.shapes)
     weight_map = {}
     for number, shapes in files.items():
-        header, end = {}, 0
-        for name, shape in shapes.items():
-            begin, end = end, end + 2 * torch.Size(shape).numel()
-            header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [begin, end]}
-            weight_map[name] = f"part-{number}.safetensors"
-        raw = json.dumps(header).encode()
+        tensors = {name: (shape, torch.bfloat16) for name, shape in shapes.items()}
+        header = write_header(tensors)
         with (folder / f"part-{number}.safetensors").open("wb") as file:
-            file.write(len(raw).to_bytes(8, "little") + raw)
-            file.truncate(8 + len(raw) + end)
+            file.write(header)
+            file.truncate(len(header) + sum(tensor_bytes(*tensor) for tensor in tensors.values()))
+        weight_map |= dict.fromkeys(tensors, f"part-{number}.safetensors")
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     return folder

@@ -1,4 +1,4 @@
-"""Make a smaller student out of a teacher.
+"""Prune a teacher to a smaller student.
 
     python tools/prune.py depth --hf TEACHER --out STUDENT --every 2          # layers 0, 2, 4, ...
     python tools/prune.py depth --hf TEACHER --out STUDENT --layers 0,1,5,11  # these layers
@@ -6,7 +6,7 @@
     python tools/prune.py width --hf TEACHER --out STUDENT --num-attention-heads 16 --num-query-groups 4 \\
         --importance activation --data SAMPLES.jsonl --every 2                # heads, and layers in the same call
 
-Writes a Hugging Face folder with the teacher's embeddings, head and tokenizer; give it to --kd-student-hf.
+Writes a Hugging Face folder with the teacher's embeddings, LM head and tokenizer, for --kd-student-hf.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mkd.checkpoint.hf.writer import check_output
-from mkd.checkpoint.prune.depth import PrunableTeacher, chosen_layers
+from mkd.checkpoint.prune.depth import PrunableTeacher, select_layers
 from mkd.checkpoint.prune.width import Importance, WidthChoice, student_dims
 from mkd.errors import MkdConfigError, exit_status
 
@@ -29,13 +29,13 @@ def prune_depth(args: argparse.Namespace) -> None:
     check_output(args.out, "--out")
     teacher = PrunableTeacher(args.hf)
     count = teacher.args["num_layers"]
-    layers = chosen_layers(count, args.every, args.layers)
+    layers = select_layers(count, args.every, args.layers)
     nbytes = teacher.write_student(args.out, layers)
     print(f"wrote {args.out}: {describe_layers(layers, count)}, {nbytes / 1e6:.1f} MB")
 
 
 def prune_width(args: argparse.Namespace) -> None:
-    """Keep the most important channels and heads, and some layers or all."""
+    """Keep the most important channels and heads, in all layers or in a selection."""
     check_output(args.out, "--out")
     check_importance(args)
     teacher = PrunableTeacher(args.hf)
@@ -44,7 +44,7 @@ def prune_width(args: argparse.Namespace) -> None:
             f"{teacher.family.architectures[0]} is a mixture of experts, which is only pruned in depth"
         )
     count, old = teacher.args["num_layers"], teacher.dims
-    layers = chosen_layers(count, args.every, args.layers)
+    layers = select_layers(count, args.every, args.layers)
     new = student_dims(old, args.hidden_size, args.ffn_hidden_size, args.num_attention_heads, args.num_query_groups)
     teacher.student_config(layers, new)  # fails here, not after the activations
     choice = WidthChoice.best(importance(teacher, args), old, new)
@@ -54,16 +54,16 @@ def prune_width(args: argparse.Namespace) -> None:
 
 
 def check_importance(args: argparse.Namespace) -> None:
-    """Raise `MkdConfigError` unless --data and what goes with it are given with --importance activation only."""
+    """Raise `MkdConfigError` unless --data and related flags are given exactly with --importance activation."""
     if args.importance == "activation" and args.data is None:
         raise MkdConfigError("--importance activation needs --data FILE.jsonl")
     given = [name for name in ("data", "samples", "seq_length", "device") if getattr(args, name) is not None]
     if args.importance == "magnitude" and given:
-        raise MkdConfigError(f"--{given[0].replace('_', '-')} is for --importance activation, which is not given")
+        raise MkdConfigError(f"--{given[0].replace('_', '-')} requires --importance activation, which is not given")
 
 
 def importance(teacher: PrunableTeacher, args: argparse.Namespace) -> Importance:
-    """Of all layers, also of those that are left out: what a channel does depends on the whole teacher."""
+    """Importance in all layers, including those that are dropped: activations depend on the whole teacher."""
     from mkd.checkpoint.prune.importance import activation_importance, magnitude_importance, read_samples
 
     model = (teacher.folder, teacher.family, teacher.args)
@@ -77,39 +77,39 @@ def importance(teacher: PrunableTeacher, args: argparse.Namespace) -> Importance
 
 
 def describe_layers(layers: list[int], count: int) -> str:
-    """Which layers of the teacher's `count` are kept."""
+    """The kept layers in words, of `count` layers of the teacher."""
     return f"all {count} layers" if len(layers) == count else f"layers {', '.join(map(str, layers))} of {count}"
 
 
 def add_folders(parser: argparse.ArgumentParser) -> None:
-    """Flags of every command."""
+    """Flags of all commands."""
     parser.add_argument("--hf", required=True, metavar="TEACHER", help="folder with config.json and safetensors")
-    parser.add_argument("--out", required=True, type=Path, metavar="STUDENT", help="folder to write: new, or empty")
+    parser.add_argument("--out", required=True, type=Path, metavar="STUDENT", help="output folder: new or empty")
 
 
 def add_layers(parser: argparse.ArgumentParser, required: bool) -> None:
-    """Flags for the choice of layers."""
+    """Flags that select layers."""
     choice = parser.add_mutually_exclusive_group(required=required)
     choice.add_argument("--every", type=int, metavar="N", help="keep layers 0, N, 2N, ...")
     choice.add_argument("--layers", metavar="LIST", help="keep these layers, counted from 0")
 
 
 def add_widths(parser: argparse.ArgumentParser) -> None:
-    """Flags for sizes and for the choice of channels."""
+    """Flags for sizes and for the importance measure."""
     parser.add_argument("--hidden-size", type=int, metavar="N", help="width of the residual stream (the teacher's)")
     parser.add_argument("--ffn-hidden-size", type=int, metavar="N", help="width inside each MLP (the teacher's)")
-    parser.add_argument("--num-attention-heads", type=int, metavar="N", help="query heads a layer (the teacher's)")
+    parser.add_argument("--num-attention-heads", type=int, metavar="N", help="query heads per layer (the teacher's)")
     parser.add_argument(
-        "--num-query-groups", type=int, metavar="N", help="key and value heads a layer (the teacher's, or one a head)"
+        "--num-query-groups", type=int, metavar="N", help="key-value heads per layer (the teacher's, or one per head)"
     )
     parser.add_argument(
         "--importance",
         choices=["magnitude", "activation"],
         default="magnitude",
-        help="keep what has the largest weights (default), or the largest activations on --data",
+        help="keep channels and heads with the largest weights (default), or with the largest activations on --data",
     )
     parser.add_argument(
-        "--data", type=Path, metavar="FILE.jsonl", help="lines with text, or with messages, for --importance activation"
+        "--data", type=Path, metavar="FILE.jsonl", help="JSON lines with text or messages, for --importance activation"
     )
     parser.add_argument("--samples", type=int, metavar="N", help=f"lines of --data to read ({SAMPLES})")
     parser.add_argument(
@@ -118,7 +118,7 @@ def add_widths(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"first tokens of each line ({SEQ_LENGTH}; at most the model's max_position_embeddings)",
     )
-    parser.add_argument("--device", metavar="D", help="where the teacher runs on --data, such as cuda (cpu)")
+    parser.add_argument("--device", metavar="D", help="device that runs the teacher on --data, such as cuda (cpu)")
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -129,7 +129,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add_folders(depth)
     add_layers(depth, required=True)
     depth.set_defaults(command=prune_depth)
-    width = commands.add_parser("width", help="keep some of the channels and heads, and of the layers if you like")
+    width = commands.add_parser("width", help="keep some of the channels and heads, and optionally some of the layers")
     add_folders(width)
     add_widths(width)
     add_layers(width, required=False)

@@ -1,4 +1,4 @@
-"""Whether a Hugging Face folder and a Megatron checkpoint compute the same logits. One process, on the CPU, in fp32.
+"""Compares the logits of a Hugging Face folder and of a Megatron checkpoint: one process, on the CPU, in fp32.
 
 Call `mkd.cpu.activate()` before this module is imported.
 """
@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mkd.checkpoint.hf.check import read_architecture
 from mkd.checkpoint.hf.folder import HFFolder
-from mkd.checkpoint.hf.import_ import one_rank
 from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.checkpoint.megatron_load import load_megatron_weights
+from mkd.checkpoint.ranks import one_rank
 from mkd.config.arguments import default_arguments, teacher_arguments
 from mkd.cpu.flags import set_cpu_values
 from mkd.errors import MkdCheckpointError, MkdConfigError
@@ -32,7 +32,7 @@ from mkd.models.gpt import gpt_config
 
 @dataclass(frozen=True)
 class LogitComparison:
-    """Of two models on the same tokens."""
+    """Differences of two models on the same tokens."""
 
     tokens: int
     max_error: float
@@ -40,14 +40,14 @@ class LogitComparison:
     mean_error: float
     """Mean absolute difference of a logit."""
     perplexities: tuple[float, float]
-    """Of the Hugging Face model and of the Megatron model, on the next token."""
+    """Next-token perplexity of the Hugging Face model and of the Megatron model."""
 
 
 def check_same_sizes(hf: HFFolder, folder: MegatronFolder) -> None:
-    """Refuse two models of which one cannot be made from the other. No weight is read.
+    """Refuse two models of different architecture. No weight is read.
 
     Raises:
-        MkdCheckpointError: with every size that differs.
+        MkdCheckpointError: naming every size that differs.
     """
     theirs, stored = read_architecture(hf)[1], {**vars(default_arguments()), **vars(folder.args)}
     here, there = _sizes(theirs), _sizes(stored)
@@ -61,7 +61,7 @@ def check_same_sizes(hf: HFFolder, folder: MegatronFolder) -> None:
 
 
 def _sizes(args: Mapping[str, Any]) -> dict[str, int]:
-    """What a model's shape is called -> that of Megatron arguments, complete or a folder's own."""
+    """Label -> value of the sizes in Megatron arguments."""
     experts, ffn, heads = args.get("num_experts") or 0, args["ffn_hidden_size"], args["num_attention_heads"]
     return {
         "layers": args["num_layers"],
@@ -75,7 +75,7 @@ def _sizes(args: Mapping[str, Any]) -> dict[str, int]:
 
 
 def tokens_of_text(hf: HFFolder, text: Path, rows: int, length: int) -> Tensor:
-    """[n, length] ids of the beginning of a text file, n at most `rows`.
+    """[n, length] int64 ids of the first tokens of a text file, n at most `rows`.
 
     Raises:
         MkdConfigError: there is no such file, or it has fewer than `length` tokens.
@@ -90,19 +90,19 @@ def tokens_of_text(hf: HFFolder, text: Path, rows: int, length: int) -> Tensor:
 
 
 def random_tokens(hf: HFFolder, rows: int, length: int) -> Tensor:
-    """[rows, length] ids of the folder's vocabulary, always the same."""
+    """[rows, length] int64 random ids of the folder's vocabulary; the same at every call."""
     vocab = hf.config["vocab_size"]
     return torch.randint(0, vocab, (rows, length), generator=torch.Generator("cpu").manual_seed(1), device="cpu")
 
 
 @torch.no_grad()
 def compare(hf: HFFolder, folder: MegatronFolder, tokens: Tensor) -> LogitComparison:
-    """Run both models, one after the other, a row at a time.
+    """Run both models, one after the other, one sequence at a time.
 
     Args:
-        hf: is run by transformers.
-        folder: is run by megatron.
-        tokens: [n, s] ids.
+        hf: folder of the model that transformers runs.
+        folder: checkpoint of the model that megatron runs.
+        tokens: [n, s] int64 ids.
 
     Raises:
         MkdError: a model cannot be built here.

@@ -1,4 +1,4 @@
-"""What a Hugging Face folder or a Megatron checkpoint holds, in words, without reading weights."""
+"""Summary of a Hugging Face folder or a Megatron checkpoint, without reading weights."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -20,17 +20,17 @@ _SIZES = {
     "num_attention_heads": "heads",
     "num_query_groups": "key-value heads",
     "num_experts": "experts",
-    "moe_router_topk": "experts a token",
+    "moe_router_topk": "experts per token",
     "vocab_size": "tokens",
     "max_position_embeddings": "positions",
 }
 
 
 def describe(hf: str | None, load: str | None) -> dict[str, str]:
-    """Name -> value of what is in the folder; one of the two is given.
+    """Label -> value of the content of a folder; exactly one of the two is given.
 
     Raises:
-        MkdCheckpointError: the folder is missing, torn, or not what its configuration says.
+        MkdCheckpointError: the folder is missing or incomplete, or contradicts its configuration.
     """
     return _describe_hf(HFFolder(hf, "--hf")) if hf is not None else _describe_megatron(MegatronFolder(load, "--load"))
 
@@ -61,8 +61,8 @@ def _describe_megatron(folder: MegatronFolder) -> dict[str, str]:
         "architecture": architecture,
         **_sizes(vars(folder.args)),
         "weights": _weights((tuple(value.size), value.properties.dtype) for value in model.values()),
-        "other tensors": f"{len(tensors) - len(model)} (optimizer and the like)",
-        "hf_assets": "yes" if folder.assets_dir else "no: an export has no tokenizer",
+        "other tensors": f"{len(tensors) - len(model)} (such as optimizer state)",
+        "hf_assets": "yes" if folder.assets_dir else "no: an export will have no tokenizer",
         "tokenizer": folder.tokenizer_hash() or "none",
         "fingerprint": folder.fingerprint(),
     }
@@ -73,7 +73,7 @@ def _sizes(args: Mapping[str, Any]) -> dict[str, str]:
     if not args.get("group_query_attention"):
         known["key-value heads"] = args["num_attention_heads"]
     if not args.get("num_experts"):
-        known["experts a token"] = None
+        known["experts per token"] = None
     known["embeddings"] = "own LM head" if args["untie_embeddings_and_output_weights"] else "tied"
     return {text: str(value) for text, value in known.items() if value is not None}
 

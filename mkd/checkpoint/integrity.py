@@ -1,8 +1,16 @@
-"""Whether the folder of one iteration (torch_dist) is complete and unharmed.
+"""Checks that the folder of one iteration (torch_dist) is complete and that its content has not changed.
 
-Megatron writes the shards, then `.metadata` (the index: which tensor lies where in which file), then `metadata.json`.
-Beside them is `integrity.json`, the SHA-256 of every file in the form of Megatron's own `--verify-integrity`: here each
-rank hashes its own shards while it has them in the page cache, and all ranks share the files when they are checked.
+A save writes the shards, then `.metadata` (the index: tensor -> file, offset, length), then `metadata.json`. Beside
+them is `integrity.json`, the SHA-256 of every file in the format of Megatron's own `--verify-integrity`.
+
+Two checks, of different cost:
+
+- `find_damage`: `metadata.json` and the index are readable, and every shard that the index names exists with its
+  length. Quick; it runs on every checkpoint that is considered, on each rank.
+- `changed_files`: the SHA-256 of every file is the recorded one. Reads everything; it runs once per start, on the
+  selected checkpoint, and the ranks share the files. `--kd-skip-checkpoint-hashes` disables it.
+
+The hashes are computed during the save: each rank hashes its own shards while they are still in the page cache.
 """
 
 import hashlib
@@ -34,29 +42,29 @@ _DAMAGED = (
 
 
 @contextmanager
-def _readable(folder: Path) -> Iterator[None]:
-    """A file system that fails for a moment must not cost a checkpoint."""
+def _reading(folder: Path) -> Iterator[None]:
+    """Turn errors of the file system into `MkdCheckpointError`: a temporary failure is not a damaged checkpoint."""
     try:
         yield
     except OSError as error:
         raise MkdCheckpointError(
-            f"{folder} cannot be read ({error}): nothing was changed there; start again when the file system works"
+            f"{folder} cannot be read ({error}): nothing was changed there; restart the job when the file system works"
         ) from error
 
 
 def find_damage(folder: Path) -> str | None:
-    """Why a folder is not a complete torch_dist checkpoint; None when every file is there with its length.
+    """The reason why a folder is not a complete torch_dist checkpoint; None if every file exists with its length.
 
-    Reads the index, not the shards: a changed byte is for `changed_files` to find.
+    Reads the index, not the shards; `changed_files` finds changed bytes.
 
     Raises:
-        MkdCheckpointError: the folder cannot be read now, and may be whole.
+        MkdCheckpointError: the folder cannot be read at the moment, and may be complete.
     """
-    with _readable(folder):
-        return _damage_of(folder)
+    with _reading(folder):
+        return _find_damage(folder)
 
 
-def _damage_of(folder: Path) -> str | None:
+def _find_damage(folder: Path) -> str | None:
     try:
         if not isinstance(json.loads((folder / "metadata.json").read_text(encoding="utf-8")), dict):
             return "metadata.json is damaged"
@@ -81,28 +89,28 @@ def _damage_of(folder: Path) -> str | None:
 
 
 def shard_sizes(metadata: dcp.Metadata) -> dict[str, int]:
-    """File name -> length in bytes, of every file that the index refers to."""
+    """File name -> length in bytes of every file that the index names."""
     sizes: dict[str, int] = {}
-    for place in metadata.storage_data.values():
-        sizes[place.relative_path] = max(sizes.get(place.relative_path, 0), place.offset + place.length)
+    for block in metadata.storage_data.values():
+        sizes[block.relative_path] = max(sizes.get(block.relative_path, 0), block.offset + block.length)
     return sizes
 
 
 def file_hash(path: Path) -> str:
-    """SHA-256 in hexadecimal."""
+    """SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, _ALGORITHM).hexdigest()
 
 
 def hash_files(folder: Path, names: Sequence[str], into: str) -> None:
-    """Write the hashes of some files of `folder` into its file `into`."""
+    """Write the hashes of the files `names` of `folder` into its file `into`."""
     hashes = {name: file_hash(folder / name) for name in names}
     with replacing(folder / into) as out:
         json.dump(hashes, out)
 
 
 def take_hashes(folder: Path, file: str) -> dict[str, str]:
-    """What `hash_files` wrote, none if it wrote nothing; the file is gone afterward."""
+    """File name -> hash, as written by `hash_files`; empty without such a file. The file is removed."""
     try:
         hashes = json.loads((folder / file).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -112,18 +120,19 @@ def take_hashes(folder: Path, file: str) -> dict[str, str]:
 
 
 def write_manifest(folder: Path, hashes: Mapping[str, str]) -> None:
-    """Write `integrity.json`: the hashes given, and those of the two index files."""
+    """Write `integrity.json`: the given hashes and those of the two index files."""
     own = {name: file_hash(folder / name) for name in ("metadata.json", ".metadata")}
     with replacing(folder / INTEGRITY) as out:
         json.dump({"algorithm": _ALGORITHM, "files": dict(sorted({**hashes, **own}.items()))}, out, indent=2)
 
 
 def changed_files(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
-    """What is wrong with the content of every `parts`-th file from number `part` on; nothing when nothing is, or when
-    the checkpoint has no `integrity.json`.
+    """Problems with the content of every `parts`-th file from number `part` on, one sentence per file.
+
+    Empty if the files are as they were saved, and if the checkpoint has no `integrity.json`.
 
     Raises:
-        MkdCheckpointError: as `find_damage`.
+        MkdCheckpointError: the folder cannot be read at the moment.
     """
     if not (folder / INTEGRITY).is_file():
         return []
@@ -135,7 +144,7 @@ def changed_files(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
     if algorithm != _ALGORITHM:
         return [f"{INTEGRITY} has hashes of the kind {algorithm!r} instead of {_ALGORITHM!r}"]
     found = []
-    with _readable(folder):
+    with _reading(folder):
         for name in sorted(hashes)[part::parts]:
             if not (folder / name).is_file():
                 found.append(f"{name} is missing")

@@ -1,4 +1,8 @@
-"""A torch_dist checkpoint written tensor by tensor: each block is made when it is written, and dropped afterward."""
+"""Writes a torch_dist checkpoint tensor by tensor: each block is created when it is written, and freed afterward.
+
+Megatron's own writer holds all tensors at once. Here `LazyTensors` declares names, shapes and offsets, and a planner
+creates each block on request, so that an import needs the memory of one parameter.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,12 +22,12 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 
 class LazyTensors:
-    """Tensors to be saved: their places now, their values later."""
+    """Declarations of the tensors to save, each with a function that creates its values."""
 
     def __init__(self) -> None:
         self._blocks: dict[tuple[str, tuple[int, ...]], Callable[[], Tensor]] = {}
         self.sharded: dict[str, ShardedTensor | ShardedObject] = {}
-        """What `megatron.core.dist_checkpointing.save` is given; the data are on the meta device."""
+        """Argument of `megatron.core.dist_checkpointing.save`; the data are on the meta device."""
 
     def add(
         self,
@@ -36,11 +40,11 @@ class LazyTensors:
         """Add one block of the tensor `key`.
 
         Args:
-            key: in the checkpoint.
-            shape: of the block, without the leading axes.
-            dtype: of the tensor.
-            make: gives the block [shape] in `dtype`; called once, when it is written.
-            axes: for each leading axis of the tensor, (index of this block, size).
+            key: name of the tensor in the checkpoint.
+            shape: shape of the block, without the leading axes.
+            dtype: dtype of the tensor.
+            make: returns the block [shape] in `dtype`; called once, when it is written.
+            axes: (index of this block, size) of each leading axis of the tensor.
         """
         index, sizes = tuple(i for i, _ in axes), tuple(size for _, size in axes)
         offset = (*index, *(0 for _ in shape))
@@ -51,23 +55,23 @@ class LazyTensors:
         self._blocks[key, offset] = lambda: make().reshape(data.shape)
         module, _, last = key.rpartition(".")
         if last == "weight" and ".linear_" in module:
-            # What megatron's linear layers keep beside their weight: nothing, but a load asks for it.
-            where = (index, sizes) if axes else ((0,), (1,))
+            # megatron's linear layers load an extra state beside their weight; it is empty here.
+            offset, shape = (index, sizes) if axes else ((0,), (1,))
             state = f"{module}._extra_state"
-            self.sharded[f"{state} {where[0]}"] = ShardedObject(state, None, where[1], where[0])
+            self.sharded[f"{state} {offset}"] = ShardedObject(state, None, shape, offset)
 
     def make(self, key: str, offset: tuple[int, ...]) -> Tensor:
-        """The block of `key` that begins at `offset`."""
+        """The block of `key` at `offset`."""
         return self._blocks[key, offset]()
 
 
 def save(path: Path, common: dict[str, Any], tensors: LazyTensors) -> None:
-    """Write a checkpoint as megatron does: `common` for every rank, the tensors one at a time.
+    """Write a checkpoint in megatron's format, one tensor at a time. Collective over all ranks.
 
     Args:
         path: an empty folder.
-        common: whatever is no tensor, such as the arguments.
-        tensors: of this rank; all ranks call this together.
+        common: the values that are not tensors, such as the arguments; the same on every rank.
+        tensors: the tensors of this rank.
     """
     dist_checkpointing.save(
         {**common, "model": tensors.sharded},
@@ -78,14 +82,14 @@ def save(path: Path, common: dict[str, Any], tensors: LazyTensors) -> None:
 
 
 class _LazyStrategy(TorchDistSaveShardedStrategy):
-    """Megatron's format, through torch's own writer: megatron's writer wants all tensors before it starts."""
+    """Megatron's format, written by torch's own writer: megatron's writer requires all tensors before it starts."""
 
     def __init__(self, tensors: LazyTensors) -> None:
         super().__init__()
         self._tensors = tensors
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-        """Called by megatron with what is to be saved."""
+        """Called by megatron with the state dict to save."""
         state: dict[str, list[Any]] = {}
         for value in _leaves(sharded_state_dict):
             state.setdefault(value.key if isinstance(value, ShardedTensor) else value.unique_key, []).append(value)
@@ -102,12 +106,12 @@ def _leaves(state: dict[str, Any]) -> list[Any]:
 
 class _LazyPlanner(MCoreSavePlanner):
     def __init__(self, tensors: LazyTensors) -> None:
-        # torch's own planner wants one rank to make the plan of all
+        # Decentralized planning is megatron's; torch's writer requires one rank to plan for all.
         super().__init__(can_run_decentralized_global_plan=False, flatten_state_dict=False)
         self._tensors = tensors
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        """Called by the writer for one item after the other."""
+        """Called by the writer, once per item."""
         if write_item.type == WriteItemType.BYTE_IO:
             return super().resolve_data(write_item)
         return self._tensors.make(write_item.index.fqn, tuple(write_item.index.offset))

@@ -1,4 +1,4 @@
-"""The schedule of learning rate and weight decay that a checkpoint was trained with, beside this job's."""
+"""Compares the schedule of learning rate and weight decay in a checkpoint with this job's schedule."""
 
 from argparse import Namespace
 from collections.abc import Mapping
@@ -8,32 +8,33 @@ from mkd.errors import MkdConfigError
 
 
 def check_schedule(args: Namespace, stored: Namespace, state: Mapping[str, Any], origin: str) -> list[str]:
-    """Refuse a checkpoint of another schedule, unless a flag says which of the two counts.
+    """Refuse a checkpoint with another schedule, unless a flag selects one of the two.
 
-    megatron-core 0.19 compares the same values, with an assertion and when all models are loaded.
+    megatron-core 0.19 compares the same values with an assertion, after all models are loaded.
 
     Args:
-        args: Megatron's, of this job, complete. Where the checkpoint's schedule counts, its `lr` and `min_lr` are set:
-            Megatron finds a parameter's optimizer state by them. Where the two differ in nothing that has an effect,
-            `use_checkpoint_opt_param_scheduler` is set, so that Megatron does not stop either.
-        stored: those in the checkpoint.
-        state: of Megatron's `OptimizerParamScheduler` in the checkpoint; steps are counted in samples.
+        args: Megatron's arguments of this job, complete. Modified: with the checkpoint's schedule, `lr` and `min_lr`
+            are set to its values, because Megatron looks up the optimizer state of a parameter by them. If the
+            schedules differ only in values without effect, `use_checkpoint_opt_param_scheduler` is set, so that
+            Megatron's own check passes.
+        stored: Megatron's arguments in the checkpoint.
+        state: state of Megatron's `OptimizerParamScheduler` in the checkpoint; steps are counted in samples.
         origin: the flag and folder to name.
 
     Returns:
-        What is different and may be.
+        One sentence about accepted differences, in a list; empty without differences.
 
     Raises:
         MkdConfigError: naming each flag that differs with both values.
     """
     schedule = _schedule(args)
     differing = [name for name, (_, value) in schedule.items() if state.get(name, value) != value]
-    counting = [name for name in differing if name not in _without_effect(schedule, state)]
-    if differing and not counting and not args.override_opt_param_scheduler:
+    effective = [name for name in differing if name not in _without_effect(schedule, state)]
+    if differing and not effective and not args.override_opt_param_scheduler:
         args.use_checkpoint_opt_param_scheduler = True
-    # A flag may be behind several of them.
-    texts = dict.fromkeys(_change(args, stored, schedule[name][0], state[name], schedule[name][1]) for name in counting)
-    changes = ", ".join(texts)
+    # One flag may determine several values.
+    values = ((schedule[name][0], state[name], schedule[name][1]) for name in effective)
+    changes = ", ".join(dict.fromkeys(_change(args, stored, *value) for value in values))
     if not changes:
         return []
     if args.use_checkpoint_opt_param_scheduler:
@@ -42,20 +43,23 @@ def check_schedule(args: Namespace, stored: Namespace, state: Mapping[str, Any],
     if args.override_opt_param_scheduler:
         return [f"the schedule is this command's: {changes}"]
     raise MkdConfigError(
-        f"{origin} was trained with another schedule: {changes}. Give --override-opt-param-scheduler to go on with "
-        "this command's, or --use-checkpoint-opt-param-scheduler to keep the checkpoint's, whose rate stays where it "
-        "has ended"
+        f"{origin} was trained with another schedule: {changes}. Give --override-opt-param-scheduler to continue with "
+        "this command's, or --use-checkpoint-opt-param-scheduler to keep the checkpoint's, whose rate stays at "
+        "its last value"
     )
 
 
 def _without_effect(schedule: Mapping[str, tuple[str, Any]], state: Mapping[str, Any]) -> set[str]:
-    """Lengths of what is constant in both schedules."""
+    """Names of lengths without effect, because the value is constant in both schedules."""
     lengths = {"lr_decay_style": "lr_decay_steps", "wd_incr_style": "wd_incr_steps"}
     return {length for style, length in lengths.items() if schedule[style][1] == state.get(style) == "constant"}
 
 
 def _schedule(args: Namespace) -> dict[str, tuple[str, Any]]:
-    """Name in Megatron's scheduler -> (flag, value), as `megatron.training.training.get_optimizer_param_scheduler`."""
+    """Name in Megatron's scheduler -> (flag, value).
+
+    As in `megatron.training.training.get_optimizer_param_scheduler`.
+    """
     unit, samples = ("iters", args.global_batch_size) if args.train_iters else ("samples", 1)
     total_flag, total = f"--train-{unit}", getattr(args, f"train_{unit}") * samples
     decay_flag, decay = f"--lr-decay-{unit}", getattr(args, f"lr_decay_{unit}")
@@ -78,7 +82,7 @@ def _schedule(args: Namespace) -> dict[str, tuple[str, Any]]:
 
 
 def _change(args: Namespace, stored: Namespace, flag: str, there: Any, here: Any) -> str:
-    """Of one flag; steps in the unit of the flag."""
+    """Clause about one flag with both values; steps are given in the unit of the flag."""
     if flag == "--lr-warmup-fraction":
         return f"--lr-warmup-fraction is {there:g} samples there and {here:g} in this job"
     if flag.endswith("-iters"):

@@ -1,4 +1,9 @@
-"""A Megatron checkpoint folder (torch_dist): which iteration it is at, and the arguments stored in it."""
+"""A Megatron checkpoint folder (torch_dist): its current iteration, stored arguments, index and tensors.
+
+A folder that `--save` wrote contains one `iter_XXXXXXX` folder per checkpoint (or `release`, an imported model) and a
+tracker file that names the current one. Opening a folder finds that iteration and checks its small files; tensors are
+read later, one at a time.
+"""
 
 import functools
 import json
@@ -21,7 +26,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 # Argument names of earlier Megatron versions
 _OLD_NAMES = {"norm_epsilon": "layernorm_epsilon", "apply_layernorm_1p": "layernorm_zero_centered_gamma"}
 
-# What torch and megatron raise on damaged files; torch's CheckpointException is not an Exception.
+# Exceptions of torch and megatron on damaged files; torch's CheckpointException is not an Exception.
 _DAMAGE = (
     OSError,
     RuntimeError,
@@ -36,11 +41,23 @@ _DAMAGE = (
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 
-class MegatronFolder:
-    """A folder as `--save` writes it, or one iteration folder of it.
+def iteration_name(iteration: int) -> str:
+    """Name of the folder of an iteration."""
+    return f"iter_{iteration:07d}"
 
-    Construction raises `MkdCheckpointError`, naming `flag`, when the folder, its tracker file or the iteration that the
-    tracker names is missing or damaged. No weight is read.
+
+def iteration_of(name: str) -> int | None:
+    """Iteration of a folder of this name; None for `release` and for other names."""
+    digits = name.removeprefix("iter_")
+    return int(digits) if digits.isascii() and digits.isdigit() else None
+
+
+class MegatronFolder:
+    """A folder that `--save` wrote, or one of its iteration folders. Construction reads no weight.
+
+    Raises:
+        MkdCheckpointError: naming `flag`, when the folder, its tracker file or the iteration that the tracker names is
+            missing or damaged.
     """
 
     def __init__(self, path: str | os.PathLike, flag: str) -> None:
@@ -52,14 +69,18 @@ class MegatronFolder:
         self._check_iteration_dir()
 
     def error(self, text: str) -> MkdCheckpointError:
-        """An error about this folder that names it and its flag."""
+        """An error that names the folder and its flag."""
         return MkdCheckpointError(f"{self.flag} {self.path}: {text}")
 
     @property
     def assets_dir(self) -> Path | None:
         """The folder with the Hugging Face configuration and tokenizer; None when the checkpoint has none."""
-        root = self.path if self.iteration_dir != self.path else self.path.parent
-        return root / ASSETS if (root / ASSETS).is_dir() else None
+        return self.save_dir / ASSETS if (self.save_dir / ASSETS).is_dir() else None
+
+    @property
+    def save_dir(self) -> Path:
+        """The folder that `--save` wrote, which contains the iteration."""
+        return self.path if self.iteration_dir != self.path else self.path.parent
 
     @functools.cached_property
     def args(self) -> Namespace:
@@ -74,12 +95,12 @@ class MegatronFolder:
 
     @property
     def scheduler(self) -> dict[str, Any] | None:
-        """State of megatron's scheduler of learning rate and weight decay; None in a checkpoint without one."""
+        """State of megatron's scheduler of learning rate and weight decay; None if the checkpoint has none."""
         return self._common.get("opt_param_scheduler")
 
     @functools.cached_property
     def _common(self) -> dict[str, Any]:
-        """What is no tensor, and the same for every rank."""
+        """The stored values that are not tensors and are the same on every rank."""
         _ = self.metadata
         try:
             return load_common_state_dict(str(self.iteration_dir))
@@ -87,12 +108,12 @@ class MegatronFolder:
             raise self.error(f"the arguments in {self.iteration_dir.name} cannot be read ({_reason(error)})") from error
 
     def check_shards(self) -> None:
-        """Raise `MkdCheckpointError` unless every file that the index names is there with its length."""
+        """Raise `MkdCheckpointError` unless every file that the index names exists with its length."""
         if (damage := find_damage(self.iteration_dir)) is not None:
             raise self.error(f"{self.iteration_dir.name} is not complete: {damage}")
 
     def fingerprint(self) -> str:
-        """128-bit hex hash of the checkpoint: its index, and of each shard file the size and 64 blocks of 4 KiB."""
+        """128-bit hex hash of the checkpoint: its index, and the size and 64 blocks of 4 KiB of each shard file."""
         parts = [(self.iteration_dir / ".metadata").read_bytes()]
         for path in sorted(self.iteration_dir.glob("*.distcp")):
             size = path.stat().st_size
@@ -104,7 +125,7 @@ class MegatronFolder:
         return hash_hex(*parts)
 
     def tokenizer_hash(self) -> str | None:
-        """As `HFFolder.tokenizer_hash`, of the tokenizer stored beside the iterations; None when there is none."""
+        """Hash of the tokenizer beside the iterations, as `HFFolder.tokenizer_hash`; None when there is none."""
         return tokenizer_hash(self.assets_dir, self.flag) if self.assets_dir else None
 
     @functools.cached_property
@@ -116,7 +137,7 @@ class MegatronFolder:
             raise self.error(f"{self.iteration_dir.name}/.metadata is damaged ({error})") from error
 
     def load(self, state: dict[str, Any]) -> None:
-        """Fill the tensors of `state` in place: key -> tensor, or a block that knows its place in the whole."""
+        """Fill the tensors of `state` in place: key -> tensor, or a block with its offset in the stored tensor."""
         try:
             dcp.load(state, storage_reader=_Reader(self.iteration_dir, self.metadata), no_dist=True)
         except _DAMAGE as error:
@@ -132,9 +153,9 @@ class MegatronFolder:
         text = tracker.read_text(encoding="utf-8", errors="replace").strip()
         if text != "release" and not (text.isascii() and text.isdigit()):
             raise self.error(f"{TRACKER} holds {text[:40]!r} instead of an iteration number")
-        target = self.path / (text if text == "release" else f"iter_{int(text):07d}")
+        target = self.path / (text if text == "release" else iteration_name(int(text)))
         if not target.is_dir():
-            raise self.error(f"{TRACKER} says {text}, but there is no {target.name}")
+            raise self.error(f"{TRACKER} names {text}, but there is no {target.name}")
         return target
 
     def _check_iteration_dir(self) -> None:
@@ -154,7 +175,7 @@ class MegatronFolder:
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads from files, with the index already at hand."""
+    """A file reader whose index has been read already."""
 
     def __init__(self, path: Path, metadata: dcp.Metadata) -> None:
         super().__init__(path)
@@ -165,7 +186,7 @@ class _Reader(dcp.FileSystemReader):
 
 
 def _reason(error: BaseException) -> str:
-    """One line: of what torch collects from all ranks, the first."""
+    """One line about an error; torch collects the errors of all ranks, and the first is used."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -1,4 +1,4 @@
-"""From a Megatron `torch_dist` checkpoint into the parameters of a frozen model, whatever layout it was saved in."""
+"""Loads a Megatron `torch_dist` checkpoint, saved in any layout, into the parameters of a frozen model."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +25,7 @@ def load_megatron_weights(chunks: Sequence[nn.Module], folder: MegatronFolder) -
     path = str(folder.iteration_dir)
     wanted = model.sharded_state_dict(metadata=dist_checkpointing.load_content_metadata(path))
     wanted = {key: value for key, value in wanted.items() if not key.endswith("_extra_state")}
-    _follow_layer_spec(wanted, folder)
+    rename_to_stored_norms(wanted, folder)
     try:
         loaded = dist_checkpointing.load(wanted, path, strict=StrictHandling.RAISE_UNEXPECTED)
     except (CheckpointingException, CheckpointException, KeyError, ValueError, RuntimeError) as error:
@@ -40,8 +40,13 @@ def load_megatron_weights(chunks: Sequence[nn.Module], folder: MegatronFolder) -
 _MOE_NORM = ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
 
 
-def _follow_layer_spec(wanted: dict[str, Any], folder: MegatronFolder) -> None:
-    """Ask for a norm under the name that the checkpoint has, where it was saved from layers of the other kind."""
+def rename_to_stored_norms(wanted: dict[str, Any], folder: MegatronFolder) -> None:
+    """Request a norm under the name that the checkpoint stores, where it was saved from layers of the other kind.
+
+    Args:
+        wanted: sharded state dict to load; the keys of its tensors are changed in place.
+        folder: the checkpoint.
+    """
     stored = folder.metadata.state_dict_metadata
     for value in wanted.values():
         for own, other in (_MOE_NORM, _MOE_NORM[::-1]):

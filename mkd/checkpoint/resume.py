@@ -1,7 +1,19 @@
-"""Which checkpoint a job continues from, and whether it is one of this job.
+"""Selects the checkpoint that a job resumes from, and checks that it belongs to this job.
 
-The tracker file names the last checkpoint that was saved. If that one is not complete, the newest complete one takes
-its place, and the incomplete one is renamed; docs/checkpoints.md has the rules.
+Step by step:
+
+1. `select` (every rank, before anything is built; changes no file): the folder that the tracker file
+   `latest_checkpointed_iteration.txt` names, if it is complete (`integrity.find_damage`); otherwise the newest complete
+   `iter_XXXXXXX` folder, provided that the job also saves there. With `--ckpt-step N`, iteration N and no other.
+   If a tracker exists and no checkpoint is complete, the job exits with an error instead of restarting from iteration
+   0. Without a tracker no save has ever completed, and the job starts.
+2. `check_same_job`, `check_teacher`, `changed_settings`: architecture, teacher and settings in the checkpoint against
+   those of this job.
+3. `resolve` (collective, before megatron loads): the ranks agree on the selection and compare the SHA-256 of its files;
+   a checkpoint that fails is rejected, and `select` is called again. Rank 0 then repairs the folder: incomplete folders
+   are renamed, nothing is deleted, and the tracker names the resolved checkpoint.
+
+docs/checkpoints.md, "Resume", describes the same for users.
 """
 
 import json
@@ -14,24 +26,25 @@ from typing import Any
 import torch.distributed as dist
 
 from mkd.checkpoint.integrity import changed_files, find_damage
-from mkd.checkpoint.megatron_folder import TRACKER
+from mkd.checkpoint.megatron_folder import TRACKER, iteration_name, iteration_of
+from mkd.checkpoint.ranks import gather_objects
 from mkd.errors import MkdCheckpointError, MkdConfigError
 from mkd.utils.atomic_files import replacing, sync_folder
 
 SET_ASIDE = "torn_"
-"""Beginning of the new name of a folder that was set aside."""
+"""Prefix of the new name of an incomplete folder."""
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """What a job continues from."""
+    """The checkpoint that a job resumes from, and the state of the other folders beside it."""
 
     root: Path
     """The folder in --load."""
     name: str | None
-    """Its folder that is read, such as iter_0000100 or release; None: there is no checkpoint, the job begins."""
+    """Its subfolder that is read, such as iter_0000100 or release; None without a checkpoint: the job starts."""
     incomplete: Mapping[str, str] = field(default_factory=dict)
-    """Folders that are not complete -> why not."""
+    """Incomplete folders -> reason."""
     unused: tuple[str, ...] = ()
     """Complete folders of later iterations than the tracker names."""
 
@@ -42,65 +55,66 @@ class ResumePoint:
 
     @property
     def tracked(self) -> str | None:
-        """What the tracker must say: an iteration number, or release."""
-        return self.name if self.name in (None, "release") else str(int(self.name.removeprefix("iter_")))
+        """Content of the tracker that names this checkpoint: an iteration number, or release."""
+        return self.name if self.name in (None, "release") else str(iteration_of(self.name))
 
 
 def select(
     root: Path, *, own: bool, step: int | None = None, rejected: Mapping[str, str] | None = None, flag: str = "--load"
 ) -> ResumePoint:
-    """Look through a folder; nothing in it is changed, so that all ranks see the same.
+    """Select a checkpoint in a folder. No file is changed, so that all ranks see the same.
 
     Args:
         root: the folder in --load.
-        own: whether the job also saves there. Only then may another checkpoint be taken than the tracker names.
+        own: True if the job also saves there. Only then may the result differ from the checkpoint that the tracker
+            names.
         step: --ckpt-step: this iteration and no other.
-        rejected: folders that are known to be damaged -> why.
-        flag: for messages.
+        rejected: folders with damaged content -> reason.
+        flag: the flag to name in messages.
 
     Raises:
-        MkdCheckpointError: there were checkpoints, and none may be used.
+        MkdCheckpointError: there are checkpoints, and none can be used.
     """
+    rejected = rejected or {}
     if step is not None:
-        return _select_step(root, f"iter_{step:07d}", f"{flag} {root} --ckpt-step {step}", rejected or {})
+        return _select_step(root, iteration_name(step), f"{flag} {root} --ckpt-step {step}", rejected)
     text, named = _read_tracker(root)
-    found = sorted((path.name for path in root.glob("iter_*") if _is_iteration(path)), key=_number, reverse=True)
+    found = sorted((path.name for path in root.glob("iter_*") if _is_iteration(path)), key=_order, reverse=True)
     candidates = found if named is None else [named, *(name for name in found if name != named)]
     incomplete: dict[str, str] = {}
-    chosen = None
+    selected = None
     for name in candidates:
-        reason = _damage(root, name, rejected or {}, flag)
+        reason = _damage(root, name, rejected, flag)
         if reason is None:
-            chosen = name
+            selected = name
             break
         incomplete[name] = reason
     because = _reasons(text, named, incomplete)
-    if chosen is None and (text is not None or rejected):
+    if selected is None and (text is not None or rejected):
         raise MkdCheckpointError(f"{flag} {root} has no complete checkpoint: {because}")
-    if not own and chosen is not None and (named is None or incomplete):
+    if not own and selected is not None and (named is None or incomplete):
         raise MkdCheckpointError(
-            f"{flag} {root}: {because}. The newest complete checkpoint there is {chosen}: "
-            f"give --ckpt-step {_number(chosen)} to continue from it"
+            f"{flag} {root}: {because}. The newest complete checkpoint there is {selected}: "
+            f"give --ckpt-step {_order(selected)} to continue from it"
         )
-    later = [
-        name for name in found if chosen is not None and _number(name) > _number(chosen) and name not in incomplete
-    ]
-    damages = {name: _damage(root, name, rejected or {}, flag) for name in later}
+    others = [name for name in found if name not in incomplete]
+    later = [name for name in others if selected is not None and _order(name) > _order(selected)]
+    damages = {name: _damage(root, name, rejected, flag) for name in later}
     incomplete |= {name: reason for name, reason in damages.items() if reason is not None}
-    return ResumePoint(root, chosen, incomplete, tuple(name for name, reason in damages.items() if reason is None))
+    return ResumePoint(root, selected, incomplete, tuple(name for name, reason in damages.items() if reason is None))
 
 
 def resolve(point: ResumePoint, *, own: bool, step: int | None, check_content: bool) -> ResumePoint:
-    """Before megatron loads: check the chosen files' content, set incomplete folders aside, mend the tracker.
+    """Check the content of the selected checkpoint and repair the folder, before megatron loads.
 
-    Collective over all ranks: they share the reading, and agree on the answer. Rank 0 alone changes the folder, and
-    only when the job saves there (`own`).
+    Collective over all ranks: they share the reading and return the same result. Only rank 0 changes the folder, and
+    only if the job saves there (`own`).
 
     Raises:
         MkdCheckpointError: on all ranks, when no checkpoint is left or the ranks see different ones.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    names = _from_all(point.name)
+    names = gather_objects(point.name)
     if len(set(names)) > 1:
         raise MkdCheckpointError(
             f"--load {point.root}: the ranks find different checkpoints there ({', '.join(map(str, names))}): is it "
@@ -108,7 +122,7 @@ def resolve(point: ResumePoint, *, own: bool, step: int | None, check_content: b
         )
     rejected: dict[str, str] = {}
     while check_content and point.name is not None:
-        problems = [text for found in _from_all(changed_files(point.folder, rank, ranks)) for text in found]
+        problems = [text for found in gather_objects(changed_files(point.folder, rank, ranks)) for text in found]
         if not problems:
             break
         rejected[point.name] = problems[0]
@@ -120,16 +134,16 @@ def resolve(point: ResumePoint, *, own: bool, step: int | None, check_content: b
 
 
 def check_same_teacher_everywhere(fingerprint: str | None, teacher: str) -> None:
-    """Refuse a teacher's folder that is another one on some node. Collective over all ranks.
+    """Refuse a teacher whose folder differs between nodes. Collective over all ranks.
 
     Args:
-        fingerprint: of the teacher, as this rank read it.
+        fingerprint: fingerprint of the teacher that this rank has read.
         teacher: its flag and folder.
 
     Raises:
         MkdCheckpointError: on all ranks.
     """
-    found = _from_all(fingerprint)
+    found = gather_objects(fingerprint)
     for rank, other in enumerate(found):
         if other != found[0]:
             raise MkdCheckpointError(
@@ -141,8 +155,8 @@ def check_same_job(args: Namespace, stored: Namespace, origin: str) -> None:
     """Refuse a checkpoint of a model with another architecture.
 
     Args:
-        args: Megatron's, of this job, complete.
-        stored: those in the checkpoint.
+        args: Megatron's arguments of this job, complete.
+        stored: Megatron's arguments in the checkpoint.
         origin: the flag and folder to name.
 
     Raises:
@@ -164,29 +178,30 @@ def check_teacher(fingerprint: str, stored: Namespace, teacher: str, origin: str
     """Refuse to continue with another teacher than the checkpoint was trained with.
 
     Args:
-        fingerprint: of this job's teacher.
-        stored: Megatron's arguments in the checkpoint; without a fingerprint (no teacher so far) anything goes.
+        fingerprint: fingerprint of this job's teacher.
+        stored: Megatron's arguments in the checkpoint; without a fingerprint (no teacher so far) any teacher is
+            accepted.
         teacher: the flag and folder of this job's teacher.
         origin: the flag and folder of the checkpoint.
         other_allowed: --kd-other-teacher.
 
     Returns:
-        A line to print when the teacher is another one and may be; else None.
+        A line to print when the teacher differs and --kd-other-teacher is given; else None.
 
     Raises:
-        MkdConfigError: it is another one.
+        MkdConfigError: the teacher differs.
     """
-    had = getattr(stored, "kd_teacher_fingerprint", None)
-    if had in (None, fingerprint):
+    before = getattr(stored, "kd_teacher_fingerprint", None)
+    if before in (None, fingerprint):
         return None
-    text = f"{origin} was trained with the teacher {had}, {teacher} is {fingerprint}"
+    text = f"{origin} was trained with the teacher {before}, {teacher} is {fingerprint}"
     if not other_allowed:
         raise MkdConfigError(f"{text}: give the same teacher, or --kd-other-teacher if the change is meant")
     return text
 
 
 def changed_settings(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What this job sets otherwise than the checkpoint's: "--kd-ratio 0.5 -> 0.9", for each argument in both."""
+    """Settings that differ from those in the checkpoint, such as "--kd-ratio 0.5 -> 0.9"; only names in both count."""
     return [
         f"--{name.replace('_', '-')} {stored[name]} -> {value}"
         for name, value in now.items()
@@ -194,7 +209,7 @@ def changed_settings(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     ]
 
 
-# What gives the parameters their shapes, and what gives them their meaning.
+# Arguments that determine the shapes of the parameters, and arguments that determine their meaning.
 _SHAPES = (
     "num_layers",
     "hidden_size",
@@ -244,23 +259,27 @@ def _select_step(root: Path, name: str, origin: str, rejected: Mapping[str, str]
 
 
 def _read_tracker(root: Path) -> tuple[str | None, str | None]:
-    """(its text, the folder that it names); None for a file that is not there, or a text that names nothing."""
+    """(text of the tracker, folder that it names); None for a missing file, or for a text that names no folder."""
     try:
         text = (root / TRACKER).read_text(encoding="utf-8", errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):
         return None, None
     if text == "release":
         return text, text
-    return text, f"iter_{int(text):07d}" if text.isascii() and text.isdigit() else None
+    return text, iteration_name(int(text)) if text.isascii() and text.isdigit() else None
 
 
 def _damage(root: Path, name: str, rejected: Mapping[str, str], flag: str) -> str | None:
-    """Why a folder does not count. Raises `MkdCheckpointError` for a sound one in another format."""
+    """The reason why a folder cannot be used, or None.
+
+    Raises:
+        MkdCheckpointError: the checkpoint is in another format.
+    """
     folder = root / name
     if name in rejected:
         return rejected[name]
     if not folder.is_dir():
-        return f"{TRACKER} names it, but it is not there"
+        return f"{TRACKER} names it, but it does not exist"
     reason = find_damage(folder)
     if reason is not None and next(folder.glob("mp_rank_*"), None) is not None:
         raise MkdCheckpointError(
@@ -276,7 +295,7 @@ def _damage(root: Path, name: str, rejected: Mapping[str, str], flag: str) -> st
 
 
 def _reasons(text: str | None, named: str | None, incomplete: Mapping[str, str]) -> str:
-    """One clause on what is wrong with a folder."""
+    """One clause with everything that is wrong with the folder in --load."""
     parts = [f"{name}: {reason}" for name, reason in incomplete.items()]
     if text is None:
         parts.insert(0, f"there is no {TRACKER}")
@@ -286,7 +305,7 @@ def _reasons(text: str | None, named: str | None, incomplete: Mapping[str, str])
 
 
 def _repair(point: ResumePoint) -> None:
-    """Rename incomplete folders, and have the tracker name the chosen one."""
+    """Rename incomplete folders, and write the resume point into the tracker."""
     for name, reason in point.incomplete.items():
         if (point.root / name).is_dir():
             aside = _free_name(point.root / f"{SET_ASIDE}{name}")
@@ -296,7 +315,7 @@ def _repair(point: ResumePoint) -> None:
         else:
             print(f"mkd: {name} in {point.root}: {reason}", flush=True)
     for name in point.unused:
-        print(f"mkd: {name} in {point.root} is later than the tracker says, and is not used", flush=True)
+        print(f"mkd: {name} in {point.root} is later than the tracker's iteration, and is not used", flush=True)
     if point.name is None:
         return
     text, _ = _read_tracker(point.root)
@@ -312,18 +331,11 @@ def _free_name(path: Path) -> Path:
 
 
 def _is_iteration(path: Path) -> bool:
-    """As megatron names them: somebody's copy, such as iter_0000100.bak, is none."""
-    digits = path.name.removeprefix("iter_")
-    return digits.isascii() and digits.isdigit() and f"iter_{int(digits):07d}" == path.name and path.is_dir()
+    """True for a folder with megatron's name of an iteration; a copy such as iter_0000100.bak is not one."""
+    iteration = iteration_of(path.name)
+    return iteration is not None and iteration_name(iteration) == path.name and path.is_dir()
 
 
-def _number(name: str) -> int:
-    digits = name.removeprefix("iter_")
-    return int(digits) if digits.isascii() and digits.isdigit() else 0
-
-
-def _from_all(value: Any) -> list[Any]:
-    """What each rank has."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+def _order(name: str) -> int:
+    """Iteration of a folder; `release` counts as iteration 0."""
+    return iteration_of(name) or 0

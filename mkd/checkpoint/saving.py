@@ -1,4 +1,13 @@
-"""mkd's part in Megatron's saving of a checkpoint: what makes it count only when it is whole."""
+"""mkd's additions to Megatron's checkpoint saving: the tracker names a checkpoint only when it is complete on disk.
+
+Order of a save, synchronous or not (`mkd.compat.checkpoints` calls these methods):
+
+1. `before`: check that no other job saves in the folder, and move an old folder of the same iteration aside;
+2. `writer`: the process that writes the shards also hashes them;
+3. `written`: all shards exist; write `integrity.json` and make everything durable (fsync);
+4. `replacing`: the tracker file is replaced atomically;
+5. `published`: the tracker names the checkpoint; exports may start.
+"""
 
 import ctypes
 import os
@@ -16,31 +25,32 @@ from uuid import uuid4
 import torch.distributed as dist
 
 from mkd.checkpoint.integrity import hash_files, take_hashes, write_manifest
+from mkd.checkpoint.ranks import gather_objects
 from mkd.errors import MkdCheckpointError
 from mkd.utils.atomic_files import replacing, sync_file, sync_folder
 
 OWNER = "saving_job.txt"
-"""In --save: the job that began to save there last. One that was taken for dead, or forgotten, may still be at work."""
+"""File in --save with the job that claimed the folder last. A forgotten job may still be running; it must not save."""
 
 
 class Saving:
-    """Called around each save, synchronous or not, on all ranks (`mkd.compat.checkpoints`)."""
+    """Called around each save on all ranks; see the order at the top of this file."""
 
-    def __init__(self, root: Path, *, hashes: bool, then: Callable[[Path], None] | None = None) -> None:
+    def __init__(self, root: Path, *, hashes: bool, on_published: Callable[[Path], None] | None = None) -> None:
         """Args:
         root: the folder in --save.
-        hashes: whether to write `integrity.json`.
-        then: called on all ranks with the folder of each checkpoint in `root`, when the tracker names it.
+        hashes: True to write `integrity.json`.
+        on_published: called on all ranks with the folder of each checkpoint in `root`, once the tracker names it.
         """
-        self._root, self._hashes, self._then = root, hashes, then
+        self._root, self._hashes, self._on_published = root, hashes, on_published
         self._written: Path | None = None
         self._name: str | None = None
 
     def claim(self) -> None:
-        """Say in the folder that this job saves there from now on. Called on all ranks."""
+        """Record in the folder that this job saves there from now on. Called on all ranks."""
         if dist.get_rank() == 0:
-            began = f"{datetime.now().astimezone():%F %T %z}"
-            self._name = f"process {os.getpid()} on {gethostname()}, begun {began} ({uuid4().hex[:8]})"
+            now = f"{datetime.now().astimezone():%F %T %z}"
+            self._name = f"process {os.getpid()} on {gethostname()}, started {now} ({uuid4().hex[:8]})"
             self._root.mkdir(parents=True, exist_ok=True)
             with replacing(self._root / OWNER) as file:
                 file.write(self._name)
@@ -53,23 +63,23 @@ class Saving:
         dist.broadcast_object_list(owner)
         if owner[0] is not None:
             raise MkdCheckpointError(
-                f"--save {self._root}: another job saves there since: {owner[0]}. This one ends and saves nothing "
-                "more; give each job a folder of its own"
+                f"--save {self._root}: another job has claimed this folder: {owner[0]}. This job exits without saving; "
+                "give each job a folder of its own"
             )
 
     def before(self, folder: Path) -> None:
-        """Clear a folder that is there already, so that nothing old can pass for a part of the new.
+        """Empty the folder of the iteration, so that no old file can be taken for a part of the new checkpoint.
 
-        It may be the last whole checkpoint, which a job that has nothing left to do saves once more: it stays under
-        another name until the new one is whole.
+        An existing folder may be the last complete checkpoint, because a finished job that is restarted saves its last
+        iteration again. It is renamed, and kept until the new one is complete.
 
         Raises:
             MkdCheckpointError: on all ranks, when another job has claimed the folder in --save.
         """
         self._check_claim()
         if dist.get_rank() == 0 and folder.is_dir() and any(folder.iterdir()):
-            print(f"mkd: {folder} is there from an earlier attempt, and is written anew", flush=True)
-            if _replaced(folder).exists():  # and since then no save of this iteration has ended
+            print(f"mkd: {folder} exists from an earlier attempt and is rewritten", flush=True)
+            if _replaced(folder).exists():  # no save of this iteration has completed since
                 shutil.rmtree(folder)
             else:
                 folder.rename(_replaced(folder))
@@ -78,14 +88,13 @@ class Saving:
         dist.barrier()
 
     def writer(self, write: Callable[..., None]) -> Callable[..., None]:
-        """What writes this rank's shards, in this process or in another, with hashing after it."""
-        into = _hashes_of(dist.get_rank()) if self._hashes else None
+        """Megatron's function that writes this rank's shards, in this process or in another, extended with hashing."""
+        into = _hash_file(dist.get_rank()) if self._hashes else None
         return partial(_write, write, os.getpid(), into)
 
     def written(self, folder: Path) -> None:
-        """All ranks' files are there, the tracker does not name them yet: put everything on disk."""
-        hashes = [None] * dist.get_world_size()
-        dist.all_gather_object(hashes, take_hashes(folder, _hashes_of(dist.get_rank())))
+        """Make the checkpoint durable: the files of all ranks exist, and the tracker does not name them yet."""
+        hashes = gather_objects(take_hashes(folder, _hash_file(dist.get_rank())))
         if dist.get_rank() == 0:
             sync_file(folder / "metadata.json")
             if self._hashes:
@@ -97,13 +106,15 @@ class Saving:
         self._written = folder
 
     def published(self) -> None:
-        """The tracker names the checkpoint."""
+        """Start the exports: the tracker names the checkpoint."""
         folder, self._written = self._written, None
-        if self._then is not None and folder is not None and folder.parent.resolve() == self._root.resolve():
-            self._then(folder)
+        if self._on_published is None or folder is None:
+            return
+        if folder.parent.resolve() == self._root.resolve():
+            self._on_published(folder)
 
     def replacing(self, tracker: Path) -> AbstractContextManager[TextIO]:
-        """The tracker file, opened for writing."""
+        """The tracker file, opened for writing; it replaces the old one when the `with` block ends."""
         return replacing(tracker)
 
 
@@ -111,25 +122,28 @@ def _replaced(folder: Path) -> Path:
     return folder.with_name(f"replaced_{folder.name}")
 
 
-def _hashes_of(rank: int) -> str:
+def _hash_file(rank: int) -> str:
     return f".__{rank}.hashes"
 
 
 def _write(write: Callable[..., None], trainer: int, into: str | None, rank: int, buckets: Any, *rest: Any) -> None:
-    """Runs where the shards are written: possibly a process of its own, beside the training."""
+    """Write shards and hash them, in the trainer's process or in a separate writer process."""
     if os.getpid() != trainer:
-        _end_with(trainer)
+        _exit_with(trainer)
     write(rank, buckets, *rest)
     if into is not None and buckets:
         files = [Path(bucket[0]) for bucket in buckets]
         hash_files(files[0].parent, [file.name for file in files], into)
 
 
-def _end_with(trainer: int) -> None:
-    """A writer that outlives its trainer could write into the folder that the restarted trainer writes, too."""
+def _exit_with(trainer: int) -> None:
+    """Kill this process when the trainer dies.
+
+    A writer that outlives its trainer could write into the folder that the restarted trainer writes to.
+    """
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     try:
         os.kill(trainer, 0)
-    except ProcessLookupError:  # it died before the line above
+    except ProcessLookupError:  # the trainer died before the call of prctl
         os._exit(1)

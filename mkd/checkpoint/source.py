@@ -1,4 +1,8 @@
-"""Where a model comes from, Hugging Face folder or Megatron checkpoint, as one kind of thing."""
+"""Model sources: one interface for Hugging Face folders, Megatron checkpoints and ensembles of them.
+
+A source holds everything that is known about a model before its weights are read: architecture, vocabulary, tokenizer,
+fingerprint, and the function that loads the weights.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,20 +21,20 @@ from mkd.errors import MkdConfigError
 
 
 class TeacherSource(Protocol):
-    """What is known of a teacher from its folder."""
+    """Properties of a teacher that are known from its folder."""
 
     origin: str
     """The flag and the folder, for messages."""
     path: Path
     architecture: dict[str, Any]
-    """Megatron argument name -> value; empty where there is no model."""
+    """Megatron argument name -> value; empty without a model (cached targets)."""
     vocab_size: int | None
-    """Tokens that it knows; None when that is not known."""
+    """Vocabulary size without padding; None if unknown."""
     tokenizer_hash: str | None
-    """None when its tokenizer is not known."""
+    """None if the tokenizer is unknown."""
 
     def fingerprint(self) -> str:
-        """128 bits in hexadecimal that change with the teacher's architecture or weights."""
+        """128-bit hex hash that changes with the teacher's architecture or weights."""
         ...
 
 
@@ -44,23 +48,23 @@ class ModelSource:
     architecture: dict[str, Any]
     """Megatron argument name -> value."""
     vocab_size: int | None
-    """Rows of the embedding that stand for tokens; None when a Megatron checkpoint does not say."""
+    """Embedding rows without padding; None if a Megatron checkpoint does not record it."""
     tokenizer_hash: str | None
-    """None when the folder has no tokenizer in it."""
+    """None when the folder has no tokenizer."""
     tokenizer_folder: Path | None
-    """Where the tokenizer is; None when there is none."""
+    """Folder with the tokenizer files; None without a tokenizer."""
     fingerprint: Callable[[], str]
     load: Callable[[Sequence[nn.Module], int | None], None]
-    """Fills every parameter of this rank's model chunks, in the layout of their own process groups. Takes the number of
-    tokens whose embeddings and LM-head rows are kept; None for all."""
+    """(model chunks, vocabulary) -> None: fills every parameter of this rank's model chunks, in the layout of their own
+    process groups. Embedding and LM-head rows of tokens from `vocabulary` up are not read; None reads all."""
 
     @classmethod
     def from_hf(cls, path: str, flag: str) -> "ModelSource":
         """A Hugging Face folder.
 
         Raises:
-            MkdCheckpointError: it is missing, torn, not of a known family, or its tensors are not what config.json
-            says.
+            MkdCheckpointError: the folder is missing or incomplete, its family is unknown, or its tensors contradict
+                config.json.
         """
         folder = HFFolder(path, flag)
         family, architecture = read_architecture(folder)
@@ -82,7 +86,7 @@ class ModelSource:
         """A Megatron checkpoint folder in `torch_dist` format.
 
         Raises:
-            MkdCheckpointError: it is missing, torn, or stores no arguments.
+            MkdCheckpointError: the folder is missing or incomplete, or stores no arguments.
         """
         folder = MegatronFolder(path, flag)
         folder.check_shards()
@@ -101,11 +105,11 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class EnsembleSource:
-    """Of several teachers together."""
+    """Several teachers that form an ensemble."""
 
     sources: tuple[ModelSource, ...]
     architecture: dict[str, Any] = field(default_factory=dict)
-    """Nothing that they share is of use: see `TeacherSource`."""
+    """Empty: the teachers may have different architectures."""
     vocab_size: None = None
     tokenizer_hash: None = None
 
@@ -116,7 +120,7 @@ class EnsembleSource:
 
     @property
     def path(self) -> Path:
-        """See `TeacherSource`; of the first one."""
+        """See `TeacherSource`; the folder of the first teacher."""
         return self.sources[0].path
 
     def fingerprint(self) -> str:
@@ -125,30 +129,30 @@ class EnsembleSource:
 
 
 def common_fingerprint(fingerprints: Sequence[str]) -> str:
-    """128 bits in hexadecimal of those of all teachers, in their order."""
+    """128-bit hex hash of the fingerprints of all teachers, in their order."""
     return hash_hex("\n".join(fingerprints).encode())
 
 
 def has_other_tokenizer(student_hash: str | None, teacher: TeacherSource) -> bool:
-    """Whether ids are known to mean something else to the teacher."""
+    """True if both tokenizers are known and differ."""
     return None not in (student_hash, teacher.tokenizer_hash) and student_hash != teacher.tokenizer_hash
 
 
 def common_vocabulary(student: str, student_vocab: int, student_hash: str | None, teacher: TeacherSource) -> int:
-    """Number of tokens that student and teacher share; their ids mean the same to both.
+    """Number of tokens that student and teacher share, with equal ids.
 
-    Some models of one tokenizer pad their vocabulary to different sizes and call that vocab_size: with equal tokenizers
-    the smaller size counts, and rows beyond it stand for nothing.
+    Models with the same tokenizer may pad their vocabulary to different sizes and report the padded one as vocab_size.
+    With equal tokenizers the smaller size is used; rows beyond it are no tokens.
 
     Args:
         student: the flag and folder to name.
-        student_vocab: tokens that the student knows.
-        student_hash: of the student's tokenizer, None when it is not known.
+        student_vocab: vocabulary size of the student.
+        student_hash: hash of the student's tokenizer; None if unknown.
         teacher: the teacher.
 
     Raises:
-        MkdConfigError: the tokenizers differ, or the sizes do while a tokenizer is not known: the teacher's
-            probabilities would be about other words.
+        MkdConfigError: the tokenizers differ, or the sizes differ and a tokenizer is unknown: equal ids could then be
+            different tokens.
     """
     hint = "a teacher with another tokenizer than the student's needs --kd-xtoken-loss (docs/cross_tokenizer.md)"
     known = student_hash is not None and teacher.tokenizer_hash is not None

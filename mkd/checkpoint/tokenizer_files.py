@@ -1,4 +1,4 @@
-"""Tokenizer files of a model folder, and their hash: the same for Hugging Face folders and Megatron checkpoints."""
+"""Tokenizer files of a model folder and their hash, for Hugging Face folders and Megatron checkpoints alike."""
 
 import hashlib
 import json
@@ -8,7 +8,7 @@ from typing import Any
 from mkd.errors import MkdCheckpointError
 
 ASSETS = "hf_assets"
-"""Subfolder of a Megatron checkpoint that keeps config.json and tokenizer of the Hugging Face model it came from."""
+"""Subfolder of a Megatron checkpoint with config.json and tokenizer of the Hugging Face model that it comes from."""
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -23,7 +23,11 @@ TOKENIZER_FILES = (
 
 
 def read_json_object(path: Path, flag: str) -> dict[str, Any]:
-    """The JSON object in a file; `MkdCheckpointError` naming the file when it is not one."""
+    """The JSON object in a file.
+
+    Raises:
+        MkdCheckpointError: naming the file, when it is not readable or not a JSON object.
+    """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -47,7 +51,7 @@ def tokenizer_hash(path: Path, flag: str) -> str | None:
 
 
 def hash_hex(*parts: bytes) -> str:
-    """128-bit BLAKE2b of the parts one after the other, as 32 hexadecimal digits."""
+    """128-bit BLAKE2b hash of the concatenated parts, as 32 hexadecimal digits."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         digest.update(part)

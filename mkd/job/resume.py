@@ -143,7 +143,7 @@ def install_saving(args: Namespace, kd: KDConfig) -> None:
         snapshots = Snapshots(root, kd.save_hf_interval, kd.save_hf_keep)
         snapshots.clean()
         take = snapshots.take
-    saving = Saving(root, hashes=not kd.skip_checkpoint_hashes, then=take)
+    saving = Saving(root, hashes=not kd.skip_checkpoint_hashes, on_published=take)
     if args.save is not None:
         saving.claim()
     install_checkpoint_hooks(saving)

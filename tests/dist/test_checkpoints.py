@@ -1,4 +1,4 @@
-"""Several ranks agree on a checkpoint, and write a Hugging Face folder together."""
+"""Several ranks resolve one checkpoint, save together, and write a Hugging Face folder together."""
 
 import os
 from pathlib import Path
@@ -28,8 +28,8 @@ def resolved(rank: int, world_size: int, roots: list[Path]) -> str:
 
 
 @pytest.mark.parametrize("file", [SHARD, ".metadata", "metadata.json"])
-def test_all_ranks_go_back_together(gloo_pool, tmp_path, file):
-    """Whichever of the ranks has the damaged file to read."""
+def test_all_ranks_use_the_previous_checkpoint(gloo_pool, tmp_path, file):
+    """Independent of the rank that reads the damaged file."""
     for step in (2, 4):
         write_checkpoint(tmp_path / name_of(step), step)
     (tmp_path / TRACKER).write_text("4")
@@ -44,7 +44,7 @@ def test_all_ranks_go_back_together(gloo_pool, tmp_path, file):
     assert [path.name for path in tmp_path.glob("torn_*")] == [f"torn_{name_of(4)}"]
 
 
-def test_ranks_that_see_different_folders(gloo_pool, tmp_path):
+def test_ranks_with_different_folders(gloo_pool, tmp_path):
     for rank in range(2):
         write_checkpoint(tmp_path / str(rank) / name_of(rank + 2), 1.0)
         (tmp_path / str(rank) / TRACKER).write_text(str(rank + 2))
@@ -59,14 +59,14 @@ def teacher_error(rank: int, world_size: int, fingerprints: list[str]) -> str | 
         return str(error)
 
 
-def test_ranks_that_see_different_teachers(gloo_pool):
+def test_ranks_with_different_teachers(gloo_pool):
     assert gloo_pool(2).run(teacher_error, ["a", "a"]) == [None, None]
     for text in gloo_pool(2).run(teacher_error, ["a", "b"]):
         assert "--kd-teacher-hf T is a on rank 0 and b on rank 1" in text
 
 
 def saved(rank: int, world_size: int, folder: Path, hashes: bool) -> None:
-    """As a save goes, each rank with a shard of its own."""
+    """The calls of one save, with one shard per rank."""
     saving = Saving(folder.parent, hashes=hashes)
     if rank == 0:
         folder.mkdir(exist_ok=True)
@@ -101,8 +101,8 @@ def interrupted(rank: int, world_size: int, folder: Path) -> None:
     Saving(folder.parent, hashes=True).before(folder)
 
 
-def test_a_checkpoint_stays_until_its_successor_is_whole(gloo_pool, tmp_path):
-    """A job that has nothing left to do saves its last iteration once more, and may be killed while it does."""
+def test_old_checkpoint_stays_until_the_new_one_is_complete(gloo_pool, tmp_path):
+    """A finished job that is restarted saves its last iteration again, and may be killed during this save."""
     folder, kept = tmp_path / name_of(2), tmp_path / f"replaced_{name_of(2)}"
     gloo_pool(2).run(saved, folder, True)
     for _ in range(2):
@@ -129,8 +129,8 @@ def model(tmp_path_factory):
 
 
 def snapshot(rank: int, world_size: int, save: Path, checkpoint: Path, fails_on: int | None) -> str | None:
-    """Export with files so small that every rank has some."""
-    whole, write = hf_writer.PARALLEL_SHARD_BYTES, hf_writer.WeightsWriter.write
+    """Export into files so small that every rank writes some."""
+    original, write = hf_writer.PARALLEL_SHARD_BYTES, hf_writer.WeightsWriter.write
 
     def full(*args: object) -> None:
         raise OSError("disk full")
@@ -146,7 +146,7 @@ def snapshot(rank: int, world_size: int, save: Path, checkpoint: Path, fails_on:
     except MkdCheckpointError as error:
         return str(error)
     finally:
-        hf_writer.PARALLEL_SHARD_BYTES, hf_writer.WeightsWriter.write = whole, write
+        hf_writer.PARALLEL_SHARD_BYTES, hf_writer.WeightsWriter.write = original, write
 
 
 def test_ranks_write_one_folder(gloo_pool, model, tmp_path):
@@ -156,7 +156,7 @@ def test_ranks_write_one_folder(gloo_pool, model, tmp_path):
     (tmp_path / "hf" / ".iter_0000003.partial").mkdir()
     (tmp_path / "hf" / "iter_of_mine").mkdir()
     assert gloo_pool(2).run(snapshot, tmp_path, checkpoint, None) == [None, None]
-    # Of a later iteration than this one: from before the job went back.
+    # The later iteration is from before the job went back; it is not counted.
     assert sorted(os.listdir(tmp_path / "hf")) == ["iter_0000003", "iter_0000004", "iter_10000000", "iter_of_mine"]
     written = HFFolder(tmp_path / "hf" / name_of(4), "--hf")
     assert len(list(written.path.glob("*.safetensors"))) >= 2
@@ -165,8 +165,8 @@ def test_ranks_write_one_folder(gloo_pool, model, tmp_path):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_cannot_write(gloo_pool, model, tmp_path, rank):
-    """All ranks learn of it, and nothing is taken for whole."""
+def test_write_failure_on_one_rank(gloo_pool, model, tmp_path, rank):
+    """All ranks raise, and no folder has the name of a complete one."""
     for text in gloo_pool(2).run(snapshot, tmp_path, model[1], rank):
         assert f"--kd-save-hf-interval: rank {rank} cannot write the folder: disk full" in text
     assert not list((tmp_path / "hf").glob("iter_*"))

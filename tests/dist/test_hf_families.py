@@ -1,4 +1,4 @@
-"""Every family: Hugging Face folder and Megatron checkpoint, in each layout, give transformers' logits; and back."""
+"""Every family: folder and checkpoint give transformers' logits in each layout, and the round trip is exact."""
 
 import json
 from pathlib import Path
@@ -58,7 +58,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2", **TWO},
     "qwen3": {"model_type": "qwen3", **TWO},
     "phi3": {"model_type": "phi3", "sliding_window": None, **TWO},
-    "phi3, part of each head turned, window": {
+    "phi3, partial rope, window": {
         "model_type": "phi3",
         "sliding_window": 9,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
@@ -107,7 +107,7 @@ def folders(tmp_path_factory):
 
 def errors_of(rank: int, world_size: int, folders: dict, tp: int, pp: int, ep: int) -> dict[str, float]:
     """(model, source) -> largest error of the logits, on the ranks that have them."""
-    # Megatron does not cut experts that have biases.
+    # Megatron does not shard experts with biases.
     biased = {name: value for name, value in folders.items() if MODELS[name]["model_type"] == "gpt_oss"}
     errors = {}
     for some, etp in ((biased, 1), ({name: folders[name] for name in folders.keys() - biased.keys()}, tp)):
@@ -125,7 +125,7 @@ def errors_of_model(name: str, hf: Path, checkpoint: Path, expected: Tensor, ep:
         "checkpoint": lambda: load_megatron_weights(chunks, stored),
     }
     for source, load in loads.items():
-        for param in (*chunks[0].parameters(), *balances(chunks[0])):
+        for param in (*chunks[0].parameters(), *expert_biases(chunks[0])):
             nn.init.constant_(param, float("nan"))
         load()
         logits = run_stages(chunks, TOKENS)
@@ -134,7 +134,7 @@ def errors_of_model(name: str, hf: Path, checkpoint: Path, expected: Tensor, ep:
     return errors
 
 
-def balances(model: nn.Module) -> list[Tensor]:
+def expert_biases(model: nn.Module) -> list[Tensor]:
     return [value for name, value in model.named_buffers() if name.endswith("expert_bias")]
 
 
@@ -172,8 +172,8 @@ def test_round_trip_in_bf16(tmp_path, model_type):
     assert equal(tmp_path / "hf", tmp_path / "out")
 
 
-def test_balance_of_experts_is_not_rounded(tmp_path):
-    """transformers keeps it in fp32 whatever the dtype of the weights."""
+def test_expert_bias_is_not_rounded(tmp_path):
+    """transformers keeps it in fp32 for every dtype of the weights."""
     make_model(tmp_path / "hf", **NO_SPECIAL_TOKENS, **DEEPSEEK)
     import_hf(HFFolder(tmp_path / "hf", "--hf"), tmp_path / "megatron")
     export_hf(MegatronFolder(tmp_path / "megatron", "--load"), tmp_path / "out", torch.bfloat16)

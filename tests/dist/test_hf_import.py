@@ -1,4 +1,4 @@
-"""A Hugging Face folder imported on one rank loads into other layouts."""
+"""Import of Hugging Face folders by one rank and by several; the checkpoint loads into other layouts."""
 
 import pytest
 import torch

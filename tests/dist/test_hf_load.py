@@ -1,4 +1,4 @@
-"""Hugging Face folders loaded into every parallel layout give the logits of transformers."""
+"""Loading Hugging Face folders into every parallel layout reproduces the logits of transformers."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.load import load_hf_weights
 from mkd.errors import MkdCheckpointError
 from tests.support.dist.gpt_models import build_chunks, layout, run_stages
-from tests.support.hf_folders import LLAMA3_ROPE, make_llama, read_weights, reference_logits
+from tests.support.hf_folders import LLAMA3_ROPE, CountingFolder, make_llama, read_weights, reference_logits
 from tests.support.tolerance import LOGITS
 
 FLAG = "--kd-student-hf"
@@ -52,7 +52,7 @@ def test_logits_are_those_of_transformers(gloo_pool, folders, model, tp, pp, vp)
 
 
 def test_logits_depend_on_rope_scaling(folders):
-    """Otherwise the case above could not see a wrong factor."""
+    """Shows that the test above detects a wrong factor."""
     path = folders["llama3 rope, in shards"]
     config = HFFolder(path, FLAG).config
     model = LlamaForCausalLM.from_pretrained(path, attn_implementation="eager")
@@ -81,7 +81,7 @@ def test_weights_are_cast_to_the_parameters_dtype(gloo_pool, folders):
 
 
 def fused_norms(rank, world_size, path):
-    """A model whose norms have the names of the Transformer Engine spec."""
+    """Parameters of a model whose norms have the names of the Transformer Engine spec."""
     folder = HFFolder(path, FLAG)
     with layout(1, 1):
         chunks = build_chunks(read_architecture(folder)[1])
@@ -140,8 +140,8 @@ def kept_rows(rank, world_size, path, vocab, tp):
         return chunks[0].output_layer.weight.detach(), chunks[0].embedding.word_embeddings.weight.detach()
 
 
-def test_rows_of_tokens_that_nobody_uses_are_left_out(gloo_pool, folders):
-    """The folder has 131 tokens and a model of 128 rows has no room for the last three, which are never used."""
+def test_unused_vocabulary_rows_are_not_read(gloo_pool, folders):
+    """The folder has 131 tokens, the model 128 rows; the last three tokens are never used."""
     weights = read_weights(folders["untied"])
     shards = gloo_pool(2).run(kept_rows, folders["untied"], 120, 2)
     for n, name in enumerate(("lm_head.weight", "model.embed_tokens.weight")):
@@ -151,7 +151,7 @@ def test_rows_of_tokens_that_nobody_uses_are_left_out(gloo_pool, folders):
 
 
 def read_and_held(rank, world_size, path, tp, pp):
-    folder = HFFolder(path, FLAG)
+    folder = CountingFolder(path, FLAG)
     with layout(tp, pp):
         chunks = build_chunks(read_architecture(folder)[1])
         load_hf_weights(chunks, folder)
@@ -161,7 +161,7 @@ def read_and_held(rank, world_size, path, tp, pp):
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (2, 2)])
-def test_a_rank_reads_what_it_holds_and_no_more(gloo_pool, folders, tp, pp):
+def test_rank_reads_only_its_own_bytes(gloo_pool, folders, tp, pp):
     for rank, (read, held, vocab) in enumerate(gloo_pool(tp * pp).run(read_and_held, folders["untied"], tp, pp)):
         padding = 0 if vocab == 0 else vocab - vocab * (128 if rank % tp == 0 else 3) // 128
         assert read == held - padding

@@ -96,7 +96,7 @@ def test_dtypes(folders, tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float16"
 
 
-def test_checkpoint_gives_its_arguments_to_megatron(folders):
+def test_megatron_reads_the_arguments_of_the_checkpoint(folders):
     original, checkpoint = folders["untied fp32 in shards"]
     args = default_arguments()
     args.load = str(checkpoint)
@@ -120,12 +120,12 @@ def test_damaged_shard_leaves_no_output(checkpoint, tmp_path):
     assert_refused(checkpoint, tmp_path / "out", "--load", "cannot be read")
 
 
-def test_checkpoint_of_another_model_than_its_assets(checkpoint, tmp_path):
+def test_assets_of_another_model(checkpoint, tmp_path):
     change_json(checkpoint / "hf_assets" / "config.json", {"num_hidden_layers": 3})
-    assert_refused(checkpoint, tmp_path / "out", "--num-layers 4", "config.json says 3")
+    assert_refused(checkpoint, tmp_path / "out", "--num-layers 4", "config.json has 3")
 
 
-def test_tensor_that_the_architecture_does_not_have(checkpoint, tmp_path):
+def test_unknown_and_missing_tensors(checkpoint, tmp_path):
     change_json(checkpoint / "hf_assets" / "config.json", {"tie_word_embeddings": True})
     folder = MegatronFolder(checkpoint, "--load")
     index = folder.metadata.state_dict_metadata
@@ -160,7 +160,7 @@ def test_outputs_are_not_overwritten(folders):
     )
 
 
-def test_verify_sees_a_difference_and_none(folders, tmp_path):
+def test_verify_of_equal_and_different_models(folders, tmp_path):
     original, checkpoint = folders["untied fp32 in shards"]
     words = ("verify", "--load", checkpoint, "--rows", "2", "--length", "16")
     done = convert(*words, "--hf", original)
@@ -189,7 +189,7 @@ def test_verify_names_a_flag(folders, words, message):
     assert (done.status, message in done.errors) == (1, True), done.errors
 
 
-def test_verify_of_two_models(folders):
+def test_verify_of_models_of_different_size(folders):
     original, checkpoint = folders["tied bf16"][0], folders["untied fp32 in shards"][1]
     done = convert("verify", "--load", checkpoint, "--hf", original)
     layers = HFFolder(folders["untied fp32 in shards"][0], "--hf").config["num_hidden_layers"]

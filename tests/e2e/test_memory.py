@@ -51,13 +51,13 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from mkd.checkpoint.hf.check import read_architecture
-from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.load import load_hf_weights
 from tests.support.dist.gpt_models import build_from_arguments, layout
+from tests.support.hf_folders import CountingFolder
 new_group = dist.new_group.__wrapped__
 dist.new_group = lambda *args, **options: new_group(*args, **{**options, "backend": "fake", "pg_options": None})
 dist.init_process_group.__wrapped__("fake", store=FakeStore(), rank=27, world_size=64)
-folder = HFFolder(sys.argv[1], "--hf")
+folder = CountingFolder(sys.argv[1], "--hf")
 with layout(8, 8):
     chunks = build_from_arguments(read_architecture(folder)[1], dtype=torch.bfloat16)
     for chunk in chunks:

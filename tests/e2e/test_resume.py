@@ -1,4 +1,4 @@
-"""Jobs that are killed and start again, and folders that are not what a job has left there."""
+"""Jobs that are killed and restarted, and jobs that resume in changed or damaged folders."""
 
 import os
 import random
@@ -29,7 +29,7 @@ EIGHT = {
     "--kd-ratio-schedule": "linear:0.2:0.9:8",
     "--kd-temperature-schedule": "linear:2:1:8",
     "--eval-iters": 0,
-    "--attention-dropout": 0.1,  # so that the state of the random numbers matters
+    "--attention-dropout": 0.1,  # makes the random number state matter
 }
 # Stored by parameter: Megatron's other form has uninitialized memory between the parameters.
 SHARDED = {"--use-distributed-optimizer": True, "--dist-ckpt-optim-fully-reshardable": True}
@@ -42,7 +42,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> SmallJob:
 
 
 def tensors(save: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of the last checkpoint, whole: weights and optimizer."""
+    """All tensors of the last checkpoint, unsharded: weights and optimizer."""
     folder = MegatronFolder(save, "--load")
     stored = folder.metadata.state_dict_metadata
     state = {
@@ -57,13 +57,13 @@ def tensors(save: Path) -> dict[str, torch.Tensor]:
 
 
 def steps(result: Result) -> list[dict[str, Any]]:
-    """Training lines of the metrics, what does not depend on the clock."""
+    """Training records of the metrics, without times."""
     return [{key: line[key] for key in EXACT if key in line} for line in result.metrics if "grad_norm" in line]
 
 
 @dataclass
 class Attempts:
-    """A job that is started again and again in one folder."""
+    """A job that is restarted several times in one folder."""
 
     job: SmallJob
     save: Path
@@ -95,7 +95,7 @@ class Attempts:
         return result
 
     def assert_like(self, undisturbed: tuple[Path, Result], result: Result) -> None:
-        """The finished job has the same weights, optimizer and metrics as the undisturbed one, to the last bit."""
+        """The finished job has the same weights, optimizer and metrics as the undisturbed one, bit for bit."""
         save, whole = undisturbed
         assert [line["iteration"] for line in steps(result)] == [1, 2, 3, 4, 5, 6, 7, 8]
         assert steps(result) == steps(whole)
@@ -106,7 +106,7 @@ class Attempts:
 
 
 def assert_killed(result: Result, kill: str) -> None:
-    """It ended where it should, and not otherwise; of several ranks another one may be the first to end."""
+    """The job was killed at the requested event; with several ranks another rank may exit first."""
     assert result.status in (-signal.SIGKILL, 1), result.errors[-6000:]
     assert f"killed at {kill}\n" in result.errors, result.output[-3000:] + result.errors[-6000:]
     assert "MkdCheckpointError" not in result.errors, result.errors[-6000:]
@@ -120,7 +120,7 @@ def assert_snapshots_are_whole(save: Path) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(job: SmallJob, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
-    """Eight steps, saved at every second, by one rank."""
+    """Eight steps on one rank, with a save every second step."""
     attempts = Attempts(job, tmp_path_factory.mktemp("undisturbed") / "save", SNAPSHOTS)
     result = attempts.finished()
     steps_seen = steps(result)
@@ -131,15 +131,15 @@ def undisturbed(job: SmallJob, tmp_path_factory: pytest.TempPathFactory) -> tupl
 
 def test_killed_four_times(job: SmallJob, undisturbed: tuple[Path, Result], tmp_path: Path) -> None:
     attempts = Attempts(job, tmp_path / "save", SNAPSHOTS)
-    attempts.killed("step:5")  # of two microbatches a step: in the third
+    attempts.killed("step:5")  # with two microbatches per step: in the third step
     assert (attempts.save / TRACKER).read_text() == "2"
-    seen = attempts.killed("shard:20")  # in the save after the fourth
+    seen = attempts.killed("shard:20")  # in the save after the fourth step
     assert "loading distributed checkpoint" in seen.output
     assert (attempts.save / TRACKER).read_text() == "2"
     assert (attempts.save / "iter_0000004").is_dir()
 
     attempts.flags = {**SNAPSHOTS, "--async-save": True}
-    seen = attempts.killed("shard:20")  # the same again, in the process that writes
+    seen = attempts.killed("shard:20")  # the same event, in the writer process
     assert "iter_0000004 in" in seen.output
     assert "renamed to torn_iter_0000004" in seen.output
     assert "scheduled an async checkpoint save" in seen.output
@@ -152,7 +152,7 @@ def test_killed_four_times(job: SmallJob, undisturbed: tuple[Path, Result], tmp_
     result = attempts.finished()
     assert ".iter_0000004.partial is left" in result.output
     attempts.assert_like(undisturbed, result)
-    # The export of 4 was lost, and its checkpoint is not saved again; two are kept.
+    # The export of iteration 4 was lost, and its checkpoint is not saved again; two exports are kept.
     assert sorted(path.name for path in (attempts.save / "hf").iterdir()) == ["iter_0000006", "iter_0000008"]
     exported = HFFolder(attempts.save / "hf" / "iter_0000008", "--hf")
     expected = HFFolder(undisturbed[0] / "hf" / "iter_0000008", "--hf")
@@ -161,7 +161,7 @@ def test_killed_four_times(job: SmallJob, undisturbed: tuple[Path, Result], tmp_
 
 
 def test_two_ranks_with_a_distributed_optimizer(job: SmallJob, tmp_path: Path) -> None:
-    """One of them dies in the fourth step. In Megatron's other form; test_stopping.py has that of `SHARDED`."""
+    """One rank dies in the fourth step. Uses Megatron's default optimizer format; test_stopping.py uses `SHARDED`."""
     flags = {**SNAPSHOTS, "--use-distributed-optimizer": True}
     whole = Attempts(job, tmp_path / "undisturbed", flags, ranks=2).finished()
     attempts = Attempts(job, tmp_path / "save", flags, ranks=2)
@@ -174,13 +174,13 @@ def test_two_ranks_with_a_distributed_optimizer(job: SmallJob, tmp_path: Path) -
 
 
 RANDOM_EVENTS = {"step": 32, "shard": 150, "hf": 80, "sync": 40, "rename": 24, "remove": 6}
-"""Kinds of events, and about how many of each a whole run has."""
+"""Kind of event -> approximate number of such events in a complete run."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_killed_twenty_times_at_random(job: SmallJob, undisturbed, tmp_path: Path, ranks: int) -> None:
-    """Each round kills a job several times, synchronous and asynchronous saves in turn, and lets it finish."""
+    """Repeatedly kills a job several times, with synchronous or asynchronous saves, and lets it finish."""
     layout = SHARDED if ranks > 1 else {}
     expected = undisturbed
     if ranks > 1:
@@ -196,7 +196,7 @@ def test_killed_twenty_times_at_random(job: SmallJob, undisturbed, tmp_path: Pat
             attempts.flags = {**SNAPSHOTS, **layout, "--async-save": random_numbers.choice([True, None])}
             result = attempts.start(kill, MKD_TEST_KILL_RANK=str(random_numbers.randrange(ranks)))
             assert_snapshots_are_whole(attempts.save)
-            if result.status == 0:  # so many events were not left
+            if result.status == 0:  # fewer events were left
                 break
             assert_killed(result, kill)
             deaths[event] += 1
@@ -210,8 +210,8 @@ def test_killed_twenty_times_at_random(job: SmallJob, undisturbed, tmp_path: Pat
     assert all(deaths.values())
 
 
-def test_writer_of_an_asynchronous_save_ends_with_its_trainer(job: SmallJob, tmp_path: Path) -> None:
-    """Otherwise it would go on to write into the folder that the next attempt writes."""
+def test_writer_of_an_asynchronous_save_exits_with_its_trainer(job: SmallJob, tmp_path: Path) -> None:
+    """An orphaned writer would write into the folder of the next attempt."""
     attempts = Attempts(job, tmp_path / "save", {"--async-save": True})
     attempts.killed("shard:20", MKD_TEST_KILL_ALONE=str(tmp_path / "ids"))
     writer, trainer = map(int, (tmp_path / "ids").read_text().split())
@@ -222,7 +222,7 @@ def test_writer_of_an_asynchronous_save_ends_with_its_trainer(job: SmallJob, tmp
             assert time.monotonic() < deadline, "the writer still runs"
             time.sleep(0.05)
     finally:
-        os.killpg(trainer, signal.SIGKILL)  # the rest of its session
+        os.killpg(trainer, signal.SIGKILL)  # the other processes of its session
 
 
 def is_running(process: int) -> bool:
@@ -262,7 +262,7 @@ def test_more_iterations_at_another_rate(job: SmallJob, undisturbed, tmp_path: P
         assert words in refused.errors
     result = run(job.flags({**changes, "--override-opt-param-scheduler": True}))
     assert result.status == 0, result.errors[-3000:]
-    # The rate that the ninth step has taken: after 8 of 16 steps down from 4e-3 to 0.
+    # The rate of the ninth step: after 8 of 16 decay steps from 4e-3 to 0.
     assert steps(result)[-1]["lr"] == pytest.approx(4e-3 * 7 / 16)
     weights = tensors(save)["decoder.final_layernorm.weight"], tensors(undisturbed[0])["decoder.final_layernorm.weight"]
     assert not torch.equal(*weights)

@@ -10,6 +10,8 @@ from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from mkd.checkpoint.hf.folder import HFFolder
+
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -18,7 +20,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-"""Long wavelengths are scaled by another factor than Megatron's default of 8."""
+"""The scaling factor differs from Megatron's default of 8."""
 
 SIZES: dict[str, Any] = {
     "vocab_size": 131,
@@ -32,7 +34,7 @@ SIZES: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
 }
-"""Odd sizes: the vocabulary fills no block of 128, heads times head_dim is not the hidden width."""
+"""Uneven sizes: the vocabulary is not a multiple of 128, and heads times head_dim is not the hidden width."""
 
 
 def make_llama(folder: Path, shard_size: str = "1GB", dtype: torch.dtype = torch.float32, **sizes: Any) -> Path:
@@ -43,7 +45,7 @@ def make_llama(folder: Path, shard_size: str = "1GB", dtype: torch.dtype = torch
 def make_model(
     folder: Path, model_type: str, shard_size: str = "1GB", dtype: torch.dtype = torch.float32, **sizes: Any
 ) -> Path:
-    """Save a random model, with weights so large and norms so uneven that a misplaced tensor changes the logits."""
+    """Save a random model with large weights and uneven norms, so that a misplaced tensor changes the logits."""
     generator = torch.Generator().manual_seed(20)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**SIZES, **sizes}))
     with torch.no_grad():
@@ -55,19 +57,30 @@ def make_model(
                 value.uniform_(-0.5, 0.5, generator=generator)
     model.to(dtype)
     for module in model.modules():
-        if hasattr(module, "e_score_correction_bias"):  # published in fp32 beside weights of any dtype
+        if hasattr(module, "e_score_correction_bias"):  # stored in fp32 with weights of any dtype
             module.e_score_correction_bias.data = module.e_score_correction_bias.data.float()
     model.save_pretrained(folder, max_shard_size=shard_size)
     return folder
 
 
+class CountingFolder(HFFolder):
+    """A folder that counts the bytes of tensors that are read."""
+
+    bytes_read = 0
+
+    def read(self, name: str, rows: slice | None = None, cols: slice | None = None) -> Tensor:
+        block = super().read(name, rows, cols)
+        self.bytes_read += block.nbytes
+        return block
+
+
 def add_tokenizer(folder: Path, words: list[str]) -> None:
-    """A word-level tokenizer.json."""
+    """Write a word-level tokenizer.json."""
     Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)})).save(str(folder / "tokenizer.json"))
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder, as the safetensors library reads them."""
+    """All tensors of a folder, read by the safetensors library."""
     weights: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         weights.update(load_file(file))

@@ -1,4 +1,4 @@
-"""Small torch_dist folders, and ways to damage a file."""
+"""Small torch_dist folders, and functions that damage a file."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ def name_of(step: int) -> str:
 
 
 def write_checkpoint(folder: Path, value: float) -> None:
-    """Two tensors with hashes, in the order of a save. In one process."""
+    """Write two tensors with hashes, in the order of a save, in one process."""
     state = {"decoder.weight": torch.full((64, 32), value), "decoder.bias": torch.full((64,), value)}
     dcp.save(state, checkpoint_id=folder, no_dist=True)
     (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))

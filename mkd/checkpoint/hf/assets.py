@@ -1,4 +1,4 @@
-"""Configuration and tokenizer of a Hugging Face model, kept beside a Megatron checkpoint's iterations."""
+"""Copies configuration and tokenizer of a Hugging Face model beside the iterations of a Megatron checkpoint."""
 
 import os
 import shutil
@@ -11,8 +11,8 @@ from mkd.checkpoint.tokenizer_files import ASSETS
 def store_assets(folder: HFFolder, save_dir: str | os.PathLike) -> None:
     """Copy config.json, generation config, tokenizer and chat template into `save_dir/hf_assets`.
 
-    With them an export needs no original, and the stored tokenizer can be compared. Each file is replaced in one step;
-    call it on one rank.
+    With these files an export does not need the original folder, and the stored tokenizer can be compared. Each file is
+    replaced atomically. Call it on one rank.
     """
     target = Path(save_dir) / ASSETS
     target.mkdir(parents=True, exist_ok=True)

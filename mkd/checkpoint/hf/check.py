@@ -1,4 +1,7 @@
-"""Whether a Hugging Face folder holds the model that its config.json describes. Reads headers, not weights."""
+"""Checks that a Hugging Face folder holds the model that its config.json describes, from headers alone.
+
+Only one check reads weights: a stored copy of a tied embedding must be equal to the embedding.
+"""
 
 from typing import Any
 
@@ -8,14 +11,14 @@ from mkd.checkpoint.hf.families import Family, family_of
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.errors import MkdCheckpointError
 
-_ROWS_AT_ONCE = 4096
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def read_architecture(folder: HFFolder) -> tuple[Family, dict[str, Any]]:
     """The folder's family and its Megatron arguments.
 
-    Raises `MkdCheckpointError`, naming the folder and the key, when config.json is not supported or lacks something.
+    Raises:
+        MkdCheckpointError: naming the folder and the key, when a value in config.json is missing or not supported.
     """
     try:
         family = family_of(folder.config)
@@ -25,9 +28,11 @@ def read_architecture(folder: HFFolder) -> tuple[Family, dict[str, Any]]:
 
 
 def check_tensors(folder: HFFolder, family: Family) -> None:
-    """Raise `MkdCheckpointError` unless the folder holds exactly the tensors that its config.json asks for.
+    """Check that the folder holds exactly the tensors that its config.json implies.
 
-    Names a tensor that is missing, unknown, of another shape, or not stored in a floating-point type.
+    Raises:
+        MkdCheckpointError: naming a tensor that is missing, unknown, of another shape, or not stored in a
+            floating-point type.
     """
     args = family.megatron_args(folder.config)
     expected = {name: shape for item in family.tensors(args) for name, shape in item.shapes.items()}
@@ -58,7 +63,5 @@ def check_tensors(folder: HFFolder, family: Family) -> None:
 
 
 def _equal(folder: HFFolder, first: str, second: str) -> bool:
-    """Compared a few rows at a time: an embedding may be gigabytes."""
-    rows = folder.tensors[first][0][0]
-    blocks = (slice(start, min(start + _ROWS_AT_ONCE, rows)) for start in range(0, rows, _ROWS_AT_ONCE))
-    return all(torch.equal(folder.read(first, block), folder.read(second, block)) for block in blocks)
+    """True if two tensors are equal; they are compared block by block, because an embedding may have gigabytes."""
+    return all(torch.equal(folder.read(first, rows), folder.read(second, rows)) for rows in folder.row_blocks(first))

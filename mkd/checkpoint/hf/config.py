@@ -1,4 +1,4 @@
-"""Reading config.json with errors that name the key, and the settings that many families share."""
+"""Reads config.json with errors that name the key; default and llama3 rope, which many families share."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class ConfigReader:
         return value
 
     def require(self, key: str, allowed: Any, default: Any = _ANY) -> None:
-        """The value must be the one that Megatron computes with."""
+        """Refuse every value but the one that Megatron computes with."""
         value = self.config.get(key)
         value = default if value is None and default is not _ANY else value
         if value != allowed:
@@ -49,32 +49,51 @@ _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_p
 _MEGATRON_ROPE_FACTOR = 8.0  # default of --rope-scaling-factor, unused without --use-rope-scaling
 
 
-def read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Rope settings, from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling` (before)."""
-    key = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
-    value = config.get(key) or {}
-    if not isinstance(value, dict):
-        raise ConfigReader(config).fail(key, value, "an object is needed")
-    scaling = ConfigReader(value, f"{key}.")
-    theta = scaling.get("rope_theta", (int, float), ConfigReader(config).get("rope_theta", (int, float), 10000.0))
-    kind_key = "rope_type" if "rope_type" in value else "type"
-    kind = scaling.get(kind_key, str, "default")
+@dataclass(frozen=True)
+class RopeConfig:
+    """The rope keys of config.json: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before)."""
+
+    scaling: ConfigReader
+    """The object with the keys of the rope type."""
+    kind_key: str
+    kind: str
+    """Rope type, such as default, llama3 or yarn."""
+    rotary_base: float | int
+
+    @classmethod
+    def read(cls, config: ConfigReader) -> "RopeConfig":
+        """Read the rope keys; the error names a value of the wrong type."""
+        key = "rope_parameters" if config.config.get("rope_parameters") is not None else "rope_scaling"
+        value = config.config.get(key) or {}
+        if not isinstance(value, dict):
+            raise config.fail(key, value, "an object is needed")
+        scaling = ConfigReader(value, f"{key}.")
+        theta = scaling.get("rope_theta", (int, float), config.get("rope_theta", (int, float), 10000.0))
+        kind_key = "rope_type" if "rope_type" in value else "type"
+        kind = scaling.get(kind_key, str, "default")
+        return cls(scaling, kind_key, kind, int(theta) if theta == int(theta) else theta)
+
+
+def read_rope(config: ConfigReader) -> dict[str, Any]:
+    """Megatron's rope arguments for the rope types default and llama3."""
+    rope = RopeConfig.read(config)
+    scaling, kind = rope.scaling, rope.kind
     factor = _MEGATRON_ROPE_FACTOR
     if kind == "llama3":
         for name, constant in _LLAMA3_ROPE.items():
             scaling.require(name, constant)
         factor = float(scaling.get("factor", (int, float)))
     elif kind != "default":
-        raise scaling.fail(kind_key, kind, "only 'default' and 'llama3' are supported")
+        raise scaling.fail(rope.kind_key, kind, "only 'default' and 'llama3' are supported")
     return {
-        "rotary_base": int(theta) if theta == int(theta) else theta,
+        "rotary_base": rope.rotary_base,
         "use_rope_scaling": kind == "llama3",
         "rope_scaling_factor": factor,
     }
 
 
 def write_rope(args: Mapping[str, Any]) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling`: understood by transformers before and after 5."""
+    """`rope_theta` and `rope_scaling`, which every version of transformers reads."""
     scaling = None
     if args.get("use_rope_scaling"):
         scaling = {"rope_type": "llama3", "factor": float(args["rope_scaling_factor"]), **_LLAMA3_ROPE}

@@ -1,4 +1,4 @@
-"""From a Megatron checkpoint (torch_dist) to a Hugging Face folder, without a process group and without a model."""
+"""Exports a Megatron checkpoint (torch_dist) as a Hugging Face folder, without a process group and without a model."""
 
 import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -31,7 +31,7 @@ from mkd.config.kd_config import RUN_CHOICES
 from mkd.errors import MkdCheckpointError
 from mkd.utils.progress import ByteProgress
 
-# Beginnings of the keys under which a checkpoint holds model weights; the others are optimizer, RNG and job state.
+# Prefixes of the keys of model weights in a checkpoint; the other keys are optimizer, RNG and job state.
 MODEL_KEYS = ("embedding.", "decoder.", "output_layer.", "encoder.", "mtp.")
 
 
@@ -44,13 +44,14 @@ def export_hf(
 ) -> None:
     """Write the model of a Megatron checkpoint as a Hugging Face folder that `transformers` loads.
 
-    Weights keep their stored dtype unless `dtype` is given; rows that pad the vocabulary are dropped. config.json,
-    generation config and tokenizer come from the checkpoint's `hf_assets` folder; without it, config.json is made from
-    the stored arguments and there is no tokenizer; it is then of the given `architecture`, or of the first one that the
-    arguments fit. The folder appears under its name when it is complete.
+    Weights keep their stored dtype unless `dtype` is given; padding rows of the vocabulary are dropped. config.json,
+    generation config and tokenizer come from the checkpoint's `hf_assets` folder. Without that folder, config.json is
+    made from the stored arguments, for the given `architecture` or for the first one that fits, and there is no
+    tokenizer. The folder appears under its name when it is complete.
 
-    Raises `MkdCheckpointError` when `out` (given by `flag`) is not free, when the architecture has no Hugging Face form
-    here, and when a tensor is missing, of another shape, or unknown; it names the tensor.
+    Raises:
+        MkdCheckpointError: `out` (given by `flag`) is in use, the model fits no known Hugging Face architecture, or a
+            tensor is missing, unknown, or of another shape (the message names it).
     """
     check_output(out, flag)
     export = HFExport(folder, dtype, architecture)
@@ -59,12 +60,12 @@ def export_hf(
 
 
 class HFExport:
-    """The model of a Megatron checkpoint, ready to be written by one process or by several together."""
+    """The model of a Megatron checkpoint, to be written by one process or by several together."""
 
     def __init__(
         self, folder: MegatronFolder, dtype: torch.dtype | None = None, architecture: str | None = None
     ) -> None:
-        """Raises `MkdCheckpointError` as `export_hf` does. No weight is read."""
+        """Check the checkpoint and plan the tensors. No weight is read. Raises `MkdCheckpointError` as `export_hf`."""
         self._folder = folder
         family, self._config, args = architecture_of(folder, architecture)
         self._source = _StoredTensors(folder, family, args)
@@ -78,8 +79,10 @@ class HFExport:
         on_bytes: Callable[[int], None] = lambda nbytes: None,
         name: str | None = None,
     ) -> None:
-        """Write this part of the weight files into the folder `out`; the first part also has all other files, and a
-        card of the model `name` (see `model_card`)."""
+        """Write every `parts`-th weight file, beginning with number `part`, into the folder `out`.
+
+        Part 0 also writes all other files, with a card for the model `name` (see `model_card`).
+        """
         writer = WeightsWriter(out, self.plan, part=part, parts=parts)
         for key, tensor in self._source.read(writer.names):
             dtype = self.plan[key][1]
@@ -102,10 +105,10 @@ def architecture_of(folder: MegatronFolder, name: str | None = None) -> tuple[Fa
 
     Args:
         folder: the checkpoint.
-        name: of a Hugging Face architecture, for a checkpoint that has no `hf_assets`.
+        name: a Hugging Face architecture, for a checkpoint without `hf_assets`.
 
     Raises:
-        MkdCheckpointError: there is none, or it contradicts the stored arguments.
+        MkdCheckpointError: no architecture fits, or config.json contradicts the stored arguments.
     """
     stored = {**vars(default_arguments()), **vars(folder.args)}
     if folder.assets_dir is not None and (folder.assets_dir / "config.json").is_file():
@@ -121,7 +124,7 @@ def architecture_of(folder: MegatronFolder, name: str | None = None) -> tuple[Fa
         seen = stored.get(argument)
         if seen != args[argument] and not (argument == "vocab_size" and seen is None):
             raise folder.error(
-                f"the checkpoint was made with --{argument.replace('_', '-')} {seen}, its config.json says "
+                f"the checkpoint was made with --{argument.replace('_', '-')} {seen}, its config.json has "
                 f"{args[argument]}"
             )
     return family, config, args
@@ -135,11 +138,11 @@ def _family_of_args(values: dict[str, Any], families: Sequence[Family]) -> tuple
             return family, family.hf_config(values)
         except MkdCheckpointError as error:
             reasons.append(str(error))
-    raise MkdCheckpointError("no known Hugging Face architecture is like this checkpoint: " + "; ".join(reasons))
+    raise MkdCheckpointError("no known Hugging Face architecture fits this checkpoint: " + "; ".join(reasons))
 
 
 class _StoredTensors:
-    """The model tensors of a checkpoint, read one layer's parameter at a time."""
+    """The model tensors of a checkpoint, read one parameter of one layer at a time."""
 
     def __init__(self, folder: MegatronFolder, family: Family, args: dict[str, Any]) -> None:
         self._folder, self._family, self._args = folder, family, args
@@ -198,7 +201,7 @@ class _StoredTensors:
             yield item, key, axes
 
     def _read(self, key: str, index: tuple[int, ...]) -> Tensor:
-        """One parameter. Equal layers and experts are stored as one tensor: only the block at `index` is read."""
+        """One parameter. Equal layers and experts are stored as one tensor, of which the block at `index` is read."""
         size, dtype = self._stored[key].size, self._stored[key].properties.dtype
         shape = (*(1 for _ in index), *size[len(index) :])
         data = torch.empty(shape, dtype=dtype)

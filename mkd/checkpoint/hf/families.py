@@ -1,7 +1,18 @@
-"""Model families: how config.json becomes Megatron arguments and back, and which tensors are which.
+"""Model families: config.json <-> Megatron arguments, and Hugging Face tensors <-> Megatron parameters.
 
-Megatron's own argument names are the vocabulary. A family is a list of parts of config.json, a table of tensors and the
-arguments that have one value in it; reading, writing and checking are derived from them.
+A family is one `Family` object. Loading, import, export, checks and pruning are derived from it. To add a family (QWEN3
+takes 7 lines):
+
+1. `parts`: the parts of config.json (`parts.py`) that translate its keys to Megatron arguments and back. If no existing
+   part covers a key, write a `ConfigPart`: a function that reads the keys, and one that writes them.
+2. `table`: the tensors (`tables.py`), one `Entry` per Megatron parameter; `decoder(attention, mlp)` assembles a model.
+3. `fixed`: the Megatron arguments with one value in the whole family; start from `_DENSE` or `_MIXTURE`. An argument
+   that a part reads must not be in it.
+4. `absent`: values that transformers uses for keys missing in config.json, where the parts would use another one.
+5. Add the family to `FAMILIES`, and a small model to `MODELS` in tests/dist/test_hf_families.py: the tests compare
+   logits with transformers in every layout, and the round trip bit for bit.
+
+Keys that Megatron cannot compute are refused by `required(...)` and by the parts, with the name of the key.
 """
 
 from argparse import Namespace
@@ -63,23 +74,23 @@ class Family:
     parts: tuple[ConfigPart, ...]
     table: tuple[Entry, ...]
     fixed: Mapping[str, Any]
-    """Megatron arguments that have one value in the whole family."""
+    """Megatron arguments with one value in the whole family."""
     tied: Mapping[str, str] = field(default_factory=lambda: {"lm_head.weight": "model.embed_tokens.weight"})
-    """Hugging Face tensors that repeat another one when embeddings are tied: copy -> original."""
+    """Hugging Face tensors that are copies when embeddings are tied: copy -> original."""
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
-    """Ends of the names of tensors that hold no weights."""
+    """Suffixes of the names of tensors that are not weights."""
     absent: Mapping[str, Any] = field(default_factory=dict)
-    """What transformers takes for a key that config.json does not have, where the parts would take something else."""
+    """Defaults of transformers for absent keys of config.json, where those of the parts differ."""
 
     def megatron_args(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Megatron arguments for config.json. `MkdCheckpointError` names a key that is missing or not supported."""
+        """Megatron arguments for config.json. Raises `MkdCheckpointError` naming a missing or unsupported key."""
         args = {**self.fixed, "hidden_dropout": 0.0}
         for part in self.parts:
             args.update(part.read(ConfigReader({**self.absent, **config})))
         return args
 
     def hf_config(self, args: Namespace | Mapping[str, Any]) -> dict[str, Any]:
-        """config.json for Megatron arguments. `MkdCheckpointError` names an argument that the family cannot express."""
+        """config.json for Megatron arguments. Raises `MkdCheckpointError` naming an argument that does not fit."""
         values = args if isinstance(args, Mapping) else vars(args)
         for name, wanted in self.fixed.items():
             if (seen := values.get(name)) != wanted and not (seen is None and not wanted):
@@ -93,7 +104,7 @@ class Family:
         return config
 
     def dims(self, args: Mapping[str, Any]) -> Dims:
-        """Sizes for the tensor table, from Megatron arguments; `vocab` is without padding."""
+        """Sizes for the tensor table, from Megatron arguments; `vocab` excludes padding."""
         heads = args["num_attention_heads"]
         return Dims(
             hidden=args["hidden_size"],
@@ -109,7 +120,7 @@ class Family:
         )
 
     def tensors(self, args: Mapping[str, Any]) -> Iterator[Item]:
-        """Every parameter of the model with its Hugging Face tensors, layers and experts ascending within an entry."""
+        """Every parameter of the model with its Hugging Face tensors; layers and experts ascend within an entry."""
         dims = self.dims(args)
         stacked = not isinstance(args.get("moe_layer_freq"), list)
         for entry in self.table:
@@ -162,7 +173,7 @@ _ATTENTION = (QKV_WEIGHT, ATTENTION_OUT)
 
 
 def _but(fixed: Mapping[str, Any], *free: str, **changed: Any) -> dict[str, Any]:
-    """`fixed` with changed values, and without the arguments that a part reads."""
+    """`fixed` with changed values, and without the arguments `free`, which a part reads."""
     return {**{name: value for name, value in fixed.items() if name not in free}, **changed}
 
 
@@ -245,7 +256,7 @@ DEEPSEEK_V3 = Family(
         LATENT_ROPE,
         required(hidden_act="silu", attention_bias=False, norm_topk_prob=True, rope_interleave=True),
         required(scoring_func="sigmoid", topk_method="noaux_tc"),
-        # transformers' norms of the two latents have this one whatever the key says, Megatron's have the model's
+        # transformers' norms of the two latents always use 1e-6, Megatron's use the value of the model
         required(rms_norm_eps=1e-6),
     ),
     table=decoder(LATENT_ATTENTION, DENSE_THEN_MIXTURE, LATENT_INPUT_NORM),
@@ -303,16 +314,16 @@ UNSUPPORTED: Mapping[str, str] = {
         "megatron-core 0.19 has no norm after attention and MLP, and one rope base for all layers",
     ),
 }
-"""Architectures that are asked for, and what megatron-core lacks to compute them."""
+"""Well-known architectures that megatron-core cannot compute -> reason."""
 
 
 def family_by_name(name: str) -> Family:
-    """The family of an architecture; `MkdCheckpointError` lists the known ones."""
+    """The family of an architecture. Raises `MkdCheckpointError` with the list of known architectures."""
     return family_of({"architectures": [name]})
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """The family of a config.json; `MkdCheckpointError` lists the known architectures when there is none."""
+    """The family of a config.json. Raises `MkdCheckpointError` with the list of known architectures."""
     known = {name: family for family in FAMILIES for name in family.architectures}
     names = config.get("architectures")
     names = names if isinstance(names, list) else [names]

@@ -1,6 +1,7 @@
-"""GPT-OSS: sinks and every second layer's window in attention, clamped experts with biases, stored all in one tensor.
+"""gpt-oss: attention sinks, a sliding window in every second layer, clamped experts with biases in one tensor per
+layer.
 
-transformers, models/gpt_oss; megatron-core 0.19, transformer/mlp.py and transformer/dot_product_attention.py.
+Sources: transformers, models/gpt_oss; megatron-core 0.19, transformer/mlp.py and transformer/dot_product_attention.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from torch import Tensor
 from mkd.checkpoint.hf.config import ConfigReader
 from mkd.checkpoint.hf.layouts import REPLICATED, Dims, Layout, Read, TensorShard, rows
 from mkd.checkpoint.hf.parts import Arguments, ConfigPart
-from mkd.checkpoint.hf.tables import ATTENTION_OUT, MOE_NORM, QKV_BIAS, QKV_WEIGHT, Entry
+from mkd.checkpoint.hf.tables import ATTENTION_OUT, MOE_NORM, QKV_BIAS, QKV_WEIGHT, Entry, expert_entry
 from mkd.errors import MkdCheckpointError
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
@@ -26,7 +27,7 @@ def _read_windows(config: ConfigReader) -> dict[str, Any]:
     window, is_sliding = config.config.get("sliding_window"), [int(kind == _SLIDING) for kind in kinds]
     if window is None or not any(is_sliding):
         return {"window_size": None, "window_attn_skip_freq": None}
-    # Of W tokens a query sees itself and the W - 1 before it: Megatron's window counts only these.
+    # A window of W tokens includes the query's own token; Megatron counts only the W - 1 before it.
     return {"window_size": (config.size("sliding_window") - 1, 0), "window_attn_skip_freq": is_sliding}
 
 
@@ -43,29 +44,31 @@ def _write_windows(args: Arguments) -> dict[str, Any]:
 
 
 LAYER_WINDOWS = ConfigPart(_read_windows, _write_windows)
-"""Each layer has the window, or attends to everything."""
+"""Each layer attends to the sliding window or to the full sequence, according to `layer_types`."""
 
 
 def _write_limit(args: Arguments) -> dict[str, Any]:
     if (limit := args.get("activation_func_clamp_value")) is None:
-        raise MkdCheckpointError("GptOssForCausalLM cuts its experts' activations at a limit, the checkpoint has none")
+        raise MkdCheckpointError(
+            "GptOssForCausalLM clamps its experts' activations, the checkpoint has no limit for it"
+        )
     return {"swiglu_limit": limit}
 
 
 CLAMPED_GLU = ConfigPart(
     lambda config: {"activation_func_clamp_value": float(config.get("swiglu_limit", (int, float), 7.0))}, _write_limit
 )
-"""Gate and linear part are cut at a limit."""
+"""Gate and linear part of the GLU are clamped at a limit."""
 
 
 def _gate_up(tensor: Tensor, dims: Dims, shard: TensorShard) -> Tensor:
-    """[gate of this rank; up of this rank] of rows that alternate between the two."""
+    """[gate rows of this rank; up rows of this rank] from rows that alternate between gate and up."""
     own = shard.of(dims.moe_ffn)
     return torch.cat([tensor[0::2][own], tensor[1::2][own]])
 
 
 def _alternate(whole: Tensor) -> Tensor:
-    """The inverse for one rank: [gate; up] -> rows that alternate."""
+    """The inverse on one rank: [gate; up] -> alternating rows."""
     return torch.stack(whole.chunk(2), dim=1).flatten(0, 1)
 
 
@@ -76,7 +79,7 @@ def _layout(shard: Callable[[Tensor, Dims, TensorShard], Tensor], split: Callabl
     return Layout(shard_of, lambda whole, dims: [split(whole)])
 
 
-# Of one expert: [hidden, gate and up], [gate and up], [ffn, hidden], [hidden]
+# The folder's tensors of one expert: [hidden, gate and up], [gate and up], [ffn, hidden], [hidden]
 _EXPERT_GATE_UP = _layout(lambda t, dims, own: _gate_up(t.T, dims, own), lambda whole: _alternate(whole).T)
 _EXPERT_GATE_UP_BIAS = _layout(_gate_up, _alternate)
 _EXPERT_DOWN = _layout(lambda t, dims, own: t.T[:, own.of(dims.moe_ffn)], lambda whole: whole.T)
@@ -85,17 +88,7 @@ _MG, _HF = "decoder.layers.{layer}.", "model.layers.{layer}."
 
 
 def _expert(name: str, source: str, shape: tuple[str, ...], source_shape: tuple[str, ...], layout: Layout) -> Entry:
-    apart, grouped, stored = (
-        f"{_MG}mlp.experts.{prefix}{name}" for prefix in ("local_experts.{expert}.", "", "experts.{expert}.")
-    )
-    return Entry(
-        apart,
-        {f"{_HF}mlp.experts.{source}": ("experts", *source_shape)},
-        layout,
-        aliases=(grouped + "{expert}",),
-        stored=(stored,),
-        shape=shape,
-    )
+    return expert_entry(name, {f"{_HF}mlp.experts.{source}": ("experts", *source_shape)}, layout, shape)
 
 
 SINK_ATTENTION = (

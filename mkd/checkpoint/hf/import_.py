@@ -1,6 +1,6 @@
-"""From a Hugging Face folder to a Megatron checkpoint (torch_dist), on the CPU, one parameter in memory at a time.
+"""Converts a Hugging Face folder to a Megatron checkpoint (torch_dist), on the CPU, one parameter in memory at a time.
 
-Started by torchrun, each rank reads and writes its share of the parameters.
+Under torchrun, each rank reads and writes its share of the parameters.
 Call `mkd.cpu.activate()` before this module is imported.
 """
 
@@ -28,6 +28,7 @@ from mkd.checkpoint.hf.tables import Item
 from mkd.checkpoint.hf.writer import StagedFolder
 from mkd.checkpoint.lazy_save import LazyTensors, save
 from mkd.checkpoint.megatron_folder import TRACKER
+from mkd.checkpoint.ranks import all_ranks
 from mkd.config.arguments import default_arguments
 from mkd.cpu.flags import set_cpu_values
 from mkd.errors import MkdCheckpointError
@@ -35,11 +36,13 @@ from mkd.utils.progress import ByteProgress
 
 
 def import_hf(folder: HFFolder, save_dir: Path, dtype: torch.dtype | None = None, flag: str = "--save") -> None:
-    """Write `folder` as a Megatron checkpoint that `--load`, `--pretrained-checkpoint` and `--kd-teacher-load` read.
+    """Write `folder` as a Megatron checkpoint for `--load`, `--pretrained-checkpoint` and `--kd-teacher-load`.
 
     It is a "release" checkpoint: iteration 0, weights and arguments, no optimizer. Any parallel layout can load it. The
-    weights' dtype is fp32 or bf16; by default bf16 if the folder is in bf16, else fp32, so that nothing is rounded.
-    Raises `MkdCheckpointError` when the folder is not complete or `save_dir` (given by `flag`) is not free.
+    dtype is fp32 or bf16; the default is bf16 if the folder is in bf16, else fp32, so that nothing is rounded.
+
+    Raises:
+        MkdCheckpointError: the folder is not complete, or `save_dir` (given by `flag`) is not free.
     """
     family, architecture = read_architecture(folder)
     check_tensors(folder, family)
@@ -55,8 +58,8 @@ def import_hf(folder: HFFolder, save_dir: Path, dtype: torch.dtype | None = None
             release.mkdir()
         dist.barrier()
         items = list(_parameters(family, architecture))[rank::size]
-        total = sum(torch.Size(_whole_shape(item, args)).numel() for item in items) * dtype.itemsize
-        # The ranks have equal shares: one tells for all.
+        total = sum(torch.Size(_full_shape(item, args)).numel() for item in items) * dtype.itemsize
+        # The ranks have equal shares, so the progress of rank 0 stands for all.
         progress = ByteProgress(f"reading {folder.path}", total) if rank == 0 else None
         with progress or contextlib.nullcontext():
             on_bytes = progress.advance if progress else lambda nbytes: None
@@ -68,13 +71,13 @@ def import_hf(folder: HFFolder, save_dir: Path, dtype: torch.dtype | None = None
 
 
 def _parameters(family: Family, architecture: dict[str, Any]) -> Iterator[Item]:
-    """What a checkpoint of the model stores: a tied LM head is the embedding and not stored again."""
+    """Parameters that a checkpoint of the model stores; a tied LM head is the embedding and is not stored again."""
     tied = set() if architecture["untie_embeddings_and_output_weights"] else set(family.tied)
     return (item for item in family.tensors(architecture) if not tied.issuperset(item.shapes))
 
 
-def _whole_shape(item: Item, args: Namespace) -> tuple[int, ...]:
-    """Shape of a parameter that is not cut: the rows of its Hugging Face tensors, or those of the padded vocabulary."""
+def _full_shape(item: Item, args: Namespace) -> tuple[int, ...]:
+    """Shape of the unsharded parameter: the rows of its Hugging Face tensors, or those of the padded vocabulary."""
     if item.shape:
         return item.shape
     first, *rest = item.shapes.values()
@@ -99,7 +102,7 @@ def _lazy_tensors(
 
     tensors = LazyTensors()
     for item in items:
-        shape, kept = _whole_shape(item, args), torch.float32 if item.entry.in_fp32 else dtype
+        shape, kept = _full_shape(item, args), torch.float32 if item.entry.in_fp32 else dtype
         for key, axes in item.saved_keys():
             indices = tuple((index, vars(args)[argument]) for argument, index in axes)
             tensors.add(key, shape, kept, partial(read, item, shape, kept), indices)
@@ -107,7 +110,7 @@ def _lazy_tensors(
 
 
 def _arguments(architecture: dict[str, Any], dtype: torch.dtype, save_dir: Path) -> Namespace:
-    """Megatron's arguments for a one-rank job that holds the model and saves it."""
+    """Megatron's arguments of a one-rank job that holds the model and saves it."""
     args = default_arguments()
     vars(args).update(architecture)
     args.rank, args.local_rank, args.world_size = 0, 0, 1
@@ -125,29 +128,3 @@ def _arguments(architecture: dict[str, Any], dtype: torch.dtype, save_dir: Path)
         except (AssertionError, ValueError) as error:
             raise MkdCheckpointError(f"megatron refuses the architecture: {error}") from error
     return args
-
-
-@contextlib.contextmanager
-def one_rank() -> Iterator[None]:
-    """A process group of this process alone: megatron asks for ranks where it saves."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def all_ranks() -> Iterator[tuple[int, int]]:
-    """(rank, number of ranks): of the group that there is, of those that torchrun started, or of this process alone."""
-    if dist.is_initialized():
-        yield dist.get_rank(), dist.get_world_size()
-    elif int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        with one_rank():
-            yield 0, 1
-    else:
-        dist.init_process_group("gloo")
-        try:
-            yield dist.get_rank(), dist.get_world_size()
-        finally:
-            dist.destroy_process_group()

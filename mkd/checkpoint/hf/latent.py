@@ -1,6 +1,6 @@
-"""DeepSeek-V3's kind of model: multi-head latent attention, dense layers before mixtures, balanced by a bias.
+"""DeepSeek-V3: multi-head latent attention, dense layers before mixtures of experts, load balancing by a router bias.
 
-transformers, models/deepseek_v3; megatron-core 0.19, transformer/multi_latent_attention.py and moe/router.py.
+Sources: transformers, models/deepseek_v3; megatron-core 0.19, transformer/multi_latent_attention.py and moe/router.py.
 """
 
 from collections.abc import Mapping
@@ -64,7 +64,7 @@ def _write_sizes(args: Arguments) -> dict[str, Any]:
 
 
 LATENT_SIZES = ConfigPart(_read_sizes, _write_sizes)
-"""Layers, widths, heads and ranks of the latents."""
+"""Layers, widths, attention heads and ranks of the latents."""
 
 
 def _read_experts(config: ConfigReader) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def _read_experts(config: ConfigReader) -> dict[str, Any]:
         raise config.fail("num_experts_per_tok", chosen, f"it must be from 2 to n_routed_experts {experts}")
     groups, best = config.size("n_group", default=1), config.size("topk_group", default=1)
     if groups > 1 and chosen // best != 2:
-        # transformers adds up the best two experts of a group, Megatron this many
+        # transformers sums the best two experts of each group, Megatron sums num_experts_per_tok / topk_group of them
         raise config.fail("topk_group", best, f"with n_group {groups} only half of num_experts_per_tok is supported")
     width = config.size("moe_intermediate_size")
     return {
@@ -110,7 +110,7 @@ def _write_experts(args: Arguments) -> dict[str, Any]:
 
 
 LATENT_EXPERTS = ConfigPart(_read_experts, _write_experts)
-"""Dense layers, then mixtures with shared experts, chosen by sigmoid and bias, perhaps among the best groups."""
+"""Dense layers, then mixtures with shared experts; routing by sigmoid and bias, optionally limited to groups."""
 
 
 def latent_dims(args: Arguments) -> dict[str, int]:
@@ -137,25 +137,25 @@ _ATTENTION, _SELF = _MG + "self_attention.", _HF + "self_attn."
 
 
 def _norm(name: str, projection: str, source: str, width: str) -> Entry:
-    """A latent's norm; Transformer Engine keeps it in the projection that follows, also in checkpoints."""
+    """The norm of a latent; Transformer Engine stores it in the projection that follows, also in checkpoints."""
     own, fused = f"{_ATTENTION}{name}.weight", f"{_ATTENTION}{projection}.layer_norm_weight"
     sources = {f"{_SELF}{source}.weight": (width,)}
     return Entry(own, sources, REPLICATED, aliases=(fused,), stored=(own, fused))
 
 
-def _cut_by_rows(name: str, source: str, count: str, width: str) -> Entry:
-    """Local layers cut the projections down to the latents too, Transformer Engine's do not."""
+def _row_sharded(name: str, source: str, count: str, width: str) -> Entry:
+    """A projection; local layers shard the projections down to the latents too, Transformer Engine's do not."""
     return Entry(f"{_ATTENTION}{name}.weight", {f"{_SELF}{source}.weight": (count, width)}, rows(count))
 
 
 LATENT_INPUT_NORM = Entry(_MG + "input_layernorm.weight", {_HF + "input_layernorm.weight": ("hidden",)}, REPLICATED)
 LATENT_ATTENTION = (
-    _cut_by_rows("linear_q_down_proj", "q_a_proj", "query_latent", "hidden"),
+    _row_sharded("linear_q_down_proj", "q_a_proj", "query_latent", "hidden"),
     _norm("q_layernorm", "linear_q_up_proj", "q_a_layernorm", "query_latent"),
-    _cut_by_rows("linear_q_up_proj", "q_b_proj", "latent_query", "query_latent"),
-    _cut_by_rows("linear_kv_down_proj", "kv_a_proj_with_mqa", "key_latent_and_positions", "hidden"),
+    _row_sharded("linear_q_up_proj", "q_b_proj", "latent_query", "query_latent"),
+    _row_sharded("linear_kv_down_proj", "kv_a_proj_with_mqa", "key_latent_and_positions", "hidden"),
     _norm("kv_layernorm", "linear_kv_up_proj", "kv_a_layernorm", "key_latent"),
-    _cut_by_rows("linear_kv_up_proj", "kv_b_proj", "latent_key_value", "key_latent"),
+    _row_sharded("linear_kv_up_proj", "kv_b_proj", "latent_key_value", "key_latent"),
     Entry(_ATTENTION + "linear_proj.weight", {_SELF + "o_proj.weight": ("hidden", "query")}, ATTENTION_OUTPUT),
 )
 
@@ -171,7 +171,7 @@ _SHARED = (
         SHARED_DOWN,
     ),
 )
-_BALANCE = Entry(
+_EXPERT_BIAS = Entry(
     _MG + "mlp.router.expert_bias",
     {_HF + "mlp.gate.e_score_correction_bias": ("experts",)},
     REPLICATED,
@@ -189,6 +189,6 @@ DENSE_THEN_MIXTURE = (
     *(replace(entry, where=_is_dense) for entry in MLP),
     *(
         replace(entry, where=_is_mixture)
-        for entry in (*mixture("mlp.", "gate_proj", "up_proj", "down_proj"), _BALANCE, *_SHARED)
+        for entry in (*mixture("mlp.", "gate_proj", "up_proj", "down_proj"), _EXPERT_BIAS, *_SHARED)
     ),
 )

@@ -1,7 +1,7 @@
-"""How tensors of a Hugging Face folder lie inside one Megatron parameter, in both directions.
+"""Layouts: the order of rows and columns of Hugging Face tensors inside one Megatron parameter, in both directions.
 
-A layout cuts this rank's part of a parameter out of the Hugging Face tensors (`shard`, reading only the bytes it needs)
-and cuts a whole parameter, as a torch_dist checkpoint stores it, into the Hugging Face tensors (`split`).
+`Layout.shard` assembles this rank's shard of a Megatron parameter from Hugging Face tensors and reads only the bytes
+that it needs. `Layout.split` splits a full parameter, as a torch_dist checkpoint stores it, into Hugging Face tensors.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from mkd.errors import MkdCheckpointError
 
 @dataclass(frozen=True)
 class Dims:
-    """Sizes that the tensor tables refer to by name."""
+    """Model sizes, by the names that the tensor tables use."""
 
     hidden: int
     ffn: int
@@ -29,9 +29,9 @@ class Dims:
     query_latent: int = 0
     key_latent: int = 0
     positions: int = 0
-    """Width of the part of a latent attention's key that turns with the position."""
+    """Channels of a latent attention's key with rope."""
     plain_width: int = 0
-    """Width of the part of each latent attention's key that does not."""
+    """Channels of a latent attention's key without rope."""
 
     @property
     def query(self) -> int:
@@ -73,7 +73,7 @@ class Dims:
 
 @dataclass(frozen=True)
 class TensorShard:
-    """Tensor-parallel `rank` of `size`."""
+    """Tensor-parallel `rank` of `size` ranks."""
 
     rank: int
     size: int
@@ -92,7 +92,8 @@ Read = Callable[[slice | None, slice | None], Tensor]
 class Layout:
     """`shard(reads, dims, shard, local shape) -> local tensor`; `split(whole, dims) -> Hugging Face tensors`.
 
-    The local shape is the model's; only the vocabulary, which may be padded, is cut by it.
+    `local shape` is the shape of the model's parameter on this rank; it matters only for the vocabulary, which may be
+    padded.
     """
 
     shard: Callable[[Sequence[Read], Dims, TensorShard, tuple[int, ...]], Tensor]
@@ -108,12 +109,12 @@ def _split_whole(whole: Tensor, dims: Dims) -> list[Tensor]:
 
 
 def _shard_columns(total: str) -> Callable[[Sequence[Read], Dims, TensorShard, tuple[int, ...]], Tensor]:
-    """Cuts the columns of a [.., total] matrix: the weight of a row-parallel linear layer."""
+    """Shards the columns of a [.., total] matrix: the weight of a row-parallel linear layer."""
     return lambda reads, dims, shard, shape: reads[0](None, shard.of(getattr(dims, total)))
 
 
 def rows(total: str) -> Layout:
-    """Cuts the rows of a [total, ..] matrix; each rank has all of it where the model's layer is not cut."""
+    """Shards the rows of a [total, ..] matrix; replicated if the model's layer is not sharded."""
 
     def shard_of(reads: Sequence[Read], dims: Dims, shard: TensorShard, shape: tuple[int, ...]) -> Tensor:
         count = getattr(dims, total)
@@ -123,12 +124,12 @@ def rows(total: str) -> Layout:
 
 
 def _shard_vocab(reads: Sequence[Read], dims: Dims, shard: TensorShard, shape: tuple[int, ...]) -> Tensor:
-    """Rows of the padded vocabulary: those past the folder's vocabulary are zero."""
+    """Rows of the padded vocabulary; rows beyond the folder's vocabulary are zero."""
     rows = shape[0]
     if rows * shard.size < dims.vocab:
         raise MkdCheckpointError(
             f"the model has {rows * shard.size} vocabulary rows, the Hugging Face folder has {dims.vocab}: "
-            "leave --vocab-size and --padded-vocab-size out, or give at least the folder's vocab_size"
+            "omit --vocab-size and --padded-vocab-size, or give at least the folder's vocab_size"
         )
     first = min(shard.rank * rows, dims.vocab)
     real = reads[0](slice(first, min(first + rows, dims.vocab)), None)
@@ -140,9 +141,9 @@ def _split_vocab(whole: Tensor, dims: Dims) -> list[Tensor]:
 
 
 def _shard_qkv(reads: Sequence[Read], dims: Dims, shard: TensorShard, shape: tuple[int, ...]) -> Tensor:
-    """For each query group: its query rows, its key rows, its value rows.
+    """Rows in the order of query groups: query rows, key rows, value rows of each group.
 
-    With more tensor-parallel ranks than groups a rank holds part of a group, so whole groups are read and then cut.
+    With more tensor-parallel ranks than groups, a rank holds a part of a group: whole groups are read and then sliced.
     """
     rows = shard.of(dims.groups * dims.group_rows)
     first, last = rows.start // dims.group_rows, -(-rows.stop // dims.group_rows)
@@ -161,17 +162,17 @@ def _split_qkv(whole: Tensor, dims: Dims) -> list[Tensor]:
     return [part.flatten(0, 1) for part in groups.split(sizes, dim=1)]
 
 
-def _parts_of(read: Read, *sizes: int) -> list[Read]:
-    """Readers of consecutive row blocks of one tensor, each as if it were a tensor of its own."""
-    starts = [sum(sizes[:n]) for n in range(len(sizes))]
+def _read_row_blocks(read: Read, *sizes: int) -> list[Read]:
+    """Readers of consecutive row blocks of one tensor; each addresses its block from row 0."""
+    first_rows = [sum(sizes[:n]) for n in range(len(sizes))]
     return [
-        lambda rows, cols, start=start: read(slice(start + rows.start, start + rows.stop), cols) for start in starts
+        lambda rows, cols, first=first: read(slice(first + rows.start, first + rows.stop), cols) for first in first_rows
     ]
 
 
 def _shard_packed_qkv(reads: Sequence[Read], dims: Dims, shard: TensorShard, shape: tuple[int, ...]) -> Tensor:
     """The folder's tensor is [all queries; all keys; all values]."""
-    return _shard_qkv(_parts_of(reads[0], dims.query, dims.key, dims.key), dims, shard, shape)
+    return _shard_qkv(_read_row_blocks(reads[0], dims.query, dims.key, dims.key), dims, shard, shape)
 
 
 def _split_packed_qkv(whole: Tensor, dims: Dims) -> list[Tensor]:
@@ -179,7 +180,7 @@ def _split_packed_qkv(whole: Tensor, dims: Dims) -> list[Tensor]:
 
 
 def _gate_up(size: str) -> Layout:
-    """[gate of this rank; up of this rank]; the checkpoint's global tensor is [whole gate; whole up]."""
+    """[gate rows of this rank; up rows of this rank]; a checkpoint stores [all gate rows; all up rows]."""
 
     def shard_of(reads: Sequence[Read], dims: Dims, shard: TensorShard, shape: tuple[int, ...]) -> Tensor:
         rows = shard.of(getattr(dims, size))
@@ -189,8 +190,8 @@ def _gate_up(size: str) -> Layout:
 
 
 def _shard_packed_gate_up(reads: Sequence[Read], dims: Dims, shard: TensorShard, shape: tuple[int, ...]) -> Tensor:
-    """The folder's tensor is [whole gate; whole up]."""
-    return GATE_UP.shard(_parts_of(reads[0], dims.ffn, dims.ffn), dims, shard, shape)
+    """The folder's tensor is [all gate rows; all up rows]."""
+    return GATE_UP.shard(_read_row_blocks(reads[0], dims.ffn, dims.ffn), dims, shard, shape)
 
 
 REPLICATED = Layout(_shard_replicated, _split_whole)

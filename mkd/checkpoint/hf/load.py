@@ -1,4 +1,4 @@
-"""From a Hugging Face folder into the parameters of this rank's model chunks."""
+"""Loads a Hugging Face folder into the parameters of this rank's model chunks (pipeline and virtual stages)."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.layouts import Dims, TensorShard
 from mkd.checkpoint.hf.tables import Item
 
-# megatron's SequentialMLP has a module an expert, its TEGroupedMLP a parameter an expert.
+# megatron's SequentialMLP has one module per expert, its TEGroupedMLP one parameter per expert.
 _EXPERT_NUMBER = re.compile(r"(local_experts\.|\.(?:weight|bias))(\d+)")
 
 
@@ -28,12 +28,13 @@ def load_hf_weights(
 ) -> None:
     """Fill every parameter of this rank's model chunks (`GPTModel`, or wrapped) in place from `folder`.
 
-    Values are cast to the parameter's dtype. Only this rank's slices are read; which these are follows from the
-    chunks' own process groups. Rows that pad the vocabulary become zero; so do those from `vocab` up, if it is given:
-    tokens that nobody uses. Call it before an optimizer copies the parameters.
+    Values are cast to the parameter's dtype. Only this rank's slices are read, according to the chunks' own process
+    groups. Padding rows of the vocabulary become zero, and so do unused tokens from `vocab` up, if it is given. Call it
+    before an optimizer copies the parameters.
 
-    Raises `MkdCheckpointError`, naming the tensor or parameter, when the folder is not complete (`check_tensors`), or
-    when a parameter has no counterpart in it or has another shape.
+    Raises:
+        MkdCheckpointError: naming the tensor or parameter, when the folder is not complete (`check_tensors`), or when a
+            parameter has no counterpart in the folder or has another shape.
     """
     family, args = read_architecture(folder)
     check_tensors(folder, family)
@@ -44,7 +45,7 @@ def load_hf_weights(
 
 
 class HFParameters:
-    """A folder's weights, as Megatron parameters."""
+    """Reads a folder's weights by the names of Megatron's parameters."""
 
     def __init__(self, folder: HFFolder, family: Family, args: Mapping[str, Any], vocab: int | None = None) -> None:
         self._folder, self._dims = folder, family.dims(args)
@@ -56,12 +57,12 @@ class HFParameters:
         self._by_name = {name: item for item in family.tensors(args) for name in item.parameters}
 
     def read(self, name: str, shard: TensorShard, shape: tuple[int, ...]) -> Tensor:
-        """This rank's part of the parameter `name` (indices in the whole model), as the folder stores it.
+        """This rank's shard of a parameter, in the folder's dtype.
 
         Args:
-            name: of the parameter, under any layer spec.
-            shard: this rank among those that the parameter is cut over.
-            shape: of the parameter on this rank.
+            name: name of the parameter under any layer spec, with indices in the whole model.
+            shard: this rank among the ranks that share the parameter.
+            shape: shape of the parameter on this rank.
 
         Raises:
             MkdCheckpointError: the folder has no such parameter, or gives another shape.
@@ -79,7 +80,7 @@ def read_item(
     shape: tuple[int, ...],
     tied: Mapping[str, str],
 ) -> Tensor:
-    """One parameter's part on one rank; see `HFParameters.read`."""
+    """The shard of one parameter on one rank; see `HFParameters.read`."""
     sources = [tied.get(source, source) for source in item.shapes]
     reads = [partial(folder.read, source) for source in sources]
     if item.entry.has_all_experts:
@@ -117,17 +118,17 @@ def _check_model(model: GPTModel, folder: HFFolder, args: Mapping[str, Any]) -> 
 @torch.no_grad()
 def _load_chunk(model: GPTModel, weights: HFParameters) -> None:
     groups = model.pg_collection
-    # The balance of experts is a buffer, and as much a part of the model as a weight.
+    # The router's expert bias is a buffer, but it is a part of the model like a weight.
     buffers = ((name, value) for name, value in model.named_buffers() if name.endswith(".expert_bias"))
     for name, param in (*model.named_parameters(), *buffers):
         is_expert = ".experts." in name
-        cut_over = groups.expt_tp if is_expert else groups.tp
-        shard = TensorShard(cut_over.rank(), cut_over.size())
+        group = groups.expt_tp if is_expert else groups.tp
+        shard = TensorShard(group.rank(), group.size())
         param.copy_(weights.read(_global_name(model, name), shard, tuple(param.shape)))
 
 
 def _global_name(model: GPTModel, name: str) -> str:
-    """Parameter name with the indices of layer and expert in the whole model instead of those in this chunk."""
+    """Parameter name with layer and expert indices of the whole model instead of those of this chunk."""
     prefix = "decoder.layers."
     if not name.startswith(prefix):
         return name

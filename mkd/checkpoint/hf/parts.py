@@ -1,4 +1,4 @@
-"""Parts of config.json that families share: each reads some keys as Megatron arguments and writes them back."""
+"""Parts of config.json that families share: each converts some keys to Megatron arguments and back."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ Arguments = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class ConfigPart:
-    """Some keys of config.json, and the Megatron arguments that say the same."""
+    """A group of config.json keys and the equivalent Megatron arguments."""
 
     read: Callable[[ConfigReader], dict[str, Any]]
-    """config.json -> arguments; `MkdCheckpointError` names a key that is missing or not supported."""
+    """config.json -> arguments; raises `MkdCheckpointError` naming a key that is missing or not supported."""
     write: Callable[[Arguments], dict[str, Any]]
-    """Arguments -> keys of config.json."""
+    """Arguments -> keys and values of config.json."""
 
 
 def required(**values: Any) -> ConfigPart:
-    """Keys that have one value in every model that Megatron can compute; absent means this value."""
+    """Keys with the only value that Megatron can compute; an absent key counts as this value."""
 
     def read(config: ConfigReader) -> dict[str, Any]:
         for key, value in values.items():
@@ -75,16 +75,16 @@ def _write_sizes(args: Arguments) -> dict[str, Any]:
 
 
 SIZES = ConfigPart(_read_sizes, _write_sizes)
-"""Layers, widths, heads, vocabulary, norms; the head width is hidden_size / heads unless head_dim says otherwise."""
+"""Layers, widths, attention heads, vocabulary, norms. The head width is head_dim, by default hidden_size / heads."""
 
 FFN = ConfigPart(
     lambda config: {"ffn_hidden_size": config.size("intermediate_size")},
     lambda args: {"intermediate_size": args["ffn_hidden_size"]},
 )
-ROPE = ConfigPart(lambda config: read_rope(config.config), write_rope)
+ROPE = ConfigPart(read_rope, write_rope)
 
 
-def _read_share_of_rope(config: ConfigReader) -> dict[str, Any]:
+def _read_partial_rope(config: ConfigReader) -> dict[str, Any]:
     inside = (config.config.get("rope_parameters") or {}).get("partial_rotary_factor")
     share = config.get("partial_rotary_factor", (int, float), 1.0 if inside is None else inside)
     if not 0 < share <= 1:
@@ -92,12 +92,12 @@ def _read_share_of_rope(config: ConfigReader) -> dict[str, Any]:
     return {"rotary_percent": float(share)}
 
 
-PARTIAL_ROPE = ConfigPart(_read_share_of_rope, lambda args: {"partial_rotary_factor": args["rotary_percent"]})
-"""Positions turn only the first share of each head."""
+PARTIAL_ROPE = ConfigPart(_read_partial_rope, lambda args: {"partial_rotary_factor": args["rotary_percent"]})
+"""Rope rotates only the first channels of each attention head (`partial_rotary_factor`)."""
 
 
 def _read_window(config: ConfigReader) -> dict[str, Any]:
-    # Of W tokens a query sees itself and the W - 1 before it: Megatron's window counts only these.
+    # A window of W tokens includes the query's own token; Megatron counts only the W - 1 before it.
     window = config.size("sliding_window", default=None) if config.config.get("sliding_window") is not None else None
     return {"window_size": None if window is None else (window - 1, 0)}
 
@@ -105,7 +105,7 @@ def _read_window(config: ConfigReader) -> dict[str, Any]:
 WINDOW = ConfigPart(
     _read_window, lambda args: {"sliding_window": args["window_size"][0] + 1 if args.get("window_size") else None}
 )
-"""Each layer attends to a sliding window, or each to everything."""
+"""All layers attend to a sliding window, or all to the full sequence."""
 
 
 def _read_no_window(config: ConfigReader) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def _read_no_window(config: ConfigReader) -> dict[str, Any]:
 
 
 NO_WINDOW = ConfigPart(_read_no_window, lambda args: {"use_sliding_window": False, "sliding_window": None})
-"""Qwen's models have a window key that does nothing unless a second one turns it on."""
+"""Qwen's window key has no effect unless `use_sliding_window` is true, which is refused."""
 
 
 def _read_experts(config: ConfigReader) -> dict[str, Any]:
@@ -129,17 +129,16 @@ def _read_experts(config: ConfigReader) -> dict[str, Any]:
         "moe_router_topk": chosen,
         "moe_layer_freq": 1,
         "moe_aux_loss_coeff": float(config.get("router_aux_loss_coef", (int, float), 0.0)),
-        # transformers' routers compute the softmax in fp32 whatever the model's dtype
+        # transformers' routers compute the softmax in fp32 for every model dtype
         "moe_router_dtype": "fp32",
     }
 
 
 def experts(count_key: str) -> ConfigPart:
-    """Every layer's MLP is a router and experts without bias.
+    """Every layer's MLP is a mixture of experts without biases.
 
     Args:
-        count_key: config.json's key with the number of experts, as it is written; `num_experts` and `num_local_experts`
-            are both read.
+        count_key: key with the number of experts that is written; `num_experts` and `num_local_experts` are both read.
     """
     return ConfigPart(
         _read_experts,
@@ -152,11 +151,11 @@ def experts(count_key: str) -> ConfigPart:
 
 
 def _first(value: Any) -> Any:
-    """Megatron takes one coefficient, or a list with one a kind of balancing."""
+    """The coefficient itself, or the first of a list with one coefficient per type of load balancing."""
     return value[0] if isinstance(value, list) else value
 
 
-# Softmax over all experts and then the best, divided by their sum, is the softmax over the best.
+# The softmax over all experts, restricted to the top-k and renormalized, equals the softmax over the top-k.
 NORMALIZED_ROUTER = ConfigPart(lambda config: {"moe_router_pre_softmax": False}, lambda args: {})
 OPTIONAL_NORMALIZED_ROUTER = ConfigPart(
     lambda config: {"moe_router_pre_softmax": not config.get("norm_topk_prob", bool, False)},
@@ -176,9 +175,9 @@ EXPERT_FFN = ConfigPart(
     _read_expert_width("moe_intermediate_size"),
     lambda args: {"moe_intermediate_size": args["moe_ffn_hidden_size"], "intermediate_size": args["ffn_hidden_size"]},
 )
-"""Experts have a width of their own beside that of dense layers."""
+"""Experts and dense layers have separate widths."""
 
 EXPERTS_HAVE_FFN = ConfigPart(
     _read_expert_width("intermediate_size"), lambda args: {"intermediate_size": args["moe_ffn_hidden_size"]}
 )
-"""There are no dense layers: the only width is that of the experts."""
+"""No dense layers: `intermediate_size` is the width of the experts."""

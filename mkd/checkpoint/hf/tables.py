@@ -1,4 +1,8 @@
-"""Which Hugging Face tensors make up which Megatron parameter: one row an `Entry`, shared by the families."""
+"""Tensor tables: the Hugging Face tensors of each Megatron parameter, one `Entry` per parameter, shared by families.
+
+An `Entry` is a pattern with `{layer}` and `{expert}`; `Family.tensors` expands it to one `Item` per parameter of a
+model.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,20 +25,19 @@ from mkd.checkpoint.hf.layouts import (
 _LAYER, _EXPERT = "{layer}.", "{expert}."
 
 Axes = tuple[tuple[str, int], ...]
-"""A checkpoint tensor's leading axes: (Megatron argument with the axis' size, index into it)."""
-
+"""Leading axes of a tensor in a checkpoint: (Megatron argument with the size of the axis, index into it)."""
 
 Where = Callable[[Mapping[str, Any], int | None], bool]
-"""(Megatron arguments, layer) -> whether the model has the parameter there."""
+"""(Megatron arguments, layer) -> True if the layer has the parameter."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One Megatron parameter and the Hugging Face tensors it is made of.
+    """One Megatron parameter and the Hugging Face tensors that it consists of.
 
-    `{layer}` and `{expert}` stand for indices in the whole model. `sources` gives each Hugging Face tensor's shape by
-    the names of `Dims`. `aliases` are the names of the same parameter under other layer specs: Transformer Engine keeps
-    a norm's weight in the linear layer that follows it.
+    `{layer}` and `{expert}` are indices in the whole model. `sources` maps each Hugging Face tensor to its shape, in
+    names of `Dims`. `aliases` are names of the same parameter under other layer specs: Transformer Engine stores a
+    norm's weight in the linear layer that follows it.
     """
 
     megatron: str
@@ -42,21 +45,21 @@ class Entry:
     layout: Layout
     aliases: tuple[str, ...] = ()
     stored: tuple[str, ...] = ()
-    """Names in a checkpoint where they are not those of the parameter, as tuples are written: all of them."""
+    """Names in a checkpoint if they differ from the parameter's names; an import writes all of them."""
     where: Where = lambda args, layer: True
     in_fp32: bool = False
-    """Stored in fp32, whatever the dtype of the weights."""
+    """True if the parameter is stored in fp32 for every dtype of the weights."""
     shape: tuple[str, ...] = ()
-    """Of the uncut parameter, where it is not that of the Hugging Face tensors one below the other."""
+    """Shape of the unsharded parameter, if it is not that of the concatenated rows of the Hugging Face tensors."""
 
     @property
     def has_all_experts(self) -> bool:
-        """Whether the Hugging Face tensor holds all experts, the parameter one: its first axis counts them."""
+        """True if one Hugging Face tensor holds all experts along its first axis, while the parameter is one expert."""
         return _EXPERT in self.megatron and not any(_EXPERT in name for name in self.sources)
 
     @property
     def in_checkpoint(self) -> tuple[str, ...]:
-        """Names under which a checkpoint may hold the parameter; both layer specs save under the last alias."""
+        """Possible names in a checkpoint; both layer specs save under the last alias."""
         return self.stored or (*reversed(self.aliases), self.megatron)
 
 
@@ -70,7 +73,7 @@ class Item:
     shapes: Mapping[str, tuple[int, ...]]
     """Hugging Face tensor -> shape."""
     stacked: bool = True
-    """Whether megatron stores equal layers as one tensor; it does not if layers differ."""
+    """True if megatron stores the layers as one tensor, which requires that all layers are equal."""
     shape: tuple[int, ...] = ()
     """See `Entry.shape`."""
 
@@ -85,20 +88,20 @@ class Item:
         return self._fill(self.entry.megatron)
 
     def stored_keys(self) -> Iterator[tuple[str, Axes]]:
-        """Where a checkpoint may hold the parameter: equal layers, and experts, are stored stacked or apart."""
+        """Possible keys of the parameter in a checkpoint; layers and experts may be stacked or separate."""
         for name in self.entry.in_checkpoint:
-            for apart in ((), (_EXPERT,), (_LAYER,), (_LAYER, _EXPERT)):
-                if all(mark in name for mark in apart):
-                    yield self._key(name, apart)
+            for separate in ((), (_EXPERT,), (_LAYER,), (_LAYER, _EXPERT)):
+                if all(mark in name for mark in separate):
+                    yield self._key(name, separate)
 
     def saved_keys(self) -> list[tuple[str, Axes]]:
-        """Where an import writes it: stacked, as far as megatron does."""
+        """Keys that an import writes; stacked in the same cases as by megatron."""
         names = self.entry.stored or self.entry.in_checkpoint[:1]
         return [self._key(name, () if self.stacked else (_LAYER,)) for name in names]
 
-    def _key(self, name: str, apart: tuple[str, ...]) -> tuple[str, Axes]:
+    def _key(self, name: str, separate: tuple[str, ...]) -> tuple[str, Axes]:
         marks = ((_LAYER, "num_layers", self.layer), (_EXPERT, "num_experts", self.expert))
-        stacked = [entry for entry in marks if entry[0] in name and entry[0] not in apart]
+        stacked = [entry for entry in marks if entry[0] in name and entry[0] not in separate]
         for mark, _, _ in stacked:
             name = name.replace(mark, "")
         return self._fill(name), tuple((argument, number) for _, argument, number in stacked)
@@ -125,8 +128,8 @@ MLP_NORM = Entry(
     REPLICATED,
     aliases=(_MG + "mlp.linear_fc1.layer_norm_weight",),
 )
-# megatron-core 0.19 saves this norm under the first name from Transformer Engine's layers, under the second from its
-# local ones. An import writes both, so that either loads it.
+# megatron-core 0.19 saves this norm under the first name from Transformer Engine's layers and under the second from its
+# local layers. An import writes both names, so that either can load it.
 MOE_NORM = Entry(
     _MG + "pre_mlp_layernorm.weight",
     {_HF + "post_attention_layernorm.weight": ("hidden",)},
@@ -183,35 +186,39 @@ PACKED_MLP = (
 
 
 def mixture(prefix: str, gate: str, up: str, down: str) -> tuple[Entry, ...]:
-    """A router and experts; a Hugging Face folder has one tensor an expert.
+    """Router and experts, where a Hugging Face folder has separate tensors for each expert.
 
     Args:
-        prefix: of the router and the experts inside a layer, such as `mlp.`.
+        prefix: prefix of the router and the experts inside a layer, such as `mlp.`.
         gate, up, down: names of an expert's three matrices.
     """
     expert = _HF + prefix + "experts.{expert}."
-    apart, grouped, stored = (
-        f"{_MG}mlp.experts.{name}" for name in ("local_experts.{expert}.", "", "experts.{expert}.")
-    )
     return (
         Entry(_MG + "mlp.router.weight", {_HF + prefix + "gate.weight": ("experts", "hidden")}, REPLICATED),
-        Entry(
-            apart + "linear_fc1.weight",
+        expert_entry(
+            "linear_fc1.weight",
             {f"{expert}{name}.weight": ("moe_ffn", "hidden") for name in (gate, up)},
             EXPERT_GATE_UP,
-            aliases=(grouped + "linear_fc1.weight{expert}",),
-            stored=(stored + "linear_fc1.weight",),
         ),
-        Entry(
-            apart + "linear_fc2.weight",
-            {f"{expert}{down}.weight": ("hidden", "moe_ffn")},
-            EXPERT_DOWN,
-            aliases=(grouped + "linear_fc2.weight{expert}",),
-            stored=(stored + "linear_fc2.weight",),
-        ),
+        expert_entry("linear_fc2.weight", {f"{expert}{down}.weight": ("hidden", "moe_ffn")}, EXPERT_DOWN),
+    )
+
+
+def expert_entry(
+    name: str, sources: Mapping[str, tuple[str, ...]], layout: Layout, shape: tuple[str, ...] = ()
+) -> Entry:
+    """A parameter of each expert, such as `linear_fc1.weight`; see `Entry` for the other arguments."""
+    experts = f"{_MG}mlp.experts."
+    return Entry(
+        f"{experts}local_experts.{{expert}}.{name}",
+        sources,
+        layout,
+        aliases=(f"{experts}{name}{{expert}}",),
+        stored=(f"{experts}experts.{{expert}}.{name}",),
+        shape=shape,
     )
 
 
 def decoder(attention: tuple[Entry, ...], mlp: tuple[Entry, ...], input_norm: Entry = INPUT_NORM) -> tuple[Entry, ...]:
-    """A whole model's table from the entries of a layer's two halves, each with its norm."""
+    """Table of a whole model, from the entries of a layer's attention and of its MLP with its norm."""
     return (EMBEDDING, input_norm, *attention, *mlp, FINAL_NORM, HEAD)

@@ -1,4 +1,4 @@
-"""Writing a Hugging Face folder tensor by tensor: nothing is visible before everything is written."""
+"""Writes a Hugging Face folder tensor by tensor; the folder appears under its name only when it is complete."""
 
 import json
 import os
@@ -11,25 +11,29 @@ from typing import Any, BinaryIO, Self
 import torch
 from torch import Tensor
 
-from mkd.checkpoint.hf.folder import DTYPES, INDEX, WEIGHTS
+from mkd.checkpoint.hf.folder import INDEX, WEIGHTS
+from mkd.checkpoint.safetensors_files import tensor_bytes, write_header
 from mkd.errors import MkdCheckpointError
 
 SHARD_BYTES = 5_000_000_000
 PARALLEL_SHARD_BYTES = 250_000_000
-"""Where several processes write, files are cut smaller so that each has some, but not smaller than this."""
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""With several writing processes, files are smaller so that every process has some, but not smaller than this."""
 
 Plan = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-"""Tensor name -> shape and dtype, in the order in which they will be written."""
+"""Tensor name -> shape and dtype, in the order of writing."""
 
 
 def plan_bytes(plan: Plan) -> int:
     """Bytes of all tensors of a plan."""
-    return sum(_nbytes(*tensor) for tensor in plan.values())
+    return sum(tensor_bytes(*tensor) for tensor in plan.values())
 
 
 def check_output(path: Path, flag: str) -> None:
-    """Raise `MkdCheckpointError` unless `path` is free: absent, or an empty folder that can be replaced."""
+    """Refuse an output path that is in use.
+
+    Raises:
+        MkdCheckpointError: `path` exists and is not an empty folder, or is a mount point, which cannot be replaced.
+    """
     if path.is_mount():
         raise MkdCheckpointError(f"{flag} {path} is where a file system is mounted; give a folder inside it")
     if path.is_dir() and not any(path.iterdir()):
@@ -41,7 +45,8 @@ def check_output(path: Path, flag: str) -> None:
 class StagedFolder:
     """A folder filled under a temporary name beside `path` and renamed to `path` at the end.
 
-    After an exception inside the `with` block nothing is left. What a killed process left is removed by the next one.
+    After an exception inside the `with` block nothing is left. The leftovers of a killed process are removed by the
+    next one that writes to the same path.
     """
 
     def __init__(self, path: Path, flag: str) -> None:
@@ -65,15 +70,16 @@ class StagedFolder:
 class WeightsWriter:
     """Writes the safetensors files of `plan` into `folder`: one file, or shards of at most `shard_bytes` with an index.
 
-    Call `write` once for each tensor of `names`, in this order, then `close`. Only one tensor is in memory at a time.
-    Of several processes each writes every `parts`-th file from number `part` on; the first also writes the index.
+    Call `write` once per tensor of `names`, in this order, then `close`. Only one tensor is in memory at a time. With
+    several processes, process `part` of `parts` writes every `parts`-th file, beginning with number `part`; process 0
+    also writes the index.
     """
 
     def __init__(self, folder: Path, plan: Plan, shard_bytes: int = SHARD_BYTES, part: int = 0, parts: int = 1) -> None:
         self._folder, self._plan, self._is_first = folder, plan, part == 0
         if parts > 1:
             shard_bytes = min(shard_bytes, max(PARALLEL_SHARD_BYTES, -(-plan_bytes(plan) // parts)))
-        self._shards = _cut(plan, shard_bytes)
+        self._shards = _assign_to_files(plan, shard_bytes)
         self._names = self._file_names()
         self._todo = [(n, name) for n, names in enumerate(self._shards) if n % parts == part for name in names]
         self.names = [name for _, name in self._todo]
@@ -108,40 +114,28 @@ class WeightsWriter:
     def _start_file(self, shard: int) -> None:
         if self._file is not None:
             self._file.close()
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        end = 0
-        for name in self._shards[shard]:
-            shape, dtype = self._plan[name]
-            begin, end = end, end + _nbytes(shape, dtype)
-            header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-        raw = json.dumps(header, separators=(",", ":")).encode()
-        raw += b" " * (-len(raw) % 8)  # tensors start at a multiple of 8 bytes
         self._file = (self._folder / self._names[shard]).open("wb")
-        self._file.write(len(raw).to_bytes(8, "little") + raw)
+        self._file.write(write_header({name: self._plan[name] for name in self._shards[shard]}))
         self._file.flush()
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write JSON as Hugging Face folders have it: indented, with a final newline."""
+    """Write JSON in the style of Hugging Face folders: indented, with a final newline."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def config_with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """config.json with the weights' dtype, under the key it already has (`dtype` since transformers 4.56)."""
+    """config.json with the weights' dtype, under the key that is present (`dtype` since transformers 4.56)."""
     key = "dtype" if "dtype" in config else "torch_dtype"
     return {**config, key: str(dtype).removeprefix("torch.")}
 
 
-def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return torch.Size(shape).numel() * dtype.itemsize
-
-
-def _cut(plan: Plan, shard_bytes: int) -> list[list[str]]:
-    """Consecutive tensors into files of at most `shard_bytes`; a larger tensor gets a file of its own."""
+def _assign_to_files(plan: Plan, shard_bytes: int) -> list[list[str]]:
+    """Names of the tensors of each file: consecutive, at most `shard_bytes`; a larger tensor has its own file."""
     shards: list[list[str]] = []
     size = 0
     for name, tensor in plan.items():
-        nbytes = _nbytes(*tensor)
+        nbytes = tensor_bytes(*tensor)
         if not shards or size + nbytes > shard_bytes:
             shards.append([])
             size = 0

@@ -1,12 +1,13 @@
-"""Rope with yarn, as far as Megatron's equals transformers' (`modeling_rope_utils.py`, `_compute_yarn_parameters`)."""
+"""Yarn rope, where Megatron and transformers (`_compute_yarn_parameters` in `modeling_rope_utils.py`) agree."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from mkd.checkpoint.hf.config import ConfigReader
+from mkd.checkpoint.hf.config import ConfigReader, RopeConfig
 from mkd.checkpoint.hf.parts import Arguments, ConfigPart
 
-# The same settings have other names in Megatron's latent attention; the last is not there, and true.
+# config.json key -> Megatron argument, for latent attention and for plain attention. `truncate` has no argument in
+# latent attention, which always rounds.
 _LATENT = {
     "original_max_position_embeddings": "original_max_position_embeddings",
     "beta_fast": "beta_fast",
@@ -14,25 +15,21 @@ _LATENT = {
 }
 _PLAIN = {**{key: f"yarn_{key}" for key in _LATENT}, "truncate": "yarn_correction_range_round_to_int"}
 _DEFAULTS = {"original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
-"""Megatron's, where an argument is None."""
+"""Megatron's values for arguments that are None."""
 
 
 def _read(config: ConfigReader, kind_argument: str, names: Mapping[str, str]) -> dict[str, Any]:
-    key = "rope_parameters" if config.config.get("rope_parameters") is not None else "rope_scaling"
-    scaling = ConfigReader(config.config.get(key) or {}, f"{key}.")
-    theta = scaling.get("rope_theta", (int, float), config.get("rope_theta", (int, float), 10000.0))
-    kind_key = "rope_type" if "rope_type" in scaling.config else "type"
-    kind = scaling.get(kind_key, str, "default")
-    if kind not in ("default", "yarn"):
-        raise scaling.fail(kind_key, kind, "only 'default' and 'yarn' are supported")
+    rope = RopeConfig.read(config)
+    if rope.kind not in ("default", "yarn"):
+        raise rope.scaling.fail(rope.kind_key, rope.kind, "only 'default' and 'yarn' are supported")
     args: dict[str, Any] = {
         kind_argument: "rope",
-        "rotary_base": int(theta) if theta == int(theta) else theta,
+        "rotary_base": rope.rotary_base,
         "rotary_scaling_factor": 1.0,
         "mscale": 1.0,
         "mscale_all_dim": 0.0,
     }
-    return args if kind == "default" else {**args, **_read_yarn(scaling, names), kind_argument: "yarn"}
+    return args if rope.kind == "default" else {**args, **_read_yarn(rope.scaling, names), kind_argument: "yarn"}
 
 
 def _read_yarn(scaling: ConfigReader, names: Mapping[str, str]) -> dict[str, Any]:
@@ -50,7 +47,7 @@ def _read_yarn(scaling: ConfigReader, names: Mapping[str, str]) -> dict[str, Any
         raise scaling.fail("mscale_all_dim", all_dim, "it is supported together with mscale only")
     return {
         "rotary_scaling_factor": float(scaling.get("factor", (int, float))),
-        # Without mscale_all_dim transformers computes with 1, whatever mscale is.
+        # Without mscale_all_dim transformers uses an mscale of 1, whatever the key holds.
         "mscale": scale if all_dim else 1.0,
         "mscale_all_dim": all_dim,
         **{names[key]: value for key, value in values.items() if key in names},
@@ -58,7 +55,7 @@ def _read_yarn(scaling: ConfigReader, names: Mapping[str, str]) -> dict[str, Any
 
 
 def _write(args: Arguments, kind_argument: str, names: Mapping[str, str]) -> dict[str, Any]:
-    scaling: dict[str, Any] = {"rope_type": "default"}  # None is yarn to transformers' gpt-oss
+    scaling: dict[str, Any] = {"rope_type": "default"}  # transformers' gpt-oss uses yarn when this is None
     if (args[kind_argument] or "yarn") == "yarn":  # latent attention's default
         known = {key: args.get(argument) for key, argument in names.items()}
         scaling = {"rope_type": "yarn", "factor": args["rotary_scaling_factor"]}
@@ -77,11 +74,11 @@ def _part(kind_argument: str, names: Mapping[str, str]) -> ConfigPart:
 def _read_given(config: ConfigReader) -> dict[str, Any]:
     if all(config.config.get(key) is None for key in ("rope_parameters", "rope_scaling")):
         raise config.fail(
-            "rope_parameters", None, "an object is needed: without one transformers takes yarn of its own"
+            "rope_parameters", None, "an object is needed: without one transformers uses its own yarn values"
         )
     return _read(config, "position_embedding_type", _PLAIN)
 
 
 ROPE_OR_YARN = ConfigPart(_read_given, _part("position_embedding_type", _PLAIN).write)
 LATENT_ROPE = _part("rope_type", _LATENT)
-"""In latent attention mscale_all_dim scales the attention scores too, in both programs."""
+"""In latent attention, Megatron and transformers scale the attention scores by mscale_all_dim too."""

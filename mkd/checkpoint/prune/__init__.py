@@ -1,1 +1,1 @@
-"""Smaller students cut out of a teacher's folder: fewer layers, channels and heads."""
+"""Pruning: students with fewer layers, channels and attention heads, initialized from a teacher's weights."""

@@ -1,4 +1,4 @@
-"""A smaller student out of a teacher's Hugging Face folder: some of its layers, channels and heads."""
+"""Writes a pruned student as a Hugging Face folder: a selection of the teacher's layers, channels and heads."""
 
 import shutil
 from dataclasses import dataclass
@@ -18,11 +18,16 @@ from mkd.errors import MkdCheckpointError, MkdConfigError
 from mkd.utils.progress import ByteProgress
 
 
-def chosen_layers(count: int, every: int | None = None, layers: str | None = None) -> list[int]:
-    """Indices of the teacher's `count` layers to keep, ascending; all when neither choice is given.
+def select_layers(count: int, every: int | None = None, layers: str | None = None) -> list[int]:
+    """Indices of the layers to keep of the teacher's `count` layers, ascending.
+
+    Args:
+        count: number of layers of the teacher.
+        every: --every: keep layers 0, N, 2N, ...
+        layers: --layers: a list such as "0,2,5"; without `every` and `layers` all layers are kept.
 
     Raises:
-        MkdConfigError: it is not a choice of existing layers; names --every or --layers.
+        MkdConfigError: naming --every or --layers, when it does not select existing layers.
     """
     if layers is None:
         if every is not None and every < 1:
@@ -39,21 +44,20 @@ def chosen_layers(count: int, every: int | None = None, layers: str | None = Non
 
 @dataclass(frozen=True)
 class TensorSource:
-    """Where a tensor of the student comes from."""
+    """The teacher's tensor that a tensor of the student is taken from."""
 
     name: str
-    """The teacher's tensor."""
     layer: int | None
-    """The teacher's."""
+    """Layer of the teacher; None outside of the layers."""
     axes: tuple[str, ...]
-    """Names of `Dims`, one a dimension."""
+    """Size of each dimension, as names of `Dims`."""
 
 
 class PrunableTeacher:
-    """A folder to prune, checked: it holds exactly the tensors that its config.json asks for."""
+    """A folder to prune, checked: it holds exactly the tensors that its config.json implies."""
 
     def __init__(self, path: str, flag: str = "--hf") -> None:
-        """Raises `MkdCheckpointError` when the folder is torn, incomplete or of no known architecture."""
+        """Raises `MkdCheckpointError` when the folder is incomplete or its architecture is unknown."""
         self.folder = HFFolder(path, flag)
         self.family, self.args = read_architecture(self.folder)
         check_tensors(self.folder, self.family)
@@ -68,15 +72,15 @@ class PrunableTeacher:
         One tensor is in memory at a time. The folder appears under its name when it is complete.
 
         Args:
-            out: given by --out; new, or empty.
-            layers: of the teacher, ascending.
-            width: the channels and heads to keep; None keeps all.
+            out: the folder in --out; new or empty.
+            layers: layers of the teacher, ascending.
+            width: channels and heads to keep; None keeps all.
 
         Returns:
             Bytes of weights written.
 
         Raises:
-            MkdCheckpointError: `out` is not free.
+            MkdCheckpointError: `out` is in use.
             MkdConfigError: as `student_config`.
         """
         sources = self._sources(layers)
@@ -99,7 +103,7 @@ class PrunableTeacher:
         return plan_bytes(plan)
 
     def _sources(self, layers: list[int]) -> dict[str, TensorSource]:
-        """Student tensor -> its source, in the order of the layers. A tied head that is not stored is left out."""
+        """Student tensor -> its source, in the order of the layers, without a tied LM head that is not stored."""
         sources = {}
         for item in self.family.tensors(self.args):
             if item.layer is not None and item.layer not in layers:
@@ -119,10 +123,10 @@ class PrunableTeacher:
         return tensor
 
     def student_config(self, layers: list[int], dims: Dims) -> dict[str, Any]:
-        """config.json of a student with these of the teacher's layers, and these sizes.
+        """config.json of a student with the given layers of the teacher and the given sizes.
 
         Raises:
-            MkdConfigError: transformers or Megatron has a rule that the layers or sizes break.
+            MkdConfigError: transformers or Megatron does not support these layers or sizes.
         """
         known = CONFIG_MAPPING[self.family.model_type]
         config = {**self.folder.config, "num_hidden_layers": len(layers)}
@@ -142,15 +146,15 @@ class PrunableTeacher:
             known.from_dict(config)
             self.family.megatron_args(config)
         except (StrictDataclassClassValidationError, MkdCheckpointError) as error:
-            reason = str(error).splitlines()[-1].strip().removeprefix("ValueError: ")  # above it a validator's name
+            reason = str(error).splitlines()[-1].strip().removeprefix("ValueError: ")  # earlier lines name a validator
             raise MkdConfigError(
-                f"transformers or Megatron cannot have such a student: {reason}{_possible_widths(dims, self.dims)}"
+                f"transformers or Megatron does not support this student: {reason}{_possible_widths(dims, self.dims)}"
             ) from error
         return config
 
 
 def _possible_widths(asked: Dims, teacher: Dims) -> str:
-    """What to give instead of a width that is no multiple of the heads; nothing where it is one."""
+    """Advice for a width that is not a multiple of the heads; empty if it is one."""
     if asked.hidden % asked.heads == 0:
         return ""
     below = asked.hidden // asked.heads * asked.heads

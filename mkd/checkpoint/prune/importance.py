@@ -1,4 +1,4 @@
-"""How important a teacher's channels and heads are: by its weights, or by what they do on sample text."""
+"""Importance of a teacher's channels and heads, from its weights or from its activations on sample text."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,14 +15,12 @@ from mkd.data.sources.chat import Conversation
 from mkd.data.sources.text import decode, json_object, load_tokenizer, require_unicode
 from mkd.errors import MkdConfigError, MkdDataError
 
-_ROWS_AT_ONCE = 4096
-
 
 def magnitude_importance(folder: HFFolder, family: Family, args: dict[str, Any]) -> Importance:
-    """Sums of mean |weight|, over all matrices that a channel or head is a row, column or block of.
+    """Importance from weights: mean |weight|, summed over all matrices in which a channel or head has rows or columns.
 
-    A key and a value head count for every query head of their group. Norms and biases do not count. A few thousand rows
-    of one matrix are in memory at a time.
+    The weights of a key and a value head count for every query head of their group. Norms and biases are ignored. Only
+    a few thousand rows of one matrix are in memory at a time.
 
     Raises:
         MkdCheckpointError: a weight is not finite.
@@ -55,27 +53,28 @@ def magnitude_importance(folder: HFFolder, family: Family, args: dict[str, Any])
 def _mean_magnitudes(folder: HFFolder, name: str) -> tuple[Tensor, Tensor]:
     """Mean |weight| of each row and of each column of a matrix, float64 with fp32 precision."""
     rows, cols = folder.tensors[name][0]
-    of_rows, of_cols = [], torch.zeros(cols, dtype=torch.float64)
-    for start in range(0, rows, _ROWS_AT_ONCE):
-        block = folder.read(name, slice(start, min(start + _ROWS_AT_ONCE, rows))).float().abs_()
-        of_rows.append(block.mean(1).double())  # summing in float64 takes several times as long
-        of_cols += block.sum(0).double()
-    return torch.cat(of_rows), of_cols / rows
+    row_means, col_sums = [], torch.zeros(cols, dtype=torch.float64)
+    for block_rows in folder.row_blocks(name):
+        block = folder.read(name, block_rows).float().abs_()
+        row_means.append(block.mean(1).double())  # summing in float64 takes several times as long
+        col_sums += block.sum(0).double()
+    return torch.cat(row_means), col_sums / rows
 
 
 @torch.no_grad()
 def activation_importance(
     folder: HFFolder, family: Family, args: dict[str, Any], samples: Sequence[Tensor], device: str = "cpu"
 ) -> Importance:
-    """Mean size of activations over the samples' tokens, as in Minitron (Muralidharan et al. 2024, section 2.2).
+    """Importance from activations, averaged over tokens, as in Minitron (Muralidharan et al. 2024, section 2.2).
 
-    A hidden channel: mean |output| of every norm, summed over the norms. An ffn channel: mean |input| of the layer's
-    down projection. A head: mean 2-norm of its output, before the output projection. transformers computes, in the
+    Hidden channel: mean |output| of every norm, summed over the norms. FFN channel: mean |input| of the layer's down
+    projection. Head: mean 2-norm of its output, before the output projection. transformers runs the model in the
     folder's dtype.
 
     Args:
-        samples: [n] int64 token ids each.
-        device: as torch names it; the whole model must fit.
+        folder, family, args: the teacher.
+        samples: int64 token ids, [n] per sample.
+        device: device string of torch; the whole model must fit.
 
     Raises:
         MkdConfigError: there is no such device.
@@ -92,7 +91,7 @@ def activation_importance(
         for name, axes in zip(item.shapes, item.entry.sources.values(), strict=True):
             module = model.get_submodule(name.rpartition(".")[0])
             if axes == ("hidden",):
-                module.register_forward_hook(_add_sizes(scores.hidden, of_output=True))
+                module.register_forward_hook(_add_sizes(scores.hidden, use_output=True))
             elif axes == ("hidden", "ffn"):
                 module.register_forward_hook(_add_sizes(scores.ffn[item.layer]))
             elif axes == ("hidden", "query"):
@@ -107,28 +106,32 @@ def activation_importance(
     return scores
 
 
-def _add_sizes(total: Tensor, width: int = 1, of_output: bool = False) -> Callable[..., None]:
-    """A forward hook that adds the 2-norm of each block of `width` channels, summed over tokens, to `total`."""
+def _add_sizes(total: Tensor, width: int = 1, use_output: bool = False) -> Callable[..., None]:
+    """A forward hook that adds the 2-norm of each block of `width` channels, summed over tokens, to `total`.
+
+    It measures the module's input, or its output with `use_output`.
+    """
 
     def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        values = (output if of_output else inputs[0]).flatten(0, -2).float().unflatten(-1, (-1, width))
+        values = (output if use_output else inputs[0]).flatten(0, -2).float().unflatten(-1, (-1, width))
         total.add_(torch.linalg.vector_norm(values, dim=-1).sum(0, dtype=torch.float64).cpu())
 
     return hook
 
 
 def read_samples(folder: HFFolder, data: Path, count: int, length: int) -> list[Tensor]:
-    """Token ids of the first `count` lines of a JSON lines file that are not blank, each cut to `length` tokens.
+    """Token ids of the first `count` non-blank lines of a JSON lines file, each truncated to `length` tokens.
 
-    A line holds `{"text": ...}`, or a conversation as in training data, which the tokenizer's chat template renders.
+    A line holds `{"text": ...}`, or a conversation as in training data, which is rendered by the tokenizer's chat
+    template.
 
     Returns:
-        [n] int64 each, n from 1 to `length`.
+        One int64 tensor [n] per line, n from 1 to `length`.
 
     Raises:
         MkdConfigError: `count` or `length` is below 1.
-        MkdDataError: there is no such file, a line is something else, there are no tokens, or the folder has no
-            tokenizer or one with more tokens than the model; names the line.
+        MkdDataError: the file is missing, a line has another format (the message names it), the file has no tokens, or
+            the folder has no tokenizer or one with more tokens than the model.
     """
     for flag, value in (("--samples", count), ("--seq-length", length)):
         if value < 1:
@@ -151,7 +154,7 @@ def read_samples(folder: HFFolder, data: Path, count: int, length: int) -> list[
 
 
 def _lines(data: Path) -> Iterator[tuple[str, bytes]]:
-    """(place for messages, line) of those that are not blank."""
+    """(position for messages, line) of the non-blank lines."""
     with data.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
@@ -171,6 +174,6 @@ def _encode(tokenizer: PreTrainedTokenizerBase, line: bytes, where: str) -> list
     chat = Conversation.parse(line, where)
     try:
         text = tokenizer.apply_chat_template(chat.messages, tools=chat.tools, tokenize=False)
-    except Exception as error:  # there is no template, or whatever the template does
+    except Exception as error:  # no template, or any error inside the template
         raise MkdDataError(f"{where}: the tokenizer's chat template refuses the conversation: {error}") from error
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

@@ -1,4 +1,4 @@
-"""Which channels and heads a narrower student keeps of its teacher, and where they lie in each tensor."""
+"""Width pruning: selects the channels and heads that a student keeps, and their indices in each tensor."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,24 +16,24 @@ _PACKED: Mapping[str, tuple[str, ...]] = {
 
 
 def axis_parts(axis: str) -> tuple[str, ...]:
-    """The axes of `Dims` that lie one after the other on one axis of a tensor."""
+    """Names of `Dims` that are concatenated along one axis of a tensor."""
     return _PACKED.get(axis, (axis,))
 
 
 @dataclass(frozen=True)
 class Importance:
-    """Scores by which to keep channels and heads, float64 on the CPU: the larger, the more important."""
+    """Importance scores of channels and heads, float64 on the CPU; the highest scores are kept."""
 
     hidden: Tensor
-    """[hidden] of the residual stream, which all layers share."""
+    """[hidden]: channels of the residual stream, shared by all layers."""
     ffn: Tensor
     """[layers, ffn]"""
     heads: Tensor
-    """[layers, heads] of the query heads."""
+    """[layers, heads]: query heads."""
 
     @classmethod
     def zeros(cls, dims: Dims, layers: int) -> "Importance":
-        """Nothing counted yet."""
+        """Zero scores, to accumulate into."""
         sizes = ((dims.hidden,), (layers, dims.ffn), (layers, dims.heads))
         return cls(*(torch.zeros(size, dtype=torch.float64) for size in sizes))
 
@@ -49,13 +49,14 @@ def student_dims(
     heads: int | None = None,
     groups: int | None = None,
 ) -> Dims:
-    """The sizes of a student; what is None stays the teacher's.
+    """The sizes of a student; a size of None stays as in the teacher.
 
-    Without `groups` a teacher with one query group a head gives such a student, another keeps its number of groups.
+    If `groups` is None, a teacher with one query group per head gives a student of this kind; any other keeps its
+    number of groups.
 
     Raises:
-        MkdConfigError: nothing is to change, or a size is below 1, above the teacher's, or heads and groups do not go
-            together; names the flag.
+        MkdConfigError: naming the flag, when no size is given, a size is below 1 or above the teacher's, or heads and
+            groups are not compatible.
     """
     asked = {
         "--hidden-size": (hidden, teacher.hidden),
@@ -79,15 +80,15 @@ def student_dims(
         )
     if heads // groups > teacher.heads // teacher.groups:
         raise MkdConfigError(
-            f"--num-attention-heads {heads} in {groups} query groups are {heads // groups} heads a group; the teacher "
-            f"has {teacher.heads // teacher.groups}, and a head can only use the keys and values of its own group"
+            f"--num-attention-heads {heads} in {groups} query groups are {heads // groups} heads per group; the "
+            f"teacher has {teacher.heads // teacher.groups}, and a head uses the keys and values of its own group only"
         )
     return replace(teacher, hidden=hidden or teacher.hidden, ffn=ffn or teacher.ffn, heads=heads, groups=groups)
 
 
 @dataclass(frozen=True)
 class WidthChoice:
-    """What the student keeps: indices into the teacher's channels, heads and groups, ascending."""
+    """Indices of the teacher's channels, heads and groups that the student keeps, ascending."""
 
     teacher: Dims
     student: Dims
@@ -102,27 +103,27 @@ class WidthChoice:
 
     @classmethod
     def best(cls, scores: Importance, teacher: Dims, student: Dims) -> "WidthChoice":
-        """The channels and heads with the largest scores; of equal ones the first."""
+        """The channels and heads with the highest scores; of equal scores the first."""
         heads, groups = _best_heads(scores.heads, teacher, student)
         hidden, ffn = _largest(scores.hidden, student.hidden), _largest(scores.ffn, student.ffn)
         return cls(teacher, student, hidden, ffn, heads, groups)
 
     def kept(self, axis: str, layer: int | None) -> Tensor | None:
-        """Indices into an axis of a tensor of the teacher's `layer`; None where all of the axis is kept.
+        """Kept indices along an axis of a tensor; None if the whole axis is kept.
 
         Args:
             axis: a name of `Dims`.
-            layer: the teacher's, None outside of the layers.
+            layer: layer of the teacher; None outside of the layers.
         """
         if getattr(self.teacher, axis) == getattr(self.student, axis):
             return None
         pieces, start = [], 0
         for part in axis_parts(axis):
-            pieces.append(start + self._kept_of_part(part, layer))
+            pieces.append(start + self._kept_in_part(part, layer))
             start += getattr(self.teacher, part)
         return torch.cat(pieces)
 
-    def _kept_of_part(self, part: str, layer: int | None) -> Tensor:
+    def _kept_in_part(self, part: str, layer: int | None) -> Tensor:
         if part == "hidden":
             return self.hidden
         if part == "ffn":
@@ -132,18 +133,18 @@ class WidthChoice:
 
 
 def _largest(scores: Tensor, count: int) -> Tensor:
-    """Indices of the `count` largest along the last axis, ascending."""
+    """Indices of the `count` highest scores along the last axis, ascending."""
     return scores.sort(descending=True, stable=True).indices[..., :count].sort().values
 
 
 def _best_heads(scores: Tensor, teacher: Dims, student: Dims) -> tuple[Tensor, Tensor]:
-    """In each group the best heads, and of the groups those whose best heads have the largest sum.
+    """The best heads of each group, and the groups whose best heads have the highest sum of scores.
 
-    Every kept group keeps equally many heads, so that the student's heads find their keys and values by position.
+    Every kept group keeps the same number of heads, because heads are assigned to groups by position.
     """
     per_group, kept = teacher.heads // teacher.groups, student.heads // student.groups
     grouped = scores.unflatten(1, (teacher.groups, per_group))
     inside = _largest(grouped, kept)
     groups = _largest(grouped.gather(2, inside).sum(2), student.groups)
-    where = groups[..., None].expand(-1, -1, kept)
-    return (where * per_group + inside.gather(1, where)).flatten(1), groups
+    index = groups[..., None].expand(-1, -1, kept)
+    return (index * per_group + inside.gather(1, index)).flatten(1), groups

@@ -161,7 +161,7 @@ def test_config_round_trip(rope, groups):
     ("name", "value"),
     [("normalization", "LayerNorm"), ("add_qkv_bias", True), ("num_experts", 8), ("rotary_percent", 0.5)],
 )
-def test_arguments_without_a_llama_form_are_named(name, value):
+def test_unsupported_arguments_are_named(name, value):
     with pytest.raises(MkdCheckpointError, match="--" + name.replace("_", "-")):
         LLAMA.hf_config({**args_of(), name: value})
 
@@ -184,7 +184,7 @@ def test_experts():
     assert family_of(renamed).megatron_args(renamed) == args
 
 
-def test_window_counts_the_token_itself():
+def test_window_includes_the_token_itself():
     config = {**CONFIG, "architectures": ["MistralForCausalLM"], "sliding_window": 8}
     assert family_of(config).megatron_args(config)["window_size"] == (7, 0)
     config["sliding_window"] = None
@@ -193,7 +193,7 @@ def test_window_counts_the_token_itself():
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f != GPT_OSS], ids=lambda f: f.architectures[0])
 def test_every_absent_key_has_the_default_of_transformers(family):
-    """Whatever transformers fills in for a key that is not there."""
+    """The arguments equal those of a config.json with transformers' default values filled in."""
     latent = {key: 8 for key in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")}
     counts = {"n_routed_experts": 16, "n_shared_experts": 1, "num_key_value_heads": 6, "num_hidden_layers": 5}
     config = {**QWEN3_MOE, "architectures": [family.architectures[0]], "num_local_experts": 8}
@@ -210,7 +210,7 @@ def test_every_absent_key_has_the_default_of_transformers(family):
 
 
 def test_gpt_oss_has_no_rope_by_default():
-    """transformers has yarn of its own then, whatever rope_theta is."""
+    """Without rope keys, transformers uses its own yarn values for every rope_theta."""
     config = {**QWEN3_MOE, "architectures": ["GptOssForCausalLM"], "num_local_experts": 8, "rope_theta": 1e4}
     with pytest.raises(MkdCheckpointError, match='"rope_parameters" is None'):
         GPT_OSS.megatron_args({key: value for key, value in config.items() if key != "rope_scaling"})
@@ -234,15 +234,15 @@ def test_gpt_oss_has_no_rope_by_default():
         ("MixtralForCausalLM", "router_jitter_noise", 0.1),
     ],
 )
-def test_what_a_family_does_not_compute_is_named(architecture, key, value):
+def test_unsupported_value_of_a_family_is_named(architecture, key, value):
     config = {**QWEN3_MOE, "architectures": [architecture], key: value}
     with pytest.raises(MkdCheckpointError, match=re.escape(f'"{key}" is {value!r}')):
         family_of(config).megatron_args(config)
 
 
-# test_hf_yarn_families.py has those with sizes of their own.
+# test_hf_yarn_families.py covers the families with other sizes.
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f != DEEPSEEK_V3], ids=lambda f: f.architectures[0])
-def test_every_family_writes_the_config_that_it_reads(family):
+def test_config_round_trip_of_every_family(family):
     plain = {"sliding_window": None, "rope_scaling": {"rope_type": "default"}}
     config = {**QWEN3_MOE, "architectures": [family.architectures[0]], **plain}
     args = family.megatron_args(config)

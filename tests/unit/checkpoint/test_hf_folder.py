@@ -1,4 +1,4 @@
-"""Reading Hugging Face folders, whole and malformed."""
+"""Reading Hugging Face folders: complete and damaged ones."""
 
 import json
 import shutil
@@ -153,7 +153,7 @@ def test_missing_shard(folder):
 @pytest.mark.parametrize(
     "target", ["../other.safetensors", "/etc/passwd", "a/../../x", "..", "", "sub/x.safetensors", 3]
 )
-def test_index_leads_out_of_the_folder(folder, target):
+def test_index_with_a_path_outside_the_folder(folder, target):
     path = folder("sharded")
     weight_map = json.loads((path / INDEX).read_text())["weight_map"]
     change_json(path / INDEX, {"weight_map": weight_map | {"model.norm.weight": target}})
@@ -190,7 +190,7 @@ def test_missing_tensor(folder):
     assert_refused(path, "model.layers.3.mlp.up_proj.weight", "[72, 48]", "missing")
 
 
-def test_missing_head(folder):
+def test_missing_lm_head(folder):
     path = folder("single")
     change_weights(path, {"lm_head.weight": None})
     assert_refused(path, "lm_head.weight", "missing")
@@ -230,7 +230,7 @@ def test_quantized_tensor(folder, dtype):
     assert_refused(path, "model.norm.weight", str(dtype))
 
 
-def test_tied_head_may_be_stored_if_it_is_equal(folder):
+def test_stored_tied_lm_head_must_be_equal(folder):
     path = folder("tied")
     embedding = read_weights(path)["model.embed_tokens.weight"]
     change_weights(path, {"lm_head.weight": embedding.clone()})
@@ -239,13 +239,13 @@ def test_tied_head_may_be_stored_if_it_is_equal(folder):
     assert_refused(path, "lm_head.weight", "tie_word_embeddings")
 
 
-def test_config_without_a_key_names_the_folder(folder):
+def test_missing_config_key_names_the_folder(folder):
     path = folder("single")
     change_json(path / "config.json", {"rms_norm_eps": None})
     assert_refused(path, "rms_norm_eps")
 
 
-def test_fingerprint_is_of_the_model(originals, folder):
+def test_fingerprint_depends_on_the_model_only(originals, folder):
     expected = HFFolder(originals["single"], FLAG).fingerprint()
     assert len(expected) == 32
     assert HFFolder(originals["sharded"], FLAG).fingerprint() == expected
@@ -256,7 +256,7 @@ def test_fingerprint_is_of_the_model(originals, folder):
     assert HFFolder(path, FLAG).fingerprint() != expected
 
 
-def test_fingerprint_sees_other_weights(originals, folder):
+def test_fingerprint_depends_on_weights(originals, folder):
     path = folder("single")
     name = "model.layers.1.input_layernorm.weight"
     change_weights(path, {name: read_weights(path)[name] + 1e-3})
@@ -277,7 +277,7 @@ def test_tokenizer_hash(folder):
     assert len({first, swapped, HFFolder(path, FLAG).tokenizer_hash()}) == 3
 
 
-def test_merges_are_the_same_in_both_spellings(folder):
+def test_merges_in_both_formats_are_equal(folder):
     path = folder("single")
     hashes = set()
     for merges in (["a b", "ab c"], [["a", "b"], ["ab", "c"]]):
@@ -287,7 +287,7 @@ def test_merges_are_the_same_in_both_spellings(folder):
     assert len(hashes) == 1
 
 
-def test_assets_leave_the_weights_out(folder):
+def test_assets_exclude_weights(folder):
     path = folder("single")
     add_tokenizer(path, ["a"])
     names = [asset.name for asset in HFFolder(path, FLAG).assets()]

@@ -1,4 +1,4 @@
-"""How Hugging Face tensors lie inside Megatron parameters, against definitions written row by row."""
+"""Layouts of Hugging Face tensors inside Megatron parameters, against row-by-row definitions."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def shards_of(layout, tensors, size, shape):
 
 
 def qkv_rows():
-    """(q, k, v, linear_qkv): for each group its query heads, then its key head, then its value head."""
+    """(q, k, v, linear_qkv); linear_qkv holds query heads, key head and value head of one group after the other."""
     q, k, v = random(24, 5), random(12, 5), random(12, 5) + 1
     rows = []
     for group in range(4):
@@ -77,6 +77,6 @@ def test_vocabulary_is_padded_with_zeros(size, rows):
     assert torch.equal(VOCAB.split(padded, DIMS)[0], whole)
 
 
-def test_vocabulary_is_not_cut():
+def test_too_small_vocabulary_is_refused():
     with pytest.raises(MkdCheckpointError, match=r"12 vocabulary rows.*13.*--vocab-size"):
         shards_of(VOCAB, (random(13, 5),), 2, (6, 5))

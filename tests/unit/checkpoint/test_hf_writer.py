@@ -1,4 +1,4 @@
-"""Writing Hugging Face folders: cut into files, complete or absent."""
+"""Writing Hugging Face folders: split into files, complete or absent."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def write(path, shard_bytes):
 
 
 @pytest.mark.parametrize(("shard_bytes", "files"), [(1000, 1), (90, 2), (40, 3), (24, 4), (1, 5)])
-def test_what_is_written_is_what_safetensors_reads(tmp_path, shard_bytes, files):
+def test_written_files_match_the_safetensors_library(tmp_path, shard_bytes, files):
     write(tmp_path, shard_bytes)
     names = sorted(path.name for path in tmp_path.glob("*.safetensors"))
     assert len(names) == files
@@ -55,7 +55,7 @@ def test_failure_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_remains_of_a_killed_process_do_not_disturb(tmp_path):
+def test_leftovers_of_a_killed_process_are_removed(tmp_path):
     killed = StagedFolder(tmp_path / "out", "--hf")
     killed.__enter__()
     (killed.path / "old").write_text("1")
@@ -64,7 +64,7 @@ def test_remains_of_a_killed_process_do_not_disturb(tmp_path):
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_an_empty_folder_is_filled(tmp_path):
+def test_empty_folder_is_replaced(tmp_path):
     with StagedFolder(tmp_path, "--hf") as staged:
         (staged.path / "x").write_text("1")
     assert (tmp_path / "x").read_text() == "1"
@@ -82,7 +82,7 @@ def test_nothing_is_overwritten(tmp_path, kind):
         StagedFolder(out, "--hf")
 
 
-def test_a_link_to_an_empty_folder_is_filled(tmp_path):
+def test_link_to_an_empty_folder_is_followed(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     with StagedFolder(tmp_path / "link", "--hf") as staged:
@@ -91,6 +91,6 @@ def test_a_link_to_an_empty_folder_is_filled(tmp_path):
     assert (tmp_path / "elsewhere" / "file").read_text() == "x"
 
 
-def test_a_mounted_file_system_is_refused_before_the_work():
+def test_mount_point_is_refused():
     with pytest.raises(MkdCheckpointError, match="--hf /proc is where a file system is mounted"):
         check_output(Path("/proc"), "--hf")

@@ -64,7 +64,7 @@ def test_dense_layers_come_first():
     assert args_of(DEEPSEEK)["moe_layer_freq"] == [0, 1, 1, 1]
 
 
-def test_one_scale_of_yarn_counts_only_with_the_other():
+def test_mscale_without_mscale_all_dim_is_ignored():
     args = args_of(DEEPSEEK | {"rope_parameters": YARN | {"mscale": 0.7}})
     assert (args["mscale"], args["mscale_all_dim"]) == (1.0, 0.0)
 
@@ -99,7 +99,7 @@ def test_unsupported_value_is_named(config, change, key):
         args_of(config | change)
 
 
-def test_other_orders_of_dense_layers_have_no_form():
+def test_unsupported_order_of_dense_layers():
     values = {**vars(default_arguments()), **args_of(DEEPSEEK), "moe_layer_freq": [1, 0, 1, 0]}
     with pytest.raises(MkdCheckpointError, match="--moe-layer-freq"):
         family_of(DEEPSEEK).hf_config(values)

@@ -1,4 +1,4 @@
-"""A checkpoint's schedule of learning rate and weight decay beside a job's, and whose rates the optimizer gets."""
+"""Schedules of a checkpoint and of a job: comparison, and the rates that the optimizer uses after a resume."""
 
 import inspect
 from argparse import Namespace
@@ -31,7 +31,7 @@ def arguments(**changes: Any) -> Namespace:
 
 
 def scheduler(monkeypatch: pytest.MonkeyPatch, args: Namespace) -> OptimizerParamScheduler:
-    """Megatron's own."""
+    """Megatron's scheduler for these arguments."""
     monkeypatch.setattr(training, "get_args", lambda: Namespace(**vars(args)))
     monkeypatch.setattr(training, "update_train_iters", lambda args: None)
     return training.get_optimizer_param_scheduler(Namespace(param_groups=[]))
@@ -62,7 +62,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("common", "change", "words"), CHANGES, ids=lambda value: str(value)[:40])
-def test_what_megatron_asserts_is_told_before(
+def test_differences_are_refused_before_megatron_asserts(
     monkeypatch: pytest.MonkeyPatch, common: dict, change: dict, words: str
 ) -> None:
     stored, args = arguments(**common), arguments(**{**common, **change})
@@ -76,7 +76,7 @@ def test_what_megatron_asserts_is_told_before(
     assert str(caught.value).startswith(f"--load X was trained with another schedule: {words}. Give --override-opt")
 
 
-def test_a_longer_run_of_constant_values_is_the_same_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_longer_run_with_constant_values_is_the_same_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     constant = {"lr_decay_style": "constant", "lr_warmup_iters": 1}
     for common in (constant, {"lr_decay_iters": 4}):
         stored, args = arguments(**common), arguments(**common, train_iters=8)
@@ -91,7 +91,7 @@ def test_a_longer_run_of_constant_values_is_the_same_schedule(monkeypatch: pytes
         check_schedule(args, stored, scheduler(monkeypatch, stored).state_dict(), "--load X")
 
 
-def test_a_flag_says_which_of_the_two_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_select_one_of_the_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
     stored = arguments()
     state = scheduler(monkeypatch, stored).state_dict()
     own = arguments(lr=2e-3, train_iters=8, override_opt_param_scheduler=True)
@@ -108,7 +108,7 @@ def group(lr: float, min_lr: float = 0.0, **others: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def own_rates(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[dict], list[dict]], list[list[dict]]]:
-    """The groups that both kinds of optimizer go on with: (now, in the checkpoint) -> for each kind."""
+    """(groups of this job, groups in the checkpoint) -> groups after loading, for both kinds of optimizer."""
     whole, distributed = optimizer.MegatronOptimizer, distrib_optimizer.DistributedOptimizer
     loaded: list[dict] = []
     reorder = staticmethod(whole._filter_and_reorder_param_groups)
@@ -126,17 +126,17 @@ def own_rates(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[dict], list[dic
     return groups
 
 
-def test_the_optimizer_gets_the_rates_of_this_job(own_rates: Callable) -> None:
+def test_optimizer_uses_the_rates_of_this_job(own_rates: Callable) -> None:
     decoupled = {"default_config": False}
     now = [group(2e-3, 1e-4), group(2e-3, 1e-4, wd_mult=0.0), group(5e-3, 1e-4, **decoupled)]
     before = [group(1e-3, step=7), group(1e-3, step=7, wd_mult=0.0), group(9e-3, step=7, **decoupled)]
     for groups in own_rates(now, before):
         assert groups == [{**own, "step": 7} for own in now]
     with pytest.raises(ValueError, match="Could not find parameter group"):
-        own_rates(now, [*before, group(3e-3)])  # two rates for one kind
+        own_rates(now, [*before, group(3e-3)])  # two rates for one kind of group
 
 
-def test_upstream_finds_no_group_of_another_rate() -> None:
+def test_upstream_still_fails_with_another_rate() -> None:
     reorder = fresh(optimizer).MegatronOptimizer._filter_and_reorder_param_groups
     with pytest.raises(ValueError, match="Could not find parameter group"):
         reorder([group(2e-3)], [group(1e-3)])

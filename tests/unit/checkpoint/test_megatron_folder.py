@@ -1,4 +1,4 @@
-"""Finding the iteration of a Megatron checkpoint folder; what is missing or damaged is named."""
+"""Finding the iteration of a Megatron checkpoint folder; errors name the missing or damaged file."""
 
 import json
 
@@ -17,7 +17,7 @@ FLAG = "--kd-teacher-load"
 
 @pytest.fixture
 def folder(tmp_path):
-    """A checkpoint with iterations 2 and 30, of files that only look like the real ones."""
+    """A checkpoint with iterations 2 and 30, made of placeholder files."""
     for iteration in (2, 30):
         path = tmp_path / f"iter_{iteration:07d}"
         path.mkdir()
@@ -111,7 +111,7 @@ def test_damaged_shard_names_the_tensor(folder):
         MegatronFolder(folder, FLAG).load({"weight": torch.zeros(6)})
 
 
-def test_fingerprint_sees_one_changed_block(folder):
+def test_fingerprint_depends_on_sampled_blocks(folder):
     first = MegatronFolder(folder, FLAG).fingerprint()
     assert first == MegatronFolder(folder / "iter_0000002", FLAG).fingerprint()
     shard = folder / "iter_0000030" / "__0_0.distcp"
@@ -123,7 +123,7 @@ def test_fingerprint_sees_one_changed_block(folder):
     assert len({first, second, MegatronFolder(folder, FLAG).fingerprint()}) == 3
 
 
-def test_tokenizer_is_found_beside_the_iterations(folder, tmp_path_factory):
+def test_tokenizer_beside_the_iterations(folder, tmp_path_factory):
     assert MegatronFolder(folder, FLAG).tokenizer_hash() is None
     model = make_llama(tmp_path_factory.mktemp("hf"))
     add_tokenizer(model, ["a", "b"])

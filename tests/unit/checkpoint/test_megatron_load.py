@@ -1,4 +1,4 @@
-"""Names of weights that differ between Transformer Engine's layers and local ones."""
+"""Weights whose names differ between Transformer Engine's layers and local ones."""
 
 from types import SimpleNamespace
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from mkd.checkpoint.megatron_load import _follow_layer_spec
+from mkd.checkpoint.megatron_load import rename_to_stored_norms
 
 LOCAL = "decoder.layers.mlp.linear_fc1.layer_norm_weight"
 TRANSFORMER_ENGINE = "decoder.layers.pre_mlp_layernorm.weight"
@@ -25,5 +25,5 @@ TRANSFORMER_ENGINE = "decoder.layers.pre_mlp_layernorm.weight"
 def test_norm_before_experts(asked, stored, expected):
     tensor = ShardedTensor.from_rank_offsets(asked, torch.zeros(4))
     folder = SimpleNamespace(metadata=SimpleNamespace(state_dict_metadata=dict.fromkeys(stored)))
-    _follow_layer_spec({"weight": tensor, "object": object()}, folder)
+    rename_to_stored_norms({"weight": tensor, "object": object()}, folder)
     assert tensor.key == expected

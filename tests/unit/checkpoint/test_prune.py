@@ -68,14 +68,14 @@ def test_depth(teacher, tmp_path, choice, layers):
         (["--layers", ""], ["--layers", "''"]),
     ],
 )
-def test_wrong_choice(teacher, tmp_path, capsys, choice, words):
+def test_invalid_selection(teacher, tmp_path, capsys, choice, words):
     assert prune.main(["depth", "--hf", str(teacher), "--out", str(tmp_path / "student"), *choice]) == 1
     message = capsys.readouterr().err
     assert message.startswith("error: ") and all(word in message for word in words), message
     assert list(tmp_path.iterdir()) == []
 
 
-def test_incomplete_teacher_and_taken_output(teacher, tmp_path, capsys):
+def test_incomplete_teacher_and_existing_output(teacher, tmp_path, capsys):
     broken = make_llama(tmp_path / "broken")
     change_weights(broken, {"model.norm.weight": None})
     assert prune.main(["depth", "--hf", str(broken), "--out", str(tmp_path / "student"), "--every", "2"]) == 1
@@ -116,10 +116,10 @@ DENSE_FIRST = {
     ids=lambda v: str(v)[:9],
 )
 def test_layers_of_different_kinds(tmp_path, model_type, sizes):
-    """Each kept layer is what it was: the student computes what the teacher's model does without the others."""
+    """The student computes the same as the teacher's model without the removed layers."""
     folder, student, layers = make_model(tmp_path / "teacher", model_type, **sizes), tmp_path / "student", [1, 3]
     if model_type == "gpt_oss":
-        change_json(folder / "config.json", {"layer_types": None})  # then every second layer has a window
+        change_json(folder / "config.json", {"layer_types": None})  # the default: a window in every second layer
     assert prune.main(["depth", "--hf", str(folder), "--out", str(student), "--layers", "1,3"]) == 0
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     model.model.layers = torch.nn.ModuleList([model.model.layers[layer] for layer in layers])

@@ -49,9 +49,9 @@ def run(teacher, student, *flags):
 
 
 def silence(folder, hidden, ffn, heads, groups):
-    """Set all weights to zero that read or write these channels and heads; the lists but `hidden` have one a layer.
+    """Set all weights of these channels and heads to zero; `ffn`, `heads` and `groups` have one entry per layer.
 
-    By tensor names and transformers' own order of rows, not by the tables that are tested.
+    Uses tensor names and transformers' order of rows, not the tables under test.
     """
     weights = read_weights(folder)
     for name, weight in weights.items():
@@ -85,7 +85,7 @@ def rows_of_heads(heads):
 
 
 def rescale_norms(folder, old, new):
-    """A norm divides by the root of the mean square: over fewer channels with the same sum, by a larger number."""
+    """Compensate the norms: with the same sum of squares over fewer channels, they divide by a larger number."""
     weights = read_weights(folder)
     scaled = {n: w * math.sqrt(old / new) for n, w in weights.items() if "norm" in n and w.shape == (new,)}
     assert len(scaled) == 2 * LAYERS + 1
@@ -95,13 +95,13 @@ def rescale_norms(folder, old, new):
 
 @pytest.mark.parametrize("model_type", DENSE)
 @pytest.mark.parametrize("importance", ["magnitude", "activation"])
-def test_silent_channels_and_heads_go_first(tmp_path, data, model_type, importance):
-    """Without them the student computes the teacher's logits."""
+def test_zero_channels_and_heads_are_removed_first(tmp_path, data, model_type, importance):
+    """The student without them computes the teacher's logits."""
     teacher, student = make_teacher(tmp_path / "teacher", model_type), tmp_path / "student"
     generator = torch.Generator().manual_seed(3)
     hidden, *ffn = (torch.randperm(n, generator=generator)[:k] for n, k in ((HIDDEN, 18), (FFN, 32), (FFN, 32)))
-    # One group in each layer, with its three heads. What a head without a query does is no zero, so only by its
-    # weights it is the least of its group.
+    # One group per layer, with its three heads. A head without a query has a nonzero output, so it is the least
+    # important head of its group by magnitude only.
     groups, heads = [[0], [1]], [[0, 1, 2], [3, 4, 5]]
     if importance == "magnitude":
         heads = [[0, 1, 2, 4], [0, 3, 4, 5]]
@@ -130,7 +130,7 @@ def test_same_size(tmp_path, model_type):
 
 
 def test_with_layers(tmp_path):
-    """Layers are chosen together with widths; the head width is written when the teacher's config only implies it."""
+    """Layers and widths in one call; the head width is written even if the teacher's config.json only implies it."""
     teacher = make_teacher(tmp_path / "teacher", "qwen2", num_hidden_layers=3, head_dim=HIDDEN // HEADS)
     change_json(teacher / "config.json", {"head_dim": None})
     assert run(teacher, tmp_path / "student", "--hidden-size", 30, "--layers", "0,2") == 0
@@ -149,7 +149,7 @@ def model_of(folder):
 
 
 def test_activations_by_hand(tmp_path):
-    """With one token a sample, attention passes the values on."""
+    """With one token per sample, attention returns the values unchanged."""
     folder = make_teacher(tmp_path / "teacher", num_hidden_layers=1)
     ids = [3, 14, 15]
     seen = activation_importance(*model_of(folder), [torch.tensor([i]) for i in ids])
@@ -177,8 +177,8 @@ def test_importance_is_a_mean_over_tokens(teacher):
 
 
 def test_magnitudes_by_hand(teacher, monkeypatch):
-    """Of one layer; a matrix is read a few rows at a time."""
-    monkeypatch.setattr("mkd.checkpoint.prune.importance._ROWS_AT_ONCE", 7)
+    """Scores of one layer, with matrices read a few rows at a time."""
+    monkeypatch.setattr("mkd.checkpoint.hf.folder.ROWS_PER_BLOCK", 7)
     seen = magnitude_importance(*model_of(teacher))
     weights = {name: weight.double().abs() for name, weight in read_weights(teacher).items()}
     matrices = {name: weight for name, weight in weights.items() if weight.dim() == 2}
@@ -195,8 +195,8 @@ def test_magnitudes_by_hand(teacher, monkeypatch):
     assert_close_norm(seen.heads[1], own + torch.stack(shared).repeat_interleave(3), FP32, "heads")
 
 
-def test_activations_overrule_large_weights(tmp_path, data):
-    """A channel whose gate is shut does nothing, however large its other weights are."""
+def test_activations_ignore_large_weights_without_effect(tmp_path, data):
+    """A channel with a zero gate has no effect, even if its other weights are large."""
     folder = make_teacher(tmp_path / "teacher")
     weights = read_weights(folder)
     for layer in range(LAYERS):
@@ -209,7 +209,7 @@ def test_activations_overrule_large_weights(tmp_path, data):
         assert torch.equal(up, weights["model.layers.1.mlp.up_proj.weight"][3:]) == (importance == "activation")
 
 
-def test_heads_are_chosen_group_by_group():
+def test_heads_are_selected_per_group():
     old, new = (Dims(hidden=2, ffn=2, heads=h, groups=g, head_dim=2, vocab=1) for h, g in ((6, 3), (2, 2)))
     heads = torch.tensor([[1.0, 5.0, 4.0, 4.5, 6.0, 0.0], [3.0, 3.0, 1.0, 0.0, 2.0, 2.5]], dtype=torch.float64)
     two = torch.zeros(2, dtype=torch.float64)
@@ -231,7 +231,7 @@ def test_heads_are_chosen_group_by_group():
         (["--num-attention-heads", "8"], ["--num-attention-heads", "8", "6"]),
         (["--num-attention-heads", "3"], ["--num-attention-heads", "3", "2 query groups"]),
         (["--num-attention-heads", "4", "--num-query-groups", "3"], ["--num-query-groups", "3", "2"]),
-        (["--num-attention-heads", "4", "--num-query-groups", "1"], ["--num-attention-heads 4", "4 heads a group"]),
+        (["--num-attention-heads", "4", "--num-query-groups", "1"], ["--num-attention-heads 4", "4 heads per group"]),
         (["--num-query-groups", "1"], ["--num-query-groups", "--num-attention-heads"]),
         (["--hidden-size", "32"], ["transformers", "32", "multiple", "(6)", "--hidden-size 30 or 36"]),
         ([*SIZES, "--layers", "0,7"], ["--layers", "0,7"]),
@@ -307,12 +307,12 @@ def test_not_finite(tmp_path, importance):
 def test_nothing_is_left_after_an_error(teacher, tmp_path, monkeypatch, capsys):
     read = HFFolder.read
 
-    def torn(self, name, *where):
+    def failing_read(self, name, *where):
         if name == "lm_head.weight" and not where:
             raise OSError("the disk is gone")
         return read(self, name, *where)
 
-    monkeypatch.setattr(HFFolder, "read", torn)
+    monkeypatch.setattr(HFFolder, "read", failing_read)
     assert run(teacher, tmp_path / "student", *SIZES) == 1
     assert "the disk is gone" in capsys.readouterr().err and list(tmp_path.iterdir()) == []
     (tmp_path / "student").mkdir()

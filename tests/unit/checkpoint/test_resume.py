@@ -1,4 +1,4 @@
-"""Which checkpoint a job continues from; folders that are torn, corrupt or foreign, one kind of damage at a time."""
+"""Selection and repair of checkpoints: incomplete, corrupt and foreign folders, one kind of damage at a time."""
 
 import json
 from argparse import Namespace
@@ -68,7 +68,7 @@ CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-def test_whole_folders_have_no_damage(save: Path) -> None:
+def test_complete_folders_have_no_damage(save: Path) -> None:
     for step in STEPS:
         assert find_damage(save / name_of(step)) is None
         assert changed_files(save / name_of(step)) == []
@@ -82,7 +82,7 @@ def test_damage_is_named(save: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", CHANGES)
-def test_change_of_content_is_named_by_one_of_the_ranks(save: Path, kind: str) -> None:
+def test_changed_content_is_found_by_one_rank(save: Path, kind: str) -> None:
     change, words = CHANGES[kind]
     change(save / name_of(6))
     assert find_damage(save / name_of(6)) is None
@@ -92,8 +92,8 @@ def test_change_of_content_is_named_by_one_of_the_ranks(save: Path, kind: str) -
         assert all(words in text for text in found)
 
 
-def test_manifest_is_megatrons(save: Path) -> None:
-    """--verify-integrity of Megatron-LM reads ours, and its own is read here."""
+def test_manifest_has_megatrons_format(save: Path) -> None:
+    """mkd's manifest passes Megatron-LM's --verify-integrity, and mkd reads Megatron-LM's manifest."""
     folder = save / name_of(6)
     verify_integrity_manifest(str(folder))
     ours = json.loads((folder / INTEGRITY).read_text())
@@ -105,14 +105,14 @@ def test_manifest_is_megatrons(save: Path) -> None:
     assert changed_files(folder)
 
 
-def test_nothing_is_touched_when_all_is_well(save: Path, one_rank: None) -> None:
+def test_complete_folder_is_not_changed(save: Path, one_rank: None) -> None:
     before = listing(save)
     assert resolved(save) == name_of(6)
     assert listing(save) == before
 
 
 @pytest.mark.parametrize("kind", [*DAMAGES, *CHANGES])
-def test_previous_checkpoint_takes_the_place(save: Path, one_rank: None, kind: str, capsys) -> None:
+def test_previous_checkpoint_is_used(save: Path, one_rank: None, kind: str, capsys) -> None:
     damage, words = {**DAMAGES, **CHANGES}[kind]
     damage(save / name_of(6))
     assert resolved(save) == name_of(4)
@@ -126,7 +126,7 @@ def test_previous_checkpoint_takes_the_place(save: Path, one_rank: None, kind: s
     assert resolved(save) == name_of(4)
 
 
-def test_two_torn_in_a_row(save: Path, one_rank: None) -> None:
+def test_two_incomplete_checkpoints(save: Path, one_rank: None) -> None:
     (save / f"torn_{name_of(6)}").mkdir()  # the name is taken
     flip_a_byte(save / name_of(6) / SHARD)
     truncate(save / name_of(4) / SHARD)
@@ -136,7 +136,7 @@ def test_two_torn_in_a_row(save: Path, one_rank: None) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "six", "-6", "6.0", "\x00\x00", "8", "5"])
-def test_tracker_that_names_nothing_or_a_missing_step(save: Path, one_rank: None, text: str) -> None:
+def test_invalid_tracker(save: Path, one_rank: None, text: str) -> None:
     (save / TRACKER).write_text(text)
     assert resolved(save) == name_of(6)
     assert (save / TRACKER).read_text() == "6"
@@ -148,8 +148,8 @@ def test_deleted_tracker(save: Path, one_rank: None) -> None:
     assert (save / TRACKER).read_text() == "6"
 
 
-def test_save_that_died_before_the_tracker(save: Path, one_rank: None, capsys) -> None:
-    """The tracker is the last step of a save: what it does not name does not count."""
+def test_save_killed_before_the_tracker(save: Path, one_rank: None, capsys) -> None:
+    """The tracker is replaced last: a folder that it does not name is not a completed save."""
     (save / TRACKER).write_text("4")
     assert resolved(save) == name_of(4)
     assert "iter_0000006 in" in capsys.readouterr().out
@@ -158,14 +158,14 @@ def test_save_that_died_before_the_tracker(save: Path, one_rank: None, capsys) -
     assert (save / f"torn_{name_of(6)}").is_dir()
 
 
-def test_first_save_died(tmp_path: Path, one_rank: None) -> None:
+def test_first_save_killed(tmp_path: Path, one_rank: None) -> None:
     write_checkpoint(tmp_path / name_of(2), 2.0)
     (tmp_path / name_of(2) / "metadata.json").unlink()
     assert resolved(tmp_path) is None
     assert [path.name for path in tmp_path.iterdir()] == [f"torn_{name_of(2)}"]
 
 
-def test_copies_under_other_names_are_no_checkpoints(save: Path, one_rank: None) -> None:
+def test_copies_under_other_names_are_ignored(save: Path, one_rank: None) -> None:
     for name in ("iter_0000006.bak", "iter_0000006_old", "iter_6"):
         write_checkpoint(save / name, 6.0)
     (save / name_of(6) / SHARD).unlink()
@@ -176,8 +176,8 @@ def test_copies_under_other_names_are_no_checkpoints(save: Path, one_rank: None)
         resolved(save)
 
 
-def test_a_folder_that_is_not_there_is_chosen_from_too(tmp_path: Path) -> None:
-    """Where one node does not have the folder its ranks must still take part in the agreement."""
+def test_missing_folder_gives_an_empty_resume_point(tmp_path: Path) -> None:
+    """Ranks on a node without the folder must still take part in the collective check."""
     where = str(tmp_path / "gone")
     args = Namespace(ckpt_format="torch_dist", load=where, save=where, ckpt_step=None)
     point = select_checkpoint(args)
@@ -189,7 +189,7 @@ def test_empty_folder(tmp_path: Path, one_rank: None) -> None:
 
 
 def test_no_complete_checkpoint_is_an_error(save: Path, one_rank: None) -> None:
-    """The job must not begin anew where there was one."""
+    """The job must not restart from iteration 0 if there was a checkpoint."""
     for step in STEPS:
         flip_a_byte(save / name_of(step) / SHARD)
     before = listing(save)
@@ -208,7 +208,7 @@ def test_content_is_not_checked_without_hashes(save: Path, one_rank: None) -> No
 
 
 @pytest.mark.parametrize("kind", [*DAMAGES, *CHANGES])
-def test_folder_of_another_job_is_not_touched(save: Path, one_rank: None, kind: str) -> None:
+def test_folder_of_another_job_is_not_changed(save: Path, one_rank: None, kind: str) -> None:
     {**DAMAGES, **CHANGES}[kind][0](save / name_of(6))
     before = listing(save)
     with pytest.raises(MkdCheckpointError, match="give --ckpt-step 4 to continue from it") as caught:
@@ -298,17 +298,17 @@ def test_changed_settings_are_listed() -> None:
     ]
 
 
-def test_of_two_jobs_in_a_folder_the_later_one_saves(tmp_path: Path, one_rank: None) -> None:
+def test_second_job_in_a_folder_takes_over(tmp_path: Path, one_rank: None) -> None:
     save = tmp_path / "save"
     first, second = Saving(save, hashes=True), Saving(save, hashes=True)
     first.claim()
     first.before(save / name_of(2))
     second.claim()
     second.before(save / name_of(2))
-    with pytest.raises(MkdCheckpointError, match=r"another job saves there since: process \d+ on .*, begun 20"):
+    with pytest.raises(MkdCheckpointError, match=r"another job has claimed this folder: process \d+ on .*, started 20"):
         first.before(save / name_of(4))
     assert not (save / name_of(4)).exists()
-    (save / OWNER).unlink()  # somebody has cleaned up
+    (save / OWNER).unlink()  # removed by hand
     second.before(save / name_of(4))
 
 
@@ -325,10 +325,10 @@ def test_replacing_leaves_the_old_file_when_it_fails(tmp_path: Path) -> None:
     assert path.read_text() == "new"
 
 
-def test_a_folder_that_cannot_be_read_is_not_damaged(save: Path) -> None:
-    """A file system that fails for a moment must not cost a checkpoint."""
+def test_unreadable_folder_is_not_damaged(save: Path) -> None:
+    """A temporary failure of the file system must not set a checkpoint aside."""
     (save / name_of(6) / "metadata.json").unlink()
-    (save / name_of(6) / "metadata.json").mkdir()  # also for root, who may read every file
+    (save / name_of(6) / "metadata.json").mkdir()  # unreadable as a file, even for root
     before = listing(save)
     with pytest.raises(MkdCheckpointError, match=r"iter_0000006 cannot be read \(.*Is a directory"):
         select(save, own=True, step=None)

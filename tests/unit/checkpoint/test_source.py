@@ -1,4 +1,4 @@
-"""Which teachers share the student's tokens."""
+"""Common vocabulary of student and teacher."""
 
 from pathlib import Path
 

@@ -1,0 +1,117 @@
+"""safetensors files, read block by block and written tensor by tensor.
+
+The safetensors library maps a whole file and writes whole dictionaries. mkd needs less memory than that: a rank reads
+only its own slices, and a writer holds one tensor at a time. Format: 8 bytes little-endian header length, a JSON header
+(tensor name -> dtype, shape, offsets), then the bytes of the tensors without gaps.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mkd.errors import MkdCheckpointError
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Location of one tensor: `offset` and `nbytes` count bytes inside `file`."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+    nbytes: int
+
+    def read(self, rows: slice | None, cols: slice | None) -> Tensor:
+        """A copy of a block of the tensor; see `HFFolder.read`."""
+        if self.nbytes == 0:
+            return torch.empty(self.shape, dtype=self.dtype)[rows or slice(None)]
+        # Mapped for this one read: pages of a file that stays mapped count as memory of the process.
+        kind = np.dtype(f"i{self.dtype.itemsize}")
+        mapped = np.memmap(self.file, kind, mode="r", offset=self.offset, shape=(self.nbytes // kind.itemsize,))
+        view = mapped.reshape(self.shape)
+        block = () if not self.shape else (rows or slice(None), *([] if cols is None else [cols]))
+        return torch.from_numpy(np.array(view[block])).view(self.dtype)
+
+
+def tensor_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes of a tensor."""
+    return torch.Size(shape).numel() * dtype.itemsize
+
+
+def write_header(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> bytes:
+    """The beginning of a file that holds `tensors` (name -> shape, dtype) in this order."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (shape, dtype) in tensors.items():
+        begin, end = end, end + tensor_bytes(shape, dtype)
+        header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)  # tensors start at a multiple of 8 bytes
+    return len(raw).to_bytes(8, "little") + raw
+
+
+def read_header(path: Path, flag: str) -> dict[str, TensorEntry]:
+    """The tensors of one file, after a check that the file is complete.
+
+    Raises:
+        MkdCheckpointError: naming the file, when the header is cut off or is not JSON, when tensors overlap or leave
+            gaps, and when the length of the file differs from the one that the header implies.
+    """
+
+    def fail(text: str) -> MkdCheckpointError:
+        return MkdCheckpointError(f"{flag}: {path} {text}")
+
+    seen = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if seen < 8 or length > _MAX_HEADER_BYTES:
+            raise fail(f"is not a safetensors file ({seen} bytes, header length {length})")
+        if seen < 8 + length:
+            raise fail(f"is truncated inside its header: {8 + length} bytes expected, {seen} seen")
+        raw = file.read(length)
+    try:
+        header = json.loads(raw)
+        header.pop("__metadata__", None)
+        entries = {name: _entry(path, 8 + length, info) for name, info in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise fail(f"has a damaged safetensors header ({error!r})") from error
+    end = 8 + length
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if entry.offset != end:
+            raise fail(f"has a damaged safetensors header (tensor {name} starts at byte {entry.offset}, not {end})")
+        end += entry.nbytes
+    if seen != end:
+        raise fail(f"is {'truncated' if seen < end else 'too long'}: {end} bytes expected, {seen} seen")
+    return entries
+
+
+def _entry(path: Path, base: int, info: dict[str, Any]) -> TensorEntry:
+    dtype, shape = DTYPES[info["dtype"]], tuple(info["shape"])
+    begin, end = info["data_offsets"]
+    if end - begin != tensor_bytes(shape, dtype):
+        raise ValueError(f"{end - begin} bytes for a {info['dtype']} tensor of shape {list(shape)}")
+    return TensorEntry(path, shape, dtype, base + begin, end - begin)
