@@ -90,7 +90,7 @@ def test_measured_cross_tokenizer_losses(loss: str, rows: int | None, measured: 
 
 
 def test_a_layer_by_hand():
-    """Width 1024, 16 heads of 64, 4 groups, feed-forward 2816; Korthikanti et al. without the tensors that are not kept."""
+    """Width 1024, 16 heads of 64, 4 groups, feed-forward 2816; Korthikanti et al. for the kept tensors."""
     args = llama_arguments(8, 1024, 2816, 16, 4, True, seq_length=512, micro_batch_size=2)
     inputs = 4 * 1024  # inputs of both parts, before and after normalization
     elements = inputs + (1024 + 256 + 256 + 1024) + 3 * 2816  # q, k, v, output; gate and up, and their product
