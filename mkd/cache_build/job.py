@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mkd.checkpoint.source import EnsembleSource, ModelSource, common_vocabulary
-from mkd.config import arguments
+from mkd.config import data_args, flags, megatron_args
 from mkd.config.kd_config import KDConfig
+from mkd.config.megatron_arg_names import Role, names_with, values_without_student
 from mkd.config.megatron_checks import check_attention_heads, check_divisions
 from mkd.data.sources.stores import is_chat_file
 from mkd.errors import MkdConfigError
@@ -20,43 +21,6 @@ _LOOKED_AT = (
     *("packing", "packing_multiple", "long_samples", "variable_seq_lengths", "mask", "dry_run", "verbose"),
 )
 """Fields of KDConfig that say what the teacher reads and how; the others are about what a student learns."""
-
-_NOTHING = {
-    "save": None,
-    "load": None,
-    "pretrained_checkpoint": None,
-    "use_checkpoint_args": False,
-    "async_save": False,
-    "num_layers_per_virtual_pipeline_stage": None,
-    "num_virtual_stages_per_pipeline_rank": None,
-    "pipeline_model_parallel_layout": None,
-    "decoder_first_pipeline_num_layers": None,
-    "decoder_last_pipeline_num_layers": None,
-    "account_for_embedding_in_pipeline_split": False,
-    "account_for_loss_in_pipeline_split": False,
-    "recompute_granularity": None,
-    "tp_comm_overlap": False,
-    "multi_latent_attention": False,
-    "lr": 0.0,
-    "min_lr": 0.0,
-    "lr_decay_style": "constant",
-    "lr_decay_iters": None,
-    "lr_decay_samples": None,
-    "lr_warmup_init": 0.0,
-    "lr_warmup_iters": 0,
-    "lr_warmup_samples": 0,
-    "lr_warmup_fraction": None,
-    "override_opt_param_scheduler": False,
-    "use_checkpoint_opt_param_scheduler": False,
-    "eval_interval": 1,
-}
-"""Megatron's arguments that are the student's or its training's alone: as if they had not been given."""
-
-_SHAPE = (
-    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "num_experts"),
-    *("num_query_groups", "group_query_attention", "moe_ffn_hidden_size", "moe_layer_freq", "moe_router_topk"),
-)
-"""What Megatron checks the layout against. The rest of the teacher's architecture is in its own arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,46 +119,46 @@ class CacheJob:
         Raises:
             MkdError: anything that would stop the job later.
         """
-        args, flags = arguments.parse_flags()
-        if flags.get("teacher_cache") is not None:
+        args, given = flags.parse_flags()
+        if given.get("teacher_cache") is not None:
             raise MkdConfigError(
-                f"--kd-teacher-cache {flags['teacher_cache']} has no teacher to ask: give --kd-teacher-hf or "
+                f"--kd-teacher-cache {given['teacher_cache']} has no teacher to ask: give --kd-teacher-hf or "
                 "--kd-teacher-load"
             )
-        for name, size in flags.items():
+        for name, size in given.items():
             if name.startswith("teacher_") and name.endswith("_parallel_size") and size is not None:
                 flag = name.removeprefix("teacher_").replace("_", "-")
                 raise MkdConfigError(
                     f"--kd-teacher-{flag} is {size}, but there is no student here: give --{flag} {size}, which is the "
                     "teacher's"
                 )
-        kd = KDConfig(**{name: flags[name] for name in _LOOKED_AT}, ratio=1.0)
+        kd = KDConfig(**{name: given[name] for name in _LOOKED_AT}, ratio=1.0)
         source = teacher_source(kd)
         if isinstance(source, EnsembleSource):
             raise MkdConfigError(f"{source.origin} are several teachers, and a cache has the answers of one: name one")
         student = None if kd.student_hf is None else ModelSource.from_hf(kd.student_hf, "--kd-student-hf")
-        given, one_epoch = args.tokenizer_model, _is_without_end(args, kd)
+        own_tokenizer, one_epoch = args.tokenizer_model, _is_without_end(args, kd)
         if one_epoch:
             args.train_iters = 1
         _describe_teacher(args, source, student)
-        arguments.finish(args, kd)
+        megatron_args.finish(args, kd)
         tokenizer = student.tokenizer_hash if student else hash_of_tokenizer(args)
         origin = student.origin if student else f"--tokenizer-model {args.tokenizer_model}"
         vocab = source.vocab_size
-        if student is not None or given is not None or vocab is None:
-            vocab = common_vocabulary(origin, arguments.true_vocabulary(args), tokenizer, source)
+        if student is not None or own_tokenizer is not None or vocab is None:
+            vocab = common_vocabulary(origin, megatron_args.true_vocabulary(args), tokenizer, source)
         JobData(args, kd, vocab).check(tokenizer)
         args.kd_teacher_fingerprint = source.fingerprint()
         teacher = ModelTeacher.of(source, args, kd, vocab)
         positions = "document" if args.reset_position_ids else "segment"
-        meta = options.meta(teacher, tokenizer or source.tokenizer_hash, flags["temperature"], positions)
+        meta = options.meta(teacher, tokenizer or source.tokenizer_hash, given["temperature"], positions)
         return cls(args, kd, teacher, meta, options.out, one_epoch)
 
 
 def _is_without_end(args: Namespace, kd: KDConfig) -> bool:
     """Whether no number of iterations is given, nor needed: epochs of whole samples differ in their order alone."""
     given = args.train_iters or args.train_samples
-    return not given and (kd.packing != "none" or all(map(is_chat_file, arguments.data_prefixes(args))))
+    return not given and (kd.packing != "none" or all(map(is_chat_file, data_args.data_prefixes(args))))
 
 
 def _describe_teacher(args: Namespace, source: ModelSource, student: ModelSource | None) -> None:
@@ -203,11 +167,11 @@ def _describe_teacher(args: Namespace, source: ModelSource, student: ModelSource
     Raises:
         MkdConfigError: a layout that does not divide the teacher.
     """
-    for name, value in _NOTHING.items():
+    for name, value in values_without_student().items():
         setattr(args, name, value)
-    arguments.resume_from(args, None)
+    megatron_args.resume_from(args, None)
     shape = source.architecture
-    for name in _SHAPE:
+    for name in names_with(Role.CHECKED_BY_LAYOUT):
         setattr(args, name, shape.get(name))
     if args.num_experts is None:
         args.moe_layer_freq, args.moe_router_topk = 1, 2  # Megatron's defaults

@@ -11,19 +11,8 @@ from mkd.checkpoint.hf.check import check_tensors, read_architecture
 from mkd.checkpoint.hf.export import MODEL_KEYS, architecture_of
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.megatron_folder import MegatronFolder
+from mkd.config.megatron_arg_names import labels
 from mkd.errors import MkdCheckpointError
-
-_SIZES = {
-    "num_layers": "layers",
-    "hidden_size": "width",
-    "ffn_hidden_size": "feed-forward",
-    "num_attention_heads": "heads",
-    "num_query_groups": "key-value heads",
-    "num_experts": "experts",
-    "moe_router_topk": "experts per token",
-    "vocab_size": "tokens",
-    "max_position_embeddings": "positions",
-}
 
 
 def describe(hf: str | None, load: str | None) -> dict[str, str]:
@@ -69,7 +58,7 @@ def _describe_megatron(folder: MegatronFolder) -> dict[str, str]:
 
 
 def _sizes(args: Mapping[str, Any]) -> dict[str, str]:
-    known = {text: args.get(name) for name, text in _SIZES.items()}
+    known = {text: args.get(name) for name, text in labels().items()}
     if not args.get("group_query_attention"):
         known["key-value heads"] = args["num_attention_heads"]
     if not args.get("num_experts"):

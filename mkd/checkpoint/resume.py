@@ -28,6 +28,7 @@ import torch.distributed as dist
 from mkd.checkpoint.integrity import changed_files, find_damage
 from mkd.checkpoint.megatron_folder import TRACKER, iteration_name, iteration_of
 from mkd.checkpoint.ranks import gather_objects
+from mkd.config.megatron_arg_names import Role, names_with
 from mkd.errors import MkdCheckpointError, MkdConfigError
 from mkd.utils.atomic_files import replacing, sync_folder
 
@@ -162,7 +163,7 @@ def check_same_job(args: Namespace, stored: Namespace, origin: str) -> None:
     Raises:
         MkdCheckpointError: naming the first value that differs.
     """
-    names = _SHAPES if args.finetune else _SHAPES + _KINDS
+    names = names_with(Role.SHAPE) + (() if args.finetune else names_with(Role.MEANING))
     for name in names:
         if not hasattr(stored, name):
             continue
@@ -207,47 +208,6 @@ def changed_settings(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[
         for name, value in now.items()
         if name in stored and stored[name] != value
     ]
-
-
-# Arguments that determine the shapes of the parameters, and arguments that determine their meaning.
-_SHAPES = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "vocab_size",
-    "untie_embeddings_and_output_weights",
-    "swiglu",
-    "num_experts",
-    "moe_ffn_hidden_size",
-    "moe_shared_expert_intermediate_size",
-    "multi_latent_attention",
-    "qk_layernorm",
-    "add_qkv_bias",
-    "add_bias_linear",
-)
-_KINDS = (
-    "normalization",
-    "layernorm_epsilon",
-    "position_embedding_type",
-    "rotary_base",
-    "rotary_percent",
-    "use_rope_scaling",
-    "rope_scaling_factor",
-    "rotary_interleaved",
-    "window_size",
-    "window_attn_skip_freq",
-    "softmax_type",
-    "layernorm_zero_centered_gamma",
-    "quick_geglu",
-    "glu_linear_offset",
-    "activation_func_clamp_value",
-    "moe_router_topk",
-    "moe_router_pre_softmax",
-    "moe_router_score_function",
-)
 
 
 def _select_step(root: Path, name: str, origin: str, rejected: Mapping[str, str]) -> ResumePoint:

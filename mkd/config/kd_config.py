@@ -39,9 +39,6 @@ LossImplementation = Literal["auto", "reference", "eager", "triton"]
 HiddenLossType = Literal["mse", "cosine"]
 """Distances between hidden states of a student's and a teacher's layer."""
 
-RUN_CHOICES = frozenset({"attention_dropout", "hidden_dropout", "moe_aux_loss_coeff", "moe_router_dtype"})
-"""Megatron arguments that a model's folder may suggest and a training run may choose: no facts of the weights."""
-
 Packing = Literal["none", "best_fit"]
 """How samples become rows."""
 

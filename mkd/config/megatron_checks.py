@@ -1,8 +1,8 @@
-"""Whether Megatron's flags fit each other and the model: what megatron itself says late, unclearly or not at all."""
+"""Checks of Megatron's flags against each other and the model, which megatron itself makes late, unclearly or never."""
 
 import math
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -12,11 +12,11 @@ from mkd.errors import MkdConfigError, MkdPackageError
 
 
 def check_required(args: Namespace) -> None:
-    """Refuse a command line without a flag that has no sensible default."""
+    """Refuse a command line that lacks a flag without a sensible default."""
     required = {
         "--num-layers": (args.num_layers, "the student's size; or give --kd-student-hf"),
-        "--seq-length": (args.seq_length, "tokens of a sample"),
-        "--micro-batch-size": (args.micro_batch_size, "samples that a rank computes at one time"),
+        "--seq-length": (args.seq_length, "tokens per sample"),
+        "--micro-batch-size": (args.micro_batch_size, "samples that a rank computes at once"),
         "--train-iters": (args.train_iters or args.train_samples, "iterations to train; or give --train-samples"),
         "--lr": (args.lr, "peak learning rate"),
         "--eval-interval": (args.eval_interval, "iterations between evaluations; of any size with --eval-iters 0"),
@@ -31,7 +31,7 @@ def check_required(args: Namespace) -> None:
 
 
 def check_learning_rate(args: Namespace) -> None:
-    """Refuse a schedule of the learning rate or weight decay that megatron would stop at once the models are loaded."""
+    """Refuse a learning-rate or weight-decay schedule that megatron would refuse only after the models are loaded."""
     unit = "iters" if args.train_iters else "samples"
     steps, decay_flag = getattr(args, f"lr_decay_{unit}"), f"--lr-decay-{unit}"
     if steps is None:
@@ -52,7 +52,7 @@ def check_learning_rate(args: Namespace) -> None:
 
 
 def check_saving(args: Namespace, kd: KDConfig) -> None:
-    """Refuse flags of checkpoints that do not go together, and an asynchronous save that would not be one."""
+    """Refuse checkpoint flags that contradict each other, and an asynchronous save that would be synchronous."""
     interval = kd.save_hf_interval
     if interval is not None:
         if args.save is None:
@@ -98,59 +98,65 @@ def check_layout(args: Namespace) -> None:
     Raises:
         MkdConfigError: naming the flag, its value and what it does not divide.
     """
-    for check in layout_checks():
+    for check in (check_sizes, check_ranks, check_student, check_sequence, check_context_parallel, check_batch):
         check(args)
 
 
-def layout_checks() -> tuple[Callable[[Namespace], None], ...]:
-    """What `check_layout` does, one thing after the other; each raises MkdConfigError."""
-    return check_ranks, _check_student, check_sequence, check_context_parallel, _check_batch
+def check_sizes(args: Namespace) -> None:
+    """Refuse parallel sizes below 1."""
+    for name in ("tensor_model", "pipeline_model", "context", "expert_model"):
+        size = getattr(args, f"{name}_parallel_size")
+        if size < 1:
+            raise MkdConfigError(f"--{name.replace('_', '-')}-parallel-size is {size}; it must be at least 1")
 
 
-def check_ranks(args: Namespace) -> None:
-    """Refuse parallel sizes that do not divide the ranks of the job."""
+def check_ranks(args: Namespace, prefix: str = "--") -> None:
+    """Refuse parallel sizes that do not divide the ranks of the job.
+
+    Args:
+        args: Megatron's, in the layout that is checked.
+        prefix: beginning of the flags of its parallel sizes: `--`, or `--kd-teacher-` for the teacher's own layout.
+    """
     tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
     ep = args.expert_model_parallel_size
-    sizes = {"tensor-model": tp, "pipeline-model": pp, "context": cp, "expert-model": ep}
-    for name, size in sizes.items():
-        if size < 1:
-            raise MkdConfigError(f"--{name}-parallel-size is {size}; it must be at least 1")
     if args.world_size % (tp * pp * cp):
         raise MkdConfigError(
-            f"--tensor-model-parallel-size {tp} * --pipeline-model-parallel-size {pp} * --context-parallel-size {cp} = "
-            f"{tp * pp * cp} does not divide the {args.world_size} ranks of this job"
+            f"{prefix}tensor-model-parallel-size {tp} * {prefix}pipeline-model-parallel-size {pp} * "
+            f"{prefix}context-parallel-size {cp} = {tp * pp * cp} does not divide the {args.world_size} ranks of this "
+            "job"
         )
     expert_tp = args.expert_tensor_parallel_size or tp
     if args.num_experts is not None and args.world_size % (expert_tp * ep * pp):
         raise MkdConfigError(
-            f"--expert-model-parallel-size {ep} * expert tensor size {expert_tp} * --pipeline-model-parallel-size {pp} "
-            f"does not divide the {args.world_size} ranks of this job"
+            f"{prefix}expert-model-parallel-size {ep} * expert tensor size {expert_tp} * "
+            f"{prefix}pipeline-model-parallel-size {pp} does not divide the {args.world_size} ranks of this job"
         )
 
 
-def _check_student(args: Namespace) -> None:
+def check_student(args: Namespace) -> None:
+    """Refuse parallel sizes that do not divide the student."""
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     check_divisions("the student", vars(args), tp, pp)
     check_attention_heads("the student", vars(args), args)
 
 
 def length_multiple(args: Namespace) -> int:
-    """What the length of a row must be a multiple of, in tokens: each context-parallel rank holds two equal chunks of
-    it, which sequence parallelism cuts over the tensor-parallel ranks."""
+    """Divisor of every row length, in tokens, under one layout: each context-parallel rank holds two equal parts of a
+    row, which sequence parallelism splits over the tensor-parallel ranks."""
     cp = args.context_parallel_size
     slices = args.tensor_model_parallel_size if args.sequence_parallel else 1
     return cp * math.lcm(2, slices) if cp > 1 else slices
 
 
-def check_sequence(args: Namespace) -> None:
-    """Refuse rows that the layout cannot cut."""
+def check_sequence(args: Namespace, prefix: str = "--") -> None:
+    """Refuse rows that the layout cannot split evenly; `prefix` as in `check_ranks`."""
     if args.seq_length % length_multiple(args) == 0:
         return
     reasons = []
     if args.context_parallel_size > 1:
-        reasons.append(f"2 * --context-parallel-size {args.context_parallel_size}")
+        reasons.append(f"2 * {prefix}context-parallel-size {args.context_parallel_size}")
     if args.sequence_parallel:
-        reasons.append(f"--tensor-model-parallel-size {args.tensor_model_parallel_size} with --sequence-parallel")
+        reasons.append(f"{prefix}tensor-model-parallel-size {args.tensor_model_parallel_size} with --sequence-parallel")
     raise MkdConfigError(
         f"--seq-length {args.seq_length} is not a multiple of {length_multiple(args)}, which "
         f"{' and '.join(reasons)} need{'s' if len(reasons) == 1 else ''}"
@@ -161,7 +167,7 @@ _CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
 
 def check_context_parallel(args: Namespace) -> None:
-    """Refuse ways of context parallelism that do not exist or that the job's attention kernels do not have."""
+    """Refuse context-parallel communication types that do not exist or that the attention kernels lack."""
     if args.hybrid_context_parallel:
         raise MkdConfigError("--hybrid-context-parallel is not supported: give --context-parallel-size alone")
     if args.context_parallel_size == 1:
@@ -176,10 +182,11 @@ def check_context_parallel(args: Namespace) -> None:
         )
 
 
-def check_attention_kernels(args: Namespace, kd: KDConfig) -> None:
-    """Refuse attention that GPUs have only in Transformer Engine and in half precision, asked for otherwise."""
+def check_attention_kernels(args: Namespace, kd: KDConfig, prefix: str = "--") -> None:
+    """Refuse packed rows and context parallelism on GPUs without Transformer Engine and half precision, which alone
+    have the kernels; `prefix` as in `check_ranks`."""
     if args.context_parallel_size > 1:
-        what = f"--context-parallel-size {args.context_parallel_size}"
+        what = f"{prefix}context-parallel-size {args.context_parallel_size}"
     elif kd.packing != "none":
         what = f"--kd-packing {kd.packing}"
     else:
@@ -217,13 +224,14 @@ def check_transformer_engine(args: Namespace) -> None:
     )
 
 
-def check_attention_heads(model: str, sizes: dict[str, Any], args: Namespace) -> None:
-    """Refuse all-to-all context parallelism over more ranks than a model has heads for: it deals out heads.
+def check_attention_heads(model: str, sizes: Mapping[str, Any], args: Namespace, prefix: str = "--") -> None:
+    """Refuse all-to-all context parallelism over ranks that do not divide a model's heads: it distributes heads.
 
     Args:
-        model: what to call it in the message.
+        model: name of the model in the message, such as "the student".
         sizes: its architecture, by Megatron argument name.
-        args: Megatron's, of the job.
+        args: Megatron's, in the layout of the model.
+        prefix: see `check_ranks`.
     """
     ranks = {"a2a": args.context_parallel_size, "a2a+p2p": (args.hierarchical_context_parallel_sizes or [1])[0]}
     kind = args.cp_comm_type[0]
@@ -234,13 +242,14 @@ def check_attention_heads(model: str, sizes: dict[str, Any], args: Namespace) ->
     for what, count in (("attention heads", sizes["num_attention_heads"]), ("key-value heads", groups)):
         if count and count % (tp * ranks[kind]):
             raise MkdConfigError(
-                f"--cp-comm-type {kind} deals out heads: {model} has {count} {what}, which --tensor-model-parallel-size"
-                f" {tp} * {ranks[kind]} context-parallel ranks do not divide; p2p and all_gather need no such number"
+                f"--cp-comm-type {kind} distributes heads: {model} has {count} {what}, which "
+                f"{prefix}tensor-model-parallel-size {tp} * {ranks[kind]} context-parallel ranks do not divide; give "
+                "p2p or all_gather, which split the sequence"
             )
 
 
 def check_variable_lengths(args: Namespace) -> None:
-    """Refuse flags that fix the length of all microbatches beside --kd-variable-seq-lengths."""
+    """Refuse flags that need microbatches of one length together with --kd-variable-seq-lengths."""
     reasons = {
         "--cuda-graph-impl": (args.cuda_graph_impl != "none", "a CUDA graph has one shape"),
         "--tp-comm-overlap": (args.tp_comm_overlap, "its buffers have one shape"),
@@ -254,8 +263,8 @@ def check_variable_lengths(args: Namespace) -> None:
             raise MkdConfigError(f"--kd-variable-seq-lengths does not work with {flag} ({reason})")
 
 
-def _check_batch(args: Namespace) -> None:
-    """Refuse a global batch that does not divide, and samples longer than the student's positions."""
+def check_batch(args: Namespace) -> None:
+    """Refuse a global batch that the ranks do not divide, and samples longer than the student's positions."""
     model_size = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     replicas = args.world_size // model_size
     batch, micro = args.global_batch_size, args.micro_batch_size
@@ -276,12 +285,12 @@ def _check_batch(args: Namespace) -> None:
 
 
 def check_rows(args: Namespace, kd: KDConfig, has_chats: bool) -> None:
-    """Refuse flags that do not go with rows made of whole samples, which packing and chat files give.
+    """Refuse flags that contradict rows of whole samples, which packing and chat files produce.
 
     Args:
         args: Megatron's.
-        kd: how samples become rows.
-        has_chats: whether a chat file is to be read.
+        kd: packing options.
+        has_chats: True if the data include a chat file.
     """
     is_packed = kd.packing != "none"
     if not (is_packed or has_chats):
@@ -294,7 +303,7 @@ def check_rows(args: Namespace, kd: KDConfig, has_chats: bool) -> None:
         "--eod-mask-loss": args.eod_mask_loss,
     }.items():
         if given:
-            raise MkdConfigError(f"{flag} does not go with {what}, which makes rows of whole samples: leave it out")
+            raise MkdConfigError(f"{flag} does not work with {what}, which makes rows of whole samples: leave it out")
     if has_chats and args.tokenizer_type != "HuggingFaceTokenizer":
         raise MkdConfigError(
             f"--tokenizer-type is {args.tokenizer_type}, but chat files need the chat template of a "
@@ -303,37 +312,39 @@ def check_rows(args: Namespace, kd: KDConfig, has_chats: bool) -> None:
     check_packing(args, kd)
 
 
-def check_packing(args: Namespace, kd: KDConfig) -> None:
-    """Refuse a --kd-packing-multiple that does not fill the rows, or that context parallelism cannot cut."""
-    multiple, chunks = kd.packing_multiple, 2 * args.context_parallel_size
+def check_packing(args: Namespace, kd: KDConfig, prefix: str = "--") -> None:
+    """Refuse a --kd-packing-multiple that does not divide --seq-length, or that context parallelism cannot split;
+    `prefix` as in `check_ranks`."""
+    multiple, parts = kd.packing_multiple, 2 * args.context_parallel_size
     if kd.packing == "none":
         return
-    if args.context_parallel_size > 1 and multiple % chunks:
+    if args.context_parallel_size > 1 and multiple % parts:
         raise MkdConfigError(
-            f"--kd-packing-multiple {multiple} is not divisible by 2 * --context-parallel-size "
-            f"{args.context_parallel_size}: every sample is cut into {chunks} equal chunks"
+            f"--kd-packing-multiple {multiple} is not divisible by 2 * {prefix}context-parallel-size "
+            f"{args.context_parallel_size}: every sample is split into {parts} equal parts"
         )
     if args.seq_length % multiple:
         raise MkdConfigError(
-            f"--seq-length {args.seq_length} is not divisible by --kd-packing-multiple {multiple}: samples padded to "
-            "it are to fill rows of that length"
+            f"--seq-length {args.seq_length} is not divisible by --kd-packing-multiple {multiple}: samples are "
+            "padded to it and fill rows of that length"
         )
 
 
 def check_top_k(kd: KDConfig, true_vocab: int) -> None:
-    """Refuse to look at more tokens than the vocabulary has."""
+    """Refuse a --kd-top-k larger than the vocabulary."""
     if kd.top_k is not None and kd.top_k > true_vocab:
         raise MkdConfigError(f"--kd-top-k is {kd.top_k}, but the vocabulary has {true_vocab} tokens: leave it out")
 
 
-def check_divisions(model: str, sizes: dict[str, Any], tp: int, pp: int) -> None:
+def check_divisions(model: str, sizes: Mapping[str, Any], tp: int, pp: int, prefix: str = "--") -> None:
     """Refuse tensor- and pipeline-parallel sizes that do not divide a model's heads, widths or layers.
 
     Args:
-        model: what to call it in the message, such as "the student".
+        model: name of the model in the message, such as "the student".
         sizes: its architecture, by Megatron argument name.
-        tp: --tensor-model-parallel-size.
-        pp: --pipeline-model-parallel-size.
+        tp: tensor-parallel size.
+        pp: pipeline-parallel size.
+        prefix: see `check_ranks`.
     """
     groups = sizes["num_query_groups"] if sizes.get("group_query_attention") else None
     divided = {
@@ -344,19 +355,23 @@ def check_divisions(model: str, sizes: dict[str, Any], tp: int, pp: int) -> None
     }
     for what, size in divided.items():
         if size and size % tp:
-            raise MkdConfigError(f"--tensor-model-parallel-size {tp} does not divide the {size} {what} of {model}")
+            raise MkdConfigError(
+                f"{prefix}tensor-model-parallel-size {tp} does not divide the {size} {what} of {model}"
+            )
     uneven = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout")
     layers = sizes["num_layers"]
     if layers and layers % pp and all(sizes.get(name) is None for name in uneven):
-        raise MkdConfigError(f"--pipeline-model-parallel-size {pp} does not divide the {layers} layers of {model}")
+        raise MkdConfigError(
+            f"{prefix}pipeline-model-parallel-size {pp} does not divide the {layers} layers of {model}"
+        )
 
 
 def check_layer_pairs(pairs: Sequence[LayerPair], args: Namespace, teacher_layers: int) -> None:
-    """Refuse pairs with layers that a model does not have, and flags under which a layer's output cannot be reached.
+    """Refuse pairs with layers that a model does not have, and flags under which a layer's output is inaccessible.
 
     Args:
-        pairs: of --kd-hidden-loss; may be none.
-        args: Megatron's, of the student, after its own checks.
+        pairs: pairs of --kd-hidden-loss; may be empty.
+        args: Megatron's arguments of the student, after their own checks.
         teacher_layers: number of layers of the teacher.
     """
     for pair in pairs:
@@ -372,8 +387,8 @@ def check_layer_pairs(pairs: Sequence[LayerPair], args: Namespace, teacher_layer
     reasons = {
         "--cuda-graph-impl": (args.cuda_graph_impl != "none", "a layer in a CUDA graph runs no hooks"),
         "--overlap-moe-expert-parallel-comm": (args.overlap_moe_expert_parallel_comm, "it runs no whole layers"),
-        "--use-megatron-fsdp": (args.use_megatron_fsdp, "it does not know the maps between layers"),
-        "--use-torch-fsdp2": (args.use_torch_fsdp2, "it does not know the maps between layers"),
+        "--use-megatron-fsdp": (args.use_megatron_fsdp, "it does not shard the maps between layers"),
+        "--use-torch-fsdp2": (args.use_torch_fsdp2, "it does not shard the maps between layers"),
     }
     for flag, (given, reason) in reasons.items():
         if pairs and given:

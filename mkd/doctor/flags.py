@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.training.arguments import add_megatron_arguments
 
-from mkd.config import arguments
+from mkd.config import flags
 from mkd.config.kd_config import KDConfig
 from mkd.doctor.findings import Findings
 from mkd.errors import MkdConfigError
@@ -24,11 +24,11 @@ def readable(words: Sequence[str], findings: Findings) -> list[str]:
         if word.startswith("--") or not groups:
             groups.append([])
         groups[-1].append(word)
-    parser = arguments.add_kd_flags(add_megatron_arguments(ArgumentParser(allow_abbrev=False)))
+    parser = flags.add_kd_flags(add_megatron_arguments(ArgumentParser(allow_abbrev=False)))
     kept = []
     for group in groups:
         with findings.tolerate():
-            arguments.refuse_contradictions(group)
+            flags.refuse_contradictions(group)
             _, unknown = parser.parse_known_args(group)
             kept += [word for word in group if word not in unknown]
             if unknown:

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mkd import cpu
-from mkd.config import arguments
+from mkd.config import data_args
 from mkd.doctor.findings import Findings
 from mkd.doctor.peek import CONTEXT, TARGET, peek
 from mkd.job.job import Job
@@ -31,7 +31,7 @@ def show_plan(job: Job, console: Console) -> None:
 def show_data(job: Job, samples: int, tokens: int, findings: Findings, console: Console) -> None:
     """The beginnings of a few samples of each file, targets colored; for files that could be read."""
     with findings.tolerate():
-        names = arguments.data_prefixes(job.args)
+        names = data_args.data_prefixes(job.args)
         starts = tuple(start for name in names for start in (f"--data-path {name}", f"{name}, line"))
         if any(problem.startswith(starts) for problem in findings.problems):
             return

@@ -16,7 +16,7 @@ from megatron.training.global_vars import destroy_global_vars
 
 from mkd import cpu
 from mkd.checkpoint.source import EnsembleSource, ModelSource, TeacherSource, common_vocabulary
-from mkd.config import arguments
+from mkd.config import data_args, flags, megatron_args
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron_checks import (
     check_attention_kernels,
@@ -27,7 +27,7 @@ from mkd.config.megatron_checks import (
     check_transformer_engine,
     layout_checks,
 )
-from mkd.config.teacher_layout import check_teacher_divides, check_teacher_layout, teacher_layout_args
+from mkd.config.teacher_args import check_teacher_divides, check_teacher_layout, teacher_layout_args
 from mkd.data.datasets import check_data
 from mkd.data.sources.chat import ChatTokenizer
 from mkd.data.sources.stores import check_chat_file, is_chat_file
@@ -110,7 +110,7 @@ def _examine_parts(findings: Findings) -> None:
     """Each part of a command line by itself, as far as it makes sense alone."""
     tolerate = findings.tolerate
     try:
-        args, given = arguments.parse_flags()
+        args, given = flags.parse_flags()
     except MkdError as error:
         findings.problem(str(error))
         return
@@ -125,7 +125,7 @@ def _examine_parts(findings: Findings) -> None:
     student = _open(findings, args.kd_student_hf, "--kd-student-hf", ModelSource.from_hf)
     if student is not None:
         with tolerate():
-            arguments.adopt_architecture(args, student.architecture, student.origin)
+            megatron_args.adopt_architecture(args, student.architecture, student.origin)
         args.tokenizer_model = args.tokenizer_model or args.kd_student_hf
     _check_training(findings, args, kd, has_sizes=student is not None or args.kd_student_hf is None)
     _check_layout(findings, args, kd, teacher)
@@ -157,7 +157,7 @@ def _check_training(findings: Findings, args: Namespace, kd: KDConfig | None, ha
             check_learning_rate(args)
     with findings.tolerate():
         select_checkpoint(args)
-    for check in (arguments.check_load, check_saving, check_trackers) if kd is not None else ():
+    for check in (megatron_args.check_load, check_saving, check_trackers) if kd is not None else ():
         with findings.tolerate():
             check(args, kd)
 
@@ -192,7 +192,7 @@ def _check_layout(findings: Findings, args: Namespace, kd: KDConfig | None, teac
 def _check_data(findings: Findings, args: Namespace, vocabulary: int | None, tokenizer_hash: str | None) -> None:
     names: list[str] = []
     with findings.tolerate():
-        names = arguments.data_prefixes(args)
+        names = data_args.data_prefixes(args)
     for name in names:
         with findings.tolerate():
             if is_chat_file(name) and args.tokenizer_model is not None:

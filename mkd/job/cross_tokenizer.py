@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from mkd.checkpoint.source import EnsembleSource, ModelSource, TeacherSource, common_vocabulary, has_other_tokenizer
-from mkd.config import arguments
+from mkd.config import data_args
 from mkd.config.kd_config import KDConfig
-from mkd.config.teacher_layout import row_multiple
+from mkd.config.teacher_args import row_multiple
 from mkd.data.byte_lengths import byte_lengths
 from mkd.data.packing.aligned_layout import AlignedRowLayout
 from mkd.data.packing.row_layout import RowLayout
@@ -60,7 +60,7 @@ class CrossTokenizers:
         flags = ("--tokenizer-model", *(source.origin.split()[0] for source in sources))
         encoder = TextAligner(folders, flags, all_messages=kd.mask == "all")
         tokens = [0] * len(folders)
-        for name in arguments.data_prefixes(args):
+        for name in data_args.data_prefixes(args):
             tokens = [a + b for a, b in zip(tokens, probe_aligned(name, encoder), strict=True)]
         lengths = tuple(
             kd.teacher_seq_length or _row_length(args, kd, tokens[number] / max(1, tokens[0]), source)
@@ -145,7 +145,7 @@ def _projections(tokenizers: Sequence[SpanTokenizer], args: Namespace, kd: KDCon
     student, *teachers = tokenizers
     if kd.projection is not None:
         return [Projection.load(kd.projection, student.hash, teachers[0].hash)]
-    has_chats = any(map(is_chat_file, arguments.data_prefixes(args)))
+    has_chats = any(map(is_chat_file, data_args.data_prefixes(args)))
     found = []
     for teacher in teachers:
         options = ProjectionOptions(pairs=ends_of_turn(student, teacher) if has_chats else ())
@@ -221,7 +221,7 @@ def _cache(args: Namespace) -> Path:
     """The data cache; by default the folder that Megatron makes beside the data."""
     if args.data_cache_path is not None:
         return Path(args.data_cache_path)
-    return Path(arguments.data_prefixes(args)[0]).resolve().parent / "cache"
+    return Path(data_args.data_prefixes(args)[0]).resolve().parent / "cache"
 
 
 def _row_length(args: Namespace, kd: KDConfig, ratio: float, source: ModelSource) -> int:

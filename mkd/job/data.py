@@ -10,10 +10,10 @@ from megatron.training.global_vars import get_tokenizer
 from megatron.training.training import get_train_valid_test_num_samples, update_train_iters
 
 from mkd.checkpoint.tokenizer_files import tokenizer_hash
-from mkd.config import arguments
+from mkd.config import data_args
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron_checks import check_rows
-from mkd.config.teacher_layout import row_multiple
+from mkd.config.teacher_args import row_multiple
 from mkd.data.datasets import build_datasets, check_data, check_splits
 from mkd.data.epochs import Reading, readings_of_documents
 from mkd.data.packing.row_layout import RowLayout
@@ -45,20 +45,20 @@ class JobData:
         Raises:
             MkdConfigError, MkdDataError: anything that would stop the job later.
         """
-        names = arguments.data_prefixes(self.args)
+        names = data_args.data_prefixes(self.args)
         chats = [name for name in names if is_chat_file(name)]
         check_rows(self.args, self.kd, has_chats=bool(chats))
         check_data([name for name in names if name not in chats], self.true_vocab, tokenizer_hash)
         for name in chats:
             check_chat_file(name, ChatTokenizer(self.args.tokenizer_model))
-        check_splits(arguments.dataset_config(self.args, get_tokenizer()), evaluates=self.args.eval_iters > 0)
+        check_splits(data_args.dataset_config(self.args, get_tokenizer()), evaluates=self.args.eval_iters > 0)
 
     def sets(self) -> list[Any]:
         """Train, validation and test set. Collective over all ranks."""
         if not self.has_own_rows:
             self._tell_readings()
         update_train_iters(self.args)
-        config = arguments.dataset_config(self.args, get_tokenizer())
+        config = data_args.dataset_config(self.args, get_tokenizer())
         return build_datasets(
             config,
             get_train_valid_test_num_samples(),
@@ -77,7 +77,7 @@ class JobData:
         """About how often each file is read; see `readings_of_documents`."""
         update_train_iters(self.args)
         train, _, test = get_train_valid_test_num_samples()
-        config = arguments.dataset_config(self.args, get_tokenizer())
+        config = data_args.dataset_config(self.args, get_tokenizer())
         return readings_of_documents(config, (train, self._rows_of_an_evaluation, test))
 
     def _tell_readings(self) -> None:
@@ -101,7 +101,7 @@ class JobData:
         return (
             self.cross is not None
             or self.kd.packing != "none"
-            or any(map(is_chat_file, arguments.data_prefixes(self.args)))
+            or any(map(is_chat_file, data_args.data_prefixes(self.args)))
         )
 
     @property

@@ -16,7 +16,7 @@ from mkd import cpu
 from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.checkpoint.resume import ResumePoint
 from mkd.checkpoint.source import ModelSource, TeacherSource
-from mkd.config import arguments
+from mkd.config import flags, megatron_args
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron_checks import check_layer_pairs, check_top_k, check_transformer_engine
 from mkd.data.byte_lengths import byte_lengths
@@ -25,7 +25,7 @@ from mkd.distributed.groups import Groups
 from mkd.errors import MkdConfigError
 from mkd.job.cross_tokenizer import CrossTokenizers, sort_teachers
 from mkd.job.data import JobData, hash_of_tokenizer
-from mkd.job.resume import check_checkpoint, check_first_weights, select_checkpoint
+from mkd.job.resume import adopt_from_checkpoint, check_checkpoint, check_first_weights, select_checkpoint
 from mkd.job.teacher import JobTeacher, job_teacher, teacher_source
 from mkd.losses import LossOptions
 from mkd.models.gpt import gpt_config
@@ -71,19 +71,19 @@ class Job:
         Raises:
             MkdError: anything that would stop the job later.
         """
-        args, kd = arguments.parse_command_line()
+        args, kd = flags.parse_command_line()
         source = teacher_source(kd)
         student = None
         resume_point = select_checkpoint(args)
         if kd.student_hf is not None:
             student = ModelSource.from_hf(kd.student_hf, "--kd-student-hf")
-            arguments.adopt_architecture(args, student.architecture, student.origin)
+            megatron_args.adopt_architecture(args, student.architecture, student.origin)
             args.tokenizer_type = args.tokenizer_type or "HuggingFaceTokenizer"
             args.tokenizer_model = args.tokenizer_model or kd.student_hf
         elif args.use_checkpoint_args:
-            _adopt_what_megatron_forgets(args)
-        arguments.finish(args, kd)
-        true_vocab = arguments.true_vocabulary(args)
+            adopt_from_checkpoint(args)
+        megatron_args.finish(args, kd)
+        true_vocab = megatron_args.true_vocabulary(args)
         origin = student.origin if student else f"--tokenizer-model {args.tokenizer_model}"
         student_hash = student.tokenizer_hash if student else hash_of_tokenizer(args)
         with tolerate():
@@ -114,7 +114,7 @@ class Job:
         config = gpt_config(args)
         config.transformer.variable_seq_lengths = kd.variable_seq_lengths  # megatron has no flag for it
         job = cls(args, kd, teacher, student, config, true_vocab, options, resume_point, notes, cross)
-        if student is not None and not arguments.resumes(args):
+        if student is not None and not megatron_args.resumes(args):
             job.student_config.pre_wrap_hooks.append(job._load_student)
             job.student_config.perform_initialization = False  # the folder fills every parameter, or is refused
         return job
@@ -199,26 +199,6 @@ class Job:
         )
 
 
-def _adopt_what_megatron_forgets(args: Namespace) -> None:
-    """megatron-core 0.19's --use-checkpoint-args leaves these out, and would compute another model without a word."""
-    path = args.kd_resume_from or args.pretrained_checkpoint
-    if path is None:
-        return
-    folder = MegatronFolder(path, "--use-checkpoint-args")
-    names = (
-        *("layernorm_epsilon", "use_rope_scaling", "rope_scaling_factor", "rotary_seq_len_interpolation_factor"),
-        *("qk_layernorm", "qk_l2_norm", "window_size", "window_attn_skip_freq", "softmax_type", "no_rope_freq"),
-        *("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
-        *("rope_type", "rotary_scaling_factor", "mscale", "mscale_all_dim", "original_max_position_embeddings"),
-        *("beta_fast", "beta_slow", "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow"),
-        *("yarn_correction_range_round_to_int", "quick_geglu", "glu_linear_offset", "activation_func_clamp_value"),
-        *("moe_router_num_groups", "moe_router_group_topk", "attention_output_gate", "use_mup"),
-        "layernorm_zero_centered_gamma",
-    )
-    values = {name: getattr(folder.args, name) for name in names if hasattr(folder.args, name)}
-    arguments.adopt_architecture(args, values, f"the checkpoint in {path}")
-
-
 def _check_tokenizer(args: Namespace, student: ModelSource | None) -> None:
     """Refuse a --tokenizer-model that is not the student's own."""
     given = hash_of_tokenizer(args)
@@ -236,7 +216,7 @@ def _check_stored_maps(args: Namespace, kd: KDConfig, mapped: bool) -> None:
         kd: names the pairs of layers.
         mapped: whether each pair has a map.
     """
-    if not arguments.resumes(args) or args.finetune or args.ckpt_format != "torch_dist":
+    if not megatron_args.resumes(args) or args.finetune or args.ckpt_format != "torch_dist":
         return
     stored = MegatronFolder(args.kd_resume_from, "--load").metadata.state_dict_metadata
     had = sorted(pair_of_key(key) for key in stored if key.startswith(KEY_PREFIX))

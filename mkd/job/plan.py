@@ -10,9 +10,9 @@ import torch
 from mkd import cpu
 from mkd.checkpoint.hf.assets import store_assets
 from mkd.checkpoint.hf.folder import HFFolder
-from mkd.config import arguments
+from mkd.config import megatron_args
 from mkd.config.kd_config import KDConfig
-from mkd.config.teacher_layout import has_own_layout
+from mkd.config.teacher_args import has_own_layout
 from mkd.config.values import divergence_text
 from mkd.job.job import Job
 from mkd.job.memory_table import memory_line, print_memory
@@ -41,7 +41,7 @@ def plan(job: Job) -> dict[str, str]:
     """What will happen, a line each."""
     args, kd = job.args, job.kd
     weights = "random"
-    if arguments.resumes(args):
+    if megatron_args.resumes(args):
         weights = f"checkpoint {args.kd_resume_from}"
     elif job.student_source is not None:
         weights = str(job.student_source.path)

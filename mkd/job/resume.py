@@ -25,8 +25,9 @@ from mkd.compat.checkpoints import (
     take_rates_of_this_job,
 )
 from mkd.compat.stopping import StopSignals, install_stopping
-from mkd.config import arguments
+from mkd.config import megatron_args
 from mkd.config.kd_config import KDConfig
+from mkd.config.megatron_arg_names import Role, names_with
 from mkd.train import balance
 
 
@@ -37,14 +38,28 @@ def select_checkpoint(args: Namespace) -> ResumePoint | None:
         MkdCheckpointError: there are checkpoints, and none may be used.
     """
     if args.ckpt_format != "torch_dist":
-        arguments.resume_from(args, Path(args.load) if arguments.has_checkpoint(args.load) else None)
+        megatron_args.resume_from(args, Path(args.load) if megatron_args.has_checkpoint(args.load) else None)
         return None
     if args.load is None:
-        arguments.resume_from(args, None)
+        megatron_args.resume_from(args, None)
         return None
-    point = select(Path(args.load), own=arguments.saves_where_it_loads(args), step=args.ckpt_step)
-    arguments.resume_from(args, point.folder)
+    point = select(Path(args.load), own=megatron_args.saves_where_it_loads(args), step=args.ckpt_step)
+    megatron_args.resume_from(args, point.folder)
     return point
+
+
+def adopt_from_checkpoint(args: Namespace) -> None:
+    """Adopt the architecture that megatron-core 0.19's --use-checkpoint-args leaves out (`Role.ADOPTED`), in place.
+
+    Raises:
+        MkdConfigError: a flag on the command line contradicts the checkpoint.
+    """
+    path = args.kd_resume_from or args.pretrained_checkpoint
+    if path is None:
+        return
+    stored = vars(MegatronFolder(path, "--use-checkpoint-args").args)
+    values = {name: stored[name] for name in names_with(Role.ADOPTED) if name in stored}
+    megatron_args.adopt_architecture(args, values, f"the checkpoint in {path}")
 
 
 def check_first_weights(args: Namespace) -> None:
@@ -53,7 +68,7 @@ def check_first_weights(args: Namespace) -> None:
     Raises:
         MkdCheckpointError: naming the file that is missing or damaged.
     """
-    if args.pretrained_checkpoint is None or arguments.resumes(args) or args.ckpt_format != "torch_dist":
+    if args.pretrained_checkpoint is None or megatron_args.resumes(args) or args.ckpt_format != "torch_dist":
         return
     MegatronFolder(args.pretrained_checkpoint, "--pretrained-checkpoint").check_shards()
 
@@ -89,12 +104,8 @@ def check_checkpoint(args: Namespace, kd: KDConfig, point: ResumePoint | None, t
         return notes
     note = check_teacher(args.kd_teacher_fingerprint, stored, teacher.origin, origin, kd.other_teacher)
     now = {f"kd_{name}": value for name, value in asdict(kd).items() if name not in _NOT_THE_OBJECTIVE}
-    now |= {name: vars(args)[name] for name in _ORDER_OF_SAMPLES}
+    now |= {name: vars(args)[name] for name in names_with(Role.SAMPLES)}
     return notes + [note] * (note is not None) + changed_settings(vars(stored), now)
-
-
-# A checkpoint knows how many samples were consumed; with another of these, the same number means other samples.
-_ORDER_OF_SAMPLES = ("data_path", "train_data_path", "data_args_path", "split", "seed", "seq_length")
 
 
 _NOT_THE_OBJECTIVE = {
@@ -125,9 +136,9 @@ def resolve_checkpoint(args: Namespace, kd: KDConfig, point: ResumePoint | None,
     check_same_teacher_everywhere(args.kd_teacher_fingerprint, teacher.origin)
     if point is None:
         return
-    own = arguments.saves_where_it_loads(args)
+    own = megatron_args.saves_where_it_loads(args)
     resolved = resolve(point, own=own, step=args.ckpt_step, check_content=not kd.skip_checkpoint_hashes)
-    arguments.resume_from(args, resolved.folder)
+    megatron_args.resume_from(args, resolved.folder)
     if resolved.name != point.name:
         check_checkpoint(args, kd, resolved, teacher)
 

@@ -8,10 +8,9 @@ import torch
 from megatron.training.models import GPTModelConfig
 
 from mkd.checkpoint.source import EnsembleSource, ModelSource, TeacherSource
-from mkd.config import arguments
+from mkd.config import teacher_args
 from mkd.config.kd_config import KDConfig
-from mkd.config.teacher_fp8 import check_fp8_teacher
-from mkd.config.teacher_layout import check_teacher_layout, has_own_layout
+from mkd.config.teacher_args import check_fp8_teacher, check_teacher_layout, has_own_layout
 from mkd.distributed.groups import Groups, OwnLayout, ParallelSizes
 from mkd.errors import MkdConfigError
 from mkd.job.cached_teacher import CachedTeacherSpec, CacheSource
@@ -125,7 +124,7 @@ class ModelTeacher:
         if own_tokens is None:
             cross = None
         check_teacher_layout(args, kd, source.architecture.get("num_experts"))
-        own = arguments.teacher_arguments(source.architecture, args, kd.teacher_dtype, own_tokens, kd.teacher_sizes)
+        own = teacher_args.teacher_arguments(source.architecture, args, kd.teacher_dtype, own_tokens, kd.teacher_sizes)
         if kd.teacher_dtype == "fp8":
             check_fp8_teacher(own, args.micro_batch_size, kd)
         config = gpt_config(own)

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from mkd.config.kd_config import KDConfig
+from mkd.config.megatron_arg_names import Role, names_with
 from mkd.config.megatron_checks import check_divisions, length_multiple
-from mkd.config.teacher_layout import (
-    SIZES,
+from mkd.config.teacher_args import (
     check_teacher_divides,
     check_teacher_layout,
     has_own_layout,
@@ -195,7 +195,7 @@ def _with_own_layout(teacher: Namespace, student: Namespace, kd: KDConfig) -> Na
     check_teacher_layout(student, kd, teacher.num_experts)
     check_teacher_divides(vars(teacher), own, student)
     teacher = copy.copy(teacher)
-    vars(teacher).update((name, getattr(own, name)) for name in SIZES)
+    vars(teacher).update((name, getattr(own, name)) for name in names_with(Role.LAYOUT))
     return teacher
 
 

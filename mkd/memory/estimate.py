@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mkd.config.kd_config import KDConfig
-from mkd.config.teacher_layout import has_own_layout
+from mkd.config.teacher_args import has_own_layout
 from mkd.memory.activations import backward_working_bytes, kept_by_layers, layer_bytes, residual_bytes
 from mkd.memory.logits import logit_bytes, shard_of
 from mkd.memory.parameters import gradient_bytes, optimizer_bytes, outside_of_layers, parameters_of_stage

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mkd.config.arguments import default_arguments
+from mkd.config.flags import default_arguments
 from mkd.checkpoint.hf.check import read_architecture
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.cpu.flags import set_cpu_values

@@ -13,7 +13,7 @@ import pytest
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 from megatron.training.global_vars import destroy_global_vars
 
-from mkd.config import arguments
+from mkd.config import flags
 from mkd.errors import MkdCheckpointError, MkdConfigError, MkdDataError, MkdError
 from mkd.job.job import Job
 from mkd.job.plan import plan
@@ -229,9 +229,9 @@ def test_wrong_setting(attempt, changes, words):
     refused(attempt, MkdConfigError, changes, words)
 
 
-@pytest.mark.parametrize("flag", arguments.UNSUPPORTED)
+@pytest.mark.parametrize("flag", flags.UNSUPPORTED)
 def test_flag_that_is_not_supported(attempt, flag):
-    refused(attempt, MkdConfigError, {flag: True}, [f"{flag} is not supported", arguments.UNSUPPORTED[flag]])
+    refused(attempt, MkdConfigError, {flag: True}, [f"{flag} is not supported", flags.UNSUPPORTED[flag]])
 
 
 @pytest.mark.parametrize(

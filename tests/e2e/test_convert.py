@@ -14,7 +14,7 @@ from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.import_ import import_hf
 from mkd.checkpoint.hf.model_card import model_card
 from mkd.checkpoint.megatron_folder import TRACKER, MegatronFolder
-from mkd.config.arguments import default_arguments
+from mkd.config.flags import default_arguments
 from mkd.errors import MkdCheckpointError
 from tests.support.e2e.small_job import ROOT, run
 from tests.support.hf_folders import (

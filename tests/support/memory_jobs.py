@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from mkd.config.arguments import default_arguments
+from mkd.config.flags import default_arguments
 
 
 def llama_arguments(

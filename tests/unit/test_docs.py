@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mkd.config.arguments import flags_given
+from mkd.config.flags import flags_given
 from mkd.config.kd_config import KDConfig
 from tests.support.fork_server import fork_server
 

@@ -29,7 +29,7 @@ from mkd.checkpoint.hf.writer import StagedFolder
 from mkd.checkpoint.lazy_save import LazyTensors, save
 from mkd.checkpoint.megatron_folder import TRACKER
 from mkd.checkpoint.ranks import all_ranks
-from mkd.config.arguments import default_arguments
+from mkd.config.flags import default_arguments
 from mkd.cpu.flags import set_cpu_values
 from mkd.errors import MkdCheckpointError
 from mkd.utils.progress import ByteProgress

@@ -16,7 +16,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from mkd.config.arguments import default_arguments
+from mkd.config.flags import default_arguments
 from mkd.cpu.flags import set_cpu_values
 from mkd.models.gpt import gpt_config
 

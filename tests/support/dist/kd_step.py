@@ -25,7 +25,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron.training.models import GPTModelBuilder
 from torch import Tensor, nn
 
-from mkd.config.arguments import default_arguments
+from mkd.config.flags import default_arguments
 from mkd.compat import balance_experts_over_unequal_ranks
 from mkd.config.kd_config import HiddenLossType, KDConfig
 from mkd.cpu.flags import set_cpu_values

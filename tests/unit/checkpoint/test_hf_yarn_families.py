@@ -3,7 +3,7 @@
 import pytest
 
 from mkd.checkpoint.hf.families import family_of
-from mkd.config.arguments import default_arguments
+from mkd.config.flags import default_arguments
 from mkd.errors import MkdCheckpointError
 from tests.support.hf_folders import SIZES
 

@@ -23,7 +23,7 @@ from megatron.training.arguments import add_megatron_arguments
 
 import mkd.config.kd_config
 from mkd import compat
-from mkd.config import arguments
+from mkd.config import flags
 from mkd.models.gpt import gpt_config
 
 
@@ -96,7 +96,7 @@ def field_docstrings() -> dict[str, str]:
 
 
 def test_help_lists_every_field_with_its_docstring():
-    text = " ".join(arguments.add_kd_flags(megatron_parser()).format_help().split())
+    text = " ".join(flags.add_kd_flags(megatron_parser()).format_help().split())
     docstrings = field_docstrings()
     assert set(docstrings) == {field.name for field in mkd.config.kd_config.KDConfig.__dataclass_fields__.values()}
     for name, docstring in docstrings.items():
@@ -114,7 +114,7 @@ def test_help_keeps_what_argparse_formats():
 
 
 def test_upstream_forgets_the_rope_scaling_factor():
-    args = arguments.default_arguments()
+    args = flags.default_arguments()
     vars(args).update(num_layers=2, hidden_size=32, num_attention_heads=2, params_dtype=torch.float32)
     vars(args).update(use_rope_scaling=True, rope_scaling_factor=32.0, padded_vocab_size=128, apply_rope_fusion=False)
     assert gpt_config_from_args(args).rope_scaling_factor == 8.0

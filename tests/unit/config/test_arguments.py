@@ -1,4 +1,4 @@
-"""mkd/config/arguments.py: what is taken from the command line, from the student's folder, and for the teacher."""
+"""mkd.config: flags, adopted architectures, layout checks, and the arguments of the teacher."""
 
 import itertools
 import sys
@@ -13,16 +13,12 @@ import torch
 from mkd import cpu
 from mkd.checkpoint.hf.check import read_architecture
 from mkd.checkpoint.hf.folder import HFFolder
-from mkd.config import arguments
-from mkd.config.arguments import (
-    adopt_architecture,
-    data_prefixes,
-    flags_given,
-    parse_command_line,
-    refuse_contradictions,
-    teacher_arguments,
-)
+from mkd.config import flags, megatron_args
+from mkd.config.data_args import data_prefixes
+from mkd.config.flags import flags_given, parse_command_line, refuse_contradictions
 from mkd.config.kd_config import KDConfig, LayerPair
+from mkd.config.megatron_arg_names import Role, names_with
+from mkd.config.megatron_args import adopt_architecture
 from mkd.config.megatron_checks import (
     check_attention_heads,
     check_attention_kernels,
@@ -33,6 +29,7 @@ from mkd.config.megatron_checks import (
     check_variable_lengths,
     length_multiple,
 )
+from mkd.config.teacher_args import teacher_arguments
 from mkd.errors import MkdConfigError, MkdDataError
 from mkd.models.gpt import gpt_config
 from tests.support.hf_folders import LLAMA3_ROPE, make_llama
@@ -122,7 +119,7 @@ def test_dropout_is_the_choice_of_the_run(monkeypatch):
 
 
 def layout(**changes: Any) -> Namespace:
-    args = arguments.default_arguments()
+    args = flags.default_arguments()
     sizes = {"num_layers": 6, "hidden_size": 48, "ffn_hidden_size": 72, "num_attention_heads": 6, "world_size": 1}
     sizes |= {"seq_length": 30, "micro_batch_size": 2, "global_batch_size": 24, "max_position_embeddings": 64}
     vars(args).update({**sizes, **changes})
@@ -317,12 +314,12 @@ def architecture(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def student(odd: bool) -> Namespace:
     """A student's arguments. If `odd`, everything that is not the layout's or the machine's has a strange value."""
-    args = arguments.default_arguments()
+    args = flags.default_arguments()
     if odd:
         numbers = itertools.count(7)
         for name, value in vars(args).items():
             kinds = {bool: not value, int: next(numbers), float: next(numbers) + 0.5}
-            if name not in arguments._SHARED_WITH_TEACHER:
+            if name not in names_with(Role.SHARED):
                 setattr(args, name, kinds.get(type(value), "odd"))
     on_cpu = {"transformer_impl": "local", "use_cpu_initialization": True, "apply_rope_fusion": False}
     vars(args).update(on_cpu, rank=0, world_size=1, seq_length=32, padded_vocab_size=256, params_dtype=torch.float32)
@@ -331,7 +328,7 @@ def student(odd: bool) -> Namespace:
 
 
 def test_nothing_of_the_student_leaks_into_the_teacher(architecture):
-    assert not set(architecture) & set(arguments._SHARED_WITH_TEACHER)
+    assert not set(architecture) & set(names_with(Role.SHARED))
     plain = teacher_arguments(architecture, student(odd=False), None)
     odd = teacher_arguments(architecture, student(odd=True), None)
     assert vars(odd) == vars(plain)
@@ -404,10 +401,10 @@ def test_a_checkpoint_of_another_layout_is_a_teacher_in_this_one(architecture):
 
 
 def test_has_checkpoint(tmp_path: Path):
-    assert not arguments.has_checkpoint(None)
-    assert not arguments.has_checkpoint(str(tmp_path))
+    assert not megatron_args.has_checkpoint(None)
+    assert not megatron_args.has_checkpoint(str(tmp_path))
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
-    assert arguments.has_checkpoint(str(tmp_path))
+    assert megatron_args.has_checkpoint(str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mkd.config.kd_config import KDConfig
-from mkd.config.teacher_fp8 import check_fp8_teacher
+from mkd.config.teacher_args import check_fp8_teacher
 from mkd.errors import MkdConfigError
 
 LLAMA_8B = dict(
@@ -56,7 +56,7 @@ def test_what_fits(sizes: dict[str, Any]) -> None:
         ({"transformer_impl": "local"}, {}, "--transformer-impl is local"),
         ({}, {"teacher_load": "T"}, "--kd-teacher-load cannot fill FP8 weights"),
         ({}, {"teacher_offload": True}, "leave --kd-teacher-offload out"),
-        ({"num_experts": 8}, {}, "its experts get any number of tokens"),
+        ({"num_experts": 8}, {}, "its experts receive any number of tokens"),
         ({"multi_latent_attention": True}, {}, "latent attention"),
         ({}, {"variable_seq_lengths": True}, "leave --kd-variable-seq-lengths out"),
         ({"seq_length": 4104}, {"micro_batch_size": 3}, "--micro-batch-size 3 x 4104 of a row / 2 ranks"),

@@ -12,7 +12,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 import mkd.cpu
-from mkd.config.arguments import default_arguments
+from mkd.config.flags import default_arguments
 from mkd.cpu import gloo
 from mkd.cpu.flags import VALUES, set_cpu_values
 from mkd.errors import MkdConfigError

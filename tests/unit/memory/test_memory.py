@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mkd.config.kd_config import KDConfig
-from mkd.config.teacher_fp8 import compute_in_fp8
+from mkd.config.teacher_args import compute_in_fp8
 from mkd.memory import Workload, estimate, fullest, outside_of_torch
 from mkd.memory.activations import backward_working_bytes, kept_by_layers, layer_bytes
 from mkd.memory.estimate import (

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mkd.config.arguments import default_arguments
+from mkd.config.flags import default_arguments
 from mkd.data.batch import KDBatch
 from mkd.data.token_counts import TextSize
 from mkd.report.flops import FlopCounter, peak_tflops

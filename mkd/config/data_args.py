@@ -1,0 +1,60 @@
+"""Megatron's arguments about data: the files that are read, and the dataset configuration."""
+
+import traceback
+from argparse import Namespace
+from typing import Any
+
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+from megatron.training.utils import get_blend_and_blend_per_split
+
+from mkd.errors import MkdConfigError, MkdDataError
+
+
+def data_prefixes(args: Namespace) -> list[str]:
+    """Every `.bin/.idx` prefix and every chat file that is to be read.
+
+    Raises:
+        MkdDataError: none is named, or a list of weights and prefixes is not one.
+    """
+    try:
+        blend, per_split = get_blend_and_blend_per_split(args)
+    except (AssertionError, ValueError, KeyError, OSError) as error:
+        raise MkdDataError(f"--data-path and the like cannot be read ({error!r}): write WEIGHT PREFIX pairs") from error
+    prefixes = [prefix for part in (blend, *(per_split or ())) if part is not None for prefix in part[0]]
+    if not prefixes and not args.mock_data:
+        raise MkdDataError(
+            "no training data: give --data-path PREFIX (PREFIX.bin and PREFIX.idx) or --data-path FILE.jsonl (chats)"
+        )
+    return prefixes
+
+
+def dataset_config(args: Namespace, tokenizer: Any) -> GPTDatasetConfig:
+    """Megatron's own dataset flags as a configuration.
+
+    Raises:
+        MkdConfigError: they contradict each other.
+    """
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    options = dict(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        multiple_validation_sets=args.multiple_validation_sets,
+        full_validation=args.full_validation,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=tokenizer,
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=False,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+    )
+    try:
+        return GPTDatasetConfig(**options)
+    except (AssertionError, ValueError, ZeroDivisionError) as error:
+        reason = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
+        raise MkdConfigError(f"megatron refuses the data flags (--split {args.split}): {reason}") from error

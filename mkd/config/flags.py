@@ -1,0 +1,113 @@
+"""The command line: `KDConfig` as `--kd-*` flags beside Megatron's own, and flags that contradict distillation."""
+
+import sys
+from argparse import ArgumentParser, Namespace
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+from megatron.training.argument_utils import ArgumentGroupFactory
+from megatron.training.arguments import add_megatron_arguments, parse_args
+
+from mkd import compat
+from mkd.config.kd_config import KDConfig
+from mkd.errors import MkdConfigError
+
+# Beginnings of Megatron flags that say something else about the loss, the teacher or what is trained, and what to use.
+# Checked on the command line itself: some of them exist only where further packages are installed.
+CONTRADICTIONS: dict[str, str] = {
+    "--logits-save-": "--kd-teacher-hf or --kd-teacher-load (mkd runs the teacher itself)",
+    "--logits-load-": "--kd-teacher-hf or --kd-teacher-load (mkd runs the teacher itself)",
+    "--export-kd-": "--kd-teacher-load, --kd-loss, --kd-temperature and --kd-ratio",
+    "--freeze-all-layers": "--kd-ratio (the student is what is trained)",
+    "--ddp-average-in-collective": "--kd-ratio (mkd divides once by the step's supervised tokens, over all ranks)",
+    "--yaml-cfg": "flags such as --kd-ratio on the command line (mkd reads no YAML configuration)",
+    "--perform-rl-step": "--kd-ratio (mkd distills; it has no reinforcement learning)",
+    "--hybrid-layer-pattern": "--num-layers or --kd-student-hf (mkd trains GPT models)",
+    "--mtp-num-layers": "--num-layers or --kd-student-hf (mkd has no loss for multi-token prediction)",
+}
+
+
+# Megatron flags that mkd does not honor yet, and what to do without them.
+UNSUPPORTED: dict[str, str] = {
+    "--full-validation": "give --eval-iters (megatron-core 0.19 itself fails with it)",
+    "--multiple-validation-sets": "give one set",
+    "--reset-attention-mask": "give --kd-packing best_fit, where no document sees another",
+    "--dataloader-inter-document-masking": "give --kd-packing best_fit, where no document sees another",
+    "--sft": "leave it out and name the chat file in --data-path (docs/data.md)",
+    "--exit-signal-handler-for-training": "leave it out (at SIGTERM and SIGUSR1 mkd saves and ends; docs/slurm.md)",
+    "--defer-embedding-wgrad-compute": "leave it out (mkd computes the LM head's gradient together with the loss)",
+}
+
+
+class _KDFlags(ArgumentGroupFactory):
+    """Flags named `--kd-<field>`, stored as `kd_<field>`."""
+
+    def _format_arg_name(self, config_attr_name: str, prefix: str | None = None) -> str:
+        words = ["kd", prefix, config_attr_name] if prefix else ["kd", config_attr_name]
+        return "--" + "-".join(words).replace("_", "-")
+
+    def _build_argparse_kwargs_from_field(self, attribute: Any) -> dict[str, Any]:
+        kwargs = super()._build_argparse_kwargs_from_field(attribute)
+        kwargs["dest"] = f"kd_{attribute.name}"
+        return kwargs
+
+
+def add_kd_flags(parser: ArgumentParser) -> ArgumentParser:
+    """Add one flag for each field of `KDConfig`, with the field's docstring as help.
+
+    What the parser cannot read is then an MkdConfigError of one line, and not a thousand lines of usage.
+    """
+    _KDFlags(KDConfig).build_group(parser, title="knowledge distillation")
+    compat.repair_help(parser)
+
+    def refuse(message: str) -> NoReturn:
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if unknown == message:
+            raise MkdConfigError(message.removeprefix("argument "))
+        guesses = get_close_matches(unknown.split()[0].split("=")[0], parser._option_string_actions, n=1, cutoff=0.8)
+        hint = f"did you mean {guesses[0]}?" if guesses else "--help lists all flags"
+        raise MkdConfigError(f"unknown on the command line: {unknown} ({hint})")
+
+    parser.error = refuse
+    return parser
+
+
+def flags_given(argv: list[str] | None = None) -> dict[str, str]:
+    """The flags on the command line: Megatron's argument name -> the flag as it was written."""
+    parser = add_kd_flags(add_megatron_arguments(ArgumentParser(allow_abbrev=False)))
+    written = {word.split("=")[0] for word in (sys.argv[1:] if argv is None else argv)}
+    given = {}
+    for action in parser._actions:
+        for flag in written.intersection(action.option_strings):
+            given[action.dest] = flag
+    return given
+
+
+def parse_command_line() -> tuple[Namespace, KDConfig]:
+    """Parse all flags and check those that contradict distillation or each other. Nothing global is set yet."""
+    args, fields = parse_flags()
+    return args, KDConfig(**fields)
+
+
+def parse_flags() -> tuple[Namespace, dict[str, Any]]:
+    """Parse all flags: Megatron's, and the values of `KDConfig`'s fields, unchecked."""
+    refuse_contradictions(sys.argv[1:])
+    args = parse_args(add_kd_flags)
+    prefix = "kd_"
+    return args, {name.removeprefix(prefix): value for name, value in vars(args).items() if name.startswith(prefix)}
+
+
+def refuse_contradictions(argv: list[str]) -> None:
+    """Raise MkdConfigError for a Megatron flag that contradicts distillation or is not supported, saying what to do."""
+    for word in argv:
+        for beginning, instead in CONTRADICTIONS.items():
+            if word.startswith(beginning):
+                raise MkdConfigError(f"{word.split('=')[0]} contradicts distillation: use {instead} instead")
+        flag = word.split("=")[0]
+        if flag in UNSUPPORTED:
+            raise MkdConfigError(f"{flag} is not supported: {UNSUPPORTED[flag]}")
+
+
+def default_arguments() -> Namespace:
+    """Megatron's arguments as they are when no flag is given."""
+    return add_megatron_arguments(ArgumentParser(allow_abbrev=False)).parse_args([])

@@ -1,0 +1,248 @@
+"""The teacher's Megatron arguments: its architecture, its parallel layout, and FP8 layers.
+
+With --kd-teacher-dtype fp8 the weights and inputs of the teacher's linear layers are E4M3 with one scale per tensor,
+recomputed in every call from the largest magnitude ("current scaling"): no history is kept, so repeated forward passes
+are equal. A weight is sharded over tensor-parallel ranks before it is rounded, so the teacher's last digits depend on
+the layout. Embedding, norms, attention and LM head stay in bf16.
+"""
+
+import math
+from argparse import Namespace
+from collections.abc import Mapping
+from copy import copy
+from typing import Any
+
+import torch
+from megatron.training.vocab_utils import calculate_padded_vocab_size
+
+from mkd import cpu
+from mkd.config.flags import default_arguments
+from mkd.config.kd_config import KDConfig
+from mkd.config.megatron_arg_names import Role, frozen_values, names_with
+from mkd.config.megatron_checks import (
+    check_attention_heads,
+    check_attention_kernels,
+    check_context_parallel,
+    check_divisions,
+    check_packing,
+    check_ranks,
+    check_sequence,
+    length_multiple,
+)
+from mkd.errors import MkdConfigError
+
+TEACHER_PREFIX = "--kd-teacher-"
+"""Prefix of the flags of the teacher's own parallel sizes; the student's have `--`."""
+FP8_TOKENS, FP8_WIDTH = 8, 16
+"""The number of tokens and both widths of Transformer Engine's FP8 matrix products are multiples of these."""
+MIN_FP8_CAPABILITY = (8, 9)
+"""Lowest compute capability of a GPU with FP8 matrix products."""
+
+
+def teacher_layout_args(args: Namespace, given: Mapping[str, int], experts: int | None) -> Namespace:
+    """A copy of the job's arguments with the teacher's layout in place of the student's.
+
+    A tensor-parallel size of the teacher's own implies sequence parallelism; otherwise that is as the student's.
+
+    Args:
+        args: Megatron's arguments of the job.
+        given: `KDConfig.teacher_sizes`.
+        experts: number of the teacher's experts; None for a dense teacher.
+    """
+    own = copy(args)
+    own.num_experts = experts
+    vars(own).update(given)
+    tp = own.tensor_model_parallel_size
+    if tp != args.tensor_model_parallel_size:
+        own.sequence_parallel = tp > 1
+        own.expert_tensor_parallel_size = given.get("expert_tensor_parallel_size", tp)
+    if experts is None:
+        # To a dense teacher, expert-parallel ranks are data-parallel ones.
+        own.expert_model_parallel_size, own.expert_tensor_parallel_size = 1, None
+    return own
+
+
+def has_own_layout(teacher: Namespace, args: Namespace) -> bool:
+    """True if the teacher runs in another layout than the student.
+
+    Args:
+        teacher: Megatron's arguments of the teacher.
+        args: Megatron's arguments of the job.
+    """
+
+    def groups(model: Namespace) -> tuple[int, ...]:
+        sizes = (model.tensor_model_parallel_size, model.pipeline_model_parallel_size, model.context_parallel_size)
+        if teacher.num_experts is None:
+            return sizes
+        return (*sizes, model.expert_model_parallel_size, model.expert_tensor_parallel_size or sizes[0])
+
+    return groups(teacher) != groups(args)
+
+
+def row_multiple(args: Namespace, kd: KDConfig) -> int:
+    """Divisor of every row length, in tokens, under the layouts of student and teacher."""
+    return math.lcm(length_multiple(args), length_multiple(teacher_layout_args(args, kd.teacher_sizes, None)))
+
+
+def check_teacher_layout(args: Namespace, kd: KDConfig, experts: int | None) -> None:
+    """Refuse parallel sizes of the teacher's own that do not fit the ranks, the rows or the kernels of the job.
+
+    Args:
+        args: Megatron's arguments of the job.
+        kd: holds the sizes.
+        experts: number of the teacher's experts; None for a dense teacher.
+
+    Raises:
+        MkdConfigError: names the flag, its value and what it does not fit.
+    """
+    own = teacher_layout_args(args, kd.teacher_sizes, experts)
+    if kd.variable_seq_lengths and own.expert_model_parallel_size > 1 and args.moe_token_dispatcher_type == "allgather":
+        raise MkdConfigError(
+            "--kd-variable-seq-lengths does not work with --moe-token-dispatcher-type allgather, which the teacher's "
+            "experts would use: give alltoall"
+        )
+    if not has_own_layout(own, args):
+        return
+    cp, kind = own.context_parallel_size, own.cp_comm_type[0]
+    check_ranks(own, TEACHER_PREFIX)
+    check_sequence(own, TEACHER_PREFIX)
+    check_context_parallel(own)
+    check_packing(own, kd, TEACHER_PREFIX)
+    check_attention_kernels(own, kd, TEACHER_PREFIX)
+    levels = own.hierarchical_context_parallel_sizes or []
+    if kind == "a2a+p2p" and cp > 1 and math.prod(levels) != cp:
+        raise MkdConfigError(
+            f"{TEACHER_PREFIX}context-parallel-size {cp} is not the product of --hierarchical-context-parallel-sizes "
+            f"{' '.join(map(str, levels))}, which --cp-comm-type a2a+p2p needs"
+        )
+    if experts is not None and args.num_experts is not None and args.moe_token_dispatcher_type == "flex":
+        raise MkdConfigError(
+            "--moe-token-dispatcher-type flex has one buffer for all experts of a process: a teacher with experts in a "
+            "layout of its own (--kd-teacher-...-parallel-size) beside a student with experts needs alltoall"
+        )
+
+
+def check_teacher_divides(sizes: Mapping[str, Any], own: Namespace, args: Namespace) -> None:
+    """Refuse parallel sizes that do not divide the teacher's heads, widths, layers or experts.
+
+    Args:
+        sizes: the teacher's architecture, by Megatron argument name.
+        own: see `teacher_layout_args`.
+        args: Megatron's arguments of the job.
+    """
+    prefix = TEACHER_PREFIX if has_own_layout(own, args) else "--"
+    check_divisions("the teacher", sizes, own.tensor_model_parallel_size, own.pipeline_model_parallel_size, prefix)
+    check_attention_heads("the teacher", sizes, own, prefix)
+    ep, experts = own.expert_model_parallel_size, sizes.get("num_experts")
+    if experts and experts % ep:
+        raise MkdConfigError(
+            f"{prefix}expert-model-parallel-size {ep} does not divide the {experts} experts of the teacher"
+        )
+
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+
+
+def teacher_arguments(
+    architecture: dict[str, Any],
+    args: Namespace,
+    dtype: str | None,
+    own_tokens: tuple[int, int] | None = None,
+    sizes: Mapping[str, int] | None = None,
+) -> Namespace:
+    """Megatron arguments of the teacher: its own architecture and layout, and from the student how it is computed.
+
+    Args:
+        architecture: Megatron argument name -> value, from the teacher's config.json or checkpoint.
+        args: the student's arguments, after `mkd.config.megatron_args.finish`.
+        dtype: fp32, bf16, fp16 or fp8; None takes the student's.
+        own_tokens: vocabulary size and tokens per row of a teacher with another tokenizer.
+        sizes: parallel sizes that differ from the student's, see `KDConfig.teacher_sizes`.
+
+    Raises:
+        MkdConfigError: parallel sizes that do not divide the teacher, or rows longer than its positions.
+    """
+    teacher = Namespace(**{**vars(default_arguments()), **architecture, **frozen_values()})
+    for name in names_with(Role.SHARED):
+        setattr(teacher, name, getattr(args, name))
+    own = teacher_layout_args(args, sizes or {}, teacher.num_experts)
+    for name in names_with(Role.LAYOUT):
+        setattr(teacher, name, getattr(own, name))
+    row_flag, vocabulary = "--seq-length", args.padded_vocab_size
+    if own_tokens is not None:
+        row_flag = "--kd-teacher-seq-length"
+        vocabulary, teacher.seq_length = own_tokens
+    if own_tokens is not None or has_own_layout(own, args):
+        teacher.padded_vocab_size = calculate_padded_vocab_size(
+            vocabulary, args.make_vocab_size_divisible_by, teacher.tensor_model_parallel_size, logging_enabled=False
+        )
+    teacher.params_dtype = _DTYPES[dtype] if dtype else args.params_dtype
+    teacher.bf16 = teacher.params_dtype == torch.bfloat16
+    teacher.fp16 = teacher.params_dtype == torch.float16
+    if dtype == "fp8":
+        compute_in_fp8(teacher)
+    check_teacher_divides(vars(teacher), own, args)
+    if teacher.max_position_embeddings is not None and teacher.seq_length > teacher.max_position_embeddings:
+        raise MkdConfigError(
+            f"{row_flag} {teacher.seq_length} is longer than the teacher's {teacher.max_position_embeddings} positions "
+            "(max_position_embeddings in its config.json)"
+        )
+    return teacher
+
+
+def compute_in_fp8(teacher: Namespace) -> None:
+    """Have the layers of a bf16 teacher hold their weights and compute in FP8; sets its Megatron arguments in place."""
+    teacher.fp8, teacher.fp8_recipe, teacher.fp8_param_gather = "e4m3", "tensorwise", True
+
+
+def check_fp8_teacher(teacher: Namespace, micro_batch_size: int, kd: KDConfig) -> None:
+    """Refuse --kd-teacher-dtype fp8 where it cannot work.
+
+    Args:
+        teacher: Megatron's arguments of the teacher, in its layout.
+        micro_batch_size: microbatch size of the job.
+        kd: the flags that contradict FP8.
+
+    Raises:
+        MkdConfigError: names the reason and what to change.
+    """
+    tp, cp = teacher.tensor_model_parallel_size, teacher.context_parallel_size
+    # Transformer Engine checks a rank's tokens before slices of the sequence are gathered.
+    parts = cp * (tp if teacher.sequence_parallel else 1)
+    tokens = micro_batch_size * teacher.seq_length // parts
+    groups = teacher.num_query_groups if teacher.group_query_attention else teacher.num_attention_heads
+    queries, keys_and_values = (n * teacher.kv_channels // tp for n in (teacher.num_attention_heads, 2 * groups))
+    widths = (teacher.hidden_size, teacher.ffn_hidden_size // tp, queries, keys_and_values)
+    capability = torch.cuda.get_device_capability() if not cpu.is_target() and torch.cuda.is_available() else None
+    for is_so, reason in (
+        (cpu.is_target(), "there is no FP8 on a CPU: give bf16"),
+        (
+            teacher.transformer_impl != "transformer_engine",
+            f"--transformer-impl is {teacher.transformer_impl}: FP8 products are Transformer Engine's",
+        ),
+        (
+            capability is not None and capability < MIN_FP8_CAPABILITY,
+            f"this GPU has compute capability {capability}, below {MIN_FP8_CAPABILITY}: give bf16",
+        ),
+        (kd.teacher_load is not None, "--kd-teacher-load cannot fill FP8 weights: export the checkpoint, and give "
+         "--kd-teacher-hf"),
+        (kd.teacher_offload, "FP8 weights do not leave the device: leave --kd-teacher-offload out"),
+        (teacher.num_experts is not None, "its experts receive any number of tokens: give bf16"),
+        (teacher.multi_latent_attention, "latent attention is untested in FP8: give bf16"),
+        (
+            kd.variable_seq_lengths,
+            f"FP8 products need a multiple of {FP8_TOKENS} tokens: leave --kd-variable-seq-lengths out",
+        ),
+        (
+            tokens % FP8_TOKENS != 0,
+            f"FP8 products need a multiple of {FP8_TOKENS} tokens, and a rank has --micro-batch-size "
+            f"{micro_batch_size} x {teacher.seq_length} of a row / {parts} ranks of context and sequence parallelism",
+        ),
+        (
+            math.gcd(*widths) % FP8_WIDTH != 0,
+            f"FP8 products need widths that are multiples of {FP8_WIDTH}, and the teacher has "
+            f"{', '.join(map(str, widths))} on a tensor-parallel rank: give bf16",
+        ),
+    ):  # fmt: skip
+        if is_so:
+            raise MkdConfigError(f"--kd-teacher-dtype is fp8, but {reason}")

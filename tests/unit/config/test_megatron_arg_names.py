@@ -1,0 +1,73 @@
+"""mkd/config/megatron_arg_names.py has an entry for each model argument of the installed megatron-core."""
+
+from argparse import ArgumentParser
+from functools import cache
+
+import pytest
+from megatron.training.arguments import add_megatron_arguments
+
+from mkd.config import megatron_arg_names as names
+from mkd.config.megatron_arg_names import ARGS, Role, frozen_values, labels, names_with, values_without_student
+
+MODEL_GROUPS = (
+    "transformer configuration",
+    "network size",
+    "moe",
+    "mla",
+    "experimental_attention_variant",
+    "heterogeneous architecture",
+)
+"""Titles of the argument groups in which Megatron describes models."""
+BEYOND_MEGATRON = {"beta_fast", "beta_slow", "gtp_weight_remat_size", "expert_gtp_weight_remat_size"}
+BEYOND_MEGATRON |= {"original_max_position_embeddings", "rank", "rope_type", "virtual_pipeline_model_parallel_size"}
+BEYOND_MEGATRON |= {"padded_vocab_size", "world_size"}
+"""Arguments without a flag: Megatron computes them, or a checkpoint of latent attention stores them."""
+
+
+@cache
+def parser() -> ArgumentParser:
+    return add_megatron_arguments(ArgumentParser(allow_abbrev=False))
+
+
+@pytest.mark.parametrize("title", MODEL_GROUPS)
+def test_each_model_argument_has_an_entry(title: str) -> None:
+    (group,) = (group for group in parser()._action_groups if group.title == title)
+    found = {action.dest for action in group._group_actions}
+    assert found, "Megatron renamed the group"
+    assert sorted(found - ARGS.keys()) == [], "give these names their roles in mkd/config/megatron_arg_names.py"
+
+
+def test_each_entry_is_an_argument() -> None:
+    known = {action.dest for action in parser()._actions}
+    assert sorted(ARGS.keys() - known - BEYOND_MEGATRON) == []
+
+
+def test_each_name_has_one_entry_with_a_role() -> None:
+    sections = [value for value in vars(names).values() if isinstance(value, tuple) and value]
+    entries = [arg for section in sections for arg in section if isinstance(arg, names.MegatronArg)]
+    assert len(entries) == len(ARGS) == len({arg.name for arg in entries})
+    assert all(arg.roles for arg in entries)
+
+
+def test_queries() -> None:
+    assert names_with(Role.LAYOUT) == (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+        "sequence_parallel",
+    )
+    assert set(names_with(Role.LAYOUT)) < set(names_with(Role.SHARED))
+    assert set(names_with(Role.RUN_CHOICE)) == {
+        *("attention_dropout", "hidden_dropout", "moe_aux_loss_coeff", "moe_router_dtype"),
+    }
+    assert names_with(Role.SAMPLES)[-1] == "seq_length"
+    assert {"hidden_dropout": 0.0, "cuda_graph_impl": "none", "mtp_num_layers": None}.items() <= frozen_values().items()
+    assert {"lr_decay_style": "constant", "save": None}.items() <= values_without_student().items()
+    assert list(labels())[:2] == ["num_layers", "hidden_size"]
+
+
+def test_a_teacher_takes_no_value_of_the_student_that_shapes_weights() -> None:
+    shared, weights = set(names_with(Role.SHARED)), {*names_with(Role.SHAPE), *names_with(Role.MEANING)}
+    assert not shared & weights and not frozen_values().keys() & (shared | weights)
