@@ -54,7 +54,7 @@ def main() -> None:
     check_rendezvous()
     initialize_megatron()
     metrics = job.metrics()
-    resolve_checkpoint(args, job.kd, job.resume_point, job.teacher.source)
+    resolve_checkpoint(args, job.kd, job.state, job.resume_point, job.teacher.source)
     groups = Groups.from_megatron()
     datasets = job.data.sets()
     teacher = job.build_teacher(groups)
@@ -71,13 +71,13 @@ def main() -> None:
         current_iteration=lambda: args.curr_iteration,
         hidden_layers=job.pair_layers(groups, teacher),
         length_multiple=job.data.length_multiple,
-        balance=lambda: args.kd_balance_factor if job.kd.balance else 1.0,
+        balance=lambda: job.state.balance_factor if job.kd.balance else 1.0,
     )
     # pretrain initializes once more, which also sets the seeds as if there were no teacher.
     destroy_rerun_state_machine()
     compat.install_training_hooks(Hooks(job, schedule, metrics, step.finite))
     args.check_for_nan_in_loss_and_grad = False  # megatron would stop the one rank that finds something first
-    install_saving(args, job.kd)
+    install_saving(args, job.kd, job.state)
     pretrain(
         pretrain_cfg_container_from_args(args, job.student_config),
         provider_of(datasets),

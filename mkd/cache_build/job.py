@@ -7,8 +7,9 @@ from pathlib import Path
 from mkd.checkpoint.source import EnsembleSource, ModelSource, common_vocabulary
 from mkd.config import data_args, flags, megatron_args
 from mkd.config.kd_config import KDConfig
-from mkd.config.megatron_arg_names import Role, names_with, values_without_student
+from mkd.config.megatron_arg_names import ArgRole, names_with, values_without_student
 from mkd.config.megatron_checks import check_attention_heads, check_divisions
+from mkd.config.run_state import RunState
 from mkd.data.sources.stores import is_chat_file
 from mkd.errors import MkdConfigError
 from mkd.job.data import JobData, hash_of_tokenizer
@@ -141,15 +142,14 @@ class CacheJob:
         if one_epoch:
             args.train_iters = 1
         _describe_teacher(args, source, student)
-        megatron_args.finish(args, kd)
+        megatron_args.finish(args, kd, RunState())
         tokenizer = student.tokenizer_hash if student else hash_of_tokenizer(args)
         origin = student.origin if student else f"--tokenizer-model {args.tokenizer_model}"
         vocab = source.vocab_size
         if student is not None or own_tokenizer is not None or vocab is None:
             vocab = common_vocabulary(origin, megatron_args.true_vocabulary(args), tokenizer, source)
         JobData(args, kd, vocab).check(tokenizer)
-        args.kd_teacher_fingerprint = source.fingerprint()
-        teacher = ModelTeacher.of(source, args, kd, vocab)
+        teacher = ModelTeacher.of(source, args, kd, vocab, source.fingerprint())
         positions = "document" if args.reset_position_ids else "segment"
         meta = options.meta(teacher, tokenizer or source.tokenizer_hash, given["temperature"], positions)
         return cls(args, kd, teacher, meta, options.out, one_epoch)
@@ -169,9 +169,8 @@ def _describe_teacher(args: Namespace, source: ModelSource, student: ModelSource
     """
     for name, value in values_without_student().items():
         setattr(args, name, value)
-    megatron_args.resume_from(args, None)
     shape = source.architecture
-    for name in names_with(Role.CHECKED_BY_LAYOUT):
+    for name in names_with(ArgRole.CHECKED_BY_LAYOUT):
         setattr(args, name, shape.get(name))
     if args.num_experts is None:
         args.moe_layer_freq, args.moe_router_topk = 1, 2  # Megatron's defaults

@@ -28,7 +28,8 @@ import torch.distributed as dist
 from mkd.checkpoint.integrity import changed_files, find_damage
 from mkd.checkpoint.megatron_folder import TRACKER, iteration_name, iteration_of
 from mkd.checkpoint.ranks import gather_objects
-from mkd.config.megatron_arg_names import Role, names_with
+from mkd.config.megatron_arg_names import ArgRole, names_with
+from mkd.config.run_state import RunState
 from mkd.errors import MkdCheckpointError, MkdConfigError
 from mkd.utils.atomic_files import replacing, sync_folder
 
@@ -163,7 +164,7 @@ def check_same_job(args: Namespace, stored: Namespace, origin: str) -> None:
     Raises:
         MkdCheckpointError: naming the first value that differs.
     """
-    names = names_with(Role.SHAPE) + (() if args.finetune else names_with(Role.MEANING))
+    names = names_with(ArgRole.SHAPE) + (() if args.finetune else names_with(ArgRole.MEANING))
     for name in names:
         if not hasattr(stored, name):
             continue
@@ -192,7 +193,7 @@ def check_teacher(fingerprint: str, stored: Namespace, teacher: str, origin: str
     Raises:
         MkdConfigError: the teacher differs.
     """
-    before = getattr(stored, "kd_teacher_fingerprint", None)
+    before = RunState.read_from(stored).teacher_fingerprint
     if before in (None, fingerprint):
         return None
     text = f"{origin} was trained with the teacher {before}, {teacher} is {fingerprint}"

@@ -13,6 +13,7 @@ import ctypes
 import os
 import shutil
 import signal
+from argparse import Namespace
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import datetime
@@ -26,6 +27,7 @@ import torch.distributed as dist
 
 from mkd.checkpoint.integrity import hash_files, take_hashes, write_manifest
 from mkd.checkpoint.ranks import gather_objects
+from mkd.config.run_state import RunState
 from mkd.errors import MkdCheckpointError
 from mkd.utils.atomic_files import replacing, sync_file, sync_folder
 
@@ -36,13 +38,21 @@ OWNER = "saving_job.txt"
 class Saving:
     """Called around each save on all ranks; see the order at the top of this file."""
 
-    def __init__(self, root: Path, *, hashes: bool, on_published: Callable[[Path], None] | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        hashes: bool,
+        state: RunState | None = None,
+        on_published: Callable[[Path], None] | None = None,
+    ) -> None:
         """Args:
         root: the folder in --save.
         hashes: True to write `integrity.json`.
+        state: state of the run, which each checkpoint holds.
         on_published: called on all ranks with the folder of each checkpoint in `root`, once the tracker names it.
         """
-        self._root, self._hashes, self._on_published = root, hashes, on_published
+        self._root, self._hashes, self._state, self._on_published = root, hashes, state, on_published
         self._written: Path | None = None
         self._name: str | None = None
 
@@ -66,6 +76,11 @@ class Saving:
                 f"--save {self._root}: another job has claimed this folder: {owner[0]}. This job exits without saving; "
                 "give each job a folder of its own"
             )
+
+    def collecting(self, args: Namespace) -> None:
+        """Put the run's state among the arguments that are saved."""
+        if self._state is not None:
+            self._state.write_to(args)
 
     def before(self, folder: Path) -> None:
         """Empty the folder of the iteration, so that no old file can be taken for a part of the new checkpoint.

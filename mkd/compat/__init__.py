@@ -94,6 +94,11 @@ def repair_help(parser: argparse.ArgumentParser) -> None:
 class TrainingHooks(Protocol):
     """What mkd adds to `megatron.training`'s loop."""
 
+    @property
+    def unfinished_evaluation(self) -> bool:
+        """True if a resumed run starts with the evaluation that was ended before its checkpoint."""
+        ...
+
     def around(self, schedule: Callable) -> Callable:
         """Wrap a forward-backward function."""
         ...
@@ -144,7 +149,7 @@ def install_training_hooks(hooks: TrainingHooks) -> None:
         hooks.before_training(megatron_args.iteration)
         # What schedules over time go by; megatron sets it in each step, and to 0 before.
         megatron_args.curr_iteration = max(megatron_args.iteration - 1, 0)
-        if megatron_args.do_valid and (megatron_args.iteration == 0 or megatron_args.kd_unfinished_evaluation):
+        if megatron_args.do_valid and (megatron_args.iteration == 0 or hooks.unfinished_evaluation):
             _evaluate_first(training, call)
         return train(*args, **kwargs)
 

@@ -1,6 +1,7 @@
 """Patches of megatron's saving and loading (tests/unit/compat/test_checkpoint_hooks.py)."""
 
 import shutil
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from io import StringIO
@@ -12,6 +13,10 @@ from mkd.errors import MkdCheckpointError
 
 class CheckpointHooks(Protocol):
     """What mkd adds to megatron's saving and loading of checkpoints. All but `writer` are called on all ranks."""
+
+    def collecting(self, args: Namespace) -> None:
+        """Called before megatron collects what it saves, with its arguments, which it saves too."""
+        ...
 
     def before(self, folder: Path) -> None:
         """Called before anything is written into the folder of an iteration."""
@@ -73,6 +78,7 @@ def install_checkpoint_hooks(hooks: CheckpointHooks) -> None:
     def save_checkpoint_and_tell(iteration: int, *args: Any, **kwargs: Any) -> None:
         nonlocal saved
         saved = iteration
+        hooks.collecting(training.get_args())
         with _told_when_not_saved(iteration), files.saving(iteration):
             save_checkpoint(iteration, *args, **kwargs)
         if not training.get_args().async_save:

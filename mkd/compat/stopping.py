@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 from types import FrameType, ModuleType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -97,13 +97,19 @@ class EvaluationAborted(Exception):
     """Raised on all ranks at once, between two steps of an evaluation."""
 
 
-def install_stopping(stop: StopSignals) -> None:
+class EvaluationState(Protocol):
+    """The part of the run's state that an aborted evaluation changes."""
+
+    unfinished_evaluation: bool
+
+
+def install_stopping(stop: StopSignals, state: EvaluationState) -> None:
     """Let megatron's training end, after SIGTERM, SIGUSR1 or --exit-signal, with the step that is under way.
 
     megatron-core 0.19 looks for signals after training steps only: an evaluation runs to its end, and it has counted
     the samples of one that its own time limit ended. Here an evaluation ends with its next step, and counts for
-    nothing: `kd_unfinished_evaluation` in the checkpoint's arguments has the resumed job begin with it. It must be
-    called after `mkd.compat.install_training_hooks`.
+    nothing: `unfinished_evaluation` in the run's state has the resumed job begin with it. It must be called after
+    `mkd.compat.install_training_hooks`.
     """
     from megatron.training import training
     from megatron.training.datasets import data_samplers
@@ -139,7 +145,7 @@ def install_stopping(stop: StopSignals) -> None:
             result = evaluate(forward_step, iterator, model, *args, **kwargs)
         except EvaluationAborted:
             result = None, None, True
-        megatron_args.kd_unfinished_evaluation = result[2]
+        state.unfinished_evaluation = result[2]
         if result[2]:  # it ended early, by a signal or by megatron's time limit, and nothing was put back
             if not trains:
                 _end_without_saving(training)

@@ -11,7 +11,7 @@ from enum import Flag, auto
 from typing import Any
 
 
-class Role(Flag):
+class ArgRole(Flag):
     """What an argument describes and who uses it. An argument may have several roles."""
 
     SHAPE = auto()
@@ -47,7 +47,7 @@ class MegatronArg:
     """One argument by its name in Megatron's `Namespace`."""
 
     name: str
-    roles: Role
+    roles: ArgRole
     frozen: Any = _UNSET
     """Its value in a frozen teacher, whatever the teacher's checkpoint was trained with."""
     without_student: Any = _UNSET
@@ -56,17 +56,17 @@ class MegatronArg:
     """Name for people where a folder's sizes are listed."""
 
 
-_SHAPE, _MEANING, _ADOPTED, _LAYOUT = Role.SHAPE, Role.MEANING, Role.ADOPTED, Role.LAYOUT | Role.SHARED
+_SHAPE, _MEANING, _ADOPTED, _LAYOUT = ArgRole.SHAPE, ArgRole.MEANING, ArgRole.ADOPTED, ArgRole.LAYOUT | ArgRole.SHARED
 _SHARED, _CHECKED, _MODEL, _COMPUTE, _TRAINING = (
-    Role.SHARED,
-    Role.CHECKED_BY_LAYOUT,
-    Role.MODEL,
-    Role.COMPUTE,
-    Role.TRAINING,
+    ArgRole.SHARED,
+    ArgRole.CHECKED_BY_LAYOUT,
+    ArgRole.MODEL,
+    ArgRole.COMPUTE,
+    ArgRole.TRAINING,
 )
 
 
-def _alike(roles: Role, names: str) -> tuple[MegatronArg, ...]:
+def _alike(roles: ArgRole, names: str) -> tuple[MegatronArg, ...]:
     """Entries of names that have the same roles and nothing else."""
     return tuple(MegatronArg(name, roles) for name in names.split())
 
@@ -90,7 +90,7 @@ _EXPERTS = (
     *_alike(_MEANING, "moe_router_pre_softmax moe_router_score_function"),
     *_alike(_ADOPTED, "moe_router_num_groups moe_router_group_topk"),
     *_alike(_SHARED, "moe_token_dispatcher_type moe_grouped_gemm moe_permute_fusion"),
-    *_alike(Role.RUN_CHOICE, "moe_aux_loss_coeff moe_router_dtype"),
+    *_alike(ArgRole.RUN_CHOICE, "moe_aux_loss_coeff moe_router_dtype"),
     *_alike(
         _MODEL,
         "moe_apply_probs_on_input moe_latent_size moe_mlp_glu_interleave_size moe_router_enable_expert_bias"
@@ -265,15 +265,15 @@ _MEMORY = (
 )
 
 _REGULARIZATION = (
-    MegatronArg("attention_dropout", Role.RUN_CHOICE, frozen=0.0),
-    MegatronArg("hidden_dropout", Role.RUN_CHOICE, frozen=0.0),
+    MegatronArg("attention_dropout", ArgRole.RUN_CHOICE, frozen=0.0),
+    MegatronArg("hidden_dropout", ArgRole.RUN_CHOICE, frozen=0.0),
     MegatronArg("perform_initialization", _TRAINING, frozen=False),
     *_alike(_TRAINING, "calculate_per_token_loss embedding_init_method_std init_method_std"),
 )
 
 _RUN = (
-    *_alike(Role.SAMPLES, "data_path train_data_path data_args_path split seed"),
-    MegatronArg("seq_length", _SHARED | Role.SAMPLES),
+    *_alike(ArgRole.SAMPLES, "data_path train_data_path data_args_path split seed"),
+    MegatronArg("seq_length", _SHARED | ArgRole.SAMPLES),
     MegatronArg("save", _TRAINING, without_student=None),
     MegatronArg("load", _TRAINING, without_student=None),
     MegatronArg("pretrained_checkpoint", _TRAINING, without_student=None),
@@ -304,7 +304,7 @@ ARGS: Mapping[str, MegatronArg] = {
 """Name -> entry."""
 
 
-def names_with(role: Role) -> tuple[str, ...]:
+def names_with(role: ArgRole) -> tuple[str, ...]:
     """Names of the arguments that have a role, in the order of the list."""
     return tuple(arg.name for arg in ARGS.values() if role in arg.roles)
 

@@ -14,7 +14,7 @@ from mkd import cpu
 from mkd.compat.checkpoints import tracker_override
 from mkd.config.flags import flags_given
 from mkd.config.kd_config import KDConfig
-from mkd.config.megatron_arg_names import ARGS, Role
+from mkd.config.megatron_arg_names import ARGS, ArgRole
 from mkd.config.megatron_checks import (
     check_attention_kernels,
     check_layout,
@@ -24,6 +24,7 @@ from mkd.config.megatron_checks import (
     check_trackers,
     check_variable_lengths,
 )
+from mkd.config.run_state import RunState
 from mkd.cpu.flags import set_cpu_values
 from mkd.errors import MkdCheckpointError, MkdConfigError
 
@@ -42,7 +43,7 @@ def adopt_architecture(args: Namespace, architecture: dict[str, Any], origin: st
     given = flags_given()
     for name, value in architecture.items():
         if name in given and getattr(args, name) != value:
-            if name in ARGS and Role.RUN_CHOICE in ARGS[name].roles:
+            if name in ARGS and ArgRole.RUN_CHOICE in ARGS[name].roles:
                 continue
             raise MkdConfigError(
                 f"{given[name]} is {getattr(args, name)}, but {origin} has {value}: leave {given[name]} out, "
@@ -51,19 +52,19 @@ def adopt_architecture(args: Namespace, architecture: dict[str, Any], origin: st
         setattr(args, name, value)
 
 
-def finish(args: Namespace, kd: KDConfig) -> None:
+def finish(args: Namespace, kd: KDConfig, state: RunState) -> None:
     """Check the arguments, fill in what depends on others, and make them megatron's global ones.
 
     Raises:
         MkdConfigError: a flag that is missing, sizes that do not divide, or anything megatron itself refuses.
         MkdCheckpointError: `--load` or `--pretrained-checkpoint` names a folder without a checkpoint.
     """
-    check_load(args, kd)
+    check_load(args, kd, state)
     check_saving(args, kd)
     check_trackers(args, kd)
     if args.use_checkpoint_args:
         load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
-        _load_args_to_resume(args)
+        _load_args_to_resume(args, state)
     if cpu.is_target():
         changed = set_cpu_values(args)
         if changed and args.rank == 0:
@@ -126,26 +127,16 @@ def has_checkpoint(folder: str | None) -> bool:
     return folder is not None and (Path(folder) / "latest_checkpointed_iteration.txt").is_file()
 
 
-def resumes(args: Namespace) -> bool:
-    """Whether weights come from the checkpoint in `--load`, and not from `--kd-student-hf` or a random start."""
-    return args.kd_resume_from is not None
-
-
-def resume_from(args: Namespace, folder: Path | None) -> None:
-    """Say which folder of `--load` is to be read, such as iter_0000100; None when there is none."""
-    args.kd_resume_from = None if folder is None else str(folder)
-
-
 def saves_where_it_loads(args: Namespace) -> bool:
     """Whether `--load` and `--save` are one folder, as for a job that restarts itself."""
     return None not in (args.load, args.save) and Path(args.load).resolve() == Path(args.save).resolve()
 
 
-def _load_args_to_resume(args: Namespace) -> None:
-    """--use-checkpoint-args of the checkpoint that was chosen, whatever the tracker says."""
-    if not resumes(args):
+def _load_args_to_resume(args: Namespace, state: RunState) -> None:
+    """--use-checkpoint-args from the checkpoint that was selected, which the tracker need not name."""
+    if not state.resumes:
         return
-    name = Path(args.kd_resume_from).name
+    name = Path(state.resume_from).name
     step, given = None if name == "release" else int(name.removeprefix("iter_")), args.ckpt_step
     args.ckpt_step = step
     with tracker_override(step):
@@ -153,8 +144,8 @@ def _load_args_to_resume(args: Namespace) -> None:
     args.ckpt_step = given
 
 
-def check_load(args: Namespace, kd: KDConfig) -> None:
-    """Refuse first weights from two sources, and folders without a checkpoint; after `resume_from`."""
+def check_load(args: Namespace, kd: KDConfig, state: RunState) -> None:
+    """Refuse initial weights from two sources, and folders without a checkpoint."""
     if args.pretrained_checkpoint is not None:
         if kd.student_hf is not None:
             raise MkdConfigError(
@@ -167,7 +158,7 @@ def check_load(args: Namespace, kd: KDConfig) -> None:
                 "latest_checkpointed_iteration.txt there): correct the path"
             )
     # The same folder in --load and --save is how a job that restarts itself starts for the first time.
-    if args.load is None or resumes(args) or saves_where_it_loads(args):
+    if args.load is None or state.resumes or saves_where_it_loads(args):
         return
     raise MkdCheckpointError(
         f"--load {args.load} has no checkpoint (no latest_checkpointed_iteration.txt there): correct the path, or "

@@ -18,7 +18,7 @@ from megatron.training.vocab_utils import calculate_padded_vocab_size
 from mkd import cpu
 from mkd.config.flags import default_arguments
 from mkd.config.kd_config import KDConfig
-from mkd.config.megatron_arg_names import Role, frozen_values, names_with
+from mkd.config.megatron_arg_names import ArgRole, frozen_values, names_with
 from mkd.config.megatron_checks import (
     check_attention_heads,
     check_attention_kernels,
@@ -163,10 +163,10 @@ def teacher_arguments(
         MkdConfigError: parallel sizes that do not divide the teacher, or rows longer than its positions.
     """
     teacher = Namespace(**{**vars(default_arguments()), **architecture, **frozen_values()})
-    for name in names_with(Role.SHARED):
+    for name in names_with(ArgRole.SHARED):
         setattr(teacher, name, getattr(args, name))
     own = teacher_layout_args(args, sizes or {}, teacher.num_experts)
-    for name in names_with(Role.LAYOUT):
+    for name in names_with(ArgRole.LAYOUT):
         setattr(teacher, name, getattr(own, name))
     row_flag, vocabulary = "--seq-length", args.padded_vocab_size
     if own_tokens is not None:

@@ -20,13 +20,19 @@ from mkd.config import data_args, flags, megatron_args
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron_checks import (
     check_attention_kernels,
+    check_batch,
+    check_context_parallel,
     check_learning_rate,
+    check_ranks,
     check_required,
     check_saving,
+    check_sequence,
+    check_sizes,
+    check_student,
     check_trackers,
     check_transformer_engine,
-    layout_checks,
 )
+from mkd.config.run_state import RunState
 from mkd.config.teacher_args import check_teacher_divides, check_teacher_layout, teacher_layout_args
 from mkd.data.datasets import check_data
 from mkd.data.sources.chat import ChatTokenizer
@@ -155,21 +161,26 @@ def _check_training(findings: Findings, args: Namespace, kd: KDConfig | None, ha
     if None not in (args.lr, args.train_iters or args.train_samples):
         with findings.tolerate():
             check_learning_rate(args)
+    state = RunState()
     with findings.tolerate():
-        select_checkpoint(args)
-    for check in (megatron_args.check_load, check_saving, check_trackers) if kd is not None else ():
+        select_checkpoint(args, state)
+    if kd is not None:
+        with findings.tolerate():
+            megatron_args.check_load(args, kd, state)
+    for check in (check_saving, check_trackers) if kd is not None else ():
         with findings.tolerate():
             check(args, kd)
 
 
 def _check_layout(findings: Findings, args: Namespace, kd: KDConfig | None, teacher: TeacherSource | None) -> None:
     tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    number = len(layout_checks())
+    checks = (check_sizes, check_ranks, check_student, check_sequence, check_context_parallel, check_batch)
+    number = len(checks)
     if None in (args.seq_length, args.micro_batch_size):
-        number = 2
+        number = 3
     if min(tp, pp, args.context_parallel_size, args.expert_model_parallel_size) < 1:
         number = 1
-    for check in layout_checks()[:number]:
+    for check in checks[:number]:
         with findings.tolerate():
             check(args)
     sizes = {} if kd is None else kd.teacher_sizes
@@ -179,7 +190,7 @@ def _check_layout(findings: Findings, args: Namespace, kd: KDConfig | None, teac
             with findings.tolerate():
                 own = teacher_layout_args(args, sizes, source.architecture.get("num_experts"))
                 check_teacher_divides(source.architecture, own, args)
-        if kd is not None and number == len(layout_checks()):
+        if kd is not None and number == len(checks):
             with findings.tolerate():
                 check_teacher_layout(args, kd, source.architecture.get("num_experts"))
     with findings.tolerate():

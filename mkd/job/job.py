@@ -19,6 +19,7 @@ from mkd.checkpoint.source import ModelSource, TeacherSource
 from mkd.config import flags, megatron_args
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron_checks import check_layer_pairs, check_top_k, check_transformer_engine
+from mkd.config.run_state import RunState
 from mkd.data.byte_lengths import byte_lengths
 from mkd.data.sources.text import load_tokenizer
 from mkd.distributed.groups import Groups
@@ -47,6 +48,7 @@ class Job:
     args: Namespace
     """Megatron's arguments, also global by now."""
     kd: KDConfig
+    state: RunState
     teacher: JobTeacher
     student_source: ModelSource | None
     student_config: GPTModelConfig
@@ -72,17 +74,18 @@ class Job:
             MkdError: anything that would stop the job later.
         """
         args, kd = flags.parse_command_line()
+        state = RunState()
         source = teacher_source(kd)
         student = None
-        resume_point = select_checkpoint(args)
+        resume_point = select_checkpoint(args, state)
         if kd.student_hf is not None:
             student = ModelSource.from_hf(kd.student_hf, "--kd-student-hf")
             megatron_args.adopt_architecture(args, student.architecture, student.origin)
             args.tokenizer_type = args.tokenizer_type or "HuggingFaceTokenizer"
             args.tokenizer_model = args.tokenizer_model or kd.student_hf
         elif args.use_checkpoint_args:
-            adopt_from_checkpoint(args)
-        megatron_args.finish(args, kd)
+            adopt_from_checkpoint(args, state)
+        megatron_args.finish(args, kd, state)
         true_vocab = megatron_args.true_vocabulary(args)
         origin = student.origin if student else f"--tokenizer-model {args.tokenizer_model}"
         student_hash = student.tokenizer_hash if student else hash_of_tokenizer(args)
@@ -92,11 +95,11 @@ class Job:
             _check_tokenizer(args, student)
         with tolerate():
             check_layer_pairs(kd.layer_pairs, args, source.architecture.get("num_layers", 0))
-        check_first_weights(args)
+        check_first_weights(args, state)
         notes: list[str] = []
         with tolerate():
-            notes = check_checkpoint(args, kd, resume_point, source)
-        _check_stored_maps(args, kd, mapped=source.architecture.get("hidden_size") != args.hidden_size)
+            notes = check_checkpoint(args, kd, state, resume_point, source)
+        _check_stored_maps(args, kd, state, mapped=source.architecture.get("hidden_size") != args.hidden_size)
         foreign: list[ModelSource] = []
         with tolerate():
             foreign, true_vocab = sort_teachers(kd, origin, true_vocab, student_hash, source)
@@ -109,12 +112,12 @@ class Job:
             with tolerate():
                 check_writable("--kd-metrics-file", str(Path(kd.metrics_file).parent))
         cross = CrossTokenizers.of(foreign, args, kd, true_vocab) if foreign else None
-        teacher = job_teacher(source, args, kd, true_vocab, cross)
+        teacher = job_teacher(source, args, kd, true_vocab, state.teacher_fingerprint, cross)
         options = LossOptions.of(kd, cpu.target_device(), args.params_dtype, args.tensor_model_parallel_size)
         config = gpt_config(args)
         config.transformer.variable_seq_lengths = kd.variable_seq_lengths  # megatron has no flag for it
-        job = cls(args, kd, teacher, student, config, true_vocab, options, resume_point, notes, cross)
-        if student is not None and not megatron_args.resumes(args):
+        job = cls(args, kd, state, teacher, student, config, true_vocab, options, resume_point, notes, cross)
+        if student is not None and not state.resumes:
             job.student_config.pre_wrap_hooks.append(job._load_student)
             job.student_config.perform_initialization = False  # the folder fills every parameter, or is refused
         return job
@@ -183,6 +186,7 @@ class Job:
         if file is None and self.args.save is not None:
             file = str(Path(self.args.save) / "metrics.jsonl")
         writes = self.args.rank == self.args.world_size - 1
+        self.state.write_to(self.args)  # trackers record the arguments
         card = torch.cuda.get_device_name()
         return MetricsLog(
             train_iters=self.args.train_iters,
@@ -208,17 +212,18 @@ def _check_tokenizer(args: Namespace, student: ModelSource | None) -> None:
         )
 
 
-def _check_stored_maps(args: Namespace, kd: KDConfig, mapped: bool) -> None:
+def _check_stored_maps(args: Namespace, kd: KDConfig, state: RunState, mapped: bool) -> None:
     """Refuse to resume with other maps between layers than the checkpoint has.
 
     Args:
         args: Megatron's.
         kd: names the pairs of layers.
+        state: names the checkpoint.
         mapped: whether each pair has a map.
     """
-    if not megatron_args.resumes(args) or args.finetune or args.ckpt_format != "torch_dist":
+    if not state.resumes or args.finetune or args.ckpt_format != "torch_dist":
         return
-    stored = MegatronFolder(args.kd_resume_from, "--load").metadata.state_dict_metadata
+    stored = MegatronFolder(state.resume_from, "--load").metadata.state_dict_metadata
     had = sorted(pair_of_key(key) for key in stored if key.startswith(KEY_PREFIX))
     wanted = sorted(kd.layer_pairs) if mapped else []
     if had != wanted:

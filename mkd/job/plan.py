@@ -10,7 +10,6 @@ import torch
 from mkd import cpu
 from mkd.checkpoint.hf.assets import store_assets
 from mkd.checkpoint.hf.folder import HFFolder
-from mkd.config import megatron_args
 from mkd.config.kd_config import KDConfig
 from mkd.config.teacher_args import has_own_layout
 from mkd.config.values import divergence_text
@@ -41,8 +40,8 @@ def plan(job: Job) -> dict[str, str]:
     """What will happen, a line each."""
     args, kd = job.args, job.kd
     weights = "random"
-    if megatron_args.resumes(args):
-        weights = f"checkpoint {args.kd_resume_from}"
+    if job.state.resumes:
+        weights = f"checkpoint {job.state.resume_from}"
     elif job.student_source is not None:
         weights = str(job.student_source.path)
     elif args.pretrained_checkpoint is not None:

@@ -27,66 +27,67 @@ from mkd.compat.checkpoints import (
 from mkd.compat.stopping import StopSignals, install_stopping
 from mkd.config import megatron_args
 from mkd.config.kd_config import KDConfig
-from mkd.config.megatron_arg_names import Role, names_with
-from mkd.train import balance
+from mkd.config.megatron_arg_names import ArgRole, names_with
+from mkd.config.run_state import RunState
 
 
-def select_checkpoint(args: Namespace) -> ResumePoint | None:
+def select_checkpoint(args: Namespace, state: RunState) -> ResumePoint | None:
     """What is in --load, noted in the arguments; None when mkd does not look into it (other formats). Changes no file.
 
     Raises:
         MkdCheckpointError: there are checkpoints, and none may be used.
     """
     if args.ckpt_format != "torch_dist":
-        megatron_args.resume_from(args, Path(args.load) if megatron_args.has_checkpoint(args.load) else None)
+        state.resume_from = str(Path(args.load)) if megatron_args.has_checkpoint(args.load) else None
         return None
     if args.load is None:
-        megatron_args.resume_from(args, None)
+        state.resume_from = None
         return None
     point = select(Path(args.load), own=megatron_args.saves_where_it_loads(args), step=args.ckpt_step)
-    megatron_args.resume_from(args, point.folder)
+    state.resume_from = None if point.folder is None else str(point.folder)
     return point
 
 
-def adopt_from_checkpoint(args: Namespace) -> None:
-    """Adopt the architecture that megatron-core 0.19's --use-checkpoint-args leaves out (`Role.ADOPTED`), in place.
+def adopt_from_checkpoint(args: Namespace, state: RunState) -> None:
+    """Adopt the architecture that megatron-core 0.19's --use-checkpoint-args leaves out (`ArgRole.ADOPTED`), in place.
 
     Raises:
         MkdConfigError: a flag on the command line contradicts the checkpoint.
     """
-    path = args.kd_resume_from or args.pretrained_checkpoint
+    path = state.resume_from or args.pretrained_checkpoint
     if path is None:
         return
     stored = vars(MegatronFolder(path, "--use-checkpoint-args").args)
-    values = {name: stored[name] for name in names_with(Role.ADOPTED) if name in stored}
+    values = {name: stored[name] for name in names_with(ArgRole.ADOPTED) if name in stored}
     megatron_args.adopt_architecture(args, values, f"the checkpoint in {path}")
 
 
-def check_first_weights(args: Namespace) -> None:
+def check_first_weights(args: Namespace, state: RunState) -> None:
     """Refuse a --pretrained-checkpoint that is not complete, when it is what the job begins with.
 
     Raises:
         MkdCheckpointError: naming the file that is missing or damaged.
     """
-    if args.pretrained_checkpoint is None or megatron_args.resumes(args) or args.ckpt_format != "torch_dist":
+    if args.pretrained_checkpoint is None or state.resumes or args.ckpt_format != "torch_dist":
         return
     MegatronFolder(args.pretrained_checkpoint, "--pretrained-checkpoint").check_shards()
 
 
-def check_checkpoint(args: Namespace, kd: KDConfig, point: ResumePoint | None, teacher: TeacherSource) -> list[str]:
-    """Compare the checkpoint with this job, and note the teacher's fingerprint in the arguments, which are stored; also
-    whether the evaluation after the checkpoint's last step is still to be done (`mkd.compat.stopping`).
+def check_checkpoint(
+    args: Namespace, kd: KDConfig, state: RunState, point: ResumePoint | None, teacher: TeacherSource
+) -> list[str]:
+    """Compare the checkpoint with this job, and set the run's state: the teacher's fingerprint, and from the checkpoint
+    the balance factor and the unfinished evaluation.
 
     Returns:
-        What is different and may be.
+        Differences that are allowed, as lines to print.
 
     Raises:
         MkdCheckpointError: it is of another model.
         MkdConfigError: it was trained with another teacher, or another schedule of the learning rate.
     """
-    args.kd_teacher_fingerprint = None if kd.is_plain_pretraining else teacher.fingerprint()
-    args.kd_unfinished_evaluation = False
-    balance.begin(args, None)
+    state.teacher_fingerprint = None if kd.is_plain_pretraining else teacher.fingerprint()
+    state.unfinished_evaluation, state.balance_factor = False, 1.0
     if point is None or point.folder is None:
         return []
     folder, origin = MegatronFolder(point.folder, "--load"), f"--load {point.folder}"
@@ -97,14 +98,14 @@ def check_checkpoint(args: Namespace, kd: KDConfig, point: ResumePoint | None, t
     notes = []
     if point.name != "release" and not args.no_load_optim and folder.scheduler is not None:
         notes = check_schedule(args, stored, folder.scheduler, origin)
-    args.kd_unfinished_evaluation = getattr(stored, "kd_unfinished_evaluation", False)
-    balance.begin(args, stored)
+    before = RunState.read_from(stored)
+    state.unfinished_evaluation, state.balance_factor = before.unfinished_evaluation, before.balance_factor
     if kd.is_plain_pretraining:
-        args.kd_teacher_fingerprint = getattr(stored, "kd_teacher_fingerprint", None)
+        state.teacher_fingerprint = before.teacher_fingerprint
         return notes
-    note = check_teacher(args.kd_teacher_fingerprint, stored, teacher.origin, origin, kd.other_teacher)
+    note = check_teacher(state.teacher_fingerprint, stored, teacher.origin, origin, kd.other_teacher)
     now = {f"kd_{name}": value for name, value in asdict(kd).items() if name not in _NOT_THE_OBJECTIVE}
-    now |= {name: vars(args)[name] for name in names_with(Role.SAMPLES)}
+    now |= {name: vars(args)[name] for name in names_with(ArgRole.SAMPLES)}
     return notes + [note] * (note is not None) + changed_settings(vars(stored), now)
 
 
@@ -124,7 +125,9 @@ _NOT_THE_OBJECTIVE = {
 }
 
 
-def resolve_checkpoint(args: Namespace, kd: KDConfig, point: ResumePoint | None, teacher: TeacherSource) -> None:
+def resolve_checkpoint(
+    args: Namespace, kd: KDConfig, state: RunState, point: ResumePoint | None, teacher: TeacherSource
+) -> None:
     """Before megatron loads: agree on teacher and checkpoint, check its content, mend the folder.
 
     Collective over all ranks.
@@ -133,17 +136,17 @@ def resolve_checkpoint(args: Namespace, kd: KDConfig, point: ResumePoint | None,
         MkdCheckpointError: no checkpoint is left, or the ranks see different ones, or different teachers.
         MkdError: as `check_checkpoint`, where another one is taken than was chosen at first.
     """
-    check_same_teacher_everywhere(args.kd_teacher_fingerprint, teacher.origin)
+    check_same_teacher_everywhere(state.teacher_fingerprint, teacher.origin)
     if point is None:
         return
     own = megatron_args.saves_where_it_loads(args)
     resolved = resolve(point, own=own, step=args.ckpt_step, check_content=not kd.skip_checkpoint_hashes)
-    megatron_args.resume_from(args, resolved.folder)
+    state.resume_from = None if resolved.folder is None else str(resolved.folder)
     if resolved.name != point.name:
-        check_checkpoint(args, kd, resolved, teacher)
+        check_checkpoint(args, kd, state, resolved, teacher)
 
 
-def install_saving(args: Namespace, kd: KDConfig) -> None:
+def install_saving(args: Namespace, kd: KDConfig, state: RunState) -> None:
     """Put mkd's part into megatron's saving and loading, also when a signal ends the job. Collective over all ranks."""
     resume_distributed_optimizer()
     let_finished_jobs_evaluate()
@@ -154,8 +157,8 @@ def install_saving(args: Namespace, kd: KDConfig) -> None:
         snapshots = Snapshots(root, kd.save_hf_interval, kd.save_hf_keep)
         snapshots.clean()
         take = snapshots.take
-    saving = Saving(root, hashes=not kd.skip_checkpoint_hashes, on_published=take)
+    saving = Saving(root, hashes=not kd.skip_checkpoint_hashes, state=state, on_published=take)
     if args.save is not None:
         saving.claim()
     install_checkpoint_hooks(saving)
-    install_stopping(StopSignals(args.exit_signal).__enter__())
+    install_stopping(StopSignals(args.exit_signal).__enter__(), state)

@@ -1,7 +1,7 @@
 """The teacher of a job, before anything of it is in memory: a model that will run, or its stored answers."""
 
 from argparse import Namespace
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -62,15 +62,21 @@ def teacher_source(kd: KDConfig) -> TeacherSource:
 
 
 def job_teacher(
-    source: TeacherSource, args: Namespace, kd: KDConfig, true_vocab: int, cross: CrossTokenizers | None = None
+    source: TeacherSource,
+    args: Namespace,
+    kd: KDConfig,
+    true_vocab: int,
+    fingerprint: str | None,
+    cross: CrossTokenizers | None = None,
 ) -> JobTeacher:
     """Fit a teacher to the job.
 
     Args:
         source: the teacher's.
-        args: Megatron's, complete, with `kd_teacher_fingerprint`.
+        args: Megatron's, complete.
         kd: what is learned from it.
         true_vocab: tokens that student and teacher share.
+        fingerprint: hash of the teacher, as read from its folder; None if it never runs.
         cross: of the teachers with other tokenizers, which this one may be of.
 
     Raises:
@@ -81,7 +87,7 @@ def job_teacher(
     _check_experts(source, kd)
     if isinstance(source, EnsembleSource):
         return EnsembleModels.of(source, args, kd, true_vocab, cross)
-    return ModelTeacher.of(source, args, kd, true_vocab, cross)
+    return ModelTeacher.of(source, args, kd, true_vocab, fingerprint, cross)
 
 
 def _check_experts(source: TeacherSource, kd: KDConfig) -> None:
@@ -117,6 +123,7 @@ class ModelTeacher:
         args: Namespace,
         kd: KDConfig,
         true_vocab: int,
+        fingerprint: str | None,
         cross: CrossTokenizers | None = None,
     ) -> "ModelTeacher":
         """See `job_teacher`."""
@@ -129,7 +136,7 @@ class ModelTeacher:
             check_fp8_teacher(own, args.micro_batch_size, kd)
         config = gpt_config(own)
         config.transformer.variable_seq_lengths = kd.variable_seq_lengths  # megatron has no flag for it
-        return cls(source, own, config, kd, true_vocab, args.kd_teacher_fingerprint, cross, args)
+        return cls(source, own, config, kd, true_vocab, fingerprint, cross, args)
 
     def __str__(self) -> str:
         return f"{shape_of(self.config)}, {self.dtype}, {self.source.path}"
@@ -227,10 +234,7 @@ class EnsembleModels:
                 "--kd-teachers-mode averaged_logits needs teachers with the student's tokenizer: give sum, "
                 f"or leave out {cross.sources[0].path}"
             )
-        teachers = tuple(
-            replace(ModelTeacher.of(one, args, kd, true_vocab, cross), stored_fingerprint=one.fingerprint())
-            for one in source.sources
-        )
+        teachers = tuple(ModelTeacher.of(one, args, kd, true_vocab, one.fingerprint(), cross) for one in source.sources)
         return cls(source, teachers, kd)
 
     def __str__(self) -> str:

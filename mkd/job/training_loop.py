@@ -30,6 +30,11 @@ class Hooks:
         self._iteration: int | None = None
         self._loss_scale = math.inf
 
+    @property
+    def unfinished_evaluation(self) -> bool:
+        """See `mkd.compat.TrainingHooks`."""
+        return self._job.state.unfinished_evaluation
+
     def before_training(self, iteration: int) -> None:
         args = self._job.args
         if iteration >= args.train_iters and args.rank == 0:
@@ -83,8 +88,8 @@ class Hooks:
         kd, record = self._job.kd, self._schedule.record
         extra = {}
         if kd.balance:
-            extra["balance"] = self._job.args.kd_balance_factor
-            balance.after_step(self._job.args, losses, self._schedule.groups.pp)
+            extra["balance"] = self._job.state.balance_factor
+            balance.after_step(self._job.state, losses, self._schedule.groups.pp)
         peak = None
         if self._log.is_due(iteration):
             used = torch.tensor(torch.cuda.max_memory_allocated() / 2**30, device="cuda")

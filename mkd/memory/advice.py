@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from mkd.config.kd_config import KDConfig
-from mkd.config.megatron_arg_names import Role, names_with
+from mkd.config.megatron_arg_names import ArgRole, names_with
 from mkd.config.megatron_checks import check_divisions, length_multiple
 from mkd.config.teacher_args import (
     check_teacher_divides,
@@ -195,7 +195,7 @@ def _with_own_layout(teacher: Namespace, student: Namespace, kd: KDConfig) -> Na
     check_teacher_layout(student, kd, teacher.num_experts)
     check_teacher_divides(vars(teacher), own, student)
     teacher = copy.copy(teacher)
-    vars(teacher).update((name, getattr(own, name)) for name in names_with(Role.LAYOUT))
+    vars(teacher).update((name, getattr(own, name)) for name in names_with(ArgRole.LAYOUT))
     return teacher
 
 

@@ -27,7 +27,7 @@ from mkd.checkpoint.hf.writer import (
 from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.checkpoint.tokenizer_files import read_json_object
 from mkd.config.flags import default_arguments
-from mkd.config.megatron_arg_names import Role, names_with
+from mkd.config.megatron_arg_names import ArgRole, names_with
 from mkd.errors import MkdCheckpointError
 from mkd.utils.progress import ByteProgress
 
@@ -120,7 +120,7 @@ def architecture_of(folder: MegatronFolder, name: str | None = None) -> tuple[Fa
         values = {**stored, "vocab_size": stored["vocab_size"] or stored["padded_vocab_size"]}
         family, config = _family_of_args(values, FAMILIES if name is None else (family_by_name(name),))
     args = family.megatron_args(config)
-    for argument in args.keys() - set(names_with(Role.RUN_CHOICE)):
+    for argument in args.keys() - set(names_with(ArgRole.RUN_CHOICE)):
         seen = stored.get(argument)
         if seen != args[argument] and not (argument == "vocab_size" and seen is None):
             raise folder.error(

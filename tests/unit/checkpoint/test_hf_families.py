@@ -7,7 +7,7 @@ from transformers import CONFIG_MAPPING, LlamaConfig
 
 from mkd.checkpoint.hf.families import DEEPSEEK_V3, FAMILIES, GPT_OSS, LLAMA, UNSUPPORTED, family_of
 from mkd.config.flags import default_arguments
-from mkd.config.megatron_arg_names import Role, names_with
+from mkd.config.megatron_arg_names import ArgRole, names_with
 from mkd.errors import MkdCheckpointError
 from tests.support.hf_folders import LLAMA3_ROPE, SIZES
 
@@ -204,8 +204,8 @@ def test_every_absent_key_has_the_default_of_transformers(family):
     keys = set(family.absent) | {"sliding_window", "use_sliding_window", "norm_topk_prob", "rope_parameters"}
     filled = {**config, **{key: whole[key] for key in keys if key in whole}}
     args, wanted = family.megatron_args(config), family.megatron_args(filled)
-    assert {name: args[name] for name in wanted.keys() - set(names_with(Role.RUN_CHOICE))} == {
-        name: wanted[name] for name in wanted.keys() - set(names_with(Role.RUN_CHOICE))
+    assert {name: args[name] for name in wanted.keys() - set(names_with(ArgRole.RUN_CHOICE))} == {
+        name: wanted[name] for name in wanted.keys() - set(names_with(ArgRole.RUN_CHOICE))
     }
 
 

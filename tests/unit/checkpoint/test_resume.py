@@ -14,6 +14,7 @@ from mkd.checkpoint.integrity import INTEGRITY, changed_files, find_damage
 from mkd.checkpoint.megatron_folder import TRACKER
 from mkd.checkpoint.resume import changed_settings, check_same_job, check_teacher, resolve, select
 from mkd.checkpoint.saving import OWNER, Saving
+from mkd.config.run_state import RunState
 from mkd.errors import MkdCheckpointError, MkdConfigError
 from mkd.job.resume import select_checkpoint
 from mkd.utils.atomic_files import replacing
@@ -180,8 +181,9 @@ def test_missing_folder_gives_an_empty_resume_point(tmp_path: Path) -> None:
     """Ranks on a node without the folder must still take part in the collective check."""
     where = str(tmp_path / "gone")
     args = Namespace(ckpt_format="torch_dist", load=where, save=where, ckpt_step=None)
-    point = select_checkpoint(args)
-    assert (point.name, args.kd_resume_from) == (None, None)
+    state = RunState(resume_from="another")
+    point = select_checkpoint(args, state)
+    assert (point.name, state.resume_from) == (None, None)
 
 
 def test_empty_folder(tmp_path: Path, one_rank: None) -> None:

@@ -68,10 +68,13 @@ def test_upstream_ends_with_status_0_on_a_tracker_that_it_cannot_read(tmp_path: 
 
 
 class Recorder:
-    """Hooks that note what they are told."""
+    """Hooks that record their calls."""
 
     def __init__(self, calls: list) -> None:
         self._calls = calls
+
+    def collecting(self, args: SimpleNamespace) -> None:
+        self._calls.append(("collecting", args))
 
     def before(self, folder: Path) -> None:
         self._calls.append(("before", folder))
@@ -158,13 +161,13 @@ def test_order_of_a_save(saving: tuple[list, SimpleNamespace], tmp_path: Path) -
     folder = tmp_path / "iter_0000002"
     whole = ["writer", "shards", "index", ("written", folder), ("tracker", tmp_path / TRACKER), "published"]
     training.save_checkpoint(2)
-    assert calls == [("before", folder), *whole]
+    assert calls == [("collecting", args), ("before", folder), *whole]
     assert (tmp_path / TRACKER).read_text() == "2"
     calls.clear()
     args.async_save = True
     training.save_checkpoint(2)
     whole.insert(-2, 0)  # the tracker is read
-    assert calls == [("before", folder), "scheduled", *whole]
+    assert calls == [("collecting", args), ("before", folder), "scheduled", *whole]
 
 
 @pytest.mark.parametrize("named", [None, "1", "release"])

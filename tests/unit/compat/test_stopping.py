@@ -112,7 +112,8 @@ class Training:
     time limit, or all."""
 
     def __init__(self, patch: pytest.MonkeyPatch, limited: bool) -> None:
-        self.args = SimpleNamespace(consumed_valid_samples=5, kd_unfinished_evaluation=False)
+        self.args = SimpleNamespace(consumed_valid_samples=5)
+        self.state = SimpleNamespace(unfinished_evaluation=False)
         self.chunk = torch.nn.Linear(1, 1)
         self.limited, self.timer_runs, self.mode = limited, False, "training"
         timer = SimpleNamespace(stop=lambda: setattr(self, "timer_runs", False))
@@ -147,15 +148,15 @@ class Training:
 def test_an_evaluation_that_is_left_counts_for_nothing(monkeypatch: pytest.MonkeyPatch, limited: bool) -> None:
     """By a signal, or by megatron's time limit."""
     loop, stop = Training(monkeypatch, limited), StopSignals()
-    install_stopping(stop)
+    install_stopping(stop, loop.state)
     training.get_forward_backward_func()()  # a training step
     if not limited:
         assert training.evaluate(None, None, [loop.chunk])[0] == {"loss": 1.0}
-        assert (loop.args.consumed_valid_samples, loop.args.kd_unfinished_evaluation) == (8, False)
+        assert (loop.args.consumed_valid_samples, loop.state.unfinished_evaluation) == (8, False)
         stop.received = "SIGTERM"
     before = loop.args.consumed_valid_samples
     assert training.evaluate(None, None, [loop.chunk]) == (None, None, True)
-    assert (loop.args.consumed_valid_samples, loop.args.kd_unfinished_evaluation) == (before, True)
+    assert (loop.args.consumed_valid_samples, loop.state.unfinished_evaluation) == (before, True)
     assert loop.chunk.training
     assert (loop.timer_runs, loop.mode) == (False, "training")
     assert training.get_signal_handler().signals_received() == [not limited]
@@ -168,7 +169,7 @@ def test_nothing_is_trained_after_a_first_evaluation_that_was_left(
     loop, stop = Training(monkeypatch, limited), StopSignals()
     loop.args.async_save = False
     monkeypatch.setattr(training, "maybe_finalize_async_save", lambda **options: None)
-    install_stopping(stop)
+    install_stopping(stop, loop.state)
     assert training.train() == "trained"
     stop.received = None if limited else "SIGTERM"
     with pytest.raises(SystemExit) as ended:

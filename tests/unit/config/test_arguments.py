@@ -17,7 +17,7 @@ from mkd.config import flags, megatron_args
 from mkd.config.data_args import data_prefixes
 from mkd.config.flags import flags_given, parse_command_line, refuse_contradictions
 from mkd.config.kd_config import KDConfig, LayerPair
-from mkd.config.megatron_arg_names import Role, names_with
+from mkd.config.megatron_arg_names import ArgRole, names_with
 from mkd.config.megatron_args import adopt_architecture
 from mkd.config.megatron_checks import (
     check_attention_heads,
@@ -319,7 +319,7 @@ def student(odd: bool) -> Namespace:
         numbers = itertools.count(7)
         for name, value in vars(args).items():
             kinds = {bool: not value, int: next(numbers), float: next(numbers) + 0.5}
-            if name not in names_with(Role.SHARED):
+            if name not in names_with(ArgRole.SHARED):
                 setattr(args, name, kinds.get(type(value), "odd"))
     on_cpu = {"transformer_impl": "local", "use_cpu_initialization": True, "apply_rope_fusion": False}
     vars(args).update(on_cpu, rank=0, world_size=1, seq_length=32, padded_vocab_size=256, params_dtype=torch.float32)
@@ -328,7 +328,7 @@ def student(odd: bool) -> Namespace:
 
 
 def test_nothing_of_the_student_leaks_into_the_teacher(architecture):
-    assert not set(architecture) & set(names_with(Role.SHARED))
+    assert not set(architecture) & set(names_with(ArgRole.SHARED))
     plain = teacher_arguments(architecture, student(odd=False), None)
     odd = teacher_arguments(architecture, student(odd=True), None)
     assert vars(odd) == vars(plain)

@@ -7,7 +7,7 @@ import pytest
 from megatron.training.arguments import add_megatron_arguments
 
 from mkd.config import megatron_arg_names as names
-from mkd.config.megatron_arg_names import ARGS, Role, frozen_values, labels, names_with, values_without_student
+from mkd.config.megatron_arg_names import ARGS, ArgRole, frozen_values, labels, names_with, values_without_student
 
 MODEL_GROUPS = (
     "transformer configuration",
@@ -50,7 +50,7 @@ def test_each_name_has_one_entry_with_a_role() -> None:
 
 
 def test_queries() -> None:
-    assert names_with(Role.LAYOUT) == (
+    assert names_with(ArgRole.LAYOUT) == (
         "tensor_model_parallel_size",
         "pipeline_model_parallel_size",
         "context_parallel_size",
@@ -58,16 +58,16 @@ def test_queries() -> None:
         "expert_tensor_parallel_size",
         "sequence_parallel",
     )
-    assert set(names_with(Role.LAYOUT)) < set(names_with(Role.SHARED))
-    assert set(names_with(Role.RUN_CHOICE)) == {
+    assert set(names_with(ArgRole.LAYOUT)) < set(names_with(ArgRole.SHARED))
+    assert set(names_with(ArgRole.RUN_CHOICE)) == {
         *("attention_dropout", "hidden_dropout", "moe_aux_loss_coeff", "moe_router_dtype"),
     }
-    assert names_with(Role.SAMPLES)[-1] == "seq_length"
+    assert names_with(ArgRole.SAMPLES)[-1] == "seq_length"
     assert {"hidden_dropout": 0.0, "cuda_graph_impl": "none", "mtp_num_layers": None}.items() <= frozen_values().items()
     assert {"lr_decay_style": "constant", "save": None}.items() <= values_without_student().items()
     assert list(labels())[:2] == ["num_layers", "hidden_size"]
 
 
 def test_a_teacher_takes_no_value_of_the_student_that_shapes_weights() -> None:
-    shared, weights = set(names_with(Role.SHARED)), {*names_with(Role.SHAPE), *names_with(Role.MEANING)}
+    shared, weights = set(names_with(ArgRole.SHARED)), {*names_with(ArgRole.SHAPE), *names_with(ArgRole.MEANING)}
     assert not shared & weights and not frozen_values().keys() & (shared | weights)

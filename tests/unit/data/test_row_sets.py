@@ -178,9 +178,9 @@ ARGS = {
 }
 KD = {"teacher_hf": ["t"], "ratio": 0.5}
 REFUSED = {
-    "mock": ({"mock_data": True}, {"packing": "best_fit"}, "--mock-data does not go with --kd-packing best_fit"),
-    "reset": ({"reset_position_ids": True}, {}, "--reset-position-ids does not go with a chat file in --data-path"),
-    "eod": ({"eod_mask_loss": True}, {}, "--eod-mask-loss does not go with a chat file"),
+    "mock": ({"mock_data": True}, {"packing": "best_fit"}, "--mock-data does not work with --kd-packing best_fit"),
+    "reset": ({"reset_position_ids": True}, {}, "--reset-position-ids does not work with a chat file in --data-path"),
+    "eod": ({"eod_mask_loss": True}, {}, "--eod-mask-loss does not work with a chat file"),
     "tokenizer": ({"tokenizer_type": "NullTokenizer"}, {}, "--tokenizer-type is NullTokenizer, but chat files need"),
     "cp": (
         {"context_parallel_size": 2},

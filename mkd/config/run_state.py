@@ -1,0 +1,37 @@
+"""State of a run that is stored with its checkpoints, beside what Megatron stores."""
+
+from argparse import Namespace
+from dataclasses import dataclass, fields
+
+
+@dataclass
+class RunState:
+    """What a run carries from step to step and over restarts.
+
+    A checkpoint holds it among Megatron's arguments, as `kd_<field>`; `write_to` is the only writer of these names.
+    """
+
+    resume_from: str | None = None
+    """Folder of the checkpoint that the job continues from, such as .../iter_0000100; None starts at step 0."""
+    teacher_fingerprint: str | None = None
+    """Hash of the teacher's config and weights; None if no teacher has run so far."""
+    unfinished_evaluation: bool = False
+    """True if a signal or a time limit ended the evaluation after the last step: the resumed job starts with it."""
+    balance_factor: float = 1.0
+    """Factor of KD in the next step with --kd-balance; equal on all ranks."""
+
+    @property
+    def resumes(self) -> bool:
+        """True if the weights come from the checkpoint in --load, not from --kd-student-hf or a random start."""
+        return self.resume_from is not None
+
+    @classmethod
+    def read_from(cls, args: Namespace) -> "RunState":
+        """The state in a checkpoint's arguments; defaults for fields that an older checkpoint lacks."""
+        stored = {field.name: getattr(args, f"kd_{field.name}", field.default) for field in fields(cls)}
+        return cls(**stored)
+
+    def write_to(self, args: Namespace) -> None:
+        """Store the state in Megatron's arguments, which the next checkpoint holds."""
+        for field in fields(self):
+            setattr(args, f"kd_{field.name}", getattr(self, field.name))
