@@ -11,11 +11,13 @@ MKD_DEVICE=cpu. docs/ describes the --kd- flags; so does --help.
 import os
 import sys
 import time
+from pathlib import Path
 
 from mkd import compat, cpu
 from mkd.compat.quiet import silence_megatron
 from mkd.distributed.rank_env import check_rendezvous, default_rank_env
 from mkd.errors import FULL_DISK, MkdError
+from mkd.utils.logging import FILE, FILE_ONLY, log_to_file, logger
 
 
 def prepare() -> None:
@@ -46,6 +48,8 @@ def main() -> None:
 
     job = Job.from_command_line()
     args = job.args
+    if args.save is not None and not job.kd.dry_run:
+        log_to_file(Path(args.save) / FILE)
     print_plan(job)
     if job.kd.dry_run:
         dry_run(job)
@@ -99,6 +103,7 @@ def run() -> None:
         if os.environ.get("RANK", "0") != "0":
             time.sleep(3)
         print(f"pretrain_kd.py: error: {error}", file=sys.stderr, flush=True)
+        logger.error(str(error), extra=FILE_ONLY)
         sys.exit(1)
 
 

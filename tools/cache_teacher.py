@@ -54,6 +54,7 @@ def write(args: argparse.Namespace, flags: list[str]) -> None:
     from mkd.distributed.groups import Groups
     from mkd.distributed.rank_env import check_rendezvous
     from mkd.teacher.cache.writer import check_folder
+    from mkd.utils.logging import logger
 
     temperatures = tuple(args.temperature)
     options = CacheOptions(
@@ -72,8 +73,7 @@ def write(args: argparse.Namespace, flags: list[str]) -> None:
     with StopSignals() as stop:
         is_whole = Writing(job, groups, job.teacher.build(groups), rows, stop).run()
     if not is_whole:
-        if job.args.rank == 0:
-            print(f"mkd: {args.out} is not complete: the same command goes on", flush=True)
+        logger.info(f"{args.out} is not complete: the same command resumes it")
         sys.exit(STOPPED)
 
 

@@ -16,10 +16,12 @@ from mkd.job.data import JobData, hash_of_tokenizer
 from mkd.job.teacher import ModelTeacher, teacher_source
 from mkd.teacher.cache.record_format import MAX_COUNT, MAX_VOCAB
 from mkd.teacher.cache.store import CacheMeta
+from mkd.utils.logging import set_level
 
 _LOOKED_AT = (
     *("teacher_hf", "teacher_load", "teacher_dtype", "teacher_offload", "student_hf", "loss_chunk_rows"),
     *("packing", "packing_multiple", "long_samples", "variable_seq_lengths", "mask", "dry_run", "verbose"),
+    "log_level",
 )
 """Fields of KDConfig that say what the teacher reads and how; the others are about what a student learns."""
 
@@ -134,6 +136,7 @@ class CacheJob:
                     "teacher's"
                 )
         kd = KDConfig(**{name: given[name] for name in _LOOKED_AT}, ratio=1.0)
+        set_level(kd.log_level)
         source = teacher_source(kd)
         if isinstance(source, EnsembleSource):
             raise MkdConfigError(f"{source.origin} are several teachers, and a cache has the answers of one: name one")

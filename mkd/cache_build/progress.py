@@ -3,10 +3,9 @@
 import time
 from typing import Any
 
-import torch.distributed as dist
-
 from mkd.cache_build.job import CacheJob
 from mkd.cache_build.texts import Ledger
+from mkd.utils.logging import logger
 
 SAY_SECONDS = 10.0
 
@@ -22,7 +21,6 @@ class Progress:
             stored: segments that are in the folder already.
         """
         self._total, self._seen, self._skipped = total, 0, 0
-        self._speaks = dist.get_rank() == 0
         self._begin = self._said = time.monotonic()
         self._say(f"{total:,} rows to read; {stored:,} segments are stored already")
 
@@ -48,8 +46,7 @@ class Progress:
         self._say(f"{ledger.segments:,} segments of {ledger.tokens:,} tokens added in {_clock(elapsed)}{rate}")
 
     def _say(self, text: str) -> None:
-        if self._speaks:
-            print(f"mkd: cache      {text}", flush=True)
+        logger.info(f"cache      {text}")
 
 
 def _clock(seconds: float) -> str:
@@ -76,5 +73,5 @@ def print_plan(job: CacheJob) -> None:
             "number of samples reads the same rows and finds them here; chats and --kd-packing best_fit do not depend "
             "on these"
         )
-    for name, text in plan.items() if args.rank == 0 else ():
-        print(f"mkd: {name:10s} {text}", flush=True)
+    for name, text in plan.items():
+        logger.info(f"{name:10s} {text}")

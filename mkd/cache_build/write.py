@@ -19,6 +19,7 @@ from mkd.data.packing.streams import BlendOfRows
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdDataError
 from mkd.teacher.interface import Teacher
+from mkd.utils.logging import logger
 
 
 def rows_of(job: CacheJob) -> Rows:
@@ -112,10 +113,9 @@ class Writing:
             sums = [-self._storing.label_log_prob, self._storing.tokens]
         total = torch.tensor(sums, dtype=torch.float64, device="cuda")
         dist.all_reduce(total)
-        if dist.get_rank() == 0 and total[1]:
+        if total[1]:
             ce, vocab = (total[0] / total[1]).item(), self._job.meta.true_vocab
-            print(
-                f"mkd: teacher {self._teacher.fingerprint()}: CE {ce:.4f} on the first {int(total[1])} tokens, of "
-                f"prompts too (knowing nothing: ln V = {math.log(vocab):.4f})",
-                flush=True,
+            logger.info(
+                f"teacher {self._teacher.fingerprint()}: CE {ce:.4f} on the first {int(total[1])} tokens, of "
+                f"prompts too (knowing nothing: ln V = {math.log(vocab):.4f})"
             )

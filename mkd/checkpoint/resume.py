@@ -32,6 +32,7 @@ from mkd.config.megatron_arg_names import ArgRole, names_with
 from mkd.config.run_state import RunState
 from mkd.errors import MkdCheckpointError, MkdConfigError
 from mkd.utils.atomic_files import replacing, sync_folder
+from mkd.utils.logging import logger
 
 SET_ASIDE = "torn_"
 """Prefix of the new name of an incomplete folder."""
@@ -272,16 +273,16 @@ def _repair(point: ResumePoint) -> None:
             aside = _free_name(point.root / f"{SET_ASIDE}{name}")
             (point.root / name).rename(aside)
             sync_folder(point.root)
-            print(f"mkd: {name} in {point.root} is not complete ({reason}): renamed to {aside.name}", flush=True)
+            logger.warning(f"{name} in {point.root} is not complete ({reason}): renamed to {aside.name}")
         else:
-            print(f"mkd: {name} in {point.root}: {reason}", flush=True)
+            logger.warning(f"{name} in {point.root}: {reason}")
     for name in point.unused:
-        print(f"mkd: {name} in {point.root} is later than the tracker's iteration, and is not used", flush=True)
+        logger.warning(f"{name} in {point.root} is later than the tracker's iteration, and is not used")
     if point.name is None:
         return
     text, _ = _read_tracker(point.root)
     if text != point.tracked:
-        print(f"mkd: continuing from {point.name}; {TRACKER} was {text!r}", flush=True)
+        logger.info(f"continuing from {point.name}; {TRACKER} was {text!r}")
         with replacing(point.root / TRACKER) as tracker:
             tracker.write(point.tracked)
 

@@ -30,6 +30,7 @@ from mkd.checkpoint.ranks import gather_objects
 from mkd.config.run_state import RunState
 from mkd.errors import MkdCheckpointError
 from mkd.utils.atomic_files import replacing, sync_file, sync_folder
+from mkd.utils.logging import logger
 
 OWNER = "saving_job.txt"
 """File in --save with the job that claimed the folder last. A forgotten job may still be running; it must not save."""
@@ -93,7 +94,7 @@ class Saving:
         """
         self._check_claim()
         if dist.get_rank() == 0 and folder.is_dir() and any(folder.iterdir()):
-            print(f"mkd: {folder} exists from an earlier attempt and is rewritten", flush=True)
+            logger.info(f"{folder} exists from an earlier attempt and is rewritten")
             if _replaced(folder).exists():  # no save of this iteration has completed since
                 shutil.rmtree(folder)
             else:

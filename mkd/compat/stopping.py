@@ -17,6 +17,8 @@ from typing import Any, NoReturn, Protocol
 import torch
 import torch.distributed as dist
 
+from mkd.utils.logging import logger
+
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """What schedulers send before they kill."""
 
@@ -58,17 +60,13 @@ class StopSignals:
             flag = torch.tensor([self._agreed], dtype=torch.int32, device="cuda")
             dist.all_reduce(flag, op=dist.ReduceOp.MAX)
             self._agreed = bool(flag.item())
-        if self._agreed and _is_first_rank():
-            print(f"mkd: {self.received or 'a signal to another rank'}: stopping after this step", flush=True)
+        if self._agreed:
+            logger.info(f"{self.received or 'a signal to another rank'}: stopping after this step")
         return self._agreed
 
     def signals_received(self) -> list[bool]:
         """As megatron's training loop asks after each step. Collective over all ranks."""
         return [self.anywhere()]
-
-
-def _is_first_rank() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 class WorkerSignals:
@@ -162,7 +160,6 @@ def install_stopping(stop: StopSignals, state: EvaluationState) -> None:
 
 def _end_without_saving(training: ModuleType) -> NoReturn:
     """No step was made since the start: what there is to continue from is there already."""
-    if _is_first_rank():
-        print("mkd: no step was made, nothing is saved", flush=True)
+    logger.info("no step was made, nothing is saved")
     training.maybe_finalize_async_save(blocking=True, terminate=True)
     sys.exit(0)

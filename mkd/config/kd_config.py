@@ -29,6 +29,7 @@ from mkd.config.values import (
     require_temperature,
 )
 from mkd.errors import MkdConfigError
+from mkd.utils.logging import LogLevel
 
 LogitsDtype = Literal["auto", "bf16", "fp32"]
 """Precision in which logits leave the LM heads' matrix products."""
@@ -241,6 +242,9 @@ class KDConfig:
 
     verbose: bool = False
     """Print all that Megatron prints: its arguments, every parameter, its own memory report."""
+
+    log_level: LogLevel = "info"
+    """Lowest level of the lines that mkd prints and writes to mkd.log in --save."""
 
     def __post_init__(self) -> None:
         sources = {

@@ -27,6 +27,7 @@ from mkd.config.megatron_checks import (
 from mkd.config.run_state import RunState
 from mkd.cpu.flags import set_cpu_values
 from mkd.errors import MkdCheckpointError, MkdConfigError
+from mkd.utils.logging import logger
 
 
 def adopt_architecture(args: Namespace, architecture: dict[str, Any], origin: str) -> None:
@@ -67,12 +68,11 @@ def finish(args: Namespace, kd: KDConfig, state: RunState) -> None:
         _load_args_to_resume(args, state)
     if cpu.is_target():
         changed = set_cpu_values(args)
-        if changed and args.rank == 0:
-            print(f"mkd: on CPU: {', '.join(f'{n}={getattr(args, n)}' for n in changed)}")
+        if changed:
+            logger.info(f"on CPU: {', '.join(f'{n}={getattr(args, n)}' for n in changed)}")
     elif args.gradient_accumulation_fusion and not _has_fused_weight_gradient():
         args.gradient_accumulation_fusion = False
-        if args.rank == 0:
-            print("mkd: NVIDIA Apex is not installed: gradient_accumulation_fusion=False")
+        logger.info("NVIDIA Apex is not installed: gradient_accumulation_fusion=False")
     # The one divisor of a step is its number of supervised tokens, over all ranks (docs/losses.md).
     args.calculate_per_token_loss = True
     check_required(args)

@@ -22,6 +22,7 @@ from mkd.data.packing.streams import RowOptions
 from mkd.data.sources.chat import ChatTokenizer
 from mkd.data.sources.stores import check_chat_file, is_chat_file
 from mkd.job.cross_tokenizer import CrossTokenizers
+from mkd.utils.logging import logger
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,7 @@ class JobData:
                 self._say(f"warning: {reading.warning}")
 
     def _say(self, text: str) -> None:
-        if self.args.rank == 0:
-            print(f"mkd: data       {text}", flush=True)
+        logger.info(f"data       {text}")
 
     @property
     def _rows_of_an_evaluation(self) -> int:

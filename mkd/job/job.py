@@ -39,6 +39,7 @@ from mkd.train.hidden_layers import HiddenLayers
 from mkd.train.nan_check import FiniteCheck
 from mkd.train.objective import LossContext
 from mkd.train.step import ForwardStep
+from mkd.utils.logging import logger, set_level
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class Job:
             MkdError: anything that would stop the job later.
         """
         args, kd = flags.parse_command_line()
+        set_level(kd.log_level)
         state = RunState()
         source = teacher_source(kd)
         student = None
@@ -172,8 +174,8 @@ class Job:
         lengths = None
         if self.args.tokenizer_type == "HuggingFaceTokenizer" and Path(self.args.tokenizer_model).is_dir():
             lengths = byte_lengths(load_tokenizer(self.args.tokenizer_model))
-        if lengths is None and self.args.rank == 0:
-            print(f"mkd: no bits per byte: {self.args.tokenizer_type} does not tell the bytes of a token", flush=True)
+        if lengths is None:
+            logger.info(f"no bits per byte: {self.args.tokenizer_type} does not tell the bytes of a token")
         return None if lengths is None else lengths.to("cuda")
 
     def metrics(self) -> MetricsLog:

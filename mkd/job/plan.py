@@ -17,23 +17,25 @@ from mkd.job.job import Job
 from mkd.job.memory_table import memory_line, print_memory
 from mkd.job.teacher import shape_of
 from mkd.utils.atomic_files import replacing
+from mkd.utils.logging import logger
 
 
 def print_plan(job: Job) -> None:
     """On rank 0."""
-    if job.args.rank == 0 and job.kd.dry_run and cpu.is_target():
-        print("mkd: plan and memory are those on CPU, as this machine would run it; tools/doctor.py estimates for GPUs")
+    if job.kd.dry_run and cpu.is_target():
+        logger.info(
+            "plan and memory are those on CPU, as this machine would run it; tools/doctor.py estimates for GPUs"
+        )
     for name, text in plan(job).items() if job.args.rank == 0 else ():
-        print(f"mkd: {name:10s} {text}", flush=True)
+        logger.info(f"{name:10s} {text}")
 
 
 def dry_run(job: Job) -> None:
     """What is told and checked beyond the plan where no training follows."""
     print_memory(job)
     job.data.check_all()
-    if job.args.rank == 0:
-        kept = "nothing but tokens in the data cache" if job.data.has_own_rows else "nothing"
-        print(f"mkd: checked: no problem was found, {kept} was written", flush=True)
+    kept = "nothing but tokens in the data cache" if job.data.has_own_rows else "nothing"
+    logger.info(f"checked: no problem was found, {kept} was written")
 
 
 def plan(job: Job) -> dict[str, str]:

@@ -122,6 +122,7 @@ _NOT_THE_OBJECTIVE = {
     "metrics_file",
     "dry_run",
     "verbose",
+    "log_level",
 }
 
 

@@ -19,6 +19,7 @@ from mkd.teacher.interface import EnsembleSignal, Teacher
 from mkd.train.evaluation import teacher_means
 from mkd.train.objective import teacher_objective
 from mkd.train.step import ForwardStep
+from mkd.utils.logging import logger
 
 
 def check_teacher_quality(teacher: Teacher, samples: Any, groups: Groups, job: Job, step: ForwardStep) -> None:
@@ -73,8 +74,7 @@ def _introduce(
         known: tokens of its vocabulary.
     """
     if not tokens:
-        if dist.get_rank() == 0:
-            print(f"mkd: teacher {fingerprint}: the cache has nothing of the first validation microbatch")
+        logger.info(f"teacher {fingerprint}: the cache has nothing of the first validation microbatch")
         return
     ce = nats / tokens
     if not math.isfinite(ce):
@@ -82,14 +82,11 @@ def _introduce(
             f"the teacher's loss on the first validation microbatch is {ce}, not finite: {source.origin} "
             "holds numbers that are not, or overflows in this precision (--kd-teacher-dtype)"
         )
-    if dist.get_rank() == 0:
-        per_byte = f", {bits / size:.4f} bits per byte" if size else ""
-        print(
-            f"mkd: teacher {fingerprint}: CE {ce:.4f}, perplexity {perplexity(ce):.2f}{per_byte} on the first "
-            f"validation microbatch (knowing nothing: CE ln V = {math.log(known):.4f}, "
-            f"perplexity {known})",
-            flush=True,
-        )
+    per_byte = f", {bits / size:.4f} bits per byte" if size else ""
+    logger.info(
+        f"teacher {fingerprint}: CE {ce:.4f}, perplexity {perplexity(ce):.2f}{per_byte} on the first "
+        f"validation microbatch (knowing nothing: CE ln V = {math.log(known):.4f}, perplexity {known})"
+    )
 
 
 def _refuse_bad(source: TeacherSource, nats: float, tokens: float, *, known: int, allowed: bool) -> None:

@@ -16,6 +16,7 @@ from mkd.train import balance
 from mkd.train.evaluation import CALIBRATION
 from mkd.train.nan_check import FiniteCheck, check_loss_scale
 from mkd.train.schedule import TeacherThenStudent
+from mkd.utils.logging import logger
 
 
 class Hooks:
@@ -37,8 +38,8 @@ class Hooks:
 
     def before_training(self, iteration: int) -> None:
         args = self._job.args
-        if iteration >= args.train_iters and args.rank == 0:
-            print(f"mkd: already at iteration {iteration} of {args.train_iters}: no step is left", flush=True)
+        if iteration >= args.train_iters:
+            logger.info(f"already at iteration {iteration} of {args.train_iters}: no step is left")
         self._log.start(iteration)
 
     def around(self, schedule: Callable) -> Callable:

@@ -10,6 +10,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from mkd.utils.logging import EVERY_RANK, FILE_ONLY, logger
+
 COMPARED = ("agreement", "student_entropy", "teacher_entropy")
 """Names that are shown in words of their own, and not as losses."""
 LEADING = ("loss", "ce", "kd")
@@ -182,11 +184,14 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 
 
 def show(title: str, table: Table) -> None:
-    """Print a table: as it is on a terminal, in a log as plain lines that begin like mkd's others."""
-    if sys.stdout.isatty():
+    """Print a table: drawn on a terminal, else logged as plain lines. The log file has the plain lines in both cases.
+
+    The calling rank prints, whatever its number.
+    """
+    drawn = sys.stdout.isatty()
+    if drawn:
         Console().print(title, table)
-        return
     table.box, text = None, StringIO()
     Console(file=text, width=120, color_system=None).print(table)
     lines = [title, *(f" {line.rstrip()}" for line in text.getvalue().splitlines() if line.strip())]
-    print("\n".join(f"mkd: {line}" for line in lines), flush=True)
+    logger.info("\n".join(lines), extra=EVERY_RANK | (FILE_ONLY if drawn else {}))

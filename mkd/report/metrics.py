@@ -25,6 +25,7 @@ from mkd.report.console import (
 from mkd.report.flops import FlopCounter
 from mkd.report.trackers import Tracker
 from mkd.utils.atomic_files import replacing
+from mkd.utils.logging import EVERY_RANK, WITHOUT_PREFIX, logger
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class MetricsLog:
             elif record["iteration"] <= iteration:
                 kept[line] = record
         if damaged:
-            print(f"mkd: {self.file}: {damaged} damaged lines are left out", flush=True)
+            logger.warning(f"{self.file}: {damaged} damaged lines are left out", extra=EVERY_RANK)
         return kept
 
     def step_begins(self) -> None:
@@ -146,7 +147,8 @@ class MetricsLog:
         if self.is_due(step.iteration):
             gpus = self.ranks if self.on_gpus else 0
             eta = self._eta(step.iteration)
-            print(training_line(self._window, self._terms, self.train_iters, gpus, eta), flush=True)
+            line = training_line(self._window, self._terms, self.train_iters, gpus, eta)
+            logger.info(line, extra=EVERY_RANK | WITHOUT_PREFIX)
             self._window, self._terms = [], []
 
     def _speed(self, step: Step, seconds: float) -> dict[str, float]:
@@ -187,7 +189,7 @@ class MetricsLog:
                 values[name.replace("ce", "perplexity")] = perplexity(values[name])
         if calibration is not None:
             values["calibration_error"] = calibration_error(calibration)
-        print(evaluation_line(split, iteration, values), flush=True)
+        logger.info(evaluation_line(split, iteration, values), extra=EVERY_RANK | WITHOUT_PREFIX)
         line: dict[str, Any] = {"iteration": iteration, **{f"{split}_{name}": v for name, v in values.items()}}
         if calibration is not None:
             line[f"{split}_calibration"] = calibration
@@ -206,10 +208,10 @@ class MetricsLog:
     def _tell_start(self, before: Mapping[str, float]) -> None:
         """Of a student that does worse than to guess evenly, whether that may be."""
         if self.vocabulary is not None and (ce := before.get("ce", 0.0)) > (even := math.log(self.vocabulary)):
-            print(
-                f"mkd: the student's ce {ce:.2f} is above ln V = {even:.2f}, that of guessing evenly: expected of "
+            logger.info(
+                f"the student's ce {ce:.2f} is above ln V = {even:.2f}, that of guessing evenly: expected of "
                 "random weights, or of a student cut out of its teacher and not trained since; else look at its folder",
-                flush=True,
+                extra=EVERY_RANK,
             )
 
     def _conclude(self, after: Mapping[str, float], calibration: Calibration | None) -> None:
@@ -224,7 +226,7 @@ class MetricsLog:
         show("validation", evaluation_table(rows))
         if calibration is None:
             return
-        print(f"mkd: {calibration_line(calibration, after['calibration_error'])}", flush=True)
+        logger.info(calibration_line(calibration, after["calibration_error"]), extra=EVERY_RANK)
         if sum(calibration["tokens"]) >= CALIBRATION_TOKENS:
             show("the student's probability of the teacher's most probable token", calibration_rows(calibration))
 

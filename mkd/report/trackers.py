@@ -18,6 +18,7 @@ from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writ
 from mkd.config.kd_config import KDConfig
 from mkd.errors import MkdConfigError
 from mkd.utils.atomic_files import replacing
+from mkd.utils.logging import EVERY_RANK, logger
 
 PREFIX = "kd/"
 """Beginning of the names of all that mkd writes, beside what Megatron writes under its own."""
@@ -120,7 +121,8 @@ class MLflow:
         try:
             self._mlflow.log_metrics({PREFIX + name: value for name, value in values.items()}, step=iteration)
         except Exception as error:
-            print(f"mkd: MLflow has not taken iteration {iteration}: {' '.join(str(error).split())}", flush=True)
+            message = f"MLflow has not taken iteration {iteration}: {' '.join(str(error).split())}"
+            logger.warning(message, extra=EVERY_RANK)
 
 
 def start_trackers(args: Namespace, kd: KDConfig) -> list[Tracker]:

@@ -157,7 +157,7 @@ def test_killed_writers(job: SmallJob, one_rank: dict[bytes, TokenRows], tmp_pat
         result = attempt(job, out, MKD_TEST_KILL=event, MKD_TEST_KILL_RANK=str(number % 2))
         assert f"killed at {event.removesuffix(':SIGTERM')}" in result.errors, result.errors[-3000:]
         assert (result.status == 75) == event.endswith("SIGTERM"), result.errors[-3000:]
-    assert "is not complete: the same command goes on" in result.output
+    assert "is not complete: the same command resumes it" in result.output
     before = len(contents(out))
     assert 0 < before < len(one_rank)
     assert attempt(job, out).status == 0

@@ -16,6 +16,7 @@ from mkd.checkpoint.megatron_folder import MegatronFolder, iteration_of
 from mkd.checkpoint.ranks import run_on_all_ranks
 from mkd.errors import MkdCheckpointError
 from mkd.utils.atomic_files import sync_file, sync_folder
+from mkd.utils.logging import logger
 
 FOLDER = "hf"
 """Subfolder of --save; a snapshot has the same name there as its checkpoint."""
@@ -36,7 +37,7 @@ class Snapshots:
         """Remove the leftovers of a killed job. Call it when the job starts, on all ranks."""
         if dist.get_rank() == 0 and self._folder.is_dir():
             for path in self._folder.glob(".iter_*"):
-                print(f"mkd: {path} is left from a job that ended while it wrote or removed it: removed", flush=True)
+                logger.info(f"{path} is left from a job that ended while it wrote or removed it: removed")
                 shutil.rmtree(path)
         dist.barrier()
 
@@ -63,7 +64,7 @@ class Snapshots:
             _remove(final)
         os.replace(staged, final)
         sync_folder(self._folder)
-        print(f"mkd: wrote {final}", flush=True)
+        logger.info(f"wrote {final}")
         if self._keep is not None:
             # Snapshots of later iterations were written before the job went back to an earlier one; they stay.
             numbers = {path: iteration_of(path.name) for path in self._folder.glob("iter_*")}
