@@ -1,7 +1,5 @@
 """Looking into finished caches: what they hold, whether it is whole, and several into one. Needs no model."""
 
-import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +9,7 @@ from mkd.errors import MkdCacheError
 from mkd.teacher.cache.record_format import damaged, key_words
 from mkd.teacher.cache.store import META, CacheMeta, Shard, TeacherStore
 from mkd.teacher.cache.writer import StoreWriter, check_folder
-from mkd.utils.atomic_files import sync_folder
+from mkd.utils.atomic_files import new_folder, partial_path
 
 
 def describe(folder: Path, flag: str) -> dict[str, str]:
@@ -100,19 +98,15 @@ def merge(out: Path, parts: Sequence[Path], flag: str) -> int:
             raise MkdCacheError(
                 f"{flag}: {stores[0].folder} and {store.folder} do not go together ({'; '.join(differences)})"
             )
-    partial = out.with_name(f".{out.name}.partial")
-    if partial.exists():
-        shutil.rmtree(partial)  # of a merge that was killed
     meta, doubles = stores[0].meta, 0
-    check_folder(partial, meta, flag)
-    writer = StoreWriter(partial, meta, flag)
-    for store in stores:
-        for shard in store.shards:
-            shard.check()
-            for key, records in shard.segments():
-                doubles += key in writer.known
-                writer.add_records(key, records)
-    writer.flush()
-    os.replace(partial, out)
-    sync_folder(out.absolute().parent)
+    check_folder(partial_path(out), meta, flag)
+    with new_folder(out) as partial:
+        writer = StoreWriter(partial, meta, flag)
+        for store in stores:
+            for shard in store.shards:
+                shard.check()
+                for key, records in shard.segments():
+                    doubles += key in writer.known
+                    writer.add_records(key, records)
+        writer.flush()
     return doubles

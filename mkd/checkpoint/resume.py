@@ -31,7 +31,7 @@ from mkd.checkpoint.ranks import gather_objects
 from mkd.config.megatron_arg_names import ArgRole, names_with
 from mkd.config.run_state import RunState
 from mkd.errors import MkdCheckpointError, MkdConfigError
-from mkd.utils.atomic_files import replacing, sync_folder
+from mkd.utils.atomic_files import rename, replacing
 from mkd.utils.logging import logger
 
 SET_ASIDE = "torn_"
@@ -271,8 +271,7 @@ def _repair(point: ResumePoint) -> None:
     for name, reason in point.incomplete.items():
         if (point.root / name).is_dir():
             aside = _free_name(point.root / f"{SET_ASIDE}{name}")
-            (point.root / name).rename(aside)
-            sync_folder(point.root)
+            rename(point.root / name, aside)
             logger.warning(f"{name} in {point.root} is not complete ({reason}): renamed to {aside.name}")
         else:
             logger.warning(f"{name} in {point.root}: {reason}")

@@ -29,7 +29,7 @@ from mkd.checkpoint.integrity import hash_files, take_hashes, write_manifest
 from mkd.checkpoint.ranks import gather_objects
 from mkd.config.run_state import RunState
 from mkd.errors import MkdCheckpointError
-from mkd.utils.atomic_files import replacing, sync_file, sync_folder
+from mkd.utils.atomic_files import rename, replacing, sync_file, sync_folder
 from mkd.utils.logging import logger
 
 OWNER = "saving_job.txt"
@@ -98,7 +98,7 @@ class Saving:
             if _replaced(folder).exists():  # no save of this iteration has completed since
                 shutil.rmtree(folder)
             else:
-                folder.rename(_replaced(folder))
+                rename(folder, _replaced(folder))
             folder.mkdir()
             sync_folder(folder.parent)
         dist.barrier()

@@ -1,11 +1,11 @@
 """Copies configuration and tokenizer of a Hugging Face model beside the iterations of a Megatron checkpoint."""
 
 import os
-import shutil
 from pathlib import Path
 
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.tokenizer_files import ASSETS
+from mkd.utils.atomic_files import copy_file
 
 
 def store_assets(folder: HFFolder, save_dir: str | os.PathLike) -> None:
@@ -17,6 +17,4 @@ def store_assets(folder: HFFolder, save_dir: str | os.PathLike) -> None:
     target = Path(save_dir) / ASSETS
     target.mkdir(parents=True, exist_ok=True)
     for source in folder.assets():
-        partial = target / f".{source.name}.partial"
-        shutil.copyfile(source, partial)
-        os.replace(partial, target / source.name)
+        copy_file(source, target / source.name)

@@ -4,7 +4,6 @@ All ranks write one folder together: it is filled under a name that begins with 
 rank 0. A folder with a plain name is therefore complete, also after a job was killed at any moment.
 """
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ from mkd.checkpoint.hf.export import HFExport
 from mkd.checkpoint.megatron_folder import MegatronFolder, iteration_of
 from mkd.checkpoint.ranks import run_on_all_ranks
 from mkd.errors import MkdCheckpointError
-from mkd.utils.atomic_files import sync_file, sync_folder
+from mkd.utils.atomic_files import remove_folder, rename, sync_file, sync_folder
 from mkd.utils.logging import logger
 
 FOLDER = "hf"
@@ -61,16 +60,15 @@ class Snapshots:
     def _publish(self, staged: Path, final: Path) -> None:
         sync_folder(staged)
         if final.exists():  # the job was killed after this line and resumed from an earlier iteration
-            _remove(final)
-        os.replace(staged, final)
-        sync_folder(self._folder)
+            remove_folder(final)
+        rename(staged, final)
         logger.info(f"wrote {final}")
         if self._keep is not None:
             # Snapshots of later iterations were written before the job went back to an earlier one; they stay.
             numbers = {path: iteration_of(path.name) for path in self._folder.glob("iter_*")}
             kept = {path: n for path, n in numbers.items() if n is not None and n <= iteration_of(final.name)}
             for old in sorted(kept, key=kept.get)[: -self._keep]:
-                _remove(old)
+                remove_folder(old)
 
 
 def _make_empty(folder: Path) -> None:
@@ -82,14 +80,6 @@ def _write_part(checkpoint: Path, out: Path) -> None:
     HFExport(MegatronFolder(checkpoint, "--save")).write(out, dist.get_rank(), dist.get_world_size())
     for path in out.iterdir():
         sync_file(path)
-
-
-def _remove(folder: Path) -> None:
-    """Rename the folder first, so that a partly removed folder does not keep the name of a complete one."""
-    aside = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(aside, ignore_errors=True)
-    os.replace(folder, aside)
-    shutil.rmtree(aside)
 
 
 def _on_first_rank(action: Callable[[], None]) -> None:

@@ -1,8 +1,6 @@
 """Writes a Hugging Face folder tensor by tensor; the folder appears under its name only when it is complete."""
 
 import json
-import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +12,7 @@ from torch import Tensor
 from mkd.checkpoint.hf.folder import INDEX, WEIGHTS
 from mkd.checkpoint.safetensors_files import tensor_bytes, write_header
 from mkd.errors import MkdCheckpointError
+from mkd.utils.atomic_files import new_folder, partial_path
 
 SHARD_BYTES = 5_000_000_000
 PARALLEL_SHARD_BYTES = 250_000_000
@@ -53,18 +52,15 @@ class StagedFolder:
         check_output(path, flag)
         path = path.resolve()  # a link to an empty folder could not be replaced by a folder
         self.final = path
-        self.path = path.with_name(f".{path.name}.partial")
+        self.path = partial_path(path)
+        self._folder = new_folder(path)
 
     def __enter__(self) -> Self:
-        shutil.rmtree(self.path, ignore_errors=True)
-        self.path.mkdir(parents=True)
+        self._folder.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if kind is None:
-            os.replace(self.path, self.final)
-        else:
-            shutil.rmtree(self.path, ignore_errors=True)
+        self._folder.__exit__(kind, error, tb)
 
 
 class WeightsWriter:

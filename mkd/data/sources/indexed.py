@@ -16,8 +16,8 @@ import numpy as np
 from mkd.data.sources.parallel import map_in_order
 from mkd.data.sources.text import EncodedBatch, Encoding, check_inputs, encode, eod_id, load_tokenizer, read_batches
 from mkd.errors import MkdDataError
+from mkd.utils.atomic_files import PARTIAL, publish_files
 
-PARTIAL = ".partial"
 BYTES_PER_WORKER = 4 << 20
 """Input below which another worker process costs more to start (about 2 s) than it saves."""
 
@@ -155,8 +155,7 @@ class _Writer:
         self.builder.finalize(str(self.index))
         self.facts.write_text(json.dumps(asdict(facts), indent=1) + "\n")
         self.index.with_suffix("").unlink(missing_ok=True)
-        for path in (self.binary, self.facts, self.index):
-            os.replace(path, path.with_suffix(""))
+        publish_files({path: path.with_suffix("") for path in (self.binary, self.facts, self.index)})
 
     def remove_partials(self) -> None:
         self.builder.data_file.close()

@@ -6,7 +6,6 @@ tokenizer; later runs, and loader processes, only map it.
 """
 
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,10 +19,11 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from mkd.data.sources.chat import SUPERVISED, ChatTokenizer
-from mkd.data.sources.indexed import PARTIAL, default_workers
+from mkd.data.sources.indexed import default_workers
 from mkd.data.sources.parallel import map_in_order
 from mkd.data.sources.text import JSON_SUFFIXES, RawBatch, read_batches
 from mkd.errors import MkdDataError
+from mkd.utils.atomic_files import PARTIAL, publish_files
 from mkd.utils.progress import ByteProgress
 
 _FORMAT = 1
@@ -215,8 +215,7 @@ def new_files(name: str, base: Path, kinds: Sequence[str]) -> Iterator[dict[str,
     try:
         base.parent.mkdir(parents=True, exist_ok=True)
         yield partial
-        for kind in kinds:
-            os.replace(partial[kind], file_of(base, kind))
+        publish_files({partial[kind]: file_of(base, kind) for kind in kinds})
     except OSError as error:
         raise MkdDataError(
             f"--data-path {name}: its tokens cannot be written to {base.parent} ({error}): give another "

@@ -13,7 +13,7 @@ import numpy as np
 from mkd.errors import MkdCacheError
 from mkd.teacher.cache.record_format import TokenRows, seal
 from mkd.teacher.cache.store import KEY_BYTES, META, CacheMeta, TeacherStore
-from mkd.utils.atomic_files import sync_folder
+from mkd.utils.atomic_files import partial_path, publish_files, write_bytes
 
 SHARD_BYTES = 256 << 20
 _STALE_SECONDS = 3600.0
@@ -69,10 +69,9 @@ class StoreWriter:
         if not self._keys:
             return
         path = self._folder / f"shard-{self._name}-{self._number:06d}.safetensors"
-        partial = path.with_name(f".{path.name}.partial")
+        partial = partial_path(path)
         _write(partial, self._keys, self._records)
-        os.replace(partial, path)
-        sync_folder(self._folder)
+        publish_files({partial: path})
         _count_in(path)
         self._number += 1
         self._keys, self._records, self._bytes = [], [], 0
@@ -110,19 +109,8 @@ def _begin(folder: Path, meta: CacheMeta, flag: str) -> None:
     check_folder(folder, meta, flag)
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / META).exists():
-        _publish(folder / META, meta.to_json())
+        write_bytes(folder / META, meta.to_json().encode())
     check_folder(folder, meta, flag)  # another writer may have been faster
-
-
-def _publish(path: Path, text: str) -> None:
-    """A text file as a whole; of writers that do so at one time, with the same text, the last one wins."""
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(6)}.partial")
-    with draft.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, path)
-    sync_folder(path.parent)
 
 
 def _write(path: Path, keys: list[bytes], records: list[np.ndarray]) -> None:
@@ -143,15 +131,14 @@ def _write(path: Path, keys: list[bytes], records: list[np.ndarray]) -> None:
         file.write(struct.pack("<Q", len(header)) + header + lengths.tobytes() + b"".join(keys))
         for part in records:
             file.write(part.tobytes())
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _count_in(path: Path) -> None:
     """Write the .json file of a shard, from when on it counts."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    _publish(path.with_suffix(".json"), json.dumps({"bytes": path.stat().st_size, "sha256": digest}))
+    facts = {"bytes": path.stat().st_size, "sha256": digest}
+    write_bytes(path.with_suffix(".json"), json.dumps(facts).encode())
 
 
 def adopt(folder: Path) -> None:
