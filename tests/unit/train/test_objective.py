@@ -1,0 +1,121 @@
+"""The loss of one microbatch and its means against the float64 definition, on one rank. Layouts: tests/dist."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from mkd.config.values import LossSpec
+from mkd.data.batch import KDBatch
+from mkd.losses import reference
+from mkd.teacher.interface import EnsembleSignal, HiddenSignal
+from mkd.train.objective import LossContext, MicrobatchObjective, Objective, StepTokens, Student, flatten_tokens
+from tests.support.tolerance import FP32, assert_close_norm
+
+VOCAB, WIDTH, ROWS, LENGTH = 11, 6, 2, 5
+RATIO, BALANCE = 0.3, 2.0
+ONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+SPEC = LossSpec(divergence="jsd", temperature=2.0)
+
+
+def random(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def batch() -> KDBatch:
+    tokens = torch.randint(0, VOCAB, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
+    ce_mask, kd_mask = torch.ones(2, ROWS, LENGTH)
+    ce_mask[0, :2], kd_mask[1, 3:] = 0.0, 0.0
+    return KDBatch(tokens, tokens.roll(-1, 1), ce_mask, kd_mask, tokens)
+
+
+def objective(batch: KDBatch, **options: object) -> Objective:
+    """A step of which the batch has half of the CE tokens and a third of the KD tokens."""
+    tokens = StepTokens(2.0 * batch.ce_mask.double().sum(), 3.0 * batch.kd_mask.double().sum())
+    return Objective(RATIO, SPEC, tokens, balance=BALANCE, **options)
+
+
+def signal(seed: int) -> HiddenSignal:
+    return HiddenSignal(random(seed, LENGTH, ROWS, WIDTH), random(seed + 1, VOCAB, WIDTH))
+
+
+def defined(batch: KDBatch, hidden: Tensor, weight: Tensor, teachers: list[tuple[float, HiddenSignal]]) -> Tensor:
+    """The step's loss times its divisor, restricted to this microbatch, in float64."""
+    logits = hidden.double() @ weight.double().t()
+    tokens = objective(batch).tokens
+    ce = reference.cross_entropy(logits, flatten_tokens(batch.labels)) * flatten_tokens(batch.ce_mask)
+    loss = (1 - RATIO) * ce.sum() / tokens.ce
+    for share, one in teachers:
+        teacher = one.hidden.flatten(0, 1).double() @ one.head.double().t()
+        kd = reference.jsd(logits, teacher, SPEC) * flatten_tokens(batch.kd_mask)
+        loss = loss + RATIO * BALANCE * share * kd.sum() / tokens.kd
+    return loss * tokens.ce
+
+
+def computed(
+    batch: KDBatch, step: Objective, one: HiddenSignal | EnsembleSignal | None, hidden: Tensor, weight: Tensor
+):
+    student = Student(hidden, weight, logit_scale=1.0, sequence_parallel=False, upstream=1.0)
+    microbatch = MicrobatchObjective.of(LossContext(SimpleNamespace(tp=ONE, cp=ONE), VOCAB), batch, step, one)
+    return microbatch, *microbatch.loss(student)
+
+
+TEACHERS = {"one": [(1.0, signal(3))], "two": [(0.25, signal(3)), (1.5, signal(5))]}
+
+
+@pytest.mark.parametrize("teachers", TEACHERS.values(), ids=TEACHERS)
+def test_loss_and_gradients(batch: KDBatch, teachers: list[tuple[float, HiddenSignal]]) -> None:
+    hidden, weight = (random(seed, *shape).requires_grad_() for seed, shape in ((7, (10, WIDTH)), (8, (VOCAB, WIDTH))))
+    shares, signals = zip(*teachers, strict=True)
+    one = signals[0] if len(signals) == 1 else EnsembleSignal(signals, shares)
+    _, loss, means, ce = computed(batch, objective(batch), one, hidden, weight)
+    loss.backward()
+    expected_hidden, expected_weight = (x.detach().clone().requires_grad_() for x in (hidden, weight))
+    expected = defined(batch, expected_hidden, expected_weight, teachers)
+    expected.backward()
+    assert_close_norm(loss, expected, FP32, "loss")
+    assert_close_norm(hidden.grad, expected_hidden.grad, FP32, "hidden states")
+    assert_close_norm(weight.grad, expected_weight.grad, FP32, "LM head")
+    assert set(means) == ({"ce", "kd"} if len(signals) == 1 else {"ce", "kd", "kd_1", "kd_2"})
+    assert means["ce"].count == batch.ce_mask.sum() and means["ce"].count_of_step == 2 * batch.ce_mask.sum()
+    assert_close_norm((ce * batch.ce_mask).sum(), means["ce"].total, FP32, "CE")
+
+
+def test_the_sum_of_divergences_is_a_mean_over_the_divisor(batch: KDBatch) -> None:
+    (a, first), (b, second) = TEACHERS["two"]
+    _, _, means, _ = computed(
+        batch, objective(batch), EnsembleSignal((first, second), (a, b)), random(7, 10, WIDTH), random(8, VOCAB, WIDTH)
+    )
+    scale = objective(batch).tokens.kd_scale
+    expected = scale * (a * means["kd_1"].total + b * means["kd_2"].total)
+    assert_close_norm(means["kd"].total, expected, FP32, "kd")
+    assert means["kd"].count == batch.ce_mask.sum()
+
+
+def test_an_evaluation_reports_the_objective_without_weights_in_its_sums(batch: KDBatch) -> None:
+    hidden, weight, one = random(7, 10, WIDTH), random(8, VOCAB, WIDTH), signal(3)
+    microbatch, loss, means, _ = computed(batch, objective(batch, evaluating=True), one, hidden, weight)
+    expected = defined(batch, hidden, weight, [(1.0, one)])
+    assert_close_norm(microbatch.evaluated(means), expected, FP32, "evaluated")
+    assert_close_norm(loss, means["ce"].total + means["kd"].total, FP32, "unweighted sum")
+
+
+def test_without_kd_there_is_ce_only(batch: KDBatch) -> None:
+    hidden, weight = random(7, 10, WIDTH), random(8, VOCAB, WIDTH)
+    step = Objective(0.0, SPEC, objective(batch).tokens)
+    _, loss, means, _ = computed(batch, step, None, hidden, weight)
+    assert set(means) == {"ce"}
+    assert_close_norm(loss, means["ce"].total, FP32, "loss")
+
+
+def test_at_ratio_1_ce_is_not_computed(batch: KDBatch) -> None:
+    step = Objective(1.0, SPEC, objective(batch).tokens)
+    _, _, means, ce = computed(batch, step, signal(3), random(7, 10, WIDTH), random(8, VOCAB, WIDTH))
+    assert set(means) == {"kd"} and ce is None
+
+
+@pytest.mark.parametrize(("ce", "kd", "expected"), [(6.0, 3.0, 2.0), (6.0, 0.0, 1.0), (0.0, 3.0, 1.0), (5.0, 5.0, 1.0)])
+def test_scale(ce: float, kd: float, expected: float) -> None:
+    assert StepTokens(torch.tensor(ce), torch.tensor(kd)).kd_scale == expected
