@@ -1,5 +1,6 @@
 """The documentation names what exists."""
 
+import ast
 import io
 import re
 from collections.abc import Iterable
@@ -90,6 +91,29 @@ def test_the_support_matrix_names_tests_that_exist(tmp_path: Path) -> None:
 def test_a_test_belongs_to_the_file_named_before_it() -> None:
     page = "tests/a/test_x.py\n| TP | `test_one[tp2 / dp2]` |\nSee tests/test_y.py.\n| `test_two` |"
     assert named_cases(page) == {("tests/a/test_x.py", "test_one[tp2 / dp2]"), ("tests/test_y.py", "test_two")}
+
+
+def symbols_of(file: str) -> set[str]:
+    """Functions, classes and constants at the top level of a file."""
+    found: set[str] = set()
+    for node in ast.parse((ROOT / file).read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return found
+
+
+def test_the_code_tour_names_symbols_that_exist() -> None:
+    questions, answers = (ROOT / "docs/code_tour.md").read_text().split("### Answers")
+    rows = re.findall(r"^\| (\d+) \| (.*?) \| (.*?) \|", answers, re.MULTILINE)
+    assert [int(number) for number, _, _ in rows] == [
+        int(n) for n in re.findall(r"^(\d+)\. .*\?$", questions, re.MULTILINE)
+    ]
+    for number, files, symbols in rows:
+        for file, symbol in zip(re.findall(r"`(.*?)`", files), re.findall(r"`(.*?)`", symbols), strict=True):
+            assert symbol in symbols_of(file), f"answer {number}: {file} has no {symbol}"
 
 
 def test_the_readme_links_every_page() -> None:
