@@ -2,8 +2,8 @@
 
     python tools/build_projection.py --student HF_DIR --teacher HF_DIR --out projection.safetensors
 
-Each student token becomes the teacher token with the same bytes, or else the teacher's tokens for its bytes, with
-weights that decay. Needs only the two tokenizers. docs/cross_tokenizer.md tells more.
+Each student token maps to the teacher token with the same bytes, or else to the teacher's tokens for its bytes, with
+decaying weights. Only the two tokenizers are read. See docs/cross_tokenizer.md.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         type=int,
         default=ProjectionOptions.k,
         metavar="K",
-        help=f"most teacher tokens for one student token ({ProjectionOptions.k})",
+        help=f"maximum of teacher tokens per student token ({ProjectionOptions.k})",
     )
     parser.add_argument(
         "--decay",
@@ -54,13 +54,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         action="append",
         default=[],
         metavar="STUDENT=TEACHER",
-        help="special tokens that mean the same, such as '<|im_end|>=<end_of_turn>'; may be given several times",
+        help="equivalent special tokens, such as '<|im_end|>=<end_of_turn>'; repeatable",
     )
     return parser.parse_args(argv)
 
 
 def options_of(args: argparse.Namespace) -> ProjectionOptions:
-    """Raise MkdConfigError for what can be seen before any tokenizer is read."""
+    """Check the options before any tokenizer is read. Raises MkdConfigError."""
     pairs = tuple(tuple(pair.split("=", 1)) for pair in args.pair)
     for pair, parts in zip(args.pair, pairs, strict=True):
         if len(parts) != 2 or not all(parts):
@@ -71,7 +71,7 @@ def options_of(args: argparse.Namespace) -> ProjectionOptions:
 
 
 class Rate(TextColumn):
-    """Rows a second."""
+    """Student tokens per second."""
 
     def __init__(self) -> None:
         super().__init__("")
@@ -81,7 +81,7 @@ class Rate(TextColumn):
 
 
 def print_summary(found: Projection, args: argparse.Namespace, console: Console) -> None:
-    """Say what was written."""
+    """Print a summary of the written projection."""
     counts = found.summary()
     total = counts["student tokens"]
     console.print(f"{args.out}: {total:,} student tokens to {counts['teacher tokens']:,} teacher tokens")
@@ -89,18 +89,18 @@ def print_summary(found: Projection, args: argparse.Namespace, console: Console)
         "exact": "a teacher token with the same bytes or the same role, one-to-one",
         "one token": "one teacher token with other bytes or for several student tokens",
         "several tokens": f"weights that decay by {args.decay}",
-        "empty": "no counterpart: their probability is left out of the loss",
+        "empty": "no counterpart: excluded from the loss",
     }
     for name, meaning in explained.items():
         console.print(f"  {name:15} {counts[name]:9,} {counts[name] / total:6.1%}  {meaning}")
     for ours, theirs in found.options.pairs:
-        console.print(Text(f"  special tokens that mean the same: {ours} = {theirs}"))
+        console.print(Text(f"  equivalent special tokens: {ours} = {theirs}"))
     if counts["cut"]:
         console.print(f"  {counts['cut']:,} of them are cut to their first {args.top_k} teacher tokens (--top-k)")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Check, build, save, and say what was written."""
+    """Check, build, save, and print a summary."""
     options = options_of(args)
     student, teacher = SpanTokenizer(args.student, "--student"), SpanTokenizer(args.teacher, "--teacher")
     options = replace(options, pairs=(*options.pairs, *ends_of_turn(student, teacher)))
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the tool; the exit status is 1 after a user error, told in one line."""
+    """Run the tool; a user error prints one line and exits with status 1."""
     args = parse_arguments(argv)
     return exit_status(lambda: run(args))
 

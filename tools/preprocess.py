@@ -2,7 +2,7 @@
 
     python tools/preprocess.py --input corpus.jsonl --output-prefix data/corpus --tokenizer-model HF_DIR
 
-writes data/corpus_text_document.{bin,idx,json}; train with `--data-path data/corpus_text_document`. Needs no GPU.
+writes data/corpus_text_document.{bin,idx,json}; train with `--data-path data/corpus_text_document`. No GPU is needed.
 """
 
 import argparse
@@ -36,9 +36,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--split-on",
         metavar="STRING",
-        help=r"what divides a text file into documents; \n, \t, \f as in C (default: a file is one document)",
+        help=r"separator of documents in a text file; \n, \t, \f as in C (default: one document per file)",
     )
-    parser.add_argument("--workers", type=int, metavar="N", help="processes (one a core, fewer for a small input)")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core, or fewer)")
     parser.add_argument(
         "--append-eod",
         action=argparse.BooleanOptionalAction,
@@ -52,7 +52,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Raise MkdConfigError or MkdDataError for what can be seen before the first document is read."""
+    """Check the arguments before the first document is read. Raises MkdConfigError or MkdDataError."""
     if args.workers is not None and args.workers < 1:
         raise MkdConfigError(f"--workers is {args.workers}; it must be at least 1")
     if args.split_on == "":
@@ -61,7 +61,7 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 
 class ProgressLine:
-    """One line that is rewritten on a terminal; a new line every 10 s in a log file."""
+    """A progress line: rewritten in place on a terminal, a new line every 10 s in a log file."""
 
     def __init__(self, total_bytes: int) -> None:
         self.total = total_bytes
@@ -69,7 +69,7 @@ class ProgressLine:
         self.on_terminal = sys.stderr.isatty()
 
     def __call__(self, documents: int, tokens: int, size: int) -> None:
-        """Show how far the work is; `size` is the input bytes done, none when the work begins."""
+        """Show the progress; `size` is the input bytes done, 0 at the start."""
         now = time.monotonic()
         if size == 0:
             self.start = self.last = now
@@ -85,14 +85,14 @@ class ProgressLine:
         print(before + line, end=end, file=sys.stderr, flush=True)
 
     def close(self) -> float:
-        """End the line and return the seconds since the start."""
+        """Clear the line and return the seconds since the start."""
         if self.on_terminal:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
         return time.monotonic() - self.start
 
 
 def print_summary(prefix: str, facts: IndexedText, seconds: float) -> None:
-    """Say what was written."""
+    """Print a summary of the written files."""
     skipped = f", {facts.skipped:,} empty ones skipped" if facts.skipped else ""
     print(
         f"{prefix}.bin and .idx: {facts.documents:,} documents{skipped}, {facts.tokens:,} tokens of {facts.dtype}, "
@@ -101,7 +101,7 @@ def print_summary(prefix: str, facts: IndexedText, seconds: float) -> None:
 
 
 def preprocess(args: argparse.Namespace) -> None:
-    """Check, tokenize, and say what was written."""
+    """Check, tokenize, and print a summary."""
     check_arguments(args)
     line = ProgressLine(sum(Path(path).stat().st_size for path in args.input))
     prefix = dataset_prefix(args.output_prefix, args.json_key)
@@ -118,7 +118,7 @@ def preprocess(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the tool; the exit status is 1 after a user error, told in one line."""
+    """Run the tool; a user error prints one line and exits with status 1."""
     args = parse_arguments(argv)
     return exit_status(lambda: preprocess(args))
 

@@ -1,10 +1,10 @@
-"""Show which tokens of a student and of a teacher say the same, side by side in the terminal.
+"""Show the alignment of a text in a student's and a teacher's tokens, side by side in the terminal.
 
     python tools/show_alignment.py --student HF_DIR --teacher HF_DIR "Some text."
     python tools/show_alignment.py --student HF_DIR --teacher HF_DIR --file chat.jsonl --row 3
 
-Chunks have the same color on both sides; | parts tokens of one chunk, and <<token>> is in no chunk: it has no
-counterpart, or nothing predicts it, or it is not the assistant's.
+A text chunk has the same color in both columns; | separates tokens of one chunk, and <<token>> is in no chunk: it has
+no counterpart, or no position predicts it, or it is not the assistant's.
 """
 
 import argparse
@@ -42,11 +42,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--student", required=True, metavar="HF_DIR", help="folder with the student's tokenizer")
     parser.add_argument("--teacher", required=True, metavar="HF_DIR", help="folder with the teacher's tokenizer")
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("text", nargs="?", metavar="TEXT", help="the text itself")
-    source.add_argument("--file", type=Path, metavar="FILE", help="text, or JSON lines of texts or conversations")
+    source.add_argument("text", nargs="?", metavar="TEXT", help="text to align")
+    source.add_argument("--file", type=Path, metavar="FILE", help="text file, or JSON lines of texts or conversations")
     parser.add_argument("--row", type=int, default=1, metavar="N", help="line of a JSON lines file, from 1 (1)")
     parser.add_argument("--json-key", default="text", metavar="KEY", help="key of the text in a JSON line (text)")
-    parser.add_argument("--all-messages", action="store_true", help="align what others than the assistant say, too")
+    parser.add_argument("--all-messages", action="store_true", help="align the messages of all roles")
     return parser.parse_args(argv)
 
 
@@ -78,26 +78,26 @@ def sample_of(args: argparse.Namespace) -> str | Conversation:
     return texts[0]
 
 
-def spellings(tokenizer: SpanTokenizer, ids: np.ndarray) -> list[str]:
-    """What tokens spell, with visible white space; bytes that are no text as hexadecimal numbers."""
-    surfaces = read_token_bytes(tokenizer).of_id
+def token_texts(tokenizer: SpanTokenizer, ids: np.ndarray) -> list[str]:
+    """Text of each token, with visible white space; bytes that are not UTF-8 as hexadecimal numbers."""
+    bytes_of = read_token_bytes(tokenizer).of_id
     found = []
     for number in ids.tolist():
-        surface = surfaces[number]
-        text = tokenizer.tokenizer.convert_ids_to_tokens(number) if surface is None else _readable(surface)
+        string = bytes_of[number]
+        text = tokenizer.tokenizer.convert_ids_to_tokens(number) if string is None else _readable(string)
         found.append("".join(VISIBLE.get(c, c if c.isprintable() else f"\\x{ord(c):02x}") for c in text))
     return found
 
 
-def _readable(surface: bytes) -> str:
+def _readable(string: bytes) -> str:
     try:
-        return surface.decode()
+        return string.decode()
     except UnicodeDecodeError:
-        return "".join(f"\\x{byte:02x}" for byte in surface)
+        return "".join(f"\\x{byte:02x}" for byte in string)
 
 
 def colored(tokens: list[str], chunks: np.ndarray) -> Text:
-    """One side: tokens in the colors of their chunks."""
+    """One column: tokens in the colors of their chunks."""
     text = Text(overflow="fold")
     before = NO_CHUNK
     for token, chunk in zip(tokens, chunks.tolist(), strict=True):
@@ -112,19 +112,19 @@ def colored(tokens: list[str], chunks: np.ndarray) -> Text:
 
 
 def show(sample: AlignedPair, student: SpanTokenizer, teacher: SpanTokenizer, console: Console) -> None:
-    """Print both sides and how much of them is aligned."""
+    """Print both columns, and the number of aligned tokens."""
     table = Table("student", "teacher", expand=True, padding=(0, 1))
-    sides = (
-        ("student", spellings(student, sample.student_ids), sample.alignment.student_chunk),
-        ("teacher", spellings(teacher, sample.teacher_ids), sample.alignment.teacher_chunk),
+    views = (
+        ("student", token_texts(student, sample.student_ids), sample.alignment.student_chunk),
+        ("teacher", token_texts(teacher, sample.teacher_ids), sample.alignment.teacher_chunk),
     )
-    table.add_row(*(colored(tokens, chunks) for _, tokens, chunks in sides))
+    table.add_row(*(colored(tokens, chunks) for _, tokens, chunks in views))
     console.print(table)
-    for name, tokens, chunks in sides:
+    for name, tokens, chunks in views:
         inside = int((chunks != NO_CHUNK).sum())
         console.print(f"{name}: {len(tokens):,} tokens, {inside:,} of them in {sample.alignment.count:,} chunks")
-    if sample.unplaced:
-        console.print(f"{sample.unplaced} messages could not be found in what the chat templates made of them")
+    if sample.not_found:
+        console.print(f"{sample.not_found} messages could not be located in the output of the chat templates")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -138,7 +138,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the tool; the exit status is 1 after a user error, told in one line."""
+    """Run the tool; a user error prints one line and exits with status 1."""
     args = parse_arguments(argv)
     return exit_status(lambda: run(args))
 

@@ -9,17 +9,6 @@ from mkd.errors import MkdCheckpointError
 
 ASSETS = "hf_assets"
 """Subfolder of a Megatron checkpoint with config.json and tokenizer of the Hugging Face model that it comes from."""
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 
 
 def read_json_object(path: Path, flag: str) -> dict[str, Any]:

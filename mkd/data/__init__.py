@@ -1,1 +1,1 @@
-"""What the models read: text files, indexed token files and the batches made from them."""
+"""Data: text, chat and indexed token files (sources), rows of them (packing), and the microbatch (batch.KDBatch)."""

@@ -1,4 +1,4 @@
-"""How many bytes of text each token stands for: what makes losses of different tokenizers comparable."""
+"""Bytes of text per token, which make losses of different tokenizers comparable (bits per byte)."""
 
 import json
 import re
@@ -13,12 +13,12 @@ _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 def byte_lengths(tokenizer: PreTrainedTokenizerBase) -> Tensor | None:
     """[ids] int32 UTF-8 bytes that each token adds to the decoded text; 0 of special tokens and of gaps.
 
-    From the tokens as the vocabulary spells them, because a part of a character decodes to nothing by itself. Bytes
-    are those of the tokenizer's normalized text; most tokenizers of language models change nothing.
+    Computed from the vocabulary's strings, because a part of a character does not decode by itself. Bytes are those of
+    the tokenizer's normalized text; most tokenizers of language models do not change the text.
 
     Returns:
-        None for a tokenizer that spells neither bytes (ByteLevel: GPT-2, Llama 3, Qwen) nor characters with byte
-        tokens for the rest (ByteFallback: Llama 2, Mistral, Gemma).
+        None unless the vocabulary is byte-level (ByteLevel: GPT-2, Llama 3, Qwen) or has byte tokens for characters
+        without a token (ByteFallback: Llama 2, Mistral, Gemma).
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     spelling = None if backend is None else _spelling(json.loads(backend.to_str())["decoder"])
@@ -32,13 +32,13 @@ def byte_lengths(tokenizer: PreTrainedTokenizerBase) -> Tensor | None:
         if id in added:
             lengths[id] = len(token.encode())
         elif spelling == "ByteLevel":
-            lengths[id] = len(token)  # a character of its alphabet is a byte
+            lengths[id] = len(token)  # one character per byte
         else:
             lengths[id] = 1 if _BYTE.fullmatch(token) else len(token.replace("▁", " ").encode())
     return lengths
 
 
 def _spelling(decoder: dict | None) -> str | None:
-    """ByteLevel or ByteFallback, if a decoder of the `tokenizers` library is one or has one among its steps."""
+    """ByteLevel or ByteFallback if a decoder of the `tokenizers` library is or contains one; else None."""
     steps = [] if decoder is None else decoder.get("decoders", [decoder])
     return next((step["type"] for step in steps if step["type"] in ("ByteLevel", "ByteFallback")), None)

@@ -1,4 +1,4 @@
-"""Checks of the data, and training, validation and test sets."""
+"""Checks of --data-path, and the training, validation and test set."""
 
 import struct
 from collections.abc import Callable, Iterable, Sequence
@@ -17,9 +17,9 @@ from mkd.data.sources.indexed import IndexedText
 from mkd.data.sources.stores import is_chat_file
 from mkd.errors import MkdDataError
 
-# More than any run evaluates.
+# Evaluations that the validation set is long enough for.
 _EVALUATIONS = 1_000_000
-# When nothing beside the data says how large its ids are: so many places are looked at, so many tokens at each.
+# Without PREFIX.json the largest id is searched in this many windows of this many tokens.
 _PROBES, _PROBE_TOKENS = 256, 1 << 18
 
 
@@ -28,12 +28,12 @@ def check_data(prefixes: Iterable[str], true_vocab: int, tokenizer_hash: str | N
 
     Args:
         prefixes: PREFIX of each PREFIX.bin and PREFIX.idx.
-        true_vocab: number of tokens that the model knows.
-        tokenizer_hash: of the model's tokenizer; None when it is not known.
+        true_vocab: vocabulary size of the model, without padding.
+        tokenizer_hash: hash of the model's tokenizer; None if unknown.
 
     Raises:
-        MkdDataError: a file is missing, empty or torn, was made with another tokenizer, or holds ids that the model
-        does not have.
+        MkdDataError: a file is missing, empty or incomplete, was made with another tokenizer, or holds ids outside the
+        model's vocabulary.
     """
     for prefix in prefixes:
         for suffix in (".idx", ".bin"):
@@ -46,7 +46,7 @@ def check_data(prefixes: Iterable[str], true_vocab: int, tokenizer_hash: str | N
         facts = IndexedText.load(prefix)
         if facts is not None and facts.tokenizer_hash and tokenizer_hash and facts.tokenizer_hash != tokenizer_hash:
             raise MkdDataError(
-                f"--data-path {prefix}: {prefix}.json says that the data was made with another tokenizer than the "
+                f"--data-path {prefix}: according to {prefix}.json the data was made with another tokenizer than the "
                 "model's; run tools/preprocess.py with --tokenizer-model set to the model's folder"
             )
         largest = _largest_token_seen(prefix, dtype) if facts is None else facts.max_token_id
@@ -57,14 +57,14 @@ def check_data(prefixes: Iterable[str], true_vocab: int, tokenizer_hash: str | N
             )
 
 
-# Of PREFIX.idx: magic, version, dtype code, number of sequences, number of documents (megatron's _IndexWriter).
+# PREFIX.idx: magic, version, dtype code, number of sequences, number of documents (megatron's _IndexWriter).
 _INDEX_HEADER = struct.Struct("<9sQBQQ")
 _INDEX_MAGIC = b"MMIDIDX\x00\x00"
 
 
 def _check_index(prefix: str) -> tuple[np.dtype, int]:
-    """Type of the ids and number of documents, after checking that PREFIX.idx is whole and PREFIX.bin as long as it
-    says.
+    """(dtype of the ids, number of documents), after checking that PREFIX.idx is complete and PREFIX.bin has the length
+    that it describes.
     """
     index, binary = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     size = index.stat().st_size
@@ -85,19 +85,19 @@ def _check_index(prefix: str) -> tuple[np.dtype, int]:
     start = np.memmap(index, np.int64, "r", starts + 8 * (sequences - 1), (1,))[0]
     wanted, size = int(start) + int(length) * dtype.itemsize, binary.stat().st_size
     if size != wanted:
-        raise MkdDataError(f"--data-path {prefix}: {binary} has {size} bytes, its index tells of {wanted}")
+        raise MkdDataError(f"--data-path {prefix}: {binary} has {size} bytes, its index describes {wanted}")
     return dtype, sequences
 
 
 def check_splits(config: GPTDatasetConfig, evaluates: bool) -> None:
-    """Refuse a split without a document: megatron-core 0.19 would count its epochs for ever.
+    """Refuse a split without a document: megatron-core 0.19 would loop forever over its epochs.
 
     Args:
-        config: after `check_data` of its prefixes.
-        evaluates: whether validation data is needed.
+        config: Megatron's, after `check_data` of its prefixes.
+        evaluates: True if validation data is required.
 
     Raises:
-        MkdDataError: a split that has a share, or is needed, is empty.
+        MkdDataError: a split that has a share, or is required, is empty.
     """
     if config.mock:
         return
@@ -121,22 +121,22 @@ def check_splits(config: GPTDatasetConfig, evaluates: bool) -> None:
 
 
 def _largest_token_seen(prefix: str, dtype: np.dtype) -> int:
-    """For data that another tool made: looks at all tokens of a small file, and all over a large one."""
+    """For data that another tool made: all tokens of a small file, windows spread over a large one."""
     tokens = np.memmap(f"{prefix}.bin", dtype, "r")
     step = max(len(tokens) // _PROBES, _PROBE_TOKENS)
     return max(int(tokens[start : start + _PROBE_TOKENS].max()) for start in range(0, len(tokens), step))
 
 
 class SameSamples(Dataset):
-    """The first `period` samples of a set over and over, so that every evaluation reads the same text.
+    """The first `period` samples of a set, repeated, so that every evaluation reads the same texts.
 
-    Megatron's evaluations go on where the last one stopped, so their values differ by what they read, and one more than
-    the set was sized for runs out of samples.
+    Megatron's evaluations continue where the last one stopped, so their values differ by the texts, and an evaluation
+    beyond those that the set was sized for runs out of samples.
     """
 
     def __init__(self, samples: Any, period: int) -> None:
-        """Take a set with at least `period` samples; `split` of it tells megatron which batch size to use."""
-        assert len(samples) >= period, f"{len(samples)} samples, {period} wanted"
+        """Wrap a set of at least `period` samples; megatron takes the batch size from its `split`."""
+        assert len(samples) >= period, f"{len(samples)} samples, {period} required"
         self._samples, self._period = samples, period
         self.split = getattr(samples, "split", Split.valid)
 
@@ -152,14 +152,13 @@ def build_datasets(
 ) -> list[Any]:
     """Train, validation and test set, the same on every rank.
 
-    Every rank opens the files itself (memory-mapped), so no batch is ever broadcast; rank 0 builds the index cache
-    first.
+    Every rank opens the files itself (memory-mapped), so no batch is broadcast; rank 0 builds the index cache first.
 
     Args:
-        config: as Megatron's; `mock` gives generated tokens.
-        sizes: samples needed of each in the whole run.
-        evaluated: samples that one evaluation reads. Every evaluation on the validation set reads the same ones.
-        rows: chat files, packing and blends of both; None for Megatron's own concatenation of documents.
+        config: Megatron's; with `mock` tokens are generated.
+        sizes: samples of each set that the whole run reads.
+        evaluated: samples per evaluation. Every evaluation on the validation set reads the same ones.
+        rows: rows of chat files, packing and blends; None for Megatron's own concatenation of documents.
     """
     sizes = [sizes[0], evaluated, sizes[2]]
     if rows is not None:
@@ -171,9 +170,9 @@ def build_datasets(
 
 
 def provider_of(datasets: list[Any]) -> Callable:
-    """What `megatron.training.pretrain` asks for datasets.
+    """The dataset provider that `megatron.training.pretrain` calls.
 
-    Virtual pipeline stages after the first get none: `mkd.train.schedule` reads each batch once for all stages.
+    Virtual pipeline stages after the first get no datasets: `mkd.train.schedule` reads each batch once for all stages.
     """
 
     def provider(sizes: Any, vp_stage: int | None = None) -> list[Any]:

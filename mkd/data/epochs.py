@@ -1,4 +1,4 @@
-"""How often a run reads its data."""
+"""Epochs of a run over its data, per file and split."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from mkd.data.sources.stores import DocumentStore, is_chat_file
 
 NAMES = {Split.train: "training", Split.valid: "validation", Split.test: "test"}
 MANY = 100
-"""Epochs above which a run is hardly meant."""
+"""More epochs than this are reported as a likely mistake."""
 _LESS = {
     "training": "fewer iterations (--train-iters)",
     "validation": "a larger share in --split, or a smaller --eval-iters",
@@ -21,16 +21,16 @@ _LESS = {
 
 @dataclass(frozen=True)
 class Reading:
-    """What one of the three sets takes from one file."""
+    """Rows that one of the three sets reads from one file."""
 
     split: str
     """training, validation or test."""
     name: str
-    """Of the data."""
+    """Name of the data."""
     rows: int
-    """Rows wanted in the whole run, for validation in one evaluation."""
+    """Rows that the whole run reads; for validation, rows of one evaluation."""
     per_epoch: int
-    """Rows that hold the set's part of the file once."""
+    """Rows of one epoch over the set's part of the file."""
 
     @property
     def epochs(self) -> float:
@@ -41,7 +41,7 @@ class Reading:
 
     @property
     def warning(self) -> str | None:
-        """A sentence where the same text is read absurdly often; else None."""
+        """Warning if there are more than MANY epochs; else None."""
         if self.epochs <= MANY:
             return None
         return (
@@ -51,21 +51,21 @@ class Reading:
 
 
 def blend_of(config: GPTDatasetConfig, split: Split) -> tuple[Any, tuple[float, float] | None]:
-    """Files and weights of a set, and which share of each file it has; None and None where it has none."""
+    """((files, weights), share of each file) of a set; (None, None) for an empty set."""
     if config.blend_per_split is not None:
         return config.blend_per_split[split.value], (0.0, 1.0)
     return config.blend, config.split_matrix[split.value]
 
 
 def readings_of_documents(config: GPTDatasetConfig, sizes: Sequence[int | None]) -> list[Reading]:
-    """About how often documents are read, from the lengths in their index alone.
+    """Estimate the epochs over documents, from the lengths in their index alone.
 
     Args:
-        config: Megatron's: files, weights, shares and tokens of a row.
-        sizes: rows wanted of the training, validation and test set.
+        config: Megatron's: files, weights, shares and row length.
+        sizes: rows that the run reads of the training, validation and test set.
 
     Returns:
-        One for each set and file; none for a blend with a chat file, whose lengths are known when it is tokenized.
+        One entry per set and file; none for a blend with a chat file, whose lengths are unknown until it is tokenized.
     """
     found = []
     for split, size in zip(Split, sizes, strict=True):

@@ -13,26 +13,26 @@ from mkd.data.batch import KDBatch
 
 @dataclass(frozen=True)
 class TextSize:
-    """How much text microbatches hold."""
+    """Amount of text in microbatches."""
 
     tokens: int
     """Tokens of text, padding not counted."""
     squares: int
-    """Sum over texts of their length squared: what causal attention within each of them costs."""
+    """Sum over texts of their length squared, which the cost of causal attention is proportional to."""
     positions: int
     """Tokens that are computed: text and padding."""
 
     @classmethod
     def of(cls, batches: Iterable[KDBatch]) -> "TextSize":
-        """Of whole microbatches on the host."""
+        """Measure whole microbatches on the host."""
         batches = list(batches)
         lengths = [text.stop - text.start for batch in batches for _, text in batch.segments()]
         positions = sum(batch.tokens.numel() for batch in batches)
         return cls(sum(lengths), sum(length * length for length in lengths), positions)
 
     def summed(self, group: ProcessGroup) -> Tensor:
-        """[3] int64 on the device, the three in order, summed over ranks that have read other texts: one all-reduce of
-        24 bytes, nothing that the host waits for."""
+        """[3] int64 on the device, the three fields summed over ranks that read other texts. Communication: one
+        all-reduce of 24 bytes; the host does not wait for it."""
         sizes = torch.tensor([self.tokens, self.squares, self.positions]).pin_memory().to("cuda", non_blocking=True)
         dist.all_reduce(sizes, group=group)
         return sizes

@@ -1,1 +1,1 @@
-"""Students and teachers that cut text into different tokens."""
+"""Teachers with another tokenizer: alignment of texts, projection between vocabularies, losses per text chunk."""

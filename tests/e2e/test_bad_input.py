@@ -349,7 +349,7 @@ DATA = [
     ("sidecar_ids", ["token id 400", f"{VOCAB} tokens", "tools/preprocess.py"]),
     ("sidecar_hash", ["sidecar_hash.json", "another tokenizer", "--tokenizer-model"]),
     ("sidecar_torn", ["sidecar_torn.json is broken"]),
-    ("sidecar_old", ["sidecar_old.json tells of 151 tokens"]),
+    ("sidecar_old", ["sidecar_old.json describes 151 tokens"]),
 ]
 
 

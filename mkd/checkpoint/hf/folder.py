@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from mkd.checkpoint.safetensors_files import TensorEntry, read_header
-from mkd.checkpoint.tokenizer_files import TOKENIZER_FILES, read_json_object, tokenizer_hash
+from mkd.checkpoint.tokenizer_files import read_json_object, tokenizer_hash
 from mkd.errors import MkdCheckpointError
+from mkd.utils.tokenizer_files import TOKENIZER_FILES
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -1,1 +1,1 @@
-"""Samples from text files, chat files and indexed token files."""
+"""Sources of samples: text files, chat files, indexed token files, and aligned samples for several tokenizers."""

@@ -1,7 +1,7 @@
-"""Samples in the tokens of the student and of teachers that have other tokenizers, aligned: how they are stored.
+"""Aligned samples: one text in the tokens of the student and of k - 1 teachers with other tokenizers, and their store.
 
-Like a chat file, the data is tokenized once, whole, before the first step: rows are planned with the lengths of both
-sides. Documents of PREFIX.bin are read as the text that their tokens stand for, and tokenized again on all sides.
+Like a chat file, the data is tokenized once, whole, before the first step: rows are planned with the lengths in all
+views. Documents of PREFIX.bin are decoded to the text of their tokens, and tokenized again for every view.
 """
 
 import json
@@ -31,63 +31,63 @@ from mkd.errors import MkdDataError
 from mkd.utils.progress import ByteProgress
 
 _FORMAT = 2
-"""Raised when what is stored for the same data changes."""
+"""Version of the stored format; increased when the content stored for the same data changes."""
 _BATCH_TOKENS = 1 << 18
-"""Tokens of the documents that travel to a worker process together."""
+"""Tokens of the documents that are sent to a worker process together."""
 _PROBED_TOKENS = 1 << 14
-"""Of an indexed file, looked at before anything is started."""
+"""Tokens of an indexed file that are checked before the job starts."""
 
 
 @dataclass(frozen=True)
 class TeacherText:
-    """A text in the tokens of a teacher, and how they align with the student's: chunks cover the same characters."""
+    """A text in the tokens of one teacher, aligned with the student's by text chunks of the same characters."""
 
     ids: np.ndarray
     """[m] integers."""
     targets: np.ndarray
-    """[m] bool: which are targets."""
+    """[m] bool, True for targets."""
     chunk: np.ndarray
-    """[m] int32: the chunk of each token, counted from 0 along the text; -1 where there is no counterpart."""
+    """[m] int32 chunk of each token, counted from 0 along the text; -1 for tokens without a counterpart."""
     student_chunk: np.ndarray
-    """[n] int32: the chunk of each of the student's tokens, likewise."""
+    """[n] int32 chunk of each of the student's tokens, likewise."""
 
 
 @dataclass(frozen=True)
 class AlignedSample:
-    """One text on all sides."""
+    """One text in all views."""
 
     ids: np.ndarray
-    """[n] integers, the student's."""
+    """[n] integers, the student's tokens."""
     targets: np.ndarray
-    """[n] bool: which are targets."""
+    """[n] bool, True for targets."""
     views: tuple[TeacherText, ...]
-    """For each teacher with another tokenizer."""
+    """One for each teacher with another tokenizer."""
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens on each side, the student's first."""
-        return [len(self.ids), *(len(other.ids) for other in self.views)]
+        """Tokens in each view, the student's first."""
+        return [len(self.ids), *(len(view.ids) for view in self.views)]
 
     def words(self) -> np.ndarray:
-        """The sample as uint32 numbers, from which `of_words` makes it again."""
+        """The sample as uint32 words, the stored form; `of_words` is the inverse."""
         parts = [_with_bits(self.ids, self.targets)]
-        for other in self.views:
-            chunks = [chunk.astype(np.int32).view(np.uint32) for chunk in (other.student_chunk, other.chunk)]
-            parts += [_with_bits(other.ids, other.targets), *chunks]
+        for view in self.views:
+            chunks = [chunk.astype(np.int32).view(np.uint32) for chunk in (view.student_chunk, view.chunk)]
+            parts += [_with_bits(view.ids, view.targets), *chunks]
         return np.concatenate(parts)
 
     @classmethod
     def of_words(cls, words: np.ndarray, lengths: Sequence[int]) -> "AlignedSample":
-        """What `words` gave of a sample with so many tokens on each side."""
+        """Restore a sample from its `words` and the number of tokens in each view."""
         n, *rest = lengths
         parts = iter(np.split(words, np.cumsum([n, *(size for m in rest for size in (m, n, m))])[:-1]))
         ids, targets = _without_bits(next(parts))
-        others = []
+        views = []
         for _ in rest:
-            other_ids, other_targets = _without_bits(next(parts))
+            view_ids, view_targets = _without_bits(next(parts))
             student_chunk, chunk = next(parts).view(np.int32), next(parts).view(np.int32)
-            others.append(TeacherText(other_ids, other_targets, chunk, student_chunk))
-        return cls(ids, targets, tuple(others))
+            views.append(TeacherText(view_ids, view_targets, chunk, student_chunk))
+        return cls(ids, targets, tuple(views))
 
 
 def _with_bits(ids: np.ndarray, targets: np.ndarray) -> np.ndarray:
@@ -104,7 +104,7 @@ class DocumentBatch:
 
     prefix: str
     documents: list[np.ndarray]
-    """Token ids of each."""
+    """Token ids of each document."""
 
     @property
     def size(self) -> int:
@@ -114,7 +114,7 @@ class DocumentBatch:
 
 @dataclass
 class AlignedBatch:
-    """What an encoder makes of a batch."""
+    """Result of aligning a batch of lines or documents."""
 
     size: int = 0
     """Bytes of the batch."""
@@ -122,42 +122,43 @@ class AlignedBatch:
     skipped: Counter = field(default_factory=Counter)
     """Reason -> samples left out."""
     changed: int = 0
-    """Documents whose text the student's tokenizer cuts into other tokens than were stored."""
+    """Documents that the student's tokenizer now cuts into other tokens than were stored."""
     spelled_out: int = 0
-    """Documents with special tokens of the student, not at the ends of texts, that a teacher reads as letters."""
+    """Documents with special tokens of the student, not at the ends of texts, that a teacher's tokenizer splits into
+    ordinary text."""
 
 
 class BatchAligner(Protocol):
-    """Tokenizes on all sides and aligns; travels to worker processes."""
+    """Tokenizes texts for all views and aligns them; pickled to worker processes."""
 
     folders: tuple[str, ...]
-    """Of the tokenizers, the student's first."""
+    """Folders of the tokenizers, the student's first."""
     fingerprint: str
-    """Differs when any token or alignment may."""
+    """Changes whenever a token or an alignment may change."""
 
     def __call__(self, batch: RawBatch | DocumentBatch) -> AlignedBatch:
-        """Lines of a chat file, or documents. Raises MkdDataError that names the place."""
+        """Align lines of a chat file, or documents. Raises MkdDataError that names the line or document."""
         ...
 
 
 @dataclass(frozen=True)
 class AlignedFacts:
-    """What was found while data was tokenized on all sides. Lists have an entry a side, the student's first."""
+    """Statistics of aligned data. Lists have one entry per view, the student's first."""
 
     samples: int
     tokens: list[int]
     supervised: list[int]
     max_token_id: list[int]
     chunks: list[int]
-    """Of each teacher."""
+    """Text chunks with each teacher."""
     covered: list[int]
-    """Tokens of the student that are in a chunk, for each teacher."""
+    """Student tokens in a chunk, for each teacher."""
     skipped: dict[str, int]
     """Reason -> samples left out."""
     changed: int
-    """Documents that the student reads in other tokens than were stored."""
+    """See `AlignedBatch`."""
     spelled_out: int
-    """Documents with special tokens of the student that a teacher reads as letters."""
+    """See `AlignedBatch`."""
 
     def __str__(self) -> str:
         text = f"{self.samples} samples, {self.tokens[0]} tokens of the student"
@@ -171,28 +172,28 @@ class AlignedFacts:
             if 2 * self.changed > self.samples:
                 text += " (was the data made with this tokenizer?)"
         if self.spelled_out:
-            text += f"; in {self.spelled_out} documents a teacher reads special tokens of the student as letters"
+            text += f"; in {self.spelled_out} documents a teacher's tokenizer splits special tokens of the student"
         return text + "".join(f"; left out {count} {reason}" for reason, count in self.skipped.items() if count)
 
 
 class _Counts:
     """Sums over all samples."""
 
-    def __init__(self, sides: int) -> None:
+    def __init__(self, views: int) -> None:
         self.samples = self.changed = self.spelled_out = 0
-        self.tokens, self.supervised, self.largest = [0] * sides, [0] * sides, [0] * sides
-        self.chunks, self.covered = [0] * (sides - 1), [0] * (sides - 1)
+        self.tokens, self.supervised, self.largest = [0] * views, [0] * views, [0] * views
+        self.chunks, self.covered = [0] * (views - 1), [0] * (views - 1)
         self.skipped: Counter = Counter()
 
     def add(self, sample: AlignedSample) -> None:
         self.samples += 1
-        for side, tokens in enumerate((sample, *sample.views)):
-            self.tokens[side] += len(tokens.ids)
-            self.supervised[side] += int(tokens.targets.sum())
-            self.largest[side] = max(self.largest[side], int(tokens.ids.max(initial=0)))
-        for number, other in enumerate(sample.views):
-            self.chunks[number] += int(other.chunk.max(initial=-1)) + 1
-            self.covered[number] += int((other.student_chunk >= 0).sum())
+        for number, tokens in enumerate((sample, *sample.views)):
+            self.tokens[number] += len(tokens.ids)
+            self.supervised[number] += int(tokens.targets.sum())
+            self.largest[number] = max(self.largest[number], int(tokens.ids.max(initial=0)))
+        for number, view in enumerate(sample.views):
+            self.chunks[number] += int(view.chunk.max(initial=-1)) + 1
+            self.covered[number] += int((view.student_chunk >= 0).sum())
 
     def facts(self) -> AlignedFacts:
         return AlignedFacts(
@@ -209,15 +210,15 @@ class _Counts:
 
 
 class AlignedStore:
-    """Samples that `tokenize_aligned` has been through."""
+    """Samples that `tokenize_aligned` has written: the store with k views beside ChatStore and DocumentStore."""
 
-    def __init__(self, base: Path, share: tuple[float, float], sides: int) -> None:
-        """Open the part of the samples between two shares, from 0 to 1."""
+    def __init__(self, base: Path, share: tuple[float, float], views: int) -> None:
+        """Open the samples between two shares (0 to 1)."""
         self.facts = read_facts(base, AlignedFacts)
         bounds = np.memmap(file_of(base, "bounds"), np.int64, "r")
         part = part_of(self.facts.samples, share)
         self._bounds = bounds[part.start : part.stop + 1]
-        self.lengths = np.memmap(file_of(base, "lengths"), np.int64, "r").reshape(-1, sides)[part]
+        self.lengths = np.memmap(file_of(base, "lengths"), np.int64, "r").reshape(-1, views)[part]
         self._words = np.memmap(file_of(base, "pairs"), np.uint32, "r")
 
     def read(self, sample: int) -> AlignedSample:
@@ -226,11 +227,11 @@ class AlignedStore:
 
 
 def aligned_base(name: str, encoder: BatchAligner, cache: str | None) -> Path:
-    """Where the samples of a chat file or of an indexed file are, without suffix.
+    """Path in the data cache of the aligned samples of a chat file or an indexed file, without suffix.
 
     Args:
-        name: in --data-path.
-        encoder: what it is read with.
+        name: name in --data-path.
+        encoder: tokenizers, templates and alignment.
         cache: --data-cache-path; None for a folder beside the file.
     """
     return cache_base(name, _main_file(name), f"pairs {_FORMAT} {encoder.fingerprint}", cache, "pairs")
@@ -241,8 +242,7 @@ def _main_file(name: str) -> str:
 
 
 def probe_aligned(name: str, encoder: BatchAligner) -> list[int]:
-    """Tokens on each side of the first samples of data, the student's first. Raises MkdDataError if they cannot be
-    used."""
+    """Tokens of the first samples in each view, the student's first. Raises MkdDataError if they are invalid."""
     if is_chat_file(name):
         first: RawBatch | DocumentBatch = first_lines(name)
     else:
@@ -252,16 +252,16 @@ def probe_aligned(name: str, encoder: BatchAligner) -> list[int]:
 
 
 def tokenize_aligned(name: str, encoder: BatchAligner, base: Path, say: Callable[[str], None]) -> None:
-    """Tokenize and align data, all of it, unless it has been done before.
+    """Tokenize and align all of the data, unless the cache holds the result.
 
     Args:
         name: JSON lines, or PREFIX of .bin and .idx.
         encoder: tokenizers, templates and alignment.
-        base: as `aligned_base` says.
-        say: gets a line before and after what may take minutes.
+        base: path from `aligned_base`.
+        say: called with a line before the work, which may take minutes.
 
     Raises:
-        MkdDataError: naming the place; or no sample can be used; or the cache cannot be written.
+        MkdDataError: an invalid line or document (named); no sample can be used; the cache cannot be written.
     """
     if file_of(base, "json").is_file():
         return

@@ -1,35 +1,35 @@
-"""Conversations to token ids, and which of them the assistant said.
+"""Conversations to token ids, with a mask of the assistant's tokens.
 
-The text is what the tokenizer's own chat template renders. The assistant's tokens are those that overlap
+The text is the output of the tokenizer's own chat template. The assistant's tokens are those that overlap
 
-- the template's `{% generation %}` blocks, where it has them: exactly what
-  `tokenizer.apply_chat_template(..., return_assistant_tokens_mask=True)` says;
-- otherwise, for each assistant message, what rendering the conversation up to and with the message adds to rendering
-  it up to the message with a generation prompt. Both must be beginnings of the whole text, else the template is
-  refused. White space after a special token that ends the message is left out: the model stops at that token. A first
-  message has nothing before it and is only read.
+- the template's `{% generation %}` blocks, if it has any: exactly the mask of
+  `tokenizer.apply_chat_template(..., return_assistant_tokens_mask=True)`;
+- otherwise, for each assistant message, the text that rendering the conversation up to and including the message adds
+  to rendering it up to the message with a generation prompt. Both must be prefixes of the whole text, else the template
+  is refused. White space after a special token that ends the message is excluded: the model stops at that token. A
+  first message has no prompt and is context only.
 """
 
 import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from mkd.data.sources.text import RawBatch, decode, json_object, load_tokenizer, require_unicode
+from mkd.data.sources.text import RawBatch, decode, json_object, load_tokenizer, once_per_process, require_unicode
 from mkd.errors import MkdDataError
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 ASSISTANT = "assistant"
 EMPTY, UNSUPERVISED = "with an empty message", "without a word of the assistant"
-"""Why conversations are left out."""
+"""Reasons for leaving out a conversation."""
 SUPERVISED = np.uint32(1 << 31)
-"""Bit of a stored token id that says that the assistant said it."""
+"""Bit of a stored token id that marks a token of the assistant."""
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -40,19 +40,19 @@ class Conversation:
 
     messages: list[dict[str, Any]]
     given: int = 0
-    """The first messages that are only read, whoever says them: those of `prompt`."""
+    """Number of first messages that are context only, whatever their role: those of `prompt`."""
     tools: list[Any] | None = None
     where: str = ""
     """File and line."""
 
     @classmethod
     def parse(cls, line: bytes, where: str) -> "Conversation":
-        """Read `{"messages": [...]}` or `{"prompt": ..., "completion": ...}`, texts or lists of messages.
+        """Parse `{"messages": [...]}` or `{"prompt": ..., "completion": ...}`, strings or lists of messages.
 
-        A prompt that is a text is a user message, such a completion an assistant message. `tools` goes to the template.
+        A string prompt is a user message, a string completion an assistant message. `tools` is passed to the template.
 
         Raises:
-            MkdDataError: naming file and line, for what is not that.
+            MkdDataError: another form; names file and line.
         """
         record = json_object(decode(line, where), where)
         tools = record.get("tools")
@@ -72,7 +72,7 @@ class Conversation:
 
     @property
     def has_empty_message(self) -> bool:
-        """Whether a user or the assistant says nothing; a system prompt or a tool's answer may be empty."""
+        """True if a user or assistant message is empty; system prompts and tool results may be."""
         return not self.messages or any(
             message["role"] in ("user", ASSISTANT)
             and not (message.get("content") or "").strip()
@@ -105,37 +105,37 @@ class ChatTemplate:
     """A tokenizer with its template.
 
     Raises:
-        MkdDataError: the tokenizer has no template, or cannot tell where a token stands in a text.
+        MkdDataError: the tokenizer has no template, or is slow (has no offsets of tokens in the text).
     """
 
     tokenizer: PreTrainedTokenizerBase
     folder: str
-    """Where it comes from, for messages."""
+    """Folder of the tokenizer, for messages."""
     flag: str = "--tokenizer-model"
-    """Where the folder was named, for messages."""
+    """Flag that named the folder, for messages."""
 
     def __post_init__(self) -> None:
         if not self.tokenizer.chat_template:
             raise MkdDataError(
-                f"{self.flag} {self.folder} has no chat template, which chat data need: put a "
+                f"{self.flag} {self.folder} has no chat template, which chat data requires: put a "
                 "chat_template.jinja into the folder"
             )
         if not self.tokenizer.is_fast:
             raise MkdDataError(
-                f"{self.flag} {self.folder} is a slow tokenizer, which does not say where its tokens stand in a "
-                "text: convert it to a tokenizer.json"
+                f"{self.flag} {self.folder} is a slow tokenizer, which has no offsets of tokens in a text: convert it "
+                "to a tokenizer.json"
             )
 
     @cached_property
     def marks_assistant(self) -> bool:
-        """Whether the template has {% generation %} blocks."""
+        """True if the template has {% generation %} blocks."""
         return _GENERATION.search(self.tokenizer.get_chat_template()) is not None
 
     def encode(self, chat: Conversation) -> tuple[np.ndarray, np.ndarray]:
-        """Ids ([n] int64) and which of them the assistant said ([n] bool).
+        """Token ids ([n] int64) and a mask of the assistant's tokens ([n] bool).
 
         Raises:
-            MkdDataError: the template refuses the conversation, or its renderings do not continue each other.
+            MkdDataError: the template refuses the conversation, or does not render its beginning as a prefix.
         """
         count = len(chat.messages)
         if not self.marks_assistant:
@@ -149,16 +149,16 @@ class ChatTemplate:
         if chat.given:
             text = self.text(chat)
             answers = chat.messages[chat.given]["role"] == ASSISTANT
-            begin = len(self._beginning(chat, chat.given, text, prompt=answers))
+            begin = len(self._prefix(chat, chat.given, text, prompt=answers))
             supervised &= _overlaps(self._tokenize(text)[1], [(begin, len(text))])
         return ids, supervised
 
     def text(self, chat: Conversation, prompt: bool = False) -> str:
-        """What the template makes of a conversation: the text whose tokens `encode` gives.
+        """Render a conversation: the text that `encode` tokenizes.
 
         Args:
             chat: the conversation.
-            prompt: add what comes before an answer of the assistant.
+            prompt: add the generation prompt.
 
         Raises:
             MkdDataError: the template refuses the conversation.
@@ -166,27 +166,27 @@ class ChatTemplate:
         return self._render(chat, len(chat.messages), prompt)
 
     def _span(self, chat: Conversation, number: int, text: str) -> tuple[int, int]:
-        """First and end character of an assistant message in the text."""
-        begin = len(self._beginning(chat, number, text, prompt=True))
-        end = len(self._beginning(chat, number + 1, text, prompt=False))
-        said = text[begin:end].rstrip()
-        if said.endswith(self._special_tokens):
-            end = begin + len(said)
+        """(first character, end) of an assistant message in the text."""
+        begin = len(self._prefix(chat, number, text, prompt=True))
+        end = len(self._prefix(chat, number + 1, text, prompt=False))
+        message = text[begin:end].rstrip()
+        if message.endswith(self._special_tokens):
+            end = begin + len(message)
         return begin, end
 
     @cached_property
     def _special_tokens(self) -> tuple[str, ...]:
         return tuple(token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special)
 
-    def _beginning(self, chat: Conversation, count: int, text: str, prompt: bool) -> str:
-        beginning = self._render(chat, count, prompt)
-        if not text.startswith(beginning):
+    def _prefix(self, chat: Conversation, count: int, text: str, prompt: bool) -> str:
+        prefix = self._render(chat, count, prompt)
+        if not text.startswith(prefix):
             raise MkdDataError(
                 f"{chat.where}: the chat template of {self.flag} {self.folder} renders the first {count} "
-                "messages differently when others follow, so that the assistant's tokens cannot be told: mark them in "
-                "the template with {% generation %}, or cut conversations after the first answer"
+                "messages differently when others follow, so that the assistant's tokens cannot be found: mark them "
+                "in the template with {% generation %}, or cut conversations after the first answer"
             )
-        return beginning
+        return prefix
 
     def _render(self, chat: Conversation, count: int, prompt: bool) -> str:
         return self._apply(chat, count, tokenize=False, add_generation_prompt=prompt)
@@ -194,7 +194,7 @@ class ChatTemplate:
     def _apply(self, chat: Conversation, count: int, **options: Any) -> Any:
         try:
             return self.tokenizer.apply_chat_template(chat.messages[:count], tools=chat.tools, **options)
-        except Exception as error:  # whatever the template does: Jinja's errors, and Python's in its expressions
+        except Exception as error:  # Jinja's errors, and Python's in the template's expressions
             raise MkdDataError(
                 f"{chat.where}: the chat template of {self.flag} {self.folder} refuses the conversation: {error}"
             ) from error
@@ -205,7 +205,7 @@ class ChatTemplate:
 
 
 def _overlaps(offsets: np.ndarray, spans: Sequence[tuple[int, int]]) -> np.ndarray:
-    """[n] bool: whether a token's characters ([n, 2], first and end) overlap one of the spans."""
+    """[n] bool, True if a token's characters ([n, 2], first and end) overlap one of the spans."""
     found = np.zeros(len(offsets), dtype=bool)
     for begin, end in spans:
         found |= (offsets[:, 0] < end) & (offsets[:, 1] > begin)
@@ -214,10 +214,10 @@ def _overlaps(offsets: np.ndarray, spans: Sequence[tuple[int, int]]) -> np.ndarr
 
 @dataclass
 class EncodedChats:
-    """Conversations of a batch of lines."""
+    """Tokenized conversations of a batch of lines."""
 
     tokens: np.ndarray
-    """[sum of lengths] uint32: ids, with bit SUPERVISED where the assistant said them."""
+    """[sum of lengths] uint32: ids, with bit SUPERVISED set on the assistant's tokens."""
     lengths: list[int]
     size: int
     """Bytes of the lines."""
@@ -226,7 +226,7 @@ class EncodedChats:
 
 
 def encode_lines(template: ChatTemplate, batch: RawBatch) -> EncodedChats:
-    """Parse and tokenize lines of a chat file; blank lines are passed over.
+    """Parse and tokenize lines of a chat file; blank lines are skipped.
 
     Raises:
         MkdDataError: as `Conversation.parse` and `ChatTemplate.encode`.
@@ -241,7 +241,7 @@ def encode_lines(template: ChatTemplate, batch: RawBatch) -> EncodedChats:
             coded.skipped[EMPTY] += 1
             continue
         ids, supervised = template.encode(chat) if chat.has_answer else (None, np.zeros(0, dtype=bool))
-        if not supervised[1:].any():  # the first token is nobody's target
+        if not supervised[1:].any():  # no position predicts the first token
             coded.skipped[UNSUPERVISED] += 1
             continue
         parts.append(np.where(supervised, SUPERVISED, np.uint32(0)) | ids.astype(np.uint32))
@@ -252,27 +252,26 @@ def encode_lines(template: ChatTemplate, batch: RawBatch) -> EncodedChats:
 
 @dataclass(frozen=True)
 class ChatTokenizer:
-    """Tokenizes lines of chat files; travels to worker processes by its folder's name."""
+    """Tokenizes lines of chat files; pickled to worker processes as the name of its folder."""
 
     folder: str
-    """Of a Hugging Face tokenizer."""
+    """Folder of a Hugging Face tokenizer."""
 
     @property
     def template(self) -> ChatTemplate:
-        """Raises MkdDataError when the folder has no tokenizer that can be used for chats."""
-        return _template_of_process(self.folder)
+        """Raises MkdDataError if the folder has no tokenizer that can be used for chats."""
+        return once_per_process(_load_template, self.folder)
 
     def __call__(self, batch: RawBatch) -> EncodedChats:
         return encode_lines(self.template, batch)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Differs when any token of a conversation may."""
+        """Changes whenever a token of a conversation may change."""
         tokenizer = self.template.tokenizer
         parts = [tokenizer.get_chat_template(), tokenizer.backend_tokenizer.to_str(), str(tokenizer.special_tokens_map)]
         return blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 
-@lru_cache(maxsize=1)
-def _template_of_process(folder: str) -> ChatTemplate:
+def _load_template(folder: str) -> ChatTemplate:
     return ChatTemplate(load_tokenizer(folder), folder)

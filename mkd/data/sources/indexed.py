@@ -1,7 +1,7 @@
 """Text files to Megatron's indexed files: PREFIX.bin (token ids), PREFIX.idx (document bounds), PREFIX.json (facts).
 
-The three appear together at the end: they are written under other names and renamed, PREFIX.idx last, because Megatron
-takes a data set without it for missing. A run that is killed leaves nothing that can be mistaken for a data set.
+The three are written under temporary names and renamed together at the end, PREFIX.idx last, because Megatron treats a
+data set without it as missing. A job that is killed leaves nothing that can be mistaken for a data set.
 """
 
 import json
@@ -22,23 +22,23 @@ BYTES_PER_WORKER = 4 << 20
 """Input below which another worker process costs more to start (about 2 s) than it saves."""
 
 Progress = Callable[[int, int, int], None]
-"""Called with the documents, tokens and input bytes done so far: when the work begins, and after each part of it."""
+"""Called with the documents, tokens and input bytes done so far, at the start and after each batch."""
 
 
 @dataclass(frozen=True)
 class IndexedText:
-    """What is known about an indexed data set besides its tokens; lies beside it as PREFIX.json."""
+    """Facts about an indexed data set, stored beside it as PREFIX.json."""
 
     documents: int
     tokens: int
     max_token_id: int
     """The largest id in the data: a model needs an embedding of more rows than this."""
     vocab_size: int
-    """Of the tokenizer, with added tokens."""
+    """Vocabulary size of the tokenizer, with added tokens."""
     tokenizer_hash: str | None
     """`mkd.checkpoint.hf.folder.tokenizer_hash` of the tokenizer: equal to that of the models that read this data."""
     eod: int | None
-    """The id that ends each document, or None when none was appended."""
+    """Id that ends each document; None if none was appended."""
     dtype: str
     """numpy name of the ids in PREFIX.bin."""
     skipped: int
@@ -46,9 +46,9 @@ class IndexedText:
 
     @classmethod
     def load(cls, prefix: str) -> "IndexedText | None":
-        """Read PREFIX.json; None when there is none, as for data made by another tool.
+        """Read PREFIX.json; None if it does not exist, as for data made by another tool.
 
-        Raises MkdDataError when the file is broken or was not made with the PREFIX.bin beside it.
+        Raises MkdDataError if the file is broken or does not describe the PREFIX.bin beside it.
         """
         path = Path(f"{prefix}.json")
         if not path.is_file():
@@ -61,19 +61,19 @@ class IndexedText:
         size = binary.stat().st_size if binary.is_file() else 0
         if size != facts.tokens * np.dtype(facts.dtype).itemsize:
             raise MkdDataError(
-                f"{path} tells of {facts.tokens} tokens of {facts.dtype}, but {binary} has {size} bytes: delete {path} "
-                "if another tool made the data, else make it again with tools/preprocess.py"
+                f"{path} describes {facts.tokens} tokens of {facts.dtype}, but {binary} has {size} bytes: delete "
+                f"{path} if another tool made the data, else make it again with tools/preprocess.py"
             )
         return facts
 
 
 def dataset_prefix(output_prefix: str, json_key: str) -> str:
-    """The name Megatron's own tool gives a data set, for `--data-path`."""
+    """Name that Megatron's own tool gives a data set, for `--data-path`."""
     return f"{output_prefix}_{json_key}_document"
 
 
 def default_workers(paths: Sequence[str]) -> int:
-    """As many processes as this one may use cores, fewer for a small input."""
+    """One process per usable core, fewer for a small input."""
     size = sum(Path(path).stat().st_size for path in paths)
     return max(1, min(len(os.sched_getaffinity(0)), size // BYTES_PER_WORKER))
 
@@ -91,8 +91,7 @@ def write_indexed_text(
     """Tokenize the documents of `paths`, in order, into PREFIX.bin, PREFIX.idx and PREFIX.json.
 
     Token ids are stored as uint16 when the vocabulary has fewer than 65500 entries, else as int32, which is what
-    Megatron chooses. Raises MkdDataError for input or a tokenizer that cannot be used; an existing data set is then
-    left as it was.
+    Megatron chooses. Raises MkdDataError for invalid input or tokenizer; an existing data set is then kept unchanged.
     """
     check_inputs(paths)
     tokenizer = load_tokenizer(encoding.tokenizer_dir)
@@ -125,10 +124,10 @@ def write_indexed_text(
 
 
 class _Writer:
-    """The three files under their partial names, and what was counted while writing."""
+    """The three files under their temporary names, and counts of what was written."""
 
     def __init__(self, prefix: str, vocab_size: int) -> None:
-        # imported here: worker processes import this module too, and need none of the seconds that megatron takes
+        # Imported here: worker processes import this module too, and importing megatron takes seconds.
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
         Path(prefix).parent.mkdir(parents=True, exist_ok=True)
@@ -151,7 +150,7 @@ class _Writer:
         self.size += batch.size
 
     def publish(self, facts: IndexedText) -> None:
-        """Rename all files; an older index goes first, so that it never stands beside newer tokens."""
+        """Rename all files; an older index is removed first, so that it is never paired with newer tokens."""
         self.builder.finalize(str(self.index))
         self.facts.write_text(json.dumps(asdict(facts), indent=1) + "\n")
         self.index.with_suffix("").unlink(missing_ok=True)

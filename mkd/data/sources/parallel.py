@@ -1,4 +1,4 @@
-"""The same function on many batches, in worker processes."""
+"""A parallel map over batches, in worker processes."""
 
 import os
 from collections import deque
@@ -13,21 +13,21 @@ from mkd.errors import MkdDataError
 def map_in_order[Item, Result](
     function: Callable[[Item], Result], items: Iterable[Item], workers: int, advice: str
 ) -> Iterator[Result]:
-    """Results in the order of the items; holds at most a few items a worker in memory.
+    """Yield results in the order of the items, with at most a few items per worker in memory.
 
     Args:
-        function: can be pickled, as items and results can.
-        items: what it is called with.
-        workers: processes; 1 does it in this one.
-        advice: what to change when a worker is killed, for the message.
+        function: function of one item; function, items and results can be pickled.
+        items: its arguments.
+        workers: processes; 1 runs the function in this process.
+        advice: remedy in the message when a worker is killed.
 
     Raises:
-        MkdDataError: a worker was killed; also whatever `function` raises.
+        MkdDataError: a worker was killed. Errors of `function` are passed on.
     """
     if workers == 1:
         yield from map(function, items)
         return
-    # one thread a worker: the tokenizer's own threads would compete with the other workers
+    # One thread per worker: the tokenizer's own threads would compete with the other workers.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     pending = deque()
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:

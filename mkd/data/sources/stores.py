@@ -1,8 +1,8 @@
-"""Samples by number: tokenized documents and tokenized conversations, memory-mapped.
+"""Random access to samples: tokenized documents and tokenized conversations, memory-mapped.
 
-A chat file is tokenized once, whole, before the first step: packing needs every length, and a broken line must not show
-itself in the middle of an epoch. What came of it lies in the data cache under a name that depends on the file and the
-tokenizer; later runs, and loader processes, only map it.
+A chat file is tokenized once, whole, before the first step: packing needs every length, and a broken line must not stop
+a run in the middle of an epoch. The tokens are kept in the data cache under a name that depends on the file and the
+tokenizer; later runs, and loader processes, only map them.
 """
 
 import json
@@ -27,28 +27,28 @@ from mkd.utils.atomic_files import PARTIAL, publish_files
 from mkd.utils.progress import ByteProgress
 
 _FORMAT = 1
-"""Raised when what is stored for the same file changes."""
+"""Version of the stored format; increased when the content stored for the same file changes."""
 _MOST_WORKERS = 32
-"""More would only fill the host's memory with tokenizers."""
+"""Limit of worker processes, each of which holds a tokenizer in host memory."""
 _PROBED_BYTES = 1 << 16
-"""Of a chat file, looked at before anything is started."""
+"""Bytes of a chat file that are checked before the job starts."""
 
 
 def is_chat_file(name: str) -> bool:
-    """Whether a name in --data-path is one of a chat file, and not the PREFIX of .bin and .idx."""
+    """True if a name in --data-path is that of a chat file; else it is the PREFIX of .bin and .idx."""
     return name.endswith(JSON_SUFFIXES)
 
 
 class SampleStore(Protocol):
-    """Samples 0 to n - 1."""
+    """Samples 0 to n - 1, each with token ids and a mask of targets."""
 
     lengths: np.ndarray
-    """[n] integers: tokens of each."""
+    """[n] integers, tokens of each sample."""
     all_targets: bool
-    """Whether every token of every sample is a target, so that none has to be read to know."""
+    """True if every token of every sample is a target; then no sample is read to check for targets."""
 
     def read(self, sample: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """`count` tokens of a sample from `start` on: ids [count] integers, and which are targets [count] bool."""
+        """`count` tokens of a sample from `start` on: ids [count] integers, mask of targets [count] bool."""
         ...
 
 
@@ -58,7 +58,7 @@ class DocumentStore:
     all_targets = True
 
     def __init__(self, prefix: str, share: tuple[float, float]) -> None:
-        """Open the part of the documents between two shares, from 0 to 1 and rounded as megatron does."""
+        """Open the documents between two shares (0 to 1), rounded as megatron does."""
         self._documents = IndexedDataset(prefix, mmap=True)
         lengths = self._documents.sequence_lengths
         self._part = part_of(len(lengths), share)
@@ -70,18 +70,18 @@ class DocumentStore:
 
 
 def part_of(count: int, share: tuple[float, float]) -> slice:
-    """The samples between two shares of `count`."""
+    """Samples between two shares (0 to 1) of `count`."""
     return slice(round(share[0] * count), round(share[1] * count))
 
 
 @dataclass(frozen=True)
 class ChatFacts:
-    """What was found while a chat file was tokenized."""
+    """Statistics of a tokenized chat file."""
 
     conversations: int
     tokens: int
     supervised: int
-    """Tokens that the assistant said."""
+    """Tokens of the assistant."""
     max_token_id: int
     skipped: dict[str, int]
     """Reason -> conversations left out."""
@@ -92,12 +92,12 @@ class ChatFacts:
 
 
 class ChatStore:
-    """Conversations of a chat file that `tokenize_chat` has been through."""
+    """Conversations of a chat file that `tokenize_chat` has written."""
 
     all_targets = False
 
     def __init__(self, base: Path, share: tuple[float, float]) -> None:
-        """Open the part of the conversations between two shares, from 0 to 1."""
+        """Open the conversations between two shares (0 to 1)."""
         self.facts = read_facts(base, ChatFacts)
         bounds = np.memmap(file_of(base, "bounds"), np.int64, "r")
         part = part_of(self.facts.conversations, share)
@@ -112,25 +112,25 @@ class ChatStore:
 
 
 def chat_base(name: str, tokenizer: ChatTokenizer, cache: str | None) -> Path:
-    """Where the tokens of a chat file are, without suffix.
+    """Path in the data cache of a chat file's tokens, without suffix.
 
     Args:
         name: the chat file.
-        tokenizer: what it is read with.
+        tokenizer: tokenizer and template.
         cache: --data-cache-path; None for a folder beside the file.
     """
     return cache_base(name, name, f"{_FORMAT} {tokenizer.fingerprint}", cache, "chat")
 
 
 def cache_base(name: str, file: str, key: str, cache: str | None, kind: str) -> Path:
-    """Where what is made of a file lies in the data cache, without suffix.
+    """Path in the data cache of data derived from a file, without suffix.
 
     Args:
-        name: of the data.
-        file: whose name, size and time are part of the key.
-        key: what else it depends on.
+        name: name of the data; the path begins with it.
+        file: its path, size and modification time are part of the key.
+        key: everything else that the derived data depends on.
         cache: --data-cache-path; None for a folder beside the file.
-        kind: end of the name.
+        kind: end of the path.
     """
     path = Path(file).resolve()
     state = path.stat()
@@ -140,12 +140,12 @@ def cache_base(name: str, file: str, key: str, cache: str | None, kind: str) -> 
 
 
 def check_chat_file(name: str, tokenizer: ChatTokenizer) -> None:
-    """Raise MkdDataError for a chat file that is missing or empty, or whose first lines cannot be used."""
+    """Raise MkdDataError if a chat file is missing or empty, or its first lines are invalid."""
     tokenizer(first_lines(name))
 
 
 def first_lines(name: str) -> RawBatch:
-    """Of a chat file. Raises MkdDataError when it is missing or empty."""
+    """First lines of a chat file. Raises MkdDataError if it is missing or empty."""
     path = Path(name)
     if not path.is_file():
         raise MkdDataError(f"--data-path {name} does not exist or is not a file")
@@ -157,16 +157,16 @@ def first_lines(name: str) -> RawBatch:
 
 
 def tokenize_chat(name: str, tokenizer: ChatTokenizer, base: Path, say: Callable[[str], None]) -> None:
-    """Tokenize a chat file, all of it, unless it has been done before.
+    """Tokenize a whole chat file, unless the cache holds its tokens.
 
     Args:
         name: JSON lines.
-        tokenizer: and template.
-        base: as `chat_base` says.
-        say: gets a line before and after what may take minutes.
+        tokenizer: tokenizer and template.
+        base: path from `chat_base`.
+        say: called with a line before tokenizing, which may take minutes.
 
     Raises:
-        MkdDataError: naming file and line; or no conversation can be used; or the cache cannot be written.
+        MkdDataError: an invalid line (names file and line); no conversation can be used; the cache cannot be written.
     """
     if file_of(base, "json").is_file():
         return
@@ -191,18 +191,18 @@ def tokenize_chat(name: str, tokenizer: ChatTokenizer, base: Path, say: Callable
 
 
 def workers_for(file: str) -> int:
-    """Processes to tokenize a file with."""
+    """Number of worker processes that tokenize a file."""
     return min(default_workers([file]), _MOST_WORKERS)
 
 
 @contextmanager
 def new_files(name: str, base: Path, kinds: Sequence[str]) -> Iterator[dict[str, Path]]:
-    """Files of the data cache that appear together, when all of them are written.
+    """Files of the data cache that are renamed into place together, after all of them are written.
 
     Args:
-        name: the data's, for messages.
-        base: their name in the cache, without suffix.
-        kinds: their suffixes; the last one says that all are there.
+        name: name of the data, for messages.
+        base: path in the cache, without suffix.
+        kinds: suffixes of the files; the last one is renamed last and marks a complete set.
 
     Yields:
         Suffix -> path to write to.
@@ -210,7 +210,7 @@ def new_files(name: str, base: Path, kinds: Sequence[str]) -> Iterator[dict[str,
     Raises:
         MkdDataError: the cache cannot be written.
     """
-    # Names of its own: jobs that begin at the same time would write into each other's files.
+    # Unique names: jobs that start at the same time must not write into each other's files.
     partial = {kind: file_of(base, f"{kind}.{uuid4().hex}{PARTIAL}") for kind in kinds}
     try:
         base.parent.mkdir(parents=True, exist_ok=True)
@@ -227,18 +227,18 @@ def new_files(name: str, base: Path, kinds: Sequence[str]) -> Iterator[dict[str,
 
 
 def read_facts[Facts](base: Path, kind: Callable[..., Facts]) -> Facts:
-    """What `new_files` was given as json. Raises MkdDataError for a file that is missing or broken."""
+    """Read the json file of a set of `new_files`. Raises MkdDataError if it is missing or broken."""
     file = file_of(base, "json")
     try:
         return kind(**json.loads(file.read_text()))
     except FileNotFoundError as error:
         raise MkdDataError(
-            f"{file} is missing, which rank 0 has made: let --data-cache-path show the same files on every node"
+            f"{file} is missing, which rank 0 has written: --data-cache-path must show the same files on every node"
         ) from error
     except (ValueError, TypeError) as error:
         raise MkdDataError(f"{file} is broken ({error}): delete it") from error
 
 
 def file_of(base: Path, kind: str) -> Path:
-    """Of the data cache."""
+    """Path of one file of the data cache."""
     return base.with_name(f"{base.name}.{kind}")

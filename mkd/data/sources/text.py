@@ -1,11 +1,11 @@
-"""Documents from text files, and the token ids of documents: the part of preprocessing that runs in worker processes.
+"""Documents from text files, and their token ids: the part of preprocessing that runs in worker processes.
 
-A batch of raw documents travels to a worker as bytes and comes back as one array of token ids, so that reading JSON,
+A batch of raw documents is sent to a worker as bytes and comes back as one array of token ids, so that parsing JSON,
 checking it and tokenizing are all spread over the workers.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -15,13 +15,13 @@ import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mkd.errors import MkdDataError
+from mkd.utils.tokenizer_files import TOKENIZER_MARKERS
 
 JSON_SUFFIXES = (".jsonl", ".json")
 TEXT_SUFFIXES = (".txt", ".text")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 BATCH_BYTES = 1 << 20
-"""Raw text in one batch: large enough that sending it costs little, small enough that all workers end together."""
+"""Raw text per batch: large enough that sending it costs little, small enough that all workers finish together."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class RawBatch:
 
     path: str
     first: int
-    """Line number (JSON lines) or document number (text) of the first, counted from 1."""
+    """Line number (JSON lines) or document number (text) of the first document, counted from 1."""
     documents: list[bytes]
     is_json: bool
 
@@ -47,16 +47,16 @@ class EncodedBatch:
     tokens: np.ndarray
     """[sum of lengths] int32."""
     lengths: list[int]
-    """Tokens of each document, every one > 0."""
+    """Tokens of each document, all > 0."""
     size: int
     """Bytes of the raw batch."""
     empty: int
-    """Documents left out because they hold nothing but white space."""
+    """Documents left out because they hold only white space."""
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """How documents become token ids."""
+    """Options of turning documents into token ids."""
 
     tokenizer_dir: str
     json_key: str = "text"
@@ -64,7 +64,7 @@ class Encoding:
 
 
 def check_inputs(paths: Sequence[str]) -> None:
-    """Raise MkdDataError unless every path is a file with content and a suffix that says how to read it."""
+    """Raise MkdDataError unless every path is a non-empty file with a known suffix."""
     for name in paths:
         path = Path(name)
         if not path.is_file():
@@ -81,8 +81,8 @@ def check_inputs(paths: Sequence[str]) -> None:
 def read_batches(paths: Sequence[str], split_on: str | None = None) -> Iterator[RawBatch]:
     """Read the files in order, about BATCH_BYTES at a time.
 
-    A JSON lines file holds one document a line. A text file is one document, or several when `split_on` is given: the
-    text between two occurrences of it.
+    A JSON lines file holds one document per line. A text file is one document, or with `split_on` several, separated by
+    it.
     """
     for name in paths:
         is_json = Path(name).suffix in JSON_SUFFIXES
@@ -112,7 +112,7 @@ def _split_text(handle, split_on: str | None) -> Iterator[bytes]:
 
 
 def parse(batch: RawBatch, json_key: str) -> list[str]:
-    """The documents of a batch as strings, without those that hold only white space.
+    """Documents of a batch as strings, without those that hold only white space.
 
     Raises MkdDataError with file and line for text that is not UTF-8, a line that is not a JSON object, and an object
     without a string under `json_key`.
@@ -130,7 +130,7 @@ def parse(batch: RawBatch, json_key: str) -> list[str]:
 
 
 def decode(raw: bytes, where: str, unit: str = "line") -> str:
-    """UTF-8 bytes as a string. Raises MkdDataError that names the place."""
+    """Decode UTF-8 bytes. Raises MkdDataError that names `where`."""
     try:
         return raw.decode()
     except UnicodeDecodeError as error:
@@ -138,7 +138,7 @@ def decode(raw: bytes, where: str, unit: str = "line") -> str:
 
 
 def json_object(line: str, where: str) -> dict[str, Any]:
-    """A line of a JSON lines file. Raises MkdDataError that names the place when it is no JSON object."""
+    """Parse a line of a JSON lines file. Raises MkdDataError that names `where` if it is not a JSON object."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
@@ -146,12 +146,12 @@ def json_object(line: str, where: str) -> dict[str, Any]:
             f"{where}: broken JSON ({error.msg} at column {error.colno}); each line must be one JSON object"
         ) from None
     if not isinstance(record, dict):
-        raise MkdDataError(f"{where}: a JSON {type(record).__name__}, where each line must be one JSON object")
+        raise MkdDataError(f"{where}: a JSON {type(record).__name__}; each line must be one JSON object")
     return record
 
 
 def require_unicode(text: str, where: str) -> None:
-    """Raise MkdDataError for half a surrogate pair, which JSON can write and no tokenizer can read."""
+    """Raise MkdDataError for half a surrogate pair, which JSON can encode and tokenizers cannot read."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -171,23 +171,34 @@ def _text_of_line(line: str, json_key: str, where: str) -> str:
 
 
 def load_tokenizer(directory: str, flag: str = "--tokenizer-model") -> PreTrainedTokenizerBase:
-    """The tokenizer of a Hugging Face folder, read from disk only.
+    """Read the tokenizer of a Hugging Face folder, from disk only.
 
-    Raises MkdDataError when the folder is missing, holds no tokenizer files, or transformers cannot read them.
+    Raises MkdDataError if the folder is missing, holds no tokenizer files, or transformers cannot read them.
     """
     path = Path(directory)
     if not path.is_dir():
         raise MkdDataError(f"{flag} {directory} does not exist or is not a folder")
-    if not any((path / name).is_file() for name in TOKENIZER_FILES):
-        raise MkdDataError(f"{flag} {directory} holds no tokenizer (none of {', '.join(TOKENIZER_FILES)})")
+    if not any((path / name).is_file() for name in TOKENIZER_MARKERS):
+        raise MkdDataError(f"{flag} {directory} holds no tokenizer (none of {', '.join(TOKENIZER_MARKERS)})")
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except Exception as error:
         raise MkdDataError(f"{flag} {directory}: transformers cannot read it: {error}") from error
 
 
+@lru_cache(maxsize=8)
+def once_per_process[Loaded](load: Callable[..., Loaded], *args: str) -> Loaded:
+    """`load(*args)`, cached in this process: a worker process reads a tokenizer once, not once per batch.
+
+    Args:
+        load: reads a tokenizer, or an object around one.
+        args: folder, and flag that named it.
+    """
+    return load(*args)
+
+
 def eod_id(tokenizer: PreTrainedTokenizerBase, directory: str) -> int:
-    """The id that ends a document: the tokenizer's end-of-sequence token. Raises MkdDataError when it has none."""
+    """Id of the tokenizer's end-of-sequence token, which ends a document. Raises MkdDataError if it has none."""
     if tokenizer.eos_token_id is None:
         raise MkdDataError(
             f"--tokenizer-model {directory} has no eos_token to end documents with: set one in its "
@@ -197,26 +208,22 @@ def eod_id(tokenizer: PreTrainedTokenizerBase, directory: str) -> int:
 
 
 def encode(encoding: Encoding, batch: RawBatch) -> EncodedBatch:
-    """Parse and tokenize a batch. No special token is added but the end of document.
+    """Parse and tokenize a batch. The only special token added is the end of document.
 
     Raises MkdDataError as `parse` does.
     """
-    tokenizer, eod = _tokenizer_of_process(encoding)
+    tokenizer = once_per_process(load_tokenizer, encoding.tokenizer_dir)
     texts = parse(batch, encoding.json_key)
-    rows = (
+    documents = (
         tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
         if texts
         else []
     )
-    if eod is not None:
-        for row in rows:
-            row.append(eod)
-    rows = [row for row in rows if row]
-    tokens = np.concatenate([np.asarray(row, dtype=np.int32) for row in rows]) if rows else np.empty(0, np.int32)
-    return EncodedBatch(tokens, [len(row) for row in rows], batch.size, len(batch.documents) - len(rows))
-
-
-@lru_cache(maxsize=1)
-def _tokenizer_of_process(encoding: Encoding) -> tuple[PreTrainedTokenizerBase, int | None]:
-    tokenizer = load_tokenizer(encoding.tokenizer_dir)
-    return tokenizer, eod_id(tokenizer, encoding.tokenizer_dir) if encoding.append_eod else None
+    if encoding.append_eod:
+        eod = eod_id(tokenizer, encoding.tokenizer_dir)
+        for ids in documents:
+            ids.append(eod)
+    documents = [ids for ids in documents if ids]
+    tokens = [np.empty(0, np.int32), *(np.asarray(ids, dtype=np.int32) for ids in documents)]
+    empty = len(batch.documents) - len(documents)
+    return EncodedBatch(np.concatenate(tokens), [len(ids) for ids in documents], batch.size, empty)

@@ -1,1 +1,1 @@
-"""One text in the tokens of two tokenizers, aligned."""
+"""Alignment of one text in the tokens of two tokenizers."""

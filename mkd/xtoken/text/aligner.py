@@ -1,9 +1,9 @@
-"""Data in the tokens of the student and of teachers with other tokenizers: what worker processes compute."""
+"""Tokenization and alignment of data for the student and teachers with other tokenizers, in worker processes."""
 
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from hashlib import blake2b
 
 import numpy as np
@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mkd.data.sources.aligned import AlignedBatch, AlignedSample, DocumentBatch, TeacherText
 from mkd.data.sources.chat import EMPTY, UNSUPERVISED, Conversation
-from mkd.data.sources.text import RawBatch
+from mkd.data.sources.text import RawBatch, once_per_process
 from mkd.errors import MkdDataError
 from mkd.xtoken.text.alignment import NO_CHUNK
 from mkd.xtoken.text.samples import AlignedPair, Passage, align_sample
@@ -20,8 +20,8 @@ from mkd.xtoken.text.tokens import Role, SpanTokenizer
 EMPTY_DOCUMENT = "without text"
 TOO_SHORT = "with less than two tokens"
 UNALIGNED = "without a chunk of text that is aligned"
-UNPLACED = "answers that are not found in what the chat templates make of them"
-"""Why samples, and messages, take no part."""
+NOT_FOUND = "answers that are not found in the output of the chat templates"
+"""Reasons for leaving out samples and messages."""
 
 
 @dataclass(frozen=True)
@@ -29,26 +29,26 @@ class TextAligner:
     """Tokenizes chats and documents with all tokenizers and aligns them: a `mkd.data.sources.aligned.BatchAligner`."""
 
     folders: tuple[str, ...]
-    """Of Hugging Face tokenizers, the student's first."""
+    """Folders of Hugging Face tokenizers, the student's first."""
     flags: tuple[str, ...]
-    """Where each was named."""
+    """Flag that named each folder."""
     all_messages: bool = False
-    """Whether what others than the assistant say is aligned too."""
+    """Align messages of all roles, not only the assistant's."""
     special_pairs: tuple[tuple[tuple[int, int], ...], ...] = ()
-    """For each teacher the ids (student's, teacher's) of the special tokens that are the same to the loss: others that
-    stand at the same place of a text are in no chunk. Empty: the loss takes the text's own."""
+    """For each teacher the ids (student's, teacher's) of the special tokens that the loss treats as equal; other pairs
+    of special tokens at the same position of a text are in no chunk. Empty: all pairs of special tokens are chunks."""
 
     def __post_init__(self) -> None:
-        """Raises MkdDataError for a folder without a tokenizer that can be used."""
+        """Raises MkdDataError for a folder without a usable tokenizer."""
         _ = self.fingerprint
 
     @property
     def tokenizers(self) -> list[SpanTokenizer]:
-        return [_tokenizer_of_process(*named) for named in zip(self.folders, self.flags, strict=True)]
+        return [once_per_process(SpanTokenizer, *named) for named in zip(self.folders, self.flags, strict=True)]
 
     @cached_property
     def fingerprint(self) -> str:
-        """Differs when any token or alignment may."""
+        """Changes whenever a token or an alignment may change."""
         parts = [[t.hash, t.tokenizer.chat_template, t.adds_bos] for t in self.tokenizers]
         whole = [parts, self.all_messages, self.special_pairs]
         return blake2b(json.dumps(whole).encode(), digest_size=16).hexdigest()
@@ -74,7 +74,7 @@ class TextAligner:
             self._add(coded, self._aligned(chat), UNSUPERVISED)
 
     def _add_document(self, coded: AlignedBatch, ids: np.ndarray) -> None:
-        """A document is the text of its tokens."""
+        """Decode a document to text, and align that."""
         student = self.tokenizers[0]
         if len(ids) and ids.max() >= student.size:
             raise MkdDataError(
@@ -101,32 +101,27 @@ class TextAligner:
 
     def _add(self, coded: AlignedBatch, samples: Sequence[AlignedPair], without_target: str) -> None:
         first = samples[0]
-        coded.skipped[UNPLACED] += max(sample.unplaced for sample in samples)
+        coded.skipped[NOT_FOUND] += max(sample.not_found for sample in samples)
         if not first.student_targets.any():
             coded.skipped[without_target] += 1
         elif any(sample.alignment.count == 0 for sample in samples):
             coded.skipped[UNALIGNED] += 1
         else:
-            others = tuple(
+            views = tuple(
                 TeacherText(s.teacher_ids, s.teacher_targets, s.alignment.teacher_chunk, s.alignment.student_chunk)
                 for s in samples
             )
-            coded.samples.append(AlignedSample(first.student_ids, first.student_targets, others))
-
-
-@lru_cache(maxsize=8)
-def _tokenizer_of_process(folder: str, flag: str) -> SpanTokenizer:
-    return SpanTokenizer(folder, flag)
+            coded.samples.append(AlignedSample(first.student_ids, first.student_targets, views))
 
 
 def _passages(ids: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> Iterator[Passage]:
-    """The texts of a document, cut where a sequence begins or ends: that every model says with tokens of its own.
+    """The texts of a document, cut at the student's BOS and EOS tokens, which each model replaces by its own.
 
-    Other tools put the first before a document, and both between texts that they join.
+    Other tools put a BOS before a document, and both between texts that they join.
     """
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     begins, ends = ids == bos, ids == eos
-    if bos == eos:  # what stands at the beginning begins
+    if bos == eos:  # a token at the beginning is a BOS
         begins[1:] = False
         ends[:1] = False
     for part in np.split(np.arange(len(ids)), np.union1d(np.flatnonzero(begins), np.flatnonzero(ends) + 1)):

@@ -1,9 +1,10 @@
-"""Which tokens of a student and of a teacher cover the same characters of a text.
+"""Alignment of two tokenizations of one text: which runs of tokens cover the same characters.
 
-A boundary between two tokens lies after the last character of all tokens up to it and before the first character of
-all later ones, if there is such a place: bytes of one character are not parted. Characters that no token covers, as
-where a tokenizer drops white space, leave a boundary free to be anywhere among them. Where boundaries of both sides
-meet, a chunk ends and the next begins. All of it is sorting and counting, linear in the number of tokens.
+The boundary between two tokens lies after the last character of all tokens up to it and before the first character of
+all later ones, if there is such a position: bytes of one character are not separated. Characters that no token covers,
+for example white space that a tokenizer drops, leave a boundary free to be anywhere among them. A text chunk ends, and
+the next begins, where boundaries of both tokenizations can coincide. All of it is sorting and counting, linear in the
+number of tokens.
 """
 
 from collections.abc import Sequence
@@ -19,35 +20,35 @@ NO_CLUSTER = -1
 
 @dataclass(frozen=True)
 class Alignment:
-    """Chunks: runs of tokens of the student and of the teacher that cover the same characters.
+    """Text chunks: runs of tokens of the student and of the teacher that cover the same characters.
 
-    A chunk has tokens of the text only, or one special token of each side. Its tokens are contiguous on each side and
-    there is at least one on each. What one tokenizer drops from the text (white space, control characters) is not
-    compared. Tokens in no chunk are those without a counterpart.
+    A chunk has tokens of the text only, or one special token of each model. It has at least one token of each model,
+    and they are consecutive. Characters that one tokenizer drops (white space, control characters) are not compared.
+    Tokens without a counterpart are in no chunk.
     """
 
     student_chunk: np.ndarray
-    """[n_s] int32: chunk of every token, NO_CHUNK for none."""
+    """[n_s] int32 chunk of each student token, NO_CHUNK for none."""
     teacher_chunk: np.ndarray
-    """[n_t] int32."""
+    """[n_t] int32 chunk of each teacher token."""
     count: int
     """Chunks are numbered 0 to count - 1 in the text's order."""
 
     def only(self, kept: np.ndarray) -> "Alignment":
-        """The chunks of a [count] bool mask, numbered anew."""
+        """The chunks of a [count] bool mask, renumbered."""
         number = np.where(kept, np.cumsum(kept) - 1, NO_CHUNK).astype(np.int32)
-        number = np.append(number, np.int32(NO_CHUNK))  # where index NO_CHUNK finds it
+        number = np.append(number, np.int32(NO_CHUNK))  # read by index NO_CHUNK
         return Alignment(number[self.student_chunk], number[self.teacher_chunk], int(kept.sum()))
 
     def within(self, student_tokens: np.ndarray, teacher_tokens: np.ndarray) -> "Alignment":
-        """The chunks whose tokens are all in both masks, [n_s] and [n_t] bool."""
+        """The chunks all of whose tokens are in the masks, [n_s] and [n_t] bool."""
         kept = np.ones(self.count, dtype=bool)
         for chunk, tokens in ((self.student_chunk, student_tokens), (self.teacher_chunk, teacher_tokens)):
             kept[chunk[~tokens & (chunk >= 0)]] = False
         return self.only(kept)
 
     def truncated(self, student_length: int, teacher_length: int) -> "Alignment":
-        """What is left of it when sequences are cut after so many tokens: the chunks that are still whole."""
+        """The alignment of both sequences cut to these lengths: chunks that are not whole are dropped."""
         masks = [
             np.arange(len(chunk)) < length
             for chunk, length in ((self.student_chunk, student_length), (self.teacher_chunk, teacher_length))
@@ -59,10 +60,10 @@ class Alignment:
 def align(text: str, student: TokenSpans, teacher: TokenSpans) -> Alignment:
     """Align two tokenizations of one text.
 
-    Tokens that were added before or after the text are paired by role, content by characters. A chunk with an unknown
-    token, or with a special token that is not alone on both sides, is none.
+    Tokens that were added before or after the text are paired by role, content by characters. Chunks with an unknown
+    token, or with a special token and any other token of the same model, are dropped.
     """
-    (s_begin, s_end), (t_begin, t_end) = (_in_text(side) for side in (student, teacher))
+    (s_begin, s_end), (t_begin, t_end) = (_in_text(spans) for spans in (student, teacher))
     s, t = slice(s_begin, s_end), slice(t_begin, t_end)
     parts = [
         _align_added(student.roles[:s_begin], teacher.roles[:t_begin]),
@@ -79,43 +80,43 @@ def align_spans(
 
     Args:
         text: [characters].
-        student, teacher: [n_s, 2] and [n_t, 2] int64, first character and end of each token.
+        student, teacher: [n_s, 2] and [n_t, 2] int64, (first character, end) of each token.
         student_roles, teacher_roles: [n_s] and [n_t] `Role`.
     """
-    sides = _clusters(text, student), _clusters(text, teacher)
-    chunk_of_cluster, count = _meet(*sides)
-    chunks = [of_cluster[side.of_token] for of_cluster, side in zip(chunk_of_cluster, sides, strict=True)]
+    both = _clusters(text, student), _clusters(text, teacher)
+    chunk_of_cluster, count = _common_chunks(*both)
+    chunks = [chunk[clusters.of_token] for chunk, clusters in zip(chunk_of_cluster, both, strict=True)]
     kept = _comparable(chunks, (student_roles, teacher_roles), count)
     return Alignment(*chunks, count).only(kept)
 
 
 def concatenated(parts: Sequence[Alignment]) -> Alignment:
-    """The alignment of sequences that are put one after the other."""
+    """The alignment of concatenated sequences."""
     before = np.cumsum([0, *(part.count for part in parts)])
-    sides = [[part.student_chunk for part in parts], [part.teacher_chunk for part in parts]]
+    both = [[part.student_chunk for part in parts], [part.teacher_chunk for part in parts]]
     numbered = [
-        np.concatenate([np.where(c >= 0, c + n, NO_CHUNK) for c, n in zip(side, before, strict=False)])
-        for side in sides
+        np.concatenate([np.where(c >= 0, c + n, NO_CHUNK) for c, n in zip(chunks, before, strict=False)])
+        for chunks in both
     ]
-    return Alignment(*(side.astype(np.int32) for side in numbered), int(before[-1]))
+    return Alignment(*(chunks.astype(np.int32) for chunks in numbered), int(before[-1]))
 
 
 def unaligned(student_length: int, teacher_length: int) -> Alignment:
-    """No chunk at all."""
+    """An alignment without chunks."""
     return Alignment(*(np.full(n, NO_CHUNK, dtype=np.int32) for n in (student_length, teacher_length)), 0)
 
 
-def _in_text(side: TokenSpans) -> tuple[int, int]:
-    """First and end of the tokens that were not added. Without any, the end of a sequence comes after them."""
-    inside = np.flatnonzero(side.offsets[:, 0] != NOT_IN_TEXT)
+def _in_text(spans: TokenSpans) -> tuple[int, int]:
+    """(first, end) of the tokens that were not added; an empty range after the BOS if there are none."""
+    inside = np.flatnonzero(spans.offsets[:, 0] != NOT_IN_TEXT)
     if len(inside):
         return int(inside[0]), int(inside[-1]) + 1
-    begin = int((side.roles == Role.BOS).sum())
+    begin = int((spans.roles == Role.BOS).sum())
     return begin, begin
 
 
 def _align_added(student: np.ndarray, teacher: np.ndarray) -> Alignment:
-    """Pair equal roles in their order, each token with one at most."""
+    """Pair tokens of equal roles in order, each token at most once."""
     found = unaligned(len(student), len(teacher))
     count = begin = 0
     for i, role in enumerate(student):
@@ -128,53 +129,52 @@ def _align_added(student: np.ndarray, teacher: np.ndarray) -> Alignment:
 
 @dataclass(frozen=True)
 class _Clusters:
-    """Tokens that no boundary parts, and the boundaries before, between and after them."""
+    """Runs of tokens without a boundary inside, and the boundaries before, between and after them."""
 
     of_token: np.ndarray
-    """[n] cluster of every token; NO_CLUSTER where the tokens together cover no character."""
+    """[n] cluster of each token; NO_CLUSTER if all tokens together cover no character."""
     low: np.ndarray
-    """[clusters + 1] first place of each boundary, as a number of characters before it."""
+    """[clusters + 1] lowest position of each boundary, as the number of characters before it."""
     high: np.ndarray
-    """[clusters + 1] last place; always before the next boundary's first."""
+    """[clusters + 1] highest position; always below the lowest of the next boundary."""
 
 
 def _clusters(text: str, offsets: np.ndarray) -> _Clusters:
     """Cut tokens into clusters.
 
-    A boundary's places are those with nothing but white space that no token covers on their right, up to the next
-    token: other characters without a token, such as an accent that became part of its letter, stay with what is
-    before them.
+    A boundary may lie anywhere in the white space before the next token that no token covers. Other characters without
+    a token, such as an accent that became part of its letter, belong to the token before them.
     """
     if (offsets[:, 0] == offsets[:, 1]).all():
         return _Clusters(np.full(len(offsets), NO_CLUSTER), np.array([0]), np.array([len(text)]))
     low = np.append(0, np.maximum.accumulate(offsets[:, 1]))
     high = np.append(np.minimum.accumulate(offsets[::-1, 0])[::-1], len(text))
-    place = np.flatnonzero(low <= high)  # before token `place`
-    low, high = low[place], high[place]
+    before = np.flatnonzero(low <= high)  # boundary before this token
+    low, high = low[before], high[before]
     for k in np.flatnonzero(low < high):
         gap = text[low[k] : high[k]]
         if k == 0:
             high[k] -= len(gap.lstrip())
         else:
             low[k] += len(gap.rstrip())
-    return _without_empty(len(offsets), place, low, high)
+    return _without_empty(before, low, high)
 
 
-def _without_empty(tokens: int, place: np.ndarray, low: np.ndarray, high: np.ndarray) -> _Clusters:
-    """Join clusters that cover no character with the next one, or the last."""
+def _without_empty(before: np.ndarray, low: np.ndarray, high: np.ndarray) -> _Clusters:
+    """Merge clusters that cover no character with the next one, or at the end with the previous one."""
     kept = np.append(True, low[1:] > high[:-1])
     if not kept[-1]:
         kept[-1] = True
         kept[np.flatnonzero(kept[:-1])[-1]] = False
-    place, low, high = place[kept], low[kept], high[kept]
-    return _Clusters(np.repeat(np.arange(len(place) - 1), np.diff(place)), low, high)
+    before, low, high = before[kept], low[kept], high[kept]
+    return _Clusters(np.repeat(np.arange(len(before) - 1), np.diff(before)), low, high)
 
 
-def _meet(student: _Clusters, teacher: _Clusters) -> tuple[list[np.ndarray], int]:
-    """Chunks between the places where boundaries of both sides can be one.
+def _common_chunks(student: _Clusters, teacher: _Clusters) -> tuple[list[np.ndarray], int]:
+    """Chunks between the positions where boundaries of both tokenizations can coincide.
 
     Returns:
-        chunk of each cluster of the student, and of the teacher, [clusters + 1] int32; and how many chunks there are.
+        chunk of each cluster of the student and of the teacher, [clusters + 1] int32; and the number of chunks.
     """
     first = np.searchsorted(teacher.high, student.low, side="left")
     last = np.searchsorted(teacher.low, student.high, side="right")
@@ -182,14 +182,14 @@ def _meet(student: _Clusters, teacher: _Clusters) -> tuple[list[np.ndarray], int
     s = np.repeat(np.arange(len(times)), times)
     t = np.arange(len(s)) - np.repeat(np.cumsum(times) - times - first, times)
     s_size, t_size = np.diff(s), np.diff(t)
-    both = (s_size > 0) & (t_size > 0)  # else what one side has here, the other dropped from the text
+    both = (s_size > 0) & (t_size > 0)  # else one tokenizer dropped the characters that the other one has here
     number = np.where(both, np.cumsum(both) - 1, NO_CHUNK).astype(np.int32)
-    last = np.int32(NO_CHUNK)  # where index NO_CLUSTER finds it
+    last = np.int32(NO_CHUNK)  # read by index NO_CLUSTER
     return [np.append(np.repeat(number, size), last) for size in (s_size, t_size)], int(both.sum())
 
 
 def _comparable(chunks: Sequence[np.ndarray], roles: Sequence[np.ndarray], count: int) -> np.ndarray:
-    """[count] bool: chunks of content only, or of one special token on each side; none with an unknown token."""
+    """[count] bool, True for chunks of content only, or of one special token of each model, without unknown tokens."""
     inside = [chunk >= 0 for chunk in chunks]
     special, unknown, size = (
         [np.bincount(c[i], weights=w[i], minlength=count) for c, i, w in zip(chunks, inside, weights, strict=True)]

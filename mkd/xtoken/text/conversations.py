@@ -1,4 +1,4 @@
-"""Where the messages of a conversation stand in what a chat template made of it."""
+"""Rendered conversations, and the position of each message in the rendered text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,27 +10,26 @@ from mkd.data.sources.chat import ASSISTANT, ChatTemplate, Conversation
 from mkd.errors import MkdDataError
 from mkd.xtoken.text.tokens import Role, SpanTokenizer, TokenSpans
 
-Place = tuple[int, int] | None
-"""First character and end; None where it cannot be told."""
+Span = tuple[int, int] | None
+"""(first character, end); None if it is unknown."""
 
 
 @dataclass(frozen=True)
 class ChatSpans:
-    """A conversation through one model's template and tokenizer."""
+    """A conversation rendered by one model's template and tokenized."""
 
     text: str
-    """What the template made of it."""
+    """Output of the template."""
     tokens: TokenSpans
-    """Of the text. Special tokens are in the text, none is added."""
-    places: list[Place]
-    """Of each message's content, without white space at its ends. None also for an empty message."""
-
+    """Tokens of the text. Special tokens are part of the text, none is added."""
+    contents: list[Span]
+    """Span of each message's content, without white space at its ends. None also for an empty message."""
     openings: frozenset[int]
-    """Ids of special tokens that begin a message, as in what comes before an answer."""
+    """Ids of the special tokens in the generation prompt, which begin a message."""
 
     def end_of_turn(self, message: int) -> int | None:
-        """The special token that ends a message, with at most white space before it; None if there is none."""
-        end = self.places[message][1]
+        """Index of the special token that ends a message, after at most white space; None if there is none."""
+        end = self.contents[message][1]
         after = np.flatnonzero(self.tokens.offsets[:, 0] >= end)
         for token in after:
             if self.tokens.roles[token] not in (Role.CONTENT, Role.UNK):
@@ -41,36 +40,36 @@ class ChatSpans:
 
 
 def ends_of_turn(student: SpanTokenizer, teacher: SpanTokenizer) -> tuple[tuple[str, str], ...]:
-    """(student's, teacher's) special token that ends an answer in their chat templates: it may be another than ends
-    texts. Nothing where a template or such a token is missing."""
+    """(student's, teacher's) special token that ends an answer in their chat templates, which may differ from the
+    end-of-sequence token. Empty if a template or such a token is missing."""
     chat = Conversation([{"role": "user", "content": "What?"}, {"role": ASSISTANT, "content": "This."}])
     found = []
-    for side in (student, teacher):
+    for tokenizer in (student, teacher):
         try:
-            spans = encode_chat(side, chat)
+            spans = encode_chat(tokenizer, chat)
         except MkdDataError:
             return ()
-        end = None if spans.places[-1] is None else spans.end_of_turn(1)
+        end = None if spans.contents[-1] is None else spans.end_of_turn(1)
         if end is None:
             return ()
-        found.append(side.tokenizer.convert_ids_to_tokens(int(spans.tokens.ids[end])))
+        found.append(tokenizer.tokenizer.convert_ids_to_tokens(int(spans.tokens.ids[end])))
     return (tuple(found),)
 
 
 def encode_chat(tokenizer: SpanTokenizer, chat: Conversation) -> ChatSpans:
-    """Render and tokenize a conversation, and find its messages.
+    """Render and tokenize a conversation, and locate its messages.
 
     Raises:
-        MkdDataError: the tokenizer has no template, or it refuses the conversation.
+        MkdDataError: the tokenizer has no template, or the template refuses the conversation.
     """
     template = tokenizer.template
     text, prompt = template.text(chat), template.text(chat, prompt=True)
     tokens = tokenizer.encode(text)
-    return ChatSpans(text, tokens, _places(text, template, chat), _openings(tokenizer, text, tokens, prompt))
+    return ChatSpans(text, tokens, _content_spans(text, template, chat), _openings(tokenizer, text, tokens, prompt))
 
 
 def _openings(tokenizer: SpanTokenizer, text: str, tokens: TokenSpans, prompt: str) -> frozenset[int]:
-    """See `ChatSpans`, from the same conversation with what comes before an answer."""
+    """See `ChatSpans.openings`; `prompt` is the text with the generation prompt."""
     more = tokenizer.encode(prompt.removeprefix(text))
     special = (more.roles != Role.CONTENT) & (more.roles != Role.UNK)
     if not prompt.startswith(text):  # a template may end a conversation with more than the last turn's end
@@ -80,33 +79,32 @@ def _openings(tokenizer: SpanTokenizer, text: str, tokens: TokenSpans, prompt: s
     return frozenset(more.ids[special].tolist())
 
 
-def _places(text: str, template: ChatTemplate, chat: Conversation) -> list[Place]:
-    """Find the contents by rendering the conversation once more with a mark in place of each.
+def _content_spans(text: str, template: ChatTemplate, chat: Conversation) -> list[Span]:
+    """Locate the contents by rendering the conversation a second time with a mark in place of each.
 
-    What stands around the marks stands around the contents too, unless the template looks into a content (for
-    reasoning, say) and does something else with it. Then the content counts where it occurs once in the rest of the
-    text, and nowhere otherwise.
+    The text around the marks also surrounds the contents, unless the template inspects a content (for reasoning, say)
+    and renders it differently. Then the content is located if it occurs exactly once in the rest of the text.
     """
     contents = [(message.get("content") or "").strip() for message in chat.messages]
     marks = [f"\ue0f1{number}\ue0f2" if content else "" for number, content in enumerate(contents)]
     marked = template.text(_with_contents(chat, marks))
-    places: list[Place] = []
+    spans: list[Span] = []
     done = done_marked = 0
-    in_step = True
+    matches = True
     for content, mark in zip(contents, marks, strict=True):
         found = marked.find(mark, done_marked) if mark else -1
         if found < 0:
-            places.append(None)
+            spans.append(None)
             continue
         between = marked[done_marked:found]
-        begin = _after(text, done, between, content) if in_step else None
+        begin = _after(text, done, between, content) if matches else None
         if begin is None and text.count(content, done) == 1:
             begin = text.index(content, done)
-        in_step = begin is not None
+        matches = begin is not None
         done_marked = found + len(mark)
-        done = begin + len(content) if in_step else done
-        places.append((begin, done) if in_step else None)
-    return places
+        done = begin + len(content) if matches else done
+        spans.append((begin, done) if matches else None)
+    return spans
 
 
 def _with_contents(chat: Conversation, contents: Sequence[str]) -> Conversation:
@@ -118,7 +116,7 @@ def _with_contents(chat: Conversation, contents: Sequence[str]) -> Conversation:
 
 
 def _after(text: str, done: int, between: str, content: str) -> int | None:
-    """Where a content begins that follows `between`, if it does; both may have more white space before them."""
+    """Start of a content that follows `between`, else None; both may be preceded by more white space."""
     for start in (done, _skip_space(text, done)):
         if text.startswith(between, start):
             begin = _skip_space(text, start + len(between))

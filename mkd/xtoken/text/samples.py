@@ -1,4 +1,4 @@
-"""One sample, text or conversation, as the tokens of a student and of a teacher with their alignment."""
+"""One sample, document or conversation, as the tokens of a student and of one teacher with their alignment."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,34 +14,34 @@ from mkd.xtoken.text.tokens import Role, SpanTokenizer
 
 @dataclass(frozen=True)
 class Passage:
-    """A text of a document, and the special tokens of the student around it."""
+    """One text of a document, and the student's special tokens around it."""
 
     text: str
     begins: bool = False
-    """Whether its beginning-of-sequence token stands before the text."""
+    """True if the beginning-of-sequence token precedes the text."""
     ends: bool = True
-    """Whether its end-of-sequence token stands behind it."""
+    """True if the end-of-sequence token follows the text."""
 
 
 @dataclass(frozen=True)
 class AlignedPair:
-    """What both models read, what the student learns, and which tokens mean the same."""
+    """Tokens of both models, the student's targets, and the alignment."""
 
     student_ids: np.ndarray
     """[n_s] int32."""
     teacher_ids: np.ndarray
     """[n_t] int32."""
     student_targets: np.ndarray
-    """[n_s] bool: what cross-entropy is taken on. Never the first token, which nothing predicts."""
+    """[n_s] bool, True for targets of cross-entropy. Never the first token, which no position predicts."""
     teacher_targets: np.ndarray
-    """[n_t] bool: tokens in a chunk."""
+    """[n_t] bool, True for tokens in a chunk."""
     alignment: Alignment
-    """Only chunks all of whose tokens are predicted: on both sides, and for conversations as targets of the student."""
-    unplaced: int = 0
-    """Messages that were to be aligned and could not be found in what the templates made of them."""
+    """Only chunks all of whose tokens are predicted by both models, and in conversations are targets of the student."""
+    not_found: int = 0
+    """Messages that could not be located in the output of the chat templates."""
 
     def truncated(self, student_length: int, teacher_length: int) -> "AlignedPair":
-        """The sample when sequences are cut after so many tokens."""
+        """The sample with both sequences cut to these lengths."""
         s, t = slice(student_length), slice(teacher_length)
         alignment = self.alignment.truncated(student_length, teacher_length)
         return AlignedPair(
@@ -50,26 +50,26 @@ class AlignedPair:
             self.student_targets[s],
             alignment.teacher_chunk != NO_CHUNK,
             alignment,
-            self.unplaced,
+            self.not_found,
         )
 
     def only_pairs(self, special: np.ndarray, pairs: Sequence[tuple[int, int]]) -> "AlignedPair":
-        """Without the chunks of special tokens that are not the same by other knowledge.
+        """Drop the chunks of special tokens that are not in `pairs`.
 
         Args:
-            special: [n_s] bool, the student's special tokens; each is alone in its chunk, on both sides.
-            pairs: ids (student, teacher) of tokens that mean the same.
+            special: [n_s] bool, the student's special tokens; each is alone in its chunk, in both views.
+            pairs: ids (student, teacher) of equivalent tokens.
         """
         found, known = self.alignment, set(pairs)
         ids = np.zeros((2, found.count), dtype=np.int64)
-        for side, chunk, tokens in (
+        for view, chunk, tokens in (
             (0, found.student_chunk, self.student_ids),
             (1, found.teacher_chunk, self.teacher_ids),
         ):
-            ids[side, chunk[chunk != NO_CHUNK]] = tokens[chunk != NO_CHUNK]
+            ids[view, chunk[chunk != NO_CHUNK]] = tokens[chunk != NO_CHUNK]
         kept = np.ones(found.count, dtype=bool)
-        places = found.student_chunk[special & (found.student_chunk != NO_CHUNK)]
-        kept[places] = [pair in known for pair in zip(*ids[:, places].tolist(), strict=True)]
+        chunks = found.student_chunk[special & (found.student_chunk != NO_CHUNK)]
+        kept[chunks] = [pair in known for pair in zip(*ids[:, chunks].tolist(), strict=True)]
         found = found.only(kept)
         return replace(self, alignment=found, teacher_targets=found.teacher_chunk != NO_CHUNK)
 
@@ -84,42 +84,42 @@ def align_sample(
     """Tokenize a sample for both models and align it.
 
     Args:
-        student: gives the ids that training without another tokenizer has: texts with the special tokens around them,
-            or a conversation through its template.
-        teacher: its texts begin with the token that it begins texts with on its own, if there is one, and end as the
-            student's do.
-        sample: a document, or a conversation, which goes through each model's own template.
-        all_messages: align what others than the assistant say, too.
+        student: the ids are those of training with one tokenizer: texts with the special tokens around them, or a
+            conversation rendered by its template.
+        teacher: its texts begin with its beginning-of-sequence token if the tokenizer adds one by default, and end as
+            the student's do.
+        sample: a document, or a conversation, which each model's own template renders.
+        all_messages: align messages of all roles, not only the assistant's.
 
     Raises:
-        MkdDataError: as `SpanTokenizer.encode` and `ChatTemplate.encode`; or the sample has no tokens.
+        MkdDataError: see `SpanTokenizer.encode` and `ChatTemplate.encode`; or the sample has no tokens.
     """
     if not isinstance(sample, Conversation):
-        sides = [
+        encoded = [
             (
                 student.encode(passage.text, bos=passage.begins, eos=passage.ends),
                 teacher.encode(passage.text, bos=teacher.adds_bos, eos=passage.ends),
             )
             for passage in sample
         ]
-        found = concatenated([align(passage.text, *both) for passage, both in zip(sample, sides, strict=True)])
-        mine, its = (np.concatenate([both[side].ids for both in sides]) for side in (0, 1))
-        return _sample(mine, its, _all_but_first(mine), found)
+        found = concatenated([align(passage.text, *both) for passage, both in zip(sample, encoded, strict=True)])
+        ids, teacher_ids = (np.concatenate([both[view].ids for both in encoded]) for view in (0, 1))
+        return _sample(ids, teacher_ids, _all_but_first(ids), found)
     ids, supervised = student.template.encode(sample)
     chats = encode_chat(student, sample), encode_chat(teacher, sample)
     if not np.array_equal(ids, chats[0].tokens.ids):
         raise MkdDataError(
             f"{sample.where}: the chat template of {student.flag} {student.name} does not render the conversation "
-            "the same twice"
+            "the same way twice"
         )
-    wanted = [i for i, message in enumerate(sample.messages) if all_messages or _is_answer(sample, i, message)]
-    placed = [i for i in wanted if all(chat.places[i] for chat in chats)]
-    said = [i for i in wanted if (sample.messages[i].get("content") or "").strip()]
+    selected = [i for i, message in enumerate(sample.messages) if all_messages or _is_answer(sample, i, message)]
+    located = [i for i in selected if all(chat.contents[i] for chat in chats)]
+    with_text = [i for i in selected if (sample.messages[i].get("content") or "").strip()]
     targets = supervised & _all_but_first(ids)
-    alignment = _align_messages(*chats, placed)
+    alignment = _align_messages(*chats, located)
     if not all_messages:
         alignment = alignment.within(targets, np.ones(len(chats[1].tokens), dtype=bool))
-    return _sample(chats[0].tokens.ids, chats[1].tokens.ids, targets, alignment, len(said) - len(placed))
+    return _sample(chats[0].tokens.ids, chats[1].tokens.ids, targets, alignment, len(with_text) - len(located))
 
 
 def _is_answer(chat: Conversation, number: int, message: dict[str, object]) -> bool:
@@ -127,14 +127,14 @@ def _is_answer(chat: Conversation, number: int, message: dict[str, object]) -> b
 
 
 def _sample(
-    student: np.ndarray, teacher: np.ndarray, targets: np.ndarray, alignment: Alignment, unplaced: int = 0
+    student: np.ndarray, teacher: np.ndarray, targets: np.ndarray, alignment: Alignment, not_found: int = 0
 ) -> AlignedPair:
-    for side, whose in ((student, "student"), (teacher, "teacher")):
-        if len(side) == 0:
-            raise MkdDataError(f"a sample has no token for the {whose}: leave out empty texts")
+    for ids, model in ((student, "student"), (teacher, "teacher")):
+        if len(ids) == 0:
+            raise MkdDataError(f"a sample has no token for the {model}: leave out empty texts")
     predicted = alignment.within(_all_but_first(student), _all_but_first(teacher))
     in_chunk = predicted.teacher_chunk != NO_CHUNK
-    return AlignedPair(student, teacher, targets, in_chunk, predicted, unplaced)
+    return AlignedPair(student, teacher, targets, in_chunk, predicted, not_found)
 
 
 def _all_but_first(ids: np.ndarray) -> np.ndarray:
@@ -142,17 +142,17 @@ def _all_but_first(ids: np.ndarray) -> np.ndarray:
 
 
 def _align_messages(student: ChatSpans, teacher: ChatSpans, messages: list[int]) -> Alignment:
-    """Align messages one by one, each with the token that ends it; nothing between them is aligned."""
+    """Align messages one by one, each with the token that ends it; text between them is not aligned."""
     whole = unaligned(len(student.tokens), len(teacher.tokens))
     count = 0
     for number in messages:
         regions = [_region(chat, number) for chat in (student, teacher)]
         if None in regions:
             continue
-        begin, end = student.places[number]
+        begin, end = student.contents[number]
         for *firsts, part in _message_parts(student.text[begin:end], regions):
-            sides = (whole.student_chunk, part.student_chunk), (whole.teacher_chunk, part.teacher_chunk)
-            for first, (chunks, found) in zip(firsts, sides, strict=True):
+            both = (whole.student_chunk, part.student_chunk), (whole.teacher_chunk, part.teacher_chunk)
+            for first, (chunks, found) in zip(firsts, both, strict=True):
                 inside = np.flatnonzero(found != NO_CHUNK)
                 chunks[first + inside] = found[inside] + count
             count += part.count
@@ -164,16 +164,16 @@ class _Region:
     """The tokens of a message's content."""
 
     begin: int
-    """Number of the first."""
+    """Index of the first token."""
     offsets: np.ndarray
-    """[n, 2] int64, in the content."""
+    """[n, 2] int64 offsets in the content."""
     roles: np.ndarray
-    """[n] `Role`; that of a token with characters outside the content, other than white space, is UNK."""
+    """[n] `Role`; UNK for a token with characters outside the content other than white space."""
     end_of_turn: int | None
 
 
 def _region(chat: ChatSpans, message: int) -> _Region | None:
-    begin, end = chat.places[message]
+    begin, end = chat.contents[message]
     offsets = chat.tokens.offsets
     inside = np.flatnonzero((offsets[:, 0] < end) & (offsets[:, 1] > begin))
     if len(inside) == 0:  # a tokenizer may drop all of a message
@@ -188,7 +188,7 @@ def _region(chat: ChatSpans, message: int) -> _Region | None:
 
 
 def _message_parts(content: str, regions: list[_Region]) -> Iterator[tuple[int, int, Alignment]]:
-    """First tokens of both sides and their alignment: of the content, and of the ends of turn."""
+    """(first student token, first teacher token, alignment) of the content, and of the end-of-turn tokens."""
     student, teacher = regions
     yield (
         student.begin,

@@ -1,4 +1,4 @@
-"""Token ids of a text with the characters that each token covers."""
+"""Token ids of a text, with the characters that each token covers."""
 
 import json
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ from mkd.data.sources.text import load_tokenizer, require_unicode
 from mkd.errors import MkdDataError
 
 NOT_IN_TEXT = -1
-"""Offset of a token that was added to a text."""
+"""Offset of a token that was added before or after a text."""
 
 
 class Role(IntEnum):
-    """What a token is for. An id with several roles, such as an end that also pads, has the first of them."""
+    """Role of a token. An id with several roles, such as an EOS that is also the padding, has the first of them."""
 
     CONTENT = 0
     EOS = 1
@@ -39,9 +39,9 @@ class TokenSpans:
     ids: np.ndarray
     """[n] int32."""
     offsets: np.ndarray
-    """[n, 2] int64: first character and end of what the token covers, in the text before normalization. Tokens may
-    overlap (bytes of one character) or leave characters out (white space that a tokenizer drops); NOT_IN_TEXT twice
-    for a token that was added before or after the text."""
+    """[n, 2] int64 (first character, end) of each token in the text before normalization. Tokens may overlap (bytes of
+    one character) or leave characters out (white space that a tokenizer drops); (NOT_IN_TEXT, NOT_IN_TEXT) for a token
+    that was added before or after the text."""
     roles: np.ndarray
     """[n] int8 `Role`."""
 
@@ -50,21 +50,21 @@ class TokenSpans:
 
 
 class SpanTokenizer:
-    """A fast Hugging Face tokenizer that says where its tokens stand.
+    """A fast Hugging Face tokenizer that returns the offsets of its tokens.
 
-    The ids of a text are those of `tokenizer(text, add_special_tokens=False)`, which is what training data are made
-    of; the offsets are those before any post-processor trims white space from them.
+    The ids of a text are those of `tokenizer(text, add_special_tokens=False)`, as in training data; the offsets are
+    those before any post-processor trims white space from them.
     """
 
     def __init__(self, source: str | PathLike | PreTrainedTokenizerBase, flag: str = "--tokenizer-model") -> None:
-        """Take a tokenizer, or read one from a folder.
+        """Wrap a tokenizer, or read one from a folder.
 
         Args:
             source: folder or tokenizer.
-            flag: where the folder was named, for messages.
+            flag: flag that named the folder, for messages.
 
         Raises:
-            MkdDataError: there is no tokenizer, or one that does not say where its tokens stand.
+            MkdDataError: there is no tokenizer, or it is slow (has no offsets) or empty.
         """
         is_tokenizer = isinstance(source, PreTrainedTokenizerBase)
         self.tokenizer = source if is_tokenizer else load_tokenizer(str(source), flag)
@@ -72,17 +72,17 @@ class SpanTokenizer:
         self.flag = flag
         if not self.tokenizer.is_fast:
             raise MkdDataError(
-                f"{flag} {self.name} is a slow tokenizer, which does not say where its tokens stand in a text: convert "
-                "it to a tokenizer.json"
+                f"{flag} {self.name} is a slow tokenizer, which has no offsets of tokens in a text: convert it to a "
+                "tokenizer.json"
             )
         if not len(self.tokenizer):
-            raise MkdDataError(f"{flag} {self.name} has no token: put the model's tokenizer.json into the folder")
+            raise MkdDataError(f"{flag} {self.name} has no tokens: put the model's tokenizer.json into the folder")
         self._backend = backend_of(self.description)
         self._backend.encode_special_tokens = self.tokenizer.split_special_tokens
 
     @cached_property
     def description(self) -> dict[str, Any]:
-        """Content of a tokenizer.json, without what only concerns several texts at once or added tokens."""
+        """Content of a tokenizer.json, without truncation, padding and post-processor."""
         content = json.loads(self.tokenizer.backend_tokenizer.to_str())
         return {**content, "truncation": None, "padding": None, "post_processor": None}
 
@@ -98,7 +98,7 @@ class SpanTokenizer:
         for number, token in self.tokenizer.added_tokens_decoder.items():
             if token.special:
                 roles[number] = Role.OTHER
-        for role in (Role.PAD, Role.UNK, Role.BOS, Role.EOS):  # the first roles last, so that they stay
+        for role in (Role.PAD, Role.UNK, Role.BOS, Role.EOS):  # the first roles last, so that they win
             numbers = [getattr(self.tokenizer, f"{role.name.lower()}_token_id")]
             if role == Role.UNK:
                 numbers.append(self._unknown_of_model)
@@ -109,36 +109,36 @@ class SpanTokenizer:
 
     @property
     def _unknown_of_model(self) -> int | None:
-        """What the model writes for text that it does not know, whether or not the tokenizer names it."""
+        """Id of the model's unknown token, which the tokenizer may not declare."""
         model = self.description["model"]
         token = model.get("unk_token")
         return model.get("unk_id") if token is None else self._backend.token_to_id(token)
 
     @cached_property
     def hash(self) -> str:
-        """128-bit hex hash: equal ones give all texts the same ids, and ids the same roles."""
+        """128-bit hex hash; tokenizers with equal hashes give all texts the same ids, and ids the same roles."""
         parts = [self.description, self.role_of_id.tolist()]
         return blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     @cached_property
     def adds_bos(self) -> bool:
-        """Whether the tokenizer on its own begins a text with its beginning-of-sequence token."""
+        """True if the tokenizer by default adds its beginning-of-sequence token to a text."""
         return self.tokenizer("a", verbose=False)["input_ids"][:1] == [self.tokenizer.bos_token_id]
 
     @cached_property
     def template(self) -> ChatTemplate:
-        """The tokenizer with its chat template. Raises MkdDataError when there is none."""
+        """The tokenizer with its chat template. Raises MkdDataError if there is none."""
         return ChatTemplate(self.tokenizer, self.name, self.flag)
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> TokenSpans:
         """Tokenize a text.
 
         Args:
-            text: what special tokens are called in it becomes special tokens, as everywhere else.
-            bos, eos: add the token that begins or ends a sequence.
+            text: names of special tokens in it become special tokens, as everywhere else.
+            bos, eos: add the beginning- or end-of-sequence token.
 
         Raises:
-            MkdDataError: half a surrogate pair in the text, or no such token to add.
+            MkdDataError: the text has half a surrogate pair, or the tokenizer has no such token to add.
         """
         require_unicode(text, "text")
         coded = self._backend.encode(text, add_special_tokens=False)
@@ -147,7 +147,7 @@ class SpanTokenizer:
         offsets = np.full((len(ids), 2), NOT_IN_TEXT, dtype=np.int64)
         offsets[len(before) : len(ids) - len(after)] = np.array(coded.offsets, dtype=np.int64).reshape(-1, 2)
         roles = self.role_of_id[ids]
-        roles[: len(before)], roles[len(ids) - len(after) :] = Role.BOS, Role.EOS  # one token may do for both
+        roles[: len(before)], roles[len(ids) - len(after) :] = Role.BOS, Role.EOS  # BOS and EOS may be the same id
         return TokenSpans(ids, offsets, roles)
 
     def _special(self, name: str) -> int:
@@ -160,5 +160,5 @@ class SpanTokenizer:
 
 
 def backend_of(description: dict[str, Any]) -> Tokenizer:
-    """The tokenizer that a tokenizer.json describes."""
+    """Build the tokenizer that the content of a tokenizer.json describes."""
     return Tokenizer.from_str(json.dumps(description))

@@ -1,1 +1,1 @@
-"""Projections between two vocabularies, sharded like the student's."""
+"""Projection from the student's to a teacher's vocabulary, and both vocabularies in shards."""

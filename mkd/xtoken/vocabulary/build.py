@@ -1,4 +1,4 @@
-"""Makes projections from two tokenizers, once for all processes that need the same one."""
+"""Build projections from two tokenizers, once for all processes that use the same one."""
 
 import json
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from mkd.xtoken.text.tokens import Role, SpanTokenizer
 from mkd.xtoken.vocabulary.projection import VERSION, Projection, ProjectionOptions
 
 _BATCH = 4096
-"""Rows between two reports of progress."""
+"""Student tokens between two reports of progress."""
 
 
 def build_projection(
@@ -27,37 +27,37 @@ def build_projection(
 ) -> Projection:
     """Project the student's vocabulary into the teacher's. Deterministic: the same input gives the same bits.
 
-    A student token whose bytes are a token of the teacher is that token. Another one is what the teacher writes its
-    bytes with, the j-th token (from 0) with a weight of decay^j over the sum of them. Special tokens are paired by the
-    options, by role (end, beginning, padding), and by spelling. All others, and what the teacher cannot write, have an
-    empty row.
+    A student token whose bytes are a token of the teacher maps to that token. Any other maps to the tokens that the
+    teacher encodes its bytes to, the j-th (from 0) with weight decay^j over their sum. Special tokens are paired by the
+    options, by role (EOS, BOS, padding), and by name. All other special tokens, and bytes that the teacher cannot
+    encode, have no teacher tokens.
 
     Args:
         student, teacher: the tokenizers.
         options: k, decay, pairs of special tokens.
-        progress: gets rows done and rows in all.
+        progress: called with the student tokens done and their total.
 
     Raises:
-        MkdConfigError: a pair names a token that is not there, or a vocabulary that cannot be read as bytes.
+        MkdConfigError: a pair names a token that does not exist, or a vocabulary has no known byte form.
     """
     options = options or ProjectionOptions()
-    ours, theirs = read_token_bytes(student), read_token_bytes(teacher)
-    common = {**_same_bytes(ours, theirs), **_special_pairs(student, teacher, options)}
+    student_bytes, teacher_bytes = read_token_bytes(student), read_token_bytes(teacher)
+    common = {**_same_bytes_once(student_bytes, teacher_bytes), **_special_pairs(student, teacher, options)}
     ids = np.full((student.size, options.k), -1, dtype=np.int32)
     weights = np.zeros((student.size, options.k), dtype=np.float32)
-    same = _same_surface(ours, theirs)
-    for row, piece in {**same, **common}.items():
-        ids[row, 0], weights[row, 0] = piece, 1
-    others = [row for row, surface in enumerate(ours.of_id) if surface is not None and row not in same]
+    same = _same_bytes(student_bytes, teacher_bytes)
+    for token, teacher_token in {**same, **common}.items():
+        ids[token, 0], weights[token, 0] = teacher_token, 1
+    rest = [token for token, string in enumerate(student_bytes.of_id) if string is not None and token not in same]
     cut = 0
-    for begin in range(0, len(others), _BATCH):
-        rows = others[begin : begin + _BATCH]
-        pieces = theirs.pieces([ours.of_id[row] for row in rows])
-        for row, tokens in zip(rows, pieces, strict=True):
-            cut += len(tokens) > options.k
-            _fill(ids[row], weights[row], tokens[: options.k], options.decay)
+    for begin in range(0, len(rest), _BATCH):
+        batch = rest[begin : begin + _BATCH]
+        encoded = teacher_bytes.encode([student_bytes.of_id[token] for token in batch])
+        for token, teacher_tokens in zip(batch, encoded, strict=True):
+            cut += len(teacher_tokens) > options.k
+            _fill(ids[token], weights[token], teacher_tokens[: options.k], options.decay)
         if progress:
-            progress(begin + len(rows), len(others))
+            progress(begin + len(batch), len(rest))
     return Projection(
         ids=torch.from_numpy(ids),
         weights=torch.from_numpy(weights),
@@ -71,74 +71,76 @@ def build_projection(
 
 
 def _fill(ids: np.ndarray, weights: np.ndarray, tokens: list[int], decay: float) -> None:
-    """Write one row, [k] each: a token that comes twice has both weights, and tokens without weight are left out."""
-    mass: dict[int, float] = {}
-    for place, token in enumerate(tokens):
-        mass[token] = mass.get(token, 0.0) + decay**place
-    total = sum(mass.values())
-    ordered = sorted(mass, key=lambda token: -mass[token])  # stable: equal ones stay in the text's order
-    kept = [token for token in ordered if np.float32(mass[token] / total) > 0]
+    """Write ids and weights of one student token, [k] each. Weights of a repeated teacher token are added up; tokens
+    whose weight rounds to 0 are left out."""
+    weight_of: dict[int, float] = {}
+    for position, token in enumerate(tokens):
+        weight_of[token] = weight_of.get(token, 0.0) + decay**position
+    total = sum(weight_of.values())
+    ordered = sorted(weight_of, key=lambda token: -weight_of[token])  # stable: equal weights stay in the text's order
+    kept = [token for token in ordered if np.float32(weight_of[token] / total) > 0]
     ids[: len(kept)] = kept
-    weights[: len(kept)] = [mass[token] / total for token in kept]
+    weights[: len(kept)] = [weight_of[token] / total for token in kept]
 
 
-def _first_ids(surfaces: TokenBytes) -> dict[tuple[bytes, bool], int]:
-    """Surface and whether it stands in for other text -> the lowest id."""
+def _first_ids(vocabulary: TokenBytes) -> dict[tuple[bytes, bool], int]:
+    """(bytes, is a fallback byte) -> lowest id."""
     found: dict[tuple[bytes, bool], int] = {}
-    for number, surface in enumerate(surfaces.of_id):
-        if surface is not None:
-            found.setdefault((surface, bool(surfaces.is_fallback[number])), number)
+    for token, string in enumerate(vocabulary.of_id):
+        if string is not None:
+            found.setdefault((string, bool(vocabulary.is_fallback[token])), token)
     return found
 
 
-def _same_surface(ours: TokenBytes, theirs: TokenBytes) -> dict[int, int]:
-    """Student id -> teacher id with the same bytes, of the same sort if there are a byte and a letter."""
-    target = _first_ids(theirs)
+def _same_bytes(student: TokenBytes, teacher: TokenBytes) -> dict[int, int]:
+    """Student id -> teacher id with the same bytes; a fallback byte is preferred for a fallback byte, and text for
+    text."""
+    target = _first_ids(teacher)
     found = {}
-    for number, surface in enumerate(ours.of_id):
-        sort = bool(ours.is_fallback[number])
-        match = target.get((surface, sort), target.get((surface, not sort))) if surface is not None else None
+    for token, string in enumerate(student.of_id):
+        fallback = bool(student.is_fallback[token])
+        match = target.get((string, fallback), target.get((string, not fallback))) if string is not None else None
         if match is not None:
-            found[number] = match
+            found[token] = match
     return found
 
 
-def _same_bytes(ours: TokenBytes, theirs: TokenBytes) -> dict[int, int]:
-    """The one-to-one part of `_same_surface`; ordinary tokens come before bytes that stand in for text."""
-    same = _same_surface(ours, theirs)
+def _same_bytes_once(student: TokenBytes, teacher: TokenBytes) -> dict[int, int]:
+    """The one-to-one part of `_same_bytes`; pairs of a fallback byte and text come last."""
+    same = _same_bytes(student, teacher)
     taken: set[int] = set()
     pairs = {}
-    for number in sorted(same, key=lambda n: (bool(ours.is_fallback[n] != theirs.is_fallback[same[n]]), n)):
-        if same[number] not in taken:
-            taken.add(same[number])
-            pairs[number] = same[number]
+    for token in sorted(same, key=lambda n: (bool(student.is_fallback[n] != teacher.is_fallback[same[n]]), n)):
+        if same[token] not in taken:
+            taken.add(same[token])
+            pairs[token] = same[token]
     return pairs
 
 
 def _special_pairs(student: SpanTokenizer, teacher: SpanTokenizer, options: ProjectionOptions) -> dict[int, int]:
-    """Student id -> teacher id of special tokens that mean the same, one-to-one."""
-    wanted = [_named_pair(student, teacher, pair) for pair in options.pairs]
+    """Student id -> teacher id of equivalent special tokens, one-to-one."""
+    candidates = [_named_pair(student, teacher, pair) for pair in options.pairs]
     for role in ("eos", "bos", "pad"):
-        wanted.append(tuple(getattr(side.tokenizer, f"{role}_token_id") for side in (student, teacher)))
-    named = teacher.tokenizer.get_vocab()
-    for token, number in sorted(student.tokenizer.get_vocab().items(), key=lambda item: item[1]):
-        if student.role_of_id[number] == Role.OTHER:
-            wanted.append((number, named.get(token)))
+        candidates.append(tuple(getattr(model.tokenizer, f"{role}_token_id") for model in (student, teacher)))
+    id_of = teacher.tokenizer.get_vocab()
+    for name, token in sorted(student.tokenizer.get_vocab().items(), key=lambda item: item[1]):
+        if student.role_of_id[token] == Role.OTHER:
+            candidates.append((token, id_of.get(name)))
     pairs: dict[int, int] = {}
-    for ours, theirs in wanted:
-        is_special = None not in (ours, theirs) and teacher.role_of_id[theirs] not in (Role.CONTENT, Role.UNK)
-        if is_special and ours not in pairs and theirs not in pairs.values():
-            pairs[ours] = theirs
+    for token, other in candidates:
+        is_special = None not in (token, other) and teacher.role_of_id[other] not in (Role.CONTENT, Role.UNK)
+        if is_special and token not in pairs and other not in pairs.values():
+            pairs[token] = other
     return pairs
 
 
 def _named_pair(student: SpanTokenizer, teacher: SpanTokenizer, pair: tuple[str, str]) -> tuple[int, int]:
     ids = []
-    for side, token in zip((student, teacher), pair, strict=True):
-        number = side.tokenizer.get_vocab().get(token)
-        if number is None or side.role_of_id[number] in (Role.CONTENT, Role.UNK):
-            raise MkdConfigError(f"--pair {'='.join(pair)}: {side.flag} {side.name} has no special token {token!r}")
-        ids.append(number)
+    for model, name in zip((student, teacher), pair, strict=True):
+        token = model.tokenizer.get_vocab().get(name)
+        if token is None or model.role_of_id[token] in (Role.CONTENT, Role.UNK):
+            raise MkdConfigError(f"--pair {'='.join(pair)}: {model.flag} {model.name} has no special token {name!r}")
+        ids.append(token)
     return tuple(ids)
 
 
@@ -149,15 +151,15 @@ def projection_for(
     folder: str | Path,
     say: Callable[[str], None] = lambda line: None,
 ) -> Projection:
-    """The projection from a cache; built by the first process that comes, while others wait for it.
+    """Read the projection from a cache; the first process builds it while the others wait.
 
     Args:
-        student, teacher, options: as `build_projection`.
-        folder: for a file whose name depends on all that the projection depends on.
-        say: gets a line before what may take minutes.
+        student, teacher, options: see `build_projection`.
+        folder: the cache; the file name is a hash of everything that the projection depends on.
+        say: called with a line before building, which may take minutes.
 
     Raises:
-        MkdConfigError: as `build_projection`.
+        MkdConfigError: see `build_projection`.
         MkdCacheError: the folder cannot be written, or holds a damaged file.
     """
     options = options or ProjectionOptions()
@@ -172,5 +174,5 @@ def projection_for(
                     build_projection(student, teacher, options).save(path)
     except OSError as error:
         raise MkdCacheError(f"the projection cannot be kept in {folder} ({error}): name another folder") from error
-    remedy = "delete the file, and the next job makes it anew"
+    remedy = "delete the file, and the next job builds it again"
     return Projection.load(path, student.hash, teacher.hash, "the projection in the data cache,", remedy)

@@ -156,17 +156,6 @@ def test_rebuilt_is_bit_equal(tmp_path: Path) -> None:
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-def test_padded_rows_are_empty() -> None:
-    found = built("byte_bpe", "unigram")
-    size = len(found.ids)
-    wide = found.padded_to(size + 7)
-    assert torch.equal(wide.ids[:size], found.ids)
-    assert (wide.ids[size:] == -1).all()
-    assert (wide.weights[size:] == 0).all()
-    with pytest.raises(MkdConfigError, match=rf"the student has {size - 1} output rows, fewer than the {size} tok"):
-        found.padded_to(size - 1)
-
-
 def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = built("byte_bpe", "unigram")
     hashes = found.student_hash, found.teacher_hash
@@ -186,7 +175,7 @@ def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = file.read_bytes()
     for broken in (content[:-1], content[: len(content) // 2], content[:5], b"", json.dumps({"a": 1}).encode()):
         file.write_bytes(broken)
-        with pytest.raises(MkdCacheError, match="is truncated or no projection"):
+        with pytest.raises(MkdCacheError, match="is truncated or not a projection"):
             Projection.load(file, *hashes)
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(MkdCacheError, match="is damaged"):
@@ -234,5 +223,5 @@ def test_a_cache_that_cannot_be_used(tmp_path: Path) -> None:
     projection_for(*sides, None, tmp_path)
     [kept] = tmp_path.glob("*.safetensors")
     kept.write_bytes(kept.read_bytes()[:-1])
-    with pytest.raises(MkdCacheError, match=rf"{kept} is truncated or no projection .*: delete the file"):
+    with pytest.raises(MkdCacheError, match=rf"{kept} is truncated or not a projection .*: delete the file"):
         projection_for(*sides, None, tmp_path)

@@ -108,7 +108,7 @@ def test_conversations_are_aligned_message_by_message(teacher: str, template: st
     sides = with_template("byte_bpe", template), TEACHERS[teacher]
     sample = align_sample(*sides, Conversation(TALK))
     assert said(sample, *sides) == "The function é🎈 takes\n  arguments.<|end|>this?<|end|>"
-    assert sample.unplaced == 0
+    assert sample.not_found == 0
     for ours, theirs in pieces(sample, *sides):
         assert theirs.strip() == ("</s>" if ours == "<|end|>" else ours.strip())
     assert sample.student_targets[sample.alignment.student_chunk != NO_CHUNK].all()
@@ -142,7 +142,7 @@ def test_all_messages_on_demand() -> None:
         ends = "" if name == "dropping" else "<|end|>"
         wanted = f"{prompt}What is this?{ends}The function é🎈 takes\n  arguments.<|end|>ok{ends}this?<|end|>"
         assert said(sample, STUDENT, teacher) == wanted
-        assert sample.unplaced == (name == "dropping")
+        assert sample.not_found == (name == "dropping")
         assert sample.student_targets.sum() < (sample.alignment.student_chunk != NO_CHUNK).sum()
 
 
@@ -151,14 +151,14 @@ def test_reasoning_is_found_though_the_template_looks_into_it() -> None:
     teacher = TEACHERS["reasoning"]
     sample = align_sample(STUDENT, teacher, Conversation(talk("a", thoughts, "b", "None")))
     assert said(sample, STUDENT, teacher) == f"{thoughts}<|end|>None<|end|>"
-    assert sample.unplaced == 0
+    assert sample.not_found == 0
 
 
 def test_messages_that_a_template_changes_are_counted_and_left_out() -> None:
     teacher = with_template("metaspace_bpe", BRACKETS.replace("m['content'].strip()", "m['content'].upper()"))
     sample = align_sample(STUDENT, teacher, Conversation(talk("a", "the function", "b", "NONE")))
     assert said(sample, STUDENT, teacher) == "NONE<|end|>"
-    assert sample.unplaced == 1
+    assert sample.not_found == 1
     assert sample.student_targets.sum() > (sample.alignment.student_chunk != NO_CHUNK).sum()
 
 
@@ -178,7 +178,7 @@ def test_messages_of_the_assistant_that_are_no_targets_are_not_aligned() -> None
 def test_what_is_given_need_not_be_found() -> None:
     teacher = with_template("metaspace_bpe", BRACKETS.replace("m['content'].strip()", "m['content'].upper()"))
     sample = align_sample(STUDENT, teacher, Conversation(talk("a", "given", "b", "NONE"), given=3))
-    assert sample.unplaced == 0
+    assert sample.not_found == 0
 
 
 def test_a_token_that_goes_beyond_its_message_is_in_no_chunk() -> None:
