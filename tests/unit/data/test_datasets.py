@@ -25,7 +25,7 @@ def test_evaluations_read_the_same_samples() -> None:
 
 
 def test_a_set_shorter_than_an_evaluation_is_a_fault() -> None:
-    with pytest.raises(AssertionError, match="7 samples, 8 wanted"):
+    with pytest.raises(AssertionError, match="7 samples, 8 required"):
         SameSamples(Numbers(), period=8)
 
 
