@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from mkd.data.batch import KDBatch
 from mkd.teacher.cache.lookup import Lookup
 from mkd.teacher.cache.reader import CacheReader
-from mkd.teacher.cache.record_format import TokenRows, Values
+from mkd.teacher.cache.record_format import TokenTargets, Values
 from mkd.teacher.cache.store import CacheMeta, TeacherStore
 from mkd.teacher.cache.writer import StoreWriter
 
@@ -33,12 +33,12 @@ LOWER = 2
 """A row of the table reads half of the stored tokens, to see what choosing them costs."""
 
 
-def made_up_rows(tokens: int, vocab: int, top_k: int, draws: np.random.Generator) -> TokenRows:
+def made_up_rows(tokens: int, vocab: int, top_k: int, draws: np.random.Generator) -> TokenTargets:
     """Answers with falling logits, in which the tail has a few per cent."""
     strides = draws.integers(1, vocab // top_k, (tokens, top_k))
     logits = -np.sort(draws.exponential(4.0, (tokens, top_k)), axis=1).astype(np.float32)
     head = np.log(np.exp(logits).sum(axis=1, keepdims=True))
-    return TokenRows(
+    return TokenTargets(
         ids=(np.cumsum(strides, axis=1) - 1).astype(np.int32),
         logits=logits,
         lse=head + np.float32(0.03),

@@ -1,1 +1,1 @@
-"""The job that fills a teacher cache, and the tools that inspect one."""
+"""The job that fills a teacher cache, and tools that inspect, merge and import caches."""

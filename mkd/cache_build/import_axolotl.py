@@ -1,4 +1,4 @@
-"""Answers that another tool has collected, into a teacher cache: rows with the columns of axolotl's KD data sets."""
+"""Imports targets that another tool has collected: records with the columns of axolotl's KD data sets."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -12,28 +12,28 @@ import torch
 
 from mkd.data.batch import segment_hash
 from mkd.errors import MkdDataError
-from mkd.teacher.cache.record_format import TokenRows
+from mkd.teacher.cache.record_format import TokenTargets
 from mkd.teacher.cache.store import CacheMeta
 from mkd.teacher.cache.writer import StoreWriter
 
 IDS, LOG_PROBS = "target_token_ids", "target_logprobs"
 Alignment = Literal["token", "next"]
-"""What row t of the answers is about: token t itself, or the one after it."""
-LEAST = -1e8
-"""A log-probability from here down stands for an empty place: -inf, or the -1e9 of padding."""
-_ABSENT = -60.0
-"""ln of the probability of an id that only fills a row up."""
-MOST = 1.02
-"""Sum of a row's probabilities above which its numbers are no log-probabilities; rounding to bf16 stays below."""
+"""Entry t of the targets is for token t itself ("token"), or for the token after it ("next")."""
+EMPTY_LOG_PROB = -1e8
+"""Log-probabilities at or below this stand for an empty slot: -inf, or the -1e9 of padding."""
+_FILLER_LOG_PROB = -60.0
+"""Log-probability of filler ids."""
+MAX_SUM = 1.02
+"""Largest sum of a token's probabilities; above it they are no log-probabilities. Rounding to bf16 stays below."""
 PROBED = 64
-"""Texts that are looked at before anything is written."""
+"""Texts that are checked before anything is written."""
 
 
 def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Where each record is, and its columns; of a .jsonl or a .parquet file.
+    """Yields location (for messages) and columns of each record of a .jsonl or .parquet file.
 
     Raises:
-        MkdDataError: it is missing, of another kind, or not what its name says; or pyarrow is not installed.
+        MkdDataError: the file is missing, of another kind, or damaged; or pyarrow is not installed.
     """
     if not path.is_file():
         raise MkdDataError(f"{path} does not exist")
@@ -51,7 +51,7 @@ def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             except ValueError as error:
                 raise MkdDataError(f"{path}, line {number} is not JSON ({error})") from error
             if not isinstance(record, dict):
-                raise MkdDataError(f"{path}, line {number} is no JSON object")
+                raise MkdDataError(f"{path}, line {number} is not a JSON object")
             yield f"{path}, line {number}", record
 
 
@@ -71,26 +71,27 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 @dataclass(frozen=True)
-class Answered:
-    """A text, and what a teacher says of each of its tokens."""
+class ImportedText:
+    """A text and the targets of its tokens."""
 
     where: str
+    """Location, for messages."""
     ids: np.ndarray
-    """[n] int64, the text."""
+    """[n] int64 token ids of the text."""
     supervised: np.ndarray
-    """[n] bool: which tokens are to be learned."""
+    """[n] bool, supervised tokens."""
     top_ids: list[np.ndarray]
-    """Of each token: the ids that the teacher's row has. Row t is about token t itself, as `Alignment` "token"."""
+    """Per token, the ids of its targets. Entry t is for token t itself, as with `Alignment` "token"."""
     log_p: list[np.ndarray]
-    """Of each token: their log-probabilities, fp32."""
+    """Per token, their log-probabilities, fp32."""
 
     @classmethod
-    def of(cls, where: str, record: dict[str, Any], align: Alignment) -> "Answered":
-        """From the columns input_ids, labels (-100 where nothing is learned; optional), target_token_ids and
+    def of(cls, where: str, record: dict[str, Any], align: Alignment) -> "ImportedText":
+        """From the columns input_ids, labels (-100 for tokens that are not supervised; optional), target_token_ids and
         target_logprobs.
 
         Raises:
-            MkdDataError: a column is missing, or they do not fit each other.
+            MkdDataError: a column is missing, or their lengths or values are invalid.
         """
         for name in ("input_ids", IDS, LOG_PROBS):
             if record.get(name) is None:
@@ -98,113 +99,113 @@ class Answered:
         ids = np.asarray(record["input_ids"], dtype=np.int64)
         labels = record.get("labels")
         supervised = np.ones(len(ids), dtype=bool) if labels is None else np.asarray(labels) != -100
-        rows = [
-            (np.asarray(row, dtype=np.int64), np.asarray(values, dtype=np.float32))
-            for row, values in zip(record[IDS] or [], record[LOG_PROBS] or [], strict=False)
+        targets = [
+            (np.asarray(top, dtype=np.int64), np.asarray(values, dtype=np.float32))
+            for top, values in zip(record[IDS] or [], record[LOG_PROBS] or [], strict=False)
         ]
         if not len(ids) == len(supervised) == len(record[IDS]) == len(record[LOG_PROBS]):
             raise MkdDataError(
                 f"{where}: input_ids has {len(ids)} entries, labels {len(supervised)}, {IDS} {len(record[IDS])}, "
                 f"{LOG_PROBS} {len(record[LOG_PROBS])}; all must be of one length"
             )
-        for row, values in rows:
-            if len(row) != len(values):
-                raise MkdDataError(f"{where}: a row has {len(row)} ids and {len(values)} log-probabilities")
-            if np.isnan(values).any() or np.exp(values.astype(np.float64)).sum() > MOST:
+        for top, values in targets:
+            if len(top) != len(values):
+                raise MkdDataError(f"{where}: a token has {len(top)} ids and {len(values)} log-probabilities")
+            if np.isnan(values).any() or np.exp(values.astype(np.float64)).sum() > MAX_SUM:
                 raise MkdDataError(
-                    f"{where}: {LOG_PROBS} has the row {values[:8].tolist()}, which are no log-probabilities (natural "
+                    f"{where}: {LOG_PROBS} has the list {values[:8].tolist()}, which are no log-probabilities (natural "
                     "logarithms, whose probabilities add up to at most 1)"
                 )
-        if align == "next":  # the first token is nobody's
-            rows = [(np.empty(0, np.int64), np.empty(0, np.float32)), *rows[:-1]]
-        kept = [(row[values > LEAST], values[values > LEAST]) for row, values in rows]
-        return cls(where, ids, supervised, [row for row, _ in kept], [values for _, values in kept])
+        if align == "next":  # the first token has no targets
+            targets = [(np.empty(0, np.int64), np.empty(0, np.float32)), *targets[:-1]]
+        kept = [(top[values > EMPTY_LOG_PROB], values[values > EMPTY_LOG_PROB]) for top, values in targets]
+        return cls(where, ids, supervised, [top for top, _ in kept], [values for _, values in kept])
 
     @property
-    def wanted(self) -> list[int]:
-        """The tokens that are learned; of the first one nobody says anything."""
+    def needed(self) -> list[int]:
+        """Indices of the supervised tokens that need targets; the first token of a text never has any."""
         return [t for t in range(1, len(self.ids)) if self.supervised[t]]
 
     @property
     def is_complete(self) -> bool:
-        """Whether there is something to learn, and an answer to all of it."""
-        return bool(self.wanted) and all(len(self.top_ids[t]) for t in self.wanted)
+        """True if the text has supervised tokens, and targets for all of them."""
+        return bool(self.needed) and all(len(self.top_ids[t]) for t in self.needed)
 
     def hits(self, shift: int) -> list[bool]:
-        """Of the tokens that are learned: whether the teacher's row that is `shift` places later names the token."""
-        places = [t for t in self.wanted if 1 <= t + shift < len(self.ids)]
-        return [bool((self.top_ids[t + shift] == self.ids[t]).any()) for t in places]
+        """Per supervised token, True if the targets `shift` positions later contain the token."""
+        positions = [t for t in self.needed if 1 <= t + shift < len(self.ids)]
+        return [bool((self.top_ids[t + shift] == self.ids[t]).any()) for t in positions]
 
 
 @dataclass(frozen=True)
 class ImportPlan:
-    """How answers become records."""
+    """How imported targets are converted to records."""
 
     top_k: int
     vocab: int
     has_tail: bool
 
     @classmethod
-    def of(cls, texts: Sequence[Answered], top_k: int | None, vocab: int) -> "ImportPlan":
-        """From some texts.
+    def of(cls, texts: Sequence[ImportedText], top_k: int | None, vocab: int) -> "ImportPlan":
+        """Derive the plan from the first texts.
 
         Args:
-            texts: in which something is learned.
-            top_k: None: as many ids as the shortest of their rows has.
-            vocab: tokens that exist.
+            texts: texts with supervised tokens.
+            top_k: ids per record; None for the smallest number that a token of `texts` has.
+            vocab: vocabulary size without padding.
 
         Raises:
-            MkdDataError: the rows fit the text better one place earlier or later; or there are none.
+            MkdDataError: the targets match the text better one position earlier or later, or there are none.
         """
         here, later, earlier = (float(np.mean([hit for text in texts for hit in text.hits(s)])) for s in (0, 1, -1))
         if max(later, earlier) > here + 0.1:
             raise MkdDataError(
-                f"{texts[0].where} and after it: rows of {IDS} name their own token in {here:.0%} of all places, but "
-                f"the one {'before' if later > earlier else 'after'} it in {max(later, earlier):.0%}: "
-                "--align says what row t is about, token t itself (token) or the one after it (next)"
+                f"{texts[0].where} and after it: lists of {IDS} contain their own token at {here:.0%} of positions, "
+                f"but the one {'before' if later > earlier else 'after'} it at {max(later, earlier):.0%}: set --align "
+                "to the token that list t is for, token t itself (token) or the one after it (next)"
             )
-        rows = [row for text in texts for t in text.wanted if len(row := text.log_p[t])]
-        if not rows:
-            raise MkdDataError(f"{texts[0].where} and after it: no supervised token has answers")
-        sums = np.array([np.exp(row.astype(np.float64)).sum() for row in rows])
-        return cls(top_k or min(map(len, rows)), vocab, has_tail=bool((np.abs(sums - 1) > 1e-3).any()))
+        targets = [log_p for text in texts for t in text.needed if len(log_p := text.log_p[t])]
+        if not targets:
+            raise MkdDataError(f"{texts[0].where} and after it: no supervised token has targets")
+        sums = np.array([np.exp(log_p.astype(np.float64)).sum() for log_p in targets])
+        return cls(top_k or min(map(len, targets)), vocab, has_tail=bool((np.abs(sums - 1) > 1e-3).any()))
 
-    def token_rows(self, text: Answered) -> tuple[bytes, TokenRows]:
-        """Key and rows of a text, a row for each token but the last one: about the token after it.
+    def token_targets(self, text: ImportedText) -> tuple[bytes, TokenTargets]:
+        """Key and targets of a text: for each token except the last, those of the token after it.
 
         Raises:
-            MkdDataError: a supervised token has fewer answers than `top_k`, or an id is not in the vocabulary.
+            MkdDataError: a supervised token has fewer ids than `top_k`, or an id is not in the vocabulary.
         """
         count, k = len(text.ids) - 1, self.top_k
         ids = np.tile(np.arange(k, dtype=np.int32), (count, 1))
-        logits = np.full((count, k), _ABSENT, dtype=np.float32)
+        logits = np.full((count, k), _FILLER_LOG_PROB, dtype=np.float32)
         tail, label = np.zeros(count, dtype=np.float32), np.zeros(count, dtype=np.float32)
-        for t in text.wanted:
-            row, log_p = text.top_ids[t], text.log_p[t]
-            if len(row) < k:
+        for t in text.needed:
+            top, log_p = text.top_ids[t], text.log_p[t]
+            if len(top) < k:
                 raise MkdDataError(
-                    f"{text.where}: token {t} has {len(row)} answers, others have {k}: give --top-k {len(row)}"
+                    f"{text.where}: token {t} has {len(top)} targets, others have {k}: give --top-k {len(top)}"
                 )
-            if row.min() < 0 or row.max() >= self.vocab:
-                raise MkdDataError(f"{text.where}: {IDS} has id {row.max()}, the vocabulary has {self.vocab} tokens")
+            if top.min() < 0 or top.max() >= self.vocab:
+                raise MkdDataError(f"{text.where}: {IDS} has id {top.max()}, the vocabulary has {self.vocab} tokens")
             order = np.argsort(-log_p, kind="stable")[:k]
-            ids[t - 1], logits[t - 1] = row[order], log_p[order]
+            ids[t - 1], logits[t - 1] = top[order], log_p[order]
             rest = -np.expm1(min(np.logaddexp.reduce(log_p[order].astype(np.float64)), 0.0))
-            tail[t - 1] = np.log(max(rest, np.exp(_ABSENT)))
-            own = log_p[row == text.ids[t]]
-            # Of a token that is not named no more is known than that it is less likely than those that are.
+            tail[t - 1] = np.log(max(rest, np.exp(_FILLER_LOG_PROB)))
+            own = log_p[top == text.ids[t]]
+            # A token outside the top-k is at most as probable as the least probable of them, and as the whole tail.
             label[t - 1] = own[0] if len(own) else min(tail[t - 1], log_p[order].min())
         lse = np.zeros((count, 1), dtype=np.float32)
-        return segment_hash(torch.from_numpy(text.ids[:-1])), TokenRows(ids, logits, lse, label, tail[:, None])
+        return segment_hash(torch.from_numpy(text.ids[:-1])), TokenTargets(ids, logits, lse, label, tail[:, None])
 
 
 @dataclass
-class Imported:
-    """What was done with the texts of some files."""
+class ImportCounts:
+    """Number of texts by what was done with them."""
 
     stored: int = 0
     incomplete: int = 0
-    """Left out: nothing is learned in them, or a token that is learned has no answer."""
+    """Left out: they have no supervised token, or one without targets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,7 +215,7 @@ class ImportOptions:
     out: Path
     files: tuple[Path, ...]
     teacher: str
-    """A name for whoever gave the answers."""
+    """Name of the teacher that computed the targets."""
     tokenizer: str | None
     """Hash of the tokenizer."""
     vocab: int
@@ -223,22 +224,22 @@ class ImportOptions:
     align: Alignment = "token"
 
 
-def import_answers(options: ImportOptions) -> tuple[CacheMeta, Imported]:
-    """Write the answers of some files into a cache, which may be there already.
+def import_targets(options: ImportOptions) -> tuple[CacheMeta, ImportCounts]:
+    """Add the targets of some files to a new or existing cache.
 
     Raises:
-        MkdDataError: a file cannot be read, or does not hold what it should; or nothing could be stored.
-        MkdCacheError: the folder holds something else, or answers are not finite.
+        MkdDataError: a file cannot be read or is invalid, or no text can be stored.
+        MkdCacheError: the folder holds something else, or targets are not finite.
     """
 
-    def texts() -> Iterator[Answered]:
+    def texts() -> Iterator[ImportedText]:
         for file in options.files:
             for where, record in read_records(file):
-                yield Answered.of(where, record, options.align)
+                yield ImportedText.of(where, record, options.align)
 
-    first = list(islice((text for text in texts() if text.wanted), PROBED))
+    first = list(islice((text for text in texts() if text.needed), PROBED))
     if not first:
-        raise MkdDataError(f"{options.files[0]}: nothing is learned in any text (labels are -100 throughout)")
+        raise MkdDataError(f"{options.files[0]}: no text has a supervised token (labels are -100 throughout)")
     plan = ImportPlan.of(first, options.top_k, options.vocab)
     meta = CacheMeta(
         teacher=options.teacher,
@@ -250,14 +251,14 @@ def import_answers(options: ImportOptions) -> tuple[CacheMeta, Imported]:
         labels_only=True,
         has_tail=plan.has_tail,
     )
-    writer, done = StoreWriter(options.out, meta), Imported()
+    writer, counts = StoreWriter(options.out, meta), ImportCounts()
     for text in texts():
         if text.is_complete:
-            writer.add(*plan.token_rows(text))
-            done.stored += 1
+            writer.add(*plan.token_targets(text))
+            counts.stored += 1
         else:
-            done.incomplete += 1
+            counts.incomplete += 1
     writer.flush()
-    if not done.stored:
-        raise MkdDataError(f"{options.files[0]}: no text has answers to all of its supervised tokens")
-    return meta, done
+    if not counts.stored:
+        raise MkdDataError(f"{options.files[0]}: no text has targets for all of its supervised tokens")
+    return meta, counts

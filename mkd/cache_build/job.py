@@ -1,4 +1,4 @@
-"""A job that fills a teacher cache, from its command line: a training job's without its student."""
+"""A job that fills a teacher cache, from the command line of a training run whose student is ignored."""
 
 from argparse import Namespace
 from dataclasses import dataclass
@@ -13,63 +13,63 @@ from mkd.config.run_state import RunState
 from mkd.data.sources.stores import is_chat_file
 from mkd.errors import MkdConfigError
 from mkd.job.data import JobData, hash_of_tokenizer
-from mkd.job.teacher import ModelTeacher, teacher_source
+from mkd.job.teacher import ModelTeacherSpec, teacher_source
 from mkd.teacher.cache.record_format import MAX_COUNT, MAX_VOCAB
 from mkd.teacher.cache.store import CacheMeta
 from mkd.utils.logging import set_level
 
-_LOOKED_AT = (
+_KD_FIELDS = (
     *("teacher_hf", "teacher_load", "teacher_dtype", "teacher_offload", "student_hf", "loss_chunk_rows"),
     *("packing", "packing_multiple", "long_samples", "variable_seq_lengths", "mask", "dry_run", "verbose"),
     "log_level",
 )
-"""Fields of KDConfig that say what the teacher reads and how; the others are about what a student learns."""
+"""Fields of KDConfig about the teacher and its data; the others are about the student and are ignored."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheOptions:
-    """What is stored, and where: the tool's own flags."""
+    """The tool's own flags: what is stored, and where."""
 
     out: Path
     top_k: int | None = None
     samples: int | None = None
     lossless: bool = False
     temperatures: tuple[float, ...] = ()
-    """Empty: 1 and that of --kd-temperature."""
+    """Empty: 1 and the value of --kd-temperature."""
 
     def __post_init__(self) -> None:
         if (self.top_k is None) == (self.samples is None):
             seen = "neither" if self.top_k is None else f"--top-k {self.top_k} and --sample {self.samples}"
             raise MkdConfigError(
-                f"one of --top-k K (the most probable tokens) and --sample N (draws) is needed: {seen}"
+                f"one of --top-k K (the most probable tokens) and --sample N (sampled targets) is needed: {seen}"
             )
         if self.top_k is not None and self.top_k < 1:
             raise MkdConfigError(f"--top-k is {self.top_k}; it must be at least 1")
         if self.samples is not None and not 1 <= self.samples <= MAX_COUNT:
             raise MkdConfigError(f"--sample is {self.samples}; it must be 1 to {MAX_COUNT}")
         if self.samples is not None and self.lossless:
-            raise MkdConfigError("--lossless does not go with --sample: counts are stored as they are")
+            raise MkdConfigError("--lossless does not go with --sample: counts are stored without loss")
         for value in self.temperatures:
             if not 0 < value < float("inf"):
                 raise MkdConfigError(f"--temperature is {value:g}; a temperature is a finite number > 0")
         if self.samples is not None and len(self.temperatures) > 1:
-            raise MkdConfigError(f"--temperature has {len(self.temperatures)} values; draws are at one temperature")
+            raise MkdConfigError(f"--temperature has {len(self.temperatures)} values; --sample uses one")
 
     @classmethod
     def of(cls, folder: Path, meta: CacheMeta) -> "CacheOptions":
-        """Those that a cache was written with."""
+        """The options that a cache was written with."""
         top_k, samples = (None, meta.samples) if meta.samples else (meta.top_k, None)
         temperatures = meta.temperatures[-1:] if meta.samples else meta.temperatures
         lossless = meta.values == "fp32"
         return cls(out=folder, top_k=top_k, samples=samples, lossless=lossless, temperatures=temperatures)
 
-    def meta(self, teacher: ModelTeacher, tokenizer: str | None, temperature: float, positions: str) -> CacheMeta:
-        """What meta.json will say.
+    def meta(self, teacher: ModelTeacherSpec, tokenizer: str | None, temperature: float, positions: str) -> CacheMeta:
+        """Metadata of the cache.
 
         Args:
-            teacher: that will answer.
-            tokenizer: hash of its tokenizer; None when it is not known.
-            temperature: of --kd-temperature.
+            teacher: the teacher.
+            tokenizer: hash of its tokenizer; None if not known.
+            temperature: value of --kd-temperature.
             positions: see `CacheMeta`.
 
         Raises:
@@ -97,16 +97,16 @@ class CacheOptions:
 
 @dataclass(frozen=True)
 class CacheJob:
-    """Everything that was asked for, checked; no weight is loaded and no process group exists yet."""
+    """A checked job; no weight is loaded and no process group exists yet."""
 
     args: Namespace
-    """Megatron's arguments, also global by now."""
+    """Megatron's arguments, which are also its global ones."""
     kd: KDConfig
-    teacher: ModelTeacher
+    teacher: ModelTeacherSpec
     meta: CacheMeta
     out: Path
     reads_one_epoch: bool
-    """Whether every sample is read once, because the number of iterations was not given."""
+    """True if every sample is read once, because no number of iterations is given."""
 
     @property
     def data(self) -> JobData:
@@ -114,18 +114,18 @@ class CacheJob:
 
     @classmethod
     def from_command_line(cls, options: CacheOptions) -> "CacheJob":
-        """Parse `sys.argv`, which has the flags of pretrain_kd.py, and check all but the cache's folder.
+        """Parse `sys.argv`, which holds the flags of pretrain_kd.py, and check everything but the cache's folder.
 
         Args:
             options: the tool's own flags.
 
         Raises:
-            MkdError: anything that would stop the job later.
+            MkdError: a flag or file is wrong.
         """
         args, given = flags.parse_flags()
         if given.get("teacher_cache") is not None:
             raise MkdConfigError(
-                f"--kd-teacher-cache {given['teacher_cache']} has no teacher to ask: give --kd-teacher-hf or "
+                f"--kd-teacher-cache {given['teacher_cache']} holds no teacher to run: give --kd-teacher-hf or "
                 "--kd-teacher-load"
             )
         for name, size in given.items():
@@ -135,13 +135,13 @@ class CacheJob:
                     f"--kd-teacher-{flag} is {size}, but there is no student here: give --{flag} {size}, which is the "
                     "teacher's"
                 )
-        kd = KDConfig(**{name: given[name] for name in _LOOKED_AT}, ratio=1.0)
+        kd = KDConfig(**{name: given[name] for name in _KD_FIELDS}, ratio=1.0)
         set_level(kd.log_level)
         source = teacher_source(kd)
         if isinstance(source, EnsembleSource):
-            raise MkdConfigError(f"{source.origin} are several teachers, and a cache has the answers of one: name one")
+            raise MkdConfigError(f"{source.origin} are several teachers, and a cache has the targets of one: name one")
         student = None if kd.student_hf is None else ModelSource.from_hf(kd.student_hf, "--kd-student-hf")
-        own_tokenizer, one_epoch = args.tokenizer_model, _is_without_end(args, kd)
+        own_tokenizer, one_epoch = args.tokenizer_model, _reads_one_epoch(args, kd)
         if one_epoch:
             args.train_iters = 1
         _describe_teacher(args, source, student)
@@ -152,23 +152,23 @@ class CacheJob:
         if student is not None or own_tokenizer is not None or vocab is None:
             vocab = common_vocabulary(origin, megatron_args.true_vocabulary(args), tokenizer, source)
         JobData(args, kd, vocab).check(tokenizer)
-        teacher = ModelTeacher.of(source, args, kd, vocab, source.fingerprint())
+        teacher = ModelTeacherSpec.of(source, args, kd, vocab, source.fingerprint())
         positions = "document" if args.reset_position_ids else "segment"
         meta = options.meta(teacher, tokenizer or source.tokenizer_hash, given["temperature"], positions)
         return cls(args, kd, teacher, meta, options.out, one_epoch)
 
 
-def _is_without_end(args: Namespace, kd: KDConfig) -> bool:
-    """Whether no number of iterations is given, nor needed: epochs of whole samples differ in their order alone."""
+def _reads_one_epoch(args: Namespace, kd: KDConfig) -> bool:
+    """True if no number of iterations is given, nor needed: epochs of whole samples differ in their order only."""
     given = args.train_iters or args.train_samples
     return not given and (kd.packing != "none" or all(map(is_chat_file, data_args.data_prefixes(args))))
 
 
 def _describe_teacher(args: Namespace, source: ModelSource, student: ModelSource | None) -> None:
-    """Have Megatron's arguments describe a job whose model is the teacher, in place.
+    """Change Megatron's arguments, in place, to those of a job whose model is the teacher.
 
     Raises:
-        MkdConfigError: a layout that does not divide the teacher.
+        MkdConfigError: the layout does not divide the teacher.
     """
     for name, value in values_without_student().items():
         setattr(args, name, value)

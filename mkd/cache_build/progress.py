@@ -1,4 +1,4 @@
-"""What the first rank says of a job that fills a cache."""
+"""Rank-0 progress and plan output of a job that fills a cache."""
 
 import time
 from typing import Any
@@ -7,45 +7,46 @@ from mkd.cache_build.job import CacheJob
 from mkd.cache_build.texts import Ledger
 from mkd.utils.logging import logger
 
-SAY_SECONDS = 10.0
+PRINT_SECONDS = 10.0
+"""Shortest time between two lines."""
 
 
 class Progress:
-    """Lines of the first rank."""
+    """Progress lines, printed by rank 0."""
 
     def __init__(self, total: int, stored: int) -> None:
-        """Say how much there is.
+        """Print the size of the job.
 
         Args:
-            total: rows.
+            total: rows to read.
             stored: segments that are in the folder already.
         """
         self._total, self._seen, self._skipped = total, 0, 0
-        self._begin = self._said = time.monotonic()
-        self._say(f"{total:,} rows to read; {stored:,} segments are stored already")
+        self._begin = self._printed = time.monotonic()
+        self._print(f"{total:,} rows to read; {stored:,} segments are stored already")
 
     def rows(self, count: int, ledger: Ledger) -> None:
-        """So many rows more are done."""
+        """Add `count` finished rows; prints a line at most every `PRINT_SECONDS`."""
         self._seen = min(self._seen + count, self._total)
         now = time.monotonic()
-        if not ledger.tokens:  # all of it is stored: the time to pass over it is not the teacher's
+        if not ledger.tokens:  # all stored already: the time of skipping is no teacher time
             self._begin, self._skipped = now, self._seen
-        if now - self._said < SAY_SECONDS:
+        if now - self._printed < PRINT_SECONDS:
             return
-        self._said, elapsed = now, max(now - self._begin, 1e-9)
+        self._printed, elapsed = now, max(now - self._begin, 1e-9)
         line = f"{self._seen:,} of {self._total:,} rows ({self._seen / self._total:.1%})"
         if self._seen > self._skipped:
             left = (self._total - self._seen) * elapsed / (self._seen - self._skipped)
             line += f", {ledger.tokens:,} tokens, {ledger.tokens / elapsed:,.0f} tokens/s, ETA {_clock(left)}"
-        self._say(line)
+        self._print(line)
 
     def end(self, ledger: Ledger) -> None:
-        """Say what was added."""
+        """Print what was added."""
         elapsed = max(time.monotonic() - self._begin, 1e-9)
         rate = f", {ledger.tokens / elapsed:,.0f} tokens/s" if ledger.tokens else ""
-        self._say(f"{ledger.segments:,} segments of {ledger.tokens:,} tokens added in {_clock(elapsed)}{rate}")
+        self._print(f"{ledger.segments:,} segments of {ledger.tokens:,} tokens added in {_clock(elapsed)}{rate}")
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         logger.info(f"cache      {text}")
 
 
@@ -55,14 +56,14 @@ def _clock(seconds: float) -> str:
 
 
 def print_plan(job: CacheJob) -> None:
-    """What will happen, on rank 0, before any weight is loaded."""
+    """Print a summary of the job on rank 0, before any weight is loaded."""
     args, meta = job.args, job.meta
-    what = f"{meta.samples} draws" if meta.samples else f"the {meta.top_k} most probable tokens, values {meta.values}"
+    what = f"{meta.samples} samples" if meta.samples else f"the {meta.top_k} most probable tokens, values {meta.values}"
     layout = f"TP {args.tensor_model_parallel_size}, PP {args.pipeline_model_parallel_size}"
     layout += f", CP {args.context_parallel_size}, DP {args.data_parallel_size}"
     plan: dict[str, Any] = {
         "teacher": job.teacher,
-        "out": f"{job.out}: {what}, {meta.records.dtype.itemsize} bytes a token, at temperature "
+        "out": f"{job.out}: {what}, {meta.records.dtype.itemsize} bytes per token, at temperature "
         + ", ".join(f"{t:g}" for t in meta.temperatures),
         "layout": layout,
         "vocabulary": f"{meta.true_vocab} tokens, padded to {args.padded_vocab_size}",
@@ -70,8 +71,8 @@ def print_plan(job: CacheJob) -> None:
     if not job.data.has_own_rows:
         plan["keys"] = (
             "rows are concatenated documents: only training with the same data, --seed, --seq-length, --split and "
-            "number of samples reads the same rows and finds them here; chats and --kd-packing best_fit do not depend "
-            "on these"
+            "number of samples reads the same rows and finds them in the cache; chats and --kd-packing best_fit do "
+            "not depend on these"
         )
     for name, text in plan.items():
         logger.info(f"{name:10s} {text}")

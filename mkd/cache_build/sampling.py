@@ -1,4 +1,4 @@
-"""Numbers that decide which ids are drawn from a teacher, and the drawn ids as they are stored."""
+"""Stratified sampling of target tokens: random numbers that depend on the text only, and counting of sampled ids."""
 
 import numpy as np
 import torch
@@ -7,48 +7,49 @@ from torch import Tensor
 _BITS_OF_DOUBLE = 53
 
 
-def uniforms(key: bytes, length: int, draws: int) -> Tensor:
-    """[length, draws] float64 in [0, 1), ascending in each row: number i is drawn from the i-th of `draws` equal parts.
+def stratified_uniforms(key: bytes, length: int, samples: int) -> Tensor:
+    """[length, samples] float64 in [0, 1), ascending per token: number i lies in the i-th of `samples` equal intervals.
 
-    A function of the arguments alone, so that the same text has the same draws in every layout, order and run. Each id
-    is then drawn `draws` * p times on average, as by independent draws, with less variance.
+    A function of the arguments only, so a text has the same samples in every layout, order and run. Each id is sampled
+    `samples` * p times on average, as with independent samples, but with less variance.
 
     Args:
-        key: of a segment, 16 bytes.
-        length: its tokens.
-        draws: of each token.
+        key: key of a segment, 16 bytes.
+        length: tokens of the segment.
+        samples: samples per token.
     """
-    bits = np.random.Philox(key=np.frombuffer(key, "<u8")).random_raw(length * draws)  # numpy promises these
-    parts = (bits >> np.uint64(64 - _BITS_OF_DOUBLE)).reshape(length, draws) * 2.0**-_BITS_OF_DOUBLE
-    numbers = (np.arange(draws) + parts) / draws
+    # NumPy guarantees that these bits stay the same across versions.
+    bits = np.random.Philox(key=np.frombuffer(key, "<u8")).random_raw(length * samples)
+    offsets = (bits >> np.uint64(64 - _BITS_OF_DOUBLE)).reshape(length, samples) * 2.0**-_BITS_OF_DOUBLE
+    numbers = (np.arange(samples) + offsets) / samples
     return torch.from_numpy(np.minimum(numbers, np.nextafter(1.0, 0.0)))
 
 
-def counted(ids: np.ndarray, slots: int) -> tuple[np.ndarray, np.ndarray]:
-    """Different ids of each row, and how often each is there.
+def count_ids(ids: np.ndarray, slots: int) -> tuple[np.ndarray, np.ndarray]:
+    """Distinct ids of each token, and how often each was sampled.
 
     Args:
-        ids: [n, draws] integers, ascending in each row.
-        slots: ids of a row, at least as many as can be different: the smaller of draws and vocabulary.
+        ids: [n, samples] integers, ascending per token.
+        slots: ids per token in the result: the smaller of `samples` and the vocabulary size.
 
     Returns:
-        [n, slots] int32 ids, distinct in each row and below the vocabulary, and [n, slots] int32 counts; ids that are
-        only there to fill the row have a count of 0.
+        [n, slots] int32 ids, distinct per token and below the vocabulary size, and [n, slots] int32 counts. Slots that
+        are left over have a count of 0 and the smallest ids that were not sampled.
     """
-    rows, draws = ids.shape
+    tokens, samples = ids.shape
     is_first = np.ones(ids.shape, dtype=bool)
     is_first[:, 1:] = ids[:, 1:] != ids[:, :-1]
-    row, place = np.nonzero(is_first)
-    number = np.cumsum(is_first, axis=1) - 1  # of each id among the different ones of its row
-    slot = number[row, place]
-    counts = np.zeros((rows, slots), dtype=np.int32)
-    counts[row, slot] = np.diff(np.append(row * draws + place, ids.size))
-    # Behind them those of the ids 0 .. slots - 1 that were not drawn: at least as many as there are slots left.
-    drawn = np.zeros((rows, slots), dtype=bool)
+    token, position = np.nonzero(is_first)
+    index = np.cumsum(is_first, axis=1) - 1  # of each id among the distinct ones of its token
+    slot = index[token, position]
+    counts = np.zeros((tokens, slots), dtype=np.int32)
+    counts[token, slot] = np.diff(np.append(token * samples + position, ids.size))
+    # Of the ids 0 .. slots - 1, at least as many were not sampled as there are slots left.
+    was_sampled = np.zeros((tokens, slots), dtype=bool)
     small = ids < slots
-    drawn[np.nonzero(small)[0], ids[small]] = True
-    others = np.sort(np.where(drawn, slots, np.arange(slots)), axis=1)
-    place_of_other = np.arange(slots) - (number[:, -1:] + 1)
-    filled = np.take_along_axis(others, np.maximum(place_of_other, 0), axis=1)
-    filled[row, slot] = ids[row, place]
+    was_sampled[np.nonzero(small)[0], ids[small]] = True
+    unsampled = np.sort(np.where(was_sampled, slots, np.arange(slots)), axis=1)
+    unsampled_index = np.arange(slots) - (index[:, -1:] + 1)
+    filled = np.take_along_axis(unsampled, np.maximum(unsampled_index, 0), axis=1)
+    filled[token, slot] = ids[token, position]
     return filled.astype(np.int32), counts

@@ -1,4 +1,4 @@
-"""From a teacher's hidden states to what is stored of each text."""
+"""Computes cached targets of a microbatch from the teacher's hidden states."""
 
 from dataclasses import dataclass
 
@@ -8,44 +8,45 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from mkd.cache_build.sampling import counted, uniforms
+from mkd.cache_build.sampling import count_ids, stratified_uniforms
 from mkd.data.batch import KDBatch
 from mkd.distributed.context_parallel import dual_chunk_positions
 from mkd.distributed.groups import Groups
 from mkd.losses.logits import LogitMap
 from mkd.losses.measure.sampling import label_logits, teacher_draws
 from mkd.losses.measure.topk import teacher_top_k
-from mkd.teacher.cache.record_format import TokenRows
+from mkd.teacher.cache.record_format import TokenTargets
 from mkd.teacher.cache.store import CacheMeta
 from mkd.teacher.interface import HiddenSignal
 
-NOT_DRAWN = -50.0
-"""Stands for the ln of a share of 0."""
+ZERO_FREQUENCY = -50.0
+"""Stands for the log of a relative frequency of 0."""
 
 
 @dataclass(frozen=True)
-class Answers:
-    """What a cache of this kind holds of a microbatch."""
+class TargetBuilder:
+    """Hidden states -> a table with one fp32 entry list per token (`table`, on the device and across ranks) -> targets
+    on the host (`token_targets`, which the writer thread calls)."""
 
     meta: CacheMeta
     groups: Groups
     sequence_parallel: bool
-    """Whether hidden states come in slices of the sequence."""
+    """True if hidden states are slices of the sequence."""
     chunk_rows: int | None = None
-    """Tokens whose logits exist at one time; None for the default."""
+    """Tokens per loss chunk; None for the default."""
 
     @property
-    def are_here(self) -> bool:
-        """Whether this rank gets them: the first tensor- and context-parallel rank of the last pipeline stage."""
+    def collects(self) -> bool:
+        """True if this rank gets the tables: tensor- and context-parallel rank 0 of the last pipeline stage."""
         return self.groups.is_last_stage and self.groups.tp.rank() == 0 and self.groups.cp.rank() == 0
 
-    def of(self, signal: HiddenSignal, whole: KDBatch) -> np.ndarray | None:
-        """[b * s, C] fp32, what `token_rows` reads, of every place; None where the answers are not.
+    def table(self, signal: HiddenSignal, whole: KDBatch) -> np.ndarray | None:
+        """[b * s, C] fp32, the input of `token_targets` for every token of a microbatch; None unless `collects`.
 
         Collective over the tensor- and context-parallel ranks of the last stage.
 
         Args:
-            signal: the teacher's, of this rank's part of the microbatch.
+            signal: the teacher's signal for this rank's part of the microbatch.
             whole: the microbatch, on the host.
         """
         hidden = signal.hidden
@@ -56,16 +57,16 @@ class Answers:
             true_vocab=self.meta.true_vocab, tp_group=self.groups.tp, logit_map=LogitMap(scale=signal.logit_scale)
         )
         if self.meta.samples:
-            columns, lse = self._drawn(hidden, signal.head, whole, common)
+            columns, lse = self._sampled(hidden, signal.head, whole, common)
         else:
-            columns, lse = self._most_probable(hidden, signal.head, common)
+            columns, lse = self._top_k(hidden, signal.head, common)
         labels = part.labels.t().flatten().to(hidden.device)
         label = label_logits(hidden, signal.head, labels, **common) - lse
         columns = torch.cat((columns, torch.where(labels >= 0, label, 0.0)[:, None]), dim=1)
-        everything = self._gather(columns.view(*part.tokens.shape[::-1], -1).transpose(0, 1), whole)
-        return None if everything is None else everything.flatten(0, 1).cpu().numpy()
+        gathered = self._gather(columns.view(*part.tokens.shape[::-1], -1).transpose(0, 1), whole)
+        return None if gathered is None else gathered.flatten(0, 1).cpu().numpy()
 
-    def _most_probable(self, hidden: Tensor, head: Tensor, common: dict) -> tuple[Tensor, Tensor]:
+    def _top_k(self, hidden: Tensor, head: Tensor, common: dict) -> tuple[Tensor, Tensor]:
         """[N, 2 K + 2 temperatures] fp32 ids, logits, lse, tail_lse; and [N] lse at temperature 1."""
         found = teacher_top_k(
             hidden,
@@ -77,13 +78,13 @@ class Answers:
         )
         return torch.cat((found.ids, found.logits, found.lse.t(), found.tail_lse.t()), dim=1).float(), found.lse[0]
 
-    def _drawn(self, hidden: Tensor, head: Tensor, whole: KDBatch, common: dict) -> tuple[Tensor, Tensor]:
-        """[N, draws] ids as fp32, which holds all up to 2^24; and [N] lse at temperature 1."""
-        draws, part = self.meta.samples, slice(None)
-        numbers = torch.full((*whole.tokens.shape, draws), 0.5, dtype=torch.float64).view(-1, draws)
-        for key, places in whole.segments():
-            numbers[places] = uniforms(key, places.stop - places.start, draws)
-        numbers = numbers.view(*whole.tokens.shape, draws)
+    def _sampled(self, hidden: Tensor, head: Tensor, whole: KDBatch, common: dict) -> tuple[Tensor, Tensor]:
+        """[N, samples] ids in fp32, which is exact up to 2^24; and [N] lse at temperature 1."""
+        samples, part = self.meta.samples, slice(None)
+        numbers = torch.full((*whole.tokens.shape, samples), 0.5, dtype=torch.float64).view(-1, samples)
+        for key, positions in whole.segments():
+            numbers[positions] = stratified_uniforms(key, positions.stop - positions.start, samples)
+        numbers = numbers.view(*whole.tokens.shape, samples)
         if self.groups.cp.size() > 1:
             part = dual_chunk_positions(whole.bounds, self.groups.cp.rank(), self.groups.cp.size())
         numbers = numbers[:, part].transpose(0, 1).flatten(0, 1).to(hidden.device)
@@ -93,7 +94,7 @@ class Answers:
         return found.ids.float(), found.lse[0]
 
     def _gather(self, columns: Tensor, whole: KDBatch) -> Tensor | None:
-        """[b, s/cp, C] of each context-parallel rank -> [b, s, C] in the order of the row, where answers are wanted."""
+        """[b, s/cp, C] per context-parallel rank -> [b, s, C] in the order of the row if `collects`, else None."""
         cp, tp = self.groups.cp, self.groups.tp
         if tp.rank() != 0:
             return None
@@ -103,20 +104,20 @@ class Answers:
         dist.gather(columns.contiguous(), parts, group=cp, group_dst=0)
         if parts is None:
             return None
-        everything = columns.new_empty((columns.shape[0], whole.tokens.shape[1], columns.shape[2]))
+        gathered = columns.new_empty((columns.shape[0], whole.tokens.shape[1], columns.shape[2]))
         for rank, part in enumerate(parts):
-            places = dual_chunk_positions(whole.bounds, rank, cp.size()).to(part.device)
-            everything[:, places] = part
-        return everything
+            positions = dual_chunk_positions(whole.bounds, rank, cp.size()).to(part.device)
+            gathered[:, positions] = part
+        return gathered
 
-    def token_rows(self, table: np.ndarray) -> TokenRows:
-        """Rows of what `of` gives -> what the teacher said of these tokens."""
+    def token_targets(self, table: np.ndarray) -> TokenTargets:
+        """Targets from some entries of a table."""
         k, count, label = self.meta.top_k, len(self.meta.temperatures), np.ascontiguousarray(table[:, -1])
         if not self.meta.samples:
             ids, logits, lse, tail_lse = np.split(table[:, :-1], [k, 2 * k, 2 * k + count], axis=1)
-            return TokenRows(ids.astype(np.int32), logits, lse, label, tail_lse)
-        ids, counts = counted(table[:, :-1].astype(np.int32), k)
+            return TokenTargets(ids.astype(np.int32), logits, lse, label, tail_lse)
+        ids, counts = count_ids(table[:, :-1].astype(np.int32), k)
         with np.errstate(divide="ignore"):
-            shares = np.maximum(np.log(counts / self.meta.samples), NOT_DRAWN).astype(np.float32)
-        nothing = np.full((len(table), count), -np.inf, dtype=np.float32)
-        return TokenRows(ids, shares, np.zeros((len(table), count), np.float32), label, nothing)
+            log_frequency = np.maximum(np.log(counts / self.meta.samples), ZERO_FREQUENCY).astype(np.float32)
+        no_tail = np.full((len(table), count), -np.inf, dtype=np.float32)
+        return TokenTargets(ids, log_frequency, np.zeros((len(table), count), np.float32), label, no_tail)

@@ -1,4 +1,4 @@
-"""Whether a cache holds what a teacher says now: some texts of the data are asked about once more."""
+"""Recomputes the targets of a few texts and compares them with the cache."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,102 +9,105 @@ import torch.distributed as dist
 from torch.utils.data import default_collate
 
 from mkd.cache_build.job import CacheJob
-from mkd.cache_build.targets import Answers
-from mkd.cache_build.texts import Rows
+from mkd.cache_build.targets import TargetBuilder
+from mkd.cache_build.texts import RowDataset
 from mkd.data.batch import next_microbatches
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdCacheError
-from mkd.teacher.cache.record_format import TokenRows
+from mkd.teacher.cache.record_format import TokenTargets
 from mkd.teacher.cache.store import TeacherStore
 from mkd.teacher.interface import Teacher
 
 ALLOWED = 0.05
-"""Mean distance. Storing 12 bits a logit costs less than 0.005, half precision in another layout about 0.01; another
-teacher, or answers that are shifted by one token, more than 0.3."""
+"""Largest mean distance. 12 bits per logit cost less than 0.005, half precision in another layout about 0.01; another
+teacher, or targets that are shifted by one token, more than 0.3."""
 _TOKENS_AT_ONCE = 64
 
 
 @dataclass
-class Comparison:
-    """What was stored against what was computed."""
+class CacheComparison:
+    """Distance of cached targets from recomputed ones."""
 
     segments: int = 0
     tokens: int = 0
     total: float = 0.0
-    """Sum over tokens of the total variation between the two distributions: half the sum of all differences of
-    probabilities, the tail as one of them; 0 to 1."""
+    """Sum over tokens of the total variation of the two distributions: half the sum of all absolute differences of
+    probabilities, with the tail as one category; 0 to 1 per token."""
     largest: float = 0.0
 
-    def add(self, stored: TokenRows, now: TokenRows, vocab: int) -> None:
+    def add(self, cached: TokenTargets, recomputed: TokenTargets, vocab: int) -> None:
         """Compare one text."""
-        for begin in range(0, len(stored.ids), _TOKENS_AT_ONCE):
+        for begin in range(0, len(cached.ids), _TOKENS_AT_ONCE):
             part = slice(begin, begin + _TOKENS_AT_ONCE)
-            distance = total_variation(stored, now, part, vocab)
+            distance = total_variation(cached, recomputed, part, vocab)
             self.tokens += len(distance)
             self.total += float(distance.sum())
             self.largest = max(self.largest, float(distance.max()))
         self.segments += 1
 
 
-def total_variation(one: TokenRows, other: TokenRows, part: slice, vocab: int) -> np.ndarray:
-    """[n] distance of two answers to the tokens of a part; both are as `RecordFormat.decode` gives them."""
+def total_variation(one: TokenTargets, other: TokenTargets, part: slice, vocab: int) -> np.ndarray:
+    """[n] distance of two targets for the tokens of a slice; both are as `RecordFormat.decode` returns them."""
     difference = np.zeros((len(one.ids[part]), vocab + 1))
-    rows = np.arange(len(difference))[:, None]
-    for answer, sign in ((one, 1.0), (other, -1.0)):
-        difference[rows, answer.ids[part]] += sign * np.exp(answer.logits[part].astype(np.float64))
-        difference[:, vocab] += sign * np.exp(answer.tail_lse[part, 0].astype(np.float64))
+    tokens = np.arange(len(difference))[:, None]
+    for targets, sign in ((one, 1.0), (other, -1.0)):
+        difference[tokens, targets.ids[part]] += sign * np.exp(targets.logits[part].astype(np.float64))
+        difference[:, vocab] += sign * np.exp(targets.tail_lse[part, 0].astype(np.float64))
     return np.abs(difference).sum(axis=1) / 2
 
 
-def ask_again(job: CacheJob, groups: Groups, teacher: Teacher, rows: Rows, segments: int, flag: str) -> Comparison:
-    """Ask the teacher about random rows until so many stored texts were met, and compare.
+def recompute_and_compare(
+    job: CacheJob, groups: Groups, teacher: Teacher, rows: RowDataset, segments: int, flag: str
+) -> CacheComparison:
+    """Run the teacher on random rows until enough cached texts are compared.
 
-    Collective over all ranks; data-parallel ranks do the same.
+    Collective over all ranks; data-parallel ranks do the same work.
 
     Args:
-        job: what the cache was written with.
+        job: the job that the cache was written with.
         groups: the teacher's layout.
-        teacher: who is asked.
-        rows: of the data.
-        segments: how many texts to compare, if there are as many.
-        flag: of the cache's folder, for messages.
+        teacher: the teacher.
+        rows: rows of the data.
+        segments: number of texts to compare, if the data has as many.
+        flag: the flag that names the cache, for messages.
 
     Raises:
-        MkdCacheError: no text of the data is in the cache; or the answers are others.
+        MkdCacheError: no text of the data is in the cache, or the targets differ.
     """
-    answers = Answers(job.meta, groups, job.teacher.config.sequence_parallel, job.kd.loss_chunk_rows)
-    store, seen, found = TeacherStore(job.out, flag), Comparison(), 0
+    builder = TargetBuilder(job.meta, groups, job.teacher.config.sequence_parallel, job.kd.loss_chunk_rows)
+    store, comparison, found = TeacherStore(job.out, flag), CacheComparison(), 0
     multiple = job.data.length_multiple
     for index in np.random.RandomState(0).permutation(len(rows)):
         row = rows[int(index)]
         if not any(store.find([key for key, _ in row.texts])):
             continue
         (whole,) = next_microbatches(iter([default_collate([row.sample])]), 1, job.meta.true_vocab, 1, multiple)
-        stored = {key: places for key, places in whole.segments() if store.find([key])[0] is not None}
+        in_cache = {key: positions for key, positions in whole.segments() if store.find([key])[0] is not None}
         for signal in teacher.signals([whole.on_rank(groups.cp)]):
-            table = answers.of(signal, whole)
-            for key, places in stored.items() if table is not None else ():
+            table = builder.table(signal, whole)
+            for key, positions in in_cache.items() if table is not None else ():
                 (segment,) = store.find([key])
-                before = store.read([key], [segment], [np.arange(segment.length)])
-                now = job.meta.records.decode(job.meta.records.encode(answers.token_rows(table[places])))
-                seen.add(before, now, job.meta.true_vocab)
-        found += len(stored)
+                cached = store.read([key], [segment], [np.arange(segment.length)])
+                records = job.meta.records.encode(builder.token_targets(table[positions]))
+                comparison.add(cached, job.meta.records.decode(records), job.meta.true_vocab)
+        found += len(in_cache)
         if found >= segments:
             break
     if not found:
         raise MkdCacheError(f"{flag} {job.out} has no text of the {len(rows)} rows that these flags read")
-    return _from_all(seen, job.out, flag)
+    return _on_all_ranks(comparison, job.out, flag)
 
 
-def _from_all(seen: Comparison, folder: Path, flag: str) -> Comparison:
-    """The comparison of the rank that has it, on all ranks."""
-    numbers = torch.tensor([seen.segments, seen.tokens, seen.total, seen.largest], dtype=torch.float64, device="cuda")
+def _on_all_ranks(comparison: CacheComparison, folder: Path, flag: str) -> CacheComparison:
+    """The comparison of the one rank that collects targets, on all ranks."""
+    numbers = (comparison.segments, comparison.tokens, comparison.total, comparison.largest)
+    numbers = torch.tensor(numbers, dtype=torch.float64, device="cuda")
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
-    count, tokens, total, largest = numbers.tolist()
+    segments, tokens, total, largest = numbers.tolist()
     if not total / tokens <= ALLOWED:
         raise MkdCacheError(
-            f"{flag} {folder} holds other answers than this teacher gives: the distance of the distributions is "
+            f"{flag} {folder} holds other targets than this teacher computes: the distance of the distributions is "
             f"{total / tokens:.4f} in the mean over {tokens:.0f} tokens (0 to 1; allowed {ALLOWED}), at most "
             f"{largest:.4f}"
         )
-    return Comparison(int(count), int(tokens), total, largest)
+    return CacheComparison(int(segments), int(tokens), total, largest)

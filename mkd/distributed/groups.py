@@ -52,7 +52,7 @@ class ParallelSizes:
 
 
 @dataclass(frozen=True)
-class OwnLayout:
+class ParallelLayout:
     """Another layout over the same ranks, beside the student's."""
 
     groups: Groups
@@ -63,7 +63,7 @@ class OwnLayout:
     @classmethod
     def create(
         cls, sizes: ParallelSizes, *, cp_levels: Sequence[int] | None = None, timeout_minutes: int = 10
-    ) -> "OwnLayout":
+    ) -> "ParallelLayout":
         """Make its groups, in megatron's order of ranks. Collective over all ranks.
 
         Args:

@@ -27,7 +27,7 @@ from mkd.errors import MkdConfigError
 from mkd.job.cross_tokenizer import CrossTokenizers, sort_teachers
 from mkd.job.data import JobData, hash_of_tokenizer
 from mkd.job.resume import adopt_from_checkpoint, check_checkpoint, check_first_weights, select_checkpoint
-from mkd.job.teacher import JobTeacher, job_teacher, teacher_source
+from mkd.job.teacher import TeacherSpec, teacher_source, teacher_spec
 from mkd.losses import LossOptions
 from mkd.models.gpt import gpt_config
 from mkd.models.layer_maps import KEY_PREFIX, pair_of_key
@@ -50,7 +50,7 @@ class Job:
     """Megatron's arguments, also global by now."""
     kd: KDConfig
     state: RunState
-    teacher: JobTeacher
+    teacher: TeacherSpec
     student_source: ModelSource | None
     student_config: GPTModelConfig
     true_vocab: int
@@ -114,7 +114,7 @@ class Job:
             with tolerate():
                 check_writable("--kd-metrics-file", str(Path(kd.metrics_file).parent))
         cross = CrossTokenizers.of(foreign, args, kd, true_vocab) if foreign else None
-        teacher = job_teacher(source, args, kd, true_vocab, state.teacher_fingerprint, cross)
+        teacher = teacher_spec(source, args, kd, true_vocab, state.teacher_fingerprint, cross)
         options = LossOptions.of(kd, cpu.target_device(), args.params_dtype, args.tensor_model_parallel_size)
         config = gpt_config(args)
         config.transformer.variable_seq_lengths = kd.variable_seq_lengths  # megatron has no flag for it

@@ -55,7 +55,7 @@ def plan(job: Job) -> dict[str, str]:
         + f"T = {kd.temperature_over_time}"
         + (", B = CE / KD of the step before" if kd.balance else "")
         + (f", z-loss {kd.z_loss:g}" if kd.z_loss else "")
-        + (f", of {job.teacher.looks_at}" if job.teacher.looks_at else "")
+        + (f", of {job.teacher.target_description}" if job.teacher.target_description else "")
         + f", computed by {job.loss_options.impl}"
         + ("; R is 0: the teacher is not run" if kd.is_plain_pretraining else ""),
         **({"tokenizers": str(job.cross)} if job.cross is not None else {}),

@@ -1,4 +1,4 @@
-"""The teacher of a job, before anything of it is in memory: a model that will run, or its stored answers."""
+"""The teacher of a job before it is built: its source fitted to the flags. See mkd.teacher.interface for the chain."""
 
 from argparse import Namespace
 from dataclasses import dataclass
@@ -11,35 +11,36 @@ from mkd.checkpoint.source import EnsembleSource, ModelSource, TeacherSource
 from mkd.config import teacher_args
 from mkd.config.kd_config import KDConfig
 from mkd.config.teacher_args import check_fp8_teacher, check_teacher_layout, has_own_layout
-from mkd.distributed.groups import Groups, OwnLayout, ParallelSizes
+from mkd.distributed.groups import Groups, ParallelLayout, ParallelSizes
 from mkd.errors import MkdConfigError
-from mkd.job.cached_teacher import CachedTeacherSpec, CacheSource
+from mkd.job.cached_teacher import CachedTeacherSpec, open_cache
 from mkd.job.cross_tokenizer import CrossTokenizers
 from mkd.models.gpt import gpt_config
-from mkd.teacher.ensemble import AveragedTeachers, SelectingTeachers, TeacherEnsemble
+from mkd.teacher.cache.store import TeacherStore
+from mkd.teacher.ensemble import AveragedTeachers, TeacherEnsemble
 from mkd.teacher.interface import Teacher
 from mkd.teacher.online import OnlineTeacher
 from mkd.teacher.resharded.teacher import ReshardedTeacher
 
 
-class JobTeacher(Protocol):
-    """A teacher that fits the job."""
+class TeacherSpec(Protocol):
+    """A teacher that fits the job; nothing of it is in memory yet."""
 
     source: TeacherSource
 
     @property
     def models(self) -> list[Namespace]:
-        """Megatron's arguments of the models that run; empty where none does."""
+        """Megatron's arguments of each teacher model that runs; empty for a cache."""
         ...
 
     @property
     def sources(self) -> list[TeacherSource]:
-        """Of each teacher."""
+        """One source per teacher whose metrics are reported separately."""
         ...
 
     @property
-    def looks_at(self) -> str:
-        """Which of the teacher's tokens the divergence is taken of, as a part of a line; empty for all."""
+    def target_description(self) -> str:
+        """Teacher tokens that the divergence covers, for the run summary; empty for the whole vocabulary."""
         ...
 
     def build(self, groups: Groups) -> Teacher:
@@ -48,27 +49,27 @@ class JobTeacher(Protocol):
 
 
 def teacher_source(kd: KDConfig) -> TeacherSource:
-    """Open what --kd-teacher-* names.
+    """Open the folder that --kd-teacher-hf, --kd-teacher-load or --kd-teacher-cache names.
 
     Raises:
-        MkdError: it is missing, torn, or not what the flag says.
+        MkdError: it is missing, incomplete, or of another kind than the flag names.
     """
     if kd.teacher_hf is not None:
         sources = tuple(ModelSource.from_hf(folder, "--kd-teacher-hf") for folder in kd.teacher_hf)
         return sources[0] if len(sources) == 1 else EnsembleSource(sources)
     if kd.teacher_load is not None:
         return ModelSource.from_megatron(kd.teacher_load, "--kd-teacher-load")
-    return CacheSource.open(kd.teacher_cache, "--kd-teacher-cache")
+    return open_cache(kd.teacher_cache, "--kd-teacher-cache")
 
 
-def job_teacher(
+def teacher_spec(
     source: TeacherSource,
     args: Namespace,
     kd: KDConfig,
     true_vocab: int,
     fingerprint: str | None,
     cross: CrossTokenizers | None = None,
-) -> JobTeacher:
+) -> TeacherSpec:
     """Fit a teacher to the job.
 
     Args:
@@ -82,16 +83,16 @@ def job_teacher(
     Raises:
         MkdError: it cannot serve this job.
     """
-    if isinstance(source, CacheSource):
+    if isinstance(source, TeacherStore):
         return CachedTeacherSpec.of(source, args, kd, true_vocab)
     _check_experts(source, kd)
     if isinstance(source, EnsembleSource):
-        return EnsembleModels.of(source, args, kd, true_vocab, cross)
-    return ModelTeacher.of(source, args, kd, true_vocab, fingerprint, cross)
+        return EnsembleTeacherSpec.of(source, args, kd, true_vocab, cross)
+    return ModelTeacherSpec.of(source, args, kd, true_vocab, fingerprint, cross)
 
 
 def _check_experts(source: TeacherSource, kd: KDConfig) -> None:
-    """Refuse sizes of expert parallelism where no teacher has experts."""
+    """Refuse --kd-teacher-expert-* sizes if no teacher has experts."""
     sources = source.sources if isinstance(source, EnsembleSource) else (source,)
     for name, size in kd.teacher_sizes.items():
         if name.startswith("expert") and all(one.architecture.get("num_experts") is None for one in sources):
@@ -101,20 +102,21 @@ def _check_experts(source: TeacherSource, kd: KDConfig) -> None:
 
 
 @dataclass(frozen=True)
-class ModelTeacher:
+class ModelTeacherSpec:
     """A model that runs beside the student."""
 
     source: ModelSource
     args: Namespace
+    """Megatron's arguments of the teacher."""
     config: GPTModelConfig
     kd: KDConfig
     true_vocab: int
     stored_fingerprint: str | None
-    """As read from its folder; None when it never runs."""
+    """Fingerprint of its folder; None if the model never runs."""
     cross: CrossTokenizers | None
-    """Where the teacher has another tokenizer."""
+    """None if the teacher has the student's tokenizer."""
     job_args: Namespace
-    """Megatron's arguments of the job."""
+    """Megatron's arguments of the student."""
 
     @classmethod
     def of(
@@ -125,8 +127,8 @@ class ModelTeacher:
         true_vocab: int,
         fingerprint: str | None,
         cross: CrossTokenizers | None = None,
-    ) -> "ModelTeacher":
-        """See `job_teacher`."""
+    ) -> "ModelTeacherSpec":
+        """See `teacher_spec`."""
         own_tokens = None if cross is None else cross.own_tokens(source)
         if own_tokens is None:
             cross = None
@@ -143,31 +145,31 @@ class ModelTeacher:
 
     @property
     def dtype(self) -> str:
-        """Precision of its layers, by name."""
+        """Name of the dtype of its layers."""
         return "float8" if self.config.transformer.fp8 else str(self.config.params_dtype).removeprefix("torch.")
 
     @property
     def sources(self) -> list[TeacherSource]:
-        """See `JobTeacher`."""
+        """See `TeacherSpec`."""
         return [self.source]
 
     @property
     def models(self) -> list[Namespace]:
-        """See `JobTeacher`."""
+        """See `TeacherSpec`."""
         return [self.args]
 
     @property
-    def looks_at(self) -> str:
-        """See `JobTeacher`."""
+    def target_description(self) -> str:
+        """See `TeacherSpec`."""
         kd = self.kd
         return "" if kd.top_k is None else f"the teacher's {kd.top_k} most probable tokens, tail {kd.top_k_tail}"
 
-    def build(self, groups: Groups, layouts: dict[ParallelSizes, OwnLayout] | None = None) -> OnlineTeacher:
-        """See `JobTeacher`.
+    def build(self, groups: Groups, layouts: dict[ParallelSizes, ParallelLayout] | None = None) -> OnlineTeacher:
+        """See `TeacherSpec`.
 
         Args:
             groups: the student's layout.
-            layouts: those of other teachers, which this one may share and may add to.
+            layouts: layouts of the other teachers of an ensemble; this one reuses or adds its own.
         """
         view = None if self.cross is None else self.cross.view_of(self.source)
         kept = self.true_vocab if view is None else self.source.vocab_size
@@ -191,8 +193,8 @@ class ModelTeacher:
             **common,
         )
 
-    def _layout(self, known: dict[ParallelSizes, OwnLayout]) -> OwnLayout:
-        """Collective over all ranks, unless it is known."""
+    def _layout(self, known: dict[ParallelSizes, ParallelLayout]) -> ParallelLayout:
+        """The teacher's layout, created (collective over all ranks) unless `known` has it."""
         t, levels = self.config.transformer, self.args.hierarchical_context_parallel_sizes
         sizes = ParallelSizes(
             t.tensor_model_parallel_size,
@@ -202,7 +204,7 @@ class ModelTeacher:
             t.expert_tensor_parallel_size,
         )
         if sizes not in known:
-            known[sizes] = OwnLayout.create(
+            known[sizes] = ParallelLayout.create(
                 sizes,
                 cp_levels=levels if sizes.cp > 1 else None,
                 timeout_minutes=self.args.distributed_timeout_minutes,
@@ -211,21 +213,21 @@ class ModelTeacher:
 
 
 @dataclass(frozen=True)
-class EnsembleModels:
+class EnsembleTeacherSpec:
     """Models that run one after the other beside the student."""
 
     source: EnsembleSource
-    teachers: tuple[ModelTeacher, ...]
+    teachers: tuple[ModelTeacherSpec, ...]
     kd: KDConfig
 
     @classmethod
     def of(
         cls, source: EnsembleSource, args: Namespace, kd: KDConfig, true_vocab: int, cross: CrossTokenizers | None
-    ) -> "EnsembleModels":
-        """See `job_teacher`.
+    ) -> "EnsembleTeacherSpec":
+        """See `teacher_spec`.
 
         Raises:
-            MkdConfigError: as a single teacher; or their logits cannot be averaged, or their CE not compared.
+            MkdConfigError: see `ModelTeacherSpec.of`; or their logits cannot be averaged, or their CE not compared.
         """
         if kd.teachers_mode == "select" and cross is not None:
             cross.require_bytes()
@@ -234,7 +236,9 @@ class EnsembleModels:
                 "--kd-teachers-mode averaged_logits needs teachers with the student's tokenizer: give sum, "
                 f"or leave out {cross.sources[0].path}"
             )
-        teachers = tuple(ModelTeacher.of(one, args, kd, true_vocab, one.fingerprint(), cross) for one in source.sources)
+        teachers = tuple(
+            ModelTeacherSpec.of(one, args, kd, true_vocab, one.fingerprint(), cross) for one in source.sources
+        )
         return cls(source, teachers, kd)
 
     def __str__(self) -> str:
@@ -245,29 +249,30 @@ class EnsembleModels:
 
     @property
     def sources(self) -> list[TeacherSource]:
-        """See `JobTeacher`; averaged teachers are introduced as one."""
+        """See `TeacherSpec`; teachers with averaged logits are reported as one."""
         return [self.source] if self.kd.teachers_mode == "averaged_logits" else list(self.source.sources)
 
     @property
     def models(self) -> list[Namespace]:
-        """See `JobTeacher`."""
+        """See `TeacherSpec`."""
         return [teacher.args for teacher in self.teachers]
 
     @property
-    def looks_at(self) -> str:
-        """See `JobTeacher`."""
-        return self.teachers[0].looks_at
+    def target_description(self) -> str:
+        """See `TeacherSpec`."""
+        return self.teachers[0].target_description
 
-    def build(self, groups: Groups) -> TeacherEnsemble:
-        """See `JobTeacher`."""
-        kinds = {"sum": TeacherEnsemble, "averaged_logits": AveragedTeachers, "select": SelectingTeachers}
-        kind = kinds[self.kd.teachers_mode]
-        layouts: dict[ParallelSizes, OwnLayout] = {}
-        return kind(tuple(teacher.build(groups, layouts) for teacher in self.teachers), self.kd.weights_of_teachers)
+    def build(self, groups: Groups) -> TeacherEnsemble | AveragedTeachers:
+        """See `TeacherSpec`."""
+        layouts: dict[ParallelSizes, ParallelLayout] = {}
+        teachers = tuple(teacher.build(groups, layouts) for teacher in self.teachers)
+        mode = self.kd.teachers_mode
+        ensemble = TeacherEnsemble(teachers, self.kd.weights_of_teachers, selecting=mode == "select")
+        return AveragedTeachers(ensemble) if mode == "averaged_logits" else ensemble
 
 
 def shape_of(config: GPTModelConfig) -> str:
-    """Sizes of a model in words."""
+    """Layers, width and heads of a model, for the run summary."""
     t = config.transformer
     experts = f", {t.num_moe_experts} experts" if t.num_moe_experts else ""
     return f"{t.num_layers} layers x {t.hidden_size}, {t.num_attention_heads} heads{experts}"

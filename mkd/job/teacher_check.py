@@ -1,4 +1,4 @@
-"""What a teacher knows, said before it teaches."""
+"""Check of the teacher before the first step: its perplexity on the first validation microbatch."""
 
 import math
 from dataclasses import replace
@@ -23,20 +23,20 @@ from mkd.utils.logging import logger
 
 
 def check_teacher_quality(teacher: Teacher, samples: Any, groups: Groups, job: Job, step: ForwardStep) -> None:
-    """Print each teacher's perplexity on a first microbatch, beside that of a model that knows nothing, and the
-    fingerprint.
+    """Print each teacher's perplexity on the first microbatch, beside that of a uniform distribution, and the
+    fingerprint. Collective over all ranks.
 
     Args:
         teacher: the teacher.
         samples: a dataset; its first microbatch is read.
-        groups: the student's layout. Collective over all ranks.
-        job: for sizes.
+        groups: the student's layout.
+        job: the job.
         step: holds the loss context.
 
     Raises:
-        MkdCheckpointError: a teacher computes something that is not finite, or is far worse than one that knows
-            nothing (`WORSE_NATS`) without --kd-allow-bad-teacher.
-        MkdCacheError: it is a cache that does not have this microbatch, and must.
+        MkdCheckpointError: the loss of a teacher is not finite, or is far above uniform (`MAX_EXCESS_NATS`) without
+            --kd-allow-bad-teacher.
+        MkdCacheError: a cache does not have this microbatch, without --kd-cache-missing ce_only.
     """
     whole = _first_batch(samples, job.args.micro_batch_size, job.true_vocab)
     [whole] = teacher.prepare([whole], Lookahead.empty())
@@ -51,56 +51,57 @@ def check_teacher_quality(teacher: Teacher, samples: Any, groups: Groups, job: J
             total[number] = torch.stack([torch.as_tensor(x, device="cuda") for x in found])
     dist.all_reduce(total)
     for source, numbers in zip(sources, total.tolist(), strict=True):
-        _introduce(teacher.fingerprint(), source, *numbers, known=job.vocabulary_of(source))
-        _refuse_bad(source, *numbers[:2], known=job.vocabulary_of(source), allowed=job.kd.allow_bad_teacher)
+        _print_loss(teacher.fingerprint(), source, *numbers, vocab=job.vocabulary_of(source))
+        _refuse_bad(source, *numbers[:2], vocab=job.vocabulary_of(source), allowed=job.kd.allow_bad_teacher)
 
 
-WORSE_NATS = 2.0
-"""Above ln V a teacher is wrong rather than ignorant. Random weights of the usual sizes are less than one above it."""
+MAX_EXCESS_NATS = 2.0
+"""This far above ln V, the weights or the data are broken, not merely untrained: random weights of the usual sizes are
+less than 1 nat above it."""
 
 _NOTHING = (0.0, 0.0)
 
 
-def _introduce(
-    fingerprint: str, source: TeacherSource, nats: float, tokens: float, bits: float, size: float, *, known: int
+def _print_loss(
+    fingerprint: str, source: TeacherSource, nats: float, tokens: float, bits: float, size: float, *, vocab: int
 ) -> None:
-    """One teacher.
+    """Print the line of one teacher.
 
     Args:
-        fingerprint: of all teachers.
-        source: of this one.
-        nats, tokens: sum of its CE, over so many tokens.
-        bits, size: the same in bits of text with so many bytes, 0 where that is not known.
-        known: tokens of its vocabulary.
+        fingerprint: fingerprint of all teachers together.
+        source: this teacher.
+        nats, tokens: sum of its cross-entropy, and number of tokens.
+        bits, size: the same in bits, and number of bytes of text; 0 if not known.
+        vocab: size of its vocabulary.
     """
     if not tokens:
-        logger.info(f"teacher {fingerprint}: the cache has nothing of the first validation microbatch")
+        logger.info(f"teacher {fingerprint}: the cache has no text of the first validation microbatch")
         return
     ce = nats / tokens
     if not math.isfinite(ce):
         raise MkdCheckpointError(
             f"the teacher's loss on the first validation microbatch is {ce}, not finite: {source.origin} "
-            "holds numbers that are not, or overflows in this precision (--kd-teacher-dtype)"
+            "holds weights that are not finite, or overflows in this precision (--kd-teacher-dtype)"
         )
     per_byte = f", {bits / size:.4f} bits per byte" if size else ""
     logger.info(
         f"teacher {fingerprint}: CE {ce:.4f}, perplexity {perplexity(ce):.2f}{per_byte} on the first "
-        f"validation microbatch (knowing nothing: CE ln V = {math.log(known):.4f}, perplexity {known})"
+        f"validation microbatch (uniform baseline: CE ln V = {math.log(vocab):.4f}, perplexity {vocab})"
     )
 
 
-def _refuse_bad(source: TeacherSource, nats: float, tokens: float, *, known: int, allowed: bool) -> None:
-    """Refuse a teacher from which a student would learn nonsense: see `_introduce` for the arguments."""
-    if tokens and not allowed and nats / tokens > math.log(known) + WORSE_NATS:
+def _refuse_bad(source: TeacherSource, nats: float, tokens: float, *, vocab: int, allowed: bool) -> None:
+    """Refuse a broken teacher unless `allowed`; for the other arguments see `_print_loss`."""
+    if tokens and not allowed and nats / tokens > math.log(vocab) + MAX_EXCESS_NATS:
         raise MkdCheckpointError(
-            f"{source.origin} has a cross-entropy of {nats / tokens:.4f} on the first validation microbatch; not to "
-            f"know anything is ln V = {math.log(known):.4f}: its weights, its config.json or the data are not "
-            "what they should be. --kd-allow-bad-teacher trains all the same"
+            f"{source.origin} has a cross-entropy of {nats / tokens:.4f} on the first validation microbatch; a "
+            f"uniform distribution has ln V = {math.log(vocab):.4f}: its weights, config.json or the data are wrong; "
+            "give --kd-allow-bad-teacher to train anyway"
         )
 
 
 def _first_batch(samples: Any, size: int, true_vocab: int) -> KDBatch:
-    """The first microbatch, whole. Where it is all prompt, as --kd-mask all allows, CE is that of the prompt."""
+    """The first microbatch, whole. If it is all prompt, which --kd-mask all allows, its CE mask becomes the KD mask."""
     sample = default_collate([samples[i] for i in range(min(size, len(samples)))])
     batch = KDBatch.from_sample(sample, true_vocab)
     return batch if batch.ce_mask.any() else replace(batch, ce_mask=batch.kd_mask)

@@ -1,1 +1,1 @@
-"""The frozen teacher, and what the loss gets from it."""
+"""The frozen teacher and the signals that it returns to the loss."""

@@ -1,7 +1,7 @@
-"""Several teachers as one."""
+"""Several teachers as one: divergences summed or selected per text (`TeacherEnsemble`), or averaged logits."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,10 +14,13 @@ from mkd.teacher.interface import EnsembleSignal, HiddenSignal, Teacher
 
 @dataclass(frozen=True)
 class TeacherEnsemble:
-    """Teachers that run one after the other; their divergences are added up with their weights."""
+    """Teachers that run one after the other. The loss adds up their divergences with their weights, or, with
+    `selecting`, takes that of the best teacher of each text."""
 
     teachers: tuple[Teacher, ...]
     weights: tuple[float, ...]
+    selecting: bool = False
+    """See `EnsembleSignal`; the loss selects, because it has the cross-entropy of every teacher."""
 
     @property
     def runs_before_student(self) -> bool:
@@ -25,54 +28,64 @@ class TeacherEnsemble:
         return any(teacher.runs_before_student for teacher in self.teachers)
 
     def prepare(self, batches: Sequence[KDBatch], upcoming: Lookahead) -> list[KDBatch]:
-        """See `Teacher.prepare`."""
+        """See `Teacher.prepare`; with `selecting`, the returned batches number their texts."""
         prepared = list(batches)
         for teacher in self.teachers:
             prepared = teacher.prepare(prepared, upcoming)
-        return prepared
+        return [batch.with_texts() for batch in prepared] if self.selecting else prepared
 
     def signals(self, batches: Sequence[KDBatch]) -> list[EnsembleSignal]:
         """See `Teacher.signals`."""
-        each = [teacher.signals(batches) for teacher in self.teachers]
-        return [EnsembleSignal(together, self.weights) for together in zip(*each, strict=True)]
+        per_teacher = [teacher.signals(batches) for teacher in self.teachers]
+        return [
+            EnsembleSignal(of_microbatch, self.weights, self.selecting)
+            for of_microbatch in zip(*per_teacher, strict=True)
+        ]
 
-    def facts(self) -> dict[str, float]:
-        """See `Teacher.facts`."""
-        return {name: value for teacher in self.teachers for name, value in teacher.facts().items()}
+    def metrics(self) -> dict[str, float]:
+        """See `Teacher.metrics`."""
+        return {name: value for teacher in self.teachers for name, value in teacher.metrics().items()}
 
     def fingerprint(self) -> str:
         """See `Teacher.fingerprint`."""
         return common_fingerprint([teacher.fingerprint() for teacher in self.teachers])
 
 
-@dataclass(frozen=True)
-class SelectingTeachers(TeacherEnsemble):
-    """Teachers of which each text has one: which, the loss decides from what all of them say of it."""
+class AveragedTeachers:
+    """An ensemble with one vocabulary whose logits are averaged, as a single teacher.
 
-    def prepare(self, batches: Sequence[KDBatch], upcoming: Lookahead) -> list[KDBatch]:
-        """See `Teacher.prepare`; the batches have the numbers of their texts."""
-        return [batch.with_texts() for batch in super().prepare(batches, upcoming)]
-
-    def signals(self, batches: Sequence[KDBatch]) -> list[EnsembleSignal]:
-        """See `Teacher.signals`."""
-        return [replace(several, selecting=True) for several in super().signals(batches)]
-
-
-@dataclass(frozen=True)
-class AveragedTeachers(TeacherEnsemble):
-    """Teachers of one vocabulary whose logits are averaged with their weights, which are taken to add up to 1.
-
-    Averaged logits are the product of the teachers' hidden states, side by side, with their LM heads, side by side.
+    Averaged logits are one product: the teachers' hidden states, concatenated, times their LM heads, each scaled by
+    the weight of its teacher and concatenated.
     """
 
-    _head: list[Tensor] = field(default_factory=list)
-    """Of all teachers, once it is made: frozen as they are."""
+    def __init__(self, ensemble: TeacherEnsemble) -> None:
+        """Wrap an ensemble; its weights are normalized to a sum of 1."""
+        self._ensemble = ensemble
+        self._head: Tensor | None = None
+
+    @property
+    def runs_before_student(self) -> bool:
+        """See `Teacher.runs_before_student`."""
+        return self._ensemble.runs_before_student
+
+    def prepare(self, batches: Sequence[KDBatch], upcoming: Lookahead) -> list[KDBatch]:
+        """See `Teacher.prepare`."""
+        return self._ensemble.prepare(batches, upcoming)
 
     def signals(self, batches: Sequence[KDBatch]) -> list[HiddenSignal]:
         """See `Teacher.signals`."""
-        several = super().signals(batches)
-        if several and not self._head:
-            shares = [w / sum(self.weights) for w in self.weights]
-            heads = [x * s.logit_scale * s.head for x, s in zip(shares, several[0].signals, strict=True)]
-            self._head.append(torch.cat(heads, dim=1))
-        return [HiddenSignal(torch.cat([s.hidden for s in one.signals], dim=-1), self._head[0]) for one in several]
+        ensemble = self._ensemble.signals(batches)
+        if ensemble and self._head is None:
+            # Made once: the teachers are frozen, so their LM heads never change.
+            weights = [w / sum(self._ensemble.weights) for w in self._ensemble.weights]
+            heads = [w * s.logit_scale * s.head for w, s in zip(weights, ensemble[0].signals, strict=True)]
+            self._head = torch.cat(heads, dim=1)
+        return [HiddenSignal(torch.cat([s.hidden for s in one.signals], dim=-1), self._head) for one in ensemble]
+
+    def metrics(self) -> dict[str, float]:
+        """See `Teacher.metrics`."""
+        return self._ensemble.metrics()
+
+    def fingerprint(self) -> str:
+        """See `Teacher.fingerprint`."""
+        return self._ensemble.fingerprint()

@@ -1,4 +1,23 @@
-"""What a teacher is to the rest of mkd."""
+"""The Teacher protocol and the signals that a teacher returns.
+
+A teacher passes through five types on its way from a flag to the loss:
+
+    TeacherSource      a folder on disk, opened and checked: architecture, vocabulary, tokenizer hash, fingerprint
+                       (mkd.checkpoint.source; a cache is its own source, mkd.teacher.cache.store)
+    TeacherSpec        the source fitted to the flags of the job, before weights or process groups exist: the run
+                       summary, the memory estimate and the doctor read it; `build` makes the teacher (mkd.job.teacher)
+    Teacher            the object that runs on this rank: weights, or an open cache
+    TeacherSignal      its output for one microbatch
+    TeacherObjective   signal and student output -> loss terms and metrics (mkd.train.objective)
+
+| teacher                         | source           | spec                  | Teacher            | signal           |
+|---------------------------------|------------------|-----------------------|--------------------|------------------|
+| a model, the student's layout   | `ModelSource`    | `ModelTeacherSpec`    | `OnlineTeacher`    | `HiddenSignal`   |
+| a model, a layout of its own    | `ModelSource`    | `ModelTeacherSpec`    | `ReshardedTeacher` | `HiddenSignal`   |
+| cached targets                  | `TeacherStore`   | `CachedTeacherSpec`   | `CachedTeacher`    | `TopKSignal`     |
+| several models                  | `EnsembleSource` | `EnsembleTeacherSpec` | `TeacherEnsemble`  | `EnsembleSignal` |
+| several models, averaged logits | `EnsembleSource` | `EnsembleTeacherSpec` | `AveragedTeachers` | `HiddenSignal`   |
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,18 +31,18 @@ from mkd.data.lookahead import Lookahead
 
 @dataclass(frozen=True)
 class HiddenSignal:
-    """The teacher's opinion on one microbatch as final hidden states: H numbers a token instead of a vocabulary's
-    worth.
+    """Teacher outputs for one microbatch as final hidden states: H numbers per token instead of V logits.
 
-    The loss multiplies them by `head` a chunk of tokens at a time, so the teacher's logits never exist as a whole.
+    The loss multiplies them by `head` one loss chunk of tokens at a time, so the teacher's logits never exist for the
+    whole microbatch.
     """
 
     hidden: Tensor
     """[s, b, Ht], or [s/tp, b, Ht] under sequence parallelism; in the teacher's dtype, after its final norm."""
     head: Tensor
-    """[V/tp, Ht], the rows of the teacher's LM head for this rank's shard of the student's padded vocabulary."""
+    """[V/tp, Ht] weights of the teacher's LM head for this rank's shard of the student's padded vocabulary."""
     logit_scale: float = 1.0
-    """The teacher's logits are this times hidden times head."""
+    """The teacher's logits are logit_scale * hidden @ head^T."""
     view: int | None = None
     """Index in `KDBatch.teacher_views` for a teacher with another tokenizer: [s, b] is then the shape of that view, and
     `head` has this rank's columns in the order of its `CrossVocabulary`. None: the student's tokens."""
@@ -31,79 +50,81 @@ class HiddenSignal:
 
 @dataclass(frozen=True)
 class TopKSignal:
-    """The teacher's opinion on one microbatch as some of its logits: those of its most probable tokens, or of tokens
-    that were drawn from it.
+    """Teacher outputs for one microbatch as some of its logits: those of its top-k tokens, or of sampled targets.
 
-    Whole on every tensor-parallel rank, and not cut under sequence parallelism.
+    Whole on every tensor-parallel rank, and not sliced under sequence parallelism.
     """
 
     ids: Tensor
-    """[b, s/cp, K] int32 global ids. A negative one is an empty slot; of equal ones in a token only the first counts
+    """[b, s/cp, K] int32 global ids. A negative id is an empty slot; of equal ids of a token only the first counts
     (with `counts` they are added)."""
     logits: Tensor
-    """[b, s/cp, K], any float dtype: the teacher's logits, at no temperature and not normalized."""
+    """[b, s/cp, K], any float dtype: the teacher's logits, not divided by a temperature and not normalized."""
     lse: Tensor
     """[b, s/cp] fp32 ln sum_j exp(u_j / temperature) over the true vocabulary."""
     tail_lse: Tensor | None = None
-    """[b, s/cp] fp32, the same sum over the columns that are not in `ids` alone. Without it the tail's probability is
-    1 - that of the head, which is known to no more than rounding."""
+    """[b, s/cp] fp32, the same sum over the columns that are not in `ids`. Without it the probability of the tail is
+    1 - that of the top columns, which is accurate to rounding only."""
     temperature: float = 1.0
-    """Of `lse` and `tail_lse`, and at which `counts` were drawn."""
+    """Temperature of `lse` and `tail_lse`, and of the distribution that `counts` was sampled from."""
     counts: Tensor | None = None
-    """[b, s/cp, K] int32: how often each id was drawn from softmax(u / temperature); None for the most probable."""
+    """[b, s/cp, K] int32: how often each id was sampled from softmax(u / temperature); None for top-k."""
     label_log_prob: Tensor | None = None
-    """[b, s/cp] fp32 ln of the label's probability at temperature 1, where the KD mask is not 0; None: not known."""
+    """[b, s/cp] fp32 log-probability of the label at temperature 1, where the KD mask is not 0; None: not known."""
 
 
 @dataclass(frozen=True)
 class EnsembleSignal:
-    """The opinions of several teachers on one microbatch."""
+    """Signals of several teachers for one microbatch."""
 
     signals: tuple[HiddenSignal | TopKSignal, ...]
     weights: tuple[float, ...]
-    """Of each teacher's divergence in the sum."""
+    """Weight of each teacher's divergence in the sum."""
     selecting: bool = False
-    """Whether each text is taught by the teacher alone that predicts it best."""
+    """True if each text uses only the teacher that predicts it best."""
 
     @classmethod
     def of(cls, signal: "TeacherSignal | None") -> "EnsembleSignal":
-        """The same for one teacher, or for none."""
+        """Wraps the signal of one teacher, or of none, as an ensemble."""
         if isinstance(signal, EnsembleSignal):
             return signal
         return cls(() if signal is None else (signal,), () if signal is None else (1.0,))
 
 
 TeacherSignal = HiddenSignal | TopKSignal | EnsembleSignal
-"""What the loss gets."""
 
 
 class Teacher(Protocol):
-    """A source of signals. It draws no random numbers, so asking twice gives the same."""
+    """Computes or reads one signal per microbatch. It uses no random numbers, so a repeated call returns the same."""
 
     @property
     def runs_before_student(self) -> bool:
-        """Whether it wants to be asked about all microbatches of a step in one call, before the student begins."""
+        """True if `signals` must get all microbatches of a step in one call, before the student's schedule starts."""
         ...
 
     def prepare(self, batches: Sequence[KDBatch], upcoming: Lookahead) -> list[KDBatch]:
-        """Look at all microbatches of a step, whole and on the host, before it begins.
+        """Called once per step, before `signals`, with all microbatches of the step, whole and on the host.
 
-        All ranks call it together; `upcoming` is what comes after them.
+        Collective over all ranks.
+
+        Args:
+            batches: the microbatches of the step.
+            upcoming: the microbatches after them, for prefetching.
 
         Returns:
-            The same, with a KD mask of 0 where this teacher has nothing to say.
+            The microbatches with a KD mask of 0 on tokens for which this teacher has no targets.
         """
         ...
 
     def signals(self, batches: Sequence[KDBatch]) -> list[TeacherSignal]:
-        """One signal for each microbatch on the student's last pipeline stage, none elsewhere.
+        """One signal per microbatch on the student's last pipeline stage, an empty list on other stages.
 
-        All ranks of a model replica call it together, with the same microbatches.
+        Collective over the ranks of a model replica, which pass the same microbatches.
         """
         ...
 
-    def facts(self) -> dict[str, float]:
-        """Name -> number: what is reported of the step that was prepared last, the same on all ranks."""
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the step that was prepared last, by name; the same on all ranks."""
         ...
 
     def fingerprint(self) -> str:

@@ -1,4 +1,4 @@
-"""Outputs of a teacher's layers: kept while it runs, and brought to the pipeline stages that compare with them."""
+"""Outputs of a teacher's layers: recorded in its forward pass and sent to the stages of the paired student layers."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -17,24 +17,24 @@ class HiddenShape:
     width: int
     dtype: torch.dtype
     slices: int
-    """Tensor-parallel ranks that the sequence is cut over; 1 without sequence parallelism."""
+    """Tensor-parallel ranks that the sequence is split over; 1 without sequence parallelism."""
 
     def empty(self, samples: int, tokens: int) -> Tensor:
-        """[tokens/slices, samples, width] on the current device, not filled."""
+        """[tokens/slices, samples, width] on the current device, uninitialized."""
         return torch.empty(tokens // self.slices, samples, self.width, dtype=self.dtype, device="cuda")
 
 
 @dataclass
 class LayerRecorder:
-    """Keeps what some layers of a frozen model put out, one tensor a layer and forward pass, until it is taken."""
+    """Keeps the outputs of some layers of a frozen model, one tensor per layer and forward pass, until `take`."""
 
     shape: HiddenShape
-    """Of one output."""
+    """Shape of one output."""
     _outputs: dict[int, list[Tensor]] = field(default_factory=dict)
 
     @classmethod
     def on(cls, model: GPTModel, layers: Collection[int]) -> "LayerRecorder":
-        """Record those of `layers`, counted from 1 over the whole model, that this stage of the model has."""
+        """Record those of `layers`, counted from 1 over the whole model, that this stage has."""
         config = model.config
         recorder = cls(
             HiddenShape(
@@ -50,7 +50,7 @@ class LayerRecorder:
         return recorder
 
     def _keep(self, layer: nn.Module, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-        # Detached: megatron's pipeline schedules may empty the tensor object that a stage has sent on.
+        # Detached, because Megatron's pipeline schedules may free the data of the tensor object that a stage sends.
         self._outputs[layer.layer_number].append(output[0].detach())
 
     @property
@@ -59,16 +59,16 @@ class LayerRecorder:
         return sorted(self._outputs)
 
     def take(self) -> dict[int, list[Tensor]]:
-        """Layer -> its outputs [s, b, Ht] (or slices [s/tp, b, Ht]) since the last call, in the order of the forward
-        passes; they are kept no longer."""
+        """Layer -> its outputs [s, b, Ht] (or slices [s/tp, b, Ht]) since the last call, one per forward pass; they are
+        removed from the recorder."""
         taken = self._outputs
         self._outputs = {layer: [] for layer in taken}
         return taken
 
 
 @dataclass(frozen=True, order=True)
-class Route:
-    """A teacher's layer, the stage that has it, and a stage where it is wanted."""
+class LayerRoute:
+    """A layer of the teacher, the stage that has it, and a stage that needs its output."""
 
     layer: int
     source: int
@@ -77,36 +77,36 @@ class Route:
 
 def deliver(
     recorded: dict[int, list[Tensor]],
-    routes: Sequence[Route],
+    routes: Sequence[LayerRoute],
     group: ProcessGroup,
     shape: HiddenShape,
     sizes: Sequence[tuple[int, int]],
 ) -> dict[int, list[Tensor]]:
-    """Bring layers' outputs to the stages that want them, point to point.
+    """Send layer outputs to the stages that need them, point to point.
 
     Args:
-        recorded: layer -> one tensor a microbatch, of the layers on this stage.
-        routes: the same on all ranks of the group, which call this together.
-        group: the pipeline-parallel group.
-        shape: of an output.
+        recorded: layer -> one tensor per microbatch, for the layers of this stage.
+        routes: the same on all ranks of the group.
+        group: the pipeline-parallel group. Collective over it.
+        shape: shape of an output.
         sizes: (samples, tokens) of each microbatch.
 
     Returns:
-        Layer -> one tensor a microbatch, of the layers wanted on this stage.
+        Layer -> one tensor per microbatch, for the layers that this stage needs.
     """
     here = dist.get_rank(group)
-    wanted: dict[int, list[Tensor]] = {}
+    needed: dict[int, list[Tensor]] = {}
     transfers = []
     for route in sorted(routes):
         if route.source == route.destination == here:
-            wanted[route.layer] = recorded[route.layer]
+            needed[route.layer] = recorded[route.layer]
         elif route.source == here:
             peer = dist.get_global_rank(group, route.destination)
             transfers += [dist.P2POp(dist.isend, t.contiguous(), peer, group) for t in recorded[route.layer]]
         elif route.destination == here:
             peer = dist.get_global_rank(group, route.source)
-            wanted[route.layer] = [shape.empty(*size) for size in sizes]
-            transfers += [dist.P2POp(dist.irecv, t, peer, group) for t in wanted[route.layer]]
+            needed[route.layer] = [shape.empty(*size) for size in sizes]
+            transfers += [dist.P2POp(dist.irecv, t, peer, group) for t in needed[route.layer]]
     for work in dist.batch_isend_irecv(transfers) if transfers else ():
         work.wait()
-    return wanted
+    return needed

@@ -1,4 +1,4 @@
-"""A teacher that runs beside the student, on the same ranks and in the same parallel layout."""
+"""A teacher model that runs beside the student, on the same ranks in the same parallel layout."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -21,14 +21,14 @@ from mkd.teacher.layer_outputs import LayerRecorder
 
 
 def _final_hidden_states(*, hidden_states: Tensor, **unused: Any) -> Tensor:
-    """Output processor of the last stage: stop before the LM head."""
+    """Output processor of the last stage that skips the LM head."""
     return hidden_states
 
 
 class OnlineTeacher:
-    """A frozen GPT model of its own width, depth and heads, one chunk a pipeline stage.
+    """A frozen GPT model with its own architecture, one model chunk per pipeline stage.
 
-    It has no gradients, no optimizer state and no data-parallel wrapper, and is in no checkpoint of the student.
+    It has no gradients, no optimizer state and no data-parallel wrapper, and is not part of the student's checkpoints.
     """
 
     def __init__(
@@ -41,45 +41,46 @@ class OnlineTeacher:
         view: int | None = None,
         head_columns: Tensor | None = None,
     ) -> None:
-        """Build the model, fill it and freeze it.
+        """Build the model, load its weights and freeze it.
 
         Args:
-            config: the teacher's own; its vocabulary is padded like the student's where the two share a tokenizer.
-            groups: the student's layout, which is also the teacher's.
-            load_weights: fills every parameter of the chunks it is given.
-            fingerprint: of architecture and weights.
+            config: the teacher's configuration; its vocabulary is padded like the student's if they share a tokenizer.
+            groups: the layout of student and teacher.
+            load_weights: fills every parameter of the given model chunks.
+            fingerprint: fingerprint of architecture and weights.
             offload: keep the weights in host memory between calls of `signals`.
-            view: which of `KDBatch.teacher_views` the teacher reads; None: the student's tokens.
-            head_columns: [columns] int64 ids whose rows of the LM head this tensor-parallel rank gives with its
-                signals, in this order; None: as they are cut in the model.
+            view: index in `KDBatch.teacher_views` of the tokens that the teacher reads; None: the student's tokens.
+            head_columns: [columns] int64 ids whose rows of the LM head are `HiddenSignal.head` on this tensor-parallel
+                rank, in this order; None: the model's own shard.
         """
         self._config, self._groups, self._fingerprint = config, groups, fingerprint
-        with torch.no_grad():  # with gradients, weights in FP8 would be kept transposed as well, and once more in bf16
+        with torch.no_grad():  # with gradients, FP8 weights would keep a transposed and a bf16 copy as well
             wrapped = GPTModelBuilder(config).build_distributed_models(
                 pg_collection=groups.collection, wrap_with_ddp=False, data_parallel_random_init=False
             )
             load_weights(wrapped)
-        # Float16Module would turn the hidden states into fp32 on the way out: run the model inside it.
+        # Unwrapped, because Float16Module casts the hidden states that it returns to fp32.
         self._model: GPTModel = unwrap_model(wrapped[0]).requires_grad_(False).eval()
         self._view, self._head = view, None
         if head_columns is not None:
             self._head = self._take_head(head_columns)
         self._on_host: list[tuple[nn.Parameter, Tensor]] = []
         if offload:
-            # Frozen weights are copied out once and only ever copied in again.
+            # Frozen weights are copied to the host once; afterwards they are only copied to the device.
             self._on_host = [(p, p.data.to("cpu").pin_memory()) for p in self._model.parameters()]
-            self._leave_device()
+            self._offload()
 
     @property
     def runs_before_student(self) -> bool:
-        """See `Teacher.runs_before_student`: weights that leave the device come back once a step."""
+        """See `Teacher.runs_before_student`: offloaded weights are copied to the device once per step."""
         return bool(self._on_host)
 
-    def facts(self) -> dict[str, float]:
-        """See `Teacher.facts`."""
+    def metrics(self) -> dict[str, float]:
+        """See `Teacher.metrics`."""
         return {}
 
     def fingerprint(self) -> str:
+        """See `Teacher.fingerprint`."""
         return self._fingerprint
 
     def prepare(self, batches: Sequence[KDBatch], upcoming: Lookahead) -> list[KDBatch]:
@@ -87,29 +88,29 @@ class OnlineTeacher:
         return list(batches)
 
     def record_layers(self, layers: Collection[int]) -> LayerRecorder:
-        """From now on keep what these layers put out, as far as this stage has them; they count from 1."""
+        """Record the outputs of those of these layers (counted from 1) that this stage has, from now on."""
         return LayerRecorder.on(self._model, layers)
 
     @torch.no_grad()
     def signals(self, batches: Sequence[KDBatch]) -> list[HiddenSignal]:
-        """See `Teacher.signals`. Under pipeline parallelism this is one forward-only schedule over all microbatches."""
-        batches = [self._read(batch) for batch in batches]
-        self._enter_device()
+        """See `Teacher.signals`. With pipeline parallelism, one forward-only schedule over all microbatches."""
+        batches = [self._batch_view(batch) for batch in batches]
+        self._reload()
         hidden = list(self._hidden_states(batches))
         signals = []
         if hidden:  # on the last stage
-            # Stays on the device after the other weights have left it.
+            # The signals keep this weight on the device after the others are offloaded.
             head = lm_head(self._model).detach() if self._head is None else self._head
             signals = [HiddenSignal(h, head, logit_scale(self._model.config), self._view) for h in hidden]
-        self._leave_device()
+        self._offload()
         return signals
 
-    def _read(self, batch: KDBatch) -> KDBatch:
-        """A microbatch in the tokens that this teacher reads."""
+    def _batch_view(self, batch: KDBatch) -> KDBatch:
+        """The microbatch in the teacher's tokenizer."""
         return batch if self._view is None else batch.teacher_views[self._view].batch
 
     def _hidden_states(self, batches: Sequence[KDBatch]) -> Iterator[Tensor]:
-        """Of each microbatch on the last stage, one after the other; nothing on the others."""
+        """Yields the hidden states of each microbatch on the last stage, nothing on other stages."""
         if self._groups.pp.size() > 1:
             yield from self._pipelined(batches)
         else:
@@ -117,16 +118,16 @@ class OnlineTeacher:
 
     @torch.no_grad()
     def _take_head(self, columns: Tensor) -> Tensor | None:
-        """[columns, Ht] rows of the LM head, which lie on any rank; None off the last stage."""
-        own = self._give_up_head()
+        """[columns, Ht] rows of the LM head, gathered from all tensor-parallel ranks; None off the last stage."""
+        own = self._detach_head()
         if own is None:
             return None
         whole = own.new_empty((own.shape[0] * self._groups.tp.size(), own.shape[1]))
         dist.all_gather_into_tensor(whole, own, group=self._groups.tp)
         return whole.index_select(0, columns.to(whole.device))
 
-    def _give_up_head(self) -> Tensor | None:
-        """[V/tp, Ht] of the last stage, which the model no longer has where it can do without; None on others."""
+    def _detach_head(self) -> Tensor | None:
+        """[V/tp, Ht] weight of the LM head, removed from the model unless it is tied; None off the last stage."""
         if not self._groups.is_last_stage:
             return None
         own = lm_head(self._model).detach().contiguous()
@@ -144,7 +145,7 @@ class OnlineTeacher:
         )
 
     def _pipelined(self, batches: Sequence[KDBatch]) -> list[Tensor]:
-        """Hidden states of every microbatch on the last stage; an empty list on the others."""
+        """Hidden states of every microbatch on the last stage, an empty list on other stages."""
 
         def forward_step(iterator: Iterator[KDBatch], model: GPTModel) -> tuple[Tensor, None]:
             return self._forward(next(iterator)), None
@@ -163,10 +164,10 @@ class OnlineTeacher:
             pg_collection=self._groups.collection,
         )
 
-    def _enter_device(self) -> None:
+    def _reload(self) -> None:
         for parameter, host in self._on_host:
             parameter.data = host.to("cuda", non_blocking=True)
 
-    def _leave_device(self) -> None:
+    def _offload(self) -> None:
         for parameter, host in self._on_host:
             parameter.data = host

@@ -23,7 +23,7 @@ from mkd.distributed.groups import Groups
 from mkd.losses.hidden import hidden_loss
 from mkd.models.gpt import finish_parameter_sync
 from mkd.models.layer_maps import add_maps, name_of_map, new_map
-from mkd.teacher.layer_outputs import LayerRecorder, Route, deliver
+from mkd.teacher.layer_outputs import LayerRecorder, LayerRoute, deliver
 
 
 @dataclass
@@ -75,7 +75,7 @@ class HiddenLayers:
         self._groups, self._teacher, self._seed = groups, teacher, seed
         self._config: Any = None
         self._here: tuple[LayerPair, ...] = ()
-        self._routes: list[Route] = []
+        self._routes: list[LayerRoute] = []
         self._current: LayersOfMicrobatch | None = None
         self._recomputed: dict[LayerPair, deque[LayersOfMicrobatch]] = {}
 
@@ -100,7 +100,7 @@ class HiddenLayers:
         self._routes = self._find_routes()
         return chunks
 
-    def _find_routes(self) -> list[Route]:
+    def _find_routes(self) -> list[LayerRoute]:
         """Routes from the stage with the teacher's layer of each pair to the stage with the student's."""
         pp = self._groups.pp
         everywhere: list = [(self._here, self._teacher.layers)] * pp.size()
@@ -109,7 +109,7 @@ class HiddenLayers:
         source = {layer: stage for stage, (_, layers) in enumerate(everywhere) for layer in layers}
         return sorted(
             {
-                Route(pair.teacher, source[pair.teacher], stage)
+                LayerRoute(pair.teacher, source[pair.teacher], stage)
                 for stage, (pairs, _) in enumerate(everywhere)
                 for pair in pairs
             }

@@ -102,7 +102,7 @@ class TeacherThenStudent:
             if self.hidden_layers is not None:
                 self.hidden_layers.add_to(reports, layers)
             if teaches:
-                _add_to(reports, self.teacher.facts())
+                _add_to(reports, self.teacher.metrics())
             return reports
 
         return run

@@ -1,5 +1,5 @@
-"""What a student learns from a cache is what it learns from the teacher's top-k: losses and every gradient, whatever
-the layout, the microbatches and the rows were when the cache was written."""
+"""Training from a cache has the losses and gradients of training from the teacher's top-k, in any layout, microbatch
+size and packing of writer and reader."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,7 @@ from torch import Tensor
 from mkd.data.batch import segment_hash
 from mkd.teacher.cache.store import TeacherStore
 from mkd.teacher.cache.writer import StoreWriter
-from tests.support.dist.cached_step import FAULTS, cached_step, forgetful_step, meta_of, reads_of_steps, write_cache
+from tests.support.dist.cached_step import FAULTS, cached_step, step_without_texts, meta_of, reads_of_steps, write_cache
 from tests.support.dist.kd_run import kd_run
 from tests.support.dist.kd_samples import ROWS, samples
 from tests.support.dist.kd_step import Layout, Models
@@ -20,7 +20,7 @@ from tests.support.dist.outcome import total, whole_tensors
 from tests.support.dist.pool import Pool, WorkerError
 from tests.support.tolerance import FP32, GRADIENT, QUANTIZED, STEP_LOSS, assert_close_norm, norm_error
 
-TOP_K, STORED, DRAWS = 6, 12, 80
+TOP_K, STORED, SAMPLES = 6, 12, 80
 Result = tuple[dict[str, float], dict[str, Tensor]]
 LAYOUTS = [
     pytest.param(4, Layout(cp=2, mbs=2), "packed", id="dp2-cp2-packed"),
@@ -31,7 +31,7 @@ LAYOUTS = [
 
 @pytest.fixture(scope="module")
 def caches(gloo_pool: Callable[[int], Pool], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Name -> folder. Written unpacked, one row at a time, under tensor parallelism."""
+    """Name -> folder. Written unpacked, one row at a time, with tensor parallelism."""
     root = tmp_path_factory.mktemp("caches")
     metas = {"fp32": meta_of(TOP_K), "log12": meta_of(TOP_K, "log12"), "larger": meta_of(STORED)}
     folders = {name: str(root / name) for name in metas}
@@ -40,13 +40,13 @@ def caches(gloo_pool: Callable[[int], Pool], tmp_path_factory: pytest.TempPathFa
     pool.run(write_cache, layout, models, {folders[name]: meta for name, meta in metas.items()}, [])
     folders["part"] = str(root / "part")
     pool.run(write_cache, layout, models, {folders["part"]: meta_of(TOP_K)}, left_out())
-    folders["drawn"] = str(root / "drawn")
-    pool.run(write_cache, layout, models, {folders["drawn"]: meta_of(DRAWS, "counts", samples=DRAWS)}, [])
+    folders["sampled"] = str(root / "sampled")
+    pool.run(write_cache, layout, models, {folders["sampled"]: meta_of(SAMPLES, "counts", samples=SAMPLES)}, [])
     return folders
 
 
 def left_out() -> list[bytes]:
-    """Keys of every third text."""
+    """Keys of one text in three."""
     texts = [sample["tokens"][: sample["length"]] for sample in samples("padded", 1)]
     return [segment_hash(text) for text in texts[::3]]
 
@@ -76,7 +76,7 @@ def assert_same(seen: Result, truth: Result, gradient: float = GRADIENT, loss: f
 def test_gradients_are_those_of_the_model(
     gloo_pool: Callable[[int], Pool], caches: dict, online: Result, ranks: int, layout: Layout, data: Any, name: str
 ) -> None:
-    """`larger` has more tokens than the run looks at: those that are cut off are part of the tail."""
+    """`larger` has a larger K than the job: the dropped tokens become part of the tail."""
     models = Models(data=data, top_k=TOP_K, cache=caches[name])
     seen = result_of(gloo_pool(ranks).run(cached_step, layout, models, None))
     if name == "log12":
@@ -86,11 +86,11 @@ def test_gradients_are_those_of_the_model(
 
 
 @pytest.mark.parametrize("planted", [None, *FAULTS])
-def test_texts_that_are_missing_have_cross_entropy_only(
+def test_missing_texts_have_cross_entropy_only(
     gloo_pool: Callable[[int], Pool], caches: dict, planted: str | None
 ) -> None:
     models = Models(data="packed", top_k=TOP_K, cache=caches["part"], cache_missing="ce_only")
-    truth = result_of(gloo_pool(1).run(forgetful_step, Layout(), Models(data="padded", top_k=TOP_K), left_out()))
+    truth = result_of(gloo_pool(1).run(step_without_texts, Layout(), Models(data="padded", top_k=TOP_K), left_out()))
     losses, gradients = result_of(gloo_pool(4).run(cached_step, Layout(cp=2), models, planted))
     needed = [sample["loss_mask"].any() for sample in samples("padded", 1)[::3]]
     assert losses.pop("kd_missing") == sum(needed) > 2
@@ -100,20 +100,20 @@ def test_texts_that_are_missing_have_cross_entropy_only(
         assert max(norm_error(gradients[key], value) for key, value in truth[1].items()) > 100 * GRADIENT
 
 
-def test_a_missing_text_ends_the_step_on_all_ranks(gloo_pool: Callable[[int], Pool], caches: dict) -> None:
-    """Only one data-parallel rank misses it, and only the last stage reads."""
+def test_missing_text_fails_on_all_ranks(gloo_pool: Callable[[int], Pool], caches: dict) -> None:
+    """Although only one data-parallel rank needs it, and only the last stage reads."""
     key = left_out()[0].hex()
     models = Models(data="padded", top_k=TOP_K, cache=caches["part"])
     with pytest.raises(WorkerError) as caught:
         gloo_pool(4).run(cached_step, Layout(pp=2, mbs=1), models, None)
     text = str(caught.value)
     assert text.count("MkdCacheError: --kd-teacher-cache") == 4
-    assert text.count(f"does not have segment {key} (24 tokens at place 0 of row 0, segment 0 of microbatch 0)") == 4
+    assert text.count(f"does not have segment {key} (24 tokens at position 0 of row 0, segment 0 of microbatch 0)") == 4
     assert "of this step: write this data too (tools/cache_teacher.py), or give --kd-cache-missing ce_only" in text
 
 
 def damaged_copy(cache: str, folder: Path, kind: str) -> tuple[str, str]:
-    """A copy with one wrong segment: its folder, and what names the segment."""
+    """A copy with one damaged segment: its folder, and the segment's name in messages."""
     store = TeacherStore(Path(cache), "--cache")
     parts = [part for shard in store.shards for part in shard.segments()]
     number, (key, records) = next((i, part) for i, part in enumerate(parts) if len(part[1]) == 24)
@@ -121,8 +121,8 @@ def damaged_copy(cache: str, folder: Path, kind: str) -> tuple[str, str]:
     if kind == "not finite":
         records["values"][5] = torch.nan
     writer.add_records(key, records)
-    for other, theirs in parts[:number] + parts[number + 1 :]:
-        writer.add_records(other, theirs)
+    for other, other_records in parts[:number] + parts[number + 1 :]:
+        writer.add_records(other, other_records)
     writer.flush()
     [shard] = TeacherStore(folder, "--cache").shards
     if kind == "checksum":
@@ -133,7 +133,7 @@ def damaged_copy(cache: str, folder: Path, kind: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("kind", ["checksum", "not finite"])
-def test_damage_ends_the_step_on_all_ranks(
+def test_damage_fails_on_all_ranks(
     gloo_pool: Callable[[int], Pool], caches: dict, tmp_path: Path, kind: str
 ) -> None:
     folder, segment = damaged_copy(caches["fp32"], tmp_path / "damaged", kind)
@@ -144,31 +144,31 @@ def test_damage_ends_the_step_on_all_ranks(
     assert text.count(segment) == 2 and kind in text
 
 
-@pytest.mark.parametrize("divergence_of_draws", [False, True])
-def test_evaluation(gloo_pool: Callable[[int], Pool], caches: dict, divergence_of_draws: bool) -> None:
-    """The teacher's own CE is exact; who draws does not know the most probable token."""
+@pytest.mark.parametrize("sampled", [False, True])
+def test_evaluation(gloo_pool: Callable[[int], Pool], caches: dict, sampled: bool) -> None:
+    """The teacher's CE is exact; sampled targets do not have the most probable token, so no agreement is reported."""
     truth = gloo_pool(1).run(kd_run, Layout(), Models(data="padded"), 0)
-    name = "drawn" if divergence_of_draws else "log12"
+    name = "sampled" if sampled else "log12"
     models = Models(data="packed", cache=caches[name])
     seen = total([part["evaluation"] for part in gloo_pool(4).run(kd_run, Layout(cp=2, mbs=1), models, 0)])
-    for term in ("ce", "teacher_ce") if divergence_of_draws else ("ce", "teacher_ce", "agreement"):
+    for term in ("ce", "teacher_ce") if sampled else ("ce", "teacher_ce", "agreement"):
         assert seen[term] == pytest.approx(total([truth[0]["evaluation"]])[term], rel=FP32)
-    assert ("agreement" in seen) != divergence_of_draws
+    assert ("agreement" in seen) != sampled
 
 
-def test_draws_are_learned_from(gloo_pool: Callable[[int], Pool], caches: dict) -> None:
-    """80 draws of 83 tokens are near to the full divergence's gradient, and the same in every layout."""
+def test_sampled_targets(gloo_pool: Callable[[int], Pool], caches: dict) -> None:
+    """The gradient with 80 samples of 83 tokens is near that of the full divergence, and the same in every layout."""
     truth = result_of(gloo_pool(1).run(cached_step, Layout(), Models(data="padded"), None))[1]
     one, other = (
-        result_of(gloo_pool(ranks).run(cached_step, layout, Models(data="packed", cache=caches["drawn"]), None))
+        result_of(gloo_pool(ranks).run(cached_step, layout, Models(data="packed", cache=caches["sampled"]), None))
         for ranks, layout in ((1, Layout()), (4, Layout(cp=2, pp=2, mbs=1)))
     )
     assert_same(other, one, loss=FP32)
     assert max(norm_error(one[1][key], value) for key, value in truth.items()) < 0.5
 
 
-def test_the_next_step_is_read_ahead(gloo_pool: Callable[[int], Pool], caches: dict) -> None:
-    """In a thread, once, and also where megatron draws the same samples again."""
+def test_next_step_is_prefetched(gloo_pool: Callable[[int], Pool], caches: dict) -> None:
+    """In a thread and only once, even if Megatron repeats a step."""
     [found] = gloo_pool(1).run(reads_of_steps, caches["fp32"])
     assert found["seen"] == found["expected"]
     first, second, again = found["threads"]
@@ -176,5 +176,5 @@ def test_the_next_step_is_read_ahead(gloo_pool: Callable[[int], Pool], caches: d
     assert second == [] and again == []
 
 
-def test_every_row_has_something(caches: dict) -> None:
+def test_samples_and_shards_are_several(caches: dict) -> None:
     assert len(samples("padded", 1)) > ROWS and len(list(Path(caches["fp32"]).glob("*.safetensors"))) > 1

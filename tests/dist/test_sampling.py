@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mkd.cache_build.sampling import uniforms
+from mkd.cache_build.sampling import stratified_uniforms
 from mkd.losses.measure.sampling import Draws, label_logits, teacher_draws
 from tests.support.dist.pool import Pool
 from tests.dist.test_losses import shard_rows
@@ -28,7 +28,7 @@ def make(vocab: int, padded: int) -> tuple[Tensor, Tensor, Tensor]:
 def run_case(rank: int, ranks: int, vocab: int, padded: int) -> tuple[Draws, Tensor]:
     hidden, weight, labels = make(vocab, padded)
     common = dict(true_vocab=vocab, tp_group=torch.distributed.group.WORLD)
-    shard, numbers = shard_rows(weight, rank, ranks), uniforms(b"0123456789abcdef", ROWS, DRAWS)
+    shard, numbers = shard_rows(weight, rank, ranks), stratified_uniforms(b"0123456789abcdef", ROWS, DRAWS)
     sums = dict(temperatures=(1.0, TEMPERATURE), chunk_rows=10)
     return (
         teacher_draws(hidden, shard, numbers, TEMPERATURE, **sums, **common),
@@ -42,7 +42,7 @@ def test_shards(gloo_pool: Callable[[int], Pool], ranks: int, vocab: int, padded
     hidden, weight, labels = make(vocab, padded)
     logits = hidden.double() @ weight[:vocab].double().t()
     ends = torch.softmax(logits / TEMPERATURE, dim=1).cumsum(1)
-    ids = (uniforms(b"0123456789abcdef", ROWS, DRAWS)[:, :, None] >= ends[:, None]).sum(2)
+    ids = (stratified_uniforms(b"0123456789abcdef", ROWS, DRAWS)[:, :, None] >= ends[:, None]).sum(2)
     own = torch.where(labels < 0, 0, logits.gather(1, labels.clamp_min(0)[:, None])[:, 0])
     assert len(ids.unique()) > vocab / 2
     for draws, label in gloo_pool(ranks).run(run_case, vocab, padded):

@@ -93,8 +93,8 @@ def test_megatron_reads_its_global_groups_where_it_is_given_others(gloo_pool: Ge
 @pytest.mark.parametrize(
     ("fault", "name"),
     [
-        ("answers in another order", "dp4 / tp4"),
-        ("answers in contiguous order", "tp2-dp2 / tp2-cp2, packed"),
+        ("hidden states in another order", "dp4 / tp4"),
+        ("hidden states in contiguous order", "tp2-dp2 / tp2-cp2, packed"),
     ],
 )
 def test_a_planted_fault_is_caught(

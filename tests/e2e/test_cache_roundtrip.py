@@ -1,4 +1,4 @@
-"""A cache of conversations outlives seed, layout, batch sizes and packing."""
+"""A cache of conversations serves another seed, layout, batch size and packing than it was written with."""
 
 import random
 from pathlib import Path
@@ -28,7 +28,7 @@ READ = {
     "--kd-mask": "all",
 }
 WITHIN_QUANTIZATION = 1e-3
-"""Nats, of the loss: what the 12-bit format may cost."""
+"""Nats: tolerance of the loss for the 12-bit format."""
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +36,10 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> SmallJob:
     job = make_small_job(tmp_path_factory.mktemp("roundtrip"))
     chat_tokenizer(job.student, MARKED)
     chat_tokenizer(job.teacher, MARKED)
-    draw, words = random.Random(0), text().split()
+    rng, words = random.Random(0), text().split()
 
     def message(role: str) -> dict[str, str]:
-        return {"role": role, "content": " ".join(draw.choices(words, k=draw.randrange(1, 8)))}
+        return {"role": role, "content": " ".join(rng.choices(words, k=rng.randrange(1, 8)))}
 
     write_lines(job.root / "chats.jsonl", [{"messages": [message("user"), message("assistant")]} for _ in range(60)])
     return job
@@ -50,7 +50,7 @@ def flags(job: SmallJob, changes: dict[str, Any]) -> list[str]:
 
 
 def completed(result: Result) -> list[dict]:
-    """The metrics of a run that has ended well."""
+    """Metrics of a successful run."""
     assert result.status == 0, result.output[-3000:] + result.errors[-6000:]
     return [line for line in result.metrics if "kd" in line or "valid_kd" in line]
 

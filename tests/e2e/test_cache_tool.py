@@ -1,4 +1,4 @@
-"""tools/cache_teacher.py: what it refuses before a weight is loaded, and what it says of finished caches."""
+"""tools/cache_teacher.py: refusals before a weight is loaded, and the commands on finished caches."""
 
 import json
 import os
@@ -14,9 +14,9 @@ from mkd.errors import MkdCacheError, MkdConfigError, MkdError
 from mkd.teacher.cache.store import TeacherStore
 from mkd.teacher.cache.writer import StoreWriter, check_folder
 from tests.e2e.test_bad_input import forget_megatron
+from tests.support.cached_targets import meta_of, some_segment
 from tests.support.e2e import small_job
 from tests.support.e2e.small_job import ROOT, TEACHER, VOCAB, SmallJob, make_model, make_small_job, make_tokenizer, run
-from tests.support.teacher_rows import meta_of, some_segment
 from tools import cache_teacher
 
 TOOL = ROOT / "tools" / "cache_teacher.py"
@@ -37,7 +37,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> SmallJob:
 
 @pytest.fixture
 def attempt(job: SmallJob, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., CacheJob]]:
-    """`attempt(own, changes, ranks)`: check a command line of `write` as rank 0 of so many ranks."""
+    """`attempt(own, changes, ranks)`: check a command line of `write` as rank 0 of `ranks` ranks."""
 
     def check(own: dict[str, Any], changes: dict[str, Any] | None = None, ranks: int = 1) -> CacheJob:
         for name, value in {**small_job.environment(), "WORLD_SIZE": str(ranks)}.items():
@@ -65,7 +65,7 @@ def test_without_a_student(attempt: Callable[..., CacheJob], job: SmallJob) -> N
     assert attempt({}, {"--kd-student-hf": job.student}).meta == made.meta
 
 
-def test_the_students_flags_do_not_matter(attempt: Callable[..., CacheJob]) -> None:
+def test_flags_of_the_student_are_ignored(attempt: Callable[..., CacheJob]) -> None:
     flags = {"--num-layers": 6, "--hidden-size": 64, "--num-attention-heads": 8, "--save": "{root}/never"}
     flags |= {"--lr": 1e-3, "--min-lr": 1e-4, "--lr-warmup-iters": 100, "--lr-decay-style": "WSD"}
     flags |= {"--save-interval": 5, "--kd-hidden-loss": "3:2", "--num-layers-per-virtual-pipeline-stage": 3, PP: 2}
@@ -88,7 +88,7 @@ def test_temperatures(
 
 
 def test_dry_run(job: SmallJob, tmp_path: Path) -> None:
-    """It says what would be written, and writes nothing."""
+    """Prints the plan and writes nothing."""
     words = [
         "write",
         "--out",
@@ -108,7 +108,7 @@ def test_positions(attempt: Callable[..., CacheJob]) -> None:
     assert attempt({}, {"--reset-position-ids": True}).meta.positions == "document"
 
 
-def test_more_draws_than_tokens(attempt: Callable[..., CacheJob]) -> None:
+def test_more_samples_than_tokens(attempt: Callable[..., CacheJob]) -> None:
     meta = attempt({"top_k": None, "samples": 500}).meta
     assert (meta.top_k, meta.samples, meta.values) == (VOCAB, 500, "counts")
 
@@ -125,7 +125,7 @@ def test_more_draws_than_tokens(attempt: Callable[..., CacheJob]) -> None:
         ({"top_k": None, "samples": 5, "temperatures": (1.0, 2.0)}, {}, 1, "--temperature has 2 values"),
         ({"temperatures": (0.0,)}, {}, 1, "--temperature is 0"),
         ({}, {"--kd-teacher-hf": None}, 1, "exactly one teacher source"),
-        ({}, {"--kd-teacher-hf": None, "--kd-teacher-cache": "{root}/x"}, 1, "has no teacher to ask"),
+        ({}, {"--kd-teacher-hf": None, "--kd-teacher-cache": "{root}/x"}, 1, "holds no teacher to run"),
         ({}, {"--kd-teacher-hf": ["{root}/teacher", "{root}/student"]}, 1, "several teachers"),
         ({}, {"--kd-teacher-tensor-model-parallel-size": 2}, 2, "is 2, but there is no student here: give --tensor-mo"),
         ({}, {"--kd-teacher-hf": "{root}/three_layers", PP: 2}, 2, "does not divide the 3 layers of the teacher"),
@@ -148,10 +148,10 @@ def test_refused_flags(
         ({"out": "foreign"}, {}, "is no teacher cache, and not empty"),
         ({"out": "file"}, {}, "cannot be written"),
         ({"out": "file/cache"}, {}, "cannot be written"),
-        ({"out": "eight"}, {"--kd-teacher-hf": "{root}/student"}, "other contents .*teacher: "),
-        ({"out": "eight", "top_k": 9}, {}, r"other contents .*\(top_k: 9, 8\)"),
-        ({"out": "eight", "lossless": True}, {}, r"other contents .*\(values: fp32, log12\)"),
-        ({"out": "eight"}, {"--kd-teacher-dtype": "bf16"}, "other contents .*teacher_dtype: bfloat16, float32"),
+        ({"out": "eight"}, {"--kd-teacher-hf": "{root}/student"}, "other properties .*teacher: "),
+        ({"out": "eight", "top_k": 9}, {}, r"other properties .*\(top_k: 9, 8\)"),
+        ({"out": "eight", "lossless": True}, {}, r"other properties .*\(values: fp32, log12\)"),
+        ({"out": "eight"}, {"--kd-teacher-dtype": "bf16"}, "other properties .*teacher_dtype: bfloat16, float32"),
     ],
 )
 def test_refused_folders(
@@ -162,15 +162,15 @@ def test_refused_folders(
         attempt({**own, "out": job.root / own["out"]}, changes)
 
 
-def test_flags_of_the_training_stand_behind_two_dashes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_flags_before_the_two_dashes(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cache_teacher.main(["write", "--out", "never", "--top-k", "8", "--kd-teacher-hf", "x"])
-    assert "--kd-teacher-hf x (flags of pretrain_kd.py stand behind --)" in capsys.readouterr().err
+    assert "--kd-teacher-hf x (flags of pretrain_kd.py go after --)" in capsys.readouterr().err
 
 
 @pytest.fixture
 def caches(tmp_path: Path) -> list[Path]:
-    """Two with a segment in common, and one of another teacher."""
+    """Two caches with a segment in common, and one of another teacher."""
     folders = [tmp_path / name for name in ("one", "two", "other")]
     held = (((0, 1), "t" * 32), ((1, 2, 3), "t" * 32), ((4,), "u" * 32))
     for folder, (numbers, teacher) in zip(folders, held, strict=True):
@@ -184,22 +184,23 @@ def caches(tmp_path: Path) -> list[Path]:
 def test_merge(caches: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "merged"
     cache_teacher.main(["merge", str(out), str(caches[0]), str(caches[1])])
-    said = capsys.readouterr().out
-    assert "1 doubles left out" in said and "segments    4" in said and "the 8 most probable tokens, fp32" in said
+    printed = capsys.readouterr().out
+    assert "1 duplicates left out" in printed and "segments    4" in printed
+    assert "the 8 most probable tokens, fp32" in printed
     merged = TeacherStore(out, "merged")
     assert merged.keys() == {some_segment(n, 307, 8)[0] for n in range(4)} and len(merged) == 4
     cache_teacher.main(["verify", str(out)])
-    assert "every record is as it was written" in capsys.readouterr().out
+    assert "every record is intact" in capsys.readouterr().out
     assert not list(tmp_path.glob(".*"))
     with pytest.raises(MkdCacheError, match="exists: give the name of a new folder"):
         cache_teacher.main(["merge", str(out), str(caches[0])])
-    with pytest.raises(MkdCacheError, match=r"do not go together \(teacher: "):
+    with pytest.raises(MkdCacheError, match=r"cannot be merged \(teacher: "):
         cache_teacher.main(["merge", str(tmp_path / "new"), str(caches[0]), str(caches[2])])
     assert not (tmp_path / "new").exists()
 
 
-def test_a_merge_that_was_killed(caches: list[Path], tmp_path: Path) -> None:
-    """What it left does not count, and is no hindrance."""
+def test_merge_after_a_killed_merge(caches: list[Path], tmp_path: Path) -> None:
+    """The partial folder of the killed merge is removed."""
     partial = tmp_path / ".merged.partial"
     StoreWriter(partial, meta_of()).add(*some_segment(9, 307, 8))
     (partial / "rest").touch()
@@ -212,31 +213,31 @@ def test_verify_names_every_damaged_shard(caches: list[Path]) -> None:
     content = bytearray(shards[0].read_bytes())
     content[-40] ^= 1
     shards[0].write_bytes(content)
-    facts = json.loads(shards[0].with_suffix(".json").read_text())
+    manifest = json.loads(shards[0].with_suffix(".json").read_text())
     shards[1].with_suffix(".json").unlink()
     shards[2].unlink()
     with pytest.raises(MkdCacheError) as caught:
         cache_teacher.main(["verify", str(caches[1])])
     lines = str(caught.value).splitlines()
-    assert len(lines) == 4 and facts["sha256"]
+    assert len(lines) == 4 and manifest["sha256"]
     for line, shard, word in zip(lines, shards, ("SHA-256", "no .json file", "is missing"), strict=False):
         assert shard.name in line and word in line
     with pytest.raises(MkdError, match=r"verify .* is not a teacher cache"):
         cache_teacher.main(["verify", str(caches[1].parent)])
 
 
-def test_verify_asks_the_teacher_again(job: SmallJob, tmp_path: Path) -> None:
-    """In another layout; another teacher of the same fingerprint is found out by its answers."""
+def test_verify_recomputes_targets(job: SmallJob, tmp_path: Path) -> None:
+    """In another layout; a different teacher with the same fingerprint is detected by its targets."""
     out, few = tmp_path / "cache", {**ALONE, "--train-iters": 2, "--eval-iters": 0, "--split": "100,0,0"}
     done = run(["write", "--out", str(out), "--top-k", "8", "--", *job.flags(few)], script=TOOL)
     assert done.status == 0, done.errors[-3000:]
     done = run(["verify", str(out), "--segments", "5", "--", *job.flags({**few, TP: 2})], 2, script=TOOL)
     assert done.status == 0, done.errors[-3000:]
-    assert "the teacher says what is stored of 5 texts" in done.output
+    assert "recomputed targets match those of 5 texts" in done.output
     meta = json.loads((out / "meta.json").read_text())
     (out / "meta.json").write_text(json.dumps(meta | {"teacher": student_fingerprint(job)}))
     done = run(["verify", str(out), "--", *job.flags({**few, "--kd-teacher-hf": job.student})], script=TOOL)
-    assert done.status == 1 and "holds other answers than this teacher gives" in done.errors
+    assert done.status == 1 and "holds other targets than this teacher computes" in done.errors
 
 
 def student_fingerprint(job: SmallJob) -> str:

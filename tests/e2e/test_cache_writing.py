@@ -1,4 +1,4 @@
-"""tools/cache_teacher.py write: the teacher's own answers, the same in every layout and after any death."""
+"""tools/cache_teacher.py write: targets equal the teacher's outputs, in every layout and after killed jobs."""
 
 import os
 import random
@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mkd.data.batch import segment_hash
-from mkd.teacher.cache.record_format import TokenRows
+from mkd.teacher.cache.record_format import TokenTargets
 from mkd.teacher.cache.store import TeacherStore
 from tests.support.e2e.small_job import (
     END,
@@ -38,7 +38,7 @@ ROWS: dict[str, Any] = {
     "--train-iters": 30,
     "--split": "80,20,0",
 }
-"""More rows than there are: most texts are read more than once, and some are in the data twice."""
+"""More rows than an epoch has: most texts are read more than once, and some are in the data twice."""
 NO_STUDENT: dict[str, Any] = {"--kd-student-hf": None, "--kd-ratio": None, "--lr": None}
 
 
@@ -58,42 +58,44 @@ def job(tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]]) ->
 
 
 def written(job: SmallJob, out: Path, own: list[str], changes: dict[str, Any], ranks: int = 1) -> Result:
-    """What `write` says; the flags after -- are those of the job's training."""
+    """Result of `write`; the flags after -- are those of a training job."""
     flags = [word.replace("{root}", str(job.root)) for word in job.flags({**ROWS, **changes})]
     result = run(["write", "--out", str(out), *own, "--", *flags], ranks, script=TOOL)
     assert result.status == 0, result.output[-3000:] + result.errors[-6000:]
     return result
 
 
-def contents(folder: Path) -> dict[bytes, TokenRows]:
-    """Everything in a cache; fails on doubles and damage."""
+def contents(folder: Path) -> dict[bytes, TokenTargets]:
+    """Key -> targets; fails on duplicates and damage."""
     store = TeacherStore(folder, "--cache")
-    found: dict[bytes, TokenRows] = {}
+    found: dict[bytes, TokenTargets] = {}
     for shard in store.shards:
         shard.check()
         for key, records in shard.segments():
-            assert key not in found, "a double"
+            assert key not in found, "a duplicate"
             found[key] = store.meta.records.decode(records)
     return found
 
 
-def assert_same(one: dict[bytes, TokenRows], other: dict[bytes, TokenRows]) -> None:
+def assert_same(one: dict[bytes, TokenTargets], other: dict[bytes, TokenTargets]) -> None:
     assert set(one) == set(other)
     for name in ("ids", "logits", "label_log_prob", "tail_lse"):
-        parts = [torch.from_numpy(np.concatenate([getattr(rows[key], name) for key in one])) for rows in (other, one)]
+        parts = [torch.from_numpy(np.concatenate([getattr(cache[key], name) for key in one])) for cache in (other, one)]
         assert_close_norm(*parts, FP32, name)
 
 
 @pytest.fixture(scope="module")
-def one_rank(job: SmallJob, tmp_path_factory: pytest.TempPathFactory) -> dict[bytes, TokenRows]:
+def one_rank(job: SmallJob, tmp_path_factory: pytest.TempPathFactory) -> dict[bytes, TokenTargets]:
     out = tmp_path_factory.mktemp("cache") / "one_rank"
     result = written(job, out, ["--top-k", str(TOP_K), "--lossless"], NO_STUDENT)
     assert "segments are stored already" in result.output
     return contents(out)
 
 
-def test_answers_are_the_teachers(job: SmallJob, documents: list[list[int]], one_rank: dict[bytes, TokenRows]) -> None:
-    """As transformers computes them of each text alone; every label is the next token."""
+def test_targets_are_the_teachers(
+    job: SmallJob, documents: list[list[int]], one_rank: dict[bytes, TokenTargets]
+) -> None:
+    """Compared with transformers on each text alone; every label is the next token."""
     model = AutoModelForCausalLM.from_pretrained(job.teacher, dtype=torch.float32).eval()
     whole = [ids for ids in documents if segment_hash(torch.tensor(ids[:-1])) in one_rank]
     assert len(whole) >= 10, "texts that fit a row"
@@ -101,58 +103,58 @@ def test_answers_are_the_teachers(job: SmallJob, documents: list[list[int]], one
         tokens = torch.tensor(ids)
         with torch.no_grad():
             log_p = model(tokens[None, :-1]).logits[0].double().log_softmax(-1)
-        rows = one_rank[segment_hash(tokens[:-1])]
-        assert len(rows.ids) == len(ids) - 1
-        expected = log_p.gather(1, torch.from_numpy(rows.ids).long())
-        assert (torch.from_numpy(rows.logits) - expected).abs().max() < LOGITS
+        targets = one_rank[segment_hash(tokens[:-1])]
+        assert len(targets.ids) == len(ids) - 1
+        expected = log_p.gather(1, torch.from_numpy(targets.ids).long())
+        assert (torch.from_numpy(targets.logits) - expected).abs().max() < LOGITS
         assert expected.min(1).values.ge(log_p.topk(TOP_K).values[:, -1] - LOGITS).all()
-        assert (torch.from_numpy(rows.label_log_prob) - log_p.gather(1, tokens[1:, None])[:, 0]).abs().max() < LOGITS
+        assert (torch.from_numpy(targets.label_log_prob) - log_p.gather(1, tokens[1:, None])[:, 0]).abs().max() < LOGITS
 
 
 @pytest.mark.parametrize(
     ("layout", "iterations"), [(TP2_PP2, None), (TP2_CP2, 30)], ids=["tp2-pp2-one-epoch", "tp2-sp-cp2"]
 )
 def test_layouts(
-    job: SmallJob, one_rank: dict[bytes, TokenRows], tmp_path: Path, layout: dict[str, Any], iterations: int | None
+    job: SmallJob, one_rank: dict[bytes, TokenTargets], tmp_path: Path, layout: dict[str, Any], iterations: int | None
 ) -> None:
-    """Under a student's flags and with its objective, which do not matter; one epoch is all that there is."""
+    """The flags of the student and its objective are ignored; one epoch covers all texts."""
     student = {"--kd-hidden-loss": "1:1", "--kd-loss": "jsd", "--kd-ratio-schedule": "linear:0:1:5", "--kd-ratio": None}
     flags = {**layout, **student, "--train-iters": iterations}
     written(job, tmp_path / "cache", ["--top-k", str(TOP_K), "--lossless"], flags, ranks=4)
     assert_same(one_rank, contents(tmp_path / "cache"))
 
 
-def draws_of(folder: Path) -> dict[bytes, dict[tuple[int, int], int]]:
-    """Key -> (place, id) -> how often it was drawn."""
+def counts_of(folder: Path) -> dict[bytes, dict[tuple[int, int], int]]:
+    """Key -> (position, id) -> how often it was sampled."""
     samples = TeacherStore(folder, "--cache").meta.samples
     return {
         key: {
-            (place, int(rows.ids[place, slot])): int(np.rint(np.exp(rows.logits[place, slot]) * samples))
-            for place, slot in np.argwhere(rows.logits > -20)
+            (position, int(targets.ids[position, slot])): int(np.rint(np.exp(targets.logits[position, slot]) * samples))
+            for position, slot in np.argwhere(targets.logits > -20)
         }
-        for key, rows in contents(folder).items()
+        for key, targets in contents(folder).items()
     }
 
 
-def test_draws_do_not_depend_on_the_layout(job: SmallJob, tmp_path: Path) -> None:
+def test_sampled_targets_do_not_depend_on_the_layout(job: SmallJob, tmp_path: Path) -> None:
     few = {**ROWS, "--train-iters": 2, "--eval-iters": 0, "--split": "100,0,0"}
     own = ["--sample", "6", "--temperature", "2"]
     written(job, tmp_path / "one", own, few)
     written(job, tmp_path / "two", own, {**few, "--context-parallel-size": 2}, 2)
-    one, two = draws_of(tmp_path / "one"), draws_of(tmp_path / "two")
+    one, two = counts_of(tmp_path / "one"), counts_of(tmp_path / "two")
     assert TeacherStore(tmp_path / "one", "--cache").meta.temperatures == (1.0, 2.0)
-    assert all(sum(draws.values()) % 6 == 0 for draws in one.values())
-    # A number beside the bound of an id's interval may fall to its neighbor when the last bit of a logit is another.
+    assert all(sum(counts.values()) % 6 == 0 for counts in one.values())
+    # A number at the bound of an id's interval may fall to the neighboring id if a logit differs in its last bit.
     assert one.keys() == two.keys()
     moved = sum(len(one[key].items() ^ two[key].items()) for key in one)
     assert moved < 0.005 * sum(map(len, one.values()))
 
 
 @pytest.mark.parametrize("deaths", [2, pytest.param(10, marks=pytest.mark.slow)])
-def test_killed_writers(job: SmallJob, one_rank: dict[bytes, TokenRows], tmp_path: Path, deaths: int) -> None:
-    """Two data-parallel ranks, of which one dies at some point; then one is asked to leave; then they finish."""
-    draw, out = random.Random(deaths), tmp_path / "cache"
-    events = [f"{draw.choice(['sync', 'rename'])}:{draw.randrange(1, 40 // deaths)}" for _ in range(deaths)]
+def test_killed_writers(job: SmallJob, one_rank: dict[bytes, TokenTargets], tmp_path: Path, deaths: int) -> None:
+    """Two data-parallel ranks, one of which is killed at some point; then one gets SIGTERM; then they finish."""
+    rng, out = random.Random(deaths), tmp_path / "cache"
+    events = [f"{rng.choice(['sync', 'rename'])}:{rng.randrange(1, 40 // deaths)}" for _ in range(deaths)]
     for number, event in enumerate([*events, "sync:4:SIGTERM"]):
         result = attempt(job, out, MKD_TEST_KILL=event, MKD_TEST_KILL_RANK=str(number % 2))
         assert f"killed at {event.removesuffix(':SIGTERM')}" in result.errors, result.errors[-3000:]

@@ -1,4 +1,4 @@
-"""--kd-teacher-cache on the command line: trains like the online top-k, resumes, and refuses what it cannot serve."""
+"""--kd-teacher-cache on the command line: trains like the online top-k, resumes, and refuses unsuitable flags."""
 
 import shutil
 from collections.abc import Callable, Iterable
@@ -19,6 +19,7 @@ from mkd.teacher.cache.store import META, CacheMeta, TeacherStore
 from mkd.teacher.cache.writer import StoreWriter
 from tests.e2e.test_bad_input import attempt, refused  # noqa: F401
 from tests.e2e.test_resume import steps, tensors
+from tests.support.cached_targets import some_segment
 from tests.support.e2e.small_job import (
     END,
     ROOT,
@@ -31,7 +32,6 @@ from tests.support.e2e.small_job import (
     write_data,
 )
 from tests.support.hf_folders import change_json
-from tests.support.teacher_rows import some_segment
 from tests.support.tolerance import FP32
 
 TOP_K = 16
@@ -44,8 +44,8 @@ FOUR = {
     "--global-batch-size": 4,
     "--seq-length": 64,
 }
-OTHERWISE = {"--seed": 77, "--micro-batch-size": 1, "--tensor-model-parallel-size": 2}
-"""How the cache is written: another order, other microbatches, another layout."""
+WRITTEN_WITH = {"--seed": 77, "--micro-batch-size": 1, "--tensor-model-parallel-size": 2}
+"""Flags that the cache is written with: another order, other microbatches, another layout."""
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> SmallJob:
 
 
 def documents() -> list[list[int]]:
-    """So few that all of them are in the cache."""
+    """Few enough that the cache has all of them."""
     tokenizer = make_tokenizer()
     parts = [part for part in text().split("\n\n") if part][:60]
     return [[*tokenizer.encode(part).ids, tokenizer.token_to_id(END)] for part in parts]
@@ -67,9 +67,9 @@ def fingerprint(job: SmallJob) -> str:
 
 @pytest.fixture(scope="module")
 def cache(job: SmallJob) -> Path:
-    """Written by the tool, for so many steps that every text is read."""
-    out = job.root / "answers"
-    flags = job.flags({**FOUR, **OTHERWISE, "--train-iters": 60, "--eval-iters": 4})
+    """Written by the tool, with enough steps to read every text."""
+    out = job.root / "targets"
+    flags = job.flags({**FOUR, **WRITTEN_WITH, "--train-iters": 60, "--eval-iters": 4})
     result = run(
         ["write", "--out", str(out), "--top-k", str(TOP_K), "--lossless", "--", *flags],
         ranks=2,
@@ -93,8 +93,8 @@ def test_trains_as_online_and_resumes(job: SmallJob, cache: Path, tmp_path: Path
     assert f"mkd: teacher    cache {cache} of {fingerprint(job)} (float32): " in cached.output
     assert f" texts, K = {TOP_K}, fp32, T = 1, " in cached.output
     assert f"of the teacher's {TOP_K} most probable tokens, tail bucket" in cached.output
-    introductions = [line for line in (online.output + cached.output).splitlines() if "CE ln V" in line]
-    assert len(introductions) == 2 and introductions[0] == introductions[1]
+    teacher_lines = [line for line in (online.output + cached.output).splitlines() if "CE ln V" in line]
+    assert len(teacher_lines) == 2 and teacher_lines[0] == teacher_lines[1]
     for name in ("loss", "ce", "kd", "grad_norm"):
         seen, expected = ([line[name] for line in steps(result)] for result in (cached, online))
         assert len(seen) == 4 and seen == pytest.approx(expected, rel=FP32), name
@@ -106,7 +106,7 @@ def test_trains_as_online_and_resumes(job: SmallJob, cache: Path, tmp_path: Path
 
 
 def _resumes(job: SmallJob, cache: Path, changes: dict, whole: Path, save: Path) -> None:
-    """From the second of four steps, to the last bit."""
+    """Resuming after the second of four steps gives the same bits."""
     shutil.copytree(whole, save)
     shutil.rmtree(save / "iter_0000004")
     (save / TRACKER).write_text("2")
@@ -120,7 +120,7 @@ def _resumes(job: SmallJob, cache: Path, changes: dict, whole: Path, save: Path)
 
 
 def without_training_texts(cache: Path, out: Path) -> Path:
-    """The cache without the shorter texts of the training set."""
+    """A copy of the cache without the shorter texts of the training set."""
     left_out = {segment_hash(torch.tensor(tokens[:-1])) for tokens in documents()[:48]}
     store = TeacherStore(cache, "--cache")
     writer = StoreWriter(out, store.meta)
@@ -151,21 +151,21 @@ def test_missing_texts(job: SmallJob, cache: Path, tmp_path: Path) -> None:
     assert "of the teacher's 4 most probable tokens" in result.output
 
 
-def test_an_evaluation_of_which_nothing_is_stored(job: SmallJob, tmp_path: Path) -> None:
-    """It says so, and reports no means over no token. Where that is an error, it says that an evaluation lacks it."""
+def test_evaluation_without_any_cached_text(job: SmallJob, tmp_path: Path) -> None:
+    """Prints a note and reports no means. Without ce_only it is an error that names the evaluation."""
     changes = {"--kd-cache-missing": "ce_only", "--train-iters": 1, "--kd-metrics-file": tmp_path / "metrics.jsonl"}
     folder = small_cache(job, tmp_path / "cache")
     strict = run(job.flags(from_cache(folder)))
-    assert "of this step of an evaluation: write this data too (tools/cache_teacher.py, with more" in strict.errors
+    assert "of this evaluation step: write this data too (tools/cache_teacher.py, with more" in strict.errors
     result = run(job.flags(from_cache(folder, changes)))
     assert result.status == 0, result.errors[-6000:]
-    assert "the cache has nothing of the first validation microbatch" in result.output
+    assert "the cache has no text of the first validation microbatch" in result.output
     lines = [line for line in result.metrics if "valid_ce" in line]
     assert lines and all(line["valid_kd_missing"] > 0 and "valid_kd" not in line for line in lines)
 
 
 def small_cache(job: SmallJob, folder: Path, **changes: Any) -> Path:
-    """Two made-up texts, as if they were of this job's teacher."""
+    """A cache with two random texts and the fingerprint of this job's teacher."""
     meta = CacheMeta(
         **{
             "teacher": fingerprint(job),
@@ -193,9 +193,13 @@ def small_cache(job: SmallJob, folder: Path, **changes: Any) -> Path:
         ({}, {"--kd-temperature-schedule": "linear:2:1:4"}, ["--kd-temperature-schedule linear:2:1:4", "T = 1, 2"]),
         ({"top_k": 1}, {"--kd-top-k-tail": "renormalize"}, ["renormalize", "has one"]),
         ({"tokenizer": "0" * 32}, {}, ["--kd-student-hf", "--kd-teacher-cache", "different tokenizers"]),
-        ({"values": "counts", "samples": 8}, {"--kd-loss": "jsd"}, ["--kd-loss is jsd", "draws", "forward_kl"]),
-        ({"values": "counts", "samples": 8}, {"--kd-top-k": 4}, ["--kd-top-k is 4", "draws"]),
-        ({"values": "counts", "samples": 8}, {}, ["--kd-temperature is 1", "draws from the teacher at T = 2"]),
+        (
+            {"values": "counts", "samples": 8},
+            {"--kd-loss": "jsd"},
+            ["--kd-loss is jsd", "sampled targets", "forward_kl"],
+        ),
+        ({"values": "counts", "samples": 8}, {"--kd-top-k": 4}, ["--kd-top-k is 4", "sampled targets"]),
+        ({"values": "counts", "samples": 8}, {}, ["--kd-temperature is 1", "sampled targets at T = 2"]),
         ({"values": "counts", "samples": 8}, {"--kd-top-k-tail": "renormalize"}, ["--kd-top-k-tail", "no tail"]),
         ({}, {"--kd-hidden-loss": "1:1"}, ["--kd-hidden-loss", "--kd-teacher-cache", "hidden states"]),
         ({}, {"--kd-teacher-dtype": "bf16"}, ["--kd-teacher-dtype", "--kd-teacher-cache"]),
@@ -205,7 +209,7 @@ def small_cache(job: SmallJob, folder: Path, **changes: Any) -> Path:
     ],
     ids=lambda value: None if isinstance(value, list) else "-".join(map(str, value)) or "same",
 )
-def test_flags_that_a_cache_does_not_serve(
+def test_flags_that_a_cache_refuses(
     job: SmallJob,
     attempt: Callable[..., Job],  # noqa: F811
     tmp_path: Path,
@@ -221,11 +225,11 @@ def test_flags_that_a_cache_does_not_serve(
     ("stored", "words"),
     [
         ({"true_vocab": VOCAB + 5}, [f"vocabulary of {VOCAB + 5} tokens", f"share {VOCAB}"]),
-        ({"positions": "document"}, ["begin anew with each document", "give --reset-position-ids"]),
+        ({"positions": "document"}, ["restart at each document", "give --reset-position-ids"]),
     ],
     ids=["vocabulary", "positions"],
 )
-def test_answers_to_other_questions(
+def test_cache_of_another_job(
     job: SmallJob,
     attempt: Callable[..., Job],  # noqa: F811
     tmp_path: Path,
@@ -237,7 +241,7 @@ def test_answers_to_other_questions(
 
 
 def damage(kind: str, folder: Path) -> str:
-    """Damage a cache; what the error must say."""
+    """Damage a cache; returns a part of the expected message."""
     shard = sorted(folder.glob("*.safetensors"))[0]
     if kind == "missing shard":
         shard.unlink()
@@ -250,16 +254,14 @@ def damage(kind: str, folder: Path) -> str:
         return "has format version 2, this version of mkd reads 1"
     if kind == "foreign folder":
         change_json(folder / META, {"format": "other"})
-        return "meta.json is of 'other'"
+        return "meta.json has the format 'other'"
     for path in folder.glob("shard-*"):
         path.unlink()
-    return "has no answers yet"
+    return "has no cached targets yet"
 
 
-@pytest.mark.parametrize(
-    "kind", ["missing shard", "truncated shard", "newer version", "foreign folder", "nothing in it"]
-)
-def test_folders_that_are_not_whole(
+@pytest.mark.parametrize("kind", ["missing shard", "truncated shard", "newer version", "foreign folder", "empty"])
+def test_damaged_folders(
     job: SmallJob,
     attempt: Callable[..., Job],  # noqa: F811
     tmp_path: Path,
@@ -270,12 +272,12 @@ def test_folders_that_are_not_whole(
     refused(attempt, MkdCacheError, {"--kd-teacher-hf": None, "--kd-teacher-cache": folder}, words)
 
 
-def test_what_a_cache_serves(job: SmallJob, attempt: Callable[..., Job], tmp_path: Path) -> None:  # noqa: F811
+def test_accepted_flags(job: SmallJob, attempt: Callable[..., Job], tmp_path: Path) -> None:  # noqa: F811
     folder = {"--kd-teacher-hf": None, "--kd-teacher-cache": small_cache(job, tmp_path / "cache")}
     assert "memory" in plan(attempt({**folder, "--kd-temperature": 2.0}))
     renormalized = {"--kd-top-k-tail": "renormalize", "--kd-temperature-schedule": "linear:3:1:4"}
     assert "tail renormalize" in plan(attempt({**folder, **renormalized}))["loss"]
-    drawn = small_cache(job, tmp_path / "drawn", values="counts", samples=8)
-    said = plan(attempt({**folder, "--kd-teacher-cache": drawn, "--kd-temperature": 2.0}))
-    assert "8 draws from the teacher" in said["loss"] and "8 draws, counts" in said["teacher"]
+    sampled = small_cache(job, tmp_path / "sampled", values="counts", samples=8)
+    summary = plan(attempt({**folder, "--kd-teacher-cache": sampled, "--kd-temperature": 2.0}))
+    assert "8 sampled targets per token" in summary["loss"] and "8 samples, counts" in summary["teacher"]
     attempt({**folder, "--kd-ratio": 0.0})

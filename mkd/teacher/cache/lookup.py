@@ -1,4 +1,4 @@
-"""Which of a microbatch's tokens need a teacher's answer, and where a cache has it."""
+"""Finds the records of a microbatch in a cache."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,44 +13,44 @@ from mkd.teacher.cache.store import Segment, TeacherStore
 
 @dataclass(frozen=True)
 class Missing:
-    """A segment with tokens to learn from the teacher that a cache does not have."""
+    """A segment with tokens in the KD mask that the cache does not have."""
 
     key: bytes
     microbatch: int
-    """Its number in the step."""
+    """Index in the step."""
     index: int
-    """The segment's number in the microbatch."""
-    places: slice
-    """Of its text among the microbatch's tokens, row after row."""
+    """Index of the segment in the microbatch."""
+    positions: slice
+    """Positions of its tokens in the flattened microbatch."""
 
-    def text(self, row_length: int) -> str:
-        """For a message; rows are `row_length` tokens long."""
-        row, start = divmod(self.places.start, row_length)
+    def describe(self, row_length: int) -> str:
+        """Text for a message, with rows of `row_length` tokens."""
+        row, start = divmod(self.positions.start, row_length)
         return (
-            f"segment {self.key.hex()} ({self.places.stop - self.places.start} tokens at place {start} of row {row}, "
-            f"segment {self.index} of microbatch {self.microbatch})"
+            f"segment {self.key.hex()} ({self.positions.stop - self.positions.start} tokens at position {start} of row "
+            f"{row}, segment {self.index} of microbatch {self.microbatch})"
         )
 
 
 @dataclass(frozen=True)
-class Request:
-    """Records that one rank reads of a microbatch: `TeacherStore.read` takes keys, segments and places."""
+class ReadRequest:
+    """Records of a microbatch that one rank reads; keys, segments and positions go to `TeacherStore.read`."""
 
     keys: list[bytes]
     segments: list[Segment]
-    places: list[np.ndarray]
-    rows: np.ndarray
-    """[n] where each record goes among the rank's tokens, row after row."""
+    positions: list[np.ndarray]
+    tokens: np.ndarray
+    """[n] index of each record's token in the rank's flattened tokens."""
     shape: tuple[int, int]
     """(b, s/cp)"""
 
 
 @dataclass(frozen=True)
 class Lookup:
-    """What a cache has of a whole microbatch."""
+    """The segments of a whole microbatch, found in a cache."""
 
     batch: KDBatch
-    """On the host; its KD mask is 0 where the cache has nothing."""
+    """The microbatch, on the host, with a KD mask of 0 on segments that the cache does not have."""
     missing: list[Missing]
     _keys: list[bytes]
     _segments: list[Segment]
@@ -58,59 +58,55 @@ class Lookup:
 
     @classmethod
     def of(cls, batch: KDBatch, store: TeacherStore) -> "Lookup":
-        """Look for all segments with tokens of the KD mask; others are not needed.
+        """Look up all segments that have tokens in the KD mask.
 
         Raises:
-            MkdCacheError: a segment is as long in the cache as it cannot be.
+            MkdCacheError: a segment has another length in the cache than in the data.
         """
         mask = batch.kd_mask.reshape(-1)
         needed = [(i, *text) for i, text in enumerate(batch.segments()) if mask[text[1]].any()]
         found = store.find([key for _, key, _ in needed])
         missing, keys, segments, starts = [], [], [], []
-        for (index, key, places), segment in zip(needed, found, strict=True):
-            length = places.stop - places.start
+        for (index, key, positions), segment in zip(needed, found, strict=True):
+            length = positions.stop - positions.start
             if segment is None:
-                missing.append(Missing(key, batch.number, index, places))
+                missing.append(Missing(key, batch.number, index, positions))
             elif segment.length != length:
                 raise MkdCacheError(
                     f"{store.flag} {store.folder}: segment {key.hex()} has {length} tokens in the data and "
-                    f"{segment.length} in the cache: write it anew"
+                    f"{segment.length} in the cache: write it again"
                 )
             else:
                 keys.append(key)
                 segments.append(segment)
-                starts.append(places.start)
+                starts.append(positions.start)
         return cls(_without(batch, missing), missing, keys, segments, starts)
 
-    def request(self, cp_rank: int, cp_size: int) -> Request:
-        """What one context-parallel rank reads: the tokens of its part whose KD mask is not 0."""
+    def request(self, cp_rank: int, cp_size: int) -> ReadRequest:
+        """Records that one context-parallel rank reads: those of its own tokens in the KD mask."""
         rows, length = self.batch.tokens.shape
-        places = dual_chunk_positions(self.batch.bounds, cp_rank, cp_size).numpy()
-        places = (np.arange(rows)[:, None] * length + places).reshape(-1)
-        wanted = np.flatnonzero(self.batch.kd_mask.reshape(-1).numpy()[places])
-        segment = np.searchsorted(self._starts, places[wanted], side="right") - 1
+        positions = dual_chunk_positions(self.batch.bounds, cp_rank, cp_size).numpy()
+        positions = (np.arange(rows)[:, None] * length + positions).reshape(-1)
+        tokens = np.flatnonzero(self.batch.kd_mask.reshape(-1).numpy()[positions])
+        segment = np.searchsorted(self._starts, positions[tokens], side="right") - 1
         order = np.argsort(segment, kind="stable")
-        wanted, segment = wanted[order], segment[order]
+        tokens, segment = tokens[order], segment[order]
         used, begins = np.unique(segment, return_index=True)
-        inside = places[wanted] - np.array(self._starts, dtype=np.int64)[segment]
-        return Request(
-            keys=_at(self._keys, used),
-            segments=_at(self._segments, used),
-            places=np.split(inside, begins[1:]) if len(used) else [],
-            rows=wanted,
-            shape=(rows, len(places) // rows),
+        in_segment = positions[tokens] - np.array(self._starts, dtype=np.int64)[segment]
+        return ReadRequest(
+            keys=[self._keys[i] for i in used],
+            segments=[self._segments[i] for i in used],
+            positions=np.split(in_segment, begins[1:]) if len(used) else [],
+            tokens=tokens,
+            shape=(rows, len(positions) // rows),
         )
-
-
-def _at[Item](items: Sequence[Item], numbers: np.ndarray) -> list[Item]:
-    return [items[number] for number in numbers]
 
 
 def _without(batch: KDBatch, missing: Sequence[Missing]) -> KDBatch:
     """The batch with a KD mask of 0 on the missing segments."""
     if not missing:
         return batch
-    mask = batch.kd_mask.clone()  # it may be the CE mask's tensor
+    mask = batch.kd_mask.clone()  # the CE mask may be the same tensor
     for segment in missing:
-        mask.view(-1)[segment.places] = 0.0
+        mask.view(-1)[segment.positions] = 0.0
     return replace(batch, kd_mask=mask)

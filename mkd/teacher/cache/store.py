@@ -1,12 +1,11 @@
-"""A folder of teacher records, found by the content of a segment.
+"""The folder of a teacher cache, opened for reading; records are looked up by the content of a segment.
 
-    meta.json                     what all shards have in common
-    NAME.safetensors              a shard: `keys` [m, 16] and `lengths` [m] of its segments, `records` [n, R] of all
-                                  their tokens one after the other (mkd.teacher.cache.record_format)
-    NAME.json                     the shard's length in bytes and its SHA-256; a shard without it does not count yet
+    meta.json           properties common to all shards
+    NAME.safetensors    a shard: `keys` [m, 16] and `lengths` [m] of its segments, `records` [n, R] of all their tokens,
+                        segment after segment (mkd.teacher.cache.record_format)
+    NAME.json           size in bytes and SHA-256 of the shard; a shard without this file is not part of the cache yet
 
-Keys depend on the token ids of a segment alone, so the folder is the same to every layout, batch size, seed and
-packing.
+A key is a hash of the token ids of a segment only, so any layout, batch size, seed and packing finds the same records.
 """
 
 import hashlib
@@ -22,7 +21,7 @@ import numpy as np
 import torch
 
 from mkd.errors import MkdCacheError
-from mkd.teacher.cache.record_format import RecordFormat, TokenRows, damaged, key_words
+from mkd.teacher.cache.record_format import RecordFormat, TokenTargets, damaged, key_words
 
 FORMAT = "mkd-teacher-cache"
 VERSION = 1
@@ -32,62 +31,64 @@ META = "meta.json"
 
 @dataclass(frozen=True)
 class CacheMeta:
-    """What is true of every record of a folder."""
+    """Properties common to all records of a cache."""
 
     teacher: str
     """Fingerprint of the teacher's architecture and weights."""
     tokenizer: str | None
-    """Hash of the tokenizer; None when it was not known."""
+    """Hash of the tokenizer; None if not known."""
     true_vocab: int
-    """Tokens that exist."""
+    """Vocabulary size without padding."""
     top_k: int
     """Ids in a record."""
     values: str
     """See `mkd.teacher.cache.record_format.Values`."""
     temperatures: tuple[float, ...] = (1.0,)
-    """Those whose tail is stored."""
+    """Temperatures whose tail is stored."""
     samples: int = 0
-    """Ids drawn for each token at the last of `temperatures`, whose shares `TokenRows.logits` are the ln of; 0 for a
-    top-k."""
+    """Samples per token, at the last of `temperatures`; `TokenTargets.logits` are then the logs of their relative
+    frequencies. 0 for top-k."""
     teacher_dtype: str = ""
-    """Precision in which the teacher ran."""
+    """Dtype of the teacher's layers."""
     positions: str = "segment"
-    """Where position ids begin anew: with each segment, or with each document in it."""
+    """Where position ids restart: at each "segment", or at each "document" in it."""
     labels_only: bool = False
-    """Whether only supervised tokens have answers; the records of the others say nothing. Of imported answers."""
+    """True if only supervised tokens have targets and the records of the others are filler; imported caches only."""
     has_tail: bool = True
-    """Whether the mass of the tail is known. Of imported answers it may not be."""
+    """False if the mass of the tail is not known; imported caches only."""
 
     @cached_property
     def records(self) -> RecordFormat:
-        """How a record is laid out."""
+        """Encoder and decoder of the records."""
         return RecordFormat(self.true_vocab, self.top_k, self.values, self.temperatures, self.samples)
 
     def to_json(self) -> str:
-        """The text of meta.json."""
+        """Contents of meta.json."""
         fields = {name: [int(n) for n in kind.shape] for name, (kind, *_) in self.records.dtype.fields.items()}
         layout = {"bytes": self.records.dtype.itemsize, "fields": fields}
         return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self), "record": layout}, indent=2) + "\n"
 
     @classmethod
     def read(cls, folder: Path, flag: str) -> "CacheMeta":
-        """Of a folder.
+        """Read meta.json of a folder.
 
         Raises:
-            MkdCacheError: it is no teacher cache, or one of another version.
+            MkdCacheError: the folder is no teacher cache, or one of another version.
         """
         file = folder / META
         if not file.is_file():
             what = "is not a teacher cache: it has no meta.json" if folder.is_dir() else "does not exist"
-            raise MkdCacheError(f"{flag} {folder} {what} (tools/cache_teacher.py write makes one)")
+            raise MkdCacheError(f"{flag} {folder} {what} (tools/cache_teacher.py write creates one)")
         try:
             values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
             if values["format"] != FORMAT:
-                raise MkdCacheError(f"{flag} {folder} is not a teacher cache: meta.json is of {values['format']!r}")
+                raise MkdCacheError(
+                    f"{flag} {folder} is not a teacher cache: meta.json has the format {values['format']!r}"
+                )
             if values["version"] != VERSION:
                 raise MkdCacheError(
                     f"{flag} {folder} has format version {values['version']}, this version of mkd reads {VERSION}: "
-                    "use the version of mkd that wrote it, or write it anew"
+                    "use the version of mkd that wrote it, or write it again"
                 )
             names = cls.__dataclass_fields__
             meta = cls(**{name: values[name] for name in names} | {"temperatures": tuple(values["temperatures"])})
@@ -96,14 +97,14 @@ class CacheMeta:
         return meta
 
     def differences(self, other: "CacheMeta") -> list[str]:
-        """What is not the same, a text each: `name: mine, theirs`."""
+        """One text per field that differs: `name: mine, theirs`."""
         mine, theirs = asdict(self), asdict(other)
         return [f"{name}: {mine[name]}, {theirs[name]}" for name in mine if mine[name] != theirs[name]]
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Where a segment's records are."""
+    """Location of a segment's records."""
 
     shard: int
     start: int
@@ -111,22 +112,22 @@ class Segment:
     """Tokens."""
 
 
-class Shard:
-    """One file of a cache, read in place."""
+class CacheShard:
+    """One file of a cache, memory-mapped."""
 
     def __init__(self, path: Path, meta: CacheMeta) -> None:
-        """Open a file and check its length and header.
+        """Map a file and check its size and header.
 
         Raises:
-            MkdCacheError: it is missing or torn.
+            MkdCacheError: it is missing, truncated or damaged.
         """
         self.path = path
         self._dtype = meta.records.dtype
         if not path.is_file():
             raise MkdCacheError(f"shard {path} is missing from the teacher cache, but {path.stem}.json is there")
         try:
-            self.facts = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-            size = self.facts["bytes"]
+            self.manifest = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+            size = self.manifest["bytes"]
         except (ValueError, LookupError, OSError) as error:
             raise MkdCacheError(f"{path.with_suffix('.json')} of the teacher cache is damaged ({error!r})") from error
         if path.stat().st_size != size:
@@ -137,11 +138,11 @@ class Shard:
             with path.open("rb") as file:
                 self._header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
                 base = file.tell()
-            # Not np.memmap, which keeps a file open for as long: a large cache has more shards than a process may have.
+            # np.memmap keeps its file open, and a large cache has more shards than a process may have open files.
             self._data = torch.from_file(str(path), size=size, dtype=torch.uint8).numpy()[base:]
             self.keys, self.lengths = self._tensor("keys", np.uint8), self._tensor("lengths", np.int32).reshape(-1)
             self.records = self._tensor("records", np.uint8)
-            """[n, R] uint8, mapped."""
+            """[n, R] uint8, memory-mapped."""
             self._check_sizes()
         except (ValueError, LookupError, TypeError, struct.error, OSError, ArithmeticError, MemoryError) as error:
             raise MkdCacheError(f"shard {path} of the teacher cache is damaged ({error!r})") from error
@@ -149,48 +150,53 @@ class Shard:
     def _check_sizes(self) -> None:
         if self.keys.shape != (len(self.lengths), KEY_BYTES):
             raise ValueError(f"keys of shape {self.keys.shape} for {len(self.lengths)} segments")
-        rows, record = self.records.shape
-        if record != self._dtype.itemsize or rows != self.lengths.sum(dtype=np.int64) or (self.lengths < 0).any():
-            raise ValueError(f"{rows} records of {record} bytes for {self.lengths.sum()} tokens")
+        count, record = self.records.shape
+        if record != self._dtype.itemsize or count != self.lengths.sum(dtype=np.int64) or (self.lengths < 0).any():
+            raise ValueError(f"{count} records of {record} bytes for {self.lengths.sum()} tokens")
 
     def _tensor(self, name: str, dtype: np.dtype | type) -> np.ndarray:
         entry = self._header[name]
         return self._data[slice(*entry["data_offsets"])].view(dtype).reshape(entry["shape"])
 
     def segments(self) -> Iterator[tuple[bytes, np.ndarray]]:
-        """Key and records ([length] of the format's dtype) of each segment."""
+        """Key and [length] decodable records of each segment."""
         starts = np.cumsum(self.lengths, dtype=np.int64) - self.lengths
         for key, start, length in zip(self.keys, starts, self.lengths, strict=True):
             yield key.tobytes(), np.array(self.records[start : start + length]).view(self._dtype).reshape(-1)
 
     def check(self) -> None:
-        """Read the whole file.
+        """Read the whole file and compare its SHA-256.
 
         Raises:
-            MkdCacheError: it is not what was written.
+            MkdCacheError: it differs.
         """
         with self.path.open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != self.facts["sha256"]:
-                raise MkdCacheError(f"shard {self.path} of the teacher cache is damaged: its SHA-256 is another one")
+            if hashlib.file_digest(file, "sha256").hexdigest() != self.manifest["sha256"]:
+                raise MkdCacheError(f"shard {self.path} of the teacher cache is damaged: its SHA-256 differs")
 
 
 class TeacherStore:
-    """A teacher cache, opened for reading. Only keys and lengths are in memory, 28 bytes a segment."""
+    """A teacher cache, opened for reading; also the `TeacherSource` of a cached teacher.
+
+    Only keys and locations are in memory, 32 bytes per segment.
+    """
 
     def __init__(self, folder: Path, flag: str) -> None:
         """Read meta.json and every shard's keys.
 
         Args:
-            folder: of the cache.
-            flag: that named it, for messages.
+            folder: the cache.
+            flag: the flag that names it, for messages.
 
         Raises:
-            MkdCacheError: the folder is no cache, of another version, or a shard is missing or torn.
+            MkdCacheError: the folder is no cache, of another version, or a shard is missing or truncated.
         """
         self.folder, self.flag = folder, flag
+        self.architecture: dict[str, Any] = {}
+        """See `TeacherSource`: empty, because there is no model."""
         self.meta = CacheMeta.read(folder, flag)
         self.shards = [
-            Shard(path.with_suffix(".safetensors"), self.meta)
+            CacheShard(path.with_suffix(".safetensors"), self.meta)
             for path in sorted(folder.glob("*.json"))
             if path.name != META and not path.name.startswith(".")
         ]
@@ -206,74 +212,102 @@ class TeacherStore:
         self._length = np.concatenate([*lengths, np.zeros(0, np.int32)])[order]
 
     def __len__(self) -> int:
-        """Segments, doubles too."""
+        """Number of segments, including duplicates."""
         return len(self._keys)
 
     @property
     def tokens(self) -> int:
-        """Records, doubles too."""
+        """Number of records, including those of duplicates."""
         return int(self._length.sum(dtype=np.int64))
 
+    @property
+    def origin(self) -> str:
+        """See `TeacherSource`."""
+        return f"{self.flag} {self.folder}"
+
+    @property
+    def path(self) -> Path:
+        """See `TeacherSource`."""
+        return self.folder
+
+    @property
+    def vocab_size(self) -> int:
+        """See `TeacherSource`."""
+        return self.meta.true_vocab
+
+    @property
+    def tokenizer_hash(self) -> str | None:
+        """See `TeacherSource`."""
+        return self.meta.tokenizer
+
+    def fingerprint(self) -> str:
+        """See `TeacherSource`: of the teacher that computed the targets."""
+        return self.meta.teacher
+
     def keys(self) -> set[bytes]:
-        """Of all segments."""
+        """Keys of all segments."""
         return {bytes(key).ljust(KEY_BYTES, b"\0") for key in self._keys}
 
     def digest(self) -> int:
-        """63 bits that differ, but for chance, between folders that have other segments."""
+        """63-bit hash of all keys and lengths."""
         parts = hashlib.blake2b(self._keys.tobytes(), digest_size=8)
         parts.update(self._length.tobytes())
         return int.from_bytes(parts.digest(), "little") >> 1
 
     def find(self, keys: Sequence[bytes]) -> list[Segment | None]:
-        """Where the segments of these keys are; None for those that are not there."""
+        """Location of the segment of each key; None if it is not in the cache."""
         if not len(self._keys) or not keys:
             return [None] * len(keys)
         wanted = np.array(keys, dtype=f"S{KEY_BYTES}")
-        places = np.minimum(np.searchsorted(self._keys, wanted), len(self._keys) - 1)
+        indices = np.minimum(np.searchsorted(self._keys, wanted), len(self._keys) - 1)
         return [
-            Segment(int(self._shard[i]), int(self._start[i]), int(self._length[i])) if is_there else None
-            for i, is_there in zip(places, self._keys[places] == wanted, strict=True)
+            Segment(int(self._shard[i]), int(self._start[i]), int(self._length[i])) if is_found else None
+            for i, is_found in zip(indices, self._keys[indices] == wanted, strict=True)
         ]
 
     def read(
-        self, keys: Sequence[bytes], segments: Sequence[Segment], places: Sequence[np.ndarray], temperature: float = 1.0
-    ) -> TokenRows:
-        """Tokens of some segments, one segment after the other.
+        self,
+        keys: Sequence[bytes],
+        segments: Sequence[Segment],
+        positions: Sequence[np.ndarray],
+        temperature: float = 1.0,
+    ) -> TokenTargets:
+        """Targets of some tokens of some segments, segment after segment.
 
         Args:
-            keys: of the segments.
-            segments: what `find` said of them.
-            places: of each segment the wanted tokens, [k] integers below its length.
+            keys: keys of the segments.
+            segments: their locations, from `find`.
+            positions: per segment, [k] integers below its length: the tokens to read.
             temperature: see `RecordFormat.decode`.
 
         Raises:
             MkdCacheError: a record is damaged, or not finite.
         """
-        counts = [len(part) for part in places]
+        counts = [len(part) for part in positions]
         records = np.empty((sum(counts), self.meta.records.dtype.itemsize), dtype=np.uint8)
         end = 0
-        for segment, part in zip(segments, places, strict=True):
+        for segment, part in zip(segments, positions, strict=True):
             begin, end = end, end + len(part)
             np.take(self.shards[segment.shard].records, segment.start + part, 0, records[begin:end], mode="clip")
         records = records.view(self.meta.records.dtype).reshape(-1)
-        place = np.concatenate([*places, np.zeros(0, np.int64)])
-        bad = damaged(records, np.repeat(key_words(keys), counts), place)
+        joined = np.concatenate([*positions, np.zeros(0, np.int64)])
+        bad = damaged(records, np.repeat(key_words(keys), counts), joined)
         if bad.any():
             first = int(np.repeat(np.arange(len(keys)), counts)[bad.argmax()])
             raise MkdCacheError(
                 f"{self.flag} {self.folder}: a record of segment {keys[first].hex()} in shard "
-                f"{self.shards[segments[first].shard].path.name} is damaged (its checksum does not fit): remove that "
+                f"{self.shards[segments[first].shard].path.name} is damaged (its checksum does not match): remove that "
                 "shard with its .json file and write what is missing again (tools/cache_teacher.py verify)"
             )
         try:
             return self.meta.records.decode(records, temperature)
         except MkdCacheError as error:
-            raise self._naming(error, keys, segments, np.split(records, np.cumsum(counts)[:-1])) from None
+            raise self._locate(error, keys, segments, np.split(records, np.cumsum(counts)[:-1])) from None
 
-    def _naming(
+    def _locate(
         self, error: MkdCacheError, keys: Sequence[bytes], segments: Sequence[Segment], parts: Sequence[np.ndarray]
     ) -> MkdCacheError:
-        """The error of decoding some segments' records, with the first segment that has it."""
+        """A decoding error, with the first segment and shard that it occurs in."""
         for key, segment, records in zip(keys, segments, parts, strict=True):
             try:
                 self.meta.records.decode(records)

@@ -1,4 +1,4 @@
-"""Filling a teacher cache: whole shards or nothing, also when the writer is killed, and beside other writers."""
+"""Writes the shards of a cache. A shard appears only when it is complete, and several writers may share a folder."""
 
 import hashlib
 import json
@@ -11,47 +11,47 @@ from pathlib import Path
 import numpy as np
 
 from mkd.errors import MkdCacheError
-from mkd.teacher.cache.record_format import TokenRows, seal
+from mkd.teacher.cache.record_format import TokenTargets, seal
 from mkd.teacher.cache.store import KEY_BYTES, META, CacheMeta, TeacherStore
 from mkd.utils.atomic_files import partial_path, publish_files, write_bytes
 
 SHARD_BYTES = 256 << 20
 _STALE_SECONDS = 3600.0
-"""Age from which an unfinished file belongs to a writer that is no more."""
+"""Age at which an unfinished file is taken to be left by a killed writer."""
 
 
 class StoreWriter:
-    """Adds segments to a folder. Several may do so at one time, each to shards of its own."""
+    """Adds segments to a folder. Concurrent writers each write shards of their own."""
 
     def __init__(self, folder: Path, meta: CacheMeta, flag: str = "--out", shard_bytes: int = SHARD_BYTES) -> None:
-        """Make the folder, or go on with it.
+        """Create the folder, or continue it.
 
         Args:
             folder: new, empty, or a cache.
-            meta: of what will be added.
-            flag: that named the folder, for messages.
-            shard_bytes: of records, after which a shard is closed.
+            meta: properties of the records to add.
+            flag: the flag that names the folder, for messages.
+            shard_bytes: size of the records at which a shard is closed.
 
         Raises:
-            MkdCacheError: the folder holds something else, or was written with another teacher, tokenizer or settings.
+            MkdCacheError: the folder holds something else, or was written with another teacher, tokenizer or options.
         """
         self._folder, self.meta, self._shard_bytes = folder, meta, shard_bytes
-        _begin(folder, meta, flag)
-        adopt(folder)
+        _create(folder, meta, flag)
+        recover(folder)
         self.known: set[bytes] = TeacherStore(folder, flag).keys()
-        """Keys of all segments that are stored or waiting to be."""
+        """Keys of all segments that are stored or buffered."""
         self._name, self._number = secrets.token_hex(6), 0
         self._keys: list[bytes] = []
         self._records: list[np.ndarray] = []
         self._bytes = 0
 
-    def add(self, key: bytes, rows: TokenRows) -> None:
-        """One segment, all its tokens in order; one that is known is passed over."""
+    def add(self, key: bytes, targets: TokenTargets) -> None:
+        """Add a segment, all its tokens in order, unless its key is known."""
         if key not in self.known:
-            self.add_records(key, self.meta.records.encode(rows))
+            self.add_records(key, self.meta.records.encode(targets))
 
     def add_records(self, key: bytes, records: np.ndarray) -> None:
-        """As `add`, with [length] records that `RecordFormat.encode` made."""
+        """`add`, with [length] records from `RecordFormat.encode`."""
         assert len(key) == KEY_BYTES
         if key in self.known:
             return
@@ -65,29 +65,29 @@ class StoreWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Publish what is waiting as one shard."""
+        """Write the buffered segments as one shard."""
         if not self._keys:
             return
         path = self._folder / f"shard-{self._name}-{self._number:06d}.safetensors"
         partial = partial_path(path)
         _write(partial, self._keys, self._records)
         publish_files({partial: path})
-        _count_in(path)
+        _write_manifest(path)
         self._number += 1
         self._keys, self._records, self._bytes = [], [], 0
 
 
 def check_folder(folder: Path, meta: CacheMeta, flag: str) -> None:
-    """Whether a cache can be written into a folder; changes nothing.
+    """Check that a cache can be written into a folder, without changing it.
 
     Args:
         folder: new, empty, or a cache.
-        meta: of what will be added.
-        flag: that named the folder, for messages.
+        meta: properties of the records to add.
+        flag: the flag that names the folder, for messages.
 
     Raises:
         MkdCacheError: the folder cannot be written, holds something else, or was written with another teacher,
-            tokenizer or settings.
+            tokenizer or options.
     """
     path = folder.absolute()
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
@@ -95,26 +95,27 @@ def check_folder(folder: Path, meta: CacheMeta, flag: str) -> None:
         raise MkdCacheError(f"{flag} {folder} cannot be written: {existing} is no folder, or is read-only")
     if not (folder / META).exists():
         others = [] if existing != path else [name for name in os.listdir(path) if not name.startswith(".")]
-        if others and META not in others:  # META: written by another writer just now
+        if others and META not in others:  # META may appear meanwhile, from another writer
             raise MkdCacheError(f"{flag} {folder} is no teacher cache, and not empty ({others[0]}): give a new folder")
         return
     differences = meta.differences(CacheMeta.read(folder, flag))
     if differences:
         raise MkdCacheError(
-            f"{flag} {folder} has other contents than are to be added ({'; '.join(differences)}): give a new folder"
+            f"{flag} {folder} is a cache with other properties (this job, the cache: {'; '.join(differences)}): give a "
+            "new folder"
         )
 
 
-def _begin(folder: Path, meta: CacheMeta, flag: str) -> None:
+def _create(folder: Path, meta: CacheMeta, flag: str) -> None:
     check_folder(folder, meta, flag)
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / META).exists():
         write_bytes(folder / META, meta.to_json().encode())
-    check_folder(folder, meta, flag)  # another writer may have been faster
+    check_folder(folder, meta, flag)  # another writer may have created it first, with other options
 
 
 def _write(path: Path, keys: list[bytes], records: list[np.ndarray]) -> None:
-    """A safetensors file with the tensors `records`, `lengths` and `keys`."""
+    """Write a safetensors file with the tensors `lengths`, `keys` and `records`."""
     lengths = np.array([len(part) for part in records], dtype="<i4")
     size = records[0].dtype.itemsize
     entries, end = {}, 0
@@ -133,25 +134,25 @@ def _write(path: Path, keys: list[bytes], records: list[np.ndarray]) -> None:
             file.write(part.tobytes())
 
 
-def _count_in(path: Path) -> None:
-    """Write the .json file of a shard, from when on it counts."""
+def _write_manifest(path: Path) -> None:
+    """Write the .json file of a shard, which makes the shard part of the cache."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     facts = {"bytes": path.stat().st_size, "sha256": digest}
     write_bytes(path.with_suffix(".json"), json.dumps(facts).encode())
 
 
-def adopt(folder: Path) -> None:
-    """Finish what a killed writer left: count in shards that are whole, remove files that are not.
+def recover(folder: Path) -> None:
+    """Complete the work of a killed writer: add the missing manifests of shards, remove stale partial files.
 
-    A shard has its name only when it is whole, so whoever counts it in writes the same.
+    A shard gets its name only when it is complete, so every writer computes the same manifest for it.
     """
     for path in folder.glob("shard-*.safetensors"):
         if not path.with_suffix(".json").exists():
-            _count_in(path)
+            _write_manifest(path)
     for path in folder.glob(".*.partial"):
         try:
             if time.time() - path.stat().st_mtime > _STALE_SECONDS:
                 path.unlink()
-        except FileNotFoundError:  # another writer was faster
+        except FileNotFoundError:  # another writer removed it
             continue

@@ -1,12 +1,14 @@
-"""Who does what where the teacher has a parallel layout of its own on the student's ranks: plans, without collectives.
+"""Plans for a teacher whose parallel layout differs from the student's, on the same ranks; no collectives.
 
-A replica is a whole copy of a model; its ranks have one data-parallel number. Ranks fall into islands, the smallest
-sets in which all replicas of student and teacher are whole. In each, the microbatches of the student's replicas are
-dealt out to the teacher's, and the answers go from the ranks that have them to those that need them.
+A replica is a whole copy of a model; all its ranks have the same data-parallel rank. The ranks fall into exchange
+groups, the smallest sets in which all replicas of student and teacher are whole. Inside a group, the microbatches of
+the student's replicas are assigned to the teacher's replicas, and hidden states are sent from the ranks that hold them
+to those that need them.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -16,165 +18,174 @@ from mkd.distributed.context_parallel import dual_chunk_positions
 
 
 class RankCoords(NamedTuple):
-    """Where a rank is in a layout."""
+    """Rank coordinates: the position of a rank in one layout."""
 
     tp: int
     cp: int
     dp: int
-    """Which replica."""
+    """Number of the replica."""
     is_last_stage: bool
 
 
-class Job(NamedTuple):
-    """A microbatch that a replica of the teacher looks at."""
+class TeacherForward(NamedTuple):
+    """One forward pass of a teacher replica, named by the microbatch that it reads."""
 
     student: int
-    """Replica whose microbatch it is."""
+    """The student's replica that the microbatch belongs to."""
     microbatch: int
-    """Of that replica's step."""
+    """Index in that replica's step."""
 
 
-class Share(NamedTuple):
-    """What one replica of the teacher does in a step."""
+class Assignment(NamedTuple):
+    """The forward passes of one teacher replica in a step."""
 
-    jobs: tuple[Job, ...]
-    """Its forward passes, in order."""
-    wanted: int
-    """So many of the first ones are for somebody; the others only make the number of passes equal everywhere."""
+    forwards: tuple[TeacherForward, ...]
+    needed: int
+    """Number of leading `forwards` whose output is used; the others make the number of passes equal on all ranks."""
 
-    def wanted_at(self, step: int) -> Job | None:
-        """The job number `step`, if there is one and it is wanted."""
-        return self.jobs[step] if step < self.wanted else None
+    def needed_at(self, index: int) -> TeacherForward | None:
+        """The forward pass at an index, or None if there is none or its output is not used."""
+        return self.forwards[index] if index < self.needed else None
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How the tokens of a row are cut over the ranks of a stage."""
+class RowSharding:
+    """How the tokens of a row are split over the ranks of a pipeline stage."""
 
     tp: int
     cp: int
     sequence_parallel: bool
 
-    def places(self, bounds: Sequence[int], seat: RankCoords) -> Tensor:
-        """[n] int64 places in the whole row that a rank has, in its order; `bounds` are of the row's segments."""
-        places = dual_chunk_positions(bounds, seat.cp, self.cp)
-        return places.chunk(self.tp)[seat.tp] if self.sequence_parallel else places
+    def positions(self, bounds: Sequence[int], coords: RankCoords) -> Tensor:
+        """[n] int64 positions in the whole row of a rank's tokens, in its order.
+
+        Args:
+            bounds: bounds of the row's segments.
+            coords: the rank.
+        """
+        positions = dual_chunk_positions(bounds, coords.cp, self.cp)
+        return positions.chunk(self.tp)[coords.tp] if self.sequence_parallel else positions
 
 
 @dataclass(frozen=True)
 class ExchangeGroup:
-    """Ranks that are closed under both layouts."""
+    """Ranks that contain whole replicas of both models only."""
 
     ranks: tuple[int, ...]
     """Ascending."""
     students: dict[int, RankCoords]
-    """Rank -> where it is in the student's layout."""
+    """Rank -> coordinates in the student's layout."""
     teachers: dict[int, RankCoords]
-    """Rank -> where it is in the teacher's."""
+    """Rank -> coordinates in the teacher's layout."""
 
-    def students_of(self, replica: int) -> list[int]:
-        """The ranks of a replica of the student."""
+    def ranks_of_student(self, replica: int) -> list[int]:
+        """Ranks of one of the student's replicas."""
         return [rank for rank in self.ranks if self.students[rank].dp == replica]
 
     def passes(self, microbatches: int) -> int:
-        """Most forward passes of a replica of the teacher, where each of the student's has so many microbatches."""
+        """Largest number of forward passes of a teacher replica, given the microbatches per student replica."""
         return -(-microbatches * len(_replicas(self.students)) // len(_replicas(self.teachers)))
 
-    def deal(self, microbatches: int, passes: int = 0) -> dict[int, Share]:
-        """Replica of the teacher -> what it does.
+    def assign(self, microbatches: int, passes: int = 0) -> dict[int, Assignment]:
+        """Teacher replica -> its forward passes.
 
-        All microbatches in the order of the student's replicas, in as many runs as the teacher has replicas, whose
-        lengths differ by 1 at most: neighbors in both layouts are together.
+        All microbatches, in the order of the student's replicas, are cut into one contiguous run per teacher replica.
+        The lengths of the runs differ by at most 1, and replicas that are neighbors in both layouts work together.
 
         Args:
-            microbatches: of each of the student's replicas.
-            passes: how many each replica makes at least.
+            microbatches: number per student replica.
+            passes: minimum number of forward passes per teacher replica.
         """
-        jobs = [Job(student, number) for student in _replicas(self.students) for number in range(microbatches)]
+        forwards = [
+            TeacherForward(student, index) for student in _replicas(self.students) for index in range(microbatches)
+        ]
         replicas = _replicas(self.teachers)
-        shares = {}
+        assignments = {}
         for number, replica in enumerate(replicas):
-            start, end = (len(jobs) * part // len(replicas) for part in (number, number + 1))
-            own = jobs[start:end]
-            idle = [(own or jobs)[0]] * (passes - len(own))
-            shares[replica] = Share((*own, *idle), len(own))
-        return shares
+            start, end = (len(forwards) * part // len(replicas) for part in (number, number + 1))
+            own = forwards[start:end]
+            idle = [(own or forwards)[0]] * (passes - len(own))
+            assignments[replica] = Assignment((*own, *idle), len(own))
+        return assignments
 
-    def sender(self, student: int, receiver: int) -> int:
-        """Rank of a replica of the student that tells a rank its batches: itself, or one for some of the others."""
-        ranks = self.students_of(student)
+    def batch_sender(self, student: int, receiver: int) -> int:
+        """Rank that sends the batches of a student replica to a rank: itself if it has them, else one of the replica's
+        ranks, chosen so that they share the sending."""
+        ranks = self.ranks_of_student(student)
         return receiver if receiver in ranks else ranks[self.ranks.index(receiver) % len(ranks)]
 
 
-def last_stage(seats: Mapping[int, RankCoords], replica: int) -> dict[int, RankCoords]:
-    """Rank -> seat of those ranks of a replica that have final hidden states, or need them."""
-    return {rank: seat for rank, seat in seats.items() if seat.dp == replica and seat.is_last_stage}
+def last_stage(coords: Mapping[int, RankCoords], replica: int) -> dict[int, RankCoords]:
+    """Rank -> coordinates of the ranks of a replica's last pipeline stage."""
+    return {rank: own for rank, own in coords.items() if own.dp == replica and own.is_last_stage}
 
 
-def _replicas(seats: Mapping[int, RankCoords]) -> list[int]:
-    """In the order of their first ranks."""
-    return list(dict.fromkeys(seats[rank].dp for rank in sorted(seats)))
+def _replicas(coords: Mapping[int, RankCoords]) -> list[int]:
+    """Numbers of the replicas, in the order of their first ranks."""
+    return list(dict.fromkeys(coords[rank].dp for rank in sorted(coords)))
 
 
-def islands(students: Sequence[RankCoords], teachers: Sequence[RankCoords]) -> list[ExchangeGroup]:
-    """All islands, from the seat of every rank in both layouts."""
-    number = list(range(len(students)))  # of the island that a rank is in
-    for seats in (students, teachers):
+def exchange_groups(students: Sequence[RankCoords], teachers: Sequence[RankCoords]) -> list[ExchangeGroup]:
+    """All exchange groups, from the coordinates of every rank in both layouts."""
+    group_of = list(range(len(students)))
+    for layout in (students, teachers):
         first: dict[int, int] = {}
-        for rank, seat in enumerate(seats):
-            kept, gone = sorted((number[rank], number[first.setdefault(seat.dp, rank)]))
-            number = [kept if own == gone else own for own in number]
+        for rank, coords in enumerate(layout):
+            kept, merged = sorted((group_of[rank], group_of[first.setdefault(coords.dp, rank)]))
+            group_of = [kept if own == merged else own for own in group_of]
     found = []
-    for name in dict.fromkeys(number):
-        ranks = tuple(rank for rank, own in enumerate(number) if own == name)
+    for group in dict.fromkeys(group_of):
+        ranks = tuple(rank for rank, own in enumerate(group_of) if own == group)
         found.append(ExchangeGroup(ranks, {r: students[r] for r in ranks}, {r: teachers[r] for r in ranks}))
     return found
 
 
 @dataclass(frozen=True)
-class Route:
-    """Numbered things, such as places in a row, from ranks that have them to ranks that want them.
+class TransferPlan:
+    """Numbered items, such as positions of a row, from ranks that hold them to ranks that need them.
 
-    Raises:
-        ValueError: nobody has one of them.
+    A rank that needs an item and holds it takes its own. Otherwise one of the holders sends it, another one for another
+    receiver, so that holders of the same items share the sending.
     """
 
     held: Mapping[int, Tensor]
-    """Rank -> [n] int64 numbers of the things that it has, in its order."""
-    wanted: Mapping[int, Tensor]
-    """Rank -> [m] int64 numbers of the things that it wants."""
-    _senders: dict[int, Tensor] = field(default_factory=dict)
-    """Rank -> [m] int64 who gives it each of what it wants."""
+    """Rank -> [n] int64 numbers of the items that it holds, in its order."""
+    needed: Mapping[int, Tensor]
+    """Rank -> [m] int64 numbers of the items that it needs."""
 
-    def __post_init__(self) -> None:
-        for receiver, numbers in self.wanted.items():
-            self._senders[receiver] = self._senders_to(receiver, numbers)
+    @cached_property
+    def _senders(self) -> dict[int, Tensor]:
+        """Rank -> [m] int64 sender of each item that it needs.
 
-    def _senders_to(self, receiver: int, wanted: Tensor) -> Tensor:
-        """Itself where it can; else one of those that can, another one for another receiver."""
+        Raises:
+            ValueError: no rank holds a needed item.
+        """
+        return {receiver: self._senders_to(receiver, numbers) for receiver, numbers in self.needed.items()}
+
+    def _senders_to(self, receiver: int, needed: Tensor) -> Tensor:
         ranks = sorted(self.held)
         start = receiver % len(ranks)
         preferred = [rank for rank in (receiver,) if rank in self.held] + ranks[start:] + ranks[:start]
-        size = 1 + max(int(numbers.max()) for numbers in (wanted, *self.held.values()) if len(numbers))
+        size = 1 + max(int(numbers.max()) for numbers in (needed, *self.held.values()) if len(numbers))
         sender = torch.full((size,), -1)
         for rank in reversed(preferred):
             sender[self.held[rank]] = rank
-        found = sender[wanted]
+        found = sender[needed]
         if (found < 0).any():
-            raise ValueError(f"no rank has {wanted[found < 0].tolist()}")
+            raise ValueError(f"no rank has {needed[found < 0].tolist()}")
         return found
 
     def sent(self, sender: int, receiver: int) -> Tensor:
-        """[k] which of the sender's things go to a receiver, as indices of `held[sender]`."""
-        if sender not in self.held or receiver not in self.wanted:
+        """[k] indices into `held[sender]` of the items that the sender sends to a receiver."""
+        if sender not in self.held or receiver not in self.needed:
             return torch.empty(0, dtype=torch.int64)
         held = self.held[sender]
         index = torch.empty(int(held.max()) + 1, dtype=torch.int64)
         index[held] = torch.arange(len(held))
-        return index[self.wanted[receiver][self._senders[receiver] == sender]]
+        return index[self.needed[receiver][self._senders[receiver] == sender]]
 
     def received(self, sender: int, receiver: int) -> Tensor:
-        """[k] where the same stand in `wanted[receiver]`."""
-        if receiver not in self.wanted:
+        """[k] indices into `needed[receiver]` of the same items, in the same order."""
+        if receiver not in self.needed:
             return torch.empty(0, dtype=torch.int64)
         return (self._senders[receiver] == sender).nonzero().flatten()

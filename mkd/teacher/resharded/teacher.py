@@ -1,4 +1,4 @@
-"""A teacher that runs beside the student, on the same ranks and in a parallel layout of its own."""
+"""A teacher model that runs beside the student, on the same ranks in a parallel layout of its own."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,25 +9,25 @@ from torch import Tensor
 
 from mkd.data.batch import KDBatch
 from mkd.data.lookahead import Lookahead
-from mkd.distributed.groups import Groups, OwnLayout
+from mkd.distributed.groups import Groups, ParallelLayout
 from mkd.models.gpt import logit_scale
 from mkd.teacher.interface import HiddenSignal
 from mkd.teacher.online import OnlineTeacher
-from mkd.teacher.resharded.exchange import Exchange
-from mkd.teacher.resharded.plan import Cut
+from mkd.teacher.resharded.exchange import TeacherExchange
+from mkd.teacher.resharded.plan import RowSharding
 
 
 class ReshardedTeacher(OnlineTeacher):
-    """Looks at all microbatches of a step first, each replica of it at its share.
+    """Runs over all microbatches of a step before the student; each replica of the teacher runs its assigned ones.
 
-    The student gets what it would get of a teacher in its own layout: hidden states cut as its own, and the rows of
-    the LM head that belong to its shard of the vocabulary.
+    The signals are those of a teacher in the student's layout: hidden states split like the student's own, and the rows
+    of the LM head that belong to this rank's vocabulary shard of the student.
     """
 
     def __init__(
         self,
         config: GPTModelConfig,
-        layout: OwnLayout,
+        layout: ParallelLayout,
         student: Groups,
         load_weights: Callable[[list[GPTModel]], None],
         fingerprint: str,
@@ -37,32 +37,32 @@ class ReshardedTeacher(OnlineTeacher):
         offload: bool = False,
         view: int | None = None,
     ) -> None:
-        """Build the model in its layout and hand out its LM head. Collective over all ranks.
+        """Build the model in its layout and distribute its LM head. Collective over all ranks.
 
         Args:
-            config: the teacher's own, with the sizes of its layout.
-            layout: its groups.
-            student: the student's.
+            config: the teacher's configuration, with the sizes of its layout.
+            layout: the teacher's layout.
+            student: the student's groups.
             load_weights, fingerprint, offload, view: see `OnlineTeacher`.
-            head_columns: [V/tp] int64 ids whose rows of the LM head the loss wants on this rank of the student.
-            student_sequence_parallel: whether the student's tensor-parallel ranks have slices of the sequence.
+            head_columns: [V/tp] int64 ids whose rows of the LM head the loss needs on this rank of the student.
+            student_sequence_parallel: True if the student's tensor-parallel ranks hold slices of the sequence.
         """
         transformer = config.transformer
         self._layout, self._student = layout, student
         self._width, self._dtype = transformer.hidden_size, transformer.params_dtype
         self._whole: list[KDBatch] = []
-        self._exchange = Exchange(
+        self._exchange = TeacherExchange(
             student,
             layout,
-            Cut(student.tp.size(), student.cp.size(), student_sequence_parallel),
-            Cut(layout.groups.tp.size(), layout.groups.cp.size(), transformer.sequence_parallel),
+            RowSharding(student.tp.size(), student.cp.size(), student_sequence_parallel),
+            RowSharding(layout.groups.tp.size(), layout.groups.cp.size(), transformer.sequence_parallel),
         )
         with layout.active():
             super().__init__(config, layout.groups, load_weights, fingerprint, offload, view, head_columns)
 
     @property
     def runs_before_student(self) -> bool:
-        """See `Teacher.runs_before_student`: replicas share a step's microbatches."""
+        """See `Teacher.runs_before_student`: the microbatches of a step are divided among the replicas."""
         return True
 
     def prepare(self, batches: Sequence[KDBatch], upcoming: Lookahead) -> list[KDBatch]:
@@ -72,18 +72,18 @@ class ReshardedTeacher(OnlineTeacher):
 
     @torch.no_grad()
     def signals(self, batches: Sequence[KDBatch]) -> list[HiddenSignal]:
-        """See `Teacher.signals`: of microbatches that `prepare` has seen. Collective over all ranks."""
-        step = self._exchange.step([self._read(self._whole[batch.number]) for batch in batches])
+        """See `Teacher.signals`. Collective over all ranks; `prepare` has had the same microbatches."""
+        step = self._exchange.start_step([self._batch_view(self._whole[batch.number]) for batch in batches])
         with self._layout.active():
-            self._enter_device()
+            self._reload()
             hidden = self._hidden_states([batch.on_rank(self._groups.cp) for batch in step.batches])
-            answers = step.answers(hidden, self._width, self._dtype)
-            self._leave_device()
-        return [HiddenSignal(answer, self._head, logit_scale(self._model.config), self._side) for answer in answers]
+            hidden = step.hidden_states(hidden, self._width, self._dtype)
+            self._offload()
+        return [HiddenSignal(one, self._head, logit_scale(self._model.config), self._view) for one in hidden]
 
     @torch.no_grad()
     def _take_head(self, columns: Tensor) -> Tensor | None:
-        """The rows that the student's last stage wants, from whoever has them; None off that stage."""
-        wanted = columns if self._student.is_last_stage else columns[:0]
-        head = self._exchange.head(self._give_up_head(), wanted, self._width, self._dtype)
+        """[columns, Ht] rows of the LM head that this rank of the student's last stage needs; None off that stage."""
+        needed = columns if self._student.is_last_stage else columns[:0]
+        head = self._exchange.lm_head_rows(self._detach_head(), needed, self._width, self._dtype)
         return head if self._student.is_last_stage else None

@@ -1,4 +1,4 @@
-"""Caches of the small models' teacher, and steps that read them: for workers of the pool."""
+"""Writing caches of the small models' teacher, and steps that read them, for workers of the pool."""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
@@ -12,12 +12,12 @@ from unittest.mock import patch
 from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode
 from torch import Tensor
 
-from mkd.cache_build.targets import Answers
+from mkd.cache_build.targets import TargetBuilder
 from mkd.data.lookahead import Lookahead
 from mkd.data.batch import KDBatch, next_microbatches
 from mkd.distributed.groups import Groups
 from mkd.teacher.cache.teacher import CachedTeacher
-from mkd.teacher.cache.lookup import Lookup, Request
+from mkd.teacher.cache.lookup import Lookup, ReadRequest
 from mkd.teacher.online import OnlineTeacher
 from mkd.teacher.cache.store import CacheMeta
 from mkd.teacher.cache.writer import StoreWriter
@@ -27,7 +27,7 @@ from tests.support.dist.kd_step import Layout, Models, build_teacher, kd_step, p
 
 
 def meta_of(top_k: int, values: str = "fp32", samples: int = 0) -> CacheMeta:
-    """Of what is written here."""
+    """Metadata of the caches of these tests."""
     return CacheMeta("t" * 32, None, VOCAB, top_k, values, (1.0, 2.0), samples, "float32")
 
 
@@ -39,8 +39,8 @@ def write_cache(
     Args:
         rank, world_size: of the pool.
         layout: data-parallel ranks write to the same folders.
-        models: of whom the teacher, and which samples.
-        metas: folder -> what it holds.
+        models: the teacher and the samples.
+        metas: folder -> its metadata.
         leave_out: keys of segments that are not written.
     """
     with parallel_state(layout):
@@ -50,31 +50,31 @@ def write_cache(
         batches = [KDBatch.from_sample(sample, VOCAB) for sample in samples]
         signals = teacher.signals([batch.on_rank(groups.cp) for batch in batches])
         for folder, meta in metas.items():
-            answers = Answers(meta, groups, sequence_parallel=layout.sp)
-            tables = [answers.of(signal, batch) for signal, batch in zip(signals, batches, strict=False)]
-            if answers.are_here:
-                _store(Path(folder), meta, answers, tables, batches, leave_out)
+            builder = TargetBuilder(meta, groups, sequence_parallel=layout.sp)
+            tables = [builder.table(signal, batch) for signal, batch in zip(signals, batches, strict=False)]
+            if builder.collects:
+                _store(Path(folder), builder, tables, batches, leave_out)
 
 
 def _store(
-    folder: Path, meta: CacheMeta, answers: Answers, tables: list, batches: list[KDBatch], leave_out: Sequence[bytes]
+    folder: Path, builder: TargetBuilder, tables: list, batches: list[KDBatch], leave_out: Sequence[bytes]
 ) -> None:
-    writer = StoreWriter(folder, meta, shard_bytes=4000)
+    writer = StoreWriter(folder, builder.meta, shard_bytes=4000)
     for table, batch in zip(tables, batches, strict=True):
-        for key, places in batch.segments():
+        for key, positions in batch.segments():
             if key not in leave_out:
-                writer.add(key, answers.token_rows(table[places]))
+                writer.add(key, builder.token_targets(table[positions]))
     writer.flush()
 
 
 def _part_of_first_rank(right: Any) -> Any:
-    def wrong(self: Lookup, cp_rank: int, cp_size: int) -> Request:
+    def wrong(self: Lookup, cp_rank: int, cp_size: int) -> ReadRequest:
         return right(self, 0, cp_size)
 
     return wrong
 
 
-def _masks_kept(right: Any) -> Any:
+def _masks_unchanged(right: Any) -> Any:
     def wrong(self: CachedTeacher, batches: Sequence[KDBatch], upcoming: Any) -> list[KDBatch]:
         right(self, batches, upcoming)
         return list(batches)
@@ -83,8 +83,8 @@ def _masks_kept(right: Any) -> Any:
 
 
 FAULTS = {
-    "all read the first context-parallel rank's part": (Lookup, "request", _part_of_first_rank),
-    "missing texts stay in the divergence": (CachedTeacher, "prepare", _masks_kept),
+    "every rank reads the part of context-parallel rank 0": (Lookup, "request", _part_of_first_rank),
+    "missing texts stay in the divergence": (CachedTeacher, "prepare", _masks_unchanged),
 }
 
 
@@ -97,15 +97,15 @@ def fault(name: str) -> Iterator[None]:
 
 
 def reads_of_steps(rank: int, world_size: int, cache: str) -> dict[str, Any]:
-    """Two steps of four microbatches, the second of them twice, as megatron replays one: threads that read each, and
-    the samples that were drawn."""
+    """Two steps of four microbatches, the second one twice, as Megatron repeats a step: the threads that read each, and
+    the samples of each step."""
     with parallel_state(Layout()):
         models, groups = Models(data="padded", top_k=4, cache=cache), Groups.from_megatron()
         teacher = build_teacher(Layout(), models, groups)
         samples = microbatches("padded", 1, 2, 0, 1)
         source, seen, threads = RerunDataIterator(iter(samples)), [], []
 
-        def read(self: CacheReader, request: Request) -> Tensor:
+        def read(self: CacheReader, request: ReadRequest) -> Tensor:
             threads[-1].append(current_thread() is main_thread())
             return right(self, request)
 
@@ -121,8 +121,7 @@ def reads_of_steps(rank: int, world_size: int, cache: str) -> dict[str, Any]:
                 batches = next_microbatches(source, 4, VOCAB)
                 seen.append([batch.segment_hashes for batch in batches])
                 teacher.prepare(batches, Lookahead(source, 4, VOCAB, None, evaluating=False))
-                for ahead in teacher._ahead.values():
-                    wait([ahead])
+                wait(teacher._prefetched.values())
         keys = [KDBatch.from_sample(sample, VOCAB).segment_hashes for sample in samples]
         return {"threads": threads, "seen": seen, "expected": [keys[:4], keys[4:], keys[4:]]}
 
@@ -138,17 +137,17 @@ def cached_step(rank: int, world_size: int, layout: Layout, models: Models, plan
         return kd_step(rank, world_size, layout, models)
 
 
-def forgetful_step(
-    rank: int, world_size: int, layout: Layout, models: Models, forgotten: Sequence[bytes]
+def step_without_texts(
+    rank: int, world_size: int, layout: Layout, models: Models, left_out: Sequence[bytes]
 ) -> dict[str, Any]:
-    """`kd_step` of a model that has nothing to say about some texts."""
+    """`kd_step` with a model that has no targets for some texts."""
 
     def prepare(self: OnlineTeacher, batches: Sequence[KDBatch], upcoming: Any) -> list[KDBatch]:
         changed = []
         for batch in batches:
             mask = batch.kd_mask.clone()
             for key, places in batch.segments():
-                if key in forgotten:
+                if key in left_out:
                     mask.view(-1)[places] = 0.0
             changed.append(replace(batch, kd_mask=mask))
         return changed

@@ -134,9 +134,9 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "label across a segment border": lambda: _with_batches(_across_segments),
     "KD at the next position": lambda: _with_teacher(lambda _, hidden: hidden.roll(1, dims=0)),
     "teacher in another order": lambda: _with_teacher(_in_contiguous_order),
-    "answers in another order": lambda: _patched(
-        StepExchange, "answers", lambda right: lambda *args: right(*args)[::-1]
+    "hidden states in another order": lambda: _patched(
+        StepExchange, "hidden_states", lambda right: lambda *args: right(*args)[::-1]
     ),
-    "answers in contiguous order": lambda: _patched(teacher_layout, "dual_chunk_positions", lambda right: _whole_chunks),
+    "hidden states in contiguous order": lambda: _patched(teacher_layout, "dual_chunk_positions", lambda right: _whole_chunks),
 }
 """Name -> context manager."""

@@ -30,9 +30,9 @@ from mkd.compat import balance_experts_over_unequal_ranks
 from mkd.config.kd_config import HiddenLossType, KDConfig
 from mkd.cpu.flags import set_cpu_values
 from mkd.config.megatron_checks import length_multiple
-from mkd.distributed.groups import Groups, OwnLayout, ParallelSizes
+from mkd.distributed.groups import Groups, ParallelLayout, ParallelSizes
 from mkd.train.hidden_layers import HiddenLayers
-from mkd.job.cached_teacher import CacheSource, CachedTeacherSpec
+from mkd.job.cached_teacher import CachedTeacherSpec, open_cache
 from mkd.losses import LossOptions
 from mkd.models.gpt import gpt_config
 from mkd.train.schedule import TeacherThenStudent
@@ -40,7 +40,7 @@ from mkd.train.step import ForwardStep
 from mkd.teacher.cache.teacher import CachedTeacher
 from mkd.teacher.resharded.teacher import ReshardedTeacher
 from mkd.teacher.online import OnlineTeacher
-from mkd.teacher.ensemble import SelectingTeachers, TeacherEnsemble
+from mkd.teacher.ensemble import TeacherEnsemble
 from mkd.train.objective import CrossTokenizer, LossContext
 from mkd.xtoken.loss.xtoken_loss import XTokenLoss
 from tests.support.dist import kd_pairs
@@ -331,12 +331,12 @@ def _kd_step(layout: Layout, models: Models) -> dict[str, Any]:
 def build_teacher(layout: Layout, models: Models, groups: Groups) -> OnlineTeacher | CachedTeacher | TeacherEnsemble:
     """The teacher on this rank."""
     if models.cache is not None:
-        source = CacheSource.open(models.cache, "--kd-teacher-cache")
+        source = open_cache(models.cache, "--kd-teacher-cache")
         return CachedTeacherSpec(source, models.kd, row_length=ROW).build(groups)
     if models.xtoken is None:
         if models.select:
             each = [build_teacher(layout, replace(models, select=False, salt=salt), groups) for salt in "AB"]
-            return SelectingTeachers(tuple(each), (1.0, 1.0))
+            return TeacherEnsemble(tuple(each), (1.0, 1.0), selecting=True)
         tied = models.teacher_is_student and models.tied
         return build_model_teacher(
             layout, models, groups, tied=tied, salt="student" if models.teacher_is_student else models.salt
@@ -355,7 +355,7 @@ def build_teacher(layout: Layout, models: Models, groups: Groups) -> OnlineTeach
         return other
     same = build_teacher(layout, replace(models, xtoken=None, select=False), groups)
     if models.select:
-        return SelectingTeachers((same, other), (1.0, 1.0))
+        return TeacherEnsemble((same, other), (1.0, 1.0), selecting=True)
     return TeacherEnsemble((same, other), (0.4, 1.5))
 
 
@@ -390,7 +390,7 @@ def build_model_teacher(
         head_columns = torch.arange(PADDED).chunk(layout.tp)[groups.tp.rank()]
     return ReshardedTeacher(
         config,
-        OwnLayout.create(ParallelSizes(own.tp, own.pp, own.cp, own.ep, own.tp)),
+        ParallelLayout.create(ParallelSizes(own.tp, own.pp, own.cp, own.ep, own.tp)),
         groups,
         head_columns=head_columns,
         student_sequence_parallel=layout.sp,

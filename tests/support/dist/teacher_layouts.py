@@ -11,7 +11,7 @@ from megatron.training.models import GPTModelBuilder
 
 from mkd.data.lookahead import Lookahead
 from mkd.data.batch import next_microbatches
-from mkd.distributed.groups import Groups, OwnLayout, ParallelSizes
+from mkd.distributed.groups import Groups, ParallelLayout, ParallelSizes
 from mkd.models.gpt import gpt_config
 from tests.support.dist.kd_samples import VOCAB, microbatches
 from tests.support.dist.kd_step import TEACHER, Layout, Models, build_teacher, model_arguments, parallel_state, sharded_tensors
@@ -43,7 +43,7 @@ def checkpoint_is_whole(rank: int, world_size: int, inside: bool) -> str | None:
         inside: whether it is asked while the teacher's layout is active.
     """
     with parallel_state(Layout()):
-        own = OwnLayout.create(ParallelSizes(tp=2))
+        own = ParallelLayout.create(ParallelSizes(tp=2))
         config = gpt_config(model_arguments(TEACHER, Layout(tp=2), tied=False))
         with own.active():
             builder = GPTModelBuilder(config)

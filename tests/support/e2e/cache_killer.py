@@ -1,5 +1,5 @@
-"""tools/cache_teacher.py as a job that loses its machine, or is asked to leave it. It takes MKD_TEST_KILL and
-MKD_TEST_KILL_RANK as tests/support/e2e/killer.py does. Every microbatch is a shard of its own.
+"""tools/cache_teacher.py as a job that is killed, or stopped by a signal. Reads MKD_TEST_KILL and MKD_TEST_KILL_RANK
+like tests/support/e2e/killer.py. Every microbatch becomes a shard.
 """
 
 import os
@@ -8,13 +8,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from mkd.cache_build import writer_thread as storing
+from mkd.cache_build import writer_thread
 from tests.support.e2e.killer import die_at
 from tools import cache_teacher
 
 if __name__ == "__main__":
     os.setsid()  # so that all processes of this job can be killed together
-    storing.FLUSH_SECONDS = 0.0
+    writer_thread.FLUSH_SECONDS = 0.0
     if "MKD_TEST_KILL" in os.environ and os.environ["RANK"] == os.environ.get("MKD_TEST_KILL_RANK", "0"):
         event, number, *warning = os.environ["MKD_TEST_KILL"].split(":")
         die_at(event, int(number), *warning)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mkd.cache_build.sampling import counted, uniforms
+from mkd.cache_build.sampling import count_ids, stratified_uniforms
 from mkd.config.kd_config import LossSpec
 from mkd.losses import LogitMap, SparseTeacher, reference, topk_loss
 from mkd.losses.measure.sampling import label_logits, teacher_draws
@@ -31,7 +31,7 @@ def inverse(logits: Tensor, numbers: Tensor, temperature: float) -> Tensor:
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 def test_draws_are_the_inverse_distribution(temperature: float) -> None:
     hidden, weight = make(40)
-    numbers = uniforms(b"k" * 16, 40, DRAWS)
+    numbers = stratified_uniforms(b"k" * 16, 40, DRAWS)
     found = teacher_draws(hidden, weight, numbers, temperature, temperatures=(1.0, 2.5), true_vocab=VOCAB, chunk_rows=7)
     logits = hidden @ weight[:VOCAB].t()
     assert torch.equal(found.ids.long(), inverse(logits, numbers, temperature))
@@ -42,7 +42,7 @@ def test_draws_are_the_inverse_distribution(temperature: float) -> None:
 def test_logit_map() -> None:
     hidden, weight = make(10)
     capped = LogitMap(scale=0.5, softcap=2.0)
-    numbers = uniforms(b"k" * 16, 10, DRAWS)
+    numbers = stratified_uniforms(b"k" * 16, 10, DRAWS)
     found = teacher_draws(hidden, weight, numbers, 1.0, temperatures=(1.0,), true_vocab=VOCAB, logit_map=capped)
     assert torch.equal(found.ids.long(), inverse(capped.apply_(hidden @ weight[:VOCAB].t()), numbers, 1.0))
 
@@ -58,9 +58,9 @@ def test_label_logits() -> None:
 
 
 def test_uniforms_depend_on_key_and_place_alone() -> None:
-    numbers = uniforms(b"0123456789abcdef", 7, 4)
-    assert torch.equal(numbers[:3], uniforms(b"0123456789abcdef", 3, 4))
-    assert not torch.equal(numbers, uniforms(b"0123456789abcdeg", 7, 4))
+    numbers = stratified_uniforms(b"0123456789abcdef", 7, 4)
+    assert torch.equal(numbers[:3], stratified_uniforms(b"0123456789abcdef", 3, 4))
+    assert not torch.equal(numbers, stratified_uniforms(b"0123456789abcdeg", 7, 4))
     assert torch.equal((numbers * 4).floor(), torch.arange(4.0).expand(7, 4).double())
     assert numbers[0, 0].item() == pytest.approx(FIRST_NUMBER, abs=0)
 
@@ -71,7 +71,7 @@ FIRST_NUMBER = 0.22110490659104984
 
 def test_counts() -> None:
     ids = np.array([[3, 3, 3, 9], [0, 0, 1, 1], [4, 5, 6, 7], [2, 2, 2, 2]])
-    distinct, counts = counted(ids, 4)
+    distinct, counts = count_ids(ids, 4)
     for given, row, times in zip(ids, distinct, counts, strict=True):
         assert len(set(row.tolist())) == 4 and row.min() >= 0
         expected = {int(i): int(n) for i, n in zip(*np.unique(given, return_counts=True), strict=True)}
@@ -83,7 +83,7 @@ def test_more_draws_than_tokens(vocab: int, draws: int) -> None:
     """A record has no more ids than the vocabulary; no draw is lost."""
     ids = np.sort(np.random.RandomState(0).randint(0, vocab, (5, draws)), axis=1)
     ids[0] = vocab - 1
-    distinct, counts = counted(ids, vocab)
+    distinct, counts = count_ids(ids, vocab)
     assert distinct.shape == (5, vocab) and (np.sort(distinct, axis=1) == np.arange(vocab)).all()
     for given, row, times in zip(ids, distinct, counts, strict=True):
         assert (np.bincount(given, minlength=vocab)[row] == times).all()
@@ -100,10 +100,10 @@ def test_the_mean_gradient_is_that_of_the_full_divergence(temperature: float) ->
     student = torch.randn(rows, VOCAB, generator=generator).requires_grad_()
     spec = LossSpec(temperature=temperature)
     (full,) = torch.autograd.grad(reference.forward_kl(student.double(), teacher.double(), spec).sum(), student)
-    numbers = torch.cat([uniforms(n.to_bytes(16, "little"), rows, draws) for n in range(trials)])
+    numbers = torch.cat([stratified_uniforms(n.to_bytes(16, "little"), rows, draws) for n in range(trials)])
     many = hidden.repeat(trials, 1)
     found = teacher_draws(many, weight, numbers, temperature, temperatures=(temperature,), true_vocab=VOCAB)
-    ids, counts = (torch.from_numpy(x) for x in counted(found.ids.numpy(), draws))
+    ids, counts = (torch.from_numpy(x) for x in count_ids(found.ids.numpy(), draws))
     logits = (many @ weight[:VOCAB].t()).gather(1, ids.long())
     sparse = SparseTeacher(ids, logits, found.lse[0], None, temperature, counts)
     whole = student.detach().repeat(trials, 1).requires_grad_()

@@ -1,4 +1,4 @@
-"""Plans for a teacher in a layout of its own: islands, who looks at what, and what goes where."""
+"""Plans for a teacher in a layout of its own: exchange groups, assignments of microbatches, transfers."""
 
 import itertools
 from argparse import Namespace
@@ -9,21 +9,29 @@ import torch
 
 from mkd.config.kd_config import KDConfig
 from mkd.config.teacher_args import has_own_layout, row_multiple, teacher_layout_args
-from mkd.teacher.resharded.plan import Cut, ExchangeGroup, Job, RankCoords, Route, islands, last_stage
+from mkd.teacher.resharded.plan import (
+    ExchangeGroup,
+    RankCoords,
+    RowSharding,
+    TeacherForward,
+    TransferPlan,
+    exchange_groups,
+    last_stage,
+)
 from tests.support.memory_jobs import llama_arguments
 
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 
 
-def seats(ranks: int, tp: int = 1, cp: int = 1, pp: int = 1) -> list[RankCoords]:
-    """Of all ranks in megatron's order tp-cp-dp-pp."""
+def coords(ranks: int, tp: int = 1, cp: int = 1, pp: int = 1) -> list[RankCoords]:
+    """Coordinates of all ranks in Megatron's order tp-cp-dp-pp."""
     dp = ranks // (tp * cp * pp)
-    places = itertools.product(range(pp), range(dp), range(cp), range(tp))
-    return [RankCoords(t, c, d, p == pp - 1) for p, d, c, t in places]
+    positions = itertools.product(range(pp), range(dp), range(cp), range(tp))
+    return [RankCoords(t, c, d, p == pp - 1) for p, d, c, t in positions]
 
 
-def island(student: list[RankCoords], teacher: list[RankCoords]) -> ExchangeGroup:
-    (only,) = islands(student, teacher)
+def only_group(student: list[RankCoords], teacher: list[RankCoords]) -> ExchangeGroup:
+    (only,) = exchange_groups(student, teacher)
     return only
 
 
@@ -39,13 +47,13 @@ def island(student: list[RankCoords], teacher: list[RankCoords]) -> ExchangeGrou
         ({"pp": 4}, {"tp": 2, "pp": 2}, [[0, 1, 2, 3, 4, 5, 6, 7]]),
     ],
 )
-def test_islands_are_closed_under_both_layouts(student, teacher, expected):
-    found = islands(seats(8, **student), seats(8, **teacher))
+def test_exchange_groups_hold_whole_replicas(student, teacher, expected):
+    found = exchange_groups(coords(8, **student), coords(8, **teacher))
     assert [list(one.ranks) for one in found] == expected
 
 
-def test_islands_where_no_size_divides_the_other():
-    (one,) = islands(seats(6, tp=2), seats(6, tp=3))
+def test_exchange_groups_of_coprime_sizes():
+    (one,) = exchange_groups(coords(6, tp=2), coords(6, tp=3))
     assert one.ranks == tuple(range(6))
 
 
@@ -59,76 +67,76 @@ def test_islands_where_no_size_divides_the_other():
         (dict(pp=4), dict(cp=2, tp=4), 7),
     ],
 )
-def test_every_microbatch_is_looked_at_once_and_work_is_even(student, teacher, microbatches):
-    one = island(seats(8, **student), seats(8, **teacher))
-    shares = one.deal(microbatches)
-    jobs = Counter(job for share in shares.values() for job in share.jobs)
-    students = {seat.dp for seat in one.students.values()}
-    assert jobs == Counter(Job(s, m) for s in students for m in range(microbatches))
-    counts = [share.wanted for share in shares.values()]
+def test_each_microbatch_is_assigned_once_and_evenly(student, teacher, microbatches):
+    one = only_group(coords(8, **student), coords(8, **teacher))
+    assignments = one.assign(microbatches)
+    forwards = Counter(forward for assignment in assignments.values() for forward in assignment.forwards)
+    students = {coords.dp for coords in one.students.values()}
+    assert forwards == Counter(TeacherForward(s, m) for s in students for m in range(microbatches))
+    counts = [assignment.needed for assignment in assignments.values()]
     assert max(counts) - min(counts) <= 1 and max(counts) == one.passes(microbatches)
 
 
 def test_equal_numbers_of_passes():
-    """5 microbatches over 8 replicas in 2 passes each: what is added is run and wanted by nobody."""
-    one = island(seats(8, tp=8), seats(8))
-    shares = one.deal(5, passes=2)
-    assert all(len(share.jobs) == 2 for share in shares.values())
-    wanted = [share.wanted_at(step) for share in shares.values() for step in range(2)]
-    assert sorted(job for job in wanted if job is not None) == [Job(0, number) for number in range(5)]
-    assert shares[0].wanted_at(7) is None
+    """5 microbatches over 8 replicas with 2 passes each: the added passes run, and their outputs are not needed."""
+    one = only_group(coords(8, tp=8), coords(8))
+    assignments = one.assign(5, passes=2)
+    assert all(len(assignment.forwards) == 2 for assignment in assignments.values())
+    needed = [assignment.needed_at(index) for assignment in assignments.values() for index in range(2)]
+    assert sorted(forward for forward in needed if forward is not None) == [TeacherForward(0, n) for n in range(5)]
+    assert assignments[0].needed_at(7) is None
 
 
-def test_neighbors_work_for_each_other():
-    """Four students of two ranks, two teachers of four."""
-    (left, right) = islands(seats(8, tp=2), seats(8, tp=4))
-    assert left.deal(1) == {0: ((Job(0, 0), Job(1, 0)), 2)}
-    assert right.deal(1) == {1: ((Job(2, 0), Job(3, 0)), 2)}
-    assert left.sender(student=0, receiver=1) == 1, "a rank has its own batches"
-    assert {left.sender(0, receiver) for receiver in (2, 3)} == {0, 1}, "the others are shared"
+def test_neighboring_replicas_work_together():
+    """Four student replicas of two ranks, two teacher replicas of four."""
+    (left, right) = exchange_groups(coords(8, tp=2), coords(8, tp=4))
+    assert left.assign(1) == {0: ((TeacherForward(0, 0), TeacherForward(1, 0)), 2)}
+    assert right.assign(1) == {1: ((TeacherForward(2, 0), TeacherForward(3, 0)), 2)}
+    assert left.batch_sender(student=0, receiver=1) == 1, "a rank uses its own batches"
+    assert {left.batch_sender(0, receiver) for receiver in (2, 3)} == {0, 1}, "ranks share the sending"
 
 
 BOUNDS = (0, 8, 24, 48)
 
 
 @pytest.mark.parametrize(
-    ("student", "teacher", "cuts"),
+    ("student", "teacher", "shardings"),
     [
-        ({}, {"tp": 4}, (Cut(1, 1, False), Cut(4, 1, True))),
-        ({"tp": 2}, {"tp": 2, "cp": 2}, (Cut(2, 1, True), Cut(2, 2, True))),
-        ({"cp": 2}, {"tp": 4}, (Cut(1, 2, False), Cut(4, 1, True))),
-        ({"cp": 4}, {"cp": 2, "tp": 2}, (Cut(1, 4, False), Cut(2, 2, False))),
-        ({"tp": 2, "pp": 2}, {"cp": 4}, (Cut(2, 1, True), Cut(1, 4, False))),
+        ({}, {"tp": 4}, (RowSharding(1, 1, False), RowSharding(4, 1, True))),
+        ({"tp": 2}, {"tp": 2, "cp": 2}, (RowSharding(2, 1, True), RowSharding(2, 2, True))),
+        ({"cp": 2}, {"tp": 4}, (RowSharding(1, 2, False), RowSharding(4, 1, True))),
+        ({"cp": 4}, {"cp": 2, "tp": 2}, (RowSharding(1, 4, False), RowSharding(2, 2, False))),
+        ({"tp": 2, "pp": 2}, {"cp": 4}, (RowSharding(2, 1, True), RowSharding(1, 4, False))),
     ],
 )
-def test_what_arrives_is_what_is_wanted(student, teacher, cuts):
+def test_received_positions_are_those_needed(student, teacher, shardings):
     """From the first replica of the teacher to the first of the student, in packed rows."""
-    one = island(seats(4, **student), seats(4, **teacher))
-    wanted = {r: cuts[0].places(BOUNDS, seat) for r, seat in last_stage(one.students, 0).items()}
-    held = {r: cuts[1].places(BOUNDS, seat) for r, seat in last_stage(one.teachers, 0).items()}
-    route = Route(held, wanted)
-    for receiver, places in wanted.items():
-        arrived = torch.full_like(places, -1)
+    one = only_group(coords(4, **student), coords(4, **teacher))
+    needed = {r: shardings[0].positions(BOUNDS, coords) for r, coords in last_stage(one.students, 0).items()}
+    held = {r: shardings[1].positions(BOUNDS, coords) for r, coords in last_stage(one.teachers, 0).items()}
+    plan = TransferPlan(held, needed)
+    for receiver, positions in needed.items():
+        received = torch.full_like(positions, -1)
         for sender in held:
-            arrived[route.received(sender, receiver)] = held[sender][route.sent(sender, receiver)]
-        assert torch.equal(arrived, places)
-    for rank in set(one.ranks) - set(wanted):
-        assert all(len(route.sent(sender, rank)) == len(route.received(sender, rank)) == 0 for sender in one.ranks)
+            received[plan.received(sender, receiver)] = held[sender][plan.sent(sender, receiver)]
+        assert torch.equal(received, positions)
+    for rank in set(one.ranks) - set(needed):
+        assert all(len(plan.sent(sender, rank)) == len(plan.received(sender, rank)) == 0 for sender in one.ranks)
 
 
-def test_copies_share_the_sending_and_own_things_do_not_travel():
-    """Without sequence parallelism every tensor-parallel rank of the teacher has everything."""
-    one = island(seats(4), seats(4, tp=4))
+def test_holders_share_the_sending_and_keep_their_own_items():
+    """Without sequence parallelism every tensor-parallel rank of the teacher holds all positions."""
+    one = only_group(coords(4), coords(4, tp=4))
     everything = {rank: torch.arange(10) for rank in one.ranks}
-    route = Route(everything, {rank: torch.arange(10) for rank in (1, 2)})
-    assert len(route.sent(1, 1)) == len(route.sent(2, 2)) == 10
-    route = Route({rank: torch.arange(10) for rank in (0, 1)}, {rank: torch.arange(10) for rank in (2, 3)})
-    assert {(s, r) for s in (0, 1) for r in (2, 3) if len(route.sent(s, r))} == {(0, 2), (1, 3)}
+    plan = TransferPlan(everything, {rank: torch.arange(10) for rank in (1, 2)})
+    assert len(plan.sent(1, 1)) == len(plan.sent(2, 2)) == 10
+    plan = TransferPlan({rank: torch.arange(10) for rank in (0, 1)}, {rank: torch.arange(10) for rank in (2, 3)})
+    assert {(s, r) for s in (0, 1) for r in (2, 3) if len(plan.sent(s, r))} == {(0, 2), (1, 3)}
     with pytest.raises(ValueError, match=r"no rank has \[10\]"):
-        Route(everything, {0: torch.tensor([3, 10])})
+        TransferPlan(everything, {0: torch.tensor([3, 10])}).received(0, 0)
 
 
-def job(**changes: int | bool) -> Namespace:
+def student_args(**changes: int | bool) -> Namespace:
     return llama_arguments(8, 1024, 2816, 16, 4, True, seq_length=512, micro_batch_size=2, **changes)
 
 
@@ -136,19 +144,19 @@ def kd(**sizes: int) -> KDConfig:
     return KDConfig(teacher_hf=["T"], ratio=0.5, **{f"teacher_{name}": size for name, size in sizes.items()})
 
 
-def test_the_layout_is_the_students_unless_a_flag_says_otherwise():
-    args = job(**{TP: 2, CP: 2})
+def test_teacher_layout_defaults_to_the_students():
+    args = student_args(**{TP: 2, CP: 2})
     same = teacher_layout_args(args, kd(**{TP: 2}).teacher_sizes, None)
     assert not has_own_layout(same, args) and same.sequence_parallel == args.sequence_parallel
     own = teacher_layout_args(args, kd(**{TP: 4, PP: 2}).teacher_sizes, None)
     assert has_own_layout(own, args)
     assert (getattr(own, TP), getattr(own, PP), getattr(own, CP), own.sequence_parallel) == (4, 2, 2, True)
-    one = teacher_layout_args(job(**{TP: 2}, sequence_parallel=True), kd(**{TP: 1}).teacher_sizes, None)
+    one = teacher_layout_args(student_args(**{TP: 2}, sequence_parallel=True), kd(**{TP: 1}).teacher_sizes, None)
     assert not one.sequence_parallel
 
 
-def test_experts_follow_the_tensor_parallel_size_of_the_teacher():
-    args = job(expert_tensor_parallel_size=1)
+def test_expert_tensor_parallel_size_defaults_to_the_teachers_tensor_parallel_size():
+    args = student_args(expert_tensor_parallel_size=1)
     given = {TP: 4, "expert_model_parallel_size": 2}
     assert teacher_layout_args(args, kd(**given).teacher_sizes, 8).expert_tensor_parallel_size == 4
     given["expert_tensor_parallel_size"] = 1
@@ -158,8 +166,8 @@ def test_experts_follow_the_tensor_parallel_size_of_the_teacher():
     assert not has_own_layout(teacher_layout_args(args, {"expert_model_parallel_size": 2}, None), args)
 
 
-def test_rows_can_be_cut_by_both():
-    args = job(**{TP: 2}, sequence_parallel=True)
+def test_row_multiple_suits_both_layouts():
+    args = student_args(**{TP: 2}, sequence_parallel=True)
     assert row_multiple(args, kd()) == 2
     assert row_multiple(args, kd(**{CP: 3})) == 6
     assert row_multiple(args, kd(**{TP: 8})) == 8
