@@ -1,11 +1,11 @@
-"""How fast a teacher cache is read, how large it is, and how long training waits for it.
+"""Read rate and size of a teacher cache, and the time that training waits for it.
 
     python benchmarks/bench_cache.py --json cache.json
     python benchmarks/bench_cache.py --metrics RUN/metrics.jsonl
 
-The first reads made-up answers from a folder that was just written: tokens a second of one process, from the file to
-the tensors that a step is given, with every record's check. The second takes the waiting of a finished training with
---kd-teacher-cache from its metrics.
+The first command reads random targets from a folder that it has just written: tokens per second of one process, from
+the file to the tensors of a step, with the checksum of every record. The second prints the waiting time of a finished
+run with --kd-teacher-cache from its metrics.
 """
 
 import argparse
@@ -29,47 +29,47 @@ from mkd.teacher.cache.record_format import TokenTargets, Values
 from mkd.teacher.cache.store import CacheMeta, TeacherStore
 from mkd.teacher.cache.writer import StoreWriter
 
-LOWER = 2
-"""A row of the table reads half of the stored tokens, to see what choosing them costs."""
+FRACTION = 2
+"""One measurement reads top_k // FRACTION of the stored columns, to measure the cost of selecting them."""
 
 
-def made_up_rows(tokens: int, vocab: int, top_k: int, draws: np.random.Generator) -> TokenTargets:
-    """Answers with falling logits, in which the tail has a few per cent."""
-    strides = draws.integers(1, vocab // top_k, (tokens, top_k))
-    logits = -np.sort(draws.exponential(4.0, (tokens, top_k)), axis=1).astype(np.float32)
-    head = np.log(np.exp(logits).sum(axis=1, keepdims=True))
+def random_targets(tokens: int, vocab: int, top_k: int, rng: np.random.Generator) -> TokenTargets:
+    """Targets with decreasing logits and a few percent of the mass in the tail."""
+    strides = rng.integers(1, vocab // top_k, (tokens, top_k))
+    logits = -np.sort(rng.exponential(4.0, (tokens, top_k)), axis=1).astype(np.float32)
+    top_lse = np.log(np.exp(logits).sum(axis=1, keepdims=True))
     return TokenTargets(
         ids=(np.cumsum(strides, axis=1) - 1).astype(np.int32),
         logits=logits,
-        lse=head + np.float32(0.03),
+        lse=top_lse + np.float32(0.03),
         label_log_prob=np.full(tokens, -2.0, dtype=np.float32),
     )
 
 
 def write(folder: Path, args: argparse.Namespace, values: Values) -> list[KDBatch]:
-    """A cache of some rows; the microbatches that read it, one row each."""
+    """Write a cache of some rows; returns the microbatches that read it, one row each."""
     meta = CacheMeta("made up", None, args.vocab, args.top_k, values, samples=args.top_k if values == "counts" else 0)
-    writer, draws, batches = StoreWriter(folder, meta), np.random.default_rng(0), []
+    writer, rng, batches = StoreWriter(folder, meta), np.random.default_rng(0), []
     for _ in range(args.rows):
-        tokens = torch.from_numpy(draws.integers(0, args.vocab, (1, args.row_length)))
+        tokens = torch.from_numpy(rng.integers(0, args.vocab, (1, args.row_length)))
         sample = {"tokens": tokens, "labels": tokens, "position_ids": tokens, "loss_mask": torch.ones(tokens.shape)}
         batches.append(KDBatch.from_sample(sample, args.vocab))
-        writer.add(batches[-1].segment_hashes[0], made_up_rows(args.row_length, args.vocab, args.top_k, draws))
+        writer.add(batches[-1].segment_hashes[0], random_targets(args.row_length, args.vocab, args.top_k, rng))
     writer.flush()
     return batches
 
 
 def measure(args: argparse.Namespace, values: Values, top_k: int) -> dict[str, Any]:
-    """One row of the table."""
+    """Measure one row of the table."""
     with tempfile.TemporaryDirectory() as root:
         folder = Path(root) / "cache"
         batches = write(folder, args, values)
         store = TeacherStore(folder, "--cache")
-        answers, seconds, busy = CacheReader(store, top_k, 1.0), [], []
+        reader, seconds, busy = CacheReader(store, top_k, 1.0), [], []
         for _ in range(args.repeats):
             began, worked = time.perf_counter(), time.process_time()
             for batch in batches:
-                answers.read(Lookup.of(batch, store).request(0, 1))
+                reader.read(Lookup.of(batch, store).request(0, 1))
             seconds.append(time.perf_counter() - began)
             busy.append(time.process_time() - worked)
         size = sum(shard.path.stat().st_size for shard in store.shards)
@@ -84,10 +84,10 @@ def measure(args: argparse.Namespace, values: Values, top_k: int) -> dict[str, A
 
 
 def waiting(file: Path) -> dict[str, float]:
-    """Of the steps of a training behind its first three."""
+    """Waiting time and step time of a run, summed over its steps after the first three."""
     lines = [line for line in map(json.loads, file.read_text().splitlines()) if "cache_s" in line][3:]
     if not lines:
-        raise ValueError(f"--metrics {file} has no steps with cache_s behind the third")
+        raise ValueError(f"--metrics {file} has no steps with cache_s after the third")
     waited, steps = (sum(line[name] for line in lines) for name in ("cache_s", "step_s"))
     return {"steps": len(lines), "waited_s": waited, "step_s": steps, "share": waited / steps}
 
@@ -95,13 +95,13 @@ def waiting(file: Path) -> dict[str, float]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vocab", type=int, default=128256)
-    parser.add_argument("--top-k", type=int, default=64, help="tokens that are stored")
+    parser.add_argument("--top-k", type=int, default=64, help="stored columns per token")
     parser.add_argument("--row-length", type=int, default=4096)
     parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=5, help="the median is taken")
-    parser.add_argument("--metrics", type=Path, help="of a training: print its waiting instead")
-    parser.add_argument("--json", type=Path, help="also write the numbers there")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, to see that it works")
+    parser.add_argument("--repeats", type=int, default=5, help="repetitions; the median is reported")
+    parser.add_argument("--metrics", type=Path, help="metrics file of a run: print its waiting time instead")
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, as a test")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     if args.smoke:
@@ -110,9 +110,9 @@ def main(argv: list[str] | None = None) -> int:
         found: Any = waiting(args.metrics)
         print(f"{found['steps']} steps, {found['share']:.1%} of their time waiting for the cache")
     else:
-        kinds = [("log12", args.top_k), ("log12", args.top_k // LOWER), ("fp32", args.top_k), ("counts", args.top_k)]
+        kinds = [("log12", args.top_k), ("log12", args.top_k // FRACTION), ("fp32", args.top_k), ("counts", args.top_k)]
         found = [measure(args, *kind) for kind in kinds]
-        print("| format | stored | read | bytes a token | tokens/s | tokens/s of CPU |\n|---|---|---|---|---|---|")
+        print("| format | stored | read | bytes per token | tokens/s | tokens/s of CPU |\n|---|---|---|---|---|---|")
         for row in found:
             print(
                 f"| {row['format']} | {row['stored']} | {row['read']} | {row['bytes_a_token']:.1f} | "

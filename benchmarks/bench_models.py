@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from bench_cache import made_up_rows
+from bench_cache import random_targets
 from bench_common import DTYPES, Stopwatch
 from bench_heads import Objective, with_ce
 from bench_peers import eager_objective, model_optimizer_module
@@ -206,7 +206,7 @@ class MegatronModels:
         folder = Path(self.folders.enter_context(tempfile.TemporaryDirectory()))
         writer = StoreWriter(folder, CacheMeta("made up", None, self.args.vocab, top_k, "log12"))
         for key in KDBatch.from_sample(sample, self.args.vocab).segment_hashes:
-            rows = made_up_rows(self.args.seq_length, self.args.vocab, top_k, np.random.default_rng(0))
+            rows = random_targets(self.args.seq_length, self.args.vocab, top_k, np.random.default_rng(0))
             writer.add(key, rows)
         writer.flush()
         answers = CacheReader(TeacherStore(folder, "--cache"), top_k, 1.0)

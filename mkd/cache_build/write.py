@@ -116,6 +116,6 @@ class CacheBuilder:
         if total[1]:
             ce, vocab = (total[0] / total[1]).item(), self._job.meta.true_vocab
             logger.info(
-                f"teacher {self._teacher.fingerprint()}: CE {ce:.4f} on the first {int(total[1])} tokens, of "
-                f"prompts too (knowing nothing: ln V = {math.log(vocab):.4f})"
+                f"teacher {self._teacher.fingerprint()}: CE {ce:.4f} on the first {int(total[1])} tokens, "
+                f"prompts included (uniform baseline: ln V = {math.log(vocab):.4f})"
             )

@@ -73,12 +73,12 @@ def teacher_spec(
     """Fit a teacher to the job.
 
     Args:
-        source: the teacher's.
-        args: Megatron's, complete.
-        kd: what is learned from it.
+        source: the teacher's folder.
+        args: Megatron's arguments of the student, complete.
+        kd: the distillation flags.
         true_vocab: tokens that student and teacher share.
-        fingerprint: hash of the teacher, as read from its folder; None if it never runs.
-        cross: of the teachers with other tokenizers, which this one may be of.
+        fingerprint: fingerprint of the teacher's folder; None if the teacher never runs.
+        cross: the teachers with other tokenizers, if there are any; this one may be among them.
 
     Raises:
         MkdError: it cannot serve this job.

@@ -1,5 +1,5 @@
-"""One step in a parallel layout has the losses and the gradients of one rank, parameter by parameter: the comparison,
-and special cases. The table of all layouts is in test_invariance.py.
+"""One step in a parallel layout has the losses and the gradients of one rank, parameter by parameter: special cases. The
+table of all layouts is in test_invariance.py.
 """
 
 from collections.abc import Callable
@@ -17,14 +17,14 @@ GetPool = Callable[[int], Pool]
 
 
 def combine(results: list[dict[str, Any]]) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Mean losses over all data-parallel ranks, and whole gradients; copies of one place must agree."""
+    """Mean losses over all data-parallel ranks, and whole gradients; copies of a parameter must agree."""
     sums = total([result["reports"] for result in results])
     parts = [part for result in results for part in result["gradients"]]
     return {name: value / count for name, (value, count) in sums.items()}, whole_tensors(parts, "gradient")
 
 
 def one_rank(gloo_pool: GetPool, models: Models, cache: dict = {}) -> tuple[dict[str, float], dict[str, Tensor]]:  # noqa: B006
-    """The truth for these models: one rank, microbatches of 2. Computed once."""
+    """Reference for these models: one rank, microbatches of 2. Computed once."""
     if models not in cache:
         cache[models] = combine(gloo_pool(1).run(kd_step, Layout(), models))
     return cache[models]
@@ -38,7 +38,7 @@ def compare(gloo_pool: GetPool, ranks: int, layout: Layout, models: Models, trut
         assert seen_losses[name] == pytest.approx(value, rel=STEP_LOSS), name
     assert seen.keys() == expected.keys()
     for key, value in expected.items():
-        assert value.norm() > 0, f"{key} has no gradient: the comparison would show nothing"
+        assert value.norm() > 0, f"{key} has no gradient: the comparison would be empty"
         assert_close_norm(seen[key], value, GRADIENT, key)
 
 
@@ -67,8 +67,8 @@ def test_offloaded_teacher_changes_nothing(gloo_pool: GetPool, ranks: int, layou
         pytest.param(2, Layout(pp=2, vp=2), id="pp2-vp2"),
     ],
 )
-def test_a_teacher_that_is_the_student_teaches_nothing(gloo_pool: GetPool, ranks: int, layout: Layout) -> None:
-    """KD and its gradient are 0 to fp32 rounding, against the size of a cross-entropy gradient of the same model."""
+def test_teacher_equal_to_the_student_gives_no_gradient(gloo_pool: GetPool, ranks: int, layout: Layout) -> None:
+    """KD and its gradient are 0 to fp32 rounding, relative to the cross-entropy gradient of the same model."""
     _, cross_entropy = one_rank(gloo_pool, Models(ratio=0.0, temperature=1.0))
     losses, seen = combine(gloo_pool(ranks).run(kd_step, layout, Models(teacher_is_student=True, ratio=1.0)))
     assert abs(losses["kd"]) < 1e-6

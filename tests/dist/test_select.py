@@ -1,4 +1,4 @@
-"""Each text is taught by the teacher that predicts it best: the same as the definition in every layout and packing."""
+"""--kd-teachers-mode select equals its definition in every layout and packing."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -38,22 +38,22 @@ TABLE = {
 
 @pytest.fixture(scope="module")
 def one_rank(gloo_pool: GetPool) -> Callable[[Models], Outcome]:
-    """One rank, one text a row, microbatches of 2. Each is computed once."""
+    """Reference outcome: one rank, one text per row, microbatches of 2. Each is computed once."""
     known: dict[Models, Outcome] = {}
 
-    def truth(models: Models) -> Outcome:
+    def reference(models: Models) -> Outcome:
         if models not in known:
             known[models] = Outcome.of(gloo_pool, 1, Layout(), models, steps=1)
         return known[models]
 
-    return truth
+    return reference
 
 
 @pytest.mark.parametrize("models", [SAME, MIXED], ids=["same", "mixed"])
 def test_definition(gloo_pool: GetPool, one_rank: Callable[[Models], Outcome], models: Models) -> None:
     [truth] = gloo_pool(1).run(select_truth, models)
     seen = one_rank(models)
-    for report in seen.reports:  # of an evaluation and of a step
+    for report in seen.reports:  # one of an evaluation and one of a step
         mean = {name: total / count for name, (total, count) in report.items()}
         assert mean["loss"] == pytest.approx(truth["loss"], rel=STEP_LOSS)
         assert [round(report[name][0]) for name in ("selected_1", "selected_2")] == truth["selected"]
@@ -74,8 +74,8 @@ def test_layout(gloo_pool: GetPool, one_rank: Callable[[Models], Outcome], name:
 
 
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(cp=2)], ids=["tp2", "cp2"])
-def test_who_knows_a_text_teaches_it(gloo_pool: GetPool, layout: Layout) -> None:
-    """Without anything supervised it is the first one."""
+def test_better_teacher_is_selected(gloo_pool: GetPool, layout: Layout) -> None:
+    """Without supervised tokens, the first teacher."""
     for chosen, supervised in gloo_pool(2).run(clear_case, layout):
         assert chosen == [1, 0, 0, 0]
         assert supervised == [True, True, True, False]

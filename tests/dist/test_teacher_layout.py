@@ -1,4 +1,4 @@
-"""A teacher in a parallel layout of its own teaches what one in the student's layout, or on one rank, does."""
+"""Losses and gradients with a teacher in a layout of its own equal those with one in the student's layout or on one rank."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,7 +8,7 @@ import pytest
 from tests.support.dist.kd_step import Layout, Models
 from tests.support.dist.outcome import GetPool, Outcome, assert_same
 from tests.dist.test_layouts import compare
-from tests.support.dist.teacher_layouts import checkpoint_is_whole, signals_are_alike
+from tests.support.dist.teacher_layouts import compare_signals, sharding_error
 
 BOTH = Models(teacher_layers=2)
 PACKED = replace(BOTH, data="packed", tied=False, ratio=0.6)
@@ -41,15 +41,15 @@ MORE = {
     "cp2-pp2 / tp4, pairs": (4, Layout(cp=2, pp=2, mbs=1, teacher=TP4), PAIRS),
 }
 # fmt: on
-"""Student / teacher, which are compared with one rank: (ranks, layout, models)."""
+"""Student / teacher, compared with one rank: (ranks, layout, models)."""
 
 
 @pytest.fixture(scope="module")
 def one_rank(gloo_pool: GetPool) -> Callable[[Models], Outcome]:
-    """The truth for models and samples: one rank, one text a row, microbatches of 2. Each is computed once."""
+    """Reference outcome for models and samples: one rank, one text per row, microbatches of 2. Each is computed once."""
     known: dict[Models, Outcome] = {}
 
-    def truth(models: Models) -> Outcome:
+    def reference(models: Models) -> Outcome:
         models = replace(
             models, offload=False, data={"packed": "padded", "packed pairs": "pairs"}.get(models.data, models.data)
         )
@@ -57,7 +57,7 @@ def one_rank(gloo_pool: GetPool) -> Callable[[Models], Outcome]:
             known[models] = Outcome.of(gloo_pool, 1, Layout(), models, steps=1)
         return known[models]
 
-    return truth
+    return reference
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -78,16 +78,16 @@ def test_microbatches_of_differing_length(gloo_pool: GetPool, layout: Layout) ->
 
 
 @pytest.mark.parametrize("name", ["dp4 / tp4", "tp2-sp-dp2 / tp2-pp2", "cp2-dp2 / tp4, packed"])
-def test_signals_are_those_of_a_teacher_in_the_students_layout(gloo_pool: GetPool, name: str) -> None:
+def test_signals_equal_those_in_the_students_layout(gloo_pool: GetPool, name: str) -> None:
     ranks, layout, models = TABLE[name]
-    counts = gloo_pool(ranks).run(signals_are_alike, layout, models)
+    counts = gloo_pool(ranks).run(compare_signals, layout, models)
     assert max(counts) == 8 // layout.mbs * layout.tp * layout.pp * layout.cp // ranks
 
 
-def test_megatron_reads_its_global_groups_where_it_is_given_others(gloo_pool: GetPool) -> None:
-    """So they are the teacher's while something of it is built, loaded or run; else this is no longer needed."""
-    assert gloo_pool(4).run(checkpoint_is_whole, True) == [None] * 4
-    assert any("access pattern" in (said or "") for said in gloo_pool(4).run(checkpoint_is_whole, False))
+def test_megatron_reads_its_global_groups(gloo_pool: GetPool) -> None:
+    """Even if it is given other groups; the reason for `ParallelLayout.active`, which is unnecessary once this fails."""
+    assert gloo_pool(4).run(sharding_error, True) == [None] * 4
+    assert any("access pattern" in (error or "") for error in gloo_pool(4).run(sharding_error, False))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_megatron_reads_its_global_groups_where_it_is_given_others(gloo_pool: Ge
         ("hidden states in contiguous order", "tp2-dp2 / tp2-cp2, packed"),
     ],
 )
-def test_a_planted_fault_is_caught(
+def test_planted_fault_is_detected(
     gloo_pool: GetPool, one_rank: Callable[[Models], Outcome], fault: str, name: str
 ) -> None:
     """By the comparison that these layouts pass without the fault."""

@@ -1,4 +1,4 @@
-"""pretrain_kd.py with a teacher in a parallel layout of its own: the numbers of a teacher in the student's layout."""
+"""pretrain_kd.py with a teacher in a layout of its own gives the metrics of a teacher in the student's layout."""
 
 import shutil
 from pathlib import Path
@@ -20,7 +20,7 @@ KEYS = ("loss", "ce", "kd", "grad_norm", "valid_ce", "valid_kd", "valid_teacher_
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> SmallJob:
-    """With other teachers: one in a Megatron checkpoint, one with experts, one with another tokenizer."""
+    """A job with other teachers: in a Megatron checkpoint, with experts, with another tokenizer."""
     job = make_small_job(tmp_path_factory.mktemp("job"))
     import_hf(HFFolder(job.teacher, "--hf"), job.root / "megatron")
     sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": VOCAB, "num_hidden_layers": 2}
@@ -32,37 +32,37 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> SmallJob:
 
 
 def trained(job: SmallJob, file: Path, changes: dict[str, Any], ranks: int = 2) -> tuple[str, list[list[float]]]:
-    """What a run prints, and `KEYS` of every line of its metrics, as far as it has them."""
+    """Output of a run, and those of `KEYS` that each line of its metrics has."""
     result = run(job.flags({"--kd-metrics-file": file, "--train-iters": 2, **changes}), ranks)
     assert result.status == 0, result.output[-2000:] + result.errors[-6000:]
     return result.output, [[line[key] for key in KEYS if key in line] for line in result.metrics]
 
 
 @pytest.fixture(scope="module")
-def alike(job: SmallJob, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[list[float]]]:
-    """Of a teacher in the student's layout: DP 2."""
-    return trained(job, tmp_path_factory.mktemp("alike") / "metrics", {})
+def shared_layout(job: SmallJob, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[list[float]]]:
+    """Run with a teacher in the student's layout, DP 2."""
+    return trained(job, tmp_path_factory.mktemp("shared") / "metrics", {})
 
 
-def introduced(output: str) -> str:
-    """What is said of the teacher before the first step."""
+def teacher_line(output: str) -> str:
+    """The line about the teacher before the first step."""
     (line,) = (line for line in output.splitlines() if line.startswith("mkd: teacher ") and "perplexity" in line)
     return line
 
 
 @pytest.mark.parametrize("source", ["hf", "megatron"])
 def test_data_parallel_student_and_tensor_parallel_teacher(
-    job: SmallJob, alike: tuple[str, list[list[float]]], tmp_path: Path, source: str
+    job: SmallJob, shared_layout: tuple[str, list[list[float]]], tmp_path: Path, source: str
 ) -> None:
-    """The same weights from either folder; megatron's own loading reads its global groups."""
+    """The same weights from either kind of folder; Megatron's own loading reads its global groups."""
     changes = {"--kd-teacher-hf": None, "--kd-teacher-load": job.root / "megatron"} if source == "megatron" else {}
-    output, seen = trained(job, tmp_path / "apart", TP2 | changes)
-    assert "mkd: layout     DP 2\n" in alike[0] and "mkd: teacher's" not in alike[0]
+    output, seen = trained(job, tmp_path / "own", TP2 | changes)
+    assert "mkd: layout     DP 2\n" in shared_layout[0] and "mkd: teacher's" not in shared_layout[0]
     assert "mkd: layout     DP 2\n" in output and "mkd: teacher's  layout DP 1, TP 2, SP\n" in output
     if source == "hf":
-        assert introduced(output) == introduced(alike[0])
+        assert teacher_line(output) == teacher_line(shared_layout[0])
     assert len(seen) == 4, "an evaluation, two steps, an evaluation"
-    for line, (numbers, others) in enumerate(zip(seen, alike[1], strict=True)):
+    for line, (numbers, others) in enumerate(zip(seen, shared_layout[1], strict=True)):
         assert numbers == pytest.approx(others, rel=GRADIENT), f"line {line}"
 
 
@@ -105,7 +105,7 @@ def test_other_teachers(job: SmallJob, tmp_path: Path, teacher: dict[str, Any], 
         return value.replace("{root}", str(job.root)) if isinstance(value, str) else value
 
     teacher = {flag: filled(value) for flag, value in teacher.items()}
-    _, expected = trained(job, tmp_path / "alike", teacher)
-    _, seen = trained(job, tmp_path / "apart", teacher | layout)
+    _, expected = trained(job, tmp_path / "shared", teacher)
+    _, seen = trained(job, tmp_path / "own", teacher | layout)
     for line, (numbers, others) in enumerate(zip(seen, expected, strict=True)):
         assert numbers == pytest.approx(others, rel=GRADIENT), f"line {line}"

@@ -1,4 +1,4 @@
-"""What --kd-teachers-mode select is, written down plainly: one rank, one text a row, whole logits, autograd."""
+"""Reference for --kd-teachers-mode select: one rank, one text per row, whole logits, autograd."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from tests.support.dist.kd_step import Layout, Models, build_student, build_teac
 
 
 def select_truth(rank: int, world_size: int, models: Models) -> dict[str, Any]:
-    """Of the first step: `loss` and the parts of `gradients` as in `kd_run`, and how many texts each teacher has."""
+    """`loss` and parts of `gradients` of the first step, as in `kd_run`, and the number of texts per selected teacher."""
     with parallel_state(Layout()):
         groups = Groups.from_megatron()
         teacher = build_teacher(Layout(), models, groups)
@@ -32,7 +32,7 @@ def select_truth(rank: int, world_size: int, models: Models) -> dict[str, Any]:
             counts[1] = sum(batch.teacher_views[0].chunks for batch in batches)
         total, selected = torch.zeros(()), [0, 0]
         for batch in batches:
-            logits = rows(chunks[0](batch.tokens, batch.position_ids, None).transpose(0, 1))[:, :VOCAB]
+            logits = flatten(chunks[0](batch.tokens, batch.position_ids, None).transpose(0, 1))[:, :VOCAB]
             [signals] = teacher.signals([batch])
             best = min((0, 1), key=lambda number: rate(batch, signals.signals[number], models))
             if batch.ce_mask.any():
@@ -45,14 +45,14 @@ def select_truth(rank: int, world_size: int, models: Models) -> dict[str, Any]:
         return {"loss": total.item(), "gradients": gradients(chunks), "selected": selected}
 
 
-def rows(values: Tensor) -> Tensor:
+def flatten(values: Tensor) -> Tensor:
     """[s, b, X] -> [s * b, X]"""
     return values.flatten(0, 1)
 
 
 def teacher_logits(signal: HiddenSignal, models: Models) -> Tensor:
     """[s * b, true vocabulary] in the order of the ids."""
-    logits = rows(signal.hidden) @ signal.head.t()
+    logits = flatten(signal.hidden) @ signal.head.t()
     if signal.view is None:
         return logits[:, :VOCAB]
     ids = kd_pairs.vocabulary(models.xtoken, 96, 0, 1).teacher_columns
@@ -60,7 +60,7 @@ def teacher_logits(signal: HiddenSignal, models: Models) -> Tensor:
 
 
 def rate(batch: KDBatch, signal: HiddenSignal, models: Models) -> float:
-    """Nats of the supervised text: a token where all share the tokenizer, else a byte."""
+    """Nats of the supervised text, per token if all share the tokenizer, else per byte."""
     own = batch if signal.view is None else batch.teacher_views[0].batch
     labels, used = flatten_tokens(own.labels), flatten_tokens(own.ce_mask) != 0
     ce = reference.cross_entropy(teacher_logits(signal, models).double(), labels)
@@ -72,7 +72,7 @@ def rate(batch: KDBatch, signal: HiddenSignal, models: Models) -> float:
 
 
 def divergence(batch: KDBatch, logits: Tensor, signal: HiddenSignal, models: Models) -> Tensor:
-    """Scalar: the sum over the tokens or chunks of the microbatch, which has one text."""
+    """Scalar sum over the tokens or text chunks of the microbatch, which has one text."""
     spec, teacher = models.kd.loss_spec(0), teacher_logits(signal, models)
     if signal.view is None:
         return reference.forward_kl(logits, teacher, spec)[flatten_tokens(batch.kd_mask) != 0].sum()
@@ -86,9 +86,9 @@ def divergence(batch: KDBatch, logits: Tensor, signal: HiddenSignal, models: Mod
 
 
 def clear_case(rank: int, world_size: int, layout: Layout) -> tuple[list[int], list[bool]]:
-    """What is selected where the second teacher knows the first row by heart and the first one the second and third.
+    """Selection if the second teacher predicts the first row perfectly, and the first teacher the second and third.
 
-    The last row has nothing supervised.
+    The last row has no supervised tokens.
     """
     with parallel_state(layout):
         groups = Groups.from_megatron()
@@ -100,8 +100,8 @@ def clear_case(rank: int, world_size: int, layout: Layout) -> tuple[list[int], l
         width = 96 // groups.tp.size()
         head = torch.eye(96)[groups.tp.rank() * width :][:width]
         right = 3.0 * torch.nn.functional.one_hot(batch.labels.t(), 96).float()
-        knows = torch.tensor([[0.0, 1.0, 1.0, 0.0], [1.0, 0.0, 0.0, 1.0]])[:, None, :, None]
-        signals = tuple(HiddenSignal(share * right, head) for share in knows)
+        shares = torch.tensor([[0.0, 1.0, 1.0, 0.0], [1.0, 0.0, 0.0, 1.0]])[:, None, :, None]
+        signals = tuple(HiddenSignal(share * right, head) for share in shares)
         objective = Objective(ratio=1.0, spec=LossSpec(), tokens=None)
         ensemble = EnsembleSignal(signals, (1.0, 1.0), selecting=True)
         microbatch = MicrobatchObjective.of(LossContext(groups, VOCAB), batch, objective, ensemble)

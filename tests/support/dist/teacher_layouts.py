@@ -1,4 +1,4 @@
-"""What workers of the pool say of a teacher in a layout of its own."""
+"""Worker functions about a teacher in a layout of its own."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -18,29 +18,29 @@ from tests.support.dist.kd_step import TEACHER, Layout, Models, build_teacher, m
 from tests.support.tolerance import GRADIENT, assert_close_norm
 
 
-def signals_are_alike(rank: int, world_size: int, layout: Layout, models: Models) -> int:
-    """Compare the signals of a teacher in its layout with those in the student's on this rank; how many there are."""
+def compare_signals(rank: int, world_size: int, layout: Layout, models: Models) -> int:
+    """Assert that signals of a teacher in its own layout equal those in the student's layout; returns their number."""
     with parallel_state(layout):
         groups = Groups.from_megatron()
-        drawn = microbatches(models.data, layout.segment_cp, layout.mbs, groups.dp.rank(), groups.dp.size())
-        batches = next_microbatches(iter(drawn), len(drawn), VOCAB)
+        collated = microbatches(models.data, layout.segment_cp, layout.mbs, groups.dp.rank(), groups.dp.size())
+        batches = next_microbatches(iter(collated), len(collated), VOCAB)
         seen = []
         for one in (layout, replace(layout, teacher=None)):
             teacher = build_teacher(one, models, groups)
             prepared = teacher.prepare(batches, Lookahead.empty())
             seen.append(teacher.signals([batch.on_rank(groups.cp) for batch in prepared]))
-        for number, (apart, alike) in enumerate(zip(*seen, strict=True)):
-            assert torch.equal(apart.head, alike.head)
-            assert_close_norm(apart.hidden, alike.hidden, GRADIENT, f"hidden states of microbatch {number}")
+        for number, (own, shared) in enumerate(zip(*seen, strict=True)):
+            assert torch.equal(own.head, shared.head)
+            assert_close_norm(own.hidden, shared.hidden, GRADIENT, f"hidden states of microbatch {number}")
         return len(seen[0])
 
 
-def checkpoint_is_whole(rank: int, world_size: int, inside: bool) -> str | None:
-    """What megatron says of the parts of a teacher (TP 2, of a student with DP 4) as parts of a checkpoint.
+def sharding_error(rank: int, world_size: int, inside: bool) -> str | None:
+    """Error of Megatron's check of a teacher's sharded tensors (TP 2, with a student at DP 4); None if there is none.
 
     Args:
         rank, world_size: of the pool.
-        inside: whether it is asked while the teacher's layout is active.
+        inside: check while the teacher's layout is active.
     """
     with parallel_state(Layout()):
         own = ParallelLayout.create(ParallelSizes(tp=2))
