@@ -12,9 +12,8 @@ from mkd.cache_build.sampling import count_ids, stratified_uniforms
 from mkd.data.batch import KDBatch
 from mkd.distributed.context_parallel import dual_chunk_positions
 from mkd.distributed.groups import Groups
-from mkd.losses.logits import LogitMap
-from mkd.losses.measure.sampling import label_logits, teacher_draws
-from mkd.losses.measure.topk import teacher_top_k
+from mkd.losses import LinearLogits, LogitMap, VocabLayout, teacher_top_k
+from mkd.losses.measure.sampling import label_logits, sample_teacher_tokens
 from mkd.teacher.cache.record_format import TokenTargets
 from mkd.teacher.cache.store import CacheMeta
 from mkd.teacher.interface import HiddenSignal
@@ -53,32 +52,26 @@ class TargetBuilder:
         if self.sequence_parallel and self.groups.tp.size() > 1:
             hidden = gather_from_sequence_parallel_region(hidden, group=self.groups.tp)
         hidden, part = hidden.flatten(0, 1), whole.cp_slice(self.groups.cp.rank(), self.groups.cp.size())
-        common = dict(
-            true_vocab=self.meta.true_vocab, tp_group=self.groups.tp, logit_map=LogitMap(scale=signal.logit_scale)
-        )
+        teacher = LinearLogits(hidden, signal.head, LogitMap(scale=signal.logit_scale))
+        vocab = VocabLayout(self.meta.true_vocab, self.groups.tp)
         if self.meta.samples:
-            columns, lse = self._sampled(hidden, signal.head, whole, common)
+            columns, lse = self._sampled(teacher, whole, vocab)
         else:
-            columns, lse = self._top_k(hidden, signal.head, common)
+            columns, lse = self._top_k(teacher, vocab)
         labels = part.labels.t().flatten().to(hidden.device)
-        label = label_logits(hidden, signal.head, labels, **common) - lse
+        label = label_logits(teacher, labels, vocab=vocab) - lse
         columns = torch.cat((columns, torch.where(labels >= 0, label, 0.0)[:, None]), dim=1)
         gathered = self._gather(columns.view(*part.tokens.shape[::-1], -1).transpose(0, 1), whole)
         return None if gathered is None else gathered.flatten(0, 1).cpu().numpy()
 
-    def _top_k(self, hidden: Tensor, head: Tensor, common: dict) -> tuple[Tensor, Tensor]:
+    def _top_k(self, teacher: LinearLogits, vocab: VocabLayout) -> tuple[Tensor, Tensor]:
         """[N, 2 K + 2 temperatures] fp32 ids, logits, lse, tail_lse; and [N] lse at temperature 1."""
-        found = teacher_top_k(
-            hidden,
-            head,
-            self.meta.top_k,
-            temperatures=self.meta.temperatures,
-            chunk_rows=self.chunk_rows,
-            **common,
-        )
-        return torch.cat((found.ids, found.logits, found.lse.t(), found.tail_lse.t()), dim=1).float(), found.lse[0]
+        how = dict(temperatures=self.meta.temperatures, vocab=vocab, chunk_rows=self.chunk_rows)
+        found = teacher_top_k(teacher, self.meta.top_k, **how)
+        lse, tail_lse = (torch.stack([getattr(one, name) for one in found], dim=1) for name in ("lse", "tail_lse"))
+        return torch.cat((found[0].ids, found[0].logits, lse, tail_lse), dim=1).float(), found[0].lse
 
-    def _sampled(self, hidden: Tensor, head: Tensor, whole: KDBatch, common: dict) -> tuple[Tensor, Tensor]:
+    def _sampled(self, teacher: LinearLogits, whole: KDBatch, vocab: VocabLayout) -> tuple[Tensor, Tensor]:
         """[N, samples] ids in fp32, which is exact up to 2^24; and [N] lse at temperature 1."""
         samples, part = self.meta.samples, slice(None)
         numbers = torch.full((*whole.tokens.shape, samples), 0.5, dtype=torch.float64).view(-1, samples)
@@ -87,10 +80,10 @@ class TargetBuilder:
         numbers = numbers.view(*whole.tokens.shape, samples)
         if self.groups.cp.size() > 1:
             part = dual_chunk_positions(whole.bounds, self.groups.cp.rank(), self.groups.cp.size())
-        numbers = numbers[:, part].transpose(0, 1).flatten(0, 1).to(hidden.device)
+        numbers = numbers[:, part].transpose(0, 1).flatten(0, 1).to(teacher.hidden.device)
         temperature = self.meta.temperatures[-1]
-        sums = dict(temperatures=(1.0,), chunk_rows=self.chunk_rows)
-        found = teacher_draws(hidden, head, numbers, temperature, **sums, **common)
+        how = dict(temperatures=(1.0,), vocab=vocab, chunk_rows=self.chunk_rows)
+        found = sample_teacher_tokens(teacher, numbers, temperature, **how)
         return found.ids.float(), found.lse[0]
 
     def _gather(self, columns: Tensor, whole: KDBatch) -> Tensor | None:

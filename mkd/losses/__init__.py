@@ -1,30 +1,34 @@
 """Knowledge distillation losses over a vocabulary that is split over tensor-parallel ranks."""
 
-from mkd.config.kd_config import LossSpec
-from mkd.losses.fused_linear import fused_linear_loss
-from mkd.losses.logits import LogitMap, LogitMaps
-from mkd.losses.measure.comparison import Comparison, LogitSource, compare_models
-from mkd.losses.measure.topk import TopK, teacher_top_k
+from mkd.config.values import LossSpec
+from mkd.losses.fused_linear import loss_from_hidden
+from mkd.losses.inputs import LinearLogits, LogitMap, LogitMaps, TokenWeights
+from mkd.losses.measure.comparison import Comparison, compare_models
+from mkd.losses.measure.topk import teacher_top_k
 from mkd.losses.options import LossOptions
-from mkd.losses.sparse.teacher import SparseTeacher
-from mkd.losses.topk import fused_linear_topk_loss, topk_loss
-from mkd.losses.vocab_parallel import LossOutput, vocab_parallel_loss
+from mkd.losses.output import LossOutput
+from mkd.losses.sparse.teacher import SparseTeacher, Tail
+from mkd.losses.tensor_api import fused_linear_loss, fused_linear_topk_loss, topk_loss, vocab_parallel_loss
+from mkd.losses.vocab_parallel import loss_from_logits
 from mkd.losses.vocab_shard import VocabLayout
 
 __all__ = [
     "Comparison",
+    "LinearLogits",
     "LogitMap",
     "LogitMaps",
-    "LogitSource",
     "LossOptions",
     "LossOutput",
     "LossSpec",
     "SparseTeacher",
-    "TopK",
+    "Tail",
+    "TokenWeights",
     "VocabLayout",
     "compare_models",
     "fused_linear_loss",
     "fused_linear_topk_loss",
+    "loss_from_hidden",
+    "loss_from_logits",
     "teacher_top_k",
     "topk_loss",
     "vocab_parallel_loss",

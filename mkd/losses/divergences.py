@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mkd.config.kd_config import LossSpec
+from mkd.config.values import LossSpec
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class TokenDivergence:
     """For divergences that need the softmax pass only; None for the others."""
 
 
-def _weighted(weight: Tensor, logarithm: Tensor) -> Tensor:
-    """weight * logarithm, and 0 where the weight is 0, whatever the logarithm is there; NaN stays NaN."""
+def weighted(weight: Tensor, logarithm: Tensor) -> Tensor:
+    """weight * logarithm, and 0 where the weight is 0, whatever the logarithm is there; a NaN weight gives NaN."""
     return torch.where(weight == 0, 0, weight * logarithm)
 
 
@@ -56,7 +56,7 @@ def _mixture(log_a: Tensor, log_b: Tensor, share: float) -> Tensor:
 
 
 def _forward_kl_pointwise(log_q: Tensor, log_p: Tensor, spec: LossSpec) -> Tensor:
-    return _weighted(log_p.exp(), log_p - log_q)
+    return weighted(log_p.exp(), log_p - log_q)
 
 
 def _forward_kl_dlogq(log_q: Tensor, log_p: Tensor, spec: LossSpec) -> Tensor:
@@ -65,22 +65,22 @@ def _forward_kl_dlogq(log_q: Tensor, log_p: Tensor, spec: LossSpec) -> Tensor:
 
 def _reverse_kl(log_q: Tensor, log_p: Tensor, spec: LossSpec) -> Tensor:
     """The pointwise term, and the derivative minus q."""
-    return _weighted(log_q.exp(), log_q - log_p)
+    return weighted(log_q.exp(), log_q - log_p)
 
 
 def _jsd_pointwise(log_q: Tensor, log_p: Tensor, spec: LossSpec) -> Tensor:
     log_m = _mixture(log_p, log_q, spec.beta).log()
-    teacher_part = _weighted(log_p.exp(), log_p - log_m)
-    return spec.beta * teacher_part + (1.0 - spec.beta) * _weighted(log_q.exp(), log_q - log_m)
+    teacher_part = weighted(log_p.exp(), log_p - log_m)
+    return spec.beta * teacher_part + (1.0 - spec.beta) * weighted(log_q.exp(), log_q - log_m)
 
 
 def _jsd_dlogq(log_q: Tensor, log_p: Tensor, spec: LossSpec) -> Tensor:
     log_m = _mixture(log_p, log_q, spec.beta).log()
-    return (1.0 - spec.beta) * _weighted(log_q.exp(), log_q - log_m)
+    return (1.0 - spec.beta) * weighted(log_q.exp(), log_q - log_m)
 
 
 def _skew_forward_kl_pointwise(log_q: Tensor, log_p: Tensor, spec: LossSpec) -> Tensor:
-    return _weighted(log_p.exp(), log_p - _mixture(log_p, log_q, spec.skew).log())
+    return weighted(log_p.exp(), log_p - _mixture(log_p, log_q, spec.skew).log())
 
 
 def _skew_forward_kl_dlogq(log_q: Tensor, log_p: Tensor, spec: LossSpec) -> Tensor:
@@ -89,13 +89,13 @@ def _skew_forward_kl_dlogq(log_q: Tensor, log_p: Tensor, spec: LossSpec) -> Tens
 
 
 def _skew_reverse_kl_pointwise(log_q: Tensor, log_p: Tensor, spec: LossSpec) -> Tensor:
-    return _weighted(log_q.exp(), log_q - _mixture(log_q, log_p, spec.skew).log())
+    return weighted(log_q.exp(), log_q - _mixture(log_q, log_p, spec.skew).log())
 
 
 def _skew_reverse_kl_dlogq(log_q: Tensor, log_p: Tensor, spec: LossSpec) -> Tensor:
     """The derivative minus q."""
     q, m = log_q.exp(), _mixture(log_q, log_p, spec.skew)
-    return _weighted(q, log_q - m.log() - spec.skew * q / m)
+    return weighted(q, log_q - m.log() - spec.skew * q / m)
 
 
 def _tvd_pointwise(log_q: Tensor, log_p: Tensor, spec: LossSpec) -> Tensor:

@@ -1,293 +1,351 @@
-"""The same loss from hidden states: LM heads and loss together, a chunk of rows at a time, logits never kept."""
+"""The loss from hidden states: LM-head GEMMs and loss together, one loss chunk at a time; logits are never kept."""
 
-from dataclasses import dataclass
+from collections.abc import Generator
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed import ProcessGroup
 
-from mkd.config.kd_config import LossSpec
-from mkd.losses.chunking import MIN_CHUNK_TOKENS, loss_chunks
-from mkd.losses.fused_pass import FusedPass
-from mkd.losses.kernels.interface import Kernels, choose
-from mkd.losses.lm_head import LMHead, fp16_scale
-from mkd.losses.logits import PLAIN_LOGITS, KernelContext, LogitMaps, statistics_dtype
-from mkd.losses.main_grad import MainGrad, keep_gradients, kept_gradients
-from mkd.losses.reference.linear import dense_divergence, linear_loss
-from mkd.losses.rows import TokenWeights
-from mkd.losses.sparse.teacher import SparseTarget
-from mkd.losses.vocab_parallel import LossOutput
-from mkd.losses.vocab_shard import VocabShard
+from mkd.config.values import LossSpec
+from mkd.losses.divergences import DIVERGENCES
+from mkd.losses.inputs import KernelContext, LinearLogits, LogitMap, LogitMaps, TokenWeights, statistics_dtype
+from mkd.losses.kernels.interface import Chunk, Kernels
+from mkd.losses.kernels.select import choose
+from mkd.losses.kernels.sparse import SparseKernels
+from mkd.losses.lm_head import (
+    MIN_CHUNK_TOKENS,
+    LMHead,
+    add_gemm,
+    gemm,
+    gemm_operand,
+    interleave,
+    loss_chunks,
+    resolve_logits_dtype,
+)
+from mkd.losses.main_grad import MainGrad, fp16_scale, keep_gradients, kept_gradients
+from mkd.losses.options import LossOptions
+from mkd.losses.output import LossOutput
+from mkd.losses.reference.linear import dense_divergence, linear_loss, sparse_divergence
+from mkd.losses.sparse.columns import TopColumns
+from mkd.losses.sparse.statistics import token_terms
+from mkd.losses.sparse.teacher import SparseTarget, SparseTeacher, Tail
+from mkd.losses.statistics import Statistics, TokenTerms, as_one_shard, concatenate
+from mkd.losses.vocab_shard import VocabLayout
+
+
+def loss_from_hidden(
+    student: LinearLogits,
+    teacher: LinearLogits | SparseTeacher | None,
+    tokens: TokenWeights,
+    *,
+    spec: LossSpec,
+    vocab: VocabLayout,
+    options: LossOptions = LossOptions(),  # noqa: B008
+    tail: Tail = "bucket",
+    upstream: Tensor | float | None = None,
+) -> LossOutput:
+    """Sum of ce_weight * CE + kd_weight * divergence over this rank's tokens, from final hidden states and LM heads.
+
+    The gradient is computed together with the forward pass, one loss chunk at a time and over the chunk's own logits,
+    so that logits of one or two chunks exist at one time. Kept for backward: the gradient of the hidden states, and
+    unless `upstream` is given those of weight and bias, in the precision of the statistics (fp32, or float64).
+
+    Communication over the tensor-parallel group: per loss chunk, in forward, one all-gather of 12 bytes per token for
+    CE alone, 16 to 28 with a dense teacher or 24 to 32 with a sparse one, and for jsd, the skewed KLs and tvd a second
+    one of 8 (fp32); the GEMMs of the next chunk run meanwhile. For the hidden states as any column-parallel layer:
+    nothing in forward and one all-reduce in backward, or under sequence parallelism one all-gather per model in forward
+    and one reduce-scatter in backward. None at all on one rank.
+
+    Args:
+        student: differentiable.
+        teacher: read only if there are KD weights, never differentiated. A dense one covers the same tokens as the
+            student, in any float dtype; on one rank the padding of its LM head may differ. A sparse one holds all N
+            tokens, also under sequence parallelism, and is the same on all ranks.
+        tokens: labels and weights of all N tokens.
+        spec: divergence, temperature and z-loss.
+        vocab: true vocabulary, tensor-parallel group and sequence parallelism.
+        options: memory, precision and implementation.
+        tail: treatment of the columns that a sparse teacher does not list.
+        upstream: scalar, the gradient that backward will pass to the loss, if it is known. If the weight has an fp32
+            `main_grad`, its gradient is then added to that while the loss is computed, with nothing kept. If backward
+            passes another value, the gradient of the hidden states is NaN.
+
+    Returns:
+        LossOutput. The gradient of the student's hidden states is complete (summed over the vocabulary shards), those
+        of its weight and bias are this shard's. An id of a sparse teacher beyond the vocabulary makes the token's `kd`,
+        and so the loss, NaN.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit, KD weights without a teacher, targets of a sparse teacher at
+            another temperature than the spec's, or Triton where it cannot run.
+    """
+    if tokens.kd_weight is None:
+        teacher = None
+    elif teacher is None:
+        raise ValueError("kd_weight is given and teacher is None")
+    student.check("student")
+    shard = vocab.shard(student.weight.shape[0])
+    if isinstance(teacher, LinearLogits):
+        teacher.check("teacher")
+        if teacher.hidden.shape[0] != student.hidden.shape[0]:
+            raise ValueError(
+                f"teacher has {teacher.hidden.shape[0]} tokens, student {student.hidden.shape[0]}: both must be equal"
+            )
+        shard.check_teacher(student.weight.shape[0], teacher.weight.shape[0])
+    elif teacher is not None and student.logit_map.scale <= 0:
+        raise ValueError(f"the student's logit scale is {student.logit_map.scale}; a sparse teacher needs it above 0")
+    student = replace(student, hidden=vocab.gather_trained_hidden(student.hidden))
+    maps = LogitMaps(student.logit_map)
+    if isinstance(teacher, LinearLogits):
+        teacher = replace(teacher, hidden=vocab.gather_hidden(teacher.hidden.detach()))
+        maps = LogitMaps(student.logit_map, teacher.logit_map)
+    tokens = tokens.checked(student.hidden.shape[0], statistics_dtype(student.hidden))
+    context = KernelContext(spec, shard, maps, with_kd=teacher is not None)
+    if options.impl == "reference":
+        return _reference(student, teacher, tail, tokens, context)
+    kernels = choose(options.impl, student.hidden)
+    if isinstance(teacher, SparseTeacher):
+        target, tokens = SparseTarget.of(teacher, tokens, tail, spec, vocab.true_vocab)
+        return _fused(student, target, tokens, context, SparseKernels(kernels), options, upstream)
+    return _fused(student, teacher, tokens, context, kernels, options, upstream)
+
+
+def _reference(
+    student: LinearLogits,
+    teacher: LinearLogits | SparseTeacher | None,
+    tail: Tail,
+    tokens: TokenWeights,
+    context: KernelContext,
+) -> LossOutput:
+    divergence = None
+    if isinstance(teacher, SparseTeacher):
+        SparseTarget.of(teacher, tokens, tail, context.spec, context.shard.true_vocab)  # raises on bad inputs
+        divergence = sparse_divergence(teacher, tail, tokens, context)
+    elif teacher is not None:
+        divergence = dense_divergence(teacher, tokens, context)
+    return LossOutput(*linear_loss(student, divergence, tokens, context))
+
+
+class _DenseTeacher(NamedTuple):
+    """A teacher that forms its logits one loss chunk at a time."""
+
+    hidden: Tensor
+    """[N, H]"""
+    head: LMHead
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Checked inputs of a loss that do not take part in autograd."""
+
+    teacher: _DenseTeacher | SparseTarget | None
+    tokens: TokenWeights
+    context: KernelContext
+    kernels: Kernels
+    chunks: list[slice]
+    logits_dtype: torch.dtype
+    needed: tuple[bool, bool, bool]
+    """Gradients that are needed: of hidden states, weight and bias."""
+    main_grad: MainGrad | None
+
+
+def _fused(
+    student: LinearLogits,
+    teacher: LinearLogits | SparseTarget | None,
+    tokens: TokenWeights,
+    context: KernelContext,
+    kernels: Kernels,
+    options: LossOptions,
+    upstream: Tensor | float | None,
+) -> LossOutput:
+    """The loss of checked inputs of all tokens; `kernels` are those for this kind of teacher."""
+    inputs = student.hidden, student.weight, student.bias
+    grad, columns = torch.is_grad_enabled(), context.shard.columns
+    needed = tuple(grad and x is not None and x.requires_grad for x in inputs)
+    dtype = resolve_logits_dtype(options.logits_dtype, student.hidden)
+    least = MIN_CHUNK_TOKENS if student.hidden.is_cuda else 1
+    if isinstance(teacher, LinearLogits):
+        teacher = _DenseTeacher(teacher.hidden, LMHead.of_columns(teacher, columns))
+    job = _Job(
+        teacher=teacher,
+        tokens=tokens,
+        context=context,
+        kernels=kernels,
+        chunks=loss_chunks(len(student.hidden), columns, dtype, options.chunk_rows, least),
+        logits_dtype=dtype,
+        needed=needed,
+        main_grad=MainGrad.of(student.weight, upstream) if needed[1] else None,
+    )
+    return LossOutput(*_FusedLinearLoss.apply(*inputs, student.logit_map, job))
 
 
 class _FusedLinearLoss(torch.autograd.Function):
     """Loss and, with it, the gradients of hidden states and LM head; backward only applies the upstream scalar."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, teacher_hidden, teacher_head, rows, context, options):
-        dtype, columns = statistics_dtype(hidden), context.shard.columns
-        wanted, main_grad = options.wanted, options.main_grad
-        # What upstream scalar the gradients carry already, and for fp16 the factor that brings them into range.
-        ahead = main_grad.upstream if main_grad else None
-        scale = fp16_scale(rows, context.spec) if hidden.dtype == torch.float16 and rows.labels.numel() else None
-        carried = rows if ahead is None and scale is None else rows.times(scale if ahead is None else ahead)
-        kept = hidden.dtype if ahead is not None else dtype
-        # Weights of padding columns take part in nothing: they may hold anything, and their gradient is exactly 0.
-        d_weight = None
-        if wanted.weight:
-            d_weight = main_grad.buffer if main_grad else torch.empty(weight.shape, dtype=dtype, device=weight.device)
-            if not main_grad:
-                d_weight[columns:] = 0
-        d_hidden = torch.empty(hidden.shape, dtype=kept, device=hidden.device) if wanted.hidden else None
-        d_bias = torch.zeros(weight.shape[0], dtype=dtype, device=weight.device) if wanted.bias else None
-        terms = FusedPass(
-            hidden=hidden.detach(),
-            head=LMHead.of(weight[:columns], None if bias is None else bias[:columns]),
-            teacher_hidden=teacher_hidden,
-            teacher_head=None if teacher_head is None else teacher_head.of_columns(columns),
-            sparse=options.sparse,
-            rows=rows,
-            context=context,
-            kernels=options.kernels,
-            chunks=options.chunks,
-            logits_dtype=options.logits_dtype,
-            gradient_rows=carried if any(wanted) else None,
-            d_hidden=d_hidden,
-            d_weight=None if d_weight is None else d_weight[:columns],
-            d_bias=None if d_bias is None else d_bias[:columns],
-            adds_to_d_weight=main_grad is not None,
-        ).run()
-        gradients = d_hidden, None if main_grad else d_weight, d_bias
-        keep_gradients(ctx, gradients, scale, (hidden, weight, bias), main_grad)
+    def forward(ctx, hidden, weight, bias, logit_map: LogitMap, job: _Job):
+        tokens, spec = job.tokens, job.context.spec
+        scale = fp16_scale(tokens, spec) if hidden.dtype == torch.float16 and tokens.labels.numel() else None
+        gradients = _Gradients.allocate(hidden, weight, job, scale) if any(job.needed) else None
+        head = LMHead.of_columns(LinearLogits(hidden, weight, logit_map, bias), job.context.shard.columns)
+        terms = _FusedPass(hidden.detach(), head, job, gradients).run()
+        results = (None, None, None)
+        if gradients is not None:
+            results = gradients.hidden, None if job.main_grad else gradients.weight, gradients.bias
+        keep_gradients(ctx, results, scale, (hidden, weight, bias), job.main_grad)
         ctx.mark_non_differentiable(*(term for term in (terms.ce, terms.kd) if term is not None))
-        return rows.weighted_sum(terms, context.spec), terms.ce, terms.kd
+        return terms.weighted_sum(tokens, spec), terms.ce, terms.kd
 
     @staticmethod
     @once_differentiable
     def backward(ctx, upstream, *_):
-        return *kept_gradients(ctx, upstream), *[None] * 5
+        return *kept_gradients(ctx, upstream), None, None
 
 
 @dataclass(frozen=True)
-class _Wanted:
-    """Which gradients are."""
+class _Gradients:
+    """Buffers that the loss fills with its gradients; None for one that is not needed."""
 
-    hidden: bool
-    weight: bool
-    bias: bool
+    tokens: TokenWeights
+    """Weights times the factor that the gradients carry already: the upstream gradient, or fp16's scale."""
+    hidden: Tensor | None
+    weight: Tensor | None
+    """[V/tp, H]"""
+    bias: Tensor | None
+    adds_to_weight: bool
+    """`weight` holds a gradient to add to."""
 
-    def __iter__(self):
-        return iter((self.hidden, self.weight, self.bias))
-
-
-@dataclass(frozen=True)
-class _Options:
-    kernels: Kernels
-    sparse: SparseTarget | None
-    chunks: list[slice]
-    logits_dtype: torch.dtype
-    wanted: _Wanted
-    main_grad: MainGrad | None
-
-
-def _check_heads(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor | None, teacher_weight: Tensor | None) -> None:
-    """Raise ValueError on shapes or dtypes that do not fit."""
-    pairs = [("student", hidden, weight)]
-    if teacher_hidden is not None or teacher_weight is not None:
-        if teacher_hidden is None or teacher_weight is None:
-            raise ValueError("teacher_hidden and teacher_weight must be given together")
-        pairs.append(("teacher", teacher_hidden, teacher_weight))
-        if teacher_hidden.shape[0] != hidden.shape[0]:
-            raise ValueError(
-                f"teacher has {teacher_hidden.shape[0]} rows, student {hidden.shape[0]}: both must be equal"
-            )
-    for pair in pairs:
-        check_head(*pair)
-
-
-def check_head(name: str, hidden: Tensor, weight: Tensor) -> None:
-    """Raise ValueError unless hidden states and LM head can be multiplied."""
-    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1] or hidden.dtype != weight.dtype:
-        raise ValueError(
-            f"{name}_hidden is {tuple(hidden.shape)} {hidden.dtype} and {name}_weight {tuple(weight.shape)} "
-            f"{weight.dtype}; needed: [N, H] and [V/tp, H] of one dtype"
+    @classmethod
+    def allocate(cls, hidden: Tensor, weight: Tensor, job: _Job, scale: Tensor | None) -> "_Gradients":
+        dtype, main_grad = statistics_dtype(hidden), job.main_grad
+        factor = scale if main_grad is None else main_grad.upstream
+        d_weight = None
+        if job.needed[1]:
+            d_weight = main_grad.buffer if main_grad else torch.empty(weight.shape, dtype=dtype, device=weight.device)
+            if not main_grad:
+                # Padding columns may hold anything; their gradient is exactly 0.
+                d_weight[job.context.shard.columns :] = 0
+        kept = hidden.dtype if main_grad else dtype
+        return cls(
+            tokens=job.tokens if factor is None else job.tokens.times(factor),
+            hidden=torch.empty(hidden.shape, dtype=kept, device=hidden.device) if job.needed[0] else None,
+            weight=d_weight,
+            bias=torch.zeros(weight.shape[0], dtype=dtype, device=weight.device) if job.needed[2] else None,
+            adds_to_weight=main_grad is not None,
         )
 
 
-def check_bias(name: str, bias: Tensor | None, weight: Tensor | None) -> None:
-    """Raise ValueError unless there is one bias for each row of the LM head, or none."""
-    if bias is not None and weight is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"{name}_bias has shape {tuple(bias.shape)} and {name}_weight {tuple(weight.shape)}")
+@dataclass
+class _FusedPass:
+    """One evaluation of the loss, and with it of the gradients of hidden states, LM head and bias."""
 
+    hidden: Tensor
+    head: LMHead
+    job: _Job
+    gradients: _Gradients | None
+    _merged: list[tuple[Statistics, Statistics | None] | None] = field(default_factory=list)
 
-def on_all_ranks(
-    student: Tensor, teacher: Tensor | None, shard: VocabShard, sequence_parallel: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Hidden states of all rows on every rank, so that backward sums the student's gradient over the shards."""
-    if shard.size == 1:
-        return student, teacher
-    if not sequence_parallel:
-        return copy_to_tensor_model_parallel_region(student, group=shard.group), teacher
-    student = gather_from_sequence_parallel_region(student, tensor_parallel_output_grad=True, group=shard.group)
-    if teacher is not None:
-        teacher = gather_from_sequence_parallel_region(teacher, group=shard.group)
-    return student, teacher
+    def run(self) -> TokenTerms:
+        """Fill the gradients and return the values of all tokens."""
+        job, chunks = self.job, self.job.chunks
+        columns, size = job.context.shard.columns, chunks[0].stop
+        one_rank = job.context.shard.size == 1
+        # On several ranks two chunks are in flight, so that one computes while the other waits for its exchange. One
+        # rank has nothing to wait for; there the student's GEMMs process two chunks at a time, because each reads or
+        # writes the whole LM head.
+        slots = min(2, len(chunks))
+        at_a_time = 1 if one_rank else slots
 
+        def buffer(count: int, dtype: torch.dtype) -> Tensor:
+            return self.hidden.new_empty((count * size, columns), dtype=dtype)
 
-def resolve_logits_dtype(wanted: torch.dtype | None, hidden: Tensor) -> torch.dtype:
-    """The dtype in which chunks of logits are kept.
+        self._in_place = job.logits_dtype == self.head.weight.dtype
+        needs_buffer = self.gradients is not None or self._in_place
+        self._d_logits = buffer(slots, self.head.weight.dtype) if needs_buffer else None
+        self._student = self._d_logits if self._in_place else buffer(at_a_time, job.logits_dtype)
+        self._teacher = None
+        if isinstance(job.teacher, _DenseTeacher):
+            teacher = job.teacher.head.weight
+            # A GEMM rounds its result to the dtype of its operands or not at all.
+            rounded = job.logits_dtype == teacher.dtype or teacher.device.type == "cpu"
+            self._teacher = buffer(at_a_time, job.logits_dtype if rounded else statistics_dtype(teacher))
+        self._merged = [None] * len(chunks)
+        if one_rank and self.gradients is not None:
+            for first in range(0, len(chunks), 2):
+                self._compute_pair(range(first, min(first + 2, len(chunks))))
+        else:
+            interleave((self._compute_chunk(i) for i in range(len(chunks))), at_a_time)
+        stats, sums = ([part[kind] for part in self._merged] for kind in (0, 1))
+        target = job.teacher if isinstance(job.teacher, SparseTarget) else None
+        sums = None if sums[0] is None else concatenate(sums, dim=1)
+        return token_terms(concatenate(stats, dim=1), sums, job.tokens, job.context, target)
 
-    Args:
-        wanted: None: that of bf16 hidden states on a GPU, else the precision of the statistics.
-        hidden: the student's hidden states.
+    def _compute_pair(self, indices: range) -> None:
+        """Compute one or two neighboring chunks on one rank, all passes in one kernel call per chunk."""
+        job, chunks = self.job, self.job.chunks
+        first = chunks[indices[0]].start
+        whole = slice(first, chunks[indices[-1]].stop)
+        d_logits = self._d_logits[: whole.stop - first]
+        if self._in_place:
+            self.head.logits(self.hidden[whole], d_logits)
+        for index in indices:
+            span = chunks[index]
+            out = d_logits[span.start - first : span.stop - first]
+            chunk = self._chunk(out if self._in_place else self._student_logits(index), index)
+            stats, sums = job.kernels.all_passes(chunk, job.context, self.gradients.tokens[span], out)
+            self._merged[index] = as_one_shard(stats), as_one_shard(sums)
+        self._backpropagate(whole, d_logits)
 
-    Raises:
-        ValueError: a dtype that no GEMM gives from such hidden states.
-    """
-    precise = statistics_dtype(hidden)
-    if wanted is None:
-        return hidden.dtype if hidden.dtype == torch.bfloat16 and hidden.is_cuda else precise
-    if wanted not in (precise, hidden.dtype) and hidden.is_cuda:
-        raise ValueError(
-            f"logits_dtype is {wanted}; from {hidden.dtype} hidden states it can be {hidden.dtype} or {precise}"
-        )
-    return wanted
+    def _compute_chunk(self, index: int) -> Generator[None, None, None]:
+        """Compute one chunk; yields where it would wait for the other ranks."""
+        span, context, kernels = self.job.chunks[index], self.job.context, self.job.kernels
+        chunk = self._chunk(self._student_logits(index), index)
+        pending = context.shard.exchange(kernels.softmax_stats(chunk, context))
+        yield
+        stats, sums = pending.wait(), None
+        if context.with_kd and DIVERGENCES[context.spec.divergence].single_pass is None:
+            pending = context.shard.exchange(kernels.divergence_stats(chunk, stats, context))
+            yield
+            sums = pending.wait()
+        self._merged[index] = stats, sums
+        if self.gradients is not None:
+            out = self._slot(self._d_logits, index)
+            weighted = chunk._replace(tokens=self.gradients.tokens[span])
+            kernels.write_gradient(weighted, stats, sums, context, out)
+            self._backpropagate(span, out)
 
+    def _student_logits(self, index: int) -> Tensor:
+        return self.head.logits(self.hidden[self.job.chunks[index]], self._slot(self._student, index))
 
-def fused_linear_loss(
-    student_hidden: Tensor,
-    student_weight: Tensor,
-    teacher_hidden: Tensor | None,
-    teacher_weight: Tensor | None,
-    labels: Tensor,
-    ce_weight: Tensor | None,
-    kd_weight: Tensor | None,
-    *,
-    spec: LossSpec,
-    true_vocab: int,
-    tp_group: ProcessGroup | None = None,
-    sequence_parallel: bool = False,
-    chunk_rows: int | None = None,
-    student_bias: Tensor | None = None,
-    teacher_bias: Tensor | None = None,
-    maps: LogitMaps = PLAIN_LOGITS,
-    logits_dtype: torch.dtype | None = None,
-    impl: str = "auto",
-    upstream: Tensor | float | None = None,
-) -> LossOutput:
-    """Sum of ce_weight * CE + kd_weight * divergence over this rank's tokens, from final hidden states and LM heads.
+    def _chunk(self, student: Tensor, index: int) -> Chunk:
+        """The chunk's inputs of the kernels; a sparse teacher's columns are taken out of the student's products."""
+        job, span = self.job, self.job.chunks[index]
+        teacher = job.teacher
+        if isinstance(teacher, SparseTarget):
+            teacher = TopColumns.take_from(student, teacher[span], job.tokens[span], job.context)
+        elif teacher is not None:
+            teacher = teacher.head.logits(teacher.hidden[span], self._slot(self._teacher, index))
+        return Chunk(student, teacher, job.tokens[span])
 
-    The gradient is computed together with the forward pass, a chunk of rows at a time and over the chunk's own logits,
-    so that logits of one or two chunks exist at one time. Kept for backward: the gradient of the hidden states, and
-    unless `upstream` is given those of weight and bias, in the precision of the statistics (fp32, or float64).
+    def _slot(self, buffer: Tensor, index: int) -> Tensor:
+        """The chunk's part of a buffer with room for one or two chunks."""
+        size, span = self.job.chunks[0].stop, self.job.chunks[index]
+        first = size * (index % (buffer.shape[0] // size)) if size else 0
+        return buffer[first : first + span.stop - span.start]
 
-    Communication over `tp_group`: per chunk, in forward, one all-gather of 12 bytes a row for CE alone or 16 to 28 with
-    a divergence, and for jsd, the skewed KLs and tvd a second one of 8 (fp32); the products of the next chunk run
-    meanwhile. For the hidden states, as any column-parallel layer: nothing in forward and one all-reduce in backward,
-    or with `sequence_parallel` one all-gather a model in forward and one reduce-scatter in backward. None at all if
-    `tp_group` is None or has one rank.
-
-    Args:
-        student_hidden: [N, Hs], the same on all ranks of `tp_group`; with `sequence_parallel` [N/tp, Hs], this rank's
-            rows in rank order.
-        student_weight: [V/tp, Hs] rows of the LM head of global ids rank * V/tp and up.
-        teacher_hidden: [N, Ht] or [N/tp, Ht], as the student's; any float dtype; never differentiated; read only if
-            `kd_weight` is given.
-        teacher_weight: [V/tp, Ht] in the dtype of `teacher_hidden`; on one rank the number of padding rows may differ.
-        labels: [N] int64 global ids; anything where `ce_weight` is 0.
-        ce_weight: [N] fp32, not differentiated; None: CE and z-loss are not computed.
-        kd_weight: [N] fp32, same; None: the divergence is not computed.
-        spec: divergence, temperature and z-loss.
-        true_vocab: columns of this global id and above are padding: probability 0, gradient exactly 0.
-        tp_group: ranks that hold the other columns.
-        sequence_parallel: hidden states are cut along rows over `tp_group`.
-        chunk_rows: rows of the teacher whose logits exist at one time; default: 192 MiB of them, or 768 rows on a GPU.
-            Of the student it is twice as many.
-        student_bias, teacher_bias: [V/tp] of the LM heads.
-        maps: scale and softcap of both models' logits.
-        logits_dtype: of the logits of a chunk; default: bf16 for bf16 hidden states on a GPU, else fp32. Rounding
-            logits to bf16 puts a floor under the gradient's error when student and teacher are close.
-        impl: auto (Triton on a GPU, eager elsewhere), eager, triton, or reference (definition and autograd; one rank).
-        upstream: scalar, the gradient that backward will pass to the loss, if it is known. Where the weight has an fp32
-            `main_grad`, its gradient is then added to that while the loss is computed, with nothing kept. If backward
-            passes another value, the gradient of the hidden states is NaN.
-
-    Returns:
-        LossOutput. The gradient of `student_hidden` is complete (summed over the vocabulary shards), those of
-        `student_weight` and `student_bias` are this shard's.
-
-    Raises:
-        ValueError: shapes or dtypes that do not fit, weights that need a teacher that is not given, or Triton where it
-            cannot run.
-    """
-    if kd_weight is None:
-        teacher_hidden = teacher_weight = None
-    elif teacher_hidden is None:
-        raise ValueError("kd_weight is given and teacher_hidden is None")
-    _check_heads(student_hidden, student_weight, teacher_hidden, teacher_weight)
-    check_bias("student", student_bias, student_weight)
-    check_bias("teacher", teacher_bias, teacher_weight)
-    shard = VocabShard.of(student_weight.shape[0], true_vocab, tp_group)
-    teacher_head = None
-    if teacher_hidden is not None:
-        shard.check_teacher(student_weight.shape[0], teacher_weight.shape[0])
-        teacher_hidden, teacher_head = teacher_hidden.detach(), LMHead.of(teacher_weight, teacher_bias)
-    student_hidden, teacher_hidden = on_all_ranks(student_hidden, teacher_hidden, shard, sequence_parallel)
-    rows = TokenWeights.of(labels, ce_weight, kd_weight, student_hidden.shape[0], statistics_dtype(student_hidden))
-    context = KernelContext(spec, shard, maps, with_kd=kd_weight is not None)
-    if impl == "reference":
-        teacher = None if kd_weight is None else (teacher_hidden, teacher_weight.detach(), teacher_bias)
-        kd_of = None if teacher is None else dense_divergence(teacher, rows, context)
-        return LossOutput(*linear_loss((student_hidden, student_weight, student_bias), kd_of, rows, context))
-    student = (student_hidden, student_weight, student_bias)
-    return run_fused(
-        student,
-        (teacher_hidden, teacher_head),
-        rows,
-        context,
-        choose(impl, student_hidden),
-        chunk_rows,
-        logits_dtype,
-        upstream,
-    )
-
-
-def run_fused(
-    student: tuple[Tensor, Tensor, Tensor | None],
-    teacher: tuple[Tensor | None, LMHead | None] | SparseTarget,
-    rows: TokenWeights,
-    context: KernelContext,
-    kernels: Kernels,
-    chunk_rows: int | None,
-    logits_dtype: torch.dtype | None,
-    upstream: Tensor | float | None,
-) -> LossOutput:
-    """The loss of checked inputs.
-
-    Args:
-        student: hidden states of all rows, LM head and bias.
-        teacher: hidden states of all rows and LM head, both None without a divergence; or what a sparse one says.
-        rows, context, kernels: of all rows; the kernels are made for that kind of teacher.
-        chunk_rows, logits_dtype, upstream: see `fused_linear_loss`.
-    """
-    hidden, weight, bias = student
-    grad = torch.is_grad_enabled()
-    wanted = _Wanted(*(grad and x is not None and x.requires_grad for x in student))
-    dtype = resolve_logits_dtype(logits_dtype, hidden)
-    least = MIN_CHUNK_TOKENS if hidden.is_cuda else 1
-    sparse = teacher if isinstance(teacher, SparseTarget) else None
-    options = _Options(
-        kernels=kernels,
-        sparse=sparse,
-        chunks=loss_chunks(hidden.shape[0], context.shard.columns, dtype, chunk_rows, least),
-        logits_dtype=dtype,
-        wanted=wanted,
-        main_grad=MainGrad.of(weight, upstream) if wanted.weight else None,
-    )
-    dense = (None, None) if sparse is not None else teacher
-    return LossOutput(*_FusedLinearLoss.apply(hidden, weight, bias, *dense, rows, context, options))
+    def _backpropagate(self, span: slice, d_logits: Tensor) -> None:
+        """From the logit gradient of some tokens to those of hidden states, weight and bias."""
+        gradients, columns = self.gradients, self.job.context.shard.columns
+        if gradients.hidden is not None:
+            gemm(d_logits, self.head.weight, out=gradients.hidden[span])
+        if gradients.bias is not None:
+            gradients.bias[:columns].add_(d_logits.sum(dim=0, dtype=gradients.bias.dtype))
+        if gradients.weight is None:
+            return
+        # The hidden states of an unused token, NaN included, must have no effect; its logit gradient is 0.
+        unused = self.job.tokens[span].unused_by_student()
+        hidden = gemm_operand(self.hidden[span].masked_fill(unused, 0), gradients.weight.dtype)
+        fresh = span.start == 0 and not gradients.adds_to_weight
+        add_gemm(gradients.weight[:columns], d_logits.t(), hidden, fresh=fresh)

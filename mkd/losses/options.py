@@ -1,4 +1,4 @@
-"""How a loss is computed, none of which changes what it is."""
+"""How a loss is computed: options that do not change its value beyond rounding."""
 
 from dataclasses import dataclass
 
@@ -6,22 +6,27 @@ import torch
 
 from mkd.config.kd_config import KDConfig
 from mkd.errors import MkdConfigError
-from mkd.losses.kernels.interface import resolve
+from mkd.losses.kernels.select import resolve
 
 _LOGITS_DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
 class LossOptions:
-    """Keyword arguments of `fused_linear_loss` of the same names."""
+    """Memory, precision and implementation of a loss from hidden states."""
 
     chunk_rows: int | None = None
+    """Tokens of the teacher whose logits exist at one time, twice as many of the student. None: 192 MiB of logits, or
+    768 tokens on a GPU."""
     logits_dtype: torch.dtype | None = None
+    """Dtype of the logits of a loss chunk; None: bf16 for bf16 hidden states on a GPU, else fp32. Logits rounded to
+    bf16 put a floor under the gradient's error when student and teacher are close."""
     impl: str = "auto"
+    """auto (Triton on a GPU, eager elsewhere), eager, triton, or reference (definition and autograd; one rank)."""
 
     @classmethod
     def of(cls, kd: KDConfig, device: torch.device, dtype: torch.dtype, tp_size: int) -> "LossOptions":
-        """From the flags, for a student of `dtype` on `device` whose vocabulary is cut over `tp_size` ranks.
+        """From the flags, for a student of `dtype` on `device` whose vocabulary is split over `tp_size` ranks.
 
         Raises:
             MkdConfigError: an implementation that cannot run there, or a precision that it does not have.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from mkd.config.kd_config import KDConfig
-from mkd.losses.chunking import CHUNK_BYTES, MIN_CHUNK_TOKENS, loss_chunks
+from mkd.losses.lm_head import CHUNK_BYTES, MIN_CHUNK_TOKENS, loss_chunks
 from mkd.memory.activations import tokens_of
 from mkd.xtoken.loss.xtoken_loss import GROUP_ROWS
 
@@ -37,7 +37,7 @@ def logit_bytes(student: Namespace, teachers: Sequence[Namespace], kd: KDConfig,
 
 
 def _same_tokenizer_bytes(student: Namespace, teacher: int, kd: KDConfig, dtype: torch.dtype, on_gpu: bool) -> float:
-    """The buffers of mkd/losses/fused_pass.py.
+    """The buffers of mkd/losses/fused_linear.py.
 
     Args:
         teacher: vocabulary columns of the teacher's shard.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mkd.data.batch import KDBatch
-from mkd.losses import Comparison, LogitMap, LogitSource, SparseTeacher, compare_models
+from mkd.losses import Comparison, LinearLogits, LogitMap, SparseTeacher, VocabLayout, compare_models
 from mkd.teacher.interface import TopKSignal
 from mkd.train.objective import (
     Mean,
@@ -70,15 +70,13 @@ def compare(teacher: SameTokenizerObjective, student: Student) -> Comparison:
     """Entropies and agreement of both models on the tokens [s * b] of a microbatch."""
     signal, context = teacher.signal, teacher.context
     if isinstance(signal, TopKSignal):
-        source: LogitSource | SparseTeacher = flatten_signal(signal)
+        source: LinearLogits | SparseTeacher = flatten_signal(signal)
     else:
-        source = LogitSource(signal.hidden.flatten(0, 1), signal.head, LogitMap(scale=signal.logit_scale))
+        source = LinearLogits(signal.hidden.flatten(0, 1), signal.head, LogitMap(scale=signal.logit_scale))
     return compare_models(
-        LogitSource(student.hidden, student.weight, LogitMap(scale=student.logit_scale)),
+        LinearLogits(student.hidden, student.weight, LogitMap(scale=student.logit_scale)),
         source,
-        true_vocab=context.true_vocab,
-        tp_group=context.groups.tp,
-        sequence_parallel=student.sequence_parallel,
+        vocab=VocabLayout(context.true_vocab, context.groups.tp, student.sequence_parallel),
         chunk_rows=context.options.chunk_rows,
     )
 

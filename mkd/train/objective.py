@@ -23,11 +23,13 @@ from mkd.config.values import LossSpec
 from mkd.data.batch import KDBatch, TeacherTokens
 from mkd.distributed.groups import Groups
 from mkd.losses import (
+    LinearLogits,
     LogitMap,
     LogitMaps,
     LossOptions,
     LossOutput,
     SparseTeacher,
+    VocabLayout,
     fused_linear_loss,
     fused_linear_topk_loss,
     teacher_top_k,
@@ -241,18 +243,14 @@ class SameTokenizerObjective:
         signal = self.signal
         if isinstance(signal, TopKSignal):
             return flatten_signal(signal)
-        found = teacher_top_k(
-            signal.hidden.flatten(0, 1),
-            signal.head,
+        (found,) = teacher_top_k(
+            LinearLogits(signal.hidden.flatten(0, 1), signal.head, LogitMap(scale=signal.logit_scale)),
             self.context.top_k,
             temperatures=(temperature,),
-            true_vocab=self.context.true_vocab,
-            tp_group=self.context.groups.tp,
-            sequence_parallel=sequence_parallel,
+            vocab=VocabLayout(self.context.true_vocab, self.context.groups.tp, sequence_parallel),
             chunk_rows=self.context.options.chunk_rows,
-            logit_map=LogitMap(scale=signal.logit_scale),
         )
-        return SparseTeacher(found.ids, found.logits, found.lse[0], found.tail_lse[0], temperature)
+        return found
 
     def divergence(self, output: LossOutput, tokens: StepTokens) -> Mean:
         total = (unflatten_tokens(output.kd, self.batch) * self._kd_mask).sum()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mkd.losses import Comparison, LogitMap, LogitSource, SparseTeacher, compare_models, reference
+from mkd.losses import Comparison, LinearLogits, LogitMap, SparseTeacher, VocabLayout, compare_models, reference
 from tests.support.dist.pool import Pool
 from tests.support.tolerance import FP32, FP64, assert_close_norm
 
@@ -81,11 +81,9 @@ def compared(
             )
         )
     found = compare_models(
-        LogitSource(student, head, MAPS[0]),
-        teacher or LogitSource(theirs, teacher_head, MAPS[1]),
-        true_vocab=TRUE_VOCAB,
-        tp_group=torch.distributed.group.WORLD,
-        sequence_parallel=sequence_parallel,
+        LinearLogits(student, head, MAPS[0]),
+        teacher or LinearLogits(theirs, teacher_head, MAPS[1]),
+        vocab=VocabLayout(TRUE_VOCAB, torch.distributed.group.WORLD, sequence_parallel),
         chunk_rows=chunk_rows,
     )
     return tuple(None if values is None else values[:ROWS] for values in astuple(found))
@@ -122,19 +120,19 @@ def test_a_sparse_teacher_tells_what_it_knows(
 
 def test_what_a_sparse_teacher_does_not_know_is_none() -> None:
     student, head, *_ = models(torch.float64)
-    model, wanted = LogitSource(student, head, MAPS[0]), expected()
+    model, wanted = LinearLogits(student, head, MAPS[0]), expected()
     warm = sparse(2.0, torch.float64)
-    found = compare_models(model, warm, true_vocab=TRUE_VOCAB)
+    found = compare_models(model, warm, vocab=VocabLayout(TRUE_VOCAB))
     assert torch.equal(found.agreement, wanted.agreement)
     assert found.teacher_top is None and found.student_on_top is None
     drawn = SparseTeacher(warm.ids, warm.logits, warm.lse, counts=torch.ones_like(warm.ids))
-    found = compare_models(model, drawn, true_vocab=TRUE_VOCAB)
+    found = compare_models(model, drawn, vocab=VocabLayout(TRUE_VOCAB))
     assert found.agreement is None and found.teacher_top is None
     assert_close_norm(found.student_entropy, wanted.student_entropy, FP64, "student_entropy")
     tail = torch.logsumexp(torch.tensor([0.0, -1.0], dtype=torch.float64), dim=0).expand(1)
     known = SparseTeacher(torch.tensor([[4]]), torch.tensor([[1.0]], dtype=torch.float64), None, tail)
-    model = LogitSource(student[:1], head, MAPS[0])
-    top = compare_models(model, known, true_vocab=TRUE_VOCAB).teacher_top
+    model = LinearLogits(student[:1], head, MAPS[0])
+    top = compare_models(model, known, vocab=VocabLayout(TRUE_VOCAB)).teacher_top
     assert_close_norm(top, torch.softmax(torch.tensor([1.0, 0.0, -1.0], dtype=torch.float64), 0)[:1], FP64, "top")
 
 
@@ -143,14 +141,14 @@ def test_of_equal_logits_the_lowest_id_counts() -> None:
     teacher = torch.tensor([[0.0, 5.0, 0.0], [0.0, 0.0, 5.0], [0.0, 0.0, 0.0]])
     assert reference.top1_agreement(student, teacher).tolist() == [1.0, 0.0, 1.0]
     eye = torch.eye(3)
-    found = compare_models(LogitSource(student, eye), LogitSource(teacher, eye), true_vocab=3)
+    found = compare_models(LinearLogits(student, eye), LinearLogits(teacher, eye), vocab=VocabLayout(3))
     assert found.agreement.tolist() == [1.0, 0.0, 1.0]
 
 
 def test_a_logit_of_minus_infinity_has_no_part() -> None:
     hidden = torch.tensor([[1.0], [2.0]])
     weight = torch.tensor([[1.0], [-torch.inf], [0.5]])
-    source = LogitSource(hidden, weight)
-    found = compare_models(source, source, true_vocab=3)
+    source = LinearLogits(hidden, weight)
+    found = compare_models(source, source, vocab=VocabLayout(3))
     assert_close_norm(found.student_entropy, reference.entropy(hidden @ weight.t()), FP32, "entropy")
     assert torch.equal(found.agreement, torch.ones(2))

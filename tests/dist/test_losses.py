@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mkd.losses import LossOutput, LossSpec, fused_linear_loss, reference, vocab_parallel_loss
 from mkd.losses.divergences import DIVERGENCES
-from mkd.losses.logits import LogitMap, LogitMaps
+from mkd.losses.inputs import LogitMap, LogitMaps
 from tests.support.dist.pool import Pool
 from tests.support.loss_cases import INTERPRETED, UPSTREAM, Inputs, LossCase, expect, make_inputs
 from tests.support.poison import poisoned_memory

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from mkd.cache_build.sampling import stratified_uniforms
-from mkd.losses.measure.sampling import Draws, label_logits, teacher_draws
+from mkd.losses import LinearLogits, VocabLayout
+from mkd.losses.measure.sampling import SampledTokens, label_logits, sample_teacher_tokens
 from tests.support.dist.pool import Pool
 from tests.dist.test_losses import shard_rows
 from tests.support.tolerance import FP32, assert_close_norm
@@ -25,15 +26,12 @@ def make(vocab: int, padded: int) -> tuple[Tensor, Tensor, Tensor]:
     return hidden, weight, labels
 
 
-def run_case(rank: int, ranks: int, vocab: int, padded: int) -> tuple[Draws, Tensor]:
+def run_case(rank: int, ranks: int, vocab: int, padded: int) -> tuple[SampledTokens, Tensor]:
     hidden, weight, labels = make(vocab, padded)
-    common = dict(true_vocab=vocab, tp_group=torch.distributed.group.WORLD)
-    shard, numbers = shard_rows(weight, rank, ranks), stratified_uniforms(b"0123456789abcdef", ROWS, DRAWS)
-    sums = dict(temperatures=(1.0, TEMPERATURE), chunk_rows=10)
-    return (
-        teacher_draws(hidden, shard, numbers, TEMPERATURE, **sums, **common),
-        label_logits(hidden, shard, labels, **common),
-    )
+    layout = VocabLayout(vocab, torch.distributed.group.WORLD)
+    model, numbers = LinearLogits(hidden, shard_rows(weight, rank, ranks)), stratified_uniforms(b"0123456789abcdef", ROWS, DRAWS)
+    how = dict(temperatures=(1.0, TEMPERATURE), vocab=layout, chunk_rows=10)
+    return sample_teacher_tokens(model, numbers, TEMPERATURE, **how), label_logits(model, labels, vocab=layout)
 
 
 @pytest.mark.parametrize(("ranks", "vocab", "padded"), [(1, 23, 23), (2, 23, 32), (4, 23, 64)])

@@ -8,7 +8,7 @@ import torch
 from megatron.core.pipeline_parallel.schedules import custom_backward
 from torch import Tensor
 
-from mkd.losses import LossOutput, TopK, fused_linear_topk_loss, teacher_top_k, topk_loss
+from mkd.losses import LinearLogits, LossOutput, SparseTeacher, VocabLayout, fused_linear_topk_loss, teacher_top_k, topk_loss
 from mkd.losses.divergences import DIVERGENCES
 from tests.support.dist.kd_samples import VOCAB
 from tests.support.dist.kd_step import Layout, Models, kd_step
@@ -96,20 +96,14 @@ def test_every_tail_and_divergence(
                 assert max(gathers) <= 32 * (16 if entry == "logits" else 5)
 
 
-def find(rank: int, world_size: int, k: int, sequence_parallel: bool) -> TopK:
+def find(rank: int, world_size: int, k: int, sequence_parallel: bool) -> list[SparseTeacher]:
     """On this rank's shards, of logits that are small integers, so that many are equal."""
     hidden, weight = tied()
     padded = torch.full((WIDTHS[world_size]["ragged"] * world_size, 4), 1e4).index_copy(0, torch.arange(29), weight)
-    return teacher_top_k(
-        hidden.chunk(world_size)[rank] if sequence_parallel else hidden,
-        padded.chunk(world_size)[rank],
-        k,
-        temperatures=(1.0, 2.0),
-        true_vocab=29,
-        tp_group=torch.distributed.group.WORLD,
-        sequence_parallel=sequence_parallel,
-        chunk_rows=5,
-    )
+    hidden = hidden.chunk(world_size)[rank] if sequence_parallel else hidden
+    layout = VocabLayout(29, torch.distributed.group.WORLD, sequence_parallel)
+    model = LinearLogits(hidden, padded.chunk(world_size)[rank])
+    return teacher_top_k(model, k, temperatures=(1.0, 2.0), vocab=layout, chunk_rows=5)
 
 
 def tied() -> tuple[Tensor, Tensor]:
@@ -127,20 +121,20 @@ def test_top_k_of_the_teacher(gloo_pool: Callable[[int], Pool], ranks: int, k: i
     rest = logits.scatter(1, ids, -torch.inf)
     for sequence_parallel in (False, True):
         for seen in gloo_pool(ranks).run(find, k, sequence_parallel):
-            assert torch.equal(seen.ids.long(), ids)
-            assert torch.equal(seen.logits.double(), logits.gather(1, ids))
-            for index, temperature in enumerate((1.0, 2.0)):
+            for found, temperature in zip(seen, (1.0, 2.0), strict=True):
+                assert torch.equal(found.ids.long(), ids) and found.temperature == temperature
+                assert torch.equal(found.logits.double(), logits.gather(1, ids))
                 lse, tail = (torch.logsumexp(x / temperature, 1) for x in (logits, rest))
-                assert_close_norm(seen.lse[index], lse, FP32, "lse")
-                assert torch.equal(seen.tail_lse[index].isinf(), tail.isinf())
+                assert_close_norm(found.lse, lse, FP32, "lse")
+                assert torch.equal(found.tail_lse.isinf(), tail.isinf())
                 if k < 29:
-                    assert_close_norm(seen.tail_lse[index], tail, FP32, "tail_lse")
+                    assert_close_norm(found.tail_lse, tail, FP32, "tail_lse")
 
 
 def test_more_than_the_vocabulary_is_refused() -> None:
     hidden, weight = tied()
     with pytest.raises(ValueError, match="k is 30; a vocabulary of 29"):
-        teacher_top_k(hidden, weight, 30, temperatures=(1.0,), true_vocab=29)
+        teacher_top_k(LinearLogits(hidden, weight), 30, temperatures=(1.0,), vocab=VocabLayout(29))
 
 
 def test_inputs_are_what_they_say() -> None:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from mkd.losses import LossOutput, LossSpec, fused_linear_loss, reference, vocab_parallel_loss
 from mkd.losses.divergences import DIVERGENCES
-from mkd.losses.logits import PLAIN_LOGITS, LogitMap, LogitMaps
+from mkd.losses.inputs import PLAIN_LOGITS, LogitMap, LogitMaps
 from tests.support.tolerance import FP32, HALF_FACTOR, assert_close_norm, norm_error
 
 pytestmark = pytest.mark.gpu

@@ -4,7 +4,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from mkd.losses import LossSpec, SparseTeacher, fused_linear_topk_loss, reference, teacher_top_k, topk_loss
+from mkd.losses import (
+    LinearLogits,
+    LossSpec,
+    SparseTeacher,
+    VocabLayout,
+    fused_linear_topk_loss,
+    reference,
+    teacher_top_k,
+    topk_loss,
+)
 from mkd.losses.divergences import DIVERGENCES
 from mkd.losses.reference import topk as reference_topk
 from tests.gpu.test_losses import ROWS, TRUE_VOCAB, UPSTREAM, check, logits, make_inputs
@@ -68,8 +77,8 @@ def gradients(dtype: torch.dtype, tensors: list[Tensor], known: SparseTeacher, r
 def test_from_hidden_states(dtype: torch.dtype, divergence: str) -> None:
     tensors, *rows = make_inputs(dtype)
     spec = spec_of(divergence)
-    found = teacher_top_k(*tensors[2:], K, temperatures=(2.0,), true_vocab=TRUE_VOCAB, chunk_rows=100)
-    known = SparseTeacher(found.ids, found.logits, found.lse[0], found.tail_lse[0], 2.0)
+    model, vocab = LinearLogits(*tensors[2:]), VocabLayout(TRUE_VOCAB)
+    (known,) = teacher_top_k(model, K, temperatures=(2.0,), vocab=vocab, chunk_rows=100)
     hidden, head = (t.detach().requires_grad_() for t in tensors[:2])
     out = fused_linear_topk_loss(hidden, head, known, *rows, spec=spec, true_vocab=TRUE_VOCAB, chunk_rows=100)
     ours = torch.autograd.grad(UPSTREAM * out.loss, (hidden, head))
@@ -81,12 +90,13 @@ def test_from_hidden_states(dtype: torch.dtype, divergence: str) -> None:
 def test_teacher_top_k(dtype: torch.dtype) -> None:
     """Ids and logits are those of the whole product; the sums are over all columns, and over the others alone."""
     _, _, hidden, head = make_inputs(dtype)[0]
-    found = teacher_top_k(hidden, head, K, temperatures=(1.0, 2.0), true_vocab=TRUE_VOCAB, chunk_rows=100)
+    model, vocab, temperatures = LinearLogits(hidden, head), VocabLayout(TRUE_VOCAB), (1.0, 2.0)
+    found, warm = teacher_top_k(model, K, temperatures=temperatures, vocab=vocab, chunk_rows=100)
     whole = (hidden.float() @ head.float().t())[:, :TRUE_VOCAB]
     assert found.ids.shape == (ROWS, K)
     assert_close_norm(found.logits.float().sort(1).values, whole.topk(K, 1).values.sort(1).values, FP32, "logits")
     assert_close_norm(found.logits.float(), whole.gather(1, found.ids.long()), FP32, "ids")
     rest = whole.double().scatter(1, found.ids.long(), -torch.inf)
-    for i, t in enumerate((1.0, 2.0)):
-        assert_close_norm(found.lse[i], torch.logsumexp(whole.double() / t, 1), FP32, "lse")
-        assert_close_norm(found.tail_lse[i], torch.logsumexp(rest / t, 1), FP32, "tail")
+    for teacher, t in zip((found, warm), temperatures, strict=True):
+        assert_close_norm(teacher.lse, torch.logsumexp(whole.double() / t, 1), FP32, "lse")
+        assert_close_norm(teacher.tail_lse, torch.logsumexp(rest / t, 1), FP32, "tail")

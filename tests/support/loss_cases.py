@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mkd.config.kd_config import LossSpec
+from mkd.config.values import LossSpec
 from mkd.losses import LossOutput, fused_linear_loss, reference, vocab_parallel_loss
-from mkd.losses.logits import PLAIN_LOGITS, LogitMap, LogitMaps
+from mkd.losses.inputs import PLAIN_LOGITS, LogitMap, LogitMaps
 from tests.support.tolerance import assert_close_norm
 
 UPSTREAM = 3.7

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mkd.config.kd_config import LossSpec
+from mkd.config.values import LossSpec
 from mkd.data.batch import chunk_starts
 from mkd.distributed.context_parallel import dual_chunk_positions
 from mkd.losses import LossOutput, reference
-from mkd.losses.logits import PLAIN_LOGITS, LogitMaps
+from mkd.losses.inputs import PLAIN_LOGITS, LogitMaps
 from mkd.xtoken.loss import reference as definitions
 from mkd.xtoken.loss.chunks import ChunkRows
 from mkd.xtoken.vocabulary.cross_vocabulary import CrossVocabulary, relaxed_pairs

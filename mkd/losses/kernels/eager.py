@@ -1,15 +1,16 @@
-"""The passes over a chunk of logits in plain torch operations: any device, any float dtype."""
+"""The passes over a loss chunk in plain torch operations: any device, any float dtype."""
 
 import torch
 from torch import Tensor
 
 from mkd.losses.divergences import DIVERGENCES
-from mkd.losses.logits import Chunk, KernelContext, TailCoeffs, statistics_dtype
-from mkd.losses.rows import GradCoeffs, ShardScalars, Softmaxes, Statistics, TokenWeights
+from mkd.losses.inputs import KernelContext, TokenWeights, statistics_dtype
+from mkd.losses.kernels.interface import Chunk, TailCoeffs
+from mkd.losses.statistics import GradCoeffs, ShardScalars, Softmaxes, Statistics, as_one_shard
 
 
 def softmax_stats(chunk: Chunk, context: KernelContext) -> Statistics:
-    """All sums of one shard that need no other shard, at most 7 numbers a row.
+    """All sums of one shard that need no other shard, at most 7 numbers per token.
 
     Returns:
         name -> [N] in the precision of the statistics: student_max, student_sum_exp; with CE label_logit, and
@@ -17,10 +18,10 @@ def softmax_stats(chunk: Chunk, context: KernelContext) -> Statistics:
         pass.
     """
     z, u = _logits(chunk, context)
-    top = _row_max(z)
+    top = _max_logit(z)
     s = (z - top[:, None]) / context.temperature
     stats = {"student_max": top, "student_sum_exp": s.exp().sum(dim=1)}
-    if chunk.rows.ce_weight is not None:
+    if chunk.tokens.ce_weight is not None:
         stats["label_logit"] = torch.zeros_like(top)
         if z.shape[1]:
             column, owned = _label_columns(chunk, context)
@@ -28,7 +29,7 @@ def softmax_stats(chunk: Chunk, context: KernelContext) -> Statistics:
         if context.temperature != 1.0:
             stats["ce_sum_exp"] = (z - top[:, None]).exp().sum(dim=1)
     if u is not None:
-        top = _row_max(u)
+        top = _max_logit(u)
         t = (u - top[:, None]) / context.temperature
         stats |= {"teacher_max": top, "teacher_sum_exp": t.exp().sum(dim=1)}
         shortcut = DIVERGENCES[context.spec.divergence].single_pass
@@ -40,11 +41,11 @@ def softmax_stats(chunk: Chunk, context: KernelContext) -> Statistics:
 
 
 def divergence_stats(chunk: Chunk, stats: Statistics, context: KernelContext) -> Statistics:
-    """Sums of pointwise and dlogq over one shard, name -> [rows].
+    """Sums of the divergence's terms and of their derivatives by ln q over one shard: pointwise, dlogq -> [N].
 
     Args:
-        chunk, context: as in the first round.
-        stats: of the first round and all shards, name -> [tp, rows].
+        chunk, context: as in `softmax_stats`.
+        stats: its results on all shards, name -> [tp, N].
     """
     z, u = _logits(chunk, context)
     scalars = ShardScalars.of(stats, Softmaxes.merge(stats, context.temperature), context.shard.rank)
@@ -59,25 +60,25 @@ def divergence_stats(chunk: Chunk, stats: Statistics, context: KernelContext) ->
 def write_gradient(
     chunk: Chunk, stats: Statistics, sums: Statistics | None, context: KernelContext, out: Tensor
 ) -> None:
-    """d loss / d products of this shard into `out` [rows, columns], which may be the student's products themselves.
+    """Write d loss / d products of this shard into `out` [N, columns], which may be the student's products themselves.
 
     Args:
-        chunk: of the first round; its weights may be multiplied by the upstream gradient.
-        stats, sums: of both rounds and all shards, name -> [tp, rows].
-        context: as in the first round.
+        chunk: as in `softmax_stats`; its weights may be multiplied by the upstream gradient.
+        stats, sums: results of `softmax_stats` and `divergence_stats` on all shards, name -> [tp, N].
+        context: as in `softmax_stats`.
         out: any float dtype.
     """
     z, u = _logits(chunk, context)
     softmaxes = Softmaxes.merge(stats, context.temperature)
     scalars = ShardScalars.of(stats, softmaxes, context.shard.rank)
-    coeffs = GradCoeffs.of(stats, sums, softmaxes, chunk.rows, context.spec)
+    coeffs = GradCoeffs.of(stats, sums, softmaxes, chunk.tokens, context.spec)
     gradient = torch.zeros_like(z)
     if coeffs.ce is not None:
         log_q = z - scalars.student_max[:, None] - scalars.ce_log_norm[:, None]
         gradient += log_q.exp() * coeffs.ce[:, None]
         column, owned = _label_columns(chunk, context)
-        rows = owned.nonzero().squeeze(1)
-        gradient[rows, column[rows]] -= coeffs.label[rows]
+        tokens = owned.nonzero().squeeze(1)
+        gradient[tokens, column[tokens]] -= coeffs.label[tokens]
     if u is not None:
         log_q, log_p = _log_probabilities(z, u, scalars, context)
         dlogq = DIVERGENCES[context.spec.divergence].dlogq(log_q, log_p, context.spec)
@@ -88,20 +89,20 @@ def write_gradient(
 
 
 def write_tail_gradient(products: Tensor, tail: TailCoeffs, context: KernelContext, out: Tensor) -> None:
-    """d loss / d products where the teacher is sparse, 0 in the columns that it names.
+    """Write d loss / d products beside a sparse teacher, 0 in the columns that it lists.
 
     Args:
-        products: [rows, columns] of the student, -inf in the columns that the teacher names.
-        tail: see there.
-        context: as in the first round.
-        out: [rows, columns], any float dtype; it may be `products` itself.
+        products: [N, columns] of the student, -inf in the columns that the teacher lists.
+        tail: coefficients of the other columns.
+        context: as in `softmax_stats`.
+        out: [N, columns], any float dtype; it may be `products` itself.
     """
     z = context.maps.student.apply_(products.to(statistics_dtype(products), copy=True))
     relative = z - tail.top[:, None]
     gradient = tail.ce[:, None] * (relative - tail.ce_log_norm[:, None]).exp()
     gradient += tail.kd[:, None] * (relative / context.temperature - tail.kd_log_norm[:, None]).exp()
-    rows = (tail.label_column >= 0).nonzero().squeeze(1)
-    gradient[rows, tail.label_column[rows]] -= tail.label[rows]
+    tokens = (tail.label_column >= 0).nonzero().squeeze(1)
+    gradient[tokens, tail.label_column[tokens]] -= tail.label[tokens]
     if not context.maps.student.is_identity:
         gradient *= context.maps.student.derivative(z)
     out.copy_(gradient.masked_fill_((z == -torch.inf) | ~tail.used[:, None], 0))
@@ -110,42 +111,37 @@ def write_tail_gradient(products: Tensor, tail: TailCoeffs, context: KernelConte
 def all_passes(
     chunk: Chunk, context: KernelContext, weighted: TokenWeights, out: Tensor
 ) -> tuple[Statistics, Statistics | None]:
-    """Both rounds and the gradient, where this rank holds the whole vocabulary.
+    """Both statistics passes and the gradient, where this rank holds the whole vocabulary.
 
     Args:
-        chunk, context: as in the first round.
-        weighted: the chunk's rows with weights as the gradient needs them.
-        out: as `write_gradient`'s.
+        chunk, context: as in `softmax_stats`.
+        weighted: the chunk's tokens with weights as the gradient needs them.
+        out: as in `write_gradient`.
 
     Returns:
-        Statistics of the first round and, if the divergence needs them, sums of the second, name -> [rows].
+        The results of `softmax_stats` and, if the divergence needs it, `divergence_stats`, name -> [N].
     """
     stats = softmax_stats(chunk, context)
-    merged, sums = _of_one_shard(stats), None
+    merged, sums = as_one_shard(stats), None
     if context.with_kd and DIVERGENCES[context.spec.divergence].single_pass is None:
         sums = divergence_stats(chunk, merged, context)
-    write_gradient(chunk._replace(rows=weighted), merged, None if sums is None else _of_one_shard(sums), context, out)
+    write_gradient(chunk._replace(tokens=weighted), merged, as_one_shard(sums), context, out)
     return stats, sums
 
 
-def _of_one_shard(stats: Statistics) -> Statistics:
-    """[rows] -> [1, rows]"""
-    return {name: values[None] for name, values in stats.items()}
-
-
 def _logits(chunk: Chunk, context: KernelContext) -> tuple[Tensor, Tensor | None]:
-    """Copies in the precision of the statistics, with unused rows set to 0."""
+    """Copies in the precision of the statistics, 0 for unused tokens."""
     dtype = statistics_dtype(chunk.student)
     z = context.maps.student.apply_(chunk.student.to(dtype, copy=True))
-    z.masked_fill_(chunk.rows.unused_by_student(), 0)
+    z.masked_fill_(chunk.tokens.unused_by_student(), 0)
     if chunk.teacher is None:
         return z, None
     u = context.maps.teacher.apply_(chunk.teacher.to(dtype, copy=True))
-    return z, u.masked_fill_(chunk.rows.unused_by_teacher(), 0)
+    return z, u.masked_fill_(chunk.tokens.unused_by_teacher(), 0)
 
 
-def _row_max(logits: Tensor) -> Tensor:
-    """[rows] maximum over [rows, columns]; the least finite number if there is none above it."""
+def _max_logit(logits: Tensor) -> Tensor:
+    """[N] maximum over [N, columns]; the least finite number if none is above it."""
     least = torch.finfo(logits.dtype).min
     if logits.shape[1] == 0:
         return logits.new_full((logits.shape[0],), least)
@@ -153,14 +149,14 @@ def _row_max(logits: Tensor) -> Tensor:
 
 
 def _label_columns(chunk: Chunk, context: KernelContext) -> tuple[Tensor, Tensor]:
-    """([rows] column of the label in this shard, [rows] whether there is one); the column is 0 where there is none."""
-    labels, shard = chunk.rows.labels, context.shard
-    owned = (chunk.rows.ce_weight != 0) & (labels >= shard.start) & (labels < shard.start + shard.columns)
+    """([N] column of the label in this shard, [N] True if the shard has it); the column is 0 where it does not."""
+    labels, shard = chunk.tokens.labels, context.shard
+    owned = (chunk.tokens.ce_weight != 0) & (labels >= shard.start) & (labels < shard.start + shard.columns)
     return torch.where(owned, labels - shard.start, 0), owned
 
 
 def _log_probabilities(z: Tensor, u: Tensor, scalars: ShardScalars, context: KernelContext) -> tuple[Tensor, Tensor]:
-    """(ln q, ln p) at T, each [rows, columns]."""
+    """(ln q, ln p) at T, each [N, columns]."""
     s = (z - scalars.student_max[:, None]) / context.spec.temperature - scalars.student_log_norm[:, None]
     t = (u - scalars.teacher_max[:, None]) / context.spec.temperature - scalars.teacher_log_norm[:, None]
     return s, t

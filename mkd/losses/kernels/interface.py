@@ -1,18 +1,46 @@
-"""Who computes the passes over a chunk of logits: the one place where that is decided."""
+"""The kernels of a loss: their inputs and the passes that they compute. `select` chooses the implementation."""
 
-import importlib.util
-import os
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
-from mkd.losses.logits import Chunk, KernelContext, TailCoeffs
-from mkd.losses.rows import Statistics, TokenWeights
+from mkd.losses.inputs import KernelContext, TokenWeights
+from mkd.losses.sparse.columns import TopColumns
+from mkd.losses.statistics import Statistics
+
+
+class Chunk(NamedTuple):
+    """A loss chunk: LM-head products of some tokens over the shard's real columns, before `LogitMap`."""
+
+    student: Tensor
+    """[N, columns], any float dtype, columns contiguous."""
+    teacher: Tensor | TopColumns | None
+    """[N, columns] likewise, or a sparse teacher's columns; None without a divergence."""
+    tokens: TokenWeights
+
+
+class TailCoeffs(NamedTuple):
+    """Coefficients of a shard's gradient in the columns that a sparse teacher does not list; each [N].
+
+    The gradient by a logit z is ce * e^(z - top - ce_log_norm) + kd * e^((z - top) / T - kd_log_norm), minus `label` in
+    the label's column.
+    """
+
+    used: Tensor
+    """bool; where False the gradient is 0, whatever the logits hold."""
+    top: Tensor
+    """At least the largest logit of the shard that is not -inf."""
+    ce: Tensor
+    ce_log_norm: Tensor
+    kd: Tensor
+    kd_log_norm: Tensor
+    label: Tensor
+    label_column: Tensor
+    """int64; -1 where the label is not among these columns."""
 
 
 class Kernels(Protocol):
-    """The passes over a chunk of logits; see `eager` for what each returns."""
+    """The passes over a loss chunk; `eager` documents what each returns."""
 
     def softmax_stats(self, chunk: Chunk, context: KernelContext) -> Statistics: ...
 
@@ -27,44 +55,3 @@ class Kernels(Protocol):
     def all_passes(
         self, chunk: Chunk, context: KernelContext, weighted: TokenWeights, out: Tensor
     ) -> tuple[Statistics, Statistics | None]: ...
-
-
-def resolve(implementation: str, device: torch.device, dtype: torch.dtype) -> str:
-    """`auto` -> triton on a GPU and eager elsewhere; anything else as it is, if it can run.
-
-    Args:
-        implementation: auto, eager or triton.
-        device, dtype: of the hidden states or logits.
-
-    Raises:
-        ValueError: an unknown name, or Triton where it cannot run.
-    """
-    if implementation == "auto":
-        return "triton" if device.type != "cpu" and _why_no_triton(device, dtype) is None else "eager"
-    if implementation not in ("eager", "triton"):
-        raise ValueError(f"implementation is {implementation!r}; known are auto, eager and triton")
-    if implementation == "triton" and (reason := _why_no_triton(device, dtype)) is not None:
-        raise ValueError(f"the loss cannot run in Triton: {reason}; use eager (--kd-loss-impl)")
-    return implementation
-
-
-def choose(implementation: str, inputs: Tensor) -> Kernels:
-    """The kernels of an implementation, for inputs on their device. Raises ValueError as `resolve` does."""
-    if resolve(implementation, inputs.device, inputs.dtype) == "triton":
-        from mkd.losses.kernels import triton_launchers as triton_kernels
-
-        return triton_kernels
-    from mkd.losses.kernels import eager
-
-    return eager
-
-
-def _why_no_triton(device: torch.device, dtype: torch.dtype) -> str | None:
-    if importlib.util.find_spec("triton") is None:
-        return "the package triton is not installed"
-    if dtype == torch.float64:
-        return "its kernels have no float64"
-    # On CPU the kernels run in Triton's interpreter, where it was asked for before Triton was imported.
-    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        return "there is no GPU"
-    return None

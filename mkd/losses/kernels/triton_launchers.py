@@ -10,8 +10,10 @@ import torch
 import triton
 from torch import Tensor
 
-from mkd.config.kd_config import LossSpec
+from mkd.config.values import LossSpec
 from mkd.losses.divergences import DIVERGENCES
+from mkd.losses.inputs import KernelContext, LogitMap, TokenWeights
+from mkd.losses.kernels.interface import Chunk, TailCoeffs
 from mkd.losses.kernels.triton_programs import (
     all_passes_kernel,
     divergence_stats_kernel,
@@ -19,8 +21,7 @@ from mkd.losses.kernels.triton_programs import (
     softmax_stats_kernel,
 )
 from mkd.losses.kernels.triton_tail import tail_gradient_kernel
-from mkd.losses.logits import Chunk, KernelContext, LogitMap, TailCoeffs
-from mkd.losses.rows import Statistics, TokenWeights
+from mkd.losses.statistics import Statistics
 
 SOFTMAX_STATS_BLOCK, SOFTMAX_STATS_WARPS = 4096, 16
 DIVERGENCE_STATS_BLOCK, DIVERGENCE_STATS_WARPS = 4096, 16
@@ -41,15 +42,15 @@ SOFTMAX_STATS = (
 
 def softmax_stats(chunk: Chunk, context: KernelContext) -> Statistics:
     """See `eager.softmax_stats`."""
-    z, u, rows = chunk
+    z, u, tokens = chunk
     stats = z.new_empty((len(SOFTMAX_STATS), z.shape[0]), dtype=torch.float32)
     if z.shape[0]:
         softmax_stats_kernel[(z.shape[0],)](
             z,
             z if u is None else u,
-            rows.labels,
-            rows.ce_weight,
-            rows.kd_weight,
+            tokens.labels,
+            tokens.ce_weight,
+            tokens.kd_weight,
             stats,
             z.stride(0),
             0 if u is None else u.stride(0),
@@ -68,13 +69,13 @@ def softmax_stats(chunk: Chunk, context: KernelContext) -> Statistics:
 
 def divergence_stats(chunk: Chunk, stats: Statistics, context: KernelContext) -> Statistics:
     """See `eager.divergence_stats`."""
-    z, u, rows = chunk
+    z, u, tokens = chunk
     sums = z.new_empty((2, z.shape[0]), dtype=torch.float32)
     if z.shape[0]:
         divergence_stats_kernel[(z.shape[0],)](
             z,
             u,
-            rows.kd_weight,
+            tokens.kd_weight,
             stats["student_max"],
             stats["student_sum_exp"],
             stats["teacher_max"],
@@ -101,7 +102,7 @@ def write_gradient(
     chunk: Chunk, stats: Statistics, sums: Statistics | None, context: KernelContext, out: Tensor
 ) -> None:
     """See `eager.write_gradient`."""
-    z, u, rows = chunk
+    z, u, tokens = chunk
     if out.numel() == 0:
         return
     spec = context.spec
@@ -109,10 +110,10 @@ def write_gradient(
     gradient_kernel[(z.shape[0], triton.cdiv(z.shape[1], block))](
         z,
         z if u is None else u,
-        rows.labels,
+        tokens.labels,
         out,
-        rows.ce_weight,
-        rows.kd_weight,
+        tokens.ce_weight,
+        tokens.kd_weight,
         stats["student_max"],
         stats["student_sum_exp"],
         stats.get("ce_sum_exp", stats["student_sum_exp"]),
@@ -168,17 +169,17 @@ def all_passes(
     chunk: Chunk, context: KernelContext, weighted: TokenWeights, out: Tensor
 ) -> tuple[Statistics, Statistics | None]:
     """See `eager.all_passes`."""
-    z, u, rows = chunk
+    z, u, tokens = chunk
     spec = context.spec
     stats = z.new_empty((len(SOFTMAX_STATS) + 2, z.shape[0]), dtype=torch.float32)
     if z.shape[0]:
         all_passes_kernel[(z.shape[0],)](
             z,
             z if u is None else u,
-            rows.labels,
+            tokens.labels,
             out,
-            rows.ce_weight,
-            rows.kd_weight,
+            tokens.ce_weight,
+            tokens.kd_weight,
             weighted.ce_weight,
             weighted.kd_weight,
             stats,
@@ -209,7 +210,7 @@ def all_passes(
 def _written(stats: Tensor, chunk: Chunk, context: KernelContext) -> Statistics:
     """Name -> [rows] of the first round's statistics that its kernel has computed."""
     names = {"student_max", "student_sum_exp"}
-    if chunk.rows.ce_weight is not None:
+    if chunk.tokens.ce_weight is not None:
         names |= {"label_logit", "ce_sum_exp"} if context.temperature != 1.0 else {"label_logit"}
     if chunk.teacher is not None:
         names |= (
@@ -229,7 +230,7 @@ def _expectation_under(context: KernelContext) -> str:
 def _term_constants(chunk: Chunk, context: KernelContext) -> dict[str, bool]:
     """Which terms there are, and whether the divergence has a temperature of its own."""
     return {
-        "HAS_CE": chunk.rows.ce_weight is not None,
+        "HAS_CE": chunk.tokens.ce_weight is not None,
         "HAS_KD": chunk.teacher is not None,
         "TEMPERED": context.temperature != 1.0,
     }

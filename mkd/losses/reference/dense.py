@@ -1,9 +1,9 @@
-"""Each loss as its definition, on one rank, in whatever float dtype comes in: the truth in all tests.
+"""Each loss as its definition, on one rank, in the float dtype of its inputs: the ground truth of all tests.
 
-TokenWeights are tokens. Logits hold the real vocabulary only (no padding columns). Gradients come from autograd.
+Logits are [N tokens, V] and hold the real vocabulary only (no padding columns). Gradients come from autograd.
 p is the teacher and q the student, both softmax(logits / T); divergences are in nats.
 
-A logit may be -inf, on either side: that column has probability 0 and 0 ln 0 is 0, in value and gradient. A KL whose
+A logit of either model may be -inf: that column has probability 0 and 0 ln 0 is 0, in value and gradient. A KL whose
 second distribution is 0 where the first is not is +inf, which only the KLs without skew can be.
 """
 
@@ -13,11 +13,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mkd.config.kd_config import LossSpec
+from mkd.config.values import LossSpec
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """-ln softmax(logits)[label] of each row, always at T = 1.
+    """-ln softmax(logits)[label] of each token, always at T = 1.
 
     Args:
         logits: [N, V], any float dtype.
@@ -30,7 +30,7 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def z_loss(logits: Tensor) -> Tensor:
-    """(ln sum_j exp z_j)^2 of each row, at T = 1 and without its coefficient.
+    """(ln sum_j exp z_j)^2 of each token, at T = 1 and without its coefficient.
 
     Source: Chowdhery et al. 2022, "PaLM: scaling language modeling with pathways", section 5.
 
@@ -44,7 +44,7 @@ def z_loss(logits: Tensor) -> Tensor:
 
 
 def forward_kl(student_logits: Tensor, teacher_logits: Tensor, spec: LossSpec) -> Tensor:
-    """KL(p || q) = sum_j p_j (ln p_j - ln q_j) of each row, times T^2 if the spec says so.
+    """KL(p || q) = sum_j p_j (ln p_j - ln q_j) of each token, times T^2 if the spec sets it.
 
     +inf where some q_j = 0 < p_j; the gradient is finite even there.
     Source of T^2: Hinton et al. 2015, "Distilling the knowledge in a neural network", section 2.
@@ -128,7 +128,7 @@ def top1_agreement(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
 
 
 def entropy(logits: Tensor) -> Tensor:
-    """-sum_j p_j ln p_j of p = softmax(logits) of each row, at T = 1.
+    """-sum_j p_j ln p_j of p = softmax(logits) of each token, at T = 1.
 
     Args:
         logits: [N, V], any float dtype.

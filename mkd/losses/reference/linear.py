@@ -6,25 +6,24 @@ import torch
 from torch import Tensor
 
 from mkd.losses import reference
-from mkd.losses.logits import KernelContext, LogitMap, statistics_dtype
+from mkd.losses.inputs import KernelContext, LinearLogits, TokenWeights, statistics_dtype
 from mkd.losses.reference import topk as reference_topk
-from mkd.losses.rows import TokenWeights
 from mkd.losses.sparse.teacher import SparseTeacher, Tail
 
 
 def linear_loss(
-    student: tuple[Tensor, Tensor, Tensor | None],
-    kd_of: Callable[[Tensor], Tensor] | None,
-    rows: TokenWeights,
+    student: LinearLogits,
+    divergence: Callable[[Tensor], Tensor] | None,
+    tokens: TokenWeights,
     context: KernelContext,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(loss, ce, kd) as `LossOutput` has them, differentiable in the student's tensors.
+    """(loss, ce, kd) of `LossOutput`, differentiable in the student's tensors.
 
     Args:
-        student: (hidden states [N, H], LM head [V, H], bias [V] or None).
-        kd_of: the student's logits [N, V] -> divergence of each row; anything finite where its weight is 0. None
-            without a divergence.
-        rows: labels and weights of the N tokens.
+        student: hidden states of all N tokens and the whole LM head.
+        divergence: the student's logits [N, V] -> divergence per token; anything finite where its weight is 0. None
+            without a teacher.
+        tokens: labels and weights of the N tokens.
         context: one shard, which is the whole vocabulary.
 
     Raises:
@@ -32,37 +31,35 @@ def linear_loss(
     """
     if context.shard.size > 1:
         raise ValueError(f"the reference runs on one rank, the vocabulary is cut over {context.shard.size}")
-    z = _logits(*student, rows.unused_by_student(), context, context.maps.student)
+    z = _logits(student, tokens.unused_by_student(), context)
     loss, ce, kd = z.sum() * 0.0, None, None
-    if rows.ce_weight is not None:
-        used = rows.ce_weight != 0
-        legal = (rows.labels >= 0) & (rows.labels < context.shard.true_vocab)
-        ce = torch.where(used, reference.cross_entropy(z, torch.where(used & legal, rows.labels, 0)), 0)
-        ce = ce.masked_fill(used & ~legal, torch.nan)
-        loss = loss + (rows.ce_weight * ce).sum()
+    if tokens.ce_weight is not None:
+        used = tokens.ce_weight != 0
+        in_vocab = (tokens.labels >= 0) & (tokens.labels < context.shard.true_vocab)
+        ce = torch.where(used, reference.cross_entropy(z, torch.where(used & in_vocab, tokens.labels, 0)), 0)
+        ce = ce.masked_fill(used & ~in_vocab, torch.nan)
+        loss = loss + (tokens.ce_weight * ce).sum()
         if context.spec.z_loss:
-            loss = loss + context.spec.z_loss * (rows.ce_weight * reference.z_loss(z)).sum()
+            loss = loss + context.spec.z_loss * (tokens.ce_weight * reference.z_loss(z)).sum()
         ce = ce.detach()
-    if kd_of is not None:
-        kd = torch.where(rows.kd_weight != 0, kd_of(z), 0)
-        loss = loss + (rows.kd_weight * kd).sum()
+    if divergence is not None:
+        kd = torch.where(tokens.kd_weight != 0, divergence(z), 0)
+        loss = loss + (tokens.kd_weight * kd).sum()
         kd = kd.detach()
     return loss, ce, kd
 
 
-def dense_divergence(
-    teacher: tuple[Tensor, Tensor, Tensor | None], rows: TokenWeights, context: KernelContext
-) -> Callable[[Tensor], Tensor]:
-    """For `linear_loss`: from the teacher's (hidden states [N, H], LM head [V, H], bias [V] or None)."""
-    u = _logits(*teacher, rows.unused_by_teacher(), context, context.maps.teacher).detach()
+def dense_divergence(teacher: LinearLogits, tokens: TokenWeights, context: KernelContext) -> Callable[[Tensor], Tensor]:
+    """The `divergence` of `linear_loss` from a teacher with a whole LM head."""
+    u = _logits(teacher, tokens.unused_by_teacher(), context).detach()
     return lambda z: reference.DIVERGENCES[context.spec.divergence](z, u, context.spec)
 
 
 def sparse_divergence(
-    teacher: SparseTeacher, tail: Tail, rows: TokenWeights, context: KernelContext
+    teacher: SparseTeacher, tail: Tail, tokens: TokenWeights, context: KernelContext
 ) -> Callable[[Tensor], Tensor]:
-    """For `linear_loss`: from a sparse teacher; NaN of a row with an id beyond the vocabulary."""
-    used, dtype = ~rows.unused_by_teacher(), rows.kd_weight.dtype
+    """The `divergence` of `linear_loss` from a sparse teacher; NaN for a token with an id beyond the vocabulary."""
+    used, dtype = ~tokens.unused_by_teacher(), tokens.kd_weight.dtype
     out_of_vocab = used & (teacher.ids >= context.shard.true_vocab)
     ids = torch.where(used & ~out_of_vocab, teacher.ids, -1)
     lse, tail_lse = (
@@ -81,15 +78,13 @@ def sparse_divergence(
     return divergence
 
 
-def _logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, unused: Tensor, context: KernelContext, logit_map: LogitMap
-) -> Tensor:
+def _logits(model: LinearLogits, unused: Tensor, context: KernelContext) -> Tensor:
     """[N, true vocabulary] in the precision of the statistics; 0 where unused."""
-    dtype, columns = statistics_dtype(hidden), context.shard.columns
-    products = hidden.to(dtype).masked_fill(unused, 0) @ weight[:columns].to(dtype).t()
-    if bias is not None:
-        products = products + bias[:columns].to(dtype)
-    logits = products * logit_map.scale
-    if logit_map.softcap is not None:
-        logits = logit_map.softcap * torch.tanh(logits / logit_map.softcap)
+    dtype, columns = statistics_dtype(model.hidden), context.shard.columns
+    products = model.hidden.to(dtype).masked_fill(unused, 0) @ model.weight[:columns].to(dtype).t()
+    if model.bias is not None:
+        products = products + model.bias[:columns].to(dtype)
+    logits = products * model.logit_map.scale
+    if model.logit_map.softcap is not None:
+        logits = model.logit_map.softcap * torch.tanh(logits / model.logit_map.softcap)
     return logits

@@ -1,9 +1,9 @@
-"""Losses against some columns of the teacher's row, as their definitions: one rank, any float dtype.
+"""Losses against a sparse teacher, as their definitions: one rank, any float dtype.
 
-A row of the teacher is K slots of (id, logit). The divergences are those of `reference`, over fewer categories:
+The teacher lists K slots of (id, logit) per token. The divergences are those of `reference`, over fewer categories:
 
-    bucket       the K head columns and one category for all others together, the tail
-    renormalize  the K head columns alone; both models' probabilities are divided by their sum over the head
+    bucket       the K top columns and one category for all others together, the tail
+    renormalize  the K top columns alone; both models' probabilities are divided by their sum over them
 
 A slot with a negative id is empty, and its logit is not read. Of slots with the same id the first counts.
 """
@@ -13,8 +13,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from mkd.config.kd_config import LossSpec
+from mkd.config.values import LossSpec
 from mkd.losses import reference
+from mkd.losses.sparse.teacher import check_temperature
 
 
 def top_k(
@@ -28,21 +29,21 @@ def top_k(
     lse_temperature: float = 1.0,
     teacher_tail_lse: Tensor | None = None,
 ) -> Tensor:
-    """The divergence of each row over head columns and, with the bucket, the tail.
+    """The divergence per token over the top columns and, with the bucket, the tail.
 
     Args:
         student_logits: [N, V], any float dtype.
         ids: [N, K] integer, below V.
         teacher_logits: [N, K] at no temperature, not normalized.
-        teacher_lse: [N] ln sum_j exp(u_j / lse_temperature) of the teacher's whole row; unread without a bucket.
+        teacher_lse: [N] ln sum_j exp(u_j / lse_temperature) over the whole vocabulary; unread without a bucket.
         spec: divergence and temperature.
         tail: bucket or renormalize.
-        lse_temperature: of the sums.
-        teacher_tail_lse: [N] the same sum over all columns but the head's. Without it the teacher's tail has the
-            probability 1 - sum of the head's, and at least the dtype's epsilon.
+        lse_temperature: temperature of the sums.
+        teacher_tail_lse: [N] the same sum over all other columns. Without it the teacher's tail has the probability 1 -
+            that of the top columns, and at least the dtype's epsilon.
 
     Returns:
-        [N] in nats, with T^2 if the spec says so; 0 for a row without a slot.
+        [N] in nats, with T^2 if the spec sets it; 0 for a token without a slot.
 
     Raises:
         ValueError: a bucket whose sums are at another temperature than the spec's.
@@ -57,7 +58,7 @@ def top_k(
             rest = (1.0 - (t - teacher_lse[:, None]).exp().sum(1)).clamp_min(torch.finfo(t.dtype).eps)
             rest = torch.where(present.sum(1) == s.shape[1], 0, rest)
             teacher_tail_lse = teacher_lse + rest.log()
-        student_tail = torch.logsumexp(s.masked_fill(_in_head(ids, s.shape[1]), -torch.inf), dim=1)
+        student_tail = torch.logsumexp(s.masked_fill(_is_listed(ids, s.shape[1]), -torch.inf), dim=1)
         log_q, log_p = (torch.cat((a, b[:, None]), 1) for a, b in ((log_q, student_tail), (t, teacher_tail_lse)))
     some = (log_p > -torch.inf).any(1)
     log_q, log_p = (torch.where(some[:, None], x, 0.0) for x in (log_q, log_p))
@@ -75,23 +76,23 @@ def sampled(
     *,
     lse_temperature: float = 1.0,
 ) -> Tensor:
-    """An unbiased estimate of `reference.forward_kl`, of value and gradient, from ids drawn from the teacher.
+    """An unbiased estimate of `reference.forward_kl`, of value and gradient, from ids sampled from the teacher.
 
-    sum_k c_k (ln p_k - ln q_k) with c_k = counts_k / sum of the row's counts and q the student's softmax of the whole
-    row. E[c_k] = p_k. A single row's value may be negative.
+    sum_k c_k (ln p_k - ln q_k) with c_k = counts_k / sum of the token's counts and q the student's softmax over the
+    whole vocabulary. E[c_k] = p_k. A single token's value may be negative.
 
     Args:
         student_logits: [N, V], any float dtype.
         ids: [N, K] integer; slots with the same id add up.
-        counts: [N, K] how often each was drawn from softmax(u / lse_temperature); 0 is an empty slot.
+        counts: [N, K] how often each was sampled from softmax(u / lse_temperature); 0 is an empty slot.
         teacher_logits, teacher_lse, lse_temperature: as in `top_k`.
         spec: forward_kl.
 
     Returns:
-        [N] in nats, with T^2 if the spec says so; 0 for a row without a draw.
+        [N] in nats, with T^2 if the spec sets it; 0 for a token without a sample.
 
     Raises:
-        ValueError: another divergence, or draws at another temperature than the spec's.
+        ValueError: another divergence, or samples at another temperature than the spec's.
     """
     if spec.divergence != "forward_kl":
         raise ValueError(f"sampled targets estimate forward_kl, not {spec.divergence}")
@@ -106,21 +107,12 @@ def sampled(
     return spec.scale * (share * ratio).sum(1)
 
 
-def check_temperature(wanted: float, stored: float) -> None:
-    """Raise ValueError unless the teacher's sums are at the temperature of the loss."""
-    if wanted != stored:
-        raise ValueError(
-            f"the temperature is {wanted:g} and the teacher's logsumexp and draws are at {stored:g}: a tail's "
-            "probability at one temperature does not follow from that at another"
-        )
-
-
 def _counted_slots(ids: Tensor) -> Tensor:
-    """[N, K] whether a slot is neither empty nor a repetition."""
+    """[N, K] bool: the slot is neither empty nor a repetition."""
     repeated = (ids[:, :, None] == ids[:, None, :]).tril(-1).any(2)
     return (ids >= 0) & ~repeated
 
 
-def _in_head(ids: Tensor, vocab: int) -> Tensor:
-    """[N, V] whether a column is one of the head's."""
+def _is_listed(ids: Tensor, vocab: int) -> Tensor:
+    """[N, V] bool: the column is listed."""
     return (ids[:, :, None] == torch.arange(vocab, device=ids.device)).any(1)

@@ -1,8 +1,8 @@
-"""What follows from the statistics of a sparse teacher's rows once the vocabulary shards have exchanged them.
+"""Values and gradient coefficients beside a sparse teacher, from the statistics that the vocabulary shards exchange.
 
-With z the student's logits, shard r sums over its own columns of the head and, apart from them, over its own columns of
-the tail, each relative to its own maximum. The tail is never formed as 1 - head: its probability may be far smaller
-than the rounding error of the head's.
+With z the student's logits, shard r sums over its own top columns (those that the teacher lists) and, separately, over
+its own columns of the tail (all others), each relative to its own maximum. The tail's probability is never formed as
+1 - that of the top columns: it may be far smaller than their rounding error.
 """
 
 from typing import NamedTuple
@@ -10,56 +10,64 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mkd.losses.divergences import DIVERGENCES
-from mkd.losses.logits import KernelContext
-from mkd.losses.rows import GradCoeffs, Softmax, Softmaxes, Statistics, TokenTerms, TokenWeights
+from mkd.losses.divergences import DIVERGENCES, weighted
+from mkd.losses.inputs import KernelContext, TokenWeights
 from mkd.losses.sparse.teacher import SparseTarget
+from mkd.losses.statistics import GradCoeffs, Softmax, Softmaxes, Statistics, TokenTerms
 
 
 class SparseSoftmaxes(NamedTuple):
-    """The student's softmaxes after the first round."""
+    """The student's softmaxes, merged over the shards."""
 
     ce: Softmax
     """At T = 1, over all columns."""
     top: Tensor
-    """[tp, rows] the largest logit of a shard, which `ce` is relative to."""
+    """[tp, N] the largest logit of a shard, which `ce` is relative to."""
     categories: Softmax
-    """Over head and tail at T, or over the head alone; parts are the shards' heads, then their tails."""
+    """Over top columns and tail at T, or over the top columns alone; its parts are the shards' top columns, then their
+    tails."""
     tail: Softmax
     log_q_tail: Tensor
-    """[rows] ln of the tail's probability; -inf without a tail."""
+    """[N] ln of the tail's probability; -inf without a tail."""
 
     @classmethod
     def merge(cls, stats: Statistics, target: SparseTarget, context: KernelContext) -> "SparseSoftmaxes":
-        """From first-round statistics, name -> [tp, rows]."""
+        """Merge the statistics of the softmax pass, name -> [tp, N]."""
         temperature, tops = context.temperature, (stats["topk_max"], stats["student_max"])
-        masses = stats["topk_sum_exp"], stats["student_sum_exp"]
+        sums = stats["topk_sum_exp"], stats["student_sum_exp"]
         top = torch.maximum(*tops)
-        everything = Softmax.merge(torch.cat(tops), torch.cat(masses), temperature)
+        everything = Softmax.merge(torch.cat(tops), torch.cat(sums), temperature)
         ce = Softmax.merge(top, stats["ce_sum_exp"], 1.0) if "ce_sum_exp" in stats else everything
-        tail = Softmax.merge(tops[1], masses[1], temperature)
+        tail = Softmax.merge(tops[1], sums[1], temperature)
         if target.log_tail is None:
-            head = Softmax.merge(tops[0], masses[0], temperature)
-            return cls(ce, top, head, tail, torch.full_like(tail.log_sum_exp, -torch.inf))
+            topk = Softmax.merge(tops[0], sums[0], temperature)
+            return cls(ce, top, topk, tail, torch.full_like(tail.log_sum_exp, -torch.inf))
         distance = (tops[1].amax(dim=0) - top.amax(dim=0)) / temperature
         return cls(ce, top, everything, tail, tail.log_sum_exp + distance - everything.log_sum_exp)
 
-    def of_cross_entropy(self, stats: Statistics) -> tuple[Statistics, Softmaxes]:
-        """What `TokenTerms` and `GradCoeffs` need for CE."""
+    def for_cross_entropy(self, stats: Statistics) -> tuple[Statistics, Softmaxes]:
+        """The statistics and softmaxes that `TokenTerms` and `GradCoeffs` need for CE."""
         return {"student_max": self.top, "label_logit": stats.get("label_logit")}, Softmaxes(self.ce, self.ce, None)
 
 
-def sparse_terms(
-    stats: Statistics, sums: Statistics | None, rows: TokenWeights, context: KernelContext, target: SparseTarget
+def token_terms(
+    stats: Statistics,
+    sums: Statistics | None,
+    tokens: TokenWeights,
+    context: KernelContext,
+    target: SparseTarget | None,
 ) -> TokenTerms:
-    """Values of each row from the statistics of the first round and the sums of the second, name -> [tp, rows]."""
+    """Values per token from the statistics of both passes, name -> [tp, N]; `target` is that of a sparse teacher."""
+    vocab, spec = context.shard.true_vocab, context.spec
+    if target is None:
+        return TokenTerms.of(stats, sums, Softmaxes.merge(stats, context.temperature), tokens, vocab, spec)
     softmaxes = SparseSoftmaxes.merge(stats, target, context)
-    without_kd = TokenWeights(rows.labels, rows.ce_weight, None)
-    ce_stats, ce_normalizers = softmaxes.of_cross_entropy(stats)
-    terms = TokenTerms.of(ce_stats, None, ce_normalizers, without_kd, context.shard.true_vocab, context.spec)
+    without_kd = TokenWeights(tokens.labels, tokens.ce_weight, None)
+    ce_stats, ce_softmaxes = softmaxes.for_cross_entropy(stats)
+    terms = TokenTerms.of(ce_stats, None, ce_softmaxes, without_kd, vocab, spec)
     value, _ = _divergence_and_dlogq_sum(stats, sums, softmaxes, context, target)
-    used = rows.kd_weight != 0
-    kd = torch.where(used, value * context.spec.scale, 0).masked_fill(used & target.out_of_vocab, torch.nan)
+    used = tokens.kd_weight != 0
+    kd = torch.where(used, value * spec.scale, 0).masked_fill(used & target.out_of_vocab, torch.nan)
     return terms._replace(kd=kd)
 
 
@@ -70,7 +78,7 @@ def _divergence_and_dlogq_sum(
     context: KernelContext,
     target: SparseTarget,
 ) -> tuple[Tensor, Tensor]:
-    """([rows] divergence in nats without T^2, [rows] sum of its dlogq terms over the categories)."""
+    """([N] divergence in nats without T^2, [N] sum over the categories of its derivatives by ln q)."""
     entry, spec = DIVERGENCES[context.spec.divergence], context.spec
     categories, shards = softmaxes.categories, context.shard.size
     of_tail = dlogq_of_tail = torch.zeros_like(categories.log_sum_exp)
@@ -81,67 +89,61 @@ def _divergence_and_dlogq_sum(
         return sums["pointwise"].sum(dim=0) + of_tail, sums["dlogq"].sum(dim=0) + dlogq_of_tail
     shift = categories.shift[:shards]
     if entry.single_pass.under == "teacher":
-        # sum of p (ln p - ln q), where ln q is shift - log_sum_exp more than the shard took it for
-        parts = stats["log_ratio"] + _times(stats["topk_prob"], categories.log_sum_exp - shift)
+        # sum of p (ln p - ln q): the shard used an ln q that is log_sum_exp - shift too large
+        parts = stats["log_ratio"] + weighted(stats["topk_prob"], categories.log_sum_exp - shift)
         value = parts.sum(dim=0) + of_tail
     else:
-        relative = stats["log_ratio"] + _times(stats["topk_sum_exp"], shift - categories.log_sum_exp)
+        relative = stats["log_ratio"] + weighted(stats["topk_sum_exp"], shift - categories.log_sum_exp)
         # A shard of weight 0 may hold an infinite ratio.
         weight = (shift - categories.log_sum_exp).exp()
         value = torch.where(weight > 0, weight * relative, 0).sum(dim=0) + of_tail
     return value, entry.single_pass.dlogq_sum(value)
 
 
-def _times(weight: Tensor, number: Tensor) -> Tensor:
-    """The product, 0 where the weight is."""
-    return torch.where(weight == 0, 0, weight * number)
-
-
 class SparseGradCoeffs(NamedTuple):
-    """What one shard needs for the gradient of its columns; each [rows]."""
+    """Coefficients of one shard's gradient by its columns; each [N]."""
 
     top: Tensor
-    """The largest logit of the row."""
+    """The largest logit of the token."""
     ce_log_sum_exp: Tensor
     """ln q at T = 1 is z - top - ce_log_sum_exp."""
     ce: Tensor | None
-    """See `GradCoeffs`; as `label`."""
+    """See `GradCoeffs`, as for `label`."""
     label: Tensor | None
     topk_max: Tensor
-    head_log_norm: Tensor
-    """ln q of a category of the head = (z - topk_max) / T - head_log_norm."""
+    topk_log_norm: Tensor
+    """ln q of a top column is (z - topk_max) / T - topk_log_norm."""
     kd: Tensor
-    """Of dlogq - q * dlogq_sum in the head; 0 where the KD weight is."""
+    """Coefficient of dlogq - q * dlogq_sum in the top columns; 0 where the KD weight is."""
     dlogq_sum: Tensor
     tail_max: Tensor
     tail_log_norm: Tensor
-    """ln of a column's share of the tail = (z - tail_max) / T - tail_log_norm."""
+    """ln of a column's share of the tail is (z - tail_max) / T - tail_log_norm."""
     tail: Tensor
-    """Of a column's share of the tail."""
+    """Coefficient of a column's share of the tail."""
 
     @classmethod
     def of(
         cls,
         stats: Statistics,
         sums: Statistics | None,
-        rows: TokenWeights,
+        tokens: TokenWeights,
         context: KernelContext,
         target: SparseTarget,
     ) -> "SparseGradCoeffs":
-        """From merged statistics; the weights of `rows` may carry the upstream gradient."""
+        """From merged statistics; the weights of `tokens` may carry the upstream gradient."""
         softmaxes = SparseSoftmaxes.merge(stats, target, context)
-        ce_stats, ce_normalizers = softmaxes.of_cross_entropy(stats)
-        ce = GradCoeffs.of(
-            ce_stats, None, ce_normalizers, TokenWeights(rows.labels, rows.ce_weight, None), context.spec
-        )
+        ce_stats, ce_softmaxes = softmaxes.for_cross_entropy(stats)
+        without_kd = TokenWeights(tokens.labels, tokens.ce_weight, None)
+        ce = GradCoeffs.of(ce_stats, None, ce_softmaxes, without_kd, context.spec)
         rank, spec = context.shard.rank, context.spec
-        used = rows.kd_weight != 0
-        kd = rows.kd_weight * (spec.scale / spec.temperature)
+        used = tokens.kd_weight != 0
+        kd = tokens.kd_weight * (spec.scale / spec.temperature)
         dlogq_sum = _divergence_and_dlogq_sum(stats, sums, softmaxes, context, target)[1]
         tail = torch.zeros_like(kd)
         if target.log_tail is not None:
             dlogq = DIVERGENCES[spec.divergence].dlogq(softmaxes.log_q_tail, target.log_tail, spec)
-            # ln q of every column of the tail rises by its share as the tail does.
+            # ln q of the tail changes with a column's logit in proportion to the column's share of the tail.
             tail = torch.where(used, kd * (dlogq - softmaxes.log_q_tail.exp() * dlogq_sum), 0)
         return cls(
             softmaxes.top.amax(dim=0),

@@ -1,7 +1,8 @@
-"""A teacher of whom each row has a few columns: what it says, and what the loss makes of it.
+"""A sparse teacher, which lists a few columns per token, and the targets that the loss derives from it.
 
-The categories of a row are its head, the K columns that are named, and the tail, all others together; the definitions
-are in `reference_topk`. Everything here is the same on all tensor-parallel ranks and costs K numbers a row.
+The categories of a token are the K top columns, those that the teacher lists, and the tail, all others together; the
+definitions are in `reference.topk`. Everything here is the same on all tensor-parallel ranks and costs K numbers per
+token.
 """
 
 from dataclasses import dataclass, replace
@@ -10,38 +11,50 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mkd.config.kd_config import LossSpec
-from mkd.losses.reference.topk import check_temperature
-from mkd.losses.rows import TokenWeights
+from mkd.config.values import LossSpec
+from mkd.losses.inputs import TokenWeights
 
 Tail = Literal["bucket", "renormalize"]
-"""What becomes of the columns that the teacher's row does not name."""
+"""Treatment of the columns that are not listed: one more category, or none (both models are renormalized)."""
 
 
 @dataclass(frozen=True)
 class SparseTeacher:
-    """Some columns of the teacher's rows; N rows of K slots."""
+    """Some logits of a teacher for each of N tokens, in K slots: the most probable ones, or sampled ones.
+
+    Losses take it with N tokens in one dimension; signals hold it as [b, s], see `flatten_tokens`.
+    """
 
     ids: Tensor
     """[N, K] integer global ids. A negative one is an empty slot, whose other numbers are not read. Of slots with the
-    same id the first counts; with `counts`, their counts are added and the first's logit is taken."""
+    same id the first counts; with `counts`, their counts are added and the first's logit is used."""
     logits: Tensor
     """[N, K], any float dtype, at no temperature and not normalized."""
     lse: Tensor | None
     """[N] ln sum_j exp(u_j / temperature) over the true vocabulary; not needed with `tail_lse` or to renormalize."""
     tail_lse: Tensor | None = None
-    """[N] the same over the columns that are not named. More exact than 1 minus the head's probability."""
+    """[N] the same over the columns that are not listed. More exact than 1 minus the probability of the top columns."""
     temperature: float = 1.0
-    """Of the sums and of the draws."""
+    """Temperature of the sums and of the sampling."""
     counts: Tensor | None = None
-    """[N, K] how often an id was drawn from softmax(u / temperature); None: the ids are the most probable ones."""
+    """[N, K] how often an id was sampled from softmax(u / temperature); None: the ids are the most probable ones."""
 
-    def check(self, rows: int) -> None:
+    def flatten_tokens(self) -> "SparseTeacher":
+        """[b, s, ...] -> [s * b, ...], the order in which Megatron's [s, b, H] activations flatten."""
+        names = ("ids", "logits", "lse", "tail_lse", "counts")
+        tensors = {name: getattr(self, name) for name in names}
+        return replace(
+            self, **{name: None if x is None else x.transpose(0, 1).flatten(0, 1) for name, x in tensors.items()}
+        )
+
+    def check(self, tokens: int) -> None:
         """Raise ValueError on shapes that do not fit."""
-        if self.ids.dim() != 2 or self.ids.shape[0] != rows or self.ids.is_floating_point():
-            raise ValueError(f"ids is {tuple(self.ids.shape)} {self.ids.dtype}; needed: [{rows}, K] of an integer type")
+        if self.ids.dim() != 2 or self.ids.shape[0] != tokens or self.ids.is_floating_point():
+            raise ValueError(
+                f"ids is {tuple(self.ids.shape)} {self.ids.dtype}; needed: [{tokens}, K] of an integer type"
+            )
         shapes = {"teacher_logits": (self.logits, self.ids.shape), "counts": (self.counts, self.ids.shape)}
-        shapes |= {"teacher_lse": (self.lse, (rows,)), "teacher_tail_lse": (self.tail_lse, (rows,))}
+        shapes |= {"teacher_lse": (self.lse, (tokens,)), "teacher_tail_lse": (self.tail_lse, (tokens,))}
         for name, (tensor, shape) in shapes.items():
             if tensor is not None and tensor.shape != shape:
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)}; needed: {list(shape)}")
@@ -49,36 +62,38 @@ class SparseTeacher:
 
 @dataclass(frozen=True)
 class SparseTarget:
-    """The probabilities of the categories of some rows; everything of a row without a KD weight is absent."""
+    """The teacher's probabilities of the categories; a token without a KD weight has no top columns."""
 
     ids: Tensor
-    """[rows, K] int64; -1 is absent. No id stands twice in a row."""
+    """[N, K] int64; -1 is absent. No id occurs twice in a token."""
     log_p: Tensor
-    """[rows, K] ln of the category's probability, -inf where absent."""
+    """[N, K] ln of the category's probability, -inf where absent."""
     log_value: Tensor
-    """[rows, K] what stands for ln p_k in the value: the same, but for draws the teacher's own probability."""
+    """[N, K] stands for ln p_k in the value: the same, but for sampled targets the teacher's own probability."""
     log_tail: Tensor | None
-    """[rows] ln of the tail's probability; None: the tail is no category, the head alone is."""
+    """[N] ln of the tail's probability; None: the tail is not a category."""
     out_of_vocab: Tensor
-    """[rows] whether an id is beyond the vocabulary."""
+    """[N] bool: an id is beyond the vocabulary."""
 
-    def __getitem__(self, rows: slice) -> "SparseTarget":
-        tail = None if self.log_tail is None else self.log_tail[rows]
-        return SparseTarget(self.ids[rows], self.log_p[rows], self.log_value[rows], tail, self.out_of_vocab[rows])
+    def __getitem__(self, tokens: slice) -> "SparseTarget":
+        tail = None if self.log_tail is None else self.log_tail[tokens]
+        return SparseTarget(
+            self.ids[tokens], self.log_p[tokens], self.log_value[tokens], tail, self.out_of_vocab[tokens]
+        )
 
     @classmethod
     def of(
-        cls, teacher: SparseTeacher, rows: TokenWeights, tail: Tail, spec: LossSpec, true_vocab: int
+        cls, teacher: SparseTeacher, tokens: TokenWeights, tail: Tail, spec: LossSpec, true_vocab: int
     ) -> tuple["SparseTarget", TokenWeights]:
-        """The target in the dtype of the weights, and the rows with a KD weight of 0 where the teacher says nothing.
+        """The target in the dtype of the weights, and the tokens with a KD weight of 0 where the teacher lists nothing.
 
         Raises:
-            ValueError: sums or draws at another temperature, draws with another divergence than forward_kl, no sum
+            ValueError: sums or samples at another temperature, samples with another divergence than forward_kl, no sum
                 for the bucket, an unknown tail, or shapes that do not fit.
         """
-        teacher.check(rows.labels.shape[0])
+        teacher.check(tokens.labels.shape[0])
         _check(teacher, tail, spec)
-        used = ~rows.unused_by_teacher()
+        used = ~tokens.unused_by_teacher()
         ids = torch.where(used & (teacher.ids >= 0), teacher.ids.long(), -1)
         if teacher.counts is not None:
             ids = torch.where(teacher.counts > 0, ids, -1)
@@ -86,7 +101,7 @@ class SparseTarget:
         ids = torch.where(ids < true_vocab, ids, -1)
         first = _first_of_equal(ids)
         present = (ids >= 0) & (first == torch.arange(ids.shape[1], device=ids.device))
-        dtype = rows.kd_weight.dtype
+        dtype = tokens.kd_weight.dtype
         u = (teacher.logits.to(dtype) / spec.temperature).masked_fill(~present, -torch.inf)
         if teacher.counts is not None:
             counts = torch.where(ids >= 0, teacher.counts, 0).to(dtype)
@@ -103,9 +118,18 @@ class SparseTarget:
         # log_softmax of nothing is NaN
         log_p, log_value = (x.masked_fill(~present, -torch.inf) for x in (log_p, log_value))
         if teacher.counts is not None or tail == "renormalize":
-            says_something = present.any(dim=1) | out_of_vocab
-            rows = replace(rows, kd_weight=torch.where(says_something, rows.kd_weight, 0))
-        return cls(torch.where(present, ids, -1), log_p, log_value, log_tail, out_of_vocab), rows
+            has_columns = present.any(dim=1) | out_of_vocab
+            tokens = replace(tokens, kd_weight=torch.where(has_columns, tokens.kd_weight, 0))
+        return cls(torch.where(present, ids, -1), log_p, log_value, log_tail, out_of_vocab), tokens
+
+
+def check_temperature(loss: float, targets: float) -> None:
+    """Raise ValueError unless the teacher's sums are at the temperature of the loss."""
+    if loss != targets:
+        raise ValueError(
+            f"the temperature is {loss:g} and the teacher's logsumexp and samples are at {targets:g}: a tail's "
+            "probability at one temperature does not follow from that at another"
+        )
 
 
 def _check(teacher: SparseTeacher, tail: Tail, spec: LossSpec) -> None:
@@ -121,11 +145,11 @@ def _check(teacher: SparseTeacher, tail: Tail, spec: LossSpec) -> None:
 
 
 def _tail_lse(teacher: SparseTeacher, u: Tensor, present: Tensor, true_vocab: int) -> Tensor:
-    """[N] logsumexp of the teacher's tail; -inf where every column is named."""
+    """[N] logsumexp of the teacher's tail; -inf where every column is listed."""
     if teacher.tail_lse is not None:
         tail = teacher.tail_lse.to(u.dtype)
     else:
-        # What rounding leaves of 1 - head can be 0 or less: no more than epsilon is known of such a tail.
+        # Rounding may leave 0 or less of 1 - the top columns' probability: such a tail is known to epsilon at most.
         lse = teacher.lse.to(u.dtype)
         rest = -torch.expm1(torch.logsumexp(u, dim=1) - lse)
         tail = lse + rest.clamp_min(torch.finfo(u.dtype).eps).log()
@@ -133,10 +157,10 @@ def _tail_lse(teacher: SparseTeacher, u: Tensor, present: Tensor, true_vocab: in
 
 
 def _first_of_equal(ids: Tensor) -> Tensor:
-    """[N, K] the first slot of the row that has the same id."""
+    """[N, K] the first slot of the token that has the same id."""
     ordered, order = ids.sort(dim=1, stable=True)
-    places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    begins = torch.ones_like(ids, dtype=torch.bool)
-    begins[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-    first = order.gather(1, torch.where(begins, places, 0).cummax(dim=1).values)
+    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    starts = torch.ones_like(ids, dtype=torch.bool)
+    starts[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    first = order.gather(1, torch.where(starts, positions, 0).cummax(dim=1).values)
     return torch.empty_like(first).scatter_(1, order, first)

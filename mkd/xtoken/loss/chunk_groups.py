@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mkd.losses.kernels.interface import Kernels
-from mkd.losses.logits import PLAIN_LOGITS, Chunk, KernelContext, statistics_dtype
-from mkd.losses.rows import Softmaxes, TokenTerms, TokenWeights
+from mkd.losses.inputs import PLAIN_LOGITS, KernelContext, TokenWeights, statistics_dtype
+from mkd.losses.kernels.interface import Chunk, Kernels
+from mkd.losses.statistics import Softmaxes, TokenTerms
 from mkd.xtoken.loss.chunks import Group
 
 
@@ -81,6 +81,6 @@ class Apart:
         normalizers = Softmaxes.merge(stats, 1.0)
         terms = TokenTerms.of(stats, None, normalizers, rows, setting.shard.true_vocab, setting.spec)
         if gradient is not None:
-            weighted = chunk._replace(rows=rows.times(weights.factor))
+            weighted = chunk._replace(tokens=rows.times(weights.factor))
             self.kernels.write_gradient(weighted, stats, None, setting, gradient)
         return GroupTerms(none, terms.ce, terms.log_sum)

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from mkd.losses.divergences import DIVERGENCES
-from mkd.losses.kernels.interface import Kernels
-from mkd.losses.logits import Chunk, KernelContext, LogitMap, LogitMaps, TailCoeffs, statistics_dtype
-from mkd.losses.rows import Softmaxes, Statistics, TokenWeights, divergence_and_dlogq_sum
+from mkd.losses.inputs import KernelContext, LogitMap, LogitMaps, TokenWeights, statistics_dtype
+from mkd.losses.kernels.interface import Chunk, Kernels, TailCoeffs
+from mkd.losses.statistics import Softmaxes, Statistics, divergence_and_dlogq_sum
 from mkd.xtoken.loss.chunk_groups import GroupTerms, GroupWeights
 from mkd.xtoken.loss.chunks import Group
 from mkd.xtoken.loss.partition_stats import CrossEntropies, Masses

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mkd.losses.rows import Statistics
+from mkd.losses.statistics import Statistics
 from mkd.xtoken.loss.chunks import Side
 from mkd.xtoken.loss.shards import log_mass
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mkd.losses.rows import Statistics
+from mkd.losses.statistics import Statistics
 from mkd.losses.vocab_shard import VocabShard
 
 

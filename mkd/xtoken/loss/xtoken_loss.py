@@ -10,15 +10,13 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from mkd.config.kd_config import LossSpec
-from mkd.losses.chunking import CHUNK_BYTES
-from mkd.losses.fused_linear import check_head, on_all_ranks, resolve_logits_dtype
-from mkd.losses.kernels.interface import Kernels, choose
-from mkd.losses.lm_head import LMHead, fp16_scale
-from mkd.losses.logits import PLAIN_LOGITS, KernelContext, LogitMaps, statistics_dtype
-from mkd.losses.main_grad import MainGrad, keep_gradients, kept_gradients
-from mkd.losses.rows import TokenWeights
-from mkd.losses.vocab_parallel import LossOutput
-from mkd.losses.vocab_shard import VocabShard
+from mkd.losses.inputs import PLAIN_LOGITS, KernelContext, LinearLogits, LogitMaps, TokenWeights, statistics_dtype
+from mkd.losses.kernels.interface import Kernels
+from mkd.losses.kernels.select import choose
+from mkd.losses.lm_head import CHUNK_BYTES, LMHead, resolve_logits_dtype
+from mkd.losses.main_grad import MainGrad, fp16_scale, keep_gradients, kept_gradients
+from mkd.losses.output import LossOutput
+from mkd.losses.vocab_shard import VocabLayout
 from mkd.xtoken.loss.chunk_groups import Apart, TermsOfGroup
 from mkd.xtoken.loss.chunks import ChunkRows, Plan
 from mkd.xtoken.loss.gold import gold
@@ -161,7 +159,7 @@ def xtoken_loss(
         maps: scale and softcap of both models' logits.
         uncommon_top_k: gold only: places of the sorted probabilities of uncommon tokens that are compared.
         logits_dtype, upstream: see `fused_linear_loss`.
-        impl: auto, eager or triton, of what `mkd.losses.kernels.interface` does.
+        impl: auto, eager or triton, of what `mkd.losses.kernels` computes.
 
     Returns:
         LossOutput; `ce` is [N_s], `kd` is [C] and 0 where another rank of `cp_group` has the chunk: its sum over ranks
@@ -170,11 +168,12 @@ def xtoken_loss(
     Raises:
         ValueError: shapes, dtypes or chunks that do not fit.
     """
-    check_head("student", student_hidden, student_weight)
-    check_head("teacher", teacher_hidden, teacher_weight)
+    LinearLogits(student_hidden, student_weight).check("student")
+    LinearLogits(teacher_hidden, teacher_weight).check("teacher")
     _check_vocabulary(vocabulary, student_weight, teacher_weight, tp_group, kind)
-    shard = VocabShard.of(student_weight.shape[0], vocabulary.student_vocab, tp_group)
-    hidden, teacher_hidden = on_all_ranks(student_hidden, teacher_hidden.detach(), shard, sequence_parallel)
+    layout = VocabLayout(vocabulary.student_vocab, tp_group, sequence_parallel)
+    shard, hidden = layout.shard(student_weight.shape[0]), layout.gather_trained_hidden(student_hidden)
+    teacher_hidden = layout.gather_hidden(teacher_hidden.detach())
     dtype = statistics_dtype(hidden)
     _check_rows(hidden, labels, teacher_hidden, teacher_labels)
     products_dtype = resolve_logits_dtype(logits_dtype, hidden)

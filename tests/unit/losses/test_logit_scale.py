@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mkd.config.kd_config import LossSpec
+from mkd.config.values import LossSpec
 from mkd.data.batch import KDBatch
 from mkd.losses import reference
 from mkd.teacher.interface import HiddenSignal

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mkd.losses import LossOutput, LossSpec, fused_linear_loss, reference, vocab_parallel_loss
 from mkd.losses.divergences import DIVERGENCES
-from mkd.losses.logits import LogitMap, LogitMaps
+from mkd.losses.inputs import LogitMap, LogitMaps
 from tests.support.loss_cases import UPSTREAM, LossCase, check, check_values, expect, make_inputs, run_fused, run_logits
 from tests.support.tolerance import FP32, FP64, HALF_FACTOR, assert_close_norm, norm_error
 
@@ -340,7 +340,7 @@ def test_wrong_shapes_are_refused() -> None:
         fused_linear_loss(h, w, th, tw[:28], x.labels, None, x.kd_weight, spec=spec, true_vocab=29)
     with pytest.raises(ValueError, match="must be given together"):
         fused_linear_loss(h, w, th, None, x.labels, None, x.kd_weight, spec=spec, true_vocab=29)
-    with pytest.raises(ValueError, match="teacher has 12 rows"):
+    with pytest.raises(ValueError, match="teacher has 12 tokens"):
         fused_linear_loss(h, w, th[:-1], tw, x.labels, None, x.kd_weight, spec=spec, true_vocab=29)
     for name in ("student_bias", "teacher_bias"):
         with pytest.raises(ValueError, match=name):

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from mkd.cache_build.sampling import count_ids, stratified_uniforms
-from mkd.config.kd_config import LossSpec
-from mkd.losses import LogitMap, SparseTeacher, reference, topk_loss
-from mkd.losses.measure.sampling import label_logits, teacher_draws
+from mkd.config.values import LossSpec
+from mkd.losses import LinearLogits, LogitMap, SparseTeacher, VocabLayout, reference, topk_loss
+from mkd.losses.measure.sampling import label_logits, sample_teacher_tokens
 from tests.support.tolerance import FP32, assert_close_norm
 
 VOCAB, DRAWS = 23, 5
@@ -32,7 +32,8 @@ def inverse(logits: Tensor, numbers: Tensor, temperature: float) -> Tensor:
 def test_draws_are_the_inverse_distribution(temperature: float) -> None:
     hidden, weight = make(40)
     numbers = stratified_uniforms(b"k" * 16, 40, DRAWS)
-    found = teacher_draws(hidden, weight, numbers, temperature, temperatures=(1.0, 2.5), true_vocab=VOCAB, chunk_rows=7)
+    model, how = LinearLogits(hidden, weight), dict(temperatures=(1.0, 2.5), vocab=VocabLayout(VOCAB), chunk_rows=7)
+    found = sample_teacher_tokens(model, numbers, temperature, **how)
     logits = hidden @ weight[:VOCAB].t()
     assert torch.equal(found.ids.long(), inverse(logits, numbers, temperature))
     for lse, t in zip(found.lse, (1.0, 2.5), strict=True):
@@ -43,14 +44,16 @@ def test_logit_map() -> None:
     hidden, weight = make(10)
     capped = LogitMap(scale=0.5, softcap=2.0)
     numbers = stratified_uniforms(b"k" * 16, 10, DRAWS)
-    found = teacher_draws(hidden, weight, numbers, 1.0, temperatures=(1.0,), true_vocab=VOCAB, logit_map=capped)
+    found = sample_teacher_tokens(
+        LinearLogits(hidden, weight, capped), numbers, 1.0, temperatures=(1.0,), vocab=VocabLayout(VOCAB)
+    )
     assert torch.equal(found.ids.long(), inverse(capped.apply_(hidden @ weight[:VOCAB].t()), numbers, 1.0))
 
 
 def test_label_logits() -> None:
     hidden, weight = make(10)
     labels = torch.tensor([0, 5, 22, 3, -100, 7, 1, 2, 23, 9])
-    found = label_logits(hidden, weight, labels, true_vocab=VOCAB)
+    found = label_logits(LinearLogits(hidden, weight), labels, vocab=VocabLayout(VOCAB))
     logits = hidden.double() @ weight[:VOCAB].double().t()
     is_id = (labels >= 0) & (labels < VOCAB)
     expected = torch.where(is_id, logits.gather(1, torch.where(is_id, labels, 0)[:, None])[:, 0], 0)
@@ -102,7 +105,9 @@ def test_the_mean_gradient_is_that_of_the_full_divergence(temperature: float) ->
     (full,) = torch.autograd.grad(reference.forward_kl(student.double(), teacher.double(), spec).sum(), student)
     numbers = torch.cat([stratified_uniforms(n.to_bytes(16, "little"), rows, draws) for n in range(trials)])
     many = hidden.repeat(trials, 1)
-    found = teacher_draws(many, weight, numbers, temperature, temperatures=(temperature,), true_vocab=VOCAB)
+    found = sample_teacher_tokens(
+        LinearLogits(many, weight), numbers, temperature, temperatures=(temperature,), vocab=VocabLayout(VOCAB)
+    )
     ids, counts = (torch.from_numpy(x) for x in count_ids(found.ids.numpy(), draws))
     logits = (many @ weight[:VOCAB].t()).gather(1, ids.long())
     sparse = SparseTeacher(ids, logits, found.lse[0], None, temperature, counts)

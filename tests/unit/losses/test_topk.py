@@ -7,7 +7,7 @@ import torch
 
 from mkd.losses import LossSpec, SparseTeacher, fused_linear_topk_loss, reference, topk_loss, vocab_parallel_loss
 from mkd.losses.divergences import DIVERGENCES
-from mkd.losses.logits import LogitMap, LogitMaps
+from mkd.losses.inputs import LogitMap, LogitMaps
 from mkd.losses.reference import topk as reference_topk
 from tests.support.loss_cases import INTERPRETED, LossCase
 from tests.support.sparse_cases import SparseCase, check_sparse

@@ -14,8 +14,8 @@ import torch
 
 from mkd.losses import LossSpec, fused_linear_loss, vocab_parallel_loss
 from mkd.losses.divergences import DIVERGENCES
-from mkd.losses.kernels.interface import choose
-from mkd.losses.logits import LogitMap, LogitMaps
+from mkd.losses.inputs import LogitMap, LogitMaps
+from mkd.losses.kernels.select import choose
 from tests.support.loss_cases import (
     INTERPRETED,
     LossCase,

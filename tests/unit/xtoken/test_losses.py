@@ -9,7 +9,7 @@ from torch import Tensor
 from mkd.errors import MkdConfigError
 from mkd.losses import LossOutput, fused_linear_loss
 from mkd.losses.divergences import DIVERGENCES
-from mkd.losses.logits import LogitMap, LogitMaps
+from mkd.losses.inputs import LogitMap, LogitMaps
 from mkd.xtoken.loss.chunks import ChunkRows
 from mkd.xtoken.loss.xtoken_loss import xtoken_loss
 from mkd.xtoken.vocabulary.cross_vocabulary import CrossVocabulary, relaxed_pairs

@@ -1,0 +1,50 @@
+"""The one place that selects the kernels: Triton on a GPU, eager torch elsewhere."""
+
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+
+from mkd.losses.kernels.interface import Kernels
+
+
+def resolve(implementation: str, device: torch.device, dtype: torch.dtype) -> str:
+    """`auto` -> triton on a GPU and eager elsewhere; any other name is returned if it can run.
+
+    Args:
+        implementation: auto, eager or triton.
+        device, dtype: of the hidden states or logits.
+
+    Raises:
+        ValueError: an unknown name, or Triton where it cannot run.
+    """
+    if implementation == "auto":
+        return "triton" if device.type != "cpu" and _why_no_triton(device, dtype) is None else "eager"
+    if implementation not in ("eager", "triton"):
+        raise ValueError(f"implementation is {implementation!r}; known are auto, eager and triton")
+    if implementation == "triton" and (reason := _why_no_triton(device, dtype)) is not None:
+        raise ValueError(f"the loss cannot run in Triton: {reason}; use eager (--kd-loss-impl)")
+    return implementation
+
+
+def choose(implementation: str, inputs: Tensor) -> Kernels:
+    """The kernels of an implementation, for inputs on their device. Raises ValueError as `resolve` does."""
+    if resolve(implementation, inputs.device, inputs.dtype) == "triton":
+        from mkd.losses.kernels import triton_launchers as triton_kernels
+
+        return triton_kernels
+    from mkd.losses.kernels import eager
+
+    return eager
+
+
+def _why_no_triton(device: torch.device, dtype: torch.dtype) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    if dtype == torch.float64:
+        return "its kernels have no float64"
+    # On CPU the kernels run in Triton's interpreter, if it is enabled before Triton is imported.
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "there is no GPU"
+    return None
