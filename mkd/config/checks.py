@@ -1,22 +1,50 @@
-"""Which values of the --kd-* flags about teachers go together."""
+"""Checks of the --kd-* flags against each other; none of them reads a file."""
 
 import math
-from collections.abc import Mapping, Sequence
 from typing import get_args
 
-from mkd.config.values import TeachersMode, XTokenLoss, require_choice
+from mkd.config.kd_fields import KDFields
+from mkd.config.values import (
+    SKEWED,
+    Divergence,
+    HiddenLossType,
+    LogitsDtype,
+    LossImplementation,
+    LossSpec,
+    Packing,
+    Schedule,
+    TeachersMode,
+    XTokenLoss,
+    require_choice,
+    require_ratio,
+    require_temperature,
+)
 from mkd.errors import MkdConfigError
+from mkd.utils.logging import LogLevel
+
+SOURCES = ("teacher_hf", "teacher_load", "teacher_cache")
+"""Fields that name a teacher, of which one is given."""
 
 
-def check_teachers(count: int, weights: Sequence[float] | None, mode: str, hidden_loss: str | None) -> None:
-    """Raise MkdConfigError for settings of several teachers that are not theirs.
+def flag_of(field: str) -> str:
+    """The flag of a field."""
+    return f"--kd-{field.replace('_', '-')}"
 
-    Args:
-        count: how many there are.
-        weights: --kd-teacher-weights.
-        mode: --kd-teachers-mode.
-        hidden_loss: --kd-hidden-loss.
-    """
+
+def check_source(kd: KDFields) -> None:
+    """Refuse no teacher source, and more than one."""
+    values = {name: getattr(kd, name) for name in SOURCES}
+    texts = {name: " ".join(value) if isinstance(value, list) else value for name, value in values.items()}
+    given = [f"{flag_of(name)} {text}" for name, text in texts.items() if text is not None]
+    if len(given) != 1:
+        seen = " and ".join(given) or "none"
+        flags = " or ".join(map(flag_of, SOURCES))
+        raise MkdConfigError(f"exactly one teacher source is needed, got {seen}: give one of {flags}")
+
+
+def check_teachers(kd: KDFields) -> None:
+    """Refuse weights and a mode of several teachers that do not apply to the number of teachers."""
+    count, weights, mode = kd.number_of_teachers, kd.teacher_weights, kd.teachers_mode
     require_choice("--kd-teachers-mode", mode, get_args(TeachersMode))
     if count == 1:
         if weights is not None or mode != "sum":
@@ -25,146 +53,254 @@ def check_teachers(count: int, weights: Sequence[float] | None, mode: str, hidde
                 "out, or name more folders in --kd-teacher-hf"
             )
         return
-    if weights is not None and mode == "select":
+    if weights is None:
+        return
+    listed = " ".join(f"{w:g}" for w in weights)
+    if mode == "select":
         raise MkdConfigError(
-            f"--kd-teacher-weights are {' '.join(f'{w:g}' for w in weights)}, but --kd-teachers-mode select lets one "
-            "teacher teach each text, with weight 1: leave them out"
+            f"--kd-teacher-weights are {listed}, but --kd-teachers-mode select distills each text from one teacher, "
+            "with weight 1: leave them out"
         )
-    if weights is not None and (len(weights) != count or not all(math.isfinite(w) and w > 0.0 for w in weights)):
+    if len(weights) != count or not all(math.isfinite(w) and w > 0.0 for w in weights):
+        raise MkdConfigError(f"--kd-teacher-weights are {listed}; {count} teachers need {count} finite numbers > 0")
+
+
+def check_layers_of_one_teacher(kd: KDFields) -> None:
+    """Refuse pairs of layers with several teachers."""
+    if kd.number_of_teachers > 1 and kd.hidden_loss is not None:
         raise MkdConfigError(
-            f"--kd-teacher-weights are {' '.join(f'{w:g}' for w in weights)}; {count} teachers need {count} finite "
-            "numbers > 0"
-        )
-    if hidden_loss is not None:
-        raise MkdConfigError(
-            f"--kd-hidden-loss is {hidden_loss}, which pairs layers with those of one teacher, and there are {count}: "
-            "leave it out"
+            f"--kd-hidden-loss is {kd.hidden_loss}, which pairs layers with those of one teacher, and there are "
+            f"{kd.number_of_teachers}: leave it out"
         )
 
 
-def check_other_tokenizer(
-    xtoken_loss: str | None,
-    *,
-    settings: Mapping[str, object],
-    hidden_loss: str | None,
-    teacher_cache: str | None,
-    loss_impl: str,
-) -> None:
-    """Raise MkdConfigError for settings of a teacher with another tokenizer without --kd-xtoken-loss, or that do not go
-    with it.
+def check_cache_missing(kd: KDFields) -> None:
+    """Refuse --kd-cache-missing without a cache."""
+    require_choice("--kd-cache-missing", kd.cache_missing, ("error", "ce_only"))
+    if kd.teacher_cache is None and kd.cache_missing != "error":
+        raise MkdConfigError(
+            f"--kd-cache-missing is {kd.cache_missing}, but no cache is read: give --kd-teacher-cache, or leave it out"
+        )
 
-    Args:
-        xtoken_loss: --kd-xtoken-loss.
-        settings: end of the flag's name -> value of what else belongs to such a teacher.
-        hidden_loss, teacher_cache, loss_impl: the flags of these names.
-    """
-    if xtoken_loss is None:
-        for name, value in settings.items():
-            if value is not None:
+
+def check_cache(kd: KDFields) -> None:
+    """Refuse flags of a teacher that runs together with cached targets."""
+    for flag, given, reason in (
+        ("--kd-hidden-loss", kd.hidden_loss is not None, "a cache has no hidden states"),
+        ("--kd-teacher-dtype", kd.teacher_dtype is not None, "the teacher ran when the cache was written"),
+        ("--kd-teacher-offload", kd.teacher_offload, "no weights of the teacher are in memory"),
+    ):
+        if kd.teacher_cache is not None and given:
+            raise MkdConfigError(f"{flag} does not work with --kd-teacher-cache: {reason}; leave it out")
+
+
+def check_ratio(kd: KDFields) -> None:
+    """Refuse an R that is missing, given twice or outside [0, 1]."""
+    if kd.ratio_schedule == "constant":
+        if kd.ratio is None:
+            raise MkdConfigError("--kd-ratio is required: loss = (1 - R) * CE + R * T^2 * KD, with R in [0, 1]")
+        require_ratio("--kd-ratio", kd.ratio)
+        return
+    if kd.ratio is not None:
+        raise MkdConfigError(
+            f"--kd-ratio {kd.ratio} and --kd-ratio-schedule {kd.ratio_schedule} both set R: give one of them"
+        )
+    schedule = Schedule.parse("--kd-ratio-schedule", kd.ratio_schedule)
+    require_ratio("START of --kd-ratio-schedule", schedule.start)
+    require_ratio("END of --kd-ratio-schedule", schedule.end)
+
+
+def check_balance(kd: KDFields) -> None:
+    """Refuse --kd-balance where CE or KD is not computed."""
+    ratio = kd.ratio_over_time
+    if kd.balance and (max(ratio.start, ratio.end) == 1.0 or kd.is_plain_pretraining):
+        raise MkdConfigError(
+            f"--kd-balance scales KD to the size of CE, and with R = {ratio} one of them is not computed: leave it "
+            "out, or give an R between 0 and 1"
+        )
+
+
+def check_temperature(kd: KDFields) -> None:
+    """Refuse a T that is given twice, or is not finite and above 0."""
+    require_temperature("--kd-temperature", kd.temperature)
+    if kd.temperature_schedule == "constant":
+        return
+    if kd.temperature != 1.0:
+        raise MkdConfigError(
+            f"--kd-temperature {kd.temperature} and --kd-temperature-schedule {kd.temperature_schedule} both set T: "
+            "give one of them"
+        )
+    schedule = Schedule.parse("--kd-temperature-schedule", kd.temperature_schedule)
+    require_temperature("START of --kd-temperature-schedule", schedule.start)
+    require_temperature("END of --kd-temperature-schedule", schedule.end)
+
+
+def check_loss(kd: KDFields) -> None:
+    """Refuse a divergence that does not exist, and parameters out of its range."""
+    require_choice("--kd-loss", kd.loss, get_args(Divergence))
+    kd.loss_spec(0)
+
+
+def check_unused_parameters(kd: KDFields) -> None:
+    """Refuse parameters that the divergence does not have."""
+    for flag, value, default, users in (
+        ("--kd-beta", kd.beta, LossSpec.beta, ("jsd",)),
+        ("--kd-skew", kd.skew, LossSpec.skew, SKEWED),
+    ):
+        if value != default and kd.loss not in users:
+            raise MkdConfigError(
+                f"{flag} is {value}, which --kd-loss {kd.loss} does not use: leave it out, or give --kd-loss "
+                f"{' or '.join(users)}"
+            )
+
+
+def check_z_loss(kd: KDFields) -> None:
+    """Refuse a z-loss where CE, whose part it is, is not computed or is Megatron's own."""
+    ratio = kd.ratio_over_time
+    if kd.z_loss > 0.0 and ratio.start == ratio.end == 1.0:
+        raise MkdConfigError(
+            f"--kd-z-loss is {kd.z_loss}, but it is a part of CE, and at R = 1 CE is not computed: leave it out, or "
+            "give a --kd-ratio below 1"
+        )
+    if kd.z_loss > 0.0 and kd.is_plain_pretraining:
+        raise MkdConfigError(
+            f"--kd-z-loss is {kd.z_loss}, but at R = 0 the loss is Megatron's own, which has none: leave it out, or "
+            "give a --kd-ratio above 0"
+        )
+
+
+def check_hidden_loss(kd: KDFields) -> None:
+    """Refuse invalid pairs of layers, their parameters without pairs, and pairs where the teacher is not run."""
+    require_choice("--kd-hidden-loss-type", kd.hidden_loss_type, get_args(HiddenLossType))
+    if not (math.isfinite(kd.hidden_loss_weight) and kd.hidden_loss_weight > 0.0):
+        raise MkdConfigError(
+            f"--kd-hidden-loss-weight is {kd.hidden_loss_weight}; a weight must be a finite number > 0"
+        )
+    if kd.hidden_loss is None:
+        given = {"weight": kd.hidden_loss_weight != 1.0, "type": kd.hidden_loss_type != "mse"}
+        for name in (name for name, changed in given.items() if changed):
+            raise MkdConfigError(
+                f"--kd-hidden-loss-{name} is {getattr(kd, 'hidden_loss_' + name)}, but no layers are paired: give "
+                "--kd-hidden-loss S:T,..., or leave it out"
+            )
+    if kd.layer_pairs and kd.is_plain_pretraining:
+        flag = "--kd-ratio" if kd.ratio_schedule == "constant" else "--kd-ratio-schedule"
+        raise MkdConfigError(
+            f"--kd-hidden-loss is {kd.hidden_loss}, but {flag} makes R = 0 for the whole run, where the teacher is not "
+            "run: leave it out, or give an R above 0"
+        )
+
+
+def check_top_k(kd: KDFields) -> None:
+    """Refuse a K that is too small, a tail without K, and K where the teacher is not run."""
+    require_choice("--kd-top-k-tail", kd.top_k_tail, ("bucket", "renormalize"))
+    if kd.top_k is None:
+        if kd.top_k_tail != "bucket" and kd.teacher_cache is None:
+            raise MkdConfigError(f"--kd-top-k-tail is {kd.top_k_tail}, but all tokens are used: give --kd-top-k")
+        return
+    least = 2 if kd.top_k_tail == "renormalize" else 1
+    if kd.top_k < least:
+        raise MkdConfigError(
+            f"--kd-top-k is {kd.top_k}; with --kd-top-k-tail {kd.top_k_tail} it must be at least {least}"
+        )
+    if kd.is_plain_pretraining:
+        raise MkdConfigError(f"--kd-top-k is {kd.top_k}, but at R = 0 the teacher is not run: leave it out")
+
+
+def check_xtoken_loss(kd: KDFields) -> None:
+    """Refuse flags of a teacher with a different tokenizer without --kd-xtoken-loss, and flags that exclude it."""
+    if kd.xtoken_loss is None:
+        for name in ("projection", "teacher_seq_length"):
+            if getattr(kd, name) is not None:
                 raise MkdConfigError(
-                    f"--kd-{name} is {value}, which is for a teacher with another tokenizer: give --kd-xtoken-loss, or "
-                    "leave it out"
+                    f"{flag_of(name)} is {getattr(kd, name)}, which is for a teacher with a different tokenizer: give "
+                    "--kd-xtoken-loss, or leave it out"
                 )
         return
-    require_choice("--kd-xtoken-loss", xtoken_loss, get_args(XTokenLoss))
-    length = settings["teacher-seq-length"]
+    require_choice("--kd-xtoken-loss", kd.xtoken_loss, get_args(XTokenLoss))
+    length = kd.teacher_seq_length
     if length is not None and length < 1:
         raise MkdConfigError(f"--kd-teacher-seq-length is {length}; it must be at least 1")
     reasons = {
-        "--kd-hidden-loss": (hidden_loss, "its layers put out something for other tokens"),
-        "--kd-teacher-cache": (teacher_cache, "a cache has answers about the student's own tokens"),
+        "--kd-hidden-loss": (kd.hidden_loss, "its hidden states belong to other tokens"),
+        "--kd-teacher-cache": (kd.teacher_cache, "a cache has targets for the student's own tokens"),
     }
     for flag, (value, reason) in reasons.items():
         if value is not None:
             raise MkdConfigError(
-                f"--kd-xtoken-loss is {xtoken_loss}, for a teacher with another tokenizer: {flag} {value} does not go "
-                f"with it ({reason})"
+                f"--kd-xtoken-loss is {kd.xtoken_loss}, for a teacher with a different tokenizer: {flag} {value} does "
+                f"not work with it ({reason})"
             )
-    if loss_impl == "reference":
+    if kd.loss_impl == "reference":
         raise MkdConfigError("--kd-loss-impl reference does not have --kd-xtoken-loss: give auto, eager or triton")
 
 
-def check_cache(
-    teacher_cache: str | None,
-    missing: str,
-    *,
-    hidden_loss: str | None,
-    teacher_dtype: str | None,
-    teacher_offload: bool,
-) -> None:
-    """Raise MkdConfigError for flags that a cache of the teacher's answers makes no sense of, or needs.
-
-    Args:
-        teacher_cache: --kd-teacher-cache.
-        missing: --kd-cache-missing.
-        hidden_loss, teacher_dtype, teacher_offload: the flags of these names.
-    """
-    require_choice("--kd-cache-missing", missing, ("error", "ce_only"))
-    if teacher_cache is None:
-        if missing != "error":
-            raise MkdConfigError(
-                f"--kd-cache-missing is {missing}, but no cache is read: give --kd-teacher-cache, or leave it out"
-            )
-        return
-    for flag, given, reason in (
-        ("--kd-hidden-loss", hidden_loss is not None, "a cache has no hidden states"),
-        ("--kd-teacher-dtype", teacher_dtype is not None, "the teacher ran when the cache was written"),
-        ("--kd-teacher-offload", teacher_offload, "no weights of the teacher are in memory"),
-    ):
-        if given:
-            raise MkdConfigError(f"{flag} does not work with --kd-teacher-cache: {reason}; leave it out")
+CHOICES = {
+    "logits_dtype": get_args(LogitsDtype),
+    "loss_impl": get_args(LossImplementation),
+    "packing": get_args(Packing),
+    "long_samples": ("split", "drop"),
+    "mask": ("labels", "all"),
+    "log_level": get_args(LogLevel),
+}
+"""Field -> its values, for fields without other checks."""
 
 
-def check_teacher_sizes(sizes: Mapping[str, int], teacher_cache: str | None, hidden_loss: str | None) -> None:
-    """Raise MkdConfigError for parallel sizes of the teacher that are none, or that do not go with another flag.
-
-    Args:
-        sizes: Megatron argument name -> value of --kd-teacher-<name>, of those that are given.
-        teacher_cache, hidden_loss: the flags of these names.
-    """
-    reasons = {
-        "--kd-teacher-cache": (teacher_cache, "no model of it runs"),
-        "--kd-hidden-loss": (hidden_loss, "its layers are compared where the student's are"),
-    }
-    for name, size in sizes.items():
-        flag = f"--kd-teacher-{name.replace('_', '-')}"
-        if size < 1:
-            raise MkdConfigError(f"{flag} is {size}; it must be at least 1")
-        for other, (value, reason) in reasons.items():
-            if value is not None:
-                raise MkdConfigError(
-                    f"{flag} {size} does not work with {other} {value}: {reason}; leave one of them out"
-                )
+def check_choice(kd: KDFields, field: str) -> None:
+    """Refuse a value that is not among `CHOICES`."""
+    require_choice(flag_of(field), getattr(kd, field), CHOICES[field])
 
 
-def check_snapshots(interval: int | None, keep: int | None) -> None:
-    """Raise MkdConfigError for a --kd-save-hf-interval or --kd-save-hf-keep that is none, or for the second alone."""
-    for name, value in (("interval", interval), ("keep", keep)):
-        if value is not None and value < 1:
-            raise MkdConfigError(f"--kd-save-hf-{name} is {value}; it must be at least 1")
-    if keep is not None and interval is None:
+def check_at_least_one(kd: KDFields, field: str) -> None:
+    """Refuse a number below 1."""
+    value = getattr(kd, field)
+    if value is not None and value < 1:
+        raise MkdConfigError(f"{flag_of(field)} is {value}; it must be at least 1")
+
+
+def check_lengths(kd: KDFields) -> None:
+    """Refuse microbatches of different lengths with packed rows."""
+    if kd.variable_seq_lengths and kd.packing != "none":
         raise MkdConfigError(
-            f"--kd-save-hf-keep is {keep}, but no Hugging Face folders are written: give --kd-save-hf-interval, or "
+            f"--kd-variable-seq-lengths does not work with --kd-packing {kd.packing}: packed rows have one length"
+        )
+
+
+def check_snapshots_kept(kd: KDFields) -> None:
+    """Refuse --kd-save-hf-keep without --kd-save-hf-interval."""
+    if kd.save_hf_keep is not None and kd.save_hf_interval is None:
+        raise MkdConfigError(
+            f"--kd-save-hf-keep is {kd.save_hf_keep}, but no Hugging Face folders are written: give "
+            "--kd-save-hf-interval, or leave it out"
+        )
+
+
+def check_comparison(kd: KDFields) -> None:
+    """Refuse --kd-compare-interval where the teacher is not run."""
+    if kd.compare_interval is not None and kd.is_plain_pretraining:
+        raise MkdConfigError(
+            f"--kd-compare-interval is {kd.compare_interval}, but at R = 0 the teacher is not run: leave it out"
+        )
+
+
+def check_mlflow(kd: KDFields) -> None:
+    """Refuse --kd-mlflow-uri without --kd-mlflow-experiment."""
+    if kd.mlflow_uri is not None and kd.mlflow_experiment is None:
+        raise MkdConfigError(
+            f"--kd-mlflow-uri is {kd.mlflow_uri}, but nothing is written to MLflow: give --kd-mlflow-experiment, or "
             "leave it out"
         )
 
 
-def check_tracking(compare_interval: int | None, plain: bool, experiment: str | None, uri: str | None) -> None:
-    """Raise MkdConfigError for flags of what is measured and where it is written that do not go together.
-
-    Args:
-        compare_interval: --kd-compare-interval.
-        plain: whether the teacher never runs.
-        experiment, uri: --kd-mlflow-experiment and --kd-mlflow-uri.
-    """
-    if compare_interval is not None:
-        if compare_interval < 1:
-            raise MkdConfigError(f"--kd-compare-interval is {compare_interval}; it must be at least 1")
-        if plain:
+def check_teacher_size(kd: KDFields, field: str) -> None:
+    """Refuse a parallel size of the teacher with a cache, which runs no model, and with pairs of layers."""
+    size = getattr(kd, field)
+    reasons = {
+        "--kd-teacher-cache": (kd.teacher_cache, "the teacher is not run"),
+        "--kd-hidden-loss": (kd.hidden_loss, "its layers are compared on the ranks of the student's"),
+    }
+    for other, (value, reason) in reasons.items():
+        if size is not None and value is not None:
             raise MkdConfigError(
-                f"--kd-compare-interval is {compare_interval}, but at R = 0 the teacher is not run: leave it out"
+                f"{flag_of(field)} {size} does not work with {other} {value}: {reason}; leave one of them out"
             )
-    if uri is not None and experiment is None:
-        raise MkdConfigError(
-            f"--kd-mlflow-uri is {uri}, but nothing is written to MLflow: give --kd-mlflow-experiment, or leave it out"
-        )

@@ -10,6 +10,7 @@ from megatron.training.arguments import add_megatron_arguments, parse_args
 
 from mkd import compat
 from mkd.config.kd_config import KDConfig
+from mkd.config.kd_fields import KDFields
 from mkd.errors import MkdConfigError
 
 # Beginnings of Megatron flags that say something else about the loss, the teacher or what is trained, and what to use.
@@ -57,7 +58,7 @@ def add_kd_flags(parser: ArgumentParser) -> ArgumentParser:
 
     What the parser cannot read is then an MkdConfigError of one line, and not a thousand lines of usage.
     """
-    _KDFlags(KDConfig).build_group(parser, title="knowledge distillation")
+    _KDFlags(KDFields).build_group(parser, title="knowledge distillation")
     compat.repair_help(parser)
 
     def refuse(message: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Values that flags are made of: the divergence and its temperature, schedules, pairs of layers."""
+"""Types of the values of flags: choices, the divergence and its temperature, schedules, pairs of layers."""
 
 import math
 from dataclasses import dataclass
@@ -11,17 +11,29 @@ Divergence = Literal["forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew
 """Divergences between teacher p and student q, both softmax(logits / T)."""
 
 TeachersMode = Literal["sum", "averaged_logits", "select"]
-"""What several teachers are together."""
+"""Combinations of several teachers."""
 
 XTokenLoss = Literal["partition_kl", "p_kl", "gold", "gold_relaxed"]
 """Losses from a teacher with another tokenizer."""
+
+LogitsDtype = Literal["auto", "bf16", "fp32"]
+"""Precision of the logits that the LM heads' matrix products write."""
+
+LossImplementation = Literal["auto", "reference", "eager", "triton"]
+"""Implementations of the loss."""
+
+HiddenLossType = Literal["mse", "cosine"]
+"""Distances between hidden states of a student's and a teacher's layer."""
+
+Packing = Literal["none", "best_fit"]
+"""Layouts of samples in rows."""
 
 SKEWED = ("skew_forward_kl", "skew_reverse_kl")
 """The divergences with a `skew`."""
 
 
 def divergence_text(divergence: str, beta: float, skew: float) -> str:
-    """The name of a divergence with the parameter that it has, such as jsd (beta 0.5)."""
+    """The name of a divergence with its parameter, such as jsd (beta 0.5)."""
     if divergence == "jsd":
         return f"jsd (beta {beta:g})"
     return f"{divergence} (skew {skew:g})" if divergence in SKEWED else divergence
@@ -36,13 +48,13 @@ def require_choice(flag: str, value: object, choices: tuple) -> None:
 
 
 def require_temperature(flag: str, value: float) -> None:
-    """Raise MkdConfigError unless the value can be a temperature."""
+    """Raise MkdConfigError unless the value is a valid temperature."""
     if not (math.isfinite(value) and value > 0):
         raise MkdConfigError(f"{flag} is {value}; a temperature must be a finite number > 0")
 
 
 def require_ratio(flag: str, value: float) -> None:
-    """Raise MkdConfigError unless the value can be the share of KD."""
+    """Raise MkdConfigError unless the value is a valid share of KD."""
     if not 0.0 <= value <= 1.0:
         raise MkdConfigError(
             f"{flag} is {value}; a ratio must be in [0, 1] (0: cross-entropy only, 1: distillation only)"
@@ -51,7 +63,7 @@ def require_ratio(flag: str, value: float) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class LossSpec:
-    """Which divergence is minimized, and at which temperature. Formulas: docs/losses.md."""
+    """The divergence to minimize and its temperature. Formulas: docs/losses.md."""
 
     divergence: Divergence = "forward_kl"
     """With p the teacher and q the student: forward_kl is KL(p || q), reverse_kl KL(q || p), tvd 0.5 sum |p - q|;
@@ -59,14 +71,14 @@ class LossSpec:
     KL(p || skew p + (1 - skew) q), skew_reverse_kl KL(q || (1 - skew) p + skew q)."""
 
     beta: float = 0.5
-    """Of jsd, 0 < beta < 1: the teacher's share of the mixture. Other divergences do not read it."""
+    """Teacher's share of the mixture in jsd, 0 < beta < 1. Other divergences do not read it."""
 
     skew: float = 0.1
-    """Of the skewed KLs, 0 <= skew < 1: the share of the first distribution in the mixture; at 0 they are the KLs.
-    Other divergences do not read it."""
+    """Share of the first distribution in the mixture of the skewed KLs, 0 <= skew < 1; at 0 they are the KLs. Other
+    divergences do not read it."""
 
     temperature: float = 1.0
-    """T > 0: both softmaxes are taken of logits / T."""
+    """T > 0: both distributions are softmax(logits / T)."""
 
     temperature_squared: bool = True
     """Multiply the divergence by T^2, in value and gradient, so that its gradient keeps its size as T grows
@@ -74,7 +86,7 @@ class LossSpec:
 
     z_loss: float = 0.0
     """Coefficient >= 0: CE becomes CE + z_loss * (ln sum_j exp z_j)^2, at T = 1 and with CE's weight. The reported
-    CE is without it."""
+    CE excludes it."""
 
     def __post_init__(self) -> None:
         require_choice("--kd-loss", self.divergence, get_args(Divergence))
@@ -82,13 +94,13 @@ class LossSpec:
         if self.divergence == "jsd" and not 0.0 < self.beta < 1.0:
             raise MkdConfigError(
                 f"--kd-beta is {self.beta}; jsd needs 0 < beta < 1. Its end points are not the KL divergences (there "
-                "it is 0 whatever the student does): for KL(teacher || student) give --kd-loss forward_kl, for "
+                "it is 0 for every student): for KL(teacher || student) give --kd-loss forward_kl, for "
                 "KL(student || teacher) --kd-loss reverse_kl"
             )
         if self.divergence in SKEWED and not 0.0 <= self.skew < 1.0:
             raise MkdConfigError(
                 f"--kd-skew is {self.skew}; {self.divergence} needs 0 <= skew < 1 (at 0 it is the KL without skew, at "
-                "1 it is 0 whatever the student does)"
+                "1 it is 0 for every student)"
             )
         if not (math.isfinite(self.z_loss) and self.z_loss >= 0.0):
             raise MkdConfigError(f"--kd-z-loss is {self.z_loss}; a coefficient must be a finite number >= 0")
@@ -162,6 +174,6 @@ class LayerPair:
                 )
             pair = cls(*map(int, numbers))
             if pair in pairs:
-                raise MkdConfigError(f"{flag} is {text!r}: the pair {pair} stands there twice")
+                raise MkdConfigError(f"{flag} is {text!r}: the pair {pair} occurs twice")
             pairs.append(pair)
         return tuple(pairs)

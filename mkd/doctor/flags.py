@@ -1,6 +1,5 @@
-"""The readable part of a command line, and settings without those that are refused: what is examined beside them."""
+"""The parts of a command line that can be used although others are refused."""
 
-import re
 from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -8,27 +7,30 @@ from typing import Any
 
 from megatron.training.arguments import add_megatron_arguments
 
-from mkd.config import flags
-from mkd.config.kd_config import KDConfig
+from mkd.config.checks import SOURCES
+from mkd.config.flags import add_kd_flags, refuse_contradictions
+from mkd.config.kd_config import FIELD_CHECKS, KDConfig
+from mkd.config.kd_fields import KDFields
 from mkd.doctor.findings import Findings
-from mkd.errors import MkdConfigError
+
+DEFAULTS = {field.name: field.default for field in fields(KDFields)}
 
 
-def readable(words: Sequence[str], findings: Findings) -> list[str]:
-    """The words without flags that do not exist, contradict distillation or have a value that cannot be read.
+def parsable_words(words: Sequence[str], findings: Findings) -> list[str]:
+    """The words without flags that do not exist, contradict distillation or have a value that cannot be parsed.
 
-    Each of them becomes a problem, and is set aside with its values.
+    Each of these becomes a problem and is left out together with its values.
     """
     groups: list[list[str]] = []
     for word in words:
         if word.startswith("--") or not groups:
             groups.append([])
         groups[-1].append(word)
-    parser = flags.add_kd_flags(add_megatron_arguments(ArgumentParser(allow_abbrev=False)))
+    parser = add_kd_flags(add_megatron_arguments(ArgumentParser(allow_abbrev=False)))
     kept = []
     for group in groups:
         with findings.tolerate():
-            flags.refuse_contradictions(group)
+            refuse_contradictions(group)
             _, unknown = parser.parse_known_args(group)
             kept += [word for word in group if word not in unknown]
             if unknown:
@@ -36,41 +38,36 @@ def readable(words: Sequence[str], findings: Findings) -> list[str]:
     return kept
 
 
-def settled(given: Mapping[str, Any], findings: Findings) -> KDConfig | None:
-    """The settings, with something else in place of each that is refused; every refusal becomes a problem.
+def checked_config(given: Mapping[str, Any], findings: Findings) -> KDConfig | None:
+    """The options of distillation. Each refused field becomes a problem and takes a value that passes its check.
 
     Args:
         given: values of the fields of `KDConfig`.
-        findings: gets the problems.
+        findings: collects the problems.
 
     Returns:
-        None when a refusal names no field.
+        None if the values that replace refused ones are refused too.
     """
     values = dict(given)
-    for _ in range(2 * len(values)):
-        try:
-            return KDConfig(**values)
-        except MkdConfigError as error:
-            findings.problem(str(error))
-            if not _replace_first_named(values, str(error)):
-                break
+    for check in FIELD_CHECKS:
+        passes = False
+        with findings.tolerate():
+            check.run(KDFields(**values))
+            passes = True
+        if not passes:
+            values |= _replacements(check.fields, values)
+    with findings.tolerate():
+        return KDConfig(**values)
     return None
 
 
-def _replace_first_named(values: dict[str, Any], message: str) -> bool:
-    """Put something harmless in place of the first flag in a message that is not harmless yet; False without one."""
-    has_schedule = values["ratio_schedule"] != "constant"
-    has_teacher = values["teacher_load"] is not None or values["teacher_cache"] is not None
-    harmless = {
-        **{field.name: field.default for field in fields(KDConfig)},
-        "ratio": None if has_schedule else 0.5,
-        "teacher_hf": None if has_teacher else ["."],
-    }
-    named = [name.replace("-", "_") for name in re.findall(r"--kd-([a-z][a-z-]*[a-z])", message)]
-    name = next((name for name in named if name in values and values[name] != harmless[name]), None)
-    if name is None:
-        return False
-    values[name] = harmless[name]
-    if name == "ratio_schedule":
-        values["ratio"] = 0.5
-    return True
+def _replacements(refused: Sequence[str], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Field -> value for refused fields: the default, or a valid value where there is no default."""
+    if refused == SOURCES:  # keep the first one that is given
+        first = next((name for name in SOURCES if values[name] is not None), None)
+        named = {name: values[name] if name == first else None for name in SOURCES}
+        return named if first is not None else {**named, "teacher_hf": ["."]}
+    changed = {name: DEFAULTS[name] for name in refused}
+    if "ratio" in refused:
+        changed["ratio"] = 0.5
+    return changed

@@ -39,7 +39,7 @@ from mkd.data.sources.chat import ChatTokenizer
 from mkd.data.sources.stores import check_chat_file, is_chat_file
 from mkd.doctor.environment import has_wrong_apex
 from mkd.doctor.findings import Findings
-from mkd.doctor.flags import readable, settled
+from mkd.doctor.flags import checked_config, parsable_words
 from mkd.errors import MkdError
 from mkd.job.job import Job, check_writable
 from mkd.job.resume import select_checkpoint
@@ -69,7 +69,7 @@ def examine(launch: Launch, findings: Findings) -> Job | None:
     """
     destroy_global_vars()
     destroy_num_microbatches_calculator()
-    flags = readable(launch.flags, findings)
+    flags = parsable_words(launch.flags, findings)
     if not cpu.is_target() and find_spec("transformer_engine") is None:
         # That it is missing is found below. Megatron would stop at the first flag that needs it.
         flags.append("--no-rope-fusion")
@@ -120,7 +120,7 @@ def _examine_parts(findings: Findings) -> None:
     except MkdError as error:
         findings.problem(str(error))
         return
-    kd = settled(given, findings)
+    kd = checked_config(given, findings)
     teacher = None
     if kd is not None and kd.teacher_hf == args.kd_teacher_hf:
         with tolerate():

@@ -36,7 +36,7 @@ def config(**changes: object) -> KDConfig:
         ({"projection": "file"}, ["--kd-projection is file", "give --kd-xtoken-loss"]),
         ({"teacher_seq_length": 64}, ["--kd-teacher-seq-length is 64", "give --kd-xtoken-loss"]),
         ({"xtoken_loss": "gold", "teacher_seq_length": 0}, ["--kd-teacher-seq-length is 0"]),
-        ({"xtoken_loss": "gold", "hidden_loss": "1:1"}, ["--kd-hidden-loss 1:1 does not go with it"]),
+        ({"xtoken_loss": "gold", "hidden_loss": "1:1"}, ["--kd-hidden-loss 1:1 does not work with it"]),
         ({"xtoken_loss": "gold", "loss_impl": "reference"}, ["--kd-loss-impl reference"]),
         ({"balance": True, "ratio": 1.0}, ["--kd-balance", "R = 1"]),
         ({"balance": True, "ratio": 0.0}, ["--kd-balance", "R = 0"]),

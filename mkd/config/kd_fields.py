@@ -1,0 +1,289 @@
+"""The fields of `KDConfig`, one per `--kd-*` flag. The docstring under a field is the flag's `--help` text."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from mkd.config.values import (
+    Divergence,
+    HiddenLossType,
+    LayerPair,
+    LogitsDtype,
+    LossImplementation,
+    LossSpec,
+    Packing,
+    Schedule,
+    TeachersMode,
+    XTokenLoss,
+)
+from mkd.utils.logging import LogLevel
+
+TEACHER_SIZES = tuple(
+    f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+)
+"""Megatron argument names of the sizes that a teacher may have its own value of; `teacher_<name>` is the field."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KDFields:
+    """Options of knowledge distillation as given, unchecked: `KDConfig` checks them."""
+
+    teacher_hf: list[str] | None = field(default=None, metadata={"argparse_meta": {"metavar": "DIR"}})
+    """Teacher: a Hugging Face folder (config.json and safetensors). Its architecture is read from its own config.json.
+    Exactly one teacher source must be given; this one may name several teachers."""
+
+    teacher_weights: list[float] | None = field(default=None, metadata={"argparse_meta": {"metavar": "W"}})
+    """With several teachers: the weight > 0 of each teacher's divergence in the sum, or of its logits in the average.
+    Default: equal weights with sum 1."""
+
+    teachers_mode: TeachersMode = "sum"
+    """Combination of several teachers. sum: their divergences are added. averaged_logits: one teacher with the weighted
+    mean of their logits; they must share one tokenizer and vocabulary. select: each text is distilled from the teacher
+    with the lowest cross-entropy on it."""
+
+    teacher_load: str | None = None
+    """Teacher: a Megatron checkpoint folder (torch_dist). Its architecture is read from the arguments stored in it.
+    Exactly one teacher source must be given."""
+
+    teacher_cache: str | None = None
+    """Teacher: a folder of cached targets (tools/cache_teacher.py); the teacher's weights are not loaded. The data must
+    be those that the cache was written from. Exactly one teacher source must be given."""
+
+    cache_missing: Literal["error", "ce_only"] = "error"
+    """Handling of texts that are not in --kd-teacher-cache. error: the job ends before the step. ce_only: they are
+    trained with cross-entropy only, and the metrics count them (kd_missing)."""
+
+    student_hf: str | None = None
+    """Initial student weights, architecture and vocabulary from a Hugging Face folder. Size flags are not needed; one
+    that contradicts the folder is an error. A checkpoint in --load takes precedence for the weights, so the same
+    command line resumes."""
+
+    ratio: float | None = None
+    """R in [0, 1]: loss = (1 - R) * CE + R * T^2 * KD. CE is not computed at R = 1, and KD not at R = 0. Required
+    unless --kd-ratio-schedule is given."""
+
+    ratio_schedule: str = "constant"
+    """R as a function of the iteration: constant, linear:START:END:STEPS or cosine:START:END:STEPS."""
+
+    balance: bool = False
+    """Scale KD to the size of CE: in each step KD is multiplied by CE / KD of the previous step, both means over the
+    whole global batch; by 1 in the first step. The reported ce and kd exclude the factor. Requires R below 1 in every
+    step."""
+
+    loss: Divergence = "forward_kl"
+    """Divergence between teacher p and student q. forward_kl: KL(p || q). reverse_kl: KL(q || p). jsd: beta KL(p || m)
+    + (1 - beta) KL(q || m), m = beta p + (1 - beta) q. skew_forward_kl: KL(p || skew p + (1 - skew) q).
+    skew_reverse_kl: KL(q || (1 - skew) p + skew q). tvd: half of sum |p - q|."""
+
+    beta: float = LossSpec.beta
+    """Teacher's share of the mixture in jsd, 0 < beta < 1. The end points are not the KLs and are refused."""
+
+    skew: float = LossSpec.skew
+    """Skew of skew_forward_kl and skew_reverse_kl, 0 <= skew < 1; 0 is the plain KL."""
+
+    z_loss: float = LossSpec.z_loss
+    """Coefficient >= 0 of (ln sum exp z)^2, which is added to CE with CE's weight 1 - R. The reported ce excludes
+    it."""
+
+    temperature: float = 1.0
+    """T > 0: teacher and student logits are divided by T in the divergence, never in CE."""
+
+    temperature_schedule: str = "constant"
+    """T as a function of the iteration: constant, linear:START:END:STEPS or cosine:START:END:STEPS."""
+
+    temperature_squared: bool = True
+    """Do not multiply the divergence by T^2."""
+
+    top_k: int | None = None
+    """K >= 1: restrict the divergence to the teacher's top-K tokens, to measure what that costs. Default: all
+    tokens."""
+
+    top_k_tail: Literal["bucket", "renormalize"] = "bucket"
+    """Treatment of the other tokens with --kd-top-k. bucket: they form one more category. renormalize: the
+    probabilities of both models are divided by their sum over the top K; the other tokens get no gradient."""
+
+    hidden_loss: str | None = field(default=None, metadata={"argparse_meta": {"metavar": "S:T,..."}})
+    """Pairs of layers, counted from 1: the student's hidden states after layer S are pulled toward the teacher's after
+    layer T. If the widths differ, a linear map from the student's width to the teacher's is trained for each pair. Adds
+    R * W * (sum of the pairs' distances) to the loss of a token."""
+
+    hidden_loss_weight: float = 1.0
+    """Weight W > 0 of --kd-hidden-loss."""
+
+    hidden_loss_type: HiddenLossType = "mse"
+    """Distance of --kd-hidden-loss. mse: mean over the teacher's width of the squared difference. cosine: 1 - cosine of
+    the angle."""
+
+    xtoken_loss: XTokenLoss | None = field(
+        default=None, metadata={"argparse_meta": {"nargs": "?", "const": "partition_kl"}}
+    )
+    """The teacher has a different tokenizer. Selects the loss that compares aligned pieces of text (text chunks):
+    partition_kl, the default if the flag has no value, p_kl, gold or gold_relaxed; see docs/cross_tokenizer.md."""
+
+    projection: str | None = field(default=None, metadata={"argparse_meta": {"metavar": "FILE"}})
+    """Teacher tokens that stand for each student token, written by tools/build_projection.py. Default: built when the
+    job starts and kept in the data cache."""
+
+    teacher_seq_length: int | None = None
+    """Tokens per row of a teacher with a different tokenizer. A sample must fit into the student's row and the
+    teacher's. Default: --seq-length times the teacher's tokens per student token in the first texts, plus 5 per
+    cent."""
+
+    logits_dtype: LogitsDtype = "auto"
+    """Precision of the logits that the LM heads' matrix products write. auto: bf16 for bf16 models on GPU, else fp32.
+    bf16 is faster, but once the student is close to the teacher, the gradient of KD is mostly its rounding error."""
+
+    loss_impl: LossImplementation = "auto"
+    """Implementation of the loss. reference: the definition with autograd, on one tensor-parallel rank. eager: plain
+    PyTorch. triton: GPU kernels. auto: triton on GPU where it applies, else eager; the choice is printed."""
+
+    loss_chunk_rows: int | None = None
+    """Tokens per loss chunk; the logits of one or two chunks exist at one time. Default: as many as keep one model's
+    logits of a chunk below 192 MiB, but at least 768 on a GPU."""
+
+    teacher_dtype: Literal["fp32", "bf16", "fp16", "fp8"] | None = None
+    """Precision of the teacher's weights and forward pass. fp8 applies to the layers; the rest is bf16. Default: the
+    student's."""
+
+    teacher_offload: bool = False
+    """Keep the teacher's weights in host memory while the student trains: the teacher first runs over all microbatches
+    of a step, then its weights leave the device."""
+
+    teacher_tensor_model_parallel_size: int | None = None
+    """Tensor-parallel size of the teacher, on the student's ranks. Default of this and the following sizes: the
+    student's."""
+
+    teacher_pipeline_model_parallel_size: int | None = None
+    """Pipeline-parallel size of the teacher."""
+
+    teacher_context_parallel_size: int | None = None
+    """Context-parallel size of the teacher."""
+
+    teacher_expert_model_parallel_size: int | None = None
+    """Expert-parallel size of a teacher with experts."""
+
+    teacher_expert_tensor_parallel_size: int | None = None
+    """Tensor-parallel size of the teacher's experts. Default: the student's, or the teacher's tensor-parallel size if
+    that differs from the student's."""
+
+    save_hf_interval: int | None = None
+    """Iterations between Hugging Face folders: <save>/hf/iter_XXXXXXX is written together with the checkpoint of such
+    an iteration. Must be a multiple of --save-interval. Default: none are written."""
+
+    save_hf_keep: int | None = None
+    """Number of Hugging Face folders to keep; older ones are removed. Default: all."""
+
+    skip_checkpoint_hashes: bool = False
+    """Do not write the SHA-256 of a checkpoint's files when it is saved, and do not check them when it is loaded."""
+
+    allow_bad_teacher: bool = False
+    """Allow a teacher whose loss on the first validation microbatch is far above uniform guessing (ln V). Default: an
+    error."""
+
+    other_teacher: bool = False
+    """Continue from a checkpoint that was trained with a different teacher. Default: an error."""
+
+    packing: Packing = "none"
+    """none: documents are concatenated and cut as in Megatron, and each conversation has a row of its own. best_fit:
+    several whole samples share a row of --seq-length tokens and do not attend to each other."""
+
+    packing_multiple: int = 16
+    """Each sample in a packed row is padded to a multiple of this number of tokens. Must be divisible by twice the
+    context-parallel size of student and teacher. The same value gives the same rows under every parallel layout."""
+
+    long_samples: Literal["split", "drop"] = "split"
+    """Handling of samples longer than --seq-length, in chat files and with --kd-packing best_fit."""
+
+    variable_seq_lengths: bool = False
+    """Trim every microbatch to its longest text, if rows end in padding (conversations that are not packed).
+    Microbatches then differ in length: there is less to compute, and pipeline stages exchange shapes first."""
+
+    mask: Literal["labels", "all"] = "labels"
+    """Tokens of the divergence. labels: the supervised tokens, as for CE (all tokens of documents, the assistant's
+    tokens in chats). all: the other tokens of conversations as well."""
+
+    compare_interval: int | None = None
+    """Iterations between training steps that also measure the entropies of student and teacher and how often their most
+    probable tokens agree. Such a step computes the logits of both LM heads once more; gradients do not change. Default:
+    only evaluations measure it."""
+
+    metrics_file: str | None = field(default=None, metadata={"argparse_meta": {"metavar": "FILE"}})
+    """Metrics as JSON lines, one per iteration (iteration, loss, ce, kd, grad_norm, lr, tokens, tokens_per_s,
+    elapsed_s); the names in validation lines start with valid_. Default: metrics.jsonl in the --save folder."""
+
+    mlflow_experiment: str | None = None
+    """Also write the metrics to this MLflow experiment, which is created if it does not exist; needs the package
+    mlflow. Default: not written. TensorBoard and Weights & Biases have Megatron's flags --tensorboard-dir and --wandb-
+    project."""
+
+    mlflow_uri: str | None = None
+    """MLflow's tracking server, or sqlite:///FILE. Default: MLflow's own, which is MLFLOW_TRACKING_URI or the current
+    folder."""
+
+    dry_run: bool = False
+    """Check flags, teacher, student, data and layout, print the plan, and exit without training."""
+
+    verbose: bool = False
+    """Print everything that Megatron prints: its arguments, every parameter, its own memory report."""
+
+    log_level: LogLevel = "info"
+    """Lowest level of the lines that mkd prints and writes to mkd.log in --save."""
+
+    @property
+    def number_of_teachers(self) -> int:
+        """Folders in --kd-teacher-hf; 1 for other sources."""
+        return 1 if self.teacher_hf is None else len(self.teacher_hf)
+
+    @property
+    def weights_of_teachers(self) -> tuple[float, ...]:
+        """Weight of each teacher, in the order of --kd-teacher-hf."""
+        count = self.number_of_teachers
+        if self.teachers_mode == "select":
+            return (1.0,) * count
+        return (1.0 / count,) * count if self.teacher_weights is None else tuple(self.teacher_weights)
+
+    @property
+    def teacher_sizes(self) -> dict[str, int]:
+        """Megatron argument name -> size, for the parallel sizes of the teacher that are given."""
+        sizes = {name: getattr(self, f"teacher_{name}") for name in TEACHER_SIZES}
+        return {name: size for name, size in sizes.items() if size is not None}
+
+    @cached_property
+    def layer_pairs(self) -> tuple[LayerPair, ...]:
+        """The pairs of --kd-hidden-loss; empty without the flag."""
+        return () if self.hidden_loss is None else LayerPair.parse_all("--kd-hidden-loss", self.hidden_loss)
+
+    @cached_property
+    def ratio_over_time(self) -> Schedule:
+        """R by iteration."""
+        if self.ratio_schedule == "constant":
+            return Schedule.constant(self.ratio)
+        return Schedule.parse("--kd-ratio-schedule", self.ratio_schedule)
+
+    @cached_property
+    def temperature_over_time(self) -> Schedule:
+        """T by iteration."""
+        if self.temperature_schedule == "constant":
+            return Schedule.constant(self.temperature)
+        return Schedule.parse("--kd-temperature-schedule", self.temperature_schedule)
+
+    @property
+    def is_plain_pretraining(self) -> bool:
+        """True if R is 0 for the whole run: the teacher is not run."""
+        ratio = self.ratio_over_time
+        return ratio.start == 0.0 and ratio.end == 0.0
+
+    def compares(self, iteration: int) -> bool:
+        """True if the training step of an iteration, counted from 0, is one of --kd-compare-interval."""
+        return self.compare_interval is not None and (iteration + 1) % self.compare_interval == 0
+
+    def loss_spec(self, iteration: int) -> LossSpec:
+        """The loss at an iteration, counted from 0."""
+        return LossSpec(
+            divergence=self.loss,
+            beta=self.beta,
+            skew=self.skew,
+            temperature=self.temperature_over_time.value(iteration),
+            temperature_squared=self.temperature_squared,
+            z_loss=self.z_loss,
+        )
