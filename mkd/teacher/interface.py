@@ -27,6 +27,7 @@ from torch import Tensor
 
 from mkd.data.batch import KDBatch
 from mkd.data.lookahead import Lookahead
+from mkd.losses import SparseTeacher
 
 
 @dataclass(frozen=True)
@@ -55,20 +56,9 @@ class TopKSignal:
     Whole on every tensor-parallel rank, and not sliced under sequence parallelism.
     """
 
-    ids: Tensor
-    """[b, s/cp, K] int32 global ids. A negative id is an empty slot; of equal ids of a token only the first counts
-    (with `counts` they are added)."""
-    logits: Tensor
-    """[b, s/cp, K], any float dtype: the teacher's logits, not divided by a temperature and not normalized."""
-    lse: Tensor
-    """[b, s/cp] fp32 ln sum_j exp(u_j / temperature) over the true vocabulary."""
-    tail_lse: Tensor | None = None
-    """[b, s/cp] fp32, the same sum over the columns that are not in `ids`. Without it the probability of the tail is
-    1 - that of the top columns, which is accurate to rounding only."""
-    temperature: float = 1.0
-    """Temperature of `lse` and `tail_lse`, and of the distribution that `counts` was sampled from."""
-    counts: Tensor | None = None
-    """[b, s/cp, K] int32: how often each id was sampled from softmax(u / temperature); None for top-k."""
+    targets: SparseTeacher
+    """Its tensors are [b, s/cp, K] and [b, s/cp]: ids and counts int32, sums fp32. `flatten_tokens` converts them to
+    the shape that losses take."""
     label_log_prob: Tensor | None = None
     """[b, s/cp] fp32 log-probability of the label at temperature 1, where the KD mask is not 0; None: not known."""
 

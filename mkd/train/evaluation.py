@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from mkd.data.batch import KDBatch
-from mkd.losses import Comparison, LinearLogits, LogitMap, SparseTeacher, VocabLayout, compare_models
-from mkd.teacher.interface import TopKSignal
+from mkd.losses import Comparison, compare_models
 from mkd.train.objective import (
     Mean,
     MicrobatchObjective,
@@ -15,7 +14,6 @@ from mkd.train.objective import (
     StepTokens,
     Student,
     TeacherCE,
-    flatten_signal,
     flatten_tokens,
 )
 
@@ -68,17 +66,8 @@ def teacher_means(ce: TeacherCE | None) -> dict[str, Mean]:
 
 def compare(teacher: SameTokenizerObjective, student: Student) -> Comparison:
     """Entropies and agreement of both models on the tokens [s * b] of a microbatch."""
-    signal, context = teacher.signal, teacher.context
-    if isinstance(signal, TopKSignal):
-        source: LinearLogits | SparseTeacher = flatten_signal(signal)
-    else:
-        source = LinearLogits(signal.hidden.flatten(0, 1), signal.head, LogitMap(scale=signal.logit_scale))
-    return compare_models(
-        LinearLogits(student.hidden, student.weight, LogitMap(scale=student.logit_scale)),
-        source,
-        vocab=VocabLayout(context.true_vocab, context.groups.tp, student.sequence_parallel),
-        chunk_rows=context.options.chunk_rows,
-    )
+    vocab, options = teacher.context.vocab(student.sequence_parallel), teacher.context.options
+    return compare_models(student.logits, teacher.teacher, vocab=vocab, chunk_rows=options.chunk_rows)
 
 
 def comparison_means(found: Comparison, kd_mask: Tensor, tokens: StepTokens) -> dict[str, Mean]:

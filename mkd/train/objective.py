@@ -12,7 +12,7 @@ tokenizer per aligned text chunk (`CrossTokenizerObjective`).
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,9 +29,9 @@ from mkd.losses import (
     LossOptions,
     LossOutput,
     SparseTeacher,
+    TokenWeights,
     VocabLayout,
-    fused_linear_loss,
-    fused_linear_topk_loss,
+    loss_from_hidden,
     teacher_top_k,
 )
 from mkd.losses.sparse.teacher import Tail
@@ -129,6 +129,10 @@ class LossContext:
     cross: tuple[CrossTokenizer, ...] = ()
     """One entry per view in `KDBatch.teacher_views`."""
 
+    def vocab(self, sequence_parallel: bool) -> VocabLayout:
+        """The vocabulary of the student and of teachers with its tokenizer."""
+        return VocabLayout(self.true_vocab, self.groups.tp, sequence_parallel)
+
 
 @dataclass(frozen=True)
 class Objective:
@@ -168,6 +172,10 @@ class Student:
     sequence_parallel: bool
     upstream: Tensor | float
     """The gradient that the backward pass will give to the loss."""
+
+    @property
+    def logits(self) -> LinearLogits:
+        return LinearLogits(self.hidden, self.weight, LogitMap(scale=self.logit_scale))
 
 
 class TeacherCE(NamedTuple):
@@ -226,31 +234,30 @@ class SameTokenizerObjective:
         return tokens.kd_scale
 
     def loss(self, student: Student, ce_weight: Tensor | None, factor: Tensor | float, spec: LossSpec) -> LossOutput:
-        signal, common = self.signal, _common(student, spec, self.context)
-        rows = (flatten_tokens(self.batch.labels), ce_weight, factor * flatten_tokens(self._kd_mask))
-        student_map = LogitMap(scale=student.logit_scale)
-        if isinstance(signal, TopKSignal) or self.context.top_k is not None:
-            teacher = self._sparse(spec.temperature, student.sequence_parallel)
-            sparse = dict(tail=self.context.top_k_tail, student_map=student_map)
-            return fused_linear_topk_loss(student.hidden, student.weight, teacher, *rows, **sparse, **common)
-        maps = LogitMaps(student=student_map, teacher=LogitMap(scale=signal.logit_scale))
-        return fused_linear_loss(
-            student.hidden, student.weight, signal.hidden.flatten(0, 1), signal.head, *rows, maps=maps, **common
+        context, vocab = self.context, self.context.vocab(student.sequence_parallel)
+        teacher = self.teacher
+        if context.top_k is not None and isinstance(teacher, LinearLogits):
+            how = dict(vocab=vocab, chunk_rows=context.options.chunk_rows)
+            (teacher,) = teacher_top_k(teacher, context.top_k, temperatures=(spec.temperature,), **how)
+        tokens = flatten_tokens(self.batch.labels), ce_weight, factor * flatten_tokens(self._kd_mask)
+        return loss_from_hidden(
+            student.logits,
+            teacher,
+            TokenWeights(*tokens),
+            spec=spec,
+            vocab=vocab,
+            options=context.options,
+            tail=context.top_k_tail,
+            upstream=student.upstream,
         )
 
-    def _sparse(self, temperature: float, sequence_parallel: bool) -> SparseTeacher:
-        """The teacher's top-k columns: found among its logits, or as they came."""
+    @property
+    def teacher(self) -> LinearLogits | SparseTeacher:
+        """The signal's logits of tokens [s * b], as the losses take them."""
         signal = self.signal
         if isinstance(signal, TopKSignal):
-            return flatten_signal(signal)
-        (found,) = teacher_top_k(
-            LinearLogits(signal.hidden.flatten(0, 1), signal.head, LogitMap(scale=signal.logit_scale)),
-            self.context.top_k,
-            temperatures=(temperature,),
-            vocab=VocabLayout(self.context.true_vocab, self.context.groups.tp, sequence_parallel),
-            chunk_rows=self.context.options.chunk_rows,
-        )
-        return found
+            return signal.targets.flatten_tokens()
+        return LinearLogits(signal.hidden.flatten(0, 1), signal.head, LogitMap(scale=signal.logit_scale))
 
     def divergence(self, output: LossOutput, tokens: StepTokens) -> Mean:
         total = (unflatten_tokens(output.kd, self.batch) * self._kd_mask).sum()
@@ -274,28 +281,22 @@ class SameTokenizerObjective:
             batch = replace(batch, ce_mask=batch.ce_mask * (batch.kd_mask != 0))
             ce = torch.where(batch.ce_mask != 0, -signal.label_log_prob, 0.0)
             return TeacherCE(ce, batch, context.byte_lengths)
-        output = fused_linear_loss(
-            signal.hidden.flatten(0, 1),
-            signal.head,
+        output = loss_from_hidden(
+            self.teacher,
             None,
-            None,
-            flatten_tokens(batch.labels),
-            flatten_tokens(batch.ce_mask),
-            None,
+            TokenWeights(flatten_tokens(batch.labels), flatten_tokens(batch.ce_mask), None),
             spec=LossSpec(),
-            maps=LogitMaps(student=LogitMap(scale=signal.logit_scale)),
-            true_vocab=context.true_vocab,
-            tp_group=context.groups.tp,
-            sequence_parallel=sequence_parallel,
-            **asdict(context.options),
+            vocab=context.vocab(sequence_parallel),
+            options=context.options,
         )
         return TeacherCE(unflatten_tokens(output.ce, batch), batch, context.byte_lengths)
 
     def finite_sum(self) -> Tensor:
         mask, signal = self.batch.kd_mask.t(), self.signal
         if isinstance(signal, TopKSignal):
-            logits = torch.where(signal.ids >= 0, signal.logits, 0).sum(dim=-1, dtype=torch.float32)
-            return torch.where(mask != 0, (logits + signal.lse).t(), 0).sum()
+            targets = signal.targets
+            logits = torch.where(targets.ids >= 0, targets.logits, 0).sum(dim=-1, dtype=torch.float32)
+            return torch.where(mask != 0, (logits + targets.lse).t(), 0).sum()
         return masked_sum(signal.hidden, mask, self.context.groups)
 
 
@@ -490,15 +491,6 @@ def unflatten_tokens(values: Tensor, batch: KDBatch) -> Tensor:
     return values.view(batch.tokens.shape[::-1]).t()
 
 
-def flatten_signal(signal: TopKSignal) -> SparseTeacher:
-    """[b, s, K] -> [s * b, K]"""
-    ids, logits, lse, tail_lse, counts = (
-        None if x is None else x.transpose(0, 1).flatten(0, 1)
-        for x in (signal.ids, signal.logits, signal.lse, signal.tail_lse, signal.counts)
-    )
-    return SparseTeacher(ids, logits, lse, tail_lse, signal.temperature, counts)
-
-
 def masked_sum(hidden: Tensor, mask: Tensor, groups: Groups) -> Tensor:
     """Sum over [s, b, H] where the mask [s, b] is not 0; under sequence parallelism `hidden` is [s/tp, b, H]."""
     sums = hidden.sum(dim=-1, dtype=torch.float32)
@@ -510,25 +502,12 @@ def masked_sum(hidden: Tensor, mask: Tensor, groups: Groups) -> Tensor:
 def _cross_entropy(
     student: Student, batch: KDBatch, ce_weight: Tensor, spec: LossSpec, context: LossContext
 ) -> LossOutput:
-    return fused_linear_loss(
-        student.hidden,
-        student.weight,
+    return loss_from_hidden(
+        student.logits,
         None,
-        None,
-        flatten_tokens(batch.labels),
-        ce_weight,
-        None,
-        maps=LogitMaps(student=LogitMap(scale=student.logit_scale)),
-        **_common(student, spec, context),
-    )
-
-
-def _common(student: Student, spec: LossSpec, context: LossContext) -> dict[str, Any]:
-    return dict(
+        TokenWeights(flatten_tokens(batch.labels), ce_weight, None),
         spec=spec,
-        true_vocab=context.true_vocab,
-        tp_group=context.groups.tp,
-        sequence_parallel=student.sequence_parallel,
+        vocab=context.vocab(student.sequence_parallel),
+        options=context.options,
         upstream=student.upstream,
-        **asdict(context.options),
     )

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from mkd.errors import MkdCacheError
+from mkd.losses import SparseTeacher
 from mkd.teacher.cache.lookup import ReadRequest
 from mkd.teacher.cache.record_format import TokenTargets
 from mkd.teacher.cache.store import TeacherStore
@@ -76,10 +77,11 @@ class CacheReader:
         ids, floats = words[..., :k], words[..., k:].contiguous().view(torch.float32)
         logits, lse, tail_lse, label = floats[..., :k], floats[..., k], floats[..., k + 1], floats[..., k + 2]
         if not samples:
-            return TopKSignal(ids, logits, lse, tail_lse, self.temperature, None, label)
+            return TopKSignal(SparseTeacher(ids, logits, lse, tail_lse, self.temperature), label)
         counts = torch.round(logits.exp() * samples).int()
         # The log of the relative frequency stands in for ln p: the teacher's own probabilities are not stored.
-        return TopKSignal(ids, logits * self.temperature, torch.zeros_like(lse), None, self.temperature, counts, label)
+        lse = torch.zeros_like(lse)
+        return TopKSignal(SparseTeacher(ids, logits * self.temperature, lse, None, self.temperature, counts), label)
 
 
 def keep_largest(targets: TokenTargets, top_k: int, temperature: float) -> TokenTargets:

@@ -31,7 +31,7 @@ def _patched(owner: Any, name: str, make: Callable[[Callable], Callable]) -> Ite
         setattr(owner, name, right)
 
 
-def _with_loss(change: Callable[[Tensor], Tensor], name: str = "fused_linear_loss") -> Any:
+def _with_loss(change: Callable[[Tensor], Tensor], name: str = "loss_from_hidden") -> Any:
     """Another loss with the reports of the right one."""
 
     def make(right: Callable) -> Callable:
@@ -45,7 +45,7 @@ def _with_loss(change: Callable[[Tensor], Tensor], name: str = "fused_linear_los
     return _patched(terms, name, make)
 
 
-def _doubled(name: str = "fused_linear_loss") -> Any:
+def _doubled(name: str = "loss_from_hidden") -> Any:
     """The right loss with twice the gradient: what a collective that is differentiated on two ranks gives."""
     return _with_loss(lambda loss: 2.0 * loss - loss.detach(), name)
 
