@@ -1,12 +1,12 @@
 # shellcheck shell=bash
-# What the training scripts of this folder share. They source it; it is not run by itself.
+# Functions shared by the training scripts, which source this file; it is not run by itself.
 #
-#   need NAME MEANING           ends with one line unless the variable is set
-#   need_path NAME MEANING      ... and names a file or folder that exists
-#   divide NUMBER BY MEANING    prints the quotient; ends with one line if there is a rest
-#   launch FLAG...              pretrain_kd.py with these flags and DEVICE_FLAGS, as this node's share of the ranks
+#   need NAME MEANING           exits with a one-line error unless the variable is set
+#   need_path NAME MEANING      ... and is the path of an existing file or folder
+#   divide NUMBER BY MEANING    prints the quotient; exits with a one-line error if there is a remainder
+#   launch FLAG...              runs pretrain_kd.py with these flags and DEVICE_FLAGS on the ranks of this node
 #
-# It sets NNODES and GPUS_PER_NODE, and DEVICE_FLAGS: the flags that are for GPUs only.
+# Sets NNODES, GPUS_PER_NODE, and DEVICE_FLAGS, the flags for GPUs only.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
@@ -30,37 +30,37 @@ divide() {
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
-# GPU or CPU. Everything that differs between a cluster and a trial on two CPU cores is here.
+# GPU or CPU. Every difference between a cluster and a trial on two CPU cores is here.
 
 : "${NNODES:=1}"
 if [[ "${MKD_DEVICE:-cuda}" == cpu ]]; then
-    # A trial: two processes, fp32 over gloo, few short steps. What is set already stays as it is.
+    # A trial: two processes, fp32 over gloo, few short steps. Variables that are set already keep their values.
     : "${GPUS_PER_NODE:=2}" "${SEQ_LENGTH:=128}" "${MICRO_BATCH_SIZE:=1}" "${GLOBAL_BATCH_SIZE:=8}"
     : "${TRAIN_ITERS:=10}" "${WARMUP_ITERS:=1}" "${SAVE_INTERVAL:=5}" "${EVAL_INTERVAL:=5}" "${EVAL_ITERS:=2}"
     : "${LOG_INTERVAL:=1}"
-    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # one thread a process, or they wait for one another
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # one thread per process, or they wait for one another
     DEVICE_FLAGS=()
 else
     : "${GPUS_PER_NODE:=8}"
-    # Kernels start in the order in which they were queued, so that communication overlaps with what it should; Megatron
-    # insists on it under tensor parallelism.
+    # Kernels start in the order in which they are queued, so that communication overlaps with computation as intended.
+    # Megatron requires this under tensor parallelism.
     export CUDA_DEVICE_MAX_CONNECTIONS=1
     DEVICE_FLAGS=(
-        --bf16                           # weights and activations; gradients add up and Adam counts in fp32
-        --overlap-grad-reduce            # gradients travel while the backward pass goes on,
-        --overlap-param-gather           # new weights while the next forward pass does
-        --distributed-timeout-minutes 30 # to read a large teacher the first time may take longer than Megatron's 10
+        --bf16                           # weights and activations; gradients are accumulated and Adam runs in fp32
+        --overlap-grad-reduce            # reduce gradients during the backward pass
+        --overlap-param-gather           # gather new weights during the next forward pass
+        --distributed-timeout-minutes 30 # reading a large teacher for the first time may take longer than Megatron's 10
     )
 fi
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Ranks. The same script starts in three ways:
+# Ranks. The same script can be started in three ways:
 #
 #   one node        bash SCRIPT
 #   several nodes   NNODES=4 NODE_RANK=0 MASTER_ADDR=HOST_OF_NODE_0 bash SCRIPT, on each node with its own NODE_RANK
-#   SLURM           sbatch examples/slurm/train.sbatch bash SCRIPT: each rank runs it, and rank.sh tells it which it is
+#   SLURM           sbatch examples/slurm/train.sbatch bash SCRIPT: every rank runs it, with its rank set by rank.sh
 #
-# exec: the process that gets a signal is then the rank or torchrun itself, with no shell before it.
+# exec: signals then reach the rank or torchrun itself, without a shell in between.
 
 launch() {
     local command=("$ROOT/pretrain_kd.py" "${DEVICE_FLAGS[@]}" "$@")

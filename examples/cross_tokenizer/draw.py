@@ -1,9 +1,9 @@
-"""What the trainings of run.sh have come to: a table in markdown and a picture.
+"""Results of the trainings of run.sh: a markdown table and a figure.
 
     python examples/cross_tokenizer/draw.py runs/cross_tokenizer --losses ce p_kl --seeds 1 2 3 --out quality.png
 
-Numbers are bits per byte of held-out text, which do not depend on a tokenizer; of several seeds (orders of the samples)
-their mean.
+Numbers are bits per byte of held-out text, which are comparable between tokenizers, averaged over seeds (orders of the
+samples).
 """
 
 import argparse
@@ -19,25 +19,25 @@ from matplotlib.ticker import MaxNLocator
 
 LABELS = {"ce": "text alone"}
 COLORS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7")
-"""Told apart with any color vision: Okabe and Ito, "Color Universal Design" (2008)."""
+"""Distinguishable with any color vision: Okabe and Ito, "Color Universal Design" (2008)."""
 
 Curve = list[tuple[int, float]]
 """(iteration, bits per byte) of each evaluation of a training."""
 
 
 def curve(metrics: Path) -> Curve:
-    """Of one training."""
+    """Read the curve of one training."""
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     return [(line["iteration"], line["valid_bits_per_byte"]) for line in lines if "valid_bits_per_byte" in line]
 
 
 def mean(curves: Sequence[Curve]) -> Curve:
-    """Over trainings of the same length."""
+    """Average over trainings of the same length."""
     return [(points[0][0], sum(bits for _, bits in points) / len(points)) for points in zip(*curves, strict=True)]
 
 
 def draw(trainings: dict[str, list[Curve]], out: Path) -> None:
-    """Curves on the left, their ends on the right, where each training is a dot and their mean a line."""
+    """Draw curves on the left, and final values on the right: a dot per training, a line for their mean."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained", width_ratios=(3, 2))
     for number, (loss, curves) in enumerate(trainings.items()):
         color, label = COLORS[number % len(COLORS)], LABELS.get(loss, loss)
@@ -56,9 +56,9 @@ def draw(trainings: dict[str, list[Curve]], out: Path) -> None:
 
 
 def table(trainings: dict[str, list[Curve]]) -> str:
-    """In markdown."""
+    """Final values as a markdown table."""
     seeds = len(next(iter(trainings.values())))
-    head = ["learns from", *(f"order {n + 1}" for n in range(seeds)), "mean"]
+    head = ["loss", *(f"order {n + 1}" for n in range(seeds)), "mean"]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for loss, curves in trainings.items():
         ends = [points[-1][1] for points in curves]
@@ -78,7 +78,7 @@ def main() -> None:
     trainings = {loss: [curve(args.runs / loss / s / "metrics.jsonl") for s in args.seeds] for loss in args.losses}
     draw(trainings, args.out)
     print(table(trainings))
-    print(f"picture: {args.out}")
+    print(f"figure: {args.out}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Text, a tokenizer of its own and an untrained student, for a teacher that knows none of them.
+"""Write text, a new tokenizer and an untrained student, for a teacher with a different tokenizer.
 
     python examples/cross_tokenizer/make_student.py --out runs/cross_tokenizer
 
 writes train.jsonl and valid.jsonl (CPython's reference pages and the sources of its standard library, one page or
-module a line, each in one of them only) and student/: a byte-level BPE tokenizer of 8192 tokens trained on train.jsonl,
-and a Llama model with random weights.
+module per line, each in one of the files) and student/: a byte-level BPE tokenizer with 8192 tokens trained on
+train.jsonl, and a Llama model with random weights.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def texts() -> Iterator[tuple[str, str]]:
 
 
 def write_text(out: Path) -> list[str]:
-    """Write both files; the training texts."""
+    """Write both files and return the training texts."""
     everything = list(texts())
     held_out = everything[2::HELD_OUT_EVERY]
     kept = [item for item in everything if item not in held_out]
@@ -47,7 +47,7 @@ def write_text(out: Path) -> list[str]:
 
 
 def train_tokenizer(corpus: list[str]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE; its pieces are others than the teacher's."""
+    """Byte-level BPE, which splits text differently than the teacher's tokenizer."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# A teacher with another tokenizer: SmolLM2-135M-Instruct (49,152 tokens) teaches an untrained student that has 8,192 tokens
-# of its own. The same steps on the same text with every loss between tokenizers, and on the text alone.
+# A teacher with a different tokenizer: distills SmolLM2-135M-Instruct (49,152 tokens) into an untrained student with its
+# own tokenizer of 8,192 tokens. Trains the same steps on the same text with every cross-tokenizer loss, and on the text
+# alone.
 #
-#   bash examples/quickstart/run.sh           # makes the teacher
+#   bash examples/quickstart/run.sh           # creates the teacher
 #   bash examples/cross_tokenizer/run.sh
 #
-# LOSSES, SEEDS, STEPS, ROWS and LENGTH make it longer or shorter; JOBS trainings run at a time.
+# LOSSES, SEEDS, STEPS, ROWS and LENGTH change the amount of work; JOBS trainings run at a time.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 if [[ -d .venv ]]; then export PATH="$PWD/.venv/bin:$PATH"; fi  # the quickstart's environment
@@ -13,8 +14,8 @@ if [[ -d .venv ]]; then export PATH="$PWD/.venv/bin:$PATH"; fi  # the quickstart
 TEACHER=${TEACHER:-runs/quickstart/teacher}
 RUNS=${RUNS:-runs/cross_tokenizer}
 STEPS=${STEPS:-150}
-ROWS=${ROWS:-8}                      # samples a step
-LENGTH=${LENGTH:-128}                # tokens a sample
+ROWS=${ROWS:-8}                      # samples per step
+LENGTH=${LENGTH:-128}                # tokens per sample
 KD_RATIO=${KD_RATIO:-0.5}
 LOSSES=${LOSSES-"partition_kl p_kl gold"}
 JOBS=${JOBS:-1}
@@ -37,7 +38,7 @@ export FLAGS="--kd-teacher-hf $TEACHER --kd-student-hf $RUNS/student --kd-packin
     --adam-beta2 0.95 --clip-grad 1.0 --eval-interval $((STEPS / 5 + 1)) --eval-iters ${EVAL_ITERS:-12} --log-interval 10
     ${PRECISION:-}"
 
-train() {  # train ce or the name of a loss, seed
+train() {  # train LOSS SEED, where LOSS may be ce
     local out=$RUNS/$1/$2 kd=(--kd-ratio "$KD_RATIO" --kd-xtoken-loss "$1")
     if [[ $1 == ce ]]; then kd=(--kd-ratio 0 --kd-xtoken-loss); fi  # the same rows
     rm -rf "$out"; mkdir -p "$out"

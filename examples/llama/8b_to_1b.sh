@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Llama-3.1-8B teaches Llama-3.2-1B on plain text.
+# Distills Llama-3.1-8B into Llama-3.2-1B on plain text.
 #
 #   TEACHER=Llama-3.1-8B STUDENT=Llama-3.2-1B DATA=data/text_document SAVE=runs/1b bash examples/llama/8b_to_1b.sh
 #
-# on one node of 8 GPUs with 80 GB. The same command once more continues the run. How to start several nodes is in
-# examples/launch.sh, SLURM in docs/slurm.md. Every value below can be given as an environment variable; arguments are
-# further flags: with --kd-dry-run everything is checked and the plan printed, and no GPU is needed.
+# on one node of 8 GPUs with 80 GB. The same command resumes the run. For several nodes see examples/launch.sh, for SLURM
+# docs/slurm.md. Every value below can be set by an environment variable; arguments are passed on as further flags:
+# --kd-dry-run checks everything and prints the plan, and needs no GPU.
 #
 # A trial on two CPU cores, with small models and data of the same kind:
 #
@@ -15,14 +15,15 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../launch.sh"
 
 need_path TEACHER "the teacher's Hugging Face folder (config.json, safetensors, tokenizer)"
-need_path STUDENT "the student's Hugging Face folder: its size and its first weights"
-need DATA "prefix of the .bin and .idx file that tools/preprocess.py makes (docs/data.md)"
-need SAVE "the folder for checkpoints and metrics, made if it is not there"
+need_path STUDENT "the student's Hugging Face folder: its size and its initial weights"
+need DATA "prefix of the .bin and .idx files that tools/preprocess.py writes (docs/data.md)"
+need SAVE "the folder for checkpoints and metrics, created if it does not exist"
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Layout. Nothing is cut: 16 GB of teacher, and of the student (1.24 billion parameters) 2.5 GB of weights, 5 GB of
-# gradients and 15 GB of optimizer state spread over the data-parallel ranks, fit one GPU, so each has a replica and
-# nodes only add more. Tensor parallelism would cost two collectives a layer and save nothing that is short.
+# Layout. No model parallelism: 16 GB of teacher weights, and for the student (1.24 billion parameters) 2.5 GB of weights,
+# 5 GB of gradients and 15 GB of optimizer state sharded over the data-parallel ranks, fit on one GPU. Each GPU has a
+# replica, and more nodes add replicas. Tensor parallelism would cost two collectives per layer and save memory that is
+# not needed.
 
 TP="${TP:-1}"
 PP="${PP:-1}"
@@ -33,15 +34,15 @@ LAYOUT=(
     --tensor-model-parallel-size "$TP"
     --pipeline-model-parallel-size "$PP"
     --context-parallel-size "$CP"
-    --use-distributed-optimizer # the optimizer's state is cut over the DP replicas
+    --use-distributed-optimizer # shards the optimizer state over the DP replicas
 )
 if ((TP > 1)); then
-    LAYOUT+=(--sequence-parallel) # norms and residuals too, at no further communication
+    LAYOUT+=(--sequence-parallel) # shards norms and residuals too, without more communication
 fi
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Batch. 256 rows of 4096 tokens are a million tokens a step, whatever the number of nodes: more nodes make the same run
-# faster. What a GPU does at once is 2 rows; 8192 tokens keep it busy, and peaked at 32 GiB without optimizer
+# Batch. 256 rows of 4096 tokens are a million tokens per step, for any number of nodes: more nodes make the same run
+# faster. A microbatch is 2 rows: 8192 tokens keep a GPU busy, with a peak of 32 GiB without the optimizer
 # (docs/benchmarks.md).
 
 SEQ_LENGTH="${SEQ_LENGTH:-4096}"
@@ -58,10 +59,10 @@ BATCH=(
 )
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Distillation and optimizer. The student is not a random one: a moderate rate, which falls to a tenth. Ten thousand
-# steps are ten billion tokens.
+# Distillation and optimizer. The student is pretrained, so the learning rate is moderate and decays to a tenth. Ten
+# thousand steps are ten billion tokens.
 
-KD_RATIO="${KD_RATIO:-0.9}" # loss = 0.1 cross-entropy + 0.9 KL(teacher || student): text keeps a say
+KD_RATIO="${KD_RATIO:-0.9}" # loss = 0.1 cross-entropy + 0.9 KL(teacher || student): the text still counts
 TRAIN_ITERS="${TRAIN_ITERS:-10000}"
 
 TRAINING=(
@@ -72,15 +73,15 @@ TRAINING=(
     --lr "${LR:-1e-4}"
     --min-lr "${MIN_LR:-1e-5}"
     --lr-decay-style cosine
-    --lr-warmup-iters "${WARMUP_ITERS:-100}" # until Adam's averages mean something
-    --adam-beta2 0.95                        # batches of a million tokens are quiet: a short memory of their squares
+    --lr-warmup-iters "${WARMUP_ITERS:-100}" # until Adam's averages are meaningful
+    --adam-beta2 0.95                        # batches of a million tokens have little noise: average fewer squares
     --weight-decay 0.1
     --clip-grad 1.0
 )
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Checkpoints and evaluation. SIGTERM and SIGUSR1 save as well, so the interval is what a crash may cost. --load is
-# --save: the job continues where it was. Integrity of a checkpoint is checked when it is read.
+# Checkpoints and evaluation. SIGTERM and SIGUSR1 also save, so the interval limits what a crash can lose. --load is
+# --save: the same command resumes. The integrity of a checkpoint is checked when it is read.
 
 KEEPING=(
     --save "$SAVE"

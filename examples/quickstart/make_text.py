@@ -1,9 +1,9 @@
-"""Write the reference pages that come with CPython (`pydoc_data.topics`) as JSON lines, one page a line.
+"""Write the reference pages that ship with CPython (`pydoc_data.topics`) as JSON lines, one page per line.
 
     python examples/quickstart/make_text.py --out runs/quickstart/data
 
-writes train.jsonl and valid.jsonl; a page is in one of them only. By default five pages, 3 thousand
-tokens, are held out for validation, so that they are quick to evaluate.
+writes train.jsonl and valid.jsonl; each page is in one of them. By default five pages (3 thousand tokens) are held out
+for validation, few enough to be evaluated quickly.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from pydoc_data.topics import topics
 
 
 def write_pages(path: Path, names: list[str]) -> None:
-    """Write pages in the order of `names`, so that the file is the same on every run."""
+    """Write pages in the order of `names`, so that every run writes the same file."""
     path.write_text("".join(json.dumps({"name": name, "text": topics[name]}) + "\n" for name in names))
     print(f"{path}: {len(names)} pages, {sum(len(topics[name]) for name in names):,} characters")
 
@@ -21,7 +21,7 @@ def write_pages(path: Path, names: list[str]) -> None:
 def main() -> None:
     """Run the script."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the two files to write")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="output folder for the two files")
     parser.add_argument(
         "--held-out-every", type=int, default=16, metavar="N", help="hold out every Nth page (%(default)s)"
     )

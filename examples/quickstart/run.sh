@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# The whole road once, on two CPU cores: a real pretrained teacher (SmolLM2-135M-Instruct) teaches a student that kept
-# every second of its 30 layers, under pipeline parallelism; the student comes out as a Hugging Face folder.
+# All steps of a distillation on two CPU cores: a real pretrained teacher (SmolLM2-135M-Instruct), a student pruned to
+# every second of its 30 layers, training under pipeline parallelism, and export to a Hugging Face folder.
 #
 #   bash examples/quickstart/run.sh
 #
-# Needs Python >= 3.12, 6 GB of memory and 8 GB of disk, most of it for the environment in .venv. Minutes below are from a
-# machine with 2 cores. Everything is written under runs/quickstart; what is there from an earlier run is kept, except for
-# the two trainings, which start anew.
+# Needs Python >= 3.12, 6 GB of memory and 8 GB of disk, most of it for the environment in .venv. Times below were
+# measured on 2 cores. All output goes to runs/quickstart. Results of an earlier run are kept, except for the two
+# trainings, which start again.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -19,11 +19,11 @@ PROMPT="The with statement is used to"
 step() { printf '\n\033[1m[%3d s] %s\033[0m\n' "$SECONDS" "$*"; }
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Environment: a few minutes the first time (torch is large), no time at all afterward.
+# Environment: a few minutes the first time (torch is large), nothing afterward.
 
 bash tools/setup_env.sh
 export PATH="$PWD/.venv/bin:$PATH"
-export MKD_DEVICE=cpu                   # also where there is a GPU: this run is made for two CPU processes
+export MKD_DEVICE=cpu                   # even with a GPU: this run is designed for two CPU processes
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 export PYTHONWARNINGS=ignore
 
@@ -37,7 +37,7 @@ if [[ ! -d $RUNS/teacher ]]; then
 fi
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Text: the reference pages that come with every CPython, 79 pages, 0.5 MB, 119 thousand tokens. Five pages are held out
+# Text: the reference pages that ship with CPython, 79 pages, 0.5 MB, 119 thousand tokens. Five pages are held out
 # for validation. Seconds.
 
 if [[ ! -f $RUNS/data/valid_text_document.idx ]]; then
@@ -57,9 +57,9 @@ if [[ ! -d $RUNS/student ]]; then
 fi
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Training: two processes, one half of the layers each (PP 2, gloo). The last stage also has the LM head, which weighs as
-# much as several layers, so the first stage takes 12 of the student's 15.
-# Twice with the same text in the same order: with the teacher, and on the text alone, R = 0. Three minutes each.
+# Training: two pipeline stages (PP 2, gloo). The last stage also has the LM head, which costs as much as several layers,
+# so the first stage takes 12 of the student's 15 layers.
+# Two trainings on the same text in the same order: with the teacher, and on the text alone (R = 0). Three minutes each.
 
 train() {  # train NAME RATIO
     local out=$RUNS/$1
@@ -84,7 +84,7 @@ step "The same steps without the teacher (R = 0)"
 train ce 0
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Results: the student as a Hugging Face folder, a sentence that transformers generates with it, the curves, the numbers.
+# Results: the student as a Hugging Face folder, a sentence that it generates, loss curves, and a table.
 
 step "Export to $RUNS/student-kd"
 rm -rf "${RUNS:?}/student-kd"
@@ -95,4 +95,4 @@ step "Results"
 python tools/plot.py $RUNS/kd/metrics.jsonl $RUNS/ce/metrics.jsonl --labels "R = $KD_RATIO" "R = 0" --out $RUNS/loss.png
 python examples/quickstart/summary.py --kd $RUNS/kd/metrics.jsonl --ce $RUNS/ce/metrics.jsonl
 step "Done: checkpoint $RUNS/kd, Hugging Face folder $RUNS/student-kd, curves $RUNS/loss.png"
-echo "Next: source .venv/bin/activate, and your own text: docs/quickstart.md"
+echo "Next: source .venv/bin/activate, then your own text (docs/quickstart.md)"

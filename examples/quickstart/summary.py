@@ -1,4 +1,4 @@
-"""Table of the quickstart's validation perplexities, as measured by its two trainings.
+"""Table of the validation perplexities of the quickstart's two trainings.
 
 python examples/quickstart/summary.py --kd runs/quickstart/kd/metrics.jsonl --ce runs/quickstart/ce/metrics.jsonl
 """
@@ -15,7 +15,7 @@ from mkd.report.run_log import RunLog
 
 
 def cross_entropies(kd: RunLog, ce: RunLog) -> dict[str, float]:
-    """Model -> validation cross-entropy in nats per token; raises MkdDataError when a run did not measure its part."""
+    """Model -> validation cross-entropy in nats per token; raises MkdDataError if a value is missing in the metrics."""
     found = {
         "teacher": kd.last("valid_teacher_ce"),
         "student before": kd.first("valid_ce"),
@@ -24,12 +24,14 @@ def cross_entropies(kd: RunLog, ce: RunLog) -> dict[str, float]:
     }
     missing = [model for model, value in found.items() if value is None]
     if missing:
-        raise MkdDataError(f"{kd.path} and {ce.path} do not tell the validation cross-entropy of: {', '.join(missing)}")
+        raise MkdDataError(
+            f"{kd.path} and {ce.path} do not contain the validation cross-entropy of: {', '.join(missing)}"
+        )
     return found
 
 
 def main() -> int:
-    """Run the script; the exit status is 1 after a user error, told in one line."""
+    """Run the script; a user error prints one line and returns exit status 1."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kd", required=True, metavar="FILE", help="metrics of the training with the teacher")
     parser.add_argument("--ce", required=True, metavar="FILE", help="metrics of the training with R = 0")
@@ -39,7 +41,7 @@ def main() -> int:
     except MkdError as error:
         print(f"summary: {error}", file=sys.stderr)
         return 1
-    show("validation on text that was not trained on", evaluation_table({m: {"ce": ce} for m, ce in found.items()}))
+    show("validation on held-out text", evaluation_table({m: {"ce": ce} for m, ce in found.items()}))
     _, before, with_teacher, without = found.values()
     change = perplexity(with_teacher - without) - 1
     print(

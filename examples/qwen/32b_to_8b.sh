@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Qwen3-32B teaches Qwen3-8B on conversations, packed into rows.
+# Distills Qwen3-32B into Qwen3-8B on conversations in packed rows.
 #
 #   TEACHER=Qwen3-32B STUDENT=Qwen3-8B DATA=chats.jsonl SAVE=runs/8b bash examples/qwen/32b_to_8b.sh
 #
-# on one node of 8 GPUs with 80 GB. The same command once more continues the run. How to start several nodes is in
-# examples/launch.sh, SLURM in docs/slurm.md. Every value below can be given as an environment variable; arguments are
-# further flags: with --kd-dry-run everything is checked and the plan printed, and no GPU is needed.
+# on one node of 8 GPUs with 80 GB. The same command resumes the run. For several nodes see examples/launch.sh, for SLURM
+# docs/slurm.md. Every value below can be set by an environment variable; arguments are passed on as further flags:
+# --kd-dry-run checks everything and prints the plan, and needs no GPU.
 #
 # A trial on two CPU cores, with small models and conversations of your own:
 #
@@ -15,14 +15,14 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../launch.sh"
 
 need_path TEACHER "the teacher's Hugging Face folder (config.json, safetensors, tokenizer)"
-need_path STUDENT "the student's Hugging Face folder: its size, its first weights and the chat template"
-need_path DATA "a .jsonl file with a conversation a line (docs/data.md)"
-need SAVE "the folder for checkpoints and metrics, made if it is not there"
+need_path STUDENT "the student's Hugging Face folder: its size, its initial weights and the chat template"
+need_path DATA "a .jsonl file with one conversation per line (docs/data.md)"
+need SAVE "the folder for checkpoints and metrics, created if it does not exist"
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Layout. 66 GB of teacher do not fit beside a student: both are cut by 4, within a node, where the links are fast. Of a
-# GPU's 80 GB the teacher takes 16; the student (2.05 billion of its parameters) 4 for weights, 8 for gradients, and 24
-# for the optimizer, divided by the DP replicas; two of them on a node, more with more nodes.
+# Layout. 66 GB of teacher weights do not fit next to a student: both models are sharded over 4 GPUs of a node, where the
+# links are fast. Of the 80 GB of a GPU the teacher takes 16; the student (2.05 billion parameters per GPU) takes 4 for
+# weights, 8 for gradients, and 24 for the optimizer, divided by the DP replicas: two per node, more with more nodes.
 
 TP="${TP:-$((GPUS_PER_NODE < 4 ? GPUS_PER_NODE : 4))}" # divides the 8 key-value heads of both models
 PP="${PP:-1}"
@@ -33,16 +33,16 @@ LAYOUT=(
     --tensor-model-parallel-size "$TP"
     --pipeline-model-parallel-size "$PP"
     --context-parallel-size "$CP"
-    --use-distributed-optimizer # the optimizer's state is cut over the DP replicas
+    --use-distributed-optimizer # shards the optimizer state over the DP replicas
 )
 if ((TP > 1)); then
-    LAYOUT+=(--sequence-parallel) # norms and residuals too, at no further communication
+    LAYOUT+=(--sequence-parallel) # shards norms and residuals too, without more communication
 fi
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Batch. Rows are filled with whole conversations, which do not see each other; without packing most of a row would be
-# padding. Loss and teacher are on the assistant's words (--kd-mask labels, the default). 64 rows are half a million
-# tokens, whatever the number of nodes: conversations are few, and smaller steps are more of them.
+# Batch. Rows are filled with whole conversations, which do not attend to each other; without packing most of a row would
+# be padding. CE and KD are taken on assistant messages (--kd-mask labels, the default). 64 rows are half a million
+# tokens, for any number of nodes: conversations are few, and smaller batches allow more steps.
 
 SEQ_LENGTH="${SEQ_LENGTH:-8192}"
 MICRO_BATCH_SIZE="${MICRO_BATCH_SIZE:-1}" # a row of 8192 tokens keeps a GPU busy
@@ -59,9 +59,9 @@ BATCH=(
 )
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Distillation and optimizer. The student is a chat model already: rates are those of fine-tuning.
+# Distillation and optimizer. The student is a chat model already: the learning rate is that of fine-tuning.
 
-KD_RATIO="${KD_RATIO:-0.9}" # loss = 0.1 cross-entropy + 0.9 KL(teacher || student): the answers in the data keep a say
+KD_RATIO="${KD_RATIO:-0.9}" # loss = 0.1 cross-entropy + 0.9 KL(teacher || student): the answers in the data still count
 TRAIN_ITERS="${TRAIN_ITERS:-2000}" # a billion tokens of rows
 
 TRAINING=(
@@ -72,15 +72,15 @@ TRAINING=(
     --lr "${LR:-1e-5}"
     --min-lr "${MIN_LR:-1e-6}"
     --lr-decay-style cosine
-    --lr-warmup-iters "${WARMUP_ITERS:-50}" # until Adam's averages mean something
+    --lr-warmup-iters "${WARMUP_ITERS:-50}" # until Adam's averages are meaningful
     --adam-beta2 0.95
-    --weight-decay 0.0 # short fine-tuning: keep what is there
+    --weight-decay 0.0 # short fine-tuning: keep the pretrained weights
     --clip-grad 1.0
 )
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Checkpoints and evaluation. SIGTERM and SIGUSR1 save as well, so the interval is what a crash may cost: a checkpoint
-# has 115 GB. --load is --save: the job continues where it was.
+# Checkpoints and evaluation. SIGTERM and SIGUSR1 also save, so the interval limits what a crash can lose. A checkpoint
+# takes 115 GB. --load is --save: the same command resumes.
 
 KEEPING=(
     --save "$SAVE"

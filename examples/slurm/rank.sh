@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# One rank of a job: srun starts it for each task, in a container or not. It says in torchrun's variables which rank
-# this is, and becomes the command.
+# One rank of a job: srun starts this script for each task, in a container or not. It sets torchrun's variables from
+# SLURM's and then executes the command.
 #
 #   srun --ntasks-per-node 8 bash examples/slurm/rank.sh python pretrain_kd.py FLAG...
 set -euo pipefail
@@ -12,5 +12,5 @@ export RANK="$SLURM_PROCID" LOCAL_RANK="$SLURM_LOCALID" WORLD_SIZE="$SLURM_STEP_
 export NNODES="$SLURM_STEP_NUM_NODES" NODE_RANK="$SLURM_NODEID"
 export GPUS_PER_NODE="$((WORLD_SIZE / NNODES))"
 
-# exec: SLURM sends signals to the process that it has started, so that must be the training itself.
+# exec: SLURM sends signals to the process that it started, which must be the training itself.
 exec "$@"

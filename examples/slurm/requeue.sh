@@ -1,11 +1,11 @@
 # shellcheck shell=bash
-# How far a job is, and whether it is to start again: train.sbatch sources this.
+# Progress of a job, and the decision to requeue it; train.sbatch sources this file.
 #
-# Of a training only the tracker counts: latest_checkpointed_iteration.txt in SAVE, which names the last whole
-# checkpoint. A job that was stopped by a signal ends with status 0 like one that is done, and one that was killed may
-# have saved just before. Of a writer of a teacher cache, in CACHE_OUT, the number of whole shards counts; it ends with
-# status 0 only when everything is written.
-# ATTEMPTS in SAVE has a line "JOB RESTART NUMBER" for each attempt: the iteration or number of shards where it began.
+# The progress of a training is the tracker: latest_checkpointed_iteration.txt in SAVE names the last complete checkpoint.
+# The exit status is not enough: it is 0 after a signal as well as after the last step, and a job that was killed may
+# have saved just before. The progress of a teacher cache is the number of complete shards in CACHE_OUT; its writer exits
+# with status 0 only when everything is written.
+# ATTEMPTS in SAVE has one line "JOB RESTART NUMBER" per attempt: the iteration or number of shards at its start.
 
 say() {
     printf '%s train.sbatch: %s\n' "$(date '+%F %T')" "$*"
@@ -25,7 +25,7 @@ saved() {
     if [[ "$text" =~ ^[0-9]+$ ]]; then echo "$text"; else echo 0; fi
 }
 
-# How many of this job's last attempts began where it is now.
+# Number of this job's last attempts that started at the current progress.
 attempts_from_here() {
     [[ -f "$SAVE/ATTEMPTS" ]] || { echo 0; return; }
     awk -v job="$SLURM_JOB_ID" -v here="$(saved)" \
@@ -36,33 +36,33 @@ where() {
     if [[ -n "${CACHE_OUT:-}" ]]; then echo "shard $(saved)"; else echo "iteration $(saved) of $TRAIN_ITERS"; fi
 }
 
-# Ends the script when nothing is left to do, or when attempt after attempt has saved nothing. $1 is the exit status of
-# the attempt that has ended, if one has.
+# Exits when nothing is left to do, or after MAX_ATTEMPTS attempts without progress. $1 is the exit status of the attempt
+# that has ended, if there is one.
 stop_if_done_or_stuck() {
     if [[ -n "${CACHE_OUT:-}" && "${1:-}" == 0 ]] || [[ -z "${CACHE_OUT:-}" && "$(saved)" -ge "$TRAIN_ITERS" ]]; then
         say "$(where) is saved: done"
         exit 0
     fi
     if [[ -n "${1:-}" && "$(tail -n 1 "$SAVE/ATTEMPTS")" != "$SLURM_JOB_ID "* ]]; then
-        say "error: another job has begun in $SAVE since ($(tail -n 1 "$SAVE/ATTEMPTS")), so this one does not start again"
+        say "error: another job has started in $SAVE since ($(tail -n 1 "$SAVE/ATTEMPTS")), so this one is not requeued"
         exit 1
     fi
     if (($(attempts_from_here) >= MAX_ATTEMPTS)); then
-        say "error: $MAX_ATTEMPTS attempts in a row began at $(where) and saved none beyond it, so this job" \
-            "does not start again. The reason is in $LOGS; when it is mended, submit the job anew"
+        say "error: $MAX_ATTEMPTS attempts in a row started at $(where) and saved nothing beyond it, so this job" \
+            "is not requeued. Find the reason in $LOGS, fix it, and submit the job again"
         exit 1
     fi
 }
 
 note_attempt() {
-    say "attempt ${SLURM_RESTART_COUNT:-0} begins at $(where)"
+    say "attempt ${SLURM_RESTART_COUNT:-0} starts at $(where)"
     echo "$SLURM_JOB_ID ${SLURM_RESTART_COUNT:-0} $(saved)" >>"$SAVE/ATTEMPTS"
 }
 
 requeue() {
     say "$(where): requeued"
     scontrol requeue "$SLURM_JOB_ID" || {
-        say "error: this cluster does not let a job requeue itself; submit it again, it continues"
+        say "error: this cluster does not let a job requeue itself; submit it again, and it resumes"
         exit 1
     }
 }

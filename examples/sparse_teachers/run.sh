@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# What a teacher loses when only part of its answer is kept: the quickstart's student learns from all of SmolLM2's
-# distribution, from its K most probable tokens, and from tokens drawn from it, the same steps on the same text. Prints a
-# table of held-out quality and draws it.
+# The cost of a sparse teacher: trains the quickstart's student on SmolLM2's full distribution, on its K most probable
+# tokens, and on tokens sampled from it, with the same steps on the same text. Prints a table of held-out quality and
+# draws it.
 #
-#   bash examples/quickstart/run.sh           # makes teacher and student
+#   bash examples/quickstart/run.sh           # creates teacher and student
 #   bash examples/sparse_teachers/run.sh
 #
 # Fourteen trainings and four caches: minutes on a GPU, with JOBS of them at a time; hours on two CPU cores.
@@ -31,8 +31,8 @@ if [[ ! -f $RUNS/data/valid_text_document.idx ]]; then
     done
 fi
 
-# Everything but the teacher, the same for all. The loss is the divergence alone (R = 1): cross-entropy would fill in what
-# the teacher does not say.
+# Flags common to all trainings. The loss is the divergence alone (R = 1): cross-entropy would make up for what a sparse
+# teacher leaves out.
 export FLAGS="--kd-student-hf $STUDENT
     --train-data-path $RUNS/data/train_text_document --valid-data-path $RUNS/data/valid_text_document
     --seq-length 256 --micro-batch-size 16 --global-batch-size 16 --train-iters $STEPS --seed 1
@@ -71,7 +71,7 @@ for n in $DRAWS; do names+=("sampled_$n"); done  # these take longest
 names+=(full ce)
 for k in $KS; do
     names+=("top_$k")
-    if ((k > 1)); then names+=("renormalize_$k"); fi  # of one token nothing is left to learn
+    if ((k > 1)); then names+=("renormalize_$k"); fi  # with one token the renormalized distribution is constant
 done
 printf '%s\n' "${names[@]}" | xargs -P "$JOBS" -I{} bash -c 'set -euo pipefail; train {}'
 

@@ -158,9 +158,9 @@ def test_no_progress_ends_after_three_attempts(slurm: Slurm) -> None:
     assert slurm.submit("sh", "-c", "echo out of memory; exit 0") == 1  # the exit status says nothing
     assert len(slurm.calls()) == 3
     assert slurm.logs() == ["out of memory\n" * 2] * 3
-    assert "error: 3 attempts in a row began at iteration 0 of 8 and saved none beyond it" in slurm.output
+    assert "error: 3 attempts in a row started at iteration 0 of 8 and saved nothing beyond it" in slurm.output
     assert f"The reason is in {slurm.save / 'logs'}" in slurm.output
-    # The job that is submitted when the reason is mended begins to count anew.
+    # The job that is submitted after the reason is fixed counts from 0.
     slurm.variables["SLURM_JOB_ID"] = "4712"
     assert slurm.submit("sh", "-c", 'echo 8 >"$SAVE/latest_checkpointed_iteration.txt"; exit 1') == 0
     assert len(slurm.calls()) == 4
@@ -171,7 +171,7 @@ def test_progress_and_then_none(slurm: Slurm) -> None:
     steps = 'n=$(wc -l <"$SAVE/ATTEMPTS"); [ "$n" -ne 3 ] || echo 5 >"$SAVE/latest_checkpointed_iteration.txt"; exit 3'
     assert slurm.submit("sh", "-c", steps, attempts=10) == 1
     assert len(slurm.calls()) == 6
-    assert "3 attempts in a row began at iteration 5" in slurm.output
+    assert "3 attempts in a row started at iteration 5" in slurm.output
     assert "ended with status 3" in slurm.output
 
 
@@ -187,14 +187,14 @@ def test_a_cache_writer(slurm: Slurm, tmp_path: Path) -> None:
     assert "shard 2 is saved: done" in slurm.output
     (slurm.save / "ATTEMPTS").unlink()
     assert slurm.submit("sh", "-c", "exit 75", attempts=9) == 1
-    assert len(slurm.calls()) == 8 and "3 attempts in a row began at shard 2" in slurm.output
+    assert len(slurm.calls()) == 8 and "3 attempts in a row started at shard 2" in slurm.output
     slurm.variables["TRAIN_ITERS"] = "8"
     assert slurm.submit("true") == 1 and "CACHE_OUT and TRAIN_ITERS are both set" in slurm.output
 
 
 def test_a_job_that_another_has_followed_does_not_start_again(slurm: Slurm) -> None:
     assert slurm.submit("sh", "-c", 'echo 4712 0 0 >>"$SAVE/ATTEMPTS"; exit 1') == 1
-    assert "error: another job has begun in" in slurm.output and "(4712 0 0)" in slurm.output
+    assert "error: another job has started in" in slurm.output and "(4712 0 0)" in slurm.output
 
 
 def test_a_job_that_is_done_starts_nothing(slurm: Slurm) -> None:
@@ -258,7 +258,7 @@ def test_a_command_is_needed(slurm: Slurm) -> None:
 def test_a_cluster_that_forbids_requeueing(slurm: Slurm) -> None:
     slurm.variables["STAND_IN_REQUEUED"] = "/nowhere/requeued"
     assert slurm.submit("true") == 1
-    assert "submit it again, it continues" in slurm.output
+    assert "submit it again, and it resumes" in slurm.output
 
 
 def test_ranks_that_hang_are_killed_before_the_job_is(slurm: Slurm) -> None:
