@@ -6,8 +6,8 @@ hidden state [Ht]:
     mse     mean over Ht of (y - t)^2
     cosine  1 - y . t / (|y| |t|)
 
-`mse` and `cosine` are the definitions, differentiable by autograd in any float dtype. `hidden_loss` is what training
-uses: the same values, a gradient written by hand, and nothing kept for backward but its inputs.
+`mse` and `cosine` are the definitions, differentiable by autograd in any float dtype. Training uses `hidden_loss`: the
+same values, a gradient written by hand, and only its inputs kept for backward.
 """
 
 from collections.abc import Callable
@@ -19,16 +19,16 @@ from torch import Tensor
 from mkd.config.kd_config import HiddenLossType
 
 _TINY = 1e-12
-"""A vector that is shorter has no direction: its cosine with anything is 0, and so is the gradient."""
+"""A shorter vector has no direction: its cosine with any other and its gradient are 0."""
 
 
 def mse(prediction: Tensor, target: Tensor) -> Tensor:
-    """[N] the mean squared difference of the rows of two [N, Ht]."""
+    """[N] mean squared difference per token of two [N, Ht]."""
     return (prediction - target).square().mean(-1)
 
 
 def cosine(prediction: Tensor, target: Tensor) -> Tensor:
-    """[N] 1 - the cosine between the rows of two [N, Ht]."""
+    """[N] 1 - the cosine per token between two [N, Ht]."""
     lengths = torch.linalg.vector_norm(prediction, dim=-1) * torch.linalg.vector_norm(target, dim=-1)
     return 1.0 - (prediction * target).sum(-1) / lengths
 
@@ -36,13 +36,13 @@ def cosine(prediction: Tensor, target: Tensor) -> Tensor:
 def hidden_loss(
     hidden: Tensor, projection: Tensor | None, target: Tensor, weight: Tensor, kind: HiddenLossType
 ) -> tuple[Tensor, Tensor]:
-    """Sum over tokens of weight times distance, and every token's distance.
+    """Sum over tokens of weight times distance, and the distance of every token.
 
-    The matrix products have the hidden states' dtype; distances are fp32, or float64 of float64. A token of weight 0
-    takes no part: whatever its hidden states hold, its value is 0 and its gradient exactly 0.
+    The matrix products have the hidden states' dtype; distances are fp32, or float64 for float64. A token of weight 0
+    has no effect: whatever its hidden states hold, its value is 0 and its gradient exactly 0.
 
     Args:
-        hidden: [N, Hs] of the student; differentiable.
+        hidden: [N, Hs] of the student, differentiable.
         projection: [Ht, Hs], differentiable; None where Hs = Ht and nothing is projected.
         target: [N, Ht] of the teacher, any float dtype; no gradient reaches it.
         weight: [N] fp32.
@@ -63,7 +63,7 @@ class _HiddenLoss(torch.autograd.Function):
         ctx.save_for_backward(hidden, projection, target, weight)
         ctx.kind = kind
         keep = weight != 0
-        prediction, wanted = _pair(_only(hidden, keep), projection, _only(target, keep))
+        prediction, wanted = _pair(_zero_unused(hidden, keep), projection, _zero_unused(target, keep))
         values = torch.where(keep, {"mse": mse, "cosine": _guarded_cosine}[kind](prediction, wanted), 0.0)
         ctx.mark_non_differentiable(values)
         return (values * weight).sum(), values
@@ -72,8 +72,8 @@ class _HiddenLoss(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden, projection, target, weight = ctx.saved_tensors
         keep = weight != 0
-        kept = _only(hidden, keep)
-        prediction, wanted = _pair(kept, projection, _only(target, keep))
+        kept = _zero_unused(hidden, keep)
+        prediction, wanted = _pair(kept, projection, _zero_unused(target, keep))
         gradient: Callable = {"mse": _mse_gradient, "cosine": _cosine_gradient}[ctx.kind]
         by_prediction = (gradient(prediction, wanted) * (weight * upstream).unsqueeze(-1)).to(hidden.dtype)
         if projection is None:
@@ -81,9 +81,9 @@ class _HiddenLoss(torch.autograd.Function):
         return by_prediction @ projection, by_prediction.t() @ kept, None, None, None
 
 
-def _only(rows: Tensor, keep: Tensor) -> Tensor:
-    """`rows` [N, H] with zeros, which reach no other row, in place of those that are not kept [N]."""
-    return rows.masked_fill(~keep.unsqueeze(-1), 0.0)
+def _zero_unused(hidden: Tensor, keep: Tensor) -> Tensor:
+    """`hidden` [N, H] with zeros in place of tokens that are not kept [N], so that they reach no other token."""
+    return hidden.masked_fill(~keep.unsqueeze(-1), 0.0)
 
 
 def _pair(hidden: Tensor, projection: Tensor | None, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,6 +110,6 @@ def _cosine_gradient(prediction: Tensor, target: Tensor) -> Tensor:
 
 
 def _directions(prediction: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Unit vectors [N, Ht] of the rows of both, 0 of a row without length, and their cosines [N, 1]."""
-    ours, theirs = (torch.nn.functional.normalize(rows, dim=-1, eps=_TINY) for rows in (prediction, target))
+    """Unit vectors [N, Ht] of both, 0 for a vector without length, and their cosines [N, 1]."""
+    ours, theirs = (torch.nn.functional.normalize(x, dim=-1, eps=_TINY) for x in (prediction, target))
     return ours, theirs, (ours * theirs).sum(-1, keepdim=True)
