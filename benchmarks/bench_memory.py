@@ -33,7 +33,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from benchmarks.memory_probe import FILE, HELD, LOSS, STUDENT, TEACHER, TOTAL
 from benchmarks.sparse_folder import make_sparse
-from mkd import compat
+from mkd.compat.startup import use_prebuilt_dataset_helpers
 from mkd.doctor.findings import Findings
 from mkd.doctor.run import Launch, examine
 from mkd.job.memory_table import workload
@@ -185,7 +185,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--smoke", action="store_true", help="tiny models")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
     args, results = parser.parse_args(argv), []
-    compat.use_prebuilt_dataset_helpers()
+    use_prebuilt_dataset_helpers()
     for case in SMOKE if args.smoke else FULL:
         with tempfile.TemporaryDirectory() as folder:
             results.append(run_case(case, Path(folder)))

@@ -17,7 +17,7 @@ from rich.text import Text
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from mkd.compat.tools import import_quietly
+from mkd.compat.quiet import import_quietly
 
 import_quietly()
 

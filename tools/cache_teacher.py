@@ -25,15 +25,14 @@ from mkd.errors import MkdCacheError, MkdError
 
 def prepare(flags: list[str]) -> None:
     """Set up the process for Megatron. Must run before Megatron is imported, because it installs the CPU backend."""
-    from mkd import compat, cpu
-    from mkd.compat.quiet import silence_megatron
+    from mkd import cpu
+    from mkd.compat.install import install_at_start
     from mkd.distributed.rank_env import default_rank_env
 
     default_rank_env()
     if cpu.wanted():
         cpu.activate()
-    silence_megatron(flags)
-    compat.use_prebuilt_dataset_helpers()
+    install_at_start(flags)
     sys.argv[1:] = flags
 
 

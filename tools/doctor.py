@@ -65,10 +65,11 @@ def examine_run(own: argparse.Namespace, flags: list[str]) -> int:
     """Print the plan, a look into the data, the memory, and all that is wrong; 1 if something is."""
     one_connection = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
     cards = environment.cards()
-    from mkd import compat, cpu
+    from mkd import cpu
+    from mkd.compat.startup import use_prebuilt_dataset_helpers
 
     cpu.activate(stands_in=os.environ.get(cpu.DEVICE_VARIABLE, "").lower() != "cpu")
-    compat.use_prebuilt_dataset_helpers()
+    use_prebuilt_dataset_helpers()
     logging.disable(logging.WARNING)
     from rich.console import Console
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from mkd.compat.tools import import_quietly
+from mkd.compat.quiet import import_quietly
 
 import_quietly()
 

@@ -1,4 +1,4 @@
-"""A signal ends a job between two steps: all ranks agree, the job saves, and its exit status is 0.
+"""Signals end a run between two steps: all ranks agree, the run saves, and its exit status is 0.
 
 with StopSignals() as stop:
     for step in steps:
@@ -20,18 +20,18 @@ import torch.distributed as dist
 from mkd.utils.logging import logger
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""What schedulers send before they kill."""
+"""Sent by schedulers before they kill a job."""
 
 
 class StopSignals:
-    """Notes the signals that ask a process to stop, instead of dying of them.
+    """Records the signals that request a stop, so that they do not end the process at once.
 
-    megatron-core 0.19 has a handler of its own for one signal, and reads each rank's answer from the GPU by itself.
+    megatron-core 0.19 has a handler for a single signal, and copies the flag of each rank from the GPU separately.
     """
 
     def __init__(self, *more: signal.Signals) -> None:
         """Args:
-        more: signals that are noted besides SIGTERM and SIGUSR1.
+        more: signals to record besides SIGTERM and SIGUSR1.
         """
         self._signals = dict.fromkeys((*SIGNALS, *more))
         self._before: dict[signal.Signals, Any] = {}
@@ -39,20 +39,24 @@ class StopSignals:
         self.received: str | None = None
         """Name of the last signal that this process received."""
 
-    def __enter__(self) -> "StopSignals":
-        self._before = {number: signal.signal(number, self._note) for number in self._signals}
+    def listen(self) -> "StopSignals":
+        """Record signals from now on."""
+        self._before = {number: signal.signal(number, self._record) for number in self._signals}
         return self
+
+    def __enter__(self) -> "StopSignals":
+        return self.listen()
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         self.received = signal.Signals(number).name
 
     def anywhere(self) -> bool:
-        """Whether any rank was asked to stop. Collective over all ranks, if there are any; after the first True it is
-        True for good."""
+        """True if any rank has received a signal, and in all later calls. Collective over all ranks, if there are
+        several."""
         if self._agreed:
             return True
         self._agreed = self.received is not None
@@ -65,22 +69,22 @@ class StopSignals:
         return self._agreed
 
     def signals_received(self) -> list[bool]:
-        """As megatron's training loop asks after each step. Collective over all ranks."""
+        """Called by megatron's training loop after each step. Collective over all ranks."""
         return [self.anywhere()]
 
 
 class WorkerSignals:
-    """In a worker of a DataLoader: signals to stop are the trainer's business, which still needs its data.
+    """Signal handling in a worker of a DataLoader: the worker ignores stop signals, since the trainer still needs data.
 
-    PyTorch's worker dies of a SIGTERM that is not from its parent, and the training with it. megatron-core 0.19's
-    handler lets it survive every SIGTERM, also the one with which its parent ends it at last.
+    PyTorch's worker exits on a SIGTERM that is not from its parent, and the training fails. With megatron-core 0.19's
+    handler it survives every SIGTERM, including the one from its parent that should end it.
     """
 
     def __init__(self, *more: signal.Signals) -> None:
         self._signals = {*SIGNALS, *more}
 
     def __enter__(self) -> "WorkerSignals":
-        signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)  # also in threads that begin later
+        signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)  # also in threads that start later
         threading.Thread(target=self._wait, args=(os.getppid(),), daemon=True).start()
         return self
 
@@ -92,7 +96,7 @@ class WorkerSignals:
 
 
 class EvaluationAborted(Exception):
-    """Raised on all ranks at once, between two steps of an evaluation."""
+    """Raised on all ranks, between two steps of an evaluation."""
 
 
 class EvaluationState(Protocol):
@@ -102,12 +106,11 @@ class EvaluationState(Protocol):
 
 
 def install_stopping(stop: StopSignals, state: EvaluationState) -> None:
-    """Let megatron's training end, after SIGTERM, SIGUSR1 or --exit-signal, with the step that is under way.
+    """End megatron's training after the current step on SIGTERM, SIGUSR1 or --exit-signal.
 
-    megatron-core 0.19 looks for signals after training steps only: an evaluation runs to its end, and it has counted
-    the samples of one that its own time limit ended. Here an evaluation ends with its next step, and counts for
-    nothing: `unfinished_evaluation` in the run's state has the resumed job begin with it. It must be called after
-    `mkd.compat.install_training_hooks`.
+    megatron-core 0.19 checks for signals after training steps only, so an evaluation runs to its end; and the samples
+    of an evaluation that its own time limit ended stay counted. Here an evaluation ends after its current step and is
+    not counted: with `unfinished_evaluation` in the run's state the resumed job starts with it.
     """
     from megatron.training import training
     from megatron.training.datasets import data_samplers
@@ -120,7 +123,7 @@ def install_stopping(stop: StopSignals, state: EvaluationState) -> None:
     get_schedule, train, evaluate = training.get_forward_backward_func, training.train, training.evaluate
     trains = False
 
-    def get_schedule_that_stops(*args: Any, **kwargs: Any) -> Callable:
+    def get_stoppable_schedule(*args: Any, **kwargs: Any) -> Callable:
         run = get_schedule(*args, **kwargs)
 
         def run_or_stop(*, forward_only: bool = False, **options: Any) -> list[dict]:
@@ -144,7 +147,7 @@ def install_stopping(stop: StopSignals, state: EvaluationState) -> None:
         except EvaluationAborted:
             result = None, None, True
         state.unfinished_evaluation = result[2]
-        if result[2]:  # it ended early, by a signal or by megatron's time limit, and nothing was put back
+        if result[2]:  # ended early, by a signal or megatron's time limit, without restoring the training state
             if not trains:
                 _end_without_saving(training)
             megatron_args.consumed_valid_samples = counted
@@ -154,12 +157,12 @@ def install_stopping(stop: StopSignals, state: EvaluationState) -> None:
                 chunk.train()
         return result
 
-    training.get_forward_backward_func = get_schedule_that_stops
+    training.get_forward_backward_func = get_stoppable_schedule
     training.train, training.evaluate = train_or_stop, evaluate_or_stop
 
 
 def _end_without_saving(training: ModuleType) -> NoReturn:
-    """No step was made since the start: what there is to continue from is there already."""
+    """Exit before the first step: the last checkpoint is still the latest state."""
     logger.info("no step was made, nothing is saved")
     training.maybe_finalize_async_save(blocking=True, terminate=True)
     sys.exit(0)

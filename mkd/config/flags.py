@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.arguments import add_megatron_arguments, parse_args
 
-from mkd import compat
+from mkd.compat.startup import repair_help
 from mkd.config.kd_config import KDConfig
 from mkd.config.kd_fields import KDFields
 from mkd.errors import MkdConfigError
@@ -59,7 +59,7 @@ def add_kd_flags(parser: ArgumentParser) -> ArgumentParser:
     What the parser cannot read is then an MkdConfigError of one line, and not a thousand lines of usage.
     """
     _KDFlags(KDFields).build_group(parser, title="knowledge distillation")
-    compat.repair_help(parser)
+    repair_help(parser)
 
     def refuse(message: str) -> NoReturn:
         unknown = message.removeprefix("unrecognized arguments: ")

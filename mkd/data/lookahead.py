@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mkd import compat
+from mkd.compat.data_iterator import peek
 from mkd.data.batch import KDBatch, next_microbatches
 
 
@@ -32,5 +32,5 @@ class Lookahead:
 
         There are fewer than `count` at the end of the data, and none if the iterator cannot be peeked.
         """
-        samples = compat.peek(self.iterator, self.count)
+        samples = peek(self.iterator, self.count)
         return lambda: next_microbatches(iter(samples), len(samples), self.true_vocab, None, self.length_multiple)

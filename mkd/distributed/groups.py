@@ -10,7 +10,7 @@ from megatron.core.parallel_state import initialize_model_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed import ProcessGroup
 
-from mkd.compat import parallel_state_of
+from mkd.compat.parallel_state import parallel_state_of
 
 
 @dataclass(frozen=True)

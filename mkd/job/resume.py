@@ -18,13 +18,6 @@ from mkd.checkpoint.resume import (
 )
 from mkd.checkpoint.saving import Saving
 from mkd.checkpoint.source import TeacherSource
-from mkd.compat.checkpoints import (
-    install_checkpoint_hooks,
-    let_finished_jobs_evaluate,
-    resume_distributed_optimizer,
-    take_rates_of_this_job,
-)
-from mkd.compat.stopping import StopSignals, install_stopping
 from mkd.config import megatron_args
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron_arg_names import ArgRole, names_with
@@ -129,7 +122,7 @@ _NOT_THE_OBJECTIVE = {
 def resolve_checkpoint(
     args: Namespace, kd: KDConfig, state: RunState, point: ResumePoint | None, teacher: TeacherSource
 ) -> None:
-    """Before megatron loads: agree on teacher and checkpoint, check its content, mend the folder.
+    """Before megatron loads: agree on teacher and checkpoint, check its content, repair the folder.
 
     Collective over all ranks.
 
@@ -147,19 +140,18 @@ def resolve_checkpoint(
         check_checkpoint(args, kd, state, resolved, teacher)
 
 
-def install_saving(args: Namespace, kd: KDConfig, state: RunState) -> None:
-    """Put mkd's part into megatron's saving and loading, also when a signal ends the job. Collective over all ranks."""
-    resume_distributed_optimizer()
-    let_finished_jobs_evaluate()
-    if args.override_opt_param_scheduler:
-        take_rates_of_this_job()
-    root, take = Path(args.save or "."), None
+def prepare_saving(args: Namespace, kd: KDConfig, state: RunState) -> Saving:
+    """Claim the folder in --save and remove unfinished Hugging Face folders in it. Collective over all ranks.
+
+    Returns:
+        The hooks around each save.
+    """
+    root, export = Path(args.save or "."), None
     if kd.save_hf_interval is not None:
         snapshots = Snapshots(root, kd.save_hf_interval, kd.save_hf_keep)
         snapshots.clean()
-        take = snapshots.take
-    saving = Saving(root, hashes=not kd.skip_checkpoint_hashes, state=state, on_published=take)
+        export = snapshots.take
+    saving = Saving(root, hashes=not kd.skip_checkpoint_hashes, state=state, on_published=export)
     if args.save is not None:
         saving.claim()
-    install_checkpoint_hooks(saving)
-    install_stopping(StopSignals(args.exit_signal).__enter__(), state)
+    return saving

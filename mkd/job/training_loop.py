@@ -33,7 +33,7 @@ class Hooks:
 
     @property
     def unfinished_evaluation(self) -> bool:
-        """See `mkd.compat.TrainingHooks`."""
+        """See `mkd.compat.training_loop.TrainingHooks`."""
         return self._job.state.unfinished_evaluation
 
     def before_training(self, iteration: int) -> None:

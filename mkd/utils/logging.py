@@ -31,7 +31,10 @@ FILE_ONLY: dict[str, Any] = {"file_only": True}
 
 def current_rank() -> int:
     """The rank in the default process group; before it exists, the launcher's RANK, or 0."""
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    if dist.is_initialized():
+        return dist.get_rank()
+    text = os.environ.get("RANK", "0")
+    return int(text) if text.isdecimal() else 0
 
 
 class _Logger(logging.Logger):

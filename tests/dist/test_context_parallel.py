@@ -10,7 +10,7 @@ import torch
 from megatron.core.transformer.moe import router
 from megatron.core.transformer.moe.moe_utils import get_tokens_per_expert_and_token_count
 
-from mkd.compat import balance_experts_over_unequal_ranks
+from mkd.compat.experts import balance_experts_over_unequal_ranks
 from tests.support.dist.kd_step import Layout, Models, kd_step
 from tests.support.dist.pool import Pool, WorkerError
 from tests.dist.test_layouts import compare

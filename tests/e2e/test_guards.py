@@ -85,7 +85,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(job: SmallJob, small_disk: Pat
         return run(job.flags({"--save": save, "--load": save, "--save-interval": 1, "--eval-iters": 0, **steps}))
 
     assert train(1).status == 0
-    for room, words in [(2**16, ["iter_0000002 was not saved, 0.000 GiB are free", "iter_0000001 is still whole"]),
+    for room, words in [(2**16, ["iter_0000002 was not saved, 0.000 GiB are free", "iter_0000001 is still complete"]),
                         (0, ["No space left on device", str(save)])]:  # fmt: skip
         (small_disk / "other").write_bytes(bytes(shutil.disk_usage(small_disk).free - room))
         full = train(2)

@@ -26,7 +26,7 @@ from megatron.training.models import GPTModelBuilder
 from torch import Tensor, nn
 
 from mkd.config.flags import default_arguments
-from mkd.compat import balance_experts_over_unequal_ranks
+from mkd.compat.experts import balance_experts_over_unequal_ranks
 from mkd.config.kd_config import HiddenLossType, KDConfig
 from mkd.cpu.flags import set_cpu_values
 from mkd.config.megatron_checks import length_multiple

@@ -11,11 +11,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from mkd import compat, cpu
+from mkd import cpu
+from mkd.compat.startup import use_prebuilt_dataset_helpers
 
 if cpu.wanted():
     cpu.activate()
-compat.use_prebuilt_dataset_helpers()
+use_prebuilt_dataset_helpers()
 
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder

@@ -11,9 +11,9 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.training import training
 
 from mkd.checkpoint.lr_schedule import check_schedule
-from mkd.compat.checkpoints import take_rates_of_this_job
+from mkd.compat.optimizer import use_own_learning_rates
 from mkd.errors import MkdConfigError
-from tests.unit.compat.test_compat import fresh
+from tests.support.upstream import fresh
 
 ITERATIONS: dict[str, Any] = dict(train_iters=4, train_samples=None)
 SAMPLES: dict[str, Any] = dict(train_iters=None, train_samples=24, lr_warmup_samples=3)
@@ -115,7 +115,7 @@ def own_rates(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[dict], list[dic
     monkeypatch.setattr(whole, "_filter_and_reorder_param_groups", reorder)
     load = lambda self, state: loaded.append(state["optimizer"]["param_groups"])  # noqa: E731
     monkeypatch.setattr(distributed, "load_state_dict", load)
-    take_rates_of_this_job()
+    use_own_learning_rates()
 
     def groups(current: list[dict], stored: list[dict]) -> list[list[dict]]:
         made = object.__new__(distributed)

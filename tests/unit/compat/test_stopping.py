@@ -17,7 +17,7 @@ from megatron.training.dist_signal_handler import DistributedSignalHandler
 from torch.utils.data import DataLoader
 
 from mkd.compat.stopping import StopSignals, WorkerSignals, install_stopping
-from tests.unit.compat.test_compat import source_of
+from tests.support.upstream import source_of
 
 
 def test_a_signal_is_noted_and_its_old_meaning_comes_back() -> None:

@@ -1,4 +1,4 @@
-"""mkd's part in megatron's saving and loading: when it is called, and that upstream still needs it."""
+"""mkd/compat/checkpoints.py: the order of the hooks, and that megatron-core 0.19 still needs them."""
 
 import ast
 import inspect
@@ -14,21 +14,17 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-from megatron.core.optimizer import distrib_optimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.training import checkpointing, training
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mkd.checkpoint.megatron_folder import TRACKER
 from mkd.compat.checkpoints import (
-    _load_or_refuse,
     install_checkpoint_hooks,
-    resume_distributed_optimizer,
     tracker_override,
+    with_load_errors,
 )
 from mkd.errors import MkdCheckpointError
 from mkd.utils.atomic_files import replacing
-from tests.unit.compat.test_compat import fresh
 
 
 def names_called_in(module: object) -> set[str]:
@@ -36,7 +32,7 @@ def names_called_in(module: object) -> set[str]:
     return {ast.unparse(node) for node in nodes}
 
 
-def test_upstream_calls_what_the_hooks_replace_by_these_names() -> None:
+def test_upstream_calls_the_replaced_functions_by_these_names() -> None:
     called = names_called_in(checkpointing)
     assert {"dist_checkpointing.save", "schedule_async_save", "maybe_msc.open", "read_metadata"} <= called
     assert {"save_checkpoint", "load_checkpoint"} <= names_called_in(training)
@@ -54,7 +50,7 @@ def test_upstream_leaves_the_files_of_an_earlier_attempt() -> None:
     assert "unlink" not in source
 
 
-def test_upstream_ends_with_status_0_on_a_tracker_that_it_cannot_read(tmp_path: Path) -> None:
+def test_upstream_exits_with_status_0_on_a_tracker_that_it_cannot_read(tmp_path: Path) -> None:
     (tmp_path / TRACKER).write_text("")
     with pytest.raises(SystemExit) as caught:
         checkpointing.read_metadata(str(tmp_path / TRACKER))
@@ -95,7 +91,7 @@ class Recorder:
 
 @pytest.fixture
 def saving(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[list, SimpleNamespace]:
-    """(the calls that happen, megatron's arguments) with stand-ins for what writes, and the hooks in place."""
+    """(recorded calls, megatron's arguments), with stand-ins for the functions that write, and the hooks installed."""
     calls: list = []
     waiting: list[AsyncRequest] = []
     args = SimpleNamespace(async_save=False, save=str(tmp_path), fails=None, waiting=waiting)
@@ -185,20 +181,24 @@ def test_a_save_that_fails(
     with pytest.raises(MkdCheckpointError) as caught:
         training.save_checkpoint(2)
         args.waiting[0].finalize_fns[0]()
-    before = {None: "there is none before it", "1": "iter_0000001 is still whole", "release": "release is still whole"}
+    before = {
+        None: "there is no earlier one",
+        "1": "iter_0000001 is still complete",
+        "release": "release is still complete",
+    }
     assert f"{Path(args.save) / 'iter_0000002'} was not saved" in str(caught.value)
     assert f"(OSError: no room); {before[named]}" in str(caught.value)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("gone"), MemoryError("gone")])
-def test_memory_that_ran_out_is_no_fault_of_a_folder(saving: tuple[list, SimpleNamespace], error: Exception) -> None:
+def test_out_of_memory_errors_do_not_blame_a_folder(saving: tuple[list, SimpleNamespace], error: Exception) -> None:
     for failure in (error, CheckpointException("write", {1: (error, None)})):
         saving[1].fails = failure
 
         def load(failure: BaseException = failure) -> None:
             raise failure
 
-        for fail in (lambda: training.save_checkpoint(2), _load_or_refuse(load)):
+        for fail in (lambda: training.save_checkpoint(2), with_load_errors(load)):
             with pytest.raises(type(error), match="gone"):
                 fail()
 
@@ -237,95 +237,11 @@ def test_other_files_are_opened_as_before(saving: tuple[list, SimpleNamespace], 
         (CheckpointException("read", {3: (EOFError("short"), None)}), "cannot be loaded: EOFError: short"),
     ],
 )
-def test_a_load_that_fails_is_an_error_of_mkd(error: BaseException, words: str) -> None:
+def test_failed_loads_are_errors_of_mkd(error: BaseException, words: str) -> None:
     def load() -> None:
         raise error
 
     with pytest.raises(MkdCheckpointError, match=words) as caught:
-        _load_or_refuse(load)()
+        with_load_errors(load)()
     assert "\n" not in str(caught.value)
-    assert _load_or_refuse(lambda: (7, 0))() == (7, 0)
-
-
-class InnerOptimizer:
-    """What a distributed optimizer has of PyTorch's."""
-
-    def __init__(self) -> None:
-        self.state: dict = {}
-
-
-@pytest.fixture
-def distributed(monkeypatch: pytest.MonkeyPatch) -> Callable[[], DistributedOptimizer]:
-    """Makes distributed optimizers without a model, with stand-ins for upstream's two functions."""
-
-    def state_dict(self: DistributedOptimizer) -> list:
-        return [state["step"].item() for state in self.optimizer.state.values()]
-
-    def load_state_dict(self: DistributedOptimizer, state: dict) -> None:
-        step = torch.tensor(3.0)
-        self.optimizer.state = {name: {"step": step} for name in "ab"}
-
-    monkeypatch.setattr(distrib_optimizer, "HAVE_APEX_OR_TE", False)
-    monkeypatch.setattr(DistributedOptimizer, "state_dict", state_dict)
-    monkeypatch.setattr(DistributedOptimizer, "load_state_dict", load_state_dict)
-    whole = DistributedOptimizer._set_main_param_and_optimizer_states
-    monkeypatch.setattr(DistributedOptimizer, "_set_main_param_and_optimizer_states", whole)
-    resume_distributed_optimizer()
-
-    def make() -> DistributedOptimizer:
-        made = object.__new__(DistributedOptimizer)
-        made.optimizer = InnerOptimizer()
-        return made
-
-    return make
-
-
-def test_distributed_optimizer_without_a_step_has_a_state(distributed: Callable[[], DistributedOptimizer]) -> None:
-    made = distributed()
-    assert made.state_dict() == [0.0]
-    assert made.optimizer.state == {}
-    made.optimizer.state = {"a": {"step": torch.tensor(5.0)}}
-    assert made.state_dict() == [5.0]
-
-
-def test_distributed_optimizer_counts_the_steps_of_each_parameter(
-    distributed: Callable[[], DistributedOptimizer],
-) -> None:
-    made = distributed()
-    made.load_state_dict({})
-    made.optimizer.state["a"]["step"] += 1
-    assert made.state_dict() == [4.0, 3.0]
-
-
-def test_fp32_weights_and_steps_in_the_form_that_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Upstream writes into a view of a weight that autograd watches, and has 0 steps there."""
-    for name in ("state_dict", "load_state_dict", "_set_main_param_and_optimizer_states"):
-        monkeypatch.setattr(DistributedOptimizer, name, getattr(fresh(distrib_optimizer).DistributedOptimizer, name))
-    weight = torch.nn.Parameter(torch.zeros(4))
-    view, step = weight.view(-1), torch.tensor(3.0)
-    stand_in = SimpleNamespace(
-        model_param_group_index_map={weight: (0, 0)},
-        optimizer=SimpleNamespace(param_groups=[{"params": [view]}], state={view: {"step": step}}),
-        config=SimpleNamespace(use_precision_aware_optimizer_no_fp8_or_ds_fp8=False),
-    )
-    load = (stand_in, weight, {"param": torch.ones(4), "step": torch.tensor(0.0)})
-    with pytest.raises(RuntimeError, match="a view of a leaf Variable"):
-        DistributedOptimizer._set_main_param_and_optimizer_states(*load)
-    resume_distributed_optimizer()
-    DistributedOptimizer._set_main_param_and_optimizer_states(*load)
-    assert weight.tolist() == [1.0] * 4
-    assert step == 3.0
-
-
-def test_upstream_asserts_on_an_optimizer_without_a_step_and_shares_the_number() -> None:
-    source = inspect.getsource(distrib_optimizer)
-    assert 'steps = list(set([s["step"].item() for s in inner_state_dict["state"].values()]))' in source
-    assert 's["step"] = step\n' in source
-    assert "if not isinstance(tensors[key], torch.Tensor):" in source
-
-
-def test_upstream_wants_samples_left_also_where_no_step_is():
-    from megatron.training.datasets.data_samplers import MegatronPretrainingSampler
-
-    with pytest.raises(AssertionError, match="no samples left to consume"):
-        MegatronPretrainingSampler(8, 8, micro_batch_size=2, data_parallel_rank=0, data_parallel_size=1)
+    assert with_load_errors(lambda: (7, 0))() == (7, 0)

@@ -1,0 +1,85 @@
+"""From a checked job to training: builds its parts on this rank, and calls `megatron.training.pretrain`."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.enums import ModelType
+from megatron.core.rerun_state_machine import destroy_rerun_state_machine
+from megatron.training import initialize_megatron, pretrain
+from megatron.training.argument_utils import pretrain_cfg_container_from_args
+
+from mkd.compat.install import install
+from mkd.compat.stopping import StopSignals
+from mkd.data.datasets import provider_of
+from mkd.distributed.groups import Groups
+from mkd.job.job import Job
+from mkd.job.plan import record
+from mkd.job.resume import prepare_saving, resolve_checkpoint
+from mkd.job.teacher_check import check_teacher_quality
+from mkd.job.training_loop import Hooks
+from mkd.report.metrics import MetricsLog
+from mkd.train.schedule import TeacherThenStudent
+from mkd.train.step import ForwardStep
+
+
+@dataclass(frozen=True)
+class TrainingParts:
+    """Parts of a job on this rank; megatron builds the student from `Job.student_config`."""
+
+    datasets: list[Any]
+    """Training, validation and test set."""
+    step: ForwardStep
+    schedule: TeacherThenStudent
+    metrics: MetricsLog
+
+
+def build(job: Job) -> TrainingParts:
+    """Initialize megatron, read the data, and load the teacher. Collective over all ranks.
+
+    Raises:
+        MkdError: a checkpoint, the data or the teacher cannot be used.
+    """
+    initialize_megatron()
+    metrics = job.metrics()
+    resolve_checkpoint(job.args, job.kd, job.state, job.resume_point, job.teacher.source)
+    groups = Groups.from_megatron()
+    datasets = job.data.sets()
+    teacher = job.build_teacher(groups)
+    step = job.forward_step(groups)
+    if teacher is not None:
+        check_teacher_quality(teacher, datasets[1] or datasets[0], groups, job, step)
+    record(job)
+    schedule = TeacherThenStudent(
+        kd=job.kd,
+        groups=groups,
+        teacher=teacher,
+        true_vocab=job.true_vocab,
+        current_iteration=lambda: job.args.curr_iteration,
+        hidden_layers=job.pair_layers(groups, teacher),
+        length_multiple=job.data.length_multiple,
+        balance=lambda: job.state.balance_factor if job.kd.balance else 1.0,
+    )
+    return TrainingParts(datasets, step, schedule, metrics)
+
+
+def train(job: Job, parts: TrainingParts) -> None:
+    """Load the student and train it, evaluating and saving on the way. Collective over all ranks."""
+    args = job.args
+    args.check_for_nan_in_loss_and_grad = False  # megatron's check ends only the rank that finds something; mkd's all
+    # pretrain initializes once more, which also sets the seeds as if there were no teacher.
+    destroy_rerun_state_machine()
+    saving = prepare_saving(args, job.kd, job.state)
+    install(
+        training=Hooks(job, parts.schedule, parts.metrics, parts.step.finite),
+        checkpoints=saving,
+        stop=StopSignals(args.exit_signal).listen(),
+        state=job.state,
+        own_learning_rates=args.override_opt_param_scheduler,
+    )
+    pretrain(
+        pretrain_cfg_container_from_args(args, job.student_config),
+        provider_of(parts.datasets),
+        ModelType.encoder_or_decoder,
+        parts.step,
+        skip_model_parallel_init=True,
+    )
