@@ -139,7 +139,7 @@ class ImportedText:
 
 @dataclass(frozen=True)
 class ImportPlan:
-    """How imported targets are converted to records."""
+    """Conversion of imported targets to records."""
 
     top_k: int
     vocab: int

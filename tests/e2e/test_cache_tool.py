@@ -145,7 +145,7 @@ def test_refused_flags(
 @pytest.mark.parametrize(
     ("own", "changes", "message"),
     [
-        ({"out": "foreign"}, {}, "is no teacher cache, and not empty"),
+        ({"out": "foreign"}, {}, "is not a teacher cache, and not empty"),
         ({"out": "file"}, {}, "cannot be written"),
         ({"out": "file/cache"}, {}, "cannot be written"),
         ({"out": "eight"}, {"--kd-teacher-hf": "{root}/student"}, "other properties .*teacher: "),

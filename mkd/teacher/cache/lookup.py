@@ -12,7 +12,7 @@ from mkd.teacher.cache.store import Segment, TeacherStore
 
 
 @dataclass(frozen=True)
-class Missing:
+class MissingSegment:
     """A segment with tokens in the KD mask that the cache does not have."""
 
     key: bytes
@@ -51,7 +51,7 @@ class Lookup:
 
     batch: KDBatch
     """The microbatch, on the host, with a KD mask of 0 on segments that the cache does not have."""
-    missing: list[Missing]
+    missing: list[MissingSegment]
     _keys: list[bytes]
     _segments: list[Segment]
     _starts: list[int]
@@ -70,7 +70,7 @@ class Lookup:
         for (index, key, positions), segment in zip(needed, found, strict=True):
             length = positions.stop - positions.start
             if segment is None:
-                missing.append(Missing(key, batch.number, index, positions))
+                missing.append(MissingSegment(key, batch.number, index, positions))
             elif segment.length != length:
                 raise MkdCacheError(
                     f"{store.flag} {store.folder}: segment {key.hex()} has {length} tokens in the data and "
@@ -102,7 +102,7 @@ class Lookup:
         )
 
 
-def _without(batch: KDBatch, missing: Sequence[Missing]) -> KDBatch:
+def _without(batch: KDBatch, missing: Sequence[MissingSegment]) -> KDBatch:
     """The batch with a KD mask of 0 on the missing segments."""
     if not missing:
         return batch

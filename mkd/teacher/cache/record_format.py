@@ -142,12 +142,12 @@ class RecordFormat:
         records = np.zeros(len(ids), dtype=self.dtype)
         records["low"], records["high"] = self._ids.encode(ids)
         for i, temperature in enumerate(self.temperatures):
-            head = _log_sum_exp(logits / temperature)
+            top_lse = _log_sum_exp(logits / temperature)
             if targets.tail_lse is not None:
-                odds = head - targets.tail_lse[:, i]
+                odds = top_lse - targets.tail_lse[:, i]
             else:
                 with np.errstate(divide="ignore", over="ignore"):
-                    odds = -np.log(np.expm1(np.maximum(targets.lse[:, i] - head, 0.0)))
+                    odds = -np.log(np.expm1(np.maximum(targets.lse[:, i] - top_lse, 0.0)))
             records["head"][:, i] = np.clip(odds, -_LIMIT, _LIMIT)
         records["label"] = targets.label_log_prob
         records["values"] = self._encode_values(logits, targets.lse[:, :1].astype(np.float64))
@@ -201,22 +201,22 @@ class RecordFormat:
             raise MkdCacheError(
                 f"the teacher cache has the tail at the temperatures {self.temperatures}, not at {temperature:g}"
             )
-        head = records["head"]
+        odds = records["head"]
         if self.values == "fp32":
             logits = np.ascontiguousarray(records["values"])
         else:
             logits = self._table.take(unpack(records["values"], self.top_k, _BITS))
             # Values lie in [-50, 9], so their exponentials neither overflow nor vanish without subtracting a maximum.
-            logits -= (np.log(np.exp(logits).sum(axis=1)) + _neg_log_top(head[:, 0]))[:, None]
+            logits -= (np.log(np.exp(logits).sum(axis=1)) + _neg_log_top(odds[:, 0]))[:, None]
         lse = np.zeros(len(records), dtype=np.float32)
         column = self.temperatures.index(temperature)
         if temperature != 1.0:
-            lse = _log_sum_exp(logits / np.float32(temperature)) + _neg_log_top(head[:, column])
+            lse = _log_sum_exp(logits / np.float32(temperature)) + _neg_log_top(odds[:, column])
         label = np.ascontiguousarray(records["label"])
-        for values in (head, label, logits):
+        for values in (odds, label, logits):
             if not np.isfinite(values).all():
                 raise MkdCacheError("the teacher cache holds a value that is not finite")
-        tail_lse = lse - np.logaddexp(np.float32(0.0), head[:, column])
+        tail_lse = lse - np.logaddexp(np.float32(0.0), odds[:, column])
         ids = self._ids.decode(records["low"], records["high"])
         return TokenTargets(ids, logits, lse[:, None], label, tail_lse[:, None])
 

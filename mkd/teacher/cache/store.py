@@ -51,7 +51,7 @@ class CacheMeta:
     teacher_dtype: str = ""
     """Dtype of the teacher's layers."""
     positions: str = "segment"
-    """Where position ids restart: at each "segment", or at each "document" in it."""
+    """Position ids restart at each "segment", or at each "document" in it."""
     labels_only: bool = False
     """True if only supervised tokens have targets and the records of the others are filler; imported caches only."""
     has_tail: bool = True
@@ -258,11 +258,11 @@ class TeacherStore:
         """Location of the segment of each key; None if it is not in the cache."""
         if not len(self._keys) or not keys:
             return [None] * len(keys)
-        wanted = np.array(keys, dtype=f"S{KEY_BYTES}")
-        indices = np.minimum(np.searchsorted(self._keys, wanted), len(self._keys) - 1)
+        sought = np.array(keys, dtype=f"S{KEY_BYTES}")
+        indices = np.minimum(np.searchsorted(self._keys, sought), len(self._keys) - 1)
         return [
             Segment(int(self._shard[i]), int(self._start[i]), int(self._length[i])) if is_found else None
-            for i, is_found in zip(indices, self._keys[indices] == wanted, strict=True)
+            for i, is_found in zip(indices, self._keys[indices] == sought, strict=True)
         ]
 
     def read(

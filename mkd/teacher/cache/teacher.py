@@ -12,7 +12,7 @@ from mkd.data.batch import KDBatch
 from mkd.data.lookahead import Lookahead
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdCacheError, MkdError
-from mkd.teacher.cache.lookup import Lookup, Missing
+from mkd.teacher.cache.lookup import Lookup, MissingSegment
 from mkd.teacher.cache.reader import CacheReader
 from mkd.teacher.interface import TopKSignal
 
@@ -93,7 +93,7 @@ class CachedTeacher:
             self._prefetch(upcoming)
         return [lookup.batch for lookup in lookups]
 
-    def _describe(self, missing: Sequence[Missing], batches: Sequence[KDBatch], evaluating: bool) -> str:
+    def _describe(self, missing: Sequence[MissingSegment], batches: Sequence[KDBatch], evaluating: bool) -> str:
         store, more, batch = self._reader.store, len(missing) - 1, batches[missing[0].microbatch]
         row_length = batch.tokens.shape[1] if batch.packed is None else self._row_length
         step = "evaluation step" if evaluating else "step"

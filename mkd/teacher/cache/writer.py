@@ -92,11 +92,13 @@ def check_folder(folder: Path, meta: CacheMeta, flag: str) -> None:
     path = folder.absolute()
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise MkdCacheError(f"{flag} {folder} cannot be written: {existing} is no folder, or is read-only")
+        raise MkdCacheError(f"{flag} {folder} cannot be written: {existing} is not a folder, or is read-only")
     if not (folder / META).exists():
         others = [] if existing != path else [name for name in os.listdir(path) if not name.startswith(".")]
         if others and META not in others:  # META may appear meanwhile, from another writer
-            raise MkdCacheError(f"{flag} {folder} is no teacher cache, and not empty ({others[0]}): give a new folder")
+            raise MkdCacheError(
+                f"{flag} {folder} is not a teacher cache, and not empty ({others[0]}): give a new folder"
+            )
         return
     differences = meta.differences(CacheMeta.read(folder, flag))
     if differences:

@@ -43,7 +43,7 @@ class TeacherExchange:
 
         Args:
             student, teacher: the two layouts.
-            student_sharding, teacher_sharding: how each of them splits a row.
+            student_sharding, teacher_sharding: their splits of a row.
         """
         self.student_sharding, self.teacher_sharding = student_sharding, teacher_sharding
         self.rank = dist.get_rank()

@@ -50,7 +50,7 @@ class Assignment(NamedTuple):
 
 @dataclass(frozen=True)
 class RowSharding:
-    """How the tokens of a row are split over the ranks of a pipeline stage."""
+    """Split of a row's tokens over the ranks of a pipeline stage."""
 
     tp: int
     cp: int

@@ -164,7 +164,7 @@ def test_folder_of_another_teacher_is_refused(cache, changes, message):
 
 def test_foreign_folder(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(MkdCacheError, match="no teacher cache, and not empty"):
+    with pytest.raises(MkdCacheError, match="not a teacher cache, and not empty"):
         StoreWriter(tmp_path, META_OF_TEST)
     with pytest.raises(MkdCacheError, match="is not a teacher cache: it has no meta"):
         TeacherStore(tmp_path, "--cache")
