@@ -149,8 +149,8 @@ def test_refused_flags(
         ({"out": "file"}, {}, "cannot be written"),
         ({"out": "file/cache"}, {}, "cannot be written"),
         ({"out": "eight"}, {"--kd-teacher-hf": "{root}/student"}, "other properties .*teacher: "),
-        ({"out": "eight", "top_k": 9}, {}, r"other properties .*\(top_k: 9, 8\)"),
-        ({"out": "eight", "lossless": True}, {}, r"other properties .*\(values: fp32, log12\)"),
+        ({"out": "eight", "top_k": 9}, {}, r"other properties .*: top_k: 9, 8\)"),
+        ({"out": "eight", "lossless": True}, {}, r"other properties .*: values: fp32, log12\)"),
         ({"out": "eight"}, {"--kd-teacher-dtype": "bf16"}, "other properties .*teacher_dtype: bfloat16, float32"),
     ],
 )
