@@ -1,17 +1,17 @@
 """Rank-0 progress and plan output of a job that fills a cache."""
 
-import time
 from typing import Any
 
 from mkd.cache_build.job import CacheJob
 from mkd.cache_build.texts import Ledger
 from mkd.utils.logging import logger
+from mkd.utils.progress import Progress
 
 PRINT_SECONDS = 10.0
 """Shortest time between two lines."""
 
 
-class Progress:
+class CacheProgress:
     """Progress lines, printed by rank 0."""
 
     def __init__(self, total: int, stored: int) -> None:
@@ -21,33 +21,31 @@ class Progress:
             total: rows to read.
             stored: segments that are in the folder already.
         """
-        self._total, self._seen, self._skipped = total, 0, 0
-        self._begin = self._printed = time.monotonic()
-        self._print(f"{total:,} rows to read; {stored:,} segments are stored already")
+        self._rows = Progress(total, PRINT_SECONDS)
+        _print(f"{total:,} rows to read; {stored:,} segments are stored already")
 
     def rows(self, count: int, ledger: Ledger) -> None:
         """Add `count` finished rows; prints a line at most every `PRINT_SECONDS`."""
-        self._seen = min(self._seen + count, self._total)
-        now = time.monotonic()
+        rows = self._rows
+        rows.advance(count)
         if not ledger.tokens:  # all stored already: the time of skipping is no teacher time
-            self._begin, self._skipped = now, self._seen
-        if now - self._printed < PRINT_SECONDS:
+            rows.restart_clock()
+        if not rows.line_is_due():
             return
-        self._printed, elapsed = now, max(now - self._begin, 1e-9)
-        line = f"{self._seen:,} of {self._total:,} rows ({self._seen / self._total:.1%})"
-        if self._seen > self._skipped:
-            left = (self._total - self._seen) * elapsed / (self._seen - self._skipped)
-            line += f", {ledger.tokens:,} tokens, {ledger.tokens / elapsed:,.0f} tokens/s, ETA {_clock(left)}"
-        self._print(line)
+        line = f"{rows.done:,} of {rows.total:,} rows ({rows.done / rows.total:.1%})"
+        if (left := rows.seconds_left) is not None:
+            line += f", {ledger.tokens:,} tokens, {ledger.tokens / rows.seconds:,.0f} tokens/s, ETA {_clock(left)}"
+        _print(line)
 
     def end(self, ledger: Ledger) -> None:
         """Print what was added."""
-        elapsed = max(time.monotonic() - self._begin, 1e-9)
-        rate = f", {ledger.tokens / elapsed:,.0f} tokens/s" if ledger.tokens else ""
-        self._print(f"{ledger.segments:,} segments of {ledger.tokens:,} tokens added in {_clock(elapsed)}{rate}")
+        seconds = self._rows.seconds
+        rate = f", {ledger.tokens / seconds:,.0f} tokens/s" if ledger.tokens else ""
+        _print(f"{ledger.segments:,} segments of {ledger.tokens:,} tokens added in {_clock(seconds)}{rate}")
 
-    def _print(self, text: str) -> None:
-        logger.info(f"cache      {text}")
+
+def _print(text: str) -> None:
+    logger.info(f"cache      {text}")
 
 
 def _clock(seconds: float) -> str:

@@ -9,7 +9,7 @@ from megatron.training.training import get_train_valid_test_num_samples
 from torch.utils.data import default_collate
 
 from mkd.cache_build.job import CacheJob
-from mkd.cache_build.progress import Progress
+from mkd.cache_build.progress import CacheProgress
 from mkd.cache_build.targets import TargetBuilder
 from mkd.cache_build.texts import Ledger, RowDataset, TextRow, windows
 from mkd.cache_build.writer_thread import WriterThread, open_store
@@ -57,7 +57,7 @@ class CacheBuilder:
     def run(self) -> bool:
         """Compute and store all targets; False if a signal stopped it before the end. Collective over all ranks."""
         size, dp = self._row_batch * self._microbatches, self._groups.dp
-        progress = Progress(len(self._rows), self._stored)
+        progress = CacheProgress(len(self._rows), self._stored)
         for window in windows(self._rows, size, dp.rank(), dp.size(), self._job.args.num_workers):
             if self._stop.anywhere():
                 break
