@@ -1,4 +1,4 @@
-"""What the benchmarks share: rows tried one by one, time on the device, memory, and the table."""
+"""Shared by the benchmarks: table rows measured one by one, device time, memory, and the table."""
 
 import argparse
 import gc
@@ -31,12 +31,12 @@ BUSY_CYCLES = 600_000_000
 """A third of a second of a GPU's clock."""
 
 Row = dict[str, Any]
-"""One line of a table. One that could not be measured has `failed`, the reason, and no figures."""
+"""One row of a table. A row that could not be measured has `failed`, the reason, and no figures."""
 
 
 @dataclass(frozen=True)
 class Card:
-    """What a card can do at most, by its vendor's data sheet."""
+    """Peak rates of a card from the vendor's data sheet."""
 
     bytes_per_s: float
     flop_per_s: float
@@ -44,7 +44,7 @@ class Card:
 
     @classmethod
     def current(cls) -> "Card | None":
-        """Of this process's device; None if it is not in the list."""
+        """The card of this process's device; None if it is not in the list."""
         name = torch.cuda.get_device_name()
         known = {"H100": cls(3.35e12, 989e12), "H200": cls(4.8e12, 989e12)}
         return next((card for key, card in known.items() if key in name), None)
@@ -52,7 +52,7 @@ class Card:
 
 @contextmanager
 def tensor_parallel_ranks(seed: int) -> Iterator[dist.ProcessGroup]:
-    """Megatron's groups over all ranks that torchrun has started, all of them tensor parallel; without it, one rank."""
+    """Megatron's groups with all of torchrun's ranks tensor parallel; one rank without torchrun."""
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group("nccl")
@@ -69,7 +69,7 @@ def tensor_parallel_ranks(seed: int) -> Iterator[dist.ProcessGroup]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """What other packages print goes to stderr, and of what they log only errors: stdout is for the table."""
+    """Send the output of other packages to stderr and log only errors: stdout is for the table."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -80,14 +80,14 @@ def quiet() -> Iterator[None]:
 
 
 class Stopwatch:
-    """Moments on the device's clock: CUDA events, or the host's clock where the device is the CPU."""
+    """Time marks on the device's clock: CUDA events, or the host's clock if the device is the CPU."""
 
     def __init__(self) -> None:
         self._on_gpu = not mkd.cpu.is_active()
         self._marks: list[tuple[str, Any]] = []
 
     def mark(self, name: str) -> None:
-        """Remember this moment; on a GPU nothing waits."""
+        """Record the current time; does not wait for a GPU."""
         moment: Any = time.perf_counter()
         if self._on_gpu:
             moment = torch.cuda.Event(enable_timing=True)
@@ -95,14 +95,14 @@ class Stopwatch:
         self._marks.append((name, moment))
 
     def take(self) -> list[tuple[str, float]]:
-        """(name, milliseconds) from each mark to the next one, named after the first of the two. Forgets the marks."""
+        """(name, milliseconds) from each mark to the next one, named after the first of the two. Clears the marks."""
         torch.cuda.synchronize()
         marks, self._marks = self._marks, []
         return [(name, a.elapsed_time(b) if self._on_gpu else (b - a) * 1e3) for (name, a), (_, b) in pairwise(marks)]
 
 
 def time_calls(run: Callable[[], Any], warmup: int, iterations: int) -> list[float]:
-    """Milliseconds of each of `iterations` calls, back to back, after `warmup` others. Caches are left as they are."""
+    """Milliseconds of each of `iterations` calls, back to back, after `warmup` calls. Caches are not flushed."""
     for _ in range(warmup):
         run()
     watch = Stopwatch()
@@ -114,8 +114,8 @@ def time_calls(run: Callable[[], Any], warmup: int, iterations: int) -> list[flo
 
 
 def time_behind_work(run: Callable[[], Any], iterations: int) -> list[float]:
-    """Milliseconds of each call on a GPU that has other work to do while the host starts the call's kernels, as in a
-    training; to be called after a warm-up."""
+    """Milliseconds of each call on a GPU that is busy while the host launches the call's kernels, as in training.
+    Call it after a warm-up."""
     watch = Stopwatch()
     for _ in range(iterations):
         torch.cuda._sleep(BUSY_CYCLES)
@@ -127,7 +127,7 @@ def time_behind_work(run: Callable[[], Any], iterations: int) -> list[float]:
 
 
 def peak_bytes(run: Callable[[], Any]) -> int | None:
-    """Most memory allocated at one time during one call, its results included; None on CPU, which keeps no account."""
+    """Peak memory during one call, including its results; None on CPU, where torch does not count it."""
     if mkd.cpu.is_active():
         return None
     torch.cuda.synchronize()
@@ -140,48 +140,48 @@ def peak_bytes(run: Callable[[], Any]) -> int | None:
 
 @dataclass
 class Report:
-    """The rows so far: tried one by one, told on stderr as they come, and written to a file after each."""
+    """The rows measured so far; each is logged to stderr and written to the file as soon as it is measured."""
 
     head: dict[str, Any]
-    """What is the same for all rows, for the JSON file."""
+    """Fields of the JSON file that are common to all rows."""
     file: Path | None
-    speaks: bool
-    """Whether this rank writes and tells."""
+    is_writer: bool
+    """True on the rank that logs and writes the file."""
     total: int
     rows: list[Row] = field(default_factory=list)
     _started: float = field(default_factory=time.monotonic)
 
     def attempt(self, about: Row, work: Callable[[], Row]) -> Row:
-        """Add the row `about` with the figures that `work` returns, or with the reason why it failed."""
+        """Add the row `about` with the figures that `work` returns, or with the reason of its failure."""
         name = " | ".join(str(value) for value in about.values())
-        self.say(f"row {len(self.rows) + 1} of {self.total}: {name}")
+        self.log(f"row {len(self.rows) + 1} of {self.total}: {name}")
         try:
             figures = work()
-        except Exception as error:  # whatever a package of others raises; the other rows go on
+        except Exception as error:  # any error of another package; the other rows are still measured
             figures = {"failed": reason_of(error)}
-        # Not in the handler: there the error still holds the tensors of the frames it came through.
+        # Not in the handler, where the error still references the tensors of its frames.
         free_memory()
         if _on_any_rank("failed" in figures) and "failed" not in figures:
             figures = {"failed": "on another rank"}
         row = {**about, **figures}
         self.rows.append(row)
-        self.say(f"  {row['failed']}" if "failed" in row else f"  {row['ms']:.2f} ms")
+        self.log(f"  {row['failed']}" if "failed" in row else f"  {row['ms']:.2f} ms")
         self.write()
         return row
 
-    def say(self, text: str) -> None:
-        """A line on stderr with the elapsed time."""
-        if self.speaks:
+    def log(self, text: str) -> None:
+        """Print a line to stderr with the elapsed time."""
+        if self.is_writer:
             print(f"[{time.monotonic() - self._started:7.1f} s] {text}", file=sys.stderr, flush=True)
 
     def write(self) -> None:
-        if self.speaks and self.file is not None:
+        if self.is_writer and self.file is not None:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             self.file.write_text(json.dumps({**self.head, "rows": self.rows}, indent=1) + "\n")
 
 
 def reason_of(error: Exception) -> str:
-    """An error in one short line."""
+    """One short line that describes an error."""
     text = " ".join(str(error).split())
     if isinstance(error, ModuleNotFoundError) and error.name:
         return f"package {error.name.split('.')[0]} is missing"
@@ -189,7 +189,7 @@ def reason_of(error: Exception) -> str:
 
 
 def free_memory() -> None:
-    """Give back what the last row left: compiled code, reference cycles, cached blocks."""
+    """Free what the previous row left: compiled code, reference cycles, cached blocks."""
     torch._dynamo.reset()
     gc.collect()
     torch.cuda.empty_cache()
@@ -204,7 +204,7 @@ def _on_any_rank(flag: bool) -> bool:
 
 
 def largest_on_any_rank(value: float) -> float:
-    """The largest of all ranks' values. Collective."""
+    """The maximum over all ranks. Collective."""
     if dist.get_world_size() == 1:
         return value
     seen = torch.tensor([value], device="cuda", dtype=torch.float64)
@@ -232,7 +232,7 @@ def header(tool: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def title(head: dict[str, Any], shape: str) -> str:
-    """What a table is to be introduced with."""
+    """Caption of a table."""
     versions = ", ".join(f"{name} {version}" for name, version in head["versions"].items() if version)
     return f"{head['ranks']} x {head['card']}, {shape}; commit {head['commit']}, {versions}"
 
@@ -247,39 +247,39 @@ def _commit() -> str:
 
 
 def add_common_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags that both benchmarks have."""
-    parser.add_argument("--warmup", type=int, default=5, metavar="N", help="calls before the timed ones (default: 5)")
-    parser.add_argument("--iterations", type=int, default=20, metavar="N", help="timed calls; the median counts")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows here, after each row")
-    parser.add_argument("--commit", metavar="TEXT", help="what was measured, where there is no git checkout to ask")
+    """Add the flags common to the benchmarks."""
+    parser.add_argument("--warmup", type=int, default=5, metavar="N", help="calls before the timed calls (default: 5)")
+    parser.add_argument("--iterations", type=int, default=20, metavar="N", help="timed calls; the median is reported")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows here, after each measurement")
+    parser.add_argument("--commit", metavar="TEXT", help="the measured commit, if this is no git checkout")
     parser.add_argument("--seed", type=int, default=1234)
 
 
 def names(text: str) -> list[str]:
-    """Type of a flag that takes a list with commas."""
+    """Argument type of a comma-separated list."""
     return [name for name in text.split(",") if name]
 
 
 def markdown(columns: Sequence[tuple[str, Callable[[Row], str]]], rows: Sequence[Row]) -> str:
-    """A table. In a row that failed, what stands after the descriptions is the reason.
+    """A markdown table. A row that failed has the reason in place of its first figure.
 
     Args:
-        columns: (title, text of a row). A text may raise KeyError where the row has no such figure.
-        rows: the lines.
+        columns: (title, function from a row to its text, which raises KeyError if the row has no such figure).
+        rows: table rows.
     """
     lines = [[title for title, _ in columns], ["---"] * len(columns)]
     for row in rows:
-        cells, told = [], "failed" not in row
+        cells, reported = [], "failed" not in row
         for _, text in columns:
             try:
                 cells.append(text(row))
             except KeyError:
-                cells.append("" if told else f"not measured: {row['failed']}")
-                told = True
+                cells.append("" if reported else f"not measured: {row['failed']}")
+                reported = True
         lines.append(cells)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def number(row: Row, key: str, form: str) -> str:
-    """A figure as text; "-" if it is None. Raises KeyError if the row has none."""
+    """A figure as text; "-" if it is None. Raises KeyError if the row does not have it."""
     return "-" if row[key] is None else format(row[key], form)

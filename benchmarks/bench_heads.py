@@ -1,4 +1,4 @@
-"""What is measured from hidden states: the inputs, the objectives, and the gradients that are right."""
+"""Benchmarks from hidden states: inputs, objectives, and reference gradients."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ LOGIT_SPREAD = 2.0
 
 @dataclass(frozen=True)
 class Objective:
-    """The mean over rows of ce * CE + kd * divergence."""
+    """The mean over tokens of ce * CE + kd * divergence."""
 
     ce: float
     kd: float
@@ -41,7 +41,8 @@ def kd_only(divergence: str) -> Objective:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Hidden states [N, H] of both models and this rank's rows [V/tp, H] of their LM heads; every row is supervised."""
+    """Hidden states [N, H] of both models and this rank's vocabulary shards [V/tp, H] of their LM heads; every token is
+    supervised."""
 
     hidden: Tensor
     weight: Tensor
@@ -52,7 +53,7 @@ class Inputs:
     group: dist.ProcessGroup
 
     @classmethod
-    def draw(
+    def random(
         cls,
         rows: int,
         widths: tuple[int, int],
@@ -61,13 +62,13 @@ class Inputs:
         group: dist.ProcessGroup,
         teacher_gap: float | None,
     ) -> "Inputs":
-        """Random ones, the same whole tensors on every rank, whose generators must be in one state.
+        """Random inputs, equal on all ranks, whose generators must have the same state.
 
         Args:
             rows: N.
             widths: (Hs, Ht).
             vocab: V; a multiple of the number of ranks.
-            dtype: of hidden states and weights.
+            dtype: dtype of hidden states and weights.
             group: tensor-parallel ranks.
             teacher_gap: None makes the models independent. Otherwise the teacher's logits are the student's plus noise
                 of this standard deviation, and Ht must be above Hs.
@@ -95,11 +96,11 @@ class Inputs:
         return self.weight.shape[0] * self.group.size()
 
     def elements(self) -> int:
-        """Logits of one model on this rank."""
+        """Number of logits of one model on this rank."""
         return self.hidden.shape[0] * self.weight.shape[0]
 
     def flop(self, with_teacher: bool) -> int:
-        """Of the matrix products: student's logits, both its gradients, teacher's logits."""
+        """Operations of the matrix products: student's logits, both gradients of the student, teacher's logits."""
         widths = 3 * self.hidden.shape[1] + (self.teacher_hidden.shape[1] if with_teacher else 0)
         return 2 * self.elements() * widths
 
@@ -113,7 +114,7 @@ class Inputs:
 
 
 class Gradients(NamedTuple):
-    """What one forward and backward pass gives."""
+    """Results of one forward and backward pass."""
 
     loss: Tensor
     """Scalar."""
@@ -128,22 +129,22 @@ Run = Callable[[], Gradients]
 
 @dataclass(frozen=True)
 class Contender:
-    """One row: who computes which objective."""
+    """An implementation of an objective: one table row."""
 
     name: str
     objective: Objective
     build: Callable[[Inputs], Run]
-    """Imports what it needs and allocates what it keeps; both may fail."""
+    """Imports packages and allocates buffers; both may fail."""
 
 
 def differentiate(loss: Tensor, inputs: Inputs) -> Gradients:
-    """The backward pass of a contender that leaves it to autograd."""
+    """Gradients by autograd."""
     return Gradients(loss.detach(), *torch.autograd.grad(loss, (inputs.hidden, inputs.weight)))
 
 
-def right_gradients(inputs: Inputs, objective: Objective, rows_at_once: int = 256) -> Gradients:
-    """The definitions of `mkd.losses.reference` in fp32 with fp32 weights, in float64 for fp32 inputs; some rows at a
-    time. Collective."""
+def reference_gradients(inputs: Inputs, objective: Objective, rows_at_once: int = 256) -> Gradients:
+    """Gradients of the definitions in `mkd.losses.reference`, in fp32 with fp32 weights (float64 for fp32 inputs),
+    computed `rows_at_once` tokens at a time. Collective."""
     wide = torch.float64 if inputs.hidden.dtype == torch.float32 else torch.float32
     head = inputs.whole(inputs.weight).to(wide)
     teacher_head = inputs.whole(inputs.teacher_weight).to(wide) if objective.kd else None

@@ -1,11 +1,11 @@
-"""Losses from hidden states, forward and backward, side by side: time, memory and error.
+"""Compare losses from hidden states, forward and backward: time, memory and error.
 
     python benchmarks/bench_loss.py --json loss.json
     torchrun --nproc-per-node 2 benchmarks/bench_loss.py --rows-of ours,modelopt,mcore
 
-Each row computes the gradients of the student's hidden states and of its LM head. A row whose package is missing or
-that fails is listed with the reason. With torchrun the vocabulary is cut over all ranks. The table goes to stdout,
-progress to stderr. What each row computes is told in benchmarks/bench_peers.py.
+Each table row is an implementation that computes the gradients of the student's hidden states and LM head. One whose
+package is missing or that fails is listed with the reason. With torchrun the vocabulary is sharded over all ranks. The
+table is printed to stdout, progress to stderr. benchmarks/bench_peers.py describes what each implementation computes.
 """
 
 import argparse
@@ -51,8 +51,8 @@ from bench_heads import (
     Objective,
     Run,
     kd_only,
+    reference_gradients,
     relative_error,
-    right_gradients,
     with_ce,
 )
 from bench_peers import peers
@@ -61,8 +61,8 @@ from mkd.config.kd_config import Divergence
 from mkd.losses import fused_linear_loss
 
 COMPETITORS = ["ours", "eager", "compile", "liger", "modelopt", "mcore"]
-ONE_ROUND = ("forward_kl", "reverse_kl")
-"""Divergences whose row sums need one look at the logits; the others need two."""
+ONE_PASS = ("forward_kl", "reverse_kl")
+"""Divergences that need one pass over the logits; the others need two."""
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -72,12 +72,22 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--student-width", type=int, default=2048, metavar="H", help="hidden size (default: 2048)")
     parser.add_argument("--teacher-width", type=int, default=4096, metavar="H", help="hidden size (default: 4096)")
     parser.add_argument("--vocab", type=int, default=128256, metavar="V", help="(default: 128256)")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of hidden states and weights")
     parser.add_argument(
-        "--losses", type=names, default=list(get_args(Divergence)), metavar="A,B", help="ours (default: all six)"
+        "--dtype", choices=DTYPES, default="bf16", help="dtype of hidden states and weights (default: bf16)"
     )
     parser.add_argument(
-        "--rows-of", type=names, default=COMPETITORS, metavar="A,B", help=f"of {','.join(COMPETITORS)} (default: all)"
+        "--losses",
+        type=names,
+        default=list(get_args(Divergence)),
+        metavar="A,B",
+        help="divergences, ours only (default: all six)",
+    )
+    parser.add_argument(
+        "--rows-of",
+        type=names,
+        default=COMPETITORS,
+        metavar="A,B",
+        help=f"implementations, out of {','.join(COMPETITORS)} (default: all)",
     )
     parser.add_argument(
         *("--logits-dtype",),
@@ -87,9 +97,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="ours: auto, bf16, fp32 (default: bf16,fp32)",
     )
     parser.add_argument("--impl", default="auto", help="ours: auto, eager or triton")
-    parser.add_argument("--chunk-rows", type=int, metavar="N", help="ours: rows whose logits exist at one time")
+    parser.add_argument("--chunk-rows", type=int, metavar="N", help="ours: tokens per loss chunk")
     parser.add_argument(
-        "--teacher-gap", type=float, metavar="X", help="teacher's logits: the student's plus noise of this size"
+        "--teacher-gap",
+        type=float,
+        metavar="X",
+        help="make the teacher's logits the student's plus noise of this standard deviation",
     )
     add_common_flags(parser)
     args = parser.parse_args(argv)
@@ -138,8 +151,8 @@ def ours(inputs: Inputs, objective: Objective, *, main_grad: bool, options: dict
 
 
 def our_contenders(args: argparse.Namespace) -> list[Contender]:
-    """In each precision of logits, with and without a gradient buffer: every divergence with CE, CE alone, and without
-    a buffer the divergences that peers have alone, where the precision of logits shows."""
+    """For each precision of logits, with and without a gradient buffer: every divergence with CE, and CE alone;
+    without a buffer also forward_kl and jsd alone, which show the precision of the logits."""
     rows = []
     for logits in args.logits_dtype:
         options = {"impl": None if args.impl == "auto" else args.impl, "chunk_rows": args.chunk_rows}
@@ -154,8 +167,8 @@ def our_contenders(args: argparse.Namespace) -> list[Contender]:
 
 
 def floor(inputs: Inputs, with_teacher: bool) -> Callable[[], None]:
-    """The matrix products alone, whole and into memory that exists: student's logits, both its gradients, and the
-    teacher's logits."""
+    """The matrix products alone, unchunked and into preallocated memory: student's logits, both gradients of the
+    student, and the teacher's logits."""
     h, w = inputs.hidden.detach(), inputs.weight.detach()
     z = torch.empty(len(h), len(w), dtype=h.dtype, device=h.device)
     u = torch.empty_like(z) if with_teacher else None
@@ -172,18 +185,18 @@ def floor(inputs: Inputs, with_teacher: bool) -> Callable[[], None]:
 
 
 def timed(run: Callable[[], Any], args: argparse.Namespace) -> Row:
-    """Figures of a call: the slowest rank's median time."""
+    """Median time of a call on the slowest rank."""
     times = time_calls(run, args.warmup, args.iterations)
     ms = largest_on_any_rank(median(times))
     return {"ms": ms, "ms_all": times}
 
 
 def measure(contender: Contender, inputs: Inputs, args: argparse.Namespace) -> Row:
-    """Figures of one contender. Errors are those of the first call, in which kernels may still be tuned."""
+    """Figures of one contender. Errors are measured in the first call, in which kernels may still be autotuned."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     run = contender.build(inputs)
-    first, right = run(), right_gradients(inputs, contender.objective)
+    first, right = run(), reference_gradients(inputs, contender.objective)
     figures = {
         "d_hidden_error": largest_on_any_rank(relative_error(first.d_hidden, right.d_hidden)),
         "d_weight_error": largest_on_any_rank(relative_error(first.d_weight, right.d_weight)),
@@ -199,28 +212,28 @@ def measure(contender: Contender, inputs: Inputs, args: argparse.Namespace) -> R
 
 def roofline_ms(objective: Objective, inputs: Inputs, card: Card) -> float:
     """The card's time for matrix products at its peak, and for the passes over bf16 logits with separate kernels for
-    statistics and gradient: 6 bytes an element for CE, 10 with a divergence, 14 where that needs two looks."""
-    per_element = 6 if not objective.kd else 10 if objective.spec.divergence in ONE_ROUND else 14
+    statistics and gradient: 6 bytes per element for CE, 10 with a divergence, 14 with one that needs two passes."""
+    per_element = 6 if not objective.kd else 10 if objective.spec.divergence in ONE_PASS else 14
     seconds = inputs.flop(with_teacher=objective.kd > 0) / card.flop_per_s
     return 1e3 * (seconds + per_element * inputs.elements() / card.bytes_per_s)
 
 
 def floors(report: Report, inputs: Inputs, args: argparse.Namespace, when: str) -> None:
-    """Two rows: what a loss with, and one without, a teacher cannot go below."""
+    """Add two rows: lower bounds for a loss with and without a teacher."""
     for with_teacher, count in ((True, "four"), (False, "three")):
         about = {"name": f"floor: the {count} GEMMs, {when}", "loss": "with teacher" if with_teacher else "CE"}
         report.attempt(about, lambda t=with_teacher: {**timed(floor(inputs, t), args), "floor": t})
 
 
 def table(rows: list[Row]) -> str:
-    """The rows in markdown. The ratio is to the mean of the floors at the beginning and the end."""
+    """The rows in markdown; ratios are relative to the mean of the floors at the beginning and the end."""
     lowest: dict[bool, float] = {}
     for with_teacher in (True, False):
         seen = [row["ms"] for row in rows if row.get("floor") is with_teacher]
         if seen:
             lowest[with_teacher] = fmean(seen)
     columns = [
-        ("row", lambda row: row["name"]),
+        ("implementation", lambda row: row["name"]),
         ("loss", lambda row: row["loss"]),
         ("ms", lambda row: number(row, "ms", ".2f")),
         ("x floor", lambda row: f"{row['ms'] / lowest[row['loss'] != 'CE']:.2f}"),
@@ -234,7 +247,7 @@ def table(rows: list[Row]) -> str:
 
 
 def bounds_text(inputs: Inputs, card: Card | None) -> str:
-    """What the hardware allows, in words."""
+    """One sentence on the limits of the hardware."""
     flop, elements = inputs.flop(with_teacher=True), inputs.elements()
     text = f"Matrix products with a teacher: {flop / 1e12:.2f} TFLOP on each of {inputs.group.size()} rank(s)"
     if card is None:
@@ -242,15 +255,15 @@ def bounds_text(inputs: Inputs, card: Card | None) -> str:
     passes = ", ".join(f"{n} bytes {1e3 * n * elements / card.bytes_per_s:.2f} ms" for n in (4, 6, 10, 14))
     return (
         f"{text}, {1e3 * flop / card.flop_per_s:.1f} ms at {card.flop_per_s / 1e12:.0f} TFLOP/s. Passes over bf16 "
-        f"logits at {card.bytes_per_s / 1e12:.2f} TB/s, by bytes an element: {passes}."
+        f"logits at {card.bytes_per_s / 1e12:.2f} TB/s, by bytes per element: {passes}."
     )
 
 
 def run(args: argparse.Namespace) -> tuple[Report, str]:
-    """Measure all rows; the report, and its text for people."""
+    """Measure all rows; returns the report and its printed text."""
     with tensor_parallel_ranks(args.seed) as group:
         torch.manual_seed(args.seed)
-        inputs = Inputs.draw(
+        inputs = Inputs.random(
             args.rows,
             (args.student_width, args.teacher_width),
             args.vocab,
@@ -261,7 +274,7 @@ def run(args: argparse.Namespace) -> tuple[Report, str]:
         free_memory()
         wanted = [*(our_contenders(args) if "ours" in args.rows_of else []), *peers(args.rows_of)]
         head = header("bench_loss", args)
-        report = Report(head, args.json, speaks=group.rank() == 0, total=len(wanted) + 4)
+        report = Report(head, args.json, is_writer=group.rank() == 0, total=len(wanted) + 4)
         floors(report, inputs, args, "at the beginning")
         for contender in wanted:
             about = {"name": contender.name, "loss": str(contender.objective)}
@@ -276,7 +289,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
     with quiet():
         report, text = run(args)
-    if report.speaks:
+    if report.is_writer:
         print(text)
     return 0
 

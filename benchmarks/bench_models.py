@@ -1,7 +1,7 @@
-"""Teacher and student with random weights, as megatron-core and as Hugging Face models, and their rows of bench_step.
+"""Models of bench_step: teacher and student with random weights in megatron-core and Hugging Face transformers.
 
-All rows see the same tokens and compute the gradient of every parameter of the student. megatron-core adds them to fp32
-buffers, which are there all the time; Hugging Face keeps them in the model's dtype and makes them anew in each step.
+All implementations read the same tokens and compute the gradient of every parameter of the student. megatron-core
+accumulates gradients in persistent fp32 buffers; Hugging Face allocates them in the model's dtype in each step.
 """
 
 import tempfile
@@ -46,12 +46,12 @@ from mkd.train.step import ForwardStep
 
 ROTARY_BASE, NORM_EPSILON = 500000, 1e-5
 TEACHER_LAYERS, STUDENT_LAYERS, BACKWARD, HEADS = "teacher", "student forward", "student backward", "heads and loss"
-"""Stretches of a step. What follows the layers of a model in the forward pass, and precedes them in the backward pass,
-is LM heads and loss (and the student's embedding)."""
+"""Parts of a step. Everything after the layers of a model in the forward pass, and before them in the backward pass, is
+LM heads and loss (and the student's embedding)."""
 
 
 class Sizes(NamedTuple):
-    """Of a Llama model."""
+    """Sizes of a Llama model."""
 
     layers: int
     width: int
@@ -64,16 +64,16 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """One row's work."""
+    """The step of one implementation."""
 
     prepare: Callable[[], None]
-    """What an optimizer does between steps: clears gradients. Not timed."""
+    """Clears gradients, as an optimizer does between steps. Not timed."""
     run: Callable[[], None]
-    """Forward and backward over one microbatch."""
+    """Runs forward and backward on one microbatch."""
 
 
 def watch_layers(watch: Stopwatch, student_layers: nn.Module, teacher_layers: nn.Module) -> None:
-    """Have the layers of both models mark where they begin and end, the student's also in the backward pass."""
+    """Mark the start and end of the layers of both models, for the student also in the backward pass."""
 
     def begins(name: str) -> Callable:
         return lambda *unused, **options: watch.mark(name)
@@ -89,8 +89,8 @@ def watch_layers(watch: Stopwatch, student_layers: nn.Module, teacher_layers: nn
         layers.register_forward_hook(ends)
 
 
-def draw_sample(args: Namespace) -> dict[str, Tensor]:
-    """A microbatch [b, s] of random tokens, all of them supervised, as megatron's data loader gives it."""
+def random_sample(args: Namespace) -> dict[str, Tensor]:
+    """A microbatch [b, s] of random tokens, all supervised, in the form of Megatron's data loader."""
     shape = (args.samples, args.seq_length)
     return {
         "tokens": torch.randint(0, args.vocab, shape, device="cuda"),
@@ -101,7 +101,7 @@ def draw_sample(args: Namespace) -> dict[str, Tensor]:
 
 
 def model_arguments(sizes: Sizes, args: Namespace) -> Namespace:
-    """Megatron's arguments of a model without dropout, on one rank."""
+    """Megatron arguments of a model without dropout, on one rank."""
     values = dict(
         num_layers=sizes.layers,
         hidden_size=sizes.width,
@@ -151,10 +151,10 @@ def _has_apex() -> bool:
 
 @dataclass(frozen=True)
 class MegatronModels:
-    """Both models of megatron-core, on Transformer Engine where there is a GPU."""
+    """Both models in megatron-core, with Transformer Engine on a GPU."""
 
     chunks: list[nn.Module]
-    """The student in megatron's wrappers: fp32 gradient buffers."""
+    """The student in Megatron's wrappers, with fp32 gradient buffers."""
     student: GPTModel
     teacher: OnlineTeacher | None
     teacher_model: GPTModel | None
@@ -163,14 +163,14 @@ class MegatronModels:
     sample: dict[str, Tensor]
     watch: Stopwatch
     folders: ExitStack
-    """Removes what is written, when the models go."""
+    """Deletes temporary folders together with the models."""
 
     @classmethod
     @contextmanager
     def built(
         cls, args: Namespace, watch: Stopwatch, with_teacher: bool = True, fp8: bool = False
     ) -> Iterator["MegatronModels"]:
-        """Build them; without a teacher for the rows that need none, or with one in FP8."""
+        """Build both models, or the student alone; the teacher may run in FP8."""
         groups = Groups.from_megatron()
         student = GPTModelBuilder(gpt_config(model_arguments(args.student, args)))
         chunks = student.build_distributed_models(
@@ -181,30 +181,30 @@ class MegatronModels:
         inner, teacher, teacher_model = unwrap_model(chunks[0]), None, None
         if with_teacher:
             seen: list[nn.Module] = []
-            of_teacher = model_arguments(args.teacher, args)
+            teacher_args = model_arguments(args.teacher, args)
             if fp8:
-                compute_in_fp8(of_teacher)
-            config = gpt_config(of_teacher)
+                compute_in_fp8(teacher_args)
+            config = gpt_config(teacher_args)
             teacher = OnlineTeacher(config, groups, load_weights=seen.extend, fingerprint="")
             teacher_model = unwrap_model(seen[0])
         watch_layers(watch, inner.decoder, teacher_model.decoder if with_teacher else nn.Identity())
         with ExitStack() as folders:
-            yield cls(chunks, inner, teacher, teacher_model, groups, args, draw_sample(args), watch, folders)
+            yield cls(chunks, inner, teacher, teacher_model, groups, args, random_sample(args), watch, folders)
 
     def clear(self) -> None:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
 
     def ours(self, divergence: str) -> Step:
-        """mkd as it trains: its schedule around megatron's, its forward step, CE and a divergence at R = 0.5."""
+        """mkd as in training: its schedule around Megatron's, its forward step, CE and a divergence at R = 0.5."""
         return self._trained(self.teacher, divergence, self.sample)
 
     def cached(self, divergence: str, top_k: int = 64) -> Step:
-        """The same from made-up stored answers of `top_k` tokens. They are read once: in a training this happens a step
+        """The same from random cached targets of `top_k` tokens. They are read once; in training this happens a step
         ahead."""
         sample = {name: value.cpu() for name, value in self.sample.items()}
         folder = Path(self.folders.enter_context(tempfile.TemporaryDirectory()))
-        writer = StoreWriter(folder, CacheMeta("made up", None, self.args.vocab, top_k, "log12"))
+        writer = StoreWriter(folder, CacheMeta("random", None, self.args.vocab, top_k, "log12"))
         for key in KDBatch.from_sample(sample, self.args.vocab).segment_hashes:
             rows = random_targets(self.args.seq_length, self.args.vocab, top_k, np.random.default_rng(0))
             writer.add(key, rows)
@@ -234,7 +234,7 @@ class MegatronModels:
         return Step(self.clear, run)
 
     def logits(self, model: GPTModel) -> Tensor:
-        """[s, b, V], as the LM head puts them out."""
+        """[s, b, V] output of the LM head."""
 
         def head(
             *, hidden_states: Tensor, output_layer: nn.Module, output_weight: Tensor | None, **unused: Any
@@ -249,8 +249,8 @@ class MegatronModels:
         return self.logits(self.teacher_model)
 
     def fused_ce(self, kind: str) -> Step:
-        """No distillation: the teacher's logits are formed and dropped, the student is trained on megatron's own CE.
-        What any system that forms the teacher's logits pays at least. `kind`: te (Transformer Engine's kernel) or
+        """No distillation: the teacher's logits are computed and discarded, the student trains on Megatron's own CE.
+        A lower bound for any system that computes the teacher's logits. `kind`: te (Transformer Engine's kernel) or
         native (compiled pieces); on CPU it is unfused."""
         self.student.config.cross_entropy_fusion_impl = kind
 
@@ -262,7 +262,7 @@ class MegatronModels:
         return Step(self.clear, run)
 
     def model_optimizer(self) -> Step:
-        """Model-Optimizer's `LogitsKLLoss` of whole logits; forward KL without CE, its default."""
+        """Model-Optimizer's `LogitsKLLoss` of all logits at once; forward KL without CE, its default."""
         from modelopt.torch.distill.plugins.megatron import LogitsKLLoss
 
         module = model_optimizer_module(LogitsKLLoss, 1)
@@ -275,7 +275,7 @@ class MegatronModels:
         return Step(self.clear, run)
 
     def eager(self, objective: Objective) -> Step:
-        """Plain PyTorch of whole logits, softmaxes in fp32."""
+        """Plain PyTorch on all logits at once, softmaxes in fp32."""
 
         def run() -> None:
             u = self.teacher_logits().flatten(0, 1)
@@ -288,7 +288,7 @@ class MegatronModels:
 
 @dataclass(frozen=True)
 class HuggingFaceModels:
-    """Both models of transformers, with its default attention, and with Liger's layers if asked."""
+    """Both models in transformers with its default attention, optionally with Liger's layers."""
 
     student: nn.Module
     teacher: nn.Module
@@ -297,7 +297,7 @@ class HuggingFaceModels:
     @classmethod
     @contextmanager
     def built(cls, args: Namespace, watch: Stopwatch, liger_layers: bool) -> Iterator["HuggingFaceModels"]:
-        """Build them; Liger's layers replace those of transformers until they are left."""
+        """Build both models; inside the block Liger's layers may replace those of transformers."""
         from transformers.models.llama import modeling_llama
 
         replaced = ("apply_rotary_pos_emb", "LlamaRMSNorm", "LlamaMLP")
@@ -310,7 +310,7 @@ class HuggingFaceModels:
             student = _llama(args.student, args).train()
             teacher = _llama(args.teacher, args).eval().requires_grad_(False)
             watch_layers(watch, student.model, teacher.model)
-            yield cls(student, teacher, draw_sample(args))
+            yield cls(student, teacher, random_sample(args))
         finally:
             for name, original in originals.items():
                 setattr(modeling_llama, name, original)
@@ -319,7 +319,7 @@ class HuggingFaceModels:
         self.student.zero_grad(set_to_none=True)
 
     def eager(self, objective: Objective) -> Step:
-        """Plain PyTorch of whole logits, softmaxes in fp32."""
+        """Plain PyTorch on all logits at once, softmaxes in fp32."""
 
         def run() -> None:
             with torch.no_grad():
@@ -330,7 +330,7 @@ class HuggingFaceModels:
         return Step(self.clear, run)
 
     def liger(self, make_loss: Callable[[], nn.Module]) -> Step:
-        """One of Liger's losses from hidden states: called with both hidden states and LM heads, and the labels."""
+        """A Liger loss from the hidden states and LM heads of both models."""
         module = make_loss()
 
         def hidden(model: nn.Module) -> Tensor:
@@ -387,12 +387,12 @@ def liger_fused_jsd() -> nn.Module:
 
 
 def cached_rows(divergences: list[str]) -> list[tuple[str, Objective, Callable[[MegatronModels], Step]]]:
-    """The same from a teacher's stored answers."""
+    """Name, objective and step of mkd with a cached teacher."""
     return [("mkd, cached teacher, K=64", with_ce(d), lambda models, d=d: models.cached(d)) for d in divergences]
 
 
 def our_rows(
     divergences: list[str], name: str = "mkd"
 ) -> list[tuple[str, Objective, Callable[[MegatronModels], Step]]]:
-    """Name, objective and work of each of our rows."""
+    """Name, objective and step of mkd for each divergence."""
     return [(name, with_ce(d), lambda models, d=d: models.ours(d)) for d in divergences]

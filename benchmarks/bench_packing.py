@@ -1,11 +1,11 @@
-"""Padded rows, rows cut behind the longest text of a microbatch, packed rows: real tokens a second of whole runs.
+"""Compare padded rows, rows trimmed to the longest text of a microbatch, and packed rows: real tokens per second.
 
     python benchmarks/bench_packing.py --json packing.json
 
-The text is real: signatures and docstrings of Python's standard library as prompts and answers, of very different
-lengths, tokenized with a byte-level BPE that is trained on it. Models have random weights. Each row of the table is one
-run of pretrain_kd.py on one device with the same model, data, rows and flags; what differs is --kd-packing and
---kd-variable-seq-lengths. Real tokens are those that are not padding.
+The text is real: names and docstrings of Python's standard library as prompts and answers of very different lengths,
+tokenized with a byte-level BPE that is trained on it. Models have random weights. Each table row is one run of
+pretrain_kd.py on one device with the same models, data and flags except --kd-packing and --kd-variable-seq-lengths.
+Real tokens are those that are not padding.
 """
 
 import argparse
@@ -35,13 +35,13 @@ TEMPLATE = (
 )
 CASES = {
     "padded": ["--kd-packing", "none"],
-    "cut behind the longest": ["--kd-packing", "none", "--kd-variable-seq-lengths"],
+    "trimmed to the longest": ["--kd-packing", "none", "--kd-variable-seq-lengths"],
     "packed": ["--kd-packing", "best_fit"],
 }
 COLUMNS = [
     ("rows", lambda row: row["name"]),
-    ("real tokens in a row", lambda row: f"{row['filled']:.1%}"),
-    ("ms a step", lambda row: f"{row['step_ms']:.0f}"),
+    ("real tokens per row", lambda row: f"{row['filled']:.1%}"),
+    ("ms per step", lambda row: f"{row['step_ms']:.0f}"),
     ("real tokens/s", lambda row: f"{row['real_tokens_per_s']:,.0f}"),
     ("x padded", lambda row: f"{row['speedup']:.2f}"),
     ("peak GiB", lambda row: f"{row['peak_gib']:.2f}"),
@@ -58,17 +58,19 @@ SMALL = {
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seq-length", type=int, default=4096, metavar="N", help="tokens of a row")
+    parser.add_argument("--seq-length", type=int, default=4096, metavar="N", help="tokens per row (default: 4096)")
     parser.add_argument("--micro-batch-size", type=int, default=4, metavar="N", help="rows (default: 4)")
     parser.add_argument("--global-batch-size", type=int, default=16, metavar="N", help="rows (default: 16)")
-    parser.add_argument("--steps", type=int, default=16, metavar="N", help="the median of all after the fifth counts")
-    parser.add_argument("--vocab", type=int, default=32000, metavar="V", help="of the tokenizer that is trained")
-    parser.add_argument("--samples", type=int, metavar="N", help="conversations; default: all there are")
-    parser.add_argument("--small", action="store_true", help="tiny models in fp32, to see on a CPU that it works")
+    parser.add_argument(
+        "--steps", type=int, default=16, metavar="N", help="steps; the median of all after the fifth is reported"
+    )
+    parser.add_argument("--vocab", type=int, default=32000, metavar="V", help="vocabulary of the trained tokenizer")
+    parser.add_argument("--samples", type=int, metavar="N", help="conversations (default: all)")
+    parser.add_argument("--small", action="store_true", help="tiny models in fp32, a smoke test on a CPU")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows here")
     args = parser.parse_args()
     if args.steps < 7:
-        parser.error(f"--steps is {args.steps}; at least 7 are needed, the first five are not counted")
+        parser.error(f"--steps is {args.steps}; at least 7 are needed, since the first five are not counted")
     return args
 
 
@@ -87,7 +89,7 @@ def conversations() -> Iterator[dict[str, str]]:
 
 
 def prepare(folder: Path, args: argparse.Namespace) -> Path:
-    """Write text, tokenizer and models to a folder; the text's path."""
+    """Write text, tokenizer and models to a folder; returns the path of the text."""
     records = list(conversations())[: args.samples]
     text = folder / "chat.jsonl"
     text.write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -111,10 +113,10 @@ def prepare(folder: Path, args: argparse.Namespace) -> Path:
 
 
 def run(name: str, flags: list[str], folder: Path, text: Path, args: argparse.Namespace) -> Row:
-    """One training run.
+    """Figures of one training run.
 
     Raises:
-        RuntimeError: it failed; the message has the end of its output.
+        RuntimeError: the run failed; the message has the end of its output.
     """
     metrics = folder / "metrics.jsonl"
     command = [

@@ -1,7 +1,7 @@
-"""The loss from hidden states as other packages compute it, and as plain PyTorch does.
+"""The loss from hidden states in other packages and in plain PyTorch.
 
-Each function says what it computes and what it leaves out. All return the mean over rows, so that gradients can be
-compared. None but the megatron-core and Model-Optimizer rows can cut the vocabulary over ranks.
+Each docstring describes what is computed and what is left out. All implementations return the mean over tokens, so that
+gradients can be compared. Only megatron-core and Model-Optimizer can shard the vocabulary over ranks.
 """
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def eager(inputs: Inputs, objective: Objective) -> Run:
-    """What most training scripts write: whole logits in the input dtype, softmaxes in fp32, gradients by autograd."""
+    """The usual training script: all logits at once in the input dtype, softmaxes in fp32, gradients by autograd."""
     _require_one_rank(inputs)
 
     def run() -> Gradients:
@@ -26,7 +26,7 @@ def eager(inputs: Inputs, objective: Objective) -> Run:
 
 
 def eager_objective(z: Tensor, u: Tensor, labels: Tensor, objective: Objective) -> Tensor:
-    """Sum over rows, in fp32, of logits [rows, V] of any float dtype; divergences: forward_kl and jsd."""
+    """Sum over tokens in fp32, for logits [tokens, V] of any float dtype; divergences: forward_kl and jsd."""
     terms = []
     if objective.ce:
         terms.append(objective.ce * F.cross_entropy(z.float(), labels, reduction="sum"))
@@ -36,8 +36,8 @@ def eager_objective(z: Tensor, u: Tensor, labels: Tensor, objective: Objective) 
     elif objective.spec.divergence == "jsd":
         shares = torch.tensor([1 - objective.spec.beta, objective.spec.beta], device=z.device).log()[:, None, None]
         log_m = torch.logsumexp(torch.stack([log_q, log_p]) + shares, dim=0)
-        of_teacher, of_student = (F.kl_div(log_m, x, reduction="sum", log_target=True) for x in (log_p, log_q))
-        divergence = objective.spec.beta * of_teacher + (1 - objective.spec.beta) * of_student
+        teacher_kl, student_kl = (F.kl_div(log_m, x, reduction="sum", log_target=True) for x in (log_p, log_q))
+        divergence = objective.spec.beta * teacher_kl + (1 - objective.spec.beta) * student_kl
     else:
         raise NotImplementedError(f"eager {objective.spec.divergence}")
     terms.append(objective.kd * divergence)
@@ -45,18 +45,18 @@ def eager_objective(z: Tensor, u: Tensor, labels: Tensor, objective: Objective) 
 
 
 def compiled_chunks(inputs: Inputs, objective: Objective, chunk_rows: int) -> Run:
-    """The strongest plain PyTorch: some rows at a time, loss and logit gradient in one torch.compile'd function, cuBLAS
-    matrix products around it, gradients formed in the forward pass and the LM head's summed in its own dtype.
+    """The fastest plain PyTorch: chunks of tokens, loss and logit gradient in one torch.compile'd function, cuBLAS
+    matrix products around it, gradients computed in the forward pass, and the LM head's accumulated in its own dtype.
 
-    With a backward pass it would multiply both gradients by a scalar; that is left out.
+    A backward pass would also multiply both gradients by a scalar; this is left out.
     """
     _require_one_rank(inputs)
     count = inputs.hidden.shape[0]
 
-    def of_chunk(z: Tensor, u: Tensor, labels: Tensor) -> Tensor:
+    def chunk_loss(z: Tensor, u: Tensor, labels: Tensor) -> Tensor:
         return eager_objective(z, u, labels, objective) / count
 
-    gradient_and_value = torch.compile(torch.func.grad_and_value(of_chunk), dynamic=False)
+    gradient_and_value = torch.compile(torch.func.grad_and_value(chunk_loss), dynamic=False)
     hidden, weight = inputs.hidden.detach(), inputs.weight.detach()
 
     def run() -> Gradients:
@@ -75,8 +75,8 @@ def compiled_chunks(inputs: Inputs, objective: Objective, chunk_rows: int) -> Ru
 
 
 def liger_fused_jsd(inputs: Inputs, objective: Objective) -> Run:
-    """`LigerFusedLinearJSD`: JSD alone, no CE. Backward returns the gradients as they are if the upstream scalar is 1,
-    as here."""
+    """`LigerFusedLinearJSD`: JSD alone, no CE. For an upstream gradient of 1, as here, backward returns the gradients
+    without scaling them."""
     _require_one_rank(inputs)
     from liger_kernel.transformers import LigerFusedLinearJSD
 
@@ -90,8 +90,8 @@ def liger_fused_jsd(inputs: Inputs, objective: Objective) -> Run:
 
 
 def liger_chunked_jsd(inputs: Inputs, objective: Objective) -> Run:
-    """`LigerFusedLinearJSDLoss`, compiled, 1024 rows at a time as it comes: JSD with log-softmax in the dtype of the
-    logits unless the compiler keeps fp32, CE in fp32."""
+    """`LigerFusedLinearJSDLoss`, compiled, with its default of 1024 tokens per chunk: JSD with log-softmax in the dtype
+    of the logits unless the compiler keeps fp32, CE in fp32."""
     _require_one_rank(inputs)
     from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
 
@@ -107,8 +107,8 @@ def liger_chunked_jsd(inputs: Inputs, objective: Objective) -> Run:
 
 
 def model_optimizer_kl(inputs: Inputs, objective: Objective) -> Run:
-    """Model-Optimizer's `LogitsKLLoss`, the one of its Megatron plugin: forward KL of whole logits, fp32 softmaxes,
-    gradients by autograd; by default it trains without CE. Vocabulary-parallel: each rank's term is a part of the sum.
+    """`LogitsKLLoss` of Model-Optimizer's Megatron plugin: forward KL of all logits at once, fp32 softmaxes, gradients
+    by autograd, and no CE by default. Vocabulary-parallel: the term of each rank is a part of the sum.
     """
     from modelopt.torch.distill.plugins.megatron import LogitsKLLoss
 
@@ -126,7 +126,7 @@ def model_optimizer_kl(inputs: Inputs, objective: Objective) -> Run:
 
 
 def model_optimizer_module(loss_class: type, ranks: int) -> torch.nn.Module:
-    """Its losses read one thing of the student's configuration: over how many ranks the vocabulary is cut."""
+    """A Model-Optimizer loss; of the student's config it reads only the tensor-parallel size."""
     from megatron.core.transformer import TransformerConfig
 
     config = TransformerConfig(
@@ -136,8 +136,8 @@ def model_optimizer_module(loss_class: type, ranks: int) -> torch.nn.Module:
 
 
 def megatron_ce(inputs: Inputs, objective: Objective, kind: str) -> Run:
-    """megatron-core's CE of whole logits; no teacher. `kind`: unfused, native (compiled pieces) or te (Transformer
-    Engine's kernel)."""
+    """megatron-core's CE of all logits at once, without a teacher. `kind`: unfused, native (compiled pieces) or te
+    (Transformer Engine's kernel)."""
     if kind == "unfused":
         cross_entropy = vocab_parallel_cross_entropy
     elif kind == "native":
@@ -161,11 +161,11 @@ def _parallel_logits(inputs: Inputs) -> Tensor:
 
 def _require_one_rank(inputs: Inputs) -> None:
     if inputs.group.size() > 1:
-        raise NotImplementedError("the vocabulary cannot be cut over ranks")
+        raise NotImplementedError("the vocabulary cannot be sharded over ranks")
 
 
 def peers(wanted: list[str]) -> list[Contender]:
-    """The rows of other packages; `wanted`: eager, compile, liger, modelopt, mcore."""
+    """Contenders of other packages; `wanted`: eager, compile, liger, modelopt, mcore."""
     forward_kl, ce_and_kl, ce_and_jsd = kd_only("forward_kl"), with_ce("forward_kl"), with_ce("jsd")
     table = {
         "eager": [Contender("eager torch", o, lambda i, o=o: eager(i, o)) for o in (forward_kl, ce_and_kl, ce_and_jsd)],

@@ -1,11 +1,11 @@
-"""Whole distillation steps, forward and backward without optimizer, side by side: time, memory and where time goes.
+"""Compare whole distillation steps, forward and backward without the optimizer: time, its parts, and memory.
 
     python benchmarks/bench_step.py --json step.json
     python benchmarks/bench_step.py --small
 
-By default a teacher of the shape of Llama-3.1-8B, a student of that of Llama-3.2-1B, 2 x 4096 tokens, bf16, random
-weights. A row whose package is missing or that fails is listed with the reason. The table goes to stdout, progress to
-stderr. What each row computes is told in benchmarks/bench_models.py.
+By default a teacher with the shape of Llama-3.1-8B, a student with the shape of Llama-3.2-1B, 2 x 4096 tokens, bf16,
+random weights. An implementation whose package is missing or that fails is listed with the reason. The table is printed
+to stdout, progress to stderr. benchmarks/bench_models.py describes what each implementation computes.
 """
 
 import argparse
@@ -73,17 +73,27 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     for model, sizes in FULL.items():
         for name in SIZE_FLAGS:
             parser.add_argument(f"--{model}-{name}", type=int, help=f"(default: {getattr(sizes, name)})")
-    parser.add_argument("--samples", type=int, help="of a microbatch (default: 2)")
-    parser.add_argument("--seq-length", type=int, help="tokens of a sample (default: 4096)")
+    parser.add_argument("--samples", type=int, help="samples per microbatch (default: 2)")
+    parser.add_argument("--seq-length", type=int, help="tokens per sample (default: 4096)")
     parser.add_argument("--vocab", type=int, help="(default: 128256)")
-    parser.add_argument("--small", action="store_true", help="small defaults for the sizes, for a CPU")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of weights and activations (default: bf16)")
-    parser.add_argument("--chunk-rows", type=int, metavar="N", help="ours: rows whose logits exist at one time")
+    parser.add_argument("--small", action="store_true", help="use small default sizes, for a CPU")
     parser.add_argument(
-        "--losses", type=names, default=["forward_kl", "jsd"], metavar="A,B", help="ours (default: forward_kl,jsd)"
+        "--dtype", choices=DTYPES, default="bf16", help="dtype of weights and activations (default: bf16)"
+    )
+    parser.add_argument("--chunk-rows", type=int, metavar="N", help="ours: tokens per loss chunk")
+    parser.add_argument(
+        "--losses",
+        type=names,
+        default=["forward_kl", "jsd"],
+        metavar="A,B",
+        help="divergences, ours only (default: forward_kl,jsd)",
     )
     parser.add_argument(
-        "--rows-of", type=names, default=COMPETITORS, metavar="A,B", help=f"of {','.join(COMPETITORS)} (default: all)"
+        "--rows-of",
+        type=names,
+        default=COMPETITORS,
+        metavar="A,B",
+        help=f"implementations, out of {','.join(COMPETITORS)} (default: all)",
     )
     add_common_flags(parser)
     args = parser.parse_args(argv)
@@ -103,7 +113,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 class Family(NamedTuple):
-    """Rows that share one pair of models."""
+    """Table rows that share one pair of models."""
 
     build: Callable[[], AbstractContextManager]
     rows: list[tuple[str, Objective, Callable[[Any], Step]]]
@@ -111,19 +121,19 @@ class Family(NamedTuple):
 
 
 def families(args: argparse.Namespace, watch: Stopwatch) -> list[Family]:
-    """All rows that are wanted."""
+    """All selected table rows."""
     forward_kl = kd_only("forward_kl")
     fused = [
         (f"megatron-core, teacher's logits unused, {kind} CE", CE_ONLY, lambda models, kind=kind: models.fused_ce(kind))
         for kind in ("te", "native")
     ]
     eager = ("megatron-core, eager KL", forward_kl, lambda models: models.eager(forward_kl))
-    of_megatron = {
+    megatron_rows = {
         "ours": our_rows(args.losses),
         "mcore": [*fused, eager],
         "modelopt": [("megatron-core, Model-Optimizer KL", forward_kl, MegatronModels.model_optimizer)],
     }
-    of_liger = [
+    liger_rows = [
         ("HF, Liger layers, Liger chunked JSD + CE", with_ce("jsd"), lambda models: models.liger(liger_chunked_jsd)),
         ("HF, Liger layers, Liger fused-linear JSD", kd_only("jsd"), lambda models: models.liger(liger_fused_jsd)),
     ]
@@ -132,7 +142,7 @@ def families(args: argparse.Namespace, watch: Stopwatch) -> list[Family]:
     every = [
         Family(
             partial(MegatronModels.built, args, watch),
-            [row for name, rows in of_megatron.items() if name in args.rows_of for row in rows],
+            [row for name, rows in megatron_rows.items() if name in args.rows_of for row in rows],
         ),
         Family(
             partial(MegatronModels.built, args, watch, fp8=True),
@@ -143,14 +153,14 @@ def families(args: argparse.Namespace, watch: Stopwatch) -> list[Family]:
             cached_rows(args.losses) if "cached" in args.rows_of else [],
         ),
         Family(partial(hugging_face, liger_layers=False), plain if "hf" in args.rows_of else []),
-        Family(partial(hugging_face, liger_layers=True), of_liger if "liger" in args.rows_of else []),
+        Family(partial(hugging_face, liger_layers=True), liger_rows if "liger" in args.rows_of else []),
     ]
     return [family for family in every if family.rows]
 
 
 def time_steps(step: Step, watch: Stopwatch, warmup: int, iterations: int) -> list[dict[str, float]]:
-    """Milliseconds of each stretch of each timed step; their sum is the step. What comes before the teacher's layers is
-    under "begin"."""
+    """Milliseconds of each part of each timed step; their sum is the step. Everything before the teacher's layers is
+    "begin"."""
     for count in (warmup, iterations):
         watch.take()
         for _ in range(count):
@@ -168,7 +178,7 @@ def time_steps(step: Step, watch: Stopwatch, warmup: int, iterations: int) -> li
 
 
 def measure(step: Step, watch: Stopwatch, args: argparse.Namespace) -> Row:
-    """Figures of one row."""
+    """Figures of one table row."""
     steps = time_steps(step, watch, args.warmup, args.iterations)
     totals = [sum(parts.values()) for parts in steps]
     ms = median(totals)
@@ -184,7 +194,7 @@ def measure(step: Step, watch: Stopwatch, args: argparse.Namespace) -> Row:
 
 
 def measure_family(family: Family, report: Report, watch: Stopwatch, args: argparse.Namespace) -> None:
-    """Build the models at the first row, measure all rows, and let the models go."""
+    """Build the models at the first row, measure all rows, and free the models."""
     with ExitStack() as stack:
         built: list[Any] = []
 
@@ -206,9 +216,9 @@ def table(rows: list[Row]) -> str:
         return lambda row: format(row["parts_ms"][name], ".1f")
 
     columns = [
-        ("row", lambda row: row["name"]),
+        ("implementation", lambda row: row["name"]),
         ("loss", lambda row: row["loss"]),
-        ("ms a step", lambda row: number(row, "ms", ".1f")),
+        ("ms per step", lambda row: number(row, "ms", ".1f")),
         ("peak GiB", lambda row: number(row, "peak_gib", ".1f")),
         ("tokens/s", lambda row: number(row, "tokens_per_s", ",.0f")),
         *((f"{name} ms", part(name)) for name in PARTS),
@@ -217,15 +227,15 @@ def table(rows: list[Row]) -> str:
 
 
 def run(args: argparse.Namespace) -> tuple[Report, str]:
-    """Measure all rows; the report, and its text for people."""
+    """Measure all rows; returns the report and its printed text."""
     with tensor_parallel_ranks(args.seed) as group:
         if group.size() > 1:
-            raise SystemExit("bench_step: one process is needed; it measures on one device")
+            raise SystemExit("bench_step measures one device: start it as a single process")
         torch.manual_seed(args.seed)
         watch = Stopwatch()
         wanted = families(args, watch)
         head = header("bench_step", args)
-        report = Report(head, args.json, speaks=True, total=sum(len(family.rows) for family in wanted))
+        report = Report(head, args.json, is_writer=True, total=sum(len(family.rows) for family in wanted))
         for family in wanted:
             measure_family(family, report, watch, args)
         shape = f"teacher {_text(args.teacher)}, student {_text(args.student)}, V={args.vocab}, "

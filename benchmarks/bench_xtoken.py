@@ -1,12 +1,13 @@
-"""Losses between tokenizers from hidden states, forward and backward, beside that of one tokenizer: time and memory.
+"""Compare cross-tokenizer losses with that of one tokenizer, from hidden states, forward and backward: time and memory.
 
     python benchmarks/bench_xtoken.py --json xtoken.json
     torchrun --nproc-per-node 2 benchmarks/bench_xtoken.py
     python benchmarks/bench_xtoken.py --smoke
 
-Each row computes half cross-entropy and half a divergence, the gradient of the student's hidden states, and that of its
-LM head in an fp32 buffer. The text is drawn: of a hundred chunks --single have one token on both sides, the others 1 to
-4 on either. With torchrun the vocabularies are cut over all ranks. The table goes to stdout, progress to stderr.
+Each table row computes half cross-entropy and half a divergence, the gradient of the student's hidden states, and that
+of its LM head in an fp32 buffer. The text is random: --single percent of the text chunks have one token in both views,
+the others 1 to 4 in either. With torchrun the vocabularies are sharded over all ranks. The table is printed to stdout,
+progress to stderr.
 """
 
 import argparse
@@ -66,27 +67,33 @@ SMOKE = {
     "iterations": 1,
 }
 MOST_TOKENS = 4
-"""Of a chunk, on either side."""
+"""Largest number of tokens of a text chunk in either view."""
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=4096, metavar="N", help="tokens of each side (default: 4096)")
+    parser.add_argument("--rows", type=int, default=4096, metavar="N", help="tokens of each model (default: 4096)")
     parser.add_argument("--student-width", type=int, default=2048, metavar="H", help="hidden size (default: 2048)")
     parser.add_argument("--teacher-width", type=int, default=4096, metavar="H", help="hidden size (default: 4096)")
     parser.add_argument("--student-vocab", type=int, default=128256, metavar="V", help="(default: 128256)")
     parser.add_argument("--teacher-vocab", type=int, default=151936, metavar="V", help="(default: 151936)")
     parser.add_argument(
-        "--common", type=int, default=100000, metavar="N", help="tokens that both have (default: 100000)"
+        "--common", type=int, default=100000, metavar="N", help="tokens in both vocabularies (default: 100000)"
     )
-    parser.add_argument("--single", type=float, default=80.0, metavar="PERCENT", help="of the chunks (default: 80)")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of hidden states and weights")
+    parser.add_argument(
+        "--single",
+        type=float,
+        default=80.0,
+        metavar="PERCENT",
+        help="text chunks with one token in both views (default: 80)",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="dtype of hidden states and weights")
     parser.add_argument("--kinds", type=names, default=list(get_args(XTokenLoss)), metavar="A,B", help="(default: all)")
     parser.add_argument("--losses", type=names, default=["forward_kl", "jsd"], metavar="A,B", help="divergences")
     parser.add_argument("--impl", default="auto", help="auto, eager or triton")
-    parser.add_argument("--chunk-rows", type=int, metavar="N", help="rows whose logits exist at one time")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes: whether it runs, on a CPU too")
+    parser.add_argument("--chunk-rows", type=int, metavar="N", help="tokens per loss chunk")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, a smoke test that also runs on a CPU")
     add_common_flags(parser)
     parser.set_defaults(warmup=2, iterations=7)
     args = parser.parse_args(argv)
@@ -105,7 +112,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Both models and a text, the same on every rank; LM heads whole."""
+    """Both models and a text, equal on all ranks; LM heads are not sharded."""
 
     hidden: Tensor
     weight: Tensor
@@ -120,8 +127,8 @@ class Inputs:
     group: dist.ProcessGroup
 
     @classmethod
-    def draw(cls, args: argparse.Namespace, group: dist.ProcessGroup) -> "Inputs":
-        """Random ones, with logits of standard deviation 2."""
+    def random(cls, args: argparse.Namespace, group: dist.ProcessGroup) -> "Inputs":
+        """Random inputs, with logits of standard deviation 2."""
         dtype, size = DTYPES[args.dtype], group.size()
 
         def model(width: int, vocab: int) -> tuple[Tensor, Tensor]:
@@ -142,38 +149,38 @@ class Inputs:
         return cls(hidden, weight, *teacher, labels.cuda(), teacher_labels.cuda(), chunks, ids, shares, pairs, group)
 
     @property
-    def mine(self) -> Tensor:
-        """This rank's part of the student's LM head, with an fp32 gradient buffer."""
+    def sharded_weight(self) -> Tensor:
+        """This rank's vocabulary shard of the student's LM head, with an fp32 gradient buffer."""
         weight = self.weight.chunk(self.group.size())[self.group.rank()].detach().clone().requires_grad_()
         weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
         return weight
 
 
 def _text(args: argparse.Namespace, pairs: Tensor) -> tuple[Tensor, Tensor, ChunkRows]:
-    """(labels of the student, of the teacher, chunks), on the host; chunks of one token are a pair each."""
+    """(student labels, teacher labels, text chunks) on the host; those of one token are pairs of common tokens."""
     many = torch.rand(args.rows, 1, device="cpu") >= args.single / 100
     sizes = torch.where(many, torch.randint(1, MOST_TOKENS + 1, (args.rows, 2), device="cpu"), 1)
     fits = (sizes.cumsum(0) <= args.rows).all(dim=1)
     sizes = sizes[fits]
     numbers = torch.arange(len(sizes), device="cpu")
-    sides = []
-    for side, vocab in enumerate((args.student_vocab, args.teacher_vocab)):
-        chunk = torch.nn.functional.pad(numbers.repeat_interleave(sizes[:, side]), (0, args.rows), value=-1)[
+    views = []
+    for view, vocab in enumerate((args.student_vocab, args.teacher_vocab)):
+        chunk = torch.nn.functional.pad(numbers.repeat_interleave(sizes[:, view]), (0, args.rows), value=-1)[
             : args.rows
         ]
         first = torch.nn.functional.pad(chunk[:-1], (1, 0), value=-1) != chunk
         labels = torch.randint(0, vocab, (args.rows,), device="cpu")
         single = (chunk >= 0) & (sizes == 1).all(dim=1)[chunk]
-        labels[single] = pairs[chunk[single] % len(pairs), side]
-        sides.append((labels, chunk, first & (chunk >= 0)))
-    (labels, student, student_first), (teacher_labels, teacher, teacher_first) = sides
+        labels[single] = pairs[chunk[single] % len(pairs), view]
+        views.append((labels, chunk, first & (chunk >= 0)))
+    (labels, student, student_first), (teacher_labels, teacher, teacher_first) = views
     weight = torch.full((len(sizes),), 0.5 / len(sizes), device="cpu")
     return labels, teacher_labels, ChunkRows(student, student_first, teacher, teacher_first, weight)
 
 
-def between_tokenizers(inputs: Inputs, kind: str, loss: str, args: argparse.Namespace) -> Callable[[], Tensor]:
-    """A call of `xtoken_loss`, and backward."""
-    weight, hidden, group = inputs.mine, inputs.hidden.detach().requires_grad_(), inputs.group
+def across_tokenizers(inputs: Inputs, kind: str, loss: str, args: argparse.Namespace) -> Callable[[], Tensor]:
+    """A call of `xtoken_loss` with its backward pass."""
+    weight, hidden, group = inputs.sharded_weight, inputs.hidden.detach().requires_grad_(), inputs.group
     vocabulary = CrossVocabulary.of(
         kind,
         inputs.ids,
@@ -213,8 +220,8 @@ def between_tokenizers(inputs: Inputs, kind: str, loss: str, args: argparse.Name
 
 
 def one_tokenizer(inputs: Inputs, loss: str, args: argparse.Namespace) -> Callable[[], Tensor]:
-    """A call of `fused_linear_loss` with a teacher of the student's vocabulary, and backward."""
-    weight, hidden, group = inputs.mine, inputs.hidden.detach().requires_grad_(), inputs.group
+    """A call of `fused_linear_loss` with a teacher of the student's vocabulary, and its backward pass."""
+    weight, hidden, group = inputs.sharded_weight, inputs.hidden.detach().requires_grad_(), inputs.group
     whole = inputs.teacher_weight[torch.arange(len(inputs.weight), device="cuda") % len(inputs.teacher_weight)]
     teacher_weight = whole.chunk(group.size())[group.rank()].contiguous()
     row_weight = torch.full((args.rows,), 0.5 / args.rows, device="cuda")
@@ -246,7 +253,7 @@ def _backward(loss: Tensor, hidden: Tensor) -> Tensor:
 
 
 def measure(build: Callable[[], Callable[[], Tensor]], args: argparse.Namespace) -> Row:
-    """Figures of one row. A gradient that is not finite fails it."""
+    """Figures of one table row. Raises ValueError for a gradient that is not finite."""
     run = build()
     if not torch.isfinite(run()).all():
         raise ValueError("the gradient is not finite")
@@ -262,12 +269,14 @@ def measure(build: Callable[[], Callable[[], Tensor]], args: argparse.Namespace)
 
 
 def table(rows: list[Row]) -> str:
-    """The rows in markdown; the ratio is to one tokenizer with the same divergence."""
-    """`ms`: of a call that the GPU waits for; `behind other work`: `time_behind_work`."""
+    """The rows in markdown; ratios are relative to one tokenizer with the same divergence.
+
+    `ms` is the time of a call on an idle GPU; "behind other work" comes from `time_behind_work`.
+    """
     key = "behind_ms" if any(row.get("behind_ms") is not None for row in rows) else "ms"
     plain = {row["loss"]: row[key] for row in rows if row["name"] == "one tokenizer" and key in row}
     columns: list[tuple[str, Callable[[Row], str]]] = [
-        ("row", lambda row: row["name"]),
+        ("implementation", lambda row: row["name"]),
         ("CE and", lambda row: row["loss"]),
         ("ms", lambda row: number(row, "ms", ".2f")),
         ("ms behind other work", lambda row: number(row, "behind_ms", ".2f")),
@@ -278,18 +287,18 @@ def table(rows: list[Row]) -> str:
 
 
 def run(args: argparse.Namespace) -> tuple[Report, str]:
-    """Measure all rows; the report, and its text for people."""
+    """Measure all rows; returns the report and its printed text."""
     with tensor_parallel_ranks(args.seed) as group:
         torch.manual_seed(args.seed)
-        inputs = Inputs.draw(args, group)
+        inputs = Inputs.random(args, group)
         free_memory()
         wanted: list[tuple[str, str, Any]] = [
             ("one tokenizer", d, lambda d=d: one_tokenizer(inputs, d, args)) for d in args.losses
         ]
         for kind in args.kinds:
-            wanted += [(kind, d, lambda k=kind, d=d: between_tokenizers(inputs, k, d, args)) for d in args.losses]
+            wanted += [(kind, d, lambda k=kind, d=d: across_tokenizers(inputs, k, d, args)) for d in args.losses]
         head = header("bench_xtoken", args)
-        report = Report(head, args.json, speaks=group.rank() == 0, total=len(wanted))
+        report = Report(head, args.json, is_writer=group.rank() == 0, total=len(wanted))
         for name, loss, build in wanted:
             report.attempt({"name": name, "loss": loss}, lambda b=build: measure(b, args))
         shape = (
@@ -300,11 +309,11 @@ def run(args: argparse.Namespace) -> tuple[Report, str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the tool; 1 if a row could not be measured."""
+    """Run the tool; returns 1 if a row could not be measured."""
     args = parse_arguments(argv)
     with quiet():
         report, text = run(args)
-    if report.speaks:
+    if report.is_writer:
         print(text)
     return int(any("failed" in row for row in report.rows))
 

@@ -16,7 +16,7 @@ FEW = ["--warmup", "1", "--iterations", "2"]
 
 @pytest.fixture(scope="module")
 def tools():
-    """The two tools, imported as they import each other: by their names in tools/."""
+    """Both tools, imported by file name, as they import each other."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(TOOLS))
         import bench_loss
@@ -26,13 +26,13 @@ def tools():
 
 
 def rows_of(tool, flags: list[str], file: Path, capsys) -> tuple[dict, str]:
-    """(what the JSON file holds, the table)."""
+    """(content of the JSON file, the printed table)."""
     assert tool.main([*flags, *FEW, "--json", str(file)]) == 0
     return json.loads(file.read_text()), capsys.readouterr().out
 
 
-def test_losses_are_measured_and_right(tools, tmp_path, capsys, monkeypatch):
-    """fp32, so that each row is held to the float64 definitions; one package is missing."""
+def test_losses_are_measured_and_correct(tools, tmp_path, capsys, monkeypatch):
+    """In fp32 each row is compared with the float64 definitions; one package is missing."""
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
     flags = [*LOSS, "--losses", "forward_kl", "--logits-dtype", "auto", "--rows-of", "ours,eager,compile,liger,mcore"]
     seen, out = rows_of(tools[0], [*flags, "--commit", "abc"], tmp_path / "new" / "loss.json", capsys)
@@ -59,8 +59,8 @@ def test_losses_are_measured_and_right(tools, tmp_path, capsys, monkeypatch):
     assert "not measured: package liger_kernel is missing" in out
 
 
-def test_a_wrong_gradient_is_seen(tools, tmp_path, capsys, monkeypatch):
-    """The error columns are of gradients: a loss that is right does not hide them."""
+def test_a_wrong_gradient_is_detected(tools, tmp_path, capsys, monkeypatch):
+    """The error columns compare gradients, so a correct loss does not hide a wrong one."""
     loss = tools[0]
     right = loss.fused_linear_loss
 
