@@ -115,11 +115,11 @@ def compare(hf: HFFolder, folder: MegatronFolder, tokens: Tensor) -> LogitCompar
     largest, total, entropies = torch.zeros(()), 0.0, torch.zeros(2, dtype=torch.float64)
     with _megatron_model(folder, tokens.shape[1]) as model:
         positions = torch.arange(tokens.shape[1])[None]
-        for row, wanted in zip(tokens, expected, strict=True):
-            seen = model(row[None], positions, None)[0, :, :vocab]
-            error = (seen - wanted).abs()
+        for row, hf_logits in zip(tokens, expected, strict=True):
+            megatron_logits = model(row[None], positions, None)[0, :, :vocab]
+            error = (megatron_logits - hf_logits).abs()
             largest, total = torch.maximum(largest, error.max()), total + error.double().mean().item()  # keeps NaN
-            for n, logits in enumerate((wanted, seen)):
+            for n, logits in enumerate((hf_logits, megatron_logits)):
                 entropies[n] += torch.nn.functional.cross_entropy(logits[:-1].double(), row[1:])
     perplexities = (entropies / len(tokens)).exp().tolist()
     return LogitComparison(tokens.numel(), largest.item(), total / len(tokens), tuple(perplexities))

@@ -58,13 +58,13 @@ def _describe_megatron(folder: MegatronFolder) -> dict[str, str]:
 
 
 def _sizes(args: Mapping[str, Any]) -> dict[str, str]:
-    known = {text: args.get(name) for name, text in labels().items()}
+    sizes = {text: args.get(name) for name, text in labels().items()}
     if not args.get("group_query_attention"):
-        known["key-value heads"] = args["num_attention_heads"]
+        sizes["key-value heads"] = args["num_attention_heads"]
     if not args.get("num_experts"):
-        known["experts per token"] = None
-    known["embeddings"] = "own LM head" if args["untie_embeddings_and_output_weights"] else "tied"
-    return {text: str(value) for text, value in known.items() if value is not None}
+        sizes["experts per token"] = None
+    sizes["embeddings"] = "own LM head" if args["untie_embeddings_and_output_weights"] else "tied"
+    return {text: str(value) for text, value in sizes.items() if value is not None}
 
 
 def _weights(tensors: Iterable[tuple[tuple[int, ...], torch.dtype]]) -> str:

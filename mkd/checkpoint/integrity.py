@@ -83,8 +83,8 @@ def _find_damage(folder: Path) -> str | None:
             return f".metadata names the file {name}, which is not in the folder"
         if not (folder / name).is_file():
             return f"shard {name} is missing"
-        if (seen := (folder / name).stat().st_size) != size:
-            return f"shard {name} has {seen} bytes instead of {size}"
+        if (found_size := (folder / name).stat().st_size) != size:
+            return f"shard {name} has {found_size} bytes instead of {size}"
     return None
 
 

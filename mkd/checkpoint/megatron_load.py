@@ -23,11 +23,11 @@ def load_megatron_weights(chunks: Sequence[nn.Module], folder: MegatronFolder) -
     (chunk,) = chunks
     model = unwrap_model(chunk)
     path = str(folder.iteration_dir)
-    wanted = model.sharded_state_dict(metadata=dist_checkpointing.load_content_metadata(path))
-    wanted = {key: value for key, value in wanted.items() if not key.endswith("_extra_state")}
-    rename_to_stored_norms(wanted, folder)
+    requested = model.sharded_state_dict(metadata=dist_checkpointing.load_content_metadata(path))
+    requested = {key: value for key, value in requested.items() if not key.endswith("_extra_state")}
+    rename_to_stored_norms(requested, folder)
     try:
-        loaded = dist_checkpointing.load(wanted, path, strict=StrictHandling.RAISE_UNEXPECTED)
+        loaded = dist_checkpointing.load(requested, path, strict=StrictHandling.RAISE_UNEXPECTED)
     except (CheckpointingException, CheckpointException, KeyError, ValueError, RuntimeError) as error:
         raise folder.error(f"the weights do not load ({error})") from error
     missing, _ = model.load_state_dict(loaded, strict=False)
@@ -40,15 +40,15 @@ def load_megatron_weights(chunks: Sequence[nn.Module], folder: MegatronFolder) -
 _MOE_NORM = ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
 
 
-def rename_to_stored_norms(wanted: dict[str, Any], folder: MegatronFolder) -> None:
+def rename_to_stored_norms(requested: dict[str, Any], folder: MegatronFolder) -> None:
     """Request a norm under the name that the checkpoint stores, where it was saved from layers of the other kind.
 
     Args:
-        wanted: sharded state dict to load; the keys of its tensors are changed in place.
+        requested: sharded state dict to load; the keys of its tensors are changed in place.
         folder: the checkpoint.
     """
     stored = folder.metadata.state_dict_metadata
-    for value in wanted.values():
+    for value in requested.values():
         for own, other in (_MOE_NORM, _MOE_NORM[::-1]):
             if isinstance(value, ShardedTensor) and value.key.endswith(own) and value.key not in stored:
                 renamed = value.key.removesuffix(own) + other

@@ -85,13 +85,13 @@ def read_header(path: Path, flag: str) -> dict[str, TensorEntry]:
     def fail(text: str) -> MkdCheckpointError:
         return MkdCheckpointError(f"{flag}: {path} {text}")
 
-    seen = path.stat().st_size
+    size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if seen < 8 or length > _MAX_HEADER_BYTES:
-            raise fail(f"is not a safetensors file ({seen} bytes, header length {length})")
-        if seen < 8 + length:
-            raise fail(f"is truncated inside its header: {8 + length} bytes expected, {seen} seen")
+        if size < 8 or length > _MAX_HEADER_BYTES:
+            raise fail(f"is not a safetensors file ({size} bytes, header length {length})")
+        if size < 8 + length:
+            raise fail(f"is truncated inside its header: {8 + length} bytes expected, {size} found")
         raw = file.read(length)
     try:
         header = json.loads(raw)
@@ -104,8 +104,8 @@ def read_header(path: Path, flag: str) -> dict[str, TensorEntry]:
         if entry.offset != end:
             raise fail(f"has a damaged safetensors header (tensor {name} starts at byte {entry.offset}, not {end})")
         end += entry.nbytes
-    if seen != end:
-        raise fail(f"is {'truncated' if seen < end else 'too long'}: {end} bytes expected, {seen} seen")
+    if size != end:
+        raise fail(f"is {'truncated' if size < end else 'too long'}: {end} bytes expected, {size} found")
     return entries
 
 

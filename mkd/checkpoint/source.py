@@ -155,12 +155,11 @@ def common_vocabulary(student: str, student_vocab: int, student_hash: str | None
             different tokens.
     """
     hint = "a teacher with another tokenizer than the student's needs --kd-xtoken-loss (docs/cross_tokenizer.md)"
-    known = student_hash is not None and teacher.tokenizer_hash is not None
     if has_other_tokenizer(student_hash, teacher):
         raise MkdConfigError(f"{student} and {teacher.origin} have different tokenizers; {hint}")
     if teacher.vocab_size is None or teacher.vocab_size == student_vocab:
         return student_vocab
-    if not known:
+    if student_hash is None or teacher.tokenizer_hash is None:
         raise MkdConfigError(
             f"{student} has a vocabulary of {student_vocab} tokens and {teacher.origin} one of {teacher.vocab_size}; "
             f"{hint}. If they do share it, put the tokenizer's files into both folders"

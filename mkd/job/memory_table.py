@@ -20,8 +20,8 @@ def memory_line(job: Job) -> str:
     """Estimate of the fullest rank in one line."""
     stage = fullest(estimate(workload(job)))
     listed = ", ".join(f"{name} {stage.peak_parts[name] / GIB:.2f}" for name in PARTS if name in stage.peak_parts)
-    beside = "; the process itself (Python, libraries) comes on top" if cpu.is_target() else ""
-    return f"about {stage.peak / GIB:.2f} GiB on the fullest rank ({stage.peak_phase}): {listed}{beside}"
+    process = "; the process itself (Python, libraries) comes on top" if cpu.is_target() else ""
+    return f"about {stage.peak / GIB:.2f} GiB on the fullest rank ({stage.peak_phase}): {listed}{process}"
 
 
 def print_memory(job: Job) -> None:

@@ -42,22 +42,22 @@ def output_head(
 
     Args:
         output_layer: the LM head's module.
-        output_weight: [V/tp, H], where the LM head is the embedding.
-        config: the model's.
+        output_weight: [V/tp, H] if the LM head is the embedding, else None.
+        config: configuration of the model.
 
     Returns:
-        [V/tp, H] its weight, and the scale of its logits.
+        (weight [V/tp, H], scale of the logits).
     """
     finish_parameter_sync(output_layer)
     return output_layer.weight if output_weight is None else output_weight, logit_scale(config)
 
 
 def router_padding_mask(chunk: GPTModel, padding: Tensor | None) -> Tensor | None:
-    """The padding mask [b, s] as a stage of a GPTModel takes it, so that its routers leave padding out of their balance
-    of experts. None for a dense model, and for the one kind of balancing that takes no mask.
+    """The padding mask [b, s] in the form that a pipeline stage of a GPTModel expects; its routers then exclude padding
+    from load balancing. None for a dense model, and for the only balancing type without a mask.
 
-    megatron-core 0.19 cuts the mask over sequence-parallel ranks on the first pipeline stage only; the routers of the
-    other stages would take a mask of all tokens for one of their own.
+    megatron-core 0.19 shards the mask over sequence-parallel ranks on the first pipeline stage only; the routers of the
+    other stages would apply a mask of all tokens to their own slice.
     """
     config = chunk.config
     if padding is None or not config.num_moe_experts:

@@ -47,9 +47,9 @@ def check_tensors(folder: HFFolder, family: Family) -> None:
                     "transformers' Mxfp4Config(dequantize=True) and save it"
                 )
             raise folder.error(f"tensor {name} of shape {list(shape)} is missing")
-        seen, dtype = folder.tensors[name]
-        if seen != shape:
-            raise folder.error(f"tensor {name} has shape {list(seen)}, config.json asks for {list(shape)}")
+        found, dtype = folder.tensors[name]
+        if found != shape:
+            raise folder.error(f"tensor {name} has shape {list(found)}, config.json implies {list(shape)}")
         if dtype not in _WEIGHT_DTYPES:
             raise folder.error(f"tensor {name} is stored as {dtype}; quantized weights are not read")
     for name in folder.tensors:
@@ -58,7 +58,7 @@ def check_tensors(folder: HFFolder, family: Family) -> None:
     for name in optional & folder.tensors.keys():
         if not _equal(folder, name, family.tied[name]):
             raise folder.error(
-                f'tensor {name} differs from {family.tied[name]}, but config.json says "tie_word_embeddings": true'
+                f'tensor {name} differs from {family.tied[name]}, but config.json has "tie_word_embeddings": true'
             )
 
 

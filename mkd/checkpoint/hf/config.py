@@ -16,8 +16,8 @@ class ConfigReader:
     config: Mapping[str, Any]
     prefix: str = ""
 
-    def fail(self, key: str, seen: Any, wanted: str) -> MkdCheckpointError:
-        return MkdCheckpointError(f'config.json: "{self.prefix}{key}" is {seen!r}; {wanted}')
+    def fail(self, key: str, value: Any, rule: str) -> MkdCheckpointError:
+        return MkdCheckpointError(f'config.json: "{self.prefix}{key}" is {value!r}; {rule}')
 
     def get(self, key: str, kind: type | tuple[type, ...], default: Any = _ANY) -> Any:
         value = self.config.get(key)

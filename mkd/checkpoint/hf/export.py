@@ -121,10 +121,10 @@ def architecture_of(folder: MegatronFolder, name: str | None = None) -> tuple[Fa
         family, config = _family_of_args(values, FAMILIES if name is None else (family_by_name(name),))
     args = family.megatron_args(config)
     for argument in args.keys() - set(names_with(ArgRole.RUN_CHOICE)):
-        seen = stored.get(argument)
-        if seen != args[argument] and not (argument == "vocab_size" and seen is None):
+        actual = stored.get(argument)
+        if actual != args[argument] and not (argument == "vocab_size" and actual is None):
             raise folder.error(
-                f"the checkpoint was made with --{argument.replace('_', '-')} {seen}, its config.json has "
+                f"the checkpoint was made with --{argument.replace('_', '-')} {actual}, its config.json has "
                 f"{args[argument]}"
             )
     return family, config, args
@@ -174,9 +174,9 @@ class _StoredTensors:
             parts = item.entry.layout.split(self._read(key, tuple(index for _, index in axes)), dims)
             for (name, shape), part in zip(item.shapes.items(), parts, strict=True):
                 if item.entry.has_all_experts:
-                    whole = experts.setdefault(name, part.new_empty(shape))
+                    full = experts.setdefault(name, part.new_empty(shape))
                     if part.shape == shape[1:]:
-                        whole[item.expert] = part
+                        full[item.expert] = part
                         if item.expert < dims.experts - 1:
                             continue
                         part = experts.pop(name)
@@ -206,7 +206,7 @@ class _StoredTensors:
         shape = (*(1 for _ in index), *size[len(index) :])
         data = torch.empty(shape, dtype=dtype)
         offset = (*index, *(0 for _ in size[len(index) :]))
-        fragments = tuple(whole // part for whole, part in zip(size, shape, strict=True))
+        fragments = tuple(total // part for total, part in zip(size, shape, strict=True))
         block = ShardedTensor(key, data, dtype, tuple(shape), tuple(size), offset, fragments)
         self._folder.load({key: CheckpointableShardedTensor.from_sh_ten(block)})
         return data.reshape(size[len(index) :])

@@ -92,11 +92,11 @@ class Family:
     def hf_config(self, args: Namespace | Mapping[str, Any]) -> dict[str, Any]:
         """config.json for Megatron arguments. Raises `MkdCheckpointError` naming an argument that does not fit."""
         values = args if isinstance(args, Mapping) else vars(args)
-        for name, wanted in self.fixed.items():
-            if (seen := values.get(name)) != wanted and not (seen is None and not wanted):
+        for name, value in self.fixed.items():
+            if (stored := values.get(name)) != value and not (stored is None and not value):
                 flag = "--" + name.replace("_", "-")
                 raise MkdCheckpointError(
-                    f"{self.architectures[0]} has {flag} {wanted}, the Megatron checkpoint was made with {seen}"
+                    f"{self.architectures[0]} has {flag} {value}, the Megatron checkpoint was made with {stored}"
                 )
         config = {"architectures": list(self.architectures[:1]), "model_type": self.model_type}
         for part in self.parts:

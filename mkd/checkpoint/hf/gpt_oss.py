@@ -67,22 +67,22 @@ def _gate_up(tensor: Tensor, dims: Dims, shard: TensorShard) -> Tensor:
     return torch.cat([tensor[0::2][own], tensor[1::2][own]])
 
 
-def _alternate(whole: Tensor) -> Tensor:
+def _alternate(full: Tensor) -> Tensor:
     """The inverse on one rank: [gate; up] -> alternating rows."""
-    return torch.stack(whole.chunk(2), dim=1).flatten(0, 1)
+    return torch.stack(full.chunk(2), dim=1).flatten(0, 1)
 
 
 def _layout(shard: Callable[[Tensor, Dims, TensorShard], Tensor], split: Callable[[Tensor], Tensor]) -> Layout:
     def shard_of(reads: Sequence[Read], dims: Dims, own: TensorShard, shape: tuple[int, ...]) -> Tensor:
         return shard(reads[0](None, None), dims, own)
 
-    return Layout(shard_of, lambda whole, dims: [split(whole)])
+    return Layout(shard_of, lambda full, dims: [split(full)])
 
 
 # The folder's tensors of one expert: [hidden, gate and up], [gate and up], [ffn, hidden], [hidden]
-_EXPERT_GATE_UP = _layout(lambda t, dims, own: _gate_up(t.T, dims, own), lambda whole: _alternate(whole).T)
+_EXPERT_GATE_UP = _layout(lambda t, dims, own: _gate_up(t.T, dims, own), lambda full: _alternate(full).T)
 _EXPERT_GATE_UP_BIAS = _layout(_gate_up, _alternate)
-_EXPERT_DOWN = _layout(lambda t, dims, own: t.T[:, own.of(dims.moe_ffn)], lambda whole: whole.T)
+_EXPERT_DOWN = _layout(lambda t, dims, own: t.T[:, own.of(dims.moe_ffn)], lambda full: full.T)
 
 _MG, _HF = "decoder.layers.{layer}.", "model.layers.{layer}."
 

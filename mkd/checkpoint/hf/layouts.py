@@ -90,7 +90,7 @@ Read = Callable[[slice | None, slice | None], Tensor]
 
 @dataclass(frozen=True)
 class Layout:
-    """`shard(reads, dims, shard, local shape) -> local tensor`; `split(whole, dims) -> Hugging Face tensors`.
+    """`shard(reads, dims, shard, local shape) -> local tensor`; `split(full, dims) -> Hugging Face tensors`.
 
     `local shape` is the shape of the model's parameter on this rank; it matters only for the vocabulary, which may be
     padded.
@@ -104,8 +104,8 @@ def _shard_replicated(reads: Sequence[Read], dims: Dims, shard: TensorShard, sha
     return reads[0](None, None)
 
 
-def _split_whole(whole: Tensor, dims: Dims) -> list[Tensor]:
-    return [whole]
+def _split_full(full: Tensor, dims: Dims) -> list[Tensor]:
+    return [full]
 
 
 def _shard_columns(total: str) -> Callable[[Sequence[Read], Dims, TensorShard, tuple[int, ...]], Tensor]:
@@ -120,7 +120,7 @@ def rows(total: str) -> Layout:
         count = getattr(dims, total)
         return reads[0](None if shape[0] == count else shard.of(count), None)
 
-    return Layout(shard_of, _split_whole)
+    return Layout(shard_of, _split_full)
 
 
 def _shard_vocab(reads: Sequence[Read], dims: Dims, shard: TensorShard, shape: tuple[int, ...]) -> Tensor:
@@ -136,8 +136,8 @@ def _shard_vocab(reads: Sequence[Read], dims: Dims, shard: TensorShard, shape: t
     return torch.cat([real, real.new_zeros(rows - real.shape[0], *real.shape[1:])])
 
 
-def _split_vocab(whole: Tensor, dims: Dims) -> list[Tensor]:
-    return [whole[: dims.vocab]]
+def _split_vocab(full: Tensor, dims: Dims) -> list[Tensor]:
+    return [full[: dims.vocab]]
 
 
 def _shard_qkv(reads: Sequence[Read], dims: Dims, shard: TensorShard, shape: tuple[int, ...]) -> Tensor:
@@ -156,8 +156,8 @@ def _shard_qkv(reads: Sequence[Read], dims: Dims, shard: TensorShard, shape: tup
     return groups.flatten(0, 1)[rows.start - start : rows.stop - start]
 
 
-def _split_qkv(whole: Tensor, dims: Dims) -> list[Tensor]:
-    groups = whole.reshape(dims.groups, dims.group_rows, *whole.shape[1:])
+def _split_qkv(full: Tensor, dims: Dims) -> list[Tensor]:
+    groups = full.reshape(dims.groups, dims.group_rows, *full.shape[1:])
     sizes = [dims.query // dims.groups, dims.head_dim, dims.head_dim]
     return [part.flatten(0, 1) for part in groups.split(sizes, dim=1)]
 
@@ -175,8 +175,8 @@ def _shard_packed_qkv(reads: Sequence[Read], dims: Dims, shard: TensorShard, sha
     return _shard_qkv(_read_row_blocks(reads[0], dims.query, dims.key, dims.key), dims, shard, shape)
 
 
-def _split_packed_qkv(whole: Tensor, dims: Dims) -> list[Tensor]:
-    return [torch.cat(_split_qkv(whole, dims))]
+def _split_packed_qkv(full: Tensor, dims: Dims) -> list[Tensor]:
+    return [torch.cat(_split_qkv(full, dims))]
 
 
 def _gate_up(size: str) -> Layout:
@@ -186,7 +186,7 @@ def _gate_up(size: str) -> Layout:
         rows = shard.of(getattr(dims, size))
         return torch.cat([read(rows, None) for read in reads])
 
-    return Layout(shard_of, lambda whole, dims: list(whole.chunk(2)))
+    return Layout(shard_of, lambda full, dims: list(full.chunk(2)))
 
 
 def _shard_packed_gate_up(reads: Sequence[Read], dims: Dims, shard: TensorShard, shape: tuple[int, ...]) -> Tensor:
@@ -194,15 +194,15 @@ def _shard_packed_gate_up(reads: Sequence[Read], dims: Dims, shard: TensorShard,
     return GATE_UP.shard(_read_row_blocks(reads[0], dims.ffn, dims.ffn), dims, shard, shape)
 
 
-REPLICATED = Layout(_shard_replicated, _split_whole)
-ATTENTION_OUTPUT = Layout(_shard_columns("query"), _split_whole)
-DOWN = Layout(_shard_columns("ffn"), _split_whole)
-SHARED_DOWN = Layout(_shard_columns("shared_ffn"), _split_whole)
-EXPERT_DOWN = Layout(_shard_columns("moe_ffn"), _split_whole)
+REPLICATED = Layout(_shard_replicated, _split_full)
+ATTENTION_OUTPUT = Layout(_shard_columns("query"), _split_full)
+DOWN = Layout(_shard_columns("ffn"), _split_full)
+SHARED_DOWN = Layout(_shard_columns("shared_ffn"), _split_full)
+EXPERT_DOWN = Layout(_shard_columns("moe_ffn"), _split_full)
 VOCAB = Layout(_shard_vocab, _split_vocab)
 QKV = Layout(_shard_qkv, _split_qkv)
 PACKED_QKV = Layout(_shard_packed_qkv, _split_packed_qkv)
 GATE_UP = _gate_up("ffn")
 SHARED_GATE_UP = _gate_up("shared_ffn")
 EXPERT_GATE_UP = _gate_up("moe_ffn")
-PACKED_GATE_UP = Layout(_shard_packed_gate_up, _split_whole)
+PACKED_GATE_UP = Layout(_shard_packed_gate_up, _split_full)

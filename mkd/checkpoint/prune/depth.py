@@ -153,10 +153,10 @@ class PrunableTeacher:
         return config
 
 
-def _possible_widths(asked: Dims, teacher: Dims) -> str:
+def _possible_widths(requested: Dims, teacher: Dims) -> str:
     """Advice for a width that is not a multiple of the heads; empty if it is one."""
-    if asked.hidden % asked.heads == 0:
+    if requested.hidden % requested.heads == 0:
         return ""
-    below = asked.hidden // asked.heads * asked.heads
-    widths = " or ".join(str(width) for width in (below, below + asked.heads) if 0 < width <= teacher.hidden)
-    return f" With {asked.heads} heads give --hidden-size {widths}, or choose other --num-attention-heads."
+    below = requested.hidden // requested.heads * requested.heads
+    widths = " or ".join(str(width) for width in (below, below + requested.heads) if 0 < width <= teacher.hidden)
+    return f" With {requested.heads} heads give --hidden-size {widths}, or choose other --num-attention-heads."

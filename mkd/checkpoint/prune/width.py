@@ -58,15 +58,15 @@ def student_dims(
         MkdConfigError: naming the flag, when no size is given, a size is below 1 or above the teacher's, or heads and
             groups are not compatible.
     """
-    asked = {
+    requested = {
         "--hidden-size": (hidden, teacher.hidden),
         "--ffn-hidden-size": (ffn, teacher.ffn),
         "--num-attention-heads": (heads, teacher.heads),
         "--num-query-groups": (groups, teacher.groups),
     }
-    if all(size is None for size, _ in asked.values()):
-        raise MkdConfigError(f"no size is given; give at least one of {', '.join(asked)}")
-    for flag, (size, largest) in asked.items():
+    if all(size is None for size, _ in requested.values()):
+        raise MkdConfigError(f"no size is given; give at least one of {', '.join(requested)}")
+    for flag, (size, largest) in requested.items():
         if size is not None and not 1 <= size <= largest:
             raise MkdConfigError(f"{flag} is {size}; it must be from 1 to the teacher's {largest}")
     if heads is None and groups is not None:
