@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 
 from mkd import cpu
-from mkd.checkpoint.hf.assets import store_assets
-from mkd.checkpoint.hf.folder import HFFolder
+from mkd.checkpoint.hf.folder import HFFolder, store_assets
 from mkd.config.kd_config import KDConfig
 from mkd.config.teacher_args import has_own_layout
 from mkd.config.values import divergence_text

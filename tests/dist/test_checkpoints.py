@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from mkd.checkpoint.hf import writer as hf_writer
-from mkd.checkpoint.hf.assets import store_assets
-from mkd.checkpoint.hf.folder import HFFolder
+from mkd.checkpoint.hf.folder import HFFolder, store_assets
 from mkd.checkpoint.hf.import_ import import_hf
 from mkd.checkpoint.hf.snapshot import Snapshots
 from mkd.checkpoint.integrity import INTEGRITY, changed_files

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from mkd.checkpoint.safetensors_files import TensorEntry, read_header
-from mkd.checkpoint.tokenizer_files import read_json_object, tokenizer_hash
+from mkd.checkpoint.tokenizer_files import ASSETS, read_json_object, tokenizer_hash
 from mkd.errors import MkdCheckpointError
+from mkd.utils.atomic_files import copy_file
 from mkd.utils.tokenizer_files import TOKENIZER_FILES
 
 WEIGHTS = "model.safetensors"
@@ -141,3 +142,15 @@ class HFFolder:
             if not (self.path / file).is_file():
                 raise self.error(f"{INDEX} names {file}, which is missing")
         return files
+
+
+def store_assets(folder: HFFolder, save_dir: str | os.PathLike) -> None:
+    """Copy config.json, generation config, tokenizer and chat template into `save_dir/hf_assets`.
+
+    With these files an export of the Megatron checkpoints in `save_dir` does not need the original folder, and the
+    stored tokenizer can be compared. Each file is replaced atomically. Call it on one rank.
+    """
+    target = Path(save_dir) / ASSETS
+    target.mkdir(parents=True, exist_ok=True)
+    for source in folder.assets():
+        copy_file(source, target / source.name)

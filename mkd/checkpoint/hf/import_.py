@@ -18,10 +18,9 @@ from megatron.training.arguments import validate_args
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 from torch import Tensor
 
-from mkd.checkpoint.hf.assets import store_assets
 from mkd.checkpoint.hf.check import check_tensors, read_architecture
 from mkd.checkpoint.hf.families import Family
-from mkd.checkpoint.hf.folder import HFFolder
+from mkd.checkpoint.hf.folder import HFFolder, store_assets
 from mkd.checkpoint.hf.layouts import TensorShard
 from mkd.checkpoint.hf.load import read_item
 from mkd.checkpoint.hf.tables import Item
