@@ -1,8 +1,12 @@
-"""The loss from hidden states: LM-head GEMMs and loss together, one loss chunk at a time; logits are never kept."""
+"""The loss from hidden states: LM-head GEMMs and loss together, one loss chunk at a time; logits are never kept.
 
-from collections.abc import Generator
+The gradient is computed in forward, while a chunk's logits exist. `keep_gradients` saves it for backward; `MainGrad` is
+the fp32 buffer of Megatron's optimizer, to which the LM head's gradient can be added at once.
+"""
+
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,29 +14,37 @@ from torch.autograd.function import once_differentiable
 
 from mkd.config.values import LossSpec
 from mkd.losses.divergences import DIVERGENCES
-from mkd.losses.inputs import KernelContext, LinearLogits, LogitMap, LogitMaps, TokenWeights, statistics_dtype
-from mkd.losses.kernels.interface import Chunk, Kernels
-from mkd.losses.kernels.select import choose
-from mkd.losses.kernels.sparse import SparseKernels
-from mkd.losses.lm_head import (
+from mkd.losses.inputs import (
     MIN_CHUNK_TOKENS,
+    KernelContext,
+    LinearLogits,
     LMHead,
+    LogitMap,
+    LogitMaps,
+    TokenWeights,
     add_gemm,
     gemm,
     gemm_operand,
     interleave,
     loss_chunks,
     resolve_logits_dtype,
+    statistics_dtype,
 )
-from mkd.losses.main_grad import MainGrad, fp16_scale, keep_gradients, kept_gradients
+from mkd.losses.kernels.interface import Chunk, Kernels
+from mkd.losses.kernels.select import choose
+from mkd.losses.kernels.sparse import SparseKernels
 from mkd.losses.options import LossOptions
 from mkd.losses.output import LossOutput
 from mkd.losses.reference.linear import dense_divergence, linear_loss, sparse_divergence
 from mkd.losses.sparse.columns import TopColumns
-from mkd.losses.sparse.statistics import token_terms
+from mkd.losses.sparse.statistics import sparse_terms
 from mkd.losses.sparse.teacher import SparseTarget, SparseTeacher, Tail
-from mkd.losses.statistics import Statistics, TokenTerms, as_one_shard, concatenate
+from mkd.losses.statistics import Statistics, TokenTerms, as_one_shard, concatenate, dense_terms
 from mkd.losses.vocab_shard import VocabLayout
+
+FP16_HEADROOM = 1024.0
+"""The largest possible logit gradient is scaled to about this before it is rounded to fp16, whose range is 6e-8 to
+65504."""
 
 
 def loss_from_hidden(
@@ -85,19 +97,11 @@ def loss_from_hidden(
         teacher = None
     elif teacher is None:
         raise ValueError("kd_weight is given and teacher is None")
-    student.check("student")
-    shard = vocab.shard(student.weight.shape[0])
+    _check(student, teacher)
+    shard, maps = vocab.shard(student.weight.shape[0]), LogitMaps(student.logit_map)
     if isinstance(teacher, LinearLogits):
-        teacher.check("teacher")
-        if teacher.hidden.shape[0] != student.hidden.shape[0]:
-            raise ValueError(
-                f"teacher has {teacher.hidden.shape[0]} tokens, student {student.hidden.shape[0]}: both must be equal"
-            )
         shard.check_teacher(student.weight.shape[0], teacher.weight.shape[0])
-    elif teacher is not None and student.logit_map.scale <= 0:
-        raise ValueError(f"the student's logit scale is {student.logit_map.scale}; a sparse teacher needs it above 0")
     student = replace(student, hidden=vocab.gather_trained_hidden(student.hidden))
-    maps = LogitMaps(student.logit_map)
     if isinstance(teacher, LinearLogits):
         teacher = replace(teacher, hidden=vocab.gather_hidden(teacher.hidden.detach()))
         maps = LogitMaps(student.logit_map, teacher.logit_map)
@@ -110,6 +114,19 @@ def loss_from_hidden(
         target, tokens = SparseTarget.of(teacher, tokens, tail, spec, vocab.true_vocab)
         return _fused(student, target, tokens, context, SparseKernels(kernels), options, upstream)
     return _fused(student, teacher, tokens, context, kernels, options, upstream)
+
+
+def _check(student: LinearLogits, teacher: LinearLogits | SparseTeacher | None) -> None:
+    """Raise ValueError on shapes, dtypes or logit maps that do not fit."""
+    student.check("student")
+    if isinstance(teacher, LinearLogits):
+        teacher.check("teacher")
+        if teacher.hidden.shape[0] != student.hidden.shape[0]:
+            raise ValueError(
+                f"teacher has {teacher.hidden.shape[0]} tokens, student {student.hidden.shape[0]}: both must be equal"
+            )
+    elif teacher is not None and student.logit_map.scale <= 0:
+        raise ValueError(f"the student's logit scale is {student.logit_map.scale}; a sparse teacher needs it above 0")
 
 
 def _reference(
@@ -126,6 +143,89 @@ def _reference(
     elif teacher is not None:
         divergence = dense_divergence(teacher, tokens, context)
     return LossOutput(*linear_loss(student, divergence, tokens, context))
+
+
+@dataclass(frozen=True)
+class MainGrad:
+    """The buffer in which the LM head's gradient is accumulated while the loss is computed, before backward."""
+
+    buffer: Tensor
+    """fp32, in the shape of the weight."""
+    upstream: Tensor | float
+    """Scalar: the gradient that backward will pass, by which the sums are multiplied in advance. A number is not moved
+    to the device: the copy would synchronize."""
+
+    @classmethod
+    def of(cls, weight: Tensor, upstream: Tensor | float | None) -> "MainGrad | None":
+        """The weight's `main_grad`; None if the upstream gradient is not known or there is no such fp32 buffer.
+
+        fp16 is excluded: its logit gradients are scaled into range by a factor that only backward divides out.
+        """
+        buffer = getattr(weight, "main_grad", None)
+        if upstream is None or buffer is None or buffer.dtype != torch.float32 or weight.dtype == torch.float16:
+            return None
+        return cls(buffer, upstream)
+
+    def check(self, upstream: Tensor) -> Tensor:
+        """1, or NaN if backward passes another gradient than announced: such gradients must not be used."""
+        return torch.where(upstream == self.upstream, 1.0, torch.nan)
+
+    @staticmethod
+    def placeholder(weight: Tensor) -> Tensor | None:
+        """The weight's gradient for autograd: without meaning, by the protocol of Megatron's fused layers."""
+        if getattr(weight, "zero_out_wgrad", False) or not hasattr(weight, "grad_added_to_main_grad"):
+            # Also a tied embedding, whose own gradient comes by autograd and is added by Megatron's hook later.
+            return None
+        weight.grad_added_to_main_grad = True  # the hook then ignores the placeholder
+        return torch.empty_like(weight)
+
+
+def fp16_scale(tokens: TokenWeights, spec: LossSpec) -> Tensor:
+    """A power of two (scalar, fp32) that brings the largest weight of a logit gradient to about `FP16_HEADROOM`.
+
+    The gradient is computed before the loss scale of mixed-precision training is known, and most q_j of a large
+    vocabulary are below fp16's smallest number.
+    """
+    weights = [(tokens.ce_weight, 1.0), (tokens.kd_weight, spec.scale / spec.temperature)]
+    bound = torch.stack([w.abs().amax() * times for w, times in weights if w is not None]).sum()
+    return torch.ldexp(torch.full_like(bound, FP16_HEADROOM), -torch.frexp(bound).exponent)
+
+
+def keep_gradients(
+    ctx: Any,
+    gradients: Sequence[Tensor | None],
+    scale: Tensor | None,
+    inputs: Sequence[Tensor | None],
+    main_grad: MainGrad | None,
+) -> None:
+    """Save the gradients that an autograd function's forward has computed for its backward.
+
+    Args:
+        ctx: context of the function.
+        gradients: one per input, None where none is needed. The second is the LM head's, and None with `main_grad`.
+        scale: factor that they carry and that backward divides out; None for 1.
+        inputs: the differentiable inputs; their dtypes are those of the results.
+        main_grad: holds the LM head's gradient; None if it is among the others.
+    """
+    ctx.save_for_backward(*gradients, scale)
+    ctx.dtypes = [None if x is None else x.dtype for x in inputs]
+    ctx.main_grad, ctx.weight = main_grad, inputs[1] if main_grad else None
+
+
+def kept_gradients(ctx: Any, upstream: Tensor) -> list[Tensor | None]:
+    """The gradients that `keep_gradients` has saved times the upstream scalar, each in the dtype of its input."""
+    *gradients, scale = ctx.saved_tensors
+    rest = upstream if scale is None else upstream / scale
+    if ctx.main_grad:
+        rest = ctx.main_grad.check(upstream)
+    gradients = [
+        # directly into the parameter's dtype: no second fp32 copy of the LM head
+        None if g is None else torch.mul(g, rest, out=torch.empty_like(g, dtype=dtype))
+        for g, dtype in zip(gradients, ctx.dtypes, strict=True)
+    ]
+    if ctx.weight is not None:
+        gradients[1] = MainGrad.placeholder(ctx.weight)
+    return gradients
 
 
 class _DenseTeacher(NamedTuple):
@@ -191,12 +291,13 @@ class _FusedLinearLoss(torch.autograd.Function):
         gradients = _Gradients.allocate(hidden, weight, job, scale) if any(job.needed) else None
         head = LMHead.of_columns(LinearLogits(hidden, weight, logit_map, bias), job.context.shard.columns)
         terms = _FusedPass(hidden.detach(), head, job, gradients).run()
+        loss = terms.weighted_sum(tokens, spec)
         results = (None, None, None)
         if gradients is not None:
             results = gradients.hidden, None if job.main_grad else gradients.weight, gradients.bias
         keep_gradients(ctx, results, scale, (hidden, weight, bias), job.main_grad)
         ctx.mark_non_differentiable(*(term for term in (terms.ce, terms.kd) if term is not None))
-        return terms.weighted_sum(tokens, spec), terms.ce, terms.kd
+        return loss, terms.ce, terms.kd
 
     @staticmethod
     @once_differentiable
@@ -278,9 +379,10 @@ class _FusedPass:
         else:
             interleave((self._compute_chunk(i) for i in range(len(chunks))), at_a_time)
         stats, sums = ([part[kind] for part in self._merged] for kind in (0, 1))
-        target = job.teacher if isinstance(job.teacher, SparseTarget) else None
-        sums = None if sums[0] is None else concatenate(sums, dim=1)
-        return token_terms(concatenate(stats, dim=1), sums, job.tokens, job.context, target)
+        merged = concatenate(stats, dim=1), None if sums[0] is None else concatenate(sums, dim=1)
+        if isinstance(job.teacher, SparseTarget):
+            return sparse_terms(*merged, job.tokens, job.context, job.teacher)
+        return dense_terms(*merged, job.tokens, job.context)
 
     def _compute_pair(self, indices: range) -> None:
         """Compute one or two neighboring chunks on one rank, all passes in one kernel call per chunk."""

@@ -1,4 +1,4 @@
-"""How a loss is computed: options that do not change its value beyond rounding."""
+"""Options of a loss that do not change its value beyond rounding."""
 
 from dataclasses import dataclass
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mkd.config.values import LossSpec
 from mkd.losses.divergences import DIVERGENCES
-from mkd.losses.inputs import TokenWeights
+from mkd.losses.inputs import KernelContext, TokenWeights
 
 Statistics = dict[str, Tensor]
 """Name -> numbers per token: [N] of one shard, or [tp, N] of all."""
@@ -114,6 +114,12 @@ class TokenTerms(NamedTuple):
         if self.kd is not None:
             parts.append((tokens.kd_weight * self.kd).sum())
         return torch.stack(parts).sum()
+
+
+def dense_terms(stats: Statistics, sums: Statistics | None, tokens: TokenWeights, context: KernelContext) -> TokenTerms:
+    """Values per token with a dense teacher or none, from the statistics of both passes, name -> [tp, N]."""
+    softmaxes = Softmaxes.merge(stats, context.temperature)
+    return TokenTerms.of(stats, sums, softmaxes, tokens, context.shard.true_vocab, context.spec)
 
 
 def divergence_and_dlogq_sum(

@@ -8,16 +8,15 @@ from torch.autograd.function import once_differentiable
 
 from mkd.config.values import LossSpec
 from mkd.losses.divergences import DIVERGENCES
-from mkd.losses.inputs import KernelContext, TokenWeights, statistics_dtype
+from mkd.losses.inputs import KernelContext, TokenWeights, loss_chunks, statistics_dtype
 from mkd.losses.kernels.interface import Chunk, Kernels
 from mkd.losses.kernels.select import choose
 from mkd.losses.kernels.sparse import SparseKernels
-from mkd.losses.lm_head import loss_chunks
 from mkd.losses.output import LossOutput
 from mkd.losses.sparse.columns import TopColumns
-from mkd.losses.sparse.statistics import token_terms
+from mkd.losses.sparse.statistics import sparse_terms
 from mkd.losses.sparse.teacher import SparseTarget, SparseTeacher, Tail
-from mkd.losses.statistics import Statistics, concatenate
+from mkd.losses.statistics import Statistics, concatenate, dense_terms
 from mkd.losses.vocab_shard import VocabLayout
 
 
@@ -114,7 +113,10 @@ class _VocabParallelLoss(torch.autograd.Function):
         if context.with_kd and DIVERGENCES[context.spec.divergence].single_pass is None:
             parts = [kernels.divergence_stats(cut(c), _slice(stats, c), context) for c in chunks]
             sums = context.shard.exchange(concatenate(parts)).wait()
-        terms = token_terms(stats, sums, tokens, context, job.target)
+        if job.target is None:
+            terms = dense_terms(stats, sums, tokens, context)
+        else:
+            terms = sparse_terms(stats, sums, tokens, context, job.target)
         ctx.save_for_backward(student_logits, teacher_logits)
         ctx.saved = job, chunks, stats, sums
         ctx.mark_non_differentiable(*(term for term in (terms.ce, terms.kd) if term is not None))

@@ -79,7 +79,7 @@ class VocabShard:
 
 @dataclass(frozen=True)
 class VocabLayout:
-    """How the vocabulary, and the tokens of a loss, are split over the tensor-parallel group.
+    """Layout of the vocabulary, and of the tokens of a loss, over the tensor-parallel group.
 
     Logits and LM heads have one shard of V/tp columns per rank; rank r holds the global ids r * V/tp and up. Columns of
     ids from `true_vocab` up are padding: their probability is 0 and their gradient exactly 0, whatever they hold.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from mkd.config.kd_config import KDConfig
-from mkd.losses.lm_head import CHUNK_BYTES, MIN_CHUNK_TOKENS, loss_chunks
+from mkd.losses.inputs import CHUNK_BYTES, MIN_CHUNK_TOKENS, loss_chunks
 from mkd.memory.activations import tokens_of
 from mkd.xtoken.loss.xtoken_loss import GROUP_ROWS
 

@@ -18,19 +18,20 @@ def softmax_stats(chunk: Chunk, context: KernelContext) -> Statistics:
         pass.
     """
     z, u = _logits(chunk, context)
+    temperature = context.temperature
     top = _max_logit(z)
-    s = (z - top[:, None]) / context.temperature
+    s = (z - top[:, None]) / temperature
     stats = {"student_max": top, "student_sum_exp": s.exp().sum(dim=1)}
     if chunk.tokens.ce_weight is not None:
         stats["label_logit"] = torch.zeros_like(top)
         if z.shape[1]:
             column, owned = _label_columns(chunk, context)
             stats["label_logit"] = torch.where(owned, z.gather(1, column[:, None]).squeeze(1), 0)
-        if context.temperature != 1.0:
+        if temperature != 1.0:
             stats["ce_sum_exp"] = (z - top[:, None]).exp().sum(dim=1)
     if u is not None:
         top = _max_logit(u)
-        t = (u - top[:, None]) / context.temperature
+        t = (u - top[:, None]) / temperature
         stats |= {"teacher_max": top, "teacher_sum_exp": t.exp().sum(dim=1)}
         shortcut = DIVERGENCES[context.spec.divergence].single_pass
         if shortcut is not None:
@@ -69,7 +70,8 @@ def write_gradient(
         out: any float dtype.
     """
     z, u = _logits(chunk, context)
-    softmaxes = Softmaxes.merge(stats, context.temperature)
+    temperature, is_plain = context.temperature, context.maps.student.is_identity
+    softmaxes = Softmaxes.merge(stats, temperature)
     scalars = ShardScalars.of(stats, softmaxes, context.shard.rank)
     coeffs = GradCoeffs.of(stats, sums, softmaxes, chunk.tokens, context.spec)
     gradient = torch.zeros_like(z)
@@ -83,7 +85,7 @@ def write_gradient(
         log_q, log_p = _log_probabilities(z, u, scalars, context)
         dlogq = DIVERGENCES[context.spec.divergence].dlogq(log_q, log_p, context.spec)
         gradient += coeffs.kd[:, None] * (dlogq - log_q.exp() * coeffs.dlogq_sum[:, None])
-    if not context.maps.student.is_identity:
+    if not is_plain:
         gradient *= context.maps.student.derivative(z)
     out.copy_(gradient)
 

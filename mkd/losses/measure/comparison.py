@@ -6,8 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mkd.losses.inputs import LinearLogits, statistics_dtype
-from mkd.losses.lm_head import LMHead, loss_chunks
+from mkd.losses.inputs import LinearLogits, LMHead, loss_chunks, statistics_dtype
 from mkd.losses.sparse.teacher import SparseTeacher
 from mkd.losses.vocab_shard import VocabLayout, VocabShard
 

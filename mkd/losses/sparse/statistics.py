@@ -50,17 +50,11 @@ class SparseSoftmaxes(NamedTuple):
         return {"student_max": self.top, "label_logit": stats.get("label_logit")}, Softmaxes(self.ce, self.ce, None)
 
 
-def token_terms(
-    stats: Statistics,
-    sums: Statistics | None,
-    tokens: TokenWeights,
-    context: KernelContext,
-    target: SparseTarget | None,
+def sparse_terms(
+    stats: Statistics, sums: Statistics | None, tokens: TokenWeights, context: KernelContext, target: SparseTarget
 ) -> TokenTerms:
-    """Values per token from the statistics of both passes, name -> [tp, N]; `target` is that of a sparse teacher."""
+    """Values per token from the statistics of both passes, name -> [tp, N]."""
     vocab, spec = context.shard.true_vocab, context.spec
-    if target is None:
-        return TokenTerms.of(stats, sums, Softmaxes.merge(stats, context.temperature), tokens, vocab, spec)
     softmaxes = SparseSoftmaxes.merge(stats, target, context)
     without_kd = TokenWeights(tokens.labels, tokens.ce_weight, None)
     ce_stats, ce_softmaxes = softmaxes.for_cross_entropy(stats)

@@ -6,8 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mkd.losses.inputs import statistics_dtype
-from mkd.losses.lm_head import LMHead, add_gemm, gemm, gemm_operand
+from mkd.losses.inputs import LMHead, add_gemm, gemm, gemm_operand, statistics_dtype
 from mkd.xtoken.loss.chunk_groups import GroupWeights, TermsOfGroup
 from mkd.xtoken.loss.chunks import Group
 

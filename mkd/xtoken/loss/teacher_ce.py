@@ -5,8 +5,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mkd.losses.inputs import LogitMap, statistics_dtype
-from mkd.losses.lm_head import MIN_CHUNK_TOKENS, LMHead, loss_chunks
+from mkd.losses.inputs import MIN_CHUNK_TOKENS, LMHead, LogitMap, loss_chunks, statistics_dtype
 from mkd.losses.vocab_shard import VocabShard
 from mkd.xtoken.vocabulary.cross_vocabulary import CrossVocabulary
 

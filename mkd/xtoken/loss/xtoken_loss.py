@@ -10,11 +10,20 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from mkd.config.kd_config import LossSpec
-from mkd.losses.inputs import PLAIN_LOGITS, KernelContext, LinearLogits, LogitMaps, TokenWeights, statistics_dtype
+from mkd.losses.fused_linear import MainGrad, fp16_scale, keep_gradients, kept_gradients
+from mkd.losses.inputs import (
+    CHUNK_BYTES,
+    PLAIN_LOGITS,
+    KernelContext,
+    LinearLogits,
+    LMHead,
+    LogitMaps,
+    TokenWeights,
+    resolve_logits_dtype,
+    statistics_dtype,
+)
 from mkd.losses.kernels.interface import Kernels
 from mkd.losses.kernels.select import choose
-from mkd.losses.lm_head import CHUNK_BYTES, LMHead, resolve_logits_dtype
-from mkd.losses.main_grad import MainGrad, fp16_scale, keep_gradients, kept_gradients
 from mkd.losses.output import LossOutput
 from mkd.losses.vocab_shard import VocabLayout
 from mkd.xtoken.loss.chunk_groups import Apart, TermsOfGroup

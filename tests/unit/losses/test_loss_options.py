@@ -8,7 +8,7 @@ import torch
 from mkd.config.kd_config import KDConfig
 from mkd.errors import MkdConfigError
 from mkd.losses import LossOptions
-from mkd.losses.lm_head import CHUNK_BYTES, MIN_CHUNK_TOKENS, interleave, loss_chunks
+from mkd.losses.inputs import CHUNK_BYTES, MIN_CHUNK_TOKENS, interleave, loss_chunks
 
 CPU = torch.device("cpu")
 GPU = SimpleNamespace(type="cuda")
