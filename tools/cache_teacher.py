@@ -144,7 +144,7 @@ def import_files(args: argparse.Namespace, flags: list[str]) -> None:
     if cpu.wanted():
         cpu.activate()
     from mkd.cache_build.import_axolotl import ImportOptions, import_targets
-    from mkd.checkpoint.tokenizer_files import tokenizer_hash
+    from mkd.checkpoint.tokenizer_hash import tokenizer_hash
 
     folder = Path(args.tokenizer_model)
     meta, counts = import_targets(

@@ -16,7 +16,7 @@ from mkd.compat.quiet import import_quietly
 
 import_quietly()
 
-from mkd.checkpoint.tokenizer_files import tokenizer_hash  # noqa: E402
+from mkd.checkpoint.tokenizer_hash import tokenizer_hash  # noqa: E402
 from mkd.data.sources.indexed import IndexedText, dataset_prefix, default_workers, write_indexed_text  # noqa: E402
 from mkd.data.sources.text import Encoding, check_inputs  # noqa: E402
 from mkd.errors import MkdConfigError, exit_status  # noqa: E402

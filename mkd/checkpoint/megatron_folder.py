@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mkd.checkpoint.integrity import find_damage
-from mkd.checkpoint.tokenizer_files import ASSETS, hash_hex, tokenizer_hash
+from mkd.checkpoint.tokenizer_hash import ASSETS, hash_hex, tokenizer_hash
 from mkd.errors import MkdCheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"

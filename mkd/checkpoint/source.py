@@ -16,7 +16,7 @@ from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.load import load_hf_weights
 from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.checkpoint.megatron_load import load_megatron_weights
-from mkd.checkpoint.tokenizer_files import hash_hex
+from mkd.checkpoint.tokenizer_hash import hash_hex
 from mkd.errors import MkdConfigError
 
 

@@ -9,7 +9,7 @@ from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.training.global_vars import get_tokenizer
 from megatron.training.training import get_train_valid_test_num_samples, update_train_iters
 
-from mkd.checkpoint.tokenizer_files import tokenizer_hash
+from mkd.checkpoint.tokenizer_hash import tokenizer_hash
 from mkd.config import data_args
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron_checks import check_rows

@@ -25,7 +25,7 @@ from mkd.checkpoint.hf.writer import (
     write_json,
 )
 from mkd.checkpoint.megatron_folder import MegatronFolder
-from mkd.checkpoint.tokenizer_files import read_json_object
+from mkd.checkpoint.tokenizer_hash import read_json_object
 from mkd.config.flags import default_arguments
 from mkd.config.megatron_arg_names import ArgRole, names_with
 from mkd.errors import MkdCheckpointError

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mkd.checkpoint.safetensors_files import TensorEntry, read_header
-from mkd.checkpoint.tokenizer_files import ASSETS, read_json_object, tokenizer_hash
+from mkd.checkpoint.tokenizer_hash import ASSETS, read_json_object, tokenizer_hash
 from mkd.errors import MkdCheckpointError
 from mkd.utils.atomic_files import copy_file
 from mkd.utils.tokenizer_files import TOKENIZER_FILES

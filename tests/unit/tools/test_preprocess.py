@@ -16,7 +16,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from mkd.checkpoint.tokenizer_files import tokenizer_hash
+from mkd.checkpoint.tokenizer_hash import tokenizer_hash
 from mkd.data.sources import text
 from mkd.data.sources.indexed import IndexedText, default_workers
 from mkd.errors import MkdDataError

@@ -1,4 +1,4 @@
-"""Tokenizer files of a model folder and their hash, for Hugging Face folders and Megatron checkpoints alike."""
+"""Hash of the tokenizer in a model folder, for Hugging Face folders and Megatron checkpoints alike."""
 
 import hashlib
 import json
