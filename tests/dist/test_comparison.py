@@ -13,7 +13,7 @@ from tests.support.tolerance import FP32, FP64, assert_close_norm
 
 ROWS, TRUE_VOCAB = 37, 29
 WIDTH = {1: 31, 2: 29, 4: 9}
-"""Columns a rank: the real ones end before, at and in the middle of the last shard, which is empty on 2 ranks."""
+"""Columns per rank: the real ones end before, at and in the middle of the last shard, which is empty on 2 ranks."""
 MAPS = LogitMap(scale=0.5), LogitMap(softcap=20.0)
 
 
@@ -62,7 +62,7 @@ def compared(
     dtype: torch.dtype,
     teacher: SparseTeacher | None,
 ) -> tuple[Tensor | None, ...]:
-    """On this rank's shards; what pads them would win everywhere."""
+    """Comparison on this rank's shards; their padding would be the maximum everywhere."""
     student, head, theirs, teacher_head = models(dtype)
     padded = [
         torch.full((WIDTH[world_size] * world_size, 4), 1e4, dtype=dtype).index_copy(0, torch.arange(TRUE_VOCAB), whole)
@@ -92,7 +92,7 @@ def compared(
 @pytest.mark.parametrize("ranks", WIDTH)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize(("chunk_rows", "dtype"), [(None, torch.float64), (5, torch.float32)])
-def test_equals_the_definitions_on_every_rank(
+def test_equal_to_the_definitions_on_every_rank(
     gloo_pool: Callable[[int], Pool], ranks: int, sequence_parallel: bool, chunk_rows: int | None, dtype: torch.dtype
 ) -> None:
     wanted = expected()
@@ -106,7 +106,7 @@ def test_equals_the_definitions_on_every_rank(
 
 
 @pytest.mark.parametrize(("ranks", "sequence_parallel"), [(1, False), (2, True), (4, False)])
-def test_a_sparse_teacher_tells_what_it_knows(
+def test_sparse_teacher(
     gloo_pool: Callable[[int], Pool], ranks: int, sequence_parallel: bool
 ) -> None:
     wanted = expected()
@@ -118,7 +118,7 @@ def test_a_sparse_teacher_tells_what_it_knows(
             assert_close_norm(getattr(found, name), getattr(wanted, name), FP64, name)
 
 
-def test_what_a_sparse_teacher_does_not_know_is_none() -> None:
+def test_unknown_results_of_a_sparse_teacher_are_none() -> None:
     student, head, *_ = models(torch.float64)
     model, wanted = LinearLogits(student, head, MAPS[0]), expected()
     warm = sparse(2.0, torch.float64)
@@ -136,7 +136,7 @@ def test_what_a_sparse_teacher_does_not_know_is_none() -> None:
     assert_close_norm(top, torch.softmax(torch.tensor([1.0, 0.0, -1.0], dtype=torch.float64), 0)[:1], FP64, "top")
 
 
-def test_of_equal_logits_the_lowest_id_counts() -> None:
+def test_lowest_id_of_equal_logits_counts() -> None:
     student = torch.tensor([[0.0, 2.0, 2.0], [0.0, 2.0, 2.0], [1.0, 1.0, 1.0]])
     teacher = torch.tensor([[0.0, 5.0, 0.0], [0.0, 0.0, 5.0], [0.0, 0.0, 0.0]])
     assert reference.top1_agreement(student, teacher).tolist() == [1.0, 0.0, 1.0]
@@ -145,7 +145,7 @@ def test_of_equal_logits_the_lowest_id_counts() -> None:
     assert found.agreement.tolist() == [1.0, 0.0, 1.0]
 
 
-def test_a_logit_of_minus_infinity_has_no_part() -> None:
+def test_impossible_logit_has_no_effect() -> None:
     hidden = torch.tensor([[1.0], [2.0]])
     weight = torch.tensor([[1.0], [-torch.inf], [0.5]])
     source = LinearLogits(hidden, weight)

@@ -20,7 +20,7 @@ from tests.support.poison import poisoned_memory
 from tests.support.tolerance import FP32, FP64, assert_close_norm
 
 WIDTHS = {
-    # ranks: columns a rank, so that 29 real ones end in the last shard, or before it
+    # ranks: columns per rank: the 29 real ones end in the last shard, or before it
     1: {"ragged": 31},
     2: {"ragged": 15, "empty shard": 29},
     4: {"ragged": 9, "empty shard": 10},
@@ -32,7 +32,7 @@ LAYOUTS = [(ranks, name) for ranks, widths in WIDTHS.items() for name in widths]
 
 
 class Communication(TorchDispatchMode):
-    """Records the collectives that are launched under it: (name, bytes this rank sends)."""
+    """Records the collectives launched in its scope: (name, bytes that this rank sends)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Communication(TorchDispatchMode):
 
 @dataclasses.dataclass
 class RankResult:
-    """What one rank saw."""
+    """Results of one rank."""
 
     output: LossOutput
     gradients: list[Tensor]
@@ -104,7 +104,7 @@ def run_case(
 
 
 def check(results: list[RankResult], case: LossCase, entry: str, tol: float) -> None:
-    """Values on every rank bit-equal and right; gradients of all shards right, with exact zeros in padding."""
+    """Values are correct and bit-equal on every rank; gradients of all shards are correct, with exact zeros in padding."""
     expected = expect(case)
     for rank, result in enumerate(results):
         for name in ("loss", "ce", "kd"):
@@ -212,7 +212,7 @@ def test_triton(gloo_pool: Callable[[int], Pool], divergence: str, temperature: 
 @every_entry
 @pytest.mark.parametrize("divergence", ["forward_kl", "jsd"])
 def test_repeats_bit_for_bit(gloo_pool: Callable[[int], Pool], divergence: str, entry: str) -> None:
-    """Two chunks are under way at a time; which is added when does not depend on who is faster."""
+    """Two chunks are in flight at a time; the order of additions does not depend on timing."""
     case = case_of(4, "ragged", entry, divergence=divergence, chunk_rows=2)
     first, second = (gloo_pool(4).run(run_case, case, entry) for _ in range(2))
     for a, b in zip(first, second, strict=True):
@@ -301,7 +301,7 @@ def test_gradient_times_ranks_is_caught(gloo_pool: Callable[[int], Pool], ranks:
 def test_launches_and_bytes(
     gloo_pool: Callable[[int], Pool], terms: str, temperature: float, divergence: str, numbers: list[int]
 ) -> None:
-    """Each round is one all-gather a chunk, in forward, of at most 32 bytes a row; in backward the hidden states'
+    """Each pass is one all-gather per chunk, in forward, of at most 32 bytes per token; in backward the hidden states'
     reduction alone."""
     for entry in ENTRIES:
         case = case_of(2, "ragged", entry, terms=terms, temperature=temperature, divergence=divergence)
@@ -318,8 +318,8 @@ def test_launches_and_bytes(
             assert [name for name, _ in result.backward] == reduction
 
 
-def test_one_rank_group_is_silent(gloo_pool: Callable[[int], Pool]) -> None:
-    """Nothing is launched where there is nobody to talk to."""
+def test_one_rank_group_launches_no_collective(gloo_pool: Callable[[int], Pool]) -> None:
+    """A group of one rank needs no communication."""
     case = case_of(1, "ragged", "fused", divergence="jsd")
     for result in gloo_pool(1).run(run_case, case, "fused"):
         assert result.forward == result.backward == []

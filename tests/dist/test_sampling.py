@@ -1,4 +1,4 @@
-"""Draws from a teacher, and its labels' logits, on vocabulary shards: what one rank finds."""
+"""Sampled tokens and label logits on vocabulary shards equal those of one rank."""
 
 from collections.abc import Callable
 
@@ -17,7 +17,7 @@ ROWS, WIDTH, DRAWS, TEMPERATURE = 33, 6, 7, 1.5
 
 
 def make(vocab: int, padded: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states, a head whose padding would win if it were read, and labels."""
+    """Hidden states, an LM head whose padding would be the maximum, and labels."""
     generator = torch.Generator().manual_seed(vocab)
     hidden, weight = torch.randn(ROWS, WIDTH, generator=generator), torch.full((padded, WIDTH), 90.0)
     weight[:vocab] = torch.randn(vocab, WIDTH, generator=generator)

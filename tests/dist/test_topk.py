@@ -1,4 +1,4 @@
-"""Losses against a sparse teacher, and the teacher's top-k, on vocabulary shards against the float64 definitions."""
+"""Losses with a sparse teacher, and the teacher's top-k, on vocabulary shards against the float64 definitions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -43,7 +43,7 @@ def run_case(rank: int, world_size: int, case: SparseCase, entry: str) -> RankRe
 
 
 def check(results: list[RankResult], case: SparseCase, entry: str) -> None:
-    """Values on every rank right and bit-equal; gradients of all shards right, with exact zeros in padding."""
+    """Values are correct and bit-equal on every rank; gradients of all shards are correct, with exact zeros in padding."""
     expected = expect_sparse(case)
     for result in results:
         if entry != "logits":
@@ -97,7 +97,7 @@ def test_every_tail_and_divergence(
 
 
 def find(rank: int, world_size: int, k: int, sequence_parallel: bool) -> list[SparseTeacher]:
-    """On this rank's shards, of logits that are small integers, so that many are equal."""
+    """Top-k on this rank's shards of logits that are small integers, so that many are equal."""
     hidden, weight = tied()
     padded = torch.full((WIDTHS[world_size]["ragged"] * world_size, 4), 1e4).index_copy(0, torch.arange(29), weight)
     hidden = hidden.chunk(world_size)[rank] if sequence_parallel else hidden
@@ -114,7 +114,7 @@ def tied() -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("k", [1, 5, 12, 29])
-def test_top_k_of_the_teacher(gloo_pool: Callable[[int], Pool], ranks: int, k: int) -> None:
+def test_teacher_top_k(gloo_pool: Callable[[int], Pool], ranks: int, k: int) -> None:
     hidden, weight = tied()
     logits = hidden.double() @ weight.double().t()
     ids = logits.sort(dim=1, descending=True, stable=True).indices[:, :k]
@@ -131,14 +131,14 @@ def test_top_k_of_the_teacher(gloo_pool: Callable[[int], Pool], ranks: int, k: i
                     assert_close_norm(found.tail_lse, tail, FP32, "tail_lse")
 
 
-def test_more_than_the_vocabulary_is_refused() -> None:
+def test_k_above_the_vocabulary_is_an_error() -> None:
     hidden, weight = tied()
     with pytest.raises(ValueError, match="k is 30; a vocabulary of 29"):
         teacher_top_k(LinearLogits(hidden, weight), 30, temperatures=(1.0,), vocab=VocabLayout(29))
 
 
-def test_inputs_are_what_they_say() -> None:
-    """Row 4 repeats an id, 5 has an empty slot, 6 has nothing else, 2 is not to be read."""
+def test_cases_hold_the_irregular_tokens() -> None:
+    """Token 4 repeats an id, 5 has an empty slot, 6 has empty slots only, 2 must not be read."""
     teacher = make_sparse(SparseCase(LossCase(16))).teacher
     assert teacher.ids[4, 3] == teacher.ids[4, 0] and teacher.ids[5, 1] < 0 and (teacher.ids[6] < 0).all()
     assert teacher.logits[2].isnan().all() and make_inputs(LossCase(16)).kd_weight[2] == 0
@@ -160,7 +160,7 @@ def step_of(pool: Pool, layout: Layout, models: Models) -> tuple[dict[str, float
         pytest.param(4, Layout(tp=2, pp=2), 6, 6, id="tp2-pp2"),
     ],
 )
-def test_a_whole_step(gloo_pool: Callable[[int], Pool], ranks: int, layout: Layout, k: int, truth: int | None) -> None:
+def test_whole_step(gloo_pool: Callable[[int], Pool], ranks: int, layout: Layout, k: int, truth: int | None) -> None:
     """All columns are the full loss; some of them are the same loss in every layout, and another than the full one."""
     losses, gradients = step_of(gloo_pool(1), Layout(), Models(top_k=truth))
     seen_losses, seen = step_of(gloo_pool(ranks), layout, Models(top_k=k))

@@ -1,4 +1,4 @@
-"""Inputs of the losses with everything that can go wrong in them, and what the float64 reference says of them."""
+"""Inputs of the losses with every irregularity, and the results of the float64 reference."""
 
 import os
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from mkd.losses.inputs import PLAIN_LOGITS, LogitMap, LogitMaps
 from tests.support.tolerance import assert_close_norm
 
 UPSTREAM = 3.7
-"""The gradient that comes into the loss: not 1, so that one that is dropped or applied twice shows."""
+"""Upstream gradient of the loss: not 1, so that dropping it or applying it twice is detected."""
 
 INTERPRETED = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="Triton's interpreter is on only where there is no GPU"
@@ -24,7 +24,7 @@ INTERPRETED = pytest.mark.skipif(
 
 @dataclass(frozen=True)
 class LossCase:
-    """One set of inputs; rows 1 to 3 are masked in different ways when there are that many."""
+    """One set of inputs; tokens 1 to 3 are masked in different ways if there are that many."""
 
     rows: int = 13
     true_vocab: int = 29
@@ -43,7 +43,7 @@ class LossCase:
     student_width: int = 7
     teacher_width: int = 10
     biased: bool = False
-    """Both LM heads have one."""
+    """Both LM heads have a bias."""
     maps: LogitMaps = PLAIN_LOGITS
     teacher_padding: int = 0
     """Padding columns that the teacher has more than the student; on one rank only."""
@@ -62,7 +62,7 @@ class LossCase:
 
 
 class Inputs(NamedTuple):
-    """Unsharded inputs. Padding rows of the LM heads are NaN and infinite; masked labels are illegal."""
+    """Unsharded inputs. The padding of the LM heads is NaN and infinite; masked labels are outside the vocabulary."""
 
     student_hidden: Tensor
     student_weight: Tensor
@@ -78,7 +78,7 @@ class Inputs(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """Of the float64 reference; gradients are of UPSTREAM * loss and have padding rows and columns of 0."""
+    """Results of the float64 reference; gradients are of UPSTREAM * loss and 0 in padding."""
 
     loss: Tensor
     ce: Tensor | None
@@ -113,7 +113,7 @@ def make_inputs(case: LossCase) -> Inputs:
     if n > 3:
         labels[1], labels[2], labels[0] = -100, case.vocab + 5, case.true_vocab - 1
         ce_weight[1] = ce_weight[2] = kd_weight[2] = kd_weight[3] = 0
-        # row 2 is masked in both terms, and row 3 of the teacher: whatever is there must not matter
+        # token 2 is masked in both terms, token 3 for the teacher: their values must have no effect
         for masked, row in ((hidden, 2), (logits, 2), (teacher_hidden, 2), (teacher_logits, 2)):
             masked[row] = torch.nan
         teacher_hidden[3], teacher_logits[3] = torch.inf, torch.inf
@@ -139,7 +139,7 @@ def _linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _map(products: Tensor, logit_map: LogitMap) -> Tensor:
-    """Scale and cap as they are written on paper."""
+    """Scale and cap by their formula."""
     z = logit_map.scale * products
     return z if logit_map.softcap is None else logit_map.softcap * torch.tanh(z / logit_map.softcap)
 

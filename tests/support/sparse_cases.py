@@ -1,4 +1,4 @@
-"""Inputs of the losses against a sparse teacher, and what the float64 definitions say of them."""
+"""Inputs of the losses with a sparse teacher, and the results of the float64 definitions."""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from tests.support.tolerance import assert_close_norm
 
 @dataclass(frozen=True)
 class SparseCase:
-    """A case of the full losses, of whose teacher some columns are known."""
+    """A case of the full losses whose teacher lists some columns only."""
 
     full: LossCase = LossCase()  # noqa: RUF009
     k: int = 5
@@ -31,9 +31,9 @@ class Sparse(NamedTuple):
 
 
 def make_sparse(case: SparseCase) -> Sparse:
-    """The K most probable columns or 2 K draws; row 4 repeats an id, row 5 has an empty slot, row 6 has nothing else.
+    """The top K columns or 2 K samples; token 4 repeats an id, 5 has an empty slot, 6 has empty slots only.
 
-    What is not to be read, in empty slots and in rows 2 and 3 without a KD weight, is NaN or no id at all.
+    Values that must not be read, in empty slots and in tokens 2 and 3 without a KD weight, are NaN or invalid ids.
     """
     x, spec = make_inputs(case.full), case.full.spec
     teacher = x.teacher_logits.double()[:, : case.full.true_vocab].nan_to_num(0, 0, 0)
@@ -66,7 +66,7 @@ def make_sparse(case: SparseCase) -> Sparse:
 
 
 class ExpectedSparse(NamedTuple):
-    """Of the definitions; gradients are of UPSTREAM * loss and have padding of 0."""
+    """Results of the definitions; gradients are of UPSTREAM * loss and 0 in padding."""
 
     loss: Tensor
     ce: Tensor | None

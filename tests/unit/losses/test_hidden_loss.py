@@ -95,7 +95,7 @@ def test_bf16(kind: str, mapped: bool) -> None:
 @KINDS
 @MAPS
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-def test_a_masked_token_takes_no_part(kind: str, mapped: bool, poison: float) -> None:
+def test_masked_token_has_no_effect(kind: str, mapped: bool, poison: float) -> None:
     made = tensors(mapped)
     expected = run(made, kind)
     made["hidden"][2], made["target"][2] = poison, poison
@@ -106,7 +106,7 @@ def test_a_masked_token_takes_no_part(kind: str, mapped: bool, poison: float) ->
 
 
 @KINDS
-def test_an_unmasked_nan_shows(kind: str) -> None:
+def test_unmasked_nan_propagates(kind: str) -> None:
     made = tensors(True)
     made["hidden"][1, 0] = torch.nan
     assert run(made, kind)["loss"].isnan()
@@ -114,7 +114,7 @@ def test_an_unmasked_nan_shows(kind: str) -> None:
 
 @KINDS
 @pytest.mark.parametrize("rows", [0, 1])
-def test_no_token_gives_zeros_that_are_connected(kind: str, rows: int) -> None:
+def test_no_tokens_give_a_connected_zero(kind: str, rows: int) -> None:
     made = tensors(True)
     made = {name: value if name == "projection" else value[2 : 2 + rows] for name, value in made.items()}
     seen = run(made, kind)
@@ -123,7 +123,7 @@ def test_no_token_gives_zeros_that_are_connected(kind: str, rows: int) -> None:
 
 
 @KINDS
-def test_the_teachers_own_states_are_learned_already(kind: str) -> None:
+def test_equal_states_have_no_loss(kind: str) -> None:
     made = tensors(False)
     made["target"] = made["hidden"] * (1.0 if kind == "mse" else 7.0)
     seen = run(made, kind)
@@ -131,7 +131,7 @@ def test_the_teachers_own_states_are_learned_already(kind: str) -> None:
     assert seen["hidden"].norm() < FP64
 
 
-def test_a_state_of_zeros_has_no_direction() -> None:
+def test_zero_vector_has_no_direction() -> None:
     made = tensors(False)
     made["hidden"][0] = 0.0
     seen = run(made, "cosine")
@@ -139,7 +139,7 @@ def test_a_state_of_zeros_has_no_direction() -> None:
     assert (seen["hidden"][0] == 0.0).all() and seen["hidden"].isfinite().all()
 
 
-def test_nothing_but_the_inputs_is_kept_for_backward() -> None:
+def test_only_inputs_are_saved_for_backward() -> None:
     made = tensors(True)
     hidden, projection = made["hidden"].requires_grad_(), made["projection"].requires_grad_()
     kept: list[Tensor] = []
@@ -149,7 +149,7 @@ def test_nothing_but_the_inputs_is_kept_for_backward() -> None:
     assert {t.data_ptr() for t in kept if t.numel() > made["weight"].numel()} <= inputs
 
 
-def test_first_values_of_a_map_depend_on_seed_and_pair_alone() -> None:
+def test_map_initialization_depends_on_seed_and_pair() -> None:
     class Config:
         hidden_size, params_dtype, sequence_parallel = 64, torch.float32, True
 

@@ -23,7 +23,7 @@ def random(*shape: int) -> torch.Tensor:
 
 
 def student_config(scale: float) -> SimpleNamespace:
-    """The attributes of megatron's configuration that the loss reads."""
+    """The attributes of Megatron's configuration that the loss reads."""
     return SimpleNamespace(use_mup=True, mup_output_mult=scale, sequence_parallel=False, grad_scale_func=None)
 
 

@@ -1,4 +1,4 @@
-"""TokenWeights at the edge of what numbers can hold: huge and infinite logits, one-hot teachers, equal models, NaN."""
+"""Extreme inputs: huge and infinite logits, one-hot teachers, equal models, NaN."""
 
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ every_implementation = pytest.mark.parametrize("impl", ["eager", pytest.param("t
 
 
 class Result(NamedTuple):
-    """Of each row: terms, and the gradient of their sum by the student's logits."""
+    """Terms per token, and the gradient of their sum by the student's logits."""
 
     ce: Tensor
     kd: Tensor
@@ -53,7 +53,7 @@ def truth(student: Tensor, teacher: Tensor, spec: LossSpec) -> Result:
 
 
 def check_same(actual: Result, expected: Result) -> None:
-    """Infinite values where the reference's are, all others close; gradients of the rows where it has finite ones.
+    """Infinite values where the reference's are, all others close; gradients of the tokens where it has finite ones.
 
     A gradient of reverse KL is q (ln q/p - KL): it cannot be closer than fp32's rounding of the KL.
     """
@@ -83,7 +83,7 @@ def test_huge_logits(name: str, impl: str) -> None:
 @every_divergence
 @pytest.mark.parametrize("where", ["student", "teacher", "both"])
 def test_impossible_columns(name: str, where: str, impl: str) -> None:
-    """-inf in a real column, and in the first and the last blocks, of a row each."""
+    """-inf in a real column, and in the first and the last blocks, of one token each."""
     student, teacher = models()
     for row, columns in ((1, slice(5, 6)), (2, slice(0, 16)), (3, slice(16, 37))):
         if where != "teacher":
@@ -96,7 +96,7 @@ def test_impossible_columns(name: str, where: str, impl: str) -> None:
 
 @every_implementation
 def test_forward_kl_is_infinite_with_a_finite_gradient(impl: str) -> None:
-    """Where the student excludes what the teacher expects: the gradient stays q - p."""
+    """The student excludes a column that the teacher expects: the gradient stays q - p."""
     student, teacher = models()
     student[0, 30] = -INF
     actual = fast(student, teacher, LossSpec(), impl)
@@ -133,7 +133,7 @@ def test_one_hot_teacher(name: str, impl: str) -> None:
 @every_implementation
 @every_divergence
 def test_equal_models(name: str, impl: str) -> None:
-    """Value and gradient of the divergence are 0 but for rounding, also where the teacher's logits are shifted."""
+    """Value and gradient of the divergence are 0 up to rounding, also if the teacher's logits are shifted."""
     student, _ = models()
     spec = LossSpec(divergence=name, temperature=0.5)
     for shift in (0.0, 4.0):
@@ -148,7 +148,7 @@ def test_equal_models(name: str, impl: str) -> None:
 @every_implementation
 @every_divergence
 @pytest.mark.parametrize("who", ["student", "teacher"])
-def test_nan_in_a_used_row_is_loud(name: str, who: str, impl: str) -> None:
+def test_nan_of_a_used_token_propagates(name: str, who: str, impl: str) -> None:
     student, teacher = models()
     for row, column in ((1, 2), (3, 33)):
         (student if who == "student" else teacher)[row, column] = torch.nan
@@ -159,7 +159,7 @@ def test_nan_in_a_used_row_is_loud(name: str, who: str, impl: str) -> None:
 
 @every_implementation
 @every_divergence
-def test_what_an_unused_row_holds_has_no_effect(name: str, impl: str) -> None:
+def test_unused_token_has_no_effect(name: str, impl: str) -> None:
     student, teacher = models()
     spec, kd_weight = LossSpec(divergence=name, temperature=2.0), torch.tensor([1.0, 0.0, 1.0, 0.0])
     clean = fast(student, teacher, spec, impl, kd_weight)

@@ -1,4 +1,4 @@
-"""How a loss is computed: flags that cannot be honored, and the cutting into chunks."""
+"""Loss options: flags that cannot be honored, and loss chunks."""
 
 from types import SimpleNamespace
 
@@ -19,7 +19,7 @@ def options(device: torch.device, dtype: torch.dtype, tp_size: int = 1, **flags:
     return LossOptions.of(KDConfig(teacher_hf=["t"], ratio=0.5, **flags), device, dtype, tp_size)
 
 
-def test_auto_is_resolved() -> None:
+def test_auto_resolves() -> None:
     assert options(CPU, torch.bfloat16).impl == "eager"
     assert options(GPU, torch.bfloat16, loss_chunk_rows=7) == LossOptions(7, None, "triton")
     assert options(GPU, torch.float16, logits_dtype="fp32").logits_dtype == torch.float32
@@ -41,7 +41,7 @@ def test_auto_is_resolved() -> None:
         ),
     ],
 )
-def test_what_cannot_run_is_refused(
+def test_unavailable_options_are_errors(
     device: torch.device, dtype: torch.dtype, tp_size: int, flags: dict, words: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -52,7 +52,7 @@ def test_what_cannot_run_is_refused(
 
 @pytest.mark.parametrize("rows", [0, 1, 500, 768, 1000, 8192])
 @pytest.mark.parametrize("columns", [0, 1000, 128256, 262144])
-def test_chunks_cover_all_rows_once_within_the_default_size(rows: int, columns: int) -> None:
+def test_chunks_cover_all_tokens_once_within_the_default_size(rows: int, columns: int) -> None:
     chunks = loss_chunks(rows, columns, torch.bfloat16, None, MIN_CHUNK_TOKENS)
     assert [row for chunk in chunks for row in range(chunk.start, chunk.stop)] == list(range(rows))
     most = max(MIN_CHUNK_TOKENS, CHUNK_BYTES // (2 * max(columns, 1)))
@@ -60,7 +60,7 @@ def test_chunks_cover_all_rows_once_within_the_default_size(rows: int, columns: 
 
 
 @pytest.mark.parametrize("at_a_time, order", [(1, "aAbBcC"), (2, "abABcC")])
-def test_tasks_advance_in_turns(at_a_time: int, order: str) -> None:
+def test_interleaved_tasks_alternate(at_a_time: int, order: str) -> None:
     done: list[str] = []
 
     def task(name: str):

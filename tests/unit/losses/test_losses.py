@@ -70,7 +70,7 @@ def test_beta_and_skew(changes: dict) -> None:
 
 @pytest.mark.parametrize("divergence", ["forward_kl", "jsd"])
 @pytest.mark.parametrize("chunk_rows", [1, 4, 5, 7, 13, 1000, None])
-def test_chunks_do_not_matter(chunk_rows: int | None, divergence: str) -> None:
+def test_chunk_size_does_not_change_results(chunk_rows: int | None, divergence: str) -> None:
     """13, 4, 3, 2 and 1 chunks: the LM head's gradient takes them in pairs."""
     check(LossCase(chunk_rows=chunk_rows, temperature=2.0, divergence=divergence, z_loss=1e-2, biased=True), FP32)
 
@@ -109,7 +109,7 @@ def test_logits_in_any_memory_order() -> None:
 @pytest.mark.parametrize("case", [LossCase(rows=0), LossCase(all_masked=True)], ids=["no rows", "all masked"])
 @pytest.mark.parametrize("terms", ["ce", "kd", "ce+kd"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_nothing_to_learn_is_a_connected_zero(case: LossCase, terms: str, dtype: torch.dtype) -> None:
+def test_zero_weights_give_a_connected_zero(case: LossCase, terms: str, dtype: torch.dtype) -> None:
     case = dataclasses.replace(case, terms=terms, dtype=dtype)
     out, *gradients, _ = run_fused(case)
     logits_out, d_logits = run_logits(case)
@@ -130,7 +130,7 @@ def test_teacher_equal_to_student(temperature: float) -> None:
     assert out.loss.item() == 0 and not out.kd.any() and not weight.grad.any()
 
 
-def test_large_logits_lose_nothing() -> None:
+def test_large_logits_are_exact() -> None:
     """All numbers are multiples of 2^-10 under 2^13: exact in fp32 with and without the offset."""
     gen = torch.Generator().manual_seed(6)
     z, u = (torch.randn(2, 5, 40, generator=gen) * 1024).round() / 1024
@@ -146,7 +146,7 @@ def test_large_logits_lose_nothing() -> None:
 
 
 @pytest.mark.parametrize("label", [-1, 29, 31])
-def test_illegal_supervised_label_is_loud(label: int) -> None:
+def test_supervised_label_outside_the_vocabulary_gives_nan(label: int) -> None:
     x = make_inputs(LossCase())
     x.labels[7] = label
     out = vocab_parallel_loss(x.student_logits, None, x.labels, x.ce_weight, None, spec=LossSpec(), true_vocab=29)
@@ -182,8 +182,8 @@ def test_half_precision_error(dtype: torch.dtype, terms: str) -> None:
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 5, None])
-def test_no_gradient_work_without_need(chunk_rows: int | None) -> None:
-    """Products of a frozen LM head, or of frozen hidden states, are not formed; without gradients only the logits'."""
+def test_unneeded_gradients_are_not_computed(chunk_rows: int | None) -> None:
+    """GEMMs for frozen weights or hidden states are skipped; without gradients only those of the logits remain."""
     case = LossCase()
     x = make_inputs(case)
     hidden, weight = x.student_hidden, x.student_weight
@@ -205,7 +205,7 @@ def test_no_gradient_work_without_need(chunk_rows: int | None) -> None:
     assert flops(True, True) == weight_only + product * case.student_width
 
 
-def test_frozen_hidden_and_teacher_gets_no_gradient() -> None:
+def test_frozen_hidden_and_teacher_get_no_gradient() -> None:
     case = LossCase()
     x = make_inputs(case)
     hidden, weight, teacher_hidden, teacher_weight = (t.requires_grad_() for t in x[:4])
@@ -218,7 +218,7 @@ def test_frozen_hidden_and_teacher_gets_no_gradient() -> None:
     assert_close_norm(UPSTREAM * weight.grad, expect(case).d_weight, FP32, "d_weight")
 
 
-def test_only_gradients_are_kept_and_backward_may_run_twice() -> None:
+def test_only_gradients_are_saved_and_backward_runs_twice() -> None:
     x = make_inputs(LossCase())
     hidden, weight = x.student_hidden.requires_grad_(), x.student_weight.requires_grad_()
     kept = []
@@ -232,8 +232,8 @@ def test_only_gradients_are_kept_and_backward_may_run_twice() -> None:
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_definition_as_implementation(divergence: str) -> None:
-    """From hidden states, `impl="reference"` keeps the same rules of masks, padding and out_of_vocab labels."""
+def test_reference_implementation(divergence: str) -> None:
+    """`impl="reference"` has the same rules for masks, padding and labels outside the vocabulary."""
     maps = LogitMaps(LogitMap(0.5, 4.0), LogitMap(1.7, 3.0))
     case = LossCase(divergence=divergence, temperature=2.0, z_loss=1e-2, biased=True, maps=maps)
     expected = expect(case)
@@ -256,8 +256,8 @@ def with_main_grad(case: LossCase, upstream: float | None) -> tuple[LossOutput, 
 
 @pytest.mark.parametrize("chunk_rows", [5, 7, 13])
 @pytest.mark.parametrize("divergence", ["reverse_kl", "jsd"])
-def test_main_grad_is_added_to(divergence: str, chunk_rows: int) -> None:
-    """By megatron's protocol: the weight's own gradient is a stand-in, and a flag says that it does not count."""
+def test_main_grad_accumulates(divergence: str, chunk_rows: int) -> None:
+    """By Megatron's protocol: the weight's own gradient is a placeholder, and a flag marks it as such."""
     case = LossCase(divergence=divergence, chunk_rows=chunk_rows)
     expected = expect(case)
     out, hidden, weight = with_main_grad(case, UPSTREAM)
@@ -270,7 +270,7 @@ def test_main_grad_is_added_to(divergence: str, chunk_rows: int) -> None:
 
 
 def test_main_grad_of_tied_weights() -> None:
-    """The embedding's gradient comes through autograd and must still count: no stand-in, no flag."""
+    """The embedding's gradient comes through autograd and must still count: no placeholder, no flag."""
     out, _, weight = with_main_grad(LossCase(), UPSTREAM)
     weight.grad_added_to_main_grad, weight.zero_out_wgrad = False, True
     (UPSTREAM * out.loss + weight[:4].sum()).backward()
@@ -279,7 +279,7 @@ def test_main_grad_of_tied_weights() -> None:
     assert_close_norm(weight.main_grad - 1, expect(LossCase()).d_weight, FP32, "main_grad")
 
 
-def test_another_upstream_than_said_is_loud() -> None:
+def test_unexpected_upstream_gives_nan() -> None:
     out, hidden, weight = with_main_grad(LossCase(), UPSTREAM)
     (2 * UPSTREAM * out.loss).backward()
     assert hidden.grad.isnan().all() and weight.grad is None
@@ -296,7 +296,7 @@ def test_main_grad_needs_a_known_upstream_and_a_gradient() -> None:
 
 
 def test_half_precision_with_main_grad() -> None:
-    """bf16: the fp32 buffer gets the gradient before it would be rounded. fp16: left to autograd, whole."""
+    """bf16: the fp32 buffer gets the gradient before rounding. fp16: the whole gradient goes through autograd."""
     case = LossCase(dtype=torch.bfloat16)
     out, _, weight = with_main_grad(case, UPSTREAM)
     (UPSTREAM * out.loss).backward()
@@ -328,7 +328,7 @@ def test_logits_in_bf16(divergence: str) -> None:
         assert FP32 < norm_error(ours, truth) <= HALF_FACTOR * norm_error(theirs, truth)
 
 
-def test_wrong_shapes_are_refused() -> None:
+def test_wrong_shapes_are_errors() -> None:
     x = make_inputs(LossCase())
     h, w, th, tw = x[:4]
     spec = LossSpec()

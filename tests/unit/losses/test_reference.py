@@ -36,7 +36,7 @@ def value_and_gradient(name: str, z: Tensor, u: Tensor, **changes: float) -> tup
 
 
 def in_probabilities(name: str, q: Tensor, p: Tensor) -> Tensor:
-    """The divergence as it is written on paper, for probabilities > 0."""
+    """The divergence by its formula, for probabilities > 0."""
 
     def kl(a: Tensor, b: Tensor) -> Tensor:
         return (a * (a / b).log()).sum(dim=1)
@@ -127,7 +127,7 @@ def test_identical_distributions(name: str) -> None:
 
 
 @every_divergence
-def test_column_masked_on_both_sides_does_not_exist(name: str) -> None:
+def test_column_masked_in_both_models_has_no_effect(name: str) -> None:
     z, u = logits()
     wanted = value_and_gradient(name, z[:, 1:], u[:, 1:])
     z[:, 0] = u[:, 0] = -torch.inf
@@ -139,8 +139,8 @@ def test_column_masked_on_both_sides_does_not_exist(name: str) -> None:
 
 @every_divergence
 @pytest.mark.parametrize("side", ["student", "teacher"])
-def test_column_masked_on_one_side(name: str, side: str) -> None:
-    """As if its logit were so low that its probability is 0 in float64; the KLs are infinite where that diverges."""
+def test_column_masked_in_one_model(name: str, side: str) -> None:
+    """Equivalent to a logit whose probability is 0 in float64; the KLs are infinite where that diverges."""
     masked, low = logits(), logits()
     index = ("student", "teacher").index(side)
     masked[index][:, 4], low[index][:, 4] = -torch.inf, -LARGE

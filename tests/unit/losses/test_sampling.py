@@ -1,4 +1,4 @@
-"""Draws from the teacher: whose interval a number is in, how often, and what a loss learns from them."""
+"""Tokens sampled from the teacher: intervals, counts, and the gradient of the loss."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def inverse(logits: Tensor, numbers: Tensor, temperature: float) -> Tensor:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
-def test_draws_are_the_inverse_distribution(temperature: float) -> None:
+def test_samples_follow_the_inverse_distribution(temperature: float) -> None:
     hidden, weight = make(40)
     numbers = stratified_uniforms(b"k" * 16, 40, DRAWS)
     model, how = LinearLogits(hidden, weight), dict(temperatures=(1.0, 2.5), vocab=VocabLayout(VOCAB), chunk_rows=7)
@@ -60,7 +60,7 @@ def test_label_logits() -> None:
     assert_close_norm(found, expected, FP32, "label")
 
 
-def test_uniforms_depend_on_key_and_place_alone() -> None:
+def test_uniforms_depend_on_key_and_position_only() -> None:
     numbers = stratified_uniforms(b"0123456789abcdef", 7, 4)
     assert torch.equal(numbers[:3], stratified_uniforms(b"0123456789abcdef", 3, 4))
     assert not torch.equal(numbers, stratified_uniforms(b"0123456789abcdeg", 7, 4))
@@ -82,8 +82,8 @@ def test_counts() -> None:
 
 
 @pytest.mark.parametrize(("vocab", "draws"), [(7, 40), (7, 7), (83, 4000), (1, 3)])
-def test_more_draws_than_tokens(vocab: int, draws: int) -> None:
-    """A record has no more ids than the vocabulary; no draw is lost."""
+def test_more_samples_than_tokens(vocab: int, draws: int) -> None:
+    """A record has no more ids than the vocabulary; no sample is lost."""
     ids = np.sort(np.random.RandomState(0).randint(0, vocab, (5, draws)), axis=1)
     ids[0] = vocab - 1
     distinct, counts = count_ids(ids, vocab)
@@ -93,7 +93,7 @@ def test_more_draws_than_tokens(vocab: int, draws: int) -> None:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_the_mean_gradient_is_that_of_the_full_divergence(temperature: float) -> None:
+def test_mean_gradient_is_that_of_the_full_divergence(temperature: float) -> None:
     """Over many keys. The error of a mean falls with the square root of their number, a bias does not."""
     trials, rows, draws = 4000, 3, 4
     generator = torch.Generator().manual_seed(1)

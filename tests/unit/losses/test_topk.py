@@ -72,7 +72,7 @@ def sparse(u: torch.Tensor, k: int, temperature: float = 1.0) -> dict[str, torch
 
 @every_divergence
 @pytest.mark.parametrize("tail, with_tail_lse", [("bucket", True), ("bucket", False), ("renormalize", True)])
-def test_all_columns_are_the_full_loss(divergence: str, tail: str, with_tail_lse: bool) -> None:
+def test_all_columns_equal_the_full_loss(divergence: str, tail: str, with_tail_lse: bool) -> None:
     z, u, labels = rows_of()
     ones, spec = torch.ones(6), LossSpec(divergence=divergence, temperature=2.0)
     teacher = sparse(u, 31, 2.0) | ({} if with_tail_lse else {"teacher_tail_lse": None})
@@ -87,7 +87,7 @@ def test_all_columns_are_the_full_loss(divergence: str, tail: str, with_tail_lse
 
 @every_divergence
 @pytest.mark.parametrize("with_tail_lse", [True, False])
-def test_head_that_holds_all_mass_is_finite(divergence: str, with_tail_lse: bool) -> None:
+def test_top_columns_with_all_probability_are_finite(divergence: str, with_tail_lse: bool) -> None:
     z, u, labels = rows_of()
     u[:, 3] = 60.0  # e^-60 is nothing to fp32's 1
     teacher = sparse(u, 4) | ({} if with_tail_lse else {"teacher_tail_lse": None})
@@ -101,7 +101,7 @@ def test_head_that_holds_all_mass_is_finite(divergence: str, with_tail_lse: bool
 
 @every_divergence
 @pytest.mark.parametrize("with_tail_lse", [True, False])
-def test_identical_models_have_nothing_to_learn(divergence: str, with_tail_lse: bool) -> None:
+def test_identical_models_have_no_gradient(divergence: str, with_tail_lse: bool) -> None:
     z, _, labels = rows_of()
     teacher = sparse(z, 5, 2.0) | ({} if with_tail_lse else {"teacher_tail_lse": None})
     z = z.requires_grad_()
@@ -113,8 +113,8 @@ def test_identical_models_have_nothing_to_learn(divergence: str, with_tail_lse: 
     assert divergence == "tvd" or z.grad.abs().max() < 2e-6
 
 
-def test_a_tail_below_rounding_is_not_lost() -> None:
-    """The student's tail has e^-30 of the mass: 1 - head would be 0 and its logarithm infinite."""
+def test_tail_below_rounding_is_kept() -> None:
+    """The student's tail has probability e^-30: 1 - that of the top columns would be 0 and its logarithm infinite."""
     z = torch.tensor([[30.0, 0.0, 0.0]]).requires_grad_()
     teacher = {
         "ids": torch.tensor([[0]]),
@@ -130,8 +130,8 @@ def test_a_tail_below_rounding_is_not_lost() -> None:
     )
 
 
-def test_draws_are_unbiased() -> None:
-    """Value and gradient, averaged over many rows of one draw each, are the full forward KL's; top-k's are not."""
+def test_sampled_targets_are_unbiased() -> None:
+    """Averages over many tokens of one sample each are value and gradient of the full forward KL; top-k's are not."""
     rows, vocab, spec = 40_000, 7, LossSpec(temperature=2.0)
     z, u = torch.randn(2, vocab, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     full = z.clone().requires_grad_()
@@ -158,7 +158,7 @@ def test_draws_are_unbiased() -> None:
     assert (torch.autograd.grad(biased.loss, logits)[0].sum(0) - truth).abs().max() > 0.1
 
 
-def test_id_beyond_the_vocabulary_is_loud() -> None:
+def test_id_beyond_the_vocabulary_gives_nan() -> None:
     z, u, labels = rows_of()
     teacher = sparse(u, 4)
     teacher["ids"][2, 1] = 31
@@ -176,7 +176,7 @@ def test_id_beyond_the_vocabulary_is_loud() -> None:
         assert out.kd.isnan().nonzero().tolist() == [[2]] and out.loss.isnan()
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_invalid_targets_are_errors() -> None:
     z, u, labels = rows_of()
     ones = torch.ones(6)
     rows = {"labels": labels, "ce_weight": None, "kd_weight": ones, "true_vocab": 31}

@@ -109,7 +109,7 @@ def test_nothing_to_learn(case: LossCase, divergence: str) -> None:
 
 
 def test_strided_logits() -> None:
-    """TokenWeights of a wider tensor are read where they lie; columns that are not side by side are copied."""
+    """Views of a wider tensor are read in place; columns that are not contiguous are copied."""
     case = dataclasses.replace(SMALL, divergence="jsd")
     x, expected = make_inputs(case), expect(case)
     wide = torch.full((case.rows, case.vocab + 10), torch.nan)
@@ -128,7 +128,7 @@ def test_strided_logits() -> None:
         assert_close_norm(*torch.autograd.grad(3.7 * out.loss, student), expected.d_logits, FP32, "d_logits")
 
 
-def test_illegal_supervised_label_is_loud() -> None:
+def test_supervised_label_outside_the_vocabulary_gives_nan() -> None:
     x = make_inputs(SMALL)
     x.labels[4] = SMALL.true_vocab
     rows = (x.labels, x.ce_weight, None)
@@ -141,14 +141,14 @@ def test_auto_is_eager_on_cpu() -> None:
     assert choose("triton", torch.zeros(1)).__name__ == "mkd.losses.kernels.triton_launchers"
 
 
-def test_refused_without_gpu_and_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_needs_a_gpu_or_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET")
     x = make_inputs(SMALL)
     with pytest.raises(ValueError, match="there is no GPU"):
         fused_linear_loss(*x[:4], *x[6:9], spec=LossSpec(), true_vocab=37, impl="triton")
 
 
-def test_losses_do_not_need_triton() -> None:
+def test_losses_do_not_import_triton() -> None:
     """Importing the losses and running them in eager torch does not import the kernels."""
     code = "import sys, mkd.losses; sys.exit('mkd.losses.kernels.triton_launchers' in sys.modules)"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
