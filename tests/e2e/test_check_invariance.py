@@ -1,4 +1,4 @@
-"""tools/check_invariance.py: the same models on one rank and in a layout, and what it says when they are not."""
+"""tools/check_invariance.py: equal and unequal trainings on one rank and in a layout."""
 
 import shutil
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> SmallJob:
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
-    """Runs the script; on one rank only once, since every test asks for the same."""
+    """Runs the script; the run on one rank is the same in every test and is cached."""
     first = tmp_path_factory.mktemp("first") / "one_rank"
 
     def begin(flags: list[str], ranks: int) -> tuple[int, str]:
@@ -37,7 +37,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
     return begin
 
 
-def test_a_layout_that_is_right(job: SmallJob, start: Start, capsys: pytest.CaptureFixture) -> None:
+def test_a_correct_layout(job: SmallJob, start: Start, capsys: pytest.CaptureFixture) -> None:
     status = tool.main(["--ranks", "2", "--steps", "2", "--", *job.flags(), *LAYOUT], start)
     printed = capsys.readouterr()
     assert status == 0, printed.out + printed.err
@@ -45,8 +45,8 @@ def test_a_layout_that_is_right(job: SmallJob, start: Start, capsys: pytest.Capt
     assert "the same: " in printed.out.splitlines()[-1]
 
 
-def test_a_layout_that_trains_otherwise(job: SmallJob, start: Start, capsys: pytest.CaptureFixture) -> None:
-    """The first step's losses are right, as they are with a wrong gradient; what follows is not."""
+def test_a_layout_that_trains_differently(job: SmallJob, start: Start, capsys: pytest.CaptureFixture) -> None:
+    """As with a wrong gradient, the losses of the first step agree and those of later steps do not."""
 
     def faulty(flags: list[str], ranks: int) -> tuple[int, str]:
         return start([*flags, "--clip-grad", "1e-4"] if ranks == 2 else flags, ranks)
@@ -65,7 +65,7 @@ def test_a_run_that_fails_is_an_error(job: SmallJob, capsys: pytest.CaptureFixtu
     assert "the run on 1 ranks ended with status 3:\nwhat it said" in capsys.readouterr().err
 
 
-def test_what_each_run_is_started_with(job: SmallJob) -> None:
+def test_flags_of_each_run(job: SmallJob) -> None:
     flags = [*job.flags(), *LAYOUT, "--cp-comm-type", "p2p", "a2a", "--fp8-format=hybrid", "--lr", "3e-3"]
     common = tool.common_flags(flags, 4, keep_precision=False)
     for gone in ("--bf16", "--fp8-format=hybrid", "NOWHERE"):
@@ -82,5 +82,5 @@ def test_what_each_run_is_started_with(job: SmallJob) -> None:
 def test_flags_that_leave_nothing_to_compare(job: SmallJob) -> None:
     with pytest.raises(MkdConfigError, match="--steps is 3"):
         tool.common_flags(job.flags(), 3, keep_precision=False)
-    with pytest.raises(MkdConfigError, match="random first weights"):
+    with pytest.raises(MkdConfigError, match="random initial weights"):
         tool.common_flags(job.flags({"--kd-student-hf": None}), 4, keep_precision=False)

@@ -1,4 +1,4 @@
-"""The launch scripts of examples/: what they start, and that it trains, on CPU."""
+"""The launch scripts of examples/: the commands that they start, and short trainings on CPU."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> SmallJob:
 
 @pytest.fixture(scope="module")
 def executables(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A quick `python`, and a `torchrun` that prints its words."""
+    """A quick `python`, and a `torchrun` that prints its arguments."""
     with serving(tmp_path_factory.mktemp("python")) as folder:
         torchrun = folder / "torchrun"
         torchrun.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
@@ -38,7 +38,7 @@ def executables(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def paths(job: SmallJob, tmp_path: Path) -> dict[str, str]:
-    """What the scripts must be told."""
+    """Variables that the scripts require."""
     data = write_lines(tmp_path / "chats.jsonl", [])
     found = {"TEACHER": job.teacher, "STUDENT": job.student, "DATA": data, "SAVE": tmp_path / "save"}
     return {name: str(path) for name, path in found.items()}
@@ -55,14 +55,14 @@ def start(script: Path, executables: Path, variables: dict[str, str], *flags: st
 
 
 def words(script: Path, executables: Path, variables: dict[str, str], *flags: str) -> list[str]:
-    """What torchrun would have been given."""
+    """The arguments that torchrun received."""
     done = start(script, executables, variables, *flags)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
 
 def train(script: Path, executables: Path, variables: dict[str, str], *flags: str) -> None:
-    """Two ranks of a trial, as srun or torchrun start them: three steps."""
+    """Train three steps on two ranks, started like ranks of srun or torchrun."""
     common = {"MKD_DEVICE": "cpu", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environment = {**os.environ, **common, **SHORT, **variables, "PATH": f"{executables}:{os.environ['PATH']}"}
     ranks = [
@@ -115,7 +115,7 @@ def test_one_node_and_several(script: Path, executables: Path, paths: dict[str, 
 
 
 @BOTH
-def test_a_trial_has_nothing_that_needs_a_gpu(script: Path, executables: Path, paths: dict[str, str]) -> None:
+def test_a_cpu_trial_has_no_gpu_flags(script: Path, executables: Path, paths: dict[str, str]) -> None:
     trial = words(script, executables, {**paths, "MKD_DEVICE": "cpu"})
     assert trial[2] == "2"
     assert "--bf16" not in trial
@@ -135,7 +135,7 @@ def test_a_trial_has_nothing_that_needs_a_gpu(script: Path, executables: Path, p
         ({"GLOBAL_BATCH_SIZE": "33"}, "GLOBAL_BATCH_SIZE by DP x MICRO_BATCH_SIZE"),
     ],
 )
-def test_what_is_missing_or_does_not_divide(
+def test_missing_variables_and_indivisible_sizes(
     script: Path, changes: dict[str, str], message: str, executables: Path, paths: dict[str, str]
 ) -> None:
     done = start(script, executables, {**paths, **changes})

@@ -1,4 +1,4 @@
-"""tools/plot.py and mkd.report.run_log: the curves drawn are the numbers in the file; bad files are one clear line."""
+"""tools/plot.py and mkd.report.run_log: the curves are the numbers in the file; an invalid file is a one-line error."""
 
 import importlib.util
 import json
@@ -71,7 +71,7 @@ def legend_of(axes) -> list[str]:
     return [] if axes.get_legend() is None else [text.get_text() for text in axes.get_legend().get_texts()]
 
 
-def test_curves_of_different_losses_say_which(tool, tmp_path):
+def test_legend_names_objectives_that_differ(tool, tmp_path):
     a = run_of(tmp_path / "a", ratio=0.9, temperature=1.0, loss="forward_kl")
     b = run_of(tmp_path / "b", ratio=0.9, temperature=2.0, loss="jsd")
     c = run_of(tmp_path / "c", ratio=0.0, temperature=1.0, loss="forward_kl")
@@ -114,7 +114,7 @@ def test_panels_and_smoothing_can_be_chosen(tool, tmp_path):
     assert list(raw.get_ydata())[:2] == [9.0, 4.5] and list(smoothed.get_ydata())[:2] == [9.0, 6.75]
 
 
-def test_panels_without_values_are_left_out(tool, tmp_path):
+def test_panels_without_values_are_omitted(tool, tmp_path):
     figure = tool.draw([RunLog.read(write_run(tmp_path / "a.jsonl", kd=False))], ["only"])
     assert tool.PANELS["kd"] not in titled(figure)
     assert len(titled(figure)) == 3
@@ -135,7 +135,7 @@ def test_smoothing_is_a_trailing_mean_that_skips_nan(tool):
     assert math.isnan(smoothed[0]) and smoothed[1:] == [2.0, 2.0, 4.0]
 
 
-def test_later_line_of_an_iteration_counts(tmp_path):
+def test_the_last_line_of_an_iteration_is_used(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"iteration": 1, "loss": 5}\n{"iteration": 2, "loss": 4}\n{"iteration": 1, "loss": 3}\n')
     run = RunLog.read(str(path))
@@ -143,7 +143,7 @@ def test_later_line_of_an_iteration_counts(tmp_path):
     assert (run.first("loss"), run.last("loss"), run.last("kd")) == (3.0, 4.0, None)
 
 
-def test_incomplete_last_line_is_left_out_and_told(tool, tmp_path, capsys):
+def test_incomplete_last_line_is_ignored_with_a_message(tool, tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"iteration": 1, "loss": 5}\n{"iteration": 2, "lo')
     run = RunLog.read(str(path))
@@ -163,7 +163,7 @@ def test_incomplete_last_line_is_left_out_and_told(tool, tmp_path, capsys):
         ('{"iteration": 1, "color": 5}\n', "is not a metrics file"),
     ],
 )
-def test_bad_files_are_told_in_one_line(tool, tmp_path, capsys, content, message):
+def test_invalid_files_are_one_line_errors(tool, tmp_path, capsys, content, message):
     path = tmp_path / "metrics.jsonl"
     if content is not None:
         path.write_text(content)
@@ -174,7 +174,7 @@ def test_bad_files_are_told_in_one_line(tool, tmp_path, capsys, content, message
     assert not (tmp_path / "a.png").exists()
 
 
-def test_bad_flags(tool, tmp_path, capsys):
+def test_invalid_flags(tool, tmp_path, capsys):
     path = write_run(tmp_path / "metrics.jsonl")
     assert tool.main([path, "--out", str(tmp_path / "a.txt")]) == 1
     assert "must end in" in capsys.readouterr().err

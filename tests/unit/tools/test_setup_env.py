@@ -1,4 +1,4 @@
-"""tools/setup_env.sh with stand-ins for Python: which one it takes, what it installs, when it does nothing."""
+"""tools/setup_env.sh with stand-ins for Python: selection of the interpreter, installed packages, repeated runs."""
 
 import os
 import shutil
@@ -25,7 +25,7 @@ esac
 
 
 class Checkout:
-    """A copy of the files that the bootstrap reads, and a PATH that holds only what a test put there."""
+    """A copy of the files that the script reads, and a PATH with only the executables of the test."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.bin, self.log = root / "repo", root / "bin", root / "log"
@@ -60,7 +60,7 @@ def checkout(tmp_path) -> Checkout:
     return Checkout(tmp_path)
 
 
-def test_no_python_is_an_error_that_says_what_was_tried(checkout):
+def test_no_python_is_an_error_that_lists_candidates(checkout):
     checkout.python("python3", version="3.11.9")
     done = checkout.run()
     assert done.returncode == 1
@@ -69,7 +69,7 @@ def test_no_python_is_an_error_that_says_what_was_tried(checkout):
     assert not (checkout.root / ".venv").exists()
 
 
-def test_first_run_installs_and_second_ends_at_once(checkout):
+def test_first_run_installs_and_second_returns_at_once(checkout):
     checkout.python("python3", version="3.10.13")
     checkout.python("python", version="3.13.0")
     done = checkout.run()
@@ -117,7 +117,7 @@ def test_override_is_the_only_one_tried(checkout, tmp_path):
     assert checkout.calls("-m venv") == ["python3.13 -m venv .venv"]
 
 
-def test_failed_installation_is_not_taken_for_finished(checkout):
+def test_failed_installation_is_repeated(checkout):
     checkout.python("python3.12", pip_status=3)
     assert checkout.run().returncode != 0
     assert not (checkout.root / ".venv/mkd-installed").exists()
