@@ -1,8 +1,8 @@
-"""Runs the wheel's own megatron on CPU with gloo, as if the process had one CUDA device.
+"""Runs Megatron from the wheel on CPU with gloo, as if the process had one CUDA device.
 
-Megatron has no CPU backend: it names "cuda" and calls `torch.cuda` throughout. Importing this package changes nothing;
-`activate()` redirects those calls for the life of the process, and must run before megatron is imported.
-Nothing outside this package asks whether there is a GPU.
+Megatron has no CPU backend: it uses the device "cuda" and `torch.cuda` throughout. Importing this package changes
+nothing; `activate()` redirects those calls for the lifetime of the process, and must run before megatron is imported.
+No other package checks for a GPU.
 """
 
 import os
@@ -14,12 +14,12 @@ from mkd.errors import MkdConfigError
 
 DEVICE_VARIABLE = "MKD_DEVICE"
 _CUDA = torch.device("cuda")
-"""Made before the redirect, which would turn it into the CPU."""
+"""Created before the redirect, which would replace it by the CPU."""
 _stands_in = False
 
 
 def wanted() -> bool:
-    """Whether this process is to run on CPU: there is no CUDA device, or `MKD_DEVICE=cpu` says so.
+    """True if this process should run on CPU: there is no CUDA device, or `MKD_DEVICE=cpu` is set.
 
     Raises:
         MkdConfigError: `MKD_DEVICE` is neither `cpu` nor `cuda`, or is `cuda` on a machine without a CUDA device.
@@ -35,19 +35,19 @@ def wanted() -> bool:
 
 
 def is_active() -> bool:
-    """Whether `activate` has run in this process."""
+    """True if `activate` has run in this process."""
     from mkd.cpu import device_mode
 
     return device_mode.is_entered()
 
 
 def is_target() -> bool:
-    """Whether the job of this command line trains on CPU, so that flags get the values they have there."""
+    """True if the job of this command line trains on CPU, so that flags get their values for CPU."""
     return is_active() and not _stands_in
 
 
 def target_device() -> torch.device:
-    """Where the job's tensors are going to be."""
+    """Device of the job's tensors."""
     return torch.device("cpu") if is_target() else _CUDA
 
 
@@ -55,20 +55,20 @@ def activate(stands_in: bool = False) -> None:
     """Redirect CUDA to CPU and NCCL to gloo in this process. Calling it again does nothing.
 
     Args:
-        stands_in: the job itself will run on GPUs; this process only looks at its command line, and keeps its flags.
+        stands_in: the job itself will run on GPUs; this process only examines its command line, and keeps its flags.
     """
-    import torch._dynamo  # noqa: F401 - it files torch.cuda's functions by identity, so it must have seen the real ones
+    import torch._dynamo  # noqa: F401 - registers torch.cuda's functions by identity, so it must see the originals
 
     from mkd.cpu import cuda_stubs, device_mode, gloo
 
     if is_active():
         return
-    # Megatron tells a dozen times that packages for GPUs are missing, and torch that memory is not pinned for one.
+    # Megatron warns a dozen times about missing GPU packages, and torch about memory that is not pinned.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true")
     # jit_fuser compiles through the CUDA stream API; eager is also faster to start.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    # Megatron insists on it under tensor parallelism, for the order of CUDA kernels.
+    # Megatron requires it under tensor parallelism, for the order of CUDA kernels.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     global _stands_in
     _stands_in = stands_in

@@ -1,7 +1,7 @@
 """Attention over packed rows and context-parallel ranks without Transformer Engine.
 
-Megatron's own attention module refuses both. Here each rank gathers the keys and values of its context-parallel group
-(the backward pass adds up what all ranks' queries send back to them), and every segment attends by itself.
+Megatron's own attention module supports neither. Here each rank gathers the keys and values of its context-parallel
+group (the backward pass sums their gradients over the queries of all ranks), and every segment attends to itself.
 """
 
 import contextlib
@@ -24,9 +24,9 @@ from mkd.distributed.context_parallel import dual_chunk_positions
 
 
 class SegmentAttention(DotProductAttention):
-    """Megatron's core attention, also for packed rows and for context parallelism.
+    """Megatron's core attention, extended to packed rows and context parallelism.
 
-    Where there is neither, it is megatron's own to the last bit.
+    Without either, it is bit-equal to megatron's.
     """
 
     def __init__(
@@ -42,17 +42,16 @@ class SegmentAttention(DotProductAttention):
         """See megatron's `DotProductAttention`.
 
         Args:
-            config: the model's.
-            layer_number: from 1.
-            args: as megatron's.
-            pg_collection: as megatron's.
-            k_channels: width of a head's query and key; it may differ from that of the value in latent attention.
+            config: of the model.
+            layer_number: counted from 1.
+            args: as in megatron.
+            pg_collection: as in megatron.
+            k_channels: width of a head's query and key; in latent attention it may differ from that of the value.
             v_channels: width of a head's value and output, config.kv_channels by default.
-            options: as megatron's.
-
+            options: as in megatron.
         """
         alone = copy.copy(config)
-        alone.context_parallel_size = 1  # megatron's asserts it
+        alone.context_parallel_size = 1  # megatron asserts 1
         super().__init__(alone, layer_number, *args, pg_collection=pg_collection, **options)
         self.config = config
         if v_channels is not None:
@@ -75,12 +74,12 @@ class SegmentAttention(DotProductAttention):
 
         Args:
             query: [s/cp, b, heads/tp, d], or [s/cp, heads/tp, d] if packed.
-            key: the same with key-value heads.
+            key: as the query, with key-value heads.
             value: as the keys.
             attention_mask: None, unless neither packed nor context-parallel.
-            attn_mask_type: as megatron's; it is not used.
+            attn_mask_type: as in megatron; unused.
             attention_bias: None.
-            packed_seq_params: bounds of the segments in the whole row; None when nothing is packed.
+            packed_seq_params: bounds of the segments in the whole row; None without packing.
 
         Returns:
             [s/cp, b, heads/tp * d], or [s/cp, heads/tp * d] if packed.
@@ -97,7 +96,7 @@ class SegmentAttention(DotProductAttention):
         return self._segments(*parts, bounds, self.config.context_parallel_size).squeeze(1).flatten(-2)
 
     def _segments(self, query: Tensor, key: Tensor, value: Tensor, bounds: list[int], size: int) -> Tensor:
-        """[s/cp, b, heads, d]; every segment of the whole row attends to itself."""
+        """[s/cp, b, heads, d] with attention inside each segment of the whole row."""
         if size > 1:
             key, value = (self._whole_row(tensor, bounds, size) for tensor in (key, value))
         places = dual_chunk_positions(bounds, self._cp.rank() if size > 1 else 0, size)
@@ -108,19 +107,19 @@ class SegmentAttention(DotProductAttention):
         return torch.cat(outputs)
 
     def _whole_row(self, tensor: Tensor, bounds: list[int], size: int) -> Tensor:
-        """[s/cp, ...] of each rank -> [s, ...] in the order of the row. Gradients are summed over the ranks."""
+        """[s/cp, ...] of each rank -> [s, ...] in the order of the row. Gradients are summed over ranks."""
         gathered = gather_from_sequence_parallel_region(tensor.contiguous(), group=self._cp)
         order = torch.cat([dual_chunk_positions(bounds, rank, size) for rank in range(size)])
         return gathered.index_select(0, order.argsort())
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> Tensor:
-        """One segment.
+        """Attention of one segment.
 
         Args:
             query: [n, b, heads, d]
             key: [m, b, groups, d], all tokens of the segment in order.
             value: as the keys.
-            positions: [n], of the queries in the segment.
+            positions: [n] positions of the queries in the segment.
         """
         distance = positions[:, None] - torch.arange(len(key))
         seen = distance >= 0
@@ -129,7 +128,7 @@ class SegmentAttention(DotProductAttention):
         if self.softmax_offset is not None:
             key, value, seen = self._add_sinks(key, value, seen)
         dropout = self.attention_dropout.p if self.training else 0.0
-        # As in megatron's module: heads on different tensor-parallel ranks draw different numbers.
+        # As in megatron: heads on different tensor-parallel ranks use different random numbers.
         fork = dropout > 0.0 and not self.config.sequence_parallel
         with get_cuda_rng_tracker().fork() if fork else contextlib.nullcontext():
             output = torch.nn.functional.scaled_dot_product_attention(
@@ -142,10 +141,10 @@ class SegmentAttention(DotProductAttention):
         return output.permute(2, 0, 1, 3)
 
     def _add_sinks(self, key: Tensor, value: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """A key in front that every query sees: its score is the head's sink, its value is 0.
+        """Prepend a key that every query attends to: its score is the head's sink, its value is 0.
 
         Returns:
-            [m + 1, b, groups, d] keys and values, and [heads, n, m + 1] what is added to the scores.
+            [m + 1, b, groups, d] keys and values, and [heads, n, m + 1] bias of the scores.
         """
         key, value = (torch.cat([torch.zeros_like(tensor[:1]), tensor]) for tensor in (key, value))
         sinks = self.softmax_offset.to(key.dtype)[:, None, None].expand(-1, len(seen), -1)
@@ -154,5 +153,5 @@ class SegmentAttention(DotProductAttention):
 
 
 def install() -> None:
-    """Have megatron's local layer specs use this module."""
+    """Use this module in megatron's local layer specs."""
     backends.LocalSpecProvider.core_attention = lambda self: SegmentAttention

@@ -1,4 +1,4 @@
-"""`torch.cuda` for a machine without CUDA: one device, whose streams and events finish at once."""
+"""`torch.cuda` on a machine without CUDA: one device, whose streams and events complete at once."""
 
 import collections
 import contextlib
@@ -11,7 +11,7 @@ import torch
 
 
 class _Stream:
-    """A stream on which everything has already happened."""
+    """A stream on which all work has completed."""
 
     cuda_stream = 0
     device = torch.device("cpu")
@@ -44,7 +44,7 @@ class _Stream:
 
 
 class _Event:
-    """An event that is reached when it is recorded."""
+    """An event that completes when it is recorded."""
 
     _time = 0.0
 
@@ -78,7 +78,7 @@ def _device_properties(device: Any = None) -> types.SimpleNamespace:
 
 
 def _memory_figures() -> dict[str, Any]:
-    """Memory statistics. The CPU allocator keeps none: the peak is that of the whole process, the others are 0."""
+    """Memory statistics. The CPU allocator has none: the peak is that of the process, the others are 0."""
     names = ["memory_allocated", "memory_reserved", "max_memory_reserved"]
     return {name: lambda *args, **kwargs: 0 for name in names} | {
         "max_memory_allocated": lambda *args, **kwargs: 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
@@ -101,7 +101,7 @@ def _random_state() -> dict[str, Any]:
 
 
 def install() -> None:
-    """Put the stand-ins in place of `torch.cuda`'s functions."""
+    """Replace `torch.cuda`'s functions by the stubs."""
     one_stream = _Stream()
     stubs = {
         "is_available": lambda: True,
@@ -133,6 +133,6 @@ def install() -> None:
         setattr(torch.cuda, name, stub)
     for name, stub in _random_state().items():
         setattr(torch.cuda.random, name, stub)
-    # DataLoader and FSDP ask torch.accelerator whether memory can be pinned and which device is current.
+    # Read by DataLoader and FSDP to pin memory and to find the current device.
     torch.accelerator.is_available = lambda: False
     torch.accelerator.current_device_index = lambda: 0

@@ -1,4 +1,4 @@
-"""A torch function mode that sends every "cuda" device to the CPU."""
+"""A torch function mode that replaces every "cuda" device by the CPU."""
 
 import functools
 from collections.abc import Callable
@@ -35,7 +35,7 @@ class CudaOnCpu(TorchFunctionMode):
         if func is torch.device:
             return _to_cpu(func(*args, **kwargs))
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # The optimizer and clip_grads look for CUDA tensors by the name of their type.
+            # The optimizer and clip_grads recognize CUDA tensors by the name of their type.
             return func(*args).replace("torch.", "torch.cuda.")
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": _to_cpu(kwargs["device"])}
@@ -43,14 +43,14 @@ class CudaOnCpu(TorchFunctionMode):
             kwargs = {**kwargs, "pin_memory": False}
         if func is _TENSOR_TO and len(args) > 1:
             args = (args[0], _to_cpu(args[1]), *args[2:])
-        elif not _NAMES.isdisjoint(map(type, args)):  # quick: this runs for every operation on a tensor
+        elif not _NAMES.isdisjoint(map(type, args)):  # fast path: this runs for every tensor operation
             args = tuple(_to_cpu(a) if isinstance(a, (str, torch.device)) else a for a in args)
         return func(*args, **kwargs)
 
 
 def _under_mode(run_backward: Callable) -> Callable:
-    """A torch function runs without the mode that dispatched it, and `backward` is one: enter the mode again inside it,
-    for the Python code of the backward passes that it runs.
+    """Enter the mode again inside `backward`: a torch function runs without the mode that dispatched it, but the Python
+    code of the backward pass needs it.
     """
 
     @functools.wraps(run_backward)
@@ -69,7 +69,7 @@ def is_entered() -> bool:
 
 
 def enter() -> None:
-    """Enter the mode for the rest of this thread's life."""
+    """Enter the mode for the lifetime of this thread."""
     global _mode
     _mode = CudaOnCpu()
     _mode.__enter__()

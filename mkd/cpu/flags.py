@@ -1,12 +1,12 @@
-"""Megatron flags that have only one possible value on CPU, so that a GPU job's launch line runs here unchanged."""
+"""Megatron flags with a single valid value on CPU, set so that the launch line of a GPU job runs unchanged."""
 
 from argparse import Namespace
 from typing import Any
 
 from mkd.errors import MkdConfigError
 
-# Names are Megatron's argument names. Transformer Engine, fused kernels, CUDA graphs and communication overlap inside a
-# layer need a GPU; what they compute does not change without them.
+# Megatron's argument names. Transformer Engine, fused kernels, CUDA graphs and communication overlap inside a layer
+# need a GPU; the results do not depend on them.
 VALUES: dict[str, Any] = {
     "transformer_impl": "local",
     "distributed_backend": "gloo",
@@ -36,7 +36,7 @@ def set_cpu_values(args: Namespace) -> list[str]:
         The names of those that had another value before.
 
     Raises:
-        MkdConfigError: a flag asks for arithmetic that a CPU does not have.
+        MkdConfigError: a flag needs arithmetic that is not available on CPU.
     """
     for name in ("fp8", "fp4"):
         if getattr(args, name, None):

@@ -1,4 +1,4 @@
-"""torch.distributed calls as gloo takes them."""
+"""Adapts torch.distributed calls to gloo."""
 
 import functools
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 def _force_backend(create: Callable) -> Callable:
-    """NCCL is asked for by name in many places: make every group a gloo group, bound to no device."""
+    """Make every group a gloo group without a device; megatron requests NCCL by name in many places."""
 
     @functools.wraps(create)
     def with_gloo(*args: Any, **kwargs: Any) -> Any:
@@ -33,7 +33,7 @@ def _barrier_without_devices(barrier: Callable) -> Callable:
 
 
 def _sizes_as_lists(all_to_all_single: Callable) -> Callable:
-    """The expert dispatcher's split sizes are tensors there (they stay on the device); gloo needs lists of ints."""
+    """Convert split sizes to lists of ints, as gloo requires; the expert dispatcher passes tensors."""
 
     @functools.wraps(all_to_all_single)
     def with_lists(
@@ -51,7 +51,8 @@ def _sizes_as_lists(all_to_all_single: Callable) -> Callable:
 
 
 def _uneven_all_gather(all_gather: Callable) -> Callable:
-    """NCCL gathers tensors of different sizes (tokens of experts under expert tensor parallelism); gloo does not."""
+    """Gather tensors of different sizes (tokens of experts under expert tensor parallelism), as NCCL does, with
+    broadcasts."""
 
     @functools.wraps(all_gather)
     def with_broadcasts(
@@ -91,7 +92,7 @@ def _uneven_reduce_scatter(reduce_scatter: Callable) -> Callable:
 
 
 def install() -> None:
-    """Wrap the entry points of torch.distributed; megatron reaches them through the module."""
+    """Wrap the entry points of torch.distributed, which megatron calls through the module."""
     dist.init_process_group = _force_backend(dist.init_process_group)
     dist.new_group = _force_new_group(dist.new_group)
     dist.barrier = _barrier_without_devices(dist.barrier)

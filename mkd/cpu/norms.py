@@ -1,8 +1,8 @@
 """Norm modules for sequence parallelism without Transformer Engine.
 
-Megatron's torch norms refuse sequence parallelism, though nothing in the computation forbids it: each rank normalizes
-its own rows, and the weight's gradient is the sum over the tensor-parallel ranks. Megatron takes that sum over every
-parameter that carries `sequence_parallel = True`.
+Megatron's torch norms refuse sequence parallelism, although the computation allows it: each rank normalizes its own
+tokens, and the weight's gradient is the sum over the tensor-parallel ranks. Megatron computes that sum for every
+parameter with `sequence_parallel = True`.
 """
 
 from typing import Any
@@ -26,5 +26,5 @@ def build_norm(
 
 
 def install() -> None:
-    """Have megatron's `WrappedTorchNorm(...)` return these modules, wherever the name was imported to."""
+    """Make megatron's `WrappedTorchNorm(...)` return these modules, also where the name is imported already."""
     torch_norm.WrappedTorchNorm.__new__ = staticmethod(build_norm)

@@ -1,4 +1,4 @@
-"""Which tokens of a row a context-parallel rank holds: the one place that knows the dual-chunk order."""
+"""The dual-chunk order: tokens of a row that a context-parallel rank holds."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -10,11 +10,11 @@ from mkd.errors import MkdDataError
 
 
 def dual_chunk_positions(bounds: Sequence[int], rank: int, size: int) -> Tensor:
-    """Positions in the whole row of the tokens that one rank holds, in the order in which it holds them.
+    """Positions in the whole row of the tokens that one rank holds, in its order.
 
     Each segment is cut into 2 * size equal chunks, and rank r has chunks r and 2 * size - 1 - r of it: with causal
-    attention every rank then has the same work. It is the order of megatron's rotary embeddings and of Transformer
-    Engine's attention.
+    attention every rank then has the same work. Megatron's rotary embeddings and Transformer Engine's attention use the
+    same order.
 
     Args:
         bounds: 0 and the end of each segment in the row, in tokens; empty segments are allowed.
@@ -25,7 +25,7 @@ def dual_chunk_positions(bounds: Sequence[int], rank: int, size: int) -> Tensor:
         [bounds[-1] / size] int64, on the host.
 
     Raises:
-        MkdDataError: a segment that 2 * size does not divide, with more than one rank.
+        MkdDataError: the length of a segment is not divisible by 2 * size, with more than one rank.
     """
     if size == 1:
         return torch.arange(bounds[-1])

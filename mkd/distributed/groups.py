@@ -1,4 +1,4 @@
-"""The process groups of this rank, built once and passed down; nothing below reads megatron's globals."""
+"""Process groups of this rank, built once and passed down, so that no other module reads Megatron's globals."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -41,35 +41,35 @@ class Groups:
 
 @dataclass(frozen=True)
 class ParallelSizes:
-    """Of a layout; what is left of the ranks is data parallel."""
+    """Sizes of a parallel layout; the remaining factor of the ranks is data parallel."""
 
     tp: int = 1
     pp: int = 1
     cp: int = 1
     ep: int = 1
     etp: int = 1
-    """Tensor-parallel ranks of each expert."""
+    """Tensor-parallel size of each expert."""
 
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Another layout over the same ranks, beside the student's."""
+    """A second parallel layout over the same ranks, in addition to the student's."""
 
     groups: Groups
     timeout: timedelta
-    """Of collectives."""
+    """Timeout of collectives."""
     _state: dict[str, Any]
 
     @classmethod
     def create(
         cls, sizes: ParallelSizes, *, cp_levels: Sequence[int] | None = None, timeout_minutes: int = 10
     ) -> "ParallelLayout":
-        """Make its groups, in megatron's order of ranks. Collective over all ranks.
+        """Create its groups, in megatron's order of ranks. Collective over all ranks.
 
         Args:
-            sizes: which must divide the ranks.
+            sizes: their product must divide the number of ranks.
             cp_levels: Megatron's hierarchical_context_parallel_sizes.
-            timeout_minutes: of their collectives.
+            timeout_minutes: timeout of the groups' collectives.
         """
         state: dict[str, Any] = {}
         with parallel_state_of(state):
@@ -88,6 +88,6 @@ class ParallelLayout:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Inside, megatron's global state is of this layout: whoever builds or runs a model of it is in here."""
+        """Set megatron's global state to this layout inside the `with` block, to build or run a model in it."""
         with parallel_state_of(self._state):
             yield

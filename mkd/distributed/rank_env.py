@@ -1,4 +1,4 @@
-"""What a process knows about the job that it is a rank of: the environment variables that launchers set."""
+"""Environment variables of a rank, as launchers set them."""
 
 import os
 import socket
@@ -7,18 +7,18 @@ from collections.abc import Mapping, MutableMapping
 from mkd.errors import MkdConfigError
 
 TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-"""How many processes srun or mpirun has started. Neither says so in WORLD_SIZE."""
+"""Number of processes that srun or mpirun has started; neither sets WORLD_SIZE."""
 
 
 def default_rank_env(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Let a process that no launcher started be the only rank of its job.
+    """Make a process without a launcher the only rank of its job.
 
     Args:
-        environ: is given what it lacks of RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+        environ: missing values of RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are added.
 
     Raises:
-        MkdConfigError: it is one of several processes, and does not know which; or what a launcher has set is no number
-            of a rank.
+        MkdConfigError: it is one of several processes and its rank is not set, or a variable is not a valid rank or
+            size.
     """
     ranks = _number(environ, "WORLD_SIZE", 1)
     _number(environ, "LOCAL_RANK", 0)
@@ -40,10 +40,10 @@ def default_rank_env(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def check_rendezvous(environ: Mapping[str, str] = os.environ) -> None:
-    """Refuse to start where the ranks are not told where they meet.
+    """Check the address at which the ranks connect.
 
     Raises:
-        MkdConfigError: MASTER_ADDR or MASTER_PORT is missing, or the port is none.
+        MkdConfigError: MASTER_ADDR or MASTER_PORT is missing, or the port is invalid.
     """
     for name, what in (("MASTER_ADDR", "the host name of the first rank's node"), ("MASTER_PORT", "a free port there")):
         if not environ.get(name):

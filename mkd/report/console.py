@@ -1,4 +1,4 @@
-"""What a run says in lines and tables: words and alignment, no measuring."""
+"""Format of the lines and tables that a run prints."""
 
 import math
 import sys
@@ -13,18 +13,18 @@ from rich.table import Table
 from mkd.utils.logging import EVERY_RANK, FILE_ONLY, logger
 
 COMPARED = ("agreement", "student_entropy", "teacher_entropy")
-"""Names that are shown in words of their own, and not as losses."""
+"""Metrics with a text of their own, not shown as losses."""
 LEADING = ("loss", "ce", "kd")
-"""Terms that come first; others follow in the order in which they are reported."""
+"""Losses that come first; the others follow in the order in which they are reported."""
 WAITS = ("data", "teacher", "cache")
-"""What a step waits for; its JSON line has seconds of each under <name>_s."""
+"""Causes of waiting in a step; its JSON line has the seconds of each as <name>_s."""
 CALIBRATION_TOKENS = 10_000
-"""From which a table of calibration is printed: a share of a thousand tokens, a tenth of them, is known to 0.016."""
+"""Fewest tokens for a calibration table: with a tenth of them in a bin, the standard error of a share is 0.016."""
 _NAMES = {"valid": "validation", "test": "test"}
 
 
 def perplexity(cross_entropy: float) -> float:
-    """exp of a mean cross-entropy in nats; infinity where that overflows, NaN of NaN."""
+    """exp of a mean cross-entropy in nats; infinity if that overflows, NaN for NaN."""
     return math.inf if cross_entropy >= 700.0 else math.exp(cross_entropy)
 
 
@@ -35,7 +35,7 @@ def clock(seconds: float) -> str:
 
 
 def number(value: float) -> str:
-    """A value in nats at a width that keeps lines aligned: four decimals, or two digits of a very small one."""
+    """A value in nats with a fixed width: four decimals, or two digits for a very small value."""
     return f"{value:8.1e}" if 0.0 < abs(value) < 1e-3 else f"{value:8.4f}"
 
 
@@ -48,11 +48,11 @@ def mean_of(lines: Sequence[Mapping[str, Any]], name: str) -> float | None:
 def training_line(
     window: Sequence[Mapping[str, Any]], terms: Sequence[str], train_iters: int, gpus: int, eta_s: float
 ) -> str:
-    """The line of an interval: means over it, and of lr, R and T the last.
+    """The line of a log interval: means over it, and the last values of lr, R and T.
 
     Args:
         window: the JSON lines of the interval's iterations.
-        terms: names of what was averaged over tokens.
+        terms: names of the losses, which are averaged over tokens.
         train_iters: the last iteration.
         gpus: ranks on GPUs; 0 on CPU.
         eta_s: seconds to the end.
@@ -81,7 +81,7 @@ def _speed(window: Sequence[Mapping[str, Any]], gpus: int) -> list[str]:
     seconds = sum(line["step_s"] for line in window)
 
     def rate(name: str) -> float:
-        """Mean over the time of the steps of a value that is per second."""
+        """Mean of a rate, weighted with the time of the steps."""
         return sum(line[name] * line["step_s"] for line in window) / seconds
 
     tokens = rate("tokens_per_s")
@@ -102,7 +102,7 @@ def _speed(window: Sequence[Mapping[str, Any]], gpus: int) -> list[str]:
 
 
 def evaluation_line(split: str, iteration: int, values: Mapping[str, float]) -> str:
-    """The line of an evaluation of a split, valid or test."""
+    """The line of an evaluation; the split is "valid" or "test"."""
     parts = [f"{_NAMES[split]} at iteration {iteration}"]
     if "ce" in values:
         parts.append(f"ce {values['ce']:.4f} (ppl {values['perplexity']:.2f}{_bits(values, 'bits_per_byte')})")
@@ -125,10 +125,10 @@ def _bits(values: Mapping[str, float], name: str) -> str:
 
 
 def evaluation_table(rows: Mapping[str, Mapping[str, float]]) -> Table:
-    """Models side by side; columns that no row has are left out.
+    """Table of models; columns without a value are omitted.
 
     Args:
-        rows: name of a model -> its `ce`, `bits_per_byte`, `kd`, `agreement`, `entropy`, as far as they are known.
+        rows: name of a model -> those of its `ce`, `bits_per_byte`, `kd`, `agreement` and `entropy` that are known.
     """
     columns = {
         "cross-entropy": lambda row: _text(row.get("ce"), ".4f"),
@@ -144,7 +144,7 @@ def evaluation_table(rows: Mapping[str, Mapping[str, float]]) -> Table:
 
 
 def calibration_rows(table: Mapping[str, Sequence[float | None]]) -> Table:
-    """The student's probabilities beside the teacher's, in the bins of the latter that have tokens; see
+    """Table of the student's and the teacher's probabilities, without empty bins; see
     `mkd.report.calibration.calibration_table`."""
     bins = len(table["share"])
     rows = [
@@ -157,7 +157,7 @@ def calibration_rows(table: Mapping[str, Sequence[float | None]]) -> Table:
 
 
 def calibration_line(table: Mapping[str, Sequence[float | None]], error: float) -> str:
-    """What `calibration_rows` come to, in one line; `error` as in `mkd.report.calibration.calibration_error`."""
+    """Summary of `calibration_rows` in one line; `error` is from `mkd.report.calibration.calibration_error`."""
     teacher, student = (
         sum(share * value for share, value in zip(table["share"], table[name], strict=True) if share)
         for name in ("teacher", "student")

@@ -1,4 +1,4 @@
-"""Floating-point operations of a step, and what the hardware could do meanwhile."""
+"""Floating-point operations of a step, and peak rates of GPUs."""
 
 import copy
 import re
@@ -23,12 +23,12 @@ PEAK_TFLOPS = {
     r"A10\b": 125.0,
     r"L4\b": 121.0,
 }
-"""Dense bf16 TFLOP/s by a pattern in the card's name, the first that is found counts. From NVIDIA's data sheets, whose
-figures with sparsity are twice as high; of the boards with the highest power limit."""
+"""Dense bf16 TFLOP/s by a pattern of the card's name; the first match counts. From NVIDIA's data sheets, whose figures
+with sparsity are twice as high, for the boards with the highest power limit."""
 
 
 def peak_tflops(card: str) -> float | None:
-    """Dense bf16 TFLOP/s of a card by its name, as `torch.cuda.get_device_name` gives it; None of an unknown one."""
+    """Dense bf16 TFLOP/s of a card by its name from `torch.cuda.get_device_name`; None for an unknown card."""
     return next((peak for pattern, peak in PEAK_TFLOPS.items() if re.search(pattern, card)), None)
 
 
@@ -37,20 +37,20 @@ class FlopCounter:
     """Operations of the student's training and of the teachers' forward passes, by Megatron's formula.
 
     `megatron.training.training.num_floating_point_operations`: matrix products of all layers and the LM head, causal
-    attention, times 3 for forward and backward; text only, no padding, nothing that is recomputed.
+    attention, times 3 for forward and backward. Padding and recomputation do not count.
     """
 
     student: Namespace
     """Megatron's arguments."""
     teachers: Sequence[Namespace]
-    """Those of each model that runs beside the student."""
+    """Megatron's arguments of each teacher that runs during training."""
 
     def of_student(self, text: TextSize) -> float:
         """Forward and backward pass."""
         return _training_flops(self.student, text)
 
     def of_teachers(self, text: TextSize) -> float:
-        """Forward passes, LM head included: a third of what training would be."""
+        """Forward passes, LM head included: a third of training."""
         return sum(_training_flops(teacher, text) for teacher in self.teachers) / 3.0
 
 

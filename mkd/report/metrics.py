@@ -1,4 +1,4 @@
-"""What a run says about itself: a console line an interval, a JSON line an iteration, and the same to trackers."""
+"""Metrics of a run: one console line per log interval, one JSON line per iteration, and the same values to trackers."""
 
 import json
 import math
@@ -30,25 +30,25 @@ from mkd.utils.logging import EVERY_RANK, WITHOUT_PREFIX, logger
 
 @dataclass(frozen=True)
 class Step:
-    """One training iteration, as the rank that writes knows it."""
+    """Measurements of one training iteration."""
 
     iteration: int
     """Counted from 1."""
     losses: Mapping[str, torch.Tensor]
     """name -> mean over the step's tokens of that term; empty on ranks that have none."""
     text: TextSize
-    """Of all ranks."""
+    """Size of the text on all ranks."""
     lr: float | None
     grad_norm: float | None
-    """Of the step's gradient before clipping."""
+    """Norm of the gradient before clipping."""
     skipped: bool
-    """Whether the optimizer step was skipped (overflow)."""
+    """True if the optimizer step was skipped (overflow)."""
     ratio: float
     temperature: float
     waits: Mapping[str, float]
-    """Seconds of the step, by what they went to: `data`, `teacher`, `cache`."""
+    """Seconds of the step spent on `data`, `teacher` and `cache`."""
     peak_memory_gib: float | None
-    """Of the fullest rank; None where it was not asked for."""
+    """Peak over all ranks; None if not measured."""
 
 
 @dataclass
@@ -58,45 +58,45 @@ class MetricsLog:
     train_iters: int
     log_interval: int
     file: Path | None
-    """Where JSON lines go; None for nowhere."""
+    """JSON lines; None writes none."""
     writes: bool
-    """Whether this is the rank that writes: the last one, where the last pipeline stage is."""
+    """True on the rank that writes: the last one, which has the last pipeline stage."""
     flops: FlopCounter
     ranks: int
     on_gpus: bool
     peak_tflops: float | None = None
-    """Of a GPU; None if it is not known, and MFU is left out."""
+    """Peak of one GPU; None omits MFU."""
     trackers: Sequence[Tracker] = ()
     vocabulary: int | None = None
-    """V, the student's tokens; None: nothing is said of guessing evenly."""
+    """Size V of the student's vocabulary; None disables the comparison with ln V."""
     tracker_interval: int = 1
-    """Iterations between training lines that go to the trackers."""
+    """Iterations between two writes to the trackers."""
     _started: float = field(default_factory=time.monotonic)
     _step_began: float = field(default_factory=time.monotonic)
     _first_iteration: int | None = None
     _window: list[dict[str, Any]] = field(default_factory=list)
     _terms: list[str] = field(default_factory=list)
-    """Names of losses in the window, in the order in which they came."""
+    """Names of the losses in the window, in order of appearance."""
     _before: dict[str, float] | None = None
     """The first evaluation, name -> value, and `iteration`."""
 
     def start(self, iteration: int) -> None:
-        """Begin at an iteration; what the file says of later ones comes from an attempt that was lost."""
+        """Start at an iteration; the file loses lines of later iterations, which a killed attempt wrote."""
         self._started = self._step_began = time.monotonic()
         self._first_iteration = iteration
         if not self.writes or self.file is None:
             return
         self.file.parent.mkdir(parents=True, exist_ok=True)
         kept = self._until(iteration) if iteration > 0 and self.file.is_file() else {}
-        with replacing(self.file) as out:  # a job that is killed here loses no history
+        with replacing(self.file) as out:  # a job killed here loses no history
             out.writelines(kept)
         evaluations = (record for record in kept.values() if "valid_ce" in record)
         if (first := next(evaluations, None)) is not None:
             self._before = {name.removeprefix("valid_"): value for name, value in first.items()}
 
     def _until(self, iteration: int) -> dict[str, dict[str, Any]]:
-        """Line of the file -> what it says, up to an iteration. A machine that went down leaves lines that say nothing:
-        they are no reason not to train."""
+        """Line of the file -> its record, up to an iteration. Damaged lines, as after a crash of the machine, are
+        skipped."""
         kept, damaged = {}, 0
         for line in self.file.read_text(errors="replace").splitlines(keepends=True):
             record = _record(line)
@@ -109,11 +109,11 @@ class MetricsLog:
         return kept
 
     def step_begins(self) -> None:
-        """Start the clock of one training step; checkpoints and evaluations in between are not its time."""
+        """Start the clock of one training step, which excludes checkpoints and evaluations."""
         self._step_began = time.monotonic()
 
     def is_due(self, iteration: int) -> bool:
-        """Whether a console line follows this iteration."""
+        """True if this iteration prints a console line."""
         return iteration % self.log_interval == 0 or iteration == self.train_iters
 
     def iteration(self, step: Step) -> None:
@@ -152,7 +152,7 @@ class MetricsLog:
             self._window, self._terms = [], []
 
     def _speed(self, step: Step, seconds: float) -> dict[str, float]:
-        """tokens_per_s and the like. Text counts, padding does not; the teacher counts where it has run."""
+        """tokens_per_s and derived values. Padding does not count; the teacher counts in steps in which it ran."""
         per_rank = seconds * self.ranks
         student = self.flops.of_student(step.text) / per_rank / 1e12
         teacher = self.flops.of_teachers(step.text) / per_rank / 1e12 if step.ratio > 0.0 else 0.0
@@ -166,18 +166,18 @@ class MetricsLog:
         return speed if self.peak_tflops is None else {**speed, "mfu": (student + teacher) / self.peak_tflops}
 
     def _eta(self, iteration: int) -> float:
-        """Seconds to the end at the mean rate so far, the evaluations and checkpoints in between included."""
+        """Seconds to the end at the mean rate so far, evaluations and checkpoints included."""
         done = iteration - (self._first_iteration or 0)
         return (time.monotonic() - self._started) / max(done, 1) * (self.train_iters - iteration)
 
     def evaluation(
         self, split: str, iteration: int, losses: Mapping[str, torch.Tensor], calibration: Calibration | None = None
     ) -> None:
-        """Record an evaluation, and after the last one print what has become of the student.
+        """Record an evaluation, and after the last one compare the student before and after training.
 
         Args:
             split: valid or test.
-            iteration: after which it was.
+            iteration: the last iteration before it.
             losses: name -> mean over the split's tokens. Perplexities, exp of the mean cross-entropies, are added.
             calibration: see `mkd.report.calibration.calibration_table`.
         """
@@ -201,21 +201,21 @@ class MetricsLog:
         if self._before is None:
             self._before = values
         if iteration == 0:
-            self._tell_start(values)
+            self._compare_with_uniform(values)
         if iteration >= self.train_iters:
-            self._conclude(values, calibration)
+            self._print_comparison(values, calibration)
 
-    def _tell_start(self, before: Mapping[str, float]) -> None:
-        """Of a student that does worse than to guess evenly, whether that may be."""
-        if self.vocabulary is not None and (ce := before.get("ce", 0.0)) > (even := math.log(self.vocabulary)):
+    def _compare_with_uniform(self, before: Mapping[str, float]) -> None:
+        """Print a hint if the student's CE is above that of a uniform distribution, ln V."""
+        if self.vocabulary is not None and (ce := before.get("ce", 0.0)) > (uniform := math.log(self.vocabulary)):
             logger.info(
-                f"the student's ce {ce:.2f} is above ln V = {even:.2f}, that of guessing evenly: expected of "
-                "random weights, or of a student cut out of its teacher and not trained since; else look at its folder",
+                f"the student's ce {ce:.2f} is above ln V = {uniform:.2f}, that of a uniform distribution: expected "
+                "with random weights or after pruning without training; otherwise check the student's folder",
                 extra=EVERY_RANK,
             )
 
-    def _conclude(self, after: Mapping[str, float], calibration: Calibration | None) -> None:
-        """Print teacher, student before and student after side by side."""
+    def _print_comparison(self, after: Mapping[str, float], calibration: Calibration | None) -> None:
+        """Print a table of the teacher, and of the student before and after training."""
         rows = {}
         if "teacher_ce" in after:
             names = {"ce": "teacher_ce", "bits_per_byte": "teacher_bits_per_byte", "entropy": "teacher_entropy"}
@@ -246,7 +246,7 @@ class MetricsLog:
 
 
 def _record(line: str) -> dict[str, Any] | None:
-    """What a whole line of a metrics file says."""
+    """The record of a complete line of a metrics file; None for a damaged one."""
     try:
         record = json.loads(line)
     except ValueError:
@@ -256,7 +256,7 @@ def _record(line: str) -> dict[str, Any] | None:
 
 
 def _finite(value: Any) -> Any:
-    """Null for numbers that JSON does not have."""
+    """Replace NaN and infinities, which JSON lacks, by None."""
     if isinstance(value, dict):
         return {name: _finite(part) for name, part in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Reads the JSON lines that a training run writes (`--kd-metrics-file`), for plots and tables."""
+"""Reads the JSON lines of a training run (`--kd-metrics-file`), for plots and tables."""
 
 import json
 from dataclasses import dataclass, field
@@ -6,28 +6,25 @@ from pathlib import Path
 
 from mkd.errors import MkdDataError
 
-VALIDATION = "valid_"
-"""Beginning of the names of everything measured on validation data."""
-
 
 @dataclass
 class RunLog:
-    """The values of one run, by name and iteration."""
+    """Values of one run, by name and iteration."""
 
     path: str
     series: dict[str, dict[int, float]] = field(default_factory=dict)
     """name -> iteration -> value; validation names begin with `valid_`."""
     torn: bool = False
-    """Whether the last line was incomplete, as it is while the run writes it or after it was killed."""
+    """True if the last line was incomplete: the run is writing it, or was killed."""
 
     @classmethod
     def read(cls, path: str) -> "RunLog":
-        """Read a metrics file. Of an iteration that occurs twice (a resumed run), the later line counts.
+        """Read a metrics file. If an iteration occurs twice (a resumed run), the later line counts.
 
         Raises MkdDataError when the file is missing, holds no iteration, or has a broken line before the last.
         """
         if not Path(path).is_file():
-            raise MkdDataError(f"metrics file {path} does not exist; a run writes it where --kd-metrics-file says")
+            raise MkdDataError(f"metrics file {path} does not exist; give the --kd-metrics-file of a run")
         run = cls(path)
         text = Path(path).read_text(errors="replace")
         for number, line in enumerate(text.splitlines(keepends=True), start=1):
@@ -54,7 +51,7 @@ class RunLog:
                 self.series.setdefault(name, {})[iteration] = float(value)
 
     def curve(self, name: str) -> tuple[list[int], list[float]]:
-        """Iterations and values of a name, in order; both empty when the run has none."""
+        """Iterations and values of a name, in order; both empty if the run has none."""
         points = sorted(self.series.get(name, {}).items())
         return [iteration for iteration, _ in points], [value for _, value in points]
 

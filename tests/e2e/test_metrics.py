@@ -1,4 +1,4 @@
-"""What a run of pretrain_kd.py tells: console, metrics file and TensorBoard."""
+"""Output of pretrain_kd.py: console, metrics file, log file and TensorBoard."""
 
 from pathlib import Path
 
@@ -14,8 +14,8 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> SmallJob:
 
 
 @pytest.fixture(scope="module")
-def told(job: SmallJob) -> Result:
-    """Four steps under PP2 with everything switched on."""
+def pp2_run(job: SmallJob) -> Result:
+    """Four steps with PP2 and all metrics enabled."""
     changes = {
         "--train-iters": 4,
         "--eval-interval": 2,
@@ -25,14 +25,16 @@ def told(job: SmallJob) -> Result:
         "--kd-compare-interval": 2,
         "--tensorboard-dir": job.root / "board",
         "--log-validation-ppl-to-tensorboard": True,
+        "--save": job.root / "save",
+        "--save-interval": 4,
     }
     result = run(job.flags(changes), ranks=2)
     assert result.status == 0, result.errors[-3000:]
     return result
 
 
-def test_console(told: Result) -> None:
-    lines = told.output.splitlines()
+def test_console(pp2_run: Result) -> None:
+    lines = pp2_run.output.splitlines()
     trained = [line for line in lines if line.startswith("iteration ")]
     assert [line.split(" |")[0] for line in trained] == ["iteration 2/4", "iteration 4/4"]
     parts = ("loss", "ce", "kd", "entropy", "agreement", "grad norm", "lr", "R", "T", "time: data", "ETA")
@@ -48,12 +50,23 @@ def test_console(told: Result) -> None:
         "student at iteration 0",
         "student at iteration 4",
     ]
-    assert "PPL" not in told.output
+    assert "PPL" not in pp2_run.output
 
 
-def test_metrics_file(told: Result) -> None:
-    trained = [line for line in told.metrics if "grad_norm" in line]
-    evaluated = [line for line in told.metrics if "valid_ce" in line]
+def test_log_file(job: SmallJob, pp2_run: Result) -> None:
+    """Everything that mkd prints after the checks; the plan is from rank 0, the metrics from the last rank."""
+    logged = [line.partition(": ") for line in (job.root / "save" / "mkd.log").read_text().splitlines()]
+    own = ("mkd: ", "iteration ", "validation at ")
+    printed = [line.removeprefix("mkd: ") for line in pp2_run.output.splitlines() if line.startswith(own)]
+    printed = [line for line in printed if not line.startswith("on CPU: ")]  # printed during the checks
+    assert sorted(text for _, _, text in logged) == sorted(printed)
+    ranks = {text.split()[0]: start.split()[-1] for start, _, text in logged}
+    assert (ranks["layout"], ranks["batch"], ranks["iteration"]) == ("0", "0", "1")
+
+
+def test_metrics_file(pp2_run: Result) -> None:
+    trained = [line for line in pp2_run.metrics if "grad_norm" in line]
+    evaluated = [line for line in pp2_run.metrics if "valid_ce" in line]
     assert [line["iteration"] for line in evaluated] == [0, 2, 4]
     for line in trained:
         assert (line["tokens"], line["padding_tokens"]) == (4 * 32, 0)
@@ -71,14 +84,14 @@ def test_metrics_file(told: Result) -> None:
         assert line["valid_teacher_ce"] / line["valid_teacher_bits_per_byte"] == pytest.approx(ratio, rel=0.05)
 
 
-def test_tensorboard_has_it_under_a_prefix(job: SmallJob, told: Result) -> None:
+def test_tensorboard_names_have_a_prefix(job: SmallJob, pp2_run: Result) -> None:
     seen = EventAccumulator(str(job.root / "board")).Reload()
     tags = set(seen.Tags()["scalars"])
     assert {"kd/loss", "kd/kd", "kd/agreement", "kd/valid_bits_per_byte", "kd/tokens_per_s", "learning-rate"} <= tags
     # Megatron writes none of the losses, nor exp of a divergence.
     assert not [tag for tag in tags if tag in ("loss", "ce", "kd") or tag.startswith(("loss ", "ce ", "kd "))]
     losses = {event.step: event.value for event in seen.Scalars("kd/loss")}
-    assert losses == {line["iteration"]: pytest.approx(line["loss"]) for line in told.metrics if "loss" in line}
+    assert losses == {line["iteration"]: pytest.approx(line["loss"]) for line in pp2_run.metrics if "loss" in line}
     assert [event.step for event in seen.Scalars("kd/valid_ce")] == [0, 2, 4]
 
 

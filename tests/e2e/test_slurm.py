@@ -27,7 +27,7 @@ JOB_ID = "4711"
 
 @dataclass
 class Slurm:
-    """A queue with one job: what `sbatch train.sbatch COMMAND...` leads to, until it is not requeued any more."""
+    """A queue with one job, from `sbatch train.sbatch COMMAND...` until it is no longer requeued."""
 
     folder: Path
     save: Path
@@ -35,9 +35,9 @@ class Slurm:
     nodes: int = 1
     tasks: int = 2
     path: list[Path] = field(default_factory=list)
-    """Folders of further executables."""
+    """Folders with more executables."""
     output: str = ""
-    """Of all attempts, as --open-mode=append collects it."""
+    """Output of all attempts, as with --open-mode=append."""
 
     def submit(self, *command: str, attempts: int = 5) -> int:
         """Run attempts until one does not requeue the job, at most so many.
@@ -90,7 +90,7 @@ class Slurm:
         return [json.loads(line) for line in (self.folder / "calls").read_text().splitlines()]
 
     def logs(self) -> list[str]:
-        """Of each attempt."""
+        """One entry per attempt."""
         return [path.read_text() for path in sorted((self.save / "logs").glob(f"{JOB_ID}.*.log"))]
 
 
@@ -112,14 +112,14 @@ def quick_python(tmp_path: Path) -> Iterator[Path]:
 
 
 def values(metrics: Path) -> list[dict[str, Any]]:
-    """Lines of the metrics, without what depends on the clock."""
+    """Lines of the metrics, without values that depend on the clock."""
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     clock = re.compile("elapsed|per_s|_s$|time|mfu|tflop|mem|gib|eta", re.IGNORECASE)
     return [{name: value for name, value in line.items() if not clock.search(name)} for line in lines]
 
 
 def test_two_preemptions(job: SmallJob, slurm: Slurm, quick_python: Path, tmp_path: Path) -> None:
-    """The first in a training step, the second in an evaluation: the job ends as if nothing had been."""
+    """The first in a training step, the second in an evaluation; the result is equal to an undisturbed run."""
     # An evaluation of 20 steps takes so long that a signal at its beginning finds it at work.
     flags = {**EIGHT, **SHARDED, "--eval-iters": 20, "--eval-interval": 4, "--num-workers": 1, "--save-interval": 8}
     undisturbed = tmp_path / "undisturbed"
@@ -166,8 +166,8 @@ def test_no_progress_ends_after_three_attempts(slurm: Slurm) -> None:
     assert len(slurm.calls()) == 4
 
 
-def test_progress_and_then_none(slurm: Slurm) -> None:
-    """Two attempts in vain, one that saves, three in vain."""
+def test_progress_then_none(slurm: Slurm) -> None:
+    """Two attempts without progress, one that saves, three without progress."""
     steps = 'n=$(wc -l <"$SAVE/ATTEMPTS"); [ "$n" -ne 3 ] || echo 5 >"$SAVE/latest_checkpointed_iteration.txt"; exit 3'
     assert slurm.submit("sh", "-c", steps, attempts=10) == 1
     assert len(slurm.calls()) == 6
@@ -176,7 +176,7 @@ def test_progress_and_then_none(slurm: Slurm) -> None:
 
 
 def test_a_cache_writer(slurm: Slurm, tmp_path: Path) -> None:
-    """A new shard and a signal, in vain twice, a new shard, done; then one that never gets on."""
+    """A new shard and a signal, two attempts without progress, a new shard, done; then a job without any progress."""
     shard = 'mkdir -p "$CACHE_OUT"; n=$(wc -l <"$SAVE/ATTEMPTS"); case $n in 1|4) touch "$CACHE_OUT/$n.json";; esac; '
     slurm.variables = {"CACHE_OUT": str(tmp_path / "the cache"), "TRAIN_ITERS": ""}
     slurm.tasks = 1
@@ -192,12 +192,12 @@ def test_a_cache_writer(slurm: Slurm, tmp_path: Path) -> None:
     assert slurm.submit("true") == 1 and "CACHE_OUT and TRAIN_ITERS are both set" in slurm.output
 
 
-def test_a_job_that_another_has_followed_does_not_start_again(slurm: Slurm) -> None:
+def test_superseded_job_does_not_start_again(slurm: Slurm) -> None:
     assert slurm.submit("sh", "-c", 'echo 4712 0 0 >>"$SAVE/ATTEMPTS"; exit 1') == 1
     assert "error: another job has started in" in slurm.output and "(4712 0 0)" in slurm.output
 
 
-def test_a_job_that_is_done_starts_nothing(slurm: Slurm) -> None:
+def test_finished_job_starts_nothing(slurm: Slurm) -> None:
     slurm.save.mkdir()
     (slurm.save / TRACKER).write_text("8")
     assert slurm.submit("false") == 0
@@ -205,7 +205,7 @@ def test_a_job_that_is_done_starts_nothing(slurm: Slurm) -> None:
     assert "iteration 8 of 8 is saved: done" in slurm.output
 
 
-def test_what_each_rank_is_told(slurm: Slurm) -> None:
+def test_environment_of_each_rank(slurm: Slurm) -> None:
     slurm.nodes, slurm.tasks = 2, 3
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "NNODES", "GPUS_PER_NODE", "MASTER_ADDR", "MASTER_PORT")
     told = " ".join(f"${name}" for name in names)
@@ -244,7 +244,7 @@ def test_in_a_container(slurm: Slurm, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("missing", ["SAVE", "TRAIN_ITERS"])
-def test_what_must_be_set(slurm: Slurm, missing: str) -> None:
+def test_required_variables(slurm: Slurm, missing: str) -> None:
     slurm.variables[missing] = ""
     assert slurm.submit("true") == 1
     assert f"{missing}: is not set" in slurm.output
@@ -255,7 +255,7 @@ def test_a_command_is_needed(slurm: Slurm) -> None:
     assert "error: no command" in slurm.output
 
 
-def test_a_cluster_that_forbids_requeueing(slurm: Slurm) -> None:
+def test_cluster_without_requeueing(slurm: Slurm) -> None:
     slurm.variables["STAND_IN_REQUEUED"] = "/nowhere/requeued"
     assert slurm.submit("true") == 1
     assert "submit it again, and it resumes" in slurm.output

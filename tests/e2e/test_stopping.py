@@ -1,4 +1,4 @@
-"""Jobs that are asked to stop: they save and end with status 0, and the next attempt goes on as if nothing had been."""
+"""Stop signals: a job saves and exits with status 0, and the next attempt is equal to an undisturbed run."""
 
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,13 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> SmallJob:
 
 
 def validations(result: Result) -> list[dict[str, Any]]:
-    """Validation lines of the metrics, what does not depend on the clock."""
+    """Validation lines of the metrics, without values that depend on the clock."""
     lines = [line for line in result.metrics if "valid_loss" in line]
     return [{key: line[key] for key in VALUES} for line in lines]
 
 
 def stopped(attempts: Attempts, step: int, name: str, rank: int = 1) -> Result:
-    """An attempt in which one rank gets a signal in its `step`-th forward step."""
+    """An attempt in which one rank receives a signal in its `step`-th forward step."""
     result = attempts.start(f"step:{step}:{name}", MKD_TEST_KILL_RANK=str(rank))
     assert result.status == 0, result.output[-3000:] + result.errors[-6000:]
     assert f"killed at step:{step}\n" in result.errors
@@ -67,7 +67,7 @@ def test_stopped_in_evaluations_and_in_a_step(job: SmallJob, tmp_path: Path) -> 
 
 
 def test_stopped_in_the_last_evaluation(job: SmallJob, tmp_path: Path) -> None:
-    """All steps are made and saved; the same command once more evaluates."""
+    """All steps are done and saved; the same command, started again, only evaluates."""
     short = {**EVALUATED, "--eval-interval": 100, "--train-iters": 2}
     whole = Attempts(job, tmp_path / "undisturbed", short).start()
     attempts = Attempts(job, tmp_path / "save", short)

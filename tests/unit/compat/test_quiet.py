@@ -1,4 +1,4 @@
-"""mkd/compat/quiet.py: what megatron says about itself is left out, and nothing else; upstream still says it."""
+"""mkd/compat/quiet.py: drops the lines that megatron prints about itself, and no others; upstream still prints them."""
 
 import logging
 import warnings
@@ -20,7 +20,7 @@ TIMERS = "megatron.core.timers"
 
 @pytest.fixture(autouse=True)
 def as_upstream(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each test begins with megatron as it is shipped, and leaves it so."""
+    """Each test starts with unpatched megatron, and restores it."""
     loggers = [logging.getLogger(name) for name in (None, TIMERS, *LOGGED)]
     before = [(logger.level, list(logger.filters)) for logger in loggers]
     monkeypatch.setattr(arguments, "_print_args", arguments._print_args)
@@ -38,8 +38,8 @@ def as_upstream(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         vars(module).pop("print", None)
 
 
-def speak() -> None:
-    """What megatron prints at its start and while it trains, a little of each kind."""
+def print_samples() -> None:
+    """Print some of megatron's lines of each kind."""
     arguments._print_args("arguments", Namespace(num_layers=2))
     common_utils.print_rank_0("> setting random seeds to 1234 ...")
     common_utils.print_rank_0("[after megatron is initialized] datetime: 2026-01-01 00:00:00.000000 ")
@@ -49,27 +49,27 @@ def speak() -> None:
     )
 
 
-def test_what_megatron_says_of_itself_is_left_out(capsys):
-    speak()
+def test_lines_about_megatron_are_dropped(capsys):
+    print_samples()
     out = capsys.readouterr().out
     for words in ("num_layers ....", "random seeds", "datetime", "one_logger package"):
-        assert words in out  # else megatron has become quiet itself, and the line in quiet.py can go
+        assert words in out  # else upstream no longer prints it, and the line in quiet.py can be removed
     silence_megatron([], {})
-    speak()
+    print_samples()
     assert capsys.readouterr().out == ""
 
 
-def test_what_it_says_of_the_run_stays(capsys):
+def test_lines_about_the_run_stay(capsys):
     silence_megatron([], {})
-    said = (
+    lines = (
         "WARNING: Setting args.overlap_p2p_comm and args.align_param_gather to False",
         "[exiting program after receiving SIGTERM.] datetime: 2026-01-01 00:00:00.000000 ",
         "  successfully saved checkpoint from iteration       2 to out [ t 1/2, gtp_remat 1/1, p 1/1 ]",
     )
-    for line in said:
+    for line in lines:
         common_utils.print_rank_0(line)
         arguments.print(line, flush=True)
-    assert capsys.readouterr().out.splitlines() == [line for line in said for _ in range(2)]
+    assert capsys.readouterr().out.splitlines() == [line for line in lines for _ in range(2)]
 
 
 def test_loggers(caplog):
@@ -91,7 +91,7 @@ def test_upstream_still_logs_it(name):
         assert beginning in text
 
 
-def test_warnings_that_are_not_about_the_run():
+def test_warnings_about_megatron_are_dropped():
     silence_megatron([], {})
     with warnings.catch_warnings(record=True) as seen:
         for module in ("megatron.core.optimizer", "torch.nn.modules.module", "mkd.job.job", "torchvision"):
@@ -104,10 +104,10 @@ def test_warnings_that_are_not_about_the_run():
     ]
 
 
-def test_what_is_asked_for_is_printed(capsys):
+def test_requested_lines_are_printed(capsys):
     root = logging.getLogger()
     silence_megatron(["--kd-verbose"], {})
-    speak()
+    print_samples()
     assert "num_layers" in capsys.readouterr().out
     assert root.level == logging.INFO
     silence_megatron(["--logging-level=20"], {})

@@ -20,7 +20,7 @@ from mkd.compat.stopping import StopSignals, WorkerSignals, install_stopping
 from tests.support.upstream import source_of
 
 
-def test_a_signal_is_noted_and_its_old_meaning_comes_back() -> None:
+def test_signals_are_recorded_and_handlers_restored() -> None:
     before = signal.getsignal(signal.SIGUSR2)
     with StopSignals(signal.SIGUSR2) as stop:
         assert not stop.anywhere()
@@ -44,7 +44,7 @@ def test_upstream_handles_one_signal() -> None:
         assert signal.getsignal(signal.SIGUSR1) is before
 
 
-def test_upstream_evaluates_to_the_end_and_keeps_the_count_of_an_evaluation_that_its_time_limit_ended() -> None:
+def test_upstream_evaluates_to_the_end_and_counts_the_samples_of_an_aborted_evaluation() -> None:
     text = source_of("evaluate")
     assert "signal" not in text
     early = text[text.index("Exiting during evaluation") :]
@@ -58,7 +58,7 @@ def test_upstream_lets_workers_survive_every_signal() -> None:
 
 @pytest.fixture
 def loaders() -> Iterator[Callable[[Any], tuple[Iterator, Any]]]:
-    """Makes the iterator of a DataLoader with one worker, and gives it with the worker."""
+    """Creates (iterator, worker) of a DataLoader with one worker."""
     made = []
 
     def make(handler: Any) -> tuple[Iterator, Any]:
@@ -81,15 +81,15 @@ def send(process: Any, *names: str) -> None:
     time.sleep(0.2)
 
 
-def test_workers_of_torch_die_of_a_signal_to_all_processes(loaders: Callable) -> None:
+def test_torch_workers_exit_on_a_signal_to_all_processes(loaders: Callable) -> None:
     batches, worker = loaders(None)
     with pytest.raises(RuntimeError, match="killed by signal: Terminated"):
-        send(worker, "TERM")  # torch looks after its workers in a handler of SIGCHLD
+        send(worker, "TERM")  # torch checks its workers in a handler of SIGCHLD
         worker.join(timeout=60.0)
         list(batches)
 
 
-def test_workers_go_on_until_their_parent_ends_them(loaders: Callable) -> None:
+def test_workers_run_until_their_parent_ends_them(loaders: Callable) -> None:
     batches, worker = loaders(WorkerSignals)
     send(worker, "TERM", "USR1", "TERM")
     os.kill(worker.pid, signal.SIGUSR1)
@@ -145,7 +145,7 @@ class Training:
 
 
 @pytest.mark.parametrize("limited", [False, True])
-def test_an_evaluation_that_is_left_counts_for_nothing(monkeypatch: pytest.MonkeyPatch, limited: bool) -> None:
+def test_aborted_evaluation_is_not_counted(monkeypatch: pytest.MonkeyPatch, limited: bool) -> None:
     """By a signal, or by megatron's time limit."""
     loop, stop = Training(monkeypatch, limited), StopSignals()
     install_stopping(stop, loop.state)
@@ -163,9 +163,7 @@ def test_an_evaluation_that_is_left_counts_for_nothing(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("limited", [False, True])
-def test_nothing_is_trained_after_a_first_evaluation_that_was_left(
-    monkeypatch: pytest.MonkeyPatch, limited: bool
-) -> None:
+def test_no_training_after_an_aborted_first_evaluation(monkeypatch: pytest.MonkeyPatch, limited: bool) -> None:
     loop, stop = Training(monkeypatch, limited), StopSignals()
     loop.args.async_save = False
     monkeypatch.setattr(training, "maybe_finalize_async_save", lambda **options: None)

@@ -1,4 +1,4 @@
-"""mkd/cpu: what looks like one CUDA device is the CPU. Backends of process groups: tests/dist."""
+"""mkd/cpu: the CPU behaves like one CUDA device. Backends of process groups: tests/dist."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def test_wanted(monkeypatch):
-    """`is_available` is a stand-in by now, so both kinds of machine are played."""
+    """`is_available` is a stub already, so the test replaces it for both kinds of machine."""
     for has_gpu, choice, expected in [
         (False, None, True),
         (True, None, False),
@@ -39,7 +39,7 @@ def test_wanted(monkeypatch):
         assert mkd.cpu.wanted() is expected
 
 
-def test_wanted_refuses(monkeypatch):
+def test_invalid_device_variable(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for choice, words in [("gpu", "MKD_DEVICE is 'gpu'; legal values are cpu and cuda"), ("cuda", "no CUDA device")]:
         monkeypatch.setenv("MKD_DEVICE", choice)
@@ -47,7 +47,7 @@ def test_wanted_refuses(monkeypatch):
             mkd.cpu.wanted()
 
 
-def test_importing_changes_nothing_and_activating_twice_is_once():
+def test_importing_has_no_effect_and_activating_is_idempotent():
     code = """
 import torch
 real = torch.cuda.is_available
@@ -65,7 +65,7 @@ assert torch.cuda.is_available is stub and torch.distributed.new_group is group
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", "cuda:3", 0, 2])
-def test_every_way_to_name_the_device(device):
+def test_all_names_of_the_device(device):
     plain = torch.arange(3.0)
     made = [
         torch.zeros(2, device=device),
@@ -117,7 +117,7 @@ def test_devices_inside_a_backward_pass():
     assert grad == 6.0
 
 
-def test_type_names_a_cuda_tensor():
+def test_type_is_that_of_a_cuda_tensor():
     assert torch.zeros(1).type() == "torch.cuda.FloatTensor"
     assert torch.zeros(1, dtype=torch.bfloat16).type() == "torch.cuda.BFloat16Tensor"
     assert torch.zeros(1).type(torch.float64).dtype == torch.float64
@@ -133,7 +133,7 @@ def test_one_device():
     assert torch.cuda.max_memory_allocated() > 2**25  # the process has imported torch
 
 
-def test_streams_and_events_have_finished():
+def test_streams_and_events_complete_at_once():
     stream, event = torch.cuda.Stream(), torch.cuda.Event(enable_timing=True)
     with torch.cuda.stream(stream), torch.cuda.device(0), stream:
         stream.wait_stream(torch.cuda.current_stream())
@@ -153,7 +153,7 @@ def test_streams_and_events_have_finished():
     torch.cuda.nvtx.range_pop()
 
 
-def test_the_generator_of_the_device_is_that_of_the_cpu():
+def test_device_generator_is_the_cpu_generator():
     torch.cuda.manual_seed(5)
     state = torch.cuda.get_rng_state()
     first = torch.rand(3, device="cuda")
@@ -164,8 +164,8 @@ def test_the_generator_of_the_device_is_that_of_the_cpu():
     assert torch.cuda.default_generators[0] is torch.default_generator
 
 
-def test_groups_are_of_gloo(monkeypatch):
-    """Whatever backend, device or options a caller of torch.distributed names."""
+def test_groups_use_gloo(monkeypatch):
+    """For any backend, device or options that a caller passes to torch.distributed."""
     seen = []
 
     def create(*args, **kwargs):
@@ -184,7 +184,7 @@ def test_groups_are_of_gloo(monkeypatch):
     ]
 
 
-def test_split_sizes_reach_gloo_as_lists():
+def test_split_sizes_are_lists_for_gloo():
     seen = []
     exchange = gloo._sizes_as_lists(lambda *args, **kwargs: seen.append((args[2:], kwargs)))
     exchange(torch.zeros(3), torch.zeros(3), torch.tensor([1, 2]), torch.tensor([2, 1]), group="ep", async_op=True)
@@ -194,14 +194,14 @@ def test_split_sizes_reach_gloo_as_lists():
     assert type(seen[0][0][0][0]) is int
 
 
-def test_barriers_name_no_device():
+def test_barriers_have_no_device():
     seen = []
     gloo._barrier_without_devices(lambda **kwargs: seen.append(kwargs))(group="g", device_ids=[0])
     assert seen == [{"group": "g", "async_op": False}]
     assert dist.barrier.__wrapped__ is not None
 
 
-def test_flags_of_a_gpu_job_become_those_of_a_cpu_job():
+def test_flags_of_a_gpu_job_on_cpu():
     args = default_arguments()
     assert args.transformer_impl == "transformer_engine"
     changed = set_cpu_values(args)
@@ -211,7 +211,7 @@ def test_flags_of_a_gpu_job_become_those_of_a_cpu_job():
 
 
 @pytest.mark.parametrize("name, value", [("fp8", "hybrid"), ("fp8", "e4m3"), ("fp4", "e2m1")])
-def test_arithmetic_that_a_cpu_does_not_have(name, value):
+def test_unsupported_arithmetic_on_cpu(name, value):
     args = default_arguments()
     setattr(args, name, value)
     with pytest.raises(MkdConfigError, match=f"--{name}-format is {value}"):

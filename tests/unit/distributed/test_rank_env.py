@@ -6,7 +6,7 @@ from mkd.distributed.rank_env import check_rendezvous, default_rank_env
 from mkd.errors import MkdConfigError
 
 
-def test_a_process_by_itself_is_the_only_rank() -> None:
+def test_process_without_a_launcher_is_the_only_rank() -> None:
     environ = {"HOME": "/home/me"}
     default_rank_env(environ)
     assert 0 < int(environ.pop("MASTER_PORT")) < 65536
@@ -27,13 +27,13 @@ def test_a_process_by_itself_is_the_only_rank() -> None:
         {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "node7", "MASTER_PORT": "29500", "LOCAL_RANK": "3"},
     ],
 )
-def test_a_rank_stays_what_it_is(environ: dict[str, str]) -> None:
+def test_existing_rank_is_kept(environ: dict[str, str]) -> None:
     before = dict(environ)
     default_rank_env(environ)
     assert environ == before
 
 
-def test_one_task_of_slurm_is_a_job() -> None:
+def test_single_slurm_task() -> None:
     environ = {"SLURM_STEP_NUM_TASKS": "1", "MASTER_PORT": "29500"}
     default_rank_env(environ)
     assert (environ["WORLD_SIZE"], environ["MASTER_PORT"]) == ("1", "29500")
@@ -52,12 +52,12 @@ def test_one_task_of_slurm_is_a_job() -> None:
         ({"LOCAL_RANK": "x"}, "LOCAL_RANK is 'x'"),
     ],
 )
-def test_one_of_several_that_does_not_know_which(environ: dict[str, str], words: str) -> None:
+def test_missing_or_invalid_rank(environ: dict[str, str], words: str) -> None:
     with pytest.raises(MkdConfigError, match=words):
         default_rank_env(environ)
 
 
-def test_ranks_are_told_where_they_meet() -> None:
+def test_rendezvous() -> None:
     told = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
     check_rendezvous(told)
     for name, value, words in (

@@ -1,4 +1,4 @@
-"""mkd/report/flops.py: operations of models that are counted by hand, and what cards can do."""
+"""mkd/report/flops.py: operations against counts by hand, and peak rates."""
 
 from argparse import Namespace
 from types import SimpleNamespace
@@ -21,14 +21,14 @@ def arguments(**changes: object) -> Namespace:
 
 
 def by_hand(text: TextSize, groups: int, head: int, layers: int = 3) -> float:
-    """2 for each multiplication, 3 for forward and two backward products; causal attention sees half of the square."""
+    """2 per multiplication, 3 for forward and two backward products; causal attention covers half of the square."""
     width, ffn, vocab, heads = 8, 20, 64, 2
     projections = width * head * (heads + 2 * groups) + head * heads * width
     attention = 2 * head * heads * text.squares / 2
     return 3 * 2 * (text.tokens * (layers * (projections + 3 * width * ffn) + width * vocab) + layers * attention)
 
 
-def test_of_a_student_and_its_teachers() -> None:
+def test_student_and_teachers() -> None:
     text = TextSize(tokens=50, squares=900, positions=64)
     gqa = dict(group_query_attention=True, num_query_groups=1, kv_channels=6)
     teachers = [arguments(), arguments(**gqa, num_layers=5)]
@@ -40,7 +40,7 @@ def test_of_a_student_and_its_teachers() -> None:
     assert FlopCounter(arguments(), []).of_teachers(text) == 0.0
 
 
-def test_text_size_leaves_padding_out() -> None:
+def test_text_size_excludes_padding() -> None:
     tokens = torch.arange(24).view(2, 12)
     sample = {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones(2, 12), "position_ids": tokens}
     whole = KDBatch.from_sample(sample, 99)
@@ -78,8 +78,8 @@ def test_peaks(card: str, peak: float | None) -> None:
     assert peak_tflops(card) == peak
 
 
-def test_formula_is_megatrons() -> None:
-    """Of a whole batch without padding, as megatron itself calls it."""
+def test_formula_matches_megatron() -> None:
+    """A whole batch without padding, with the arguments that megatron passes."""
     from megatron.training.training import num_floating_point_operations
 
     args = arguments(seq_length=16, kv_channels=4)

@@ -1,4 +1,4 @@
-"""mkd/report/metrics.py: what is measured and written, and when; the words are tested in test_console.py."""
+"""mkd/report/metrics.py: values, and when they are written. Texts of the lines: test_console.py."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from mkd.report.run_log import RunLog
 
 
 class Flops(FlopCounter):
-    """One TFLOP a token of the student, half of one of the teacher."""
+    """One TFLOP per token for the student, half of one for the teacher."""
 
     def of_student(self, text: TextSize) -> float:
         return 1e12 * text.tokens
@@ -65,7 +65,7 @@ def lines(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_a_line_for_each_iteration(tmp_path, now):
+def test_one_line_per_iteration(tmp_path, now):
     file = tmp_path / "folder" / "metrics.jsonl"
     log = make(file, peak_tflops=100.0)
     log.start(0)
@@ -102,7 +102,7 @@ def test_a_line_for_each_iteration(tmp_path, now):
     assert third["teacher_tflops_per_gpu"] == 0.0 and third["mfu"] == 0.03  # at R = 0 the teacher has not run
 
 
-def test_where_the_card_is_not_known_there_is_no_mfu(tmp_path, now):
+def test_no_mfu_for_an_unknown_card(tmp_path, now):
     log = make(tmp_path / "m.jsonl")
     log.start(0)
     now[0] += 1.0
@@ -122,7 +122,7 @@ def test_console_line_is_the_mean_of_an_interval(capsys, now):
     assert out.endswith("ETA 0:00:16\n")
 
 
-def test_skipped_steps_are_counted_and_left_out_of_the_means(capsys, now):
+def test_skipped_steps_are_counted_and_excluded_from_the_means(capsys, now):
     log = make(None)
     log.start(0)
     now[0] += 1.0
@@ -159,7 +159,7 @@ def test_eta_of_a_resumed_run_counts_its_own_iterations(capsys, now):
     assert capsys.readouterr().out.rstrip().endswith("ETA 0:00:40")  # 2 more at 20 s each
 
 
-def test_resuming_drops_the_lines_of_the_attempt_that_was_lost(tmp_path, now):
+def test_resuming_drops_lines_of_the_killed_attempt(tmp_path, now):
     file = tmp_path / "metrics.jsonl"
     log = make(file)
     log.start(0)
@@ -180,7 +180,7 @@ def test_resuming_drops_the_lines_of_the_attempt_that_was_lost(tmp_path, now):
     assert file.read_text() == ""
 
 
-def test_a_torn_line_without_a_new_line_is_dropped_even_if_it_is_json(tmp_path):
+def test_last_line_without_newline_is_dropped_even_if_it_is_json(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"iteration": 1}\n{"iteration": 2}')
     make(file).start(5)
@@ -188,7 +188,7 @@ def test_a_torn_line_without_a_new_line_is_dropped_even_if_it_is_json(tmp_path):
 
 
 def test_damaged_lines_do_not_stop_a_job(tmp_path, capsys):
-    """As a machine leaves them that went down, or a hand."""
+    """From a crash of the machine, or an edit by hand."""
     file = tmp_path / "metrics.jsonl"
     damaged = [
         "\0" * 40,
@@ -206,8 +206,8 @@ def test_damaged_lines_do_not_stop_a_job(tmp_path, capsys):
     assert capsys.readouterr().out == f"mkd: {file}: {len(damaged)} damaged lines are left out\n"
 
 
-def test_numbers_that_are_not_finite_are_null(tmp_path, now):
-    """JSON has no word for them, and most of its readers refuse the file."""
+def test_non_finite_numbers_are_null(tmp_path, now):
+    """JSON has no representation for them, and most readers reject the file."""
     file = tmp_path / "metrics.jsonl"
     log = make(file)
     log.start(0)
@@ -267,8 +267,8 @@ def test_evaluation(tmp_path, capsys):
     ]
 
 
-def test_the_last_evaluation_is_followed_by_a_table(tmp_path, capsys):
-    """Of a run that was resumed, before is what the file says."""
+def test_last_evaluation_prints_a_table(tmp_path, capsys):
+    """In a resumed run the first evaluation comes from the file."""
     file = tmp_path / "metrics.jsonl"
     log = make(file)
     log.start(0)
@@ -303,7 +303,7 @@ def test_calibration_of_few_tokens_is_one_line(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("ce", "told"), [(2.4, True), (2.3, False)])
-def test_a_student_below_chance_is_explained_once(ce, told, capsys):
+def test_student_worse_than_uniform_prints_one_hint(ce, told, capsys):
     log = make(None, vocabulary=10)
     log.start(0)
     for iteration in (0, 5):

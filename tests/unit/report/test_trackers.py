@@ -1,4 +1,4 @@
-"""mkd/report/trackers.py: what trackers are given, and that what is asked for exists before work starts."""
+"""mkd/report/trackers.py: values passed to trackers, and failures before training starts."""
 
 import os
 import sys
@@ -28,7 +28,7 @@ def kd(**changes: Any) -> KDConfig:
 
 
 class FakeMLflow(ModuleType):
-    """Keeps what it is called with; a run that is begun anew is run-7."""
+    """Records its calls; a new run is run-7."""
 
     def __init__(self, fails: str | None = None, had: dict[str, str] | None = None) -> None:
         super().__init__("mlflow")
@@ -76,8 +76,8 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert trackers.start_trackers(arguments(), kd()) == []
 
 
-def test_a_restarted_job_goes_on_in_its_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of MLflow and of Weights & Biases; another experiment has a run of its own."""
+def test_restarted_job_continues_its_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For MLflow and Weights & Biases; another experiment has a separate run."""
     for name in ("WANDB_RUN_ID", "WANDB_RESUME", "MLFLOW_RUN_ID", "MLFLOW_TRACKING_URI"):
         monkeypatch.setenv(name, "restored after the test")
     begun = []
@@ -104,19 +104,17 @@ def test_a_restarted_job_goes_on_in_its_runs(tmp_path: Path, monkeypatch: pytest
         start("E", {})
 
 
-def test_a_server_that_does_not_answer_is_a_users_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_server_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", FakeMLflow(fails="set_experiment"))
     with pytest.raises(MkdConfigError, match="--kd-mlflow-experiment E cannot be written to \\(no answer\\)"):
         trackers.start_trackers(arguments(), kd(mlflow_experiment="E"))
 
 
-def test_training_goes_on_when_a_server_stops_answering(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_training_continues_when_a_server_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", FakeMLflow(fails="log_metrics"))
     (tracker,) = trackers.start_trackers(arguments(), kd(mlflow_experiment="E"))
     tracker.write({"ce": 1.0}, 3)
-    assert capsys.readouterr().out == "mkd: MLflow has not taken iteration 3: no answer\n"
+    assert capsys.readouterr().out == "mkd: MLflow did not accept iteration 3: no answer\n"
 
 
 @pytest.mark.parametrize(
@@ -127,7 +125,7 @@ def test_training_goes_on_when_a_server_stops_answering(
         ("--kd-mlflow-experiment is E, but the package mlflow", arguments(), {"mlflow_experiment": "E"}),
     ],
 )
-def test_a_tracker_that_is_not_installed(
+def test_tracker_that_is_not_installed(
     monkeypatch: pytest.MonkeyPatch, flag: str, args: Namespace, config: dict
 ) -> None:
     monkeypatch.setattr(flag_checks, "find_spec", lambda name: None)
@@ -136,7 +134,7 @@ def test_a_tracker_that_is_not_installed(
     check_trackers(arguments(), kd())
 
 
-def test_wandb_that_refuses_is_a_users_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_failure_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_RUN_ID", "x")
     monkeypatch.setenv("WANDB_RESUME", "allow")
 
@@ -148,7 +146,7 @@ def test_wandb_that_refuses_is_a_users_error(monkeypatch: pytest.MonkeyPatch) ->
         trackers.start_trackers(arguments(wandb_project="W"), kd())
 
 
-def test_what_wandb_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_requirements(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flag_checks, "find_spec", lambda name: name)
     for missing, args in {
         "--wandb-exp-name": arguments(wandb_project="W"),
@@ -167,11 +165,11 @@ def test_what_wandb_needs(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"mlflow_uri": "U"}, "--kd-mlflow-uri is U, but nothing is written to MLflow"),
     ],
 )
-def test_flags_that_say_nothing(changes: dict, message: str) -> None:
+def test_flags_without_effect(changes: dict, message: str) -> None:
     with pytest.raises(MkdConfigError, match=message):
         kd(**changes)
 
 
-def test_compares_at_its_interval() -> None:
+def test_compare_interval() -> None:
     assert [kd(compare_interval=3).compares(i) for i in range(6)] == [False, False, True, False, False, True]
     assert not kd().compares(2)
