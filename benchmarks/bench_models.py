@@ -209,8 +209,8 @@ class MegatronModels:
             rows = random_targets(self.args.seq_length, self.args.vocab, top_k, np.random.default_rng(0))
             writer.add(key, rows)
         writer.flush()
-        answers = CacheReader(TeacherStore(folder, "--cache"), top_k, 1.0)
-        teacher = CachedTeacher(answers, self.groups, tolerant=False, row_length=self.args.seq_length)
+        reader = CacheReader(TeacherStore(folder, "--cache"), top_k, 1.0)
+        teacher = CachedTeacher(reader, self.groups, tolerant=False, row_length=self.args.seq_length)
         return self._trained(teacher, divergence, sample)
 
     def _trained(self, teacher: Teacher, divergence: str, sample: dict[str, Tensor]) -> Step:

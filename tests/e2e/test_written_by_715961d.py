@@ -205,7 +205,7 @@ def test_packed_chats_go_on(job: OldJob, is_stored: bool) -> None:
 
 
 def test_packed_chats_go_on_from_a_cache(job: OldJob) -> None:
-    """A checkpoint that the teacher itself has taught goes on with the teacher's stored answers."""
+    """A checkpoint of a run with the teacher itself resumes with the teacher's cached targets."""
     result = job.goes_on("packed", {**ROWS, "--kd-teacher-cache": "cache_log12"})
     assert_metrics(result, "packed_from_cache")
     assert_tensors(job.root / "packed", "packed_from_cache")
@@ -220,18 +220,18 @@ def test_cache_teaches(job: OldJob, cache: str) -> None:
 
 @pytest.mark.parametrize("cache", CACHES)
 def test_cache_tool(job: OldJob, cache: str) -> None:
-    """`info` describes a cache; `verify` finds every record whole, and the teacher's answers unchanged."""
+    """`info` describes a cache; `verify` finds every record intact, and the teacher's targets unchanged."""
     tool, folder = ROOT / "tools" / "cache_teacher.py", str(job.root / cache)
     facts = json.loads((job.root / cache / "meta.json").read_text())
     described = run(["info", folder], script=tool)
     assert described.status == 0, described.errors[-3000:]
     assert facts["teacher"] in described.output and facts["tokenizer"] in described.output
-    asked = [] if cache == "cache_counts" else ["--", *job.flags(PACKED)]
-    verified = run(["verify", folder, *asked], script=tool)
+    flags = [] if cache == "cache_counts" else ["--", *job.flags(PACKED)]
+    verified = run(["verify", folder, *flags], script=tool)
     assert verified.status == 0, verified.output[-3000:] + verified.errors[-6000:]
-    assert f"{folder}: every record is as it was written" in verified.output
-    if asked:
-        assert f"{folder}: the teacher says what is stored of " in verified.output
+    assert f"{folder}: every record is intact" in verified.output
+    if flags:
+        assert f"{folder}: recomputed targets match those of " in verified.output
 
 
 @pytest.mark.parametrize("is_given", [True, False], ids=["given", "in_the_data_cache"])
