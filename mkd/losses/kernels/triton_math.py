@@ -1,6 +1,12 @@
-"""Functions shared by the Triton kernels: logits, divergence terms and derivatives, and the merging of shards."""
+"""Device functions that the Triton kernels share: logits, divergences and their derivatives, merging of shards.
+
+Notation, here and in triton_kernels.py: z and u are the logits of student and teacher; s and t are log2 of their
+probabilities q and p at temperature T, or powers of two relative to some maximum until the normalizer is known.
+`to_log2` is log2(e) / T, so that e^(z / T) = 2^(z * to_log2): GPUs have an instruction for powers of two.
+"""
 
 import os
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -8,14 +14,44 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-"""Whether kernels run in Triton's interpreter, which knows no assembly."""
+"""True if kernels run in Triton's interpreter, which has no assembly."""
 LEAST = tl.constexpr(-1e30)
-"""Maximum of a row that has no finite logit: finite itself, so that differences of maxima are."""
+"""Maximum of logits none of which is finite: finite itself, so that differences of maxima are."""
+
+
+class LossConstants(NamedTuple):
+    """Compile-time constants of a loss; a kernel is compiled once for each combination."""
+
+    has_ce: bool
+    """Cross-entropy is computed."""
+    has_kd: bool
+    """A divergence from the teacher is computed."""
+    tempered: bool
+    """T is not 1: cross-entropy, which is at T = 1, needs a sum of exponentials of its own."""
+    divergence: str
+    """A key of `DIVERGENCES`."""
+    log_ratio_under: str
+    """Model whose probabilities weight the log ratio summed in the softmax pass: "teacher", "student" or "none"."""
+    student_scale: float
+    """`LogitMap.scale`; 1.0 costs nothing."""
+    student_softcap: float
+    """`LogitMap.softcap`; 0.0 is no cap."""
+    teacher_scale: float
+    teacher_softcap: float
+
+
+class TokenSoftmax(NamedTuple):
+    """One model's softmax of one token: log2 of the probability of a logit z is (z - max) * to_log2 - log2_sum_exp."""
+
+    max: tl.tensor
+    """fp32: maximum of the shard's logits."""
+    log2_sum_exp: tl.tensor
+    """fp32: log2 of the sum of e^((z - max) / T) over the whole vocabulary."""
 
 
 @triton.jit
-def logits_of(products, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
-    """Products -> logits in fp32; columns that are not there hold -inf and stay so without a cap."""
+def compute_logits(products, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
+    """LM-head products of any dtype -> logits in fp32, as `LogitMap` does; -inf, also of masked columns, stays -inf."""
     z = products.to(tl.float32)
     if SCALE != 1.0:
         z = z * SCALE
@@ -28,12 +64,13 @@ def logits_of(products, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def weighted(weight, logarithm):
+    """weight * logarithm, and 0 where the weight is 0: there the logarithm may be infinite or NaN."""
     return tl.where(weight == 0, 0.0, weight * logarithm)
 
 
 @triton.jit
 def fast_log2(x):
-    """To 2^-22, and exact at 1: triton's own is exact to the last bit, in 20 instructions instead of 1."""
+    """log2 within 2^-22, and exactly 0 at 1; `tl.log2` is exact to the last bit but takes 20 instructions, not 1."""
     if INTERPRETED:
         log2 = tl.log2(x)
     else:
@@ -58,75 +95,89 @@ def ratios_to_mixture(s, t, share_of_p):
 
 
 @triton.jit
-def pointwise_of(DIVERGENCE: tl.constexpr, s, t, q, p, share):
-    """See divergences.py; s and t are log2 of q and p, `share` is beta or skew."""
-    if DIVERGENCE == "jsd":
+def pointwise_term(s, t, q, p, share, LOSS: tl.constexpr):
+    """`TokenDivergence.pointwise` in nats, from s = log2 q and t = log2 p; `share` is beta or skew."""
+    if LOSS.divergence == "jsd":
         p_to_m, q_to_m = ratios_to_mixture(s, t, share)
         pointwise = (share * weighted(p, p_to_m) + (1.0 - share) * weighted(q, q_to_m)) * LN_2
-    elif DIVERGENCE == "skew_forward_kl":
+    elif LOSS.divergence == "skew_forward_kl":
         p_to_m, _ = ratios_to_mixture(s, t, share)
         pointwise = weighted(p, p_to_m) * LN_2
-    elif DIVERGENCE == "skew_reverse_kl":
+    elif LOSS.divergence == "skew_reverse_kl":
         _, q_to_m = ratios_to_mixture(s, t, 1.0 - share)
         pointwise = weighted(q, q_to_m) * LN_2
     else:
-        tl.static_assert(DIVERGENCE == "tvd", "no pointwise for this divergence")
+        tl.static_assert(LOSS.divergence == "tvd", "no pointwise for this divergence")
         pointwise = 0.5 * tl.abs(p - q)
     return pointwise
 
 
 @triton.jit
-def dlogq_of(DIVERGENCE: tl.constexpr, s, t, q, p, share):
-    """See divergences.py; s and t are log2 of q and p, which are rounded alike: where they agree, tvd's sign is 0."""
-    if DIVERGENCE == "forward_kl":
+def dlogq_term(s, t, q, p, share, LOSS: tl.constexpr):
+    """`TokenDivergence.dlogq`: derivative of each pointwise term by ln q, from s = log2 q and t = log2 p.
+
+    Both models are rounded alike: where their logits agree, q == p and the sign in tvd is 0.
+    """
+    if LOSS.divergence == "forward_kl":
         dlogq = -p
-    elif DIVERGENCE == "reverse_kl":
+    elif LOSS.divergence == "reverse_kl":
         dlogq = weighted(q, (s - t) * LN_2)
-    elif DIVERGENCE == "jsd":
+    elif LOSS.divergence == "jsd":
         _, q_to_m = ratios_to_mixture(s, t, share)
         dlogq = (1.0 - share) * weighted(q, q_to_m * LN_2)
-    elif DIVERGENCE == "skew_forward_kl":
+    elif LOSS.divergence == "skew_forward_kl":
         p_to_m, _ = ratios_to_mixture(s, t, share)
         dlogq = (share - 1.0) * weighted(q, tl.exp2(p_to_m))
-    elif DIVERGENCE == "skew_reverse_kl":
+    elif LOSS.divergence == "skew_reverse_kl":
         _, q_to_m = ratios_to_mixture(s, t, 1.0 - share)
         dlogq = weighted(q, q_to_m * LN_2 - share * tl.exp2(q_to_m))
     else:
-        tl.static_assert(DIVERGENCE == "tvd", "no dlogq for this divergence")
+        tl.static_assert(LOSS.divergence == "tvd", "no dlogq for this divergence")
         sign = (q > p).to(tl.float32) - (q < p).to(tl.float32)
         dlogq = 0.5 * q * sign
     return dlogq
 
 
 @triton.jit
-def merge_softmax(top, mass, rank, rank_stride, to_log2, SHARDS: tl.constexpr):
-    """One model's softmax of one row over all shards; see rows.Softmax.
+def merge_softmax(max_ptr, sum_exp_ptr, shard, shard_stride, to_log2, SHARDS: tl.constexpr):
+    """Softmax of one token and model from the statistics of all vocabulary shards; see `statistics.Softmax`.
 
-    Returns (this shard's maximum, log2 of what its powers sum to over all shards, the row's maximum).
+    Args:
+        max_ptr, sum_exp_ptr: the token's maximum and sum of exponentials in shard 0; shards are shard_stride apart.
+        shard: the shard whose maximum the softmax is relative to.
+
+    Returns:
+        TokenSoftmax of the shard, and the maximum over all shards.
     """
-    highest = tl.load(top)
-    for shard in range(1, SHARDS):
-        highest = tl.maximum(highest, tl.load(top + shard * rank_stride))
+    highest = tl.load(max_ptr)
+    for other in range(1, SHARDS):
+        highest = tl.maximum(highest, tl.load(max_ptr + other * shard_stride))
     total = 0.0 * highest
-    for shard in range(SHARDS):
-        shift = (tl.load(top + shard * rank_stride) - highest) * to_log2
-        total += tl.exp2(shift) * tl.load(mass + shard * rank_stride)
-    own = tl.load(top + rank * rank_stride)
-    return own, tl.log2(total) - (own - highest) * to_log2, highest
+    for other in range(SHARDS):
+        shift = (tl.load(max_ptr + other * shard_stride) - highest) * to_log2
+        total += tl.exp2(shift) * tl.load(sum_exp_ptr + other * shard_stride)
+    own = tl.load(max_ptr + shard * shard_stride)
+    return TokenSoftmax(own, tl.log2(total) - (own - highest) * to_log2), highest
 
 
 @triton.jit
-def merge_kl(top_a, mass_a, top_b, mass_b, ratio, rank_stride, to_log2, SHARDS: tl.constexpr):
-    """KL(a || b) of one row over all shards; see rows._kl."""
-    own_a, log_a, highest_a = merge_softmax(top_a, mass_a, 0, rank_stride, to_log2, SHARDS)
-    own_b, log_b, highest_b = merge_softmax(top_b, mass_b, 0, rank_stride, to_log2, SHARDS)
-    log_a += (own_a - highest_a) * to_log2
-    log_b += (own_b - highest_b) * to_log2
+def merge_kl(
+    max_a_ptr, sum_exp_a_ptr, max_b_ptr, sum_exp_b_ptr, log_ratio_ptr, shard_stride, to_log2, SHARDS: tl.constexpr
+):
+    """KL(a || b) in nats of one token over all vocabulary shards; see `statistics._kl`.
+
+    Args:
+        max_a_ptr, ..., log_ratio_ptr: the token's statistics in shard 0; shards are shard_stride apart.
+    """
+    a, highest_a = merge_softmax(max_a_ptr, sum_exp_a_ptr, 0, shard_stride, to_log2, SHARDS)
+    b, highest_b = merge_softmax(max_b_ptr, sum_exp_b_ptr, 0, shard_stride, to_log2, SHARDS)
+    log_a = a.log2_sum_exp + (a.max - highest_a) * to_log2
+    log_b = b.log2_sum_exp + (b.max - highest_b) * to_log2
     expected = 0.0 * log_a
     for shard in range(SHARDS):
-        at = shard * rank_stride
-        shift_a = (tl.load(top_a + at) - highest_a) * to_log2
-        shift_b = (tl.load(top_b + at) - highest_b) * to_log2
-        of_shard = tl.load(ratio + at) + tl.load(mass_a + at) * (shift_a - shift_b) * LN_2
-        expected += weighted(tl.exp2(shift_a), of_shard)
+        offset = shard * shard_stride
+        shift_a = (tl.load(max_a_ptr + offset) - highest_a) * to_log2
+        shift_b = (tl.load(max_b_ptr + offset) - highest_b) * to_log2
+        log_ratio = tl.load(log_ratio_ptr + offset) + tl.load(sum_exp_a_ptr + offset) * (shift_a - shift_b) * LN_2
+        expected += weighted(tl.exp2(shift_a), log_ratio)
     return (log_b - log_a) * LN_2 + expected / tl.exp2(log_a)
