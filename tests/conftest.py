@@ -40,8 +40,8 @@ def poisoned() -> Iterator[None]:
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's loops over a row run more than once, for the small vocabularies of tests too."""
-    from mkd.losses.kernels import triton_launchers as triton_kernels
+    """Passes of the Triton kernels have more than one step, with the small vocabularies of tests too."""
+    from mkd.losses.kernels import triton_launchers
 
     for name in ("SOFTMAX_STATS_BLOCK", "DIVERGENCE_STATS_BLOCK", "GRADIENT_BLOCK", "ALL_PASSES_BLOCK"):
-        monkeypatch.setattr(triton_kernels, name, 16)
+        monkeypatch.setattr(triton_launchers, name, 16)
