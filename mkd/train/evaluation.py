@@ -87,10 +87,10 @@ def calibration_sums(found: Comparison, kd_mask: Tensor) -> Tensor | None:
     The columns: number of tokens, p, the student's probability of the same token, and agreement of the most probable
     tokens. None if the teacher's signal does not hold p.
     """
-    if found.teacher_top is None:
+    if found.teacher_top_prob is None:
         return None
     used = flatten_tokens(kd_mask) != 0
-    values = torch.stack((used, found.teacher_top, found.student_on_top, found.agreement), dim=1).double()
+    values = torch.stack((used, found.teacher_top_prob, found.student_prob_at_top, found.agreement), dim=1).double()
     values = torch.where(used[:, None], values, 0)
     bins = (values[:, 1] * BINS).long().clamp(0, BINS - 1)
     # A product, because scattered additions have no fixed order on GPUs.

@@ -100,7 +100,7 @@ def test_equal_to_the_definitions_on_every_rank(
     for seen in gloo_pool(ranks).run(compared, sequence_parallel, chunk_rows, dtype, None):
         found = Comparison(*seen)
         assert torch.equal(found.agreement, wanted.agreement.to(dtype))
-        for name in ("student_entropy", "teacher_entropy", "teacher_top", "student_on_top"):
+        for name in ("student_entropy", "teacher_entropy", "teacher_top_prob", "student_prob_at_top"):
             tolerance = FP32 if dtype == torch.float32 else FP64
             assert_close_norm(getattr(found, name), getattr(wanted, name), tolerance, name)
 
@@ -114,7 +114,7 @@ def test_sparse_teacher(
         found = Comparison(*seen)
         assert found.teacher_entropy is None
         assert torch.equal(found.agreement, wanted.agreement)
-        for name in ("student_entropy", "teacher_top", "student_on_top"):
+        for name in ("student_entropy", "teacher_top_prob", "student_prob_at_top"):
             assert_close_norm(getattr(found, name), getattr(wanted, name), FP64, name)
 
 
@@ -124,15 +124,15 @@ def test_unknown_results_of_a_sparse_teacher_are_none() -> None:
     warm = sparse(2.0, torch.float64)
     found = compare_models(model, warm, vocab=VocabLayout(TRUE_VOCAB))
     assert torch.equal(found.agreement, wanted.agreement)
-    assert found.teacher_top is None and found.student_on_top is None
+    assert found.teacher_top_prob is None and found.student_prob_at_top is None
     drawn = SparseTeacher(warm.ids, warm.logits, warm.lse, counts=torch.ones_like(warm.ids))
     found = compare_models(model, drawn, vocab=VocabLayout(TRUE_VOCAB))
-    assert found.agreement is None and found.teacher_top is None
+    assert found.agreement is None and found.teacher_top_prob is None
     assert_close_norm(found.student_entropy, wanted.student_entropy, FP64, "student_entropy")
     tail = torch.logsumexp(torch.tensor([0.0, -1.0], dtype=torch.float64), dim=0).expand(1)
     known = SparseTeacher(torch.tensor([[4]]), torch.tensor([[1.0]], dtype=torch.float64), None, tail)
     model = LinearLogits(student[:1], head, MAPS[0])
-    top = compare_models(model, known, vocab=VocabLayout(TRUE_VOCAB)).teacher_top
+    top = compare_models(model, known, vocab=VocabLayout(TRUE_VOCAB)).teacher_top_prob
     assert_close_norm(top, torch.softmax(torch.tensor([1.0, 0.0, -1.0], dtype=torch.float64), 0)[:1], FP64, "top")
 
 

@@ -20,10 +20,10 @@ def resolve(implementation: str, device: torch.device, dtype: torch.dtype) -> st
         ValueError: an unknown name, or Triton where it cannot run.
     """
     if implementation == "auto":
-        return "triton" if device.type != "cpu" and _why_no_triton(device, dtype) is None else "eager"
+        return "triton" if device.type != "cpu" and _triton_obstacle(device, dtype) is None else "eager"
     if implementation not in ("eager", "triton"):
         raise ValueError(f"implementation is {implementation!r}; known are auto, eager and triton")
-    if implementation == "triton" and (reason := _why_no_triton(device, dtype)) is not None:
+    if implementation == "triton" and (reason := _triton_obstacle(device, dtype)) is not None:
         raise ValueError(f"the loss cannot run in Triton: {reason}; use eager (--kd-loss-impl)")
     return implementation
 
@@ -39,7 +39,8 @@ def choose(implementation: str, inputs: Tensor) -> Kernels:
     return eager
 
 
-def _why_no_triton(device: torch.device, dtype: torch.dtype) -> str | None:
+def _triton_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
+    """The reason that Triton cannot run; None if it can."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     if dtype == torch.float64:

@@ -27,9 +27,9 @@ class Comparison:
     teacher_entropy: Tensor | None
     agreement: Tensor | None
     """1 where the most probable token of both is the same, else 0; of equal logits the lowest id counts."""
-    teacher_top: Tensor | None
+    teacher_top_prob: Tensor | None
     """The teacher's probability of its most probable token."""
-    student_on_top: Tensor | None
+    student_prob_at_top: Tensor | None
     """The student's probability of that token."""
 
 
