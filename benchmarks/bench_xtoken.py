@@ -13,7 +13,7 @@ progress to stderr.
 import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, get_args
@@ -50,8 +50,8 @@ from torch import Tensor
 
 from mkd.config.kd_config import Divergence, LossSpec
 from mkd.config.values import XTokenLoss
-from mkd.losses import fused_linear_loss
-from mkd.xtoken.loss.chunks import ChunkRows
+from mkd.losses import LinearLogits, LossOptions, TokenWeights, VocabLayout, fused_linear_loss
+from mkd.xtoken.loss.chunks import TokenChunks
 from mkd.xtoken.loss.xtoken_loss import xtoken_loss
 from mkd.xtoken.vocabulary.cross_vocabulary import CrossVocabulary
 
@@ -119,8 +119,7 @@ class Inputs:
     teacher_hidden: Tensor
     teacher_weight: Tensor
     labels: Tensor
-    teacher_labels: Tensor
-    chunks: ChunkRows
+    chunks: TokenChunks
     ids: Tensor
     shares: Tensor
     pairs: Tensor
@@ -138,7 +137,7 @@ class Inputs:
 
         vocabularies = args.student_vocab, args.teacher_vocab
         pairs = torch.stack([torch.randperm(v, device="cpu")[: args.common] for v in vocabularies], dim=1)
-        labels, teacher_labels, chunks = _text(args, pairs)
+        labels, chunks = _text(args, pairs)
         ids = torch.randint(0, args.teacher_vocab, (args.student_vocab, 3), device="cpu")
         shares = torch.tensor([0.9, 0.09, 0.01], device="cpu").repeat(args.student_vocab, 1)
         ids[pairs[:, 0]] = torch.nn.functional.pad(pairs[:, 1:], (0, 2), value=-1)
@@ -146,7 +145,7 @@ class Inputs:
         (hidden, weight), teacher = (
             model(*s) for s in zip((args.student_width, args.teacher_width), vocabularies, strict=True)
         )
-        return cls(hidden, weight, *teacher, labels.cuda(), teacher_labels.cuda(), chunks, ids, shares, pairs, group)
+        return cls(hidden, weight, *teacher, labels.cuda(), chunks, ids, shares, pairs, group)
 
     @property
     def sharded_weight(self) -> Tensor:
@@ -156,8 +155,8 @@ class Inputs:
         return weight
 
 
-def _text(args: argparse.Namespace, pairs: Tensor) -> tuple[Tensor, Tensor, ChunkRows]:
-    """(student labels, teacher labels, text chunks) on the host; those of one token are pairs of common tokens."""
+def _text(args: argparse.Namespace, pairs: Tensor) -> tuple[Tensor, TokenChunks]:
+    """(student labels, text chunks) on the host; chunks of one token are pairs of common tokens."""
     many = torch.rand(args.rows, 1, device="cpu") >= args.single / 100
     sizes = torch.where(many, torch.randint(1, MOST_TOKENS + 1, (args.rows, 2), device="cpu"), 1)
     fits = (sizes.cumsum(0) <= args.rows).all(dim=1)
@@ -175,7 +174,7 @@ def _text(args: argparse.Namespace, pairs: Tensor) -> tuple[Tensor, Tensor, Chun
         views.append((labels, chunk, first & (chunk >= 0)))
     (labels, student, student_first), (teacher_labels, teacher, teacher_first) = views
     weight = torch.full((len(sizes),), 0.5 / len(sizes), device="cpu")
-    return labels, teacher_labels, ChunkRows(student, student_first, teacher, teacher_first, weight)
+    return labels, TokenChunks(student, student_first, teacher, teacher_first, teacher_labels, weight)
 
 
 def across_tokenizers(inputs: Inputs, kind: str, loss: str, args: argparse.Namespace) -> Callable[[], Tensor]:
@@ -195,23 +194,18 @@ def across_tokenizers(inputs: Inputs, kind: str, loss: str, args: argparse.Names
     )
     teacher_weight = inputs.teacher_weight[vocabulary.teacher_columns]
     ce_weight = torch.full((args.rows,), 0.5 / args.rows, device="cuda")
+    chunks = replace(inputs.chunks, teacher_labels=inputs.chunks.teacher_labels.cuda())
 
     def run() -> Tensor:
         output = xtoken_loss(
-            hidden,
-            weight,
-            inputs.teacher_hidden,
-            teacher_weight,
-            inputs.labels,
-            ce_weight,
-            inputs.teacher_labels,
-            inputs.chunks,
-            kind=kind,
+            LinearLogits(hidden, weight),
+            LinearLogits(inputs.teacher_hidden, teacher_weight),
+            TokenWeights(inputs.labels, ce_weight, None),
+            chunks,
             vocabulary=vocabulary,
             spec=LossSpec(divergence=loss),
-            tp_group=group,
-            chunk_rows=args.chunk_rows,
-            impl=args.impl,
+            vocab=VocabLayout(args.student_vocab, group),
+            options=LossOptions(chunk_rows=args.chunk_rows, impl=args.impl),
             upstream=1.0,
         )
         return _backward(output.loss, hidden)

@@ -8,7 +8,7 @@ import torch
 from mkd.config.kd_config import KDConfig
 from mkd.losses.inputs import CHUNK_BYTES, MIN_CHUNK_TOKENS, loss_chunks
 from mkd.memory.activations import tokens_of
-from mkd.xtoken.loss.xtoken_loss import GROUP_ROWS
+from mkd.xtoken.loss.xtoken_loss import GROUP_TOKENS
 
 FP32_COPIES = {"p_kl": 11, "gold": 9, "gold_relaxed": 9}
 """fp32 tensors of a group, of at most `CHUNK_BYTES` each, at the peak of the cross-tokenizer losses in plain torch;
@@ -61,7 +61,7 @@ def _cross_tokenizer_bytes(student: Namespace, teacher: int, kd: KDConfig, dtype
     if kind in FP32_COPIES:
         rows = kd.loss_chunk_rows or max(1, CHUNK_BYTES // (columns * 4))
         return FP32_COPIES[kind] * 4.0 * columns * min(rows, tokens_of(student))
-    budget = kd.loss_chunk_rows or max(GROUP_ROWS if on_gpu else 1, CHUNK_BYTES // (columns * dtype.itemsize))
+    budget = kd.loss_chunk_rows or max(GROUP_TOKENS if on_gpu else 1, CHUNK_BYTES // (columns * dtype.itemsize))
     groups = -(-tokens_of(student) // budget)
     rows = -(-tokens_of(student) // groups)
     itemsize = dtype.itemsize * 2 + (student.params_dtype.itemsize if dtype != student.params_dtype else 0)

@@ -36,7 +36,7 @@ from mkd.losses import (
 )
 from mkd.losses.sparse.teacher import Tail
 from mkd.teacher.interface import EnsembleSignal, HiddenSignal, TeacherSignal, TopKSignal
-from mkd.xtoken.loss.chunks import ChunkRows
+from mkd.xtoken.loss.chunks import TokenChunks
 from mkd.xtoken.loss.teacher_ce import teacher_cross_entropy as cross_entropy_in_columns
 from mkd.xtoken.loss.xtoken_loss import xtoken_loss
 from mkd.xtoken.vocabulary.cross_vocabulary import CrossVocabulary
@@ -326,26 +326,23 @@ class CrossTokenizerObjective:
 
     def loss(self, student: Student, ce_weight: Tensor | None, factor: Tensor | float, spec: LossSpec) -> LossOutput:
         view, vocabulary, groups = self._view, self._cross.vocabulary, self.context.groups
-        rows = map(flatten_tokens, (view.student_chunk, view.student_first, view.chunk, view.first))
+        numbers = (view.student_chunk, view.student_first, view.chunk, view.first, view.batch.labels)
         return xtoken_loss(
-            student.hidden,
-            student.weight,
-            self.signal.hidden.flatten(0, 1),
-            self.signal.head,
-            flatten_tokens(self.batch.labels),
-            ce_weight,
-            flatten_tokens(view.batch.labels),
-            ChunkRows(*rows, weight=factor * self._taught_chunks),
-            kind=vocabulary.kind,
+            LinearLogits(student.hidden, student.weight, LogitMap(scale=student.logit_scale)),
+            self._teacher_logits,
+            TokenWeights(flatten_tokens(self.batch.labels), ce_weight, None),
+            TokenChunks(*map(flatten_tokens, numbers), weight=factor * self._taught_chunks, cp_group=groups.cp),
             vocabulary=vocabulary,
             spec=spec,
-            tp_group=groups.tp,
-            cp_group=groups.cp,
-            sequence_parallel=student.sequence_parallel,
-            maps=LogitMaps(LogitMap(scale=student.logit_scale), LogitMap(scale=self.signal.logit_scale)),
+            vocab=VocabLayout(vocabulary.student_vocab, groups.tp, student.sequence_parallel),
+            options=self.context.options,
             upstream=student.upstream,
-            **asdict(self.context.options),
         )
+
+    @property
+    def _teacher_logits(self) -> LinearLogits:
+        signal = self.signal
+        return LinearLogits(signal.hidden.flatten(0, 1), signal.head, LogitMap(scale=signal.logit_scale))
 
     def divergence(self, output: LossOutput, tokens: StepTokens) -> Mean:
         # One of the context-parallel ranks that share a chunk has its divergence; each of them has the count.
@@ -367,15 +364,13 @@ class CrossTokenizerObjective:
     def cross_entropy(self, sequence_parallel: bool) -> TeacherCE:
         batch = self._view.batch
         ce = cross_entropy_in_columns(
-            self.signal.hidden.flatten(0, 1),
-            self.signal.head,
+            self._teacher_logits,
             flatten_tokens(batch.labels),
             flatten_tokens(batch.ce_mask),
             vocabulary=self._cross.vocabulary,
             tp_group=self.context.groups.tp,
             sequence_parallel=sequence_parallel,
             chunk_rows=self.context.options.chunk_rows,
-            logit_map=LogitMap(scale=self.signal.logit_scale),
         )
         return TeacherCE(unflatten_tokens(ce, batch), batch, self._cross.byte_lengths)
 

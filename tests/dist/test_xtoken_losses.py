@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -10,9 +11,9 @@ from megatron.core.pipeline_parallel.schedules import custom_backward
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mkd.losses import LossOutput
+from mkd.losses import LinearLogits, LossOptions, LossOutput, TokenWeights, VocabLayout
 from mkd.losses.divergences import DIVERGENCES
-from mkd.xtoken.loss.chunks import ChunkRows
+from mkd.xtoken.loss.chunks import TokenChunks
 from mkd.xtoken.loss.xtoken_loss import xtoken_loss
 from tests.support.dist.pool import Pool
 from tests.support.loss_cases import UPSTREAM
@@ -60,8 +61,9 @@ def sliced(x: Microbatch, rows: Tensor) -> Microbatch:
         teacher_hidden=x.teacher_hidden[rows],
         labels=x.labels[rows],
         ce_weight=None if x.ce_weight is None else x.ce_weight[rows],
-        teacher_labels=x.teacher_labels[rows],
-        chunks=ChunkRows(c.student[rows], c.student_first[rows], c.teacher[rows], c.teacher_first[rows], c.weight),
+        chunks=TokenChunks(
+            c.student[rows], c.student_first[rows], c.teacher[rows], c.teacher_first[rows], c.teacher_labels[rows], c.weight
+        ),
     )
 
 
@@ -76,20 +78,14 @@ def run_case(rank: int, world_size: int, case: XTokenCase, layout: Layout) -> Ra
         leaves[1].main_grad = torch.ones_like(leaves[1])
     with poisoned_memory():
         out = xtoken_loss(
-            *leaves,
-            hidden[1],
-            x.teacher_weight[vocabulary.teacher_columns],
-            x.labels,
-            x.ce_weight,
-            x.teacher_labels,
-            x.chunks,
-            kind=case.kind,
+            LinearLogits(*leaves),
+            LinearLogits(hidden[1], x.teacher_weight[vocabulary.teacher_columns]),
+            TokenWeights(x.labels, x.ce_weight, None),
+            replace(x.chunks, cp_group=cp_group),
             vocabulary=vocabulary,
             spec=case.spec,
-            tp_group=tp_group,
-            cp_group=cp_group,
-            sequence_parallel=layout.sp,
-            chunk_rows=case.chunk_rows,
+            vocab=VocabLayout(case.student_vocab, tp_group, layout.sp),
+            options=LossOptions(chunk_rows=case.chunk_rows),
             uncommon_top_k=case.uncommon_top_k,
             upstream=UPSTREAM if layout.main_grad else None,
         )

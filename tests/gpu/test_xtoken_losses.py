@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from mkd.config.kd_config import LossSpec
-from mkd.losses import reference
+from mkd.losses import LinearLogits, LossOptions, TokenWeights, VocabLayout, reference
 from mkd.xtoken.loss import reference as definitions
-from mkd.xtoken.loss.chunks import ChunkRows
+from mkd.xtoken.loss.chunks import TokenChunks
 from mkd.xtoken.loss.xtoken_loss import xtoken_loss
 from mkd.xtoken.vocabulary.cross_vocabulary import CrossVocabulary
 from tests.support.tolerance import FP32, HALF_FACTOR, assert_close_norm, norm_error
@@ -75,18 +75,15 @@ class Text:
         vocabulary = CrossVocabulary.of(kind, self.ids, self.shares, self.pairs, **sizes, device="cuda")
         leaves = [x.detach().requires_grad_() for x in (self.hidden, self.weight)]
         out = xtoken_loss(
-            *leaves,
-            self.teacher_hidden,
-            self.teacher_weight[vocabulary.teacher_columns],
-            self.labels[0],
-            self.ce_weight,
-            self.labels[1],
-            ChunkRows(self.chunk[0], self.first[0], self.chunk[1], self.first[1], self.kd_weight),
-            kind=kind,
+            LinearLogits(*leaves),
+            LinearLogits(self.teacher_hidden, self.teacher_weight[vocabulary.teacher_columns]),
+            TokenWeights(self.labels[0], self.ce_weight, None),
+            TokenChunks(self.chunk[0], self.first[0], self.chunk[1], self.first[1], self.labels[1], self.kd_weight),
             vocabulary=vocabulary,
             spec=spec,
+            vocab=VocabLayout(STUDENT_VOCAB),
+            options=LossOptions(**options),
             uncommon_top_k=512,
-            **options,
         )
         d_hidden, d_weight = torch.autograd.grad(UPSTREAM * out.loss, leaves)
         assert not d_weight[STUDENT_VOCAB:].any()

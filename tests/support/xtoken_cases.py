@@ -14,7 +14,7 @@ from mkd.distributed.context_parallel import dual_chunk_positions
 from mkd.losses import LossOutput, reference
 from mkd.losses.inputs import PLAIN_LOGITS, LogitMaps
 from mkd.xtoken.loss import reference as definitions
-from mkd.xtoken.loss.chunks import ChunkRows
+from mkd.xtoken.loss.chunks import TokenChunks
 from mkd.xtoken.vocabulary.cross_vocabulary import CrossVocabulary, relaxed_pairs
 from tests.support.loss_cases import UPSTREAM
 from tests.support.tolerance import assert_close_norm
@@ -69,11 +69,14 @@ class Microbatch(NamedTuple):
     """[V_t, Ht] in the order of ids."""
     labels: Tensor
     ce_weight: Tensor | None
-    teacher_labels: Tensor
-    chunks: ChunkRows
+    chunks: TokenChunks
     ids: Tensor
     weights: Tensor
     pairs: Tensor
+
+    @property
+    def teacher_labels(self) -> Tensor:
+        return self.chunks.teacher_labels
 
     def vocabulary(self, case: XTokenCase, rank: int = 0, size: int = 1) -> CrossVocabulary:
         return CrossVocabulary.of(
@@ -125,7 +128,8 @@ def make(case: XTokenCase) -> Microbatch:
     kd_weight[1] = kd_weight[count - 2] = 0
     if case.masked in ("chunks", "all"):
         kd_weight.zero_()
-    chunks = ChunkRows(*(_rows(x) for x in (student, chunk_starts(student), teacher, chunk_starts(teacher))), kd_weight)
+    numbers = (_rows(x) for x in (student, chunk_starts(student), teacher, chunk_starts(teacher)))
+    chunks = TokenChunks(*numbers, teacher_labels, kd_weight)
     ce_weight[::5] = 0
     if case.masked == "all":
         ce_weight.zero_()
@@ -140,7 +144,7 @@ def make(case: XTokenCase) -> Microbatch:
     teacher_hidden[unread], teacher_labels[unread] = torch.inf, -100
     _make_common(chunks, labels, teacher_labels, case)
     ids, weights, pairs = _projection(case, gen)
-    rest = (labels, ce_weight if case.with_ce else None, teacher_labels, chunks, ids, weights, pairs)
+    rest = (labels, ce_weight if case.with_ce else None, chunks, ids, weights, pairs)
     return Microbatch(hidden, weight, teacher_hidden, teacher_weight, *rest)
 
 
@@ -174,7 +178,7 @@ def _counting(chunk: Tensor, weight: Tensor) -> Tensor:
     return (chunk >= 0) & (weight[chunk] != 0)
 
 
-def _make_common(chunks: ChunkRows, labels: Tensor, teacher_labels: Tensor, case: XTokenCase) -> None:
+def _make_common(chunks: TokenChunks, labels: Tensor, teacher_labels: Tensor, case: XTokenCase) -> None:
     """Half of the chunks begin with tokens of one pair, as most chunks of one token do."""
     for chunk in range(0, len(chunks.weight), 2):
         s = ((chunks.student == chunk) & chunks.student_first).nonzero()[0, 0]

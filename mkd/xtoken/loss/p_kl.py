@@ -1,22 +1,22 @@
-"""The student's probabilities projected to the teacher's tokens, on vocabulary shards."""
+"""p_kl on vocabulary shards: the student's probabilities, projected to the teacher's tokens, against the teacher's."""
 
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from mkd.config.kd_config import LossSpec
+from mkd.config.values import LossSpec
 from mkd.losses.divergences import DIVERGENCES
 from mkd.losses.vocab_shard import VocabShard
-from mkd.xtoken.loss.chunks import Group
-from mkd.xtoken.loss.shards import Mass, gather_all, log_mass
+from mkd.xtoken.loss.chunks import ChunkGroup
+from mkd.xtoken.loss.shards import ShardSoftmax, gather_all, merged_log_sum_exp
 from mkd.xtoken.vocabulary.cross_vocabulary import CrossVocabulary
 
 
 def p_kl(
     student: Tensor,
     teacher: Tensor,
-    group: Group,
+    group: ChunkGroup,
     weight: Tensor,
     gradient: Tensor | None,
     *,
@@ -27,38 +27,38 @@ def p_kl(
     """Values of the group's chunks, and the gradient.
 
     Communication: the projected probabilities, [chunks, V_t] fp32, are reduce-scattered, and their gradients gathered;
-    beside them four all-gathers of 8 bytes a row or chunk.
+    also four all-gathers of 8 bytes per token or chunk.
 
     Args:
-        student, teacher, group, weight, gradient: see `group_terms.Divergence`.
-        vocabulary, shard, spec: of the loss.
+        student, teacher, group, weight, gradient: see `mkd.xtoken.loss.chunk_groups.Divergence`.
+        vocabulary, shard, spec: see `xtoken_loss`.
 
     Returns:
-        [chunks] divergence in nats, with T^2 if the spec says so.
+        [chunks] divergence in nats, with T^2 if the spec sets it.
     """
     z, u = student.div_(spec.temperature), teacher.div_(spec.temperature)
-    merged = gather_all(shard, *Mass.of(z), *Mass.of(u))
-    q, p = _softmax(z, Mass(*merged[:2])), _softmax(u, Mass(*merged[2:]))
+    merged = gather_all(shard, *ShardSoftmax.of(z), *ShardSoftmax.of(u))
+    q, p = _softmax(z, ShardSoftmax(*merged[:2])), _softmax(u, ShardSoftmax(*merged[2:]))
     means = group.student.totals(q) / group.student.count[:, None]
     projected = _reduce(
         torch.sparse.mm(vocabulary.projection_t.to(z.dtype), means.t().contiguous()), vocabulary, shard
     ).t()
-    wanted = (group.teacher.totals(p) / group.teacher.count[:, None]) * vocabulary.reached
-    # Of probabilities that are 0 in this precision: a finite logarithm, and no gradient.
+    target = (group.teacher.totals(p) / group.teacher.count[:, None]) * vocabulary.reached
+    # Probabilities that are 0 in this precision have a finite logarithm and no gradient.
     tiny = torch.finfo(projected.dtype).tiny
     possible = vocabulary.reached & (projected > tiny)
-    log_q, log_p = (torch.where(vocabulary.reached, x.clamp_min(tiny).log(), -torch.inf) for x in (projected, wanted))
-    mass, teacher_mass = (x.sum(dim=0) for x in gather_all(shard, projected.sum(dim=1), wanted.sum(dim=1)))
-    log_q, log_p = log_q - mass.log()[:, None], log_p - teacher_mass.log()[:, None]
+    log_q, log_p = (torch.where(vocabulary.reached, x.clamp_min(tiny).log(), -torch.inf) for x in (projected, target))
+    total, teacher_total = (x.sum(dim=0) for x in gather_all(shard, projected.sum(dim=1), target.sum(dim=1)))
+    log_q, log_p = log_q - total.log()[:, None], log_p - teacher_total.log()[:, None]
 
     entry = DIVERGENCES[spec.divergence]
-    slope = entry.dlogq(log_q, log_p, spec)
-    sums = gather_all(shard, entry.pointwise(log_q, log_p, spec).sum(dim=1), slope.sum(dim=1))
-    value, slope_sum = (x.sum(dim=0) for x in sums)
+    dlogq = entry.dlogq(log_q, log_p, spec)
+    sums = gather_all(shard, entry.pointwise(log_q, log_p, spec).sum(dim=1), dlogq.sum(dim=1))
+    value, dlogq_sum = (x.sum(dim=0) for x in sums)
     if entry.single_pass is not None:
-        slope_sum = entry.single_pass.dlogq_sum(value)
+        dlogq_sum = entry.single_pass.dlogq_sum(value)
     if gradient is not None:
-        by_projected = torch.where(possible, slope / projected - (slope_sum / mass)[:, None], 0)
+        by_projected = torch.where(possible, dlogq / projected - (dlogq_sum / total)[:, None], 0)
         by_projected *= (weight * (spec.scale / spec.temperature))[:, None]
         everywhere = _gather(by_projected.t().contiguous(), vocabulary, shard)
         by_mean = torch.sparse.mm(vocabulary.projection.to(z.dtype), everywhere).t() / group.student.count[:, None]
@@ -68,10 +68,10 @@ def p_kl(
     return value * spec.scale
 
 
-def _softmax(logits: Tensor, mass: Mass) -> Tensor:
+def _softmax(logits: Tensor, stats: ShardSoftmax) -> Tensor:
     """[n, columns] logits / T of this shard -> probabilities, in place."""
-    top = mass.top.amax(dim=0)
-    return logits.sub_((top + log_mass(*mass, top))[:, None]).exp_()
+    top = stats.top.amax(dim=0)
+    return logits.sub_((top + merged_log_sum_exp(*stats, top))[:, None]).exp_()
 
 
 def _widths(vocabulary: CrossVocabulary) -> list[int]:
@@ -80,7 +80,7 @@ def _widths(vocabulary: CrossVocabulary) -> list[int]:
 
 
 def _reduce(partial: Tensor, vocabulary: CrossVocabulary, shard: VocabShard) -> Tensor:
-    """[teacher columns of all ranks, rows] parts of sums -> [columns of this rank, rows] sums."""
+    """[teacher columns of all ranks, n] partial sums -> [columns of this rank, n] sums."""
     if shard.size == 1:
         return partial
     widths = _widths(vocabulary)
@@ -93,7 +93,7 @@ def _reduce(partial: Tensor, vocabulary: CrossVocabulary, shard: VocabShard) -> 
 
 
 def _gather(own: Tensor, vocabulary: CrossVocabulary, shard: VocabShard) -> Tensor:
-    """[columns of this rank, rows] -> [teacher columns of all ranks, rows]"""
+    """[columns of this rank, n] -> [teacher columns of all ranks, n]"""
     if shard.size == 1:
         return own
     widths = _widths(vocabulary)

@@ -1,8 +1,8 @@
-"""The losses between models with different tokenizers as their definitions: one chunk, one rank, autograd.
+"""Definitions of the losses between models with different tokenizers: one text chunk, one rank, autograd.
 
-A chunk is a piece of text that the student writes in n tokens and the teacher in m. The rows of the chunk are the
-logits that predict those tokens, in order; q is the student, p the teacher, each token's softmax(logits / T). All
-results are in nats, with T^2 if the spec says so. `mkd.losses.reference.dense` holds the divergences.
+The student writes a chunk in n tokens and the teacher in m. The logits of a chunk are those that predict its tokens, in
+order; q is the student and p the teacher, per token softmax(logits / T). Results are in nats, with T^2 if the spec sets
+it. `mkd.losses.reference.dense` holds the divergences.
 """
 
 from dataclasses import replace
@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from mkd.config.kd_config import LossSpec
+from mkd.config.values import LossSpec
 from mkd.losses.reference.dense import DIVERGENCES
 
 
@@ -22,17 +22,17 @@ def partition_kl(
     pairs: Tensor,
     spec: LossSpec,
 ) -> Tensor:
-    """Divergence of what both models say of the same outcomes.
+    """Divergence over a partition of the text's continuations.
 
-    What follows the text so far is one of: the chunk itself, token by token, E = prod_k q_k(y_k); a token that both
-    vocabularies have, other than the first tokens of the chunk, at its first row; anything else, REST. Where a side has
-    nothing in REST, both sides are taken without it and normalized.
+    The outcomes are: the chunk itself, token by token, E = prod_k q_k(y_k); each common token, except the first tokens
+    of the chunk, at the chunk's first token; and everything else, REST. If REST is empty for one model, it is dropped
+    for both, and the other outcomes are normalized.
 
     Args:
         student_logits: [n, V_s], any float dtype.
-        teacher_logits: [m, V_t], same.
+        teacher_logits: [m, V_t], likewise.
         student_labels, teacher_labels: [n], [m] int64, the chunk's tokens.
-        pairs: [c, 2] int64 ids (student, teacher) of the tokens that both have, each id at most once.
+        pairs: [c, 2] int64 ids (student, teacher) of the common tokens, each id at most once.
         spec: divergence and temperature.
 
     Returns:
@@ -47,19 +47,19 @@ def partition_kl(
 
 
 def gold(student_logits: Tensor, teacher_logits: Tensor, pairs: Tensor, spec: LossSpec, uncommon_top_k: int) -> Tensor:
-    """Divergence over the common tokens and REST, and the distance of the sorted probabilities of the others.
+    """Divergence over the common tokens and REST, plus the distance of the sorted probabilities of the other tokens.
 
-    Over a chunk's rows the logits / T are averaged: their softmax is the normalized geometric mean of the rows'.
-    The sorted probabilities (Boizard et al. 2024, "Toward cross-tokenizer distillation", ULD) are compared in their
-    largest `uncommon_top_k` places, the shorter list going on in zeros.
+    The logits / T are averaged over a chunk's tokens: the softmax of the mean is the normalized geometric mean. Of the
+    sorted probabilities (ULD, Boizard et al. 2024, "Toward cross-tokenizer distillation") the largest `uncommon_top_k`
+    are compared, the shorter list padded with zeros.
 
     Args:
         student_logits, teacher_logits, pairs, spec: see `partition_kl`.
         uncommon_top_k: at least 1.
     """
     logs = [torch.log_softmax(z.mean(dim=0) / spec.temperature, dim=0) for z in (student_logits, teacher_logits)]
-    common = [log_x[pairs[:, side]] for side, log_x in enumerate(logs)]
-    others = [_without(log_x, pairs[:, side]) for side, log_x in enumerate(logs)]
+    common = [log_x[pairs[:, model]] for model, log_x in enumerate(logs)]
+    others = [_without(log_x, pairs[:, model]) for model, log_x in enumerate(logs)]
     log_q, log_p = (torch.cat([a, _log_sum(b)]) for a, b in zip(common, others, strict=True))
     if log_q[-1] == -torch.inf or log_p[-1] == -torch.inf:
         log_q, log_p = log_q[:-1], log_p[:-1]
@@ -72,12 +72,11 @@ def gold(student_logits: Tensor, teacher_logits: Tensor, pairs: Tensor, spec: Lo
 def p_kl(student_logits: Tensor, teacher_logits: Tensor, projection: Tensor, spec: LossSpec) -> Tensor:
     """Divergence between the student's distribution, projected to the teacher's vocabulary, and the teacher's.
 
-    Both are arithmetic means over the rows of the chunk. Both are normalized over the teacher's ids that the projection
-    reaches at all.
+    Both are arithmetic means over the chunk's tokens, normalized over the teacher's ids that the projection reaches.
 
     Args:
         student_logits, teacher_logits, spec: see `partition_kl`.
-        projection: [V_s, V_t] non-negative: how a student token is written in teacher tokens.
+        projection: [V_s, V_t] non-negative shares of teacher tokens per student token.
     """
     q, p = (torch.softmax(z / spec.temperature, dim=1).mean(dim=0) for z in (student_logits, teacher_logits))
     reached = (projection > 0).any(dim=0)
@@ -87,15 +86,16 @@ def p_kl(student_logits: Tensor, teacher_logits: Tensor, projection: Tensor, spe
 def _outcomes(logits: Tensor, labels: Tensor, slots: Tensor) -> Tensor:
     """[slots + 2] log-probabilities of the slots, of the chunk, and of the rest."""
     logs = torch.log_softmax(logits, dim=1)
-    first, then = logs[0], logs[1:].gather(1, labels[1:, None]).sum()
+    first, continuation = logs[0], logs[1:].gather(1, labels[1:, None]).sum()
     others = _without(first, torch.cat([slots, labels[:1]]))
-    beside = _without_chain(first[labels[0]], then) if len(labels) > 1 else first.new_full((), -torch.inf)
-    return torch.cat([first[slots], (first[labels[0]] + then)[None], _log_sum(torch.cat([others, beside[None]]))])
+    left = _started_then_left(first[labels[0]], continuation) if len(labels) > 1 else first.new_full((), -torch.inf)
+    chunk = first[labels[0]] + continuation
+    return torch.cat([first[slots], chunk[None], _log_sum(torch.cat([others, left[None]]))])
 
 
-def _without_chain(log_first: Tensor, log_then: Tensor) -> Tensor:
-    """ln of the probability that the chunk's first token is written and then the chunk is left."""
-    return log_first + torch.log(-torch.expm1(log_then))
+def _started_then_left(log_first: Tensor, log_continuation: Tensor) -> Tensor:
+    """ln of the probability of the chunk's first token followed by another continuation than the chunk's."""
+    return log_first + torch.log(-torch.expm1(log_continuation))
 
 
 def _without(values: Tensor, ids: Tensor) -> Tensor:
@@ -105,12 +105,12 @@ def _without(values: Tensor, ids: Tensor) -> Tensor:
 
 
 def _log_sum(logs: Tensor) -> Tensor:
-    """[1] ln sum exp; -inf, and no NaN in the gradient, where nothing is to be summed."""
+    """[1] ln sum exp; -inf, without NaN in the gradient, for an empty sum."""
     logs = logs[logs > -torch.inf]
     return torch.logsumexp(logs, 0, keepdim=True) if len(logs) else logs.new_full((1,), -torch.inf)
 
 
 def _divergence(log_q: Tensor, log_p: Tensor, spec: LossSpec) -> Tensor:
-    """Scalar: of log-masses, which are normalized first."""
+    """Scalar divergence of log-masses, which are normalized first."""
     plain = replace(spec, temperature=1.0)
     return spec.scale * DIVERGENCES[spec.divergence](log_q[None], log_p[None], plain)[0]

@@ -1,7 +1,7 @@
-"""What two vocabularies share, laid out over the student's vocabulary shards.
+"""Two vocabularies in the layout of the student's vocabulary shards.
 
-A token that both have is a slot: a column of the student's shard and, on the same rank, a column of the teacher's. The
-teacher's head is cut so that its first columns are the slots of the student's shard, in their order; the teacher's
+A common token is a *slot*: a column of the student's shard and, on the same rank, a column of the teacher's. The
+teacher's LM head is split so that its first columns are the slots of the student's shard, in their order; the teacher's
 other tokens follow, spread so that all ranks have about the same number of columns.
 """
 
@@ -15,15 +15,15 @@ from mkd.config.values import XTokenLoss
 from mkd.errors import MkdConfigError
 
 RELAXED_WEIGHT = 0.6
-"""`gold_relaxed` pairs a student token with a teacher token that has at least this part of its projection."""
+"""`gold_relaxed` pairs a student token with a teacher token that has at least this share of its projection."""
 
 
 @dataclass(frozen=True)
 class CrossVocabulary:
-    """One rank's part of both vocabularies. Tensors are on the device of the losses."""
+    """One rank's shards of both vocabularies. Tensors are on the device of the loss."""
 
     kind: XTokenLoss
-    """The loss that it is made for."""
+    """The loss that it is built for."""
     student_vocab: int
     """True size, without padding."""
     teacher_vocab: int
@@ -32,23 +32,23 @@ class CrossVocabulary:
     rank: int
     size: int
     teacher_columns: Tensor
-    """[columns] int64 teacher ids of this rank, in the order of the rows that its part of the teacher's head has."""
+    """[columns] int64 teacher ids of this rank, in the order of the rows of its shard of the teacher's LM head."""
     teacher_starts: tuple[int, ...]
-    """Where each rank's columns start among all, in rank order, and the end of the last."""
-    most_others: tuple[int, int]
-    """The greatest number of columns that are in no slot on a rank: of the student's, of the teacher's."""
+    """Start of each rank's columns among all, in rank order, and the end of the last."""
+    max_uncommon: tuple[int, int]
+    """Maximum over ranks of the number of columns in no slot: the student's, the teacher's."""
     slots: Tensor
-    """[slots] int64 columns of the student's shard; slot k is column k of the teacher's part."""
-    others: Tensor
-    """[others] int64 columns of the student's shard that are in no slot; no padding."""
+    """[slots] int64 columns of the student's shard; slot k is column k of the teacher's shard."""
+    uncommon: Tensor
+    """[n] int64 columns of the student's shard that are in no slot; no padding."""
     pair_of_student: Tensor
-    """[V_s] int64 teacher id of the same token, -1 without one."""
+    """[V_s] int64 teacher id of the common token, -1 for uncommon ones."""
     pair_of_teacher: Tensor
-    """[V_t] int64 student id of the same token, -1 without one."""
-    teacher_place: Tensor
-    """[V_t] int64 place of a teacher id among the columns of all ranks, in rank order."""
+    """[V_t] int64 student id of the common token, -1 for uncommon ones."""
+    teacher_position: Tensor
+    """[V_t] int64 position of each teacher id among the columns of all ranks, in rank order."""
     reached: Tensor
-    """[columns] bool: whether the projection reaches this rank's teacher column."""
+    """[columns] bool, True for teacher columns of this rank that the projection reaches."""
     projection: Tensor | None
     """Sparse CSR [student columns, teacher columns of all ranks] fp32, and its transpose; for p_kl only."""
     projection_t: Tensor | None
@@ -68,18 +68,18 @@ class CrossVocabulary:
         size: int = 1,
         device: torch.device | str = "cpu",
     ) -> "CrossVocabulary":
-        """The layout of one rank.
+        """Build the shards of one rank.
 
         Args:
             kind: the loss that it is for.
-            ids: [V, k] int64, for each student token the teacher tokens that it is written in, -1 in empty places. V
-                may be any size: rows from `student_vocab` up, and ids from `teacher_vocab` up, are left out.
-            weights: [V, k] their shares, >= 0; 0 counts as an empty place.
-            pairs: [n, 2] ids (student, teacher) of the tokens that both have, each id at most once.
+            ids: [V, k] int64 teacher tokens of each student token (`Projection.ids`), -1 in unused columns. V may be
+                any size: student ids from `student_vocab` up, and teacher ids from `teacher_vocab` up, are ignored.
+            weights: [V, k] their shares, >= 0; 0 counts as unused.
+            pairs: [n, 2] ids (student, teacher) of the common tokens, each id at most once.
             student_vocab, teacher_vocab: true sizes.
             student_width: rows of the student's LM head on each rank.
-            rank, size: of the tensor-parallel group.
-            device: of the losses.
+            rank, size: in the tensor-parallel group.
+            device: device of the loss.
 
         Raises:
             MkdConfigError: no token in common, an id in two pairs, or shapes that do not fit.
@@ -96,8 +96,8 @@ class CrossVocabulary:
         _check_pairs(kind, pairs)
         pairs = pairs[pairs[:, 0].argsort()]
         columns = _teacher_columns(pairs, teacher_vocab, student_width, size)
-        place = torch.empty(teacher_vocab, dtype=torch.int64)
-        place[torch.cat(columns)] = torch.arange(teacher_vocab)
+        position = torch.empty(teacher_vocab, dtype=torch.int64)
+        position[torch.cat(columns)] = torch.arange(teacher_vocab)
         start = rank * student_width
         real = max(0, min(student_width, student_vocab - start))
         slots = pairs[:, 0][(pairs[:, 0] >= start) & (pairs[:, 0] < start + real)] - start
@@ -105,7 +105,7 @@ class CrossVocabulary:
         reached = torch.zeros(teacher_vocab, dtype=torch.bool).index_fill_(0, ids[ids >= 0], True)
         projection = None
         if kind == "p_kl":
-            projection = _projection(ids, weights, place, slice(start, start + real), teacher_vocab)
+            projection = _projection(ids, weights, position, slice(start, start + real), teacher_vocab)
         ends = torch.tensor([0, *(len(c) for c in columns)]).cumsum(0).tolist()
         return cls(
             kind,
@@ -116,12 +116,12 @@ class CrossVocabulary:
             size,
             teacher_columns=columns[rank].to(device),
             teacher_starts=tuple(ends),
-            most_others=_most_others(pairs, columns, student_vocab, student_width),
+            max_uncommon=_max_uncommon(pairs, columns, student_vocab, student_width),
             slots=slots.to(device),
-            others=(~is_slot).nonzero().squeeze(1).to(device),
+            uncommon=(~is_slot).nonzero().squeeze(1).to(device),
             pair_of_student=_table(student_vocab, pairs).to(device),
             pair_of_teacher=_table(teacher_vocab, pairs.flip(1)).to(device),
-            teacher_place=place.to(device),
+            teacher_position=position.to(device),
             reached=reached[columns[rank]].to(device),
             projection=None if projection is None else _csr(projection).to(device),
             projection_t=None if projection is None else _csr(projection.t()).to(device),
@@ -135,33 +135,33 @@ class CrossVocabulary:
     @property
     def student_columns(self) -> int:
         """Real student columns of this rank; they come first."""
-        return len(self.slots) + len(self.others)
+        return len(self.slots) + len(self.uncommon)
 
     @property
     def teacher_start(self) -> int:
-        """Place of this rank's first teacher column among those of all ranks."""
+        """Position of this rank's first teacher column among those of all ranks."""
         return self.teacher_starts[self.rank]
 
     def student_columns_of(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """(column in this rank's shard, whether it has one) of student tokens [n]; the column says nothing without."""
+        """([n] column in this rank's shard, [n] bool: the shard has it) of student ids [n]; else undefined."""
         columns = ids - self.student_start
         return columns, (ids >= 0) & (columns >= 0) & (columns < self.student_columns)
 
     def teacher_columns_of(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The same of teacher tokens."""
-        columns = self.teacher_place[ids.clamp_min(0)] - self.teacher_start
+        """As `student_columns_of`, for teacher ids."""
+        columns = self.teacher_position[ids.clamp_min(0)] - self.teacher_start
         return columns, (ids >= 0) & (columns >= 0) & (columns < len(self.teacher_columns))
 
 
 def relaxed_pairs(ids: Tensor, weights: Tensor) -> Tensor:
-    """[n, 2] pairs of each student token and the teacher token that has at least `RELAXED_WEIGHT` of its projection.
+    """[n, 2] pairs of a student token and the teacher token that has at least `RELAXED_WEIGHT` of its projection.
 
-    Of several student tokens with the same teacher token the one with the greatest weight is taken, of equal ones the
-    lowest id.
+    Of several student tokens with the same teacher token the one with the greatest weight is paired, then the one with
+    the lowest id.
     """
     top, slot = torch.where(ids >= 0, weights, 0).max(dim=1)
     student = (top >= RELAXED_WEIGHT * (1.0 - 1e-6)).nonzero().squeeze(1)
-    # fp32 shares of 0.6 may be rounded below it
+    # The tolerance is for fp32 shares of 0.6 that are rounded below it.
     student = student[top[student].argsort(descending=True, stable=True)]
     teacher = ids[student, slot[student]]
     order = teacher.argsort(stable=True)
@@ -177,26 +177,26 @@ def _check_pairs(kind: str, pairs: Tensor) -> None:
             f"--kd-projection: student and teacher have no token in common, and --kd-xtoken-loss {kind} compares "
             "common tokens: was the file made for these two tokenizers? p_kl needs none"
         )
-    for side, name in enumerate(("student", "teacher")):
-        ids, counts = pairs[:, side].unique(return_counts=True)
+    for column, name in enumerate(("student", "teacher")):
+        ids, counts = pairs[:, column].unique(return_counts=True)
         if (counts > 1).any():
             raise MkdConfigError(f"--kd-projection: {name} token {ids[counts > 1][0].item()} is in several pairs")
 
 
 def _teacher_columns(pairs: Tensor, teacher_vocab: int, student_width: int, size: int) -> list[Tensor]:
-    """Teacher ids of each rank: those of its slots, then its part of the others."""
+    """Teacher ids of each rank: those of its slots, then its share of the uncommon ones."""
     slots = [pairs[pairs[:, 0] // student_width == rank, 1] for rank in range(size)]
     is_free = torch.ones(teacher_vocab, dtype=torch.bool).index_fill_(0, pairs[:, 1], False)
     free = is_free.nonzero().squeeze(1)
     level = _water_level([len(s) for s in slots], teacher_vocab)
     room = [max(0, level - len(s)) for s in slots]
-    # The level may hold some columns too many; the last ranks go without them.
+    # The level may hold too many columns; the last ranks then have fewer.
     ends = torch.tensor([0, *room]).cumsum(0).clamp_max(len(free)).tolist()
     return [torch.cat([s, free[a:b]]) for s, (a, b) in zip(slots, pairwise(ends), strict=True)]
 
 
 def _water_level(taken: list[int], total: int) -> int:
-    """The least width at which ranks that have `taken` columns each can hold `total` together."""
+    """Smallest width at which ranks with `taken` columns each can hold `total` columns together."""
     low, high = 0, total
     while low < high:
         middle = (low + high) // 2
@@ -207,8 +207,8 @@ def _water_level(taken: list[int], total: int) -> int:
     return low
 
 
-def _most_others(pairs: Tensor, columns: list[Tensor], student_vocab: int, student_width: int) -> tuple[int, int]:
-    """See `CrossVocabulary.most_others`."""
+def _max_uncommon(pairs: Tensor, columns: list[Tensor], student_vocab: int, student_width: int) -> tuple[int, int]:
+    """See `CrossVocabulary.max_uncommon`."""
     size = len(columns)
     slots = (pairs[:, 0] // student_width).bincount(minlength=size).tolist()
     real = [max(0, min(student_width, student_vocab - rank * student_width)) for rank in range(size)]
@@ -217,20 +217,20 @@ def _most_others(pairs: Tensor, columns: list[Tensor], student_vocab: int, stude
 
 
 def _table(size: int, pairs: Tensor) -> Tensor:
-    """[size] int64: from the first ids of pairs to the second, -1 for others."""
+    """[size] int64 map from the first to the second id of each pair, -1 for ids in no pair."""
     table = torch.full((size,), -1, dtype=torch.int64)
     table[pairs[:, 0]] = pairs[:, 1]
     return table
 
 
-def _projection(ids: Tensor, weights: Tensor, place: Tensor, rows: slice, teacher_vocab: int) -> Tensor:
-    """COO [student columns of a shard, teacher columns of all ranks]; rows add up to 1, or 0 without ids."""
-    ids, weights = ids[rows], torch.where(ids[rows] >= 0, weights[rows].double(), 0)
+def _projection(ids: Tensor, weights: Tensor, position: Tensor, own: slice, teacher_vocab: int) -> Tensor:
+    """COO [student columns of a shard, teacher columns of all ranks]; shares of a student token sum to 1, or to 0."""
+    ids, weights = ids[own], torch.where(ids[own] >= 0, weights[own].double(), 0)
     total = weights.sum(dim=1, keepdim=True)
     shares = torch.where(total > 0, weights / total, 0).float()
-    row, slot = (ids >= 0).nonzero(as_tuple=True)
-    places = torch.stack([row, place[ids[row, slot]]])
-    return torch.sparse_coo_tensor(places, shares[row, slot], (rows.stop - rows.start, teacher_vocab)).coalesce()
+    token, column = (ids >= 0).nonzero(as_tuple=True)
+    indices = torch.stack([token, position[ids[token, column]]])
+    return torch.sparse_coo_tensor(indices, shares[token, column], (own.stop - own.start, teacher_vocab)).coalesce()
 
 
 def _csr(matrix: Tensor) -> Tensor:

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from mkd.errors import MkdConfigError
-from mkd.losses import LossOutput, fused_linear_loss
+from mkd.losses import LinearLogits, LossOptions, LossOutput, TokenWeights, VocabLayout, fused_linear_loss
 from mkd.losses.divergences import DIVERGENCES
 from mkd.losses.inputs import LogitMap, LogitMaps
-from mkd.xtoken.loss.chunks import ChunkRows
+from mkd.xtoken.loss.chunks import TokenChunks
 from mkd.xtoken.loss.xtoken_loss import xtoken_loss
 from mkd.xtoken.vocabulary.cross_vocabulary import CrossVocabulary, relaxed_pairs
 from tests.support.loss_cases import INTERPRETED, UPSTREAM
@@ -28,20 +28,15 @@ def run(
     leaves = [t.clone().requires_grad_() for t in (x.student_hidden, x.student_weight)]
     with poisoned_memory():
         out = xtoken_loss(
-            *leaves,
-            x.teacher_hidden,
-            x.teacher_weight[vocabulary.teacher_columns],
-            x.labels,
-            x.ce_weight,
-            x.teacher_labels,
+            LinearLogits(*leaves, case.maps.student),
+            LinearLogits(x.teacher_hidden, x.teacher_weight[vocabulary.teacher_columns], case.maps.teacher),
+            TokenWeights(x.labels, x.ce_weight, None),
             x.chunks,
-            kind=case.kind,
             vocabulary=vocabulary,
             spec=case.spec,
-            chunk_rows=case.chunk_rows,
-            maps=case.maps,
+            vocab=VocabLayout(case.student_vocab),
+            options=LossOptions(chunk_rows=case.chunk_rows, impl=impl),
             uncommon_top_k=case.uncommon_top_k,
-            impl=impl,
         )
         return out, *torch.autograd.grad(UPSTREAM * out.loss, leaves)
 
@@ -114,8 +109,7 @@ def same_tokenizer(case: XTokenCase) -> Microbatch:
         student_hidden=x.student_hidden.nan_to_num(0.5),
         teacher_hidden=x.teacher_hidden.nan_to_num(0.5, 0.5),
         labels=labels,
-        teacher_labels=labels,
-        chunks=ChunkRows(chunk, every, chunk, every, weight),
+        chunks=TokenChunks(chunk, every, chunk, every, labels, weight),
         ids=ids[:, None],
         weights=torch.ones(case.student_vocab, 1),
         pairs=torch.stack([ids, ids], dim=1),
@@ -145,7 +139,7 @@ def test_one_tokenizer_is_the_plain_divergence(kind: str, divergence: str) -> No
 
 @every_kind
 @pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_a_teacher_that_is_the_student(kind: str, divergence: str) -> None:
+def test_teacher_equal_to_student(kind: str, divergence: str) -> None:
     """0 and a gradient of 0, also of chunks of several tokens and where only a part of the vocabulary is in pairs.
 
     Not of tvd, nor of gold's sorted probabilities, for which all tokens are in pairs: there rounding decides a sign.
@@ -158,7 +152,7 @@ def test_a_teacher_that_is_the_student(kind: str, divergence: str) -> None:
     x = x._replace(
         teacher_hidden=x.student_hidden,
         teacher_weight=x.student_weight[:29],
-        chunks=ChunkRows(chunk, first, chunk, first, weight),
+        chunks=TokenChunks(chunk, first, chunk, first, x.teacher_labels, weight),
         pairs=some,
         ids=torch.where(torch.isin(x.ids, x.pairs[::2, 0]), x.ids, -1) if kind == "p_kl" else x.ids,
     )
@@ -174,35 +168,34 @@ def replaced(x: Microbatch, **changes: Tensor) -> Microbatch:
 
 
 @pytest.mark.parametrize("side", ["student", "teacher"])
-def test_chunks_that_do_not_fit_are_refused(side: str) -> None:
+def test_invalid_chunks(side: str) -> None:
     case = XTokenCase()
     x = make(case)
     chunk, first = getattr(x.chunks, side), getattr(x.chunks, f"{side}_first")
     name = f"{side}_first"
-    with pytest.raises(ValueError, match=f"{side} rows and 0 first ones"):
+    with pytest.raises(ValueError, match=f"{side} tokens and 0 first ones"):
         run(case, replaced(x, **{name: torch.zeros_like(first)}))
     with pytest.raises(ValueError, match="chunk 0 has a weight, 0 "):
         run(case, replaced(x, **{side: torch.where(chunk == 0, -1, chunk)}))
-    with pytest.raises(ValueError, match="row is in chunk"):
+    with pytest.raises(ValueError, match="token is in chunk"):
         run(case, replaced(x, weight=x.chunks.weight[:-1]))
-    labels = "labels" if side == "student" else "teacher_labels"
-    wrong = getattr(x, labels).clone()
+    wrong = (x.labels if side == "student" else x.teacher_labels).clone()
     wrong[(chunk == 0).nonzero()[0, 0]] = 40
     with pytest.raises(ValueError, match=f"{side} label 40"):
-        run(case, x._replace(**{labels: wrong}))
+        run(case, x._replace(labels=wrong) if side == "student" else replaced(x, teacher_labels=wrong))
     with pytest.raises(ValueError, match="has shape"):
         run(case, replaced(x, **{name: first[1:]}))
 
 
-def test_other_input_that_does_not_fit_is_refused() -> None:
+def test_invalid_inputs() -> None:
     case = XTokenCase()
     x = make(case)
     with pytest.raises(ValueError, match="chunk_rows is 0"):
         run(dataclasses.replace(case, chunk_rows=0))
     with pytest.raises(ValueError, match="uncommon_top_k is 0"):
         run(XTokenCase("gold", uncommon_top_k=0))
-    with pytest.raises(ValueError, match="made for partition_kl"):
-        run(XTokenCase("gold"), vocabulary=x.vocabulary(case))
+    with pytest.raises(ValueError, match="true_vocab is 28, the vocabulary has 29 tokens"):
+        run(dataclasses.replace(case, student_vocab=28), x, x.vocabulary(case))
     with pytest.raises(ValueError, match="32 student columns; this is rank 0 of 1 with 31"):
         run(case, x._replace(student_weight=x.student_weight[:31]), x.vocabulary(case))
     with pytest.raises(MkdConfigError, match="no token in common"):
@@ -213,7 +206,7 @@ def test_other_input_that_does_not_fit_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", ["partition_kl", "gold"])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_layout_of_vocabularies(kind: str, size: int) -> None:
+def test_vocabulary_shards(kind: str, size: int) -> None:
     case = XTokenCase(kind)
     x = make(case)
     parts = [x.vocabulary(case, rank, size) for rank in range(size)]
@@ -224,7 +217,7 @@ def test_layout_of_vocabularies(kind: str, size: int) -> None:
         start = rank * (case.width // size)
         pairs = torch.stack([part.slots + start, part.teacher_columns[:slots]], dim=1)
         assert all(pair in x.pairs.tolist() for pair in pairs.tolist())
-        assert slots + len(part.others) == max(0, min(case.width // size, case.student_vocab - start))
+        assert slots + len(part.uncommon) == max(0, min(case.width // size, case.student_vocab - start))
         assert torch.equal(part.teacher_columns, columns[part.teacher_starts[rank] : part.teacher_starts[rank + 1]])
     assert sum(len(part.slots) for part in parts) == case.common
     widths = [len(part.teacher_columns) for part in parts]
@@ -232,7 +225,7 @@ def test_layout_of_vocabularies(kind: str, size: int) -> None:
 
 
 def test_relaxed_pairs() -> None:
-    """At least 0.6 of the projection; of several student tokens the surest, of equal ones the lowest."""
+    """At least 0.6 of the projection; of several student tokens the one with most weight, then the lowest id."""
     ids = torch.tensor([[5, 6], [5, 7], [8, 9], [9, 1], [9, 2], [3, -1]])
     weights = torch.tensor([[0.6, 0.4], [0.7, 0.3], [0.59, 0.41], [0.8, 0.2], [0.8, 0.2], [1.0, 0.0]])
     assert relaxed_pairs(ids, weights).tolist() == [[5, 3], [1, 5], [3, 9]]
