@@ -11,7 +11,7 @@ tokenizer per aligned text chunk (`CrossTokenizerObjective`).
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -25,7 +25,6 @@ from mkd.distributed.groups import Groups
 from mkd.losses import (
     LinearLogits,
     LogitMap,
-    LogitMaps,
     LossOptions,
     LossOutput,
     SparseTeacher,

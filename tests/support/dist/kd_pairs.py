@@ -11,7 +11,7 @@ from mkd.data.packing.row_layout import RowLayout
 from mkd.data.sources.aligned import TeacherText, AlignedSample
 from mkd.data.packing.aligned_layout import AlignedRowLayout
 from mkd.data.packing.aligned_streams import to_tensors
-from mkd.xtoken.loss.xtoken_loss import XTokenLoss
+from mkd.config.values import XTokenLoss
 from mkd.xtoken.vocabulary.cross_vocabulary import CrossVocabulary
 
 ROW, TEACHER_ROW, MULTIPLE = 24, 32, 8

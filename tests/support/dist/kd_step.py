@@ -42,7 +42,7 @@ from mkd.teacher.resharded.teacher import ReshardedTeacher
 from mkd.teacher.online import OnlineTeacher
 from mkd.teacher.ensemble import TeacherEnsemble
 from mkd.train.objective import CrossTokenizer, LossContext
-from mkd.xtoken.loss.xtoken_loss import XTokenLoss
+from mkd.config.values import XTokenLoss
 from tests.support.dist import kd_pairs
 from tests.support.dist.kd_samples import ROW, VOCAB, DataName, MaskName, microbatches
 
