@@ -1,4 +1,4 @@
-"""mkd's part of megatron's training loop."""
+"""Adds the schedule, the NaN check and the metrics to Megatron's training loop."""
 
 import math
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from torch import Tensor
 from mkd.data.token_counts import TextSize
 from mkd.job.job import Job
 from mkd.report.calibration import calibration_table
-from mkd.report.metrics import MetricsLog, Step
+from mkd.report.metrics import IterationMetrics, MetricsLog
 from mkd.train import balance
 from mkd.train.evaluation import CALIBRATION
 from mkd.train.nan_check import FiniteCheck, check_loss_scale
@@ -20,7 +20,7 @@ from mkd.utils.logging import logger
 
 
 class Hooks:
-    """The schedule and the metrics."""
+    """Implements `mkd.compat.training_loop.TrainingHooks`."""
 
     def __init__(
         self, job: Job, schedule: TeacherThenStudent, log: MetricsLog, finite: FiniteCheck | None = None
@@ -44,7 +44,7 @@ class Hooks:
 
     def around(self, schedule: Callable) -> Callable:
         run = self._schedule.around(schedule)
-        self._calibration = None  # megatron asks for a schedule at the beginning of each evaluation
+        self._calibration = None  # megatron requests a schedule at the start of each evaluation
 
         def timed(*, forward_only: bool = False, **options: Any) -> list[dict]:
             if not forward_only:
@@ -63,7 +63,7 @@ class Hooks:
         return timed
 
     def _collect(self, reports: list[dict]) -> None:
-        """Keep what megatron, which knows means only, cannot add up."""
+        """Sum the calibration over microbatches; megatron averages everything that stays in the reports."""
         found = [report.pop(CALIBRATION) for report in reports if CALIBRATION in report]
         if found:
             self._calibration = sum(found, start=0.0 if self._calibration is None else self._calibration)
@@ -97,9 +97,9 @@ class Hooks:
             dist.all_reduce(used, op=dist.ReduceOp.MAX)
             peak = used.item()
         if not self._log.writes:
-            return  # the others need not wait for the device
+            return  # other ranks do not synchronize with the device
         self._log.iteration(
-            Step(
+            IterationMetrics(
                 iteration,
                 {**losses, **extra},
                 text=TextSize(*self._text.tolist()),
@@ -115,7 +115,7 @@ class Hooks:
 
 
 def _over_some_token(losses: dict[str, Any]) -> dict[str, Any]:
-    """Without the means over no token, which are NaN: a cache may have nothing of all that was evaluated."""
+    """The losses without means over zero tokens, which are NaN: a cache may lack all texts of an evaluation."""
     if not losses.get("kd_missing", 0):
         return losses
     return {name: value for name, value in losses.items() if not math.isnan(value)}

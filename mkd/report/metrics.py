@@ -29,7 +29,7 @@ from mkd.utils.logging import EVERY_RANK, WITHOUT_PREFIX, logger
 
 
 @dataclass(frozen=True)
-class Step:
+class IterationMetrics:
     """Measurements of one training iteration."""
 
     iteration: int
@@ -116,7 +116,7 @@ class MetricsLog:
         """True if this iteration prints a console line."""
         return iteration % self.log_interval == 0 or iteration == self.train_iters
 
-    def iteration(self, step: Step) -> None:
+    def iteration(self, step: IterationMetrics) -> None:
         """Record one training iteration."""
         now = time.monotonic()
         if not self.writes:
@@ -151,7 +151,7 @@ class MetricsLog:
             logger.info(line, extra=EVERY_RANK | WITHOUT_PREFIX)
             self._window, self._terms = [], []
 
-    def _speed(self, step: Step, seconds: float) -> dict[str, float]:
+    def _speed(self, step: IterationMetrics, seconds: float) -> dict[str, float]:
         """tokens_per_s and derived values. Padding does not count; the teacher counts in steps in which it ran."""
         per_rank = seconds * self.ranks
         student = self.flops.of_student(step.text) / per_rank / 1e12

@@ -108,8 +108,7 @@ def test_upstream_workers_do_not_end_when_their_parent_ends_them(loaders: Callab
 
 
 class Training:
-    """What `install_stopping` finds in megatron.training.training: an evaluation of three steps, one of them before a
-    time limit, or all."""
+    """Stand-ins in megatron.training.training, with an evaluation of 3 steps; a time limit ends it after 1."""
 
     def __init__(self, patch: pytest.MonkeyPatch, limited: bool) -> None:
         self.args = SimpleNamespace(consumed_valid_samples=5)

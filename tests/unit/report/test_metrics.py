@@ -11,7 +11,7 @@ import torch
 from mkd.data.token_counts import TextSize
 from mkd.report import metrics
 from mkd.report.flops import FlopCounter
-from mkd.report.metrics import MetricsLog, Step
+from mkd.report.metrics import IterationMetrics, MetricsLog
 from mkd.report.run_log import RunLog
 
 
@@ -58,7 +58,9 @@ def step(log: MetricsLog, iteration: int, *, losses: dict[str, float] | None = N
         "waits": {"data": 0.5},
         "peak_memory_gib": None,
     }
-    log.iteration(Step(iteration, {name: torch.tensor(v) for name, v in losses.items()}, **{**values, **changes}))
+    log.iteration(
+        IterationMetrics(iteration, {name: torch.tensor(v) for name, v in losses.items()}, **{**values, **changes})
+    )
 
 
 def lines(file: Path) -> list[dict]:
