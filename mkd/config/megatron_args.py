@@ -2,6 +2,8 @@
 
 import traceback
 from argparse import Namespace
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +14,22 @@ from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 from mkd import cpu
 from mkd.compat.checkpoints import tracker_override
+from mkd.config.check_list import Check, run_checks
 from mkd.config.flags import flags_given
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron_arg_names import ARGS, ArgRole
 from mkd.config.megatron_checks import (
     check_attention_kernels,
-    check_layout,
+    check_batch,
+    check_context_parallel,
+    check_intervals,
     check_learning_rate,
+    check_ranks,
     check_required,
     check_saving,
+    check_sequence,
+    check_sizes,
+    check_student,
     check_trackers,
     check_variable_lengths,
 )
@@ -31,15 +40,15 @@ from mkd.utils.logging import logger
 
 
 def adopt_architecture(args: Namespace, architecture: dict[str, Any], origin: str) -> None:
-    """Set the model's size and kind from a folder, in place.
+    """Set the model's architecture from a folder, in place.
 
     Args:
         args: Megatron's parsed arguments.
         architecture: Megatron argument name -> value.
-        origin: the flag and folder that say so, for error messages.
+        origin: flag and folder of the architecture, for error messages.
 
     Raises:
-        MkdConfigError: a flag on the command line says something else.
+        MkdConfigError: a flag on the command line contradicts the folder.
     """
     given = flags_given()
     for name, value in architecture.items():
@@ -53,19 +62,48 @@ def adopt_architecture(args: Namespace, architecture: dict[str, Any], origin: st
         setattr(args, name, value)
 
 
+@dataclass
+class CommandLine:
+    """A parsed command line, whose Megatron arguments the checks complete in place."""
+
+    args: Namespace
+    """Megatron's arguments."""
+    kd: KDConfig
+    state: RunState = field(default_factory=RunState)
+    is_complete: bool = False
+    """True once `args` are checked, completed and Megatron's global ones, with a tokenizer."""
+
+
 def finish(args: Namespace, kd: KDConfig, state: RunState) -> None:
-    """Check the arguments, fill in what depends on others, and make them megatron's global ones.
+    """Check the arguments, complete those that depend on others, and make them megatron's global ones.
 
     Raises:
-        MkdConfigError: a flag that is missing, sizes that do not divide, or anything megatron itself refuses.
+        MkdConfigError: a flag that is missing, sizes that do not divide, or anything that megatron itself refuses.
         MkdCheckpointError: `--load` or `--pretrained-checkpoint` names a folder without a checkpoint.
     """
-    check_load(args, kd, state)
-    check_saving(args, kd)
-    check_trackers(args, kd)
-    if args.use_checkpoint_args:
-        load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
-        _load_args_to_resume(args, state)
+    run_checks(ARGUMENT_CHECKS, CommandLine(args, kd, state))
+
+
+def _load_checkpoint_args(line: CommandLine) -> None:
+    """--use-checkpoint-args: arguments of --pretrained-checkpoint, then those of the selected checkpoint, which the
+    tracker need not name."""
+    args = line.args
+    if not args.use_checkpoint_args:
+        return
+    load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
+    if not line.state.resumes:
+        return
+    name = Path(line.state.resume_from).name
+    step, given = None if name == "release" else int(name.removeprefix("iter_")), args.ckpt_step
+    args.ckpt_step = step
+    with tracker_override(step):
+        load_args_from_checkpoint(args)
+    args.ckpt_step = given
+
+
+def _set_device_values(line: CommandLine) -> None:
+    """Values that a CPU, a Python without Apex, and distillation need."""
+    args = line.args
     if cpu.is_target():
         changed = set_cpu_values(args)
         if changed:
@@ -75,21 +113,29 @@ def finish(args: Namespace, kd: KDConfig, state: RunState) -> None:
         logger.info("NVIDIA Apex is not installed: gradient_accumulation_fusion=False")
     # The one divisor of a step is its number of supervised tokens, over all ranks (docs/losses.md).
     args.calculate_per_token_loss = True
-    check_required(args)
-    check_learning_rate(args)
-    check_layout(args)
-    check_attention_kernels(args, kd)
-    if kd.variable_seq_lengths:
-        check_variable_lengths(args)
+
+
+def _check_given(line: CommandLine, flag: str) -> None:
+    check_required(line.args, flag)
+
+
+def _check_lengths(line: CommandLine) -> None:
+    if line.kd.variable_seq_lengths:
+        check_variable_lengths(line.args)
+
+
+def _validate(line: CommandLine) -> None:
+    """Megatron's own checks, which also complete the arguments."""
+    args = line.args
     if args.vocab_size is not None and args.padded_vocab_size is None:
-        # Of the model, which may have more rows than its tokenizer has tokens.
+        # From the model's vocabulary, which may exceed the tokenizer's.
         args.padded_vocab_size = calculate_padded_vocab_size(
             args.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size, logging_enabled=False
         )
     asynchronous = args.async_save
     if cpu.is_target():
-        # A save on CPU forks its writer, which has the weights as they are then; a persistent one would share the
-        # trainer's memory. Megatron knows no asynchronous save without a persistent writer.
+        # A save on CPU forks its writer, which sees the weights as they are at that time; a persistent writer would
+        # share the trainer's memory. Megatron has no asynchronous save without a persistent writer.
         args.async_save = args.use_persistent_ckpt_worker = False
     try:
         validate_args(args)
@@ -102,9 +148,14 @@ def finish(args: Namespace, kd: KDConfig, state: RunState) -> None:
         raise MkdConfigError(
             "--tokenizer-type is missing (HuggingFaceTokenizer with --tokenizer-model DIR, or another)"
         )
+
+
+def _set_globals(line: CommandLine) -> None:
+    """Make the arguments megatron's global ones, and build the tokenizer."""
+    args = line.args
     writers, args.tensorboard_dir, args.wandb_project = (args.tensorboard_dir, args.wandb_project), None, ""
     set_global_variables(args, build_tokenizer=False)
-    args.tensorboard_dir, args.wandb_project = writers  # they begin when training does: `mkd.report.trackers`
+    args.tensorboard_dir, args.wandb_project = writers  # trackers start with the training: `mkd.report.trackers`
     try:
         rebuild_tokenizer(args)
     except Exception as error:  # whatever the tokenizer's own library raises
@@ -112,6 +163,7 @@ def finish(args: Namespace, kd: KDConfig, state: RunState) -> None:
             f"--tokenizer-model {args.tokenizer_model} cannot be loaded as {args.tokenizer_type}: "
             + " ".join(str(error).split())
         ) from error
+    line.is_complete = True
 
 
 def _has_fused_weight_gradient() -> bool:
@@ -123,25 +175,13 @@ def _has_fused_weight_gradient() -> bool:
 
 
 def has_checkpoint(folder: str | None) -> bool:
-    """Whether a Megatron checkpoint folder has something to load."""
+    """True if a Megatron checkpoint folder has a checkpoint."""
     return folder is not None and (Path(folder) / "latest_checkpointed_iteration.txt").is_file()
 
 
 def saves_where_it_loads(args: Namespace) -> bool:
-    """Whether `--load` and `--save` are one folder, as for a job that restarts itself."""
+    """True if `--load` and `--save` are one folder, as for a job that restarts itself."""
     return None not in (args.load, args.save) and Path(args.load).resolve() == Path(args.save).resolve()
-
-
-def _load_args_to_resume(args: Namespace, state: RunState) -> None:
-    """--use-checkpoint-args from the checkpoint that was selected, which the tracker need not name."""
-    if not state.resumes:
-        return
-    name = Path(state.resume_from).name
-    step, given = None if name == "release" else int(name.removeprefix("iter_")), args.ckpt_step
-    args.ckpt_step = step
-    with tracker_override(step):
-        load_args_from_checkpoint(args)
-    args.ckpt_step = given
 
 
 def check_load(args: Namespace, kd: KDConfig, state: RunState) -> None:
@@ -150,22 +190,59 @@ def check_load(args: Namespace, kd: KDConfig, state: RunState) -> None:
         if kd.student_hf is not None:
             raise MkdConfigError(
                 f"--kd-student-hf {kd.student_hf} and --pretrained-checkpoint {args.pretrained_checkpoint} both give "
-                "the student's first weights: give one of them"
+                "the student's initial weights: give one of them"
             )
         if not has_checkpoint(args.pretrained_checkpoint):
             raise MkdCheckpointError(
                 f"--pretrained-checkpoint {args.pretrained_checkpoint} has no checkpoint (no "
                 "latest_checkpointed_iteration.txt there): correct the path"
             )
-    # The same folder in --load and --save is how a job that restarts itself starts for the first time.
+    # The first start of a job that restarts itself: --load and --save are one folder, which is still empty.
     if args.load is None or state.resumes or saves_where_it_loads(args):
         return
     raise MkdCheckpointError(
         f"--load {args.load} has no checkpoint (no latest_checkpointed_iteration.txt there): correct the path, or "
-        "leave --load out to start anew"
+        "leave --load out to start from step 0"
     )
 
 
 def true_vocabulary(args: Namespace) -> int:
     """Number of tokens that exist: the architecture's, or the tokenizer's where none is given."""
     return args.vocab_size or get_tokenizer().vocab_size
+
+
+_GIVEN = ("--seq-length", "--micro-batch-size", "--train-iters", "--lr", "--eval-interval")
+
+ARGUMENT_CHECKS: tuple[Check[CommandLine], ...] = (
+    Check("--load", lambda line: check_load(line.args, line.kd, line.state), needs=("checkpoint",)),
+    Check("saving", lambda line: check_saving(line.args, line.kd)),
+    Check("trackers", lambda line: check_trackers(line.args, line.kd)),
+    Check("checkpoint's arguments", _load_checkpoint_args, needs=("--load",)),
+    Check("device values", _set_device_values),
+    Check(
+        "--num-layers",
+        lambda line: check_required(line.args, "--num-layers"),
+        needs=("architecture", "checkpoint's arguments"),
+    ),
+    *(Check(flag, partial(_check_given, flag=flag)) for flag in _GIVEN),
+    Check("intervals", lambda line: check_intervals(line.args), needs=("--eval-interval",)),
+    Check("learning rate", lambda line: check_learning_rate(line.args), needs=("--train-iters", "--lr")),
+    Check("parallel sizes", lambda line: check_sizes(line.args)),
+    Check("ranks", lambda line: check_ranks(line.args), needs=("parallel sizes",)),
+    Check("student's layout", lambda line: check_student(line.args), needs=("parallel sizes",)),
+    Check("row length", lambda line: check_sequence(line.args), needs=("parallel sizes", "--seq-length")),
+    Check("context parallelism", lambda line: check_context_parallel(line.args), needs=("parallel sizes",)),
+    Check(
+        "batch",
+        lambda line: check_batch(line.args),
+        needs=("parallel sizes", "--seq-length", "--micro-batch-size"),
+    ),
+    Check("attention kernels", lambda line: check_attention_kernels(line.args, line.kd)),
+    Check("variable lengths", _check_lengths),
+)
+"""Checks of Megatron's arguments, in the order of a job."""
+
+ARGUMENT_CHECKS += (
+    Check("megatron's checks", _validate, needs=tuple(check.name for check in ARGUMENT_CHECKS)),
+    Check("tokenizer", _set_globals, needs=("megatron's checks",)),
+)

@@ -10,20 +10,29 @@ from mkd import cpu
 from mkd.config.kd_config import KDConfig, LayerPair
 from mkd.errors import MkdConfigError, MkdPackageError
 
+REQUIRED: dict[str, tuple[tuple[str, ...], str]] = {
+    "--num-layers": (("num_layers",), "the student's size; or give --kd-student-hf"),
+    "--seq-length": (("seq_length",), "tokens per sample"),
+    "--micro-batch-size": (("micro_batch_size",), "samples that a rank computes at once"),
+    "--train-iters": (("train_iters", "train_samples"), "iterations to train; or give --train-samples"),
+    "--lr": (("lr",), "peak learning rate"),
+    "--eval-interval": (("eval_interval",), "iterations between evaluations; of any size with --eval-iters 0"),
+}
+"""Flag without a sensible default -> (arguments of which one must be given, meaning)."""
 
-def check_required(args: Namespace) -> None:
-    """Refuse a command line that lacks a flag without a sensible default."""
-    required = {
-        "--num-layers": (args.num_layers, "the student's size; or give --kd-student-hf"),
-        "--seq-length": (args.seq_length, "tokens per sample"),
-        "--micro-batch-size": (args.micro_batch_size, "samples that a rank computes at once"),
-        "--train-iters": (args.train_iters or args.train_samples, "iterations to train; or give --train-samples"),
-        "--lr": (args.lr, "peak learning rate"),
-        "--eval-interval": (args.eval_interval, "iterations between evaluations; of any size with --eval-iters 0"),
-    }
-    for flag, (value, meaning) in required.items():
-        if value is None:
-            raise MkdConfigError(f"{flag} is missing ({meaning})")
+
+def check_required(args: Namespace, flag: str) -> None:
+    """Refuse a command line that lacks a flag of `REQUIRED`."""
+    names, meaning = REQUIRED[flag]
+    value = None
+    for name in names:
+        value = value or getattr(args, name)
+    if value is None:
+        raise MkdConfigError(f"{flag} is missing ({meaning})")
+
+
+def check_intervals(args: Namespace) -> None:
+    """Refuse evaluations more often than every step, and a save folder without the interval of its checkpoints."""
     if args.eval_interval < 1:
         raise MkdConfigError(f"--eval-interval is {args.eval_interval}; it must be at least 1 (--eval-iters 0: never)")
     if args.save is not None and not (args.save_interval or args.save_retain_interval):
@@ -90,16 +99,6 @@ def check_trackers(args: Namespace, kd: KDConfig) -> None:
         raise MkdConfigError(f"--wandb-project is {args.wandb_project}: give --wandb-exp-name as well")
     if args.wandb_project and not args.wandb_save_dir and args.save is None:
         raise MkdConfigError(f"--wandb-project is {args.wandb_project}: give --wandb-save-dir, or --save")
-
-
-def check_layout(args: Namespace) -> None:
-    """Refuse parallel sizes that do not divide the world, the model or the sequence.
-
-    Raises:
-        MkdConfigError: naming the flag, its value and what it does not divide.
-    """
-    for check in (check_sizes, check_ranks, check_student, check_sequence, check_context_parallel, check_batch):
-        check(args)
 
 
 def check_sizes(args: Namespace) -> None:

@@ -1,6 +1,8 @@
 """The data of a job: checked from its flags alone, then built."""
 
+import sys
 from argparse import Namespace
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from megatron.training.training import get_train_valid_test_num_samples, update_
 
 from mkd.checkpoint.tokenizer_hash import tokenizer_hash
 from mkd.config import data_args
+from mkd.config.check_list import Sink
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron_checks import check_rows
 from mkd.config.teacher_args import row_multiple
@@ -32,26 +35,47 @@ class JobData:
     args: Namespace
     """Megatron's, complete and global."""
     kd: KDConfig
-    true_vocab: int
-    """Ids from here up do not exist in the model."""
+    true_vocab: int | None
+    """Ids from here up do not exist in the model; None if unknown, for checks of files only."""
     cross: CrossTokenizers | None = None
     """Of teachers with other tokenizers; None when there are none."""
 
     def check(self, tokenizer_hash: str | None) -> None:
-        """Look at flags and files, before any weight is loaded.
+        """Check flags and files, before any weight is loaded.
 
         Args:
-            tokenizer_hash: of the model's tokenizer; None when it is not known.
+            tokenizer_hash: hash of the model's tokenizer; None if unknown.
 
         Raises:
             MkdConfigError, MkdDataError: anything that would stop the job later.
         """
         names = data_args.data_prefixes(self.args)
-        chats = [name for name in names if is_chat_file(name)]
-        check_rows(self.args, self.kd, has_chats=bool(chats))
-        check_data([name for name in names if name not in chats], self.true_vocab, tokenizer_hash)
-        for name in chats:
-            check_chat_file(name, ChatTokenizer(self.args.tokenizer_model))
+        check_rows(self.args, self.kd, has_chats=any(map(is_chat_file, names)))
+        self.check_files(tokenizer_hash)
+        self.check_splits()
+
+    def check_files(self, tokenizer_hash: str | None, sink: Sink = nullcontext) -> bool:
+        """Check each file in a context of `sink`, token files before chat files.
+
+        Returns:
+            True if all files passed.
+
+        Raises:
+            MkdDataError: a file that is missing or damaged, or has tokens that the model does not have.
+        """
+        names = sorted(data_args.data_prefixes(self.args), key=is_chat_file)
+        passed = 0
+        for name in names:
+            with sink():
+                if not is_chat_file(name):
+                    check_data([name], self.true_vocab or sys.maxsize, tokenizer_hash)
+                elif self.args.tokenizer_model is not None:
+                    check_chat_file(name, ChatTokenizer(self.args.tokenizer_model))
+                passed += 1
+        return passed == len(names)
+
+    def check_splits(self) -> None:
+        """Raise MkdDataError for a split without documents."""
         check_splits(data_args.dataset_config(self.args, get_tokenizer()), evaluates=self.args.eval_iters > 0)
 
     def sets(self) -> list[Any]:

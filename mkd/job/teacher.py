@@ -1,6 +1,8 @@
 """The teacher of a job before it is built: its source fitted to the flags. See mkd.teacher.interface for the chain."""
 
 from argparse import Namespace
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -8,9 +10,16 @@ import torch
 from megatron.training.models import GPTModelConfig
 
 from mkd.checkpoint.source import EnsembleSource, ModelSource, TeacherSource
-from mkd.config import teacher_args
+from mkd.config.check_list import Sink
 from mkd.config.kd_config import KDConfig
-from mkd.config.teacher_args import check_fp8_teacher, check_teacher_layout, has_own_layout
+from mkd.config.teacher_args import (
+    check_fp8_teacher,
+    check_teacher_divides,
+    check_teacher_layout,
+    has_own_layout,
+    teacher_arguments,
+    teacher_layout_args,
+)
 from mkd.distributed.groups import Groups, ParallelLayout, ParallelSizes
 from mkd.errors import MkdConfigError
 from mkd.job.cached_teacher import CachedTeacherSpec, open_cache
@@ -85,15 +94,37 @@ def teacher_spec(
     """
     if isinstance(source, TeacherStore):
         return CachedTeacherSpec.of(source, args, kd, true_vocab)
-    _check_experts(source, kd)
     if isinstance(source, EnsembleSource):
         return EnsembleTeacherSpec.of(source, args, kd, true_vocab, cross)
     return ModelTeacherSpec.of(source, args, kd, true_vocab, fingerprint, cross)
 
 
-def _check_experts(source: TeacherSource, kd: KDConfig) -> None:
-    """Refuse --kd-teacher-expert-* sizes if no teacher has experts."""
+def check_teacher_fits(source: TeacherSource, args: Namespace, kd: KDConfig, sink: Sink = nullcontext) -> None:
+    """Refuse a layout of the teachers that does not fit the ranks, the rows or a teacher; nothing for a cache.
+
+    Args:
+        source: the teacher, or several.
+        args: Megatron's arguments of the student, in its layout.
+        kd: the distillation flags.
+        sink: context around the checks of each teacher.
+
+    Raises:
+        MkdConfigError: names the flag, its value and what it does not fit.
+    """
+    if isinstance(source, TeacherStore):
+        return
     sources = source.sources if isinstance(source, EnsembleSource) else (source,)
+    _check_experts(source, sources, kd)
+    for one in sources:
+        experts = one.architecture.get("num_experts")
+        with sink():
+            check_teacher_layout(args, kd, experts)
+        with sink():
+            check_teacher_divides(one.architecture, teacher_layout_args(args, kd.teacher_sizes, experts), args)
+
+
+def _check_experts(source: TeacherSource, sources: Sequence[TeacherSource], kd: KDConfig) -> None:
+    """Refuse --kd-teacher-expert-* sizes if no teacher has experts."""
     for name, size in kd.teacher_sizes.items():
         if name.startswith("expert") and all(one.architecture.get("num_experts") is None for one in sources):
             raise MkdConfigError(
@@ -133,7 +164,7 @@ class ModelTeacherSpec:
         if own_tokens is None:
             cross = None
         check_teacher_layout(args, kd, source.architecture.get("num_experts"))
-        own = teacher_args.teacher_arguments(source.architecture, args, kd.teacher_dtype, own_tokens, kd.teacher_sizes)
+        own = teacher_arguments(source.architecture, args, kd.teacher_dtype, own_tokens, kd.teacher_sizes)
         if kd.teacher_dtype == "fp8":
             check_fp8_teacher(own, args.micro_batch_size, kd)
         config = gpt_config(own)

@@ -14,17 +14,18 @@ from mkd import cpu
 from mkd.checkpoint.hf.check import read_architecture
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.config import flags, megatron_args
+from mkd.config.check_list import run_checks
 from mkd.config.data_args import data_prefixes
 from mkd.config.flags import flags_given, parse_command_line, refuse_contradictions
 from mkd.config.kd_config import KDConfig, LayerPair
 from mkd.config.megatron_arg_names import ArgRole, names_with
-from mkd.config.megatron_args import adopt_architecture
+from mkd.config.megatron_args import ARGUMENT_CHECKS, CommandLine, adopt_architecture
 from mkd.config.megatron_checks import (
+    REQUIRED,
     check_attention_heads,
     check_attention_kernels,
     check_divisions,
     check_layer_pairs,
-    check_layout,
     check_required,
     check_variable_lengths,
     length_multiple,
@@ -124,6 +125,16 @@ def layout(**changes: Any) -> Namespace:
     sizes |= {"seq_length": 30, "micro_batch_size": 2, "global_batch_size": 24, "max_position_embeddings": 64}
     vars(args).update({**sizes, **changes})
     return args
+
+
+LAYOUT_CHECKS = ("parallel sizes", "ranks", "student's layout", "row length", "context parallelism", "batch")
+
+
+def check_layout(args: Namespace) -> None:
+    """The checks of a job that look at the layout."""
+    checks = [check for check in ARGUMENT_CHECKS if check.name in LAYOUT_CHECKS]
+    assert len(checks) == len(LAYOUT_CHECKS)
+    run_checks(checks, CommandLine(args, KDConfig(teacher_hf=["T"], ratio=0.5)))
 
 
 TP, PP, EP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"
@@ -272,13 +283,20 @@ def test_what_rows_are_a_multiple_of(changes, multiple):
     assert length_multiple(layout(**changes)) == multiple
 
 
+def test_the_list_of_required_flags():
+    assert list(REQUIRED) == [
+        *("--num-layers", "--seq-length", "--micro-batch-size", "--train-iters", "--lr", "--eval-interval"),
+    ]
+
+
 @pytest.mark.parametrize("name", ["num_layers", "seq_length", "micro_batch_size", "train_iters", "lr", "eval_interval"])
 def test_required_flags(name):
     args = layout(train_iters=3, lr=0.1, eval_interval=2)
-    check_required(args)
+    flag = f"--{name.replace('_', '-')}"
+    check_required(args, flag)
     setattr(args, name, None)
-    with pytest.raises(MkdConfigError, match=f"--{name.replace('_', '-')} is missing"):
-        check_required(args)
+    with pytest.raises(MkdConfigError, match=f"{flag} is missing"):
+        check_required(args, flag)
 
 
 def test_data_prefixes(tmp_path):

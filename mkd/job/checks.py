@@ -1,0 +1,210 @@
+"""The checks that a job passes before any weight is loaded: one list, in order.
+
+A job stops at the first that fails; the doctor collects what all of them find. Each check stores in the `JobDraft` what
+later ones read.
+"""
+
+import os
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron.training.global_vars import get_tokenizer
+
+from mkd.checkpoint.megatron_folder import MegatronFolder
+from mkd.checkpoint.resume import ResumePoint
+from mkd.checkpoint.source import ModelSource, TeacherSource
+from mkd.config import megatron_checks
+from mkd.config.check_list import Check, Sink
+from mkd.config.data_args import data_prefixes
+from mkd.config.megatron_args import ARGUMENT_CHECKS, CommandLine, adopt_architecture
+from mkd.data.sources.stores import is_chat_file
+from mkd.errors import MkdConfigError
+from mkd.job.cross_tokenizer import CrossTokenizers, sort_teachers
+from mkd.job.data import JobData, hash_of_tokenizer
+from mkd.job.resume import adopt_from_checkpoint, check_checkpoint, check_first_weights, select_checkpoint
+from mkd.job.teacher import TeacherSpec, check_teacher_fits, teacher_source, teacher_spec
+from mkd.models.layer_maps import KEY_PREFIX, pair_of_key
+
+
+@dataclass
+class JobDraft(CommandLine):
+    """A command line and the objects that are made of it, check by check."""
+
+    sink: Sink = nullcontext
+    """Context around each part of a check that looks at several files or teachers."""
+    source: TeacherSource | None = None
+    student: ModelSource | None = None
+    """Source of --kd-student-hf; None without the flag."""
+    resume_point: ResumePoint | None = None
+    true_vocab: int | None = None
+    """Tokens that student and teachers share; None while the tokenizer is unknown."""
+    tokenizer_hash: str | None = None
+    """Hash of the student's tokenizer; None if it is no Hugging Face folder."""
+    notes: list[str] = field(default_factory=list)
+    """Allowed differences from the checkpoint."""
+    foreign: list[ModelSource] = field(default_factory=list)
+    """Teachers with a different tokenizer."""
+    cross: CrossTokenizers | None = None
+    data_is_readable: bool = False
+    teacher: TeacherSpec | None = None
+
+    @property
+    def student_origin(self) -> str:
+        """Flag and folder of the student's tokenizer, for messages."""
+        return self.student.origin if self.student else f"--tokenizer-model {self.args.tokenizer_model}"
+
+    @property
+    def data(self) -> JobData:
+        return JobData(self.args, self.kd, self.true_vocab, self.cross)
+
+
+def _open_teacher(draft: JobDraft) -> None:
+    draft.source = teacher_source(draft.kd)
+
+
+def _select_checkpoint(draft: JobDraft) -> None:
+    draft.resume_point = select_checkpoint(draft.args, draft.state)
+
+
+def _open_student(draft: JobDraft) -> None:
+    if draft.kd.student_hf is not None:
+        draft.student = ModelSource.from_hf(draft.kd.student_hf, "--kd-student-hf")
+
+
+def _adopt_architecture(draft: JobDraft) -> None:
+    args = draft.args
+    if draft.student is not None:
+        adopt_architecture(args, draft.student.architecture, draft.student.origin)
+        args.tokenizer_type = args.tokenizer_type or "HuggingFaceTokenizer"
+        args.tokenizer_model = args.tokenizer_model or draft.kd.student_hf
+    elif args.use_checkpoint_args:
+        adopt_from_checkpoint(args, draft.state)
+
+
+def _find_vocabulary(draft: JobDraft) -> None:
+    draft.true_vocab = draft.args.vocab_size or (get_tokenizer().vocab_size if draft.is_complete else None)
+    if draft.student is not None:
+        draft.tokenizer_hash = draft.student.tokenizer_hash
+    elif draft.is_complete:
+        draft.tokenizer_hash = hash_of_tokenizer(draft.args)
+
+
+def _check_tokenizer(draft: JobDraft) -> None:
+    """Refuse a --tokenizer-model that is not the student's own."""
+    given, student = hash_of_tokenizer(draft.args), draft.student
+    if student is not None and given and student.tokenizer_hash and given != student.tokenizer_hash:
+        raise MkdConfigError(
+            f"--tokenizer-model {draft.args.tokenizer_model} is another tokenizer than that of {student.origin}: leave "
+            "it out"
+        )
+
+
+def _check_layer_pairs(draft: JobDraft) -> None:
+    layers = draft.source.architecture.get("num_layers", 0)
+    megatron_checks.check_layer_pairs(draft.kd.layer_pairs, draft.args, layers)
+
+
+def _check_checkpoint(draft: JobDraft) -> None:
+    draft.notes = check_checkpoint(draft.args, draft.kd, draft.state, draft.resume_point, draft.source)
+
+
+def _check_stored_maps(draft: JobDraft) -> None:
+    """Refuse to resume with other maps between layers than the checkpoint holds."""
+    args, kd = draft.args, draft.kd
+    if not draft.state.resumes or args.finetune or args.ckpt_format != "torch_dist":
+        return
+    stored = MegatronFolder(draft.state.resume_from, "--load").metadata.state_dict_metadata
+    held = sorted(pair_of_key(key) for key in stored if key.startswith(KEY_PREFIX))
+    is_mapped = draft.source.architecture.get("hidden_size") != args.hidden_size
+    needed = sorted(kd.layer_pairs) if is_mapped else []
+    if held != needed:
+        texts = [",".join(map(str, pairs)) or "none" for pairs in (held, needed)]
+        raise MkdConfigError(
+            f"--load {args.load} has trained maps for the pairs of layers {texts[0]}, this command line needs maps for "
+            f"{texts[1]}: give the same --kd-hidden-loss, or start from its weights with --pretrained-checkpoint"
+        )
+
+
+def _sort_teachers(draft: JobDraft) -> None:
+    if draft.true_vocab is not None:
+        draft.foreign, draft.true_vocab = sort_teachers(
+            draft.kd, draft.student_origin, draft.true_vocab, draft.tokenizer_hash, draft.source
+        )
+
+
+def _check_top_k(draft: JobDraft) -> None:
+    if draft.true_vocab is not None:
+        megatron_checks.check_top_k(draft.kd, draft.true_vocab)
+
+
+def _check_rows(draft: JobDraft) -> None:
+    has_chats = any(map(is_chat_file, data_prefixes(draft.args)))
+    megatron_checks.check_rows(draft.args, draft.kd, has_chats)
+
+
+def _check_data_files(draft: JobDraft) -> None:
+    draft.data_is_readable = draft.data.check_files(draft.tokenizer_hash, draft.sink)
+
+
+def _check_splits(draft: JobDraft) -> None:
+    if draft.data_is_readable:
+        draft.data.check_splits()
+
+
+def check_writable(flag: str, folder: str | None) -> None:
+    """Refuse a folder that cannot be created or written to, before the job trains for hours."""
+    if folder is None:
+        return
+    path = Path(folder).absolute()
+    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise MkdConfigError(f"{flag}: folder {folder} cannot be written: {existing} is no folder, or is read-only")
+
+
+def _check_metrics_file(draft: JobDraft) -> None:
+    if draft.kd.metrics_file is not None:
+        check_writable("--kd-metrics-file", str(Path(draft.kd.metrics_file).parent))
+
+
+def _align_tokenizers(draft: JobDraft) -> None:
+    if draft.foreign:
+        draft.cross = CrossTokenizers.of(draft.foreign, draft.args, draft.kd, draft.true_vocab)
+
+
+def _fit_teacher(draft: JobDraft) -> None:
+    draft.teacher = teacher_spec(
+        draft.source, draft.args, draft.kd, draft.true_vocab, draft.state.teacher_fingerprint, draft.cross
+    )
+
+
+CHECKS: tuple[Check[JobDraft], ...] = (
+    Check("teacher source", _open_teacher),
+    Check("checkpoint", _select_checkpoint),
+    Check("student", _open_student),
+    Check("architecture", _adopt_architecture, needs=("student",)),
+    *ARGUMENT_CHECKS,
+    Check("vocabulary", _find_vocabulary, needs=("student",)),
+    Check("transformer engine", lambda draft: megatron_checks.check_transformer_engine(draft.args)),
+    Check("student's tokenizer", _check_tokenizer, needs=("tokenizer",)),
+    Check("layer pairs", _check_layer_pairs, needs=("teacher source", "--num-layers")),
+    Check("initial weights", lambda draft: check_first_weights(draft.args, draft.state), needs=("--load",)),
+    Check("stored job", _check_checkpoint, needs=("teacher source", "tokenizer")),
+    Check("stored maps", _check_stored_maps, needs=("teacher source", "tokenizer")),
+    Check("teachers' tokenizers", _sort_teachers, needs=("teacher source", "vocabulary")),
+    Check("--kd-top-k", _check_top_k, needs=("vocabulary",)),
+    Check("data path", lambda draft: data_prefixes(draft.args)),
+    Check("rows", _check_rows, needs=("data path", "tokenizer")),
+    Check("data files", _check_data_files, needs=("data path",)),
+    Check("splits", _check_splits, needs=("data files", "tokenizer")),
+    Check("--save", lambda draft: check_writable("--save", draft.args.save)),
+    Check("--kd-metrics-file", _check_metrics_file),
+    Check("other tokenizers", _align_tokenizers, needs=("teachers' tokenizers", "data path", "tokenizer")),
+    Check(
+        "teacher's layout",
+        lambda draft: check_teacher_fits(draft.source, draft.args, draft.kd, draft.sink),
+        needs=("teacher source", "parallel sizes", "--seq-length"),
+    ),
+    Check("teacher", _fit_teacher, needs=("teacher source", "vocabulary", "other tokenizers", "tokenizer")),
+)
+"""In the order of a job. `needs` matters to the doctor, which continues where a job stops."""
