@@ -1,7 +1,7 @@
-"""What a user can get wrong, one class for each thing they would go and change.
+"""Errors that a user can correct, one class per thing to change.
 
-Every message says what is wrong, the value that was seen, and the flag or file to change. Internal invariants stay
-`assert`s; these classes are for input.
+Every message has the problem, the value, and the flag or file to change. Internal invariants are `assert`s; these
+classes are for input.
 """
 
 import errno
@@ -9,11 +9,11 @@ import sys
 from collections.abc import Callable
 
 FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
-"""Of an OSError that a user can mend, wherever it comes up: no space, no more quota, mounted read-only."""
+"""errno of each OSError that a user can correct, wherever it occurs: no space, no quota, mounted read-only."""
 
 
 class MkdError(Exception):
-    """Base of all errors that a user can mend."""
+    """Base of all errors that a user can correct."""
 
 
 class MkdConfigError(MkdError):
@@ -29,19 +29,19 @@ class MkdDataError(MkdError):
 
 
 class MkdCheckpointError(MkdError):
-    """A Hugging Face folder or a Megatron checkpoint that is missing, torn or of another model."""
+    """A Hugging Face folder or a Megatron checkpoint that is missing, incomplete or of another model."""
 
 
 class MkdCacheError(MkdError):
-    """A cache of teacher signals, or a projection, that is missing, torn or of another teacher or tokenizer."""
+    """A cache of targets, or a projection, that is missing, incomplete or of another teacher or tokenizer."""
 
 
 class MkdNumericError(MkdError):
-    """Numbers that are not finite, in what a model computes."""
+    """Non-finite numbers in a model's outputs or gradients."""
 
 
 def exit_status(command: Callable[[], object]) -> int:
-    """Run a tool's command: its exit status is 0, or 1 after a user's error, told in one line on stderr."""
+    """Run a tool's command; the exit status is 0, or 1 after an error of the user, printed as one line on stderr."""
     try:
         command()
     except (MkdError, OSError) as error:
