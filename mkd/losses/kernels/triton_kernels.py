@@ -74,6 +74,9 @@ with 8 warps it has 16 columns per thread, two loads per model in flight, and me
 thread repeats, half as often. Vocabularies below 4096 columns use the next power of two. The numbers are in
 `triton_launchers.py`; `benchmarks/bench_loss.py` measures a change of them.
 
+Scalars that start as `0.0 * x` are zeros of the type of x. Literal zeros compile to other register counts: for the JSD
+in `all_passes_kernel` 48 instead of 40 per thread, two programs per multiprocessor instead of three. Measure first.
+
 # Numerical traps
 
 - Columns past the end are loaded as -inf and have probability 0, as have columns whose logits are -inf. Their log
@@ -334,7 +337,7 @@ def gradient_kernel(
         teacher, _ = merge_softmax(
             teacher_max_ptr + token, teacher_sum_exp_ptr + token, shard, shard_stride, to_log2, SHARDS
         )
-        dlogq_sum = label_coeff - label_coeff - 1.0
+        dlogq_sum = label_coeff - label_coeff - 1.0  # -1 as a tensor, see the top of this file
         if LOSS.divergence == "reverse_kl":
             dlogq_sum = merge_kl(
                 student_max_ptr + token,
@@ -411,8 +414,9 @@ def all_passes_kernel(
                 BLOCK,
             )
     upstream = TokenInputs(student_ptr, teacher_ptr, labels_ptr, ce_gradient_ptr, kd_gradient_ptr)
-    two_passes = LOSS.log_ratio_under != "none" or not LOSS.has_kd
-    store_gradient(upstream, out_ptr, token, softmaxes, dlogq_sum, scalars, two_passes, LOSS, COLUMNS, BLOCK)
+    # Every pass runs in the direction opposite to the one before; a divergence pass makes the gradient pass the third.
+    gradient_reversed = LOSS.log_ratio_under != "none" or not LOSS.has_kd
+    store_gradient(upstream, out_ptr, token, softmaxes, dlogq_sum, scalars, gradient_reversed, LOSS, COLUMNS, BLOCK)
 
 
 @triton.jit
