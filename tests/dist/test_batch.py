@@ -10,8 +10,8 @@ from mkd.errors import MkdDataError
 
 
 def verdict(rank: int, world_size: int, odd_rank: int | None, name: str, pairs: bool = False) -> str:
-    """What this rank hears; `odd_rank` has one element of one tensor changed. Of four ranks in one group, or in pairs
-    of two directions, as the context-parallel ranks of a replica and its others.
+    """This rank's error message; on `odd_rank` one element of one tensor is changed. Four ranks are one group, or pairs
+    in two directions, as the context-parallel ranks of a replica and its other ranks.
     """
     tokens = torch.arange(15).view(3, 5)
     parts = {"tokens": tokens, "labels": tokens + 1, "position_ids": tokens % 5, "ce_mask": torch.ones(3, 5)}

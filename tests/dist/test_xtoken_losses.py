@@ -54,7 +54,7 @@ def groups(rank: int, layout: Layout) -> tuple[ProcessGroup, ProcessGroup]:
 
 
 def sliced(x: Microbatch, rows: Tensor) -> Microbatch:
-    """What a context-parallel rank has."""
+    """The part of a context-parallel rank."""
     c = x.chunks
     return x._replace(
         student_hidden=x.student_hidden[rows],
@@ -154,7 +154,7 @@ def test_every_layout(gloo_pool: Callable[[int], Pool], kind: str, layout: Layou
 
 @every_kind
 @pytest.mark.parametrize("changes", [{"dtype": torch.float64}, {"masked": "rank"}, {"with_ce": False}], ids=str)
-def test_what_counts(gloo_pool: Callable[[int], Pool], kind: str, changes: dict) -> None:
+def test_masked_chunks_have_no_effect(gloo_pool: Callable[[int], Pool], kind: str, changes: dict) -> None:
     """Among others a rank without a row that counts, which takes part in all exchanges."""
     case, layout = XTokenCase(kind, "reverse_kl", **changes), Layout(tp=2, cp=2)
     check(gloo_pool(layout.ranks).run(run_case, case, layout), case, layout, FP64 if "dtype" in changes else FP32)

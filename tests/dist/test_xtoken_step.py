@@ -82,7 +82,7 @@ EVERY_LAYOUT = {
 def test_every_loss_in_every_layout(
     gloo_pool: GetPool, one_rank: Callable[[Models], Outcome], models: Models, layout: str, data: str
 ) -> None:
-    """Of "few pairs" some texts have nothing to learn, and with DP 2 one rank has none that does."""
+    """With "few pairs" some texts have no target, and with DP 2 one rank has no text with a target."""
     ranks, cut = EVERY_LAYOUT[layout]
     models = replace(models, data=data)
     assert_same(Outcome.of(gloo_pool, ranks, cut, models, steps=2), one_rank(models))

@@ -21,11 +21,11 @@ MARKED = (
     + "{% endif %}"
     + TAIL
 )
-"""Says itself what the assistant's words are."""
+"""Marks the assistant's tokens with {% generation %} blocks."""
 PLAIN = HEAD + TEXT + TAIL
-"""Renders the same without saying so."""
+"""Renders the same text without the marks."""
 FORGETFUL = "{% for message in messages[-2:] %}{{ message['role'] + message['content'] }}{% endfor %}"
-"""Drops what was said before, so a beginning of a conversation is not rendered as its beginning."""
+"""Drops earlier messages, so the rendering of a prefix is not a prefix of the rendering."""
 STRICT = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}{% endfor %}"
 
 
@@ -39,7 +39,7 @@ def chat_tokenizer(folder: Path, template: str | None) -> PreTrainedTokenizerBas
 
 
 def talk(*texts: str, system: str | None = None) -> list[dict[str, Any]]:
-    """User and assistant in turn."""
+    """Alternating user and assistant messages."""
     said = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
     return said if system is None else [{"role": "system", "content": system}, *said]
 

@@ -1,4 +1,4 @@
-"""Microbatches of two tokenizers, and what the float64 definitions say of them."""
+"""Microbatches of two tokenizers, and their losses by the float64 definitions."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ KINDS = ["partition_kl", "p_kl", "gold", "gold_relaxed"]
 
 @dataclass(frozen=True)
 class XTokenCase:
-    """One microbatch of two sequences, in which chunks have 1 to 4 tokens on either side."""
+    """One microbatch of two sequences, with chunks of 1 to 4 tokens in each view."""
 
     kind: str = "partition_kl"
     divergence: str = "forward_kl"
@@ -33,12 +33,12 @@ class XTokenCase:
     z_loss: float = 0.0
     dtype: torch.dtype = torch.float32
     length: int = 32
-    """Rows of each sequence, on both sides; both end in padding rows."""
+    """Tokens of each sequence, in both views; both end in padding."""
     student_vocab: int = 29
     teacher_vocab: int = 37
     common: int = 15
     width: int = 32
-    """Of the student's head over all ranks, with padding."""
+    """Rows of the student's LM head over all ranks, padding included."""
     with_ce: bool = True
     masked: str = ""
     """"chunks": no chunk counts; "all": nor does any row in cross-entropy; "rank": the second of two context-parallel
@@ -93,7 +93,7 @@ class Microbatch(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """Of the definitions; gradients are of UPSTREAM * loss."""
+    """Results of the definitions; gradients are those of UPSTREAM * loss."""
 
     loss: Tensor
     ce: Tensor | None
@@ -149,7 +149,7 @@ def make(case: XTokenCase) -> Microbatch:
 
 
 def _chunk_numbers(length: int, gen: torch.Generator) -> tuple[Tensor, Tensor, int]:
-    """Numbers of both sides [b, s], and how many. Some rows of either side are in no chunk."""
+    """Chunk numbers of both views [b, s], and their count. Some tokens of each view are in no chunk."""
     student, teacher = torch.full((2, SEQUENCES, length), -1)
     count = 0
     for row in range(SEQUENCES):
@@ -217,7 +217,7 @@ def matrix(case: XTokenCase, x: Microbatch) -> Tensor:
 
 
 def definition(case: XTokenCase, x: Microbatch) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Of one chunk, from its logits and labels."""
+    """The definition for one chunk, a function of its logits and labels."""
     pairs = relaxed_pairs(x.ids, x.weights) if case.kind == "gold_relaxed" else x.pairs
     projection = matrix(case, x) if case.kind == "p_kl" else None
 

@@ -1,6 +1,6 @@
 """Samples in the tokens of a student and of a teacher with another tokenizer, for steps that are compared.
 
-Chunks have 1 to 5 tokens on either side, some tokens have no counterpart, and lengths are odd, 1 and the whole row. One
+Chunks have 1 to 5 tokens in each view, some tokens have no counterpart, and lengths are odd, 1 and the whole row. One
 sample has no target, so that a row, and with two data-parallel ranks and small microbatches a rank, has no chunk.
 """
 
@@ -27,7 +27,7 @@ TEXTS = [
     [(5, 4), (1, 1)],
     [(16, 18), (8, 7)],
 ]
-"""Places of the samples in each packed row, of the student and of the teacher."""
+"""Positions of the samples in each packed row, the student's and the teacher's."""
 
 
 def sample(places: tuple[int, int], random: np.random.RandomState, supervised: bool) -> AlignedSample:

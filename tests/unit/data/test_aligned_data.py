@@ -117,9 +117,7 @@ def test_documents_are_read_as_text_and_counted(root: Path, capsys: pytest.Captu
         (["<|end|>", "<|end|>", "a word"], ["<s>", "</s>", "<s>", "</s>", "<s>", "a word"]),
     ],
 )
-def test_what_begins_and_ends_a_text_does_so_on_every_side(
-    kinds: TextAligner, document: list[str], teachers: list[str]
-) -> None:
+def test_bos_and_eos_in_all_views(kinds: TextAligner, document: list[str], teachers: list[str]) -> None:
     """As Megatron's own tools make documents with tokenizers that have a token before each text."""
     ours, theirs = kinds.tokenizers
     ids, wanted = (
@@ -141,14 +139,14 @@ def test_what_begins_and_ends_a_text_does_so_on_every_side(
     assert coded.spelled_out == 0
 
 
-def test_special_tokens_that_the_teacher_spells_out_are_counted(kinds: TextAligner) -> None:
+def test_split_special_tokens_are_counted(kinds: TextAligner) -> None:
     ours = kinds.tokenizers[0]
     tokens = [ours.encode(words).ids for words in ("a word <|byte_bpe|> more", "a word <|turn|> more")]
     coded = kinds(DocumentBatch("x", tokens))
     assert coded.spelled_out == 1 and len(coded.samples) == 2
 
 
-def test_a_sample_is_stored_as_it_is() -> None:
+def test_stored_sample_round_trip() -> None:
     random = np.random.RandomState(0)
     whole = sample((17, 23), random, True)
     again = AlignedSample.of_words(whole.words(), whole.lengths)
@@ -203,7 +201,7 @@ def test_long_samples_are_cut_where_chunks_begin() -> None:
     assert (dropped.dropped, len(dropped)) == (3, 1)
 
 
-def test_a_run_without_a_chunk_that_fits_no_row_is_left_out() -> None:
+def test_long_run_without_a_chunk_is_left_out() -> None:
     n = 120
     chunk = np.full(n, -1, dtype=np.int32)
     chunk[:10], chunk[-10:] = np.arange(10), np.arange(10, 20)
@@ -215,7 +213,7 @@ def test_a_run_without_a_chunk_that_fits_no_row_is_left_out() -> None:
     assert pieces.positions[:, 0].tolist() == [8, 10]
 
 
-def test_packing_fits_on_all_sides_and_wastes_little() -> None:
+def test_packing_fits_all_views_and_wastes_little() -> None:
     random = np.random.RandomState(2)
     places = np.stack([random.randint(1, length + 1, 400) for length in ROWS], axis=1)
     plan = pack_aligned(places, ROWS, 8, seed=5)
@@ -233,7 +231,7 @@ def test_best_fit_takes_the_fullest_bin() -> None:
     assert best_fit_all_views(sizes, np.array([10, 10])).tolist() == [0, 1, 0, 1]
 
 
-def test_a_chunk_counts_if_all_of_it_is_predicted_and_a_target() -> None:
+def test_counted_chunks() -> None:
     student = np.array([0, 0, 1, 2, 2, -1, 3])
     teacher = np.array([-1, 0, 1, 1, 2, 3])
     yes = np.ones(7, dtype=bool)
@@ -273,7 +271,7 @@ def test_packed_rows_have_the_chunks_of_unpacked_ones() -> None:
         assert torch.equal(*sizes)
 
 
-def test_a_sample_that_does_not_align_is_left_out(root: Path) -> None:
+def test_unaligned_sample_is_left_out(root: Path) -> None:
     """So is a text of one token; a broken line is named."""
     coder = encoder(root)
     one = coder.tokenizers[0].tokenizer.convert_tokens_to_ids("t")
@@ -289,7 +287,7 @@ def test_a_sample_that_does_not_align_is_left_out(root: Path) -> None:
     assert probe_aligned(str(root / "chat.jsonl"), coder)[0] > 100
 
 
-def test_nothing_left_is_an_error(root: Path) -> None:
+def test_no_usable_sample_is_an_error(root: Path) -> None:
     write_lines(root / "mute.jsonl", [{"messages": talk("hello")}])
     with pytest.raises(MkdDataError, match="no sample can be used"):
         store(root, "mute.jsonl")

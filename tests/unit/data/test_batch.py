@@ -54,7 +54,7 @@ def test_ids_beyond_the_vocabulary(name, largest):
         assert word in str(caught.value)
 
 
-def test_draw_takes_as_many_as_asked():
+def test_next_microbatches_returns_the_requested_count():
     iterator = iter([sample(seed=seed) for seed in range(3)])
     drawn = next_microbatches(iterator, 2, VOCAB)
     assert [int(batch.tokens.sum()) for batch in drawn] == [int(sample(seed=seed)["tokens"].sum()) for seed in range(2)]
@@ -130,7 +130,7 @@ def test_packed_rows_follow_each_other():
         assert getattr(packed, name).dtype == torch.int32
 
 
-def test_where_there_is_no_text():
+def test_padding_mask():
     batch = KDBatch.from_sample(packed_sample(CUTS), VOCAB)
     expected = [(t, p - t) for row in CUTS for t, p in row]
     assert batch.padding[0].tolist() == [flag for t, rest in expected for flag in [False] * t + [True] * rest]
@@ -141,7 +141,7 @@ def test_where_there_is_no_text():
     assert torch.equal(part.padding, rows.padding[:, [2, 3, 4, 5]])
 
 
-def test_segments_and_their_places():
+def test_segments_and_their_positions():
     batch = KDBatch.from_sample(packed_sample(CUTS), VOCAB)
     places = [slice(0, 3), slice(4, 8), slice(8, 9), slice(16, 27)]
     assert batch.segments() == list(zip(batch.segment_hashes, places, strict=False))  # the last one has no text
@@ -150,7 +150,7 @@ def test_segments_and_their_places():
     assert KDBatch.from_sample(sample(2, 8), VOCAB).segments()[1][1] == slice(8, 16)
 
 
-def test_keys_are_of_the_text_alone():
+def test_segment_hashes_depend_on_the_text_alone():
     """Another row, another place in it, other padding, other microbatch: the same key."""
     given_sample = packed_sample(CUTS)
     batch = KDBatch.from_sample(given_sample, VOCAB)
@@ -168,7 +168,7 @@ def test_keys_are_of_the_text_alone():
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_ranks_hold_each_token_once_with_all_that_belongs_to_it(size, is_packed):
+def test_cp_slices_hold_each_token_once(size, is_packed):
     given_sample = packed_sample(CUTS) if is_packed else sample(3, 8)
     given_sample["kd_mask"] = 1 - given_sample["loss_mask"]
     given_sample["ce_mask"] = given_sample.pop("loss_mask")
@@ -201,7 +201,7 @@ def test_bounds_change_the_hash():
     assert first.content_hash() != second.content_hash()
 
 
-def test_draw_refuses_another_number_of_rows():
+def test_next_microbatches_refuses_another_number_of_rows():
     with pytest.raises(MkdDataError, match=r"gives 3 samples at a time, the schedule expects 2: .*--micro-batch-size"):
         next_microbatches(iter([sample()]), 1, VOCAB, micro_batch_size=2)
 

@@ -47,14 +47,14 @@ def tokenized(file: Path, folder: Path, share: tuple[float, float] = TAKES_ALL) 
 
 
 def words(template: ChatTemplate, chat: Conversation) -> list[str]:
-    """What is supervised, run by run."""
+    """Runs of supervised tokens, as text."""
     ids, supervised = template.encode(chat)
     edges = np.flatnonzero(np.diff(np.concatenate(([False], supervised, [False])).astype(int)))
     return [template.tokenizer.decode(ids[a:b]) for a, b in zip(edges[::2], edges[1::2], strict=True)]
 
 
 @pytest.mark.parametrize("messages", TALKS)
-def test_marked_templates_are_as_transformers_says(templates: dict[str, ChatTemplate], messages: Any) -> None:
+def test_generation_mask_equals_that_of_transformers(templates: dict[str, ChatTemplate], messages: Any) -> None:
     template = templates["marked"]
     ids, supervised = template.encode(Conversation(messages))
     wanted = template.tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
@@ -146,7 +146,7 @@ def test_a_broken_line_far_down_is_found_before_training(folders: dict[str, Path
         tokenized(file, folders["plain"])
 
 
-def test_files_that_are_none(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_invalid_chat_files(folders: dict[str, Path], tmp_path: Path) -> None:
     tokenizer = ChatTokenizer(str(folders["plain"]))
     with pytest.raises(MkdDataError, match=r"--data-path .*missing.jsonl does not exist"):
         check_chat_file(str(tmp_path / "missing.jsonl"), tokenizer)
@@ -157,7 +157,7 @@ def test_files_that_are_none(folders: dict[str, Path], tmp_path: Path) -> None:
         tokenized(write_lines(tmp_path / "user.jsonl", [{"messages": talk("only me")}]), folders["plain"])
 
 
-def test_what_is_left_out_is_counted(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_skipped_conversations_are_counted(folders: dict[str, Path], tmp_path: Path) -> None:
     empty = [talk("", "a"), talk("a", " \n"), []]
     unsupervised = [talk("nobody answers")]
     calls = [*talk("add"), {"role": "assistant", "content": None, "tool_calls": [1]}, {"role": "tool", "content": ""}]

@@ -1,4 +1,4 @@
-"""How often a run reads its data, counted from an index alone."""
+"""Epochs of a run over its data, computed from an index alone."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,6 +41,6 @@ def test_blends(names: list[str]) -> None:
     assert (train.name, train.per_epoch, valid.name, valid.per_epoch) == (names[0], 20, names[1], 40)
 
 
-def test_what_has_no_lengths_yet(names: list[str]) -> None:
+def test_no_readings_without_lengths(names: list[str]) -> None:
     assert readings_of_documents(config([names[0], "x.jsonl"], None), (9, 9, 9)) == []
     assert readings_of_documents(config(names, None, mock=True, split_matrix=None), (9, 9, 9)) == []

@@ -211,7 +211,7 @@ def test_nothing_is_read_before_training_where_every_token_is_a_target(monkeypat
     assert rows_of(store, is_packed=False).per_epoch == 4
 
 
-def test_nothing_left_is_an_error() -> None:
+def test_no_usable_sample_is_an_error() -> None:
     with pytest.raises(MkdDataError, match=r"none of its 2 samples can be used: 1 are longer than --seq-length 48, 1"):
         rows_of(Texts([ROW + 2, 1]), drop_long=True)
 

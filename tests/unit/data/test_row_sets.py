@@ -30,7 +30,7 @@ ROW = 64
 
 
 class Ids:
-    """What megatron asks a tokenizer."""
+    """The tokenizer attributes that megatron reads."""
 
     vocab_size, eod, pad = VOCAB, VOCAB - 1, VOCAB - 1
     unique_identifiers: dict[str, Any] = {}  # noqa: RUF012
@@ -139,7 +139,7 @@ def test_data_without_weights_are_read_in_proportion(root: Path) -> None:
     assert 0.6 < epochs[0] / epochs[1] < 1.6
 
 
-def test_a_first_batch_without_a_word_of_the_assistant_has_something_to_measure(root: Path) -> None:
+def test_first_batch_without_assistant_tokens_uses_all_tokens(root: Path) -> None:
     sets, _ = sets_of(root, (["chat.jsonl"], None), split="1,0,0")
     rows = sets.build([4, None, None])[0]
     usual = _first_batch(rows, 2, VOCAB)
@@ -148,7 +148,7 @@ def test_a_first_batch_without_a_word_of_the_assistant_has_something_to_measure(
     assert _first_batch(prompts, 3, VOCAB).ce_mask.sum() == 2 * ROW
 
 
-def test_what_cannot_be_built(root: Path) -> None:
+def test_row_set_errors(root: Path) -> None:
     with pytest.raises(MkdDataError, match=r"largest token id is \d+, but the model's vocabulary has 50 tokens"):
         sets_of(root, (["chat.jsonl"], None), true_vocab=50)[0].build([4, 4, 0])
     with pytest.raises(MkdDataError, match=r"--split 999,1,0 leaves no sample of .*chat.jsonl for validation"):

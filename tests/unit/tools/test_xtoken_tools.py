@@ -51,7 +51,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_told_in_one_line(
+def test_bad_input_is_a_one_line_error(
     folders: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str
 ) -> None:
     file = tmp_path / "f.jsonl"
@@ -84,7 +84,7 @@ def test_a_projection_is_built(folders: list[str], tmp_path: Path, capsys: pytes
         (["--teacher", "nowhere"], "error: --teacher nowhere does not exist"),
     ],
 )
-def test_bad_options_are_told_in_one_line(
+def test_bad_options_are_a_one_line_error(
     folders: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     assert build_projection.main([*folders, "--out", str(tmp_path / "p"), *arguments]) == 1

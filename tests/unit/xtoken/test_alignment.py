@@ -88,7 +88,7 @@ def test_chunks_cover_the_same_characters(pair: tuple[str, str], texts: int) -> 
 
 
 def cuts(spans: TokenSpans, length: int) -> set[int]:
-    """Where a text can be cut without cutting a token, when the tokens cover all of it."""
+    """Positions that no token crosses, for tokens that cover the whole text."""
     return {place for place in range(length + 1) if not any(a < place < b for a, b in spans.offsets)}
 
 
@@ -219,7 +219,7 @@ def test_one_token_for_all_roles() -> None:
 
 
 @pytest.mark.parametrize("kind", ["unigram", "metaspace_bpe", "wordpiece"])
-def test_what_a_model_writes_for_unknown_text_need_not_be_named(kind: str) -> None:
+def test_undeclared_unknown_token(kind: str) -> None:
     """A folder may say nothing of it, and it may be an ordinary token."""
     content = json.loads(transformers_tokenizer(kind).backend_tokenizer.to_str())
     unknown = content["model"].get("unk_token") or "<unk>"
@@ -253,7 +253,7 @@ def test_ids_are_those_of_training(kind: str) -> None:
         assert span_tokenizer(kind).encode(text).ids.tolist() == wanted
 
 
-def test_tokenizers_that_cannot_be_used(tmp_path) -> None:
+def test_unusable_tokenizers(tmp_path) -> None:
     with pytest.raises(MkdDataError, match=r"--kd-teacher-hf .*nowhere does not exist"):
         SpanTokenizer(tmp_path / "nowhere", "--kd-teacher-hf")
     with pytest.raises(MkdDataError, match="CanineTokenizer is a slow tokenizer, which has no offsets of tokens"):

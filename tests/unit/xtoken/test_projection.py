@@ -74,7 +74,7 @@ def test_common_tokens_spell_the_same_bytes(pair: tuple[str, str]) -> None:
         assert len(ours) - len(students) <= 1  # but for the unknown token
 
 
-def test_kinds_meet_in_what_they_spell() -> None:
+def test_token_bytes_agree_across_kinds() -> None:
     spelled = {"byte_bpe": "Ġthe", "unigram": "▁the", "wordpiece": "the"}
     continued = {"byte_bpe": "on", "unigram": "on", "wordpiece": "##on"}
     for tokens in (spelled, continued):
@@ -84,7 +84,7 @@ def test_kinds_meet_in_what_they_spell() -> None:
                 assert [s, t] in built(student, teacher).common.tolist()
 
 
-def test_bytes_that_are_no_text() -> None:
+def test_bytes_that_are_not_utf8() -> None:
     found = built("byte_bpe", "metaspace_bpe")
     assert row(found, id_of("byte_bpe", "ä")) == {id_of("metaspace_bpe", "<0xE4>"): 1.0}
     assert row(found, id_of("byte_bpe", "a")) == {id_of("metaspace_bpe", "a"): 1.0}

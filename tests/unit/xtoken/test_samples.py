@@ -60,7 +60,7 @@ TEACHERS = {
 
 
 def pieces(sample: AlignedPair, student: SpanTokenizer, teacher: SpanTokenizer) -> list[tuple[str, str]]:
-    """What both sides say in each chunk."""
+    """(student text, teacher text) of each chunk."""
     found = sample.alignment
     sides = (student, sample.student_ids, found.student_chunk), (teacher, sample.teacher_ids, found.teacher_chunk)
     return [
@@ -162,20 +162,20 @@ def test_messages_that_a_template_changes_are_counted_and_left_out() -> None:
     assert sample.student_targets.sum() > (sample.alignment.student_chunk != NO_CHUNK).sum()
 
 
-def test_what_is_given_is_not_aligned() -> None:
+def test_prompt_messages_are_not_aligned() -> None:
     teacher = TEACHERS["plain"]
     sample = align_sample(STUDENT, teacher, Conversation(talk("a", "given", "b", "the answer"), given=3))
     assert said(sample, STUDENT, teacher) == "the answer<|end|>"
 
 
-def test_messages_of_the_assistant_that_are_no_targets_are_not_aligned() -> None:
+def test_unsupervised_assistant_messages_are_not_aligned() -> None:
     """Nothing comes before a first message, so training only reads it."""
     teacher = TEACHERS["plain"]
     sample = align_sample(STUDENT, teacher, Conversation(talk("a", "only read", "b", "the answer")[1:]))
     assert said(sample, STUDENT, teacher) == "the answer<|end|>"
 
 
-def test_what_is_given_need_not_be_found() -> None:
+def test_prompt_messages_need_not_be_located() -> None:
     teacher = with_template("metaspace_bpe", BRACKETS.replace("m['content'].strip()", "m['content'].upper()"))
     sample = align_sample(STUDENT, teacher, Conversation(talk("a", "given", "b", "NONE"), given=3))
     assert sample.not_found == 0
