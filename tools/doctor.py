@@ -1,11 +1,11 @@
-"""What this environment can do, and whether a run will work, before it takes a GPU.
+"""Check an environment, or the command line of a job, before it takes a GPU.
 
     python tools/doctor.py
     python tools/doctor.py --nproc 8 --nnodes 2 --gpu-memory-gib 80 -- --kd-teacher-hf TEACHER ...
 
-Without flags of a run: what is installed, what is missing, what that costs and how to get it. With the flags that
-pretrain_kd.py is to get, behind --: models, tokenizers, data, layout and memory of that run, all problems at once. No
-GPU is needed; a run is taken to be for GPUs unless MKD_DEVICE=cpu. The exit status is 1 if there is a problem.
+Without the flags of a job: installed and missing packages, the cost of missing ones, and how to install them. With the
+flags of pretrain_kd.py after --: models, tokenizers, data, layout and memory of that job, all problems at once. No GPU
+is needed; a job is examined for GPUs unless MKD_DEVICE=cpu. The exit status is 1 if there is a problem.
 """
 
 import argparse
@@ -24,13 +24,17 @@ GIB = 2**30
 
 
 def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str] | None]:
-    """Own flags, and those of the run; None without --."""
+    """The tool's flags, and the job's; None without --."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nproc", type=int, default=1, metavar="N", help="ranks on each node (default: 1)")
     parser.add_argument("--nnodes", type=int, default=1, metavar="M", help="nodes (default: 1)")
-    parser.add_argument("--gpu-memory-gib", type=float, metavar="GIB", help="of one card (default: of those here)")
-    parser.add_argument("--samples", type=int, default=2, metavar="N", help="shown of each data file (default: 2)")
-    parser.add_argument("--sample-tokens", type=int, default=60, metavar="N", help="shown of each (default: 60)")
+    parser.add_argument(
+        "--gpu-memory-gib", type=float, metavar="GIB", help="memory of one card (default: of those here)"
+    )
+    parser.add_argument("--samples", type=int, default=2, metavar="N", help="samples shown per data file (default: 2)")
+    parser.add_argument(
+        "--sample-tokens", type=int, default=60, metavar="N", help="tokens shown per sample (default: 60)"
+    )
     split = argv.index("--") if "--" in argv else len(argv)
     own, flags = parser.parse_args(argv[:split]), argv[split + 1 :]
     if own.nproc < 1 or own.nnodes < 1:
@@ -39,12 +43,12 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str] | No
 
 
 def report_environment() -> int:
-    """Print all parts; 1 if nothing can be trained here."""
+    """Print all parts. Returns 1 if nothing can be trained here."""
     from rich.console import Console
     from rich.text import Text
 
     console = Console()
-    with console.status("looking"):
+    with console.status("inspecting the environment"):
         parts = environment.inspect()
     width = max(len(part.name) for part in parts)
     for part in parts:
@@ -62,7 +66,7 @@ def _color(part: environment.Part) -> str:
 
 
 def examine_run(own: argparse.Namespace, flags: list[str]) -> int:
-    """Print the plan, a look into the data, the memory, and all that is wrong; 1 if something is."""
+    """Print the plan, a preview of the data, the memory and all problems. Returns 1 if there is a problem."""
     one_connection = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
     cards = environment.cards()
     from mkd import cpu
@@ -82,7 +86,7 @@ def examine_run(own: argparse.Namespace, flags: list[str]) -> int:
     with console.status("reading flags, checkpoints, tokenizers and data"):
         job = examine(Launch(flags, own.nproc * own.nnodes), findings)
     if job is None:
-        findings.warning("layout and memory are told when the flags fit each other")
+        findings.warning("layout and memory are reported once the flags fit each other")
     else:
         show_plan(job, console)
         show_data(job, own.samples, own.sample_tokens, findings, console)

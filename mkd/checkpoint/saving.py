@@ -2,6 +2,7 @@
 
 Order of a save, synchronous or not (`mkd.compat.checkpoints` calls these methods):
 
+0. `collecting`: the run's state is put among the arguments that Megatron collects;
 1. `before`: check that no other job saves in the folder, and move an old folder of the same iteration aside;
 2. `writer`: the process that writes the shards also hashes them;
 3. `written`: all shards exist; write `integrity.json` and make everything durable (fsync);

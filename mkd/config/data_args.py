@@ -11,10 +11,10 @@ from mkd.errors import MkdConfigError, MkdDataError
 
 
 def data_prefixes(args: Namespace) -> list[str]:
-    """Every `.bin/.idx` prefix and every chat file that is to be read.
+    """Prefixes of all `.bin/.idx` pairs, and all chat files, that the flags name.
 
     Raises:
-        MkdDataError: none is named, or a list of weights and prefixes is not one.
+        MkdDataError: none is named, or a list of weights and prefixes is invalid.
     """
     try:
         blend, per_split = get_blend_and_blend_per_split(args)
@@ -29,7 +29,7 @@ def data_prefixes(args: Namespace) -> list[str]:
 
 
 def dataset_config(args: Namespace, tokenizer: Any) -> GPTDatasetConfig:
-    """Megatron's own dataset flags as a configuration.
+    """The dataset configuration of Megatron's flags.
 
     Raises:
         MkdConfigError: they contradict each other.

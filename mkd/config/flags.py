@@ -13,8 +13,8 @@ from mkd.config.kd_config import KDConfig
 from mkd.config.kd_fields import KDFields
 from mkd.errors import MkdConfigError
 
-# Beginnings of Megatron flags that say something else about the loss, the teacher or what is trained, and what to use.
-# Checked on the command line itself: some of them exist only where further packages are installed.
+# Prefixes of Megatron flags that conflict with distillation -> the flags to use instead.
+# Checked on the command line itself: some of them exist only if further packages are installed.
 CONTRADICTIONS: dict[str, str] = {
     "--logits-save-": "--kd-teacher-hf or --kd-teacher-load (mkd runs the teacher itself)",
     "--logits-load-": "--kd-teacher-hf or --kd-teacher-load (mkd runs the teacher itself)",
@@ -28,7 +28,7 @@ CONTRADICTIONS: dict[str, str] = {
 }
 
 
-# Megatron flags that mkd does not honor yet, and what to do without them.
+# Megatron flags that mkd does not support -> what to do instead.
 UNSUPPORTED: dict[str, str] = {
     "--full-validation": "give --eval-iters (megatron-core 0.19 itself fails with it)",
     "--multiple-validation-sets": "give one set",
@@ -56,7 +56,7 @@ class _KDFlags(ArgumentGroupFactory):
 def add_kd_flags(parser: ArgumentParser) -> ArgumentParser:
     """Add one flag for each field of `KDConfig`, with the field's docstring as help.
 
-    What the parser cannot read is then an MkdConfigError of one line, and not a thousand lines of usage.
+    Parser errors become an MkdConfigError of one line instead of a thousand lines of usage.
     """
     _KDFlags(KDFields).build_group(parser, title="knowledge distillation")
     repair_help(parser)
@@ -99,10 +99,10 @@ def parse_flags() -> tuple[Namespace, dict[str, Any]]:
 
 
 def refuse_contradictions(argv: list[str]) -> None:
-    """Raise MkdConfigError for a Megatron flag that contradicts distillation or is not supported, saying what to do."""
+    """Raise MkdConfigError for a Megatron flag that contradicts distillation or is not supported."""
     for word in argv:
-        for beginning, instead in CONTRADICTIONS.items():
-            if word.startswith(beginning):
+        for prefix, instead in CONTRADICTIONS.items():
+            if word.startswith(prefix):
                 raise MkdConfigError(f"{word.split('=')[0]} contradicts distillation: use {instead} instead")
         flag = word.split("=")[0]
         if flag in UNSUPPORTED:
@@ -110,5 +110,5 @@ def refuse_contradictions(argv: list[str]) -> None:
 
 
 def default_arguments() -> Namespace:
-    """Megatron's arguments as they are when no flag is given."""
+    """Megatron's arguments if no flag is given."""
     return add_megatron_arguments(ArgumentParser(allow_abbrev=False)).parse_args([])

@@ -1,4 +1,4 @@
-"""Names of Megatron's arguments, one entry per name with what the argument is to a student, a teacher and a checkpoint.
+"""Names of Megatron's arguments, one entry per name with its roles in a student, a teacher and a checkpoint.
 
 Every list of such names in mkd is a query on `ARGS`. A new argument of Megatron's model groups needs an entry here
 (tests/unit/config/test_megatron_arg_names.py): give it the roles that apply, and it is compared when a job resumes,
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class ArgRole(Flag):
-    """What an argument describes and who uses it. An argument may have several roles."""
+    """Meaning and use of an argument. An argument may have several roles."""
 
     SHAPE = auto()
     """Gives parameters their shape: must equal the checkpoint's, also with --finetune."""
@@ -24,7 +24,7 @@ class ArgRole(Flag):
     LAYOUT = auto()
     """A parallel size: the teacher has the student's or its own."""
     SHARED = auto()
-    """How and where models compute: the teacher has the student's value. Includes every `LAYOUT`."""
+    """Determines kernels and ranks: the teacher has the student's value. Includes every `LAYOUT`."""
     RUN_CHOICE = auto()
     """A model's folder may suggest a value and a training run may choose another: the weights do not depend on it."""
     CHECKED_BY_LAYOUT = auto()

@@ -207,7 +207,7 @@ def check_load(args: Namespace, kd: KDConfig, state: RunState) -> None:
 
 
 def true_vocabulary(args: Namespace) -> int:
-    """Number of tokens that exist: the architecture's, or the tokenizer's where none is given."""
+    """Vocabulary size without padding: the architecture's, or the tokenizer's if the architecture has none."""
     return args.vocab_size or get_tokenizer().vocab_size
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 @dataclass
 class RunState:
-    """What a run carries from step to step and over restarts.
+    """State that a run carries from step to step and over restarts.
 
     A checkpoint holds it among Megatron's arguments, as `kd_<field>`; `write_to` is the only writer of these names.
     """

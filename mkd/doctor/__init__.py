@@ -1,1 +1,1 @@
-"""What `tools/doctor.py` looks at: the environment, and a run's command line with all that it names."""
+"""Diagnosis for `tools/doctor.py`: the environment, and a job's command line with all files that it names."""

@@ -1,4 +1,7 @@
-"""What is installed, what is missing, what that costs and how to get it. Imports nothing that may itself be missing."""
+"""Installed and missing packages, the cost of missing ones, and how to install them.
+
+Imports nothing at the top that may itself be missing.
+"""
 
 import os
 import shutil
@@ -21,13 +24,13 @@ class Part:
 
     name: str
     found: str | None
-    """Version or size; None when it is missing."""
+    """Version or size; None if missing."""
     trouble: str | None = None
-    """What is wrong with what was found, or what it costs that it is missing; None when all is well."""
+    """The fault of the installed part, or the cost of a missing one; None without trouble."""
     remedy: str = ""
-    """What to do."""
+    """Remedy for the trouble."""
     needed: bool = False
-    """Whether nothing can be trained in this state."""
+    """True if nothing can be trained in this state."""
 
     @property
     def is_missing(self) -> bool:
@@ -36,7 +39,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU, as the driver tells."""
+    """A GPU as the driver reports it."""
 
     name: str
     gib: float
@@ -44,7 +47,7 @@ class Card:
 
 
 def inspect() -> list[Part]:
-    """All parts, in the order of a report. Takes seconds where Transformer Engine is installed: it is imported."""
+    """All parts, in the order of the report. Takes seconds if Transformer Engine is installed, which is imported."""
     return [
         _python(),
         *(_required(name, module) for name, module in REQUIRED.items()),
@@ -67,7 +70,7 @@ REQUIRED = {
     "omegaconf": "omegaconf",
     "sentencepiece": "sentencepiece",
 }
-"""Distribution -> the module it brings."""
+"""Distribution -> its module."""
 
 OPTIONAL: dict[str, tuple[str, str, str]] = {
     "flash-attn": (
@@ -85,11 +88,11 @@ OPTIONAL: dict[str, tuple[str, str, str]] = {
         "pip install nvidia-resiliency-ext",
     ),
 }
-"""Distribution -> module, what is missing without it, how to get it."""
+"""Distribution -> (module, what is missing without it, how to install it)."""
 
 
 def version(distribution: str) -> str | None:
-    """Of an installed distribution; None when there is none."""
+    """Version of a distribution; None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -97,7 +100,7 @@ def version(distribution: str) -> str | None:
 
 
 def cards() -> list[Card]:
-    """The GPUs of this machine; none where there is no driver."""
+    """GPUs of this machine; empty without a driver."""
     try:
         query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
         done = subprocess.run(query, capture_output=True, text=True, timeout=60)
@@ -124,7 +127,7 @@ def _required(name: str, module: str) -> Part:
 
 
 def _gpus() -> list[Part]:
-    """The driver and the cards, and whether torch can use them."""
+    """The driver, the cards, and torch's access to them."""
     found = cards()
     if not found:
         cost = "jobs run on CPU, for small models only; tools/doctor.py checks jobs for GPUs all the same"
@@ -147,7 +150,7 @@ def _gpus() -> list[Part]:
 
 
 def transformer_engine() -> Part:
-    """Installed, and imported in a process of its own: its libraries are where it fails."""
+    """Transformer Engine, imported in a process of its own: loading its libraries is what fails."""
     name, install = "transformer-engine", "pip install transformer-engine[pytorch], or a NGC PyTorch container"
     if find_spec("transformer_engine") is None:
         cost = "on GPUs only --transformer-impl local: slower, and neither packed rows, context parallelism nor fp8"
@@ -158,14 +161,14 @@ def transformer_engine() -> Part:
         done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_SECONDS)
         reason = "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no message"])[-1]
     except subprocess.TimeoutExpired:
-        reason = f"no answer in {IMPORT_SECONDS} s"
+        reason = f"the import took more than {IMPORT_SECONDS} s"
     if reason:
         return Part(name, found, f"it cannot be imported: {reason}", f"install it again: {install}")
     return Part(name, found)
 
 
 def apex() -> Part:
-    """NVIDIA's, or the project of that name in PyPI, which is something else."""
+    """NVIDIA Apex; PyPI's project of that name is an unrelated package."""
     cost = "weight gradients are added up in a second pass (--no-gradient-accumulation-fusion, which mkd sets itself)"
     remedy = "build it from https://github.com/NVIDIA/apex; Transformer Engine has the other fused kernels"
     if has_wrong_apex():
@@ -183,7 +186,7 @@ def apex() -> Part:
 
 
 def has_wrong_apex() -> bool:
-    """Whether the module apex is not NVIDIA's, which always has a folder multi_tensor_apply."""
+    """True if the module apex is not NVIDIA's, which always has a folder multi_tensor_apply."""
     spec = find_spec("apex")
     if spec is None:
         return False

@@ -1,4 +1,4 @@
-"""What is wrong and what is doubtful, gathered instead of raised one at a time."""
+"""Problems and warnings, collected instead of raised one at a time."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,13 +9,13 @@ from mkd.errors import MkdError, MkdPackageError
 
 @dataclass
 class Findings:
-    """Two lists of sentences, each sentence once."""
+    """Deduplicated problems and warnings."""
 
     problems: list[str] = field(default_factory=list)
-    """Because of which the run would stop."""
+    """Errors that would stop the job."""
     warnings: list[str] = field(default_factory=list)
     elsewhere: bool = False
-    """Whether the run is for another machine than this one, so that a package missing here may be there."""
+    """True if the job is for another machine, which may have packages that are missing here."""
 
     def problem(self, text: str) -> None:
         if text not in self.problems:
@@ -27,7 +27,7 @@ class Findings:
 
     @contextmanager
     def tolerate(self) -> Iterator[None]:
-        """Remember a user's error as a problem, and go on behind the block."""
+        """Record a user's error as a problem, and continue after the block."""
         try:
             yield
         except MkdPackageError as error:

@@ -1,4 +1,4 @@
-"""A look into the data of a run: the beginnings of a few samples, which of their tokens are targets, how rows fill."""
+"""Preview of a job's data: the first tokens of a few samples, their targets, and how full the rows are."""
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
@@ -16,20 +16,20 @@ from mkd.job.job import Job
 
 TARGET, CONTEXT = "green", "dim"
 FIRST_BYTES = 1 << 18
-"""Of a chat file, from which samples are taken."""
+"""Bytes of a chat file from which samples are read."""
 FIRST_SAMPLES = 512
-"""Whose lengths show how rows fill."""
+"""Samples whose lengths show how full the rows are."""
 SHOWN_ROWS = 3
 
 Sample = tuple[np.ndarray, np.ndarray]
-"""Ids [n] and which of them are targets [n] bool."""
+"""Token ids [n], and [n] bool: True for targets."""
 
 
 def first_samples(name: str, tokenizer_folder: str | None) -> list[Sample]:
-    """The first samples of a PREFIX.bin, or of a chat file.
+    """The first samples of a PREFIX.bin or of a chat file.
 
     Raises:
-        MkdDataError: a line that is no conversation.
+        MkdDataError: a line is not a conversation.
     """
     if not is_chat_file(name):
         store = DocumentStore(name, (0.0, 1.0))
@@ -42,7 +42,7 @@ def first_samples(name: str, tokenizer_folder: str | None) -> list[Sample]:
 
 
 def painted(sample: Sample, tokenizer: PreTrainedTokenizerBase | None, most: int) -> Text:
-    """A sample's first tokens as text, targets in another color; as numbers where there is no tokenizer."""
+    """A sample's first tokens as text, targets in another color; as ids without a tokenizer."""
     ids, targets = (part[:most] for part in sample)
     text = Text()
     for is_target, group in groupby(range(len(ids)), key=lambda place: bool(targets[place])):
@@ -55,7 +55,7 @@ def painted(sample: Sample, tokenizer: PreTrainedTokenizerBase | None, most: int
 
 
 def rows_of(samples: Sequence[Sample], job: Job) -> list[str]:
-    """How the first rows made of these samples look, and how full all of them are."""
+    """The first rows made of these samples, and the share of tokens in all of them."""
     kd, length = job.kd, job.args.seq_length
     pieces = cut(np.array([len(ids) for ids, _ in samples]), length, drop_long=kd.long_samples == "drop")
     if not len(pieces):
@@ -67,7 +67,7 @@ def rows_of(samples: Sequence[Sample], job: Job) -> list[str]:
     for row in range(min(SHOWN_ROWS, len(plan))):
         positions = pieces.positions[plan.row(row)]
         lines.append(f"row {row}: {' + '.join(map(str, positions))} of {length} positions")
-    how = "packed" if is_packed else "one a row"
+    how = "packed" if is_packed else "one per row"
     return [*lines, f"{len(samples)} samples {how}: {len(plan)} rows, {plan.efficiency:.1%} of them tokens"]
 
 

@@ -1,4 +1,4 @@
-"""What the doctor says about a run: plan, data, memory, problems."""
+"""The doctor's report on a job: plan, data, memory, problems."""
 
 from argparse import Namespace
 
@@ -20,7 +20,7 @@ GIB = 2**30
 
 
 def show_plan(job: Job, console: Console) -> None:
-    """What the run is going to do."""
+    """Print the plan of the job."""
     table = Table(show_header=False, box=None, title="plan", title_justify="left")
     for name, text in plan(job).items():
         if name != "memory":
@@ -29,7 +29,7 @@ def show_plan(job: Job, console: Console) -> None:
 
 
 def show_data(job: Job, samples: int, tokens: int, findings: Findings, console: Console) -> None:
-    """The beginnings of a few samples of each file, targets colored; for files that could be read."""
+    """Print the first tokens of a few samples per file, targets in color, if all files can be read."""
     with findings.tolerate():
         names = data_args.data_prefixes(job.args)
         starts = tuple(start for name in names for start in (f"--data-path {name}", f"{name}, line"))
@@ -46,12 +46,12 @@ def show_data(job: Job, samples: int, tokens: int, findings: Findings, console: 
 
 
 def check_memory(job: Job, capacity_gib: float | None, findings: Findings, console: Console) -> None:
-    """The table, and what to change where a card does not hold it.
+    """Print the memory table, and changes that save memory if it does not fit a card.
 
     Args:
         job: the run.
-        capacity_gib: of a card; None when it is not known.
-        findings: gets a problem where it does not fit.
+        capacity_gib: memory of a card; None if unknown.
+        findings: collects a problem if it does not fit.
         console: where to print.
     """
     print_memory(job)
@@ -82,28 +82,28 @@ def check_memory(job: Job, capacity_gib: float | None, findings: Findings, conso
 
 
 def check_cards(args: Namespace, cards: int, per_node: int, connections: str | None, findings: Findings) -> None:
-    """Warn of what the machine of the run may lack, as far as this one shows it.
+    """Warn of what the training machine may lack, judged by this one.
 
     Args:
         args: Megatron's.
         cards: GPUs of this machine.
         per_node: ranks of each node.
         connections: CUDA_DEVICE_MAX_CONNECTIONS in this shell.
-        findings: gets the warnings.
+        findings: collects the warnings.
     """
     if 0 < cards < per_node:
         findings.warning(f"--nproc is {per_node}, this machine has {cards} GPUs")
     if max(args.tensor_model_parallel_size, args.context_parallel_size) > 1 and connections != "1":
         findings.warning(
-            "CUDA_DEVICE_MAX_CONNECTIONS is not 1 in this shell; set it where the run starts, megatron asks for it "
-            "under tensor and context parallelism"
+            "CUDA_DEVICE_MAX_CONNECTIONS is not 1 in this shell; set it where the job is launched: megatron requires "
+            "it under tensor and context parallelism"
         )
     if args.fp8 or args.fp4:
         findings.warning("memory is estimated as if --fp8-format and --fp4-format were not given")
 
 
 def print_findings(findings: Findings, console: Console) -> None:
-    """The list at the end."""
+    """Print the problems and warnings."""
     for title, style, sentences in (
         ("problem", "red", findings.problems),
         ("warning", "yellow", findings.warnings),

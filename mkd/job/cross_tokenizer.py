@@ -1,4 +1,4 @@
-"""What a job needs for teachers that have other tokenizers: alignment, projections, rows of their own length."""
+"""Teachers with other tokenizers in a job: alignment, projections, rows of their own length."""
 
 import math
 from argparse import Namespace
@@ -30,12 +30,12 @@ from mkd.xtoken.vocabulary.cross_vocabulary import CrossVocabulary
 from mkd.xtoken.vocabulary.projection import Projection, ProjectionOptions
 
 _MARGIN = 1.05
-"""Of the teacher's row over what the first texts need: longer samples differ from each other."""
+"""Length of the teacher's row relative to the need of the first texts: tokens per text vary."""
 
 
 @dataclass(frozen=True)
 class CrossTokenizers:
-    """Of all teachers with other tokenizers, in their order."""
+    """Alignment and projections of all teachers with other tokenizers, in their order."""
 
     args: Namespace
     """Megatron's, of the job."""
@@ -46,11 +46,11 @@ class CrossTokenizers:
     row_lengths: tuple[int, ...]
     """Tokens of a row of each teacher."""
     true_vocab: int
-    """Of the student."""
+    """Vocabulary size of the student."""
 
     @classmethod
     def of(cls, sources: Sequence[ModelSource], args: Namespace, kd: KDConfig, true_vocab: int) -> "CrossTokenizers":
-        """Read the tokenizers, look at the data's first texts, and make or read the projections.
+        """Read the tokenizers and the first texts of the data, and build or read the projections.
 
         Raises:
             MkdError: a tokenizer, a projection, the data or a length cannot be used.
@@ -79,11 +79,11 @@ class CrossTokenizers:
         return None if view is None else (source.vocab_size, self.row_lengths[view])
 
     def view_of(self, source: ModelSource) -> int | None:
-        """Which of `KDBatch.teacher_views` a teacher reads; None for the student's tokens."""
+        """Index in `KDBatch.teacher_views` of a teacher's tokens; None if it reads the student's."""
         return next((number for number, own in enumerate(self.sources) if own is source), None)
 
     def rows(self) -> CrossTokenizerRows:
-        """How the rows are made."""
+        """Options of the rows."""
         kd = self.kd
         layouts = [
             RowLayout(length, kd.packing_multiple, kd.packing != "none", kd.mask == "all")
@@ -94,7 +94,7 @@ class CrossTokenizers:
         return CrossTokenizerRows(self.encoder, options, tuple(source.vocab_size for source in self.sources))
 
     def vocabulary(self, view: int, groups: Groups) -> CrossVocabulary:
-        """What a teacher shares with the student, on this rank."""
+        """The vocabulary that a teacher shares with the student, on this rank."""
         projection, size = self.projections[view], groups.tp.size()
         return CrossVocabulary.of(
             self.kd.xtoken_loss,
@@ -110,7 +110,7 @@ class CrossTokenizers:
         )
 
     def settings(self, groups: Groups) -> tuple[CrossTokenizer, ...]:
-        """Of the loss, on this rank; nothing where it is not computed."""
+        """Contexts of the loss on this rank; empty except on the last pipeline stage."""
         if not groups.is_last_stage:
             return ()
         _, *tokenizers = self.encoder.tokenizers
@@ -121,12 +121,12 @@ class CrossTokenizers:
         return tuple(found)
 
     def require_bytes(self) -> None:
-        """Raise MkdConfigError unless every tokenizer tells the bytes of its tokens."""
+        """Raise MkdConfigError unless the bytes of every tokenizer's tokens are known."""
         for folder, tokenizer in zip(self.encoder.folders, self.encoder.tokenizers, strict=True):
             if byte_lengths(tokenizer.tokenizer) is None:
                 raise MkdConfigError(
                     "--kd-teachers-mode is select, which compares teachers with different tokenizers by nats per byte, "
-                    f"but the tokenizer of {folder} does not tell the bytes of a token: give sum"
+                    f"but the bytes of a token are unknown for the tokenizer of {folder}: give sum"
                 )
 
     def __str__(self) -> str:
@@ -202,18 +202,18 @@ def _check(sources: Sequence[ModelSource], args: Namespace, kd: KDConfig) -> Non
         raise MkdConfigError("--mock-data has no text, which a teacher with another tokenizer reads: leave it out")
     if kd.top_k is not None:
         raise MkdConfigError(
-            f"--kd-top-k is {kd.top_k}, but {sources[0].origin} has another tokenizer, and is looked at as "
-            "--kd-xtoken-loss says: leave it out"
+            f"--kd-top-k is {kd.top_k}, but {sources[0].origin} has another tokenizer, whose tokens "
+            "--kd-xtoken-loss selects: leave it out"
         )
     if kd.projection is not None and len(sources) > 1:
         raise MkdConfigError(
             f"--kd-projection is {kd.projection}, but {len(sources)} teachers have other tokenizers: leave it out, the "
-            "projections are made when the job begins"
+            "projections are built when the job starts"
         )
     for source in sources:
         if source.vocab_size is None or source.tokenizer_folder is None:
             raise MkdConfigError(
-                f"{source.origin} does not tell its vocabulary or tokenizer: give its Hugging Face folder"
+                f"{source.origin} does not hold its vocabulary size or tokenizer: give its Hugging Face folder"
             )
 
 
@@ -231,7 +231,7 @@ def _row_length(args: Namespace, kd: KDConfig, ratio: float, source: ModelSource
     """
     if not ratio:
         raise MkdDataError(
-            "the first texts of --data-path cannot be aligned, so that no row length of the teacher can be told: give "
+            "the first texts of --data-path cannot be aligned, so the row length of the teacher is unknown: give "
             "--kd-teacher-seq-length"
         )
     unit = math.gcd(args.seq_length, 256)

@@ -30,7 +30,7 @@ from mkd.utils.logging import logger
 
 @dataclass(frozen=True)
 class JobData:
-    """What is read, and as which rows."""
+    """The data files of a job and the options of its rows."""
 
     args: Namespace
     """Megatron's, complete and global."""
@@ -38,7 +38,7 @@ class JobData:
     true_vocab: int | None
     """Ids from here up do not exist in the model; None if unknown, for checks of files only."""
     cross: CrossTokenizers | None = None
-    """Of teachers with other tokenizers; None when there are none."""
+    """Teachers with other tokenizers; None without any."""
 
     def check(self, tokenizer_hash: str | None) -> None:
         """Check flags and files, before any weight is loaded.
@@ -92,14 +92,14 @@ class JobData:
         )
 
     def check_all(self) -> None:
-        """Tokenize chat files and plan rows without ranks: what a dry run can do beyond `check`."""
+        """Tokenize chat files and plan rows without ranks, as a dry run does beyond `check`."""
         if self.has_own_rows and self.args.rank == 0:
             self.sets()
         elif not self.has_own_rows:
             self._tell_readings()
 
     def readings(self) -> list[Reading]:
-        """About how often each file is read; see `readings_of_documents`."""
+        """Approximate number of epochs of each file; see `readings_of_documents`."""
         update_train_iters(self.args)
         train, _, test = get_train_valid_test_num_samples()
         config = data_args.dataset_config(self.args, get_tokenizer())
@@ -121,7 +121,7 @@ class JobData:
 
     @property
     def has_own_rows(self) -> bool:
-        """Whether rows are made of whole samples, and not by Megatron's concatenation of documents."""
+        """True if rows are made of whole samples, not by Megatron's concatenation of documents."""
         return (
             self.cross is not None
             or self.kd.packing != "none"
@@ -130,7 +130,7 @@ class JobData:
 
     @property
     def length_multiple(self) -> int | None:
-        """What microbatches' lengths are rounded up to with --kd-variable-seq-lengths; None without it."""
+        """Multiple of the microbatches' lengths with --kd-variable-seq-lengths; None without the flag."""
         return row_multiple(self.args, self.kd) if self.kd.variable_seq_lengths else None
 
     def _row_sets(self, config: GPTDatasetConfig) -> RowSets:
@@ -147,7 +147,7 @@ class JobData:
 
 
 def hash_of_tokenizer(args: Namespace) -> str | None:
-    """Of the --tokenizer-model; None when it is no Hugging Face folder."""
+    """Hash of --tokenizer-model; None if it is not a Hugging Face folder."""
     if args.tokenizer_type != "HuggingFaceTokenizer" or not Path(args.tokenizer_model).is_dir():
         return None
     return tokenizer_hash(Path(args.tokenizer_model), "--tokenizer-model")

@@ -98,11 +98,11 @@ class Job:
         return chunks
 
     def build_teacher(self, groups: Groups) -> Teacher | None:
-        """The teacher on this rank; None when the run never looks at it."""
+        """The teacher on this rank; None if R is 0 for the whole run."""
         return None if self.kd.is_plain_pretraining else self.teacher.build(groups)
 
     def pair_layers(self, groups: Groups, teacher: Teacher | None) -> HiddenLayers | None:
-        """What --kd-hidden-loss asks for, to be placed in the student when it is built; None without the flag."""
+        """Layer pairs of --kd-hidden-loss, attached to the student when it is built; None without the flag."""
         if not self.kd.layer_pairs:
             return None
         layers = HiddenLayers(
@@ -134,21 +134,21 @@ class Job:
         return ForwardStep(context, FiniteCheck() if self.args.check_for_nan_in_loss_and_grad else None)
 
     def vocabulary_of(self, teacher: TeacherSource) -> int:
-        """Tokens that a teacher chooses from."""
+        """Vocabulary size of a teacher."""
         own = None if self.cross is None else self.cross.own_tokens(teacher)
         return self.true_vocab if own is None else own[0]
 
     def byte_lengths(self) -> Tensor | None:
-        """[ids] bytes of each of the tokenizer's tokens, for bits per byte; None where they are not known."""
+        """[ids] bytes of each of the tokenizer's tokens, for bits per byte; None if unknown."""
         lengths = None
         if self.args.tokenizer_type == "HuggingFaceTokenizer" and Path(self.args.tokenizer_model).is_dir():
             lengths = byte_lengths(load_tokenizer(self.args.tokenizer_model))
         if lengths is None:
-            logger.info(f"no bits per byte: {self.args.tokenizer_type} does not tell the bytes of a token")
+            logger.info(f"no bits per byte: the bytes of a token are unknown for {self.args.tokenizer_type}")
         return None if lengths is None else lengths.to("cuda")
 
     def metrics(self) -> MetricsLog:
-        """What the metrics are written to. On the rank that writes them, trackers begin.
+        """The log of the metrics. Starts the trackers on the rank that writes them.
 
         Raises:
             MkdConfigError: a tracker refuses.

@@ -1,4 +1,4 @@
-"""What a job is going to do, for people to read before it does."""
+"""The plan of a job: a summary that is printed before it trains."""
 
 import json
 from argparse import Namespace
@@ -30,7 +30,7 @@ def print_plan(job: Job) -> None:
 
 
 def dry_run(job: Job) -> None:
-    """What is told and checked beyond the plan where no training follows."""
+    """Print the memory table and check the data, beyond the plan, if no training follows."""
     print_memory(job)
     job.data.check_all()
     kept = "nothing but tokens in the data cache" if job.data.has_own_rows else "nothing"
@@ -38,7 +38,7 @@ def dry_run(job: Job) -> None:
 
 
 def plan(job: Job) -> dict[str, str]:
-    """What will happen, a line each."""
+    """Job summary, label -> text."""
     args, kd = job.args, job.kd
     weights = "random"
     if job.state.resumes:
@@ -71,7 +71,7 @@ def plan(job: Job) -> dict[str, str]:
 
 
 def record(job: Job) -> None:
-    """Leave beside the checkpoints what is needed to understand and to export them.
+    """Write the files beside the checkpoints that explain them and that an export needs.
 
     kd_config.json has the resolved distillation settings and the plan; the student's Hugging Face configuration and
     tokenizer go along, so that tools/convert.py needs no other folder.
@@ -87,7 +87,7 @@ def record(job: Job) -> None:
 
 
 def _layout(args: Namespace, ranks: int) -> str:
-    """Of the student or of a teacher, from its Megatron arguments, on so many ranks."""
+    """Layout of the student or of a teacher, from its Megatron arguments and the number of ranks."""
     tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
     sizes = {
         "DP": ranks // (tp * pp * cp),
@@ -102,7 +102,7 @@ def _layout(args: Namespace, ranks: int) -> str:
 
 
 def _teacher_layouts(job: Job) -> dict[str, str]:
-    """Of teachers that have their own."""
+    """Layouts of teachers that have their own."""
     own = [_layout(model, job.args.world_size) for model in job.teacher.models if has_own_layout(model, job.args)]
     return {"teacher's": "layout " + "; ".join(dict.fromkeys(own))} if own else {}
 
@@ -114,7 +114,7 @@ def _rows(job: Job) -> str:
 
 
 def _divergence(kd: KDConfig) -> str:
-    """As it is in the loss and in the reported kd."""
+    """The divergence as it is in the loss and in the reported kd."""
     text = divergence_text(kd.loss, kd.beta, kd.skew)
     if not kd.temperature_squared:
         return f"{text} (without T^2)"

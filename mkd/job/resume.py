@@ -25,7 +25,7 @@ from mkd.config.run_state import RunState
 
 
 def select_checkpoint(args: Namespace, state: RunState) -> ResumePoint | None:
-    """What is in --load, noted in the arguments; None when mkd does not look into it (other formats). Changes no file.
+    """The checkpoint in --load, also set in `state`; None for formats that mkd does not inspect. Changes no file.
 
     Raises:
         MkdCheckpointError: there are checkpoints, and none may be used.
@@ -56,7 +56,7 @@ def adopt_from_checkpoint(args: Namespace, state: RunState) -> None:
 
 
 def check_first_weights(args: Namespace, state: RunState) -> None:
-    """Refuse a --pretrained-checkpoint that is not complete, when it is what the job begins with.
+    """Refuse an incomplete --pretrained-checkpoint, if the job starts from it.
 
     Raises:
         MkdCheckpointError: naming the file that is missing or damaged.

@@ -36,7 +36,7 @@ def test_what_the_assistant_says_is_painted(tmp_path):
     peek(job(folder=str(tmp_path / "tokenizer")), [str(file)], 1, 999, lambda text: said.append(str(text)))
     assert said[0] == f"{file}:" and "an import<|end|>" in said[1]
     assert said[2].endswith("of the first 3 samples are targets") and not said[2].startswith("100")
-    assert "one a row" in said[-1]
+    assert "one per row" in said[-1]
 
 
 @pytest.mark.parametrize("packing, last", [("best_fit", "3 samples packed: 2 rows, 75.0%"), ("none", "3 rows, 50.0%")])
