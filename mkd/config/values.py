@@ -1,7 +1,7 @@
 """Types of the values of flags: choices, the divergence and its temperature, schedules, pairs of layers."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Literal, get_args
 
@@ -88,7 +88,11 @@ class LossSpec:
     """Coefficient >= 0: CE becomes CE + z_loss * (ln sum_j exp z_j)^2, at T = 1 and with CE's weight. The reported
     CE excludes it."""
 
+    scale: float = field(init=False, repr=False, compare=False)
+    """The factor in front of the divergence: T^2, or 1."""
+
     def __post_init__(self) -> None:
+        object.__setattr__(self, "scale", self.temperature**2 if self.temperature_squared else 1.0)
         require_choice("--kd-loss", self.divergence, get_args(Divergence))
         require_temperature("--kd-temperature", self.temperature)
         if self.divergence == "jsd" and not 0.0 < self.beta < 1.0:
@@ -104,11 +108,6 @@ class LossSpec:
             )
         if not (math.isfinite(self.z_loss) and self.z_loss >= 0.0):
             raise MkdConfigError(f"--kd-z-loss is {self.z_loss}; a coefficient must be a finite number >= 0")
-
-    @property
-    def scale(self) -> float:
-        """The factor in front of the divergence: T^2, or 1."""
-        return self.temperature**2 if self.temperature_squared else 1.0
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ def loss_from_hidden(
     context = KernelContext(spec, shard, maps, with_kd=teacher is not None)
     if options.impl == "reference":
         return _reference(student, teacher, tail, tokens, context)
-    kernels = choose(options.impl, student.hidden)
+    kernels = choose(options.impl, student.hidden.device, student.hidden.dtype)
     if isinstance(teacher, SparseTeacher):
         target, tokens = SparseTarget.of(teacher, tokens, tail, spec, vocab.true_vocab)
         return _fused(student, target, tokens, context, SparseKernels(kernels), options, upstream)

@@ -66,7 +66,8 @@ def loss_from_logits(
         shard.check_teacher(student_logits.shape[1], teacher.shape[1])
         teacher = _with_dense_columns(teacher.detach())
     tokens = tokens.checked(student_logits.shape[0], statistics_dtype(student_logits))
-    context, kernels = KernelContext(spec, shard, with_kd=teacher is not None), choose(impl, student_logits)
+    context = KernelContext(spec, shard, with_kd=teacher is not None)
+    kernels = choose(impl, student_logits.device, student_logits.dtype)
     if isinstance(teacher, SparseTeacher):
         teacher, tokens = SparseTarget.of(teacher, tokens, tail, spec, vocab.true_vocab)
         kernels = SparseKernels(kernels)

@@ -102,7 +102,8 @@ class OnlineTeacher:
             # The signals keep this weight on the device after the others are offloaded.
             head = lm_head(self._model).detach() if self._head is None else self._head
             signals = [HiddenSignal(h, head, logit_scale(self._model.config), self._view) for h in hidden]
-        self._offload()
+        if self._on_host:
+            self._offload()
         return signals
 
     def _batch_view(self, batch: KDBatch) -> KDBatch:

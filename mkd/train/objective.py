@@ -234,13 +234,13 @@ class SameTokenizerObjective:
 
     def loss(self, student: Student, ce_weight: Tensor | None, factor: Tensor | float, spec: LossSpec) -> LossOutput:
         context, vocab = self.context, self.context.vocab(student.sequence_parallel)
+        tokens = flatten_tokens(self.batch.labels), ce_weight, factor * flatten_tokens(self._kd_mask)
         teacher = self.teacher
         if context.top_k is not None and isinstance(teacher, LinearLogits):
             how = dict(vocab=vocab, chunk_rows=context.options.chunk_rows)
             (teacher,) = teacher_top_k(teacher, context.top_k, temperatures=(spec.temperature,), **how)
-        tokens = flatten_tokens(self.batch.labels), ce_weight, factor * flatten_tokens(self._kd_mask)
         return loss_from_hidden(
-            student.logits,
+            LinearLogits(student.hidden, student.weight, LogitMap(scale=student.logit_scale)),
             teacher,
             TokenWeights(*tokens),
             spec=spec,

@@ -76,7 +76,8 @@ class ForwardStep:
         if step.objective.evaluating:
             means |= bits_per_byte("", ce, batch, self.context.byte_lengths)
         if self.finite is not None:
-            self.finite.note(_checked(means, mean.total), batch)
+            sums = {_SOURCES.get(name, name): value.total for name, value in means.items()}
+            self.finite.note(sums | {"the loss": mean.total}, batch)
         found = report(means, mean.total, batch, step.objective)
         return mean.total, found["loss"][1].int(), found
 
@@ -112,14 +113,9 @@ class MicrobatchLoss:
             output_weight: [V/tp, H], where the LM head is the embedding.
             config: the student's TransformerConfig.
         """
+        upstream = _loss_scale(config, hidden_states.device)
         weight, logit_scale = output_head(output_layer, output_weight, config)
-        student = Student(
-            hidden=hidden_states.flatten(0, 1),
-            weight=weight,
-            logit_scale=logit_scale,
-            sequence_parallel=config.sequence_parallel,
-            upstream=_loss_scale(config, hidden_states.device),
-        )
+        student = Student(hidden_states.flatten(0, 1), weight, logit_scale, config.sequence_parallel, upstream)
         microbatch, shares = self.microbatch, {}
         if microbatch.selecting:
             microbatch, shares = Selection.of(microbatch, student.sequence_parallel).apply(microbatch)
@@ -141,7 +137,8 @@ class MicrobatchLoss:
             sums = microbatch.finite_sums()
             numbers = [f" (teacher {number + 1})" for number in range(len(sums))] if len(sums) > 1 else [""]
             teachers = {TEACHER + number: value for number, value in zip(numbers, sums, strict=False)}
-            self.finite.note(teachers | _checked(self._means, total), microbatch.batch)
+            means = {_SOURCES.get(name, name): mean.total for name, mean in self._means.items()}
+            self.finite.note(teachers | means | {"the loss": total}, microbatch.batch)
         found = report(self._means, total, microbatch.batch, microbatch.objective)
         if self._calibration is not None:
             found[CALIBRATION] = self._calibration
@@ -159,11 +156,6 @@ def report(means: dict[str, Mean], total: Tensor, batch: KDBatch, objective: Obj
             count = torch.where(mean.count_of_step > 0, count, 1.0)
         found[name] = torch.stack([mean.total.detach(), count])
     return found
-
-
-def _checked(means: dict[str, Mean], total: Tensor) -> dict[str, Tensor]:
-    """The sums of the NaN/Inf check by their names in its message."""
-    return {_SOURCES.get(name, name): mean.total for name, mean in means.items()} | {"the loss": total}
 
 
 def _loss_scale(config: Any, device: torch.device) -> Tensor | float:

@@ -2,9 +2,9 @@
 
 import importlib.util
 import os
+from functools import cache
 
 import torch
-from torch import Tensor
 
 from mkd.losses.kernels.interface import Kernels
 
@@ -28,9 +28,10 @@ def resolve(implementation: str, device: torch.device, dtype: torch.dtype) -> st
     return implementation
 
 
-def choose(implementation: str, inputs: Tensor) -> Kernels:
-    """The kernels of an implementation, for inputs on their device. Raises ValueError as `resolve` does."""
-    if resolve(implementation, inputs.device, inputs.dtype) == "triton":
+@cache
+def choose(implementation: str, device: torch.device, dtype: torch.dtype) -> Kernels:
+    """The kernels of an implementation, for inputs of a dtype on a device. Raises ValueError as `resolve` does."""
+    if resolve(implementation, device, dtype) == "triton":
         from mkd.losses.kernels import triton_launchers as triton_kernels
 
         return triton_kernels

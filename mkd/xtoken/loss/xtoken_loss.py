@@ -192,7 +192,7 @@ def xtoken_loss(
         kd_weight=chunks.weight.to(hidden.device, dtype),
         plan=plan,
         context=context,
-        group_loss=_group_loss(vocabulary, context, choose(options.impl, hidden), uncommon_top_k),
+        group_loss=_group_loss(vocabulary, context, choose(options.impl, hidden.device, hidden.dtype), uncommon_top_k),
         logits_dtype=logits_dtype,
         main_grad=MainGrad.of(student.weight, upstream) if wants_weight else None,
         wants_hidden=wants_hidden,

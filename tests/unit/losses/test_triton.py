@@ -137,12 +137,13 @@ def test_supervised_label_outside_the_vocabulary_gives_nan() -> None:
 
 
 def test_auto_is_eager_on_cpu() -> None:
-    assert choose("auto", torch.zeros(1)).__name__ == "mkd.losses.kernels.eager"
-    assert choose("triton", torch.zeros(1)).__name__ == "mkd.losses.kernels.triton_launchers"
+    assert choose("auto", torch.device("cpu"), torch.float32).__name__ == "mkd.losses.kernels.eager"
+    assert choose("triton", torch.device("cpu"), torch.float32).__name__ == "mkd.losses.kernels.triton_launchers"
 
 
 def test_triton_needs_a_gpu_or_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET")
+    choose.cache_clear()
     x = make_inputs(SMALL)
     with pytest.raises(ValueError, match="there is no GPU"):
         fused_linear_loss(*x[:4], *x[6:9], spec=LossSpec(), true_vocab=37, impl="triton")
