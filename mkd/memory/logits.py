@@ -53,7 +53,7 @@ def _same_tokenizer_bytes(student: Namespace, teacher: int, kd: KDConfig, dtype:
 
 
 def _cross_tokenizer_bytes(student: Namespace, teacher: int, kd: KDConfig, dtype: torch.dtype, on_gpu: bool) -> float:
-    """The groups of tokens in mkd/xtoken/loss/head_pass.py.
+    """The groups of tokens in mkd/xtoken/loss/group_pass.py.
 
     partition_kl holds the student's logits twice: in vocabulary order, and split into common and other tokens.
     """
