@@ -19,7 +19,6 @@ from mkd.losses.inputs import (
     KernelContext,
     LinearLogits,
     LMHead,
-    LogitMap,
     LogitMaps,
     TokenWeights,
     add_gemm,
@@ -240,6 +239,8 @@ class _DenseTeacher(NamedTuple):
 class _Job:
     """Checked inputs of a loss that do not take part in autograd."""
 
+    head: LMHead
+    """The student's."""
     teacher: _DenseTeacher | SparseTarget | None
     tokens: TokenWeights
     context: KernelContext
@@ -263,12 +264,13 @@ def _fused(
     """The loss of checked inputs of all tokens; `kernels` are those for this kind of teacher."""
     inputs = student.hidden, student.weight, student.bias
     grad, columns = torch.is_grad_enabled(), context.shard.columns
-    needed = tuple(grad and x is not None and x.requires_grad for x in inputs)
+    needed = tuple([grad and x is not None and x.requires_grad for x in inputs])
     dtype = resolve_logits_dtype(options.logits_dtype, student.hidden)
     least = MIN_CHUNK_TOKENS if student.hidden.is_cuda else 1
     if isinstance(teacher, LinearLogits):
         teacher = _DenseTeacher(teacher.hidden, LMHead.of_columns(teacher, columns))
     job = _Job(
+        head=LMHead.of_columns(student, columns),
         teacher=teacher,
         tokens=tokens,
         context=context,
@@ -278,31 +280,30 @@ def _fused(
         needed=needed,
         main_grad=MainGrad.of(student.weight, upstream) if needed[1] else None,
     )
-    return LossOutput(*_FusedLinearLoss.apply(*inputs, student.logit_map, job))
+    return LossOutput(*_FusedLinearLoss.apply(*inputs, job))
 
 
 class _FusedLinearLoss(torch.autograd.Function):
     """Loss and, with it, the gradients of hidden states and LM head; backward only applies the upstream scalar."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, logit_map: LogitMap, job: _Job):
+    def forward(ctx, hidden, weight, bias, job: _Job):
         tokens, spec = job.tokens, job.context.spec
         scale = fp16_scale(tokens, spec) if hidden.dtype == torch.float16 and tokens.labels.numel() else None
         gradients = _Gradients.allocate(hidden, weight, job, scale) if any(job.needed) else None
-        head = LMHead.of_columns(LinearLogits(hidden, weight, logit_map, bias), job.context.shard.columns)
-        terms = _FusedPass(hidden.detach(), head, job, gradients).run()
+        terms = _FusedPass(hidden.detach(), job, gradients).run()
         loss = terms.weighted_sum(tokens, spec)
         results = (None, None, None)
         if gradients is not None:
             results = gradients.hidden, None if job.main_grad else gradients.weight, gradients.bias
         keep_gradients(ctx, results, scale, (hidden, weight, bias), job.main_grad)
-        ctx.mark_non_differentiable(*(term for term in (terms.ce, terms.kd) if term is not None))
+        ctx.mark_non_differentiable(*[term for term in (terms.ce, terms.kd) if term is not None])
         return loss, terms.ce, terms.kd
 
     @staticmethod
     @once_differentiable
     def backward(ctx, upstream, *_):
-        return *kept_gradients(ctx, upstream), None, None
+        return *kept_gradients(ctx, upstream), None
 
 
 @dataclass(frozen=True)
@@ -320,7 +321,7 @@ class _Gradients:
 
     @classmethod
     def allocate(cls, hidden: Tensor, weight: Tensor, job: _Job, scale: Tensor | None) -> "_Gradients":
-        dtype, main_grad = statistics_dtype(hidden), job.main_grad
+        dtype, main_grad = torch.promote_types(hidden.dtype, torch.float32), job.main_grad
         factor = scale if main_grad is None else main_grad.upstream
         d_weight = None
         if job.needed[1]:
@@ -343,7 +344,6 @@ class _FusedPass:
     """One evaluation of the loss, and with it of the gradients of hidden states, LM head and bias."""
 
     hidden: Tensor
-    head: LMHead
     job: _Job
     gradients: _Gradients | None
     _merged: list[tuple[Statistics, Statistics | None] | None] = field(default_factory=list)
@@ -362,9 +362,9 @@ class _FusedPass:
         def buffer(count: int, dtype: torch.dtype) -> Tensor:
             return self.hidden.new_empty((count * size, columns), dtype=dtype)
 
-        self._in_place = job.logits_dtype == self.head.weight.dtype
+        self._in_place = job.logits_dtype == self.job.head.weight.dtype
         needs_buffer = self.gradients is not None or self._in_place
-        self._d_logits = buffer(slots, self.head.weight.dtype) if needs_buffer else None
+        self._d_logits = buffer(slots, self.job.head.weight.dtype) if needs_buffer else None
         self._student = self._d_logits if self._in_place else buffer(at_a_time, job.logits_dtype)
         self._teacher = None
         if isinstance(job.teacher, _DenseTeacher):
@@ -373,13 +373,15 @@ class _FusedPass:
             rounded = job.logits_dtype == teacher.dtype or teacher.device.type == "cpu"
             self._teacher = buffer(at_a_time, job.logits_dtype if rounded else statistics_dtype(teacher))
         self._merged = [None] * len(chunks)
-        if one_rank and self.gradients is not None:
+        with_gradient = one_rank and self.gradients is not None
+        if with_gradient:
             for first in range(0, len(chunks), 2):
                 self._compute_pair(range(first, min(first + 2, len(chunks))))
         else:
             interleave((self._compute_chunk(i) for i in range(len(chunks))), at_a_time)
-        stats, sums = ([part[kind] for part in self._merged] for kind in (0, 1))
-        merged = concatenate(stats, dim=1), None if sums[0] is None else concatenate(sums, dim=1)
+        merged = [concatenate([part[kind] for part in self._merged]) for kind in (0, 1)]
+        if with_gradient:
+            merged = [as_one_shard(part) for part in merged]
         if isinstance(job.teacher, SparseTarget):
             return sparse_terms(*merged, job.tokens, job.context, job.teacher)
         return dense_terms(*merged, job.tokens, job.context)
@@ -391,13 +393,12 @@ class _FusedPass:
         whole = slice(first, chunks[indices[-1]].stop)
         d_logits = self._d_logits[: whole.stop - first]
         if self._in_place:
-            self.head.logits(self.hidden[whole], d_logits)
+            self.job.head.logits(self.hidden[whole], d_logits)
         for index in indices:
             span = chunks[index]
             out = d_logits[span.start - first : span.stop - first]
             chunk = self._chunk(out if self._in_place else self._student_logits(index), index)
-            stats, sums = job.kernels.all_passes(chunk, job.context, self.gradients.tokens[span], out)
-            self._merged[index] = as_one_shard(stats), as_one_shard(sums)
+            self._merged[index] = job.kernels.all_passes(chunk, job.context, self.gradients.tokens[span], out)
         self._backpropagate(whole, d_logits)
 
     def _compute_chunk(self, index: int) -> Generator[None, None, None]:
@@ -419,7 +420,7 @@ class _FusedPass:
             self._backpropagate(span, out)
 
     def _student_logits(self, index: int) -> Tensor:
-        return self.head.logits(self.hidden[self.job.chunks[index]], self._slot(self._student, index))
+        return self.job.head.logits(self.hidden[self.job.chunks[index]], self._slot(self._student, index))
 
     def _chunk(self, student: Tensor, index: int) -> Chunk:
         """The chunk's inputs of the kernels; a sparse teacher's columns are taken out of the student's products."""
@@ -440,14 +441,14 @@ class _FusedPass:
     def _backpropagate(self, span: slice, d_logits: Tensor) -> None:
         """From the logit gradient of some tokens to those of hidden states, weight and bias."""
         gradients, columns = self.gradients, self.job.context.shard.columns
+        # The hidden states of an unused token, NaN included, must have no effect; its logit gradient is 0.
+        unused = None if gradients.weight is None else self.job.tokens[span].unused_by_student()
         if gradients.hidden is not None:
-            gemm(d_logits, self.head.weight, out=gradients.hidden[span])
+            gemm(d_logits, self.job.head.weight, out=gradients.hidden[span])
         if gradients.bias is not None:
             gradients.bias[:columns].add_(d_logits.sum(dim=0, dtype=gradients.bias.dtype))
         if gradients.weight is None:
             return
-        # The hidden states of an unused token, NaN included, must have no effect; its logit gradient is 0.
-        unused = self.job.tokens[span].unused_by_student()
         hidden = gemm_operand(self.hidden[span].masked_fill(unused, 0), gradients.weight.dtype)
         fresh = span.start == 0 and not gradients.adds_to_weight
         add_gemm(gradients.weight[:columns], d_logits.t(), hidden, fresh=fresh)

@@ -5,7 +5,7 @@ A model enters a loss as `LinearLogits`, hidden states and LM head. `LMHead` for
 
 from collections import deque
 from collections.abc import Generator, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -40,10 +40,6 @@ class LogitMap:
         if self.softcap is not None and not self.softcap > 0:
             raise ValueError(f"softcap is {self.softcap}; it must be > 0")
 
-    @property
-    def is_identity(self) -> bool:
-        return self.scale == 1.0 and self.softcap is None
-
     def apply_(self, products: Tensor) -> Tensor:
         """Products -> logits, in place."""
         if self.scale != 1.0:
@@ -68,6 +64,7 @@ class LogitMaps(NamedTuple):
 
 
 PLAIN_LOGITS = LogitMaps()
+"""Logits are the products themselves, in both models."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +106,8 @@ class LMHead:
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None) -> "LMHead":
         """From a parameter of any float dtype."""
-        return cls(gemm_operand(weight, statistics_dtype(weight)), None if bias is None else bias.detach())
+        precise = torch.promote_types(weight.dtype, torch.float32)
+        return cls(gemm_operand(weight, precise), None if bias is None else bias.detach())
 
     @classmethod
     def of_columns(cls, model: LinearLogits, columns: int) -> "LMHead":
@@ -118,7 +116,7 @@ class LMHead:
 
     def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
         """hidden [N, H] @ weight^T + bias into `out` [N, columns], which is returned."""
-        gemm(gemm_operand(hidden, statistics_dtype(hidden)), self.weight.t(), out)
+        gemm(hidden.detach().to(self.weight.dtype), self.weight.t(), out)
         return out if self.bias is None else out.add_(self.bias)
 
 
@@ -266,8 +264,8 @@ class KernelContext:
     shard: VocabShard
     maps: LogitMaps = PLAIN_LOGITS
     with_kd: bool = True
+    temperature: float = field(init=False)
+    """Temperature of the softmax statistics: 1 if there is no divergence."""
 
-    @property
-    def temperature(self) -> float:
-        """Temperature of the softmax statistics: 1 if there is no divergence."""
-        return self.spec.temperature if self.with_kd else 1.0
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "temperature", self.spec.temperature if self.with_kd else 1.0)

@@ -23,9 +23,11 @@ def as_one_shard(stats: Statistics | None) -> Statistics | None:
     return None if stats is None else {name: values[None] for name, values in stats.items()}
 
 
-def concatenate(parts: list[Statistics], dim: int = 0) -> Statistics:
-    """Statistics of consecutive loss chunks as one; `dim` is that of the tokens."""
-    return {name: torch.cat([part[name] for part in parts], dim=dim) for name in parts[0]}
+def concatenate(parts: list[Statistics | None]) -> Statistics | None:
+    """Statistics of consecutive loss chunks as one, along the tokens; None if the parts are."""
+    if parts[0] is None:
+        return None
+    return {name: torch.cat([part[name] for part in parts], dim=-1) for name in parts[0]}
 
 
 class Softmax(NamedTuple):
@@ -100,7 +102,7 @@ class TokenTerms(NamedTuple):
             out_of_vocab = supervised & ((tokens.labels < 0) | (tokens.labels >= true_vocab))
             ce = torch.where(supervised, ce, 0).masked_fill(out_of_vocab, torch.nan)
         if tokens.kd_weight is not None:
-            value, _ = divergence_and_dlogq_sum(stats, sums, softmaxes, spec)
+            value = divergence(stats, sums, softmaxes, spec)
             kd = torch.where(tokens.kd_weight != 0, value * spec.scale, 0)
         return cls(ce, kd, log_sum)
 
@@ -122,18 +124,23 @@ def dense_terms(stats: Statistics, sums: Statistics | None, tokens: TokenWeights
     return TokenTerms.of(stats, sums, softmaxes, tokens, context.shard.true_vocab, context.spec)
 
 
-def divergence_and_dlogq_sum(
-    stats: Statistics, sums: Statistics | None, softmaxes: Softmaxes, spec: LossSpec
-) -> tuple[Tensor, Tensor]:
-    """([N] divergence in nats without T^2, [N] sum over the vocabulary of its derivatives by ln q)."""
+def divergence(stats: Statistics, sums: Statistics | None, softmaxes: Softmaxes, spec: LossSpec) -> Tensor:
+    """[N] divergence in nats without T^2, from the statistics of both passes."""
     shortcut = DIVERGENCES[spec.divergence].single_pass
     if shortcut is None:
-        return sums["pointwise"].sum(dim=0), sums["dlogq"].sum(dim=0)
+        return sums["pointwise"].sum(dim=0)
     a, b = softmaxes.student, softmaxes.teacher
     if shortcut.under == "teacher":
         a, b = b, a
-    value = _kl(a, b, stats["log_ratio"])
-    return value, shortcut.dlogq_sum(value)
+    return _kl(a, b, stats["log_ratio"])
+
+
+def sum_dlogq(stats: Statistics, sums: Statistics | None, softmaxes: Softmaxes, spec: LossSpec) -> Tensor:
+    """[N] sum over the vocabulary of the divergence's derivatives by ln q."""
+    shortcut = DIVERGENCES[spec.divergence].single_pass
+    if shortcut is None:
+        return sums["dlogq"].sum(dim=0)
+    return shortcut.dlogq_sum(divergence(stats, sums, softmaxes, spec))
 
 
 def _kl(a: Softmax, b: Softmax, sums: Tensor) -> Tensor:
@@ -196,7 +203,7 @@ class GradCoeffs(NamedTuple):
         spec: LossSpec,
     ) -> "GradCoeffs":
         """From merged statistics; the weights of `tokens` may carry the upstream gradient."""
-        ce = kd = dlogq_sum = None
+        ce = kd = total_dlogq = None
         if tokens.ce_weight is not None:
             ce = tokens.ce_weight
             if spec.z_loss:
@@ -204,5 +211,5 @@ class GradCoeffs(NamedTuple):
                 ce = torch.where(ce != 0, ce * (1.0 + 2.0 * spec.z_loss * log_sum), 0)
         if tokens.kd_weight is not None:
             kd = tokens.kd_weight * (spec.scale / spec.temperature)
-            dlogq_sum = divergence_and_dlogq_sum(stats, sums, softmaxes, spec)[1]
-        return cls(ce, tokens.ce_weight, kd, dlogq_sum)
+            total_dlogq = sum_dlogq(stats, sums, softmaxes, spec)
+        return cls(ce, tokens.ce_weight, kd, total_dlogq)

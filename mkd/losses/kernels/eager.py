@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from mkd.losses.divergences import DIVERGENCES
-from mkd.losses.inputs import KernelContext, TokenWeights, statistics_dtype
+from mkd.losses.inputs import PLAIN_LOGITS, KernelContext, TokenWeights
 from mkd.losses.kernels.interface import Chunk, TailCoeffs
 from mkd.losses.statistics import GradCoeffs, ShardScalars, Softmaxes, Statistics, as_one_shard
 
@@ -17,9 +17,11 @@ def softmax_stats(chunk: Chunk, context: KernelContext) -> Statistics:
         ce_sum_exp if T is not 1; with a divergence teacher_max, teacher_sum_exp, and log_ratio if it needs no second
         pass.
     """
-    z, u = _logits(chunk, context)
-    temperature = context.temperature
-    top = _max_logit(z)
+    return _softmax_stats(*_logits(chunk, context), chunk, context)
+
+
+def _softmax_stats(z: Tensor, u: Tensor | None, chunk: Chunk, context: KernelContext) -> Statistics:
+    temperature, top = context.temperature, _max_logit(z)
     s = (z - top[:, None]) / temperature
     stats = {"student_max": top, "student_sum_exp": s.exp().sum(dim=1)}
     if chunk.tokens.ce_weight is not None:
@@ -48,8 +50,11 @@ def divergence_stats(chunk: Chunk, stats: Statistics, context: KernelContext) ->
         chunk, context: as in `softmax_stats`.
         stats: its results on all shards, name -> [tp, N].
     """
-    z, u = _logits(chunk, context)
     scalars = ShardScalars.of(stats, Softmaxes.merge(stats, context.temperature), context.shard.rank)
+    return _divergence_stats(*_logits(chunk, context), scalars, context)
+
+
+def _divergence_stats(z: Tensor, u: Tensor, scalars: ShardScalars, context: KernelContext) -> Statistics:
     log_q, log_p = _log_probabilities(z, u, scalars, context)
     entry = DIVERGENCES[context.spec.divergence]
     return {
@@ -69,11 +74,21 @@ def write_gradient(
         context: as in `softmax_stats`.
         out: any float dtype.
     """
-    z, u = _logits(chunk, context)
-    temperature, is_plain = context.temperature, context.maps.student.is_identity
-    softmaxes = Softmaxes.merge(stats, temperature)
+    softmaxes = Softmaxes.merge(stats, context.temperature)
     scalars = ShardScalars.of(stats, softmaxes, context.shard.rank)
     coeffs = GradCoeffs.of(stats, sums, softmaxes, chunk.tokens, context.spec)
+    _write_gradient(*_logits(chunk, context), chunk, scalars, coeffs, context, out)
+
+
+def _write_gradient(
+    z: Tensor,
+    u: Tensor | None,
+    chunk: Chunk,
+    scalars: ShardScalars,
+    coeffs: GradCoeffs,
+    context: KernelContext,
+    out: Tensor,
+) -> None:
     gradient = torch.zeros_like(z)
     if coeffs.ce is not None:
         log_q = z - scalars.student_max[:, None] - scalars.ce_log_norm[:, None]
@@ -85,7 +100,7 @@ def write_gradient(
         log_q, log_p = _log_probabilities(z, u, scalars, context)
         dlogq = DIVERGENCES[context.spec.divergence].dlogq(log_q, log_p, context.spec)
         gradient += coeffs.kd[:, None] * (dlogq - log_q.exp() * coeffs.dlogq_sum[:, None])
-    if not is_plain:
+    if context.maps.student != PLAIN_LOGITS.student:
         gradient *= context.maps.student.derivative(z)
     out.copy_(gradient)
 
@@ -99,13 +114,13 @@ def write_tail_gradient(products: Tensor, tail: TailCoeffs, context: KernelConte
         context: as in `softmax_stats`.
         out: [N, columns], any float dtype; it may be `products` itself.
     """
-    z = context.maps.student.apply_(products.to(statistics_dtype(products), copy=True))
+    z = context.maps.student.apply_(products.to(torch.promote_types(products.dtype, torch.float32), copy=True))
     relative = z - tail.top[:, None]
     gradient = tail.ce[:, None] * (relative - tail.ce_log_norm[:, None]).exp()
     gradient += tail.kd[:, None] * (relative / context.temperature - tail.kd_log_norm[:, None]).exp()
     tokens = (tail.label_column >= 0).nonzero().squeeze(1)
     gradient[tokens, tail.label_column[tokens]] -= tail.label[tokens]
-    if not context.maps.student.is_identity:
+    if context.maps.student != PLAIN_LOGITS.student:
         gradient *= context.maps.student.derivative(z)
     out.copy_(gradient.masked_fill_((z == -torch.inf) | ~tail.used[:, None], 0))
 
@@ -123,17 +138,21 @@ def all_passes(
     Returns:
         The results of `softmax_stats` and, if the divergence needs it, `divergence_stats`, name -> [N].
     """
-    stats = softmax_stats(chunk, context)
-    merged, sums = as_one_shard(stats), None
+    z, u = _logits(chunk, context)
+    stats, sums = _softmax_stats(z, u, chunk, context), None
+    merged = as_one_shard(stats)
+    softmaxes = Softmaxes.merge(merged, context.temperature)
+    scalars = ShardScalars.of(merged, softmaxes, context.shard.rank)
     if context.with_kd and DIVERGENCES[context.spec.divergence].single_pass is None:
-        sums = divergence_stats(chunk, merged, context)
-    write_gradient(chunk._replace(tokens=weighted), merged, as_one_shard(sums), context, out)
+        sums = _divergence_stats(z, u, scalars, context)
+    coeffs = GradCoeffs.of(merged, as_one_shard(sums), softmaxes, weighted, context.spec)
+    _write_gradient(z, u, chunk._replace(tokens=weighted), scalars, coeffs, context, out)
     return stats, sums
 
 
 def _logits(chunk: Chunk, context: KernelContext) -> tuple[Tensor, Tensor | None]:
     """Copies in the precision of the statistics, 0 for unused tokens."""
-    dtype = statistics_dtype(chunk.student)
+    dtype = torch.promote_types(chunk.student.dtype, torch.float32)
     z = context.maps.student.apply_(chunk.student.to(dtype, copy=True))
     z.masked_fill_(chunk.tokens.unused_by_student(), 0)
     if chunk.teacher is None:

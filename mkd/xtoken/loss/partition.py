@@ -22,7 +22,7 @@ from torch import Tensor
 from mkd.losses.divergences import DIVERGENCES
 from mkd.losses.inputs import KernelContext, LogitMap, LogitMaps, TokenWeights, statistics_dtype
 from mkd.losses.kernels.interface import Chunk, Kernels, TailCoeffs
-from mkd.losses.statistics import Softmaxes, Statistics, divergence_and_dlogq_sum
+from mkd.losses.statistics import Softmaxes, Statistics, divergence, sum_dlogq
 from mkd.xtoken.loss.chunk_groups import GroupValues, GroupWeights
 from mkd.xtoken.loss.chunks import ChunkGroup
 from mkd.xtoken.loss.partition_stats import CrossEntropies, PartitionStats
@@ -173,7 +173,8 @@ class Partition:
             extras = {"pointwise": entry.pointwise(log_q, log_p, spec), "dlogq": entry.dlogq(log_q, log_p, spec)}
             gathered = self.context.shard.exchange(local).wait()
             sums = {name: torch.cat([gathered[name], extras[name].sum(dim=0)[None]]) for name in extras}
-        value, dlogq_sum = divergence_and_dlogq_sum(merged.slots, sums, softmaxes, spec)
+        value = divergence(merged.slots, sums, softmaxes, spec)
+        dlogq_sum = sum_dlogq(merged.slots, sums, softmaxes, spec)
         return _Compared(value, sums, entry.dlogq(log_q, log_p, spec) - log_q.exp() * dlogq_sum)
 
     def _write_gradient(

@@ -26,6 +26,7 @@ def test_a_real_step_is_profiled() -> None:
     assert done.returncode == 0, done.stderr
     files, changes, returns = map(int, re.search(r"(\d+) files, (\d+) transitions, (\d+)", done.stdout).groups())
     assert changes == files - 1 + returns
+    assert files <= 12 and changes <= 40, "a microbatch must be readable in a handful of files"
     assert {"train/step.py", "teacher/online.py", "losses/fused_linear.py"} <= set(
         re.findall(r"\S+\.py$", done.stdout, re.M)
     )
