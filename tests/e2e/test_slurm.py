@@ -159,7 +159,7 @@ def test_no_progress_ends_after_three_attempts(slurm: Slurm) -> None:
     assert len(slurm.calls()) == 3
     assert slurm.logs() == ["out of memory\n" * 2] * 3
     assert "error: 3 attempts in a row started at iteration 0 of 8 and saved nothing beyond it" in slurm.output
-    assert f"The reason is in {slurm.save / 'logs'}" in slurm.output
+    assert f"Find the reason in {slurm.save / 'logs'}" in slurm.output
     # The job that is submitted after the reason is fixed counts from 0.
     slurm.variables["SLURM_JOB_ID"] = "4712"
     assert slurm.submit("sh", "-c", 'echo 8 >"$SAVE/latest_checkpointed_iteration.txt"; exit 1') == 0
