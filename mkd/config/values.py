@@ -88,11 +88,11 @@ class LossSpec:
     """Coefficient >= 0: CE becomes CE + z_loss * (ln sum_j exp z_j)^2, at T = 1 and with CE's weight. The reported
     CE excludes it."""
 
-    scale: float = field(init=False, repr=False, compare=False)
+    temperature_factor: float = field(init=False, repr=False, compare=False)
     """The factor in front of the divergence: T^2, or 1."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "scale", self.temperature**2 if self.temperature_squared else 1.0)
+        object.__setattr__(self, "temperature_factor", self.temperature**2 if self.temperature_squared else 1.0)
         require_choice("--kd-loss", self.divergence, get_args(Divergence))
         require_temperature("--kd-temperature", self.temperature)
         if self.divergence == "jsd" and not 0.0 < self.beta < 1.0:

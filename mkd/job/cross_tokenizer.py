@@ -22,8 +22,8 @@ from mkd.data.sources.stores import is_chat_file
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdConfigError, MkdDataError
 from mkd.train.objective import CrossTokenizer
-from mkd.xtoken.text.aligner import TextAligner
 from mkd.xtoken.text.conversations import ends_of_turn
+from mkd.xtoken.text.tokenize_and_align import TextAligner
 from mkd.xtoken.text.tokens import Role, SpanTokenizer
 from mkd.xtoken.vocabulary.build import projection_for
 from mkd.xtoken.vocabulary.cross_vocabulary import CrossVocabulary

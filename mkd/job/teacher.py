@@ -11,9 +11,9 @@ from megatron.training.models import GPTModelConfig
 
 from mkd.checkpoint.source import EnsembleSource, ModelSource, TeacherSource
 from mkd.config.check_list import Sink
+from mkd.config.fp8_teacher import check_fp8_teacher
 from mkd.config.kd_config import KDConfig
 from mkd.config.teacher_args import (
-    check_fp8_teacher,
     check_teacher_divides,
     check_teacher_layout,
     has_own_layout,

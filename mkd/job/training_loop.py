@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mkd.data.token_counts import TextSize
+from mkd.data.text_size import TextSize
 from mkd.job.job import Job
 from mkd.report.calibration import calibration_table
 from mkd.report.metrics import IterationMetrics, MetricsLog

@@ -185,7 +185,7 @@ def fp16_scale(tokens: TokenWeights, spec: LossSpec) -> Tensor:
     The gradient is computed before the loss scale of mixed-precision training is known, and most q_j of a large
     vocabulary are below fp16's smallest number.
     """
-    weights = [(tokens.ce_weight, 1.0), (tokens.kd_weight, spec.scale / spec.temperature)]
+    weights = [(tokens.ce_weight, 1.0), (tokens.kd_weight, spec.temperature_factor / spec.temperature)]
     bound = torch.stack([w.abs().amax() * times for w, times in weights if w is not None]).sum()
     return torch.ldexp(torch.full_like(bound, FP16_HEADROOM), -torch.frexp(bound).exponent)
 

@@ -103,7 +103,7 @@ class TokenTerms(NamedTuple):
             ce = torch.where(supervised, ce, 0).masked_fill(out_of_vocab, torch.nan)
         if tokens.kd_weight is not None:
             value = divergence(stats, sums, softmaxes, spec)
-            kd = torch.where(tokens.kd_weight != 0, value * spec.scale, 0)
+            kd = torch.where(tokens.kd_weight != 0, value * spec.temperature_factor, 0)
         return cls(ce, kd, log_sum)
 
     def weighted_sum(self, tokens: TokenWeights, spec: LossSpec) -> Tensor:
@@ -210,6 +210,6 @@ class GradCoeffs(NamedTuple):
                 log_sum = softmaxes.ce.log_sum_exp + stats["student_max"].amax(dim=0)
                 ce = torch.where(ce != 0, ce * (1.0 + 2.0 * spec.z_loss * log_sum), 0)
         if tokens.kd_weight is not None:
-            kd = tokens.kd_weight * (spec.scale / spec.temperature)
+            kd = tokens.kd_weight * (spec.temperature_factor / spec.temperature)
             total_dlogq = sum_dlogq(stats, sums, softmaxes, spec)
         return cls(ce, tokens.ce_weight, kd, total_dlogq)

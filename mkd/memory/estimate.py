@@ -20,7 +20,7 @@ from mkd.config.teacher_args import has_own_layout
 from mkd.memory.activations import backward_working_bytes, kept_by_layers, layer_bytes, residual_bytes
 from mkd.memory.logits import logit_bytes, shard_of
 from mkd.memory.parameters import gradient_bytes, optimizer_bytes, outside_of_layers, parameters_of_stage
-from mkd.memory.stages import chunks_of_stage, in_flight, microbatches
+from mkd.memory.stage_layers import chunks_of_stage, in_flight, microbatches
 
 GIB = 2**30
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 
-from mkd.memory.stages import chunks_of_stage
+from mkd.memory.stage_layers import chunks_of_stage
 
 _MEGATRONS_BYTES = 18
 """Bytes per parameter in `compute_weight_and_optimizer_memory`."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megatron.training.training import num_floating_point_operations
 
-from mkd.data.token_counts import TextSize
+from mkd.data.text_size import TextSize
 
 PEAK_TFLOPS = {
     r"GB200": 2500.0,

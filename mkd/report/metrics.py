@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mkd.data.token_counts import TextSize
+from mkd.data.text_size import TextSize
 from mkd.report.calibration import Calibration, calibration_error
 from mkd.report.console import (
     CALIBRATION_TOKENS,

@@ -11,7 +11,7 @@ import torch
 from mkd.config.kd_config import KDConfig
 from mkd.data.batch import KDBatch, check_same_batch, next_microbatches
 from mkd.data.lookahead import Lookahead
-from mkd.data.token_counts import TextSize
+from mkd.data.text_size import TextSize
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdDataError
 from mkd.teacher.interface import Teacher, TeacherSignal

@@ -1,4 +1,4 @@
-"""Tensors of one row, from the pieces that the plan puts into it."""
+"""Tensors of one row from the pieces that the plan puts into it: token ids, labels (shifted here), masks, positions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

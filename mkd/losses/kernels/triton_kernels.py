@@ -178,7 +178,7 @@ class GradientScalars(NamedTuple):
 
     to_log2: tl.tensor
     """log2(e) / T."""
-    kd_scale: tl.tensor
+    temperature_scale: tl.tensor
     """T^2 if the divergence is multiplied by it, else 1, over T."""
     z_loss: tl.tensor
     share: tl.tensor
@@ -294,7 +294,7 @@ def gradient_kernel(
     shard_stride,  # elements between the shards of a softmax statistic
     sums_stride,  # elements between the shards of dlogq
     inverse_temperature,  # 1 / T
-    kd_scale,  # T^2 if the divergence is multiplied by it, else 1, over T
+    temperature_scale,  # T^2 if the divergence is multiplied by it, else 1, over T
     z_loss,  # factor of z-loss
     share,  # beta of the JSD, skew of the skew KLs
     SHARDS: tl.constexpr,  # number of vocabulary shards
@@ -329,7 +329,7 @@ def gradient_kernel(
         at_label = offsets == tl.load(labels_ptr + token) - first_column
     u = tl.zeros([BLOCK], dtype=tl.float32)
     if LOSS.has_kd:
-        kd_coeff = tl.load(kd_weight_ptr + token) * kd_scale
+        kd_coeff = tl.load(kd_weight_ptr + token) * temperature_scale
         teacher_columns = tl.where(kd_coeff != 0, columns, 0)
         student_columns = tl.maximum(student_columns, teacher_columns)
         u = tl.load(teacher_ptr + token * teacher_stride + offsets, offsets < teacher_columns, other=0.0)
@@ -377,7 +377,7 @@ def all_passes_kernel(
     out_stride,  # elements between the gradient's tokens
     tokens,  # number of tokens
     inverse_temperature,  # 1 / T
-    kd_scale,  # T^2 if the divergence is multiplied by it, else 1, over T
+    temperature_scale,  # T^2 if the divergence is multiplied by it, else 1, over T
     z_loss,  # factor of z-loss
     share,  # beta of the JSD, skew of the skew KLs
     LOSS: tl.constexpr,  # LossConstants
@@ -389,7 +389,7 @@ def all_passes_kernel(
     student_ptr += token * student_stride
     teacher_ptr += token * teacher_stride
     out_ptr += token * out_stride
-    scalars = GradientScalars(inverse_temperature * LOG2_E, kd_scale, z_loss, share)
+    scalars = GradientScalars(inverse_temperature * LOG2_E, temperature_scale, z_loss, share)
     inputs = TokenInputs(student_ptr, teacher_ptr, labels_ptr, ce_weight_ptr, kd_weight_ptr)
     softmaxes, log_ratio = store_softmax_stats(
         inputs, stats_ptr, token, tokens, 0, scalars.to_log2, LOSS, COLUMNS, BLOCK
@@ -679,7 +679,7 @@ def store_gradient(
         ce_coeff = label_coeff * (1.0 + 2.0 * scalars.z_loss * (ce.log2_sum_exp * LN_2 + ce.max))
         label = tl.load(inputs.labels + token)
     if LOSS.has_kd:
-        kd_coeff = tl.load(inputs.kd_weight + token) * scalars.kd_scale
+        kd_coeff = tl.load(inputs.kd_weight + token) * scalars.temperature_scale
         teacher_columns = tl.where(kd_coeff != 0, COLUMNS, 0)
         student_columns = tl.maximum(student_columns, teacher_columns)
     coeffs = TokenCoeffs(ce_coeff, label_coeff, kd_coeff, dlogq_sum)

@@ -58,7 +58,7 @@ def forward_kl(student_logits: Tensor, teacher_logits: Tensor, spec: LossSpec) -
         [N] in the dtype of the logits, in nats.
     """
     log_q, log_p = _log_probabilities(student_logits, teacher_logits, spec)
-    return spec.scale * _kl(log_p, log_q)
+    return spec.temperature_factor * _kl(log_p, log_q)
 
 
 def reverse_kl(student_logits: Tensor, teacher_logits: Tensor, spec: LossSpec) -> Tensor:
@@ -67,7 +67,7 @@ def reverse_kl(student_logits: Tensor, teacher_logits: Tensor, spec: LossSpec) -
     +inf, and without a finite gradient, where some p_j = 0 < q_j.
     """
     log_q, log_p = _log_probabilities(student_logits, teacher_logits, spec)
-    return spec.scale * _kl(log_q, log_p)
+    return spec.temperature_factor * _kl(log_q, log_p)
 
 
 def jsd(student_logits: Tensor, teacher_logits: Tensor, spec: LossSpec) -> Tensor:
@@ -78,7 +78,7 @@ def jsd(student_logits: Tensor, teacher_logits: Tensor, spec: LossSpec) -> Tenso
     """
     log_q, log_p = _log_probabilities(student_logits, teacher_logits, spec)
     log_m = _log_mixture(log_p, log_q, spec.beta)
-    return spec.scale * (spec.beta * _kl(log_p, log_m) + (1.0 - spec.beta) * _kl(log_q, log_m))
+    return spec.temperature_factor * (spec.beta * _kl(log_p, log_m) + (1.0 - spec.beta) * _kl(log_q, log_m))
 
 
 def skew_forward_kl(student_logits: Tensor, teacher_logits: Tensor, spec: LossSpec) -> Tensor:
@@ -88,7 +88,7 @@ def skew_forward_kl(student_logits: Tensor, teacher_logits: Tensor, spec: LossSp
     Source: Ko et al. 2024, "DistiLLM: toward streamlined distillation for large language models", section 3.
     """
     log_q, log_p = _log_probabilities(student_logits, teacher_logits, spec)
-    return spec.scale * _kl(log_p, _log_mixture(log_p, log_q, spec.skew))
+    return spec.temperature_factor * _kl(log_p, _log_mixture(log_p, log_q, spec.skew))
 
 
 def skew_reverse_kl(student_logits: Tensor, teacher_logits: Tensor, spec: LossSpec) -> Tensor:
@@ -97,7 +97,7 @@ def skew_reverse_kl(student_logits: Tensor, teacher_logits: Tensor, spec: LossSp
     At most -ln skew; `reverse_kl` at skew 0. Source: as `skew_forward_kl`.
     """
     log_q, log_p = _log_probabilities(student_logits, teacher_logits, spec)
-    return spec.scale * _kl(log_q, _log_mixture(log_q, log_p, spec.skew))
+    return spec.temperature_factor * _kl(log_q, _log_mixture(log_q, log_p, spec.skew))
 
 
 def tvd(student_logits: Tensor, teacher_logits: Tensor, spec: LossSpec) -> Tensor:
@@ -106,7 +106,7 @@ def tvd(student_logits: Tensor, teacher_logits: Tensor, spec: LossSpec) -> Tenso
     Where p_j = q_j the derivative of |p_j - q_j| counts as 0.
     """
     log_q, log_p = _log_probabilities(student_logits, teacher_logits, spec)
-    return spec.scale * 0.5 * (log_p.exp() - log_q.exp()).abs().sum(dim=-1)
+    return spec.temperature_factor * 0.5 * (log_p.exp() - log_q.exp()).abs().sum(dim=-1)
 
 
 def top1_agreement(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ def top_k(
     some = (log_p > -torch.inf).any(1)
     log_q, log_p = (torch.where(some[:, None], x, 0.0) for x in (log_q, log_p))
     categories = reference.DIVERGENCES[spec.divergence](log_q, log_p, replace(spec, temperature=1.0))
-    return torch.where(some, spec.scale * categories, 0.0)
+    return torch.where(some, spec.temperature_factor * categories, 0.0)
 
 
 def sampled(
@@ -104,7 +104,7 @@ def sampled(
     log_q = torch.log_softmax(student_logits / spec.temperature, dim=1).gather(1, columns)
     log_p = teacher_logits / spec.temperature - teacher_lse[:, None]
     ratio = torch.where(present, log_p, 0) - torch.where(present, log_q, 0)
-    return spec.scale * (share * ratio).sum(1)
+    return spec.temperature_factor * (share * ratio).sum(1)
 
 
 def _counted_slots(ids: Tensor) -> Tensor:

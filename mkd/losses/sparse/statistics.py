@@ -61,7 +61,7 @@ def sparse_terms(
     terms = TokenTerms.of(ce_stats, None, ce_softmaxes, without_kd, vocab, spec)
     value, _ = _divergence_and_dlogq_sum(stats, sums, softmaxes, context, target)
     used = tokens.kd_weight != 0
-    kd = torch.where(used, value * spec.scale, 0).masked_fill(used & target.out_of_vocab, torch.nan)
+    kd = torch.where(used, value * spec.temperature_factor, 0).masked_fill(used & target.out_of_vocab, torch.nan)
     return terms._replace(kd=kd)
 
 
@@ -132,7 +132,7 @@ class SparseGradCoeffs(NamedTuple):
         ce = GradCoeffs.of(ce_stats, None, ce_softmaxes, without_kd, context.spec)
         rank, spec = context.shard.rank, context.spec
         used = tokens.kd_weight != 0
-        kd = tokens.kd_weight * (spec.scale / spec.temperature)
+        kd = tokens.kd_weight * (spec.temperature_factor / spec.temperature)
         dlogq_sum = _divergence_and_dlogq_sum(stats, sums, softmaxes, context, target)[1]
         tail = torch.zeros_like(kd)
         if target.log_tail is not None:

@@ -74,7 +74,7 @@ def gold(
     uncommon = _probabilities(s_rest, q), _probabilities(t_rest, p)
     distance, sign = _sorted_distance(*uncommon, shard, vocabulary, uncommon_top_k)
     if gradient is not None:
-        factor = (weight * (spec.scale / spec.temperature))[:, None]
+        factor = (weight * (spec.temperature_factor / spec.temperature))[:, None]
         by_distance = sign.mul_(uncommon[0])
         total = shard.exchange({"sum": by_distance.sum(dim=1)}).wait()["sum"].sum(dim=0)[:, None]
         # The distance also has a gradient by slots: they are in the softmax of the sorted probabilities.
@@ -85,7 +85,7 @@ def gold(
         by_mean[:, vocabulary.slots], by_mean[:, vocabulary.uncommon] = by_slots * factor, by_rest * factor
         by_mean /= group.student.count[:, None]
         gradient += by_mean[group.student.chunks]
-    return (common.value + distance) * spec.scale
+    return (common.value + distance) * spec.temperature_factor
 
 
 def _means(values: Tensor, tokens: GroupTokens) -> Tensor:

@@ -59,13 +59,13 @@ def p_kl(
         dlogq_sum = entry.single_pass.dlogq_sum(value)
     if gradient is not None:
         by_projected = torch.where(possible, dlogq / projected - (dlogq_sum / total)[:, None], 0)
-        by_projected *= (weight * (spec.scale / spec.temperature))[:, None]
+        by_projected *= (weight * (spec.temperature_factor / spec.temperature))[:, None]
         everywhere = _gather(by_projected.t().contiguous(), vocabulary, shard)
         by_mean = torch.sparse.mm(vocabulary.projection.to(z.dtype), everywhere).t() / group.student.count[:, None]
         by_q = by_mean[group.student.chunks]
         inner = shard.exchange({"sum": (q * by_q).sum(dim=1)}).wait()["sum"].sum(dim=0)
         gradient += q * (by_q - inner[:, None])
-    return value * spec.scale
+    return value * spec.temperature_factor
 
 
 def _softmax(logits: Tensor, stats: ShardSoftmax) -> Tensor:

@@ -112,7 +112,7 @@ class Partition:
             used, legal = weights.ce != 0, (y >= 0) & (y < vocabulary.student_vocab)
             ce = torch.where(used, torch.where(legal, merged.ce.values, torch.nan), 0)
             log_sum = torch.where(used, merged.ce.log_sum, 0)
-        return GroupValues(compared.value * self.context.spec.scale, ce, log_sum)
+        return GroupValues(compared.value * self.context.spec.temperature_factor, ce, log_sum)
 
     def _softmax_stats(self, student: _Products, teacher: _Products, group: ChunkGroup, with_ce: bool) -> _Merged:
         context, temperature = self.context, self.context.temperature
@@ -194,7 +194,7 @@ class Partition:
         """
         chunks, spec, q, zero = len(group.numbers), self.context.spec, merged.q, merged.q.zero
         kd = weights.kd * weights.factor
-        by_chunk, by_rest = compared.by_extras * (kd * (spec.scale / spec.temperature))
+        by_chunk, by_rest = compared.by_extras * (kd * (spec.temperature_factor / spec.temperature))
         # The gradient by a column of log-mass m in REST is by_rest * exp(m - rest).
         rest = merged.extras_q[1].masked_fill(merged.extras_q[1] == -torch.inf, torch.inf)
         by_total_loss = by_rest * (q.chunk - rest).exp() - by_chunk

@@ -66,7 +66,7 @@ def gold(student_logits: Tensor, teacher_logits: Tensor, pairs: Tensor, spec: Lo
     sorted_ = [log_x.exp().sort(descending=True, stable=True).values[:uncommon_top_k] for log_x in others]
     length = max(len(x) for x in sorted_)
     u, v = (torch.nn.functional.pad(x, (0, length - len(x))) for x in sorted_)
-    return _divergence(log_q, log_p, spec) + spec.scale * (u - v).abs().sum()
+    return _divergence(log_q, log_p, spec) + spec.temperature_factor * (u - v).abs().sum()
 
 
 def p_kl(student_logits: Tensor, teacher_logits: Tensor, projection: Tensor, spec: LossSpec) -> Tensor:
@@ -113,4 +113,4 @@ def _log_sum(logs: Tensor) -> Tensor:
 def _divergence(log_q: Tensor, log_p: Tensor, spec: LossSpec) -> Tensor:
     """Scalar divergence of log-masses, which are normalized first."""
     plain = replace(spec, temperature=1.0)
-    return spec.scale * DIVERGENCES[spec.divergence](log_q[None], log_p[None], plain)[0]
+    return spec.temperature_factor * DIVERGENCES[spec.divergence](log_q[None], log_p[None], plain)[0]

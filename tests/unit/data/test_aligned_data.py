@@ -29,9 +29,9 @@ from mkd.data.sources.aligned import (
 )
 from mkd.data.sources.text import RawBatch
 from mkd.errors import MkdDataError
-from mkd.xtoken.text.aligner import TOO_SHORT, UNALIGNED, TextAligner
 from mkd.xtoken.text.alignment import unaligned
 from mkd.xtoken.text.samples import AlignedPair
+from mkd.xtoken.text.tokenize_and_align import TOO_SHORT, UNALIGNED, TextAligner
 from tests.support.chats import MARKED, PLAIN, talk, write_lines
 from tests.support.dist.kd_pairs import rows, sample
 from tests.support.e2e.small_job import END, make_tokenizer, save_tokenizer, text, write_data

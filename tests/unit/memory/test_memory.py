@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
+from mkd.config.fp8_teacher import compute_in_fp8
 from mkd.config.kd_config import KDConfig
-from mkd.config.teacher_args import compute_in_fp8
 from mkd.memory import Workload, estimate, fullest, outside_of_torch
 from mkd.memory.activations import backward_working_bytes, kept_by_layers, layer_bytes
 from mkd.memory.estimate import (
@@ -24,7 +24,7 @@ from mkd.memory.estimate import (
     StageMemory,
 )
 from mkd.memory.logits import logit_bytes
-from mkd.memory.stages import chunks_of_stage, in_flight
+from mkd.memory.stage_layers import chunks_of_stage, in_flight
 from tests.support.memory_jobs import llama_arguments
 
 TP, PP, VP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"

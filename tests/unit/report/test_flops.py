@@ -8,7 +8,7 @@ import torch
 
 from mkd.config.flags import default_arguments
 from mkd.data.batch import KDBatch
-from mkd.data.token_counts import TextSize
+from mkd.data.text_size import TextSize
 from mkd.report.flops import FlopCounter, peak_tflops
 
 

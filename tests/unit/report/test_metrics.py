@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mkd.data.token_counts import TextSize
+from mkd.data.text_size import TextSize
 from mkd.report import metrics
 from mkd.report.flops import FlopCounter
 from mkd.report.metrics import IterationMetrics, MetricsLog
