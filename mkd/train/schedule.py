@@ -17,6 +17,7 @@ from mkd.errors import MkdDataError
 from mkd.teacher.interface import Teacher, TeacherSignal
 from mkd.train.hidden_layers import HiddenLayers, LayersOfMicrobatch
 from mkd.train.objective import Objective, StepTokens
+from mkd.train.router_losses import scale_router_losses
 from mkd.train.step import StepInput
 
 
@@ -88,6 +89,8 @@ class TeacherThenStudent:
             options["micro_batch_size"], options["seq_length"] = batches[0].tokens.shape
             batches = [batch.on_rank(self.groups.cp) for batch in batches]
             objective = self._with_counts(self.record.objective, batches)
+            if not forward_only:
+                scale_router_losses(options["model"], batches, self.groups.dp_cp, plain=self.teacher is None)
             teaches = self._teaches(objective)
             first = teaches and (self.groups.pp.size() > 1 or self.teacher.runs_before_student)
             signals = self._signals(batches, first) if teaches else repeat(None)

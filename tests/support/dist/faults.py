@@ -128,6 +128,7 @@ def _whole_chunks(bounds: Sequence[int], rank: int, size: int) -> Tensor:
 FAULTS: dict[str, Callable[[], Any]] = {
     "doubled gradient": _doubled,
     "doubled gradient between tokenizers": lambda: _doubled("xtoken_loss"),
+    "router losses as in Megatron": lambda: _patched(schedule, "scale_router_losses", lambda right: lambda *_, **__: None),
     "chunks counted on every rank": lambda: _patched(schedule, "StepTokens", lambda right: _CountedTwice),
     "chunk of the place": lambda: _with_batches(_chunk_of_the_place),
     "local divisor": _local_divisor,

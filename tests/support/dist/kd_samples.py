@@ -19,7 +19,7 @@ from torch.utils.data import default_collate
 from tests.support.dist import kd_pairs
 
 DataName = Literal["text", "padded", "packed", "pairs", "packed pairs", "few pairs"]
-MaskName = Literal["same", "differ", "uneven", "kd for both", "no kd", "no ce"]
+MaskName = Literal["same", "differ", "uneven", "kd for both", "no kd", "no ce", "every token", "one token"]
 ROW, VOCAB = 24, 83
 ROWS = 8
 TEXTS = [[24], [1, 5, 3], [15, 7], [8, 3], [23], [2, 7, 6], [5, 1], [16, 8]]
@@ -77,7 +77,10 @@ def samples(data: DataName, cp: int) -> list[dict[str, Tensor]]:
 
 
 def with_masks(rows: list[dict[str, Tensor]], masks: MaskName) -> list[dict[str, Tensor]]:
-    """Rows of `text` with other masks."""
+    """The rows with other masks."""
+    if masks == "one token":
+        first = [row["loss_mask"] * (row["loss_mask"].cumsum(0) == 1) for row in rows]
+        return [row | {"loss_mask": mask} for row, mask in zip(rows, first, strict=True)]
     if masks != "uneven":
         generator, nothing = torch.Generator().manual_seed(6), torch.zeros(ROW)
         changed = []
@@ -88,6 +91,7 @@ def with_masks(rows: list[dict[str, Tensor]], masks: MaskName) -> list[dict[str,
                 "kd for both": {"loss_mask": own},
                 "no kd": {"kd_mask": nothing},
                 "no ce": {"kd_mask": own, "loss_mask": nothing},
+                "every token": {"loss_mask": torch.ones(ROW)},
             }
             changed.append(row | others[masks])
         return changed

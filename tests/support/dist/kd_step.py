@@ -131,7 +131,11 @@ class Models:
     teacher_experts: int = MOE_TEACHER["num_experts"]
     teacher_layers: int = TEACHER["num_layers"]
     aux_loss: float = 0.0
-    """Coefficient of the student's load-balancing loss."""
+    """Coefficient of the student's load-balancing losses."""
+    balancing: tuple[str, ...] = ("seq_aux_loss",)
+    """The load-balancing losses that the coefficient belongs to."""
+    router_z_loss: float | None = None
+    """Coefficient of the z-loss of the student's routers."""
     masks: MaskName = "same"
     data: DataName = "text"
     """Which samples, see `tests.support.dist.kd_samples`."""
@@ -150,8 +154,14 @@ class Models:
     def student(self) -> dict[str, Any]:
         """Sizes of the student, and what it recomputes."""
         recomputed = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-        balanced = dict(moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=self.aux_loss)
+        balanced: dict[str, Any] = dict(
+            moe_router_load_balancing_type=list(self.balancing), moe_aux_loss_coeff=[self.aux_loss] * len(self.balancing)
+        )
+        if len(self.balancing) == 1:
+            balanced = {name: value[0] for name, value in balanced.items()}
         sizes = STUDENT | (MOE if self.moe else {}) | (balanced if self.aux_loss else {})
+        if self.router_z_loss is not None:
+            sizes |= dict(moe_z_loss_coeff=self.router_z_loss)
         return sizes | (recomputed if self.recompute else {})
 
     @property

@@ -88,6 +88,7 @@ def run(
         forward_only=evaluating,
         micro_batch_size=1,
         seq_length=4,
+        model=SimpleNamespace(config=SimpleNamespace(num_moe_experts=None)),
     )
     return seen
 

@@ -1,0 +1,137 @@
+"""The router losses of a student with experts are means over the text: no mask changes their gradient, in any layout.
+
+The teacher is the student and R is 1, so KD adds no gradient, and all of it comes from the router losses. In plain
+pretraining cross-entropy adds its own, which is measured in a run without router losses.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from tests.support.dist.kd_samples import MaskName, ROW, ROWS
+from tests.support.dist.kd_step import Layout, Models
+from tests.support.dist.outcome import GetPool, Outcome
+from tests.support.tolerance import assert_close_norm
+
+SAME = 1e-6
+"""fp32: the same sums times another factor, and the rounding of a KD of 0."""
+ROUTER = "decoder.layers.mlp.router.weight"
+ALL = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+MODELS = Models(
+    moe=True, teacher_is_student=True, ratio=1.0, temperature=1.0, aux_loss=5.0, balancing=ALL, router_z_loss=0.5
+)
+
+
+def router_gradient(gloo_pool: GetPool, ranks: int, layout: Layout, models: Models) -> Tensor:
+    """[layers, experts, H] of the first step."""
+    return Outcome.of(gloo_pool, ranks, layout, models, steps=1).gradients[ROUTER]
+
+
+def assert_same_with_masks(
+    gloo_pool: GetPool, ranks: int, layout: Layout, models: Models, masks: tuple[MaskName, ...]
+) -> None:
+    expected = router_gradient(gloo_pool, ranks, layout, models)
+    assert expected.norm() > 0.1
+    for name in masks:
+        seen = router_gradient(gloo_pool, ranks, layout, replace(models, masks=name))
+        assert_close_norm(seen, expected, SAME, f"gradient of the router, masks {name!r}")
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        pytest.param({"balancing": ("aux_loss",), "router_z_loss": None}, id="aux"),
+        pytest.param({"balancing": ("seq_aux_loss",), "router_z_loss": None}, id="seq_aux"),
+        pytest.param({"balancing": ("global_aux_loss",), "router_z_loss": None}, id="global_aux"),
+        pytest.param({"aux_loss": 0.0}, id="z"),
+    ],
+)
+def test_no_mask_changes_a_router_loss(gloo_pool: GetPool, losses: dict[str, Any]) -> None:
+    masks = ("every token", "one token", "differ", "uneven", "kd for both", "no kd", "no ce")
+    assert_same_with_masks(gloo_pool, 1, Layout(), replace(MODELS, **losses), masks)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout", "data"),
+    [
+        pytest.param(1, Layout(), "packed", id="packed"),
+        pytest.param(1, Layout(mbs=1, variable=True), "padded", id="variable"),
+        pytest.param(2, Layout(tp=2, sp=True), "padded", id="tp2-sp"),
+        pytest.param(2, Layout(pp=2), "packed", id="pp2-packed"),
+        pytest.param(2, Layout(pp=2, vp=2), "text", id="pp2-vp2"),
+        pytest.param(2, Layout(cp=2), "packed", id="cp2-packed"),
+        pytest.param(2, Layout(mbs=1), "padded", id="dp2"),
+        pytest.param(2, Layout(ep=2, dist_opt=True), "text", id="ep2-opt"),
+        pytest.param(4, Layout(ep=2, tp=2, sp=True), "packed", id="ep2-tp2-sp-packed"),
+        pytest.param(8, Layout(tp=2, sp=True, pp=2, cp=2), "padded", id="tp2-sp-pp2-cp2"),
+    ],
+)
+def test_layout(gloo_pool: GetPool, ranks: int, layout: Layout, data: Any) -> None:
+    masks: tuple[MaskName, ...] = ("one token", "uneven") if data == "text" else ("one token",)
+    assert_same_with_masks(gloo_pool, ranks, layout, replace(MODELS, data=data), masks)
+
+
+def test_recomputed_activations(gloo_pool: GetPool) -> None:
+    assert_same_with_masks(gloo_pool, 1, Layout(), replace(MODELS, recompute=True), ("one token",))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        pytest.param(2, Layout(tp=2, sp=True), id="tp2-sp"),
+        pytest.param(2, Layout(pp=2), id="pp2"),
+        pytest.param(2, Layout(cp=2), id="cp2"),
+        pytest.param(2, Layout(mbs=1), id="dp2"),
+        pytest.param(4, Layout(ep=2, tp=2, sp=True), id="ep2-tp2-sp"),
+        pytest.param(1, Layout(variable=True), id="variable"),
+    ],
+)
+def test_layouts_agree(gloo_pool: GetPool, ranks: int, layout: Layout) -> None:
+    """Losses that do not depend on the grouping of texts: z-loss anywhere, and one sequence's balance, one per row."""
+    models = replace(MODELS, data="padded", masks="one token", balancing=("seq_aux_loss",))
+    expected = router_gradient(gloo_pool, 1, Layout(mbs=1), models)
+    seen = router_gradient(gloo_pool, ranks, replace(layout, mbs=1), models)
+    assert_close_norm(seen, expected, 1e-5, "gradient of the router")
+
+
+def test_packed_equals_unpacked(gloo_pool: GetPool) -> None:
+    """The z-loss; a packed row is one sequence for the losses of balance."""
+    models = replace(MODELS, aux_loss=0.0, masks="one token")
+    packed, padded = (router_gradient(gloo_pool, 1, Layout(), replace(models, data=data)) for data in ("packed", "padded"))
+    assert_close_norm(packed, padded, 1e-5, "gradient of the router")
+
+
+def test_plain_pretraining(gloo_pool: GetPool) -> None:
+    """What the router losses add in a run without a teacher is the same under any mask."""
+    plain = replace(MODELS, teacher_is_student=False, ratio=0.0, aux_loss=50.0, router_z_loss=5.0)
+    silent = replace(plain, aux_loss=0.0, router_z_loss=None)
+    added = []
+    for masks in ("every token", "one token"):
+        with_losses, without = (
+            router_gradient(gloo_pool, 1, Layout(), replace(models, masks=masks)) for models in (plain, silent)
+        )
+        added.append(with_losses - without)
+    assert_close_norm(added[1], added[0], 1e-5, "what is added to the gradient of the router")
+
+
+@pytest.mark.parametrize("ratio", [0.0, 1.0])
+def test_megatrons_own_numbers_if_every_token_is_supervised(
+    gloo_pool: GetPool, ratio: float
+) -> None:
+    """To the last bit: the factor is exactly 1."""
+    models = replace(MODELS, ratio=ratio, masks="every token")
+    seen = Outcome.of(gloo_pool, 1, Layout(), models, steps=1)
+    assert seen.reports[1]["loss"][1] == ROW * ROWS
+    megatron = Outcome.of(gloo_pool, 1, Layout(), models, steps=1, fault="router losses as in Megatron")
+    assert all((seen.gradients[key] == value).all() for key, value in megatron.gradients.items())
+
+
+def test_megatron_still_divides_router_losses_by_supervised_tokens(gloo_pool: GetPool) -> None:
+    """If this fails, `mkd.train.router_losses` is needed no longer."""
+    models = replace(MODELS, masks="one token")
+    right = router_gradient(gloo_pool, 1, Layout(), models)
+    megatron = Outcome.of(gloo_pool, 1, Layout(), models, steps=1, fault="router losses as in Megatron")
+    supervised = megatron.reports[1]["loss"][1]
+    assert_close_norm(megatron.gradients[ROUTER], right * (ROW * ROWS / supervised), 1e-5, "gradient of the router")
