@@ -169,8 +169,8 @@ def test_plain_pretraining(changes: dict, expected: bool) -> None:
 
 
 def test_loss_spec() -> None:
-    assert LossSpec(temperature=3.0).scale == 9.0
-    assert LossSpec(temperature=3.0, temperature_squared=False).scale == 1.0
+    assert LossSpec(temperature=3.0).temperature_factor == 9.0
+    assert LossSpec(temperature=3.0, temperature_squared=False).temperature_factor == 1.0
     for temperature in (0.0, -2.0, math.nan, math.inf):
         with pytest.raises(MkdConfigError, match="--kd-temperature"):
             LossSpec(temperature=temperature)
