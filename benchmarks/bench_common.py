@@ -251,7 +251,7 @@ def add_common_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warmup", type=int, default=5, metavar="N", help="calls before the timed calls (default: 5)")
     parser.add_argument("--iterations", type=int, default=20, metavar="N", help="timed calls; the median is reported")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows here, after each measurement")
-    parser.add_argument("--commit", metavar="TEXT", help="the measured commit, if this is no git checkout")
+    parser.add_argument("--commit", metavar="TEXT", help="the measured commit, if this is not a git checkout")
     parser.add_argument("--seed", type=int, default=1234)
 
 

@@ -1,4 +1,4 @@
-"""Compares the memory estimate with torch's count in real training steps of pretrain_kd.py on one GPU.
+"""Compare the memory estimate with the peak that PyTorch reports in real training steps of pretrain_kd.py on one GPU.
 
     python benchmarks/bench_memory.py --json memory.json
     python benchmarks/bench_memory.py --smoke

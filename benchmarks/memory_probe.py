@@ -35,7 +35,7 @@ class Probe:
         from mkd.train import objective as terms
 
         OnlineTeacher.signals = self._around(OnlineTeacher.signals, HELD, TEACHER)
-        terms.fused_linear_loss = self._around(terms.fused_linear_loss, STUDENT, LOSS)
+        terms.loss_from_hidden = self._around(terms.loss_from_hidden, STUDENT, LOSS)
 
     def _around(self, work: Callable, before: str, during: str) -> Callable:
         def run(*args: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Project a student's vocabulary into the vocabulary of a teacher with another tokenizer, for --kd-projection.
+"""Project a student's vocabulary into the vocabulary of a teacher with a different tokenizer, for --kd-projection.
 
     python tools/build_projection.py --student HF_DIR --teacher HF_DIR --out projection.safetensors
 
@@ -39,7 +39,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         type=int,
         default=ProjectionOptions.k,
         metavar="K",
-        help=f"maximum of teacher tokens per student token ({ProjectionOptions.k})",
+        help=f"maximum number of teacher tokens per student token ({ProjectionOptions.k})",
     )
     parser.add_argument(
         "--decay",

@@ -1,11 +1,11 @@
-"""Check an environment, or the command line of a job, before it takes a GPU.
+"""Check an environment, or the command line of a job, before it occupies a GPU.
 
     python tools/doctor.py
     python tools/doctor.py --nproc 8 --nnodes 2 --gpu-memory-gib 80 -- --kd-teacher-hf TEACHER ...
 
 Without the flags of a job: installed and missing packages, the cost of missing ones, and how to install them. With the
 flags of pretrain_kd.py after --: models, tokenizers, data, layout and memory of that job, all problems at once. No GPU
-is needed; a job is examined for GPUs unless MKD_DEVICE=cpu. The exit status is 1 if there is a problem.
+is needed; a job is checked for GPUs unless MKD_DEVICE=cpu is set. The exit status is 1 if there is a problem.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str] | No
     parser.add_argument("--nproc", type=int, default=1, metavar="N", help="ranks on each node (default: 1)")
     parser.add_argument("--nnodes", type=int, default=1, metavar="M", help="nodes (default: 1)")
     parser.add_argument(
-        "--gpu-memory-gib", type=float, metavar="GIB", help="memory of one card (default: of those here)"
+        "--gpu-memory-gib", type=float, metavar="GIB", help="memory of one GPU (default: that of local GPUs)"
     )
     parser.add_argument("--samples", type=int, default=2, metavar="N", help="samples shown per data file (default: 2)")
     parser.add_argument(

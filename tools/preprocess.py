@@ -36,7 +36,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--split-on",
         metavar="STRING",
-        help=r"separator of documents in a text file; \n, \t, \f as in C (default: one document per file)",
+        help=r"separator of documents in a text file; \n, \t, \f are escapes (default: one document per file)",
     )
     parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core, or fewer)")
     parser.add_argument(

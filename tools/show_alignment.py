@@ -4,7 +4,7 @@
     python tools/show_alignment.py --student HF_DIR --teacher HF_DIR --file chat.jsonl --row 3
 
 A text chunk has the same color in both columns; | separates tokens of one chunk, and <<token>> is in no chunk: it has
-no counterpart, or no position predicts it, or it is not the assistant's.
+no counterpart, no position predicts it, or it is not part of an assistant message.
 """
 
 import argparse

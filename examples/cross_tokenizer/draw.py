@@ -1,4 +1,4 @@
-"""Results of the trainings of run.sh: a markdown table and a figure.
+"""Results of the training runs of run.sh: a markdown table and a figure.
 
     python examples/cross_tokenizer/draw.py runs/cross_tokenizer --losses ce p_kl --seeds 1 2 3 --out quality.png
 
@@ -32,7 +32,7 @@ def curve(metrics: Path) -> Curve:
 
 
 def mean(curves: Sequence[Curve]) -> Curve:
-    """Average over trainings of the same length."""
+    """Average over training runs of the same length."""
     return [(points[0][0], sum(bits for _, bits in points) / len(points)) for points in zip(*curves, strict=True)]
 
 

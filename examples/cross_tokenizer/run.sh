@@ -6,7 +6,7 @@
 #   bash examples/quickstart/run.sh           # creates the teacher
 #   bash examples/cross_tokenizer/run.sh
 #
-# LOSSES, SEEDS, STEPS, ROWS and LENGTH change the amount of work; JOBS trainings run at a time.
+# LOSSES, SEEDS, STEPS, ROWS and LENGTH change the amount of work; JOBS of them run at a time.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 if [[ -d .venv ]]; then export PATH="$PWD/.venv/bin:$PATH"; fi  # the quickstart's environment

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # All steps of a distillation on two CPU cores: a real pretrained teacher (SmolLM2-135M-Instruct), a student pruned to
-# every second of its 30 layers, training under pipeline parallelism, and export to a Hugging Face folder.
+# every other one of its 30 layers, training under pipeline parallelism, and export to a Hugging Face folder.
 #
 #   bash examples/quickstart/run.sh
 #
 # Needs Python >= 3.12, 6 GB of memory and 8 GB of disk, most of it for the environment in .venv. Times below were
 # measured on 2 cores. All output goes to runs/quickstart. Results of an earlier run are kept, except for the two
-# trainings, which start again.
+# training runs, which start again.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -52,14 +52,14 @@ fi
 # Student: layers 0, 2, 4, ... 28 of the teacher, with its embeddings: 81M parameters. Seconds.
 
 if [[ ! -d $RUNS/student ]]; then
-    step "Student: every second layer of the teacher, to $RUNS/student"
+    step "Student: every other layer of the teacher, to $RUNS/student"
     python tools/prune.py depth --hf $RUNS/teacher --out $RUNS/student --every 2
 fi
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Training: two pipeline stages (PP 2, gloo). The last stage also has the LM head, which costs as much as several layers,
 # so the first stage takes 12 of the student's 15 layers.
-# Two trainings on the same text in the same order: with the teacher, and on the text alone (R = 0). Three minutes each.
+# Two training runs on the same text in the same order: with the teacher, and on the text alone (R = 0). Three minutes each.
 
 train() {  # train NAME RATIO
     local out=$RUNS/$1

@@ -1,4 +1,4 @@
-"""Table of the validation perplexities of the quickstart's two trainings.
+"""Table of the validation perplexities of the two training runs of the quickstart.
 
 python examples/quickstart/summary.py --kd runs/quickstart/kd/metrics.jsonl --ce runs/quickstart/ce/metrics.jsonl
 """
@@ -45,8 +45,8 @@ def main() -> int:
     _, before, with_teacher, without = found.values()
     change = perplexity(with_teacher - without) - 1
     print(
-        f"Training with the teacher took perplexity from {perplexity(before):,.1f} to {perplexity(with_teacher):,.1f}: "
-        f"{abs(change):.0%} {'below' if change < 0 else 'above'} the same steps without it."
+        f"Perplexity with the teacher: {perplexity(before):,.1f} before training, "
+        f"{perplexity(with_teacher):,.1f} after, {abs(change):.0%} {'below' if change < 0 else 'above'} the same steps without the teacher."
     )
     return 0
 

@@ -1,4 +1,4 @@
-"""Results of the trainings of run.sh: a markdown table and a figure.
+"""Results of the training runs of run.sh: a markdown table and a figure.
 
     python examples/sparse_teachers/draw.py runs/sparse_teachers --out quality.png
 

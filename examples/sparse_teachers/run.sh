@@ -6,7 +6,7 @@
 #   bash examples/quickstart/run.sh           # creates teacher and student
 #   bash examples/sparse_teachers/run.sh
 #
-# Fourteen trainings and four caches: minutes on a GPU, with JOBS of them at a time; hours on two CPU cores.
+# Fourteen training runs and four caches: minutes on a GPU, with JOBS of them at a time; hours on two CPU cores.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 if [[ -d .venv ]]; then export PATH="$PWD/.venv/bin:$PATH"; fi  # the quickstart's environment
@@ -31,7 +31,7 @@ if [[ ! -f $RUNS/data/valid_text_document.idx ]]; then
     done
 fi
 
-# Flags common to all trainings. The loss is the divergence alone (R = 1): cross-entropy would make up for what a sparse
+# Flags common to all runs. The loss is the divergence alone (R = 1): cross-entropy would make up for what a sparse
 # teacher leaves out.
 export FLAGS="--kd-student-hf $STUDENT
     --train-data-path $RUNS/data/train_text_document --valid-data-path $RUNS/data/valid_text_document

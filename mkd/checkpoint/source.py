@@ -154,7 +154,7 @@ def common_vocabulary(student: str, student_vocab: int, student_hash: str | None
         MkdConfigError: the tokenizers differ, or the sizes differ and a tokenizer is unknown: equal ids could then be
             different tokens.
     """
-    hint = "a teacher with another tokenizer than the student's needs --kd-xtoken-loss (docs/cross_tokenizer.md)"
+    hint = "a teacher with a different tokenizer needs --kd-xtoken-loss (docs/cross_tokenizer.md)"
     if has_other_tokenizer(student_hash, teacher):
         raise MkdConfigError(f"{student} and {teacher.origin} have different tokenizers; {hint}")
     if teacher.vocab_size is None or teacher.vocab_size == student_vocab:

@@ -47,7 +47,7 @@ class KDFields:
 
     teacher_cache: str | None = None
     """Teacher: a folder of cached targets (tools/cache_teacher.py); the teacher's weights are not loaded. The data must
-    be those that the cache was written from. Exactly one teacher source must be given."""
+    be that from which the cache was written. Exactly one teacher source must be given."""
 
     cache_missing: Literal["error", "ce_only"] = "error"
     """Handling of texts that are not in --kd-teacher-cache. error: the job ends before the step. ce_only: they are
@@ -59,7 +59,7 @@ class KDFields:
     command line resumes."""
 
     ratio: float | None = None
-    """R in [0, 1]: loss = (1 - R) * CE + R * T^2 * KD. CE is not computed at R = 1, and KD not at R = 0. Required
+    """R in [0, 1]: loss = (1 - R) * CE + R * T^2 * KD. CE is not computed at R = 1, nor KD at R = 0. Required
     unless --kd-ratio-schedule is given."""
 
     ratio_schedule: str = "constant"
@@ -76,7 +76,7 @@ class KDFields:
     skew_reverse_kl: KL(q || (1 - skew) p + skew q). tvd: half of sum |p - q|."""
 
     beta: float = LossSpec.beta
-    """Teacher's share of the mixture in jsd, 0 < beta < 1. The end points are not the KLs and are refused."""
+    """Teacher's share of the mixture in jsd, 0 < beta < 1. The endpoints are not the KLs and are refused."""
 
     skew: float = LossSpec.skew
     """Skew of skew_forward_kl and skew_reverse_kl, 0 <= skew < 1; 0 is the plain KL."""
@@ -95,7 +95,7 @@ class KDFields:
     """Do not multiply the divergence by T^2."""
 
     top_k: int | None = None
-    """K >= 1: restrict the divergence to the teacher's top-K tokens, to measure what that costs. Default: all
+    """K >= 1: restrict the divergence to the teacher's top-K tokens, to measure the effect of truncation. Default: all
     tokens."""
 
     top_k_tail: Literal["bucket", "renormalize"] = "bucket"
@@ -105,7 +105,7 @@ class KDFields:
     hidden_loss: str | None = field(default=None, metadata={"argparse_meta": {"metavar": "S:T,..."}})
     """Pairs of layers, counted from 1: the student's hidden states after layer S are pulled toward the teacher's after
     layer T. If the widths differ, a linear map from the student's width to the teacher's is trained for each pair. Adds
-    R * W * (sum of the pairs' distances) to the loss of a token."""
+    R * W * (sum of the pairs' distances) to the loss per token."""
 
     hidden_loss_weight: float = 1.0
     """Weight W > 0 of --kd-hidden-loss."""
@@ -126,12 +126,11 @@ class KDFields:
 
     teacher_seq_length: int | None = None
     """Tokens per row of a teacher with a different tokenizer. A sample must fit into the student's row and the
-    teacher's. Default: --seq-length times the teacher's tokens per student token in the first texts, plus 5 per
-    cent."""
+    teacher's. Default: --seq-length times the teacher's tokens per student token in the first texts, plus 5%%."""
 
     logits_dtype: LogitsDtype = "auto"
-    """Precision of the logits that the LM heads' matrix products write. auto: bf16 for bf16 models on GPU, else fp32.
-    bf16 is faster, but once the student is close to the teacher, the gradient of KD is mostly its rounding error."""
+    """Precision of the logits that the LM-head GEMMs produce. auto: bf16 for bf16 models on GPU, else fp32. bf16 is
+    faster, but once the student is close to the teacher, the gradient of KD consists mostly of rounding error."""
 
     loss_impl: LossImplementation = "auto"
     """Implementation of the loss. reference: the definition with autograd, on one tensor-parallel rank. eager: plain
@@ -146,8 +145,9 @@ class KDFields:
     student's."""
 
     teacher_offload: bool = False
-    """Keep the teacher's weights in host memory while the student trains: the teacher first runs over all microbatches
-    of a step, then its weights leave the device."""
+    """Keep the teacher's weights in host memory while the student trains: the teacher runs over all microbatches
+    of a step, then its weights are moved to
+    host memory."""
 
     teacher_tensor_model_parallel_size: int | None = None
     """Tensor-parallel size of the teacher, on the student's ranks. Default of this and the following sizes: the

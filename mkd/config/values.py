@@ -97,7 +97,7 @@ class LossSpec:
         require_temperature("--kd-temperature", self.temperature)
         if self.divergence == "jsd" and not 0.0 < self.beta < 1.0:
             raise MkdConfigError(
-                f"--kd-beta is {self.beta}; jsd needs 0 < beta < 1. Its end points are not the KL divergences (there "
+                f"--kd-beta is {self.beta}; jsd needs 0 < beta < 1. Its endpoints are not the KL divergences (there "
                 "it is 0 for every student): for KL(teacher || student) give --kd-loss forward_kl, for "
                 "KL(student || teacher) --kd-loss reverse_kl"
             )

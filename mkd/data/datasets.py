@@ -46,8 +46,8 @@ def check_data(prefixes: Iterable[str], true_vocab: int, tokenizer_hash: str | N
         facts = IndexedText.load(prefix)
         if facts is not None and facts.tokenizer_hash and tokenizer_hash and facts.tokenizer_hash != tokenizer_hash:
             raise MkdDataError(
-                f"--data-path {prefix}: according to {prefix}.json the data was made with another tokenizer than the "
-                "model's; run tools/preprocess.py with --tokenizer-model set to the model's folder"
+                f"--data-path {prefix}: according to {prefix}.json the data was made with a different tokenizer from "
+                "the model's; run tools/preprocess.py with --tokenizer-model set to the model's folder"
             )
         largest = _largest_token_seen(prefix, dtype) if facts is None else facts.max_token_id
         if largest >= true_vocab:

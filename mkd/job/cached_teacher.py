@@ -1,4 +1,4 @@
-"""A cache as the teacher of a job: opening it, and checking that its targets serve the job's flags."""
+"""A cache as the teacher of a job: opening it, and checking that its targets support the flags of the job."""
 
 from argparse import Namespace
 from dataclasses import dataclass
@@ -136,7 +136,7 @@ def _check_sampled(source: TeacherStore, kd: KDConfig) -> None:
     sampled_at, origin = source.meta.temperatures[-1], f"{source.origin} has sampled targets"
     temperature = kd.temperature_over_time
     if kd.loss != "forward_kl":
-        raise MkdConfigError(f"--kd-loss is {kd.loss}, but {origin}, which serve forward_kl only")
+        raise MkdConfigError(f"--kd-loss is {kd.loss}, but {origin}, which support forward_kl only")
     if kd.top_k is not None:
         raise MkdConfigError(f"--kd-top-k is {kd.top_k}, but {origin}, which are used as a whole: leave it out")
     if kd.top_k_tail != "bucket":

@@ -95,8 +95,8 @@ def _check_tokenizer(draft: JobDraft) -> None:
     given, student = hash_of_tokenizer(draft.args), draft.student
     if student is not None and given and student.tokenizer_hash and given != student.tokenizer_hash:
         raise MkdConfigError(
-            f"--tokenizer-model {draft.args.tokenizer_model} is another tokenizer than that of {student.origin}: leave "
-            "it out"
+            f"--tokenizer-model {draft.args.tokenizer_model} is a different tokenizer from that of {student.origin}: "
+            "leave it out"
         )
 
 

@@ -187,7 +187,8 @@ def sort_teachers(
             student_vocab = common_vocabulary(student, student_vocab, student_hash, one)
     if kd.xtoken_loss and not foreign:
         raise MkdConfigError(
-            f"--kd-xtoken-loss is {kd.xtoken_loss}, but {student} and {teacher.origin} have one tokenizer: leave it out"
+            f"--kd-xtoken-loss is {kd.xtoken_loss}, but {student} and {teacher.origin} have the same tokenizer: "
+            "leave it out"
         )
     return foreign, student_vocab
 
@@ -248,6 +249,6 @@ def _check_row_length(length: int, args: Namespace, kd: KDConfig) -> None:
         multiple = math.lcm(multiple, kd.packing_multiple)
     if length % multiple:
         raise MkdConfigError(
-            f"--kd-teacher-seq-length is {length}, no multiple of {multiple}, which --kd-packing-multiple or the "
+            f"--kd-teacher-seq-length is {length}, not a multiple of {multiple}, which --kd-packing-multiple or the "
             f"parallel layout need: give {-(-length // multiple) * multiple}"
         )

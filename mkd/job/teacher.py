@@ -90,7 +90,7 @@ def teacher_spec(
         cross: the teachers with other tokenizers, if there are any; this one may be among them.
 
     Raises:
-        MkdError: it cannot serve this job.
+        MkdError: the teacher does not fit the job.
     """
     if isinstance(source, TeacherStore):
         return CachedTeacherSpec.of(source, args, kd, true_vocab)

@@ -122,7 +122,7 @@ class LossContext:
     top_k: int | None = None
     """The divergence is restricted to the teacher's top-k tokens; None uses all, or those that a cache holds."""
     top_k_tail: Tail = "bucket"
-    """How the other tokens enter: as one more category, or not at all."""
+    """Treatment of the other tokens: one more category, or ignored."""
     byte_lengths: Tensor | None = None
     """[V] bytes of each of the student's tokens, for bits per byte; None if unknown."""
     cross: tuple[CrossTokenizer, ...] = ()

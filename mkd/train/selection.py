@@ -1,4 +1,4 @@
-"""Which of several teachers teaches each text of a microbatch: the one with the lowest cross-entropy on it."""
+"""Selection of one of several teachers for each text of a microbatch: the one with the lowest cross-entropy on it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -21,7 +21,7 @@ _SOURCES = {"ce": CE, "kd": KD}
 """Names of the means in an error message."""
 
 Report = tuple[Tensor, Tensor, dict[str, Tensor]]
-"""What Megatron's schedules expect of a microbatch: sum of the loss, token count, {name: [sum, count]}."""
+"""Results of a microbatch as Megatron's schedules expect them: sum of the loss, token count, {name: [sum, count]}."""
 
 
 @dataclass(frozen=True)

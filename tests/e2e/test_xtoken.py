@@ -127,9 +127,9 @@ def test_averaged_logits_of_one_teacher_twice_are_its_own(job: SmallJob, tmp_pat
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"--kd-xtoken-loss": None}, "have different tokenizers; a teacher with another tokenizer than the student's"),
-        ({"--kd-teacher-hf": "teacher"}, "have one tokenizer: leave it out"),
-        ({"--kd-teacher-seq-length": 60}, "--kd-teacher-seq-length is 60, no multiple of 8"),
+        ({"--kd-xtoken-loss": None}, "have different tokenizers; a teacher with a different tokenizer needs"),
+        ({"--kd-teacher-hf": "teacher"}, "have the same tokenizer: leave it out"),
+        ({"--kd-teacher-seq-length": 60}, "--kd-teacher-seq-length is 60, not a multiple of 8"),
         ({"--kd-teacher-seq-length": 104}, "--kd-teacher-seq-length 104 is longer than the teacher's 96 positions"),
         ({"--kd-top-k": 4}, "--kd-top-k is 4, but --kd-teacher-hf"),
         ({"--kd-hidden-loss": "1:1"}, "--kd-hidden-loss 1:1 does not work with it"),

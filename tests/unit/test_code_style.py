@@ -84,6 +84,26 @@ def test_public_signatures_are_annotated(path):
                 assert missing_annotations(function) == [], f"{function.name} at line {function.lineno}"
 
 
+def docstrings_of(source: str) -> list[tuple[int, str]]:
+    """Line and text of each string that is a statement: docstrings, also of constants and fields."""
+    bodies = [node.body for node in ast.walk(ast.parse(source)) if isinstance(getattr(node, "body", None), list)]
+    values = [node.value for body in bodies for node in body if isinstance(node, ast.Expr)]
+    strings = [v for v in values if isinstance(v, ast.Constant) and isinstance(v.value, str)]
+    return [(string.lineno, string.value.strip()) for string in strings]
+
+
+@pytest.mark.parametrize("path", LIBRARY, ids=name_of)
+def test_docstrings_do_not_begin_with_a_fragment(path):
+    """A docstring names what a thing is, or states what it does."""
+    for line, text in docstrings_of(path.read_text()):
+        assert text.split(maxsplit=1)[0] not in ("Of", "What", "Who", "Whose"), f"line {line}: {text}"
+
+
+def test_docstrings_of_constants_and_fields_are_found():
+    source = 'K = 1  # one\n"""Of a constant."""\nclass C:\n    x: int\n    """Whose field."""\n'
+    assert docstrings_of(source) == [(2, "Of a constant."), (5, "Whose field.")]
+
+
 def test_distributed_tests_are_collected(request):
     """By default pytest passes over folders named dist without a word."""
     assert "dist" not in request.config.getini("norecursedirs")

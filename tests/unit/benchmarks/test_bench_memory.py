@@ -48,6 +48,18 @@ def test_what_the_probe_sees(monkeypatch):
     assert probe.seen == {HELD: 100, TEACHER: 80, STUDENT: 250, LOSS: 170, TOTAL: 300}
 
 
+def test_the_probe_wraps_the_teacher_and_the_loss(monkeypatch):
+    from benchmarks.memory_probe import Probe
+    from mkd.teacher.online import OnlineTeacher
+    from mkd.train import objective
+
+    functions = OnlineTeacher.signals, objective.loss_from_hidden
+    monkeypatch.setattr(OnlineTeacher, "signals", functions[0])
+    monkeypatch.setattr(objective, "loss_from_hidden", functions[1])  # both are restored after the test
+    Probe().install()
+    assert OnlineTeacher.signals is not functions[0] and objective.loss_from_hidden is not functions[1]
+
+
 @pytest.mark.slow
 def test_the_tool_itself():
     result = small_job.run(["--smoke"], script=small_job.ROOT / "benchmarks/bench_memory.py", by_itself=True)
