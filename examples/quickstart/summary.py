@@ -44,9 +44,10 @@ def main() -> int:
     show("validation on held-out text", evaluation_table({m: {"ce": ce} for m, ce in found.items()}))
     _, before, with_teacher, without = found.values()
     change = perplexity(with_teacher - without) - 1
+    side = "below" if change < 0 else "above"
     print(
         f"Perplexity with the teacher: {perplexity(before):,.1f} before training, "
-        f"{perplexity(with_teacher):,.1f} after, {abs(change):.0%} {'below' if change < 0 else 'above'} the same steps without the teacher."
+        f"{perplexity(with_teacher):,.1f} after, {abs(change):.0%} {side} the same steps without the teacher."
     )
     return 0
 

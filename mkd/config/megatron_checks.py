@@ -70,8 +70,8 @@ def check_saving(args: Namespace, kd: KDConfig) -> None:
             raise MkdConfigError(f"--kd-save-hf-interval needs --ckpt-format torch_dist, not {args.ckpt_format}")
         if args.save_interval and interval % args.save_interval:
             raise MkdConfigError(
-                f"--kd-save-hf-interval is {interval}, which is not a multiple of --save-interval {args.save_interval}: "
-                "a Hugging Face folder is made from a checkpoint"
+                f"--kd-save-hf-interval is {interval}, which is not a multiple of --save-interval "
+                f"{args.save_interval}: a Hugging Face folder is made from a checkpoint"
             )
     if not args.async_save or cpu.is_target():
         return
