@@ -1,19 +1,19 @@
 """Checks of --data-path, and the training, validation and test set."""
 
-import struct
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.indexed_dataset import DType
 from megatron.core.datasets.utils import Split
 from torch.utils.data import Dataset
 
 from mkd.data.packing.row_sets import RowSets
-from mkd.data.sources.indexed import IndexedText
+from mkd.data.sources.document_rows import DocumentRows
+from mkd.data.sources.indexed import INDEX_HEADER, IndexedText
 from mkd.data.sources.stores import is_chat_file
 from mkd.errors import MkdDataError
 
@@ -57,8 +57,6 @@ def check_data(prefixes: Iterable[str], true_vocab: int, tokenizer_hash: str | N
             )
 
 
-# PREFIX.idx: magic, version, dtype code, number of sequences, number of documents (megatron's _IndexWriter).
-_INDEX_HEADER = struct.Struct("<9sQBQQ")
 _INDEX_MAGIC = b"MMIDIDX\x00\x00"
 
 
@@ -69,14 +67,14 @@ def _check_index(prefix: str) -> tuple[np.dtype, int]:
     index, binary = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     size = index.stat().st_size
     with index.open("rb") as file:
-        head = file.read(_INDEX_HEADER.size)
-    if len(head) < _INDEX_HEADER.size or not head.startswith(_INDEX_MAGIC):
+        head = file.read(INDEX_HEADER.size)
+    if len(head) < INDEX_HEADER.size or not head.startswith(_INDEX_MAGIC):
         raise MkdDataError(f"--data-path {prefix}: {index} is not an index of Megatron's indexed data sets")
-    _, _, code, sequences, documents = _INDEX_HEADER.unpack(head)
+    _, _, code, sequences, documents = INDEX_HEADER.unpack(head)
     if sequences == 0:
         raise MkdDataError(f"--data-path {prefix}: {index} lists no document")
     # int32 lengths, int64 starts in bytes, int64 document bounds
-    starts = _INDEX_HEADER.size + 4 * sequences
+    starts = INDEX_HEADER.size + 4 * sequences
     wanted = starts + 8 * sequences + 8 * documents
     if size < wanted:
         raise MkdDataError(f"--data-path {prefix}: {index} is truncated: {wanted} bytes expected, {size} seen")
@@ -164,7 +162,7 @@ def build_datasets(
     if rows is not None:
         train, valid, test = rows.build(sizes)
     else:
-        kind = MockGPTDataset if config.mock else GPTDataset
+        kind = MockGPTDataset if config.mock else DocumentRows
         train, valid, test = BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config).build()
     return [train, SameSamples(valid, evaluated) if valid is not None and evaluated > 0 else None, test]
 

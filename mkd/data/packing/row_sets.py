@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch.distributed as dist
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.datasets.utils import Split
 
 from mkd.data.epochs import NAMES, Reading, blend_of
@@ -15,6 +15,7 @@ from mkd.data.packing.row_layout import RowLayout
 from mkd.data.packing.streams import BlendOfRows, BlendSchedule, ClassicRows, RowOptions, RowStream, SampleRows
 from mkd.data.sources.aligned import AlignedStore, BatchAligner, aligned_base, tokenize_aligned
 from mkd.data.sources.chat import ChatTokenizer
+from mkd.data.sources.document_rows import DocumentRows
 from mkd.data.sources.stores import ChatStore, DocumentStore, chat_base, is_chat_file, part_of, tokenize_chat
 from mkd.errors import MkdDataError
 
@@ -128,10 +129,10 @@ class RowSets:
         return store
 
     def _documents(self, prefix: str, share: tuple[float, float], split: Split, needed: int) -> RowStream:
-        documents = GPTDataset.build_low_level_dataset(prefix, self.config)
+        documents = DocumentRows.build_low_level_dataset(prefix, self.config)
         part = part_of(len(documents.sequence_lengths), share)
         numbers = np.arange(part.start, part.stop, dtype=np.int32)
-        samples = GPTDataset(documents, prefix, numbers, max(needed, 1), split, self.config)
+        samples = DocumentRows(documents, prefix, numbers, max(needed, 1), split, self.config)
         return ClassicRows(samples, self._rows_of(prefix, share))
 
     def _rows_of(self, name: str, share: tuple[float, float]) -> int:

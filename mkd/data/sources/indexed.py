@@ -6,9 +6,11 @@ data set without it as missing. A job that is killed leaves nothing that can be 
 
 import json
 import os
+import struct
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache, partial
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,11 @@ from mkd.utils.atomic_files import PARTIAL, publish_files
 
 BYTES_PER_WORKER = 4 << 20
 """Input below which another worker process costs more to start (about 2 s) than it saves."""
+
+INDEX_HEADER = struct.Struct("<9sQBQQ")
+"""PREFIX.idx begins with magic, version, dtype code, number of sequences, number of documents; then the lengths of the
+sequences, int32 (megatron's _IndexWriter)."""
+_SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
 
 Progress = Callable[[int, int, int], None]
 """Called with the documents, tokens and input bytes done so far, at the start and after each batch."""
@@ -43,6 +50,8 @@ class IndexedText:
     """numpy name of the ids in PREFIX.bin."""
     skipped: int
     """Documents and lines left out because they hold nothing but white space."""
+    fingerprint: str | None = None
+    """`data_fingerprint` of the two files; None in facts that an older version wrote."""
 
     @classmethod
     def load(cls, prefix: str) -> "IndexedText | None":
@@ -64,7 +73,50 @@ class IndexedText:
                 f"{path} describes {facts.tokens} tokens of {facts.dtype}, but {binary} has {size} bytes: delete "
                 f"{path} if another tool made the data, else make it again with tools/preprocess.py"
             )
+        index = Path(f"{prefix}.idx")
+        if facts.fingerprint is not None and index.is_file() and facts.fingerprint != data_fingerprint(binary, index):
+            raise MkdDataError(
+                f"{path} describes other tokens than those in {binary} and {index}: delete {path} if another tool made "
+                "the data, else make it again with tools/preprocess.py"
+            )
         return facts
+
+
+def index_fingerprint(prefix: str) -> str:
+    """128-bit hex hash of the number and lengths of the documents in PREFIX.idx.
+
+    It depends on the content alone, so that all ranks get the same one whichever copy of the file they read.
+    """
+    path = Path(f"{prefix}.idx").resolve()
+    state = path.stat()
+    return _hash_of_lengths(path, state.st_size, state.st_mtime_ns)
+
+
+@lru_cache(maxsize=1024)
+def _hash_of_lengths(path: Path, size: int, modified: int) -> str:
+    """Hash of header and lengths; size and time of modification are part of the key of this process's cache."""
+    with path.open("rb") as file:
+        header = file.read(INDEX_HEADER.size)
+        sequences = INDEX_HEADER.unpack(header)[3]
+        return _hash(header, file.read(4 * sequences))
+
+
+def data_fingerprint(binary: Path, index: Path) -> str:
+    """128-bit hex hash of an indexed data set: lengths of its documents, size and 64 blocks of 64 KiB of its tokens.
+
+    Reads 4 bytes per document and at most 4 MiB of tokens.
+    """
+    size = binary.stat().st_size
+    parts = [_hash_of_lengths(index, index.stat().st_size, index.stat().st_mtime_ns).encode(), str(size).encode()]
+    with binary.open("rb") as file:
+        for sample in range(_SAMPLES):
+            file.seek(sample * max(size - _SAMPLE_BYTES, 0) // (_SAMPLES - 1))
+            parts.append(file.read(_SAMPLE_BYTES))
+    return _hash(*parts)
+
+
+def _hash(*parts: bytes) -> str:
+    return blake2b(b"".join(parts), digest_size=16).hexdigest()
 
 
 def dataset_prefix(output_prefix: str, json_key: str) -> str:
@@ -117,10 +169,9 @@ def write_indexed_text(
             dtype=np.dtype(writer.dtype).name,
             skipped=writer.skipped,
         )
-        writer.publish(facts)
+        return writer.publish(facts)
     finally:
         writer.remove_partials()
-    return facts
 
 
 class _Writer:
@@ -149,12 +200,18 @@ class _Writer:
         self.skipped += batch.empty
         self.size += batch.size
 
-    def publish(self, facts: IndexedText) -> None:
-        """Rename all files; an older index is removed first, so that it is never paired with newer tokens."""
+    def publish(self, facts: IndexedText) -> IndexedText:
+        """Rename all files; an older index is removed first, so that it is never paired with newer tokens.
+
+        Returns:
+            The facts, with the fingerprint of the finished files.
+        """
         self.builder.finalize(str(self.index))
+        facts = replace(facts, fingerprint=data_fingerprint(self.binary, self.index))
         self.facts.write_text(json.dumps(asdict(facts), indent=1) + "\n")
         self.index.with_suffix("").unlink(missing_ok=True)
         publish_files({path: path.with_suffix("") for path in (self.binary, self.facts, self.index)})
+        return facts
 
     def remove_partials(self) -> None:
         self.builder.data_file.close()

@@ -256,6 +256,23 @@ def test_sidecar_of_other_data_is_refused(preprocess, tokenizer_dir, tmp_path):
     assert IndexedText.load(prefix) is None
 
 
+def test_sidecar_of_other_data_of_the_same_size_is_refused(preprocess, tokenizer_dir, tmp_path):
+    """Another tool, which writes no PREFIX.json, has made the data again."""
+    prefix = tmp_path / "c_text_document"
+    for tokens, facts in (("aaaa", True), ("bbbb", False)):
+        source = write_jsonl(tmp_path / "a.jsonl", [tokens, tokens])
+        kept = Path(f"{prefix}.json").read_text() if not facts else None
+        preprocess.main(["--input", source, "--output-prefix", str(tmp_path / "c"), "--tokenizer-model", tokenizer_dir])
+        if kept is not None:
+            Path(f"{prefix}.json").write_text(kept)
+    with pytest.raises(MkdDataError, match=r"describes other tokens than those in .*\.bin.*: delete .*\.json"):
+        IndexedText.load(str(prefix))
+    older = json.loads(kept)
+    del older["fingerprint"]
+    Path(f"{prefix}.json").write_text(json.dumps(older))
+    assert IndexedText.load(str(prefix)).documents == 2, "facts of an older version are read as before"
+
+
 def test_progress_counts_from_the_beginning_of_the_work(preprocess, capsys, monkeypatch):
     times = iter([0.0, 100.0, 120.0, 140.0])
     monkeypatch.setattr(preprocess.time, "monotonic", lambda: next(times))

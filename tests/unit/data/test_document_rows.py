@@ -1,0 +1,102 @@
+"""Rows of documents that are made again under the same prefix: those of the data as it is now."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+from mkd.data.datasets import build_datasets
+from mkd.data.sources.document_rows import DocumentRows
+from tests.support.e2e.small_job import VOCAB, write_data
+from tests.unit.data.test_row_sets import ROW, Ids, root, sets_of, unpacked  # noqa: F401  (root is a fixture)
+
+OLD = [[1] * 80] * 10
+
+
+def config_of(folder: Path, names: list[str], cache: Path | None) -> GPTDatasetConfig:
+    return GPTDatasetConfig(
+        random_seed=5,
+        sequence_length=ROW,
+        blend=([str(folder / name) for name in names], None if len(names) == 1 else [0.5, 0.5]),
+        split="50,50,0",
+        path_to_cache=None if cache is None else str(cache),
+        tokenizer=Ids(),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        mid_level_dataset_surplus=0.005,
+    )
+
+
+def rows(config: GPTDatasetConfig) -> tuple[list[Any], list[Any]]:
+    train, valid, _ = build_datasets(config, [12, 6, 0], evaluated=6)
+    return [train[i]["tokens"] for i in range(12)], [valid[i]["tokens"] for i in range(6)]
+
+
+def index_files(*folders: Path) -> dict[Path, int]:
+    """Each index file and its time of modification."""
+    files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    return {path: path.stat().st_mtime_ns for path in files if "_index" in path.name}
+
+
+@pytest.mark.parametrize("own_folder", [True, False], ids=["data cache", "beside the data"])
+@pytest.mark.parametrize("names", [["text"], ["text", "other"]], ids=["one file", "blend"])
+@pytest.mark.parametrize(
+    "new", [OLD + [[2] * 80] * 30, [[2] * 3] * 60, [[2] * 40, [2] * 120] * 5], ids=["more", "shorter", "same total"]
+)
+def test_data_that_is_made_again_is_read(tmp_path: Path, names: list[str], new: list[Any], own_folder: bool) -> None:
+    cache = tmp_path / "cache" if own_folder else None
+    write_data(tmp_path / "other", [[7] * 100] * 9)
+    write_data(tmp_path / "text", OLD)
+    rows(config_of(tmp_path, names, cache))
+    write_data(tmp_path / "text", new)
+    again = rows(config_of(tmp_path, names, cache))
+    (tmp_path / "fresh").mkdir()
+    write_data(tmp_path / "fresh" / "text", new)
+    write_data(tmp_path / "fresh" / "other", [[7] * 100] * 9)
+    fresh = rows(config_of(tmp_path / "fresh", names, None))
+    for seen, expected in zip(again, fresh, strict=True):
+        assert all(map(torch.equal, seen, expected))
+
+
+def test_rows_of_a_blend_with_chats_follow_the_data(tmp_path: Path, root: Path) -> None:  # noqa: F811
+    blend = ([str(tmp_path / "text"), "chat.jsonl"], [0.9, 0.1])
+    write_data(tmp_path / "text", OLD)
+    unpacked(sets_of(root, blend)[0]).build([20, 0, 0])
+    write_data(tmp_path / "text", OLD[:5] + [[2] * 80] * 5 + [[3] * 33] * 9)
+    sets, fresh = (unpacked(sets_of(root, blend)[0]) for _ in range(2))
+    fresh.config.path_to_cache = str(tmp_path / "cache")
+    for seen, expected in zip(sets.build([20, 0, 0])[0], fresh.build([20, 0, 0])[0], strict=True):
+        assert torch.equal(seen["tokens"], expected["tokens"])
+
+
+@pytest.mark.parametrize("names", [["text"], ["text", "other"]], ids=["one file", "blend"])
+def test_unchanged_data_finds_its_index_files(tmp_path: Path, names: list[str]) -> None:
+    write_data(tmp_path / "other", [[7] * 100] * 9)
+    write_data(tmp_path / "text", OLD)
+    config = config_of(tmp_path, names, tmp_path / "cache")
+    before = rows(config)
+    files = index_files(tmp_path)
+    write_data(tmp_path / "text", OLD)  # another time of modification, the same content
+    after = rows(config_of(tmp_path, names, tmp_path / "cache"))
+    assert files and index_files(tmp_path) == files
+    for seen, expected in zip(after, before, strict=True):
+        assert all(map(torch.equal, seen, expected))
+
+
+def test_rows_are_those_of_megatron(tmp_path: Path) -> None:
+    random = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 150, (40,), generator=random).tolist()
+    write_data(tmp_path / "text", [torch.randint(1, VOCAB - 1, (n,), generator=random).tolist() for n in lengths])
+    ours, theirs = (
+        BlendedMegatronDatasetBuilder(kind, [60, 8, 0], lambda: True, config_of(tmp_path, ["text"], None)).build()
+        for kind in (DocumentRows, GPTDataset)
+    )
+    for mine, other in zip(ours[:2], theirs[:2], strict=True):
+        assert len(mine) == len(other)
+        for i in range(len(mine)):
+            assert all(torch.equal(value, other[i][name]) for name, value in mine[i].items())
