@@ -9,7 +9,7 @@ from mkd.errors import MkdCacheError
 from mkd.teacher.cache.record_format import damaged, key_words
 from mkd.teacher.cache.store import META, CacheMeta, CacheShard, TeacherStore
 from mkd.teacher.cache.writer import StoreWriter, check_folder
-from mkd.utils.atomic_files import new_folder, partial_path
+from mkd.utils.atomic_files import new_folder
 
 
 def describe(folder: Path, flag: str) -> dict[str, str]:
@@ -102,7 +102,7 @@ def merge(out: Path, parts: Sequence[Path], flag: str) -> int:
                 f"{flag}: {stores[0].folder} and {store.folder} cannot be merged ({'; '.join(differences)})"
             )
     meta, duplicates = stores[0].meta, 0
-    check_folder(partial_path(out), meta, flag)
+    check_folder(out, meta, flag)
     with new_folder(out) as partial:
         writer = StoreWriter(partial, meta, flag)
         for store in stores:

@@ -199,10 +199,11 @@ def test_merge(caches: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture
     assert not (tmp_path / "new").exists()
 
 
-def test_merge_after_a_killed_merge(caches: list[Path], tmp_path: Path) -> None:
-    """The partial folder of the killed merge is removed."""
+@pytest.mark.parametrize("teacher", ["t" * 32, "u" * 32])
+def test_merge_after_a_killed_merge(caches: list[Path], tmp_path: Path, teacher: str) -> None:
+    """The partial folder of the killed merge is removed, also if it merged caches of another teacher."""
     partial = tmp_path / ".merged.partial"
-    StoreWriter(partial, meta_of()).add(*some_segment(9, 307, 8))
+    StoreWriter(partial, meta_of(teacher=teacher)).add(*some_segment(9, 307, 8))
     (partial / "rest").touch()
     cache_teacher.main(["merge", str(tmp_path / "merged"), str(caches[0])])
     assert len(TeacherStore(tmp_path / "merged", "merged")) == 2 and not partial.exists()
