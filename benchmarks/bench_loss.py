@@ -57,7 +57,7 @@ from bench_heads import (
 )
 from bench_peers import peers
 
-from mkd.config.kd_config import Divergence
+from mkd.config.loss_spec import Divergence
 from mkd.losses import fused_linear_loss
 
 COMPETITORS = ["ours", "eager", "compile", "liger", "modelopt", "mcore"]

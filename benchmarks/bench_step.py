@@ -58,7 +58,7 @@ from bench_models import (
     our_rows,
 )
 
-from mkd.config.kd_config import Divergence
+from mkd.config.loss_spec import Divergence
 
 FULL = {"teacher": Sizes(32, 4096, 14336, 32, 8, False, 8.0), "student": Sizes(16, 2048, 8192, 32, 8, True, 32.0)}
 SMALL = {"teacher": Sizes(2, 64, 96, 4, 2, False, 8.0), "student": Sizes(2, 32, 48, 4, 2, True, 32.0)}

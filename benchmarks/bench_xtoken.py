@@ -48,7 +48,7 @@ from bench_common import (
 )
 from torch import Tensor
 
-from mkd.config.kd_config import Divergence, LossSpec
+from mkd.config.loss_spec import Divergence, LossSpec
 from mkd.config.values import XTokenLoss
 from mkd.losses import LinearLogits, LossOptions, TokenWeights, VocabLayout, fused_linear_loss
 from mkd.xtoken.loss.chunks import TokenChunks

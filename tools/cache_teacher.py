@@ -48,7 +48,7 @@ def write(args: argparse.Namespace, flags: list[str]) -> None:
     from mkd.cache_build.job import CacheJob, CacheOptions
     from mkd.cache_build.progress import print_plan
     from mkd.cache_build.write import CacheBuilder, rows_to_read
-    from mkd.checkpoint.resume import check_same_teacher_everywhere
+    from mkd.checkpoint.resume_point import check_same_teacher_everywhere
     from mkd.compat.stopping import StopSignals
     from mkd.distributed.groups import Groups
     from mkd.distributed.rank_env import check_rendezvous

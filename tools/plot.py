@@ -23,7 +23,7 @@ from matplotlib.ticker import MaxNLocator
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from mkd.config.values import divergence_text
+from mkd.config.loss_spec import divergence_text
 from mkd.errors import MkdConfigError, exit_status
 from mkd.report.run_log import RunLog
 

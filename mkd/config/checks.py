@@ -4,15 +4,13 @@ import math
 from typing import get_args
 
 from mkd.config.kd_fields import KDFields
+from mkd.config.loss_spec import SKEWED, Divergence, LossSpec
+from mkd.config.schedules import Schedule
 from mkd.config.values import (
-    SKEWED,
-    Divergence,
     HiddenLossType,
     LogitsDtype,
     LossImplementation,
-    LossSpec,
     Packing,
-    Schedule,
     TeachersMode,
     XTokenLoss,
     require_choice,

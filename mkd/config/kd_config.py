@@ -9,7 +9,9 @@ from functools import partial
 
 from mkd.config import checks
 from mkd.config.kd_fields import TEACHER_SIZES, KDFields
-from mkd.config.values import Divergence, HiddenLossType, LayerPair, LossSpec, Schedule
+from mkd.config.loss_spec import Divergence, LossSpec
+from mkd.config.schedules import Schedule
+from mkd.config.values import HiddenLossType, LayerPair
 
 __all__ = [
     "FIELD_CHECKS",

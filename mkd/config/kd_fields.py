@@ -4,15 +4,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
+from mkd.config.loss_spec import Divergence, LossSpec
+from mkd.config.schedules import Schedule
 from mkd.config.values import (
-    Divergence,
     HiddenLossType,
     LayerPair,
     LogitsDtype,
     LossImplementation,
-    LossSpec,
     Packing,
-    Schedule,
     TeachersMode,
     XTokenLoss,
 )

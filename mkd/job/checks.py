@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron.training.global_vars import get_tokenizer
 
 from mkd.checkpoint.megatron_folder import MegatronFolder
-from mkd.checkpoint.resume import ResumePoint
+from mkd.checkpoint.resume_point import ResumePoint
 from mkd.checkpoint.source import ModelSource, TeacherSource
 from mkd.config import megatron_checks
 from mkd.config.check_list import Check, Sink
@@ -20,9 +20,9 @@ from mkd.config.data_args import data_prefixes
 from mkd.config.megatron_args import ARGUMENT_CHECKS, CommandLine, adopt_architecture
 from mkd.data.sources.stores import is_chat_file
 from mkd.errors import MkdConfigError
+from mkd.job.checkpoints import adopt_from_checkpoint, check_checkpoint, check_first_weights, select_checkpoint
 from mkd.job.cross_tokenizer import CrossTokenizers, sort_teachers
 from mkd.job.data import JobData, hash_of_tokenizer
-from mkd.job.resume import adopt_from_checkpoint, check_checkpoint, check_first_weights, select_checkpoint
 from mkd.job.teacher import TeacherSpec, check_teacher_fits, teacher_source, teacher_spec
 from mkd.models.layer_maps import KEY_PREFIX, pair_of_key
 

@@ -10,7 +10,7 @@ from megatron.training.models import GPTModelConfig
 from torch import Tensor
 
 from mkd import cpu
-from mkd.checkpoint.resume import ResumePoint
+from mkd.checkpoint.resume_point import ResumePoint
 from mkd.checkpoint.source import ModelSource, TeacherSource
 from mkd.config.check_list import run_checks
 from mkd.config.flags import parse_command_line

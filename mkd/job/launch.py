@@ -12,9 +12,9 @@ from mkd.compat.install import install
 from mkd.compat.stopping import StopSignals
 from mkd.data.datasets import provider_of
 from mkd.distributed.groups import Groups
+from mkd.job.checkpoints import prepare_saving, resolve_checkpoint
 from mkd.job.job import Job
 from mkd.job.plan import record
-from mkd.job.resume import prepare_saving, resolve_checkpoint
 from mkd.job.teacher_check import check_teacher_quality
 from mkd.job.training_loop import Hooks
 from mkd.report.metrics import MetricsLog

@@ -10,8 +10,8 @@ import torch
 from mkd import cpu
 from mkd.checkpoint.hf.folder import HFFolder, store_assets
 from mkd.config.kd_config import KDConfig
+from mkd.config.loss_spec import divergence_text
 from mkd.config.teacher_args import has_own_layout
-from mkd.config.values import divergence_text
 from mkd.job.job import Job
 from mkd.job.memory_table import memory_line, print_memory
 from mkd.job.teacher import shape_of

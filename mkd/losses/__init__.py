@@ -1,6 +1,7 @@
 """Knowledge distillation losses over a vocabulary that is split over tensor-parallel ranks."""
 
-from mkd.config.values import LossSpec
+from mkd.config.loss_spec import LossSpec
+from mkd.losses.from_logits import loss_from_logits
 from mkd.losses.fused_linear import loss_from_hidden
 from mkd.losses.inputs import LinearLogits, LogitMap, LogitMaps, TokenWeights
 from mkd.losses.measure.comparison import Comparison, compare_models
@@ -9,7 +10,6 @@ from mkd.losses.options import LossOptions
 from mkd.losses.output import LossOutput
 from mkd.losses.sparse.teacher import SparseTeacher, Tail
 from mkd.losses.tensor_api import fused_linear_loss, fused_linear_topk_loss, topk_loss, vocab_parallel_loss
-from mkd.losses.vocab_parallel import loss_from_logits
 from mkd.losses.vocab_shard import VocabLayout
 
 __all__ = [

@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mkd.config.values import LossSpec
+from mkd.config.loss_spec import LossSpec
 
 
 @dataclass(frozen=True)

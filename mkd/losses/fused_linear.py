@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mkd.config.values import LossSpec
+from mkd.config.loss_spec import LossSpec
 from mkd.losses.divergences import DIVERGENCES
 from mkd.losses.inputs import (
     MIN_CHUNK_TOKENS,

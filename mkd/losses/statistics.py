@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mkd.config.values import LossSpec
+from mkd.config.loss_spec import LossSpec
 from mkd.losses.divergences import DIVERGENCES
 from mkd.losses.inputs import KernelContext, TokenWeights
 

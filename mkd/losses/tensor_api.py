@@ -4,13 +4,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mkd.config.values import LossSpec
+from mkd.config.loss_spec import LossSpec
+from mkd.losses.from_logits import loss_from_logits
 from mkd.losses.fused_linear import loss_from_hidden
 from mkd.losses.inputs import PLAIN_LOGITS, LinearLogits, LogitMap, LogitMaps, TokenWeights
 from mkd.losses.options import LossOptions
 from mkd.losses.output import LossOutput
 from mkd.losses.sparse.teacher import SparseTeacher, Tail
-from mkd.losses.vocab_parallel import loss_from_logits
 from mkd.losses.vocab_shard import VocabLayout
 
 

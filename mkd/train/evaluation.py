@@ -7,15 +7,8 @@ from torch import Tensor
 
 from mkd.data.batch import KDBatch
 from mkd.losses import Comparison, compare_models
-from mkd.train.objective import (
-    Mean,
-    MicrobatchObjective,
-    SameTokenizerObjective,
-    StepTokens,
-    Student,
-    TeacherCE,
-    flatten_tokens,
-)
+from mkd.train.objective import Mean, MicrobatchObjective, SameTokenizerObjective, Student, TeacherCE, flatten_tokens
+from mkd.train.step_tokens import StepTokens
 
 BINS = 10
 """Bins of equal width over the teacher's probability of its most probable token."""

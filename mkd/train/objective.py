@@ -10,16 +10,13 @@ A teacher that shares the student's tokenizer is compared per token (`SameTokeni
 tokenizer per aligned text chunk (`CrossTokenizerObjective`).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from mkd.config.values import LossSpec
+from mkd.config.loss_spec import LossSpec
 from mkd.data.batch import KDBatch, TeacherTokens
 from mkd.distributed.groups import Groups
 from mkd.losses import (
@@ -35,6 +32,7 @@ from mkd.losses import (
 )
 from mkd.losses.sparse.teacher import Tail
 from mkd.teacher.interface import EnsembleSignal, HiddenSignal, TeacherSignal, TopKSignal
+from mkd.train.step_tokens import StepTokens
 from mkd.xtoken.loss.chunks import TokenChunks
 from mkd.xtoken.loss.teacher_ce import teacher_cross_entropy as cross_entropy_in_columns
 from mkd.xtoken.loss.xtoken_loss import xtoken_loss
@@ -53,54 +51,6 @@ class Mean(NamedTuple):
     def of(cls, values: Tensor, mask: Tensor, count_of_step: Tensor | None) -> "Mean":
         """The mean of `values` over the tokens of `mask`; both [b, s]."""
         return cls((values * mask).sum(), mask.sum(), count_of_step)
-
-
-@dataclass(frozen=True)
-class StepTokens:
-    """Token counts over all microbatches and all ranks that hold other tokens; fp64 scalars on the batches' device.
-
-    The gradient of a step is divided once, by the sum of `divisor` over microbatches and ranks. Where distillation has
-    a mask of its own, the factor `kd_scale` of its term turns that division into one by the term's own count.
-    """
-
-    ce: Tensor
-    """Tokens with cross-entropy."""
-    kd: Tensor
-    """Tokens with a divergence."""
-    chunks: tuple[Tensor, ...] = ()
-    """Text chunks with a divergence, per view in `KDBatch.teacher_views`."""
-
-    @classmethod
-    def of(cls, batches: Sequence[KDBatch], group: ProcessGroup, cp_rank: int = 0) -> "StepTokens":
-        """Count the tokens of a step: one all-reduce of 16 bytes and 8 per view, without a wait of the host.
-
-        Args:
-            batches: this rank's microbatches.
-            group: the data- and context-parallel ranks.
-            cp_rank: rank among the context-parallel ones, each of which holds all text chunks of a microbatch.
-        """
-        masks = [(batch.ce_mask, batch.kd_mask) for batch in batches]
-        counts = torch.stack([torch.stack([m.sum(dtype=torch.float64) for m in pair]) for pair in masks]).sum(dim=0)
-        chunks = [[view.chunks if cp_rank == 0 else 0 for view in batch.teacher_views] for batch in batches]
-        counts = torch.cat([counts, torch.tensor(chunks, dtype=torch.float64).sum(dim=0).to(counts.device)])
-        dist.all_reduce(counts, group=group)
-        return cls(counts[0], counts[1], tuple(counts[2:]))
-
-    def divisor(self, batch: KDBatch) -> Tensor:
-        """One microbatch's share of the divisor of the step's gradient, a scalar: its tokens with cross-entropy, or
-        those with a divergence in a step where no token has cross-entropy."""
-        return torch.where(self.ce > 0, batch.ce_mask.sum(), batch.kd_mask.sum())
-
-    @property
-    def kd_scale(self) -> Tensor:
-        """`scale` of the tokens with a divergence; exactly 1 where the masks are equal or one of them is empty."""
-        return self.scale(self.kd)
-
-    def scale(self, count: Tensor) -> Tensor:
-        """The step's divisor over the count of a term, fp32 scalar; 1 where one of them is 0."""
-        divisor = torch.where(self.ce > 0, self.ce, self.kd)
-        both = (divisor > 0) & (count > 0)
-        return torch.where(both, divisor / count.clamp(min=1.0), 1.0).float()
 
 
 @dataclass(frozen=True)
@@ -149,6 +99,11 @@ class Objective:
     """This training step also measures entropies and top-1 agreement."""
     balance: float = 1.0
     """Factor of KD beside R (--kd-balance)."""
+
+    def divisor(self, batch: KDBatch) -> Tensor:
+        """One microbatch's share of the divisor of the step's gradient, a scalar: its tokens with cross-entropy, or
+        those with a divergence in a step where no token has cross-entropy."""
+        return torch.where(self.tokens.ce > 0, batch.ce_mask.sum(), batch.kd_mask.sum())
 
     @property
     def with_ce(self) -> bool:
@@ -464,7 +419,7 @@ class MicrobatchObjective:
             share * teacher.scale(tokens) * means["kd" + self.suffix(number)].total
             for number, (share, teacher) in enumerate(zip(self.shares, self.teachers, strict=True))
         ]
-        return Mean(sum(parts), tokens.divisor(self.batch), tokens.ce + tokens.kd)
+        return Mean(sum(parts), self.objective.divisor(self.batch), tokens.ce + tokens.kd)
 
     def finite_sums(self) -> list[Tensor]:
         """`TeacherObjective.finite_sum` of each teacher."""

@@ -16,9 +16,10 @@ from mkd.distributed.groups import Groups
 from mkd.errors import MkdDataError
 from mkd.teacher.interface import Teacher, TeacherSignal
 from mkd.train.hidden_layers import HiddenLayers, LayersOfMicrobatch
-from mkd.train.objective import Objective, StepTokens
+from mkd.train.objective import Objective
 from mkd.train.router_losses import scale_router_losses
 from mkd.train.step import StepInput
+from mkd.train.step_tokens import StepTokens
 
 
 @dataclass

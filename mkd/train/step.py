@@ -147,7 +147,7 @@ class MicrobatchLoss:
 
 def report(means: dict[str, Mean], total: Tensor, batch: KDBatch, objective: Objective) -> dict[str, Tensor]:
     """{name: [sum, count]} of a microbatch; `total` is the sum reported as the loss, with its part of the divisor."""
-    divisor = batch.ce_mask.sum() if objective.tokens is None else objective.tokens.divisor(batch)
+    divisor = batch.ce_mask.sum() if objective.tokens is None else objective.divisor(batch)
     found = {"loss": torch.stack([total.detach(), divisor])}
     for name, mean in means.items():
         count = mean.count

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mkd.config.kd_config import Divergence
+from mkd.config.loss_spec import Divergence
 from tests.support.e2e.small_job import SmallJob, make_small_job, run
 from tests.support.tolerance import FP32
 

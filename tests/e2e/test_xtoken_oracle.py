@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from mkd.config.kd_config import LossSpec
+from mkd.config.loss_spec import LossSpec
 from mkd.xtoken.loss import reference
 from tests.e2e.test_pretrain import steps, trained
 from tests.support.e2e.small_job import END, STUDENT, TEACHER, SmallJob, make_model, make_tokenizer, text, write_data

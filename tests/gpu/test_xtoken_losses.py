@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mkd.config.kd_config import LossSpec
+from mkd.config.loss_spec import LossSpec
 from mkd.losses import LinearLogits, LossOptions, TokenWeights, VocabLayout, reference
 from mkd.xtoken.loss import reference as definitions
 from mkd.xtoken.loss.chunks import TokenChunks

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mkd.config.values import LossSpec
+from mkd.config.loss_spec import LossSpec
 from mkd.losses import LossOutput, fused_linear_loss, reference, vocab_parallel_loss
 from mkd.losses.inputs import PLAIN_LOGITS, LogitMap, LogitMaps
 from tests.support.tolerance import assert_close_norm

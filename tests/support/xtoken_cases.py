@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mkd.config.values import LossSpec
+from mkd.config.loss_spec import LossSpec
 from mkd.data.batch import chunk_starts
 from mkd.distributed.context_parallel import dual_chunk_positions
 from mkd.losses import LossOutput, reference

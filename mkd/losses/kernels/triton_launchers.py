@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from mkd.config.values import LossSpec
+from mkd.config.loss_spec import LossSpec
 from mkd.losses.divergences import DIVERGENCES
 from mkd.losses.inputs import KernelContext, TokenWeights
 from mkd.losses.kernels.interface import Chunk, TailCoeffs

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mkd.config.values import LossSpec
+from mkd.config.loss_spec import LossSpec
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mkd.config.values import LossSpec
+from mkd.config.loss_spec import LossSpec
 from mkd.losses.inputs import TokenWeights
 
 Tail = Literal["bucket", "renormalize"]

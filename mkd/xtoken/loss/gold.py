@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mkd.config.values import LossSpec
+from mkd.config.loss_spec import LossSpec
 from mkd.losses.vocab_shard import VocabShard
 from mkd.xtoken.loss.chunks import ChunkGroup, GroupTokens
 from mkd.xtoken.loss.outcomes import OutcomeLogProbs, drop_unmatched, outcome_divergence

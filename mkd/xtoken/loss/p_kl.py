@@ -5,7 +5,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from mkd.config.values import LossSpec
+from mkd.config.loss_spec import LossSpec
 from mkd.losses.divergences import DIVERGENCES
 from mkd.losses.vocab_shard import VocabShard
 from mkd.xtoken.loss.chunks import ChunkGroup

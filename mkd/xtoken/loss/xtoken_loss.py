@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from mkd.config.values import LossSpec
+from mkd.config.loss_spec import LossSpec
 from mkd.losses.fused_linear import MainGrad, fp16_scale, keep_gradients, kept_gradients
 from mkd.losses.inputs import (
     CHUNK_BYTES,

@@ -14,7 +14,7 @@ from mkd.train import step
 from mkd.train import objective as terms
 from mkd.distributed.context_parallel import dual_chunk_positions
 from mkd.data.batch import KDBatch
-from mkd.train.objective import StepTokens
+from mkd.train.step_tokens import StepTokens
 from mkd.losses import LossOutput
 from mkd.teacher.resharded import plan as teacher_layout
 from mkd.teacher.resharded.exchange import StepExchange

@@ -6,7 +6,9 @@ from typing import get_args
 
 import pytest
 
-from mkd.config.kd_config import Divergence, KDConfig, LayerPair, LossSpec, Schedule
+from mkd.config.kd_config import KDConfig, LayerPair
+from mkd.config.loss_spec import Divergence, LossSpec
+from mkd.config.schedules import Schedule
 from mkd.errors import MkdConfigError
 
 

@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from mkd.config.values import LossSpec
+from mkd.config.loss_spec import LossSpec
 from mkd.data.batch import KDBatch
 from mkd.losses import reference
 from mkd.teacher.interface import HiddenSignal
-from mkd.train.objective import LossContext, MicrobatchObjective, Objective, StepTokens
+from mkd.train.objective import LossContext, MicrobatchObjective, Objective
 from mkd.train.step import MicrobatchLoss
+from mkd.train.step_tokens import StepTokens
 from tests.support.tolerance import FP32, assert_close_norm
 
 VOCAB, WIDTH = 9, 4

@@ -8,14 +8,15 @@ import pytest
 import torch
 from megatron.core.rerun_state_machine import RerunMode, RerunState
 
-from mkd.config.kd_config import LossSpec
+from mkd.config.loss_spec import LossSpec
 from mkd.data.batch import KDBatch
 from mkd.errors import MkdNumericError
 from mkd.teacher.interface import HiddenSignal
 from mkd.train import nan_check as guards
 from mkd.train.nan_check import FiniteCheck, check_loss_scale
-from mkd.train.objective import LossContext, MicrobatchObjective, Objective, StepTokens
+from mkd.train.objective import LossContext, MicrobatchObjective, Objective
 from mkd.train.step import MicrobatchLoss
+from mkd.train.step_tokens import StepTokens
 
 KEY = bytes(range(16))
 

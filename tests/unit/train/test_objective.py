@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from mkd.config.values import LossSpec
+from mkd.config.loss_spec import LossSpec
 from mkd.data.batch import KDBatch
 from mkd.losses import reference
 from mkd.teacher.interface import EnsembleSignal, HiddenSignal
-from mkd.train.objective import LossContext, MicrobatchObjective, Objective, StepTokens, Student, flatten_tokens
+from mkd.train.objective import LossContext, MicrobatchObjective, Objective, Student, flatten_tokens
+from mkd.train.step_tokens import StepTokens
 from tests.support.tolerance import FP32, assert_close_norm
 
 VOCAB, WIDTH, ROWS, LENGTH = 11, 6, 2, 5

@@ -11,9 +11,9 @@ import torch
 from mkd.config.kd_config import KDConfig
 from mkd.data.batch import KDBatch
 from mkd.train import schedule as module
-from mkd.train.objective import StepTokens
 from mkd.train.schedule import TeacherThenStudent
 from mkd.train.step import StepInput
+from mkd.train.step_tokens import StepTokens
 
 MICROBATCHES = 3
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from mkd.checkpoint.hf.snapshot import Snapshots
 from mkd.checkpoint.lr_schedule import check_schedule
 from mkd.checkpoint.megatron_folder import MegatronFolder
-from mkd.checkpoint.resume import (
+from mkd.checkpoint.resume_point import (
     ResumePoint,
     changed_settings,
     check_same_job,

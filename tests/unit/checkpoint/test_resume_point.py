@@ -12,11 +12,11 @@ from megatron.core.dist_checkpointing.validation import save_integrity_manifest,
 
 from mkd.checkpoint.integrity import INTEGRITY, changed_files, find_damage
 from mkd.checkpoint.megatron_folder import TRACKER
-from mkd.checkpoint.resume import changed_settings, check_same_job, check_teacher, resolve, select
+from mkd.checkpoint.resume_point import changed_settings, check_same_job, check_teacher, resolve, select
 from mkd.checkpoint.saving import OWNER, Saving
 from mkd.config.run_state import RunState
 from mkd.errors import MkdCheckpointError, MkdConfigError
-from mkd.job.resume import select_checkpoint
+from mkd.job.checkpoints import select_checkpoint
 from mkd.utils.atomic_files import replacing
 from tests.support.torch_dist_folders import SHARD, flip_a_byte, name_of, truncate, write_checkpoint
 

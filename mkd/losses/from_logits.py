@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mkd.config.values import LossSpec
+from mkd.config.loss_spec import LossSpec
 from mkd.losses.divergences import DIVERGENCES
 from mkd.losses.inputs import KernelContext, TokenWeights, loss_chunks, statistics_dtype
 from mkd.losses.kernels.interface import Chunk, Kernels
