@@ -24,6 +24,14 @@ MARKED = (
 """Marks the assistant's tokens with {% generation %} blocks."""
 PLAIN = HEAD + TEXT + TAIL
 """Renders the same text without the marks."""
+CALLS = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    + HEAD
+    + "{{ message['reasoning_content'] or '' }}{{ message['content'] or '' }}"
+    + "{% for call in message['tool_calls'] or [] %}{{ call.function.name }}{% endfor %}{{ '<|end|>' }}"
+    + TAIL
+)
+"""Writes tools, reasoning and tool calls."""
 FORGETFUL = "{% for message in messages[-2:] %}{{ message['role'] + message['content'] }}{% endfor %}"
 """Drops earlier messages, so the rendering of a prefix is not a prefix of the rendering."""
 STRICT = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}{% endfor %}"

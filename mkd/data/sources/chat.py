@@ -13,7 +13,7 @@ The text is the output of the tokenizer's own chat template. The assistant's tok
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any
@@ -30,6 +30,13 @@ EMPTY, UNSUPERVISED = "with an empty message", "without a word of the assistant"
 """Reasons for leaving out a conversation."""
 SUPERVISED = np.uint32(1 << 31)
 """Bit of a stored token id that marks a token of the assistant."""
+
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Keys of an answer's reasoning; transformers copies the one that a message has to the others."""
+SPOKEN = ("tool_calls", "function_call", REASONING, "content")
+"""Keys of a message that a chat template writes; a template that drops one of them drops a part of the conversation."""
+_PROBED_TOKENS = 16
+"""Supervised tokens of an answer that are decoded first to find one that is text."""
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -135,8 +142,15 @@ class ChatTemplate:
         """Token ids ([n] int64) and a mask of the assistant's tokens ([n] bool).
 
         Raises:
-            MkdDataError: the template refuses the conversation, or does not render its beginning as a prefix.
+            MkdDataError: the template refuses the conversation, does not render its beginning as a prefix, or drops a
+                part of it.
         """
+        ids, supervised = self._encode(chat)
+        self.check_complete(chat)
+        self._check_answers(chat, ids, supervised)
+        return ids, supervised
+
+    def _encode(self, chat: Conversation) -> tuple[np.ndarray, np.ndarray]:
         count = len(chat.messages)
         if not self.marks_assistant:
             text = self.text(chat)
@@ -165,6 +179,60 @@ class ChatTemplate:
         """
         return self._render(chat, len(chat.messages), prompt)
 
+    def check_complete(self, chat: Conversation) -> None:
+        """Raise MkdDataError if the template drops a part of the conversation: `tools`, or a key in SPOKEN.
+
+        A part is dropped if the text is the same without it. A template may drop parts of earlier turns, as those of
+        reasoning models do: what counts is the conversation up to the message too.
+        """
+        text = self.text(chat)
+        if chat.tools and self._is_text_of(text, replace(chat, tools=None)):
+            self._refuse_loss(chat, "the record's tools", "tools")
+        for number, message in enumerate(chat.messages, start=1):
+            for key in SPOKEN:
+                names = [name for name in ((key,) if isinstance(key, str) else key) if _has_text(message.get(name))]
+                if not names or (names == ["content"] and message["content"].strip() in text):
+                    continue
+                changed = {name: value for name, value in message.items() if name not in names}
+                if names == ["content"]:
+                    changed["content"] = "\ue0f1"  # a character of private use, which no text contains
+                others = [*chat.messages[: number - 1], changed, *chat.messages[number:]]
+                if self._is_text_of(text, replace(chat, messages=others)) and self._drops_at_end(chat, others, number):
+                    self._refuse_loss(chat, f"{names[0]} of message {number} ({message['role']})", names[0])
+
+    def _drops_at_end(self, chat: Conversation, others: list[dict[str, Any]], number: int) -> bool:
+        try:
+            text = self._render(chat, number, prompt=False)
+        except MkdDataError:
+            return True
+        return self._is_text_of(text, replace(chat, messages=others[:number]))
+
+    def _is_text_of(self, text: str, chat: Conversation) -> bool:
+        try:
+            return self.text(chat) == text
+        except MkdDataError:
+            return False
+
+    def _refuse_loss(self, chat: Conversation, part: str, key: str) -> None:
+        raise MkdDataError(
+            f"{chat.where}: the chat template of {self.flag} {self.folder} does not write {part}, so that it would be "
+            f"lost: take a template that writes {key}, or remove {key} from the data"
+        )
+
+    def _check_answers(self, chat: Conversation, ids: np.ndarray, supervised: np.ndarray) -> None:
+        """Raise MkdDataError for a run of supervised tokens that holds special tokens and white space only."""
+        edges = np.flatnonzero(np.diff(supervised, prepend=False, append=False))
+        for number, (begin, end) in enumerate(zip(edges[::2], edges[1::2], strict=True), start=1):
+            for part in (ids[begin : min(end, begin + _PROBED_TOKENS)], ids[begin:end]):
+                if self.tokenizer.decode(part, skip_special_tokens=True).strip():
+                    break
+            else:
+                raise MkdDataError(
+                    f"{chat.where}: the chat template of {self.flag} {self.folder} writes no text for learned answer "
+                    f"{number}, so that the model would learn to end its turn at once: take a template that writes all "
+                    "keys of the message, or leave the message out"
+                )
+
     def _span(self, chat: Conversation, number: int, text: str) -> tuple[int, int]:
         """(first character, end) of an assistant message in the text."""
         begin = len(self._prefix(chat, number, text, prompt=True))
@@ -192,16 +260,37 @@ class ChatTemplate:
         return self._apply(chat, count, tokenize=False, add_generation_prompt=prompt)
 
     def _apply(self, chat: Conversation, count: int, **options: Any) -> Any:
+        messages = chat.messages[:count]
+        if any(message.get("content") is None for message in messages) and not self._takes_null:
+            messages = [{**message, "content": message.get("content") or ""} for message in messages]
         try:
-            return self.tokenizer.apply_chat_template(chat.messages[:count], tools=chat.tools, **options)
+            return self.tokenizer.apply_chat_template(messages, tools=chat.tools, **options)
         except Exception as error:  # Jinja's errors, and Python's in the template's expressions
             raise MkdDataError(
                 f"{chat.where}: the chat template of {self.flag} {self.folder} refuses the conversation: {error}"
             ) from error
 
+    @cached_property
+    def _takes_null(self) -> bool:
+        """False if the template takes "" as the content of an answer, but fails without a content or writes "None"."""
+        call = {"role": ASSISTANT, "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
+        texts = []
+        for content in ("", None):
+            messages = [{"role": "user", "content": "a"}, {**call, "content": content}]
+            try:
+                texts.append(self.tokenizer.apply_chat_template(messages, tokenize=False))
+            except Exception:  # Jinja's errors, and Python's in the template's expressions
+                texts.append(None)
+        empty, null = texts
+        return empty is None or (null is not None and null.count("None") <= empty.count("None"))
+
     def _tokenize(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         coded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return np.array(coded["input_ids"], dtype=np.int64), np.array(coded["offset_mapping"]).reshape(-1, 2)
+
+
+def _has_text(value: Any) -> bool:
+    return bool(value.strip() if isinstance(value, str) else value)
 
 
 def _overlaps(offsets: np.ndarray, spans: Sequence[tuple[int, int]]) -> np.ndarray:

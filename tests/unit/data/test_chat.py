@@ -12,7 +12,7 @@ from mkd.data.sources.chat import ChatTemplate, ChatTokenizer, Conversation, Enc
 from mkd.data.sources.stores import ChatStore, DocumentStore, chat_base, check_chat_file, is_chat_file, tokenize_chat
 from mkd.data.sources.text import RawBatch
 from mkd.errors import MkdDataError
-from tests.support.chats import FORGETFUL, MARKED, PLAIN, STRICT, chat_tokenizer, talk, write_lines
+from tests.support.chats import CALLS, FORGETFUL, MARKED, PLAIN, STRICT, chat_tokenizer, talk, write_lines
 from tests.support.e2e.small_job import END, write_data
 
 TALKS = [
@@ -28,7 +28,21 @@ TAKES_ALL = (0.0, 1.0)
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Tokenizers with templates of all kinds."""
     root = tmp_path_factory.mktemp("tokenizers")
-    templates = {"marked": MARKED, "plain": PLAIN, "forgetful": FORGETFUL, "strict": STRICT, "none": None}
+    content = "message['content'] + '<|end|>'"
+    templates = {
+        "marked": MARKED,
+        "plain": PLAIN,
+        "forgetful": FORGETFUL,
+        "strict": STRICT,
+        "none": None,
+        "calls": CALLS,
+        "writes None": PLAIN.replace(content, "message['content'] ~ '<|end|>'"),
+        "without a content": CALLS.replace(
+            "message['content'] or ''", "('no content' if message['content'] is undefined else message['content'])"
+        ),
+        "last reasoning": MARKED.replace("'assistant' %}", "'assistant' %}{{ message.thinking if loop.last }}"),
+        "thoughtless": PLAIN.replace(content, "message['content'] | replace('<think>', '') + '<|end|>'"),
+    }
     for name, template in templates.items():
         chat_tokenizer(root / name, template)
     return {name: root / name for name in templates}
@@ -107,6 +121,63 @@ def test_templates_that_cannot_be_used(templates: dict[str, ChatTemplate], folde
         templates["strict"].encode(Conversation([{"role": "tool", "content": "42"}], where="here"))
     with pytest.raises(MkdDataError, match="none has no chat template"):
         _ = ChatTokenizer(str(folders["none"])).template
+
+
+CALL = [{"type": "function", "function": {"name": "add", "arguments": {}}}]
+ASK = {"role": "user", "content": "a"}
+LOST = {
+    "tool calls": ({"messages": [ASK, {"role": "assistant", "content": None, "tool_calls": CALL}]}, "tool_calls"),
+    "calls beside text": ({"messages": [ASK, {"role": "assistant", "content": "b", "tool_calls": CALL}]}, "tool_calls"),
+    "earlier calls": (
+        {"messages": [ASK, {"role": "assistant", "tool_calls": CALL}, *talk("c", "d")]},
+        "tool_calls of message 2",
+    ),
+    "old calls": (
+        {"messages": [ASK, {"role": "assistant", "content": "b", "function_call": {"name": "f"}}]},
+        "functio",
+    ),
+    "reasoning": (
+        {"messages": [ASK, {"role": "assistant", "content": "b", "reasoning_content": "c"}]},
+        "reasoning_con",
+    ),
+    "thinking": ({"messages": [ASK, {"role": "assistant", "content": "b", "thinking": "c"}]}, "thinking of message 2"),
+    "tools": ({"messages": talk("a", "b"), "tools": [{"name": "add"}]}, "the record's tools"),
+}
+
+
+@pytest.mark.parametrize("name", ["marked", "plain"])
+@pytest.mark.parametrize("case", LOST)
+def test_what_a_template_drops_is_an_error(templates: dict[str, ChatTemplate], name: str, case: str) -> None:
+    record, key = LOST[case]
+    chat = Conversation.parse(json.dumps(record).encode(), "f.jsonl, line 3")
+    with pytest.raises(MkdDataError, match=rf"f.jsonl, line 3: the chat template of .* does not write {key}"):
+        templates[name].encode(chat)
+
+
+def test_keys_that_a_template_writes(templates: dict[str, ChatTemplate]) -> None:
+    messages = [ASK, {"role": "assistant", "content": None, "tool_calls": CALL, "thinking": "hm "}]
+    assert words(templates["calls"], Conversation(messages, tools=CALL)) == [f"hm add{END}"]
+    empty = [ASK, {"role": "assistant", "content": "b", "tool_calls": [], "thinking": None, "name": "x"}]
+    assert words(templates["plain"], Conversation(empty)) == [f"b{END}"]
+
+
+def test_reasoning_that_a_template_removes_from_earlier_turns_is_not_lost(templates: dict[str, ChatTemplate]) -> None:
+    chat = Conversation([ASK, {"role": "assistant", "content": "b", "thinking": "hm"}, *talk("c", "d")])
+    assert words(templates["last reasoning"], chat) == [f"b{END}", f"d{END}"]
+
+
+def test_a_missing_content_is_empty_where_the_template_needs_a_string(templates: dict[str, ChatTemplate]) -> None:
+    calls, text = ({"role": "assistant", "content": None, "tool_calls": CALL}, talk("c", "d"))
+    for name in ("marked", "plain", "writes None"):
+        assert "None" not in templates[name].text(Conversation([ASK, calls, *text]))
+    assert "no content" in templates["without a content"].text(Conversation([ASK, calls]))
+
+
+def test_an_answer_without_text_is_an_error(templates: dict[str, ChatTemplate]) -> None:
+    """The template removes reasoning from the content, and nothing is left."""
+    for content in ("<think>", "<think> <think>" * 40):
+        with pytest.raises(MkdDataError, match=r"here: .* writes no text for learned answer 2, so"):
+            templates["thoughtless"].encode(Conversation(talk("a", "b", "c", content), where="here"))
 
 
 BROKEN = {
