@@ -175,7 +175,7 @@ def vocabulary_of(folder: Path) -> int:
         found = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("vocab_size")
         if found is not None:
             return found
-    from mkd.data.sources.text import load_tokenizer
+    from mkd.utils.pretrained import load_tokenizer
 
     return len(load_tokenizer(str(folder)))
 

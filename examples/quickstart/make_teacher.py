@@ -33,7 +33,7 @@ def gguf_file() -> Path:
 
 def convert(source: Path, out: Path) -> None:
     """Convert a GGUF file to a Hugging Face folder with tokenizer, which appears when it is complete."""
-    where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
+    where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name, "trust_remote_code": False}
     weights = AutoModelForCausalLM.from_pretrained(dtype=torch.bfloat16, **where).state_dict()
     # transformers refuses to save a model loaded from GGUF, but saves one built from its config.
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(**where), dtype=torch.bfloat16)

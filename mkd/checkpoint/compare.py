@@ -17,7 +17,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.utils import unwrap_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mkd.checkpoint.hf.check import read_architecture
 from mkd.checkpoint.hf.folder import HFFolder
@@ -29,6 +28,7 @@ from mkd.config.teacher_args import teacher_arguments
 from mkd.cpu.flags import set_cpu_values
 from mkd.errors import MkdCheckpointError, MkdConfigError
 from mkd.models.gpt import gpt_config
+from mkd.utils.pretrained import load_model, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,12 @@ def tokens_of_text(hf: HFFolder, text: Path, rows: int, length: int) -> Tensor:
 
     Raises:
         MkdConfigError: there is no such file, or it has fewer than `length` tokens.
+        MkdDataError: the folder's tokenizer cannot be loaded.
     """
     if not text.is_file():
         raise MkdConfigError(f"--text {text} does not exist")
-    ids = AutoTokenizer.from_pretrained(hf.path)(text.read_text(encoding="utf-8"), return_tensors="pt").input_ids[0]
+    tokenizer = load_tokenizer(str(hf.path), hf.flag)
+    ids = tokenizer(text.read_text(encoding="utf-8"), return_tensors="pt").input_ids[0]
     rows = min(rows, len(ids) // length)
     if rows == 0:
         raise MkdConfigError(f"--text {text} has {len(ids)} tokens, fewer than one row of {length}")
@@ -108,7 +110,7 @@ def compare(hf: HFFolder, folder: MegatronFolder, tokens: Tensor) -> LogitCompar
     Raises:
         MkdError: a model cannot be built here.
     """
-    theirs = AutoModelForCausalLM.from_pretrained(hf.path, dtype=torch.float32, attn_implementation="eager").eval()
+    theirs = load_model(hf.path, hf.flag, dtype=torch.float32, attn_implementation="eager").eval()
     expected = [theirs(row[None]).logits[0] for row in tokens]
     del theirs
     vocab = expected[0].shape[-1]

@@ -36,6 +36,7 @@ UNSUPPORTED: dict[str, str] = {
     "--dataloader-inter-document-masking": "give --kd-packing best_fit, where no document sees another",
     "--sft": "leave it out and name the chat file in --data-path (docs/data.md)",
     "--exit-signal-handler-for-training": "leave it out (at SIGTERM and SIGUSR1 mkd saves and ends; docs/slurm.md)",
+    "--trust-remote-code": "leave it out (no code of a tokenizer's folder runs; convert it to a tokenizer.json)",
     "--defer-embedding-wgrad-compute": "leave it out (mkd computes the LM head's gradient together with the loss)",
 }
 

@@ -37,6 +37,7 @@ from mkd.config.run_state import RunState
 from mkd.cpu.flags import set_cpu_values
 from mkd.errors import MkdCheckpointError, MkdConfigError
 from mkd.utils.logging import logger
+from mkd.utils.pretrained import code_needed, remote_code_refused
 
 
 def adopt_architecture(args: Namespace, architecture: dict[str, Any], origin: str) -> None:
@@ -157,12 +158,12 @@ def _set_globals(line: CommandLine) -> None:
     set_global_variables(args, build_tokenizer=False)
     args.tensorboard_dir, args.wandb_project = writers  # trackers start with the training: `mkd.report.trackers`
     try:
-        rebuild_tokenizer(args)
+        with remote_code_refused():
+            rebuild_tokenizer(args)
     except Exception as error:  # whatever the tokenizer's own library raises
-        raise MkdConfigError(
-            f"--tokenizer-model {args.tokenizer_model} cannot be loaded as {args.tokenizer_type}: "
-            + " ".join(str(error).split())
-        ) from error
+        reason = code_needed(str(args.tokenizer_model), ("AutoTokenizer", "AutoConfig"), error)
+        reason = reason or f"cannot be loaded as {args.tokenizer_type}: {' '.join(str(error).split())}"
+        raise MkdConfigError(f"--tokenizer-model {args.tokenizer_model} {reason}") from error
     line.is_complete = True
 
 

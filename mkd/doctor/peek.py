@@ -11,8 +11,9 @@ from transformers import PreTrainedTokenizerBase
 from mkd.data.packing.row_plan import cut, one_per_row, pack
 from mkd.data.sources.chat import SUPERVISED, ChatTokenizer
 from mkd.data.sources.stores import DocumentStore, is_chat_file
-from mkd.data.sources.text import RawBatch, load_tokenizer
+from mkd.data.sources.text import RawBatch
 from mkd.job.job import Job
+from mkd.utils.pretrained import load_tokenizer
 
 TARGET, CONTEXT = "green", "dim"
 FIRST_BYTES = 1 << 18

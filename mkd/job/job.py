@@ -17,7 +17,6 @@ from mkd.config.flags import parse_command_line
 from mkd.config.kd_config import KDConfig
 from mkd.config.run_state import RunState
 from mkd.data.byte_lengths import byte_lengths
-from mkd.data.sources.text import load_tokenizer
 from mkd.distributed.groups import Groups
 from mkd.job.checks import CHECKS, JobDraft
 from mkd.job.cross_tokenizer import CrossTokenizers
@@ -34,6 +33,7 @@ from mkd.train.nan_check import FiniteCheck
 from mkd.train.objective import LossContext
 from mkd.train.step import ForwardStep
 from mkd.utils.logging import logger, set_level
+from mkd.utils.pretrained import load_tokenizer
 
 
 @dataclass(frozen=True)

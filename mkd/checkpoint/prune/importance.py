@@ -6,14 +6,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from mkd.checkpoint.hf.families import Family
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.prune.width import Importance, axis_parts
 from mkd.data.sources.chat import Conversation
-from mkd.data.sources.text import decode, json_object, load_tokenizer, require_unicode
+from mkd.data.sources.text import decode, json_object, require_unicode
 from mkd.errors import MkdConfigError, MkdDataError
+from mkd.utils.pretrained import load_model, load_tokenizer
 
 
 def magnitude_importance(folder: HFFolder, family: Family, args: dict[str, Any]) -> Importance:
@@ -84,7 +85,7 @@ def activation_importance(
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise MkdConfigError(f"--device {device} cannot be used: {error}") from error
-    model = AutoModelForCausalLM.from_pretrained(folder.path, dtype="auto", local_files_only=True).eval().to(device)
+    model = load_model(folder.path, folder.flag, dtype="auto").eval().to(device)
     dims = family.dims(args)
     scores = Importance.zeros(dims, args["num_layers"])
     for item in family.tensors(args):

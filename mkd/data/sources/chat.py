@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from mkd.data.sources.text import RawBatch, decode, json_object, load_tokenizer, once_per_process, require_unicode
+from mkd.data.sources.text import RawBatch, decode, json_object, once_per_process, require_unicode
 from mkd.errors import MkdDataError
+from mkd.utils.pretrained import load_tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 ASSISTANT = "assistant"

@@ -16,9 +16,10 @@ from pathlib import Path
 import numpy as np
 
 from mkd.data.sources.parallel import map_in_order
-from mkd.data.sources.text import EncodedBatch, Encoding, check_inputs, encode, eod_id, load_tokenizer, read_batches
+from mkd.data.sources.text import EncodedBatch, Encoding, check_inputs, encode, eod_id, read_batches
 from mkd.errors import MkdDataError
 from mkd.utils.atomic_files import PARTIAL, publish_files
+from mkd.utils.pretrained import load_tokenizer
 
 BYTES_PER_WORKER = 4 << 20
 """Input below which another worker process costs more to start (about 2 s) than it saves."""

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from mkd.errors import MkdDataError
-from mkd.utils.tokenizer_files import TOKENIZER_MARKERS
+from mkd.utils.pretrained import load_tokenizer
 
 JSON_SUFFIXES = (".jsonl", ".json")
 TEXT_SUFFIXES = (".txt", ".text")
@@ -168,22 +168,6 @@ def _text_of_line(line: str, json_key: str, where: str) -> str:
         raise MkdDataError(f"{where}: the value of {json_key!r} is a {kind}, not a string; see --json-key")
     require_unicode(record[json_key], where)
     return record[json_key]
-
-
-def load_tokenizer(directory: str, flag: str = "--tokenizer-model") -> PreTrainedTokenizerBase:
-    """Read the tokenizer of a Hugging Face folder, from disk only.
-
-    Raises MkdDataError if the folder is missing, holds no tokenizer files, or transformers cannot read them.
-    """
-    path = Path(directory)
-    if not path.is_dir():
-        raise MkdDataError(f"{flag} {directory} does not exist or is not a folder")
-    if not any((path / name).is_file() for name in TOKENIZER_MARKERS):
-        raise MkdDataError(f"{flag} {directory} holds no tokenizer (none of {', '.join(TOKENIZER_MARKERS)})")
-    try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except Exception as error:
-        raise MkdDataError(f"{flag} {directory}: transformers cannot read it: {error}") from error
 
 
 @lru_cache(maxsize=8)

@@ -13,8 +13,9 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from mkd.data.sources.chat import ChatTemplate
-from mkd.data.sources.text import load_tokenizer, require_unicode
+from mkd.data.sources.text import require_unicode
 from mkd.errors import MkdDataError
+from mkd.utils.pretrained import load_tokenizer
 
 NOT_IN_TEXT = -1
 """Offset of a token that was added before or after a text."""

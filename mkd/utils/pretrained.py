@@ -1,0 +1,132 @@
+"""Tokenizers and models that transformers loads from a folder; no code of the folder runs.
+
+A folder's `auto_map` names Python classes in the folder or on a hub. transformers asks on the terminal before it runs
+them, and a "y" on standard input is an answer. Everything here is loaded from disk with `trust_remote_code=False`; this
+is the only module that calls `from_pretrained`, and `tests/unit/utils/test_pretrained.py` checks that.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    dynamic_module_utils,
+)
+
+from mkd.errors import MkdCheckpointError, MkdDataError
+from mkd.utils.tokenizer_files import TOKENIZER_MARKERS
+
+_CONFIGS = ("tokenizer_config.json", "config.json")
+"""Files that may hold an `auto_map`."""
+
+
+def load_tokenizer(directory: str, flag: str = "--tokenizer-model") -> PreTrainedTokenizerBase:
+    """Read the tokenizer of a Hugging Face folder, from disk only.
+
+    Raises MkdDataError if the folder is missing, holds no tokenizer files, needs its own code, or transformers cannot
+    read it.
+    """
+    path = Path(directory)
+    if not path.is_dir():
+        raise MkdDataError(f"{flag} {directory} does not exist or is not a folder")
+    if not any((path / name).is_file() for name in TOKENIZER_MARKERS):
+        raise MkdDataError(f"{flag} {directory} holds no tokenizer (none of {', '.join(TOKENIZER_MARKERS)})")
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        reason = code_needed(directory, ("AutoTokenizer", "AutoConfig"), error)
+        reason = reason or f"cannot be read by transformers: {' '.join(str(error).split())}"
+        raise MkdDataError(f"{flag} {directory} {reason}") from error
+
+
+def load_model(path: Path, flag: str, **options: Any) -> PreTrainedModel:
+    """Read a causal language model of a Hugging Face folder, from safetensors on disk only.
+
+    Args:
+        path: the folder.
+        flag: the flag that named it, for messages.
+        options: of `from_pretrained`.
+
+    Raises:
+        MkdCheckpointError: the model needs the folder's own code, or a kernel from a hub.
+    """
+    _refuse_hub_kernels(path, flag)
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False, use_safetensors=True, **options
+        )
+    except ValueError as error:
+        if (reason := code_needed(path, ("AutoModelForCausalLM", "AutoConfig"), error)) is None:
+            raise
+        raise MkdCheckpointError(f"{flag} {path} {reason}") from error
+
+
+def code_needed(folder: str | Path, keys: tuple[str, ...], error: BaseException) -> str | None:
+    """The reason why transformers refuses a folder, and the remedy, if it is the folder's own code; else None.
+
+    Args:
+        folder: a Hugging Face folder.
+        keys: the entries of `auto_map` that concern the caller.
+        error: the exception of transformers, or of a library around it.
+    """
+    if "trust_remote_code" not in str(error) and "custom code" not in str(error):
+        return None
+    found = [text for name in _CONFIGS for text in _mapped_classes(Path(folder) / name, keys)]
+    return (
+        f"needs code of its own ({', '.join(found) or 'its auto_map'}), and mkd runs no code of a folder: convert it "
+        "to a class of transformers (a tokenizer to a tokenizer.json) and remove auto_map"
+    )
+
+
+@contextmanager
+def remote_code_refused() -> Iterator[None]:
+    """Inside the `with` block, transformers refuses a folder's code without asking on the terminal.
+
+    For code of other libraries, such as Megatron's tokenizers, which leaves `trust_remote_code` unset.
+    """
+    patience = dynamic_module_utils.TIME_OUT_REMOTE_CODE
+    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
+    try:
+        yield
+    finally:
+        dynamic_module_utils.TIME_OUT_REMOTE_CODE = patience
+
+
+def _json_of(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _mapped_classes(path: Path, keys: tuple[str, ...]) -> list[str]:
+    """Class -> file, as `auto_map` of a configuration file states it; an old form of it lists a tokenizer's classes."""
+    mapped = _json_of(path).get("auto_map")
+    if isinstance(mapped, list):
+        mapped = {"AutoTokenizer": mapped}
+    if not isinstance(mapped, dict):
+        return []
+    found = []
+    for key, value in mapped.items():
+        if key in keys:
+            classes = " or ".join(map(str, filter(None, value))) if isinstance(value, list) else value
+            found.append(f"auto_map {key}: {classes} in {path.name}")
+    return found
+
+
+def _refuse_hub_kernels(path: Path, flag: str) -> None:
+    """transformers downloads and runs an attention implementation whose name is that of a repository."""
+    for key in ("attn_implementation", "_attn_implementation", "_attn_implementation_internal"):
+        value = _json_of(path / "config.json").get(key)
+        if value is not None and "/" in json.dumps(value):
+            raise MkdCheckpointError(
+                f"{flag} {path}: {key} in config.json is {value!r}, a kernel from a hub, and mkd runs no code from "
+                "there; remove the key"
+            )
