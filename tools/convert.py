@@ -6,7 +6,9 @@
     python tools/convert.py inspect --load MEGATRON_DIR
     python tools/convert.py verify --hf HF_DIR --load MEGATRON_DIR --text FILE
 
-Import and export never overwrite: the output must be a new or an empty folder, and it appears when it is complete.
+A checkpoint contains pickles. Here they are read with a list of classes, in other programs they can run code: inspect a
+checkpoint from elsewhere first. Import and export never overwrite: the output must be a new or an empty folder, and it
+appears when it is complete.
 """
 
 import argparse

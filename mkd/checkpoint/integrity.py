@@ -24,6 +24,7 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from mkd.compat.unpickling import allowed_classes_only
 from mkd.errors import MkdCheckpointError
 from mkd.utils.atomic_files import replacing
 
@@ -58,7 +59,7 @@ def find_damage(folder: Path) -> str | None:
     Reads the index, not the shards; `changed_files` finds changed bytes.
 
     Raises:
-        MkdCheckpointError: the folder cannot be read at the moment, and may be complete.
+        MkdCheckpointError: the folder cannot be read at the moment, and may be complete; or its index would run code.
     """
     with _reading(folder):
         return _find_damage(folder)
@@ -75,7 +76,10 @@ def _find_damage(folder: Path) -> str | None:
     if not (folder / ".metadata").is_file():
         return ".metadata is missing"
     try:
-        sizes = shard_sizes(dcp.FileSystemReader(folder).read_metadata())
+        with allowed_classes_only():
+            sizes = shard_sizes(dcp.FileSystemReader(folder).read_metadata())
+    except MkdCheckpointError as error:  # not damaged: nothing is set aside for it
+        raise MkdCheckpointError(f"{folder}: {error}") from error
     except _DAMAGED as error:
         return f".metadata is damaged ({type(error).__name__})"
     for name, size in sizes.items():

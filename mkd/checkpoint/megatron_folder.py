@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from mkd.checkpoint.integrity import find_damage
 from mkd.checkpoint.tokenizer_hash import ASSETS, hash_hex, tokenizer_hash
-from mkd.errors import MkdCheckpointError
+from mkd.compat.unpickling import allowed_classes_only, load_object
+from mkd.errors import MkdCheckpointError, MkdError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 # Argument names of earlier Megatron versions
@@ -38,6 +39,8 @@ _DAMAGE = (
     CheckpointingException,
     CheckpointException,
 )
+_OLD_COMMON = "common.pt"
+"""Earlier Megatron versions stored the arguments in a file of their own."""
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 
@@ -103,8 +106,11 @@ class MegatronFolder:
         """The stored values that are not tensors and are the same on every rank."""
         _ = self.metadata
         try:
-            return load_common_state_dict(str(self.iteration_dir))
-        except _DAMAGE as error:
+            with allowed_classes_only():
+                if (old := self.iteration_dir / _OLD_COMMON).is_file():
+                    return load_object(old)
+                return load_common_state_dict(str(self.iteration_dir))
+        except (MkdCheckpointError, *_DAMAGE) as error:
             raise self.error(f"the arguments in {self.iteration_dir.name} cannot be read ({_reason(error)})") from error
 
     def check_shards(self) -> None:
@@ -132,14 +138,18 @@ class MegatronFolder:
     def metadata(self) -> dcp.Metadata:
         """The checkpoint's index: names, shapes and dtypes of all stored tensors."""
         try:
-            return dcp.FileSystemReader(self.iteration_dir).read_metadata()
+            with allowed_classes_only():
+                return dcp.FileSystemReader(self.iteration_dir).read_metadata()
+        except MkdCheckpointError as error:
+            raise self.error(f"{self.iteration_dir.name}: {error}") from error
         except _DAMAGE as error:
             raise self.error(f"{self.iteration_dir.name}/.metadata is damaged ({error})") from error
 
     def load(self, state: dict[str, Any]) -> None:
         """Fill the tensors of `state` in place: key -> tensor, or a block with its offset in the stored tensor."""
         try:
-            dcp.load(state, storage_reader=_Reader(self.iteration_dir, self.metadata), no_dist=True)
+            with allowed_classes_only():
+                dcp.load(state, storage_reader=_Reader(self.iteration_dir, self.metadata), no_dist=True)
         except _DAMAGE as error:
             keys = ", ".join(state)
             raise self.error(f"{keys} cannot be read from {self.iteration_dir.name} ({_reason(error)})") from error
@@ -189,4 +199,4 @@ def _reason(error: BaseException) -> str:
     """One line about an error; torch collects the errors of all ranks, and the first is used."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    return str(error) if isinstance(error, MkdError) else f"{type(error).__name__}: {error}".splitlines()[0]

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mkd.checkpoint.megatron_folder import MegatronFolder
+from mkd.compat.unpickling import allowed_classes_only
 
 
 def load_megatron_weights(chunks: Sequence[nn.Module], folder: MegatronFolder) -> None:
@@ -23,11 +24,14 @@ def load_megatron_weights(chunks: Sequence[nn.Module], folder: MegatronFolder) -
     (chunk,) = chunks
     model = unwrap_model(chunk)
     path = str(folder.iteration_dir)
-    requested = model.sharded_state_dict(metadata=dist_checkpointing.load_content_metadata(path))
+    with allowed_classes_only():
+        content = dist_checkpointing.load_content_metadata(path)
+    requested = model.sharded_state_dict(metadata=content)
     requested = {key: value for key, value in requested.items() if not key.endswith("_extra_state")}
     rename_to_stored_norms(requested, folder)
     try:
-        loaded = dist_checkpointing.load(requested, path, strict=StrictHandling.RAISE_UNEXPECTED)
+        with allowed_classes_only():
+            loaded = dist_checkpointing.load(requested, path, strict=StrictHandling.RAISE_UNEXPECTED)
     except (CheckpointingException, CheckpointException, KeyError, ValueError, RuntimeError) as error:
         raise folder.error(f"the weights do not load ({error})") from error
     missing, _ = model.load_state_dict(loaded, strict=False)

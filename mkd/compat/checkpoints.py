@@ -8,6 +8,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from mkd.compat.unpickling import allowed_classes_only
 from mkd.errors import MkdCheckpointError
 
 
@@ -140,7 +141,8 @@ def with_load_errors(load: Callable) -> Callable:
 
     def load_with_errors(*args: Any, **kwargs: Any) -> Any:
         try:
-            return load(*args, **kwargs)
+            with allowed_classes_only():
+                return load(*args, **kwargs)
         except SystemExit as error:
             raise MkdCheckpointError(
                 "megatron refuses the checkpoint in --load or --pretrained-checkpoint (its reason is printed above)"

@@ -14,6 +14,7 @@ from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 from mkd import cpu
 from mkd.compat.checkpoints import tracker_override
+from mkd.compat.unpickling import allowed_classes_only
 from mkd.config.check_list import Check, run_checks
 from mkd.config.flags import flags_given
 from mkd.config.kd_config import KDConfig
@@ -91,13 +92,14 @@ def _load_checkpoint_args(line: CommandLine) -> None:
     args = line.args
     if not args.use_checkpoint_args:
         return
-    load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
+    with allowed_classes_only():
+        load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
     if not line.state.resumes:
         return
     name = Path(line.state.resume_from).name
     step, given = None if name == "release" else int(name.removeprefix("iter_")), args.ckpt_step
     args.ckpt_step = step
-    with tracker_override(step):
+    with tracker_override(step), allowed_classes_only():
         load_args_from_checkpoint(args)
     args.ckpt_step = given
 

@@ -1,0 +1,138 @@
+"""Restricts what the pickles of a torch_dist checkpoint can name.
+
+`.metadata` is a pickle that torch reads with `pickle.load`, and torch reads the stored objects (arguments, random
+states) with `weights_only=False`: a prepared folder runs code when it is only inspected. Inside `allowed_classes_only`
+both are read with a list of classes. Everything that reads a checkpoint, Megatron included, is called inside of it.
+"""
+
+import io
+import os
+import pickle
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, Metadata
+from torch.distributed.checkpoint.metadata import StorageMeta
+
+from mkd.errors import MkdCheckpointError
+
+_METADATA = (
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "Metadata",
+    "MetadataIndex",
+    "StorageMeta",
+    "TensorProperties",
+    "TensorStorageMetadata",
+    "_MEM_FORMAT_ENCODING",
+)
+INDEX_CLASSES = frozenset(
+    {
+        *(("torch.distributed.checkpoint.metadata", name) for name in _METADATA),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch.serialization", "_get_layout"),
+        ("torch", "Size"),
+        ("torch", "device"),
+        ("collections", "OrderedDict"),
+        ("pathlib", "Path"),
+        ("pathlib", "PosixPath"),
+    }
+)
+"""(module, name) of everything that `.metadata` may name, besides the dtypes of torch."""
+
+
+class IndexUnpickler(pickle.Unpickler):
+    """Reads `.metadata` and imports nothing outside `INDEX_CLASSES`.
+
+    Raises:
+        MkdCheckpointError: it names something else that exists here.
+        pickle.UnpicklingError: it names something that does not exist, as after a changed byte.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or (module, name) in INDEX_CLASSES:
+            return super().find_class(module, name)
+        if not _exists(module, name):
+            raise pickle.UnpicklingError(f"there is no {module}.{name}")
+        raise refusal(".metadata", [f"{module}.{name}"])
+
+
+def _exists(module: str, name: str) -> bool:
+    """True if a module may have the name; nothing is imported to find out."""
+    if module in sys.modules:
+        return name.split(".")[0] in vars(sys.modules[module])
+    try:
+        return find_spec(module.split(".")[0]) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def refusal(file: str, names: list[str]) -> MkdCheckpointError:
+    """An error that names the refused classes or functions."""
+    return MkdCheckpointError(
+        f"{file} would run code when it is read: it names {', '.join(names)}, which is no part of a checkpoint. Do not "
+        "use it; take the checkpoint from its source again"
+    )
+
+
+def load_object(file: io.BytesIO | str | os.PathLike) -> Any:
+    """An object that `torch.save` wrote, with the classes that torch and Megatron register as safe.
+
+    Raises:
+        MkdCheckpointError: it names something else.
+    """
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        if isinstance(file, io.BytesIO):
+            file.seek(0)
+        if names := _unsafe_names(file):
+            name = "a stored object" if isinstance(file, io.BytesIO) else os.path.basename(file)
+            raise refusal(name, names) from None
+        raise
+
+
+def _unsafe_names(file: io.BytesIO | str | os.PathLike) -> list[str]:
+    try:
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+    except Exception:  # damaged, or an old format of torch
+        return []
+
+
+@contextmanager
+def allowed_classes_only() -> Iterator[None]:
+    """Inside the `with` block, every checkpoint that this process reads is read with a list of classes."""
+    import megatron.core  # noqa: F401  (registers its classes)
+
+    read_metadata, load_bytes = FileSystemReader.read_metadata, DefaultLoadPlanner.load_bytes
+    FileSystemReader.read_metadata, DefaultLoadPlanner.load_bytes = _read_metadata, _load_bytes
+    try:
+        yield
+    finally:
+        FileSystemReader.read_metadata, DefaultLoadPlanner.load_bytes = read_metadata, load_bytes
+
+
+def _read_metadata(self: FileSystemReader, *args: Any, **kwargs: Any) -> Metadata:
+    """As in torch 2.11, with another unpickler."""
+    with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
+        metadata = IndexUnpickler(file).load()
+    if not isinstance(metadata, Metadata):
+        raise ValueError(f"a {type(metadata).__name__} instead of an index")
+    if getattr(metadata, "storage_meta", None) is None:
+        metadata.storage_meta = StorageMeta()
+    metadata.storage_meta.load_id = self.load_id
+    return metadata
+
+
+def _load_bytes(self: DefaultLoadPlanner, read_item: Any, value: io.BytesIO) -> None:
+    """As in torch 2.11, with `weights_only=True`."""
+    found, name = load_object(value), read_item.dest_index.fqn
+    if self.flatten_state_dict:
+        torch.distributed.checkpoint.default_planner.set_element(self.original_state_dict, self.mappings[name], found)
+    else:
+        self.state_dict[name] = found
