@@ -22,6 +22,7 @@ from mkd.compat.quiet import import_quietly
 import_quietly()
 
 from mkd.errors import MkdConfigError, exit_status  # noqa: E402
+from mkd.utils.atomic_files import regular_target  # noqa: E402
 from mkd.xtoken.text.conversations import ends_of_turn  # noqa: E402
 from mkd.xtoken.text.tokens import SpanTokenizer  # noqa: E402
 from mkd.xtoken.vocabulary.build import build_projection  # noqa: E402
@@ -67,6 +68,7 @@ def options_of(args: argparse.Namespace) -> ProjectionOptions:
             raise MkdConfigError(f"--pair {pair} is not of the form STUDENT=TEACHER, two special tokens")
     if not args.out.absolute().parent.is_dir():
         raise MkdConfigError(f"--out {args.out}: {args.out.absolute().parent} is not a folder")
+    regular_target(args.out, "--out")
     return ProjectionOptions(args.top_k, args.decay, pairs)
 
 

@@ -11,6 +11,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 
 import matplotlib
@@ -26,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from mkd.config.loss_spec import divergence_text
 from mkd.errors import MkdConfigError, exit_status
 from mkd.report.run_log import RunLog
+from mkd.utils.atomic_files import regular_target, write_bytes
 
 SUFFIXES = (".png", ".svg", ".pdf")
 PANELS = {
@@ -195,6 +197,7 @@ def plot(
     """
     if Path(out).suffix not in SUFFIXES:
         raise MkdConfigError(f"--out {out} must end in {', '.join(SUFFIXES)}")
+    regular_target(Path(out), "--out")
     if labels is not None and len(labels) != len(files):
         raise MkdConfigError(f"--labels has {len(labels)} names for {len(files)} files; give one per file")
     if window is not None and window < 1:
@@ -207,7 +210,9 @@ def plot(
             print(f"plot: {run.path}: the last line is incomplete and ignored", file=sys.stderr)
     figure = draw(runs, labels or [Path(path).resolve().parent.name for path in files], panels, window)
     Path(out).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=150)
+    image = BytesIO()
+    figure.savefig(image, format=Path(out).suffix[1:], dpi=150)
+    write_bytes(Path(out), image.getvalue())
     plt.close(figure)
 
 

@@ -25,6 +25,7 @@ from mkd.job.cross_tokenizer import CrossTokenizers, sort_teachers
 from mkd.job.data import JobData, hash_of_tokenizer
 from mkd.job.teacher import TeacherSpec, check_teacher_fits, teacher_source, teacher_spec
 from mkd.models.layer_maps import KEY_PREFIX, pair_of_key
+from mkd.utils.atomic_files import regular_target
 
 
 @dataclass
@@ -164,7 +165,8 @@ def check_writable(flag: str, folder: str | None) -> None:
 
 def _check_metrics_file(draft: JobDraft) -> None:
     if draft.kd.metrics_file is not None:
-        check_writable("--kd-metrics-file", str(Path(draft.kd.metrics_file).parent))
+        target = regular_target(Path(draft.kd.metrics_file), "--kd-metrics-file")
+        check_writable("--kd-metrics-file", str(target.parent))
 
 
 def _align_tokenizers(draft: JobDraft) -> None:

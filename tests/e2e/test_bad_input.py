@@ -48,6 +48,8 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> SmallJob:
     _bad_data(root)
     (root / "nothing").mkdir()
     (root / "file").touch()
+    os.mkfifo(root / "pipe")
+    (root / "link").symlink_to("nothing")
     return job
 
 
@@ -218,6 +220,8 @@ SETTINGS = [
     ({"--fp8-format": "hybrid"}, ["--fp8-format is hybrid"]),
     ({"--split": "1,2,3,4"}, ["--split 1,2,3,4"]),
     ({"--save": "{root}/file", "--save-interval": 1}, ["--save", "/file cannot be written"]),
+    ({"--kd-metrics-file": "{root}/pipe"}, ["--kd-metrics-file", "/pipe is a named pipe", "path of a file"]),
+    ({"--kd-metrics-file": "{root}/link"}, ["--kd-metrics-file", "/link leads to", "/nothing, which is a folder"]),
     ({"--kd-metrics-file": "{root}/file/metrics.jsonl"}, ["--kd-metrics-file", "/file cannot be written"]),
 ]
 

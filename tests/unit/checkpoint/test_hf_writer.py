@@ -1,5 +1,6 @@
 """Writing Hugging Face folders: split into files, complete or absent."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -56,12 +57,17 @@ def test_failure_leaves_nothing(tmp_path):
 
 
 def test_leftovers_of_a_killed_process_are_removed(tmp_path):
-    killed = StagedFolder(tmp_path / "out", "--hf")
-    killed.__enter__()
-    (killed.path / "old").write_text("1")
+    if (process := os.fork()) == 0:
+        killed = StagedFolder(tmp_path / "out", "--hf")
+        killed.__enter__()
+        (killed.path / "old").write_text("1")
+        os._exit(0)
+    os.waitpid(process, 0)
+    assert (tmp_path / ".out.partial" / "old").exists()
     with StagedFolder(tmp_path / "out", "--hf"):
         pass
     assert list((tmp_path / "out").iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_empty_folder_is_replaced(tmp_path):

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -184,3 +185,10 @@ def test_invalid_flags(tool, tmp_path, capsys):
     assert "--smooth is 0" in capsys.readouterr().err
     with pytest.raises(MkdDataError):
         RunLog.read(str(tmp_path))
+
+
+def test_a_pipe_is_not_replaced(tool, tmp_path, capsys):
+    os.mkfifo(tmp_path / "out.png")
+    assert tool.main([write_run(tmp_path / "a" / "m.jsonl"), "--out", str(tmp_path / "out.png")]) == 1
+    assert f"--out {tmp_path}/out.png is a named pipe" in capsys.readouterr().err
+    assert (tmp_path / "out.png").is_fifo()

@@ -1,16 +1,23 @@
 """mkd/utils/atomic_files.py: a path holds the old content or the new one, and nothing else renames."""
 
 import ast
+import errno
 import os
+import socket
+import stat
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 
+from mkd.errors import MkdConfigError
 from mkd.utils.atomic_files import (
     copy_file,
     new_folder,
+    only_writer,
     partial_path,
     publish_files,
+    regular_target,
     remove_folder,
     rename,
     replacing,
@@ -18,6 +25,7 @@ from mkd.utils.atomic_files import (
 )
 
 ROOT = Path(__file__).resolve().parents[3]
+SIZE = 20_000
 
 
 def renaming_calls(source: str) -> list[str]:
@@ -126,3 +134,152 @@ def test_folder_loses_its_name_before_its_files(tmp_path: Path, calls: list[str]
     remove_folder(tmp_path / "b")
     assert calls == ["a -> b", f"fsync {tmp_path.name}", "b -> .b.old", f"fsync {tmp_path.name}"]
     assert list(tmp_path.iterdir()) == []
+
+
+def make_device(path: Path) -> None:
+    try:
+        os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 3))  # as /dev/null
+    except PermissionError:
+        pytest.skip("no permission to create a device")
+
+
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+
+
+SPECIAL = {
+    "a named pipe": os.mkfifo,
+    "a socket": make_socket,
+    "a character device": make_device,
+    "a folder": Path.mkdir,
+}
+
+
+def replace_text(path: Path) -> None:
+    with replacing(path) as file:
+        file.write("new")
+
+
+def copy_new(path: Path) -> None:
+    source = path.with_name("source")
+    source.write_text("new")
+    copy_file(source, path)
+
+
+def publish_new(path: Path) -> None:
+    source = path.with_name("source")
+    source.write_text("new")
+    publish_files({source: path})
+
+
+WRITERS = {
+    "replacing": replace_text,
+    "write_bytes": lambda path: write_bytes(path, b"new"),
+    "copy_file": copy_new,
+    "publish_files": publish_new,
+}
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("is_link", [False, True])
+def test_only_regular_files_are_replaced(writer: str, kind: str, is_link: bool, tmp_path: Path) -> None:
+    special = path = tmp_path / "special"
+    SPECIAL[kind](special)
+    before = special.lstat()
+    if is_link:
+        path = tmp_path / "link"
+        path.symlink_to("special")
+    with pytest.raises(MkdConfigError, match=f"{path}.* is {kind}, .*give the path of a file") as error:
+        WRITERS[writer](path)
+    assert "\n" not in str(error.value)
+    assert (special.lstat().st_mode, special.lstat().st_ino) == (before.st_mode, before.st_ino)
+    assert path.is_symlink() == is_link
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_link_stays_and_its_file_is_replaced(writer: str, exists: bool, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    target, link = tmp_path / "elsewhere" / "file", tmp_path / "link"
+    if exists:
+        target.write_text("old")
+    link.symlink_to(target)
+    WRITERS[writer](link)
+    assert link.is_symlink() and target.read_text() == "new"
+    assert [path.name for path in target.parent.iterdir()] == ["file"]
+
+
+def test_a_circle_of_links_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    with pytest.raises(MkdConfigError, match=r"--kd-metrics-file .*/a: Too many levels of symbolic links"):
+        regular_target(tmp_path / "a", "--kd-metrics-file")
+
+
+def test_a_file_is_published_over_a_link_to_another_file_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = tmp_path / "source", tmp_path / "other" / "target"
+    target.parent.mkdir()
+    source.write_text("new")
+    (tmp_path / "link").symlink_to(target)
+    replace = os.replace
+
+    def replace_in_one_folder(old: Path, new: Path) -> None:
+        if old.parent != new.parent:
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        replace(old, new)
+
+    monkeypatch.setattr(os, "replace", replace_in_one_folder)
+    publish_files({source: tmp_path / "link"})
+    assert target.read_text() == "new" and not source.exists()
+
+
+def test_a_folder_over_a_link_fills_its_target_and_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("empty")
+    with new_folder(tmp_path / "link") as partial:
+        (partial / "x").touch()
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "empty" / "x").exists()
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(MkdConfigError, match="is not a folder"), new_folder(tmp_path / "pipe"):
+        pass
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+
+
+def test_two_writers_of_a_folder_are_one_too_many(tmp_path: Path) -> None:
+    with new_folder(tmp_path / "out") as partial:
+        (partial / "x").touch()
+        with pytest.raises(MkdConfigError, match="another process"), new_folder(tmp_path / "out"):
+            pass
+        assert (partial / "x").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_lock_of_a_killed_process_is_taken(tmp_path: Path) -> None:
+    (tmp_path / ".out.lock").touch()
+    with only_writer(tmp_path / "out"):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_writers_of_a_file_wait_for_each_other(tmp_path: Path) -> None:
+    """Each of four processes writes the file 50 times; every reader sees one writer's content, whole."""
+    path = tmp_path / "file"
+    processes = [get_context("fork").Process(target=write_often, args=(path, str(number))) for number in range(4)]
+    for process in processes:
+        process.start()
+    while any(process.is_alive() for process in processes):
+        content = path.read_text() if path.exists() else "0" * SIZE
+        assert len(content) == SIZE and len(set(content)) == 1
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert [left.name for left in tmp_path.iterdir()] == ["file"]
+
+
+def write_often(path: Path, letter: str) -> None:
+    for _ in range(50):
+        with replacing(path) as file:
+            for _ in range(SIZE // 1000):
+                file.write(letter * 1000)
