@@ -1,13 +1,15 @@
 """Text files to Megatron's indexed files: PREFIX.bin (token ids), PREFIX.idx (document bounds), PREFIX.json (facts).
 
 The three are written under temporary names and renamed together at the end, PREFIX.idx last, because Megatron treats a
-data set without it as missing. A job that is killed leaves nothing that can be mistaken for a data set.
+data set without it as missing. A job that is killed leaves nothing that can be mistaken for a data set. A lock keeps
+other processes from writing the same data set meanwhile.
 """
 
 import json
 import os
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from hashlib import blake2b
@@ -18,7 +20,7 @@ import numpy as np
 from mkd.data.sources.parallel import map_in_order
 from mkd.data.sources.text import EncodedBatch, Encoding, check_inputs, encode, eod_id, read_batches
 from mkd.errors import MkdDataError
-from mkd.utils.atomic_files import PARTIAL, publish_files
+from mkd.utils.atomic_files import PARTIAL, only_writer, publish_files, regular_target
 from mkd.utils.pretrained import load_tokenizer
 
 BYTES_PER_WORKER = 4 << 20
@@ -28,6 +30,9 @@ INDEX_HEADER = struct.Struct("<9sQBQQ")
 """PREFIX.idx begins with magic, version, dtype code, number of sequences, number of documents; then the lengths of the
 sequences, int32 (megatron's _IndexWriter)."""
 _SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
+
+SUFFIXES = (".bin", ".json", ".idx")
+"""Files of a data set, in the order in which they get their names."""
 
 Progress = Callable[[int, int, int], None]
 """Called with the documents, tokens and input bytes done so far, at the start and after each batch."""
@@ -144,35 +149,47 @@ def write_indexed_text(
     """Tokenize the documents of `paths`, in order, into PREFIX.bin, PREFIX.idx and PREFIX.json.
 
     Token ids are stored as uint16 when the vocabulary has fewer than 65500 entries, else as int32, which is what
-    Megatron chooses. Raises MkdDataError for invalid input or tokenizer; an existing data set is then kept unchanged.
+    Megatron chooses. Raises MkdDataError for invalid input or tokenizer, and MkdConfigError if another process writes
+    this data set or one of its files is no regular file; an existing data set is then kept unchanged.
     """
     check_inputs(paths)
     tokenizer = load_tokenizer(encoding.tokenizer_dir)
     eod = eod_id(tokenizer, encoding.tokenizer_dir) if encoding.append_eod else None
-    writer = _Writer(prefix, len(tokenizer))
-    if progress is not None:
-        progress(0, 0, 0)
-    try:
-        advice = f"give fewer than --workers {workers}"
-        for batch in map_in_order(partial(encode, encoding), read_batches(paths, split_on), workers, advice):
-            writer.add(batch)
-            if progress is not None:
-                progress(writer.documents, writer.tokens, writer.size)
-        if writer.documents == 0:
-            raise MkdDataError(f"--input {' '.join(paths)}: no document holds more than white space")
-        facts = IndexedText(
-            documents=writer.documents,
-            tokens=writer.tokens,
-            max_token_id=writer.max_token_id,
-            vocab_size=len(tokenizer),
-            tokenizer_hash=tokenizer_hash,
-            eod=eod,
-            dtype=np.dtype(writer.dtype).name,
-            skipped=writer.skipped,
-        )
-        return writer.publish(facts)
-    finally:
-        writer.remove_partials()
+    with _output(prefix):
+        writer = _Writer(prefix, len(tokenizer))
+        if progress is not None:
+            progress(0, 0, 0)
+        try:
+            advice = f"give fewer than --workers {workers}"
+            for batch in map_in_order(partial(encode, encoding), read_batches(paths, split_on), workers, advice):
+                writer.add(batch)
+                if progress is not None:
+                    progress(writer.documents, writer.tokens, writer.size)
+            if writer.documents == 0:
+                raise MkdDataError(f"--input {' '.join(paths)}: no document holds more than white space")
+            facts = IndexedText(
+                documents=writer.documents,
+                tokens=writer.tokens,
+                max_token_id=writer.max_token_id,
+                vocab_size=len(tokenizer),
+                tokenizer_hash=tokenizer_hash,
+                eod=eod,
+                dtype=np.dtype(writer.dtype).name,
+                skipped=writer.skipped,
+            )
+            return writer.publish(facts)
+        finally:
+            writer.remove_partials()
+
+
+@contextmanager
+def _output(prefix: str) -> Iterator[None]:
+    """Check the names of a data set, and lock it inside the `with` block."""
+    Path(prefix).parent.mkdir(parents=True, exist_ok=True)
+    for suffix in SUFFIXES:
+        regular_target(Path(prefix + suffix), "--output-prefix")
+    with only_writer(Path(prefix)):
+        yield
 
 
 class _Writer:
@@ -182,10 +199,7 @@ class _Writer:
         # Imported here: worker processes import this module too, and importing megatron takes seconds.
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-        Path(prefix).parent.mkdir(parents=True, exist_ok=True)
-        self.binary, self.facts, self.index = (
-            Path(f"{prefix}{suffix}{PARTIAL}") for suffix in (".bin", ".json", ".idx")
-        )
+        self.binary, self.facts, self.index = (Path(f"{prefix}{suffix}{PARTIAL}") for suffix in SUFFIXES)
         self.dtype = DType.optimal_dtype(vocab_size)
         self.builder = IndexedDatasetBuilder(str(self.binary), dtype=self.dtype)
         self.documents = self.tokens = self.max_token_id = self.skipped = self.size = 0
@@ -210,7 +224,7 @@ class _Writer:
         self.builder.finalize(str(self.index))
         facts = replace(facts, fingerprint=data_fingerprint(self.binary, self.index))
         self.facts.write_text(json.dumps(asdict(facts), indent=1) + "\n")
-        self.index.with_suffix("").unlink(missing_ok=True)
+        regular_target(self.index.with_suffix("")).unlink(missing_ok=True)
         publish_files({path: path.with_suffix("") for path in (self.binary, self.facts, self.index)})
         return facts
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from itertools import pairwise
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +19,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mkd.checkpoint.tokenizer_hash import tokenizer_hash
 from mkd.data.sources import text
-from mkd.data.sources.indexed import IndexedText, default_workers
+from mkd.data.sources.indexed import IndexedText, dataset_prefix, default_workers
 from mkd.errors import MkdDataError
+from mkd.utils.atomic_files import only_writer
 
 ROOT = Path(__file__).resolve().parents[3]
 TOOL = ROOT / "tools" / "preprocess.py"
@@ -286,3 +288,60 @@ def test_progress_counts_from_the_beginning_of_the_work(preprocess, capsys, monk
 def test_small_input_gets_one_worker(tmp_path):
     source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     assert default_workers([source]) == 1
+
+
+def write_at_once(preprocess, barrier, argv: list[str], errors: Path) -> None:
+    with errors.open("w") as sys.stderr:
+        barrier.wait()
+        status = preprocess.main(argv)
+    os._exit(status)
+
+
+@pytest.mark.parametrize("attempt", range(12))
+def test_two_processes_with_one_prefix_lose_no_data(preprocess, tokenizer_dir, tmp_path, attempt) -> None:
+    context, prefix = get_context("fork"), tmp_path / "out"
+    barrier, texts = context.Barrier(2), ["a" * (20 + attempt), "b" * (20_000 if attempt % 2 else 40)]
+    jobs = []
+    for number, content in enumerate(texts):
+        source = write_jsonl(tmp_path / f"{number}.jsonl", [content] * 50)
+        argv = ["--input", source, "--output-prefix", str(prefix), "--tokenizer-model", tokenizer_dir, "--workers", "1"]
+        arguments = (preprocess, barrier, argv, tmp_path / f"errors{number}")
+        jobs.append(context.Process(target=write_at_once, args=arguments))
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join(120)
+    states = [job.exitcode for job in jobs]
+    assert set(states) <= {0, 1} and 0 in states
+    for number in range(2):
+        errors = (tmp_path / f"errors{number}").read_text().splitlines()
+        assert not states[number] or "another process is writing it" in errors[-1]
+        assert "Traceback" not in "".join(errors)
+    name = dataset_prefix(str(prefix), "text")
+    found, tokenizer = documents_of(name), AutoTokenizer.from_pretrained(tokenizer_dir)
+    written = {len(tokenizer(texts[number])["input_ids"]) + 1 for number in range(2) if states[number] == 0}
+    assert len(found) == 50 and {len(ids) for ids in found} <= written and len({len(ids) for ids in found}) == 1
+    assert IndexedText.load(name).documents == 50
+    assert not [path.name for path in tmp_path.iterdir() if path.name.endswith((".partial", ".lock"))]
+
+
+def test_a_data_set_that_another_process_writes_is_refused(preprocess, tokenizer_dir, tmp_path, capsys) -> None:
+    source, prefix = write_jsonl(tmp_path / "in.jsonl", ["abc"]), tmp_path / "out"
+    argv = ["--input", source, "--output-prefix", str(prefix), "--tokenizer-model", tokenizer_dir]
+    with only_writer(Path(dataset_prefix(str(prefix), "text"))):
+        assert preprocess.main(argv) == 1
+    error = capsys.readouterr().err.splitlines()
+    assert error[-1].startswith(f"error: {prefix}_text_document: another process is writing it")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl"]
+    assert preprocess.main(argv) == 0
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx", ".json"])
+def test_a_pipe_in_place_of_a_file_is_refused(suffix, preprocess, tokenizer_dir, tmp_path, capsys) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", ["abc"])
+    pipe = tmp_path / f"out_text_document{suffix}"
+    os.mkfifo(pipe)
+    argv = ["--input", source, "--output-prefix", str(tmp_path / "out"), "--tokenizer-model", tokenizer_dir]
+    assert preprocess.main(argv) == 1
+    assert f"--output-prefix {pipe} is a named pipe" in capsys.readouterr().err
+    assert pipe.is_fifo()
