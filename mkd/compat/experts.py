@@ -1,5 +1,6 @@
-"""Patches of the router of a mixture of experts."""
+"""Patches of mixtures of experts."""
 
+from functools import wraps
 from typing import Any
 
 
@@ -31,3 +32,33 @@ def balance_experts_over_unequal_ranks() -> None:
 
     router.get_tokens_per_expert_and_token_count = count_per_rank
     router.TopKRouter._apply_expert_bias = apply_bias_with_mask
+
+
+def train_biased_experts_on_whole_ranks() -> None:
+    """Make experts with biases trainable under sequence parallelism: tensor parallelism does not shard them
+    (--expert-tensor-parallel-size 1). Calling it again does nothing.
+
+    megatron-core 0.19 passes an expert's output through a reduce-scatter over one rank, which returns its input as a
+    view of a custom autograd function, and then adds the bias in place: autograd refuses that. With expert parallelism
+    there is no reduce-scatter. In both cases the data-parallel ranks of experts sum the gradient over all tokens, but
+    the bias is marked as one whose gradient the tensor-parallel ranks sum once more.
+    """
+    from megatron.core.tensor_parallel import layers
+
+    reduce_scatter, init = layers.reduce_scatter_to_sequence_parallel_region, layers.RowParallelLinear.__init__
+    if reduce_scatter.__module__ == __name__:
+        return
+
+    def reduce_scatter_over_several(input_: Any, group: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if group is not None and group.size() == 1:
+            return input_
+        return reduce_scatter(input_, group, *args, **kwargs)
+
+    @wraps(init)
+    def init_with_reduced_bias(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if self.is_expert and self.bias is not None:
+            self.bias.sequence_parallel = False
+
+    layers.reduce_scatter_to_sequence_parallel_region = reduce_scatter_over_several
+    layers.RowParallelLinear.__init__ = init_with_reduced_bias

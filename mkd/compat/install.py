@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from mkd.compat.checkpoints import CheckpointHooks, install_checkpoint_hooks
 from mkd.compat.data_iterator import allow_finished_jobs
-from mkd.compat.experts import balance_experts_over_unequal_ranks
+from mkd.compat.experts import balance_experts_over_unequal_ranks, train_biased_experts_on_whole_ranks
 from mkd.compat.optimizer import resume_distributed_optimizer, use_own_learning_rates
 from mkd.compat.quiet import silence_megatron
 from mkd.compat.startup import use_prebuilt_dataset_helpers
@@ -21,6 +21,7 @@ def install_at_start(argv: Sequence[str]) -> None:
     silence_megatron(argv)
     use_prebuilt_dataset_helpers()
     balance_experts_over_unequal_ranks()
+    train_biased_experts_on_whole_ranks()
 
 
 def install(

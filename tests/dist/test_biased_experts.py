@@ -10,6 +10,8 @@ from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.load import load_hf_weights
 from tests.support.dist.gpt_models import build_from_arguments, layout
 from tests.dist.test_hf_families import GPT_OSS, TOKENS
+from tests.dist.test_layouts import compare
+from tests.support.dist.kd_step import Layout, Models
 from tests.support.hf_folders import make_model
 from tests.support.tolerance import GRADIENT, assert_close_norm
 
@@ -52,3 +54,16 @@ def test_gradients_equal_transformers(gloo_pool, folder):
     assert len(found) == 6
     for name, value in found.items():
         assert_close_norm(value, model.model.layers[0].get_parameter(name).grad, GRADIENT, name)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        pytest.param(2, Layout(tp=2, sp=True, etp=1), id="tp2-sp-etp1"),
+        pytest.param(4, Layout(tp=2, sp=True, etp=1, ep=2), id="tp2-sp-etp1-ep2"),
+        pytest.param(4, Layout(tp=2, sp=True, etp=1, pp=2), id="tp2-sp-etp1-pp2"),
+    ],
+)
+def test_biased_experts_on_whole_ranks(gloo_pool, ranks, layout):
+    """Experts that tensor parallelism does not shard: gradients are those of one rank."""
+    compare(gloo_pool, ranks, layout, Models(moe=True, biases=True))

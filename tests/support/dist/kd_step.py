@@ -26,7 +26,7 @@ from megatron.training.models import GPTModelBuilder
 from torch import Tensor, nn
 
 from mkd.config.flags import default_arguments
-from mkd.compat.experts import balance_experts_over_unequal_ranks
+from mkd.compat.experts import train_biased_experts_on_whole_ranks, balance_experts_over_unequal_ranks
 from mkd.config.kd_config import HiddenLossType, KDConfig
 from mkd.cpu.flags import set_cpu_values
 from mkd.config.megatron_checks import length_multiple
@@ -82,6 +82,8 @@ class Layout:
     cp: int = 1
     vp: int = 1
     ep: int = 1
+    etp: int | None = None
+    """Expert-tensor-parallel size; None is `tp`."""
     sp: bool = False
     mbs: int = 2
     variable: bool = False
@@ -134,6 +136,8 @@ class Models:
     """Coefficient of the student's load-balancing losses."""
     balancing: tuple[str, ...] = ("seq_aux_loss",)
     """The load-balancing losses that the coefficient belongs to."""
+    biases: bool = False
+    """Whether the student's linear layers have biases, experts too."""
     router_z_loss: float | None = None
     """Coefficient of the z-loss of the student's routers."""
     masks: MaskName = "same"
@@ -160,6 +164,8 @@ class Models:
         if len(self.balancing) == 1:
             balanced = {name: value[0] for name, value in balanced.items()}
         sizes = STUDENT | (MOE if self.moe else {}) | (balanced if self.aux_loss else {})
+        if self.biases:
+            sizes |= dict(add_bias_linear=True, bias_swiglu_fusion=False)
         if self.router_z_loss is not None:
             sizes |= dict(moe_z_loss_coeff=self.router_z_loss)
         return sizes | (recomputed if self.recompute else {})
@@ -214,10 +220,10 @@ def model_arguments(
         overlap_p2p_comm=layout.vp > 1,
         variable_seq_lengths=layout.variable,
         expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.tp,
+        expert_tensor_parallel_size=layout.etp or layout.tp,
         moe_token_dispatcher_type="alltoall",
-        **sizes,
     )
+    values |= sizes
     for name, value in values.items():
         setattr(args, name, value)
     set_cpu_values(args)
@@ -296,10 +302,11 @@ def parallel_state(layout: Layout) -> Iterator[None]:
         virtual_pipeline_model_parallel_size=layout.vp if layout.vp > 1 else None,
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.tp,
+        expert_tensor_parallel_size=layout.etp or layout.tp,
     )
     model_parallel_cuda_manual_seed(1)
     balance_experts_over_unequal_ranks()
+    train_biased_experts_on_whole_ranks()
     try:
         yield
     finally:
@@ -400,7 +407,7 @@ def build_model_teacher(
         head_columns = torch.arange(PADDED).chunk(layout.tp)[groups.tp.rank()]
     return ReshardedTeacher(
         config,
-        ParallelLayout.create(ParallelSizes(own.tp, own.pp, own.cp, own.ep, own.tp)),
+        ParallelLayout.create(ParallelSizes(own.tp, own.pp, own.cp, own.ep, own.etp or own.tp)),
         groups,
         head_columns=head_columns,
         student_sequence_parallel=layout.sp,
