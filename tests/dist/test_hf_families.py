@@ -54,6 +54,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama, llama3 rope": {"model_type": "llama", "rope_parameters": LLAMA3_ROPE, **TWO},
     "mistral, window": {"model_type": "mistral", "sliding_window": 7, **TWO},
     "mistral, no window, in shards": {"model_type": "mistral", "sliding_window": None, "shard_size": "60KB", **TWO},
+    "mistral, windows by layer": {
+        "model_type": "mistral",
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention"],
+        **TWO,
+    },
     "qwen2, tied": {"model_type": "qwen2", "tie_word_embeddings": True, **TWO},
     "qwen2": {"model_type": "qwen2", **TWO},
     "qwen3": {"model_type": "qwen3", **TWO},

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mkd.checkpoint.hf.config import ConfigReader
-from mkd.checkpoint.hf.gpt_oss import BIASED_MIXTURE, CLAMPED_GLU, LAYER_WINDOWS, SINK_ATTENTION
+from mkd.checkpoint.hf.gpt_oss import BIASED_MIXTURE, CLAMPED_GLU, SINK_ATTENTION
 from mkd.checkpoint.hf.latent import (
     DENSE_THEN_MIXTURE,
     LATENT_ATTENTION,
@@ -35,13 +35,12 @@ from mkd.checkpoint.hf.parts import (
     EXPERT_FFN,
     EXPERTS_HAVE_FFN,
     FFN,
-    NO_WINDOW,
     NORMALIZED_ROUTER,
     OPTIONAL_NORMALIZED_ROUTER,
     PARTIAL_ROPE,
     ROPE,
+    SILU,
     SIZES,
-    WINDOW,
     ConfigPart,
     experts,
     required,
@@ -61,8 +60,12 @@ from mkd.checkpoint.hf.tables import (
     decoder,
     mixture,
 )
+from mkd.checkpoint.hf.windows import ALTERNATING_WINDOWS, NO_WINDOW, OPTIONAL_LAYER_WINDOWS, WINDOW
 from mkd.checkpoint.hf.yarn import LATENT_ROPE, ROPE_OR_YARN
 from mkd.errors import MkdCheckpointError
+
+_NESTED = ("per_layer_config", "text_config")
+"""Objects in which transformers finds other values of the keys at the top level."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,12 @@ class Family:
 
     def megatron_args(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Megatron arguments for config.json. Raises `MkdCheckpointError` naming a missing or unsupported key."""
+        for key in _NESTED:
+            if value := config.get(key):
+                raise MkdCheckpointError(
+                    f'config.json: "{key}" is {value!r}; only one value of a key for all layers is supported: '
+                    "write the model's keys at the top level"
+                )
         args = {**self.fixed, "hidden_dropout": 0.0}
         for part in self.parts:
             args.update(part.read(ConfigReader({**self.absent, **config})))
@@ -180,36 +189,38 @@ def _but(fixed: Mapping[str, Any], *free: str, **changed: Any) -> dict[str, Any]
 LLAMA = Family(
     architectures=("LlamaForCausalLM",),
     model_type="llama",
-    parts=(SIZES, FFN, ROPE, required(hidden_act="silu", attention_bias=False, mlp_bias=False)),
+    parts=(SIZES, FFN, ROPE, SILU, required(attention_bias=False, mlp_bias=False)),
     table=decoder(_ATTENTION, _DENSE_LAYER),
     fixed=_DENSE,
 )
 MISTRAL = Family(
     architectures=("MistralForCausalLM",),
     model_type="mistral",
-    parts=(SIZES, FFN, ROPE, WINDOW, required(hidden_act="silu")),
+    parts=(SIZES, FFN, ROPE, OPTIONAL_LAYER_WINDOWS, SILU),
     table=decoder(_ATTENTION, _DENSE_LAYER),
-    fixed=_but(_DENSE, "window_size"),
-    absent={"sliding_window": 4096},
+    fixed=_but(_DENSE, "window_size", "window_attn_skip_freq"),
+    absent={"sliding_window": 4096, "num_key_value_heads": 8},
 )
 QWEN2 = Family(
     architectures=("Qwen2ForCausalLM",),
     model_type="qwen2",
-    parts=(SIZES, FFN, ROPE, NO_WINDOW, required(hidden_act="silu")),
+    parts=(SIZES, FFN, ROPE, NO_WINDOW, SILU),
     table=decoder((QKV_WEIGHT, QKV_BIAS, ATTENTION_OUT), _DENSE_LAYER),
     fixed=_but(_DENSE, add_qkv_bias=True),
+    absent={"num_key_value_heads": 32},
 )
 QWEN3 = Family(
     architectures=("Qwen3ForCausalLM",),
     model_type="qwen3",
-    parts=(SIZES, FFN, ROPE, NO_WINDOW, required(hidden_act="silu", attention_bias=False)),
+    parts=(SIZES, FFN, ROPE, NO_WINDOW, SILU, required(attention_bias=False)),
     table=decoder((QKV_WEIGHT, *HEAD_NORMS, ATTENTION_OUT), _DENSE_LAYER),
     fixed=_but(_DENSE, qk_layernorm=True),
+    absent={"num_key_value_heads": 32, "head_dim": 128},
 )
 PHI3 = Family(
     architectures=("Phi3ForCausalLM",),
     model_type="phi3",
-    parts=(SIZES, FFN, ROPE, PARTIAL_ROPE, WINDOW, required(hidden_act="silu", resid_pdrop=0.0, embd_pdrop=0.0)),
+    parts=(SIZES, FFN, ROPE, PARTIAL_ROPE, WINDOW, SILU, required(resid_pdrop=0.0, embd_pdrop=0.0)),
     table=decoder((PACKED_QKV_WEIGHT, ATTENTION_OUT), (MLP_NORM, *PACKED_MLP)),
     fixed=_but(_DENSE, "window_size", "rotary_percent"),
 )
@@ -223,13 +234,15 @@ QWEN3_MOE = Family(
         NO_WINDOW,
         experts("num_experts"),
         OPTIONAL_NORMALIZED_ROUTER,
-        required(hidden_act="silu", attention_bias=False, decoder_sparse_step=1, mlp_only_layers=[]),
+        SILU,
+        required(attention_bias=False, decoder_sparse_step=1, mlp_only_layers=[]),
     ),
     table=decoder(
         (QKV_WEIGHT, *HEAD_NORMS, ATTENTION_OUT),
         (MOE_NORM, *mixture("mlp.", "gate_proj", "up_proj", "down_proj")),
     ),
     fixed=_but(_MIXTURE, qk_layernorm=True),
+    absent={"num_key_value_heads": 4},
 )
 MIXTRAL = Family(
     architectures=("MixtralForCausalLM",),
@@ -241,11 +254,12 @@ MIXTRAL = Family(
         WINDOW,
         experts("num_local_experts"),
         NORMALIZED_ROUTER,
-        required(hidden_act="silu", router_jitter_noise=0.0),
+        SILU,
+        required(router_jitter_noise=0.0),
     ),
     table=decoder(_ATTENTION, (MOE_NORM, *mixture("block_sparse_moe.", "w1", "w3", "w2"))),
     fixed=_but(_MIXTURE, "window_size"),
-    absent={"rope_theta": 1e6},
+    absent={"rope_theta": 1e6, "num_key_value_heads": 8},
 )
 DEEPSEEK_V3 = Family(
     architectures=("DeepseekV3ForCausalLM",),
@@ -254,7 +268,8 @@ DEEPSEEK_V3 = Family(
         LATENT_SIZES,
         LATENT_EXPERTS,
         LATENT_ROPE,
-        required(hidden_act="silu", attention_bias=False, norm_topk_prob=True, rope_interleave=True),
+        SILU,
+        required(attention_bias=False, norm_topk_prob=True, rope_interleave=True),
         required(scoring_func="sigmoid", topk_method="noaux_tc"),
         # transformers' norms of the two latents always use 1e-6, Megatron's use the value of the model
         required(rms_norm_eps=1e-6),
@@ -272,7 +287,13 @@ DEEPSEEK_V3 = Family(
         moe_shared_expert_gate=False,
         group_query_attention=False,
     ),
-    absent={"first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5},
+    absent={
+        "num_key_value_heads": 128,
+        "first_k_dense_replace": 3,
+        "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+    },
 )
 GPT_OSS = Family(
     architectures=("GptOssForCausalLM",),
@@ -281,11 +302,12 @@ GPT_OSS = Family(
         SIZES,
         EXPERTS_HAVE_FFN,
         ROPE_OR_YARN,
-        LAYER_WINDOWS,
+        ALTERNATING_WINDOWS,
         CLAMPED_GLU,
         experts("num_local_experts"),
         NORMALIZED_ROUTER,
-        required(hidden_act="silu", attention_bias=True, swiglu_alpha=1.702),
+        SILU,
+        required(attention_bias=True, swiglu_alpha=1.702),
     ),
     table=decoder(SINK_ATTENTION, BIASED_MIXTURE),
     fixed=_but(
@@ -299,7 +321,7 @@ GPT_OSS = Family(
         softmax_type="learnable",
         use_rope_scaling=False,
     ),
-    absent={"sliding_window": 128, "rope_theta": 150000.0},
+    absent={"sliding_window": 128, "rope_theta": 150000.0, "head_dim": 64, "num_key_value_heads": 8},
 )
 
 FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, QWEN3_MOE, MIXTRAL, DEEPSEEK_V3, GPT_OSS)
@@ -323,12 +345,23 @@ def family_by_name(name: str) -> Family:
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """The family of a config.json. Raises `MkdCheckpointError` with the list of known architectures."""
+    """The family of a config.json, by `architectures` or, without them, by `model_type`.
+
+    Raises:
+        MkdCheckpointError: with the list of known architectures, or naming two keys that contradict each other.
+    """
     known = {name: family for family in FAMILIES for name in family.architectures}
-    names = config.get("architectures")
+    names, model_type = config.get("architectures"), config.get("model_type")
+    if not names:
+        names = [family.architectures[0] for family in FAMILIES if family.model_type == model_type]
     names = names if isinstance(names, list) else [names]
     for name in names:
         if name in known and config.get("architectures") != name:
+            if model_type not in (None, known[name].model_type):
+                raise MkdCheckpointError(
+                    f'config.json: "model_type" is {model_type!r}, "architectures" has {name}, whose model type is '
+                    f"{known[name].model_type!r}; transformers loads by model_type: correct the wrong one of the two"
+                )
             return known[name]
     reasons = "".join(f" ({UNSUPPORTED[name]})" for name in names if name in UNSUPPORTED)
     raise MkdCheckpointError(

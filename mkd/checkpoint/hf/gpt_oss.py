@@ -10,41 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mkd.checkpoint.hf.config import ConfigReader
 from mkd.checkpoint.hf.layouts import REPLICATED, Dims, Layout, Read, TensorShard, rows
 from mkd.checkpoint.hf.parts import Arguments, ConfigPart
 from mkd.checkpoint.hf.tables import ATTENTION_OUT, MOE_NORM, QKV_BIAS, QKV_WEIGHT, Entry, expert_entry
 from mkd.errors import MkdCheckpointError
-
-_SLIDING, _FULL = "sliding_attention", "full_attention"
-
-
-def _read_windows(config: ConfigReader) -> dict[str, Any]:
-    layers = config.size("num_hidden_layers")
-    kinds = config.get("layer_types", list, [(_SLIDING, _FULL)[layer % 2] for layer in range(layers)])
-    if len(kinds) != layers or not {_SLIDING, _FULL}.issuperset(kinds):
-        raise config.fail("layer_types", kinds, f"{layers} times {_SLIDING!r} or {_FULL!r} is needed")
-    window, is_sliding = config.config.get("sliding_window"), [int(kind == _SLIDING) for kind in kinds]
-    if window is None or not any(is_sliding):
-        return {"window_size": None, "window_attn_skip_freq": None}
-    # A window of W tokens includes the query's own token; Megatron counts only the W - 1 before it.
-    return {"window_size": (config.size("sliding_window") - 1, 0), "window_attn_skip_freq": is_sliding}
-
-
-def _write_windows(args: Arguments) -> dict[str, Any]:
-    layers, every = args["num_layers"], args.get("window_attn_skip_freq")
-    if not args.get("window_size"):
-        return {"sliding_window": None, "layer_types": [_FULL] * layers}
-    if every is None:
-        every = [1] * layers
-    elif isinstance(every, int):
-        every = [int((layer + 1) % every != 0) for layer in range(layers)]
-    kinds = [_SLIDING if is_sliding else _FULL for is_sliding in every]
-    return {"sliding_window": args["window_size"][0] + 1, "layer_types": kinds}
-
-
-LAYER_WINDOWS = ConfigPart(_read_windows, _write_windows)
-"""Each layer attends to the sliding window or to the full sequence, according to `layer_types`."""
 
 
 def _write_limit(args: Arguments) -> dict[str, Any]:

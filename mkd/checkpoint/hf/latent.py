@@ -24,7 +24,8 @@ _WIDTHS = {
 
 def _read_sizes(config: ConfigReader) -> dict[str, Any]:
     heads = config.size("num_attention_heads")
-    config.require("num_key_value_heads", heads, default=heads)
+    if (groups := config.size("num_key_value_heads", default=heads)) != heads:
+        raise config.fail("num_key_value_heads", groups, f"only num_attention_heads, {heads}, is supported")
     widths = {argument: config.size(key) for key, argument in _WIDTHS.items()}
     if "q_lora_rank" in config.config and config.config["q_lora_rank"] is None:
         raise config.fail("q_lora_rank", None, "megatron-core 0.19's latent attention with norms needs one")
@@ -71,7 +72,8 @@ def _read_experts(config: ConfigReader) -> dict[str, Any]:
     layers, dense = config.size("num_hidden_layers"), config.get("first_k_dense_replace", int, 0)
     if not 0 <= dense < layers:
         raise config.fail("first_k_dense_replace", dense, f"it must be at least 0 and below the {layers} layers")
-    experts, chosen = config.size("n_routed_experts"), config.size("num_experts_per_tok")
+    experts = config.size(config.only_key("n_routed_experts", "num_local_experts"))
+    chosen = config.size("num_experts_per_tok")
     if not 2 <= chosen <= experts:
         raise config.fail("num_experts_per_tok", chosen, f"it must be from 2 to n_routed_experts {experts}")
     groups, best = config.size("n_group", default=1), config.size("topk_group", default=1)

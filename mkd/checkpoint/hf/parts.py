@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mkd.checkpoint.hf.config import ConfigReader, read_rope, write_rope
+from mkd.checkpoint.hf.config import ConfigReader, RopeConfig, read_rope, write_rope
 
 Arguments = Mapping[str, Any]
 
@@ -28,6 +28,16 @@ def required(**values: Any) -> ConfigPart:
         return {}
 
     return ConfigPart(read, lambda args: dict(values))
+
+
+def _read_activation(config: ConfigReader) -> dict[str, Any]:
+    if config.config.get("hidden_act") != "swish":  # transformers' other name of SiLU
+        config.require("hidden_act", "silu", default="silu")
+    return {}
+
+
+SILU = ConfigPart(_read_activation, lambda args: {"hidden_act": "silu"})
+"""The activation of the MLPs."""
 
 
 def _read_sizes(config: ConfigReader) -> dict[str, Any]:
@@ -85,41 +95,18 @@ ROPE = ConfigPart(read_rope, write_rope)
 
 
 def _read_partial_rope(config: ConfigReader) -> dict[str, Any]:
-    inside = (config.config.get("rope_parameters") or {}).get("partial_rotary_factor")
-    share = config.get("partial_rotary_factor", (int, float), 1.0 if inside is None else inside)
+    share = RopeConfig.read(config).rotary_share
     if not 0 < share <= 1:
         raise config.fail("partial_rotary_factor", share, "it must be above 0 and at most 1")
-    return {"rotary_percent": float(share)}
+    return {"rotary_percent": share}
 
 
 PARTIAL_ROPE = ConfigPart(_read_partial_rope, lambda args: {"partial_rotary_factor": args["rotary_percent"]})
 """Rope rotates only the first channels of each attention head (`partial_rotary_factor`)."""
 
 
-def _read_window(config: ConfigReader) -> dict[str, Any]:
-    # A window of W tokens includes the query's own token; Megatron counts only the W - 1 before it.
-    window = config.size("sliding_window", default=None) if config.config.get("sliding_window") is not None else None
-    return {"window_size": None if window is None else (window - 1, 0)}
-
-
-WINDOW = ConfigPart(
-    _read_window, lambda args: {"sliding_window": args["window_size"][0] + 1 if args.get("window_size") else None}
-)
-"""All layers attend to a sliding window, or all to the full sequence."""
-
-
-def _read_no_window(config: ConfigReader) -> dict[str, Any]:
-    config.require("use_sliding_window", False, default=False)
-    return {}
-
-
-NO_WINDOW = ConfigPart(_read_no_window, lambda args: {"use_sliding_window": False, "sliding_window": None})
-"""Qwen's window key has no effect unless `use_sliding_window` is true, which is refused."""
-
-
 def _read_experts(config: ConfigReader) -> dict[str, Any]:
-    known = config.config
-    key = "num_local_experts" if known.get("num_local_experts") is not None else "num_experts"
+    key = config.only_key("num_experts", "num_local_experts")
     experts = config.size(key)
     chosen = config.size("num_experts_per_tok")
     if chosen > experts:

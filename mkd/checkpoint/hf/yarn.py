@@ -29,15 +29,21 @@ def _read(config: ConfigReader, kind_argument: str, names: Mapping[str, str]) ->
         "mscale": 1.0,
         "mscale_all_dim": 0.0,
     }
-    return args if rope.kind == "default" else {**args, **_read_yarn(rope.scaling, names), kind_argument: "yarn"}
+    if rope.kind == "default":
+        return args
+    rope.require_whole_heads()
+    return {**args, **_read_yarn(rope.scaling, names), kind_argument: "yarn"}
 
 
 def _read_yarn(scaling: ConfigReader, names: Mapping[str, str]) -> dict[str, Any]:
     scaling.require("attention_factor", None, default=None)
+    if "truncate" in scaling.config and scaling.config["truncate"] is None:
+        raise scaling.fail("truncate", None, "true or false is needed")
     values: dict[str, Any] = {
         "original_max_position_embeddings": scaling.size("original_max_position_embeddings"),
-        "beta_fast": float(scaling.get("beta_fast", (int, float), 32.0)),
-        "beta_slow": float(scaling.get("beta_slow", (int, float), 1.0)),
+        # transformers uses the defaults for 0 too
+        "beta_fast": float(scaling.get("beta_fast", (int, float), 32.0) or 32.0),
+        "beta_slow": float(scaling.get("beta_slow", (int, float), 1.0) or 1.0),
         "truncate": scaling.get("truncate", bool, True),
     }
     if "truncate" not in names:
@@ -72,7 +78,7 @@ def _part(kind_argument: str, names: Mapping[str, str]) -> ConfigPart:
 
 
 def _read_given(config: ConfigReader) -> dict[str, Any]:
-    if all(config.config.get(key) is None for key in ("rope_parameters", "rope_scaling")):
+    if config.config.get("rope_parameters") is None and not config.config.get("rope_scaling"):
         raise config.fail(
             "rope_parameters", None, "an object is needed: without one transformers uses its own yarn values"
         )

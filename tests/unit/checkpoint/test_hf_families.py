@@ -195,7 +195,7 @@ def test_window_includes_the_token_itself():
 def test_every_absent_key_has_the_default_of_transformers(family):
     """The arguments equal those of a config.json with transformers' default values filled in."""
     latent = {key: 8 for key in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")}
-    counts = {"n_routed_experts": 16, "n_shared_experts": 1, "num_key_value_heads": 6, "num_hidden_layers": 5}
+    counts = {"n_routed_experts": 8, "n_shared_experts": 1, "num_key_value_heads": 6, "num_hidden_layers": 5}
     config = {**QWEN3_MOE, "architectures": [family.architectures[0]], "num_local_experts": 8}
     config |= {**latent, **counts, "num_experts_per_tok": 8, "rms_norm_eps": 1e-6}
     for key in ("rope_theta", "rope_scaling", "rope_parameters", "sliding_window", "norm_topk_prob"):
@@ -238,6 +238,76 @@ def test_unsupported_value_of_a_family_is_named(architecture, key, value):
     config = {**QWEN3_MOE, "architectures": [architecture], key: value}
     with pytest.raises(MkdCheckpointError, match=re.escape(f'"{key}" is {value!r}')):
         family_of(config).megatron_args(config)
+
+
+def test_rope_scaling_replaces_rope_parameters():
+    """transformers takes nothing from `rope_parameters`, rope_theta neither, when `rope_scaling` is not empty."""
+    plain = {"rope_type": "default", "rope_theta": 5e5}
+    with pytest.raises(MkdCheckpointError, match=r"rope_scaling\.rope_type\" is 'yarn'"):
+        args_of(rope_parameters=plain, rope_scaling={"rope_type": "yarn", "factor": 4.0})
+    with pytest.raises(MkdCheckpointError, match=r"rope_scaling\.type\" is 'linear'"):
+        args_of(rope_parameters=plain, rope_scaling={"type": "linear", "factor": 2.0})
+    args = args_of(rope_parameters=plain, rope_scaling=OLD_ROPE)
+    assert (args["rotary_base"], args["use_rope_scaling"]) == (10000, True)
+    assert args_of(rope_parameters=plain, rope_scaling={})["rotary_base"] == 500000
+
+
+@pytest.mark.parametrize(
+    ("rope", "share"),
+    [
+        ({"partial_rotary_factor": 0.5}, 0.5),
+        ({"partial_rotary_factor": 0.5, "rope_parameters": {"partial_rotary_factor": 0.75}}, 0.75),
+        ({"partial_rotary_factor": 0.5, "rope_parameters": {"rope_type": "default"}}, 0.5),
+        ({"rope_scaling": {"type": "default", "partial_rotary_factor": 0.25}, "partial_rotary_factor": 0.5}, 0.25),
+        ({"rope_scaling": {"type": "default"}, "rope_parameters": {"partial_rotary_factor": 0.5}}, 1.0),
+    ],
+)
+def test_share_of_partial_rope(rope, share):
+    config = {**CONFIG, "architectures": ["Phi3ForCausalLM"], **rope}
+    assert family_of(config).megatron_args(config)["rotary_percent"] == share
+
+
+MISTRAL = {**CONFIG, "architectures": ["MistralForCausalLM"], "sliding_window": 8}
+
+
+def test_mistral_windows_by_layer():
+    config = {**MISTRAL, "layer_types": ["sliding_attention", "full_attention", "full_attention", "full_attention"]}
+    args = family_of(config).megatron_args(config)
+    assert (args["window_size"], args["window_attn_skip_freq"]) == ((7, 0), [1, 0, 0, 0])
+    assert family_of(config).hf_config(args)["layer_types"] == config["layer_types"]
+    every = {**MISTRAL, "layer_types": ["sliding_attention"] * 4}
+    plain = family_of(MISTRAL).megatron_args(MISTRAL)
+    assert family_of(every).megatron_args(every) == plain
+    assert "layer_types" not in family_of(MISTRAL).hf_config(plain)
+
+
+CONTRADICTIONS = {
+    "model_type": {"model_type": "mistral"},
+    "per_layer_config": {"per_layer_config": {"1": {"num_key_value_heads": 6}}},
+    "text_config": {"text_config": {"tie_word_embeddings": True}},
+    "num_local_experts": {"architectures": ["Qwen3MoeForCausalLM"], "num_local_experts": 4},
+    "layer_types": {"architectures": ["Qwen2ForCausalLM"], "layer_types": ["sliding_attention"] * 4},
+    "original_max_position_embeddings": {"original_max_position_embeddings": 96, "rope_scaling": OLD_ROPE},
+    "rope_parameters.full_attention": {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+    "rope_scaling.partial_rotary_factor": {"rope_scaling": {**OLD_ROPE, "partial_rotary_factor": 0.5}},
+}
+
+
+@pytest.mark.parametrize("key", CONTRADICTIONS)
+def test_contradiction_is_named(key):
+    config = {**QWEN3_MOE, **CONFIG, **CONTRADICTIONS[key]}
+    with pytest.raises(MkdCheckpointError, match=f'"{re.escape(key)}" is'):
+        family_of(config).megatron_args(config)
+
+
+def test_model_type_without_architectures():
+    config = {**CONFIG, "model_type": "llama"}
+    for names in (None, []):
+        assert family_of({**config, "architectures": names}) is LLAMA
+
+
+def test_swish_is_silu():
+    assert args_of(hidden_act="swish") == args_of()
 
 
 # test_hf_yarn_families.py covers the families with other sizes.

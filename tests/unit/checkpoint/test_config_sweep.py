@@ -1,0 +1,465 @@
+"""config.json in many spellings: mkd computes what the installed transformers computes, or refuses the key by name.
+
+For each family and spelling, transformers loads the folder and builds the model; its facts are read from modules, rope
+frequencies and attention patterns. mkd's facts come from its Megatron arguments and Megatron's own rope classes.
+"""
+
+import json
+import math
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.models.common.embeddings import rotary_pos_embedding as rope_module
+from megatron.core.models.common.embeddings import yarn_rotary_pos_embedding as yarn
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from mkd.checkpoint.hf.families import FAMILIES, family_of
+from mkd.errors import MkdCheckpointError
+
+ABSENT = object()
+TOKENS = 12
+COMMON = {
+    "vocab_size": 23,
+    "hidden_size": 24,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "rope_theta": 5e4,
+    "initializer_range": 0.5,
+    "hidden_act": "silu",
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+PLAIN = {"rope_type": "default"}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 12}
+BASES = {
+    "llama": COMMON,
+    "mistral": COMMON | {"sliding_window": 5},
+    "qwen2": COMMON | {"head_dim": ABSENT},
+    "qwen3": COMMON,
+    "phi3": COMMON | {"sliding_window": 5, "head_dim": ABSENT},
+    "qwen3_moe": COMMON | EXPERTS | {"num_experts": 4, "norm_topk_prob": True},
+    "mixtral": COMMON | {"num_experts_per_tok": 2, "num_local_experts": 4},
+    "deepseek_v3": COMMON
+    | EXPERTS
+    | {
+        "num_key_value_heads": 4,
+        "head_dim": ABSENT,
+        "rms_norm_eps": 1e-6,
+        "q_lora_rank": 10,
+        "kv_lora_rank": 6,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "rope_interleave": True,
+    },
+    "gpt_oss": COMMON
+    | {
+        "num_experts_per_tok": 2,
+        "num_local_experts": 4,
+        "sliding_window": 5,
+        "attention_bias": True,
+        "rope_scaling": YARN | {"truncate": False},
+    },
+}
+ALTERNATING = ["sliding_attention", "full_attention"]
+NO_ROPE = {"rope_theta": ABSENT, "rope_scaling": ABSENT, "rope_parameters": ABSENT}
+
+ROPE_SPELLINGS = {
+    "no rope keys": NO_ROPE,
+    "theta on top": NO_ROPE | {"rope_theta": 2e4},
+    "theta as an integer": NO_ROPE | {"rope_theta": 20000},
+    "theta in rope_parameters": NO_ROPE | {"rope_parameters": PLAIN | {"rope_theta": 2e4}},
+    "theta in rope_scaling": NO_ROPE | {"rope_scaling": PLAIN | {"rope_theta": 2e4}},
+    "two thetas, rope_parameters": {"rope_scaling": ABSENT, "rope_parameters": PLAIN | {"rope_theta": 2e4}},
+    "two thetas, rope_scaling": {"rope_scaling": PLAIN | {"rope_theta": 2e4}},
+    "theta in both objects": NO_ROPE
+    | {"rope_parameters": PLAIN | {"rope_theta": 2e4}, "rope_scaling": PLAIN | {"rope_theta": 3e4}},
+    "theta in the overridden object": NO_ROPE
+    | {"rope_parameters": PLAIN | {"rope_theta": 2e4}, "rope_scaling": {"type": "default"}},
+    "only rope_theta in rope_parameters": NO_ROPE | {"rope_parameters": {"rope_theta": 2e4}},
+    "empty rope_scaling": {"rope_scaling": {}},
+    "empty rope_scaling, rope_parameters": {"rope_scaling": {}, "rope_parameters": PLAIN},
+    "empty rope_scaling, yarn in rope_parameters": {"rope_scaling": {}, "rope_parameters": YARN},
+    "empty rope_parameters": {"rope_scaling": ABSENT, "rope_parameters": {}},
+    "empty rope_parameters, rope_scaling null": {"rope_scaling": None, "rope_parameters": {}},
+    "both null": {"rope_scaling": None, "rope_parameters": None},
+    "yarn over rope_parameters": {"rope_parameters": PLAIN | {"rope_theta": 2e4}, "rope_scaling": YARN},
+    "linear over rope_parameters": {"rope_parameters": PLAIN | {"rope_theta": 2e4}, "rope_scaling": LINEAR},
+    "llama3 over rope_parameters": {"rope_parameters": PLAIN | {"rope_theta": 2e4}, "rope_scaling": LLAMA3},
+    "dynamic over rope_parameters": {"rope_parameters": PLAIN, "rope_scaling": LINEAR | {"rope_type": "dynamic"}},
+    "plain over yarn": {"rope_parameters": YARN, "rope_scaling": PLAIN},
+    "rope_scaling of another type": {"rope_scaling": "yarn"},
+    "yarn in rope_parameters": {"rope_scaling": ABSENT, "rope_parameters": YARN},
+    "linear in rope_parameters": {"rope_scaling": ABSENT, "rope_parameters": LINEAR},
+    "llama3 in rope_parameters": {"rope_scaling": ABSENT, "rope_parameters": LLAMA3},
+    "old key type": {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    "old key type, yarn": {"rope_scaling": YARN | {"type": "yarn", "rope_type": None}},
+    "type and rope_type differ": {"rope_scaling": LINEAR | {"rope_type": "default", "type": "linear"}},
+    "type and rope_type differ, yarn": {"rope_scaling": YARN | {"type": "default"}},
+    "rope_type null": {"rope_scaling": {"rope_type": None, "type": "linear", "factor": 2.0}},
+    "original length on top": {"original_max_position_embeddings": 32, "rope_scaling": YARN},
+    "original length on top, llama3": {"original_max_position_embeddings": 32, "rope_scaling": LLAMA3},
+    "original length on top alone": {
+        "original_max_position_embeddings": 32,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
+    },
+    "yarn without original length": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+    "yarn with beta 0": {"rope_scaling": YARN | {"beta_fast": 0, "beta_slow": 0}},
+    "yarn with betas": {"rope_scaling": YARN | {"beta_fast": 4, "beta_slow": 2}},
+    "yarn with mscales": {"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 0.4}},
+    "yarn with mscale": {"rope_scaling": YARN | {"mscale": 0.7}},
+    "yarn with mscale_all_dim": {"rope_scaling": YARN | {"mscale_all_dim": 0.4}},
+    "yarn with attention_factor": {"rope_scaling": YARN | {"attention_factor": 2.0}},
+    "yarn truncated": {"rope_scaling": YARN | {"truncate": True}},
+    "yarn not truncated": {"rope_scaling": YARN | {"truncate": False}},
+    "yarn with partial rope": {"rope_scaling": YARN | {"partial_rotary_factor": 0.5}},
+    "yarn with partial rope on top": {"rope_scaling": YARN, "partial_rotary_factor": 0.5},
+    "llama3 with partial rope": {"rope_scaling": LLAMA3 | {"partial_rotary_factor": 0.5}},
+    "partial rope on top": {"partial_rotary_factor": 0.5},
+    "partial rope in rope_parameters": {
+        "rope_scaling": ABSENT,
+        "rope_parameters": PLAIN | {"partial_rotary_factor": 0.5},
+    },
+    "partial rope in rope_scaling": {"rope_scaling": PLAIN | {"partial_rotary_factor": 0.5}},
+    "two shares of partial rope": {
+        "partial_rotary_factor": 0.5,
+        "rope_scaling": ABSENT,
+        "rope_parameters": PLAIN | {"partial_rotary_factor": 1.0},
+    },
+    "share of partial rope in the overridden object": {
+        "rope_scaling": PLAIN,
+        "rope_parameters": PLAIN | {"partial_rotary_factor": 0.5},
+    },
+    "rope by layer type": {
+        "rope_scaling": ABSENT,
+        "rope_parameters": {"full_attention": PLAIN | {"rope_theta": 2e4}, "sliding_attention": PLAIN},
+    },
+    "rope by layer type, with layer_types": {
+        "rope_scaling": ABSENT,
+        "layer_types": ALTERNATING,
+        "rope_parameters": {"full_attention": PLAIN | {"rope_theta": 2e4}, "sliding_attention": PLAIN},
+    },
+    "local theta": {"rope_local_base_freq": 2e4},
+}
+ATTENTION_SPELLINGS = {
+    "as it is": {},
+    "window": {"sliding_window": 3},
+    "window null": {"sliding_window": None},
+    "window absent": {"sliding_window": ABSENT},
+    "window used": {"sliding_window": 3, "use_sliding_window": True},
+    "window not used": {"sliding_window": 3, "use_sliding_window": False},
+    "window used from layer 1": {"sliding_window": 3, "use_sliding_window": True, "max_window_layers": 1},
+    "window used in no layer": {"sliding_window": 3, "use_sliding_window": True, "max_window_layers": 2},
+    "max_window_layers alone": {"sliding_window": 3, "max_window_layers": 1},
+    "alternating layers": {"sliding_window": 3, "layer_types": ALTERNATING},
+    "alternating layers, window null": {"sliding_window": None, "layer_types": ALTERNATING},
+    "alternating layers, window absent": {"sliding_window": ABSENT, "layer_types": ALTERNATING},
+    "alternating layers, window used": {"sliding_window": 3, "use_sliding_window": True, "layer_types": ALTERNATING},
+    "alternating layers, window not used": {
+        "sliding_window": 3,
+        "use_sliding_window": False,
+        "layer_types": ALTERNATING,
+    },
+    "full layers": {"sliding_window": 3, "layer_types": ["full_attention"] * 2},
+    "full layers, window used": {
+        "sliding_window": 3,
+        "use_sliding_window": True,
+        "layer_types": ["full_attention"] * 2,
+    },
+    "sliding layers": {"sliding_window": 3, "layer_types": ["sliding_attention"] * 2},
+    "layer_types null": {"sliding_window": 3, "layer_types": None},
+    "layer_types too short": {"sliding_window": 3, "layer_types": ["full_attention"]},
+    "chunked layers": {"layer_types": ["chunked_attention"] * 2, "attention_chunk_size": 3},
+    "head_dim absent": {"head_dim": ABSENT},
+    "head_dim null": {"head_dim": None},
+    "head_dim": {"head_dim": 4},
+    "groups absent": {"num_key_value_heads": ABSENT},
+    "groups null": {"num_key_value_heads": None},
+    "groups equal heads": {"num_key_value_heads": 4},
+    "one group": {"num_key_value_heads": 1},
+    "multi_query": {"multi_query": True},
+    "attention_bias": {"attention_bias": True},
+    "no attention_bias": {"attention_bias": False},
+    "qkv_bias": {"qkv_bias": True},
+    "mlp_bias": {"mlp_bias": True},
+    "use_bias": {"use_bias": True},
+    "attention_multiplier": {"attention_multiplier": 0.3},
+    "attention_dropout": {"attention_dropout": 0.1},
+    "attention_dropout absent": {"attention_dropout": ABSENT},
+}
+OTHER_SPELLINGS = {
+    "tied": {"tie_word_embeddings": True},
+    "tie absent": {"tie_word_embeddings": ABSENT},
+    "tied in text_config": {"text_config": {"tie_word_embeddings": True}},
+    "tied in text_config, tie absent": {"tie_word_embeddings": ABSENT, "text_config": {"tie_word_embeddings": True}},
+    "untied in text_config": {"tie_word_embeddings": True, "text_config": {"tie_word_embeddings": False}},
+    "other eps": {"rms_norm_eps": 1e-3},
+    "layer_norm_eps": {"layer_norm_eps": 1e-2},
+    "norm_eps and layer_norm_epsilon": {"norm_eps": 1e-2, "layer_norm_epsilon": 1e-2},
+    "eps absent": {"rms_norm_eps": ABSENT, "layer_norm_eps": 1e-2},
+    "two dtypes": {"torch_dtype": "float16", "dtype": "float32"},
+    "torch_dtype": {"torch_dtype": "float32"},
+    "several ends": {"eos_token_id": [1, 2]},
+    "swish": {"hidden_act": "swish"},
+    "gelu": {"hidden_act": "gelu"},
+    "activation absent": {"hidden_act": ABSENT},
+    "hidden_activation": {"hidden_activation": "gelu"},
+    "resid_pdrop": {"resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    "pretraining_tp": {"pretraining_tp": 2},
+    "per layer groups": {"per_layer_config": {"1": {"num_key_value_heads": 4}}},
+    "per layer window": {"per_layer_config": {"1": {"sliding_window": 2}}},
+    "per layer nothing": {"per_layer_config": {}},
+    "architectures absent": {"architectures": ABSENT},
+    "architectures null": {"architectures": None},
+    "model_type of mistral": {"model_type": "mistral", "sliding_window": 3},
+    "model_type of qwen2": {"model_type": "qwen2"},
+    "model_type of llama": {"model_type": "llama"},
+    "architectures of llama": {"architectures": ["LlamaForCausalLM"]},
+    "two architectures": {"architectures": ["LlamaForCausalLM", "MistralForCausalLM"]},
+    "logit scale": {"logits_scaling": 2.0, "final_logit_softcapping": 30.0},
+    "old names of sizes": {"n_layer": 5, "n_head": 3, "n_embd": 8},
+}
+EXPERT_SPELLINGS = {
+    "num_experts": {"num_experts": 4},
+    "other num_experts": {"num_experts": 2},
+    "num_local_experts": {"num_local_experts": 4},
+    "other num_local_experts": {"num_local_experts": 2},
+    "only num_experts": {"num_experts": 8, "num_local_experts": ABSENT, "n_routed_experts": ABSENT},
+    "only num_local_experts": {"num_local_experts": 8, "num_experts": ABSENT, "n_routed_experts": ABSENT},
+    "num_local_experts, num_experts null": {"num_local_experts": 4, "num_experts": None},
+    "num_experts, num_local_experts null": {"num_experts": 4, "num_local_experts": None},
+    "experts_per_token": {"experts_per_token": 1},
+    "all experts chosen": {"num_experts_per_tok": 4},
+    "normalized": {"norm_topk_prob": True},
+    "not normalized": {"norm_topk_prob": False},
+    "normalization absent": {"norm_topk_prob": ABSENT},
+    "normalization null": {"norm_topk_prob": None},
+    "dense layer": {"mlp_only_layers": [1]},
+    "no dense layer": {"mlp_only_layers": []},
+    "dense layers null": {"mlp_only_layers": None},
+    "every second layer": {"decoder_sparse_step": 2},
+    "moe_layer_freq": {"moe_layer_freq": 2},
+    "two dense layers": {"first_k_dense_replace": 2},
+    "no leading dense layer": {"first_k_dense_replace": 0},
+    "leading dense layers absent": {"first_k_dense_replace": ABSENT},
+    "mlp_layer_types": {"mlp_layer_types": ["dense", "sparse"]},
+    "mlp_layer_types, all sparse": {"mlp_layer_types": ["sparse", "sparse"]},
+    "no groups of experts": {"n_group": 1, "topk_group": 1},
+    "groups of experts absent": {"n_group": ABSENT, "topk_group": ABSENT},
+    "scaling": {"routed_scaling_factor": 1.5},
+    "scaling absent": {"routed_scaling_factor": ABSENT},
+    "softmax scores": {"scoring_func": "softmax"},
+    "greedy selection": {"topk_method": "greedy"},
+    "two shared experts": {"n_shared_experts": 2},
+    "shared_expert_intermediate_size": {"shared_expert_intermediate_size": 16},
+    "expert width absent": {"moe_intermediate_size": ABSENT},
+    "other expert width": {"moe_intermediate_size": 16},
+    "rope not interleaved": {"rope_interleave": False},
+    "limit": {"swiglu_limit": 3.0},
+    "limit absent": {"swiglu_limit": ABSENT},
+    "alpha": {"swiglu_alpha": 1.0},
+    "prediction layers": {"num_nextn_predict_layers": 1},
+    "num_mtp_layers": {"num_mtp_layers": 1},
+    "jitter": {"router_jitter_noise": 0.1},
+}
+SPELLINGS = {**ROPE_SPELLINGS, **ATTENTION_SPELLINGS, **OTHER_SPELLINGS}
+HAVE_EXPERTS = {"qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"}
+
+
+def spelled(family, change):
+    whole = {"architectures": list(family.architectures), "model_type": family.model_type}
+    whole |= BASES[family.model_type] | change
+    return {key: value for key, value in whole.items() if value is not ABSENT}
+
+
+def transformers_facts(folder, config):
+    """Facts of the model that transformers builds from the folder; raises what transformers raises."""
+    (folder / "config.json").write_text(json.dumps(config))
+    loaded = AutoConfig.from_pretrained(folder)
+    loaded.dtype = torch.float32
+    model = AutoModelForCausalLM.from_config(loaded, attn_implementation="eager").eval()
+    with torch.no_grad():
+        output = model(torch.arange(TOKENS)[None], output_attentions=True, use_cache=False)
+    layer = model.model.layers[0]
+    rope = model.model.rotary_emb
+    weights = {name: tuple(value.shape) for name, value in model.state_dict().items() if not is_mixture(name)}
+    return {
+        "weights": weights,
+        "parameters": sum(p.numel() for p in model.parameters()) + sum(e.numel() for e in biases_of_experts(model)),
+        "tied": model.lm_head.weight is model.model.embed_tokens.weight,
+        "eps": layer.input_layernorm.variance_epsilon,
+        "activation": activation(model),
+        "windows": [window_of(attention[0]) for attention in output.attentions],
+        "frequencies": [round(value, 6) for value in (rope.inv_freq * 1.0).tolist()],
+        "rope scale": round(float(rope.attention_scaling), 5),
+        "softmax scale": round(layer.self_attn.scaling, 5),
+        "dropout": layer.self_attn.attention_dropout,
+        "positions": loaded.max_position_embeddings,
+        "router": router(loaded, model),
+    }
+
+
+def biases_of_experts(model):
+    return [value for name, value in model.named_buffers() if name.endswith("e_score_correction_bias")]
+
+
+def is_mixture(name):
+    return any(part in name for part in (".experts.", ".router.", "mlp.gate.", "block_sparse_moe"))
+
+
+def activation(model):
+    """Class of the activation, or the constants of gpt-oss."""
+    for module in model.modules():
+        if hasattr(module, "limit"):
+            return (module.alpha, module.limit)
+    module = next(module for module in model.modules() if hasattr(module, "act_fn") or hasattr(module, "activation_fn"))
+    function = getattr(module, "act_fn", None) or module.activation_fn
+    return "silu" if type(function) in (nn.SiLU, type(nn.SiLU())) or "SiLU" in repr(function) else repr(function)
+
+
+def window_of(attention):
+    """Number of tokens that the last token attends to, its own included; None for all of them."""
+    seen = int((attention[0, -1] > 0).sum())
+    return None if seen == attention.shape[-1] else seen
+
+
+def router(config, model):
+    """top-k, normalization, groups and scale of the first mixture."""
+    layers = [type(layer.mlp).__name__ for layer in model.model.layers]
+    if config.model_type not in HAVE_EXPERTS:
+        return None
+    can_skip_normalization = config.model_type in ("qwen3_moe", "deepseek_v3")
+    facts = {
+        "experts": config.num_local_experts,
+        "chosen": config.num_experts_per_tok,
+        "dense": [name.endswith("V3MLP") or name == "Qwen3MoeMLP" for name in layers],
+        "normalized": not can_skip_normalization or bool(config.norm_topk_prob),
+    }
+    if config.model_type == "deepseek_v3":
+        groups = config.n_group if config.n_group > 1 else None
+        facts |= {"groups": groups, "best": config.topk_group if groups else None}
+        facts |= {"scale": config.routed_scaling_factor, "interleaved": config.rope_interleave}
+    return facts
+
+
+def mkd_facts(config):
+    """The same facts from mkd's Megatron arguments; raises `MkdCheckpointError`."""
+    family = family_of(config)
+    args = SimpleNamespace(**(family.fixed | family.megatron_args(config)))
+    tied = not args.untie_embeddings_and_output_weights
+    shapes = [(name, shape) for item in family.tensors(vars(args)) for name, shape in item.shapes.items()]
+    sizes = {name: math.prod(shape) for name, shape in shapes if not (tied and name in family.tied)}
+    every = getattr(args, "window_attn_skip_freq", None)
+    window = args.window_size[0] + 1 if args.window_size and args.window_size[0] + 1 < TOKENS else None
+    layers = every if isinstance(every, list) else [1] * args.num_layers
+    latent = args.multi_latent_attention
+    softmax = 1 / math.sqrt(args.qk_head_dim + args.qk_pos_emb_head_dim if latent else args.kv_channels)
+    frequencies, scale = rope_facts(args)
+    if latent and args.rope_type == "yarn":
+        softmax *= yarn._yarn_get_mscale(args.rotary_scaling_factor, args.mscale_all_dim) ** 2
+    return {
+        "weights": {name: shape for name, shape in shapes if not is_mixture(name)},
+        "parameters": sum(sizes.values()),
+        "tied": tied,
+        "eps": args.layernorm_epsilon,
+        "activation": (1.702, args.activation_func_clamp_value) if family.model_type == "gpt_oss" else "silu",
+        "windows": [window if sliding else None for sliding in layers],
+        "frequencies": [round(value, 6) for value in frequencies],
+        "rope scale": round(scale, 5),
+        "softmax scale": round(softmax, 5),
+        "dropout": args.attention_dropout,
+        "positions": args.max_position_embeddings,
+        "router": router_facts(family, args),
+    }
+
+
+def router_facts(family, args):
+    if family.model_type not in HAVE_EXPERTS:
+        return None
+    every = args.moe_layer_freq if isinstance(args.moe_layer_freq, list) else [1] * args.num_layers
+    facts = {
+        "experts": args.num_experts,
+        "chosen": args.moe_router_topk,
+        "dense": [not mixture for mixture in every],
+        "normalized": not args.moe_router_pre_softmax,
+    }
+    if family.model_type == "deepseek_v3":
+        facts |= {"groups": args.moe_router_num_groups, "best": args.moe_router_group_topk}
+        facts |= {"scale": args.moe_router_topk_scaling_factor, "interleaved": True}
+    return facts
+
+
+def rope_facts(args):
+    """(frequencies, factor of sine and cosine) of Megatron's rope classes."""
+    width = args.qk_pos_emb_head_dim if args.multi_latent_attention else args.kv_channels
+    if "yarn" not in (args.position_embedding_type, getattr(args, "rope_type", None)):
+        rope = rope_module.RotaryEmbedding(
+            width,
+            args.rotary_percent,
+            rotary_base=args.rotary_base,
+            rope_scaling=args.use_rope_scaling,
+            rope_scaling_factor=getattr(args, "rope_scaling_factor", 8.0),
+            use_cpu_initialization=True,
+        )
+        return rope.inv_freq.tolist(), 1.0
+    prefix = "" if args.multi_latent_attention else "yarn_"
+    fast, slow, length = (
+        getattr(args, prefix + name) for name in ("beta_fast", "beta_slow", "original_max_position_embeddings")
+    )
+    whole = getattr(args, "yarn_correction_range_round_to_int", True)
+    low, high = yarn._yarn_find_correction_range(fast, slow, width, args.rotary_base, length, whole)
+    own = 1.0 - yarn._yarn_linear_ramp_mask(low, high, width // 2, device="cpu").float()
+    plain = 1.0 / args.rotary_base ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
+    factor = args.rotary_scaling_factor
+    scale = yarn._yarn_get_concentration_factor(factor, args.mscale, args.mscale_all_dim)
+    return (plain / factor * (1 - own) + plain * own).tolist(), float(scale)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
+def test_no_silent_difference(family, tmp_path):
+    """Every spelling that transformers loads is computed alike, or refused with its key; most are computed."""
+    spellings = SPELLINGS | (EXPERT_SPELLINGS if family.model_type in HAVE_EXPERTS else {})
+    different, unnamed, equal = {}, {}, 0
+    for name, change in spellings.items():
+        config = spelled(family, change)
+        try:
+            own = mkd_facts(config)
+        except MkdCheckpointError as error:
+            if not re.match(r'config.json(:.* "?[\w.]+"? is .*[;,:] .+| has no "[\w.]+")', str(error)):
+                unnamed[name] = str(error)
+            continue
+        try:
+            theirs = transformers_facts(tmp_path, config)
+        except Exception:  # transformers cannot load or run this spelling, in many ways
+            continue
+        differences = {key: (theirs[key], own[key]) for key in own if theirs[key] != own[key]}
+        if differences:
+            different[name] = differences
+        equal += not differences
+    assert not different
+    assert not unnamed
+    assert equal >= 60
