@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from mkd.checkpoint.hf.check import read_architecture
 from mkd.checkpoint.hf.export import export_hf
+from mkd.checkpoint.hf.families import family_of
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.import_ import import_hf
 from mkd.checkpoint.hf.model_card import model_card
@@ -66,8 +67,12 @@ def test_round_trip_is_bit_equal(folders, model, tmp_path):
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert after[name].dtype == tensor.dtype and torch.equal(after[name], tensor), name
-    for name in ("config.json", "generation_config.json", "tokenizer.json"):
+    for name in ("generation_config.json", "tokenizer.json"):
         assert json.loads((out / name).read_text()) == json.loads((original / name).read_text()), name
+    config = json.loads((original / "config.json").read_text())
+    for_transformers_4 = family_of(config).config_for_transformers_4(config)
+    assert json.loads((out / "config.json").read_text()) == for_transformers_4
+    assert for_transformers_4["rope_theta"] == config["rope_parameters"]["rope_theta"]
     assert list(tmp_path.iterdir()) == [out]
     loaded = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():

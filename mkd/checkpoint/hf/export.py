@@ -67,7 +67,8 @@ class HFExport:
     ) -> None:
         """Check the checkpoint and plan the tensors. No weight is read. Raises `MkdCheckpointError` as `export_hf`."""
         self._folder = folder
-        family, self._config, args = architecture_of(folder, architecture)
+        family, config, args = architecture_of(folder, architecture)
+        self._config = family.config_for_transformers_4(config)
         self._source = _StoredTensors(folder, family, args)
         self.plan = self._source.plan(dtype)
 

@@ -112,6 +112,17 @@ class Family:
             config.update(part.write(values))
         return config
 
+    def config_for_transformers_4(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """`config` with rope keys at the top level, the only ones that transformers 4 reads; for 5 nothing changes.
+
+        Without them, transformers 4 uses its default base instead of the one in `rope_parameters`.
+        """
+        written = self.hf_config(self.megatron_args(config))
+        added = {"rope_theta": written["rope_theta"]}
+        if config.get("rope_parameters") and not config.get("rope_scaling"):
+            added |= {key: written[key] for key in ("rope_scaling", "partial_rotary_factor") if key in written}
+        return {**config, **{key: value for key, value in added.items() if config.get(key) != value}}
+
     def dims(self, args: Mapping[str, Any]) -> Dims:
         """Sizes for the tensor table, from Megatron arguments; `vocab` excludes padding."""
         heads = args["num_attention_heads"]

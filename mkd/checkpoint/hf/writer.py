@@ -121,9 +121,9 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def config_with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """config.json with the weights' dtype, under the key that is present (`dtype` since transformers 4.56)."""
-    key = "dtype" if "dtype" in config else "torch_dtype"
-    return {**config, key: str(dtype).removeprefix("torch.")}
+    """config.json with the weights' dtype, under the keys that are present (`dtype` since transformers 4.56)."""
+    keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
+    return {**config, **dict.fromkeys(keys, str(dtype).removeprefix("torch."))}
 
 
 def _assign_to_files(plan: Plan, shard_bytes: int) -> list[list[str]]:

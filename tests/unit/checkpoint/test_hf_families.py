@@ -3,9 +3,11 @@
 import re
 
 import pytest
+import torch
 from transformers import CONFIG_MAPPING, LlamaConfig
 
-from mkd.checkpoint.hf.families import DEEPSEEK_V3, FAMILIES, GPT_OSS, LLAMA, UNSUPPORTED, family_of
+from mkd.checkpoint.hf.families import DEEPSEEK_V3, FAMILIES, GPT_OSS, LLAMA, PHI3, UNSUPPORTED, family_of
+from mkd.checkpoint.hf.writer import config_with_dtype
 from mkd.config.flags import default_arguments
 from mkd.config.megatron_arg_names import ArgRole, names_with
 from mkd.errors import MkdCheckpointError
@@ -304,6 +306,35 @@ def test_model_type_without_architectures():
     config = {**CONFIG, "model_type": "llama"}
     for names in (None, []):
         assert family_of({**config, "architectures": names}) is LLAMA
+
+
+ROPES_OF_TRANSFORMERS_5 = {
+    "llama, plain": (LLAMA, {"rope_type": "default", "rope_theta": 5e5}, None),
+    "llama, llama3": (LLAMA, LLAMA3_ROPE, OLD_ROPE),
+    "phi3": (PHI3, {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5}, None),
+    "gpt-oss, plain": (GPT_OSS, {"rope_type": "default", "rope_theta": 5e5}, {"rope_type": "default"}),
+}
+
+
+@pytest.mark.parametrize("name", ROPES_OF_TRANSFORMERS_5)
+def test_export_has_the_rope_keys_of_transformers_4(name):
+    family, rope, scaling = ROPES_OF_TRANSFORMERS_5[name]
+    config = {**QWEN3_MOE, "architectures": list(family.architectures), "rope_parameters": rope}
+    written = family.config_for_transformers_4(config)
+    assert written["rope_theta"] == rope["rope_theta"]
+    assert written.get("rope_scaling") == scaling
+    assert written.get("partial_rotary_factor", 1.0) == rope.get("partial_rotary_factor", 1.0)
+    assert family.megatron_args(written) == family.megatron_args(config)
+    loaded = CONFIG_MAPPING[family.model_type]
+    theirs, before = (loaded.from_dict({**c, "rope_parameters": dict(rope)}) for c in (written, config))
+    assert theirs.rope_parameters == before.rope_parameters
+    assert config.items() <= written.items()
+
+
+def test_export_sets_both_keys_of_the_dtype():
+    both = {"dtype": "float32", "torch_dtype": "float32"}
+    assert config_with_dtype(both, torch.bfloat16) == dict.fromkeys(both, "bfloat16")
+    assert config_with_dtype({}, torch.bfloat16) == {"torch_dtype": "bfloat16"}
 
 
 def test_swish_is_silu():
