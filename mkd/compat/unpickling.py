@@ -14,7 +14,9 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import torch
+from numpy._core import multiarray
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, Metadata
 from torch.distributed.checkpoint.metadata import StorageMeta
 
@@ -43,6 +45,13 @@ INDEX_CLASSES = frozenset(
     }
 )
 """(module, name) of everything that `.metadata` may name, besides the dtypes of torch."""
+_NUMPY: list[Any] = [
+    *(kind for kind in vars(np.dtypes).values() if isinstance(kind, type) and issubclass(kind, np.dtype)),
+    multiarray.scalar,
+    (multiarray._reconstruct, "numpy.core.multiarray._reconstruct"),  # numpy 1
+    (multiarray.scalar, "numpy.core.multiarray.scalar"),
+]
+"""Arrays and numbers of numpy, in random states and arguments; Megatron registers those of numpy 2 in part."""
 
 
 class IndexUnpickler(pickle.Unpickler):
@@ -81,13 +90,14 @@ def refusal(file: str, names: list[str]) -> MkdCheckpointError:
 
 
 def load_object(file: io.BytesIO | str | os.PathLike) -> Any:
-    """An object that `torch.save` wrote, with the classes that torch and Megatron register as safe.
+    """An object that `torch.save` wrote, with the classes that torch and Megatron register as safe, and numpy's.
 
     Raises:
         MkdCheckpointError: it names something else.
     """
     try:
-        return torch.load(file, map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals(_NUMPY):
+            return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         if isinstance(file, io.BytesIO):
             file.seek(0)

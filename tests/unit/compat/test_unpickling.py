@@ -1,6 +1,7 @@
 """mkd/compat/unpickling.py: a prepared checkpoint runs no code, and real ones of earlier commits load."""
 
 import ast
+import io
 import json
 import os
 import pickle
@@ -10,6 +11,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -19,7 +21,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from mkd.checkpoint.integrity import find_damage
 from mkd.checkpoint.megatron_folder import TRACKER, MegatronFolder
 from mkd.compat.checkpoints import with_load_errors
-from mkd.compat.unpickling import allowed_classes_only
+from mkd.compat.unpickling import allowed_classes_only, load_object
 from mkd.errors import MkdCheckpointError
 from tests.support.torch_dist_folders import SHARD
 
@@ -139,6 +141,16 @@ def test_checkpoints_of_earlier_commits_load(name: str) -> None:
 def test_arguments_in_a_file_of_their_own_load(tmp_path: Path) -> None:
     write_folder(tmp_path / "ckpt", "common.pt", None)
     assert MegatronFolder(tmp_path / "ckpt", "--load").args.num_layers == 1
+
+
+def test_arrays_of_numpy_1_and_2_load() -> None:
+    """As in the random states of checkpoints."""
+    stored = {"array": np.arange(3, dtype=np.uint32), "number": np.float64(0.5), "whole": np.int64(2)}
+    file = io.BytesIO()
+    torch.save(stored, file, _use_new_zipfile_serialization=False)
+    for content in (file.getvalue(), file.getvalue().replace(b"numpy._core", b"numpy.core")):
+        found = load_object(io.BytesIO(content))
+        assert found["array"].tolist() == [0, 1, 2] and (found["number"], found["whole"]) == (0.5, 2)
 
 
 def test_torch_is_restored() -> None:
