@@ -124,7 +124,7 @@ def compare(folder: Path, segments: int) -> None:
     if job.args.rank == 0:
         print(
             f"{folder}: recomputed targets match those of {seen.segments:,} texts ({seen.tokens:,} tokens): distance "
-            f"of the distributions {seen.total / seen.tokens:.2g} in the mean, {seen.largest:.2g} at most (0 to 1)"
+            f"of the distributions {seen.total / seen.tokens:.2g} on average, {seen.largest:.2g} at most (0 to 1)"
         )
 
 

@@ -158,8 +158,8 @@ def compare_logs(one_rank: RunLog, layout: RunLog, tolerance: float) -> list[Dif
 
 
 def compare_parameters(one_rank: Path, layout: Path, steps: int, tolerance: float) -> list[Difference]:
-    """For every parameter, the norm of its change in the second half of the steps, and the difference between the runs
-    after the last step relative to it. One tensor of each checkpoint is in memory at a time."""
+    """Compare every parameter: the norm of its change in the second half of the steps, and the difference between the
+    runs after the last step relative to that norm. One tensor of each checkpoint is in memory at a time."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     from mkd.checkpoint.megatron_folder import MegatronFolder

@@ -86,7 +86,7 @@ def examine_run(own: argparse.Namespace, flags: list[str]) -> int:
     with console.status("reading flags, checkpoints, tokenizers and data"):
         job = examine(Launch(flags, own.nproc * own.nnodes), findings)
     if job is None:
-        findings.warning("layout and memory are reported once the flags fit each other")
+        findings.warning("layout and memory are reported once the flags are consistent")
     else:
         show_plan(job, console)
         show_data(job, own.samples, own.sample_tokens, findings, console)

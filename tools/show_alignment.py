@@ -79,7 +79,7 @@ def sample_of(args: argparse.Namespace) -> str | Conversation:
 
 
 def token_texts(tokenizer: SpanTokenizer, ids: np.ndarray) -> list[str]:
-    """Text of each token, with visible white space; bytes that are not UTF-8 as hexadecimal numbers."""
+    """Text of each token, with visible whitespace; bytes that are not UTF-8 as hexadecimal numbers."""
     bytes_of = read_token_bytes(tokenizer).of_id
     found = []
     for number in ids.tolist():

@@ -87,7 +87,7 @@ class ImportedText:
 
     @classmethod
     def of(cls, where: str, record: dict[str, Any], align: Alignment) -> "ImportedText":
-        """From the columns input_ids, labels (-100 for tokens that are not supervised; optional), target_token_ids and
+        """Read the columns input_ids, labels (-100 for tokens that are not supervised; optional), target_token_ids and
         target_logprobs.
 
         Raises:
@@ -106,15 +106,15 @@ class ImportedText:
         if not len(ids) == len(supervised) == len(record[IDS]) == len(record[LOG_PROBS]):
             raise MkdDataError(
                 f"{where}: input_ids has {len(ids)} entries, labels {len(supervised)}, {IDS} {len(record[IDS])}, "
-                f"{LOG_PROBS} {len(record[LOG_PROBS])}; all must be of one length"
+                f"{LOG_PROBS} {len(record[LOG_PROBS])}; all must have the same length"
             )
         for top, values in targets:
             if len(top) != len(values):
                 raise MkdDataError(f"{where}: a token has {len(top)} ids and {len(values)} log-probabilities")
             if np.isnan(values).any() or np.exp(values.astype(np.float64)).sum() > MAX_SUM:
                 raise MkdDataError(
-                    f"{where}: {LOG_PROBS} has the list {values[:8].tolist()}, which are no log-probabilities (natural "
-                    "logarithms, whose probabilities add up to at most 1)"
+                    f"{where}: {LOG_PROBS} has the list {values[:8].tolist()}, which are not log-probabilities "
+                    "(natural logarithms, whose probabilities add up to at most 1)"
                 )
         if align == "next":  # the first token has no targets
             targets = [(np.empty(0, np.int64), np.empty(0, np.float32)), *targets[:-1]]

@@ -48,7 +48,7 @@ class CacheOptions:
         if self.samples is not None and not 1 <= self.samples <= MAX_COUNT:
             raise MkdConfigError(f"--sample is {self.samples}; it must be 1 to {MAX_COUNT}")
         if self.samples is not None and self.lossless:
-            raise MkdConfigError("--lossless does not go with --sample: counts are stored without loss")
+            raise MkdConfigError("--lossless does not work with --sample: counts are stored without loss")
         for value in self.temperatures:
             if not 0 < value < float("inf"):
                 raise MkdConfigError(f"--temperature is {value:g}; a temperature is a finite number > 0")
@@ -139,7 +139,7 @@ class CacheJob:
         set_level(kd.log_level)
         source = teacher_source(kd)
         if isinstance(source, EnsembleSource):
-            raise MkdConfigError(f"{source.origin} are several teachers, and a cache has the targets of one: name one")
+            raise MkdConfigError(f"{source.origin} are several teachers, and a cache has the targets of one: give one")
         student = None if kd.student_hf is None else ModelSource.from_hf(kd.student_hf, "--kd-student-hf")
         own_tokenizer, one_epoch = args.tokenizer_model, _reads_one_epoch(args, kd)
         if one_epoch:

@@ -106,8 +106,8 @@ def _on_all_ranks(comparison: CacheComparison, folder: Path, flag: str) -> Cache
     segments, tokens, total, largest = numbers.tolist()
     if not total / tokens <= ALLOWED:
         raise MkdCacheError(
-            f"{flag} {folder} holds other targets than this teacher computes: the distance of the distributions is "
-            f"{total / tokens:.4f} in the mean over {tokens:.0f} tokens (0 to 1; allowed {ALLOWED}), at most "
+            f"{flag} {folder} holds targets that differ from those of this teacher: the distance of the distributions "
+            f"is {total / tokens:.4f} on average over {tokens:.0f} tokens (0 to 1; allowed {ALLOWED}), at most "
             f"{largest:.4f}"
         )
     return CacheComparison(int(segments), int(tokens), total, largest)

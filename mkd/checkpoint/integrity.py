@@ -153,5 +153,5 @@ def changed_files(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
             if not (folder / name).is_file():
                 found.append(f"{name} is missing")
             elif file_hash(folder / name) != hashes[name]:
-                found.append(f"{name} is not what was written (its SHA-256 is another one)")
+                found.append(f"{name} is not what was written (its SHA-256 differs)")
     return found

@@ -45,7 +45,7 @@ class ResumePoint:
     root: Path
     """The folder in --load."""
     name: str | None
-    """Its subfolder that is read, such as iter_0000100 or release; None without a checkpoint: the job starts."""
+    """The subfolder that is read, such as iter_0000100 or release; None if there is no checkpoint."""
     incomplete: Mapping[str, str] = field(default_factory=dict)
     """Incomplete folders -> reason."""
     unused: tuple[str, ...] = ()
@@ -199,7 +199,7 @@ def check_teacher(fingerprint: str, stored: Namespace, teacher: str, origin: str
         return None
     text = f"{origin} was trained with the teacher {before}, {teacher} is {fingerprint}"
     if not other_allowed:
-        raise MkdConfigError(f"{text}: give the same teacher, or --kd-other-teacher if the change is meant")
+        raise MkdConfigError(f"{text}: give the same teacher, or --kd-other-teacher if the change is intended")
     return text
 
 

@@ -163,6 +163,6 @@ def install_stopping(stop: StopSignals, state: EvaluationState) -> None:
 
 def _end_without_saving(training: ModuleType) -> NoReturn:
     """Exit before the first step: the last checkpoint is still the latest state."""
-    logger.info("no step was made, nothing is saved")
+    logger.info("no step was taken, nothing is saved")
     training.maybe_finalize_async_save(blocking=True, terminate=True)
     sys.exit(0)

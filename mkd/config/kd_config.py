@@ -66,7 +66,7 @@ FIELD_CHECKS: tuple[FieldCheck, ...] = (
     *_numbers(*_SIZES),
     *(FieldCheck((name,), partial(checks.check_teacher_size, field=name)) for name in _SIZES),
 )
-"""In the order in which a job makes them."""
+"""Checks of fields, in the order in which a job runs them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,9 +49,9 @@ class MegatronArg:
     name: str
     roles: ArgRole
     frozen: Any = _UNSET
-    """Its value in a frozen teacher, whatever the teacher's checkpoint was trained with."""
+    """Value in a frozen teacher, regardless of the arguments in the teacher's checkpoint."""
     without_student: Any = _UNSET
-    """Its value in a job that fills a teacher cache, which has no student and trains nothing."""
+    """Value in a job that fills a teacher cache, which has no student and no training."""
     label: str | None = None
     """Name for people where a folder's sizes are listed."""
 

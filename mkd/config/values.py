@@ -66,8 +66,8 @@ class LayerPair:
             numbers = part.strip().split(":")
             if len(numbers) != 2 or not all(n.isascii() and n.isdigit() for n in numbers):
                 raise MkdConfigError(
-                    f"{flag} is {text!r}: {part!r} is no pair; write STUDENT:TEACHER,... with layers counted from 1, "
-                    "such as 4:8,8:16"
+                    f"{flag} is {text!r}: {part!r} is not a pair; write STUDENT:TEACHER,... with layers counted from "
+                    "1, such as 4:8,8:16"
                 )
             pair = cls(*map(int, numbers))
             if pair in pairs:

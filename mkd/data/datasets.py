@@ -119,7 +119,7 @@ def check_splits(config: GPTDatasetConfig, evaluates: bool) -> None:
 
 
 def _largest_token_seen(prefix: str, dtype: np.dtype) -> int:
-    """For data that another tool made: all tokens of a small file, windows spread over a large one."""
+    """Largest token id in data from another tool: of all tokens of a small file, of windows spread over a large one."""
     tokens = np.memmap(f"{prefix}.bin", dtype, "r")
     step = max(len(tokens) // _PROBES, _PROBE_TOKENS)
     return max(int(tokens[start : start + _PROBE_TOKENS].max()) for start in range(0, len(tokens), step))

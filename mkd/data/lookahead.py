@@ -24,7 +24,7 @@ class Lookahead:
 
     @classmethod
     def empty(cls) -> "Lookahead":
-        """No microbatches: nothing is known about what follows."""
+        """A lookahead without microbatches: the following ones are unknown."""
         return cls(None, 0, 0, None, evaluating=True)
 
     def fetch(self) -> Callable[[], list[KDBatch]]:

@@ -23,15 +23,15 @@ def default_rank_env(environ: MutableMapping[str, str] = os.environ) -> None:
     ranks = _number(environ, "WORLD_SIZE", 1)
     _number(environ, "LOCAL_RANK", 0)
     if ranks > 1 and "RANK" not in environ:
-        raise MkdConfigError(f"WORLD_SIZE is {ranks}, but RANK is not set: every process would be the first")
+        raise MkdConfigError(f"WORLD_SIZE is {ranks}, but RANK is not set: every process would be rank 0")
     if (rank := _number(environ, "RANK", 0)) >= ranks:
         raise MkdConfigError(f"RANK is {rank}, but WORLD_SIZE is {ranks}: ranks count from 0")
     for name in TASKS if "WORLD_SIZE" not in environ else ():
         if _number(environ, name, 1) > 1:
             raise MkdConfigError(
-                f"{name} is {environ[name]}, but WORLD_SIZE is not set: each of these processes would train alone. "
-                "Start them through examples/slurm/rank.sh, or set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and "
-                "MASTER_PORT"
+                f"{name} is {environ[name]}, but WORLD_SIZE is not set: each of these processes would train "
+                "independently. Start them through examples/slurm/rank.sh, or set RANK, LOCAL_RANK, WORLD_SIZE, "
+                "MASTER_ADDR and MASTER_PORT"
             )
     if ranks == 1:
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}

@@ -127,11 +127,11 @@ def _required(name: str, module: str) -> Part:
 
 
 def _gpus() -> list[Part]:
-    """The driver, the cards, and torch's access to them."""
+    """Checks the driver, the GPUs, and torch's access to them."""
     found = cards()
     if not found:
         cost = "jobs run on CPU, for small models only; tools/doctor.py checks jobs for GPUs all the same"
-        return [Part("GPU", None, cost, "run on a machine with an NVIDIA card and driver")]
+        return [Part("GPU", None, cost, "run on a machine with an NVIDIA GPU and driver")]
     kinds = {card.name for card in found}
     text = f"{len(found)} x {', '.join(sorted(kinds))}, {min(card.gib for card in found):.1f} GiB"
     parts = [Part("driver", found[0].driver), Part("GPU", text)]
@@ -143,7 +143,7 @@ def _gpus() -> list[Part]:
         trouble = "torch is a build without CUDA: jobs run on CPU"
         return [*parts, Part("CUDA of torch", None, trouble, "install torch from pytorch.org's CUDA builds")]
     if not torch.cuda.is_available():
-        trouble = f"torch does not see the cards: driver {found[0].driver} may be too old for it, or they are hidden"
+        trouble = f"torch finds no GPU: driver {found[0].driver} may be too old for it, or the GPUs are hidden"
         remedy = "a newer driver, or a torch for an older CUDA; see CUDA_VISIBLE_DEVICES"
         return [*parts, Part("CUDA of torch", torch.version.cuda, trouble, remedy)]
     return [*parts, Part("CUDA of torch", torch.version.cuda)]
@@ -163,7 +163,7 @@ def transformer_engine() -> Part:
     except subprocess.TimeoutExpired:
         reason = f"the import took more than {IMPORT_SECONDS} s"
     if reason:
-        return Part(name, found, f"it cannot be imported: {reason}", f"install it again: {install}")
+        return Part(name, found, f"it cannot be imported: {reason}", f"reinstall it: {install}")
     return Part(name, found)
 
 
@@ -208,5 +208,7 @@ def _memory() -> Part:
 def _disk(usage: Callable = shutil.disk_usage) -> Part:
     free = usage(".").free / GIB
     if free < 1.0:
-        return Part("disk here", f"{free:.1f} GiB free", "checkpoints will not fit", "free some, or save elsewhere")
+        return Part(
+            "disk here", f"{free:.1f} GiB free", "checkpoints will not fit", "free disk space, or save elsewhere"
+        )
     return Part("disk here", f"{free:.1f} GiB free")

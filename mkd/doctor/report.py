@@ -46,11 +46,11 @@ def show_data(job: Job, samples: int, tokens: int, findings: Findings, console: 
 
 
 def check_memory(job: Job, capacity_gib: float | None, findings: Findings, console: Console) -> None:
-    """Print the memory table, and changes that save memory if it does not fit a card.
+    """Print the memory table, and changes that save memory if the job does not fit.
 
     Args:
         job: the run.
-        capacity_gib: memory of a card; None if unknown.
+        capacity_gib: memory of a GPU; None if unknown.
         findings: collects a problem if it does not fit.
         console: where to print.
     """
@@ -58,25 +58,25 @@ def check_memory(job: Job, capacity_gib: float | None, findings: Findings, conso
     if cpu.is_target():
         return
     if capacity_gib is None:
-        findings.warning("there is no card here to compare the memory with: give --gpu-memory-gib")
+        findings.warning("this machine has no GPU to compare the memory with: give --gpu-memory-gib")
         return
     work = workload(job)
     need = needed(work)
     if need <= capacity_gib * GIB:
-        console.print(f"{need / GIB:.1f} of {capacity_gib:.1f} GiB of a card", highlight=False)
+        console.print(f"{need / GIB:.1f} of {capacity_gib:.1f} GiB of GPU memory", highlight=False)
         return
     alone, together = advise(work, capacity_gib * GIB)
     table = Table("flags", "saves GiB", "needs then", title="what would save memory", title_justify="left")
     for advice in alone:
         table.add_row(advice.flags, f"{advice.saves / GIB:.1f}", f"{advice.needed / GIB:.1f}")
     console.print(table)
-    remedy = "take more or larger cards, or smaller models"
+    remedy = "use more GPUs, larger GPUs, or smaller models"
     if together is not None:
         remedy = f"give {together.flags} ({together.needed / GIB:.1f} GiB then)"
     elif alone:
         remedy = f"all of the above is not enough: {remedy}"
     findings.problem(
-        f"memory: a rank needs about {need / GIB:.1f} GiB, a card has {capacity_gib:.1f} GiB (--gpu-memory-gib): "
+        f"memory: a rank needs about {need / GIB:.1f} GiB, a GPU has {capacity_gib:.1f} GiB (--gpu-memory-gib): "
         + remedy
     )
 

@@ -110,7 +110,7 @@ def _check_top_k(source: TeacherStore, kd: KDConfig) -> None:
     meta, origin, temperature = source.meta, source.origin, kd.temperature_over_time
     if kd.top_k is not None and kd.top_k > meta.top_k:
         raise MkdConfigError(
-            f"--kd-top-k is {kd.top_k}, but {origin} has {meta.top_k} tokens per position: give at most that"
+            f"--kd-top-k is {kd.top_k}, but {origin} has {meta.top_k} tokens per position: give that number or less"
         )
     if kd.top_k_tail == "renormalize":
         if (kd.top_k or meta.top_k) < 2:

@@ -122,7 +122,7 @@ _NOT_THE_OBJECTIVE = {
 def resolve_checkpoint(
     args: Namespace, kd: KDConfig, state: RunState, point: ResumePoint | None, teacher: TeacherSource
 ) -> None:
-    """Before megatron loads: agree on teacher and checkpoint, check its content, repair the folder.
+    """Agree on teacher and checkpoint, check its content, and repair the folder, before Megatron loads it.
 
     Collective over all ranks.
 

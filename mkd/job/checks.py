@@ -160,7 +160,7 @@ def check_writable(flag: str, folder: str | None) -> None:
     path = Path(folder).absolute()
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise MkdConfigError(f"{flag}: folder {folder} cannot be written: {existing} is no folder, or is read-only")
+        raise MkdConfigError(f"{flag}: folder {folder} cannot be written: {existing} is not a folder, or is read-only")
 
 
 def _check_metrics_file(draft: JobDraft) -> None:
@@ -209,4 +209,4 @@ CHECKS: tuple[Check[JobDraft], ...] = (
     ),
     Check("teacher", _fit_teacher, needs=("teacher source", "vocabulary", "other tokenizers", "tokenizer")),
 )
-"""In the order of a job. `needs` matters to the doctor, which continues where a job stops."""
+"""Checks in the order of a job. The doctor uses `needs`, because it continues after a failed check; a job stops."""

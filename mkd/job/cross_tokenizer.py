@@ -141,7 +141,7 @@ class CrossTokenizers:
 
 
 def _projections(tokenizers: Sequence[SpanTokenizer], args: Namespace, kd: KDConfig) -> list[Projection]:
-    """For each teacher, from the student's tokenizer, which is the first, to its own."""
+    """Projection from the student's tokenizer, which is the first, to the tokenizer of each teacher."""
     student, *teachers = tokenizers
     if kd.projection is not None:
         return [Projection.load(kd.projection, student.hash, teachers[0].hash)]
@@ -156,7 +156,7 @@ def _projections(tokenizers: Sequence[SpanTokenizer], args: Namespace, kd: KDCon
 def _special_pairs(
     student: SpanTokenizer, projections: Sequence[Projection]
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """For each teacher the ids of special tokens that are common."""
+    """Ids of the special tokens that the student and each teacher have in common."""
     pairs = [projection.common.tolist() for projection in projections]
     return tuple(tuple((a, b) for a, b in known if student.role_of_id[a] != Role.CONTENT) for known in pairs)
 
@@ -200,7 +200,7 @@ def _check(sources: Sequence[ModelSource], args: Namespace, kd: KDConfig) -> Non
             "HuggingFaceTokenizer of the student"
         )
     if args.mock_data:
-        raise MkdConfigError("--mock-data has no text, which a teacher with another tokenizer reads: leave it out")
+        raise MkdConfigError("--mock-data has no text, which a teacher with another tokenizer needs: leave it out")
     if kd.top_k is not None:
         raise MkdConfigError(
             f"--kd-top-k is {kd.top_k}, but {sources[0].origin} has another tokenizer, whose tokens "

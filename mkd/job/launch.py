@@ -1,4 +1,4 @@
-"""From a checked job to training: builds its parts on this rank, and calls `megatron.training.pretrain`."""
+"""Launch of a checked job: builds its parts on this rank, and calls `megatron.training.pretrain`."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -35,7 +35,7 @@ def print_memory(job: Job) -> None:
     )
     console.print(memory_table(stages, outside))
     if any(_is_outside_peak(stage, part) for stage in stages for part in PARTS):
-        console.print("  (in parentheses: at another time than the peak)", highlight=False)
+        console.print("  (in parentheses: not allocated at the time of the peak)", highlight=False)
 
 
 def memory_table(stages: list[StageMemory], outside: list[float] | None) -> Table:

@@ -20,10 +20,10 @@ from mkd.utils.logging import logger
 
 
 def print_plan(job: Job) -> None:
-    """On rank 0."""
+    """Log the plan, on rank 0."""
     if job.kd.dry_run and cpu.is_target():
         logger.info(
-            "plan and memory are those on CPU, as this machine would run it; tools/doctor.py estimates for GPUs"
+            "plan and memory are for CPU, where this machine would run the job; tools/doctor.py estimates for GPUs"
         )
     for name, text in plan(job).items() if job.args.rank == 0 else ():
         logger.info(f"{name:10s} {text}")

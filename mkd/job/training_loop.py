@@ -39,7 +39,7 @@ class Hooks:
     def before_training(self, iteration: int) -> None:
         args = self._job.args
         if iteration >= args.train_iters:
-            logger.info(f"already at iteration {iteration} of {args.train_iters}: no step is left")
+            logger.info(f"already at iteration {iteration} of {args.train_iters}: no steps are left")
         self._log.start(iteration)
 
     def around(self, schedule: Callable) -> Callable:

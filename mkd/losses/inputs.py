@@ -105,7 +105,7 @@ class LMHead:
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None) -> "LMHead":
-        """From a parameter of any float dtype."""
+        """Build the LM head from a parameter of any float dtype."""
         precise = torch.promote_types(weight.dtype, torch.float32)
         return cls(gemm_operand(weight, precise), None if bias is None else bias.detach())
 

@@ -26,7 +26,7 @@ class LossOptions:
 
     @classmethod
     def of(cls, kd: KDConfig, device: torch.device, dtype: torch.dtype, tp_size: int) -> "LossOptions":
-        """From the flags, for a student of `dtype` on `device` whose vocabulary is split over `tp_size` ranks.
+        """Options from the flags, for a student of `dtype` on `device`, with the vocabulary split over `tp_size` ranks.
 
         Raises:
             MkdConfigError: an implementation that cannot run there, or a precision that it does not have.

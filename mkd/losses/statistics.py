@@ -168,7 +168,7 @@ class ShardScalars(NamedTuple):
 
     @classmethod
     def of(cls, stats: Statistics, softmaxes: Softmaxes, rank: int) -> "ShardScalars":
-        """For the shard `rank`, from the statistics of the softmax pass, name -> [tp, N]."""
+        """Scalars of the shard `rank`, from the statistics of the softmax pass, name -> [tp, N]."""
         teacher = softmaxes.teacher
         return cls(
             stats["student_max"][rank],
@@ -202,7 +202,7 @@ class GradCoeffs(NamedTuple):
         tokens: TokenWeights,
         spec: LossSpec,
     ) -> "GradCoeffs":
-        """From merged statistics; the weights of `tokens` may carry the upstream gradient."""
+        """Computed from merged statistics; the weights of `tokens` may carry the upstream gradient."""
         ce = kd = total_dlogq = None
         if tokens.ce_weight is not None:
             ce = tokens.ce_weight

@@ -171,7 +171,7 @@ def _mlp(args: Namespace, width: int, on_gpu: bool) -> tuple[float, float]:
 
 
 def _experts(args: Namespace, on_gpu: bool) -> tuple[float, float]:
-    """As `_mlp`, for a mixture of experts with balanced routing."""
+    """Like `_mlp`, for a mixture of experts with balanced routing."""
     tp = args.tensor_model_parallel_size
     etp = args.expert_tensor_parallel_size or tp
     width = (args.moe_ffn_hidden_size or args.ffn_hidden_size) * tp / etp

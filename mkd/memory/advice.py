@@ -1,4 +1,4 @@
-"""Advice for a run that does not fit its cards: changes of flags, and the memory that each change saves.
+"""Advice for a run that does not fit into GPU memory: changes of flags, and the memory that each change saves.
 
 Each entry of `CHANGES` transforms a `Workload`; the estimate of the result gives the saving.
 """
@@ -34,13 +34,13 @@ class Advice:
 
     flags: str
     needed: float
-    """Required bytes per card with the change."""
+    """Required bytes per GPU with the change."""
     saves: float
     """Bytes that the change saves."""
 
 
 def needed(work: Workload) -> float:
-    """Required bytes per card on the fullest rank, including allowances."""
+    """Required bytes per GPU on the fullest rank, including allowances."""
     peak = fullest(estimate(work)).peak
     return peak + outside_of_torch(work.student, peak, work.teachers)
 
@@ -50,7 +50,7 @@ def advise(work: Workload, capacity: float) -> tuple[list[Advice], Advice | None
 
     Args:
         work: the run.
-        capacity: bytes per card.
+        capacity: bytes per GPU.
 
     Returns:
         (each useful change by itself, in the order of `CHANGES`; a combination with which the run fits). The

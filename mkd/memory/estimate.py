@@ -94,7 +94,7 @@ def fullest(stages: Sequence[StageMemory]) -> StageMemory:
 
 
 def outside_of_torch(args: Namespace, peak: float, teachers: Sequence[Namespace] = ()) -> float:
-    """Bytes on a card outside of torch's count: an allowance, not a measurement.
+    """Bytes on a GPU that torch does not count: an allowance, not a measurement.
 
     Args:
         args: Megatron's arguments of the job.

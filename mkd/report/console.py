@@ -85,10 +85,10 @@ def _speed(window: Sequence[Mapping[str, Any]], gpus: int) -> list[str]:
         return sum(line[name] * line["step_s"] for line in window) / seconds
 
     tokens = rate("tokens_per_s")
-    parts = [f"{tokens:9,.0f} tokens/s" + (f" ({tokens / gpus:,.0f} a GPU)" if gpus > 1 else "")]
+    parts = [f"{tokens:9,.0f} tokens/s" + (f" ({tokens / gpus:,.0f} per GPU)" if gpus > 1 else "")]
     if gpus:
         student, teacher = rate("student_tflops_per_gpu"), rate("teacher_tflops_per_gpu")
-        parts.append(f"{student:5.1f}" + (f" + {teacher:5.1f} teacher" if teacher else "") + " TFLOP/s a GPU")
+        parts.append(f"{student:5.1f}" + (f" + {teacher:5.1f} teacher" if teacher else "") + " TFLOP/s per GPU")
     if "mfu" in window[-1]:
         parts.append(f"MFU {rate('mfu'):5.1%}")
     if "peak_memory_gib" in window[-1]:

@@ -81,7 +81,7 @@ class MetricsLog:
     """The first evaluation, name -> value, and `iteration`."""
 
     def start(self, iteration: int) -> None:
-        """Start at an iteration; the file loses lines of later iterations, which a killed attempt wrote."""
+        """Start at an iteration; lines of later iterations, which a killed attempt wrote, are removed from the file."""
         self._started = self._step_began = time.monotonic()
         self._first_iteration = iteration
         if not self.writes or self.file is None:
@@ -105,7 +105,7 @@ class MetricsLog:
             elif record["iteration"] <= iteration:
                 kept[line] = record
         if damaged:
-            logger.warning(f"{self.file}: {damaged} damaged lines are left out", extra=EVERY_RANK)
+            logger.warning(f"{self.file}: {damaged} damaged lines are skipped", extra=EVERY_RANK)
         return kept
 
     def step_begins(self) -> None:

@@ -19,7 +19,7 @@ class RunLog:
 
     @classmethod
     def read(cls, path: str) -> "RunLog":
-        """Read a metrics file. If an iteration occurs twice (a resumed run), the later line counts.
+        """Read a metrics file. If an iteration occurs twice (a resumed run), the later line is used.
 
         Raises MkdDataError when the file is missing, holds no iteration, or has a broken line before the last.
         """

@@ -96,9 +96,9 @@ class FiniteCheck:
         where = f"in an evaluation after iteration {iteration}" if evaluating else f"at iteration {iteration}"
         twice = ", twice with the same data" if again else ""
         raise MkdNumericError(
-            f"NaN or infinity {where}{twice}, {first}{more}. No weight was changed by it. Look at these samples, lower "
-            "--lr or --clip-grad, or let the teacher compute in --kd-teacher-dtype fp32; "
-            "--no-check-for-nan-in-loss-and-grad trains on"
+            f"NaN or infinity {where}{twice}, {first}{more}. No weights were changed. Inspect these samples, "
+            "lower --lr or --clip-grad, or run the teacher with --kd-teacher-dtype fp32; "
+            "--no-check-for-nan-in-loss-and-grad continues training"
         )
 
 
@@ -120,8 +120,8 @@ def check_loss_scale(args: Namespace, iteration: int, skipped: bool, loss_scale:
     if args.fp16 and not args.loss_scale and skipped and loss_scale <= args.min_loss_scale:
         raise MkdNumericError(
             f"the gradients of iteration {iteration} are not finite at the smallest loss scale either "
-            f"(--min-loss-scale {args.min_loss_scale:g}): no step would be made any more. Lower --lr, train in --bf16, "
-            "or let the teacher compute in --kd-teacher-dtype fp32"
+            f"(--min-loss-scale {args.min_loss_scale:g}): all further steps would be skipped. Lower --lr, train in "
+            "--bf16, or run the teacher with --kd-teacher-dtype fp32"
         )
 
 

@@ -38,7 +38,7 @@ def current_rank() -> int:
 
 
 class _Logger(logging.Logger):
-    """Not silenced by `logging.disable`, which tools call to silence the libraries that they use."""
+    """A logger that `logging.disable` does not silence; tools call that to silence the libraries that they use."""
 
     def isEnabledFor(self, level: int) -> bool:
         return level >= self.getEffectiveLevel()
@@ -115,7 +115,7 @@ def set_level(level: LogLevel) -> None:
 
 
 def log_to_file(path: Path) -> None:
-    """From now on append to a file too; it is created with the first line."""
+    """Also append all further lines to a file, which is created with the first line."""
     close_file()
     logger.addHandler(_File(path))
 

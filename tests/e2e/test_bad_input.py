@@ -195,7 +195,7 @@ SETTINGS = [
     ({"--kd-temperature": 0}, ["--kd-temperature is 0.0", "> 0"]),
     ({"--kd-temperature": -2}, ["--kd-temperature is -2.0", "> 0"]),
     ({"--kd-loss": "kl"}, ["--kd-loss", "'kl'", "forward_kl"]),
-    ({"--kd-hidden-loss": "1:2,3"}, ["--kd-hidden-loss is '1:2,3'", "'3' is no pair"]),
+    ({"--kd-hidden-loss": "1:2,3"}, ["--kd-hidden-loss is '1:2,3'", "'3' is not a pair"]),
     ({"--kd-hidden-loss": "1:1,5:2"}, ["--kd-hidden-loss has the pair 5:2", "student has no layer 5", "1 to 4"]),
     ({"--kd-hidden-loss": "0:2"}, ["--kd-hidden-loss has the pair 0:2", "student has no layer 0"]),
     ({"--kd-hidden-loss": "1:5"}, ["--kd-hidden-loss has the pair 1:5", "teacher has no layer 5", "1 to 4"]),

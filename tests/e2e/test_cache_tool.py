@@ -121,7 +121,7 @@ def test_more_samples_than_tokens(attempt: Callable[..., CacheJob]) -> None:
         ({"top_k": None}, {}, 1, "one of --top-k K .* and --sample N"),
         ({"samples": 5}, {}, 1, "--top-k 8 and --sample 5"),
         ({"top_k": None, "samples": 5000}, {}, 1, "--sample is 5000; it must be 1 to 4095"),
-        ({"top_k": None, "samples": 5, "lossless": True}, {}, 1, "--lossless does not go with --sample"),
+        ({"top_k": None, "samples": 5, "lossless": True}, {}, 1, "--lossless does not work with --sample"),
         ({"top_k": None, "samples": 5, "temperatures": (1.0, 2.0)}, {}, 1, "--temperature has 2 values"),
         ({"temperatures": (0.0,)}, {}, 1, "--temperature is 0"),
         ({}, {"--kd-teacher-hf": None}, 1, "exactly one teacher source"),
@@ -238,7 +238,7 @@ def test_verify_recomputes_targets(job: SmallJob, tmp_path: Path) -> None:
     meta = json.loads((out / "meta.json").read_text())
     (out / "meta.json").write_text(json.dumps(meta | {"teacher": student_fingerprint(job)}))
     done = run(["verify", str(out), "--", *job.flags({**few, "--kd-teacher-hf": job.student})], script=TOOL)
-    assert done.status == 1 and "holds other targets than this teacher computes" in done.errors
+    assert done.status == 1 and "holds targets that differ from those of this teacher" in done.errors
 
 
 def student_fingerprint(job: SmallJob) -> str:

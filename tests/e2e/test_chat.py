@@ -63,7 +63,7 @@ def test_a_finished_job_evaluates_again(job: SmallJob, four_steps: tuple[Path, A
     save, whole = four_steps
     again = cut_back(save, tmp_path / "save", 4)
     result = trained(job, packed(job, **{"--save": again, "--load": again}))
-    assert "mkd: already at iteration 4 of 4: no step is left" in result.output
+    assert "mkd: already at iteration 4 of 4: no steps are left" in result.output
     assert steps(result) == steps(whole)
     last = [line["valid_loss"] for line in result.metrics if line.get("iteration") == 4 and "valid_loss" in line]
     assert len(last) == 2 and last[0] == last[1]

@@ -122,7 +122,7 @@ def test_a_job_that_is_right(ask, with_te, job):
     assert status == 0 and "problems: 0" in output, output
     assert "DP 2, TP 2, SP" in output and "computed by triton" in output and "bfloat16" in output
     assert "Assignment statements" in output and "100.0% of the tokens" in output
-    assert "activations" in output and "of 80.0 GiB of a card" in output
+    assert "activations" in output and "of 80.0 GiB of GPU memory" in output
     assert not (job.root / "cache").exists(), "nothing is written"
 
 
@@ -162,7 +162,7 @@ def test_another_apex(ask, monkeypatch, tmp_path):
 def test_too_little_memory(ask, with_te):
     status, output = ask({**LOCAL, "--micro-batch-size": 1024, "--global-batch-size": 1024}, gib=0.95)
     (found,) = problems(output)
-    assert status == 1 and "a card has 0.9 GiB (--gpu-memory-gib)" in found
+    assert status == 1 and "a GPU has 0.9 GiB (--gpu-memory-gib)" in found
     assert "saves GiB" in output and "--micro-batch-size 512" in output
 
 

@@ -49,7 +49,7 @@ def test_stopped_in_evaluations_and_in_a_step(job: SmallJob, tmp_path: Path) -> 
     attempts = Attempts(job, tmp_path / "save", EVALUATED, ranks=2)
     result = stopped(attempts, IN_FIRST_EVALUATION, "SIGTERM", rank=0)
     assert "mkd: SIGTERM: stopping after this step" in result.output
-    assert "no step was made, nothing is saved" in result.output
+    assert "no step was taken, nothing is saved" in result.output
     assert tracked(attempts) is None
 
     result = stopped(attempts, IN_EVALUATION, "SIGUSR1")

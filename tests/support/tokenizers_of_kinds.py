@@ -21,7 +21,7 @@ def _with_model(tokenizer: Tokenizer, **changes: object) -> Tokenizer:
 
 
 def _byte_bpe() -> tuple[Tokenizer, dict[str, str]]:
-    """As GPT-2, Llama 3 and Qwen. Its post-processor hides white space from offsets, as some do."""
+    """As GPT-2, Llama 3 and Qwen. Its post-processor hides whitespace from offsets, as some do."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -66,7 +66,7 @@ def _metaspace_bpe() -> tuple[Tokenizer, dict[str, str]]:
 
 
 def _wordpiece() -> tuple[Tokenizer, dict[str, str]]:
-    """As BERT: drops white space and control characters, lower case, no accents, unknown words."""
+    """As BERT: drops whitespace and control characters, lower case, no accents, unknown words."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()

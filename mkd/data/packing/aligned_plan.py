@@ -29,7 +29,7 @@ class AlignedPieces:
     dropped: int = 0
     """Samples without a piece because they are longer than a row."""
     short: int = 0
-    """Samples without a piece because they have less than two tokens in a view."""
+    """Samples without a piece because they have fewer than two tokens in a view."""
     unfit: int = 0
     """Runs of tokens left out because they are longer than a row and no chunk begins in them."""
 
@@ -136,7 +136,7 @@ def _cut_one(borders: np.ndarray, row_lengths: Sequence[int]) -> tuple[np.ndarra
 def pack_aligned(
     positions: np.ndarray, row_lengths: Sequence[int], multiple: int, seed: int, window: int = WINDOW
 ) -> RowPlan:
-    """As `mkd.data.packing.row_plan.pack`, of pieces that need room in every view.
+    """Like `mkd.data.packing.row_plan.pack`, for pieces that need room in every view.
 
     Args:
         positions: [n, views] integers, 1 to the view's row length, of each piece.

@@ -61,7 +61,7 @@ class AlignedRows:
         )
         return (
             f"--data-path {name}: none of its {len(lengths)} samples can be used: {too_long}, {self._pieces.short} "
-            f"have less than two tokens in one of these, {self._without_target} parts of long samples have no target"
+            f"have fewer than two tokens in one of these, {self._without_target} parts of long samples have no target"
         )
 
     def row(self, index: int) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class AlignedRows:
         counts = {
             "split because they are longer than a row": self._pieces.split,
             "dropped because they are longer than a row": self._pieces.dropped,
-            "left out because they have less than two tokens for one model": self._pieces.short,
+            "left out because they have fewer than two tokens for one model": self._pieces.short,
             "runs of tokens left out because no chunk begins in a whole row of them": self._pieces.unfit,
             "parts of long samples left out because nothing in them is a target": self._without_target,
         }

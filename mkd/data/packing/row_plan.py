@@ -32,7 +32,7 @@ class Pieces:
     dropped: int = 0
     """Samples without a piece because they are longer than a row."""
     short: int = 0
-    """Samples without a piece because they have less than two tokens."""
+    """Samples without a piece because they have fewer than two tokens."""
 
     def __len__(self) -> int:
         return len(self.sample)

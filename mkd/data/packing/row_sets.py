@@ -38,7 +38,7 @@ class RowSets:
     """Megatron's: files, weights, shares and seed."""
     options: RowOptions[RowLayout]
     tokenizer: ChatTokenizer
-    """For chat files."""
+    """Tokenizer of chat files."""
     true_vocab: int
     """Vocabulary size of the student, without padding; ids from it up are errors."""
     say: Callable[[str], None]

@@ -71,7 +71,7 @@ class SampleRows:
         if not len(self._pieces):
             raise MkdDataError(
                 f"--data-path {name}: none of its {len(store.lengths)} samples can be used: {pieces.dropped} are "
-                f"longer than --seq-length {layout.row_length}, {pieces.short} have less than two tokens"
+                f"longer than --seq-length {layout.row_length}, {pieces.short} have fewer than two tokens"
             )
         if layout.is_packed:
             self.plan = pack(self._pieces.positions, layout.row_length, layout.multiple, options.seed)
@@ -96,7 +96,7 @@ class SampleRows:
         counts = {
             "split because they are longer than a row": self._pieces.split,
             "dropped because they are longer than a row": self._pieces.dropped,
-            "left out because they have less than two tokens": self._pieces.short,
+            "left out because they have fewer than two tokens": self._pieces.short,
             "parts of long samples left out because nothing in them is a target": self._without_target,
         }
         text = f"{len(self._store.lengths)} samples in {self.per_epoch} rows, {self.plan.efficiency:.1%} of them tokens"

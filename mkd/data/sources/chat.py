@@ -221,7 +221,7 @@ class ChatTemplate:
         )
 
     def _check_answers(self, chat: Conversation, ids: np.ndarray, supervised: np.ndarray) -> None:
-        """Raise MkdDataError for a run of supervised tokens that holds special tokens and white space only."""
+        """Raise MkdDataError for a run of supervised tokens that holds special tokens and whitespace only."""
         edges = np.flatnonzero(np.diff(supervised, prepend=False, append=False))
         for number, (begin, end) in enumerate(zip(edges[::2], edges[1::2], strict=True), start=1):
             for part in (ids[begin : min(end, begin + _PROBED_TOKENS)], ids[begin:end]):

@@ -55,7 +55,7 @@ class IndexedText:
     dtype: str
     """numpy name of the ids in PREFIX.bin."""
     skipped: int
-    """Documents and lines left out because they hold nothing but white space."""
+    """Documents and lines left out because they hold nothing but whitespace."""
     fingerprint: str | None = None
     """`data_fingerprint` of the two files; None in facts that an older version wrote."""
 
@@ -166,7 +166,7 @@ def write_indexed_text(
                 if progress is not None:
                     progress(writer.documents, writer.tokens, writer.size)
             if writer.documents == 0:
-                raise MkdDataError(f"--input {' '.join(paths)}: no document holds more than white space")
+                raise MkdDataError(f"--input {' '.join(paths)}: every document contains only whitespace")
             facts = IndexedText(
                 documents=writer.documents,
                 tokens=writer.tokens,

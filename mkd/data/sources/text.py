@@ -51,7 +51,7 @@ class EncodedBatch:
     size: int
     """Bytes of the raw batch."""
     empty: int
-    """Documents left out because they hold only white space."""
+    """Documents left out because they hold only whitespace."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def _split_text(handle, split_on: str | None) -> Iterator[bytes]:
 
 
 def parse(batch: RawBatch, json_key: str) -> list[str]:
-    """Documents of a batch as strings, without those that hold only white space.
+    """Documents of a batch as strings, without those that hold only whitespace.
 
     Raises MkdDataError with file and line for text that is not UTF-8, a line that is not a JSON object, and an object
     without a string under `json_key`.

@@ -23,7 +23,7 @@ class Comparison:
     """
 
     student_entropy: Tensor
-    """In nats."""
+    """Entropy in nats."""
     teacher_entropy: Tensor | None
     agreement: Tensor | None
     """1 where the most probable token of both is the same, else 0; of equal logits the lowest id counts."""

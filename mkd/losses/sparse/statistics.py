@@ -20,12 +20,12 @@ class SparseSoftmaxes(NamedTuple):
     """The student's softmaxes, merged over the shards."""
 
     ce: Softmax
-    """At T = 1, over all columns."""
+    """Softmax at T = 1 over all columns."""
     top: Tensor
     """[tp, N] the largest logit of a shard, which `ce` is relative to."""
     categories: Softmax
-    """Over top columns and tail at T, or over the top columns alone; its parts are the shards' top columns, then their
-    tails."""
+    """Softmax at T over top columns and tail, or over the top columns alone; its parts are the shards' top columns,
+    then their tails."""
     tail: Softmax
     log_q_tail: Tensor
     """[N] ln of the tail's probability; -inf without a tail."""
@@ -125,7 +125,7 @@ class SparseGradCoeffs(NamedTuple):
         context: KernelContext,
         target: SparseTarget,
     ) -> "SparseGradCoeffs":
-        """From merged statistics; the weights of `tokens` may carry the upstream gradient."""
+        """Computed from merged statistics; the weights of `tokens` may carry the upstream gradient."""
         softmaxes = SparseSoftmaxes.merge(stats, target, context)
         ce_stats, ce_softmaxes = softmaxes.for_cross_entropy(stats)
         without_kd = TokenWeights(tokens.labels, tokens.ce_weight, None)

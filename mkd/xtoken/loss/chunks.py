@@ -179,7 +179,8 @@ class _ChunkTokens(NamedTuple):
             chunk = wrong[0].item()
             tokens = (self.chunk == chunk).sum().item()
             raise ValueError(
-                f"chunk {chunk} has a weight, {tokens} {name} tokens and {firsts[chunk].item()} first ones; needed is 1"
+                f"chunk {chunk} has a weight, {tokens} {name} tokens and {firsts[chunk].item()} first ones; "
+                "exactly 1 is needed"
             )
         labels = labels[self.position]
         illegal = ((labels < 0) | (labels >= vocabulary)).nonzero()
@@ -212,7 +213,7 @@ def _check_shapes(chunks: TokenChunks, labels: Tensor) -> None:
 
 
 def _code(chunk: Tensor, first: Tensor) -> Tensor:
-    """Both as one number: 2 * chunk + first, negative without a chunk."""
+    """Encodes both in one number: 2 * chunk + first, negative without a chunk."""
     return chunk * 2 + first.to(chunk.dtype)
 
 

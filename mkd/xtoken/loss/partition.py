@@ -58,7 +58,7 @@ class _Merged(NamedTuple):
     slots: Statistics
     """name -> [tp + 1, chunks] of `softmax_stats` over the slots; the last shard is E and REST."""
     softmaxes: Softmaxes
-    """Over slots, E and REST."""
+    """Softmaxes over slots, E and REST."""
     label: Tensor
     """[n] the student's logits of its labels."""
     other: Tensor

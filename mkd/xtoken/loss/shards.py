@@ -16,7 +16,7 @@ def gather_all(shard: VocabShard, *parts: Tensor) -> list[Tensor]:
 
 
 def gather_parts(shard: VocabShard, parts: dict[str, Statistics]) -> dict[str, Statistics]:
-    """As `gather_all`, for statistics of different lengths: part -> name -> [n]."""
+    """Like `gather_all`, for statistics of different lengths: part -> name -> [n]."""
     gathered = iter(gather_all(shard, *(x for stats in parts.values() for x in stats.values())))
     return {part: {name: next(gathered) for name in stats} for part, stats in parts.items()}
 

@@ -2,7 +2,7 @@
 
 The boundary between two tokens lies after the last character of all tokens up to it and before the first character of
 all later ones, if there is such a position: bytes of one character are not separated. Characters that no token covers,
-for example white space that a tokenizer drops, leave a boundary free to be anywhere among them. A text chunk ends, and
+for example whitespace that a tokenizer drops, leave a boundary free to be anywhere among them. A text chunk ends, and
 the next begins, where boundaries of both tokenizations can coincide. All of it is sorting and counting, linear in the
 number of tokens.
 """
@@ -23,7 +23,7 @@ class Alignment:
     """Text chunks: runs of tokens of the student and of the teacher that cover the same characters.
 
     A chunk has tokens of the text only, or one special token of each model. It has at least one token of each model,
-    and they are consecutive. Characters that one tokenizer drops (white space, control characters) are not compared.
+    and they are consecutive. Characters that one tokenizer drops (whitespace, control characters) are not compared.
     Tokens without a counterpart are in no chunk.
     """
 
@@ -142,7 +142,7 @@ class _Clusters:
 def _clusters(text: str, offsets: np.ndarray) -> _Clusters:
     """Cut tokens into clusters.
 
-    A boundary may lie anywhere in the white space before the next token that no token covers. Other characters without
+    A boundary may lie anywhere in the whitespace before the next token that no token covers. Other characters without
     a token, such as an accent that became part of its letter, belong to the token before them.
     """
     if (offsets[:, 0] == offsets[:, 1]).all():

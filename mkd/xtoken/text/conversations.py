@@ -23,12 +23,12 @@ class ChatSpans:
     tokens: TokenSpans
     """Tokens of the text. Special tokens are part of the text, none is added."""
     contents: list[Span]
-    """Span of each message's content, without white space at its ends. None also for an empty message."""
+    """Span of each message's content, without whitespace at its ends. None also for an empty message."""
     openings: frozenset[int]
     """Ids of the special tokens in the generation prompt, which begin a message."""
 
     def end_of_turn(self, message: int) -> int | None:
-        """Index of the special token that ends a message, after at most white space; None if there is none."""
+        """Index of the special token that ends a message, after at most whitespace; None if there is none."""
         end = self.contents[message][1]
         after = np.flatnonzero(self.tokens.offsets[:, 0] >= end)
         for token in after:
@@ -116,7 +116,7 @@ def _with_contents(chat: Conversation, contents: Sequence[str]) -> Conversation:
 
 
 def _after(text: str, done: int, between: str, content: str) -> int | None:
-    """Start of a content that follows `between`, else None; both may be preceded by more white space."""
+    """Start of a content that follows `between`, else None; both may be preceded by more whitespace."""
     for start in (done, _skip_space(text, done)):
         if text.startswith(between, start):
             begin = _skip_space(text, start + len(between))

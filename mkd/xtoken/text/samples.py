@@ -168,7 +168,7 @@ class _Region:
     offsets: np.ndarray
     """[n, 2] int64 offsets in the content."""
     roles: np.ndarray
-    """[n] `Role`; UNK for a token with characters outside the content other than white space."""
+    """[n] `Role`; UNK for a token with characters outside the content other than whitespace."""
     end_of_turn: int | None
 
 

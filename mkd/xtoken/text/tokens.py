@@ -41,7 +41,7 @@ class TokenSpans:
     """[n] int32."""
     offsets: np.ndarray
     """[n, 2] int64 (first character, end) of each token in the text before normalization. Tokens may overlap (bytes of
-    one character) or leave characters out (white space that a tokenizer drops); (NOT_IN_TEXT, NOT_IN_TEXT) for a token
+    one character) or leave characters out (whitespace that a tokenizer drops); (NOT_IN_TEXT, NOT_IN_TEXT) for a token
     that was added before or after the text."""
     roles: np.ndarray
     """[n] int8 `Role`."""
@@ -54,7 +54,7 @@ class SpanTokenizer:
     """A fast Hugging Face tokenizer that returns the offsets of its tokens.
 
     The ids of a text are those of `tokenizer(text, add_special_tokens=False)`, as in training data; the offsets are
-    those before any post-processor trims white space from them.
+    those before any post-processor trims whitespace from them.
     """
 
     def __init__(self, source: str | PathLike | PreTrainedTokenizerBase, flag: str = "--tokenizer-model") -> None:

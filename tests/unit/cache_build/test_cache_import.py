@@ -142,8 +142,8 @@ def changed_row(value: float) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("records", "message"),
     [
-        ([record_of(0), changed_row(float("nan"))], "line 2: target_logprobs has the list .*no log-probabilities"),
-        ([record_of(0), changed_row(0.5)], "line 2: target_logprobs has the list .*no log-probabilities"),
+        ([record_of(0), changed_row(float("nan"))], "line 2: target_logprobs has the list .*not log-probabilities"),
+        ([record_of(0), changed_row(0.5)], "line 2: target_logprobs has the list .*not log-probabilities"),
         ([record_of(0) | {"target_logprobs": None}], "line 1 has no column target_logprobs"),
         ([record_of(0), record_of(1, labels=[1, 2])], "line 2: input_ids has 14 entries, labels 2"),
         ([*[record_of(n) for n in range(64)], short_row()], "line 65: token 9 has 2 targets, others have 6"),

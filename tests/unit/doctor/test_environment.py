@@ -58,7 +58,7 @@ def test_transformer_engine_that_cannot_be_imported(monkeypatch):
     failed = SimpleNamespace(returncode=1, stderr="Traceback\nImportError: libcudnn.so.9: no such file")
     monkeypatch.setattr(subprocess, "run", lambda *args, **options: failed)
     found = transformer_engine()
-    assert found.found == "2.9" and "libcudnn.so.9" in found.trouble and "install it again" in found.remedy
+    assert found.found == "2.9" and "libcudnn.so.9" in found.trouble and "reinstall it" in found.remedy
     monkeypatch.setattr(subprocess, "run", lambda *args, **options: SimpleNamespace(returncode=0))
     assert transformer_engine().trouble is None
 

@@ -38,7 +38,10 @@ def test_training_line_on_gpus() -> None:
     last = {**LINE, **measured, "mfu": 0.25, "peak_memory_gib": 40.5, "teacher_s": 1.0, "cache_s": 0.25}
     line = training_line([{**LINE, "mfu": 0.5, "step_s": 6.0}, last], TERMS, 4, 2, 0.0)
     assert "| entropy 2.500 (teacher 2.250) | agreement  50.0% |" in line
-    assert "|     3,000 tokens/s (1,500 a GPU) | 200.0 + 100.0 teacher TFLOP/s a GPU | MFU 43.8% |  40.50 GiB |" in line
+    assert (
+        "|     3,000 tokens/s (1,500 per GPU) | 200.0 + 100.0 teacher TFLOP/s per GPU | MFU 43.8% |  40.50 GiB |"
+        in line
+    )
     assert "time: data  2%, teacher 12%, cache  3%" in line
 
 

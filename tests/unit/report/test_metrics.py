@@ -205,7 +205,7 @@ def test_damaged_lines_do_not_stop_a_job(tmp_path, capsys):
     file.write_bytes(text.encode(errors="surrogateescape"))
     make(file).start(3)
     assert file.read_text() == '{"iteration": 1}\n{"iteration": 2}\n'
-    assert capsys.readouterr().out == f"mkd: {file}: {len(damaged)} damaged lines are left out\n"
+    assert capsys.readouterr().out == f"mkd: {file}: {len(damaged)} damaged lines are skipped\n"
 
 
 def test_non_finite_numbers_are_null(tmp_path, now):

@@ -156,7 +156,7 @@ BAD_LINES = {
     "not a string": ('{"text": 7}\n', "a.jsonl, line 1: the value of 'text' is a int"),
     "not UTF-8": (b'{"text": "a"}\n{"text": "\xff"}\n', "a.jsonl, line 2: not UTF-8"),
     "half a surrogate pair": ('{"text": "ab\\ud800"}\n', "a.jsonl, line 1: half a surrogate pair at character 2"),
-    "nothing but white space": (' \n{"text": ""}\n', "no document holds more than white space"),
+    "nothing but whitespace": (' \n{"text": ""}\n', "every document contains only whitespace"),
     "empty": ("", "is empty"),
 }
 

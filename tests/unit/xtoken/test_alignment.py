@@ -1,4 +1,4 @@
-"""Tokens that cover the same characters: four kinds of tokenizers, all scripts, white space, control characters."""
+"""Tokens that cover the same characters: four kinds of tokenizers, all scripts, whitespace, control characters."""
 
 import json
 import unicodedata
