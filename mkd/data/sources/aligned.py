@@ -17,10 +17,12 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from mkd.data.sources.chat import SUPERVISED
 from mkd.data.sources.parallel import map_in_order
 from mkd.data.sources.stores import (
+    FACTS_VERSION,
     cache_base,
     file_of,
     first_lines,
     is_chat_file,
+    is_stored,
     new_files,
     part_of,
     read_facts,
@@ -159,6 +161,8 @@ class AlignedFacts:
     """See `AlignedBatch`."""
     spelled_out: int
     """See `AlignedBatch`."""
+    version: int = 1
+    """See `mkd.data.sources.stores.FACTS_VERSION`."""
 
     def __str__(self) -> str:
         text = f"{self.samples} samples, {self.tokens[0]} tokens of the student"
@@ -206,6 +210,7 @@ class _Counts:
             skipped=dict(+self.skipped),
             changed=self.changed,
             spelled_out=self.spelled_out,
+            version=FACTS_VERSION,
         )
 
 
@@ -263,7 +268,7 @@ def tokenize_aligned(name: str, encoder: BatchAligner, base: Path, say: Callable
     Raises:
         MkdDataError: an invalid line or document (named); no sample can be used; the cache cannot be written.
     """
-    if file_of(base, "json").is_file():
+    if is_stored(name, base, AlignedFacts):
         return
     file = _main_file(name)
     say(f"{name}: tokenizing for {len(encoder.folders)} tokenizers, once")

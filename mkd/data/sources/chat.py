@@ -8,11 +8,13 @@ The text is the output of the tokenizer's own chat template. The assistant's tok
   to rendering it up to the message with a generation prompt. Both must be prefixes of the whole text, else the template
   is refused. White space after a special token that ends the message is excluded: the model stops at that token. A
   first message has no prompt and is context only.
+
+A message with a key in LEARN_KEYS whose value is 0 or false is context only.
 """
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
@@ -36,6 +38,9 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys of an answer's reasoning; transformers copies the one that a message has to the others."""
 SPOKEN = ("tool_calls", "function_call", REASONING, "content")
 """Keys of a message that a chat template writes; a template that drops one of them drops a part of the conversation."""
+LEARN_KEYS = ("weight", "train", "training", "train_on_turn", "loss")
+"""Keys of a message that say whether it is learned: OpenAI's, axolotl's and ms-swift's."""
+_LEARN_KEY = re.compile(rb'"(?:' + "|".join((*LEARN_KEYS, "train_detail")).encode() + rb')"\s*:')
 _PROBED_TOKENS = 16
 """Supervised tokens of an answer that are decoded first to find one that is text."""
 
@@ -76,7 +81,12 @@ class Conversation:
 
     @property
     def has_answer(self) -> bool:
-        return any(message["role"] == ASSISTANT for message in self.messages[self.given :])
+        return any(map(self.is_learned, range(len(self.messages))))
+
+    def is_learned(self, number: int) -> bool:
+        """True for an answer that is learned: neither context only nor excluded by a key in LEARN_KEYS."""
+        message = self.messages[number]
+        return number >= self.given and message["role"] == ASSISTANT and _learned(message) is not False
 
     @property
     def has_empty_message(self) -> bool:
@@ -105,7 +115,43 @@ def _messages(record: dict[str, Any], key: str, role_of_text: str | None, where:
         if not isinstance(content, str | None):
             raise MkdDataError(f"{name} has a {type(content).__name__} as content, not a string")
         require_unicode(content or "", name)
+        _check_learned(message, name)
     return value
+
+
+def mentions_learning(lines: Iterable[bytes]) -> bool:
+    """True if a line has one of the keys that say whether a message is learned, which may be inside a text too."""
+    return any(_LEARN_KEY.search(line) for line in lines)
+
+
+def _learned(message: dict[str, Any]) -> bool | None:
+    """True or False as the keys in LEARN_KEYS say; None without any. The message has passed `_check_learned`."""
+    given = [bool(message[key]) for key in LEARN_KEYS if message.get(key) is not None]
+    return given[0] if given else None
+
+
+def _check_learned(message: dict[str, Any], name: str) -> None:
+    given = {key: message[key] for key in LEARN_KEYS if message.get(key) is not None}
+    for key, value in given.items():
+        if isinstance(value, bool) or (isinstance(value, int | float) and value in (0, 1)):
+            continue
+        if isinstance(value, int | float):
+            raise MkdDataError(
+                f"{name} has {key} {value}: a message is learned (1 or true) or not (0 or false); other weights "
+                "are not supported"
+            )
+        raise MkdDataError(f"{name} has the {type(value).__name__} {value!r} as {key}, not 0, 1, false or true")
+    if len(set(map(bool, given.values()))) > 1:
+        stated = ", ".join(f"{key} {json.dumps(value)}" for key, value in given.items())
+        raise MkdDataError(f"{name} has {stated}, which contradict each other: keep one of them")
+    if message["role"] != ASSISTANT and _learned(message):
+        key = next(iter(given))
+        raise MkdDataError(
+            f"{name} has {key} {json.dumps(given[key])} and the role {message['role']}, but only messages of the "
+            f"{ASSISTANT} are learned: remove {key}"
+        )
+    if message.get("train_detail") is not None:
+        raise MkdDataError(f"{name} has train_detail, which is not supported: a message is learned as a whole or not")
 
 
 @dataclass(frozen=True)
@@ -156,7 +202,7 @@ class ChatTemplate:
         if not self.marks_assistant:
             text = self.text(chat)
             ids, offsets = self._tokenize(text)
-            answers = [i for i in range(max(chat.given, 1), count) if chat.messages[i]["role"] == ASSISTANT]
+            answers = [i for i in range(1, count) if chat.is_learned(i)]
             return ids, _overlaps(offsets, [self._span(chat, i, text) for i in answers])
         options = {"return_dict": True, "return_assistant_tokens_mask": True, "tokenizer_kwargs": {"verbose": False}}
         coded = self._apply(chat, count, **options)
@@ -166,6 +212,11 @@ class ChatTemplate:
             answers = chat.messages[chat.given]["role"] == ASSISTANT
             begin = len(self._prefix(chat, chat.given, text, prompt=answers))
             supervised &= _overlaps(self._tokenize(text)[1], [(begin, len(text))])
+        unlearned = [i for i in range(chat.given, count) if _learned(chat.messages[i]) is False]
+        if unlearned:
+            text = self.text(chat)
+            spans = [self._message_span(chat, i, text) for i in unlearned if chat.messages[i]["role"] == ASSISTANT]
+            supervised &= ~_overlaps(self._tokenize(text)[1], spans)
         return ids, supervised
 
     def text(self, chat: Conversation, prompt: bool = False) -> str:
@@ -242,6 +293,11 @@ class ChatTemplate:
         if message.endswith(self._special_tokens):
             end = begin + len(message)
         return begin, end
+
+    def _message_span(self, chat: Conversation, number: int, text: str) -> tuple[int, int]:
+        """(first character, end) of a message with its header in the text."""
+        begin = len(self._prefix(chat, number, text, prompt=False)) if number else 0
+        return begin, len(self._prefix(chat, number + 1, text, prompt=False))
 
     @cached_property
     def _special_tokens(self) -> tuple[str, ...]:

@@ -12,13 +12,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 from uuid import uuid4
 
 import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from mkd.data.sources.chat import SUPERVISED, ChatTokenizer
+from mkd.data.sources.chat import SUPERVISED, ChatTokenizer, mentions_learning
 from mkd.data.sources.indexed import default_workers
 from mkd.data.sources.parallel import map_in_order
 from mkd.data.sources.text import JSON_SUFFIXES, RawBatch, read_batches
@@ -28,6 +28,9 @@ from mkd.utils.progress import ByteProgress
 
 _FORMAT = 1
 """Version of the stored format; increased when the content stored for the same file changes."""
+FACTS_VERSION = 2
+"""Version of the statistics in a stored set: 1 did not read the keys that say whether a message is learned. The tokens
+of a file without such keys are the same in both versions, and found under the same name."""
 _MOST_WORKERS = 32
 """Limit of worker processes, each of which holds a tokenizer in host memory."""
 _PROBED_BYTES = 1 << 16
@@ -85,6 +88,8 @@ class ChatFacts:
     max_token_id: int
     skipped: dict[str, int]
     """Reason -> conversations left out."""
+    version: int = 1
+    """See FACTS_VERSION."""
 
     def __str__(self) -> str:
         left_out = "".join(f", left out {count} {reason}" for reason, count in self.skipped.items() if count)
@@ -168,7 +173,7 @@ def tokenize_chat(name: str, tokenizer: ChatTokenizer, base: Path, say: Callable
     Raises:
         MkdDataError: an invalid line (names file and line); no conversation can be used; the cache cannot be written.
     """
-    if file_of(base, "json").is_file():
+    if is_stored(name, base, ChatFacts):
         return
     say(f"{name}: tokenizing, once")
     progress = ByteProgress(f"{name}: tokenizing", Path(name).stat().st_size)
@@ -183,11 +188,27 @@ def tokenize_chat(name: str, tokenizer: ChatTokenizer, base: Path, say: Callable
                 largest = max(largest, int((batch.tokens & ~SUPERVISED).max(initial=0)))
                 supervised += int((batch.tokens >= SUPERVISED).sum())
         bounds = np.concatenate(([0], np.cumsum(np.concatenate(lengths))))
-        facts = ChatFacts(len(bounds) - 1, int(bounds[-1]), supervised, largest, dict(skipped))
+        facts = ChatFacts(len(bounds) - 1, int(bounds[-1]), supervised, largest, dict(skipped), FACTS_VERSION)
         if facts.conversations == 0:
             raise MkdDataError(f"--data-path {name}: no conversation can be used ({facts})")
         bounds.tofile(partial["bounds"])
         partial["json"].write_text(json.dumps(asdict(facts), indent=1) + "\n")
+
+
+def is_stored(name: str, base: Path, kind: Callable[..., Any]) -> bool:
+    """True if the data cache holds a complete set for the data, and an earlier version of mkd would store the same.
+
+    Args:
+        name: name in --data-path.
+        base: path in the cache, without suffix.
+        kind: type of the set's statistics, with a `version`.
+    """
+    if not file_of(base, "json").is_file():
+        return False
+    if not is_chat_file(name) or read_facts(base, kind).version >= FACTS_VERSION:
+        return True
+    with open(name, "rb") as lines:
+        return not mentions_learning(lines)
 
 
 def workers_for(file: str) -> int:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mkd.data.sources.chat import ASSISTANT, Conversation
+from mkd.data.sources.chat import Conversation
 from mkd.errors import MkdDataError
 from mkd.xtoken.text.alignment import NO_CHUNK, Alignment, align, align_spans, concatenated, unaligned
 from mkd.xtoken.text.conversations import ChatSpans, encode_chat
@@ -112,7 +112,7 @@ def align_sample(
             f"{sample.where}: the chat template of {student.flag} {student.name} does not render the conversation "
             "the same way twice"
         )
-    selected = [i for i, message in enumerate(sample.messages) if all_messages or _is_answer(sample, i, message)]
+    selected = [i for i in range(len(sample.messages)) if all_messages or sample.is_learned(i)]
     located = [i for i in selected if all(chat.contents[i] for chat in chats)]
     with_text = [i for i in selected if (sample.messages[i].get("content") or "").strip()]
     targets = supervised & _all_but_first(ids)
@@ -120,10 +120,6 @@ def align_sample(
     if not all_messages:
         alignment = alignment.within(targets, np.ones(len(chats[1].tokens), dtype=bool))
     return _sample(chats[0].tokens.ids, chats[1].tokens.ids, targets, alignment, len(with_text) - len(located))
-
-
-def _is_answer(chat: Conversation, number: int, message: dict[str, object]) -> bool:
-    return message["role"] == ASSISTANT and number >= chat.given
 
 
 def _sample(

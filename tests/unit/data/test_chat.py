@@ -11,6 +11,7 @@ import pytest
 from mkd.data.sources.chat import ChatTemplate, ChatTokenizer, Conversation, EncodedChats
 from mkd.data.sources.stores import ChatStore, DocumentStore, chat_base, check_chat_file, is_chat_file, tokenize_chat
 from mkd.data.sources.text import RawBatch
+from mkd.doctor.peek import first_samples
 from mkd.errors import MkdDataError
 from tests.support.chats import CALLS, FORGETFUL, MARKED, PLAIN, STRICT, chat_tokenizer, talk, write_lines
 from tests.support.e2e.small_job import END, write_data
@@ -180,7 +181,98 @@ def test_an_answer_without_text_is_an_error(templates: dict[str, ChatTemplate]) 
             templates["thoughtless"].encode(Conversation(talk("a", "b", "c", content), where="here"))
 
 
+UNLEARNED = [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"training": False}, {"train_on_turn": False}]
+UNLEARNED += [{"loss": False}, {"weight": 0, "train": False, "loss": None}]
+
+
+def with_keys(messages: list[dict[str, Any]], number: int, keys: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{**message, **keys} if i == number else message for i, message in enumerate(messages)]
+
+
+@pytest.mark.parametrize("name", ["marked", "plain"])
+@pytest.mark.parametrize("keys", UNLEARNED, ids=str)
+def test_unlearned_answers_are_only_read(templates: dict[str, ChatTemplate], name: str, keys: dict[str, Any]) -> None:
+    """The tokens stay, and of the mask exactly those of one answer with the token that ends it are taken away."""
+    template, messages = templates[name], talk("a", "one", "b", "two", "c", "three")
+    ids, mask = template.encode(Conversation(messages))
+    ends = np.flatnonzero(mask & (ids == template.tokenizer.eos_token_id))
+    for answer, number in enumerate((1, 3, 5)):
+        chat = Conversation.parse(json.dumps({"messages": with_keys(messages, number, keys)}).encode(), "f")
+        expected = mask.copy()
+        expected[ends[answer - 1] + 1 if answer else 0 : ends[answer] + 1] = False
+        assert [part.tolist() for part in template.encode(chat)] == [ids.tolist(), expected.tolist()]
+    first = with_keys(messages[1:], 0, keys)
+    assert words(template, Conversation(first)) == [f"two{END}", f"three{END}"]
+
+
+@pytest.mark.parametrize(
+    "keys", [{"weight": 1}, {"weight": 1.0, "train": True}, {"loss": True}, {"train": None}], ids=str
+)
+def test_learned_answers_are_learned(templates: dict[str, ChatTemplate], keys: dict[str, Any]) -> None:
+    for name in ("marked", "plain"):
+        for a, b in zip(
+            templates[name].encode(Conversation(TALKS[2])),
+            templates[name].encode(Conversation(with_keys(TALKS[2], 3, keys))),
+            strict=True,
+        ):
+            assert a.tolist() == b.tolist()
+
+
+def test_a_conversation_without_a_learned_answer_is_left_out(folders: dict[str, Path], tmp_path: Path) -> None:
+    lines = [{"messages": TALKS[0]}, {"messages": with_keys(TALKS[0], 1, {"weight": 0})}]
+    store = tokenized(write_lines(tmp_path / "f.jsonl", lines), folders["marked"])
+    assert store.facts.skipped == {"with an empty message": 0, "without a word of the assistant": 1}
+
+
+def test_doctor_shows_the_targets_that_are_stored(folders: dict[str, Path], tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "f.jsonl", [{"messages": with_keys(TALKS[2], 1, {"train": False})}])
+    store, [(ids, targets)] = tokenized(file, folders["plain"]), first_samples(str(file), str(folders["plain"]))
+    stored = store.read(0, 0, len(ids))
+    assert (stored[0].tolist(), stored[1].tolist()) == (ids.tolist(), targets.tolist())
+    assert 0 < targets.sum() < ChatTokenizer(str(folders["plain"])).template.encode(Conversation(TALKS[2]))[1].sum()
+
+
+@pytest.mark.parametrize("keys", [{"name": "weight"}, {"weight": 0}], ids=["other keys", "weight"])
+def test_tokens_of_an_earlier_version_are_made_anew_only_for_files_with_weights(
+    folders: dict[str, Path], tmp_path: Path, keys: dict[str, Any]
+) -> None:
+    file = write_lines(tmp_path / "f.jsonl", [{"messages": with_keys(TALKS[2], 1, keys)}])
+    tokenizer = ChatTokenizer(str(folders["plain"]))
+    base, said = chat_base(str(file), tokenizer, None), []
+    for stored_as_version_1 in (True, False):
+        tokenize_chat(str(file), tokenizer, base, said.append)
+        if stored_as_version_1:
+            facts = json.loads(base.with_name(f"{base.name}.json").read_text())
+            assert facts.pop("version") == 2
+            base.with_name(f"{base.name}.json").write_text(json.dumps(facts))
+    assert len(said) == (2 if "weight" in keys else 1)
+
+
 BROKEN = {
+    "weight": (
+        '{"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}',
+        "line 2: message 1 .* weight 0.5: a",
+    ),
+    "nan": (
+        '{"messages": [{"role": "assistant", "content": "a", "weight": NaN}]}',
+        "message 1 of messages has weight nan",
+    ),
+    "no weight": (
+        '{"messages": [{"role": "assistant", "content": "a", "train": "no"}]}',
+        "has the str 'no' as train, not",
+    ),
+    "both": (
+        '{"messages": [{"role": "assistant", "content": "a", "weight": 0, "train": true}]}',
+        "weight 0, train true, which contradict",
+    ),
+    "user": (
+        '{"messages": [{"role": "user", "content": "a", "loss": true}]}',
+        "has loss true and the role user, but only",
+    ),
+    "detail": (
+        '{"messages": [{"role": "assistant", "content": "a", "train_detail": []}]}',
+        "train_detail, which is not",
+    ),
     "torn": ('{"messages": [', "f.jsonl, line 2: broken JSON"),
     "list": ("[1]", "f.jsonl, line 2: a JSON list"),
     "other keys": ('{"text": "a", "completion": "b"}', r"line 2: neither messages nor .*keys there: completion, text"),

@@ -93,6 +93,29 @@ def test_a_blend_of_documents_and_chats(root: Path) -> None:
     ] * 2
 
 
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_unlearned_answers_in_rows(root: Path, everywhere: bool) -> None:
+    """Packed or not: the rows of the same conversations without the key, with masks of 0 on the unlearned answers."""
+    chats = [talk("a", "yes " * n, "b", "yes " * n) for n in range(1, 5)]
+    unlearned = [[*chat[:3], {**chat[3], "weight": 0}] for chat in chats]
+    for name, messages in (("all.jsonl", chats), ("some.jsonl", unlearned)):
+        write_lines(root / name, [{"messages": part} for part in messages])
+    for change in (lambda sets: sets, unpacked):
+        found = []
+        for name in ("all.jsonl", "some.jsonl"):
+            sets = change(sets_of(root, ([name], None), split="100,0,0")[0])
+            layout = replace(sets.options.layout, row_length=256, kd_everywhere=everywhere)
+            sets = replace(sets, options=replace(sets.options, layout=layout))
+            found.append(build_datasets(sets.config, [8, 0, 0], evaluated=0, rows=sets)[0])
+        for whole, part in zip(*found, strict=True):
+            assert whole.keys() == part.keys()
+            for key in whole.keys() - {"ce_mask", "kd_mask"}:
+                assert torch.equal(torch.as_tensor(whole[key]), torch.as_tensor(part[key])), key
+            taken = whole["ce_mask"] - part["ce_mask"]
+            assert set(taken.tolist()) == {0.0, 1.0} and part["ce_mask"].sum() == taken.sum()
+            assert torch.equal(part["kd_mask"], whole["kd_mask"] if everywhere else part["ce_mask"])
+
+
 def test_rows_are_the_same_again_and_for_longer_runs(root: Path) -> None:
     blend = (["text", "chat.jsonl"], [0.4, 0.6])
     first, longer = (sets_of(root, blend)[0].build([size, 4, 0])[0] for size in (20, 90))

@@ -175,6 +175,20 @@ def test_unsupervised_assistant_messages_are_not_aligned() -> None:
     assert said(sample, STUDENT, teacher) == "the answer<|end|>"
 
 
+def test_unlearned_answers_are_not_aligned() -> None:
+    """They stay in the tokens of both models."""
+    teacher, messages = TEACHERS["plain"], talk("a", "not this", "b", "the answer", "c", "the function")
+    unlearned = Conversation([{**message, **({"weight": 0} if i == 1 else {})} for i, message in enumerate(messages)])
+    sample, whole = align_sample(STUDENT, teacher, unlearned), align_sample(STUDENT, teacher, Conversation(messages))
+    assert said(sample, STUDENT, teacher) == "the answer<|end|>the function<|end|>"
+    assert sample.student_targets.tolist() == STUDENT.template.encode(unlearned)[1].tolist()
+    for ids in ("student_ids", "teacher_ids"):
+        assert getattr(sample, ids).tolist() == getattr(whole, ids).tolist()
+    everything = align_sample(STUDENT, teacher, unlearned, all_messages=True)
+    assert said(everything, STUDENT, teacher).startswith("a<|end|>not this<|end|>")
+    assert everything.student_targets.tolist() == sample.student_targets.tolist()
+
+
 def test_prompt_messages_need_not_be_located() -> None:
     teacher = with_template("metaspace_bpe", BRACKETS.replace("m['content'].strip()", "m['content'].upper()"))
     sample = align_sample(STUDENT, teacher, Conversation(talk("a", "given", "b", "NONE"), given=3))
