@@ -85,13 +85,18 @@ class _File(logging.Handler):
         text = "".join(f"{start}{line}\n" for line in record.getMessage().split("\n"))
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a", encoding="utf-8") as file:
+            with open(self._path, "a", encoding="utf-8", opener=_open_at_once) as file:
                 file.write(text)
         except OSError as error:
             logger.removeHandler(self)
             logger.warning(
                 f"{self._path} cannot be written ({error}): no more lines are logged there", extra=EVERY_RANK
             )
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file; a named pipe that nobody reads is an error instead of a wait."""
+    return os.open(path, flags | os.O_NONBLOCK, 0o666)
 
 
 def _create_logger() -> logging.Logger:

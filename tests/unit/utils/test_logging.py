@@ -1,6 +1,7 @@
 """mkd/utils/logging.py: which rank prints what, and the log file."""
 
 import logging
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,6 +87,17 @@ def test_unwritable_file_is_reported_once(tmp_path: Path, capsys: pytest.Capture
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "mkd: one" and out[2:] == ["mkd: two"]
     assert "mkd.log cannot be written" in out[1]
+
+
+def test_a_pipe_that_nobody_reads_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "mkd.log")
+    log_to_file(tmp_path / "mkd.log")
+    logger.info("one")
+    logger.info("two")
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "mkd: one" and out[2:] == ["mkd: two"]
+    assert "mkd.log cannot be written" in out[1]
+    assert (tmp_path / "mkd.log").is_fifo()
 
 
 def test_errors_of_stdout_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
