@@ -139,6 +139,82 @@ def check_student(args: Namespace) -> None:
     check_attention_heads("the student", vars(args), args)
 
 
+def check_experts(args: Namespace) -> None:
+    """Refuse flags of a student with experts that megatron refuses only inside the first training step."""
+    if args.num_experts is None:
+        return
+    tp = args.tensor_model_parallel_size
+    if tp > 1 and not args.sequence_parallel:
+        raise MkdConfigError(
+            f"--tensor-model-parallel-size {tp} needs --sequence-parallel for a student with {args.num_experts} "
+            "experts: megatron does not train them without it"
+        )
+    if args.moe_apply_probs_on_input and args.moe_router_topk != 1:
+        raise MkdConfigError(
+            f"--moe-apply-probs-on-input needs one expert per token, the student has {args.moe_router_topk} "
+            "(--moe-router-topk)"
+        )
+    if args.moe_router_fusion and find_spec("transformer_engine") is None:
+        raise MkdPackageError(
+            "--moe-router-fusion needs Transformer Engine, which is not installed in this Python: leave it out"
+        )
+    if args.moe_latent_size and args.moe_shared_expert_overlap:
+        raise MkdConfigError("--moe-shared-expert-overlap does not work with --moe-latent-size: leave it out")
+    _check_balancing(args)
+
+
+def _check_balancing(args: Namespace) -> None:
+    """Refuse a type of load balancing that contradicts other flags of the router."""
+    kinds, coefficients = (
+        value if isinstance(value, list) else [value]
+        for value in (args.moe_router_load_balancing_type, args.moe_aux_loss_coeff)
+    )
+    if kinds == ["sinkhorn"] and any(coefficients):
+        raise MkdConfigError(
+            f"--moe-router-load-balancing-type sinkhorn has no load-balancing loss, but its coefficient is "
+            f"{coefficients[0]:g}: give --moe-aux-loss-coeff 0"
+        )
+    if kinds != ["quantile_balancing"]:
+        return
+    what = "--moe-router-load-balancing-type quantile_balancing"
+    for flag in ("--moe-router-fusion", "--moe-router-num-groups", "--moe-router-group-topk"):
+        if getattr(args, flag.removeprefix("--").replace("-", "_")):
+            raise MkdConfigError(f"{what} does not work with {flag}: leave one of them out")
+    assignments = args.micro_batch_size * args.seq_length * args.moe_router_topk
+    if assignments % args.num_experts:
+        raise MkdConfigError(
+            f"{what} needs equal shares: --micro-batch-size {args.micro_batch_size} * --seq-length {args.seq_length} * "
+            f"{args.moe_router_topk} experts per token is not divisible by the {args.num_experts} experts"
+        )
+
+
+def check_virtual_stages(args: Namespace) -> None:
+    """Refuse steps and evaluations whose microbatches do not fill the interleaved pipeline schedule.
+
+    Args:
+        args: Megatron's, after its own checks.
+    """
+    if args.virtual_pipeline_model_parallel_size is None:
+        return
+    pp = args.pipeline_model_parallel_size
+    group = args.microbatch_group_size_per_vp_stage or pp
+    first = args.global_batch_size if args.rampup_batch_size is None else int(args.rampup_batch_size[0])
+    batches = {"--global-batch-size": (first, args.micro_batch_size)}
+    if args.rampup_batch_size is not None:
+        batches = {"--rampup-batch-size": batches["--global-batch-size"]}
+    if args.eval_iters:
+        batches["--eval-global-batch-size"] = (args.eval_global_batch_size, args.eval_micro_batch_size)
+    for flag, (batch, micro) in batches.items():
+        count = batch // (micro * args.data_parallel_size)
+        if not pp <= group <= count or 0 < count % group < pp:
+            raise MkdConfigError(
+                f"{flag} {batch} gives {count} microbatches of {micro} to each of {args.data_parallel_size} "
+                f"data-parallel ranks: virtual pipeline stages compute {group} at a time "
+                "(--microbatch-group-size-per-virtual-pipeline-stage, by default the pipeline-parallel size); the "
+                f"number must be a multiple of it, or leave a remainder of at least {pp}"
+            )
+
+
 def length_multiple(args: Namespace) -> int:
     """Divisor of every row length, in tokens, under one layout: each context-parallel rank holds two equal parts of a
     row, which sequence parallelism splits over the tensor-parallel ranks."""

@@ -186,6 +186,16 @@ CHECKS: tuple[Check[JobDraft], ...] = (
     Check("student", _open_student),
     Check("architecture", _adopt_architecture, needs=("student",)),
     *ARGUMENT_CHECKS,
+    Check(
+        "experts",
+        lambda draft: megatron_checks.check_experts(draft.args),
+        needs=("architecture", "parallel sizes", "--seq-length", "--micro-batch-size"),
+    ),
+    Check(
+        "virtual stages",
+        lambda draft: megatron_checks.check_virtual_stages(draft.args),
+        needs=("megatron's checks",),
+    ),
     Check("vocabulary", _find_vocabulary, needs=("student",)),
     Check("transformer engine", lambda draft: megatron_checks.check_transformer_engine(draft.args)),
     Check("student's tokenizer", _check_tokenizer, needs=("tokenizer",)),

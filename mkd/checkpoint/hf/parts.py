@@ -142,10 +142,26 @@ def _first(value: Any) -> Any:
     return value[0] if isinstance(value, list) else value
 
 
+def _read_normalized_router(config: ConfigReader) -> dict[str, Any]:
+    if config.size("num_experts_per_tok") == 1:
+        rule = (
+            "the probabilities of a token's experts are divided by their sum, so that a single expert has the "
+            "weight 1 and the router learns nothing: Megatron computes this with 2 or more experts only"
+        )
+        raise config.fail("num_experts_per_tok", 1, rule)
+    return {"moe_router_pre_softmax": False}
+
+
+def _read_optional_normalized_router(config: ConfigReader) -> dict[str, Any]:
+    if not config.get("norm_topk_prob", bool, False):
+        return {"moe_router_pre_softmax": True}
+    return _read_normalized_router(config)
+
+
 # The softmax over all experts, restricted to the top-k and renormalized, equals the softmax over the top-k.
-NORMALIZED_ROUTER = ConfigPart(lambda config: {"moe_router_pre_softmax": False}, lambda args: {})
+NORMALIZED_ROUTER = ConfigPart(_read_normalized_router, lambda args: {})
 OPTIONAL_NORMALIZED_ROUTER = ConfigPart(
-    lambda config: {"moe_router_pre_softmax": not config.get("norm_topk_prob", bool, False)},
+    _read_optional_normalized_router,
     lambda args: {"norm_topk_prob": not args["moe_router_pre_softmax"]},
 )
 

@@ -234,6 +234,7 @@ def test_gpt_oss_has_no_rope_by_default():
         ("Qwen3MoeForCausalLM", "mlp_only_layers", [0]),
         ("Qwen3MoeForCausalLM", "num_experts_per_tok", 9),
         ("MixtralForCausalLM", "router_jitter_noise", 0.1),
+        ("MixtralForCausalLM", "num_experts_per_tok", 1),
     ],
 )
 def test_unsupported_value_of_a_family_is_named(architecture, key, value):
@@ -339,6 +340,15 @@ def test_export_sets_both_keys_of_the_dtype():
 
 def test_swish_is_silu():
     assert args_of(hidden_act="swish") == args_of()
+
+
+def test_one_expert_per_token():
+    """Without division by the sum of the top-k probabilities a single expert keeps its own."""
+    config = {**QWEN3_MOE, "architectures": ["Qwen3MoeForCausalLM"], "num_experts_per_tok": 1}
+    args = family_of(config).megatron_args({**config, "norm_topk_prob": False})
+    assert (args["moe_router_topk"], args["moe_router_pre_softmax"]) == (1, True)
+    with pytest.raises(MkdCheckpointError, match=r'"num_experts_per_tok" is 1; .* 2 or more'):
+        family_of(config).megatron_args({**config, "norm_topk_prob": True})
 
 
 # test_hf_yarn_families.py covers the families with other sizes.

@@ -25,13 +25,15 @@ from mkd.config.megatron_checks import (
     check_attention_heads,
     check_attention_kernels,
     check_divisions,
+    check_experts,
     check_layer_pairs,
     check_required,
     check_variable_lengths,
+    check_virtual_stages,
     length_multiple,
 )
 from mkd.config.teacher_args import teacher_arguments
-from mkd.errors import MkdConfigError, MkdDataError
+from mkd.errors import MkdConfigError, MkdDataError, MkdPackageError
 from mkd.models.gpt import gpt_config
 from tests.support.hf_folders import LLAMA3_ROPE, make_llama
 
@@ -135,6 +137,68 @@ def check_layout(args: Namespace) -> None:
     checks = [check for check in ARGUMENT_CHECKS if check.name in LAYOUT_CHECKS]
     assert len(checks) == len(LAYOUT_CHECKS)
     run_checks(checks, CommandLine(args, KDConfig(teacher_hf=["T"], ratio=0.5)))
+
+
+EXPERTS = {"num_experts": 4, "moe_router_topk": 2}
+QUANTILE = {**EXPERTS, "moe_router_load_balancing_type": ["quantile_balancing"]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tensor_model_parallel_size": 2}, "--tensor-model-parallel-size 2 needs --sequence-parallel .* 4 experts"),
+        ({"moe_apply_probs_on_input": True}, "--moe-apply-probs-on-input .* the student has 2"),
+        ({"moe_latent_size": 8, "moe_shared_expert_overlap": True}, "--moe-shared-expert-overlap .* --moe-latent-size"),
+        (
+            {"moe_router_load_balancing_type": ["sinkhorn"], "moe_aux_loss_coeff": [0.01]},
+            "sinkhorn .* 0.01: give --moe-aux-loss-coeff 0",
+        ),
+        ({**QUANTILE, "moe_router_fusion": True}, "--moe-router-fusion"),
+        ({**QUANTILE, "moe_router_num_groups": 2}, "quantile_balancing does not work with --moe-router-num-groups"),
+        ({**QUANTILE, "num_experts": 7}, r"--micro-batch-size 2 \* --seq-length 30 \* 2 .* the 7 experts"),
+    ],
+)
+def test_experts_that_a_training_step_would_refuse(changes, message):
+    with pytest.raises((MkdConfigError, MkdPackageError), match=message):
+        check_experts(layout(**{**EXPERTS, **changes}))
+    if "num_experts" not in changes:
+        check_experts(layout(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        {"moe_router_load_balancing_type": ["sinkhorn"], "moe_aux_loss_coeff": 0.0},
+        QUANTILE,
+    ],
+)
+def test_experts_that_train(changes):
+    check_experts(layout(**{**EXPERTS, **changes}))
+
+
+def with_virtual_stages(**changes: Any) -> Namespace:
+    """9 microbatches on each of 2 data-parallel ranks, over 3 stages of 2 virtual ones."""
+    sizes = {"virtual_pipeline_model_parallel_size": 2, "pipeline_model_parallel_size": 3, "data_parallel_size": 2}
+    batches = {"global_batch_size": 36, "eval_global_batch_size": 36, "eval_micro_batch_size": 2}
+    return layout(**{**sizes, **batches, "microbatch_group_size_per_vp_stage": None, "eval_iters": 1, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"global_batch_size": 8}, "--global-batch-size 8 gives 2 microbatches of 2 to each of 2"),
+        ({"global_batch_size": 16}, "--global-batch-size 16 gives 4 microbatches .* 3 at a time"),
+        ({"microbatch_group_size_per_vp_stage": 10}, "--global-batch-size 36 gives 9 microbatches .* 10 at a time"),
+        ({"rampup_batch_size": [8, 4, 100]}, "--rampup-batch-size 8 gives 2 microbatches"),
+        ({"eval_global_batch_size": 8}, "--eval-global-batch-size 8 gives 2 microbatches"),
+    ],
+)
+def test_microbatches_of_virtual_stages(changes, message):
+    check_virtual_stages(with_virtual_stages())
+    check_virtual_stages(with_virtual_stages(**{**changes, "virtual_pipeline_model_parallel_size": None}))
+    with pytest.raises(MkdConfigError, match=message):
+        check_virtual_stages(with_virtual_stages(**changes))
 
 
 TP, PP, EP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"
