@@ -18,7 +18,7 @@ from mkd.xtoken.text.samples import AlignedPair, Passage, align_sample
 from mkd.xtoken.text.tokens import Role, SpanTokenizer
 
 EMPTY_DOCUMENT = "without text"
-TOO_SHORT = "with less than two tokens"
+TOO_SHORT = "with fewer than two tokens"
 UNALIGNED = "without a chunk of text that is aligned"
 NOT_FOUND = "answers that are not found in the output of the chat templates"
 """Reasons for leaving out samples and messages."""
