@@ -5,7 +5,6 @@ from collections import deque
 
 import torch
 import torch.distributed as dist
-from megatron.training.training import get_train_valid_test_num_samples
 from torch.utils.data import default_collate
 
 from mkd.cache_build.job import CacheJob
@@ -18,6 +17,7 @@ from mkd.data.batch import KDBatch, check_same_batch, next_microbatches
 from mkd.data.packing.streams import BlendOfRows
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdDataError
+from mkd.job.data import wanted_samples
 from mkd.teacher.interface import Teacher
 from mkd.utils.logging import logger
 
@@ -28,7 +28,7 @@ def rows_to_read(job: CacheJob) -> RowDataset:
     """
     args, (train, valid, test) = job.args, job.data.sets()
     evaluated = args.eval_iters * args.eval_global_batch_size
-    trained = len(train) if args.dataloader_type == "cyclic" else get_train_valid_test_num_samples()[0]
+    trained = wanted_samples(args)[0]
     epoch = train.one_epoch() if isinstance(train, BlendOfRows) else None
     if epoch is not None:
         train, trained = epoch, len(epoch) if job.reads_one_epoch else min(trained, len(epoch))

@@ -3,6 +3,7 @@
 import sys
 from argparse import ArgumentParser, Namespace
 from difflib import get_close_matches
+from itertools import zip_longest
 from typing import Any, NoReturn
 
 from megatron.training.argument_utils import ArgumentGroupFactory
@@ -23,6 +24,8 @@ CONTRADICTIONS: dict[str, str] = {
     "--ddp-average-in-collective": "--kd-ratio (mkd divides once by the step's supervised tokens, over all ranks)",
     "--yaml-cfg": "flags such as --kd-ratio on the command line (mkd reads no YAML configuration)",
     "--perform-rl-step": "--kd-ratio (mkd distills; it has no reinforcement learning)",
+    "--rl-": "--kd-ratio (mkd distills; it has no reinforcement learning)",
+    "--grpo-": "--kd-ratio (mkd distills; it has no reinforcement learning)",
     "--hybrid-layer-pattern": "--num-layers or --kd-student-hf (mkd trains GPT models)",
     "--mtp-num-layers": "--num-layers or --kd-student-hf (mkd has no loss for multi-token prediction)",
 }
@@ -38,6 +41,33 @@ UNSUPPORTED: dict[str, str] = {
     "--exit-signal-handler-for-training": "leave it out (at SIGTERM and SIGUSR1 mkd saves and ends; docs/slurm.md)",
     "--trust-remote-code": "leave it out (no code of a tokenizer's folder runs; convert it to a tokenizer.json)",
     "--defer-embedding-wgrad-compute": "leave it out (mkd computes the LM head's gradient together with the loss)",
+    # Rows: mkd would read others than the flag promises, or none of its values.
+    "--iterations-to-skip": "leave it out (tensor-parallel ranks would read different rows after a skipped step)",
+    "--result-rejected-tracker-filename": "leave it out (it names iterations to skip, which mkd does not)",
+    "--phase-transition-iterations": "give --train-iters and --data-path (docs/data.md) to one job per phase",
+    "--validation-set-names": "give one validation set",
+    "--allow-ambiguous-pad-tokens": "leave it out (mkd masks padding by position, and learns end tokens that equal it)",
+    "--chat-template": "write the template into the folder of --tokenizer-model",
+    "--fim-data": "leave it out (no row is rearranged for filling in the middle)",
+    "--no-data-sharding": "leave it out (it belongs to --dataloader-type cyclic)",
+    "--decoder-seq-length": "give --seq-length (mkd trains GPT models)",
+    "--sample-rate": "leave it out (mkd reads every row; give --split or weights in --data-path)",
+    "--mask-prob": "leave it out (it belongs to BERT)",
+    "--short-seq-prob": "leave it out (it belongs to BERT)",
+    "--sft-tokenizer-prompt-format": "leave it out and name the chat file in --data-path (docs/data.md)",
+    # Losses and steps.
+    "--rampup-batch-size": "give --step-batch-size-schedule (megatron-core 0.19 itself ignores this flag)",
+    "--skip-train": "give a --train-iters that the checkpoint in --load has reached: such a job evaluates and ends",
+    "--fp16-lm-cross-entropy": "leave it out (mkd computes losses in fp32)",
+    "--check-for-spiky-loss": "leave it out (mkd repeats no step; a loss that is not finite ends the job)",
+}
+
+# Megatron flags with values that mkd does not support -> value -> what to do instead.
+UNSUPPORTED_VALUES: dict[str, dict[str, str]] = {
+    "--dataloader-type": {
+        "cyclic": "leave it out (rows are shuffled by --seed; cyclic evaluations and layouts read different rows)",
+        "external": "leave it out and name the files in --data-path (docs/data.md)",
+    }
 }
 
 
@@ -100,14 +130,17 @@ def parse_flags() -> tuple[Namespace, dict[str, Any]]:
 
 
 def refuse_contradictions(argv: list[str]) -> None:
-    """Raise MkdConfigError for a Megatron flag that contradicts distillation or is not supported."""
-    for word in argv:
+    """Raise MkdConfigError for a Megatron flag or value that contradicts distillation or is not supported."""
+    for word, following in zip_longest(argv, argv[1:], fillvalue=""):
         for prefix, instead in CONTRADICTIONS.items():
             if word.startswith(prefix):
                 raise MkdConfigError(f"{word.split('=')[0]} contradicts distillation: use {instead} instead")
-        flag = word.split("=")[0]
+        flag, equals, value = word.partition("=")
         if flag in UNSUPPORTED:
             raise MkdConfigError(f"{flag} is not supported: {UNSUPPORTED[flag]}")
+        value = value if equals else following
+        if value in UNSUPPORTED_VALUES.get(flag, ()):
+            raise MkdConfigError(f"{flag} {value} is not supported: {UNSUPPORTED_VALUES[flag][value]}")
 
 
 def default_arguments() -> Namespace:

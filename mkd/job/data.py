@@ -2,7 +2,8 @@
 
 import sys
 from argparse import Namespace
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,33 @@ from mkd.data.sources.chat import ChatTokenizer
 from mkd.data.sources.stores import check_chat_file, is_chat_file
 from mkd.job.cross_tokenizer import CrossTokenizers
 from mkd.utils.logging import logger
+
+
+@contextmanager
+def _known_train_iters(args: Namespace) -> Iterator[None]:
+    """Set `args.train_iters` from --train-samples, for the `with` block only.
+
+    Megatron computes the schedule of the learning rate over samples, with --lr-warmup-samples and --lr-decay-samples,
+    only while it is None.
+    """
+    given = args.train_iters
+    try:
+        update_train_iters(args)
+        yield
+    finally:
+        args.train_iters = given
+
+
+def number_of_iterations(args: Namespace) -> int:
+    """Iterations of the whole run, from --train-iters or --train-samples."""
+    with _known_train_iters(args):
+        return args.train_iters
+
+
+def wanted_samples(args: Namespace) -> tuple[int, int, int]:
+    """Samples of the training, validation and test set that the whole run reads, as Megatron computes them."""
+    with _known_train_iters(args):
+        return get_train_valid_test_num_samples()
 
 
 @dataclass(frozen=True)
@@ -82,11 +110,10 @@ class JobData:
         """Train, validation and test set. Collective over all ranks."""
         if not self.has_own_rows:
             self._tell_readings()
-        update_train_iters(self.args)
         config = data_args.dataset_config(self.args, get_tokenizer())
         return build_datasets(
             config,
-            get_train_valid_test_num_samples(),
+            wanted_samples(self.args),
             evaluated=self._rows_of_an_evaluation,
             rows=self._row_sets(config) if self.has_own_rows else None,
         )
@@ -100,8 +127,7 @@ class JobData:
 
     def readings(self) -> list[Reading]:
         """Approximate number of epochs of each file; see `readings_of_documents`."""
-        update_train_iters(self.args)
-        train, _, test = get_train_valid_test_num_samples()
+        train, _, test = wanted_samples(self.args)
         config = data_args.dataset_config(self.args, get_tokenizer())
         return readings_of_documents(config, (train, self._rows_of_an_evaluation, test))
 

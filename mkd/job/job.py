@@ -20,7 +20,7 @@ from mkd.data.byte_lengths import byte_lengths
 from mkd.distributed.groups import Groups
 from mkd.job.checks import CHECKS, JobDraft
 from mkd.job.cross_tokenizer import CrossTokenizers
-from mkd.job.data import JobData
+from mkd.job.data import JobData, number_of_iterations
 from mkd.job.teacher import TeacherSpec
 from mkd.losses import LossOptions
 from mkd.models.gpt import gpt_config
@@ -160,7 +160,7 @@ class Job:
         self.state.write_to(self.args)  # trackers record the arguments
         card = torch.cuda.get_device_name()
         return MetricsLog(
-            train_iters=self.args.train_iters,
+            train_iters=number_of_iterations(self.args),
             log_interval=self.args.log_interval,
             file=None if file is None else Path(file),
             writes=writes,

@@ -12,6 +12,7 @@ from mkd.checkpoint.hf.folder import HFFolder, store_assets
 from mkd.config.kd_config import KDConfig
 from mkd.config.loss_spec import divergence_text
 from mkd.config.teacher_args import has_own_layout
+from mkd.job.data import number_of_iterations
 from mkd.job.job import Job
 from mkd.job.memory_table import memory_line, print_memory
 from mkd.job.teacher import shape_of
@@ -63,7 +64,7 @@ def plan(job: Job) -> dict[str, str]:
         **_teacher_layouts(job),
         **({"rows": _rows(job)} if job.data.has_own_rows else {}),
         "batch": f"{args.global_batch_size} samples of {args.seq_length} tokens, microbatch {args.micro_batch_size}",
-        "steps": f"{args.train_iters} iterations",
+        "steps": f"{number_of_iterations(args)} iterations",
         "vocabulary": f"{job.true_vocab} tokens, padded to {args.padded_vocab_size}",
         **({"changed": "; ".join(job.notes)} if job.notes else {}),
         "memory": memory_line(job),

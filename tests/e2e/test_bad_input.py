@@ -238,6 +238,11 @@ def test_flag_that_is_not_supported(attempt, flag):
     refused(attempt, MkdConfigError, {flag: True}, [f"{flag} is not supported", flags.UNSUPPORTED[flag]])
 
 
+@pytest.mark.parametrize("value", flags.UNSUPPORTED_VALUES["--dataloader-type"])
+def test_value_that_is_not_supported(attempt, value):
+    refused(attempt, MkdConfigError, {"--dataloader-type": value}, [f"--dataloader-type {value} is not supported"])
+
+
 @pytest.mark.parametrize(
     "flag",
     [
@@ -249,6 +254,8 @@ def test_flag_that_is_not_supported(attempt, flag):
         "--ddp-average-in-collective",
         "--yaml-cfg",
         "--perform-rl-step",
+        "--rl-use-sequence-packing",
+        "--grpo-iterations",
         "--hybrid-layer-pattern",
         "--mtp-num-layers",
     ],
