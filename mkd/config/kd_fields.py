@@ -125,7 +125,7 @@ class KDFields:
 
     teacher_seq_length: int | None = None
     """Tokens per row of a teacher with a different tokenizer. A sample must fit into the student's row and the
-    teacher's. Default: --seq-length times the teacher's tokens per student token in the first texts, plus 5%%."""
+    teacher's. Default: --seq-length times the teacher's tokens per student token in the first texts, plus 5 percent."""
 
     logits_dtype: LogitsDtype = "auto"
     """Precision of the logits that the LM-head GEMMs produce. auto: bf16 for bf16 models on GPU, else fp32. bf16 is
