@@ -75,7 +75,7 @@ PASSED = {
         "padded_vocab_size pad_vocab_size vocab_file merge_file vocab_extra_ids metadata_path special_tokens"
         " tiktoken_pattern tiktoken_num_special_tokens tokenizer_sentencepiece_legacy"
         " tokenizer_sentencepiece_ignore_extra_whitespaces tokenizer_hf_no_use_fast"
-        " tokenizer_hf_no_include_special_tokens trust_remote_code null_tokenizer_eod_id null_tokenizer_pad_id"
+        " tokenizer_hf_no_include_special_tokens null_tokenizer_eod_id null_tokenizer_pad_id"
     ),
 }
 """Effect -> arguments that Megatron applies and that do not reach rows, samplers or mkd's losses."""
