@@ -360,7 +360,7 @@ DATA = [
     ("torn_bin", ["torn_bin.bin has 592 bytes", "600"]),
     ("beyond", [f"token id {VOCAB}", f"{VOCAB} tokens", "tools/preprocess.py"]),
     ("sidecar_ids", ["token id 400", f"{VOCAB} tokens", "tools/preprocess.py"]),
-    ("sidecar_hash", ["sidecar_hash.json", "another tokenizer", "--tokenizer-model"]),
+    ("sidecar_hash", ["sidecar_hash.json", "a different tokenizer", "--tokenizer-model"]),
     ("sidecar_torn", ["sidecar_torn.json is broken"]),
     ("sidecar_old", ["sidecar_old.json describes 151 tokens"]),
 ]
@@ -438,7 +438,7 @@ def test_dry_run_prints_the_plan_and_writes_nothing(job):
     assert str(job.teacher) in plan["teacher"] and str(job.student) in plan["student"]
     assert "R = 0.5" in plan["loss"] and plan["steps"] == "3 iterations"
     assert plan["vocabulary"] == f"{VOCAB} tokens, padded to 384"
-    assert "those on CPU" in plan["plan"] and "memory of each rank in GiB, on CPU" in result.output
+    assert "are for CPU" in plan["plan"] and "memory of each rank in GiB, on CPU" in result.output
     assert f"training   {job.data}: concatenated documents, about " in result.output
     assert "; 12 rows wanted, 0.0" in result.output and "warning" not in plan["data"]
     assert result.output.splitlines()[-1] == "mkd: checked: no problem was found, nothing was written"
