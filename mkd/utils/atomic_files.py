@@ -116,19 +116,26 @@ def _names(path: Path, descriptor: int) -> bool:
 
 
 @contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """An OSError of a write, which names no file, names this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+@contextmanager
 def _writing(target: Path) -> Iterator[BinaryIO]:
     """A binary file that replaces `target` when the `with` block ends. Another writer of the path waits."""
     partial = partial_path(target)
-    with open(_locked(partial, fcntl.LOCK_EX), "wb") as file:
+    with _naming(target), open(_locked(partial, fcntl.LOCK_EX), "wb") as file:
         try:
             file.truncate(0)
             yield file
             file.flush()
             os.fsync(file.fileno())
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
-        try:
             os.replace(partial, target)
         except BaseException:
             partial.unlink(missing_ok=True)

@@ -84,7 +84,7 @@ class HFFolder:
         """
         digest = hashlib.blake2b(digest_size=16)
         kept = {key: value for key, value in self.config.items() if key not in _VOLATILE_KEYS and value is not None}
-        digest.update(json.dumps(kept, sort_keys=True).encode())
+        digest.update(json.dumps(_without_repetitions(kept), sort_keys=True).encode())
         for name in sorted(self._entries):
             entry = self._entries[name]
             digest.update(f"{name} {entry.shape} {entry.dtype}".encode())
@@ -142,6 +142,20 @@ class HFFolder:
             if not (self.path / file).is_file():
                 raise self.error(f"{INDEX} names {file}, which is missing")
         return files
+
+
+def _without_repetitions(config: dict[str, Any]) -> dict[str, Any]:
+    """The config without top-level rope keys that repeat `rope_parameters`: exports have them for transformers 4."""
+    rope = config.get("rope_parameters")
+    if not isinstance(rope, dict):
+        return config
+
+    def repeats(key: str, value: Any) -> bool:
+        if key == "rope_scaling":
+            return isinstance(value, dict) and all(rope.get(name) == inner for name, inner in value.items())
+        return key in ("rope_theta", "partial_rotary_factor") and rope.get(key) == value
+
+    return {key: value for key, value in config.items() if not repeats(key, value)}
 
 
 def store_assets(folder: HFFolder, save_dir: str | os.PathLike) -> None:

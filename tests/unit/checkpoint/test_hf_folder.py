@@ -256,6 +256,17 @@ def test_fingerprint_depends_on_the_model_only(originals, folder):
     assert HFFolder(path, FLAG).fingerprint() != expected
 
 
+def test_fingerprint_ignores_rope_keys_that_repeat_others(folder):
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}
+    change_json(folder / "config.json", {"rope_parameters": rope, "rope_theta": None, "rope_scaling": None})
+    own = load(folder).fingerprint()
+    repeated = {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}
+    change_json(folder / "config.json", repeated)
+    assert load(folder).fingerprint() == own
+    change_json(folder / "config.json", {"rope_theta": 1e4})
+    assert load(folder).fingerprint() != own
+
+
 def test_fingerprint_depends_on_weights(originals, folder):
     path = folder("single")
     name = "model.layers.1.input_layernorm.weight"
