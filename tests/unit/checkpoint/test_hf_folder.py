@@ -257,14 +257,15 @@ def test_fingerprint_depends_on_the_model_only(originals, folder):
 
 
 def test_fingerprint_ignores_rope_keys_that_repeat_others(folder):
+    path = folder("single")
     rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}
-    change_json(folder / "config.json", {"rope_parameters": rope, "rope_theta": None, "rope_scaling": None})
-    own = load(folder).fingerprint()
+    change_json(path / "config.json", {"rope_parameters": rope, "rope_theta": None, "rope_scaling": None})
+    own = HFFolder(path, FLAG).fingerprint()
     repeated = {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}
-    change_json(folder / "config.json", repeated)
-    assert load(folder).fingerprint() == own
-    change_json(folder / "config.json", {"rope_theta": 1e4})
-    assert load(folder).fingerprint() != own
+    change_json(path / "config.json", repeated)
+    assert HFFolder(path, FLAG).fingerprint() == own
+    change_json(path / "config.json", {"rope_theta": 1e4})
+    assert HFFolder(path, FLAG).fingerprint() != own
 
 
 def test_fingerprint_depends_on_weights(originals, folder):
