@@ -104,7 +104,7 @@ def test_packed_equals_unpacked(gloo_pool: GetPool) -> None:
 
 
 def test_plain_pretraining(gloo_pool: GetPool) -> None:
-    """What the router losses add in a run without a teacher is the same under any mask."""
+    """The router losses of a run without a teacher are the same under any mask."""
     plain = replace(MODELS, teacher_is_student=False, ratio=0.0, aux_loss=50.0, router_z_loss=5.0)
     silent = replace(plain, aux_loss=0.0, router_z_loss=None)
     added = []

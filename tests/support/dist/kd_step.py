@@ -87,7 +87,7 @@ class Layout:
     sp: bool = False
     mbs: int = 2
     variable: bool = False
-    """Whether microbatches are cut behind their longest text, as with --kd-variable-seq-lengths."""
+    """Microbatches are trimmed to their longest text, as with --kd-variable-seq-lengths."""
     dist_opt: bool = False
     """Whether the optimizer's state is cut over the data-parallel ranks."""
     teacher: "Layout | None" = None
@@ -137,7 +137,7 @@ class Models:
     balancing: tuple[str, ...] = ("seq_aux_loss",)
     """The load-balancing losses that the coefficient belongs to."""
     biases: bool = False
-    """Whether the student's linear layers have biases, experts too."""
+    """The student's linear layers have biases, experts too."""
     router_z_loss: float | None = None
     """Coefficient of the z-loss of the student's routers."""
     masks: MaskName = "same"
