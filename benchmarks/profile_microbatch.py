@@ -102,12 +102,12 @@ def profile(folder: Path) -> list[Call]:
     )
     os.environ["MASTER_PORT"] = str(small_job.free_port())
     sys.argv = ["pretrain_kd.py", *flags]
-    import pretrain_kd
+    from mkd.cli.train_job import run_job
 
     recorder = Recorder()
     sys.setprofile(recorder)
     try:
-        pretrain_kd.main()
+        run_job()
     finally:
         sys.setprofile(None)
     if not recorder.calls:

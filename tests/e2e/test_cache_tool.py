@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from mkd.cache_build.job import CacheJob, CacheOptions
+from mkd.cli import cache
 from mkd.errors import MkdCacheError, MkdConfigError, MkdError
 from mkd.teacher.cache.store import TeacherStore
 from mkd.teacher.cache.writer import StoreWriter, check_folder
@@ -17,7 +18,6 @@ from tests.e2e.test_bad_input import forget_megatron
 from tests.support.cached_targets import meta_of, some_segment
 from tests.support.e2e import small_job
 from tests.support.e2e.small_job import ROOT, TEACHER, VOCAB, SmallJob, make_model, make_small_job, make_tokenizer, run
-from tools import cache_teacher
 
 TOOL = ROOT / "tools" / "cache_teacher.py"
 TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
@@ -164,8 +164,8 @@ def test_refused_folders(
 
 def test_training_flags_before_the_two_dashes(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        cache_teacher.main(["write", "--out", "never", "--top-k", "8", "--kd-teacher-hf", "x"])
-    assert "--kd-teacher-hf x (flags of pretrain_kd.py go after --)" in capsys.readouterr().err
+        cache.run(["write", "--out", "never", "--top-k", "8", "--kd-teacher-hf", "x"])
+    assert "--kd-teacher-hf x (flags of mkd train go after --)" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -183,19 +183,19 @@ def caches(tmp_path: Path) -> list[Path]:
 
 def test_merge(caches: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "merged"
-    cache_teacher.main(["merge", str(out), str(caches[0]), str(caches[1])])
+    cache.run(["merge", str(out), str(caches[0]), str(caches[1])])
     printed = capsys.readouterr().out
     assert "1 duplicates left out" in printed and "segments    4" in printed
     assert "the 8 most probable tokens, fp32" in printed
     merged = TeacherStore(out, "merged")
     assert merged.keys() == {some_segment(n, 307, 8)[0] for n in range(4)} and len(merged) == 4
-    cache_teacher.main(["verify", str(out)])
+    cache.run(["verify", str(out)])
     assert "every record is intact" in capsys.readouterr().out
     assert not list(tmp_path.glob(".*"))
     with pytest.raises(MkdCacheError, match="exists: give the name of a new folder"):
-        cache_teacher.main(["merge", str(out), str(caches[0])])
+        cache.run(["merge", str(out), str(caches[0])])
     with pytest.raises(MkdCacheError, match=r"cannot be merged \(teacher: "):
-        cache_teacher.main(["merge", str(tmp_path / "new"), str(caches[0]), str(caches[2])])
+        cache.run(["merge", str(tmp_path / "new"), str(caches[0]), str(caches[2])])
     assert not (tmp_path / "new").exists()
 
 
@@ -205,7 +205,7 @@ def test_merge_after_a_killed_merge(caches: list[Path], tmp_path: Path, teacher:
     partial = tmp_path / ".merged.partial"
     StoreWriter(partial, meta_of(teacher=teacher)).add(*some_segment(9, 307, 8))
     (partial / "rest").touch()
-    cache_teacher.main(["merge", str(tmp_path / "merged"), str(caches[0])])
+    cache.run(["merge", str(tmp_path / "merged"), str(caches[0])])
     assert len(TeacherStore(tmp_path / "merged", "merged")) == 2 and not partial.exists()
 
 
@@ -218,13 +218,13 @@ def test_verify_names_every_damaged_shard(caches: list[Path]) -> None:
     shards[1].with_suffix(".json").unlink()
     shards[2].unlink()
     with pytest.raises(MkdCacheError) as caught:
-        cache_teacher.main(["verify", str(caches[1])])
+        cache.run(["verify", str(caches[1])])
     lines = str(caught.value).splitlines()
     assert len(lines) == 4 and manifest["sha256"]
     for line, shard, word in zip(lines, shards, ("SHA-256", "no .json file", "is missing"), strict=False):
         assert shard.name in line and word in line
     with pytest.raises(MkdError, match=r"verify .* is not a teacher cache"):
-        cache_teacher.main(["verify", str(caches[1].parent)])
+        cache.run(["verify", str(caches[1].parent)])
 
 
 def test_verify_recomputes_targets(job: SmallJob, tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from mkd.cli import check_invariance as tool
 from mkd.errors import MkdConfigError
 from tests.support.e2e.small_job import SmallJob, make_small_job, run
-from tools import check_invariance as tool
 
 LAYOUT = ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--bf16", "--save", "NOWHERE"]
 Start = Callable[[list[str], int], tuple[int, str]]

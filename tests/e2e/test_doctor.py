@@ -15,10 +15,10 @@ from megatron.core.num_microbatches_calculator import destroy_num_microbatches_c
 from megatron.training.global_vars import destroy_global_vars
 
 from mkd import cpu
+from mkd.cli import doctor
 from mkd.doctor import environment
 from tests.support.e2e import small_job
 from tests.support.e2e.small_job import TEACHER, VOCAB, SmallJob, make_model, make_tokenizer, write_data
-from tools import doctor
 
 TP, PP, CP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"
 GPU = {"--bf16": True, "--no-gradient-accumulation-fusion": True}

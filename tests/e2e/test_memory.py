@@ -39,7 +39,7 @@ def run(code: str, *words: object) -> tuple[str, float]:
     return " ".join(words[-2:-1]), int(words[-1]) / 2**20
 
 
-CONVERT = "import sys\nfrom tools import convert\nassert convert.main(sys.argv[1:]) == 0"
+CONVERT = "import sys\nfrom mkd.cli import convert\nassert convert.main(sys.argv[1:]) == 0"
 
 # One rank of 64 that are not there: torch's fake process group answers for the others.
 ONE_RANK_OF_A_LAYOUT = """
@@ -95,7 +95,7 @@ def test_conversion_holds_a_parameter_and_not_the_model(tmp_path):
     """The same at a size for every day: 0.5 GiB of weights, no parameter above 32 MiB."""
     small = {"num_hidden_layers": 32, "hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 1024}
     folder = make_sparse(tmp_path / "hf", LLAMA_8B | small)
-    alone = run("from tools import convert\nfrom mkd import cpu\ncpu.activate()\nimport mkd.checkpoint.hf.import_")[1]
+    alone = run("from mkd.cli import convert\nfrom mkd import cpu\ncpu.activate()\nimport mkd.checkpoint.hf.import_")[1]
     _, peak = run(CONVERT, "import", "--hf", folder, "--save", tmp_path / "megatron")
     assert peak < alone + 0.35, f"import: {peak:.2f} GiB, {alone:.2f} of them for the imports"
     _, peak = run(CONVERT, "export", "--load", tmp_path / "megatron", "--hf", tmp_path / "out")

@@ -9,8 +9,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from mkd.cache_build import writer_thread
+from mkd.cli import cache
 from tests.support.e2e.killer import die_at
-from tools import cache_teacher
 
 if __name__ == "__main__":
     os.setsid()  # so that all processes of this job can be killed together
@@ -18,4 +18,4 @@ if __name__ == "__main__":
     if "MKD_TEST_KILL" in os.environ and os.environ["RANK"] == os.environ.get("MKD_TEST_KILL_RANK", "0"):
         event, number, *warning = os.environ["MKD_TEST_KILL"].split(":")
         die_at(event, int(number), *warning)
-    cache_teacher.main()
+    cache.run(sys.argv[1:])

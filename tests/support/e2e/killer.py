@@ -33,8 +33,8 @@ cpu.activate()
 
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-import pretrain_kd
 from mkd.checkpoint.hf.writer import WeightsWriter
+from mkd.cli.train_job import run_job
 from mkd.train.step import ForwardStep
 
 EVENTS: dict[str, list[tuple[Any, str]]] = {
@@ -82,4 +82,4 @@ if __name__ == "__main__":
     if "MKD_TEST_KILL" in os.environ and os.environ["RANK"] == os.environ.get("MKD_TEST_KILL_RANK", "0"):
         event, number, *warning = os.environ["MKD_TEST_KILL"].split(":")
         die_at(event, int(number), *warning)
-    pretrain_kd.main()
+    run_job()

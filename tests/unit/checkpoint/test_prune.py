@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from mkd.checkpoint.hf.check import check_tensors, read_architecture
 from mkd.checkpoint.hf.folder import HFFolder
+from mkd.cli import prune
 from tests.support.hf_folders import (
     add_tokenizer,
     change_json,
@@ -18,7 +19,6 @@ from tests.support.hf_folders import (
     reference_logits,
 )
 from tests.support.tolerance import FP32, assert_close_norm
-from tools import prune
 
 
 @pytest.fixture(scope="module")

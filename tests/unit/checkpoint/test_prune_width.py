@@ -13,12 +13,12 @@ from mkd.checkpoint.hf.layouts import Dims
 from mkd.checkpoint.prune.depth import PrunableTeacher
 from mkd.checkpoint.prune.importance import activation_importance, magnitude_importance, read_samples
 from mkd.checkpoint.prune.width import Importance, WidthChoice
+from mkd.cli import prune
 from mkd.errors import MkdCheckpointError
 from tests.support.chats import MARKED, chat_tokenizer, talk, write_lines
 from tests.support.e2e.small_job import VOCAB
 from tests.support.hf_folders import change_json, change_weights, make_model, read_weights, reference_logits
 from tests.support.tolerance import FP32, assert_close_norm
-from tools import prune
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]])
 LAYERS, HIDDEN, FFN, HEADS, GROUPS, HEAD_DIM = 2, 48, 72, 6, 2, 16

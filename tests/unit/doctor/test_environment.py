@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from mkd.cli import doctor
 from mkd.doctor import environment
 from mkd.doctor.environment import Part, apex, cards, has_wrong_apex, inspect, transformer_engine
-from tools import doctor
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> None:

@@ -1,6 +1,6 @@
 """tools/preprocess.py and mkd.data: what is written is what was read, and every bad input is one clear line."""
 
-import importlib.util
+import importlib
 import json
 import os
 import signal
@@ -29,10 +29,7 @@ TOOL = ROOT / "tools" / "preprocess.py"
 
 @pytest.fixture(scope="module")
 def preprocess():
-    spec = importlib.util.spec_from_file_location("preprocess", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("mkd.cli.preprocess")
 
 
 def byte_tokenizer(folder: Path, extra: int = 0, **special: str) -> str:

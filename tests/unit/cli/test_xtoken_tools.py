@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from mkd.cli import build_projection, show_alignment
 from mkd.xtoken.text.tokens import SpanTokenizer
 from mkd.xtoken.vocabulary.projection import Projection
 from tests.support.chats import PLAIN, talk, write_lines
 from tests.support.tokenizers_of_kinds import transformers_tokenizer
-from tools import build_projection, show_alignment
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """tools/plot.py and mkd.report.run_log: the curves are the numbers in the file; an invalid file is a one-line error."""
 
-import importlib.util
+import importlib
 import json
 import math
 import os
@@ -16,10 +16,7 @@ TOOL = Path(__file__).resolve().parents[3] / "tools" / "plot.py"
 
 @pytest.fixture(scope="module")
 def tool():
-    spec = importlib.util.spec_from_file_location("plot", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("mkd.cli.plot")
 
 
 def write_run(path: Path, *, kd: bool = True, steps: int = 7) -> str:

@@ -1,0 +1,1 @@
+"""The command `mkd`: one module per subcommand, imported only when it is called."""

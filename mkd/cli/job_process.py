@@ -1,0 +1,50 @@
+"""A process that runs a job of Megatron: its preparation, and its exit status."""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Container
+from pathlib import Path
+
+from mkd.errors import MkdError
+from mkd.utils.logging import FILE_ONLY, logger
+
+
+def prepare(flags: list[str]) -> None:
+    """Set up the process for Megatron; `flags` become its command line.
+
+    Must run before Megatron is imported, because it installs the CPU backend.
+
+    Raises:
+        MkdConfigError: the environment of the rank is inconsistent, or a file of --kd-config cannot be read.
+    """
+    from mkd import cpu
+    from mkd.compat.install import install_at_start
+    from mkd.distributed.rank_env import default_rank_env
+
+    default_rank_env()
+    if cpu.wanted():
+        cpu.activate()
+    install_at_start(flags)
+    sys.argv[1:] = flags
+
+
+def exit_status_of_rank(command: Callable[[], object], errnos: Container[int] | None = None) -> int:
+    """Run a command that all ranks of a job run; the exit status is 0, or 1 after an error of the user.
+
+    Args:
+        command: what to run.
+        errnos: each OSError.errno that is an error of the user; None for all of them.
+    """
+    try:
+        command()
+    except (MkdError, OSError) as error:
+        if isinstance(error, OSError) and errnos is not None and error.errno not in errnos:
+            raise
+        # All ranks fail alike: rank 0 reports first, and torchrun ends the others while they wait.
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(3)
+        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
+        logger.error(str(error), extra=FILE_ONLY)
+        return 1
+    return 0

@@ -1,0 +1,33 @@
+"""The training job on one rank, with the flags in `sys.argv`: body of `mkd train` and pretrain_kd.py."""
+
+import sys
+from pathlib import Path
+
+from mkd.cli.job_process import exit_status_of_rank, prepare
+from mkd.distributed.rank_env import check_rendezvous
+from mkd.errors import FULL_DISK
+from mkd.utils.logging import FILE, log_to_file
+
+
+def run_job() -> None:
+    """Parse and check the command line, build the job's parts, train."""
+    prepare(sys.argv[1:])
+    # These import megatron, which `prepare` prepares.
+    from mkd.job.job import Job
+    from mkd.job.launch import build, train
+    from mkd.job.plan import dry_run, print_plan
+
+    job = Job.from_command_line()
+    if job.args.save is not None and not job.kd.dry_run:
+        log_to_file(Path(job.args.save) / FILE)
+    print_plan(job)
+    if job.kd.dry_run:
+        dry_run(job)
+        return
+    check_rendezvous()
+    train(job, build(job))
+
+
+def run() -> int:
+    """Run the job. An error that the user can correct is one line on stderr, with exit status 1."""
+    return exit_status_of_rank(run_job, FULL_DISK)

@@ -1,0 +1,32 @@
+"""Help texts that show a command as it was called: `mkd convert`, or tools/convert.py in a checkout."""
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from mkd.cli.main import COMMANDS
+
+SCRIPTS = {"cache": "cache_teacher"}
+"""Command -> name of its script in tools/, where they differ."""
+
+
+def command_parser(doc: str) -> argparse.ArgumentParser:
+    """A parser whose help begins with a module's docstring, in which commands are written as `mkd NAME`."""
+    return argparse.ArgumentParser(
+        description=as_called(doc, sys.argv[0]), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def as_called(doc: str, program: str) -> str:
+    """`doc` with the names of scripts in place of `mkd NAME` if the program is a script of a checkout."""
+    if Path(program).suffix != ".py":
+        return doc
+
+    def script(found: re.Match[str]) -> str:
+        name = found["name"].replace("-", "_")
+        path = f"tools/{SCRIPTS.get(name, name)}.py"
+        return path if found["module"] else f"python {path}"
+
+    doc = doc.replace("mkd train", "pretrain_kd.py")
+    return re.sub(rf"(?:(?P<module>-m mkd)|\bmkd) (?P<name>{'|'.join(COMMANDS)})\b", script, doc)
