@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 
 from mkd.cli.usage import command_parser
+from mkd.config.run_file import read_settings, without_files, words_of
 from mkd.errors import MkdConfigError, exit_status
 from mkd.report.run_log import RunLog
 
@@ -120,6 +121,7 @@ def common_flags(flags: list[str], steps: int, keep_precision: bool) -> list[str
         raise MkdConfigError(
             "neither --kd-student-hf nor --pretrained-checkpoint is given: random initial weights depend on the layout"
         )
+    flags = [*words_of(read_settings(flags)), *without_files(flags)]
     flags = without(flags, OUTPUT if keep_precision else OUTPUT + PRECISION)
     added = {
         "--exit-interval": steps,

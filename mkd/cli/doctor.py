@@ -1,10 +1,11 @@
 """Check an environment, or the command line of a job, before it occupies a GPU.
 
     mkd doctor
+    mkd doctor --nproc 8 --kd-config run.yaml
     mkd doctor --nproc 8 --nnodes 2 --gpu-memory-gib 80 -- --kd-teacher-hf TEACHER ...
 
 Without the flags of a job: installed and missing packages, the cost of missing ones, and how to install them. With the
-flags of pretrain_kd.py after --: models, tokenizers, data, layout and memory of that job, all problems at once. No GPU
+flags of mkd train after --: models, tokenizers, data, layout and memory of that job, all problems at once. No GPU
 is needed; a job is checked for GPUs unless MKD_DEVICE=cpu is set. The exit status is 1 if there is a problem.
 """
 
@@ -29,6 +30,9 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str] | No
     parser.add_argument(
         "--gpu-memory-gib", type=float, metavar="GIB", help="memory of one GPU (default: that of local GPUs)"
     )
+    parser.add_argument(
+        "--kd-config", nargs="+", metavar="FILE", help="files with the flags of a job; flags after -- replace theirs"
+    )
     parser.add_argument("--samples", type=int, default=2, metavar="N", help="samples shown per data file (default: 2)")
     parser.add_argument(
         "--sample-tokens", type=int, default=60, metavar="N", help="tokens shown per sample (default: 60)"
@@ -37,6 +41,8 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str] | No
     own, flags = parser.parse_args(argv[:split]), argv[split + 1 :]
     if own.nproc < 1 or own.nnodes < 1:
         parser.error(f"--nproc is {own.nproc} and --nnodes {own.nnodes}; both must be at least 1")
+    if own.kd_config is not None:
+        return own, ["--kd-config", *own.kd_config, *flags]
     return own, flags if split < len(argv) else None
 
 

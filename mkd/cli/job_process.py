@@ -11,7 +11,7 @@ from mkd.utils.logging import FILE_ONLY, logger
 
 
 def prepare(flags: list[str]) -> None:
-    """Set up the process for Megatron; `flags` become its command line.
+    """Set up the process for Megatron; `flags` become its command line, in which --kd-config may name files of flags.
 
     Must run before Megatron is imported, because it installs the CPU backend.
 
@@ -20,12 +20,13 @@ def prepare(flags: list[str]) -> None:
     """
     from mkd import cpu
     from mkd.compat.install import install_at_start
+    from mkd.config.run_file import read_settings, words_of
     from mkd.distributed.rank_env import default_rank_env
 
     default_rank_env()
     if cpu.wanted():
         cpu.activate()
-    install_at_start(flags)
+    install_at_start([*words_of(read_settings(flags)), *flags])
     sys.argv[1:] = flags
 
 

@@ -43,7 +43,8 @@ parallel layout
   --pipeline-model-parallel-size N, --context-parallel-size N, --expert-model-parallel-size N
   --use-distributed-optimizer       optimizer state sharded over data-parallel ranks
 
-before training
+before and instead of training
+  --kd-config FILE                  flags from a YAML file; the command line wins. SAVE/run.yaml repeats a run
   --kd-dry-run                      check everything, print the plan and the memory, and exit
 """
 

@@ -3,6 +3,7 @@
 import sys
 from argparse import ArgumentParser, Namespace
 from difflib import get_close_matches
+from functools import cache
 from itertools import zip_longest
 from typing import Any, NoReturn
 
@@ -12,6 +13,7 @@ from megatron.training.arguments import add_megatron_arguments, parse_args
 from mkd.compat.startup import repair_help
 from mkd.config.kd_config import KDConfig
 from mkd.config.kd_fields import KDFields
+from mkd.config.run_file import check_settings, read_settings, words_of
 from mkd.errors import MkdConfigError
 
 # Prefixes of Megatron flags that conflict with distillation -> the flags to use instead.
@@ -22,7 +24,7 @@ CONTRADICTIONS: dict[str, str] = {
     "--export-kd-": "--kd-teacher-load, --kd-loss, --kd-temperature and --kd-ratio",
     "--freeze-all-layers": "--kd-ratio (the student is what is trained)",
     "--ddp-average-in-collective": "--kd-ratio (mkd divides once by the step's supervised tokens, over all ranks)",
-    "--yaml-cfg": "flags such as --kd-ratio on the command line (mkd reads no YAML configuration)",
+    "--yaml-cfg": "--kd-config, a YAML file of flags",
     "--perform-rl-step": "--kd-ratio (mkd distills; it has no reinforcement learning)",
     "--rl-": "--kd-ratio (mkd distills; it has no reinforcement learning)",
     "--grpo-": "--kd-ratio (mkd distills; it has no reinforcement learning)",
@@ -104,9 +106,15 @@ def add_kd_flags(parser: ArgumentParser) -> ArgumentParser:
     return parser
 
 
+@cache
+def flag_parser() -> ArgumentParser:
+    """A parser of all flags, Megatron's and mkd's."""
+    return add_kd_flags(add_megatron_arguments(ArgumentParser(allow_abbrev=False)))
+
+
 def flags_given(argv: list[str] | None = None) -> dict[str, str]:
     """The flags on the command line: Megatron's argument name -> the flag as it was written."""
-    parser = add_kd_flags(add_megatron_arguments(ArgumentParser(allow_abbrev=False)))
+    parser = flag_parser()
     written = {word.split("=")[0] for word in (sys.argv[1:] if argv is None else argv)}
     given = {}
     for action in parser._actions:
@@ -122,7 +130,14 @@ def parse_command_line() -> tuple[Namespace, KDConfig]:
 
 
 def parse_flags() -> tuple[Namespace, dict[str, Any]]:
-    """Parse all flags: Megatron's, and the values of `KDConfig`'s fields, unchecked."""
+    """Parse all flags: Megatron's, and the values of `KDConfig`'s fields, unchecked.
+
+    The flags in files of --kd-config are put at the beginning of `sys.argv`, which is then the whole command line.
+    """
+    settings = read_settings(sys.argv[1:])
+    if settings:
+        check_settings(settings, flag_parser())
+        sys.argv[1:] = [*words_of(settings), *sys.argv[1:]]
     refuse_contradictions(sys.argv[1:])
     args = parse_args(add_kd_flags)
     prefix = "kd_"

@@ -27,6 +27,11 @@ TEACHER_SIZES = tuple(
 class KDFields:
     """Options of knowledge distillation as given, unchecked: `KDConfig` checks them."""
 
+    config: list[str] | None = field(default=None, metadata={"argparse_meta": {"metavar": "FILE"}})
+    """YAML files of flags, Megatron's and these: FLAG: VALUE, true for a flag without a value, grouped under headings
+    or not. Later files replace values of earlier ones, and the command line those of files. Each job writes such a
+    file, run.yaml, into --save."""
+
     teacher_hf: list[str] | None = field(default=None, metadata={"argparse_meta": {"metavar": "DIR"}})
     """Teacher: a Hugging Face folder (config.json and safetensors). Its architecture is read from its own config.json.
     Exactly one teacher source must be given; this one may name several teachers."""

@@ -1,19 +1,36 @@
 """The parts of a command line that can be used although others are refused."""
 
-from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from megatron.training.arguments import add_megatron_arguments
-
 from mkd.config.checks import SOURCES
-from mkd.config.flags import add_kd_flags, refuse_contradictions
+from mkd.config.flags import flag_parser, refuse_contradictions
 from mkd.config.kd_config import FIELD_CHECKS, KDConfig
 from mkd.config.kd_fields import KDFields
+from mkd.config.run_file import check_setting, read_settings, without_files
 from mkd.doctor.findings import Findings
 
 DEFAULTS = {field.name: field.default for field in fields(KDFields)}
+
+
+def words_with_files(words: Sequence[str], findings: Findings) -> tuple[list[str], set[str]]:
+    """A command line with the flags of its --kd-config files in place of their names.
+
+    Returns:
+        The words, and the flags in files that are left out because each of them is a problem.
+    """
+    found: list[str] = []
+    refused: set[str] = set()
+    with findings.tolerate():
+        parser = flag_parser()
+        for setting in read_settings(words):
+            refused.add(setting.flag)
+            with findings.tolerate():
+                check_setting(setting, parser)
+                found += setting.words
+                refused.discard(setting.flag)
+    return [*found, *without_files(words)], refused
 
 
 def parsable_words(words: Sequence[str], findings: Findings) -> list[str]:
@@ -26,7 +43,7 @@ def parsable_words(words: Sequence[str], findings: Findings) -> list[str]:
         if word.startswith("--") or not groups:
             groups.append([])
         groups[-1].append(word)
-    parser = add_kd_flags(add_megatron_arguments(ArgumentParser(allow_abbrev=False)))
+    parser = flag_parser()
     kept = []
     for group in groups:
         with findings.tolerate():

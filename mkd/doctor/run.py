@@ -20,7 +20,7 @@ from mkd.config.checks import SOURCES
 from mkd.config.flags import parse_flags
 from mkd.doctor.environment import has_wrong_apex
 from mkd.doctor.findings import Findings
-from mkd.doctor.flags import checked_config, parsable_words
+from mkd.doctor.flags import checked_config, parsable_words, words_with_files
 from mkd.job.checks import CHECKS, JobDraft
 from mkd.job.job import Job
 from mkd.memory.parameters import optimizer_bytes, parameters_of_stage
@@ -48,13 +48,14 @@ def examine(launch: Launch, findings: Findings) -> Job | None:
     """
     destroy_global_vars()
     destroy_num_microbatches_calculator()
-    flags = parsable_words(launch.flags, findings)
+    words, refused = words_with_files(launch.flags, findings)
+    flags = parsable_words(words, findings)
     if not cpu.is_target() and find_spec("transformer_engine") is None:
         # A check reports that it is missing. Megatron would stop at the first flag that needs it.
         flags.append("--no-rope-fusion")
     sys.argv = [SCRIPT, *flags]
     job = None
-    left_out = frozenset(word for word in launch.flags if word.startswith("--") and word not in flags)
+    left_out = frozenset(refused.union(word for word in words if word.startswith("--") and word not in flags))
     # Megatron prints all its arguments.
     with _first_rank_of(launch.ranks), redirect_stdout(io.StringIO()), findings.tolerate():
         job = _check(left_out, findings)

@@ -113,6 +113,7 @@ _NOT_THE_OBJECTIVE = {
     "other_teacher",
     "allow_bad_teacher",
     "metrics_file",
+    "config",
     "dry_run",
     "verbose",
     "log_level",

@@ -15,6 +15,7 @@ from mkd.config.teacher_args import has_own_layout
 from mkd.job.data import number_of_iterations
 from mkd.job.job import Job
 from mkd.job.memory_table import memory_line, print_memory
+from mkd.job.run_record import write_run_file
 from mkd.job.teacher import shape_of
 from mkd.utils.atomic_files import replacing
 from mkd.utils.logging import logger
@@ -74,8 +75,8 @@ def plan(job: Job) -> dict[str, str]:
 def record(job: Job) -> None:
     """Write the files beside the checkpoints that explain them and that an export needs.
 
-    kd_config.json has the resolved distillation settings and the plan; the student's Hugging Face configuration and
-    tokenizer go along, so that tools/convert.py needs no other folder.
+    run.yaml repeats the run; kd_config.json has the resolved distillation settings and the plan; the student's Hugging
+    Face configuration and tokenizer go along, so that mkd convert needs no other folder.
     """
     if job.args.rank != 0 or job.args.save is None:
         return
@@ -85,6 +86,7 @@ def record(job: Job) -> None:
         store_assets(HFFolder(job.kd.student_hf, "--kd-student-hf"), folder)
     with replacing(folder / "kd_config.json") as out:
         out.write(json.dumps({"kd": asdict(job.kd), "plan": plan(job)}, indent=2) + "\n")
+    write_run_file(job.args, job.state.teacher_fingerprint, folder)
 
 
 def _layout(args: Namespace, ranks: int) -> str:

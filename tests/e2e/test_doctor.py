@@ -254,3 +254,19 @@ def test_warnings_about_the_machine(ask, with_te, job, monkeypatch):
     assert status == 0, output
     for words in ("--nproc is 2, this machine has 1 GPUs", "CUDA_DEVICE_MAX_CONNECTIONS is not 1", "0.0 GiB are free"):
         assert words in output
+
+
+def test_all_problems_of_a_file_of_flags_are_found(job: SmallJob, ask: Callable[..., tuple[int, str]]) -> None:
+    (job.root / "bad.yaml").write_text("kd-temprature: 2\nseq-length: many\nkd-beta: 7\nkd-loss: jsd\n")
+    status, text = ask({"--kd-config": "{root}/bad.yaml", "--seq-length": None})
+    assert status == 1
+    for problem in ("line 1: no flag is named kd-temprature", "line 2: --seq-length: invalid int", "--kd-beta"):
+        assert problem in text
+    (job.root / "good.yaml").write_text("seq-length: 32\n")
+    assert ask({"--kd-config": "{root}/good.yaml", "--seq-length": None})[0] == ask({})[0] == 0
+
+
+def test_a_file_of_flags_may_be_named_alone() -> None:
+    assert doctor.parse_arguments(["--kd-config", "a", "b"])[1] == ["--kd-config", "a", "b"]
+    assert doctor.parse_arguments(["--kd-config", "a", "--", "--lr", "1"])[1] == ["--kd-config", "a", "--lr", "1"]
+    assert doctor.parse_arguments([])[1] is None

@@ -1,0 +1,112 @@
+"""run.yaml: it holds what repeats a run, and no secret."""
+
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mkd.config.run_file import read_file, words_of
+from mkd.job import run_record
+from mkd.job.run_record import commit, data_state, without_secrets, write_run_file
+
+FLAGS = ["--kd-ratio", "0.5", "--bf16", "--kd-teacher-hf", "a", "b", "--lr", "1e-4"]
+
+
+@pytest.fixture
+def args(tmp_path: Path) -> Namespace:
+    """Arguments of a job with one token file and one chat file."""
+    for name in ("p.bin", "p.idx", "chats.jsonl"):
+        (tmp_path / name).write_bytes(name.encode())
+    data = ["1", str(tmp_path / "p"), "1", str(tmp_path / "chats.jsonl")]
+    paths = dict.fromkeys(("data_args_path", "train_data_path", "valid_data_path", "test_data_path"))
+    paths |= {"per_split_data_args_path": None, "data_path": data}
+    return Namespace(world_size=2, mock_data=False, fim_data=False, **paths)
+
+
+def test_it_holds_flags_versions_and_data(args: Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["mkd train", "--kd-config", "x.yaml", *FLAGS])
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("MKD_SERVER_TOKEN", "secret-of-server")
+    monkeypatch.setenv("WANDB_API_KEY", "secret-of-wandb")
+    write_run_file(args, "fingerprint", tmp_path)
+    text = (tmp_path / "run.yaml").read_text()
+    assert "secret-of" not in text
+    assert words_of(read_file(str(tmp_path / "run.yaml"))) == FLAGS
+    about = yaml.safe_load(text)["about"]
+    assert about["ranks"] == 2
+    assert about["environment"]["NCCL_DEBUG"] == "INFO"
+    assert about["teacher"] == "fingerprint"
+    assert {"python", "torch", "megatron-core", "transformers"} <= about["versions"].keys()
+    assert [Path(name).name for name in about["data"]] == ["p.bin", "p.idx", "chats.jsonl"]
+
+
+def test_each_start_keeps_the_file_before(args: Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for lr in ("1", "2", "3"):
+        monkeypatch.setattr(sys, "argv", ["mkd train", "--lr", lr])
+        write_run_file(args, None, tmp_path)
+    kept = {path.name: words_of(read_file(str(path)))[-1] for path in tmp_path.glob("run*.yaml")}
+    assert kept == {"run-1.yaml": "1", "run-2.yaml": "2", "run.yaml": "3"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "is_kept"),
+    [
+        ("wandb-api-key", "x", False),
+        ("hub-token", "x", False),
+        ("proxy-password-file", "x", False),
+        ("WANDB_API_KEY", "x", False),
+        ("kd-mlflow-uri", "https://user:pass@host/x", False),
+        ("kd-mlflow-uri", "https://host/x?access_token=1", False),
+        ("wandb-entity", "0123456789abcdef0123456789abcdef01234567", False),
+        ("data-path", ["0.5", "hf_abcdefghijklmnopqrst"], False),
+        ("kd-mlflow-uri", "https://host:5000/x", True),
+        ("tokenizer-model", "folder", True),
+        ("moe-token-dispatcher-type", "alltoall", True),
+        ("calculate-per-token-loss", True, True),
+        ("kd-teacher-hf", "hub/models--x/snapshots/0123456789abcdef0123456789abcdef01234567", True),
+    ],
+)
+def test_secrets_are_left_out(name: str, value: str | bool | list[str], is_kept: bool) -> None:
+    kept, left_out = without_secrets({name: value})
+    assert (kept == {name: value}, left_out == [name]) == (is_kept, not is_kept)
+
+
+def test_left_out_flags_are_listed(args: Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["mkd train", "--lr", "1", "--kd-mlflow-uri", "http://me:mine@host"])
+    write_run_file(args, None, tmp_path)
+    text = (tmp_path / "run.yaml").read_text()
+    assert "mine" not in text
+    assert yaml.safe_load(text)["about"]["left_out"] == ["kd-mlflow-uri"]
+
+
+def test_hash_of_data_depends_on_its_content(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    states = set()
+    for content in (b"", b"a" * 100_000, b"a" * 99_999 + b"b", b"b" + b"a" * 99_999):
+        path.write_bytes(content)
+        states.add(data_state(path))
+    assert len(states) == 4
+    assert data_state(path, hashed=False) == "100000 bytes"
+
+
+def test_commit_is_that_of_the_package_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GIT_DIR", "GIT_WORK_TREE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(run_record.metadata, "distribution", lambda name: Namespace(read_text=lambda name: None))
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e@e"]
+    package = tmp_path / "venv/mkd"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    assert commit(package) == "unknown"  # no checkout
+    (tmp_path / "README").write_text("")
+    for command in (["init", "-q"], ["add", "README"], ["commit", "-qm", "m"]):
+        subprocess.run([*git, *command], check=True)
+    assert commit(package) == "unknown"  # in a checkout of something else
+    for command in (["add", "."], ["commit", "-qm", "m"]):
+        subprocess.run([*git, *command], check=True)
+    assert len(commit(package)) == 40
+    (package / "__init__.py").write_text("changed")
+    assert commit(package).endswith("+")
