@@ -50,7 +50,7 @@ class KDFields:
     Exactly one teacher source must be given."""
 
     teacher_cache: str | None = None
-    """Teacher: a folder of cached targets (tools/cache_teacher.py); the teacher's weights are not loaded. The data must
+    """Teacher: a folder of cached targets (mkd cache); the teacher's weights are not loaded. The data must
     be that from which the cache was written. Exactly one teacher source must be given."""
 
     cache_missing: Literal["error", "ce_only"] = "error"
@@ -125,7 +125,7 @@ class KDFields:
     partition_kl, the default if the flag has no value, p_kl, gold or gold_relaxed; see docs/cross_tokenizer.md."""
 
     projection: str | None = field(default=None, metadata={"argparse_meta": {"metavar": "FILE"}})
-    """Teacher tokens that stand for each student token, written by tools/build_projection.py. Default: built when the
+    """Teacher tokens that stand for each student token, written by mkd build-projection. Default: built when the
     job starts and kept in the data cache."""
 
     teacher_seq_length: int | None = None

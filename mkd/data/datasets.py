@@ -39,7 +39,7 @@ def check_data(prefixes: Iterable[str], true_vocab: int, tokenizer_hash: str | N
         for suffix in (".idx", ".bin"):
             file = Path(prefix + suffix)
             if not file.is_file():
-                raise MkdDataError(f"--data-path {prefix}: {file} does not exist (tools/preprocess.py makes it)")
+                raise MkdDataError(f"--data-path {prefix}: {file} does not exist (mkd preprocess makes it)")
             if file.stat().st_size == 0:
                 raise MkdDataError(f"--data-path {prefix}: {file} is empty")
         dtype, _ = _check_index(prefix)
@@ -47,13 +47,13 @@ def check_data(prefixes: Iterable[str], true_vocab: int, tokenizer_hash: str | N
         if facts is not None and facts.tokenizer_hash and tokenizer_hash and facts.tokenizer_hash != tokenizer_hash:
             raise MkdDataError(
                 f"--data-path {prefix}: according to {prefix}.json the data was made with a different tokenizer from "
-                "the model's; run tools/preprocess.py with --tokenizer-model set to the model's folder"
+                "the model's; run mkd preprocess with --tokenizer-model set to the model's folder"
             )
         largest = _largest_token_seen(prefix, dtype) if facts is None else facts.max_token_id
         if largest >= true_vocab:
             raise MkdDataError(
                 f"--data-path {prefix} has token id {largest}, but the model's vocabulary has {true_vocab} tokens: the "
-                "data was made with another tokenizer; run tools/preprocess.py with the model's own"
+                "data was made with another tokenizer; run mkd preprocess with the model's own"
             )
 
 

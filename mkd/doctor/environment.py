@@ -130,7 +130,7 @@ def _gpus() -> list[Part]:
     """Checks the driver, the GPUs, and torch's access to them."""
     found = cards()
     if not found:
-        cost = "jobs run on CPU, for small models only; tools/doctor.py checks jobs for GPUs all the same"
+        cost = "jobs run on CPU, for small models only; mkd doctor checks jobs for GPUs all the same"
         return [Part("GPU", None, cost, "run on a machine with an NVIDIA GPU and driver")]
     kinds = {card.name for card in found}
     text = f"{len(found)} x {', '.join(sorted(kinds))}, {min(card.gib for card in found):.1f} GiB"

@@ -20,7 +20,7 @@ def open_cache(path: str, flag: str) -> TeacherStore:
     """
     store = TeacherStore(Path(path), flag)
     if not len(store):
-        raise MkdCacheError(f"{flag} {path} has no cached targets yet: write them (tools/cache_teacher.py)")
+        raise MkdCacheError(f"{flag} {path} has no cached targets yet: write them (mkd cache)")
     return store
 
 

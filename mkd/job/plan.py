@@ -24,9 +24,7 @@ from mkd.utils.logging import logger
 def print_plan(job: Job) -> None:
     """Log the plan, on rank 0."""
     if job.kd.dry_run and cpu.is_target():
-        logger.info(
-            "plan and memory are for CPU, where this machine would run the job; tools/doctor.py estimates for GPUs"
-        )
+        logger.info("plan and memory are for CPU, where this machine would run the job; mkd doctor estimates for GPUs")
     for name, text in plan(job).items() if job.args.rank == 0 else ():
         logger.info(f"{name:10s} {text}")
 

@@ -109,7 +109,7 @@ def test_missing_text_fails_on_all_ranks(gloo_pool: Callable[[int], Pool], cache
     text = str(caught.value)
     assert text.count("MkdCacheError: --kd-teacher-cache") == 4
     assert text.count(f"does not have segment {key} (24 tokens at position 0 of row 0, segment 0 of microbatch 0)") == 4
-    assert "of this step: write this data too (tools/cache_teacher.py), or give --kd-cache-missing ce_only" in text
+    assert "of this step: write this data too (mkd cache), or give --kd-cache-missing ce_only" in text
 
 
 def damaged_copy(cache: str, folder: Path, kind: str) -> tuple[str, str]:

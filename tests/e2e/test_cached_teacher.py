@@ -156,7 +156,7 @@ def test_evaluation_without_any_cached_text(job: SmallJob, tmp_path: Path) -> No
     changes = {"--kd-cache-missing": "ce_only", "--train-iters": 1, "--kd-metrics-file": tmp_path / "metrics.jsonl"}
     folder = small_cache(job, tmp_path / "cache")
     strict = run(job.flags(from_cache(folder)))
-    assert "of this evaluation step: write this data too (tools/cache_teacher.py, with more" in strict.errors
+    assert "of this evaluation step: write this data too (mkd cache, with more" in strict.errors
     result = run(job.flags(from_cache(folder, changes)))
     assert result.status == 0, result.errors[-6000:]
     assert "the cache has no text of the first validation microbatch" in result.output

@@ -71,19 +71,19 @@ class IndexedText:
         try:
             facts = cls(**json.loads(path.read_text()))
         except (ValueError, TypeError) as error:
-            raise MkdDataError(f"{path} is broken ({error}): make the data again with tools/preprocess.py") from None
+            raise MkdDataError(f"{path} is broken ({error}): make the data again with mkd preprocess") from None
         binary = Path(f"{prefix}.bin")
         size = binary.stat().st_size if binary.is_file() else 0
         if size != facts.tokens * np.dtype(facts.dtype).itemsize:
             raise MkdDataError(
                 f"{path} describes {facts.tokens} tokens of {facts.dtype}, but {binary} has {size} bytes: delete "
-                f"{path} if another tool made the data, else make it again with tools/preprocess.py"
+                f"{path} if another tool made the data, else make it again with mkd preprocess"
             )
         index = Path(f"{prefix}.idx")
         if facts.fingerprint is not None and index.is_file() and facts.fingerprint != data_fingerprint(binary, index):
             raise MkdDataError(
                 f"{path} describes other tokens than those in {binary} and {index}: delete {path} if another tool made "
-                "the data, else make it again with tools/preprocess.py"
+                "the data, else make it again with mkd preprocess"
             )
         return facts
 

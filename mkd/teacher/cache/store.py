@@ -78,7 +78,7 @@ class CacheMeta:
         file = folder / META
         if not file.is_file():
             what = "is not a teacher cache: it has no meta.json" if folder.is_dir() else "does not exist"
-            raise MkdCacheError(f"{flag} {folder} {what} (tools/cache_teacher.py write creates one)")
+            raise MkdCacheError(f"{flag} {folder} {what} (mkd cache write creates one)")
         try:
             values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
             if values["format"] != FORMAT:
@@ -297,7 +297,7 @@ class TeacherStore:
             raise MkdCacheError(
                 f"{self.flag} {self.folder}: a record of segment {keys[first].hex()} in shard "
                 f"{self.shards[segments[first].shard].path.name} is damaged (its checksum does not match): remove that "
-                "shard with its .json file and write what is missing again (tools/cache_teacher.py verify)"
+                "shard with its .json file and write what is missing again (mkd cache verify)"
             )
         try:
             return self.meta.records.decode(records, temperature)

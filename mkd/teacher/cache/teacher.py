@@ -100,7 +100,7 @@ class CachedTeacher:
         return (
             f"{store.origin} does not have {missing[0].describe(row_length)}"
             + (f", nor {more} more segments of this {step}" if more else f" of this {step}")
-            + f": write this data too (tools/cache_teacher.py{', with more --eval-iters' * evaluating}), or give "
+            + f": write this data too (mkd cache{', with more --eval-iters' * evaluating}), or give "
             "--kd-cache-missing ce_only"
         )
 

@@ -16,7 +16,7 @@ from mkd.utils.atomic_files import write_bytes
 VERSION = 1
 """Increased when the same tokenizers and options give another projection, or the file format changes."""
 _METADATA = "mkd_projection"
-_REBUILD = "build it again with tools/build_projection.py"
+_REBUILD = "build it again with mkd build-projection"
 
 
 @dataclass(frozen=True)
