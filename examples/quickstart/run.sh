@@ -11,8 +11,6 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 RUNS=runs/quickstart
-STEPS=28           # of 4 x 128 tokens
-LEARNING_RATE=1e-3
 KD_RATIO=0.9       # loss = 0.1 cross-entropy + 0.9 divergence from the teacher
 PROMPT="The with statement is used to"
 
@@ -44,7 +42,7 @@ if [[ ! -f $RUNS/data/valid_text_document.idx ]]; then
     step "Text: Python's own documentation, tokenized"
     python examples/quickstart/make_text.py --out $RUNS/data
     for part in train valid; do
-        python tools/preprocess.py --input $RUNS/data/$part.jsonl --output-prefix $RUNS/data/$part --tokenizer-model $RUNS/teacher
+        mkd preprocess --input $RUNS/data/$part.jsonl --output-prefix $RUNS/data/$part --tokenizer-model $RUNS/teacher
     done
 fi
 
@@ -53,28 +51,19 @@ fi
 
 if [[ ! -d $RUNS/student ]]; then
     step "Student: every other layer of the teacher, to $RUNS/student"
-    python tools/prune.py depth --hf $RUNS/teacher --out $RUNS/student --every 2
+    mkd prune depth --hf $RUNS/teacher --out $RUNS/student --every 2
 fi
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Training: two pipeline stages (PP 2, gloo). The last stage also has the LM head, which costs as much as several layers,
-# so the first stage takes 12 of the student's 15 layers.
+# Training: two pipeline stages (PP 2, gloo), 28 steps of 4 x 128 tokens. The flags are in train.yaml.
 # Two training runs on the same text in the same order: with the teacher, and on the text alone (R = 0). Three minutes each.
 
 train() {  # train NAME RATIO
     local out=$RUNS/$1
     rm -rf "${out:?}"
     mkdir -p "$out"
-    torchrun --standalone --nproc-per-node 2 pretrain_kd.py \
-        --kd-teacher-hf $RUNS/teacher --kd-student-hf $RUNS/student --kd-ratio "$2" \
-        --save "$out" --save-interval $STEPS --log-interval 2 \
-        --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 12 \
-        --train-data-path $RUNS/data/train_text_document --valid-data-path $RUNS/data/valid_text_document \
-        --seq-length 128 --micro-batch-size 1 --global-batch-size 4 --train-iters $STEPS \
-        --lr $LEARNING_RATE --min-lr 5e-5 --lr-decay-style cosine --lr-warmup-iters 3 \
-        --weight-decay 0.01 --adam-beta2 0.95 --clip-grad 1.0 \
-        --eval-interval 7 --eval-iters 2 \
-        2>&1 | tee "$out/log.txt"
+    torchrun --standalone --nproc-per-node 2 -m mkd train \
+        --kd-config examples/quickstart/train.yaml --kd-ratio "$2" --save "$out" 2>&1 | tee "$out/log.txt"
 }
 
 step "Training with the teacher (R = $KD_RATIO)"
@@ -88,11 +77,11 @@ train ce 0
 
 step "Export to $RUNS/student-kd"
 rm -rf "${RUNS:?}/student-kd"
-python tools/convert.py export --load $RUNS/kd --hf $RUNS/student-kd
+mkd convert export --load $RUNS/kd --hf $RUNS/student-kd
 python examples/quickstart/generate.py --hf $RUNS/student-kd --prompt "$PROMPT"
 
 step "Results"
-python tools/plot.py $RUNS/kd/metrics.jsonl $RUNS/ce/metrics.jsonl --labels "R = $KD_RATIO" "R = 0" --out $RUNS/loss.png
+mkd plot $RUNS/kd/metrics.jsonl $RUNS/ce/metrics.jsonl --labels "R = $KD_RATIO" "R = 0" --out $RUNS/loss.png
 python examples/quickstart/summary.py --kd $RUNS/kd/metrics.jsonl --ce $RUNS/ce/metrics.jsonl
 step "Done: checkpoint $RUNS/kd, Hugging Face folder $RUNS/student-kd, curves $RUNS/loss.png"
 echo "Next: source .venv/bin/activate, then your own text (docs/quickstart.md)"

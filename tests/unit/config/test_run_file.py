@@ -1,6 +1,7 @@
 """Flags in YAML files: values are what is written, and every invalid file is one line that names it."""
 
 import os
+import re
 import time
 from pathlib import Path
 
@@ -192,3 +193,13 @@ def test_what_is_written_is_read_back(save: str, data: list[str], tmp_path_facto
 
 def test_text_of_numbers_is_not_quoted() -> None:
     assert to_yaml({"lr": "1e-4", "kd-ratio": "0.9", "save": "no"}) == "lr: 1e-4\nkd-ratio: 0.9\nsave: no\n"
+
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+BLOCKS = [block for page in PAGES for block in re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL)]
+
+
+@pytest.mark.parametrize("content", [*BLOCKS, *(path.read_text() for path in (ROOT / "examples").rglob("*.yaml"))])
+def test_files_of_the_docs_and_examples_are_valid(content: str, write) -> None:
+    assert words(write(content))
