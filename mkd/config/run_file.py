@@ -291,7 +291,7 @@ def _texts(node: yaml.Node, place: str, name: str) -> Iterator[str]:
 
 
 def _suggestion(name: str, parser: ArgumentParser) -> str:
-    flags = parser._option_string_actions
+    flags = parser._option_string_actions.keys() - {"--help", "-h"}
     for prefix in ("kd-", "no-"):
         if f"--{prefix}{name}" in flags:
             return f"did you mean {prefix}{name}?"

@@ -71,6 +71,7 @@ def write_run_file(args: Namespace, teacher: str | None, folder: Path) -> None:
 
 def about(args: Namespace) -> dict[str, Any]:
     """Where, when and with which versions a job runs, and the state of its data."""
+    has_gpu = torch.cuda.is_available() and not cpu.is_active()
     variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)}
     return {
         "mkd": mkd.__version__,
@@ -81,7 +82,7 @@ def about(args: Namespace) -> dict[str, Any]:
         "program": Path(sys.argv[0]).name,
         "ranks": args.world_size,
         "ranks_per_node": int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size)),
-        "device": "CPU" if cpu.is_active() else torch.cuda.get_device_name(),
+        "device": torch.cuda.get_device_name() if has_gpu else "CPU",
         "versions": versions(),
         "environment": without_secrets(variables)[0],
         "data": data_states(data_prefixes(args)),
