@@ -8,7 +8,7 @@ import sys
 from difflib import get_close_matches
 from importlib import import_module
 
-from mkd import __version__
+import mkd
 
 COMMANDS = {
     "train": "train a student from a teacher",
@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
         print(overview())
         return 0
     if words[0] in ("-V", "--version"):
-        print(f"mkd {__version__}")
+        print(f"mkd {mkd.__version__}")
         return 0
     command = words[0].replace("_", "-")
     if command not in COMMANDS:
@@ -55,7 +55,7 @@ def overview() -> str:
     listed = "\n".join(f"  {name:{width}s}  {text}" for name, text in COMMANDS.items())
     return f"""usage: mkd COMMAND [FLAG ...]
 
-Megatron Knowledge Distillation {__version__}: train a student language model from a frozen teacher.
+Megatron Knowledge Distillation {mkd.__version__}: train a student language model from a frozen teacher.
 
 {listed}
 

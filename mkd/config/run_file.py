@@ -60,6 +60,12 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
+def _represent_text(dumper: _Dumper, text: str) -> yaml.Node:
+    """Characters that are not printable, such as line ends, are escaped in double quotes."""
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
+
+
+_Dumper.add_representer(str, _represent_text)
 for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver(BOOL, re.compile("^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
     _class.add_implicit_resolver(NULL, re.compile("^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""])
@@ -75,14 +81,12 @@ class Setting:
     """True or False for a flag without a value, else its values."""
     where: str
     """File and line, for messages."""
-    is_heading: bool = False
-    """True for the key of a group, which must not be the name of a flag."""
 
     @property
     def words(self) -> list[str]:
         """The words of a command line that mean the same."""
-        if self.is_heading or isinstance(self.value, bool):
-            return [self.flag] if self.value is True else []
+        if isinstance(self.value, bool):
+            return [self.flag] if self.value else []
         if len(self.value) == 1 and self.value[0].startswith("-"):
             return [f"{self.flag}={self.value[0]}"]
         return [self.flag, *self.value]
@@ -153,7 +157,7 @@ def read_file(file: str) -> list[Setting]:
     for setting in settings:
         if setting.flag == FLAG:
             raise MkdConfigError(f"{setting.where}: a file cannot name others; give several files in {FLAG}")
-        if not setting.is_heading and setting.flag in seen:
+        if setting.flag in seen:
             raise MkdConfigError(f"{setting.where}: {setting.flag} is also in {seen[setting.flag]}; remove one")
         seen[setting.flag] = f"line {setting.where.rpartition(' ')[2]}"
     return settings
@@ -172,10 +176,6 @@ def check_settings(settings: Sequence[Setting], parser: ArgumentParser) -> None:
 def check_setting(setting: Setting, parser: ArgumentParser) -> None:
     """Check one setting; `parser.error` must raise MkdConfigError."""
     action, name = parser._option_string_actions.get(setting.flag), setting.flag.removeprefix("--")
-    if setting.is_heading:
-        if action is not None:
-            raise MkdConfigError(f"{setting.where}: {name} is a flag and takes no group of others")
-        return
     if action is None or isinstance(action, _HelpAction):
         raise MkdConfigError(f"{setting.where}: no flag is named {name} ({_suggestion(name, parser)})")
     takes_none = action.nargs == 0
@@ -258,7 +258,6 @@ def _settings(node: yaml.MappingNode, where: str, is_top: bool = False) -> Itera
             continue
         flag = "--" + key.value.lstrip("-").replace("_", "-")
         if isinstance(value, yaml.MappingNode):
-            yield Setting(flag, False, place, is_heading=True)
             yield from _settings(value, where)
         else:
             yield Setting(flag, _value(value, place, _shown(key.value)), place)

@@ -100,7 +100,6 @@ def test_a_value_is_what_is_written(content: str, expected: list[str], write) ->
         ("data-path: [a, null]", "data-path has no value"),
         ("data-path: [{a: 1}]", "data-path has a list of mappings"),
         ("data-path: [a, --bf16]", "a value that begins with --"),
-        ("lr: {min-lr: 1}", ", line 1: lr is a flag and takes no group"),
         ("lr: !!python/object/apply:os.system [ls]", "lr"),
         ("lr: !!bool x", "of kind bool"),
         ("lr: !!binary aGk=", "of kind binary"),
