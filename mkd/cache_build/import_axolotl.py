@@ -1,6 +1,5 @@
 """Imports targets that another tool has collected: records with the columns of axolotl's KD data sets."""
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -15,6 +14,7 @@ from mkd.errors import MkdDataError
 from mkd.teacher.cache.record_format import TokenTargets
 from mkd.teacher.cache.store import CacheMeta
 from mkd.teacher.cache.writer import StoreWriter
+from mkd.utils.json_files import parse_json
 
 IDS, LOG_PROBS = "target_token_ids", "target_logprobs"
 Alignment = Literal["token", "next"]
@@ -47,7 +47,7 @@ def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
+                record = parse_json(line)
             except ValueError as error:
                 raise MkdDataError(f"{path}, line {number} is not JSON ({error})") from error
             if not isinstance(record, dict):

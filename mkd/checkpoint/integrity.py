@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from mkd.compat.unpickling import allowed_classes_only
 from mkd.errors import MkdCheckpointError
 from mkd.utils.atomic_files import replacing
+from mkd.utils.json_files import read_json
 
 INTEGRITY = "integrity.json"
 _ALGORITHM = "sha256"
@@ -67,7 +68,7 @@ def find_damage(folder: Path) -> str | None:
 
 def _find_damage(folder: Path) -> str | None:
     try:
-        if not isinstance(json.loads((folder / "metadata.json").read_text(encoding="utf-8")), dict):
+        if not isinstance(read_json(folder / "metadata.json"), dict):
             return "metadata.json is damaged"
     except FileNotFoundError:
         return "metadata.json is missing"
@@ -116,7 +117,7 @@ def hash_files(folder: Path, names: Sequence[str], into: str) -> None:
 def take_hashes(folder: Path, file: str) -> dict[str, str]:
     """File name -> hash, as written by `hash_files`; empty without such a file. The file is removed."""
     try:
-        hashes = json.loads((folder / file).read_text(encoding="utf-8"))
+        hashes = read_json(folder / file)
     except FileNotFoundError:
         return {}
     (folder / file).unlink()
@@ -141,7 +142,7 @@ def changed_files(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
     if not (folder / INTEGRITY).is_file():
         return []
     try:
-        manifest: dict[str, Any] = json.loads((folder / INTEGRITY).read_text(encoding="utf-8"))
+        manifest: dict[str, Any] = read_json(folder / INTEGRITY)
         algorithm, hashes = manifest["algorithm"], dict(manifest["files"])
     except (ValueError, LookupError, TypeError):
         return [f"{INTEGRITY} is damaged"]

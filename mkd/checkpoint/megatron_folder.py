@@ -6,7 +6,6 @@ read later, one at a time.
 """
 
 import functools
-import json
 import os
 import pickle
 from argparse import Namespace
@@ -22,6 +21,7 @@ from mkd.checkpoint.integrity import find_damage
 from mkd.checkpoint.tokenizer_hash import ASSETS, hash_hex, tokenizer_hash
 from mkd.compat.unpickling import allowed_classes_only, load_object
 from mkd.errors import MkdCheckpointError, MkdError
+from mkd.utils.json_files import read_json
 
 TRACKER = "latest_checkpointed_iteration.txt"
 # Argument names of earlier Megatron versions
@@ -171,7 +171,7 @@ class MegatronFolder:
     def _check_iteration_dir(self) -> None:
         name = self.iteration_dir.name
         try:
-            backend = json.loads((self.iteration_dir / "metadata.json").read_text(encoding="utf-8"))["sharded_backend"]
+            backend = read_json(self.iteration_dir / "metadata.json")["sharded_backend"]
         except FileNotFoundError as error:
             raise self.error(
                 f"{name} has no metadata.json: it is incomplete, or not a torch_dist checkpoint"

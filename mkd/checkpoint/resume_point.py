@@ -16,7 +16,6 @@ Step by step:
 docs/checkpoints.md, "Resume", describes the same for users.
 """
 
-import json
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -32,8 +31,11 @@ from mkd.config.megatron_arg_names import ArgRole, names_with
 from mkd.config.run_state import RunState
 from mkd.errors import MkdCheckpointError, MkdConfigError
 from mkd.utils.atomic_files import rename, replacing
+from mkd.utils.json_files import read_json, read_regular
 from mkd.utils.logging import logger
 
+_TRACKER_BYTES = 1 << 20
+"""Largest tracker that is read; one has a few digits."""
 SET_ASIDE = "torn_"
 """Prefix of the new name of an incomplete folder."""
 
@@ -223,9 +225,11 @@ def _select_step(root: Path, name: str, origin: str, rejected: Mapping[str, str]
 def _read_tracker(root: Path) -> tuple[str | None, str | None]:
     """(text of the tracker, folder that it names); None for a missing file, or for a text that names no folder."""
     try:
-        text = (root / TRACKER).read_text(encoding="utf-8", errors="replace").strip()
+        text = read_regular(root / TRACKER, _TRACKER_BYTES).decode(errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):
         return None, None
+    except ValueError as error:  # a pipe or a device
+        raise MkdCheckpointError(f"{root / TRACKER}: {error}; remove it") from error
     if text == "release":
         return text, text
     return text, iteration_name(int(text)) if text.isascii() and text.isdigit() else None
@@ -247,9 +251,7 @@ def _damage(root: Path, name: str, rejected: Mapping[str, str], flag: str) -> st
         raise MkdCheckpointError(
             f"{flag} {root}: {name} is in Megatron's format torch; only torch_dist is read (--ckpt-format torch_dist)"
         )
-    if reason is None and (kind := json.loads((folder / "metadata.json").read_text()).get("sharded_backend")) != (
-        "torch_dist"
-    ):
+    if reason is None and (kind := read_json(folder / "metadata.json").get("sharded_backend")) != ("torch_dist"):
         raise MkdCheckpointError(
             f"{flag} {root}: {name} is in the format {kind}; only torch_dist is read (--ckpt-format torch_dist)"
         )

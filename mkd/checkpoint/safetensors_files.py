@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mkd.errors import MkdCheckpointError
+from mkd.utils.json_files import parse_json
 
 DTYPES = {
     "F64": torch.float64,
@@ -94,7 +95,7 @@ def read_header(path: Path, flag: str) -> dict[str, TensorEntry]:
             raise fail(f"is truncated inside its header: {8 + length} bytes expected, {size} found")
         raw = file.read(length)
     try:
-        header = json.loads(raw)
+        header = parse_json(raw)
         header.pop("__metadata__", None)
         entries = {name: _entry(path, 8 + length, info) for name, info in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mkd.errors import MkdCheckpointError
+from mkd.utils.json_files import read_json
 
 ASSETS = "hf_assets"
 """Subfolder of a Megatron checkpoint with config.json and tokenizer of the Hugging Face model that it comes from."""
@@ -18,8 +19,8 @@ def read_json_object(path: Path, flag: str) -> dict[str, Any]:
         MkdCheckpointError: naming the file, when it is not readable or not a JSON object.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        value = read_json(path)
+    except (OSError, ValueError) as error:
         raise MkdCheckpointError(f"{flag}: {path} is not readable JSON ({error})") from error
     if not isinstance(value, dict):
         raise MkdCheckpointError(f"{flag}: {path} holds a JSON {type(value).__name__}, an object is needed")

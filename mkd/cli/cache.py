@@ -11,7 +11,6 @@ data in the same layout, and ignores the flags of the student. See docs/teachers
 """
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
@@ -156,8 +155,10 @@ def import_files(args: argparse.Namespace, flags: list[str]) -> None:
 
 def vocabulary_of(folder: Path) -> int:
     """vocab_size of the model's config.json, else the size of the tokenizer."""
+    from mkd.checkpoint.tokenizer_hash import read_json_object
+
     if (folder / "config.json").is_file():
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("vocab_size")
+        found = read_json_object(folder / "config.json", "--tokenizer-model").get("vocab_size")
         if found is not None:
             return found
     from mkd.utils.pretrained import load_tokenizer

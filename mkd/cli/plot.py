@@ -7,7 +7,6 @@ Reads the JSON lines of --kd-metrics-file. The suffix of --out selects the forma
 """
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ from mkd.config.loss_spec import divergence_text
 from mkd.errors import MkdConfigError, exit_status
 from mkd.report.run_log import RunLog
 from mkd.utils.atomic_files import regular_target, write_bytes
+from mkd.utils.json_files import read_json
 
 SUFFIXES = (".png", ".svg", ".pdf")
 PANELS = {
@@ -90,7 +90,7 @@ def _over_time(values: list[float]) -> str:
 
 def _divergence(run: RunLog) -> str:
     try:
-        kd = json.loads(Path(run.path).with_name("kd_config.json").read_text())["kd"]
+        kd = read_json(Path(run.path).with_name("kd_config.json"))["kd"]
         loss = divergence_text(kd["loss"], kd["beta"], kd["skew"])
         loss += "" if kd["temperature_squared"] else ", without T^2"
         return f"{kd['xtoken_loss']}, {loss}" if kd["xtoken_loss"] else loss

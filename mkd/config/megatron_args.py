@@ -37,6 +37,7 @@ from mkd.config.megatron_checks import (
 from mkd.config.run_state import RunState
 from mkd.cpu.flags import set_cpu_values
 from mkd.errors import MkdCheckpointError, MkdConfigError
+from mkd.utils.json_files import require_regular_files
 from mkd.utils.logging import logger
 from mkd.utils.pretrained import code_needed, remote_code_refused
 
@@ -160,6 +161,8 @@ def _set_globals(line: CommandLine) -> None:
     set_global_variables(args, build_tokenizer=False)
     args.tensorboard_dir, args.wandb_project = writers  # trackers start with the training: `mkd.report.trackers`
     try:
+        if args.tokenizer_model is not None and Path(args.tokenizer_model).is_dir():
+            require_regular_files(Path(args.tokenizer_model))
         with remote_code_refused():
             rebuild_tokenizer(args)
     except Exception as error:  # whatever the tokenizer's own library raises

@@ -1,11 +1,12 @@
 """Bytes of text per token, which make losses of different tokenizers comparable (bits per byte)."""
 
-import json
 import re
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+
+from mkd.utils.json_files import parse_json
 
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
@@ -21,7 +22,7 @@ def byte_lengths(tokenizer: PreTrainedTokenizerBase) -> Tensor | None:
         without a token (ByteFallback: Llama 2, Mistral, Gemma).
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    spelling = None if backend is None else _spelling(json.loads(backend.to_str())["decoder"])
+    spelling = None if backend is None else _spelling(parse_json(backend.to_str())["decoder"])
     if spelling is None:
         return None
     added = tokenizer.added_tokens_decoder

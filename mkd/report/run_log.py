@@ -1,10 +1,10 @@
 """Reads the JSON lines of a training run (`--kd-metrics-file`), for plots and tables."""
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mkd.errors import MkdDataError
+from mkd.utils.json_files import parse_json
 
 
 @dataclass
@@ -29,12 +29,12 @@ class RunLog:
         text = Path(path).read_text(errors="replace")
         for number, line in enumerate(text.splitlines(keepends=True), start=1):
             try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
+                record = parse_json(line)
+            except ValueError as error:
                 if not line.endswith("\n"):
                     run.torn = True
                     break
-                raise MkdDataError(f"metrics file {path}, line {number}: broken JSON ({error.msg})") from None
+                raise MkdDataError(f"metrics file {path}, line {number}: broken JSON ({error})") from None
             if not isinstance(record, dict):
                 raise MkdDataError(f"metrics file {path}, line {number}: not a JSON object")
             run._add(record)

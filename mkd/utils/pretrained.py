@@ -7,7 +7,7 @@ is the only module that calls `from_pretrained`, and `tests/unit/utils/test_pret
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,15 @@ from transformers import (
 )
 
 from mkd.errors import MkdCheckpointError, MkdDataError
+from mkd.utils.json_files import read_json, require_regular_files
+from mkd.utils.limits import call_within
 from mkd.utils.tokenizer_files import TOKENIZER_MARKERS
 
+_PROBES = tuple(
+    (part * 2000)[:2000] + end for part in ("a", " ", "1", "aB1 ,", "\u00e9\u4e2d") for end in ("!", "\x00")
+)
+"""Texts that a tokenizer encodes in a millisecond each."""
+_PROBE_SECONDS = 15
 _CONFIGS = ("tokenizer_config.json", "config.json")
 """Files that may hold an `auto_map`."""
 
@@ -38,11 +45,35 @@ def load_tokenizer(directory: str, flag: str = "--tokenizer-model") -> PreTraine
     if not any((path / name).is_file() for name in TOKENIZER_MARKERS):
         raise MkdDataError(f"{flag} {directory} holds no tokenizer (none of {', '.join(TOKENIZER_MARKERS)})")
     try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        require_regular_files(path)
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        return _probed(tokenizer)
     except Exception as error:
         reason = code_needed(directory, ("AutoTokenizer", "AutoConfig"), error)
         reason = reason or f"cannot be read by transformers: {' '.join(str(error).split())}"
         raise MkdDataError(f"{flag} {directory} {reason}") from error
+
+
+def _probed(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """The tokenizer, after it has encoded texts on which patterns that backtrack take exponential time.
+
+    Raises:
+        ValueError: it did not do so in time.
+    """
+
+    def encode() -> None:
+        for text in _PROBES:
+            with suppress(Exception):  # a vocabulary without these characters, and without a token for others
+                tokenizer(text, verbose=False)
+
+    try:
+        call_within(_PROBE_SECONDS, encode)
+    except (TimeoutError, RuntimeError) as error:
+        raise ValueError(
+            f"it does not encode {len(_PROBES)} texts of {len(_PROBES[0]):,} characters in {_PROBE_SECONDS} s "
+            f"({error}): a pattern in its tokenizer.json backtracks"
+        ) from error
+    return tokenizer
 
 
 def load_model(path: Path, flag: str, **options: Any) -> PreTrainedModel:
@@ -58,6 +89,7 @@ def load_model(path: Path, flag: str, **options: Any) -> PreTrainedModel:
     """
     _refuse_hub_kernels(path, flag)
     try:
+        require_regular_files(path)
         return AutoModelForCausalLM.from_pretrained(
             path, local_files_only=True, trust_remote_code=False, use_safetensors=True, **options
         )
@@ -100,7 +132,7 @@ def remote_code_refused() -> Iterator[None]:
 
 def _json_of(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

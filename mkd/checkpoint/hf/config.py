@@ -7,6 +7,10 @@ from typing import Any
 from mkd.errors import MkdCheckpointError
 
 _ANY = object()
+_LAYERS, _MOST_LAYERS = "num_hidden_layers", 10_000
+"""Lists with an entry per layer are made of this number before a tensor is looked up."""
+_MOST = (1 << 31) - 1
+"""Largest size of any other kind: that of a C int."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +35,11 @@ class ConfigReader:
         return value
 
     def size(self, key: str, default: Any = _ANY) -> int:
-        value = self.get(key, int, default)
+        value, most = self.get(key, int, default), _MOST_LAYERS if key == _LAYERS else _MOST
         if value < 1:
             raise self.fail(key, value, "it must be at least 1")
+        if value > most:
+            raise self.fail(key, value, f"at most {most} is supported")
         return value
 
     def require(self, key: str, allowed: Any, default: Any = _ANY) -> None:

@@ -1,10 +1,10 @@
 """The README.md of an exported student: teacher, data, loss and last metrics, from the files in the --save folder."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from mkd.checkpoint.megatron_folder import MegatronFolder, iteration_of
+from mkd.utils.json_files import parse_json, read_json
 
 # Written by pretrain_kd.py into the --save folder
 RUN_FILE, METRICS_FILE = "kd_config.json", "metrics.jsonl"
@@ -53,7 +53,7 @@ def _data(args: dict[str, Any]) -> str:
 
 def _read_json(path: Path) -> dict[str, Any] | None:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = read_json(path)
     except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) else None
@@ -64,7 +64,7 @@ def _records(path: Path, until: int) -> list[dict[str, Any]]:
     records = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
         try:
-            record = json.loads(line)
+            record = parse_json(line)
         except ValueError:
             continue
         if isinstance(record, dict) and isinstance(record.get("iteration"), int) and record["iteration"] <= until:

@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mkd.data.sources.text import RawBatch, decode, json_object, once_per_process, require_unicode
 from mkd.errors import MkdDataError
+from mkd.utils.limits import limited
 from mkd.utils.pretrained import load_tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
@@ -152,6 +153,10 @@ def _check_learned(message: dict[str, Any], name: str) -> None:
         )
     if message.get("train_detail") is not None:
         raise MkdDataError(f"{name} has train_detail, which is not supported: a message is learned as a whole or not")
+
+
+_TEMPLATE_SECONDS = 10.0
+"""A template renders a conversation in a millisecond; loops over loops do not end."""
 
 
 @dataclass(frozen=True)
@@ -321,10 +326,12 @@ class ChatTemplate:
         if any(message.get("content") is None for message in messages) and not self._takes_null:
             messages = [{**message, "content": message.get("content") or ""} for message in messages]
         try:
-            return self.tokenizer.apply_chat_template(messages, tools=chat.tools, **options)
+            with limited(_TEMPLATE_SECONDS):
+                return self.tokenizer.apply_chat_template(messages, tools=chat.tools, **options)
         except Exception as error:  # Jinja's errors, and Python's in the template's expressions
             raise MkdDataError(
-                f"{chat.where}: the chat template of {self.flag} {self.folder} refuses the conversation: {error}"
+                f"{chat.where}: the chat template of {self.flag} {self.folder} refuses the conversation: "
+                f"{str(error) or type(error).__name__}"
             ) from error
 
     @cached_property
@@ -335,7 +342,8 @@ class ChatTemplate:
         for content in ("", None):
             messages = [{"role": "user", "content": "a"}, {**call, "content": content}]
             try:
-                texts.append(self.tokenizer.apply_chat_template(messages, tokenize=False))
+                with limited(_TEMPLATE_SECONDS):
+                    texts.append(self.tokenizer.apply_chat_template(messages, tokenize=False))
             except Exception:  # Jinja's errors, and Python's in the template's expressions
                 texts.append(None)
         empty, null = texts

@@ -15,6 +15,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from mkd.errors import MkdDataError
+from mkd.utils.json_files import parse_json
+from mkd.utils.limits import call_within
 from mkd.utils.pretrained import load_tokenizer
 
 JSON_SUFFIXES = (".jsonl", ".json")
@@ -22,6 +24,10 @@ TEXT_SUFFIXES = (".txt", ".text")
 
 BATCH_BYTES = 1 << 20
 """Raw text per batch: large enough that sending it costs little, small enough that all workers finish together."""
+_LONGEST_WORD = 1 << 20
+"""Characters without whitespace. BPE takes 1 s and 0.1 GB for 10^6 of them, 10 s and 0.5 GB for 5 times as many."""
+_LEAST_SECONDS, _SLOWEST_RATE = 20.0, 100_000
+"""Time in which a batch must be tokenized, in seconds and characters per second; usual are 10^6 per second."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +130,7 @@ def parse(batch: RawBatch, json_key: str) -> list[str]:
         text = decode(raw, where, unit)
         if batch.is_json and text.strip():
             text = _text_of_line(text, json_key, where)
+        _require_short_words(text, where)
         if text.strip():
             texts.append(text)
     return texts
@@ -140,14 +147,30 @@ def decode(raw: bytes, where: str, unit: str = "line") -> str:
 def json_object(line: str, where: str) -> dict[str, Any]:
     """Parse a line of a JSON lines file. Raises MkdDataError that names `where` if it is not a JSON object."""
     try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise MkdDataError(
-            f"{where}: broken JSON ({error.msg} at column {error.colno}); each line must be one JSON object"
-        ) from None
+        record = parse_json(line)
+    except ValueError as error:
+        reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+        raise MkdDataError(f"{where}: broken JSON ({reason}); each line must be one JSON object") from None
     if not isinstance(record, dict):
         raise MkdDataError(f"{where}: a JSON {type(record).__name__}; each line must be one JSON object")
+    left: list[Any] = [record] if len(line) > _LONGEST_WORD else []
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            _require_short_words(value, where)
+        elif isinstance(value, list | dict):
+            left += value.values() if isinstance(value, dict) else value
     return record
+
+
+def _require_short_words(text: str, where: str) -> None:
+    """Raise MkdDataError for a run of characters without whitespace on which a tokenizer would spend minutes and
+    gigabytes."""
+    if len(text) > _LONGEST_WORD and (longest := max(map(len, text.split()), default=0)) > _LONGEST_WORD:
+        raise MkdDataError(
+            f"{where}: {longest:,} characters without whitespace; at most {_LONGEST_WORD:,} can be tokenized: break "
+            "the text, or leave it out"
+        )
 
 
 def require_unicode(text: str, where: str) -> None:
@@ -191,6 +214,23 @@ def eod_id(tokenizer: PreTrainedTokenizerBase, directory: str) -> int:
     return tokenizer.eos_token_id
 
 
+def _ids(tokenizer: PreTrainedTokenizerBase, texts: list[str], where: str) -> list[list[int]]:
+    """Token ids of some texts. Raises MkdDataError if the tokenizer's patterns take too long."""
+
+    def tokenize() -> list[list[int]]:
+        return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+
+    size = sum(map(len, texts))
+    seconds = _LEAST_SECONDS + size / _SLOWEST_RATE
+    try:
+        return call_within(seconds, tokenize)
+    except (TimeoutError, RuntimeError) as error:
+        raise MkdDataError(
+            f"{where}: {size:,} characters cannot be tokenized in {seconds:.0f} s ({error}): a pattern in the "
+            "tokenizer backtracks on this text, or it has too long words"
+        ) from error
+
+
 def encode(encoding: Encoding, batch: RawBatch) -> EncodedBatch:
     """Parse and tokenize a batch. The only special token added is the end of document.
 
@@ -198,11 +238,7 @@ def encode(encoding: Encoding, batch: RawBatch) -> EncodedBatch:
     """
     tokenizer = once_per_process(load_tokenizer, encoding.tokenizer_dir)
     texts = parse(batch, encoding.json_key)
-    documents = (
-        tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
-        if texts
-        else []
-    )
+    documents = _ids(tokenizer, texts, f"{batch.path}, from document {batch.first} on") if texts else []
     if encoding.append_eod:
         eod = eod_id(tokenizer, encoding.tokenizer_dir)
         for ids in documents:

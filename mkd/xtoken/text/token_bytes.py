@@ -5,7 +5,7 @@ made by SentencePiece, and `the` in WordPiece, where `##the` continues a word. D
 (SentencePiece drops a leading space), so the bytes are computed from the tokenizer's description.
 """
 
-import json
+import copy
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -162,7 +162,7 @@ def _text(string: bytes) -> str | None:
 
 def _without_prefix(description: dict[str, Any]) -> Tokenizer:
     """The tokenizer without its special treatment of the beginning of a text and of names of special tokens."""
-    content = json.loads(json.dumps(description))
+    content = copy.deepcopy(description)
     for part in ("normalizer", "pre_tokenizer"):
         content[part] = _for_middle_of_text(content[part])
     backend = backend_of(content)

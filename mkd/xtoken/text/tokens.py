@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from mkd.data.sources.chat import ChatTemplate
 from mkd.data.sources.text import require_unicode
 from mkd.errors import MkdDataError
+from mkd.utils.json_files import parse_json
 from mkd.utils.pretrained import load_tokenizer
 
 NOT_IN_TEXT = -1
@@ -84,7 +85,7 @@ class SpanTokenizer:
     @cached_property
     def description(self) -> dict[str, Any]:
         """Content of a tokenizer.json, without truncation, padding and post-processor."""
-        content = json.loads(self.tokenizer.backend_tokenizer.to_str())
+        content = parse_json(self.tokenizer.backend_tokenizer.to_str())
         return {**content, "truncation": None, "padding": None, "post_processor": None}
 
     @cached_property

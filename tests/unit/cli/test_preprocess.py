@@ -20,6 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from mkd.checkpoint.tokenizer_hash import tokenizer_hash
 from mkd.data.sources import text
 from mkd.data.sources.indexed import IndexedText, dataset_prefix, default_workers
+from mkd.data.sources.text import RawBatch, parse
 from mkd.errors import MkdDataError
 from mkd.utils.atomic_files import only_writer
 
@@ -342,3 +343,21 @@ def test_a_pipe_in_place_of_a_file_is_refused(suffix, preprocess, tokenizer_dir,
     assert preprocess.main(argv) == 1
     assert f"--output-prefix {pipe} is a named pipe" in capsys.readouterr().err
     assert pipe.is_fifo()
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+def test_a_word_of_20_mb(kind: str) -> None:
+    """It would take minutes and gigabytes."""
+    word = "a" * 20_000_000
+    line = word.encode() if kind == "txt" else json.dumps({"messages": [{"content": f"b {word}"}]}).encode()
+    with pytest.raises(MkdDataError, match=r"20,000,000 characters without whitespace; at most 1,048,576"):
+        parse(RawBatch("f", 1, [line], is_json=kind == "jsonl"), "text")
+    assert parse(RawBatch("f", 1, [b"ab " * 600_000], is_json=False), "text")
+
+
+@pytest.mark.parametrize(
+    "line", [b"[" * 100_000, b'{"text": ' + b"1" * 5000 + b"}", b'{"a": ' * 150 + b"1" + b"}" * 150]
+)
+def test_json_bombs_name_their_line(line: bytes) -> None:
+    with pytest.raises(MkdDataError, match=r"^f, line 7: broken JSON \("):
+        parse(RawBatch("f", 7, [line], is_json=True), "text")

@@ -399,3 +399,18 @@ def test_documents_by_number(tmp_path: Path) -> None:
     ids, targets = store.read(1, 1, 3)
     assert ids.tolist() == [7, 8, 9]
     assert targets.all()
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}", "too long"),
+        ("{{ range(10 ** 9) | list | length }}", "range"),
+        ("{{ 'a' * 10 ** 10 }}", "MemoryError"),
+    ],
+)
+def test_templates_that_do_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, words: str) -> None:
+    monkeypatch.setattr("mkd.data.sources.chat._TEMPLATE_SECONDS", 0.2)
+    tokenizer = ChatTemplate(chat_tokenizer(tmp_path / "tokenizer", template), str(tmp_path))
+    with pytest.raises(MkdDataError, match=rf"line 1: the chat template .* refuses the conversation: .*{words}"):
+        tokenizer.text(Conversation(talk("a", "b"), where="line 1"))

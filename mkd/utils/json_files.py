@@ -1,0 +1,91 @@
+"""The one reader of JSON: bounded in size and depth, from regular files only, and never blocked.
+
+Every failure is a ValueError or an OSError: nesting that would exhaust the stack, numbers of more digits than Python
+converts, bytes that are not UTF-8. A named pipe or a device is refused before it is read, since a read of it may wait
+forever or never end.
+"""
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+MOST_BYTES = 64 << 20
+"""Largest JSON text. The largest tokenizer.json has about 35 MB; a text of empty lists grows 20-fold in memory."""
+_DEPTH = 100
+"""Deepest nesting. Parsers of other libraries end at 128."""
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file.
+
+    Raises:
+        OSError: the file cannot be opened.
+        ValueError: it is no regular file, too large or too deep, or not JSON.
+    """
+    return parse_json(read_regular(path, MOST_BYTES).decode())
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: it is too large or too deep, or not JSON; a json.JSONDecodeError if it names a position.
+    """
+    if len(text) > MOST_BYTES:
+        raise ValueError(f"{len(text):,} characters; at most {MOST_BYTES:,} are read")
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"JSON is nested deeper than {_DEPTH} levels") from None
+    if _is_deep(value):
+        raise ValueError(f"JSON is nested deeper than {_DEPTH} levels")
+    return value
+
+
+def read_regular(path: Path, at_most: int) -> bytes:
+    """The bytes of a regular file.
+
+    Raises:
+        OSError: the file cannot be opened.
+        ValueError: it is no regular file, or larger than `at_most` bytes.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        state = os.fstat(descriptor)
+        if not stat.S_ISREG(state.st_mode):
+            raise ValueError("it is not a regular file")
+        content = file.read(at_most + 1) if state.st_size <= at_most else None
+    if content is None or len(content) > at_most:
+        raise ValueError(f"it has {state.st_size:,} bytes; at most {at_most:,} are read")
+    return content
+
+
+def require_regular_files(folder: Path) -> None:
+    """Check a folder that another library reads.
+
+    Raises:
+        ValueError: naming a pipe, device or socket in it, whose reading could wait forever.
+    """
+    for path in sorted(folder.iterdir()):
+        try:
+            mode = path.stat().st_mode
+        except OSError:
+            continue
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            raise ValueError(f"{path.name} is not a regular file")
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value] if isinstance(value, list | dict) else []
+    for _ in range(_DEPTH):
+        level = [
+            item
+            for part in level
+            for item in (part.values() if isinstance(part, dict) else part)
+            if isinstance(item, (list, dict))
+        ]
+        if not level:
+            return False
+    return True

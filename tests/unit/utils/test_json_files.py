@@ -1,0 +1,101 @@
+"""The one reader of JSON: bombs, pipes and devices are errors of one line, quickly and in little memory."""
+
+import ast
+import json
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from mkd.utils.json_files import MOST_BYTES, parse_json, read_json, read_regular, require_regular_files
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def calls_of_json(source: str) -> list[str]:
+    """Calls of json.load and json.loads, under whichever name they are imported."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module == "json":
+            found += [f"line {node.lineno}: {alias.name}" for alias in node.names if alias.name.startswith("load")]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("json.load", "json.loads"):
+            found.append(f"line {node.lineno}: {ast.unparse(node.func)}")
+    return found
+
+
+def test_only_this_module_reads_json() -> None:
+    files = [*(ROOT / "mkd").rglob("*.py"), *(ROOT / "tools").glob("*.py"), ROOT / "pretrain_kd.py"]
+    found = {str(path.relative_to(ROOT)): calls_of_json(path.read_text()) for path in files}
+    assert [name for name, calls in found.items() if calls] == ["mkd/utils/json_files.py"]
+
+
+def test_calls_are_found() -> None:
+    assert len(calls_of_json("import json\njson.load(f)\njson.loads(s)\nfrom json import loads\njson.dumps(x)\n")) == 3
+
+
+BOMBS = {
+    "lists": ("[" * 100_000 + "]" * 100_000, "nested deeper than 100 levels"),
+    "open lists": ("[" * 5_000_000, "nested deeper"),
+    "objects": ('{"a":' * 200 + "1" + "}" * 200, "nested deeper"),
+    "mixed": ('[{"a":' * 60 + "1" + "}]" * 60, "nested deeper"),
+    "digits": ("[" + "1" * 5000 + "]", "4300 digits"),
+    "half": ('{"a": ', "Expecting value"),
+    "not UTF-8": ('{"a": "\udcff"}', "utf-8"),
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_bombs(tmp_path: Path, bomb: str) -> None:
+    text, words = BOMBS[bomb]
+    (tmp_path / "config.json").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match=words) as caught:
+        read_json(tmp_path / "config.json")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_depth_that_is_read() -> None:
+    text = "[" * 100 + "]" * 100
+    assert parse_json(text) == json.loads(text)
+
+
+def test_large_files_are_not_read(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.touch()
+    os.truncate(file, MOST_BYTES + 1)
+    with pytest.raises(ValueError, match=r"it has 67,108,865 bytes; at most 67,108,864 are read"):
+        read_json(file)
+    with pytest.raises(ValueError, match="67,108,865 characters"):
+        parse_json(" " * (MOST_BYTES + 1))
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "endless device", "folder"])
+def test_other_files_are_refused_at_once(tmp_path: Path, kind: str) -> None:
+    path = {"device": Path("/dev/null"), "endless device": Path("/dev/zero")}.get(kind, tmp_path / "config.json")
+    if kind == "pipe":
+        os.mkfifo(path)
+    if kind == "folder":
+        path.mkdir()
+    thread = threading.Thread(target=lambda: errors.append(raised(path)), daemon=True)
+    errors: list[str] = []
+    thread.start()
+    thread.join(5)
+    assert errors and ("not a regular file" in errors[0] or "Is a directory" in errors[0])
+
+
+def raised(path: Path) -> str:
+    try:
+        read_regular(path, 100)
+    except (ValueError, OSError) as error:
+        return str(error)
+    return ""
+
+
+def test_folders_that_other_libraries_read(tmp_path: Path) -> None:
+    (tmp_path / "a.json").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "nowhere").symlink_to("nowhere")
+    require_regular_files(tmp_path)
+    os.mkfifo(tmp_path / "tokenizer_config.json")
+    with pytest.raises(ValueError, match=r"tokenizer_config.json is not a regular file"):
+        require_regular_files(tmp_path)
