@@ -77,6 +77,9 @@ class KDBatch:
             MkdDataError: a token id is not in the model's vocabulary, or segment bounds are invalid.
         """
         largest = int(torch.maximum(sample["tokens"].max(), sample["labels"].max()))
+        smallest = int(torch.minimum(sample["tokens"].min(), sample["labels"].min()))
+        if smallest < 0:
+            raise MkdDataError(f"the data has token id {smallest}: a file in --data-path is damaged")
         if true_vocab is not None and largest >= true_vocab:
             raise MkdDataError(
                 f"the data has token id {largest}, but the model's vocabulary has {true_vocab} tokens (ids up to "

@@ -7,19 +7,19 @@ from typing import Any
 import numpy as np
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
-from megatron.core.datasets.indexed_dataset import DType
 from megatron.core.datasets.utils import Split
 from torch.utils.data import Dataset
 
 from mkd.data.packing.row_sets import RowSets
 from mkd.data.sources.document_rows import DocumentRows
-from mkd.data.sources.indexed import INDEX_HEADER, IndexedText
+from mkd.data.sources.indexed import IndexedText
 from mkd.data.sources.stores import is_chat_file
+from mkd.data.sources.token_files import check_index
 from mkd.errors import MkdDataError
 
 # Evaluations that the validation set is long enough for.
 _EVALUATIONS = 1_000_000
-# Without PREFIX.json the largest id is searched in this many windows of this many tokens.
+# Without PREFIX.json the smallest and largest id are searched in this many windows of this many tokens.
 _PROBES, _PROBE_TOKENS = 256, 1 << 18
 
 
@@ -42,49 +42,24 @@ def check_data(prefixes: Iterable[str], true_vocab: int, tokenizer_hash: str | N
                 raise MkdDataError(f"--data-path {prefix}: {file} does not exist (mkd preprocess makes it)")
             if file.stat().st_size == 0:
                 raise MkdDataError(f"--data-path {prefix}: {file} is empty")
-        dtype, _ = _check_index(prefix)
+        dtype = check_index(prefix).dtype
         facts = IndexedText.load(prefix)
         if facts is not None and facts.tokenizer_hash and tokenizer_hash and facts.tokenizer_hash != tokenizer_hash:
             raise MkdDataError(
                 f"--data-path {prefix}: according to {prefix}.json the data was made with a different tokenizer from "
                 "the model's; run mkd preprocess with --tokenizer-model set to the model's folder"
             )
-        largest = _largest_token_seen(prefix, dtype) if facts is None else facts.max_token_id
+        smallest, largest = _tokens_seen(prefix, dtype) if facts is None else (0, facts.max_token_id)
+        if smallest < 0:
+            raise MkdDataError(
+                f"--data-path {prefix} has token id {smallest}: {prefix}.bin is damaged, or {prefix}.idx has another "
+                "dtype than it; make the data again (mkd preprocess)"
+            )
         if largest >= true_vocab:
             raise MkdDataError(
                 f"--data-path {prefix} has token id {largest}, but the model's vocabulary has {true_vocab} tokens: the "
                 "data was made with another tokenizer; run mkd preprocess with the model's own"
             )
-
-
-_INDEX_MAGIC = b"MMIDIDX\x00\x00"
-
-
-def _check_index(prefix: str) -> tuple[np.dtype, int]:
-    """(dtype of the ids, number of documents), after checking that PREFIX.idx is complete and PREFIX.bin has the length
-    that it describes.
-    """
-    index, binary = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
-    size = index.stat().st_size
-    with index.open("rb") as file:
-        head = file.read(INDEX_HEADER.size)
-    if len(head) < INDEX_HEADER.size or not head.startswith(_INDEX_MAGIC):
-        raise MkdDataError(f"--data-path {prefix}: {index} is not an index of Megatron's indexed data sets")
-    _, _, code, sequences, documents = INDEX_HEADER.unpack(head)
-    if sequences == 0:
-        raise MkdDataError(f"--data-path {prefix}: {index} lists no document")
-    # int32 lengths, int64 starts in bytes, int64 document bounds
-    starts = INDEX_HEADER.size + 4 * sequences
-    wanted = starts + 8 * sequences + 8 * documents
-    if size < wanted:
-        raise MkdDataError(f"--data-path {prefix}: {index} is truncated: {wanted} bytes expected, {size} seen")
-    dtype = np.dtype(DType.dtype_from_code(code))
-    length = np.memmap(index, np.int32, "r", starts - 4, (1,))[0]
-    start = np.memmap(index, np.int64, "r", starts + 8 * (sequences - 1), (1,))[0]
-    wanted, size = int(start) + int(length) * dtype.itemsize, binary.stat().st_size
-    if size != wanted:
-        raise MkdDataError(f"--data-path {prefix}: {binary} has {size} bytes, its index describes {wanted}")
-    return dtype, sequences
 
 
 def check_splits(config: GPTDatasetConfig, evaluates: bool) -> None:
@@ -110,7 +85,7 @@ def check_splits(config: GPTDatasetConfig, evaluates: bool) -> None:
         if share is None or config.split_matrix is None:
             continue
         for prefix in (name for name in config.blend[0] if not is_chat_file(name)):
-            documents = _check_index(prefix)[1]
+            documents = check_index(prefix).sequences
             if round(share[0] * documents) == round(share[1] * documents):  # as megatron rounds
                 raise MkdDataError(
                     f"--split {config.split} leaves none of the {documents} documents of --data-path {prefix} for "
@@ -118,11 +93,17 @@ def check_splits(config: GPTDatasetConfig, evaluates: bool) -> None:
                 )
 
 
-def _largest_token_seen(prefix: str, dtype: np.dtype) -> int:
-    """Largest token id in data from another tool: of all tokens of a small file, of windows spread over a large one."""
-    tokens = np.memmap(f"{prefix}.bin", dtype, "r")
-    step = max(len(tokens) // _PROBES, _PROBE_TOKENS)
-    return max(int(tokens[start : start + _PROBE_TOKENS].max()) for start in range(0, len(tokens), step))
+def _tokens_seen(prefix: str, dtype: np.dtype) -> tuple[int, int]:
+    """Smallest and largest token id in data from another tool: of all tokens of a small file, of windows spread over a
+    large one."""
+    size = Path(f"{prefix}.bin").stat().st_size // dtype.itemsize
+    smallest = largest = 0
+    with open(f"{prefix}.bin", "rb") as file:
+        for start in range(0, size, max(size // _PROBES, _PROBE_TOKENS)):
+            file.seek(start * dtype.itemsize)
+            tokens = np.fromfile(file, dtype, _PROBE_TOKENS)
+            smallest, largest = min(smallest, int(tokens.min())), max(largest, int(tokens.max()))
+    return smallest, largest
 
 
 class SameSamples(Dataset):
@@ -146,7 +127,11 @@ class SameSamples(Dataset):
 
 
 def build_datasets(
-    config: GPTDatasetConfig, sizes: Sequence[int | None], evaluated: int, rows: RowSets | None = None
+    config: GPTDatasetConfig,
+    sizes: Sequence[int | None],
+    evaluated: int,
+    rows: RowSets | None = None,
+    true_vocab: int | None = None,
 ) -> list[Any]:
     """Train, validation and test set, the same on every rank.
 
@@ -157,7 +142,9 @@ def build_datasets(
         sizes: samples of each set that the whole run reads.
         evaluated: samples per evaluation. Every evaluation on the validation set reads the same ones.
         rows: rows of chat files, packing and blends; None for Megatron's own concatenation of documents.
+        true_vocab: ids of documents from here up are errors when they are read; None disables the check.
     """
+    config.true_vocab = true_vocab  # read by `DocumentRows`
     sizes = [sizes[0], evaluated, sizes[2]]
     if rows is not None:
         train, valid, test = rows.build(sizes)

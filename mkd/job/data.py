@@ -116,6 +116,7 @@ class JobData:
             wanted_samples(self.args),
             evaluated=self._rows_of_an_evaluation,
             rows=self._row_sets(config) if self.has_own_rows else None,
+            true_vocab=self.true_vocab,
         )
 
     def check_all(self) -> None:

@@ -11,12 +11,16 @@ refused.
 import errno
 import fcntl
 import os
+import re
 import shutil
 import stat
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from hashlib import blake2b
 from io import TextIOWrapper
 from pathlib import Path
+from socket import gethostname
 from typing import BinaryIO, TextIO
 from uuid import uuid4
 
@@ -24,6 +28,12 @@ from mkd.errors import MkdConfigError
 
 PARTIAL = ".partial"
 """End of the temporary names."""
+_LOCK = "lock"
+"""Locked file in a scratch folder whose process runs."""
+_ABANDONED_SECONDS = 86400.0
+"""Age at which a temporary name of another host is taken to be left by a killed process."""
+_ONLY_FILES = os.O_NOFOLLOW | os.O_NONBLOCK
+"""Flags of `os.open` with which it follows no link and does not wait for the other end of a pipe."""
 _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
 """errno of file systems without locks."""
 _KINDS = {
@@ -91,7 +101,7 @@ def only_writer(path: Path) -> Iterator[None]:
 def _locked(path: Path, kind: int) -> int | None:
     """A descriptor of a file that this process has locked, created if absent; None if another process has locked it."""
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _ONLY_FILES, 0o666)
         try:
             fcntl.flock(descriptor, kind)
             if _names(path, descriptor):  # else another process has renamed or removed it since
@@ -116,11 +126,16 @@ def _names(path: Path, descriptor: int) -> bool:
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """An OSError of a write, which names no file, names this one."""
+def naming(path: Path) -> Iterator[None]:
+    """An OSError of a write, which names no file, names this one.
+
+    numpy reports a short write without an errno; the cause is a full disk.
+    """
     try:
         yield
     except OSError as error:
+        if error.errno is None:
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({error})", str(path)) from error
         if error.filename is None:
             error.filename = str(path)
         raise
@@ -130,7 +145,7 @@ def _naming(path: Path) -> Iterator[None]:
 def _writing(target: Path) -> Iterator[BinaryIO]:
     """A binary file that replaces `target` when the `with` block ends. Another writer of the path waits."""
     partial = partial_path(target)
-    with _naming(target), open(_locked(partial, fcntl.LOCK_EX), "wb") as file:
+    with naming(target), open(_locked(partial, fcntl.LOCK_EX), "wb") as file:
         try:
             file.truncate(0)
             yield file
@@ -158,16 +173,74 @@ def replacing(path: Path) -> Iterator[TextIO]:
 def write_bytes(path: Path, content: bytes) -> None:
     """Replace a file. Several processes may do so at the same time; the last one wins."""
     path = regular_target(path)
-    partial = path.with_name(f".{path.name}.{uuid4().hex}{PARTIAL}")
+    remove_abandoned(path)
+    partial = path.with_name(f".{path.name}.{_token()}{PARTIAL}")
     try:
-        with partial.open("wb") as file:
+        with naming(path), open(_locked(partial, fcntl.LOCK_EX), "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(partial, path)
+            os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+@contextmanager
+def scratch_folder(path: Path) -> Iterator[Path]:
+    """A new folder beside `path` for files that `publish_files` renames; it is removed when the `with` block ends.
+
+    Several processes may have one for the same path. What killed ones left is removed first.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove_abandoned(path)
+    unlocked = path.with_name(f".{path.name}.{_token()}")
+    folder = unlocked.with_name(f"{unlocked.name}{PARTIAL}")
+    unlocked.mkdir()
+    descriptor = _locked(unlocked / _LOCK, fcntl.LOCK_EX)
+    try:
+        os.replace(unlocked, folder)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(descriptor)
+
+
+def _token() -> str:
+    """32 hexadecimal digits: 8 for this host, 24 at random."""
+    return _host() + uuid4().hex[:24]
+
+
+def _host() -> str:
+    return blake2b(gethostname().encode(), digest_size=4).hexdigest()
+
+
+def remove_abandoned(path: Path) -> None:
+    """Remove the temporary files and scratch folders of a path whose processes are gone.
+
+    A running process has locked its own. Locks of other hosts may be invisible here, so their names must be old too.
+    """
+    pattern = re.compile(rf"\.{re.escape(path.name)}\.([0-9a-f]{{32}}){re.escape(PARTIAL)}")
+    found = [(match, entry) for entry in os.scandir(path.parent) if (match := pattern.fullmatch(entry.name))]
+    for match, entry in found:
+        try:
+            is_folder = entry.is_dir(follow_symlinks=False)
+            is_young = time.time() - entry.stat(follow_symlinks=False).st_mtime < _ABANDONED_SECONDS
+            if is_young and not match[1].startswith(_host()):
+                continue
+            lock = os.open(f"{entry.path}/{_LOCK}" if is_folder else entry.path, os.O_RDWR | _ONLY_FILES)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if is_folder:
+                shutil.rmtree(entry.path, ignore_errors=True)
+            else:
+                os.unlink(entry.path)
+        except OSError:  # its process runs, or has ended meanwhile
+            continue
+        finally:
+            os.close(lock)
 
 
 def copy_file(source: Path, path: Path) -> None:
@@ -238,6 +311,13 @@ def remove_folder(path: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
     rename(path, aside)
     shutil.rmtree(aside)
+
+
+def free_bytes(path: Path) -> int | None:
+    """Free bytes of the file system of a path, which need not exist; None if it does not report its size."""
+    existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+    usage = shutil.disk_usage(existing)
+    return usage.free if usage.total else None
 
 
 def sync_folder(folder: Path) -> None:

@@ -17,6 +17,7 @@ from mkd.data.sources.aligned import AlignedStore, BatchAligner, aligned_base, t
 from mkd.data.sources.chat import ChatTokenizer
 from mkd.data.sources.document_rows import DocumentRows
 from mkd.data.sources.stores import ChatStore, DocumentStore, chat_base, is_chat_file, part_of, tokenize_chat
+from mkd.data.sources.token_files import TokenFile
 from mkd.errors import MkdDataError
 
 
@@ -100,7 +101,7 @@ class RowSets:
         if self.cross is not None:
             return self._aligned_store(name, share)
         if not is_chat_file(name):
-            return DocumentStore(name, share)
+            return DocumentStore(name, share, self.true_vocab)
         base = chat_base(name, self.tokenizer, self.config.path_to_cache)
         if not dist.is_initialized() or dist.get_rank() == 0:
             tokenize_chat(name, self.tokenizer, base, self.say)
@@ -116,7 +117,7 @@ class RowSets:
         encoder = self.cross.encoder
         base = aligned_base(name, encoder, self.config.path_to_cache)
         if not dist.is_initialized() or dist.get_rank() == 0:
-            tokenize_aligned(name, encoder, base, self.say)
+            tokenize_aligned(name, encoder, base, self.say, self.true_vocab)
         store = AlignedStore(base, share, len(encoder.folders))
         self.say(f"{name}: {store.facts}")
         views = zip(store.facts.max_token_id, (self.true_vocab, *self.cross.vocabularies), encoder.folders, strict=True)
@@ -129,7 +130,7 @@ class RowSets:
         return store
 
     def _documents(self, prefix: str, share: tuple[float, float], split: Split, needed: int) -> RowStream:
-        documents = DocumentRows.build_low_level_dataset(prefix, self.config)
+        documents = TokenFile(prefix, self.true_vocab)
         part = part_of(len(documents.sequence_lengths), share)
         numbers = np.arange(part.start, part.stop, dtype=np.int32)
         samples = DocumentRows(documents, prefix, numbers, max(needed, 1), split, self.config)

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from mkd.data.sources.chat import SUPERVISED
 from mkd.data.sources.parallel import map_in_order
 from mkd.data.sources.stores import (
     FACTS_VERSION,
+    MappedSamples,
     cache_base,
     file_of,
     first_lines,
@@ -29,6 +29,7 @@ from mkd.data.sources.stores import (
     workers_for,
 )
 from mkd.data.sources.text import RawBatch, read_batches
+from mkd.data.sources.token_files import TokenFile
 from mkd.errors import MkdDataError
 from mkd.utils.progress import ByteProgress
 
@@ -220,15 +221,32 @@ class AlignedStore:
     def __init__(self, base: Path, share: tuple[float, float], views: int) -> None:
         """Open the samples between two shares (0 to 1)."""
         self.facts = read_facts(base, AlignedFacts)
-        bounds = np.memmap(file_of(base, "bounds"), np.int64, "r")
+        files = MappedSamples(base, self.facts.samples, "pairs")
         part = part_of(self.facts.samples, share)
-        self._bounds = bounds[part.start : part.stop + 1]
-        self.lengths = np.memmap(file_of(base, "lengths"), np.int64, "r").reshape(-1, views)[part]
-        self._words = np.memmap(file_of(base, "pairs"), np.uint32, "r")
+        self._bounds = files.bounds[part.start : part.stop + 1]
+        self.lengths = _lengths(base, views, np.diff(files.bounds))[part]
+        self._words, self._check = files.words, files.check
 
     def read(self, sample: int) -> AlignedSample:
+        self._check()
         begin, end = self._bounds[sample : sample + 2].tolist()
         return AlignedSample.of_words(np.asarray(self._words[begin:end]), self.lengths[sample].tolist())
+
+
+def _lengths(base: Path, views: int, words: np.ndarray) -> np.ndarray:
+    """[samples, views] tokens of each sample in each view.
+
+    Raises:
+        MkdDataError: they do not give the samples' numbers of words, [samples].
+    """
+    file = file_of(base, "lengths")
+    lengths = np.fromfile(file, np.int64) if file.is_file() else np.zeros(0, np.int64)
+    if len(lengths) == views * len(words):
+        lengths = lengths.reshape(-1, views)
+        stored = lengths[:, 0] * views + 2 * lengths[:, 1:].sum(axis=1)  # see `AlignedSample.words`
+        if (lengths >= 0).all() and (stored == words).all():
+            return lengths
+    raise MkdDataError(f"{file} in the data cache is damaged: delete {base}.*")
 
 
 def aligned_base(name: str, encoder: BatchAligner, cache: str | None) -> Path:
@@ -246,17 +264,19 @@ def _main_file(name: str) -> str:
     return name if is_chat_file(name) else f"{name}.bin"
 
 
-def probe_aligned(name: str, encoder: BatchAligner) -> list[int]:
+def probe_aligned(name: str, encoder: BatchAligner, true_vocab: int | None = None) -> list[int]:
     """Tokens of the first samples in each view, the student's first. Raises MkdDataError if they are invalid."""
     if is_chat_file(name):
         first: RawBatch | DocumentBatch = first_lines(name)
     else:
-        first = next(_batches(name, _PROBED_TOKENS))
+        first = next(_batches(name, _PROBED_TOKENS, true_vocab))
     lengths = [sample.lengths for sample in encoder(first).samples]
     return np.sum(lengths, axis=0, dtype=np.int64).tolist() if lengths else [0] * len(encoder.folders)
 
 
-def tokenize_aligned(name: str, encoder: BatchAligner, base: Path, say: Callable[[str], None]) -> None:
+def tokenize_aligned(
+    name: str, encoder: BatchAligner, base: Path, say: Callable[[str], None], true_vocab: int | None = None
+) -> None:
     """Tokenize and align all of the data, unless the cache holds the result.
 
     Args:
@@ -264,6 +284,7 @@ def tokenize_aligned(name: str, encoder: BatchAligner, base: Path, say: Callable
         encoder: tokenizers, templates and alignment.
         base: path from `aligned_base`.
         say: called with a line before the work, which may take minutes.
+        true_vocab: size of the student's vocabulary, for the ids in an indexed file.
 
     Raises:
         MkdDataError: an invalid line or document (named); no sample can be used; the cache cannot be written.
@@ -276,7 +297,7 @@ def tokenize_aligned(name: str, encoder: BatchAligner, base: Path, say: Callable
     progress = ByteProgress(f"{name}: tokenizing", Path(file).stat().st_size)
     with new_files(name, base, ("pairs", "bounds", "lengths", "json")) as partial:
         with partial["pairs"].open("wb") as words, partial["lengths"].open("wb") as lengths, progress:
-            batches = _batches(name, _BATCH_TOKENS)
+            batches = _batches(name, _BATCH_TOKENS, true_vocab)
             for batch in map_in_order(encoder, batches, workers_for(file), f"{name} has too long lines"):
                 progress.advance(batch.size)
                 counts.skipped.update(batch.skipped)
@@ -295,11 +316,11 @@ def tokenize_aligned(name: str, encoder: BatchAligner, base: Path, say: Callable
         partial["json"].write_text(json.dumps(asdict(facts), indent=1) + "\n")
 
 
-def _batches(name: str, tokens: int) -> Iterator[RawBatch | DocumentBatch]:
+def _batches(name: str, tokens: int, true_vocab: int | None) -> Iterator[RawBatch | DocumentBatch]:
     if is_chat_file(name):
         yield from read_batches([name])
         return
-    documents = IndexedDataset(name, mmap=True)
+    documents = TokenFile(name, true_vocab)
     held, size = [], 0
     for number in range(len(documents)):
         held.append(np.array(documents[number]))

@@ -20,7 +20,8 @@ import numpy as np
 from mkd.data.sources.parallel import map_in_order
 from mkd.data.sources.text import EncodedBatch, Encoding, check_inputs, encode, eod_id, read_batches
 from mkd.errors import MkdDataError
-from mkd.utils.atomic_files import PARTIAL, only_writer, publish_files, regular_target
+from mkd.utils.atomic_files import PARTIAL, naming, only_writer, publish_files, regular_target
+from mkd.utils.json_files import read_json
 from mkd.utils.pretrained import load_tokenizer
 
 BYTES_PER_WORKER = 4 << 20
@@ -69,12 +70,16 @@ class IndexedText:
         if not path.is_file():
             return None
         try:
-            facts = cls(**json.loads(path.read_text()))
+            facts = cls(**read_json(path))
+            for name in ("documents", "tokens", "max_token_id", "vocab_size", "skipped"):
+                if type(value := getattr(facts, name)) is not int or value < 0:
+                    raise ValueError(f"{name} is {str(value)[:40]!r}")
+            itemsize = np.dtype(facts.dtype).itemsize
         except (ValueError, TypeError) as error:
             raise MkdDataError(f"{path} is broken ({error}): make the data again with mkd preprocess") from None
         binary = Path(f"{prefix}.bin")
         size = binary.stat().st_size if binary.is_file() else 0
-        if size != facts.tokens * np.dtype(facts.dtype).itemsize:
+        if size != facts.tokens * itemsize:
             raise MkdDataError(
                 f"{path} describes {facts.tokens} tokens of {facts.dtype}, but {binary} has {size} bytes: delete "
                 f"{path} if another tool made the data, else make it again with mkd preprocess"
@@ -155,7 +160,7 @@ def write_indexed_text(
     check_inputs(paths)
     tokenizer = load_tokenizer(encoding.tokenizer_dir)
     eod = eod_id(tokenizer, encoding.tokenizer_dir) if encoding.append_eod else None
-    with _output(prefix):
+    with _output(prefix), naming(Path(prefix)):
         writer = _Writer(prefix, len(tokenizer))
         if progress is not None:
             progress(0, 0, 0)

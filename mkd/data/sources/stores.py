@@ -13,17 +13,18 @@ from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
-from uuid import uuid4
 
 import numpy as np
-from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from mkd.data.sources.chat import SUPERVISED, ChatTokenizer, mentions_learning
 from mkd.data.sources.indexed import default_workers
 from mkd.data.sources.parallel import map_in_order
 from mkd.data.sources.text import JSON_SUFFIXES, RawBatch, read_batches
+from mkd.data.sources.token_files import TokenFile
 from mkd.errors import MkdDataError
-from mkd.utils.atomic_files import PARTIAL, publish_files
+from mkd.utils.atomic_files import naming, publish_files, scratch_folder
+from mkd.utils.json_files import read_json
+from mkd.utils.mapped_files import SizeGuard
 from mkd.utils.progress import ByteProgress
 
 _FORMAT = 1
@@ -60,9 +61,9 @@ class DocumentStore:
 
     all_targets = True
 
-    def __init__(self, prefix: str, share: tuple[float, float]) -> None:
-        """Open the documents between two shares (0 to 1), rounded as megatron does."""
-        self._documents = IndexedDataset(prefix, mmap=True)
+    def __init__(self, prefix: str, share: tuple[float, float], true_vocab: int | None = None) -> None:
+        """Open the documents between two shares (0 to 1), rounded as megatron does; see `TokenFile`."""
+        self._documents = TokenFile(prefix, true_vocab)
         lengths = self._documents.sequence_lengths
         self._part = part_of(len(lengths), share)
         self.lengths = lengths[self._part].copy()  # the original dies with the IndexedDataset
@@ -96,6 +97,40 @@ class ChatFacts:
         return f"{self.conversations} conversations, {self.tokens} tokens, {self.supervised} of the assistant{left_out}"
 
 
+class MappedSamples:
+    """The words and bounds of stored samples, memory-mapped."""
+
+    def __init__(self, base: Path, samples: int, kind: str) -> None:
+        """Map the files and check that they fit together.
+
+        Args:
+            base: path in the data cache, without suffix.
+            samples: number of samples, from the statistics.
+            kind: suffix of the file of words, which are uint32.
+
+        Raises:
+            MkdDataError: the bounds do not rise from 0 to the number of words, or a file is missing or empty.
+        """
+        self._base, paths = base, [file_of(base, "bounds"), file_of(base, kind)]
+        try:
+            self.bounds, self.words = np.memmap(paths[0], np.int64, "r"), np.memmap(paths[1], np.uint32, "r")
+        except (OSError, ValueError) as error:
+            raise self._damage(str(error)) from error
+        bounds = self.bounds
+        rises = len(bounds) == samples + 1 and bounds[0] == 0 and bounds[-1] == len(self.words)
+        if not rises or (np.diff(bounds) < 0).any():
+            raise self._damage(f"{len(bounds)} bounds of {samples} samples do not rise from 0 to {len(self.words)}")
+        self._guard = SizeGuard(paths)
+
+    def _damage(self, text: str) -> MkdDataError:
+        return MkdDataError(f"{self._base}.* in the data cache is damaged ({text}): delete these files")
+
+    def check(self) -> None:
+        """Raise MkdDataError if a file became shorter."""
+        if (problem := self._guard.problem()) is not None:
+            raise self._damage(problem)
+
+
 class ChatStore:
     """Conversations of a chat file that `tokenize_chat` has written."""
 
@@ -104,13 +139,14 @@ class ChatStore:
     def __init__(self, base: Path, share: tuple[float, float]) -> None:
         """Open the conversations between two shares (0 to 1)."""
         self.facts = read_facts(base, ChatFacts)
-        bounds = np.memmap(file_of(base, "bounds"), np.int64, "r")
+        files = MappedSamples(base, self.facts.conversations, "tokens")
         part = part_of(self.facts.conversations, share)
-        self._bounds = bounds[part.start : part.stop + 1]
+        self._bounds = files.bounds[part.start : part.stop + 1]
         self.lengths = np.diff(self._bounds)
-        self._tokens = np.memmap(file_of(base, "tokens"), np.uint32, "r")
+        self._tokens, self._check = files.words, files.check
 
     def read(self, sample: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        self._check()
         begin = int(self._bounds[sample]) + start
         stored = np.asarray(self._tokens[begin : begin + count])
         return (stored & ~SUPERVISED).astype(np.int64), (stored & SUPERVISED) != 0
@@ -231,27 +267,27 @@ def new_files(name: str, base: Path, kinds: Sequence[str]) -> Iterator[dict[str,
     Raises:
         MkdDataError: the cache cannot be written.
     """
-    # Unique names: jobs that start at the same time must not write into each other's files.
-    partial = {kind: file_of(base, f"{kind}.{uuid4().hex}{PARTIAL}") for kind in kinds}
     try:
-        base.parent.mkdir(parents=True, exist_ok=True)
-        yield partial
-        publish_files({partial[kind]: file_of(base, kind) for kind in kinds})
+        # A folder of its own: jobs that start at the same time must not write into each other's files.
+        with scratch_folder(base) as folder, naming(base.parent):
+            partial = {kind: folder / kind for kind in kinds}
+            yield partial
+            publish_files({partial[kind]: file_of(base, kind) for kind in kinds})
     except OSError as error:
         raise MkdDataError(
             f"--data-path {name}: its tokens cannot be written to {base.parent} ({error}): give another "
             "--data-cache-path"
         ) from error
-    finally:
-        for path in partial.values():
-            path.unlink(missing_ok=True)
 
 
 def read_facts[Facts](base: Path, kind: Callable[..., Facts]) -> Facts:
     """Read the json file of a set of `new_files`. Raises MkdDataError if it is missing or broken."""
     file = file_of(base, "json")
     try:
-        return kind(**json.loads(file.read_text()))
+        facts = kind(**read_json(file))
+        if type(facts.version) is not int:
+            raise ValueError(f"version is {facts.version!r}")
+        return facts
     except FileNotFoundError as error:
         raise MkdDataError(
             f"{file} is missing, which rank 0 has written: --data-cache-path must show the same files on every node"

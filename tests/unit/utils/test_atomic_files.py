@@ -5,6 +5,7 @@ import errno
 import os
 import socket
 import stat
+from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from mkd.errors import MkdConfigError
 from mkd.utils.atomic_files import (
     copy_file,
+    naming,
     new_folder,
     only_writer,
     partial_path,
@@ -21,6 +23,7 @@ from mkd.utils.atomic_files import (
     remove_folder,
     rename,
     replacing,
+    scratch_folder,
     write_bytes,
 )
 
@@ -283,3 +286,63 @@ def write_often(path: Path, letter: str) -> None:
         with replacing(path) as file:
             for _ in range(SIZE // 1000):
                 file.write(letter * 1000)
+
+
+def die(*args: object) -> None:
+    os._exit(9)
+
+
+def killed_in(function: Callable[[Path], None], path: Path) -> list[str]:
+    """Names in the folder after a process was killed before it renamed anything."""
+
+    def run() -> None:
+        os.fsync = die
+        function(path)
+
+    process = get_context("fork").Process(target=run)
+    process.start()
+    process.join()
+    assert process.exitcode == 9
+    return [entry.name for entry in path.parent.iterdir()]
+
+
+def write_whole(path: Path) -> None:
+    write_bytes(path, b"content")
+
+
+def write_in_scratch(path: Path) -> None:
+    with scratch_folder(path) as folder:
+        (folder / "bin").write_bytes(b"content")
+        publish_files({folder / "bin": path})
+
+
+@pytest.mark.parametrize("write", [write_whole, write_in_scratch])
+def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path: Path, write: Callable[[Path], None]) -> None:
+    path = tmp_path / "projection.safetensors"
+    (left,) = killed_in(write, path)
+    assert left.startswith(".projection.safetensors.") and left.endswith(".partial")
+    write(path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["projection.safetensors"]
+
+
+@pytest.mark.parametrize("write", [write_whole, write_in_scratch])
+def test_what_running_processes_write_is_kept(tmp_path: Path, write: Callable[[Path], None]) -> None:
+    path = tmp_path / "out"
+    with scratch_folder(path) as folder:
+        (folder / "a").write_text("a")
+        write(path)
+        assert (folder / "a").read_text() == "a"
+    others = [tmp_path / f".out.{'0' * 32}.partial", tmp_path / ".out.partial", tmp_path / ".out.x.partial"]
+    for other in others:  # of another host, and of other kinds
+        other.touch()
+    write(path)
+    assert all(other.exists() for other in others)
+    os.utime(others[0], (0, 0))
+    write(path)
+    assert [other.exists() for other in others] == [False, True, True]
+
+
+def test_a_full_disk_in_numpy_is_named(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No space left on device") as caught, naming(tmp_path / "x"):
+        raise OSError("8 requested and 0 written")
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path / "x"))
