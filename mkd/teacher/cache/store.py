@@ -1,18 +1,24 @@
 """The folder of a teacher cache, opened for reading; records are looked up by the content of a segment.
 
-    meta.json           properties common to all shards
+    meta.json           properties common to all shards, and a checksum over all of them
     NAME.safetensors    a shard: `keys` [m, 16] and `lengths` [m] of its segments, `records` [n, R] of all their tokens,
                         segment after segment (mkd.teacher.cache.record_format)
-    NAME.json           size in bytes and SHA-256 of the shard; a shard without this file is not part of the cache yet
+    NAME.json           size in bytes and SHA-256 of the shard, and a checksum of what precedes its records (header,
+                        lengths and keys); a shard without this file is not part of the cache yet
 
 A key is a hash of the token ids of a segment only, so any layout, batch size, seed and packing finds the same records.
+
+Every byte is covered when it is used: properties, header, lengths and keys by checksums that are compared when the
+cache is opened, each record by its own when it is read. The SHA-256 of a shard is compared by `verify` only. Older
+versions of mkd wrote no checksum of the properties and keys; such caches are read with a warning.
 """
 
 import hashlib
 import json
+import math
 import struct
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,12 +27,23 @@ import numpy as np
 import torch
 
 from mkd.errors import MkdCacheError
-from mkd.teacher.cache.record_format import RecordFormat, TokenTargets, damaged, key_words
+from mkd.teacher.cache.record_format import MAX_COUNT, RecordFormat, TokenTargets, damaged, key_words
+from mkd.utils.json_files import parse_json, read_json
+from mkd.utils.logging import logger
+from mkd.utils.mapped_files import SizeGuard
 
 FORMAT = "mkd-teacher-cache"
 VERSION = 1
 KEY_BYTES = 16
 META = "meta.json"
+_CHECKSUM = "checksum"
+"""Key of the checksum in meta.json."""
+_INDEX_BYTES, _INDEX_CHECKSUM = "index_bytes", "index_blake2b"
+"""Keys of a shard's .json file: how many bytes precede the records, and their checksum."""
+_TEMPERATURES = 64
+"""Most temperatures of a cache."""
+_HEADER_BYTES = 1 << 20
+"""Longest safetensors header of a shard, which describes three tensors."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +73,8 @@ class CacheMeta:
     """True if only supervised tokens have targets and the records of the others are filler; imported caches only."""
     has_tail: bool = True
     """False if the mass of the tail is not known; imported caches only."""
+    is_checked: bool = field(default=True, compare=False, kw_only=True)
+    """False if an older version of mkd wrote the file, without a checksum."""
 
     @cached_property
     def records(self) -> RecordFormat:
@@ -64,9 +83,16 @@ class CacheMeta:
 
     def to_json(self) -> str:
         """Contents of meta.json."""
+        values = {"format": FORMAT, "version": VERSION, **self._properties(), "record": self._record_layout()}
+        return json.dumps({**values, _CHECKSUM: _checksum(values)}, indent=2) + "\n"
+
+    def _properties(self) -> dict[str, Any]:
+        """Name -> value of all fields of the file."""
+        return {name: value for name, value in asdict(self).items() if name != "is_checked"}
+
+    def _record_layout(self) -> dict[str, Any]:
         fields = {name: [int(n) for n in kind.shape] for name, (kind, *_) in self.records.dtype.fields.items()}
-        layout = {"bytes": self.records.dtype.itemsize, "fields": fields}
-        return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self), "record": layout}, indent=2) + "\n"
+        return {"bytes": self.records.dtype.itemsize, "fields": fields}
 
     @classmethod
     def read(cls, folder: Path, flag: str) -> "CacheMeta":
@@ -80,7 +106,7 @@ class CacheMeta:
             what = "is not a teacher cache: it has no meta.json" if folder.is_dir() else "does not exist"
             raise MkdCacheError(f"{flag} {folder} {what} (mkd cache write creates one)")
         try:
-            values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+            values: dict[str, Any] = read_json(file)
             if values["format"] != FORMAT:
                 raise MkdCacheError(
                     f"{flag} {folder} is not a teacher cache: meta.json has the format {values['format']!r}"
@@ -90,16 +116,56 @@ class CacheMeta:
                     f"{flag} {folder} has format version {values['version']}, this version of mkd reads {VERSION}: "
                     "use the version of mkd that wrote it, or write it again"
                 )
-            names = cls.__dataclass_fields__
-            meta = cls(**{name: values[name] for name in names} | {"temperatures": tuple(values["temperatures"])})
-        except (ValueError, LookupError, TypeError, OSError) as error:
-            raise MkdCacheError(f"{flag} {folder} is not a teacher cache: meta.json is damaged ({error!r})") from error
+            stored = values.pop(_CHECKSUM, None)
+            if stored not in (None, _checksum(values)):
+                raise ValueError("its checksum does not match: a value was changed")
+            names = [name for name in cls.__dataclass_fields__ if name != "is_checked"]
+            _require_types({name: values[name] for name in names})
+            properties = {name: values[name] for name in names} | {"temperatures": tuple(values["temperatures"])}
+            meta = cls(**properties, is_checked=stored is not None)
+            if values["record"] != meta._record_layout():
+                raise ValueError("the layout of its records is not that of its other values")
+        except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
+            raise MkdCacheError(f"{flag} {folder} is not a teacher cache: meta.json is damaged ({error})") from error
         return meta
 
     def differences(self, other: "CacheMeta") -> list[str]:
         """One text per field that differs: `name: mine, theirs`."""
-        mine, theirs = asdict(self), asdict(other)
+        mine, theirs = self._properties(), other._properties()
         return [f"{name}: {mine[name]}, {theirs[name]}" for name in mine if mine[name] != theirs[name]]
+
+
+def _checksum(values: Mapping[str, Any]) -> str:
+    """128-bit hex hash of everything in meta.json but the checksum itself."""
+    return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _require_types(values: Mapping[str, Any]) -> None:
+    """Raise ValueError that names a property whose value cannot be one."""
+
+    def is_count(value: Any, least: int, most: float) -> bool:
+        return type(value) is int and least <= value <= most
+
+    temperatures = values["temperatures"]
+    valid = {
+        "teacher": isinstance(values["teacher"], str),
+        "tokenizer": isinstance(values["tokenizer"], str | None),
+        "true_vocab": is_count(values["true_vocab"], 1, math.inf),
+        "top_k": is_count(values["top_k"], 1, math.inf),
+        "values": values["values"] in ("log12", "fp32", "counts"),
+        "temperatures": isinstance(temperatures, list)
+        and 1 <= len(temperatures) <= _TEMPERATURES
+        and all(type(value) in (int, float) and 0 < value < math.inf for value in temperatures),
+        "samples": is_count(values["samples"], 0, MAX_COUNT)
+        and (values["samples"] > 0) == (values["values"] == "counts"),
+        "teacher_dtype": isinstance(values["teacher_dtype"], str),
+        "positions": values["positions"] in ("segment", "document"),
+        "labels_only": isinstance(values["labels_only"], bool),
+        "has_tail": isinstance(values["has_tail"], bool),
+    }
+    for name, is_valid in valid.items():
+        if not is_valid:
+            raise ValueError(f"{name} is {str(values[name])[:60]!r}")
 
 
 @dataclass(frozen=True)
@@ -126,9 +192,11 @@ class CacheShard:
         if not path.is_file():
             raise MkdCacheError(f"shard {path} is missing from the teacher cache, but {path.stem}.json is there")
         try:
-            self.manifest = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-            size = self.manifest["bytes"]
-        except (ValueError, LookupError, OSError) as error:
+            self.manifest = read_json(path.with_suffix(".json"))
+            size, digest = self.manifest["bytes"], self.manifest["sha256"]
+            if type(size) is not int or not isinstance(digest, str):
+                raise TypeError(f"{size!r} bytes, SHA-256 {digest!r}")
+        except (ValueError, LookupError, TypeError, OSError) as error:
             raise MkdCacheError(f"{path.with_suffix('.json')} of the teacher cache is damaged ({error!r})") from error
         if path.stat().st_size != size:
             raise MkdCacheError(
@@ -136,15 +204,29 @@ class CacheShard:
             )
         try:
             with path.open("rb") as file:
-                self._header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+                length = struct.unpack("<Q", file.read(8))[0]
+                if length > _HEADER_BYTES:
+                    raise ValueError(f"a header of {length} bytes")
+                self._header = parse_json(file.read(length))
                 base = file.tell()
             # np.memmap keeps its file open, and a large cache has more shards than a process may have open files.
-            self._data = torch.from_file(str(path), size=size, dtype=torch.uint8).numpy()[base:]
+            whole = torch.from_file(str(path), size=size, dtype=torch.uint8).numpy()
+            self._data = whole[base:]
             self.keys, self.lengths = self._tensor("keys", np.uint8), self._tensor("lengths", np.int32).reshape(-1)
             self.records = self._tensor("records", np.uint8)
             """[n, R] uint8, memory-mapped."""
             self._check_sizes()
-        except (ValueError, LookupError, TypeError, struct.error, OSError, ArithmeticError, MemoryError) as error:
+            self._check_index(whole, base)
+        except (
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            struct.error,
+            OSError,
+            ArithmeticError,
+            MemoryError,
+        ) as error:
             raise MkdCacheError(f"shard {path} of the teacher cache is damaged ({error!r})") from error
 
     def _check_sizes(self) -> None:
@@ -154,9 +236,26 @@ class CacheShard:
         if record != self._dtype.itemsize or count != self.lengths.sum(dtype=np.int64) or (self.lengths < 0).any():
             raise ValueError(f"{count} records of {record} bytes for {self.lengths.sum()} tokens")
 
+    @property
+    def is_checked(self) -> bool:
+        """False if an older version of mkd wrote the shard, without a checksum of its keys."""
+        return _INDEX_CHECKSUM in self.manifest
+
+    def _check_index(self, whole: np.ndarray, base: int) -> None:
+        if not self.is_checked:
+            return
+        size, begin = self.manifest[_INDEX_BYTES], base + self._header["records"]["data_offsets"][0]
+        if size != begin or size + self.records.nbytes != len(whole):
+            raise ValueError(f"its records begin at byte {begin}, not {size}")
+        if _index_checksum(whole[:size]) != self.manifest[_INDEX_CHECKSUM]:
+            raise ValueError("the checksum of its keys does not match")
+
     def _tensor(self, name: str, dtype: np.dtype | type) -> np.ndarray:
         entry = self._header[name]
-        return self._data[slice(*entry["data_offsets"])].view(dtype).reshape(entry["shape"])
+        begin, end = entry["data_offsets"]
+        if not 0 <= begin <= end <= len(self._data):
+            raise ValueError(f"{name} is at the bytes {begin} to {end} of {len(self._data)}")
+        return self._data[begin:end].view(dtype).reshape(entry["shape"])
 
     def segments(self) -> Iterator[tuple[bytes, np.ndarray]]:
         """Key and [length] decodable records of each segment."""
@@ -173,6 +272,25 @@ class CacheShard:
         with self.path.open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != self.manifest["sha256"]:
                 raise MkdCacheError(f"shard {self.path} of the teacher cache is damaged: its SHA-256 differs")
+
+
+def manifest_of(path: Path) -> dict[str, Any]:
+    """Content of the .json file of a complete shard."""
+    with path.open("rb") as file:
+        length = struct.unpack("<Q", file.read(8))[0]
+        if length > _HEADER_BYTES:
+            raise MkdCacheError(f"shard {path} of the teacher cache is damaged (a header of {length} bytes): remove it")
+        index = 8 + length + parse_json(file.read(length))["records"]["data_offsets"][0]
+        file.seek(0)
+        checksum = _index_checksum(file.read(index))
+        file.seek(0)
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"bytes": path.stat().st_size, "sha256": digest, _INDEX_BYTES: index, _INDEX_CHECKSUM: checksum}
+
+
+def _index_checksum(index: bytes | np.ndarray) -> str:
+    """128-bit hex hash of header, lengths and keys of a shard."""
+    return hashlib.blake2b(index, digest_size=16).hexdigest()
 
 
 class TeacherStore:
@@ -200,6 +318,12 @@ class TeacherStore:
             for path in sorted(folder.glob("*.json"))
             if path.name != META and not path.name.startswith(".")
         ]
+        if not self.meta.is_checked or not all(shard.is_checked for shard in self.shards):
+            logger.warning(
+                f"{flag} {folder} was written by an older version of mkd: its properties and keys are covered by no "
+                "checksum; mkd cache merge NEW OLD writes a cache that has them"
+            )
+        self._guards = [SizeGuard([shard.path]) for shard in self.shards]
         keys = [shard.keys for shard in self.shards]
         lengths = [shard.lengths for shard in self.shards]
         starts = [np.cumsum(part, dtype=np.int64) - part for part in lengths]
@@ -284,6 +408,9 @@ class TeacherStore:
             MkdCacheError: a record is damaged, or not finite.
         """
         counts = [len(part) for part in positions]
+        for number in {segment.shard for segment in segments}:
+            if (problem := self._guards[number].problem()) is not None:
+                raise MkdCacheError(f"{self.flag} {self.folder}: {problem}; write it again")
         records = np.empty((sum(counts), self.meta.records.dtype.itemsize), dtype=np.uint8)
         end = 0
         for segment, part in zip(segments, positions, strict=True):

@@ -1,6 +1,5 @@
 """Writes the shards of a cache. A shard appears only when it is complete, and several writers may share a folder."""
 
-import hashlib
 import json
 import os
 import secrets
@@ -12,7 +11,7 @@ import numpy as np
 
 from mkd.errors import MkdCacheError
 from mkd.teacher.cache.record_format import TokenTargets, seal
-from mkd.teacher.cache.store import KEY_BYTES, META, CacheMeta, TeacherStore
+from mkd.teacher.cache.store import KEY_BYTES, META, CacheMeta, TeacherStore, manifest_of
 from mkd.utils.atomic_files import partial_path, publish_files, write_bytes
 
 SHARD_BYTES = 256 << 20
@@ -138,10 +137,7 @@ def _write(path: Path, keys: list[bytes], records: list[np.ndarray]) -> None:
 
 def _write_manifest(path: Path) -> None:
     """Write the .json file of a shard, which makes the shard part of the cache."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    facts = {"bytes": path.stat().st_size, "sha256": digest}
-    write_bytes(path.with_suffix(".json"), json.dumps(facts).encode())
+    write_bytes(path.with_suffix(".json"), json.dumps(manifest_of(path)).encode())
 
 
 def recover(folder: Path) -> None:

@@ -12,10 +12,13 @@ from torch import Tensor
 
 from mkd.errors import MkdCacheError, MkdConfigError
 from mkd.utils.atomic_files import write_bytes
+from mkd.utils.json_files import parse_json, read_regular
 
 VERSION = 1
 """Increased when the same tokenizers and options give another projection, or the file format changes."""
 _METADATA = "mkd_projection"
+_MOST_BYTES = 1 << 30
+"""Largest projection that is read."""
 _REBUILD = "build it again with mkd build-projection"
 
 
@@ -85,7 +88,8 @@ class Projection:
         """
         tensors = {name: getattr(self, name).contiguous() for name in ("ids", "weights", "common")}
         facts = {key: value for key, value in asdict(self).items() if key not in tensors}
-        metadata = json.dumps({**facts, "checksum": _checksum(tensors)}, sort_keys=True)
+        checksums = {"checksum": _checksum(tensors), "facts_checksum": _facts_checksum(facts)}
+        metadata = json.dumps({**facts, **checksums}, sort_keys=True)
         try:
             # A single entry, since safetensors writes several in any order.
             write_bytes(Path(path), save_tensors(tensors, {_METADATA: metadata}))
@@ -113,9 +117,11 @@ class Projection:
             MkdCacheError: the file is missing, truncated, damaged, of another version, or for other tokenizers.
         """
         try:
-            content = Path(path).read_bytes()
+            content = read_regular(Path(path), _MOST_BYTES)
         except OSError as error:
             raise MkdCacheError(f"{flag} {path} cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise MkdCacheError(f"{flag} {path}: {error}") from error
         tensors, facts = _parse(content, f"{flag} {path}", remedy)
         for model, expected in (("student", student_hash), ("teacher", teacher_hash)):
             seen = facts[f"{model}_hash"]
@@ -123,9 +129,12 @@ class Projection:
                 raise MkdCacheError(
                     f"{flag} {path} is for another tokenizer of the {model} ({seen}, in use is {expected}): {remedy}"
                 )
-        options = facts.pop("options")
-        pairs = tuple(tuple(pair) for pair in options.pop("pairs"))
-        return cls(**tensors, **facts, options=ProjectionOptions(**options, pairs=pairs))
+        try:
+            options = facts.pop("options")
+            pairs = tuple(tuple(pair) for pair in options.pop("pairs"))
+            return cls(**tensors, **facts, options=ProjectionOptions(**options, pairs=pairs))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise MkdCacheError(f"{flag} {path} is damaged ({error!r}): {remedy}") from error
 
 
 def _checksum(tensors: dict[str, Tensor]) -> str:
@@ -136,17 +145,23 @@ def _checksum(tensors: dict[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
+def _facts_checksum(facts: dict[str, object]) -> str:
+    return blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
 def _parse(content: bytes, where: str, remedy: str) -> tuple[dict[str, Tensor], dict[str, object]]:
     """(tensors, metadata) of a file's bytes."""
     try:
         tensors = load_tensors(content)
-        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-        facts = json.loads(header["__metadata__"][_METADATA])
+        header = parse_json(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        facts = parse_json(header["__metadata__"][_METADATA])
         version, checksum = facts["version"], facts.pop("checksum")
+        of_facts = facts.pop("facts_checksum", None)  # older files have none
+        _ = facts["student_hash"], facts["teacher_hash"]
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
         raise MkdCacheError(f"{where} is truncated or not a projection ({error}): {remedy}") from error
     if version != VERSION:
         raise MkdCacheError(f"{where} has version {version}, and this mkd reads version {VERSION}: {remedy}")
-    if _checksum(tensors) != checksum:
+    if _checksum(tensors) != checksum or of_facts not in (None, _facts_checksum(facts)):
         raise MkdCacheError(f"{where} is damaged: {remedy}")
     return tensors, facts

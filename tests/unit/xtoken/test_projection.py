@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -225,3 +227,27 @@ def test_a_cache_that_cannot_be_used(tmp_path: Path) -> None:
     kept.write_bytes(kept.read_bytes()[:-1])
     with pytest.raises(MkdCacheError, match=rf"{kept} is truncated or not a projection .*: delete the file"):
         projection_for(*sides, None, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("teacher_size", 3), ("cut", 1), ("options", {"k": 2, "decay": 0.1, "pairs": []}), ("cut", None)],
+)
+def test_changed_facts_are_damage(tmp_path, name, value):
+    """They are covered by a checksum of their own; files of older versions have none and are read."""
+    ids, weights = torch.tensor([[0, -1]], dtype=torch.int32), torch.tensor([[1.0, 0.0]])
+    made = Projection(
+        ids, weights, torch.zeros(0, 2, dtype=torch.int64), 7, 0, "s", "t", ProjectionOptions(k=2, decay=0.5)
+    )
+    path = tmp_path / "projection.safetensors"
+    made.save(path)
+    assert Projection.load(path, "s", "t").options == made.options
+    tensors = load_file(path)
+    with safe_open(path, "pt") as file:
+        facts = json.loads(file.metadata()["mkd_projection"])
+    save_file(tensors, path, {"mkd_projection": json.dumps(facts | {name: value})})
+    with pytest.raises(MkdCacheError, match="is damaged"):
+        Projection.load(path, "s", "t")
+    older = {key: value for key, value in facts.items() if key != "facts_checksum"}
+    save_file(tensors, path, {"mkd_projection": json.dumps(older)})
+    assert Projection.load(path, "s", "t").teacher_size == 7
