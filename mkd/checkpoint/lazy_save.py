@@ -18,7 +18,11 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+
+from mkd.errors import MkdCheckpointError, MkdError
+from mkd.utils.atomic_files import free_bytes
 
 
 class LazyTensors:
@@ -72,13 +76,27 @@ def save(path: Path, common: dict[str, Any], tensors: LazyTensors) -> None:
         path: an empty folder.
         common: the values that are not tensors, such as the arguments; the same on every rank.
         tensors: the tensors of this rank.
+
+    Raises:
+        MkdError: of a function that creates a block; or the files cannot be written.
     """
-    dist_checkpointing.save(
-        {**common, "model": tensors.sharded},
-        str(path),
-        _LazyStrategy(tensors),
-        content_metadata={"singleton_local_shards": False, "chained_optim_avoid_prefix": True},
-    )
+    try:
+        dist_checkpointing.save(
+            {**common, "model": tensors.sharded},
+            str(path),
+            _LazyStrategy(tensors),
+            content_metadata={"singleton_local_shards": False, "chained_optim_avoid_prefix": True},
+        )
+    except (CheckpointException, RuntimeError, OSError) as error:
+        failures = getattr(error, "failures", None)  # of torch, per rank
+        cause = next(iter(failures.values()))[0] if failures else error
+        if isinstance(cause, MkdError | torch.OutOfMemoryError | MemoryError):
+            raise cause from error
+        free = free_bytes(path)
+        space = "" if free is None else f", {free / 2**30:.3f} GiB are free there"
+        raise MkdCheckpointError(
+            f"{path} cannot be written ({type(cause).__name__}: {' '.join(str(cause).split())[:300]}){space}"
+        ) from error
 
 
 class _LazyStrategy(TorchDistSaveShardedStrategy):

@@ -3,7 +3,8 @@
 Order of a save, synchronous or not (`mkd.compat.checkpoints` calls these methods):
 
 0. `collecting`: the run's state is put among the arguments that Megatron collects;
-1. `before`: check that no other job saves in the folder, and move an old folder of the same iteration aside;
+1. `before`: check that no other job saves in the folder and that the disk has room, and move an old folder of the same
+   iteration aside; an earlier asynchronous save has ended before;
 2. `writer`: the process that writes the shards also hashes them;
 3. `written`: all shards exist; write `integrity.json` and make everything durable (fsync);
 4. `replacing`: the tracker file is replaced atomically;
@@ -11,6 +12,7 @@ Order of a save, synchronous or not (`mkd.compat.checkpoints` calls these method
 """
 
 import ctypes
+import errno
 import os
 import shutil
 import signal
@@ -30,7 +32,7 @@ from mkd.checkpoint.integrity import hash_files, take_hashes, write_manifest
 from mkd.checkpoint.ranks import gather_objects
 from mkd.config.run_state import RunState
 from mkd.errors import MkdCheckpointError
-from mkd.utils.atomic_files import rename, replacing, sync_file, sync_folder
+from mkd.utils.atomic_files import free_bytes, rename, replacing, sync_file, sync_folder
 from mkd.utils.logging import logger
 
 OWNER = "saving_job.txt"
@@ -84,16 +86,22 @@ class Saving:
         if self._state is not None:
             self._state.write_to(args)
 
-    def before(self, folder: Path) -> None:
+    def before(self, folder: Path, nbytes: int = 0) -> None:
         """Empty the folder of the iteration, so that no old file can be taken for a part of the new checkpoint.
 
         An existing folder may be the last complete checkpoint, because a finished job that is restarted saves its last
         iteration again. It is renamed, and kept until the new one is complete.
 
+        Args:
+            folder: the folder of the iteration.
+            nbytes: bytes of the tensors that this rank saves.
+
         Raises:
             MkdCheckpointError: on all ranks, when another job has claimed the folder in --save.
+            OSError: on all ranks, when the disk has no room for the checkpoint.
         """
         self._check_claim()
+        _require_room(folder, sum(gather_objects(nbytes)))
         if dist.get_rank() == 0 and folder.is_dir() and any(folder.iterdir()):
             logger.info(f"{folder} exists from an earlier attempt and is rewritten")
             if _replaced(folder).exists():  # no save of this iteration has completed since
@@ -133,6 +141,15 @@ class Saving:
     def replacing(self, tracker: Path) -> AbstractContextManager[TextIO]:
         """The tracker file, opened for writing; it replaces the old one when the `with` block ends."""
         return replacing(tracker)
+
+
+def _require_room(folder: Path, nbytes: int) -> None:
+    """Raise OSError on all ranks if the disk has no room for `nbytes` of tensors and 1% for the index."""
+    needed = nbytes + nbytes // 100
+    free = [free_bytes(folder) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(free)
+    if free[0] is not None and free[0] < needed:
+        raise OSError(errno.ENOSPC, f"it needs {needed / 2**30:.3f} GiB")
 
 
 def _replaced(folder: Path) -> Path:

@@ -19,8 +19,8 @@ class CheckpointHooks(Protocol):
         """Called before megatron collects what it saves, with its arguments, which it saves too."""
         ...
 
-    def before(self, folder: Path) -> None:
-        """Called before anything is written into the folder of an iteration."""
+    def before(self, folder: Path, nbytes: int) -> None:
+        """Called before anything is written into the folder of an iteration, with the bytes that this rank saves."""
         ...
 
     def writer(self, write: Callable[..., None]) -> Callable[..., None]:
@@ -45,7 +45,8 @@ def install_checkpoint_hooks(hooks: CheckpointHooks) -> None:
 
     megatron-core 0.19 writes the tracker in place, writes into folders of an earlier attempt, hashes on rank 0 only,
     and exits with status 0 after some failed loads. With --save-retain-interval it removes the checkpoint in the
-    tracker even if its iteration is later, and fails if it is a release.
+    tracker even if its iteration is later, and fails if it is a release. It starts an asynchronous save while earlier
+    ones are being written, so that a full disk can make all of them fail.
     """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
@@ -57,7 +58,7 @@ def install_checkpoint_hooks(hooks: CheckpointHooks) -> None:
     saved = 0
 
     def save_with_hooks(state: Any, folder: str, *args: Any, **kwargs: Any) -> Any:
-        hooks.before(Path(folder))
+        hooks.before(Path(folder), _bytes_to_save(state))
         request = save(state, folder, *args, **kwargs)
         if request is None:
             hooks.written(Path(folder))
@@ -78,6 +79,8 @@ def install_checkpoint_hooks(hooks: CheckpointHooks) -> None:
 
     def save_checkpoint_with_hooks(iteration: int, *args: Any, **kwargs: Any) -> None:
         nonlocal saved
+        if training.get_args().async_save:
+            training.maybe_finalize_async_save(blocking=True)  # the save before
         saved = iteration
         hooks.collecting(training.get_args())
         with _save_errors(iteration), files.saving(iteration):
@@ -91,6 +94,22 @@ def install_checkpoint_hooks(hooks: CheckpointHooks) -> None:
     checkpointing.save_checkpoint = training.save_checkpoint = save_checkpoint_with_hooks
     checkpointing.maybe_msc = files
     training.load_checkpoint = with_load_errors(training.load_checkpoint)
+
+
+def _bytes_to_save(state: Any) -> int:
+    """Bytes of the tensors that this rank saves, without copies that other ranks save."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
+
+    total, left = 0, [state]
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            left += value.values()
+        elif isinstance(value, list | tuple):
+            left += value
+        elif isinstance(value, ShardedTensor | ShardedTensorFactory) and is_main_replica(value.replica_id):
+            total += getattr(value.data, "nbytes", 0)
+    return total
 
 
 class _AtomicTracker:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mkd.checkpoint.integrity import changed_files, find_damage
 from tests.support.e2e.small_job import ROOT, Result, SmallJob, make_small_job, run, write_data
 
 RARE = 290
@@ -94,9 +95,19 @@ def test_a_full_disk_leaves_the_checkpoint_before(job: SmallJob, small_disk: Pat
         assert all(word in error for word in words), error
         assert (save / "latest_checkpointed_iteration.txt").read_text() == "1"
         (small_disk / "other").unlink()
+    size = sum(path.stat().st_size for path in (save / "iter_0000001").iterdir())
     again = train(2)
     assert again.status == 0, again.errors[-3000:]
     assert (save / "latest_checkpointed_iteration.txt").read_text() == "2"
+    # Several asynchronous saves, with room for one: one is complete.
+    shutil.rmtree(save)
+    (small_disk / "other").write_bytes(bytes(shutil.disk_usage(small_disk).free - size - size // 2))
+    flags = {"--save": save, "--save-interval": 1, "--eval-iters": 0, "--train-iters": 4, "--async-save": True}
+    full = run(job.flags(flags))
+    assert full.status == 1 and "Traceback" not in full.errors
+    assert "iter_0000002 was not saved" in full.errors and "iter_0000001 is still complete" in full.errors
+    assert (save / "latest_checkpointed_iteration.txt").read_text() == "1"
+    assert find_damage(save / "iter_0000001") is None and changed_files(save / "iter_0000001") == []
 
 
 def test_a_lost_rank_ends_the_job(job: SmallJob, monkeypatch: pytest.MonkeyPatch) -> None:

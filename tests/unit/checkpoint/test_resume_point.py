@@ -1,9 +1,11 @@
 """Selection and repair of checkpoints: incomplete, corrupt and foreign folders, one kind of damage at a time."""
 
 import json
+import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -335,3 +337,23 @@ def test_unreadable_folder_is_not_damaged(save: Path) -> None:
     with pytest.raises(MkdCheckpointError, match=r"iter_0000006 cannot be read \(.*Is a directory"):
         select(save, own=True, step=None)
     assert listing(save) == before
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_room_is_checked_before_anything_changes(
+    tmp_path: Path, one_rank: None, exists: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without room, the folder of the iteration is not touched."""
+    save = tmp_path / "save"
+    saving = Saving(save, hashes=True)
+    saving.claim()
+    if exists:
+        write_checkpoint(save / name_of(2), 1.0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=2**30, free=2**20))
+    saving.before(save / name_of(4), 2**20 * 100 // 102)
+    with pytest.raises(OSError, match=r"No space left on device|it needs 0.001 GiB"):
+        saving.before(save / name_of(2), 2**20)
+    assert (save / name_of(2)).is_dir() == exists
+    assert not (save / f"replaced_{name_of(2)}").exists()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=0, free=0))
+    saving.before(save / name_of(6), 2**40)  # a file system that does not report its size

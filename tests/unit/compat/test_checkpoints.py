@@ -12,6 +12,7 @@ import pytest
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.training import checkpointing, training
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from mkd.checkpoint.megatron_folder import TRACKER
 from mkd.compat.checkpoints import (
+    _bytes_to_save,
     install_checkpoint_hooks,
     tracker_override,
     with_load_errors,
@@ -72,7 +74,7 @@ class Recorder:
     def collecting(self, args: SimpleNamespace) -> None:
         self._calls.append(("collecting", args))
 
-    def before(self, folder: Path) -> None:
+    def before(self, folder: Path, nbytes: int) -> None:
         self._calls.append(("before", folder))
 
     def writer(self, write: Callable[..., None]) -> Callable[..., None]:
@@ -147,6 +149,7 @@ def saving(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[list, Simpl
     monkeypatch.setattr(training, "save_checkpoint", None)
     monkeypatch.setattr(training, "load_checkpoint", None)
     monkeypatch.setattr(training, "get_args", lambda: args)
+    monkeypatch.setattr(training, "maybe_finalize_async_save", lambda blocking: None)
     monkeypatch.setattr("megatron.training.get_args", lambda: args)
     install_checkpoint_hooks(Recorder(calls))
     return calls, args
@@ -245,3 +248,28 @@ def test_failed_loads_are_errors_of_mkd(error: BaseException, words: str) -> Non
         with_load_errors(load)()
     assert "\n" not in str(caught.value)
     assert with_load_errors(lambda: (7, 0))() == (7, 0)
+
+
+def test_one_asynchronous_save_at_a_time(saving: tuple[list, SimpleNamespace], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The save before ends first: on a full disk, one of two is complete."""
+    calls, args = saving
+    monkeypatch.setattr(training, "maybe_finalize_async_save", lambda blocking: calls.append(("finalize", blocking)))
+    args.async_save = True
+    training.save_checkpoint(2)
+    assert calls[0] == ("finalize", True)
+    args.async_save = False
+    calls.clear()
+    training.save_checkpoint(3)
+    assert ("finalize", True) not in calls
+
+
+def test_upstream_starts_a_save_while_another_one_runs() -> None:
+    assert "Starting a checkpoint save before previous has finished" in inspect.getsource(checkpointing)
+
+
+def test_bytes_to_save() -> None:
+    tensor = torch.zeros(3, 4, dtype=torch.bfloat16)
+    shard = ShardedTensor.from_rank_offsets("a", tensor)
+    copy = ShardedTensor.from_rank_offsets("b", tensor, replica_id=1)
+    state = {"model": {"a": shard, "b": copy}, "optimizer": [{"x": (shard,)}, 3], "args": SimpleNamespace(a=shard)}
+    assert _bytes_to_save(state) == 2 * 24

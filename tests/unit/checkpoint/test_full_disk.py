@@ -1,0 +1,48 @@
+"""Conversions and saves on a full or vanished disk: one line, and nothing half written is left."""
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from mkd.checkpoint.hf.folder import HFFolder
+from mkd.checkpoint.hf.import_ import import_hf
+from mkd.data.sources.indexed import write_indexed_text
+from mkd.data.sources.text import Encoding
+from mkd.errors import MkdError, is_correctable
+from tests.support.chats import chat_tokenizer
+from tests.support.hf_folders import make_llama
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk], capture_output=True, text=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"only a user who may mount can have a small disk: {mounted.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+def test_import(tmp_path: Path, small_disk: Path) -> None:
+    model = make_llama(tmp_path / "model", hidden_size=96, intermediate_size=512, vocab_size=512)
+    with pytest.raises((MkdError, OSError)) as caught:
+        import_hf(HFFolder(model, "--hf"), small_disk / "out", torch.float32)
+    assert is_correctable(caught.value)
+    assert str(small_disk) in str(caught.value) and len(str(caught.value).splitlines()) == 1
+    assert "GiB are free" in str(caught.value) or "No space left" in str(caught.value)
+    assert not any((small_disk / "out").rglob("*")) and list(small_disk.glob(".*")) == []
+
+
+def test_preprocess(tmp_path: Path, small_disk: Path) -> None:
+    model = tmp_path / "model"
+    chat_tokenizer(model, None)
+    (tmp_path / "text.txt").write_text("a b " * 400_000)
+    encoding = Encoding(str(model), append_eod=False)
+    with pytest.raises(OSError, match=r"No space left on device.*: '.*disk/text'") as caught:
+        write_indexed_text([str(tmp_path / "text.txt")], str(small_disk / "text"), encoding, workers=1)
+    assert is_correctable(caught.value) and list(small_disk.iterdir()) == []
