@@ -8,12 +8,14 @@ import errno
 import sys
 from collections.abc import Callable
 
-FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
-"""errno of each OSError that a user can correct, wherever it occurs: no space, no quota, mounted read-only."""
+_FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 
 
 class MkdError(Exception):
     """Base of all errors that a user can correct."""
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(_own_part(str(message), type(self).__name__))
 
 
 class MkdConfigError(MkdError):
@@ -38,6 +40,24 @@ class MkdCacheError(MkdError):
 
 class MkdNumericError(MkdError):
     """Non-finite numbers in a model's outputs or gradients."""
+
+
+def is_correctable(error: BaseException) -> bool:
+    """True for errors of the user and of the file system, which are reported in one line.
+
+    Errors of the file system name a file, which a user can look at (it is missing, a link in a circle, not readable,
+    its name is too long), or are those of a full or read-only disk.
+    """
+    if isinstance(error, OSError):
+        return error.filename is not None or error.errno in _FULL_DISK
+    return isinstance(error, MkdError)
+
+
+def _own_part(message: str, name: str) -> str:
+    """The message without the traceback that torch puts before it when it passes an error on from a loader's worker."""
+    if not message.startswith(f"Caught {name} in "):
+        return message
+    return message.rpartition(f"{name}: ")[2].strip()
 
 
 def exit_status(command: Callable[[], object]) -> int:

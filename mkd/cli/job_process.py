@@ -3,7 +3,8 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Container
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 from mkd.errors import MkdError
@@ -30,22 +31,24 @@ def prepare(flags: list[str]) -> None:
     sys.argv[1:] = flags
 
 
-def exit_status_of_rank(command: Callable[[], object], errnos: Container[int] | None = None) -> int:
+def exit_status_of_rank(
+    command: Callable[[], object], is_correctable: Callable[[BaseException], bool] | None = None
+) -> int:
     """Run a command that all ranks of a job run; the exit status is 0, or 1 after an error of the user.
 
     Args:
         command: what to run.
-        errnos: each OSError.errno that is an error of the user; None for all of them.
+        is_correctable: returns True for errors of the user among MkdError and OSError; None for all of them.
     """
     try:
         command()
     except (MkdError, OSError) as error:
-        if isinstance(error, OSError) and errnos is not None and error.errno not in errnos:
+        if is_correctable is not None and not is_correctable(error):
             raise
         # All ranks fail alike: rank 0 reports first, and torchrun ends the others while they wait.
         if os.environ.get("RANK", "0") != "0":
             time.sleep(3)
         print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
-        logger.error(str(error), extra=FILE_ONLY)
+        logger.error(traceback.format_exc() if isinstance(error, OSError) else str(error), extra=FILE_ONLY)
         return 1
     return 0

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from mkd.cli.job_process import exit_status_of_rank, prepare
 from mkd.distributed.rank_env import check_rendezvous
-from mkd.errors import FULL_DISK
+from mkd.errors import is_correctable
 from mkd.utils.logging import FILE, log_to_file
 
 
@@ -30,4 +30,4 @@ def run_job() -> None:
 
 def run() -> int:
     """Run the job. An error that the user can correct is one line on stderr, with exit status 1."""
-    return exit_status_of_rank(run_job, FULL_DISK)
+    return exit_status_of_rank(run_job, is_correctable)

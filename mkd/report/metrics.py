@@ -2,11 +2,12 @@
 
 import json
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -24,7 +25,8 @@ from mkd.report.console import (
 )
 from mkd.report.flops import FlopCounter
 from mkd.report.trackers import Tracker
-from mkd.utils.atomic_files import replacing
+from mkd.utils.atomic_files import naming, replacing
+from mkd.utils.json_files import parse_json
 from mkd.utils.logging import EVERY_RANK, WITHOUT_PREFIX, logger
 
 
@@ -79,6 +81,10 @@ class MetricsLog:
     """Names of the losses in the window, in order of appearance."""
     _before: dict[str, float] | None = None
     """The first evaluation, name -> value, and `iteration`."""
+    _out: BinaryIO | None = None
+    """The open file; while it is open, no other file can have its number."""
+    _is_lost: bool = False
+    """True if another job has replaced the file, and this one must not write."""
 
     def start(self, iteration: int) -> None:
         """Start at an iteration; lines of later iterations, which a killed attempt wrote, are removed from the file."""
@@ -90,6 +96,7 @@ class MetricsLog:
         kept = self._until(iteration) if iteration > 0 and self.file.is_file() else {}
         with replacing(self.file) as out:  # a job killed here loses no history
             out.writelines(kept)
+        self._out, self._is_lost = self.file.open("ab", buffering=0), False
         evaluations = (record for record in kept.values() if "valid_ce" in record)
         if (first := next(evaluations, None)) is not None:
             self._before = {name.removeprefix("valid_"): value for name, value in first.items()}
@@ -231,9 +238,32 @@ class MetricsLog:
             show("the student's probability of the teacher's most probable token", calibration_rows(calibration))
 
     def _append(self, line: Mapping[str, Any]) -> None:
-        if self.file is not None:
-            with self.file.open("a") as out:
-                out.write(json.dumps(_finite(line), allow_nan=False) + "\n")
+        if self.file is None or not self._owns_file():
+            return
+        rest = (json.dumps(_finite(line), allow_nan=False) + "\n").encode()
+        with naming(self.file):
+            while rest:
+                rest = rest[self._out.write(rest) :]
+
+    def _owns_file(self) -> bool:
+        """Open the file if it is not open or was removed; False if another job has replaced it, as each does at its
+        start: it resumed the run, and lines of this one would be mixed with its own."""
+        if self._is_lost:
+            return False
+        try:
+            is_same = self._out is not None and os.path.samestat(os.fstat(self._out.fileno()), self.file.stat())
+            if not is_same and self._out is not None:
+                self._is_lost = True
+                logger.warning(
+                    f"{self.file} was replaced by another job: this one writes no more lines there", extra=EVERY_RANK
+                )
+                return False
+        except FileNotFoundError:
+            is_same = False
+        if not is_same:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            self._out = self.file.open("ab", buffering=0)
+        return True
 
     def _track(self, line: Mapping[str, Any]) -> None:
         numbers = {
@@ -248,7 +278,7 @@ class MetricsLog:
 def _record(line: str) -> dict[str, Any] | None:
     """The record of a complete line of a metrics file; None for a damaged one."""
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError:
         return None
     whole = line.endswith("\n") and isinstance(record, dict) and isinstance(record.get("iteration"), int)

@@ -18,6 +18,7 @@ from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writ
 from mkd.config.kd_config import KDConfig
 from mkd.errors import MkdConfigError
 from mkd.utils.atomic_files import replacing
+from mkd.utils.json_files import read_json
 from mkd.utils.logging import EVERY_RANK, logger
 
 PREFIX = "kd/"
@@ -40,7 +41,7 @@ class RunIds:
         self._ids: dict[str, str] = {}
         if self._file is not None and self._file.is_file():
             try:
-                self._ids = dict(json.loads(self._file.read_text()))
+                self._ids = dict(read_json(self._file))
             except (ValueError, TypeError) as error:
                 raise MkdConfigError(f"{self._file} is damaged ({error}): remove it to start new runs") from error
 
@@ -75,6 +76,34 @@ class TensorBoard:
         for name, value in values.items():
             self._writer.add_scalar(PREFIX + name, value, iteration)
         self._writer.flush()
+
+
+class LenientWriter:
+    """A TensorBoard writer whose first failure, such as a full disk, is logged; later calls do nothing.
+
+    Training continues: the metrics file has the values. Megatron uses it too.
+    """
+
+    def __init__(self, writer: Any, folder: str) -> None:
+        self._writer, self._folder, self._has_failed = writer, folder, False
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._writer, name)
+        return (lambda *args, **kwargs: self._call(value, *args, **kwargs)) if callable(value) else value
+
+    def _call(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._has_failed:
+            return None
+        try:
+            return method(*args, **kwargs)
+        except Exception as error:  # OSError, or what the writer's thread makes of it
+            self._has_failed = True
+            logger.warning(
+                f"--tensorboard-dir {self._folder} cannot be written ({' '.join(str(error).split())}): nothing more is "
+                "written there",
+                extra=EVERY_RANK,
+            )
+            return None
 
 
 class WeightsAndBiases:
@@ -133,7 +162,7 @@ def start_trackers(args: Namespace, kd: KDConfig) -> list[Tracker]:
     """
     trackers: list[Tracker] = []
     runs = RunIds(args.save)
-    global_vars._set_tensorboard_writer(args)
+    _start_tensorboard(args)
     if args.wandb_project:
         _start_wandb(args, runs)
     if (writer := get_tensorboard_writer()) is not None:
@@ -143,6 +172,17 @@ def start_trackers(args: Namespace, kd: KDConfig) -> list[Tracker]:
     if kd.mlflow_experiment is not None:
         trackers.append(MLflow(kd, None if args.save is None else Path(args.save).name, runs))
     return trackers
+
+
+def _start_tensorboard(args: Namespace) -> None:
+    try:
+        global_vars._set_tensorboard_writer(args)
+    except OSError as error:
+        raise MkdConfigError(
+            f"--tensorboard-dir {args.tensorboard_dir} cannot be written ({error}): free space, or give another folder"
+        ) from error
+    if (writer := get_tensorboard_writer()) is not None:
+        global_vars._GLOBAL_TENSORBOARD_WRITER = LenientWriter(writer, args.tensorboard_dir)
 
 
 def _start_wandb(args: Namespace, runs: RunIds) -> None:

@@ -326,3 +326,41 @@ def test_trackers_get_the_numbers_at_their_interval(now):
     assert values["kd"] == 1.0 and values["tokens"] == 24.0
     assert not {"iteration", "grad_norm", "skipped"} & values.keys()
     assert validation == {"valid_ce": 2.0, "valid_perplexity": math.exp(2.0), "valid_calibration_error": 0.25}
+
+
+def test_a_job_that_lost_its_file_to_a_newer_one_writes_no_more(tmp_path, capsys):
+    """The newer job resumed at an earlier iteration; the lines of the older one would be read as its own."""
+    file = tmp_path / "metrics.jsonl"
+    older, newer = make(file), make(file)
+    older.start(0)
+    for iteration in (1, 2, 3):
+        step(older, iteration)
+    newer.start(2)
+    step(older, 4)
+    step(newer, 3)
+    older.evaluation("valid", 4, {"ce": torch.tensor(1.0)})
+    step(newer, 4)
+    third = make(file)  # its file may get the number of the first one's, if that is closed
+    third.start(4)
+    step(older, 5)
+    step(third, 5)
+    assert [line["iteration"] for line in lines(file)] == [1, 2, 3, 4, 5]
+    assert capsys.readouterr().out.count("was replaced by another job") == 1
+
+
+def test_a_removed_file_is_made_again(tmp_path):
+    file = tmp_path / "save" / "metrics.jsonl"
+    log = make(file)
+    log.start(0)
+    step(log, 1)
+    file.unlink()
+    file.parent.rmdir()
+    step(log, 2)
+    step(log, 3)
+    assert [line["iteration"] for line in lines(file)] == [2, 3]
+
+
+def test_a_full_disk_names_the_file():
+    log = make(Path("/dev/full"))
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        step(log, 1)

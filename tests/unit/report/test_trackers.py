@@ -173,3 +173,30 @@ def test_flags_without_effect(changes: dict, message: str) -> None:
 def test_compare_interval() -> None:
     assert [kd(compare_interval=3).compares(i) for i in range(6)] == [False, False, True, False, False, True]
     assert not kd().compares(2)
+
+
+def test_a_full_disk_under_tensorboard(capsys: pytest.CaptureFixture) -> None:
+    """The first failure is one line, and training continues."""
+
+    class Full:
+        log_dir = "T"
+
+        def add_scalar(self, *args: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        flush = add_scalar
+
+    writer = trackers.LenientWriter(Full(), "T")
+    for iteration in (1, 2):
+        trackers.TensorBoard(writer).write({"ce": 1.0}, iteration)
+    assert writer.log_dir == "T"
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "--tensorboard-dir T cannot be written ([Errno 28] No space left on device)" in line
+
+
+def test_tensorboard_that_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(global_vars, "_GLOBAL_TENSORBOARD_WRITER", None)
+    given = arguments(tensorboard_dir=str(tmp_path / "file" / "T"), tensorboard_queue_size=1, rank=0, world_size=1)
+    with pytest.raises(MkdConfigError, match=r"--tensorboard-dir .*file/T cannot be written"):
+        trackers.start_trackers(given, kd())
