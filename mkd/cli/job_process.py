@@ -10,6 +10,9 @@ from pathlib import Path
 from mkd.errors import MkdError
 from mkd.utils.logging import FILE_ONLY, logger
 
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as of a program that a shell runs."""
+
 
 def prepare(flags: list[str]) -> None:
     """Set up the process for Megatron; `flags` become its command line, in which --kd-config may name files of flags.
@@ -34,7 +37,7 @@ def prepare(flags: list[str]) -> None:
 def exit_status_of_rank(
     command: Callable[[], object], is_correctable: Callable[[BaseException], bool] | None = None
 ) -> int:
-    """Run a command that all ranks of a job run; the exit status is 0, or 1 after an error of the user.
+    """Run a command that all ranks of a job run; the exit status is 0, 1 after an error of the user, or INTERRUPTED.
 
     Args:
         command: what to run.
@@ -51,4 +54,8 @@ def exit_status_of_rank(
         print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
         logger.error(traceback.format_exc() if isinstance(error, OSError) else str(error), extra=FILE_ONLY)
         return 1
+    except KeyboardInterrupt:  # while there is something to complete, mkd.compat.stopping handles Ctrl-C
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{Path(sys.argv[0]).name}: interrupted before the first step", file=sys.stderr, flush=True)
+        return INTERRUPTED
     return 0

@@ -26,7 +26,7 @@ data
   --kd-packing best_fit             several whole samples share a row
 
 steps
-  --train-iters N                   optimizer steps
+  --train-iters N                   optimizer steps (or --kd-epochs E)
   --global-batch-size N             rows per step, over all ranks
   --micro-batch-size N              rows per forward pass on one rank
   --lr X, --min-lr X                learning rate, with --lr-decay-style cosine --lr-warmup-iters N
@@ -36,7 +36,9 @@ checkpoints and evaluation
   --save DIR, --load DIR            the same folder in both: the same command resumes
   --save-interval N                 steps between checkpoints
   --eval-interval N, --eval-iters N steps between evaluations, and their length
+  --kd-keep-last N                  checkpoints to keep
   --kd-save-hf-interval N           also write a Hugging Face folder
+  --kd-sample-prompts FILE          prompts that the student continues at each evaluation
 
 parallel layout
   --tensor-model-parallel-size N    with --sequence-parallel

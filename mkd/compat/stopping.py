@@ -1,5 +1,7 @@
 """Signals end a run between two steps: all ranks agree, the run saves, and its exit status is 0.
 
+Ctrl-C is one of them; a second one ends the process at once.
+
 with StopSignals() as stop:
     for step in steps:
         if stop.anywhere():  # collective
@@ -11,16 +13,21 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType, ModuleType
 from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 
-from mkd.utils.logging import logger
+from mkd.utils.logging import current_rank, logger
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""Sent by schedulers before they kill a job."""
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+"""Sent by schedulers before they kill a job, and by Ctrl-C."""
+LAUNCHER = "TORCHELASTIC_RUN_ID"
+"""Environment variable of a process that torchrun started."""
+LAUNCHER_GRACE_S = 30
+"""Seconds after which torchrun kills processes to which it has forwarded a signal."""
 
 
 class StopSignals:
@@ -29,13 +36,15 @@ class StopSignals:
     megatron-core 0.19 has a handler for a single signal, and copies the flag of each rank from the GPU separately.
     """
 
-    def __init__(self, *more: signal.Signals) -> None:
+    def __init__(self, *more: signal.Signals, then: str = "the job ends") -> None:
         """Args:
-        more: signals to record besides SIGTERM and SIGUSR1.
+        more: signals to record besides those in SIGNALS.
+        then: what follows after the current step, for the message after Ctrl-C.
         """
         self._signals = dict.fromkeys((*SIGNALS, *more))
+        self._then, self._process = then, os.getpid()
         self._before: dict[signal.Signals, Any] = {}
-        self._agreed = False
+        self._agreed = self._interrupted = False
         self.received: str | None = None
         """Name of the last signal that this process received."""
 
@@ -52,7 +61,16 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _record(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # a fork, such as the writer of an asynchronous save, ends with its parent
+            return
+        # At a second Ctrl-C torchrun sends SIGTERM to its processes.
+        if self._interrupted and (number == signal.SIGINT or (number == signal.SIGTERM and LAUNCHER in os.environ)):
+            _end_by(signal.SIGINT)
         self.received = signal.Signals(number).name
+        if number == signal.SIGINT:
+            self._interrupted = True
+            if current_rank() == 0:
+                _write(f"mkd: Ctrl-C: {self._then} after this step{_limit()}; a second Ctrl-C ends it at once\n")
 
     def anywhere(self) -> bool:
         """True if any rank has received a signal, and in all later calls. Collective over all ranks, if there are
@@ -71,6 +89,25 @@ class StopSignals:
     def signals_received(self) -> list[bool]:
         """Called by megatron's training loop after each step. Collective over all ranks."""
         return [self.anywhere()]
+
+
+def _end_by(number: signal.Signals) -> NoReturn:
+    """End this process as the signal does by default, so that its parent sees the signal."""
+    if current_rank() == 0:
+        _write("mkd: Ctrl-C again: ended at once; what was saved before stays\n")
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+    os._exit(128 + number)  # the signal is blocked
+
+
+def _limit() -> str:
+    return f" (torchrun allows {LAUNCHER_GRACE_S} s)" if LAUNCHER in os.environ else ""
+
+
+def _write(text: str) -> None:
+    """Write to stderr in a signal handler, where the interrupted code may be writing to a stream."""
+    with suppress(OSError):
+        os.write(2, text.encode())
 
 
 class WorkerSignals:
@@ -106,7 +143,7 @@ class EvaluationState(Protocol):
 
 
 def install_stopping(stop: StopSignals, state: EvaluationState) -> None:
-    """End megatron's training after the current step on SIGTERM, SIGUSR1 or --exit-signal.
+    """End megatron's training after the current step on SIGTERM, SIGUSR1, Ctrl-C or --exit-signal.
 
     megatron-core 0.19 checks for signals after training steps only, so an evaluation runs to its end; and the samples
     of an evaluation that its own time limit ended stay counted. Here an evaluation ends after its current step and is

@@ -16,7 +16,7 @@ from megatron.training.datasets import data_samplers
 from megatron.training.dist_signal_handler import DistributedSignalHandler
 from torch.utils.data import DataLoader
 
-from mkd.compat.stopping import StopSignals, WorkerSignals, install_stopping
+from mkd.compat.stopping import LAUNCHER, StopSignals, WorkerSignals, install_stopping
 from tests.support.upstream import source_of
 
 
@@ -31,11 +31,61 @@ def test_signals_are_recorded_and_handlers_restored() -> None:
     assert signal.getsignal(signal.SIGUSR2) is before
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_signals_of_schedulers(number: signal.Signals) -> None:
     with StopSignals() as stop:
         signal.raise_signal(number)
         assert stop.anywhere()
+
+
+def interrupted(*numbers: signal.Signals, launched: bool = False) -> tuple[int, str]:
+    """(exit status, stderr) of a process that receives signals one after the other while it listens for them."""
+    reader, writer = os.pipe()
+    process = os.fork()
+    if process == 0:
+        os.dup2(writer, 2)
+        os.environ.pop("RANK", None)
+        os.environ.pop(LAUNCHER, None)
+        if launched:
+            os.environ[LAUNCHER] = "a run"
+        with StopSignals(then="the job saves and ends") as stop:
+            for number in numbers:
+                signal.raise_signal(number)
+        os._exit(10 + stop.anywhere())
+    os.close(writer)
+    with open(reader) as stream:
+        text = stream.read()
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), text
+
+
+def test_ctrl_c_announces_the_save_and_a_second_one_ends_the_process() -> None:
+    status, text = interrupted(signal.SIGINT)
+    assert status == 11
+    assert text == "mkd: Ctrl-C: the job saves and ends after this step; a second Ctrl-C ends it at once\n"
+    status, text = interrupted(signal.SIGINT, signal.SIGINT)
+    assert status == -signal.SIGINT
+    assert text.splitlines()[1] == "mkd: Ctrl-C again: ended at once; what was saved before stays"
+
+
+@pytest.mark.parametrize(("launched", "status"), [(False, 11), (True, -signal.SIGINT)])
+def test_torchrun_forwards_a_second_ctrl_c_as_sigterm(launched: bool, status: int) -> None:
+    """Without torchrun, SIGTERM after Ctrl-C is a scheduler's, and the job still saves."""
+    seen, text = interrupted(signal.SIGINT, signal.SIGTERM, launched=launched)
+    assert seen == status
+    assert ("(torchrun allows 30 s)" in text) == launched
+    assert interrupted(signal.SIGTERM, signal.SIGTERM, launched=launched)[0] == 11
+
+
+def test_forks_leave_ctrl_c_to_their_parent() -> None:
+    """Such as the writer of an asynchronous save, which has the same handler and gets the terminal's signals too."""
+    with StopSignals() as stop:
+        process = os.fork()
+        if process == 0:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            os._exit(0 if stop.received is None else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+        assert not stop.anywhere()
 
 
 def test_upstream_handles_one_signal() -> None:
