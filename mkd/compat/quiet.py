@@ -26,6 +26,9 @@ PRINTED = (
     # Evaluations and checkpoints, which mkd reports in lines of its own.
     r"Evaluating (on|iter) \d|sharded_state_dict metadata loaded| checkpoint version \d",
     r"Setting \w+ to .* from checkpoint|Checkpoint did not provide arguments",
+    # The first start of a job that restarts itself. The plan names the source of the weights; any other --load without
+    # a checkpoint is refused.
+    r"WARNING: could not find the metadata file| +will not load any checkpoints and will start from random",
 )
 """Beginnings of lines that megatron prints, as regular expressions."""
 

@@ -59,6 +59,21 @@ def test_lines_about_megatron_are_dropped(capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_a_first_start_has_no_warning_about_random_weights(capsys, tmp_path):
+    """The plan names the weights' source; a --load without a checkpoint is refused unless the job saves there too."""
+    args = Namespace(ckpt_step=None, exit_on_missing_checkpoint=False, non_persistent_ckpt_type=None)
+    args.non_persistent_global_ckpt_dir = None
+
+    def load() -> None:
+        checkpointing._load_base_checkpoint(str(tmp_path), args)
+
+    load()
+    assert "will not load any checkpoints and will start from random" in capsys.readouterr().out
+    silence_megatron([], {})
+    load()
+    assert capsys.readouterr().out == ""
+
+
 def test_lines_about_the_run_stay(capsys):
     silence_megatron([], {})
     lines = (
