@@ -101,6 +101,12 @@ class MegatronFolder:
         """State of megatron's scheduler of learning rate and weight decay; None if the checkpoint has none."""
         return self._common.get("opt_param_scheduler")
 
+    @property
+    def optimizer_format(self) -> str | None:
+        """Megatron's name of the format of a distributed optimizer's state; None without such a state."""
+        content = self._common.get("content_metadata") or {}
+        return content.get("distrib_optim_sharding_type")
+
     @functools.cached_property
     def _common(self) -> dict[str, Any]:
         """The stored values that are not tensors and are the same on every rank."""

@@ -28,6 +28,13 @@ def data_prefixes(args: Namespace) -> list[str]:
     return prefixes
 
 
+def training_prefixes(args: Namespace) -> list[str]:
+    """The prefixes and chat files in the order in which the training set blends them; `data_prefixes` has passed."""
+    blend, per_split = get_blend_and_blend_per_split(args)
+    training = blend if per_split is None else per_split[0]
+    return [] if training is None else list(training[0])
+
+
 def dataset_config(args: Namespace, tokenizer: Any) -> GPTDatasetConfig:
     """The dataset configuration of Megatron's flags.
 

@@ -19,6 +19,8 @@ class RunState:
     """True if a signal or a time limit ended the evaluation after the last step: the resumed job starts with it."""
     balance_factor: float = 1.0
     """Factor of KD in the next step with --kd-balance; equal on all ranks."""
+    data_fingerprints: list[str] | None = None
+    """Hash of each file of the training data, in the order of the blend; None in checkpoints of earlier versions."""
 
     @property
     def resumes(self) -> bool:

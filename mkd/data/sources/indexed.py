@@ -117,13 +117,23 @@ def data_fingerprint(binary: Path, index: Path) -> str:
 
     Reads 4 bytes per document and at most 4 MiB of tokens.
     """
-    size = binary.stat().st_size
-    parts = [_hash_of_lengths(index, index.stat().st_size, index.stat().st_mtime_ns).encode(), str(size).encode()]
-    with binary.open("rb") as file:
+    lengths = _hash_of_lengths(index, index.stat().st_size, index.stat().st_mtime_ns)
+    return _hash(lengths.encode(), *_sampled(binary))
+
+
+def file_fingerprint(path: Path) -> str:
+    """128-bit hex hash of a file's size and 64 blocks of 64 KiB."""
+    return _hash(*_sampled(path))
+
+
+def _sampled(path: Path) -> list[bytes]:
+    size = path.stat().st_size
+    parts = [str(size).encode()]
+    with path.open("rb") as file:
         for sample in range(_SAMPLES):
             file.seek(sample * max(size - _SAMPLE_BYTES, 0) // (_SAMPLES - 1))
             parts.append(file.read(_SAMPLE_BYTES))
-    return _hash(*parts)
+    return parts
 
 
 def _hash(*parts: bytes) -> str:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mkd.data.sources.chat import SUPERVISED, ChatTokenizer, mentions_learning
-from mkd.data.sources.indexed import default_workers
+from mkd.data.sources.indexed import data_fingerprint, default_workers, file_fingerprint
 from mkd.data.sources.parallel import map_in_order
 from mkd.data.sources.text import JSON_SUFFIXES, RawBatch, read_batches
 from mkd.data.sources.token_files import TokenFile
@@ -150,6 +150,13 @@ class ChatStore:
         begin = int(self._bounds[sample]) + start
         stored = np.asarray(self._tokens[begin : begin + count])
         return (stored & ~SUPERVISED).astype(np.int64), (stored & SUPERVISED) != 0
+
+
+def content_fingerprint(name: str) -> str:
+    """128-bit hex hash of an entry of --data-path, a chat file or a prefix; its name is no part of it."""
+    if is_chat_file(name):
+        return file_fingerprint(Path(name))
+    return data_fingerprint(Path(f"{name}.bin"), Path(f"{name}.idx"))
 
 
 def chat_base(name: str, tokenizer: ChatTokenizer, cache: str | None) -> Path:
