@@ -6,7 +6,8 @@ sum is the same as if the term were part of the loss (docs/losses.md, "Intermedi
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -77,6 +78,7 @@ class HiddenLayers:
         self._here: tuple[LayerPair, ...] = ()
         self._routes: list[LayerRoute] = []
         self._current: LayersOfMicrobatch | None = None
+        self._is_paused = False
         self._recomputed: dict[LayerPair, deque[LayersOfMicrobatch]] = {}
 
     def attach(self, chunks: list[GPTModel]) -> list[GPTModel]:
@@ -99,6 +101,15 @@ class HiddenLayers:
         self._recomputed = {pair: deque() for pair in self._here}
         self._routes = self._find_routes()
         return chunks
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside the `with` block the student runs on texts that the teacher does not read."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
 
     def _find_routes(self) -> list[LayerRoute]:
         """Routes from the stage with the teacher's layer of each pair to the stage with the student's."""
@@ -160,6 +171,8 @@ class HiddenLayers:
         self, pair: LayerPair, projection: nn.Linear | None, layer: nn.Module, inputs: tuple, output: tuple
     ) -> tuple | None:
         """Forward hook: the layer's output, with the term's gradient attached where gradients are taken."""
+        if self._is_paused:
+            return None
         hidden, *rest = output
         trains, waiting = torch.is_grad_enabled(), self._recomputed[pair]
         # Where activations are recomputed, the layer runs a first time without gradients, and again in the backward

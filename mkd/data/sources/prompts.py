@@ -1,0 +1,89 @@
+"""Prompts that the student continues during training (--kd-sample-prompts)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from mkd.data.sources.chat import ASSISTANT, Conversation
+from mkd.data.sources.text import decode, json_object
+from mkd.errors import MkdDataError
+
+FLAG = "--kd-sample-prompts"
+MOST_PROMPTS = 32
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text to continue."""
+
+    text: str
+    """As the model reads it: with the chat template's tokens, if it is a conversation."""
+    tokens: tuple[int, ...]
+
+
+def read_prompts(path: str, tokenizer: PreTrainedTokenizerBase, longest: int) -> list[Prompt]:
+    """Read a file of prompts, one JSON object per line.
+
+    {"prompt": TEXT} is continued as it is. {"messages": [...]} is rendered by the chat template with a generation
+    prompt; answers at its end are left out, so that a line of a chat file is a prompt.
+
+    Args:
+        path: the file.
+        tokenizer: the student's.
+        longest: tokens of a prompt at most.
+
+    Raises:
+        MkdDataError: the file or a line cannot be used; names the line.
+    """
+    if not Path(path).is_file():
+        raise MkdDataError(f"{FLAG} {path} does not exist or is not a file")
+    numbered = enumerate(Path(path).read_bytes().splitlines(), start=1)
+    lines = [(number, line) for number, line in numbered if line.strip()]
+    if not 1 <= len(lines) <= MOST_PROMPTS:
+        raise MkdDataError(f"{FLAG} {path} has {len(lines)} lines; 1 to {MOST_PROMPTS} prompts are continued")
+    prompts = [_prompt(line, f"{FLAG} {path}, line {number}", tokenizer) for number, line in lines]
+    for prompt, (number, _) in zip(prompts, lines, strict=True):
+        if not 1 <= len(prompt.tokens) <= longest:
+            raise MkdDataError(
+                f"{FLAG} {path}, line {number}: the prompt has {len(prompt.tokens)} tokens; it must have 1 to "
+                f"{longest}, which is --seq-length without --kd-sample-tokens"
+            )
+    return prompts
+
+
+def _prompt(line: bytes, where: str, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+    record = json_object(decode(line, where), where)
+    if isinstance(record.get("prompt"), str):
+        return Prompt(record["prompt"], tuple(tokenizer(record["prompt"])["input_ids"]))
+    if "messages" not in record:
+        keys = ", ".join(sorted(record)) or "none"
+        raise MkdDataError(f"{where}: neither a text in prompt nor messages (keys there: {keys})")
+    conversation = Conversation.parse(line, where)
+    messages = _without_answers(conversation.messages)
+    if not messages:
+        raise MkdDataError(f"{where}: there is no message to answer")
+    try:
+        text = tokenizer.apply_chat_template(
+            list(messages), tools=conversation.tools, tokenize=False, add_generation_prompt=True
+        )
+    except Exception as error:  # any error of a template
+        reason = " ".join(str(error).split())
+        raise MkdDataError(f"{where}: the chat template of --tokenizer-model refuses it ({reason})") from error
+    return Prompt(text, tuple(tokenizer(text, add_special_tokens=False)["input_ids"]))
+
+
+def _without_answers(messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    end = len(messages)
+    while end and messages[end - 1]["role"] == ASSISTANT:
+        end -= 1
+    return messages[:end]
+
+
+def end_tokens(tokenizer: PreTrainedTokenizerBase, generation: dict[str, Any]) -> frozenset[int]:
+    """Tokens that end a text: the tokenizer's, and `eos_token_id` of a generation_config.json."""
+    given = generation.get("eos_token_id")
+    ids = given if isinstance(given, list) else [given]
+    return frozenset(i for i in (*ids, tokenizer.eos_token_id) if isinstance(i, int))

@@ -1,0 +1,152 @@
+"""Texts that the student writes: those of transformers, in every layout, and nothing of the training changes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import parallel_state as ps
+from transformers import AutoModelForCausalLM
+
+from mkd.checkpoint.hf.check import read_architecture
+from mkd.checkpoint.hf.folder import HFFolder
+from mkd.checkpoint.hf.load import load_hf_weights
+from mkd.distributed.groups import Groups
+from mkd.train.greedy import Decoding, write_greedy
+from tests.support.dist.gpt_models import build_from_arguments, layout
+from tests.support.dist.kd_samples import VOCAB
+from tests.support.dist.kd_step import Layout, Models, build_student, parallel_state
+from tests.support.hf_folders import make_model
+
+TWO = {"num_hidden_layers": 2, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **TWO},
+    "qwen3": {"model_type": "qwen3", "tie_word_embeddings": True, **TWO},
+    "qwen3 moe": {
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "moe_intermediate_size": 24,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        **TWO,
+    },
+}
+TOKENS, LONGEST = 20, 64
+PROMPTS = [[5, 9, 77], [1], list(range(40, 63)), [130, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]]
+"""Of different lengths: one ends where a row is padded to more."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: make_model(tmp_path_factory.mktemp("hf") / "m", **sizes) for name, sizes in FAMILIES.items()}
+
+
+def generated(folder: Path, prompt: list[int]) -> list[int]:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        out = model.generate(torch.tensor([prompt]), max_new_tokens=TOKENS, do_sample=False, eos_token_id=None)
+    return out[0, len(prompt) :].tolist()
+
+
+def decoding(**changes: Any) -> Decoding:
+    values = dict(tokens=TOKENS, end_tokens=frozenset(), true_vocab=131, rows=2, longest=LONGEST, length_multiple=1)
+    return Decoding(**{**values, **changes})
+
+
+def written(rank: int, world_size: int, folders: dict[str, Path], tp: int, pp: int, ep: int, end: int | None) -> dict:
+    """name -> texts of each family."""
+    found = {}
+    with layout(tp, pp, ep=ep, etp=1 if ep > 1 else tp):
+        for name, path in folders.items():
+            folder = HFFolder(path, "--hf")
+            chunks = build_from_arguments(read_architecture(folder)[1], ep if "moe" in name else 1)
+            load_hf_weights(chunks, folder)
+            chunks[0].config.overlap_p2p_comm = False  # as megatron's checks set it without virtual stages
+            options = decoding(end_tokens=frozenset() if end is None else frozenset({end}))
+            chunks[0].train()
+            found[name] = write_greedy(chunks, Groups.from_megatron(), PROMPTS, options)
+            assert chunks[0].training
+    return found
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "ep", "ranks"),
+    [
+        pytest.param(1, 1, 1, 1, id="one"),
+        pytest.param(2, 1, 1, 2, id="tp2"),
+        pytest.param(1, 2, 1, 2, id="pp2"),
+        pytest.param(1, 1, 2, 2, id="ep2"),
+    ],
+)
+def test_texts_are_those_of_transformers(gloo_pool, folders, tp: int, pp: int, ep: int, ranks: int) -> None:
+    """Token by token."""
+    expected = {name: [generated(path, prompt) for prompt in PROMPTS] for name, path in folders.items()}
+    for texts in expected.values():
+        assert len({token for text in texts for token in text}) > 10, "the texts would be alike by chance"
+    # Megatron trains experts under tensor parallelism with sequence parallelism only.
+    used = {name: path for name, path in folders.items() if tp == 1 or "moe" not in name}
+    for found in gloo_pool(ranks).run(written, used, tp, pp, ep, None):
+        assert found == {name: expected[name] for name in used}
+
+
+def test_a_text_ends_with_an_end_token(gloo_pool, folders) -> None:
+    """The others continue."""
+    one = {"llama": folders["llama"]}
+    (whole,) = gloo_pool(1).run(written, one, 1, 1, 1, None)
+    end = whole["llama"][0][4]
+    (found,) = gloo_pool(1).run(written, one, 1, 1, 1, end)
+    for text, short in zip(whole["llama"], found["llama"], strict=True):
+        until = text.index(end) + 1 if end in text else len(text)
+        assert short == text[:until]
+    assert any(len(text) < TOKENS for text in found["llama"])
+
+
+def student_texts(rank: int, world_size: int, own: Layout, models: Models) -> tuple[list, bool]:
+    """Texts of the student of the layout tests, and whether the random states stay."""
+    with parallel_state(own):
+        groups = Groups.from_megatron()
+        chunks = build_student(own, models, groups)
+        before = torch.get_rng_state()
+        multiple = 2 * own.cp * own.tp
+        options = decoding(tokens=8, true_vocab=VOCAB, rows=3, length_multiple=multiple)
+        prompts = [[token % VOCAB for token in prompt] for prompt in PROMPTS]
+        texts = write_greedy(chunks, groups, prompts, options)
+        assert all(chunk.training for chunk in chunks)
+        assert ps.get_tensor_model_parallel_world_size() == own.tp
+        return texts, torch.equal(before, torch.get_rng_state())
+
+
+LAYOUTS = {
+    "tp2 sp": (2, Layout(tp=2, sp=True)),
+    "cp2": (2, Layout(cp=2)),
+    "dp2": (2, Layout()),
+    "pp2 vp2": (2, Layout(pp=2, vp=2)),
+    "pp2 variable lengths": (2, Layout(pp=2, variable=True)),
+    "tp2 sp cp2": (4, Layout(tp=2, cp=2, sp=True)),
+    "tp2 sp pp2 vp2": (4, Layout(tp=2, pp=2, vp=2, sp=True)),
+    "cp2 pp2": (4, Layout(cp=2, pp=2)),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_writes_the_same_texts(gloo_pool, name: str) -> None:
+    (expected,) = gloo_pool(1).run(student_texts, Layout(), Models())
+    ranks, own = LAYOUTS[name]
+    for found in gloo_pool(ranks).run(student_texts, own, Models()):
+        assert found == expected
+    assert expected[1] and len({tuple(text) for text in expected[0]}) == len(PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "own"),
+    [
+        pytest.param(2, Layout(ep=2), id="ep2"),
+        pytest.param(4, Layout(tp=2, ep=2, sp=True), id="tp2 sp ep2"),
+    ],
+)
+def test_students_with_experts(gloo_pool, ranks: int, own: Layout) -> None:
+    models = Models(moe=True)
+    (expected,) = gloo_pool(1).run(student_texts, Layout(), models)
+    for found in gloo_pool(ranks).run(student_texts, own, models):
+        assert found == expected
+

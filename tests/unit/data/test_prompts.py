@@ -1,0 +1,70 @@
+"""Files of --kd-sample-prompts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mkd.data.sources.prompts import MOST_PROMPTS, end_tokens, read_prompts
+from mkd.errors import MkdDataError
+from mkd.utils.pretrained import load_tokenizer
+from tests.support.chats import MARKED, chat_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("tokenizer") / "chat"
+    chat_tokenizer(folder, MARKED)
+    return load_tokenizer(str(folder))
+
+
+def write(path: Path, *records: Any) -> str:
+    path.write_text("".join(f"{r if isinstance(r, str) else json.dumps(r)}\n" for r in records))
+    return str(path)
+
+
+def test_texts_and_conversations(tokenizer: Any, tmp_path: Path) -> None:
+    question = {"role": "user", "content": "hello there"}
+    answer = {"role": "assistant", "content": "hi"}
+    path = write(
+        tmp_path / "p.jsonl", {"prompt": "hello"}, "", {"messages": [question]}, {"messages": [question, answer]}
+    )
+    text, chat, answered = read_prompts(path, tokenizer, 100)
+    assert (text.text, list(text.tokens)) == ("hello", tokenizer("hello")["input_ids"])
+    expected = tokenizer.apply_chat_template([question], tokenize=False, add_generation_prompt=True)
+    assert chat.text == expected and answered == chat
+    ids = tokenizer.apply_chat_template([question], add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert list(chat.tokens) == ids
+
+
+@pytest.mark.parametrize(
+    ("records", "words"),
+    [
+        ([], "has 0 lines; 1 to 32 prompts are continued"),
+        ([{"prompt": "x"}] * (MOST_PROMPTS + 1), "has 33 lines"),
+        ([{"prompt": "x"}, {"text": "x"}], "line 2: neither a text in prompt nor messages (keys there: text)"),
+        (["{"], "line 1"),
+        ([{"messages": [{"role": "assistant", "content": "x"}]}], "line 1: there is no message to answer"),
+        ([{"prompt": ""}], "line 1: the prompt has 0 tokens; it must have 1 to 9"),
+        ([{"prompt": "hello " * 50}], "it must have 1 to 9, which is --seq-length without --kd-sample-tokens"),
+    ],
+)
+def test_invalid_files(tokenizer: Any, tmp_path: Path, records: list, words: str) -> None:
+    path = write(tmp_path / "p.jsonl", *records)
+    with pytest.raises(MkdDataError) as caught:
+        read_prompts(path, tokenizer, 9)
+    assert words in str(caught.value) and str(caught.value).startswith("--kd-sample-prompts")
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_file(tokenizer: Any) -> None:
+    with pytest.raises(MkdDataError, match="--kd-sample-prompts nowhere does not exist"):
+        read_prompts("nowhere", tokenizer, 9)
+
+
+@pytest.mark.parametrize(
+    ("config", "more"), [({}, set()), ({"eos_token_id": 3}, {3}), ({"eos_token_id": [3, 4]}, {3, 4})]
+)
+def test_end_tokens(tokenizer: Any, config: dict, more: set[int]) -> None:
+    assert end_tokens(tokenizer, config) == more | {tokenizer.eos_token_id}
