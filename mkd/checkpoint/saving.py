@@ -8,7 +8,7 @@ Order of a save, synchronous or not (`mkd.compat.checkpoints` calls these method
 2. `writer`: the process that writes the shards also hashes them;
 3. `written`: all shards exist; write `integrity.json` and make everything durable (fsync);
 4. `replacing`: the tracker file is replaced atomically;
-5. `published`: the tracker names the checkpoint; exports may start.
+5. `published`: the tracker names the checkpoint; exports may start, and then older checkpoints are removed.
 """
 
 import ctypes
@@ -16,8 +16,9 @@ import errno
 import os
 import shutil
 import signal
+import threading
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import datetime
 from functools import partial
@@ -30,6 +31,7 @@ import torch.distributed as dist
 
 from mkd.checkpoint.integrity import hash_files, take_hashes, write_manifest
 from mkd.checkpoint.ranks import gather_objects
+from mkd.compat.stopping import SIGNALS
 from mkd.config.run_state import RunState
 from mkd.errors import MkdCheckpointError
 from mkd.utils.atomic_files import free_bytes, rename, replacing, sync_file, sync_folder
@@ -48,13 +50,14 @@ class Saving:
         *,
         hashes: bool,
         state: RunState | None = None,
-        on_published: Callable[[Path], None] | None = None,
+        on_published: Sequence[Callable[[Path], None]] = (),
     ) -> None:
         """Args:
         root: the folder in --save.
         hashes: True to write `integrity.json`.
         state: state of the run, which each checkpoint holds.
-        on_published: called on all ranks with the folder of each checkpoint in `root`, once the tracker names it.
+        on_published: called in order, on all ranks, with the folder of each checkpoint in `root` once the tracker
+            names it.
         """
         self._root, self._hashes, self._state, self._on_published = root, hashes, state, on_published
         self._written: Path | None = None
@@ -131,12 +134,11 @@ class Saving:
         self._written = folder
 
     def published(self) -> None:
-        """Start the exports: the tracker names the checkpoint."""
+        """Start the exports and the removal of older checkpoints: the tracker names the checkpoint."""
         folder, self._written = self._written, None
-        if self._on_published is None or folder is None:
-            return
-        if folder.parent.resolve() == self._root.resolve():
-            self._on_published(folder)
+        if folder is not None and folder.parent.resolve() == self._root.resolve():
+            for call in self._on_published:
+                call(folder)
 
     def replacing(self, tracker: Path) -> AbstractContextManager[TextIO]:
         """The tracker file, opened for writing; it replaces the old one when the `with` block ends."""
@@ -164,10 +166,19 @@ def _write(write: Callable[..., None], trainer: int, into: str | None, rank: int
     """Write shards and hash them, in the trainer's process or in a separate writer process."""
     if os.getpid() != trainer:
         _exit_with(trainer)
+        _ignore_stop_signals()
     write(rank, buckets, *rest)
     if into is not None and buckets:
         files = [Path(bucket[0]) for bucket in buckets]
         hash_files(files[0].parent, [file.name for file in files], into)
+
+
+def _ignore_stop_signals() -> None:
+    """Let the trainer handle Ctrl-C and the like, which a terminal or torchrun sends to all processes of a rank: it
+    completes the save."""
+    if threading.current_thread() is threading.main_thread():
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _exit_with(trainer: int) -> None:

@@ -34,8 +34,8 @@ class TrainingHooks(Protocol):
         """Called after each optimizer step; iterations count from 1. The loss scale is the next step's."""
         ...
 
-    def after_evaluation(self, split: str, iteration: int, losses: dict[str, Any]) -> None:
-        """Called after each evaluation; the split is "valid" or "test"."""
+    def after_evaluation(self, split: str, iteration: int, losses: dict[str, Any], model: list[Any]) -> None:
+        """Called on all ranks after each evaluation; the split is "valid" or "test"."""
         ...
 
 
@@ -80,7 +80,8 @@ def install_training_hooks(hooks: TrainingHooks) -> None:
     def evaluate_with_hooks(*args: Any, **kwargs: Any) -> Any:
         result = evaluate(*args, **kwargs)
         if result[0] is not None:
-            hooks.after_evaluation(*evaluated, result[0])
+            model = inspect.signature(evaluate).bind(*args, **kwargs).arguments["model"]
+            hooks.after_evaluation(*evaluated, result[0], model)
             result = ({}, *result[1:])
         return result
 

@@ -273,6 +273,21 @@ def check_snapshots_kept(kd: KDFields) -> None:
         )
 
 
+def check_epochs(kd: KDFields) -> None:
+    """Refuse a number of epochs that is not finite and above 0."""
+    if kd.epochs is not None and not (math.isfinite(kd.epochs) and kd.epochs > 0.0):
+        raise MkdConfigError(f"--kd-epochs is {kd.epochs:g}; it must be a finite number > 0")
+
+
+def check_samples(kd: KDFields) -> None:
+    """Refuse --kd-sample-tokens without --kd-sample-prompts."""
+    if kd.sample_prompts is None and kd.sample_tokens != KDFields.sample_tokens:
+        raise MkdConfigError(
+            f"--kd-sample-tokens is {kd.sample_tokens}, but no samples are written: give --kd-sample-prompts, or leave "
+            "it out"
+        )
+
+
 def check_comparison(kd: KDFields) -> None:
     """Refuse --kd-compare-interval where the teacher is not run."""
     if kd.compare_interval is not None and kd.is_plain_pretraining:

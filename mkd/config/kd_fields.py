@@ -177,6 +177,10 @@ class KDFields:
     save_hf_keep: int | None = None
     """Number of Hugging Face folders to keep; older ones are removed. Default: all."""
 
+    keep_last: int | None = None
+    """Number of checkpoints to keep in --save: after each save older ones are removed, except multiples of
+    --save-retain-interval. Hugging Face folders stay; see --kd-save-hf-keep. Default: all are kept."""
+
     skip_checkpoint_hashes: bool = False
     """Do not write the SHA-256 of a checkpoint's files when it is saved, and do not check them when it is loaded."""
 
@@ -186,6 +190,10 @@ class KDFields:
 
     other_teacher: bool = False
     """Continue from a checkpoint that was trained with a different teacher. Default: an error."""
+
+    epochs: float | None = None
+    """Length of the run in epochs of the training data instead of --train-iters: E > 0, fractions allowed. The number
+    of iterations is printed. Default: --train-iters or --train-samples."""
 
     packing: Packing = "none"
     """none: documents are concatenated and cut as in Megatron, and each conversation has a row of its own. best_fit:
@@ -210,6 +218,14 @@ class KDFields:
     """Iterations between training steps that also measure the entropies of student and teacher and how often their most
     probable tokens agree. Such a step computes the logits of both LM heads once more; gradients do not change. Default:
     only evaluations measure it."""
+
+    sample_prompts: str | None = field(default=None, metadata={"argparse_meta": {"metavar": "FILE"}})
+    """JSON lines with up to 32 prompts, each {"prompt": TEXT} or {"messages": [...]}. At each evaluation the student
+    continues them, always with its most probable token; the texts are printed and written to the metrics file and the
+    trackers. Default: none."""
+
+    sample_tokens: int = 64
+    """Tokens that the student writes at most for each prompt of --kd-sample-prompts."""
 
     metrics_file: str | None = field(default=None, metadata={"argparse_meta": {"metavar": "FILE"}})
     """Metrics as JSON lines, one per iteration (iteration, loss, ce, kd, grad_norm, lr, tokens, tokens_per_s,

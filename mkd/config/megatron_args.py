@@ -16,6 +16,7 @@ from mkd import cpu
 from mkd.compat.checkpoints import tracker_override
 from mkd.compat.unpickling import allowed_classes_only
 from mkd.config.check_list import Check, run_checks
+from mkd.config.epochs import check_epochs
 from mkd.config.flags import flags_given
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron_arg_names import ARGS, ArgRole
@@ -120,6 +121,8 @@ def _set_device_values(line: CommandLine) -> None:
 
 
 def _check_given(line: CommandLine, flag: str) -> None:
+    if flag == "--train-iters":
+        check_epochs(line.args, line.kd.epochs)
     check_required(line.args, flag)
 
 

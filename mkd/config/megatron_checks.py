@@ -14,7 +14,7 @@ REQUIRED: dict[str, tuple[tuple[str, ...], str]] = {
     "--num-layers": (("num_layers",), "the student's size; or give --kd-student-hf"),
     "--seq-length": (("seq_length",), "tokens per sample"),
     "--micro-batch-size": (("micro_batch_size",), "samples that a rank computes at once"),
-    "--train-iters": (("train_iters", "train_samples"), "iterations to train; or give --train-samples"),
+    "--train-iters": (("train_iters", "train_samples"), "iterations to train; or give --train-samples or --kd-epochs"),
     "--lr": (("lr",), "peak learning rate"),
     "--eval-interval": (("eval_interval",), "iterations between evaluations; of any size with --eval-iters 0"),
 }
@@ -32,9 +32,18 @@ def check_required(args: Namespace, flag: str) -> None:
 
 
 def check_intervals(args: Namespace) -> None:
-    """Refuse evaluations more often than every step, and a save folder without the interval of its checkpoints."""
+    """Refuse intervals and numbers of iterations below 1, and a save folder without the interval of its checkpoints."""
     if args.eval_interval < 1:
         raise MkdConfigError(f"--eval-interval is {args.eval_interval}; it must be at least 1 (--eval-iters 0: never)")
+    if args.eval_iters < 0:
+        raise MkdConfigError(
+            f"--eval-iters is {args.eval_iters}; it must be at least 0, which never evaluates. An evaluation of the "
+            "whole validation set is the number of its rows divided by --global-batch-size (the plan prints the rows)"
+        )
+    for flag in ("--log-interval", "--tensorboard-log-interval", "--train-iters", "--train-samples", "--save-interval"):
+        value = getattr(args, flag.removeprefix("--").replace("-", "_"))
+        if value is not None and value < 1:
+            raise MkdConfigError(f"{flag} is {value}; it must be at least 1")
     if args.save is not None and not (args.save_interval or args.save_retain_interval):
         raise MkdConfigError(f"--save {args.save} needs --save-interval (iterations between checkpoints)")
 
@@ -63,6 +72,11 @@ def check_learning_rate(args: Namespace) -> None:
 def check_saving(args: Namespace, kd: KDConfig) -> None:
     """Refuse checkpoint flags that contradict each other, and an asynchronous save that would be synchronous."""
     interval = kd.save_hf_interval
+    if kd.keep_last is not None:
+        if args.save is None:
+            raise MkdConfigError(f"--kd-keep-last is {kd.keep_last}, but there is no folder to save in: give --save")
+        if args.ckpt_format != "torch_dist":
+            raise MkdConfigError(f"--kd-keep-last needs --ckpt-format torch_dist, not {args.ckpt_format}")
     if interval is not None:
         if args.save is None:
             raise MkdConfigError(f"--kd-save-hf-interval is {interval}, but there is no folder to save in: give --save")

@@ -1,8 +1,11 @@
 """A job and its checkpoints: which one it continues from, and what it leaves behind."""
 
 from argparse import Namespace
+from collections.abc import Mapping
 from dataclasses import asdict
+from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 from mkd.checkpoint.hf.snapshot import Snapshots
 from mkd.checkpoint.lr_schedule import check_schedule
@@ -16,12 +19,18 @@ from mkd.checkpoint.resume_point import (
     resolve,
     select,
 )
+from mkd.checkpoint.retention import Retention
 from mkd.checkpoint.saving import Saving
 from mkd.checkpoint.source import TeacherSource
 from mkd.config import megatron_args
+from mkd.config.data_args import training_prefixes
+from mkd.config.epochs import iterations_are_unknown
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron_arg_names import ArgRole, names_with
 from mkd.config.run_state import RunState
+from mkd.data.sources.stores import content_fingerprint
+from mkd.errors import MkdConfigError
+from mkd.utils.logging import logger
 
 
 def select_checkpoint(args: Namespace, state: RunState) -> ResumePoint | None:
@@ -88,9 +97,9 @@ def check_checkpoint(
     check_same_job(args, stored, origin)
     if args.finetune:
         return []
-    notes = []
-    if point.name != "release" and not args.no_load_optim and folder.scheduler is not None:
-        notes = check_schedule(args, stored, folder.scheduler, origin)
+    if point.name != "release":
+        check_optimizer_layout(args, folder, origin)
+    notes = [] if iterations_are_unknown(args) else check_stored_schedule(args, point)
     before = RunState.read_from(stored)
     state.unfinished_evaluation, state.balance_factor = before.unfinished_evaluation, before.balance_factor
     if kd.is_plain_pretraining:
@@ -102,6 +111,89 @@ def check_checkpoint(
     return notes + [note] * (note is not None) + changed_settings(vars(stored), now)
 
 
+def check_optimizer_layout(args: Namespace, folder: MegatronFolder, origin: str) -> None:
+    """Refuse to resume a distributed optimizer in another layout than the one in which its state can be read.
+
+    megatron-core 0.19 refuses other tensor- and pipeline-parallel sizes only, after all models are loaded, with a flag
+    that it no longer has.
+
+    Raises:
+        MkdConfigError: naming each size that differs.
+    """
+    stored = vars(folder.args)
+    is_read = args.use_distributed_optimizer and not args.no_load_optim and not stored.get("no_save_optim")
+    if not is_read or folder.optimizer_format != FIXED_LAYOUT:
+        return
+    names = [name for name in _OPTIMIZER_LAYOUT if name in stored and stored[name] != getattr(args, name)]
+    if names:
+        sizes = ", ".join(f"--{name.replace('_', '-')} {stored[name]} (here {getattr(args, name)})" for name in names)
+        raise MkdConfigError(
+            f"{origin} has its optimizer's state for one layout only: {sizes}. Resume in that layout with "
+            f"{RESHARDABLE}, and change the layout after the next save; or give --no-load-optim to continue with the "
+            "weights alone"
+        )
+
+
+FIXED_LAYOUT = "dp_reshardable"
+"""Megatron's default format of a distributed optimizer, which is read with any data- or context-parallel size."""
+RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
+_OPTIMIZER_LAYOUT = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+
+
+def check_stored_schedule(args: Namespace, point: ResumePoint | None) -> list[str]:
+    """Compare the schedule of the learning rate in the checkpoint with this job's: see `check_schedule`."""
+    if point is None or point.folder is None or point.name == "release" or args.finetune or args.no_load_optim:
+        return []
+    folder = MegatronFolder(point.folder, "--load")
+    if folder.scheduler is None:
+        return []
+    return check_schedule(args, folder.args, folder.scheduler, f"--load {point.folder}")
+
+
+def check_position(args: Namespace, kd: KDConfig, state: RunState, point: ResumePoint | None) -> list[str]:
+    """Compare the training rows of the checkpoint with this job's, and set the data's fingerprints in the run's state.
+
+    A checkpoint's position in the data is a number of rows. It stands for the same text only if the rows are the same.
+
+    Returns:
+        A line to print if the position stands for other text now, in a list.
+    """
+    names = training_prefixes(args)
+    state.data_fingerprints = [content_fingerprint(name) for name in names]
+    if point is None or point.folder is None or args.finetune:
+        return []
+    stored = MegatronFolder(point.folder, "--load").args
+    before = RunState.read_from(stored).data_fingerprints
+    changed = [f"--{name.replace('_', '-')}" for name in _of_rows(vars(stored), args, kd)]
+    if before is not None and before != state.data_fingerprints:
+        pairs = zip_longest(before, state.data_fingerprints, names)
+        others = [name or "a file that is left out" for old, new, name in pairs if old != new]
+        changed.insert(0, f"the content of {', '.join(others)} in --data-path")
+    if not changed:
+        return []
+    return [
+        f"the rows of the training data, by {' and '.join(changed)}: the run continues at row "
+        f"{getattr(stored, 'consumed_train_samples', 0):,} of the new order, so it skips some text and reads some again"
+    ]
+
+
+_ROW_OPTIONS = ("kd_packing", "kd_packing_multiple", "kd_long_samples", "kd_teacher_seq_length")
+
+
+def _of_rows(stored: Mapping[str, Any], args: Namespace, kd: KDConfig) -> list[str]:
+    """Names of arguments that determine the rows and differ from those in the checkpoint. Files may have moved: their
+    fingerprints are compared instead of their names."""
+    now = {name: getattr(args, name) for name in names_with(ArgRole.SAMPLES) if "data_" not in name}
+    now |= {name: getattr(kd, name.removeprefix("kd_")) for name in _ROW_OPTIONS}
+    return [name for name, value in now.items() if name in stored and stored[name] != value]
+
+
 _NOT_THE_OBJECTIVE = {
     "teacher_hf",
     "teacher_load",
@@ -109,6 +201,10 @@ _NOT_THE_OBJECTIVE = {
     "student_hf",
     "save_hf_interval",
     "save_hf_keep",
+    "keep_last",
+    "epochs",
+    "sample_prompts",
+    "sample_tokens",
     "skip_checkpoint_hashes",
     "other_teacher",
     "allow_bad_teacher",
@@ -142,17 +238,29 @@ def resolve_checkpoint(
 
 
 def prepare_saving(args: Namespace, kd: KDConfig, state: RunState) -> Saving:
-    """Claim the folder in --save and remove unfinished Hugging Face folders in it. Collective over all ranks.
+    """Claim the folder in --save and remove unfinished folders in it. Collective over all ranks.
+
+    With --kd-keep-last, megatron's own removal is turned off: after each save it removes the previous checkpoint.
 
     Returns:
         The hooks around each save.
     """
-    root, export = Path(args.save or "."), None
+    root, actions = Path(args.save or "."), []
     if kd.save_hf_interval is not None:
         snapshots = Snapshots(root, kd.save_hf_interval, kd.save_hf_keep)
         snapshots.clean()
-        export = snapshots.take
-    saving = Saving(root, hashes=not kd.skip_checkpoint_hashes, state=state, on_published=export)
+        actions.append(snapshots.take)
+    if kd.keep_last is not None:
+        retention = Retention(root, kd.keep_last, args.save_retain_interval)
+        retention.clean()
+        actions.append(retention.remove_old)
+        args.save_retain_interval = None
+    saving = Saving(root, hashes=not kd.skip_checkpoint_hashes, state=state, on_published=actions)
     if args.save is not None:
         saving.claim()
+        if args.use_distributed_optimizer and not args.dist_ckpt_optim_fully_reshardable:
+            logger.info(
+                "checkpoints of this job can be resumed with other data- and context-parallel sizes; for other "
+                f"tensor-, pipeline- and expert-parallel sizes give {RESHARDABLE} (docs/checkpoints.md)"
+            )
     return saving

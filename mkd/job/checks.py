@@ -18,11 +18,20 @@ from mkd.config import megatron_checks
 from mkd.config.check_list import Check, Sink
 from mkd.config.data_args import data_prefixes
 from mkd.config.megatron_args import ARGUMENT_CHECKS, CommandLine, adopt_architecture
+from mkd.config.sample_prompts import check_sampling
 from mkd.data.sources.stores import is_chat_file
 from mkd.errors import MkdConfigError
-from mkd.job.checkpoints import adopt_from_checkpoint, check_checkpoint, check_first_weights, select_checkpoint
+from mkd.job.checkpoints import (
+    adopt_from_checkpoint,
+    check_checkpoint,
+    check_first_weights,
+    check_position,
+    select_checkpoint,
+)
 from mkd.job.cross_tokenizer import CrossTokenizers, sort_teachers
 from mkd.job.data import JobData, hash_of_tokenizer
+from mkd.job.epochs import set_iterations
+from mkd.job.samples import SampleWriter
 from mkd.job.teacher import TeacherSpec, check_teacher_fits, teacher_source, teacher_spec
 from mkd.models.layer_maps import KEY_PREFIX, pair_of_key
 from mkd.utils.atomic_files import regular_target
@@ -153,6 +162,17 @@ def _check_splits(draft: JobDraft) -> None:
         draft.data.check_splits()
 
 
+def _set_iterations(draft: JobDraft) -> None:
+    """Count the rows of documents, which takes no tokenizing and no other rank; other rows are counted later."""
+    if draft.data_is_readable and not draft.data.has_own_rows:
+        set_iterations(draft.args, draft.kd, draft.data, draft.resume_point)
+
+
+def _check_position(draft: JobDraft) -> None:
+    if draft.data_is_readable:
+        draft.notes += check_position(draft.args, draft.kd, draft.state, draft.resume_point)
+
+
 def check_writable(flag: str, folder: str | None) -> None:
     """Refuse a folder that cannot be created or written to, before the job trains for hours."""
     if folder is None:
@@ -167,6 +187,11 @@ def _check_metrics_file(draft: JobDraft) -> None:
     if draft.kd.metrics_file is not None:
         target = regular_target(Path(draft.kd.metrics_file), "--kd-metrics-file")
         check_writable("--kd-metrics-file", str(target.parent))
+
+
+def _check_samples(draft: JobDraft) -> None:
+    check_sampling(draft.args, draft.kd)
+    SampleWriter.of(draft.args, draft.kd, draft.true_vocab)
 
 
 def _align_tokenizers(draft: JobDraft) -> None:
@@ -208,10 +233,13 @@ CHECKS: tuple[Check[JobDraft], ...] = (
     Check("data path", lambda draft: data_prefixes(draft.args)),
     Check("rows", _check_rows, needs=("data path", "tokenizer")),
     Check("data files", _check_data_files, needs=("data path",)),
+    Check("position in the data", _check_position, needs=("stored job", "data files")),
     Check("splits", _check_splits, needs=("data files", "tokenizer")),
     Check("--save", lambda draft: check_writable("--save", draft.args.save)),
     Check("--kd-metrics-file", _check_metrics_file),
+    Check("--kd-sample-prompts", _check_samples, needs=("tokenizer", "--seq-length")),
     Check("other tokenizers", _align_tokenizers, needs=("teachers' tokenizers", "data path", "tokenizer")),
+    Check("epochs", _set_iterations, needs=("stored job", "--train-iters", "data files", "splits", "other tokenizers")),
     Check(
         "teacher's layout",
         lambda draft: check_teacher_fits(draft.source, draft.args, draft.kd, draft.sink),

@@ -15,6 +15,7 @@ from megatron.training.training import get_train_valid_test_num_samples, update_
 from mkd.checkpoint.tokenizer_hash import tokenizer_hash
 from mkd.config import data_args
 from mkd.config.check_list import Sink
+from mkd.config.epochs import iterations_are_unknown
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron_checks import check_rows
 from mkd.config.teacher_args import row_multiple
@@ -128,9 +129,19 @@ class JobData:
 
     def readings(self) -> list[Reading]:
         """Approximate number of epochs of each file; see `readings_of_documents`."""
-        train, _, test = wanted_samples(self.args)
+        train, _, test = (0, 0, 0) if iterations_are_unknown(self.args) else wanted_samples(self.args)
         config = data_args.dataset_config(self.args, get_tokenizer())
         return readings_of_documents(config, (train, self._rows_of_an_evaluation, test))
+
+    def rows_per_epoch(self) -> int:
+        """Rows of the training files that hold every sample once, over all files; estimated for concatenated documents.
+
+        Tokenizes chat files. Collective over all ranks if torch.distributed is initialized.
+        """
+        config = data_args.dataset_config(self.args, get_tokenizer())
+        if self.has_own_rows:
+            return self._row_sets(config).rows_per_epoch()
+        return sum(reading.per_epoch for reading in readings_of_documents(config, (1, None, None)))
 
     def _tell_readings(self) -> None:
         for reading in self.readings() if self.args.rank == 0 else ():

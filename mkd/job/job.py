@@ -13,7 +13,7 @@ from mkd import cpu
 from mkd.checkpoint.resume_point import ResumePoint
 from mkd.checkpoint.source import ModelSource, TeacherSource
 from mkd.config.check_list import run_checks
-from mkd.config.flags import parse_command_line
+from mkd.config.flags import flags_given, parse_command_line
 from mkd.config.kd_config import KDConfig
 from mkd.config.run_state import RunState
 from mkd.data.byte_lengths import byte_lengths
@@ -162,6 +162,7 @@ class Job:
         return MetricsLog(
             train_iters=number_of_iterations(self.args),
             log_interval=self.args.log_interval,
+            log_interval_is_given="log_interval" in flags_given(),
             file=None if file is None else Path(file),
             writes=writes,
             flops=FlopCounter(self.args, self.teacher.models),

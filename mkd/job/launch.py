@@ -13,8 +13,10 @@ from mkd.compat.stopping import StopSignals
 from mkd.data.datasets import provider_of
 from mkd.distributed.groups import Groups
 from mkd.job.checkpoints import prepare_saving, resolve_checkpoint
+from mkd.job.epochs import set_iterations
 from mkd.job.job import Job
 from mkd.job.plan import record
+from mkd.job.samples import SampleWriter
 from mkd.job.teacher_check import check_teacher_quality
 from mkd.job.training_loop import Hooks
 from mkd.report.metrics import MetricsLog
@@ -31,6 +33,8 @@ class TrainingParts:
     step: ForwardStep
     schedule: TeacherThenStudent
     metrics: MetricsLog
+    samples: SampleWriter | None = None
+    """None without --kd-sample-prompts."""
 
 
 def build(job: Job) -> TrainingParts:
@@ -40,6 +44,7 @@ def build(job: Job) -> TrainingParts:
         MkdError: a checkpoint, the data or the teacher cannot be used.
     """
     initialize_megatron()
+    set_iterations(job.args, job.kd, job.data, job.resume_point)
     metrics = job.metrics()
     resolve_checkpoint(job.args, job.kd, job.state, job.resume_point, job.teacher.source)
     groups = Groups.from_megatron()
@@ -59,7 +64,8 @@ def build(job: Job) -> TrainingParts:
         length_multiple=job.data.length_multiple,
         balance=lambda: job.state.balance_factor if job.kd.balance else 1.0,
     )
-    return TrainingParts(datasets, step, schedule, metrics)
+    samples = SampleWriter.of(job.args, job.kd, job.true_vocab)
+    return TrainingParts(datasets, step, schedule, metrics, samples)
 
 
 def train(job: Job, parts: TrainingParts) -> None:
@@ -69,10 +75,11 @@ def train(job: Job, parts: TrainingParts) -> None:
     # pretrain initializes once more, which also sets the seeds as if there were no teacher.
     destroy_rerun_state_machine()
     saving = prepare_saving(args, job.kd, job.state)
+    then = "the job ends, without saving because there is no --save," if args.save is None else "the job saves and ends"
     install(
-        training=Hooks(job, parts.schedule, parts.metrics, parts.step.finite),
+        training=Hooks(job, parts.schedule, parts.metrics, parts.step.finite, parts.samples),
         checkpoints=saving,
-        stop=StopSignals(args.exit_signal).listen(),
+        stop=StopSignals(args.exit_signal, then=then).listen(),
         state=job.state,
         own_learning_rates=args.override_opt_param_scheduler,
     )

@@ -9,10 +9,12 @@ import torch
 
 from mkd import cpu
 from mkd.checkpoint.hf.folder import HFFolder, store_assets
+from mkd.config.epochs import iterations_are_unknown
 from mkd.config.kd_config import KDConfig
 from mkd.config.loss_spec import divergence_text
 from mkd.config.teacher_args import has_own_layout
 from mkd.job.data import number_of_iterations
+from mkd.job.epochs import set_iterations
 from mkd.job.job import Job
 from mkd.job.memory_table import memory_line, print_memory
 from mkd.job.run_record import write_run_file
@@ -32,6 +34,8 @@ def print_plan(job: Job) -> None:
 def dry_run(job: Job) -> None:
     """Print the memory table and check the data, beyond the plan, if no training follows."""
     print_memory(job)
+    if job.args.rank == 0:
+        set_iterations(job.args, job.kd, job.data, job.resume_point)
     job.data.check_all()
     kept = "nothing but tokens in the data cache" if job.data.has_own_rows else "nothing"
     logger.info(f"checked: no problem was found, {kept} was written")
@@ -63,7 +67,9 @@ def plan(job: Job) -> dict[str, str]:
         **_teacher_layouts(job),
         **({"rows": _rows(job)} if job.data.has_own_rows else {}),
         "batch": f"{args.global_batch_size} samples of {args.seq_length} tokens, microbatch {args.micro_batch_size}",
-        "steps": f"{number_of_iterations(args)} iterations",
+        "steps": f"{kd.epochs:g} epochs"
+        if iterations_are_unknown(args)
+        else f"{number_of_iterations(args)} iterations",
         "vocabulary": f"{job.true_vocab} tokens, padded to {args.padded_vocab_size}",
         **({"changed": "; ".join(job.notes)} if job.notes else {}),
         "memory": memory_line(job),

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from mkd.data.text_size import TextSize
 from mkd.job.job import Job
+from mkd.job.samples import SampleWriter
 from mkd.report.calibration import calibration_table
 from mkd.report.metrics import IterationMetrics, MetricsLog
 from mkd.train import balance
@@ -23,9 +25,15 @@ class Hooks:
     """Implements `mkd.compat.training_loop.TrainingHooks`."""
 
     def __init__(
-        self, job: Job, schedule: TeacherThenStudent, log: MetricsLog, finite: FiniteCheck | None = None
+        self,
+        job: Job,
+        schedule: TeacherThenStudent,
+        log: MetricsLog,
+        finite: FiniteCheck | None = None,
+        samples: SampleWriter | None = None,
     ) -> None:
         self._job, self._schedule, self._log, self._finite = job, schedule, log, finite
+        self._samples = samples
         self._calibration: Tensor | None = None
         self._text: Tensor | None = None
         self._iteration: int | None = None
@@ -68,12 +76,16 @@ class Hooks:
         if found:
             self._calibration = sum(found, start=0.0 if self._calibration is None else self._calibration)
 
-    def after_evaluation(self, split: str, iteration: int, losses: dict[str, Any]) -> None:
+    def after_evaluation(self, split: str, iteration: int, losses: dict[str, Any], model: list[Any]) -> None:
         calibration = None
         if self._calibration is not None:
             dist.all_reduce(self._calibration, group=self._schedule.groups.dp_cp)
             calibration = calibration_table(self._calibration)
         self._log.evaluation(split, iteration, _over_some_token(losses), calibration)
+        if self._samples is not None and split == "valid":
+            with nullcontext() if self._schedule.hidden_layers is None else self._schedule.hidden_layers.paused():
+                samples = self._samples.write(model, self._schedule.groups)
+            self._log.samples(iteration, samples)
 
     def after_iteration(
         self,
@@ -92,7 +104,7 @@ class Hooks:
             extra["balance"] = self._job.state.balance_factor
             balance.after_step(self._job.state, losses, self._schedule.groups.pp)
         peak = None
-        if self._log.is_due(iteration):
+        if self._log.measures(iteration):
             used = torch.tensor(torch.cuda.max_memory_allocated() / 2**30, device="cuda")
             dist.all_reduce(used, op=dist.ReduceOp.MAX)
             peak = used.item()

@@ -2,7 +2,9 @@
 
 import math
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from io import StringIO
 from typing import Any
 
@@ -20,7 +22,50 @@ WAITS = ("data", "teacher", "cache")
 """Causes of waiting in a step; its JSON line has the seconds of each as <name>_s."""
 CALIBRATION_TOKENS = 10_000
 """Fewest tokens for a calibration table: with a tenth of them in a bin, the standard error of a share is 0.016."""
+FIRST_STEPS = 10
+"""Steps at the beginning of a job that have a line each."""
+SHORT_RUN = 100
+"""A run of at most this many iterations has a line per step."""
+LONGEST_WAIT_S = 30.0
+"""Seconds between two lines at most, if no step takes longer."""
 _NAMES = {"valid": "validation", "test": "test"}
+
+
+@dataclass
+class LinePlan:
+    """Decides which iterations have a line in the console.
+
+    With --log-interval, its multiples and the last iteration. Without it there are more lines: each step at the
+    beginning of a job and of a short run, and one at least every 30 seconds.
+    """
+
+    train_iters: int
+    """The last iteration."""
+    log_interval: int
+    is_given: bool = True
+    """True if the user chose the interval: there are no further lines."""
+    _first: int = 0
+    _last_line: float = field(default_factory=time.monotonic)
+
+    def start(self, iteration: int) -> None:
+        """A job starts at this iteration, which is 0 for a new run."""
+        self._first, self._last_line = iteration, time.monotonic()
+
+    def measures(self, iteration: int) -> bool:
+        """True if the ranks measure what takes communication, such as the peak memory over all of them. Equal on all
+        ranks: it does not depend on the time."""
+        is_early = iteration <= self._first + FIRST_STEPS or self.train_iters <= SHORT_RUN
+        is_due = iteration % self.log_interval == 0 or iteration == self.train_iters
+        return is_due or (is_early and not self.is_given)
+
+    def is_due(self, iteration: int) -> bool:
+        """True if this iteration has a line; called once per iteration, on the rank that prints."""
+        now = time.monotonic()
+        is_late = not self.is_given and now - self._last_line >= LONGEST_WAIT_S
+        is_due = is_late or self.measures(iteration)
+        if is_due:
+            self._last_line = now
+        return is_due
 
 
 def perplexity(cross_entropy: float) -> float:

@@ -5,7 +5,7 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,6 +15,7 @@ from mkd.data.text_size import TextSize
 from mkd.report.calibration import Calibration, calibration_error
 from mkd.report.console import (
     CALIBRATION_TOKENS,
+    LinePlan,
     calibration_line,
     calibration_rows,
     evaluation_line,
@@ -24,6 +25,7 @@ from mkd.report.console import (
     training_line,
 )
 from mkd.report.flops import FlopCounter
+from mkd.report.samples import Sample, sample_line
 from mkd.report.trackers import Tracker
 from mkd.utils.atomic_files import naming, replacing
 from mkd.utils.json_files import parse_json
@@ -59,6 +61,7 @@ class MetricsLog:
 
     train_iters: int
     log_interval: int
+    """Iterations between two console lines; see `LinePlan`."""
     file: Path | None
     """JSON lines; None writes none."""
     writes: bool
@@ -73,6 +76,8 @@ class MetricsLog:
     """Size V of the student's vocabulary; None disables the comparison with ln V."""
     tracker_interval: int = 1
     """Iterations between two writes to the trackers."""
+    log_interval_is_given: bool = True
+    """True if the user chose `log_interval`; without it there are more console lines, see `LinePlan`."""
     _started: float = field(default_factory=time.monotonic)
     _step_began: float = field(default_factory=time.monotonic)
     _first_iteration: int | None = None
@@ -85,11 +90,16 @@ class MetricsLog:
     """The open file; while it is open, no other file can have its number."""
     _is_lost: bool = False
     """True if another job has replaced the file, and this one must not write."""
+    _lines: LinePlan = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._lines = LinePlan(self.train_iters, self.log_interval, self.log_interval_is_given)
 
     def start(self, iteration: int) -> None:
         """Start at an iteration; lines of later iterations, which a killed attempt wrote, are removed from the file."""
         self._started = self._step_began = time.monotonic()
         self._first_iteration = iteration
+        self._lines.start(iteration)
         if not self.writes or self.file is None:
             return
         self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -119,9 +129,9 @@ class MetricsLog:
         """Start the clock of one training step, which excludes checkpoints and evaluations."""
         self._step_began = time.monotonic()
 
-    def is_due(self, iteration: int) -> bool:
-        """True if this iteration prints a console line."""
-        return iteration % self.log_interval == 0 or iteration == self.train_iters
+    def measures(self, iteration: int) -> bool:
+        """True if the ranks measure their peak memory in this iteration; equal on all ranks."""
+        return self._lines.measures(iteration)
 
     def iteration(self, step: IterationMetrics) -> None:
         """Record one training iteration."""
@@ -151,7 +161,7 @@ class MetricsLog:
             self._track(line)
         self._window.append(line)
         self._terms += [name for name in losses if name not in self._terms]
-        if self.is_due(step.iteration):
+        if self._lines.is_due(step.iteration):
             gpus = self.ranks if self.on_gpus else 0
             eta = self._eta(step.iteration)
             line = training_line(self._window, self._terms, self.train_iters, gpus, eta)
@@ -211,6 +221,16 @@ class MetricsLog:
             self._compare_with_uniform(values)
         if iteration >= self.train_iters:
             self._print_comparison(values, calibration)
+
+    def samples(self, iteration: int, samples: list[Sample]) -> None:
+        """Record texts that the student has written after an evaluation."""
+        if not self.writes:
+            return
+        for number, sample in enumerate(samples, start=1):
+            logger.info(sample_line(number, iteration, sample), extra=EVERY_RANK | WITHOUT_PREFIX)
+        self._append({"iteration": iteration, "samples": [asdict(sample) for sample in samples]})
+        for tracker in self.trackers:
+            tracker.write_samples(samples, iteration)
 
     def _compare_with_uniform(self, before: Mapping[str, float]) -> None:
         """Print a hint if the student's CE is above that of a uniform distribution, ln V."""

@@ -6,7 +6,7 @@ A job that restarts in its --save folder continues the runs whose ids are stored
 import json
 import os
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writ
 
 from mkd.config.kd_config import KDConfig
 from mkd.errors import MkdConfigError
+from mkd.report.samples import Sample, samples_as_markdown
 from mkd.utils.atomic_files import replacing
 from mkd.utils.json_files import read_json
 from mkd.utils.logging import EVERY_RANK, logger
@@ -64,6 +65,10 @@ class Tracker(Protocol):
         """Write values by name, without the prefix."""
         ...
 
+    def write_samples(self, samples: list[Sample], iteration: int) -> None:
+        """Write texts of the student."""
+        ...
+
 
 class TensorBoard:
     """Scalars in Megatron's --tensorboard-dir."""
@@ -75,6 +80,11 @@ class TensorBoard:
         """See `Tracker`."""
         for name, value in values.items():
             self._writer.add_scalar(PREFIX + name, value, iteration)
+        self._writer.flush()
+
+    def write_samples(self, samples: list[Sample], iteration: int) -> None:
+        """See `Tracker`."""
+        self._writer.add_text(f"{PREFIX}samples", samples_as_markdown(samples), iteration)
         self._writer.flush()
 
 
@@ -116,6 +126,12 @@ class WeightsAndBiases:
         """See `Tracker`."""
         self._wandb.log({PREFIX + name: value for name, value in values.items()}, iteration)
 
+    def write_samples(self, samples: list[Sample], iteration: int) -> None:
+        """See `Tracker`."""
+        rows = [[iteration, sample.prompt, sample.text] for sample in samples]
+        table = self._wandb.Table(columns=["iteration", "prompt", "text"], data=rows)
+        self._wandb.log({f"{PREFIX}samples": table}, iteration)
+
 
 class MLflow:
     """A run of --kd-mlflow-experiment; MLFLOW_RUN_ID continues an existing run, as usual in MLflow."""
@@ -147,8 +163,17 @@ class MLflow:
 
     def write(self, values: Mapping[str, float], iteration: int) -> None:
         """See `Tracker`. A failed write is logged, and training continues: the metrics file has the values."""
+        numbers = {PREFIX + name: value for name, value in values.items()}
+        self._log(iteration, lambda: self._mlflow.log_metrics(numbers, step=iteration))
+
+    def write_samples(self, samples: list[Sample], iteration: int) -> None:
+        """See `Tracker`: a text artifact per evaluation."""
+        text = samples_as_markdown(samples) + "\n"
+        self._log(iteration, lambda: self._mlflow.log_text(text, f"samples/iter_{iteration:07d}.md"))
+
+    def _log(self, iteration: int, call: Callable[[], Any]) -> None:
         try:
-            self._mlflow.log_metrics({PREFIX + name: value for name, value in values.items()}, step=iteration)
+            call()
         except Exception as error:
             message = f"MLflow did not accept iteration {iteration}: {' '.join(str(error).split())}"
             logger.warning(message, extra=EVERY_RANK)

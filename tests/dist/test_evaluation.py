@@ -92,7 +92,7 @@ def evaluate(rank: int, world_size: int, layout: Layout, models: Models) -> tupl
                 totals[name] = totals.get(name, 0.0) + total
         if not groups.is_last_stage:
             return None
-        hooks.after_evaluation("valid", 1, {name: total[0] / total[1] for name, total in totals.items()})
+        hooks.after_evaluation("valid", 1, {name: total[0] / total[1] for name, total in totals.items()}, chunks)
         return log.seen
 
 

@@ -55,12 +55,20 @@ class RowSets:
         Raises:
             MkdDataError: a file cannot be used, or a set has no sample.
         """
-        if not dist.is_initialized():
-            return self._build(sizes)
-        if dist.get_rank() == 0:
-            sets = self._build(sizes)
-        dist.barrier()
-        return sets if dist.get_rank() == 0 else self._build(sizes)
+        return _first_rank_first(lambda: self._build(sizes))
+
+    def rows_per_epoch(self) -> int:
+        """Rows of the training set's files that hold every sample once, over all files. Collective like `build`."""
+        return _first_rank_first(self._rows_per_epoch)
+
+    def _rows_per_epoch(self) -> int:
+        blend, share = blend_of(self.config, Split.train)
+        return sum(
+            self._rows_of(name, share)
+            if self._is_classic(name)
+            else self._samples(name, share, Split.train, 1).per_epoch
+            for name in blend[0]
+        )
 
     def _build(self, sizes: Sequence[int | None]) -> list[BlendOfRows | None]:
         return [self._one_set(split, size or 0) for split, size in zip(Split, sizes, strict=True)]
@@ -141,3 +149,13 @@ class RowSets:
         lengths = self._store(name, share).lengths
         tokens = lengths if lengths.ndim == 1 else lengths[:, 0]
         return max(1, int(tokens.sum(dtype=np.int64)) // self.options.layout.row_length)
+
+
+def _first_rank_first[Result](call: Callable[[], Result]) -> Result:
+    """Call on rank 0, which fills the data cache, and then on the other ranks."""
+    if not dist.is_initialized():
+        return call()
+    if dist.get_rank() == 0:
+        result = call()
+    dist.barrier()
+    return result if dist.get_rank() == 0 else call()

@@ -16,7 +16,7 @@ TAKEN = {
     "train": {"forward_step_func", "model", "valid_data_iterator", "process_non_loss_data_func", "config"},
     "evaluate_and_print_results": {"prefix", "forward_step_func", "data_iterator", "model", "iteration"},
     "training_log": {"iteration", "loss_dict", "learning_rate", "grad_norm", "skipped_iter"},
-    "evaluate": set(),
+    "evaluate": {"model"},
     "get_forward_backward_func": set(),
     "print_rank_last": {"message"},
     "should_disable_forward_pre_hook": {"args"},
@@ -103,7 +103,7 @@ TRAIN = ("step", ["model"], "optimizer", "scheduler", "train data", "valid data"
 def test_evaluation_before_the_first_step(hooked):
     calls, _ = hooked
     assert training.train(*TRAIN) == "trained"
-    wanted = [("before", 0), "hooks off", ("evaluation", "valid", 0, {"ce": 2.0}), "hooks on", "train"]
+    wanted = [("before", 0), "hooks off", ("evaluation", "valid", 0, {"ce": 2.0}, ["model"]), "hooks on", "train"]
     assert calls == wanted
 
 
@@ -120,7 +120,7 @@ def test_no_evaluation_before_the_first_step_of_a_resumed_run_or_without_data(ho
 def test_evaluations_reach_the_hooks_with_their_split_and_upstream_prints_nothing(hooked, prefix, split):
     calls, _ = hooked
     training.evaluate_and_print_results(prefix, "step", "data", ["model"], 5, None, "config")
-    assert calls == [("evaluation", split, 5, {"ce": 2.0})]
+    assert calls == [("evaluation", split, 5, {"ce": 2.0}, ["model"])]
     training.print_rank_last("something else")
     assert calls[-1] == ("printed", "something else")
 
@@ -129,7 +129,10 @@ def test_the_same_weights_are_not_evaluated_twice(hooked):
     calls, _ = hooked
     for prefix in ("iteration 5", "iteration 5 on validation set", "iteration 5 on test set"):
         training.evaluate_and_print_results(prefix, "step", "data", ["model"], 5, None, "config")
-    assert calls == [("evaluation", "valid", 5, {"ce": 2.0}), ("evaluation", "test", 5, {"ce": 2.0})]
+    assert calls == [
+        ("evaluation", "valid", 5, {"ce": 2.0}, ["model"]),
+        ("evaluation", "test", 5, {"ce": 2.0}, ["model"]),
+    ]
 
 
 def test_upstream_names_the_test_split_in_its_prefix():

@@ -238,3 +238,22 @@ def test_values_of_flags() -> None:
         with pytest.raises(MkdConfigError, match=f"--kd-{name.replace('_', '-')}"):
             KDConfig(**KD, **{name: value})
     check_rows(Namespace(**{**ARGS, "eod_mask_loss": True}), KDConfig(**KD), has_chats=False)
+
+
+@pytest.mark.parametrize(
+    ("names", "weights", "packed"),
+    [
+        (["text"], None, True),
+        (["chat.jsonl"], None, True),
+        (["chat.jsonl"], None, False),
+        (["chat.jsonl", "text"], [3.0, 1.0], False),
+    ],
+)
+def test_rows_per_epoch(root: Path, names: list[str], weights: list[float] | None, packed: bool) -> None:
+    """The sum over the files, whatever their weights."""
+    sets, said = sets_of(root, (names, weights))
+    sets = sets if packed else unpacked(sets)
+    rows = sets.rows_per_epoch()
+    assert not any("epochs" in line for line in said)
+    (train, *_) = sets.build([rows, None, None])
+    assert rows == sum(stream.per_epoch for stream in train._streams)

@@ -13,6 +13,7 @@ from mkd.report import metrics
 from mkd.report.flops import FlopCounter
 from mkd.report.metrics import IterationMetrics, MetricsLog
 from mkd.report.run_log import RunLog
+from mkd.report.samples import Sample
 
 
 class Flops(FlopCounter):
@@ -31,6 +32,9 @@ class Tracker:
 
     def write(self, values: dict[str, float], iteration: int) -> None:
         self.seen.append((iteration, values))
+
+    def write_samples(self, samples: list[Sample], iteration: int) -> None:
+        self.seen.append((iteration, samples))
 
 
 @pytest.fixture
@@ -364,3 +368,69 @@ def test_a_full_disk_names_the_file():
     log = make(Path("/dev/full"))
     with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
         step(log, 1)
+
+
+@pytest.mark.parametrize(
+    ("first", "train_iters", "seconds", "expected"),
+    [
+        pytest.param(0, 12, 1.0, list(range(1, 13)), id="short run: every step"),
+        pytest.param(0, 250, 1.0, [*range(1, 11), 40, 70, 100, 130, 160, 190, 200, 230, 250], id="every 30 s"),
+        pytest.param(0, 250, 0.01, [*range(1, 11), 100, 200, 250], id="fast steps: every hundredth"),
+        pytest.param(120, 250, 0.01, [*range(121, 131), 200, 250], id="resumed"),
+        pytest.param(0, 120, 40.0, list(range(1, 121)), id="slow steps: each"),
+    ],
+)
+def test_console_lines_without_an_interval(capsys, now, first, train_iters, seconds, expected):
+    log = make(None, train_iters=train_iters, log_interval=100, log_interval_is_given=False)
+    log.start(first)
+    for iteration in range(first + 1, train_iters + 1):
+        log.step_begins()
+        now[0] += seconds
+        step(log, iteration)
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("iteration")]
+    assert [int(line.split()[1].split("/")[0]) for line in printed] == expected
+
+
+def test_a_given_interval_has_no_further_lines(capsys, now):
+    log = make(None, train_iters=40, log_interval=15)
+    log.start(0)
+    for iteration in range(1, 41):
+        log.step_begins()
+        now[0] += 100.0
+        step(log, iteration)
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["15/40", "30/40", "40/40"]
+
+
+def test_ranks_measure_in_the_same_iterations_whatever_the_time(now):
+    """The peak memory is reduced over all ranks, whose clocks differ."""
+    one, other = (make(None, train_iters=300, log_interval=100, log_interval_is_given=False) for _ in range(2))
+    one.start(0)
+    now[0] += 1000.0
+    other.start(0)
+    measured = [[i for i in range(1, 301) if log.measures(i)] for log in (one, other)]
+    assert measured == [[*range(1, 11), 100, 200, 300]] * 2
+
+
+SAMPLES = [Sample("Once upon\na", " time\x1b[2J", 3, ended=True), Sample("p" * 100, "t" * 500, 64, ended=False)]
+
+
+def test_samples_are_printed_and_written(tmp_path, capsys):
+    tracker = Tracker()
+    log = make(tmp_path / "m.jsonl", trackers=[tracker])
+    log.start(0)
+    log.evaluation("valid", 5, {"ce": torch.tensor(2.0)})
+    log.samples(5, SAMPLES)
+    printed = capsys.readouterr().out.splitlines()[1:]
+    assert printed[0] == r"sample 1 at iteration 5: Once upon\na =>  time\x1b[2J"
+    assert printed[1] == f"sample 2 at iteration 5: ...{'p' * 60} => {'t' * 400}..."
+    assert lines(tmp_path / "m.jsonl")[1] == {
+        "iteration": 5,
+        "samples": [
+            {"prompt": "Once upon\na", "text": " time\x1b[2J", "tokens": 3, "ended": True},
+            {"prompt": "p" * 100, "text": "t" * 500, "tokens": 64, "ended": False},
+        ],
+    }
+    assert tracker.seen[-1] == (5, SAMPLES)
+    assert RunLog.read(str(tmp_path / "m.jsonl")).last("valid_ce") == 2.0
+    make(tmp_path / "none.jsonl", writes=False).samples(5, SAMPLES)
+    assert not (tmp_path / "none.jsonl").exists()

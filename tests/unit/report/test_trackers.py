@@ -16,6 +16,7 @@ from mkd.config.kd_config import KDConfig
 from mkd.config.megatron_checks import check_trackers
 from mkd.errors import MkdConfigError
 from mkd.report import trackers
+from mkd.report.samples import Sample
 
 
 def arguments(**changes: Any) -> Namespace:
@@ -48,14 +49,18 @@ class FakeMLflow(ModuleType):
 
 def test_tensorboard_and_wandb_get_prefixed_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logged = []
-    wandb = SimpleNamespace(log=lambda values, step: logged.append((values, step)))
+    wandb = SimpleNamespace(log=lambda values, step: logged.append((values, step)), Table=dict)
     monkeypatch.setattr(global_vars, "_GLOBAL_TENSORBOARD_WRITER", None)
     monkeypatch.setattr(trackers, "get_wandb_writer", lambda: wandb)
     given = arguments(tensorboard_dir=str(tmp_path), tensorboard_queue_size=1, rank=0, world_size=1)
     for tracker in trackers.start_trackers(given, kd()):
         tracker.write({"kd": -0.5, "valid_ce": 2.0}, 7)
-    assert logged == [({"kd/kd": -0.5, "kd/valid_ce": 2.0}, 7)]
+        tracker.write_samples([Sample("a", "b\nc", 2, ended=True)], 7)
+    table = {"columns": ["iteration", "prompt", "text"], "data": [[7, "a", "b\nc"]]}
+    assert logged == [({"kd/kd": -0.5, "kd/valid_ce": 2.0}, 7), ({"kd/samples": table}, 7)]
     seen = EventAccumulator(str(tmp_path)).Reload()
+    (text,) = seen.Tensors("kd/samples/text_summary")
+    assert text.step == 7 and text.tensor_proto.string_val[0].decode() == "**1**\n\n    a\n\n=>\n\n    b\n    c"
     assert seen.Tags()["scalars"] == ["kd/kd", "kd/valid_ce"]
     assert [(event.step, event.value) for event in seen.Scalars("kd/kd")] == [(7, -0.5)]
 

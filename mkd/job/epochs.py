@@ -1,0 +1,41 @@
+"""The length of a run in epochs (--kd-epochs): iterations from the number of training rows."""
+
+import math
+from argparse import Namespace
+
+from mkd.checkpoint.resume_point import ResumePoint
+from mkd.config.epochs import iterations_are_unknown
+from mkd.config.kd_config import KDConfig
+from mkd.config.megatron_checks import check_learning_rate
+from mkd.job.checkpoints import check_stored_schedule
+from mkd.job.data import JobData
+from mkd.utils.logging import logger
+
+
+def set_iterations(args: Namespace, kd: KDConfig, data: JobData, point: ResumePoint | None) -> None:
+    """Set `args.train_iters` from --kd-epochs, and make the checks that depend on it. Does nothing if it is known.
+
+    Collective over all ranks if torch.distributed is initialized and rows are made of whole samples: rank 0 tokenizes.
+
+    Raises:
+        MkdConfigError: the schedule of the learning rate does not fit, or is not the checkpoint's.
+        MkdDataError: the data cannot be read.
+    """
+    if not iterations_are_unknown(args):
+        return
+    rows, batch = data.rows_per_epoch(), args.global_batch_size
+    args.train_iters = iterations_of(kd.epochs, rows, batch)
+    again = args.train_iters * batch - kd.epochs * rows
+    about = "" if data.has_own_rows else "about "
+    rest = f"; the last one also reads {again:,.0f} rows of the next epoch" if again >= 1 else ""
+    logger.info(
+        f"epochs     {kd.epochs:g} of {about}{rows:,} rows are {args.train_iters:,} iterations of {batch} rows{rest}"
+    )
+    check_learning_rate(args)
+    for note in check_stored_schedule(args, point):
+        logger.info(f"changed    {note}")
+
+
+def iterations_of(epochs: float, rows: int, batch: int) -> int:
+    """The fewest iterations of `batch` rows that read so many epochs of `rows` rows."""
+    return max(1, math.ceil(round(epochs * rows, 6) / batch))

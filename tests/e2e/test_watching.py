@@ -1,0 +1,80 @@
+"""While a job trains: samples, epochs and kept checkpoints leave the training as it is; another layout continues it."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from mkd.checkpoint.megatron_folder import TRACKER
+from tests.e2e.test_resume import SHARDED, Attempts, steps, tensors
+from tests.support.e2e.small_job import SmallJob, make_small_job, run
+
+PIPELINE = {"--pipeline-model-parallel-size": 2, "--eval-iters": 1, "--eval-interval": 3}
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> SmallJob:
+    return make_small_job(tmp_path_factory.mktemp("job"))
+
+
+def test_samples_epochs_and_kept_checkpoints_do_not_change_the_training(job: SmallJob, tmp_path: Path) -> None:
+    """To the last bit, with dropout."""
+    plain = Attempts(job, tmp_path / "plain", PIPELINE, ranks=2)
+    whole = plain.finished()
+    rows = int(re.search(r"training .* about (\d+) rows", whole.output)[1])
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("The import", "A class is", "x")))
+    flags = {**PIPELINE, "--train-iters": None, "--kd-epochs": 8 * 4 / rows, "--kd-keep-last": 2}
+    flags |= {"--kd-sample-prompts": prompts, "--kd-sample-tokens": 4}
+    watched = Attempts(job, tmp_path / "watched", flags, ranks=2)
+    result = watched.finished()
+    watched.assert_like((plain.save, whole), result)
+    assert f"of about {rows} rows are 8 iterations of 4 rows" in result.output
+    assert sorted(path.name for path in watched.save.glob("iter_*")) == ["iter_0000006", "iter_0000008"]
+    found = [line for line in result.metrics if "samples" in line]
+    assert [line["iteration"] for line in found] == [0, 3, 6, 8]
+    for line in found:
+        assert [sample["prompt"] for sample in line["samples"]] == ["The import", "A class is", "x"]
+        assert all(1 <= sample["tokens"] <= 4 for sample in line["samples"])
+    assert "sample 2 at iteration 8: A class is => " in result.output
+    assert "start from random" not in result.output
+
+
+def test_another_layout_continues_with_the_optimizer(job: SmallJob, tmp_path: Path) -> None:
+    """Saved under DP 2; continued under TP 2 with sequence parallelism, and under PP 2."""
+    quiet = {"--attention-dropout": 0.0, "--save-interval": 4}  # masks of dropout depend on the layout
+    whole = Attempts(job, tmp_path / "whole", {**SHARDED, **quiet}, ranks=2)
+    expected = whole.finished()
+    for name, layout in {
+        "tp2": {"--tensor-model-parallel-size": 2, "--sequence-parallel": True},
+        "pp2": {"--pipeline-model-parallel-size": 2},
+    }.items():
+        save = tmp_path / name
+        save.mkdir()
+        (save / "iter_0000004").symlink_to(whole.save / "iter_0000004")
+        (save / TRACKER).write_text("4")
+        moved = Attempts(job, save, {**SHARDED, **quiet, **layout}, ranks=2)
+        result = moved.finished()
+        assert [line["iteration"] for line in steps(result)] == [5, 6, 7, 8]
+        for before, after in zip(steps(expected)[4:], steps(result), strict=True):
+            for key in ("loss", "ce", "kd", "grad_norm"):
+                assert after[key] == pytest.approx(before[key], rel=2e-5), key
+        one, other = tensors(whole.save), tensors(save)
+        for key in one.keys() & other.keys():
+            size = min(len(one[key]), len(other[key])) if one[key].dim() else None  # padded vocabularies differ
+            assert torch.allclose(one[key][:size], other[key][:size], rtol=1e-3, atol=2e-5), key
+
+
+def test_the_default_format_of_the_optimizer_is_for_one_layout(job: SmallJob, tmp_path: Path) -> None:
+    """A job says so when it starts, and the other layout is refused before models are loaded."""
+    flags = {"--use-distributed-optimizer": True, "--exit-interval": 2, "--save-interval": 2}
+    first = Attempts(job, tmp_path / "save", flags, ranks=2).start()
+    assert first.status == 0, first.errors[-3000:]
+    assert "for other tensor-, pipeline- and expert-parallel sizes give --dist-ckpt-optim-fully" in first.output
+    common = {**flags, "--save": tmp_path / "save", "--load": tmp_path / "save", "--train-iters": 8, "--eval-iters": 0}
+    common |= {"--tensor-model-parallel-size": 2, "--lr-decay-iters": 8}
+    result = run(job.flags({**common, "--kd-dry-run": True}), ranks=2)
+    assert result.status == 1
+    assert "--tensor-model-parallel-size 1 (here 2)" in result.errors, result.errors[-2000:]

@@ -1,0 +1,136 @@
+"""mkd/job/checkpoints.py: what a job compares with the checkpoint that it resumes from."""
+
+from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mkd.checkpoint.resume_point import ResumePoint
+from mkd.config.kd_config import KDConfig
+from mkd.config.run_state import RunState
+from mkd.errors import MkdConfigError
+from mkd.job import checkpoints
+from mkd.job.checkpoints import check_optimizer_layout, check_position
+from tests.support.e2e.small_job import write_data
+
+POINT = ResumePoint(Path("S"), "iter_0000004")
+
+
+def arguments(*names: str, **changes: Any) -> Namespace:
+    given = dict(data_path=list(names), data_args_path=None, train_data_path=None, valid_data_path=None)
+    given |= dict(test_data_path=None, per_split_data_args_path=None, mock_data=False, fim_data=False)
+    return Namespace(**{**given, "split": "90,10,0", "seed": 1, "seq_length": 64, "finetune": False, **changes})
+
+
+def kd(**changes: Any) -> KDConfig:
+    return KDConfig(**{"teacher_hf": ["T"], "ratio": 0.5, **changes})
+
+
+@pytest.fixture
+def names(tmp_path: Path) -> list[str]:
+    """Documents, and a chat file."""
+    (tmp_path / "chat.jsonl").write_text('{"messages": []}\n')
+    return [str(write_data(tmp_path / "text", [[1, 2, 3]] * 4)), str(tmp_path / "chat.jsonl")]
+
+
+def resumed(
+    monkeypatch: pytest.MonkeyPatch, stored: Namespace, args: Namespace, options: KDConfig | None = None
+) -> list[str]:
+    monkeypatch.setattr(checkpoints, "MegatronFolder", lambda path, flag: SimpleNamespace(args=stored))
+    return check_position(args, options or kd(), RunState(), POINT)
+
+
+def saved(args: Namespace, options: KDConfig | None = None) -> Namespace:
+    """The arguments in a checkpoint of this job."""
+    state, stored = RunState(), Namespace(**vars(args), consumed_train_samples=1200)
+    assert check_position(args, options or kd(), state, None) == []
+    state.write_to(stored)
+    vars(stored).update({f"kd_{name}": value for name, value in vars(options or kd()).items()})
+    return stored
+
+
+def test_the_same_data_in_another_folder(monkeypatch, names, tmp_path) -> None:
+    stored = saved(arguments(*names))
+    moved = str(write_data(tmp_path / "moved", [[1, 2, 3]] * 4))
+    assert resumed(monkeypatch, stored, arguments(moved, names[1])) == []
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_changed_content(monkeypatch, names, which) -> None:
+    stored = saved(arguments(*names))
+    if which == 0:
+        write_data(Path(names[0]), [[1, 2, 3]] * 4 + [[4, 5]])
+    else:
+        Path(names[1]).write_text('{"messages": []}\n' * 2)
+    (note,) = resumed(monkeypatch, stored, arguments(*names))
+    assert note == (
+        f"the rows of the training data, by the content of {names[which]} in --data-path: the run continues at row "
+        "1,200 of the new order, so it skips some text and reads some again"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "flag"),
+    [
+        ({"seq_length": 32}, {}, "--seq-length"),
+        ({"seed": 2}, {}, "--seed"),
+        ({"split": "80,20,0"}, {}, "--split"),
+        ({}, {"packing": "best_fit"}, "--kd-packing"),
+        ({}, {"long_samples": "drop"}, "--kd-long-samples"),
+    ],
+)
+def test_changed_rows(monkeypatch, names, changes: dict, options: dict, flag: str) -> None:
+    (note,) = resumed(monkeypatch, saved(arguments(*names)), arguments(*names, **changes), kd(**options))
+    assert f"by {flag}: the run continues at row 1,200 of the new order" in note
+
+
+def test_a_file_is_left_out(monkeypatch, names) -> None:
+    (note,) = resumed(monkeypatch, saved(arguments(*names)), arguments(names[0]))
+    assert "by the content of a file that is left out in --data-path" in note
+
+
+def test_no_note_without_a_position(monkeypatch, names) -> None:
+    """A checkpoint of an earlier version holds no fingerprints; --finetune starts at the first row."""
+    stored = saved(arguments(*names))
+    del stored.kd_data_fingerprints
+    write_data(Path(names[0]), [[1, 2]] * 4)
+    assert resumed(monkeypatch, stored, arguments(*names)) == []
+    stored = saved(arguments(*names))
+    assert resumed(monkeypatch, stored, arguments(*names, finetune=True, seq_length=32)) == []
+
+
+LAYOUT = dict(
+    tensor_model_parallel_size=1,
+    pipeline_model_parallel_size=1,
+    virtual_pipeline_model_parallel_size=None,
+    expert_model_parallel_size=1,
+    expert_tensor_parallel_size=1,
+)
+
+
+def optimizer(stored: dict, format: str | None, **changes: Any) -> str | None:
+    folder = SimpleNamespace(args=Namespace(**{**LAYOUT, **stored}), optimizer_format=format)
+    args = Namespace(**{**LAYOUT, "use_distributed_optimizer": True, "no_load_optim": None, **changes})
+    try:
+        return check_optimizer_layout(args, folder, "--load S")
+    except MkdConfigError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("name", LAYOUT)
+def test_an_optimizer_of_another_layout_is_refused_before_models_are_loaded(name: str) -> None:
+    text = optimizer({name: 2}, "dp_reshardable")
+    assert f"--{name.replace('_', '-')} 2 (here {LAYOUT[name]})" in text
+    assert "--dist-ckpt-optim-fully-reshardable" in text and "--no-load-optim" in text
+
+
+def test_optimizers_that_can_be_read() -> None:
+    other = {"tensor_model_parallel_size": 2}
+    assert optimizer({"world_size": 4, "context_parallel_size": 2}, "dp_reshardable") is None
+    assert optimizer(other, "fully_reshardable") is None
+    assert optimizer(other, None) is None
+    assert optimizer(other, "dp_reshardable", no_load_optim=True) is None
+    assert optimizer(other, "dp_reshardable", use_distributed_optimizer=False) is None
+    assert optimizer({**other, "no_save_optim": True}, "dp_reshardable") is None
