@@ -31,7 +31,7 @@ def test_samples_epochs_and_kept_checkpoints_do_not_change_the_training(job: Sma
     watched = Attempts(job, tmp_path / "watched", flags, ranks=2)
     result = watched.finished()
     watched.assert_like((plain.save, whole), result)
-    assert f"of about {rows} rows are 8 iterations of 4 rows" in result.output
+    assert f"of about {rows:,} rows are 8 iterations of 4 rows" in result.output
     assert sorted(path.name for path in watched.save.glob("iter_*")) == ["iter_0000006", "iter_0000008"]
     found = [line for line in result.metrics if "samples" in line]
     assert [line["iteration"] for line in found] == [0, 3, 6, 8]
