@@ -1,7 +1,9 @@
 """Reading Hugging Face folders: complete and damaged ones."""
 
 import json
+import os
 import shutil
+import time
 
 import pytest
 import torch
@@ -304,3 +306,34 @@ def test_assets_exclude_weights(folder):
     add_tokenizer(path, ["a"])
     names = [asset.name for asset in HFFolder(path, FLAG).assets()]
     assert names == ["config.json", "generation_config.json", "tokenizer.json"]
+
+
+@pytest.mark.parametrize("size", [10**4, 10**6, 10**18, 10**400])
+def test_layers_beyond_any_model(folder, size):
+    """Before anything with an entry per layer is made."""
+    path, begin = folder("single"), time.monotonic()
+    change_json(path / "config.json", {"num_hidden_layers": size})
+    assert_refused(path, "is missing" if size == 10**4 else "at most 10000 is supported")
+    assert time.monotonic() - begin < 10
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "vocab_size", "num_attention_heads", "intermediate_size"])
+def test_sizes_beyond_an_int(folder, key):
+    path = folder("single")
+    change_json(path / "config.json", {key: 10**18})
+    assert_refused(path, f'"{key}" is 1000000000000000000; at most 2147483647 is supported')
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX])
+def test_pipes_are_not_waited_for(folder, name):
+    path = folder("sharded")
+    (path / name).unlink()
+    os.mkfifo(path / name)
+    assert_refused(path, f"{name} is not readable JSON (it is not a regular file)")
+
+
+@pytest.mark.parametrize("text", ["[" * 10**6, '{"a":' * 200 + "1" + "}" * 200, '{"hidden_size": ' + "1" * 5000 + "}"])
+def test_json_bombs(folder, text):
+    path = folder("single")
+    (path / "config.json").write_text(text)
+    assert_refused(path, "config.json is not readable JSON")

@@ -3,13 +3,14 @@
 import ast
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tokenizers import Tokenizer, models
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from mkd.config.megatron_args import _set_globals
 from mkd.errors import MkdCheckpointError, MkdConfigError, MkdDataError
@@ -158,3 +159,20 @@ def test_tools_refuse_the_code_of_a_folder(tool: str, folder: Path, mark: Path, 
     assert found.stderr.splitlines()[-1].startswith("error: --")
     assert "auto_map AutoTokenizer: own.Own" in found.stderr.splitlines()[-1]
     assert not mark.exists()
+
+
+def test_a_pattern_that_backtracks(tmp_path: Path) -> None:
+    """Found when the tokenizer is loaded, not in the middle of the data."""
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"(a+)+$"), "isolated")
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(MkdDataError, match=r"--tokenizer-model .*a pattern in its tokenizer.json backtracks"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_pipes_in_a_folder_are_not_waited_for(tmp_path: Path) -> None:
+    Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?")).save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(str(tmp_path)).get_vocab() == {"a": 0, "?": 1}
+    os.mkfifo(tmp_path / "tokenizer_config.json")
+    with pytest.raises(MkdDataError, match=r"tokenizer_config\.json is not a regular file"):
+        load_tokenizer(str(tmp_path))
