@@ -113,7 +113,7 @@ class RowSets:
         base = chat_base(name, self.tokenizer, self.config.path_to_cache)
         if not dist.is_initialized() or dist.get_rank() == 0:
             tokenize_chat(name, self.tokenizer, base, self.say)
-        store = ChatStore(base, share)
+        store = ChatStore(base, share, self.true_vocab)
         if store.facts.max_token_id >= self.true_vocab:
             raise MkdDataError(
                 f"--data-path {name}: its largest token id is {store.facts.max_token_id}, but the model's vocabulary "
@@ -126,9 +126,10 @@ class RowSets:
         base = aligned_base(name, encoder, self.config.path_to_cache)
         if not dist.is_initialized() or dist.get_rank() == 0:
             tokenize_aligned(name, encoder, base, self.say, self.true_vocab)
-        store = AlignedStore(base, share, len(encoder.folders))
+        vocabularies = (self.true_vocab, *self.cross.vocabularies)
+        store = AlignedStore(base, share, len(encoder.folders), vocabularies)
         self.say(f"{name}: {store.facts}")
-        views = zip(store.facts.max_token_id, (self.true_vocab, *self.cross.vocabularies), encoder.folders, strict=True)
+        views = zip(store.facts.max_token_id, vocabularies, encoder.folders, strict=True)
         for largest, vocabulary, folder in views:
             if largest >= vocabulary:
                 raise MkdDataError(

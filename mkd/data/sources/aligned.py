@@ -218,19 +218,32 @@ class _Counts:
 class AlignedStore:
     """Samples that `tokenize_aligned` has written: the store with k views beside ChatStore and DocumentStore."""
 
-    def __init__(self, base: Path, share: tuple[float, float], views: int) -> None:
-        """Open the samples between two shares (0 to 1)."""
+    def __init__(
+        self, base: Path, share: tuple[float, float], views: int, vocabularies: Sequence[int | None] = ()
+    ) -> None:
+        """Open the samples between two shares (0 to 1).
+
+        Args:
+            base: path from `aligned_base`.
+            share: first and last share.
+            views: number of views.
+            vocabularies: size of each view's vocabulary: ids from there up are errors.
+        """
         self.facts = read_facts(base, AlignedFacts)
-        files = MappedSamples(base, self.facts.samples, "pairs")
+        self._vocabularies = tuple(vocabularies)
+        self._files = files = MappedSamples(base, self.facts.samples, "pairs")
         part = part_of(self.facts.samples, share)
         self._bounds = files.bounds[part.start : part.stop + 1]
         self.lengths = _lengths(base, views, np.diff(files.bounds))[part]
-        self._words, self._check = files.words, files.check
+        self._words, self._first = files.words, part.start
 
     def read(self, sample: int) -> AlignedSample:
-        self._check()
+        self._files.check()
         begin, end = self._bounds[sample : sample + 2].tolist()
-        return AlignedSample.of_words(np.asarray(self._words[begin:end]), self.lengths[sample].tolist())
+        found = AlignedSample.of_words(np.asarray(self._words[begin:end]), self.lengths[sample].tolist())
+        for view, vocabulary in zip((found, *found.views), self._vocabularies, strict=False):
+            self._files.check_ids(view.ids, vocabulary, self._first + sample)
+        return found
 
 
 def _lengths(base: Path, views: int, words: np.ndarray) -> np.ndarray:

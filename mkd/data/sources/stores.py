@@ -9,7 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
@@ -125,6 +125,11 @@ class MappedSamples:
     def _damage(self, text: str) -> MkdDataError:
         return MkdDataError(f"{self._base}.* in the data cache is damaged ({text}): delete these files")
 
+    def check_ids(self, ids: np.ndarray, true_vocab: int | None, sample: int) -> None:
+        """Raise MkdDataError if a sample has an id that is not in the vocabulary."""
+        if true_vocab is not None and len(ids) and (largest := int(ids.max())) >= true_vocab:
+            raise self._damage(f"sample {sample} has token id {largest}, the model's vocabulary {true_vocab} tokens")
+
     def check(self) -> None:
         """Raise MkdDataError if a file became shorter."""
         if (problem := self._guard.problem()) is not None:
@@ -136,20 +141,23 @@ class ChatStore:
 
     all_targets = False
 
-    def __init__(self, base: Path, share: tuple[float, float]) -> None:
-        """Open the conversations between two shares (0 to 1)."""
+    def __init__(self, base: Path, share: tuple[float, float], true_vocab: int | None = None) -> None:
+        """Open the conversations between two shares (0 to 1); ids from `true_vocab` up are errors."""
         self.facts = read_facts(base, ChatFacts)
-        files = MappedSamples(base, self.facts.conversations, "tokens")
+        self._true_vocab = true_vocab
+        self._files = files = MappedSamples(base, self.facts.conversations, "tokens")
         part = part_of(self.facts.conversations, share)
         self._bounds = files.bounds[part.start : part.stop + 1]
         self.lengths = np.diff(self._bounds)
-        self._tokens, self._check = files.words, files.check
+        self._tokens, self._first = files.words, part.start
 
     def read(self, sample: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        self._check()
+        self._files.check()
         begin = int(self._bounds[sample]) + start
         stored = np.asarray(self._tokens[begin : begin + count])
-        return (stored & ~SUPERVISED).astype(np.int64), (stored & SUPERVISED) != 0
+        ids = (stored & ~SUPERVISED).astype(np.int64)
+        self._files.check_ids(ids, self._true_vocab, self._first + sample)
+        return ids, (stored & SUPERVISED) != 0
 
 
 def content_fingerprint(name: str) -> str:
@@ -292,8 +300,9 @@ def read_facts[Facts](base: Path, kind: Callable[..., Facts]) -> Facts:
     file = file_of(base, "json")
     try:
         facts = kind(**read_json(file))
-        if type(facts.version) is not int:
-            raise ValueError(f"version is {facts.version!r}")
+        for field in fields(facts):
+            if field.type is int and type(value := getattr(facts, field.name)) is not int:
+                raise ValueError(f"{field.name} is {str(value)[:40]!r}")
         return facts
     except FileNotFoundError as error:
         raise MkdDataError(

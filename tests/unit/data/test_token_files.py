@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 
 from mkd.data.datasets import build_datasets, check_data
+from mkd.data.sources.chat import ChatTokenizer
 from mkd.data.sources.indexed import INDEX_HEADER
-from mkd.data.sources.stores import DocumentStore
+from mkd.data.sources.stores import ChatStore, DocumentStore, chat_base, tokenize_chat
 from mkd.data.sources.token_files import TokenFile, check_index
 from mkd.errors import MkdDataError
+from tests.support.chats import MARKED, chat_tokenizer, talk, write_lines
 from tests.support.e2e.small_job import VOCAB, write_data
 from tests.unit.data.test_document_rows import config_of
 
@@ -197,3 +199,43 @@ def test_a_read_only_folder(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> No
     with monkeypatch.context() as patch, pytest.raises(MkdDataError, match=r"Read-only file system.*--data-cache-path"):
         patch.setattr(os, "mkdir", refuse)
         build(str(prefix))
+
+
+DAMAGE = {
+    "an id": (".tokens", 4, VOCAB, "sample 0 has token id 307, the model's vocabulary 307 tokens"),
+    "a bound": (".bounds", 8, 10**9, "do not rise"),
+    "statistics": (".json", None, '{"conversations": "3"}', "is broken"),
+}
+
+
+@pytest.mark.parametrize("change", DAMAGE)
+def test_damaged_stores_of_chats(tmp_path: Path, change: str) -> None:
+    name = str(write_lines(tmp_path / "chat.jsonl", [{"messages": talk("a", "b c")}] * 3))
+    tokenizer = ChatTokenizer(str(chat_tokenizer_folder(tmp_path)))
+    base = chat_base(name, tokenizer, None)
+    tokenize_chat(name, tokenizer, base, lambda line: None)
+    assert len(ChatStore(base, (0.0, 1.0), VOCAB).read(0, 0, 3)[0]) == 3
+    suffix, offset, value, words = DAMAGE[change]
+    file = Path(f"{base}{suffix}")
+    if offset is None:
+        file.write_text(value)
+    else:
+        put(str(file), offset, "<q" if suffix == ".bounds" else "<I", value)
+    with pytest.raises(MkdDataError, match=words):
+        ChatStore(base, (0.0, 1.0), VOCAB).read(0, 0, 3)
+
+
+def chat_tokenizer_folder(root: Path) -> Path:
+    chat_tokenizer(root / "tokenizer", MARKED)
+    return root / "tokenizer"
+
+
+def test_stores_of_chats_truncated_while_they_are_read(tmp_path: Path) -> None:
+    name = str(write_lines(tmp_path / "chat.jsonl", [{"messages": talk("a", "b c")}] * 3))
+    tokenizer = ChatTokenizer(str(chat_tokenizer_folder(tmp_path)))
+    base = chat_base(name, tokenizer, None)
+    tokenize_chat(name, tokenizer, base, lambda line: None)
+    store = ChatStore(base, (0.0, 1.0))
+    os.truncate(f"{base}.tokens", 4)
+    with pytest.raises(MkdDataError, match="was truncated while it is read: 4 bytes"):
+        store.read(2, 0, 3)
