@@ -5,6 +5,7 @@ A job that restarts in its --save folder continues the runs whose ids are stored
 
 import json
 import os
+import threading
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -200,6 +201,15 @@ def start_trackers(args: Namespace, kd: KDConfig) -> list[Tracker]:
 
 
 def _start_tensorboard(args: Namespace) -> None:
+    print_traceback = threading.excepthook
+
+    def report(failure: threading.ExceptHookArgs) -> None:
+        # The writer's next call raises the exception of TensorBoard's thread again, and `LenientWriter` reports it.
+        if type(failure.thread).__module__.partition(".")[0] != "tensorboard":
+            print_traceback(failure)
+
+    if args.tensorboard_dir:
+        threading.excepthook = report
     try:
         global_vars._set_tensorboard_writer(args)
     except OSError as error:
