@@ -1,12 +1,11 @@
-"""The vocabulary over tensor-parallel ranks: its layout, a rank's shard, and the exchange of token statistics."""
+"""The vocabulary over tensor-parallel ranks: its layout, a rank's shard, and the exchange of token statistics.
+
+Megatron is imported only where hidden states cross several ranks: the losses alone run without it.
+"""
 
 from dataclasses import dataclass
 
 import torch
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
@@ -113,6 +112,8 @@ class VocabLayout:
         """Frozen hidden states of all tokens [N, H]: one all-gather under sequence parallelism, else nothing."""
         if self.size == 1 or not self.sequence_parallel:
             return hidden
+        from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
         return gather_from_sequence_parallel_region(hidden, group=self.tp_group)
 
     def gather_trained_hidden(self, hidden: Tensor) -> Tensor:
@@ -122,6 +123,11 @@ class VocabLayout:
         """
         if self.size == 1:
             return hidden
+        from megatron.core.tensor_parallel.mappings import (
+            copy_to_tensor_model_parallel_region,
+            gather_from_sequence_parallel_region,
+        )
+
         if not self.sequence_parallel:
             return copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
         return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=self.tp_group)
