@@ -1,5 +1,6 @@
 """Reads the JSON lines of a training run (`--kd-metrics-file`), for plots and tables."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,18 +38,19 @@ class RunLog:
                 raise MkdDataError(f"metrics file {path}, line {number}: broken JSON ({error})") from None
             if not isinstance(record, dict):
                 raise MkdDataError(f"metrics file {path}, line {number}: not a JSON object")
-            run._add(record)
+            run.add(record)
         if not run.series:
             raise MkdDataError(f"metrics file {path} holds no iteration yet")
         return run
 
-    def _add(self, record: dict) -> None:
+    def add(self, record: dict) -> None:
+        """Add the numbers of a line; a line without an iteration is an event and has none."""
         iteration = record.get("iteration")
-        if not isinstance(iteration, int):
-            return  # an event line
+        if not isinstance(iteration, int) or isinstance(iteration, bool):
+            return
         for name, value in record.items():
             if name != "iteration" and isinstance(value, int | float) and not isinstance(value, bool):
-                self.series.setdefault(name, {})[iteration] = float(value)
+                self.series.setdefault(name, {})[iteration] = _as_float(value)
 
     def curve(self, name: str) -> tuple[list[int], list[float]]:
         """Iterations and values of a name, in order; both empty if the run has none."""
@@ -64,3 +66,10 @@ class RunLog:
         """The latest value of a name, or None."""
         values = self.curve(name)[1]
         return values[-1] if values else None
+
+
+def _as_float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.copysign(math.inf, value)
