@@ -4,7 +4,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
-from mkd.checkpoint.source import EnsembleSource, ModelSource, common_vocabulary
+from mkd.checkpoint.source import EnsembleSource, ModelSource
 from mkd.config import data_args, flags, megatron_args
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron_arg_names import ArgRole, names_with, values_without_student
@@ -12,7 +12,8 @@ from mkd.config.megatron_checks import check_attention_heads, check_divisions
 from mkd.config.run_state import RunState
 from mkd.data.sources.stores import is_chat_file
 from mkd.errors import MkdConfigError
-from mkd.job.data import JobData, hash_of_tokenizer
+from mkd.job.cross_tokenizer import sort_teachers
+from mkd.job.data import JobData, folder_of_tokenizer, hash_of_tokenizer
 from mkd.job.teacher import ModelTeacherSpec, teacher_source
 from mkd.teacher.cache.record_format import MAX_COUNT, MAX_VOCAB
 from mkd.teacher.cache.store import CacheMeta
@@ -21,7 +22,7 @@ from mkd.utils.logging import set_level
 _KD_FIELDS = (
     *("teacher_hf", "teacher_load", "teacher_dtype", "teacher_offload", "student_hf", "loss_chunk_rows"),
     *("packing", "packing_multiple", "long_samples", "variable_seq_lengths", "mask", "dry_run", "verbose"),
-    "log_level",
+    *("log_level", "same_tokenizer"),
 )
 """Fields of KDConfig about the teacher and its data; the others are about the student and are ignored."""
 
@@ -150,7 +151,8 @@ class CacheJob:
         origin = student.origin if student else f"--tokenizer-model {args.tokenizer_model}"
         vocab = source.vocab_size
         if student is not None or own_tokenizer is not None or vocab is None:
-            vocab = common_vocabulary(origin, megatron_args.true_vocabulary(args), tokenizer, source)
+            size, folder = megatron_args.true_vocabulary(args), folder_of_tokenizer(args, student)
+            _, vocab = sort_teachers(kd, origin, size, tokenizer, source, folder)
         JobData(args, kd, vocab).check(tokenizer)
         teacher = ModelTeacherSpec.of(source, args, kd, vocab, source.fingerprint())
         positions = "document" if args.reset_position_ids else "segment"

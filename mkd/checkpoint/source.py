@@ -16,6 +16,7 @@ from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.load import load_hf_weights
 from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.checkpoint.megatron_load import load_megatron_weights
+from mkd.checkpoint.tokenizer_difference import TokenizerDifference, tokenizer_difference
 from mkd.checkpoint.tokenizer_hash import hash_hex
 from mkd.errors import MkdConfigError
 
@@ -138,7 +139,23 @@ def has_other_tokenizer(student_hash: str | None, teacher: TeacherSource) -> boo
     return None not in (student_hash, teacher.tokenizer_hash) and student_hash != teacher.tokenizer_hash
 
 
-def common_vocabulary(student: str, student_vocab: int, student_hash: str | None, teacher: TeacherSource) -> int:
+def compare_tokenizers(folder: Path | None, teacher: TeacherSource) -> TokenizerDifference | None:
+    """Compare the student's tokenizer, in `folder`, with a teacher's; None if a tokenizer.json is not at hand."""
+    other = getattr(teacher, "tokenizer_folder", None)
+    if folder is None or other is None:
+        return None
+    return tokenizer_difference(folder, other, ("the student's tokenizer", teacher.origin))
+
+
+def common_vocabulary(
+    student: str,
+    student_vocab: int,
+    student_hash: str | None,
+    teacher: TeacherSource,
+    *,
+    folder: Path | None = None,
+    renamed_control_tokens: bool = False,
+) -> int:
     """Number of tokens that student and teacher share, with equal ids.
 
     Models with the same tokenizer may pad their vocabulary to different sizes and report the padded one as vocab_size.
@@ -149,6 +166,8 @@ def common_vocabulary(student: str, student_vocab: int, student_hash: str | None
         student_vocab: vocabulary size of the student.
         student_hash: hash of the student's tokenizer; None if unknown.
         teacher: the teacher.
+        folder: the folder of the student's tokenizer; None if unknown.
+        renamed_control_tokens: accept tokenizers that differ in names of control tokens only (--kd-same-tokenizer).
 
     Raises:
         MkdConfigError: the tokenizers differ, or the sizes differ and a tokenizer is unknown: equal ids could then be
@@ -156,7 +175,9 @@ def common_vocabulary(student: str, student_vocab: int, student_hash: str | None
     """
     hint = "a teacher with a different tokenizer needs --kd-xtoken-loss (docs/cross_tokenizer.md)"
     if has_other_tokenizer(student_hash, teacher):
-        raise MkdConfigError(f"{student} and {teacher.origin} have different tokenizers; {hint}")
+        difference = compare_tokenizers(folder, teacher)
+        if not (renamed_control_tokens and difference is not None and difference.is_in_names_only):
+            raise MkdConfigError(_refusal(student, teacher, difference, hint, renamed_control_tokens))
     if teacher.vocab_size is None or teacher.vocab_size == student_vocab:
         return student_vocab
     if student_hash is None or teacher.tokenizer_hash is None:
@@ -165,3 +186,20 @@ def common_vocabulary(student: str, student_vocab: int, student_hash: str | None
             f"{hint}. If they do share it, put the tokenizer's files into both folders"
         )
     return min(student_vocab, teacher.vocab_size)
+
+
+def _refusal(
+    student: str, teacher: TeacherSource, difference: TokenizerDifference | None, hint: str, is_given: bool
+) -> str:
+    """The message about different tokenizers: what differs, and the remedies."""
+    text = f"{student} and {teacher.origin} have different tokenizers"
+    if difference is None:
+        unknown = "; --kd-same-tokenizer compares the tokenizer.json of two folders, which are not both here"
+        return f"{text}{unknown if is_given else ''}; {hint}"
+    if difference.is_in_names_only:
+        return (
+            f"{text}: {difference}. Ordinary text has the same ids in both: give --kd-same-tokenizer to train on these "
+            f"ids, or --kd-xtoken-loss to align texts (docs/cross_tokenizer.md)"
+        )
+    refused = "; --kd-same-tokenizer accepts only other names of control tokens" if is_given else ""
+    return f"{text}: {difference}{refused}; {hint}"

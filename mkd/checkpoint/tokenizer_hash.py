@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,17 @@ def tokenizer_hash(path: Path, flag: str) -> str | None:
     if (path / "tokenizer.json").is_file():
         content = read_json_object(path / "tokenizer.json", flag)
         model = content.get("model") or {}
-        merges = [m if isinstance(m, str) else " ".join(m) for m in model.get("merges") or []]
+        merges = merges_of(model)
         added = [[token.get("id"), token.get("content")] for token in content.get("added_tokens") or []]
         parts = {"type": model.get("type"), "vocab": model.get("vocab"), "merges": merges, "added": added}
         return hash_hex(json.dumps(parts, sort_keys=True).encode())
     files = [path / name for name in ("tokenizer.model", "vocab.json", "merges.txt") if (path / name).is_file()]
     return hash_hex(*(file.read_bytes() for file in files)) if files else None
+
+
+def merges_of(model: Mapping[str, Any]) -> list[str]:
+    """The merges of a BPE model, whose pairs are strings or lists."""
+    return [merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges") or []]
 
 
 def hash_hex(*parts: bytes) -> str:

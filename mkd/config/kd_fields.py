@@ -118,6 +118,11 @@ class KDFields:
     """Distance of --kd-hidden-loss. mse: mean over the teacher's width of the squared difference. cosine: 1 - cosine of
     the angle."""
 
+    same_tokenizer: bool = False
+    """Accept a teacher whose tokenizer differs from the student's in the names of control tokens only: special tokens,
+    and added ones named like <think>. The teacher reads the student's ids as they are; those that differ are
+    printed."""
+
     xtoken_loss: XTokenLoss | None = field(
         default=None, metadata={"argparse_meta": {"nargs": "?", "const": "partition_kl"}}
     )

@@ -208,6 +208,7 @@ _NOT_THE_OBJECTIVE = {
     "skip_checkpoint_hashes",
     "other_teacher",
     "allow_bad_teacher",
+    "same_tokenizer",
     "metrics_file",
     "config",
     "dry_run",

@@ -29,7 +29,7 @@ from mkd.job.checkpoints import (
     select_checkpoint,
 )
 from mkd.job.cross_tokenizer import CrossTokenizers, sort_teachers
-from mkd.job.data import JobData, hash_of_tokenizer
+from mkd.job.data import JobData, folder_of_tokenizer, hash_of_tokenizer
 from mkd.job.epochs import set_iterations
 from mkd.job.samples import SampleWriter
 from mkd.job.teacher import TeacherSpec, check_teacher_fits, teacher_source, teacher_spec
@@ -139,7 +139,12 @@ def _check_stored_maps(draft: JobDraft) -> None:
 def _sort_teachers(draft: JobDraft) -> None:
     if draft.true_vocab is not None:
         draft.foreign, draft.true_vocab = sort_teachers(
-            draft.kd, draft.student_origin, draft.true_vocab, draft.tokenizer_hash, draft.source
+            draft.kd,
+            draft.student_origin,
+            draft.true_vocab,
+            draft.tokenizer_hash,
+            draft.source,
+            folder_of_tokenizer(draft.args, draft.student),
         )
 
 

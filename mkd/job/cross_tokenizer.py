@@ -8,7 +8,14 @@ from pathlib import Path
 
 import torch
 
-from mkd.checkpoint.source import EnsembleSource, ModelSource, TeacherSource, common_vocabulary, has_other_tokenizer
+from mkd.checkpoint.source import (
+    EnsembleSource,
+    ModelSource,
+    TeacherSource,
+    common_vocabulary,
+    compare_tokenizers,
+    has_other_tokenizer,
+)
 from mkd.config import data_args
 from mkd.config.kd_config import KDConfig
 from mkd.config.teacher_args import row_multiple
@@ -22,6 +29,7 @@ from mkd.data.sources.stores import is_chat_file
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdConfigError, MkdDataError
 from mkd.train.objective import CrossTokenizer
+from mkd.utils.logging import logger
 from mkd.xtoken.text.conversations import ends_of_turn
 from mkd.xtoken.text.tokenize_and_align import TextAligner
 from mkd.xtoken.text.tokens import Role, SpanTokenizer
@@ -162,7 +170,12 @@ def _special_pairs(
 
 
 def sort_teachers(
-    kd: KDConfig, student: str, student_vocab: int, student_hash: str | None, teacher: TeacherSource
+    kd: KDConfig,
+    student: str,
+    student_vocab: int,
+    student_hash: str | None,
+    teacher: TeacherSource,
+    tokenizer_folder: Path | None = None,
 ) -> tuple[list[ModelSource], int]:
     """The teachers with other tokenizers, and the number of tokens that the student shares with the other teachers.
 
@@ -170,13 +183,17 @@ def sort_teachers(
         kd: says whether other tokenizers are expected.
         student, student_vocab, student_hash: see `common_vocabulary`.
         teacher: one, or several.
+        tokenizer_folder: of the student's tokenizer; None if unknown.
 
     Raises:
         MkdConfigError: as `common_vocabulary`, of a teacher with another tokenizer without --kd-xtoken-loss; or the
             flag is given and there is none.
     """
     teachers = teacher.sources if isinstance(teacher, EnsembleSource) else (teacher,)
-    foreign = [one for one in teachers if kd.xtoken_loss and has_other_tokenizer(student_hash, one)]
+    other = [one for one in teachers if has_other_tokenizer(student_hash, one)]
+    renamed = other if kd.same_tokenizer else []
+    renamed = [one for one in renamed if _has_other_names(tokenizer_folder, one)]
+    foreign = [one for one in other if kd.xtoken_loss and one not in renamed]
     for one in teachers:
         if one not in foreign:
             if kd.xtoken_loss and not foreign and None in (student_hash, one.tokenizer_hash):
@@ -184,13 +201,31 @@ def sort_teachers(
                     f"--kd-xtoken-loss is {kd.xtoken_loss}, but the tokenizers of {student} and {one.origin} are not "
                     "both known: put their files into the folders"
                 )
-            student_vocab = common_vocabulary(student, student_vocab, student_hash, one)
+            student_vocab = common_vocabulary(
+                student,
+                student_vocab,
+                student_hash,
+                one,
+                folder=tokenizer_folder,
+                renamed_control_tokens=kd.same_tokenizer,
+            )
     if kd.xtoken_loss and not foreign:
         raise MkdConfigError(
             f"--kd-xtoken-loss is {kd.xtoken_loss}, but {student} and {teacher.origin} have the same tokenizer: "
             "leave it out"
         )
+    for one in renamed:
+        logger.warning(
+            f"--kd-same-tokenizer: {student} and {one.origin}: {compare_tokenizers(tokenizer_folder, one)}. Where "
+            "these ids occur in the data, the teacher reads its own token of that id, or an untrained one"
+        )
     return foreign, student_vocab
+
+
+def _has_other_names(folder: Path | None, teacher: ModelSource) -> bool:
+    """True if a teacher's tokenizer differs from the student's in names of control tokens only."""
+    difference = compare_tokenizers(folder, teacher)
+    return difference is not None and difference.is_in_names_only
 
 
 def _check(sources: Sequence[ModelSource], args: Namespace, kd: KDConfig) -> None:
