@@ -73,11 +73,11 @@ class ModelSource:
         tokenizer = folder.tokenizer_hash()
         return cls(
             origin=f"{flag} {path}",
-            path=Path(path),
+            path=folder.path,
             architecture=architecture,
             vocab_size=architecture["vocab_size"],
             tokenizer_hash=tokenizer,
-            tokenizer_folder=None if tokenizer is None else Path(path),
+            tokenizer_folder=None if tokenizer is None else folder.path,
             fingerprint=folder.fingerprint,
             load=lambda chunks, vocab: load_hf_weights(chunks, folder, vocab),
         )

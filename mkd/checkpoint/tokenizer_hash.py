@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mkd.errors import MkdCheckpointError
+from mkd.utils.hub_folder import model_folder
 from mkd.utils.json_files import read_json
 
 ASSETS = "hf_assets"
@@ -30,6 +31,7 @@ def read_json_object(path: Path, flag: str) -> dict[str, Any]:
 
 def tokenizer_hash(path: Path, flag: str) -> str | None:
     """See `HFFolder.tokenizer_hash`; `path` is any folder with tokenizer files."""
+    path = model_folder(path, flag)
     if (path / "tokenizer.json").is_file():
         content = read_json_object(path / "tokenizer.json", flag)
         model = content.get("model") or {}

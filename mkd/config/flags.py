@@ -5,6 +5,7 @@ from argparse import ArgumentParser, Namespace
 from difflib import get_close_matches
 from functools import cache
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.training.argument_utils import ArgumentGroupFactory
@@ -15,6 +16,7 @@ from mkd.config.kd_config import KDConfig
 from mkd.config.kd_fields import KDFields
 from mkd.config.run_file import check_settings, read_settings, words_of
 from mkd.errors import MkdConfigError
+from mkd.utils.hub_folder import model_folder
 
 # Prefixes of Megatron flags that conflict with distillation -> the flags to use instead.
 # Checked on the command line itself: some of them exist only if further packages are installed.
@@ -140,8 +142,16 @@ def parse_flags() -> tuple[Namespace, dict[str, Any]]:
         sys.argv[1:] = [*words_of(settings), *sys.argv[1:]]
     refuse_contradictions(sys.argv[1:])
     args = parse_args(add_kd_flags)
+    if args.tokenizer_model is not None:
+        args.tokenizer_model = _snapshot(args.tokenizer_model, "--tokenizer-model")
     prefix = "kd_"
     return args, {name.removeprefix(prefix): value for name, value in vars(args).items() if name.startswith(prefix)}
+
+
+def _snapshot(folder: str, flag: str) -> str:
+    """A folder as given, or its snapshot if it is one of the hub's cache."""
+    found = model_folder(folder, flag)
+    return folder if found == Path(folder) else str(found)
 
 
 def refuse_contradictions(argv: list[str]) -> None:

@@ -87,9 +87,14 @@ def _adopt_architecture(draft: JobDraft) -> None:
     if draft.student is not None:
         adopt_architecture(args, draft.student.architecture, draft.student.origin)
         args.tokenizer_type = args.tokenizer_type or "HuggingFaceTokenizer"
-        args.tokenizer_model = args.tokenizer_model or draft.kd.student_hf
+        args.tokenizer_model = args.tokenizer_model or _tokenizer_folder(draft.student, draft.kd.student_hf)
     elif args.use_checkpoint_args:
         adopt_from_checkpoint(args, draft.state)
+
+
+def _tokenizer_folder(student: ModelSource, given: str) -> str:
+    """The student's folder as given, or its snapshot if it is one of the hub's cache."""
+    return given if student.path == Path(given) else str(student.path)
 
 
 def _find_vocabulary(draft: JobDraft) -> None:

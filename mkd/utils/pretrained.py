@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from mkd.errors import MkdCheckpointError, MkdDataError
+from mkd.utils.hub_folder import download_hint, model_folder
 from mkd.utils.json_files import read_json, require_regular_files
 from mkd.utils.limits import call_within
 from mkd.utils.tokenizer_files import TOKENIZER_MARKERS
@@ -39,17 +40,17 @@ def load_tokenizer(directory: str, flag: str = "--tokenizer-model") -> PreTraine
     Raises MkdDataError if the folder is missing, holds no tokenizer files, needs its own code, or transformers cannot
     read it.
     """
-    path = Path(directory)
+    path = model_folder(directory, flag)
     if not path.is_dir():
-        raise MkdDataError(f"{flag} {directory} does not exist or is not a folder")
+        raise MkdDataError(f"{flag} {directory} does not exist or is not a folder{download_hint(directory)}")
     if not any((path / name).is_file() for name in TOKENIZER_MARKERS):
         raise MkdDataError(f"{flag} {directory} holds no tokenizer (none of {', '.join(TOKENIZER_MARKERS)})")
     try:
         require_regular_files(path)
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
         return _probed(tokenizer)
     except Exception as error:
-        reason = code_needed(directory, ("AutoTokenizer", "AutoConfig"), error)
+        reason = code_needed(path, ("AutoTokenizer", "AutoConfig"), error)
         reason = reason or f"cannot be read by transformers: {' '.join(str(error).split())}"
         raise MkdDataError(f"{flag} {directory} {reason}") from error
 

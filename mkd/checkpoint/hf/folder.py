@@ -18,6 +18,7 @@ from mkd.checkpoint.safetensors_files import TensorEntry, read_header
 from mkd.checkpoint.tokenizer_hash import ASSETS, read_json_object, tokenizer_hash
 from mkd.errors import MkdCheckpointError
 from mkd.utils.atomic_files import copy_file
+from mkd.utils.hub_folder import download_hint, model_folder
 from mkd.utils.tokenizer_files import TOKENIZER_FILES
 
 WEIGHTS = "model.safetensors"
@@ -31,14 +32,14 @@ ROWS_PER_BLOCK = 4096
 
 
 class HFFolder:
-    """A folder with `config.json` and safetensors weights.
+    """A folder with `config.json` and safetensors weights, or a folder of the hub's cache with one.
 
     Construction reads only JSON and the safetensors headers, and raises `MkdCheckpointError` when the folder is
     missing, empty or incomplete. Every message names `flag`, the command-line flag that gave the folder.
     """
 
     def __init__(self, path: str | os.PathLike, flag: str) -> None:
-        self.path = Path(path)
+        self.path = model_folder(path, flag)
         self.flag = flag
         self._check_folder()
         self.config: dict[str, Any] = read_json_object(self.path / "config.json", flag)
@@ -100,7 +101,7 @@ class HFFolder:
 
     def _check_folder(self) -> None:
         if not self.path.exists():
-            raise self.error("the folder does not exist")
+            raise self.error(f"the folder does not exist{download_hint(self.path)}")
         if not self.path.is_dir():
             raise self.error("this is a file; give the folder that holds config.json and the safetensors files")
         names = {entry.name for entry in self.path.iterdir()}
