@@ -16,6 +16,8 @@ from mkd.job.job import Job
 from mkd.utils.pretrained import load_tokenizer
 
 TARGET, CONTEXT = "green", "dim"
+SIGNS = ("[[", "]]")
+"""Around targets, for terminals without colors and eyes that do not tell them apart."""
 FIRST_BYTES = 1 << 18
 """Bytes of a chat file from which samples are read."""
 FIRST_SAMPLES = 512
@@ -43,13 +45,14 @@ def first_samples(name: str, tokenizer_folder: str | None) -> list[Sample]:
 
 
 def painted(sample: Sample, tokenizer: PreTrainedTokenizerBase | None, most: int) -> Text:
-    """A sample's first tokens as text, targets in another color; as ids without a tokenizer."""
+    """A sample's first tokens as text, targets between signs and in another color; as ids without a tokenizer."""
     ids, targets = (part[:most] for part in sample)
     text = Text()
     for is_target, group in groupby(range(len(ids)), key=lambda place: bool(targets[place])):
         some = [int(ids[place]) for place in group]
-        words = " ".join(map(str, some)) + " " if tokenizer is None else tokenizer.decode(some)
-        text.append(words, style=TARGET if is_target else CONTEXT)
+        words = " ".join(map(str, some)) if tokenizer is None else tokenizer.decode(some)
+        words = f"{SIGNS[0]}{words}{SIGNS[1]}" if is_target else words
+        text.append(words + ("" if tokenizer else " "), style=TARGET if is_target else CONTEXT)
     if len(sample[0]) > most:
         text.append(f" ... ({len(sample[0])} tokens)", style=CONTEXT)
     return text

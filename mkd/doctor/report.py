@@ -10,7 +10,7 @@ from rich.text import Text
 from mkd import cpu
 from mkd.config import data_args
 from mkd.doctor.findings import Findings
-from mkd.doctor.peek import CONTEXT, TARGET, peek
+from mkd.doctor.peek import CONTEXT, SIGNS, TARGET, peek
 from mkd.job.job import Job
 from mkd.job.memory_table import print_memory, workload
 from mkd.job.plan import plan
@@ -29,7 +29,7 @@ def show_plan(job: Job, console: Console) -> None:
 
 
 def show_data(job: Job, samples: int, tokens: int, findings: Findings, console: Console) -> None:
-    """Print the first tokens of a few samples per file, targets in color, if all files can be read."""
+    """Print the first tokens of a few samples per file, targets in color and signs, if all files can be read."""
     with findings.tolerate():
         names = data_args.data_prefixes(job.args)
         starts = tuple(start for name in names for start in (f"--data-path {name}", f"{name}, line"))
@@ -40,7 +40,9 @@ def show_data(job: Job, samples: int, tokens: int, findings: Findings, console: 
             console.print(text, markup=False, highlight=False, soft_wrap=True)
             if reading.warning is not None:
                 findings.warning(reading.warning)
-        console.print(Text("data: ").append("target", style=TARGET).append(", ").append("context", style=CONTEXT))
+        console.print(
+            Text("data: ").append("target".join(SIGNS), style=TARGET).append(", ").append("context", style=CONTEXT)
+        )
         with console.status("reading samples"):
             peek(job, names, samples, tokens, lambda text: console.print(text, markup=False, highlight=False))
 

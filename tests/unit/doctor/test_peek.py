@@ -1,4 +1,4 @@
-"""The doctor's look into data: text, targets in color, rows."""
+"""The doctor's look into data: text, targets between signs and in color, rows."""
 
 from types import SimpleNamespace
 
@@ -21,7 +21,7 @@ def test_documents_are_targets(tmp_path):
     samples = first_samples(str(write_data(tmp_path / "text", [[1, 2, 3], [4, 5]])), None)
     assert [ids.tolist() for ids, _ in samples] == [[1, 2, 3], [4, 5]]
     assert all(targets.all() for _, targets in samples)
-    assert painted(samples[0], None, most=2).plain == "1 2  ... (3 tokens)"
+    assert painted(samples[0], None, most=2).plain == "[[1 2]]  ... (3 tokens)"
 
 
 def test_what_the_assistant_says_is_painted(tmp_path):
@@ -30,11 +30,11 @@ def test_what_the_assistant_says_is_painted(tmp_path):
     (sample, *_) = first_samples(str(file), str(tmp_path / "tokenizer"))
     text = painted(sample, tokenizer, most=999)
     styles = {text.plain[span.start : span.end]: span.style for span in text.spans}
-    assert styles["an import<|end|>"] == TARGET
+    assert styles["[[an import<|end|>]]"] == TARGET
     assert next(style for part, style in styles.items() if "what is it?" in part) == CONTEXT
     said: list[str] = []
     peek(job(folder=str(tmp_path / "tokenizer")), [str(file)], 1, 999, lambda text: said.append(str(text)))
-    assert said[0] == f"{file}:" and "an import<|end|>" in said[1]
+    assert said[0] == f"{file}:" and "[[an import<|end|>]]" in said[1]
     assert said[2].endswith("of the first 3 samples are targets") and not said[2].startswith("100")
     assert "one per row" in said[-1]
 
