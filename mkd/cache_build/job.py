@@ -4,7 +4,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
-from mkd.checkpoint.source import EnsembleSource, ModelSource
+from mkd.checkpoint.source import EnsembleSource, ModelSource, fewest_positions
 from mkd.config import data_args, flags, megatron_args
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron_arg_names import ArgRole, names_with, values_without_student
@@ -111,7 +111,8 @@ class CacheJob:
 
     @property
     def data(self) -> JobData:
-        return JobData(self.args, self.kd, self.meta.true_vocab)
+        positions = fewest_positions(self.teacher.sources)
+        return JobData(self.args, self.kd, self.meta.true_vocab, teacher_positions=positions)
 
     @classmethod
     def from_command_line(cls, options: CacheOptions) -> "CacheJob":

@@ -4,7 +4,7 @@ A source holds everything that is known about a model before its weights are rea
 fingerprint, and the function that loads the weights.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -127,6 +127,13 @@ class EnsembleSource:
     def fingerprint(self) -> str:
         """See `TeacherSource`."""
         return common_fingerprint([source.fingerprint() for source in self.sources])
+
+
+def fewest_positions(teachers: Iterable[TeacherSource]) -> int | None:
+    """The smallest number of positions of teachers; None if none has a limit."""
+    each = [one.sources if isinstance(one, EnsembleSource) else (one,) for one in teachers]
+    known = [source.architecture.get("max_position_embeddings") for sources in each for source in sources]
+    return min((positions for positions in known if positions), default=None)
 
 
 def common_fingerprint(fingerprints: Sequence[str]) -> str:

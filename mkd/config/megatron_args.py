@@ -26,6 +26,7 @@ from mkd.config.megatron_checks import (
     check_context_parallel,
     check_intervals,
     check_learning_rate,
+    check_positions,
     check_ranks,
     check_required,
     check_saving,
@@ -144,6 +145,9 @@ def _validate(line: CommandLine) -> None:
         # A save on CPU forks its writer, which sees the weights as they are at that time; a persistent writer would
         # share the trainer's memory. Megatron has no asynchronous save without a persistent writer.
         args.async_save = args.use_persistent_ckpt_worker = False
+    positions = args.max_position_embeddings
+    if positions is not None and line.kd.packing != "none":
+        args.max_position_embeddings = max(positions, args.seq_length)  # see check_positions
     try:
         validate_args(args)
     except (AssertionError, ValueError) as error:
@@ -151,6 +155,7 @@ def _validate(line: CommandLine) -> None:
         reason = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
         raise MkdConfigError(f"megatron refuses the flags: {' '.join(reason.split())}") from error
     args.async_save = asynchronous
+    args.max_position_embeddings = positions if positions is not None else args.max_position_embeddings
     if args.tokenizer_type is None:
         raise MkdConfigError(
             "--tokenizer-type is missing (HuggingFaceTokenizer with --tokenizer-model DIR, or another)"
@@ -246,6 +251,7 @@ ARGUMENT_CHECKS: tuple[Check[CommandLine], ...] = (
         lambda line: check_batch(line.args),
         needs=("parallel sizes", "--seq-length", "--micro-batch-size"),
     ),
+    Check("positions", lambda line: check_positions(line.args, line.kd), needs=("--seq-length",)),
     Check("attention kernels", lambda line: check_attention_kernels(line.args, line.kd)),
     Check("variable lengths", _check_lengths),
 )

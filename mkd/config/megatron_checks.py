@@ -353,7 +353,7 @@ def check_variable_lengths(args: Namespace) -> None:
 
 
 def check_batch(args: Namespace) -> None:
-    """Refuse a global batch that the ranks do not divide, and samples longer than the student's positions."""
+    """Refuse a global batch that the ranks do not divide."""
     model_size = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     replicas = args.world_size // model_size
     batch, micro = args.global_batch_size, args.micro_batch_size
@@ -365,11 +365,24 @@ def check_batch(args: Namespace) -> None:
             f"--global-batch-size {batch} is not divisible by --micro-batch-size {micro} * {replicas} data-parallel "
             "ranks"
         )
+
+
+def check_positions(args: Namespace, kd: KDConfig) -> None:
+    """Refuse samples longer than the student's positions. Packed rows may be longer, since positions restart in each
+    sample and samples are cut to the models' positions."""
     positions = args.max_position_embeddings
-    if positions is not None and args.seq_length > positions:
+    if positions is None or args.seq_length <= positions:
+        return
+    where = "--max-position-embeddings, or max_position_embeddings in the config.json of --kd-student-hf"
+    has_table = args.position_embedding_type == "learned_absolute"  # without entries for the padding of longer rows
+    if kd.packing == "none" or has_table:
+        hint = "" if has_table else "; rows of several shorter samples may be: --kd-packing best_fit"
         raise MkdConfigError(
-            f"--seq-length {args.seq_length} is longer than the student's {positions} positions "
-            "(--max-position-embeddings, or max_position_embeddings in the config.json of --kd-student-hf)"
+            f"--seq-length {args.seq_length} is longer than the student's {positions} positions ({where}){hint}"
+        )
+    if positions < kd.packing_multiple:
+        raise MkdConfigError(
+            f"--kd-packing-multiple {kd.packing_multiple} is longer than the student's {positions} positions ({where})"
         )
 
 

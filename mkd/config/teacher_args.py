@@ -139,6 +139,7 @@ def teacher_arguments(
     dtype: str | None,
     own_tokens: tuple[int, int] | None = None,
     sizes: Mapping[str, int] | None = None,
+    is_packed: bool = False,
 ) -> Namespace:
     """Megatron arguments of the teacher: its own architecture and layout, and from the student how it is computed.
 
@@ -148,6 +149,7 @@ def teacher_arguments(
         dtype: fp32, bf16, fp16 or fp8; None takes the student's.
         own_tokens: vocabulary size and tokens per row of a teacher with another tokenizer.
         sizes: parallel sizes that differ from the student's, see `KDConfig.teacher_sizes`.
+        is_packed: rows hold several samples and may be longer than the teacher's positions.
 
     Raises:
         MkdConfigError: parallel sizes that do not divide the teacher, or rows longer than its positions.
@@ -172,9 +174,11 @@ def teacher_arguments(
     if dtype == "fp8":
         compute_in_fp8(teacher)
     check_teacher_divides(vars(teacher), own, args)
-    if teacher.max_position_embeddings is not None and teacher.seq_length > teacher.max_position_embeddings:
+    positions = teacher.max_position_embeddings
+    may_be_longer = is_packed and teacher.position_embedding_type != "learned_absolute"  # see check_positions
+    if positions is not None and teacher.seq_length > positions and not may_be_longer:
         raise MkdConfigError(
-            f"{row_flag} {teacher.seq_length} is longer than the teacher's {teacher.max_position_embeddings} positions "
+            f"{row_flag} {teacher.seq_length} is longer than the teacher's {positions} positions "
             "(max_position_embeddings in its config.json)"
         )
     return teacher

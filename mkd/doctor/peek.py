@@ -8,6 +8,7 @@ import numpy as np
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
+from mkd.data.packing.row_layout import RowLayout
 from mkd.data.packing.row_plan import cut, one_per_row, pack
 from mkd.data.sources.chat import SUPERVISED, ChatTokenizer
 from mkd.data.sources.stores import DocumentStore, is_chat_file
@@ -61,10 +62,12 @@ def painted(sample: Sample, tokenizer: PreTrainedTokenizerBase | None, most: int
 def rows_of(samples: Sequence[Sample], job: Job) -> list[str]:
     """The first rows made of these samples, and the share of tokens in all of them."""
     kd, length = job.kd, job.args.seq_length
-    pieces = cut(np.array([len(ids) for ids, _ in samples]), length, drop_long=kd.long_samples == "drop")
+    layout = RowLayout(length, kd.packing_multiple, kd.packing != "none", False, job.data.longest_sample)
+    most = layout.piece_length if layout.is_packed else length
+    pieces = cut(np.array([len(ids) for ids, _ in samples]), most, drop_long=kd.long_samples == "drop")
     if not len(pieces):
         return []
-    is_packed = kd.packing != "none"
+    is_packed = layout.is_packed
     plan = pack(pieces.positions, length, kd.packing_multiple, job.args.seed) if is_packed else None
     plan = plan or one_per_row(pieces.positions, length)
     lines = []

@@ -13,7 +13,7 @@ from megatron.training.global_vars import get_tokenizer
 
 from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.checkpoint.resume_point import ResumePoint
-from mkd.checkpoint.source import ModelSource, TeacherSource
+from mkd.checkpoint.source import ModelSource, TeacherSource, fewest_positions
 from mkd.config import megatron_checks
 from mkd.config.check_list import Check, Sink
 from mkd.config.data_args import data_prefixes
@@ -66,7 +66,8 @@ class JobDraft(CommandLine):
 
     @property
     def data(self) -> JobData:
-        return JobData(self.args, self.kd, self.true_vocab, self.cross)
+        known = () if self.source is None or self.foreign else (self.source,)
+        return JobData(self.args, self.kd, self.true_vocab, self.cross, fewest_positions(known))
 
 
 def _open_teacher(draft: JobDraft) -> None:

@@ -14,6 +14,7 @@ from mkd.checkpoint.source import (
     TeacherSource,
     common_vocabulary,
     compare_tokenizers,
+    fewest_positions,
     has_other_tokenizer,
 )
 from mkd.config import data_args
@@ -90,12 +91,17 @@ class CrossTokenizers:
         """Index in `KDBatch.teacher_views` of a teacher's tokens; None if it reads the student's."""
         return next((number for number, own in enumerate(self.sources) if own is source), None)
 
-    def rows(self) -> CrossTokenizerRows:
-        """Options of the rows."""
-        kd = self.kd
+    def rows(self, longest: int | None) -> CrossTokenizerRows:
+        """Options of the rows.
+
+        Args:
+            longest: positions of the models that read the student's rows, if they are packed.
+        """
+        kd, is_packed = self.kd, self.kd.packing != "none"
+        limits = [longest, *(fewest_positions([source]) if is_packed else None for source in self.sources)]
         layouts = [
-            RowLayout(length, kd.packing_multiple, kd.packing != "none", kd.mask == "all")
-            for length in (self.args.seq_length, *self.row_lengths)
+            RowLayout(length, kd.packing_multiple, is_packed, kd.mask == "all", limit)
+            for length, limit in zip((self.args.seq_length, *self.row_lengths), limits, strict=True)
         ]
         layout = AlignedRowLayout(layouts[0], tuple(layouts[1:]))
         options = RowOptions(layout, kd.long_samples == "drop", self.args.seed)

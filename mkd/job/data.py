@@ -69,6 +69,8 @@ class JobData:
     """Ids from here up do not exist in the model; None if unknown, for checks of files only."""
     cross: CrossTokenizers | None = None
     """Teachers with other tokenizers; None without any."""
+    teacher_positions: int | None = None
+    """Positions of the teachers that read the student's rows; None if unlimited."""
 
     def check(self, tokenizer_hash: str | None) -> None:
         """Check flags and files, before any weight is loaded.
@@ -172,16 +174,24 @@ class JobData:
         """Multiple of the microbatches' lengths with --kd-variable-seq-lengths; None without the flag."""
         return row_multiple(self.args, self.kd) if self.kd.variable_seq_lengths else None
 
+    @property
+    def longest_sample(self) -> int | None:
+        """Positions of the models that read the student's rows; longer samples are split or dropped."""
+        known = [self.args.max_position_embeddings, self.teacher_positions]
+        return min((positions for positions in known if positions), default=None)
+
     def _row_sets(self, config: GPTDatasetConfig) -> RowSets:
         args, kd = self.args, self.kd
-        layout = RowLayout(args.seq_length, kd.packing_multiple, kd.packing != "none", kd.mask == "all")
+        is_packed = kd.packing != "none"
+        longest = self.longest_sample if is_packed else None
+        layout = RowLayout(args.seq_length, kd.packing_multiple, is_packed, kd.mask == "all", longest)
         return RowSets(
             config=config,
             options=RowOptions(layout, drop_long=kd.long_samples == "drop", seed=args.seed),
             tokenizer=ChatTokenizer(args.tokenizer_model),
             true_vocab=self.true_vocab,
             say=self._say,
-            cross=None if self.cross is None else self.cross.rows(),
+            cross=None if self.cross is None else self.cross.rows(longest),
         )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mkd import cpu
 from mkd.checkpoint.resume_point import ResumePoint
-from mkd.checkpoint.source import ModelSource, TeacherSource
+from mkd.checkpoint.source import ModelSource, TeacherSource, fewest_positions
 from mkd.config.check_list import run_checks
 from mkd.config.flags import flags_given, parse_command_line
 from mkd.config.kd_config import KDConfig
@@ -118,7 +118,10 @@ class Job:
 
     @property
     def data(self) -> JobData:
-        return JobData(self.args, self.kd, self.true_vocab, self.cross)
+        foreign = () if self.cross is None else self.cross.sources
+        same = [one for one in self.teacher.sources if not any(one is other for other in foreign)]
+        positions = fewest_positions(same)
+        return JobData(self.args, self.kd, self.true_vocab, self.cross, positions)
 
     def forward_step(self, groups: Groups) -> ForwardStep:
         """The forward step of this rank."""

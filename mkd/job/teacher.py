@@ -164,7 +164,9 @@ class ModelTeacherSpec:
         if own_tokens is None:
             cross = None
         check_teacher_layout(args, kd, source.architecture.get("num_experts"))
-        own = teacher_arguments(source.architecture, args, kd.teacher_dtype, own_tokens, kd.teacher_sizes)
+        own = teacher_arguments(
+            source.architecture, args, kd.teacher_dtype, own_tokens, kd.teacher_sizes, is_packed=kd.packing != "none"
+        )
         if kd.teacher_dtype == "fp8":
             check_fp8_teacher(own, args.micro_batch_size, kd)
         config = gpt_config(own)

@@ -23,6 +23,11 @@ class AlignedRowLayout:
         """Positions of a row in each view."""
         return [self.student.row_length, *(teacher.row_length for teacher in self.teachers)]
 
+    @property
+    def piece_lengths(self) -> list[int]:
+        """Most positions of a piece in each view."""
+        return [self.student.piece_length, *(teacher.piece_length for teacher in self.teachers)]
+
     def row(self, pieces: Sequence[AlignedSample]) -> dict[str, object]:
         """The student's row as `RowLayout.row` returns it, and under TEACHER_VIEWS a tuple with one row per teacher.
 

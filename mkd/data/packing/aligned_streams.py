@@ -30,7 +30,7 @@ class AlignedRows:
         """
         self._store, self._layout = store, options.layout
         layout, lengths = options.layout.student, options.layout.row_lengths
-        pieces = cut_aligned(store.lengths, lengths, store.read, drop_long=options.drop_long)
+        pieces = cut_aligned(store.lengths, options.layout.piece_lengths, store.read, drop_long=options.drop_long)
         kept = np.ones(len(pieces), dtype=bool)
         if not layout.kd_everywhere:
             # Pieces of a long sample may have no target; whole samples have one.
@@ -52,7 +52,7 @@ class AlignedRows:
 
     def _why_empty(self, name: str) -> str:
         """Message with the number of samples that are too long or too short, view by view."""
-        lengths, rows = self._store.lengths, self._layout.row_lengths
+        lengths, rows = self._store.lengths, self._layout.piece_lengths
         flags = ["--seq-length", *["--kd-teacher-seq-length"] * (len(rows) - 1)]
         views = ["the student's", *["a teacher's"] * (len(rows) - 1)]
         too_long = ", ".join(

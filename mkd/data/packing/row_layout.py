@@ -18,6 +18,15 @@ class RowLayout:
     """True if a row holds several pieces, with segment bounds; else a row has one piece."""
     kd_everywhere: bool
     """True if the divergence is taken on every token of a text; else on the supervised ones alone."""
+    longest: int | None = None
+    """Positions of the models, if a packed row may have more; None: those of a row."""
+
+    @property
+    def piece_length(self) -> int:
+        """Most positions of a piece: those of a row, and at most the models' own, with the padding behind it."""
+        if self.longest is None or self.longest >= self.row_length:
+            return self.row_length
+        return self.longest // self.multiple * self.multiple
 
     def starts(self, positions: Sequence[int]) -> list[int]:
         """Starts of pieces with so many positions in a row, and the start of a piece that would follow."""

@@ -60,7 +60,7 @@ class SampleRows:
             MkdDataError: no sample can be used.
         """
         layout = options.layout
-        pieces = cut(store.lengths, layout.row_length, drop_long=options.drop_long)
+        pieces = cut(store.lengths, layout.piece_length, drop_long=options.drop_long)
         kept = np.ones(len(pieces), dtype=bool)
         if not (layout.kd_everywhere or store.all_targets):
             # Pieces of a long sample may have no target; whole samples have one.
@@ -71,7 +71,8 @@ class SampleRows:
         if not len(self._pieces):
             raise MkdDataError(
                 f"--data-path {name}: none of its {len(store.lengths)} samples can be used: {pieces.dropped} are "
-                f"longer than --seq-length {layout.row_length}, {pieces.short} have fewer than two tokens"
+                f"longer than {'--seq-length' if layout.piece_length == layout.row_length else 'the positions'} "
+                f"{layout.piece_length}, {pieces.short} have fewer than two tokens"
             )
         if layout.is_packed:
             self.plan = pack(self._pieces.positions, layout.row_length, layout.multiple, options.seed)

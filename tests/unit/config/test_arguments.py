@@ -129,7 +129,15 @@ def layout(**changes: Any) -> Namespace:
     return args
 
 
-LAYOUT_CHECKS = ("parallel sizes", "ranks", "student's layout", "row length", "context parallelism", "batch")
+LAYOUT_CHECKS = (
+    "parallel sizes",
+    "ranks",
+    "student's layout",
+    "row length",
+    "context parallelism",
+    "batch",
+    "positions",
+)
 
 
 def check_layout(args: Namespace) -> None:
@@ -464,6 +472,26 @@ def test_sequences_may_be_as_long_as_the_teacher_knows_positions(architecture):
     args.seq_length = 97
     with pytest.raises(MkdConfigError, match="--seq-length 97 is longer than the teacher's 96 positions"):
         teacher_arguments(architecture, args, None)
+    assert teacher_arguments(architecture, args, None, is_packed=True).seq_length == 97
+    table = {**architecture, "position_embedding_type": "learned_absolute"}
+    with pytest.raises(MkdConfigError, match="the teacher's 96 positions"):
+        teacher_arguments(table, args, None, is_packed=True)
+
+
+def test_packed_rows_may_be_longer_than_the_students_positions():
+    (check,) = (check for check in ARGUMENT_CHECKS if check.name == "positions")
+
+    def run(packing="best_fit", positions=64, kind="rope"):
+        args = layout(seq_length=640, max_position_embeddings=positions, position_embedding_type=kind)
+        run_checks([check], CommandLine(args, KDConfig(teacher_hf=["T"], ratio=0.5, packing=packing)))
+
+    run()
+    with pytest.raises(MkdConfigError, match=r"--seq-length 640 .* student's 64 positions .*: --kd-packing best_fit"):
+        run(packing="none")
+    with pytest.raises(MkdConfigError, match=r"student's 64 positions [^;]*$"):
+        run(kind="learned_absolute")
+    with pytest.raises(MkdConfigError, match="--kd-packing-multiple 16 is longer than the student's 8 positions"):
+        run(positions=8)
 
 
 def test_a_dense_teacher_ignores_the_students_expert_parallelism(architecture):

@@ -65,6 +65,22 @@ def test_every_piece_is_in_one_row_that_holds_it(lengths, multiple, seed, window
     assert plan.efficiency == pytest.approx(pieces.positions.sum() / (len(plan) * ROW))
 
 
+@pytest.mark.parametrize("drop_long", [False, True])
+def test_rows_may_be_longer_than_the_positions_of_the_models(drop_long: bool) -> None:
+    """Pieces are cut to the models' positions, with room for their padding; rows hold several of them."""
+    lengths = [ROW + 1, 10, 6, 15, 14, 3]
+    rows = rows_of(Texts(lengths), multiple=4, drop_long=drop_long, longest=14)
+    seen = [row["cu_seqlens_padded"].diff() for row in an_epoch(rows)]
+    for row, sizes in zip(an_epoch(rows), seen, strict=True):
+        of_text = row["cu_seqlens"].diff()
+        assert of_text[of_text > 0].max() <= 12
+        assert row["position_ids"][row["ce_mask"] > 0].max() < 14
+        assert sizes.sum() == ROW
+    assert any((sizes > 0).sum() > 2 for sizes in seen)
+    expected = [length for length in lengths if length <= 13] if drop_long else lengths
+    assert sum(int(row["cu_seqlens"][-1]) for row in an_epoch(rows)) == sum(length - 1 for length in expected)
+
+
 @MANY
 @given(LENGTHS, st.booleans())
 def test_pieces_cover_each_sample_once(lengths, drop_long) -> None:

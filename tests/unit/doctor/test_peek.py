@@ -10,11 +10,11 @@ from tests.support.chats import PLAIN, chat_tokenizer, talk, write_lines
 from tests.support.e2e.small_job import write_data
 
 
-def job(packing: str = "none", folder: str | None = None) -> SimpleNamespace:
+def job(packing: str = "none", folder: str | None = None, longest: int | None = None) -> SimpleNamespace:
     kd = SimpleNamespace(packing=packing, packing_multiple=4, long_samples="split")
     kind = "NullTokenizer" if folder is None else "HuggingFaceTokenizer"
     args = SimpleNamespace(seq_length=32, seed=1, tokenizer_type=kind, tokenizer_model=folder)
-    return SimpleNamespace(kd=kd, args=args)
+    return SimpleNamespace(kd=kd, args=args, data=SimpleNamespace(longest_sample=longest))
 
 
 def test_documents_are_targets(tmp_path):
@@ -45,3 +45,12 @@ def test_rows(packing, last):
     lines = rows_of(samples, job(packing))
     assert last in lines[-1]
     assert lines[0].endswith("of 32 positions") and lines[0].startswith("row 0: ")
+
+
+def test_packed_samples_are_cut_to_the_positions_of_the_models():
+    samples = [(np.arange(n), np.ones(n, dtype=bool)) for n in (13, 31)]
+    assert rows_of(samples, job("best_fit", longest=19))[:2] == [
+        "row 0: 16 + 14 of 32 positions",
+        "row 1: 12 of 32 positions",
+    ]
+    assert rows_of(samples, job("none", longest=19))[0].startswith("row 0: 12 of 32")
