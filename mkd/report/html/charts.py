@@ -164,7 +164,7 @@ def draw(spec: PanelSpec, log: RunLog, span: tuple[float, float]) -> Panel | Non
         log: the run.
         span: iterations at the left and right edge.
     """
-    curves = [(series, points) for series in spec.series for points in _curves(series, log)]
+    curves = [curve for series in spec.series for curve in _curves(series, log)]
     finite = [y for series, points in curves for _, y in points if math.isfinite(y)]
     if not finite:
         return None

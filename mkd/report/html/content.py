@@ -209,15 +209,20 @@ def prompts_of(samples: Sequence[WrittenSample]) -> list[PromptSamples]:
     order = {prompt: i for i, prompt in enumerate(dict.fromkeys(sample.prompt for sample in samples))}
     by_prompt = sorted(samples, key=lambda sample: (order[sample.prompt], -sample.iteration))
     return [
-        PromptSamples(visible(prompt), [(sample.iteration, visible(sample.text), sample.ended) for sample in group])
+        PromptSamples(
+            _shortened(prompt), [(sample.iteration, _shortened(sample.text), sample.ended) for sample in group]
+        )
         for prompt, group in groupby(by_prompt, key=lambda sample: sample.prompt)
     ]
 
 
 def visible(text: str) -> str:
-    """A text of limited length whose control characters are shown as symbols instead of having an effect."""
-    shown = _CONTROL.sub(_symbol, text[:TEXT_SHOWN].replace("\r\n", "\n"))
-    return shown + (f" … ({len(text):,} characters)" if len(text) > TEXT_SHOWN else "")
+    """The text with control characters as symbols, which have no effect."""
+    return _CONTROL.sub(_symbol, text.replace("\r\n", "\n"))
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= TEXT_SHOWN else f"{text[:TEXT_SHOWN]} … ({len(text):,} characters)"
 
 
 def _symbol(found: re.Match[str]) -> str:

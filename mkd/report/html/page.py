@@ -2,7 +2,6 @@
 
 import base64
 import hashlib
-from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 
@@ -26,26 +25,31 @@ def render(content: Content) -> str:
     own, and no request.
     """
     environment = Environment(
-        loader=FileSystemLoader(PARTS), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=FileSystemLoader(PARTS),
+        autoescape=True,
+        finalize=lambda value: visible(value) if type(value) is str else value,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    environment.filters["visible"] = visible
     script = (PARTS / "page.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     frame = {name.lower(): getattr(charts, name) for name in ("WIDTH", "HEIGHT", "LEFT", "RIGHT", "TOP", "BOTTOM")}
     return environment.get_template("page.html.jinja").render(
         run=content,
-        data=[{"bounds": p.bounds, "percent": p.percent, "values": p.values} for p in _panels(content)],
+        data=[_data(panel) for panel in (*content.panels, *content.other_panels)],
         frame=frame,
         style=Markup((PARTS / "page.css").read_text(encoding="utf-8")),
         script=Markup(script),
         policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'; "
         "form-action 'none'",
-        asdict=asdict,
     )
 
 
-def _panels(content: Content) -> list[charts.Panel]:
-    return [*content.panels, *content.other_panels]
+def _data(panel: charts.Panel) -> dict[str, object]:
+    """The values of a panel for the page's script."""
+    values = [{**curve, "label": visible(curve["label"])} for curve in panel.values]
+    return {"bounds": panel.bounds, "percent": panel.percent, "values": values}
 
 
 def write_report(folder: Path, out: Path, metrics: Path | None = None) -> RunFolder:

@@ -28,7 +28,7 @@ LOG_BYTES = 1 << 23
 LINE_BYTES = 1 << 22
 """Longest metrics line that is read."""
 NAMES = 300
-"""Metrics that are read; further names are counted."""
+"""Metrics that are read; further names are left out."""
 MAX_ITERATION = 1 << 52
 """Largest iteration that is read; a chart's coordinates are exact up to it."""
 SAMPLES_KEPT = 2000
@@ -105,7 +105,10 @@ class RunFolder:
                     f"{path} has no {METRICS}: give the --save folder of a run, or its metrics file with --metrics-file"
                 )
             file = Path(elsewhere)
-        run._read_metrics(file)
+        try:
+            run._read_metrics(file)
+        except FileNotFoundError:
+            raise MkdDataError(f"metrics file {file} does not exist; give the --kd-metrics-file of a run") from None
         run.run_yaml = run._text(RUN_FILE)
         run._read_log()
         run.checkpoints, run.snapshots = _iterations(path), _iterations(path / "hf")
@@ -119,7 +122,7 @@ class RunFolder:
     @property
     def planned_iterations(self) -> int | None:
         """The number of iterations of the plan; None if it is unknown."""
-        found = re.match(r"(\d+) iterations", self.plan.get("steps", ""))
+        found = re.match(r"(\d{1,15}) iterations", self.plan.get("steps", ""))
         return int(found[1]) if found else None
 
     def _read_metrics(self, file: Path) -> None:
@@ -143,10 +146,12 @@ class RunFolder:
             self.notes.append(f"{damaged} damaged lines of {file.name} are left out")
 
     def _add(self, record: dict[str, Any]) -> None:
-        known = self.log.series
-        if len(known) >= NAMES:
-            record = {name: value for name, value in record.items() if name in known or name == "iteration"}
-        self.log.add(record)
+        known = {"iteration", *self.log.series}
+        new = [name for name in record if name not in known]
+        self.log.add(
+            {name: record[name] for name in record if name in known}
+            | {name: record[name] for name in new[: max(0, NAMES - len(known))]}
+        )
         self.skipped_steps += record.get("skipped") is True
         if (table := calibration_of(record.get("valid_calibration"))) is not None:
             self.calibration = table

@@ -50,7 +50,7 @@ def test_rows(packing, last):
 def test_packed_samples_are_cut_to_the_positions_of_the_models():
     samples = [(np.arange(n), np.ones(n, dtype=bool)) for n in (13, 31)]
     assert rows_of(samples, job("best_fit", longest=19))[:2] == [
-        "row 0: 16 + 14 of 32 positions",
+        "row 0: 14 + 16 of 32 positions",
         "row 1: 12 of 32 positions",
     ]
     assert rows_of(samples, job("none", longest=19))[0].startswith("row 0: 12 of 32")

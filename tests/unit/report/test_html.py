@@ -65,6 +65,7 @@ class Page(HTMLParser):
         self.feed(html)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.text += " "
         self.tags.append(tag)
         self.attributes += attrs
         self._is_data = ("type", "application/json") in attrs
@@ -179,7 +180,7 @@ def test_warnings_of_the_log(tmp_path: Path) -> None:
     assert found == [("WARNING", "few documents", 1), ("WARNING", "slow disk", 2), ("ERROR", "--save x: full", 1)]
     assert run.jobs == 2
     text = squeezed(Page(page_of(folder)).text)
-    assert "! warning slow disk2026-01-02 03:04:04, 2 times" in text
+    assert "! warning slow disk 2026-01-02 03:04:04, 2 times" in text
     assert "✕ error --save x: full" in text
 
 
@@ -190,7 +191,7 @@ def test_samples_by_prompt_newest_first(tmp_path: Path) -> None:
         lines.append({"iteration": i, "valid_ce": 1.0, "samples": samples})
     lines.append({"iteration": 30, "samples": ["no", {"prompt": 3}, {"text": 4}]})
     text = squeezed(Page(page_of(write_run(tmp_path, lines))).text)
-    assert "promptWhy? step 20 not endedbecause 20 1 earlier step 10because 10 promptHow? step 20so 20" in text
+    assert "prompt Why? step 20 not ended because 20 1 earlier step 10 because 10 prompt How? step 20 so 20" in text
 
 
 def test_environment_of_run_yaml(tmp_path: Path) -> None:
@@ -247,7 +248,7 @@ def test_metrics_file_elsewhere(tmp_path: Path) -> None:
     [
         (0.0, 1.0, [0.0, 0.5, 1.0]),
         (2.9, 14.4, [5.0, 10.0]),
-        (-3e-5, 9e-5, [-2e-5, 0.0, 2e-5, 4e-5, 6e-5, 8e-5]),
+        (-3e-5, 9e-5, [0.0, 5e-5]),
         (1e9, 1.1e9, [1e9, 1.05e9, 1.1e9]),
     ],
 )
