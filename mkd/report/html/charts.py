@@ -13,6 +13,8 @@ LEFT, RIGHT, TOP, BOTTOM = 52.0, 12.0, 12.0, 26.0
 """Margins, inside which axes and their labels are."""
 POINTS = 600
 """Most points of a drawn curve."""
+SMOOTHED = ", smoothed"
+"""End of the label of a smoothed curve."""
 SMOOTHED_FROM = 40
 """Points from which a training curve is smoothed."""
 LARGEST = 1e100
@@ -59,7 +61,7 @@ def _pair(title: str, unit: str, name: str, teacher: str | None = None, percent:
 
 
 def _single(title: str, unit: str, name: str, from_zero: bool = False, percent: bool = False) -> PanelSpec:
-    return PanelSpec(title, unit, (Series(name, title.lower(), "train", "line"),), from_zero, percent)
+    return PanelSpec(title, unit, (Series(name, "training", "train", "line"),), from_zero, percent)
 
 
 PANELS = (
@@ -173,7 +175,7 @@ def draw(spec: PanelSpec, log: RunLog, span: tuple[float, float]) -> Panel | Non
     y_ticks = nice_ticks(low, high, 4)
     low, high = min(low, y_ticks[0]), max(high, y_ticks[-1])
     scale = _Scale(span, (low, high))
-    named = {series.label: series.color for series, _ in curves}
+    named = {series.color: series.label.removesuffix(SMOOTHED) for series, _ in curves}
     return Panel(
         title=spec.title,
         unit=spec.unit,
@@ -187,7 +189,7 @@ def draw(spec: PanelSpec, log: RunLog, span: tuple[float, float]) -> Panel | Non
             if series.style != "level"
         ),
         percent=spec.percent,
-        legend=tuple(named.items()) if len(named) > 1 else (),
+        legend=tuple((label, color) for color, label in named.items()) if len(named) > 1 else (),
     )
 
 
@@ -208,7 +210,7 @@ def _curves(series: Series, log: RunLog) -> list[tuple[Series, list[tuple[float,
     kept = sorted({*range(0, len(values), step), len(values) - 1})
     line = [(float(iterations[i]), smoothed[i]) for i in kept if math.isfinite(smoothed[i])]
     behind = Series(series.metric, series.label, series.color, "raw")
-    return [(behind, raw), (Series(series.metric, f"{series.label}, smoothed", series.color, "line"), line)]
+    return [(behind, raw), (Series(series.metric, series.label + SMOOTHED, series.color, "line"), line)]
 
 
 def _value_range(curves: Sequence[tuple[Series, list[tuple[float, float]]]], from_zero: bool) -> tuple[float, float]:
