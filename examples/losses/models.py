@@ -28,9 +28,7 @@ class Setup:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that both examples have."""
-    parser.add_argument(
-        "--teacher", metavar="DIR", help="Hugging Face folder (default: a tiny model with random weights)"
-    )
+    parser.add_argument("--teacher", metavar="DIR", help="Hugging Face folder (default: tiny models)")
     parser.add_argument("--student", metavar="DIR", help="Hugging Face folder with the teacher's tokenizer")
     parser.add_argument("--text", metavar="FILE", help="plain text (default: CPython's reference pages)")
     parser.add_argument("--steps", type=int, default=30, help="optimizer steps (default: 30)")
@@ -38,7 +36,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def setup(args: argparse.Namespace) -> Setup:
-    """Load the folders, or make tiny models; bytes are then the tokens."""
+    """Load the folders, or make tiny models whose tokens are bytes; the tiny teacher is trained first, in seconds."""
     if (args.teacher is None) != (args.student is None):
         raise SystemExit("error: give --teacher and --student together, or neither")
     text = "\n".join(topics.values()) if args.text is None else Path(args.text).read_text(encoding="utf-8")
@@ -51,8 +49,20 @@ def setup(args: argparse.Namespace) -> Setup:
         tokenizer = AutoTokenizer.from_pretrained(args.student, local_files_only=True, trust_remote_code=False)
         ids, tokens = tokenizer(text, add_special_tokens=False)["input_ids"], len(tokenizer)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    teacher.requires_grad_(False).eval()
-    return Setup(teacher.to(device), student.to(device).train(), as_rows(ids).to(device), tokens)
+    teacher, student, rows = teacher.to(device), student.to(device).train(), as_rows(ids).to(device)
+    if args.teacher is None:
+        pretrain(teacher, rows)
+    return Setup(teacher.requires_grad_(False).eval(), student, rows, tokens)
+
+
+def pretrain(model: PreTrainedModel, rows: Tensor, steps: int = 60) -> None:
+    """Train a tiny model on next bytes, so that it has something to teach."""
+    optimizer = torch.optim.AdamW(model.train().parameters(), lr=5e-3)
+    for _ in range(steps):
+        batch = rows[torch.randint(len(rows), (16,))]
+        model(input_ids=batch, labels=batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def as_rows(ids: Sequence[int]) -> Tensor:

@@ -18,6 +18,7 @@ COMMANDS = {
     "convert": "convert Hugging Face folders to Megatron checkpoints and back",
     "cache": "run a teacher once and store its targets",
     "plot": "plot the curves of runs",
+    "report": "write a run as one HTML page",
     "show-alignment": "show a text in the tokens of two tokenizers, side by side",
     "build-projection": "map a student's vocabulary to a teacher's",
     "check-invariance": "compare a job on one rank and in its parallel layout",

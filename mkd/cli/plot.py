@@ -24,6 +24,7 @@ from matplotlib.ticker import MaxNLocator
 from mkd.cli.usage import command_parser
 from mkd.config.loss_spec import divergence_text
 from mkd.errors import MkdConfigError, exit_status
+from mkd.report.curves import smooth
 from mkd.report.run_log import RunLog
 from mkd.utils.atomic_files import regular_target, write_bytes
 from mkd.utils.json_files import read_json
@@ -65,15 +66,6 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 GRAY = "#6b7280"
 
 
-def smooth(values: list[float], window: int) -> list[float]:
-    """Mean over the last `window` finite values at each point; NaN until there is one."""
-    means = []
-    for end in range(1, len(values) + 1):
-        recent = [value for value in values[max(0, end - window) : end] if math.isfinite(value)]
-        means.append(sum(recent) / len(recent) if recent else math.nan)
-    return means
-
-
 def objective(run: RunLog) -> str:
     """R, divergence and T of a run, as far as they are in its metrics and in the kd_config.json next to them."""
     ratio, temperature = (_over_time(run.curve(name)[1]) for name in ("ratio", "temperature"))
@@ -99,7 +91,7 @@ def _divergence(run: RunLog) -> str:
 
 
 def draw_panel(axes: Axes, name: str, runs: list[tuple[str, str, RunLog]], window: int | None) -> None:
-    """Draw one metric for all runs that have it: (label, color, log); training curves are means over `window` points.
+    """Draw one metric for all runs that have it: (label, color, log); training curves are smoothed.
 
     If the metric depends on the objective and the runs differ in it, a legend names the objective of each run.
     """
@@ -177,7 +169,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--smooth",
         type=int,
         metavar="N",
-        help="smooth training curves with a mean over N points (default: 1/20 of the points; 1: off)",
+        help="smooth training curves over N points around each one (default: 1/20 of the points; 1: off)",
     )
     return parser.parse_args(argv)
 

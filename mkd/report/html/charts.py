@@ -172,7 +172,7 @@ def draw(spec: PanelSpec, log: RunLog, span: tuple[float, float]) -> Panel | Non
         return None
     low, high = _value_range(curves, spec.from_zero)
     high = min(high, 1.0) if spec.percent and max(finite) <= 1.0 else high
-    y_ticks = nice_ticks(low, high, 4)
+    y_ticks = nice_ticks(low, high, 5)
     low, high = min(low, y_ticks[0]), max(high, y_ticks[-1])
     scale = _Scale(span, (low, high))
     named = {series.color: series.label.removesuffix(SMOOTHED) for series, _ in curves}

@@ -1,6 +1,7 @@
 "use strict";
 // Values under the pointer, at the same step in all panels. Text is set with textContent only.
 (() => {
+  document.documentElement.classList.add("scripted");
   const { frame, panels } = JSON.parse(document.getElementById("data").textContent);
   const figures = [...document.querySelectorAll("figure.panel")];
 
