@@ -23,7 +23,7 @@ _OF_NAMES = ("vocab", "merges", "unk_token", "unk_id", "dropout")
 
 @dataclass(frozen=True)
 class TokenizerDifference:
-    """What differs between the tokenizers of two folders."""
+    """Differences between the tokenizers of two folders."""
 
     names: Mapping[int, tuple[str | None, str | None]]
     """Ids of control tokens that differ -> their names in the first and in the second; None: no such token."""

@@ -1,4 +1,4 @@
-"""What a --save folder holds about its run: metrics, samples, run.yaml, plan, warnings, checkpoints.
+"""The records of a run in its --save folder: metrics, samples, run.yaml, plan, warnings, checkpoints.
 
 Everything but the metrics may be absent. Nothing is trusted: only regular files of limited size are read, and damaged
 lines are counted.
