@@ -1,7 +1,10 @@
-"""Patches of Megatron's start: its dataset helpers and its help texts."""
+"""Patches of Megatron's start: its dataset helpers, its help texts and the types of its flags."""
 
 import argparse
+import functools
 import re
+from collections.abc import Callable
+from typing import Any
 
 
 def use_prebuilt_dataset_helpers() -> None:
@@ -27,3 +30,27 @@ def repair_help(parser: argparse.ArgumentParser) -> None:
     for action in parser._actions:
         if action.help and action.help is not argparse.SUPPRESS:
             action.help = re.sub(r"%%|%\(\w+\)[sdfr]|%", lambda m: "%%" if m[0] == "%" else m[0], action.help)
+
+
+def repair_types(parser: argparse.ArgumentParser) -> None:
+    """Make a wrong name of an enumeration's member an error of the parser.
+
+    megatron-core 0.19 looks members up by name; a wrong one, as in `--attention-backend none`, ends in a KeyError.
+    """
+    for action in parser._actions:
+        if action.type is not None and not isinstance(action.type, type):
+            action.type = _refuse_unknown(
+                action.type, [getattr(choice, "name", choice) for choice in action.choices or ()]
+            )
+
+
+def _refuse_unknown(convert: Callable[[str], Any], choices: list[str]) -> Callable[[str], Any]:
+    @functools.wraps(convert)
+    def converted(text: str) -> Any:
+        try:
+            return convert(text)
+        except KeyError:
+            listed = f" (choose from {', '.join(choices)})" if choices else ""
+            raise argparse.ArgumentTypeError(f"invalid choice: {text!r}{listed}") from None
+
+    return converted

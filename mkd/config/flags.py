@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.arguments import add_megatron_arguments, parse_args
 
-from mkd.compat.startup import repair_help
+from mkd.compat.startup import repair_help, repair_types
 from mkd.config.kd_config import KDConfig
 from mkd.config.kd_fields import KDFields
 from mkd.config.run_file import check_settings, read_settings, words_of
@@ -95,6 +95,7 @@ def add_kd_flags(parser: ArgumentParser) -> ArgumentParser:
     """
     _KDFlags(KDFields).build_group(parser, title="knowledge distillation")
     repair_help(parser)
+    repair_types(parser)
 
     def refuse(message: str) -> NoReturn:
         unknown = message.removeprefix("unrecognized arguments: ")

@@ -76,6 +76,7 @@ def about(args: Namespace) -> dict[str, Any]:
     return {
         "mkd": mkd.__version__,
         "commit": commit(Path(mkd.__file__).parent),
+        "source": source_hash(Path(mkd.__file__).parent),
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         "host": socket.gethostname(),
         "directory": os.getcwd(),
@@ -115,6 +116,15 @@ def commit(package: Path) -> str:
         return "unknown"
     found = re.search(r'"commit_id": *"([0-9a-f]+)"', recorded)
     return found[1] if found else "unknown"
+
+
+def source_hash(package: Path) -> str:
+    """128-bit hash of the Python files of a package: equal for equal code, in a checkout or installed."""
+    digest = blake2b(digest_size=16)
+    for path in sorted(package.rglob("*.py")):
+        digest.update(f"{path.relative_to(package)} {path.stat().st_size}\n".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def without_secrets(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -3,6 +3,7 @@
 import itertools
 import sys
 from argparse import Namespace
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from mkd.checkpoint.hf.folder import HFFolder
 from mkd.config import flags, megatron_args
 from mkd.config.check_list import run_checks
 from mkd.config.data_args import data_prefixes
-from mkd.config.flags import flags_given, parse_command_line, refuse_contradictions
+from mkd.config.flags import flag_parser, flags_given, parse_command_line, refuse_contradictions
 from mkd.config.kd_config import KDConfig, LayerPair
 from mkd.config.megatron_arg_names import ArgRole, names_with
 from mkd.config.megatron_args import ARGUMENT_CHECKS, CommandLine, adopt_architecture
@@ -539,3 +540,14 @@ def test_pairs_of_layers_that_exist(monkeypatch):
     for pair, words in ((LayerPair(5, 1), "student has no layer 5"), (LayerPair(1, 9), "teacher has no layer 9")):
         with pytest.raises(MkdConfigError, match=words):
             check_layer_pairs((LayerPair(1, 1), pair), args, teacher_layers=8)
+
+
+def test_a_value_that_no_flag_has_is_an_error_of_one_line() -> None:
+    """Whatever the flag: no KeyError from a lookup."""
+    parser = flag_parser()
+    for flag, action in parser._option_string_actions.items():
+        if action.nargs != 0:
+            with suppress(MkdConfigError):  # anything else is raised
+                parser.parse_known_args([flag, "zzz"])
+    with pytest.raises(MkdConfigError, match=r"--attention-backend: invalid choice: 'zzz' \(choose from flash, "):
+        parser.parse_known_args(["--attention-backend", "zzz"])

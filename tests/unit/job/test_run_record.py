@@ -10,7 +10,7 @@ import yaml
 
 from mkd.config.run_file import read_file, words_of
 from mkd.job import run_record
-from mkd.job.run_record import commit, data_state, without_secrets, write_run_file
+from mkd.job.run_record import commit, data_state, source_hash, without_secrets, write_run_file
 
 FLAGS = ["--kd-ratio", "0.5", "--bf16", "--kd-teacher-hf", "a", "b", "--lr", "1e-4"]
 
@@ -110,3 +110,14 @@ def test_commit_is_that_of_the_package_only(tmp_path: Path, monkeypatch: pytest.
     assert len(commit(package)) == 40
     (package / "__init__.py").write_text("changed")
     assert commit(package).endswith("+")
+
+
+def test_hash_of_the_code_depends_on_names_and_content(tmp_path: Path) -> None:
+    hashes = set()
+    for name, content in (("a.py", "x"), ("a.py", "y"), ("b/c.py", "x")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+        hashes.add(source_hash(tmp_path))
+        (tmp_path / "notes.txt").write_text(name)
+        assert source_hash(tmp_path) in hashes
+    assert len(hashes) == 3
