@@ -7,7 +7,7 @@ import numpy as np
 
 from mkd.errors import MkdCacheError
 from mkd.teacher.cache.record_format import damaged, key_words
-from mkd.teacher.cache.store import META, CacheMeta, CacheShard, TeacherStore
+from mkd.teacher.cache.store import META, CacheMeta, CacheShard, TeacherStore, warn_of_older_version
 from mkd.teacher.cache.writer import StoreWriter, check_folder
 from mkd.utils.atomic_files import new_folder
 
@@ -50,7 +50,7 @@ def problems(folder: Path, flag: str) -> list[str]:
     Raises:
         MkdCacheError: the folder is no cache.
     """
-    meta, found = CacheMeta.read(folder, flag), []
+    meta, found, shards = CacheMeta.read(folder, flag), [], []
     names = {path.stem for kind in ("json", "safetensors") for path in folder.glob(f"*.{kind}") if path.name != META}
     for name in sorted(names):
         path = folder / f"{name}.safetensors"
@@ -63,8 +63,10 @@ def problems(folder: Path, flag: str) -> list[str]:
             shard = CacheShard(path, meta)
             shard.check()
             _check_records(shard, meta)
+            shards.append(shard)
         except MkdCacheError as error:
             found.append(str(error))
+    warn_of_older_version(folder, flag, meta, shards)
     return found
 
 

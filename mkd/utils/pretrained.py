@@ -6,6 +6,7 @@ is the only module that calls `from_pretrained`, and `tests/unit/utils/test_pret
 """
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -30,6 +31,7 @@ _PROBES = tuple(
 )
 """Texts that a tokenizer encodes in a millisecond each."""
 _PROBE_SECONDS = 15
+_PARALLELISM = "TOKENIZERS_PARALLELISM"
 _CONFIGS = ("tokenizer_config.json", "config.json")
 """Files that may hold an `auto_map`."""
 
@@ -67,6 +69,9 @@ def _probed(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
             with suppress(Exception):  # a vocabulary without these characters, and without a token for others
                 tokenizer(text, verbose=False)
 
+    # A library that has used its threads prints a warning when the process forks, as it does for an asynchronous save.
+    given = os.environ.get(_PARALLELISM)
+    os.environ[_PARALLELISM] = "false"
     try:
         call_within(_PROBE_SECONDS, encode)
     except (TimeoutError, RuntimeError) as error:
@@ -74,6 +79,10 @@ def _probed(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
             f"it does not encode {len(_PROBES)} texts of {len(_PROBES[0]):,} characters in {_PROBE_SECONDS} s "
             f"({error}): a pattern in its tokenizer.json backtracks"
         ) from error
+    finally:
+        del os.environ[_PARALLELISM]
+        if given is not None:
+            os.environ[_PARALLELISM] = given
     return tokenizer
 
 

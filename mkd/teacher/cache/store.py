@@ -274,6 +274,15 @@ class CacheShard:
                 raise MkdCacheError(f"shard {self.path} of the teacher cache is damaged: its SHA-256 differs")
 
 
+def warn_of_older_version(folder: Path, flag: str, meta: CacheMeta, shards: Sequence[CacheShard]) -> None:
+    """Log a warning if a cache, or a shard of it, has no checksum of its properties or keys."""
+    if not meta.is_checked or not all(shard.is_checked for shard in shards):
+        logger.warning(
+            f"{flag} {folder} was written by an older version of mkd: its properties and keys are covered by no "
+            "checksum; mkd cache merge NEW OLD writes a cache that has them"
+        )
+
+
 def manifest_of(path: Path) -> dict[str, Any]:
     """Content of the .json file of a complete shard."""
     with path.open("rb") as file:
@@ -318,11 +327,7 @@ class TeacherStore:
             for path in sorted(folder.glob("*.json"))
             if path.name != META and not path.name.startswith(".")
         ]
-        if not self.meta.is_checked or not all(shard.is_checked for shard in self.shards):
-            logger.warning(
-                f"{flag} {folder} was written by an older version of mkd: its properties and keys are covered by no "
-                "checksum; mkd cache merge NEW OLD writes a cache that has them"
-            )
+        warn_of_older_version(folder, flag, self.meta, self.shards)
         self._guards = [SizeGuard([shard.path]) for shard in self.shards]
         keys = [shard.keys for shard in self.shards]
         lengths = [shard.lengths for shard in self.shards]

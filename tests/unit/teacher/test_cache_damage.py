@@ -173,6 +173,8 @@ def test_older_caches_are_read_with_a_warning(tmp_path: Path, warnings: pytest.L
     assert "older version of mkd" in warnings.text and "merge" in warnings.text
     assert not old[0].is_checked
     warnings.clear()
+    assert problems(folder, "verify") == [] and "older version of mkd" in warnings.text
+    warnings.clear()
     merge(tmp_path / "new", [folder], "merge")
     warnings.clear()
     assert everything(tmp_path / "new") == old
