@@ -1,6 +1,8 @@
 """Rows of concatenated documents: Megatron's, with index files that belong to the data as it is now."""
 
 import copy
+import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,18 @@ from mkd.data.sources.indexed import index_fingerprint
 from mkd.data.sources.token_files import TokenFile
 from mkd.errors import MkdDataError
 from mkd.utils.atomic_files import naming, publish_files, scratch_folder
+from mkd.utils.json_files import read_json
 
-_FILES = ("document_index.npy", "sample_index.npy", "shuffle_index.npy", "description.txt")
-"""Ends of the names of a set's index files; Megatron uses them if all exist."""
+_ARRAYS = ("document_index.npy", "sample_index.npy", "shuffle_index.npy")
+_CHECKSUMS, _DESCRIPTION = "checksums.json", "description.txt"
+"""Ends of the names of a set's index files. Megatron uses them if the arrays and the description exist; the checksums
+of the arrays are mkd's, and absent beside files of older versions."""
+
+
+def _hash_of(file: Path) -> str:
+    """128-bit hex hash of a file: a gigabyte takes about a second."""
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 class DocumentRows(GPTDataset):
@@ -46,10 +57,11 @@ class DocumentRows(GPTDataset):
         """
         folder = self.config.path_to_cache or f"{self.dataset.path_prefix}/cache/{type(self).__name__}_indices"
         name = f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}"
-        files = [Path(folder, f"{name}-{end}") for end in _FILES]
+        files = [Path(folder, f"{name}-{end}") for end in (*_ARRAYS, _DESCRIPTION)]
         try:
             if not all(map(Path.is_file, files)) and (not dist.is_initialized() or dist.get_rank() == 0):
                 return self._build_and_publish(Path(folder, name), files)
+            self._compare_checksums(Path(folder, name), files)
             return self._checked(super()._build_document_sample_shuffle_indices(), name, folder)
         except ValueError as error:  # of numpy, for a file that is truncated
             raise MkdDataError(f"{folder}/{name}-* are damaged ({error}): delete these index files") from error
@@ -68,8 +80,21 @@ class DocumentRows(GPTDataset):
                 built = super()._build_document_sample_shuffle_indices()
             finally:
                 self.config = config
-            publish_files({scratch / file.name: file for file in files})
+            hashes = json.dumps({file.name: _hash_of(scratch / file.name) for file in files[:-1]})
+            checksums = Path(f"{base}-{_CHECKSUMS}")
+            (scratch / checksums.name).write_text(hashes)
+            publish_files({scratch / file.name: file for file in (*files[:-1], checksums, files[-1])})
         return built
+
+    def _compare_checksums(self, base: Path, files: list[Path]) -> None:
+        """Raise ValueError if an array is not what was written. Rank 0 does so for all ranks."""
+        checksums = Path(f"{base}-{_CHECKSUMS}")
+        if not checksums.is_file() or (dist.is_initialized() and dist.get_rank() != 0):
+            return
+        stored = read_json(checksums)
+        for file in files[:-1]:
+            if not isinstance(stored, dict) or stored.get(file.name) != _hash_of(file):
+                raise ValueError(f"the checksum of {file.name} does not match")
 
     def _checked(
         self, built: tuple[np.ndarray, np.ndarray, np.ndarray], name: str, folder: str

@@ -162,9 +162,12 @@ def index_files(folder: Path) -> list[Path]:
     return sorted((folder / "cache").glob("*"))
 
 
+@pytest.mark.parametrize("has_checksums", [True, False])
 @pytest.mark.parametrize("change", ["truncated", "another document", "another order", "another offset"])
-def test_damaged_index_files_of_rows(prefix: Path, change: str) -> None:
+def test_damaged_index_files_of_rows(prefix: Path, change: str, has_checksums: bool) -> None:
     build(str(prefix))
+    if not has_checksums:  # as of an older version
+        next((prefix.parent / "cache").glob("*-checksums.json")).unlink()
     files = {path.name.rpartition("-")[2]: path for path in index_files(prefix.parent)}
     name = {"another document": "document", "another order": "shuffle"}.get(change, "sample") + "_index.npy"
     if change == "truncated":
@@ -189,7 +192,7 @@ def test_index_files_are_whole_or_absent(prefix: Path, monkeypatch: pytest.Monke
         build(str(prefix))
     assert index_files(prefix.parent) == []
     build(str(prefix))
-    assert len(index_files(prefix.parent)) == 4
+    assert len(index_files(prefix.parent)) == 5
 
 
 def test_a_read_only_folder(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,3 +242,14 @@ def test_stores_of_chats_truncated_while_they_are_read(tmp_path: Path) -> None:
     os.truncate(f"{base}.tokens", 4)
     with pytest.raises(MkdDataError, match="was truncated while it is read: 4 bytes"):
         store.read(2, 0, 3)
+
+
+def test_flipped_bits_in_index_files_of_rows(prefix: Path) -> None:
+    before = [row["tokens"].tolist() for row in build(str(prefix))]
+    for path in index_files(prefix.parent):
+        content = path.read_bytes()
+        for offset in range(0, len(content), 13):
+            path.write_bytes(content[:offset] + bytes([content[offset] ^ 1]) + content[offset + 1 :])
+            with suppress(MkdDataError):
+                assert [row["tokens"].tolist() for row in build(str(prefix))] == before, (path.name, offset)
+        path.write_bytes(content)
