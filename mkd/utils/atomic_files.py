@@ -36,6 +36,8 @@ _ONLY_FILES = os.O_NOFOLLOW | os.O_NONBLOCK
 """Flags of `os.open` with which it follows no link and does not wait for the other end of a pipe."""
 _NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
 """errno of file systems without locks."""
+_SHORT_WRITE = re.compile(r"\d+ requested and \d+ written")
+"""numpy's message of a short write."""
 _KINDS = {
     stat.S_ISDIR: "a folder",
     stat.S_ISCHR: "a character device",
@@ -134,9 +136,9 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno is None:
+        if error.errno is None and _SHORT_WRITE.search(str(error)):
             raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({error})", str(path)) from error
-        if error.filename is None:
+        if error.errno is not None and error.filename is None:
             error.filename = str(path)
         raise
 
@@ -288,7 +290,8 @@ def new_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         try:
-            yield partial
+            with naming(path):
+                yield partial
             for folder, _, files in os.walk(partial, topdown=False):
                 for file in files:
                     sync_file(Path(folder, file))

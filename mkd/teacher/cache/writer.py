@@ -12,7 +12,7 @@ import numpy as np
 from mkd.errors import MkdCacheError
 from mkd.teacher.cache.record_format import TokenTargets, seal
 from mkd.teacher.cache.store import KEY_BYTES, META, CacheMeta, TeacherStore, manifest_of
-from mkd.utils.atomic_files import partial_path, publish_files, write_bytes
+from mkd.utils.atomic_files import naming, partial_path, publish_files, write_bytes
 
 SHARD_BYTES = 256 << 20
 _STALE_SECONDS = 3600.0
@@ -69,8 +69,12 @@ class StoreWriter:
             return
         path = self._folder / f"shard-{self._name}-{self._number:06d}.safetensors"
         partial = partial_path(path)
-        _write(partial, self._keys, self._records)
-        publish_files({partial: path})
+        try:
+            with naming(path):
+                _write(partial, self._keys, self._records)
+                publish_files({partial: path})
+        finally:
+            partial.unlink(missing_ok=True)
         _write_manifest(path)
         self._number += 1
         self._keys, self._records, self._bytes = [], [], 0

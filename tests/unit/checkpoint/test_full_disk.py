@@ -7,11 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from mkd.cache_build.inspect import problems
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.import_ import import_hf
 from mkd.data.sources.indexed import write_indexed_text
 from mkd.data.sources.text import Encoding
 from mkd.errors import MkdError, is_correctable
+from mkd.teacher.cache.store import TeacherStore
+from mkd.teacher.cache.writer import StoreWriter
+from mkd.utils.atomic_files import new_folder
+from tests.support.cached_targets import meta_of, some_segment
 from tests.support.chats import chat_tokenizer
 from tests.support.hf_folders import make_llama
 
@@ -46,3 +51,23 @@ def test_preprocess(tmp_path: Path, small_disk: Path) -> None:
     with pytest.raises(OSError, match=r"No space left on device.*: '.*disk/text'") as caught:
         write_indexed_text([str(tmp_path / "text.txt")], str(small_disk / "text"), encoding, workers=1)
     assert is_correctable(caught.value) and list(small_disk.iterdir()) == []
+
+
+def test_cache(small_disk: Path) -> None:
+    """What was stored before stays, and a later job stores the rest."""
+    meta = meta_of(top_k=8)
+    writer = StoreWriter(small_disk / "cache", meta, shard_bytes=1 << 16)
+    with pytest.raises(OSError, match=r"No space left on device: '.*disk/cache/shard-") as caught:
+        for number in range(600):
+            writer.add(*some_segment(number, 307, 8))
+    assert is_correctable(caught.value)
+    assert not list((small_disk / "cache").glob(".*"))
+    stored = len(TeacherStore(small_disk / "cache", "--cache"))
+    assert stored and problems(small_disk / "cache", "verify") == []
+
+
+def test_new_folders(small_disk: Path) -> None:
+    """Exports, prunings and merges."""
+    with pytest.raises(OSError, match=r"No space left on device: '.*disk/out'"), new_folder(small_disk / "out") as made:
+        (made / "weights").write_bytes(bytes(1 << 20))
+    assert list(small_disk.iterdir()) == []

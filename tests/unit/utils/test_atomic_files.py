@@ -346,3 +346,9 @@ def test_a_full_disk_in_numpy_is_named(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space left on device") as caught, naming(tmp_path / "x"):
         raise OSError("8 requested and 0 written")
     assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path / "x"))
+
+
+def test_errors_of_libraries_are_not_named(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"^Can't load the tokenizer$") as caught, naming(tmp_path / "x"):
+        raise OSError("Can't load the tokenizer")
+    assert caught.value.filename is None
