@@ -1,6 +1,5 @@
 """The samples of a job (--kd-sample-prompts): prompts from its flags, texts from its student."""
 
-import json
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from mkd.data.sources.prompts import Prompt, end_tokens, read_prompts
 from mkd.distributed.groups import Groups
 from mkd.report.samples import Sample
 from mkd.train.greedy import Decoding, write_greedy
+from mkd.utils.json_files import read_json
 from mkd.utils.pretrained import load_tokenizer
 
 
@@ -63,7 +63,7 @@ class SampleWriter:
 
 def _generation_config(folder: Path) -> dict[str, Any]:
     try:
-        config = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
+        config = read_json(folder / "generation_config.json")
     except (OSError, ValueError):
         return {}
     return config if isinstance(config, dict) else {}

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 
 from mkd.errors import MkdDataError
 from mkd.report.run_log import RunLog
+from mkd.utils.json_files import parse_json
 
 METRICS, RUN_FILE, PLAN, LOG = "metrics.jsonl", "run.yaml", "kd_config.json", "mkd.log"
 METRICS_BYTES = 1 << 29
@@ -159,7 +160,7 @@ class RunFolder:
     def _read_plan(self) -> None:
         text = self._text(PLAN)
         try:
-            content = {} if text is None else json.loads(text)
+            content = {} if text is None else parse_json(text)
             self.kd = {str(name): value for name, value in content.get("kd", {}).items()}
             self.plan = {str(name): str(value) for name, value in content.get("plan", {}).items()}
         except (ValueError, AttributeError, RecursionError):
@@ -228,7 +229,7 @@ def regular_file(path: Path, what: str) -> Iterator[tuple[BinaryIO, int]]:
 def _record(line: bytes) -> dict[str, Any] | None:
     """The JSON object of a line with an iteration, or of an event; None for a damaged line."""
     try:
-        record = json.loads(line.decode(errors="replace"))
+        record = parse_json(line.decode(errors="replace"))
     except (ValueError, RecursionError):
         return None
     if not isinstance(record, dict):
