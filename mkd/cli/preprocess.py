@@ -1,4 +1,4 @@
-"""Tokenize text for training: JSON lines or plain text to Megatron's .bin and .idx files.
+"""Tokenize text for training: JSON lines, parquet or plain text to Megatron's .bin and .idx files.
 
     mkd preprocess --input corpus.jsonl --output-prefix data/corpus --tokenizer-model HF_DIR
 
@@ -17,7 +17,7 @@ import_quietly()
 
 from mkd.checkpoint.tokenizer_hash import tokenizer_hash  # noqa: E402
 from mkd.data.sources.indexed import IndexedText, dataset_prefix, default_workers, write_indexed_text  # noqa: E402
-from mkd.data.sources.text import Encoding, check_inputs  # noqa: E402
+from mkd.data.sources.text import BadRecords, Encoding, input_files  # noqa: E402
 from mkd.errors import MkdConfigError, exit_status  # noqa: E402
 
 ESCAPES = {r"\n": "\n", r"\t": "\t", r"\f": "\f"}
@@ -27,15 +27,26 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = command_parser(__doc__)
     parser.add_argument(
-        "--input", nargs="+", required=True, metavar="FILE", help="JSON lines (.jsonl, .json) or text (.txt)"
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="JSON lines or arrays (.jsonl, .json), parquet, or text (.txt), also .gz or .zst; a folder of such files, "
+        "or one of datasets.save_to_disk; or a glob in quotes",
     )
     parser.add_argument("--output-prefix", required=True, metavar="P", help="writes P_KEY_document.bin, .idx and .json")
     parser.add_argument("--tokenizer-model", required=True, metavar="HF_DIR", help="folder of a Hugging Face tokenizer")
-    parser.add_argument("--json-key", default="text", metavar="KEY", help="key of the text in each JSON line (text)")
+    parser.add_argument("--json-key", default="text", metavar="KEY", help="key of the text in each record (text)")
     parser.add_argument(
         "--split-on",
         metavar="STRING",
         help=r"separator of documents in a text file; \n, \t, \f are escapes (default: one document per file)",
+    )
+    parser.add_argument(
+        "--bad-records",
+        choices=["error", "skip"],
+        default="error",
+        help="broken records: the first one ends the job (default), or they are left out and counted",
     )
     parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core, or fewer)")
     parser.add_argument(
@@ -50,13 +61,14 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def check_arguments(args: argparse.Namespace) -> None:
-    """Check the arguments before the first document is read. Raises MkdConfigError or MkdDataError."""
+def check_arguments(args: argparse.Namespace) -> list[str]:
+    """Check the arguments before the first document is read, and list the files. Raises MkdConfigError or
+    MkdDataError."""
     if args.workers is not None and args.workers < 1:
         raise MkdConfigError(f"--workers is {args.workers}; it must be at least 1")
     if args.split_on == "":
         raise MkdConfigError("--split-on is empty; leave it out to make each file one document")
-    check_inputs(args.input)
+    return input_files(args.input)
 
 
 class ProgressLine:
@@ -90,8 +102,10 @@ class ProgressLine:
         return time.monotonic() - self.start
 
 
-def print_summary(prefix: str, facts: IndexedText, seconds: float) -> None:
-    """Print a summary of the written files."""
+def print_summary(prefix: str, facts: IndexedText, bad: BadRecords, seconds: float) -> None:
+    """Print a summary of the written files, after the broken records that were left out."""
+    if bad.count:
+        print(f"warning: {bad}", file=sys.stderr)
     skipped = f", {facts.skipped:,} empty ones skipped" if facts.skipped else ""
     print(
         f"{prefix}.bin and .idx: {facts.documents:,} documents{skipped}, {facts.tokens:,} tokens of {facts.dtype}, "
@@ -101,19 +115,20 @@ def print_summary(prefix: str, facts: IndexedText, seconds: float) -> None:
 
 def preprocess(args: argparse.Namespace) -> None:
     """Check, tokenize, and print a summary."""
-    check_arguments(args)
-    line = ProgressLine(sum(Path(path).stat().st_size for path in args.input))
+    files, bad = check_arguments(args), BadRecords()
+    line = ProgressLine(sum(Path(path).stat().st_size for path in files))
     prefix = dataset_prefix(args.output_prefix, args.json_key)
     facts = write_indexed_text(
-        args.input,
+        files,
         prefix,
-        Encoding(args.tokenizer_model, args.json_key, args.append_eod),
-        workers=args.workers or default_workers(args.input),
+        Encoding(args.tokenizer_model, args.json_key, args.append_eod, args.bad_records == "skip"),
+        workers=args.workers or default_workers(files),
         tokenizer_hash=tokenizer_hash(Path(args.tokenizer_model), "--tokenizer-model"),
         split_on=args.split_on,
         progress=line,
+        bad=bad,
     )
-    print_summary(prefix, facts, line.close())
+    print_summary(prefix, facts, bad, line.close())
 
 
 def main(argv: list[str] | None = None) -> int:

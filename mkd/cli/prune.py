@@ -107,7 +107,10 @@ def add_widths(parser: argparse.ArgumentParser) -> None:
         help="keep channels and heads with the largest weights (default), or with the largest activations on --data",
     )
     parser.add_argument(
-        "--data", type=Path, metavar="FILE.jsonl", help="JSON lines with text or messages, for --importance activation"
+        "--data",
+        type=Path,
+        metavar="FILE.jsonl",
+        help="records with text or conversations, for --importance activation",
     )
     parser.add_argument("--samples", type=int, metavar="N", help=f"lines of --data to read ({SAMPLES})")
     parser.add_argument(

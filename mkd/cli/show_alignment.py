@@ -8,6 +8,7 @@ no counterpart, no position predicts it, or it is not part of an assistant messa
 """
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -22,7 +23,9 @@ import_quietly()
 import numpy as np  # noqa: E402
 
 from mkd.data.sources.chat import Conversation  # noqa: E402
-from mkd.data.sources.text import JSON_SUFFIXES, RawBatch, decode, json_object, parse, require_unicode  # noqa: E402
+from mkd.data.sources.data_files import TEXTS, FileFormat, data_files  # noqa: E402
+from mkd.data.sources.record_forms import is_conversation  # noqa: E402
+from mkd.data.sources.text import decode, json_object, parse, read_batches, require_unicode  # noqa: E402
 from mkd.errors import MkdConfigError, MkdDataError, exit_status  # noqa: E402
 from mkd.xtoken.text.alignment import NO_CHUNK  # noqa: E402
 from mkd.xtoken.text.samples import AlignedPair, Passage, align_sample  # noqa: E402
@@ -41,8 +44,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--teacher", required=True, metavar="HF_DIR", help="folder with the teacher's tokenizer")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("text", nargs="?", metavar="TEXT", help="text to align")
-    source.add_argument("--file", type=Path, metavar="FILE", help="text file, or JSON lines of texts or conversations")
-    parser.add_argument("--row", type=int, default=1, metavar="N", help="line of a JSON lines file, from 1 (1)")
+    source.add_argument("--file", type=Path, metavar="FILE", help="text file, or records with texts or conversations")
+    parser.add_argument("--row", type=int, default=1, metavar="N", help="line, record or row of the file, from 1 (1)")
     parser.add_argument("--json-key", default="text", metavar="KEY", help="key of the text in a JSON line (text)")
     parser.add_argument("--all-messages", action="store_true", help="align the messages of all roles")
     return parser.parse_args(argv)
@@ -58,19 +61,23 @@ def sample_of(args: argparse.Namespace) -> str | Conversation:
     if args.text is not None:
         require_unicode(args.text, "TEXT")
         return args.text
-    if not args.file.is_file():
-        raise MkdDataError(f"--file {args.file} does not exist or is not a file")
-    content = args.file.read_bytes()
-    if args.file.suffix not in JSON_SUFFIXES:
-        return decode(content, f"--file {args.file}", "file")
-    lines = content.splitlines()
-    if not 1 <= args.row <= len(lines):
-        raise MkdConfigError(f"--row is {args.row}, and --file {args.file} has {len(lines)} lines")
-    line, where = lines[args.row - 1], f"{args.file}, line {args.row}"
-    record = json_object(decode(line, where), where)
-    if "messages" in record or {"prompt", "completion"} <= record.keys():
+    if args.file.is_file() and FileFormat.of(str(args.file)) is None:
+        return decode(args.file.read_bytes(), f"--file {args.file}", "file")
+    count = 0
+    for batch in read_batches(data_files(str(args.file), "--file", TEXTS)):
+        if not batch.is_json:
+            return decode(batch.documents[0], f"--file {args.file}", "file")
+        offset = args.row - count - 1
+        if 0 <= offset < len(batch.documents):
+            batch = replace(batch, first=batch.first + offset, documents=batch.documents[offset : offset + 1])
+            break
+        count += len(batch.documents)
+    else:
+        raise MkdConfigError(f"--row is {args.row}, and --file {args.file} has {count} lines")
+    ((where, line),) = batch.located()
+    if is_conversation(json_object(decode(line, where), where)):
         return Conversation.parse(line, where)
-    texts = parse(RawBatch(str(args.file), args.row, [line], is_json=True), args.json_key)
+    texts = parse(batch, args.json_key)
     if not texts:
         raise MkdDataError(f"{where}: the text is empty")
     return texts[0]

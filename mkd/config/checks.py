@@ -7,6 +7,8 @@ from mkd.config.kd_fields import KDFields
 from mkd.config.loss_spec import SKEWED, Divergence, LossSpec
 from mkd.config.schedules import Schedule
 from mkd.config.values import (
+    BadRecordsMode,
+    DataFormat,
     HiddenLossType,
     LogitsDtype,
     LossImplementation,
@@ -236,6 +238,8 @@ def check_xtoken_loss(kd: KDFields) -> None:
 CHOICES = {
     "logits_dtype": get_args(LogitsDtype),
     "loss_impl": get_args(LossImplementation),
+    "data_format": get_args(DataFormat),
+    "bad_records": get_args(BadRecordsMode),
     "packing": get_args(Packing),
     "long_samples": ("split", "drop"),
     "mask": ("labels", "all"),

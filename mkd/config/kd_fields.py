@@ -7,6 +7,8 @@ from typing import Literal
 from mkd.config.loss_spec import Divergence, LossSpec
 from mkd.config.schedules import Schedule
 from mkd.config.values import (
+    BadRecordsMode,
+    DataFormat,
     HiddenLossType,
     LayerPair,
     LogitsDtype,
@@ -199,6 +201,15 @@ class KDFields:
     epochs: float | None = None
     """Length of the run in epochs of the training data instead of --train-iters: E > 0, fractions allowed. The number
     of iterations is printed. Default: --train-iters or --train-samples."""
+
+    data_format: DataFormat = "auto"
+    """Form of the conversations in --data-path. messages: role and content. sharegpt: conversations of from and value.
+    alpaca: instruction, input and output. prompt_completion: prompt and completion or response. auto: the form that the
+    keys of each record show; it is printed with a sample."""
+
+    bad_records: BadRecordsMode = "error"
+    """Handling of broken records in chat files. error: the first one ends the job before it trains. skip: they are left
+    out; their number and the first line numbers are printed."""
 
     packing: Packing = "none"
     """none: documents are concatenated and cut as in Megatron, and each conversation has a row of its own. best_fit:

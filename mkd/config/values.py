@@ -26,6 +26,16 @@ Packing = Literal["none", "best_fit"]
 """Layouts of samples in rows."""
 
 
+DataForm = Literal["messages", "sharegpt", "alpaca", "prompt_completion"]
+"""Forms of records of conversations."""
+
+DataFormat = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion"]
+"""A form of records, or the one that the keys of each record show."""
+
+BadRecordsMode = Literal["error", "skip"]
+"""Treatments of broken records."""
+
+
 def require_choice(flag: str, value: object, choices: tuple) -> None:
     """Raise MkdConfigError unless the value is one of the choices."""
     if value not in choices:

@@ -1,5 +1,6 @@
 """Checks of --data-path, and the training, validation and test set."""
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from megatron.core.datasets.utils import Split
 from torch.utils.data import Dataset
 
 from mkd.data.packing.row_sets import RowSets
+from mkd.data.sources.data_files import RECORDS, FileFormat, unknown_suffix
 from mkd.data.sources.document_rows import DocumentRows
 from mkd.data.sources.indexed import IndexedText
 from mkd.data.sources.stores import is_chat_file
@@ -39,7 +41,7 @@ def check_data(prefixes: Iterable[str], true_vocab: int, tokenizer_hash: str | N
         for suffix in (".idx", ".bin"):
             file = Path(prefix + suffix)
             if not file.is_file():
-                raise MkdDataError(f"--data-path {prefix}: {file} does not exist (mkd preprocess makes it)")
+                raise MkdDataError(f"--data-path {prefix}: {_missing(prefix, file)}")
             if file.stat().st_size == 0:
                 raise MkdDataError(f"--data-path {prefix}: {file} is empty")
         dtype = check_index(prefix).dtype
@@ -60,6 +62,24 @@ def check_data(prefixes: Iterable[str], true_vocab: int, tokenizer_hash: str | N
                 f"--data-path {prefix} has token id {largest}, but the model's vocabulary has {true_vocab} tokens: the "
                 "data was made with another tokenizer; run mkd preprocess with the model's own"
             )
+
+
+def _missing(prefix: str, file: Path) -> str:
+    """The message about a missing file of token ids, with what the name may stand for."""
+    path, found = Path(prefix), FileFormat.of(prefix)
+    if prefix.endswith((".bin", ".idx")) and path.is_file():
+        return f"token files are named by their PREFIX: give {path.with_suffix('')}"
+    if path.is_file() and found is not None:
+        return "plain text is made into token files first, by mkd preprocess --input"
+    if path.is_file():
+        return unknown_suffix(path, RECORDS)
+    text = f"{file} does not exist (mkd preprocess makes it)"
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", prefix) and not path.parent.exists():
+        text += (
+            f"; a data set of the Hugging Face Hub is downloaded first: hf download --repo-type dataset {prefix} "
+            "--local-dir DIR"
+        )
+    return text
 
 
 def check_splits(config: GPTDatasetConfig, evaluates: bool) -> None:

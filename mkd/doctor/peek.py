@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from mkd.data.packing.row_layout import RowLayout
 from mkd.data.packing.row_plan import cut, one_per_row, pack
 from mkd.data.sources.chat import SUPERVISED, ChatTokenizer
-from mkd.data.sources.stores import DocumentStore, is_chat_file
-from mkd.data.sources.text import RawBatch
+from mkd.data.sources.record_forms import AS_FOUND, RecordOptions
+from mkd.data.sources.stores import DocumentStore, first_records, is_chat_file
 from mkd.job.job import Job
 from mkd.utils.pretrained import load_tokenizer
 
@@ -29,18 +29,22 @@ Sample = tuple[np.ndarray, np.ndarray]
 """Token ids [n], and [n] bool: True for targets."""
 
 
-def first_samples(name: str, tokenizer_folder: str | None) -> list[Sample]:
-    """The first samples of a PREFIX.bin or of a chat file.
+def first_samples(name: str, tokenizer_folder: str | None, options: RecordOptions = AS_FOUND) -> list[Sample]:
+    """The first samples of a PREFIX.bin or of chat data.
+
+    Args:
+        name: PREFIX, or chat data.
+        tokenizer_folder: tokenizer of chat data; None without any.
+        options: options of reading chat data.
 
     Raises:
-        MkdDataError: a line is not a conversation.
+        MkdDataError: a record is not a conversation.
     """
     if not is_chat_file(name):
         store = DocumentStore(name, (0.0, 1.0))
         some = [store.read(i, 0, int(store.lengths[i])) for i in range(min(FIRST_SAMPLES, len(store.lengths)))]
         return [(ids.copy(), targets) for ids, targets in some]  # what is mapped dies with the store
-    with open(name, "rb") as file:
-        coded = ChatTokenizer(tokenizer_folder)(RawBatch(name, 1, file.readlines(FIRST_BYTES), is_json=True))
+    coded = ChatTokenizer(tokenizer_folder, options)(first_records(name, FIRST_BYTES))
     parts = np.split(coded.tokens, np.cumsum(coded.lengths)[:-1]) if coded.lengths else []
     return [((part & ~SUPERVISED).astype(np.int64), (part & SUPERVISED) != 0) for part in parts]
 
@@ -82,8 +86,9 @@ def peek(job: Job, names: Sequence[str], count: int, most: int, say: Callable[[s
     """Show `count` samples of each file, `most` tokens of each."""
     folder = job.args.tokenizer_model if job.args.tokenizer_type == "HuggingFaceTokenizer" else None
     tokenizer = ChatTokenizer(folder).template.tokenizer if any(map(is_chat_file, names)) else _tokenizer(folder)
+    options = RecordOptions.of(job.kd.data_format, job.kd.bad_records)
     for name in names:
-        samples = first_samples(name, folder)
+        samples = first_samples(name, folder, options)
         say(f"{name}:")
         for sample in samples[:count]:
             say(painted(sample, tokenizer, most))

@@ -26,7 +26,8 @@ from mkd.data.packing.row_layout import RowLayout
 from mkd.data.packing.row_sets import CrossTokenizerRows
 from mkd.data.packing.streams import RowOptions
 from mkd.data.sources.aligned import probe_aligned
-from mkd.data.sources.stores import is_chat_file
+from mkd.data.sources.record_forms import RecordOptions
+from mkd.data.sources.stores import chat_files, is_chat_file
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdConfigError, MkdDataError
 from mkd.train.objective import CrossTokenizer
@@ -67,7 +68,8 @@ class CrossTokenizers:
         _check(sources, args, kd)
         folders = (args.tokenizer_model, *(str(source.tokenizer_folder) for source in sources))
         flags = ("--tokenizer-model", *(source.origin.split()[0] for source in sources))
-        encoder = TextAligner(folders, flags, all_messages=kd.mask == "all")
+        options = RecordOptions.of(kd.data_format, kd.bad_records)
+        encoder = TextAligner(folders, flags, all_messages=kd.mask == "all", options=options)
         tokens = [0] * len(folders)
         for name in data_args.data_prefixes(args):
             tokens = [a + b for a, b in zip(tokens, probe_aligned(name, encoder), strict=True)]
@@ -263,7 +265,8 @@ def _cache(args: Namespace) -> Path:
     """The data cache; by default the folder that Megatron makes beside the data."""
     if args.data_cache_path is not None:
         return Path(args.data_cache_path)
-    return Path(data_args.data_prefixes(args)[0]).resolve().parent / "cache"
+    name = data_args.data_prefixes(args)[0]
+    return Path(chat_files(name)[0] if is_chat_file(name) else name).resolve().parent / "cache"
 
 
 def _row_length(args: Namespace, kd: KDConfig, ratio: float, source: ModelSource) -> int:

@@ -26,6 +26,7 @@ from mkd.data.packing.row_layout import RowLayout
 from mkd.data.packing.row_sets import RowSets
 from mkd.data.packing.streams import RowOptions
 from mkd.data.sources.chat import ChatTokenizer
+from mkd.data.sources.record_forms import RecordOptions
 from mkd.data.sources.stores import check_chat_file, is_chat_file
 from mkd.job.cross_tokenizer import CrossTokenizers
 from mkd.utils.logging import logger
@@ -102,7 +103,7 @@ class JobData:
                 if not is_chat_file(name):
                     check_data([name], self.true_vocab or sys.maxsize, tokenizer_hash)
                 elif self.args.tokenizer_model is not None:
-                    check_chat_file(name, ChatTokenizer(self.args.tokenizer_model))
+                    check_chat_file(name, self.chat_tokenizer)
                 passed += 1
         return passed == len(names)
 
@@ -180,6 +181,12 @@ class JobData:
         known = [self.args.max_position_embeddings, self.teacher_positions]
         return min((positions for positions in known if positions), default=None)
 
+    @property
+    def chat_tokenizer(self) -> ChatTokenizer:
+        """Tokenizer of chat data."""
+        options = RecordOptions.of(self.kd.data_format, self.kd.bad_records)
+        return ChatTokenizer(self.args.tokenizer_model, options)
+
     def _row_sets(self, config: GPTDatasetConfig) -> RowSets:
         args, kd = self.args, self.kd
         is_packed = kd.packing != "none"
@@ -188,7 +195,7 @@ class JobData:
         return RowSets(
             config=config,
             options=RowOptions(layout, drop_long=kd.long_samples == "drop", seed=args.seed),
-            tokenizer=ChatTokenizer(args.tokenizer_model),
+            tokenizer=self.chat_tokenizer,
             true_vocab=self.true_vocab,
             say=self._say,
             cross=None if self.cross is None else self.cross.rows(longest),

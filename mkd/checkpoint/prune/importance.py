@@ -12,7 +12,9 @@ from mkd.checkpoint.hf.families import Family
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.prune.width import Importance, axis_parts
 from mkd.data.sources.chat import Conversation
-from mkd.data.sources.text import decode, json_object, require_unicode
+from mkd.data.sources.data_files import FileFormat, data_files
+from mkd.data.sources.record_forms import is_conversation
+from mkd.data.sources.text import decode, json_object, read_batches, require_unicode
 from mkd.errors import MkdConfigError, MkdDataError
 from mkd.utils.pretrained import load_model, load_tokenizer
 
@@ -121,9 +123,9 @@ def _add_sizes(total: Tensor, width: int = 1, use_output: bool = False) -> Calla
 
 
 def read_samples(folder: HFFolder, data: Path, count: int, length: int) -> list[Tensor]:
-    """Token ids of the first `count` non-blank lines of a JSON lines file, each truncated to `length` tokens.
+    """Token ids of the first `count` records of a file, each truncated to `length` tokens.
 
-    A line holds `{"text": ...}`, or a conversation as in training data, which is rendered by the tokenizer's chat
+    A record holds `{"text": ...}`, or a conversation as in training data, which is rendered by the tokenizer's chat
     template.
 
     Returns:
@@ -137,12 +139,12 @@ def read_samples(folder: HFFolder, data: Path, count: int, length: int) -> list[
     for flag, value in (("--samples", count), ("--seq-length", length)):
         if value < 1:
             raise MkdConfigError(f"{flag} is {value}; it must be at least 1")
-    if not data.is_file():
-        raise MkdDataError(f"--data {data} does not exist or is not a file")
+    has_suffix = FileFormat.of(str(data)) is not None or not data.is_file()
+    files = data_files(str(data), "--data") if has_suffix else [str(data)]
     tokenizer = load_tokenizer(str(folder.path), folder.flag)
     vocab = folder.config["vocab_size"]
     samples: list[Tensor] = []
-    for where, line in _lines(data):
+    for where, line in _records(files):
         if ids := _encode(tokenizer, line, where)[:length]:
             if max(ids) >= vocab:
                 raise MkdDataError(f"{where}: the tokenizer gives id {max(ids)}, the model's vocab_size is {vocab}")
@@ -154,12 +156,12 @@ def read_samples(folder: HFFolder, data: Path, count: int, length: int) -> list[
     return samples
 
 
-def _lines(data: Path) -> Iterator[tuple[str, bytes]]:
-    """(position for messages, line) of the non-blank lines."""
-    with data.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+def _records(files: list[str]) -> Iterator[tuple[str, bytes]]:
+    """(position for messages, JSON) of the records; blank lines are left out."""
+    for batch in read_batches(files):
+        for where, line in batch.located():
             if line.strip():
-                yield f"--data {data}, line {number}", line
+                yield f"--data {where}", line
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, line: bytes, where: str) -> list[int]:
@@ -169,7 +171,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, line: bytes, where: str) -> list
             raise MkdDataError(f"{where}: text is a {type(record['text']).__name__}, not a string")
         require_unicode(record["text"], where)
         return tokenizer(record["text"], verbose=False)["input_ids"]
-    if "messages" not in record and "prompt" not in record:
+    if not is_conversation(record):
         keys = ", ".join(sorted(record)) or "none"
         raise MkdDataError(f"{where}: neither text nor messages nor prompt and completion (keys there: {keys})")
     chat = Conversation.parse(line, where)

@@ -16,6 +16,7 @@ from mkd.data.packing.streams import BlendOfRows, BlendSchedule, ClassicRows, Ro
 from mkd.data.sources.aligned import AlignedStore, BatchAligner, aligned_base, tokenize_aligned
 from mkd.data.sources.chat import ChatTokenizer
 from mkd.data.sources.document_rows import DocumentRows
+from mkd.data.sources.preview import preview
 from mkd.data.sources.stores import ChatStore, DocumentStore, chat_base, is_chat_file, part_of, tokenize_chat
 from mkd.data.sources.token_files import TokenFile
 from mkd.errors import MkdDataError
@@ -71,7 +72,20 @@ class RowSets:
         )
 
     def _build(self, sizes: Sequence[int | None]) -> list[BlendOfRows | None]:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            self._show_chats(sizes)
         return [self._one_set(split, size or 0) for split, size in zip(Split, sizes, strict=True)]
+
+    def _show_chats(self, sizes: Sequence[int | None]) -> None:
+        """Show how chat data is read, each name once, and tokenize it."""
+        blends = [blend_of(self.config, split) for split, size in zip(Split, sizes, strict=True) if size]
+        names = [name for blend, share in blends if blend is not None and share is not None for name in blend[0]]
+        for name in filter(is_chat_file, dict.fromkeys(names)):
+            for line in preview(name, self.tokenizer):
+                self.say(line)
+            if self.cross is None:
+                facts = self._store(name, (0.0, 1.0)).facts
+                self.say(f"{'warning: ' if facts.bad else ''}{name}: {facts}")
 
     def _one_set(self, split: Split, size: int) -> BlendOfRows | None:
         blend, share = blend_of(self.config, split)

@@ -4,10 +4,9 @@ Like a chat file, the data is tokenized once, whole, before the first step: rows
 views. Documents of PREFIX.bin are decoded to the text of their tokens, and tokenized again for every view.
 """
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -19,16 +18,20 @@ from mkd.data.sources.stores import (
     FACTS_VERSION,
     MappedSamples,
     cache_base,
+    chat_batches,
+    chat_files,
     file_of,
-    first_lines,
+    first_records,
     is_chat_file,
     is_stored,
+    json_of_facts,
+    named_records,
     new_files,
     part_of,
     read_facts,
     workers_for,
 )
-from mkd.data.sources.text import RawBatch, read_batches
+from mkd.data.sources.text import BROKEN, BadRecords, RawBatch
 from mkd.data.sources.token_files import TokenFile
 from mkd.errors import MkdDataError
 from mkd.utils.progress import ByteProgress
@@ -129,6 +132,7 @@ class AlignedBatch:
     spelled_out: int = 0
     """Documents with special tokens of the student, not at the ends of texts, that a teacher's tokenizer splits into
     ordinary text."""
+    bad: BadRecords = field(default_factory=BadRecords)
 
 
 class BatchAligner(Protocol):
@@ -164,6 +168,8 @@ class AlignedFacts:
     """See `AlignedBatch`."""
     version: int = 1
     """See `mkd.data.sources.stores.FACTS_VERSION`."""
+    bad: list[str] = field(default_factory=list)
+    """Messages about the first broken records."""
 
     def __str__(self) -> str:
         text = f"{self.samples} samples, {self.tokens[0]} tokens of the student"
@@ -178,7 +184,8 @@ class AlignedFacts:
                 text += " (was the data made with this tokenizer?)"
         if self.spelled_out:
             text += f"; in {self.spelled_out} documents a teacher's tokenizer splits special tokens of the student"
-        return text + "".join(f"; left out {count} {reason}" for reason, count in self.skipped.items() if count)
+        text += "".join(f"; left out {count} {reason}" for reason, count in self.skipped.items() if count)
+        return text + named_records(self.skipped, self.bad)
 
 
 class _Counts:
@@ -189,6 +196,7 @@ class _Counts:
         self.tokens, self.supervised, self.largest = [0] * views, [0] * views, [0] * views
         self.chunks, self.covered = [0] * (views - 1), [0] * (views - 1)
         self.skipped: Counter = Counter()
+        self.bad = BadRecords()
 
     def add(self, sample: AlignedSample) -> None:
         self.samples += 1
@@ -208,10 +216,11 @@ class _Counts:
             max_token_id=self.largest,
             chunks=self.chunks,
             covered=self.covered,
-            skipped=dict(+self.skipped),
+            skipped=dict(+self.skipped) | ({BROKEN: self.bad.count} if self.bad.count else {}),
             changed=self.changed,
             spelled_out=self.spelled_out,
             version=FACTS_VERSION,
+            bad=self.bad.first,
         )
 
 
@@ -270,17 +279,17 @@ def aligned_base(name: str, encoder: BatchAligner, cache: str | None) -> Path:
         encoder: tokenizers, templates and alignment.
         cache: --data-cache-path; None for a folder beside the file.
     """
-    return cache_base(name, _main_file(name), f"pairs {_FORMAT} {encoder.fingerprint}", cache, "pairs")
+    return cache_base(name, _main_files(name), f"pairs {_FORMAT} {encoder.fingerprint}", cache, "pairs")
 
 
-def _main_file(name: str) -> str:
-    return name if is_chat_file(name) else f"{name}.bin"
+def _main_files(name: str) -> list[str]:
+    return chat_files(name) if is_chat_file(name) else [f"{name}.bin"]
 
 
 def probe_aligned(name: str, encoder: BatchAligner, true_vocab: int | None = None) -> list[int]:
     """Tokens of the first samples in each view, the student's first. Raises MkdDataError if they are invalid."""
     if is_chat_file(name):
-        first: RawBatch | DocumentBatch = first_lines(name)
+        first: RawBatch | DocumentBatch = first_records(name)
     else:
         first = next(_batches(name, _PROBED_TOKENS, true_vocab))
     lengths = [sample.lengths for sample in encoder(first).samples]
@@ -293,7 +302,7 @@ def tokenize_aligned(
     """Tokenize and align all of the data, unless the cache holds the result.
 
     Args:
-        name: JSON lines, or PREFIX of .bin and .idx.
+        name: chat data, or PREFIX of .bin and .idx.
         encoder: tokenizers, templates and alignment.
         base: path from `aligned_base`.
         say: called with a line before the work, which may take minutes.
@@ -304,16 +313,17 @@ def tokenize_aligned(
     """
     if is_stored(name, base, AlignedFacts):
         return
-    file = _main_file(name)
+    files = _main_files(name)
     say(f"{name}: tokenizing for {len(encoder.folders)} tokenizers, once")
     bounds, counts = [0], _Counts(len(encoder.folders))
-    progress = ByteProgress(f"{name}: tokenizing", Path(file).stat().st_size)
+    progress = ByteProgress(f"{name}: tokenizing", sum(Path(file).stat().st_size for file in files))
     with new_files(name, base, ("pairs", "bounds", "lengths", "json")) as partial:
         with partial["pairs"].open("wb") as words, partial["lengths"].open("wb") as lengths, progress:
             batches = _batches(name, _BATCH_TOKENS, true_vocab)
-            for batch in map_in_order(encoder, batches, workers_for(file), f"{name} has too long lines"):
+            for batch in map_in_order(encoder, batches, workers_for(files), f"{name} has too long records"):
                 progress.advance(batch.size)
                 counts.skipped.update(batch.skipped)
+                counts.bad.merge(batch.bad)
                 counts.changed += batch.changed
                 counts.spelled_out += batch.spelled_out
                 for sample in batch.samples:
@@ -326,12 +336,12 @@ def tokenize_aligned(
         if facts.samples == 0:
             raise MkdDataError(f"--data-path {name}: no sample can be used ({facts})")
         np.array(bounds, dtype=np.int64).tofile(partial["bounds"])
-        partial["json"].write_text(json.dumps(asdict(facts), indent=1) + "\n")
+        partial["json"].write_text(json_of_facts(facts))
 
 
 def _batches(name: str, tokens: int, true_vocab: int | None) -> Iterator[RawBatch | DocumentBatch]:
     if is_chat_file(name):
-        yield from read_batches([name])
+        yield from chat_batches(name)
         return
     documents = TokenFile(name, true_vocab)
     held, size = [], 0

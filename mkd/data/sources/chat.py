@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from mkd.data.sources.text import RawBatch, decode, json_object, once_per_process, require_unicode
+from mkd.data.sources.record_forms import AS_FOUND, RecordOptions, standard_record
+from mkd.data.sources.text import BadRecords, RawBatch, decode, json_object, once_per_process, require_unicode
 from mkd.errors import MkdDataError
 from mkd.utils.limits import limited
 from mkd.utils.pretrained import load_tokenizer
@@ -60,25 +61,22 @@ class Conversation:
     """File and line."""
 
     @classmethod
-    def parse(cls, line: bytes, where: str) -> "Conversation":
-        """Parse `{"messages": [...]}` or `{"prompt": ..., "completion": ...}`, strings or lists of messages.
+    def parse(cls, line: bytes, where: str, options: RecordOptions = AS_FOUND) -> "Conversation":
+        """Parse a JSON object in one of the forms of `mkd.data.sources.record_forms`.
 
         A string prompt is a user message, a string completion an assistant message. `tools` is passed to the template.
 
         Raises:
             MkdDataError: another form; names file and line.
         """
-        record = json_object(decode(line, where), where)
+        record = standard_record(json_object(decode(line, where), where), options.form, where)
         tools = record.get("tools")
         if tools is not None and not isinstance(tools, list):
             raise MkdDataError(f"{where}: tools is a {type(tools).__name__}, not a list")
         if "messages" in record:
             return cls(_messages(record, "messages", None, where), 0, tools, where)
-        if "prompt" in record and "completion" in record:
-            prompt = _messages(record, "prompt", "user", where)
-            return cls([*prompt, *_messages(record, "completion", ASSISTANT, where)], len(prompt), tools, where)
-        keys = ", ".join(sorted(record)) or "none"
-        raise MkdDataError(f"{where}: neither messages nor prompt and completion (keys there: {keys})")
+        prompt = _messages(record, "prompt", "user", where)
+        return cls([*prompt, *_messages(record, "completion", ASSISTANT, where)], len(prompt), tools, where)
 
     @property
     def has_answer(self) -> bool:
@@ -377,24 +375,31 @@ class EncodedChats:
     """Bytes of the lines."""
     skipped: dict[str, int] = field(default_factory=lambda: {EMPTY: 0, UNSUPERVISED: 0})
     """Reason -> conversations left out."""
+    bad: BadRecords = field(default_factory=BadRecords)
 
 
-def encode_lines(template: ChatTemplate, batch: RawBatch) -> EncodedChats:
-    """Parse and tokenize lines of a chat file; blank lines are skipped.
+def encode_lines(template: ChatTemplate, batch: RawBatch, options: RecordOptions = AS_FOUND) -> EncodedChats:
+    """Parse and tokenize records of a chat file; blank lines are skipped.
 
     Raises:
-        MkdDataError: as `Conversation.parse` and `ChatTemplate.encode`.
+        MkdDataError: as `Conversation.parse` and `ChatTemplate.encode`, unless the options leave out such records.
     """
     coded = EncodedChats(np.empty(0, np.uint32), [], batch.size)
     parts = []
-    for number, line in enumerate(batch.documents, start=batch.first):
+    for where, line in batch.located():
         if not line.strip():
             continue
-        chat = Conversation.parse(line, f"{batch.path}, line {number}")
-        if chat.has_empty_message:
-            coded.skipped[EMPTY] += 1
+        try:
+            chat = Conversation.parse(line, where, options)
+            if chat.has_empty_message:
+                coded.skipped[EMPTY] += 1
+                continue
+            ids, supervised = template.encode(chat) if chat.has_answer else (None, np.zeros(0, dtype=bool))
+        except MkdDataError as error:
+            if not options.skips_bad:
+                raise
+            coded.bad.add(error)
             continue
-        ids, supervised = template.encode(chat) if chat.has_answer else (None, np.zeros(0, dtype=bool))
         if not supervised[1:].any():  # no position predicts the first token
             coded.skipped[UNSUPERVISED] += 1
             continue
@@ -410,6 +415,7 @@ class ChatTokenizer:
 
     folder: str
     """Folder of a Hugging Face tokenizer."""
+    options: RecordOptions = AS_FOUND
 
     @property
     def template(self) -> ChatTemplate:
@@ -417,13 +423,14 @@ class ChatTokenizer:
         return once_per_process(_load_template, self.folder)
 
     def __call__(self, batch: RawBatch) -> EncodedChats:
-        return encode_lines(self.template, batch)
+        return encode_lines(self.template, batch, self.options)
 
     @cached_property
     def fingerprint(self) -> str:
         """Changes whenever a token of a conversation may change."""
         tokenizer = self.template.tokenizer
         parts = [tokenizer.get_chat_template(), tokenizer.backend_tokenizer.to_str(), str(tokenizer.special_tokens_map)]
+        parts += self.options.key
         return blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from mkd.data.sources.parallel import map_in_order
-from mkd.data.sources.text import EncodedBatch, Encoding, check_inputs, encode, eod_id, read_batches
+from mkd.data.sources.text import BadRecords, EncodedBatch, Encoding, encode, eod_id, input_files, read_batches
 from mkd.errors import MkdDataError
 from mkd.utils.atomic_files import PARTIAL, naming, only_writer, publish_files, regular_target
 from mkd.utils.json_files import read_json
@@ -160,14 +160,16 @@ def write_indexed_text(
     tokenizer_hash: str | None = None,
     split_on: str | None = None,
     progress: Progress | None = None,
+    bad: BadRecords | None = None,
 ) -> IndexedText:
-    """Tokenize the documents of `paths`, in order, into PREFIX.bin, PREFIX.idx and PREFIX.json.
+    """Tokenize the documents of `paths`, in order, into PREFIX.bin, PREFIX.idx and PREFIX.json. Broken records that the
+    encoding leaves out are added to `bad`.
 
     Token ids are stored as uint16 when the vocabulary has fewer than 65500 entries, else as int32, which is what
     Megatron chooses. Raises MkdDataError for invalid input or tokenizer, and MkdConfigError if another process writes
     this data set or one of its files is no regular file; an existing data set is then kept unchanged.
     """
-    check_inputs(paths)
+    files, bad = input_files(paths), BadRecords() if bad is None else bad
     tokenizer = load_tokenizer(encoding.tokenizer_dir)
     eod = eod_id(tokenizer, encoding.tokenizer_dir) if encoding.append_eod else None
     with _output(prefix), naming(Path(prefix)):
@@ -176,10 +178,14 @@ def write_indexed_text(
             progress(0, 0, 0)
         try:
             advice = f"give fewer than --workers {workers}"
-            for batch in map_in_order(partial(encode, encoding), read_batches(paths, split_on), workers, advice):
+            batches = read_batches(files, split_on, encoding.columns)
+            for batch in map_in_order(partial(encode, encoding), batches, workers, advice):
                 writer.add(batch)
+                bad.merge(batch.bad)
                 if progress is not None:
                     progress(writer.documents, writer.tokens, writer.size)
+            if writer.documents == 0 and bad.count:
+                raise MkdDataError(f"--input {' '.join(paths)}: no document can be used ({bad})")
             if writer.documents == 0:
                 raise MkdDataError(f"--input {' '.join(paths)}: every document contains only whitespace")
             facts = IndexedText(

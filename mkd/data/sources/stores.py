@@ -6,10 +6,11 @@ tokenizer; later runs, and loader processes, only map them.
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,9 +18,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from mkd.data.sources.chat import SUPERVISED, ChatTokenizer, mentions_learning
+from mkd.data.sources.data_files import data_files, is_glob, is_record_data
 from mkd.data.sources.indexed import data_fingerprint, default_workers, file_fingerprint
 from mkd.data.sources.parallel import map_in_order
-from mkd.data.sources.text import JSON_SUFFIXES, RawBatch, read_batches
+from mkd.data.sources.record_forms import columns_to_read
+from mkd.data.sources.text import BROKEN, BadRecords, RawBatch, read_batches
 from mkd.data.sources.token_files import TokenFile
 from mkd.errors import MkdDataError
 from mkd.utils.atomic_files import naming, publish_files, scratch_folder
@@ -39,8 +42,19 @@ _PROBED_BYTES = 1 << 16
 
 
 def is_chat_file(name: str) -> bool:
-    """True if a name in --data-path is that of a chat file; else it is the PREFIX of .bin and .idx."""
-    return name.endswith(JSON_SUFFIXES)
+    """True if a name in --data-path is that of chat data: a file, folder or glob; else it is the PREFIX of .bin and
+    .idx."""
+    return is_record_data(name)
+
+
+def chat_files(name: str) -> list[str]:
+    """The files of chat data. Raises MkdDataError as `data_files` does."""
+    return data_files(name, "--data-path")
+
+
+def chat_batches(name: str, size: int | None = None) -> Iterator[RawBatch]:
+    """Read the records of chat data, about `size` bytes at a time. Raises MkdDataError for damaged files."""
+    return read_batches(chat_files(name), columns=columns_to_read, size=size)
 
 
 class SampleStore(Protocol):
@@ -91,10 +105,18 @@ class ChatFacts:
     """Reason -> conversations left out."""
     version: int = 1
     """See FACTS_VERSION."""
+    bad: list[str] = field(default_factory=list)
+    """Messages about the first broken records."""
 
     def __str__(self) -> str:
         left_out = "".join(f", left out {count} {reason}" for reason, count in self.skipped.items() if count)
-        return f"{self.conversations} conversations, {self.tokens} tokens, {self.supervised} of the assistant{left_out}"
+        text = f"{self.conversations} conversations, {self.tokens} tokens, {self.supervised} of the assistant{left_out}"
+        return text + named_records(self.skipped, self.bad)
+
+
+def named_records(skipped: dict[str, int], bad: Sequence[str]) -> str:
+    """The first broken records in parentheses, for messages; empty if there are none."""
+    return f" ({'; '.join([*bad, '...'][: skipped.get(BROKEN, 0)])})" if bad else ""
 
 
 class MappedSamples:
@@ -137,7 +159,7 @@ class MappedSamples:
 
 
 class ChatStore:
-    """Conversations of a chat file that `tokenize_chat` has written."""
+    """Conversations that `tokenize_chat` has written."""
 
     all_targets = False
 
@@ -161,62 +183,60 @@ class ChatStore:
 
 
 def content_fingerprint(name: str) -> str:
-    """128-bit hex hash of an entry of --data-path, a chat file or a prefix; its name is no part of it."""
+    """128-bit hex hash of an entry of --data-path, chat data or a prefix; its name is no part of it."""
     if is_chat_file(name):
-        return file_fingerprint(Path(name))
+        files = [file_fingerprint(Path(file)) for file in chat_files(name)]
+        return files[0] if len(files) == 1 else blake2b(" ".join(files).encode(), digest_size=16).hexdigest()
     return data_fingerprint(Path(f"{name}.bin"), Path(f"{name}.idx"))
 
 
 def chat_base(name: str, tokenizer: ChatTokenizer, cache: str | None) -> Path:
-    """Path in the data cache of a chat file's tokens, without suffix.
+    """Path in the data cache of the tokens of chat data, without suffix.
 
     Args:
-        name: the chat file.
+        name: file, folder or glob.
         tokenizer: tokenizer and template.
         cache: --data-cache-path; None for a folder beside the file.
     """
-    return cache_base(name, name, f"{_FORMAT} {tokenizer.fingerprint}", cache, "chat")
+    return cache_base(name, chat_files(name), f"{_FORMAT} {tokenizer.fingerprint}", cache, "chat")
 
 
-def cache_base(name: str, file: str, key: str, cache: str | None, kind: str) -> Path:
-    """Path in the data cache of data derived from a file, without suffix.
+def cache_base(name: str, files: Sequence[str], key: str, cache: str | None, kind: str) -> Path:
+    """Path in the data cache of data derived from files, without suffix.
 
     Args:
         name: name of the data; the path begins with it.
-        file: its path, size and modification time are part of the key.
+        files: path, size and modification time of each are part of the key.
         key: everything else that the derived data depends on.
-        cache: --data-cache-path; None for a folder beside the file.
+        cache: --data-cache-path; None for a folder beside the first file.
         kind: end of the path.
     """
-    path = Path(file).resolve()
-    state = path.stat()
-    whole = f"{path} {state.st_size} {state.st_mtime_ns} {key}"
-    folder = path.parent / "cache" if cache is None else Path(cache)
-    return folder / f"{Path(name).stem}-{blake2b(whole.encode(), digest_size=16).hexdigest()}-{kind}"
+    paths = [Path(file).resolve() for file in files]
+    states = [(path, path.stat()) for path in paths]
+    whole = " ".join([*(f"{path} {state.st_size} {state.st_mtime_ns}" for path, state in states), key])
+    folder = paths[0].parent / "cache" if cache is None else Path(cache)
+    label = re.sub(r"[*?\[\]]+", "_", Path(name).stem) if is_glob(name) else Path(name).stem
+    return folder / f"{label}-{blake2b(whole.encode(), digest_size=16).hexdigest()}-{kind}"
 
 
 def check_chat_file(name: str, tokenizer: ChatTokenizer) -> None:
-    """Raise MkdDataError if a chat file is missing or empty, or its first lines are invalid."""
-    tokenizer(first_lines(name))
+    """Raise MkdDataError if a file of chat data is missing or empty, or the first records are invalid."""
+    tokenizer(first_records(name))
 
 
-def first_lines(name: str) -> RawBatch:
-    """First lines of a chat file. Raises MkdDataError if it is missing or empty."""
-    path = Path(name)
-    if not path.is_file():
-        raise MkdDataError(f"--data-path {name} does not exist or is not a file")
-    if path.stat().st_size == 0:
-        raise MkdDataError(f"--data-path {name} is empty")
-    with path.open("rb") as file:
-        lines = file.readlines(_PROBED_BYTES)
-    return RawBatch(name, 1, lines, is_json=True)
+def first_records(name: str, size: int = _PROBED_BYTES) -> RawBatch:
+    """First records of chat data. Raises MkdDataError if a file is missing or empty, or there are no records."""
+    batch = next(chat_batches(name, size), None)
+    if batch is None:
+        raise MkdDataError(f"--data-path {name} has no records")
+    return batch
 
 
 def tokenize_chat(name: str, tokenizer: ChatTokenizer, base: Path, say: Callable[[str], None]) -> None:
-    """Tokenize a whole chat file, unless the cache holds its tokens.
+    """Tokenize chat data as a whole, unless the cache holds its tokens.
 
     Args:
-        name: JSON lines.
+        name: file, folder or glob.
         tokenizer: tokenizer and template.
         base: path from `chat_base`.
         say: called with a line before tokenizing, which may take minutes.
@@ -227,23 +247,27 @@ def tokenize_chat(name: str, tokenizer: ChatTokenizer, base: Path, say: Callable
     if is_stored(name, base, ChatFacts):
         return
     say(f"{name}: tokenizing, once")
-    progress = ByteProgress(f"{name}: tokenizing", Path(name).stat().st_size)
-    lengths, skipped, largest, supervised = [], Counter(), 0, 0
+    files = chat_files(name)
+    progress = ByteProgress(f"{name}: tokenizing", sum(Path(file).stat().st_size for file in files))
+    lengths, skipped, bad, largest, supervised = [], Counter(), BadRecords(), 0, 0
     with new_files(name, base, ("tokens", "bounds", "json")) as partial:
         with partial["tokens"].open("wb") as file, progress:
-            for batch in map_in_order(tokenizer, read_batches([name]), workers_for(name), f"{name} has too long lines"):
+            batches = chat_batches(name)
+            for batch in map_in_order(tokenizer, batches, workers_for(files), f"{name} has too long records"):
                 progress.advance(batch.size)
                 batch.tokens.tofile(file)
                 lengths.append(np.array(batch.lengths, dtype=np.int64))
                 skipped.update(batch.skipped)
+                bad.merge(batch.bad)
                 largest = max(largest, int((batch.tokens & ~SUPERVISED).max(initial=0)))
                 supervised += int((batch.tokens >= SUPERVISED).sum())
-        bounds = np.concatenate(([0], np.cumsum(np.concatenate(lengths))))
-        facts = ChatFacts(len(bounds) - 1, int(bounds[-1]), supervised, largest, dict(skipped), FACTS_VERSION)
+        bounds = np.concatenate(([0], np.cumsum(np.concatenate([np.empty(0, np.int64), *lengths]))))
+        left_out = dict(skipped) | ({BROKEN: bad.count} if bad.count else {})
+        facts = ChatFacts(len(bounds) - 1, int(bounds[-1]), supervised, largest, left_out, FACTS_VERSION, bad.first)
         if facts.conversations == 0:
             raise MkdDataError(f"--data-path {name}: no conversation can be used ({facts})")
         bounds.tofile(partial["bounds"])
-        partial["json"].write_text(json.dumps(asdict(facts), indent=1) + "\n")
+        partial["json"].write_text(json_of_facts(facts))
 
 
 def is_stored(name: str, base: Path, kind: Callable[..., Any]) -> bool:
@@ -258,13 +282,20 @@ def is_stored(name: str, base: Path, kind: Callable[..., Any]) -> bool:
         return False
     if not is_chat_file(name) or read_facts(base, kind).version >= FACTS_VERSION:
         return True
-    with open(name, "rb") as lines:
-        return not mentions_learning(lines)
+    return not any(mentions_learning(batch.documents) for batch in chat_batches(name))
 
 
-def workers_for(file: str) -> int:
-    """Number of worker processes that tokenize a file."""
-    return min(default_workers([file]), _MOST_WORKERS)
+def workers_for(files: Sequence[str]) -> int:
+    """Number of worker processes that tokenize the files."""
+    return min(default_workers(files), _MOST_WORKERS)
+
+
+def json_of_facts(facts: Any) -> str:
+    """The json file of a set: a dataclass with the field `bad`, which is written only if there are broken records."""
+    values = asdict(facts)
+    if not values["bad"]:
+        del values["bad"]
+    return json.dumps(values, indent=1) + "\n"
 
 
 @contextmanager

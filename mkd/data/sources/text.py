@@ -6,21 +6,21 @@ checking it and tokenizing are all spread over the workers.
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
+from itertools import chain
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from mkd.data.sources.data_files import TEXTS, data_files
+from mkd.data.sources.record_files import ColumnChoice, RecordStream, open_records
+from mkd.data.sources.record_forms import is_conversation
 from mkd.errors import MkdDataError
 from mkd.utils.json_files import parse_json
 from mkd.utils.limits import call_within
 from mkd.utils.pretrained import load_tokenizer
-
-JSON_SUFFIXES = (".jsonl", ".json")
-TEXT_SUFFIXES = (".txt", ".text")
 
 BATCH_BYTES = 1 << 20
 """Raw text per batch: large enough that sending it costs little, small enough that all workers finish together."""
@@ -28,6 +28,10 @@ _LONGEST_WORD = 1 << 20
 """Characters without whitespace. BPE takes 1 s and 0.1 GB for 10^6 of them, 10 s and 0.5 GB for 5 times as many."""
 _LEAST_SECONDS, _SLOWEST_RATE = 20.0, 100_000
 """Time in which a batch must be tokenized, in seconds and characters per second; usual are 10^6 per second."""
+BROKEN = "that are broken"
+"""Reason for leaving out records, with --kd-bad-records skip."""
+_NAMED_RECORDS, _MESSAGE_LENGTH = 5, 200
+"""Broken records that are named, and characters of each message."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +40,53 @@ class RawBatch:
 
     path: str
     first: int
-    """Line number (JSON lines) or document number (text) of the first document, counted from 1."""
+    """Number of the first document in the file, counted from 1."""
     documents: list[bytes]
-    is_json: bool
+    unit: str = "line"
+    """Name of a document, for messages: line (of JSON), record (of a JSON array), row (of a table), or document (of
+    text)."""
+    bytes_read: int | None = None
+    """Bytes read from the file for this batch; None if they are those of the documents."""
+
+    @property
+    def is_json(self) -> bool:
+        """True if each document is a JSON object, False if it is text."""
+        return self.unit != "document"
 
     @property
     def size(self) -> int:
         """Bytes read from the file for this batch."""
-        return sum(map(len, self.documents))
+        return sum(map(len, self.documents)) if self.bytes_read is None else self.bytes_read
+
+    def located(self) -> Iterator[tuple[str, bytes]]:
+        """(file and number, for messages; document) of each document."""
+        for number, document in enumerate(self.documents, start=self.first):
+            yield f"{self.path}, {self.unit} {number}", document
+
+
+@dataclass
+class BadRecords:
+    """Records left out because they are broken."""
+
+    count: int = 0
+    first: list[str] = field(default_factory=list)
+    """Messages about the first few; each begins with file and number."""
+
+    def add(self, error: MkdDataError) -> None:
+        """Count a record by the error that it has raised."""
+        self.count += 1
+        if len(self.first) < _NAMED_RECORDS:
+            text = " ".join(str(error).split())
+            self.first.append(text if len(text) <= _MESSAGE_LENGTH else f"{text[: _MESSAGE_LENGTH - 3]}...")
+
+    def merge(self, other: "BadRecords") -> None:
+        """Add those of a later batch."""
+        self.count += other.count
+        self.first = [*self.first, *other.first][:_NAMED_RECORDS]
+
+    def __str__(self) -> str:
+        more = "; ..." if self.count > len(self.first) else ""
+        return f"{self.count} broken records left out: {'; '.join(self.first)}{more}"
 
 
 @dataclass(frozen=True)
@@ -58,6 +101,7 @@ class EncodedBatch:
     """Bytes of the raw batch."""
     empty: int
     """Documents left out because they hold only whitespace."""
+    bad: BadRecords = field(default_factory=BadRecords)
 
 
 @dataclass(frozen=True)
@@ -67,70 +111,70 @@ class Encoding:
     tokenizer_dir: str
     json_key: str = "text"
     append_eod: bool = True
+    skips_bad: bool = False
+    """Leave out broken records and count them; else the first one is an error."""
+
+    def columns(self, names: list[str]) -> list[str] | None:
+        """Columns of a table that are read; None, for all, if the text's is missing and a message has to list them."""
+        return [self.json_key] if self.json_key in names else None
 
 
-def check_inputs(paths: Sequence[str]) -> None:
-    """Raise MkdDataError unless every path is a non-empty file with a known suffix."""
-    for name in paths:
-        path = Path(name)
-        if not path.is_file():
-            raise MkdDataError(f"--input {name} does not exist or is not a file")
-        if path.stat().st_size == 0:
-            raise MkdDataError(f"--input {name} is empty")
-        if path.suffix not in JSON_SUFFIXES + TEXT_SUFFIXES:
-            raise MkdDataError(
-                f"--input {name} ends in {path.suffix!r}: JSON lines must end in {' or '.join(JSON_SUFFIXES)}, "
-                f"plain text in {' or '.join(TEXT_SUFFIXES)}"
-            )
+def input_files(names: Sequence[str]) -> list[str]:
+    """The files that the names in --input stand for. Raises MkdDataError as `data_files` does."""
+    return [file for name in names for file in data_files(name, "--input", TEXTS)]
 
 
-def read_batches(paths: Sequence[str], split_on: str | None = None) -> Iterator[RawBatch]:
+def read_batches(
+    paths: Sequence[str], split_on: str | None = None, columns: ColumnChoice | None = None, size: int | None = None
+) -> Iterator[RawBatch]:
     """Read the files in order, about BATCH_BYTES at a time.
 
-    A JSON lines file holds one document per line. A text file is one document, or with `split_on` several, separated by
-    it.
+    Args:
+        paths: files; each record is one document. A text file is one document, or with `split_on` several.
+        split_on: separator of the documents in text files.
+        columns: columns that are read of tables; None for all.
+        size: bytes of documents per batch in place of BATCH_BYTES.
     """
-    for name in paths:
-        is_json = Path(name).suffix in JSON_SUFFIXES
-        with open(name, "rb") as handle:
-            documents = handle if is_json else _split_text(handle, split_on)
-            first, held, size = 1, [], 0
-            for document in documents:
-                held.append(document)
-                size += len(document)
-                if size >= BATCH_BYTES:
-                    yield RawBatch(name, first, held, is_json)
-                    first, held, size = first + len(held), [], 0
-            if held:
-                yield RawBatch(name, first, held, is_json)
+    for path in paths:
+        with open_records(path, split_on.encode() if split_on else None, columns) as records:
+            yield from _batches_of(path, records, size or BATCH_BYTES)
 
 
-def _split_text(handle, split_on: str | None) -> Iterator[bytes]:
-    if split_on is None:
-        yield handle.read()
-        return
-    separator, rest = split_on.encode(), b""
-    while block := handle.read(BATCH_BYTES):
-        *documents, rest = (rest + block).split(separator)
-        yield from documents
-    if rest:
-        yield rest
+def _batches_of(path: str, records: RecordStream, size: int) -> Iterator[RawBatch]:
+    first, held, held_bytes, start = 1, [], 0, 0
+    for document in chain(records.documents, (None,)):
+        if document is not None:
+            held.append(document)
+            held_bytes += len(document)
+        if held and (document is None or held_bytes >= size):
+            end = None if records.position is None else records.position()
+            yield RawBatch(path, first, held, records.unit, None if end is None else end - start)
+            first, held, held_bytes, start = first + len(held), [], 0, end
 
 
-def parse(batch: RawBatch, json_key: str) -> list[str]:
+def parse(batch: RawBatch, json_key: str, bad: BadRecords | None = None) -> list[str]:
     """Documents of a batch as strings, without those that hold only whitespace.
+
+    Args:
+        batch: the documents.
+        json_key: key of the text in a JSON object.
+        bad: counts broken records, which are left out; None to raise their errors.
 
     Raises MkdDataError with file and line for text that is not UTF-8, a line that is not a JSON object, and an object
     without a string under `json_key`.
     """
     texts = []
-    unit = "line" if batch.is_json else "document"
-    for number, raw in enumerate(batch.documents, start=batch.first):
-        where = f"{batch.path}, {unit} {number}"
-        text = decode(raw, where, unit)
-        if batch.is_json and text.strip():
-            text = _text_of_line(text, json_key, where)
-        _require_short_words(text, where)
+    for where, raw in batch.located():
+        try:
+            text = decode(raw, where, batch.unit)
+            if batch.is_json and text.strip():
+                text = _text_of_line(text, json_key, where)
+            _require_short_words(text, where)
+        except MkdDataError as error:
+            if bad is None:
+                raise
+            bad.add(error)
+            continue
         if text.strip():
             texts.append(text)
     return texts
@@ -185,7 +229,10 @@ def _text_of_line(line: str, json_key: str, where: str) -> str:
     record = json_object(line, where)
     if json_key not in record:
         keys = ", ".join(sorted(record)) or "none"
-        raise MkdDataError(f"{where}: no key {json_key!r} (keys there: {keys}); name the text's key with --json-key")
+        advice = "name the text's key with --json-key"
+        if is_conversation(record):
+            advice = "conversations need no preprocessing: give the file to mkd train as --data-path"
+        raise MkdDataError(f"{where}: no key {json_key!r} (keys there: {keys}); {advice}")
     if not isinstance(record[json_key], str):
         kind = type(record[json_key]).__name__
         raise MkdDataError(f"{where}: the value of {json_key!r} is a {kind}, not a string; see --json-key")
@@ -237,7 +284,8 @@ def encode(encoding: Encoding, batch: RawBatch) -> EncodedBatch:
     Raises MkdDataError as `parse` does.
     """
     tokenizer = once_per_process(load_tokenizer, encoding.tokenizer_dir)
-    texts = parse(batch, encoding.json_key)
+    bad = BadRecords()
+    texts = parse(batch, encoding.json_key, bad if encoding.skips_bad else None)
     documents = _ids(tokenizer, texts, f"{batch.path}, from document {batch.first} on") if texts else []
     if encoding.append_eod:
         eod = eod_id(tokenizer, encoding.tokenizer_dir)
@@ -245,5 +293,5 @@ def encode(encoding: Encoding, batch: RawBatch) -> EncodedBatch:
             ids.append(eod)
     documents = [ids for ids in documents if ids]
     tokens = [np.empty(0, np.int32), *(np.asarray(ids, dtype=np.int32) for ids in documents)]
-    empty = len(batch.documents) - len(documents)
-    return EncodedBatch(np.concatenate(tokens), [len(ids) for ids in documents], batch.size, empty)
+    empty = len(batch.documents) - len(documents) - bad.count
+    return EncodedBatch(np.concatenate(tokens), [len(ids) for ids in documents], batch.size, empty, bad)

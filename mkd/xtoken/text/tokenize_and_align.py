@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mkd.data.sources.aligned import AlignedBatch, AlignedSample, DocumentBatch, TeacherText
 from mkd.data.sources.chat import EMPTY, UNSUPERVISED, Conversation
+from mkd.data.sources.record_forms import AS_FOUND, RecordOptions
 from mkd.data.sources.text import RawBatch, once_per_process
 from mkd.errors import MkdDataError
 from mkd.xtoken.text.alignment import NO_CHUNK
@@ -37,6 +38,8 @@ class TextAligner:
     special_pairs: tuple[tuple[tuple[int, int], ...], ...] = ()
     """For each teacher the ids (student's, teacher's) of the special tokens that the loss treats as equal; other pairs
     of special tokens at the same position of a text are in no chunk. Empty: all pairs of special tokens are chunks."""
+    options: RecordOptions = AS_FOUND
+    """Options of reading conversations."""
 
     def __post_init__(self) -> None:
         """Raises MkdDataError for a folder without a usable tokenizer."""
@@ -50,7 +53,7 @@ class TextAligner:
     def fingerprint(self) -> str:
         """Changes whenever a token or an alignment may change."""
         parts = [[t.hash, t.tokenizer.chat_template, t.adds_bos] for t in self.tokenizers]
-        whole = [parts, self.all_messages, self.special_pairs]
+        whole = [parts, self.all_messages, self.special_pairs, *self.options.key]
         return blake2b(json.dumps(whole).encode(), digest_size=16).hexdigest()
 
     def __call__(self, batch: RawBatch | DocumentBatch) -> AlignedBatch:
@@ -60,9 +63,15 @@ class TextAligner:
             for ids in batch.documents:
                 self._add_document(coded, ids)
             return coded
-        for number, line in enumerate(batch.documents, start=batch.first):
-            if line.strip():
-                self._add_chat(coded, Conversation.parse(line, f"{batch.path}, line {number}"))
+        for where, line in batch.located():
+            if not line.strip():
+                continue
+            try:
+                self._add_chat(coded, Conversation.parse(line, where, self.options))
+            except MkdDataError as error:
+                if not self.options.skips_bad:
+                    raise
+                coded.bad.add(error)
         return coded
 
     def _add_chat(self, coded: AlignedBatch, chat: Conversation) -> None:

@@ -1,5 +1,6 @@
 """tools/preprocess.py and mkd.data: what is written is what was read, and every bad input is one clear line."""
 
+import gzip
 import importlib
 import json
 import os
@@ -18,11 +19,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mkd.checkpoint.tokenizer_hash import tokenizer_hash
-from mkd.data.sources import text
+from mkd.data.sources import record_files, text
 from mkd.data.sources.indexed import IndexedText, dataset_prefix, default_workers
 from mkd.data.sources.text import RawBatch, parse
 from mkd.errors import MkdDataError
 from mkd.utils.atomic_files import only_writer
+from tests.support.data_forms import FILES
 
 ROOT = Path(__file__).resolve().parents[3]
 TOOL = ROOT / "tools" / "preprocess.py"
@@ -104,8 +106,50 @@ def test_text_file_is_one_document_or_split(preprocess, tokenizer_dir, tmp_path,
     assert documents_of(tmp_path / "c_text_document") == expected(tokenizer_dir, pieces)
 
 
+@pytest.mark.parametrize("file", FILES)
+def test_texts_in_all_files_are_the_same_documents(preprocess, tokenizer_dir, tmp_path, file):
+    source = FILES[file](tmp_path / file, [{"text": t, "n": i, "meta": None} for i, t in enumerate(TEXTS)])
+    args = ["--input", str(source), "--output-prefix", str(tmp_path / "c"), "--tokenizer-model", tokenizer_dir]
+    assert preprocess.main(args) == 0
+    assert documents_of(tmp_path / "c_text_document") == expected(tokenizer_dir, TEXTS)
+
+
+def test_plain_text_with_a_byte_order_mark_and_compressed(preprocess, tokenizer_dir, tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone|two")
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"three|four"))
+    args = ["--output-prefix", str(tmp_path / "c"), "--tokenizer-model", tokenizer_dir, "--split-on", "|"]
+    assert preprocess.main(["--input", str(tmp_path / "*.txt*"), *args]) == 0
+    assert documents_of(tmp_path / "c_text_document") == expected(tokenizer_dir, ["one", "two", "three", "four"])
+
+
+def test_broken_records_are_skipped_on_request(preprocess, tokenizer_dir, tmp_path, capsys):
+    source = tmp_path / "a.jsonl"
+    source.write_text('{"text": "a"}\n{"text": \n\n{"text": 7}\n{"text": "b"}\n' + "{\n" * 9)
+    args = ["--output-prefix", str(tmp_path / "c"), "--tokenizer-model", tokenizer_dir, "--bad-records", "skip"]
+    assert preprocess.main(["--input", str(source), *args]) == 0
+    assert documents_of(tmp_path / "c_text_document") == expected(tokenizer_dir, ["a", "b"])
+    said = capsys.readouterr()
+    assert f"warning: 11 broken records left out: {source}, line 2: broken JSON" in said.err
+    assert "line 4: the value of 'text' is a int" in said.err and said.err.endswith("; ...\n")
+    assert "2 documents, 1 empty ones skipped" in said.out
+    source.write_text("{\n")
+    assert preprocess.main(["--input", str(source), *args]) == 1
+    assert "no document can be used (1 broken records left out: " in capsys.readouterr().err
+    assert documents_of(tmp_path / "c_text_document") == expected(tokenizer_dir, ["a", "b"])
+
+
+def test_conversations_are_sent_to_the_training_command(preprocess, tokenizer_dir, tmp_path, capsys):
+    source = tmp_path / "a.json"
+    source.write_text('[{"conversations": [{"from": "human", "value": "a"}]}]')
+    args = ["--input", str(source), "--output-prefix", str(tmp_path / "c"), "--tokenizer-model", tokenizer_dir]
+    assert preprocess.main(args) == 1
+    error = capsys.readouterr().err
+    assert "a.json, record 1: no key 'text' (keys there: conversations); conversations need no preprocessing" in error
+
+
 def test_separator_across_blocks(monkeypatch, tmp_path):
     monkeypatch.setattr(text, "BATCH_BYTES", 5)
+    monkeypatch.setattr(record_files, "_BLOCK_BYTES", 5)
     source = tmp_path / "a.txt"
     source.write_text("abc<sep>defghijkl<sep>m")
     batches = list(text.read_batches([str(source)], split_on="<sep>"))
@@ -176,6 +220,8 @@ def test_bad_flags(preprocess, tokenizer_dir, tmp_path, capsys):
     good = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     parquet = tmp_path / "a.parquet"
     parquet.write_bytes(b"PAR1")
+    table = tmp_path / "a.csv"
+    table.write_text("text\na\n")
     empty_folder = tmp_path / "nothing"
     empty_folder.mkdir()
     no_eos = byte_tokenizer(tmp_path / "no_eos")
@@ -183,7 +229,9 @@ def test_bad_flags(preprocess, tokenizer_dir, tmp_path, capsys):
     (torn / "tokenizer.json").write_text('{"version": "1.0", "mod')
     cases = [
         ([str(tmp_path / "none.jsonl")], tokenizer_dir, [], "none.jsonl does not exist"),
-        ([good, str(parquet)], tokenizer_dir, [], "a.parquet ends in '.parquet'"),
+        ([good, str(table)], tokenizer_dir, [], "a.csv ends in '.csv'"),
+        ([str(parquet)], tokenizer_dir, [], "a.parquet cannot be read as parquet"),
+        ([str(empty_folder)], tokenizer_dir, [], "is a folder without data files"),
         ([good], str(tmp_path / "none"), [], "none does not exist"),
         ([good], str(empty_folder), [], "nothing holds no tokenizer"),
         ([good], str(torn), [], "tokenizer.json is not readable JSON"),
@@ -351,8 +399,8 @@ def test_a_word_of_20_mb(kind: str) -> None:
     word = "a" * 20_000_000
     line = word.encode() if kind == "txt" else json.dumps({"messages": [{"content": f"b {word}"}]}).encode()
     with pytest.raises(MkdDataError, match=r"20,000,000 characters without whitespace; at most 1,048,576"):
-        parse(RawBatch("f", 1, [line], is_json=kind == "jsonl"), "text")
-    assert parse(RawBatch("f", 1, [b"ab " * 600_000], is_json=False), "text")
+        parse(RawBatch("f", 1, [line], "line" if kind == "jsonl" else "document"), "text")
+    assert parse(RawBatch("f", 1, [b"ab " * 600_000], "document"), "text")
 
 
 @pytest.mark.parametrize(
@@ -360,4 +408,4 @@ def test_a_word_of_20_mb(kind: str) -> None:
 )
 def test_json_bombs_name_their_line(line: bytes) -> None:
     with pytest.raises(MkdDataError, match=r"^f, line 7: broken JSON \("):
-        parse(RawBatch("f", 7, [line], is_json=True), "text")
+        parse(RawBatch("f", 7, [line]), "text")

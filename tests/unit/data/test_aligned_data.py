@@ -283,7 +283,7 @@ def test_unaligned_sample_is_left_out(root: Path) -> None:
     with pytest.raises(MkdDataError, match=r"a document has token id 307, .* has 307 tokens"):
         coder(DocumentBatch("x", [np.array([1, 307])]))
     with pytest.raises(MkdDataError, match=r"chats, line 7: broken JSON"):
-        coder(RawBatch("chats", 7, [b"{"], is_json=True))
+        coder(RawBatch("chats", 7, [b"{"]))
     assert probe_aligned(str(root / "chat.jsonl"), coder)[0] > 100
 
 

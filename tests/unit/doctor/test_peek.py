@@ -11,7 +11,9 @@ from tests.support.e2e.small_job import write_data
 
 
 def job(packing: str = "none", folder: str | None = None, longest: int | None = None) -> SimpleNamespace:
-    kd = SimpleNamespace(packing=packing, packing_multiple=4, long_samples="split")
+    kd = SimpleNamespace(
+        packing=packing, packing_multiple=4, long_samples="split", data_format="auto", bad_records="error"
+    )
     kind = "NullTokenizer" if folder is None else "HuggingFaceTokenizer"
     args = SimpleNamespace(seq_length=32, seed=1, tokenizer_type=kind, tokenizer_model=folder)
     return SimpleNamespace(kd=kd, args=args, data=SimpleNamespace(longest_sample=longest))
