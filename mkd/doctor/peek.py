@@ -11,13 +11,13 @@ from transformers import PreTrainedTokenizerBase
 from mkd.data.packing.row_layout import RowLayout
 from mkd.data.packing.row_plan import cut, one_per_row, pack
 from mkd.data.sources.chat import SUPERVISED, ChatTokenizer
+from mkd.data.sources.preview import BEGIN, END
 from mkd.data.sources.record_forms import AS_FOUND, RecordOptions
 from mkd.data.sources.stores import DocumentStore, first_records, is_chat_file
 from mkd.job.job import Job
 from mkd.utils.pretrained import load_tokenizer
 
 TARGET, CONTEXT = "green", "dim"
-SIGNS = ("[[", "]]")
 """Around targets, for terminals without colors and eyes that do not tell them apart."""
 FIRST_BYTES = 1 << 18
 """Bytes of a chat file from which samples are read."""
@@ -56,7 +56,7 @@ def painted(sample: Sample, tokenizer: PreTrainedTokenizerBase | None, most: int
     for is_target, group in groupby(range(len(ids)), key=lambda place: bool(targets[place])):
         some = [int(ids[place]) for place in group]
         words = " ".join(map(str, some)) if tokenizer is None else tokenizer.decode(some)
-        words = f"{SIGNS[0]}{words}{SIGNS[1]}" if is_target else words
+        words = f"{BEGIN}{words}{END}" if is_target else words
         text.append(words + ("" if tokenizer else " "), style=TARGET if is_target else CONTEXT)
     if len(sample[0]) > most:
         text.append(f" ... ({len(sample[0])} tokens)", style=CONTEXT)

@@ -24,6 +24,7 @@ from mkd import cpu
 from mkd.config.data_args import data_prefixes
 from mkd.config.flags import flag_parser
 from mkd.config.run_file import FLAG, RECORD, given_flags, to_yaml
+from mkd.data.sources.stores import chat_files, is_chat_file
 from mkd.utils.atomic_files import replacing
 
 FILE = "run.yaml"
@@ -141,9 +142,12 @@ def _is_secret(name: str, value: bool | str | list[str]) -> bool:
 
 
 def data_states(names: list[str]) -> dict[str, str]:
-    """Size and hash of each file that the data flags name; of both files of a PREFIX."""
-    files = [Path(name + suffix) for name in dict.fromkeys(names) for suffix in ("", ".bin", ".idx")]
-    files = [path for path in files if path.is_file()]
+    """Size and hash of each file that the data flags name: of both files of a PREFIX, of all files of a folder or
+    glob."""
+    files: list[Path] = []
+    for name in dict.fromkeys(names):
+        found = chat_files(name) if is_chat_file(name) else [name, f"{name}.bin", f"{name}.idx"]
+        files += [path for path in map(Path, found) if path.is_file()]
     return {str(path): data_state(path, hashed=number < MOST_HASHED) for number, path in enumerate(files)}
 
 

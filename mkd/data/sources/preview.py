@@ -12,7 +12,7 @@ from mkd.data.sources.stores import first_records
 from mkd.data.sources.text import decode, json_object
 from mkd.errors import MkdDataError
 
-BEGIN, END = ">>>", "<<<"
+BEGIN, END = "[[", "]]"
 """Signs around supervised tokens."""
 _MOST_CHARACTERS, _MOST_RUNS = 240, 8
 _VISIBLE = str.maketrans({"\n": "⏎", "\t": "⇥", "\r": "␍"})

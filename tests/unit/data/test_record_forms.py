@@ -216,13 +216,12 @@ def test_the_form_and_a_sample_are_shown(folder: str, tmp_path: Path) -> None:
     lines = preview(str(file), ChatTokenizer(folder))
     assert lines == [
         f"{file}: messages and sharegpt (recognized in the first 3 records; else give --kd-data-format)",
-        f"{file}: learned between >>> and <<<: <|start|>user⏎What⏎is it?<|end|>⏎<|start|>assistant⏎>>>a  test"
-        "<|end|><<<⏎",
+        f"{file}: learned between [[ and ]]: <|start|>user⏎What⏎is it?<|end|>⏎<|start|>assistant⏎[[a  test<|end|>]]⏎",
     ]
     write_lines(file, [sharegpt(talk("word " * 500, "answer " * 500))])
     line = preview(str(file), ChatTokenizer(folder, RecordOptions("sharegpt")))
     assert line[0].endswith("sharegpt (as given in --kd-data-format)")
-    assert len(line[1]) < 1000 and ">>>answer" in line[1] and " ... " in line[1]
+    assert len(line[1]) < 1000 and "[[answer" in line[1] and " ... " in line[1]
 
 
 def test_stored_tokens_of_files_that_could_be_read_before_keep_their_name(folder: str, tmp_path: Path) -> None:
