@@ -9,8 +9,9 @@ from rich.text import Text
 
 from mkd import cpu
 from mkd.config import data_args
+from mkd.data.sources.preview import BEGIN, END
 from mkd.doctor.findings import Findings
-from mkd.doctor.peek import CONTEXT, SIGNS, TARGET, peek
+from mkd.doctor.peek import CONTEXT, TARGET, peek
 from mkd.job.job import Job
 from mkd.job.memory_table import print_memory, workload
 from mkd.job.plan import plan
@@ -41,7 +42,7 @@ def show_data(job: Job, samples: int, tokens: int, findings: Findings, console: 
             if reading.warning is not None:
                 findings.warning(reading.warning)
         console.print(
-            Text("data: ").append("target".join(SIGNS), style=TARGET).append(", ").append("context", style=CONTEXT)
+            Text("data: ").append(f"{BEGIN}target{END}", style=TARGET).append(", ").append("context", style=CONTEXT)
         )
         with console.status("reading samples"):
             peek(job, names, samples, tokens, lambda text: console.print(text, markup=False, highlight=False))
