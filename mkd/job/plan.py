@@ -9,11 +9,12 @@ import torch
 
 from mkd import cpu
 from mkd.checkpoint.hf.folder import HFFolder, store_assets
+from mkd.checkpoint.source import compare_tokenizers
 from mkd.config.epochs import iterations_are_unknown
 from mkd.config.kd_config import KDConfig
 from mkd.config.loss_spec import divergence_text
 from mkd.config.teacher_args import has_own_layout
-from mkd.job.data import number_of_iterations
+from mkd.job.data import folder_of_tokenizer, number_of_iterations
 from mkd.job.epochs import set_iterations
 from mkd.job.job import Job
 from mkd.job.memory_table import memory_line, print_memory
@@ -62,6 +63,7 @@ def plan(job: Job) -> dict[str, str]:
         + f", computed by {job.loss_options.impl}"
         + ("; R is 0: the teacher is not run" if kd.is_plain_pretraining else ""),
         **({"tokenizers": str(job.cross)} if job.cross is not None else {}),
+        **_renamed_tokens(job),
         **_layers(job),
         "layout": _layout(args, args.world_size),
         **_teacher_layouts(job),
@@ -127,6 +129,16 @@ def _divergence(kd: KDConfig) -> str:
         return f"{text} (without T^2)"
     ends = {kd.temperature_over_time.start, kd.temperature_over_time.end}
     return f"T^2 {text}" + ("" if ends == {1.0} else " (kd is shown with its T^2)")
+
+
+def _renamed_tokens(job: Job) -> dict[str, str]:
+    """Differences that --kd-same-tokenizer accepts, by teacher."""
+    if not job.kd.same_tokenizer:
+        return {}
+    folder = folder_of_tokenizer(job.args, job.student_source)
+    found = ((one, compare_tokenizers(folder, one)) for one in job.teacher.sources)
+    texts = [f"{one.path}: {difference}" for one, difference in found if difference is not None and difference.names]
+    return {"same ids": "; ".join(texts)} if texts else {}
 
 
 def _layers(job: Job) -> dict[str, str]:

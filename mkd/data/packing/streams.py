@@ -94,9 +94,11 @@ class SampleRows:
         return int(pieces.sample[piece]), int(pieces.start[piece]), int(pieces.positions[piece]) + 1
 
     def __str__(self) -> str:
+        is_row = self._layout.piece_length == self._layout.row_length
+        what = "a row" if is_row else f"the {self._layout.piece_length} positions of a model"
         counts = {
-            "split because they are longer than a row": self._pieces.split,
-            "dropped because they are longer than a row": self._pieces.dropped,
+            f"split because they are longer than {what}": self._pieces.split,
+            f"dropped because they are longer than {what}": self._pieces.dropped,
             "left out because they have fewer than two tokens": self._pieces.short,
             "parts of long samples left out because nothing in them is a target": self._without_target,
         }

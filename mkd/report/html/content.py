@@ -255,7 +255,7 @@ def records_of(run: RunFolder) -> list[tuple[str, str]]:
     if run.snapshots:
         facts.append(("Hugging Face folders", ", ".join(f"{iteration:,}" for iteration in run.snapshots[-12:])))
     if run.jobs is not None:
-        facts.append(("jobs", f"{run.jobs} (1 + restarts)"))
+        facts.append(("jobs", f"{run.jobs}, the first one and its restarts" if run.jobs > 1 else "1"))
     if run.skipped_steps:
         facts.append(("skipped steps", f"{run.skipped_steps} (the gradient overflowed)"))
     return facts

@@ -97,7 +97,7 @@ def test_the_page_has_the_numbers_of_the_files(tmp_path: Path) -> None:
     assert "tokens trained 30,720" in text and "time in training steps 0:00:30" in text
     assert "--kd-loss jsd" in text and "checkpoints 60" in text and "skipped steps 1" in text
     assert "Learning rate" in text and "Ratio R" not in text
-    assert "1 more metrics" in text and "odd" in text
+    assert "1 more metric " in text and "odd" in text
     data = json.loads(page.data)
     kd = {series["label"]: series for series in data["panels"][1]["values"]}
     assert kd["training"]["x"] == [float(i) for i in range(1, 61)]
