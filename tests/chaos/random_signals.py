@@ -11,7 +11,7 @@ from tests.chaos.sandbox import Ended, Job
 from tests.chaos.verdicts import HANG, UNCLEAR, Verdict
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL, signal.SIGINT, signal.SIGSTOP)
-ATTEMPTS = 3
+ATTEMPTS = 2
 """Disturbed attempts before one that is left alone."""
 LIMIT_S = 120.0
 

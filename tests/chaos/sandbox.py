@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +45,10 @@ def prepare() -> None:
         __import__(name)
     for name in ("cache_teacher", "convert", "preprocess", "build_projection", "plot", "doctor"):
         __import__(f"tools.{name}")
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
     ctypes.CDLL(None).mallopt(_ARENAS, 1)
     gc.collect()
     gc.freeze()
@@ -209,10 +214,6 @@ def _run(words: list[str]) -> int:
 def run(words: Sequence[Any], folder: Path, timeout: float = 30.0, **options: Any) -> Ended:
     """Run a command line to its end."""
     return Job([str(word) for word in words], folder, **options).start().wait(timeout)
-
-
-def silent_traceback(ended: Ended) -> bool:
-    return "Traceback (most recent call last)" in ended.errors + ended.output
 
 
 class Faults(ctypes.Structure):
