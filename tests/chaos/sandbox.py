@@ -17,6 +17,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,10 @@ def prepare() -> None:
     cpu.activate()
     from tests.support.dist import preload  # noqa: F401
 
-    for name in ("mkd.job.job", "mkd.job.launch", "mkd.job.plan", "transformers.models.llama.modeling_llama"):
-        __import__(name)
-    for name in ("cache_teacher", "convert", "preprocess", "build_projection", "plot", "doctor"):
-        __import__(f"tools.{name}")
+    for name in ("cache", "convert", "preprocess", "build_projection", "plot", "doctor", "train_job"):
+        import_module(f"mkd.cli.{name}")
+    for name in ("mkd.job.launch", "mkd.job.plan", "transformers.models.llama.modeling_llama"):
+        import_module(name)
     from transformers.utils import logging
 
     logging.disable_progress_bar()
