@@ -65,6 +65,22 @@ RESUME = {
 }
 
 
+RUN_FILE = """models:
+  kd-student-hf: student
+  kd-teacher-hf: teacher
+kd-ratio: 0.5
+data:
+  data-path: corpus_text_document
+  seq-length: 32
+lr: 1e-3
+train-iters: 2
+"""
+IN_FILE = dict.fromkeys(
+    ("--kd-student-hf", "--kd-teacher-hf", "--kd-ratio", "--data-path", "--seq-length", "--lr", "--train-iters")
+)
+"""Flags that the file gives."""
+
+
 def train(**changes: Any) -> list[str]:
     flags = {**COMMON, **changes.pop("flags")}
     words = [str(SCRIPT)]
@@ -107,6 +123,7 @@ COMMANDS: dict[str, Command] = {
     "cache_counts": Command(cached("cache_counts")),
     "old_cache": Command(cached("old_cache")),
     "resume": Command(train(flags=RESUME)),
+    "run file": Command(train(flags={**DOCUMENTS, **IN_FILE, "--kd-config": "run.yaml", "--exit-interval": 2})),
     "export": Command(
         tool("convert", "export", "--load", "checkpoint", "--hf", "out"), compared=["out/*.safetensors", "out/*.json"]
     ),
@@ -202,6 +219,17 @@ def other_settings(file: Path, old: bytes, new: bytes) -> str:
     return "other settings of the tokenizer" if isinstance(other, dict) and one != other else ""
 
 
+def other_flags(file: Path, old: bytes, new: bytes) -> str:
+    """The text is YAML of other flags; those that do not exist are refused."""
+    import yaml
+
+    try:
+        one, other = (yaml.load(content, yaml.BaseLoader) for content in (old, new))
+    except (yaml.YAMLError, ValueError):
+        return ""
+    return "other flags" if isinstance(other, dict) and one != other else ""
+
+
 @dataclass(frozen=True)
 class Format:
     """files: patterns in the work folder; commands: names; changes: mutations besides those of bytes."""
@@ -261,6 +289,7 @@ FORMATS: dict[str, Format] = {
         ["resume", "inspect"],
         [change_json],
     ),
+    "run.yaml": Format(["run.yaml"], ["run file"], [change_text], other_flags),
     "metrics.jsonl": Format(["checkpoint/metrics.jsonl"], ["resume"], [change_text]),
 }
 
@@ -287,6 +316,7 @@ class Fuzz:
         for name in ("student", "teacher", "other_teacher", "corpus.jsonl", "chats.jsonl"):
             source = WRITTEN / name
             (shutil.copytree if source.is_dir() else shutil.copy2)(source, self.work / name)
+        (self.work / "run.yaml").write_text(RUN_FILE)
         words = ["--input", "corpus.jsonl", "--output-prefix", "corpus", "--tokenizer-model", "student"]
         self._must(tool("preprocess", *words))
         self._must(train(flags=RESUME | {"--exit-interval": 2}))
