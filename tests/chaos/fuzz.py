@@ -114,6 +114,7 @@ class Command:
 COMMANDS: dict[str, Command] = {
     "documents": Command(train(flags=DOCUMENTS), removed=["data_cache/*-DocumentRows-*"]),
     "indexed documents": Command(train(flags=DOCUMENTS)),
+    "sharded teacher": Command(train(flags={**DOCUMENTS, "--kd-teacher-hf": "sharded"})),
     "chats": Command(train(flags=ROWS), removed=["data_cache/*-chat.*"]),
     "stored chats": Command(train(flags=ROWS)),
     "stored pairs": Command(train(flags=OTHER_TOKENIZER)),
@@ -251,6 +252,7 @@ FORMATS: dict[str, Format] = {
         [change_header],
         other_weights,
     ),
+    "safetensors index": Format(["sharded/model.safetensors.index.json"], ["sharded teacher"], [change_json]),
     "tokenizer.json": Format(
         ["student/tokenizer.json", "teacher/tokenizer.json", "other_teacher/tokenizer.json"],
         ["chats", "preprocess", "build projection"],
@@ -294,6 +296,20 @@ FORMATS: dict[str, Format] = {
 }
 
 
+def _write_sharded(folder: Path, target: Path) -> None:
+    """A copy of a model whose weights are in two files, with an index."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(folder, target, ignore=shutil.ignore_patterns("*.safetensors"))
+    weights = load_file(folder / "model.safetensors")
+    names, places = sorted(weights), {}
+    for number, part in enumerate((names[::2], names[1::2])):
+        file = f"model-{number}.safetensors"
+        save_file({name: weights[name] for name in part}, target / file, {"format": "pt"})
+        places |= dict.fromkeys(part, file)
+    (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}, indent=1))
+
+
 SMALL = ("config.json", "safetensors", ".idx", ".bin", "PREFIX.json", "checkpoint index", "checkpoint facts")
 """Formats of a small session: they need no caches and no conversations."""
 
@@ -317,6 +333,7 @@ class Fuzz:
             source = WRITTEN / name
             (shutil.copytree if source.is_dir() else shutil.copy2)(source, self.work / name)
         (self.work / "run.yaml").write_text(RUN_FILE)
+        _write_sharded(self.work / "teacher", self.work / "sharded")
         words = ["--input", "corpus.jsonl", "--output-prefix", "corpus", "--tokenizer-model", "student"]
         self._must(tool("preprocess", *words))
         self._must(train(flags=RESUME | {"--exit-interval": 2}))
