@@ -67,7 +67,7 @@ def loss_from_logits(
         teacher = _with_dense_columns(teacher.detach())
     tokens = tokens.checked(student_logits.shape[0], statistics_dtype(student_logits))
     context = KernelContext(spec, shard, with_kd=teacher is not None)
-    kernels = choose(impl, student_logits.device, student_logits.dtype)
+    kernels = choose(impl, student_logits.device, student_logits.dtype, context.needs_float64)
     if isinstance(teacher, SparseTeacher):
         teacher, tokens = SparseTarget.of(teacher, tokens, tail, spec, vocab.true_vocab)
         kernels = SparseKernels(kernels)
@@ -103,7 +103,8 @@ class _VocabParallelLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, student_logits, teacher_logits, job: _Job):
         context, kernels, tokens = job.context, job.kernels, job.tokens
-        chunks = loss_chunks(student_logits.shape[0], context.shard.columns, statistics_dtype(student_logits), None)
+        dtype = context.statistics_dtype(student_logits)
+        chunks = loss_chunks(student_logits.shape[0], context.shard.columns, dtype, None)
 
         def cut(c: slice) -> Chunk:
             return job.chunk(student_logits, teacher_logits, tokens, c)
@@ -120,8 +121,9 @@ class _VocabParallelLoss(torch.autograd.Function):
             terms = sparse_terms(stats, sums, tokens, context, job.target)
         ctx.save_for_backward(student_logits, teacher_logits)
         ctx.saved = job, chunks, stats, sums
-        ctx.mark_non_differentiable(*(term for term in (terms.ce, terms.kd) if term is not None))
-        return terms.weighted_sum(tokens, context.spec), terms.ce, terms.kd
+        output = terms.output(tokens, context.spec)
+        ctx.mark_non_differentiable(*(term for term in (output.ce, output.kd) if term is not None))
+        return tuple(output)
 
     @staticmethod
     @once_differentiable

@@ -28,6 +28,7 @@ from mkd.losses.inputs import (
     loss_chunks,
     resolve_logits_dtype,
     statistics_dtype,
+    tempered_dtype,
 )
 from mkd.losses.kernels.interface import Chunk, Kernels
 from mkd.losses.kernels.select import choose
@@ -108,7 +109,7 @@ def loss_from_hidden(
     context = KernelContext(spec, shard, maps, with_kd=teacher is not None)
     if options.impl == "reference":
         return _reference(student, teacher, tail, tokens, context)
-    kernels = choose(options.impl, student.hidden.device, student.hidden.dtype)
+    kernels = choose(options.impl, student.hidden.device, student.hidden.dtype, context.needs_float64)
     if isinstance(teacher, SparseTeacher):
         target, tokens = SparseTarget.of(teacher, tokens, tail, spec, vocab.true_vocab)
         return _fused(student, target, tokens, context, SparseKernels(kernels), options, upstream)
@@ -266,7 +267,7 @@ def _fused(
     grad, columns = torch.is_grad_enabled(), context.shard.columns
     needed = tuple([grad and x is not None and x.requires_grad for x in inputs])
     dtype = resolve_logits_dtype(options.logits_dtype, student.hidden)
-    least = MIN_CHUNK_TOKENS if student.hidden.is_cuda else 1
+    least = MIN_CHUNK_TOKENS if student.hidden.is_cuda and not context.needs_float64 else 1
     if isinstance(teacher, LinearLogits):
         teacher = _DenseTeacher(teacher.hidden, LMHead.of_columns(teacher, columns))
     job = _Job(
@@ -275,7 +276,8 @@ def _fused(
         tokens=tokens,
         context=context,
         kernels=kernels,
-        chunks=loss_chunks(len(student.hidden), columns, dtype, options.chunk_rows, least),
+        chunks=loss_chunks(len(student.hidden), columns, tempered_dtype(dtype, context.temperature),
+                           options.chunk_rows, least),
         logits_dtype=dtype,
         needed=needed,
         main_grad=MainGrad.of(student.weight, upstream) if needed[1] else None,
@@ -291,14 +293,13 @@ class _FusedLinearLoss(torch.autograd.Function):
         tokens, spec = job.tokens, job.context.spec
         scale = fp16_scale(tokens, spec) if hidden.dtype == torch.float16 and tokens.labels.numel() else None
         gradients = _Gradients.allocate(hidden, weight, job, scale) if any(job.needed) else None
-        terms = _FusedPass(hidden.detach(), job, gradients).run()
-        loss = terms.weighted_sum(tokens, spec)
+        output = _FusedPass(hidden.detach(), job, gradients).run().output(tokens, spec)
         results = (None, None, None)
         if gradients is not None:
             results = gradients.hidden, None if job.main_grad else gradients.weight, gradients.bias
         keep_gradients(ctx, results, scale, (hidden, weight, bias), job.main_grad)
-        ctx.mark_non_differentiable(*[term for term in (terms.ce, terms.kd) if term is not None])
-        return loss, terms.ce, terms.kd
+        ctx.mark_non_differentiable(*[term for term in (output.ce, output.kd) if term is not None])
+        return tuple(output)
 
     @staticmethod
     @once_differentiable

@@ -21,9 +21,19 @@ MIN_CHUNK_TOKENS = 768
 weights."""
 
 
+MAX_FP32_TEMPERATURE = 8.0
+"""Above this temperature divergences are computed in float64: both distributions approach the uniform one, their
+divergence falls with T^2 below fp32's rounding of the normalizers, and T^2 multiplies what is left."""
+
+
 def statistics_dtype(inputs: Tensor) -> torch.dtype:
     """Precision of all sums and values per token: fp32, or float64 for float64 inputs."""
     return torch.float64 if inputs.dtype == torch.float64 else torch.float32
+
+
+def tempered_dtype(dtype: torch.dtype, temperature: float) -> torch.dtype:
+    """Precision of a divergence at a temperature: `dtype`, or float64 above `MAX_FP32_TEMPERATURE`."""
+    return torch.float64 if temperature > MAX_FP32_TEMPERATURE else dtype
 
 
 @dataclass(frozen=True)
@@ -269,3 +279,12 @@ class KernelContext:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "temperature", self.spec.temperature if self.with_kd else 1.0)
+
+    @property
+    def needs_float64(self) -> bool:
+        """True if fp32 statistics are too coarse for the temperature; only the eager kernels have float64."""
+        return self.temperature > MAX_FP32_TEMPERATURE
+
+    def statistics_dtype(self, inputs: Tensor) -> torch.dtype:
+        """Precision of the sums and values per token that are computed from `inputs`."""
+        return tempered_dtype(statistics_dtype(inputs), self.temperature)

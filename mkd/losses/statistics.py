@@ -13,6 +13,7 @@ from torch import Tensor
 from mkd.config.loss_spec import LossSpec
 from mkd.losses.divergences import DIVERGENCES
 from mkd.losses.inputs import KernelContext, TokenWeights
+from mkd.losses.output import LossOutput
 
 Statistics = dict[str, Tensor]
 """Name -> numbers per token: [N] of one shard, or [tp, N] of all."""
@@ -106,7 +107,13 @@ class TokenTerms(NamedTuple):
             kd = torch.where(tokens.kd_weight != 0, value * spec.temperature_factor, 0)
         return cls(ce, kd, log_sum)
 
-    def weighted_sum(self, tokens: TokenWeights, spec: LossSpec) -> Tensor:
+    def output(self, tokens: TokenWeights, spec: LossSpec) -> LossOutput:
+        """The result of the loss, in the dtype of the weights."""
+        weight = tokens.kd_weight if tokens.ce_weight is None else tokens.ce_weight
+        ce, kd = (None if values is None else values.to(weight.dtype) for values in (self.ce, self.kd))
+        return LossOutput(self._weighted_sum(tokens, spec).to(weight.dtype), ce, kd)
+
+    def _weighted_sum(self, tokens: TokenWeights, spec: LossSpec) -> Tensor:
         """Scalar: the sum that is minimized."""
         parts = []
         if self.ce is not None:

@@ -193,6 +193,15 @@ def test_bias_maps_and_chunks(gloo_pool: Callable[[int], Pool], chunk_rows: int 
     check(gloo_pool(2).run(run_case, case, entry), case, entry, FP32)
 
 
+@every_entry
+@pytest.mark.parametrize("temperature", [100.0, 1000.0])
+def test_high_temperatures(gloo_pool: Callable[[int], Pool], temperature: float, entry: str) -> None:
+    """Every rank computes float64 statistics; the exchange keeps them."""
+    for divergence in DIVERGENCES:
+        case = case_of(2, "empty shard", entry, divergence=divergence, temperature=temperature, terms="kd")
+        check(gloo_pool(2).run(run_case, case, entry), case, entry, FP32)
+
+
 @INTERPRETED
 @every_entry
 @pytest.mark.parametrize(
@@ -202,6 +211,7 @@ def test_bias_maps_and_chunks(gloo_pool: Callable[[int], Pool], chunk_rows: int 
         ("reverse_kl", 2.0, "empty shard"),
         ("jsd", 0.5, "empty shard"),
         ("tvd", 1.0, "ragged"),
+        ("forward_kl", 1000.0, "empty shard"),
     ],
 )
 def test_triton(gloo_pool: Callable[[int], Pool], divergence: str, temperature: float, layout: str, entry: str) -> None:

@@ -114,7 +114,7 @@ def write_tail_gradient(products: Tensor, tail: TailCoeffs, context: KernelConte
         context: as in `softmax_stats`.
         out: [N, columns], any float dtype; it may be `products` itself.
     """
-    z = context.maps.student.apply_(products.to(torch.promote_types(products.dtype, torch.float32), copy=True))
+    z = context.maps.student.apply_(products.to(context.statistics_dtype(products), copy=True))
     relative = z - tail.top[:, None]
     gradient = tail.ce[:, None] * (relative - tail.ce_log_norm[:, None]).exp()
     gradient += tail.kd[:, None] * (relative / context.temperature - tail.kd_log_norm[:, None]).exp()
@@ -152,7 +152,7 @@ def all_passes(
 
 def _logits(chunk: Chunk, context: KernelContext) -> tuple[Tensor, Tensor | None]:
     """Copies in the precision of the statistics, 0 for unused tokens."""
-    dtype = torch.promote_types(chunk.student.dtype, torch.float32)
+    dtype = context.statistics_dtype(chunk.student)
     z = context.maps.student.apply_(chunk.student.to(dtype, copy=True))
     z.masked_fill_(chunk.tokens.unused_by_student(), 0)
     if chunk.teacher is None:

@@ -29,9 +29,14 @@ def resolve(implementation: str, device: torch.device, dtype: torch.dtype) -> st
 
 
 @cache
-def choose(implementation: str, device: torch.device, dtype: torch.dtype) -> Kernels:
-    """The kernels of an implementation, for inputs of a dtype on a device. Raises ValueError as `resolve` does."""
-    if resolve(implementation, device, dtype) == "triton":
+def choose(
+    implementation: str, device: torch.device, dtype: torch.dtype, needs_float64: bool = False
+) -> Kernels:
+    """The kernels of an implementation, for inputs of a dtype on a device. Raises ValueError as `resolve` does.
+
+    With `needs_float64` (see `KernelContext`) they are the eager ones, whatever the implementation.
+    """
+    if resolve(implementation, device, dtype) == "triton" and not needs_float64:
         from mkd.losses.kernels import triton_launchers as triton_kernels
 
         return triton_kernels

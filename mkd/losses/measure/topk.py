@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mkd.losses.inputs import LinearLogits, LMHead, loss_chunks, statistics_dtype
+from mkd.losses.inputs import LinearLogits, LMHead, loss_chunks, statistics_dtype, tempered_dtype
 from mkd.losses.sparse.teacher import SparseTeacher
 from mkd.losses.vocab_shard import VocabLayout
 
@@ -34,7 +34,7 @@ def teacher_top_k(
     Returns:
         One `SparseTeacher` of all N tokens per temperature, with the same ids and logits, equal on all ranks: ids
         [N, K] int32 from the most probable down (of equal logits the lowest id comes first), logits [N, K] fp32
-        (float64 for float64), `lse`, and `tail_lse`, which is summed over the other columns (-inf if there are none).
+        (float64 for float64), `lse` (float64 if one of the temperatures is high, see `tempered_dtype`), and `tail_lse`, which is summed over the other columns (-inf if there are none).
 
     Raises:
         ValueError: k is below 1 or above the true vocabulary.
@@ -54,7 +54,8 @@ def teacher_top_k(
         logits = teacher.logit_map.apply_(head.logits(hidden[span], buffer))
         local = _top_of_shard(logits, k, temperatures, shard.start)
         gathered = shard.exchange({"all": local.flatten()}).wait()["all"].view(shard.size, *local.shape)
-        parts.append(_merge(gathered, k, temperatures))
+        ids, logits, *sums = _merge(gathered, k, temperatures)
+        parts.append((ids, logits.to(dtype), *sums))
     ids, logits, lse, tail_lse = zip(*parts, strict=True)
     ids, logits, lse, tail_lse = torch.cat(ids), torch.cat(logits), torch.cat(lse, 1), torch.cat(tail_lse, 1)
     return [SparseTeacher(ids, logits, *sums) for sums in zip(lse, tail_lse, temperatures, strict=True)]
@@ -71,7 +72,9 @@ def _top_of_shard(logits: Tensor, k: int, temperatures: Sequence[float], start: 
     logits.scatter_(1, columns, -torch.inf)
     if not logits.shape[1]:  # logsumexp needs a column
         logits = logits.new_full((logits.shape[0], 1), -torch.inf)
-    rest = [torch.logsumexp(logits / t, dim=1, keepdim=True) for t in temperatures]
+    rest = [
+        torch.logsumexp(logits.to(tempered_dtype(logits.dtype, t)) / t, dim=1, keepdim=True) for t in temperatures
+    ]
     ids = (columns + start).to(logits.dtype)
     pad = torch.nn.functional.pad
     return torch.cat(

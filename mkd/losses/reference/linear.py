@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mkd.losses import reference
-from mkd.losses.inputs import KernelContext, LinearLogits, TokenWeights, statistics_dtype
+from mkd.losses.inputs import KernelContext, LinearLogits, TokenWeights, tempered_dtype
 from mkd.losses.reference import topk as reference_topk
 from mkd.losses.sparse.teacher import SparseTeacher, Tail
 
@@ -46,7 +46,9 @@ def linear_loss(
         kd = torch.where(tokens.kd_weight != 0, divergence(z), 0)
         loss = loss + (tokens.kd_weight * kd).sum()
         kd = kd.detach()
-    return loss, ce, kd
+    weight = tokens.kd_weight if tokens.ce_weight is None else tokens.ce_weight
+    ce, kd = (None if values is None else values.to(weight.dtype) for values in (ce, kd))
+    return loss.to(weight.dtype), ce, kd
 
 
 def dense_divergence(teacher: LinearLogits, tokens: TokenWeights, context: KernelContext) -> Callable[[Tensor], Tensor]:
@@ -59,7 +61,8 @@ def sparse_divergence(
     teacher: SparseTeacher, tail: Tail, tokens: TokenWeights, context: KernelContext
 ) -> Callable[[Tensor], Tensor]:
     """The `divergence` of `linear_loss` from a sparse teacher; NaN for a token with an id beyond the vocabulary."""
-    used, dtype = ~tokens.unused_by_teacher(), tokens.kd_weight.dtype
+    used = ~tokens.unused_by_teacher()
+    dtype = tempered_dtype(tokens.kd_weight.dtype, context.temperature)
     out_of_vocab = used & (teacher.ids >= context.shard.true_vocab)
     ids = torch.where(used & ~out_of_vocab, teacher.ids, -1)
     lse, tail_lse = (
@@ -80,7 +83,7 @@ def sparse_divergence(
 
 def _logits(model: LinearLogits, unused: Tensor, context: KernelContext) -> Tensor:
     """[N, true vocabulary] in the precision of the statistics; 0 where unused."""
-    dtype, columns = statistics_dtype(model.hidden), context.shard.columns
+    dtype, columns = context.statistics_dtype(model.hidden), context.shard.columns
     products = model.hidden.to(dtype).masked_fill(unused, 0) @ model.weight[:columns].to(dtype).t()
     if model.bias is not None:
         products = products + model.bias[:columns].to(dtype)

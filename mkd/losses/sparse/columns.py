@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mkd.losses.inputs import KernelContext, TokenWeights, statistics_dtype
+from mkd.losses.inputs import KernelContext, TokenWeights
 from mkd.losses.sparse.teacher import SparseTarget
 
 
@@ -31,7 +31,7 @@ class TopColumns(NamedTuple):
         cls, products: Tensor, target: SparseTarget, tokens: TokenWeights, context: KernelContext
     ) -> "TopColumns":
         """Take the top columns out of `products` [N, columns], which then hold -inf (impossible) there."""
-        shard, dtype = context.shard, statistics_dtype(products)
+        shard, dtype = context.shard, context.statistics_dtype(products)
 
         def locate(ids: Tensor, used: Tensor | bool) -> tuple[Tensor, Tensor]:
             owned = (ids >= shard.start) & (ids < shard.start + shard.columns) & used

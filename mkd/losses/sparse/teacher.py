@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mkd.config.loss_spec import LossSpec
-from mkd.losses.inputs import TokenWeights
+from mkd.losses.inputs import TokenWeights, tempered_dtype
 
 Tail = Literal["bucket", "renormalize"]
 """Treatment of the columns that are not listed: one more category, or none (both models are renormalized)."""
@@ -85,7 +85,7 @@ class SparseTarget:
     def of(
         cls, teacher: SparseTeacher, tokens: TokenWeights, tail: Tail, spec: LossSpec, true_vocab: int
     ) -> tuple["SparseTarget", TokenWeights]:
-        """The target in the dtype of the weights, and the tokens with a KD weight of 0 where the teacher lists nothing.
+        """The target in the dtype of the weights (float64 at a high temperature), and the tokens with a KD weight of 0 where the teacher lists nothing.
 
         Raises:
             ValueError: sums or samples at another temperature, samples with another divergence than forward_kl, no sum
@@ -101,7 +101,7 @@ class SparseTarget:
         ids = torch.where(ids < true_vocab, ids, -1)
         first = _first_of_equal(ids)
         present = (ids >= 0) & (first == torch.arange(ids.shape[1], device=ids.device))
-        dtype = tokens.kd_weight.dtype
+        dtype = tempered_dtype(tokens.kd_weight.dtype, spec.temperature)
         u = (teacher.logits.to(dtype) / spec.temperature).masked_fill(~present, -torch.inf)
         if teacher.counts is not None:
             counts = torch.where(ids >= 0, teacher.counts, 0).to(dtype)

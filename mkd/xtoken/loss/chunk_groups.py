@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mkd.losses.inputs import PLAIN_LOGITS, KernelContext, TokenWeights, statistics_dtype
+from mkd.losses.inputs import PLAIN_LOGITS, KernelContext, TokenWeights
 from mkd.losses.kernels.interface import Chunk, Kernels
 from mkd.losses.statistics import Softmaxes, TokenTerms
 from mkd.xtoken.loss.chunks import ChunkGroup
@@ -56,7 +56,7 @@ class SeparateCE:
     def __call__(
         self, products: Tensor, teacher: Tensor, group: ChunkGroup, weights: GroupWeights, gradient: Tensor | None
     ) -> GroupValues:
-        maps, dtype = self.context.maps, statistics_dtype(products)
+        maps, dtype = self.context.maps, self.context.statistics_dtype(products)
         z = maps.student.apply_(products.to(dtype))
         total = None if gradient is None else torch.zeros_like(z)
         slope = maps.student.derivative(z)

@@ -63,9 +63,10 @@ class GroupPass:
         )
         teacher = self._products(self.teacher_head, self.teacher_hidden[group.teacher.index])
         found = self.group_loss(products, teacher, group, weights, gradient)
-        values.kd[group.numbers] = found.kd
+        dtype = values.kd.dtype
+        values.kd[group.numbers] = found.kd.to(dtype)
         if found.ce is not None:
-            values.ce[index], values.log_sum[index] = found.ce, found.log_sum
+            values.ce[index], values.log_sum[index] = found.ce.to(dtype), found.log_sum.to(dtype)
         if self.d_hidden is not None:
             out = hidden.new_empty(hidden.shape, dtype=self.d_hidden.dtype)
             self.d_hidden[index] = gemm(gradient, self.head.weight, out)

@@ -96,10 +96,11 @@ class Partition:
         of_label = vocabulary.student_columns_of(y)
         of_other = vocabulary.student_columns_of(_except(vocabulary.pair_of_teacher[t[:chunks]], y[:chunks]))
         of_pair = vocabulary.teacher_columns_of(_except(vocabulary.pair_of_student[y[:chunks]], t[:chunks]))
-        labels = _take_labels(products, of_label, of_other, maps.student)
+        dtype = self.context.statistics_dtype(products)
+        labels = _take_labels(products, of_label, of_other, maps.student, dtype)
         slots, columns = (products[:chunks].index_select(1, c) for c in (vocabulary.slots, vocabulary.uncommon))
         own = _Products(slots, columns, products[chunks:], labels)
-        labels = _take_labels(teacher, vocabulary.teacher_columns_of(t), of_pair, maps.teacher)
+        labels = _take_labels(teacher, vocabulary.teacher_columns_of(t), of_pair, maps.teacher, dtype)
         slots, columns = teacher[:chunks].tensor_split([len(vocabulary.slots)], dim=1)
         target = _Products(slots, columns, teacher[chunks:], labels)
 
@@ -237,9 +238,11 @@ def _except(ids: Tensor, excluded: Tensor) -> Tensor:
     return torch.where(ids == excluded, -1, ids)
 
 
-def _take_labels(products: Tensor, label: Columns, other: Columns, logit_map: LogitMap) -> Statistics:
-    """See `_Products.labels`."""
-    dtype, chunks = statistics_dtype(products), len(other[0])
+def _take_labels(
+    products: Tensor, label: Columns, other: Columns, logit_map: LogitMap, dtype: torch.dtype
+) -> Statistics:
+    """See `_Products.labels`; the logits are in `dtype`."""
+    chunks = len(other[0])
     taken = {"label": take_columns(products, *label), "other": take_columns(products[:chunks], *other)}
     return {name: logit_map.apply_(x.to(dtype)) for name, x in taken.items()}
 

@@ -171,12 +171,13 @@ def xtoken_loss(
     _check_labels(hidden, labels, teacher_hidden, chunks.teacher_labels)
     logits_dtype = resolve_logits_dtype(options.logits_dtype, hidden)
     columns = max(shard.columns, len(vocabulary.teacher_columns))
+    context = KernelContext(spec, shard, LogitMaps(student.logit_map, teacher.logit_map))
     plan = ChunkPlan.of(
         chunks,
         labels,
         tokens.ce_weight,
         vocabularies=(vocabulary.student_vocab, vocabulary.teacher_vocab),
-        budget=_budget(options.chunk_rows, vocabulary.kind == "partition_kl", columns, logits_dtype, hidden),
+        budget=_budget(options.chunk_rows, vocabulary.kind == "partition_kl", columns, logits_dtype, hidden, context),
         device=hidden.device,
     )
     hidden, teacher_hidden = _from_all_ranks(hidden, teacher_hidden, plan, chunks.cp_group)
@@ -184,7 +185,7 @@ def xtoken_loss(
     if ce_weight is not None:
         ce_weight = torch.nn.functional.pad(ce_weight.detach().to(dtype), (0, len(hidden) - len(labels)))
     wants_hidden, wants_weight = (torch.is_grad_enabled() and x.requires_grad for x in (hidden, student.weight))
-    context = KernelContext(spec, shard, LogitMaps(student.logit_map, teacher.logit_map))
+    kernels = choose(options.impl, hidden.device, hidden.dtype, context.needs_float64)
     inputs = _Inputs(
         teacher_hidden=teacher_hidden,
         teacher_head=LMHead.of(teacher.weight, None),
@@ -192,7 +193,7 @@ def xtoken_loss(
         kd_weight=chunks.weight.to(hidden.device, dtype),
         plan=plan,
         context=context,
-        group_loss=_group_loss(vocabulary, context, choose(options.impl, hidden.device, hidden.dtype), uncommon_top_k),
+        group_loss=_group_loss(vocabulary, context, kernels, uncommon_top_k),
         logits_dtype=logits_dtype,
         main_grad=MainGrad.of(student.weight, upstream) if wants_weight else None,
         wants_hidden=wants_hidden,
@@ -222,12 +223,21 @@ def _check_labels(hidden: Tensor, labels: Tensor, teacher_hidden: Tensor, teache
             raise ValueError(f"the {name} has {len(tokens)} tokens, its labels have shape {tuple(ids.shape)}")
 
 
-def _budget(chunk_rows: int | None, is_partition: bool, columns: int, dtype: torch.dtype, hidden: Tensor) -> int:
+def _budget(
+    chunk_rows: int | None,
+    is_partition: bool,
+    columns: int,
+    dtype: torch.dtype,
+    hidden: Tensor,
+    context: KernelContext,
+) -> int:
     """Tokens of a group. Raises ValueError below 1."""
     if chunk_rows is None:
-        # partition_kl keeps the dtype of the logits, the other losses copy them in the precision of the statistics.
-        element = dtype.itemsize if is_partition else statistics_dtype(hidden).itemsize
-        least = GROUP_TOKENS if hidden.is_cuda and is_partition else 1
+        # partition_kl keeps the dtype of the logits, unless it needs float64; the other losses copy them in the
+        # precision of the statistics.
+        keeps = is_partition and not context.needs_float64
+        element = dtype.itemsize if keeps else context.statistics_dtype(hidden).itemsize
+        least = GROUP_TOKENS if hidden.is_cuda and keeps else 1
         chunk_rows = max(least, CHUNK_BYTES // (max(columns, 1) * element))
     if chunk_rows < 1:
         raise ValueError(f"chunk_rows is {chunk_rows}; it must be at least 1")

@@ -67,8 +67,16 @@ def test_temperatures(kind: str, divergence: str, temperature: float, squared: b
     check(XTokenCase(kind, divergence, temperature, squared, z_loss=1e-2, dtype=torch.float64), FP64)
 
 
+@every_kind
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd", "tvd"])
+@pytest.mark.parametrize("temperature", [100.0, 1000.0])
+def test_high_temperatures(kind: str, divergence: str, temperature: float) -> None:
+    for with_ce in (True, False):
+        check(XTokenCase(kind, divergence, temperature, with_ce=with_ce), FP32)
+
+
 @INTERPRETED
-@pytest.mark.parametrize("divergence, temperature", [("forward_kl", 1.0), ("jsd", 2.0)])
+@pytest.mark.parametrize("divergence, temperature", [("forward_kl", 1.0), ("jsd", 2.0), ("forward_kl", 100.0)])
 def test_triton(divergence: str, temperature: float) -> None:
     check(XTokenCase("partition_kl", divergence, temperature, z_loss=1e-2, length=12), FP32, "triton")
 
