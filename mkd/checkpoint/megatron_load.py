@@ -11,6 +11,7 @@ from megatron.core.utils import unwrap_model
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from mkd.checkpoint.casts import count_infinite, listed, name_of
 from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.compat.unpickling import allowed_classes_only
 
@@ -19,7 +20,8 @@ def load_megatron_weights(chunks: Sequence[nn.Module], folder: MegatronFolder) -
     """Fill every parameter of this rank's only model chunk from the checkpoint's model weights.
 
     Raises:
-        MkdCheckpointError: a parameter is missing in the checkpoint or has another shape there.
+        MkdCheckpointError: a parameter is missing in the checkpoint, has another shape there, or has values that are
+            infinite in the model's dtype.
     """
     (chunk,) = chunks
     model = unwrap_model(chunk)
@@ -35,6 +37,11 @@ def load_megatron_weights(chunks: Sequence[nn.Module], folder: MegatronFolder) -
     except (CheckpointingException, CheckpointException, KeyError, ValueError, RuntimeError) as error:
         raise folder.error(f"the weights do not load ({error})") from error
     missing, _ = model.load_state_dict(loaded, strict=False)
+    if counts := count_infinite(model.named_parameters()):
+        raise folder.error(
+            f"{listed(counts)} are infinite in {name_of(next(model.parameters()).dtype)}: if the checkpoint "
+            "stores them in a wider dtype, give --kd-teacher-dtype bf16 or fp32; otherwise its training overflowed"
+        )
     missing = [name for name in missing if not name.endswith("_extra_state")]
     if missing:
         raise folder.error(f"no weights for {', '.join(missing)}")

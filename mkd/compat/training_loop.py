@@ -18,8 +18,12 @@ class TrainingHooks(Protocol):
         """Wrap a forward-backward function."""
         ...
 
-    def before_training(self, iteration: int) -> None:
-        """Called once, before the first evaluation."""
+    def before_training(self, iteration: int, chunks: list[Any]) -> None:
+        """Called once, before the first evaluation, with the student's model chunks and their first weights."""
+        ...
+
+    def after_training(self) -> None:
+        """Called once, after the last step of a training that no signal or limit ended."""
         ...
 
     def after_iteration(
@@ -60,12 +64,14 @@ def install_training_hooks(hooks: TrainingHooks) -> None:
     def train_after_evaluation(*args: Any, **kwargs: Any) -> Any:
         call = inspect.signature(train).bind(*args, **kwargs).arguments
         megatron_args = training.get_args()
-        hooks.before_training(megatron_args.iteration)
+        hooks.before_training(megatron_args.iteration, call["model"])
         # Read by schedules over iterations; megatron sets it in each step, and to 0 before.
         megatron_args.curr_iteration = max(megatron_args.iteration - 1, 0)
         if megatron_args.do_valid and (megatron_args.iteration == 0 or hooks.unfinished_evaluation):
             _evaluate_first(training, call)
-        return train(*args, **kwargs)
+        result = train(*args, **kwargs)
+        hooks.after_training()
+        return result
 
     def evaluate_at(
         prefix: str, step: Any, iterator: Any, model: Any, iteration: int, *rest: Any, **options: Any

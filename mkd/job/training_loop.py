@@ -16,7 +16,7 @@ from mkd.report.calibration import calibration_table
 from mkd.report.metrics import IterationMetrics, MetricsLog
 from mkd.train import balance
 from mkd.train.evaluation import CALIBRATION
-from mkd.train.nan_check import FiniteCheck, check_loss_scale
+from mkd.train.nan_check import FiniteCheck, check_first_weights, check_loss_scale, check_skipped
 from mkd.train.schedule import TeacherThenStudent
 from mkd.utils.logging import logger
 
@@ -38,17 +38,22 @@ class Hooks:
         self._text: Tensor | None = None
         self._iteration: int | None = None
         self._loss_scale = math.inf
+        self._steps = self._skipped = 0
 
     @property
     def unfinished_evaluation(self) -> bool:
         """See `mkd.compat.training_loop.TrainingHooks`."""
         return self._job.state.unfinished_evaluation
 
-    def before_training(self, iteration: int) -> None:
+    def before_training(self, iteration: int, chunks: list[Any]) -> None:
         args = self._job.args
+        check_first_weights(chunks)
         if iteration >= args.train_iters:
             logger.info(f"already at iteration {iteration} of {args.train_iters}: no steps are left")
         self._log.start(iteration)
+
+    def after_training(self) -> None:
+        check_skipped(self._steps, self._skipped, self._loss_scale)
 
     def around(self, schedule: Callable) -> Callable:
         run = self._schedule.around(schedule)
@@ -98,6 +103,7 @@ class Hooks:
     ) -> None:
         check_loss_scale(self._job.args, iteration, skipped, self._loss_scale)
         self._loss_scale = loss_scale
+        self._steps, self._skipped = self._steps + 1, self._skipped + skipped
         kd, record = self._job.kd, self._schedule.record
         extra = {}
         if kd.balance:

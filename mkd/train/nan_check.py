@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_state_machine
 from torch import Tensor
 
+from mkd.checkpoint.casts import count_infinite, listed, name_of
 from mkd.data.batch import KDBatch
 from mkd.errors import MkdNumericError
 
@@ -123,6 +124,52 @@ def check_loss_scale(args: Namespace, iteration: int, skipped: bool, loss_scale:
             f"(--min-loss-scale {args.min_loss_scale:g}): all further steps would be skipped. Lower --lr, train in "
             "--bf16, or run the teacher with --kd-teacher-dtype fp32"
         )
+
+
+def check_skipped(steps: int, skipped: int, loss_scale: float) -> None:
+    """Stop a job whose optimizer skipped every step, so that it does not end like one that has trained.
+
+    Args:
+        steps: steps of this job.
+        skipped: those without an update.
+        loss_scale: the loss scale after the last one.
+
+    Raises:
+        MkdNumericError: on all ranks.
+    """
+    if steps and skipped == steps:
+        raise MkdNumericError(
+            f"all {steps} steps of this job were skipped, because gradients overflowed at every loss scale down to "
+            f"{loss_scale:g}: no weight was changed. Lower --initial-loss-scale or --loss-scale, train for more steps, "
+            "or train in --bf16"
+        )
+
+
+def check_first_weights(chunks: list[Any]) -> None:
+    """Refuse to train infinite weights. Collective over all ranks.
+
+    Args:
+        chunks: the student's model chunks.
+
+    Raises:
+        MkdNumericError: on all ranks; names the parameters.
+    """
+    named = [(name, _local(param.detach())) for chunk in chunks for name, param in chunk.named_parameters()]
+    findings: list[dict[str, int] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(findings, count_infinite(named))
+    for rank, counts in enumerate(findings):
+        if counts:
+            dtypes = sorted({name_of(tensor.dtype) for _, tensor in named})
+            raise MkdNumericError(
+                f"rank {rank}: {listed(counts)} of the student are infinite before the first step ("
+                f"{', '.join(dtypes)}): if its checkpoint stores them in a wider dtype, give --bf16; otherwise start "
+                "from another one"
+            )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that may be sharded."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _in_passes(noted: list[tuple[str, KDBatch, Tensor]]) -> str:

@@ -10,7 +10,14 @@ from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.load import load_hf_weights
 from mkd.errors import MkdCheckpointError
 from tests.support.dist.gpt_models import build_chunks, layout, run_stages
-from tests.support.hf_folders import LLAMA3_ROPE, CountingFolder, make_llama, read_weights, reference_logits
+from tests.support.hf_folders import (
+    LLAMA3_ROPE,
+    CountingFolder,
+    change_weights,
+    make_llama,
+    read_weights,
+    reference_logits,
+)
 from tests.support.tolerance import LOGITS
 
 FLAG = "--kd-student-hf"
@@ -78,6 +85,29 @@ def test_weights_are_cast_to_the_parameters_dtype(gloo_pool, folders):
     norm, head = params["decoder.layers.1.pre_mlp_layernorm.weight"], params["output_layer.weight"]
     assert torch.equal(norm, weights["model.layers.1.post_attention_layernorm.weight"].bfloat16())
     assert torch.equal(head[:131], weights["lm_head.weight"].bfloat16())
+
+
+def overflow(rank, world_size, path, dtype):
+    folder = HFFolder(path, FLAG)
+    with layout(1, 1):
+        chunks = [chunk.to(dtype) for chunk in build_chunks(read_architecture(folder)[1])]
+        try:
+            load_hf_weights(chunks, folder)
+        except MkdCheckpointError as error:
+            return str(error)
+        return {name: param.detach().clone() for name, param in chunks[0].named_parameters()}
+
+
+def test_weights_beyond_fp16_are_refused(gloo_pool, tmp_path):
+    path = make_llama(tmp_path / "model")
+    head = read_weights(path)["lm_head.weight"].clone()
+    head[3, :2], head[4, 0], head[5, 5] = 1e5, -7e4, 65510.0  # the last one is rounded to fp16's largest number
+    change_weights(path, {"lm_head.weight": head})
+    (message,) = gloo_pool(1).run(overflow, path, torch.float16)
+    assert message.startswith(f"{FLAG} {path}: 3 of the 12288 values of tensor output_layer.weight are beyond")
+    assert "float16 (largest 1e+05, limit 6.55e+04)" in message and "--bf16" in message
+    (params,) = gloo_pool(1).run(overflow, path, torch.bfloat16)
+    assert params["output_layer.weight"][3, 0] == torch.tensor(1e5).bfloat16()
 
 
 def fused_norms(rank, world_size, path):

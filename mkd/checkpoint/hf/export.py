@@ -11,6 +11,7 @@ from megatron.core.dist_checkpointing.strategies.checkpointable import Checkpoin
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from mkd.checkpoint.casts import CastCheck
 from mkd.checkpoint.hf.families import FAMILIES, Family, family_by_name, family_of
 from mkd.checkpoint.hf.folder import ASSET_FILES
 from mkd.checkpoint.hf.model_card import model_card
@@ -85,11 +86,13 @@ class HFExport:
         Part 0 also writes all other files, with a card for the model `name` (see `model_card`).
         """
         writer = WeightsWriter(out, self.plan, part=part, parts=parts)
+        casts = CastCheck(self._folder.error, "give --dtype bf16 or fp32")
         for key, tensor in self._source.read(writer.names):
             dtype = self.plan[key][1]
-            writer.write(key, tensor.to(dtype))
+            writer.write(key, casts.cast(key, tensor, dtype))
             on_bytes(tensor.numel() * dtype.itemsize)
         writer.close()
+        casts.warn()
         if part > 0:
             return
         assets = self._folder.assets_dir

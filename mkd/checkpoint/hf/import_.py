@@ -18,6 +18,7 @@ from megatron.training.arguments import validate_args
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 from torch import Tensor
 
+from mkd.checkpoint.casts import CastCheck
 from mkd.checkpoint.hf.check import check_tensors, read_architecture
 from mkd.checkpoint.hf.families import Family
 from mkd.checkpoint.hf.folder import HFFolder, store_assets
@@ -93,9 +94,10 @@ def _lazy_tensors(
     on_bytes: Callable[[int], None],
 ) -> LazyTensors:
     dims = family.dims(vars(args))
+    casts = CastCheck(folder.error, "give --dtype fp32")
 
     def read(item: Item, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        value = read_item(folder, item, dims, TensorShard(0, 1), shape, tied={}).to(dtype)
+        value = casts.cast(item.name, read_item(folder, item, dims, TensorShard(0, 1), shape, tied={}), dtype)
         on_bytes(value.nbytes)
         return value
 

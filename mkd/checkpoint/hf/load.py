@@ -11,6 +11,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
+from mkd.checkpoint.casts import CastCheck
 from mkd.checkpoint.hf.check import check_tensors, read_architecture
 from mkd.checkpoint.hf.families import Family
 from mkd.checkpoint.hf.folder import HFFolder
@@ -34,14 +35,16 @@ def load_hf_weights(
 
     Raises:
         MkdCheckpointError: naming the tensor or parameter, when the folder is not complete (`check_tensors`), or when a
-            parameter has no counterpart in the folder or has another shape.
+            parameter has no counterpart in the folder or has another shape, or values beyond the range of its dtype.
     """
     family, args = read_architecture(folder)
     check_tensors(folder, family)
+    casts = CastCheck(folder.error)
     for chunk in chunks:
         model = unwrap_model(chunk)
         _check_model(model, folder, args)
-        _load_chunk(model, HFParameters(folder, family, args, vocab))
+        _load_chunk(model, HFParameters(folder, family, args, vocab), casts)
+    casts.warn()
 
 
 class HFParameters:
@@ -116,7 +119,7 @@ def _check_model(model: GPTModel, folder: HFFolder, args: Mapping[str, Any]) -> 
 
 
 @torch.no_grad()
-def _load_chunk(model: GPTModel, weights: HFParameters) -> None:
+def _load_chunk(model: GPTModel, weights: HFParameters, casts: CastCheck) -> None:
     groups = model.pg_collection
     # The router's expert bias is a buffer, but it is a part of the model like a weight.
     buffers = ((name, value) for name, value in model.named_buffers() if name.endswith(".expert_bias"))
@@ -124,7 +127,9 @@ def _load_chunk(model: GPTModel, weights: HFParameters) -> None:
         is_expert = ".experts." in name
         group = groups.expt_tp if is_expert else groups.tp
         shard = TensorShard(group.rank(), group.size())
-        param.copy_(weights.read(_global_name(model, name), shard, tuple(param.shape)))
+        value = weights.read(_global_name(model, name), shard, tuple(param.shape))
+        casts.check(name, value, param.dtype)
+        param.copy_(value)
 
 
 def _global_name(model: GPTModel, name: str) -> str:

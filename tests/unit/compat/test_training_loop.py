@@ -54,8 +54,11 @@ class Recorder:
     def around(self, schedule: Callable) -> Callable:
         return lambda *args: ("around", schedule(*args))
 
-    def before_training(self, iteration: int) -> None:
+    def before_training(self, iteration: int, chunks: object) -> None:
         self.calls.append(("before", iteration))
+
+    def after_training(self) -> None:
+        pass
 
     def after_iteration(self, *values: object) -> None:
         self.calls.append(("iteration", *values))

@@ -13,7 +13,7 @@ from mkd.data.batch import KDBatch
 from mkd.errors import MkdNumericError
 from mkd.teacher.interface import HiddenSignal
 from mkd.train import nan_check as guards
-from mkd.train.nan_check import FiniteCheck, check_loss_scale
+from mkd.train.nan_check import FiniteCheck, check_first_weights, check_loss_scale, check_skipped
 from mkd.train.objective import LossContext, MicrobatchObjective, Objective
 from mkd.train.step import MicrobatchLoss
 from mkd.train.step_tokens import StepTokens
@@ -108,3 +108,21 @@ def test_only_at_the_smallest_loss_scale_is_an_overflow_in_fp16_an_error() -> No
     check_loss_scale(Namespace(fp16=False, loss_scale=None, min_loss_scale=1.0), 7, skipped=True, loss_scale=1.0)
     with pytest.raises(MkdNumericError, match=r"gradients of iteration 7 .*--min-loss-scale 1"):
         check_loss_scale(args, 7, skipped=True, loss_scale=1.0)
+
+
+@pytest.mark.parametrize("steps, skipped, ends", [(0, 0, True), (3, 2, True), (3, 3, False), (1, 1, False)])
+def test_a_job_that_skipped_every_step_fails(steps: int, skipped: int, ends: bool) -> None:
+    if ends:
+        check_skipped(steps, skipped, 8.0)
+        return
+    with pytest.raises(MkdNumericError, match=rf"all {steps} steps of this job were skipped.* 8: no weight"):
+        check_skipped(steps, skipped, 8.0)
+
+
+def test_infinite_first_weights_are_refused(machine: SimpleNamespace) -> None:
+    chunk = Chunk()
+    chunk.first.data[0] = torch.nan  # named by the check of the first evaluation
+    check_first_weights([chunk])
+    chunk.second.data[:] = -torch.inf
+    with pytest.raises(MkdNumericError, match=r"rank 0: 2 values of second of the student are infinite .*--bf16"):
+        check_first_weights([chunk])
