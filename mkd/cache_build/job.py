@@ -10,6 +10,7 @@ from mkd.config.kd_config import KDConfig
 from mkd.config.megatron_arg_names import ArgRole, names_with, values_without_student
 from mkd.config.megatron_checks import check_attention_heads, check_divisions
 from mkd.config.run_state import RunState
+from mkd.config.values import require_temperature
 from mkd.data.sources.stores import is_chat_file
 from mkd.errors import MkdConfigError
 from mkd.job.cross_tokenizer import sort_teachers
@@ -52,8 +53,7 @@ class CacheOptions:
         if self.samples is not None and self.lossless:
             raise MkdConfigError("--lossless does not work with --sample: counts are stored without loss")
         for value in self.temperatures:
-            if not 0 < value < float("inf"):
-                raise MkdConfigError(f"--temperature is {value:g}; a temperature is a finite number > 0")
+            require_temperature("--temperature", value)
         if self.samples is not None and len(self.temperatures) > 1:
             raise MkdConfigError(f"--temperature has {len(self.temperatures)} values; --sample uses one")
 

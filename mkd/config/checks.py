@@ -3,6 +3,7 @@
 import math
 from typing import get_args
 
+from mkd.config.bounds import BOUNDS, check_number
 from mkd.config.kd_fields import KDFields
 from mkd.config.loss_spec import SKEWED, Divergence, LossSpec
 from mkd.config.schedules import Schedule
@@ -235,6 +236,9 @@ def check_xtoken_loss(kd: KDFields) -> None:
         raise MkdConfigError("--kd-loss-impl reference does not have --kd-xtoken-loss: give auto, eager or triton")
 
 
+NUMBERS = tuple(name.removeprefix("kd_") for name in BOUNDS if name.startswith("kd_"))
+"""Fields that are numbers with bounds."""
+
 CHOICES = {
     "logits_dtype": get_args(LogitsDtype),
     "loss_impl": get_args(LossImplementation),
@@ -258,6 +262,14 @@ def check_at_least_one(kd: KDFields, field: str) -> None:
     value = getattr(kd, field)
     if value is not None and value < 1:
         raise MkdConfigError(f"{flag_of(field)} is {value}; it must be at least 1")
+
+
+def check_bounds(kd: KDFields, field: str) -> None:
+    """Refuse a number outside the bounds of `mkd.config.bounds`."""
+    value = getattr(kd, field)
+    for number in value if isinstance(value, list) else [value]:
+        if number is not None:
+            check_number(flag_of(field), f"kd_{field}", number)
 
 
 def check_lengths(kd: KDFields) -> None:

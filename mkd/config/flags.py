@@ -1,7 +1,7 @@
 """The command line: `KDConfig` as `--kd-*` flags beside Megatron's own, and flags that contradict distillation."""
 
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Action, ArgumentParser, Namespace
 from difflib import get_close_matches
 from functools import cache
 from itertools import zip_longest
@@ -12,6 +12,7 @@ from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.arguments import add_megatron_arguments, parse_args
 
 from mkd.compat.startup import repair_help, repair_types
+from mkd.config.bounds import check_given
 from mkd.config.kd_config import KDConfig
 from mkd.config.kd_fields import KDFields
 from mkd.config.run_file import check_settings, read_settings, words_of
@@ -117,10 +118,9 @@ def flag_parser() -> ArgumentParser:
 
 def flags_given(argv: list[str] | None = None) -> dict[str, str]:
     """The flags on the command line: Megatron's argument name -> the flag as it was written."""
-    parser = flag_parser()
     written = {word.split("=")[0] for word in (sys.argv[1:] if argv is None else argv)}
     given = {}
-    for action in parser._actions:
+    for action in flag_parser()._actions:
         for flag in written.intersection(action.option_strings):
             given[action.dest] = flag
     return given
@@ -133,7 +133,7 @@ def parse_command_line() -> tuple[Namespace, KDConfig]:
 
 
 def parse_flags() -> tuple[Namespace, dict[str, Any]]:
-    """Parse all flags: Megatron's, and the values of `KDConfig`'s fields, unchecked.
+    """Parse all flags: Megatron's, with numbers within bounds, and the values of `KDConfig`'s fields, unchecked.
 
     The flags in files of --kd-config are put at the beginning of `sys.argv`, which is then the whole command line.
     """
@@ -142,7 +142,14 @@ def parse_flags() -> tuple[Namespace, dict[str, Any]]:
         check_settings(settings, flag_parser())
         sys.argv[1:] = [*words_of(settings), *sys.argv[1:]]
     refuse_contradictions(sys.argv[1:])
-    args = parse_args(add_kd_flags)
+    megatron_flags: list[Action] = []
+
+    def add(parser: ArgumentParser) -> ArgumentParser:
+        megatron_flags.extend(parser._actions)
+        return add_kd_flags(parser)
+
+    args = parse_args(add)
+    check_given(megatron_flags, args, sys.argv[1:])
     if args.tokenizer_model is not None:
         args.tokenizer_model = _snapshot(args.tokenizer_model, "--tokenizer-model")
     prefix = "kd_"

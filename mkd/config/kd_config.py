@@ -67,6 +67,7 @@ FIELD_CHECKS: tuple[FieldCheck, ...] = (
     FieldCheck(("mlflow_uri",), checks.check_mlflow),
     *_numbers(*_SIZES),
     *(FieldCheck((name,), partial(checks.check_teacher_size, field=name)) for name in _SIZES),
+    *(FieldCheck((name,), partial(checks.check_bounds, field=name)) for name in checks.NUMBERS),
 )
 """Checks of fields, in the order in which a job runs them."""
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Literal
 
+from mkd.config.bounds import check_number
 from mkd.errors import MkdConfigError
 
 TeachersMode = Literal["sum", "averaged_logits", "select"]
@@ -48,6 +49,7 @@ def require_temperature(flag: str, value: float) -> None:
     """Raise MkdConfigError unless the value is a valid temperature."""
     if not (math.isfinite(value) and value > 0):
         raise MkdConfigError(f"{flag} is {value}; a temperature must be a finite number > 0")
+    check_number(flag, "kd_temperature", value)
 
 
 def require_ratio(flag: str, value: float) -> None:

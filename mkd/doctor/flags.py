@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from mkd.config.bounds import check_given
 from mkd.config.checks import SOURCES
 from mkd.config.flags import flag_parser, refuse_contradictions
 from mkd.config.kd_config import FIELD_CHECKS, KDConfig
@@ -34,7 +35,7 @@ def words_with_files(words: Sequence[str], findings: Findings) -> tuple[list[str
 
 
 def parsable_words(words: Sequence[str], findings: Findings) -> list[str]:
-    """The words without flags that do not exist, contradict distillation or have a value that cannot be parsed.
+    """The words without flags that do not exist, contradict distillation, cannot be parsed or are out of bounds.
 
     Each of these becomes a problem and is left out together with its values.
     """
@@ -44,11 +45,13 @@ def parsable_words(words: Sequence[str], findings: Findings) -> list[str]:
             groups.append([])
         groups[-1].append(word)
     parser = flag_parser()
+    megatron_flags = [action for action in parser._actions if not action.dest.startswith("kd_")]
     kept = []
     for group in groups:
         with findings.tolerate():
             refuse_contradictions(group)
-            _, unknown = parser.parse_known_args(group)
+            args, unknown = parser.parse_known_args(group)
+            check_given(megatron_flags, args, group)
             kept += [word for word in group if word not in unknown]
             if unknown:
                 parser.error(f"unrecognized arguments: {' '.join(unknown)}")
