@@ -92,7 +92,7 @@ class KDFields:
     it."""
 
     temperature: float = 1.0
-    """T > 0: teacher and student logits are divided by T in the divergence, never in CE."""
+    """T from 0.01 to 1000: teacher and student logits are divided by T in the divergence, never in CE."""
 
     temperature_schedule: str = "constant"
     """T as a function of the iteration: constant, linear:START:END:STEPS or cosine:START:END:STEPS."""

@@ -38,7 +38,7 @@ class LossSpec:
     divergences do not read it."""
 
     temperature: float = 1.0
-    """T > 0: both distributions are softmax(logits / T)."""
+    """T from 0.01 to 1000: both distributions are softmax(logits / T)."""
 
     temperature_squared: bool = True
     """Multiply the divergence by T^2, in value and gradient, so that its gradient keeps its size as T grows
