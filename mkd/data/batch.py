@@ -38,9 +38,9 @@ class KDBatch:
     labels: Tensor
     """[b, s/cp] int64: the token after each token, shifted inside its document before slicing."""
     ce_mask: Tensor
-    """[b, s/cp] fp32, 1 where cross-entropy is taken."""
+    """[b, s/cp] fp32 weights of cross-entropy: 1 where it is taken, 0 elsewhere, and a fraction in messages with one."""
     kd_mask: Tensor
-    """[b, s/cp] fp32, 1 where the divergence from the teacher is taken."""
+    """[b, s/cp] fp32 weights of the divergence from the teacher, likewise."""
     position_ids: Tensor
     """[b, s/cp] int64"""
     padding: Tensor | None = None
@@ -206,7 +206,8 @@ class KDBatch:
 
     def content_hash(self) -> Tensor:
         """[1] int64 on the batch's device; changes with any token, label, mask or bound, except by chance."""
-        parts = [t.flatten().long() for t in (self.tokens, self.labels, self.ce_mask, self.kd_mask)]
+        parts = [self.tokens.flatten(), self.labels.flatten()]
+        parts += [mask.flatten().contiguous().view(torch.int32).long() for mask in (self.ce_mask, self.kd_mask)]
         if self.packed is not None:
             parts.append(self.packed.cu_seqlens_q_padded.long())
         for view in self.teacher_views:

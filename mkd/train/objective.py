@@ -99,11 +99,18 @@ class Objective:
     """This training step also measures entropies and top-1 agreement."""
     balance: float = 1.0
     """Factor of KD beside R (--kd-balance)."""
+    pretraining_scale: Tensor | float = 1.0
+    """`StepTokens.ce_scale` in a run that never uses the teacher."""
 
     def divisor(self, batch: KDBatch) -> Tensor:
         """One microbatch's share of the divisor of the step's gradient, a scalar: its tokens with cross-entropy, or
-        those with a divergence in a step where no token has cross-entropy."""
-        return torch.where(self.tokens.ce > 0, batch.ce_mask.sum(), batch.kd_mask.sum())
+        those with a divergence in a step where no token has cross-entropy. An evaluation has no gradient: there it is
+        the sum of their weights, by which its means over several steps are divided."""
+        weights = batch.ce_mask, batch.kd_mask
+        if not self.evaluating:
+            weights = [(weight != 0).float() for weight in weights]
+        ce, kd = (weight.sum() for weight in weights)
+        return ce if self.tokens is None else torch.where(self.tokens.ce > 0, ce, kd)
 
     @property
     def with_ce(self) -> bool:
@@ -373,7 +380,7 @@ class MicrobatchObjective:
         """
         batch, objective, tokens = self.batch, self.objective, self.objective.tokens
         # A weight of 0 removes a token from its term, so an evaluation at R = 0 or 1 must not weigh with R.
-        ce_scale = 1.0 if objective.evaluating else 1.0 - objective.ratio
+        ce_scale = 1.0 if objective.evaluating else (1.0 - objective.ratio) * tokens.ce_scale
         ce_weight = ce_scale * flatten_tokens(batch.ce_mask) if objective.with_ce else None
         outputs = self._outputs(student, ce_weight)
         means: dict[str, Mean] = {}
@@ -410,7 +417,8 @@ class MicrobatchObjective:
     def evaluated(self, means: dict[str, Mean]) -> Tensor:
         """The objective of an evaluation, whose sums do not carry R."""
         kd = sum(self._factor(number) * means["kd" + self.suffix(number)].total for number in range(len(self.teachers)))
-        return (1.0 - self.objective.ratio) * means["ce"].total + kd
+        # The factors of the divergences are for a division by the number of tokens, see `Objective.divisor`.
+        return (1.0 - self.objective.ratio) * means["ce"].total + kd / self.objective.tokens.ce_scale
 
     def _sum_of_divergences(self, means: dict[str, Mean]) -> Mean:
         """The teachers' divergences, each by its own count and with its share, as a mean over the step's divisor."""
@@ -419,7 +427,8 @@ class MicrobatchObjective:
             share * teacher.scale(tokens) * means["kd" + self.suffix(number)].total
             for number, (share, teacher) in enumerate(zip(self.shares, self.teachers, strict=True))
         ]
-        return Mean(sum(parts), self.objective.divisor(self.batch), tokens.ce + tokens.kd)
+        total = sum(parts) / tokens.ce_scale if self.objective.evaluating else sum(parts)
+        return Mean(total, self.objective.divisor(self.batch), tokens.ce + tokens.kd)
 
     def finite_sums(self) -> list[Tensor]:
         """`TeacherObjective.finite_sum` of each teacher."""

@@ -55,4 +55,4 @@ def router_loss_factor(batches: Sequence[KDBatch], group: ProcessGroup, *, plain
 def _counts(batch: KDBatch) -> Tensor:
     """[3] fp64: tokens with cross-entropy, tokens with a divergence, tokens of text."""
     text = torch.ones_like(batch.ce_mask) if batch.padding is None else ~batch.padding
-    return torch.stack([mask.sum(dtype=torch.float64) for mask in (batch.ce_mask, batch.kd_mask, text)])
+    return torch.stack([(mask != 0).sum(dtype=torch.float64) for mask in (batch.ce_mask, batch.kd_mask, text)])

@@ -140,9 +140,10 @@ class TeacherThenStudent:
 
     def _with_counts(self, objective: Objective, batches: list[KDBatch]) -> Objective:
         """Count the step's tokens. Collective over the data- and context-parallel ranks."""
+        tokens = StepTokens.of(batches, self.groups.dp_cp, self.groups.cp.rank())
         if self.teacher is None:
-            return objective
-        return replace(objective, tokens=StepTokens.of(batches, self.groups.dp_cp, self.groups.cp.rank()))
+            return replace(objective, pretraining_scale=tokens.ce_scale)
+        return replace(objective, tokens=tokens)
 
     def _teaches(self, objective: Objective) -> bool:
         """True if the present step uses the teacher."""

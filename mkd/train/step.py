@@ -72,14 +72,15 @@ class ForwardStep:
         """The report of a run that never uses the teacher; `ce` [b, s] is Megatron's own."""
         batch = step.batch
         mean = Mean.of(ce, batch.ce_mask, None)
+        total = mean.total if step.objective.evaluating else step.objective.pretraining_scale * mean.total
         means = {"ce": mean}
         if step.objective.evaluating:
             means |= bits_per_byte("", ce, batch, self.context.byte_lengths)
         if self.finite is not None:
             sums = {_SOURCES.get(name, name): value.total for name, value in means.items()}
-            self.finite.note(sums | {"the loss": mean.total}, batch)
-        found = report(means, mean.total, batch, step.objective)
-        return mean.total, found["loss"][1].int(), found
+            self.finite.note(sums | {"the loss": total}, batch)
+        found = report(means, total, batch, step.objective)
+        return total, found["loss"][1].int(), found
 
 
 @dataclass
@@ -147,8 +148,7 @@ class MicrobatchLoss:
 
 def report(means: dict[str, Mean], total: Tensor, batch: KDBatch, objective: Objective) -> dict[str, Tensor]:
     """{name: [sum, count]} of a microbatch; `total` is the sum reported as the loss, with its part of the divisor."""
-    divisor = batch.ce_mask.sum() if objective.tokens is None else objective.divisor(batch)
-    found = {"loss": torch.stack([total.detach(), divisor])}
+    found = {"loss": torch.stack([total.detach(), objective.divisor(batch)])}
     for name, mean in means.items():
         count = mean.count
         if not (objective.evaluating or mean.count_of_step is None):

@@ -21,6 +21,7 @@ CE_ONLY = replace(BOTH, ratio=0.0)
 OWN_MASK = replace(BOTH, masks="differ")
 UNEVEN = replace(BOTH, masks="uneven", tied=False, ratio=0.6)
 PACKED = replace(BOTH, data="packed")
+FRACTIONS = replace(BOTH, masks="fractions")
 EXPERTS = replace(BOTH, moe=True, teacher_moe=True, aux_loss=0.1)
 
 # fmt: off
@@ -48,6 +49,10 @@ TABLE = {
     "tp2-sp-pp2-cp2": (8, Layout(tp=2, sp=True, pp=2, cp=2, mbs=4), UNEVEN),
     "tp2-pp2-dp2-opt": (8, Layout(tp=2, pp=2, dist_opt=True), UNEVEN),
     "tp2-sp-cp2-dp2": (8, Layout(tp=2, sp=True, cp=2, mbs=4), PACKED),
+    "mbs1-fractions": (1, Layout(mbs=1), FRACTIONS),
+    "packed-fractions": (1, Layout(), replace(FRACTIONS, data="packed")),
+    "dp2-fractions": (2, Layout(mbs=1), FRACTIONS),
+    "pp2-cp2-fractions": (4, Layout(pp=2, cp=2), replace(FRACTIONS, ratio=0.6)),
     "pp2-vp2-cp2-dp2-opt": (8, Layout(pp=2, vp=2, cp=2, dist_opt=True), OWN_MASK),
 }
 # fmt: on

@@ -40,8 +40,8 @@ class RowLayout:
         masked by position, never by id: a text may end with the tokenizer's padding token.
 
         Args:
-            texts: for each piece the ids ([positions + 1] integers) and a mask of the supervised targets
-                ([positions + 1] bool).
+            texts: for each piece the ids ([positions + 1] integers) and the supervised targets or their weights
+                ([positions + 1] bool or float32).
 
         Returns:
             tokens, labels [s] int64, ce_mask, kd_mask [s] fp32, position_ids [s] int64; and when packed

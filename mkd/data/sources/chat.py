@@ -9,7 +9,8 @@ The text is the output of the tokenizer's own chat template. The assistant's tok
   is refused. White space after a special token that ends the message is excluded: the model stops at that token. A
   first message has no prompt and is context only.
 
-A message with a key in LEARN_KEYS whose value is 0 or false is context only.
+A message with a key in LEARN_KEYS whose value is 0 or false is context only; a `weight` between 0 and 1 is the weight
+of its tokens in the loss.
 """
 
 import json
@@ -88,6 +89,20 @@ class Conversation:
         return number >= self.given and message["role"] == ASSISTANT and _learned(message) is not False
 
     @property
+    def fractions(self) -> set[float]:
+        """The weights of learned messages that are neither 0 nor 1."""
+        learned = [message for number, message in enumerate(self.messages) if self.is_learned(number)]
+        return {_weight(message) for message in learned} - {1.0}
+
+    def with_weight(self, weight: float) -> "Conversation":
+        """The conversation in which only the messages of one weight are learned."""
+        messages = [
+            {**message, **({"weight": 0} if message["role"] == ASSISTANT and _weight(message) != weight else {})}
+            for message in self.messages
+        ]
+        return replace(self, messages=messages)
+
+    @property
     def has_empty_message(self) -> bool:
         """True if a user or assistant message is empty; system prompts and tool results may be."""
         return not self.messages or any(
@@ -129,16 +144,22 @@ def _learned(message: dict[str, Any]) -> bool | None:
     return given[0] if given else None
 
 
+def _weight(message: dict[str, Any]) -> float:
+    """Weight of a message that has passed `_check_learned`, from 0 to 1."""
+    if _learned(message) is False:
+        return 0.0
+    return 1.0 if message.get("weight") is None else float(message["weight"])
+
+
 def _check_learned(message: dict[str, Any], name: str) -> None:
     given = {key: message[key] for key in LEARN_KEYS if message.get(key) is not None}
     for key, value in given.items():
-        if isinstance(value, bool) or (isinstance(value, int | float) and value in (0, 1)):
+        is_number = isinstance(value, int | float)
+        if isinstance(value, bool) or (is_number and (value in (0, 1) or (key == "weight" and 0 < value < 1))):
             continue
-        if isinstance(value, int | float):
-            raise MkdDataError(
-                f"{name} has {key} {value}: a message is learned (1 or true) or not (0 or false); other weights "
-                "are not supported"
-            )
+        if is_number:
+            legal = "a weight from 0 to 1" if key == "weight" else "0 or false, or 1 or true; a fraction is a weight"
+            raise MkdDataError(f"{name} has {key} {value}, which must be {legal}")
         raise MkdDataError(f"{name} has the {type(value).__name__} {value!r} as {key}, not 0, 1, false or true")
     if len(set(map(bool, given.values()))) > 1:
         stated = ", ".join(f"{key} {json.dumps(value)}" for key, value in given.items())
@@ -199,6 +220,10 @@ class ChatTemplate:
         self.check_complete(chat)
         self._check_answers(chat, ids, supervised)
         return ids, supervised
+
+    def weighted_tokens(self, chat: Conversation) -> list[tuple[float, np.ndarray]]:
+        """(weight, [n] bool: tokens with it) for each weight of a message that is neither 0 nor 1."""
+        return [(weight, self._encode(chat.with_weight(weight))[1]) for weight in sorted(chat.fractions)]
 
     def _encode(self, chat: Conversation) -> tuple[np.ndarray, np.ndarray]:
         count = len(chat.messages)
@@ -373,6 +398,8 @@ class EncodedChats:
     lengths: list[int]
     size: int
     """Bytes of the lines."""
+    weights: list[tuple[int, int, float]] = field(default_factory=list)
+    """(begin, end, weight) of runs in `tokens` whose targets have another weight than 1, in order."""
     skipped: dict[str, int] = field(default_factory=lambda: {EMPTY: 0, UNSUPERVISED: 0})
     """Reason -> conversations left out."""
     bad: BadRecords = field(default_factory=BadRecords)
@@ -403,9 +430,14 @@ def encode_lines(template: ChatTemplate, batch: RawBatch, options: RecordOptions
         if not supervised[1:].any():  # no position predicts the first token
             coded.skipped[UNSUPERVISED] += 1
             continue
+        begin = sum(coded.lengths)
+        for weight, tokens in template.weighted_tokens(chat):
+            edges = np.flatnonzero(np.diff(tokens & supervised, prepend=False, append=False)) + begin
+            coded.weights += [(int(a), int(b), weight) for a, b in zip(edges[::2], edges[1::2], strict=True)]
         parts.append(np.where(supervised, SUPERVISED, np.uint32(0)) | ids.astype(np.uint32))
         coded.lengths.append(len(ids))
     coded.tokens = np.concatenate([coded.tokens, *parts])
+    coded.weights.sort()
     return coded
 
 

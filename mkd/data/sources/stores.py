@@ -66,7 +66,8 @@ class SampleStore(Protocol):
     """True if every token of every sample is a target; then no sample is read to check for targets."""
 
     def read(self, sample: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """`count` tokens of a sample from `start` on: ids [count] integers, mask of targets [count] bool."""
+        """`count` tokens of a sample from `start` on: ids [count] integers, and targets [count]: bool, or their weights
+        (float32, 0 for tokens that are no targets) in a store with other weights than 0 and 1."""
         ...
 
 
@@ -107,6 +108,8 @@ class ChatFacts:
     """See FACTS_VERSION."""
     bad: list[str] = field(default_factory=list)
     """Messages about the first broken records."""
+    weight_runs: int = 0
+    """Runs of tokens whose weight is neither 0 nor 1."""
 
     def __str__(self) -> str:
         left_out = "".join(f", left out {count} {reason}" for reason, count in self.skipped.items() if count)
@@ -172,6 +175,7 @@ class ChatStore:
         self._bounds = files.bounds[part.start : part.stop + 1]
         self.lengths = np.diff(self._bounds)
         self._tokens, self._first = files.words, part.start
+        self._weights = read_weights(base, self.facts.weight_runs)
 
     def read(self, sample: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         self._files.check()
@@ -179,7 +183,33 @@ class ChatStore:
         stored = np.asarray(self._tokens[begin : begin + count])
         ids = (stored & ~SUPERVISED).astype(np.int64)
         self._files.check_ids(ids, self._true_vocab, self._first + sample)
-        return ids, (stored & SUPERVISED) != 0
+        targets = (stored & SUPERVISED) != 0
+        return ids, targets if self._weights is None else with_weights(targets, begin, self._weights)
+
+
+def read_weights(base: Path, runs: int) -> np.ndarray | None:
+    """[runs, 3] float64: begin, end and weight of runs of tokens whose weight is neither 0 nor 1; None without any.
+
+    Raises:
+        MkdDataError: the file does not hold that many.
+    """
+    if runs == 0:  # as in every set of an earlier version of mkd, which has no such file
+        return None
+    file = file_of(base, "weights")
+    found = np.fromfile(file, np.float64) if file.is_file() else np.empty(0)
+    if found.size != 3 * runs:
+        raise MkdDataError(f"{file} is broken ({found.size / 3:g} weights of {runs}): delete {file_of(base, 'json')}")
+    return found.reshape(runs, 3)
+
+
+def with_weights(targets: np.ndarray, begin: int, weights: np.ndarray) -> np.ndarray:
+    """[n] float32 weights of the tokens from `begin` on, whose targets are [n] bool; `weights` as in `read_weights`."""
+    found = targets.astype(np.float32)
+    first = int(np.searchsorted(weights[:, 1], begin, side="right"))
+    last = int(np.searchsorted(weights[:, 0], begin + len(targets)))
+    for start, end, weight in weights[first:last]:
+        found[max(int(start) - begin, 0) : int(end) - begin] *= np.float32(weight)
+    return found
 
 
 def content_fingerprint(name: str) -> str:
@@ -250,23 +280,28 @@ def tokenize_chat(name: str, tokenizer: ChatTokenizer, base: Path, say: Callable
     files = chat_files(name)
     progress = ByteProgress(f"{name}: tokenizing", sum(Path(file).stat().st_size for file in files))
     lengths, skipped, bad, largest, supervised = [], Counter(), BadRecords(), 0, 0
-    with new_files(name, base, ("tokens", "bounds", "json")) as partial:
+    weights, before = [], 0
+    with new_files(name, base, ("tokens", "bounds", "weights", "json")) as partial:
         with partial["tokens"].open("wb") as file, progress:
             batches = chat_batches(name)
             for batch in map_in_order(tokenizer, batches, workers_for(files), f"{name} has too long records"):
                 progress.advance(batch.size)
                 batch.tokens.tofile(file)
                 lengths.append(np.array(batch.lengths, dtype=np.int64))
+                weights += [(begin + before, end + before, weight) for begin, end, weight in batch.weights]
+                before += len(batch.tokens)
                 skipped.update(batch.skipped)
                 bad.merge(batch.bad)
                 largest = max(largest, int((batch.tokens & ~SUPERVISED).max(initial=0)))
                 supervised += int((batch.tokens >= SUPERVISED).sum())
         bounds = np.concatenate(([0], np.cumsum(np.concatenate([np.empty(0, np.int64), *lengths]))))
         left_out = dict(skipped) | ({BROKEN: bad.count} if bad.count else {})
-        facts = ChatFacts(len(bounds) - 1, int(bounds[-1]), supervised, largest, left_out, FACTS_VERSION, bad.first)
+        numbers = (len(bounds) - 1, int(bounds[-1]), supervised, largest)
+        facts = ChatFacts(*numbers, left_out, FACTS_VERSION, bad.first, len(weights))
         if facts.conversations == 0:
             raise MkdDataError(f"--data-path {name}: no conversation can be used ({facts})")
         bounds.tofile(partial["bounds"])
+        np.array(weights, dtype=np.float64).tofile(partial["weights"])
         partial["json"].write_text(json_of_facts(facts))
 
 

@@ -80,6 +80,11 @@ class TextAligner:
         elif not chat.has_answer:
             coded.skipped[UNSUPERVISED] += 1
         else:
+            if chat.fractions:
+                raise MkdDataError(
+                    f"{chat.where}: a message has the weight {min(chat.fractions):g}; with --kd-xtoken-loss a message "
+                    "is learned (1) or not (0): a text chunk of both tokenizers has one weight"
+                )
             self._add(coded, self._aligned(chat), UNSUPERVISED)
 
     def _add_document(self, coded: AlignedBatch, ids: np.ndarray) -> None:

@@ -6,7 +6,8 @@ one row, and one text in the middle of a row, has no supervised token.
 
 Masks of `text`, whose rows have no padding, may be others. `differ`: distillation has its own. `kd for both`: both
 terms have that one. `no kd`, `no ce`: one of the masks is empty. `uneven`: masks differ, and some data- and
-context-parallel ranks have no token with cross-entropy, or none at all.
+context-parallel ranks have no token with cross-entropy, or none at all. `fractions`: weights of 1/3, 2/3 and 1, which
+depend on the token, for both terms.
 """
 
 import itertools
@@ -19,7 +20,7 @@ from torch.utils.data import default_collate
 from tests.support.dist import kd_pairs
 
 DataName = Literal["text", "padded", "packed", "pairs", "packed pairs", "few pairs"]
-MaskName = Literal["same", "differ", "uneven", "kd for both", "no kd", "no ce", "every token", "one token"]
+MaskName = Literal["same", "differ", "uneven", "kd for both", "no kd", "no ce", "every token", "one token", "fractions"]
 ROW, VOCAB = 24, 83
 ROWS = 8
 TEXTS = [[24], [1, 5, 3], [15, 7], [8, 3], [23], [2, 7, 6], [5, 1], [16, 8]]
@@ -81,6 +82,8 @@ def with_masks(rows: list[dict[str, Tensor]], masks: MaskName) -> list[dict[str,
     if masks == "one token":
         first = [row["loss_mask"] * (row["loss_mask"].cumsum(0) == 1) for row in rows]
         return [row | {"loss_mask": mask} for row, mask in zip(rows, first, strict=True)]
+    if masks == "fractions":
+        return [row | {"loss_mask": row["loss_mask"] * (1 + row["tokens"] % 3) / 3} for row in rows]
     if masks != "uneven":
         generator, nothing = torch.Generator().manual_seed(6), torch.zeros(ROW)
         changed = []

@@ -218,6 +218,55 @@ def test_learned_answers_are_learned(templates: dict[str, ChatTemplate], keys: d
             assert a.tolist() == b.tolist()
 
 
+@pytest.mark.parametrize("name", ["marked", "plain"])
+def test_fractional_weights(
+    templates: dict[str, ChatTemplate], folders: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    """The targets are those of weight 1; the store multiplies those of each message by its weight."""
+    messages = talk("a", "one", "b", "two", "c", "three")
+    template, (ids, mask) = templates[name], templates[name].encode(Conversation(messages))
+    ends = np.flatnonzero(mask & (ids == template.tokenizer.eos_token_id)) + 1
+    lines = []
+    for weights in ((0.25, 1, 0.5), (1, 1, 1), (0.5, 0, 0.5)):
+        weighted = messages
+        for number, weight in zip((1, 3, 5), weights, strict=True):
+            weighted = with_keys(weighted, number, {"weight": weight})
+        lines.append({"messages": weighted})
+    store = tokenized(write_lines(tmp_path / "f.jsonl", lines), folders[name])
+    for sample, weights in enumerate(((0.25, 1, 0.5), (1, 1, 1), (0.5, 0, 0.5))):
+        expected, begin = mask.astype(np.float32), 0
+        for end, weight in zip(ends, weights, strict=True):
+            expected[begin:end] *= weight
+            begin = end
+        stored, targets = store.read(sample, 0, len(ids))
+        assert (stored.tolist(), targets.tolist()) == (ids.tolist(), expected.tolist())
+        for start in range(len(ids)):
+            assert store.read(sample, start, 3)[1].tolist() == expected[start : start + 3].tolist()
+    assert store.facts.supervised == 3 * mask.sum() - mask[ends[0] : ends[1]].sum()
+
+
+def test_weights_that_are_missing_are_an_error(folders: dict[str, Path], tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "f.jsonl", [{"messages": with_keys(TALKS[2], 1, {"weight": 0.5})}])
+    tokenized(file, folders["plain"])
+    base = chat_base(str(file), ChatTokenizer(str(folders["plain"])), None)
+    base.with_name(f"{base.name}.weights").write_bytes(b"")
+    with pytest.raises(MkdDataError, match=r"weights is broken \(0 weights of 1\): delete "):
+        ChatStore(base, (0.0, 1.0))
+
+
+def test_a_set_of_an_earlier_version_has_no_weights(folders: dict[str, Path], tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "f.jsonl", [{"messages": TALKS[2]}])
+    store, tokenizer = tokenized(file, folders["plain"]), ChatTokenizer(str(folders["plain"]))
+    base = chat_base(str(file), tokenizer, None)
+    weights = base.with_name(f"{base.name}.weights")
+    assert weights.stat().st_size == 0 and store.read(0, 0, 9)[1].dtype == bool
+    weights.unlink()
+    facts = base.with_name(f"{base.name}.json")
+    facts.write_text(json.dumps({k: v for k, v in json.loads(facts.read_text()).items() if k != "weight_runs"}))
+    tokenize_chat(str(file), tokenizer, base, pytest.fail)
+    assert ChatStore(base, (0.0, 1.0)).read(0, 0, 9)[1].tolist() == store.read(0, 0, 9)[1].tolist()
+
+
 def test_a_conversation_without_a_learned_answer_is_left_out(folders: dict[str, Path], tmp_path: Path) -> None:
     lines = [{"messages": TALKS[0]}, {"messages": with_keys(TALKS[0], 1, {"weight": 0})}]
     store = tokenized(write_lines(tmp_path / "f.jsonl", lines), folders["marked"])
@@ -250,8 +299,16 @@ def test_tokens_of_an_earlier_version_are_made_anew_only_for_files_with_weights(
 
 BROKEN = {
     "weight": (
-        '{"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}',
-        "line 2: message 1 .* weight 0.5: a",
+        '{"messages": [{"role": "assistant", "content": "a", "weight": 1.5}]}',
+        "line 2: message 1 .* weight 1.5, which must be a weight from 0 to 1",
+    ),
+    "fraction": (
+        '{"messages": [{"role": "assistant", "content": "a", "train": 0.5}]}',
+        "line 2: message 1 .* train 0.5, which must be 0 or false, or 1 or true; a fraction is a weight",
+    ),
+    "weight of a user": (
+        '{"messages": [{"role": "user", "content": "a", "weight": 0.5}]}',
+        "has weight 0.5 and the role user, but only",
     ),
     "nan": (
         '{"messages": [{"role": "assistant", "content": "a", "weight": NaN}]}',

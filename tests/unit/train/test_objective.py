@@ -1,5 +1,6 @@
 """The loss of one microbatch and its means against the float64 definition, on one rank. Layouts: tests/dist."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -115,6 +116,46 @@ def test_at_ratio_1_ce_is_not_computed(batch: KDBatch) -> None:
     step = Objective(1.0, SPEC, objective(batch).tokens)
     _, _, means, ce = computed(batch, step, signal(3), random(7, 10, WIDTH), random(8, VOCAB, WIDTH))
     assert set(means) == {"kd"} and ce is None
+
+
+def test_fractional_weights(batch: KDBatch) -> None:
+    """The loss of two microbatches is sum(weight * CE) / sum(weight), and likewise for KD, whatever the weights."""
+    weights = torch.rand(2, ROWS, LENGTH, generator=torch.Generator().manual_seed(5))
+    weights[0, 1, :3], weights[1, 0, 2] = 0.0, 0.0
+    batches = [replace(batch, ce_mask=w, kd_mask=0.5 * w) for w in weights]
+    tokens = StepTokens(
+        ce=weights.double().sum(), kd=0.5 * weights.double().sum(), ce_tokens=(weights != 0).double().sum(),
+        kd_tokens=(weights != 0).double().sum(),
+    )  # fmt: skip
+    hidden, weight, one = random(7, 10, WIDTH), random(8, VOCAB, WIDTH), signal(3)
+    teacher = one.hidden.flatten(0, 1).double() @ one.head.double().t()
+    logits = hidden.double() @ weight.double().t()
+    ce = reference.cross_entropy(logits, flatten_tokens(batch.labels))
+    kd = reference.jsd(logits, teacher, SPEC)
+    flat = [flatten_tokens(w).double() for w in weights]
+    means = [sum((w * values).sum() for w in flat) / sum(w.sum() for w in flat) for values in (ce, kd)]
+    expected = (1 - RATIO) * means[0] + RATIO * BALANCE * means[1]
+    for evaluating in (False, True):
+        step = Objective(RATIO, SPEC, tokens, balance=BALANCE, evaluating=evaluating)
+        total, divisor, found = 0.0, 0.0, {"ce": [0.0, 0.0], "kd": [0.0, 0.0]}
+        for one_batch in batches:
+            microbatch, loss, terms, _ = computed(one_batch, step, one, hidden, weight)
+            total = total + (microbatch.evaluated(terms) if evaluating else loss.detach())
+            divisor = divisor + step.divisor(one_batch)
+            for name, sums in found.items():
+                sums[0], sums[1] = sums[0] + terms[name].total, sums[1] + terms[name].count
+        assert evaluating or divisor == int(divisor) == (weights != 0).sum()
+        assert_close_norm(total / divisor, expected, FP32, f"loss, evaluating {evaluating}")
+        for (name, (value, count)), mean in zip(found.items(), means, strict=True):
+            assert_close_norm(value / count, mean, FP32, name)
+
+
+def test_weights_of_0_and_1_have_factors_of_exactly_1(batch: KDBatch) -> None:
+    equal = replace(batch, kd_mask=batch.ce_mask)
+    counts = [mask.double().sum() for mask in (equal.ce_mask, equal.kd_mask)]
+    tokens = StepTokens(*counts, ce_tokens=counts[0], kd_tokens=counts[1])
+    assert tokens.ce_scale == 1.0 and tokens.kd_scale == 1.0
+    assert objective(batch).divisor(batch) == batch.ce_mask.sum()
 
 
 @pytest.mark.parametrize(("ce", "kd", "expected"), [(6.0, 3.0, 2.0), (6.0, 0.0, 1.0), (0.0, 3.0, 1.0), (5.0, 5.0, 1.0)])
