@@ -1,7 +1,7 @@
 """Weights that are cast to another dtype when they are loaded or written: none may leave its range.
 
-fp16 ends at 65504 and bf16 slightly below fp32. A weight beyond it would become infinite without a message, and training
-would skip every step, or learn from a teacher that is NaN.
+fp16 ends at 65504 and bf16 slightly below fp32. A weight beyond it would become infinite without a message, and
+training would skip every step, or learn from a teacher that is NaN.
 """
 
 from collections.abc import Callable, Iterable, Mapping

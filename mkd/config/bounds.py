@@ -1,7 +1,7 @@
 """Bounds of every numeric flag: a value outside them can only be a slip, and is refused before any work.
 
-The table has Megatron's flags, by the names of their arguments, and those of `KDConfig` with the prefix `kd_`. A bound is
-wide: it does not judge a recipe. NaN and infinities are refused for every flag.
+The table has Megatron's flags, by the names of their arguments, and those of `KDConfig` with the prefix `kd_`. A bound
+is wide: it does not judge a recipe. NaN and infinities are refused for every flag.
 """
 
 import math
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from mkd.errors import MkdConfigError
-
 
 _LONGEST = 40
 """Digits of a number that a message shows."""
@@ -24,7 +23,7 @@ class Bounds:
     low: float
     high: float
     reason: str
-    """What makes a value outside a slip."""
+    """Reason that a value outside is a slip."""
     without_low: bool = False
     """`low` itself is outside."""
     without_high: bool = False
@@ -125,8 +124,8 @@ _GROUPS: tuple[tuple[Bounds, str], ...] = (
         _PARALLEL,
         "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size"
         " expert_tensor_parallel_size model_parallel_size hierarchical_context_parallel_sizes"
-        " num_distributed_optimizer_instances tensor_parallel_num_weight_shards gtp_weight_remat_size"
-        " expert_tensor_parallel_num_weight_shards expert_gtp_weight_remat_size"
+        " num_distributed_optimizer_instances tensor_parallel_num_weight_shards "
+        " expert_tensor_parallel_num_weight_shards "
         " microbatch_group_size_per_vp_stage",
     ),
     (
@@ -148,15 +147,14 @@ _GROUPS: tuple[tuple[Bounds, str], ...] = (
     ),
     (Bounds(0, 10**7, "it is a width of the model, 0 for none"), "q_lora_rank dsa_indexer_skip_topk_offset"),
     (_EXPERTS, "num_experts moe_router_topk moe_router_num_groups moe_router_group_topk moe_upcycling_granularity"),
-    (_EXPERTS, "moe_router_topk_limited_devices"),
     (_TOKENS, "seq_length encoder_seq_length decoder_seq_length max_position_embeddings max_seqlen_per_dp_cp_rank"),
-    (_TOKENS, "original_max_position_embeddings yarn_original_max_position_embeddings"),
+    (_TOKENS, "yarn_original_max_position_embeddings"),
     (_VOCABULARY, "vocab_size padded_vocab_size vocab_extra_ids tiktoken_num_special_tokens"),
     (Bounds(1, 10**8, "it counts tokens of a vocabulary"), "make_vocab_size_divisible_by"),
     (_TOKEN_ID, "null_tokenizer_eod_id null_tokenizer_pad_id"),
     (
         _ROPE,
-        "rotary_base rope_scaling_factor rotary_scaling_factor rotary_seq_len_interpolation_factor beta_fast beta_slow"
+        "rotary_base rope_scaling_factor rotary_scaling_factor rotary_seq_len_interpolation_factor  "
         " yarn_beta_fast yarn_beta_slow",
     ),
     (_FACTOR, "mscale mscale_all_dim mup_width_mult mup_embedding_mult mup_output_mult mup_base_head_dim"),
@@ -167,7 +165,7 @@ _GROUPS: tuple[tuple[Bounds, str], ...] = (
         "layernorm_epsilon dsa_indexer_k_norm_epsilon",
     ),
     (_STD, "init_method_std embedding_init_method_std"),
-    (Bounds(1, 4 * 10**9, "random generators take positive numbers below 2^32"), "seed inference_sampling_seed"),
+    (Bounds(1, 4 * 10**9, "random generators take positive numbers below 2^32"), "seed fault_injector_seed"),
     (_PROCESSES, "num_workers num_dataset_builder_threads logits_load_decode_threads"),
     (
         _MULTIPROCESSORS,
@@ -196,7 +194,9 @@ _GROUPS: tuple[tuple[Bounds, str], ...] = (
         " inprocess_barrier_timeout inprocess_completion_timeout inprocess_last_call_wait"
         " inprocess_termination_grace_time",
     ),
-    (_SMALL, "inprocess_max_iterations inprocess_active_world_size"),
+    (_SMALL, "inprocess_max_iterations inprocess_active_world_size fault_injector_num_ranks"),
+    (_STEPS, "fault_injector_delay_start_iteration"),
+    (_SECONDS, "fault_injector_fault_delay fault_injector_mtti_seconds fault_injector_offset_seconds"),
     # mkd's own flags.
     (
         Bounds(
@@ -240,6 +240,8 @@ WITHOUT_BOUNDS: Mapping[str, str] = {
         " grpo_clamp_eps_lower grpo_clamp_eps_upper grpo_kl_beta grpo_entropy_term_weight rl_default_temperature"
         " rl_default_top_p rl_default_top_k rl_importance_sampling_truncation_coef"
         " rl_sequence_packing_max_sequences_per_bin rl_inference_tensor_model_parallel_size"
+        " rl_inference_expert_model_parallel_size rl_inference_expert_tensor_model_parallel_size"
+        " rl_inference_model_unified_memory_level rl_inference_pipeline_model_parallel_size"
         " logits_save_top_k logits_save_top_p logits_save_top_p_min_k logits_load_prefetch_factor"
         " logits_load_msc_prefetch_depth logits_load_kd_loss_alpha"
         " ict_head_size biencoder_projection_dim query_in_block_prob retriever_report_topk_accuracies"
@@ -249,6 +251,7 @@ WITHOUT_BOUNDS: Mapping[str, str] = {
         " dino_teacher_temp dino_warmup_teacher_temp_epochs"
     ),
     "the launcher sets it": "local_rank",
+    "argparse lists its choices": "flash_attention_version",
 }
 """Reason -> arguments without bounds; NaN and infinities are refused for them too."""
 

@@ -38,7 +38,7 @@ class KDBatch:
     labels: Tensor
     """[b, s/cp] int64: the token after each token, shifted inside its document before slicing."""
     ce_mask: Tensor
-    """[b, s/cp] fp32 weights of cross-entropy: 1 where it is taken, 0 elsewhere, and a fraction in messages with one."""
+    """[b, s/cp] fp32 weights of cross-entropy: 1 where it is taken, 0 elsewhere; a fraction in messages with one."""
     kd_mask: Tensor
     """[b, s/cp] fp32 weights of the divergence from the teacher, likewise."""
     position_ids: Tensor

@@ -276,8 +276,9 @@ def _fused(
         tokens=tokens,
         context=context,
         kernels=kernels,
-        chunks=loss_chunks(len(student.hidden), columns, tempered_dtype(dtype, context.temperature),
-                           options.chunk_rows, least),
+        chunks=loss_chunks(
+            len(student.hidden), columns, tempered_dtype(dtype, context.temperature), options.chunk_rows, least
+        ),
         logits_dtype=dtype,
         needed=needed,
         main_grad=MainGrad.of(student.weight, upstream) if needed[1] else None,

@@ -29,9 +29,7 @@ def resolve(implementation: str, device: torch.device, dtype: torch.dtype) -> st
 
 
 @cache
-def choose(
-    implementation: str, device: torch.device, dtype: torch.dtype, needs_float64: bool = False
-) -> Kernels:
+def choose(implementation: str, device: torch.device, dtype: torch.dtype, needs_float64: bool = False) -> Kernels:
     """The kernels of an implementation, for inputs of a dtype on a device. Raises ValueError as `resolve` does.
 
     With `needs_float64` (see `KernelContext`) they are the eager ones, whatever the implementation.

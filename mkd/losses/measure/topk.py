@@ -34,7 +34,8 @@ def teacher_top_k(
     Returns:
         One `SparseTeacher` of all N tokens per temperature, with the same ids and logits, equal on all ranks: ids
         [N, K] int32 from the most probable down (of equal logits the lowest id comes first), logits [N, K] fp32
-        (float64 for float64), `lse` (float64 if one of the temperatures is high, see `tempered_dtype`), and `tail_lse`, which is summed over the other columns (-inf if there are none).
+        (float64 for float64), `lse`, and `tail_lse`, which is summed over the other columns (-inf if there are none).
+        Both sums are float64 if one of the temperatures needs it (`tempered_dtype`).
 
     Raises:
         ValueError: k is below 1 or above the true vocabulary.
@@ -72,9 +73,7 @@ def _top_of_shard(logits: Tensor, k: int, temperatures: Sequence[float], start: 
     logits.scatter_(1, columns, -torch.inf)
     if not logits.shape[1]:  # logsumexp needs a column
         logits = logits.new_full((logits.shape[0], 1), -torch.inf)
-    rest = [
-        torch.logsumexp(logits.to(tempered_dtype(logits.dtype, t)) / t, dim=1, keepdim=True) for t in temperatures
-    ]
+    rest = [torch.logsumexp(logits.to(tempered_dtype(logits.dtype, t)) / t, dim=1, keepdim=True) for t in temperatures]
     ids = (columns + start).to(logits.dtype)
     pad = torch.nn.functional.pad
     return torch.cat(

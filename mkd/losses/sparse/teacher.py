@@ -85,7 +85,9 @@ class SparseTarget:
     def of(
         cls, teacher: SparseTeacher, tokens: TokenWeights, tail: Tail, spec: LossSpec, true_vocab: int
     ) -> tuple["SparseTarget", TokenWeights]:
-        """The target in the dtype of the weights (float64 at a high temperature), and the tokens with a KD weight of 0 where the teacher lists nothing.
+        """The target in the dtype of the weights (float64 at a high temperature), and the tokens.
+
+        The tokens have a KD weight of 0 where the teacher lists nothing.
 
         Raises:
             ValueError: sums or samples at another temperature, samples with another divergence than forward_kl, no sum

@@ -34,7 +34,9 @@ def test_overflow(stored: torch.dtype, dtype: torch.dtype, value: float, fits: b
     if fits:
         assert torch.equal(casts().cast("w", tensor, dtype), tensor.to(dtype)) or value != value
         return
-    with pytest.raises(MkdCheckpointError, match="^--flag FOLDER: 1 of the 12 values of tensor w are beyond the range"):
+    with pytest.raises(
+        MkdCheckpointError, match=r"^--flag FOLDER: 1 of the 12 values of tensor w are beyond the range"
+    ):
         casts().check("w", tensor, dtype)
 
 

@@ -122,7 +122,7 @@ def test_refused_fields(changes: dict) -> None:
 def test_extreme_legal_temperatures() -> None:
     for temperature in (0.01, 1000.0):
         assert LossSpec(temperature=temperature).temperature == temperature
-    with pytest.raises(MkdConfigError, match="at least 0.01 and at most 1000"):
+    with pytest.raises(MkdConfigError, match=r"at least 0\.01 and at most 1000"):
         LossSpec(temperature=1e4)
 
 

@@ -66,10 +66,13 @@ def test_large_vocabulary(divergence: str, temperature: float) -> None:
     assert out.loss.dtype == out.kd.dtype == torch.float32
     truth = student.double().requires_grad_()
     values = reference.DIVERGENCES[divergence](truth, teacher.double(), spec)
-    # Below the bound the statistics are fp32, and their rounding of about 1e-7 is multiplied by T^2.
-    tolerance = FP32 if temperature in (1.0, 100.0, 1000.0) else FP32 * temperature**2
-    assert_close_norm(out.kd, values.detach(), tolerance, "values")
-    assert_close_norm(*torch.autograd.grad(out.loss, z), *torch.autograd.grad(values.sum(), truth), tolerance, "z")
+    of_values = of_gradients = FP32
+    if 1.0 < temperature <= MAX_FP32_TEMPERATURE:
+        # fp32: the rounding of a value is multiplied by T^2. The sign in tvd is arbitrary where p and q round to one
+        # number.
+        of_values, of_gradients = FP32 * temperature**2, 1e-2 if divergence == "tvd" else 2 * FP32
+    assert_close_norm(out.kd, values.detach(), of_values, "values")
+    assert_close_norm(*torch.autograd.grad(out.loss, z), *torch.autograd.grad(values.sum(), truth), of_gradients, "z")
 
 
 @every_implementation
@@ -95,7 +98,8 @@ def test_sums_of_a_teacher_are_as_precise_as_the_loss() -> None:
     assert (high.lse - torch.logsumexp(logits / 1000.0, dim=1)).abs().max() < 1e-9
     assert one.logits.dtype == torch.float32 and torch.equal(one.ids, alone.ids)
     assert torch.equal(one.logits, alone.logits)
-    assert torch.equal(one.lse.float(), alone.lse) and torch.equal(one.tail_lse.float(), alone.tail_lse)
+    for name in ("lse", "tail_lse"):
+        assert_close_norm(getattr(one, name), getattr(alone, name), FP32, name)
 
 
 @pytest.mark.parametrize("factor, precise", [(0.01, False), (1.0, False), (1.001, True)])
