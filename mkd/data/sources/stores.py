@@ -301,7 +301,8 @@ def tokenize_chat(name: str, tokenizer: ChatTokenizer, base: Path, say: Callable
         if facts.conversations == 0:
             raise MkdDataError(f"--data-path {name}: no conversation can be used ({facts})")
         bounds.tofile(partial["bounds"])
-        np.array(weights, dtype=np.float64).tofile(partial["weights"])
+        if weights:
+            np.array(weights, dtype=np.float64).tofile(partial["weights"])
         partial["json"].write_text(json_of_facts(facts))
 
 
@@ -343,7 +344,7 @@ def new_files(name: str, base: Path, kinds: Sequence[str]) -> Iterator[dict[str,
         kinds: suffixes of the files; the last one is renamed last and marks a complete set.
 
     Yields:
-        Suffix -> path to write to.
+        Suffix -> path to write to; a file that is not written is not renamed.
 
     Raises:
         MkdDataError: the cache cannot be written.
@@ -353,7 +354,7 @@ def new_files(name: str, base: Path, kinds: Sequence[str]) -> Iterator[dict[str,
         with scratch_folder(base) as folder, naming(base.parent):
             partial = {kind: folder / kind for kind in kinds}
             yield partial
-            publish_files({partial[kind]: file_of(base, kind) for kind in kinds})
+            publish_files({partial[kind]: file_of(base, kind) for kind in kinds if partial[kind].exists()})
     except OSError as error:
         raise MkdDataError(
             f"--data-path {name}: its tokens cannot be written to {base.parent} ({error}): give another "

@@ -240,7 +240,7 @@ def test_fractional_weights(
             begin = end
         stored, targets = store.read(sample, 0, len(ids))
         assert (stored.tolist(), targets.tolist()) == (ids.tolist(), expected.tolist())
-        for start in range(len(ids)):
+        for start in range(len(ids) - 2):
             assert store.read(sample, start, 3)[1].tolist() == expected[start : start + 3].tolist()
     assert store.facts.supervised == 3 * mask.sum() - mask[ends[0] : ends[1]].sum()
 
@@ -258,9 +258,7 @@ def test_a_set_of_an_earlier_version_has_no_weights(folders: dict[str, Path], tm
     file = write_lines(tmp_path / "f.jsonl", [{"messages": TALKS[2]}])
     store, tokenizer = tokenized(file, folders["plain"]), ChatTokenizer(str(folders["plain"]))
     base = chat_base(str(file), tokenizer, None)
-    weights = base.with_name(f"{base.name}.weights")
-    assert weights.stat().st_size == 0 and store.read(0, 0, 9)[1].dtype == bool
-    weights.unlink()
+    assert not base.with_name(f"{base.name}.weights").exists() and store.read(0, 0, 9)[1].dtype == bool
     facts = base.with_name(f"{base.name}.json")
     facts.write_text(json.dumps({k: v for k, v in json.loads(facts.read_text()).items() if k != "weight_runs"}))
     tokenize_chat(str(file), tokenizer, base, pytest.fail)
