@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from mkd.cache_build.job import CacheJob, CacheOptions
 from mkd.cli import cache
 from mkd.errors import MkdCacheError, MkdConfigError, MkdError
-from mkd.teacher.cache.store import TeacherStore
+from mkd.teacher.cache.store import META, CacheMeta, TeacherStore
 from mkd.teacher.cache.writer import StoreWriter, check_folder
 from tests.e2e.test_bad_input import forget_megatron
 from tests.support.cached_targets import meta_of, some_segment
@@ -235,8 +236,8 @@ def test_verify_recomputes_targets(job: SmallJob, tmp_path: Path) -> None:
     done = run(["verify", str(out), "--segments", "5", "--", *job.flags({**few, TP: 2})], 2, script=TOOL)
     assert done.status == 0, done.errors[-3000:]
     assert "recomputed targets match those of 5 texts" in done.output
-    meta = json.loads((out / "meta.json").read_text())
-    (out / "meta.json").write_text(json.dumps(meta | {"teacher": student_fingerprint(job)}))
+    meta = CacheMeta.read(out, "--out")
+    (out / META).write_text(replace(meta, teacher=student_fingerprint(job)).to_json())
     done = run(["verify", str(out), "--", *job.flags({**few, "--kd-teacher-hf": job.student})], script=TOOL)
     assert done.status == 1 and "holds targets that differ from those of this teacher" in done.errors
 
