@@ -25,12 +25,11 @@ def set_iterations(args: Namespace, kd: KDConfig, data: JobData, point: ResumePo
         return
     rows, batch = data.rows_per_epoch(), args.global_batch_size
     args.train_iters = iterations_of(kd.epochs, rows, batch)
-    again = args.train_iters * batch - kd.epochs * rows
+    more = args.train_iters * batch - kd.epochs * rows
     about = "" if data.has_own_rows else "about "
-    rest = f"; the last one also reads {again:,.0f} rows of the next epoch" if again >= 1 else ""
-    logger.info(
-        f"epochs     {kd.epochs:g} of {about}{rows:,} rows are {args.train_iters:,} iterations of {batch} rows{rest}"
-    )
+    rest = f", which read {more:,.0f} more" if more >= 0.5 else ""
+    count = f"{args.train_iters:,} iteration" + "s" * (args.train_iters > 1)
+    logger.info(f"epochs     {kd.epochs:g} of {about}{rows:,} rows are {count} of {batch} rows{rest}")
     check_learning_rate(args)
     for note in check_stored_schedule(args, point):
         logger.info(f"changed    {note}")
