@@ -147,6 +147,11 @@ class CacheJob:
         own_tokenizer, one_epoch = args.tokenizer_model, _reads_one_epoch(args, kd)
         if one_epoch:
             args.train_iters = 1
+        elif given.get("epochs") is not None and not (args.train_iters or args.train_samples):
+            raise MkdConfigError(
+                f"--kd-epochs is {given['epochs']:g}, but the rows of concatenated documents differ from epoch to "
+                "epoch: give --train-iters with the number that the training job prints"
+            )
         _describe_teacher(args, source, student)
         megatron_args.finish(args, kd, RunState())
         tokenizer = student.tokenizer_hash if student else hash_of_tokenizer(args)
