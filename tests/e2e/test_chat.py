@@ -8,6 +8,7 @@ import pytest
 
 from tests.e2e.test_pretrain import assert_same_weights, cut_back, steps, trained
 from tests.support.chats import MARKED, chat_tokenizer, talk, write_lines
+from tests.support.data_forms import FILES, FORMS, TALKS
 from tests.support.e2e.small_job import SmallJob, make_small_job, run, text
 from tests.support.tolerance import GRADIENT
 
@@ -107,3 +108,30 @@ def test_a_row_for_each_conversation(job: SmallJob, tmp_path: Path) -> None:
     again = trained(job, packed(job, **changes))
     assert "already at iteration 2 of 2" in again.output and again.metrics[: len(result.metrics)] == result.metrics
     assert again.metrics[-1]["valid_loss"] == result.metrics[-1]["valid_loss"]
+
+
+def test_every_form_and_file_trains(job: SmallJob, tmp_path: Path) -> None:
+    """One blend of all of them: two steps read rows of each, and the form of each is shown with a sample."""
+    forms = {**FORMS, "response": lambda messages: dict(zip(("prompt", "response"), ("ask", "say"), strict=True))}
+    pairs = list(zip([*forms, *forms], [*FILES, *FILES], strict=False))[: max(len(forms), len(FILES))]
+    names = {}
+    for form, file in pairs:
+        (tmp_path / form).mkdir(exist_ok=True)
+        names[str(FILES[file](tmp_path / form / file, [forms[form](messages) for messages in TALKS]))] = form
+    changes = {
+        "--data-path": [word for name in names for word in (1, name)],
+        "--split": "100,0,0",
+        "--eval-iters": 0,
+        "--train-iters": 2,
+        "--micro-batch-size": 1,
+        "--global-batch-size": len(names),
+        "--kd-metrics-file": tmp_path / "metrics.jsonl",
+    }
+    result = trained(job, changes)
+    assert [line["loss"] > 0 for line in steps(result)] == [True, True]
+    shown = {"parts": "messages", "sharegpt_system": "sharegpt", "roles": "sharegpt", "response": "prompt_completion"}
+    for name, form in names.items():
+        assert f"{name}: {shown.get(form, form)} (recognized in the first" in result.output
+        assert f"{name}: learned between [[ and ]]: " in result.output
+        assert f"training   {name}: 3 samples in" in result.output, result.output
+    assert result.output.count("2 rows wanted") == len(names)
