@@ -1,7 +1,6 @@
 """Rows of concatenated documents: Megatron's, with index files that belong to the data as it is now."""
 
 import copy
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -13,19 +12,13 @@ from megatron.core.datasets.gpt_dataset import GPTDataset
 from mkd.data.sources.indexed import index_fingerprint
 from mkd.data.sources.token_files import TokenFile
 from mkd.errors import MkdDataError
-from mkd.utils.atomic_files import naming, publish_files, scratch_folder
+from mkd.utils.atomic_files import hash_of, naming, publish_files, scratch_folder
 from mkd.utils.json_files import read_json
 
 _ARRAYS = ("document_index.npy", "sample_index.npy", "shuffle_index.npy")
 _CHECKSUMS, _DESCRIPTION = "checksums.json", "description.txt"
 """Ends of the names of a set's index files. Megatron uses them if the arrays and the description exist; the checksums
 of the arrays are mkd's, and absent beside files of older versions."""
-
-
-def _hash_of(file: Path) -> str:
-    """128-bit hex hash of a file: a gigabyte takes about a second."""
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 class DocumentRows(GPTDataset):
@@ -80,7 +73,7 @@ class DocumentRows(GPTDataset):
                 built = super()._build_document_sample_shuffle_indices()
             finally:
                 self.config = config
-            hashes = json.dumps({file.name: _hash_of(scratch / file.name) for file in files[:-1]})
+            hashes = json.dumps({file.name: hash_of(scratch / file.name) for file in files[:-1]})
             checksums = Path(f"{base}-{_CHECKSUMS}")
             (scratch / checksums.name).write_text(hashes)
             publish_files({scratch / file.name: file for file in (*files[:-1], checksums, files[-1])})
@@ -93,7 +86,7 @@ class DocumentRows(GPTDataset):
             return
         stored = read_json(checksums)
         for file in files[:-1]:
-            if not isinstance(stored, dict) or stored.get(file.name) != _hash_of(file):
+            if not isinstance(stored, dict) or stored.get(file.name) != hash_of(file):
                 raise ValueError(f"the checksum of {file.name} does not match")
 
     def _checked(

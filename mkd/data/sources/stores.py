@@ -25,8 +25,9 @@ from mkd.data.sources.record_forms import columns_to_read
 from mkd.data.sources.text import BROKEN, BadRecords, RawBatch, read_batches
 from mkd.data.sources.token_files import TokenFile
 from mkd.errors import MkdDataError
-from mkd.utils.atomic_files import naming, publish_files, scratch_folder
+from mkd.utils.atomic_files import hash_of, naming, publish_files, scratch_folder
 from mkd.utils.json_files import read_json
+from mkd.utils.logging import current_rank
 from mkd.utils.mapped_files import SizeGuard
 from mkd.utils.progress import ByteProgress
 
@@ -35,6 +36,8 @@ _FORMAT = 1
 FACTS_VERSION = 2
 """Version of the statistics in a stored set: 1 did not read the keys that say whether a message is learned. The tokens
 of a file without such keys are the same in both versions, and found under the same name."""
+_CHECKSUMS = "checksums"
+"""Suffix of the file with the hashes of a set's other files; sets of older versions have none."""
 _MOST_WORKERS = 32
 """Limit of worker processes, each of which holds a tokenizer in host memory."""
 _PROBED_BYTES = 1 << 16
@@ -128,6 +131,19 @@ def named_records(skipped: dict[str, int], bad: Sequence[str]) -> str:
     return f" ({'; '.join([*bad, '...'][: skipped.get(BROKEN, 0)])})" if bad else ""
 
 
+def _changed_file(base: Path) -> str | None:
+    """The first file of a stored set that is not what was written; None if there is none, or no checksums."""
+    checksums = file_of(base, _CHECKSUMS)
+    if not checksums.is_file():
+        return None
+    try:
+        stored = dict(read_json(checksums))
+    except (ValueError, TypeError):
+        return checksums.name
+    files = [(file_of(base, kind), digest) for kind, digest in stored.items()]
+    return next((file.name for file, digest in files if not file.is_file() or hash_of(file) != digest), None)
+
+
 class MappedSamples:
     """The words and bounds of stored samples, memory-mapped."""
 
@@ -143,6 +159,8 @@ class MappedSamples:
             MkdDataError: the bounds do not rise from 0 to the number of words, or a file is missing or empty.
         """
         self._base, paths = base, [file_of(base, "bounds"), file_of(base, kind)]
+        if current_rank() == 0 and (name := _changed_file(base)) is not None:
+            raise self._damage(f"the checksum of {name} does not match")
         try:
             self.bounds, self.words = np.memmap(paths[0], np.int64, "r"), np.memmap(paths[1], np.uint32, "r")
         except (OSError, ValueError) as error:
@@ -361,7 +379,11 @@ def new_files(name: str, base: Path, kinds: Sequence[str]) -> Iterator[dict[str,
         with scratch_folder(base) as folder, naming(base.parent):
             partial = {kind: folder / kind for kind in kinds}
             yield partial
-            publish_files({partial[kind]: file_of(base, kind) for kind in kinds if partial[kind].exists()})
+            *written, last = (kind for kind in kinds if partial[kind].exists())
+            hashes = {kind: hash_of(partial[kind]) for kind in (*written, last)}
+            partial[_CHECKSUMS] = folder / _CHECKSUMS
+            partial[_CHECKSUMS].write_text(json.dumps(hashes))
+            publish_files({partial[kind]: file_of(base, kind) for kind in (*written, _CHECKSUMS, last)})
     except OSError as error:
         raise MkdDataError(
             f"--data-path {name}: its tokens cannot be written to {base.parent} ({error}): give another "

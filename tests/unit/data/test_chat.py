@@ -249,6 +249,7 @@ def test_weights_that_are_missing_are_an_error(folders: dict[str, Path], tmp_pat
     file = write_lines(tmp_path / "f.jsonl", [{"messages": with_keys(TALKS[2], 1, {"weight": 0.5})}])
     tokenized(file, folders["plain"])
     base = chat_base(str(file), ChatTokenizer(str(folders["plain"])), None)
+    base.with_name(f"{base.name}.checksums").unlink()
     base.with_name(f"{base.name}.weights").write_bytes(b"")
     with pytest.raises(MkdDataError, match=r"weights is broken \(0 weights of 1\): delete "):
         ChatStore(base, (0.0, 1.0))
@@ -259,6 +260,7 @@ def test_a_set_of_an_earlier_version_has_no_weights(folders: dict[str, Path], tm
     store, tokenizer = tokenized(file, folders["plain"]), ChatTokenizer(str(folders["plain"]))
     base = chat_base(str(file), tokenizer, None)
     assert not base.with_name(f"{base.name}.weights").exists() and store.read(0, 0, 9)[1].dtype == bool
+    base.with_name(f"{base.name}.checksums").unlink()
     facts = base.with_name(f"{base.name}.json")
     facts.write_text(json.dumps({k: v for k, v in json.loads(facts.read_text()).items() if k != "weight_runs"}))
     tokenize_chat(str(file), tokenizer, base, pytest.fail)
@@ -443,7 +445,8 @@ def test_jobs_that_tokenize_at_the_same_time(folders: dict[str, Path], tmp_path:
 
     tokenize_chat(str(file), while_another_job_does_it, base, lambda text: None)
     assert ChatStore(base, TAKES_ALL).facts == whole.facts
-    assert sorted(path.name for path in tmp_path.glob("other*")) == ["other.bounds", "other.json", "other.tokens"]
+    names = sorted(path.name for path in tmp_path.glob("other*"))
+    assert names == ["other.bounds", "other.checksums", "other.json", "other.tokens"]
 
 
 def test_documents_by_number(tmp_path: Path) -> None:

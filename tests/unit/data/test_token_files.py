@@ -218,6 +218,7 @@ def test_damaged_stores_of_chats(tmp_path: Path, change: str) -> None:
     base = chat_base(name, tokenizer, None)
     tokenize_chat(name, tokenizer, base, lambda line: None)
     assert len(ChatStore(base, (0.0, 1.0), VOCAB).read(0, 0, 3)[0]) == 3
+    Path(f"{base}.checksums").unlink()  # as of an older version
     suffix, offset, value, words = DAMAGE[change]
     file = Path(f"{base}{suffix}")
     if offset is None:
@@ -253,3 +254,18 @@ def test_flipped_bits_in_index_files_of_rows(prefix: Path) -> None:
             with suppress(MkdDataError):
                 assert [row["tokens"].tolist() for row in build(str(prefix))] == before, (path.name, offset)
         path.write_bytes(content)
+
+
+def test_flipped_bits_in_stores_of_chats(tmp_path: Path) -> None:
+    name = str(write_lines(tmp_path / "chat.jsonl", [{"messages": talk("a", "b c")}] * 3))
+    tokenizer = ChatTokenizer(str(chat_tokenizer_folder(tmp_path)))
+    base = chat_base(name, tokenizer, None)
+    tokenize_chat(name, tokenizer, base, lambda line: None)
+    for path in base.parent.glob(f"{base.name}.*"):
+        content = path.read_bytes()
+        for offset in range(0, len(content), 5):
+            path.write_bytes(content[:offset] + bytes([content[offset] ^ 1]) + content[offset + 1 :])
+            with pytest.raises(MkdDataError):
+                ChatStore(base, (0.0, 1.0))
+        path.write_bytes(content)
+    assert ChatStore(base, (0.0, 1.0)).read(0, 0, 3)
