@@ -226,7 +226,7 @@ def test_flags_that_cannot_be_read_hide_nothing(ask, with_te):
         "--kd-temperature is 0.0",
         "--kd-top-k is 0",
         "one teacher source",
-        "--min-lr",
+        "--lr is -1.0; it must be at least 0",
         "--load",
     ):
         assert sum(word in problem for problem in told) == 1, word
