@@ -1,0 +1,70 @@
+"""Model families: config.json <-> Megatron arguments, and Hugging Face tensors <-> Megatron parameters.
+
+A family is one `Family` object. Loading, import, export, checks and pruning are derived from it. To add a family (QWEN3
+takes 7 lines):
+
+1. `parts`: the parts of config.json (`parts.py`) that translate its keys to Megatron arguments and back. If no existing
+   part covers a key, write a `ConfigPart`: a function that reads the keys, and one that writes them.
+2. `table`: the tensors (`tables.py`), one `Entry` per Megatron parameter; `decoder(attention, mlp)` assembles a model.
+3. `fixed`: the Megatron arguments with one value in the whole family; start from `DENSE` or `MIXTURE`
+   (`family.py`). An argument that a part reads must not be in it.
+4. `absent`: values that transformers uses for keys missing in config.json, where the parts would use another one.
+5. Add the family to `dense.py` or `mixtures.py` and to `FAMILIES`, and a small model to `MODELS` in
+   tests/dist/test_hf_families.py: the tests compare logits with transformers in every layout, and the round trip bit
+   for bit.
+
+Keys that Megatron cannot compute are refused by `required(...)` and by the parts, with the name of the key.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from mkd.checkpoint.hf.families.dense import LLAMA, MISTRAL, PHI3, QWEN2, QWEN3
+from mkd.checkpoint.hf.families.family import Family
+from mkd.checkpoint.hf.families.mixtures import DEEPSEEK_V3, GPT_OSS, MIXTRAL, QWEN3_MOE
+from mkd.errors import MkdCheckpointError
+
+FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, QWEN3_MOE, MIXTRAL, DEEPSEEK_V3, GPT_OSS)
+
+UNSUPPORTED: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("Gemma2ForCausalLM",),
+        "megatron-core 0.19 has no norm after attention and MLP, and no softcap on attention scores",
+    ),
+    **dict.fromkeys(
+        ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+        "megatron-core 0.19 has no norm after attention and MLP, and one rope base for all layers",
+    ),
+}
+"""Well-known architectures that megatron-core cannot compute -> reason."""
+
+
+def family_by_name(name: str) -> Family:
+    """The family of an architecture. Raises `MkdCheckpointError` with the list of known architectures."""
+    return family_of({"architectures": [name]})
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """The family of a config.json, by `architectures` or, without them, by `model_type`.
+
+    Raises:
+        MkdCheckpointError: with the list of known architectures, or naming two keys that contradict each other.
+    """
+    known = {name: family for family in FAMILIES for name in family.architectures}
+    names, model_type = config.get("architectures"), config.get("model_type")
+    if not names:
+        names = [family.architectures[0] for family in FAMILIES if family.model_type == model_type]
+    names = names if isinstance(names, list) else [names]
+    for name in names:
+        if name in known and config.get("architectures") != name:
+            if model_type not in (None, known[name].model_type):
+                raise MkdCheckpointError(
+                    f'config.json: "model_type" is {model_type!r}, "architectures" has {name}, whose model type is '
+                    f"{known[name].model_type!r}; transformers loads by model_type: correct the wrong one of the two"
+                )
+            return known[name]
+    reasons = "".join(f" ({UNSUPPORTED[name]})" for name in names if name in UNSUPPORTED)
+    raise MkdCheckpointError(
+        f'config.json: "architectures" is {config.get("architectures")!r}{reasons}; known architectures: '
+        + ", ".join(sorted(known))
+    )
