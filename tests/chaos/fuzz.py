@@ -1,5 +1,6 @@
 """Damages one file that a command reads, and compares what the command does with what it did before."""
 
+import gzip
 import json
 import random
 import shutil
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+from pyarrow import parquet
 
 from tests.chaos import mutations
 from tests.chaos.lab import Lab, Outcome
@@ -118,6 +121,11 @@ COMMANDS: dict[str, Command] = {
     "chats": Command(train(flags=ROWS), removed=["data_cache/*-chat.*"]),
     "stored chats": Command(train(flags=ROWS)),
     "stored pairs": Command(train(flags=OTHER_TOKENIZER)),
+    "table": Command(train(flags={**ROWS, "--data-path": "chats.parquet"}), removed=["data_cache/*-chat.*"]),
+    "compressed text": Command(
+        tool("preprocess", "--input", "corpus.jsonl.gz", "--output-prefix", "out", "--tokenizer-model", "student"),
+        compared=["out_text_document.bin", "out_text_document.idx"],
+    ),
     "projection": Command(train(flags={**OTHER_TOKENIZER, "--kd-projection": "projection.safetensors"})),
     "cache_log12": Command(cached("cache_log12")),
     "cache_fp32": Command(cached("cache_fp32")),
@@ -161,6 +169,15 @@ def other_lines(file: Path, old: bytes, new: bytes) -> str:
         return "other text" if all(isinstance(json.loads(line), dict) for line in lines) else ""
     except (ValueError, RecursionError):
         return ""
+
+
+def other_rows(file: Path, old: bytes, new: bytes) -> str:
+    """The library reads a table with other rows."""
+    try:
+        one, other = (parquet.read_table(pyarrow.BufferReader(content)).to_pylist() for content in (old, new))
+    except Exception:
+        return ""
+    return "other text" if one != other else ""
 
 
 def other_template(file: Path, old: bytes, new: bytes) -> str:
@@ -268,6 +285,8 @@ FORMATS: dict[str, Format] = {
     "chat template": Format(["student/chat_template.jinja"], ["chats"], [change_template, change_text], other_template),
     "chats.jsonl": Format(["chats.jsonl"], ["chats"], [change_text], other_lines),
     "text .jsonl": Format(["corpus.jsonl"], ["preprocess"], [change_text], other_lines),
+    "Parquet": Format(["chats.parquet"], ["table"], [change_words], other_rows),
+    "compressed text": Format(["corpus.jsonl.gz"], ["compressed text"], [change_words]),
     ".idx": Format(["corpus_text_document.idx"], ["documents", "indexed documents"], [change_words]),
     ".bin": Format(["corpus_text_document.bin"], ["documents"], [change_words], tokens_in_range),
     "PREFIX.json": Format(["corpus_text_document.json"], ["documents"], [change_json]),
@@ -333,6 +352,9 @@ class Fuzz:
             source = WRITTEN / name
             (shutil.copytree if source.is_dir() else shutil.copy2)(source, self.work / name)
         (self.work / "run.yaml").write_text(RUN_FILE)
+        lines = [json.loads(line) for line in (self.work / "chats.jsonl").read_text().splitlines()]
+        parquet.write_table(pyarrow.Table.from_pylist(lines), self.work / "chats.parquet")
+        (self.work / "corpus.jsonl.gz").write_bytes(gzip.compress((self.work / "corpus.jsonl").read_bytes(), mtime=0))
         _write_sharded(self.work / "teacher", self.work / "sharded")
         words = ["--input", "corpus.jsonl", "--output-prefix", "corpus", "--tokenizer-model", "student"]
         self._must(tool("preprocess", *words))
