@@ -5,17 +5,19 @@ classes are for input.
 """
 
 import errno
+import re
 import sys
 from collections.abc import Callable
 
+_LINE_ENDS = re.compile(r"\s*[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]+\s*")
 _FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 
 
 class MkdError(Exception):
-    """Base of all errors that a user can correct."""
+    """Base of all errors that a user can correct. The message is one line, whatever it quotes."""
 
     def __init__(self, message: object = "") -> None:
-        super().__init__(_own_part(str(message), type(self).__name__))
+        super().__init__(_LINE_ENDS.sub(" ", _own_part(str(message), type(self).__name__)))
 
 
 class MkdConfigError(MkdError):

@@ -221,7 +221,8 @@ def check(args: argparse.Namespace, start: Callable[[list[str], int], tuple[int,
             own = ["--save", str(folder), "--kd-metrics-file", str(folder / "metrics.jsonl")]
             status, output = start([*words, *own], ranks)
             if status != 0 or not (folder / "metrics.jsonl").is_file():
-                raise MkdConfigError(f"the run on {ranks} ranks ended with status {status}:\n{output[-4000:]}")
+                print(output[-4000:], file=sys.stderr)
+                raise MkdConfigError(f"the run on {ranks} ranks ended with status {status}; its output is above")
         logs = [RunLog.read(str(folder / "metrics.jsonl")) for folder in folders]
         done = min(len(log.series.get("loss", {})) for log in logs)
         if done != args.steps:

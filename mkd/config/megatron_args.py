@@ -26,6 +26,7 @@ from mkd.config.megatron_checks import (
     check_context_parallel,
     check_intervals,
     check_learning_rate,
+    check_optimizer,
     check_positions,
     check_ranks,
     check_required,
@@ -230,6 +231,7 @@ _GIVEN = ("--seq-length", "--micro-batch-size", "--train-iters", "--lr", "--eval
 ARGUMENT_CHECKS: tuple[Check[CommandLine], ...] = (
     Check("--load", lambda line: check_load(line.args, line.kd, line.state), needs=("checkpoint",)),
     Check("saving", lambda line: check_saving(line.args, line.kd)),
+    Check("optimizer", lambda line: check_optimizer(line.args)),
     Check("trackers", lambda line: check_trackers(line.args, line.kd)),
     Check("checkpoint's arguments", _load_checkpoint_args, needs=("--load",)),
     Check("device values", _set_device_values),

@@ -97,6 +97,15 @@ def check_saving(args: Namespace, kd: KDConfig) -> None:
         )
 
 
+def check_optimizer(args: Namespace) -> None:
+    """Refuse an optimizer of a package that is not installed; megatron finds out when it builds the optimizer."""
+    if args.optimizer not in ("adam", "sgd") and find_spec("emerging_optimizers") is None:
+        raise MkdPackageError(
+            f"--optimizer {args.optimizer} needs the package emerging-optimizers, which is not installed in this "
+            "Python: pip install emerging-optimizers, or give adam or sgd"
+        )
+
+
 def check_trackers(args: Namespace, kd: KDConfig) -> None:
     """Raise MkdConfigError for a tracker that is not installed or lacks a flag."""
     wanted = {

@@ -4,13 +4,14 @@ A new flag of the installed megatron-core fails here until somebody has found ou
 and steps, and has entered it in one of the tables.
 """
 
-from argparse import Action, ArgumentParser
+from argparse import Action, ArgumentParser, Namespace
 from functools import cache
 from pathlib import Path
 
 import pytest
 from megatron.training.arguments import add_megatron_arguments
 
+from mkd.config import megatron_checks
 from mkd.config.flags import UNSUPPORTED, UNSUPPORTED_VALUES, refuse_contradictions
 from mkd.config.megatron_arg_names import ArgRole, names_with
 from mkd.errors import MkdConfigError
@@ -194,3 +195,11 @@ def test_refused_values(flag: str, value: str) -> None:
             refuse_contradictions(words)
     refuse_contradictions([flag, "single", value])
     refuse_contradictions([f"{flag}=single", "--save", value])
+
+
+def test_an_optimizer_of_a_missing_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatron_checks, "find_spec", lambda name: None)
+    for name in ("adam", "sgd"):
+        megatron_checks.check_optimizer(Namespace(optimizer=name))
+    with pytest.raises(MkdConfigError, match="--optimizer lion needs the package emerging-optimizers"):
+        megatron_checks.check_optimizer(Namespace(optimizer="lion"))
