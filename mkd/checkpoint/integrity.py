@@ -5,8 +5,8 @@ them is `integrity.json`, the SHA-256 of every file in the format of Megatron's 
 
 Two checks, of different cost:
 
-- `find_damage`: `metadata.json` and the index are readable, and every shard that the index names exists with its
-  length. Quick; it runs on every checkpoint that is considered, on each rank.
+- `find_damage`: `metadata.json` and the index are readable, the index has its recorded hash, and every shard that it
+  names exists with its length. Quick; it runs on every checkpoint that is considered, on each rank.
 - `changed_files`: the SHA-256 of every file is the recorded one. Reads everything; it runs once per start, on the
   selected checkpoint, and the ranks share the files. `--kd-skip-checkpoint-hashes` disables it.
 
@@ -83,6 +83,8 @@ def _find_damage(folder: Path) -> str | None:
         raise MkdCheckpointError(f"{folder}: {error}") from error
     except _DAMAGED as error:
         return f".metadata is damaged ({type(error).__name__})"
+    if changed_index(folder):
+        return ".metadata is not what was written (its SHA-256 differs)"
     for name, size in sizes.items():
         if Path(name).name != name:
             return f".metadata names the file {name}, which is not in the folder"
@@ -91,6 +93,19 @@ def _find_damage(folder: Path) -> str | None:
         if (found_size := (folder / name).stat().st_size) != size:
             return f"shard {name} has {found_size} bytes instead of {size}"
     return None
+
+
+def changed_index(folder: Path) -> bool:
+    """True if the index is not the one that was saved; False also without a readable `integrity.json`.
+
+    Raises:
+        OSError: the index cannot be read.
+    """
+    try:
+        expected = read_json(folder / INTEGRITY)["files"][".metadata"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return False  # `changed_files` reports a damaged integrity.json
+    return file_hash(folder / ".metadata") != expected
 
 
 def shard_sizes(metadata: dcp.Metadata) -> dict[str, int]:

@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing import load_common_state_dict
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mkd.checkpoint.integrity import find_damage
+from mkd.checkpoint.integrity import changed_index, find_damage
 from mkd.checkpoint.tokenizer_hash import ASSETS, hash_hex, tokenizer_hash
 from mkd.compat.unpickling import allowed_classes_only, load_object
 from mkd.errors import MkdCheckpointError, MkdError
@@ -145,11 +145,14 @@ class MegatronFolder:
         """The checkpoint's index: names, shapes and dtypes of all stored tensors."""
         try:
             with allowed_classes_only():
-                return dcp.FileSystemReader(self.iteration_dir).read_metadata()
+                metadata = dcp.FileSystemReader(self.iteration_dir).read_metadata()
         except MkdCheckpointError as error:
             raise self.error(f"{self.iteration_dir.name}: {error}") from error
         except _DAMAGE as error:
             raise self.error(f"{self.iteration_dir.name}/.metadata is damaged ({error})") from error
+        if changed_index(self.iteration_dir):
+            raise self.error(f"{self.iteration_dir.name}/.metadata is not what was written (its SHA-256 differs)")
+        return metadata
 
     def load(self, state: dict[str, Any]) -> None:
         """Fill the tensors of `state` in place: key -> tensor, or a block with its offset in the stored tensor."""

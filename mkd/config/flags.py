@@ -46,6 +46,7 @@ UNSUPPORTED: dict[str, str] = {
     "--exit-signal-handler-for-training": "leave it out (at SIGTERM and SIGUSR1 mkd saves and ends; docs/slurm.md)",
     "--trust-remote-code": "leave it out (no code of a tokenizer's folder runs; convert it to a tokenizer.json)",
     "--defer-embedding-wgrad-compute": "leave it out (mkd computes the LM head's gradient together with the loss)",
+    "--lazy-mpu-init": "leave it out (mkd's process groups exist before the models are built)",
     # Rows: mkd would read others than the flag promises, or none of its values.
     "--iterations-to-skip": "leave it out (tensor-parallel ranks would read different rows after a skipped step)",
     "--result-rejected-tracker-filename": "leave it out (it names iterations to skip, which mkd does not)",

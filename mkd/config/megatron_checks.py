@@ -148,9 +148,11 @@ def check_ranks(args: Namespace, prefix: str = "--") -> None:
             "job"
         )
     expert_tp = args.expert_tensor_parallel_size or tp
-    if args.num_experts is not None and args.world_size % (expert_tp * ep * pp):
+    has_expert_groups = args.num_experts is not None or args.expert_tensor_parallel_size  # megatron makes both
+    if has_expert_groups and args.world_size % (expert_tp * ep * pp):
         raise MkdConfigError(
-            f"{prefix}expert-model-parallel-size {ep} * expert tensor size {expert_tp} * "
+            f"{prefix}expert-model-parallel-size {ep} * expert tensor size {expert_tp} "
+            "(--expert-tensor-parallel-size) * "
             f"{prefix}pipeline-model-parallel-size {pp} does not divide the {args.world_size} ranks of this job"
         )
 

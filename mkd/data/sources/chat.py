@@ -177,6 +177,9 @@ def _check_learned(message: dict[str, Any], name: str) -> None:
         raise MkdDataError(f"{name} has train_detail, which is not supported: a message is learned as a whole or not")
 
 
+_TEMPLATE_CHARACTERS, _TEMPLATE_GROWTH = 100_000, 20
+"""Characters that a template may add to a conversation, and how often it may repeat it: tokenizing a text of megabytes
+for each of a million conversations would not end."""
 _TEMPLATE_SECONDS = 10.0
 """A template renders a conversation in a millisecond; loops over loops do not end."""
 
@@ -237,6 +240,7 @@ class ChatTemplate:
                 that is not certain.
         """
         locator = self._locator(chat)
+        self._check_size(chat, locator.text)
         drops_earlier = self.check_complete(chat, locator.text)
         ids, supervised = self._encode(chat, locator)
         self._check_answers(chat, ids, supervised)
@@ -244,6 +248,16 @@ class ChatTemplate:
             self._locate(locator.is_rewritten, chat, number) for number in _answers(chat)
         )
         return EncodedChat(ids, supervised, rewritten or drops_earlier)
+
+    def _check_size(self, chat: Conversation, text: str) -> None:
+        if len(text) <= _TEMPLATE_CHARACTERS:
+            return
+        given = len(json.dumps([chat.messages, chat.tools], default=str))
+        if len(text) > _TEMPLATE_CHARACTERS + _TEMPLATE_GROWTH * given:
+            raise MkdDataError(
+                f"{chat.where}: the chat template of {self.flag} {self.folder} makes {len(text):,} characters of a "
+                f"conversation of {given:,}: take the template from the model's source again"
+            )
 
     def _generation_mask(self, chat: Conversation, locator: MessageLocator) -> tuple[np.ndarray, np.ndarray]:
         """Token ids, and the mask of {% generation %} blocks without messages that are context only."""

@@ -80,7 +80,25 @@ class SpanTokenizer:
         if not len(self.tokenizer):
             raise MkdDataError(f"{flag} {self.name} has no tokens: put the model's tokenizer.json into the folder")
         self._backend = backend_of(self.description)
+        self._check_ids()
         self._backend.encode_special_tokens = self.tokenizer.split_special_tokens
+
+    def _check_ids(self) -> None:
+        """Every token has an id of its own, as the alignment and the projection require."""
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        if len(set(vocabulary.values())) < len(vocabulary):
+            tokens: dict[int, str] = {}
+            pairs = ((tokens.setdefault(number, token), token, number) for token, number in vocabulary.items())
+            first, second, number = next(found for found in pairs if found[0] != found[1])
+            raise MkdDataError(
+                f"{self.flag} {self.name} gives the id {number} to the tokens {first!r} and {second!r}: take its "
+                "tokenizer.json from its source again"
+            )
+        if (largest := max(self.tokenizer.get_vocab().values())) >= self.size:
+            raise MkdDataError(
+                f"{self.flag} {self.name} has a token with the id {largest}, but its tokenizer.json has {self.size} "
+                "ids: take the folder from its source again"
+            )
 
     @cached_property
     def description(self) -> dict[str, Any]:

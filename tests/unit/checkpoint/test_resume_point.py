@@ -51,12 +51,21 @@ def resolved(save: Path, own: bool = True, check_content: bool = True, step: int
     return resolve(point, own=own, step=step, check_content=check_content).name
 
 
+def change_index(folder: Path) -> None:
+    """A size in the index is another one; it is still an index."""
+    content = (folder / ".metadata").read_bytes()
+    changed = content.replace(b"K@K ", b"K K@")  # the shape [64, 32]
+    assert changed != content
+    (folder / ".metadata").write_bytes(changed)
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "deleted shard": (lambda folder: (folder / SHARD).unlink(), f"shard {SHARD} is missing"),
     "truncated shard": (lambda folder: truncate(folder / SHARD), f"shard {SHARD} has "),
     "deleted index": (lambda folder: (folder / ".metadata").unlink(), ".metadata is missing"),
     "truncated index": (lambda folder: truncate(folder / ".metadata"), ".metadata is damaged"),
     "empty index": (lambda folder: (folder / ".metadata").write_bytes(b""), ".metadata is damaged"),
+    "changed index": (change_index, ".metadata is not what was written (its SHA-256 differs)"),
     "deleted metadata": (lambda folder: (folder / "metadata.json").unlink(), "metadata.json is missing"),
     "empty metadata": (lambda folder: (folder / "metadata.json").write_bytes(b""), "metadata.json is damaged"),
     "metadata is no object": (lambda folder: (folder / "metadata.json").write_text("[]"), "metadata.json is damaged"),

@@ -247,6 +247,7 @@ def test_layouts_that_fit(changes):
         ({"world_size": 4, TP: 4}, ["--tensor-model-parallel-size 4", "6 attention heads of the student"]),
         ({"world_size": 4, PP: 4}, ["--pipeline-model-parallel-size 4", "6 layers of the student"]),
         ({"world_size": 3, EP: 2, "num_experts": 4}, ["--expert-model-parallel-size 2", "the 3 ranks"]),
+        ({"expert_tensor_parallel_size": 3}, ["expert tensor size 3 (--expert-tensor-parallel-size)", "the 1 ranks"]),
         ({"world_size": 2, TP: 2, "sequence_parallel": True, "seq_length": 31}, ["--seq-length 31", "parallel-size 2"]),
         ({"world_size": 2, "global_batch_size": 26}, ["--global-batch-size 26", "--micro-batch-size 2 * 2"]),
         ({"seq_length": 65}, ["--seq-length 65", "student's 64 positions"]),

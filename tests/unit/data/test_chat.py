@@ -472,3 +472,13 @@ def test_templates_that_do_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     tokenizer = ChatTemplate(chat_tokenizer(tmp_path / "tokenizer", template), str(tmp_path))
     with pytest.raises(MkdDataError, match=rf"line 1: the chat template .* refuses the conversation: .*{words}"):
         tokenizer.text(Conversation(talk("a", "b"), where="line 1"))
+
+
+def test_a_template_that_writes_megabytes_is_refused(tmp_path: Path) -> None:
+    """Also where the text is long because the conversation is, it is accepted."""
+    template = MARKED + "{{ 'x' * 200000 }}"
+    tokenizer = ChatTemplate(chat_tokenizer(tmp_path / "long", template), str(tmp_path))
+    with pytest.raises(MkdDataError, match=r"makes 200,\d+ characters of a conversation of \d+: take the template"):
+        tokenizer.encode(Conversation(talk("a", "b"), where="line 1"))
+    other = ChatTemplate(chat_tokenizer(tmp_path / "other", MARKED), str(tmp_path))
+    assert len(other.encode(Conversation(talk("a " * 60_000, "b")))[0]) > 60_000
