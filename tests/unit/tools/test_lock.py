@@ -10,7 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from mkd.errors import MkdDataError
-from tools import licenses
+from tools.environment import licenses
 
 ROOT = Path(__file__).resolve().parents[3]
 TEXT = (ROOT / "requirements.lock").read_text()
@@ -49,7 +49,7 @@ def test_required_packages_are_locked() -> None:
 def test_licenses_are_listed() -> None:
     rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| (.+) \|$", (ROOT / "docs/licenses.md").read_text(), re.MULTILINE)
     table = {normal(name): (version, kind) for name, version, kind in rows if name not in ("package", "---")}
-    assert {name: version for name, (version, _) in table.items()} == LOCKED, "run tools/licenses.py"
+    assert {name: version for name, (version, _) in table.items()} == LOCKED, "run tools/lock_env.sh"
     assert {name for name, (_, kind) in table.items() if kind == "not stated"} <= WITHOUT_FILES
 
 

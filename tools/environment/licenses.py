@@ -1,6 +1,6 @@
 """Write docs/licenses.md: the licenses of all packages in requirements.lock, as the installed packages state them.
 
-python tools/licenses.py
+python tools/environment/licenses.py
 """
 
 import argparse
@@ -9,11 +9,11 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 LOCK, PAGE = ROOT / "requirements.lock", ROOT / "docs" / "licenses.md"
 HEAD = """# Licenses of the dependencies
 
-Written by `python tools/licenses.py` from the metadata of the installed packages; versions and hashes are in
+Written by `bash tools/lock_env.sh` from the metadata of the installed packages; versions and hashes are in
 `requirements.lock`. mkd itself is licensed under Apache-2.0 and contains no code of these packages. Packages for other
 platforms than Linux on x86-64 are listed without a license where they are not installed. The proprietary packages are
 NVIDIA's CUDA libraries, which torch requires, and which run only where there is a GPU.
