@@ -83,8 +83,6 @@ def _find_damage(folder: Path) -> str | None:
         raise MkdCheckpointError(f"{folder}: {error}") from error
     except _DAMAGED as error:
         return f".metadata is damaged ({type(error).__name__})"
-    if changed_index(folder):
-        return ".metadata is not what was written (its SHA-256 differs)"
     for name, size in sizes.items():
         if Path(name).name != name:
             return f".metadata names the file {name}, which is not in the folder"
@@ -92,6 +90,8 @@ def _find_damage(folder: Path) -> str | None:
             return f"shard {name} is missing"
         if (found_size := (folder / name).stat().st_size) != size:
             return f"shard {name} has {found_size} bytes instead of {size}"
+    if changed_index(folder):
+        return ".metadata is not what was written (its SHA-256 differs)"
     return None
 
 
