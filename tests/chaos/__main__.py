@@ -53,6 +53,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of all random choices (default 0)")
     parser.add_argument("--only", action="append", default=[], metavar="NAME[=CASES]", help="an experiment; repeatable")
     parser.add_argument("--case", type=int, help="run this case of the one experiment in --only")
+    parser.add_argument("--first", type=int, default=0, help="start with this case, to continue an earlier session")
     parser.add_argument("--small", action="store_true", help="a few cases of every experiment")
     parser.add_argument("--soak", action="store_true", help="one long training instead: see tests/chaos/soak.py")
     parser.add_argument("--steps", type=int, default=2000, help="of --soak (default 2000)")
@@ -87,7 +88,8 @@ def main() -> int:
             print(outcome)
             return int(outcome is not None and outcome.verdict.is_finding)
         counts = {e.name: int(names[e.name] or (SMALL[e.name] if args.small else e.cases)) for e in experiments}
-        run_experiments(experiments, report, started + 60 * args.minutes, file, counts=counts)
+        print(", ".join(f"{name}: {count} cases" for name, count in counts.items()), flush=True)
+        run_experiments(experiments, report, started + 60 * args.minutes, file, counts=counts, first=args.first)
         print(report.table())
         for row, kinds in report.reasons.items():
             print(f"{row}: other input: " + ", ".join(f"{count} {reason}" for reason, count in kinds.items()))

@@ -120,10 +120,24 @@ class Report:
 
 
 def run_experiments(
-    experiments: list[Experiment], report: Report, deadline: float, file: Path, *, counts: dict[str, int]
+    experiments: list[Experiment],
+    report: Report,
+    deadline: float,
+    file: Path,
+    *,
+    counts: dict[str, int],
+    first: int = 0,
 ) -> None:
-    """Run the cases of all experiments in turn, in proportion to their numbers, until they or the time are used up."""
-    done = {experiment.name: 0 for experiment in experiments}
+    """Run the cases of all experiments in turn, in proportion to their numbers, until they or the time are used up.
+
+    Args:
+        experiments, report: what runs, and what it gives.
+        deadline: of `time.monotonic`; no case starts after it.
+        file: the report is written there.
+        counts: experiment -> number of its last case plus 1.
+        first: number of the first case of each.
+    """
+    done = {experiment.name: first for experiment in experiments}
     left = list(experiments)
     written = time.monotonic()
     while left and time.monotonic() < deadline:
