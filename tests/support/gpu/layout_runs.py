@@ -25,15 +25,22 @@ def write_models(folder: Path, teacher: dict[str, Any], student: dict[str, Any],
         model.save_pretrained(folder / name)
 
 
-def launch(name: str, folder: Path, ranks: int, flags: list[str]) -> list[dict]:
-    """Run pretrain_kd.py under torchrun; its metrics, which it writes into `folder`, a dictionary an iteration."""
+def launch(name: str, folder: Path, ranks: int, flags: list[str], **variables: str) -> list[dict]:
+    """Run pretrain_kd.py under torchrun; its metrics, one dictionary per iteration.
+
+    Args:
+        name: of the run; its metrics file in `folder` is called after it.
+        folder: see `name`.
+        ranks, flags: of the run.
+        variables: environment variables beside those of this process.
+    """
     metrics = folder / f"{name.replace(' ', '_').replace(',', '')}.jsonl"
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
         # The teachers are sure of random things.
         *("pretrain_kd.py", "--kd-allow-bad-teacher", "--kd-metrics-file", str(metrics), *flags),
     ]
-    environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "4"}
+    environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "4", **variables}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"{name}:\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]

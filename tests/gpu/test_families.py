@@ -1,0 +1,130 @@
+"""On one GPU with Transformer Engine in bf16: every family trains like on CPU in fp32, as student and as teacher.
+
+    pytest -m gpu tests/gpu/test_families.py -s
+
+The weights are random, with an LM head that makes the logits large: a layer that computes something else changes the
+loss and the gradient by far more than bf16 does. The table goes to docs/benchmarks.md.
+"""
+
+import json
+import os
+import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.dist.test_hf_families import MODELS
+from tests.support.gpu.layout_runs import KEYS, difference, launch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+VOCAB = 512
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+"""Widths that the kernels of Transformer Engine take."""
+WIDE = {
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+}
+"""The same for keys that only some families have."""
+AT_A_TIME = 6
+
+
+def widened(sizes: dict[str, Any]) -> dict[str, Any]:
+    """A tiny model of tests/dist/test_hf_families.py with widths for GPUs."""
+    wide = {**SIZES, **sizes} | {key: WIDE[key] for key in WIDE if sizes.get(key)}
+    wide |= {key: SIZES[key] for key in ("hidden_size", "intermediate_size") if key in sizes}
+    if "kv_lora_rank" in sizes:
+        wide |= {"num_key_value_heads": SIZES["num_attention_heads"], "head_dim": WIDE["qk_rope_head_dim"]}
+    return wide
+
+
+def write_pair(folder: Path, sizes: dict[str, Any]) -> None:
+    """folder/teacher and folder/student, two random models of one family in fp32."""
+    sizes = {key: value for key, value in widened(sizes).items() if key != "shard_size"}
+    for seed, name in enumerate(("teacher", "student")):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes))
+        scale = 8.0 if sizes["tie_word_embeddings"] else 16.0
+        model.get_output_embeddings().weight.data.mul_(scale)
+        for key, value in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                value.uniform_(-0.1, 0.1)
+        model.save_pretrained(folder / name)
+
+
+def write_text(prefix: Path) -> None:
+    """Random token ids."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    rng = np.random.default_rng(0)
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    for _ in range(64):
+        builder.add_document(torch.from_numpy(rng.integers(0, VOCAB - 1, size=129)), [129])
+    builder.finalize(f"{prefix}.idx")
+
+
+def train(folder: Path, name: str, *flags: str, **variables: str) -> list[dict]:
+    """Two steps of pretrain_kd.py; its metrics, one dictionary per iteration."""
+    common = [
+        *("--kd-teacher-hf", str(folder / "teacher"), "--kd-student-hf", str(folder / "student"), "--kd-ratio", "0.5"),
+        *("--data-path", str(folder / "text"), "--tokenizer-type", "NullTokenizer", "--split", "90,10,0"),
+        *("--seq-length", "128", "--micro-batch-size", "2", "--global-batch-size", "4", "--train-iters", "2"),
+        *("--lr", "1e-3", "--lr-decay-style", "constant", "--eval-interval", "1000", "--eval-iters", "1"),
+    ]
+    return launch(name, folder, 1, [*common, *flags], **variables)
+
+
+def compare(folder: Path, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Relative differences between bf16 on the GPU and fp32 on CPU, and the losses of both."""
+    folder.mkdir(parents=True)
+    write_text(folder / "text")
+    write_pair(folder, sizes)
+    gpu = train(folder, "gpu", "--bf16")
+    cpu = train(folder, "cpu", MKD_DEVICE="cpu")
+    losses = {"gpu": [line["loss"] for line in gpu], "cpu": [line["loss"] for line in cpu]}
+    shutil.rmtree(folder)
+    return {key: difference(gpu, cpu, key) for key in KEYS} | losses
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future]:
+    """name -> its comparison, several at a time."""
+    root = tmp_path_factory.mktemp("families")
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        found = {name: pool.submit(compare, root / str(i), sizes) for i, (name, sizes) in enumerate(MODELS.items())}
+    return found
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_trains_like_fp32_on_cpu(runs, model):
+    found = runs[model].result()
+    print(f"\n{model:40s}", json.dumps(found), flush=True)
+    if out := os.environ.get("MKD_BENCH_OUT"):
+        with Path(out, "families.jsonl").open("a") as file:
+            file.write(json.dumps({"model": model, **found}) + "\n")
+    # A router that chooses another expert for a few tokens is bf16 noise too.
+    loss, gradient = (0.03, 0.15) if "experts" in json.dumps(MODELS[model]) else (0.01, 0.05)
+    assert max(found["loss"], found["ce"], found["kd"]) < loss
+    assert found["grad_norm"] < gradient
