@@ -18,7 +18,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.dist.test_hf_families import MODELS
+from tests.dist.test_hf_families import MODELS, NO_SPECIAL_TOKENS
 from tests.support.gpu.layout_runs import KEYS, difference, launch
 
 pytestmark = [
@@ -65,9 +65,9 @@ def write_pair(folder: Path, sizes: dict[str, Any]) -> None:
     sizes = {key: value for key, value in widened(sizes).items() if key != "shard_size"}
     for seed, name in enumerate(("teacher", "student")):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes))
-        scale = 8.0 if sizes["tie_word_embeddings"] else 16.0
-        model.get_output_embeddings().weight.data.mul_(scale)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**NO_SPECIAL_TOKENS, **sizes))
+        # With larger tied embeddings a model repeats its input, whatever its layers compute.
+        model.get_output_embeddings().weight.data.mul_(2.0 if sizes["tie_word_embeddings"] else 16.0)
         for key, value in model.named_buffers():
             if key.endswith("e_score_correction_bias"):
                 value.uniform_(-0.1, 0.1)
