@@ -12,10 +12,9 @@ from typing import Protocol
 
 import numpy as np
 
-from mkd.data.sources.chat import SUPERVISED
+from mkd.data.sources.chat import FACTS_VERSION, SUPERVISED
 from mkd.data.sources.parallel import map_in_order
 from mkd.data.sources.stores import (
-    FACTS_VERSION,
     MappedSamples,
     cache_base,
     chat_batches,
@@ -167,7 +166,7 @@ class AlignedFacts:
     spelled_out: int
     """See `AlignedBatch`."""
     version: int = 1
-    """See `mkd.data.sources.stores.FACTS_VERSION`."""
+    """See `mkd.data.sources.chat.FACTS_VERSION`."""
     bad: list[str] = field(default_factory=list)
     """Messages about the first broken records."""
 

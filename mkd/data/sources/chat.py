@@ -45,7 +45,14 @@ SPOKEN = ("tool_calls", "function_call", REASONING, "content")
 """Keys of a message that a chat template writes; a template that drops one of them drops a part of the conversation."""
 LEARN_KEYS = ("weight", "train", "training", "train_on_turn", "loss")
 """Keys of a message that say whether it is learned: OpenAI's, axolotl's and ms-swift's."""
-_LEARN_KEY = re.compile(rb'"(?:' + "|".join((*LEARN_KEYS, "train_detail")).encode() + rb')"\s*:')
+_KEYS_SINCE = {
+    2: re.compile(rb'"(?:' + "|".join((*LEARN_KEYS, "train_detail")).encode() + rb')"\s*:'),
+    3: re.compile(rb'"(?:system|history)"\s*:'),
+}
+"""Version of stored sets -> keys that versions before it did not read, or not in every form."""
+FACTS_VERSION = max(_KEYS_SINCE)
+"""Version of a stored set. The tokens of a file without the keys above are the same in all versions, and are found
+under the same name."""
 _PROBED_TOKENS = 16
 """Supervised tokens of an answer that are decoded first to find one that is text."""
 
@@ -136,9 +143,10 @@ def _messages(record: dict[str, Any], key: str, role_of_text: str | None, where:
     return value
 
 
-def mentions_learning(lines: Iterable[bytes]) -> bool:
-    """True if a line has one of the keys that say whether a message is learned, which may be inside a text too."""
-    return any(_LEARN_KEY.search(line) for line in lines)
+def mentions_newer_keys(lines: Iterable[bytes], version: int) -> bool:
+    """True if a line has a key, perhaps inside a text, that a stored set of a version was made without reading."""
+    unread = [keys for since, keys in _KEYS_SINCE.items() if since > version]
+    return any(keys.search(line) for line in lines for keys in unread)
 
 
 def _learned(message: dict[str, Any]) -> bool | None:

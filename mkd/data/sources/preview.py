@@ -6,8 +6,9 @@ from itertools import groupby
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from mkd.config.values import DataForm
 from mkd.data.sources.chat import ChatTokenizer, Conversation
-from mkd.data.sources.record_forms import form_of
+from mkd.data.sources.record_forms import columns_to_read, form_of, unread_keys
 from mkd.data.sources.stores import first_records
 from mkd.data.sources.text import decode, json_object
 from mkd.errors import MkdDataError
@@ -15,23 +16,33 @@ from mkd.errors import MkdDataError
 BEGIN, END = "[[", "]]"
 """Signs around supervised tokens."""
 _MOST_CHARACTERS, _MOST_RUNS = 240, 8
+_MOST_KEYS, _MOST_KEY_CHARACTERS = 8, 40
 _VISIBLE = str.maketrans({"\n": "⏎", "\t": "⇥", "\r": "␍"})
 
 
 def preview(name: str, tokenizer: ChatTokenizer) -> list[str]:
-    """The form of the first records of chat data, and the first conversation with an answer.
+    """The form of the first records of chat data with the keys that are not read, and the first conversation with an
+    answer.
 
     Raises:
         MkdDataError: a file is missing, or a record is invalid and not left out.
     """
-    batch, options = first_records(name), tokenizer.options
-    forms: Counter[str] = Counter()
+    keys: set[str] = set()
+
+    def columns(names: list[str]) -> list[str] | None:
+        keys.update(names)
+        return columns_to_read(names)
+
+    batch, options = first_records(name, columns=columns), tokenizer.options
+    forms: Counter[DataForm] = Counter()
     sample = None
     for where, line in batch.located():
         if not line.strip():
             continue
         try:
-            forms[form_of(json_object(decode(line, where), where), options.form, where)] += 1
+            record = json_object(decode(line, where), where)
+            forms[form_of(record, options.form, where)] += 1
+            keys.update(key for key, value in record.items() if value is not None)
             if sample is None:
                 sample = _marked_sample(Conversation.parse(line, where, options), tokenizer)
         except MkdDataError:
@@ -39,8 +50,17 @@ def preview(name: str, tokenizer: ChatTokenizer) -> list[str]:
                 raise
     found = " and ".join(forms) or "no form"
     source = "as given in" if options.form else f"recognized in the first {sum(forms.values())} records; else give"
-    lines = [f"{name}: {found} ({source} --kd-data-format)"]
+    unread = unread_keys(keys, forms)
+    shown = ", ".join([*map(_key, unread[:_MOST_KEYS]), *(["..."] if len(unread) > _MOST_KEYS else [])])
+    ignored = f"; not read: {shown}" if unread else ""
+    lines = [f"{name}: {found} ({source} --kd-data-format){ignored}"]
     return lines if sample is None else [*lines, f"{name}: learned between {BEGIN} and {END}: {sample}"]
+
+
+def _key(name: str) -> str:
+    """A key in one line."""
+    short = name if len(name) <= _MOST_KEY_CHARACTERS else f"{name[: _MOST_KEY_CHARACTERS - 3]}..."
+    return short if short.isprintable() else repr(short)
 
 
 def _marked_sample(chat: Conversation, tokenizer: ChatTokenizer) -> str | None:

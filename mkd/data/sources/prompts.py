@@ -1,18 +1,20 @@
 """Prompts that the student continues during training (--kd-sample-prompts)."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from codecs import BOM_UTF8
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from mkd.data.sources.chat import ASSISTANT, Conversation
+from mkd.data.sources.chat import ASSISTANT, ChatTemplate, Conversation
+from mkd.data.sources.record_forms import is_conversation
 from mkd.data.sources.text import decode, json_object
 from mkd.errors import MkdDataError
 
 FLAG = "--kd-sample-prompts"
 MOST_PROMPTS = 32
+_MOST_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,8 @@ class Prompt:
 def read_prompts(path: str, tokenizer: PreTrainedTokenizerBase, longest: int) -> list[Prompt]:
     """Read a file of prompts, one JSON object per line.
 
-    {"prompt": TEXT} is continued as it is. {"messages": [...]} is rendered by the chat template with a generation
-    prompt; answers at its end are left out, so that a line of a chat file is a prompt.
+    {"prompt": TEXT} without an answer is continued as it is. A conversation, in any form of chat data, is rendered by
+    the chat template with a generation prompt; answers at its end are left out.
 
     Args:
         path: the file.
@@ -40,7 +42,11 @@ def read_prompts(path: str, tokenizer: PreTrainedTokenizerBase, longest: int) ->
     """
     if not Path(path).is_file():
         raise MkdDataError(f"{FLAG} {path} does not exist or is not a file")
-    numbered = enumerate(Path(path).read_bytes().splitlines(), start=1)
+    with open(path, "rb") as file:
+        content = file.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        raise MkdDataError(f"{FLAG} {path} has more than {_MOST_BYTES:,} bytes; give 1 to {MOST_PROMPTS} prompts")
+    numbered = enumerate(content.removeprefix(BOM_UTF8).splitlines(), start=1)
     lines = [(number, line) for number, line in numbered if line.strip()]
     if not 1 <= len(lines) <= MOST_PROMPTS:
         raise MkdDataError(f"{FLAG} {path} has {len(lines)} lines; 1 to {MOST_PROMPTS} prompts are continued")
@@ -56,26 +62,25 @@ def read_prompts(path: str, tokenizer: PreTrainedTokenizerBase, longest: int) ->
 
 def _prompt(line: bytes, where: str, tokenizer: PreTrainedTokenizerBase) -> Prompt:
     record = json_object(decode(line, where), where)
-    if isinstance(record.get("prompt"), str):
+    if not is_conversation(record):
+        if not isinstance(record.get("prompt"), str):
+            keys = ", ".join(sorted(record)) or "none"
+            raise MkdDataError(f"{where}: neither a text in prompt nor messages (keys there: {keys})")
+        if record.get("system"):
+            raise MkdDataError(
+                f"{where}: a text in prompt is continued as it is, without system: write both as messages"
+            )
         return Prompt(record["prompt"], tuple(tokenizer(record["prompt"])["input_ids"]))
-    if "messages" not in record:
-        keys = ", ".join(sorted(record)) or "none"
-        raise MkdDataError(f"{where}: neither a text in prompt nor messages (keys there: {keys})")
     conversation = Conversation.parse(line, where)
     messages = _without_answers(conversation.messages)
     if not messages:
         raise MkdDataError(f"{where}: there is no message to answer")
-    try:
-        text = tokenizer.apply_chat_template(
-            list(messages), tools=conversation.tools, tokenize=False, add_generation_prompt=True
-        )
-    except Exception as error:  # any error of a template
-        reason = " ".join(str(error).split())
-        raise MkdDataError(f"{where}: the chat template of --tokenizer-model refuses it ({reason})") from error
+    template = ChatTemplate(tokenizer, tokenizer.name_or_path)
+    text = template.text(replace(conversation, messages=messages), prompt=True)
     return Prompt(text, tuple(tokenizer(text, add_special_tokens=False)["input_ids"]))
 
 
-def _without_answers(messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+def _without_answers(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     end = len(messages)
     while end and messages[end - 1]["role"] == ASSISTANT:
         end -= 1

@@ -4,11 +4,11 @@
 |---|---|
 | messages | `messages`: role, content |
 | prompt_completion | `prompt` and `completion` or `response`: strings, or lists of messages |
-| sharegpt | `conversations`: from, value; optional `system` |
-| alpaca | `instruction`, `output`; optional `input`, `system`, `history` |
+| sharegpt | `conversations`: from, value |
+| alpaca | `instruction`, `output`; optional `input`, `history` |
 
-In all of them `tools` may be a list or a JSON string, and a content a list of parts of text. Conversion changes neither
-the text nor the order of messages; other keys of a record are ignored.
+In all of them `system` may be a system prompt, `tools` a list or a JSON string, and a content a list of parts of text.
+Conversion changes neither the text nor the order of messages; other keys of a record are ignored.
 """
 
 from collections.abc import Collection, Mapping
@@ -39,6 +39,13 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 _ROW_KEYS = ("messages", "conversations", "instruction", "input", "output", "prompt", "completion", "response")
 COLUMNS = (*_ROW_KEYS, "system", "history", "tools", *MEDIA)
 """Columns of a table that are read, if its form is known."""
+_KEYS_OF_FORMS: dict[str, tuple[str, ...]] = {
+    "messages": ("messages",),
+    "sharegpt": ("conversations",),
+    "alpaca": ("instruction", "input", "output", "history"),
+    "prompt_completion": ("prompt", "completion", "response"),
+}
+"""Form -> its keys beside those of all forms."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +96,12 @@ def is_conversation(record: Mapping[str, Any]) -> bool:
 def columns_to_read(names: list[str]) -> list[str] | None:
     """Columns of a table of conversations; None, for all, if its form is unknown and a message has to list them."""
     return [name for name in names if name in COLUMNS] if forms_of(names) else None
+
+
+def unread_keys(keys: Collection[str], forms: Collection[DataForm]) -> list[str]:
+    """Keys of records that are read in none of the forms."""
+    read = {"system", "tools", *MEDIA, *(key for form in forms for key in _KEYS_OF_FORMS[form])}
+    return sorted(set(keys) - read)
 
 
 def form_of(record: Mapping[str, Any], form: DataForm | None, where: str) -> DataForm:
@@ -178,6 +191,11 @@ def standard_record(record: dict[str, Any], form: DataForm | None, where: str) -
                 f"{where}: the record has {key}, and models here read text only: remove such records, or leave them "
                 "out with --kd-bad-records skip"
             )
+    if form != "alpaca" and record.get("history"):
+        raise MkdDataError(
+            f"{where}: the record has history, which is read next to instruction and output only: write the earlier "
+            "turns into the list of messages"
+        )
     if form == "messages":
         standard = {"messages": _plain(record["messages"], "messages", where)}
     elif form == "sharegpt":
@@ -190,6 +208,8 @@ def standard_record(record: dict[str, Any], form: DataForm | None, where: str) -
             "prompt": _plain(record["prompt"], "prompt", where),
             "completion": _plain(record[answer], answer, where),
         }
+    first = "prompt" if "prompt" in standard else "messages"
+    standard[first] = _with_system(record.get("system"), standard[first], where)
     return {**standard, "tools": _tools(record.get("tools"), where)}
 
 
@@ -246,7 +266,7 @@ def _from_sharegpt(record: Mapping[str, Any], where: str) -> list[Any]:
         if not isinstance(turn, dict):
             raise MkdDataError(f"{name} is a {type(turn).__name__}, not an object with from and value")
         messages.append(_from_turn(turn, name))
-    return _with_system(record.get("system"), _plain(messages, "conversations", where), where)
+    return _plain(messages, "conversations", where)
 
 
 def _as_list(value: Any) -> Any:
@@ -306,16 +326,26 @@ def _from_alpaca(record: Mapping[str, Any], where: str) -> list[Any]:
         messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     question = "\n".join(text for text in (texts["instruction"], texts["input"]) if text.strip())
     messages += [{"role": "user", "content": question}, {"role": "assistant", "content": texts["output"]}]
-    return _with_system(record.get("system"), messages, where)
+    return messages
 
 
-def _with_system(system: Any, messages: list[Any], where: str) -> list[Any]:
-    """The messages after the system prompt of a record, unless it is empty or the first message already."""
+def _with_system(system: Any, messages: Any, where: str) -> Any:
+    """The messages after the system prompt of a record, unless it is empty or the first message already.
+
+    Args:
+        system: value of the key in the record.
+        messages: a list of messages, or the text of a user's; another value is returned unchanged.
+        where: file and line, for messages.
+    """
     if system is None or system == "":
         return messages
     if not isinstance(system, str):
         raise MkdDataError(f"{where}: system is a {type(system).__name__}, not a string")
-    first = messages[0] if messages else {}
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    if not isinstance(messages, list):
+        return messages
+    first = messages[0] if messages and isinstance(messages[0], dict) else {}
     if first.get("role") == "system":
         if first.get("content") != system:
             raise MkdDataError(f"{where}: system differs from the first message, which is a system prompt: keep one")

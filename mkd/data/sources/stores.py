@@ -17,10 +17,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mkd.data.sources.chat import SUPERVISED, ChatTokenizer, mentions_learning
+from mkd.data.sources.chat import FACTS_VERSION, SUPERVISED, ChatTokenizer, mentions_newer_keys
 from mkd.data.sources.data_files import data_files, is_glob, is_record_data
 from mkd.data.sources.indexed import data_fingerprint, default_workers, file_fingerprint
 from mkd.data.sources.parallel import map_in_order
+from mkd.data.sources.record_files import ColumnChoice
 from mkd.data.sources.record_forms import columns_to_read
 from mkd.data.sources.text import BROKEN, BadRecords, RawBatch, read_batches
 from mkd.data.sources.token_files import TokenFile
@@ -33,9 +34,6 @@ from mkd.utils.progress import ByteProgress
 
 _FORMAT = 1
 """Version of the stored format; increased when the content stored for the same file changes."""
-FACTS_VERSION = 2
-"""Version of the statistics in a stored set: 1 did not read the keys that say whether a message is learned. The tokens
-of a file without such keys are the same in both versions, and found under the same name."""
 _CHECKSUMS = "checksums"
 """Suffix of the file with the hashes of a set's other files; sets of older versions have none."""
 _MOST_WORKERS = 32
@@ -55,9 +53,9 @@ def chat_files(name: str) -> list[str]:
     return data_files(name, "--data-path")
 
 
-def chat_batches(name: str, size: int | None = None) -> Iterator[RawBatch]:
+def chat_batches(name: str, size: int | None = None, columns: ColumnChoice = columns_to_read) -> Iterator[RawBatch]:
     """Read the records of chat data, about `size` bytes at a time. Raises MkdDataError for damaged files."""
-    return read_batches(chat_files(name), columns=columns_to_read, size=size)
+    return read_batches(chat_files(name), columns=columns, size=size)
 
 
 class SampleStore(Protocol):
@@ -108,7 +106,7 @@ class ChatFacts:
     skipped: dict[str, int]
     """Reason -> conversations left out."""
     version: int = 1
-    """See FACTS_VERSION."""
+    """See `mkd.data.sources.chat.FACTS_VERSION`."""
     bad: list[str] = field(default_factory=list)
     """Messages about the first broken records."""
     weight_runs: int = 0
@@ -278,9 +276,9 @@ def check_chat_file(name: str, tokenizer: ChatTokenizer) -> None:
     tokenizer(first_records(name))
 
 
-def first_records(name: str, size: int = _PROBED_BYTES) -> RawBatch:
+def first_records(name: str, size: int = _PROBED_BYTES, columns: ColumnChoice = columns_to_read) -> RawBatch:
     """First records of chat data. Raises MkdDataError if a file is missing or empty, or there are no records."""
-    batch = next(chat_batches(name, size), None)
+    batch = next(chat_batches(name, size, columns), None)
     if batch is None:
         raise MkdDataError(f"--data-path {name} has no records")
     return batch
@@ -341,9 +339,9 @@ def is_stored(name: str, base: Path, kind: Callable[..., Any]) -> bool:
     """
     if not file_of(base, "json").is_file():
         return False
-    if not is_chat_file(name) or read_facts(base, kind).version >= FACTS_VERSION:
+    if not is_chat_file(name) or (version := read_facts(base, kind).version) >= FACTS_VERSION:
         return True
-    return not any(mentions_learning(batch.documents) for batch in chat_batches(name))
+    return not any(mentions_newer_keys(batch.documents, version) for batch in chat_batches(name))
 
 
 def workers_for(files: Sequence[str]) -> int:

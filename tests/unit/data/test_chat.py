@@ -281,20 +281,36 @@ def test_doctor_shows_the_targets_that_are_stored(folders: dict[str, Path], tmp_
     assert 0 < targets.sum() < ChatTokenizer(str(folders["plain"])).template.encode(Conversation(TALKS[2]))[1].sum()
 
 
-@pytest.mark.parametrize("keys", [{"name": "weight"}, {"weight": 0}], ids=["other keys", "weight"])
-def test_tokens_of_an_earlier_version_are_made_anew_only_for_files_with_weights(
-    folders: dict[str, Path], tmp_path: Path, keys: dict[str, Any]
+@pytest.mark.parametrize(
+    ("keys", "record", "versions_without"),
+    [
+        ({"name": "weight"}, {"id": "system"}, ()),
+        ({"weight": 0}, {}, (1,)),
+        ({}, {"system": "Be brief."}, (1, 2)),
+    ],
+    ids=["other keys", "weight", "system"],
+)
+def test_tokens_of_an_earlier_version_are_made_anew_only_for_files_with_newer_keys(
+    folders: dict[str, Path], tmp_path: Path, keys: dict[str, Any], record: dict[str, Any], versions_without: tuple
 ) -> None:
-    file = write_lines(tmp_path / "f.jsonl", [{"messages": with_keys(TALKS[2], 1, keys)}])
+    file = write_lines(tmp_path / "f.jsonl", [{"messages": with_keys(TALKS[2], 1, keys), **record}])
     tokenizer = ChatTokenizer(str(folders["plain"]))
     base, said = chat_base(str(file), tokenizer, None), []
-    for stored_as_version_1 in (True, False):
+    for version in (1, 2, 3):
         tokenize_chat(str(file), tokenizer, base, said.append)
-        if stored_as_version_1:
-            facts = json.loads(base.with_name(f"{base.name}.json").read_text())
-            assert facts.pop("version") == 2
-            base.with_name(f"{base.name}.json").write_text(json.dumps(facts))
-    assert len(said) == (2 if "weight" in keys else 1)
+        facts = json.loads(base.with_name(f"{base.name}.json").read_text())
+        base.with_name(f"{base.name}.json").write_text(json.dumps({**facts, "version": version}))
+    assert len(said) == 1 + len(versions_without)
+
+
+def test_changed_weights_are_found(folders: dict[str, Path], tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "f.jsonl", [{"messages": with_keys(TALKS[2], 1, {"weight": 0.5})}])
+    tokenized(file, folders["plain"])
+    base = chat_base(str(file), ChatTokenizer(str(folders["plain"])), None)
+    stored = base.with_name(f"{base.name}.weights")
+    stored.write_bytes(stored.read_bytes()[:-1] + b"\x00")
+    with pytest.raises(MkdDataError, match=r"damaged \(the checksum of .*weights does not match\): delete these files"):
+        ChatStore(base, (0.0, 1.0))
 
 
 BROKEN = {

@@ -34,6 +34,12 @@ def test_texts_and_conversations(tokenizer: Any, tmp_path: Path) -> None:
     assert (text.text, list(text.tokens)) == ("hello", tokenizer("hello")["input_ids"])
     expected = tokenizer.apply_chat_template([question], tokenize=False, add_generation_prompt=True)
     assert chat.text == expected and answered == chat
+    lines = (
+        {"conversations": [{"from": "human", "value": "hello there"}, {"from": "gpt", "value": "hi"}]},
+        {"prompt": "hello there", "completion": "hi"},
+    )
+    (tmp_path / "bom.jsonl").write_bytes(b"\xef\xbb\xbf" + "\n".join(map(json.dumps, lines)).encode())
+    assert read_prompts(str(tmp_path / "bom.jsonl"), tokenizer, 100) == [chat, chat]
     ids = tokenizer.apply_chat_template([question], add_generation_prompt=True, return_dict=True)["input_ids"]
     assert list(chat.tokens) == ids
 
@@ -46,6 +52,7 @@ def test_texts_and_conversations(tokenizer: Any, tmp_path: Path) -> None:
         ([{"prompt": "x"}, {"text": "x"}], "line 2: neither a text in prompt nor messages (keys there: text)"),
         (["{"], "line 1"),
         ([{"messages": [{"role": "assistant", "content": "x"}]}], "line 1: there is no message to answer"),
+        ([{"prompt": "x", "system": "y"}], "line 1: a text in prompt is continued as it is, without system: write"),
         ([{"prompt": ""}], "line 1: the prompt has 0 tokens; it must have 1 to 9"),
         ([{"prompt": "hello " * 50}], "it must have 1 to 9, which is --seq-length without --kd-sample-tokens"),
     ],

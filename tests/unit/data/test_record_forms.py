@@ -109,6 +109,17 @@ def test_a_table_of_lists_in_place_of_a_list_of_objects() -> None:
     assert standard_record(record, None, "f") == standard_record(sharegpt(talk("a", "b")), None, "f")
 
 
+def test_a_system_prompt_beside_the_messages() -> None:
+    """The first message, in every form; an empty one and an equal one change nothing."""
+    whole = talk("a", "b", system="Be brief.")
+    for system, messages in (("Be brief.", whole[1:]), ("", whole), (None, whole), ("Be brief.", whole)):
+        assert standard_record({"messages": messages, "system": system}, None, "f")["messages"] == whole
+    for prompt in ("a", talk("a")):
+        found = standard_record({"prompt": prompt, "completion": "b", "system": "Be brief."}, None, "f")
+        assert (found["prompt"], found["completion"]) == (whole[:2], "b")
+    assert standard_record({"prompt": "a", "response": "b"}, None, "f")["prompt"] == "a"
+
+
 def test_instruction_and_input_are_one_message() -> None:
     found = standard_record({"instruction": "Add.", "input": "1, 2", "output": "3"}, None, "f")
     assert found["messages"] == talk("Add.\n1, 2", "3")
@@ -152,6 +163,14 @@ REFUSED = {
     "systems": (
         {**sharegpt(talk("a", "b", system="c")), "system": "d"},
         "system differs from the first message, which is a system prompt: keep one",
+    ),
+    "systems of messages": ({"messages": talk("a", "b", system="c"), "system": "d"}, "system differs from the first"),
+    "system": ({"prompt": "a", "completion": "b", "system": ["c"]}, "line 1: system is a list, not a string"),
+    "messages and system": ({"messages": "a", "system": ["c"]}, "line 1: system is a list, not a string"),
+    "message and system": ({"messages": ["a"], "system": "c"}, "message 2 of messages is a str, not an object with"),
+    "turns before": (
+        {"prompt": "a", "response": "b", "history": [["c", "d"]]},
+        "the record has history, which is read next to instruction and output only: write the earlier turns into",
     ),
 }
 
@@ -218,6 +237,13 @@ def test_the_form_and_a_sample_are_shown(folder: str, tmp_path: Path) -> None:
         f"{file}: messages and sharegpt (recognized in the first 3 records; else give --kd-data-format)",
         f"{file}: learned between [[ and ]]: <|start|>user⏎What⏎is it?<|end|>⏎<|start|>assistant⏎[[a  test<|end|>]]⏎",
     ]
+    write_lines(file, [{"messages": talk("a", "b"), "id": 1, "k\n": 2, "none": None, **{f"x{n}": n for n in range(9)}}])
+    line = preview(str(file), ChatTokenizer(folder))[0]
+    assert line.endswith(r"else give --kd-data-format); not read: id, 'k\n', x0, x1, x2, x3, x4, x5, ...")
+    table = FILES["table.parquet"](
+        tmp_path / "t.parquet", [{**sharegpt(talk("a", "b")), "prompt": "c", "system_prompt": "d"}]
+    )
+    assert preview(str(table), ChatTokenizer(folder))[0].endswith("; not read: prompt, system_prompt")
     write_lines(file, [sharegpt(talk("word " * 500, "answer " * 500))])
     line = preview(str(file), ChatTokenizer(folder, RecordOptions("sharegpt")))
     assert line[0].endswith("sharegpt (as given in --kd-data-format)")
