@@ -20,7 +20,7 @@ loss
   --kd-temperature T                temperature of both models in KD (1)
 
 data
-  --data-path FILE|PREFIX ...       chats in JSON lines, or PREFIX of mkd preprocess; several with weights
+  --data-path FILE|PREFIX ...       chats (JSON, parquet), or PREFIX of mkd preprocess; several with weights
   --split TRAIN,VALID,TEST          shares of the data, such as 99,1,0
   --seq-length N                    tokens per row
   --kd-packing best_fit             several whole samples share a row

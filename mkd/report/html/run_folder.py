@@ -32,6 +32,8 @@ NAMES = 300
 """Metrics that are read; further names are left out."""
 MAX_ITERATION = 1 << 52
 """Largest iteration that is read; a chart's coordinates are exact up to it."""
+ERROR_SHOWN = 400
+"""Characters of an error in the log that a message repeats."""
 SAMPLES_KEPT = 2000
 """Newest samples that are read."""
 _LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\S* (\w+) +rank (\d+): (.*)")
@@ -103,7 +105,8 @@ class RunFolder:
             elsewhere = run.kd.get("metrics_file")
             if not isinstance(elsewhere, str) or not Path(elsewhere).is_file():
                 raise MkdDataError(
-                    f"{path} has no {METRICS}: give the --save folder of a run, or its metrics file with --metrics-file"
+                    f"{path} has no {METRICS}{run._ending()}: give the --save folder of a run, or its metrics file "
+                    "with --metrics-file"
                 )
             file = Path(elsewhere)
         try:
@@ -141,7 +144,7 @@ class RunFolder:
                 for sample in samples_of(record):
                     samples[sample.iteration, sample.prompt] = sample
         if not self.log.series:
-            raise MkdDataError(f"metrics file {file} holds no iteration yet")
+            raise MkdDataError(f"metrics file {file} holds no iteration yet{self._ending()}")
         self.samples = list(samples.values())[-SAMPLES_KEPT:]
         if damaged:
             self.notes.append(f"{damaged} damaged lines of {file.name} are left out")
@@ -180,6 +183,15 @@ class RunFolder:
         if size > TEXT_BYTES:
             self.notes.append(f"{name} has {size:,} bytes; only its start is shown")
         return text
+
+    def _ending(self) -> str:
+        """The reason why a run has no metrics, as far as its log shows it; for messages."""
+        self._read_log()
+        errors = [warning.text for warning in self.warnings if warning.level != "WARNING"]
+        if not errors:
+            return ""
+        text = "".join(sign if sign.isprintable() else " " for sign in errors[-1][:ERROR_SHOWN])
+        return f" (its last job ended before the first evaluation and step: {text})"
 
     def _read_log(self) -> None:
         path = self.path / LOG

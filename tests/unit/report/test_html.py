@@ -235,6 +235,19 @@ def test_invalid_folders(tmp_path: Path) -> None:
         RunFolder.read(tmp_path)
 
 
+def test_the_error_that_ended_a_job_without_metrics_is_named(tmp_path: Path) -> None:
+    time = "2026-01-02 03:04:05+0000"
+    (tmp_path / "mkd.log").write_text(
+        f"{time} ERROR rank 0: an earlier one\n{time} ERROR rank 0: f.jsonl is \x1b[31mbroken\n"
+    )
+    ended = r" \(its last job ended before the first evaluation and step: f.jsonl is  \[31mbroken\)"
+    with pytest.raises(MkdDataError, match=rf"has no metrics.jsonl{ended}: give the --save folder"):
+        RunFolder.read(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(MkdDataError, match=f"holds no iteration yet{ended}$"):
+        RunFolder.read(tmp_path)
+
+
 def test_metrics_file_elsewhere(tmp_path: Path) -> None:
     folder, other = tmp_path / "run", write_run(tmp_path / "other")
     folder.mkdir()
