@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from mkd.data.supervised import SupervisedTokens
 from mkd.distributed.context_parallel import dual_chunk_positions
 from mkd.errors import MkdDataError
 
@@ -58,6 +59,8 @@ class KDBatch:
     text: Tensor | None = None
     """[b, s/cp] int64 number of each token's text in the whole microbatch, the same in all views; -1 in padding. None
     until `with_texts` fills it in."""
+    supervised: SupervisedTokens | None = None
+    """The tokens that enter LM heads and losses, filled in by `with_supervised`; None: all."""
 
     @classmethod
     def from_sample(cls, sample: Mapping[str, Any], true_vocab: int | None) -> "KDBatch":
@@ -165,6 +168,15 @@ class KDBatch:
             views.append(replace(view, batch=replace(view.batch, text=own), chunk_text=chunk_text))
         return replace(self, text=text, teacher_views=tuple(views))
 
+    def with_supervised(self) -> "KDBatch":
+        """This whole microbatch, on the host, restricted to supervised tokens; those of a view are also its tokens in
+        text chunks."""
+        views = []
+        for view in self.teacher_views:
+            tokens = SupervisedTokens.of(view.chunk >= 0, view.batch.ce_mask)
+            views.append(replace(view, batch=replace(view.batch, supervised=tokens)))
+        return replace(self, supervised=SupervisedTokens.of(self.ce_mask, self.kd_mask), teacher_views=tuple(views))
+
     def _numbered(self) -> tuple[Tensor, int]:
         """([b, s] text number of each token, number of texts)."""
         text, segments = torch.full_like(self.tokens, -1), self.segments()
@@ -187,7 +199,8 @@ class KDBatch:
         positions = dual_chunk_positions(self.bounds, rank, size).to(self.tokens.device)
         parts = {name: value.index_select(1, positions) for name, value in self._per_token().items()}
         views = tuple(view.cp_slice(positions, rank, size) for view in self.teacher_views)
-        return replace(self, **parts, teacher_views=views)
+        supervised = None if self.supervised is None else self.supervised.cp_slice(positions)
+        return replace(self, **parts, teacher_views=views, supervised=supervised)
 
     def to_device(self) -> "KDBatch":
         """This batch on the current device."""
@@ -198,7 +211,8 @@ class KDBatch:
             bounds = packed.cu_seqlens_q_padded.to("cuda", non_blocking=True)
             packed = replace(packed, **dict.fromkeys(_BOUNDS, bounds))
         views = tuple(replace(view, batch=view.batch.to_device()) for view in self.teacher_views)
-        return replace(self, **moved, packed=packed, teacher_views=views)
+        supervised = None if self.supervised is None else self.supervised.to_device()
+        return replace(self, **moved, packed=packed, teacher_views=views, supervised=supervised)
 
     def on_rank(self, cp: dist.ProcessGroup) -> "KDBatch":
         """This rank's part of a whole microbatch, on its device."""

@@ -277,7 +277,12 @@ def _fused(
         context=context,
         kernels=kernels,
         chunks=loss_chunks(
-            len(student.hidden), columns, tempered_dtype(dtype, context.temperature), options.chunk_rows, least
+            len(student.hidden),
+            columns,
+            tempered_dtype(dtype, context.temperature),
+            options.chunk_rows,
+            least,
+            options.share,
         ),
         logits_dtype=dtype,
         needed=needed,

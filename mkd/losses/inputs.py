@@ -19,6 +19,8 @@ CHUNK_BYTES = 192 * 2**20
 MIN_CHUNK_TOKENS = 768
 """Default minimum of tokens in a loss chunk on a GPU: with fewer, the GEMMs of the LM heads are bound by reading their
 weights."""
+MIN_SHARED_CHUNK_TOKENS = 256
+"""The same for a loss over a share of a microbatch's tokens (`LossOptions.share`)."""
 
 
 MAX_FP32_TEMPERATURE = 8.0
@@ -176,7 +178,9 @@ def resolve_logits_dtype(logits_dtype: torch.dtype | None, hidden: Tensor) -> to
     return logits_dtype
 
 
-def loss_chunks(tokens: int, columns: int, dtype: torch.dtype, chunk_rows: int | None, least: int = 1) -> list[slice]:
+def loss_chunks(
+    tokens: int, columns: int, dtype: torch.dtype, chunk_rows: int | None, least: int = 1, share: float = 1.0
+) -> list[slice]:
     """Cut tokens into loss chunks; zero tokens are one empty chunk.
 
     Args:
@@ -185,12 +189,14 @@ def loss_chunks(tokens: int, columns: int, dtype: torch.dtype, chunk_rows: int |
         chunk_rows: tokens per chunk; None: as many as `CHUNK_BYTES` of logits hold, but at least `least`, in chunks of
             about equal size and a multiple of 128 tokens if there are that many.
         least: see chunk_rows.
+        share: factor of the default `chunk_rows`, down to `MIN_SHARED_CHUNK_TOKENS`.
 
     Raises:
         ValueError: chunk_rows below 1.
     """
     if chunk_rows is None:
         most = max(least, 1, CHUNK_BYTES // (max(columns, 1) * dtype.itemsize))
+        most = max(min(most, MIN_SHARED_CHUNK_TOKENS), int(most * share))
         if most >= 128:
             most -= most % 128
         parts = -(-max(tokens, 1) // most)

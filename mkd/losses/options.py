@@ -23,6 +23,9 @@ class LossOptions:
     bf16 put a floor under the gradient's error when student and teacher are close."""
     impl: str = "auto"
     """auto (Triton on a GPU, eager elsewhere), eager, triton, or reference (definition and autograd; one rank)."""
+    share: float = 1.0
+    """The tokens of a loss are this share of a microbatch's. The default loss chunk shrinks with it, and with it the
+    memory of the loss."""
 
     @classmethod
     def of(cls, kd: KDConfig, device: torch.device, dtype: torch.dtype, tp_size: int) -> "LossOptions":

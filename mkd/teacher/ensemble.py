@@ -80,7 +80,12 @@ class AveragedTeachers:
             weights = [w / sum(self._ensemble.weights) for w in self._ensemble.weights]
             heads = [w * s.logit_scale * s.head for w, s in zip(weights, ensemble[0].signals, strict=True)]
             self._head = torch.cat(heads, dim=1)
-        return [HiddenSignal(torch.cat([s.hidden for s in one.signals], dim=-1), self._head) for one in ensemble]
+        return [
+            HiddenSignal(
+                torch.cat([s.hidden for s in one.signals], dim=-1), self._head, selected=one.signals[0].selected
+            )
+            for one in ensemble
+        ]
 
     def metrics(self) -> dict[str, float]:
         """See `Teacher.metrics`."""

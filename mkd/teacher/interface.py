@@ -39,7 +39,8 @@ class HiddenSignal:
     """
 
     hidden: Tensor
-    """[s, b, Ht], or [s/tp, b, Ht] under sequence parallelism; in the teacher's dtype, after its final norm."""
+    """[s, b, Ht], or [s/tp, b, Ht] under sequence parallelism; in the teacher's dtype, after its final norm. With
+    `selected`, [m, Ht] of those of its tokens that are in `KDBatch.supervised`."""
     head: Tensor
     """[V/tp, Ht] weights of the teacher's LM head for this rank's shard of the student's padded vocabulary."""
     logit_scale: float = 1.0
@@ -47,6 +48,8 @@ class HiddenSignal:
     view: int | None = None
     """Index in `KDBatch.teacher_views` for a teacher with another tokenizer: [s, b] is then the shape of that view, and
     `head` has this rank's columns in the order of its `CrossVocabulary`. None: the student's tokens."""
+    selected: bool = False
+    """True if `hidden` has supervised tokens only."""
 
 
 @dataclass(frozen=True)

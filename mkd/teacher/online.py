@@ -101,7 +101,11 @@ class OnlineTeacher:
         if hidden:  # on the last stage
             # The signals keep this weight on the device after the others are offloaded.
             head = lm_head(self._model).detach() if self._head is None else self._head
-            signals = [HiddenSignal(h, head, logit_scale(self._model.config), self._view) for h in hidden]
+            scale = logit_scale(self._model.config)
+            signals = [
+                HiddenSignal(one, head, scale, self._view, selected=batch.supervised is not None)
+                for one, batch in zip(hidden, batches, strict=True)
+            ]
         if self._on_host:
             self._offload()
         return signals
@@ -137,13 +141,18 @@ class OnlineTeacher:
         return own
 
     def _forward(self, batch: KDBatch) -> Tensor:
-        return self._model(
+        """The output of this stage; on the last one final hidden states, of supervised tokens if the batch has them."""
+        output = self._model(
             batch.tokens,
             batch.position_ids,
             None,
             output_processor=_final_hidden_states,
             packed_seq_params=batch.packed,
         )
+        if batch.supervised is None or not self._groups.is_last_stage:
+            return output
+        tp, is_cut = self._groups.tp, self._model.config.sequence_parallel
+        return batch.supervised.take(output.flatten(0, 1), *((tp.rank(), tp.size()) if is_cut else (0, 1)))
 
     def _pipelined(self, batches: Sequence[KDBatch]) -> list[Tensor]:
         """Hidden states of every microbatch on the last stage, an empty list on other stages."""

@@ -1,6 +1,7 @@
 """Measurements beside the loss: in every evaluation, and in the training steps of --kd-compare-interval."""
 
 import math
+from dataclasses import fields
 
 import torch
 from torch import Tensor
@@ -58,9 +59,15 @@ def teacher_means(ce: TeacherCE | None) -> dict[str, Mean]:
 
 
 def compare(teacher: SameTokenizerObjective, student: Student) -> Comparison:
-    """Entropies and agreement of both models on the tokens [s * b] of a microbatch."""
-    vocab, options = teacher.context.vocab(student.sequence_parallel), teacher.context.options
-    return compare_models(student.logits, teacher.teacher, vocab=vocab, chunk_rows=options.chunk_rows)
+    """Entropies and agreement of both models on the tokens [s * b] of a microbatch; 0 where none is supervised."""
+    context, tokens, other = teacher.context, teacher.batch.supervised, teacher.teacher(student.sequence_parallel)
+    student = student.supervised(teacher.batch, context.groups)
+    vocab = context.vocab(student.sequence_parallel)
+    found = compare_models(student.logits, other, vocab=vocab, chunk_rows=context.options.chunk_rows)
+    if tokens is None:
+        return found
+    values = ((field.name, getattr(found, field.name)) for field in fields(found))
+    return Comparison(**{name: None if value is None else tokens.spread(value) for name, value in values})
 
 
 def comparison_means(found: Comparison, kd_mask: Tensor, tokens: StepTokens) -> dict[str, Mean]:

@@ -7,7 +7,8 @@ once, by the number of supervised tokens of the step, so each term carries the f
 by its own count (`TeacherObjective.scale`). `Objective` is computed once per step, `LossContext` once per job.
 
 A teacher that shares the student's tokenizer is compared per token (`SameTokenizerObjective`), one with another
-tokenizer per aligned text chunk (`CrossTokenizerObjective`).
+tokenizer per aligned text chunk (`CrossTokenizerObjective`). Per-token losses are computed for supervised tokens only
+(`KDBatch.supervised`); their values per token are 0 elsewhere.
 """
 
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ from mkd.losses import (
 from mkd.losses.sparse.teacher import Tail
 from mkd.teacher.interface import EnsembleSignal, HiddenSignal, TeacherSignal, TopKSignal
 from mkd.train.step_tokens import StepTokens
+from mkd.train.supervised import select_hidden, select_weights, spread_output
 from mkd.xtoken.loss.chunks import TokenChunks
 from mkd.xtoken.loss.teacher_ce import teacher_cross_entropy as cross_entropy_in_columns
 from mkd.xtoken.loss.xtoken_loss import xtoken_loss
@@ -81,6 +83,10 @@ class LossContext:
     def vocab(self, sequence_parallel: bool) -> VocabLayout:
         """The vocabulary of the student and of teachers with its tokenizer."""
         return VocabLayout(self.true_vocab, self.groups.tp, sequence_parallel)
+
+    def options_for(self, batch: KDBatch) -> LossOptions:
+        """The options of a loss over the supervised tokens of a microbatch."""
+        return self.options if batch.supervised is None else replace(self.options, share=batch.supervised.share)
 
 
 @dataclass(frozen=True)
@@ -137,6 +143,16 @@ class Student:
     @property
     def logits(self) -> LinearLogits:
         return LinearLogits(self.hidden, self.weight, LogitMap(scale=self.logit_scale))
+
+    def supervised(self, batch: KDBatch, groups: Groups) -> "Student":
+        """The student with the supervised tokens [M, H] of the microbatch, whole on each tensor-parallel rank.
+
+        It is unchanged if all tokens are used.
+        """
+        if batch.supervised is None:
+            return self
+        hidden = select_hidden(self.hidden, batch.supervised, groups.tp, self.sequence_parallel)
+        return replace(self, hidden=hidden, sequence_parallel=False)
 
 
 class TeacherCE(NamedTuple):
@@ -195,30 +211,40 @@ class SameTokenizerObjective:
         return tokens.kd_scale
 
     def loss(self, student: Student, ce_weight: Tensor | None, factor: Tensor | float, spec: LossSpec) -> LossOutput:
-        context, vocab = self.context, self.context.vocab(student.sequence_parallel)
+        context, teacher = self.context, self.teacher(student.sequence_parallel)
+        student = student.supervised(self.batch, context.groups)
+        vocab = context.vocab(student.sequence_parallel)
         tokens = flatten_tokens(self.batch.labels), ce_weight, factor * flatten_tokens(self._kd_mask)
-        teacher = self.teacher
         if context.top_k is not None and isinstance(teacher, LinearLogits):
             how = dict(vocab=vocab, chunk_rows=context.options.chunk_rows)
             (teacher,) = teacher_top_k(teacher, context.top_k, temperatures=(spec.temperature,), **how)
-        return loss_from_hidden(
-            LinearLogits(student.hidden, student.weight, LogitMap(scale=student.logit_scale)),
+        output = loss_from_hidden(
+            student.logits,
             teacher,
-            TokenWeights(*tokens),
+            select_weights(TokenWeights(*tokens), self.batch),
             spec=spec,
             vocab=vocab,
-            options=context.options,
+            options=context.options_for(self.batch),
             tail=context.top_k_tail,
             upstream=student.upstream,
         )
+        return spread_output(output, self.batch)
 
-    @property
-    def teacher(self) -> LinearLogits | SparseTeacher:
-        """The signal's logits of tokens [s * b], as the losses take them."""
-        signal = self.signal
+    def teacher(self, sequence_parallel: bool) -> LinearLogits | SparseTeacher:
+        """The signal's logits as the losses take them: of tokens [s * b] (cut under sequence parallelism), or of the
+        supervised tokens [M], whole on each tensor-parallel rank."""
+        signal, tokens, tp = self.signal, self.batch.supervised, self.context.groups.tp
         if isinstance(signal, TopKSignal):
-            return signal.targets.flatten_tokens()
-        return LinearLogits(signal.hidden.flatten(0, 1), signal.head, LogitMap(scale=signal.logit_scale))
+            targets = signal.targets.flatten_tokens()
+            return targets if tokens is None else targets.select(tokens.index)
+        hidden = signal.hidden if signal.selected else signal.hidden.flatten(0, 1)
+        if tokens is not None:
+            is_cut = sequence_parallel and tp.size() > 1
+            if not signal.selected:
+                hidden = tokens.take(hidden, *((tp.rank(), tp.size()) if is_cut else (0, 1)))
+            if is_cut:
+                hidden = tokens.gather(hidden, tp)
+        return LinearLogits(hidden, signal.head, LogitMap(scale=signal.logit_scale))
 
     def divergence(self, output: LossOutput, tokens: StepTokens) -> Mean:
         total = (unflatten_tokens(output.kd, self.batch) * self._kd_mask).sum()
@@ -242,15 +268,16 @@ class SameTokenizerObjective:
             batch = replace(batch, ce_mask=batch.ce_mask * (batch.kd_mask != 0))
             ce = torch.where(batch.ce_mask != 0, -signal.label_log_prob, 0.0)
             return TeacherCE(ce, batch, context.byte_lengths)
+        tokens = TokenWeights(flatten_tokens(batch.labels), flatten_tokens(batch.ce_mask), None)
         output = loss_from_hidden(
-            self.teacher,
+            self.teacher(sequence_parallel),
             None,
-            TokenWeights(flatten_tokens(batch.labels), flatten_tokens(batch.ce_mask), None),
+            select_weights(tokens, batch),
             spec=LossSpec(),
-            vocab=context.vocab(sequence_parallel),
-            options=context.options,
+            vocab=context.vocab(sequence_parallel and batch.supervised is None),
+            options=context.options_for(batch),
         )
-        return TeacherCE(unflatten_tokens(output.ce, batch), batch, context.byte_lengths)
+        return TeacherCE(unflatten_tokens(spread_output(output, batch).ce, batch), batch, context.byte_lengths)
 
     def finite_sum(self) -> Tensor:
         mask, signal = self.batch.kd_mask.t(), self.signal
@@ -258,7 +285,7 @@ class SameTokenizerObjective:
             targets = signal.targets
             logits = torch.where(targets.ids >= 0, targets.logits, 0).sum(dim=-1, dtype=torch.float32)
             return torch.where(mask != 0, (logits + targets.lse).t(), 0).sum()
-        return masked_sum(signal.hidden, mask, self.context.groups)
+        return finite_sum(signal, mask, self.batch, self.context.groups)
 
 
 @dataclass(frozen=True)
@@ -290,7 +317,7 @@ class CrossTokenizerObjective:
         numbers = (view.student_chunk, view.student_first, view.chunk, view.first, view.batch.labels)
         return xtoken_loss(
             LinearLogits(student.hidden, student.weight, LogitMap(scale=student.logit_scale)),
-            self._teacher_logits,
+            self._teacher_logits(student.sequence_parallel),
             TokenWeights(flatten_tokens(self.batch.labels), ce_weight, None),
             TokenChunks(*map(flatten_tokens, numbers), weight=factor * self._taught_chunks, cp_group=groups.cp),
             vocabulary=vocabulary,
@@ -300,10 +327,15 @@ class CrossTokenizerObjective:
             upstream=student.upstream,
         )
 
-    @property
-    def _teacher_logits(self) -> LinearLogits:
-        signal = self.signal
-        return LinearLogits(signal.hidden.flatten(0, 1), signal.head, LogitMap(scale=signal.logit_scale))
+    def _teacher_logits(self, sequence_parallel: bool) -> LinearLogits:
+        """The logits of all tokens; tokens that are not selected belong to no chunk, and their hidden states are 0."""
+        signal, tp = self.signal, self.context.groups.tp
+        if signal.selected:
+            part = (tp.rank(), tp.size()) if sequence_parallel else (0, 1)
+            hidden = self._view.batch.supervised.spread(signal.hidden, *part)
+        else:
+            hidden = signal.hidden.flatten(0, 1)
+        return LinearLogits(hidden, signal.head, LogitMap(scale=signal.logit_scale))
 
     def divergence(self, output: LossOutput, tokens: StepTokens) -> Mean:
         # One of the context-parallel ranks that share a chunk has its divergence; each of them has the count.
@@ -325,7 +357,7 @@ class CrossTokenizerObjective:
     def cross_entropy(self, sequence_parallel: bool) -> TeacherCE:
         batch = self._view.batch
         ce = cross_entropy_in_columns(
-            self._teacher_logits,
+            self._teacher_logits(sequence_parallel),
             flatten_tokens(batch.labels),
             flatten_tokens(batch.ce_mask),
             vocabulary=self._cross.vocabulary,
@@ -337,7 +369,7 @@ class CrossTokenizerObjective:
 
     def finite_sum(self) -> Tensor:
         counted = (self._view.chunk >= 0).t().to(self.signal.hidden.device)
-        return masked_sum(self.signal.hidden, counted, self.context.groups)
+        return finite_sum(self.signal, counted, self._view.batch, self.context.groups)
 
 
 def teacher_objective(context: LossContext, batch: KDBatch, signal: HiddenSignal | TopKSignal) -> TeacherObjective:
@@ -449,23 +481,32 @@ def unflatten_tokens(values: Tensor, batch: KDBatch) -> Tensor:
     return values.view(batch.tokens.shape[::-1]).t()
 
 
-def masked_sum(hidden: Tensor, mask: Tensor, groups: Groups) -> Tensor:
-    """Sum over [s, b, H] where the mask [s, b] is not 0; under sequence parallelism `hidden` is [s/tp, b, H]."""
-    sums = hidden.sum(dim=-1, dtype=torch.float32)
-    if sums.shape != mask.shape:
-        mask = mask.chunk(groups.tp.size())[groups.tp.rank()]
+def finite_sum(signal: HiddenSignal, mask: Tensor, batch: KDBatch, groups: Groups) -> Tensor:
+    """Sum over the hidden states of a signal where the mask [s, b] is not 0.
+
+    Under sequence parallelism they are this tensor-parallel rank's part.
+    """
+    sums, (rank, parts) = signal.hidden.sum(dim=-1, dtype=torch.float32), (groups.tp.rank(), groups.tp.size())
+    if signal.selected:
+        mask = mask.reshape(-1).index_select(0, batch.supervised.index)
+        if sums.shape != mask.shape:
+            mask = mask[batch.supervised.part(rank, parts)[0]]
+    elif sums.shape != mask.shape:
+        mask = mask.chunk(parts)[rank]
     return torch.where(mask != 0, sums, 0).sum()
 
 
 def _cross_entropy(
     student: Student, batch: KDBatch, ce_weight: Tensor, spec: LossSpec, context: LossContext
 ) -> LossOutput:
-    return loss_from_hidden(
+    student = student.supervised(batch, context.groups)
+    output = loss_from_hidden(
         student.logits,
         None,
-        TokenWeights(flatten_tokens(batch.labels), ce_weight, None),
+        select_weights(TokenWeights(flatten_tokens(batch.labels), ce_weight, None), batch),
         spec=spec,
         vocab=context.vocab(student.sequence_parallel),
-        options=context.options,
+        options=context.options_for(batch),
         upstream=student.upstream,
     )
+    return spread_output(output, batch)

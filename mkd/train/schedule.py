@@ -88,6 +88,8 @@ class TeacherThenStudent:
             batches = self._read(source, num_microbatches, options["micro_batch_size"], forward_only)
             # Packed rows follow each other in one row; Megatron's pipeline stages expect that shape.
             options["micro_batch_size"], options["seq_length"] = batches[0].tokens.shape
+            if self.teacher is not None:
+                batches = [batch.with_supervised() for batch in batches]
             batches = [batch.on_rank(self.groups.cp) for batch in batches]
             objective = self._with_counts(self.record.objective, batches)
             if not forward_only:

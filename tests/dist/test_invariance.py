@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.support.dist.faults import EVERY_TOKEN
 from tests.support.dist.kd_step import Layout, Models
 from tests.support.dist.outcome import GetPool, Outcome, assert_equal, assert_same
 from tests.support.tolerance import GRADIENT, STEP_LOSS, assert_close_norm
@@ -60,14 +61,15 @@ TABLE = {
 
 @pytest.fixture(scope="module")
 def one_rank(gloo_pool: GetPool) -> Callable[[Models], Outcome]:
-    """The truth for models, samples and masks: one rank, one text a row, microbatches of 2. Each is computed once."""
+    """The truth for models, samples and masks: one rank, one text a row, microbatches of 2, losses over all tokens
+    whether they have a weight or not. Each is computed once."""
     known: dict[Models, Outcome] = {}
 
     def truth(models: Models) -> Outcome:
         if models.data == "packed":
             models = replace(models, data="padded")
         if models not in known:
-            known[models] = Outcome.of(gloo_pool, 1, Layout(), models)
+            known[models] = Outcome.of(gloo_pool, 1, Layout(), models, fault=EVERY_TOKEN)
         return known[models]
 
     return truth

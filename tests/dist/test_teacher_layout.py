@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.dist.faults import EVERY_TOKEN
 from tests.support.dist.kd_step import Layout, Models
 from tests.support.dist.outcome import GetPool, Outcome, assert_same
 from tests.dist.test_layouts import compare
@@ -54,7 +55,7 @@ def one_rank(gloo_pool: GetPool) -> Callable[[Models], Outcome]:
             models, offload=False, data={"packed": "padded", "packed pairs": "pairs"}.get(models.data, models.data)
         )
         if models not in known:
-            known[models] = Outcome.of(gloo_pool, 1, Layout(), models, steps=1)
+            known[models] = Outcome.of(gloo_pool, 1, Layout(), models, steps=1, fault=EVERY_TOKEN)
         return known[models]
 
     return reference

@@ -5,6 +5,7 @@ definitions are in `reference.topk`. Everything here is the same on all tensor-p
 token.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -41,11 +42,16 @@ class SparseTeacher:
 
     def flatten_tokens(self) -> "SparseTeacher":
         """[b, s, ...] -> [s * b, ...], the order in which Megatron's [s, b, H] activations flatten."""
-        names = ("ids", "logits", "lse", "tail_lse", "counts")
-        tensors = {name: getattr(self, name) for name in names}
-        return replace(
-            self, **{name: None if x is None else x.transpose(0, 1).flatten(0, 1) for name, x in tensors.items()}
-        )
+        return self._map(lambda values: values.transpose(0, 1).flatten(0, 1))
+
+    def select(self, index: Tensor) -> "SparseTeacher":
+        """The tokens [M] of an index into the N."""
+        return self._map(lambda values: values.index_select(0, index))
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> "SparseTeacher":
+        """The same function of each tensor."""
+        tensors = {name: getattr(self, name) for name in ("ids", "logits", "lse", "tail_lse", "counts")}
+        return replace(self, **{name: None if x is None else change(x) for name, x in tensors.items()})
 
     def check(self, tokens: int) -> None:
         """Raise ValueError on shapes that do not fit."""

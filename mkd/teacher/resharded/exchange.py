@@ -88,6 +88,7 @@ class TeacherExchange:
 
         Args:
             own: the whole microbatches of this rank's student replica, on the host; all replicas have equally many.
+                Hidden states of their supervised tokens are sent back, and of no others.
         """
         passes = max(group.passes(len(own)) for group in self._all_groups) if self._equal_passes else 0
         assignments, sizes = self.group.assign(len(own), passes), self._sizes(own)
@@ -105,9 +106,11 @@ class TeacherExchange:
             incoming, outgoing, lengths, [sum(map(len, part)) for part in words], group=self._on_host
         )
         parts = incoming.split([_word_count(sizes[one]) for one in forwards])
-        batches = {one: _decode(part, sizes[one]) for one, part in zip(forwards, parts, strict=True)}
-        mine = assignments[self.teacher.dp]
-        return StepExchange(self, assignments, tuple(batches[one] for one in mine.forwards), tuple(own))
+        read = {one: _decode(part, sizes[one]) for one, part in zip(forwards, parts, strict=True)}
+        mine = [read[one] for one in assignments[self.teacher.dp].forwards]
+        return StepExchange(
+            self, assignments, tuple(batch for batch, _ in mine), tuple(needed for _, needed in mine), tuple(own)
+        )
 
     def _sizes(self, own: Sequence[KDBatch]) -> dict[TeacherForward, "_Size"]:
         """Sizes of all microbatches of the exchange group."""
@@ -153,6 +156,8 @@ class StepExchange:
     """Teacher replica -> its forward passes."""
     batches: tuple[KDBatch, ...]
     """The microbatches that this rank's teacher replica reads, whole and on the host."""
+    needed: tuple[Tensor, ...]
+    """[b, s] bool for each of them: the tokens whose hidden states the student needs."""
     own: tuple[KDBatch, ...]
     """The microbatches of this rank's student replica, likewise."""
 
@@ -166,12 +171,20 @@ class StepExchange:
             dtype: dtype of the hidden states.
 
         Returns:
-            One tensor for each of `own` on the student's last stage; an empty list on other stages.
+            One tensor for each of `own` on the student's last stage: [s/cp, b, Ht] (or its sequence-parallel slice), or
+            [m, Ht] of the supervised tokens in it. An empty list on other stages.
         """
         found: dict[int, Tensor] = {}
         for index in range(max(len(assignment.forwards) for assignment in self.assignments.values())):
             self._exchange_pass(index, next(hidden, None), found, width, dtype)
-        return [found[microbatch] for microbatch in sorted(found)]
+        if not self.exchange.student.is_last_stage:
+            return []
+        nothing = torch.empty(0, width, dtype=dtype, device="cuda")
+        states = [found.get(number, nothing) for number in range(len(self.own))]
+        return [
+            one if batch.supervised is not None else one.view(-1, batch.tokens.shape[0], width)
+            for one, batch in zip(states, self.own, strict=True)
+        ]
 
     def _exchange_pass(
         self, index: int, hidden: Tensor | None, found: dict[int, Tensor], width: int, dtype: torch.dtype
@@ -181,30 +194,38 @@ class StepExchange:
         plans = {replica: self._plan(replica, index) for replica in self.assignments}
         senders = [(sender, exchange.group.teachers[sender].dp) for sender in exchange.group.ranks]
         targets = [plans[replica].received(sender, rank) for sender, replica in senders]
-        shape = (self.own[0].tokens.shape[0], width)
         counts, plan = [len(target) for target in targets], plans[exchange.teacher.dp]
-        parts = exchange.transfer(hidden, plan, counts, shape, dtype)
+        tokens = None if hidden is None else hidden.flatten(0, 1)
+        parts = exchange.transfer(tokens, plan, counts, (width,), dtype)
         for (_, replica), target, part in zip(senders, targets, parts, strict=True):
             if len(target):
                 microbatch = self.assignments[replica].forwards[index].microbatch
                 if microbatch not in found:
-                    found[microbatch] = part.new_empty(len(plans[replica].needed[rank]), *shape)
+                    found[microbatch] = part.new_empty(len(plans[replica].needed[rank]), width)
                 found[microbatch][target.to(part.device)] = part
 
     def _plan(self, replica: int, index: int) -> TransferPlan:
-        """Transfer of the positions of a row after a forward pass; empty if this rank neither sends nor receives."""
+        """Transfer of tokens, numbered position * b + row, after a forward pass; empty if this rank neither sends nor
+        receives."""
         exchange, forward = self.exchange, self.assignments[replica].needed_at(index)
         if forward is not None and replica == exchange.teacher.dp:
-            bounds = self.batches[index].bounds
+            batch, wanted = self.batches[index], self.needed[index]
         elif forward is not None and forward.student == exchange.student.dp:
-            bounds = self.own[forward.microbatch].bounds
+            batch = self.own[forward.microbatch]
+            wanted = _needed_tokens(batch)
         else:
             return TransferPlan({}, {})
         held = last_stage(exchange.group.teachers, replica)
         needed = last_stage(exchange.group.students, forward.student)
+        bounds, rows, wanted = batch.bounds, torch.arange(batch.tokens.shape[0]), wanted.t().reshape(-1)
+
+        def tokens(sharding: RowSharding, coords: RankCoords) -> Tensor:
+            return (sharding.positions(bounds, coords)[:, None] * len(rows) + rows).flatten()
+
+        of_students = {rank: tokens(exchange.student_sharding, coords) for rank, coords in needed.items()}
         return TransferPlan(
-            {rank: exchange.teacher_sharding.positions(bounds, coords) for rank, coords in held.items()},
-            {rank: exchange.student_sharding.positions(bounds, coords) for rank, coords in needed.items()},
+            {rank: tokens(exchange.teacher_sharding, coords) for rank, coords in held.items()},
+            {rank: numbers[wanted[numbers]] for rank, numbers in of_students.items()},
         )
 
 
@@ -215,19 +236,27 @@ _Size = tuple[int, int, int]
 def _word_count(size: _Size) -> int:
     """Length of the result of `_encode`."""
     rows, tokens, bounds = size
-    return 2 * rows * tokens + bounds
+    return 3 * rows * tokens + bounds
 
 
 def _encode(batch: KDBatch) -> Tensor:
-    """[n] int64, the inputs of a model for a whole microbatch."""
-    bounds = () if batch.packed is None else batch.bounds
-    return torch.cat([batch.tokens.flatten(), batch.position_ids.flatten(), torch.tensor(bounds, dtype=torch.int64)])
+    """[n] int64, the inputs of a model for a whole microbatch, and the tokens whose outputs are needed."""
+    bounds = torch.tensor(() if batch.packed is None else batch.bounds, dtype=torch.int64)
+    return torch.cat([*(x.flatten().long() for x in (batch.tokens, batch.position_ids, _needed_tokens(batch))), bounds])
 
 
-def _decode(words: Tensor, size: _Size) -> KDBatch:
+def _needed_tokens(batch: KDBatch) -> Tensor:
+    """[b, s] bool of the whole microbatch."""
+    if batch.supervised is None:
+        return torch.ones_like(batch.tokens, dtype=torch.bool)
+    return batch.supervised.whole
+
+
+def _decode(words: Tensor, size: _Size) -> tuple[KDBatch, Tensor]:
     rows, tokens, bounds = size
-    ids, positions, ends = words.split([rows * tokens, rows * tokens, bounds])
-    return KDBatch.of_tokens(ids.view(rows, tokens), positions.view(rows, tokens), ends.tolist() if bounds else None)
+    *parts, ends = words.split([rows * tokens] * 3 + [bounds])
+    ids, positions, needed = (part.view(rows, tokens) for part in parts)
+    return KDBatch.of_tokens(ids, positions, ends.tolist() if bounds else None), needed.bool()
 
 
 def _coords_of_all_ranks(groups: Groups) -> list[RankCoords]:

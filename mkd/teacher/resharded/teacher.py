@@ -1,6 +1,7 @@
 """A teacher model that runs beside the student, on the same ranks in a parallel layout of its own."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -73,13 +74,23 @@ class ReshardedTeacher(OnlineTeacher):
     @torch.no_grad()
     def signals(self, batches: Sequence[KDBatch]) -> list[HiddenSignal]:
         """See `Teacher.signals`. Collective over all ranks; `prepare` has had the same microbatches."""
-        step = self._exchange.start_step([self._batch_view(self._whole[batch.number]) for batch in batches])
+        own = [self._batch_view(batch) for batch in batches]
+        whole = [
+            replace(self._batch_view(self._whole[batch.number]), supervised=part.supervised)
+            for batch, part in zip(batches, own, strict=True)
+        ]
+        step = self._exchange.start_step(whole)
         with self._layout.active():
             self._reload()
             hidden = self._hidden_states([batch.on_rank(self._groups.cp) for batch in step.batches])
             hidden = step.hidden_states(hidden, self._width, self._dtype)
             self._offload()
-        return [HiddenSignal(one, self._head, logit_scale(self._model.config), self._view) for one in hidden]
+        scale = logit_scale(self._model.config)
+        # No hidden states off the student's last stage.
+        return [
+            HiddenSignal(one, self._head, scale, self._view, selected=batch.supervised is not None)
+            for one, batch in zip(hidden, own, strict=False)
+        ]
 
     @torch.no_grad()
     def _take_head(self, columns: Tensor) -> Tensor | None:

@@ -13,6 +13,7 @@ from mkd.train import schedule
 from mkd.train import step
 from mkd.train import objective as terms
 from mkd.distributed.context_parallel import dual_chunk_positions
+from mkd.data import supervised
 from mkd.data.batch import KDBatch
 from mkd.train.step_tokens import StepTokens
 from mkd.losses import LossOutput
@@ -96,8 +97,14 @@ def _chunk_of_the_place(batch: KDBatch) -> KDBatch:
     return replace(batch, teacher_views=tuple(late))
 
 
-def _with_teacher(change: Callable[[OnlineTeacher, Tensor], Tensor]) -> Any:
-    """Other hidden states [s/cp, b, H] of the teacher."""
+def every_token() -> Any:
+    """Not a fault: losses over all tokens, whether they have a weight or not."""
+    return _patched(supervised, "NEARLY_ALL", lambda _: -1.0)
+
+
+@contextmanager
+def _with_teacher(change: Callable[[OnlineTeacher, Tensor], Tensor]) -> Iterator[None]:
+    """Other hidden states [s/cp, b, H] of the teacher, which keeps those of all tokens."""
 
     def make(right: Callable) -> Callable:
         def wrong(teacher: OnlineTeacher, batches: list[KDBatch]) -> list:
@@ -105,7 +112,15 @@ def _with_teacher(change: Callable[[OnlineTeacher, Tensor], Tensor]) -> Any:
 
         return wrong
 
-    return _patched(OnlineTeacher, "signals", make)
+    with every_token(), _patched(OnlineTeacher, "signals", make):
+        yield
+
+
+@contextmanager
+def _with_exchange(owner: Any, name: str, make: Callable[[Callable], Callable]) -> Iterator[None]:
+    """A fault of the exchange with a teacher in its own layout, which sends hidden states of all tokens."""
+    with every_token(), _patched(owner, name, make):
+        yield
 
 
 def _in_contiguous_order(teacher: OnlineTeacher, hidden: Tensor) -> Tensor:
@@ -125,6 +140,8 @@ def _whole_chunks(bounds: Sequence[int], rank: int, size: int) -> Tensor:
     return torch.arange(bounds[-1]).chunk(size)[rank]
 
 
+EVERY_TOKEN = "every token in the loss"
+
 FAULTS: dict[str, Callable[[], Any]] = {
     "doubled gradient": _doubled,
     "doubled gradient between tokenizers": lambda: _doubled("xtoken_loss"),
@@ -135,9 +152,12 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "label across a segment border": lambda: _with_batches(_across_segments),
     "KD at the next position": lambda: _with_teacher(lambda _, hidden: hidden.roll(1, dims=0)),
     "teacher in another order": lambda: _with_teacher(_in_contiguous_order),
-    "hidden states in another order": lambda: _patched(
+    "hidden states in another order": lambda: _with_exchange(
         StepExchange, "hidden_states", lambda right: lambda *args: right(*args)[::-1]
     ),
-    "hidden states in contiguous order": lambda: _patched(teacher_layout, "dual_chunk_positions", lambda right: _whole_chunks),
+    "hidden states in contiguous order": lambda: _with_exchange(
+        teacher_layout, "dual_chunk_positions", lambda right: _whole_chunks
+    ),
+    EVERY_TOKEN: every_token,
 }
 """Name -> context manager."""

@@ -28,11 +28,17 @@ def compare_signals(rank: int, world_size: int, layout: Layout, models: Models) 
         for one in (layout, replace(layout, teacher=None)):
             teacher = build_teacher(one, models, groups)
             prepared = teacher.prepare(batches, Lookahead.empty())
-            seen.append(teacher.signals([batch.on_rank(groups.cp) for batch in prepared]))
+            parts = [batch.on_rank(groups.cp) for batch in prepared]
+            parts += [batch.with_supervised().on_rank(groups.cp) for batch in prepared]
+            seen.append(teacher.signals(parts))
+        assert [signal.selected for signal in seen[0]] == [False] * (len(seen[0]) // 2) + [True] * (len(seen[0]) // 2)
         for number, (own, shared) in enumerate(zip(*seen, strict=True)):
             assert torch.equal(own.head, shared.head)
             assert_close_norm(own.hidden, shared.hidden, GRADIENT, f"hidden states of microbatch {number}")
-        return len(seen[0])
+            if own.selected:
+                counts = parts[number].supervised.counts(groups.tp.size())
+                assert len(own.hidden) == (counts[groups.tp.rank()] if layout.sp else sum(counts))
+        return len(seen[0]) // 2
 
 
 def sharding_error(rank: int, world_size: int, inside: bool) -> str | None:

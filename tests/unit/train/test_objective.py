@@ -9,8 +9,10 @@ from torch import Tensor
 
 from mkd.config.loss_spec import LossSpec
 from mkd.data.batch import KDBatch
-from mkd.losses import reference
-from mkd.teacher.interface import EnsembleSignal, HiddenSignal
+from mkd.losses import LinearLogits, SparseTeacher, reference
+from mkd.teacher.interface import EnsembleSignal, HiddenSignal, TopKSignal
+from mkd.train import objective as module
+from mkd.train.evaluation import measure
 from mkd.train.objective import LossContext, MicrobatchObjective, Objective, Student, flatten_tokens
 from mkd.train.step_tokens import StepTokens
 from tests.support.tolerance import FP32, assert_close_norm
@@ -161,3 +163,86 @@ def test_weights_of_0_and_1_have_factors_of_exactly_1(batch: KDBatch) -> None:
 @pytest.mark.parametrize(("ce", "kd", "expected"), [(6.0, 3.0, 2.0), (6.0, 0.0, 1.0), (0.0, 3.0, 1.0), (5.0, 5.0, 1.0)])
 def test_scale(ce: float, kd: float, expected: float) -> None:
     assert StepTokens(torch.tensor(ce), torch.tensor(kd)).kd_scale == expected
+
+
+def selected(batch: KDBatch, one: HiddenSignal) -> HiddenSignal:
+    """The signal of a teacher that keeps supervised tokens only."""
+    return replace(one, hidden=batch.supervised.take(one.hidden.flatten(0, 1)), selected=True)
+
+
+@pytest.fixture
+def few(batch: KDBatch) -> KDBatch:
+    """Three tokens without any weight, which enter no loss."""
+    kd_mask = batch.kd_mask.clone()
+    kd_mask[0, :2], kd_mask[1, :], batch.ce_mask[1, 4] = 0.0, 0.0, 0.0
+    return replace(batch, kd_mask=kd_mask).with_supervised()
+
+
+@pytest.mark.parametrize("evaluating", [False, True])
+@pytest.mark.parametrize("keeps", ["supervised tokens", "all tokens"])
+def test_only_supervised_tokens_enter_the_loss(
+    few: KDBatch, keeps: str, evaluating: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values and gradients are those of all tokens; NaN elsewhere has no effect, and its gradient is exactly 0."""
+    rows: list[tuple[int, int]] = []
+    right = module.loss_from_hidden
+
+    def counting(student: LinearLogits, teacher: LinearLogits, *args: object, **options: object) -> object:
+        rows.append((len(student.hidden), len(teacher.hidden)))
+        return right(student, teacher, *args, **options)
+
+    monkeypatch.setattr(module, "loss_from_hidden", counting)
+    outcomes = []
+    for batch in (replace(few, supervised=None), few):
+        hidden, weight = random(7, 10, WIDTH), random(8, VOCAB, WIDTH).requires_grad_()
+        one, unused = signal(3), torch.ones(10, dtype=torch.bool)
+        if batch.supervised is not None:
+            unused[batch.supervised.index] = False
+            hidden[unused], one.hidden.flatten(0, 1)[unused] = torch.nan, torch.nan
+            one = selected(batch, one) if keeps == "supervised tokens" else one
+        hidden.requires_grad_()
+        microbatch, loss, means, ce = computed(batch, objective(batch, evaluating=evaluating), one, hidden, weight)
+        loss.backward()
+        finite = torch.stack(microbatch.finite_sums())
+        outcomes.append([loss, ce, hidden.grad, weight.grad, finite, *(mean.total for mean in means.values())])
+    assert rows == [(10, 10), (7, 7)]
+    assert not outcomes[1][2][unused].any()
+    for seen, expected in zip(outcomes[1], outcomes[0], strict=True):
+        assert_close_norm(seen, expected, 1e-6, "supervised tokens against all")
+
+
+def test_a_microbatch_without_supervised_tokens(batch: KDBatch) -> None:
+    nothing = torch.zeros_like(batch.ce_mask)
+    empty = replace(batch, ce_mask=nothing, kd_mask=nothing).with_supervised()
+    hidden, weight = random(7, 10, WIDTH).requires_grad_(), random(8, VOCAB, WIDTH).requires_grad_()
+    _, loss, means, ce = computed(empty, objective(batch), selected(empty, signal(3)), hidden, weight)
+    loss.backward()
+    assert not loss and not ce.any() and not means["kd"].total
+    assert not hidden.grad.any() and not weight.grad.any()
+
+
+@pytest.mark.parametrize("tail_lse", [None, torch.zeros(ROWS, LENGTH)])
+def test_cached_targets_of_supervised_tokens(few: KDBatch, tail_lse: Tensor | None) -> None:
+    ids = torch.arange(3).expand(ROWS, LENGTH, 3)
+    targets = SparseTeacher(ids, random(4, ROWS, LENGTH, 3), torch.full((ROWS, LENGTH), 4.0), tail_lse, temperature=2.0)
+    losses = []
+    for batch in (replace(few, supervised=None), few):
+        hidden, weight = random(7, 10, WIDTH).requires_grad_(), random(8, VOCAB, WIDTH)
+        _, loss, _, _ = computed(batch, objective(batch), TopKSignal(targets), hidden, weight)
+        loss.backward()
+        losses.append((loss, hidden.grad))
+    for seen, expected in zip(losses[1], losses[0], strict=True):
+        assert_close_norm(seen, expected, 1e-6, "supervised tokens against all")
+
+
+def test_comparison_of_supervised_tokens(few: KDBatch) -> None:
+    means = []
+    for batch in (replace(few, supervised=None), few):
+        student = Student(random(7, 10, WIDTH), random(8, VOCAB, WIDTH), 1.0, False, 1.0)
+        context = LossContext(SimpleNamespace(tp=ONE, cp=ONE), VOCAB)
+        one = signal(3) if batch.supervised is None else selected(batch, signal(3))
+        microbatch = MicrobatchObjective.of(context, batch, objective(batch, evaluating=True), one)
+        found, calibration = measure(microbatch, student, torch.zeros(ROWS, LENGTH))
+        means.append([calibration, *(torch.stack([mean.total, mean.count]) for mean in found.values())])
+    for seen, expected in zip(means[1], means[0], strict=True):
+        assert_close_norm(seen, expected, 1e-6, "supervised tokens against all")
