@@ -255,6 +255,62 @@ def add_common_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=1234)
 
 
+MASKS = ("random", "contiguous")
+"""Kinds of `supervised_mask`."""
+
+
+def add_supervised_flag(parser: argparse.ArgumentParser) -> None:
+    """Add --supervised."""
+    parser.add_argument(
+        "--supervised",
+        type=_fraction,
+        default=1.0,
+        metavar="FRACTION",
+        help="also measure mkd with this fraction of the tokens supervised, at random positions and in one run per row "
+        "(default: 1.0, all tokens only)",
+    )
+
+
+def _fraction(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be above 0 and at most 1")
+    return value
+
+
+def supervised_mask(kind: str, fraction: float, rows: int, length: int) -> torch.Tensor:
+    """[rows, length] fp32 mask of 0 and 1, on the host.
+
+    Args:
+        kind: random positions in all rows, or contiguous: the last tokens of each row, an answer after its prompt.
+        fraction: share of the tokens with 1.
+        rows, length: its shape.
+    """
+    mask = torch.zeros(rows, length)
+    if kind == "random":
+        generator = torch.Generator().manual_seed(0)
+        mask.view(-1)[torch.randperm(rows * length, generator=generator)[: round(fraction * rows * length)]] = 1.0
+    else:
+        mask[:, length - round(fraction * length) :] = 1.0
+    return mask
+
+
+def supervised_columns(rows: Sequence["Row"], figures: Sequence[tuple[str, str]]) -> list[tuple[str, Callable]]:
+    """Columns of a table in which rows with `tokens` are compared with the row of all tokens with the same name and
+    loss.
+
+    Args:
+        rows: all rows.
+        figures: (title, figure).
+    """
+    every = {(row["name"], row["loss"]): row for row in rows if row.get("tokens") == "all"}
+
+    def ratio(figure: str) -> Callable[["Row"], str]:
+        return lambda row: f"{row[figure] / every[row['name'], row['loss']][figure]:.3f}" if row[figure] else ""
+
+    return [("tokens", lambda row: row["tokens"]), *((f"{title} / all", ratio(figure)) for title, figure in figures)]
+
+
 def names(text: str) -> list[str]:
     """Argument type of a comma-separated list."""
     return [name for name in text.split(",") if name]

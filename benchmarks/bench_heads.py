@@ -1,7 +1,7 @@
 """Benchmarks from hidden states: inputs, objectives, and reference gradients."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -91,6 +91,11 @@ class Inputs:
         hidden, teacher_hidden = hidden.to(dtype), teacher_hidden.to(dtype)
         return cls(hidden.requires_grad_(), weight.requires_grad_(), teacher_hidden, teacher_weight, labels, group)
 
+    def only(self, tokens: Tensor) -> "Inputs":
+        """Some of the tokens ([M] int64), as new inputs."""
+        hidden = self.hidden.detach()[tokens].requires_grad_()
+        return replace(self, hidden=hidden, teacher_hidden=self.teacher_hidden[tokens], labels=self.labels[tokens])
+
     @property
     def vocab(self) -> int:
         return self.weight.shape[0] * self.group.size()
@@ -135,6 +140,9 @@ class Contender:
     objective: Objective
     build: Callable[[Inputs], Run]
     """Imports packages and allocates buffers; both may fail."""
+    tokens: Tensor | None = None
+    """[M] int64 supervised tokens, over which the mean is taken; None: all."""
+    about_tokens: str = "all"
 
 
 def differentiate(loss: Tensor, inputs: Inputs) -> Gradients:

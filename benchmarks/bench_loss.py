@@ -27,10 +27,12 @@ import torch
 from bench_common import (
     DTYPES,
     GIB,
+    MASKS,
     Card,
     Report,
     Row,
     add_common_flags,
+    add_supervised_flag,
     free_memory,
     header,
     largest_on_any_rank,
@@ -39,6 +41,8 @@ from bench_common import (
     number,
     peak_bytes,
     quiet,
+    supervised_columns,
+    supervised_mask,
     tensor_parallel_ranks,
     time_calls,
     title,
@@ -58,7 +62,9 @@ from bench_heads import (
 from bench_peers import peers
 
 from mkd.config.loss_spec import Divergence
-from mkd.losses import fused_linear_loss
+from mkd.data.supervised import SupervisedTokens
+from mkd.losses import LinearLogits, LossOptions, TokenWeights, VocabLayout, fused_linear_loss, loss_from_hidden
+from mkd.train.supervised import select_hidden
 
 COMPETITORS = ["ours", "eager", "compile", "liger", "modelopt", "mcore"]
 ONE_PASS = ("forward_kl", "reverse_kl")
@@ -104,6 +110,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="X",
         help="make the teacher's logits the student's plus noise of this standard deviation",
     )
+    add_supervised_flag(parser)
     add_common_flags(parser)
     args = parser.parse_args(argv)
     for flag, given, legal in (
@@ -148,6 +155,61 @@ def ours(inputs: Inputs, objective: Objective, *, main_grad: bool, options: dict
         return Gradients(output.loss.detach(), d_hidden, weight.main_grad if main_grad else d_weight)
 
     return run
+
+
+def ours_supervised(
+    inputs: Inputs, objective: Objective, *, main_grad: bool, options: LossOptions, tokens: SupervisedTokens
+) -> Run:
+    """mkd as in training with supervised tokens: the teacher returns its hidden states of those, the student's are
+    selected in each call, and the gradient of the others is 0."""
+    weight = inputs.weight.detach().requires_grad_()
+    if main_grad:
+        weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+    tokens = tokens.to_device()
+    count = len(tokens.index)
+    teacher = LinearLogits(tokens.take(inputs.teacher_hidden), inputs.teacher_weight)
+    weights = (
+        torch.full((count,), share / count, device="cuda") if share else None for share in (objective.ce, objective.kd)
+    )
+    of_tokens = TokenWeights(inputs.labels[tokens.index], *weights)
+
+    def run() -> Gradients:
+        selected = select_hidden(inputs.hidden, tokens, inputs.group, sequence_parallel=False)
+        output = loss_from_hidden(
+            LinearLogits(selected, weight),
+            teacher,
+            of_tokens,
+            spec=objective.spec,
+            vocab=VocabLayout(inputs.vocab, inputs.group),
+            options=options,
+            upstream=1.0 if main_grad else None,
+        )
+        d_hidden, d_weight = torch.autograd.grad(output.loss, (inputs.hidden, weight), allow_unused=True)
+        return Gradients(output.loss.detach(), d_hidden, weight.main_grad if main_grad else d_weight)
+
+    return run
+
+
+def supervised_contenders(args: argparse.Namespace) -> list[Contender]:
+    """With --supervised below 1: for each precision of logits and kind of mask, every divergence with CE and CE alone,
+    with a gradient buffer."""
+    rows = []
+    for logits in args.logits_dtype if args.supervised < 1 else ():
+        for kind in MASKS:
+            tokens = SupervisedTokens.of(supervised_mask(kind, args.supervised, 1, args.rows))
+            options = LossOptions(args.chunk_rows, DTYPES.get(logits), args.impl, share=tokens.share)
+            build = partial(ours_supervised, main_grad=True, options=options, tokens=tokens)
+            for objective in (*map(with_ce, args.losses), CE_ONLY):
+                rows.append(
+                    Contender(
+                        f"mkd, {logits} logits, main_grad",
+                        objective,
+                        lambda i, o=objective, build=build: build(i, o),
+                        tokens.index,
+                        f"{tokens.share:.0%} {kind}",
+                    )
+                )
+    return rows
 
 
 def our_contenders(args: argparse.Namespace) -> list[Contender]:
@@ -196,7 +258,14 @@ def measure(contender: Contender, inputs: Inputs, args: argparse.Namespace) -> R
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     run = contender.build(inputs)
-    first, right = run(), reference_gradients(inputs, contender.objective)
+    first, read = run(), inputs
+    if contender.tokens is not None:
+        tokens = contender.tokens.to(inputs.hidden.device)
+        others = torch.ones(len(inputs.labels), dtype=torch.bool, device=tokens.device).index_fill_(0, tokens, False)
+        if first.d_hidden[others].any():
+            raise ValueError("hidden states of unsupervised tokens have a gradient")
+        first, read = first._replace(d_hidden=first.d_hidden[tokens]), inputs.only(tokens)
+    right = reference_gradients(read, contender.objective)
     figures = {
         "d_hidden_error": largest_on_any_rank(relative_error(first.d_hidden, right.d_hidden)),
         "d_weight_error": largest_on_any_rank(relative_error(first.d_weight, right.d_weight)),
@@ -205,9 +274,11 @@ def measure(contender: Contender, inputs: Inputs, args: argparse.Namespace) -> R
     del first, right
     torch.cuda.empty_cache()
     figures |= timed(run, args)
+    resting = torch.cuda.memory_allocated()
     peak, card = peak_bytes(run), Card.current()
-    figures["extra_gib"] = None if peak is None else largest_on_any_rank((peak - before) / GIB)
-    return figures | {"roofline_ms": None if card is None else roofline_ms(contender.objective, inputs, card)}
+    for name, base in (("extra_gib", before), ("call_gib", resting)):
+        figures[name] = None if peak is None else largest_on_any_rank((peak - base) / GIB)
+    return figures | {"roofline_ms": None if card is None else roofline_ms(contender.objective, read, card)}
 
 
 def roofline_ms(objective: Objective, inputs: Inputs, card: Card) -> float:
@@ -243,6 +314,12 @@ def table(rows: list[Row]) -> str:
         ("error of d weight", lambda row: number(row, "d_weight_error", ".1e")),
         ("error of value", lambda row: number(row, "value_error", ".1e")),
     ]
+    if any(row.get("tokens", "all") != "all" for row in rows):
+        figures = [("ms", "ms"), ("GiB in a call", "call_gib")]
+        columns[2:2] = [
+            *supervised_columns(rows, figures),
+            ("GiB in a call", lambda row: number(row, "call_gib", ".3f")),
+        ]
     return markdown(columns, rows)
 
 
@@ -272,12 +349,13 @@ def run(args: argparse.Namespace) -> tuple[Report, str]:
             args.teacher_gap,
         )
         free_memory()
-        wanted = [*(our_contenders(args) if "ours" in args.rows_of else []), *peers(args.rows_of)]
+        own = [*our_contenders(args), *supervised_contenders(args)] if "ours" in args.rows_of else []
+        wanted = [*own, *peers(args.rows_of)]
         head = header("bench_loss", args)
         report = Report(head, args.json, is_writer=group.rank() == 0, total=len(wanted) + 4)
         floors(report, inputs, args, "at the beginning")
         for contender in wanted:
-            about = {"name": contender.name, "loss": str(contender.objective)}
+            about = {"name": contender.name, "loss": str(contender.objective), "tokens": contender.about_tokens}
             report.attempt(about, lambda c=contender: measure(c, inputs, args))
         floors(report, inputs, args, "at the end")
         shape = f"N={args.rows}, Hs={args.student_width}, Ht={args.teacher_width}, V={args.vocab}, {args.dtype}"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from bench_cache import random_targets
-from bench_common import DTYPES, Stopwatch
+from bench_common import DTYPES, MASKS, Stopwatch, supervised_mask
 from bench_heads import Objective, with_ce
 from bench_peers import eager_objective, model_optimizer_module
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -48,6 +48,10 @@ ROTARY_BASE, NORM_EPSILON = 500000, 1e-5
 TEACHER_LAYERS, STUDENT_LAYERS, BACKWARD, HEADS = "teacher", "student forward", "student backward", "heads and loss"
 """Parts of a step. Everything after the layers of a model in the forward pass, and before them in the backward pass, is
 LM heads and loss (and the student's embedding)."""
+
+
+SUPERVISED = ", supervised: "
+"""In the name of a table row, before the share of supervised tokens."""
 
 
 class Sizes(NamedTuple):
@@ -195,9 +199,17 @@ class MegatronModels:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
 
-    def ours(self, divergence: str) -> Step:
-        """mkd as in training: its schedule around Megatron's, its forward step, CE and a divergence at R = 0.5."""
-        return self._trained(self.teacher, divergence, self.sample)
+    def ours(self, divergence: str, mask: str | None = None) -> Step:
+        """mkd as in training: its schedule around Megatron's, its forward step, CE and a divergence at R = 0.5.
+
+        Args:
+            divergence: its name.
+            mask: kind of `supervised_mask`; None: all tokens are supervised.
+        """
+        sample = {name: value.cpu() for name, value in self.sample.items()}
+        if mask is not None:
+            sample["loss_mask"] = supervised_mask(mask, self.args.supervised, *sample["tokens"].shape)
+        return self._trained(self.teacher, divergence, sample)
 
     def cached(self, divergence: str, top_k: int = 64) -> Step:
         """The same from random cached targets of `top_k` tokens. They are read once; in training this happens a step
@@ -392,7 +404,14 @@ def cached_rows(divergences: list[str]) -> list[tuple[str, Objective, Callable[[
 
 
 def our_rows(
-    divergences: list[str], name: str = "mkd"
+    divergences: list[str], name: str = "mkd", supervised: float = 1.0
 ) -> list[tuple[str, Objective, Callable[[MegatronModels], Step]]]:
-    """Name, objective and step of mkd for each divergence."""
-    return [(name, with_ce(d), lambda models, d=d: models.ours(d)) for d in divergences]
+    """Name, objective and step of mkd for each divergence, and with this share of supervised tokens if it is below 1.
+
+    The name of the latter ends with the share and the kind of mask, after `SUPERVISED`.
+    """
+    rows = [(name, with_ce(d), lambda models, d=d: models.ours(d)) for d in divergences]
+    for mask in MASKS if supervised < 1 else ():
+        about = f"{name}{SUPERVISED}{supervised:.0%} {mask}"
+        rows += [(about, with_ce(d), lambda models, d=d, mask=mask: models.ours(d, mask)) for d in divergences]
+    return rows

@@ -32,6 +32,7 @@ from bench_common import (
     Row,
     Stopwatch,
     add_common_flags,
+    add_supervised_flag,
     free_memory,
     header,
     markdown,
@@ -39,6 +40,7 @@ from bench_common import (
     number,
     peak_bytes,
     quiet,
+    supervised_columns,
     tensor_parallel_ranks,
     title,
 )
@@ -47,6 +49,7 @@ from bench_models import (
     BACKWARD,
     HEADS,
     STUDENT_LAYERS,
+    SUPERVISED,
     TEACHER_LAYERS,
     HuggingFaceModels,
     MegatronModels,
@@ -95,6 +98,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="A,B",
         help=f"implementations, out of {','.join(COMPETITORS)} (default: all)",
     )
+    add_supervised_flag(parser)
     add_common_flags(parser)
     args = parser.parse_args(argv)
     for flag, given, legal in (
@@ -129,7 +133,7 @@ def families(args: argparse.Namespace, watch: Stopwatch) -> list[Family]:
     ]
     eager = ("megatron-core, eager KL", forward_kl, lambda models: models.eager(forward_kl))
     megatron_rows = {
-        "ours": our_rows(args.losses),
+        "ours": our_rows(args.losses, supervised=args.supervised),
         "mcore": [*fused, eager],
         "modelopt": [("megatron-core, Model-Optimizer KL", forward_kl, MegatronModels.model_optimizer)],
     }
@@ -184,12 +188,14 @@ def measure(step: Step, watch: Stopwatch, args: argparse.Namespace) -> Row:
     ms = median(totals)
     step.prepare()
     peak = peak_bytes(step.run)
+    parts_ms = {name: median(parts.get(name, 0.0) for parts in steps) for name in PARTS}
     return {
         "ms": ms,
         "ms_all": totals,
         "peak_gib": None if peak is None else peak / GIB,
         "tokens_per_s": args.samples * args.seq_length / ms * 1e3,
-        "parts_ms": {name: median(parts.get(name, 0.0) for parts in steps) for name in PARTS},
+        "parts_ms": parts_ms,
+        "heads_ms": parts_ms[HEADS],
     }
 
 
@@ -204,7 +210,8 @@ def measure_family(family: Family, report: Report, watch: Stopwatch, args: argpa
             return measure(make(built[0]), watch, args)
 
         for name, objective, make in family.rows:
-            report.attempt({"name": name, "loss": str(objective)}, partial(work, make))
+            shown, _, tokens = name.partition(SUPERVISED)
+            report.attempt({"name": shown, "loss": str(objective), "tokens": tokens or "all"}, partial(work, make))
         built.clear()
     free_memory()
 
@@ -223,6 +230,8 @@ def table(rows: list[Row]) -> str:
         ("tokens/s", lambda row: number(row, "tokens_per_s", ",.0f")),
         *((f"{name} ms", part(name)) for name in PARTS),
     ]
+    if any(row["tokens"] != "all" for row in rows):
+        columns[2:2] = supervised_columns(rows, [("ms", "ms"), ("heads and loss", "heads_ms"), ("peak", "peak_gib")])
     return markdown(columns, rows)
 
 

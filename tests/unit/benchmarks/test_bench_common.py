@@ -116,3 +116,23 @@ def test_steps_are_measured(tools, tmp_path, capsys, monkeypatch):
         assert out.count(f"| {name} |") == 1
     assert rows["HF, Liger layers, Liger fused-linear JSD"]["failed"] == "package liger_kernel is missing"
     assert rows["megatron-core, Model-Optimizer KL"]["failed"] == "package modelopt is missing"
+
+
+@pytest.mark.parametrize("tool", [0, 1], ids=["loss", "step"])
+def test_supervised_tokens_are_measured_beside_all(tools, tool: int, tmp_path, capsys) -> None:
+    sizes = [*LOSS, "--logits-dtype", "auto"] if tool == 0 else ["--small", "--dtype", "fp32"]
+    flags = [*sizes, "--losses", "forward_kl", "--rows-of", "ours", "--supervised", "0.25"]
+    seen, out = rows_of(tools[tool], flags, tmp_path / "rows.json", capsys)
+    rows = [row for row in seen["rows"] if row.get("tokens", "all") != "all"]
+    assert {row["tokens"].split()[1] for row in rows} == {"random", "contiguous"}
+    assert all("failed" not in row for row in seen["rows"])
+    if tool == 0:
+        assert max(row[name] for row in rows for name in ("d_hidden_error", "d_weight_error", "value_error")) < FP32
+    assert "| ms / all |" in out and len({line.count("|") for line in out.splitlines() if line.startswith("| ")}) == 1
+
+
+@pytest.mark.parametrize("fraction", ["0", "1.5"])
+def test_a_fraction_of_tokens_is_above_0_and_at_most_1(tools, fraction: str, capsys) -> None:
+    with pytest.raises(SystemExit):
+        tools[0].parse_arguments(["--supervised", fraction])
+    assert f"--supervised: {fraction}: must be above 0 and at most 1" in capsys.readouterr().err
