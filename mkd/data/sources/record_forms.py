@@ -64,7 +64,7 @@ class RecordOptions:
 
     @property
     def key(self) -> list[str]:
-        """What tokens depend on beyond the data; empty for the defaults."""
+        """Options that change the tokens, as a part of the hash of their name; empty for the defaults."""
         return [] if self == AS_FOUND else [str(self.form), str(self.skips_bad)]
 
 

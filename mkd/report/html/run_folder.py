@@ -58,7 +58,7 @@ class LogWarning:
     level: str
     text: str
     time: str
-    """Of its last occurrence."""
+    """Time of its last occurrence."""
     count: int = 1
 
 
