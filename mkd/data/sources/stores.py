@@ -34,6 +34,8 @@ from mkd.utils.progress import ByteProgress
 
 _FORMAT = 1
 """Version of the stored format; increased when the content stored for the same file changes."""
+OPTIONAL_FACTS = ("bad", "weight_runs", "rewritten")
+"""Statistics that are written only where there are some: the file of other data stays as older versions wrote it."""
 _CHECKSUMS = "checksums"
 """Suffix of the file with the hashes of a set's other files; sets of older versions have none."""
 _MOST_WORKERS = 32
@@ -350,10 +352,8 @@ def workers_for(files: Sequence[str]) -> int:
 
 
 def json_of_facts(facts: Any) -> str:
-    """The json file of a set: a dataclass with the field `bad`, which is written only if there are broken records."""
-    values = asdict(facts)
-    if not values["bad"]:
-        del values["bad"]
+    """The json file of a set: the fields of a dataclass, without those of OPTIONAL_FACTS that are empty or 0."""
+    values = {key: value for key, value in asdict(facts).items() if value or key not in OPTIONAL_FACTS}
     return json.dumps(values, indent=1) + "\n"
 
 
