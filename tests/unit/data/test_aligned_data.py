@@ -172,6 +172,26 @@ def test_chunks_of_rows_are_the_same_text(root: Path) -> None:
                 assert other.student_first[mine].sum() == other.first[its].sum() == 1
 
 
+@pytest.mark.parametrize("positions", [(64, 16), (24, 64), (16, 16)], ids=str)
+def test_rows_may_be_longer_than_the_positions_of_the_models(root: Path, positions: tuple[int, int]) -> None:
+    """In each view, a text in a packed row has at most the positions of the model that reads it."""
+    limits = [min(row, most) for row, most in zip(ROWS, positions, strict=True)]
+    views = [RowLayout(row, 8, True, False, most) for row, most in zip(ROWS, positions, strict=True)]
+    for name in ("text", "chat.jsonl"):
+        found = store(root, name)
+        stream = AlignedRows(found, RowOptions(AlignedRowLayout(views[0], (views[1],)), False, 3), name)
+        longest = np.zeros(2, dtype=int)
+        for row in map(stream.row, range(stream.per_epoch)):
+            for number, view in enumerate((row, *row["teacher_views"])):
+                texts = view["cu_seqlens"].diff()
+                padded = view["cu_seqlens_padded"].diff()[texts > 0]
+                assert padded.max() <= limits[number]
+                assert view["position_ids"][view["ce_mask"] > 0].max() < limits[number]
+                longest[number] = max(longest[number], int(texts.max()))
+        assert any(longest > np.array(limits) - 8)  # some texts had to be cut there
+        assert (found.lengths - 1 > limits).any()
+
+
 def test_every_target_of_a_document_is_in_one_row(root: Path) -> None:
     found = store(root, "text")
     stream = AlignedRows(found, RowOptions(layout(True), False, 3), "text")
