@@ -7,8 +7,6 @@ from pathlib import Path
 from mkd.checkpoint.source import EnsembleSource, ModelSource, fewest_positions
 from mkd.config import data_args, flags, megatron_args
 from mkd.config.kd_config import KDConfig
-from mkd.config.megatron_arg_names import ArgRole, names_with, values_without_student
-from mkd.config.megatron_checks import check_attention_heads, check_divisions
 from mkd.config.run_state import RunState
 from mkd.config.values import require_temperature
 from mkd.data.sources.stores import is_chat_file
@@ -16,6 +14,7 @@ from mkd.errors import MkdConfigError
 from mkd.job.cross_tokenizer import sort_teachers
 from mkd.job.data import JobData, folder_of_tokenizer, hash_of_tokenizer
 from mkd.job.teacher import ModelTeacherSpec, teacher_source
+from mkd.job.without_student import describe_teacher
 from mkd.teacher.cache.record_format import MAX_COUNT, MAX_VOCAB
 from mkd.teacher.cache.store import CacheMeta
 from mkd.utils.logging import set_level
@@ -152,7 +151,7 @@ class CacheJob:
                 f"--kd-epochs is {given['epochs']:g}, but the rows of concatenated documents differ from epoch to "
                 "epoch: give --train-iters with the number that the training job prints"
             )
-        _describe_teacher(args, source, student)
+        describe_teacher(args, source, student)
         megatron_args.finish(args, kd, RunState())
         tokenizer = student.tokenizer_hash if student else hash_of_tokenizer(args)
         origin = student.origin if student else f"--tokenizer-model {args.tokenizer_model}"
@@ -171,29 +170,3 @@ def _reads_one_epoch(args: Namespace, kd: KDConfig) -> bool:
     """True if no number of iterations is given, nor needed: epochs of whole samples differ in their order only."""
     given = args.train_iters or args.train_samples
     return not given and (kd.packing != "none" or all(map(is_chat_file, data_args.data_prefixes(args))))
-
-
-def _describe_teacher(args: Namespace, source: ModelSource, student: ModelSource | None) -> None:
-    """Change Megatron's arguments, in place, to those of a job whose model is the teacher.
-
-    Raises:
-        MkdConfigError: the layout does not divide the teacher.
-    """
-    for name, value in values_without_student().items():
-        setattr(args, name, value)
-    shape = source.architecture
-    for name in names_with(ArgRole.CHECKED_BY_LAYOUT):
-        setattr(args, name, shape.get(name))
-    if args.num_experts is None:
-        args.moe_layer_freq, args.moe_router_topk = 1, 2  # Megatron's defaults
-        args.expert_model_parallel_size, args.expert_tensor_parallel_size = 1, None
-    args.max_position_embeddings = max(shape.get("max_position_embeddings") or 0, args.seq_length or 0)
-    if min(args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size) > 0:
-        check_divisions("the teacher", shape, args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
-        check_attention_heads("the teacher", shape, args)
-    own = args.tokenizer_model is None
-    if own and (student or source).tokenizer_folder is not None:
-        args.tokenizer_type = args.tokenizer_type or "HuggingFaceTokenizer"
-        args.tokenizer_model = str((student or source).tokenizer_folder)
-    if student is not None or own:
-        args.vocab_size = (student or source).vocab_size

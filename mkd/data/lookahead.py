@@ -27,10 +27,13 @@ class Lookahead:
         """A lookahead without microbatches: the following ones are unknown."""
         return cls(None, 0, 0, None, evaluating=True)
 
-    def fetch(self) -> Callable[[], list[KDBatch]]:
+    def fetch(self, skip: int = 0) -> Callable[[], list[KDBatch]]:
         """Wait for the samples now, and return a function that makes the batches, whole and on the host, in any thread.
 
         There are fewer than `count` at the end of the data, and none if the iterator cannot be peeked.
+
+        Args:
+            skip: leave out this number of the first batches.
         """
-        samples = peek(self.iterator, self.count)
+        samples = peek(self.iterator, self.count)[skip:]
         return lambda: next_microbatches(iter(samples), len(samples), self.true_vocab, None, self.length_multiple)

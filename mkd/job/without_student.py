@@ -1,0 +1,33 @@
+"""Megatron's arguments of a job that runs a teacher and has no student."""
+
+from argparse import Namespace
+
+from mkd.checkpoint.source import ModelSource
+from mkd.config.megatron_arg_names import ArgRole, names_with, values_without_student
+from mkd.config.megatron_checks import check_attention_heads, check_divisions
+
+
+def describe_teacher(args: Namespace, source: ModelSource, student: ModelSource | None) -> None:
+    """Change Megatron's arguments, in place, to those of a job whose model is the teacher.
+
+    Raises:
+        MkdConfigError: the layout does not divide the teacher.
+    """
+    for name, value in values_without_student().items():
+        setattr(args, name, value)
+    shape = source.architecture
+    for name in names_with(ArgRole.CHECKED_BY_LAYOUT):
+        setattr(args, name, shape.get(name))
+    if args.num_experts is None:
+        args.moe_layer_freq, args.moe_router_topk = 1, 2  # Megatron's defaults
+        args.expert_model_parallel_size, args.expert_tensor_parallel_size = 1, None
+    args.max_position_embeddings = max(shape.get("max_position_embeddings") or 0, args.seq_length or 0)
+    if min(args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size) > 0:
+        check_divisions("the teacher", shape, args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
+        check_attention_heads("the teacher", shape, args)
+    own = args.tokenizer_model is None
+    if own and (student or source).tokenizer_folder is not None:
+        args.tokenizer_type = args.tokenizer_type or "HuggingFaceTokenizer"
+        args.tokenizer_model = str((student or source).tokenizer_folder)
+    if student is not None or own:
+        args.vocab_size = (student or source).vocab_size
