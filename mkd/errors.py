@@ -40,6 +40,17 @@ class MkdCacheError(MkdError):
     """A cache of targets, or a projection, that is missing, incomplete or of another teacher or tokenizer."""
 
 
+class MkdTeacherError(MkdError):
+    """A teacher service that is no service, another teacher than expected, or refuses the connection or a request."""
+
+
+class MkdTeacherTimeout(MkdTeacherError):
+    """A teacher service that does not answer; the same command may find it later."""
+
+    status = 75
+    """Exit status of a job that it ends (EX_TEMPFAIL)."""
+
+
 class MkdNumericError(MkdError):
     """Non-finite numbers in a model's outputs or gradients."""
 

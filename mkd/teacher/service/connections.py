@@ -1,0 +1,294 @@
+"""Connections of a client to the addresses of one teacher, in a thread: requests are shared, and none is lost."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from mkd.errors import MkdTeacherError, MkdTeacherTimeout
+from mkd.teacher.service.addresses import TOKEN, Secret, ServiceAddress, client_socket
+from mkd.teacher.service.facts import TeacherFacts
+from mkd.teacher.service.messages import Kind, Message, ProtocolError
+from mkd.utils.logging import EVERY_RANK, logger
+
+_FACTS_BYTES = 64 << 10
+_IN_FLIGHT = 4
+"""Requests that an address has at one time: enough to keep it busy, few enough to share the work."""
+_POLL_MS = 1_000
+
+
+@dataclass
+class _Request:
+    """A request until it is answered."""
+
+    message: Message
+    answer: Future[Message] = field(default_factory=Future)
+
+
+@dataclass
+class _Link:
+    """A connection to one address; a lost one is replaced by a new one."""
+
+    address: ServiceAddress
+    socket: zmq.Socket
+    monitor: zmq.Socket
+    is_connected: bool = False
+    is_greeted: bool = False
+    """True once HELLO is sent."""
+    is_ready: bool = False
+    """True once its facts are those of the teacher."""
+    requests: dict[int, _Request] = field(default_factory=dict)
+    """Requests that it has not answered."""
+
+    def greet(self) -> None:
+        """Send HELLO over a new connection, if its queue exists already."""
+        if self.is_connected and not self.is_greeted:
+            with suppress(zmq.Again):
+                self.socket.send_multipart(Message(Kind.HELLO).frames(), zmq.NOBLOCK)
+                self.is_greeted = True
+
+    @property
+    def poll_ms(self) -> int:
+        """Time after which the connection needs attention without an event."""
+        return _POLL_MS if self.is_greeted or not self.is_connected else 20
+
+    def close(self) -> None:
+        """Drop what was not sent."""
+        self.socket.disable_monitor()
+        self.monitor.close(0)
+        self.socket.close(0)
+
+
+class TeacherConnections:
+    """Sends each request to one of the addresses, and sends it again to another where a connection is lost."""
+
+    def __init__(
+        self, addresses: Sequence[ServiceAddress], secret: Secret | None, facts: TeacherFacts, most_bytes: int
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            addresses: services of the same teacher.
+            secret: see `Secret`.
+            facts: the facts that all of them have.
+            most_bytes: largest frame of an answer.
+        """
+        self._facts, self._addresses, self._secret, self._most_bytes = facts, tuple(addresses), secret, most_bytes
+        self._context = zmq.Context()
+        self._lock, self._new = threading.Lock(), deque[_Request]()
+        self._failure: Exception | None = None
+        self._is_closing = False
+        self._number = 0
+        self.answered_at = time.monotonic()
+        """Time of the last answer."""
+        self._wake_in, self._wake_out = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
+        self._wake_in.bind("inproc://wake")
+        self._wake_out.connect("inproc://wake")
+        self._thread = threading.Thread(target=self._run, name="teacher service", daemon=True)
+        self._thread.start()
+
+    def submit(self, message: Message) -> Future[Message]:
+        """Send a request when a service can take it. The future raises MkdTeacherError if the service refuses it, or is
+        another teacher now. Callers use one thread."""
+        self._number += 1
+        request = _Request(Message(message.kind, self._number, message.values, message.tensors))
+        with self._lock:
+            if self._failure is not None:
+                request.answer.set_exception(self._failure)
+                return request.answer
+            self._new.append(request)
+        self._wake()
+        return request.answer
+
+    def close(self) -> None:
+        """End the thread."""
+        self._is_closing = True
+        self._wake()
+        self._thread.join()
+        self._wake_out.close(0)
+        self._context.term()
+
+    def _wake(self) -> None:
+        with suppress(zmq.Again):  # enough signals are under way, or the thread has failed
+            self._wake_out.send(b"", zmq.NOBLOCK)
+
+    def _run(self) -> None:
+        links = [self._connect(address) for address in self._addresses]
+        waiting: deque[_Request] = deque()
+        try:
+            while not self._is_closing:
+                with self._lock:
+                    waiting.extend(self._new)
+                    self._new.clear()
+                _share(links, waiting)
+                self._wait(links)
+                for number, link in enumerate(links):
+                    if self._serve(link):
+                        continue
+                    waiting.extendleft(reversed(link.requests.values()))
+                    link.close()
+                    links[number] = self._connect(link.address)
+        except Exception as error:  # also a fault of this code: the thread that waits raises it
+            self._fail(error, [*waiting, *(one for link in links for one in link.requests.values())])
+        finally:
+            for link in links:
+                link.close()
+            self._wake_in.close(0)
+
+    def _connect(self, address: ServiceAddress) -> _Link:
+        return _Link(address, *client_socket(self._context, address, self._secret, self._most_bytes))
+
+    def _wait(self, links: Sequence[_Link]) -> None:
+        """Wait for an event of a connection, an answer or a new request."""
+        poller = zmq.Poller()
+        for socket in (self._wake_in, *(one for link in links for one in (link.socket, link.monitor))):
+            poller.register(socket, zmq.POLLIN)
+        poller.poll(min(link.poll_ms for link in links))
+        while self._wake_in.poll(0):
+            self._wake_in.recv()
+
+    def _serve(self, link: _Link) -> bool:
+        """Read what has arrived on a connection; False if it is lost."""
+        while link.socket.poll(0):
+            self._receive(link, link.socket.recv_multipart(copy=False))
+        while link.monitor.poll(0):
+            event = recv_monitor_message(link.monitor)["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                link.is_connected = True
+            elif event == zmq.EVENT_DISCONNECTED:
+                if link.is_ready:
+                    logger.warning(
+                        f"lost the teacher at {link.address}: its {len(link.requests)} requests are sent again",
+                        extra=EVERY_RANK,
+                    )
+                return False
+        link.greet()
+        return True
+
+    def _receive(self, link: _Link, frames: Sequence[zmq.Frame]) -> None:
+        """Raises MkdTeacherError for an answer that no service of this teacher gives."""
+        try:
+            message = Message.of([frame.buffer for frame in frames])
+            if message.kind == Kind.FACTS:
+                self._compare(link, TeacherFacts.of(message.values))
+                return
+        except ProtocolError as error:
+            raise MkdTeacherError(f"{link.address} answers with {error}: is it mkd serve-teacher?") from None
+        if message.kind == Kind.REFUSED:
+            raise MkdTeacherError(f"the teacher at {link.address} refuses a request: {message.values.get('reason')}")
+        request = link.requests.pop(message.number, None)
+        if request is not None:
+            self.answered_at = time.monotonic()
+            request.answer.set_result(message)
+
+    def _compare(self, link: _Link, facts: TeacherFacts) -> None:
+        if not facts.is_same(self._facts):
+            raise MkdTeacherError(
+                f"the teacher at {link.address} is {facts.fingerprint} ({facts.description}) now, and was "
+                f"{self._facts.fingerprint} ({self._facts.description}) before: start it with the same teacher and "
+                "flags"
+            )
+        link.is_ready = True
+
+    def _fail(self, error: Exception, requests: Sequence[_Request]) -> None:
+        """Have all requests, and those to come, raise the error."""
+        with self._lock:
+            self._failure = error
+            requests = [*requests, *self._new]
+            self._new.clear()
+        for request in requests:
+            request.answer.set_exception(error)
+
+
+def _share(links: Sequence[_Link], waiting: deque[_Request]) -> None:
+    """Send waiting requests, in their order, each to the connection that has the fewest."""
+    while waiting:
+        ready = [link for link in links if link.is_ready and len(link.requests) < _IN_FLIGHT]
+        if not ready:
+            return
+        link = min(ready, key=lambda one: len(one.requests))
+        try:
+            link.socket.send_multipart(waiting[0].message.frames(), zmq.NOBLOCK)
+        except zmq.Again:  # lost, which an event will report
+            link.is_ready = False
+            continue
+        request = waiting.popleft()
+        link.requests[request.message.number] = request
+
+
+def ask_facts(
+    addresses: Sequence[ServiceAddress], secret: Secret | None, timeout_s: float, flag: str
+) -> list[TeacherFacts]:
+    """The facts of the teacher at each address.
+
+    Args:
+        addresses: the services.
+        secret: see `Secret`.
+        timeout_s: seconds until an address that is silent is an error; a teacher may still be loading.
+        flag: the flag to name.
+
+    Raises:
+        MkdTeacherTimeout: an address does not answer.
+        MkdTeacherError: it has another secret, or is no teacher service.
+    """
+    deadline = time.monotonic() + timeout_s
+    with zmq.Context() as context:
+        return [_facts_of(context, address, secret, deadline, f"{flag} {address}") for address in addresses]
+
+
+def _facts_of(
+    context: zmq.Context, address: ServiceAddress, secret: Secret | None, deadline: float, origin: str
+) -> TeacherFacts:
+    began, has_waited = time.monotonic(), False
+    link = _Link(address, *client_socket(context, address, secret, _FACTS_BYTES))
+    try:
+        while (left := deadline - time.monotonic()) > 0:
+            _poller(link).poll(min(link.poll_ms, 1000.0 * left))
+            _read_events(link, origin)
+            link.greet()
+            if link.socket.poll(0):
+                return _read_facts(link, origin)
+            if not has_waited and time.monotonic() - began > 5.0:
+                has_waited = True
+                logger.info(f"waiting for {origin}, up to {deadline - began:.0f} s")
+    finally:
+        link.close()
+    raise MkdTeacherTimeout(
+        f"{origin}: no teacher answers there within {deadline - began:.0f} s: start it (mkd serve-teacher), or correct "
+        f"the address; {TOKEN} must be the same on both sides, or be set on neither"
+    )
+
+
+def _poller(link: _Link) -> zmq.Poller:
+    poller = zmq.Poller()
+    for socket in (link.socket, link.monitor):
+        poller.register(socket, zmq.POLLIN)
+    return poller
+
+
+def _read_events(link: _Link, origin: str) -> None:
+    """Raises MkdTeacherError if the connection is refused."""
+    while link.monitor.poll(0):
+        event = recv_monitor_message(link.monitor)["event"]
+        if event in (zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED):
+            link.is_connected, link.is_greeted = event == zmq.EVENT_HANDSHAKE_SUCCEEDED, False
+        else:
+            raise MkdTeacherError(
+                f"{origin} refuses the connection: {TOKEN} must be the same on both sides, or be set on neither"
+            )
+
+
+def _read_facts(link: _Link, origin: str) -> TeacherFacts:
+    try:
+        message = Message.of(link.socket.recv_multipart())
+        if message.kind != Kind.FACTS:
+            raise ProtocolError(f"{message.kind.name}: {message.values.get('reason', 'no facts')}")
+        return TeacherFacts.of(message.values)
+    except ProtocolError as error:
+        raise MkdTeacherError(f"{origin} answers with {error}: is it mkd serve-teacher of the same version?") from None

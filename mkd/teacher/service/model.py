@@ -1,0 +1,162 @@
+"""The ranks of a teacher service: the front rank has the requests, and all ranks compute them together."""
+
+from datetime import timedelta
+from enum import IntEnum
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mkd.data.batch import KDBatch
+from mkd.distributed.context_parallel import dual_chunk_positions
+from mkd.distributed.groups import Groups
+from mkd.teacher.interface import HiddenSignal
+from mkd.teacher.online import OnlineTeacher
+
+_HEAD_ROWS = 4096
+"""LM head rows that the front rank receives at once."""
+IDLE_S = 1.0
+"""The front rank sends an order at least this often, so that no rank's wait reaches the time limit of collectives."""
+
+
+class Order(IntEnum):
+    """Orders of the front rank."""
+
+    IDLE = 0
+    FORWARD = 1
+    STOP = 2
+
+
+def is_front(groups: Groups) -> bool:
+    """True on the front rank of a service."""
+    return groups.is_last_stage and groups.tp.rank() == 0 and groups.cp.rank() == 0
+
+
+class TeacherRanks:
+    """One replica of a teacher, on all ranks of the job.
+
+    The front rank is the first tensor- and context-parallel rank of the last pipeline stage, which has the outputs.
+    """
+
+    def __init__(self, teacher: OnlineTeacher, groups: Groups, *, sequence_parallel: bool) -> None:
+        """Collective over all ranks.
+
+        Args:
+            teacher: the model.
+            groups: its layout, with one replica.
+            sequence_parallel: True if its tensor-parallel ranks hold slices of the sequence.
+        """
+        assert groups.dp.size() == 1, "a service is one replica"
+        self._teacher, self._groups, self._sequence_parallel = teacher, groups, sequence_parallel
+        self.is_front = is_front(groups)
+        self._ranks, self._host_group = dist.get_world_size(), None
+        self._front = 0
+        if self._ranks > 1:
+            # On the host: requests are there, and a rank that waits for one must not keep its device busy.
+            self._host_group = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))
+            flags = [torch.zeros(1, dtype=torch.int64) for _ in range(self._ranks)]
+            dist.all_gather(flags, torch.tensor([int(self.is_front)]), group=self._host_group)
+            self._front = torch.cat(flags).argmax().item()
+
+    @torch.no_grad()
+    def lm_head(self, vocab: int) -> Tensor | None:
+        """[vocab, Ht] LM head, on the host of the front rank, None elsewhere. Collective over all ranks."""
+        groups = self._groups
+        signal = self._signal(_shortest_batch(groups, self._sequence_parallel))
+        if signal is None:
+            return None
+        own, tp = signal.head, groups.tp
+        whole = torch.empty(vocab, own.shape[1], dtype=own.dtype) if self.is_front else None
+        for owner in range(tp.size()):
+            for start in range(0, len(own), _HEAD_ROWS):
+                rows = own[start : start + _HEAD_ROWS].contiguous()
+                if tp.size() > 1:
+                    rows = rows.clone() if tp.rank() == owner else torch.empty_like(rows)
+                    dist.broadcast(rows.view(torch.uint8), group=tp, group_src=owner)
+                first = owner * len(own) + start
+                if whole is not None and first < vocab:
+                    whole[first : first + len(rows)] = rows[: vocab - first].cpu()
+        return whole
+
+    def order(self, order: Order, batch: KDBatch | None = None) -> Tensor | None:
+        """Front rank: have all ranks carry out an order.
+
+        Args:
+            order: the order.
+            batch: the whole microbatch of `Order.FORWARD`, on the host.
+
+        Returns:
+            [b * s, Ht] final hidden states of all tokens of the microbatch, on the device.
+        """
+        words = None if batch is None else _encode(batch)
+        if self._ranks > 1:
+            head = torch.zeros(4, dtype=torch.int64)
+            head[0] = order
+            if batch is not None:
+                head[1:] = torch.tensor([*batch.tokens.shape, len(words) - 2 * batch.tokens.numel()])
+            dist.broadcast(head, self._front, group=self._host_group)
+            if words is not None:
+                dist.broadcast(words, self._front, group=self._host_group)
+        return None if batch is None else self._compute(batch)
+
+    def follow(self) -> None:
+        """Other ranks: carry out orders until one is `Order.STOP`."""
+        while True:
+            head = torch.zeros(4, dtype=torch.int64)
+            dist.broadcast(head, self._front, group=self._host_group)
+            order, rows, tokens, bounds = head.tolist()
+            if order == Order.STOP:
+                return
+            if order == Order.FORWARD:
+                words = torch.empty(2 * rows * tokens + bounds, dtype=torch.int64)
+                dist.broadcast(words, self._front, group=self._host_group)
+                self._compute(_decode(words, rows, tokens))
+
+    @torch.no_grad()
+    def _compute(self, whole: KDBatch) -> Tensor | None:
+        """[b * s, Ht] on the front rank, None elsewhere."""
+        signal, groups = self._signal(whole), self._groups
+        if signal is None:
+            return None
+        hidden = signal.hidden.contiguous()
+        if self._sequence_parallel:
+            hidden = torch.cat(_gather(hidden, groups.tp))
+        parts = _gather(hidden, groups.cp)
+        if len(parts) > 1:
+            size, bounds = len(parts), whole.bounds
+            order = torch.cat([dual_chunk_positions(bounds, rank, size) for rank in range(size)]).to(hidden.device)
+            together = torch.cat(parts)
+            hidden = torch.empty_like(together).index_copy_(0, order, together)
+        return hidden.transpose(0, 1).reshape(-1, hidden.shape[-1]) if self.is_front else None
+
+    def _signal(self, whole: KDBatch) -> HiddenSignal | None:
+        """The signal of one microbatch on this rank; None off the last stage."""
+        return next(iter(self._teacher.signals([whole.on_rank(self._groups.cp)])), None)
+
+
+def _gather(part: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """The parts of all ranks of a group, in their order."""
+    if group.size() == 1:
+        return [part]
+    parts = [torch.empty_like(part) for _ in range(group.size())]
+    # As bytes, because gloo does not gather every dtype.
+    dist.all_gather([one.view(torch.uint8) for one in parts], part.view(torch.uint8), group=group)
+    return parts
+
+
+def _shortest_batch(groups: Groups, sequence_parallel: bool) -> KDBatch:
+    """A microbatch of a few tokens that the layout can split."""
+    length = 2 * groups.cp.size() * (groups.tp.size() if sequence_parallel else 1)
+    return KDBatch.of_tokens(torch.zeros(1, length, dtype=torch.int64), torch.arange(length)[None], None)
+
+
+def _encode(batch: KDBatch) -> Tensor:
+    """[n] int64, the inputs of the model for a whole microbatch."""
+    bounds = () if batch.packed is None else batch.bounds
+    return torch.cat([batch.tokens.flatten(), batch.position_ids.flatten(), torch.tensor(bounds, dtype=torch.int64)])
+
+
+def _decode(words: Tensor, rows: int, tokens: int) -> KDBatch:
+    count = rows * tokens
+    ids, positions, bounds = words.split([count, count, len(words) - 2 * count])
+    return KDBatch.of_tokens(ids.view(rows, tokens), positions.view(rows, tokens), bounds.tolist() or None)

@@ -1,0 +1,102 @@
+"""A microbatch as a request for its final hidden states."""
+
+import hashlib
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from mkd.data.batch import KDBatch
+from mkd.teacher.service.facts import TeacherFacts
+from mkd.teacher.service.messages import ProtocolError
+
+
+@dataclass(frozen=True)
+class ForwardRequest:
+    """Inputs of one forward pass, and the tokens whose final hidden states are returned."""
+
+    tokens: Tensor
+    """[b, s] int32"""
+    positions: Tensor
+    """[b, s] int32"""
+    bounds: Tensor
+    """[n + 1] int32 bounds of the segments of a packed row; empty if nothing is packed."""
+    wanted: Tensor
+    """[k] int32 indices among the b * s tokens, in increasing order."""
+
+    @classmethod
+    def of_batch(cls, batch: KDBatch) -> "ForwardRequest":
+        """The request for a whole microbatch on the host: tokens outside of both masks are not wanted."""
+        bounds = () if batch.packed is None else batch.bounds
+        weighs = (batch.ce_mask != 0.0) | (batch.kd_mask != 0.0)
+        return cls(
+            batch.tokens.to(torch.int32),
+            batch.position_ids.to(torch.int32),
+            torch.tensor(bounds, dtype=torch.int32),
+            weighs.flatten().nonzero().flatten().to(torch.int32),
+        )
+
+    @classmethod
+    def of_tensors(cls, tensors: tuple[Tensor, ...], facts: TeacherFacts) -> "ForwardRequest":
+        """The request in a message, which is not trusted.
+
+        Raises:
+            ProtocolError: it is malformed, or beyond the limits in `facts`.
+        """
+        if len(tensors) != 4 or any(one.dtype != torch.int32 for one in tensors):
+            raise ProtocolError("a request without its four int32 tensors")
+        request = cls(*tensors)
+        request._check(facts)
+        return request
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """For a message."""
+        return self.tokens, self.positions, self.bounds, self.wanted
+
+    @property
+    def key(self) -> bytes:
+        """16-byte hash, equal for equal requests."""
+        digest = hashlib.blake2b(repr([one.shape for one in self.tensors]).encode(), digest_size=16)
+        for one in self.tensors:
+            digest.update(one.contiguous().numpy())
+        return digest.digest()
+
+    def batch(self) -> KDBatch:
+        """The whole microbatch, without loss, on the host."""
+        bounds = self.bounds.tolist() or None
+        return KDBatch.of_tokens(self.tokens.long(), self.positions.long(), bounds)
+
+    def _check(self, facts: TeacherFacts) -> None:
+        shape = self.tokens.shape
+        if len(shape) != 2 or not 0 < self.tokens.numel() <= facts.most_tokens:
+            raise ProtocolError(f"rows of shape {list(shape)}; the service computes up to {facts.most_tokens} tokens")
+        if self.positions.shape != shape or self.bounds.dim() != 1 or self.wanted.dim() != 1:
+            raise ProtocolError("positions, bounds or wanted tokens do not fit the rows")
+        if not _within(self.tokens, facts.vocab):
+            raise ProtocolError(f"token ids outside of the teacher's vocabulary of {facts.vocab} tokens")
+        if not _within(self.positions, facts.positions or 2**31 - 1):
+            raise ProtocolError(f"positions beyond the teacher's {facts.positions}")
+        wanted = self.wanted.long()
+        if not _within(wanted, self.tokens.numel()) or bool((wanted.diff() <= 0).any()):
+            raise ProtocolError("wanted tokens that are not in the rows, or not in order")
+        if shape[1] % facts.row_multiple:
+            raise ProtocolError(f"rows of {shape[1]} tokens, not a multiple of {facts.row_multiple}")
+        if len(self.bounds):
+            self._check_bounds(facts)
+
+    def _check_bounds(self, facts: TeacherFacts) -> None:
+        rows, length = self.tokens.shape
+        if not facts.packed:
+            raise ProtocolError("packed rows: start the service with --kd-packing best_fit")
+        bounds = self.bounds.tolist()
+        if rows != 1 or not 2 <= len(bounds) <= length + 1 or (bounds[0], bounds[-1]) != (0, length):
+            raise ProtocolError(f"{len(bounds)} bounds of segments of {rows} rows of {length} tokens")
+        if any(end <= start or (end - start) % facts.segment_multiple for start, end in pairwise(bounds)):
+            raise ProtocolError(f"segments whose lengths are not multiples of {facts.segment_multiple}")
+
+
+def _within(values: Tensor, end: int) -> bool:
+    """True if all values are at least 0 and below `end`."""
+    return not len(values) or (int(values.min()) >= 0 and int(values.max()) < end)

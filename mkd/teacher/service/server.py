@@ -1,0 +1,195 @@
+"""The front rank of a teacher service: receives requests, has the ranks compute them, and answers."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+from torch import Tensor
+
+from mkd.teacher.service.addresses import Secret, ServiceAddress, service_socket
+from mkd.teacher.service.facts import TeacherFacts
+from mkd.teacher.service.messages import Kind, Message, ProtocolError
+from mkd.teacher.service.model import IDLE_S, Order, TeacherRanks
+from mkd.teacher.service.requests import ForwardRequest
+from mkd.utils.logging import EVERY_RANK, logger
+
+MOST_ANSWER_BYTES = 64 << 20
+"""Largest part of the LM head in one answer."""
+_MOST_QUEUED = 1024
+"""Forward requests that are read before they are computed; the others wait in ZeroMQ's queues."""
+_REPORT_S = 30.0
+
+
+def most_request_bytes(facts: TeacherFacts) -> int:
+    """Largest frame of a request: a 4-byte number for each token, or a head."""
+    return max(4 * facts.most_tokens + 64, 64 << 10)
+
+
+@dataclass
+class _Work:
+    """Counts since the start of the service."""
+
+    requests: int = 0
+    tokens: int = 0
+    busy_s: float = 0.0
+    refused: int = 0
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A request that is not computed yet."""
+
+    client: bytes
+    number: int
+    request: ForwardRequest
+
+
+class TeacherServer:
+    """Answers requests in the order of their arrival, one forward pass for each."""
+
+    def __init__(self, facts: TeacherFacts, address: ServiceAddress, secret: Secret | None) -> None:
+        """Listen, before the teacher is loaded: requests wait until `serve`. On the front rank only.
+
+        Args:
+            facts: the teacher.
+            address, secret: see `service_socket`.
+
+        Raises:
+            zmq.ZMQError: the address cannot be used.
+        """
+        self._facts = facts
+        self._ranks: TeacherRanks | None = None
+        self._head: Tensor | None = None
+        self._context = zmq.Context()
+        self._socket, self._authenticator = service_socket(self._context, address, secret, most_request_bytes(facts))
+        self.address = self._socket.last_endpoint.decode()
+        self._queue: deque[_Waiting] = deque()
+        self._work, self._reported = _Work(), _Work()
+        self._reported_at = time.monotonic()
+
+    def serve(self, ranks: TeacherRanks, head: Tensor, is_stopping: Callable[[], bool]) -> None:
+        """Answer until `is_stopping()`; requests that have been read by then are still computed. The other ranks end
+        with this call.
+
+        Args:
+            ranks: the ranks that compute.
+            head: [V, Ht] the teacher's LM head, on the host.
+            is_stopping: called between two requests.
+        """
+        self._ranks, self._head = ranks, head
+        ordered = time.monotonic()
+        while not is_stopping():
+            self._read(0 if self._queue else 200)
+            if self._queue:
+                self._compute(self._queue.popleft())
+                ordered = time.monotonic()
+            elif time.monotonic() - ordered > IDLE_S:
+                self._ranks.order(Order.IDLE)
+                ordered = time.monotonic()
+            self._report()
+        while self._queue:
+            self._compute(self._queue.popleft())
+        self._ranks.order(Order.STOP)
+
+    def close(self) -> None:
+        """Send the last answers, and stop listening."""
+        self._socket.close(linger=5_000)
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._context.term()
+
+    def _read(self, wait_ms: int) -> None:
+        """Read what has arrived, and answer everything but forward requests at once."""
+        while len(self._queue) < _MOST_QUEUED and self._socket.poll(wait_ms):
+            client, *frames = self._socket.recv_multipart()
+            wait_ms = 0
+            try:
+                message = Message.of(frames)
+            except ProtocolError as error:
+                self._refuse(client, 0, str(error))
+                continue
+            try:
+                self._handle(client, message)
+            except ProtocolError as error:
+                self._refuse(client, message.number, str(error))
+
+    def _handle(self, client: bytes, message: Message) -> None:
+        match message.kind:
+            case Kind.HELLO:
+                self._send(client, Message(Kind.FACTS, message.number, self._facts.values()))
+            case Kind.STATUS:
+                self._send(client, Message(Kind.COUNTERS, message.number, self._counters()))
+            case Kind.HEAD:
+                self._send(client, Message(Kind.ROWS, message.number, tensors=(self._rows(message.values),)))
+            case Kind.FORWARD:
+                self._require_same(message.values)
+                request = ForwardRequest.of_tensors(message.tensors, self._facts)
+                self._queue.append(_Waiting(client, message.number, request))
+            case _:
+                raise ProtocolError(f"a message of kind {message.kind.name}")
+
+    def _require_same(self, values: Mapping[str, Any]) -> None:
+        """Refuse requests to another teacher: this service may have been restarted with other weights."""
+        if values.get("fingerprint") != self._facts.fingerprint:
+            raise ProtocolError(f"the teacher here is {self._facts.fingerprint}, not {values.get('fingerprint')}")
+
+    def _rows(self, values: Mapping[str, Any]) -> Tensor:
+        self._require_same(values)
+        start, count = values.get("start"), values.get("count")
+        most = max(1, MOST_ANSWER_BYTES // self._facts.bytes_per_token)
+        if (
+            type(start) is not int
+            or type(count) is not int
+            or not 0 <= start < len(self._head)
+            or not 0 < count <= most
+        ):
+            raise ProtocolError(f"rows {start} to {start} + {count} of an LM head of {len(self._head)}")
+        return self._head[start : start + count]
+
+    def _compute(self, waiting: _Waiting) -> None:
+        began, request = time.monotonic(), waiting.request
+        hidden = self._ranks.order(Order.FORWARD, request.batch())
+        found = hidden.index_select(0, request.wanted.long().to(hidden.device)).cpu()
+        values = {"fingerprint": self._facts.fingerprint}
+        self._send(waiting.client, Message(Kind.HIDDEN, waiting.number, values, (found,)))
+        self._work.requests += 1
+        self._work.tokens += request.tokens.numel()
+        self._work.busy_s += time.monotonic() - began
+
+    def _send(self, client: bytes, message: Message) -> None:
+        """A client that is gone, or does not read, loses its answers."""
+        self._socket.send_multipart([client, *message.frames()], copy=False)
+
+    def _refuse(self, client: bytes, number: int, reason: str) -> None:
+        self._work.refused += 1
+        if self._work.refused <= 10:
+            logger.warning(f"refused a request: {reason}", extra=EVERY_RANK)
+        self._send(client, Message(Kind.REFUSED, number, {"reason": reason[:1000]}))
+
+    def _counters(self) -> dict[str, float]:
+        work = self._work
+        return {
+            "requests": work.requests,
+            "tokens": work.tokens,
+            "busy_s": work.busy_s,
+            "refused": work.refused,
+            "queue": len(self._queue),
+        }
+
+    def _report(self) -> None:
+        """Log one line per interval in which something was computed."""
+        now = time.monotonic()
+        elapsed, work, before = now - self._reported_at, self._work, self._reported
+        if elapsed < _REPORT_S:
+            return
+        if work.requests > before.requests:
+            logger.info(
+                f"{(work.requests - before.requests) / elapsed:.1f} requests/s, "
+                f"{(work.tokens - before.tokens) / elapsed:,.0f} tokens/s, {len(self._queue)} waiting, busy "
+                f"{100 * (work.busy_s - before.busy_s) / elapsed:.0f}% of the time",
+                extra=EVERY_RANK,
+            )
+        self._reported_at, self._reported = now, _Work(work.requests, work.tokens, work.busy_s, work.refused)

@@ -1,0 +1,294 @@
+"""The teacher service with a model that needs no ranks: messages, limits, secrets, lost connections."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import zmq
+from torch import Tensor
+
+from mkd.data.batch import KDBatch
+from mkd.errors import MkdConfigError, MkdTeacherError, MkdTeacherTimeout
+from mkd.teacher.service.addresses import TOKEN, Secret, ServiceAddress, require_secret
+from mkd.teacher.service.connections import TeacherConnections, ask_facts
+from mkd.teacher.service.facts import TeacherFacts
+from mkd.teacher.service.messages import Kind, Message, ProtocolError
+from mkd.teacher.service.model import Order
+from mkd.teacher.service.requests import ForwardRequest
+from mkd.teacher.service.server import TeacherServer, most_request_bytes
+
+FACTS = TeacherFacts(
+    fingerprint="a" * 32,
+    description="small",
+    tokenizer=None,
+    vocab=50,
+    positions=16,
+    width=4,
+    logit_scale=1.0,
+    dtype="float32",
+    packed=True,
+    most_tokens=64,
+    row_multiple=2,
+    segment_multiple=2,
+)
+HEAD = torch.arange(200.0).view(50, 4)
+
+
+class Ranks:
+    """Hidden states are token ids and positions."""
+
+    delay_s = 0.0
+
+    def order(self, order: Order, batch: KDBatch | None = None) -> Tensor | None:
+        if batch is None:
+            return None
+        time.sleep(self.delay_s)
+        return torch.stack([batch.tokens.flatten(), batch.position_ids.flatten()] * 2, dim=1).float()
+
+
+@contextmanager
+def running(
+    facts: TeacherFacts = FACTS, port: int = 0, secret: Secret | None = None, ranks: Any = None
+) -> Iterator[ServiceAddress]:
+    """A service in a thread; its address."""
+    server, stop = TeacherServer(facts, ServiceAddress("127.0.0.1", port), secret), threading.Event()
+    thread = threading.Thread(target=server.serve, args=(ranks or Ranks(), HEAD, stop.is_set))
+    thread.start()
+    try:
+        yield ServiceAddress("127.0.0.1", int(server.address.rpartition(":")[2]))
+    finally:
+        stop.set()
+        thread.join()
+        server.close()
+
+
+@contextmanager
+def connected(*addresses: ServiceAddress, secret: Secret | None = None) -> Iterator[TeacherConnections]:
+    connections = TeacherConnections(addresses, secret, FACTS, 1 << 20)
+    try:
+        yield connections
+    finally:
+        connections.close()
+
+
+def request_of(tokens: list[list[int]], bounds: tuple[int, ...] = ()) -> ForwardRequest:
+    ids = torch.tensor(tokens, dtype=torch.int32)
+    positions = torch.arange(ids.shape[1], dtype=torch.int32).expand_as(ids).contiguous()
+    return ForwardRequest(ids, positions, torch.tensor(bounds, dtype=torch.int32), torch.tensor([1, 2]).int())
+
+
+def ask(connections: TeacherConnections, request: ForwardRequest, fingerprint: str = FACTS.fingerprint) -> Future:
+    return connections.submit(Message(Kind.FORWARD, 0, {"fingerprint": fingerprint}, request.tensors))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.float32, torch.bfloat16])
+def test_messages_keep_every_bit(dtype: torch.dtype) -> None:
+    tensors = (torch.arange(6).view(2, 3).to(dtype), torch.empty(0, 4, dtype=dtype))
+    sent = Message(Kind.HIDDEN, 2**63, {"fingerprint": "f"}, tensors)
+    seen = Message.of([bytes(frame) for frame in sent.frames()])
+    assert (seen.kind, seen.number, seen.values) == (sent.kind, sent.number, sent.values)
+    for one, other in zip(seen.tensors, tensors, strict=True):
+        assert one.dtype == dtype and torch.equal(one, other)
+
+
+def _damaged() -> Iterator[list[bytes]]:
+    frames = [bytes(one) for one in Message(Kind.FORWARD, 1, {}, (torch.zeros(2, 3),)).frames()]
+    head, body = frames
+    yield []
+    yield [head]
+    yield [head, body, body]
+    yield [head, *[body] * 9]
+    yield [head, body[:-1]]
+    yield [b"", body]
+    yield [b"GET / HTTP/1.1\r\n\r\n"]
+    yield [head[:12], body]
+    yield [head.replace(b"MKDT", b"MKDX"), body]
+    yield [head[:4] + b"\xff\x00" + head[6:], body]
+    yield [head[:6] + b"\x63" + head[7:], body]
+    yield [head.replace(b"[2,3]", b"[2,-3]"), body]
+    yield [head.replace(b"[2,3]", b"[2,1e9]"), body]
+    yield [head.replace(b"[2,3]", b"[999999999,999999999]"), body]
+    yield [head.replace(b"float32", b"object"), body]
+    yield [head[:16] + b"[" * 5000, body]
+    yield [head[:16] + b"[1]", body]
+    yield [head[:16] + b'{"values":{"x":"' + b"x" * 20_000 + b'"},"tensors":[]}']
+
+
+@pytest.mark.parametrize("frames", list(_damaged()))
+def test_damaged_messages_are_refused(frames: list[bytes]) -> None:
+    with pytest.raises(ProtocolError):
+        Message.of(frames)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"tokens": torch.zeros(1, 66).int()}, "up to 64 tokens"),
+        ({"tokens": torch.zeros(0, 4).int()}, "rows of shape"),
+        ({"tokens": torch.full((1, 4), 50).int()}, "vocabulary of 50"),
+        ({"tokens": torch.full((1, 4), -1).int()}, "vocabulary of 50"),
+        ({"tokens": torch.zeros(1, 4)}, "int32"),
+        ({"positions": torch.full((1, 4), 16).int()}, "16"),
+        ({"positions": torch.zeros(1, 2).int()}, "fit the rows"),
+        ({"wanted": torch.tensor([4]).int()}, "wanted"),
+        ({"wanted": torch.tensor([2, 1]).int()}, "wanted"),
+        ({"wanted": torch.tensor([-1]).int()}, "wanted"),
+        ({"bounds": torch.tensor([0, 3, 4]).int()}, "multiples of 2"),
+        ({"bounds": torch.tensor([0, 2]).int()}, "bounds"),
+        ({"bounds": torch.tensor([0, 4, 2, 4]).int()}, "multiples of 2"),
+        ({"tokens": torch.zeros(1, 3).int(), "positions": torch.zeros(1, 3).int()}, "not a multiple of 2"),
+    ],
+)
+def test_impossible_requests_are_refused(changes: dict[str, Tensor], reason: str) -> None:
+    with pytest.raises(ProtocolError, match=reason):
+        ForwardRequest.of_tensors(replace(request_of([[1, 2, 3, 4]]), **changes).tensors, FACTS)
+
+
+def test_packed_rows_need_a_service_for_them() -> None:
+    request = request_of([[1, 2, 3, 4]], bounds=(0, 2, 4))
+    assert ForwardRequest.of_tensors(request.tensors, FACTS).batch().bounds == (0, 2, 4)
+    with pytest.raises(ProtocolError, match="--kd-packing best_fit"):
+        ForwardRequest.of_tensors(request.tensors, replace(FACTS, packed=False))
+
+
+@pytest.mark.parametrize("change", [{"width": "4"}, {"vocab": 0}, {"dtype": "int8"}, {"packed": 1}, {"more": 1}])
+def test_impossible_facts_are_refused(change: dict[str, Any]) -> None:
+    assert TeacherFacts.of(FACTS.values()) == FACTS
+    with pytest.raises(ProtocolError):
+        TeacherFacts.of(FACTS.values() | change)
+
+
+def test_answers_have_the_wanted_tokens() -> None:
+    with running() as address, connected(address) as connections:
+        answer = ask(connections, request_of([[7, 8, 9, 10]])).result(10)
+        assert answer.tensors[0].tolist() == [[8, 1, 8, 1], [9, 2, 9, 2]]
+        rows = connections.submit(Message(Kind.HEAD, 0, {"fingerprint": FACTS.fingerprint, "start": 48, "count": 5}))
+        assert torch.equal(rows.result(10).tensors[0], HEAD[48:])
+
+
+def test_requests_that_were_received_are_answered_at_the_end() -> None:
+    ranks = Ranks()
+    ranks.delay_s = 0.1
+    with running(ranks=ranks) as address:
+        connections = TeacherConnections([address], None, FACTS, 1 << 20)
+        answers = [ask(connections, request_of([[i] * 4])) for i in range(3)]
+        answers[0].result(10)
+    assert [answer.result(10).tensors[0][0, 0] for answer in answers] == [0, 1, 2]
+    connections.close()
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        pytest.param(lambda raw, dealer: raw.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"), id="HTTP"),
+        pytest.param(lambda raw, dealer: raw.sendall(bytes(range(256)) * 4000), id="bytes"),
+        pytest.param(lambda raw, dealer: dealer.send_multipart([b"x" * 100] * 50), id="frames"),
+        pytest.param(lambda raw, dealer: dealer.send(b"x" * (2 * most_request_bytes(FACTS))), id="a large frame"),
+        pytest.param(
+            lambda raw, dealer: dealer.send_multipart(Message(Kind.HEAD, 1, {"start": -1}).frames()), id="no rows"
+        ),
+        pytest.param(lambda raw, dealer: dealer.send_multipart(Message(Kind.HIDDEN, 1).frames()), id="an answer"),
+    ],
+)
+def test_random_clients_disturb_nobody(attack: Callable[[socket.socket, zmq.Socket], None]) -> None:
+    with running() as address, zmq.Context() as context, socket.create_connection(("127.0.0.1", address.port)) as raw:
+        dealer = context.socket(zmq.DEALER)
+        dealer.linger = 0
+        dealer.connect(str(address))
+        with connected(address) as connections:
+            attack(raw, dealer)
+            time.sleep(0.05)
+            assert ask(connections, request_of([[7, 8, 9, 10]])).result(10).tensors[0].shape == (2, 4)
+        dealer.close()
+
+
+def test_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, other = Secret.of("a secret of the tests"), Secret.of("another one of the tests")
+    with running(secret=ours) as address:
+        assert ask_facts([address], ours, 10.0, "--url") == [FACTS]
+        for wrong in (other, replace(ours, client=other.client), None):
+            with pytest.raises(MkdTeacherError, match=f"--url {address}.*{TOKEN} must be the same"):
+                ask_facts([address], wrong, 2.0, "--url")
+    with running() as address, pytest.raises(MkdTeacherError, match=TOKEN):
+        ask_facts([address], ours, 2.0, "--url")
+
+
+def test_secret_of_the_environment() -> None:
+    assert Secret.from_environment({}) is None
+    assert Secret.from_environment({TOKEN: "x" * 16}) == Secret.of("x" * 16)
+    with pytest.raises(MkdConfigError, match=f"{TOKEN} has 5 characters"):
+        Secret.from_environment({TOKEN: "short"})
+
+
+@pytest.mark.parametrize("text", ["tcp://0.0.0.0:1", "tcp://node7:5757", "tcp://10.0.0.1:5757", "tcp://[::]:5757"])
+def test_other_machines_need_a_secret(text: str) -> None:
+    address = ServiceAddress.parse("--address", text)
+    with pytest.raises(MkdConfigError, match=f"--address {text}".replace("[", r"\[") + f".*{TOKEN}"):
+        require_secret("--address", address, None)
+    require_secret("--address", address, Secret("s", "c"))
+    require_secret("--address", ServiceAddress.parse("--address", "tcp://localhost:5757"), None)
+
+
+@pytest.mark.parametrize("text", ["127.0.0.1:5757", "tcp://x", "tcp://x:70000", "tcp://x:0", "ipc://x", "tcp://a b:1"])
+def test_wrong_addresses(text: str) -> None:
+    with pytest.raises(MkdConfigError, match=r"tcp://HOST:PORT"):
+        ServiceAddress.parse("--kd-teacher-url", text)
+
+
+def test_nobody_answers() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = ServiceAddress("127.0.0.1", free.getsockname()[1])
+    with pytest.raises(MkdTeacherTimeout, match=f"--url {address}: no teacher answers there within 1 s"):
+        ask_facts([address], None, 1.0, "--url")
+
+
+def test_another_teacher_at_the_address() -> None:
+    with running() as address:
+        connections = TeacherConnections([address], None, FACTS, 1 << 20)
+        ask(connections, request_of([[1, 2, 3, 4]])).result(10)
+    with running(replace(FACTS, fingerprint="b" * 32), port=address.port):
+        with pytest.raises(MkdTeacherError, match=f"is {'b' * 32} .* now, and was {'a' * 32}"):
+            ask(connections, request_of([[1, 2, 3, 4]])).result(10)
+        with pytest.raises(MkdTeacherError):  # and every later one, at once
+            ask(connections, request_of([[1, 2, 3, 4]])).result(0)
+        connections.close()
+
+
+def test_requests_to_another_teacher_are_refused() -> None:
+    with running() as address, connected(address) as connections:
+        answer = ask(connections, request_of([[1, 2, 3, 4]]), "c")
+        with pytest.raises(MkdTeacherError, match=r"refuses a request: the teacher here is a+, not c"):
+            answer.result(10)
+
+
+def test_a_lost_address_is_left_out() -> None:
+    ranks = Ranks()
+    ranks.delay_s = 0.02
+    with running(ranks=ranks) as stays:
+        with running(ranks=ranks) as dies:
+            connections = TeacherConnections([stays, dies], None, FACTS, 1 << 20)
+            answers = [ask(connections, request_of([[i, i, i, i]])) for i in range(50)]
+            answers[10].result(10)
+        for number, answer in enumerate(answers):
+            assert answer.result(10).tensors[0][0, 0] == number
+        connections.close()
+
+
+def test_a_service_that_starts_again_gets_the_requests() -> None:
+    with running() as address:
+        connections = TeacherConnections([address], None, FACTS, 1 << 20)
+        ask(connections, request_of([[1, 2, 3, 4]])).result(10)
+    answer = ask(connections, request_of([[3, 4, 5, 6]]))
+    time.sleep(0.1)
+    assert not answer.done()
+    with running(port=address.port):
+        assert answer.result(10).tensors[0].shape == (2, 4)
+        connections.close()
