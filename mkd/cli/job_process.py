@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from mkd.errors import MkdError
+from mkd.errors import MkdError, MkdTeacherTimeout
 from mkd.utils.logging import FILE_ONLY, logger
 
 INTERRUPTED = 130
@@ -37,7 +37,8 @@ def prepare(flags: list[str]) -> None:
 def exit_status_of_rank(
     command: Callable[[], object], is_correctable: Callable[[BaseException], bool] | None = None
 ) -> int:
-    """Run a command that all ranks of a job run; the exit status is 0, 1 after an error of the user, or INTERRUPTED.
+    """Run a command that all ranks of a job run; the exit status is 0, 1 after an error of the user, that
+    of `MkdTeacherTimeout`, or INTERRUPTED.
 
     Args:
         command: what to run.
@@ -53,7 +54,7 @@ def exit_status_of_rank(
             time.sleep(3)
         print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
         logger.error(traceback.format_exc() if isinstance(error, OSError) else str(error), extra=FILE_ONLY)
-        return 1
+        return error.status if isinstance(error, MkdTeacherTimeout) else 1
     except KeyboardInterrupt:  # while there is something to complete, mkd.compat.stopping handles Ctrl-C
         if os.environ.get("RANK", "0") == "0":
             print(f"{Path(sys.argv[0]).name}: interrupted before the first step", file=sys.stderr, flush=True)

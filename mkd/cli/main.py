@@ -17,6 +17,7 @@ COMMANDS = {
     "prune": "make a smaller student from a teacher",
     "convert": "convert Hugging Face folders to Megatron checkpoints and back",
     "cache": "run a teacher once and store its targets",
+    "serve-teacher": "run a teacher for students of other jobs",
     "plot": "plot the curves of runs",
     "report": "write a run as one HTML page",
     "show-alignment": "show a text in the tokens of two tokenizers, side by side",

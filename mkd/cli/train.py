@@ -10,7 +10,7 @@ Train a student from a frozen teacher with Megatron-LM. The flags below are the 
 lists all of them, Megatron's own included, and docs/flags.md describes those of mkd.
 
 models
-  --kd-teacher-hf DIR               teacher: a Hugging Face folder (or --kd-teacher-load, --kd-teacher-cache)
+  --kd-teacher-hf DIR               teacher: a Hugging Face folder (or --kd-teacher-load, -cache or -url)
   --kd-student-hf DIR               student: initial weights, architecture and tokenizer
   --kd-xtoken-loss                  the teacher has a different tokenizer
 

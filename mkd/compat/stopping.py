@@ -20,6 +20,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 import torch.distributed as dist
 
+from mkd.errors import MkdTeacherTimeout
 from mkd.utils.logging import current_rank, logger
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -47,6 +48,8 @@ class StopSignals:
         self._agreed = self._interrupted = False
         self.received: str | None = None
         """Name of the last signal that this process received."""
+        self.status = 0
+        """Exit status of the job if it stops; see `request`."""
 
     def listen(self) -> "StopSignals":
         """Record signals from now on."""
@@ -85,6 +88,11 @@ class StopSignals:
         if self._agreed:
             logger.info(f"{self.received or 'a signal to another rank'}: stopping after this step")
         return self._agreed
+
+    def request(self, reason: str, status: int) -> None:
+        """Stop as at a signal, with another exit status than 0. Called on all ranks."""
+        self._agreed, self.status = True, status
+        logger.warning(f"{reason}; stopping")
 
     def signals_received(self) -> list[bool]:
         """Called by megatron's training loop after each step. Collective over all ranks."""
@@ -167,8 +175,15 @@ def install_stopping(stop: StopSignals, state: EvaluationState) -> None:
             nonlocal trains
             if forward_only and stop.anywhere():
                 raise EvaluationAborted
+            try:
+                reports = run(forward_only=forward_only, **options)
+            except MkdTeacherTimeout as error:
+                stop.request(str(error), error.status)
+                if forward_only:
+                    raise EvaluationAborted from error
+                raise
             trains = trains or not forward_only
-            return run(forward_only=forward_only, **options)
+            return reports
 
         return run_or_stop
 
@@ -196,6 +211,32 @@ def install_stopping(stop: StopSignals, state: EvaluationState) -> None:
 
     training.get_forward_backward_func = get_stoppable_schedule
     training.train, training.evaluate = train_or_stop, evaluate_or_stop
+    training.train_step = _stoppable_step(training, stop)
+
+
+def _stoppable_step(training: ModuleType, stop: StopSignals) -> Callable:
+    """megatron's training step; without an answer of the teacher, which all ranks find out before any of them computes,
+    the training loop saves the state before the step, and ends."""
+    from megatron.core.rerun_state_machine import RerunDataIterator, RerunState
+
+    train_step, steps = training.train_step, 0
+
+    def step_or_stop(forward_step: Any, data_iterator: Any, *args: Any, iteration: int, **options: Any) -> tuple:
+        nonlocal steps
+        try:
+            result = train_step(forward_step, data_iterator, *args, iteration=iteration, **options)
+        except MkdTeacherTimeout:
+            training.get_rerun_state_machine().state = RerunState.NOT_RUNNING_YET
+            for one in data_iterator if isinstance(data_iterator, list) else [data_iterator]:
+                if isinstance(one, RerunDataIterator):
+                    one.advance()
+            own = training.get_args()
+            is_saved = steps == 0 or bool(own.save_interval and iteration % own.save_interval == 0)
+            return {}, True, own.save is not None and not is_saved, True, stop.status, None, None, 0
+        steps += 1
+        return result
+
+    return step_or_stop
 
 
 def _end_without_saving(training: ModuleType) -> NoReturn:

@@ -218,6 +218,9 @@ _GROUPS: tuple[tuple[Bounds, str], ...] = (
         " kd_teacher_context_parallel_size kd_teacher_expert_model_parallel_size"
         " kd_teacher_expert_tensor_parallel_size",
     ),
+    (Bounds(0, 1000, "it counts steps whose texts are sent ahead"), "kd_teacher_ahead"),
+    (Bounds(0.0, 1e5, "it counts GB of host memory"), "kd_teacher_buffer_gb"),
+    (Bounds(1.0, 1e6, "it is a time in seconds"), "kd_teacher_timeout"),
     (_INTERVAL, "kd_save_hf_interval kd_compare_interval"),
     (Bounds(1, 10**6, "it counts folders"), "kd_save_hf_keep kd_keep_last"),
     (Bounds(0.0, 1e6, "it counts passes over the data", without_low=True), "kd_epochs"),

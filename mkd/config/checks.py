@@ -23,7 +23,7 @@ from mkd.config.values import (
 from mkd.errors import MkdConfigError
 from mkd.utils.logging import LogLevel
 
-SOURCES = ("teacher_hf", "teacher_load", "teacher_cache")
+SOURCES = ("teacher_hf", "teacher_load", "teacher_cache", "teacher_url")
 """Fields that name a teacher, of which one is given."""
 
 
@@ -93,6 +93,30 @@ def check_cache(kd: KDFields) -> None:
     ):
         if kd.teacher_cache is not None and given:
             raise MkdConfigError(f"{flag} does not work with --kd-teacher-cache: {reason}; leave it out")
+
+
+def check_served(kd: KDFields) -> None:
+    """Refuse flags of a teacher on the student's ranks together with a service, and flags of a service without one."""
+    if kd.teacher_url is None:
+        for name in ("teacher_ahead", "teacher_buffer_gb", "teacher_timeout"):
+            if getattr(kd, name) != getattr(KDFields, name):
+                raise MkdConfigError(
+                    f"{flag_of(name)} is {getattr(kd, name)}, but no teacher is served: give --kd-teacher-url, or "
+                    "leave it out"
+                )
+        return
+    for flag, given, reason in (
+        ("--kd-hidden-loss", kd.hidden_loss is not None, "a service sends final hidden states only"),
+        ("--kd-xtoken-loss", kd.xtoken_loss is not None, "a service reads the student's tokens"),
+        ("--kd-teacher-dtype", kd.teacher_dtype is not None, "give it to mkd serve-teacher"),
+        ("--kd-teacher-offload", kd.teacher_offload, "no weights of the teacher are in memory"),
+    ):
+        if given:
+            raise MkdConfigError(
+                f"{flag} does not work with --kd-teacher-url {' '.join(kd.teacher_url)}: {reason}; leave it out"
+            )
+    if len(set(kd.teacher_url)) < len(kd.teacher_url):
+        raise MkdConfigError(f"--kd-teacher-url {' '.join(kd.teacher_url)} has an address twice: leave one out")
 
 
 def check_ratio(kd: KDFields) -> None:
@@ -326,6 +350,7 @@ def check_teacher_size(kd: KDFields, field: str) -> None:
     size = getattr(kd, field)
     reasons = {
         "--kd-teacher-cache": (kd.teacher_cache, "the teacher is not run"),
+        "--kd-teacher-url": (kd.teacher_url and " ".join(kd.teacher_url), "the service has its own layout"),
         "--kd-hidden-loss": (kd.hidden_loss, "its layers are compared on the ranks of the student's"),
     }
     for other, (value, reason) in reasons.items():

@@ -47,6 +47,10 @@ FIELD_CHECKS: tuple[FieldCheck, ...] = (
     FieldCheck(("hidden_loss",), checks.check_layers_of_one_teacher),
     FieldCheck(("cache_missing",), checks.check_cache_missing),
     FieldCheck(("hidden_loss", "teacher_dtype", "teacher_offload"), checks.check_cache),
+    FieldCheck(
+        ("teacher_ahead", "teacher_buffer_gb", "teacher_timeout", "hidden_loss", "xtoken_loss", "teacher_dtype"),
+        checks.check_served,
+    ),
     FieldCheck(("ratio", "ratio_schedule"), checks.check_ratio),
     FieldCheck(("balance",), checks.check_balance),
     FieldCheck(("temperature", "temperature_schedule"), checks.check_temperature),

@@ -55,6 +55,21 @@ class KDFields:
     """Teacher: a folder of cached targets (mkd cache); the teacher's weights are not loaded. The data must
     be that from which the cache was written. Exactly one teacher source must be given."""
 
+    teacher_url: list[str] | None = field(default=None, metadata={"argparse_meta": {"metavar": "tcp://HOST:PORT"}})
+    """Teacher: one or more services of the same teacher (mkd serve-teacher), which share the work. Exactly one teacher
+    source must be given."""
+
+    teacher_ahead: int = 2
+    """With --kd-teacher-url: steps whose texts are sent to the teacher before the present step is computed. It changes
+    no number."""
+
+    teacher_buffer_gb: float = 8.0
+    """With --kd-teacher-url: GB of host memory for answers to later steps, on each rank that receives answers."""
+
+    teacher_timeout: float = 600.0
+    """With --kd-teacher-url: seconds without an answer after which a waiting job saves and ends with exit status 75. No
+    step is ever made without the teacher."""
+
     cache_missing: Literal["error", "ce_only"] = "error"
     """Handling of texts that are not in --kd-teacher-cache. error: the job ends before the step. ce_only: they are
     trained with cross-entropy only, and the metrics count them (kd_missing)."""

@@ -78,7 +78,7 @@ def _check(left_out: frozenset[str], findings: Findings) -> Job | None:
     kd = checked_config(given, findings)
     if kd is None:
         return None
-    draft = JobDraft(args, kd, sink=findings.tolerate)
+    draft = JobDraft(args, kd, waits=False, sink=findings.tolerate)
     skipped = {word.split("=")[0] for word in left_out}
     if all(given[name] is None for name in SOURCES):
         skipped.add("teacher source")

@@ -41,6 +41,8 @@ from mkd.utils.atomic_files import regular_target
 class JobDraft(CommandLine):
     """A command line and the objects that are made of it, check by check."""
 
+    waits: bool = True
+    """True if a teacher service may still be starting; False where no training follows."""
     sink: Sink = nullcontext
     """Context around each part of a check that looks at several files or teachers."""
     source: TeacherSource | None = None
@@ -71,7 +73,7 @@ class JobDraft(CommandLine):
 
 
 def _open_teacher(draft: JobDraft) -> None:
-    draft.source = teacher_source(draft.kd)
+    draft.source = teacher_source(draft.kd, waits=draft.waits and not draft.kd.dry_run)
 
 
 def _select_checkpoint(draft: JobDraft) -> None:

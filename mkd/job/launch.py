@@ -1,5 +1,6 @@
 """Launch of a checked job: builds its parts on this rank, and calls `megatron.training.pretrain`."""
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,17 +77,23 @@ def train(job: Job, parts: TrainingParts) -> None:
     destroy_rerun_state_machine()
     saving = prepare_saving(args, job.kd, job.state)
     then = "the job ends, without saving because there is no --save," if args.save is None else "the job saves and ends"
+    stop = StopSignals(args.exit_signal, then=then).listen()
     install(
         training=Hooks(job, parts.schedule, parts.metrics, parts.step.finite, parts.samples),
         checkpoints=saving,
-        stop=StopSignals(args.exit_signal, then=then).listen(),
+        stop=stop,
         state=job.state,
         own_learning_rates=args.override_opt_param_scheduler,
     )
-    pretrain(
-        pretrain_cfg_container_from_args(args, job.student_config),
-        provider_of(parts.datasets),
-        ModelType.encoder_or_decoder,
-        parts.step,
-        skip_model_parallel_init=True,
-    )
+    try:
+        pretrain(
+            pretrain_cfg_container_from_args(args, job.student_config),
+            provider_of(parts.datasets),
+            ModelType.encoder_or_decoder,
+            parts.step,
+            skip_model_parallel_init=True,
+        )
+    except SystemExit as end:
+        sys.exit(end.code or stop.status)
+    if stop.status:
+        sys.exit(stop.status)

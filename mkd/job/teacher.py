@@ -24,6 +24,7 @@ from mkd.distributed.groups import Groups, ParallelLayout, ParallelSizes
 from mkd.errors import MkdConfigError
 from mkd.job.cached_teacher import CachedTeacherSpec, open_cache
 from mkd.job.cross_tokenizer import CrossTokenizers
+from mkd.job.served_teacher import WITHOUT_WAITING_S, ServedSource, ServedTeacherSpec
 from mkd.models.gpt import gpt_config
 from mkd.teacher.cache.store import TeacherStore
 from mkd.teacher.ensemble import AveragedTeachers, TeacherEnsemble
@@ -57,8 +58,12 @@ class TeacherSpec(Protocol):
         ...
 
 
-def teacher_source(kd: KDConfig) -> TeacherSource:
-    """Open the folder that --kd-teacher-hf, --kd-teacher-load or --kd-teacher-cache names.
+def teacher_source(kd: KDConfig, *, waits: bool = True) -> TeacherSource:
+    """Open the folder that --kd-teacher-hf, --kd-teacher-load or --kd-teacher-cache names, or ask --kd-teacher-url.
+
+    Args:
+        kd: the flags.
+        waits: wait for a service that does not answer yet.
 
     Raises:
         MkdError: it is missing, incomplete, or of another kind than the flag names.
@@ -68,6 +73,8 @@ def teacher_source(kd: KDConfig) -> TeacherSource:
         return sources[0] if len(sources) == 1 else EnsembleSource(sources)
     if kd.teacher_load is not None:
         return ModelSource.from_megatron(kd.teacher_load, "--kd-teacher-load")
+    if kd.teacher_url is not None:
+        return ServedSource.ask(kd.teacher_url, kd.teacher_timeout if waits else WITHOUT_WAITING_S)
     return open_cache(kd.teacher_cache, "--kd-teacher-cache")
 
 
@@ -94,13 +101,16 @@ def teacher_spec(
     """
     if isinstance(source, TeacherStore):
         return CachedTeacherSpec.of(source, args, kd, true_vocab)
+    if isinstance(source, ServedSource):
+        return ServedTeacherSpec.of(source, args, kd)
     if isinstance(source, EnsembleSource):
         return EnsembleTeacherSpec.of(source, args, kd, true_vocab, cross)
     return ModelTeacherSpec.of(source, args, kd, true_vocab, fingerprint, cross)
 
 
 def check_teacher_fits(source: TeacherSource, args: Namespace, kd: KDConfig, sink: Sink = nullcontext) -> None:
-    """Refuse a layout of the teachers that does not fit the ranks, the rows or a teacher; nothing for a cache.
+    """Refuse a layout of the teachers that does not fit the ranks, the rows or a teacher; nothing for a cache or a
+    service.
 
     Args:
         source: the teacher, or several.
@@ -111,7 +121,7 @@ def check_teacher_fits(source: TeacherSource, args: Namespace, kd: KDConfig, sin
     Raises:
         MkdConfigError: names the flag, its value and what it does not fit.
     """
-    if isinstance(source, TeacherStore):
+    if isinstance(source, TeacherStore | ServedSource):
         return
     sources = source.sources if isinstance(source, EnsembleSource) else (source,)
     _check_experts(source, sources, kd)

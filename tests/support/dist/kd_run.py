@@ -1,5 +1,6 @@
 """Several training steps and an evaluation of small models in any parallel layout: for workers of the pool."""
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -58,10 +59,12 @@ def kd_run(
     """
     set_moe_metrics_tracker(MoEMetricsTracker())
     with parallel_state(layout), FAULTS[fault]() if fault else nullcontext():
-        return _Run(layout, models).result(steps)
+        return Run(layout, models).result(steps)
 
 
-class _Run:
+class Run:
+    """The run on this rank."""
+
     def __init__(self, layout: Layout, models: Models) -> None:
         self._layout, self._models, self._groups = layout, models, Groups.from_megatron()
         self._teacher = None if models.kd.is_plain_pretraining else build_teacher(layout, models, self._groups)
@@ -100,6 +103,10 @@ class _Run:
             evaluation=evaluation, steps=reports, grad_norms=norms, gradients=first, changes=changes, balance=balance
         )
 
+    def iterator(self, batches: list[dict[str, Tensor]], step: int, evaluating: bool) -> Iterator[Any]:
+        """Over the samples of a step."""
+        return iter(batches)
+
     def _pass(self, step: int, evaluating: bool = False) -> dict[str, Tensor]:
         """One step's forward and backward passes, or an evaluation: {name: [sum, count]} over this rank's tokens."""
         layout, groups = self._layout, self._groups
@@ -112,13 +119,13 @@ class _Run:
             self._models.masks,
             step,
         )
-        vp = layout.vp if layout.vp > 1 else None
+        vp, iterator = layout.vp if layout.vp > 1 else None, self.iterator(batches, step, evaluating)
         for chunk in self._chunks:
             chunk.train(not evaluating)
         with torch.no_grad() if evaluating else nullcontext():
             reports = self._schedule.around(get_forward_backward_func(pp_size=layout.pp, vp_size=vp))(
                 forward_step_func=self._step,
-                data_iterator=[iter(batches)] + [None] * (vp - 1) if vp else iter(batches),
+                data_iterator=[iterator] + [None] * (vp - 1) if vp else iterator,
                 model=self._chunks,
                 num_microbatches=len(batches),
                 seq_length=ROW,

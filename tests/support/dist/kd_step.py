@@ -33,11 +33,13 @@ from mkd.config.megatron_checks import length_multiple
 from mkd.distributed.groups import Groups, ParallelLayout, ParallelSizes
 from mkd.train.hidden_layers import HiddenLayers
 from mkd.job.cached_teacher import CachedTeacherSpec, open_cache
+from mkd.job.served_teacher import ServedSource, ServedTeacherSpec
 from mkd.losses import LossOptions
 from mkd.models.gpt import gpt_config
 from mkd.train.schedule import TeacherThenStudent
 from mkd.train.step import ForwardStep
 from mkd.teacher.cache.teacher import CachedTeacher
+from mkd.teacher.service.client import ServedTeacher
 from mkd.teacher.resharded.teacher import ReshardedTeacher
 from mkd.teacher.online import OnlineTeacher
 from mkd.teacher.ensemble import TeacherEnsemble
@@ -127,6 +129,12 @@ class Models:
     cache: str | None = None
     """Folder with the teacher's answers, which are read instead of running it."""
     cache_missing: Literal["error", "ce_only"] = "error"
+    served: tuple[str, ...] = ()
+    """Addresses of services that are asked instead."""
+    ahead: int = 2
+    """Steps that requests to services run ahead."""
+    answer_s: float = 60.0
+    """Seconds without an answer of a service that are an error."""
     salt: str = "teacher"
     """Of the weights of a teacher with the student's tokenizer."""
     teacher_moe: bool = False
@@ -173,8 +181,13 @@ class Models:
     @property
     def kd(self) -> KDConfig:
         return KDConfig(
-            teacher_hf=None if self.cache else ["T"],
+            teacher_hf=None if self.cache or self.served else ["T"],
             teacher_cache=self.cache,
+            **(
+                dict(teacher_url=list(self.served), teacher_ahead=self.ahead, teacher_timeout=self.answer_s)
+                if self.served
+                else {}
+            ),
             cache_missing=self.cache_missing,
             top_k=self.top_k,
             ratio=self.ratio,
@@ -345,11 +358,16 @@ def _kd_step(layout: Layout, models: Models) -> dict[str, Any]:
     return {"reports": sums, "gradients": gradients(chunks)}
 
 
-def build_teacher(layout: Layout, models: Models, groups: Groups) -> OnlineTeacher | CachedTeacher | TeacherEnsemble:
+def build_teacher(
+    layout: Layout, models: Models, groups: Groups
+) -> OnlineTeacher | CachedTeacher | ServedTeacher | TeacherEnsemble:
     """The teacher on this rank."""
     if models.cache is not None:
         source = open_cache(models.cache, "--kd-teacher-cache")
         return CachedTeacherSpec(source, models.kd, row_length=ROW).build(groups)
+    if models.served:
+        kd, args = models.kd, Namespace(padded_vocab_size=PADDED, sequence_parallel=layout.sp)
+        return ServedTeacherSpec(ServedSource.ask(kd.teacher_url, 60.0), args, kd).build(groups)
     if models.xtoken is None:
         if models.select:
             each = [build_teacher(layout, replace(models, select=False, salt=salt), groups) for salt in "AB"]

@@ -62,8 +62,9 @@ class Outcome:
         models: Models,
         steps: int = STEPS,
         fault: str | None = None,
+        run: Callable[..., dict[str, Any]] = kd_run,
     ) -> "Outcome":
-        results: list[dict[str, Any]] = pools(ranks).run(kd_run, layout, models, steps, fault)
+        results: list[dict[str, Any]] = pools(ranks).run(run, layout, models, steps, fault)
         for result in results:
             assert result["grad_norms"] == pytest.approx(results[0]["grad_norms"], rel=STEP_LOSS)
         return cls(

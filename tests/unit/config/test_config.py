@@ -11,6 +11,8 @@ from mkd.config.loss_spec import Divergence, LossSpec
 from mkd.config.schedules import Schedule
 from mkd.errors import MkdConfigError
 
+SERVED = {"teacher_hf": None, "teacher_url": ["tcp://a:1"]}
+
 
 def config(**changes: object) -> KDConfig:
     return KDConfig(**{"teacher_hf": ["teacher"], "ratio": 0.5, **changes})
@@ -21,6 +23,18 @@ def config(**changes: object) -> KDConfig:
     [
         ({"teacher_hf": None}, ["none", "--kd-teacher-hf", "--kd-teacher-load"]),
         ({"teacher_load": "other"}, ["--kd-teacher-hf teacher", "--kd-teacher-load other"]),
+        (
+            {"teacher_url": ["tcp://a:1", "tcp://b:1"]},
+            ["--kd-teacher-hf teacher and --kd-teacher-url tcp://a:1 tcp://b:1"],
+        ),
+        ({"teacher_ahead": 3}, ["--kd-teacher-ahead is 3", "give --kd-teacher-url"]),
+        ({**SERVED, "hidden_loss": "1:1"}, ["--kd-hidden-loss does not work with --kd-teacher-url tcp://a:1"]),
+        ({**SERVED, "xtoken_loss": "gold"}, ["--kd-xtoken-loss does not work with --kd-teacher-url"]),
+        ({**SERVED, "teacher_dtype": "bf16"}, ["--kd-teacher-dtype", "give it to mkd serve-teacher"]),
+        ({**SERVED, "teacher_offload": True}, ["--kd-teacher-offload", "leave it out"]),
+        ({**SERVED, "teacher_context_parallel_size": 2}, ["size 2 does not work with --kd-teacher-url tcp://a:1"]),
+        ({**SERVED, "teacher_timeout": 0.0}, ["--kd-teacher-timeout is 0.0"]),
+        ({**SERVED, "teacher_url": ["tcp://a:1", "tcp://a:1"]}, ["has an address twice"]),
         ({"ratio": None}, ["--kd-ratio is required"]),
         ({"ratio": 1.5}, ["--kd-ratio is 1.5", "[0, 1]"]),
         ({"ratio": -0.1}, ["--kd-ratio is -0.1"]),

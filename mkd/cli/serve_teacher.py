@@ -1,0 +1,57 @@
+"""Run a teacher for students of other jobs.
+
+    mkd serve-teacher --address tcp://127.0.0.1:5757 FLAGS
+    torchrun --nproc-per-node 8 -m mkd serve-teacher --address tcp://0.0.0.0:5757 --tensor-model-parallel-size 8 FLAGS
+
+FLAGS are those of mkd train that describe the teacher, its parallel layout and its rows: --kd-teacher-hf or
+--kd-teacher-load, --bf16, --seq-length, --micro-batch-size, --kd-packing. Its students have --kd-teacher-url with the
+address. An address that is not on this machine alone needs MKD_TEACHER_TOKEN on both sides. SIGTERM and Ctrl-C end the
+service after the requests that it has received. See docs/teachers.md.
+"""
+
+import argparse
+import sys
+
+from mkd.cli.job_process import exit_status_of_rank, prepare
+from mkd.cli.usage import command_parser
+
+
+def serve(address: str, words: list[str]) -> None:
+    """Check the flags, load the teacher, and serve it until a signal."""
+    prepare(words)
+    from megatron.training import initialize_megatron
+
+    from mkd.checkpoint.resume_point import check_same_teacher_everywhere
+    from mkd.compat.stopping import StopSignals
+    from mkd.distributed.rank_env import check_rendezvous
+    from mkd.job.teacher_service import ServiceJob
+    from mkd.utils.logging import logger
+
+    job = ServiceJob.from_command_line(address)
+    logger.info(f"teacher    {job.teacher}")
+    if job.is_dry_run:
+        return
+    check_rendezvous()
+    initialize_megatron()
+    check_same_teacher_everywhere(job.teacher.stored_fingerprint, job.teacher.source.origin)
+    with StopSignals(then="the service ends") as stop:
+        job.serve(lambda: stop.received is not None)
+
+
+def parser_of_command() -> argparse.ArgumentParser:
+    """The service's own flags."""
+    parser = command_parser(__doc__)
+    parser.add_argument(
+        "--address",
+        default="tcp://127.0.0.1:5757",
+        metavar="tcp://HOST:PORT",
+        help="where the service listens, on its last pipeline stage (default: %(default)s)",
+    )
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status: 0, or 1 after a message on stderr."""
+    words = sys.argv[1:] if argv is None else argv
+    own, others = parser_of_command().parse_known_args(words)
+    return exit_status_of_rank(lambda: serve(own.address, others))

@@ -1,0 +1,150 @@
+"""The job of a teacher service, from its command line to the loop that answers requests."""
+
+import math
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq
+
+from mkd.checkpoint.source import EnsembleSource
+from mkd.config import flags, megatron_args
+from mkd.config.kd_config import KDConfig
+from mkd.config.megatron_checks import length_multiple
+from mkd.config.run_state import RunState
+from mkd.distributed.groups import Groups
+from mkd.errors import MkdConfigError
+from mkd.job.data import hash_of_tokenizer
+from mkd.job.teacher import ModelTeacherSpec, teacher_source
+from mkd.job.without_student import describe_teacher
+from mkd.models.gpt import logit_scale
+from mkd.teacher.service.addresses import Secret, ServiceAddress, require_secret
+from mkd.teacher.service.facts import TeacherFacts
+from mkd.teacher.service.model import TeacherRanks, is_front
+from mkd.teacher.service.server import TeacherServer
+from mkd.utils.logging import EVERY_RANK, logger, set_level
+
+ADDRESS_FLAG = "--address"
+_KD_FIELDS = ("teacher_hf", "teacher_load", "teacher_dtype", "packing", "packing_multiple", "log_level", "dry_run")
+"""Fields of KDConfig that a service has; the others are about the student, its data and its loss."""
+
+
+@dataclass(frozen=True)
+class ServiceJob:
+    """A checked job; no weight is loaded and no process group exists yet."""
+
+    args: Namespace
+    """Megatron's arguments of the teacher, which are also its global ones."""
+    teacher: ModelTeacherSpec
+    address: ServiceAddress
+    secret: Secret | None
+    is_dry_run: bool
+
+    @classmethod
+    def from_command_line(cls, url: str) -> "ServiceJob":
+        """Parse `sys.argv`, which holds flags of mkd train about the teacher and the size of microbatches.
+
+        Args:
+            url: where to listen.
+
+        Raises:
+            MkdError: a flag or file is wrong.
+        """
+        address, secret = ServiceAddress.parse(ADDRESS_FLAG, url), Secret.from_environment()
+        require_secret(ADDRESS_FLAG, address, secret)
+        args, given = flags.parse_flags()
+        _refuse(given)
+        kd = KDConfig(**{name: given[name] for name in _KD_FIELDS}, ratio=1.0)
+        set_level(kd.log_level)
+        source = teacher_source(kd)
+        if isinstance(source, EnsembleSource):
+            raise MkdConfigError(f"{source.origin} are several teachers, and a service has one: start one for each")
+        args.train_iters, args.global_batch_size = 1, None
+        describe_teacher(args, source, None)
+        _require_one_replica(args)
+        megatron_args.finish(args, kd, RunState())
+        vocab = source.vocab_size or megatron_args.true_vocabulary(args)
+        teacher = ModelTeacherSpec.of(source, args, kd, vocab, source.fingerprint())
+        return cls(args, teacher, address, secret, kd.dry_run)
+
+    @property
+    def facts(self) -> TeacherFacts:
+        """Properties of the teacher, and limits of the service."""
+        args, source, transformer = self.args, self.teacher.source, self.teacher.config.transformer
+        cp = args.context_parallel_size
+        return TeacherFacts(
+            fingerprint=self.teacher.stored_fingerprint,
+            description=str(self.teacher),
+            tokenizer=source.tokenizer_hash or hash_of_tokenizer(args),
+            vocab=self.teacher.true_vocab,
+            positions=source.architecture.get("max_position_embeddings"),
+            width=transformer.hidden_size,
+            logit_scale=float(logit_scale(transformer)),
+            dtype=str(transformer.params_dtype).removeprefix("torch."),
+            packed=self.teacher.kd.packing != "none",
+            most_tokens=args.micro_batch_size * args.seq_length,
+            row_multiple=length_multiple(args),
+            segment_multiple=2 * cp if cp > 1 else 1,
+        )
+
+    def serve(self, is_stopping: Callable[[], bool]) -> None:
+        """Load the teacher, and answer requests until `is_stopping()`. Collective over all ranks.
+
+        Raises:
+            MkdConfigError: the address cannot be used.
+        """
+        groups = Groups.from_megatron()
+        server = self._listen() if is_front(groups) else None
+        sequence_parallel = self.teacher.config.transformer.sequence_parallel
+        ranks = TeacherRanks(self.teacher.build(groups), groups, sequence_parallel=sequence_parallel)
+        head = ranks.lm_head(self.teacher.true_vocab)
+        if server is None:
+            ranks.follow()
+            return
+        secured = "a secret is required" if self.secret else "this machine only, without a secret"
+        logger.info(
+            f"serving the teacher {self.teacher.stored_fingerprint} at {server.address} ({secured})", extra=EVERY_RANK
+        )
+        server.serve(ranks, head, is_stopping)
+        server.close()
+        logger.info("every request that was received is answered; the service ends", extra=EVERY_RANK)
+
+    def _listen(self) -> TeacherServer:
+        try:
+            return TeacherServer(self.facts, self.address, self.secret)
+        except zmq.ZMQError as error:
+            raise MkdConfigError(f"{ADDRESS_FLAG} {self.address} cannot be used: {error}") from error
+
+
+def _refuse(given: dict) -> None:
+    """Refuse teachers that a service does not have, and the student's flags of layouts and precision."""
+    for name in ("teacher_cache", "teacher_url"):
+        if given.get(name) is not None:
+            value = given[name] if isinstance(given[name], str) else " ".join(given[name])
+            raise MkdConfigError(
+                f"--kd-{name.replace('_', '-')} {value} is no teacher to run: give --kd-teacher-hf or --kd-teacher-load"
+            )
+    if given.get("teacher_dtype") == "fp8":
+        raise MkdConfigError("--kd-teacher-dtype is fp8, which mkd serve-teacher does not support yet: give bf16")
+    if given.get("xtoken_loss") is not None:
+        raise MkdConfigError(
+            f"--kd-xtoken-loss {given['xtoken_loss']} does not work with mkd serve-teacher, which reads the student's "
+            "tokens: leave it out"
+        )
+    for name, size in given.items():
+        if name.startswith("teacher_") and name.endswith("_parallel_size") and size is not None:
+            flag = name.removeprefix("teacher_").replace("_", "-")
+            raise MkdConfigError(
+                f"--kd-teacher-{flag} is {size}, but there is no student here: give --{flag} {size}, which is the "
+                "teacher's"
+            )
+
+
+def _require_one_replica(args: Namespace) -> None:
+    sizes = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size)
+    if args.world_size > math.prod(sizes) > 0:
+        raise MkdConfigError(
+            f"{args.world_size} ranks are several replicas of a teacher at --tensor-model-parallel-size {sizes[0]} x "
+            f"--pipeline-model-parallel-size {sizes[1]} x --context-parallel-size {sizes[2]}: start one service for "
+            "each replica, and name all addresses in --kd-teacher-url"
+        )

@@ -1,0 +1,137 @@
+"""Losses and gradients with a teacher service equal those with the same teacher in process, to the last bit."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from time import sleep
+import re
+
+import pytest
+
+from tests.support.dist.kd_step import Layout, Models
+from tests.support.dist.outcome import GetPool, Outcome, assert_equal
+from tests.support.dist.served import Service, served_error, served_run
+
+TEXT = Models(teacher_layers=2, tied=False)
+PACKED = replace(TEXT, data="packed", ratio=0.6)
+ONE, TP2 = Layout(), Layout(tp=2, sp=True)
+
+# fmt: off
+TABLE = {
+    "one rank, text / one rank": (1, Layout(), TEXT, ONE),
+    "one rank, packed / one rank": (1, Layout(mbs=4), replace(PACKED, masks="same"), ONE),
+    "tp2-pp2 / one rank": (4, Layout(tp=2, pp=2, sp=True), TEXT, ONE),
+    "dp2-cp2, packed / one rank": (4, Layout(cp=2), PACKED, ONE),
+    "tp2-cp2 / tp2": (4, Layout(tp=2, cp=2), TEXT, TP2),
+}
+# fmt: on
+"""Student / service: ranks and layout of the student, models, layout of the service."""
+
+
+@pytest.fixture(scope="module")
+def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Service]]:
+    """A running service of a layout; each is started once."""
+    known: dict[Layout, Service] = {}
+
+    def of(layout: Layout) -> Service:
+        if layout not in known:
+            known[layout] = Service(tmp_path_factory.mktemp("service"), layout, TEXT)
+            known[layout].start()
+        return known[layout]
+
+    yield of
+    for service in known.values():
+        service.stop()
+        service.close()
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[Callable[..., Service]]:
+    """`service(**options)`: one that is not shared."""
+    made: list[Service] = []
+
+    def make(**options: object) -> Service:
+        folder = tmp_path / str(len(made))
+        folder.mkdir()
+        made.append(Service(folder, models=TEXT, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def address(service: Service) -> str:
+    return f"tcp://127.0.0.1:{service.port}"
+
+
+def in_process(pools: GetPool, ranks: int, student: Layout, models: Models, service: Layout) -> Outcome:
+    """Taught by the same teacher in the service's layout, on the student's ranks."""
+    own = student if (student.tp, student.pp, student.cp) == (service.tp, service.pp, service.cp) else None
+    return Outcome.of(pools, ranks, own or replace(student, teacher=service), models)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_layouts(gloo_pool: GetPool, services: Callable[..., Service], name: str) -> None:
+    ranks, student, models, own = TABLE[name]
+    served = replace(models, served=(address(services(own)),), ahead=1)
+    seen = Outcome.of(gloo_pool, ranks, student, served, run=served_run)
+    assert_equal(seen, in_process(gloo_pool, ranks, student, models, own))
+
+
+@pytest.mark.parametrize("ahead", [0, 4])
+def test_running_ahead_changes_no_number(gloo_pool: GetPool, services: Callable[..., Service], ahead: int) -> None:
+    ranks, student, models, own = TABLE["one rank, text / one rank"]
+    served = replace(models, served=(address(services(own)),), ahead=ahead)
+    assert_equal(
+        Outcome.of(gloo_pool, ranks, student, served, run=served_run),
+        in_process(gloo_pool, ranks, student, models, own),
+    )
+
+
+def test_killed_services_change_no_number(gloo_pool: GetPool, service: Callable[..., Service]) -> None:
+    """Two addresses, of which one is killed and stays dead, and the other is killed and started again, twice."""
+    two = [service(delay_s=0.08), service(delay_s=0.08)]
+    models = replace(TEXT, served=tuple(one.start() for one in two))
+    with ThreadPoolExecutor(1) as thread:
+        run = thread.submit(Outcome.of, gloo_pool, 1, Layout(mbs=1), models, run=served_run)
+        sleep(0.5)
+        two[0].kill()
+        for _ in range(2):
+            sleep(0.4)
+            two[1].kill()
+            two[1].start()
+        seen = run.result()
+    assert two[1].stop() > [(0, 0)]
+    assert_equal(seen, in_process(gloo_pool, 1, Layout(mbs=1), TEXT, ONE))
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("NaN", r"MkdNumericError: the hidden states of the teacher .* are not finite"),
+        ("truncated", r"MkdTeacherError: the teacher answers with hidden states of .*; \d+ tokens .* were requested"),
+        ("silent", r"MkdTeacherTimeout: the teacher has not answered for . s \(--kd-teacher-timeout 1\)"),
+    ],
+)
+def test_wrong_answers_are_errors_on_all_ranks(
+    gloo_pool: GetPool, service: Callable[..., Service], fault: str, message: str
+) -> None:
+    models = replace(TEXT, served=(service(fault=fault).start(),), answer_s=1.0)
+    errors = gloo_pool(2).run(served_error, Layout(tp=2), models)
+    assert len(set(errors)) == 1
+    assert re.search(message, errors[0]), errors[0]
+
+
+def test_two_students_share_a_service(gloo_pool: GetPool, services: Callable[..., Service]) -> None:
+    models = replace(TEXT, served=(address(services(ONE)),))
+    with ThreadPoolExecutor(2) as threads:
+        layouts = {1: Layout(), 2: Layout(tp=2)}
+        runs = {
+            ranks: threads.submit(Outcome.of, gloo_pool, ranks, layout, models, run=served_run)
+            for ranks, layout in layouts.items()
+        }
+        seen = {ranks: run.result() for ranks, run in runs.items()}
+    for ranks, layout in layouts.items():
+        assert_equal(seen[ranks], in_process(gloo_pool, ranks, layout, TEXT, ONE))

@@ -1,0 +1,198 @@
+"""Teacher services of the small models' teacher, and runs that they teach, for workers of the pool."""
+
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode
+from torch import Tensor
+
+from mkd.data.batch import KDBatch, next_microbatches
+from mkd.data.lookahead import Lookahead
+from mkd.distributed.groups import Groups
+from mkd.errors import MkdError
+from mkd.teacher.service.addresses import ServiceAddress
+from mkd.teacher.service.facts import TeacherFacts
+from mkd.teacher.service.messages import Kind, Message
+from mkd.teacher.service.model import TeacherRanks, is_front
+from mkd.teacher.service.server import TeacherServer
+from tests.support.dist.kd_run import STEPS, Run
+from tests.support.dist.kd_samples import VOCAB, microbatches
+from tests.support.dist.kd_step import Layout, Models, build_model_teacher, build_teacher, parallel_state
+from tests.support.dist.pool import Pool, WorkerError
+
+
+def facts_of(layout: Layout, models: Models, **changes: Any) -> TeacherFacts:
+    """Facts of the small models' teacher."""
+    cp, sp = layout.cp, layout.tp if layout.sp else 1
+    facts = dict(
+        fingerprint=models.salt,
+        description="small",
+        tokenizer=None,
+        vocab=VOCAB,
+        positions=64,
+        width=models.teacher["hidden_size"],
+        logit_scale=1.0,
+        dtype="float32",
+        packed=True,
+        most_tokens=1000,
+        row_multiple=2 * cp * sp if cp > 1 else sp,
+        segment_multiple=2 * cp if cp > 1 else 1,
+    )
+    return TeacherFacts(**(facts | changes))
+
+
+class _Faulty(TeacherServer):
+    """A service that answers late, or wrongly."""
+
+    fault, delay_s = "", 0.0
+
+    def _send(self, client: bytes, message: Message) -> None:
+        if message.kind == Kind.HIDDEN:
+            time.sleep(self.delay_s)
+            (hidden,) = message.tensors
+            match self.fault:
+                case "NaN":
+                    hidden[-1, -1] = torch.nan
+                case "truncated":
+                    hidden = hidden[:-1]
+                case "silent":
+                    return
+            message = replace(message, tensors=(hidden,))
+        super()._send(client, message)
+
+
+def serve(
+    rank: int, world_size: int, layout: Layout, models: Models, folder: str, port: int, fault: str, delay_s: float
+) -> tuple[int, int]:
+    """Serve until the file `stop` is in `folder`; (requests, tokens) of the service.
+
+    Args:
+        rank, world_size: of the pool.
+        layout: of the service.
+        models: the teacher.
+        folder: where the front rank writes the file `address`.
+        port: 0 for any.
+        fault: what is wrong with answers, see `_Faulty`.
+        delay_s: before each answer.
+    """
+    stop = Path(folder) / "stop"
+    with parallel_state(layout):
+        groups = Groups.from_megatron()
+        teacher = build_model_teacher(layout, models, groups, tied=False, salt=models.salt)
+        ranks = TeacherRanks(teacher, groups, sequence_parallel=layout.sp)
+        head = ranks.lm_head(VOCAB)
+        if not is_front(groups):
+            ranks.follow()
+            return 0, 0
+        server = _Faulty(facts_of(layout, models), ServiceAddress("127.0.0.1", port), None)
+        server.fault, server.delay_s = fault, delay_s
+        partial = Path(folder) / "partial"
+        partial.write_text(server.address)
+        partial.rename(Path(folder) / "address")
+        server.serve(ranks, head, stop.exists)
+        server.close()
+        return server._work.requests, server._work.tokens
+
+
+@dataclass
+class Service:
+    """A service in a pool of its own."""
+
+    folder: Path
+    layout: Layout = Layout()
+    models: Models = Models()
+    fault: str = ""
+    delay_s: float = 0.0
+    port: int = 0
+    _pool: Pool = field(init=False)
+    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+    _result: Future[list[Any]] | None = None
+
+    def __post_init__(self) -> None:
+        self._pool = Pool(self.layout.tp * self.layout.pp * self.layout.cp)
+
+    def start(self) -> str:
+        """Start it, at the port of before if it has run; returns its address."""
+        for name in ("address", "stop"):
+            (self.folder / name).unlink(missing_ok=True)
+        words = (self.layout, self.models, str(self.folder), self.port, self.fault, self.delay_s)
+        self._result = self._thread.submit(self._pool.run, serve, *words)
+        deadline = time.monotonic() + 60
+        while not (self.folder / "address").exists():
+            assert time.monotonic() < deadline and not self._result.done(), self._result
+            time.sleep(0.02)
+        address = (self.folder / "address").read_text()
+        self.port = int(address.rpartition(":")[2])
+        return address
+
+    def stop(self) -> list[Any]:
+        """Have it end by itself."""
+        (self.folder / "stop").touch()
+        return self._result.result(timeout=30)
+
+    def kill(self) -> None:
+        """As kill -9."""
+        for process in self._pool._processes:
+            os.kill(process.pid, 9)
+        with suppress(WorkerError):
+            self._result.result(timeout=30)
+
+    def close(self) -> None:
+        """End its processes."""
+        self._pool.stop()
+        self._thread.shutdown()
+
+
+class _Recording:
+    def get_mode(self) -> RerunMode:
+        return RerunMode.VALIDATE_RESULTS
+
+
+class _ServedRun(Run):
+    """A run whose iterators have the samples of later steps too, as megatron's have."""
+
+    def iterator(self, batches: list[dict[str, Tensor]], step: int, evaluating: bool) -> Iterator[Any]:
+        layout, dp = self._layout, self._groups.dp
+        for later in () if evaluating else range(step + 1, STEPS):
+            words = (layout.segment_cp, layout.mbs, dp.rank(), dp.size(), self._models.masks, later)
+            batches = [*batches, *microbatches(self._models.data, *words)]
+        return RerunDataIterator(iter(batches))
+
+
+def served_run(
+    rank: int, world_size: int, layout: Layout, models: Models, steps: int, fault: None = None
+) -> dict[str, Any]:
+    """`kd_run` with a teacher behind `Models.served`."""
+    machine = patch("megatron.core.rerun_state_machine.get_rerun_state_machine", _Recording)
+    with parallel_state(layout), machine:
+        run = _ServedRun(layout, models)
+        try:
+            return run.result(steps)
+        finally:
+            run._teacher.close()
+
+
+def served_error(rank: int, world_size: int, layout: Layout, models: Models) -> str:
+    """The error that this rank raises in a step, with the name of its class."""
+    with parallel_state(layout):
+        groups = Groups.from_megatron()
+        collated = microbatches(models.data, layout.segment_cp, layout.mbs, groups.dp.rank(), groups.dp.size())
+        batches: list[KDBatch] = next_microbatches(iter(collated), len(collated), VOCAB)
+        teacher = build_teacher(layout, models, groups)
+        try:
+            teacher.prepare(batches, Lookahead.empty())
+        except MkdError as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            teacher.close()
+        return "none"
+
+
