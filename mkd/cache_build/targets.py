@@ -12,7 +12,7 @@ from mkd.cache_build.sampling import count_ids, stratified_uniforms
 from mkd.data.batch import KDBatch
 from mkd.distributed.context_parallel import dual_chunk_positions
 from mkd.distributed.groups import Groups
-from mkd.losses import LinearLogits, LogitMap, VocabLayout, teacher_top_k
+from mkd.losses import LinearLogits, VocabLayout, teacher_top_k
 from mkd.losses.measure.sampling import label_logits, sample_teacher_tokens
 from mkd.teacher.cache.record_format import TokenTargets
 from mkd.teacher.cache.store import CacheMeta
@@ -52,7 +52,7 @@ class TargetBuilder:
         if self.sequence_parallel and self.groups.tp.size() > 1:
             hidden = gather_from_sequence_parallel_region(hidden, group=self.groups.tp)
         hidden, part = hidden.flatten(0, 1), whole.cp_slice(self.groups.cp.rank(), self.groups.cp.size())
-        teacher = LinearLogits(hidden, signal.head, LogitMap(scale=signal.logit_scale))
+        teacher = LinearLogits(hidden, signal.head, signal.logit_map)
         vocab = VocabLayout(self.meta.true_vocab, self.groups.tp)
         if self.meta.samples:
             columns, lse = self._sampled(teacher, whole, vocab)

@@ -118,7 +118,10 @@ def compare(hf: HFFolder, folder: MegatronFolder, tokens: Tensor) -> LogitCompar
     with _megatron_model(folder, tokens.shape[1]) as model:
         positions = torch.arange(tokens.shape[1])[None]
         for row, hf_logits in zip(tokens, expected, strict=True):
+            # A GPTModel applies the factor of the logits, but has no softcap.
             megatron_logits = model(row[None], positions, None)[0, :, :vocab]
+            if (softcap := model.config.logit_softcap) is not None:
+                megatron_logits = softcap * torch.tanh(megatron_logits / softcap)
             error = (megatron_logits - hf_logits).abs()
             largest, total = torch.maximum(largest, error.max()), total + error.double().mean().item()  # keeps NaN
             for n, logits in enumerate((hf_logits, megatron_logits)):

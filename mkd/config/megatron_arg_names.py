@@ -126,13 +126,15 @@ _VOCABULARY = (
 
 _FEED_FORWARD = (
     *_alike(_SHAPE, "swiglu add_bias_linear"),
-    *_alike(_MEANING | _ADOPTED, "quick_geglu glu_linear_offset activation_func_clamp_value"),
+    *_alike(_MEANING | _ADOPTED, "quick_geglu glu_linear_offset activation_func_clamp_value gelu_tanh"),
     *_alike(_MODEL, "openai_gelu squared_relu"),
 )
 
 _ATTENTION = (
     MegatronArg("multi_latent_attention", _SHAPE | _ADOPTED, without_student=False),
     *_alike(_SHAPE | _ADOPTED, "qk_layernorm"),
+    *_alike(_SHAPE | _ADOPTED, "whole_width_qk_norms"),
+    *_alike(_MEANING | _ADOPTED, "attention_softcap logit_softcap local_rotary_base softmax_scale"),
     *_alike(_SHAPE, "add_qkv_bias"),
     *_alike(_MEANING | _ADOPTED, "window_size window_attn_skip_freq softmax_type"),
     *_alike(_ADOPTED, "qk_l2_norm attention_output_gate no_rope_freq"),
@@ -152,6 +154,7 @@ _ATTENTION = (
 _NORMS = (
     *_alike(_MEANING, "normalization"),
     *_alike(_MEANING | _ADOPTED, "layernorm_epsilon layernorm_zero_centered_gamma"),
+    *_alike(_SHAPE | _ADOPTED, "norm_placement"),
     *_alike(_MODEL, "apply_residual_connection_post_layernorm"),
 )
 
@@ -171,13 +174,13 @@ _POSITIONS = (
 )
 
 _OTHER_ARCHITECTURES = (
-    *_alike(_ADOPTED, "use_mup"),
+    *_alike(_ADOPTED, "use_mup mup_embedding_mult mup_output_mult embedding_scale_in_params_dtype"),
     *_alike(
         _MODEL,
         "bert_binary_head decoder_num_layers encoder_num_layers heterogeneous_layers_config_encoded_json"
         " heterogeneous_layers_config_path is_hybrid_model mamba_head_dim mamba_num_groups mamba_num_heads"
         " mamba_state_dim mtp_hybrid_override_pattern mtp_standalone mtp_use_repeated_layer mup_attn_scale_power"
-        " mup_base_head_dim mup_base_hidden_size mup_embedding_mult mup_output_mult mup_width_mult",
+        " mup_base_head_dim mup_base_hidden_size mup_width_mult",
     ),
     MegatronArg("mtp_num_layers", _MODEL, frozen=None),
     *_alike(_TRAINING, "mtp_detach_heads mtp_loss_scaling_factor"),

@@ -99,7 +99,7 @@ class SegmentAttention(DotProductAttention):
         """[s/cp, b, heads, d] with attention inside each segment of the whole row."""
         if size > 1:
             key, value = (self._whole_row(tensor, bounds, size) for tensor in (key, value))
-        places = dual_chunk_positions(bounds, self._cp.rank() if size > 1 else 0, size)
+        places = dual_chunk_positions(bounds, self._cp.rank() if size > 1 else 0, size).to(query.device)
         outputs = []
         for start, end in pairwise(bounds):
             here = slice(start // size, end // size)
@@ -110,7 +110,7 @@ class SegmentAttention(DotProductAttention):
         """[s/cp, ...] of each rank -> [s, ...] in the order of the row. Gradients are summed over ranks."""
         gathered = gather_from_sequence_parallel_region(tensor.contiguous(), group=self._cp)
         order = torch.cat([dual_chunk_positions(bounds, rank, size) for rank in range(size)])
-        return gathered.index_select(0, order.argsort())
+        return gathered.index_select(0, order.argsort().to(tensor.device))
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> Tensor:
         """Attention of one segment.
@@ -121,10 +121,7 @@ class SegmentAttention(DotProductAttention):
             value: as the keys.
             positions: [n] positions of the queries in the segment.
         """
-        distance = positions[:, None] - torch.arange(len(key))
-        seen = distance >= 0
-        if self._window is not None:
-            seen &= distance <= self._window
+        seen = self._seen(positions, len(key))
         if self.softmax_offset is not None:
             key, value, seen = self._add_sinks(key, value, seen)
         dropout = self.attention_dropout.p if self.training else 0.0
@@ -139,6 +136,14 @@ class SegmentAttention(DotProductAttention):
                 enable_gqa=True,
             )
         return output.permute(2, 0, 1, 3)
+
+    def _seen(self, positions: Tensor, keys: int) -> Tensor:
+        """[n, keys] bool: True for the keys of the segment that a query attends to."""
+        distance = positions[:, None] - torch.arange(keys, device=positions.device)
+        seen = distance >= 0
+        if self._window is not None:
+            seen &= distance <= self._window
+        return seen
 
     def _add_sinks(self, key: Tensor, value: Tensor, seen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Prepend a key that every query attends to: its score is the head's sink, its value is 0.

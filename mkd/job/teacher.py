@@ -25,7 +25,7 @@ from mkd.errors import MkdConfigError
 from mkd.job.cached_teacher import CachedTeacherSpec, open_cache
 from mkd.job.cross_tokenizer import CrossTokenizers
 from mkd.job.served_teacher import WITHOUT_WAITING_S, ServedSource, ServedTeacherSpec
-from mkd.models.gpt import gpt_config
+from mkd.models.gpt import gpt_config, logit_scale
 from mkd.teacher.cache.store import TeacherStore
 from mkd.teacher.ensemble import AveragedTeachers, TeacherEnsemble
 from mkd.teacher.interface import Teacher
@@ -282,6 +282,13 @@ class EnsembleTeacherSpec:
         teachers = tuple(
             ModelTeacherSpec.of(one, args, kd, true_vocab, one.fingerprint(), cross) for one in source.sources
         )
+        for one in teachers:
+            softcap = logit_scale(one.config.transformer).softcap
+            if kd.teachers_mode == "averaged_logits" and softcap is not None:
+                raise MkdConfigError(
+                    f"--kd-teachers-mode averaged_logits needs teachers without a softcap of the logits, "
+                    f"{one.source.path} has {softcap:g}: give sum or select"
+                )
         return cls(source, teachers, kd)
 
     def __str__(self) -> str:

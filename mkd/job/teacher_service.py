@@ -71,7 +71,7 @@ class ServiceJob:
     def facts(self) -> TeacherFacts:
         """Properties of the teacher, and limits of the service."""
         args, source, transformer = self.args, self.teacher.source, self.teacher.config.transformer
-        cp = args.context_parallel_size
+        cp, scale = args.context_parallel_size, logit_scale(transformer)
         return TeacherFacts(
             fingerprint=self.teacher.stored_fingerprint,
             description=str(self.teacher),
@@ -79,7 +79,8 @@ class ServiceJob:
             vocab=self.teacher.true_vocab,
             positions=source.architecture.get("max_position_embeddings"),
             width=transformer.hidden_size,
-            logit_scale=float(logit_scale(transformer)),
+            logit_scale=float(scale.scale),
+            logit_softcap=scale.softcap,
             dtype=str(transformer.params_dtype).removeprefix("torch."),
             packed=self.teacher.kd.packing != "none",
             most_tokens=args.micro_batch_size * args.seq_length,

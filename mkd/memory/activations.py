@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from mkd.memory.parameters import is_gated, is_moe_layer
+from mkd.models.layer_options import AROUND, LayerOptions
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,8 @@ def _terms(args: Namespace, moe: bool, on_gpu: bool) -> _Terms:
     scale, scores = tokens * size, _scores(args, on_gpu)
     # Without fusions a norm keeps its input before and after scaling.
     norm = residual if on_gpu else 2 * residual
+    if LayerOptions.of(args).norm_placement == AROUND:
+        norm *= 2
     masks = 2 * residual / size if args.hidden_dropout > 0 else 0.0
     return _Terms(
         layer_input=residual,
@@ -153,10 +156,11 @@ def _statistics(args: Namespace, tokens: int) -> float:
 
 def _scores(args: Namespace, on_gpu: bool) -> float:
     """Bytes of attention probabilities; 0 in fused kernels, which Transformer Engine has in half precision only."""
-    half = args.params_dtype != torch.float32
-    if on_gpu and half and args.transformer_impl != "local" and str(args.attention_backend) != "AttnBackend.unfused":
+    half, capped = args.params_dtype != torch.float32, LayerOptions.of(args).attention_softcap is not None
+    fused = on_gpu and half and not capped
+    if fused and args.transformer_impl != "local" and str(args.attention_backend) != "AttnBackend.unfused":
         return 0.0
-    bytes_per_pair = 4 + (args.params_dtype.itemsize if half else 0)
+    bytes_per_pair = (8 if capped else 4) + (args.params_dtype.itemsize if half else 0)
     pairs = args.micro_batch_size * args.seq_length**2 / args.context_parallel_size
     return bytes_per_pair * pairs * args.num_attention_heads / args.tensor_model_parallel_size
 
@@ -165,6 +169,7 @@ def _mlp(args: Namespace, width: int, on_gpu: bool) -> tuple[float, float]:
     """(elements per token inside a feed-forward layer, those of its activation function's output)."""
     inner = width / args.tensor_model_parallel_size
     fused = args.bias_swiglu_fusion if args.swiglu else args.bias_gelu_fusion
+    fused = fused and not LayerOptions.of(args).gelu_tanh
     # Unfused, the gate is also kept after its activation function, and the other factor once more.
     factors = (2 if fused and on_gpu else 4) if is_gated(args) else 1
     return (factors + 1) * inner, inner

@@ -8,6 +8,7 @@ import torch
 from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 
 from mkd.memory.stage_layers import chunks_of_stage
+from mkd.models.layer_options import AROUND, LayerOptions
 
 _MEGATRONS_BYTES = 18
 """Bytes per parameter in `compute_weight_and_optimizer_memory`."""
@@ -107,7 +108,8 @@ def _layer(args: Namespace, moe: bool) -> Parameters:
 
 
 def _biases(args: Namespace, moe: bool) -> float:
-    """Parameters of biases outside of routed experts and of query and key norms, in one layer on a rank."""
+    """Parameters that Megatron's formula omits in one layer on a rank: biases outside of routed experts, norms of
+    queries and keys, norms after attention and MLP."""
     if args.multi_latent_attention:
         return 0.0
     tp, hidden = args.tensor_model_parallel_size, args.hidden_size
@@ -118,6 +120,11 @@ def _biases(args: Namespace, moe: bool) -> float:
         count += (queries + 2 * groups * args.kv_channels) / tp
     if args.qk_layernorm:
         count += 2 * _norm_size(args) * args.kv_channels
+    options = LayerOptions.of(args)
+    if options.whole_width_qk_norms:
+        count += (queries + groups * args.kv_channels) / tp
+    if options.norm_placement == AROUND:
+        count += 2 * _norm_size(args) * hidden  # Megatron's formula has the norms before attention and MLP
     if args.add_bias_linear:
         count += hidden
         if not moe:

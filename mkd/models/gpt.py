@@ -2,14 +2,20 @@
 
 import traceback
 from argparse import Namespace
+from functools import partial
+from typing import NamedTuple
 
+import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
 from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.models import GPTModelConfig
 from torch import Tensor, nn
 
 from mkd.errors import MkdConfigError
+from mkd.models.layer_options import LayerOptions
+from mkd.models.layer_specs import layer_spec
 
 
 def gpt_config(args: Namespace) -> GPTModelConfig:
@@ -25,7 +31,30 @@ def gpt_config(args: Namespace) -> GPTModelConfig:
         raise MkdConfigError(f"megatron refuses the flags of the model: {' '.join(reason.split())}") from error
     # megatron-core 0.19's gpt_config_from_args ignores this flag and builds every model with 8.
     config.rope_scaling_factor = args.rope_scaling_factor
+    _apply_options(config, LayerOptions.of(args))
     return config
+
+
+def _apply_options(config: GPTModelConfig, options: LayerOptions) -> None:
+    """Change the configuration of a model in place as the options demand."""
+    transformer = config.transformer
+    if options.gelu_tanh:
+        transformer.activation_func = _gelu_tanh
+        transformer.bias_activation_fusion = False  # Megatron fuses other activations only
+    if options.embedding_scale_in_params_dtype:
+        scale = torch.tensor(transformer.mup_embedding_mult, dtype=transformer.params_dtype, device="cpu")
+        transformer.mup_embedding_mult = scale.item()
+    transformer.logit_softcap = options.logit_softcap
+    if options.need_own_layers:
+        if options.attention_softcap is not None and transformer.attention_backend == AttnBackend.local:
+            raise MkdConfigError(
+                "--attention-backend local is Megatron's attention, which has no softcap of the scores: leave it out"
+            )
+        config.transformer_layer_spec = partial(layer_spec, options=options)
+
+
+def _gelu_tanh(values: Tensor) -> Tensor:
+    return nn.functional.gelu(values, approximate="tanh")
 
 
 def lm_head(model: GPTModel) -> Tensor:
@@ -35,9 +64,16 @@ def lm_head(model: GPTModel) -> Tensor:
     return model.output_layer.weight
 
 
+class LogitScale(NamedTuple):
+    """From the LM head's products x to logits: scale x, or c tanh(scale x / c) with a softcap c."""
+
+    scale: float
+    softcap: float | None
+
+
 def output_head(
     output_layer: nn.Module, output_weight: Tensor | None, config: TransformerConfig
-) -> tuple[Tensor, float]:
+) -> tuple[Tensor, LogitScale]:
     """The LM head that a GPTModel passes to its output processor, complete after a parameter sync.
 
     Args:
@@ -46,7 +82,7 @@ def output_head(
         config: configuration of the model.
 
     Returns:
-        (weight [V/tp, H], scale of the logits).
+        (weight [V/tp, H], scale and softcap of the logits).
     """
     finish_parameter_sync(output_layer)
     return output_layer.weight if output_weight is None else output_weight, logit_scale(config)
@@ -70,12 +106,12 @@ def router_padding_mask(chunk: GPTModel, padding: Tensor | None) -> Tensor | Non
     return padding
 
 
-def logit_scale(config: TransformerConfig) -> float:
-    """Factor on the logits of a model: 1 without `--use-mup`.
+def logit_scale(config: TransformerConfig) -> LogitScale:
+    """Factor on the logits of a model, 1 without `--use-mup`, and their softcap.
 
-    megatron-core 0.19 applies nothing else to logits: its GPT models have no softcap and no bias in the LM head.
+    megatron-core 0.19 applies only the factor itself; its GPT models have no bias in the LM head.
     """
-    return config.mup_output_mult if config.use_mup else 1.0
+    return LogitScale(config.mup_output_mult if config.use_mup else 1.0, getattr(config, "logit_softcap", None))
 
 
 def finish_parameter_sync(module: nn.Module) -> None:

@@ -78,7 +78,7 @@ class AveragedTeachers:
         if ensemble and self._head is None:
             # Made once: the teachers are frozen, so their LM heads never change.
             weights = [w / sum(self._ensemble.weights) for w in self._ensemble.weights]
-            heads = [w * s.logit_scale * s.head for w, s in zip(weights, ensemble[0].signals, strict=True)]
+            heads = [w * s.logit_map.scale * s.head for w, s in zip(weights, ensemble[0].signals, strict=True)]
             self._head = torch.cat(heads, dim=1)
         return [
             HiddenSignal(

@@ -22,14 +22,14 @@ A teacher passes through five types on its way from a flag to the loss:
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 
 from mkd.data.batch import KDBatch
 from mkd.data.lookahead import Lookahead
-from mkd.losses import SparseTeacher
+from mkd.losses import LogitMap, SparseTeacher
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class HiddenSignal:
     `selected`, [m, Ht] of those of its tokens that are in `KDBatch.supervised`."""
     head: Tensor
     """[V/tp, Ht] weights of the teacher's LM head for this rank's shard of the student's padded vocabulary."""
-    logit_scale: float = 1.0
-    """The teacher's logits are logit_scale * hidden @ head^T."""
+    logit_map: LogitMap = field(default_factory=LogitMap)
+    """From hidden @ head^T to the teacher's logits: scale and softcap."""
     view: int | None = None
     """Index in `KDBatch.teacher_views` for a teacher with another tokenizer: [s, b] is then the shape of that view, and
     `head` has this rank's columns in the order of its `CrossVocabulary`. None: the student's tokens."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from mkd.data.batch import KDBatch
 from mkd.data.lookahead import Lookahead
 from mkd.distributed.groups import Groups
+from mkd.losses import LogitMap
 from mkd.models.gpt import lm_head, logit_scale
 from mkd.teacher.interface import HiddenSignal
 from mkd.teacher.layer_outputs import LayerRecorder
@@ -101,9 +102,9 @@ class OnlineTeacher:
         if hidden:  # on the last stage
             # The signals keep this weight on the device after the others are offloaded.
             head = lm_head(self._model).detach() if self._head is None else self._head
-            scale = logit_scale(self._model.config)
+            logit_map = LogitMap(*logit_scale(self._model.config))
             signals = [
-                HiddenSignal(one, head, scale, self._view, selected=batch.supervised is not None)
+                HiddenSignal(one, head, logit_map, self._view, selected=batch.supervised is not None)
                 for one, batch in zip(hidden, batches, strict=True)
             ]
         if self._on_host:

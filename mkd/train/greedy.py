@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from mkd.data.batch import KDBatch
 from mkd.distributed.context_parallel import dual_chunk_positions
 from mkd.distributed.groups import Groups
+from mkd.losses import LogitMap
 from mkd.models.gpt import output_head
 
 _LENGTH_STEP = 16
@@ -152,7 +153,7 @@ class NextToken:
         ) -> Tensor:
             weight, scale = output_head(output_layer, output_weight, config)
             hidden = self._hidden_at(hidden_states, last, config.sequence_parallel)
-            return self._most_probable(scale * (hidden @ weight.t()).float())
+            return self._most_probable(LogitMap(*scale).apply_((hidden @ weight.t()).float()))
 
         return choose
 

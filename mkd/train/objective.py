@@ -135,14 +135,14 @@ class Student:
     """[N, H], or [N/tp, H] under sequence parallelism; N = s * b, sequence first as in Megatron."""
     weight: Tensor
     """[V/tp, H] of the LM head."""
-    logit_scale: float
+    logit_map: LogitMap
     sequence_parallel: bool
     upstream: Tensor | float
     """The gradient that the backward pass will give to the loss."""
 
     @property
     def logits(self) -> LinearLogits:
-        return LinearLogits(self.hidden, self.weight, LogitMap(scale=self.logit_scale))
+        return LinearLogits(self.hidden, self.weight, self.logit_map)
 
     def supervised(self, batch: KDBatch, groups: Groups) -> "Student":
         """The student with the supervised tokens [M, H] of the microbatch, whole on each tensor-parallel rank.
@@ -244,7 +244,7 @@ class SameTokenizerObjective:
                 hidden = tokens.take(hidden, *((tp.rank(), tp.size()) if is_cut else (0, 1)))
             if is_cut:
                 hidden = tokens.gather(hidden, tp)
-        return LinearLogits(hidden, signal.head, LogitMap(scale=signal.logit_scale))
+        return LinearLogits(hidden, signal.head, signal.logit_map)
 
     def divergence(self, output: LossOutput, tokens: StepTokens) -> Mean:
         total = (unflatten_tokens(output.kd, self.batch) * self._kd_mask).sum()
@@ -316,7 +316,7 @@ class CrossTokenizerObjective:
         view, vocabulary, groups = self._view, self._cross.vocabulary, self.context.groups
         numbers = (view.student_chunk, view.student_first, view.chunk, view.first, view.batch.labels)
         return xtoken_loss(
-            LinearLogits(student.hidden, student.weight, LogitMap(scale=student.logit_scale)),
+            student.logits,
             self._teacher_logits(student.sequence_parallel),
             TokenWeights(flatten_tokens(self.batch.labels), ce_weight, None),
             TokenChunks(*map(flatten_tokens, numbers), weight=factor * self._taught_chunks, cp_group=groups.cp),
@@ -335,7 +335,7 @@ class CrossTokenizerObjective:
             hidden = self._view.batch.supervised.spread(signal.hidden, *part)
         else:
             hidden = signal.hidden.flatten(0, 1)
-        return LinearLogits(hidden, signal.head, LogitMap(scale=signal.logit_scale))
+        return LinearLogits(hidden, signal.head, signal.logit_map)
 
     def divergence(self, output: LossOutput, tokens: StepTokens) -> Mean:
         # One of the context-parallel ranks that share a chunk has its divergence; each of them has the count.

@@ -9,6 +9,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from mkd.data.batch import KDBatch
+from mkd.losses import LogitMap
 from mkd.models.gpt import output_head, router_padding_mask
 from mkd.teacher.interface import TeacherSignal
 from mkd.train.evaluation import CALIBRATION, bits_per_byte, measure
@@ -115,8 +116,8 @@ class MicrobatchLoss:
             config: the student's TransformerConfig.
         """
         upstream = _loss_scale(config, hidden_states.device)
-        weight, logit_scale = output_head(output_layer, output_weight, config)
-        student = Student(hidden_states.flatten(0, 1), weight, logit_scale, config.sequence_parallel, upstream)
+        weight, scale = output_head(output_layer, output_weight, config)
+        student = Student(hidden_states.flatten(0, 1), weight, LogitMap(*scale), config.sequence_parallel, upstream)
         microbatch, shares = self.microbatch, {}
         if microbatch.selecting:
             microbatch, shares = Selection.of(microbatch, student.sequence_parallel).apply(microbatch)

@@ -13,6 +13,7 @@ from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.load import load_hf_weights
 from mkd.distributed.groups import Groups
 from mkd.train.greedy import Decoding, write_greedy
+from tests.dist.test_hf_families import GEMMA2, GEMMA3
 from tests.support.dist.gpt_models import build_from_arguments, layout
 from tests.support.dist.kd_samples import VOCAB
 from tests.support.dist.kd_step import Layout, Models, build_student, parallel_state
@@ -22,6 +23,9 @@ TWO = {"num_hidden_layers": 2, "pad_token_id": None, "bos_token_id": None, "eos_
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **TWO},
     "qwen3": {"model_type": "qwen3", "tie_word_embeddings": True, **TWO},
+    "olmo2": {"model_type": "olmo2", **TWO},
+    "gemma2": {**GEMMA2, **TWO},
+    "gemma3": {**GEMMA3, **TWO},
     "qwen3 moe": {
         "model_type": "qwen3_moe",
         "num_experts": 4,

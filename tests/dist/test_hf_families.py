@@ -50,6 +50,26 @@ GPT_OSS = {
     "swiglu_limit": 1.0,
     "rope_parameters": YARN | {"truncate": False},
 } | TWO
+GEMMA2 = {
+    "model_type": "gemma2",
+    "sliding_window": 7,
+    "query_pre_attn_scalar": 24,
+    "attn_logit_softcapping": 5.0,
+    "final_logit_softcapping": 40.0,
+} | TWO
+GEMMA3 = {
+    "model_type": "gemma3_text",
+    "sliding_window": 7,
+    "query_pre_attn_scalar": 24,
+    "layer_types": ["sliding_attention", "full_attention"],
+} | TWO
+OLMO3 = {
+    "model_type": "olmo3",
+    "sliding_window": 7,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 2e3}},
+} | TWO
+GLM4 = {"model_type": "glm4", "attention_bias": True} | TWO
 MODELS: dict[str, dict[str, Any]] = {
     "llama, llama3 rope": {"model_type": "llama", "rope_parameters": LLAMA3_ROPE, **TWO},
     "mistral, window": {"model_type": "mistral", "sliding_window": 7, **TWO},
@@ -93,6 +113,26 @@ MODELS: dict[str, dict[str, Any]] = {
         "swiglu_limit": 0.3,
     },
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, **MOE},
+    "glm4": GLM4,
+    "glm4, no biases, other part of rope": GLM4 | {"attention_bias": False, "partial_rotary_factor": 0.25},
+    "olmo2": {"model_type": "olmo2", **TWO},
+    "olmo3": OLMO3,
+    "gemma2": GEMMA2,
+    "gemma2, no softcaps, full attention": GEMMA2
+    | {
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "layer_types": ["full_attention"] * 2,
+        "tie_word_embeddings": True,
+    },
+    "gemma3": GEMMA3,
+    "gemma3, linear rope in full layers": GEMMA3
+    | {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 4.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 2e3},
+        }
+    },
 }
 NO_SPECIAL_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 LAYOUTS = {"TP1": (1, 1, 1), "TP2": (2, 1, 1), "PP2": (1, 2, 1), "TP2 x PP2": (2, 2, 1), "EP2": (1, 1, 2)}
@@ -136,6 +176,8 @@ def errors_of_model(name: str, hf: Path, checkpoint: Path, expected: Tensor, ep:
         load()
         logits = run_stages(chunks, TOKENS)
         if logits is not None:
+            if (softcap := chunks[0].config.logit_softcap) is not None:
+                logits = softcap * torch.tanh(logits / softcap)
             errors[f"{name} from its {source}"] = (logits[..., :131] - expected).abs().max().item()
     return errors
 

@@ -10,7 +10,7 @@ from mkd.cpu.flags import set_cpu_values
 from mkd.memory.activations import kept_by_layers
 from mkd.memory.parameters import parameters_of_stage
 from tests.support.dist.gpt_models import build_from_arguments, layout
-from tests.dist.test_hf_families import DEEPSEEK, GPT_OSS
+from tests.dist.test_hf_families import DEEPSEEK, GEMMA3, GPT_OSS
 from tests.support.hf_folders import make_model
 
 FAMILIES = {
@@ -20,6 +20,8 @@ FAMILIES = {
     "mixtral": {"num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v3": DEEPSEEK,
     "gpt_oss": GPT_OSS,
+    "olmo2": {"num_hidden_layers": 2},
+    "gemma3_text": GEMMA3,
 }
 LENGTH, SAMPLES = 48, 2
 EXPERTS = {
@@ -33,7 +35,7 @@ EXPERTS = {
 
 
 CASES = [("llama", 2, 1), ("llama", 1, 2), ("qwen2", 2, 1), ("qwen3", 2, 1), ("mixtral", 2, 1), ("deepseek_v3", 1, 2)]
-CASES += [("gpt_oss", 1, 2)]
+CASES += [("gpt_oss", 1, 2), ("olmo2", 2, 1), ("gemma3_text", 1, 2)]
 
 
 def counts(rank: int, size: int, path: str, tp: int, pp: int) -> tuple[int, float]:

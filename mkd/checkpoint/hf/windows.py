@@ -31,6 +31,11 @@ def _read_layers(config: ConfigReader, default: Callable[[int], list[str]]) -> d
     return {"window_size": window, "window_attn_skip_freq": [int(kind == _SLIDING) for kind in kinds]}
 
 
+def layer_windows(config: ConfigReader, default: list[bool]) -> dict[str, Any]:
+    """Megatron's arguments for `layer_types`; without the key, `default` has True for layers with a sliding window."""
+    return _read_layers(config, lambda layers: [_SLIDING if is_sliding else _FULL for is_sliding in default])
+
+
 def _write_layers(args: Arguments) -> dict[str, Any]:
     layers, every = args["num_layers"], args.get("window_attn_skip_freq")
     if not args.get("window_size"):
@@ -42,6 +47,12 @@ def _write_layers(args: Arguments) -> dict[str, Any]:
     kinds = [_SLIDING if is_sliding else _FULL for is_sliding in every]
     return {"sliding_window": args["window_size"][0] + 1, "layer_types": kinds}
 
+
+THREE_OF_FOUR_WINDOWS = ConfigPart(
+    lambda config: _read_layers(config, lambda layers: [(_SLIDING, _FULL)[layer % 4 == 3] for layer in range(layers)]),
+    _write_layers,
+)
+"""By `layer_types`; by default every fourth layer attends to the full sequence."""
 
 ALTERNATING_WINDOWS = ConfigPart(
     lambda config: _read_layers(config, lambda layers: [(_SLIDING, _FULL)[layer % 2] for layer in range(layers)]),

@@ -11,6 +11,7 @@ from torch import Tensor
 from mkd.data.batch import KDBatch
 from mkd.data.lookahead import Lookahead
 from mkd.distributed.groups import Groups, ParallelLayout
+from mkd.losses import LogitMap
 from mkd.models.gpt import logit_scale
 from mkd.teacher.interface import HiddenSignal
 from mkd.teacher.online import OnlineTeacher
@@ -85,10 +86,10 @@ class ReshardedTeacher(OnlineTeacher):
             hidden = self._hidden_states([batch.on_rank(self._groups.cp) for batch in step.batches])
             hidden = step.hidden_states(hidden, self._width, self._dtype)
             self._offload()
-        scale = logit_scale(self._model.config)
+        logit_map = LogitMap(*logit_scale(self._model.config))
         # No hidden states off the student's last stage.
         return [
-            HiddenSignal(one, self._head, scale, self._view, selected=batch.supervised is not None)
+            HiddenSignal(one, self._head, logit_map, self._view, selected=batch.supervised is not None)
             for one, batch in zip(hidden, own, strict=False)
         ]
 

@@ -16,6 +16,7 @@ from mkd.data.lookahead import Lookahead
 from mkd.distributed.context_parallel import dual_chunk_positions
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdError, MkdNumericError, MkdTeacherError, MkdTeacherTimeout
+from mkd.losses import LogitMap
 from mkd.teacher.interface import HiddenSignal
 from mkd.teacher.service.connections import TeacherConnections
 from mkd.teacher.service.facts import TeacherFacts
@@ -247,7 +248,8 @@ class ServedTeacher:
         """See `Teacher.signals`. `prepare` has had the same microbatches."""
         if not self._groups.is_last_stage:
             return []
-        return [HiddenSignal(self._hidden(batch), self._head, self._facts.logit_scale) for batch in batches]
+        logit_map = LogitMap(self._facts.logit_scale, self._facts.logit_softcap)
+        return [HiddenSignal(self._hidden(batch), self._head, logit_map) for batch in batches]
 
     def _hidden(self, batch: KDBatch) -> Tensor:
         """This rank's slice of the hidden states of a microbatch: [s/cp, b, Ht], or [s/cp/tp, b, Ht]."""

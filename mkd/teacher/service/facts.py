@@ -28,6 +28,8 @@ class TeacherFacts:
     width: int
     """Ht, the width of final hidden states."""
     logit_scale: float
+    logit_softcap: float | None = None
+    """See `LogitMap`."""
     dtype: str
     """Dtype of its final hidden states and of its LM head."""
     packed: bool
@@ -54,7 +56,8 @@ class TeacherFacts:
                 raise ProtocolError(f"{one.name} of the teacher is {value!r}")
         facts = cls(**values)
         sizes = (facts.vocab, facts.width, facts.most_tokens, facts.row_multiple, facts.segment_multiple)
-        if facts.dtype not in _DTYPES or not all(0 < size < 2**31 for size in sizes):
+        is_capped_right = facts.logit_softcap is None or facts.logit_softcap > 0
+        if facts.dtype not in _DTYPES or not is_capped_right or not all(0 < size < 2**31 for size in sizes):
             raise ProtocolError(f"impossible facts about the teacher: {facts}")
         return facts
 

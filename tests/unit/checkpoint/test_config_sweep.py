@@ -50,6 +50,7 @@ LLAMA3 = {
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 PLAIN = {"rope_type": "default"}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 12}
+GEMMA = {"sliding_window": 5, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 6}
 BASES = {
     "llama": COMMON,
     "mistral": COMMON | {"sliding_window": 5},
@@ -76,6 +77,11 @@ BASES = {
         "first_k_dense_replace": 1,
         "rope_interleave": True,
     },
+    "olmo2": COMMON,
+    "olmo3": COMMON | {"sliding_window": 5},
+    "glm4": COMMON,
+    "gemma2": COMMON | GEMMA | {"attn_logit_softcapping": 20.0, "final_logit_softcapping": 10.0},
+    "gemma3_text": COMMON | GEMMA | {"rope_local_base_freq": 3e3},
     "gpt_oss": COMMON
     | {
         "num_experts_per_tok": 2,
@@ -287,6 +293,56 @@ EXPERT_SPELLINGS = {
     "jitter": {"router_jitter_noise": 0.1},
 }
 SPELLINGS = {**ROPE_SPELLINGS, **ATTENTION_SPELLINGS, **OTHER_SPELLINGS}
+GEMMA_SPELLINGS = {
+    "other pattern": {"sliding_window_pattern": 2},
+    "pattern and layer_types": {"sliding_window_pattern": 1, "layer_types": ALTERNATING},
+    "pattern 1": {"sliding_window_pattern": 1},
+    "other attention scale": {"query_pre_attn_scalar": 8},
+    "attention scale absent": {"query_pre_attn_scalar": ABSENT},
+    "logit softcap": {"final_logit_softcapping": 30.0},
+    "logit softcap null": {"final_logit_softcapping": None},
+    "logit softcap absent": {"final_logit_softcapping": ABSENT},
+    "attention softcap": {"attn_logit_softcapping": 30.0},
+    "attention softcap null": {"attn_logit_softcapping": None},
+    "attention softcap absent": {"attn_logit_softcapping": ABSENT},
+    "softcap 0": {"final_logit_softcapping": 0.0},
+    "GELU": {"hidden_activation": "gelu"},
+    "hidden_activation absent": {"hidden_activation": ABSENT},
+    "hidden_activation null": {"hidden_activation": None},
+    "both directions": {"use_bidirectional_attention": True},
+    "one direction": {"use_bidirectional_attention": False},
+    "local theta absent": {"rope_local_base_freq": ABSENT},
+    "two ropes": NO_ROPE
+    | {
+        "rope_local_base_freq": ABSENT,
+        "rope_parameters": {
+            "full_attention": LINEAR | {"rope_theta": 2e4},
+            "sliding_attention": PLAIN | {"rope_theta": 4e3},
+        },
+    },
+    "two ropes without theta": NO_ROPE | {"rope_parameters": {"full_attention": LINEAR, "sliding_attention": PLAIN}},
+    "two ropes and theta on top": {
+        "rope_scaling": ABSENT,
+        "rope_parameters": {"full_attention": LINEAR, "sliding_attention": PLAIN},
+    },
+    "two ropes and rope_scaling": {
+        "rope_scaling": LINEAR,
+        "rope_parameters": {"full_attention": PLAIN, "sliding_attention": PLAIN},
+    },
+    "only the rope of full layers": {"rope_scaling": ABSENT, "rope_parameters": {"full_attention": LINEAR}},
+    "only the rope of sliding layers": {"rope_scaling": ABSENT, "rope_parameters": {"sliding_attention": PLAIN}},
+    "linear rope of sliding layers": {
+        "rope_scaling": ABSENT,
+        "rope_parameters": {"full_attention": PLAIN, "sliding_attention": LINEAR},
+    },
+    "yarn in full layers": {
+        "rope_scaling": ABSENT,
+        "rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN},
+    },
+    "alternating layers and linear rope": {"layer_types": ALTERNATING, "rope_scaling": LINEAR},
+    "full layers and linear rope": {"layer_types": ["full_attention"] * 2, "rope_scaling": LINEAR},
+}
+GEMMAS = {"gemma2", "gemma3_text"}
 HAVE_EXPERTS = {"qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"}
 
 
@@ -305,22 +361,46 @@ def transformers_facts(folder, config):
     with torch.no_grad():
         output = model(torch.arange(TOKENS)[None], output_attentions=True, use_cache=False)
     layer = model.model.layers[0]
-    rope = model.model.rotary_emb
+    frequencies, scale = rope_of(model)
     weights = {name: tuple(value.shape) for name, value in model.state_dict().items() if not is_mixture(name)}
     return {
         "weights": weights,
         "parameters": sum(p.numel() for p in model.parameters()) + sum(e.numel() for e in biases_of_experts(model)),
         "tied": model.lm_head.weight is model.model.embed_tokens.weight,
-        "eps": layer.input_layernorm.variance_epsilon,
+        "eps": eps_of(layer),
         "activation": activation(model),
         "windows": [window_of(attention[0]) for attention in output.attentions],
-        "frequencies": [round(value, 6) for value in (rope.inv_freq * 1.0).tolist()],
-        "rope scale": round(float(rope.attention_scaling), 5),
+        "frequencies": [round(value, 6) for value in frequencies],
+        "rope scale": round(float(scale), 5),
         "softmax scale": round(layer.self_attn.scaling, 5),
         "dropout": layer.self_attn.attention_dropout,
         "positions": loaded.max_position_embeddings,
         "router": router(loaded, model),
+        "scales": scales(loaded, model),
     }
+
+
+def eps_of(layer):
+    norm = layer.post_attention_layernorm
+    return norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+
+
+def rope_of(model):
+    """(frequencies, factor of sine and cosine); of full layers and then of sliding layers where their ropes differ."""
+    rope = model.model.rotary_emb
+    if hasattr(rope, "inv_freq"):
+        return rope.inv_freq.tolist(), rope.attention_scaling
+    kinds = [kind for kind in ("full_attention", "sliding_attention") if kind in rope.layer_types]
+    values = [value for kind in kinds for value in getattr(rope, f"{kind}_inv_freq").tolist()]
+    return values, max(getattr(rope, f"{kind}_attention_scaling") for kind in kinds)
+
+
+def scales(config, model):
+    """Gemma's softcaps of logits and attention, and factor of the embeddings."""
+    if config.model_type not in GEMMAS:
+        return None
+    attention = model.model.layers[0].self_attn.attn_logit_softcapping
+    return config.final_logit_softcapping, attention, model.model.embed_tokens.scalar_embed_scale
 
 
 def biases_of_experts(model):
@@ -338,6 +418,8 @@ def activation(model):
             return (module.alpha, module.limit)
     module = next(module for module in model.modules() if hasattr(module, "act_fn") or hasattr(module, "activation_fn"))
     function = getattr(module, "act_fn", None) or module.activation_fn
+    if "GELU" in repr(function):
+        return "gelu_tanh" if "tanh" in repr(function).lower() else repr(function)
     return "silu" if type(function) in (nn.SiLU, type(nn.SiLU())) or "SiLU" in repr(function) else repr(function)
 
 
@@ -378,7 +460,13 @@ def mkd_facts(config):
     layers = every if isinstance(every, list) else [1] * args.num_layers
     latent = args.multi_latent_attention
     softmax = 1 / math.sqrt(args.qk_head_dim + args.qk_pos_emb_head_dim if latent else args.kv_channels)
+    softmax = getattr(args, "softmax_scale", None) or softmax
     frequencies, scale = rope_facts(args)
+    if args.local_rotary_base is not None:
+        is_local = [bool(sliding and args.window_size) for sliding in layers]
+        local = rope_facts(SimpleNamespace(**vars(args) | LOCAL_ROPE | {"rotary_base": args.local_rotary_base}))[0]
+        scale = 1.0 if all(is_local) else scale
+        frequencies = [*(() if all(is_local) else frequencies), *(local if any(is_local) else ())]
     if latent and args.rope_type == "yarn":
         softmax *= yarn._yarn_get_mscale(args.rotary_scaling_factor, args.mscale_all_dim) ** 2
     return {
@@ -386,7 +474,7 @@ def mkd_facts(config):
         "parameters": sum(sizes.values()),
         "tied": tied,
         "eps": args.layernorm_epsilon,
-        "activation": (1.702, args.activation_func_clamp_value) if family.model_type == "gpt_oss" else "silu",
+        "activation": mkd_activation(family, args),
         "windows": [window if sliding else None for sliding in layers],
         "frequencies": [round(value, 6) for value in frequencies],
         "rope scale": round(scale, 5),
@@ -394,7 +482,16 @@ def mkd_facts(config):
         "dropout": args.attention_dropout,
         "positions": args.max_position_embeddings,
         "router": router_facts(family, args),
+        "scales": (args.logit_softcap, args.attention_softcap, args.mup_embedding_mult)
+        if family.model_type in GEMMAS
+        else None,
     }
+
+
+def mkd_activation(family, args):
+    if family.model_type == "gpt_oss":
+        return 1.702, args.activation_func_clamp_value
+    return "gelu_tanh" if args.gelu_tanh else "silu"
 
 
 def router_facts(family, args):
@@ -413,6 +510,9 @@ def router_facts(family, args):
     return facts
 
 
+LOCAL_ROPE = {"position_embedding_type": "rope", "rotary_seq_len_interpolation_factor": None, "use_rope_scaling": False}
+
+
 def rope_facts(args):
     """(frequencies, factor of sine and cosine) of Megatron's rope classes."""
     width = args.qk_pos_emb_head_dim if args.multi_latent_attention else args.kv_channels
@@ -425,7 +525,7 @@ def rope_facts(args):
             rope_scaling_factor=getattr(args, "rope_scaling_factor", 8.0),
             use_cpu_initialization=True,
         )
-        return rope.inv_freq.tolist(), 1.0
+        return (rope.inv_freq / (args.rotary_seq_len_interpolation_factor or 1.0)).tolist(), 1.0
     prefix = "" if args.multi_latent_attention else "yarn_"
     fast, slow, length = (
         getattr(args, prefix + name) for name in ("beta_fast", "beta_slow", "original_max_position_embeddings")
@@ -443,6 +543,7 @@ def rope_facts(args):
 def test_no_silent_difference(family, tmp_path):
     """Every spelling that transformers loads is computed alike, or refused with its key; most are computed."""
     spellings = SPELLINGS | (EXPERT_SPELLINGS if family.model_type in HAVE_EXPERTS else {})
+    spellings |= GEMMA_SPELLINGS if family.model_type in (*GEMMAS, "olmo3") else {}
     different, unnamed, equal = {}, {}, 0
     for name, change in spellings.items():
         config = spelled(family, change)

@@ -8,7 +8,7 @@ from torch import nn
 
 from mkd.config.loss_spec import LossSpec
 from mkd.data.batch import KDBatch
-from mkd.losses import reference
+from mkd.losses import LogitMap, reference
 from mkd.teacher.interface import HiddenSignal
 from mkd.train.objective import LossContext, MicrobatchObjective, Objective
 from mkd.train.step import MicrobatchLoss
@@ -44,7 +44,7 @@ def test_loss_and_gradients(student_scale, teacher_scale):
     context = LossContext(SimpleNamespace(tp=one), VOCAB)
     labels = torch.tensor([[1, 2, 3], [4, 8, 0]])
     batch = KDBatch(labels, labels, torch.ones(2, 3), torch.ones(2, 3), labels)
-    signal = HiddenSignal(random(3, 2, WIDTH) + 1, random(VOCAB, WIDTH), teacher_scale)
+    signal = HiddenSignal(random(3, 2, WIDTH) + 1, random(VOCAB, WIDTH), LogitMap(teacher_scale))
     objective = Objective(RATIO, LossSpec(), StepTokens(batch.ce_mask.sum(), batch.kd_mask.sum()))
 
     layer, hidden = nn.Linear(WIDTH, VOCAB, bias=False), random(3, 2, WIDTH).requires_grad_()
@@ -66,7 +66,7 @@ def test_reports_of_an_evaluation():
     context = LossContext(SimpleNamespace(tp=one), VOCAB)
     labels = torch.tensor([[1, 2, 3], [4, 8, 0]])
     batch = KDBatch(labels, labels, torch.ones(2, 3), torch.ones(2, 3), labels)
-    signal = HiddenSignal(random(3, 2, WIDTH) + 1, random(VOCAB, WIDTH), 3.0)
+    signal = HiddenSignal(random(3, 2, WIDTH) + 1, random(VOCAB, WIDTH), LogitMap(3.0))
     objective = Objective(RATIO, LossSpec(), StepTokens(*torch.full((2,), 6.0)), evaluating=True)
     microbatch_loss = MicrobatchLoss(MicrobatchObjective.of(context, batch, objective, signal))
     layer = nn.Linear(WIDTH, VOCAB, bias=False)

@@ -1,15 +1,43 @@
 """mkd/models/gpt.py, and that megatron-core 0.19 still needs its corrections."""
 
+from argparse import Namespace
+from typing import Any
+
+import pytest
 import torch
+from megatron.core.transformer.enums import AttnBackend
 from megatron.training.argument_utils import gpt_config_from_args
 
 from mkd.config import flags
-from mkd.models.gpt import gpt_config
+from mkd.errors import MkdConfigError
+from mkd.models.gpt import gpt_config, logit_scale
+
+
+def arguments(**values: Any) -> Namespace:
+    args = flags.default_arguments()
+    vars(args).update(num_layers=2, hidden_size=32, num_attention_heads=2, params_dtype=torch.float32)
+    vars(args).update(padded_vocab_size=128, apply_rope_fusion=False, **values)
+    return args
 
 
 def test_upstream_ignores_the_rope_scaling_factor() -> None:
-    args = flags.default_arguments()
-    vars(args).update(num_layers=2, hidden_size=32, num_attention_heads=2, params_dtype=torch.float32)
-    vars(args).update(use_rope_scaling=True, rope_scaling_factor=32.0, padded_vocab_size=128, apply_rope_fusion=False)
+    args = arguments(use_rope_scaling=True, rope_scaling_factor=32.0)
     assert gpt_config_from_args(args).rope_scaling_factor == 8.0
     assert gpt_config(args).rope_scaling_factor == 32.0
+
+
+def test_softcap_of_the_logits() -> None:
+    assert logit_scale(gpt_config(arguments(logit_softcap=30.0)).transformer) == (1.0, 30.0)
+    assert logit_scale(gpt_config(arguments()).transformer) == (1.0, None)
+
+
+def test_embedding_scale_is_rounded_as_in_transformers() -> None:
+    values = dict(use_mup=True, mup_embedding_mult=48**0.5, embedding_scale_in_params_dtype=True)
+    assert gpt_config(arguments(**values)).transformer.mup_embedding_mult == pytest.approx(48**0.5, rel=1e-7)
+    half = gpt_config(arguments(**values | {"params_dtype": torch.bfloat16, "bf16": True}))
+    assert half.transformer.mup_embedding_mult == 6.9375
+
+
+def test_attention_backend_without_softcap_is_refused() -> None:
+    with pytest.raises(MkdConfigError, match=r"--attention-backend local .* no softcap"):
+        gpt_config(arguments(attention_softcap=50.0, attention_backend=AttnBackend.local))

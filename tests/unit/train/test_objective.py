@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mkd.config.loss_spec import LossSpec
 from mkd.data.batch import KDBatch
-from mkd.losses import LinearLogits, SparseTeacher, reference
+from mkd.losses import LinearLogits, LogitMap, SparseTeacher, reference
 from mkd.teacher.interface import EnsembleSignal, HiddenSignal, TopKSignal
 from mkd.train import objective as module
 from mkd.train.evaluation import measure
@@ -61,7 +61,7 @@ def defined(batch: KDBatch, hidden: Tensor, weight: Tensor, teachers: list[tuple
 def computed(
     batch: KDBatch, step: Objective, one: HiddenSignal | EnsembleSignal | None, hidden: Tensor, weight: Tensor
 ):
-    student = Student(hidden, weight, logit_scale=1.0, sequence_parallel=False, upstream=1.0)
+    student = Student(hidden, weight, LogitMap(), sequence_parallel=False, upstream=1.0)
     microbatch = MicrobatchObjective.of(LossContext(SimpleNamespace(tp=ONE, cp=ONE), VOCAB), batch, step, one)
     return microbatch, *microbatch.loss(student)
 
@@ -238,7 +238,7 @@ def test_cached_targets_of_supervised_tokens(few: KDBatch, tail_lse: Tensor | No
 def test_comparison_of_supervised_tokens(few: KDBatch) -> None:
     means = []
     for batch in (replace(few, supervised=None), few):
-        student = Student(random(7, 10, WIDTH), random(8, VOCAB, WIDTH), 1.0, False, 1.0)
+        student = Student(random(7, 10, WIDTH), random(8, VOCAB, WIDTH), LogitMap(), False, 1.0)
         context = LossContext(SimpleNamespace(tp=ONE, cp=ONE), VOCAB)
         one = signal(3) if batch.supervised is None else selected(batch, signal(3))
         microbatch = MicrobatchObjective.of(context, batch, objective(batch, evaluating=True), one)

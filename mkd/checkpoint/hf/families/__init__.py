@@ -21,22 +21,33 @@ from typing import Any
 
 from mkd.checkpoint.hf.families.dense import LLAMA, MISTRAL, PHI3, QWEN2, QWEN3
 from mkd.checkpoint.hf.families.family import Family
+from mkd.checkpoint.hf.families.gemma import GEMMA2, GEMMA3
+from mkd.checkpoint.hf.families.glm import GLM4
 from mkd.checkpoint.hf.families.mixtures import DEEPSEEK_V3, GPT_OSS, MIXTRAL, QWEN3_MOE
+from mkd.checkpoint.hf.families.olmo import OLMO2, OLMO3
 from mkd.errors import MkdCheckpointError
 
-FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, QWEN3_MOE, MIXTRAL, DEEPSEEK_V3, GPT_OSS)
+FAMILIES = (
+    LLAMA,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    PHI3,
+    QWEN3_MOE,
+    MIXTRAL,
+    DEEPSEEK_V3,
+    GPT_OSS,
+    OLMO2,
+    OLMO3,
+    GEMMA2,
+    GEMMA3,
+    GLM4,
+)
 
 UNSUPPORTED: Mapping[str, str] = {
-    **dict.fromkeys(
-        ("Gemma2ForCausalLM",),
-        "megatron-core 0.19 has no norm after attention and MLP, and no softcap on attention scores",
-    ),
-    **dict.fromkeys(
-        ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
-        "megatron-core 0.19 has no norm after attention and MLP, and one rope base for all layers",
-    ),
+    "Gemma3ForConditionalGeneration": "the folder has a vision tower; its text model alone is a Gemma3ForCausalLM"
 }
-"""Well-known architectures that megatron-core cannot compute -> reason."""
+"""Well-known architectures that are not supported -> reason."""
 
 
 def family_by_name(name: str) -> Family:

@@ -66,7 +66,7 @@ class Family:
         Without them, transformers 4 uses its default base instead of the one in `rope_parameters`.
         """
         written = self.hf_config(self.megatron_args(config))
-        added = {"rope_theta": written["rope_theta"]}
+        added = {key: written[key] for key in ("rope_theta", "rope_local_base_freq") if key in written}
         if config.get("rope_parameters") and not config.get("rope_scaling"):
             added |= {key: written[key] for key in ("rope_scaling", "partial_rotary_factor") if key in written}
         return {**config, **{key: value for key, value in added.items() if config.get(key) != value}}
@@ -123,6 +123,14 @@ DENSE: dict[str, Any] = {
     "rotary_interleaved": False,
     "rotary_seq_len_interpolation_factor": None,
     "multi_latent_attention": False,
+    "norm_placement": None,
+    "whole_width_qk_norms": False,
+    "attention_softcap": None,
+    "local_rotary_base": None,
+    "gelu_tanh": False,
+    "logit_softcap": None,
+    "embedding_scale_in_params_dtype": False,
+    "softmax_scale": None,
     "use_mup": False,
     "num_experts": None,
 }

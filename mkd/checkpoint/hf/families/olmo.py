@@ -1,0 +1,56 @@
+"""OLMo 2 and 3: norms after attention and MLP instead of before, and norms over the whole width of queries and keys; in
+OLMo 3 sliding windows in some layers, and two ropes.
+
+Sources: transformers, models/olmo2 and models/olmo3.
+"""
+
+from mkd.checkpoint.hf.families.family import DENSE, Family, but
+from mkd.checkpoint.hf.layer_ropes import YARN_AND_LOCAL_ROPE
+from mkd.checkpoint.hf.layouts import REPLICATED, rows
+from mkd.checkpoint.hf.parts import FFN, ROPE, SILU, SIZES, required
+from mkd.checkpoint.hf.tables import ATTENTION_OUT, EMBEDDING, FINAL_NORM, HEAD, MLP, QKV_WEIGHT, Entry
+from mkd.checkpoint.hf.windows import THREE_OF_FOUR_WINDOWS
+
+_MG, _HF = "decoder.layers.{layer}.", "model.layers.{layer}."
+_WIDE_NORMS = tuple(
+    Entry(
+        f"{_MG}self_attention.{name}_layernorm.weight",
+        {f"{_HF}self_attn.{name}_norm.weight": (width,)},
+        rows(width),
+    )
+    for name, width in (("q", "query"), ("k", "key"))
+)
+ATTENTION_POST_NORM = Entry(
+    _MG + "self_attention.post_layernorm.weight",
+    {_HF + "post_attention_layernorm.weight": ("hidden",)},
+    REPLICATED,
+)
+MLP_POST_NORM = Entry(
+    _MG + "mlp.post_layernorm.weight", {_HF + "post_feedforward_layernorm.weight": ("hidden",)}, REPLICATED
+)
+
+_TABLE = (
+    EMBEDDING,
+    *(QKV_WEIGHT, *_WIDE_NORMS, ATTENTION_OUT, ATTENTION_POST_NORM),
+    *(*MLP, MLP_POST_NORM),
+    *(FINAL_NORM, HEAD),
+)
+OLMO2 = Family(
+    architectures=("Olmo2ForCausalLM",),
+    model_type="olmo2",
+    parts=(SIZES, FFN, ROPE, SILU, required(attention_bias=False)),
+    table=_TABLE,
+    fixed=but(DENSE, norm_placement="after", whole_width_qk_norms=True),
+)
+OLMO3 = Family(
+    architectures=("Olmo3ForCausalLM",),
+    model_type="olmo3",
+    parts=(SIZES, FFN, YARN_AND_LOCAL_ROPE, THREE_OF_FOUR_WINDOWS, SILU, required(attention_bias=False)),
+    table=_TABLE,
+    fixed=but(
+        OLMO2.fixed,
+        *("position_embedding_type", "window_size", "window_attn_skip_freq", "local_rotary_base"),
+        use_rope_scaling=False,
+    ),
+    absent={"sliding_window": 4096},
+)

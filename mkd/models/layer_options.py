@@ -1,0 +1,44 @@
+"""Properties of a model's layers that Megatron's layer specs lack, as arguments of the model."""
+
+from argparse import Namespace
+from dataclasses import dataclass
+
+BEFORE, AFTER, AROUND = "before", "after", "around"
+"""Norms of attention and MLP: before each (Megatron's), after each instead, or both."""
+
+
+@dataclass(frozen=True)
+class LayerOptions:
+    """What `mkd.models` changes in one model.
+
+    Each field is an argument of the same name. Megatron has no flags for them: they come from config.json and are
+    stored in checkpoints. An argument that is missing or None has the default.
+    """
+
+    norm_placement: str = BEFORE
+    """`BEFORE`, `AFTER` or `AROUND`."""
+    whole_width_qk_norms: bool = False
+    """True if one norm covers the queries of all heads, and one the keys of all heads."""
+    attention_softcap: float | None = None
+    """Cap c of the attention scores: c tanh(score / c) before the mask and the softmax."""
+    local_rotary_base: float | None = None
+    """Base of an unscaled rope in the layers with a sliding window; the other layers have the model's rope."""
+    gelu_tanh: bool = False
+    """True if gated MLPs use the tanh approximation of GELU instead of SiLU."""
+    logit_softcap: float | None = None
+    """Cap c of the logits: c tanh(logit / c)."""
+    embedding_scale_in_params_dtype: bool = False
+    """True if the factor of the embeddings (`mup_embedding_mult`) is rounded to the dtype of the parameters."""
+
+    @classmethod
+    def of(cls, args: Namespace) -> "LayerOptions":
+        """The options of a model, from its Megatron arguments."""
+        given = {name: getattr(args, name, None) for name in cls.__dataclass_fields__}
+        return cls(**{name: value for name, value in given.items() if value is not None})
+
+    @property
+    def need_own_layers(self) -> bool:
+        """True if Megatron's own layer specs cannot compute the layers."""
+        plain = LayerOptions()
+        names = ("norm_placement", "whole_width_qk_norms", "attention_softcap", "local_rotary_base")
+        return any(getattr(self, name) != getattr(plain, name) for name in names)

@@ -1,0 +1,65 @@
+"""Layer specs for models that Megatron's own specs cannot compute: norms after attention and MLP, norms over the whole
+width of queries and keys, softcaps of attention scores, and another rope in layers with a sliding window.
+
+Nothing of Megatron is patched; the specs serve Transformer Engine and local layers.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import LayerNormBuilder
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+from megatron.training.models import GPTModelConfig
+from megatron.training.models.gpt import default_layer_spec
+
+from mkd.models.attention import ExtendedSelfAttention
+from mkd.models.layer_options import AFTER, BEFORE, LayerOptions
+from mkd.models.mlp import PostNormMLP
+from mkd.models.softcap import SoftcapAttention
+
+
+def layer_spec(config: GPTModelConfig, vp_stage: int | None = None, *, options: LayerOptions) -> ModuleSpec:
+    """Megatron's layer spec for a dense model, changed according to the options.
+
+    Args:
+        config: the model.
+        vp_stage: virtual pipeline stage.
+        options: of the model's layers.
+    """
+    spec = default_layer_spec(config, vp_stage)
+    return ModuleSpec(module=spec.module, submodules=_changed(spec.submodules, _backend(config), options))
+
+
+def _backend(config: GPTModelConfig) -> BackendSpecProvider:
+    if config.transformer.transformer_impl == "transformer_engine" and HAVE_TE:
+        from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+        return TESpecProvider()
+    return LocalSpecProvider()
+
+
+def _changed(
+    layer: TransformerLayerSubmodules, backend: BackendSpecProvider, options: LayerOptions
+) -> TransformerLayerSubmodules:
+    norm: LayerNormBuilder | None = None
+    if options.norm_placement != BEFORE:
+        norm = backend.layer_norm(rms_norm=True)
+    attention, mlp = layer.self_attention.submodules, layer.mlp.keywords["submodules"]
+    if options.norm_placement == AFTER:
+        # Transformer Engine's specs have the norm inside the linear layer that follows it.
+        column = backend.column_parallel_linear()
+        attention, mlp = replace(attention, linear_qkv=column), replace(mlp, linear_fc1=column)
+        layer = replace(layer, input_layernorm=IdentityOp, pre_mlp_layernorm=IdentityOp, sharded_state_dict_keys_map={})
+    if options.attention_softcap is not None:
+        core = partial(SoftcapAttention, softcap=options.attention_softcap)
+        attention = replace(attention, core_attention=core)
+    params = {**layer.self_attention.params, "post_norm": norm, "options": options}
+    return replace(
+        layer,
+        self_attention=ModuleSpec(module=ExtendedSelfAttention, params=params, submodules=attention),
+        mlp=layer.mlp if norm is None else partial(PostNormMLP.with_norm, norm, mlp),
+    )

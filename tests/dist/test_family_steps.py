@@ -1,0 +1,185 @@
+"""Families with layers of mkd's own: two training steps, as student and as teacher, have transformers' losses and the
+gradient of every parameter.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config, unwrap_model
+from megatron.training.models import GPTModelBuilder, GPTModelConfig
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from mkd.checkpoint.hf.check import read_architecture
+from mkd.checkpoint.hf.folder import HFFolder
+from mkd.checkpoint.hf.load import load_hf_weights
+from mkd.config.kd_config import KDConfig
+from mkd.distributed.groups import Groups
+from mkd.losses import LossOptions
+from mkd.models.gpt import gpt_config
+from mkd.teacher.online import OnlineTeacher
+from mkd.train.objective import LossContext
+from mkd.train.schedule import TeacherThenStudent
+from mkd.train.step import ForwardStep
+from tests.dist.test_hf_families import GEMMA2, GEMMA3, GLM4, NO_SPECIAL_TOKENS, OLMO3, TWO
+from tests.support.dist.kd_samples import ROW, microbatches, samples
+from tests.support.dist.kd_step import Layout, model_arguments, parallel_state
+from tests.support.dist.outcome import total
+from tests.support.hf_folders import make_model
+from tests.support.tolerance import norm_error
+
+VOCAB, PADDED = 131, 256
+RATIO, TEMPERATURE, RATE = 0.3, 2.0, 0.01
+MODELS: dict[str, dict[str, Any]] = {
+    "olmo2": {"model_type": "olmo2", **TWO},
+    "olmo3": OLMO3,
+    "gemma2": GEMMA2,
+    "gemma3": GEMMA3,
+    "glm4": GLM4,
+}
+TOLERANCE = 1e-4
+"""fp32, two implementations of a model whose weights are large: gradients pass through all layers in another order."""
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """name -> folders of student and teacher, and per kind of row the loss and a folder of gradients of each step."""
+    found = {}
+    for name, sizes in MODELS.items():
+        root = tmp_path_factory.mktemp("steps")
+        make_model(root / "student", **NO_SPECIAL_TOKENS, **sizes)
+        make_model(root / "teacher", **NO_SPECIAL_TOKENS, **sizes | {"hidden_size": 60, "num_hidden_layers": 4}
+                   | ({"layer_types": sizes["layer_types"] * 2} if "layer_types" in sizes else {}))
+        steps = {data: reference_steps(root, data) for data in ("text", "padded")}
+        found[name] = {"root": root, "steps": steps | {"packed": steps["padded"]}}
+    return found
+
+
+def reference_steps(root: Path, data: str) -> list[tuple[float, Path]]:
+    """(loss, folder with the gradients in place of the weights) of two steps of transformers and autograd."""
+    student, teacher = (
+        AutoModelForCausalLM.from_pretrained(root / name, dtype=torch.float32, attn_implementation="eager")
+        for name in ("student", "teacher")
+    )
+    rows = samples(data, 1)
+    tokens, labels, mask = (torch.stack([row[name] for row in rows]) for name in ("tokens", "labels", "loss_mask"))
+    steps = []
+    for step in range(2):
+        logits = student(tokens).logits
+        with torch.no_grad():
+            target = (teacher(tokens).logits / TEMPERATURE).log_softmax(-1)
+        ce = -logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+        kl = (target.exp() * (target - (logits / TEMPERATURE).log_softmax(-1))).sum(-1) * TEMPERATURE**2
+        loss = (((1 - RATIO) * ce + RATIO * kl) * mask).sum() / mask.sum()
+        student.zero_grad()
+        loss.backward()
+        weights = {name: p.data.clone() for name, p in student.named_parameters()}
+        for p in student.parameters():
+            p.data = p.grad.clone()
+        folder = root / f"{data}-{step}"
+        student.save_pretrained(folder)
+        for name, p in student.named_parameters():
+            p.data = weights[name] - RATE * p.grad
+        steps.append((loss.item(), folder))
+    return steps
+
+
+def configuration(folder: Path, layout: Layout) -> GPTModelConfig:
+    sizes = read_architecture(HFFolder(folder, "--hf"))[1]
+    return gpt_config(model_arguments(sizes, layout, False, VOCAB, PADDED))
+
+
+def build(root: Path, layout: Layout, groups: Groups) -> tuple[list[nn.Module], OnlineTeacher]:
+    """The student's chunks and the teacher."""
+    chunks = GPTModelBuilder(configuration(root / "student", layout)).build_distributed_models(
+        pg_collection=groups.collection,
+        ddp_config=DistributedDataParallelConfig(),
+        data_parallel_random_init=False,
+    )
+    load_hf_weights(chunks, HFFolder(root / "student", "--hf"))
+    for chunk in chunks:
+        get_model_config(chunk).finalize_model_grads_func = finalize_model_grads
+    teacher = OnlineTeacher(
+        configuration(root / "teacher", layout),
+        groups,
+        load_weights=lambda some: load_hf_weights(some, HFFolder(root / "teacher", "--hf")),
+        fingerprint="",
+        offload=False,
+    )
+    return chunks, teacher
+
+
+def train(
+    rank: int, world_size: int, models: dict[str, dict[str, Any]], layout: Layout, data: str
+) -> dict[str, list[dict[str, Any]]]:
+    """name -> per step: reports, and the error of the gradient of each parameter on this rank."""
+    found = {}
+    with parallel_state(layout):
+        groups = Groups.from_megatron()
+        for name, model in models.items():
+            chunks, teacher = build(model["root"], layout, groups)
+            steps = model["steps"][data]
+            found[name] = [one_step(chunks, teacher, groups, layout, data, folder) for _, folder in steps]
+    return found
+
+
+def one_step(
+    chunks: list[nn.Module], teacher: OnlineTeacher, groups: Groups, layout: Layout, data: str, folder: Path
+) -> dict[str, Any]:
+    kd = KDConfig(teacher_hf=["T"], ratio=RATIO, temperature=TEMPERATURE)
+    schedule = TeacherThenStudent(kd, groups, teacher, VOCAB, lambda: 0, None, None)
+    batches = microbatches(data, layout.cp, layout.mbs, 0, 1)
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    reports = schedule.around(get_forward_backward_func(pp_size=layout.pp, vp_size=None))(
+        forward_step_func=ForwardStep(LossContext(groups, VOCAB, LossOptions(chunk_rows=5))),
+        data_iterator=iter(batches),
+        model=chunks,
+        num_microbatches=len(batches),
+        seq_length=ROW,
+        micro_batch_size=layout.mbs,
+        forward_only=False,
+    )
+    sums: dict[str, Tensor] = {}
+    if groups.is_last_stage and groups.tp.rank() == 0:
+        sums = {name: sum(report[name].double() for report in reports) for name in reports[0]}
+    return {"reports": sums, "errors": gradient_errors(chunks, folder)}
+
+
+@torch.no_grad()
+def gradient_errors(chunks: list[nn.Module], folder: Path) -> dict[str, float]:
+    """Error of each parameter's gradient against a folder of gradients; then takes a step of plain SGD."""
+    named = [item for chunk in chunks for item in unwrap_model(chunk).named_parameters()]
+    weights = [p.data.clone() for _, p in named]
+    load_hf_weights(chunks, HFFolder(folder, "--hf"))
+    errors = {name: norm_error(p.main_grad, p.data) for name, p in named}
+    for (_, p), weight in zip(named, weights, strict=True):
+        p.data.copy_(weight - RATE * p.main_grad)
+    return errors
+
+
+LAYOUTS = {
+    "one rank": (Layout(), "text"),
+    "packed": (Layout(), "packed"),
+    "TP2, SP, packed": (Layout(tp=2, sp=True), "packed"),
+    "TP2": (Layout(tp=2), "padded"),
+    "PP2": (Layout(pp=2), "text"),
+    "CP2": (Layout(cp=2), "text"),
+    "CP2, packed": (Layout(cp=2), "packed"),
+}
+
+
+@pytest.mark.parametrize(("layout", "data"), LAYOUTS.values(), ids=LAYOUTS)
+def test_two_steps(gloo_pool: Any, expected: dict[str, dict[str, Any]], layout: Layout, data: str) -> None:
+    results = gloo_pool(layout.tp * layout.pp * layout.cp).run(train, expected, layout, data)
+    for name, model in expected.items():
+        for step, (loss, _) in enumerate(model["steps"][data]):
+            sums = total([result[name][step]["reports"] for result in results])
+            assert sums["loss"][0] / sums["loss"][1] == pytest.approx(loss, rel=TOLERANCE), (name, step)
+            errors = [result[name][step]["errors"] for result in results]
+            assert all(errors)
+            assert {key: error for some in errors for key, error in some.items() if not error <= TOLERANCE} == {}, name
