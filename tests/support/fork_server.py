@@ -1,6 +1,6 @@
 """The process that every other process of the tests is forked from.
 
-Importing torch, megatron and transformers costs 6 s of CPU; forked processes have it done.
+Importing torch, megatron, transformers and mkd costs 6 s of CPU; forked processes have it done.
 """
 
 import multiprocessing
