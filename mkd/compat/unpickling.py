@@ -32,9 +32,12 @@ _METADATA = (
     "TensorStorageMetadata",
     "_MEM_FORMAT_ENCODING",
 )
+_PLANS = ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
+"""Records of what each rank has written, which Megatron leaves in the index under newer versions of torch."""
 INDEX_CLASSES = frozenset(
     {
         *(("torch.distributed.checkpoint.metadata", name) for name in _METADATA),
+        *(("torch.distributed.checkpoint.planner", name) for name in _PLANS),
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
         ("torch.serialization", "_get_layout"),
         ("torch", "Size"),

@@ -17,11 +17,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import BytesIOWriteData, SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from mkd.checkpoint.integrity import find_damage
 from mkd.checkpoint.megatron_folder import TRACKER, MegatronFolder
 from mkd.compat.checkpoints import with_load_errors
-from mkd.compat.unpickling import allowed_classes_only, load_object
+from mkd.compat.unpickling import IndexUnpickler, allowed_classes_only, load_object
 from mkd.errors import MkdCheckpointError
 from tests.support.torch_dist_folders import SHARD
 
@@ -109,6 +111,20 @@ def test_a_changed_name_is_damage(name: bytes, tmp_path: Path) -> None:
     path = tmp_path / "ckpt" / "iter_0000001" / ".metadata"
     path.write_bytes(b"c" + name + b"\n.")
     assert find_damage(path.parent) == ".metadata is damaged (UnpicklingError)"
+
+
+def test_an_index_with_the_plans_of_its_ranks_loads() -> None:
+    """Under torch 2.14 Megatron leaves them in `.metadata`."""
+    shape = torch.Size([2])
+    chunk = ChunkStorageMetadata(torch.Size([0]), shape)
+    data = TensorWriteData(chunk, TensorProperties(), shape)
+    items = [
+        WriteItem(MetadataIndex("a"), WriteItemType.SHARD, tensor_data=data),
+        WriteItem(MetadataIndex("b"), WriteItemType.BYTE_IO, bytes_io_data=BytesIOWriteData(1)),
+    ]
+    plans = [SavePlan(items)]
+    read = IndexUnpickler(io.BytesIO(pickle.dumps(plans))).load()
+    assert read == plans and type(read[0]) is SavePlan
 
 
 def test_an_object_in_place_of_a_tensor_is_refused(tmp_path: Path) -> None:
