@@ -85,7 +85,8 @@ def examine_run(own: argparse.Namespace, flags: list[str]) -> int:
     from mkd.doctor.run import Launch, check_disk, examine
 
     findings, console = Findings(elsewhere=not cards and not cpu.is_target()), Console()
-    target = "CPU (MKD_DEVICE=cpu)" if cpu.is_target() else "GPUs"
+    none_here = "" if cards else f" (there is none here; {cpu.DEVICE_VARIABLE}=cpu mkd doctor ... checks a run on CPU)"
+    target = f"CPU ({cpu.DEVICE_VARIABLE}=cpu)" if cpu.is_target() else f"GPUs{none_here}"
     console.print(f"ranks: {own.nproc * own.nnodes}, nodes: {own.nnodes}, on {target}", highlight=False)
     with console.status("reading flags, checkpoints, tokenizers and data"):
         job = examine(Launch(flags, own.nproc * own.nnodes), findings)

@@ -104,7 +104,7 @@ def add_kd_flags(parser: ArgumentParser) -> ArgumentParser:
         if unknown == message:
             raise MkdConfigError(message.removeprefix("argument "))
         guesses = get_close_matches(unknown.split()[0].split("=")[0], parser._option_string_actions, n=1, cutoff=0.8)
-        hint = f"did you mean {guesses[0]}?" if guesses else "--help lists all flags"
+        hint = f"did you mean {guesses[0]}?" if guesses else "mkd train --help-all lists all flags"
         raise MkdConfigError(f"unknown on the command line: {unknown} ({hint})")
 
     parser.error = refuse
