@@ -39,6 +39,7 @@ checkpoints and evaluation
   --kd-keep-last N                  checkpoints to keep
   --kd-save-hf-interval N           also write a Hugging Face folder
   --kd-sample-prompts FILE          prompts that the student continues at each evaluation
+  --kd-eval-tasks FILE              tasks with answers: the accuracy is measured at each evaluation
 
 parallel layout
   --tensor-model-parallel-size N    with --sequence-parallel

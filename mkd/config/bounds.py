@@ -224,7 +224,7 @@ _GROUPS: tuple[tuple[Bounds, str], ...] = (
     (_INTERVAL, "kd_save_hf_interval kd_compare_interval"),
     (Bounds(1, 10**6, "it counts folders"), "kd_save_hf_keep kd_keep_last"),
     (Bounds(0.0, 1e6, "it counts passes over the data", without_low=True), "kd_epochs"),
-    (Bounds(1, 10**6, "it counts tokens that the student writes"), "kd_sample_tokens"),
+    (Bounds(1, 10**6, "it counts tokens that the student writes"), "kd_sample_tokens kd_eval_tokens"),
 )
 
 BOUNDS: Mapping[str, Bounds] = {name: bounds for bounds, names in _GROUPS for name in names.split()}

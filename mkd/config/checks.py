@@ -328,6 +328,14 @@ def check_samples(kd: KDFields) -> None:
         )
 
 
+def check_eval_tokens(kd: KDFields) -> None:
+    """Refuse --kd-eval-tokens without --kd-eval-tasks."""
+    if kd.eval_tasks is None and kd.eval_tokens != KDFields.eval_tokens:
+        raise MkdConfigError(
+            f"--kd-eval-tokens is {kd.eval_tokens}, but no tasks are answered: give --kd-eval-tasks, or leave it out"
+        )
+
+
 def check_comparison(kd: KDFields) -> None:
     """Refuse --kd-compare-interval where the teacher is not run."""
     if kd.compare_interval is not None and kd.is_plain_pretraining:

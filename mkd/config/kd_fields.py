@@ -258,6 +258,14 @@ class KDFields:
     sample_tokens: int = 64
     """Tokens that the student writes at most for each prompt of --kd-sample-prompts."""
 
+    eval_tasks: str | None = field(default=None, metadata={"argparse_meta": {"metavar": "FILE"}})
+    """JSON lines with up to 10,000 tasks, each with prompt or messages, answer, and match: exact (default), number,
+    contains or regex. At each evaluation the student answers them, always with its most probable token; the share of
+    right answers is printed and written to the metrics (valid_accuracy). Default: none."""
+
+    eval_tokens: int = 256
+    """Tokens that the student writes at most for each task of --kd-eval-tasks."""
+
     metrics_file: str | None = field(default=None, metadata={"argparse_meta": {"metavar": "FILE"}})
     """Metrics as JSON lines, one per iteration (iteration, loss, ce, kd, grad_norm, lr, tokens, tokens_per_s,
     elapsed_s); the names in validation lines start with valid_. Default: metrics.jsonl in the --save folder."""

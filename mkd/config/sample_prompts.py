@@ -1,4 +1,4 @@
-"""Check of --kd-sample-prompts."""
+"""Checks of the flags by which the student writes texts: --kd-sample-prompts and --kd-eval-tasks."""
 
 from argparse import Namespace
 
@@ -7,19 +7,29 @@ from mkd.errors import MkdConfigError
 
 
 def check_sampling(args: Namespace, kd: KDConfig) -> None:
-    """Refuse --kd-sample-prompts where nothing is evaluated, and under flags with which rows of other lengths than the
-    training data's cannot be computed, or change the training."""
-    if kd.sample_prompts is None:
-        return
-    what = f"--kd-sample-prompts {kd.sample_prompts}"
+    """Refuse --kd-sample-prompts where the student cannot write; see `_check_writing`."""
+    if kd.sample_prompts is not None:
+        _check_writing(args, "--kd-sample-prompts", kd.sample_prompts, "samples", kd.sample_tokens)
+
+
+def check_tasks(args: Namespace, kd: KDConfig) -> None:
+    """Refuse --kd-eval-tasks where the student cannot write; see `_check_writing`."""
+    if kd.eval_tasks is not None:
+        _check_writing(args, "--kd-eval-tasks", kd.eval_tasks, "answers", kd.eval_tokens)
+
+
+def _check_writing(args: Namespace, flag: str, file: str, texts: str, tokens: int) -> None:
+    """Refuse a flag by which the student writes texts where nothing is evaluated, and under flags with which rows of
+    other lengths than the training data's cannot be computed, or change the training."""
+    what = f"{flag} {file}"
     if args.eval_iters == 0:
-        raise MkdConfigError(f"{what}: samples are written at evaluations, and --eval-iters is 0")
+        raise MkdConfigError(f"{what}: {texts} are written at evaluations, and --eval-iters is 0")
     if args.tokenizer_type != "HuggingFaceTokenizer":
         raise MkdConfigError(f"{what} needs a HuggingFaceTokenizer, --tokenizer-type is {args.tokenizer_type}")
-    if kd.sample_tokens >= args.seq_length:
+    if tokens >= args.seq_length:
         raise MkdConfigError(
-            f"--kd-sample-tokens is {kd.sample_tokens}; it must be below --seq-length {args.seq_length}: prompt and "
-            "continuation are one row"
+            f"{flag.rpartition('-')[0]}-tokens is {tokens}; it must be below --seq-length {args.seq_length}: prompt "
+            "and continuation are one row"
         )
     reasons = {
         "--cuda-graph-impl": (args.cuda_graph_impl != "none", "a CUDA graph has one shape"),
@@ -42,6 +52,6 @@ def check_sampling(args: Namespace, kd: KDConfig) -> None:
             "a token's experts would depend on the other prompts",
         ),
     }
-    for flag, (given, reason) in reasons.items():
+    for other, (given, reason) in reasons.items():
         if given:
-            raise MkdConfigError(f"--kd-sample-prompts does not work with {flag} ({reason}): leave one of them out")
+            raise MkdConfigError(f"{flag} does not work with {other} ({reason}): leave one of them out")

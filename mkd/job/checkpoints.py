@@ -209,6 +209,8 @@ _NOT_THE_OBJECTIVE = {
     "epochs",
     "sample_prompts",
     "sample_tokens",
+    "eval_tasks",
+    "eval_tokens",
     "skip_checkpoint_hashes",
     "other_teacher",
     "allow_bad_teacher",

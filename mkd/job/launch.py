@@ -17,7 +17,7 @@ from mkd.job.checkpoints import prepare_saving, resolve_checkpoint
 from mkd.job.epochs import set_iterations
 from mkd.job.job import Job
 from mkd.job.plan import record
-from mkd.job.samples import SampleWriter
+from mkd.job.samples import SampleWriter, TaskEvaluation
 from mkd.job.teacher_check import check_teacher_quality
 from mkd.job.training_loop import Hooks
 from mkd.report.metrics import MetricsLog
@@ -36,6 +36,8 @@ class TrainingParts:
     metrics: MetricsLog
     samples: SampleWriter | None = None
     """None without --kd-sample-prompts."""
+    tasks: TaskEvaluation | None = None
+    """None without --kd-eval-tasks."""
 
 
 def build(job: Job) -> TrainingParts:
@@ -66,7 +68,8 @@ def build(job: Job) -> TrainingParts:
         balance=lambda: job.state.balance_factor if job.kd.balance else 1.0,
     )
     samples = SampleWriter.of(job.args, job.kd, job.true_vocab)
-    return TrainingParts(datasets, step, schedule, metrics, samples)
+    tasks = TaskEvaluation.of(job.args, job.kd, job.true_vocab)
+    return TrainingParts(datasets, step, schedule, metrics, samples, tasks)
 
 
 def train(job: Job, parts: TrainingParts) -> None:
@@ -79,7 +82,7 @@ def train(job: Job, parts: TrainingParts) -> None:
     then = "the job ends, without saving because there is no --save," if args.save is None else "the job saves and ends"
     stop = StopSignals(args.exit_signal, then=then).listen()
     install(
-        training=Hooks(job, parts.schedule, parts.metrics, parts.step.finite, parts.samples),
+        training=Hooks(job, parts.schedule, parts.metrics, parts.step.finite, parts.samples, parts.tasks),
         checkpoints=saving,
         stop=stop,
         state=job.state,

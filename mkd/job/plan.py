@@ -19,6 +19,7 @@ from mkd.job.epochs import set_iterations
 from mkd.job.job import Job
 from mkd.job.memory_table import memory_line, print_memory
 from mkd.job.run_record import write_run_file
+from mkd.job.samples import rollout_plan
 from mkd.job.teacher import shape_of
 from mkd.utils.atomic_files import replacing
 from mkd.utils.logging import logger
@@ -72,6 +73,7 @@ def plan(job: Job) -> dict[str, str]:
         "steps": f"{kd.epochs:g} epochs"
         if iterations_are_unknown(args)
         else f"{number_of_iterations(args)} iterations",
+        **rollout_plan(args, kd),
         "vocabulary": f"{job.true_vocab} tokens, padded to {args.padded_vocab_size}",
         **({"changed": "; ".join(job.notes)} if job.notes else {}),
         "memory": memory_line(job),

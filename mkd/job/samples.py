@@ -1,4 +1,4 @@
-"""The samples of a job (--kd-sample-prompts): prompts from its flags, texts from its student."""
+"""Texts that the student writes at evaluations: samples (--kd-sample-prompts) and answers (--kd-eval-tasks)."""
 
 from argparse import Namespace
 from collections.abc import Sequence
@@ -12,9 +12,12 @@ from transformers import PreTrainedTokenizerBase
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron_checks import length_multiple
 from mkd.data.sources.prompts import Prompt, end_tokens, read_prompts
+from mkd.data.sources.tasks import Task, read_tasks
 from mkd.distributed.groups import Groups
 from mkd.report.samples import Sample
-from mkd.train.greedy import Decoding, write_greedy
+from mkd.rollout.attention import reason_against_cache
+from mkd.rollout.interface import Decoding, Engine, Request, WrittenText
+from mkd.rollout.write import write_texts
 from mkd.utils.json_files import read_json
 from mkd.utils.pretrained import load_tokenizer
 
@@ -24,8 +27,7 @@ class SampleWriter:
     """Lets the student continue the prompts."""
 
     prompts: list[Prompt]
-    tokenizer: PreTrainedTokenizerBase
-    decoding: Decoding
+    writer: "Writer"
 
     @classmethod
     def of(cls, args: Namespace, kd: KDConfig, true_vocab: int) -> "SampleWriter | None":
@@ -36,29 +38,91 @@ class SampleWriter:
         """
         if kd.sample_prompts is None:
             return None
-        tokenizer = load_tokenizer(args.tokenizer_model)
-        return cls(
-            read_prompts(kd.sample_prompts, tokenizer, args.seq_length - kd.sample_tokens),
-            tokenizer,
-            Decoding(
-                tokens=kd.sample_tokens,
-                end_tokens=end_tokens(tokenizer, _generation_config(Path(args.tokenizer_model))),
-                true_vocab=true_vocab,
-                rows=args.eval_micro_batch_size,
-                longest=args.seq_length,
-                length_multiple=length_multiple(args),
-            ),
-        )
+        writer = Writer.of(args, kd.sample_tokens, true_vocab)
+        return cls(read_prompts(kd.sample_prompts, writer.tokenizer, writer.longest_prompt), writer)
 
     def write(self, chunks: Sequence[nn.Module], groups: Groups) -> list[Sample]:
         """One sample per prompt, the same on all ranks. Collective over all ranks."""
-        written = write_greedy(chunks, groups, [prompt.tokens for prompt in self.prompts], self.decoding)
-        samples = []
-        for prompt, tokens in zip(self.prompts, written, strict=True):
-            ended = tokens[-1] in self.decoding.end_tokens
-            text = self.tokenizer.decode(tokens[: len(tokens) - ended])
-            samples.append(Sample(prompt.text, text, len(tokens), ended))
-        return samples
+        written = self.writer.write(chunks, groups, self.prompts)
+        return [
+            Sample(prompt.text, self.writer.text(found), len(found.tokens), found.ended)
+            for prompt, found in zip(self.prompts, written, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class TaskEvaluation:
+    """Lets the student answer tasks and measures how many answers are right."""
+
+    tasks: list[Task]
+    writer: "Writer"
+
+    @classmethod
+    def of(cls, args: Namespace, kd: KDConfig, true_vocab: int) -> "TaskEvaluation | None":
+        """The evaluation of --kd-eval-tasks; None without the flag.
+
+        Raises:
+            MkdDataError: the file cannot be used.
+        """
+        if kd.eval_tasks is None:
+            return None
+        writer = Writer.of(args, kd.eval_tokens, true_vocab)
+        return cls(read_tasks(kd.eval_tasks, writer.tokenizer, writer.longest_prompt), writer)
+
+    def measure(self, chunks: Sequence[nn.Module], groups: Groups) -> dict[str, float]:
+        """`accuracy` and `cut_off`, the shares of right answers and of those that reached --kd-eval-tokens, the same on
+        all ranks. Collective over all ranks."""
+        written = self.writer.write(chunks, groups, [task.prompt for task in self.tasks])
+        solved = [task.is_solved_by(self.writer.text(found)) for task, found in zip(self.tasks, written, strict=True)]
+        return {
+            "accuracy": sum(solved) / len(solved),
+            "cut_off": sum(not found.ended for found in written) / len(written),
+        }
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Lets the student continue prompts with its most probable tokens."""
+
+    tokenizer: PreTrainedTokenizerBase
+    decoding: Decoding
+    engine: Engine
+
+    @classmethod
+    def of(cls, args: Namespace, tokens: int, true_vocab: int) -> "Writer":
+        """Args: Megatron's arguments, tokens that are written at most, and the student's vocabulary size."""
+        tokenizer = load_tokenizer(args.tokenizer_model)
+        decoding = Decoding(
+            tokens=tokens,
+            end_tokens=end_tokens(tokenizer, _generation_config(Path(args.tokenizer_model))),
+            true_vocab=true_vocab,
+            rows=args.eval_micro_batch_size,
+            longest=args.seq_length,
+            length_multiple=length_multiple(args),
+        )
+        return cls(tokenizer, decoding, "cached" if reason_against_cache(args) is None else "uncached")
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of a prompt at most."""
+        return self.decoding.longest - self.decoding.tokens
+
+    def write(self, chunks: Sequence[nn.Module], groups: Groups, prompts: Sequence[Prompt]) -> list[WrittenText]:
+        """One text per prompt, the same on all ranks. Collective over all ranks."""
+        return write_texts(chunks, groups, [Request(prompt.tokens) for prompt in prompts], self.decoding, self.engine)
+
+    def text(self, written: WrittenText) -> str:
+        """The text without its end token."""
+        return self.tokenizer.decode(written.tokens[: len(written.tokens) - written.ended])
+
+
+def rollout_plan(args: Namespace, kd: KDConfig) -> dict[str, str]:
+    """Lines of the plan about texts that the student writes, label -> text."""
+    what = [f"samples of {kd.sample_prompts}"] if kd.sample_prompts is not None else []
+    what += [f"answers to {kd.eval_tasks}"] if kd.eval_tasks is not None else []
+    reason = reason_against_cache(args)
+    how = "with cached keys and values" if reason is None else f"one whole forward pass per token ({reason})"
+    return {"writes": f"{', '.join(what)}: {how}"} if what else {}
 
 
 def _generation_config(folder: Path) -> dict[str, Any]:

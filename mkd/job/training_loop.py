@@ -11,9 +11,10 @@ from torch import Tensor
 
 from mkd.data.text_size import TextSize
 from mkd.job.job import Job
-from mkd.job.samples import SampleWriter
+from mkd.job.samples import SampleWriter, TaskEvaluation
 from mkd.report.calibration import calibration_table
 from mkd.report.metrics import IterationMetrics, MetricsLog
+from mkd.report.samples import Sample
 from mkd.train import balance
 from mkd.train.evaluation import CALIBRATION
 from mkd.train.nan_check import FiniteCheck, check_first_weights, check_loss_scale, check_skipped
@@ -31,9 +32,10 @@ class Hooks:
         log: MetricsLog,
         finite: FiniteCheck | None = None,
         samples: SampleWriter | None = None,
+        tasks: TaskEvaluation | None = None,
     ) -> None:
         self._job, self._schedule, self._log, self._finite = job, schedule, log, finite
-        self._samples = samples
+        self._samples, self._tasks = samples, tasks
         self._calibration: Tensor | None = None
         self._text: Tensor | None = None
         self._iteration: int | None = None
@@ -86,11 +88,18 @@ class Hooks:
         if self._calibration is not None:
             dist.all_reduce(self._calibration, group=self._schedule.groups.dp_cp)
             calibration = calibration_table(self._calibration)
-        self._log.evaluation(split, iteration, _over_some_token(losses), calibration)
-        if self._samples is not None and split == "valid":
-            with nullcontext() if self._schedule.hidden_layers is None else self._schedule.hidden_layers.paused():
-                samples = self._samples.write(model, self._schedule.groups)
+        answered, samples = self._write(model) if split == "valid" else ({}, None)
+        losses = _over_some_token(losses)
+        self._log.evaluation(split, iteration, {**losses, **answered} if losses else {}, calibration)
+        if samples is not None:
             self._log.samples(iteration, samples)
+
+    def _write(self, model: list[Any]) -> tuple[dict[str, float], list[Sample] | None]:
+        """The measurements of answers to tasks, and the samples; None without --kd-sample-prompts."""
+        groups, layers = self._schedule.groups, self._schedule.hidden_layers
+        with nullcontext() if layers is None else layers.paused():
+            answered = {} if self._tasks is None else self._tasks.measure(model, groups)
+            return answered, None if self._samples is None else self._samples.write(model, groups)
 
     def after_iteration(
         self,

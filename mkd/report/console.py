@@ -16,6 +16,8 @@ from mkd.utils.logging import EVERY_RANK, FILE_ONLY, logger
 
 COMPARED = ("agreement", "student_entropy", "teacher_entropy")
 """Metrics with a text of their own, not shown as losses."""
+TASKS = ("accuracy", "cut_off")
+"""Measurements of the answers to --kd-eval-tasks."""
 LEADING = ("loss", "ce", "kd")
 """Losses that come first; the others follow in the order in which they are reported."""
 WAITS = ("data", "teacher", "cache")
@@ -151,7 +153,7 @@ def evaluation_line(split: str, iteration: int, values: Mapping[str, float]) -> 
     parts = [f"{_NAMES[split]} at iteration {iteration}"]
     if "ce" in values:
         parts.append(f"ce {values['ce']:.4f} (ppl {values['perplexity']:.2f}{_bits(values, 'bits_per_byte')})")
-    shown = {"loss", "ce", "teacher_ce", "perplexity", "teacher_perplexity", "calibration_error", *COMPARED}
+    shown = {"loss", "ce", "teacher_ce", "perplexity", "teacher_perplexity", "calibration_error", *COMPARED, *TASKS}
     others = [name for name in values if name not in shown and not name.endswith("bits_per_byte")]
     parts += [f"{name} {number(values[name]).strip()}" for name in others]
     if "teacher_ce" in values:
@@ -162,6 +164,8 @@ def evaluation_line(split: str, iteration: int, values: Mapping[str, float]) -> 
         parts.append(f"entropy {values['student_entropy']:.3f}{theirs}")
     if "agreement" in values:
         parts.append(f"top-1 agreement {values['agreement']:.1%}")
+    if "accuracy" in values:
+        parts.append(f"accuracy {values['accuracy']:.1%} ({values['cut_off']:.1%} of the answers cut off)")
     return " | ".join(parts)
 
 
@@ -173,7 +177,8 @@ def evaluation_table(rows: Mapping[str, Mapping[str, float]]) -> Table:
     """Table of models; columns without a value are omitted.
 
     Args:
-        rows: name of a model -> those of its `ce`, `bits_per_byte`, `kd`, `agreement` and `entropy` that are known.
+        rows: name of a model -> those of its `ce`, `bits_per_byte`, `kd`, `agreement`, `entropy` and `accuracy` that
+            are known.
     """
     columns = {
         "cross-entropy": lambda row: _text(row.get("ce"), ".4f"),
@@ -182,6 +187,7 @@ def evaluation_table(rows: Mapping[str, Mapping[str, float]]) -> Table:
         "KD": lambda row: _text(row.get("kd"), ".4f"),
         "entropy": lambda row: _text(row.get("entropy"), ".3f"),
         "agreement": lambda row: _text(row.get("agreement"), ".1%"),
+        "accuracy": lambda row: _text(row.get("accuracy"), ".1%"),
     }
     cells = {name: [column(row) for row in rows.values()] for name, column in columns.items()}
     kept = {name: values for name, values in cells.items() if any(values)}

@@ -28,6 +28,10 @@ def test_samples_epochs_and_kept_checkpoints_do_not_change_the_training(job: Sma
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("The import", "A class is", "x")))
     flags = {**PIPELINE, "--train-iters": None, "--kd-epochs": 8 * 4 / rows, "--kd-keep-last": 2}
     flags |= {"--kd-sample-prompts": prompts, "--kd-sample-tokens": 4}
+    tasks = tmp_path / "tasks.jsonl"
+    answers = [{"answer": ".", "match": "regex"}, {"answer": "no student writes this"}]
+    tasks.write_text("".join(json.dumps({"prompt": "The import", **answer}) + "\n" for answer in answers))
+    flags |= {"--kd-eval-tasks": tasks, "--kd-eval-tokens": 4}
     watched = Attempts(job, tmp_path / "watched", flags, ranks=2)
     result = watched.finished()
     watched.assert_like((plain.save, whole), result)
@@ -39,6 +43,10 @@ def test_samples_epochs_and_kept_checkpoints_do_not_change_the_training(job: Sma
         assert [sample["prompt"] for sample in line["samples"]] == ["The import", "A class is", "x"]
         assert all(1 <= sample["tokens"] <= 4 for sample in line["samples"])
     assert "sample 2 at iteration 8: A class is => " in result.output
+    accuracies = {line["iteration"]: line["valid_accuracy"] for line in result.metrics if "valid_accuracy" in line}
+    assert accuracies == dict.fromkeys((0, 3, 6, 8), 0.5)
+    assert "accuracy 50.0% (" in result.output and re.search(r"student at iteration 8 .* 50.0%", result.output)
+    assert re.search(r"writes +samples of .*, answers to .*: with cached keys and values", result.output)
     assert "start from random" not in result.output
 
 

@@ -1,4 +1,4 @@
-"""Prompts that the student continues during training (--kd-sample-prompts)."""
+"""Prompts that the student continues during training (--kd-sample-prompts, --kd-eval-tasks)."""
 
 from codecs import BOM_UTF8
 from dataclasses import dataclass, replace
@@ -50,7 +50,7 @@ def read_prompts(path: str, tokenizer: PreTrainedTokenizerBase, longest: int) ->
     lines = [(number, line) for number, line in numbered if line.strip()]
     if not 1 <= len(lines) <= MOST_PROMPTS:
         raise MkdDataError(f"{FLAG} {path} has {len(lines)} lines; 1 to {MOST_PROMPTS} prompts are continued")
-    prompts = [_prompt(line, f"{FLAG} {path}, line {number}", tokenizer) for number, line in lines]
+    prompts = [parse_prompt(line, f"{FLAG} {path}, line {number}", tokenizer) for number, line in lines]
     for prompt, (number, _) in zip(prompts, lines, strict=True):
         if not 1 <= len(prompt.tokens) <= longest:
             raise MkdDataError(
@@ -60,7 +60,8 @@ def read_prompts(path: str, tokenizer: PreTrainedTokenizerBase, longest: int) ->
     return prompts
 
 
-def _prompt(line: bytes, where: str, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+def parse_prompt(line: bytes, where: str, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+    """The prompt of one line; see `read_prompts`. Raises MkdDataError, which begins with `where`."""
     record = json_object(decode(line, where), where)
     if not is_conversation(record):
         if not isinstance(record.get("prompt"), str):

@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.utils import unwrap_model
+from megatron.training.models import GPTModelConfig
 from torch import Tensor
 
 from mkd.config.flags import default_arguments
@@ -40,10 +41,10 @@ def layout(tp: int, pp: int, vp: int = 1, ep: int = 1, etp: int | None = None) -
         MoEAuxLossAutoScaler.main_loss_backward_scale = None
 
 
-def build_from_arguments(
+def config_from_arguments(
     architecture: dict[str, Any], ep: int = 1, dtype: torch.dtype = torch.float32
-) -> list[GPTModel]:
-    """This rank's chunk of the model that Megatron arguments describe, as a job builds it."""
+) -> GPTModelConfig:
+    """Configuration, in the present layout, of the model that Megatron arguments describe."""
     args = default_arguments()
     vars(args).update(architecture)
     args.tensor_model_parallel_size = ps.get_tensor_model_parallel_world_size()
@@ -57,6 +58,14 @@ def build_from_arguments(
     set_cpu_values(args)
     config = gpt_config(args)
     config.parallel_output = False
+    return config
+
+
+def build_from_arguments(
+    architecture: dict[str, Any], ep: int = 1, dtype: torch.dtype = torch.float32
+) -> list[GPTModel]:
+    """This rank's chunk of the model that Megatron arguments describe, as a job builds it."""
+    config = config_from_arguments(architecture, ep, dtype)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     chunks = config.get_builder_cls()(config).build_distributed_models(groups, wrap_with_ddp=False)
     return [unwrap_model(chunk) for chunk in chunks]

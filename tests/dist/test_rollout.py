@@ -12,8 +12,9 @@ from mkd.checkpoint.hf.check import read_architecture
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.load import load_hf_weights
 from mkd.distributed.groups import Groups
-from mkd.train.greedy import Decoding, write_greedy
-from tests.dist.test_hf_families import GEMMA2, GEMMA3
+from mkd.rollout.interface import Decoding, Engine, Request
+from mkd.rollout.write import write_texts
+from tests.dist.test_hf_families import GEMMA2, GEMMA3, MODELS, NO_SPECIAL_TOKENS
 from tests.support.dist.gpt_models import build_from_arguments, layout
 from tests.support.dist.kd_samples import VOCAB
 from tests.support.dist.kd_step import Layout, Models, build_student, parallel_state
@@ -34,6 +35,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         **TWO,
     },
+    **{
+        name: {**MODELS[model], **NO_SPECIAL_TOKENS}
+        for name, model in {
+            "windows": "mistral, windows by layer",
+            "moe with latent attention": "deepseek v3, yarn, groups of experts, dense layer",
+            "moe with sinks": "gpt-oss",
+        }.items()
+    },
 }
 TOKENS, LONGEST = 20, 64
 PROMPTS = [[5, 9, 77], [1], list(range(40, 63)), [130, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]]
@@ -45,6 +54,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: make_model(tmp_path_factory.mktemp("hf") / "m", **sizes) for name, sizes in FAMILIES.items()}
 
 
+@pytest.fixture(scope="module")
+def expected(folders: dict[str, Path]) -> dict[str, list[list[int]]]:
+    """Texts of transformers, by family."""
+    found = {name: [generated(path, prompt) for prompt in PROMPTS] for name, path in folders.items()}
+    for texts in found.values():
+        assert len({token for text in texts for token in text}) > 10, "the texts would be alike by chance"
+    return found
+
+
 def generated(folder: Path, prompt: list[int]) -> list[int]:
     model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
@@ -52,12 +70,21 @@ def generated(folder: Path, prompt: list[int]) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
+def texts_of(chunks: list, prompts: list, options: Decoding, engine: Engine) -> list[list[int]]:
+    found = write_texts(
+        chunks, Groups.from_megatron(), [Request(tuple(prompt), i) for i, prompt in enumerate(prompts)], options, engine
+    )
+    for text in found:
+        assert text.ended == (text.tokens[-1] in options.end_tokens)
+    return [list(text.tokens) for text in found]
+
+
 def decoding(**changes: Any) -> Decoding:
     values = dict(tokens=TOKENS, end_tokens=frozenset(), true_vocab=131, rows=2, longest=LONGEST, length_multiple=1)
     return Decoding(**{**values, **changes})
 
 
-def written(rank: int, world_size: int, folders: dict[str, Path], tp: int, pp: int, ep: int, end: int | None) -> dict:
+def written(rank: int, world_size: int, folders: dict[str, Path], tp: int, pp: int, ep: int, end: int | None, engine: Engine) -> dict:
     """name -> texts of each family."""
     found = {}
     with layout(tp, pp, ep=ep, etp=1 if ep > 1 else tp):
@@ -68,7 +95,7 @@ def written(rank: int, world_size: int, folders: dict[str, Path], tp: int, pp: i
             chunks[0].config.overlap_p2p_comm = False  # as megatron's checks set it without virtual stages
             options = decoding(end_tokens=frozenset() if end is None else frozenset({end}))
             chunks[0].train()
-            found[name] = write_greedy(chunks, Groups.from_megatron(), PROMPTS, options)
+            found[name] = texts_of(chunks, PROMPTS, options, engine)
             assert chunks[0].training
     return found
 
@@ -82,45 +109,49 @@ def written(rank: int, world_size: int, folders: dict[str, Path], tp: int, pp: i
         pytest.param(1, 1, 2, 2, id="ep2"),
     ],
 )
-def test_texts_are_those_of_transformers(gloo_pool, folders, tp: int, pp: int, ep: int, ranks: int) -> None:
+@pytest.mark.parametrize("engine", ["cached", "uncached"])
+def test_texts_are_those_of_transformers(gloo_pool, folders, expected, tp, pp, ep, ranks, engine) -> None:
     """Token by token."""
-    expected = {name: [generated(path, prompt) for prompt in PROMPTS] for name, path in folders.items()}
-    for texts in expected.values():
-        assert len({token for text in texts for token in text}) > 10, "the texts would be alike by chance"
     # Megatron trains experts under tensor parallelism with sequence parallelism only.
     used = {name: path for name, path in folders.items() if tp == 1 or "moe" not in name}
-    for found in gloo_pool(ranks).run(written, used, tp, pp, ep, None):
+    if engine == "uncached":
+        used = {name: path for name, path in used.items() if "with" not in name}
+    for found in gloo_pool(ranks).run(written, used, tp, pp, ep, None, engine):
         assert found == {name: expected[name] for name in used}
 
 
-def test_a_text_ends_with_an_end_token(gloo_pool, folders) -> None:
+@pytest.mark.parametrize("engine", ["cached", "uncached"])
+def test_a_text_ends_with_an_end_token(gloo_pool, folders, expected, engine) -> None:
     """The others continue."""
-    one = {"llama": folders["llama"]}
-    (whole,) = gloo_pool(1).run(written, one, 1, 1, 1, None)
-    end = whole["llama"][0][4]
-    (found,) = gloo_pool(1).run(written, one, 1, 1, 1, end)
-    for text, short in zip(whole["llama"], found["llama"], strict=True):
+    end = expected["llama"][0][4]
+    (found,) = gloo_pool(1).run(written, {"llama": folders["llama"]}, 1, 1, 1, end, engine)
+    for text, short in zip(expected["llama"], found["llama"], strict=True):
         until = text.index(end) + 1 if end in text else len(text)
         assert short == text[:until]
     assert any(len(text) < TOKENS for text in found["llama"])
 
 
-def student_texts(rank: int, world_size: int, own: Layout, models: Models) -> tuple[list, bool]:
+def student_texts(
+    rank: int, world_size: int, own: Layout, models: Models, engine: Engine, temperature: float = 0.0
+) -> tuple[list, bool]:
     """Texts of the student of the layout tests, and whether the random states stay."""
     with parallel_state(own):
         groups = Groups.from_megatron()
         chunks = build_student(own, models, groups)
         before = torch.get_rng_state()
         multiple = 2 * own.cp * own.tp
-        options = decoding(tokens=8, true_vocab=VOCAB, rows=3, length_multiple=multiple)
+        options = decoding(
+            tokens=8, true_vocab=VOCAB, rows=1, length_multiple=multiple, temperature=temperature, seed=7
+        )
         prompts = [[token % VOCAB for token in prompt] for prompt in PROMPTS]
-        texts = write_greedy(chunks, groups, prompts, options)
+        texts = texts_of(chunks, prompts, options, engine)
         assert all(chunk.training for chunk in chunks)
         assert ps.get_tensor_model_parallel_world_size() == own.tp
         return texts, torch.equal(before, torch.get_rng_state())
 
 
 LAYOUTS = {
+    "one": (1, Layout()),
     "tp2 sp": (2, Layout(tp=2, sp=True)),
     "cp2": (2, Layout(cp=2)),
     "dp2": (2, Layout()),
@@ -132,15 +163,39 @@ LAYOUTS = {
 }
 
 
+def engine_of(own: Layout) -> Engine:
+    return "uncached" if own.cp > 1 else "cached"
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(gloo_pool) -> dict[tuple[bool, float], tuple[list, bool]]:
+    """(experts, temperature) -> texts that are written without a cache."""
+    return {
+        (moe, temperature): gloo_pool(1).run(student_texts, Layout(), Models(moe=moe), "uncached", temperature)[0]
+        for moe in (False, True)
+        for temperature in (0.0, 1.5)
+    }
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_writes_the_same_texts(gloo_pool, name: str) -> None:
-    (expected,) = gloo_pool(1).run(student_texts, Layout(), Models())
+def test_every_layout_writes_the_same_texts(gloo_pool, on_one_rank, name: str, temperature: float) -> None:
+    """Sampled ones too."""
     ranks, own = LAYOUTS[name]
-    for found in gloo_pool(ranks).run(student_texts, own, Models()):
+    expected = on_one_rank[False, temperature]
+    for found in gloo_pool(ranks).run(student_texts, own, Models(), engine_of(own), temperature):
         assert found == expected
     assert expected[1] and len({tuple(text) for text in expected[0]}) == len(PROMPTS)
 
 
+def test_the_cache_is_left_out_where_it_is_not_possible(gloo_pool, on_one_rank) -> None:
+    """The choice is no matter of layouts without context parallelism."""
+    for own in (Layout(), Layout(tp=2, sp=True)):
+        for found in gloo_pool(own.tp).run(student_texts, own, Models(), "uncached"):
+            assert found == on_one_rank[False, 0.0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
 @pytest.mark.parametrize(
     ("ranks", "own"),
     [
@@ -148,9 +203,6 @@ def test_every_layout_writes_the_same_texts(gloo_pool, name: str) -> None:
         pytest.param(4, Layout(tp=2, ep=2, sp=True), id="tp2 sp ep2"),
     ],
 )
-def test_students_with_experts(gloo_pool, ranks: int, own: Layout) -> None:
-    models = Models(moe=True)
-    (expected,) = gloo_pool(1).run(student_texts, Layout(), models)
-    for found in gloo_pool(ranks).run(student_texts, own, models):
-        assert found == expected
-
+def test_students_with_experts(gloo_pool, on_one_rank, ranks: int, own: Layout, temperature: float) -> None:
+    for found in gloo_pool(ranks).run(student_texts, own, Models(moe=True), "cached", temperature):
+        assert found == on_one_rank[True, temperature]

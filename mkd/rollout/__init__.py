@@ -1,0 +1,1 @@
+"""Rollouts: texts that the student writes on the training ranks, with the training weights."""

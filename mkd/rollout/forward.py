@@ -1,0 +1,67 @@
+"""Forward passes of the student outside training, through Megatron's own schedules."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
+from torch import Tensor, nn
+
+from mkd.distributed.groups import Groups
+
+
+@contextmanager
+def evaluating(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """Without gradients, dropout and Megatron's timers, as in an evaluation; the modes of the chunks are restored."""
+    modes = [chunk.training for chunk in chunks]
+    config = get_model_config(chunks[0])
+    timers, config.timers = config.timers, None
+    for chunk in chunks:
+        chunk.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        config.timers = timers
+        for chunk, mode in zip(chunks, modes, strict=True):
+            chunk.train(mode)
+
+
+def run_forward(
+    chunks: Sequence[nn.Module],
+    groups: Groups,
+    forward_step: Callable[[Iterator[Any], nn.Module], tuple[Tensor, None]],
+    inputs: Sequence[Any],
+    shape: tuple[int, int],
+) -> list[Tensor]:
+    """The outputs of a forward step over microbatches of one shape.
+
+    Args:
+        chunks: the student's model chunks on this rank.
+        groups: its layout.
+        forward_step: takes an iterator over `inputs` and a model chunk; returns the output and None.
+        inputs: one per microbatch.
+        shape: rows and tokens of a microbatch, over all context-parallel ranks.
+
+    Returns:
+        One output per microbatch on the last pipeline stage, an empty list elsewhere.
+    """
+    vp = len(chunks) if len(chunks) > 1 else None
+    config = get_model_config(chunks[0])
+    count, inputs = len(inputs), list(inputs)
+    if vp is not None:  # virtual stages compute whole groups of microbatches
+        group = config.microbatch_group_size_per_vp_stage or groups.pp.size()
+        inputs += inputs[-1:] * (-count % group)
+    rows, length = shape
+    found = get_forward_backward_func(pp_size=groups.pp.size(), vp_size=vp)(
+        forward_step_func=forward_step,
+        data_iterator=iter(inputs) if vp is None else [iter(inputs) for _ in chunks],
+        model=list(chunks),
+        num_microbatches=len(inputs),
+        seq_length=length,
+        micro_batch_size=rows,
+        forward_only=True,
+    )
+    return found[:count]

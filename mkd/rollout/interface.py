@@ -1,0 +1,49 @@
+"""The interface of rollouts: prompts and options in, written tokens out."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Engine = Literal["cached", "uncached"]
+"""Method of writing. cached: keys and values of earlier tokens are kept, and each token costs a forward pass over one
+token. uncached: the whole text is read again for each token; works under every layout."""
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """Options of a rollout."""
+
+    tokens: int
+    """Tokens that are written per prompt at most."""
+    end_tokens: frozenset[int]
+    """Each of them ends a text and is its last token."""
+    true_vocab: int
+    """Tokens that exist; ids from here up are never written."""
+    rows: int
+    """Rows of `longest` tokens per microbatch; bounds the memory."""
+    longest: int
+    """Length of a row at most: no prompt has more tokens without those that are written."""
+    length_multiple: int = 1
+    """Divisor of every row length that the layout needs."""
+    temperature: float = 0.0
+    """Divisor of the logits before sampling; 0 writes the most probable token."""
+    seed: int = 0
+    """Seed of sampling; see `mkd.rollout.sampler`."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt to continue."""
+
+    prompt: tuple[int, ...]
+    """Token ids, not empty."""
+    sample: int = 0
+    """Index among the samples of the same prompt; samples with different indices are independent."""
+
+
+@dataclass(frozen=True)
+class WrittenText:
+    """The tokens that the student has written after a prompt."""
+
+    tokens: tuple[int, ...]
+    ended: bool
+    """True if the last token is an end token; False if the text was cut off after `Decoding.tokens`."""

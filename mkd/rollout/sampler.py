@@ -1,0 +1,133 @@
+"""Choice of the next token: the most probable one, or one sampled with random numbers that depend on no layout.
+
+A sample is the argmax over the vocabulary of logit / T + g, where g are independent Gumbel variables (the Gumbel-max
+trick). Here g is a hash of seed, prompt, sample index, position and token id: every tensor-parallel rank computes the
+numbers of its own vocabulary shard, and neither the number of ranks nor the other prompts nor a resumed job changes
+them.
+"""
+
+import hashlib
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mkd.distributed.context_parallel import dual_chunk_positions
+from mkd.distributed.groups import Groups
+from mkd.losses import LogitMap
+from mkd.models.gpt import output_head
+from mkd.rollout.interface import Decoding, Request
+
+_BITS = 64
+_GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+"""Constants of SplitMix64 (Steele, Lea and Flood 2014)."""
+
+
+def request_key(request: Request, seed: int) -> int:
+    """64-bit key of all random numbers of a request."""
+    head = struct.pack("<qqq", seed, request.sample, len(request.prompt))
+    ids = struct.pack(f"<{len(request.prompt)}q", *request.prompt)
+    return int.from_bytes(hashlib.blake2b(head + ids, digest_size=_BITS // 8).digest(), "little")
+
+
+def position_key(key: int, position: int) -> int:
+    """Key of the token at a position of a text, as a signed 64-bit integer."""
+    return _signed(key + (position + 1) * _GOLDEN)
+
+
+def gumbel_noise(keys: Tensor, first: int, count: int) -> Tensor:
+    """[b, count] fp64 Gumbel variables of the token ids `first`, `first` + 1, ...
+
+    Args:
+        keys: [b] int64, see `position_key`.
+        first: the first id.
+        count: number of ids.
+    """
+    ids = torch.arange(first + 1, first + count + 1, device=keys.device)
+    bits = _mix(_mix(keys)[:, None] + ids * _signed(_GOLDEN))
+    uniform = (_shift(bits, 12).double() + 0.5) * 2.0**-52  # exact, and neither 0 nor 1
+    return -torch.log(-torch.log(uniform))
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The finalizer of SplitMix64; int64 products wrap around."""
+    x = (x ^ _shift(x, 30)) * _signed(_FIRST)
+    x = (x ^ _shift(x, 27)) * _signed(_SECOND)
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical shift to the right."""
+    return (x >> bits) & ((1 << (_BITS - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    value &= (1 << _BITS) - 1
+    return value - (1 << _BITS) if value >> (_BITS - 1) else value
+
+
+@dataclass(frozen=True)
+class NextToken:
+    """Chooses the token after each row of a microbatch, on the last pipeline stage."""
+
+    groups: Groups
+    true_vocab: int
+    temperature: float = 0.0
+    """0 chooses the most probable token."""
+
+    @classmethod
+    def of(cls, groups: Groups, options: Decoding) -> "NextToken":
+        """The choice that the options describe."""
+        return cls(groups, options.true_vocab, options.temperature)
+
+    def after(self, last: Tensor, keys: Sequence[int] = ()) -> Callable[..., Tensor]:
+        """An output processor of a GPTModel that returns [b] int64: the token after each row.
+
+        Args:
+            last: [b] position of the last token of each row.
+            keys: `position_key` of each row's next token; unused at temperature 0.
+        """
+
+        def choose(
+            *, hidden_states: Tensor, output_layer: nn.Module, output_weight: Tensor | None, config: Any, **unused: Any
+        ) -> Tensor:
+            weight, scale = output_head(output_layer, output_weight, config)
+            hidden = self._hidden_at(hidden_states, last, config.sequence_parallel)
+            return self._choose(LogitMap(*scale).apply_((hidden @ weight.t()).float()), keys)
+
+        return choose
+
+    def _hidden_at(self, hidden: Tensor, last: Tensor, sequence_parallel: bool) -> Tensor:
+        """[b, H] final hidden states at position `last` of each row, from the rank that has it."""
+        tp, cp = self.groups.tp, self.groups.cp
+        parts = tp.size() if sequence_parallel else 1
+        length = hidden.shape[0] * parts * cp.size()
+        own = dual_chunk_positions((0, length), cp.rank(), cp.size())
+        own = own.chunk(parts)[tp.rank() if sequence_parallel else 0].to(hidden.device)
+        is_here = own[:, None] == last[None, :]
+        found = hidden[is_here.int().argmax(dim=0), torch.arange(len(last), device=hidden.device)].float()
+        found = torch.where(is_here.any(dim=0)[:, None], found, 0.0)
+        for group, is_split in ((tp, sequence_parallel), (cp, True)):
+            if is_split and group.size() > 1:
+                dist.all_reduce(found, group=group)  # one rank adds a value, the others 0
+        return found.to(hidden.dtype)
+
+    def _choose(self, logits: Tensor, keys: Sequence[int]) -> Tensor:
+        """[b] the token with the largest score over all vocabulary shards, the first one if there are several."""
+        tp = self.groups.tp
+        first = tp.rank() * logits.shape[1]
+        if self.temperature > 0.0:
+            noise = gumbel_noise(torch.tensor(keys, device=logits.device), first, logits.shape[1])
+            logits = logits.double() / self.temperature + noise
+        logits[:, max(self.true_vocab - first, 0) :] = -torch.inf
+        best, token = logits.max(dim=1)
+        candidates = torch.stack((best.double(), (token + first).double()))
+        everywhere = [torch.empty_like(candidates) for _ in range(tp.size())]
+        dist.all_gather(everywhere, candidates, group=tp)
+        values, tokens = torch.stack(everywhere, dim=1)
+        tokens = torch.where(values == values.max(dim=0).values, tokens, torch.inf)
+        return tokens.min(dim=0).values.long()

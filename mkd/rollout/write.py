@@ -1,0 +1,35 @@
+"""Rollouts: the entry point."""
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from mkd.distributed.groups import Groups
+from mkd.rollout.cached import write_cached
+from mkd.rollout.forward import evaluating
+from mkd.rollout.interface import Decoding, Engine, Request, WrittenText
+from mkd.rollout.uncached import write_uncached
+
+_ENGINES = {"cached": write_cached, "uncached": write_uncached}
+
+
+def write_texts(
+    chunks: Sequence[nn.Module], groups: Groups, requests: Sequence[Request], options: Decoding, engine: Engine
+) -> list[WrittenText]:
+    """Continue each prompt. Collective over all ranks.
+
+    No state of a random number generator is used or changed, and the modes of the model chunks are restored.
+
+    Args:
+        chunks: the student's model chunks on this rank.
+        groups: its layout.
+        requests: the prompts, the same on all ranks; none may be empty.
+        options: see `Decoding`.
+        engine: the method; see `mkd.rollout.attention.reason_against_cache`.
+
+    Returns:
+        One text per request, the same on all ranks.
+    """
+    with evaluating(chunks):
+        written = _ENGINES[engine](chunks, groups, requests, options)
+    return [WrittenText(tuple(new), ended=new[-1] in options.end_tokens) for new in written]
