@@ -224,7 +224,9 @@ _GROUPS: tuple[tuple[Bounds, str], ...] = (
     (_INTERVAL, "kd_save_hf_interval kd_compare_interval"),
     (Bounds(1, 10**6, "it counts folders"), "kd_save_hf_keep kd_keep_last"),
     (Bounds(0.0, 1e6, "it counts passes over the data", without_low=True), "kd_epochs"),
-    (Bounds(1, 10**6, "it counts tokens that the student writes"), "kd_sample_tokens kd_eval_tokens"),
+    (Bounds(1, 10**6, "it counts tokens that the student writes"), "kd_sample_tokens kd_eval_tokens kd_rollout_tokens"),
+    (Bounds(0.0, 1.0, "it is a share of the rows", without_low=True), "kd_on_policy"),
+    (Bounds(0.0, 1000.0, "it divides logits"), "kd_rollout_temperature"),
 )
 
 BOUNDS: Mapping[str, Bounds] = {name: bounds for bounds, names in _GROUPS for name in names.split()}

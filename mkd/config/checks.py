@@ -319,6 +319,32 @@ def check_epochs(kd: KDFields) -> None:
         raise MkdConfigError(f"--kd-epochs is {kd.epochs:g}; it must be a finite number > 0")
 
 
+def check_on_policy(kd: KDFields) -> None:
+    """Refuse --kd-on-policy without prompts or with what does not work with it, and its options without it."""
+    if kd.on_policy is None:
+        for field in ("prompts", "rollout_tokens", "rollout_temperature"):
+            if (value := getattr(kd, field)) != getattr(KDFields, field):
+                raise MkdConfigError(
+                    f"{flag_of(field)} is {value}, but the student writes nothing: give --kd-on-policy, or leave it out"
+                )
+        return
+    what = f"--kd-on-policy is {kd.on_policy:g}"
+    if kd.prompts is None:
+        raise MkdConfigError(f"{what}, but there are no prompts: give --kd-prompts FILE")
+    reasons = {
+        "--kd-ratio 0": (kd.is_plain_pretraining, "the teacher is not run"),
+        "--kd-teacher-cache": (kd.teacher_cache is not None, "it has no targets of texts that are not written yet"),
+        "--kd-teacher-url": (kd.teacher_url is not None, "it has not been tested"),
+        "--kd-xtoken-loss": (kd.xtoken_loss is not None, "written texts are not aligned with other tokenizers yet"),
+        "--kd-hidden-loss": (kd.hidden_loss is not None, "it has not been tested"),
+        "--kd-teachers-mode select": (kd.teachers_mode == "select", "written texts have no cross-entropy"),
+        "--kd-balance": (kd.balance, "written texts have no cross-entropy"),
+    }
+    for flag, (given, reason) in reasons.items():
+        if given:
+            raise MkdConfigError(f"{what}, which does not work with {flag} ({reason}): leave one of them out")
+
+
 def check_samples(kd: KDFields) -> None:
     """Refuse --kd-sample-tokens without --kd-sample-prompts."""
     if kd.sample_prompts is None and kd.sample_tokens != KDFields.sample_tokens:

@@ -250,6 +250,23 @@ class KDFields:
     probable tokens agree. Such a step computes the logits of both LM heads once more; gradients do not change. Default:
     only evaluations measure it."""
 
+    on_policy: float | None = None
+    """L in (0, 1]: share of the rows of each global batch whose answers the student writes, with its present weights,
+    after the prompts of --kd-prompts. Their written tokens count in the divergence and in no cross-entropy. The other
+    rows are those of --data-path. Default: none."""
+
+    prompts: str | None = field(default=None, metadata={"argparse_meta": {"metavar": "FILE"}})
+    """Prompts of --kd-on-policy: JSON lines, each {"prompt": TEXT} or {"messages": [...]}, whose last answer is left
+    out."""
+
+    rollout_tokens: int = 256
+    """Tokens that the student writes at most for each prompt of --kd-prompts. A text that reaches them is cut off, and
+    counts like the others."""
+
+    rollout_temperature: float = 1.0
+    """Temperature from which the student's tokens are sampled; 0 writes the most probable one. Independent of
+    --kd-temperature."""
+
     sample_prompts: str | None = field(default=None, metadata={"argparse_meta": {"metavar": "FILE"}})
     """JSON lines with up to 32 prompts, each {"prompt": TEXT} or {"messages": [...]}. At each evaluation the student
     continues them, always with its most probable token; the texts are printed and written to the metrics file and the

@@ -1,6 +1,8 @@
-"""Checks of the flags by which the student writes texts: --kd-sample-prompts and --kd-eval-tasks."""
+"""Checks of the flags by which the student writes texts: --kd-sample-prompts, --kd-eval-tasks, --kd-on-policy."""
 
+import math
 from argparse import Namespace
+from fractions import Fraction
 
 from mkd.config.kd_config import KDConfig
 from mkd.errors import MkdConfigError
@@ -18,18 +20,37 @@ def check_tasks(args: Namespace, kd: KDConfig) -> None:
         _check_writing(args, "--kd-eval-tasks", kd.eval_tasks, "answers", kd.eval_tokens)
 
 
+def check_on_policy(args: Namespace, kd: KDConfig) -> None:
+    """Refuse --kd-on-policy where the student cannot write; see `_check_writing`."""
+    if kd.on_policy is None:
+        return
+    what = f"--kd-on-policy {kd.on_policy:g}"
+    if math.floor(args.global_batch_size * Fraction(repr(kd.on_policy))) < 1:
+        raise MkdConfigError(f"{what} of --global-batch-size {args.global_batch_size} is less than one row: raise it")
+    if args.overlap_param_gather:
+        raise MkdConfigError(f"{what} does not work with --overlap-param-gather (it has not been tested): leave it out")
+    _check_options(args, "--kd-on-policy", str(kd.on_policy), ("--kd-rollout-tokens", kd.rollout_tokens))
+
+
 def _check_writing(args: Namespace, flag: str, file: str, texts: str, tokens: int) -> None:
     """Refuse a flag by which the student writes texts where nothing is evaluated, and under flags with which rows of
     other lengths than the training data's cannot be computed, or change the training."""
     what = f"{flag} {file}"
     if args.eval_iters == 0:
         raise MkdConfigError(f"{what}: {texts} are written at evaluations, and --eval-iters is 0")
+    _check_options(args, flag, file, (f"{flag.rpartition('-')[0]}-tokens", tokens))
+
+
+def _check_options(args: Namespace, flag: str, value: str, tokens: tuple[str, int]) -> None:
+    """Refuse what `_check_writing` refuses beside the lack of evaluations; `tokens` is the flag of their number with
+    its value."""
+    what = f"{flag} {value}"
     if args.tokenizer_type != "HuggingFaceTokenizer":
         raise MkdConfigError(f"{what} needs a HuggingFaceTokenizer, --tokenizer-type is {args.tokenizer_type}")
-    if tokens >= args.seq_length:
+    if tokens[1] >= args.seq_length:
         raise MkdConfigError(
-            f"{flag.rpartition('-')[0]}-tokens is {tokens}; it must be below --seq-length {args.seq_length}: prompt "
-            "and continuation are one row"
+            f"{tokens[0]} is {tokens[1]}; it must be below --seq-length {args.seq_length}: prompt and continuation are "
+            "one row"
         )
     reasons = {
         "--cuda-graph-impl": (args.cuda_graph_impl != "none", "a CUDA graph has one shape"),

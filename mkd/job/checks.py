@@ -18,7 +18,7 @@ from mkd.config import megatron_checks
 from mkd.config.check_list import Check, Sink
 from mkd.config.data_args import data_prefixes
 from mkd.config.megatron_args import ARGUMENT_CHECKS, CommandLine, adopt_architecture
-from mkd.config.sample_prompts import check_sampling, check_tasks
+from mkd.config.sample_prompts import check_on_policy, check_sampling, check_tasks
 from mkd.data.sources.stores import is_chat_file
 from mkd.errors import MkdConfigError
 from mkd.job.checkpoints import (
@@ -31,7 +31,7 @@ from mkd.job.checkpoints import (
 from mkd.job.cross_tokenizer import CrossTokenizers, sort_teachers
 from mkd.job.data import JobData, folder_of_tokenizer, hash_of_tokenizer
 from mkd.job.epochs import set_iterations
-from mkd.job.samples import SampleWriter, TaskEvaluation
+from mkd.job.samples import SampleWriter, TaskEvaluation, on_policy_of
 from mkd.job.teacher import TeacherSpec, check_teacher_fits, teacher_source, teacher_spec
 from mkd.models.layer_maps import KEY_PREFIX, pair_of_key
 from mkd.utils.atomic_files import regular_target
@@ -212,6 +212,11 @@ def _check_tasks(draft: JobDraft) -> None:
     TaskEvaluation.of(draft.args, draft.kd, draft.true_vocab)
 
 
+def _check_prompts(draft: JobDraft) -> None:
+    check_on_policy(draft.args, draft.kd)
+    on_policy_of(draft.args, draft.kd, draft.true_vocab, draft.data.longest_sample)
+
+
 def _align_tokenizers(draft: JobDraft) -> None:
     if draft.foreign:
         draft.cross = CrossTokenizers.of(draft.foreign, draft.args, draft.kd, draft.true_vocab)
@@ -257,6 +262,7 @@ CHECKS: tuple[Check[JobDraft], ...] = (
     Check("--kd-metrics-file", _check_metrics_file),
     Check("--kd-sample-prompts", _check_samples, needs=("tokenizer", "--seq-length")),
     Check("--kd-eval-tasks", _check_tasks, needs=("tokenizer", "--seq-length")),
+    Check("--kd-on-policy", _check_prompts, needs=("tokenizer", "--seq-length")),
     Check("other tokenizers", _align_tokenizers, needs=("teachers' tokenizers", "data path", "tokenizer")),
     Check("epochs", _set_iterations, needs=("stored job", "--train-iters", "data files", "splits", "other tokenizers")),
     Check(

@@ -17,7 +17,7 @@ from mkd.job.checkpoints import prepare_saving, resolve_checkpoint
 from mkd.job.epochs import set_iterations
 from mkd.job.job import Job
 from mkd.job.plan import record
-from mkd.job.samples import SampleWriter, TaskEvaluation
+from mkd.job.samples import SampleWriter, TaskEvaluation, on_policy_of
 from mkd.job.teacher_check import check_teacher_quality
 from mkd.job.training_loop import Hooks
 from mkd.report.metrics import MetricsLog
@@ -66,6 +66,7 @@ def build(job: Job) -> TrainingParts:
         hidden_layers=job.pair_layers(groups, teacher),
         length_multiple=job.data.length_multiple,
         balance=lambda: job.state.balance_factor if job.kd.balance else 1.0,
+        on_policy=on_policy_of(job.args, job.kd, job.true_vocab, job.data.longest_sample),
     )
     samples = SampleWriter.of(job.args, job.kd, job.true_vocab)
     tasks = TaskEvaluation.of(job.args, job.kd, job.true_vocab)

@@ -1,8 +1,8 @@
-"""Texts that the student writes at evaluations: samples (--kd-sample-prompts) and answers (--kd-eval-tasks)."""
+"""Texts that the student writes: samples (--kd-sample-prompts), answers (--kd-eval-tasks), rows (--kd-on-policy)."""
 
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,15 @@ from transformers import PreTrainedTokenizerBase
 
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron_checks import length_multiple
-from mkd.data.sources.prompts import Prompt, end_tokens, read_prompts
+from mkd.data.packing.row_layout import RowLayout
+from mkd.data.sources.prompts import ON_POLICY, Prompt, end_tokens, read_prompts
 from mkd.data.sources.tasks import Task, read_tasks
 from mkd.distributed.groups import Groups
+from mkd.errors import MkdDataError
 from mkd.report.samples import Sample
 from mkd.rollout.attention import reason_against_cache
 from mkd.rollout.interface import Decoding, Engine, Request, WrittenText
+from mkd.rollout.on_policy import OnPolicy
 from mkd.rollout.write import write_texts
 from mkd.utils.json_files import read_json
 from mkd.utils.pretrained import load_tokenizer
@@ -116,10 +119,44 @@ class Writer:
         return self.tokenizer.decode(written.tokens[: len(written.tokens) - written.ended])
 
 
+def on_policy_of(args: Namespace, kd: KDConfig, true_vocab: int, longest: int | None) -> OnPolicy | None:
+    """The rows of --kd-on-policy; None without the flag.
+
+    Args:
+        args: Megatron's.
+        kd: share, prompts and options of sampling.
+        true_vocab: the student's vocabulary size.
+        longest: positions of the models; None if they have those of a row.
+
+    Raises:
+        MkdDataError: the prompts cannot be used, or nothing would end a text.
+    """
+    if kd.on_policy is None:
+        return None
+    writer = Writer.of(args, kd.rollout_tokens, true_vocab)
+    if not writer.decoding.end_tokens:
+        raise MkdDataError(
+            f"--tokenizer-model {args.tokenizer_model} has no end token, and every text of --kd-on-policy would be cut "
+            "off: set eos_token in its tokenizer_config.json"
+        )
+    length = args.seq_length if longest is None else min(args.seq_length, longest)
+    prompts = read_prompts(kd.prompts, writer.tokenizer, length - kd.rollout_tokens, ON_POLICY)
+    return OnPolicy(
+        share=kd.on_policy,
+        prompts=[prompt.tokens for prompt in prompts],
+        layout=RowLayout(args.seq_length, kd.packing_multiple, kd.packing != "none", kd_everywhere=False),
+        decoding=replace(
+            writer.decoding, rows=args.micro_batch_size, temperature=kd.rollout_temperature, seed=args.seed
+        ),
+        engine=writer.engine,
+    )
+
+
 def rollout_plan(args: Namespace, kd: KDConfig) -> dict[str, str]:
     """Lines of the plan about texts that the student writes, label -> text."""
     what = [f"samples of {kd.sample_prompts}"] if kd.sample_prompts is not None else []
     what += [f"answers to {kd.eval_tasks}"] if kd.eval_tasks is not None else []
+    what += [f"{kd.on_policy:.0%} of the rows from {kd.prompts}"] if kd.on_policy is not None else []
     reason = reason_against_cache(args)
     how = "with cached keys and values" if reason is None else f"one whole forward pass per token ({reason})"
     return {"writes": f"{', '.join(what)}: {how}"} if what else {}

@@ -118,6 +118,8 @@ class Hooks:
         if kd.balance:
             extra["balance"] = self._job.state.balance_factor
             balance.after_step(self._job.state, losses, self._schedule.groups.pp)
+        if record.rollout is not None:
+            extra |= record.rollout.metrics()
         peak = None
         if self._log.measures(iteration):
             used = torch.tensor(torch.cuda.max_memory_allocated() / 2**30, device="cuda")

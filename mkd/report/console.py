@@ -20,7 +20,7 @@ TASKS = ("accuracy", "cut_off")
 """Measurements of the answers to --kd-eval-tasks."""
 LEADING = ("loss", "ce", "kd")
 """Losses that come first; the others follow in the order in which they are reported."""
-WAITS = ("data", "teacher", "cache")
+WAITS = ("data", "teacher", "cache", "rollout")
 """Causes of waiting in a step; its JSON line has the seconds of each as <name>_s."""
 CALIBRATION_TOKENS = 10_000
 """Fewest tokens for a calibration table: with a tenth of them in a bin, the standard error of a share is 0.016."""

@@ -50,7 +50,7 @@ class IterationMetrics:
     ratio: float
     temperature: float
     waits: Mapping[str, float]
-    """Seconds of the step spent on `data`, `teacher` and `cache`."""
+    """Seconds of the step spent on `data`, `teacher`, `cache` and `rollout`."""
     peak_memory_gib: float | None
     """Peak over all ranks; None if not measured."""
 

@@ -14,6 +14,7 @@ from mkd.data.lookahead import Lookahead
 from mkd.data.text_size import TextSize
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdDataError
+from mkd.rollout.on_policy import OnPolicy, RolloutFacts, WrittenRows
 from mkd.teacher.interface import Teacher, TeacherSignal
 from mkd.train.hidden_layers import HiddenLayers, LayersOfMicrobatch
 from mkd.train.objective import Objective
@@ -33,6 +34,8 @@ class StepRecord:
     """Seconds spent reading its microbatches."""
     cache_s: float | None = None
     """Seconds spent waiting for cached targets (about 0 for a teacher that runs); None in a step without a teacher."""
+    rollout: RolloutFacts | None = None
+    """Measurements of the texts that the student has written for it; None if it has written none."""
     _teacher: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
     def time_teacher(self, compute: Callable[[], Any]) -> Any:
@@ -50,7 +53,12 @@ class StepRecord:
         for _, end in self._teacher:
             end.synchronize()
         teacher_s = sum(begin.elapsed_time(end) for begin, end in self._teacher) / 1000.0
-        seconds = {"data": self.data_s, "teacher": teacher_s if self._teacher else None, "cache": self.cache_s}
+        seconds = {
+            "data": self.data_s,
+            "teacher": teacher_s if self._teacher else None,
+            "cache": self.cache_s,
+            "rollout": None if self.rollout is None else self.rollout.seconds,
+        }
         return {name: value for name, value in seconds.items() if value is not None}
 
 
@@ -75,6 +83,8 @@ class TeacherThenStudent:
     """The length of a trimmed microbatch is rounded up to a multiple of this; None leaves microbatches whole."""
     balance: Callable[[], float] = lambda: 1.0
     """Factor of KD in the present step (`mkd.train.balance`)."""
+    on_policy: OnPolicy | None = None
+    """None without --kd-on-policy."""
     _checked: set[bool] = field(default_factory=set)
     """Phases (evaluation or not) whose first batch was compared between ranks."""
     record: StepRecord | None = None
@@ -85,7 +95,11 @@ class TeacherThenStudent:
 
         def run(*, data_iterator: Any, num_microbatches: int, forward_only: bool = False, **options: Any) -> list[dict]:
             source = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
+            written = None if forward_only else self._write(options, num_microbatches)
+            if written is not None:
+                source = written.replace_in(source)
             batches = self._read(source, num_microbatches, options["micro_batch_size"], forward_only)
+            self.record.rollout = None if written is None else written.facts
             # Packed rows follow each other in one row; Megatron's pipeline stages expect that shape.
             options["micro_batch_size"], options["seq_length"] = batches[0].tokens.shape
             if self.teacher is not None:
@@ -112,6 +126,15 @@ class TeacherThenStudent:
             return reports
 
         return run
+
+    def _write(self, options: Mapping[str, Any], microbatches: int) -> WrittenRows | None:
+        """Let the student write its part of a training step; None without --kd-on-policy."""
+        if self.on_policy is None:
+            return None
+        model = options["model"]
+        chunks = model if isinstance(model, list) else [model]
+        sizes = microbatches, options["micro_batch_size"]
+        return self.on_policy.write(chunks, self.groups, self.current_iteration(), *sizes)
 
     def _read(self, source: Any, count: int, micro_batch_size: int, evaluating: bool) -> list[KDBatch]:
         """The step's microbatches, whole and on the host, without KD where the teacher has no target."""

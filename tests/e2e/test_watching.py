@@ -50,6 +50,26 @@ def test_samples_epochs_and_kept_checkpoints_do_not_change_the_training(job: Sma
     assert "start from random" not in result.output
 
 
+def test_a_resumed_job_writes_the_same_texts(job: SmallJob, tmp_path: Path) -> None:
+    """Half of the rows are the student's; killed in iteration 5, continued from 4."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("The import", "A class is", "x")))
+    flags = {"--pipeline-model-parallel-size": 2, "--kd-on-policy": 0.5, "--kd-prompts": prompts}
+    flags |= {"--kd-rollout-tokens": 12, "--kd-loss": "reverse_kl"}
+    whole, other = (Attempts(job, tmp_path / name, flags, ranks=2) for name in ("whole", "other"))
+    undisturbed = whole.finished()
+    other.killed("step:9")
+    result = other.finished()
+    whole_lengths, lengths = (
+        [line["written_tokens"] for line in found.metrics if "written_tokens" in line]
+        for found in (undisturbed, result)
+    )
+    assert lengths == whole_lengths and len(lengths) == 8
+    other.assert_like((whole.save, undisturbed), result)
+    assert re.search(r"writes +50% of the rows from .*: with cached keys and values", undisturbed.output)
+    assert re.search(r"written_tokens +\d+.* time: .*rollout +\d+%", undisturbed.output)
+
+
 def test_another_layout_continues_with_the_optimizer(job: SmallJob, tmp_path: Path) -> None:
     """Saved under DP 2; continued under TP 2 with sequence parallelism, and under PP 2."""
     quiet = {"--attention-dropout": 0.0, "--save-interval": 4}  # masks of dropout depend on the layout

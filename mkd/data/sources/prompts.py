@@ -1,4 +1,4 @@
-"""Prompts that the student continues during training (--kd-sample-prompts, --kd-eval-tasks)."""
+"""Prompts that the student continues during training (--kd-sample-prompts, --kd-eval-tasks, --kd-on-policy)."""
 
 from codecs import BOM_UTF8
 from dataclasses import dataclass, replace
@@ -12,8 +12,6 @@ from mkd.data.sources.record_forms import is_conversation
 from mkd.data.sources.text import decode, json_object
 from mkd.errors import MkdDataError
 
-FLAG = "--kd-sample-prompts"
-MOST_PROMPTS = 32
 _MOST_BYTES = 1 << 26
 
 
@@ -26,7 +24,24 @@ class Prompt:
     tokens: tuple[int, ...]
 
 
-def read_prompts(path: str, tokenizer: PreTrainedTokenizerBase, longest: int) -> list[Prompt]:
+@dataclass(frozen=True)
+class PromptFile:
+    """Limits of a flag that names a file of prompts."""
+
+    flag: str
+    tokens_flag: str
+    """The flag of the number of tokens that are written."""
+    most: int
+    """Prompts at most."""
+
+
+SAMPLES = PromptFile("--kd-sample-prompts", "--kd-sample-tokens", 32)
+ON_POLICY = PromptFile("--kd-prompts", "--kd-rollout-tokens", 1_000_000)
+
+
+def read_prompts(
+    path: str, tokenizer: PreTrainedTokenizerBase, longest: int, limits: PromptFile = SAMPLES
+) -> list[Prompt]:
     """Read a file of prompts, one JSON object per line.
 
     {"prompt": TEXT} without an answer is continued as it is. A conversation, in any form of chat data, is rendered by
@@ -36,26 +51,27 @@ def read_prompts(path: str, tokenizer: PreTrainedTokenizerBase, longest: int) ->
         path: the file.
         tokenizer: the student's.
         longest: tokens of a prompt at most.
+        limits: of the flag that names the file.
 
     Raises:
         MkdDataError: the file or a line cannot be used; names the line.
     """
     if not Path(path).is_file():
-        raise MkdDataError(f"{FLAG} {path} does not exist or is not a file")
+        raise MkdDataError(f"{limits.flag} {path} does not exist or is not a file")
     with open(path, "rb") as file:
         content = file.read(_MOST_BYTES + 1)
     if len(content) > _MOST_BYTES:
-        raise MkdDataError(f"{FLAG} {path} has more than {_MOST_BYTES:,} bytes; give 1 to {MOST_PROMPTS} prompts")
+        raise MkdDataError(f"{limits.flag} {path} has more than {_MOST_BYTES:,} bytes; give 1 to {limits.most} prompts")
     numbered = enumerate(content.removeprefix(BOM_UTF8).splitlines(), start=1)
     lines = [(number, line) for number, line in numbered if line.strip()]
-    if not 1 <= len(lines) <= MOST_PROMPTS:
-        raise MkdDataError(f"{FLAG} {path} has {len(lines)} lines; 1 to {MOST_PROMPTS} prompts are continued")
-    prompts = [parse_prompt(line, f"{FLAG} {path}, line {number}", tokenizer) for number, line in lines]
+    if not 1 <= len(lines) <= limits.most:
+        raise MkdDataError(f"{limits.flag} {path} has {len(lines)} lines; 1 to {limits.most} prompts are continued")
+    prompts = [parse_prompt(line, f"{limits.flag} {path}, line {number}", tokenizer) for number, line in lines]
     for prompt, (number, _) in zip(prompts, lines, strict=True):
         if not 1 <= len(prompt.tokens) <= longest:
             raise MkdDataError(
-                f"{FLAG} {path}, line {number}: the prompt has {len(prompt.tokens)} tokens; it must have 1 to "
-                f"{longest}, which is --seq-length without --kd-sample-tokens"
+                f"{limits.flag} {path}, line {number}: the prompt has {len(prompt.tokens)} tokens; it must have 1 to "
+                f"{longest}, which is --seq-length without {limits.tokens_flag}"
             )
     return prompts
 

@@ -1,6 +1,7 @@
 """Tasks with checkable answers, which the student answers at each evaluation (--kd-eval-tasks)."""
 
 import re
+from codecs import BOM_UTF8
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -69,7 +70,7 @@ def read_tasks(path: str, tokenizer: PreTrainedTokenizerBase, longest: int) -> l
     if not Path(path).is_file():
         raise MkdDataError(f"{FLAG} {path} does not exist or is not a file")
     try:
-        numbered = enumerate(read_regular(Path(path), MOST_BYTES).splitlines(), start=1)
+        numbered = enumerate(read_regular(Path(path), MOST_BYTES).removeprefix(BOM_UTF8).splitlines(), start=1)
     except ValueError as error:
         raise MkdDataError(f"{FLAG} {path}: {error}") from None
     lines = [(number, line) for number, line in numbered if line.strip()]

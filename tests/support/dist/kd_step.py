@@ -38,6 +38,7 @@ from mkd.losses import LossOptions
 from mkd.models.gpt import gpt_config
 from mkd.train.schedule import TeacherThenStudent
 from mkd.train.step import ForwardStep
+from mkd.rollout.on_policy import OnPolicy
 from mkd.teacher.cache.teacher import CachedTeacher
 from mkd.teacher.service.client import ServedTeacher
 from mkd.teacher.resharded.teacher import ReshardedTeacher
@@ -296,14 +297,16 @@ def gradients(chunks: list[nn.Module]) -> list[Part]:
     return found
 
 
-def kd_step(rank: int, world_size: int, layout: Layout, models: Models) -> dict[str, Any]:
+def kd_step(
+    rank: int, world_size: int, layout: Layout, models: Models, on_policy: OnPolicy | None = None
+) -> dict[str, Any]:
     """One forward and backward pass over the whole global batch.
 
     Returns:
         reports (on the last stage of tensor rank 0: name -> [sum, count] over this rank's microbatches) and gradients.
     """
     with parallel_state(layout):
-        return _kd_step(layout, models)
+        return _kd_step(layout, models, on_policy)
 
 
 @contextmanager
@@ -326,7 +329,7 @@ def parallel_state(layout: Layout) -> Iterator[None]:
         ps.destroy_model_parallel()
 
 
-def _kd_step(layout: Layout, models: Models) -> dict[str, Any]:
+def _kd_step(layout: Layout, models: Models, on_policy: OnPolicy | None) -> dict[str, Any]:
     groups = Groups.from_megatron()
     kd, teacher = models.kd, build_teacher(layout, models, groups)
     hidden_layers = None
@@ -339,7 +342,7 @@ def _kd_step(layout: Layout, models: Models) -> dict[str, Any]:
     if layout.variable:
         layouts = [layout] if layout.teacher is None else [layout, layout.teacher]
         multiple = math.lcm(*(length_multiple(model_arguments(models.student, one, models.tied)) for one in layouts))
-    schedule = TeacherThenStudent(kd, groups, teacher, VOCAB, lambda: 0, hidden_layers, multiple)
+    schedule = TeacherThenStudent(kd, groups, teacher, VOCAB, lambda: 0, hidden_layers, multiple, on_policy=on_policy)
     run = schedule.around(get_forward_backward_func(pp_size=layout.pp, vp_size=layout.vp if layout.vp > 1 else None))
     batches = microbatches(models.data, layout.segment_cp, layout.mbs, groups.dp.rank(), groups.dp.size(), models.masks)
     iterator = iter(batches)

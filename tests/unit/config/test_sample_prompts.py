@@ -10,7 +10,7 @@ import pytest
 from mkd.config.flags import default_arguments
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron_checks import check_intervals, check_saving
-from mkd.config.sample_prompts import check_sampling
+from mkd.config.sample_prompts import check_on_policy, check_sampling, check_tasks
 from mkd.errors import MkdConfigError
 
 
@@ -76,9 +76,68 @@ def test_samples_that_cannot_be_written(changes: dict, words: str) -> None:
     assert words in str(caught.value)
 
 
+def test_tasks_are_refused_like_samples() -> None:
+    check_tasks(arguments(seq_length=512), kd(eval_tasks="F"))
+    for changes, words in (
+        ({"eval_iters": 0}, "--kd-eval-tasks F: answers are written at evaluations, and --eval-iters is 0"),
+        ({"seq_length": 256}, "--kd-eval-tokens is 256; it must be below --seq-length 256"),
+        ({"fp8": "hybrid", "seq_length": 512}, "--kd-eval-tasks does not work with --fp8-format"),
+    ):
+        with pytest.raises(MkdConfigError) as caught:
+            check_tasks(arguments(**changes), kd(eval_tasks="F"))
+        assert words in str(caught.value)
+
+
+ON_POLICY = {"on_policy": 0.5, "prompts": "P", "rollout_tokens": 8}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"global_batch_size": 1}, "--kd-on-policy 0.5 of --global-batch-size 1 is less than one row"),
+        ({"overlap_param_gather": True}, "--kd-on-policy 0.5 does not work with --overlap-param-gather"),
+        ({"seq_length": 8}, "--kd-rollout-tokens is 8; it must be below --seq-length 8"),
+        ({"cuda_graph_impl": "local"}, "--kd-on-policy does not work with --cuda-graph-impl"),
+    ],
+)
+def test_on_policy_in_jobs_where_the_student_cannot_write(changes: dict, words: str) -> None:
+    check_on_policy(arguments(global_batch_size=2, eval_iters=0), kd(**ON_POLICY))
+    with pytest.raises(MkdConfigError) as caught:
+        check_on_policy(arguments(**{"global_batch_size": 2, **changes}), kd(**ON_POLICY))
+    assert str(caught.value).startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"on_policy": 1.5}, "--kd-on-policy is 1.5"),
+        ({"on_policy": 0.0}, "--kd-on-policy is 0"),
+        ({"prompts": None}, "--kd-on-policy is 0.5, but there are no prompts: give --kd-prompts FILE"),
+        ({"on_policy": None}, "--kd-prompts is P, but the student writes nothing: give --kd-on-policy"),
+        ({"on_policy": None, "prompts": None}, "--kd-rollout-tokens is 8, but the student writes nothing"),
+        ({"rollout_temperature": -1.0}, "--kd-rollout-temperature is -1"),
+        ({"rollout_tokens": 0}, "--kd-rollout-tokens is 0; it must be at least 1"),
+        ({"ratio": 0.0}, "does not work with --kd-ratio 0 (the teacher is not run)"),
+        ({"teacher_hf": None, "teacher_cache": "C"}, "does not work with --kd-teacher-cache"),
+        ({"teacher_hf": None, "teacher_url": ["tcp://a:1"]}, "does not work with --kd-teacher-url"),
+        ({"xtoken_loss": "p_kl"}, "does not work with --kd-xtoken-loss"),
+        ({"hidden_loss": "1:1"}, "does not work with --kd-hidden-loss"),
+        ({"balance": True}, "does not work with --kd-balance"),
+        ({"teacher_hf": ["A", "B"], "teachers_mode": "select"}, "does not work with --kd-teachers-mode select"),
+    ],
+)
+def test_on_policy_with_flags_of_distillation(changes: dict, words: str) -> None:
+    kd(**ON_POLICY)
+    with pytest.raises(MkdConfigError) as caught:
+        kd(**{**ON_POLICY, **changes})
+    assert words in str(caught.value)
+
+
 def test_flags_without_their_partner() -> None:
     with pytest.raises(MkdConfigError, match="--kd-sample-tokens is 5, but no samples are written"):
         kd(sample_tokens=5)
+    with pytest.raises(MkdConfigError, match="--kd-eval-tokens is 5, but no tasks are answered"):
+        kd(eval_tokens=5)
     with pytest.raises(MkdConfigError, match="--kd-sample-tokens is 0; it must be at least 1"):
         kd(sample_prompts="P", sample_tokens=0)
     with pytest.raises(MkdConfigError, match="--kd-keep-last is 0; it must be at least 1"):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mkd.data.sources.prompts import MOST_PROMPTS, end_tokens, read_prompts
+from mkd.data.sources.prompts import SAMPLES, end_tokens, read_prompts
 from mkd.errors import MkdDataError
 from mkd.utils.pretrained import load_tokenizer
 from tests.support.chats import MARKED, chat_tokenizer
@@ -48,7 +48,7 @@ def test_texts_and_conversations(tokenizer: Any, tmp_path: Path) -> None:
     ("records", "words"),
     [
         ([], "has 0 lines; 1 to 32 prompts are continued"),
-        ([{"prompt": "x"}] * (MOST_PROMPTS + 1), "has 33 lines"),
+        ([{"prompt": "x"}] * (SAMPLES.most + 1), "has 33 lines"),
         ([{"prompt": "x"}, {"text": "x"}], "line 2: neither a text in prompt nor messages (keys there: text)"),
         (["{"], "line 1"),
         ([{"messages": [{"role": "assistant", "content": "x"}]}], "line 1: there is no message to answer"),
