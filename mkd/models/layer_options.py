@@ -9,7 +9,7 @@ BEFORE, AFTER, AROUND = "before", "after", "around"
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """What `mkd.models` changes in one model.
+    """Properties that `mkd.models` gives to the layers, embeddings and logits of one model.
 
     Each field is an argument of the same name. Megatron has no flags for them: they come from config.json and are
     stored in checkpoints. An argument that is missing or None has the default.
