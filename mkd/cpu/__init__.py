@@ -6,6 +6,7 @@ No other package checks for a GPU.
 """
 
 import os
+import sys
 import warnings
 
 import torch
@@ -72,6 +73,9 @@ def activate(stands_in: bool = False) -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     global _stands_in
     _stands_in = stands_in
+    if not stands_in:
+        # Megatron uses layers of an installed Transformer Engine, which need CUDA, even beside its own (final norm).
+        sys.modules["transformer_engine"] = None
     cuda_stubs.install()
     gloo.install()
     device_mode.enter()

@@ -24,6 +24,9 @@ def gpt_config(args: Namespace) -> GPTModelConfig:
     Raises:
         MkdConfigError: megatron refuses the arguments, or a package that they need is missing.
     """
+    if args.multi_latent_attention and args.rope_type != "yarn":
+        # Megatron's fused rotary embeddings of latent attention are for yarn; it refuses others.
+        args = Namespace(**{**vars(args), "apply_rope_fusion": False})
     try:
         config = gpt_config_from_args(args)
     except (AssertionError, ValueError) as error:

@@ -47,8 +47,9 @@ def test_invalid_device_variable(monkeypatch):
             mkd.cpu.wanted()
 
 
-def test_importing_has_no_effect_and_activating_is_idempotent():
+def test_importing_has_no_effect_and_activating_is_idempotent(tmp_path):
     code = """
+import importlib.util
 import torch
 real = torch.cuda.is_available
 import mkd.cpu
@@ -58,8 +59,12 @@ stub, group = torch.cuda.is_available, torch.distributed.new_group
 assert mkd.cpu.is_active() and stub is not real
 mkd.cpu.activate()
 assert torch.cuda.is_available is stub and torch.distributed.new_group is group
+assert importlib.util.find_spec("transformer_engine") is None  # installed, but it needs CUDA
 """
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "MKD_DEVICE": "cpu"}, capture_output=True)
+    (tmp_path / "transformer_engine.py").write_text("raise AssertionError('imported on CPU')")
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "MKD_DEVICE": "cpu", "PYTHONPATH": paths}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
     assert done.stderr == b""
 

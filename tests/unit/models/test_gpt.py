@@ -26,6 +26,14 @@ def test_upstream_ignores_the_rope_scaling_factor() -> None:
     assert gpt_config(args).rope_scaling_factor == 32.0
 
 
+@pytest.mark.parametrize("rope", ["rope", "yarn"])
+def test_rope_fusion_of_latent_attention_is_for_yarn(rope: str) -> None:
+    latent = dict(multi_latent_attention=True, rope_type=rope, q_lora_rank=8, kv_lora_rank=8, normalization="RMSNorm")
+    args = arguments(**latent)
+    args.apply_rope_fusion = True
+    assert gpt_config(args).transformer.apply_rope_fusion == (rope == "yarn")
+
+
 def test_softcap_of_the_logits() -> None:
     assert logit_scale(gpt_config(arguments(logit_softcap=30.0)).transformer) == (1.0, 30.0)
     assert logit_scale(gpt_config(arguments()).transformer) == (1.0, None)
