@@ -42,7 +42,13 @@ STEPS = 3
 
 
 def kd_run(
-    rank: int, world_size: int, layout: Layout, models: Models, steps: int = STEPS, fault: str | None = None
+    rank: int,
+    world_size: int,
+    layout: Layout,
+    models: Models,
+    steps: int = STEPS,
+    fault: str | None = None,
+    evaluates: bool = True,
 ) -> dict[str, Any]:
     """Evaluate and train on this rank.
 
@@ -51,15 +57,23 @@ def kd_run(
         layout, models: what runs.
         steps: of the optimizer.
         fault: planted one, a name in `faults.FAULTS`.
+        evaluates: False to train only.
 
     Returns:
-        evaluation: {name: [sum, count]} before the first step; steps: the same for each step (both empty but on the
+        evaluation: {name: [sum, count]} before the first step, empty without one; steps: the same for each step (both empty but on the
         last stage's first tensor-parallel rank); grad_norms: one for each step; gradients: parts, of the first step;
         changes: parts, of every parameter over all steps; balance: {name: values} of megatron's MoE metrics.
     """
     set_moe_metrics_tracker(MoEMetricsTracker())
     with parallel_state(layout), FAULTS[fault]() if fault else nullcontext():
-        return Run(layout, models).result(steps)
+        return Run(layout, models).result(steps, evaluates)
+
+
+def training_run(
+    rank: int, world_size: int, layout: Layout, models: Models, steps: int = STEPS, fault: str | None = None
+) -> dict[str, Any]:
+    """`kd_run` without an evaluation."""
+    return kd_run(rank, world_size, layout, models, steps, fault, evaluates=False)
 
 
 class Run:
@@ -80,9 +94,9 @@ class Run:
         )
         self._step = ForwardStep(context)
 
-    def result(self, steps: int) -> dict[str, Any]:
+    def result(self, steps: int, evaluates: bool = True) -> dict[str, Any]:
         before, of_teacher = parameter_parts(self._chunks), self._teacher_state()
-        evaluation = self._pass(0, evaluating=True)
+        evaluation = self._pass(0, evaluating=True) if evaluates else {}
         reports, norms, first = [], [], []
         for step in range(steps):
             for chunk in self._chunks:
