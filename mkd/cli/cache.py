@@ -77,8 +77,11 @@ def verify(args: argparse.Namespace, flags: list[str]) -> None:
     folder = Path(args.folder)
     found = problems(folder, "verify")
     if found:
+        if os.environ.get("RANK", "0") == "0":
+            print(*found, sep="\n", file=sys.stderr)
         raise MkdCacheError(
-            "\n".join([*found, "remove damaged shards with their .json files, and write what is missing again"])
+            f"{folder}: {len(found)} problems, named above: remove damaged shards with their .json files, and write "
+            "what is missing again"
         )
     if os.environ.get("RANK", "0") == "0":
         print(f"{folder}: every record is intact", flush=True)
