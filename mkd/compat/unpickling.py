@@ -133,7 +133,11 @@ def allowed_classes_only() -> Iterator[None]:
 def _read_metadata(self: FileSystemReader, *args: Any, **kwargs: Any) -> Metadata:
     """As in torch 2.11, with another unpickler."""
     with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
-        metadata = IndexUnpickler(file).load()
+        try:
+            metadata = IndexUnpickler(file).load()
+        except (TypeError, ValueError, AttributeError, LookupError) as error:
+            # A changed byte can be another operation, on an object that does not have it.
+            raise pickle.UnpicklingError(f"{type(error).__name__}: {error}") from error
     if not isinstance(metadata, Metadata):
         raise ValueError(f"a {type(metadata).__name__} instead of an index")
     if getattr(metadata, "storage_meta", None) is None:

@@ -1,5 +1,6 @@
 """Megatron's arguments about data: the files that are read, and the dataset configuration."""
 
+import re
 import traceback
 from argparse import Namespace
 from typing import Any
@@ -35,6 +36,12 @@ def training_prefixes(args: Namespace) -> list[str]:
     return [] if training is None else list(training[0])
 
 
+def _check_split(split: str | None) -> None:
+    """Megatron uses the digits and dots that it finds: 9e1 is 9 and 1, -1 is 1, and nan is nothing."""
+    if split is not None and not re.fullmatch(r"[\s\d.,/]*\d[\s\d.,/]*", split):
+        raise MkdConfigError(f"--split is {split}: give the shares of training, validation and test data, as in 98,1,1")
+
+
 def dataset_config(args: Namespace, tokenizer: Any) -> GPTDatasetConfig:
     """The dataset configuration of Megatron's flags.
 
@@ -60,6 +67,7 @@ def dataset_config(args: Namespace, tokenizer: Any) -> GPTDatasetConfig:
         create_attention_mask=False,
         mid_level_dataset_surplus=args.mid_level_dataset_surplus,
     )
+    _check_split(args.split)
     try:
         return GPTDatasetConfig(**options)
     except (AssertionError, ValueError, ZeroDivisionError) as error:

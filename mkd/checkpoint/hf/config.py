@@ -1,5 +1,6 @@
 """Reads config.json with errors that name the key; default and llama3 rope, which many families share."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,8 @@ class ConfigReader:
         if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
             name = "a number" if kind == (int, float) else f"a {kind.__name__}"
             raise self.fail(key, value, f"{name} is needed")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise self.fail(key, value, "a finite number is needed")
         return value
 
     def size(self, key: str, default: Any = _ANY) -> int:

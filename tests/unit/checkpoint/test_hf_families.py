@@ -25,6 +25,13 @@ def args_of(**changes):
     return family_of(config).megatron_args(config)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("key", ["rope_theta", "rms_norm_eps"])
+def test_numbers_are_finite(key, value):
+    with pytest.raises(MkdCheckpointError, match=f'"{key}" is {value}; a finite number is needed'):
+        args_of(**{key: value})
+
+
 def test_llama_arguments():
     args = args_of(rope_theta=500000.0)
     expected = {

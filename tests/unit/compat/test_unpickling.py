@@ -113,6 +113,15 @@ def test_a_changed_name_is_damage(name: bytes, tmp_path: Path) -> None:
     assert find_damage(path.parent) == ".metadata is damaged (UnpicklingError)"
 
 
+@pytest.mark.parametrize("operations", [b"(})}K\x01s.", b"X\x01\x00\x00\x00aK\x01K\x02s."])
+def test_an_operation_on_another_object_is_damage(operations: bytes, tmp_path: Path) -> None:
+    """A dictionary as a key; an item of a text."""
+    write_folder(tmp_path / "ckpt", ".metadata", None)
+    path = tmp_path / "ckpt" / "iter_0000001" / ".metadata"
+    path.write_bytes(operations)
+    assert find_damage(path.parent) == ".metadata is damaged (UnpicklingError)"
+
+
 def test_an_index_with_the_plans_of_its_ranks_loads() -> None:
     """Under torch 2.14 Megatron leaves them in `.metadata`."""
     shape = torch.Size([2])

@@ -16,7 +16,7 @@ from mkd.checkpoint.hf.check import read_architecture
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.config import flags, megatron_args
 from mkd.config.check_list import run_checks
-from mkd.config.data_args import data_prefixes
+from mkd.config.data_args import data_prefixes, dataset_config
 from mkd.config.flags import flag_parser, flags_given, parse_command_line, refuse_contradictions
 from mkd.config.kd_config import KDConfig, LayerPair
 from mkd.config.megatron_arg_names import ArgRole, names_with
@@ -355,6 +355,14 @@ def test_flags_that_fix_lengths(changes, flag):
 )
 def test_what_rows_are_a_multiple_of(changes, multiple):
     assert length_multiple(layout(**changes)) == multiple
+
+
+@pytest.mark.parametrize("split", ["nan", "9e1,1,0", "99,-1,0", ""])
+def test_shares_that_megatron_would_misread(split):
+    args = flags.default_arguments()
+    args.split, args.data_path, args.seq_length = split, ["prefix"], 8
+    with pytest.raises(MkdConfigError, match="--split is"):
+        dataset_config(args, None)
 
 
 def test_the_list_of_required_flags():
