@@ -152,8 +152,15 @@ def teacher_arguments(
         is_packed: rows hold several samples and may be longer than the teacher's positions.
 
     Raises:
-        MkdConfigError: parallel sizes that do not divide the teacher, or rows longer than its positions.
+        MkdConfigError: parallel sizes that do not divide the teacher, rows longer than its positions, or layers of code
+            that its checkpoint names.
     """
+    if (spec := architecture.get("spec")) is not None:
+        # Megatron would import the module.
+        raise MkdConfigError(
+            f"the teacher's checkpoint was trained with --spec {spec}, which names code: mkd imports none that a "
+            "checkpoint names; give a checkpoint of Megatron's own layers, or a Hugging Face folder"
+        )
     teacher = Namespace(**{**vars(default_arguments()), **architecture, **frozen_values()})
     for name in names_with(ArgRole.SHARED):
         setattr(teacher, name, getattr(args, name))

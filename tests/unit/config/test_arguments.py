@@ -504,6 +504,11 @@ def test_packed_rows_may_be_longer_than_the_students_positions():
         run(positions=8)
 
 
+def test_no_code_that_a_checkpoint_names(architecture):
+    with pytest.raises(MkdConfigError, match="imports none that a checkpoint names"):
+        teacher_arguments({**architecture, "spec": ["os", "path"]}, student(odd=False), None)
+
+
 def test_a_dense_teacher_ignores_the_students_expert_parallelism(architecture):
     args = student(odd=False)
     args.expert_model_parallel_size, args.expert_tensor_parallel_size, args.num_experts = 2, 1, 4
