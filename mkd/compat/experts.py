@@ -1,5 +1,6 @@
 """Patches of mixtures of experts."""
 
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
@@ -40,8 +41,9 @@ def train_biased_experts_on_whole_ranks() -> None:
 
     megatron-core 0.19 passes an expert's output through a reduce-scatter over one rank, which returns its input as a
     view of a custom autograd function, and then adds the bias in place: autograd refuses that. With expert parallelism
-    there is no reduce-scatter. In both cases the data-parallel ranks of experts sum the gradient over all tokens, but
-    the bias is marked as one whose gradient the tensor-parallel ranks sum once more.
+    there is no reduce-scatter, but the output of Transformer Engine's layers is such a view in every layout. The
+    data-parallel ranks of experts sum the gradient over all tokens, but the bias is marked as one whose gradient the
+    tensor-parallel ranks sum once more.
     """
     from megatron.core.tensor_parallel import layers
 
@@ -54,11 +56,35 @@ def train_biased_experts_on_whole_ranks() -> None:
             return input_
         return reduce_scatter(input_, group, *args, **kwargs)
 
+    layers.reduce_scatter_to_sequence_parallel_region = reduce_scatter_over_several
+    layers.RowParallelLinear.__init__ = with_whole_bias(init)
+    from megatron.core.extensions import transformer_engine
+
+    if transformer_engine.HAVE_TE:
+        linear = transformer_engine.TERowParallelLinear
+        linear.__init__, linear.forward = with_whole_bias(linear.__init__), with_own_output(linear.forward)
+
+
+def with_whole_bias(init: Callable[..., None]) -> Callable[..., None]:
+    """A constructor of row-parallel layers after which the bias of an expert has its whole gradient on each rank."""
+
     @wraps(init)
-    def init_with_reduced_bias(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        if self.is_expert and self.bias is not None:
+    def construct(self: Any, *args: Any, is_expert: bool = False, **kwargs: Any) -> None:
+        init(self, *args, is_expert=is_expert, **kwargs)
+        self.is_biased_expert = is_expert and self.bias is not None
+        if self.is_biased_expert:
             self.bias.sequence_parallel = False
 
-    layers.reduce_scatter_to_sequence_parallel_region = reduce_scatter_over_several
-    layers.RowParallelLinear.__init__ = init_with_reduced_bias
+    return construct
+
+
+def with_own_output(forward: Callable[..., tuple]) -> Callable[..., tuple]:
+    """A forward pass of row-parallel layers whose output an expert can change in place: Transformer Engine's is a view
+    of a custom autograd function, to which autograd refuses to add the bias."""
+
+    @wraps(forward)
+    def compute(self: Any, x: Any) -> tuple:
+        output, bias = forward(self, x)
+        return (output.clone() if self.is_biased_expert and bias is not None else output), bias
+
+    return compute

@@ -1,12 +1,13 @@
 """mkd/compat/experts.py, and that megatron-core 0.19 still needs it. The loss: tests/dist/test_context_parallel.py."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from megatron.core.transformer.moe import router
 
-from mkd.compat.experts import balance_experts_over_unequal_ranks
+from mkd.compat.experts import balance_experts_over_unequal_ranks, with_own_output, with_whole_bias
 from tests.support.upstream import fresh
 
 
@@ -27,3 +28,41 @@ def test_padding_does_not_change_the_expert_bias(monkeypatch: pytest.MonkeyPatch
         counted()
     balance_experts_over_unequal_ranks()
     assert counted() == [1.0, 1.0]
+
+
+class Double(torch.autograd.Function):
+    """Its output is a view, as that of Transformer Engine's linear layers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return (2 * x).view(-1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> torch.Tensor:
+        return 2 * upstream
+
+
+class Layer:
+    def __init__(self, *, is_expert: bool) -> None:
+        self.bias = torch.ones(2, requires_grad=True)
+        self.bias.sequence_parallel = True
+
+    def forward(self, x: torch.Tensor) -> tuple:
+        return Double.apply(x).view(-1, 2), self.bias
+
+
+@pytest.mark.parametrize("is_expert", [False, True])
+def test_biases_of_experts(monkeypatch: pytest.MonkeyPatch, is_expert: bool) -> None:
+    """The bias of an expert can be added in place, and no rank sums its gradient again."""
+    monkeypatch.setattr(Layer, "__init__", with_whole_bias(Layer.__init__))
+    monkeypatch.setattr(Layer, "forward", with_own_output(Layer.forward))
+    layer, x = Layer(is_expert=is_expert), torch.ones(3, 2, requires_grad=True)
+    assert layer.bias.sequence_parallel != is_expert
+    output, bias = layer.forward(x)
+    if not is_expert:
+        with pytest.raises(RuntimeError, match="modified inplace"):
+            output += bias
+        return
+    output += bias
+    output.sum().backward()
+    assert x.grad.eq(2).all() and layer.bias.grad.eq(3).all()
