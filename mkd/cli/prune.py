@@ -41,6 +41,10 @@ def prune_width(args: argparse.Namespace) -> None:
         raise teacher.folder.error(
             f"{teacher.family.architectures[0]} is a mixture of experts, which is only pruned in depth"
         )
+    if teacher.args["multi_latent_attention"]:
+        raise teacher.folder.error(
+            f"{teacher.family.architectures[0]} has latent attention, which is only pruned in depth"
+        )
     count, old = teacher.args["num_layers"], teacher.dims
     layers = select_layers(count, args.every, args.layers)
     new = student_dims(old, args.hidden_size, args.ffn_hidden_size, args.num_attention_heads, args.num_query_groups)

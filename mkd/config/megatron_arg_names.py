@@ -88,13 +88,13 @@ _EXPERTS = (
     MegatronArg("moe_shared_expert_intermediate_size", _SHAPE),
     MegatronArg("moe_layer_freq", _CHECKED),
     *_alike(_MEANING, "moe_router_pre_softmax moe_router_score_function"),
-    *_alike(_ADOPTED, "moe_router_num_groups moe_router_group_topk"),
+    *_alike(_ADOPTED, "moe_router_num_groups moe_router_group_topk moe_shared_expert_gate"),
     *_alike(_SHARED, "moe_token_dispatcher_type moe_grouped_gemm moe_permute_fusion"),
     *_alike(ArgRole.RUN_CHOICE, "moe_aux_loss_coeff moe_router_dtype"),
     *_alike(
         _MODEL,
         "moe_apply_probs_on_input moe_latent_size moe_mlp_glu_interleave_size moe_router_enable_expert_bias"
-        " moe_router_force_biased moe_router_topk_scaling_factor moe_shared_expert_gate"
+        " moe_router_force_biased moe_router_topk_scaling_factor"
         " moe_shared_expert_glu_interleave_size moe_single_grouped_bias moe_single_grouped_weight",
     ),
     *_alike(
@@ -136,6 +136,9 @@ _ATTENTION = (
     *_alike(_SHAPE | _ADOPTED, "whole_width_qk_norms"),
     *_alike(_MEANING | _ADOPTED, "attention_softcap logit_softcap local_rotary_base softmax_scale"),
     *_alike(_SHAPE, "add_qkv_bias"),
+    *_alike(_SHAPE | _ADOPTED, "attention_output_bias"),
+    *_alike(_MEANING | _ADOPTED, "residual_multiplier"),
+    *_alike(_MEANING | _ADOPTED, "latent_norm_epsilon"),
     *_alike(_MEANING | _ADOPTED, "window_size window_attn_skip_freq softmax_type"),
     *_alike(_ADOPTED, "qk_l2_norm attention_output_gate no_rope_freq"),
     *_alike(_ADOPTED, "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim"),
@@ -162,6 +165,7 @@ _POSITIONS = (
     *_alike(_MEANING, "position_embedding_type rotary_base rotary_percent"),
     *_alike(_MEANING | _ADOPTED, "use_rope_scaling rope_scaling_factor"),
     *_alike(_MEANING, "rotary_interleaved"),
+    *_alike(_MEANING | _ADOPTED, "rope_frequencies"),
     *_alike(_ADOPTED, "rotary_seq_len_interpolation_factor"),
     *_alike(_ADOPTED, "rope_type rotary_scaling_factor mscale mscale_all_dim original_max_position_embeddings"),
     *_alike(_ADOPTED, "beta_fast beta_slow yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow"),

@@ -125,10 +125,10 @@ def _biases(args: Namespace, moe: bool) -> float:
         count += (queries + groups * args.kv_channels) / tp
     if options.norm_placement == AROUND:
         count += 2 * _norm_size(args) * hidden  # Megatron's formula has the norms before attention and MLP
-    if args.add_bias_linear:
+    if args.add_bias_linear or getattr(args, "attention_output_bias", None):
         count += hidden
-        if not moe:
-            count += (2 if is_gated(args) else 1) * args.ffn_hidden_size / tp + hidden
+    if args.add_bias_linear and not moe:
+        count += (2 if is_gated(args) else 1) * args.ffn_hidden_size / tp + hidden
     return count
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from mkd.errors import MkdConfigError
 from mkd.models.layer_options import LayerOptions
 from mkd.models.layer_specs import layer_spec
+from mkd.models.model_options import ModelOptions
 
 
 def gpt_config(args: Namespace) -> GPTModelConfig:
@@ -24,8 +25,9 @@ def gpt_config(args: Namespace) -> GPTModelConfig:
     Raises:
         MkdConfigError: megatron refuses the arguments, or a package that they need is missing.
     """
-    if args.multi_latent_attention and args.rope_type != "yarn":
-        # Megatron's fused rotary embeddings of latent attention are for yarn; it refuses others.
+    if args.position_embedding_type == "yarn" or (args.multi_latent_attention and args.rope_type != "yarn"):
+        # The fused rope of packed rows omits yarn's factor of sine and cosine: Megatron turns it off in the student,
+        # but a teacher has the student's choice of kernels. That of latent attention is for yarn only.
         args = Namespace(**{**vars(args), "apply_rope_fusion": False})
     try:
         config = gpt_config_from_args(args)
@@ -35,6 +37,7 @@ def gpt_config(args: Namespace) -> GPTModelConfig:
     # megatron-core 0.19's gpt_config_from_args ignores this flag and builds every model with 8.
     config.rope_scaling_factor = args.rope_scaling_factor
     _apply_options(config, LayerOptions.of(args))
+    ModelOptions.of(args).apply(config)
     return config
 
 

@@ -55,6 +55,10 @@ def widened(sizes: dict[str, Any]) -> dict[str, Any]:
     """A tiny model of tests/dist/test_hf_families.py with widths for GPUs."""
     wide = {**SIZES, **sizes} | {key: WIDE[key] for key in WIDE if sizes.get(key)}
     wide |= {key: SIZES[key] for key in ("hidden_size", "intermediate_size") if key in sizes}
+    wide["head_dim"] = SIZES["head_dim"]
+    if "short_factor" in (rope := sizes.get("rope_parameters", {})):
+        factors = {key: [f for f in rope[key] for _ in range(8)] for key in ("short_factor", "long_factor")}
+        wide["rope_parameters"] = {**rope, **factors}
     if "kv_lora_rank" in sizes:
         wide |= {"num_key_value_heads": SIZES["num_attention_heads"], "head_dim": WIDE["qk_rope_head_dim"]}
     return wide
@@ -65,7 +69,7 @@ def write_pair(folder: Path, sizes: dict[str, Any]) -> None:
     sizes = {key: value for key, value in widened(sizes).items() if key != "shard_size"}
     for seed, name in enumerate(("teacher", "student")):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**NO_SPECIAL_TOKENS, **sizes))
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**NO_SPECIAL_TOKENS, **sizes}))
         # With larger tied embeddings a model repeats its input, whatever its layers compute.
         model.get_output_embeddings().weight.data.mul_(2.0 if sizes["tie_word_embeddings"] else 16.0)
         for key, value in model.named_buffers():

@@ -1,4 +1,4 @@
-"""Reads config.json with errors that name the key; default and llama3 rope, which many families share."""
+"""Reads config.json with errors that name the key; the rope keys in all their spellings."""
 
 import math
 from collections.abc import Mapping
@@ -65,11 +65,6 @@ class ConfigReader:
         return second if one is None and other is not None else first
 
 
-# megatron/core/models/common/embeddings/rotary_pos_embedding.py, RotaryEmbedding._apply_scaling: constants there
-_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-_MEGATRON_ROPE_FACTOR = 8.0  # default of --rope-scaling-factor, unused without --use-rope-scaling
-
-
 @dataclass(frozen=True)
 class RopeConfig:
     """The rope keys of config.json: `rope_parameters` (transformers 5), `rope_theta` and `rope_scaling` (before)."""
@@ -128,30 +123,3 @@ def _use_top_level_length(config: ConfigReader, scaling: ConfigReader, values: d
     if inner is not None and inner != outer:
         raise config.fail(name, outer, f'"{scaling.prefix}{name}" is {inner!r}; remove the wrong one of the two')
     values[name] = outer
-
-
-def read_rope(config: ConfigReader) -> dict[str, Any]:
-    """Megatron's rope arguments for the rope types default and llama3."""
-    rope = RopeConfig.read(config)
-    scaling, kind = rope.scaling, rope.kind
-    factor = _MEGATRON_ROPE_FACTOR
-    if kind == "llama3":
-        rope.require_whole_heads()
-        for name, constant in _LLAMA3_ROPE.items():
-            scaling.require(name, constant)
-        factor = float(scaling.get("factor", (int, float)))
-    elif kind != "default":
-        raise scaling.fail(rope.kind_key, kind, "only 'default' and 'llama3' are supported")
-    return {
-        "rotary_base": rope.rotary_base,
-        "use_rope_scaling": kind == "llama3",
-        "rope_scaling_factor": factor,
-    }
-
-
-def write_rope(args: Mapping[str, Any]) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling`, which every version of transformers reads."""
-    scaling = None
-    if args.get("use_rope_scaling"):
-        scaling = {"rope_type": "llama3", "factor": float(args["rope_scaling_factor"]), **_LLAMA3_ROPE}
-    return {"rope_theta": float(args["rotary_base"]), "rope_scaling": scaling}

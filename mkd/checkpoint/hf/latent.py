@@ -1,16 +1,16 @@
-"""DeepSeek-V3: multi-head latent attention, dense layers before mixtures of experts, load balancing by a router bias.
+"""DeepSeek: multi-head latent attention, dense layers before mixtures of experts, load balancing by a router bias.
 
 Sources: transformers, models/deepseek_v3; megatron-core 0.19, transformer/multi_latent_attention.py and moe/router.py.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from mkd.checkpoint.hf.config import ConfigReader
-from mkd.checkpoint.hf.layouts import ATTENTION_OUTPUT, REPLICATED, SHARED_DOWN, SHARED_GATE_UP, rows
+from mkd.checkpoint.hf.layouts import ATTENTION_OUTPUT, REPLICATED, rows
 from mkd.checkpoint.hf.parts import Arguments, ConfigPart
-from mkd.checkpoint.hf.tables import MLP, Entry, mixture
+from mkd.checkpoint.hf.tables import MLP, Entry, mixture, shared_experts
 from mkd.errors import MkdCheckpointError
 
 _WIDTHS = {
@@ -22,20 +22,23 @@ _WIDTHS = {
 """config.json's key -> Megatron's argument."""
 
 
+def _has_plain_queries(config: ConfigReader) -> bool:
+    """True if queries come from the hidden states; without the key, transformers uses a rank of its own."""
+    return "q_lora_rank" in config.config and config.config["q_lora_rank"] is None
+
+
 def _read_sizes(config: ConfigReader) -> dict[str, Any]:
     heads = config.size("num_attention_heads")
     if (groups := config.size("num_key_value_heads", default=heads)) != heads:
         raise config.fail("num_key_value_heads", groups, f"only num_attention_heads, {heads}, is supported")
     widths = {argument: config.size(key) for key, argument in _WIDTHS.items()}
-    if "q_lora_rank" in config.config and config.config["q_lora_rank"] is None:
-        raise config.fail("q_lora_rank", None, "megatron-core 0.19's latent attention with norms needs one")
     return {
         "num_layers": config.size("num_hidden_layers"),
         "hidden_size": config.size("hidden_size"),
         "ffn_hidden_size": config.size("intermediate_size"),
         "num_attention_heads": heads,
         "kv_channels": widths["v_head_dim"],
-        "q_lora_rank": config.size("q_lora_rank"),
+        "q_lora_rank": None if _has_plain_queries(config) else config.size("q_lora_rank"),
         **widths,
         "vocab_size": config.size("vocab_size"),
         "max_position_embeddings": config.size("max_position_embeddings"),
@@ -68,18 +71,46 @@ LATENT_SIZES = ConfigPart(_read_sizes, _write_sizes)
 """Layers, widths, attention heads and ranks of the latents."""
 
 
-def _read_experts(config: ConfigReader) -> dict[str, Any]:
-    layers, dense = config.size("num_hidden_layers"), config.get("first_k_dense_replace", int, 0)
+Dense = Callable[[ConfigReader, int], int]
+"""(config.json, number of layers) -> number of dense layers before the mixtures."""
+
+
+def first_dense(config: ConfigReader, layers: int) -> int:
+    """Dense layers by `first_k_dense_replace`."""
+    dense = config.get("first_k_dense_replace", int, 0)
     if not 0 <= dense < layers:
         raise config.fail("first_k_dense_replace", dense, f"it must be at least 0 and below the {layers} layers")
-    experts = config.size(config.only_key("n_routed_experts", "num_local_experts"))
+    return dense
+
+
+def dense_by_layer(config: ConfigReader, layers: int) -> int:
+    """Dense layers by `mlp_layer_types`; by default the first layer."""
+    kinds = config.get("mlp_layer_types", list, ["dense", *["sparse"] * (layers - 1)])
+    dense = kinds.index("sparse") if "sparse" in kinds else layers
+    if dense == layers or kinds != ["dense"] * dense + ["sparse"] * (layers - dense):
+        raise config.fail("mlp_layer_types", kinds, f"{layers} layers are needed, 'dense' ones before 'sparse' ones")
+    return dense
+
+
+def no_dense(config: ConfigReader, layers: int) -> int:
+    """All layers are mixtures."""
+    return 0
+
+
+def _read_experts(config: ConfigReader, count_dense: Dense, other_count: str, best_of_group: int) -> dict[str, Any]:
+    """See `routed_experts`."""
+    layers = config.size("num_hidden_layers")
+    dense = count_dense(config, layers)
+    experts = config.size(config.only_key("n_routed_experts", other_count))
     chosen = config.size("num_experts_per_tok")
-    if not 2 <= chosen <= experts:
-        raise config.fail("num_experts_per_tok", chosen, f"it must be from 2 to n_routed_experts {experts}")
+    least = best_of_group  # with one expert per token, Megatron does not divide scores of a sigmoid by their sum
+    if not least <= chosen <= experts:
+        raise config.fail("num_experts_per_tok", chosen, f"it must be from {least} to n_routed_experts {experts}")
     groups, best = config.size("n_group", default=1), config.size("topk_group", default=1)
-    if groups > 1 and chosen // best != 2:
-        # transformers sums the best two experts of each group, Megatron sums num_experts_per_tok / topk_group of them
-        raise config.fail("topk_group", best, f"with n_group {groups} only half of num_experts_per_tok is supported")
+    if groups > 1 and (chosen // best != best_of_group or best > groups):
+        # transformers sums the best_of_group best scores of a group, Megatron num_experts_per_tok / topk_group of them
+        part = "half of num_experts_per_tok" if best_of_group == 2 else "num_experts_per_tok"
+        raise config.fail("topk_group", best, f"with n_group {groups} only {part} is supported")
     width = config.size("moe_intermediate_size")
     return {
         "num_experts": experts,
@@ -94,13 +125,17 @@ def _read_experts(config: ConfigReader) -> dict[str, Any]:
     }
 
 
-def _write_experts(args: Arguments) -> dict[str, Any]:
-    every = args["moe_layer_freq"]
+def _write_experts(args: Arguments, count_dense: Dense) -> dict[str, Any]:
+    every, layers = args["moe_layer_freq"], args["num_layers"]
     dense = every.index(1) if isinstance(every, list) else 0
-    if every not in (1, [0] * dense + [1] * (args["num_layers"] - dense)):
-        raise MkdCheckpointError(f"DeepseekV3ForCausalLM has no --moe-layer-freq {every}: dense layers come first")
+    if every not in (1, [0] * dense + [1] * (layers - dense)):
+        raise MkdCheckpointError(f"--moe-layer-freq {every} has no config.json in this family: dense layers come first")
+    if count_dense is no_dense and dense:
+        raise MkdCheckpointError(f"--moe-layer-freq {every} has no config.json in this family: it has no dense layers")
+    by_layer = {"mlp_layer_types": ["dense"] * dense + ["sparse"] * (layers - dense)}
     return {
-        "first_k_dense_replace": dense,
+        **({"first_k_dense_replace": dense} if count_dense is first_dense else {}),
+        **(by_layer if count_dense is dense_by_layer else {}),
         "n_routed_experts": args["num_experts"],
         "moe_intermediate_size": args["moe_ffn_hidden_size"],
         "n_shared_experts": args["moe_shared_expert_intermediate_size"] // args["moe_ffn_hidden_size"],
@@ -111,14 +146,48 @@ def _write_experts(args: Arguments) -> dict[str, Any]:
     }
 
 
-LATENT_EXPERTS = ConfigPart(_read_experts, _write_experts)
-"""Dense layers, then mixtures with shared experts; routing by sigmoid and bias, optionally limited to groups."""
+def routed_experts(
+    count_dense: Dense = first_dense, other_count: str = "num_local_experts", best_of_group: int = 2
+) -> ConfigPart:
+    """Dense layers, then mixtures with shared experts; routing optionally limited to groups of experts.
+
+    Args:
+        count_dense: reads the number of dense layers.
+        other_count: another name of `n_routed_experts`.
+        best_of_group: number of scores that rank a group: 2 with sigmoids, 1 with a softmax.
+    """
+    return ConfigPart(
+        lambda config: _read_experts(config, count_dense, other_count, best_of_group),
+        lambda args: _write_experts(args, count_dense),
+    )
+
+
+_LATENT_EPSILON = 1e-6
+"""In transformers, the norms of the latents always use it."""
+
+
+def _read_epsilon(config: ConfigReader) -> dict[str, Any]:
+    own = float(config.get("rms_norm_eps", (int, float)))
+    return {"latent_norm_epsilon": None if own == _LATENT_EPSILON else _LATENT_EPSILON}
+
+
+def _write_epsilon(args: Arguments) -> dict[str, Any]:
+    epsilon = args.get("latent_norm_epsilon") or args["layernorm_epsilon"]
+    if epsilon != _LATENT_EPSILON:
+        raise MkdCheckpointError(
+            f"--norm-epsilon is {epsilon:g} in the norms of latents; transformers always uses {_LATENT_EPSILON:g}"
+        )
+    return {}
+
+
+LATENT_EPSILON = ConfigPart(_read_epsilon, _write_epsilon)
+"""The norms of the latents have an epsilon of their own."""
 
 
 def latent_dims(args: Arguments) -> dict[str, int]:
     """Sizes of `Dims` that only latent attention has."""
     return {
-        "query_latent": args["q_lora_rank"],
+        "query_latent": args["q_lora_rank"] or 0,
         "key_latent": args["kv_lora_rank"],
         "positions": args["qk_pos_emb_head_dim"],
         "plain_width": args["qk_head_dim"],
@@ -138,6 +207,10 @@ _MG, _HF = "decoder.layers.{layer}.", "model.layers.{layer}."
 _ATTENTION, _SELF = _MG + "self_attention.", _HF + "self_attn."
 
 
+def _has_latent_query(args: Mapping[str, Any], layer: int | None) -> bool:
+    return args["q_lora_rank"] is not None
+
+
 def _norm(name: str, projection: str, source: str, width: str) -> Entry:
     """The norm of a latent; Transformer Engine stores it in the projection that follows, also in checkpoints."""
     own, fused = f"{_ATTENTION}{name}.weight", f"{_ATTENTION}{projection}.layer_norm_weight"
@@ -151,28 +224,21 @@ def _row_sharded(name: str, source: str, count: str, width: str) -> Entry:
 
 
 LATENT_INPUT_NORM = Entry(_MG + "input_layernorm.weight", {_HF + "input_layernorm.weight": ("hidden",)}, REPLICATED)
-LATENT_ATTENTION = (
+_LATENT_QUERY = (
     _row_sharded("linear_q_down_proj", "q_a_proj", "query_latent", "hidden"),
     _norm("q_layernorm", "linear_q_up_proj", "q_a_layernorm", "query_latent"),
     _row_sharded("linear_q_up_proj", "q_b_proj", "latent_query", "query_latent"),
+)
+_PLAIN_QUERY = _row_sharded("linear_q_proj", "q_proj", "latent_query", "hidden")
+LATENT_ATTENTION = (
+    *(replace(entry, where=_has_latent_query) for entry in _LATENT_QUERY),
+    replace(_PLAIN_QUERY, where=lambda args, layer: not _has_latent_query(args, layer)),
     _row_sharded("linear_kv_down_proj", "kv_a_proj_with_mqa", "key_latent_and_positions", "hidden"),
     _norm("kv_layernorm", "linear_kv_up_proj", "kv_a_layernorm", "key_latent"),
     _row_sharded("linear_kv_up_proj", "kv_b_proj", "latent_key_value", "key_latent"),
     Entry(_ATTENTION + "linear_proj.weight", {_SELF + "o_proj.weight": ("hidden", "query")}, ATTENTION_OUTPUT),
 )
 
-_SHARED = (
-    Entry(
-        _MG + "mlp.shared_experts.linear_fc1.weight",
-        {f"{_HF}mlp.shared_experts.{name}_proj.weight": ("shared_ffn", "hidden") for name in ("gate", "up")},
-        SHARED_GATE_UP,
-    ),
-    Entry(
-        _MG + "mlp.shared_experts.linear_fc2.weight",
-        {_HF + "mlp.shared_experts.down_proj.weight": ("hidden", "shared_ffn")},
-        SHARED_DOWN,
-    ),
-)
 _EXPERT_BIAS = Entry(
     _MG + "mlp.router.expert_bias",
     {_HF + "mlp.gate.e_score_correction_bias": ("experts",)},
@@ -186,11 +252,18 @@ _MLP_NORM = Entry(
     aliases=(_MG + "mlp.linear_fc1.layer_norm_weight",),
     stored=(_MG + "pre_mlp_layernorm.weight", _MG + "mlp.linear_fc1.layer_norm_weight"),
 )
-DENSE_THEN_MIXTURE = (
-    _MLP_NORM,
-    *(replace(entry, where=_is_dense) for entry in MLP),
-    *(
-        replace(entry, where=_is_mixture)
-        for entry in (*mixture("mlp.", "gate_proj", "up_proj", "down_proj"), _EXPERT_BIAS, *_SHARED)
-    ),
-)
+LATENT_DENSE_LAYER = (_MLP_NORM, *MLP)
+
+
+def dense_then_mixture(*router: Entry) -> tuple[Entry, ...]:
+    """Tables of dense layers and of mixtures with shared experts, with further parameters of the router."""
+    experts = mixture("mlp.", "gate_proj", "up_proj", "down_proj")
+    return (
+        _MLP_NORM,
+        *(replace(entry, where=_is_dense) for entry in MLP),
+        *(replace(entry, where=_is_mixture) for entry in (*experts, *router, *shared_experts("shared_experts"))),
+    )
+
+
+DENSE_THEN_MIXTURE = dense_then_mixture(_EXPERT_BIAS)
+"""Mixtures whose router has a bias for load balancing."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from mkd.checkpoint.hf.config import ConfigReader
 from mkd.checkpoint.hf.parts import Arguments, ConfigPart
-from mkd.checkpoint.hf.yarn import ROPE_OR_YARN
+from mkd.checkpoint.hf.rope import ROPE_OR_YARN
 
 _FULL, _LOCAL = "full_attention", "sliding_attention"
 

@@ -33,6 +33,8 @@ class Dims:
     plain_width: int = 0
     """Channels of a latent attention's key without rope."""
 
+    one: int = 1
+
     @property
     def query(self) -> int:
         return self.heads * self.head_dim

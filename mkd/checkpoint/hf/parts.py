@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mkd.checkpoint.hf.config import ConfigReader, RopeConfig, read_rope, write_rope
+from mkd.checkpoint.hf.config import ConfigReader
+from mkd.errors import MkdCheckpointError
 
 Arguments = Mapping[str, Any]
 
@@ -91,18 +92,53 @@ FFN = ConfigPart(
     lambda config: {"ffn_hidden_size": config.size("intermediate_size")},
     lambda args: {"intermediate_size": args["ffn_hidden_size"]},
 )
-ROPE = ConfigPart(read_rope, write_rope)
 
 
-def _read_partial_rope(config: ConfigReader) -> dict[str, Any]:
-    share = RopeConfig.read(config).rotary_share
-    if not 0 < share <= 1:
-        raise config.fail("partial_rotary_factor", share, "it must be above 0 and at most 1")
-    return {"rotary_percent": share}
+def _read_biases(config: ConfigReader) -> dict[str, Any]:
+    attention, mlp = (config.get(key, bool, False) for key in ("attention_bias", "mlp_bias"))
+    if mlp and not attention:
+        raise config.fail("mlp_bias", mlp, 'it is supported together with "attention_bias" only')
+    # with biases in all linear layers, Megatron sets add_qkv_bias too
+    return {"add_bias_linear": mlp, **_attention_biases(attention and not mlp), "add_qkv_bias": attention}
 
 
-PARTIAL_ROPE = ConfigPart(_read_partial_rope, lambda args: {"partial_rotary_factor": args["rotary_percent"]})
-"""Rope rotates only the first channels of each attention head (`partial_rotary_factor`)."""
+def _attention_biases(are_there: bool) -> dict[str, Any]:
+    """Biases of queries, keys, values and attention's output, without biases in the MLPs."""
+    return {"add_qkv_bias": are_there, "attention_output_bias": are_there or None}
+
+
+def _write_biases(args: Arguments) -> dict[str, Any]:
+    if args["add_qkv_bias"] and not args["add_bias_linear"] and not args.get("attention_output_bias"):
+        raise MkdCheckpointError(
+            "--add-qkv-bias without a bias in attention's output projection has no config.json in this family"
+        )
+    has_all = bool(args["add_bias_linear"])
+    return {"attention_bias": has_all or bool(args.get("attention_output_bias")), "mlp_bias": has_all}
+
+
+BIASES = ConfigPart(_read_biases, _write_biases)
+"""Biases in all linear layers of attention, in those of the MLPs too, or in none."""
+
+ATTENTION_BIASES = ConfigPart(
+    lambda config: _attention_biases(config.get("attention_bias", bool, False)),
+    lambda args: {"attention_bias": _write_biases({**args, "add_bias_linear": False})["attention_bias"]},
+)
+"""Biases in all linear layers of attention."""
+
+
+def qkv_bias(key: str = "attention_bias") -> ConfigPart:
+    """Biases of queries, keys and values alone, where `key` is true."""
+    return ConfigPart(
+        lambda config: {"add_qkv_bias": config.get(key, bool, False)}, lambda args: {key: bool(args["add_qkv_bias"])}
+    )
+
+
+def _read_head_norms(config: ConfigReader) -> dict[str, Any]:
+    return {"qk_layernorm": config.get("use_qk_norm", bool, False)}
+
+
+OPTIONAL_HEAD_NORMS = ConfigPart(_read_head_norms, lambda args: {"use_qk_norm": bool(args["qk_layernorm"])})
+"""Norms of each attention head's queries and keys (`use_qk_norm`)."""
 
 
 def _read_experts(config: ConfigReader) -> dict[str, Any]:
@@ -184,3 +220,9 @@ EXPERTS_HAVE_FFN = ConfigPart(
     _read_expert_width("intermediate_size"), lambda args: {"intermediate_size": args["moe_ffn_hidden_size"]}
 )
 """No dense layers: `intermediate_size` is the width of the experts."""
+
+SHARED_EXPERT = ConfigPart(
+    lambda config: {"moe_shared_expert_intermediate_size": config.size("shared_expert_intermediate_size")},
+    lambda args: {"shared_expert_intermediate_size": args["moe_shared_expert_intermediate_size"]},
+)
+"""A shared expert with a width of its own, beside the routed ones."""

@@ -5,7 +5,7 @@ model.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mkd.checkpoint.hf.layouts import (
@@ -18,8 +18,11 @@ from mkd.checkpoint.hf.layouts import (
     PACKED_QKV,
     QKV,
     REPLICATED,
+    SHARED_DOWN,
+    SHARED_GATE_UP,
     VOCAB,
     Layout,
+    rows,
 )
 
 _LAYER, _EXPERT = "{layer}.", "{expert}."
@@ -148,6 +151,7 @@ QKV_BIAS = Entry(
     {f"{_HF}self_attn.{name}.bias": (size,) for name, size in _PROJECTIONS},
     QKV,
 )
+OPTIONAL_QKV_BIAS = replace(QKV_BIAS, where=lambda args, layer: args["add_qkv_bias"] or args["add_bias_linear"])
 PACKED_QKV_WEIGHT = Entry(
     _MG + "self_attention.linear_qkv.weight",
     {_HF + "self_attn.qkv_proj.weight": ("query_key_value", "hidden")},
@@ -161,10 +165,25 @@ HEAD_NORMS = tuple(
     )
     for name in ("q", "k")
 )
+OPTIONAL_HEAD_NORM_ENTRIES = tuple(
+    replace(entry, where=lambda args, layer: args["qk_layernorm"]) for entry in HEAD_NORMS
+)
 ATTENTION_OUT = Entry(
     _MG + "self_attention.linear_proj.weight",
     {_HF + "self_attn.o_proj.weight": ("hidden", "query")},
     ATTENTION_OUTPUT,
+)
+
+
+def _has_biases(args: Mapping[str, Any], layer: int | None) -> bool:
+    return args["add_bias_linear"]
+
+
+OPTIONAL_ATTENTION_OUT_BIAS = Entry(
+    _MG + "self_attention.linear_proj.bias",
+    {_HF + "self_attn.o_proj.bias": ("hidden",)},
+    REPLICATED,
+    where=lambda args, layer: args["add_bias_linear"] or bool(args.get("attention_output_bias")),
 )
 
 MLP = (
@@ -175,6 +194,22 @@ MLP = (
     ),
     Entry(_MG + "mlp.linear_fc2.weight", {_HF + "mlp.down_proj.weight": ("hidden", "ffn")}, DOWN),
 )
+OPTIONAL_MLP_BIAS = (
+    Entry(
+        _MG + "mlp.linear_fc1.bias",
+        {_HF + "mlp.gate_proj.bias": ("ffn",), _HF + "mlp.up_proj.bias": ("ffn",)},
+        GATE_UP,
+        where=_has_biases,
+    ),
+    Entry(_MG + "mlp.linear_fc2.bias", {_HF + "mlp.down_proj.bias": ("hidden",)}, REPLICATED, where=_has_biases),
+)
+UNGATED_MLP = (
+    Entry(_MG + "mlp.linear_fc1.weight", {_HF + "mlp.up_proj.weight": ("ffn", "hidden")}, rows("ffn")),
+    Entry(_MG + "mlp.linear_fc1.bias", {_HF + "mlp.up_proj.bias": ("ffn",)}, rows("ffn"), where=_has_biases),
+    MLP[1],
+    OPTIONAL_MLP_BIAS[1],
+)
+"""An MLP without gate, with optional biases."""
 PACKED_MLP = (
     Entry(
         _MG + "mlp.linear_fc1.weight",
@@ -202,6 +237,30 @@ def mixture(prefix: str, gate: str, up: str, down: str) -> tuple[Entry, ...]:
         ),
         expert_entry("linear_fc2.weight", {f"{expert}{down}.weight": ("hidden", "moe_ffn")}, EXPERT_DOWN),
     )
+
+
+def shared_experts(name: str) -> tuple[Entry, ...]:
+    """The MLP of the shared experts, `mlp.<name>` in a Hugging Face folder."""
+    source = f"{_HF}mlp.{name}."
+    return (
+        Entry(
+            _MG + "mlp.shared_experts.linear_fc1.weight",
+            {f"{source}{part}_proj.weight": ("shared_ffn", "hidden") for part in ("gate", "up")},
+            SHARED_GATE_UP,
+        ),
+        Entry(
+            _MG + "mlp.shared_experts.linear_fc2.weight",
+            {f"{source}down_proj.weight": ("hidden", "shared_ffn")},
+            SHARED_DOWN,
+        ),
+    )
+
+
+SHARED_EXPERT_GATE = Entry(
+    _MG + "mlp.shared_experts.gate_weight",
+    {_HF + "mlp.shared_expert_gate.weight": ("one", "hidden")},
+    REPLICATED,
+)
 
 
 def expert_entry(

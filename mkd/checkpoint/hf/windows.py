@@ -61,6 +61,25 @@ ALTERNATING_WINDOWS = ConfigPart(
 """Each layer attends to the sliding window or to the full sequence, by `layer_types`; by default every second one."""
 
 
+LAYER_WINDOWS = ConfigPart(lambda config: _read_layers(config, lambda layers: [_SLIDING] * layers), _write_layers)
+"""Each layer attends to the sliding window or to the full sequence, by `layer_types`; by default all to the window."""
+
+LAYER_WINDOWS_OF_FOUR = ConfigPart(
+    lambda config: _read_layers(config, lambda layers: [_SLIDING if n % 4 else _FULL for n in range(layers)]),
+    _write_layers,
+)
+"""The same, where by default each fourth layer, the first one too, attends to the full sequence."""
+
+
+def _read_upper_layers(config: ConfigReader) -> dict[str, Any]:
+    first = config.get("max_window_layers", int, 0)
+    return _read_layers(config, lambda layers: [_SLIDING if n >= first else _FULL for n in range(layers)])
+
+
+UPPER_LAYER_WINDOWS = ConfigPart(_read_upper_layers, _write_layers)
+"""The same, where by default the layers from `max_window_layers` up attend to the window."""
+
+
 def _read_optional_layers(config: ConfigReader) -> dict[str, Any]:
     args = _read_layers(config, lambda layers: [_SLIDING] * layers)
     return args if 0 in (args["window_attn_skip_freq"] or ()) else {**args, "window_attn_skip_freq": None}

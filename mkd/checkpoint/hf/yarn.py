@@ -13,17 +13,17 @@ _LATENT = {
     "beta_fast": "beta_fast",
     "beta_slow": "beta_slow",
 }
-_PLAIN = {**{key: f"yarn_{key}" for key in _LATENT}, "truncate": "yarn_correction_range_round_to_int"}
+PLAIN_YARN = {**{key: f"yarn_{key}" for key in _LATENT}, "truncate": "yarn_correction_range_round_to_int"}
 _DEFAULTS = {"original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 """Megatron's values for arguments that are None."""
 
 
-def _read(config: ConfigReader, kind_argument: str, names: Mapping[str, str]) -> dict[str, Any]:
+def _read(config: ConfigReader) -> dict[str, Any]:
     rope = RopeConfig.read(config)
     if rope.kind not in ("default", "yarn"):
         raise rope.scaling.fail(rope.kind_key, rope.kind, "only 'default' and 'yarn' are supported")
     args: dict[str, Any] = {
-        kind_argument: "rope",
+        "rope_type": "rope",
         "rotary_base": rope.rotary_base,
         "rotary_scaling_factor": 1.0,
         "mscale": 1.0,
@@ -32,10 +32,11 @@ def _read(config: ConfigReader, kind_argument: str, names: Mapping[str, str]) ->
     if rope.kind == "default":
         return args
     rope.require_whole_heads()
-    return {**args, **_read_yarn(rope.scaling, names), kind_argument: "yarn"}
+    return {**args, **read_yarn(rope.scaling, _LATENT), "rope_type": "yarn"}
 
 
-def _read_yarn(scaling: ConfigReader, names: Mapping[str, str]) -> dict[str, Any]:
+def read_yarn(scaling: ConfigReader, names: Mapping[str, str]) -> dict[str, Any]:
+    """Megatron's arguments of yarn rope; `names` is `PLAIN_YARN` outside of latent attention."""
     scaling.require("attention_factor", None, default=None)
     if "truncate" in scaling.config and scaling.config["truncate"] is None:
         raise scaling.fail("truncate", None, "true or false is needed")
@@ -60,31 +61,22 @@ def _read_yarn(scaling: ConfigReader, names: Mapping[str, str]) -> dict[str, Any
     }
 
 
-def _write(args: Arguments, kind_argument: str, names: Mapping[str, str]) -> dict[str, Any]:
-    scaling: dict[str, Any] = {"rope_type": "default"}  # transformers' gpt-oss uses yarn when this is None
-    if (args[kind_argument] or "yarn") == "yarn":  # latent attention's default
-        known = {key: args.get(argument) for key, argument in names.items()}
-        scaling = {"rope_type": "yarn", "factor": args["rotary_scaling_factor"]}
-        scaling |= {key: _DEFAULTS[key] if value is None else value for key, value in known.items()}
-        if args["mscale_all_dim"]:
-            scaling |= {"mscale": args["mscale"], "mscale_all_dim": args["mscale_all_dim"]}
+def _write(args: Arguments) -> dict[str, Any]:
+    scaling: dict[str, Any] = {"rope_type": "default"}
+    if (args["rope_type"] or "yarn") == "yarn":  # Megatron's default
+        scaling = write_yarn(args, _LATENT)
     return {"rope_theta": float(args["rotary_base"]), "rope_scaling": scaling}
 
 
-def _part(kind_argument: str, names: Mapping[str, str]) -> ConfigPart:
-    return ConfigPart(
-        lambda config: _read(config, kind_argument, names), lambda args: _write(args, kind_argument, names)
-    )
+def write_yarn(args: Arguments, names: Mapping[str, str]) -> dict[str, Any]:
+    """The object with the keys of yarn rope for Megatron's arguments; see `read_yarn`."""
+    known = {key: args.get(argument) for key, argument in names.items()}
+    scaling = {"rope_type": "yarn", "factor": args["rotary_scaling_factor"]}
+    scaling |= {key: _DEFAULTS[key] if value is None else value for key, value in known.items()}
+    if args["mscale_all_dim"]:
+        scaling |= {"mscale": args["mscale"], "mscale_all_dim": args["mscale_all_dim"]}
+    return scaling
 
 
-def _read_given(config: ConfigReader) -> dict[str, Any]:
-    if config.config.get("rope_parameters") is None and not config.config.get("rope_scaling"):
-        raise config.fail(
-            "rope_parameters", None, "an object is needed: without one transformers uses its own yarn values"
-        )
-    return _read(config, "position_embedding_type", _PLAIN)
-
-
-ROPE_OR_YARN = ConfigPart(_read_given, _part("position_embedding_type", _PLAIN).write)
-LATENT_ROPE = _part("rope_type", _LATENT)
+LATENT_ROPE = ConfigPart(_read, _write)
 """In latent attention, Megatron and transformers scale the attention scores by mscale_all_dim too."""

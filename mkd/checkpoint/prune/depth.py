@@ -130,8 +130,9 @@ class PrunableTeacher:
         """
         known = CONFIG_MAPPING[self.family.model_type]
         config = {**self.folder.config, "num_hidden_layers": len(layers)}
-        if (kinds := getattr(known.from_dict(self.folder.config), "layer_types", None)) is not None:
-            config["layer_types"] = [kinds[layer] for layer in layers]
+        for key in ("layer_types", "mlp_layer_types", "no_rope_layers"):
+            if (kinds := getattr(known.from_dict(self.folder.config), key, None)) is not None:
+                config[key] = [kinds[layer] for layer in layers]
         if dense := config.get("first_k_dense_replace"):
             config["first_k_dense_replace"] = sum(layer < dense for layer in layers)
         if dims != self.dims:

@@ -93,7 +93,7 @@ def activation_importance(
     for item in family.tensors(args):
         for name, axes in zip(item.shapes, item.entry.sources.values(), strict=True):
             module = model.get_submodule(name.rpartition(".")[0])
-            if axes == ("hidden",):
+            if axes == ("hidden",) and name.endswith(".weight"):
                 module.register_forward_hook(_add_sizes(scores.hidden, use_output=True))
             elif axes == ("hidden", "ffn"):
                 module.register_forward_hook(_add_sizes(scores.ffn[item.layer]))

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from mkd.checkpoint.hf.families import FAMILIES, family_of
 from mkd.errors import MkdCheckpointError
+from mkd.models.model_options import attention_factor, scaled_frequencies
 
 ABSENT = object()
 TOKENS = 12
@@ -47,10 +48,34 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.5, 2.0],
+    "long_factor": [2.0, 3.0, 4.0],
+    "original_max_position_embeddings": 32,
+}
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 PLAIN = {"rope_type": "default"}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 12}
 GEMMA = {"sliding_window": 5, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 6}
+GRANITE = {
+    "embedding_multiplier": 2.0,
+    "logits_scaling": 4.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.25,
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "head_dim": ABSENT,
+    "rms_norm_eps": 1e-6,
+    "q_lora_rank": 10,
+    "kv_lora_rank": 6,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "rope_interleave": True,
+}
+ROUTED = {"n_routed_experts": 8, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "norm_topk_prob": True}
 BASES = {
     "llama": COMMON,
     "mistral": COMMON | {"sliding_window": 5},
@@ -90,6 +115,26 @@ BASES = {
         "attention_bias": True,
         "rope_scaling": YARN | {"truncate": False},
     },
+    "ministral": COMMON | {"sliding_window": 5},
+    "cwm": COMMON | {"sliding_window": 5, "rope_scaling": LLAMA3, "bos_token_id": 1},
+    "smollm3": COMMON,
+    "seed_oss": COMMON | {"attention_dropout": 0.0, "residual_dropout": 0.0},
+    "ernie4_5": COMMON,
+    "helium": COMMON | {"head_dim": 6},
+    "glm": COMMON,
+    "arcee": COMMON | {"hidden_act": "relu2"},
+    "granite": COMMON | GRANITE,
+    "youtu": COMMON | LATENT,
+    "qwen2_moe": COMMON | EXPERTS | {"num_experts": 4, "head_dim": ABSENT, "shared_expert_intermediate_size": 8},
+    "deepseek_v2": COMMON
+    | EXPERTS
+    | LATENT
+    | ROUTED
+    | {"first_k_dense_replace": 1, "norm_topk_prob": False, "n_group": 1, "topk_group": 1},
+    "glm4_moe": COMMON | EXPERTS | ROUTED,
+    "dots1": COMMON | EXPERTS | ROUTED | {"sliding_window": 5, "max_window_layers": 1, "first_k_dense_replace": 1},
+    "solar_open": COMMON | EXPERTS | ROUTED,
+    "glm4_moe_lite": COMMON | EXPERTS | LATENT | ROUTED,
 }
 ALTERNATING = ["sliding_attention", "full_attention"]
 NO_ROPE = {"rope_theta": ABSENT, "rope_scaling": ABSENT, "rope_parameters": ABSENT}
@@ -122,6 +167,17 @@ ROPE_SPELLINGS = {
     "yarn in rope_parameters": {"rope_scaling": ABSENT, "rope_parameters": YARN},
     "linear in rope_parameters": {"rope_scaling": ABSENT, "rope_parameters": LINEAR},
     "llama3 in rope_parameters": {"rope_scaling": ABSENT, "rope_parameters": LLAMA3},
+    "llama3 with other constants": {
+        "rope_scaling": LLAMA3 | {"original_max_position_embeddings": 32, "low_freq_factor": 2, "high_freq_factor": 8.0}
+    },
+    "llama3 without constants": {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}},
+    "longrope": {"rope_scaling": LONGROPE},
+    "longrope, old length on top": {
+        "rope_scaling": {key: LONGROPE[key] for key in ("rope_type", "short_factor", "long_factor")},
+        "original_max_position_embeddings": 32,
+    },
+    "longrope with attention_factor": {"rope_scaling": LONGROPE | {"attention_factor": 1.3}},
+    "longrope with factor": {"rope_scaling": LONGROPE | {"factor": 8.0}},
     "old key type": {"rope_scaling": {"type": "linear", "factor": 2.0}},
     "old key type, yarn": {"rope_scaling": YARN | {"type": "yarn", "rope_type": None}},
     "type and rope_type differ": {"rope_scaling": LINEAR | {"rope_type": "default", "type": "linear"}},
@@ -160,6 +216,16 @@ ROPE_SPELLINGS = {
         "rope_scaling": PLAIN,
         "rope_parameters": PLAIN | {"partial_rotary_factor": 0.5},
     },
+    "dynamic rope": {"rope_scaling": {"rope_type": "dynamic", "factor": 2.5}},
+    "dynamic rope without factor": {"rope_scaling": {"rope_type": "dynamic"}},
+    "linear rope without factor": {"rope_scaling": {"rope_type": "linear"}},
+    "linear rope, factor below 1": {"rope_scaling": {"rope_type": "linear", "factor": 0.5}},
+    "linear rope of a share": {"rope_scaling": LINEAR | {"partial_rotary_factor": 0.5}},
+    "a layer without rope": {"no_rope_layers": [1, 0]},
+    "layers without rope": {"no_rope_layers": [0, 0]},
+    "all layers with rope": {"no_rope_layers": [1, 1, 1]},
+    "every second layer without rope": {"no_rope_layer_interval": 2},
+    "no_rope_layers null": {"no_rope_layers": None, "no_rope_layer_interval": 1},
     "rope by layer type": {
         "rope_scaling": ABSENT,
         "rope_parameters": {"full_attention": PLAIN | {"rope_theta": 2e4}, "sliding_attention": PLAIN},
@@ -213,6 +279,17 @@ ATTENTION_SPELLINGS = {
     "qkv_bias": {"qkv_bias": True},
     "mlp_bias": {"mlp_bias": True},
     "use_bias": {"use_bias": True},
+    "all biases": {"attention_bias": True, "mlp_bias": True, "attention_out_bias": True},
+    "attention_out_bias": {"attention_out_bias": True},
+    "qkv_bias false": {"qkv_bias": False},
+    "biases null": {"attention_bias": None, "mlp_bias": None, "qkv_bias": None},
+    "biases absent": dict.fromkeys(("attention_bias", "mlp_bias", "qkv_bias", "attention_out_bias"), ABSENT),
+    "norms of heads": {"use_qk_norm": True},
+    "no norms of heads": {"use_qk_norm": False},
+    "residual_dropout": {"residual_dropout": 0.2},
+    "residual_dropout absent": {"residual_dropout": ABSENT},
+    "windows from layer 0": {"sliding_window": 3, "max_window_layers": 0},
+    "max_window_layers absent": {"sliding_window": 3, "max_window_layers": ABSENT},
     "attention_multiplier": {"attention_multiplier": 0.3},
     "attention_dropout": {"attention_dropout": 0.1},
     "attention_dropout absent": {"attention_dropout": ABSENT},
@@ -247,6 +324,9 @@ OTHER_SPELLINGS = {
     "architectures of llama": {"architectures": ["LlamaForCausalLM"]},
     "two architectures": {"architectures": ["LlamaForCausalLM", "MistralForCausalLM"]},
     "logit scale": {"logits_scaling": 2.0, "final_logit_softcapping": 30.0},
+    "multipliers absent": dict.fromkeys(GRANITE, ABSENT),
+    "other multipliers": {"embedding_multiplier": 3.0, "residual_multiplier": 0.2, "logits_scaling": 3.0},
+    "multipliers null": dict.fromkeys(GRANITE),
     "old names of sizes": {"n_layer": 5, "n_head": 3, "n_embd": 8},
 }
 EXPERT_SPELLINGS = {
@@ -280,6 +360,12 @@ EXPERT_SPELLINGS = {
     "scaling absent": {"routed_scaling_factor": ABSENT},
     "softmax scores": {"scoring_func": "softmax"},
     "greedy selection": {"topk_method": "greedy"},
+    "selection limited to groups": {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+    "groups not used": {"topk_method": "greedy", "n_group": 4, "topk_group": 2},
+    "one expert per token": {"num_experts_per_tok": 1},
+    "sparse before dense": {"mlp_layer_types": ["sparse", "dense"]},
+    "shared experts absent": {"n_shared_experts": ABSENT},
+    "query rank null": {"q_lora_rank": None},
     "two shared experts": {"n_shared_experts": 2},
     "shared_expert_intermediate_size": {"shared_expert_intermediate_size": 16},
     "expert width absent": {"moe_intermediate_size": ABSENT},
@@ -343,7 +429,8 @@ GEMMA_SPELLINGS = {
     "full layers and linear rope": {"layer_types": ["full_attention"] * 2, "rope_scaling": LINEAR},
 }
 GEMMAS = {"gemma2", "gemma3_text"}
-HAVE_EXPERTS = {"qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"}
+HAVE_GROUPS = {"deepseek_v3", "deepseek_v2", "glm4_moe", "dots1", "solar_open", "glm4_moe_lite"}
+HAVE_EXPERTS = {"qwen3_moe", "mixtral", "gpt_oss", "qwen2_moe", *HAVE_GROUPS}
 
 
 def spelled(family, change):
@@ -374,7 +461,14 @@ def transformers_facts(folder, config):
         "rope scale": round(float(scale), 5),
         "softmax scale": round(layer.self_attn.scaling, 5),
         "dropout": layer.self_attn.attention_dropout,
+        "residual dropout": getattr(layer.self_attn, "residual_dropout", 0.0),
+        "rope": [bool(getattr(layer.self_attn, "use_rope", True)) for layer in model.model.layers],
         "positions": loaded.max_position_embeddings,
+        "factors": [
+            getattr(loaded, name, 1.0) for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+        ]
+        if hasattr(layer, "residual_multiplier")
+        else [1.0] * 3,
         "router": router(loaded, model),
         "scales": scales(loaded, model),
     }
@@ -431,20 +525,26 @@ def window_of(attention):
 
 def router(config, model):
     """top-k, normalization, groups and scale of the first mixture."""
-    layers = [type(layer.mlp).__name__ for layer in model.model.layers]
     if config.model_type not in HAVE_EXPERTS:
         return None
-    can_skip_normalization = config.model_type in ("qwen3_moe", "deepseek_v3")
+    can_skip_normalization = config.model_type in {"qwen2_moe", "qwen3_moe", *HAVE_GROUPS}
     facts = {
-        "experts": config.num_local_experts,
+        "experts": config.n_routed_experts
+        if config.model_type in HAVE_GROUPS
+        else config.num_experts
+        if config.model_type == "qwen2_moe"
+        else config.num_local_experts,
         "chosen": config.num_experts_per_tok,
-        "dense": [name.endswith("V3MLP") or name == "Qwen3MoeMLP" for name in layers],
+        "dense": [not hasattr(layer.mlp, "experts") for layer in model.model.layers],
         "normalized": not can_skip_normalization or bool(config.norm_topk_prob),
     }
-    if config.model_type == "deepseek_v3":
-        groups = config.n_group if config.n_group > 1 else None
+    if config.model_type in HAVE_GROUPS:
+        groups = config.n_group if (config.n_group or 1) > 1 else None
+        if config.model_type == "deepseek_v2" and config.topk_method == "greedy":
+            groups = None
+        interleaved = config.rope_interleave if config.model_type in ("deepseek_v3", "glm4_moe_lite") else True
         facts |= {"groups": groups, "best": config.topk_group if groups else None}
-        facts |= {"scale": config.routed_scaling_factor, "interleaved": config.rope_interleave}
+        facts |= {"scale": config.routed_scaling_factor, "interleaved": interleaved}
     return facts
 
 
@@ -480,7 +580,11 @@ def mkd_facts(config):
         "rope scale": round(scale, 5),
         "softmax scale": round(softmax, 5),
         "dropout": args.attention_dropout,
-        "positions": args.max_position_embeddings,
+        "residual dropout": args.hidden_dropout,
+        "rope": [not without for without in args.no_rope_freq or [0] * args.num_layers],
+        # longrope: megatron's are those of the original length
+        "positions": (args.rope_frequencies or {}).get("max_position_embeddings", args.max_position_embeddings),
+        "factors": own_factors(args),
         "router": router_facts(family, args),
         "scales": (args.logit_softcap, args.attention_softcap, args.mup_embedding_mult)
         if family.model_type in GEMMAS
@@ -491,7 +595,15 @@ def mkd_facts(config):
 def mkd_activation(family, args):
     if family.model_type == "gpt_oss":
         return 1.702, args.activation_func_clamp_value
+    if family.model_type == "arcee":
+        return "ReLUSquaredActivation()"
     return "gelu_tanh" if args.gelu_tanh else "silu"
+
+
+def own_factors(args):
+    if args.residual_multiplier is None:
+        return [1.0] * 3
+    return [args.mup_embedding_mult, args.residual_multiplier, 1 / args.mup_output_mult]
 
 
 def router_facts(family, args):
@@ -504,7 +616,7 @@ def router_facts(family, args):
         "dense": [not mixture for mixture in every],
         "normalized": not args.moe_router_pre_softmax,
     }
-    if family.model_type == "deepseek_v3":
+    if family.model_type in HAVE_GROUPS:
         facts |= {"groups": args.moe_router_num_groups, "best": args.moe_router_group_topk}
         facts |= {"scale": args.moe_router_topk_scaling_factor, "interleaved": True}
     return facts
@@ -525,7 +637,9 @@ def rope_facts(args):
             rope_scaling_factor=getattr(args, "rope_scaling_factor", 8.0),
             use_cpu_initialization=True,
         )
-        return (rope.inv_freq / (args.rotary_seq_len_interpolation_factor or 1.0)).tolist(), 1.0
+        if (scaled := args.rope_frequencies) is not None:
+            return scaled_frequencies(rope.inv_freq, scaled).tolist(), attention_factor(scaled)
+        return (rope.inv_freq / (args.rotary_seq_len_interpolation_factor or 1)).tolist(), 1.0
     prefix = "" if args.multi_latent_attention else "yarn_"
     fast, slow, length = (
         getattr(args, prefix + name) for name in ("beta_fast", "beta_slow", "original_max_position_embeddings")

@@ -12,12 +12,17 @@ from mkd.config.flags import default_arguments
 from mkd.config.megatron_arg_names import ArgRole, names_with
 from mkd.errors import MkdCheckpointError
 from mkd.models.layer_options import LayerOptions
+from mkd.models.model_options import ModelOptions
 from tests.support.hf_folders import LLAMA3_ROPE, SIZES
+from tests.support.hf_models import NEAR_MODELS
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "hidden_act": "silu", **SIZES}
 OWN_ARGUMENTS = {"softmax_scale", *LayerOptions.__dataclass_fields__}
 """Arguments for which Megatron has no flag."""
 OLD_ROPE = {name: value for name, value in LLAMA3_ROPE.items() if name != "rope_theta"}
+
+
+KNOWN_ARGUMENTS = {*vars(default_arguments()), *OWN_ARGUMENTS, *ModelOptions.__dataclass_fields__}
 
 
 def args_of(**changes):
@@ -60,9 +65,8 @@ def test_llama_arguments():
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.architectures[0])
 def test_all_names_are_megatron_arguments(family):
-    known = vars(default_arguments()).keys() | OWN_ARGUMENTS
-    assert args_of().keys() <= known
-    assert family.fixed.keys() <= known
+    assert args_of().keys() <= KNOWN_ARGUMENTS
+    assert family.fixed.keys() <= KNOWN_ARGUMENTS
 
 
 def test_optional_keys_have_the_defaults_of_transformers():
@@ -109,7 +113,7 @@ def test_missing_key_is_named(key):
 
 REFUSED = {
     "hidden_act": "gelu",
-    "attention_bias": True,
+    "attention_bias": 1,
     "mlp_bias": True,
     "num_key_value_heads": 4,
     "hidden_size": "48",
@@ -130,10 +134,10 @@ def test_unsupported_value_is_named(key):
 @pytest.mark.parametrize(
     ("change", "key"),
     [
-        ({"rope_type": "yarn"}, "rope_type"),
-        ({"low_freq_factor": 2.0}, "low_freq_factor"),
-        ({"high_freq_factor": 8.0}, "high_freq_factor"),
-        ({"original_max_position_embeddings": 4096}, "original_max_position_embeddings"),
+        ({"rope_type": "longrope"}, "rope_type"),
+        ({"low_freq_factor": "2"}, "low_freq_factor"),
+        ({"high_freq_factor": 0.5}, "high_freq_factor"),
+        ({"original_max_position_embeddings": 0}, "original_max_position_embeddings"),
         ({"factor": None}, "factor"),
     ],
 )
@@ -143,9 +147,67 @@ def test_unsupported_rope_is_named(where, change, key):
         args_of(**{where: {**LLAMA3_ROPE, **change}})
 
 
-def test_linear_rope_of_old_configs_is_named():
-    with pytest.raises(MkdCheckpointError, match=r"rope_scaling\.type\" is 'linear'"):
-        args_of(rope_scaling={"type": "linear", "factor": 2.0})
+def test_linear_rope_of_old_configs():
+    args = args_of(rope_scaling={"type": "linear", "factor": 2.5})
+    assert args["rotary_seq_len_interpolation_factor"] == 2.5
+    for factor in (0.5, "2", None):
+        with pytest.raises(MkdCheckpointError, match=r"rope_scaling\.factor"):
+            args_of(rope_scaling={"type": "linear", "factor": factor})
+
+
+def test_dynamic_rope_is_plain_up_to_its_base_length():
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    assert args_of(rope_parameters=rope) == args_of()
+    exported = LLAMA.config_for_transformers_4({**CONFIG, "rope_parameters": rope})
+    assert exported["rope_scaling"] == {"rope_type": "dynamic", "factor": 2.0}
+
+
+def test_yarn():
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24, "truncate": False}
+    args = args_of(rope_scaling=yarn)
+    expected = {
+        "position_embedding_type": "yarn",
+        "rotary_scaling_factor": 4.0,
+        "yarn_original_max_position_embeddings": 24,
+        "yarn_correction_range_round_to_int": False,
+    }
+    assert {name: args[name] for name in expected} == expected
+    written = LLAMA.hf_config(args)
+    assert LLAMA.megatron_args(written) == args
+
+
+def test_llama3_rope_with_other_constants():
+    args = args_of(rope_parameters=LLAMA3_ROPE | {"original_max_position_embeddings": 4096})
+    assert args["use_rope_scaling"] is False
+    assert args["rope_frequencies"] == OLD_ROPE | {"original_max_position_embeddings": 4096}
+    assert LLAMA.megatron_args(LLAMA.hf_config(args)) == args
+
+
+def test_longrope_is_limited_to_its_original_length():
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 48, **factors}
+    config = {**CONFIG, "architectures": ["Phi3ForCausalLM"], "sliding_window": None, "rope_scaling": rope}
+    with pytest.raises(MkdCheckpointError, match='"original_max_position_embeddings" is 4096'):  # transformers' default
+        PHI3.megatron_args(config)
+    config["original_max_position_embeddings"] = 48
+    args = PHI3.megatron_args(config)
+    assert args["max_position_embeddings"] == 48
+    assert PHI3.hf_config(args)["max_position_embeddings"] == config["max_position_embeddings"] == 96
+    assert PHI3.megatron_args(PHI3.hf_config(args)) == args
+    for change in ({"short_factor": [1.0]}, {"long_factor": [0.0] * 8}, {"original_max_position_embeddings": 97}):
+        with pytest.raises(MkdCheckpointError, match=f"rope_scaling.{next(iter(change))}"):
+            PHI3.megatron_args({**config, "rope_scaling": {**rope, **change}})
+
+
+def test_biases():
+    assert args_of(attention_bias=True)["attention_output_bias"] is True
+    assert args_of(attention_bias=True, mlp_bias=True)["add_bias_linear"] is True
+    assert args_of(attention_bias=None, mlp_bias=False)["add_bias_linear"] is False
+
+
+def test_other_position_embeddings_are_named():
+    with pytest.raises(MkdCheckpointError, match="--position-embedding-type"):
+        LLAMA.hf_config({**args_of(), "position_embedding_type": "learned_absolute"})
 
 
 def test_narrow_heads_need_a_divisible_width():
@@ -157,6 +219,11 @@ def test_narrow_heads_need_a_divisible_width():
 def test_unknown_architecture_lists_the_known(names):
     with pytest.raises(MkdCheckpointError, match=r"known architectures: .*LlamaForCausalLM"):
         family_of({**CONFIG, "architectures": names})
+
+
+def test_unknown_architecture_names_the_nearest():
+    with pytest.raises(MkdCheckpointError, match=r"\(the nearest by name is Qwen3MoeForCausalLM\)"):
+        family_of({**CONFIG, "architectures": ["Qwen3NextMoeForCausalLM"]})
 
 
 @pytest.mark.parametrize("rope", [{}, {"rope_theta": 10000.0, "rope_scaling": OLD_ROPE}], ids=["plain", "llama3"])
@@ -204,13 +271,22 @@ def test_window_includes_the_token_itself():
     assert family_of(config).megatron_args(config)["window_size"] is None
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f != GPT_OSS], ids=lambda f: f.architectures[0])
+WITHOUT_DEFAULTS = ("gpt_oss", "cwm", "dots1")
+"""transformers' default rope or normalization is not supported: the keys must be in config.json."""
+
+
+@pytest.mark.parametrize(
+    "family", [f for f in FAMILIES if f.model_type not in WITHOUT_DEFAULTS], ids=lambda f: f.architectures[0]
+)
 def test_every_absent_key_has_the_default_of_transformers(family):
     """The arguments equal those of a config.json with transformers' default values filled in."""
     latent = {key: 8 for key in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")}
     counts = {"n_routed_experts": 8, "n_shared_experts": 1, "num_key_value_heads": 6, "num_hidden_layers": 5}
     config = {**QWEN3_MOE, "architectures": [family.architectures[0]], "num_local_experts": 8}
     config |= {**latent, **counts, "num_experts_per_tok": 8, "rms_norm_eps": 1e-6}
+    config |= {"shared_expert_intermediate_size": 8}
+    if family.model_type == "arcee":
+        config["hidden_act"] = "relu2"
     for key in ("rope_theta", "rope_scaling", "rope_parameters", "sliding_window", "norm_topk_prob"):
         config.pop(key, None)
     whole = CONFIG_MAPPING[family.model_type].from_dict(config).to_dict()
@@ -237,7 +313,6 @@ def test_gpt_oss_has_no_rope_by_default():
     ("architecture", "key", "value"),
     [
         ("Qwen2ForCausalLM", "use_sliding_window", True),
-        ("Qwen3ForCausalLM", "attention_bias", True),
         ("Phi3ForCausalLM", "partial_rotary_factor", 1.5),
         ("Phi3ForCausalLM", "resid_pdrop", 0.1),
         ("MistralForCausalLM", "sliding_window", 0),
@@ -257,10 +332,10 @@ def test_unsupported_value_of_a_family_is_named(architecture, key, value):
 def test_rope_scaling_replaces_rope_parameters():
     """transformers takes nothing from `rope_parameters`, rope_theta neither, when `rope_scaling` is not empty."""
     plain = {"rope_type": "default", "rope_theta": 5e5}
-    with pytest.raises(MkdCheckpointError, match=r"rope_scaling\.rope_type\" is 'yarn'"):
+    with pytest.raises(MkdCheckpointError, match=r"rope_scaling\.original_max_position_embeddings"):
         args_of(rope_parameters=plain, rope_scaling={"rope_type": "yarn", "factor": 4.0})
-    with pytest.raises(MkdCheckpointError, match=r"rope_scaling\.type\" is 'linear'"):
-        args_of(rope_parameters=plain, rope_scaling={"type": "linear", "factor": 2.0})
+    args = args_of(rope_parameters=plain, rope_scaling={"type": "linear", "factor": 2.0})
+    assert (args["rotary_base"], args["rotary_seq_len_interpolation_factor"]) == (10000, 2.0)
     args = args_of(rope_parameters=plain, rope_scaling=OLD_ROPE)
     assert (args["rotary_base"], args["use_rope_scaling"]) == (10000, True)
     assert args_of(rope_parameters=plain, rope_scaling={})["rotary_base"] == 500000
@@ -362,8 +437,26 @@ def test_one_expert_per_token():
         family_of(config).megatron_args({**config, "norm_topk_prob": True})
 
 
-# test_hf_yarn_families.py covers the families with other sizes.
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f != DEEPSEEK_V3], ids=lambda f: f.architectures[0])
+NEAR_FAMILIES = {sizes["model_type"] for sizes in NEAR_MODELS.values()} - {"llama", "qwen2", "qwen3", "qwen3_moe"}
+
+
+@pytest.mark.parametrize("name", NEAR_MODELS)
+def test_config_round_trip_of_near_models(name):
+    config = {**CONFIG, **NEAR_MODELS[name], "architectures": None}
+    config["hidden_act"] = "relu2" if config["model_type"] == "arcee" else "silu"
+    family = family_of(config)
+    args = family.megatron_args(config)
+    written = family.hf_config({**vars(default_arguments()), **args})
+    assert family_of(written) is family
+    assert family.megatron_args(written) == args
+
+
+# test_hf_yarn_families.py covers DeepSeek-V3.
+@pytest.mark.parametrize(
+    "family",
+    [f for f in FAMILIES if f != DEEPSEEK_V3 and f.model_type not in NEAR_FAMILIES],
+    ids=lambda f: f.architectures[0],
+)
 def test_config_round_trip_of_every_family(family):
     plain = {"sliding_window": None, "rope_scaling": {"rope_type": "default"}}
     config = {**QWEN3_MOE, "architectures": [family.architectures[0]], **plain}
@@ -371,7 +464,7 @@ def test_config_round_trip_of_every_family(family):
     written = family.hf_config(args)
     assert family_of(written) is family
     assert family.megatron_args(written) == args
-    assert args.keys() <= vars(default_arguments()).keys() | OWN_ARGUMENTS
+    assert args.keys() <= KNOWN_ARGUMENTS
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)

@@ -60,6 +60,21 @@ def test_config_round_trip(name):
     assert args_of(written) == args
 
 
+def test_queries_without_latent():
+    args = args_of(DEEPSEEK | {"q_lora_rank": None})
+    assert args["q_lora_rank"] is None
+    with pytest.raises(MkdCheckpointError, match='has no "q_lora_rank"'):
+        args_of({key: value for key, value in DEEPSEEK.items() if key != "q_lora_rank"})
+
+
+def test_norms_of_latents_have_their_own_epsilon():
+    args = args_of(DEEPSEEK | {"rms_norm_eps": 1e-5})
+    assert (args["layernorm_epsilon"], args["latent_norm_epsilon"]) == (1e-5, 1e-6)
+    assert args_of(DEEPSEEK)["latent_norm_epsilon"] is None
+    with pytest.raises(MkdCheckpointError, match="--norm-epsilon is 1e-05"):
+        family_of(DEEPSEEK).hf_config({**vars(default_arguments()), **args, "latent_norm_epsilon": None})
+
+
 def test_dense_layers_come_first():
     assert args_of(DEEPSEEK)["moe_layer_freq"] == [0, 1, 1, 1]
 
@@ -77,8 +92,7 @@ def test_windows_by_layer():
 @pytest.mark.parametrize(
     ("config", "change", "key"),
     [
-        (DEEPSEEK, {"q_lora_rank": None}, "q_lora_rank"),
-        (DEEPSEEK, {"rms_norm_eps": 1e-5}, "rms_norm_eps"),
+        (DEEPSEEK, {"rms_norm_eps": "1e-5"}, "rms_norm_eps"),
         (DEEPSEEK, {"num_key_value_heads": 2}, "num_key_value_heads"),
         (DEEPSEEK, {"topk_group": 4}, "topk_group"),
         (DEEPSEEK, {"num_experts_per_tok": 1}, "num_experts_per_tok"),
@@ -92,7 +106,7 @@ def test_windows_by_layer():
         (DEEPSEEK, {"rope_parameters": YARN | {"truncate": False}}, "rope_parameters.truncate"),
         (DEEPSEEK, {"rope_parameters": YARN | {"mscale_all_dim": 1.0}}, "rope_parameters.mscale_all_dim"),
         (DEEPSEEK, {"rope_parameters": YARN | {"attention_factor": 1.0}}, "rope_parameters.attention_factor"),
-        (GPT_OSS, {"rope_parameters": YARN | {"rope_type": "llama3"}}, "rope_parameters.rope_type"),
+        (GPT_OSS, {"rope_parameters": YARN | {"rope_type": "longrope"}}, "rope_parameters.rope_type"),
         (GPT_OSS, {"rope_parameters": None, "rope_scaling": {}}, "rope_parameters"),
         (GPT_OSS, {"num_experts": 2}, "num_local_experts"),
         (GPT_OSS, {"layer_types": ["full_attention"]}, "layer_types"),

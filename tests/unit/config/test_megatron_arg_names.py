@@ -9,6 +9,7 @@ from megatron.training.arguments import add_megatron_arguments
 from mkd.config import megatron_arg_names as names
 from mkd.config.megatron_arg_names import ARGS, ArgRole, frozen_values, labels, names_with, values_without_student
 from mkd.models.layer_options import LayerOptions
+from mkd.models.model_options import ModelOptions
 
 MODEL_GROUPS = (
     "transformer configuration",
@@ -22,6 +23,7 @@ MODEL_GROUPS = (
 BEYOND_MEGATRON = {"beta_fast", "beta_slow", "gtp_weight_remat_size", "expert_gtp_weight_remat_size"}
 BEYOND_MEGATRON |= {"original_max_position_embeddings", "rank", "rope_type", "virtual_pipeline_model_parallel_size"}
 BEYOND_MEGATRON |= {"padded_vocab_size", "world_size", "softmax_scale", *LayerOptions.__dataclass_fields__}
+BEYOND_MEGATRON |= {*ModelOptions.__dataclass_fields__}
 """Arguments without a flag: Megatron computes them, or checkpoints of some models store them."""
 
 

@@ -49,3 +49,12 @@ def test_embedding_scale_is_rounded_as_in_transformers() -> None:
 def test_attention_backend_without_softcap_is_refused() -> None:
     with pytest.raises(MkdConfigError, match=r"--attention-backend local .* no softcap"):
         gpt_config(arguments(attention_softcap=50.0, attention_backend=AttnBackend.local))
+
+
+def test_yarn_without_fused_rope() -> None:
+    """A teacher with yarn beside a student with plain rope, which uses fused kernels."""
+    args = flags.default_arguments()
+    vars(args).update(num_layers=2, hidden_size=32, num_attention_heads=2, params_dtype=torch.float32)
+    vars(args).update(position_embedding_type="yarn", padded_vocab_size=128, apply_rope_fusion=True)
+    assert gpt_config(args).transformer.apply_rope_fusion is False
+    assert args.apply_rope_fusion is True

@@ -17,31 +17,49 @@ Keys that Megatron cannot compute are refused by `required(...)` and by the part
 """
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
 
-from mkd.checkpoint.hf.families.dense import LLAMA, MISTRAL, PHI3, QWEN2, QWEN3
+from mkd.checkpoint.hf.families.dense import (
+    ARCEE,
+    CWM,
+    ERNIE,
+    GLM,
+    HELIUM,
+    LLAMA,
+    MINISTRAL,
+    MISTRAL,
+    PHI3,
+    QWEN2,
+    QWEN3,
+    SEED_OSS,
+    SMOLLM3,
+    YOUTU,
+)
 from mkd.checkpoint.hf.families.family import Family
 from mkd.checkpoint.hf.families.gemma import GEMMA2, GEMMA3
 from mkd.checkpoint.hf.families.glm import GLM4
-from mkd.checkpoint.hf.families.mixtures import DEEPSEEK_V3, GPT_OSS, MIXTRAL, QWEN3_MOE
+from mkd.checkpoint.hf.families.granite import GRANITE
+from mkd.checkpoint.hf.families.mixtures import (
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    DOTS1,
+    GLM4_MOE,
+    GLM4_MOE_LITE,
+    GPT_OSS,
+    MIXTRAL,
+    QWEN2_MOE,
+    QWEN3_MOE,
+    SOLAR_OPEN,
+)
 from mkd.checkpoint.hf.families.olmo import OLMO2, OLMO3
 from mkd.errors import MkdCheckpointError
 
 FAMILIES = (
-    LLAMA,
-    MISTRAL,
-    QWEN2,
-    QWEN3,
-    PHI3,
-    QWEN3_MOE,
-    MIXTRAL,
-    DEEPSEEK_V3,
-    GPT_OSS,
-    OLMO2,
-    OLMO3,
-    GEMMA2,
-    GEMMA3,
-    GLM4,
+    *(LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, QWEN3_MOE, MIXTRAL, DEEPSEEK_V3, GPT_OSS),
+    *(OLMO2, OLMO3, GEMMA2, GEMMA3, GLM4),
+    *(MINISTRAL, CWM, SMOLLM3, SEED_OSS, ERNIE, HELIUM, GLM, ARCEE, YOUTU, GRANITE),
+    *(QWEN2_MOE, DEEPSEEK_V2, GLM4_MOE, DOTS1, SOLAR_OPEN, GLM4_MOE_LITE),
 )
 
 UNSUPPORTED: Mapping[str, str] = {
@@ -75,7 +93,10 @@ def family_of(config: Mapping[str, Any]) -> Family:
                 )
             return known[name]
     reasons = "".join(f" ({UNSUPPORTED[name]})" for name in names if name in UNSUPPORTED)
+    near = [get_close_matches(str(name), known, n=1, cutoff=0.5) for name in names]
+    nearest = f" (the nearest by name is {near[0][0]})" if near and near[0] else ""
     raise MkdCheckpointError(
         f'config.json: "architectures" is {config.get("architectures")!r}{reasons}; known architectures: '
         + ", ".join(sorted(known))
+        + nearest
     )

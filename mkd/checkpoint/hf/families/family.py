@@ -15,6 +15,13 @@ from mkd.errors import MkdCheckpointError
 _NESTED = ("per_layer_config", "text_config")
 """Objects in which transformers finds other values of the keys at the top level."""
 
+_PLAIN_ROPE = {
+    "position_embedding_type": "rope",
+    "rotary_seq_len_interpolation_factor": None,
+    "rope_frequencies": None,
+}
+"""Rope without scaling, unless a part reads another one."""
+
 
 @dataclass(frozen=True)
 class Family:
@@ -41,7 +48,7 @@ class Family:
                     f'config.json: "{key}" is {value!r}; only one value of a key for all layers is supported: '
                     "write the model's keys at the top level"
                 )
-        args = {**self.fixed, "hidden_dropout": 0.0}
+        args = {**_PLAIN_ROPE, **self.fixed, "hidden_dropout": 0.0}
         for part in self.parts:
             args.update(part.read(ConfigReader({**self.absent, **config})))
         return args
@@ -69,6 +76,10 @@ class Family:
         added = {key: written[key] for key in ("rope_theta", "rope_local_base_freq") if key in written}
         if config.get("rope_parameters") and not config.get("rope_scaling"):
             added |= {key: written[key] for key in ("rope_scaling", "partial_rotary_factor") if key in written}
+            rope = config["rope_parameters"]
+            if rope.get("rope_type") == "dynamic":  # Megatron has no argument of it
+                outside = ("rope_theta", "partial_rotary_factor")
+                added["rope_scaling"] = {key: value for key, value in rope.items() if key not in outside}
         return {**config, **{key: value for key, value in added.items() if config.get(key) != value}}
 
     def dims(self, args: Mapping[str, Any]) -> Dims:
@@ -118,10 +129,8 @@ DENSE: dict[str, Any] = {
     "window_size": None,
     "window_attn_skip_freq": None,
     "no_rope_freq": None,
-    "position_embedding_type": "rope",
     "rotary_percent": 1.0,
     "rotary_interleaved": False,
-    "rotary_seq_len_interpolation_factor": None,
     "multi_latent_attention": False,
     "norm_placement": None,
     "whole_width_qk_norms": False,
@@ -130,6 +139,9 @@ DENSE: dict[str, Any] = {
     "gelu_tanh": False,
     "logit_softcap": None,
     "embedding_scale_in_params_dtype": False,
+    "latent_norm_epsilon": None,
+    "attention_output_bias": None,
+    "residual_multiplier": None,
     "softmax_scale": None,
     "use_mup": False,
     "num_experts": None,
@@ -146,6 +158,8 @@ MIXTURE: dict[str, Any] = {
 }
 DENSE_LAYER = (MLP_NORM, *MLP)
 ATTENTION = (QKV_WEIGHT, ATTENTION_OUT)
+ATTENTION_BIAS_ARGUMENTS = ("add_qkv_bias", "attention_output_bias")
+"""Arguments that `ATTENTION_BIASES` and `BIASES` read."""
 
 
 def but(fixed: Mapping[str, Any], *free: str, **changed: Any) -> dict[str, Any]:

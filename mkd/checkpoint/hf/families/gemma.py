@@ -11,7 +11,8 @@ from mkd.checkpoint.hf.config import ConfigReader
 from mkd.checkpoint.hf.families.family import ATTENTION, DENSE, Family, but
 from mkd.checkpoint.hf.families.olmo import ATTENTION_POST_NORM, MLP_POST_NORM
 from mkd.checkpoint.hf.layer_ropes import LINEAR_AND_LOCAL_ROPE
-from mkd.checkpoint.hf.parts import FFN, ROPE, SIZES, Arguments, ConfigPart, required
+from mkd.checkpoint.hf.parts import FFN, SIZES, Arguments, ConfigPart, required
+from mkd.checkpoint.hf.rope import PLAIN_ROPE
 from mkd.checkpoint.hf.tables import ATTENTION_OUT, HEAD_NORMS, MLP, MLP_NORM, QKV_WEIGHT, decoder
 from mkd.checkpoint.hf.windows import ALTERNATING_WINDOWS, layer_windows
 from mkd.errors import MkdCheckpointError
@@ -92,7 +93,7 @@ _ABSENT = {"head_dim": 256, "num_key_value_heads": 4, "sliding_window": 4096, "t
 GEMMA2 = Family(
     architectures=("Gemma2ForCausalLM",),
     model_type="gemma2",
-    parts=(SIZES, FFN, ROPE, ALTERNATING_WINDOWS, SCALES, ATTENTION_SOFTCAP, _PLAIN_KEYS),
+    parts=(SIZES, FFN, PLAIN_ROPE, ALTERNATING_WINDOWS, SCALES, ATTENTION_SOFTCAP, _PLAIN_KEYS),
     table=decoder((*ATTENTION, ATTENTION_POST_NORM), _MLP_ENTRIES),
     fixed=_fixed("attention_softcap"),
     absent=_ABSENT | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},

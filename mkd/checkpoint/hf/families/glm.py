@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from mkd.checkpoint.hf.families.family import ATTENTION, DENSE, Family, but
 from mkd.checkpoint.hf.families.olmo import ATTENTION_POST_NORM, MLP_POST_NORM
-from mkd.checkpoint.hf.parts import FFN, PARTIAL_ROPE, ROPE, SILU, SIZES, ConfigPart
+from mkd.checkpoint.hf.parts import FFN, SILU, SIZES, ConfigPart
+from mkd.checkpoint.hf.rope import PARTIAL_ROPE, PLAIN_ROPE
 from mkd.checkpoint.hf.tables import MLP_NORM, PACKED_MLP, QKV_BIAS, Entry, decoder
 
 _OPTIONAL_BIAS = ConfigPart(
@@ -25,7 +26,7 @@ def _named(entry: Entry, name: str) -> Entry:
 GLM4 = Family(
     architectures=("Glm4ForCausalLM",),
     model_type="glm4",
-    parts=(SIZES, FFN, ROPE, PARTIAL_ROPE, SILU, _OPTIONAL_BIAS),
+    parts=(SIZES, FFN, PLAIN_ROPE, PARTIAL_ROPE, SILU, _OPTIONAL_BIAS),
     table=decoder(
         (
             *ATTENTION,

@@ -1,28 +1,55 @@
 """Families with mixtures of experts."""
 
-from mkd.checkpoint.hf.families.family import ATTENTION, MIXTURE, Family, but
+from typing import Any
+
+from mkd.checkpoint.hf.config import ConfigReader
+from mkd.checkpoint.hf.families.family import ATTENTION, ATTENTION_BIAS_ARGUMENTS, MIXTURE, Family, but
 from mkd.checkpoint.hf.gpt_oss import BIASED_MIXTURE, CLAMPED_GLU, SINK_ATTENTION
 from mkd.checkpoint.hf.latent import (
     DENSE_THEN_MIXTURE,
     LATENT_ATTENTION,
-    LATENT_EXPERTS,
+    LATENT_EPSILON,
     LATENT_INPUT_NORM,
     LATENT_SIZES,
+    dense_by_layer,
+    dense_then_mixture,
+    no_dense,
+    routed_experts,
 )
 from mkd.checkpoint.hf.parts import (
+    ATTENTION_BIASES,
     EXPERT_FFN,
     EXPERTS_HAVE_FFN,
+    FFN,
     NORMALIZED_ROUTER,
+    OPTIONAL_HEAD_NORMS,
     OPTIONAL_NORMALIZED_ROUTER,
-    ROPE,
+    SHARED_EXPERT,
     SILU,
     SIZES,
+    ConfigPart,
     experts,
+    qkv_bias,
     required,
 )
-from mkd.checkpoint.hf.tables import ATTENTION_OUT, HEAD_NORMS, MOE_NORM, QKV_WEIGHT, decoder, mixture
-from mkd.checkpoint.hf.windows import ALTERNATING_WINDOWS, NO_WINDOW, WINDOW
-from mkd.checkpoint.hf.yarn import LATENT_ROPE, ROPE_OR_YARN
+from mkd.checkpoint.hf.rope import PARTIAL_ROPE, ROPE, WHOLE_ROPE, given
+from mkd.checkpoint.hf.tables import (
+    ATTENTION_OUT,
+    HEAD_NORMS,
+    MOE_NORM,
+    OPTIONAL_ATTENTION_OUT_BIAS,
+    OPTIONAL_HEAD_NORM_ENTRIES,
+    OPTIONAL_QKV_BIAS,
+    QKV_WEIGHT,
+    SHARED_EXPERT_GATE,
+    decoder,
+    mixture,
+    shared_experts,
+)
+from mkd.checkpoint.hf.windows import ALTERNATING_WINDOWS, NO_WINDOW, UPPER_LAYER_WINDOWS, WINDOW
+from mkd.checkpoint.hf.yarn import LATENT_ROPE
+
+_NORMED_ATTENTION = (QKV_WEIGHT, OPTIONAL_QKV_BIAS, *HEAD_NORMS, ATTENTION_OUT, OPTIONAL_ATTENTION_OUT_BIAS)
 
 QWEN3_MOE = Family(
     architectures=("Qwen3MoeForCausalLM",),
@@ -35,13 +62,14 @@ QWEN3_MOE = Family(
         experts("num_experts"),
         OPTIONAL_NORMALIZED_ROUTER,
         SILU,
-        required(attention_bias=False, decoder_sparse_step=1, mlp_only_layers=[]),
+        ATTENTION_BIASES,
+        required(decoder_sparse_step=1, mlp_only_layers=[]),
     ),
     table=decoder(
-        (QKV_WEIGHT, *HEAD_NORMS, ATTENTION_OUT),
+        _NORMED_ATTENTION,
         (MOE_NORM, *mixture("mlp.", "gate_proj", "up_proj", "down_proj")),
     ),
-    fixed=but(MIXTURE, qk_layernorm=True),
+    fixed=but(MIXTURE, *ATTENTION_BIAS_ARGUMENTS, qk_layernorm=True),
     absent={"num_key_value_heads": 4},
 )
 MIXTRAL = Family(
@@ -61,32 +89,39 @@ MIXTRAL = Family(
     fixed=but(MIXTURE, "window_size"),
     absent={"rope_theta": 1e6, "num_key_value_heads": 8},
 )
+_ROUTED = but(
+    MIXTURE,
+    *("moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_shared_expert_intermediate_size"),
+    moe_shared_expert_gate=False,
+)
+_ROUTED_BY_SIGMOID = but(
+    _ROUTED,
+    moe_router_score_function="sigmoid",
+    moe_router_pre_softmax=False,
+    moe_router_enable_expert_bias=True,
+)
+_LATENT: dict[str, Any] = {
+    "multi_latent_attention": True,
+    "qk_layernorm": True,
+    "use_rope_scaling": False,
+    "position_embedding_type": "rope",
+    "rotary_seq_len_interpolation_factor": None,
+    "group_query_attention": False,
+}
 DEEPSEEK_V3 = Family(
     architectures=("DeepseekV3ForCausalLM",),
     model_type="deepseek_v3",
     parts=(
         LATENT_SIZES,
-        LATENT_EXPERTS,
+        routed_experts(),
         LATENT_ROPE,
         SILU,
         required(attention_bias=False, norm_topk_prob=True, rope_interleave=True),
         required(scoring_func="sigmoid", topk_method="noaux_tc"),
-        # transformers' norms of the two latents always use 1e-6, Megatron's use the value of the model
-        required(rms_norm_eps=1e-6),
+        LATENT_EPSILON,
     ),
     table=decoder(LATENT_ATTENTION, DENSE_THEN_MIXTURE, LATENT_INPUT_NORM),
-    fixed=but(
-        MIXTURE,
-        *("moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_shared_expert_intermediate_size"),
-        multi_latent_attention=True,
-        qk_layernorm=True,
-        use_rope_scaling=False,
-        moe_router_score_function="sigmoid",
-        moe_router_pre_softmax=False,
-        moe_router_enable_expert_bias=True,
-        moe_shared_expert_gate=False,
-        group_query_attention=False,
-    ),
+    fixed=but(_ROUTED_BY_SIGMOID, "latent_norm_epsilon", **_LATENT),
     absent={
         "num_key_value_heads": 128,
         "first_k_dense_replace": 3,
@@ -101,7 +136,7 @@ GPT_OSS = Family(
     parts=(
         SIZES,
         EXPERTS_HAVE_FFN,
-        ROPE_OR_YARN,
+        given(ROPE),
         ALTERNATING_WINDOWS,
         CLAMPED_GLU,
         experts("num_local_experts"),
@@ -112,14 +147,138 @@ GPT_OSS = Family(
     table=decoder(SINK_ATTENTION, BIASED_MIXTURE),
     fixed=but(
         MIXTURE,
-        *("window_size", "window_attn_skip_freq", "position_embedding_type"),
+        *("window_size", "window_attn_skip_freq"),
         add_bias_linear=True,
         add_qkv_bias=True,
         swiglu=False,
         quick_geglu=True,
         glu_linear_offset=1.0,
         softmax_type="learnable",
-        use_rope_scaling=False,
     ),
     absent={"sliding_window": 128, "rope_theta": 150000.0, "head_dim": 64, "num_key_value_heads": 8},
+)
+# without it, transformers has 60 experts, whatever num_local_experts is
+_NUM_EXPERTS = ConfigPart(lambda config: {"num_experts": config.size("num_experts")}, lambda args: {})
+QWEN2_MOE = Family(
+    architectures=("Qwen2MoeForCausalLM",),
+    model_type="qwen2_moe",
+    parts=(
+        SIZES,
+        EXPERT_FFN,
+        ROPE,
+        NO_WINDOW,
+        experts("num_experts"),
+        _NUM_EXPERTS,
+        OPTIONAL_NORMALIZED_ROUTER,
+        SHARED_EXPERT,
+        SILU,
+        qkv_bias("qkv_bias"),
+        required(decoder_sparse_step=1, mlp_only_layers=[]),
+    ),
+    table=decoder(
+        (QKV_WEIGHT, OPTIONAL_QKV_BIAS, ATTENTION_OUT),
+        (
+            MOE_NORM,
+            *mixture("mlp.", "gate_proj", "up_proj", "down_proj"),
+            *shared_experts("shared_expert"),
+            SHARED_EXPERT_GATE,
+        ),
+    ),
+    fixed=but(MIXTURE, "add_qkv_bias", "moe_shared_expert_intermediate_size", moe_shared_expert_gate=True),
+    absent={"num_key_value_heads": 16, "qkv_bias": True},
+)
+_GROUPS, _NO_GROUPS = "group_limited_greedy", "greedy"
+_BY_SOFTMAX = routed_experts(other_count="num_experts", best_of_group=1)
+
+
+def _read_softmax_experts(config: ConfigReader) -> dict[str, Any]:
+    method = config.get("topk_method", str, _NO_GROUPS)
+    if method not in (_GROUPS, _NO_GROUPS):
+        raise config.fail("topk_method", method, f"only {_NO_GROUPS!r} and {_GROUPS!r} are supported")
+    if method == _NO_GROUPS:  # transformers then ignores the groups
+        config = ConfigReader({**config.config, "n_group": 1, "topk_group": 1})
+    return _BY_SOFTMAX.read(config)
+
+
+_SOFTMAX_EXPERTS = ConfigPart(
+    _read_softmax_experts,
+    lambda args: {**_BY_SOFTMAX.write(args), "topk_method": _GROUPS if args["moe_router_num_groups"] else _NO_GROUPS},
+)
+DEEPSEEK_V2 = Family(
+    architectures=("DeepseekV2ForCausalLM",),
+    model_type="deepseek_v2",
+    parts=(
+        LATENT_SIZES,
+        _SOFTMAX_EXPERTS,
+        LATENT_ROPE,
+        SILU,
+        required(attention_bias=False, mlp_bias=False, norm_topk_prob=False, scoring_func="softmax"),
+        LATENT_EPSILON,
+    ),
+    table=decoder(LATENT_ATTENTION, dense_then_mixture(), LATENT_INPUT_NORM),
+    fixed=but(_ROUTED, "latent_norm_epsilon", moe_router_pre_softmax=True, **_LATENT),
+)
+GLM4_MOE = Family(
+    architectures=("Glm4MoeForCausalLM",),
+    model_type="glm4_moe",
+    parts=(
+        SIZES,
+        FFN,
+        routed_experts(),
+        ROPE,
+        PARTIAL_ROPE,
+        OPTIONAL_HEAD_NORMS,
+        SILU,
+        qkv_bias(),
+        required(norm_topk_prob=True),
+    ),
+    table=decoder(
+        (QKV_WEIGHT, OPTIONAL_QKV_BIAS, *OPTIONAL_HEAD_NORM_ENTRIES, ATTENTION_OUT),
+        DENSE_THEN_MIXTURE,
+    ),
+    fixed=but(_ROUTED_BY_SIGMOID, "rotary_percent", "qk_layernorm", "add_qkv_bias"),
+    absent={"num_key_value_heads": 8, "first_k_dense_replace": 1, "partial_rotary_factor": 0.5, "n_shared_experts": 1},
+)
+DOTS1 = Family(
+    architectures=("Dots1ForCausalLM",),
+    model_type="dots1",
+    parts=(
+        SIZES,
+        FFN,
+        routed_experts(),
+        ROPE,
+        UPPER_LAYER_WINDOWS,
+        SILU,
+        ATTENTION_BIASES,
+        required(norm_topk_prob=True),
+    ),
+    table=decoder(
+        (QKV_WEIGHT, OPTIONAL_QKV_BIAS, *HEAD_NORMS, ATTENTION_OUT, OPTIONAL_ATTENTION_OUT_BIAS), DENSE_THEN_MIXTURE
+    ),
+    fixed=but(_ROUTED_BY_SIGMOID, *ATTENTION_BIAS_ARGUMENTS, "window_size", "window_attn_skip_freq", qk_layernorm=True),
+    absent={"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 62, "norm_topk_prob": False},
+)
+SOLAR_OPEN = Family(
+    architectures=("SolarOpenForCausalLM",),
+    model_type="solar_open",
+    parts=(SIZES, EXPERT_FFN, routed_experts(no_dense), ROPE, SILU, qkv_bias(), required(norm_topk_prob=True)),
+    table=decoder((QKV_WEIGHT, OPTIONAL_QKV_BIAS, ATTENTION_OUT), DENSE_THEN_MIXTURE),
+    fixed=but(_ROUTED_BY_SIGMOID, "add_qkv_bias"),
+    absent={"num_key_value_heads": 8, "head_dim": 128, "rope_theta": 1e6, "n_shared_experts": 1},
+)
+GLM4_MOE_LITE = Family(
+    architectures=("Glm4MoeLiteForCausalLM",),
+    model_type="glm4_moe_lite",
+    parts=(
+        LATENT_SIZES,
+        routed_experts(dense_by_layer),
+        LATENT_ROPE,
+        WHOLE_ROPE,
+        SILU,
+        required(attention_bias=False, norm_topk_prob=True, rope_interleave=True),
+        LATENT_EPSILON,
+    ),
+    table=decoder(LATENT_ATTENTION, DENSE_THEN_MIXTURE, LATENT_INPUT_NORM),
+    fixed=but(_ROUTED_BY_SIGMOID, "latent_norm_epsilon", **_LATENT),
+    absent={"num_key_value_heads": 20, "routed_scaling_factor": 1.8, "n_shared_experts": 1},
 )

@@ -7,7 +7,8 @@ Sources: transformers, models/olmo2 and models/olmo3.
 from mkd.checkpoint.hf.families.family import DENSE, Family, but
 from mkd.checkpoint.hf.layer_ropes import YARN_AND_LOCAL_ROPE
 from mkd.checkpoint.hf.layouts import REPLICATED, rows
-from mkd.checkpoint.hf.parts import FFN, ROPE, SILU, SIZES, required
+from mkd.checkpoint.hf.parts import FFN, SILU, SIZES, required
+from mkd.checkpoint.hf.rope import PLAIN_ROPE
 from mkd.checkpoint.hf.tables import ATTENTION_OUT, EMBEDDING, FINAL_NORM, HEAD, MLP, QKV_WEIGHT, Entry
 from mkd.checkpoint.hf.windows import THREE_OF_FOUR_WINDOWS
 
@@ -38,7 +39,7 @@ _TABLE = (
 OLMO2 = Family(
     architectures=("Olmo2ForCausalLM",),
     model_type="olmo2",
-    parts=(SIZES, FFN, ROPE, SILU, required(attention_bias=False)),
+    parts=(SIZES, FFN, PLAIN_ROPE, SILU, required(attention_bias=False)),
     table=_TABLE,
     fixed=but(DENSE, norm_placement="after", whole_width_qk_norms=True),
 )
