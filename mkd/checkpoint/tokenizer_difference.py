@@ -75,6 +75,8 @@ class _Tokens:
             is_control = bool(token.get("special")) or _MARKUP.fullmatch(name) is not None
             ordinary.pop(token_id, None)
             (control if is_control and name.strip() else ordinary)[token_id] = name
+        if wrong := [token_id for token_id in (*ordinary, *control) if type(token_id) is not int]:
+            raise TypeError(f"the id of a token is {wrong[0]!r:.40}")
         return cls(ordinary, control)
 
 

@@ -26,7 +26,8 @@ def byte_lengths(tokenizer: PreTrainedTokenizerBase) -> Tensor | None:
     if spelling is None:
         return None
     added = tokenizer.added_tokens_decoder
-    special = set(tokenizer.all_special_ids) | {id for id, token in added.items() if token.special}
+    # A special token that the vocabulary lacks has no id.
+    special = set(tokenizer.all_special_ids) - {None} | {id for id, token in added.items() if token.special}
     ids = {id: token for token, id in tokenizer.get_vocab().items() if id not in special}
     lengths = torch.zeros(max([*ids, *special]) + 1, dtype=torch.int32)
     for id, token in ids.items():

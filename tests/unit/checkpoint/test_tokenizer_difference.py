@@ -134,7 +134,15 @@ def test_a_long_list_is_cut(tmp_path: Path) -> None:
     assert str(found).endswith("13 (none / '<13>') and 6 more")
 
 
-@pytest.mark.parametrize("content", [{"added_tokens": [{"id": 1}]}, {"model": [], "added_tokens": []}, {"model": 3}])
+DAMAGED = [
+    {"added_tokens": [{"id": 1}]},
+    {"model": [], "added_tokens": []},
+    {"model": 3},
+    {"model": {"type": "BPE", "vocab": {"a": "b"}}},
+]
+
+
+@pytest.mark.parametrize("content", DAMAGED)
 def test_damaged_files(tmp_path: Path, content: dict[str, Any]) -> None:
     with pytest.raises(MkdCheckpointError, match=r"--kd-teacher-hf .*b: tokenizer.json is damaged"):
         difference(tmp_path, content)

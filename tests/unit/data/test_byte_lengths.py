@@ -65,6 +65,14 @@ def test_bytes_of_tokens_with_byte_fallback_add_up() -> None:
     assert int(lengths[ids].sum()) == len(TEXT.encode())
 
 
+def test_a_special_token_without_id_is_left_out() -> None:
+    tokenizer = byte_fallback()
+    before = byte_lengths(tokenizer)
+    tokenizer.eos_token = ""
+    assert None in tokenizer.all_special_ids
+    assert byte_lengths(tokenizer).equal(before)
+
+
 @pytest.mark.parametrize("decoder", [decoders.WordPiece(), None])
 def test_other_spellings_are_not_known(decoder: object) -> None:
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}))
