@@ -214,21 +214,21 @@ class SameTokenizerObjective:
         context, teacher = self.context, self.teacher(student.sequence_parallel)
         student = student.supervised(self.batch, context.groups)
         vocab = context.vocab(student.sequence_parallel)
-        tokens = flatten_tokens(self.batch.labels), ce_weight, factor * flatten_tokens(self._kd_mask)
+        weights = TokenWeights(flatten_tokens(self.batch.labels), ce_weight, factor * flatten_tokens(self._kd_mask))
         if context.top_k is not None and isinstance(teacher, LinearLogits):
             how = dict(vocab=vocab, chunk_rows=context.options.chunk_rows)
             (teacher,) = teacher_top_k(teacher, context.top_k, temperatures=(spec.temperature,), **how)
         output = loss_from_hidden(
             student.logits,
             teacher,
-            select_weights(TokenWeights(*tokens), self.batch),
+            weights if self.batch.supervised is None else select_weights(weights, self.batch),
             spec=spec,
             vocab=vocab,
             options=context.options_for(self.batch),
             tail=context.top_k_tail,
             upstream=student.upstream,
         )
-        return spread_output(output, self.batch)
+        return output if self.batch.supervised is None else spread_output(output, self.batch)
 
     def teacher(self, sequence_parallel: bool) -> LinearLogits | SparseTeacher:
         """The signal's logits as the losses take them: of tokens [s * b] (cut under sequence parallelism), or of the

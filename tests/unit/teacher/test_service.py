@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -179,8 +179,8 @@ def test_requests_that_were_received_are_answered_at_the_end() -> None:
     with running(ranks=ranks) as address:
         connections = TeacherConnections([address], None, FACTS, 1 << 20)
         answers = [ask(connections, request_of([[i] * 4])) for i in range(3)]
-        answers[0].result(10)
-    assert [answer.result(10).tensors[0][0, 0] for answer in answers] == [0, 1, 2]
+        answers[0].result(30)
+    assert [answer.result(30).tensors[0][0, 0] for answer in answers] == [0, 1, 2]
     connections.close()
 
 
@@ -203,7 +203,8 @@ def test_random_clients_disturb_nobody(attack: Callable[[socket.socket, zmq.Sock
         dealer.linger = 0
         dealer.connect(str(address))
         with connected(address) as connections:
-            attack(raw, dealer)
+            with suppress(ConnectionError):  # the service may have closed the connection by then
+                attack(raw, dealer)
             time.sleep(0.05)
             assert ask(connections, request_of([[7, 8, 9, 10]])).result(10).tensors[0].shape == (2, 4)
         dealer.close()
@@ -278,7 +279,7 @@ def test_a_lost_address_is_left_out() -> None:
             answers = [ask(connections, request_of([[i, i, i, i]])) for i in range(50)]
             answers[10].result(10)
         for number, answer in enumerate(answers):
-            assert answer.result(10).tensors[0][0, 0] == number
+            assert answer.result(30).tensors[0][0, 0] == number
         connections.close()
 
 
