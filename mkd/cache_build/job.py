@@ -14,7 +14,7 @@ from mkd.errors import MkdConfigError
 from mkd.job.cross_tokenizer import sort_teachers
 from mkd.job.data import JobData, folder_of_tokenizer, hash_of_tokenizer
 from mkd.job.teacher import ModelTeacherSpec, teacher_source
-from mkd.job.without_student import describe_teacher
+from mkd.job.without_student import describe_teacher, refuse_own_layout
 from mkd.teacher.cache.record_format import MAX_COUNT, MAX_VOCAB
 from mkd.teacher.cache.store import CacheMeta
 from mkd.utils.logging import set_level
@@ -130,13 +130,7 @@ class CacheJob:
                 f"--kd-teacher-cache {given['teacher_cache']} holds no teacher to run: give --kd-teacher-hf or "
                 "--kd-teacher-load"
             )
-        for name, size in given.items():
-            if name.startswith("teacher_") and name.endswith("_parallel_size") and size is not None:
-                flag = name.removeprefix("teacher_").replace("_", "-")
-                raise MkdConfigError(
-                    f"--kd-teacher-{flag} is {size}, but there is no student here: give --{flag} {size}, which is the "
-                    "teacher's"
-                )
+        refuse_own_layout(given)
         kd = KDConfig(**{name: given[name] for name in _KD_FIELDS}, ratio=1.0)
         set_level(kd.log_level)
         source = teacher_source(kd)

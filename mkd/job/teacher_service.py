@@ -16,7 +16,7 @@ from mkd.distributed.groups import Groups
 from mkd.errors import MkdConfigError
 from mkd.job.data import hash_of_tokenizer
 from mkd.job.teacher import ModelTeacherSpec, teacher_source
-from mkd.job.without_student import describe_teacher
+from mkd.job.without_student import describe_teacher, refuse_own_layout
 from mkd.models.gpt import logit_scale
 from mkd.teacher.service.addresses import Secret, ServiceAddress, require_secret
 from mkd.teacher.service.facts import TeacherFacts
@@ -132,13 +132,7 @@ def _refuse(given: dict) -> None:
             f"--kd-xtoken-loss {given['xtoken_loss']} does not work with mkd serve-teacher, which reads the student's "
             "tokens: leave it out"
         )
-    for name, size in given.items():
-        if name.startswith("teacher_") and name.endswith("_parallel_size") and size is not None:
-            flag = name.removeprefix("teacher_").replace("_", "-")
-            raise MkdConfigError(
-                f"--kd-teacher-{flag} is {size}, but there is no student here: give --{flag} {size}, which is the "
-                "teacher's"
-            )
+    refuse_own_layout(given)
 
 
 def _require_one_replica(args: Namespace) -> None:

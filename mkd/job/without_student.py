@@ -1,10 +1,13 @@
 """Megatron's arguments of a job that runs a teacher and has no student."""
 
 from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any
 
 from mkd.checkpoint.source import ModelSource
 from mkd.config.megatron_arg_names import ArgRole, names_with, values_without_student
 from mkd.config.megatron_checks import check_attention_heads, check_divisions
+from mkd.errors import MkdConfigError
 
 
 def describe_teacher(args: Namespace, source: ModelSource, student: ModelSource | None) -> None:
@@ -31,3 +34,21 @@ def describe_teacher(args: Namespace, source: ModelSource, student: ModelSource 
         args.tokenizer_model = str((student or source).tokenizer_folder)
     if student is not None or own:
         args.vocab_size = (student or source).vocab_size
+
+
+def refuse_own_layout(given: Mapping[str, Any]) -> None:
+    """Refuse parallel sizes of a teacher beside a student (--kd-teacher-...-parallel-size).
+
+    Args:
+        given: the --kd-* flags that were given, by the names of their fields.
+
+    Raises:
+        MkdConfigError: names the flag and the one to give.
+    """
+    for name, size in given.items():
+        if name.startswith("teacher_") and name.endswith("_parallel_size") and size is not None:
+            flag = name.removeprefix("teacher_").replace("_", "-")
+            raise MkdConfigError(
+                f"--kd-teacher-{flag} is {size}, but there is no student here: give --{flag} {size}, which is the "
+                "teacher's"
+            )

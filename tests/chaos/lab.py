@@ -1,4 +1,4 @@
-"""What all experiments share: folders, random numbers, the report."""
+"""The parts that all experiments share: folders, random numbers, the report."""
 
 import json
 import random
@@ -15,7 +15,7 @@ from tests.chaos.verdicts import EQUAL, FINDINGS, OTHER, REFUSED, Verdict
 
 @dataclass
 class Lab:
-    """What a session has.
+    """The facts of a session.
 
     root: its folder.
     seed: of all random numbers.
@@ -54,7 +54,7 @@ class Experiment(Protocol):
 
     name: str
     cases: int
-    """How many a whole session has by default."""
+    """The number of cases in a whole session by default."""
 
     def case(self, number: int) -> Outcome | None:
         """Run one case; None if there are no more."""

@@ -46,7 +46,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 TOKENS, LONGEST = 20, 64
 PROMPTS = [[5, 9, 77], [1], list(range(40, 63)), [130, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]]
-"""Of different lengths: one ends where a row is padded to more."""
+"""Prompts of different lengths; one of them ends where a row is padded to more."""
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ _FULL, _LOCAL = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True)
 class _Bases:
-    """Where transformers finds the bases that are not in `rope_parameters`."""
+    """The keys in which transformers finds the bases that are not in `rope_parameters`."""
 
     full: float
     """Default of `rope_theta`."""

@@ -154,7 +154,7 @@ def _listed(keys: Collection[str]) -> str:
 
 
 def _advice(keys: Collection[str]) -> str:
-    """How to convert records of an unknown form."""
+    """Advice on the conversion of records of an unknown form."""
     if {"prompt", "chosen"} <= set(keys):
         return "of preference pairs, rename chosen to completion"
     if "text" in keys:

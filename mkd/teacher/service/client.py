@@ -30,7 +30,7 @@ _ERRORS: tuple[type[MkdError], ...] = (MkdTeacherTimeout, MkdTeacherError, MkdNu
 
 @dataclass(frozen=True)
 class RunAhead:
-    """How far requests run ahead of the student; it changes no number."""
+    """Bounds of the run-ahead before the student; they change no number."""
 
     steps: int
     """Steps whose requests are sent before the present one is computed; 0 for none."""

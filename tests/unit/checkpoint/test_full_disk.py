@@ -54,7 +54,7 @@ def test_preprocess(tmp_path: Path, small_disk: Path) -> None:
 
 
 def test_cache(small_disk: Path) -> None:
-    """What was stored before stays, and a later job stores the rest."""
+    """Stored records stay, and a later job stores the rest."""
     meta = meta_of(top_k=8)
     writer = StoreWriter(small_disk / "cache", meta, shard_bytes=1 << 16)
     with pytest.raises(OSError, match=r"No space left on device: '.*disk/cache/shard-") as caught:

@@ -9,7 +9,7 @@ from mkd.data.supervised import NEARLY_ALL, SupervisedTokens
 MASK = torch.tensor([[0, 1, 1, 0, 0, 1], [0, 0, 0.5, 0, 0, 1]])
 """[b, s]"""
 NUMBERS = [2, 4, 5, 10, 11]
-"""Of its tokens among [s * b]."""
+"""Indices of its tokens among [s * b]."""
 
 
 def test_numbers_are_sequence_first() -> None:
