@@ -97,6 +97,19 @@ class MegatronFolder:
         return args
 
     @property
+    def base_fingerprint(self) -> str | None:
+        """Fingerprint of the frozen weights if the checkpoint holds adapters alone; else None."""
+        return getattr(self.args, "kd_base_fingerprint", None)
+
+    def check_whole(self) -> None:
+        """Raise `MkdCheckpointError` if the checkpoint holds adapters without the weights under them."""
+        if self.base_fingerprint is not None:
+            raise self.error(
+                f"{self.iteration_dir.name} holds adapters (--kd-lora) without the frozen weights of "
+                f"{getattr(self.args, 'kd_student_hf', None)}; only mkd train --kd-lora reads it"
+            )
+
+    @property
     def scheduler(self) -> dict[str, Any] | None:
         """State of megatron's scheduler of learning rate and weight decay; None if the checkpoint has none."""
         return self._common.get("opt_param_scheduler")

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from mkd.checkpoint.hf.check import check_tensors, read_architecture
+from mkd.checkpoint.hf.families import Family
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.load import load_hf_weights
 from mkd.checkpoint.megatron_folder import MegatronFolder
@@ -58,6 +59,8 @@ class ModelSource:
     load: Callable[[Sequence[nn.Module], int | None], None]
     """(model chunks, vocabulary) -> None: fills every parameter of this rank's model chunks, in the layout of their own
     process groups. Embedding and LM-head rows of tokens from `vocabulary` up are not read; None reads all."""
+    family: Family | None = None
+    """The family of a Hugging Face folder; None for a Megatron checkpoint."""
 
     @classmethod
     def from_hf(cls, path: str, flag: str) -> "ModelSource":
@@ -80,6 +83,7 @@ class ModelSource:
             tokenizer_folder=None if tokenizer is None else folder.path,
             fingerprint=folder.fingerprint,
             load=lambda chunks, vocab: load_hf_weights(chunks, folder, vocab),
+            family=family,
         )
 
     @classmethod
@@ -90,6 +94,7 @@ class ModelSource:
             MkdCheckpointError: the folder is missing or incomplete, or stores no arguments.
         """
         folder = MegatronFolder(path, flag)
+        folder.check_whole()
         folder.check_shards()
         tokenizer = folder.tokenizer_hash()
         return cls(

@@ -345,6 +345,28 @@ def check_on_policy(kd: KDFields) -> None:
             raise MkdConfigError(f"{what}, which does not work with {flag} ({reason}): leave one of them out")
 
 
+def check_lora(kd: KDFields) -> None:
+    """Refuse --kd-lora without a student's folder or with another form, and its options without it."""
+    if kd.lora is None:
+        if kd.lora_modules is not None:
+            raise MkdConfigError(
+                f"--kd-lora-modules is {' '.join(kd.lora_modules)}, but there are no adapters: give --kd-lora, or "
+                "leave it out"
+            )
+        return
+    assert kd.lora_options is not None
+    if kd.student_hf is None:
+        raise MkdConfigError(
+            f"--kd-lora is {kd.lora}, but there are no weights to freeze: give the student's Hugging Face folder in "
+            "--kd-student-hf"
+        )
+    if kd.save_hf_interval is not None:
+        raise MkdConfigError(
+            f"--kd-save-hf-interval is {kd.save_hf_interval}, and with --kd-lora {kd.lora} no Hugging Face folders are "
+            "written during training: leave it out"
+        )
+
+
 def check_samples(kd: KDFields) -> None:
     """Refuse --kd-sample-tokens without --kd-sample-prompts."""
     if kd.sample_prompts is None and kd.sample_tokens != KDFields.sample_tokens:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
+from mkd.config.lora import LoraOptions
 from mkd.config.loss_spec import Divergence, LossSpec
 from mkd.config.schedules import Schedule
 from mkd.config.values import (
@@ -192,6 +193,15 @@ class KDFields:
     """Tensor-parallel size of the teacher's experts. Default: the student's, or the teacher's tensor-parallel size if
     that differs from the student's."""
 
+    lora: str | None = field(default=None, metadata={"argparse_meta": {"metavar": "RANK[:ALPHA]"}})
+    """Train low-rank adapters on the linear layers of a frozen student: W x + (ALPHA / RANK) B A x, A random and B zero
+    at first. ALPHA is RANK by default. The frozen weights are read from --kd-student-hf at each start; checkpoints hold
+    the adapters alone. Default: all weights are trained."""
+
+    lora_modules: list[str] | None = field(default=None, metadata={"argparse_meta": {"metavar": "NAME"}})
+    """Names of the Hugging Face linear layers that have adapters, as in PEFT's target_modules, such as q_proj v_proj.
+    Default: all-linear, which is every one of them except routers, routed experts and the LM head."""
+
     save_hf_interval: int | None = None
     """Iterations between Hugging Face folders: <save>/hf/iter_XXXXXXX is written together with the checkpoint of such
     an iteration. Must be a multiple of --save-interval. Default: none are written."""
@@ -323,6 +333,11 @@ class KDFields:
         """Megatron argument name -> size, for the parallel sizes of the teacher that are given."""
         sizes = {name: getattr(self, f"teacher_{name}") for name in TEACHER_SIZES}
         return {name: size for name, size in sizes.items() if size is not None}
+
+    @cached_property
+    def lora_options(self) -> LoraOptions | None:
+        """The adapters of --kd-lora; None without the flag."""
+        return None if self.lora is None else LoraOptions.parse(self.lora, self.lora_modules)
 
     @cached_property
     def layer_pairs(self) -> tuple[LayerPair, ...]:

@@ -21,6 +21,8 @@ class RunState:
     """Factor of KD in the next step with --kd-balance; equal on all ranks."""
     data_fingerprints: list[str] | None = None
     """Hash of each file of the training data, in the order of the blend; None in checkpoints of earlier versions."""
+    base_fingerprint: str | None = None
+    """Hash of the frozen weights under adapters; None if all weights are trained."""
 
     @property
     def resumes(self) -> bool:

@@ -29,7 +29,7 @@ from mkd.config.kd_config import KDConfig
 from mkd.config.megatron_arg_names import ArgRole, names_with
 from mkd.config.run_state import RunState
 from mkd.data.sources.stores import content_fingerprint
-from mkd.errors import MkdConfigError
+from mkd.errors import MkdCheckpointError, MkdConfigError
 from mkd.utils.logging import logger
 
 
@@ -72,7 +72,9 @@ def check_first_weights(args: Namespace, state: RunState) -> None:
     """
     if args.pretrained_checkpoint is None or state.resumes or args.ckpt_format != "torch_dist":
         return
-    MegatronFolder(args.pretrained_checkpoint, "--pretrained-checkpoint").check_shards()
+    folder = MegatronFolder(args.pretrained_checkpoint, "--pretrained-checkpoint")
+    folder.check_whole()
+    folder.check_shards()
 
 
 def check_checkpoint(
@@ -95,6 +97,7 @@ def check_checkpoint(
     folder, origin = MegatronFolder(point.folder, "--load"), f"--load {point.folder}"
     stored = folder.args
     check_same_job(args, stored, origin)
+    check_same_base(kd, state.base_fingerprint, folder, origin)
     if args.finetune:
         return []
     if point.name != "release":
@@ -109,6 +112,39 @@ def check_checkpoint(
     now = {f"kd_{name}": value for name, value in asdict(kd).items() if name not in _NOT_THE_OBJECTIVE}
     now |= {name: vars(args)[name] for name in names_with(ArgRole.SAMPLES)}
     return notes + [note] * (note is not None) + changed_settings(vars(stored), now)
+
+
+def check_same_base(kd: KDConfig, base: str | None, folder: MegatronFolder, origin: str) -> None:
+    """Refuse to continue adapters as whole weights or the reverse, and adapters of other frozen weights.
+
+    Args:
+        kd: the flags.
+        base: fingerprint of this job's frozen weights; None without adapters.
+        folder: the checkpoint.
+        origin: its flag and folder.
+
+    Raises:
+        MkdConfigError: --kd-lora is given or missing.
+        MkdCheckpointError: the frozen weights are others.
+    """
+    there = folder.base_fingerprint
+    if there == base:
+        return
+    if base is None:
+        stored = vars(folder.args)
+        raise MkdConfigError(
+            f"{origin} holds adapters without the weights under them: give --kd-lora {stored.get('kd_lora')} and "
+            f"--kd-student-hf {stored.get('kd_student_hf')}, or another --load"
+        )
+    if there is None:
+        raise MkdConfigError(
+            f"{origin} holds all weights of a student, and --kd-lora {kd.lora} trains adapters of frozen ones: give "
+            "another --load, or leave --kd-lora out"
+        )
+    raise MkdCheckpointError(
+        f"{origin} has adapters of other weights: those of fingerprint {there}, and --kd-student-hf {kd.student_hf} "
+        f"has {base}; give the folder that the run began with"
+    )
 
 
 def check_optimizer_layout(args: Namespace, folder: MegatronFolder, origin: str) -> None:

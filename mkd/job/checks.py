@@ -11,12 +11,15 @@ from pathlib import Path
 
 from megatron.training.global_vars import get_tokenizer
 
+from mkd.checkpoint.hf.lora import adapted_linears
 from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.checkpoint.resume_point import ResumePoint
 from mkd.checkpoint.source import ModelSource, TeacherSource, fewest_positions
+from mkd.checkpoint.stored_adapters import StoredAdapters
 from mkd.config import megatron_checks
 from mkd.config.check_list import Check, Sink
 from mkd.config.data_args import data_prefixes
+from mkd.config.lora import check_lora_arguments, check_query_groups
 from mkd.config.megatron_args import ARGUMENT_CHECKS, CommandLine, adopt_architecture
 from mkd.config.sample_prompts import check_on_policy, check_sampling, check_tasks
 from mkd.data.sources.stores import is_chat_file
@@ -34,6 +37,7 @@ from mkd.job.epochs import set_iterations
 from mkd.job.samples import SampleWriter, TaskEvaluation, on_policy_of
 from mkd.job.teacher import TeacherSpec, check_teacher_fits, teacher_source, teacher_spec
 from mkd.models.layer_maps import KEY_PREFIX, pair_of_key
+from mkd.models.lora import Lora
 from mkd.utils.atomic_files import regular_target
 
 
@@ -58,6 +62,8 @@ class JobDraft(CommandLine):
     foreign: list[ModelSource] = field(default_factory=list)
     """Teachers with a different tokenizer."""
     cross: CrossTokenizers | None = None
+    lora: Lora | None = None
+    """The student's adapters; None without --kd-lora."""
     data_is_readable: bool = False
     teacher: TeacherSpec | None = None
 
@@ -93,6 +99,18 @@ def _adopt_architecture(draft: JobDraft) -> None:
         args.tokenizer_model = args.tokenizer_model or _tokenizer_folder(draft.student, draft.kd.student_hf)
     elif args.use_checkpoint_args:
         adopt_from_checkpoint(args, draft.state)
+
+
+def _find_adapters(draft: JobDraft) -> None:
+    options, student = draft.kd.lora_options, draft.student
+    if options is None or student is None:
+        return
+    check_lora_arguments(draft.args, options)
+    linears = adapted_linears(student.family, student.architecture, options)
+    if any(linear.groups is not None for linear in linears):
+        check_query_groups(draft.args, options)
+    draft.lora = Lora(options, linears, draft.args.seed)
+    draft.state.base_fingerprint = student.fingerprint()
 
 
 def _tokenizer_folder(student: ModelSource, given: str) -> str:
@@ -141,6 +159,19 @@ def _check_stored_maps(draft: JobDraft) -> None:
         raise MkdConfigError(
             f"--load {args.load} has trained maps for the pairs of layers {texts[0]}, this command line needs maps for "
             f"{texts[1]}: give the same --kd-hidden-loss, or start from its weights with --pretrained-checkpoint"
+        )
+
+
+def _check_stored_adapters(draft: JobDraft) -> None:
+    """Refuse to resume with other adapters than the checkpoint holds."""
+    if draft.lora is None or not draft.state.resumes:
+        return
+    held = StoredAdapters(MegatronFolder(draft.state.resume_from, "--load"))
+    if not held.are_of(draft.lora.linears, draft.lora.options):
+        here = f"{draft.lora.options} on {' '.join(draft.lora.modules)}"
+        raise MkdConfigError(
+            f"--load {draft.args.load} has adapters of {held.options} on {' '.join(held.modules)}, this command line "
+            f"has {here}: give the same --kd-lora and --kd-lora-modules, or another --load"
         )
 
 
@@ -247,10 +278,12 @@ CHECKS: tuple[Check[JobDraft], ...] = (
     Check("vocabulary", _find_vocabulary, needs=("student",)),
     Check("transformer engine", lambda draft: megatron_checks.check_transformer_engine(draft.args)),
     Check("student's tokenizer", _check_tokenizer, needs=("tokenizer",)),
+    Check("--kd-lora", _find_adapters, needs=("student", "architecture", "parallel sizes")),
     Check("layer pairs", _check_layer_pairs, needs=("teacher source", "--num-layers")),
     Check("initial weights", lambda draft: check_first_weights(draft.args, draft.state), needs=("--load",)),
     Check("stored job", _check_checkpoint, needs=("teacher source", "tokenizer")),
     Check("stored maps", _check_stored_maps, needs=("teacher source", "tokenizer")),
+    Check("stored adapters", _check_stored_adapters, needs=("stored job", "--kd-lora")),
     Check("teachers' tokenizers", _sort_teachers, needs=("teacher source", "vocabulary")),
     Check("--kd-top-k", _check_top_k, needs=("vocabulary",)),
     Check("data path", lambda draft: data_prefixes(draft.args)),

@@ -24,6 +24,7 @@ from mkd.job.data import JobData, number_of_iterations
 from mkd.job.teacher import TeacherSpec
 from mkd.losses import LossOptions
 from mkd.models.gpt import gpt_config
+from mkd.models.lora import Lora
 from mkd.report.flops import FlopCounter, peak_tflops
 from mkd.report.metrics import MetricsLog
 from mkd.report.trackers import start_trackers
@@ -56,6 +57,8 @@ class Job:
     """Allowed differences from that checkpoint, as lines to print."""
     cross: CrossTokenizers | None = None
     """Alignment and projections of teachers with other tokenizers; None without such a teacher."""
+    lora: Lora | None = None
+    """Adapters of a frozen student; None if all its weights are trained."""
 
     @classmethod
     def from_command_line(cls) -> "Job":
@@ -73,6 +76,8 @@ class Job:
     def of(cls, draft: JobDraft) -> "Job":
         """The job of a draft whose teacher has been fitted."""
         args, kd = draft.args, draft.kd
+        if draft.lora is not None:
+            args.moe_router_bias_update_rate = 0.0  # balancing would change the frozen routers
         config = gpt_config(args)
         config.transformer.variable_seq_lengths = kd.variable_seq_lengths  # megatron has no flag for it
         job = cls(
@@ -87,10 +92,13 @@ class Job:
             resume_point=draft.resume_point,
             notes=draft.notes,
             cross=draft.cross,
+            lora=draft.lora,
         )
-        if draft.student is not None and not draft.state.resumes:
+        if draft.student is not None and (draft.lora is not None or not draft.state.resumes):
             config.pre_wrap_hooks.append(job._load_student)
             config.perform_initialization = False  # the folder fills every parameter, or is refused
+        if draft.lora is not None:
+            config.pre_wrap_hooks.append(draft.lora.attach)
         return job
 
     def _load_student(self, chunks: list[Any]) -> list[Any]:
@@ -168,7 +176,7 @@ class Job:
             log_interval_is_given="log_interval" in flags_given(),
             file=None if file is None else Path(file),
             writes=writes,
-            flops=FlopCounter(self.args, self.teacher.models),
+            flops=FlopCounter(self.args, self.teacher.models, is_frozen=self.lora is not None),
             ranks=self.args.world_size,
             on_gpus=not cpu.is_active(),
             peak_tflops=None if self.args.params_dtype == torch.float32 else peak_tflops(card),

@@ -47,7 +47,9 @@ def plan(job: Job) -> dict[str, str]:
     """Job summary, label -> text."""
     args, kd = job.args, job.kd
     weights = "random"
-    if job.state.resumes:
+    if job.lora is not None:
+        weights = f"{job.student_source.path}, frozen"
+    elif job.state.resumes:
         weights = f"checkpoint {job.state.resume_from}"
     elif job.student_source is not None:
         weights = str(job.student_source.path)
@@ -66,6 +68,7 @@ def plan(job: Job) -> dict[str, str]:
         **({"tokenizers": str(job.cross)} if job.cross is not None else {}),
         **_renamed_tokens(job),
         **_layers(job),
+        **_adapters(job),
         "layout": _layout(args, args.world_size),
         **_teacher_layouts(job),
         **({"rows": _rows(job)} if job.data.has_own_rows else {}),
@@ -149,6 +152,15 @@ def _layers(job: Job) -> dict[str, str]:
     maps = "" if len(set(widths)) == 1 else f", mapped from width {widths[0]} to {widths[1]}"
     text = f"+ R {kd.hidden_loss_weight:g} {kd.hidden_loss_type} of layers {pairs} (student:teacher){maps}"
     return {"layers": text} if pairs else {}
+
+
+def _adapters(job: Job) -> dict[str, str]:
+    """The adapters of --kd-lora and where their first values come from."""
+    if job.lora is None:
+        return {}
+    origin = f"checkpoint {job.state.resume_from}" if job.state.resumes else "new"
+    count = job.lora.parameters / 1e6
+    return {"adapters": f"{job.lora.options}, on {' '.join(job.lora.modules)}: {count:,.1f}M parameters; {origin}"}
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -19,8 +19,15 @@ from mkd.config.kd_config import KDConfig
 from mkd.config.teacher_args import has_own_layout
 from mkd.memory.activations import backward_working_bytes, kept_by_layers, layer_bytes, residual_bytes
 from mkd.memory.logits import logit_bytes, shard_of
-from mkd.memory.parameters import gradient_bytes, optimizer_bytes, outside_of_layers, parameters_of_stage
+from mkd.memory.parameters import (
+    adapters_of_stage,
+    gradient_bytes,
+    optimizer_bytes,
+    outside_of_layers,
+    parameters_of_stage,
+)
 from mkd.memory.stage_layers import chunks_of_stage, in_flight, microbatches
+from mkd.models.lora import Lora
 
 GIB = 2**30
 
@@ -53,6 +60,8 @@ class Workload:
     kd: KDConfig
     on_gpu: bool
     """True if the run will use GPUs."""
+    lora: Lora | None = None
+    """Adapters of a frozen student; None if all its weights are trained."""
 
 
 @dataclass(frozen=True)
@@ -112,11 +121,14 @@ def outside_of_torch(args: Namespace, peak: float, teachers: Sequence[Namespace]
 
 def _stage(work: Workload, stage: int) -> StageMemory:
     student, kd = work.student, work.kd
-    count = parameters_of_stage(student, stage)
+    trained = count = parameters_of_stage(student, stage)
+    if work.lora is not None:
+        trained = adapters_of_stage(work.lora, student, stage)
+        count = count + trained
     held = {
         WEIGHTS: student.params_dtype.itemsize * count.total,
-        GRADIENTS: gradient_bytes(student) * count.total,
-        OPTIMIZER: optimizer_bytes(student, count),
+        GRADIENTS: gradient_bytes(student) * trained.total,
+        OPTIMIZER: optimizer_bytes(student, trained),
         WORKSPACES: WORKSPACE_BYTES if work.on_gpu else 0,
     }
     # The loss reads teachers in the student's layout.
@@ -139,8 +151,9 @@ def _stage(work: Workload, stage: int) -> StageMemory:
         alive[ACTIVATIONS] += 2 * residual_bytes(student)  # input of the last norm, gradient of its output
     phases = {
         "student backward": {**alive, WORKING: backward_working_bytes(student, chunks[-1], work.on_gpu)},
-        "embedding gradient": {HIDDEN: hidden, WORKING: _embedding_gradient(student, stage)},
     }
+    if work.lora is None:
+        phases["embedding gradient"] = {HIDDEN: hidden, WORKING: _embedding_gradient(student, stage)}
     if is_last:
         working = residual_bytes(student) + _gathered(student, teachers)  # residual: output of the last norm
         phases["loss"] = {**alive, LOGITS: logit_bytes(student, teachers, kd, work.on_gpu), WORKING: working}

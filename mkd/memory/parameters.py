@@ -9,6 +9,7 @@ from megatron.training.theoretical_memory_usage import compute_weight_and_optimi
 
 from mkd.memory.stage_layers import chunks_of_stage
 from mkd.models.layer_options import AROUND, LayerOptions
+from mkd.models.lora import Lora
 
 _MEGATRONS_BYTES = 18
 """Bytes per parameter in `compute_weight_and_optimizer_memory`."""
@@ -64,6 +65,18 @@ def parameters_of_stage(args: Namespace, stage: int) -> Parameters:
     if experts:
         total = total + _layer(args, moe=True) * experts
     return total + Parameters(outside_of_layers(args, stage))
+
+
+def adapters_of_stage(lora: Lora, args: Namespace, stage: int) -> Parameters:
+    """Parameters of the adapters on each tensor-parallel rank of a pipeline stage."""
+    layers = {layer for chunk in chunks_of_stage(args, stage) for layer in chunk}
+    tp, channels = args.tensor_model_parallel_size, 0.0
+    for linear in lora.linears:
+        if linear.decoder_layer in layers:
+            for factor in linear.factors:
+                is_sharded = (factor.part is None) == linear.is_row_parallel
+                channels += factor.channels / (tp if is_sharded else 1)
+    return Parameters(channels * lora.options.rank)
 
 
 def outside_of_layers(args: Namespace, stage: int) -> int:

@@ -44,10 +44,12 @@ class FlopCounter:
     """Megatron's arguments."""
     teachers: Sequence[Namespace]
     """Megatron's arguments of each teacher that runs during training."""
+    is_frozen: bool = False
+    """True if the student's weights have no gradients (--kd-lora): two thirds of the products. Adapters count 0."""
 
     def of_student(self, text: TextSize) -> float:
         """Forward and backward pass."""
-        return _training_flops(self.student, text)
+        return _training_flops(self.student, text) * (2.0 / 3.0 if self.is_frozen else 1.0)
 
     def of_teachers(self, text: TextSize) -> float:
         """Forward passes, LM head included: a third of training."""

@@ -67,6 +67,7 @@ class HFExport:
         self, folder: MegatronFolder, dtype: torch.dtype | None = None, architecture: str | None = None
     ) -> None:
         """Check the checkpoint and plan the tensors. No weight is read. Raises `MkdCheckpointError` as `export_hf`."""
+        folder.check_whole()
         self._folder = folder
         family, config, args = architecture_of(folder, architecture)
         self._config = family.config_for_transformers_4(config)

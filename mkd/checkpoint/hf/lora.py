@@ -1,0 +1,121 @@
+"""Adapters of a Hugging Face model: which linear layers have one, and where they are in Megatron's layers."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from mkd.checkpoint.hf.families import Family
+from mkd.checkpoint.hf.layouts import Dims
+from mkd.checkpoint.hf.tables import Item
+from mkd.config.lora import LoraOptions
+from mkd.errors import MkdConfigError
+from mkd.models.lora import AdaptedLinear, RowPart
+
+_QKV = "self_attention.linear_qkv.weight"
+_COLUMN = (_QKV, "mlp.linear_fc1.weight", "mlp.shared_experts.linear_fc1.weight")
+_ROW = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight", "mlp.shared_experts.linear_fc2.weight")
+_FROZEN = {"lm_head": "the LM head", "embed_tokens": "the embedding"}
+
+
+def adapted_linears(family: Family, args: Mapping[str, Any], options: LoraOptions) -> tuple[AdaptedLinear, ...]:
+    """The linear layers with adapters of a model.
+
+    Args:
+        family: of the model.
+        args: its Megatron arguments.
+        options: names of Hugging Face layers, and the rank.
+
+    Raises:
+        MkdConfigError: the family has no adapters yet, no layer has one of the names, or the rank is too large.
+    """
+    if args.get("multi_latent_attention"):
+        raise MkdConfigError(
+            f"--kd-lora {options.rank}: {family.architectures[0]} has latent attention, for which mkd has no adapters: "
+            "leave --kd-lora out, or take another student"
+        )
+    every = list(_linear_layers(family, args))
+    names = {part.layer for linear in every for part in linear.parts}
+    wanted = _chosen(options.modules, names, _routed(family, args))
+    found = []
+    for linear in every:
+        parts = tuple(part if part.layer in wanted else RowPart(part.channels, None) for part in linear.parts)
+        chosen = AdaptedLinear(
+            linear.decoder_layer, linear.path, linear.inputs, parts, linear.groups, linear.is_row_parallel
+        )
+        if chosen.layers:
+            found.append(chosen)
+    _check_rank(found, options.rank)
+    return tuple(found)
+
+
+def _linear_layers(family: Family, args: Mapping[str, Any]) -> Iterator[AdaptedLinear]:
+    dims = family.dims(args)
+    for item in family.tensors(args):
+        _, _, path = item.entry.megatron.partition("{layer}.")
+        if path in _COLUMN or path in _ROW:
+            yield _adapted(item, path, dims, args)
+
+
+def _adapted(item: Item, path: str, dims: Dims, args: Mapping[str, Any]) -> AdaptedLinear:
+    """The linear layer of a weight, with an adapter on each of its Hugging Face layers."""
+    sources = [name.removesuffix(".weight") for name in item.shapes]
+    shapes = list(item.shapes.values())
+    inputs = shapes[0][1]
+    rows = sum(shape[0] for shape in shapes)
+    groups = None
+    if path == _QKV:
+        sizes, groups = [dims.query, dims.key, dims.key], dims.groups
+    elif path in _COLUMN and (args.get("swiglu") or args.get("quick_geglu")):
+        sizes = [rows // 2, rows // 2]
+    else:
+        sizes = [rows]
+    assert sum(sizes) == rows and len(sources) in (1, len(sizes)), item.name
+    layers = sources if len(sources) == len(sizes) else sources * len(sizes)
+    parts = tuple(map(RowPart, sizes, layers))
+    return AdaptedLinear(item.layer, path.removesuffix(".weight"), inputs, parts, groups, path in _ROW)
+
+
+def _routed(family: Family, args: Mapping[str, Any]) -> set[str]:
+    """Names of the linear layers of routed experts."""
+    sources = (source for item in family.tensors(args) if item.expert is not None for source in item.shapes)
+    return {source.removesuffix(".weight").rpartition(".")[2] for source in sources}
+
+
+def _chosen(modules: Sequence[str] | None, names: set[str], routed: set[str]) -> set[str]:
+    """The Hugging Face layers with one of the given names; PEFT's rule: the name itself, or its end after a dot."""
+    if modules is None:
+        return names
+    chosen = set()
+    for module in modules:
+        found = {name for name in names if name == module or name.endswith(f".{module}")}
+        if not found:
+            raise MkdConfigError(f"--kd-lora-modules {module}: {_reason(module, names, routed)}")
+        chosen |= found
+    return chosen
+
+
+def _reason(module: str, names: set[str], routed: set[str]) -> str:
+    known = sorted({name.rpartition(".")[2] for name in names})
+    listed = f"give some of {', '.join(known)}"
+    if module in _FROZEN:
+        return f"{_FROZEN[module]} has no adapter in mkd; {listed}"
+    if module in routed:
+        return (
+            "only routed experts have layers of this name, and they have no adapters: transformers keeps all experts "
+            f"in one tensor, which PEFT's adapters of linear layers do not reach; {listed}"
+        )
+    guesses = get_close_matches(module, known, n=1, cutoff=0.5)
+    return f"the student has no such linear layer{f' (did you mean {guesses[0]}?)' if guesses else ''}; {listed}"
+
+
+def _check_rank(linears: Sequence[AdaptedLinear], rank: int) -> None:
+    sizes = {}
+    for linear in linears:
+        for layer in linear.layers:
+            sizes[layer] = (sum(part.channels for part in linear.parts if part.layer == layer), linear.inputs)
+    layer = min(sizes, key=lambda name: min(sizes[name]))
+    if rank > (least := min(sizes[layer])):
+        raise MkdConfigError(
+            f"--kd-lora {rank}: {layer} is {' x '.join(map(str, sizes[layer]))}, so that a rank above {least} adds "
+            f"nothing: give at most {least}, or leave the layer out of --kd-lora-modules"
+        )

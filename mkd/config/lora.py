@@ -1,0 +1,108 @@
+"""Options of low-rank adapters (`--kd-lora`), and the Megatron flags that adapters do not work with."""
+
+import math
+import re
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mkd.errors import MkdConfigError
+
+LARGEST_RANK = 4096
+ALL_LINEAR = "all-linear"
+"""PEFT's name for all linear layers except the LM head."""
+
+
+@dataclass(frozen=True)
+class LoraOptions:
+    """Adapters of a frozen model: a linear layer W computes W x + scale B A x."""
+
+    rank: int
+    """Rows of A and columns of B."""
+    alpha: float
+    modules: tuple[str, ...] | None = None
+    """Names of linear layers as in PEFT's `target_modules`; None for all of them except the LM head."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of B A x."""
+        return self.alpha / self.rank
+
+    @classmethod
+    def parse(cls, text: str, modules: Sequence[str] | None) -> "LoraOptions":
+        """The options in the values of --kd-lora, RANK or RANK:ALPHA, and --kd-lora-modules.
+
+        Raises:
+            MkdConfigError: they have another form, or are out of bounds.
+        """
+        found = re.fullmatch(r"([0-9]{1,9})(?::([0-9.eE+-]{1,40}))?", text)
+        if found is None:
+            raise MkdConfigError(f"--kd-lora is {text!r}; give RANK or RANK:ALPHA, such as 16 or 16:32")
+        rank = int(found[1])
+        if not 1 <= rank <= LARGEST_RANK:
+            raise MkdConfigError(f"--kd-lora {text}: the rank is {rank}; it must be at least 1 and at most 4096")
+        try:
+            alpha = float(rank if found[2] is None else found[2])
+        except ValueError:
+            raise MkdConfigError(
+                f"--kd-lora {text}: {found[2]!r} is no number; give RANK:ALPHA, such as 16:32"
+            ) from None
+        if not (math.isfinite(alpha) and 0.0 < alpha <= 1e6):
+            raise MkdConfigError(f"--kd-lora {text}: alpha is {alpha:g}; it must be above 0 and at most 1e6")
+        if modules is not None and ALL_LINEAR in modules:
+            if len(modules) > 1:
+                raise MkdConfigError(f"--kd-lora-modules {' '.join(modules)}: {ALL_LINEAR} stands alone")
+            modules = None
+        return cls(rank, alpha, None if modules is None else tuple(dict.fromkeys(modules)))
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}, alpha {self.alpha:g}"
+
+
+_WITHOUT = {
+    "fp8": ("--fp8-format", "the frozen weights are kept in the student's dtype"),
+    "fp4": ("--fp4-format", "the frozen weights are kept in the student's dtype"),
+    "tp_comm_overlap": ("--tp-comm-overlap", "its linear layers do not return the inputs that adapters read"),
+    "use_transformer_engine_op_fuser": ("--use-transformer-engine-op-fuser", "it has no separate linear layers"),
+    "moe_shared_expert_overlap": ("--moe-shared-expert-overlap", "it calls the shared experts' layers in parts"),
+    "overlap_moe_expert_parallel_comm": ("--overlap-moe-expert-parallel-comm", "it calls the layers in parts"),
+    "delay_wgrad_compute": ("--delay-wgrad-compute", "frozen weights have no gradients"),
+    "use_megatron_fsdp": ("--use-megatron-fsdp", "it shards the frozen weights too"),
+    "use_torch_fsdp2": ("--use-torch-fsdp2", "it shards the frozen weights too"),
+    "pretrained_checkpoint": ("--pretrained-checkpoint", "the frozen weights are read from --kd-student-hf"),
+    "finetune": ("--finetune", "the adapters of a checkpoint are continued; to start anew give another --load"),
+}
+"""Megatron argument -> its flag, and the reason that it does not work with adapters."""
+
+
+def check_lora_arguments(args: Namespace, options: LoraOptions) -> None:
+    """Refuse Megatron's flags that adapters do not work with.
+
+    Raises:
+        MkdConfigError: names the flag and the reason.
+    """
+    given = f"--kd-lora {options.rank}"
+    for name, (flag, reason) in _WITHOUT.items():
+        value = getattr(args, name, None)
+        if value not in (None, False):
+            shown = flag if value is True else f"{flag} {value}"
+            raise MkdConfigError(f"{shown} does not work with {given}: {reason}; leave one of them out")
+    if (graphs := getattr(args, "cuda_graph_impl", "none")) != "none":
+        raise MkdConfigError(f"--cuda-graph-impl {graphs} has not been tested with {given}: leave it out")
+    if args.ckpt_format != "torch_dist":
+        raise MkdConfigError(f"--ckpt-format is {args.ckpt_format}; with {given} it must be torch_dist")
+
+
+def check_query_groups(args: Namespace, options: LoraOptions) -> None:
+    """Refuse adapters of queries, keys and values if a tensor-parallel rank holds a part of a query group.
+
+    Raises:
+        MkdConfigError: names the sizes.
+    """
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    if groups % args.tensor_model_parallel_size:
+        raise MkdConfigError(
+            f"--kd-lora {options.rank} has adapters of queries, keys and values, and --tensor-model-parallel-size "
+            f"{args.tensor_model_parallel_size} does not divide the student's {groups} key-value heads: give a divisor "
+            "of it, or leave q_proj, k_proj and v_proj out of --kd-lora-modules"
+        )

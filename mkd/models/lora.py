@@ -1,0 +1,321 @@
+"""Low-rank adapters (LoRA) on the linear layers of a frozen GPT model, one per Hugging Face linear layer as in PEFT.
+
+A linear layer W becomes W x + scale B A x. Megatron computes several Hugging Face layers with one matrix: `linear_qkv`
+holds the queries, keys and values of each query group, `linear_fc1` gate and up. Their adapters have an A and a B of
+their own, and the B's are placed in the rows of the whole matrix.
+
+Adapters are modules of the model chunk (`kd_lora`), outside of the layers: names and checkpoints of the frozen weights
+stay as they are. Forward hooks on the linear layers add the adapters' outputs.
+
+Hu et al. 2021, https://arxiv.org/abs/2106.09685.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from mkd.config.lora import LoraOptions
+from mkd.models.layer_maps import KEY_PREFIX as MAPS_PREFIX
+
+_MODULE = "kd_lora"
+KEY_PREFIX = f"{_MODULE}."
+"""Prefix of the adapters' keys in a checkpoint; the rest is the name of a Hugging Face layer and of the factor."""
+
+
+@dataclass(frozen=True)
+class RowPart:
+    """Consecutive output channels of a Hugging Face linear layer inside a linear layer of Megatron."""
+
+    channels: int
+    """On all tensor-parallel ranks together."""
+    layer: str | None
+    """Name of the Hugging Face layer, such as model.layers.0.self_attn.q_proj; None if it has no adapter."""
+
+
+@dataclass(frozen=True)
+class AdaptedLinear:
+    """A linear layer of Megatron with the Hugging Face layers in it that have adapters."""
+
+    decoder_layer: int
+    """Index of the transformer layer in the whole model, from 0."""
+    path: str
+    """Name of the linear layer inside the transformer layer, such as self_attention.linear_qkv."""
+    inputs: int
+    """Input channels on all tensor-parallel ranks together."""
+    parts: tuple[RowPart, ...]
+    """In the order of Megatron's rows."""
+    groups: int | None = None
+    """Number of blocks of rows, each with an equal share of every part; None for one block per rank."""
+    is_row_parallel: bool = False
+    """True if tensor parallelism shards the inputs, False if it shards the outputs."""
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The Hugging Face layers that have adapters."""
+        return tuple(dict.fromkeys(part.layer for part in self.parts if part.layer is not None))
+
+    @property
+    def factors(self) -> tuple["Factor", ...]:
+        """The factors of all adapters: for each Hugging Face layer its A, then a B for each of its parts."""
+        found = []
+        for index, layer in enumerate(self.layers):
+            found.append(Factor(layer, index, None, f"{layer}.lora_A", self.inputs))
+            numbers = [number for number, part in enumerate(self.parts) if part.layer == layer]
+            for count, number in enumerate(numbers):
+                key = f"{layer}.lora_B" if len(numbers) == 1 else f"{layer}.lora_B.{count}"
+                before = sum(self.parts[other].channels for other in numbers[:count])
+                found.append(Factor(layer, index, number, key, self.parts[number].channels, before))
+        return tuple(found)
+
+
+class Factor(NamedTuple):
+    """An A [rank, channels], or the B [channels, rank] of one part."""
+
+    layer: str
+    """Name of the Hugging Face layer."""
+    index: int
+    """Index of the Hugging Face layer among those of the linear layer."""
+    part: int | None
+    """Index of B's part among those of the linear layer; None for an A."""
+    key: str
+    """Key in a checkpoint, without `KEY_PREFIX`."""
+    channels: int
+    """On all tensor-parallel ranks together."""
+    first: int = 0
+    """Index of B's first row in the B of the Hugging Face layer."""
+
+    @property
+    def name(self) -> str:
+        """Name of the parameter."""
+        return f"A{self.index}" if self.part is None else f"B{self.part}"
+
+    def shape(self, rank: int) -> tuple[int, int]:
+        """Shape on all tensor-parallel ranks together."""
+        return (rank, self.channels) if self.part is None else (self.channels, rank)
+
+
+class LinearAdapters(nn.Module):
+    """The adapters of one linear layer on this tensor-parallel rank.
+
+    Of a column-parallel layer A is replicated and B sharded, of a row-parallel one A is sharded and B replicated. The
+    tensor-parallel ranks exchange A x, which has `rank` channels.
+    """
+
+    def __init__(
+        self, linear: AdaptedLinear, options: LoraOptions, config: TransformerConfig, tp: ProcessGroup, seed: int
+    ) -> None:
+        """Create the factors: A uniform in +-1 / sqrt(inputs) as in PEFT, B zero.
+
+        Args:
+            linear: the layer.
+            options: rank and scale.
+            config: configuration of the model.
+            tp: tensor-parallel ranks.
+            seed: the values of A depend on it and on the layer's name only.
+        """
+        super().__init__()
+        self._linear, self._options, self._tp = linear, options, tp
+        self._sequence_parallel = config.sequence_parallel
+        for factor in linear.factors:
+            axis = self.sharded_axis(factor)
+            if factor.part is None:
+                values = self.shard(factor, initial_a(factor.layer, options.rank, linear.inputs, seed))
+            else:
+                channels = factor.channels // (1 if axis is None else tp.size())
+                values = torch.zeros(channels, options.rank, device="cpu")
+            parameter = nn.Parameter(values.to(config.params_dtype, copy=True))
+            if axis is None:
+                # Its gradient comes from this rank's slice of the tokens: under sequence parallelism megatron sums it.
+                parameter.sequence_parallel = config.sequence_parallel
+            else:
+                set_tensor_model_parallel_attributes(parameter, True, axis, 1)
+            self.register_parameter(factor.name, parameter)
+
+    def shard(self, factor: Factor, whole: Tensor) -> Tensor:
+        """This rank's part of the A or B of a Hugging Face layer."""
+        if factor.part is not None:
+            whole = whole[factor.first : factor.first + factor.channels]
+        axis = self.sharded_axis(factor)
+        return whole if axis is None else whole.chunk(self._tp.size(), axis)[self._tp.rank()]
+
+    @property
+    def factors(self) -> tuple[Factor, ...]:
+        """See `AdaptedLinear.factors`."""
+        return self._linear.factors
+
+    def sharded_axis(self, factor: Factor) -> int | None:
+        """The axis along which a factor is sharded over tensor-parallel ranks; None if it is replicated."""
+        if self._linear.is_row_parallel:
+            return 1 if factor.part is None else None
+        return None if factor.part is None else 0
+
+    def sharded_tensors(self, prefix: str, sharded_offsets: tuple, dp_cp: ProcessGroup) -> ShardedStateDict:
+        """The parameters as parts of a checkpoint, by `prefix` and name."""
+        factors = self._linear.factors
+        axes = {factor.name: axis for factor in factors if (axis := self.sharded_axis(factor)) is not None}
+        parameters = dict(self.named_parameters())
+        state = make_sharded_tensors_for_checkpoint(
+            parameters, prefix, axes, sharded_offsets, tp_group=self._tp, dp_cp_group=dp_cp
+        )
+        for factor in factors:
+            state[f"{prefix}{factor.name}"].key = f"{KEY_PREFIX}{factor.key}"
+        return state
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """scale B A x: the linear layer's inputs [s, b, in] -> [s, b, out], both as the layer has them on this rank."""
+        factors = [getattr(self, f"A{index}") for index in range(len(self._linear.layers))]
+        latent = nn.functional.linear(inputs, factors[0] if len(factors) == 1 else torch.cat(factors))
+        latent = self._exchange(latent) * self._options.scale
+        return nn.functional.linear(latent, self._whole_b())
+
+    def _exchange(self, latent: Tensor) -> Tensor:
+        """A x of all tokens that the outputs on this rank belong to, complete."""
+        if self._tp.size() == 1:
+            return latent
+        if self._linear.is_row_parallel:
+            if self._sequence_parallel:
+                return reduce_scatter_to_sequence_parallel_region(latent, group=self._tp)
+            return reduce_from_tensor_model_parallel_region(latent, group=self._tp)
+        if self._sequence_parallel:
+            return gather_from_sequence_parallel_region(latent, group=self._tp)
+        return copy_to_tensor_model_parallel_region(latent, group=self._tp)
+
+    def _whole_b(self) -> Tensor:
+        """[out, layers * rank] in the order of Megatron's rows: each part's B in the columns of its A, zeros beside."""
+        linear, rank, size = self._linear, self._options.rank, self._tp.size()
+        if len(linear.parts) == 1:
+            return self.B0
+        factors = {factor.part: factor for factor in linear.factors if factor.part is not None}
+        count, groups = len(linear.layers), 1 if linear.groups is None else linear.groups // size
+        blocks = []
+        for number, part in enumerate(linear.parts):
+            if number in factors:
+                factor, index = getattr(self, f"B{number}"), factors[number].index
+                block = nn.functional.pad(factor, (index * rank, (count - 1 - index) * rank))
+            else:
+                block = self.A0.new_zeros(part.channels // size, count * rank)
+            blocks.append(block.unflatten(0, (groups, -1)))
+        return torch.cat(blocks, dim=1).flatten(0, 1)
+
+
+def initial_a(layer: str, rank: int, inputs: int, seed: int) -> Tensor:
+    """[rank, inputs] fp32 on the CPU: Kaiming-uniform values with a = sqrt(5), as in PEFT."""
+    digest = hashlib.sha256(f"{seed} {layer}".encode()).digest()
+    generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:7], "big"))
+    bound = inputs**-0.5
+    return torch.empty(rank, inputs, device="cpu").uniform_(-bound, bound, generator=generator)
+
+
+class ChunkAdapters(nn.ModuleDict):
+    """The adapters of a model chunk, by transformer layer and linear layer."""
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """As in megatron. The keys in a checkpoint are names of Hugging Face layers: the same in every layout."""
+        state: ShardedStateDict = {}
+        for name, adapters in self.items():
+            state |= adapters.sharded_tensors(f"{prefix}{name}.", sharded_offsets, metadata["dp_cp_group"])
+        return state
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Adapters of a model, to be attached to its chunks before they are wrapped."""
+
+    options: LoraOptions
+    linears: Sequence[AdaptedLinear]
+    seed: int
+
+    @property
+    def modules(self) -> list[str]:
+        """Names of the Hugging Face layers without the path to them, sorted."""
+        return sorted({layer.rpartition(".")[2] for linear in self.linears for layer in linear.layers})
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters of all adapters."""
+        factors = (factor for linear in self.linears for factor in linear.factors)
+        return sum(factor.channels * self.options.rank for factor in factors)
+
+    def attach(self, chunks: list[GPTModel]) -> list[GPTModel]:
+        """Freeze the weights of a model, and add adapters to its chunks on this rank. The weights are loaded already.
+
+        A hook for `GPTModelConfig.pre_wrap_hooks`.
+        """
+        for chunk in chunks:
+            chunk.requires_grad_(False)
+            adapters = ChunkAdapters()
+            for layer in chunk.decoder.layers:
+                own = [linear for linear in self.linears if linear.decoder_layer == layer.layer_number - 1]
+                for linear in own:
+                    module = layer.get_submodule(linear.path)
+                    name = f"{linear.decoder_layer}-{linear.path.replace('.', '-')}"
+                    adapters[name] = LinearAdapters(
+                        linear, self.options, chunk.config, chunk.pg_collection.tp, self.seed
+                    )
+                    _hook(module, adapters[name])
+            chunk.add_module(_MODULE, adapters)
+            if chunk.pre_process and chunk.config.recompute_granularity is not None:
+                # Recomputed layers have gradients only if their input has one, which a frozen embedding does not give.
+                chunk.embedding.register_forward_hook(_with_gradient)
+            store_trained_only(chunk)
+        return chunks
+
+
+def _hook(linear: nn.Module, adapters: LinearAdapters) -> None:
+    if hasattr(linear, "return_layernorm_output"):
+        # Transformer Engine's norm and projection in one module: adapters read the normalized input.
+        linear.return_layernorm_output = True
+    # First, because other hooks multiply the output (Granite).
+    linear.register_forward_hook(partial(_add_output, adapters), prepend=True)
+
+
+def _add_output(adapters: LinearAdapters, linear: nn.Module, inputs: tuple, output: tuple) -> tuple:
+    """Forward hook on a linear layer that returns (output, bias)."""
+    value, bias = output
+    read = inputs[0]
+    if isinstance(value, tuple):
+        value, read = value
+    return value + adapters(read), bias
+
+
+def _with_gradient(embedding: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return output.requires_grad_() if torch.is_grad_enabled() else output
+
+
+def store_trained_only(chunk: GPTModel) -> None:
+    """Make checkpoints of a model chunk hold its trained modules without the frozen weights."""
+    kept = (KEY_PREFIX, MAPS_PREFIX)
+
+    def trained_state(*args: Any, **options: Any) -> ShardedStateDict:
+        whole = type(chunk).sharded_state_dict(chunk, *args, **options)
+        return {name: value for name, value in whole.items() if name.startswith(kept)}
+
+    def without_frozen(module: nn.Module, keys: Any) -> None:
+        keys.missing_keys[:] = [name for name in keys.missing_keys if name.startswith(kept)]
+
+    chunk.sharded_state_dict = trained_state
+    chunk.register_load_state_dict_post_hook(without_frozen)
+
+
+def adapters_of(chunk: GPTModel) -> dict[str, LinearAdapters]:
+    """The adapters of a model chunk by name; empty without adapters."""
+    return dict(getattr(chunk, _MODULE, {}))

@@ -1,0 +1,145 @@
+"""Adapters: their gradients are those of the definition in float64, in every layout, and frozen weights have none."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import parallel_state as ps
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from mkd.checkpoint.hf.check import read_architecture
+from mkd.checkpoint.hf.folder import HFFolder
+from mkd.checkpoint.hf.load import load_hf_weights
+from mkd.checkpoint.hf.lora import adapted_linears
+from mkd.config.lora import LoraOptions
+from mkd.models.lora import Lora, adapters_of
+from tests.dist.test_hf_families import GLM4, NO_SPECIAL_TOKENS, TOKENS, TWO
+from tests.dist.test_hf_gradients import LAYOUTS, RUN, UPSTREAM, VOCAB, run_step
+from tests.support.dist.gpt_models import config_from_arguments, layout
+from tests.support.hf_folders import SIZES
+from tests.support.hf_models import NEAR_MODELS
+from tests.support.tolerance import FP32, norm_error
+
+RANK, ALPHA = 3, 6.0
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama, biases": NEAR_MODELS["llama, biases"],
+    "phi3": {"model_type": "phi3", "head_dim": 8, "sliding_window": None, **TWO},
+    "glm4": GLM4,
+    "granite": NEAR_MODELS["granite"],
+    "arcee": NEAR_MODELS["arcee"],
+    "qwen2 moe": NEAR_MODELS["qwen2 moe"],
+    "glm 4.5": NEAR_MODELS["glm 4.5"],
+}
+"""Queries, keys and values in three Hugging Face layers and in one, with and without a gate, factors and norms on the
+outputs, dense layers and shared experts beside routed ones."""
+MODULES = {"llama, biases": ["q_proj", "v_proj", "down_proj"]}
+"""Modules of --kd-lora-modules; all of them in other models."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """name -> folder with the model in `hf`, its adapters, and their gradients."""
+    return {name: reference(tmp_path_factory.mktemp("lora"), name) for name in FAMILIES}
+
+
+def reference(root: Path, name: str) -> Path:
+    """Write a model, adapters, and the gradients of sum(logits * UPSTREAM) by the definition: W + scale B A."""
+    torch.manual_seed(5)
+    sizes = {**SIZES, **NO_SPECIAL_TOKENS, **FAMILIES[name], "attention_dropout": 0.0}
+    config = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
+    model.float().save_pretrained(root / "hf")
+    model.double().train()
+    factors, gradients = {}, {}
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n in adapted_layers(root, name)}
+    for key, layer in layers.items():
+        a = (torch.rand(RANK, layer.in_features) - 0.5) / 3
+        b = (torch.rand(layer.out_features, RANK) - 0.5) / 3
+        factors |= {f"{key}.A": a, f"{key}.B": b}
+        layer.weight.data += ALPHA / RANK * b.double() @ a.double()
+    model(TOKENS).logits.backward(UPSTREAM.double())
+    for key, layer in layers.items():
+        a, b = (factors[f"{key}.{factor}"].double() for factor in "AB")
+        gradients[f"{key}.A"] = (ALPHA / RANK * b.T @ layer.weight.grad).contiguous()
+        gradients[f"{key}.B"] = (ALPHA / RANK * layer.weight.grad @ a.T).contiguous()
+    assert len(factors) == 2 * len(adapted_layers(root, name)) > 4
+    save_file(factors, root / "adapters.safetensors")
+    save_file(gradients, root / "gradients.safetensors")
+    return root
+
+
+def options_of(name: str) -> LoraOptions:
+    return LoraOptions.parse(f"{RANK}:{ALPHA}", MODULES.get(name))
+
+
+def adapted_layers(root: Path, name: str) -> set[str]:
+    family, args = read_architecture(HFFolder(root / "hf", "--hf"))
+    return {layer for linear in adapted_linears(family, args, options_of(name)) for layer in linear.layers}
+
+
+def errors_of(
+    rank: int, world_size: int, models: dict[str, Path], tp: int, pp: int, ep: int, sp: bool, run: dict
+) -> dict:
+    """(model, layer and factor) -> error of the gradient on this rank."""
+    errors = {}
+    with layout(tp, pp, ep=ep):
+        for name, root in models.items():
+            model = build(root, name, ep, {"sequence_parallel": sp, **run})
+            adapters, gradients = adapters_of(model), load_file(root / "gradients.safetensors")
+            values = load_file(root / "adapters.safetensors")
+            each = [(one, factor) for one in adapters.values() for factor in one.factors]
+            for one, factor in each:
+                whole = values[f"{factor.layer}.{'A' if factor.part is None else 'B'}"]
+                getattr(one, factor.name).data.copy_(one.shard(factor, whole))
+            run_step(model)
+            for one, factor in each:
+                whole = gradients[f"{factor.layer}.{'A' if factor.part is None else 'B'}"]
+                found = getattr(one, factor.name).grad
+                errors[f"{name}: {factor.key}"] = norm_error(found, one.shard(factor, whole))
+            frozen = [n for n, p in model.named_parameters() if p.requires_grad and not n.startswith("kd_lora.")]
+            assert frozen == []
+    return errors
+
+
+def build(root: Path, name: str, ep: int, run: dict[str, Any]) -> nn.Module:
+    """This rank's chunk of the model with adapters, as a job builds it."""
+    folder = HFFolder(root / "hf", "--hf")
+    family, args = read_architecture(folder)
+    config = config_from_arguments(args | RUN | run, ep)
+    lora = Lora(options_of(name), adapted_linears(family, args, options_of(name)), seed=1)
+    config.pre_wrap_hooks += [lambda chunks: load_hf_weights(chunks, folder) or chunks, lora.attach]
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    (chunk,) = config.get_builder_cls()(config).build_distributed_models(groups, wrap_with_ddp=False)
+    return chunk
+
+
+CASES = {
+    "one rank, recomputed": (
+        1,
+        1,
+        1,
+        False,
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    ),
+    "TP2": (2, 1, 1, False, {}),
+    "TP2 SP": (2, 1, 1, True, {}),
+    "PP2": (1, 2, 1, False, {}),
+    "EP2": (1, 1, 2, False, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_gradients(gloo_pool: Any, models: dict[str, Path], case: tuple) -> None:
+    tp, pp, ep, sp, run = case
+    some = {name: root for name, root in models.items() if ep == 1 or name in ("qwen2 moe", "glm 4.5")}
+    # Megatron does not shard experts over tensor-parallel ranks without sequence parallelism.
+    some = {name: root for name, root in some.items() if tp == 1 or sp or name not in ("qwen2 moe", "glm 4.5")}
+    results = gloo_pool(tp * pp * ep).run(errors_of, some, tp, pp, ep, sp, run)
+    for errors in results:
+        assert errors
+        assert {key: error for key, error in errors.items() if not error <= FP32} == {}

@@ -1,0 +1,139 @@
+"""Which linear layers of a Hugging Face model have adapters, and where they are in Megatron's layers."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mkd.checkpoint.hf.families import FAMILIES, family_by_name
+from mkd.checkpoint.hf.lora import adapted_linears
+from mkd.checkpoint.megatron_folder import MegatronFolder
+from mkd.checkpoint.stored_adapters import StoredAdapters
+from mkd.config.kd_config import KDConfig
+from mkd.config.lora import LoraOptions, check_lora_arguments, check_query_groups
+from mkd.errors import MkdCheckpointError, MkdConfigError
+from mkd.models.lora import AdaptedLinear, RowPart
+
+CONFIG: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 100,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+}
+
+
+def linears_of(text: str, modules: list[str] | None = None, name: str = "LlamaForCausalLM", **keys: Any) -> Any:
+    family = family_by_name(name)
+    return adapted_linears(family, family.megatron_args({**CONFIG, **keys}), LoraOptions.parse(text, modules))
+
+
+def test_queries_keys_and_values_share_a_matrix() -> None:
+    linears = {(linear.decoder_layer, linear.path): linear for linear in linears_of("4")}
+    assert len(linears) == 8
+    layer = "model.layers.1.self_attn."
+    parts = (RowPart(96, f"{layer}q_proj"), RowPart(32, f"{layer}k_proj"), RowPart(32, f"{layer}v_proj"))
+    assert linears[1, "self_attention.linear_qkv"] == AdaptedLinear(1, "self_attention.linear_qkv", 48, parts, groups=2)
+    down = linears[0, "mlp.linear_fc2"]
+    assert down.is_row_parallel and down.inputs == 72
+    assert [factor.shape(4) for factor in down.factors] == [(4, 72), (48, 4)]
+
+
+def test_some_modules() -> None:
+    linears = linears_of("4", ["q_proj", "self_attn.v_proj"])
+    assert [linear.path for linear in linears] == ["self_attention.linear_qkv"] * 2
+    assert [part.layer is None for part in linears[0].parts] == [False, True, False]
+    assert [factor.name for factor in linears[0].factors] == ["A0", "B0", "A1", "B2"]
+
+
+def test_one_hugging_face_layer_with_several_parts() -> None:
+    linear = linears_of("4", ["qkv_proj"], "Phi3ForCausalLM", original_max_position_embeddings=64)[0]
+    layer = "model.layers.0.self_attn.qkv_proj"
+    assert [(factor.key, factor.first) for factor in linear.factors] == [
+        (f"{layer}.lora_A", 0),
+        (f"{layer}.lora_B.0", 0),
+        (f"{layer}.lora_B.1", 96),
+        (f"{layer}.lora_B.2", 128),
+    ]
+
+
+def test_routed_experts_and_routers_have_none() -> None:
+    linears = linears_of("4", None, "Qwen2MoeForCausalLM", **EXPERTS)
+    paths = {linear.path for linear in linears}
+    shared = "mlp.shared_experts.linear_fc"
+    assert paths == {"self_attention.linear_qkv", "self_attention.linear_proj", f"{shared}1", f"{shared}2"}
+
+
+def test_every_family_without_latent_attention_has_adapters() -> None:
+    for family in FAMILIES:
+        if not family.fixed.get("multi_latent_attention"):
+            paths = {entry.megatron.partition("{layer}.")[2] for entry in family.table}
+            assert {"self_attention.linear_qkv.weight", "self_attention.linear_proj.weight"} <= paths, family.model_type
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "misspelled": (dict(text="4", modules=["q_prj"]), r"no such linear layer \(did you mean q_proj\?\); give some of"),
+    "unknown": (dict(text="4", modules=["xyz"]), "no such linear layer; give some of down_proj, gate_proj, k_proj"),
+    "LM head": (dict(text="4", modules=["lm_head"]), "the LM head has no adapter"),
+    "embedding": (dict(text="4", modules=["embed_tokens"]), "the embedding has no adapter"),
+    "rank": (dict(text="33", modules=None), "k_proj is 32 x 48, so that a rank above 32 adds nothing"),
+    "routed experts": (
+        dict(text="4", modules=["down_proj"], name="Qwen3MoeForCausalLM", **EXPERTS),
+        "only routed experts have layers of this name",
+    ),
+    "form": (dict(text="a", modules=None), "--kd-lora is 'a'; give RANK or RANK:ALPHA"),
+    "rank 0": (dict(text="0", modules=None), "the rank is 0"),
+    "alpha": (dict(text="4:0", modules=None), "alpha is 0; it must be above 0"),
+    "no number": (dict(text="4:1e", modules=None), "'1e' is no number"),
+    "all and one": (dict(text="4", modules=["all-linear", "q_proj"]), "all-linear stands alone"),
+}
+
+
+@pytest.mark.parametrize(("values", "message"), REFUSED.values(), ids=REFUSED)
+def test_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(MkdConfigError, match=message):
+        linears_of(**values)
+
+
+def test_options() -> None:
+    assert LoraOptions.parse("16", ["all-linear"]) == LoraOptions(16, 16.0)
+    assert LoraOptions.parse("16:8", ["q_proj", "q_proj"]) == LoraOptions(16, 8.0, ("q_proj",))
+    assert LoraOptions.parse("16:8", None).scale == 0.5
+
+
+def test_flags_that_do_not_fit() -> None:
+    common = dict(teacher_hf=["T"], ratio=0.5)
+    for values, message in (
+        (dict(lora_modules=["q_proj"]), "there are no adapters: give --kd-lora"),
+        (dict(lora="4"), "give the student's Hugging Face folder in --kd-student-hf"),
+        (dict(lora="4", student_hf="S", save_hf_interval=2), "no Hugging Face folders are written during training"),
+    ):
+        with pytest.raises(MkdConfigError, match=message):
+            KDConfig(**common, **values)
+    args, options = SimpleNamespace(ckpt_format="torch_dist"), LoraOptions(4, 4.0)
+    check_lora_arguments(args, options)
+    for name, value in {"fp8": "hybrid", "tp_comm_overlap": True, "cuda_graph_impl": "local", "finetune": True}.items():
+        with pytest.raises(MkdConfigError, match=f"--{name.split('_')[0]}"):
+            check_lora_arguments(SimpleNamespace(**vars(args), **{name: value}), options)
+    sizes = SimpleNamespace(group_query_attention=True, num_query_groups=2, tensor_model_parallel_size=4)
+    with pytest.raises(MkdConfigError, match="does not divide the student's 2 key-value heads"):
+        check_query_groups(sizes, options)
+
+
+def test_checkpoint_without_options() -> None:
+    folder = object.__new__(MegatronFolder)
+    vars(folder).update(
+        args=SimpleNamespace(kd_lora=None), path="F", flag="--load", iteration_dir=SimpleNamespace(name="i")
+    )
+    with pytest.raises(MkdCheckpointError, match="records no adapters"):
+        _ = StoredAdapters(folder).options
