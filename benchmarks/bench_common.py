@@ -214,18 +214,12 @@ def largest_on_any_rank(value: float) -> float:
 
 def header(tool: str, args: argparse.Namespace) -> dict[str, Any]:
     """Card, versions, commit and flags of a measurement."""
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = None
     return {
         "tool": tool,
         "card": torch.cuda.get_device_name(),
         "ranks": dist.get_world_size(),
-        "commit": args.commit or _commit(),
-        "versions": versions,
+        "commit": args.commit or commit_of_checkout(),
+        "versions": installed_versions(),
         "cuda": torch.version.cuda,
         "flags": {name: str(value) for name, value in vars(args).items() if name != "commit"},
     }
@@ -237,7 +231,18 @@ def title(head: dict[str, Any], shape: str) -> str:
     return f"{head['ranks']} x {head['card']}, {shape}; commit {head['commit']}, {versions}"
 
 
-def _commit() -> str:
+def installed_versions() -> dict[str, str | None]:
+    """Package -> version; None for one that is not installed."""
+    versions: dict[str, str | None] = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = None
+    return versions
+
+
+def commit_of_checkout() -> str:
     """Abbreviated hash of the checkout, with a + if files differ from it; "unknown" outside a checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--exclude=*", "--dirty=+"]
     try:

@@ -26,13 +26,11 @@ if not mkd.cpu.is_active():
     # This process only computes estimates and must not allocate memory on the card.
     mkd.cpu.activate(stands_in=not mkd.cpu.wanted())
 
-import numpy as np
 import torch
 from bench_common import markdown
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+from benchmarks.inputs import llama, make_sparse, write_tokens
 from benchmarks.memory_probe import FILE, HELD, LOSS, STUDENT, TEACHER, TOTAL
-from benchmarks.sparse_folder import make_sparse
 from mkd.compat.startup import use_prebuilt_dataset_helpers
 from mkd.doctor.findings import Findings
 from mkd.doctor.run import Launch, examine
@@ -42,20 +40,6 @@ from mkd.memory.estimate import LOGITS, WORKING
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
-LLAMA = {"architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5, "max_position_embeddings": 8192}
-
-
-def llama(layers: int, width: int, ffn: int, heads: int, groups: int, vocab: int, tied: bool) -> dict[str, Any]:
-    """config.json of a Llama model."""
-    return LLAMA | {
-        "num_hidden_layers": layers,
-        "hidden_size": width,
-        "intermediate_size": ffn,
-        "num_attention_heads": heads,
-        "num_key_value_heads": groups,
-        "vocab_size": vocab,
-        "tie_word_embeddings": tied,
-    }
 
 
 @dataclass(frozen=True)
@@ -105,18 +89,13 @@ def flags_of(case: Case, folder: Path) -> list[str]:
     """The command line of a case; creates models and data in `folder`."""
     for name in ("teacher", "student"):
         make_sparse(folder / name, getattr(case, name))
-    builder = IndexedDatasetBuilder(str(folder / "text.bin"), dtype=np.int32)
-    vocab = case.student["vocab_size"]
-    for seed in range(64):
-        tokens = np.random.default_rng(seed).integers(0, vocab - 1, case.seq_length)
-        builder.add_document(torch.from_numpy(tokens), [case.seq_length])
-    builder.finalize(str(folder / "text.idx"))
+    data = write_tokens(folder / "text", 64, case.seq_length, case.student["vocab_size"])
     steps, micro = 3, case.micro_batch
     words = {
         "--kd-teacher-hf": folder / "teacher",
         "--kd-student-hf": folder / "student",
         "--kd-ratio": 0.5,
-        "--data-path": folder / "text",
+        "--data-path": data,
         "--tokenizer-type": "NullTokenizer",
         "--split": "100,0,0",
         "--eval-iters": 0,

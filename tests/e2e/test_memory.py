@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from benchmarks.sparse_folder import make_sparse
+from benchmarks.inputs import make_sparse
 from mkd.checkpoint.hf.folder import HFFolder
 from tests.support.e2e.small_job import ROOT
 

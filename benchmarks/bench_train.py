@@ -1,0 +1,411 @@
+"""Measure real trainings of pretrain_kd.py in parallel layouts, each beside the student alone and the teacher alone.
+
+    python benchmarks/bench_train.py --gpus 4 --json train.json
+    python benchmarks/bench_train.py --small
+
+Models with random weights are made on the spot (30 s for 8B and 1B). Each layout is trained twice with the same flags:
+with the teacher, and with --kd-ratio 0, the student alone. "Teacher alone" is the teacher's time for the same number of
+tokens per GPU in the fastest layout of the table, and
+
+    efficiency = (student alone in this layout + teacher alone) / step.
+
+A training that fails is listed with the reason and does not stop the others. The estimate of memory is that of
+`mkd doctor`.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import mkd.cpu
+
+if not mkd.cpu.is_active():
+    # This process only computes estimates and must not allocate memory on the cards.
+    mkd.cpu.activate(stands_in=not mkd.cpu.wanted())
+
+from bench_common import REASON_LENGTH, Row, commit_of_checkout, installed_versions, markdown, number
+
+from benchmarks.inputs import llama, make_random, write_tokens
+from mkd.compat.startup import use_prebuilt_dataset_helpers
+from mkd.doctor.findings import Findings
+from mkd.doctor.run import Launch, examine
+from mkd.job.memory_table import workload
+from mkd.memory import estimate, fullest
+
+ROOT = Path(__file__).resolve().parents[1]
+GIB = 2**30
+WARMUP = 4
+"""Steps at the beginning that are not counted."""
+
+
+class Pair(NamedTuple):
+    """config.json of a teacher and of its student."""
+
+    teacher: dict[str, Any]
+    student: dict[str, Any]
+
+
+def qwen3_experts(layers: int, width: int, experts: int, expert_ffn: int, vocab: int) -> dict[str, Any]:
+    """config.json of a Qwen3 mixture of experts."""
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "intermediate_size": 3 * width,
+        "moe_intermediate_size": expert_ffn,
+        "num_experts": experts,
+        "num_experts_per_tok": min(8, experts),
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "num_attention_heads": 32 if width >= 1024 else 4,
+        "num_key_value_heads": 4 if width >= 1024 else 2,
+        "head_dim": 128 if width >= 1024 else 8,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "max_position_embeddings": 40960,
+        "vocab_size": vocab,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "attention_bias": False,
+    }
+
+
+LONG = {"max_position_embeddings": 131072}
+B70 = llama(80, 8192, 28672, 64, 8, 128256, False)
+B8 = llama(32, 4096, 14336, 32, 8, 128256, False)
+B1 = llama(16, 2048, 8192, 32, 8, 128256, True)
+PAIRS = {
+    "8B to 1B": Pair(B8, B1),
+    "8B to 1B, long": Pair(B8 | LONG, B1 | LONG),
+    "70B to 8B": Pair(B70, B8),
+    "30B-A3B to 1B": Pair(qwen3_experts(48, 2048, 128, 768, 128256), B1),
+    "8B to 8 layers of 30B-A3B": Pair(B8, qwen3_experts(8, 2048, 128, 768, 128256)),
+}
+"""Shapes of Llama-3.1, Llama-3.2 and Qwen3, all with the vocabulary of Llama 3."""
+SMALL_PAIRS = {
+    "small": Pair(llama(4, 64, 96, 8, 4, 512, False), llama(4, 32, 64, 4, 4, 512, True)),
+    "small, experts": Pair(qwen3_experts(2, 64, 4, 32, 512), qwen3_experts(2, 32, 4, 16, 512)),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table."""
+
+    name: str
+    gpus: int
+    pair: str = "8B to 1B"
+    layout: tuple[str, ...] = ()
+    """Flags of the parallel layout of the job."""
+    teacher: tuple[str, ...] = ()
+    """Flags of the teacher alone: its layout, its precision."""
+    micro_batch: int = 2
+    rows: int = 8
+    """Rows per GPU and step."""
+    seq_length: int = 4096
+
+
+def parallel(**sizes: int) -> tuple[str, ...]:
+    """Flags of parallel sizes by the first letters of their names: tp, pp, cp, ep."""
+    flag = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
+    words = []
+    for name, size in sizes.items():
+        model = "" if name == "cp" else "model-"
+        words += [f"--{flag[name]}-{model}parallel-size", str(size)]
+    return (*words, "--sequence-parallel") if sizes.get("tp", 1) > 1 else tuple(words)
+
+
+def teacher_parallel(tp: int) -> tuple[str, ...]:
+    """Flags of a teacher that is tensor parallel in a layout of its own."""
+    return ("--kd-teacher-tensor-model-parallel-size", str(tp))
+
+
+OVERLAP = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+FP8 = ("--kd-teacher-dtype", "fp8")
+
+
+def cases_for(gpus: int) -> list[Case]:
+    """The table of one node with this many GPUs; layouts that need more or do not divide it are left out."""
+    shared = [
+        Case("DP", gpus, layout=OVERLAP),
+        Case("DP, FP8 teacher", gpus, layout=OVERLAP, teacher=FP8),
+    ]
+    if gpus >= 2:
+        shared += [
+            Case("DP, teacher TP2", gpus, layout=OVERLAP, teacher=teacher_parallel(2)),
+            Case("TP2 SP", gpus, layout=(*parallel(tp=2), *OVERLAP)),
+            Case("TP2 SP, FP8 teacher", gpus, layout=(*parallel(tp=2), *OVERLAP), teacher=FP8),
+            Case("PP2", gpus, layout=(*parallel(pp=2), *OVERLAP)),
+        ]
+    if gpus >= 4:
+        long = (*parallel(cp=4), *OVERLAP, *RECOMPUTE)
+        shared += [
+            Case("DP, teacher TP4", gpus, layout=OVERLAP, teacher=teacher_parallel(4)),
+            Case("DP, FP8 teacher TP4", gpus, layout=OVERLAP, teacher=(*teacher_parallel(4), *FP8)),
+            Case("TP2 SP x PP2", gpus, layout=(*parallel(tp=2, pp=2), *OVERLAP)),
+            Case("PP4", gpus, layout=(*parallel(pp=4), *OVERLAP)),
+            Case("CP4, 32k", gpus, "8B to 1B, long", long, micro_batch=1, rows=1, seq_length=32768),
+            Case("CP4, 128k", gpus, "8B to 1B, long", long, micro_batch=1, rows=1, seq_length=131072),
+            Case("EP4 teacher", gpus, "30B-A3B to 1B", OVERLAP, ("--kd-teacher-expert-model-parallel-size", "4")),
+            Case("EP4 student", gpus, "8B to 8 layers of 30B-A3B", (*parallel(ep=4), *OVERLAP)),
+        ]
+    if gpus >= 8:
+        long = (*parallel(cp=8), *OVERLAP, *RECOMPUTE)
+        shared += [
+            Case("DP, teacher TP8", gpus, layout=OVERLAP, teacher=teacher_parallel(8)),
+            Case("TP2 SP x PP2 x DP2", gpus, layout=(*parallel(tp=2, pp=2), *OVERLAP)),
+            Case("70B TP8, student DP", gpus, "70B to 8B", (*OVERLAP, *RECOMPUTE), teacher_parallel(8)),
+            Case("70B TP8 FP8, student DP", gpus, "70B to 8B", (*OVERLAP, *RECOMPUTE), (*teacher_parallel(8), *FP8)),
+            Case("70B TP8, student TP2", gpus, "70B to 8B", (*parallel(tp=2), *OVERLAP), teacher_parallel(8)),
+            Case("CP8, 128k", gpus, "8B to 1B, long", long, micro_batch=1, rows=1, seq_length=131072),
+            Case("EP8 teacher", gpus, "30B-A3B to 1B", OVERLAP, ("--kd-teacher-expert-model-parallel-size", "8")),
+        ]
+    return shared
+
+
+def small_cases() -> list[Case]:
+    """The kinds of rows on two CPU processes."""
+    small = dict(micro_batch=1, rows=2, seq_length=64)
+    return [
+        Case("one rank", 1, "small", **small),
+        Case("DP", 2, "small", **small),
+        Case("DP, teacher TP2", 2, "small", teacher=teacher_parallel(2), **small),
+        Case("TP2 SP", 2, "small", parallel(tp=2), **small),
+        Case("EP2", 2, "small, experts", parallel(ep=2), **small),
+    ]
+
+
+def flags_of(case: Case, folder: Path, steps: int) -> list[str]:
+    """The command line of a case after `pretrain_kd.py`, without --kd-ratio and --kd-metrics-file."""
+    words = {
+        "--kd-teacher-hf": folder / case.pair / "teacher",
+        "--kd-student-hf": folder / case.pair / "student",
+        "--data-path": folder / f"text{case.seq_length}",
+        "--data-cache-path": folder / "cache",
+        "--tokenizer-type": "NullTokenizer",
+        "--split": "100,0,0",
+        "--eval-iters": 0,
+        "--eval-interval": steps,
+        "--seq-length": case.seq_length,
+        "--micro-batch-size": case.micro_batch,
+        "--global-batch-size": max(1, _model_parallel_rows(case)),
+        "--train-iters": steps,
+        "--lr": 1e-5,
+        "--log-interval": 1,
+    }
+    flat = [str(word) for pair in words.items() for word in pair]
+    return [*flat, *([] if mkd.cpu.is_target() else ["--bf16"]), *case.layout, *case.teacher]
+
+
+def _model_parallel_rows(case: Case) -> int:
+    """Rows per step: `rows` for each GPU, or for each context-parallel group, whose ranks share their rows."""
+    sizes = dict(zip(case.layout, case.layout[1:], strict=False))
+    return case.rows * case.gpus // int(sizes.get("--context-parallel-size", 1))
+
+
+def prepare(case: Case, pairs: dict[str, Pair], folder: Path, steps: int) -> None:
+    """Make the models and the data of a case, unless an earlier one has."""
+    pair = pairs[case.pair]
+    for name, config in pair._asdict().items():
+        if not (folder / case.pair / name).exists():
+            log(f"makes the {name} of {case.pair}")
+            make_random(folder / case.pair / name, config)
+    prefix = folder / f"text{case.seq_length}"
+    if not prefix.with_suffix(".idx").exists():
+        write_tokens(prefix, max(64, case.rows * case.gpus * (steps + 1)), case.seq_length, 512)
+
+
+@dataclass(frozen=True)
+class Training:
+    """Measurements of one training."""
+
+    step_s: float
+    """Median of the steps after the first `WARMUP`."""
+    teacher_s: float | None
+    tokens_per_s_per_gpu: float
+    mfu: float | None
+    peak_gib: float | None
+    first_step_s: float
+    """Seconds from the command to the end of the first step."""
+
+    @classmethod
+    def of(cls, lines: Sequence[dict[str, Any]], first_step_s: float) -> "Training":
+        """Args:
+        lines: of the metrics file, one per step.
+        first_step_s: see above.
+        """
+
+        def middle(name: str) -> float | None:
+            values = [line[name] for line in lines[WARMUP:] if line.get(name) is not None]
+            return median(values) if values else None
+
+        peaks = [line["peak_memory_gib"] for line in lines if "peak_memory_gib" in line]
+        rate = middle("tokens_per_s_per_gpu")
+        return cls(middle("step_s"), middle("teacher_s"), rate, middle("mfu"), max(peaks, default=None), first_step_s)
+
+
+def train(flags: list[str], gpus: int, metrics: Path, limit_s: float) -> Training:
+    """Run one training.
+
+    Raises:
+        RuntimeError: it failed; the message has the last error that it printed.
+        subprocess.TimeoutExpired: it took too long.
+    """
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1", **os.environ}
+    words = [*launcher, str(ROOT / "pretrain_kd.py"), *flags, "--kd-metrics-file", str(metrics)]
+    metrics.unlink(missing_ok=True)
+    began, first_step_s = time.monotonic(), None
+    with (metrics.with_suffix(".log")).open("w+") as output:
+        job = subprocess.Popen(words, env=environment, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT)
+        try:
+            while job.poll() is None:
+                if first_step_s is None and metrics.exists() and '"loss"' in metrics.read_text():
+                    first_step_s = time.monotonic() - began
+                if time.monotonic() - began > limit_s:
+                    raise subprocess.TimeoutExpired("pretrain_kd.py", limit_s)
+                time.sleep(0.1)
+        finally:
+            job.terminate()
+            job.wait()
+        output.seek(0)
+        if job.returncode:
+            raise RuntimeError(_last_error(output.read()))
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return Training.of([line for line in lines if "loss" in line], first_step_s or time.monotonic() - began)
+
+
+def _last_error(output: str) -> str:
+    lines = [line for line in output.splitlines() if "rror" in line] or output.splitlines()[-1:]
+    return lines[0] if lines else "no output"
+
+
+def estimated_gib(flags: list[str], gpus: int) -> float:
+    """Peak that `mkd doctor` estimates for the fullest rank."""
+    findings = Findings()
+    job = examine(Launch([*flags, "--kd-ratio", "0.5"], gpus), findings)
+    if job is None:
+        raise RuntimeError("; ".join(findings.problems))
+    return fullest(estimate(workload(job))).peak / GIB
+
+
+def measure(case: Case, folder: Path, steps: int, limit_s: float) -> Row:
+    """Figures of one row."""
+    flags, metrics = flags_of(case, folder, steps), folder / "metrics.jsonl"
+    row: Row = {"estimated_gib": estimated_gib(flags, case.gpus)}
+    both = train([*flags, "--kd-ratio", "0.5"], case.gpus, metrics, limit_s)
+    alone = train([*flags, "--kd-ratio", "0"], case.gpus, metrics, limit_s)
+    return row | vars(both) | {"student_s": alone.step_s}
+
+
+def add_efficiency(rows: list[Row], cases: Sequence[Case]) -> None:
+    """Add `teacher_alone_s` and `efficiency` to the rows that were measured."""
+    fastest: dict[tuple[Any, ...], float] = {}
+    measured = [(row, case) for row, case in zip(rows, cases, strict=True) if row.get("teacher_s")]
+    for row, case in measured:
+        fastest[_work(case)] = min(row["teacher_s"], fastest.get(_work(case), row["teacher_s"]))
+    for row, case in measured:
+        row["teacher_alone_s"] = fastest[_work(case)]
+        row["efficiency"] = (row["student_s"] + row["teacher_alone_s"]) / row["step_s"]
+
+
+def _work(case: Case) -> tuple[Any, ...]:
+    """Equal for cases whose teachers do the same work per GPU in the same precision."""
+    return case.pair, case.rows, case.seq_length, _model_parallel_rows(case) / case.gpus, "fp8" in case.teacher
+
+
+COLUMNS = [
+    ("layout", lambda row: row["name"]),
+    ("models", lambda row: row["pair"]),
+    ("s per step", lambda row: number(row, "step_s", ".3f")),
+    ("student alone", lambda row: number(row, "student_s", ".3f")),
+    ("teacher", lambda row: number(row, "teacher_s", ".3f")),
+    ("teacher alone", lambda row: number(row, "teacher_alone_s", ".3f")),
+    ("efficiency", lambda row: number(row, "efficiency", ".2f")),
+    ("tokens/s per GPU", lambda row: number(row, "tokens_per_s_per_gpu", ",.0f")),
+    ("MFU", lambda row: number(row, "mfu", ".2f")),
+    ("peak GiB", lambda row: number(row, "peak_gib", ".1f")),
+    ("estimated GiB", lambda row: number(row, "estimated_gib", ".1f")),
+    ("first step, s", lambda row: number(row, "first_step_s", ".0f")),
+]
+
+
+def log(text: str) -> None:
+    print(f"bench_train: {text}", file=sys.stderr, flush=True)
+
+
+def _card() -> str:
+    """Name of the first GPU, read without a CUDA context in this process."""
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader", "--id=0"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "GPU"
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs of this node to use (default: 1)")
+    parser.add_argument("--steps", type=int, default=10, metavar="N", help=f"steps per training, above {WARMUP}")
+    listed = dict(type=lambda text: text.split(";"), metavar="A;B", help="layouts by name, separated by semicolons")
+    parser.add_argument("--rows-of", **listed)
+    parser.add_argument("--limit", type=float, default=600.0, metavar="S", help="seconds per training (default: 600)")
+    parser.add_argument("--folder", type=Path, help="for models and data, kept (default: temporary)")
+    parser.add_argument("--small", action="store_true", help="small models on two CPU processes, a smoke test")
+    parser.add_argument("--commit", metavar="TEXT", help="the measured commit, if this is not a git checkout")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows here, after each measurement")
+    args = parser.parse_args(argv)
+    if args.steps <= WARMUP:
+        parser.error(f"--steps is {args.steps}; the first {WARMUP} are not counted")
+    args.cases = small_cases() if args.small else cases_for(args.gpus)
+    if args.rows_of:
+        known = [case.name for case in args.cases]
+        if unknown := [name for name in args.rows_of if name not in known]:
+            parser.error(f"--rows-of {unknown[0]!r}: the layouts are {'; '.join(known)}")
+        args.cases = [case for case in args.cases if case.name in args.rows_of]
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the tool."""
+    args = parse(argv)
+    use_prebuilt_dataset_helpers()
+    pairs = SMALL_PAIRS if args.small else PAIRS
+    rows: list[Row] = []
+    head = {"commit": args.commit or commit_of_checkout(), "versions": installed_versions(), "gpus": args.gpus}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.folder or Path(temporary)
+        for count, case in enumerate(args.cases, start=1):
+            log(f"row {count} of {len(args.cases)}: {case.name}, {case.pair}")
+            row: Row = {"name": case.name, "pair": case.pair, "gpus": case.gpus, "flags": [*case.layout, *case.teacher]}
+            try:
+                prepare(case, pairs, folder, args.steps)
+                row |= measure(case, folder, args.steps, args.limit)
+            except (RuntimeError, subprocess.TimeoutExpired, OSError) as error:
+                row["failed"] = " ".join(str(error).split())[:REASON_LENGTH].replace("|", "/")
+                log(f"  {row['failed']}")
+            rows.append(row)
+            add_efficiency(rows, args.cases[:count])
+            if args.json is not None:
+                args.json.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
+    card = "CPU" if mkd.cpu.wanted() else f"{args.gpus} x {_card()}"
+    print(f"{card}, commit {head['commit']}\n\n{markdown(COLUMNS, rows)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""benchmarks/bench_train.py: the arithmetic of its table, failed trainings, and the command lines of its rows."""
+
+import itertools
+import json
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.support.e2e import small_job
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(small_job.ROOT / "benchmarks"))
+    return import_module("benchmarks.bench_train")
+
+
+def test_efficiency_is_that_of_the_fastest_teacher_with_the_same_work(tool: ModuleType) -> None:
+    cases = [tool.Case("a", 2), tool.Case("b", 4), tool.Case("c", 2, teacher=tool.FP8), tool.Case("d", 2)]
+    rows = [
+        {"step_s": 2.0, "student_s": 0.8, "teacher_s": 1.2},
+        {"step_s": 1.5, "student_s": 0.5, "teacher_s": 1.0},
+        {"step_s": 1.0, "student_s": 0.5, "teacher_s": 0.5},
+        {"failed": "out of memory"},
+    ]
+    tool.add_efficiency(rows, cases)
+    assert [row.get("efficiency") for row in rows] == [pytest.approx(0.9), pytest.approx(1.0), pytest.approx(1.0), None]
+
+
+def test_figures_of_a_training(tool: ModuleType) -> None:
+    lines = [
+        {"loss": 1.0, "step_s": s, "teacher_s": s / 2, "tokens_per_s_per_gpu": 1 / s} for s in (9, 9, 9, 9, 2, 4, 3)
+    ]
+    lines[2]["peak_memory_gib"] = 7.0
+    training = tool.Training.of(lines, 40.0)
+    assert (training.step_s, training.teacher_s, training.peak_gib, training.mfu) == (3, 1.5, 7.0, None)
+
+
+def test_a_training_that_fails_has_its_reason(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Job(subprocess.Popen):
+        def __init__(self, words: list[str], **options: object) -> None:
+            super().__init__(
+                [sys.executable, "-c", "print('x'); print('MkdConfigError: no'); raise SystemExit(3)"], **options
+            )
+
+    monkeypatch.setattr(tool.subprocess, "Popen", Job)
+    with pytest.raises(RuntimeError, match=r"^MkdConfigError: no$"):
+        tool.train([], 2, tmp_path / "metrics.jsonl", 30.0)
+
+
+def test_rows_per_step_of_context_parallel_ranks(tool: ModuleType, tmp_path: Path) -> None:
+    flags = tool.flags_of(tool.Case("CP", 8, "x", tool.parallel(cp=4), rows=1, seq_length=64), tmp_path, 6)
+    given = dict(itertools.pairwise(flags))
+    assert given["--global-batch-size"] == "2" and given["--context-parallel-size"] == "4"
+
+
+def test_unknown_layouts_are_refused(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        tool.parse(["--gpus", "2", "--rows-of", "DP;TP3"])
+    assert "'TP3'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpus", [1, 2, 4, 8])
+def test_the_doctor_accepts_every_row(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int
+) -> None:
+    """As on GPUs of any size: the estimate is computed without one."""
+    monkeypatch.setattr(tool, "make_random", tool_inputs().make_sparse)
+    monkeypatch.setattr(tool.mkd.cpu, "_stands_in", True)
+    local = ["--transformer-impl", "local"]
+    for case in tool.cases_for(gpus):
+        if "fp8" not in case.teacher and "--context-parallel-size" not in case.layout:  # need Transformer Engine
+            tool.prepare(case, tool.PAIRS, tmp_path, 6)
+            assert tool.estimated_gib([*tool.flags_of(case, tmp_path, 6), *local], gpus) > 1.0, case
+
+
+def tool_inputs() -> ModuleType:
+    return import_module("benchmarks.inputs")
+
+
+@pytest.mark.slow
+def test_the_tool_itself(tmp_path: Path) -> None:
+    words = ["--small", "--steps", "6", "--json", str(tmp_path / "train.json")]
+    result = small_job.run(words, script=small_job.ROOT / "benchmarks/bench_train.py", by_itself=True)
+    rows = json.loads((tmp_path / "train.json").read_text())["rows"]
+    assert result.status == 0 and len(rows) == 5, result.errors
+    assert all(row["step_s"] > 0 and row["efficiency"] > 0 for row in rows)
