@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import zmq
@@ -32,7 +32,10 @@ def most_request_bytes(facts: TeacherFacts) -> int:
 class _Work:
     """Counts since the start of the service."""
 
+    received: int = 0
+    """Forward requests that were read."""
     requests: int = 0
+    """Forward requests that were computed."""
     tokens: int = 0
     busy_s: float = 0.0
     refused: int = 0
@@ -71,7 +74,7 @@ class TeacherServer:
         self._reported_at = time.monotonic()
 
     def serve(self, ranks: TeacherRanks, head: Tensor, is_stopping: Callable[[], bool]) -> None:
-        """Answer until `is_stopping()`; requests that have been read by then are still computed. The other ranks end
+        """Answer until `is_stopping()`; requests that have arrived by then are still computed. The other ranks end
         with this call.
 
         Args:
@@ -90,6 +93,7 @@ class TeacherServer:
                 self._ranks.order(Order.IDLE)
                 ordered = time.monotonic()
             self._report()
+        self._read(0)
         while self._queue:
             self._compute(self._queue.popleft())
         self._ranks.order(Order.STOP)
@@ -121,13 +125,14 @@ class TeacherServer:
             case Kind.HELLO:
                 self._send(client, Message(Kind.FACTS, message.number, self._facts.values()))
             case Kind.STATUS:
-                self._send(client, Message(Kind.COUNTERS, message.number, self._counters()))
+                self._send(client, Message(Kind.COUNTERS, message.number, self.counters()))
             case Kind.HEAD:
                 self._send(client, Message(Kind.ROWS, message.number, tensors=(self._rows(message.values),)))
             case Kind.FORWARD:
                 self._require_same(message.values)
                 request = ForwardRequest.of_tensors(message.tensors, self._facts)
                 self._queue.append(_Waiting(client, message.number, request))
+                self._work.received += 1
             case _:
                 raise ProtocolError(f"a message of kind {message.kind.name}")
 
@@ -169,15 +174,9 @@ class TeacherServer:
             logger.warning(f"refused a request: {reason}", extra=EVERY_RANK)
         self._send(client, Message(Kind.REFUSED, number, {"reason": reason[:1000]}))
 
-    def _counters(self) -> dict[str, float]:
-        work = self._work
-        return {
-            "requests": work.requests,
-            "tokens": work.tokens,
-            "busy_s": work.busy_s,
-            "refused": work.refused,
-            "queue": len(self._queue),
-        }
+    def counters(self) -> dict[str, float]:
+        """Numbers about the work so far, and the requests that wait."""
+        return asdict(self._work) | {"queue": len(self._queue)}
 
     def _report(self) -> None:
         """Log one line per interval in which something was computed."""
@@ -192,4 +191,4 @@ class TeacherServer:
                 f"{100 * (work.busy_s - before.busy_s) / elapsed:.0f}% of the time",
                 extra=EVERY_RANK,
             )
-        self._reported_at, self._reported = now, _Work(work.requests, work.tokens, work.busy_s, work.refused)
+        self._reported_at, self._reported = now, replace(work)
