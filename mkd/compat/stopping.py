@@ -144,6 +144,10 @@ class EvaluationAborted(Exception):
     """Raised on all ranks, between two steps of an evaluation."""
 
 
+class WaitAborted(Exception):
+    """Raised on all ranks, before any of them computes a step: a signal has ended their wait for its inputs."""
+
+
 class EvaluationState(Protocol):
     """The part of the run's state that an aborted evaluation changes."""
 
@@ -177,8 +181,11 @@ def install_stopping(stop: StopSignals, state: EvaluationState) -> None:
                 raise EvaluationAborted
             try:
                 reports = run(forward_only=forward_only, **options)
-            except MkdTeacherTimeout as error:
-                stop.request(str(error), error.status)
+            except (MkdTeacherTimeout, WaitAborted) as error:
+                if isinstance(error, MkdTeacherTimeout):
+                    stop.request(str(error), error.status)
+                else:
+                    stop.anywhere()
                 if forward_only:
                     raise EvaluationAborted from error
                 raise
@@ -215,8 +222,8 @@ def install_stopping(stop: StopSignals, state: EvaluationState) -> None:
 
 
 def _stoppable_step(training: ModuleType, stop: StopSignals) -> Callable:
-    """megatron's training step; without an answer of the teacher, which all ranks find out before any of them computes,
-    the training loop saves the state before the step, and ends."""
+    """megatron's training step; if the wait for its inputs ends without them, on all ranks and before any of them
+    computes, the training loop saves the state before the step, and ends."""
     from megatron.core.rerun_state_machine import RerunDataIterator, RerunState
 
     train_step, steps = training.train_step, 0
@@ -225,7 +232,7 @@ def _stoppable_step(training: ModuleType, stop: StopSignals) -> Callable:
         nonlocal steps
         try:
             result = train_step(forward_step, data_iterator, *args, iteration=iteration, **options)
-        except MkdTeacherTimeout:
+        except (MkdTeacherTimeout, WaitAborted):
             training.get_rerun_state_machine().state = RerunState.NOT_RUNNING_YET
             for one in data_iterator if isinstance(data_iterator, list) else [data_iterator]:
                 if isinstance(one, RerunDataIterator):

@@ -21,6 +21,8 @@ class Lookahead:
     """See `next_microbatches`."""
     evaluating: bool
     """True if they belong to an evaluation."""
+    is_stopping: Callable[[], bool] = lambda: False
+    """True if this process has received a signal to stop: a wait before the present step may then end without it."""
 
     @classmethod
     def empty(cls) -> "Lookahead":

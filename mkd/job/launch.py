@@ -82,6 +82,7 @@ def train(job: Job, parts: TrainingParts) -> None:
     saving = prepare_saving(args, job.kd, job.state)
     then = "the job ends, without saving because there is no --save," if args.save is None else "the job saves and ends"
     stop = StopSignals(args.exit_signal, then=then).listen()
+    parts.schedule.is_stopping = lambda: stop.received is not None
     install(
         training=Hooks(job, parts.schedule, parts.metrics, parts.step.finite, parts.samples, parts.tasks),
         checkpoints=saving,

@@ -85,6 +85,8 @@ class TeacherThenStudent:
     """Factor of KD in the present step (`mkd.train.balance`)."""
     on_policy: OnPolicy | None = None
     """None without --kd-on-policy."""
+    is_stopping: Callable[[], bool] = lambda: False
+    """See `Lookahead.is_stopping`."""
     _checked: set[bool] = field(default_factory=set)
     """Phases (evaluation or not) whose first batch was compared between ranks."""
     record: StepRecord | None = None
@@ -145,7 +147,7 @@ class TeacherThenStudent:
         self._check(batches, evaluating)
         if not self._teaches(objective):
             return batches
-        upcoming = Lookahead(source, len(batches), self.true_vocab, self.length_multiple, evaluating)
+        upcoming = Lookahead(source, len(batches), self.true_vocab, self.length_multiple, evaluating, self.is_stopping)
         began = time.monotonic()
         batches = self.teacher.prepare(batches, upcoming)
         self.record.cache_s = time.monotonic() - began

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from signal import SIGSTOP
 from time import sleep
 import re
 
@@ -12,7 +13,7 @@ import pytest
 
 from tests.support.dist.kd_step import Layout, Models
 from tests.support.dist.outcome import GetPool, Outcome, assert_equal
-from tests.support.dist.served import Service, served_error, served_run
+from tests.support.dist.served import Service, impatient_run, served_error, served_run
 
 TEXT = Models(teacher_layers=2, tied=False)
 PACKED = replace(TEXT, data="packed", ratio=0.6)
@@ -92,20 +93,43 @@ def test_running_ahead_changes_no_number(gloo_pool: GetPool, services: Callable[
 
 
 def test_killed_services_change_no_number(gloo_pool: GetPool, service: Callable[..., Service]) -> None:
-    """Two addresses, of which one is killed and stays dead, and the other is killed and started again, twice."""
-    two = [service(delay_s=0.08), service(delay_s=0.08)]
+    """Two addresses: a service that is killed and stays dead, and one that is killed and started again, twice."""
+    two = [service(answers=2), service(answers=3)]
     models = replace(TEXT, served=tuple(one.start() for one in two))
     with ThreadPoolExecutor(1) as thread:
         run = thread.submit(Outcome.of, gloo_pool, 1, Layout(mbs=1), models, run=served_run)
-        sleep(0.5)
-        two[0].kill()
-        for _ in range(2):
-            sleep(0.4)
-            two[1].kill()
+        two[0].join()
+        for answers in (3, None):
+            two[1].join()
+            two[1].answers = answers
             two[1].start()
         seen = run.result()
     assert two[1].stop() > [(0, 0)]
     assert_equal(seen, in_process(gloo_pool, 1, Layout(mbs=1), TEXT, ONE))
+
+
+def test_paused_service_changes_no_number(gloo_pool: GetPool, service: Callable[..., Service]) -> None:
+    """A pause, until the connection counts as lost, while answers to later steps have been requested."""
+    one = service(answers=5, last_signal=SIGSTOP)
+    models = replace(TEXT, served=(one.start(),), ahead=4)
+    with ThreadPoolExecutor(1) as thread:
+        run = thread.submit(Outcome.of, gloo_pool, 1, Layout(mbs=1), models, run=impatient_run)
+        while not one.is_paused():
+            sleep(0.02)
+        sleep(1.5)
+        assert not run.done()
+        one.go_on()
+        seen = run.result()
+    assert_equal(seen, in_process(gloo_pool, 1, Layout(mbs=1), TEXT, ONE))
+
+
+@pytest.mark.parametrize("stopping_rank", [0, 1])
+def test_signal_ends_a_wait_on_all_ranks(
+    gloo_pool: GetPool, service: Callable[..., Service], stopping_rank: int
+) -> None:
+    models = replace(TEXT, served=(service(fault="silent").start(),), answer_s=600.0)
+    errors = gloo_pool(2).run(served_error, Layout(tp=2), models, stopping_rank)
+    assert errors == ["WaitAborted: "] * 2
 
 
 @pytest.mark.parametrize(

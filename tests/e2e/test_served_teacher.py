@@ -1,9 +1,14 @@
 """`mkd serve-teacher` and a student of another job: equal numbers, and the exit status where the teacher is gone."""
 
+import json
+import os
+import random
+import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -12,7 +17,7 @@ import pytest
 
 from mkd.checkpoint.megatron_folder import TRACKER
 from tests.support.e2e.launch import _rank
-from tests.support.e2e.small_job import ROOT, Result, SmallJob, environment, free_port, make_small_job, run
+from tests.support.e2e.small_job import ROOT, SCRIPT, Result, SmallJob, environment, free_port, make_small_job, run
 from tests.support.fork_server import fork_server
 
 VALUES = ("iteration", "loss", "ce", "kd", "grad_norm", "valid_loss", "valid_kd", "valid_teacher_ce")
@@ -23,21 +28,66 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> SmallJob:
     return make_small_job(tmp_path_factory.mktemp("job"))
 
 
-def service(job: SmallJob, port: int, folder: Path) -> BaseProcess:
-    """A started `mkd serve-teacher`."""
-    streams = [folder / "stdout", folder / "stderr"]
-    for stream in streams:
-        stream.touch()
-    words = [str(ROOT / "mkd/__main__.py"), "serve-teacher", "--address", f"tcp://127.0.0.1:{port}"]
-    words += ["--kd-teacher-hf", str(job.teacher), "--seq-length", "32", "--micro-batch-size", "2"]
-    process = fork_server().Process(target=_rank, args=(words, environment(), streams))
-    process.start()
+FLAGS = {"--train-iters": 30, "--save-interval": 7, "--eval-interval": 12}
+
+
+@pytest.fixture(scope="module")
+def alone(job: SmallJob) -> Result:
+    """A run with the teacher on its own ranks."""
+    result = run(job.flags({**FLAGS, "--save": job.root / "alone"}))
+    assert result.status == 0, result.errors[-3000:]
+    return result
+
+
+Start = Callable[[list[str], Path], BaseProcess]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """`start(words, folder)`: a started command, with the files `stdout` and `stderr` in `folder`."""
+    processes: list[BaseProcess] = []
+
+    def started(words: list[str], folder: Path) -> BaseProcess:
+        folder.mkdir(exist_ok=True)
+        streams = [folder / "stdout", folder / "stderr"]
+        for stream in streams:
+            stream.write_text("")
+        processes.append(fork_server().Process(target=_rank, args=(words, environment(), streams)))
+        processes[-1].start()
+        return processes[-1]
+
+    yield started
+    for process in processes:
+        process.kill()
+        process.join()
+
+
+def wait_for(condition: Callable[[], bool], process: BaseProcess, folder: Path) -> None:
+    """Wait for something that a running command does."""
     deadline = time.monotonic() + 120
-    while "serving the teacher" not in streams[0].read_text():
-        assert process.is_alive() and time.monotonic() < deadline, streams[1].read_text()[-3000:]
-        time.sleep(0.1)
-    streams[0].write_text("")
+    while not condition():
+        assert process.is_alive() and time.monotonic() < deadline, (folder / "stderr").read_text()[-3000:]
+        time.sleep(0.01)
+
+
+def service(start: Start, job: SmallJob, port: int, folder: Path, *flags: str) -> BaseProcess:
+    """A started `mkd serve-teacher`."""
+    words = [str(ROOT / "mkd/__main__.py"), "serve-teacher", "--address", f"tcp://127.0.0.1:{port}"]
+    words += ["--kd-teacher-hf", str(job.teacher), "--seq-length", "32", "--micro-batch-size", "2", *flags]
+    process = start(words, folder)
+    wait_for(lambda: "serving the teacher" in (folder / "stdout").read_text(), process, folder)
     return process
+
+
+def served_flags(port: int, save: Path, **changes: Any) -> dict[str, Any]:
+    """Flags of a student that the service teaches."""
+    own = {"--kd-teacher-hf": None, "--kd-teacher-url": f"tcp://127.0.0.1:{port}", "--kd-teacher-ahead": 1}
+    return {**FLAGS, **own, "--save": save, "--load": save, **changes}
+
+
+def has_reached(iteration: int, metrics: Path) -> bool:
+    """True if the run of these metrics has reached an iteration."""
+    return metrics.exists() and f'"iteration": {iteration},' in metrics.read_text()
 
 
 @contextmanager
@@ -47,7 +97,7 @@ def killed_at(process: BaseProcess, iteration: int, metrics: Path) -> Iterator[N
     def watch() -> None:
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
-            if metrics.exists() and f'"iteration": {iteration},' in metrics.read_text():
+            if has_reached(iteration, metrics):
                 process.kill()
                 return
             time.sleep(0.002)
@@ -62,19 +112,14 @@ def numbers(result: Result) -> list[dict[str, Any]]:
     return [{key: line.get(key) for key in VALUES} for line in result.metrics]
 
 
-def test_service_and_student(job: SmallJob, tmp_path: Path) -> None:
+def test_service_and_student(start: Start, job: SmallJob, alone: Result, tmp_path: Path) -> None:
     """Killed in the middle of a run, which saves and ends with status 75; started again, the run goes to its end."""
     port = free_port()
-    flags = {"--train-iters": 30, "--save-interval": 7, "--eval-interval": 12}
-    alone = run(job.flags({**flags, "--save": tmp_path / "alone"}))
-    assert alone.status == 0, alone.errors[-3000:]
-    own = {"--kd-teacher-hf": None, "--kd-teacher-url": f"tcp://127.0.0.1:{port}", "--kd-teacher-ahead": 1}
-    own |= {"--save": tmp_path / "served", "--load": tmp_path / "served"}
 
     def served(timeout_s: float) -> Result:
-        return run(job.flags({**flags, **own, "--kd-teacher-timeout": timeout_s}))
+        return run(job.flags(served_flags(port, tmp_path / "served", **{"--kd-teacher-timeout": timeout_s})))
 
-    first = service(job, port, tmp_path)
+    first = service(start, job, port, tmp_path)
     with killed_at(first, 3, tmp_path / "served/metrics.jsonl"):
         ended = served(8)
     first.join()
@@ -85,7 +130,7 @@ def test_service_and_student(job: SmallJob, tmp_path: Path) -> None:
     again = served(1)  # nobody is there
     assert again.status == 75 and "no teacher answers there within 1 s" in again.errors
 
-    second = service(job, port, tmp_path)
+    second = service(start, job, port, tmp_path)
     whole = served(60)
     assert whole.status == 0, whole.output[-3000:] + whole.errors[-3000:]
     assert "served at tcp://127.0.0.1" in whole.output
@@ -94,6 +139,54 @@ def test_service_and_student(job: SmallJob, tmp_path: Path) -> None:
     second.join()
     assert second.exitcode == 0
     assert "every request that was received is answered; the service ends" in (tmp_path / "stdout").read_text()
+
+
+def test_signal_during_a_wait(start: Start, job: SmallJob, alone: Result, tmp_path: Path) -> None:
+    """A student that waits for a paused service saves and ends at SIGTERM; resumed, it goes to its end."""
+    port, save = free_port(), tmp_path / "served"
+    teacher = service(start, job, port, tmp_path / "teacher")
+    flags = job.flags(served_flags(port, save))
+    student = start([str(SCRIPT), *flags], tmp_path / "student")
+    metrics = save / "metrics.jsonl"
+    wait_for(lambda: has_reached(3, metrics), student, tmp_path / "student")
+    os.kill(teacher.pid, signal.SIGSTOP)
+    size = -1
+    while size != (size := metrics.stat().st_size):
+        time.sleep(1.0)
+    student.terminate()
+    student.join(60)
+    assert student.exitcode == 0, (tmp_path / "student/stderr").read_text()[-3000:]
+    assert "SIGTERM: stopping" in (tmp_path / "student/stdout").read_text()
+    assert 3 <= int((save / TRACKER).read_text()) < 30
+    os.kill(teacher.pid, signal.SIGCONT)
+    whole = run(flags)
+    assert whole.status == 0, whole.output[-3000:] + whole.errors[-3000:]
+    assert numbers(whole) == numbers(alone)
+    teacher.terminate()
+    teacher.join()
+
+
+@pytest.mark.slow
+def test_five_kills_in_sixty_steps(start: Start, job: SmallJob, tmp_path: Path) -> None:
+    port, save = free_port(), tmp_path / "served"
+    alone = run(job.flags({**FLAGS, "--train-iters": 60, "--save": tmp_path / "alone"}))
+    teacher = service(start, job, port, tmp_path / "teacher")
+    words = job.flags(served_flags(port, save, **{"--train-iters": 60, "--kd-teacher-ahead": 2}))
+    student = start([str(SCRIPT), *words], tmp_path / "student")
+    chance = random.Random(1)
+    for iteration in sorted(chance.sample(range(1, 55), 5)):
+        wait_for(lambda: has_reached(iteration, save / "metrics.jsonl"), student, tmp_path / "student")  # noqa: B023
+        time.sleep(chance.uniform(0.0, 0.05))
+        teacher.kill()
+        teacher.join()
+        teacher = service(start, job, port, tmp_path / "teacher")
+    student.join(120)
+    assert student.exitcode == 0, (tmp_path / "student/stderr").read_text()[-3000:]
+    assert (tmp_path / "student/stdout").read_text().count("lost the teacher") == 5
+    seen = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
+    assert numbers(replace(alone, metrics=seen)) == numbers(alone)
+    teacher.terminate()
+    teacher.join()
 
 
 @pytest.mark.parametrize(

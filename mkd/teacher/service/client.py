@@ -1,7 +1,8 @@
 """The teacher that a service computes; no model weights but the LM head are on the student's ranks."""
 
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mkd.compat.stopping import WaitAborted
 from mkd.data.batch import KDBatch
 from mkd.data.lookahead import Lookahead
 from mkd.distributed.context_parallel import dual_chunk_positions
@@ -26,6 +28,8 @@ from mkd.teacher.service.server import MOST_ANSWER_BYTES
 
 _ERRORS: tuple[type[MkdError], ...] = (MkdTeacherTimeout, MkdTeacherError, MkdNumericError)
 """Errors that all ranks raise together, by the number that they exchange, from 1."""
+_ROUND_S = 0.2
+"""Seconds of waiting after which all ranks exchange what they have found."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,11 @@ class _Asked:
 
     request: ForwardRequest
     answer: Future[Message]
+
+
+def _number(failure: MkdError | None) -> int:
+    """The number of an error's class in `_ERRORS`, from 1; 0 for none."""
+    return 0 if failure is None else 1 + next(i for i, one in enumerate(_ERRORS) if isinstance(failure, one))
 
 
 class ServedTeacher:
@@ -119,18 +128,16 @@ class ServedTeacher:
         Raises:
             MkdTeacherTimeout: on all ranks, if no answer has come for the time limit.
             MkdTeacherError, MkdNumericError: on all ranks, if an answer cannot be used.
+            WaitAborted: on all ranks, if one of them is stopping and one of them has no answer yet.
         """
-        self._whole, failure = list(batches), None
-        if self._asks:
-            try:
-                self._collect(batches, upcoming)
-            except _ERRORS as error:
-                failure = error
-        self._raise_everywhere(failure)
+        self._whole = list(batches)
+        step = self._send(batches, upcoming) if self._asks else {}
+        self._wait(list(step.values()), upcoming.is_stopping)
+        self._step = step
         return self._whole
 
-    def _collect(self, batches: Sequence[KDBatch], upcoming: Lookahead) -> None:
-        """Send what was not sent yet, for this step and later ones, and wait for the answers of this step."""
+    def _send(self, batches: Sequence[KDBatch], upcoming: Lookahead) -> dict[bytes, _Asked]:
+        """Send what was not sent yet, for this step and later ones; returns the requests of this step."""
         phase, asked = upcoming.evaluating, self._asked[upcoming.evaluating]
         step, requests = {}, [ForwardRequest.of_batch(batch) for batch in batches]
         self._keys = [request.key for request in requests]
@@ -146,9 +153,39 @@ class ServedTeacher:
             if not self._sent_ahead[phase]:
                 asked.clear()
         self._run_ahead(upcoming, asked)
-        for one in step.values():
-            self._check(one, self._await(one.answer))
-        self._step = step
+        return step
+
+    def _wait(self, step: list[_Asked], is_stopping: Callable[[], bool]) -> None:
+        """Return when every rank has its answers. The ranks exchange their states in rounds, because a signal may reach
+        any of them."""
+        began, waiting = time.monotonic(), deque(step)
+        while True:
+            failure = None
+            try:
+                self._receive(waiting, began)
+            except _ERRORS as error:
+                failure = error
+            found = torch.tensor([_number(failure), bool(waiting), is_stopping()], dtype=torch.int64)
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._host_group)
+            number, is_waiting, stops = found.tolist()
+            if number:
+                self._raise_everywhere(failure)
+            if not is_waiting:
+                return
+            if stops:
+                raise WaitAborted
+
+    def _receive(self, waiting: deque[_Asked], began: float) -> None:
+        """Remove requests whose answers arrive within one round; raises an error of an answer, or of its absence."""
+        ends = time.monotonic() + _ROUND_S
+        while waiting:
+            try:
+                answer = waiting[0].answer.result(timeout=max(0.0, ends - time.monotonic()))
+            except NoAnswer:
+                self._check_silence(began)
+                return
+            self._check(waiting[0], answer)
+            waiting.popleft()
 
     def _run_ahead(self, upcoming: Lookahead, asked: dict[bytes, _Asked]) -> None:
         """Send requests of later steps, in their order, while their answers fit into the buffer."""
@@ -174,17 +211,22 @@ class ServedTeacher:
         return _Asked(request, self._connections.submit(Message(Kind.FORWARD, 0, values, request.tensors)))
 
     def _await(self, answer: Future[Message]) -> Message:
-        began, limit = time.monotonic(), self._options.timeout_s
+        began = time.monotonic()
         while True:
             try:
-                return answer.result(timeout=0.2)
+                return answer.result(timeout=_ROUND_S)
             except NoAnswer:
-                silent = time.monotonic() - max(began, self._connections.answered_at)
-                if silent > limit:
-                    raise MkdTeacherTimeout(
-                        f"the teacher has not answered for {silent:.0f} s (--kd-teacher-timeout {limit:g}): start it "
-                        "again (mkd serve-teacher), and then this job"
-                    ) from None
+                self._check_silence(began)
+
+    def _check_silence(self, began: float) -> None:
+        """Raises MkdTeacherTimeout if no answer has come for the time limit since `began`."""
+        limit = self._options.timeout_s
+        silent = time.monotonic() - max(began, self._connections.answered_at)
+        if silent > limit:
+            raise MkdTeacherTimeout(
+                f"the teacher has not answered for {silent:.0f} s (--kd-teacher-timeout {limit:g}): start it again (mkd "
+                "serve-teacher), and then this job"
+            )
 
     def _check(self, asked: _Asked, answer: Message) -> None:
         facts, count = self._facts, len(asked.request.wanted)
@@ -204,7 +246,7 @@ class ServedTeacher:
 
     def _raise_everywhere(self, failure: MkdError | None) -> None:
         """Raise on all ranks what one rank has found."""
-        kind = 0 if failure is None else 1 + next(i for i, one in enumerate(_ERRORS) if isinstance(failure, one))
+        kind = _number(failure)
         found = torch.tensor([kind])
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._host_group)
         if not found[0]:

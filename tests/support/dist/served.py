@@ -1,19 +1,21 @@
 """Teacher services of the small models' teacher, and runs that they teach, for workers of the pool."""
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode
 from torch import Tensor
 
+from mkd.compat.stopping import WaitAborted
 from mkd.data.batch import KDBatch, next_microbatches
 from mkd.data.lookahead import Lookahead
 from mkd.distributed.groups import Groups
@@ -50,13 +52,17 @@ def facts_of(layout: Layout, models: Models, **changes: Any) -> TeacherFacts:
 
 
 class _Faulty(TeacherServer):
-    """A service that answers late, or wrongly."""
+    """A service that answers wrongly, or no longer."""
 
-    fault, delay_s = "", 0.0
+    fault = ""
+    answers_left: int | None = None
+    """It receives `last_signal` after so many answers; None for never."""
+    last_signal = signal.SIGKILL
 
     def _send(self, client: bytes, message: Message) -> None:
         if message.kind == Kind.HIDDEN:
-            time.sleep(self.delay_s)
+            if self.answers_left is not None:
+                self.answers_left -= 1
             (hidden,) = message.tensors
             match self.fault:
                 case "NaN":
@@ -67,10 +73,21 @@ class _Faulty(TeacherServer):
                     return
             message = replace(message, tensors=(hidden,))
         super()._send(client, message)
+        if self.answers_left == 0:
+            self.answers_left = None
+            os.kill(os.getpid(), self.last_signal)
 
 
 def serve(
-    rank: int, world_size: int, layout: Layout, models: Models, folder: str, port: int, fault: str, delay_s: float
+    rank: int,
+    world_size: int,
+    layout: Layout,
+    models: Models,
+    folder: str,
+    port: int,
+    fault: str,
+    answers: int | None,
+    last_signal: signal.Signals,
 ) -> tuple[int, int]:
     """Serve until the file `stop` is in `folder`; (requests, tokens) of the service.
 
@@ -81,7 +98,7 @@ def serve(
         folder: where the front rank writes the file `address`.
         port: 0 for any.
         fault: what is wrong with answers, see `_Faulty`.
-        delay_s: before each answer.
+        answers, last_signal: see `_Faulty`.
     """
     stop = Path(folder) / "stop"
     with parallel_state(layout):
@@ -93,7 +110,7 @@ def serve(
             ranks.follow()
             return 0, 0
         server = _Faulty(facts_of(layout, models), ServiceAddress("127.0.0.1", port), None)
-        server.fault, server.delay_s = fault, delay_s
+        server.fault, server.answers_left, server.last_signal = fault, answers, last_signal
         partial = Path(folder) / "partial"
         partial.write_text(server.address)
         partial.rename(Path(folder) / "address")
@@ -110,7 +127,9 @@ class Service:
     layout: Layout = Layout()
     models: Models = Models()
     fault: str = ""
-    delay_s: float = 0.0
+    answers: int | None = None
+    """It receives `last_signal` after so many answers; None for never."""
+    last_signal: signal.Signals = signal.SIGKILL
     port: int = 0
     _pool: Pool = field(init=False)
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
@@ -123,7 +142,7 @@ class Service:
         """Start it, at the port of before if it has run; returns its address."""
         for name in ("address", "stop"):
             (self.folder / name).unlink(missing_ok=True)
-        words = (self.layout, self.models, str(self.folder), self.port, self.fault, self.delay_s)
+        words = (self.layout, self.models, str(self.folder), self.port, self.fault, self.answers, self.last_signal)
         self._result = self._thread.submit(self._pool.run, serve, *words)
         deadline = time.monotonic() + 60
         while not (self.folder / "address").exists():
@@ -138,12 +157,19 @@ class Service:
         (self.folder / "stop").touch()
         return self._result.result(timeout=30)
 
-    def kill(self) -> None:
-        """As kill -9."""
-        for process in self._pool._processes:
-            os.kill(process.pid, 9)
-        with suppress(WorkerError):
-            self._result.result(timeout=30)
+    def join(self) -> None:
+        """Wait until it is killed."""
+        with pytest.raises(WorkerError):
+            self._result.result(timeout=60)
+
+    def is_paused(self) -> bool:
+        """True after SIGSTOP."""
+        status = Path(f"/proc/{self._pool._processes[0].pid}/stat").read_text()
+        return status.rpartition(")")[2].split()[0] == "T"
+
+    def go_on(self) -> None:
+        """Send SIGCONT."""
+        os.kill(self._pool._processes[0].pid, signal.SIGCONT)
 
     def close(self) -> None:
         """End its processes."""
@@ -180,16 +206,30 @@ def served_run(
             run._teacher.close()
 
 
-def served_error(rank: int, world_size: int, layout: Layout, models: Models) -> str:
-    """The error that this rank raises in a step, with the name of its class."""
+def impatient_run(*args: Any) -> dict[str, Any]:
+    """`served_run` in which a service that is silent for 0.5 s is lost."""
+    with patch.multiple("mkd.teacher.service.addresses", _HEARTBEAT_MS=100, _LOST_AFTER_MS=500):
+        return served_run(*args)
+
+
+def served_error(
+    rank: int, world_size: int, layout: Layout, models: Models, stopping_rank: int | None = None
+) -> str:
+    """The error that this rank raises in a step, with the name of its class.
+
+    Args:
+        rank, world_size: of the pool.
+        layout, models: what runs.
+        stopping_rank: a rank that has received a signal.
+    """
     with parallel_state(layout):
         groups = Groups.from_megatron()
         collated = microbatches(models.data, layout.segment_cp, layout.mbs, groups.dp.rank(), groups.dp.size())
         batches: list[KDBatch] = next_microbatches(iter(collated), len(collated), VOCAB)
         teacher = build_teacher(layout, models, groups)
         try:
-            teacher.prepare(batches, Lookahead.empty())
-        except MkdError as error:
+            teacher.prepare(batches, replace(Lookahead.empty(), is_stopping=lambda: rank == stopping_rank))
+        except (MkdError, WaitAborted) as error:
             return f"{type(error).__name__}: {error}"
         finally:
             teacher.close()
