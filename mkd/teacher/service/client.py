@@ -224,8 +224,8 @@ class ServedTeacher:
         silent = time.monotonic() - max(began, self._connections.answered_at)
         if silent > limit:
             raise MkdTeacherTimeout(
-                f"the teacher has not answered for {silent:.0f} s (--kd-teacher-timeout {limit:g}): start it again (mkd "
-                "serve-teacher), and then this job"
+                f"the teacher has not answered for {silent:.0f} s (--kd-teacher-timeout {limit:g}): start it again "
+                "(mkd serve-teacher), and then this job"
             )
 
     def _check(self, asked: _Asked, answer: Message) -> None:

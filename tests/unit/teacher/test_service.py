@@ -202,10 +202,10 @@ def test_requests_that_have_arrived_are_answered_at_the_end() -> None:
 
 @pytest.mark.parametrize("words", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", bytes(range(256)) * 4000])
 def test_random_bytes_disturb_nobody(words: bytes) -> None:
-    with running() as address, connected(address) as connections:
-        with socket.create_connection(("127.0.0.1", address.port)) as raw:
-            with suppress(ConnectionError):  # the service may have closed the connection by then
-                raw.sendall(words)
+    with running() as address, socket.create_connection(("127.0.0.1", address.port)) as raw:
+        with suppress(ConnectionError):  # the service may have closed the connection by then
+            raw.sendall(words)
+        with connected(address) as connections:
             assert ask(connections, request_of([[7, 8, 9, 10]])).result(LIMIT_S).tensors[0].shape == (2, 4)
 
 
@@ -219,18 +219,18 @@ def test_random_bytes_disturb_nobody(words: bytes) -> None:
     ],
 )
 def test_random_clients_disturb_nobody(frames: list[bytes], is_refused: bool) -> None:
-    with running() as address, connected(address) as connections:
-        with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-            dealer.linger = 0
-            lost = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-            dealer.connect(str(address))
-            dealer.send_multipart(frames)
-            seen = dealer if is_refused else lost  # a client that sends too much is disconnected
-            assert seen.poll(1000 * LIMIT_S)
-            if is_refused:
-                assert Message.of(dealer.recv_multipart()).kind == Kind.REFUSED
-            dealer.disable_monitor()
-            lost.close(0)
+    with running() as address, zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        lost = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        dealer.connect(str(address))
+        dealer.send_multipart(frames)
+        seen = dealer if is_refused else lost  # a client that sends too much is disconnected
+        assert seen.poll(1000 * LIMIT_S)
+        if is_refused:
+            assert Message.of(dealer.recv_multipart()).kind == Kind.REFUSED
+        dealer.disable_monitor()
+        lost.close(0)
+        with connected(address) as connections:
             assert ask(connections, request_of([[7, 8, 9, 10]])).result(LIMIT_S).tensors[0].shape == (2, 4)
 
 
