@@ -16,7 +16,7 @@ from mkd.cli.job_process import exit_status_of_rank, prepare
 from mkd.cli.usage import command_parser
 
 
-def serve(address: str, words: list[str]) -> None:
+def serve(own: argparse.Namespace, words: list[str]) -> None:
     """Check the flags, load the teacher, and serve it until a signal."""
     prepare(words)
     from megatron.training import initialize_megatron
@@ -24,10 +24,10 @@ def serve(address: str, words: list[str]) -> None:
     from mkd.checkpoint.resume_point import check_same_teacher_everywhere
     from mkd.compat.stopping import StopSignals
     from mkd.distributed.rank_env import check_rendezvous
-    from mkd.job.teacher_service import ServiceJob
+    from mkd.job.teacher_service import ServiceJob, ServiceOptions
     from mkd.utils.logging import logger
 
-    job = ServiceJob.from_command_line(address)
+    job = ServiceJob.from_command_line(ServiceOptions(**vars(own)))
     logger.info(f"teacher    {job.teacher}")
     if job.is_dry_run:
         return
@@ -47,6 +47,22 @@ def parser_of_command() -> argparse.ArgumentParser:
         metavar="tcp://HOST:PORT",
         help="where the service listens, on its last pipeline stage (default: %(default)s)",
     )
+    parser.add_argument(
+        "--batch-tokens",
+        type=int,
+        metavar="N",
+        help="join waiting requests into one forward pass of up to N tokens: faster for many small requests, and equal "
+        "to rounding only (default: one forward pass for each request, equal to the last bit)",
+    )
+    parser.add_argument(
+        "--metrics-port", type=int, metavar="PORT", help="serve /health and /metrics (Prometheus) over HTTP at a port"
+    )
+    parser.add_argument(
+        "--metrics-host",
+        default="127.0.0.1",
+        metavar="HOST",
+        help="with --metrics-port: the address of this machine to listen at (default: %(default)s, this machine only)",
+    )
     return parser
 
 
@@ -54,4 +70,4 @@ def main(argv: list[str] | None = None) -> int:
     """Exit status: 0, or 1 after a message on stderr."""
     words = sys.argv[1:] if argv is None else argv
     own, others = parser_of_command().parse_known_args(words)
-    return exit_status_of_rank(lambda: serve(own.address, others))
+    return exit_status_of_rank(lambda: serve(own, others))

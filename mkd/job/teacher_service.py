@@ -21,12 +21,33 @@ from mkd.models.gpt import logit_scale
 from mkd.teacher.service.addresses import Secret, ServiceAddress, require_secret
 from mkd.teacher.service.facts import TeacherFacts
 from mkd.teacher.service.model import TeacherRanks, is_front
+from mkd.teacher.service.monitoring import Monitor
 from mkd.teacher.service.server import TeacherServer
 from mkd.utils.logging import EVERY_RANK, logger, set_level
 
 ADDRESS_FLAG = "--address"
 _KD_FIELDS = ("teacher_hf", "teacher_load", "teacher_dtype", "packing", "packing_multiple", "log_level", "dry_run")
 """Fields of KDConfig that a service has; the others are about the student, its data and its loss."""
+
+
+@dataclass(frozen=True)
+class ServiceOptions:
+    """Flags of mkd serve-teacher itself."""
+
+    address: str
+    """Where to listen."""
+    batch_tokens: int | None = None
+    """See `TeacherServer`."""
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int | None = None
+    """Of /health and /metrics; None for neither."""
+
+    def check(self) -> None:
+        """Raise MkdConfigError for a number out of its bounds."""
+        if self.batch_tokens is not None and self.batch_tokens < 1:
+            raise MkdConfigError(f"--batch-tokens is {self.batch_tokens}; it must be at least 1")
+        if self.metrics_port is not None and not 0 <= self.metrics_port < 2**16:
+            raise MkdConfigError(f"--metrics-port is {self.metrics_port}; it must be from 0 (any free port) to 65535")
 
 
 @dataclass(frozen=True)
@@ -38,19 +59,21 @@ class ServiceJob:
     teacher: ModelTeacherSpec
     address: ServiceAddress
     secret: Secret | None
+    options: ServiceOptions
     is_dry_run: bool
 
     @classmethod
-    def from_command_line(cls, url: str) -> "ServiceJob":
+    def from_command_line(cls, options: ServiceOptions) -> "ServiceJob":
         """Parse `sys.argv`, which holds flags of mkd train about the teacher and the size of microbatches.
 
         Args:
-            url: where to listen.
+            options: the service's own flags.
 
         Raises:
             MkdError: a flag or file is wrong.
         """
-        address, secret = ServiceAddress.parse(ADDRESS_FLAG, url), Secret.from_environment()
+        options.check()
+        address, secret = ServiceAddress.parse(ADDRESS_FLAG, options.address), Secret.from_environment()
         require_secret(ADDRESS_FLAG, address, secret)
         args, given = flags.parse_flags()
         _refuse(given)
@@ -65,7 +88,7 @@ class ServiceJob:
         megatron_args.finish(args, kd, RunState())
         vocab = source.vocab_size or megatron_args.true_vocabulary(args)
         teacher = ModelTeacherSpec.of(source, args, kd, vocab, source.fingerprint())
-        return cls(args, teacher, address, secret, kd.dry_run)
+        return cls(args, teacher, address, secret, options, kd.dry_run)
 
     @property
     def facts(self) -> TeacherFacts:
@@ -96,6 +119,7 @@ class ServiceJob:
         """
         groups = Groups.from_megatron()
         server = self._listen() if is_front(groups) else None
+        monitor = None if server is None else self._monitor(server)
         sequence_parallel = self.teacher.config.transformer.sequence_parallel
         ranks = TeacherRanks(self.teacher.build(groups), groups, sequence_parallel=sequence_parallel)
         head = ranks.lm_head(self.teacher.true_vocab)
@@ -108,13 +132,26 @@ class ServiceJob:
         )
         server.serve(ranks, head, is_stopping)
         server.close()
+        if monitor is not None:
+            monitor.close()
         logger.info("every request that was received is answered; the service ends", extra=EVERY_RANK)
 
     def _listen(self) -> TeacherServer:
         try:
-            return TeacherServer(self.facts, self.address, self.secret)
+            return TeacherServer(self.facts, self.address, self.secret, self.options.batch_tokens)
         except zmq.ZMQError as error:
             raise MkdConfigError(f"{ADDRESS_FLAG} {self.address} cannot be used: {error}") from error
+
+    def _monitor(self, server: TeacherServer) -> Monitor | None:
+        host, port = self.options.metrics_host, self.options.metrics_port
+        if port is None:
+            return None
+        try:
+            monitor = Monitor(host, port, server.status)
+        except OSError as error:
+            raise MkdConfigError(f"--metrics-port {port} of {host} cannot be used: {error.strerror}") from error
+        logger.info(f"health and metrics at {monitor.url}/health and {monitor.url}/metrics", extra=EVERY_RANK)
+        return monitor
 
 
 def _refuse(given: dict) -> None:

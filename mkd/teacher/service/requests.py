@@ -1,8 +1,9 @@
 """A microbatch as a request for its final hidden states."""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -49,6 +50,28 @@ class ForwardRequest:
         request = cls(*tensors)
         request._check(facts)
         return request
+
+    @classmethod
+    def joined(cls, requests: "Sequence[ForwardRequest]") -> "ForwardRequest":
+        """One request for the wanted tokens of several, in their order; each fits the first (`can_join`)."""
+        packed = len(requests[0].bounds) > 0
+        starts = [0, *accumulate(one.tokens.numel() for one in requests)]
+        bounds = [
+            one.bounds[min(number, 1) :] + start
+            for number, (one, start) in enumerate(zip(requests, starts, strict=False))
+        ]
+        return cls(
+            torch.cat([one.tokens for one in requests], dim=int(packed)),
+            torch.cat([one.positions for one in requests], dim=int(packed)),
+            torch.cat(bounds),
+            torch.cat([one.wanted + start for one, start in zip(requests, starts, strict=False)]),
+        )
+
+    def can_join(self, other: "ForwardRequest") -> bool:
+        """True if one forward pass can compute both: packed rows are joined to one, other rows have one length."""
+        if len(self.bounds) or len(other.bounds):
+            return bool(len(self.bounds) and len(other.bounds))
+        return self.tokens.shape[1] == other.tokens.shape[1]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

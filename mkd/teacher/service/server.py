@@ -13,6 +13,7 @@ from mkd.teacher.service.addresses import Secret, ServiceAddress, service_socket
 from mkd.teacher.service.facts import TeacherFacts
 from mkd.teacher.service.messages import Kind, Message, ProtocolError
 from mkd.teacher.service.model import IDLE_S, Order, TeacherRanks
+from mkd.teacher.service.monitoring import ServiceStatus
 from mkd.teacher.service.requests import ForwardRequest
 from mkd.utils.logging import EVERY_RANK, logger
 
@@ -36,6 +37,8 @@ class _Work:
     """Forward requests that were read."""
     requests: int = 0
     """Forward requests that were computed."""
+    passes: int = 0
+    """Forward passes."""
     tokens: int = 0
     busy_s: float = 0.0
     refused: int = 0
@@ -51,19 +54,23 @@ class _Waiting:
 
 
 class TeacherServer:
-    """Answers requests in the order of their arrival, one forward pass for each."""
+    """Answers requests in the order of their arrival, one forward pass for each or, on demand, for several."""
 
-    def __init__(self, facts: TeacherFacts, address: ServiceAddress, secret: Secret | None) -> None:
+    def __init__(
+        self, facts: TeacherFacts, address: ServiceAddress, secret: Secret | None, batch_tokens: int | None = None
+    ) -> None:
         """Listen, before the teacher is loaded: requests wait until `serve`. On the front rank only.
 
         Args:
             facts: the teacher.
             address, secret: see `service_socket`.
+            batch_tokens: tokens of requests that are joined into one forward pass at most; None joins none.
 
         Raises:
             zmq.ZMQError: the address cannot be used.
         """
-        self._facts = facts
+        self._facts, self._batch_tokens = facts, batch_tokens
+        self._state, self._began = "loading", time.monotonic()
         self._ranks: TeacherRanks | None = None
         self._head: Tensor | None = None
         self._context = zmq.Context()
@@ -82,20 +89,21 @@ class TeacherServer:
             head: [V, Ht] the teacher's LM head, on the host.
             is_stopping: called between two requests.
         """
-        self._ranks, self._head = ranks, head
+        self._ranks, self._head, self._state = ranks, head, "serving"
         ordered = time.monotonic()
         while not is_stopping():
             self._read(0 if self._queue else 200)
             if self._queue:
-                self._compute(self._queue.popleft())
+                self._compute(self._take())
                 ordered = time.monotonic()
             elif time.monotonic() - ordered > IDLE_S:
                 self._ranks.order(Order.IDLE)
                 ordered = time.monotonic()
             self._report()
+        self._state = "stopping"
         self._read(0)
         while self._queue:
-            self._compute(self._queue.popleft())
+            self._compute(self._take())
         self._ranks.order(Order.STOP)
 
     def close(self) -> None:
@@ -154,13 +162,27 @@ class TeacherServer:
             raise ProtocolError(f"rows {start} to {start} + {count} of an LM head of {len(self._head)}")
         return self._head[start : start + count]
 
-    def _compute(self, waiting: _Waiting) -> None:
-        began, request = time.monotonic(), waiting.request
+    def _take(self) -> list[_Waiting]:
+        """The next request, and those after it that are computed with it."""
+        taken = [self._queue.popleft()]
+        first, tokens = taken[0].request, taken[0].request.tokens.numel()
+        while self._batch_tokens is not None and self._queue and first.can_join(self._queue[0].request):
+            tokens += self._queue[0].request.tokens.numel()
+            if tokens > self._batch_tokens:
+                break
+            taken.append(self._queue.popleft())
+        return taken
+
+    def _compute(self, taken: list[_Waiting]) -> None:
+        began = time.monotonic()
+        request = ForwardRequest.joined([one.request for one in taken]) if len(taken) > 1 else taken[0].request
         hidden = self._ranks.order(Order.FORWARD, request.batch())
         found = hidden.index_select(0, request.wanted.long().to(hidden.device)).cpu()
         values = {"fingerprint": self._facts.fingerprint}
-        self._send(waiting.client, Message(Kind.HIDDEN, waiting.number, values, (found,)))
-        self._work.requests += 1
+        for one, own in zip(taken, found.split([len(one.request.wanted) for one in taken]), strict=True):
+            self._send(one.client, Message(Kind.HIDDEN, one.number, values, (own,)))
+        self._work.requests += len(taken)
+        self._work.passes += 1
         self._work.tokens += request.tokens.numel()
         self._work.busy_s += time.monotonic() - began
 
@@ -177,6 +199,10 @@ class TeacherServer:
     def counters(self) -> dict[str, float]:
         """Numbers about the work so far, and the requests that wait."""
         return asdict(self._work) | {"queue": len(self._queue)}
+
+    def status(self) -> ServiceStatus:
+        """For `Monitor`; called in its thread."""
+        return ServiceStatus(self._state, self._facts.fingerprint, self.counters(), time.monotonic() - self._began)
 
     def _report(self) -> None:
         """Log one line per interval in which something was computed."""
