@@ -129,7 +129,7 @@ class Monitor:
         self._server = _Server((host, port), _Handler)
         self._server.status = status
         self.url = f"http://{host}:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever, name="monitoring", daemon=True)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), name="monitoring", daemon=True)
         self._thread.start()
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ import zmq
 
 from mkd.errors import MkdConfigError
 from mkd.job.teacher_service import ServiceOptions
+from mkd.teacher.service import monitoring
 from mkd.teacher.service.addresses import ServiceAddress
 from mkd.teacher.service.messages import Kind, Message
 from mkd.teacher.service.monitoring import Monitor, ServiceStatus
@@ -67,7 +68,8 @@ def test_metrics(url: str) -> None:
         assert re.search(rf"^# TYPE {plain} (counter|gauge)$", text, re.MULTILINE), name
 
 
-def test_silent_and_random_clients_do_not_block_the_others(url: str) -> None:
+def test_silent_and_random_clients_do_not_block_the_others(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitoring._Handler, "timeout", 0.1)
     port = int(url.rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port)) as silent:
         with socket.create_connection(("127.0.0.1", port)) as random:
