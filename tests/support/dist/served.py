@@ -172,9 +172,12 @@ class Service:
         os.kill(self._pool._processes[0].pid, signal.SIGCONT)
 
     def close(self) -> None:
-        """End its processes."""
-        self._pool.stop()
+        """End its processes. The thread stops the pool of a service that is killed, and has ended before this one
+        does."""
+        for process in list(self._pool._processes):
+            process.kill()
         self._thread.shutdown()
+        self._pool.stop()
 
 
 class _Recording:
