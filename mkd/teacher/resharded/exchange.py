@@ -141,7 +141,7 @@ class TeacherExchange:
         if own is None:
             items = torch.empty(0, *shape, dtype=dtype, device="cuda")
         else:
-            items = own.index_select(0, torch.cat(sent).to(own.device)).to(dtype)
+            items = own.index_select(0, _on_device(torch.cat(sent))).to(dtype)
         received = items.new_empty(sum(counts), *shape)
         dist.all_to_all_single(received, items, list(counts), list(map(len, sent)), group=self._on_device)
         return received.split(list(counts))
@@ -202,7 +202,7 @@ class StepExchange:
                 microbatch = self.assignments[replica].forwards[index].microbatch
                 if microbatch not in found:
                     found[microbatch] = part.new_empty(len(plans[replica].needed[rank]), width)
-                found[microbatch][target.to(part.device)] = part
+                found[microbatch][_on_device(target)] = part
 
     def _plan(self, replica: int, index: int) -> TransferPlan:
         """Transfer of tokens, numbered position * b + row, after a forward pass; empty if this rank neither sends nor
@@ -227,6 +227,12 @@ class StepExchange:
             {rank: tokens(exchange.teacher_sharding, coords) for rank, coords in held.items()},
             {rank: numbers[wanted[numbers]] for rank, numbers in of_students.items()},
         )
+
+
+def _on_device(index: Tensor) -> Tensor:
+    """A copy on the device that waits for nothing: a copy from pageable memory waits for all work on the device, and
+    the next forward pass would be launched only then."""
+    return index.pin_memory().to("cuda", non_blocking=True)
 
 
 _Size = tuple[int, int, int]
