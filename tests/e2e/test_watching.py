@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -55,7 +56,7 @@ def test_a_resumed_job_writes_the_same_texts(job: SmallJob, tmp_path: Path) -> N
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("The import", "A class is", "x")))
     flags = {"--pipeline-model-parallel-size": 2, "--kd-on-policy": 0.5, "--kd-prompts": prompts}
-    flags |= {"--kd-rollout-tokens": 12, "--kd-loss": "reverse_kl"}
+    flags |= {"--kd-rollout-tokens": 6, "--kd-loss": "reverse_kl"}
     whole, other = (Attempts(job, tmp_path / name, flags, ranks=2) for name in ("whole", "other"))
     undisturbed = whole.finished()
     other.killed("step:9")
@@ -70,29 +71,31 @@ def test_a_resumed_job_writes_the_same_texts(job: SmallJob, tmp_path: Path) -> N
     assert re.search(r"written_tokens +\d+.* time: .*rollout +\d+%", undisturbed.output)
 
 
-def test_another_layout_continues_with_the_optimizer(job: SmallJob, tmp_path: Path) -> None:
-    """Saved under DP 2; continued under TP 2 with sequence parallelism, and under PP 2."""
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param({"--tensor-model-parallel-size": 2, "--sequence-parallel": True}, id="tp2"),
+        pytest.param({"--pipeline-model-parallel-size": 2}, id="pp2", marks=pytest.mark.slow),
+    ],
+)
+def test_another_layout_continues_with_the_optimizer(job: SmallJob, tmp_path: Path, layout: dict[str, Any]) -> None:
+    """Saved under DP 2; continued under TP 2 with sequence parallelism, or under PP 2."""
     quiet = {"--attention-dropout": 0.0, "--save-interval": 4}  # masks of dropout depend on the layout
     whole = Attempts(job, tmp_path / "whole", {**SHARDED, **quiet}, ranks=2)
     expected = whole.finished()
-    for name, layout in {
-        "tp2": {"--tensor-model-parallel-size": 2, "--sequence-parallel": True},
-        "pp2": {"--pipeline-model-parallel-size": 2},
-    }.items():
-        save = tmp_path / name
-        save.mkdir()
-        (save / "iter_0000004").symlink_to(whole.save / "iter_0000004")
-        (save / TRACKER).write_text("4")
-        moved = Attempts(job, save, {**SHARDED, **quiet, **layout}, ranks=2)
-        result = moved.finished()
-        assert [line["iteration"] for line in steps(result)] == [5, 6, 7, 8]
-        for before, after in zip(steps(expected)[4:], steps(result), strict=True):
-            for key in ("loss", "ce", "kd", "grad_norm"):
-                assert after[key] == pytest.approx(before[key], rel=2e-5), key
-        one, other = tensors(whole.save), tensors(save)
-        for key in one.keys() & other.keys():
-            size = min(len(one[key]), len(other[key])) if one[key].dim() else None  # padded vocabularies differ
-            assert torch.allclose(one[key][:size], other[key][:size], rtol=1e-3, atol=2e-5), key
+    save = tmp_path / "moved"
+    save.mkdir()
+    (save / "iter_0000004").symlink_to(whole.save / "iter_0000004")
+    (save / TRACKER).write_text("4")
+    result = Attempts(job, save, {**SHARDED, **quiet, **layout}, ranks=2).finished()
+    assert [line["iteration"] for line in steps(result)] == [5, 6, 7, 8]
+    for before, after in zip(steps(expected)[4:], steps(result), strict=True):
+        for key in ("loss", "ce", "kd", "grad_norm"):
+            assert after[key] == pytest.approx(before[key], rel=2e-5), key
+    one, other = tensors(whole.save), tensors(save)
+    for key in one.keys() & other.keys():
+        size = min(len(one[key]), len(other[key])) if one[key].dim() else None  # padded vocabularies differ
+        assert torch.allclose(one[key][:size], other[key][:size], rtol=1e-3, atol=2e-5), key
 
 
 def test_the_default_format_of_the_optimizer_is_for_one_layout(job: SmallJob, tmp_path: Path) -> None:

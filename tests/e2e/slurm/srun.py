@@ -1,8 +1,8 @@
 """Stands in for SLURM's srun: starts the tasks of a step on this machine, and passes a signal on to them.
 
 STAND_IN_NODES and STAND_IN_TASKS (a node) say how many. The words that it was given are added to the file
-STAND_IN_CALLS. STAND_IN_SIGNALS is JSON: number of the attempt -> [iteration, signal]. Once the metrics file in SAVE
-has this iteration, the tasks get the signal, as those of a step do some time before its end.
+STAND_IN_CALLS. STAND_IN_SIGNALS is JSON: number of the attempt -> [forward step, signal]. Once a task has written the
+file STAND_IN_HELD in this forward step, the tasks get the signal, as those of a step do some time before its end.
 """
 
 import itertools
@@ -34,17 +34,15 @@ for number in range(nodes * tasks):
     step.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
 
 plan = json.loads(os.environ.get("STAND_IN_SIGNALS", "{}"))
-iteration, name = plan.get(os.environ.get("SLURM_RESTART_COUNT", "0"), (None, None))
+name = plan.get(os.environ.get("SLURM_RESTART_COUNT", "0"), (None, None))[1]
 while any(task.poll() is None for task in step):
     if any(task.poll() for task in step):  # --kill-on-bad-exit
         for task in step:
             task.kill()
-    metrics = os.path.join(os.environ["SAVE"], "metrics.jsonl")
-    if iteration is not None and os.path.isfile(metrics):
-        with open(metrics) as file:
-            if f'"iteration": {iteration},' in file.read():
-                for task in step:
-                    task.send_signal(signal.Signals[name])
-                iteration = None
+    if name is not None and os.path.exists(os.environ["STAND_IN_HELD"]):
+        os.unlink(os.environ["STAND_IN_HELD"])
+        for task in step:
+            task.send_signal(signal.Signals[name])
+        name = None
     time.sleep(0.01)
 sys.exit(max(abs(task.returncode) for task in step))

@@ -4,6 +4,7 @@ The script runs as `__main__`, with its own arguments, environment, stdout and s
 Only the imports, and torchrun's agent, are left out: at least one test of each script runs it for real.
 """
 
+import multiprocessing
 import os
 import runpy
 import sys
@@ -74,6 +75,7 @@ def _wait(ranks: list[BaseProcess], timeout: float) -> int | None:
 
 def _rank(words: list[str], environment: dict[str, str], streams: list[Path]) -> None:
     """In the fork: become the script."""
+    multiprocessing.set_start_method("fork", force=True)  # as for a Python of its own
     os.environ.clear()
     os.environ.update(environment)
     for number, stream in enumerate(streams, start=1):

@@ -28,7 +28,7 @@ call = json.dumps([sys.argv[1:], dict(os.environ), os.getcwd()]).encode()
 socket.send_fds(served, [len(call).to_bytes(4)], [0, 1, 2])
 served.sendall(call)
 child = int.from_bytes(served.recv(4))
-for number in (signal.SIGTERM, signal.SIGUSR1):
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, lambda number, frame: os.kill(child, number))
 answer = served.recv(4)
 status = int.from_bytes(answer, signed=True) if answer else 1  # the server is gone

@@ -10,8 +10,9 @@ import torch
 from tests.support.tolerance import FP32
 
 TOOLS = Path(__file__).resolve().parents[3] / "benchmarks"
-LOSS = ["--rows", "23", "--student-width", "16", "--teacher-width", "24", "--vocab", "61", "--dtype", "fp32"]
+LOSS = ["--rows", "8", "--student-width", "16", "--teacher-width", "24", "--vocab", "61", "--dtype", "fp32"]
 FEW = ["--warmup", "1", "--iterations", "2"]
+ONCE = ["--warmup", "0", "--iterations", "1"]
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +26,9 @@ def tools():
         yield bench_loss, bench_step
 
 
-def rows_of(tool, flags: list[str], file: Path, capsys) -> tuple[dict, str]:
+def rows_of(tool, flags: list[str], file: Path, capsys, times: list[str] = ONCE) -> tuple[dict, str]:
     """(content of the JSON file, the printed table)."""
-    assert tool.main([*flags, *FEW, "--json", str(file)]) == 0
+    assert tool.main([*flags, *times, "--json", str(file)]) == 0
     return json.loads(file.read_text()), capsys.readouterr().out
 
 
@@ -35,7 +36,7 @@ def test_losses_are_measured_and_correct(tools, tmp_path, capsys, monkeypatch):
     """In fp32 each row is compared with the float64 definitions; one package is missing."""
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
     flags = [*LOSS, "--losses", "forward_kl", "--logits-dtype", "auto", "--rows-of", "ours,eager,compile,liger,mcore"]
-    seen, out = rows_of(tools[0], [*flags, "--commit", "abc"], tmp_path / "new" / "loss.json", capsys)
+    seen, out = rows_of(tools[0], [*flags, "--commit", "abc"], tmp_path / "new" / "loss.json", capsys, FEW)
     rows = {(row["name"], row["loss"]): row for row in seen["rows"]}
     assert seen["commit"] == "abc" and torch.__version__.startswith(seen["versions"]["torch"])
     measured = {key for key, row in rows.items() if "failed" not in row}

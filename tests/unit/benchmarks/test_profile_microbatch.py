@@ -1,7 +1,6 @@
 """The profile of a microbatch counts files and transitions, and finds those of a real step."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +8,8 @@ ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from profile_microbatch import Call, report, transitions  # noqa: E402
+
+from tests.support.e2e.small_job import run  # noqa: E402
 
 CALLS = [Call("a.py", "f"), Call("a.py", "g"), Call("b.py", "h"), Call("a.py", "g"), Call("c.py", "k")]
 
@@ -20,13 +21,11 @@ def test_transitions_are_changes_of_the_file() -> None:
 
 
 def test_a_real_step_is_profiled() -> None:
-    done = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / "profile_microbatch.py"], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    files, changes, returns = map(int, re.search(r"(\d+) files, (\d+) transitions, (\d+)", done.stdout).groups())
+    done = run([], script=ROOT / "benchmarks" / "profile_microbatch.py")
+    assert done.status == 0, done.errors
+    files, changes, returns = map(int, re.search(r"(\d+) files, (\d+) transitions, (\d+)", done.output).groups())
     assert changes == files - 1 + returns
     assert files <= 12 and changes <= 40, "a microbatch must be readable in a handful of files"
     assert {"train/step.py", "teacher/online.py", "losses/fused_linear.py"} <= set(
-        re.findall(r"\S+\.py$", done.stdout, re.M)
+        re.findall(r"\S+\.py$", done.output, re.M)
     )

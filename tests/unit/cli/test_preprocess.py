@@ -4,6 +4,7 @@ import gzip
 import importlib
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -19,12 +20,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mkd.checkpoint.tokenizer_hash import tokenizer_hash
-from mkd.data.sources import record_files, text
+from mkd.data.sources import parallel, record_files, text
 from mkd.data.sources.indexed import IndexedText, dataset_prefix, default_workers
 from mkd.data.sources.text import RawBatch, parse
 from mkd.errors import MkdDataError
 from mkd.utils.atomic_files import only_writer
 from tests.support.data_forms import FILES
+from tests.support.fork_server import fork_server
 
 ROOT = Path(__file__).resolve().parents[3]
 TOOL = ROOT / "tools" / "preprocess.py"
@@ -159,6 +161,7 @@ def test_separator_across_blocks(monkeypatch, tmp_path):
 
 def test_workers_keep_the_order(preprocess, tokenizer_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(text, "BATCH_BYTES", 200)  # in this process: many small batches, each a job of its own
+    monkeypatch.setattr(parallel, "get_context", lambda method: fork_server())  # spawned in the test of bad input
     texts = [f"document {i} " + "x" * (i % 37) for i in range(300)]
     source = write_jsonl(tmp_path / "a.jsonl", texts)
     for workers in ("1", "3"):
@@ -258,6 +261,11 @@ def test_failed_run_leaves_the_older_data_set(preprocess, tokenizer_dir, tmp_pat
     assert documents_of(tmp_path / "c_text_document") == expected(tokenizer_dir, TEXTS)
 
 
+def run_script(words: list[str]) -> None:
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
+
+
 def test_killed_run_leaves_nothing_whole_and_can_be_repeated(tokenizer_dir, tmp_path):
     source = write_jsonl(tmp_path / "a.jsonl", ["word " * 40_000] * 200)
     out = tmp_path / "c"
@@ -271,15 +279,17 @@ def test_killed_run_leaves_nothing_whole_and_can_be_repeated(tokenizer_dir, tmp_
         "--workers",
         "1",
     ]
-    process = subprocess.Popen([*command, "--input", source], stderr=subprocess.DEVNULL)
+    process = fork_server().Process(target=run_script, args=([*command[1:], "--input", source],))
+    process.start()
     partial_file = Path(f"{out}_text_document.bin.partial")
     deadline = time.monotonic() + 60
     while not (partial_file.exists() and partial_file.stat().st_size > 0):
-        assert process.poll() is None, "the run ended before it could be killed"
+        assert process.exitcode is None, "the run ended before it could be killed"
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     assert [p.name for p in tmp_path.glob("c_*")] == [partial_file.name]
     small = write_jsonl(tmp_path / "small.jsonl", TEXTS)
     torch_finds_cuda = {**os.environ, "CUDA_HOME": str(tmp_path)}

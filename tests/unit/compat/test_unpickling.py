@@ -6,8 +6,6 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -25,6 +23,7 @@ from mkd.checkpoint.megatron_folder import TRACKER, MegatronFolder
 from mkd.compat.checkpoints import with_load_errors
 from mkd.compat.unpickling import IndexUnpickler, allowed_classes_only, load_object
 from mkd.errors import MkdCheckpointError
+from tests.support.e2e.small_job import run
 from tests.support.torch_dist_folders import SHARD
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -79,10 +78,9 @@ def test_arguments_of_a_hostile_folder_are_refused(hostile: tuple[Path, Path]) -
 def test_tools_refuse_a_hostile_folder(command: str, hostile: tuple[Path, Path], tmp_path: Path) -> None:
     folder, mark = hostile
     flags = ["--load", str(folder), *(["--hf", str(tmp_path / "hf")] if command == "export" else [])]
-    words = [sys.executable, str(ROOT / "tools/convert.py"), command, *flags]
-    found = subprocess.run(words, capture_output=True, text=True, timeout=300)
-    assert found.returncode == 1
-    last = found.stderr.splitlines()[-1]
+    found = run([command, *flags], script=ROOT / "tools/convert.py")
+    assert found.status == 1
+    last = found.errors.splitlines()[-1]
     assert last.startswith("error: --load") and "mknod" in last
     assert not mark.exists()
 

@@ -15,6 +15,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from mkd.config.megatron_args import _set_globals
 from mkd.errors import MkdCheckpointError, MkdConfigError, MkdDataError
 from mkd.utils.pretrained import load_model, load_tokenizer, remote_code_refused
+from tests.support.e2e.quick_python import serving
 
 ROOT = Path(__file__).resolve().parents[3]
 ROOM = "mkd/utils/pretrained.py"
@@ -153,8 +154,9 @@ def test_tools_refuse_the_code_of_a_folder(tool: str, folder: Path, mark: Path, 
         "preprocess": ["--input", text, "--output-prefix", tmp_path / "out", "--tokenizer-model", folder],
         "build_projection": ["--student", folder, "--teacher", folder, "--out", tmp_path / "out.safetensors"],
     }
-    command = [sys.executable, str(ROOT / f"tools/{tool}.py"), *map(str, flags[tool])]
-    found = subprocess.run(command, input="y\n" * 10, capture_output=True, text=True, timeout=300)
+    with serving(tmp_path) as executables:
+        command = [str(executables / "python"), str(ROOT / f"tools/{tool}.py"), *map(str, flags[tool])]
+        found = subprocess.run(command, input="y\n" * 10, capture_output=True, text=True, timeout=300)
     assert found.returncode == 1
     assert found.stderr.splitlines()[-1].startswith("error: --")
     assert "auto_map AutoTokenizer: own.Own" in found.stderr.splitlines()[-1]
