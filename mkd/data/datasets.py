@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.utils import Split
 from torch.utils.data import Dataset
 
 from mkd.data.packing.row_sets import RowSets
 from mkd.data.sources.data_files import RECORDS, FileFormat, unknown_suffix
-from mkd.data.sources.document_rows import DocumentRows
+from mkd.data.sources.document_rows import DocumentRows, RowsBuilder
 from mkd.data.sources.indexed import IndexedText
 from mkd.data.sources.stores import is_chat_file
 from mkd.data.sources.token_files import check_index
@@ -170,7 +169,7 @@ def build_datasets(
         train, valid, test = rows.build(sizes)
     else:
         kind = MockGPTDataset if config.mock else DocumentRows
-        train, valid, test = BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config).build()
+        train, valid, test = RowsBuilder(kind, sizes, lambda: True, config).build()
     return [train, SameSamples(valid, evaluated) if valid is not None and evaluated > 0 else None, test]
 
 

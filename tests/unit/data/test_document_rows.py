@@ -1,8 +1,11 @@
 """Rows of documents that are made again under the same prefix: those of the data as it is now."""
 
+import io
+import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -10,6 +13,8 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
 from mkd.data.datasets import build_datasets
 from mkd.data.sources.document_rows import DocumentRows
+from mkd.data.sources.index_files import require_integers
+from mkd.errors import MkdError
 from tests.support.e2e.small_job import VOCAB, write_data
 from tests.unit.data.test_row_sets import ROW, Ids, root, sets_of, unpacked  # noqa: F401  (root is a fixture)
 
@@ -100,3 +105,80 @@ def test_rows_are_those_of_megatron(tmp_path: Path) -> None:
         assert len(mine) == len(other)
         for i in range(len(mine)):
             assert all(torch.equal(value, other[i][name]) for name, value in mine[i].items())
+
+
+class Bomb:
+    """An object whose pickle creates a file when it is read."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple:
+        return os.mknod, (str(self.mark),)
+
+
+def changed(array: np.ndarray, value: Any) -> bytes:
+    """An .npy file with another first element."""
+    out, found = io.BytesIO(), np.array(array)
+    found.flat[0] = value
+    np.save(out, found)
+    return out.getvalue()
+
+
+ENDS = ("document_index", "shuffle_index", "dataset_index", "dataset_sample_index")
+DAMAGES = [(kind, end) for kind in ("objects", "outside") for end in ENDS]
+DAMAGES += zip(("floats", "another", "cut", "longer"), ENDS, strict=True)
+DAMAGES += [("a header of code", "sample_index"), ("pipe", "dataset_index")]
+
+
+@pytest.mark.parametrize(("kind", "end"), DAMAGES)
+def test_damaged_index_files(tmp_path: Path, kind: str, end: str) -> None:
+    """Of rows and of blends: no pickle is read, and no other row."""
+    write_data(tmp_path / "other", [[7] * 100] * 9)
+    write_data(tmp_path / "text", OLD)
+    config = config_of(tmp_path, ["text", "other"], tmp_path / "cache")
+    rows(config)
+    file = next((tmp_path / "cache").glob(f"*-train-{end}.npy"))
+    array, content = np.load(file), file.read_bytes()
+    out = io.BytesIO()
+    np.save(out, np.array([Bomb(tmp_path / "ran")] * len(array)), allow_pickle=True)
+    damaged = {
+        "objects": out.getvalue(),
+        "floats": changed(array.astype(np.float64), 0.5),
+        "outside": changed(array, 10_000),
+        "another": changed(array, array.flat[0] + 1 if array.flat[0] == 0 else 0),
+        "cut": content[:-1],
+        "longer": content + b"0",
+        "a header of code": content[:10] + b"(" * 100 + content[110:],
+        "pipe": content,
+    }[kind]
+    file.write_bytes(damaged)
+    if kind == "outside":  # as in a set of an older version
+        for checksums in (tmp_path / "cache").glob("*checksums.json"):
+            checksums.unlink()
+    message = r"damaged.*: delete these index files"
+    if kind == "pipe":  # the set is incomplete
+        file.unlink()
+        os.mkfifo(file)
+        message = "is a named pipe"
+    with pytest.raises(MkdError, match=message):
+        rows(config_of(tmp_path, ["text", "other"], tmp_path / "cache"))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_blend_that_was_not_written_whole_is_made_again(tmp_path: Path) -> None:
+    write_data(tmp_path / "other", [[7] * 100] * 9)
+    write_data(tmp_path / "text", OLD)
+    before = rows(config_of(tmp_path, ["text", "other"], tmp_path / "cache"))
+    next((tmp_path / "cache").glob("*-train-dataset_sample_index.npy")).unlink()
+    after = rows(config_of(tmp_path, ["text", "other"], tmp_path / "cache"))
+    for seen, expected in zip(after, before, strict=True):
+        assert all(map(torch.equal, seen, expected))
+
+
+def test_the_header_of_an_array_is_bounded(tmp_path: Path) -> None:
+    """numpy evaluates a header of any size where pickles are allowed."""
+    content = b"{'descr': '<i4', 'fortran_order': False, 'shape': (0,)}".ljust(20_000) + b"\n"
+    (tmp_path / "a.npy").write_bytes(b"\x93NUMPY\x02\x00" + len(content).to_bytes(4, "little") + content)
+    with pytest.raises(ValueError, match=r"a\.npy has no header of an array"):
+        require_integers(tmp_path / "a.npy")
