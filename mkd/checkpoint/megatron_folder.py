@@ -21,9 +21,12 @@ from mkd.checkpoint.integrity import changed_index, find_damage
 from mkd.checkpoint.tokenizer_hash import ASSETS, hash_hex, tokenizer_hash
 from mkd.compat.unpickling import allowed_classes_only, load_object
 from mkd.errors import MkdCheckpointError, MkdError
-from mkd.utils.json_files import read_json
+from mkd.utils.json_files import read_json, read_regular
 
 TRACKER = "latest_checkpointed_iteration.txt"
+TRACKER_BYTES = 1 << 20
+"""Largest tracker that is read; one has a few digits."""
+_MOST_DIGITS = 18
 # Argument names of earlier Megatron versions
 _OLD_NAMES = {"norm_epsilon": "layernorm_epsilon", "apply_layernorm_1p": "layernorm_zero_centered_gamma"}
 
@@ -35,6 +38,7 @@ _DAMAGE = (
     LookupError,
     ValueError,
     AttributeError,
+    TypeError,
     pickle.UnpicklingError,
     CheckpointingException,
     CheckpointException,
@@ -53,6 +57,14 @@ def iteration_of(name: str) -> int | None:
     """Iteration of a folder of this name; None for `release` and for other names."""
     digits = name.removeprefix("iter_")
     return int(digits) if digits.isascii() and digits.isdigit() else None
+
+
+def tracked_folder(text: str) -> str | None:
+    """The folder that the text of a tracker names; None if it names none."""
+    if text == "release":
+        return text
+    is_number = text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS
+    return iteration_name(int(text)) if is_number else None
 
 
 class MegatronFolder:
@@ -134,6 +146,7 @@ class MegatronFolder:
 
     def check_shards(self) -> None:
         """Raise `MkdCheckpointError` unless every file that the index names exists with its length."""
+        _ = self.metadata  # its errors name the flag
         if (damage := find_damage(self.iteration_dir)) is not None:
             raise self.error(f"{self.iteration_dir.name} is not complete: {damage}")
 
@@ -141,6 +154,8 @@ class MegatronFolder:
         """128-bit hex hash of the checkpoint: its index, and the size and 64 blocks of 4 KiB of each shard file."""
         parts = [(self.iteration_dir / ".metadata").read_bytes()]
         for path in sorted(self.iteration_dir.glob("*.distcp")):
+            if not path.is_file():
+                raise self.error(f"{self.iteration_dir.name}/{path.name} is not a regular file")
             size = path.stat().st_size
             parts.append(f"{path.name} {size}".encode())
             with path.open("rb") as file:
@@ -182,10 +197,13 @@ class MegatronFolder:
         tracker = self.path / TRACKER
         if not tracker.is_file():
             raise self.error(f"there is no {TRACKER}; give the folder that --save wrote, or one of its iter_ folders")
-        text = tracker.read_text(encoding="utf-8", errors="replace").strip()
-        if text != "release" and not (text.isascii() and text.isdigit()):
+        try:
+            text = read_regular(tracker, TRACKER_BYTES).decode(errors="replace").strip()
+        except ValueError as error:
+            raise self.error(f"{TRACKER}: {error}") from None
+        if (name := tracked_folder(text)) is None:
             raise self.error(f"{TRACKER} holds {text[:40]!r} instead of an iteration number")
-        target = self.path / (text if text == "release" else iteration_name(int(text)))
+        target = self.path / name
         if not target.is_dir():
             raise self.error(f"{TRACKER} names {text}, but there is no {target.name}")
         return target

@@ -25,7 +25,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mkd.checkpoint.integrity import changed_files, find_damage
-from mkd.checkpoint.megatron_folder import TRACKER, iteration_name, iteration_of
+from mkd.checkpoint.megatron_folder import TRACKER, TRACKER_BYTES, iteration_name, iteration_of, tracked_folder
 from mkd.checkpoint.ranks import gather_objects
 from mkd.config.megatron_arg_names import ArgRole, names_with
 from mkd.config.run_state import RunState
@@ -34,8 +34,6 @@ from mkd.utils.atomic_files import rename, replacing
 from mkd.utils.json_files import read_json, read_regular
 from mkd.utils.logging import logger
 
-_TRACKER_BYTES = 1 << 20
-"""Largest tracker that is read; one has a few digits."""
 SET_ASIDE = "torn_"
 """Prefix of the new name of an incomplete folder."""
 
@@ -225,14 +223,12 @@ def _select_step(root: Path, name: str, origin: str, rejected: Mapping[str, str]
 def _read_tracker(root: Path) -> tuple[str | None, str | None]:
     """(text of the tracker, folder that it names); None for a missing file, or for a text that names no folder."""
     try:
-        text = read_regular(root / TRACKER, _TRACKER_BYTES).decode(errors="replace").strip()
+        text = read_regular(root / TRACKER, TRACKER_BYTES).decode(errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):
         return None, None
     except ValueError as error:  # a pipe or a device
         raise MkdCheckpointError(f"{root / TRACKER}: {error}; remove it") from error
-    if text == "release":
-        return text, text
-    return text, iteration_name(int(text)) if text.isascii() and text.isdigit() else None
+    return text, tracked_folder(text)
 
 
 def _damage(root: Path, name: str, rejected: Mapping[str, str], flag: str) -> str | None:

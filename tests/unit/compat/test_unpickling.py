@@ -15,13 +15,21 @@ import torch
 import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import BytesIOWriteData, SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from mkd.checkpoint.integrity import find_damage
 from mkd.checkpoint.megatron_folder import TRACKER, MegatronFolder
 from mkd.compat.checkpoints import with_load_errors
-from mkd.compat.unpickling import IndexUnpickler, allowed_classes_only, load_object
+from mkd.compat.unpickling import IndexUnpickler, allowed_classes_only, load_object, read_index
 from mkd.errors import MkdCheckpointError
 from tests.support.e2e.small_job import run
 from tests.support.torch_dist_folders import SHARD
@@ -93,6 +101,57 @@ def test_megatron_refuses_a_hostile_folder(hostile: tuple[Path, Path]) -> None:
     with pytest.raises((MkdCheckpointError, pickle.UnpicklingError)):
         with_load_errors(lambda: dist_checkpointing.serialization.load_common_state_dict(path))()
     assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("torch.distributed.checkpoint.metadata", "Metadata"),
+        ("pathlib", "Path"),
+        ("torch.distributed.checkpoint.planner", "WriteItemType"),
+    ],
+)
+def test_an_index_that_changes_classes_is_refused(module: str, name: str) -> None:
+    """A pickle sets attributes of what it names: here of a class instead of an object of it."""
+    kind = getattr(sys.modules[module], name)
+    names = [f"c{module}\n{name}\n".encode(), b"N}X\x04\x00\x00\x00makeK\x01s\x86b."]
+    before = dict(vars(kind))
+    with pytest.raises(MkdCheckpointError, match=f"changes {module}.{name} when it is read"):
+        read_index(b"".join(names))
+    assert dict(vars(kind)) == before
+
+
+def test_memory_for_an_index_is_limited() -> None:
+    """15 bytes that take 64 GiB: the index of an entry of the memo is the size of an array."""
+    with pytest.raises(pickle.UnpicklingError, match="MemoryError"):
+        read_index(b"N" + b"r" + (2**31 - 1).to_bytes(4, "little") + b".")
+    with pytest.raises(pickle.UnpicklingError, match=r"MemoryError|truncated|EOF"):
+        read_index(b"\x80\x04\x95" + (2**60).to_bytes(8, "little") + b"N.")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"state_dict_metadata": 5},
+        {"state_dict_metadata": {"a": 5}},
+        {"state_dict_metadata": {5: BytesStorageMetadata()}},
+        {"state_dict_metadata": {"a": TensorStorageMetadata(TensorProperties(), (2,), [])}},
+        {"state_dict_metadata": {"a": TensorStorageMetadata(TensorProperties(), torch.Size([2]), [3])}},
+        {"storage_data": {MetadataIndex("a"): _StorageInfo("x", -1, 4)}},
+        {"storage_data": {MetadataIndex("a"): _StorageInfo(b"x", 0, 4)}},
+        {"storage_data": {"a": 1}},
+        {"storage_meta": "x"},
+    ],
+    ids=str,
+)
+def test_an_index_of_other_types_is_damage(changes: dict[str, object], tmp_path: Path) -> None:
+    write_folder(tmp_path / "ckpt", ".metadata", None)
+    content = {"state_dict_metadata": {}, "storage_data": {}, **changes}
+    path = tmp_path / "ckpt" / "iter_0000001" / ".metadata"
+    path.write_bytes(pickle.dumps(Metadata(**content)))
+    assert find_damage(path.parent) == ".metadata is damaged (ValueError)"
+    with pytest.raises(MkdCheckpointError, match="is damaged"):
+        _ = MegatronFolder(tmp_path / "ckpt", "--load").metadata
 
 
 def test_a_hostile_index_is_not_taken_for_damage(tmp_path: Path) -> None:
