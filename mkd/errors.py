@@ -10,14 +10,24 @@ import sys
 from collections.abc import Callable
 
 _LINE_ENDS = re.compile(r"\s*[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]+\s*")
+_CONTROL = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+"""Characters that change how a terminal shows a text, besides tab and line ends."""
 _FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
+
+
+def visible(text: str) -> str:
+    """The text with characters that control a terminal as escapes, such as \\x1b; tabs and line ends stay.
+
+    For texts that quote files, which other people made.
+    """
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class MkdError(Exception):
     """Base of all errors that a user can correct. The message is one line, whatever it quotes."""
 
     def __init__(self, message: object = "") -> None:
-        super().__init__(_LINE_ENDS.sub(" ", _own_part(str(message), type(self).__name__)))
+        super().__init__(visible(_LINE_ENDS.sub(" ", _own_part(str(message), type(self).__name__))))
 
 
 class MkdConfigError(MkdError):

@@ -88,4 +88,6 @@ def tiny_model(width: int, layers: int) -> LlamaForCausalLM:
 
 
 def _load(folder: str) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return AutoModelForCausalLM.from_pretrained(
+        folder, local_files_only=True, use_safetensors=True, trust_remote_code=False
+    )

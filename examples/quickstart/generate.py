@@ -13,8 +13,10 @@ from transformers.utils import logging
 @torch.inference_mode()
 def continuation(folder: str, prompt: str, new_tokens: int) -> str:
     """The prompt and its continuation."""
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, local_files_only=True, use_safetensors=True, trust_remote_code=False
+    )
     inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
     # A model this small repeats itself without a penalty.
     output = model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False, repetition_penalty=1.2)

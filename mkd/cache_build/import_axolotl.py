@@ -14,7 +14,7 @@ from mkd.errors import MkdDataError
 from mkd.teacher.cache.record_format import TokenTargets
 from mkd.teacher.cache.store import CacheMeta
 from mkd.teacher.cache.writer import StoreWriter
-from mkd.utils.json_files import parse_json
+from mkd.utils.json_files import MOST_BYTES, parse_json
 
 IDS, LOG_PROBS = "target_token_ids", "target_logprobs"
 Alignment = Literal["token", "next"]
@@ -42,13 +42,15 @@ def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         return
     if path.suffix not in (".jsonl", ".json"):
         raise MkdDataError(f"{path} is neither .jsonl nor .parquet")
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(MOST_BYTES + 1):
+            number += 1
             if not line.strip():
                 continue
             try:
-                record = parse_json(line)
-            except ValueError as error:
+                record = parse_json(line.decode())
+            except ValueError as error:  # also bytes that are not UTF-8, and a line that is too long
                 raise MkdDataError(f"{path}, line {number} is not JSON ({error})") from error
             if not isinstance(record, dict):
                 raise MkdDataError(f"{path}, line {number} is not a JSON object")
@@ -96,12 +98,15 @@ class ImportedText:
         for name in ("input_ids", IDS, LOG_PROBS):
             if record.get(name) is None:
                 raise MkdDataError(f"{where} has no column {name}: it has {', '.join(sorted(record))}")
-        ids = np.asarray(record["input_ids"], dtype=np.int64)
+            if not isinstance(record[name], list):
+                raise MkdDataError(f"{where}: {name} is a {type(record[name]).__name__}, not a list")
+        ids = _integers(record["input_ids"], f"{where}: input_ids")
         labels = record.get("labels")
-        supervised = np.ones(len(ids), dtype=bool) if labels is None else np.asarray(labels) != -100
+        given = ids if labels is None else _integers(labels, f"{where}: labels")
+        supervised = np.ones(len(ids), dtype=bool) if labels is None else given != -100
         targets = [
-            (np.asarray(top, dtype=np.int64), np.asarray(values, dtype=np.float32))
-            for top, values in zip(record[IDS] or [], record[LOG_PROBS] or [], strict=False)
+            (_integers(top, f"{where}: {IDS}"), _numbers(values, f"{where}: {LOG_PROBS}"))
+            for top, values in zip(record[IDS], record[LOG_PROBS], strict=False)
         ]
         if not len(ids) == len(supervised) == len(record[IDS]) == len(record[LOG_PROBS]):
             raise MkdDataError(
@@ -135,6 +140,33 @@ class ImportedText:
         """Per supervised token, True if the targets `shift` positions later contain the token."""
         positions = [t for t in self.needed if 1 <= t + shift < len(self.ids)]
         return [bool((self.top_ids[t + shift] == self.ids[t]).any()) for t in positions]
+
+
+def _integers(values: Any, what: str) -> np.ndarray:
+    """[n] int64. Raises MkdDataError for anything but a list of integers."""
+    found = _array(values, what)
+    if found.size and found.dtype.kind != "i":
+        raise MkdDataError(f"{what} has a list of {found.dtype}, not of integers")
+    return found.astype(np.int64)
+
+
+def _numbers(values: Any, what: str) -> np.ndarray:
+    """[n] fp32. Raises MkdDataError for anything but a list of numbers."""
+    found = _array(values, what)
+    if found.size and found.dtype.kind not in "if":
+        raise MkdDataError(f"{what} has a list of {found.dtype}, not of numbers")
+    return found.astype(np.float32)
+
+
+def _array(values: Any, what: str) -> np.ndarray:
+    """A list without lists in it. Raises MkdDataError for another value."""
+    try:
+        found = np.asarray([] if values is None else values)
+    except (ValueError, OverflowError) as error:
+        raise MkdDataError(f"{what} has a list that is none of numbers ({error})") from None
+    if found.ndim != 1:
+        raise MkdDataError(f"{what} has {str(values)[:40]!r} where a list of numbers is needed")
+    return found
 
 
 @dataclass(frozen=True)

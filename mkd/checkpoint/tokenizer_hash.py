@@ -8,7 +8,7 @@ from typing import Any
 
 from mkd.errors import MkdCheckpointError
 from mkd.utils.hub_folder import model_folder
-from mkd.utils.json_files import read_json
+from mkd.utils.json_files import MOST_BYTES, read_json, read_regular
 
 ASSETS = "hf_assets"
 """Subfolder of a Megatron checkpoint with config.json and tokenizer of the Hugging Face model that it comes from."""
@@ -34,13 +34,19 @@ def tokenizer_hash(path: Path, flag: str) -> str | None:
     path = model_folder(path, flag)
     if (path / "tokenizer.json").is_file():
         content = read_json_object(path / "tokenizer.json", flag)
-        model = content.get("model") or {}
-        merges = merges_of(model)
-        added = [[token.get("id"), token.get("content")] for token in content.get("added_tokens") or []]
-        parts = {"type": model.get("type"), "vocab": model.get("vocab"), "merges": merges, "added": added}
+        try:
+            model = content.get("model") or {}
+            merges = merges_of(model)
+            added = [[token.get("id"), token.get("content")] for token in content.get("added_tokens") or []]
+            parts = {"type": model.get("type"), "vocab": model.get("vocab"), "merges": merges, "added": added}
+        except (AttributeError, TypeError) as error:
+            raise MkdCheckpointError(f"{flag}: {path}/tokenizer.json describes no tokenizer ({error})") from error
         return hash_hex(json.dumps(parts, sort_keys=True).encode())
     files = [path / name for name in ("tokenizer.model", "vocab.json", "merges.txt") if (path / name).is_file()]
-    return hash_hex(*(file.read_bytes() for file in files)) if files else None
+    try:
+        return hash_hex(*(read_regular(file, MOST_BYTES) for file in files)) if files else None
+    except ValueError as error:
+        raise MkdCheckpointError(f"{flag}: a file of the tokenizer in {path} is too large: {error}") from error
 
 
 def merges_of(model: Mapping[str, Any]) -> list[str]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from mkd.cli.job_process import exit_status_of_rank, prepare
 from mkd.cli.usage import command_parser
-from mkd.errors import MkdCacheError
+from mkd.errors import MkdCacheError, visible
 
 STOPPED = 75
 """Exit status of a `write` that a signal stopped (EX_TEMPFAIL); the same command resumes."""
@@ -65,7 +65,7 @@ def info(args: argparse.Namespace, flags: list[str]) -> None:
     from mkd.cache_build.inspect import describe
 
     for name, text in describe(Path(args.folder), "info").items():
-        print(f"{name:11s} {text}")
+        print(visible(f"{name:11s} {text}"))
 
 
 def verify(args: argparse.Namespace, flags: list[str]) -> None:

@@ -21,7 +21,7 @@ import torch
 
 from mkd import cpu
 from mkd.cli.usage import command_parser
-from mkd.errors import MkdCheckpointError, MkdConfigError, exit_status
+from mkd.errors import MkdCheckpointError, MkdConfigError, exit_status, visible
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -51,7 +51,7 @@ def inspect_command(args: argparse.Namespace) -> None:
     from mkd.checkpoint.describe import describe
 
     for name, value in describe(args.hf, args.load).items():
-        print(f"{name:16s} {value}")
+        print(visible(f"{name:16s} {value}"))
 
 
 def verify_command(args: argparse.Namespace) -> None:

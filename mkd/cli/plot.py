@@ -199,6 +199,7 @@ def plot(
             raise MkdConfigError(f"{run.path} has none of {', '.join(panels)} (--panels), or is not a metrics file")
         if run.torn:
             print(f"plot: {run.path}: the last line is incomplete and ignored", file=sys.stderr)
+    matplotlib.rcParams["text.parse_math"] = False  # names of folders and metrics may have $
     figure = draw(runs, labels or [Path(path).resolve().parent.name for path in files], panels, window)
     Path(out).parent.mkdir(parents=True, exist_ok=True)
     image = BytesIO()

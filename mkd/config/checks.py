@@ -1,6 +1,7 @@
 """Checks of the --kd-* flags against each other; none of them reads a file."""
 
 import math
+import re
 from typing import get_args
 
 from mkd.config.bounds import BOUNDS, check_number
@@ -22,6 +23,9 @@ from mkd.config.values import (
 )
 from mkd.errors import MkdConfigError
 from mkd.utils.logging import LogLevel
+
+_PASSWORD = re.compile(r"//[^/]*:[^/]*@")
+"""User and password in a URI."""
 
 SOURCES = ("teacher_hf", "teacher_load", "teacher_cache", "teacher_url")
 """Fields that name a teacher, of which one is given."""
@@ -393,7 +397,13 @@ def check_comparison(kd: KDFields) -> None:
 
 
 def check_mlflow(kd: KDFields) -> None:
-    """Refuse --kd-mlflow-uri without --kd-mlflow-experiment."""
+    """Refuse --kd-mlflow-uri without --kd-mlflow-experiment, or with a password, which everyone on the machine and
+    every reader of the checkpoints would see."""
+    if kd.mlflow_uri is not None and _PASSWORD.search(kd.mlflow_uri):
+        raise MkdConfigError(
+            "--kd-mlflow-uri has a password: command lines, checkpoints and kd_config.json are no place for one; set "
+            "the environment variable MLFLOW_TRACKING_URI instead, and leave the flag out"
+        )
     if kd.mlflow_uri is not None and kd.mlflow_experiment is None:
         raise MkdConfigError(
             f"--kd-mlflow-uri is {kd.mlflow_uri}, but nothing is written to MLflow: give --kd-mlflow-experiment, or "

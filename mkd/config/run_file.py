@@ -163,6 +163,17 @@ def read_file(file: str) -> list[Setting]:
     return settings
 
 
+def record_of(text: str) -> dict[str, Any]:
+    """The entries of run.yaml that are not flags: names -> texts, booleans, lists or mappings of them; empty if there
+    are none, or the text is no such file."""
+    try:
+        content = yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, RecursionError, ValueError):
+        return {}
+    found = content.get(RECORD) if isinstance(content, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
 def check_settings(settings: Sequence[Setting], parser: ArgumentParser) -> None:
     """Check flags and types of values.
 

@@ -14,6 +14,7 @@ from mkd.data.sources.chat import SUPERVISED, ChatTokenizer
 from mkd.data.sources.preview import BEGIN, END
 from mkd.data.sources.record_forms import AS_FOUND, RecordOptions
 from mkd.data.sources.stores import DocumentStore, first_records, is_chat_file
+from mkd.errors import visible
 from mkd.job.job import Job
 from mkd.utils.pretrained import load_tokenizer
 
@@ -57,7 +58,7 @@ def painted(sample: Sample, tokenizer: PreTrainedTokenizerBase | None, most: int
         some = [int(ids[place]) for place in group]
         words = " ".join(map(str, some)) if tokenizer is None else tokenizer.decode(some)
         words = f"{BEGIN}{words}{END}" if is_target else words
-        text.append(words + ("" if tokenizer else " "), style=TARGET if is_target else CONTEXT)
+        text.append(visible(words) + ("" if tokenizer else " "), style=TARGET if is_target else CONTEXT)
     if len(sample[0]) > most:
         text.append(f" ... ({len(sample[0])} tokens)", style=CONTEXT)
     return text

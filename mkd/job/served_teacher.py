@@ -86,6 +86,11 @@ class ServedSource:
         return self.facts.fingerprint
 
 
+def microbatch_tokens(args: Namespace) -> int:
+    """Tokens of the largest microbatch of a job."""
+    return max(args.micro_batch_size, getattr(args, "eval_micro_batch_size", None) or 0) * args.seq_length
+
+
 @dataclass(frozen=True)
 class ServedTeacherSpec:
     """A teacher service that fits the job. See `mkd.job.teacher.TeacherSpec`."""
@@ -110,7 +115,7 @@ class ServedTeacherSpec:
             )
         if not is_packed and facts.positions is not None and length > facts.positions:
             raise MkdConfigError(f"--seq-length {length} is longer than the teacher's {facts.positions} positions")
-        tokens = max(args.micro_batch_size, getattr(args, "eval_micro_batch_size", None) or 0) * length
+        tokens = microbatch_tokens(args)
         if tokens > facts.most_tokens:
             raise MkdConfigError(
                 f"a microbatch of {tokens} tokens (--micro-batch-size x --seq-length {length}) is larger than "
@@ -157,7 +162,7 @@ class ServedTeacherSpec:
         """See `TeacherSpec`."""
         source, facts, connections = self.source, self.source.facts, None
         if ServedTeacher.needs_connections(groups):
-            most = max(MOST_ANSWER_BYTES, facts.most_tokens * facts.bytes_per_token)
+            most = max(MOST_ANSWER_BYTES, microbatch_tokens(self.args) * facts.bytes_per_token)
             connections = TeacherConnections(source.addresses, source.secret, facts, most)
         return ServedTeacher(
             connections,

@@ -5,7 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mkd.errors import MkdDataError
-from mkd.utils.json_files import parse_json
+from mkd.utils.json_files import parse_json, read_regular
+
+METRICS_BYTES = 1 << 29
+"""Largest metrics file that is read."""
 
 
 @dataclass
@@ -27,7 +30,10 @@ class RunLog:
         if not Path(path).is_file():
             raise MkdDataError(f"metrics file {path} does not exist; give the --kd-metrics-file of a run")
         run = cls(path)
-        text = Path(path).read_text(errors="replace")
+        try:
+            text = read_regular(Path(path), METRICS_BYTES).decode(errors="replace")
+        except ValueError as error:
+            raise MkdDataError(f"metrics file {path}: {error}") from None
         for number, line in enumerate(text.splitlines(keepends=True), start=1):
             try:
                 record = parse_json(line)

@@ -5,6 +5,7 @@ A job that restarts in its --save folder continues the runs whose ids are stored
 
 import json
 import os
+import re
 import threading
 from argparse import Namespace
 from collections.abc import Callable, Mapping
@@ -23,6 +24,8 @@ from mkd.utils.atomic_files import replacing
 from mkd.utils.json_files import read_json
 from mkd.utils.logging import EVERY_RANK, logger
 
+_USER = re.compile(r"//[^/]*@")
+"""User and password in a URI, which are not stored."""
 PREFIX = "kd/"
 """Prefix of the names of mkd's metrics; Megatron writes its own without it."""
 FILE = "trackers.json"
@@ -44,6 +47,8 @@ class RunIds:
         if self._file is not None and self._file.is_file():
             try:
                 self._ids = dict(read_json(self._file))
+                if not all(isinstance(run, str) for run in self._ids.values()):
+                    raise ValueError("an id that is no text")
             except (ValueError, TypeError) as error:
                 raise MkdConfigError(f"{self._file} is damaged ({error}): remove it to start new runs") from error
 
@@ -146,7 +151,8 @@ class MLflow:
         import mlflow
 
         self._mlflow = mlflow
-        key = f"MLflow {kd.mlflow_uri or os.environ.get('MLFLOW_TRACKING_URI', '')} {kd.mlflow_experiment}"
+        uri = _USER.sub("//", kd.mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI", ""))
+        key = f"MLflow {uri} {kd.mlflow_experiment}"
         try:
             if kd.mlflow_uri is not None:
                 mlflow.set_tracking_uri(kd.mlflow_uri)

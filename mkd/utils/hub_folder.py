@@ -8,8 +8,12 @@ import re
 from pathlib import Path
 
 from mkd.errors import MkdConfigError
+from mkd.utils.json_files import read_regular
 
 _REPOSITORY = re.compile(r"(?:https?:/{1,2}(?:www\.)?huggingface\.co/)?([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)/?")
+
+_REF_BYTES = 200
+"""Largest refs/main, which holds a commit."""
 
 
 def model_folder(folder: str | os.PathLike, flag: str) -> Path:
@@ -30,7 +34,10 @@ def model_folder(folder: str | os.PathLike, flag: str) -> Path:
     snapshots = sorted(one for one in (path / "snapshots").iterdir() if one.is_dir())
     main = path / "refs" / "main"
     if main.is_file():
-        commit = main.read_text(encoding="utf-8", errors="replace")[:200].strip()
+        try:
+            commit = read_regular(main, _REF_BYTES).decode(errors="replace").strip()
+        except ValueError as error:
+            raise MkdConfigError(f"{flag} {folder}: refs/main of this folder of the hub's cache: {error}") from None
         named = [one for one in snapshots if one.name == commit]
         if named:
             return named[0]

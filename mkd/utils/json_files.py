@@ -11,8 +11,12 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from mkd.utils.tokenizer_files import TOKENIZER_FILES
+
 MOST_BYTES = 64 << 20
 """Largest JSON text. The largest tokenizer.json has about 35 MB; a text of empty lists grows 20-fold in memory."""
+_READ_WHOLE = {*TOKENIZER_FILES, "config.json", "generation_config.json", "model.safetensors.index.json"}
+"""Files of a model folder that other libraries read as a whole, beside chat templates."""
 _DEPTH = 100
 """Deepest nesting. Parsers of other libraries end at 128."""
 
@@ -62,19 +66,29 @@ def read_regular(path: Path, at_most: int) -> bytes:
     return content
 
 
-def require_regular_files(folder: Path) -> None:
+def require_regular_files(folder: Path, *inside: str) -> None:
     """Check a folder that another library reads.
 
+    Args:
+        folder: the folder.
+        inside: folders in it that are read too, if they exist.
+
     Raises:
-        ValueError: naming a pipe, device or socket in it, whose reading could wait forever.
+        ValueError: naming a pipe, device or socket in it, whose reading could wait forever, or a file that would take
+            too much memory.
     """
-    for path in sorted(folder.iterdir()):
+    folders = [folder, *(folder / name for name in inside if (folder / name).is_dir())]
+    for path in (path for one in folders for path in sorted(one.iterdir())):
         try:
-            mode = path.stat().st_mode
+            state = path.stat()
         except OSError:
             continue
-        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-            raise ValueError(f"{path.name} is not a regular file")
+        name = path.relative_to(folder)
+        if not (stat.S_ISREG(state.st_mode) or stat.S_ISDIR(state.st_mode)):
+            raise ValueError(f"{name} is not a regular file")
+        is_whole = path.name in _READ_WHOLE or path.suffix == ".jinja"
+        if is_whole and stat.S_ISREG(state.st_mode) and state.st_size > MOST_BYTES:
+            raise ValueError(f"{name} has {state.st_size:,} bytes; at most {MOST_BYTES:,} are read")
 
 
 def _is_deep(value: Any) -> bool:

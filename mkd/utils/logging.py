@@ -17,6 +17,8 @@ from typing import Any, Literal, TextIO
 
 import torch.distributed as dist
 
+from mkd.errors import visible
+
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 FILE = "mkd.log"
@@ -60,9 +62,10 @@ class _Console(logging.StreamHandler):
         return sys.stdout
 
     def format(self, record: logging.LogRecord) -> str:
+        message = visible(record.getMessage())
         if getattr(record, "without_prefix", False):
-            return record.getMessage()
-        return "\n".join(f"mkd: {line}" for line in record.getMessage().split("\n"))
+            return message
+        return "\n".join(f"mkd: {line}" for line in message.split("\n"))
 
     def handleError(self, record: logging.LogRecord) -> None:
         raise
@@ -82,7 +85,7 @@ class _File(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         time = datetime.fromtimestamp(record.created).astimezone()
         start = f"{time:%Y-%m-%d %H:%M:%S%z} {record.levelname:7s} rank {current_rank()}: "
-        text = "".join(f"{start}{line}\n" for line in record.getMessage().split("\n"))
+        text = "".join(f"{start}{line}\n" for line in visible(record.getMessage()).split("\n"))
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with open(self._path, "a", encoding="utf-8", opener=_open_at_once) as file:

@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     dynamic_module_utils,
 )
+from transformers.utils import CHAT_TEMPLATE_DIR
 
 from mkd.errors import MkdCheckpointError, MkdDataError
 from mkd.utils.hub_folder import download_hint, model_folder
@@ -32,6 +33,8 @@ _PROBES = tuple(
 """Texts that a tokenizer encodes in a millisecond each."""
 _PROBE_SECONDS = 15
 _PARALLELISM = "TOKENIZERS_PARALLELISM"
+_ADAPTER = "adapter_config.json"
+"""File of the package peft, which may name another folder."""
 _CONFIGS = ("tokenizer_config.json", "config.json")
 """Files that may hold an `auto_map`."""
 
@@ -48,7 +51,7 @@ def load_tokenizer(directory: str, flag: str = "--tokenizer-model") -> PreTraine
     if not any((path / name).is_file() for name in TOKENIZER_MARKERS):
         raise MkdDataError(f"{flag} {directory} holds no tokenizer (none of {', '.join(TOKENIZER_MARKERS)})")
     try:
-        require_regular_files(path)
+        require_regular_files(path, CHAT_TEMPLATE_DIR)
         tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
         return _probed(tokenizer)
     except Exception as error:
@@ -98,6 +101,11 @@ def load_model(path: Path, flag: str, **options: Any) -> PreTrainedModel:
         MkdCheckpointError: the model needs the folder's own code, or a kernel from a hub.
     """
     _refuse_hub_kernels(path, flag)
+    if (path / _ADAPTER).exists():
+        raise MkdCheckpointError(
+            f"{flag} {path} has an {_ADAPTER}, which transformers would load on top of the model: merge the adapter "
+            "into the weights, or remove the file"
+        )
     try:
         require_regular_files(path)
         return AutoModelForCausalLM.from_pretrained(

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args, get_origin
 
 import numpy as np
 
@@ -137,10 +137,9 @@ def _changed_file(base: Path) -> str | None:
     if not checksums.is_file():
         return None
     try:
-        stored = dict(read_json(checksums))
-    except (ValueError, TypeError):
+        files = [(file_of(base, kind), digest) for kind, digest in dict(read_json(checksums)).items()]
+    except (ValueError, TypeError):  # also a kind that is no part of a file name
         return checksums.name
-    files = [(file_of(base, kind), digest) for kind, digest in stored.items()]
     return next((file.name for file, digest in files if not file.is_file() or hash_of(file) != digest), None)
 
 
@@ -161,6 +160,8 @@ class MappedSamples:
         self._base, paths = base, [file_of(base, "bounds"), file_of(base, kind)]
         if current_rank() == 0 and (name := _changed_file(base)) is not None:
             raise self._damage(f"the checksum of {name} does not match")
+        if not all(map(Path.is_file, paths)):
+            raise self._damage(f"{paths[0].name} or {paths[1].name} is missing, or no regular file")
         try:
             self.bounds, self.words = np.memmap(paths[0], np.int64, "r"), np.memmap(paths[1], np.uint32, "r")
         except (OSError, ValueError) as error:
@@ -223,6 +224,8 @@ def read_weights(base: Path, runs: int) -> np.ndarray | None:
     found = np.fromfile(file, np.float64) if file.is_file() else np.empty(0)
     if found.size != 3 * runs:
         raise MkdDataError(f"{file} is broken ({found.size / 3:g} weights of {runs}): delete {file_of(base, 'json')}")
+    if not np.isfinite(found).all() or found.min() < 0:
+        raise MkdDataError(f"{file} is broken (a weight that is none): delete {file_of(base, 'json')}")
     return found.reshape(runs, 3)
 
 
@@ -395,7 +398,7 @@ def read_facts[Facts](base: Path, kind: Callable[..., Facts]) -> Facts:
     try:
         facts = kind(**read_json(file))
         for field in fields(facts):
-            if field.type is int and type(value := getattr(facts, field.name)) is not int:
+            if not _fits(value := getattr(facts, field.name), field.type):
                 raise ValueError(f"{field.name} is {str(value)[:40]!r}")
         return facts
     except FileNotFoundError as error:
@@ -404,6 +407,15 @@ def read_facts[Facts](base: Path, kind: Callable[..., Facts]) -> Facts:
         ) from error
     except (ValueError, TypeError) as error:
         raise MkdDataError(f"{file} is broken ({error}): delete it") from error
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """True if a value of a JSON file is of the type of a field: int, str, or a list or dict of them."""
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(_fits(part, *get_args(kind)) for part in value)
+    if get_origin(kind) is dict:
+        return isinstance(value, dict) and all(_fits(part, get_args(kind)[1]) for part in value.values())
+    return type(value) is kind
 
 
 def file_of(base: Path, kind: str) -> Path:

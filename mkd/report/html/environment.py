@@ -2,10 +2,8 @@
 
 from typing import Any
 
-import yaml
+from mkd.config.run_file import record_of
 
-RECORD = "about"
-"""Key of run.yaml whose entries are not flags."""
 ENTRIES = 80
 """Most facts that are shown."""
 CHARACTERS = 400
@@ -21,12 +19,7 @@ def environment_of(run_yaml: str | None) -> list[tuple[str, str]]:
     Returns:
         Name -> text, for the entries that are plain values, or objects of plain values.
     """
-    try:
-        content = yaml.safe_load(run_yaml or "")
-    except (yaml.YAMLError, RecursionError, ValueError):
-        return []
-    facts = content.get(RECORD) if isinstance(content, dict) else None
-    return _facts(facts, "")[:ENTRIES] if isinstance(facts, dict) else []
+    return _facts(record_of(run_yaml or ""), "")[:ENTRIES]
 
 
 def _facts(entries: dict[Any, Any], prefix: str) -> list[tuple[str, str]]:

@@ -16,12 +16,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mkd.errors import MkdDataError
-from mkd.report.run_log import RunLog
+from mkd.report.run_log import METRICS_BYTES, RunLog
 from mkd.utils.json_files import parse_json
 
 METRICS, RUN_FILE, PLAN, LOG = "metrics.jsonl", "run.yaml", "kd_config.json", "mkd.log"
-METRICS_BYTES = 1 << 29
-"""Largest metrics file that is read."""
 TEXT_BYTES = 1 << 20
 """Bytes of run.yaml and kd_config.json that are read."""
 LOG_BYTES = 1 << 23

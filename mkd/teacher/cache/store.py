@@ -42,6 +42,8 @@ _INDEX_BYTES, _INDEX_CHECKSUM = "index_bytes", "index_blake2b"
 """Keys of a shard's .json file: how many bytes precede the records, and their checksum."""
 _TEMPERATURES = 64
 """Most temperatures of a cache."""
+_HOTTEST = 1e6
+"""Largest temperature; flags allow less."""
 _HEADER_BYTES = 1 << 20
 """Longest safetensors header of a shard, which describes three tensors."""
 
@@ -125,7 +127,7 @@ class CacheMeta:
             meta = cls(**properties, is_checked=stored is not None)
             if values["record"] != meta._record_layout():
                 raise ValueError("the layout of its records is not that of its other values")
-        except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, OSError) as error:
             raise MkdCacheError(f"{flag} {folder} is not a teacher cache: meta.json is damaged ({error})") from error
         return meta
 
@@ -155,7 +157,7 @@ def _require_types(values: Mapping[str, Any]) -> None:
         "values": values["values"] in ("log12", "fp32", "counts"),
         "temperatures": isinstance(temperatures, list)
         and 1 <= len(temperatures) <= _TEMPERATURES
-        and all(type(value) in (int, float) and 0 < value < math.inf for value in temperatures),
+        and all(type(value) in (int, float) and 0 < value <= _HOTTEST for value in temperatures),
         "samples": is_count(values["samples"], 0, MAX_COUNT)
         and (values["samples"] > 0) == (values["values"] == "counts"),
         "teacher_dtype": isinstance(values["teacher_dtype"], str),
@@ -284,12 +286,22 @@ def warn_of_older_version(folder: Path, flag: str, meta: CacheMeta, shards: Sequ
 
 
 def manifest_of(path: Path) -> dict[str, Any]:
-    """Content of the .json file of a complete shard."""
+    """Content of the .json file of a complete shard.
+
+    Raises:
+        MkdCacheError: it is damaged.
+    """
     with path.open("rb") as file:
-        length = struct.unpack("<Q", file.read(8))[0]
-        if length > _HEADER_BYTES:
-            raise MkdCacheError(f"shard {path} of the teacher cache is damaged (a header of {length} bytes): remove it")
-        index = 8 + length + parse_json(file.read(length))["records"]["data_offsets"][0]
+        try:
+            length = struct.unpack("<Q", file.read(8))[0]
+            if length > _HEADER_BYTES:
+                raise ValueError(f"a header of {length} bytes")
+            begin = parse_json(file.read(length))["records"]["data_offsets"][0]
+            index = 8 + length + begin
+            if type(begin) is not int or not 0 <= begin <= path.stat().st_size - 8 - length:
+                raise ValueError(f"its records begin at byte {begin}")
+        except (ValueError, LookupError, TypeError, struct.error) as error:
+            raise MkdCacheError(f"shard {path} of the teacher cache is damaged ({error!r}): remove it") from error
         file.seek(0)
         checksum = _index_checksum(file.read(index))
         file.seek(0)

@@ -150,7 +150,7 @@ def recover(folder: Path) -> None:
     A shard gets its name only when it is complete, so every writer computes the same manifest for it.
     """
     for path in folder.glob("shard-*.safetensors"):
-        if not path.with_suffix(".json").exists():
+        if path.is_file() and not path.with_suffix(".json").exists():
             _write_manifest(path)
     for path in folder.glob(".*.partial"):
         try:

@@ -23,6 +23,9 @@ TOKEN = "MKD_TEACHER_TOKEN"
 """Environment variable of the secret."""
 FEWEST_CHARACTERS = 16
 _ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:]+\]|[\w.-]+):(\d{1,5})")
+_WAITING = 64
+"""Answers that wait for a client which does not read them; further ones are dropped. Clients have 4 requests under way
+at one time, so that none of theirs is."""
 _HEARTBEAT_MS, _LOST_AFTER_MS = 5_000, 20_000
 
 
@@ -121,6 +124,7 @@ def service_socket(
     """
     authenticator, socket = None, context.socket(zmq.ROUTER)
     _limit(socket, most_bytes)
+    socket.sndhwm = _WAITING
     socket.ipv6 = address.host.startswith("[")
     if secret is not None:
         authenticator = ThreadAuthenticator(context)

@@ -119,9 +119,10 @@ class TeacherConnections:
             self._wake_out.send(b"", zmq.NOBLOCK)
 
     def _run(self) -> None:
-        links = [self._connect(address) for address in self._addresses]
+        links: list[_Link] = []
         waiting: deque[_Request] = deque()
         try:
+            links += [self._connect(address) for address in self._addresses]
             while not self._is_closing:
                 with self._lock:
                     waiting.extend(self._new)

@@ -1,5 +1,6 @@
 """Properties of a served teacher, which a client checks before it loads anything."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -8,6 +9,8 @@ import torch
 
 from mkd.teacher.service.messages import ProtocolError
 
+_MOST_WIDTH = 1 << 17
+"""Memory is taken for an LM head of this width; the widest published model has 20,480."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -55,9 +58,10 @@ class TeacherFacts:
             if not isinstance(value, one.type) or (isinstance(value, bool) and one.type is not bool):
                 raise ProtocolError(f"{one.name} of the teacher is {value!r}")
         facts = cls(**values)
-        sizes = (facts.vocab, facts.width, facts.most_tokens, facts.row_multiple, facts.segment_multiple)
-        is_capped_right = facts.logit_softcap is None or facts.logit_softcap > 0
-        if facts.dtype not in _DTYPES or not is_capped_right or not all(0 < size < 2**31 for size in sizes):
+        sizes = (facts.vocab, facts.most_tokens, facts.row_multiple, facts.segment_multiple)
+        is_capped_right = facts.logit_softcap is None or 0 < facts.logit_softcap < math.inf
+        is_possible = all(0 < size < 2**31 for size in sizes) and 0 < facts.width <= _MOST_WIDTH
+        if facts.dtype not in _DTYPES or not (is_capped_right and is_possible and math.isfinite(facts.logit_scale)):
             raise ProtocolError(f"impossible facts about the teacher: {facts}")
         return facts
 
