@@ -51,6 +51,7 @@ COMMON: dict[str, Any] = {
     "--kd-ratio": 0.5,
 }
 DOCUMENTS: dict[str, Any] = {"--data-path": "corpus_text_document", "--seq-length": 32}
+BLEND = {**DOCUMENTS, "--data-path": ("0.5", "corpus_text_document", "0.5", "other_text_document")}
 ROWS: dict[str, Any] = {
     "--data-path": "chats.jsonl",
     "--seq-length": 64,
@@ -68,6 +69,23 @@ RESUME = {
 }
 
 
+EVALUATED = {**DOCUMENTS, "--eval-iters": 1, "--kd-eval-tokens": 4, "--kd-eval-tasks": "tasks.jsonl"}
+TASKS = [
+    {"prompt": "token", "answer": "house", "match": "contains"},
+    {"messages": [{"role": "user", "content": "river"}], "answer": "[a-z]+ing", "match": "regex"},
+    {"prompt": "water", "answer": 7, "match": "number"},
+]
+WRITTEN_ROWS = {**DOCUMENTS, "--kd-on-policy": 0.5, "--kd-prompts": "prompts.jsonl", "--kd-rollout-tokens": 4}
+PROMPTS = [{"prompt": word} for word in ("token", "river", "water", "blue")]
+TARGETS = [
+    {
+        "input_ids": [3, 4, 5, 6],
+        "labels": [-100, 4, 5, 6],
+        "target_token_ids": [[1, 2], [4, 7], [5, 8], [6, 9]],
+        "target_logprobs": [[-0.2, -2.0], [-0.1, -3.0], [-0.5, -1.0], [-0.3, -2.5]],
+    }
+] * 4
+"""Records of `mkd cache import`."""
 RUN_FILE = """models:
   kd-student-hf: student
   kd-teacher-hf: teacher
@@ -89,7 +107,7 @@ def train(**changes: Any) -> list[str]:
     words = [str(SCRIPT)]
     for flag, value in flags.items():
         if value is not None:
-            words += [flag] if value is True else [flag, str(value)]
+            words += [flag, *value] if isinstance(value, tuple) else [flag] if value is True else [flag, str(value)]
     return words
 
 
@@ -118,9 +136,17 @@ COMMANDS: dict[str, Command] = {
     "documents": Command(train(flags=DOCUMENTS), removed=["data_cache/*-DocumentRows-*"]),
     "indexed documents": Command(train(flags=DOCUMENTS)),
     "sharded teacher": Command(train(flags={**DOCUMENTS, "--kd-teacher-hf": "sharded"})),
+    "blended documents": Command(train(flags=BLEND)),
+    "evaluated documents": Command(train(flags=EVALUATED)),
+    "written rows": Command(train(flags=WRITTEN_ROWS)),
+    "imported targets": Command(
+        tool("cache_teacher", "import", "out", "targets.jsonl", "--tokenizer-model", "student", "--teacher", "T"),
+        compared=["stdout"],
+    ),
     "chats": Command(train(flags=ROWS), removed=["data_cache/*-chat.*"]),
     "stored chats": Command(train(flags=ROWS)),
     "stored pairs": Command(train(flags=OTHER_TOKENIZER)),
+    "arrow": Command(train(flags={**ROWS, "--data-path": "chats.arrow"}), removed=["data_cache/*-chat.*"]),
     "table": Command(train(flags={**ROWS, "--data-path": "chats.parquet"}), removed=["data_cache/*-chat.*"]),
     "compressed text": Command(
         tool("preprocess", "--input", "corpus.jsonl.gz", "--output-prefix", "out", "--tokenizer-model", "student"),
@@ -173,9 +199,13 @@ def other_lines(file: Path, old: bytes, new: bytes) -> str:
 
 def other_rows(file: Path, old: bytes, new: bytes) -> str:
     """The library reads a table with other rows."""
+    is_arrow = old.startswith(b"ARROW1")
     try:
         one, other = (
-            parquet.read_table(pyarrow.BufferReader(content), use_threads=False).to_pylist() for content in (old, new)
+            pyarrow.ipc.open_file(content).read_all().to_pylist()
+            if is_arrow
+            else parquet.read_table(pyarrow.BufferReader(content), use_threads=False).to_pylist()
+            for content in (old, new)
         )
     except Exception:
         return ""
@@ -288,11 +318,16 @@ FORMATS: dict[str, Format] = {
     "chats.jsonl": Format(["chats.jsonl"], ["chats"], [change_text], other_lines),
     "text .jsonl": Format(["corpus.jsonl"], ["preprocess"], [change_text], other_lines),
     "Parquet": Format(["chats.parquet"], ["table"], [change_words], other_rows),
+    "Arrow": Format(["chats.arrow"], ["arrow"], [change_words], other_rows),
+    "tasks .jsonl": Format(["tasks.jsonl"], ["evaluated documents"], [change_text], other_lines),
+    "prompts .jsonl": Format(["prompts.jsonl"], ["written rows"], [change_text], other_lines),
+    "targets .jsonl": Format(["targets.jsonl"], ["imported targets"], [change_text], other_lines),
     "compressed text": Format(["corpus.jsonl.gz"], ["compressed text"], [change_words]),
     ".idx": Format(["corpus_text_document.idx"], ["documents", "indexed documents"], [change_words]),
     ".bin": Format(["corpus_text_document.bin"], ["documents"], [change_words], tokens_in_range),
     "PREFIX.json": Format(["corpus_text_document.json"], ["documents"], [change_json]),
     "data cache, documents": Format(["data_cache/*-DocumentRows-*.npy"], ["indexed documents"], [change_words]),
+    "data cache, blends": Format(["data_cache/*-BlendedRows-*.npy"], ["blended documents"], [change_words]),
     "data cache, chats": Format(["data_cache/*-chat.*"], ["stored chats"], [change_words]),
     "data cache, pairs": Format(["data_cache/*-pairs.*"], ["stored pairs"], [change_words]),
     "projection": Format(["projection.safetensors"], ["projection"], [change_header]),
@@ -356,11 +391,17 @@ class Fuzz:
         (self.work / "run.yaml").write_text(RUN_FILE)
         lines = [json.loads(line) for line in (self.work / "chats.jsonl").read_text().splitlines()]
         parquet.write_table(pyarrow.Table.from_pylist(lines), self.work / "chats.parquet")
+        with pyarrow.ipc.new_file(self.work / "chats.arrow", pyarrow.Table.from_pylist(lines).schema) as file:
+            file.write_table(pyarrow.Table.from_pylist(lines))
+        for name, records in {"tasks": TASKS, "prompts": PROMPTS, "targets": TARGETS}.items():
+            (self.work / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
         (self.work / "corpus.jsonl.gz").write_bytes(gzip.compress((self.work / "corpus.jsonl").read_bytes(), mtime=0))
         _write_sharded(self.work / "teacher", self.work / "sharded")
         words = ["--input", "corpus.jsonl", "--output-prefix", "corpus", "--tokenizer-model", "student"]
         self._must(tool("preprocess", *words))
         self._must(train(flags=RESUME | {"--exit-interval": 2}))
+        for suffix in (".bin", ".idx", ".json"):
+            shutil.copy2(self.work / f"corpus_text_document{suffix}", self.work / f"other_text_document{suffix}")
         self._must(COMMANDS["documents"].words)
         if not self.lab.is_small:
             self._make_caches()
@@ -380,7 +421,7 @@ class Fuzz:
         flags = train(flags={**ROWS, "--train-iters": 40, "--lr-decay-iters": 40})[1:]
         for name, options in targets.items():
             self._must(tool("cache_teacher", "write", "--out", name, *options, "--", *flags))
-        for name in ("chats", "stored pairs"):
+        for name in ("chats", "stored pairs", "blended documents"):
             self._must(COMMANDS[name].words)
 
     def expected(self, name: str) -> Any:
