@@ -9,6 +9,7 @@ Exit status 1 if there is a finding. --out has report.json and the files of the 
 
 import argparse
 import json
+import shutil
 import sys
 import tempfile
 import time
@@ -65,39 +66,54 @@ def main() -> int:
     args = parse()
     started = time.monotonic()
     prepare()
-    with tempfile.TemporaryDirectory(prefix="chaos") as temporary:
-        root = Path(args.out or temporary).resolve()
-        root.mkdir(parents=True, exist_ok=True)
-        lab = Lab(root, args.seed, faults(), args.small)
-        if args.soak:
-            from tests.chaos.soak import soak
+    # Not a TemporaryDirectory: jobs are forks of this process, and each would remove it at its end.
+    temporary = None if args.out is not None else Path(tempfile.mkdtemp(prefix="chaos"))
+    try:
+        return run_session(args, (args.out or temporary).resolve(), started)
+    finally:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
 
-            facts = soak(lab, args.steps)
-            print(json.dumps(facts, indent=1))
-            return int(not facts["flat"])
-        makers = experiments_of(lab)
-        names = dict(word.partition("=")[::2] for word in args.only) or dict.fromkeys(makers, "")
-        if unknown := sorted(names.keys() - makers.keys()):
-            print(f"error: --only {unknown[0]}: give one of {', '.join(makers)}", file=sys.stderr)
-            return 2
-        experiments = [makers[name]() for name in names]
-        report = Report(args.seed)
-        file = root / "report.json"
-        if args.case is not None:
-            outcome = experiments[0].case(args.case)
-            print(outcome)
-            return int(outcome is not None and outcome.verdict.is_finding)
-        counts = {e.name: int(names[e.name] or (SMALL[e.name] if args.small else e.cases)) for e in experiments}
-        print(", ".join(f"{name}: {count} cases" for name, count in counts.items()), flush=True)
-        run_experiments(experiments, report, started + 60 * args.minutes, file, counts=counts, first=args.first)
-        print(report.table())
-        for row, kinds in report.reasons.items():
-            print(f"{row}: other input: " + ", ".join(f"{count} {reason}" for reason, count in kinds.items()))
-        for finding in report.findings:
-            print(f"{finding['kind']}: {finding['case']}: {finding['detail']}\n    {finding['again']}")
-        if args.out is not None:
-            print(f"report: {file}")
-        return int(bool(report.findings))
+
+def run_session(args: argparse.Namespace, root: Path, started: float) -> int:
+    """Run what the command line asks for; the exit status.
+
+    Args:
+        args: the command line.
+        root: the folder to work in.
+        started: time of `time.monotonic` from which --minutes counts.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    lab = Lab(root, args.seed, faults(), args.small)
+    if args.soak:
+        from tests.chaos.soak import soak
+
+        facts = soak(lab, args.steps)
+        print(json.dumps(facts, indent=1))
+        return int(not facts["flat"])
+    makers = experiments_of(lab)
+    names = dict(word.partition("=")[::2] for word in args.only) or dict.fromkeys(makers, "")
+    if unknown := sorted(names.keys() - makers.keys()):
+        print(f"error: --only {unknown[0]}: give one of {', '.join(makers)}", file=sys.stderr)
+        return 2
+    experiments = [makers[name]() for name in names]
+    report = Report(args.seed)
+    file = root / "report.json"
+    if args.case is not None:
+        outcome = experiments[0].case(args.case)
+        print(outcome)
+        return int(outcome is not None and outcome.verdict.is_finding)
+    counts = {e.name: int(names[e.name] or (SMALL[e.name] if args.small else e.cases)) for e in experiments}
+    print(", ".join(f"{name}: {count} cases" for name, count in counts.items()), flush=True)
+    run_experiments(experiments, report, started + 60 * args.minutes, file, counts=counts, first=args.first)
+    print(report.table())
+    for row, kinds in report.reasons.items():
+        print(f"{row}: other input: " + ", ".join(f"{count} {reason}" for reason, count in kinds.items()))
+    for finding in report.findings:
+        print(f"{finding['kind']}: {finding['case']}: {finding['detail']}\n    {finding['again']}")
+    if args.out is not None:
+        print(f"report: {file}")
+    return int(bool(report.findings))
 
 
 if __name__ == "__main__":

@@ -72,7 +72,6 @@ class RandomFlags:
         words: list[str] = []
         for _ in range(draw.choice([1, 1, 1, 2, 3])):
             words += flag_words(draw.choice(self._pools[group]), draw)
-        self.fuzz.restore()
         name = draw.choice(["documents", "documents", "chats"])
         expected = self.fuzz.expected(name)["metrics"]
         self.fuzz.restore()

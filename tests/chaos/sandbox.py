@@ -30,6 +30,7 @@ GROWTH = 2 * 2**30
 ADDRESS_SPACE = 4 * 2**30
 """Bytes of address space beyond this process's own, a hard limit that protects the machine: threads reserve more than
 they use."""
+_PATIENCE = 4
 _POLL_S = 0.004
 _ARENAS = -8
 """mallopt's M_ARENA_MAX: every arena of a thread reserves 64 MiB of address space."""
@@ -160,15 +161,33 @@ class Job:
             elif self.pids[rank] not in self._statuses:
                 os.kill(self.pids[rank], number)
 
+    def _is_hanging(self, timeout: float) -> bool:
+        """True if the job has computed for longer than `timeout`, or lives for `_PATIENCE` times that: on a busy
+        machine a job that waits for a processor is not one that hangs."""
+        lived = time.monotonic() - self.started
+        if lived <= timeout:
+            return False
+        computed = 0.0
+        for pid in self.pids:
+            with contextlib.suppress(psutil.Error):
+                times = psutil.Process(pid).cpu_times()
+                computed += times.user + times.system + times.children_user + times.children_system
+        return computed > timeout or lived > _PATIENCE * timeout
+
     def wait(self, timeout: float, grace: float = 5.0) -> Ended:
-        """Wait until all ranks have ended; after a failed rank the others have `grace` seconds, as under torchrun."""
-        deadline, timed_out = self.started + timeout, False
+        """Wait until all ranks have ended; after a failed rank the others have `grace` seconds, as under torchrun.
+
+        Args:
+            timeout: seconds of computing after which the job is ended; see `_is_hanging`.
+            grace: seconds that other ranks have after one has failed.
+        """
+        timed_out = False
         failed_at: float | None = None
         while not self.poll():
             now = time.monotonic()
             if failed_at is None and self.failed():
                 failed_at = now
-            if now > deadline or (failed_at is not None and now > failed_at + grace):
+            if self._is_hanging(timeout) or (failed_at is not None and now > failed_at + grace):
                 timed_out = failed_at is None
                 self.signal(signal.SIGCONT)
                 self.signal(signal.SIGKILL)
