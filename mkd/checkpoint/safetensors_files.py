@@ -6,6 +6,7 @@ only its own slices, and a writer holds one tensor at a time. Format: 8 bytes li
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,6 +114,8 @@ def read_header(path: Path, flag: str) -> dict[str, TensorEntry]:
 def _entry(path: Path, base: int, info: dict[str, Any]) -> TensorEntry:
     dtype, shape = DTYPES[info["dtype"]], tuple(info["shape"])
     begin, end = info["data_offsets"]
-    if end - begin != tensor_bytes(shape, dtype):
+    if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
+        raise ValueError(f"shape {list(shape)} at {[begin, end]}")
+    if end - begin != math.prod(shape) * dtype.itemsize:  # torch's product wraps around at 2^64
         raise ValueError(f"{end - begin} bytes for a {info['dtype']} tensor of shape {list(shape)}")
     return TensorEntry(path, shape, dtype, base + begin, end - begin)

@@ -17,6 +17,8 @@ MOST_BYTES = 64 << 20
 """Largest JSON text. The largest tokenizer.json has about 35 MB; a text of empty lists grows 20-fold in memory."""
 _READ_WHOLE = {*TOKENIZER_FILES, "config.json", "generation_config.json", "model.safetensors.index.json"}
 """Files of a model folder that other libraries read as a whole, beside chat templates."""
+_TEMPLATES = "additional_chat_templates"
+"""Folder in a model folder from which transformers reads further chat templates."""
 _DEPTH = 100
 """Deepest nesting. Parsers of other libraries end at 128."""
 
@@ -66,18 +68,14 @@ def read_regular(path: Path, at_most: int) -> bytes:
     return content
 
 
-def require_regular_files(folder: Path, *inside: str) -> None:
-    """Check a folder that another library reads.
-
-    Args:
-        folder: the folder.
-        inside: folders in it that are read too, if they exist.
+def require_regular_files(folder: Path) -> None:
+    """Check a model folder that another library reads.
 
     Raises:
         ValueError: naming a pipe, device or socket in it, whose reading could wait forever, or a file that would take
             too much memory.
     """
-    folders = [folder, *(folder / name for name in inside if (folder / name).is_dir())]
+    folders = [one for one in (folder, folder / _TEMPLATES) if one.is_dir()]
     for path in (path for one in folders for path in sorted(one.iterdir())):
         try:
             state = path.stat()

@@ -19,7 +19,6 @@ from transformers import (
     PreTrainedTokenizerBase,
     dynamic_module_utils,
 )
-from transformers.utils import CHAT_TEMPLATE_DIR
 
 from mkd.errors import MkdCheckpointError, MkdDataError
 from mkd.utils.hub_folder import download_hint, model_folder
@@ -51,7 +50,7 @@ def load_tokenizer(directory: str, flag: str = "--tokenizer-model") -> PreTraine
     if not any((path / name).is_file() for name in TOKENIZER_MARKERS):
         raise MkdDataError(f"{flag} {directory} holds no tokenizer (none of {', '.join(TOKENIZER_MARKERS)})")
     try:
-        require_regular_files(path, CHAT_TEMPLATE_DIR)
+        require_regular_files(path)
         tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
         return _probed(tokenizer)
     except Exception as error:

@@ -112,7 +112,7 @@ class TeacherConnections:
         self._wake()
         self._thread.join()
         self._wake_out.close(0)
-        self._context.term()
+        self._context.destroy(0)  # closes what a failed thread has left open
 
     def _wake(self) -> None:
         with suppress(zmq.Again):  # enough signals are under way, or the thread has failed

@@ -149,8 +149,19 @@ def changed_row(value: float) -> dict[str, Any]:
         ([*[record_of(n) for n in range(64)], short_row()], "line 65: token 9 has 2 targets, others have 6"),
         ([*[record_of(n) for n in range(64)], foreign_id()], "line 65: target_token_ids has id 40"),
         ([record_of(0, labels=[-100] * 14)], "no text has a supervised token"),
+        ([record_of(0, input_ids=[0.5] * 14)], "line 1: input_ids has a list of float64, not of integers"),
+        ([record_of(0, input_ids=["7"] * 14)], "line 1: input_ids has a list of <U1, not of integers"),
+        ([record_of(0, input_ids=[10**30] * 14)], "line 1: input_ids has a list of object, not of integers"),
+        ([record_of(0, input_ids=[[1], [1, 2]])], "line 1: input_ids has a list that is none of numbers"),
+        ([record_of(0, input_ids=7)], "line 1: input_ids is a int, not a list"),
+        ([record_of(0, labels={"a": 1})], "line 1: labels has .* where a list of numbers is needed"),
+        ([record_of(0, target_token_ids=[[True]] * 14)], "line 1: target_token_ids has a list of bool"),
+        ([record_of(0, target_logprobs=["-1"] * 14)], "line 1: target_logprobs has '-1' where a list"),
     ],
-    ids=["nan", "probabilities", "column", "lengths", "short", "vocabulary", "nothing"],
+    ids=[
+        *("nan", "probabilities", "column", "lengths", "short", "vocabulary", "nothing"),
+        *("fractions", "texts", "large", "ragged", "a number", "labels", "booleans", "characters"),
+    ],
 )
 def test_invalid_records(tmp_path: Path, records: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(MkdDataError, match=message):
@@ -209,3 +220,10 @@ def test_cache_of_another_teacher(tmp_path: Path) -> None:
     assert len(TeacherStore(tmp_path / "cache", "--cache")) == 2
     with pytest.raises(MkdCacheError, match="teacher: somebody else, somebody"):
         run_import(tmp_path, [record_of(0)], teacher="somebody else")
+
+
+def test_lines_that_are_not_utf_8_are_named(tmp_path: Path) -> None:
+    (tmp_path / "targets.jsonl").write_bytes(json.dumps(record_of(0)).encode() + b'\n{"input_ids": "\xff"}\n')
+    options = {"out": tmp_path / "cache", "files": (tmp_path / "targets.jsonl",), "teacher": "T", "tokenizer": None}
+    with pytest.raises(MkdDataError, match="line 2 is not JSON"):
+        import_targets(ImportOptions(**options, vocab=VOCAB))

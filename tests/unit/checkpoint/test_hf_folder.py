@@ -126,6 +126,11 @@ CHANGES = {
     "shape": lambda header: header["model.norm.weight"].update(shape=[47]),
     "dtype": lambda header: header["model.norm.weight"].update(dtype="F31"),
     "no offsets": lambda header: header["model.norm.weight"].pop("data_offsets"),
+    "overflow": lambda header: header["model.norm.weight"].update(shape=[2**62, 4], data_offsets=[0, 0]),
+    "beyond 64 bits": lambda header: header["model.norm.weight"].update(shape=[2**64]),
+    "fractions": lambda header: header["model.norm.weight"].update(shape=[48.5]),
+    "negative": lambda header: header["model.norm.weight"].update(shape=[-48, -1]),
+    "texts": lambda header: header["model.norm.weight"].update(data_offsets=["0", "4"]),
     "no object": lambda header: header.update({"model.norm.weight": 3}),
 }
 

@@ -1,6 +1,7 @@
 """Finding the iteration of a Megatron checkpoint folder; errors name the missing or damaged file."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -57,10 +58,21 @@ def test_no_tracker(folder):
     assert_refused(folder, TRACKER)
 
 
-@pytest.mark.parametrize("text", ["", "3x", "-1", "releas", "\x00\x01", "²"])
+@pytest.mark.parametrize("text", ["", "3x", "-1", "releas", "²", "9" * 5000])
 def test_damaged_tracker(folder, text):
     (folder / TRACKER).write_text(text)
-    assert_refused(folder, TRACKER, repr(text.strip()))
+    assert_refused(folder, TRACKER, repr(text.strip()[:40]))
+
+
+def test_a_tracker_of_a_terabyte(folder):
+    os.truncate(folder / TRACKER, 1 << 40)
+    assert_refused(folder, TRACKER, "at most 1,048,576 are read")
+
+
+def test_a_pipe_among_the_shards(folder):
+    os.mkfifo(next(folder.glob("iter_*")) / "other.distcp")
+    with pytest.raises(MkdCheckpointError, match=r"other\.distcp is not a regular file"):
+        MegatronFolder(folder, "--load").fingerprint()
 
 
 def test_tracker_names_a_missing_step(folder):

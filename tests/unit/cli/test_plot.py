@@ -189,3 +189,16 @@ def test_a_pipe_is_not_replaced(tool, tmp_path, capsys):
     assert tool.main([write_run(tmp_path / "a" / "m.jsonl"), "--out", str(tmp_path / "out.png")]) == 1
     assert f"--out {tmp_path}/out.png is a named pipe" in capsys.readouterr().err
     assert (tmp_path / "out.png").is_fifo()
+
+
+def test_names_are_no_formulas(tool, tmp_path):
+    file = write_run(tmp_path / "a" / "m.jsonl")
+    tool.plot([file], ["$\\nothing$"], str(tmp_path / "x.svg"))
+    assert (tmp_path / "x.svg").stat().st_size > 1000
+
+
+def test_a_metrics_file_of_a_terabyte(tmp_path):
+    with open(tmp_path / "m.jsonl", "wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(MkdDataError, match="at most 536,870,912 are read"):
+        RunLog.read(str(tmp_path / "m.jsonl"))

@@ -1,6 +1,7 @@
 """Conversations to tokens: which are the assistant's, what is left out, and what is refused before training."""
 
 import json
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -252,6 +253,39 @@ def test_weights_that_are_missing_are_an_error(folders: dict[str, Path], tmp_pat
     base.with_name(f"{base.name}.checksums").unlink()
     base.with_name(f"{base.name}.weights").write_bytes(b"")
     with pytest.raises(MkdDataError, match=r"weights is broken \(0 weights of 1\): delete "):
+        ChatStore(base, (0.0, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "message"),
+    [
+        ("json", {"skipped": []}, "skipped is '\\[\\]'"),
+        ("json", {"bad": [3]}, "bad is"),
+        ("json", {"skipped": {"a": "b"}}, "skipped is"),
+        ("json", {"conversations": True}, "conversations is 'True'"),
+        ("checksums", {"../x": "0"}, "the checksum of .*checksums does not match"),
+        ("weights", np.array([0, np.nan, 0.5]).tobytes(), "a weight that is none"),
+        ("bounds", None, "no regular file"),
+    ],
+)
+def test_a_set_that_others_made_is_checked(
+    folders: dict[str, Path], tmp_path: Path, kind: str, content: Any, message: str
+) -> None:
+    """Also one with the right checksums, or, as in older versions, without any."""
+    file = write_lines(tmp_path / "f.jsonl", [{"messages": with_keys(TALKS[2], 1, {"weight": 0.5})}])
+    tokenized(file, folders["plain"])
+    base = chat_base(str(file), ChatTokenizer(str(folders["plain"])), None)
+    path = base.with_name(f"{base.name}.{kind}")
+    if kind != "checksums":
+        base.with_name(f"{base.name}.checksums").unlink()
+    if content is None:
+        path.unlink()
+        os.mkfifo(path)
+    elif isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        path.write_text(json.dumps(json.loads(path.read_text()) | content))
+    with pytest.raises(MkdDataError, match=message):
         ChatStore(base, (0.0, 1.0))
 
 

@@ -206,6 +206,12 @@ def test_environment_of_run_yaml(tmp_path: Path) -> None:
         assert environment_of(content) == []
 
 
+def test_a_run_yaml_that_multiplies_is_left_out() -> None:
+    """40 lines whose merge keys stand for 2^40 entries."""
+    lines = ["a0: &a0 {x: 1}", *(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}]}}" for n in range(1, 40))]
+    assert environment_of("\n".join([*lines, "about: {host: node7}"])) == []
+
+
 def test_bounds_and_regular_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_run(tmp_path / "run")
     os.mkfifo(folder / "run.yaml")

@@ -168,6 +168,7 @@ def test_wandb_requirements(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"compare_interval": 0}, "--kd-compare-interval is 0; it must be at least 1"),
         ({"compare_interval": 5, "ratio": 0.0}, "--kd-compare-interval is 5, but at R = 0"),
         ({"mlflow_uri": "U"}, "--kd-mlflow-uri is U, but nothing is written to MLflow"),
+        ({"mlflow_uri": "https://me:secret@host", "mlflow_experiment": "E"}, "^--kd-mlflow-uri has a password: "),
     ],
 )
 def test_flags_without_effect(changes: dict, message: str) -> None:
@@ -205,3 +206,16 @@ def test_tensorboard_that_cannot_start(tmp_path: Path, monkeypatch: pytest.Monke
     given = arguments(tensorboard_dir=str(tmp_path / "file" / "T"), tensorboard_queue_size=1, rank=0, world_size=1)
     with pytest.raises(MkdConfigError, match=r"--tensorboard-dir .*file/T cannot be written"):
         trackers.start_trackers(given, kd())
+
+
+def test_passwords_are_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", FakeMLflow())
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:secret@host/x")
+    trackers.start_trackers(arguments(save=str(tmp_path)), kd(mlflow_experiment="E"))
+    assert (tmp_path / trackers.FILE).read_text() == '{"MLflow https://host/x E": "run-7"}'
+
+
+def test_ids_that_are_no_texts_are_refused(tmp_path: Path) -> None:
+    (tmp_path / trackers.FILE).write_text('{"a": 5}')
+    with pytest.raises(MkdConfigError, match="an id that is no text"):
+        trackers.RunIds(str(tmp_path))

@@ -15,7 +15,7 @@ import pytest
 from mkd.cache_build.inspect import merge, problems
 from mkd.errors import MkdCacheError
 from mkd.teacher.cache.store import META, CacheMeta, TeacherStore
-from mkd.teacher.cache.writer import StoreWriter
+from mkd.teacher.cache.writer import StoreWriter, recover
 from tests.support.cached_targets import meta_of, some_segment
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures" / "commit_715961d"
@@ -127,7 +127,7 @@ WRONG_TYPES = {
     "true_vocab": ["307", 307.0, True, -1, 0, 10**30, None],
     "top_k": ["4", 4.0, 0, 400, None, True],
     "values": [None, 3, "log13", [], "counts"],
-    "temperatures": [None, 1.0, [], ["1"], [2.0], [1.0, 0.0], [1.0, 1e999], [1.0] * 1000, {"1.0": 1}],
+    "temperatures": [None, 1.0, [], ["1"], [2.0], [1.0, 0.0], [1.0, 1e999], [1.0, 10**400], [1.0] * 1000, {"1.0": 1}],
     "samples": [-1, 1.0, "0", 5000, 2],
     "teacher_dtype": [None, 16],
     "positions": [None, "row"],
@@ -201,3 +201,14 @@ def test_truncated_while_it_is_read(cache: Path) -> None:
     os.truncate(path, 100)
     with pytest.raises(MkdCacheError, match=r"was truncated while it is read: 100 bytes"):
         store.read([key], [segment], [np.arange(segment.length)])
+
+
+@pytest.mark.parametrize("begin", [-1, 2**62, "7", None, 1.5])
+def test_a_shard_without_a_manifest_is_checked(cache: Path, begin: Any) -> None:
+    """A writer that continues a cache completes such shards."""
+    shard = next(cache.glob("shard-*.safetensors"))
+    shard.with_suffix(".json").unlink()
+    header = json.dumps({"records": {"data_offsets": [begin, 4]}}).encode()
+    shard.write_bytes(len(header).to_bytes(8, "little") + header + b"0" * 64)
+    with pytest.raises(MkdCacheError, match=r"is damaged .*: remove it"):
+        recover(cache)

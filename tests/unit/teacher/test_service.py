@@ -161,7 +161,13 @@ def test_packed_rows_need_a_service_for_them() -> None:
         ForwardRequest.of_tensors(request.tensors, replace(FACTS, packed=False))
 
 
-@pytest.mark.parametrize("change", [{"width": "4"}, {"vocab": 0}, {"dtype": "int8"}, {"packed": 1}, {"more": 1}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"width": "4"}, {"vocab": 0}, {"dtype": "int8"}, {"packed": 1}, {"more": 1}, {"width": 2**20}),
+        *({"logit_scale": float("nan")}, {"logit_scale": float("inf")}, {"logit_softcap": float("inf")}),
+    ],
+)
 def test_impossible_facts_are_refused(change: dict[str, Any]) -> None:
     assert TeacherFacts.of(FACTS.values()) == FACTS
     with pytest.raises(ProtocolError):
@@ -324,3 +330,10 @@ def test_a_service_that_starts_again_gets_the_requests() -> None:
     with running(port=address.port):
         assert answer.result(LIMIT_S).tensors[0].shape == (2, 4)
         connections.close()
+
+
+def test_a_fault_at_the_start_of_the_thread_is_raised() -> None:
+    connections = TeacherConnections([ServiceAddress("127.0.0.1", 1)], None, FACTS, 2**80)
+    with pytest.raises(Exception, match="int"):
+        ask(connections, request_of([[1] * 4])).result(10)
+    connections.close()

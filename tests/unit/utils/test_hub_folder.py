@@ -82,3 +82,12 @@ def test_a_repository_names_the_command(name: str, tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("name", ["/models/teacher", "teacher", "a/b/c", "../teacher", "./a/b", ""])
 def test_paths_are_no_repositories(name: str) -> None:
     assert download_hint(name) == ""
+
+
+def test_a_reference_is_bounded(tmp_path: Path) -> None:
+    (tmp_path / "snapshots" / "a").mkdir(parents=True)
+    (tmp_path / "refs").mkdir()
+    with open(tmp_path / "refs" / "main", "wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(MkdConfigError, match=r"refs/main .*at most 200 are read"):
+        model_folder(tmp_path, FLAG)

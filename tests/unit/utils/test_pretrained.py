@@ -178,3 +178,10 @@ def test_pipes_in_a_folder_are_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "tokenizer_config.json")
     with pytest.raises(MkdDataError, match=r"tokenizer_config\.json is not a regular file"):
         load_tokenizer(str(tmp_path))
+
+
+def test_an_adapter_is_refused(folder: Path) -> None:
+    """transformers loads it, if the package peft is installed, and the folder that it names."""
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "/elsewhere"}')
+    with pytest.raises(MkdCheckpointError, match=r"has an adapter_config.json.*: merge the adapter"):
+        load_model(folder, "--hf")
