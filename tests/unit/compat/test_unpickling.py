@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import shutil
+import sys
 from argparse import Namespace
 from pathlib import Path
 
