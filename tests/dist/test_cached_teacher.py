@@ -1,5 +1,9 @@
 """Training from a cache has the losses and gradients of training from the teacher's top-k, in any layout, microbatch
-size and packing of writer and reader."""
+size and packing of writer and reader.
+
+Without `-m slow`, each form of the cache is read in one layout, the first in all; `-m slow` reads every form in every
+layout.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,11 +26,12 @@ from tests.support.tolerance import FP32, GRADIENT, QUANTIZED, STEP_LOSS, assert
 
 TOP_K, STORED, SAMPLES = 6, 12, 80
 Result = tuple[dict[str, float], dict[str, Tensor]]
-LAYOUTS = [
-    pytest.param(4, Layout(cp=2, mbs=2), "packed", id="dp2-cp2-packed"),
-    pytest.param(2, Layout(pp=2, mbs=4), "padded", id="pp2"),
-    pytest.param(2, Layout(tp=2, sp=True, mbs=1), "packed", id="tp2-sp-packed"),
-]
+LAYOUTS = {
+    "dp2-cp2-packed": (4, Layout(cp=2, mbs=2), "packed"),
+    "pp2": (2, Layout(pp=2, mbs=4), "padded"),
+    "tp2-sp-packed": (2, Layout(tp=2, sp=True, mbs=1), "packed"),
+}
+QUICK = {"fp32": list(LAYOUTS), "larger": ["tp2-sp-packed"], "log12": ["pp2"]}
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +68,12 @@ def online(gloo_pool: Callable[[int], Pool]) -> Result:
     return result_of(gloo_pool(1).run(cached_step, Layout(), Models(data="padded", top_k=TOP_K), None))
 
 
+@pytest.fixture(scope="module")
+def online_without_texts(gloo_pool: Callable[[int], Pool]) -> Result:
+    models = Models(data="padded", top_k=TOP_K)
+    return result_of(gloo_pool(1).run(step_without_texts, Layout(), models, left_out()))
+
+
 def assert_same(seen: Result, truth: Result, gradient: float = GRADIENT, loss: float = STEP_LOSS) -> None:
     assert seen[0] == pytest.approx(truth[0], rel=loss)
     assert seen[1].keys() == truth[1].keys()
@@ -71,12 +82,19 @@ def assert_same(seen: Result, truth: Result, gradient: float = GRADIENT, loss: f
         assert_close_norm(seen[1][name], expected, gradient, name)
 
 
-@pytest.mark.parametrize("name", ["fp32", "larger", "log12"])
-@pytest.mark.parametrize("ranks, layout, data", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout_name", "name"),
+    [
+        pytest.param(layout_name, name, marks=() if layout_name in quick else pytest.mark.slow)
+        for name, quick in QUICK.items()
+        for layout_name in LAYOUTS
+    ],
+)
 def test_gradients_are_those_of_the_model(
-    gloo_pool: Callable[[int], Pool], caches: dict, online: Result, ranks: int, layout: Layout, data: Any, name: str
+    gloo_pool: Callable[[int], Pool], caches: dict, online: Result, layout_name: str, name: str
 ) -> None:
     """`larger` has a larger K than the job: the dropped tokens become part of the tail."""
+    ranks, layout, data = LAYOUTS[layout_name]
     models = Models(data=data, top_k=TOP_K, cache=caches[name])
     seen = result_of(gloo_pool(ranks).run(cached_step, layout, models, None))
     if name == "log12":
@@ -87,10 +105,10 @@ def test_gradients_are_those_of_the_model(
 
 @pytest.mark.parametrize("planted", [None, *FAULTS])
 def test_missing_texts_have_cross_entropy_only(
-    gloo_pool: Callable[[int], Pool], caches: dict, planted: str | None
+    gloo_pool: Callable[[int], Pool], caches: dict, online_without_texts: Result, planted: str | None
 ) -> None:
+    truth = online_without_texts
     models = Models(data="packed", top_k=TOP_K, cache=caches["part"], cache_missing="ce_only")
-    truth = result_of(gloo_pool(1).run(step_without_texts, Layout(), Models(data="padded", top_k=TOP_K), left_out()))
     losses, gradients = result_of(gloo_pool(4).run(cached_step, Layout(cp=2), models, planted))
     needed = [sample["loss_mask"].any() for sample in samples("padded", 1)[::3]]
     assert losses.pop("kd_missing") == sum(needed) > 2

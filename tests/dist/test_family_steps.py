@@ -1,5 +1,7 @@
 """Families with layers of mkd's own: two training steps, as student and as teacher, have transformers' losses and the
 gradient of every parameter.
+
+Without `-m slow`, packed rows are run with TP, SP and CP and padded ones with PP; `-m slow` runs the rest.
 """
 
 from pathlib import Path
@@ -30,6 +32,7 @@ from tests.support.dist.kd_samples import ROW, microbatches, samples
 from tests.support.dist.kd_step import Layout, model_arguments, parallel_state
 from tests.support.dist.outcome import total
 from tests.support.hf_folders import make_model
+from tests.support.slow import slow
 from tests.support.tolerance import norm_error
 
 VOCAB, PADDED = 131, 256
@@ -173,8 +176,9 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(("layout", "data"), LAYOUTS.values(), ids=LAYOUTS)
-def test_two_steps(gloo_pool: Any, expected: dict[str, dict[str, Any]], layout: Layout, data: str) -> None:
+@pytest.mark.parametrize("layout_name", ["TP2, SP, packed", "PP2", "CP2, packed", *slow(["one rank", "packed", "TP2", "CP2"])])
+def test_two_steps(gloo_pool: Any, expected: dict[str, dict[str, Any]], layout_name: str) -> None:
+    layout, data = LAYOUTS[layout_name]
     results = gloo_pool(layout.tp * layout.pp * layout.cp).run(train, expected, layout, data)
     for name, model in expected.items():
         for step, (loss, _) in enumerate(model["steps"][data]):

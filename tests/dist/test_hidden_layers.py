@@ -1,4 +1,7 @@
-"""Pairs of layers: gradients against autograd of the definition, and the same in every parallel layout."""
+"""Pairs of layers: gradients against autograd of the definition, and the same in every parallel layout.
+
+Without `-m slow`, each layout runs one of the two distances; `-m slow` runs both.
+"""
 
 import pytest
 import torch
@@ -37,29 +40,45 @@ def test_gradients_are_those_of_the_definition(gloo_pool: GetPool, models: Model
         assert_close_norm(seen[key], whole, GRADIENT, key)
 
 
-LAYOUTS = [
-    pytest.param(2, Layout(tp=2), id="tp2"),
-    pytest.param(2, Layout(tp=2, sp=True), id="tp2-sp"),
-    pytest.param(2, Layout(pp=2), id="pp2"),
-    pytest.param(2, Layout(pp=2, vp=2), id="pp2-vp2"),
-    pytest.param(2, Layout(mbs=1), id="dp2-mbs1"),
-    pytest.param(4, Layout(tp=2, pp=2, vp=2, sp=True), id="tp2-sp-pp2-vp2"),
-]
+LAYOUTS = {
+    "tp2": (2, Layout(tp=2)),
+    "tp2-sp": (2, Layout(tp=2, sp=True)),
+    "pp2": (2, Layout(pp=2)),
+    "pp2-vp2": (2, Layout(pp=2, vp=2)),
+    "dp2-mbs1": (2, Layout(mbs=1)),
+    "tp2-sp-pp2-vp2": (4, Layout(tp=2, pp=2, vp=2, sp=True)),
+}
 
 
-@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
-@pytest.mark.parametrize("models", [MSE, COSINE], ids=["mse", "cosine"])
-def test_layouts(gloo_pool: GetPool, ranks: int, layout: Layout, models: Models) -> None:
-    compare(gloo_pool, ranks, layout, models)
+DISTANCES = {"mse": MSE, "cosine": COSINE}
+QUICK = {"mse": ["tp2-sp", "pp2-vp2", "dp2-mbs1"], "cosine": ["tp2", "pp2", "tp2-sp-pp2-vp2"]}
 
 
-@pytest.mark.parametrize(("ranks", "layout"), [(2, Layout(tp=2, sp=True)), (2, Layout(pp=2, vp=2))])
+@pytest.mark.parametrize(
+    ("distance", "name"),
+    [
+        pytest.param(distance, name, marks=() if name in quick else pytest.mark.slow)
+        for distance, quick in QUICK.items()
+        for name in LAYOUTS
+    ],
+)
+def test_layouts(gloo_pool: GetPool, distance: str, name: str) -> None:
+    compare(gloo_pool, *LAYOUTS[name], DISTANCES[distance])
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(2, Layout(tp=2, sp=True)), pytest.param(2, Layout(pp=2, vp=2), marks=pytest.mark.slow)])
 def test_without_maps(gloo_pool: GetPool, ranks: int, layout: Layout) -> None:
     compare(gloo_pool, ranks, layout, SAME_WIDTH)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "layout"), [(1, Layout()), (2, Layout(tp=2, sp=True)), (2, Layout(pp=2)), (2, Layout(pp=2, vp=2))]
+    ("ranks", "layout"),
+    [
+        pytest.param(1, Layout(), marks=pytest.mark.slow),
+        (2, Layout(tp=2, sp=True)),
+        pytest.param(2, Layout(pp=2), marks=pytest.mark.slow),
+        (2, Layout(pp=2, vp=2)),
+    ],
 )
 def test_recomputed_activations_change_nothing(gloo_pool: GetPool, ranks: int, layout: Layout) -> None:
     """Under pipeline parallelism other microbatches' forward passes lie between a forward and its recomputation."""

@@ -3,6 +3,8 @@
 One run each from the same weights: an evaluation and steps of Adam, compared with the same models, samples and masks on
 one rank. Every layout is there once; what else may vary is spread over them. Packed rows are compared with the same
 texts padded, one a row.
+
+Without `-m slow`, the table holds every pair of parallel dimensions, masks and packing once; `-m slow` runs the rest.
 """
 
 from collections.abc import Callable
@@ -14,6 +16,7 @@ import torch
 from tests.support.dist.faults import EVERY_TOKEN
 from tests.support.dist.kd_step import Layout, Models
 from tests.support.dist.outcome import GetPool, Outcome, assert_equal, assert_same
+from tests.support.slow import slow
 from tests.support.tolerance import GRADIENT, STEP_LOSS, assert_close_norm
 
 BOTH = Models(teacher_layers=2)
@@ -28,11 +31,8 @@ EXPERTS = replace(BOTH, moe=True, teacher_moe=True, aux_loss=0.1)
 # fmt: off
 TABLE = {
     "mbs1": (1, Layout(mbs=1), BOTH),
-    "mbs4": (1, Layout(mbs=4), OWN_MASK),
     "packed": (1, Layout(), PACKED),
-    "tp2": (2, Layout(tp=2), BOTH),
     "tp2-sp": (2, Layout(tp=2, sp=True, mbs=4), KD_ONLY),
-    "pp2": (2, Layout(pp=2, mbs=1), CE_ONLY),
     "pp2-vp2": (2, Layout(pp=2, vp=2), OWN_MASK),
     "cp2": (2, Layout(cp=2), UNEVEN),
     "dp2": (2, Layout(mbs=1), UNEVEN),
@@ -42,19 +42,24 @@ TABLE = {
     "tp2-sp-pp2-vp2": (4, Layout(tp=2, sp=True, pp=2, vp=2), PACKED),
     "tp2-sp-cp2": (4, Layout(tp=2, sp=True, cp=2, mbs=4), CE_ONLY),
     "tp2-sp-dp2-opt": (4, Layout(tp=2, sp=True, dist_opt=True), PACKED),
-    "pp2-cp2": (4, Layout(pp=2, cp=2), PACKED),
-    "pp2-vp2-dp2-opt": (4, Layout(pp=2, vp=2, mbs=1, dist_opt=True), KD_ONLY),
     "cp2-dp2-opt": (4, Layout(cp=2, dist_opt=True), UNEVEN),
     "ep2-tp2-sp": (4, Layout(ep=2, tp=2, sp=True), EXPERTS),
     "ep2-pp2": (4, Layout(ep=2, pp=2), EXPERTS),
+    "packed-fractions": (1, Layout(), replace(FRACTIONS, data="packed")),
+    "pp2-cp2-fractions": (4, Layout(pp=2, cp=2), replace(FRACTIONS, ratio=0.6)),
+    "pp2-vp2-cp2-dp2-opt": (8, Layout(pp=2, vp=2, cp=2, dist_opt=True), OWN_MASK),
+}
+MORE = {
+    "mbs4": (1, Layout(mbs=4), OWN_MASK),
+    "tp2": (2, Layout(tp=2), BOTH),
+    "pp2": (2, Layout(pp=2, mbs=1), CE_ONLY),
+    "pp2-cp2": (4, Layout(pp=2, cp=2), PACKED),
+    "pp2-vp2-dp2-opt": (4, Layout(pp=2, vp=2, mbs=1, dist_opt=True), KD_ONLY),
     "tp2-sp-pp2-cp2": (8, Layout(tp=2, sp=True, pp=2, cp=2, mbs=4), UNEVEN),
     "tp2-pp2-dp2-opt": (8, Layout(tp=2, pp=2, dist_opt=True), UNEVEN),
     "tp2-sp-cp2-dp2": (8, Layout(tp=2, sp=True, cp=2, mbs=4), PACKED),
     "mbs1-fractions": (1, Layout(mbs=1), FRACTIONS),
-    "packed-fractions": (1, Layout(), replace(FRACTIONS, data="packed")),
     "dp2-fractions": (2, Layout(mbs=1), FRACTIONS),
-    "pp2-cp2-fractions": (4, Layout(pp=2, cp=2), replace(FRACTIONS, ratio=0.6)),
-    "pp2-vp2-cp2-dp2-opt": (8, Layout(pp=2, vp=2, cp=2, dist_opt=True), OWN_MASK),
 }
 # fmt: on
 
@@ -75,13 +80,13 @@ def one_rank(gloo_pool: GetPool) -> Callable[[Models], Outcome]:
     return truth
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", [*TABLE, *slow(MORE)])
 def test_layout(gloo_pool: GetPool, one_rank: Callable[[Models], Outcome], name: str) -> None:
-    ranks, layout, models = TABLE[name]
+    ranks, layout, models = (TABLE | MORE)[name]
     assert_same(Outcome.of(gloo_pool, ranks, layout, models), one_rank(models))
 
 
-@pytest.mark.parametrize("name", ["tp2-sp-pp2-vp2", "cp2-dp2-opt", "ep2"])
+@pytest.mark.parametrize("name", ["cp2-dp2-opt", "ep2", *slow(["tp2-sp-pp2-vp2"])])
 def test_the_same_layout_twice_is_bit_equal(gloo_pool: GetPool, name: str) -> None:
     first, second = (Outcome.of(gloo_pool, *TABLE[name], steps=2) for _ in range(2))
     assert_equal(first, second)

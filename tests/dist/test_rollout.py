@@ -1,4 +1,8 @@
-"""Texts that the student writes: those of transformers, in every layout, and nothing of the training changes."""
+"""Texts that the student writes: those of transformers, in every layout, and nothing of the training changes.
+
+Without `-m slow`, one rank writes with every family and each parallel layout with the families whose attention, vocabulary
+or experts it splits; `-m slow` runs every family in every layout with both engines.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -44,7 +48,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         }.items()
     },
 }
-TOKENS, LONGEST = 20, 64
+TOKENS, LONGEST = 16, 64
 PROMPTS = [[5, 9, 77], [1], list(range(40, 63)), [130, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]]
 """Prompts of different lengths; one of them ends where a row is padded to more."""
 
@@ -57,17 +61,20 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def expected(folders: dict[str, Path]) -> dict[str, list[list[int]]]:
     """Texts of transformers, by family."""
-    found = {name: [generated(path, prompt) for prompt in PROMPTS] for name, path in folders.items()}
+    found = {name: generated(path) for name, path in folders.items()}
     for texts in found.values():
         assert len({token for text in texts for token in text}) > 10, "the texts would be alike by chance"
     return found
 
 
-def generated(folder: Path, prompt: list[int]) -> list[int]:
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    with torch.no_grad():
-        out = model.generate(torch.tensor([prompt]), max_new_tokens=TOKENS, do_sample=False, eos_token_id=None)
-    return out[0, len(prompt) :].tolist()
+def generated(folder: Path) -> list[list[int]]:
+    """New tokens of each prompt."""
+    model, texts = AutoModelForCausalLM.from_pretrained(folder), []
+    for prompt in PROMPTS:
+        with torch.no_grad():
+            out = model.generate(torch.tensor([prompt]), max_new_tokens=TOKENS, do_sample=False, eos_token_id=None)
+        texts.append(out[0, len(prompt) :].tolist())
+    return texts
 
 
 def texts_of(chunks: list, prompts: list, options: Decoding, engine: Engine) -> list[list[int]]:
@@ -100,23 +107,44 @@ def written(rank: int, world_size: int, folders: dict[str, Path], tp: int, pp: i
     return found
 
 
-@pytest.mark.parametrize(
-    ("tp", "pp", "ep", "ranks"),
-    [
-        pytest.param(1, 1, 1, 1, id="one"),
-        pytest.param(2, 1, 1, 2, id="tp2"),
-        pytest.param(1, 2, 1, 2, id="pp2"),
-        pytest.param(1, 1, 2, 2, id="ep2"),
-    ],
-)
-@pytest.mark.parametrize("engine", ["cached", "uncached"])
-def test_texts_are_those_of_transformers(gloo_pool, folders, expected, tp, pp, ep, ranks, engine) -> None:
+SPLITS = {"one": (1, 1, 1), "tp2": (2, 1, 1), "pp2": (1, 2, 1), "ep2": (1, 1, 2)}
+"""TP, PP and EP sizes."""
+# Under tensor parallelism: a tied vocabulary, norms of heads and of all heads, and windows. Under pipeline parallelism:
+# layers that differ.
+QUICK: dict[tuple[str, Engine], set[str]] = {
+    ("one", "cached"): set(FAMILIES),
+    ("tp2", "cached"): {"qwen3", "olmo2", "gemma3"},
+    ("pp2", "cached"): {"gemma3", "moe with latent attention"},
+    ("ep2", "cached"): {"qwen3 moe", "moe with latent attention", "moe with sinks"},
+    ("one", "uncached"): {"gemma2", "qwen3 moe"},
+    ("tp2", "uncached"): {"gemma2"},
+    ("pp2", "uncached"): {"gemma2"},
+    ("ep2", "uncached"): {"qwen3 moe"},
+}
+"""Families that write without `-m slow`. Without a cache a step of writing is a forward pass, which test_hf_families.py
+has for every family."""
+
+
+@pytest.mark.parametrize(("split", "engine"), QUICK)
+def test_texts_are_those_of_transformers(gloo_pool, folders, expected, split: str, engine: Engine) -> None:
     """Token by token."""
+    assert_texts(gloo_pool, folders, expected, split, engine, QUICK[split, engine])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("split", "engine"), QUICK)
+def test_texts_of_every_family(gloo_pool, folders, expected, split: str, engine: Engine) -> None:
     # Megatron trains experts under tensor parallelism with sequence parallelism only.
-    used = {name: path for name, path in folders.items() if tp == 1 or "moe" not in name}
+    used = {name for name in folders if split != "tp2" or "moe" not in name}
     if engine == "uncached":
-        used = {name: path for name, path in used.items() if "with" not in name}
-    for found in gloo_pool(ranks).run(written, used, tp, pp, ep, None, engine):
+        used = {name for name in used if "with" not in name}
+    assert_texts(gloo_pool, folders, expected, split, engine, used)
+
+
+def assert_texts(gloo_pool, folders, expected, split: str, engine: Engine, names: set[str]) -> None:
+    tp, pp, ep = SPLITS[split]
+    used = {name: path for name, path in folders.items() if name in names}
+    for found in gloo_pool(tp * pp * ep).run(written, used, tp, pp, ep, None, engine):
         assert found == {name: expected[name] for name in used}
 
 
@@ -131,31 +159,41 @@ def test_a_text_ends_with_an_end_token(gloo_pool, folders, expected, engine) -> 
     assert any(len(text) < TOKENS for text in found["llama"])
 
 
+TEMPERATURES = (0.0, 1.5)
+
+
 def student_texts(
-    rank: int, world_size: int, own: Layout, models: Models, engine: Engine, temperature: float = 0.0
-) -> tuple[list, bool]:
-    """Texts of the student of the layout tests, and whether the random states stay."""
+    rank: int, world_size: int, own: Layout, models: Models, engine: Engine, temperatures: tuple[float, ...] = TEMPERATURES
+) -> dict[float, tuple[list, bool]]:
+    """Temperature -> texts of the student of the layout tests, `own.mbs` at a time, and True if random states stay."""
     with parallel_state(own):
         groups = Groups.from_megatron()
         chunks = build_student(own, models, groups)
-        before = torch.get_rng_state()
-        multiple = 2 * own.cp * own.tp
-        options = decoding(
-            tokens=8, true_vocab=VOCAB, rows=1, length_multiple=multiple, temperature=temperature, seed=7
-        )
         prompts = [[token % VOCAB for token in prompt] for prompt in PROMPTS]
-        texts = texts_of(chunks, prompts, options, engine)
-        assert all(chunk.training for chunk in chunks)
-        assert ps.get_tensor_model_parallel_world_size() == own.tp
-        return texts, torch.equal(before, torch.get_rng_state())
+        found = {}
+        for temperature in temperatures:
+            before = torch.get_rng_state()
+            options = decoding(
+                tokens=6,
+                true_vocab=VOCAB,
+                rows=own.mbs,
+                length_multiple=2 * own.cp * own.tp,
+                temperature=temperature,
+                seed=7,
+            )
+            texts = texts_of(chunks, prompts, options, engine)
+            assert all(chunk.training for chunk in chunks)
+            assert ps.get_tensor_model_parallel_world_size() == own.tp
+            found[temperature] = texts, torch.equal(before, torch.get_rng_state())
+        return found
 
 
 LAYOUTS = {
-    "one": (1, Layout()),
+    "one": (1, Layout(mbs=1)),
     "tp2 sp": (2, Layout(tp=2, sp=True)),
     "cp2": (2, Layout(cp=2)),
-    "dp2": (2, Layout()),
-    "pp2 vp2": (2, Layout(pp=2, vp=2)),
+    "dp2": (2, Layout(mbs=1)),
+    "pp2 vp2": (2, Layout(pp=2, vp=2, mbs=1)),
     "pp2 variable lengths": (2, Layout(pp=2, variable=True)),
     "tp2 sp cp2": (4, Layout(tp=2, cp=2, sp=True)),
     "tp2 sp pp2 vp2": (4, Layout(tp=2, pp=2, vp=2, sp=True)),
@@ -168,34 +206,30 @@ def engine_of(own: Layout) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def on_one_rank(gloo_pool) -> dict[tuple[bool, float], tuple[list, bool]]:
-    """(experts, temperature) -> texts that are written without a cache."""
+def on_one_rank(gloo_pool) -> dict[bool, dict[float, tuple[list, bool]]]:
+    """Experts -> temperature -> texts that are written without a cache, one at a time."""
     return {
-        (moe, temperature): gloo_pool(1).run(student_texts, Layout(), Models(moe=moe), "uncached", temperature)[0]
-        for moe in (False, True)
-        for temperature in (0.0, 1.5)
+        moe: gloo_pool(1).run(student_texts, Layout(mbs=1), Models(moe=moe), "uncached")[0] for moe in (False, True)
     }
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.5])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_writes_the_same_texts(gloo_pool, on_one_rank, name: str, temperature: float) -> None:
+def test_every_layout_writes_the_same_texts(gloo_pool, on_one_rank, name: str) -> None:
     """Sampled ones too."""
     ranks, own = LAYOUTS[name]
-    expected = on_one_rank[False, temperature]
-    for found in gloo_pool(ranks).run(student_texts, own, Models(), engine_of(own), temperature):
-        assert found == expected
-    assert expected[1] and len({tuple(text) for text in expected[0]}) == len(PROMPTS)
+    for found in gloo_pool(ranks).run(student_texts, own, Models(), engine_of(own)):
+        assert found == on_one_rank[False]
+    for texts, states_stay in on_one_rank[False].values():
+        assert states_stay and len({tuple(text) for text in texts}) == len(PROMPTS)
 
 
 def test_the_cache_is_left_out_where_it_is_not_possible(gloo_pool, on_one_rank) -> None:
     """The choice is no matter of layouts without context parallelism."""
     for own in (Layout(), Layout(tp=2, sp=True)):
-        for found in gloo_pool(own.tp).run(student_texts, own, Models(), "uncached"):
-            assert found == on_one_rank[False, 0.0]
+        for found in gloo_pool(own.tp).run(student_texts, own, Models(), "uncached", (0.0,)):
+            assert found[0.0] == on_one_rank[False][0.0]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.5])
 @pytest.mark.parametrize(
     ("ranks", "own"),
     [
@@ -203,6 +237,7 @@ def test_the_cache_is_left_out_where_it_is_not_possible(gloo_pool, on_one_rank) 
         pytest.param(4, Layout(tp=2, ep=2, sp=True), id="tp2 sp ep2"),
     ],
 )
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.5])
 def test_students_with_experts(gloo_pool, on_one_rank, ranks: int, own: Layout, temperature: float) -> None:
-    for found in gloo_pool(ranks).run(student_texts, own, Models(moe=True), "cached", temperature):
-        assert found == on_one_rank[True, temperature]
+    for found in gloo_pool(ranks).run(student_texts, own, Models(moe=True), "cached", (temperature,)):
+        assert found[temperature] == on_one_rank[True][temperature]

@@ -1,4 +1,8 @@
-"""--kd-teachers-mode select equals its definition in every layout and packing."""
+"""--kd-teachers-mode select equals its definition in every layout and packing.
+
+Without `-m slow`, each of TP with SP, CP, PP and DP runs with one of the two pairs of teachers, packed or not; `-m slow`
+runs the rest.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,6 +12,7 @@ import pytest
 from tests.support.dist.kd_step import Layout, Models
 from tests.support.dist.outcome import GetPool, Outcome, assert_same, whole_tensors
 from tests.support.dist.select_truth import clear_case, select_truth
+from tests.support.slow import slow
 from tests.support.tolerance import GRADIENT, STEP_LOSS, assert_close_norm
 
 SAME = Models(teacher_layers=2, data="padded", select=True)
@@ -23,15 +28,17 @@ def packed(models: Models) -> Models:
 TABLE = {
     "same-packed-mbs4": (1, Layout(mbs=4), packed(SAME)),
     "same-tp2-sp": (2, Layout(tp=2, sp=True, mbs=4), SAME),
-    "same-cp2-packed": (2, Layout(cp=2), packed(SAME)),
     "same-pp2-packed": (2, Layout(pp=2, mbs=1), packed(SAME)),
+    "mixed-tp2-packed": (2, Layout(tp=2, sp=True, mbs=4), packed(MIXED)),
+    "mixed-cp2-packed": (2, Layout(cp=2, mbs=4), packed(MIXED)),
+    "mixed-dp2-packed": (2, Layout(mbs=1), packed(MIXED)),
+}
+MORE = {
+    "same-cp2-packed": (2, Layout(cp=2), packed(SAME)),
     "same-dp2": (2, Layout(mbs=1), SAME),
     "mixed-packed": (1, Layout(mbs=4), packed(MIXED)),
-    "mixed-tp2-packed": (2, Layout(tp=2, sp=True, mbs=4), packed(MIXED)),
     "mixed-cp2": (2, Layout(cp=2), MIXED),
-    "mixed-cp2-packed": (2, Layout(cp=2, mbs=4), packed(MIXED)),
     "mixed-pp2": (2, Layout(pp=2, mbs=4), MIXED),
-    "mixed-dp2-packed": (2, Layout(mbs=1), packed(MIXED)),
 }
 # fmt: on
 
@@ -66,9 +73,9 @@ def test_definition(gloo_pool: GetPool, one_rank: Callable[[Models], Outcome], m
         assert_close_norm(seen.gradients[name], value, GRADIENT, f"gradient of {name}")
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", [*TABLE, *slow(MORE)])
 def test_layout(gloo_pool: GetPool, one_rank: Callable[[Models], Outcome], name: str) -> None:
-    ranks, layout, models = TABLE[name]
+    ranks, layout, models = (TABLE | MORE)[name]
     unpacked = replace(models, data=MIXED.data if models.xtoken else SAME.data)
     assert_same(Outcome.of(gloo_pool, ranks, layout, models, steps=1), one_rank(unpacked))
 

@@ -1,4 +1,7 @@
-"""Losses and gradients with a teacher service equal those with the same teacher in process, to the last bit."""
+"""Losses and gradients with a teacher service equal those with the same teacher in process, to the last bit.
+
+Without `-m slow`, each layout of a service meets each dimension of the student once; `-m slow` adds other pairs.
+"""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +17,7 @@ import pytest
 from tests.support.dist.kd_step import Layout, Models
 from tests.support.dist.outcome import GetPool, Outcome, assert_equal
 from tests.support.dist.served import Service, impatient_run, served_error, served_run
+from tests.support.slow import slow
 
 TEXT = Models(teacher_layers=2, tied=False)
 PACKED = replace(TEXT, data="packed", ratio=0.6)
@@ -23,6 +27,9 @@ ONE, TP2 = Layout(), Layout(tp=2, sp=True)
 TABLE = {
     "one rank, text / one rank": (1, Layout(), TEXT, ONE),
     "tp2-pp2 / one rank": (4, Layout(tp=2, pp=2, sp=True), TEXT, ONE),
+    "dp2-cp2, packed / tp2": (4, Layout(cp=2), PACKED, TP2),
+}
+MORE = {
     "dp2-cp2, packed / one rank": (4, Layout(cp=2), PACKED, ONE),
     "tp2-cp2 / tp2": (4, Layout(tp=2, cp=2), TEXT, TP2),
 }
@@ -74,9 +81,9 @@ def in_process(pools: GetPool, ranks: int, student: Layout, models: Models, serv
     return Outcome.of(pools, ranks, own or replace(student, teacher=service), models)
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", [*TABLE, *slow(MORE)])
 def test_layouts(gloo_pool: GetPool, services: Callable[..., Service], name: str) -> None:
-    ranks, student, models, own = TABLE[name]
+    ranks, student, models, own = (TABLE | MORE)[name]
     served = replace(models, served=(address(services(own)),), ahead=1)
     seen = Outcome.of(gloo_pool, ranks, student, served, run=served_run)
     assert_equal(seen, in_process(gloo_pool, ranks, student, models, own))

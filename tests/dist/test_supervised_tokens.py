@@ -1,4 +1,8 @@
-"""Losses over supervised tokens against losses over all tokens, in the same layout. One rank: tests/unit/train."""
+"""Losses over supervised tokens against losses over all tokens, in the same layout. One rank: tests/unit/train.
+
+Without `-m slow`, each of SP, CP, PP with packed rows and two tokenizers is split once; `-m slow` adds CP with two
+tokenizers and a teacher in its own layout.
+"""
 
 from dataclasses import replace
 
@@ -11,6 +15,7 @@ from mkd.train.supervised import select_hidden
 from tests.support.dist.faults import EVERY_TOKEN
 from tests.support.dist.kd_step import Layout, Models
 from tests.support.dist.outcome import GetPool, Outcome
+from tests.support.slow import slow
 from tests.support.tolerance import assert_close_norm
 
 ROUNDING = 1e-6
@@ -22,15 +27,19 @@ TABLE = {
     "tp2-sp, few tokens": (2, Layout(tp=2, sp=True), replace(BOTH, masks="uneven", tied=False)),
     "tp2-sp-cp2, one token": (4, Layout(tp=2, sp=True, cp=2), replace(BOTH, masks="one token")),
     "pp2-vp2, packed": (2, Layout(pp=2, vp=2), replace(BOTH, data="packed", masks="same")),
+    "tokenizers, tp2-sp": (2, Layout(tp=2, sp=True), PAIRS),
+}
+MORE = {
     "tp2-sp-dp2 / tp4": (4, Layout(tp=2, sp=True, teacher=Layout(tp=4, sp=True)), replace(BOTH, masks="uneven")),
     "tokenizers, tp2-sp-cp2": (4, Layout(tp=2, sp=True, cp=2), PAIRS),
 }
 # fmt: on
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", [*TABLE, *slow(MORE)])
 def test_gradients_and_means(gloo_pool: GetPool, name: str) -> None:
-    seen, expected = (Outcome.of(gloo_pool, *TABLE[name], steps=1, fault=fault) for fault in (None, EVERY_TOKEN))
+    case = (TABLE | MORE)[name]
+    seen, expected = (Outcome.of(gloo_pool, *case, steps=1, fault=fault) for fault in (None, EVERY_TOKEN))
     for report, other in zip(seen.reports, expected.reports, strict=True):
         assert report.keys() == other.keys()
         for key, (value, count) in other.items():

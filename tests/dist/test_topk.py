@@ -1,4 +1,7 @@
-"""Losses with a sparse teacher, and the teacher's top-k, on vocabulary shards against the float64 definitions."""
+"""Losses with a sparse teacher, and the teacher's top-k, on vocabulary shards against the float64 definitions.
+
+Without `-m slow`, each way into the loss runs with one number of shards; `-m slow` runs the rest.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -71,9 +74,9 @@ KINDS = [{"tail": "bucket"}, {"tail": "bucket", "with_tail_lse": False}, {"tail"
         (1, "fused", 2.0),
         (2, "logits", 1.0),
         (2, "fused", 2.0),
-        (2, "sp", 1.0),
-        (4, "logits", 2.0),
-        (4, "fused", 1.0),
+        pytest.param(2, "sp", 1.0, marks=pytest.mark.slow),
+        pytest.param(4, "logits", 2.0, marks=pytest.mark.slow),
+        pytest.param(4, "fused", 1.0, marks=pytest.mark.slow),
         (4, "sp", 2.0),
     ],
 )
@@ -156,7 +159,7 @@ def step_of(pool: Pool, layout: Layout, models: Models) -> tuple[dict[str, float
     "ranks, layout, k, truth",
     [
         pytest.param(1, Layout(), VOCAB, None, id="all columns"),
-        pytest.param(2, Layout(tp=2, sp=True), 6, 6, id="tp2-sp"),
+        pytest.param(2, Layout(tp=2, sp=True), 6, 6, id="tp2-sp", marks=pytest.mark.slow),
         pytest.param(4, Layout(tp=2, pp=2), 6, 6, id="tp2-pp2"),
     ],
 )
