@@ -15,6 +15,7 @@ from mkd.config.values import (
     LogitsDtype,
     LossImplementation,
     Packing,
+    TeacherApi,
     TeachersMode,
     XTokenLoss,
     require_choice,
@@ -41,7 +42,8 @@ def check_source(kd: KDFields) -> None:
     values = {name: getattr(kd, name) for name in SOURCES}
     texts = {name: " ".join(value) if isinstance(value, list) else value for name, value in values.items()}
     given = [f"{flag_of(name)} {text}" for name, text in texts.items() if text is not None]
-    if len(given) != 1:
+    keeps_answers = kd.asks_inference_server and kd.teacher_cache is not None and len(given) == 2
+    if len(given) != 1 and not keeps_answers:
         seen = " and ".join(given) or "none"
         flags = " or ".join(map(flag_of, SOURCES))
         raise MkdConfigError(f"exactly one teacher source is needed, got {seen}: give one of {flags}")
@@ -102,7 +104,7 @@ def check_cache(kd: KDFields) -> None:
 def check_served(kd: KDFields) -> None:
     """Refuse flags of a teacher on the student's ranks together with a service, and flags of a service without one."""
     if kd.teacher_url is None:
-        for name in ("teacher_ahead", "teacher_buffer_gb", "teacher_timeout"):
+        for name in ("teacher_ahead", "teacher_buffer_gb", "teacher_timeout", "teacher_api"):
             if getattr(kd, name) != getattr(KDFields, name):
                 raise MkdConfigError(
                     f"{flag_of(name)} is {getattr(kd, name)}, but no teacher is served: give --kd-teacher-url, or "
@@ -121,6 +123,44 @@ def check_served(kd: KDFields) -> None:
             )
     if len(set(kd.teacher_url)) < len(kd.teacher_url):
         raise MkdConfigError(f"--kd-teacher-url {' '.join(kd.teacher_url)} has an address twice: leave one out")
+
+
+def check_inference_server(kd: KDFields) -> None:
+    """Refuse what an inference server (vLLM, SGLang) does not have, and addresses of both kinds."""
+    require_choice("--kd-teacher-api", kd.teacher_api, get_args(TeacherApi))
+    if kd.teacher_url is None:
+        return
+    urls = " ".join(kd.teacher_url)
+    if len({url.startswith("tcp://") for url in kd.teacher_url}) > 1:
+        raise MkdConfigError(f"--kd-teacher-url {urls} has addresses of two kinds: give tcp or http addresses only")
+    if not kd.asks_inference_server:
+        if kd.teacher_api not in ("auto", "mkd"):
+            raise MkdConfigError(
+                f"--kd-teacher-api is {kd.teacher_api}, but --kd-teacher-url {urls} is no http address: give "
+                "http://HOST:PORT, or leave it out"
+            )
+        return
+    given, temperature = f"--kd-teacher-url {urls}", kd.temperature_over_time
+    if kd.teacher_api == "mkd":
+        raise MkdConfigError(
+            f"--kd-teacher-api is mkd, but {given} is an inference server: give tcp://HOST:PORT of mkd serve-teacher"
+        )
+    if kd.is_plain_pretraining:
+        return
+    if kd.top_k is None:
+        raise MkdConfigError(
+            f"{given} is an inference server, which returns the most probable tokens only: give their number as "
+            "--kd-top-k K (the server must allow it: vllm serve --max-logprobs K)"
+        )
+    if kd.cache_missing != "error":
+        raise MkdConfigError(
+            f"--kd-cache-missing is {kd.cache_missing}, but texts that are missing are sent to {given}: leave it out"
+        )
+    if kd.top_k_tail == "bucket" and (temperature.start, temperature.end) != (1.0, 1.0):
+        raise MkdConfigError(
+            f"the temperature is {temperature}, but {given} returns the mass of the tail at T = 1 only: give "
+            "--kd-temperature 1, or --kd-top-k-tail renormalize"
+        )
 
 
 def check_ratio(kd: KDFields) -> None:

@@ -51,6 +51,7 @@ FIELD_CHECKS: tuple[FieldCheck, ...] = (
         ("teacher_ahead", "teacher_buffer_gb", "teacher_timeout", "hidden_loss", "xtoken_loss", "teacher_dtype"),
         checks.check_served,
     ),
+    FieldCheck(("teacher_api", "cache_missing", "top_k", "temperature"), checks.check_inference_server),
     FieldCheck(("ratio", "ratio_schedule"), checks.check_ratio),
     FieldCheck(("balance",), checks.check_balance),
     FieldCheck(("temperature", "temperature_schedule"), checks.check_temperature),

@@ -15,6 +15,7 @@ from mkd.config.values import (
     LogitsDtype,
     LossImplementation,
     Packing,
+    TeacherApi,
     TeachersMode,
     XTokenLoss,
 )
@@ -54,11 +55,16 @@ class KDFields:
 
     teacher_cache: str | None = None
     """Teacher: a folder of cached targets (mkd cache); the teacher's weights are not loaded. The data must
-    be that from which the cache was written. Exactly one teacher source must be given."""
+    be that from which the cache was written. Exactly one teacher source must be given. Beside an http address in
+    --kd-teacher-url: a new folder or a cache, in which answers are kept and found again."""
 
-    teacher_url: list[str] | None = field(default=None, metadata={"argparse_meta": {"metavar": "tcp://HOST:PORT"}})
-    """Teacher: one or more services of the same teacher (mkd serve-teacher), which share the work. Exactly one teacher
-    source must be given."""
+    teacher_url: list[str] | None = field(default=None, metadata={"argparse_meta": {"metavar": "URL"}})
+    """Teacher: one or more addresses of the same teacher, which share the work. tcp://HOST:PORT: services of mkd
+    (mkd serve-teacher). http://HOST:PORT: vLLM or SGLang, whose --kd-top-k most probable tokens are used. Exactly one
+    teacher source must be given; http may have --kd-teacher-cache beside it, where answers are kept."""
+
+    teacher_api: TeacherApi = "auto"
+    """Protocol of --kd-teacher-url. auto: mkd for tcp, and what the server says for http."""
 
     teacher_ahead: int = 2
     """With --kd-teacher-url: steps whose texts are sent to the teacher before the present step is computed. It changes
@@ -314,6 +320,11 @@ class KDFields:
 
     log_level: LogLevel = "info"
     """Lowest level of the lines that mkd prints and writes to mkd.log in --save."""
+
+    @property
+    def asks_inference_server(self) -> bool:
+        """True if --kd-teacher-url is vLLM or SGLang."""
+        return self.teacher_url is not None and self.teacher_url[0].startswith(("http://", "https://"))
 
     @property
     def number_of_teachers(self) -> int:

@@ -8,6 +8,7 @@ from typing import Literal
 from mkd.config.bounds import check_number
 from mkd.errors import MkdConfigError
 
+TeacherApi = Literal["auto", "mkd", "vllm", "sglang"]
 TeachersMode = Literal["sum", "averaged_logits", "select"]
 """Combinations of several teachers."""
 

@@ -235,6 +235,7 @@ _NOT_THE_OBJECTIVE = {
     "teacher_load",
     "teacher_cache",
     "teacher_url",
+    "teacher_api",
     "teacher_ahead",
     "teacher_buffer_gb",
     "teacher_timeout",

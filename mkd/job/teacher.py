@@ -24,6 +24,7 @@ from mkd.distributed.groups import Groups, ParallelLayout, ParallelSizes
 from mkd.errors import MkdConfigError
 from mkd.job.cached_teacher import CachedTeacherSpec, open_cache
 from mkd.job.cross_tokenizer import CrossTokenizers
+from mkd.job.inference_teacher import InferenceSource, InferenceTeacherSpec
 from mkd.job.served_teacher import WITHOUT_WAITING_S, ServedSource, ServedTeacherSpec
 from mkd.models.gpt import gpt_config, logit_scale
 from mkd.teacher.cache.store import TeacherStore
@@ -73,6 +74,8 @@ def teacher_source(kd: KDConfig, *, waits: bool = True) -> TeacherSource:
         return sources[0] if len(sources) == 1 else EnsembleSource(sources)
     if kd.teacher_load is not None:
         return ModelSource.from_megatron(kd.teacher_load, "--kd-teacher-load")
+    if kd.asks_inference_server:
+        return InferenceSource.ask(kd, waits=waits)
     if kd.teacher_url is not None:
         return ServedSource.ask(kd.teacher_url, kd.teacher_timeout if waits else WITHOUT_WAITING_S)
     return open_cache(kd.teacher_cache, "--kd-teacher-cache")
@@ -101,6 +104,8 @@ def teacher_spec(
     """
     if isinstance(source, TeacherStore):
         return CachedTeacherSpec.of(source, args, kd, true_vocab)
+    if isinstance(source, InferenceSource):
+        return InferenceTeacherSpec.of(source, args, kd, true_vocab)
     if isinstance(source, ServedSource):
         return ServedTeacherSpec.of(source, args, kd)
     if isinstance(source, EnsembleSource):
@@ -121,7 +126,7 @@ def check_teacher_fits(source: TeacherSource, args: Namespace, kd: KDConfig, sin
     Raises:
         MkdConfigError: names the flag, its value and what it does not fit.
     """
-    if isinstance(source, TeacherStore | ServedSource):
+    if isinstance(source, TeacherStore | ServedSource | InferenceSource):
         return
     sources = source.sources if isinstance(source, EnsembleSource) else (source,)
     _check_experts(source, sources, kd)

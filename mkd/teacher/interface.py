@@ -3,22 +3,23 @@
 A teacher passes through five types on its way from a flag to the loss:
 
     TeacherSource      a folder on disk, opened and checked: architecture, vocabulary, tokenizer hash, fingerprint
-                       (mkd.checkpoint.source; a cache is its own source, mkd.teacher.cache.store; a service is asked,
-                       mkd.job.served_teacher)
+                       (mkd.checkpoint.source; a cache is its own source, mkd.teacher.cache.store; a teacher of
+                       another job is asked, mkd.job.served_teacher and mkd.job.inference_teacher)
     TeacherSpec        the source fitted to the flags of the job, before weights or process groups exist: the run
                        summary, the memory estimate and the doctor read it; `build` makes the teacher (mkd.job.teacher)
     Teacher            the object that runs on this rank: weights, or an open cache
     TeacherSignal      its output for one microbatch
     TeacherObjective   signal and student output -> loss terms and metrics (mkd.train.objective)
 
-| teacher                         | source           | spec                  | Teacher            | signal           |
-|---------------------------------|------------------|-----------------------|--------------------|------------------|
-| a model, the student's layout   | `ModelSource`    | `ModelTeacherSpec`    | `OnlineTeacher`    | `HiddenSignal`   |
-| a model, a layout of its own    | `ModelSource`    | `ModelTeacherSpec`    | `ReshardedTeacher` | `HiddenSignal`   |
-| a model, a job of its own       | `ServedSource`   | `ServedTeacherSpec`   | `ServedTeacher`    | `HiddenSignal`   |
-| cached targets                  | `TeacherStore`   | `CachedTeacherSpec`   | `CachedTeacher`    | `TopKSignal`     |
-| several models                  | `EnsembleSource` | `EnsembleTeacherSpec` | `TeacherEnsemble`  | `EnsembleSignal` |
-| several models, averaged logits | `EnsembleSource` | `EnsembleTeacherSpec` | `AveragedTeachers` | `HiddenSignal`   |
+| teacher                         | source            | spec                   | Teacher            | signal           |
+|---------------------------------|-------------------|------------------------|--------------------|------------------|
+| a model, the student's layout   | `ModelSource`     | `ModelTeacherSpec`     | `OnlineTeacher`    | `HiddenSignal`   |
+| a model, a layout of its own    | `ModelSource`     | `ModelTeacherSpec`     | `ReshardedTeacher` | `HiddenSignal`   |
+| a model, a job of its own       | `ServedSource`    | `ServedTeacherSpec`    | `ServedTeacher`    | `HiddenSignal`   |
+| a model of vLLM or SGLang       | `InferenceSource` | `InferenceTeacherSpec` | `InferenceTeacher` | `TopKSignal`     |
+| cached targets                  | `TeacherStore`    | `CachedTeacherSpec`    | `CachedTeacher`    | `TopKSignal`     |
+| several models                  | `EnsembleSource`  | `EnsembleTeacherSpec`  | `TeacherEnsemble`  | `EnsembleSignal` |
+| several models, averaged logits | `EnsembleSource`  | `EnsembleTeacherSpec`  | `AveragedTeachers` | `HiddenSignal`   |
 """
 
 from collections.abc import Sequence

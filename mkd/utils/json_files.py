@@ -33,14 +33,14 @@ def read_json(path: Path) -> Any:
     return parse_json(read_regular(path, MOST_BYTES).decode())
 
 
-def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text.
+def parse_json(text: str | bytes, most: int = MOST_BYTES) -> Any:
+    """The value of a JSON text of at most `most` characters.
 
     Raises:
         ValueError: it is too large or too deep, or not JSON; a json.JSONDecodeError if it names a position.
     """
-    if len(text) > MOST_BYTES:
-        raise ValueError(f"{len(text):,} characters; at most {MOST_BYTES:,} are read")
+    if len(text) > most:
+        raise ValueError(f"{len(text):,} characters; at most {most:,} are read")
     try:
         value = json.loads(text)
     except RecursionError:

@@ -52,13 +52,7 @@ class CacheReader:
         targets = self.store.read(request.keys, request.segments, request.positions, temperature)
         if self.store.meta.labels_only:
             self._refuse_filler(targets, request)
-        if self.top_k < self.store.meta.top_k:
-            targets = keep_largest(targets, self.top_k, temperature)
-        k, words = self.top_k, np.empty((len(targets.ids), self.width), dtype=np.int32)
-        words[:, :k], floats = targets.ids, words[:, k:].view(np.float32)
-        floats[:, :k], floats[:, k + 2] = targets.logits, targets.label_log_prob
-        floats[:, k : k + 1], floats[:, k + 1 : k + 2] = targets.lse, targets.tail_lse
-        return words
+        return words_of(targets, self.top_k, temperature)
 
     def _refuse_filler(self, targets: TokenTargets, request: ReadRequest) -> None:
         is_filler = targets.logits.max(axis=1, initial=-np.inf) < FILLER_LOGIT
@@ -73,16 +67,38 @@ class CacheReader:
 
     def signal(self, words: Tensor) -> TopKSignal:
         """[b, s/cp, width] int32 from `read`, on any device, as a signal."""
-        k, samples = self.top_k, self.store.meta.samples
-        ids, floats = words[..., :k], words[..., k:].contiguous().view(torch.float32)
-        logits, lse, tail_lse, label = floats[..., :k], floats[..., k], floats[..., k + 1], floats[..., k + 2]
-        if not samples:
-            return TopKSignal(SparseTeacher(ids, logits, lse, tail_lse, self.temperature), label)
-        counts = torch.round(logits.exp() * samples).int()
-        # The log of the relative frequency stands in for ln p: the teacher's own probabilities are not stored.
-        lse = torch.zeros_like(lse)
-        return TopKSignal(SparseTeacher(ids, logits * self.temperature, lse, None, self.temperature, counts), label)
+        return signal_of(words, self.top_k, self.temperature, self.store.meta.samples)
 
+
+def signal_of(words: Tensor, top_k: int, temperature: float, samples: int = 0) -> TopKSignal:
+    """A signal from words.
+
+    Args:
+        words: [b, s/cp, 2 K + 3] int32, from `words_of` per token, on any device.
+        top_k, temperature: those of the words.
+        samples: see `CacheMeta.samples`.
+    """
+    k = top_k
+    ids, floats = words[..., :k], words[..., k:].contiguous().view(torch.float32)
+    logits, lse, tail_lse, label = floats[..., :k], floats[..., k], floats[..., k + 1], floats[..., k + 2]
+    if not samples:
+        return TopKSignal(SparseTeacher(ids, logits, lse, tail_lse, temperature), label)
+    counts = torch.round(logits.exp() * samples).int()
+    # The log of the relative frequency stands in for ln p: the teacher's own probabilities are not stored.
+    lse = torch.zeros_like(lse)
+    return TopKSignal(SparseTeacher(ids, logits * temperature, lse, None, temperature, counts), label)
+
+
+def words_of(targets: TokenTargets, top_k: int, temperature: float) -> np.ndarray:
+    """[n, 2 K + 3] int32, one entry per token: ids, logits, logsumexp, logsumexp of the tail, log-probability of the
+    label. A token with more ids keeps its `top_k` largest logits."""
+    if top_k < targets.ids.shape[1]:
+        targets = keep_largest(targets, top_k, temperature)
+    k, words = top_k, np.empty((len(targets.ids), 2 * top_k + 3), dtype=np.int32)
+    words[:, :k], floats = targets.ids, words[:, k:].view(np.float32)
+    floats[:, :k], floats[:, k + 2] = targets.logits, targets.label_log_prob
+    floats[:, k : k + 1], floats[:, k + 1 : k + 2] = targets.lse, targets.tail_lse
+    return words
 
 def keep_largest(targets: TokenTargets, top_k: int, temperature: float) -> TokenTargets:
     """Targets with their `top_k` largest logits only, in descending order; among equal logits the lowest id is first.

@@ -416,13 +416,31 @@ class TeacherStore:
         """Targets of some tokens of some segments, segment after segment.
 
         Args:
-            keys: keys of the segments.
-            segments: their locations, from `find`.
-            positions: per segment, [k] integers below its length: the tokens to read.
+            keys, segments, positions: see `read_records`.
             temperature: see `RecordFormat.decode`.
 
         Raises:
             MkdCacheError: a record is damaged, or not finite.
+        """
+        records = self.read_records(keys, segments, positions)
+        try:
+            return self.meta.records.decode(records, temperature)
+        except MkdCacheError as error:
+            ends = np.cumsum([len(part) for part in positions])[:-1]
+            raise self._locate(error, keys, segments, np.split(records, ends)) from None
+
+    def read_records(
+        self, keys: Sequence[bytes], segments: Sequence[Segment], positions: Sequence[np.ndarray]
+    ) -> np.ndarray:
+        """[n] records of some tokens of some segments, segment after segment, not decoded.
+
+        Args:
+            keys: keys of the segments.
+            segments: their locations, from `find`.
+            positions: per segment, [k] integers below its length: the tokens to read.
+
+        Raises:
+            MkdCacheError: a checksum does not match.
         """
         counts = [len(part) for part in positions]
         for number in {segment.shard for segment in segments}:
@@ -443,10 +461,7 @@ class TeacherStore:
                 f"{self.shards[segments[first].shard].path.name} is damaged (its checksum does not match): remove that "
                 "shard with its .json file and write what is missing again (mkd cache verify)"
             )
-        try:
-            return self.meta.records.decode(records, temperature)
-        except MkdCacheError as error:
-            raise self._locate(error, keys, segments, np.split(records, np.cumsum(counts)[:-1])) from None
+        return records
 
     def _locate(
         self, error: MkdCacheError, keys: Sequence[bytes], segments: Sequence[Segment], parts: Sequence[np.ndarray]

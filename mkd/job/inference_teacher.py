@@ -1,0 +1,229 @@
+"""An inference server (vLLM, SGLang) as the teacher of a job: finding its model, testing it, and checking the flags."""
+
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mkd.checkpoint.tokenizer_hash import hash_hex
+from mkd.config.kd_config import KDConfig
+from mkd.distributed.groups import Groups
+from mkd.errors import MkdConfigError
+from mkd.job.data import hash_of_tokenizer
+from mkd.teacher.cache.record_format import MAX_VOCAB
+from mkd.teacher.cache.store import CacheMeta
+from mkd.teacher.cache.writer import check_folder
+from mkd.teacher.inference.apis import APIS
+from mkd.teacher.inference.http import HttpServer, ServerAddress
+from mkd.teacher.inference.pool import IN_FLIGHT, KnownText, ScoringPool, ServedModel
+from mkd.teacher.inference.probe import SHORT, ModelCard, Probe, find_model, patiently
+from mkd.teacher.inference.teacher import InferenceTeacher
+from mkd.teacher.inference.texts import TextStore
+from mkd.teacher.run_ahead import AllRanks, RunAhead
+from mkd.utils.pretrained import load_tokenizer
+
+URL_FLAG, CACHE_FLAG = "--kd-teacher-url", "--kd-teacher-cache"
+WITHOUT_WAITING_S = 10.0
+"""Limit for the answer of a server that should be running."""
+_BEYOND_TEXT = 2
+"""Positions that a request needs beyond the tokens of its text: the label of the last one, and one generated token."""
+_SENTENCE = (
+    "Knowledge distillation trains a small model on the distributions of a large one: f(x) = 3.14 * x ** 2, naïve café,"
+    " 東京\n\tand 1,024 more tokens."
+)
+
+
+@dataclass(frozen=True)
+class InferenceSource:
+    """A model behind one or more inference servers. See `mkd.checkpoint.source.TeacherSource`."""
+
+    addresses: tuple[ServerAddress, ...]
+    models: tuple[ServedModel, ...]
+    card: ModelCard
+    """What the first of them lists."""
+    is_last_check: bool
+    """True if no training follows: servers are tested while flags are checked."""
+
+    @classmethod
+    def ask(cls, kd: KDConfig, *, waits: bool) -> "InferenceSource":
+        """Find the model at each address.
+
+        Args:
+            kd: the flags.
+            waits: wait for servers that do not answer yet.
+
+        Raises:
+            MkdConfigError: an address is none.
+            MkdTeacherTimeout: a server does not answer.
+            MkdTeacherError: it is no inference server, or they serve different models.
+        """
+        addresses = tuple(ServerAddress.parse(URL_FLAG, url) for url in kd.teacher_url)
+        timeout_s, models, cards = kd.teacher_timeout if waits else WITHOUT_WAITING_S, [], []
+        for address in addresses:
+            server = HttpServer(address, kd.teacher_timeout, IN_FLIGHT)
+
+            def find(server: HttpServer = server, address: ServerAddress = address) -> ModelCard:
+                return find_model(server, address, kd.teacher_api, URL_FLAG)
+
+            card = patiently(find, f"{URL_FLAG} {address}", timeout_s)
+            models.append(ServedModel(server, APIS[card.api](), card.name))
+            cards.append(card)
+        for address, card in zip(addresses, cards, strict=True):
+            if card.name != cards[0].name:
+                raise MkdConfigError(
+                    f"{URL_FLAG} {addresses[0]} serves {cards[0].name:.100}, {address} serves {card.name:.100}: all "
+                    "addresses must have one model, under one name"
+                )
+        return cls(addresses, tuple(models), cards[0], is_last_check=not waits)
+
+    @property
+    def origin(self) -> str:
+        """See `TeacherSource`."""
+        return f"{URL_FLAG} {' '.join(map(str, self.addresses))}"
+
+    @property
+    def path(self) -> Path:
+        """See `TeacherSource`; for messages, since there is no folder."""
+        return Path(str(self.addresses[0]))
+
+    @property
+    def positions(self) -> int | None:
+        """Tokens of the longest text that it scores; None if unknown."""
+        listed = self.card.positions
+        return None if listed is None else listed - _BEYOND_TEXT
+
+    @property
+    def architecture(self) -> dict[str, Any]:
+        """See `TeacherSource`; the limit of positions is all that matters to a job that does not run the model."""
+        return {"max_position_embeddings": self.positions}
+
+    vocab_size: None = None
+    """See `TeacherSource`: servers do not list it."""
+    tokenizer_hash: None = None
+    """See `TeacherSource`."""
+
+    def fingerprint(self) -> str:
+        """See `TeacherSource`: of the model's name. Its weights are recognized by the scores of a known text."""
+        return hash_hex(f"model of an inference server\n{self.card.name}".encode())
+
+
+@dataclass(frozen=True)
+class InferenceTeacherSpec:
+    """A model behind inference servers that fits the job. See `mkd.job.teacher.TeacherSpec`."""
+
+    source: InferenceSource
+    kd: KDConfig
+    meta: CacheMeta
+    """Of the records that answers are converted to."""
+    probe: Probe
+
+    @classmethod
+    def of(cls, source: InferenceSource, args: Namespace, kd: KDConfig, true_vocab: int) -> "InferenceTeacherSpec":
+        """Check flags, and test the servers from the first rank.
+
+        Raises:
+            MkdConfigError: a flag does not work with an inference server.
+            MkdCacheError: the folder of --kd-teacher-cache cannot be used.
+            MkdTeacherError, MkdNumericError: the server does not answer as the job needs.
+        """
+        for flag, given in (
+            ("--reset-position-ids", args.reset_position_ids),
+            ("--reset-attention-mask", args.reset_attention_mask),
+        ):
+            if given:
+                raise MkdConfigError(
+                    f"{flag} does not work with {source.origin}, which scores each row as one text: leave it out, or "
+                    "give --kd-packing best_fit"
+                )
+        positions, length = source.positions, args.seq_length
+        if kd.packing == "none" and positions is not None and length > positions:
+            raise MkdConfigError(
+                f"--seq-length {length} is longer than the {positions} tokens that {source.origin} scores: start it with "
+                f"--max-model-len {length + _BEYOND_TEXT} (SGLang: --context-length), or give --seq-length {positions}"
+            )
+        if true_vocab > MAX_VOCAB:
+            raise MkdConfigError(
+                f"{source.origin} works with vocabularies of up to {MAX_VOCAB} tokens, not {true_vocab}"
+            )
+        meta = CacheMeta(
+            teacher=source.fingerprint(),
+            tokenizer=hash_of_tokenizer(args),
+            true_vocab=true_vocab,
+            top_k=kd.top_k or 1,  # at R = 0 no text is sent
+            values="log12",
+            teacher_dtype=source.card.api,
+        )
+        if kd.teacher_cache is not None:
+            check_folder(Path(kd.teacher_cache), meta, CACHE_FLAG)
+        longest = min(length, positions or length) + 1
+        text, sentence = _probe_text(args, true_vocab)
+        timeout_s = WITHOUT_WAITING_S if source.is_last_check else kd.teacher_timeout
+        probe = Probe(text, sentence, meta.top_k, true_vocab, longest, URL_FLAG, timeout_s)
+        if args.rank == 0 and not kd.is_plain_pretraining:
+            probe.run(source.models)
+        return cls(source, kd, meta, probe)
+
+    def __str__(self) -> str:
+        source, kd = self.source, self.kd
+        stored = "" if kd.teacher_cache is None else f", answers kept in {kd.teacher_cache}"
+        return (
+            f"{source.card.name} of {source.card.api} at {', '.join(map(str, source.addresses))}; {kd.teacher_ahead} "
+            f"steps ahead, up to {kd.teacher_buffer_gb:g} GB{stored}"
+        )
+
+    @property
+    def sources(self) -> list[InferenceSource]:
+        """See `TeacherSpec`."""
+        return [self.source]
+
+    @property
+    def models(self) -> list[Namespace]:
+        """See `TeacherSpec`: no model runs on the student's ranks."""
+        return []
+
+    @property
+    def target_description(self) -> str:
+        """See `TeacherSpec`."""
+        return f"the teacher's {self.kd.top_k} most probable tokens, tail {self.kd.top_k_tail}"
+
+    def build(self, groups: Groups) -> InferenceTeacher:
+        """See `TeacherSpec`."""
+        kd, ranks = self.kd, AllRanks(self.kd.teacher_timeout)
+        ahead = RunAhead(kd.teacher_ahead, kd.teacher_buffer_gb * 1e9, kd.teacher_timeout)
+        sends = InferenceTeacher.sends(groups)
+        pool, store = ranks.attempt(lambda: self._open() if sends else (None, None))
+        return InferenceTeacher(pool, store, self.meta, groups, ranks, ahead)
+
+    def _open(self) -> tuple[ScoringPool, TextStore]:
+        """Open the folder, and compare each server with the teacher that has filled it."""
+        kd, source = self.kd, self.source
+        store = TextStore(None if kd.teacher_cache is None else Path(kd.teacher_cache), self.meta, CACHE_FLAG)
+        known, since = store.known_text(), f"that of {CACHE_FLAG} {kd.teacher_cache}"
+        for model in source.models:
+            text = self.probe.text[:SHORT] if known is None else known.text
+            scores = patiently(
+                lambda model=model, text=text: model.score(text, self.meta.top_k, self.meta.true_vocab),
+                f"{URL_FLAG} {model.server}",
+                kd.teacher_timeout,
+            )
+            known = known or KnownText(text, scores)
+            known.check(scores, f"{URL_FLAG} {model.server}", since)
+            since = str(source.models[0].server)
+        store.keep_known_text(known)
+        pool = ScoringPool(
+            source.models,
+            known,
+            lambda scores: self.meta.records.encode(scores.targets()),
+            top_k=self.meta.top_k,
+            vocab=self.meta.true_vocab,
+        )
+        return pool, store
+
+
+def _probe_text(args: Namespace, vocab: int) -> tuple[tuple[int, ...], str | None]:
+    """Token ids to test a server with, and their text; None if no text is known."""
+    if args.tokenizer_type == "HuggingFaceTokenizer" and Path(args.tokenizer_model).is_dir():
+        ids = load_tokenizer(args.tokenizer_model).encode(_SENTENCE, add_special_tokens=False)
+        if len(ids) >= SHORT and max(ids) < vocab:
+            return tuple(ids), _SENTENCE
+    return tuple((7919 * number) % vocab for number in range(1, 4 * SHORT)), None

@@ -1,0 +1,176 @@
+"""Requests to an inference server over HTTP, with bounds: the server is not trusted."""
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import urllib3
+from urllib3.exceptions import HTTPError
+
+from mkd.errors import MkdConfigError, MkdTeacherError
+from mkd.utils.json_files import parse_json
+
+API_KEY = "MKD_TEACHER_API_KEY"
+"""Environment variable of the key that a server may require."""
+_CONNECT_S = 10.0
+_PIECE_BYTES = 1 << 20
+_QUOTED = 400
+"""Characters of a server's own message that an error quotes."""
+_TRANSIENT = {408, 425, 429}
+
+
+class ServerLost(Exception):
+    """A server that does not answer, or cannot at the moment: the request may be sent again, also to another one."""
+
+
+class ServerRefusal(MkdTeacherError):
+    """An answer with a status that says that the request itself cannot be answered."""
+
+
+@dataclass(frozen=True)
+class ServerAddress:
+    """http://HOST:PORT/PREFIX, or https; ?model=NAME where a server has several."""
+
+    scheme: str
+    host: str
+    port: int
+    prefix: str = ""
+    model: str | None = None
+
+    @classmethod
+    def parse(cls, flag: str, text: str) -> "ServerAddress":
+        """Parse the value of a flag. A path that ends with /v1, /v1/completions or /generate is the same without it.
+
+        Raises:
+            MkdConfigError: it is no such address.
+        """
+        wrong = MkdConfigError(
+            f"{flag} is {text}; the address of an inference server is http://HOST:PORT, such as http://127.0.0.1:8000, "
+            "with ?model=NAME where it serves several"
+        )
+        try:
+            parts = urlsplit(text)
+            port = parts.port or {"http": 80, "https": 443}[parts.scheme]
+            query = parse_qs(parts.query, strict_parsing=bool(parts.query))
+        except (ValueError, KeyError):
+            raise wrong from None
+        is_plain = not (parts.username or parts.password or parts.fragment) and set(query) <= {"model"}
+        if not parts.hostname or not is_plain or not text.isascii() or not text.isprintable() or " " in text:
+            raise wrong
+        path = parts.path.rstrip("/")
+        for end in ("/completions", "/generate", "/v1"):
+            path = path.removesuffix(end)
+        return cls(parts.scheme, parts.hostname, port, path, query["model"][-1] if query else None)
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{self.scheme}://{host}:{self.port}{self.prefix}"
+
+
+class HttpServer:
+    """One address; may be used by several threads."""
+
+    def __init__(self, address: ServerAddress, timeout_s: float, connections: int = 1) -> None:
+        """No connection is made yet.
+
+        Args:
+            address: the server.
+            timeout_s: longest time of one request.
+            connections: number of threads that use it.
+        """
+        self.address, self._timeout_s = address, timeout_s
+        kind = urllib3.HTTPSConnectionPool if address.scheme == "https" else urllib3.HTTPConnectionPool
+        limits = urllib3.Timeout(connect=min(_CONNECT_S, timeout_s), read=timeout_s)
+        self._pool = kind(address.host, address.port, maxsize=connections, timeout=limits, retries=False)
+        self._headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
+        if key := os.environ.get(API_KEY):
+            self._headers["Authorization"] = f"Bearer {key}"
+
+    def __str__(self) -> str:
+        return str(self.address)
+
+    def get(self, path: str, most_bytes: int) -> Any:
+        """The JSON value at a path; for the errors see `post`."""
+        return self._request("GET", path, None, most_bytes)
+
+    def post(self, path: str, body: bytes, most_bytes: int) -> Any:
+        """The JSON value that answers a request.
+
+        Args:
+            path: below the address.
+            body: JSON.
+            most_bytes: largest answer that is read.
+
+        Raises:
+            ServerLost: the server does not answer now.
+            ServerRefusal: it does not answer this request.
+            MkdTeacherError: it redirects, or its answer is too large or not JSON.
+        """
+        return self._request("POST", path, body, most_bytes)
+
+    def close(self) -> None:
+        """Close the connections that are not in use."""
+        self._pool.close()
+
+    def _request(self, method: str, path: str, body: bytes | None, most_bytes: int) -> Any:
+        headers: Mapping[str, str] = self._headers if body is None else {**self._headers, "Content-Type": "application/json"}
+        ends = time.monotonic() + self._timeout_s
+        try:
+            response = self._pool.urlopen(
+                method,
+                self.address.prefix + path,
+                body=body,
+                headers=headers,
+                redirect=False,
+                preload_content=False,
+                decode_content=False,
+            )
+            try:
+                content = self._read(response, most_bytes if response.status == 200 else 1 << 16, ends)
+            finally:
+                # A connection is used again only if its answer was read to the end.
+                response.close()
+        except (HTTPError, OSError) as error:
+            raise ServerLost(f"{self} does not answer: {_reason(error)}") from None
+        if response.status == 200:
+            return self._parse(content, most_bytes)
+        said = " ".join(content[: 4 * _QUOTED].decode(errors="replace").split())[:_QUOTED]
+        if response.status >= 500 or response.status in _TRANSIENT:
+            raise ServerLost(f"{self} answers with status {response.status}: {said}")
+        if 300 <= response.status < 400:
+            raise MkdTeacherError(
+                f"{self} redirects to {response.headers.get('Location', 'another address')!r:.200}, which is not "
+                "followed: give the server's own address"
+            )
+        raise ServerRefusal(f"{self} refuses {path} with status {response.status}: {said}")
+
+    def _read(self, response: urllib3.BaseHTTPResponse, most_bytes: int, ends: float) -> bytes:
+        pieces, size = [], 0
+        while piece := response.read1(_PIECE_BYTES):  # returns what has arrived, so that the limit of time holds
+            pieces.append(piece)
+            size += len(piece)
+            if size > most_bytes:
+                if response.status != 200:
+                    break
+                raise MkdTeacherError(
+                    f"{self} answers with more than {most_bytes:,} bytes, which no answer to this request has: is it "
+                    "an inference server?"
+                )
+            if time.monotonic() > ends:
+                raise TimeoutError(f"its answer is not complete after {self._timeout_s:g} s")
+        return b"".join(pieces)
+
+    def _parse(self, content: bytes, most_bytes: int) -> Any:
+        try:
+            return parse_json(content, most_bytes)
+        except ValueError as error:
+            raise MkdTeacherError(f"{self} answers with something else than JSON ({error}): is it an inference server?") from None
+
+
+def _reason(error: Exception) -> str:
+    """The last part of a chain of errors, which names the cause."""
+    text = str(error)
+    return text.rpartition("Caused by ")[2] or text

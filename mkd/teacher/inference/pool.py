@@ -1,0 +1,212 @@
+"""Threads that send texts to the addresses of one teacher, send them again where an address fails, and ask each address
+for a known text before its answers count: a server that was restarted with other weights is found."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mkd.errors import MkdTeacherError, MkdTeacherTimeout
+from mkd.teacher.inference.apis import InferenceApi, score
+from mkd.teacher.inference.http import HttpServer, ServerLost
+from mkd.teacher.inference.scores import TokenScores
+from mkd.utils.logging import EVERY_RANK, logger
+
+IN_FLIGHT = 8
+"""Texts that an address has at one time: servers batch them."""
+_UNVERIFIED = 16
+"""Answers of an address that may wait for the known text."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 5.0
+SAME_NATS = 0.1
+"""Mean difference of log-probabilities up to which two answers are those of the same weights. Rounding in bf16, other
+kernels and other batches make up to about 0.03."""
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model of an inference server."""
+
+    server: HttpServer
+    api: InferenceApi
+    name: str
+    """The name under which the server has it."""
+
+    def score(self, text: Sequence[int], top_k: int, vocab: int) -> TokenScores:
+        """See `mkd.teacher.inference.apis.score`."""
+        return score(self.api, self.server, self.name, text, top_k, vocab)
+
+
+@dataclass(frozen=True)
+class KnownText:
+    """A text with the scores that the teacher gave it at first."""
+
+    text: tuple[int, ...]
+    scores: TokenScores
+
+    def check(self, scores: TokenScores, origin: str, since: str) -> None:
+        """Refuse scores of other weights.
+
+        Args:
+            scores: of this text, now.
+            origin: where they come from, for messages.
+            since: the time or place of the scores that are known, for messages.
+        """
+        distance = self.scores.distance(scores)
+        if not distance <= SAME_NATS:
+            raise MkdTeacherError(
+                f"{origin} is another teacher than {since}: log-probabilities of the same text differ by {distance:.3f} "
+                "nats on average; serve the weights of before, or start a new run (and a new --kd-teacher-cache)"
+            )
+
+
+@dataclass
+class _Text:
+    """A text until it is answered."""
+
+    ids: Sequence[int]
+    answer: Future[np.ndarray] = field(default_factory=Future)
+
+
+@dataclass
+class _Address:
+    """State of one server."""
+
+    model: ServedModel
+    busy: int = 0
+    """Texts that it computes."""
+    unverified: list[tuple[_Text, np.ndarray]] = field(default_factory=list)
+    """Answers that came after the known text was asked for last."""
+    is_lost: bool = False
+
+
+class ScoringPool:
+    """Sends each text to one of the servers."""
+
+    def __init__(
+        self,
+        models: Sequence[ServedModel],
+        known: KnownText,
+        encode: Callable[[TokenScores], np.ndarray],
+        *,
+        top_k: int,
+        vocab: int,
+    ) -> None:
+        """Start the threads.
+
+        Args:
+            models: the same model of one or more servers.
+            known: a text by which other weights are recognized.
+            encode: from scores to records, called in the threads.
+            top_k: tokens per position.
+            vocab: size of the vocabulary.
+        """
+        self._known, self._encode, self._top_k, self._vocab = known, encode, top_k, vocab
+        self._change = threading.Condition()
+        self._queue: deque[_Text] = deque()
+        self._closing = threading.Event()
+        self._problem = ""
+        self.answered_at = time.monotonic()
+        """Time of the last answer."""
+        for model in models:
+            address = _Address(model)
+            for number in range(IN_FLIGHT):
+                # Daemons: a thread that waits for a silent server does not keep the job from ending.
+                threading.Thread(
+                    target=self._run, args=(address,), name=f"teacher {model.server} {number}", daemon=True
+                ).start()
+
+    def submit(self, ids: Sequence[int]) -> Future[np.ndarray]:
+        """Send a text; its records are those of all its tokens but the last. The future raises an MkdError if an answer
+        cannot be used."""
+        text = _Text(ids)
+        with self._change:
+            self._queue.append(text)
+            self._change.notify_all()
+        return text.answer
+
+    def check_silence(self, began: float, limit_s: float) -> None:
+        """Raise MkdTeacherTimeout if no answer has come for the time limit since `began`."""
+        silent = time.monotonic() - max(began, self.answered_at)
+        if silent > limit_s:
+            raise MkdTeacherTimeout(
+                f"the teacher has not answered for {silent:.0f} s (--kd-teacher-timeout {limit_s:g}"
+                f"{'; ' * bool(self._problem)}{self._problem}): start it again, and then this job"
+            )
+
+    def close(self) -> None:
+        """End the threads when their requests end; texts without an answer stay without one."""
+        self._closing.set()
+        with self._change:
+            self._change.notify_all()
+
+    def _run(self, address: _Address) -> None:
+        failures = 0
+        while (work := self._next(address)) is not None:
+            try:
+                self._do(address, work)
+                failures = 0
+            except ServerLost as error:
+                self._lose(address, work, error)
+                failures += 1
+                self._closing.wait(min(_FIRST_PAUSE_S * 2**failures, _LONGEST_PAUSE_S))
+            except Exception as error:  # also a fault of this code: the thread that waits raises it
+                for text in self._drop(address, work):
+                    text.answer.set_exception(error)
+
+    def _next(self, address: _Address) -> _Text | list[tuple[_Text, np.ndarray]] | None:
+        """The next work for an address: a text, or answers to verify; None at the end."""
+        with self._change:
+            while not self._closing.is_set():
+                waits = address.unverified
+                if len(waits) >= _UNVERIFIED or (waits and not self._queue and not address.busy):
+                    address.unverified = []
+                    return waits
+                if self._queue:
+                    address.busy += 1
+                    return self._queue.popleft()
+                self._change.wait()
+        return None
+
+    def _do(self, address: _Address, work: _Text | list[tuple[_Text, np.ndarray]]) -> None:
+        model = address.model
+        if isinstance(work, list):
+            now = model.score(self._known.text, self._top_k, self._vocab)
+            self._known.check(now, str(model.server), "at the start of this run")
+            for text, records in work:
+                text.answer.set_result(records)
+        else:
+            records = self._encode(model.score(work.ids, self._top_k, self._vocab))
+            with self._change:
+                address.busy -= 1
+                address.unverified.append((work, records))
+                self._change.notify_all()
+        self.answered_at = time.monotonic()
+        if address.is_lost:
+            address.is_lost = False
+            logger.info(f"{model.server} answers again", extra=EVERY_RANK)
+
+    def _drop(self, address: _Address, work: _Text | list[tuple[_Text, np.ndarray]]) -> list[_Text]:
+        """The texts of some work that has failed."""
+        if isinstance(work, list):
+            return [text for text, _ in work]
+        with self._change:
+            address.busy -= 1
+            self._change.notify_all()
+        return [work]
+
+    def _lose(self, address: _Address, work: _Text | list[tuple[_Text, np.ndarray]], error: ServerLost) -> None:
+        """Have the texts sent again, also those whose answers are not verified."""
+        texts = self._drop(address, work)
+        self._problem = str(error)
+        with self._change:
+            texts += [text for text, _ in address.unverified]
+            address.unverified = []
+            self._queue.extendleft(reversed(texts))
+            self._change.notify_all()
+        if not address.is_lost:
+            address.is_lost = True
+            logger.warning(f"{error}; {len(texts)} texts are sent again", extra=EVERY_RANK)

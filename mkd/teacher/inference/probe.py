@@ -1,0 +1,181 @@
+"""Requests before the first step: what a server has, and whether its answers are what the job needs."""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mkd.errors import MkdTeacherError, MkdTeacherTimeout
+from mkd.teacher.inference.apis import APIS
+from mkd.teacher.inference.http import HttpServer, ServerAddress, ServerLost, ServerRefusal
+from mkd.teacher.inference.pool import SAME_NATS, KnownText, ServedModel
+from mkd.utils.logging import logger
+
+_PAUSE_S = 1.0
+_MOST_BYTES = 4 << 20
+_MOST_MODELS = 10_000
+SHORT = 16
+"""Tokens of the known text that a run asks for again and again."""
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """What a server lists about a model."""
+
+    name: str
+    """Its id in requests."""
+    api: str
+    """Key of `APIS`."""
+    positions: int | None
+    """Longest text, with generated tokens; None if not listed."""
+
+
+def patiently[T](ask: Callable[[], T], origin: str, timeout_s: float) -> T:
+    """Call a function until the server answers.
+
+    Raises:
+        MkdTeacherTimeout: it does not within `timeout_s` seconds.
+    """
+    began, has_waited = time.monotonic(), False
+    while True:
+        try:
+            return ask()
+        except ServerLost as error:
+            waited = time.monotonic() - began
+            if waited + _PAUSE_S > timeout_s:
+                raise MkdTeacherTimeout(
+                    f"{origin}: no inference server answers there within {timeout_s:g} s ({error}): start it, or "
+                    "correct the address"
+                ) from None
+            if not has_waited and waited > 5.0:
+                has_waited = True
+                logger.info(f"waiting for {origin}, up to {timeout_s:.0f} s ({error})")
+            time.sleep(_PAUSE_S)
+
+
+def find_model(server: HttpServer, address: ServerAddress, api: str, flag: str) -> ModelCard:
+    """Find the model of a server.
+
+    Args:
+        server: the server.
+        address: its address, which may name one of several models.
+        api: value of --kd-teacher-api.
+        flag: the flag of the address, for messages.
+
+    Raises:
+        ServerLost: the server does not answer now.
+        MkdTeacherError: it is no inference server, or the choice of a model or protocol is not clear.
+    """
+    answer = server.get("/v1/models", _MOST_BYTES)
+    try:
+        cards = [card for card in answer["data"][:_MOST_MODELS] if isinstance(card["id"], str)]
+        names = [card["id"] for card in cards]
+    except (LookupError, TypeError):
+        raise MkdTeacherError(f"{flag} {address} lists no models: is it an inference server?") from None
+    wanted = [card for card in cards if address.model in (None, card["id"])]
+    if len(wanted) != 1:
+        listed = ", ".join(names[:8]) or "none"
+        remedy = "give one as ?model=NAME at the end of the address"
+        raise MkdTeacherError(f"{flag} {address} serves the models {listed:.300}: {remedy}")
+    card: dict[str, Any] = wanted[0]
+    found = card.get("owned_by")
+    if api == "auto" and found not in APIS:
+        raise MkdTeacherError(
+            f"{flag} {address} does not say whether it is vLLM or SGLang (owned_by is {found!r:.60}): give "
+            f"--kd-teacher-api {' or '.join(APIS)}"
+        )
+    positions = card.get("max_model_len")
+    return ModelCard(card["id"], found if api == "auto" else api, positions if type(positions) is int else None)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A test of servers with a few texts."""
+
+    text: tuple[int, ...]
+    """Token ids, at least `SHORT`."""
+    sentence: str | None
+    """The same as characters, to compare tokenizers; None if unknown."""
+    top_k: int
+    vocab: int
+    longest: int
+    """Tokens of the longest text that the job may send."""
+    flag: str
+    """The flag of the addresses, for messages."""
+    timeout_s: float
+
+    def run(self, models: Sequence[ServedModel]) -> KnownText:
+        """Test each server; returns the known text, with the scores of the first.
+
+        Raises:
+            MkdTeacherTimeout: a server does not answer.
+            MkdTeacherError, MkdNumericError: its answers cannot be used.
+        """
+        known = None
+        for model in models:
+            found = patiently(lambda model=model: self._test(model), f"{self.flag} {model.server}", self.timeout_s)
+            if known is None:
+                known = found
+            known.check(found.scores, f"{self.flag} {model.server}", str(models[0].server))
+        return known
+
+    def _test(self, model: ServedModel) -> KnownText:
+        origin, text = f"{self.flag} {model.server}", self.text[:SHORT]
+        first = self._score(model, text)
+        distance = first.distance(self._score(model, text))
+        if not distance <= SAME_NATS:
+            raise MkdTeacherError(
+                f"{origin} answers the same text with log-probabilities that differ by {distance:.3f} nats on average: "
+                "are several models behind this address, or does it sample or drop out?"
+            )
+        half = self._score(model, text[: SHORT // 2])
+        distance = abs(half.own_log_probs - first.own_log_probs[: SHORT // 2 - 1]).mean()
+        if not distance <= SAME_NATS:
+            raise MkdTeacherError(
+                f"{origin} answers the beginning of a text with other log-probabilities than the whole text (by "
+                f"{distance:.3f} nats on average): its model is not causal, or its entries are shifted"
+            )
+        self._test_vocabulary(model)
+        self._test_tokenizer(model)
+        if self.longest > len(text):
+            copies = -(-self.longest // len(self.text))
+            self._score(model, (self.text * copies)[: self.longest])
+        return KnownText(text, first)
+
+    def _score(self, model: ServedModel, text: Sequence[int]) -> Any:
+        try:
+            return model.score(text, self.top_k, self.vocab)
+        except ServerRefusal as error:
+            start = model.api.remedy.format(top_k=self.top_k, length=self.longest + 1)
+            raise MkdTeacherError(
+                f"{self.flag} {error}. This job needs the {self.top_k} most probable tokens of each position "
+                f"(--kd-top-k) in texts of {len(text)} tokens: start the server with {start}, or reduce --kd-top-k or "
+                "--seq-length"
+            ) from None
+
+    def _test_vocabulary(self, model: ServedModel) -> None:
+        try:
+            model.score((*self.text[:4], self.vocab - 1), self.top_k, self.vocab)
+        except ServerRefusal as error:
+            raise MkdTeacherError(
+                f"{self.flag} {error}. The student's vocabulary has {self.vocab} tokens, and the server refuses the last "
+                "of them: a model with another vocabulary is served there"
+            ) from None
+
+    def _test_tokenizer(self, model: ServedModel) -> None:
+        """Compare tokenizers, if the server has a route for it."""
+        if self.sentence is None:
+            return
+        body = {"model": model.name, "prompt": self.sentence, "add_special_tokens": False}
+        try:
+            found = model.server.post("/tokenize", json.dumps(body).encode(), _MOST_BYTES)
+            tokens = list(found["tokens"])
+        except (ServerRefusal, LookupError, TypeError):
+            return
+        if tokens != list(self.text):
+            raise MkdTeacherError(
+                f"{self.flag} {model.server} has another tokenizer than the student: it divides a sentence into the "
+                f"tokens {tokens[:8]}..., the student's into {list(self.text[:8])}...; serve a teacher with the "
+                "student's tokenizer"
+            )

@@ -1,0 +1,170 @@
+"""The teacher whose most probable tokens an inference server computes; nothing of it is in memory."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mkd.data.batch import KDBatch
+from mkd.data.lookahead import Lookahead
+from mkd.distributed.context_parallel import dual_chunk_positions
+from mkd.distributed.groups import Groups
+from mkd.teacher.cache.reader import signal_of, words_of
+from mkd.teacher.cache.store import CacheMeta
+from mkd.teacher.inference.pool import ScoringPool
+from mkd.teacher.inference.texts import BatchOfTexts, TextStore
+from mkd.teacher.interface import TopKSignal
+from mkd.teacher.run_ahead import AllRanks, Asked, RequestQueue, RunAhead
+from mkd.utils.logging import logger
+
+_TEMPERATURE = 1.0
+"""Servers return log-probabilities at this temperature, and the mass of the tail is known at this one only."""
+
+
+class InferenceTeacher:
+    """Texts are sent by one rank per model replica: the first tensor- and context-parallel rank of its last stage.
+
+    Answers are converted to records of the cache at once, so numbers from an answer and from --kd-teacher-cache are the
+    same. `prepare` returns when all answers of the step have arrived: a failure is then raised on all ranks, before any
+    of them has begun the step.
+    """
+
+    def __init__(
+        self,
+        pool: ScoringPool | None,
+        store: TextStore | None,
+        meta: CacheMeta,
+        groups: Groups,
+        ranks: AllRanks,
+        ahead: RunAhead,
+    ) -> None:
+        """No text is sent yet.
+
+        Args:
+            pool, store: on the ranks that send texts (`sends`), else None.
+            meta: properties of the records.
+            groups: the student's layout.
+            ranks: how ranks wait and fail together.
+            ahead: options of running ahead.
+        """
+        self._pool, self._store, self._meta, self._groups, self._ranks = pool, store, meta, groups, ranks
+        self._timeout_s = ahead.timeout_s
+        self._queue = RequestQueue(ahead, self._request, self._ask)
+        self._whole: list[KDBatch] = []
+        self._words: list[Tensor] = []
+        self._counts = {"sent": 0, "found": 0}
+
+    @staticmethod
+    def sends(groups: Groups) -> bool:
+        """True on ranks that send texts."""
+        return groups.is_last_stage and groups.tp.rank() == 0 and groups.cp.rank() == 0
+
+    @property
+    def runs_before_student(self) -> bool:
+        """See `Teacher.runs_before_student`."""
+        return False
+
+    def metrics(self) -> dict[str, float]:
+        """See `Teacher.metrics`."""
+        return {}
+
+    def fingerprint(self) -> str:
+        """See `Teacher.fingerprint`."""
+        return self._meta.teacher
+
+    def close(self) -> None:
+        """Write what is not in the folder of --kd-teacher-cache yet, and end the threads."""
+        if self._pool is None:
+            return
+        self._pool.close()
+        counts = self._counts
+        logger.info(f"teacher    {counts['sent']:,} texts were sent to the server, {counts['found']:,} were in the cache")
+        self._store.flush(now=True)
+
+    def prepare(self, batches: Sequence[KDBatch], upcoming: Lookahead) -> list[KDBatch]:
+        """See `Teacher.prepare`.
+
+        Raises:
+            MkdTeacherTimeout: on all ranks, if no answer has come for the time limit.
+            MkdTeacherError, MkdNumericError: on all ranks, if an answer cannot be used.
+            MkdCacheError: on all ranks, if --kd-teacher-cache cannot be read or written.
+            WaitAborted: on all ranks, if one of them is stopping and one of them has no answer yet.
+        """
+        self._whole, sends = list(batches), self._pool is not None
+        asked = self._ranks.attempt(lambda: self._queue.send(batches, upcoming) if sends else [])
+        answers = [answer for one in asked for answer in one.answers]
+        self._ranks.wait(answers, self._check_silence, upcoming.is_stopping)
+        self._words = self._ranks.attempt(lambda: self._take(asked))
+        return self._whole
+
+    def _check_silence(self, began: float) -> None:
+        self._pool.check_silence(began, self._timeout_s)
+
+    def _request(self, batch: KDBatch) -> BatchOfTexts:
+        return BatchOfTexts.of(batch, self._meta.records.dtype.itemsize)
+
+    def _ask(self, request: BatchOfTexts) -> list[Future[np.ndarray]]:
+        found, answers = self._store.find(request.texts), []
+        for text in request.texts:
+            if text.key in found:
+                answers.append(Future())
+                answers[-1].set_result(found[text.key])
+            else:
+                answers.append(self._pool.submit(text.ids))
+        self._counts["found"] += len(found)
+        self._counts["sent"] += len(request.texts) - len(found)
+        return answers
+
+    def _take(self, asked: Sequence[Asked[BatchOfTexts]]) -> list[Tensor]:
+        """Keep the answers of the step, and make the words of its microbatches: [b, s, 2 K + 3] int32 on the host."""
+        for one in asked:
+            for text, answer in zip(one.request.texts, one.answers, strict=True):
+                self._store.add(text.key, answer.result())
+        if asked:
+            self._store.flush()
+        return [self._words_of(batch, one) for batch, one in zip(self._whole, asked, strict=False)]
+
+    def _words_of(self, batch: KDBatch, asked: Asked[BatchOfTexts]) -> Tensor:
+        mask, top_k = batch.kd_mask.flatten().numpy() != 0.0, self._meta.top_k
+        words = np.zeros((len(mask), 2 * top_k + 3), dtype=np.int32)
+        places, records = [], []
+        for text, answer in zip(asked.request.texts, asked.answers, strict=True):
+            wanted = np.flatnonzero(mask[text.positions])
+            places.append(text.positions.start + wanted)
+            records.append(answer.result()[wanted])
+        if places:
+            targets = self._meta.records.decode(np.concatenate(records), _TEMPERATURE)
+            words[np.concatenate(places)] = words_of(targets, top_k, _TEMPERATURE)
+        return torch.from_numpy(words).view(*batch.tokens.shape, -1)
+
+    def signals(self, batches: Sequence[KDBatch]) -> list[TopKSignal]:
+        """See `Teacher.signals`. `prepare` has had the same microbatches."""
+        return [self._signal(batch) for batch in batches] if self._groups.is_last_stage else []
+
+    def _signal(self, batch: KDBatch) -> TopKSignal:
+        """The signal of this rank's part of a microbatch."""
+        cp, tp, top_k = self._groups.cp, self._groups.tp, self._meta.top_k
+        words = torch.empty(*batch.tokens.shape, 2 * top_k + 3, dtype=torch.int32, device="cuda")
+        if tp.rank() == 0:
+            parts = self._parts(batch.number) if self._pool is not None else None
+            if cp.size() == 1:
+                (words,) = parts
+            else:
+                # As bytes, because gloo does not scatter every dtype.
+                parts = None if parts is None else [part.view(torch.uint8) for part in parts]
+                dist.scatter(words.view(torch.uint8), parts, group=cp, group_src=0)
+        if tp.size() > 1:
+            dist.broadcast(words, group=tp, group_src=0)
+        return signal_of(words, top_k, _TEMPERATURE)
+
+    def _parts(self, number: int) -> list[Tensor]:
+        """The words of a microbatch for each context-parallel rank, on the device."""
+        whole, size = self._words[number].pin_memory().to("cuda", non_blocking=True), self._groups.cp.size()
+        if size == 1:
+            return [whole]
+        bounds = self._whole[number].bounds
+        orders = (dual_chunk_positions(bounds, rank, size).to(whole.device) for rank in range(size))
+        return [whole.index_select(1, order) for order in orders]
