@@ -29,7 +29,7 @@ _BEYOND_TEXT = 2
 """Positions that a request needs beyond the tokens of its text: the label of the last one, and one generated token."""
 _SENTENCE = (
     "Knowledge distillation trains a small model on the distributions of a large one: f(x) = 3.14 * x ** 2, naïve café,"
-    " 東京\n\tand 1,024 more tokens."
+    " \u6771\u4eac\n\tand 1,024 more tokens."
 )
 
 
@@ -138,8 +138,9 @@ class InferenceTeacherSpec:
         positions, length = source.positions, args.seq_length
         if kd.packing == "none" and positions is not None and length > positions:
             raise MkdConfigError(
-                f"--seq-length {length} is longer than the {positions} tokens that {source.origin} scores: start it with "
-                f"--max-model-len {length + _BEYOND_TEXT} (SGLang: --context-length), or give --seq-length {positions}"
+                f"--seq-length {length} is longer than the {positions} tokens that {source.origin} scores: start it "
+                f"with --max-model-len {length + _BEYOND_TEXT} (SGLang: --context-length), or give --seq-length "
+                f"{positions}"
             )
         if true_vocab > MAX_VOCAB:
             raise MkdConfigError(

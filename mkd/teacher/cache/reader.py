@@ -100,6 +100,7 @@ def words_of(targets: TokenTargets, top_k: int, temperature: float) -> np.ndarra
     floats[:, k : k + 1], floats[:, k + 1 : k + 2] = targets.lse, targets.tail_lse
     return words
 
+
 def keep_largest(targets: TokenTargets, top_k: int, temperature: float) -> TokenTargets:
     """Targets with their `top_k` largest logits only, in descending order; among equal logits the lowest id is first.
 

@@ -115,7 +115,7 @@ class VllmApi:
         for position, (token, members) in enumerate(zip(text[1:], entries[1:], strict=True)):
             scored = {int(key): member["logprob"] for key, member in members.items()}
             if token not in scored:
-                raise _Malformed(f"for other tokens than those sent: token {token} at position {position + 1} is missing")
+                raise _Malformed(f"for other tokens than those sent: it lacks token {token} at position {position + 1}")
             own[position] = scored[token]
             if len(scored) == top_k + 1:
                 del scored[token]
@@ -190,7 +190,7 @@ def _require_length(count: int, text: Sequence[int], first: Any) -> None:
     if count != len(text):
         raise _Malformed(f"for {count} tokens, {len(text)} were sent: it must neither cut texts nor add special tokens")
     if first is not None:
-        raise _Malformed("with a probability of the first token, which has no prefix: it adds a special token before it")
+        raise _Malformed("with a probability of the first token, which has no prefix: a special token is added")
 
 
 def _require_count(count: int, top_k: int, position: int) -> None:

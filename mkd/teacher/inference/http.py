@@ -2,7 +2,6 @@
 
 import os
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -116,7 +115,7 @@ class HttpServer:
         self._pool.close()
 
     def _request(self, method: str, path: str, body: bytes | None, most_bytes: int) -> Any:
-        headers: Mapping[str, str] = self._headers if body is None else {**self._headers, "Content-Type": "application/json"}
+        headers = self._headers if body is None else {**self._headers, "Content-Type": "application/json"}
         ends = time.monotonic() + self._timeout_s
         try:
             response = self._pool.urlopen(
@@ -167,7 +166,9 @@ class HttpServer:
         try:
             return parse_json(content, most_bytes)
         except ValueError as error:
-            raise MkdTeacherError(f"{self} answers with something else than JSON ({error}): is it an inference server?") from None
+            raise MkdTeacherError(
+                f"{self} answers with something else than JSON ({error}): is it an inference server?"
+            ) from None
 
 
 def _reason(error: Exception) -> str:

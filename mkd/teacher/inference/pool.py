@@ -58,8 +58,9 @@ class KnownText:
         distance = self.scores.distance(scores)
         if not distance <= SAME_NATS:
             raise MkdTeacherError(
-                f"{origin} is another teacher than {since}: log-probabilities of the same text differ by {distance:.3f} "
-                "nats on average; serve the weights of before, or start a new run (and a new --kd-teacher-cache)"
+                f"{origin} is another teacher than {since}: log-probabilities of the same text differ by "
+                f"{distance:.3f} nats on average; serve the weights of before, or start a new run (and a new "
+                "--kd-teacher-cache)"
             )
 
 

@@ -159,8 +159,8 @@ class Probe:
             model.score((*self.text[:4], self.vocab - 1), self.top_k, self.vocab)
         except ServerRefusal as error:
             raise MkdTeacherError(
-                f"{self.flag} {error}. The student's vocabulary has {self.vocab} tokens, and the server refuses the last "
-                "of them: a model with another vocabulary is served there"
+                f"{self.flag} {error}. The student's vocabulary has {self.vocab} tokens, and the server refuses the "
+                "last of them: a model with another vocabulary is served there"
             ) from None
 
     def _test_tokenizer(self, model: ServedModel) -> None:

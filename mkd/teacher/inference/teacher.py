@@ -80,8 +80,8 @@ class InferenceTeacher:
         if self._pool is None:
             return
         self._pool.close()
-        counts = self._counts
-        logger.info(f"teacher    {counts['sent']:,} texts were sent to the server, {counts['found']:,} were in the cache")
+        sent, found = self._counts["sent"], self._counts["found"]
+        logger.info(f"teacher    {sent:,} texts were sent to the server, {found:,} were in the cache")
         self._store.flush(now=True)
 
     def prepare(self, batches: Sequence[KDBatch], upcoming: Lookahead) -> list[KDBatch]:

@@ -1,0 +1,266 @@
+"""A stand-in for vLLM and SGLang on a loopback port: their documented routes and answers, and faults on demand."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import numpy as np
+
+LogProbs = Callable[[Sequence[int]], np.ndarray]
+"""Token ids [n] -> log-probabilities of the next token [n, V]."""
+
+
+def table_model(vocab: int, seed: int = 0) -> LogProbs:
+    """A model whose logits depend on the last two tokens and the position."""
+    tables = np.random.default_rng(seed).normal(size=(3, vocab, vocab)) * 2
+
+    def log_probs(ids: Sequence[int]) -> np.ndarray:
+        ids = np.asarray(ids)
+        logits = tables[0][ids] + tables[1][np.concatenate([[0], ids[:-1]])] + tables[2][np.arange(len(ids)) % vocab]
+        return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+
+    return log_probs
+
+
+class StandIn:
+    """A server in threads of this process."""
+
+    def __init__(
+        self,
+        model: LogProbs,
+        api: str = "vllm",
+        *,
+        vocab: int,
+        port: int = 0,
+        name: str = "t",
+        max_logprobs: int = 20,
+        max_model_len: int = 64,
+    ) -> None:
+        self.model, self.api, self.vocab, self.name = model, api, vocab, name
+        self.max_logprobs, self.max_model_len = max_logprobs, max_model_len
+        self.fault = ""
+        self.delay_s = 0.0
+        self.tokens: list[int] | None = None
+        """The answer of /tokenize; None: there is no such route."""
+        self.texts: list[list[int]] = []
+        """Texts that were scored."""
+        self.seen_headers: dict[str, str] = {}
+        outer = self
+
+        class Handler(_Handler):
+            server_of = outer
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self._http.daemon_threads = True
+        self.port = self._http.server_address[1]
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True)
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> "StandIn":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End it as if it were killed: open connections fail."""
+        self.fault = "dead"
+        self._http.shutdown()
+        self._http.server_close()
+        self._thread.join()
+
+    def scores(self, ids: list[int], top_k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """([n - 1, K] ids, [n - 1, K] log-probabilities, [n - 1] own) of the tokens after the first."""
+        found = self.model(ids)[:-1]
+        if self.fault == "unsteady":
+            noisy = found + np.random.default_rng().normal(size=found.shape)
+            found = noisy - np.log(np.exp(noisy).sum(axis=1, keepdims=True))
+        top = np.argsort(-found, axis=1, kind="stable")[:, :top_k]
+        return top, np.take_along_axis(found, top, 1), found[np.arange(len(found)), ids[1:]]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server_of: StandIn
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        outer = self.server_of
+        card = {"id": outer.name, "object": "model", "owned_by": outer.api, "max_model_len": outer.max_model_len}
+        cards = [card, {**card, "id": "adapter"}] if outer.fault == "two models" else [card]
+        if outer.fault == "no owner":
+            card["owned_by"] = "somebody"
+        with suppress(OSError):
+            self._json(200, {"object": "list", "data": cards})
+
+    def do_POST(self) -> None:
+        outer = self.server_of
+        with suppress(OSError):  # the client has gone
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            outer.seen_headers = dict(self.headers)
+            time.sleep(outer.delay_s)
+            if outer.fault == "dead":
+                self.close_connection = True
+                return
+            if self.path == "/tokenize" and outer.tokens is not None:
+                self._json(200, {"count": len(outer.tokens), "max_model_len": 64, "tokens": outer.tokens})
+            elif self._is_wrong():
+                return
+            elif self.path == "/v1/completions" and outer.api == "vllm":
+                self._vllm(body)
+            elif self.path == "/generate" and outer.api == "sglang":
+                self._sglang(body)
+            else:
+                self._json(404, {"detail": "Not Found"})
+
+    def _json(self, status: int, value: Any) -> None:
+        self._send(status, json.dumps(value).encode())
+
+    def _send(self, status: int, content: bytes, **headers: str) -> None:
+        self.send_response(status)
+        for name, text in {"Content-Type": "application/json", **headers}.items():
+            self.send_header(name, text)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def _is_wrong(self) -> bool:
+        """True if a fault below the protocol has been answered."""
+        match self.server_of.fault:
+            case "redirect":
+                self._send(307, b"", Location="http://127.0.0.2/v1/completions")
+            case "page":
+                self._send(200, b"<html>")
+            case "deep":
+                self._send(200, b"[" * 100_000)
+            case "busy":
+                self._json(503, {"detail": "overloaded"})
+            case "half":
+                self.send_response(200)
+                self.send_header("Content-Length", "1000000")
+                self.end_headers()
+                self.wfile.write(b"{")
+                self.close_connection = True
+            case "endless" | "drip":
+                self.send_response(200)
+                self.end_headers()
+                self.close_connection = True
+                for _ in range(100_000):
+                    self.wfile.write(b" " * (1 << 20) if self.server_of.fault == "endless" else b" ")
+                    time.sleep(0.0 if self.server_of.fault == "endless" else 0.05)
+            case _:
+                return False
+        return True
+
+    def _refused(self, ids: list[int], top_k: int, length: int) -> bool:
+        outer = self.server_of
+        message = None
+        if top_k > outer.max_logprobs:
+            message = f"Requested prompt logprobs of {top_k}, which is greater than max allowed: {outer.max_logprobs}"
+        elif length > outer.max_model_len:
+            message = f"This model's maximum context length is {outer.max_model_len} tokens."
+        elif max(ids) >= outer.vocab:
+            message = f"Token id {max(ids)} is out of vocabulary"
+        if message is not None:
+            self._json(400, {"error": {"message": message, "type": "BadRequestError", "code": 400}})
+        return message is not None
+
+    def _changed(self, ids: list[int]) -> list[int]:
+        """The text that is scored."""
+        match self.server_of.fault:
+            case "cut":
+                return ids[: max(2, len(ids) // 2)]
+            case "special token":
+                return [0, *ids]
+            case "other tokens":
+                return [ids[0], *((one + 1) % self.server_of.vocab for one in ids[1:])]
+        return ids
+
+    def _vllm(self, body: dict[str, Any]) -> None:
+        outer, ids, top_k = self.server_of, body["prompt"], body["prompt_logprobs"]
+        assert body["max_tokens"] == 1 and not body["add_special_tokens"] and "stream" not in body
+        if self._refused(ids, top_k, len(ids) + 1):
+            return
+        if body["model"] != outer.name:
+            self._json(404, {"error": {"message": f"The model `{body['model']}` does not exist.", "code": 404}})
+            return
+        ids = self._changed(ids)
+        outer.texts.append(ids)
+        entries: list[Any] = [None]
+        for row, (top, values, own) in enumerate(zip(*outer.scores(ids, top_k), strict=True)):
+            scored = {ids[row + 1]: (own, top_k + 3)}
+            scored |= {int(token): (values[rank], rank + 1) for rank, token in enumerate(top)}
+            entries.append(
+                {
+                    str(token): {"logprob": float(value), "rank": rank, "decoded_token": f"<{token}>"}
+                    for token, (value, rank) in scored.items()
+                }
+            )
+        self._fail(entries)
+        choice = {"index": 0, "text": "x", "logprobs": None, "finish_reason": "length", "prompt_logprobs": entries}
+        if outer.fault not in ("other tokens", "no echo"):
+            choice["prompt_token_ids"] = ids
+        self._json(200, {"object": "text_completion", "model": outer.name, "choices": [choice], "usage": {}})
+
+    def _fail(self, entries: list[Any]) -> None:
+        """Put a fault into the entries of vLLM."""
+        if len(entries) < 3:
+            return
+        last, keys = entries[-1], list(entries[-1])
+        match self.server_of.fault:
+            case "fewer":
+                del last[keys[-1]]
+            case "more":
+                used = set(keys)
+                spare = [str(one) for one in range(self.server_of.vocab) if str(one) not in used]
+                last |= {key: {"logprob": -30.0, "rank": 9} for key in spare[:2]}
+            case "NaN":
+                last[keys[-1]]["logprob"] = float("nan")
+            case "null":
+                last[keys[-1]]["logprob"] = None
+            case "beyond":
+                last["100000"] = last.pop(keys[-1])
+            case "shifted":
+                entries[1:] = [{**one} for one in (*entries[2:], entries[1])]
+            case "probabilities":
+                for one in last.values():
+                    one["logprob"] = float(np.exp(one["logprob"]))
+            case "contradiction":
+                last[keys[0]]["logprob"] = 0.0
+            case "none":
+                entries.clear()
+
+    def _sglang(self, body: dict[str, Any]) -> None:
+        outer, ids, top_k = self.server_of, body["input_ids"], body["top_logprobs_num"]
+        assert body["sampling_params"]["max_new_tokens"] == 0 and body["logprob_start_len"] == 0
+        if self._refused(ids, 0, len(ids)):
+            return
+        ids = self._changed(ids)
+        outer.texts.append(ids)
+        top, values, own = outer.scores(ids, top_k)
+        tops: list[list[list[Any]]] = [
+            [[float(value), int(token), None] for value, token in zip(*row, strict=True)]
+            for row in zip(values, top, strict=True)
+        ]
+        if outer.fault == "fewer":
+            tops[-1].pop()
+        if outer.fault == "NaN":
+            tops[-1][-1][0] = float("nan")
+        owns = [[float(value), token, None] for value, token in zip(own, ids[1:], strict=True)]
+        meta = {
+            "id": "1",
+            "prompt_tokens": len(ids),
+            "input_token_logprobs": [[None, ids[0], None], *owns],
+            "input_top_logprobs": [None, *tops],
+        }
+        self._json(200, {"text": "", "output_ids": [], "meta_info": meta})

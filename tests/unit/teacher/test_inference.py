@@ -1,0 +1,368 @@
+"""Teachers behind vLLM and SGLang, with a stand-in that speaks their protocols: answers, faults, retries, the cache."""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mkd.errors import MkdCacheError, MkdConfigError, MkdError, MkdNumericError, MkdTeacherError, MkdTeacherTimeout
+from mkd.teacher.cache import writer as cache_writer
+from mkd.teacher.cache.store import TeacherStore
+from mkd.teacher.inference import http, texts
+from mkd.teacher.inference import pool as pool_module
+from mkd.teacher.inference.apis import APIS
+from mkd.teacher.inference.http import HttpServer, ServerAddress, ServerLost
+from mkd.teacher.inference.pool import KnownText, ScoringPool, ServedModel
+from mkd.teacher.inference.probe import SHORT, Probe, find_model
+from mkd.teacher.inference.texts import KNOWN_TEXT, Text, TextStore
+from tests.support.cached_targets import meta_of
+from tests.support.inference_server import StandIn, table_model
+
+VOCAB, TOP_K = 50, 5
+MODEL = table_model(VOCAB)
+META = meta_of(true_vocab=VOCAB, top_k=TOP_K, values="log12")
+TEXT = [3, 14, 15, 9, 26, 5, 35, 8, 9, 7]
+FLAG = "--kd-teacher-url"
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[dict[str, StandIn]]:
+    made = {api: StandIn(MODEL, api, vocab=VOCAB) for api in APIS}
+    yield made
+    for one in made.values():
+        one.stop()
+
+
+@pytest.fixture(params=list(APIS))
+def server(servers: dict[str, StandIn], request: pytest.FixtureRequest) -> Iterator[StandIn]:
+    yield from _clean(servers[request.param])
+
+
+@pytest.fixture
+def vllm(servers: dict[str, StandIn]) -> Iterator[StandIn]:
+    yield from _clean(servers["vllm"])
+
+
+def _clean(server: StandIn) -> Iterator[StandIn]:
+    server.texts.clear()
+    yield server
+    server.fault, server.delay_s, server.tokens, server.model = "", 0.0, None, MODEL
+
+
+def model_at(server: StandIn, timeout_s: float = 5.0) -> ServedModel:
+    return ServedModel(HttpServer(ServerAddress.parse(FLAG, server.url), timeout_s, 8), APIS[server.api](), server.name)
+
+
+def probe_of(**changes: Any) -> Probe:
+    values = dict(
+        text=tuple((7919 * n) % VOCAB for n in range(1, 4 * SHORT)), sentence=None, top_k=TOP_K, vocab=VOCAB,
+        longest=40, flag=FLAG, timeout_s=0.0,
+    )  # fmt: skip
+    return Probe(**values | changes)
+
+
+def encode(scores: Any) -> np.ndarray:
+    return META.records.encode(scores.targets())
+
+
+@contextmanager
+def running(*servers: StandIn, timeout_s: float = 5.0) -> Iterator[ScoringPool]:
+    models = [model_at(one, timeout_s) for one in servers]
+    text = tuple(TEXT[:6])
+    known = KnownText(text, models[0].score(text, TOP_K, VOCAB))
+    pool = ScoringPool(models, known, encode, top_k=TOP_K, vocab=VOCAB)
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
+def wait(pool: ScoringPool, answers: list[Future[np.ndarray]], limit_s: float = 10.0) -> list[np.ndarray]:
+    began = time.monotonic()
+    while not all(answer.done() for answer in answers):
+        pool.check_silence(began, limit_s)
+        time.sleep(0.005)
+    return [answer.result() for answer in answers]
+
+
+def expected(ids: list[int]) -> np.ndarray:
+    """[n, V] log-probabilities at each token but the last."""
+    return MODEL(ids)[:-1]
+
+
+def test_answers_are_the_models_log_probabilities(server: StandIn) -> None:
+    probe_of().run([model_at(server)])
+    with running(server) as pool:
+        (records,) = wait(pool, [pool.submit(TEXT)])
+    found, truth = META.records.decode(records), expected(TEXT)
+    top = np.sort(np.argsort(-truth, axis=1)[:, :TOP_K], axis=1)
+    assert np.array_equal(found.ids, top)
+    assert np.abs(found.logits - np.take_along_axis(truth, top, 1)).max() < 0.05  # of log12, far below the largest
+    assert np.abs(found.label_log_prob - truth[np.arange(len(truth)), TEXT[1:]]).max() < 1e-5
+    tail = np.log1p(-np.exp(np.take_along_axis(truth, top, 1)).sum(axis=1))
+    assert np.abs(found.tail_lse[:, 0] - tail).max() < 1e-4
+
+
+FAULTS = {
+    "cut": (MkdTeacherError, "a text of 5 tokens; 10 other ones were sent: it must neither cut texts"),
+    "special token": (MkdTeacherError, "a text of 11 tokens; 10 other ones were sent"),
+    "other tokens": (MkdTeacherError, "for other tokens than those sent|contradicts"),
+    "shifted": (MkdTeacherError, "for other tokens than those sent|contradicts"),
+    "fewer": (MkdTeacherError, "with 4 of the most probable tokens at position 9; --kd-top-k 5 were requested"),
+    "more": (MkdTeacherError, "of the most probable tokens at position 9; --kd-top-k 5 were requested"),
+    "NaN": (MkdNumericError, "log-probabilities that are not finite"),
+    "null": (MkdTeacherError, "in another form than vllm does"),
+    "none": (MkdTeacherError, "another form|for 0 tokens, 10 were sent"),
+    "beyond": (MkdTeacherError, "token 100000, but the vocabulary of this job has 50 tokens"),
+    "probabilities": (MkdTeacherError, "no log-probabilities in descending order"),
+    "contradiction": (MkdTeacherError, "contradicts the most probable ones|no log-probabilities"),
+    "redirect": (MkdTeacherError, "redirects to .*127.0.0.2.*not followed"),
+    "page": (MkdTeacherError, "something else than JSON"),
+    "deep": (MkdTeacherError, "something else than JSON .*nested deeper"),
+    "endless": (MkdTeacherError, "more than [0-9,]+ bytes"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_wrong_answers(vllm: StandIn, fault: str) -> None:
+    kind, words = FAULTS[fault]
+    vllm.fault = fault
+    with pytest.raises(kind, match=words) as error:
+        model_at(vllm).score(TEXT, TOP_K, VOCAB)
+    assert f"http://127.0.0.1:{vllm.port}" in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("fault", ["cut", "special token", "fewer", "NaN"])
+def test_wrong_answers_of_sglang(servers: dict[str, StandIn], fault: str) -> None:
+    server = servers["sglang"]
+    server.fault = fault
+    try:
+        with pytest.raises((MkdTeacherError, MkdNumericError)):
+            model_at(server).score(TEXT, TOP_K, VOCAB)
+    finally:
+        server.fault = ""
+
+
+@pytest.mark.parametrize("fault", ["busy", "half", "drip", "dead"])
+def test_failures_that_pass(vllm: StandIn, fault: str) -> None:
+    """A server that is overloaded, dies in an answer, or sends a byte at a time: the request is sent again."""
+    vllm.fault = fault
+    with pytest.raises(ServerLost):
+        model_at(vllm, timeout_s=0.3).score(TEXT, TOP_K, VOCAB)
+
+
+def test_an_answer_without_echo(vllm: StandIn) -> None:
+    """Servers that do not know `return_token_ids`."""
+    vllm.fault = "no echo"
+    assert model_at(vllm).score(TEXT, TOP_K, VOCAB).top_ids.shape == (9, TOP_K)
+
+
+@pytest.mark.parametrize(
+    ("changes", "state", "words"),
+    [
+        ({"top_k": 30}, {}, ["greater than max allowed: 20", "--kd-top-k", "--max-logprobs 30"]),
+        ({"longest": 64}, {}, ["maximum context length", "--max-model-len 65", "--seq-length"]),
+        ({"vocab": 60}, {}, ["vocabulary has 60 tokens", "another vocabulary"]),
+        ({}, {"fault": "unsteady"}, ["the same text with log-probabilities that differ"]),
+        ({"sentence": "text"}, {"tokens": [1, 2, 3]}, ["another tokenizer than the student", "[1, 2, 3]"]),
+        ({}, {"fault": "cut"}, ["it must neither cut texts"]),
+        ({}, {"fault": "busy"}, ["no inference server answers there within 0 s", "503"]),
+        ({}, {"model": lambda ids: MODEL([len(ids), *ids])[1:]}, ["beginning of a text", "causal"]),
+    ],
+)
+def test_probe(vllm: StandIn, changes: dict[str, Any], state: dict[str, Any], words: list[str]) -> None:
+    for name, value in state.items():
+        setattr(vllm, name, value)
+    with pytest.raises(MkdTeacherError) as error:
+        probe_of(**changes).run([model_at(vllm)])
+    assert [word for word in words if word not in str(error.value)] == []
+
+
+def test_probe_compares_addresses(servers: dict[str, StandIn], vllm: StandIn) -> None:
+    vllm.model = table_model(VOCAB, seed=1)
+    with pytest.raises(MkdTeacherError, match="is another teacher than http"):
+        probe_of().run([model_at(servers["sglang"]), model_at(vllm)])
+
+
+@pytest.mark.parametrize(
+    ("fault", "api", "url", "words"),
+    [
+        ("", "auto", "", "vllm"),
+        ("", "sglang", "", "sglang"),
+        ("no owner", "vllm", "", "vllm"),
+        ("no owner", "auto", "", "does not say whether it is vLLM or SGLang .*--kd-teacher-api"),
+        ("two models", "auto", "", r"serves the models t, adapter: give one as \?model=NAME"),
+        ("two models", "auto", "/?model=t", "vllm"),
+        ("", "auto", "?model=other", "serves the models t: give one"),
+    ],
+)
+def test_finding_the_model(vllm: StandIn, fault: str, api: str, url: str, words: str) -> None:
+    vllm.fault = fault
+    address = ServerAddress.parse(FLAG, vllm.url + url)
+    server = HttpServer(address, 5.0)
+    if words in APIS:
+        card = find_model(server, address, api, FLAG)
+        assert (card.name, card.api, card.positions) == ("t", words, 64)
+        return
+    with pytest.raises(MkdTeacherError, match=words):
+        find_model(server, address, api, FLAG)
+
+
+@pytest.mark.parametrize(
+    ("text", "form"),
+    [
+        ("http://localhost:8000", "http://localhost:8000"),
+        ("http://[::1]:8000/v1/", "http://[::1]:8000"),
+        ("https://host/teacher/v1/completions", "https://host:443/teacher"),
+        ("http://host:30000/generate?model=a/b", "http://host:30000"),
+        ("http://user:secret@host", None),
+        ("ftp://host", None),
+        ("http://host:99999", None),
+        ("http:///v1", None),
+        ("http://host/?key=1", None),
+        ("http://ho st", None),
+    ],
+)
+def test_addresses(text: str, form: str | None) -> None:
+    if form is not None:
+        assert str(ServerAddress.parse(FLAG, text)) == form
+        return
+    with pytest.raises(MkdConfigError, match=FLAG):
+        ServerAddress.parse(FLAG, text)
+
+
+def test_environment(vllm: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Proxies of the environment are not used; a key is."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    monkeypatch.setenv(http.API_KEY, "abc")
+    model_at(vllm).score(TEXT, TOP_K, VOCAB)
+    assert vllm.seen_headers["Authorization"] == "Bearer abc"
+
+
+def texts_of(count: int) -> list[list[int]]:
+    return [[(7 * n + 3 * i) % VOCAB for i in range(8)] for n in range(count)]
+
+
+def test_a_killed_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts that it has not answered, or not verified, go to another address, or to itself when it is back."""
+    monkeypatch.setattr(pool_module, "_FIRST_PAUSE_S", 0.005)
+    first, second = (StandIn(MODEL, vocab=VOCAB) for _ in range(2))
+    first.delay_s = second.delay_s = 0.01
+    with running(first, second) as pool:
+        answers = [pool.submit(text) for text in texts_of(40)]
+        while len(second.texts) < 4:
+            time.sleep(0.001)
+        second.stop()
+        while len(first.texts) < 12:
+            time.sleep(0.001)
+        first.stop()
+        time.sleep(0.05)
+        again = StandIn(MODEL, vocab=VOCAB, port=first.port)
+        found = wait(pool, answers)
+        again.stop()
+    with StandIn(MODEL, vocab=VOCAB) as alone, running(alone) as pool:
+        truth = wait(pool, [pool.submit(text) for text in texts_of(40)])
+    assert all(np.array_equal(one, other) for one, other in zip(found, truth, strict=True))
+
+
+def test_a_server_with_other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restarted between two texts, which no connection shows."""
+    with StandIn(MODEL, vocab=VOCAB) as server, running(server) as pool:
+        wait(pool, [pool.submit(TEXT)])
+        server.model = table_model(VOCAB, seed=1)
+        with pytest.raises(MkdTeacherError, match=r"is another teacher than at the start of this run: .* differ by"):
+            wait(pool, [pool.submit(TEXT)])
+
+
+def test_a_silent_server(vllm: StandIn) -> None:
+    with running(vllm) as pool:
+        vllm.fault = "busy"
+        with pytest.raises(MkdTeacherTimeout, match=r"--kd-teacher-timeout 0.2; .*503.*start it again"):
+            wait(pool, [pool.submit(TEXT)], limit_s=0.2)
+
+
+def test_a_model_that_is_gone(vllm: StandIn) -> None:
+    with running(vllm) as pool:
+        vllm.name = "other"
+        try:
+            with pytest.raises(MkdTeacherError, match=r"404.*`t` does not exist"):
+                wait(pool, [pool.submit(TEXT)])
+        finally:
+            vllm.name = "t"
+
+
+def some_texts() -> list[Text]:
+    return [Text(bytes([n]) * 16, slice(0, 7), tuple(ids)) for n, ids in enumerate(texts_of(3))]
+
+
+def records_of(ids: tuple[int, ...]) -> np.ndarray:
+    top = np.tile(np.arange(TOP_K), (len(ids) - 1, 1))
+    values = np.tile(np.log(np.full(TOP_K, 0.15)), (len(ids) - 1, 1))
+    return encode(pool_module.TokenScores(top, values, values[:, 0] - ids[0]))
+
+
+def test_texts_are_kept(tmp_path: Path) -> None:
+    folder, every = tmp_path / "cache", some_texts()
+    store = TextStore(folder, META, "--kd-teacher-cache")
+    assert store.find(every) == {}
+    for text in every[:2]:
+        store.add(text.key, records_of(text.ids))
+    assert sorted(store.find(every)) == [text.key for text in every[:2]]
+    store.flush()  # too early
+    assert not list(folder.glob("shard-*"))
+    store.flush(now=True)
+    found = store.find(every[:2])
+    assert all(np.array_equal(found[text.key], records_of(text.ids)) is False for text in every[:2])  # sealed
+    again = TextStore(folder, META, "--kd-teacher-cache").find(every)
+    assert {key: part.tobytes() for key, part in again.items()} == {key: part.tobytes() for key, part in found.items()}
+    opened = TeacherStore(folder, "--kd-teacher-cache")
+    assert len(opened) == 2 and opened.tokens == 14
+    with pytest.raises(MkdCacheError, match=r"other properties .*top_k"):
+        TextStore(folder, meta_of(true_vocab=VOCAB, top_k=4, values="log12"), "--kd-teacher-cache")
+    short = Text(every[0].key, slice(0, 3), every[0].ids[:4])
+    with pytest.raises(MkdCacheError, match="3 tokens in the data and 7 in the cache"):
+        store.find([short])
+
+
+def test_shards_of_other_ranks_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(texts, "_LOOK_S", 0.0)
+    one, other = (TextStore(tmp_path, META, "--kd-teacher-cache") for _ in range(2))
+    (text, *_) = some_texts()
+    one.add(text.key, records_of(text.ids))
+    assert other.find([text]) == {}
+    one.flush(now=True)
+    assert list(other.find([text])) == [text.key]
+
+
+def test_a_full_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = TextStore(tmp_path / "cache", META, "--kd-teacher-cache")
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cache_writer, "_write", fail)
+    store.add(b"a" * 16, records_of(tuple(TEXT)))
+    with pytest.raises(MkdCacheError, match=r"--kd-teacher-cache .* cannot be written \(No space left on device\)"):
+        store.flush(now=True)
+
+
+def test_the_known_text_is_kept(tmp_path: Path, vllm: StandIn) -> None:
+    store = TextStore(tmp_path, META, "--kd-teacher-cache")
+    known = KnownText(tuple(TEXT), model_at(vllm).score(TEXT, TOP_K, VOCAB))
+    assert store.known_text() is None
+    store.keep_known_text(known)
+    again = store.known_text()
+    again.check(known.scores, "now", "before")
+    with pytest.raises(MkdTeacherError, match="now is another teacher than before"):
+        vllm.model = table_model(VOCAB, seed=1)
+        again.check(model_at(vllm).score(TEXT, TOP_K, VOCAB), "now", "before")
+    for damage in ("{", '{"text": [1, 2], "log_probs": [1, 2, 3]}', '{"text": ["a", "b"], "log_probs": [1]}', "[]"):
+        (tmp_path / KNOWN_TEXT).write_text(damage)
+        with pytest.raises(MkdError, match="is damaged"):
+            store.known_text()
