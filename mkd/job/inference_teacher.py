@@ -20,6 +20,7 @@ from mkd.teacher.inference.probe import SHORT, ModelCard, Probe, find_model, pat
 from mkd.teacher.inference.teacher import InferenceTeacher
 from mkd.teacher.inference.texts import TextStore
 from mkd.teacher.run_ahead import AllRanks, RunAhead
+from mkd.utils.logging import current_rank
 from mkd.utils.pretrained import load_tokenizer
 
 URL_FLAG, CACHE_FLAG = "--kd-teacher-url", "--kd-teacher-cache"
@@ -160,7 +161,7 @@ class InferenceTeacherSpec:
         text, sentence = _probe_text(args, true_vocab)
         timeout_s = WITHOUT_WAITING_S if source.is_last_check else kd.teacher_timeout
         probe = Probe(text, sentence, meta.top_k, true_vocab, longest, URL_FLAG, timeout_s)
-        if args.rank == 0 and not kd.is_plain_pretraining:
+        if current_rank() == 0 and not kd.is_plain_pretraining:
             probe.run(source.models)
         return cls(source, kd, meta, probe)
 

@@ -11,8 +11,9 @@ from mkd.config.kd_config import KDConfig
 from mkd.config.teacher_args import row_multiple
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdConfigError, MkdTeacherError
+from mkd.teacher.run_ahead import RunAhead
 from mkd.teacher.service.addresses import Secret, ServiceAddress, require_secret
-from mkd.teacher.service.client import RunAhead, ServedTeacher
+from mkd.teacher.service.client import ServedTeacher
 from mkd.teacher.service.connections import TeacherConnections, ask_facts
 from mkd.teacher.service.facts import TeacherFacts
 from mkd.teacher.service.server import MOST_ANSWER_BYTES

@@ -20,7 +20,7 @@ from mkd.errors import MkdCacheError, MkdError, MkdNumericError, MkdTeacherError
 
 _ERRORS: tuple[type[MkdError], ...] = (MkdTeacherTimeout, MkdTeacherError, MkdNumericError, MkdCacheError)
 """Errors that all ranks raise together, by the number that they exchange, from 1."""
-_ROUND_S = 0.2
+ROUND_S = 0.2
 """Seconds of waiting after which all ranks exchange what they have found."""
 
 
@@ -129,14 +129,19 @@ class AllRanks:
         # On the host: a collective on the device would drain its queue once per step.
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s) + timedelta(hours=1))
 
-    def wait(
-        self, answers: Sequence[Future[Any]], check_silence: Callable[[float], None], is_stopping: Callable[[], bool]
+    def wait[R: BatchRequest](
+        self,
+        asked: Sequence[Asked[R]],
+        check: Callable[[Asked[R]], None],
+        check_silence: Callable[[float], None],
+        is_stopping: Callable[[], bool],
     ) -> None:
         """Return when the answers of every rank have arrived. The ranks exchange their states in rounds, because a
         signal may reach any of them.
 
         Args:
-            answers: those of this rank.
+            asked: the requests of this rank.
+            check: raises an MkdError if the answers to one of them, which have arrived, cannot be used.
             check_silence: raises MkdTeacherTimeout if a teacher has been silent for too long since a time.
             is_stopping: True if this process has received a signal to stop.
 
@@ -144,11 +149,11 @@ class AllRanks:
             MkdTeacherTimeout, MkdTeacherError, MkdNumericError, MkdCacheError: on all ranks, what one has found.
             WaitAborted: on all ranks, if one of them is stopping and one of them has no answer yet.
         """
-        began, waiting = time.monotonic(), deque(answers)
+        began, waiting = time.monotonic(), deque(asked)
         while True:
             failure = None
             try:
-                _receive(waiting, lambda: check_silence(began))
+                _receive(waiting, check, lambda: check_silence(began))
             except _ERRORS as error:
                 failure = error
             found = torch.tensor([_number(failure), bool(waiting), is_stopping()], dtype=torch.int64)
@@ -184,15 +189,19 @@ class AllRanks:
         raise _ERRORS[kind - 1](text)
 
 
-def _receive(waiting: deque[Future[Any]], check_silence: Callable[[], None]) -> None:
-    """Remove answers that arrive within one round; raises an error of an answer, or of its absence."""
-    ends = time.monotonic() + _ROUND_S
+def _receive[R: BatchRequest](
+    waiting: deque[Asked[R]], check: Callable[[Asked[R]], None], check_silence: Callable[[], None]
+) -> None:
+    """Remove requests whose answers arrive within one round; raises an error of an answer, or of its absence."""
+    ends = time.monotonic() + ROUND_S
     while waiting:
         try:
-            waiting[0].result(timeout=max(0.0, ends - time.monotonic()))
+            for answer in waiting[0].answers:
+                answer.result(timeout=max(0.0, ends - time.monotonic()))
         except NoAnswer:
             check_silence()
             return
+        check(waiting[0])
         waiting.popleft()
 
 

@@ -43,6 +43,8 @@ class StandIn:
         self.model, self.api, self.vocab, self.name = model, api, vocab, name
         self.max_logprobs, self.max_model_len = max_logprobs, max_model_len
         self.fault = ""
+        self.late_fault: tuple[int, str] | None = None
+        """Number of texts after which a fault begins, and the fault."""
         self.delay_s = 0.0
         self.tokens: list[int] | None = None
         """The answer of /tokenize; None: there is no such route."""
@@ -109,6 +111,8 @@ class _Handler(BaseHTTPRequestHandler):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             outer.seen_headers = dict(self.headers)
             time.sleep(outer.delay_s)
+            if outer.late_fault is not None and len(outer.texts) >= outer.late_fault[0]:
+                outer.fault = outer.late_fault[1]
             if outer.fault == "dead":
                 self.close_connection = True
                 return

@@ -95,8 +95,7 @@ class InferenceTeacher:
         """
         self._whole, sends = list(batches), self._pool is not None
         asked = self._ranks.attempt(lambda: self._queue.send(batches, upcoming) if sends else [])
-        answers = [answer for one in asked for answer in one.answers]
-        self._ranks.wait(answers, self._check_silence, upcoming.is_stopping)
+        self._ranks.wait(asked, lambda _: None, self._check_silence, upcoming.is_stopping)
         self._words = self._ranks.attempt(lambda: self._take(asked))
         return self._whole
 

@@ -1,60 +1,37 @@
 """The teacher that a service computes; no model weights but the LM head are on the student's ranks."""
 
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
-from dataclasses import dataclass, replace
-from datetime import timedelta
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mkd.compat.stopping import WaitAborted
 from mkd.data.batch import KDBatch
 from mkd.data.lookahead import Lookahead
 from mkd.distributed.context_parallel import dual_chunk_positions
 from mkd.distributed.groups import Groups
-from mkd.errors import MkdError, MkdNumericError, MkdTeacherError, MkdTeacherTimeout
+from mkd.errors import MkdNumericError, MkdTeacherError, MkdTeacherTimeout
 from mkd.losses import LogitMap
 from mkd.teacher.interface import HiddenSignal
+from mkd.teacher.run_ahead import ROUND_S, AllRanks, Asked, RequestQueue, RunAhead
 from mkd.teacher.service.connections import TeacherConnections
 from mkd.teacher.service.facts import TeacherFacts
 from mkd.teacher.service.messages import Kind, Message
 from mkd.teacher.service.requests import ForwardRequest
 from mkd.teacher.service.server import MOST_ANSWER_BYTES
 
-_ERRORS: tuple[type[MkdError], ...] = (MkdTeacherTimeout, MkdTeacherError, MkdNumericError)
-"""Errors that all ranks raise together, by the number that they exchange, from 1."""
-_ROUND_S = 0.2
-"""Seconds of waiting after which all ranks exchange what they have found."""
-
 
 @dataclass(frozen=True)
-class RunAhead:
-    """Bounds of the run-ahead before the student; they change no number."""
+class _HiddenRequest:
+    """A forward request and the size of its answer. See `mkd.teacher.run_ahead.BatchRequest`."""
 
-    steps: int
-    """Steps whose requests are sent before the present one is computed; 0 for none."""
-    most_bytes: float
-    """Answers that wait in host memory at most, beyond those of the present step."""
-    timeout_s: float
-    """Seconds without any answer after which a waiting job ends."""
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """A request and its answer to come."""
-
-    request: ForwardRequest
-    answer: Future[Message]
-
-
-def _number(failure: MkdError | None) -> int:
-    """The number of an error's class in `_ERRORS`, from 1; 0 for none."""
-    return 0 if failure is None else 1 + next(i for i, one in enumerate(_ERRORS) if isinstance(failure, one))
+    forward: ForwardRequest
+    key: bytes
+    answer_bytes: int
 
 
 class ServedTeacher:
@@ -88,13 +65,9 @@ class ServedTeacher:
         self._connections, self._facts, self._groups, self._options = connections, facts, groups, ahead
         self._sequence_parallel = sequence_parallel
         self._asks = groups.is_last_stage and groups.tp.rank() == 0 and groups.cp.rank() == 0
-        # On the host: a collective on the device would drain its queue once per step.
-        limit = timedelta(seconds=ahead.timeout_s) + timedelta(hours=1)
-        self._host_group = dist.new_group(backend="gloo", timeout=limit)
-        self._asked: dict[bool, dict[bytes, _Asked]] = {False: {}, True: {}}
-        self._sent_ahead = {False: 0, True: 0}
-        self._step: dict[bytes, _Asked] = {}
-        self._keys: list[bytes] = []
+        self._ranks = AllRanks(ahead.timeout_s)
+        self._queue = RequestQueue(ahead, self._request, self._ask)
+        self._step: list[Asked[_HiddenRequest]] = []
         self._whole: list[KDBatch] = []
         self._head = self._fetch_head(padded_vocab // groups.tp.size())
 
@@ -131,90 +104,24 @@ class ServedTeacher:
             WaitAborted: on all ranks, if one of them is stopping and one of them has no answer yet.
         """
         self._whole = list(batches)
-        step = self._send(batches, upcoming) if self._asks else {}
-        self._wait(list(step.values()), upcoming.is_stopping)
+        step = self._queue.send(batches, upcoming) if self._asks else []
+        self._ranks.wait(step, self._check, self._check_silence, upcoming.is_stopping)
         self._step = step
         return self._whole
 
-    def _send(self, batches: Sequence[KDBatch], upcoming: Lookahead) -> dict[bytes, _Asked]:
-        """Send what was not sent yet, for this step and later ones; returns the requests of this step."""
-        phase, asked = upcoming.evaluating, self._asked[upcoming.evaluating]
-        step, requests = {}, [ForwardRequest.of_batch(batch) for batch in batches]
-        self._keys = [request.key for request in requests]
-        is_repeated = all(key in self._step for key in self._keys)  # Megatron may run the same step again
-        sent = sum(key in asked for key in self._keys)
-        if sent < len(requests) and not is_repeated:  # other microbatches were expected
-            self._sent_ahead[phase] = 0
-        for key, request in zip(self._keys, requests, strict=True):
-            if key not in step:
-                step[key] = self._step.get(key) or asked.pop(key, None) or self._ask(request)
-        if not is_repeated:
-            self._sent_ahead[phase] = max(0, self._sent_ahead[phase] - len(batches))
-            if not self._sent_ahead[phase]:
-                asked.clear()
-        self._run_ahead(upcoming, asked)
-        return step
+    def _request(self, batch: KDBatch) -> _HiddenRequest:
+        forward = ForwardRequest.of_batch(batch)
+        return _HiddenRequest(forward, forward.key, len(forward.wanted) * self._facts.bytes_per_token)
 
-    def _wait(self, step: list[_Asked], is_stopping: Callable[[], bool]) -> None:
-        """Return when every rank has its answers. The ranks exchange their states in rounds, because a signal may reach
-        any of them."""
-        began, waiting = time.monotonic(), deque(step)
-        while True:
-            failure = None
-            try:
-                self._receive(waiting, began)
-            except _ERRORS as error:
-                failure = error
-            found = torch.tensor([_number(failure), bool(waiting), is_stopping()], dtype=torch.int64)
-            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._host_group)
-            number, is_waiting, stops = found.tolist()
-            if number:
-                self._raise_everywhere(failure)
-            if not is_waiting:
-                return
-            if stops:
-                raise WaitAborted
-
-    def _receive(self, waiting: deque[_Asked], began: float) -> None:
-        """Remove requests whose answers arrive within one round; raises an error of an answer, or of its absence."""
-        ends = time.monotonic() + _ROUND_S
-        while waiting:
-            try:
-                answer = waiting[0].answer.result(timeout=max(0.0, ends - time.monotonic()))
-            except NoAnswer:
-                self._check_silence(began)
-                return
-            self._check(waiting[0], answer)
-            waiting.popleft()
-
-    def _run_ahead(self, upcoming: Lookahead, asked: dict[bytes, _Asked]) -> None:
-        """Send requests of later steps, in their order, while their answers fit into the buffer."""
-        if not self._options.steps:
-            return
-        phase = upcoming.evaluating
-        make = replace(upcoming, count=self._options.steps * upcoming.count).fetch(self._sent_ahead[phase])
-        held = sum(self._size(one.request) for each in self._asked.values() for one in each.values())
-        for batch in make():
-            request = ForwardRequest.of_batch(batch)
-            held += self._size(request)
-            if held > self._options.most_bytes:
-                return
-            if (key := request.key) not in asked:
-                asked[key] = self._ask(request)
-            self._sent_ahead[phase] += 1
-
-    def _size(self, request: ForwardRequest) -> int:
-        return len(request.wanted) * self._facts.bytes_per_token
-
-    def _ask(self, request: ForwardRequest) -> _Asked:
+    def _ask(self, request: _HiddenRequest) -> list[Future[Message]]:
         values = {"fingerprint": self._facts.fingerprint}
-        return _Asked(request, self._connections.submit(Message(Kind.FORWARD, 0, values, request.tensors)))
+        return [self._connections.submit(Message(Kind.FORWARD, 0, values, request.forward.tensors))]
 
     def _await(self, answer: Future[Message]) -> Message:
         began = time.monotonic()
         while True:
             try:
-                return answer.result(timeout=_ROUND_S)
+                return answer.result(timeout=ROUND_S)
             except NoAnswer:
                 self._check_silence(began)
 
@@ -228,8 +135,9 @@ class ServedTeacher:
                 "(mkd serve-teacher), and then this job"
             )
 
-    def _check(self, asked: _Asked, answer: Message) -> None:
-        facts, count = self._facts, len(asked.request.wanted)
+    def _check(self, asked: Asked[_HiddenRequest]) -> None:
+        (answer,), facts, count = asked.answers, self._facts, len(asked.request.forward.wanted)
+        answer = answer.result()
         if answer.kind != Kind.HIDDEN or answer.values.get("fingerprint") != facts.fingerprint:
             raise MkdTeacherError(f"the teacher answers with {answer.kind.name} of {answer.values}: is it another one?")
         shapes = [(tuple(one.shape), one.dtype) for one in answer.tensors]
@@ -244,27 +152,11 @@ class ServedTeacher:
                 "weights are damaged, or it overflows in its precision (--kd-teacher-dtype of mkd serve-teacher)"
             )
 
-    def _raise_everywhere(self, failure: MkdError | None) -> None:
-        """Raise on all ranks what one rank has found."""
-        kind = _number(failure)
-        found = torch.tensor([kind])
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._host_group)
-        if not found[0]:
-            return
-        texts: list[tuple[int, str] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(texts, (kind, str(failure)), group=self._host_group)
-        kind, text = next(one for one in texts if one[0] == found[0])
-        raise _ERRORS[kind - 1](text)
-
     def _fetch_head(self, rows: int) -> Tensor | None:
         """[rows, Ht] this rank's rows of the LM head; rows beyond the teacher's vocabulary are 0."""
-        groups, head, failure = self._groups, None, None
-        if groups.is_last_stage and groups.dp_cp.rank() == 0:
-            try:
-                head = self._request_rows(groups.tp.rank() * rows, rows).to("cuda")
-            except _ERRORS as error:
-                failure = error
-        self._raise_everywhere(failure)
+        groups = self._groups
+        fetches, first = groups.is_last_stage and groups.dp_cp.rank() == 0, groups.tp.rank() * rows
+        head = self._ranks.attempt(lambda: self._request_rows(first, rows).to("cuda") if fetches else None)
         if not groups.is_last_stage:
             return None
         if head is None:
@@ -300,7 +192,7 @@ class ServedTeacher:
         cp, tp = groups.cp, groups.tp
         parts, shape = None, (length // cp.size(), rows, self._facts.width)
         if self._asks:
-            hidden, size = self._dense(whole, self._step[self._keys[batch.number]]), cp.size()
+            hidden, size = self._dense(whole, self._step[batch.number]), cp.size()
             places = (dual_chunk_positions(whole.bounds, rank, size).to(hidden.device) for rank in range(size))
             parts = [hidden] if size == 1 else [hidden.index_select(0, one) for one in places]
         own = self._scatter(parts, shape, cp) if tp.rank() == 0 else None
@@ -326,11 +218,11 @@ class ServedTeacher:
     def _empty(self, shape: tuple[int, ...]) -> Tensor:
         return torch.empty(shape, dtype=self._facts.torch_dtype, device="cuda")
 
-    def _dense(self, whole: KDBatch, asked: _Asked) -> Tensor:
+    def _dense(self, whole: KDBatch, asked: Asked[_HiddenRequest]) -> Tensor:
         """[s, b, Ht] on the device; 0 for tokens that were not wanted."""
         rows, length = whole.tokens.shape
-        wanted = asked.request.wanted.long().pin_memory().to("cuda", non_blocking=True)
-        found = asked.answer.result().tensors[0].pin_memory().to("cuda", non_blocking=True)
+        wanted = asked.request.forward.wanted.long().pin_memory().to("cuda", non_blocking=True)
+        found = asked.answers[0].result().tensors[0].pin_memory().to("cuda", non_blocking=True)
         places = wanted % length * rows + wanted // length
         hidden = torch.zeros(length * rows, self._facts.width, dtype=self._facts.torch_dtype, device="cuda")
         return hidden.index_copy_(0, places, found).view(length, rows, self._facts.width)

@@ -33,6 +33,7 @@ from mkd.config.megatron_checks import length_multiple
 from mkd.distributed.groups import Groups, ParallelLayout, ParallelSizes
 from mkd.train.hidden_layers import HiddenLayers
 from mkd.job.cached_teacher import CachedTeacherSpec, open_cache
+from mkd.job.inference_teacher import InferenceSource, InferenceTeacherSpec
 from mkd.job.served_teacher import ServedSource, ServedTeacherSpec
 from mkd.losses import LossOptions
 from mkd.models.gpt import gpt_config
@@ -40,6 +41,7 @@ from mkd.train.schedule import TeacherThenStudent
 from mkd.train.step import ForwardStep
 from mkd.rollout.on_policy import OnPolicy
 from mkd.teacher.cache.teacher import CachedTeacher
+from mkd.teacher.inference.teacher import InferenceTeacher
 from mkd.teacher.service.client import ServedTeacher
 from mkd.teacher.resharded.teacher import ReshardedTeacher
 from mkd.teacher.online import OnlineTeacher
@@ -363,8 +365,12 @@ def _kd_step(layout: Layout, models: Models, on_policy: OnPolicy | None) -> dict
 
 def build_teacher(
     layout: Layout, models: Models, groups: Groups
-) -> OnlineTeacher | CachedTeacher | ServedTeacher | TeacherEnsemble:
+) -> OnlineTeacher | CachedTeacher | ServedTeacher | InferenceTeacher | TeacherEnsemble:
     """The teacher on this rank."""
+    if models.served and models.served[0].startswith("http"):
+        kd, args = models.kd, model_arguments(models.student, layout, models.tied)
+        source = InferenceSource.ask(kd, waits=True)
+        return InferenceTeacherSpec.of(source, args, kd, VOCAB).build(groups)
     if models.cache is not None:
         source = open_cache(models.cache, "--kd-teacher-cache")
         return CachedTeacherSpec(source, models.kd, row_length=ROW).build(groups)
