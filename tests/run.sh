@@ -10,4 +10,4 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 if (($# == 0)); then
     set -- --numprocesses 2 --dist loadfile
 fi
-exec python -m pytest -m "not gpu and not slow" "$@"
+exec python -m pytest -m "not gpu and not slow and not served" "$@"

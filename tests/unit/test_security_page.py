@@ -23,7 +23,7 @@ CALLS: dict[str, tuple[str, ...]] = {
         r"dcp\.load|.*dist_checkpointing\.load\w*|.*\.safe_globals|.*get_unsafe_globals_in_checkpoint",
     ),
     "loads": (r".*\.from_pretrained|.*\.from_file|.*safe_open|.*load_file|.*load_tensors|TokenizersBackend.*",),
-    "connects": (r"socket\.\w+|urllib\.\w+(\.\w+)*|requests\.\w+|http\.\w+(\.\w+)*|.*\.connect",),
+    "connects": (r"socket\.\w+|urllib3?\.\w+(\.\w+)*|.*\.urlopen|requests\.\w+|http\.\w+(\.\w+)*|.*\.connect",),
     "opens": (
         r"open|io\.open|os\.open|.*\.(open|read_text|read_bytes)|(np|numpy)\.(memmap|fromfile)|mmap\.mmap|IndexedDataset",
         r"read_regular|torch\.from_file",
@@ -81,6 +81,7 @@ def test_the_list_is_complete() -> None:
         ("with Path('x').open('rb') as file: pass", {"opens"}),
         ("os.replace(a, b)\nfile.read_text()", {"opens", "replaces"}),
         ("socket.socket()", {"connects"}),
+        ("pool.urlopen('GET', '/')", {"connects"}),
     ],
 )
 def test_calls_are_found(source: str, kinds: set[str]) -> None:
