@@ -41,7 +41,7 @@ class InferenceSource:
     addresses: tuple[ServerAddress, ...]
     models: tuple[ServedModel, ...]
     card: ModelCard
-    """What the first of them lists."""
+    """The list entry of the first of them."""
     is_last_check: bool
     """True if no training follows: servers are tested while flags are checked."""
 
@@ -115,7 +115,7 @@ class InferenceTeacherSpec:
     source: InferenceSource
     kd: KDConfig
     meta: CacheMeta
-    """Of the records that answers are converted to."""
+    """Properties of the records that answers are converted to."""
     probe: Probe
 
     @classmethod

@@ -37,7 +37,7 @@ class RunAhead:
 
 
 class BatchRequest(Protocol):
-    """What one microbatch requires of the teacher."""
+    """Request for the teacher's outputs on one microbatch."""
 
     @property
     def key(self) -> bytes:

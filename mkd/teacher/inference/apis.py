@@ -25,7 +25,7 @@ class InferenceApi(Protocol):
     name: str
     """Value of --kd-teacher-api."""
     remedy: str
-    """What to start the server with for {top_k} tokens per position and texts of {length} tokens, for messages."""
+    """Command that starts a server for {top_k} tokens per position and texts of {length} tokens, for messages."""
 
     def path(self) -> str:
         """Where requests go, below the address."""

@@ -21,7 +21,7 @@ SHORT = 16
 
 @dataclass(frozen=True)
 class ModelCard:
-    """What a server lists about a model."""
+    """Entry of a server's list of models."""
 
     name: str
     """Its id in requests."""

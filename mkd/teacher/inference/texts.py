@@ -32,7 +32,7 @@ class Text:
     key: bytes
     """Its content hash."""
     positions: slice
-    """Of its tokens in the flattened microbatch."""
+    """Positions of its tokens in the flattened microbatch."""
     ids: tuple[int, ...]
     """Its tokens, and the label of the last one: the server returns what is predicted before each token."""
 

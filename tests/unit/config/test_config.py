@@ -12,6 +12,7 @@ from mkd.config.schedules import Schedule
 from mkd.errors import MkdConfigError
 
 SERVED = {"teacher_hf": None, "teacher_url": ["tcp://a:1"]}
+SCORED = {"teacher_hf": None, "teacher_url": ["http://a:1"], "top_k": 8}
 
 
 def config(**changes: object) -> KDConfig:
@@ -35,6 +36,17 @@ def config(**changes: object) -> KDConfig:
         ({**SERVED, "teacher_context_parallel_size": 2}, ["size 2 does not work with --kd-teacher-url tcp://a:1"]),
         ({**SERVED, "teacher_timeout": 0.0}, ["--kd-teacher-timeout is 0.0"]),
         ({**SERVED, "teacher_url": ["tcp://a:1", "tcp://a:1"]}, ["has an address twice"]),
+        ({**SERVED, "teacher_api": "vllm"}, ["--kd-teacher-api is vllm", "tcp://a:1 is no http address"]),
+        ({**SERVED, "teacher_cache": "C"}, ["--kd-teacher-cache C and --kd-teacher-url tcp://a:1"]),
+        ({"teacher_api": "sglang"}, ["--kd-teacher-api is sglang", "give --kd-teacher-url"]),
+        ({**SCORED, "teacher_api": "mkd"}, ["--kd-teacher-api is mkd", "give tcp://HOST:PORT"]),
+        ({**SCORED, "teacher_api": "tgi"}, ["--kd-teacher-api is 'tgi'", "vllm"]),
+        ({**SCORED, "teacher_url": ["http://a:1", "tcp://b:1"]}, ["addresses of two kinds"]),
+        ({**SCORED, "top_k": None}, ["http://a:1 is an inference server", "--kd-top-k K", "--max-logprobs K"]),
+        ({**SCORED, "teacher_cache": "C", "cache_missing": "ce_only"}, ["--kd-cache-missing is ce_only"]),
+        ({**SCORED, "temperature": 2.0}, ["T = 1 only", "--kd-top-k-tail renormalize"]),
+        ({**SCORED, "temperature_schedule": "linear:1:2:9"}, ["T = 1 only"]),
+        ({**SCORED, "hidden_loss": "1:1"}, ["--kd-hidden-loss does not work with --kd-teacher-url http://a:1"]),
         ({"ratio": None}, ["--kd-ratio is required"]),
         ({"ratio": 1.5}, ["--kd-ratio is 1.5", "[0, 1]"]),
         ({"ratio": -0.1}, ["--kd-ratio is -0.1"]),
