@@ -26,6 +26,7 @@ from tests.chaos.mutations import (
 )
 from tests.chaos.sandbox import Ended, run
 from tests.chaos.verdicts import EQUAL, OTHER, SILENT, Verdict, differing, failure, metrics, refusal
+from tests.chaos.working_copy import WorkingCopy
 from tests.support.e2e.small_job import ROOT, SCRIPT
 
 WRITTEN = ROOT / "tests" / "fixtures" / "commit_715961d"
@@ -414,6 +415,7 @@ class Fuzz:
         (self.work / "m.jsonl").unlink()
         shutil.rmtree(self.pristine, ignore_errors=True)
         shutil.copytree(self.work, self.pristine, symlinks=True)
+        self._copy = WorkingCopy(self.pristine, self.work)
 
     def _make_caches(self) -> None:
         """The projection, teacher caches, and tokens of the conversations in the data cache."""
@@ -444,8 +446,8 @@ class Fuzz:
         assert ended.status == 0, f"{words}\n{ended.output[-2000:]}{ended.errors[-3000:]}"
 
     def restore(self) -> None:
-        shutil.rmtree(self.work)
-        shutil.copytree(self.pristine, self.work, symlinks=True)
+        """Undo all changes in the work folder."""
+        self._copy.restore()
 
     def _run(self, command: Command) -> Ended:
         for pattern in command.removed:
