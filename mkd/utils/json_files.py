@@ -62,8 +62,13 @@ def read_regular(path: Path, at_most: int) -> bytes:
         state = os.fstat(descriptor)
         if not stat.S_ISREG(state.st_mode):
             raise ValueError("it is not a regular file")
-        content = file.read(at_most + 1) if state.st_size <= at_most else None
-    if content is None or len(content) > at_most:
+        # Not up to the limit at once: Python takes memory for as much as it is asked to read.
+        parts, left = [], at_most + 1 if state.st_size <= at_most else 0
+        while left > 0 and (part := file.read(min(left, state.st_size + (1 << 12)))):
+            parts.append(part)
+            left -= len(part)
+    content = b"".join(parts)
+    if left <= 0:
         raise ValueError(f"it has {state.st_size:,} bytes; at most {at_most:,} are read")
     return content
 

@@ -4,6 +4,7 @@ import ast
 import json
 import os
 import threading
+import tracemalloc
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -83,6 +84,16 @@ def test_other_files_are_refused_at_once(tmp_path: Path, kind: str) -> None:
     thread.start()
     thread.join(5)
     assert errors and ("not a regular file" in errors[0] or "Is a directory" in errors[0])
+
+
+def test_memory_is_taken_for_what_is_there(tmp_path: Path) -> None:
+    """The limit is larger than the memory of most machines."""
+    for size in (0, 1, 4096, 4097, 100_000):
+        (tmp_path / "a").write_bytes(b"x" * size)
+        tracemalloc.start()
+        assert read_regular(tmp_path / "a", 1 << 60) == b"x" * size
+        assert tracemalloc.get_traced_memory()[1] < 2 * size + 200_000
+        tracemalloc.stop()
 
 
 def raised(path: Path) -> str:
