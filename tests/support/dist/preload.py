@@ -4,7 +4,10 @@ import argparse
 import functools
 import gc
 import importlib
+import os
 import pkgutil
+
+os.environ.pop("LD_PRELOAD", None)  # of `fork_server`: programs that forks start do without it
 
 import torch
 
