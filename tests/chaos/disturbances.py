@@ -36,7 +36,7 @@ class Disturbances:
     def case(self, number: int) -> Outcome:
         draw = self.lab.random(self.name, number)
         kind = list(self._kinds)[number % len(self._kinds)]
-        changes = draw.choice([{}, {"--async-save": True}])
+        changes = {} if self.lab.is_small else draw.choice([{}, {"--async-save": True}])
         save = self.lab.fresh("places") / "save"
         case, verdict = self._kinds[kind](draw, save, changes)
         return Outcome(kind, f"{case}{' asynchronous' if changes else ''}", verdict)

@@ -100,7 +100,7 @@ class Trainings:
 
     def whole(self, name: str, changes: dict[str, Any] | None = None) -> tuple[Any, Any, float]:
         """Metrics, tensors and seconds of an undisturbed training."""
-        key = name + json.dumps(changes, default=str)
+        key = name + json.dumps(changes or {}, default=str)
         if key not in self._whole:
             if "targets" in str(LAYOUTS[name].flags) and not (self.root / "targets").exists():
                 self._write_cache()
