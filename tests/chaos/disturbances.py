@@ -65,9 +65,10 @@ class Disturbances:
                 return case, found
             if ended.status != 0 and (found := refusal(ended)).kind != REFUSED:
                 return case, found
-        if all(ended.status != 0 for ended in results):
-            return case, Verdict(UNCLEAR, f"both are refused: {describe(results[0])}; {describe(results[1])}")
-        return case, self._finish(save, changes)
+        # Both are refused if the second sets a save of the first aside which is not finished. Steps are not lost, but
+        # neither has all lines of the metrics.
+        has_metrics = any(ended.status == 0 for ended in results)
+        return case, self._finish(save, changes, has_metrics=has_metrics)
 
     def _removed(self, draw: random.Random, save: Path, changes: dict[str, Any]) -> tuple[str, Verdict]:
         _, _, seconds = self.trainings.whole(ONE_RANK, changes)
