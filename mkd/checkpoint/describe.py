@@ -42,13 +42,17 @@ def _describe_megatron(folder: MegatronFolder) -> dict[str, str]:
         architecture = architecture_of(folder)[0].architectures[0]
     except MkdCheckpointError as error:
         architecture = f"no Hugging Face architecture ({error})"
+    try:
+        sizes = _sizes(vars(folder.args))
+    except LookupError as error:
+        raise folder.error(f"{folder.iteration_dir.name} stores no argument {error}") from error
     stored = folder.metadata.state_dict_metadata
     tensors = {key: value for key, value in stored.items() if isinstance(value, TensorStorageMetadata)}
     model = {key: value for key, value in tensors.items() if key.startswith(MODEL_KEYS)}
     return {
         "format": f"Megatron checkpoint, torch_dist, {folder.iteration_dir.name}",
         "architecture": architecture,
-        **_sizes(vars(folder.args)),
+        **sizes,
         "weights": _weights((tuple(value.size), value.properties.dtype) for value in model.values()),
         "other tensors": f"{len(tensors) - len(model)} (such as optimizer state)",
         "hf_assets": "yes" if folder.assets_dir else "no: an export will have no tokenizer",

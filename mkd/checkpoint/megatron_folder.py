@@ -30,6 +30,12 @@ _MOST_DIGITS = 18
 # Argument names of earlier Megatron versions
 _OLD_NAMES = {"norm_epsilon": "layernorm_epsilon", "apply_layernorm_1p": "layernorm_zero_centered_gamma"}
 
+_COUNTS = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("num_experts", "moe_ffn_hidden_size", "vocab_size", "padded_vocab_size", "max_position_embeddings"),
+)
+"""Arguments that other code computes with."""
+
 # Exceptions of torch and megatron on damaged files; torch's CheckpointException is not an Exception.
 _DAMAGE = (
     OSError,
@@ -103,6 +109,10 @@ class MegatronFolder:
         args = self._common.get("args")
         if not isinstance(args, Namespace):
             raise self.error(f"{self.iteration_dir.name} stores no arguments; save it with megatron.training")
+        for name in _COUNTS:
+            value = getattr(args, name, None)
+            if value is not None and (type(value) is not int or not 0 <= value < 2**40):
+                raise self.error(f"{self.iteration_dir.name} stores {name} as {str(value)[:40]!r}, which is no number")
         for old, new in _OLD_NAMES.items():
             if hasattr(args, old) and not hasattr(args, new):
                 setattr(args, new, getattr(args, old))

@@ -104,6 +104,15 @@ def test_megatron_refuses_a_hostile_folder(hostile: tuple[Path, Path]) -> None:
     assert not mark.exists()
 
 
+@pytest.mark.parametrize("value", ["2", 2.0, -1, True, 2**70, [2]])
+def test_arguments_of_other_types_are_refused(value: object, tmp_path: Path) -> None:
+    write_folder(tmp_path / "ckpt", "common.pt", None)
+    stored = {"args": Namespace(num_layers=value, iteration=1), "iteration": 1}
+    torch.save(stored, tmp_path / "ckpt" / "iter_0000001" / "common.pt")
+    with pytest.raises(MkdCheckpointError, match=r"stores num_layers as .* which is no number"):
+        _ = MegatronFolder(tmp_path / "ckpt", "--load").args
+
+
 @pytest.mark.parametrize(
     ("module", "name"),
     [
