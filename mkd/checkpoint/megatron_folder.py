@@ -128,7 +128,7 @@ class MegatronFolder:
         if self.base_fingerprint is not None:
             raise self.error(
                 f"{self.iteration_dir.name} holds adapters (--kd-lora) without the frozen weights of "
-                f"{getattr(self.args, 'kd_student_hf', None)}; only mkd train --kd-lora reads it"
+                f"{getattr(self.args, 'kd_student_hf', None)}: mkd convert export --merge writes the whole model"
             )
 
     @property

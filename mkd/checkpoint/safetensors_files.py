@@ -76,6 +76,14 @@ def write_header(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> 
     return len(raw).to_bytes(8, "little") + raw
 
 
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a new file of tensors that are in memory."""
+    with path.open("wb") as file:
+        file.write(write_header({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}))
+        for tensor in tensors.values():
+            file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
 def read_header(path: Path, flag: str) -> dict[str, TensorEntry]:
     """The tensors of one file, after a check that the file is complete.
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from mkd.checkpoint.adapters.peft_folder import open_hf_folder
 from mkd.checkpoint.hf.check import check_tensors, read_architecture
 from mkd.checkpoint.hf.families import Family
 from mkd.checkpoint.hf.folder import HFFolder
@@ -64,18 +65,22 @@ class ModelSource:
 
     @classmethod
     def from_hf(cls, path: str, flag: str) -> "ModelSource":
-        """A Hugging Face folder.
+        """A Hugging Face folder, or a PEFT folder merged with the model under it.
 
         Raises:
             MkdCheckpointError: the folder is missing or incomplete, its family is unknown, or its tensors contradict
                 config.json.
         """
-        folder = HFFolder(path, flag)
+        return cls.of_folder(open_hf_folder(path, flag), f"{flag} {path}")
+
+    @classmethod
+    def of_folder(cls, folder: HFFolder, origin: str) -> "ModelSource":
+        """See `from_hf`; `origin` is the flag and the folder, for messages."""
         family, architecture = read_architecture(folder)
         check_tensors(folder, family)
         tokenizer = folder.tokenizer_hash()
         return cls(
-            origin=f"{flag} {path}",
+            origin=origin,
             path=folder.path,
             architecture=architecture,
             vocab_size=architecture["vocab_size"],

@@ -3,6 +3,7 @@
     mkd convert import --hf HF_DIR --save MEGATRON_DIR
     torchrun --nproc-per-node N -m mkd convert import --hf HF_DIR --save MEGATRON_DIR
     mkd convert export --load MEGATRON_DIR --hf HF_DIR
+    mkd convert export --load ADAPTERS_DIR --hf HF_DIR --merge
     mkd convert inspect --load MEGATRON_DIR
     mkd convert verify --hf HF_DIR --load MEGATRON_DIR --text FILE
 
@@ -28,21 +29,28 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def import_command(args: argparse.Namespace) -> None:
     """Convert a Hugging Face folder to a torch_dist checkpoint."""
-    from mkd.checkpoint.hf.folder import HFFolder
+    from mkd.checkpoint.adapters.peft_folder import open_hf_folder
     from mkd.checkpoint.hf.import_ import import_hf
 
-    import_hf(HFFolder(args.hf, "--hf"), args.save, args.dtype and DTYPES[args.dtype])
+    import_hf(open_hf_folder(args.hf, "--hf"), args.save, args.dtype and DTYPES[args.dtype])
     if int(os.environ.get("RANK", "0")) == 0:
         print(f"wrote {args.save}: load it with --load, --pretrained-checkpoint or --kd-teacher-load")
 
 
 def export_command(args: argparse.Namespace) -> None:
     """Convert a torch_dist checkpoint to a Hugging Face folder."""
+    from mkd.checkpoint.adapters.export import export_merged, export_peft
     from mkd.checkpoint.hf.export import export_hf
     from mkd.checkpoint.megatron_folder import MegatronFolder
 
-    folder = MegatronFolder(args.load, "--load")
-    export_hf(folder, args.hf, args.dtype and DTYPES[args.dtype], architecture=args.architecture)
+    folder, dtype = MegatronFolder(args.load, "--load"), args.dtype and DTYPES[args.dtype]
+    if folder.base_fingerprint is None:
+        if args.merge or args.base is not None:
+            flag = "--merge" if args.merge else "--base"
+            raise MkdConfigError(f"--load {args.load} holds whole weights and no adapters: leave {flag} out")
+        export_hf(folder, args.hf, dtype, architecture=args.architecture)
+    else:
+        (export_merged if args.merge else export_peft)(folder, args.hf, dtype, args.base)
     print(f"wrote {args.hf} from {folder.iteration_dir}")
 
 
@@ -68,6 +76,7 @@ def verify_command(args: argparse.Namespace) -> None:
     if args.rows < 1 or args.length < 2:
         raise MkdConfigError(f"--rows is {args.rows} and --length {args.length}; at least 1 and 2 are needed")
     hf, folder = HFFolder(args.hf, "--hf"), MegatronFolder(args.load, "--load")
+    folder.check_whole()
     check_tensors(hf, read_architecture(hf)[0])
     check_same_sizes(hf, folder)
     if args.text is None:
@@ -116,6 +125,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--architecture",
         metavar="NAME",
         help="Hugging Face architecture, such as MistralForCausalLM, for a checkpoint without hf_assets",
+    )
+    exporter.add_argument(
+        "--merge", action="store_true", help="adapters (--kd-lora): write the whole model instead of a PEFT folder"
+    )
+    exporter.add_argument(
+        "--base", metavar="HF_DIR", help="folder of the weights under the adapters (default: that of the training)"
     )
     exporter.set_defaults(command=export_command)
     inspector = commands.add_parser("inspect", help="print the content of a folder")

@@ -404,11 +404,6 @@ def check_lora(kd: KDFields) -> None:
             f"--kd-lora is {kd.lora}, but there are no weights to freeze: give the student's Hugging Face folder in "
             "--kd-student-hf"
         )
-    if kd.save_hf_interval is not None:
-        raise MkdConfigError(
-            f"--kd-save-hf-interval is {kd.save_hf_interval}, and with --kd-lora {kd.lora} no Hugging Face folders are "
-            "written during training: leave it out"
-        )
 
 
 def check_samples(kd: KDFields) -> None:

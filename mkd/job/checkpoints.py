@@ -7,6 +7,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from mkd.checkpoint.adapters.export import write_snapshot
 from mkd.checkpoint.hf.snapshot import Snapshots
 from mkd.checkpoint.lr_schedule import check_schedule
 from mkd.checkpoint.megatron_folder import MegatronFolder
@@ -291,7 +292,8 @@ def prepare_saving(args: Namespace, kd: KDConfig, state: RunState) -> Saving:
     """
     root, actions = Path(args.save or "."), []
     if kd.save_hf_interval is not None:
-        snapshots = Snapshots(root, kd.save_hf_interval, kd.save_hf_keep)
+        write = None if kd.lora is None else write_snapshot
+        snapshots = Snapshots(root, kd.save_hf_interval, kd.save_hf_keep, write)
         snapshots.clean()
         actions.append(snapshots.take)
     if kd.keep_last is not None:

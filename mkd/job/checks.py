@@ -5,21 +5,23 @@ later ones read.
 """
 
 import os
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.training.global_vars import get_tokenizer
 
-from mkd.checkpoint.hf.lora import adapted_linears
+from mkd.checkpoint.adapters.layers import adapted_linears
+from mkd.checkpoint.adapters.peft_folder import PeftFolder, is_peft_folder
+from mkd.checkpoint.adapters.stored import StoredAdapters, short_names
 from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.checkpoint.resume_point import ResumePoint
 from mkd.checkpoint.source import ModelSource, TeacherSource, fewest_positions
-from mkd.checkpoint.stored_adapters import StoredAdapters
 from mkd.config import megatron_checks
 from mkd.config.check_list import Check, Sink
 from mkd.config.data_args import data_prefixes
-from mkd.config.lora import check_lora_arguments, check_query_groups
+from mkd.config.lora import LoraOptions, check_lora_arguments, check_query_groups
 from mkd.config.megatron_args import ARGUMENT_CHECKS, CommandLine, adopt_architecture
 from mkd.config.sample_prompts import check_on_policy, check_sampling, check_tasks
 from mkd.data.sources.stores import is_chat_file
@@ -37,7 +39,7 @@ from mkd.job.epochs import set_iterations
 from mkd.job.samples import SampleWriter, TaskEvaluation, on_policy_of
 from mkd.job.teacher import TeacherSpec, check_teacher_fits, teacher_source, teacher_spec
 from mkd.models.layer_maps import KEY_PREFIX, pair_of_key
-from mkd.models.lora import Lora
+from mkd.models.lora import AdaptedLinear, Lora
 from mkd.utils.atomic_files import regular_target
 
 
@@ -62,6 +64,8 @@ class JobDraft(CommandLine):
     foreign: list[ModelSource] = field(default_factory=list)
     """Teachers with a different tokenizer."""
     cross: CrossTokenizers | None = None
+    first_adapters: PeftFolder | None = None
+    """Adapters that --kd-lora continues; None for new ones."""
     lora: Lora | None = None
     """The student's adapters; None without --kd-lora."""
     data_is_readable: bool = False
@@ -87,8 +91,14 @@ def _select_checkpoint(draft: JobDraft) -> None:
 
 
 def _open_student(draft: JobDraft) -> None:
-    if draft.kd.student_hf is not None:
-        draft.student = ModelSource.from_hf(draft.kd.student_hf, "--kd-student-hf")
+    path, flag = draft.kd.student_hf, "--kd-student-hf"
+    if path is None:
+        return
+    if draft.kd.lora is not None and is_peft_folder(path):
+        draft.first_adapters = PeftFolder(path, flag)
+        draft.student = ModelSource.of_folder(draft.first_adapters.base, f"{flag} {path}")
+    else:
+        draft.student = ModelSource.from_hf(path, flag)
 
 
 def _adopt_architecture(draft: JobDraft) -> None:
@@ -109,8 +119,24 @@ def _find_adapters(draft: JobDraft) -> None:
     linears = adapted_linears(student.family, student.architecture, options)
     if any(linear.groups is not None for linear in linears):
         check_query_groups(draft.args, options)
-    draft.lora = Lora(options, linears, draft.args.seed)
+    first = draft.first_adapters
+    if first is not None:
+        _check_first_adapters(first, linears, options)
+    draft.lora = Lora(options, linears, draft.args.seed, None if first is None else first.factors)
     draft.state.base_fingerprint = student.fingerprint()
+
+
+def _check_first_adapters(first: PeftFolder, linears: Sequence[AdaptedLinear], options: LoraOptions) -> None:
+    """Refuse to continue the adapters of a PEFT folder with others."""
+    layers = {layer for linear in linears for layer in linear.layers}
+    if options.rank == first.rank and options.scale == first.scale and layers == set(first.layers):
+        return
+    alpha = first.scale * first.rank
+    raise MkdConfigError(
+        f"--kd-student-hf {first.path} has adapters of rank {first.rank}, alpha {alpha:.12g} on "
+        f"{' '.join(short_names(first.layers))}: give --kd-lora {first.rank}:{alpha:.12g} --kd-lora-modules "
+        f"{' '.join(short_names(first.layers))}, or leave --kd-lora out to train the merged weights"
+    )
 
 
 def _tokenizer_folder(student: ModelSource, given: str) -> str:

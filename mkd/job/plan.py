@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from mkd import cpu
-from mkd.checkpoint.hf.folder import HFFolder, store_assets
+from mkd.checkpoint.adapters.peft_folder import open_hf_folder
+from mkd.checkpoint.hf.folder import store_assets
 from mkd.checkpoint.source import compare_tokenizers
 from mkd.config.epochs import iterations_are_unknown
 from mkd.config.kd_config import KDConfig
@@ -94,7 +95,7 @@ def record(job: Job) -> None:
     folder = Path(job.args.save)
     folder.mkdir(parents=True, exist_ok=True)
     if job.kd.student_hf is not None:
-        store_assets(HFFolder(job.kd.student_hf, "--kd-student-hf"), folder)
+        store_assets(open_hf_folder(job.kd.student_hf, "--kd-student-hf"), folder)
     with replacing(folder / "kd_config.json") as out:
         out.write(json.dumps({"kd": asdict(job.kd), "plan": plan(job)}, indent=2) + "\n")
     write_run_file(job.args, job.state.teacher_fingerprint, folder)
@@ -158,7 +159,9 @@ def _adapters(job: Job) -> dict[str, str]:
     """The adapters of --kd-lora and where their first values come from."""
     if job.lora is None:
         return {}
-    origin = f"checkpoint {job.state.resume_from}" if job.state.resumes else "new"
+    origin = "new" if job.lora.first is None else job.kd.student_hf
+    if job.state.resumes:
+        origin = f"checkpoint {job.state.resume_from}"
     count = job.lora.parameters / 1e6
     return {"adapters": f"{job.lora.options}, on {' '.join(job.lora.modules)}: {count:,.1f}M parameters; {origin}"}
 

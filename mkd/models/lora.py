@@ -11,7 +11,7 @@ Hu et al. 2021, https://arxiv.org/abs/2106.09685.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -178,6 +178,15 @@ class LinearAdapters(nn.Module):
             state[f"{prefix}{factor.name}"].key = f"{KEY_PREFIX}{factor.key}"
         return state
 
+    @torch.no_grad()
+    def load(self, read: Callable[[str], tuple[Tensor, Tensor]]) -> None:
+        """Fill the factors; see `Lora.first`."""
+        for layer in self._linear.layers:
+            a, b = read(layer)
+            for factor in self.factors:
+                if factor.layer == layer:
+                    getattr(self, factor.name).copy_(self.shard(factor, a if factor.part is None else b))
+
     def forward(self, inputs: Tensor) -> Tensor:
         """scale B A x: the linear layer's inputs [s, b, in] -> [s, b, out], both as the layer has them on this rank."""
         factors = [getattr(self, f"A{index}") for index in range(len(self._linear.layers))]
@@ -243,6 +252,9 @@ class Lora:
     options: LoraOptions
     linears: Sequence[AdaptedLinear]
     seed: int
+    first: Callable[[str], tuple[Tensor, Tensor]] | None = None
+    """Name of a Hugging Face layer -> its A [rank, in] and B [out, rank], with which training begins; None for new
+    ones."""
 
     @property
     def modules(self) -> list[str]:
@@ -271,6 +283,8 @@ class Lora:
                     adapters[name] = LinearAdapters(
                         linear, self.options, chunk.config, chunk.pg_collection.tp, self.seed
                     )
+                    if self.first is not None:
+                        adapters[name].load(self.first)
                     _hook(module, adapters[name])
             chunk.add_module(_MODULE, adapters)
             if chunk.pre_process and chunk.config.recompute_granularity is not None:
@@ -289,12 +303,14 @@ def _hook(linear: nn.Module, adapters: LinearAdapters) -> None:
 
 
 def _add_output(adapters: LinearAdapters, linear: nn.Module, inputs: tuple, output: tuple) -> tuple:
-    """Forward hook on a linear layer that returns (output, bias)."""
-    value, bias = output
-    read = inputs[0]
+    """Forward hook on a linear layer that returns (output, bias).
+
+    Transformer Engine's with a norm returns ((output, normalized input), None) or (output, bias, normalized input).
+    """
+    value, bias, *normalized = output
     if isinstance(value, tuple):
-        value, read = value
-    return value + adapters(read), bias
+        value, *normalized = value
+    return value + adapters(*normalized or inputs[:1]), bias
 
 
 def _with_gradient(embedding: nn.Module, inputs: Any, output: Tensor) -> Tensor:

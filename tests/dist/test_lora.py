@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from mkd.checkpoint.hf.check import read_architecture
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.load import load_hf_weights
-from mkd.checkpoint.hf.lora import adapted_linears
+from mkd.checkpoint.adapters.layers import adapted_linears
 from mkd.config.lora import LoraOptions
 from mkd.models.lora import Lora, adapters_of
 from tests.dist.test_hf_families import GLM4, NO_SPECIAL_TOKENS, TOKENS, TWO
@@ -21,7 +21,7 @@ from tests.dist.test_hf_gradients import LAYOUTS, RUN, UPSTREAM, VOCAB, run_step
 from tests.support.dist.gpt_models import config_from_arguments, layout
 from tests.support.hf_folders import SIZES
 from tests.support.hf_models import NEAR_MODELS
-from tests.support.tolerance import FP32, norm_error
+from tests.support.tolerance import FP32, FP64, norm_error
 
 RANK, ALPHA = 3, 6.0
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -69,6 +69,27 @@ def reference(root: Path, name: str) -> Path:
     save_file(factors, root / "adapters.safetensors")
     save_file(gradients, root / "gradients.safetensors")
     return root
+
+
+def test_the_definition_is_that_of_peft(models: dict[str, Path]) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    root = models["phi3"]
+    model = AutoModelForCausalLM.from_pretrained(root / "hf", dtype=torch.float64, attn_implementation="eager")
+    names = sorted({name.rpartition(".")[2] for name in adapted_layers(root, "phi3")})
+    config = LoraConfig(r=RANK, lora_alpha=int(ALPHA), target_modules=names, task_type="CAUSAL_LM")
+    model = get_peft_model(model, config).double().train()
+    values, gradients = (load_file(root / f"{name}.safetensors") for name in ("adapters", "gradients"))
+    factors = {
+        name.removeprefix("base_model.model.").replace(".lora_", ".").removesuffix(".default.weight"): param
+        for name, param in model.named_parameters()
+        if param.requires_grad
+    }
+    assert factors.keys() == values.keys()
+    for name, param in factors.items():
+        param.data.copy_(values[name])
+    model(TOKENS).logits.backward(UPSTREAM.double())
+    assert max(norm_error(param.grad, gradients[name]) for name, param in factors.items()) < FP64
 
 
 def options_of(name: str) -> LoraOptions:

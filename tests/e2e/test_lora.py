@@ -7,9 +7,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from peft import PeftModel
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from transformers import AutoModelForCausalLM
 
+from mkd.checkpoint.adapters.peft_folder import open_hf_folder
+from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.megatron_folder import MegatronFolder
+from mkd.cli.convert import main as convert
 from tests.support.e2e.small_job import Result, SmallJob, make_small_job, run
 
 LORA = {"--kd-lora": "4:8", "--lr": 1e-2, "--eval-iters": 0, "--train-iters": 4, "--lr-decay-iters": 4}
@@ -31,7 +37,7 @@ def train(job: SmallJob, save: Path, changes: dict[str, Any], ranks: int = 1) ->
 def trained(job: SmallJob) -> tuple[Path, Result]:
     """Four steps on one rank, with a save every second step."""
     save = job.root / "whole"
-    return save, train(job, save, {})
+    return save, train(job, save, {"--kd-save-hf-interval": 4})
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -44,6 +50,20 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     }
     dcp.load(state, checkpoint_id=found.iteration_dir, no_dist=True)
     return state
+
+
+@pytest.fixture(scope="module")
+def peft_folder(job: SmallJob, trained: tuple[Path, Result]) -> Path:
+    """The trained adapters as a PEFT folder."""
+    assert convert(["export", "--load", str(trained[0]), "--hf", str(job.root / "peft")]) == 0
+    return job.root / "peft"
+
+
+def measured(job: SmallJob, **changes: Any) -> Result:
+    """A job that saves nothing but its metrics."""
+    file = job.root / "measured.jsonl"
+    file.unlink(missing_ok=True)
+    return run(job.flags({**LORA, "--kd-metrics-file": file, **changes}))
 
 
 def losses(result: Result) -> list[tuple[float, float]]:
@@ -83,6 +103,27 @@ def test_other_layout_continues(job: SmallJob, trained: tuple[Path, Result], tmp
         assert norm == pytest.approx(size, rel=1e-4)
 
 
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "virtual PP": {"--pipeline-model-parallel-size": 2, "--num-virtual-stages-per-pipeline-rank": 2},
+    "CP": {"--context-parallel-size": 2},
+    "DP": {
+        "--micro-batch-size": 1,
+        "--use-distributed-optimizer": True,
+        "--overlap-grad-reduce": True,
+        "--overlap-param-gather": True,
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_layouts_train_alike(job: SmallJob, trained: tuple[Path, Result], tmp_path: Path, layout: dict) -> None:
+    found = train(job, tmp_path / "save", layout, ranks=2)
+    for (loss, norm), (there, size) in zip(losses(found), losses(trained[1]), strict=True):
+        assert loss == pytest.approx(there, rel=1e-5)
+        assert norm == pytest.approx(size, rel=1e-4)
+
+
 REFUSED = {
     "other rank": ({"--kd-lora": "2"}, "adapters of rank 4, alpha 8 on down_proj"),
     "all weights": ({"--kd-lora": None}, "holds adapters without the weights under them: give --kd-lora 4:8"),
@@ -102,3 +143,70 @@ def test_refused_before_work_starts(
     assert result.status == 1
     assert message in " ".join(result.errors.split()), result.errors[-3000:]
     assert "loading distributed checkpoint" not in result.output
+
+
+def test_exports_agree_with_peft(job: SmallJob, trained: tuple[Path, Result], peft_folder: Path) -> None:
+    """PEFT loads the folder, its merged weights are those of --merge, and --kd-save-hf-interval wrote the same."""
+    merged = job.root / "merged"
+    assert convert(["export", "--load", str(trained[0]), "--hf", str(merged), "--merge"]) == 0
+    tokens = torch.arange(24).view(1, 24)
+    with torch.no_grad():
+        base = AutoModelForCausalLM.from_pretrained(job.student)
+        plain = base(tokens).logits
+        model = PeftModel.from_pretrained(base, peft_folder)
+        adapted = model(tokens).logits
+        whole = AutoModelForCausalLM.from_pretrained(merged)
+        logits = whole(tokens).logits
+    assert (adapted - plain).abs().max() > 1e-2
+    assert (adapted - logits).abs().max() < 1e-5
+    expected = model.merge_and_unload().state_dict()
+    for name, value in whole.state_dict().items():
+        assert torch.allclose(value, expected[name], rtol=0.0, atol=1e-6), name
+    assert (merged / "tokenizer.json").is_file() and (peft_folder / "tokenizer.json").is_file()
+    snapshot = load_file(trained[0] / "hf/iter_0000004/adapter_model.safetensors")
+    exported = load_file(peft_folder / "adapter_model.safetensors")
+    assert snapshot.keys() == exported.keys()
+    assert all(torch.equal(value, exported[name]) for name, value in snapshot.items())
+    stored = tensors(trained[0])
+    name = "model.layers.0.mlp.up_proj.lora_B"
+    assert torch.equal(exported[f"base_model.model.{name}.weight"], stored[f"kd_lora.{name}"])
+
+
+START: dict[str, dict[str, Any]] = {
+    "continued": {},
+    "merged": {"--kd-lora": None},
+    "base": {"--kd-student-hf": "STUDENT"},
+    "teacher": {"--kd-teacher-hf": "PEFT", "--kd-ratio": 1.0},
+}
+
+
+def test_peft_folder_as_student_and_teacher(job: SmallJob, trained: tuple[Path, Result], peft_folder: Path) -> None:
+    """Adapters are continued, or merged where a whole model is needed."""
+    folder = open_hf_folder(peft_folder, "--hf")
+    whole = HFFolder(job.root / "merged", "--hf")
+    assert whole.tensors == folder.tensors
+    assert all(torch.equal(whole.read(name), folder.read(name)) for name in whole.tensors)
+    name, part = "model.layers.1.self_attn.o_proj.weight", (slice(3, 9), slice(5, 20))
+    assert torch.equal(folder.read(name, *part), whole.read(name)[part])
+    assert folder.fingerprint() not in (whole.fingerprint(), HFFolder(job.student, "--hf").fingerprint())
+
+    once = {"--train-iters": 1, "--lr-decay-iters": 1, "--kd-ratio": 0.5, "--kd-student-hf": peft_folder}
+    paths = {"STUDENT": job.student, "PEFT": peft_folder}
+    first = {
+        name: measured(job, **{flag: paths.get(str(value), value) for flag, value in {**once, **change}.items()})
+        for name, change in START.items()
+    }
+    assert {name: result.status for name, result in first.items()} == dict.fromkeys(START, 0)
+    found = {name: losses(result)[0][0] for name, result in first.items()}
+    assert found["merged"] == pytest.approx(found["continued"], rel=1e-6)
+    assert found["base"] != pytest.approx(found["continued"], rel=1e-4)
+    assert found["teacher"] == pytest.approx(0.0, abs=1e-6)
+    other = measured(job, **{**once, "--kd-lora": "4"})
+    assert "give --kd-lora 4:8 --kd-lora-modules down_proj gate_proj k_proj o_proj" in " ".join(other.errors.split())
+
+
+def test_inspect(trained: tuple[Path, Result], peft_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert convert(["inspect", "--load", str(trained[0])]) == convert(["inspect", "--hf", str(peft_folder)]) == 0
+    text = capsys.readouterr().out
+    assert "rank 4, alpha 8, on down_proj gate_proj k_proj" in text
+    assert "PEFT folder" in text and "scale 2, on down_proj" in text

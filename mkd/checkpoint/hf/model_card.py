@@ -12,7 +12,7 @@ from mkd.utils.json_files import parse_json, read_json, read_regular
 RUN_FILE, METRICS_FILE = "kd_config.json", "metrics.jsonl"
 _METRICS_BYTES = 1 << 29
 """Largest metrics file that is read."""
-_FROM_PLAN = ("teacher", "student", "loss", "layers", "batch", "vocabulary")
+_FROM_PLAN = ("teacher", "student", "adapters", "loss", "layers", "batch", "vocabulary")
 _METRICS = ("loss", "ce", "kd", "valid_loss", "valid_ce", "valid_kd", "valid_teacher_ce", "valid_agreement")
 
 

@@ -24,13 +24,21 @@ FOLDER = "hf"
 class Snapshots:
     """Writes `<save>/hf/iter_XXXXXXX` from checkpoints and removes the oldest ones. Collective over all ranks."""
 
-    def __init__(self, save: Path, interval: int, keep: int | None) -> None:
+    def __init__(
+        self,
+        save: Path,
+        interval: int,
+        keep: int | None,
+        write: Callable[[MegatronFolder, Path], None] | None = None,
+    ) -> None:
         """Args:
         save: the folder in --save.
         interval: iterations between snapshots.
         keep: number of snapshots that are kept, the newest ones; None keeps all.
+        write: writes a checkpoint's files into a folder, called on all ranks; None: those of `HFExport`.
         """
         self._folder, self._interval, self._keep = save / FOLDER, interval, keep
+        self._write = _write_model if write is None else write
 
     def clean(self) -> None:
         """Remove the leftovers of a killed job. Call it when the job starts, on all ranks."""
@@ -54,8 +62,13 @@ class Snapshots:
             return
         final, staged = self._folder / checkpoint.name, self._folder / f".{checkpoint.name}.partial"
         _on_first_rank(lambda: _make_empty(staged))
-        _on_all_ranks(lambda: _write_part(checkpoint, staged))
+        _on_all_ranks(lambda: self._write_part(checkpoint, staged))
         _on_first_rank(lambda: self._publish(staged, final))
+
+    def _write_part(self, checkpoint: Path, out: Path) -> None:
+        self._write(MegatronFolder(checkpoint, "--save"), out)
+        for path in out.iterdir():
+            sync_file(path)
 
     def _publish(self, staged: Path, final: Path) -> None:
         sync_folder(staged)
@@ -76,10 +89,8 @@ def _make_empty(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def _write_part(checkpoint: Path, out: Path) -> None:
-    HFExport(MegatronFolder(checkpoint, "--save")).write(out, dist.get_rank(), dist.get_world_size())
-    for path in out.iterdir():
-        sync_file(path)
+def _write_model(checkpoint: MegatronFolder, out: Path) -> None:
+    HFExport(checkpoint).write(out, dist.get_rank(), dist.get_world_size())
 
 
 def _on_first_rank(action: Callable[[], None]) -> None:

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from mkd.checkpoint.adapters.layers import adapted_linears
+from mkd.checkpoint.adapters.stored import StoredAdapters
 from mkd.checkpoint.hf.families import FAMILIES, family_by_name
-from mkd.checkpoint.hf.lora import adapted_linears
 from mkd.checkpoint.megatron_folder import MegatronFolder
-from mkd.checkpoint.stored_adapters import StoredAdapters
 from mkd.config.kd_config import KDConfig
 from mkd.config.lora import LoraOptions, check_lora_arguments, check_query_groups
 from mkd.errors import MkdCheckpointError, MkdConfigError
@@ -116,7 +116,6 @@ def test_flags_that_do_not_fit() -> None:
     for values, message in (
         (dict(lora_modules=["q_proj"]), "there are no adapters: give --kd-lora"),
         (dict(lora="4"), "give the student's Hugging Face folder in --kd-student-hf"),
-        (dict(lora="4", student_hf="S", save_hf_interval=2), "no Hugging Face folders are written during training"),
     ):
         with pytest.raises(MkdConfigError, match=message):
             KDConfig(**common, **values)

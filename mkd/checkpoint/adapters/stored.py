@@ -42,15 +42,41 @@ class StoredAdapters:
             if key.startswith(KEY_PREFIX) and isinstance(stored, TensorStorageMetadata)
         }
 
+    @cached_property
+    def layers(self) -> list[str]:
+        """Names of the Hugging Face layers that have an adapter, sorted."""
+        return sorted({key.partition(".lora_")[0] for key in self.shapes})
+
+    @property
+    def scale(self) -> float:
+        """Factor of B A."""
+        return self.options.scale
+
+    def fingerprint(self) -> str:
+        """128-bit hex hash of the checkpoint."""
+        return self.folder.fingerprint()
+
     @property
     def modules(self) -> list[str]:
         """Names of the Hugging Face layers without the path to them."""
-        return short_names(key.partition(".lora_")[0] for key in self.shapes)
+        return short_names(self.layers)
 
     def are_of(self, linears: Sequence[AdaptedLinear], options: LoraOptions) -> bool:
         """True if these are the adapters of a model, with the same rank and scale."""
         needed = {factor.key: factor.shape(options.rank) for linear in linears for factor in linear.factors}
         return self.shapes == needed and self.options.scale == options.scale
+
+    def weight_shape(self, layer: str) -> tuple[int, int]:
+        """(out, in) of the weight that the adapter of a Hugging Face layer belongs to.
+
+        Raises:
+            MkdCheckpointError: a factor is missing, or has another rank.
+        """
+        rank, parts = self.options.rank, [self.shapes[key] for key in self._parts(layer)]
+        a = self.shapes.get(f"{layer}.lora_A", ())
+        if len(a) != 2 or a[0] != rank or not parts or any(len(b) != 2 or b[1] != rank for b in parts):
+            raise self.folder.error(f"the adapter of {layer} is not one of rank {rank}: {list(a)}, {parts}")
+        return sum(b[0] for b in parts), a[1]
 
     def factors(self, layer: str) -> tuple[Tensor, Tensor]:
         """The A [rank, in] and the B [out, rank] of a Hugging Face layer, in the stored dtype.

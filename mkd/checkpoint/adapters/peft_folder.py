@@ -1,0 +1,198 @@
+"""PEFT folders: adapters (LoRA) of a model in another folder, read with checks and written."""
+
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mkd.checkpoint.adapters.merged import Adapters, MergedFolder
+from mkd.checkpoint.hf.folder import HFFolder
+from mkd.checkpoint.hf.writer import write_json
+from mkd.checkpoint.safetensors_files import read_header, write_tensors
+from mkd.checkpoint.tokenizer_hash import hash_hex, read_json_object
+from mkd.config.lora import LARGEST_RANK
+from mkd.errors import MkdCheckpointError
+from mkd.utils.hub_folder import download_hint
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+
+_NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+_ABSENT = (
+    *("use_dora", "fan_in_fan_out", "lora_bias", "use_qalora", "modules_to_save", "rank_pattern", "alpha_pattern"),
+    *("layer_replication", "target_parameters", "trainable_token_indices", "alora_invocation_tokens"),
+)
+"""Keys of adapter_config.json that change the model beyond W + scale B A of one rank: they must be absent or empty."""
+
+
+def is_peft_folder(path: str | os.PathLike) -> bool:
+    """True for a folder with adapters and without a model."""
+    return (Path(path) / CONFIG).is_file() and not (Path(path) / "config.json").is_file()
+
+
+def open_hf_folder(path: str | os.PathLike, flag: str) -> HFFolder:
+    """A Hugging Face folder, or a PEFT folder merged with the model under it.
+
+    Raises:
+        MkdCheckpointError: see `HFFolder` and `PeftFolder`.
+    """
+    if not is_peft_folder(path):
+        return HFFolder(path, flag)
+    folder = PeftFolder(path, flag)
+    return MergedFolder(folder.base, folder)
+
+
+class PeftFolder:
+    """A PEFT folder with adapters of linear layers, checked against the model under them; no tensor is read yet."""
+
+    def __init__(self, path: str | os.PathLike, flag: str) -> None:
+        """Raises:
+        MkdCheckpointError: a file is missing or damaged, the adapters are of a kind that mkd does not compute, or they
+            do not fit the model that `base_model_name_or_path` names.
+        """
+        self.path, self.flag = Path(path), flag
+        self.config = read_json_object(self.path / CONFIG, flag)
+        self._check_config()
+        self.rank = self._number("r", 1, LARGEST_RANK, int)
+        self.alpha = self._number("lora_alpha", 0.0, 1e9, (int, float))
+        self.scale: float = self.alpha / (math.sqrt(self.rank) if self.config.get("use_rslora") else self.rank)
+        """See `Adapters`."""
+        self.base = HFFolder(self._base_path(), flag)
+        if not (self.path / WEIGHTS).is_file():
+            raise self.error(f"there is no {WEIGHTS}; adapters in other formats are not read")
+        self.entries = read_header(self.path / WEIGHTS, flag)
+        self.layers: Sequence[str] = self._find_layers()
+        """See `Adapters`."""
+
+    def error(self, text: str) -> MkdCheckpointError:
+        """An error that names the folder and its flag."""
+        return MkdCheckpointError(f"{self.flag} {self.path}: {text}")
+
+    def factors(self, layer: str) -> tuple[Tensor, Tensor]:
+        """See `Adapters`."""
+        a, b = (self.entries[_tensor(layer, factor)].read(None, None) for factor in "AB")
+        return a, b
+
+    def fingerprint(self) -> str:
+        """See `Adapters`."""
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        parts = [repr(self.scale).encode()]
+        for name in sorted(self.entries):
+            parts += [name.encode(), self.entries[name].read(None, None).reshape(-1).view(torch.uint8).numpy().data]
+        return hash_hex(*parts)
+
+    def _check_config(self) -> None:
+        if (kind := self.config.get("peft_type")) != "LORA":
+            raise self.error(f'{CONFIG}: "peft_type" is {kind!r}; only LORA is read')
+        for key in _ABSENT:
+            if value := self.config.get(key):
+                raise self.error(f'{CONFIG}: "{key}" is {value!r}; mkd has no such adapters')
+        if (bias := self.config.get("bias", "none")) != "none":
+            raise self.error(f'{CONFIG}: "bias" is {bias!r}; only "none" is read')
+
+    def _number(self, key: str, least: float, most: float, kind: Any) -> Any:
+        value = self.config.get(key)
+        if not isinstance(value, kind) or isinstance(value, bool) or not least <= value <= most:
+            raise self.error(f'{CONFIG}: "{key}" is {value!r}; a number from {least:g} to {most:g} is needed')
+        return value
+
+    def _base_path(self) -> Path:
+        """The folder of the model under the adapters: beside the working directory, or beside the PEFT folder."""
+        name = self.config.get("base_model_name_or_path")
+        if not isinstance(name, str) or not name:
+            raise self.error(f'{CONFIG}: "base_model_name_or_path" is {name!r}; it must name the folder of the model')
+        found = next((path for path in (Path(name), self.path / name) if path.is_dir()), None)
+        if found is None:
+            raise self.error(
+                f'{CONFIG}: "base_model_name_or_path" is {name!r}, which is no folder here{download_hint(name)}; write '
+                "the path of the model's folder there"
+            )
+        if is_peft_folder(found):
+            raise self.error(f'{CONFIG}: "base_model_name_or_path" is {name!r}, a PEFT folder itself: merge it first')
+        return found
+
+    def _find_layers(self) -> list[str]:
+        found: dict[str, set[str]] = {}
+        for name, entry in self.entries.items():
+            match = _NAME.fullmatch(name)
+            if match is None or not entry.dtype.is_floating_point or entry.dtype.itemsize < 2:
+                raise self.error(f"tensor {name} is not a factor of a linear layer's adapter")
+            layer, factor = match[1], match[2]
+            weight = self.base.tensors.get(f"{layer}.weight")
+            if weight is None or len(weight[0]) != 2:
+                raise self.error(f"tensor {name}: {self.base.path} has no linear layer {layer}")
+            out, inputs = weight[0]
+            needed = (self.rank, inputs) if factor == "A" else (out, self.rank)
+            if entry.shape != needed:
+                raise self.error(f"tensor {name} has shape {list(entry.shape)}, {list(needed)} fits {self.base.path}")
+            found.setdefault(layer, set()).add(factor)
+        for layer, factors in found.items():
+            if len(factors) < 2:
+                raise self.error(f"{layer} has lora_{factors.pop()} alone")
+        if not found:
+            raise self.error(f"{WEIGHTS} has no adapters")
+        return sorted(found)
+
+
+def _tensor(layer: str, factor: str) -> str:
+    return f"base_model.model.{layer}.lora_{factor}.weight"
+
+
+def write_peft_folder(
+    out: Path,
+    adapters: Adapters,
+    *,
+    rank: int,
+    alpha: float,
+    modules: Sequence[str],
+    base: str,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write adapters into an existing folder.
+
+    Args:
+        out: the folder.
+        adapters: the adapters.
+        rank: rows of every A.
+        alpha: the scale times the rank.
+        modules: PEFT's `target_modules`.
+        base: PEFT's `base_model_name_or_path`.
+        dtype: of the tensors; None keeps it.
+    """
+    tensors: dict[str, Tensor] = {}
+    for layer in adapters.layers:
+        for factor, value in zip("AB", adapters.factors(layer), strict=True):
+            tensors[_tensor(layer, factor)] = value if dtype is None else value.to(dtype)
+    write_tensors(out / WEIGHTS, tensors)
+    write_json(out / CONFIG, peft_config(rank, alpha, modules, base))
+
+
+def peft_config(rank: int, alpha: float, modules: Sequence[str], base: str) -> Mapping[str, Any]:
+    """The content of adapter_config.json."""
+    return {
+        "alpha_pattern": {},
+        "base_model_name_or_path": base,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
+        "lora_dropout": 0.0,
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "r": rank,
+        "rank_pattern": {},
+        "target_modules": list(modules),
+        "task_type": "CAUSAL_LM",
+        "use_dora": False,
+        "use_rslora": False,
+    }
