@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,16 @@ from mkd.distributed.groups import Groups
 from mkd.job.checks import CHECKS, JobDraft
 from mkd.job.cross_tokenizer import CrossTokenizers
 from mkd.job.data import JobData, number_of_iterations
-from mkd.job.teacher import TeacherSpec
+from mkd.job.teacher import TeacherSpec, is_model_of
 from mkd.losses import LossOptions
 from mkd.models.gpt import gpt_config
 from mkd.models.lora import Lora
+from mkd.models.shared_weights import share_weights
 from mkd.report.flops import FlopCounter, peak_tflops
 from mkd.report.metrics import MetricsLog
 from mkd.report.trackers import start_trackers
 from mkd.teacher.interface import Teacher
+from mkd.teacher.online import OnlineTeacher
 from mkd.train.hidden_layers import HiddenLayers
 from mkd.train.nan_check import FiniteCheck
 from mkd.train.objective import LossContext
@@ -95,19 +98,31 @@ class Job:
             lora=draft.lora,
         )
         if draft.student is not None and (draft.lora is not None or not draft.state.resumes):
-            config.pre_wrap_hooks.append(job._load_student)
             config.perform_initialization = False  # the folder fills every parameter, or is refused
+            if not job.shares_teacher:
+                config.pre_wrap_hooks.append(job._load_student)
         if draft.lora is not None:
             config.pre_wrap_hooks.append(draft.lora.attach)
         return job
+
+    @cached_property
+    def shares_teacher(self) -> bool:
+        """True if the frozen weights under the student's adapters are the teacher's: one copy serves both."""
+        return self.lora is not None and is_model_of(self.teacher, self.student_source, self.args, self.kd)
 
     def _load_student(self, chunks: list[Any]) -> list[Any]:
         self.student_source.load(chunks, None)
         return chunks
 
     def build_teacher(self, groups: Groups) -> Teacher | None:
-        """The teacher on this rank; None if R is 0 for the whole run."""
-        return None if self.kd.is_plain_pretraining else self.teacher.build(groups)
+        """The teacher on this rank; None if R is 0 for the whole run. A student of the same weights will share them."""
+        if self.kd.is_plain_pretraining:
+            return None
+        teacher = self.teacher.build(groups)
+        if self.shares_teacher:
+            hooks = self.student_config.pre_wrap_hooks
+            hooks.insert(hooks.index(self.lora.attach), partial(_share, teacher))
+        return teacher
 
     def pair_layers(self, groups: Groups, teacher: Teacher | None) -> HiddenLayers | None:
         """Layer pairs of --kd-hidden-loss, attached to the student when it is built; None without the flag."""
@@ -184,3 +199,8 @@ class Job:
             vocabulary=self.true_vocab,
             tracker_interval=self.args.tensorboard_log_interval,
         )
+
+
+def _share(teacher: OnlineTeacher, chunks: list[Any]) -> list[Any]:
+    share_weights(chunks, teacher.model)
+    return chunks

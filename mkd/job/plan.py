@@ -49,7 +49,7 @@ def plan(job: Job) -> dict[str, str]:
     args, kd = job.args, job.kd
     weights = "random"
     if job.lora is not None:
-        weights = f"{job.student_source.path}, frozen"
+        weights = f"{job.student_source.path}, frozen{', shared with the teacher' if job.shares_teacher else ''}"
     elif job.state.resumes:
         weights = f"checkpoint {job.state.resume_from}"
     elif job.student_source is not None:

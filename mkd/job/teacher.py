@@ -326,6 +326,25 @@ class EnsembleTeacherSpec:
         return AveragedTeachers(ensemble) if mode == "averaged_logits" else ensemble
 
 
+def is_model_of(spec: TeacherSpec, student: ModelSource | None, args: Namespace, kd: KDConfig) -> bool:
+    """True if a teacher is the student's folder in the student's layout and dtype, held in memory all the time.
+
+    Args:
+        spec: the teacher.
+        student: the student's folder; None without one.
+        args: Megatron's arguments of the student.
+        kd: the flags.
+    """
+    if not isinstance(spec, ModelTeacherSpec) or student is None or kd.is_plain_pretraining:
+        return False
+    if kd.teacher_offload or spec.cross is not None or has_own_layout(spec.args, args):
+        return False
+    if args.virtual_pipeline_model_parallel_size is not None or spec.config.transformer.fp8:
+        return False
+    same_dtype = spec.config.params_dtype == args.params_dtype
+    return same_dtype and spec.true_vocab == student.vocab_size and spec.stored_fingerprint == student.fingerprint()
+
+
 def shape_of(config: GPTModelConfig) -> str:
     """Layers, width and heads of a model, for the run summary."""
     t = config.transformer

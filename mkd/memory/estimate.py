@@ -62,6 +62,8 @@ class Workload:
     """True if the run will use GPUs."""
     lora: Lora | None = None
     """Adapters of a frozen student; None if all its weights are trained."""
+    shares_teacher: bool = False
+    """True if the frozen weights are the teacher's, in one copy."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,9 @@ def _stage(work: Workload, stage: int) -> StageMemory:
     teachers = [_with_student_values(teacher, student, LAYOUT) for teacher in work.teachers]
     is_last = stage == student.pipeline_model_parallel_size - 1
     lm_heads = sum(map(_lm_head_bytes, teachers)) if is_last else 0
-    weights = sum(_teacher_weights(teacher, student, stage) for teacher in work.teachers)
+    weights = 0.0
+    if not work.shares_teacher:
+        weights = sum(_teacher_weights(teacher, student, stage) for teacher in work.teachers)
     if not kd.teacher_offload:
         held[TEACHER], weights, lm_heads = weights, 0, 0
     hidden = _hidden_bytes(work, teachers) if is_last else 0.0

@@ -76,6 +76,11 @@ class OnlineTeacher:
         """See `Teacher.runs_before_student`: offloaded weights are copied to the device once per step."""
         return bool(self._on_host)
 
+    @property
+    def model(self) -> GPTModel:
+        """The model chunk of this stage."""
+        return self._model
+
     def metrics(self) -> dict[str, float]:
         """See `Teacher.metrics`."""
         return {}

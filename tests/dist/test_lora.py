@@ -1,5 +1,6 @@
 """Adapters: their gradients are those of the definition in float64, in every layout, and frozen weights have none."""
 
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,11 @@ from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.load import load_hf_weights
 from mkd.checkpoint.adapters.layers import adapted_linears
 from mkd.config.lora import LoraOptions
+from mkd.distributed.groups import Groups
+from mkd.memory.parameters import adapters_of_stage
 from mkd.models.lora import Lora, adapters_of
+from mkd.models.shared_weights import share_weights
+from mkd.teacher.online import OnlineTeacher
 from tests.dist.test_hf_families import GLM4, NO_SPECIAL_TOKENS, TOKENS, TWO
 from tests.dist.test_hf_gradients import LAYOUTS, RUN, UPSTREAM, VOCAB, run_step
 from tests.support.dist.gpt_models import config_from_arguments, layout
@@ -137,6 +142,46 @@ def build(root: Path, name: str, ep: int, run: dict[str, Any]) -> nn.Module:
     groups = ProcessGroupCollection.use_mpu_process_groups()
     (chunk,) = config.get_builder_cls()(config).build_distributed_models(groups, wrap_with_ddp=False)
     return chunk
+
+
+def shared_storage(rank: int, world_size: int, root: Path) -> dict[str, Any]:
+    """Parameters of the student that are in memory of their own, and of a teacher with the same weights."""
+    with layout(2, 1):
+        groups = Groups.from_megatron()
+        folder = HFFolder(root / "hf", "--hf")
+        family, args = read_architecture(folder)
+        config = config_from_arguments(args | RUN)
+        teacher = OnlineTeacher(config, groups, lambda chunks: load_hf_weights(chunks, folder), fingerprint="")
+        lora = Lora(LoraOptions(2, 2.0), adapted_linears(family, args, LoraOptions(2, 2.0)), seed=1)
+        own = config_from_arguments(args | RUN)
+        own.pre_wrap_hooks += [lambda chunks: share_weights(chunks, teacher.model) or chunks, lora.attach]
+        (chunk,) = own.get_builder_cls()(own).build_distributed_models(groups.collection, wrap_with_ddp=False)
+        theirs = {param.data_ptr() for param in teacher.model.parameters()}
+        count = sum(factor.numel() for one in adapters_of(chunk).values() for factor in one.parameters())
+        needed = Namespace(**{**args, "tensor_model_parallel_size": 2, **ONE_STAGE})
+        return {
+            "own": {name for name, param in chunk.named_parameters() if param.data_ptr() not in theirs},
+            "counted": adapters_of_stage(lora, needed, 0).total == count > 0,
+            "trained": {name for name, param in chunk.named_parameters() if param.requires_grad},
+        }
+
+
+ONE_STAGE = {
+    "pipeline_model_parallel_size": 1,
+    "virtual_pipeline_model_parallel_size": None,
+    "pipeline_model_parallel_layout": None,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+}
+
+
+def test_one_copy_of_weights_that_are_the_teachers(gloo_pool: Any, models: dict[str, Path]) -> None:
+    for found in gloo_pool(2).run(shared_storage, models["glm4"]):
+        assert found["own"] == found["trained"] != set()
+        assert all(name.startswith("kd_lora.") for name in found["own"])
+        assert found["counted"]
 
 
 CASES = {

@@ -205,6 +205,16 @@ def test_peft_folder_as_student_and_teacher(job: SmallJob, trained: tuple[Path, 
     assert "give --kd-lora 4:8 --kd-lora-modules down_proj gate_proj k_proj o_proj" in " ".join(other.errors.split())
 
 
+def test_student_and_teacher_share_one_copy(job: SmallJob) -> None:
+    """A teacher that is offloaded has weights of its own: the losses are the same to the last bit."""
+    same = {"--kd-teacher-hf": job.student, "--kd-ratio": 0.5, "--train-iters": 2, "--lr-decay-iters": 2}
+    shared, apart = (measured(job, **same, **change) for change in ({}, {"--kd-teacher-offload": True}))
+    assert "frozen, shared with the teacher" in shared.output
+    assert "shared with the teacher" not in apart.output
+    assert losses(shared) == losses(apart)
+    assert losses(shared)[1][0] != losses(shared)[0][0]
+
+
 def test_inspect(trained: tuple[Path, Result], peft_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert convert(["inspect", "--load", str(trained[0])]) == convert(["inspect", "--hf", str(peft_folder)]) == 0
     text = capsys.readouterr().out

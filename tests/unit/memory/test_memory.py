@@ -5,8 +5,11 @@ from typing import Any
 import pytest
 import torch
 
+from mkd.checkpoint.adapters.layers import adapted_linears
+from mkd.checkpoint.hf.families import family_by_name
 from mkd.config.fp8_teacher import compute_in_fp8
 from mkd.config.kd_config import KDConfig
+from mkd.config.lora import LoraOptions
 from mkd.memory import Workload, estimate, fullest, outside_of_torch
 from mkd.memory.activations import backward_working_bytes, kept_by_layers, layer_bytes
 from mkd.memory.estimate import (
@@ -25,6 +28,7 @@ from mkd.memory.estimate import (
 )
 from mkd.memory.logits import logit_bytes
 from mkd.memory.stage_layers import chunks_of_stage, in_flight
+from mkd.models.lora import Lora
 from tests.support.memory_jobs import llama_arguments
 
 TP, PP, VP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
@@ -56,6 +60,42 @@ MEASURED = [
 @pytest.mark.parametrize("peak, kd, changes", MEASURED, ids=[f"{kd or ''}{c or ''}" for _, kd, c in MEASURED])
 def test_measured_peaks(peak, kd, changes):
     assert stages_of(kd, **changes)[-1].peak / GIB == pytest.approx(peak, rel=0.02)
+
+
+def lora_of_8b(tp: int = 1) -> dict[str, float]:
+    """Parts of a job in which adapters of rank 16 on all linear layers of Llama-3.1-8B learn from the model itself."""
+    family = family_by_name("LlamaForCausalLM")
+    shape = {"padded_vocab_size": 128256, "seq_length": 4096, "micro_batch_size": 1, "global_batch_size": 8, TP: tp}
+    args = llama_arguments(32, 4096, 14336, 32, 8, False, **shape)
+    sizes = {**vars(args), "group_query_attention": True, "vocab_size": 128256}
+    options = LoraOptions(16, 16.0)
+    work = Workload(
+        args,
+        [args],
+        KDConfig(teacher_hf=["T"], ratio=0.5),
+        on_gpu=True,
+        lora=Lora(options, adapted_linears(family, sizes, options), seed=1),
+        shares_teacher=True,
+    )
+    assert work.lora.parameters == ADAPTERS_OF_8B
+    (stage,) = estimate(work)
+    return stage.held | {"peak": stage.peak}
+
+
+ADAPTERS_OF_8B = 32 * 16 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))
+"""41.9e6"""
+
+
+def test_adapters_of_8b() -> None:
+    """The frozen weights exist once, and only adapters have gradients and optimizer state."""
+    held = lora_of_8b()
+    assert held[WEIGHTS] == pytest.approx(2 * (8.03e9 + ADAPTERS_OF_8B), rel=1e-3)
+    assert held[GRADIENTS] == 4 * ADAPTERS_OF_8B
+    assert held[OPTIMIZER] == 12 * ADAPTERS_OF_8B
+    assert TEACHER not in held
+    assert held["peak"] < 40 * GIB
+    replicated = 32 * 16 * 7 * 4096  # the A of q, k, v, gate and up, and the B of o and down
+    assert lora_of_8b(2)[GRADIENTS] == 4 * (replicated + (ADAPTERS_OF_8B - replicated) / 2)
 
 
 def test_measured_step_of_8b_and_1b():
