@@ -1,8 +1,12 @@
-"""mkd/errors.py: messages are one line."""
+"""mkd/errors.py: messages are one line, and which exceptions are reported in one line."""
+
+import errno
+from pathlib import Path
 
 import pytest
+from torch.utils.data import DataLoader, Dataset
 
-from mkd.errors import MkdCheckpointError, MkdDataError, visible
+from mkd.errors import MkdCheckpointError, MkdDataError, is_correctable, visible
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\n\n  ", "\u2028", "\v", "\x85"])
@@ -22,3 +26,37 @@ def test_quoted_texts_control_no_terminal() -> None:
     error = MkdDataError("key '\x1b]52;c;cm0=\x07\u202etxt' is unknown")
     assert str(error) == "key '\\x1b]52;c;cm0=\\x07\\u202etxt' is unknown"
     assert visible("a\tb\nc") == "a\tb\nc"
+
+
+class Damaged(Dataset):
+    """A set whose samples cannot be read."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        try:
+            raise ValueError("MkdDataError: inner")
+        except ValueError as error:
+            raise MkdDataError("--data-path X: document 3 is damaged: make it again") from error
+
+
+def test_errors_of_loader_workers_have_their_own_text() -> None:
+    """torch passes them on with the worker's traceback as a part of the message."""
+    with pytest.raises(MkdDataError) as caught:
+        next(iter(DataLoader(Damaged(), num_workers=1)))
+    assert str(caught.value) == "--data-path X: document 3 is damaged: make it again"
+
+
+@pytest.mark.parametrize("path", ["x" * 300, "loop/a", "file/a", "missing/a"])
+def test_errors_of_the_file_system_name_a_file(tmp_path: Path, path: str) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError) as caught:
+        (tmp_path / path).open("w")
+    assert is_correctable(caught.value) and str(tmp_path / path) in str(caught.value)
+
+
+def test_other_errors_are_reported_with_their_traceback() -> None:
+    assert is_correctable(MkdDataError("x")) and is_correctable(OSError(errno.ENOSPC, "full"))
+    assert not is_correctable(OSError(errno.EPIPE, "broken")) and not is_correctable(ValueError("x"))
