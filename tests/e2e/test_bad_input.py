@@ -281,7 +281,11 @@ LAYOUTS = [
     (2, {"--seq-length": 34, CP: 2}, ["--seq-length 34", f"2 * {CP} 2"]),
     (2, {EP: 2}, ["num_experts", "expert model parallelism"]),
     (3, {**FROM_NOTHING, EP: 2, "--num-experts": 4}, [f"{EP} 2", "the 3 ranks"]),
-    (2, {**FROM_NOTHING, TP: 2, "--num-experts": 4}, [f"{TP} 2", "--sequence-parallel", "4 experts"]),
+    (
+        2,
+        {**FROM_NOTHING, TP: 2, "--num-experts": 4, "--disable-bias-linear": True},
+        [f"{TP} 2", "--sequence-parallel", "4 experts"],
+    ),
     (2, {TP: 2, "--sequence-parallel": True, "--seq-length": 33}, ["--seq-length 33", f"{TP} 2"]),
     (2, {PP: 2, "--num-layers-per-virtual-pipeline-stage": 3}, ["virtual pipeline stage"]),
     (2, {PP: 2, "--num-layers-per-virtual-pipeline-stage": 1, BATCH: 2}, [f"{BATCH} 2 gives 1 micro", "virtual"]),
