@@ -1,5 +1,6 @@
 """Fixtures and markers of all tests."""
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -29,6 +30,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported and collected to no later collection of garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -420,7 +420,7 @@ COMMANDS = [
 def test_the_command_fails_with_one_line(job, changes, words):
     """Exit status, stderr and traceback of the command; nothing is written."""
     flags = [word.replace("{root}", str(job.root)) for word in job.flags(changes)]
-    result = small_job.run(flags, by_itself=changes is COMMANDS[0][0])
+    result = small_job.run(flags)
     assert result.status == 1
     lines = [line for line in result.errors.splitlines() if line and not line.startswith(("INFO:", "WARNING:"))]
     assert len(lines) == 1, result.errors
@@ -436,7 +436,7 @@ def test_dry_run_prints_the_plan_and_writes_nothing(job):
     before = sorted(path for path in job.root.rglob("*"))
     folders = {"--save": job.root / "never", "--tensorboard-dir": job.root / "never" / "board"}
     flags = job.flags({"--kd-dry-run": True, "--save-interval": 1, **folders})
-    result = small_job.run(flags, by_itself=True)
+    result = small_job.run(flags)
     assert result.status == 0, result.errors
     plan = dict(line[5:].split(None, 1) for line in result.output.splitlines() if line.startswith("mkd: "))
     assert str(job.teacher) in plan["teacher"] and str(job.student) in plan["student"]

@@ -53,7 +53,7 @@ def test_resume_of_packed_chats_is_bit_equal(job: SmallJob, four_steps: tuple[Pa
     """Also where a process of its own reads the rows ahead."""
     save, whole = four_steps
     resumed = cut_back(save, tmp_path / "save", 2)
-    result = trained(job, packed(job, **{"--save": resumed, "--load": resumed, "--num-workers": 1}), by_itself=True)
+    result = trained(job, packed(job, **{"--save": resumed, "--load": resumed, "--num-workers": 1}))
     assert [line["iteration"] for line in steps(result)] == [1, 2, 3, 4]
     assert steps(result) == steps(whole)
     assert_same_weights(save, resumed)
@@ -86,7 +86,7 @@ def test_a_dry_run_reads_all_data(job: SmallJob) -> None:
     assert "mkd: rows       packed, padded to multiples of 8" in done.output
     assert "chat.jsonl: 108 samples in" in done.output
 
-    lines = (job.root / "chat.jsonl").read_text().splitlines() * 40
+    lines = (job.root / "chat.jsonl").read_text().splitlines() * 4
     broken = job.root / "broken.jsonl"
     broken.write_text("\n".join([*lines, '{"messages": [{"role": "robot"}]}']) + "\n")
     done = run(job.flags(packed(job, **{"--kd-dry-run": True, "--data-path": broken})))

@@ -10,7 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mkd.checkpoint.integrity import changed_files, find_damage
-from tests.support.e2e.small_job import ROOT, Result, SmallJob, make_small_job, run, write_data
+from tests.support.e2e.quick_python import serving
+from tests.support.e2e.small_job import ROOT, Result, SmallJob, make_small_job, run, under_torchrun, write_data
+
+KILLER = ROOT / "tests" / "support" / "e2e" / "killer.py"
 
 RARE = 290
 """A token that only the text of `spoil` has."""
@@ -110,11 +113,13 @@ def test_a_full_disk_leaves_the_checkpoint_before(job: SmallJob, small_disk: Pat
     assert find_damage(save / "iter_0000001") is None and changed_files(save / "iter_0000001") == []
 
 
-def test_a_lost_rank_ends_the_job(job: SmallJob, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_rank_ends_the_job(job: SmallJob, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Under torchrun; the other rank waits for it in a collective of half an hour."""
     monkeypatch.setenv("MKD_TEST_KILL", "step:2")
     monkeypatch.setenv("MKD_TEST_KILL_RANK", "1")
     flags = job.flags({"--eval-iters": 0, "--distributed-timeout-minutes": 30})
-    lost = run(flags, ranks=2, timeout=180, script=ROOT / "tests" / "support" / "e2e" / "killer.py", by_itself=True)
-    assert lost.status != 0
-    assert "killed at step:2" in lost.errors and "ChildFailedError" in lost.errors
+    with serving(tmp_path) as executables:
+        command, env = under_torchrun(executables / "python", [str(KILLER), *flags])
+        lost = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=180)
+    assert lost.returncode != 0
+    assert "killed at step:2" in lost.stderr and "ChildFailedError" in lost.stderr

@@ -67,9 +67,9 @@ def cut_back(save: Path, copy: Path, iteration: int) -> Path:
 
 @pytest.fixture(scope="module")
 def six_steps(job: SmallJob, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
-    """Six undisturbed steps under PP2, saved at three and six; under torchrun."""
+    """Six undisturbed steps under PP2, saved at three and six."""
     save = tmp_path_factory.mktemp("six") / "save"
-    return save, trained(job, {**SIX, **PP2, "--save": save, "--load": save}, ranks=2, by_itself=True)
+    return save, trained(job, {**SIX, **PP2, "--save": save, "--load": save}, ranks=2)
 
 
 @pytest.fixture(scope="module")
@@ -96,9 +96,15 @@ def test_saved_under_pp2_resumed_under_tp2(job: SmallJob, six_steps: tuple[Path,
             assert seen[key] == pytest.approx(expected[key], rel=1e-5), (seen["iteration"], key)
 
 
-def test_what_a_run_prints(six_steps: tuple[Path, Result]) -> None:
-    """mkd's own lines, those of iterations, evaluations and checkpoints, and not a thousand others of megatron's."""
+@pytest.mark.parametrize("by_itself", [False, True])
+def test_what_a_run_prints(job: SmallJob, six_steps: tuple[Path, Result], tmp_path: Path, by_itself: bool) -> None:
+    """mkd's own lines, those of iterations, evaluations and checkpoints, and not a thousand others of megatron's.
+
+    Also with a Python of its own, where megatron is imported.
+    """
     _, result = six_steps
+    if by_itself:
+        result = trained(job, {**SIX, "--save": tmp_path / "save"}, by_itself=True)
     lines = (result.output + result.errors).splitlines()
     assert len(lines) < 60
     for beginning, count in {"mkd: teacher ": 2, "mkd: loss ": 1, "iteration ": 6, "validation at ": 2}.items():

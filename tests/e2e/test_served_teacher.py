@@ -121,10 +121,10 @@ def test_service_and_student(start: Start, job: SmallJob, alone: Result, tmp_pat
 
     first = service(start, job, port, tmp_path)
     with killed_at(first, 3, tmp_path / "served/metrics.jsonl"):
-        ended = served(8)
+        ended = served(4)
     first.join()
     assert ended.status == 75, ended.output[-3000:] + ended.errors[-3000:]
-    assert "the teacher has not answered for 8 s (--kd-teacher-timeout 8)" in ended.output
+    assert "the teacher has not answered for 4 s (--kd-teacher-timeout 4)" in ended.output
     assert 3 <= int((tmp_path / "served" / TRACKER).read_text()) < 30
 
     again = served(1)  # nobody is there

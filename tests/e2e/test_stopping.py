@@ -2,7 +2,6 @@
 
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,8 @@ import pytest
 from mkd.checkpoint.megatron_folder import TRACKER
 from mkd.report.run_log import RunLog
 from tests.e2e.test_resume import SHARDED, Attempts
-from tests.support.e2e.small_job import ROOT, SCRIPT, Result, SmallJob, environment, make_small_job
+from tests.support.e2e.quick_python import serving
+from tests.support.e2e.small_job import ROOT, SCRIPT, Result, SmallJob, make_small_job, under_torchrun
 
 # One of two ranks makes 1 forward step of each of 3 evaluation steps, and of each training step: 3 for the evaluation
 # before training, 3 for iterations 1 to 3, 3 for the evaluation there, ...
@@ -89,15 +89,14 @@ def test_stopped_in_the_last_evaluation(job: SmallJob, tmp_path: Path) -> None:
 
 def test_ctrl_c_at_torchrun(job: SmallJob, tmp_path: Path) -> None:
     """The terminal sends SIGINT to torchrun, whose ranks are in sessions of their own; torchrun sends it to them."""
-    flags = job.flags({"--train-iters": 100_000, "--save": tmp_path, "--load": tmp_path, "--save-interval": 100_000})
-    env = {name: value for name, value in environment().items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    command += [f"--master-port={env['MASTER_PORT']}", str(SCRIPT), *flags]
-    with (tmp_path / "output").open("w") as output:
+    save = tmp_path / "save"
+    flags = job.flags({"--train-iters": 100_000, "--save": save, "--load": save, "--save-interval": 100_000})
+    with serving(tmp_path) as executables, (tmp_path / "output").open("w") as output:
+        command, env = under_torchrun(executables / "python", [str(SCRIPT), *flags])
         torchrun = subprocess.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=output)
         try:
             deadline = time.monotonic() + 120.0
-            while not (metrics := tmp_path / "metrics.jsonl").is_file() or not metrics.stat().st_size:
+            while not (metrics := save / "metrics.jsonl").is_file() or not metrics.stat().st_size:
                 assert torchrun.poll() is None and time.monotonic() < deadline, (tmp_path / "output").read_text()
                 time.sleep(0.1)
             torchrun.send_signal(signal.SIGINT)
@@ -107,4 +106,4 @@ def test_ctrl_c_at_torchrun(job: SmallJob, tmp_path: Path) -> None:
     text = (tmp_path / "output").read_text()
     assert "Ctrl-C: the job saves and ends after this step (torchrun allows 30 s)" in text
     assert "SIGKILL" not in text
-    assert int((tmp_path / TRACKER).read_text()) == RunLog.read(str(metrics)).curve("loss")[0][-1]
+    assert int((save / TRACKER).read_text()) == RunLog.read(str(metrics)).curve("loss")[0][-1]

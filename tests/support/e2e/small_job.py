@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed.run
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -207,11 +208,13 @@ def run(
         ranks: how many processes.
         timeout: seconds.
         script: what to run.
-        by_itself: with a Python of its own, under torchrun if there are several ranks, as users run it. Otherwise as
-            forks of a process that has imported everything (`tests.support.e2e.launch`), 6 s of CPU per rank faster.
+        by_itself: one rank with a Python of its own, as users run it. Otherwise as forks of a process that has
+            imported everything (`tests.support.e2e.launch`), 6 s of CPU per rank faster.
     """
     if by_itself:
-        done = _run_by_itself([str(script), *flags], ranks, timeout)
+        assert ranks == 1
+        command = [sys.executable, str(script), *flags]
+        done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=timeout)
         return Result(done.returncode, done.stdout, done.stderr, _metrics(flags))
     port = free_port()
     environments = [environment(port, rank, ranks) for rank in range(ranks)]
@@ -220,13 +223,12 @@ def run(
     return Result(*seen, _metrics(flags))
 
 
-def _run_by_itself(words: list[str], ranks: int, timeout: float) -> subprocess.CompletedProcess:
-    command, env = [sys.executable, *words], environment()
-    if ranks > 1:
-        launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={env['MASTER_PORT']}"]
-        command[1:1] = launcher
-        env = {name: value for name, value in env.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout)
+def under_torchrun(python: Path, words: list[str], ranks: int = 2) -> tuple[list[str], dict[str, str]]:
+    """Command and environment of torchrun and its ranks, all of them processes of `quick_python`."""
+    env = environment()
+    launcher = [torch.distributed.run.__file__, "--no-python", f"--nproc-per-node={ranks}"]
+    command = [str(python), *launcher, f"--master-port={env['MASTER_PORT']}", str(python), *words]
+    return command, {name: value for name, value in env.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
 
 
 def _metrics(flags: list[str]) -> list[dict[str, Any]]:
