@@ -74,7 +74,7 @@ def one_rank(gloo_pool: GetPool) -> Callable[[Models], Outcome]:
         if models.data == "packed":
             models = replace(models, data="padded")
         if models not in known:
-            known[models] = Outcome.of(gloo_pool, 1, Layout(), models, fault=EVERY_TOKEN)
+            known[models] = Outcome.of(gloo_pool, 1, Layout(), models, steps=2, fault=EVERY_TOKEN)
         return known[models]
 
     return truth
@@ -83,7 +83,7 @@ def one_rank(gloo_pool: GetPool) -> Callable[[Models], Outcome]:
 @pytest.mark.parametrize("name", [*TABLE, *slow(MORE)])
 def test_layout(gloo_pool: GetPool, one_rank: Callable[[Models], Outcome], name: str) -> None:
     ranks, layout, models = (TABLE | MORE)[name]
-    assert_same(Outcome.of(gloo_pool, ranks, layout, models), one_rank(models))
+    assert_same(Outcome.of(gloo_pool, ranks, layout, models, steps=2), one_rank(models))
 
 
 @pytest.mark.parametrize("name", ["cp2-dp2-opt", "ep2", *slow(["tp2-sp-pp2-vp2"])])

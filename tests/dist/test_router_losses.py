@@ -3,7 +3,7 @@
 The teacher is the student and R is 1, so KD adds no gradient, and all of it comes from the router losses. In plain
 pretraining cross-entropy adds its own, which is measured in a run without router losses.
 
-Without `-m slow`, each loss meets two masks, each mask the sum of losses, and each parallel dimension one mask; `-m slow`
+Without `-m slow`, each loss meets two masks, three masks the sum of losses, and each parallel dimension one mask; `-m slow`
 runs the rest.
 """
 
@@ -63,6 +63,11 @@ def test_no_mask_changes_a_router_loss(gloo_pool: GetPool, loss: str) -> None:
 
 
 def test_no_mask_changes_the_sum_of_router_losses(gloo_pool: GetPool) -> None:
+    assert_same_with_masks(gloo_pool, 1, Layout(), MODELS, ("one token", "uneven", "no kd"))
+
+
+@pytest.mark.slow
+def test_every_mask_with_the_sum_of_router_losses(gloo_pool: GetPool) -> None:
     assert_same_with_masks(gloo_pool, 1, Layout(), MODELS, MASKS)
 
 
@@ -92,6 +97,12 @@ def test_layout(gloo_pool: GetPool, ranks: int, layout: Layout, data: Any) -> No
     assert_same_with_masks(gloo_pool, ranks, layout, replace(MODELS, data=data), masks)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [Layout(pp=2, vp=2), Layout(ep=2, dist_opt=True)], ids=["pp2-vp2", "ep2-opt"])
+def test_one_token_in_layouts_of_uneven_masks(gloo_pool: GetPool, layout: Layout) -> None:
+    assert_same_with_masks(gloo_pool, 2, layout, replace(MODELS, data="text"), ("one token",))
+
+
 def test_recomputed_activations(gloo_pool: GetPool) -> None:
     assert_same_with_masks(gloo_pool, 1, Layout(), replace(MODELS, recompute=True), ("one token",))
 
@@ -99,7 +110,7 @@ def test_recomputed_activations(gloo_pool: GetPool) -> None:
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
-        pytest.param(2, Layout(tp=2, sp=True), id="tp2-sp"),
+        pytest.param(2, Layout(tp=2, sp=True), id="tp2-sp", marks=pytest.mark.slow),
         pytest.param(2, Layout(pp=2), id="pp2"),
         pytest.param(2, Layout(cp=2), id="cp2"),
         pytest.param(2, Layout(mbs=1), id="dp2"),
