@@ -108,7 +108,7 @@ def test_8b_folder_is_converted_within_6_gib(tmp_path):
 
 def test_conversion_holds_a_parameter_and_not_the_model(tmp_path):
     """The same at a size for every day: 0.5 GiB of weights, no parameter above 32 MiB."""
-    small = {"num_hidden_layers": 32, "hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 1024}
+    small = {"num_hidden_layers": 20, "hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 1024}
     tiny = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 64}
     make_sparse(tmp_path / "tiny", LLAMA_8B | tiny)
     make_sparse(tmp_path / "small", LLAMA_8B | small)
