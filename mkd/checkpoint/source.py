@@ -118,7 +118,8 @@ class ModelSource:
 class EnsembleSource:
     """Several teachers that form an ensemble."""
 
-    sources: tuple[ModelSource, ...]
+    sources: "tuple[TeacherSource, ...]"
+    """Folders of models, or services."""
     architecture: dict[str, Any] = field(default_factory=dict)
     """Empty: the teachers may have different architectures."""
     vocab_size: None = None

@@ -57,7 +57,7 @@ def check_teachers(kd: KDFields) -> None:
         if weights is not None or mode != "sum":
             raise MkdConfigError(
                 "--kd-teacher-weights and --kd-teachers-mode are for several teachers, and there is one: leave them "
-                "out, or name more folders in --kd-teacher-hf"
+                "out, or name more folders in --kd-teacher-hf or addresses in --kd-teacher-url"
             )
         return
     if weights is None:
@@ -104,16 +104,20 @@ def check_cache(kd: KDFields) -> None:
 def check_served(kd: KDFields) -> None:
     """Refuse flags of a teacher on the student's ranks together with a service, and flags of a service without one."""
     if kd.teacher_url is None:
-        for name in ("teacher_ahead", "teacher_buffer_gb", "teacher_timeout", "teacher_api"):
-            if getattr(kd, name) != getattr(KDFields, name):
+        for name in ("teacher_ahead", "teacher_buffer_gb", "teacher_timeout", "teacher_api", "teacher_tokenizer"):
+            if (value := getattr(kd, name)) != getattr(KDFields, name):
+                text = " ".join(value) if isinstance(value, list) else value
                 raise MkdConfigError(
-                    f"{flag_of(name)} is {getattr(kd, name)}, but no teacher is served: give --kd-teacher-url, or "
-                    "leave it out"
+                    f"{flag_of(name)} is {text}, but no teacher is served: give --kd-teacher-url, or leave it out"
                 )
         return
     for flag, given, reason in (
         ("--kd-hidden-loss", kd.hidden_loss is not None, "a service sends final hidden states only"),
-        ("--kd-xtoken-loss", kd.xtoken_loss is not None, "a service reads the student's tokens"),
+        (
+            "--kd-xtoken-loss",
+            kd.xtoken_loss is not None and kd.asks_inference_server,
+            "an inference server reads the student's tokens",
+        ),
         ("--kd-teacher-dtype", kd.teacher_dtype is not None, "give it to mkd serve-teacher"),
         ("--kd-teacher-offload", kd.teacher_offload, "no weights of the teacher are in memory"),
     ):
@@ -121,6 +125,12 @@ def check_served(kd: KDFields) -> None:
             raise MkdConfigError(
                 f"{flag} does not work with --kd-teacher-url {' '.join(kd.teacher_url)}: {reason}; leave it out"
             )
+    if (kd.xtoken_loss is None) != (kd.teacher_tokenizer is None):
+        given = f"--kd-xtoken-loss is {kd.xtoken_loss}"
+        missing = "--kd-teacher-tokenizer DIR, the folder with the tokenizer of the served teacher"
+        if kd.xtoken_loss is None:
+            given, missing = f"--kd-teacher-tokenizer is {' '.join(kd.teacher_tokenizer)}", "--kd-xtoken-loss"
+        raise MkdConfigError(f"{given}, which needs {missing}: give it, or leave the first out")
     if len(set(kd.teacher_url)) < len(kd.teacher_url):
         raise MkdConfigError(f"--kd-teacher-url {' '.join(kd.teacher_url)} has an address twice: leave one out")
 

@@ -48,7 +48,10 @@ FIELD_CHECKS: tuple[FieldCheck, ...] = (
     FieldCheck(("cache_missing",), checks.check_cache_missing),
     FieldCheck(("hidden_loss", "teacher_dtype", "teacher_offload"), checks.check_cache),
     FieldCheck(
-        ("teacher_ahead", "teacher_buffer_gb", "teacher_timeout", "hidden_loss", "xtoken_loss", "teacher_dtype"),
+        (
+            *("teacher_ahead", "teacher_buffer_gb", "teacher_timeout", "teacher_tokenizer"),
+            *("hidden_loss", "xtoken_loss", "teacher_dtype"),
+        ),
         checks.check_served,
     ),
     FieldCheck(("teacher_api", "cache_missing", "top_k", "temperature"), checks.check_inference_server),

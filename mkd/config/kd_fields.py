@@ -60,11 +60,16 @@ class KDFields:
 
     teacher_url: list[str] | None = field(default=None, metadata={"argparse_meta": {"metavar": "URL"}})
     """Teacher: one or more addresses of the same teacher, which share the work. tcp://HOST:PORT: services of mkd
-    (mkd serve-teacher). http://HOST:PORT: vLLM or SGLang, whose --kd-top-k most probable tokens are used. Exactly one
-    teacher source must be given; http may have --kd-teacher-cache beside it, where answers are kept."""
+    (mkd serve-teacher), with --kd-teacher-weights or --kd-teachers-mode of several teachers. http://HOST:PORT: vLLM or
+    SGLang, whose --kd-top-k most probable tokens are used. Exactly one teacher source must be given; http may have
+    --kd-teacher-cache beside it, where answers are kept."""
 
     teacher_api: TeacherApi = "auto"
     """Protocol of --kd-teacher-url. auto: mkd for tcp, and what the server says for http."""
+
+    teacher_tokenizer: list[str] | None = field(default=None, metadata={"argparse_meta": {"metavar": "DIR"}})
+    """With --kd-teacher-url and --kd-xtoken-loss: the folder with the tokenizer of each served teacher whose tokenizer
+    is not the student's."""
 
     teacher_ahead: int = 2
     """With --kd-teacher-url: steps whose texts are sent to the teacher before the present step is computed. It changes
@@ -328,13 +333,16 @@ class KDFields:
 
     @property
     def number_of_teachers(self) -> int:
-        """Folders in --kd-teacher-hf; 1 for other sources."""
+        """Folders in --kd-teacher-hf; 1 for other sources. For services behind --kd-teacher-url an upper limit:
+        addresses of the same teacher count once."""
+        if self.teacher_url is not None and not self.asks_inference_server:
+            if self.teacher_weights is not None:
+                return len(self.teacher_weights)
+            return 1 if self.teachers_mode == "sum" else len(self.teacher_url)
         return 1 if self.teacher_hf is None else len(self.teacher_hf)
 
-    @property
-    def weights_of_teachers(self) -> tuple[float, ...]:
-        """Weight of each teacher, in the order of --kd-teacher-hf."""
-        count = self.number_of_teachers
+    def weights_of_teachers(self, count: int) -> tuple[float, ...]:
+        """Weight of each of `count` teachers, in their order."""
         if self.teachers_mode == "select":
             return (1.0,) * count
         return (1.0 / count,) * count if self.teacher_weights is None else tuple(self.teacher_weights)

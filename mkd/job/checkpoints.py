@@ -240,6 +240,7 @@ _NOT_THE_OBJECTIVE = {
     "teacher_ahead",
     "teacher_buffer_gb",
     "teacher_timeout",
+    "teacher_tokenizer",
     "student_hf",
     "save_hf_interval",
     "save_hf_keep",

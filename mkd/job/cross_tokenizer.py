@@ -257,7 +257,8 @@ def _check(sources: Sequence[ModelSource], args: Namespace, kd: KDConfig) -> Non
     for source in sources:
         if source.vocab_size is None or source.tokenizer_folder is None:
             raise MkdConfigError(
-                f"{source.origin} does not hold its vocabulary size or tokenizer: give its Hugging Face folder"
+                f"{source.origin} does not hold its vocabulary size or tokenizer: give its Hugging Face folder, or for "
+                "a service --kd-teacher-tokenizer"
             )
 
 

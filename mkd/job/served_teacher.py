@@ -3,20 +3,26 @@
 import math
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from mkd.checkpoint.source import EnsembleSource
+from mkd.checkpoint.tokenizer_hash import tokenizer_hash
 from mkd.config.kd_config import KDConfig
 from mkd.config.teacher_args import row_multiple
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdConfigError, MkdTeacherError
+from mkd.job.cross_tokenizer import CrossTokenizers
 from mkd.teacher.run_ahead import RunAhead
 from mkd.teacher.service.addresses import Secret, ServiceAddress, require_secret
 from mkd.teacher.service.client import ServedTeacher
 from mkd.teacher.service.connections import TeacherConnections, ask_facts
 from mkd.teacher.service.facts import TeacherFacts
 from mkd.teacher.service.server import MOST_ANSWER_BYTES
+from mkd.utils.hub_folder import model_folder
 
 URL_FLAG = "--kd-teacher-url"
 WITHOUT_WAITING_S = 10.0
@@ -30,10 +36,30 @@ class ServedSource:
     addresses: tuple[ServiceAddress, ...]
     secret: Secret | None
     facts: TeacherFacts
+    tokenizer_folder: Path | None = None
+    """Folder with the files of its tokenizer; None if it is not given."""
 
     @classmethod
     def ask(cls, urls: Sequence[str], timeout_s: float) -> "ServedSource":
-        """Ask each address for its teacher.
+        """Ask each address for the teacher, which is one.
+
+        Raises:
+            MkdError: see `ask_each`; or there are several teachers.
+        """
+        found = cls.ask_each(urls, timeout_s)
+        if len(found) > 1:
+            one, other = found[:2]
+            raise MkdTeacherError(
+                f"{URL_FLAG} {one.addresses[0]} is the teacher {one.facts.fingerprint} ({one.facts.description}), "
+                f"{other.addresses[0]} is {other.facts.fingerprint} ({other.facts.description}): all addresses must be "
+                "services of one teacher, started with the same flags; for several teachers give --kd-teacher-weights "
+                "or --kd-teachers-mode"
+            )
+        return found[0]
+
+    @classmethod
+    def ask_each(cls, urls: Sequence[str], timeout_s: float) -> "list[ServedSource]":
+        """Ask each address for its teacher: one source for each teacher, in the order of first addresses.
 
         Args:
             urls: values of --kd-teacher-url.
@@ -41,21 +67,44 @@ class ServedSource:
 
         Raises:
             MkdConfigError: an address is none, or needs a secret.
-            MkdTeacherError: an address does not answer, or they have different teachers.
+            MkdTeacherError: an address does not answer.
         """
         addresses = tuple(ServiceAddress.parse(URL_FLAG, url) for url in urls)
         secret = Secret.from_environment()
         for address in addresses:
             require_secret(URL_FLAG, address, secret)
-        found = ask_facts(addresses, secret, timeout_s, URL_FLAG)
-        for address, facts in zip(addresses, found, strict=True):
-            if not facts.is_same(found[0]):
-                raise MkdTeacherError(
-                    f"{URL_FLAG} {addresses[0]} is the teacher {found[0].fingerprint} ({found[0].description}), "
-                    f"{address} is {facts.fingerprint} ({facts.description}): all addresses must be services of one "
-                    "teacher, started with the same flags"
+        teachers: list[ServedSource] = []
+        for address, facts in zip(addresses, ask_facts(addresses, secret, timeout_s, URL_FLAG), strict=True):
+            for number, one in enumerate(teachers):
+                if facts.is_same(one.facts):
+                    teachers[number] = replace(one, addresses=(*one.addresses, address))
+                    break
+            else:
+                teachers.append(cls((address,), secret, facts))
+        return teachers
+
+    @classmethod
+    def of_job(cls, kd: KDConfig, timeout_s: float) -> "ServedSource | EnsembleSource":
+        """The teacher, or the teachers, of --kd-teacher-url.
+
+        Raises:
+            MkdError: see `ask_each`; or the number of teachers or a tokenizer is another than the flags have.
+        """
+        weights = kd.teacher_weights
+        if weights is None and kd.teachers_mode == "sum":
+            teachers = [cls.ask(kd.teacher_url, timeout_s)]
+        else:
+            teachers = cls.ask_each(kd.teacher_url, timeout_s)
+            if len(teachers) == 1 or (weights is not None and len(weights) != len(teachers)):
+                given = f"--kd-teachers-mode {kd.teachers_mode}" if weights is None else f"{len(weights)} weights"
+                raise MkdConfigError(
+                    f"{URL_FLAG} {' '.join(kd.teacher_url)} are services of {len(teachers)} teachers, which does not "
+                    f"fit {given}: give as many --kd-teacher-weights as there are teachers, or leave them and "
+                    "--kd-teachers-mode out for one"
                 )
-        return cls(addresses, secret, found[0])
+        if kd.teacher_tokenizer is not None:
+            teachers = _with_tokenizers(teachers, kd.teacher_tokenizer)
+        return teachers[0] if len(teachers) == 1 else EnsembleSource(tuple(teachers))
 
     @property
     def origin(self) -> str:
@@ -87,9 +136,28 @@ class ServedSource:
         return self.facts.fingerprint
 
 
-def microbatch_tokens(args: Namespace) -> int:
-    """Tokens of the largest microbatch of a job."""
-    return max(args.micro_batch_size, getattr(args, "eval_micro_batch_size", None) or 0) * args.seq_length
+def microbatch_tokens(args: Namespace, length: int) -> int:
+    """Tokens of the largest microbatch of a job, in rows of so many tokens."""
+    return max(args.micro_batch_size, getattr(args, "eval_micro_batch_size", None) or 0) * length
+
+
+def _with_tokenizers(teachers: Sequence[ServedSource], folders: Sequence[str]) -> list[ServedSource]:
+    """The teachers with the folders of their tokenizers.
+
+    Raises:
+        MkdConfigError: a folder has the tokenizer of none of them.
+    """
+    flag = "--kd-teacher-tokenizer"
+    known: dict[str, Path] = {}
+    for folder in folders:
+        own = tokenizer_hash(Path(folder), flag)
+        if own is None or own not in {one.facts.tokenizer for one in teachers}:
+            raise MkdConfigError(
+                f"{flag} {folder} is not the tokenizer of a teacher of {URL_FLAG}: give the folder that the service "
+                "was started with, or a copy of its tokenizer's files"
+            )
+        known[own] = model_folder(Path(folder), flag)
+    return [replace(one, tokenizer_folder=known.get(one.facts.tokenizer)) for one in teachers]
 
 
 @dataclass(frozen=True)
@@ -100,41 +168,47 @@ class ServedTeacherSpec:
     args: Namespace
     """Megatron's arguments of the student."""
     kd: KDConfig
+    cross: CrossTokenizers | None = None
+    """None if the teacher has the student's tokenizer."""
 
     @classmethod
-    def of(cls, source: ServedSource, args: Namespace, kd: KDConfig) -> "ServedTeacherSpec":
+    def of(
+        cls, source: ServedSource, args: Namespace, kd: KDConfig, cross: CrossTokenizers | None = None
+    ) -> "ServedTeacherSpec":
         """See `teacher_spec`.
 
         Raises:
             MkdConfigError: rows of the job do not fit the service.
         """
         facts, origin = source.facts, source.origin
-        is_packed, length = kd.packing != "none", args.seq_length
+        own_tokens = None if cross is None else cross.own_tokens(source)
+        flag = "--seq-length" if own_tokens is None else "--kd-teacher-seq-length"
+        is_packed, length = kd.packing != "none", args.seq_length if own_tokens is None else own_tokens[1]
         if is_packed and not facts.packed:
             raise MkdConfigError(
                 f"--kd-packing is {kd.packing}, but {origin} was started without it: give it to mkd serve-teacher too"
             )
         if not is_packed and facts.positions is not None and length > facts.positions:
-            raise MkdConfigError(f"--seq-length {length} is longer than the teacher's {facts.positions} positions")
-        tokens = microbatch_tokens(args)
+            raise MkdConfigError(f"{flag} {length} is longer than the teacher's {facts.positions} positions")
+        tokens = microbatch_tokens(args, length)
         if tokens > facts.most_tokens:
             raise MkdConfigError(
-                f"a microbatch of {tokens} tokens (--micro-batch-size x --seq-length {length}) is larger than "
-                f"{origin} computes, {facts.most_tokens}: start mkd serve-teacher with the --micro-batch-size and "
-                "--seq-length of this job, or reduce them here"
+                f"a microbatch of {tokens} tokens (--micro-batch-size x {flag} {length}) is larger than "
+                f"{origin} computes, {facts.most_tokens}: start mkd serve-teacher with a --micro-batch-size x "
+                "--seq-length of as many tokens, or reduce them here"
             )
         multiples = (("--kd-packing-multiple", kd.packing_multiple, facts.segment_multiple),) if is_packed else ()
         unit = length
         if kd.variable_seq_lengths:
             unit = row_multiple(args, kd)
-        for flag, value, multiple in (*multiples, ("--seq-length", unit, facts.row_multiple)):
+        for given, value, multiple in (*multiples, (flag, unit, facts.row_multiple)):
             if value % multiple:
                 raise MkdConfigError(
-                    f"{flag} gives multiples of {value} tokens, but the parallel layout of {origin} needs multiples of "
-                    f"{multiple}: give --kd-packing-multiple and --seq-length that are multiples of "
+                    f"{given} gives multiples of {value} tokens, but the parallel layout of {origin} needs multiples "
+                    f"of {multiple}: give --kd-packing-multiple and {flag} that are multiples of "
                     f"{math.lcm(multiple, facts.segment_multiple)}, without --kd-variable-seq-lengths"
                 )
-        return cls(source, args, kd)
+        return cls(source, args, kd, None if own_tokens is None else cross)
 
     def __str__(self) -> str:
         listed = ", ".join(map(str, self.source.addresses))
@@ -159,17 +233,32 @@ class ServedTeacherSpec:
         kd = self.kd
         return "" if kd.top_k is None else f"the teacher's {kd.top_k} most probable tokens, tail {kd.top_k_tail}"
 
-    def build(self, groups: Groups) -> ServedTeacher:
-        """See `TeacherSpec`."""
-        source, facts, connections = self.source, self.source.facts, None
+    @property
+    def logit_softcap(self) -> float | None:
+        """Softcap of its logits; None without one."""
+        return self.source.facts.logit_softcap
+
+    @property
+    def _row_length(self) -> int:
+        """Tokens of a row in the teacher's tokenizer."""
+        return self.args.seq_length if self.cross is None else self.cross.own_tokens(self.source)[1]
+
+    def build(self, groups: Groups, layouts: object = None) -> ServedTeacher:
+        """See `TeacherSpec`; `layouts` is for models."""
+        source, facts, connections, view = self.source, self.source.facts, None, None
+        columns = torch.arange(self.args.padded_vocab_size).chunk(groups.tp.size())[groups.tp.rank()]
+        if self.cross is not None:
+            view = self.cross.view_of(source)
+            columns = self.cross.vocabulary(view, groups).teacher_columns
         if ServedTeacher.needs_connections(groups):
-            most = max(MOST_ANSWER_BYTES, microbatch_tokens(self.args) * facts.bytes_per_token)
+            most = max(MOST_ANSWER_BYTES, microbatch_tokens(self.args, self._row_length) * facts.bytes_per_token)
             connections = TeacherConnections(source.addresses, source.secret, facts, most)
         return ServedTeacher(
             connections,
             facts,
             groups,
             RunAhead(self.kd.teacher_ahead, self.kd.teacher_buffer_gb * 1e9, self.kd.teacher_timeout),
-            padded_vocab=self.args.padded_vocab_size,
+            head_columns=columns,
             sequence_parallel=self.args.sequence_parallel,
+            view=view,
         )

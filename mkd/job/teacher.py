@@ -77,7 +77,7 @@ def teacher_source(kd: KDConfig, *, waits: bool = True) -> TeacherSource:
     if kd.asks_inference_server:
         return InferenceSource.ask(kd, waits=waits)
     if kd.teacher_url is not None:
-        return ServedSource.ask(kd.teacher_url, kd.teacher_timeout if waits else WITHOUT_WAITING_S)
+        return ServedSource.of_job(kd, kd.teacher_timeout if waits else WITHOUT_WAITING_S)
     return open_cache(kd.teacher_cache, "--kd-teacher-cache")
 
 
@@ -107,7 +107,7 @@ def teacher_spec(
     if isinstance(source, InferenceSource):
         return InferenceTeacherSpec.of(source, args, kd, true_vocab)
     if isinstance(source, ServedSource):
-        return ServedTeacherSpec.of(source, args, kd)
+        return ServedTeacherSpec.of(source, args, kd, cross)
     if isinstance(source, EnsembleSource):
         return EnsembleTeacherSpec.of(source, args, kd, true_vocab, cross)
     return ModelTeacherSpec.of(source, args, kd, true_vocab, fingerprint, cross)
@@ -126,9 +126,9 @@ def check_teacher_fits(source: TeacherSource, args: Namespace, kd: KDConfig, sin
     Raises:
         MkdConfigError: names the flag, its value and what it does not fit.
     """
-    if isinstance(source, TeacherStore | ServedSource | InferenceSource):
-        return
     sources = source.sources if isinstance(source, EnsembleSource) else (source,)
+    if isinstance(sources[0], TeacherStore | ServedSource | InferenceSource):
+        return
     _check_experts(source, sources, kd)
     for one in sources:
         experts = one.architecture.get("num_experts")
@@ -190,6 +190,11 @@ class ModelTeacherSpec:
 
     def __str__(self) -> str:
         return f"{shape_of(self.config)}, {self.dtype}, {self.source.path}"
+
+    @property
+    def logit_softcap(self) -> float | None:
+        """Softcap of its logits; None without one."""
+        return logit_scale(self.config.transformer).softcap
 
     @property
     def dtype(self) -> str:
@@ -262,10 +267,10 @@ class ModelTeacherSpec:
 
 @dataclass(frozen=True)
 class EnsembleTeacherSpec:
-    """Models that run one after the other beside the student."""
+    """Models that run one after the other beside the student, or services."""
 
     source: EnsembleSource
-    teachers: tuple[ModelTeacherSpec, ...]
+    teachers: tuple[ModelTeacherSpec | ServedTeacherSpec, ...]
     kd: KDConfig
 
     @classmethod
@@ -284,11 +289,9 @@ class EnsembleTeacherSpec:
                 "--kd-teachers-mode averaged_logits needs teachers with the student's tokenizer: give sum, "
                 f"or leave out {cross.sources[0].path}"
             )
-        teachers = tuple(
-            ModelTeacherSpec.of(one, args, kd, true_vocab, one.fingerprint(), cross) for one in source.sources
-        )
+        teachers = tuple(teacher_spec(one, args, kd, true_vocab, one.fingerprint(), cross) for one in source.sources)
         for one in teachers:
-            softcap = logit_scale(one.config.transformer).softcap
+            softcap = one.logit_softcap
             if kd.teachers_mode == "averaged_logits" and softcap is not None:
                 raise MkdConfigError(
                     f"--kd-teachers-mode averaged_logits needs teachers without a softcap of the logits, "
@@ -299,7 +302,7 @@ class EnsembleTeacherSpec:
     def __str__(self) -> str:
         if self.kd.teachers_mode == "select":
             return "for each text the best of " + "; ".join(map(str, self.teachers))
-        listed = zip(self.kd.weights_of_teachers, self.teachers, strict=True)
+        listed = zip(self.kd.weights_of_teachers(len(self.teachers)), self.teachers, strict=True)
         return f"{self.kd.teachers_mode} of " + "; ".join(f"{weight:g} x {teacher}" for weight, teacher in listed)
 
     @property
@@ -310,7 +313,7 @@ class EnsembleTeacherSpec:
     @property
     def models(self) -> list[Namespace]:
         """See `TeacherSpec`."""
-        return [teacher.args for teacher in self.teachers]
+        return [model for teacher in self.teachers for model in teacher.models]
 
     @property
     def target_description(self) -> str:
@@ -322,7 +325,7 @@ class EnsembleTeacherSpec:
         layouts: dict[ParallelSizes, ParallelLayout] = {}
         teachers = tuple(teacher.build(groups, layouts) for teacher in self.teachers)
         mode = self.kd.teachers_mode
-        ensemble = TeacherEnsemble(teachers, self.kd.weights_of_teachers, selecting=mode == "select")
+        ensemble = TeacherEnsemble(teachers, self.kd.weights_of_teachers(len(teachers)), selecting=mode == "select")
         return AveragedTeachers(ensemble) if mode == "averaged_logits" else ensemble
 
 

@@ -9,6 +9,7 @@ import zmq
 
 from mkd.checkpoint.source import EnsembleSource
 from mkd.config import flags, megatron_args
+from mkd.config.fp8_teacher import FP8_TOKENS
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron_checks import length_multiple
 from mkd.config.run_state import RunState
@@ -91,10 +92,18 @@ class ServiceJob:
         return cls(args, teacher, address, secret, options, kd.dry_run)
 
     @property
+    def _is_fp8(self) -> bool:
+        return bool(self.teacher.config.transformer.fp8)
+
+    @property
     def facts(self) -> TeacherFacts:
         """Properties of the teacher, and limits of the service."""
         args, source, transformer = self.args, self.teacher.source, self.teacher.config.transformer
         cp, scale = args.context_parallel_size, logit_scale(transformer)
+        multiple = length_multiple(args)
+        if self._is_fp8:  # any number of rows must have a multiple of so many tokens on each rank
+            ranks = cp * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
+            multiple = math.lcm(multiple, FP8_TOKENS * ranks)
         return TeacherFacts(
             fingerprint=self.teacher.stored_fingerprint,
             description=str(self.teacher),
@@ -107,7 +116,8 @@ class ServiceJob:
             dtype=str(transformer.params_dtype).removeprefix("torch."),
             packed=self.teacher.kd.packing != "none",
             most_tokens=args.micro_batch_size * args.seq_length,
-            row_multiple=length_multiple(args),
+            is_fp8=self._is_fp8,
+            row_multiple=multiple,
             segment_multiple=2 * cp if cp > 1 else 1,
         )
 
@@ -121,7 +131,12 @@ class ServiceJob:
         server = self._listen() if is_front(groups) else None
         monitor = None if server is None else self._monitor(server)
         sequence_parallel = self.teacher.config.transformer.sequence_parallel
-        ranks = TeacherRanks(self.teacher.build(groups), groups, sequence_parallel=sequence_parallel)
+        ranks = TeacherRanks(
+            self.teacher.build(groups),
+            groups,
+            sequence_parallel=sequence_parallel,
+            token_multiple=FP8_TOKENS if self._is_fp8 else 1,
+        )
         head = ranks.lm_head(self.teacher.true_vocab)
         if server is None:
             ranks.follow()
@@ -162,8 +177,6 @@ def _refuse(given: dict) -> None:
             raise MkdConfigError(
                 f"--kd-{name.replace('_', '-')} {value} is no teacher to run: give --kd-teacher-hf or --kd-teacher-load"
             )
-    if given.get("teacher_dtype") == "fp8":
-        raise MkdConfigError("--kd-teacher-dtype is fp8, which mkd serve-teacher does not support yet: give bf16")
     if given.get("xtoken_loss") is not None:
         raise MkdConfigError(
             f"--kd-xtoken-loss {given['xtoken_loss']} does not work with mkd serve-teacher, which reads the student's "

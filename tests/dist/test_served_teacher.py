@@ -21,6 +21,7 @@ from tests.support.slow import slow
 
 TEXT = Models(teacher_layers=2, tied=False)
 PACKED = replace(TEXT, data="packed", ratio=0.6)
+PAIRS = replace(TEXT, data="packed pairs", xtoken="partition_kl", mixed=True, select=True)
 ONE, TP2 = Layout(), Layout(tp=2, sp=True)
 
 # fmt: off
@@ -40,13 +41,13 @@ MORE = {
 @pytest.fixture(scope="module")
 def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Service]]:
     """A running service of a layout; each is started once."""
-    known: dict[Layout, Service] = {}
+    known: dict[tuple[Layout, Models], Service] = {}
 
-    def of(layout: Layout) -> Service:
-        if layout not in known:
-            known[layout] = Service(tmp_path_factory.mktemp("service"), layout, TEXT)
-            known[layout].start()
-        return known[layout]
+    def of(layout: Layout, models: Models = TEXT) -> Service:
+        if (layout, models) not in known:
+            known[layout, models] = Service(tmp_path_factory.mktemp("service"), layout, models)
+            known[layout, models].start()
+        return known[layout, models]
 
     yield of
     for service in known.values():
@@ -87,6 +88,15 @@ def test_layouts(gloo_pool: GetPool, services: Callable[..., Service], name: str
     served = replace(models, served=(address(services(own)),), ahead=1)
     seen = Outcome.of(gloo_pool, ranks, student, served, run=served_run)
     assert_equal(seen, in_process(gloo_pool, ranks, student, models, own))
+
+
+def test_several_teachers_and_another_tokenizer(gloo_pool: GetPool, services: Callable[..., Service]) -> None:
+    """Each text is taught by the better one of two services, of which one has another tokenizer."""
+    student = Layout(tp=2, sp=True, mbs=4)
+    addresses = tuple(address(services(ONE, models)) for models in (TEXT, replace(TEXT, xtoken=PAIRS.xtoken)))
+    served = replace(PAIRS, served=addresses, ahead=1)
+    seen = Outcome.of(gloo_pool, 2, student, served, run=served_run)
+    assert_equal(seen, in_process(gloo_pool, 2, student, PAIRS, ONE))
 
 
 @pytest.mark.parametrize("ahead", [0, 4])

@@ -49,8 +49,9 @@ class ServedTeacher:
         groups: Groups,
         ahead: RunAhead,
         *,
-        padded_vocab: int,
+        head_columns: Tensor,
         sequence_parallel: bool,
+        view: int | None = None,
     ) -> None:
         """Fetch the LM head. Collective over all ranks.
 
@@ -59,17 +60,19 @@ class ServedTeacher:
             facts: the teacher.
             groups: the student's layout.
             ahead: options of running ahead.
-            padded_vocab: rows of the student's LM head on all tensor-parallel ranks.
+            head_columns: [columns] int64 ids whose rows of the LM head are `HiddenSignal.head` on this tensor-parallel
+                rank, in this order; rows of ids beyond the teacher's vocabulary are 0.
             sequence_parallel: True if the student's tensor-parallel ranks hold slices of the sequence.
+            view: index in `KDBatch.teacher_views` of the tokens that the teacher reads; None: the student's tokens.
         """
         self._connections, self._facts, self._groups, self._options = connections, facts, groups, ahead
-        self._sequence_parallel = sequence_parallel
+        self._sequence_parallel, self._view = sequence_parallel, view
         self._asks = groups.is_last_stage and groups.tp.rank() == 0 and groups.cp.rank() == 0
         self._ranks = AllRanks(ahead.timeout_s)
         self._queue = RequestQueue(ahead, self._request, self._ask)
         self._step: list[Asked[_HiddenRequest]] = []
         self._whole: list[KDBatch] = []
-        self._head = self._fetch_head(padded_vocab // groups.tp.size())
+        self._head = self._fetch_head(head_columns)
 
     @staticmethod
     def needs_connections(groups: Groups) -> bool:
@@ -110,8 +113,16 @@ class ServedTeacher:
         return self._whole
 
     def _request(self, batch: KDBatch) -> _HiddenRequest:
-        forward = ForwardRequest.of_batch(batch)
+        """For the tokens of a whole microbatch that the loss reads."""
+        own, wanted = self._tokens_of(batch), batch.kd_mask != 0.0
+        if self._view is not None:
+            wanted = batch.teacher_views[self._view].chunk >= 0
+        forward = ForwardRequest.of_batch(own, (own.ce_mask != 0.0) | wanted)
         return _HiddenRequest(forward, forward.key, len(forward.wanted) * self._facts.bytes_per_token)
+
+    def _tokens_of(self, batch: KDBatch) -> KDBatch:
+        """A whole microbatch in the teacher's tokenizer."""
+        return batch if self._view is None else batch.teacher_views[self._view].batch
 
     def _ask(self, request: _HiddenRequest) -> list[Future[Message]]:
         values = {"fingerprint": self._facts.fingerprint}
@@ -152,30 +163,33 @@ class ServedTeacher:
                 "weights are damaged, or it overflows in its precision (--kd-teacher-dtype of mkd serve-teacher)"
             )
 
-    def _fetch_head(self, rows: int) -> Tensor | None:
-        """[rows, Ht] this rank's rows of the LM head; rows beyond the teacher's vocabulary are 0."""
+    def _fetch_head(self, columns: Tensor) -> Tensor | None:
+        """[columns, Ht] this rank's rows of the LM head; rows beyond the teacher's vocabulary are 0."""
         groups = self._groups
-        fetches, first = groups.is_last_stage and groups.dp_cp.rank() == 0, groups.tp.rank() * rows
-        head = self._ranks.attempt(lambda: self._request_rows(first, rows).to("cuda") if fetches else None)
+        fetches = groups.is_last_stage and groups.dp_cp.rank() == 0
+        head = self._ranks.attempt(lambda: self._request_rows(columns.cpu()).to("cuda") if fetches else None)
         if not groups.is_last_stage:
             return None
         if head is None:
-            head = torch.empty(rows, self._facts.width, dtype=self._facts.torch_dtype, device="cuda")
+            head = torch.empty(len(columns), self._facts.width, dtype=self._facts.torch_dtype, device="cuda")
         if groups.dp_cp.size() > 1:
             dist.broadcast(head.view(torch.uint8), group=groups.dp_cp, group_src=0)
         return head
 
-    def _request_rows(self, first: int, rows: int) -> Tensor:
+    def _request_rows(self, columns: Tensor) -> Tensor:
         facts = self._facts
-        head = torch.zeros(rows, facts.width, dtype=facts.torch_dtype)
-        end, most = min(first + rows, facts.vocab), max(1, MOST_ANSWER_BYTES // facts.bytes_per_token)
+        head = torch.zeros(len(columns), facts.width, dtype=facts.torch_dtype)
+        known = columns[columns < facts.vocab]
+        first, end = (int(known.min()), int(known.max()) + 1) if len(known) else (0, 0)
+        most = max(1, MOST_ANSWER_BYTES // facts.bytes_per_token)
         for start in range(first, end, most):
             count = min(most, end - start)
             values = {"fingerprint": facts.fingerprint, "start": start, "count": count}
             answer = self._await(self._connections.submit(Message(Kind.HEAD, 0, values)))
             if [(tuple(one.shape), one.dtype) for one in answer.tensors] != [((count, facts.width), facts.torch_dtype)]:
                 raise MkdTeacherError("the teacher answers with other rows of its LM head than those requested")
-            head[start - first : start - first + count] = answer.tensors[0]
+            here = ((columns >= start) & (columns < start + count)).nonzero().flatten()
+            head[here] = answer.tensors[0].index_select(0, columns[here] - start)
         return head
 
     def signals(self, batches: Sequence[KDBatch]) -> list[HiddenSignal]:
@@ -183,11 +197,11 @@ class ServedTeacher:
         if not self._groups.is_last_stage:
             return []
         logit_map = LogitMap(self._facts.logit_scale, self._facts.logit_softcap)
-        return [HiddenSignal(self._hidden(batch), self._head, logit_map) for batch in batches]
+        return [HiddenSignal(self._hidden(batch), self._head, logit_map, self._view) for batch in batches]
 
     def _hidden(self, batch: KDBatch) -> Tensor:
         """This rank's slice of the hidden states of a microbatch: [s/cp, b, Ht], or [s/cp/tp, b, Ht]."""
-        groups, whole = self._groups, self._whole[batch.number]
+        groups, whole = self._groups, self._tokens_of(self._whole[batch.number])
         rows, length = whole.tokens.shape
         cp, tp = groups.cp, groups.tp
         parts, shape = None, (length // cp.size(), rows, self._facts.width)

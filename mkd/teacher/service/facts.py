@@ -35,6 +35,8 @@ class TeacherFacts:
     """See `LogitMap`."""
     dtype: str
     """Dtype of its final hidden states and of its LM head."""
+    is_fp8: bool = False
+    """True if its layers compute in FP8."""
     packed: bool
     """True if it computes packed rows."""
     most_tokens: int

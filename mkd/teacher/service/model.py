@@ -38,16 +38,20 @@ class TeacherRanks:
     The front rank is the first tensor- and context-parallel rank of the last pipeline stage, which has the outputs.
     """
 
-    def __init__(self, teacher: OnlineTeacher, groups: Groups, *, sequence_parallel: bool) -> None:
+    def __init__(
+        self, teacher: OnlineTeacher, groups: Groups, *, sequence_parallel: bool, token_multiple: int = 1
+    ) -> None:
         """Collective over all ranks.
 
         Args:
             teacher: the model.
             groups: its layout, with one replica.
             sequence_parallel: True if its tensor-parallel ranks hold slices of the sequence.
+            token_multiple: divisor of the tokens on a rank.
         """
         assert groups.dp.size() == 1, "a service is one replica"
         self._teacher, self._groups, self._sequence_parallel = teacher, groups, sequence_parallel
+        self._token_multiple = token_multiple
         self.is_front = is_front(groups)
         self._ranks, self._host_group = dist.get_world_size(), None
         self._front = 0
@@ -62,7 +66,7 @@ class TeacherRanks:
     def lm_head(self, vocab: int) -> Tensor | None:
         """[vocab, Ht] LM head, on the host of the front rank, None elsewhere. Collective over all ranks."""
         groups = self._groups
-        signal = self._signal(_shortest_batch(groups, self._sequence_parallel))
+        signal = self._signal(_shortest_batch(groups, self._sequence_parallel, self._token_multiple))
         if signal is None:
             return None
         own, tp = signal.head, groups.tp
@@ -144,9 +148,9 @@ def _gather(part: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     return parts
 
 
-def _shortest_batch(groups: Groups, sequence_parallel: bool) -> KDBatch:
+def _shortest_batch(groups: Groups, sequence_parallel: bool, token_multiple: int) -> KDBatch:
     """A microbatch of a few tokens that the layout can split."""
-    length = 2 * groups.cp.size() * (groups.tp.size() if sequence_parallel else 1)
+    length = 2 * token_multiple * groups.cp.size() * (groups.tp.size() if sequence_parallel else 1)
     return KDBatch.of_tokens(torch.zeros(1, length, dtype=torch.int64), torch.arange(length)[None], None)
 
 

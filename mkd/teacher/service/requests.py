@@ -27,15 +27,19 @@ class ForwardRequest:
     """[k] int32 indices among the b * s tokens, in increasing order."""
 
     @classmethod
-    def of_batch(cls, batch: KDBatch) -> "ForwardRequest":
-        """The request for a whole microbatch on the host: tokens outside of both masks are not wanted."""
+    def of_batch(cls, batch: KDBatch, wanted: Tensor) -> "ForwardRequest":
+        """The request for a whole microbatch on the host.
+
+        Args:
+            batch: the microbatch.
+            wanted: [b, s] bool, True for tokens whose hidden states are read.
+        """
         bounds = () if batch.packed is None else batch.bounds
-        weighs = (batch.ce_mask != 0.0) | (batch.kd_mask != 0.0)
         return cls(
             batch.tokens.to(torch.int32),
             batch.position_ids.to(torch.int32),
             torch.tensor(bounds, dtype=torch.int32),
-            weighs.flatten().nonzero().flatten().to(torch.int32),
+            wanted.flatten().nonzero().flatten().to(torch.int32),
         )
 
     @classmethod

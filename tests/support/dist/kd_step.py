@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -375,8 +376,7 @@ def build_teacher(
         source = open_cache(models.cache, "--kd-teacher-cache")
         return CachedTeacherSpec(source, models.kd, row_length=ROW).build(groups)
     if models.served:
-        kd, args = models.kd, Namespace(padded_vocab_size=PADDED, sequence_parallel=layout.sp)
-        return ServedTeacherSpec(ServedSource.ask(kd.teacher_url, 60.0), args, kd).build(groups)
+        return _served_teacher(layout, models, groups)
     if models.xtoken is None:
         if models.select:
             each = [build_teacher(layout, replace(models, select=False, salt=salt), groups) for salt in "AB"]
@@ -401,6 +401,20 @@ def build_teacher(
     if models.select:
         return TeacherEnsemble((same, other), (1.0, 1.0), selecting=True)
     return TeacherEnsemble((same, other), (0.4, 1.5))
+
+
+def _served_teacher(layout: Layout, models: Models, groups: Groups) -> ServedTeacher | TeacherEnsemble:
+    """The teachers behind `Models.served`; the last one has another tokenizer if there is one."""
+    kd, args = models.kd, Namespace(padded_vocab_size=PADDED, sequence_parallel=layout.sp)
+    sources = ServedSource.ask_each(kd.teacher_url, 60.0)
+    specs = [ServedTeacherSpec(source, args, kd) for source in sources]
+    if models.xtoken is not None:
+        cross = SimpleNamespace(view_of=lambda _: 0, vocabulary=lambda *_: cross_settings(models, groups)[0].vocabulary)
+        specs[-1] = replace(specs[-1], cross=cross)
+    teachers = tuple(spec.build(groups) for spec in specs)
+    if len(teachers) == 1:
+        return teachers[0]
+    return TeacherEnsemble(teachers, (1.0, 1.0) if models.select else (0.4, 1.5), selecting=models.select)
 
 
 def build_model_teacher(

@@ -25,6 +25,7 @@ from mkd.teacher.service.facts import TeacherFacts
 from mkd.teacher.service.messages import Kind, Message
 from mkd.teacher.service.model import TeacherRanks, is_front
 from mkd.teacher.service.server import TeacherServer
+from tests.support.dist.kd_pairs import TEACHER_PADDED, TEACHER_VOCAB
 from tests.support.dist.kd_run import STEPS, Run
 from tests.support.dist.kd_samples import VOCAB, microbatches
 from tests.support.dist.kd_step import Layout, Models, build_model_teacher, build_teacher, parallel_state
@@ -32,7 +33,9 @@ from tests.support.dist.pool import Pool, WorkerError
 
 
 def facts_of(layout: Layout, models: Models, **changes: Any) -> TeacherFacts:
-    """Facts of the small models' teacher."""
+    """Facts of the small models' teacher, or with `Models.xtoken` of that with another tokenizer."""
+    if models.xtoken is not None:
+        changes |= dict(fingerprint="foreign", vocab=TEACHER_VOCAB)
     cp, sp = layout.cp, layout.tp if layout.sp else 1
     facts = dict(
         fingerprint=models.salt,
@@ -103,13 +106,17 @@ def serve(
     stop = Path(folder) / "stop"
     with parallel_state(layout):
         groups = Groups.from_megatron()
-        teacher = build_model_teacher(layout, models, groups, tied=False, salt=models.salt)
+        if models.xtoken is None:
+            teacher = build_model_teacher(layout, models, groups, tied=False, salt=models.salt)
+        else:
+            teacher = build_model_teacher(layout, models, groups, tied=False, vocab=(TEACHER_VOCAB, TEACHER_PADDED))
         ranks = TeacherRanks(teacher, groups, sequence_parallel=layout.sp)
-        head = ranks.lm_head(VOCAB)
+        facts = facts_of(layout, models)
+        head = ranks.lm_head(facts.vocab)
         if not is_front(groups):
             ranks.follow()
             return 0, 0
-        server = _Faulty(facts_of(layout, models), ServiceAddress("127.0.0.1", port), None)
+        server = _Faulty(facts, ServiceAddress("127.0.0.1", port), None)
         server.fault, server.answers_left, server.last_signal = fault, answers, last_signal
         partial = Path(folder) / "partial"
         partial.write_text(server.address)
