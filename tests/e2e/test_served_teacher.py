@@ -4,6 +4,7 @@ import json
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +17,9 @@ from typing import Any
 import pytest
 
 from mkd.checkpoint.megatron_folder import TRACKER
+from mkd.cli import launch
 from tests.support.e2e.launch import _rank
+from tests.support.e2e.quick_python import serving
 from tests.support.e2e.small_job import ROOT, SCRIPT, Result, SmallJob, environment, free_port, make_small_job, run
 from tests.support.fork_server import fork_server
 
@@ -187,6 +190,30 @@ def test_five_kills_in_sixty_steps(start: Start, job: SmallJob, tmp_path: Path) 
     assert numbers(replace(alone, metrics=seen)) == numbers(alone)
     teacher.terminate()
     teacher.join()
+
+
+@pytest.fixture
+def quick_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`mkd launch` starts ranks that need not import anything."""
+    with serving(tmp_path) as folder:
+        script = tmp_path / "python"
+        script.write_text(f'#!/bin/sh\nshift 2\nexec {folder}/python {ROOT}/mkd/__main__.py "$@"\n')
+        script.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(script))
+        monkeypatch.setenv("MKD_DEVICE", "cpu")
+        yield
+
+
+def test_launch(quick_launch: None, job: SmallJob, alone: Result, tmp_path: Path) -> None:
+    """Two services and a student by one command, as with the teacher on the student's rank."""
+    port = free_port()
+    own = ["--teacher-gpus", "2", "--student-gpus", "1", "--teacher-flags", f"--metrics-port {port}"]
+    words = job.flags({**FLAGS, "--save": tmp_path / "launched"})
+    assert launch.main([*own, "--", *words]) == 1  # both services at one port
+    own[-1] = "--metrics-port 0"
+    assert launch.main([*own, "--", *words]) == 0
+    seen = [json.loads(line) for line in (tmp_path / "launched/metrics.jsonl").read_text().splitlines()]
+    assert numbers(replace(alone, metrics=seen)) == numbers(alone)
 
 
 @pytest.mark.parametrize(

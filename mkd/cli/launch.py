@@ -1,0 +1,237 @@
+"""Train a student and run its teacher beside it, on GPUs of their own, on one node.
+
+    mkd launch --teacher-gpus 4 --student-gpus 4 -- FLAGS
+    MKD_DEVICE=cpu mkd launch --teacher-gpus 1 --student-gpus 1 -- FLAGS    # two CPU processes
+
+FLAGS are those of mkd train with a teacher in --kd-teacher-hf or --kd-teacher-load, as on shared GPUs. The teacher's
+parallel sizes are --kd-teacher-tensor-model-parallel-size and so on (default: 1); with more GPUs than they need,
+several services (mkd serve-teacher) share the work. The student is taught through --kd-teacher-url: docs/teachers.md.
+
+Services listen on 127.0.0.1 at free ports, with a random secret (MKD_TEACHER_TOKEN) that only these jobs have. Signals
+go to the student, which saves and ends; then the teacher ends. If the teacher fails, the student saves and ends. The
+exit status is the student's, or that of the teacher if it has failed before.
+"""
+
+import argparse
+import os
+import secrets
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import batched
+
+from mkd.cli.node_jobs import NodeJob, free_ports, ranks_environment, run_jobs
+from mkd.cli.usage import command_parser
+from mkd.config.run_file import read_settings, without_files, words_of
+from mkd.errors import MkdConfigError, exit_status
+
+Flags = dict[str, list[str]]
+"""Flag -> its values, in the order of a command line."""
+
+_SIZES = ("tensor-model", "pipeline-model", "context", "expert-model", "expert-tensor")
+_TEACHERS = ("--kd-teacher-hf", "--kd-teacher-load")
+_SERVICE_ONLY = (*_TEACHERS, "--kd-teacher-dtype", *(f"--kd-teacher-{name}-parallel-size" for name in _SIZES))
+"""Flags of the teacher that the student does not have."""
+_SHARED = (
+    *("--seq-length", "--micro-batch-size", "--kd-packing", "--kd-packing-multiple", "--bf16", "--fp16"),
+    *("--transformer-impl", "--attention-backend", "--cp-comm-type", "--no-rope-fusion"),
+    *("--distributed-timeout-minutes", "--kd-log-level"),
+)
+"""Flags of rows, precision and kernels that teacher and student have."""
+
+
+def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The command's own flags, and those of the job."""
+    parser = command_parser(__doc__)
+    for name in ("teacher", "student"):
+        parser.add_argument(
+            f"--{name}-gpus", type=int, required=True, metavar="N", help=f"GPUs of the {name}; on CPU, its ranks"
+        )
+    parser.add_argument(
+        "--teacher-flags",
+        default="",
+        metavar="'FLAGS'",
+        help="further flags of mkd serve-teacher in quotes, such as --teacher-flags='--batch-tokens 8192'",
+    )
+    parser.add_argument("--print", action="store_true", help="print the commands of the jobs and end")
+    split = argv.index("--") if "--" in argv else len(argv)
+    own, words = parser.parse_args(argv[:split]), argv[split + 1 :]
+    if not words:
+        parser.error("the flags of mkd train are missing: give them after --")
+    return own, words
+
+
+def flags_of(words: Sequence[str]) -> Flags:
+    """The flags of a command line and of its files; of repeated ones the last."""
+    found: Flags = {}
+    flag = None
+    for word in [*words_of(read_settings(words)), *without_files(words)]:
+        if word.startswith("--"):
+            flag, equals, value = word.partition("=")
+            found.pop(flag, None)
+            found[flag] = [value] if equals else []
+        elif flag is None:
+            raise MkdConfigError(f"{word} is no flag: flags of mkd train follow --")
+        else:
+            found[flag].append(word)
+    return found
+
+
+def jobs(own: argparse.Namespace, flags: Flags, devices: Sequence[str] | None) -> tuple[list[NodeJob], NodeJob]:
+    """The services, and the student.
+
+    Args:
+        own: the command's flags.
+        flags: the job's flags.
+        devices: GPUs of this node; None on CPU.
+
+    Raises:
+        MkdConfigError: the flags do not fit.
+    """
+    for name in ("teacher", "student"):
+        if (count := getattr(own, f"{name}_gpus")) < 1:
+            raise MkdConfigError(f"--{name}-gpus is {count}; it must be at least 1")
+    total = own.teacher_gpus + own.student_gpus
+    if devices is not None and total > len(devices):
+        raise MkdConfigError(
+            f"--teacher-gpus {own.teacher_gpus} and --student-gpus {own.student_gpus} are {total} GPUs, and there are "
+            f"{len(devices)}: give fewer, or MKD_DEVICE=cpu for ranks on CPU"
+        )
+    given = [flag for flag in _TEACHERS if flag in flags]
+    if len(given) != 1:
+        raise MkdConfigError(
+            f"the flags after -- have {' and '.join(given) or 'no teacher to run'}: give --kd-teacher-hf or "
+            "--kd-teacher-load"
+        )
+    if "--kd-dry-run" in flags:
+        raise MkdConfigError("--kd-dry-run has no teacher to ask: give --print to see the commands, or run mkd doctor")
+    folders, ranks = flags[given[0]], ranks_of_replica(flags)
+    if not folders:
+        raise MkdConfigError(f"{given[0]} has no value: give the teacher's folder")
+    if own.teacher_gpus % (ranks * len(folders)):
+        raise MkdConfigError(
+            f"--teacher-gpus {own.teacher_gpus} is not a multiple of {ranks} ranks of a replica x {len(folders)} "
+            "teachers: change it, or --kd-teacher-tensor-model-parallel-size and the teacher's other parallel sizes"
+        )
+    each = own.teacher_gpus // (ranks * len(folders))
+    services = [(folder, number) for folder in folders for number in range(each)]
+    ports = free_ports(len(services))
+    places = [None] * len(services)
+    if devices is not None:
+        places = list(batched(devices[own.student_gpus : total], ranks))
+    common = service_flags(flags)
+    try:
+        further = shlex.split(own.teacher_flags)
+    except ValueError as error:
+        raise MkdConfigError(f"--teacher-flags {own.teacher_flags}: {error}") from None
+    teachers = [
+        NodeJob(
+            "teacher" if len(services) == 1 else f"teacher {number}",
+            ("serve-teacher", "--address", f"tcp://127.0.0.1:{port}", given[0], folder, *common, *further),
+            ranks,
+            place,
+        )
+        for number, ((folder, _), port, place) in enumerate(zip(services, ports, places, strict=True), start=1)
+    ]
+    student = ("train", *student_flags(flags, folders, [f"tcp://127.0.0.1:{port}" for port in ports]))
+    place = None if devices is None else tuple(devices[: own.student_gpus])
+    return teachers, NodeJob("student", student, own.student_gpus, place)
+
+
+def ranks_of_replica(flags: Flags) -> int:
+    """Ranks of one replica of the teacher."""
+    ranks = 1
+    for name in ("tensor-model", "pipeline-model", "context"):
+        flag = f"--kd-teacher-{name}-parallel-size"
+        text = " ".join(flags.get(flag, ["1"]))
+        if not text.isdecimal() or int(text) < 1:
+            raise MkdConfigError(f"{flag} is {text}; it must be a number of at least 1")
+        ranks *= int(text)
+    return ranks
+
+
+def service_flags(flags: Flags) -> list[str]:
+    """Flags of a service but its address and teacher."""
+    kept = {flag: flags[flag] for flag in (*_SHARED, "--kd-teacher-dtype") if flag in flags}
+    for name in _SIZES:
+        if (values := flags.get(f"--kd-teacher-{name}-parallel-size")) is not None:
+            kept[f"--{name}-parallel-size"] = values
+    if kept.get("--tensor-model-parallel-size", ["1"]) != ["1"]:
+        kept["--sequence-parallel"] = []
+    sizes = [*kept.get("--micro-batch-size", []), *flags.get("--eval-micro-batch-size", [])]
+    if len(sizes) > 1 and all(size.isdecimal() for size in sizes):
+        kept["--micro-batch-size"] = [max(sizes, key=int)]
+    if "--kd-xtoken-loss" in flags:
+        if "--kd-teacher-seq-length" not in flags:
+            raise MkdConfigError(
+                "--kd-xtoken-loss needs --kd-teacher-seq-length here: the service must know the length of the "
+                "teacher's rows, which the plan of mkd doctor shows"
+            )
+        kept["--seq-length"] = flags["--kd-teacher-seq-length"]
+    return words_of_flags(kept)
+
+
+def student_flags(flags: Flags, folders: Sequence[str], urls: Sequence[str]) -> list[str]:
+    """Flags of the student, taught through `urls` by the teachers in `folders`."""
+    kept = {flag: values for flag, values in flags.items() if flag not in _SERVICE_ONLY}
+    kept["--kd-teacher-url"] = list(urls)
+    if len(folders) > 1 and "--kd-teacher-weights" not in kept and kept.get("--kd-teachers-mode", ["sum"]) == ["sum"]:
+        kept["--kd-teacher-weights"] = [repr(1.0 / len(folders))] * len(folders)
+    if "--kd-xtoken-loss" in flags:
+        kept.setdefault("--kd-teacher-tokenizer", list(folders))
+    return words_of_flags(kept)
+
+
+def words_of_flags(flags: Flags) -> list[str]:
+    """The words of a command line."""
+    words: list[str] = []
+    for flag, values in flags.items():
+        is_signed = len(values) == 1 and values[0].startswith("-")
+        words += [f"{flag}={values[0]}"] if is_signed else [flag, *values]
+    return words
+
+
+def visible_devices(environ: Mapping[str, str] = os.environ) -> list[str] | None:
+    """GPUs of this node, as CUDA_VISIBLE_DEVICES lists them; None if the jobs run on CPU."""
+    from mkd import cpu
+
+    if cpu.wanted():
+        return None
+    listed = environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is not None:
+        return [name for name in listed.split(",") if name]
+    import torch
+
+    return [str(number) for number in range(torch.cuda.device_count())]
+
+
+def launch(own: argparse.Namespace, words: list[str]) -> int:
+    """Run the jobs; returns their exit status.
+
+    Raises:
+        MkdConfigError: the flags or the environment do not fit.
+    """
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise MkdConfigError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: mkd launch starts the ranks of a node itself, so run it once, "
+            "without torchrun"
+        )
+    teachers, student = jobs(own, flags_of(words), visible_devices())
+    if own.print:
+        for job in (*teachers, student):
+            print(f"{job.name}, ranks: {job.ranks}: mkd {shlex.join(job.words)}")
+        return 0
+    ranks = own.teacher_gpus + own.student_gpus
+    return run_jobs(teachers, student, ranks_environment(ranks, secrets.token_hex(32)))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command. Returns the exit status of the jobs; 1 after an error of the user."""
+    own, words = parse_arguments(sys.argv[1:] if argv is None else argv)
+    status = 0
+
+    def run() -> None:
+        nonlocal status
+        status = launch(own, words)
+
+    return exit_status(run) or status

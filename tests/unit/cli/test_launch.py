@@ -1,0 +1,155 @@
+"""`mkd launch`: the flags of both jobs, and how the processes of a node end."""
+
+import os
+import shlex
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from mkd.cli import node_jobs
+from mkd.cli.launch import flags_of, jobs, parse_arguments, visible_devices
+from mkd.cli.node_jobs import NodeJob, ranks_environment, run_jobs
+from mkd.errors import MkdConfigError
+
+FLAGS = (
+    "--kd-teacher-hf T --kd-student-hf S --kd-ratio 0.5 --seq-length 64 --micro-batch-size 2 --bf16 --lr 1e-4 "
+    "--tensor-model-parallel-size 2 --sequence-parallel --kd-teacher-dtype fp8"
+)
+
+
+def both(flags: str, *own: str, devices: list[str] | None = None) -> tuple[list[NodeJob], NodeJob]:
+    arguments, words = parse_arguments([*own, "--", *shlex.split(flags)])
+    return jobs(arguments, flags_of(words), devices)
+
+
+def sizes(teacher: int, student: int) -> list[str]:
+    return ["--teacher-gpus", str(teacher), "--student-gpus", str(student)]
+
+
+def test_flags_of_both_jobs() -> None:
+    [service], student = both(FLAGS, *sizes(1, 2))
+    url = service.words[2]
+    assert service.words == (
+        *("serve-teacher", "--address", url, "--kd-teacher-hf", "T", "--seq-length", "64", "--micro-batch-size", "2"),
+        *("--bf16", "--kd-teacher-dtype", "fp8"),
+    )
+    assert student.words == (
+        *("train", "--kd-student-hf", "S", "--kd-ratio", "0.5", "--seq-length", "64", "--micro-batch-size", "2"),
+        *("--bf16", "--lr", "1e-4", "--tensor-model-parallel-size", "2", "--sequence-parallel"),
+        *("--kd-teacher-url", url),
+    )
+    assert (service.ranks, student.ranks, student.devices) == (1, 2, None)
+
+
+def test_replicas_layout_and_devices() -> None:
+    own = [*sizes(4, 2), "--teacher-flags=--batch-tokens 99"]
+    teachers, student = both(FLAGS + " --kd-teacher-tensor-model-parallel-size 2", *own, devices=list("abcdefgh"))
+    assert [one.devices for one in teachers] == [("c", "d"), ("e", "f")] and student.devices == ("a", "b")
+    for one in teachers:
+        assert one.ranks == 2 and one.words[-2:] == ("--batch-tokens", "99")
+        assert "--tensor-model-parallel-size 2 --sequence-parallel" in " ".join(one.words)
+    assert "--kd-teacher-tensor-model-parallel-size" not in student.words
+    assert len(set(student.words[student.words.index("--kd-teacher-url") + 1 :])) == 2
+
+
+def test_several_teachers_and_another_tokenizer() -> None:
+    flags = FLAGS.replace("-hf T", "-hf T U") + " --kd-xtoken-loss gold --kd-teacher-seq-length 80"
+    teachers, student = both(flags, *sizes(2, 1))
+    assert [one.words[4] for one in teachers] == ["T", "U"]
+    assert all("--seq-length 80" in " ".join(one.words) for one in teachers)
+    text = " ".join(student.words)
+    assert "--kd-teacher-weights 0.5 0.5" in text and "--kd-teacher-tokenizer T U" in text
+
+
+def test_flags_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("models:\n  kd-teacher-hf: T\nlr: 1e-4\nbf16: true\nseq-length: 8\n")
+    [service], student = both(f"--kd-config {tmp_path}/run.yaml --lr -1 --seq-length 16", *sizes(1, 1))
+    assert service.words[3:] == ("--kd-teacher-hf", "T", "--seq-length", "16", "--bf16")
+    assert student.words[:-2] == ("train", "--bf16", "--lr=-1", "--seq-length", "16")
+
+
+@pytest.mark.parametrize(
+    ("flags", "own", "words"),
+    [
+        ("--lr 1", sizes(1, 1), "no teacher to run: give --kd-teacher-hf"),
+        ("--kd-teacher-hf", sizes(1, 1), "--kd-teacher-hf has no value"),
+        ("--kd-teacher-hf T --kd-teacher-load U", sizes(1, 1), "--kd-teacher-hf and --kd-teacher-load"),
+        ("lr", sizes(1, 1), "lr is no flag"),
+        ("--kd-teacher-hf T", sizes(0, 1), "--teacher-gpus is 0"),
+        ("--kd-teacher-hf T", sizes(1, -1), "--student-gpus is -1"),
+        ("--kd-teacher-hf T U", sizes(3, 1), "--teacher-gpus 3 is not a multiple of 1 ranks of a replica x 2"),
+        ("--kd-teacher-hf T --kd-teacher-context-parallel-size x", sizes(1, 1), "parallel-size is x"),
+        ("--kd-teacher-hf T --kd-xtoken-loss gold", sizes(1, 1), "needs --kd-teacher-seq-length"),
+        ("--kd-teacher-hf T --kd-dry-run", sizes(1, 1), "give --print"),
+        ("--kd-teacher-hf T", [*sizes(1, 1), "--teacher-flags='"], "--teacher-flags '"),
+    ],
+)
+def test_refused(flags: str, own: list[str], words: str) -> None:
+    with pytest.raises(MkdConfigError, match=words):
+        both(flags, *own)
+
+
+def test_more_gpus_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(MkdConfigError, match="are 3 GPUs, and there are 2"):
+        both(FLAGS, *sizes(1, 2), devices=["0", "1"])
+    monkeypatch.setenv("MKD_DEVICE", "cpu")
+    assert visible_devices() is None
+
+
+@pytest.fixture
+def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python -m mkd TEXT` runs a text of the shell."""
+    script = tmp_path / "python"
+    script.write_text('#!/bin/sh\ncd "$(dirname "$0")"\nexec sh -c "$3"\n')
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    monkeypatch.setattr(node_jobs, "_GRACE_S", 0.2)
+
+
+UNTIL_TERM = "trap 'echo ended > {}; exit {}' TERM; while :; do sleep 0.02; done"
+
+
+def run_shell(teacher: str, student: str, ranks: int = 1) -> int:
+    teachers = [NodeJob("teacher", (teacher,), 1, None)]
+    return run_jobs(teachers, NodeJob("student", (student,), ranks, None), ranks_environment(2, "t" * 16))
+
+
+@pytest.mark.parametrize(("student", "status"), [("exit 0", 0), ("exit 75", 75), ("kill -9 $$", 137)])
+def test_status_of_the_student(shell: None, tmp_path: Path, student: str, status: int) -> None:
+    waits = "while [ ! -e ready ]; do sleep 0.02; done; "
+    assert run_shell("touch ready; " + UNTIL_TERM.format("teacher", 0), waits + student) == status
+
+
+def test_failed_teacher_ends_the_student(shell: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    teacher = "while [ ! -e ready ]; do sleep 0.02; done; echo bad folder; exit 3"
+    assert run_shell(teacher, UNTIL_TERM.format("student", 0).replace("while", "touch ready; while")) == 3
+    assert (tmp_path / "student").exists()
+    assert "teacher | bad folder" in capfd.readouterr().out
+
+
+def test_ranks_that_hang_after_another_has_failed(shell: None) -> None:
+    hangs = "trap '' TERM; if [ $RANK = 1 ]; then exit 4; fi; while :; do sleep 0.02; done"
+    assert run_shell(UNTIL_TERM.format("teacher", 0), hangs, ranks=2) == 4
+
+
+def test_signals_and_environment(shell: None, tmp_path: Path) -> None:
+    """A signal reaches each rank of the student, and the teacher ends after it."""
+    student = (
+        "trap 'echo $RANK/$WORLD_SIZE/$MKD_TEACHER_TOKEN > got.$RANK; exit 0' USR1; touch ready.$RANK; "
+        "while :; do sleep 0.02; done"
+    )
+
+    def send() -> None:
+        while not all((tmp_path / f"ready.{rank}").exists() for rank in (0, 1)):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    assert run_shell("[ -e got.0 ]; " + UNTIL_TERM.format("teacher", 0), student, ranks=2) == 0
+    thread.join()
+    assert [(tmp_path / f"got.{rank}").read_text() for rank in (0, 1)] == [f"{r}/2/{'t' * 16}\n" for r in (0, 1)]
