@@ -81,6 +81,11 @@ class CachedTeacherSpec:
         return []
 
     @property
+    def served(self) -> list[Namespace]:
+        """See `TeacherSpec`."""
+        return []
+
+    @property
     def target_description(self) -> str:
         """See `TeacherSpec`."""
         meta = self.source.meta

@@ -14,7 +14,13 @@ def workload(job: Job) -> Workload:
     """The inputs of the memory estimate, from a job."""
     teachers = [] if job.kd.is_plain_pretraining else job.teacher.models
     return Workload(
-        job.args, teachers, job.kd, on_gpu=not cpu.is_target(), lora=job.lora, shares_teacher=job.shares_teacher
+        job.args,
+        teachers,
+        job.kd,
+        on_gpu=not cpu.is_target(),
+        lora=job.lora,
+        served=[] if job.kd.is_plain_pretraining else job.teacher.served,
+        shares_teacher=job.shares_teacher,
     )
 
 

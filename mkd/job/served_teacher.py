@@ -3,6 +3,7 @@
 import math
 from argparse import Namespace
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -226,6 +227,15 @@ class ServedTeacherSpec:
     def models(self) -> list[Namespace]:
         """See `TeacherSpec`: no model runs on the student's ranks."""
         return []
+
+    @property
+    def served(self) -> list[Namespace]:
+        """See `TeacherSpec`."""
+        sizes = copy(self.args)
+        sizes.hidden_size, sizes.params_dtype = self.source.facts.width, self.source.facts.torch_dtype
+        if self.cross is not None:
+            sizes.padded_vocab_size, sizes.seq_length = self.cross.own_tokens(self.source)
+        return [sizes]
 
     @property
     def target_description(self) -> str:

@@ -45,6 +45,11 @@ class TeacherSpec(Protocol):
         ...
 
     @property
+    def served(self) -> list[Namespace]:
+        """See `Workload.served`."""
+        ...
+
+    @property
     def sources(self) -> list[TeacherSource]:
         """One source per teacher whose metrics are reported separately."""
         ...
@@ -212,6 +217,11 @@ class ModelTeacherSpec:
         return [self.args]
 
     @property
+    def served(self) -> list[Namespace]:
+        """See `TeacherSpec`."""
+        return []
+
+    @property
     def target_description(self) -> str:
         """See `TeacherSpec`."""
         kd = self.kd
@@ -314,6 +324,11 @@ class EnsembleTeacherSpec:
     def models(self) -> list[Namespace]:
         """See `TeacherSpec`."""
         return [model for teacher in self.teachers for model in teacher.models]
+
+    @property
+    def served(self) -> list[Namespace]:
+        """See `TeacherSpec`."""
+        return [model for teacher in self.teachers for model in teacher.served]
 
     @property
     def target_description(self) -> str:

@@ -64,6 +64,9 @@ class Workload:
     """Adapters of a frozen student; None if all its weights are trained."""
     shares_teacher: bool = False
     """True if the frozen weights are the teacher's, in one copy."""
+    served: Sequence[Namespace] = ()
+    """Megatron's arguments of the student with the sizes of each teacher that a service computes. The student's last
+    stage has its LM head and hidden states."""
 
 
 @dataclass(frozen=True)
@@ -134,12 +137,14 @@ def _stage(work: Workload, stage: int) -> StageMemory:
         WORKSPACES: WORKSPACE_BYTES if work.on_gpu else 0,
     }
     # The loss reads teachers in the student's layout.
-    teachers = [_with_student_values(teacher, student, LAYOUT) for teacher in work.teachers]
+    teachers = [_with_student_values(teacher, student, LAYOUT) for teacher in (*work.teachers, *work.served)]
+    served = teachers[len(work.teachers) :]
     is_last = stage == student.pipeline_model_parallel_size - 1
     lm_heads = sum(map(_lm_head_bytes, teachers)) if is_last else 0
     weights = 0.0
     if not work.shares_teacher:
         weights = sum(_teacher_weights(teacher, student, stage) for teacher in work.teachers)
+    weights += sum(map(_lm_head_bytes, served)) if is_last else 0
     if not kd.teacher_offload:
         held[TEACHER], weights, lm_heads = weights, 0, 0
     hidden = _hidden_bytes(work, teachers) if is_last else 0.0
@@ -161,7 +166,7 @@ def _stage(work: Workload, stage: int) -> StageMemory:
     if is_last:
         working = residual_bytes(student) + _gathered(student, teachers)  # residual: output of the last norm
         phases["loss"] = {**alive, LOGITS: logit_bytes(student, teachers, kd, work.on_gpu), WORKING: working}
-    if teachers:
+    if work.teachers:
         working = max(_teacher_working_bytes(teacher, student, stage, work.on_gpu) for teacher in work.teachers)
         phases["teacher forward"] = {HIDDEN: hidden, WORKING: working}
         if kd.teacher_offload:

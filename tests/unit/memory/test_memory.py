@@ -1,5 +1,6 @@
 """The memory estimate against sizes by hand and measured peaks. tests/dist/test_memory.py uses real models."""
 
+from copy import copy
 from typing import Any
 
 import pytest
@@ -96,6 +97,24 @@ def test_adapters_of_8b() -> None:
     assert held["peak"] < 40 * GIB
     replicated = 32 * 16 * 7 * 4096  # the A of q, k, v, gate and up, and the B of o and down
     assert lora_of_8b(2)[GRADIENTS] == 4 * (replicated + (ADAPTERS_OF_8B - replicated) / 2)
+
+
+def test_served_teacher():
+    """The last stage has the rows of the LM head of its vocabulary shard, and hidden states; nothing else is loaded."""
+    shape = {"padded_vocab_size": 32000, "seq_length": 1024, "micro_batch_size": 2, "global_batch_size": 16}
+    for changes, shards in ({}, 1), ({TP: 2, **SP}, 2), ({PP: 2}, 1):
+        student = llama_arguments(8, 1024, 2816, 16, 4, True, **shape, **changes)
+        served = copy(student)
+        served.hidden_size = 2048
+        kd = KDConfig(teacher_url=["tcp://a:1"], ratio=0.5)
+        *others, last = estimate(Workload(student, [], kd, on_gpu=True, served=[served]))
+        *_, alone = estimate(Workload(student, [], kd, on_gpu=True))
+        assert last.held[TEACHER] == 2 * 32000 * 2048 / shards
+        microbatches = 8 if PP in changes else 1
+        assert last.most(HIDDEN) == microbatches * 2 * 2 * 1024 * 2048 / shards
+        assert last.most(LOGITS) > alone.most(LOGITS)
+        assert "teacher forward" not in last.phases
+        assert [one.held.get(TEACHER, 0) for one in others] == [0] * len(others)
 
 
 def test_measured_step_of_8b_and_1b():
