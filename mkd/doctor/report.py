@@ -10,6 +10,7 @@ from rich.text import Text
 from mkd import cpu
 from mkd.config import data_args
 from mkd.data.sources.preview import BEGIN, END
+from mkd.doctor import split
 from mkd.doctor.findings import Findings
 from mkd.doctor.peek import CONTEXT, TARGET, peek
 from mkd.job.job import Job
@@ -65,6 +66,8 @@ def check_memory(job: Job, capacity_gib: float | None, findings: Findings, conso
         return
     work = workload(job)
     need = needed(work)
+    if (proposed := split.advice(work, capacity_gib * GIB)) is not None:
+        console.print(proposed, highlight=False, soft_wrap=True)
     if need <= capacity_gib * GIB:
         console.print(f"{need / GIB:.1f} of {capacity_gib:.1f} GiB of GPU memory", highlight=False)
         return

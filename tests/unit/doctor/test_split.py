@@ -1,0 +1,50 @@
+"""The proposed split of GPUs between a teacher service and its student."""
+
+from copy import copy
+
+import pytest
+
+from mkd.config.kd_config import KDConfig
+from mkd.doctor.split import advice, propose
+from mkd.memory import Workload
+from tests.support.memory_jobs import llama_arguments
+
+GIB = 2**30
+SHAPE = {"padded_vocab_size": 128256, "seq_length": 4096, "micro_batch_size": 1, "global_batch_size": 24}
+SMALL, LARGE, HUGE = (16, 2048, 8192, 32, 8), (32, 4096, 14336, 32, 8), (80, 8192, 28672, 64, 8)
+"""Shapes of Llama with 1B, 8B and 70B parameters."""
+
+
+def work(teacher: tuple[int, ...], gpus: int, **changes: int) -> Workload:
+    student = llama_arguments(*SMALL, True, **SHAPE)
+    vars(student).update(world_size=gpus, data_parallel_size=gpus, use_distributed_optimizer=True, **changes)
+    return Workload(student, [llama_arguments(*teacher, False, **SHAPE)], KDConfig(teacher_hf=["T"], ratio=0.5), True)
+
+
+def test_balanced_split() -> None:
+    """Operations per parameter and token: 6 of the student, 2 of the teacher. 1.2B and 8B need about 1 to 2 GPUs."""
+    split = propose(work(LARGE, 6), 80 * GIB)
+    assert (split.teacher_gpus, split.student_gpus, split.teacher_tp) == (4, 2, 1)
+    assert 1.0 <= split.time < 1.15 and split.student_fits
+    found = advice(work(LARGE, 6), 80 * GIB)
+    assert "sharing all 6 GPUs is fastest" in found and "mkd launch --teacher-gpus 4 --student-gpus 2" in found
+
+
+def test_teacher_that_does_not_fit_beside_the_student() -> None:
+    found = advice(work(HUGE, 8), 80 * GIB)
+    assert "do not fit together" in found
+    assert "mkd launch --teacher-gpus 6 --student-gpus 2 and --kd-teacher-tensor-model-parallel-size 2" in found
+
+
+def test_no_choice() -> None:
+    assert advice(work(LARGE, 1), 80 * GIB) is None
+    alone = work(LARGE, 4)
+    assert advice(Workload(alone.student, [], alone.kd, True), 80 * GIB) is None
+    assert advice(work(HUGE, 2), 40 * GIB) is None
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_layout_of_the_student(tp: int) -> None:
+    one = work(LARGE, 8, tensor_model_parallel_size=tp)
+    assert propose(one, 80 * GIB).student_gpus % tp == 0
+    assert one.student.world_size == 8 and copy(one.student) is not one.student
