@@ -36,12 +36,12 @@ class ServiceOptions:
     """Flags of mkd serve-teacher itself."""
 
     address: str
-    """Where to listen."""
+    """Address of the service."""
     batch_tokens: int | None = None
     """See `TeacherServer`."""
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None
-    """Of /health and /metrics; None for neither."""
+    """Port of /health and /metrics; None for neither."""
 
     def check(self) -> None:
         """Raise MkdConfigError for a number out of its bounds."""

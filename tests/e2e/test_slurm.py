@@ -225,6 +225,30 @@ def test_environment_of_each_rank(slurm: Slurm) -> None:
     assert not any(word.startswith("--container") for word in words)
 
 
+def test_teacher_services_on_nodes_of_their_own(slurm: Slurm, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(
+        '#!/bin/sh\ntrap "echo ended; exit 0" TERM\necho "$MASTER_ADDR $WORLD_SIZE $MKD_TEACHER_TOKEN $*"\n'
+        f"touch {tmp_path}/up.$RANK\nwhile :; do sleep 0.02; done\n"
+    )
+    python.chmod(0o755)
+    slurm.path = [tmp_path]
+    slurm.variables = {"TEACHER_NODES": "1", "TEACHER_FLAGS": "--kd-teacher-hf T", "SLURM_NTASKS_PER_NODE": "2"}
+    waits = f"while [ ! -e {tmp_path}/up.0 ] || [ ! -e {tmp_path}/up.1 ]; do sleep 0.02; done; "
+    command = waits + f'echo "$MASTER_ADDR $WORLD_SIZE $MKD_TEACHER_TOKEN $*"; echo 8 >"$SAVE/{TRACKER}"'
+    assert slurm.submit("sh", "-c", command, "train") == 0, slurm.output
+    [service] = [path.read_text() for path in (slurm.save / "logs").glob("*.teacher-node2.log")]
+    [student] = [path.read_text() for path in (slurm.save / "logs").glob(f"{JOB_ID}.0.log")]
+    token = student.split()[2]
+    assert len(token) == 64
+    assert student == f"127.0.0.1 2 {token} --kd-teacher-url tcp://node2:24712\n" * 2
+    started = f"node2 2 {token} -m mkd serve-teacher --address tcp://0.0.0.0:24712 --kd-teacher-hf T\n"
+    assert sorted(service.splitlines()) == sorted([*[started.strip()] * 2, "ended", "ended"])
+    slurm.variables["TEACHER_NODES"] = "2"
+    (slurm.save / TRACKER).unlink()
+    assert slurm.submit("true") == 1 and "TEACHER_NODES is 2 of 2 nodes" in slurm.output
+
+
 def test_in_a_container(slurm: Slurm, tmp_path: Path) -> None:
     for name in ("teacher", "student", "data"):
         (tmp_path / name).mkdir()

@@ -20,7 +20,7 @@ class ServiceStatus:
     state: str
     """loading, serving or stopping."""
     fingerprint: str
-    """Of its teacher."""
+    """Fingerprint of its teacher."""
     counters: dict[str, float]
     """See `TeacherServer.counters`."""
     uptime_s: float
