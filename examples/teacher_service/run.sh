@@ -15,6 +15,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 RUNS="${RUNS:-runs/teacher_service}"
 STEPS="${STEPS:-20}"
+SEQ_LENGTH="${SEQ_LENGTH:-128}"
 
 step() { printf '\n\033[1m[%3d s] %s\033[0m\n' "$SECONDS" "$*"; }
 
@@ -59,7 +60,7 @@ rm -rf "${OUT:?}"
 mkd launch --teacher-gpus 1 --student-gpus 1 -- \
     --kd-teacher-hf "$TEACHER" --kd-student-hf "$STUDENT" --kd-ratio 0.9 \
     --train-data-path "$DATA/train_text_document" --valid-data-path "$DATA/valid_text_document" \
-    --seq-length 128 --micro-batch-size 1 --global-batch-size 4 --kd-teacher-ahead 2 \
+    --seq-length "$SEQ_LENGTH" --micro-batch-size 1 --global-batch-size 4 --kd-teacher-ahead 2 \
     --train-iters "$STEPS" --lr 1e-3 --min-lr 5e-5 --lr-decay-style cosine --lr-warmup-iters 3 --clip-grad 1.0 \
     --weight-decay 0.01 --adam-beta2 0.95 --save "$OUT" --save-interval "$STEPS" --log-interval 2 \
     --eval-interval "$STEPS" --eval-iters 2
