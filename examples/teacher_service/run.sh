@@ -9,7 +9,7 @@
 # runs/teacher_service. Prepared models and texts are kept; the training starts again.
 #
 # TEACHER and STUDENT (Hugging Face folders) and DATA (a folder with train_text_document and valid_text_document of
-# mkd preprocess) may name other ones.
+# mkd preprocess) may name other ones. MKD_SKIP_SETUP=1 takes the commands mkd and python on PATH.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -19,8 +19,10 @@ SEQ_LENGTH="${SEQ_LENGTH:-128}"
 
 step() { printf '\n\033[1m[%3d s] %s\033[0m\n' "$SECONDS" "$*"; }
 
-bash tools/setup_env.sh
-export PATH="$PWD/.venv/bin:$PATH"
+if [[ -z "${MKD_SKIP_SETUP:-}" ]]; then
+    bash tools/setup_env.sh
+    export PATH="$PWD/.venv/bin:$PATH"
+fi
 export MKD_DEVICE=cpu                   # even with a GPU: this run is designed for two CPU processes
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 export PYTHONWARNINGS=ignore
