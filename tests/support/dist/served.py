@@ -213,7 +213,8 @@ def served_run(
         try:
             return run.result(steps)
         finally:
-            run._teacher.close()
+            for teacher in getattr(run._teacher, "teachers", [run._teacher]):
+                teacher.close()
 
 
 def impatient_run(*args: Any) -> dict[str, Any]:
