@@ -184,6 +184,11 @@ class InferenceTeacherSpec:
         return []
 
     @property
+    def served(self) -> list[Namespace]:
+        """See `TeacherSpec`: the targets of a few tokens are all that is on the student's ranks."""
+        return []
+
+    @property
     def target_description(self) -> str:
         """See `TeacherSpec`."""
         return f"the teacher's {self.kd.top_k} most probable tokens, tail {self.kd.top_k_tail}"

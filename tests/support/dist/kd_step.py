@@ -405,11 +405,16 @@ def build_teacher(
 
 def _served_teacher(layout: Layout, models: Models, groups: Groups) -> ServedTeacher | TeacherEnsemble:
     """The teachers behind `Models.served`; the last one has another tokenizer if there is one."""
-    kd, args = models.kd, Namespace(padded_vocab_size=PADDED, sequence_parallel=layout.sp)
+    sizes = dict(padded_vocab_size=PADDED, micro_batch_size=layout.mbs, seq_length=ROW)
+    kd, args = models.kd, Namespace(sequence_parallel=layout.sp, **sizes)
     sources = ServedSource.ask_each(kd.teacher_url, 60.0)
     specs = [ServedTeacherSpec(source, args, kd) for source in sources]
     if models.xtoken is not None:
-        cross = SimpleNamespace(view_of=lambda _: 0, vocabulary=lambda *_: cross_settings(models, groups)[0].vocabulary)
+        cross = SimpleNamespace(
+            view_of=lambda _: 0,
+            vocabulary=lambda *_: cross_settings(models, groups)[0].vocabulary,
+            own_tokens=lambda _: (kd_pairs.TEACHER_VOCAB, ROW),
+        )
         specs[-1] = replace(specs[-1], cross=cross)
     teachers = tuple(spec.build(groups) for spec in specs)
     if len(teachers) == 1:
