@@ -91,7 +91,8 @@ class Trainings:
 
     def flags(self, layout: Layout, save: Path, changes: dict[str, Any] | None = None) -> list[str]:
         """The command line of a training that saves to, and resumes from, one folder."""
-        whole = {**SIX, "--save": save, "--load": save, **layout.flags, **(changes or {})}
+        short = {"--global-batch-size": 2} if self.lab.is_small else {}  # one microbatch per step
+        whole = {**SIX, **short, "--save": save, "--load": save, **layout.flags, **(changes or {})}
         return [str(SCRIPT), *(word.replace("{root}", str(self.root)) for word in self.job.flags(whole))]
 
     def start(self, layout: Layout, save: Path, changes: dict[str, Any] | None = None, **options: Any) -> Job:
