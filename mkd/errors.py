@@ -12,6 +12,8 @@ from collections.abc import Callable
 _LINE_ENDS = re.compile(r"\s*[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]+\s*")
 _CONTROL = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 """Characters that change how a terminal shows a text, besides tab and line ends."""
+_LONGEST = 8_000
+"""Characters of a message at most."""
 _FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 
 
@@ -27,7 +29,8 @@ class MkdError(Exception):
     """Base of all errors that a user can correct. The message is one line, whatever it quotes."""
 
     def __init__(self, message: object = "") -> None:
-        super().__init__(visible(_LINE_ENDS.sub(" ", _own_part(str(message), type(self).__name__))))
+        own = _shortened(_own_part(str(message), type(self).__name__))
+        super().__init__(visible(_LINE_ENDS.sub(" ", own)))
 
 
 class MkdConfigError(MkdError):
@@ -74,6 +77,13 @@ def is_correctable(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.filename is not None or error.errno in _FULL_DISK
     return isinstance(error, MkdError)
+
+
+def _shortened(message: str) -> str:
+    """The message without its middle, if it quotes a word of megabytes."""
+    if len(message) <= _LONGEST:
+        return message
+    return f"{message[: _LONGEST // 2]} ... ({len(message):,} characters) ... {message[-_LONGEST // 4 :]}"
 
 
 def _own_part(message: str, name: str) -> str:

@@ -60,3 +60,9 @@ def test_errors_of_the_file_system_name_a_file(tmp_path: Path, path: str) -> Non
 def test_other_errors_are_reported_with_their_traceback() -> None:
     assert is_correctable(MkdDataError("x")) and is_correctable(OSError(errno.ENOSPC, "full"))
     assert not is_correctable(OSError(errno.EPIPE, "broken")) and not is_correctable(ValueError("x"))
+
+
+def test_a_quoted_word_of_megabytes_is_cut() -> None:
+    text = str(MkdDataError(f"key {'x' * 20_000_000} is unknown: remove it"))
+    assert len(text) < 8_000 and text.startswith("key xxx") and text.endswith("xxx is unknown: remove it")
+    assert "... (20,000,026 characters) ..." in text
