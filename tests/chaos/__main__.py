@@ -20,7 +20,7 @@ from pathlib import Path
 from tests.chaos.lab import Experiment, Lab, Report, run_experiments
 from tests.chaos.sandbox import Faults, faults, prepare
 
-SMALL = {"signals": 1, "calls": 2, "disk": 1, "places": 1, "fuzz": 8, "flags": 4}
+SMALL = {"signals": 1, "calls": 2, "disk": 1, "places": 1, "fuzz": 8, "flags": 4, "readers": 40}
 """Cases of --small: every experiment, and every part of this program, in under 40 s."""
 
 
@@ -32,6 +32,7 @@ def experiments_of(lab: Lab) -> dict[str, Callable[[], Experiment]]:
     from tests.chaos.jobs import Trainings
     from tests.chaos.random_flags import RandomFlags
     from tests.chaos.random_signals import RandomSignals
+    from tests.chaos.readers import Readers
 
     trainings, fuzz = cache(lambda: Trainings(lab)), cache(lambda: Fuzz(lab))
     makers: dict[str, Callable[[], Experiment]] = {
@@ -39,6 +40,7 @@ def experiments_of(lab: Lab) -> dict[str, Callable[[], Experiment]]:
         "places": lambda: Disturbances(lab, trainings()),
         "fuzz": fuzz,
         "flags": lambda: RandomFlags(lab, fuzz()),
+        "readers": lambda: Readers(lab),
     }
     if lab.faults is None:
         print("no C compiler: saves are not disturbed at their calls")
