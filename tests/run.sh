@@ -8,6 +8,6 @@ export PATH="$PWD/.venv/bin:$PATH"
 # Tests start up to 8 processes: more than one thread in each would only make them wait for one another.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 if (($# == 0)); then
-    set -- --numprocesses 2 --dist loadfile
+    set -- --numprocesses 2 --dist loadfile --no-loadscope-reorder # folders of long tests come first
 fi
 exec python -m pytest -m "not gpu and not slow and not served" "$@"

@@ -67,9 +67,9 @@ def one_rank(gloo_pool: GetPool) -> Callable[[Models], Outcome]:
     return reference
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", [*TABLE, *slow(MORE)])
 def test_layout(gloo_pool: GetPool, one_rank: Callable[[Models], Outcome], name: str) -> None:
-    ranks, layout, models = TABLE[name]
+    ranks, layout, models = (TABLE | MORE)[name]
     assert_same(Outcome.of(gloo_pool, ranks, layout, models, steps=1), one_rank(models))
 
 
@@ -112,10 +112,3 @@ def test_planted_fault_is_detected(
     seen = Outcome.of(gloo_pool, ranks, layout, models, steps=1, fault=fault)
     with pytest.raises(AssertionError, match="evaluation"):
         assert_same(seen, one_rank(models))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MORE)
-def test_more_layouts(gloo_pool: GetPool, one_rank: Callable[[Models], Outcome], name: str) -> None:
-    ranks, layout, models = MORE[name]
-    assert_same(Outcome.of(gloo_pool, ranks, layout, models, steps=1), one_rank(models))

@@ -32,7 +32,6 @@ def packed(models: Models) -> Models:
 TABLE = {
     "mbs1": (1, Layout(mbs=1), PARTITION),
     "tp2-sp-packed": (2, Layout(tp=2, sp=True, mbs=4), packed(P_KL)),
-    "cp2-packed": (2, Layout(cp=2, mbs=1), packed(KD_ONLY)),
     "cp2-few": (2, Layout(cp=2, mbs=1), FEW),
     "tp2-sp-cp2-packed": (4, Layout(tp=2, sp=True, cp=2), packed(PARTITION)),
     "tp2-pp2": (4, Layout(tp=2, pp=2), GOLD),
@@ -40,6 +39,7 @@ TABLE = {
     "cp2-dp2-opt": (4, Layout(cp=2, mbs=1, dist_opt=True), RELAXED),
 }
 MORE = {
+    "cp2-packed": (2, Layout(cp=2, mbs=1), packed(KD_ONLY)),
     "packed-mbs4": (1, Layout(mbs=4), packed(GOLD)),
     "tp2": (2, Layout(tp=2), PARTITION),
     "cp2": (2, Layout(cp=2), P_KL),

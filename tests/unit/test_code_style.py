@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from statistics import quantiles
 
@@ -26,6 +27,12 @@ FILES = python_files("mkd", "tools", "benchmarks", "examples", "tests")
 LIBRARY = python_files("mkd", "tools", "benchmarks", "examples")
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """Each file is parsed once for all tests."""
+    return ast.parse(path.read_text())
+
+
 def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
@@ -45,17 +52,15 @@ def length_of(function: ast.FunctionDef) -> int:
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_files_and_functions_stay_below_the_hard_limits(path):
-    source = path.read_text()
-    assert len(source.splitlines()) <= FILE_LINES, "split this file"
-    for function in functions_of(ast.parse(source)):
+    assert len(path.read_text().splitlines()) <= FILE_LINES, "split this file"
+    for function in functions_of(tree_of(path)):
         limit = KERNEL_LINES if is_kernel(function) else FUNCTION_LINES
         assert length_of(function) <= limit, f"{function.name} at line {function.lineno}"
 
 
 def test_most_files_and_functions_are_short():
-    sources = [path.read_text() for path in LIBRARY]
-    files = [len(source.splitlines()) for source in sources]
-    functions = [length_of(f) for source in sources for f in functions_of(ast.parse(source)) if not is_kernel(f)]
+    files = [len(path.read_text().splitlines()) for path in LIBRARY]
+    functions = [length_of(f) for path in LIBRARY for f in functions_of(tree_of(path)) if not is_kernel(f)]
     assert quantiles(files, n=10)[-1] <= FILE_LINES_P90
     assert quantiles(functions, n=10)[-1] <= FUNCTION_LINES_P90
 
@@ -75,7 +80,7 @@ def is_kernel(function):
 
 @pytest.mark.parametrize("path", LIBRARY, ids=name_of)
 def test_public_signatures_are_annotated(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if not isinstance(node, ast.Module | ast.ClassDef) or node.__dict__.get("name", "").startswith("_"):
             continue
         for function in node.body:
@@ -84,9 +89,9 @@ def test_public_signatures_are_annotated(path):
                 assert missing_annotations(function) == [], f"{function.name} at line {function.lineno}"
 
 
-def docstrings_of(source: str) -> list[tuple[int, str]]:
+def docstrings_of(tree: ast.Module) -> list[tuple[int, str]]:
     """Line and text of each string that is a statement: docstrings, also of constants and fields."""
-    bodies = [node.body for node in ast.walk(ast.parse(source)) if isinstance(getattr(node, "body", None), list)]
+    bodies = [node.body for node in ast.walk(tree) if isinstance(getattr(node, "body", None), list)]
     values = [node.value for body in bodies for node in body if isinstance(node, ast.Expr)]
     strings = [v for v in values if isinstance(v, ast.Constant) and isinstance(v.value, str)]
     return [(string.lineno, string.value.strip()) for string in strings]
@@ -95,13 +100,13 @@ def docstrings_of(source: str) -> list[tuple[int, str]]:
 @pytest.mark.parametrize("path", LIBRARY, ids=name_of)
 def test_docstrings_do_not_begin_with_a_fragment(path):
     """A docstring names what a thing is, or states what it does."""
-    for line, text in docstrings_of(path.read_text()):
+    for line, text in docstrings_of(tree_of(path)):
         assert text.split(maxsplit=1)[0] not in ("Of", "What", "Who", "Whose"), f"line {line}: {text}"
 
 
 def test_docstrings_of_constants_and_fields_are_found():
     source = 'K = 1  # one\n"""Of a constant."""\nclass C:\n    x: int\n    """Whose field."""\n'
-    assert docstrings_of(source) == [(2, "Of a constant."), (5, "Whose field.")]
+    assert docstrings_of(ast.parse(source)) == [(2, "Of a constant."), (5, "Whose field.")]
 
 
 def test_distributed_tests_are_collected(request):

@@ -57,7 +57,8 @@ def _collect(files: list[str], names: Path) -> None:
 
     with redirect_stdout(io.StringIO()):
         pytest.main(
-            ["--collect-only", "--rootdir", str(ROOT), *(f"{ROOT}/{file}" for file in files)], plugins=[Names()]
+            ["--collect-only", "-m", "", "--rootdir", str(ROOT), *(f"{ROOT}/{file}" for file in files)],
+            plugins=[Names()],
         )
 
 

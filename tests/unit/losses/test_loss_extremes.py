@@ -81,7 +81,9 @@ def test_huge_logits(name: str, impl: str) -> None:
 
 @every_implementation
 @every_divergence
-@pytest.mark.parametrize("where", ["student", "teacher", "both"])
+@pytest.mark.parametrize(
+    "where", [*(pytest.param(one, marks=pytest.mark.slow) for one in ("student", "teacher")), "both"]
+)
 def test_impossible_columns(name: str, where: str, impl: str) -> None:
     """-inf in a real column, and in the first and the last blocks, of one token each."""
     student, teacher = models()

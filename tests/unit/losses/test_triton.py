@@ -38,7 +38,8 @@ SMALL = LossCase(rows=5, true_vocab=37, vocab=39, chunk_rows=3, student_width=2,
     "terms, z_loss, divergence, temperature",
     [("ce", 0.0, "forward_kl", 1.0), ("ce", 1e-2, "forward_kl", 2.0)]
     + [("kd", 0.0, name, 0.5) for name in DIVERGENCES]
-    + [("ce+kd", 1e-2, name, t) for t in (1.0, 2.0) for name in DIVERGENCES],
+    + [("ce+kd", 1e-2, name, 2.0) for name in DIVERGENCES]
+    + [pytest.param("ce+kd", 1e-2, name, 1.0, marks=pytest.mark.slow) for name in DIVERGENCES],
 )
 def test_values_and_gradients(terms: str, z_loss: float, divergence: str, temperature: float) -> None:
     changes = {"terms": terms, "z_loss": z_loss, "divergence": divergence, "temperature": temperature}
@@ -46,7 +47,7 @@ def test_values_and_gradients(terms: str, z_loss: float, divergence: str, temper
 
 
 @pytest.mark.parametrize("true_vocab, vocab", [(1, 1), (16, 16), (17, 32), (32, 33)])
-@pytest.mark.parametrize("divergence", ["reverse_kl", "jsd"])
+@pytest.mark.parametrize("divergence", ["reverse_kl", pytest.param("jsd", marks=pytest.mark.slow)])
 def test_odd_widths(true_vocab: int, vocab: int, divergence: str) -> None:
     check(dataclasses.replace(SMALL, true_vocab=true_vocab, vocab=vocab, divergence=divergence), FP32, "triton")
 
