@@ -32,11 +32,11 @@ from bench_common import markdown
 from benchmarks.inputs import llama, make_sparse, write_tokens
 from benchmarks.memory_probe import FILE, HELD, LOSS, STUDENT, TEACHER, TOTAL
 from mkd.compat.startup import use_prebuilt_dataset_helpers
-from mkd.doctor.findings import Findings
-from mkd.doctor.run import Launch, examine
+from mkd.job.doctor.findings import Findings
+from mkd.job.doctor.run import Launch, examine
+from mkd.job.memory import StageMemory, estimate
+from mkd.job.memory.estimate import LOGITS, WORKING
 from mkd.job.memory_table import workload
-from mkd.memory import StageMemory, estimate
-from mkd.memory.estimate import LOGITS, WORKING
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30

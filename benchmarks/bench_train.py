@@ -38,10 +38,10 @@ from bench_common import REASON_LENGTH, Row, commit_of_checkout, installed_versi
 
 from benchmarks.inputs import llama, make_random, write_tokens
 from mkd.compat.startup import use_prebuilt_dataset_helpers
-from mkd.doctor.findings import Findings
-from mkd.doctor.run import Launch, examine
+from mkd.job.doctor.findings import Findings
+from mkd.job.doctor.run import Launch, examine
+from mkd.job.memory import estimate, fullest
 from mkd.job.memory_table import workload
-from mkd.memory import estimate, fullest
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30

@@ -29,13 +29,13 @@ def write(args: argparse.Namespace, flags: list[str]) -> None:
     prepare(flags)
     from megatron.training import initialize_megatron
 
-    from mkd.cache_build.job import CacheJob, CacheOptions
-    from mkd.cache_build.progress import print_plan
-    from mkd.cache_build.write import CacheBuilder, rows_to_read
     from mkd.checkpoint.resume_point import check_same_teacher_everywhere
     from mkd.compat.stopping import StopSignals
     from mkd.distributed.groups import Groups
     from mkd.distributed.rank_env import check_rendezvous
+    from mkd.job.cache_build.job import CacheJob, CacheOptions
+    from mkd.job.cache_build.progress import print_plan
+    from mkd.job.cache_build.write import CacheBuilder, rows_to_read
     from mkd.teacher.cache.writer import check_folder
     from mkd.utils.logging import logger
 
@@ -62,7 +62,7 @@ def write(args: argparse.Namespace, flags: list[str]) -> None:
 
 def info(args: argparse.Namespace, flags: list[str]) -> None:
     """Print the contents of a cache."""
-    from mkd.cache_build.inspect import describe
+    from mkd.job.cache_build.inspect import describe
 
     for name, text in describe(Path(args.folder), "info").items():
         print(visible(f"{name:11s} {text}"))
@@ -72,7 +72,7 @@ def verify(args: argparse.Namespace, flags: list[str]) -> None:
     """Read a whole cache; after --, with the flags it was written with, also recompute the targets of some texts."""
     if flags:
         prepare(flags)
-    from mkd.cache_build.inspect import problems
+    from mkd.job.cache_build.inspect import problems
 
     folder = Path(args.folder)
     found = problems(folder, "verify")
@@ -93,11 +93,11 @@ def compare(folder: Path, segments: int) -> None:
     """Recompute targets with the teacher of `sys.argv`, and compare."""
     from megatron.training import initialize_megatron
 
-    from mkd.cache_build.job import CacheJob, CacheOptions
-    from mkd.cache_build.verify import recompute_and_compare
-    from mkd.cache_build.write import rows_to_read
     from mkd.distributed.groups import Groups
     from mkd.distributed.rank_env import check_rendezvous
+    from mkd.job.cache_build.job import CacheJob, CacheOptions
+    from mkd.job.cache_build.verify import recompute_and_compare
+    from mkd.job.cache_build.write import rows_to_read
     from mkd.teacher.cache.store import CacheMeta
 
     meta = CacheMeta.read(folder, "verify")
@@ -117,7 +117,7 @@ def compare(folder: Path, segments: int) -> None:
 
 def merge(args: argparse.Namespace, flags: list[str]) -> None:
     """Merge several caches into one."""
-    from mkd.cache_build import inspect as folders
+    from mkd.job.cache_build import inspect as folders
 
     duplicates = folders.merge(Path(args.out), [Path(part) for part in args.parts], "merge")
     print(f"{args.out}: {duplicates:,} duplicates left out")
@@ -130,8 +130,8 @@ def import_files(args: argparse.Namespace, flags: list[str]) -> None:
 
     if cpu.wanted():
         cpu.activate()
-    from mkd.cache_build.import_axolotl import ImportOptions, import_targets
     from mkd.checkpoint.tokenizer_hash import tokenizer_hash
+    from mkd.job.cache_build.import_axolotl import ImportOptions, import_targets
 
     folder = Path(args.tokenizer_model)
     meta, counts = import_targets(

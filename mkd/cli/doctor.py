@@ -16,8 +16,8 @@ import sys
 from importlib.util import find_spec
 
 from mkd.cli.usage import command_parser
-from mkd.doctor import environment
-from mkd.doctor.findings import Findings
+from mkd.job.doctor import environment
+from mkd.job.doctor.findings import Findings
 
 GIB = 2**30
 
@@ -81,8 +81,8 @@ def examine_run(own: argparse.Namespace, flags: list[str]) -> int:
     logging.disable(logging.WARNING)
     from rich.console import Console
 
-    from mkd.doctor.report import check_cards, check_memory, print_findings, show_data, show_plan
-    from mkd.doctor.run import Launch, check_disk, examine
+    from mkd.job.doctor.report import check_cards, check_memory, print_findings, show_data, show_plan
+    from mkd.job.doctor.run import Launch, check_disk, examine
 
     findings, console = Findings(elsewhere=not cards and not cpu.is_target()), Console()
     none_here = "" if cards else f" (there is none here; {cpu.DEVICE_VARIABLE}=cpu mkd doctor ... checks a run on CPU)"

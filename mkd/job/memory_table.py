@@ -5,7 +5,7 @@ from rich.table import Table
 
 from mkd import cpu
 from mkd.job.job import Job
-from mkd.memory import PARTS, StageMemory, Workload, estimate, fullest, outside_of_torch
+from mkd.job.memory import PARTS, StageMemory, Workload, estimate, fullest, outside_of_torch
 
 GIB = 2**30
 

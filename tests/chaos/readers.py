@@ -14,7 +14,6 @@ from pathlib import Path
 import pyarrow
 from pyarrow import parquet
 
-from mkd.cache_build.import_axolotl import ImportedText, read_records
 from mkd.checkpoint.describe import describe
 from mkd.checkpoint.hf.check import check_tensors, read_architecture
 from mkd.checkpoint.hf.folder import HFFolder
@@ -29,6 +28,7 @@ from mkd.data.sources.record_files import open_records
 from mkd.data.sources.stores import ChatStore
 from mkd.data.sources.token_files import check_index
 from mkd.errors import MkdCheckpointError, MkdError
+from mkd.job.cache_build.import_axolotl import ImportedText, read_records
 from mkd.report.html.page import write_report
 from mkd.report.trackers import RunIds
 from mkd.teacher.cache.store import TeacherStore

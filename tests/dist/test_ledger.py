@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from mkd.cache_build.texts import Ledger, TextRow
+from mkd.job.cache_build.texts import Ledger, TextRow
 from tests.support.dist.pool import Pool
 
 WINDOWS = [

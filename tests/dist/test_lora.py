@@ -17,7 +17,7 @@ from mkd.checkpoint.hf.load import load_hf_weights
 from mkd.checkpoint.adapters.layers import adapted_linears
 from mkd.config.lora import LoraOptions
 from mkd.distributed.groups import Groups
-from mkd.memory.parameters import adapters_of_stage
+from mkd.job.memory.parameters import adapters_of_stage
 from mkd.models.lora import Lora, adapters_of
 from mkd.models.shared_weights import share_weights
 from mkd.teacher.online import OnlineTeacher

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from mkd.cache_build.job import CacheJob, CacheOptions
 from mkd.cli import cache
 from mkd.errors import MkdCacheError, MkdConfigError, MkdError
+from mkd.job.cache_build.job import CacheJob, CacheOptions
 from mkd.teacher.cache.store import META, CacheMeta, TeacherStore
 from mkd.teacher.cache.writer import StoreWriter, check_folder
 from tests.e2e.test_bad_input import forget_megatron

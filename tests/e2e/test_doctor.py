@@ -16,7 +16,7 @@ from megatron.training.global_vars import destroy_global_vars
 
 from mkd import cpu
 from mkd.cli import doctor
-from mkd.doctor import environment
+from mkd.job.doctor import environment
 from tests.support.e2e import small_job
 from tests.support.e2e.small_job import TEACHER, VOCAB, SmallJob, make_model, make_tokenizer, write_data
 
@@ -80,7 +80,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, **modules: object) -> None:
     def find(name: str, package: str | None = None) -> object:
         return modules[name] if name in modules else real(name, package)
 
-    for module in ("mkd.doctor.environment", "mkd.doctor.run", "mkd.config.megatron_checks"):
+    for module in ("mkd.job.doctor.environment", "mkd.job.doctor.run", "mkd.config.megatron_checks"):
         monkeypatch.setattr(f"{module}.find_spec", find)
 
 
@@ -247,7 +247,7 @@ def test_the_command_itself(job):
 
 def test_warnings_about_the_machine(ask, with_te, job, monkeypatch):
     monkeypatch.setattr(environment, "cards", lambda: [environment.Card("NVIDIA H100", 79.6, "570")])
-    monkeypatch.setattr("mkd.doctor.run.shutil.disk_usage", lambda path: SimpleNamespace(free=2**10))
+    monkeypatch.setattr("mkd.job.doctor.run.shutil.disk_usage", lambda path: SimpleNamespace(free=2**10))
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     changes = {**LOCAL, TP: 2, "--save": job.root / "new/folder", "--save-interval": 1}
     status, output = ask(changes, nproc=2)

@@ -13,7 +13,7 @@ MODULES = {
     for path in sorted((ROOT / "mkd").rglob("*.py"))
 }
 FILES_PER_PACKAGE = 20
-NAMES_IN_MKD = 22
+NAMES_IN_MKD = 18
 
 type Graph = dict[str, set[str]]
 
@@ -104,7 +104,8 @@ PACKAGES = [module for module, path in MODULES.items() if path.name == "__init__
 def test_the_readme_lists_the_folders_of_mkd() -> None:
     existing = {p.name.removesuffix(".py") for p in (ROOT / "mkd").iterdir() if not p.name.startswith("__")}
     assert sorted(FOLDERS) == sorted(existing)
-    assert len(FOLDERS) <= NAMES_IN_MKD
+    shown = {path.name for path in (ROOT / "mkd").iterdir()} - {"__init__.py", "__pycache__"}
+    assert len(shown) <= NAMES_IN_MKD
 
 
 @pytest.mark.parametrize("module", [m for m in MODULES if m not in ("mkd", "mkd.__main__")])
@@ -116,7 +117,7 @@ def test_upward_imports_are_seen() -> None:
     source = "def f():\n    from mkd.train.schedule import wrap\nimport mkd.errors\nfrom mkd import report, config\n"
     found = upward_imports("mkd.losses.reference.dense", source, FOLDERS)
     assert found == ["line 2: mkd.train.schedule.wrap", "line 4: mkd.report"]
-    assert upward_imports("mkd.doctor.run", source, FOLDERS) == []
+    assert upward_imports("mkd.job.doctor.run", source, FOLDERS) == []
 
 
 def test_modules_do_not_import_in_a_circle() -> None:

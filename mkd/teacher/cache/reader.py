@@ -15,7 +15,7 @@ from mkd.teacher.interface import TopKSignal
 
 FILLER_LOGIT = -30.0
 """A record whose largest logit is below this is filler: the most probable of V tokens has at least probability 1 / V,
-and filler (`mkd.cache_build.import_axolotl`) is far below."""
+and filler (`mkd.job.cache_build.import_axolotl`) is far below."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from unittest.mock import patch
 from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode
 from torch import Tensor
 
-from mkd.cache_build.targets import TargetBuilder
+from mkd.job.cache_build.targets import TargetBuilder
 from mkd.data.lookahead import Lookahead
 from mkd.data.batch import KDBatch, next_microbatches
 from mkd.distributed.groups import Groups

@@ -8,8 +8,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from mkd.cache_build import writer_thread
 from mkd.cli import cache
+from mkd.job.cache_build import writer_thread
 from tests.support.e2e.killer import die_at
 
 if __name__ == "__main__":

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from mkd.cache_build.inspect import problems
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.import_ import import_hf
 from mkd.data.sources.indexed import write_indexed_text
 from mkd.data.sources.text import Encoding
 from mkd.errors import MkdError, is_correctable
+from mkd.job.cache_build.inspect import problems
 from mkd.teacher.cache.store import TeacherStore
 from mkd.teacher.cache.writer import StoreWriter
 from mkd.utils.atomic_files import new_folder

@@ -12,8 +12,8 @@ import pytest
 from mkd.data.sources.chat import ChatTemplate, ChatTokenizer, Conversation, EncodedChats
 from mkd.data.sources.stores import ChatStore, DocumentStore, chat_base, check_chat_file, is_chat_file, tokenize_chat
 from mkd.data.sources.text import RawBatch
-from mkd.doctor.peek import first_samples
 from mkd.errors import MkdDataError
+from mkd.job.doctor.peek import first_samples
 from tests.support.chats import CALLS, FORGETFUL, MARKED, PLAIN, STRICT, chat_tokenizer, talk, write_lines
 from tests.support.e2e.small_job import END, write_data
 

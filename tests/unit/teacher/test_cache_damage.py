@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mkd.cache_build.inspect import merge, problems
 from mkd.errors import MkdCacheError
+from mkd.job.cache_build.inspect import merge, problems
 from mkd.teacher.cache.store import META, CacheMeta, TeacherStore
 from mkd.teacher.cache.writer import StoreWriter, recover
 from tests.support.cached_targets import meta_of, some_segment

@@ -10,7 +10,7 @@ from mkd.config.flags import flag_parser, refuse_contradictions
 from mkd.config.kd_config import FIELD_CHECKS, KDConfig
 from mkd.config.kd_fields import KDFields
 from mkd.config.run_file import check_setting, read_settings, without_files
-from mkd.doctor.findings import Findings
+from mkd.job.doctor.findings import Findings
 
 DEFAULTS = {field.name: field.default for field in fields(KDFields)}
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 
-from mkd.memory.stage_layers import chunks_of_stage
+from mkd.job.memory.stage_layers import chunks_of_stage
 from mkd.models.layer_options import AROUND, LayerOptions
 from mkd.models.lora import Lora
 

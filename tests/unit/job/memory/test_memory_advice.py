@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from mkd.config.kd_config import KDConfig
-from mkd.memory import Workload
-from mkd.memory.advice import CHANGES, advise, needed
+from mkd.job.memory import Workload
+from mkd.job.memory.advice import CHANGES, advise, needed
 from tests.support.memory_jobs import llama_arguments
 
 TP, DP = "tensor_model_parallel_size", "data_parallel_size"

@@ -10,6 +10,6 @@
 Units are bytes on one rank.
 """
 
-from mkd.memory.estimate import PARTS, StageMemory, Workload, estimate, fullest, outside_of_torch
+from mkd.job.memory.estimate import PARTS, StageMemory, Workload, estimate, fullest, outside_of_torch
 
 __all__ = ["PARTS", "StageMemory", "Workload", "estimate", "fullest", "outside_of_torch"]

@@ -11,9 +11,9 @@ from mkd.checkpoint.hf.families import family_by_name
 from mkd.config.fp8_teacher import compute_in_fp8
 from mkd.config.kd_config import KDConfig
 from mkd.config.lora import LoraOptions
-from mkd.memory import Workload, estimate, fullest, outside_of_torch
-from mkd.memory.activations import backward_working_bytes, kept_by_layers, layer_bytes
-from mkd.memory.estimate import (
+from mkd.job.memory import Workload, estimate, fullest, outside_of_torch
+from mkd.job.memory.activations import backward_working_bytes, kept_by_layers, layer_bytes
+from mkd.job.memory.estimate import (
     ACTIVATIONS,
     COMMUNICATOR_BYTES,
     CONTEXT_BYTES,
@@ -27,8 +27,8 @@ from mkd.memory.estimate import (
     WEIGHTS,
     StageMemory,
 )
-from mkd.memory.logits import logit_bytes
-from mkd.memory.stage_layers import chunks_of_stage, in_flight
+from mkd.job.memory.logits import logit_bytes
+from mkd.job.memory.stage_layers import chunks_of_stage, in_flight
 from mkd.models.lora import Lora
 from tests.support.memory_jobs import llama_arguments
 

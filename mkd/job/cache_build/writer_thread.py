@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import torch.distributed as dist
 
-from mkd.cache_build.targets import TargetBuilder
 from mkd.errors import MkdCacheError
+from mkd.job.cache_build.targets import TargetBuilder
 from mkd.teacher.cache.store import META, CacheMeta
 from mkd.teacher.cache.writer import StoreWriter
 

@@ -10,13 +10,13 @@ from rich.text import Text
 from mkd import cpu
 from mkd.config import data_args
 from mkd.data.sources.preview import BEGIN, END
-from mkd.doctor import split
-from mkd.doctor.findings import Findings
-from mkd.doctor.peek import CONTEXT, TARGET, peek
+from mkd.job.doctor import split
+from mkd.job.doctor.findings import Findings
+from mkd.job.doctor.peek import CONTEXT, TARGET, peek
 from mkd.job.job import Job
+from mkd.job.memory.advice import advise, needed
 from mkd.job.memory_table import print_memory, workload
 from mkd.job.plan import plan
-from mkd.memory.advice import advise, needed
 
 GIB = 2**30
 

@@ -18,12 +18,12 @@ from mkd import cpu
 from mkd.config.check_list import run_checks
 from mkd.config.checks import SOURCES
 from mkd.config.flags import parse_flags
-from mkd.doctor.environment import has_wrong_apex
-from mkd.doctor.findings import Findings
-from mkd.doctor.flags import checked_config, parsable_words, words_with_files
 from mkd.job.checks import CHECKS, JobDraft
+from mkd.job.doctor.environment import has_wrong_apex
+from mkd.job.doctor.findings import Findings
+from mkd.job.doctor.flags import checked_config, parsable_words, words_with_files
 from mkd.job.job import Job
-from mkd.memory.parameters import optimizer_bytes, parameters_of_stage
+from mkd.job.memory.parameters import optimizer_bytes, parameters_of_stage
 
 SCRIPT = "pretrain_kd.py"
 

@@ -17,16 +17,16 @@ from dataclasses import dataclass
 
 from mkd.config.kd_config import KDConfig
 from mkd.config.teacher_args import has_own_layout
-from mkd.memory.activations import backward_working_bytes, kept_by_layers, layer_bytes, residual_bytes
-from mkd.memory.logits import logit_bytes, shard_of
-from mkd.memory.parameters import (
+from mkd.job.memory.activations import backward_working_bytes, kept_by_layers, layer_bytes, residual_bytes
+from mkd.job.memory.logits import logit_bytes, shard_of
+from mkd.job.memory.parameters import (
     adapters_of_stage,
     gradient_bytes,
     optimizer_bytes,
     outside_of_layers,
     parameters_of_stage,
 )
-from mkd.memory.stage_layers import chunks_of_stage, in_flight, microbatches
+from mkd.job.memory.stage_layers import chunks_of_stage, in_flight, microbatches
 from mkd.models.lora import Lora
 
 GIB = 2**30

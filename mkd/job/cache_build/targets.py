@@ -8,10 +8,10 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from mkd.cache_build.sampling import count_ids, stratified_uniforms
 from mkd.data.batch import KDBatch
 from mkd.distributed.context_parallel import dual_chunk_positions
 from mkd.distributed.groups import Groups
+from mkd.job.cache_build.sampling import count_ids, stratified_uniforms
 from mkd.losses import LinearLogits, VocabLayout, teacher_top_k
 from mkd.losses.measure.sampling import label_logits, sample_teacher_tokens
 from mkd.teacher.cache.record_format import TokenTargets

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from mkd.cache_build.job import CacheJob
-from mkd.cache_build.texts import Ledger
+from mkd.job.cache_build.job import CacheJob
+from mkd.job.cache_build.texts import Ledger
 from mkd.utils.logging import logger
 from mkd.utils.progress import Progress
 

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import default_collate
 
-from mkd.cache_build.job import CacheJob
-from mkd.cache_build.targets import TargetBuilder
-from mkd.cache_build.texts import RowDataset
 from mkd.data.batch import next_microbatches
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdCacheError
+from mkd.job.cache_build.job import CacheJob
+from mkd.job.cache_build.targets import TargetBuilder
+from mkd.job.cache_build.texts import RowDataset
 from mkd.teacher.cache.record_format import TokenTargets
 from mkd.teacher.cache.store import TeacherStore
 from mkd.teacher.interface import Teacher

@@ -7,16 +7,16 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import default_collate
 
-from mkd.cache_build.job import CacheJob
-from mkd.cache_build.progress import CacheProgress
-from mkd.cache_build.targets import TargetBuilder
-from mkd.cache_build.texts import Ledger, RowDataset, TextRow, windows
-from mkd.cache_build.writer_thread import WriterThread, open_store
 from mkd.compat.stopping import StopSignals
 from mkd.data.batch import KDBatch, check_same_batch, next_microbatches
 from mkd.data.packing.streams import BlendOfRows
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdDataError
+from mkd.job.cache_build.job import CacheJob
+from mkd.job.cache_build.progress import CacheProgress
+from mkd.job.cache_build.targets import TargetBuilder
+from mkd.job.cache_build.texts import Ledger, RowDataset, TextRow, windows
+from mkd.job.cache_build.writer_thread import WriterThread, open_store
 from mkd.job.data import wanted_samples
 from mkd.teacher.interface import Teacher
 from mkd.utils.logging import logger

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mkd.doctor.peek import CONTEXT, TARGET, first_samples, painted, peek, rows_of
+from mkd.job.doctor.peek import CONTEXT, TARGET, first_samples, painted, peek, rows_of
 from tests.support.chats import PLAIN, chat_tokenizer, talk, write_lines
 from tests.support.e2e.small_job import write_data
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mkd.data.text_size import TextSize
-from mkd.memory import Workload
-from mkd.memory.advice import needed
-from mkd.memory.estimate import CONTEXT_BYTES, FRAGMENTED
-from mkd.memory.parameters import outside_of_layers, parameters_of_stage
+from mkd.job.memory import Workload
+from mkd.job.memory.advice import needed
+from mkd.job.memory.estimate import CONTEXT_BYTES, FRAGMENTED
+from mkd.job.memory.parameters import outside_of_layers, parameters_of_stage
 from mkd.report.flops import FlopCounter
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mkd.memory.parameters import is_gated, is_moe_layer
+from mkd.job.memory.parameters import is_gated, is_moe_layer
 from mkd.models.layer_options import AROUND, LayerOptions
 
 

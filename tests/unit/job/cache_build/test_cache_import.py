@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from mkd.cache_build.import_axolotl import ImportCounts, ImportOptions, import_targets
 from mkd.data.batch import segment_hash
 from mkd.errors import MkdCacheError, MkdDataError
+from mkd.job.cache_build.import_axolotl import ImportCounts, ImportOptions, import_targets
 from mkd.teacher.cache.lookup import ReadRequest
 from mkd.teacher.cache.reader import CacheReader
 from mkd.teacher.cache.record_format import TokenTargets

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import torch
 
 from mkd.config.kd_config import KDConfig
+from mkd.job.memory.activations import tokens_of
 from mkd.losses.inputs import CHUNK_BYTES, MIN_CHUNK_TOKENS, loss_chunks
-from mkd.memory.activations import tokens_of
 from mkd.xtoken.loss.xtoken_loss import GROUP_TOKENS
 
 FP32_COPIES = {"p_kl": 11, "gold": 9, "gold_relaxed": 9}

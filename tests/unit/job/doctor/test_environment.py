@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from mkd.cli import doctor
-from mkd.doctor import environment
-from mkd.doctor.environment import Part, apex, cards, has_wrong_apex, inspect, transformer_engine
+from mkd.job.doctor import environment
+from mkd.job.doctor.environment import Part, apex, cards, has_wrong_apex, inspect, transformer_engine
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> None:

@@ -5,8 +5,8 @@ from copy import copy
 import pytest
 
 from mkd.config.kd_config import KDConfig
-from mkd.doctor.split import advice, propose
-from mkd.memory import Workload
+from mkd.job.doctor.split import advice, propose
+from mkd.job.memory import Workload
 from tests.support.memory_jobs import llama_arguments
 
 GIB = 2**30

@@ -20,7 +20,7 @@ from mkd.config.teacher_args import (
     teacher_layout_args,
 )
 from mkd.errors import MkdConfigError
-from mkd.memory.estimate import LOGITS, Workload, estimate, fullest, outside_of_torch
+from mkd.job.memory.estimate import LOGITS, Workload, estimate, fullest, outside_of_torch
 
 WORTHWHILE = 0.01
 """Share of the required memory that a change must save to be reported."""
