@@ -7,7 +7,8 @@ FLAGS are those of mkd train with a teacher in --kd-teacher-hf or --kd-teacher-l
 parallel sizes are --kd-teacher-tensor-model-parallel-size and so on (default: 1); with more GPUs than they need,
 several services (mkd serve-teacher) share the work. The student is taught through --kd-teacher-url: docs/teachers.md.
 
-Services listen on 127.0.0.1 at free ports, with a random secret (MKD_TEACHER_TOKEN) that only these jobs have. Signals
+Services listen on 127.0.0.1 at free ports, with a random secret (MKD_TEACHER_TOKEN) that only these jobs have, and
+encrypted; with an empty MKD_TEACHER_TOKEN without a secret, for every process of the machine, and faster. Signals
 go to the student, which saves and ends; then the teacher ends. If the teacher fails, the student saves and ends. The
 exit status is the student's, or that of the teacher if it has failed before.
 """
