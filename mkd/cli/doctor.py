@@ -96,7 +96,7 @@ def examine_run(own: argparse.Namespace, flags: list[str]) -> int:
         show_plan(job, console)
         show_data(job, own.samples, own.sample_tokens, findings, console)
         capacity = own.gpu_memory_gib or min((card.gib for card in cards), default=None)
-        check_memory(job, capacity, findings, console)
+        check_memory(job, capacity, findings, console, is_one_node=own.nnodes == 1)
         check_disk(job.args, findings)
         if not cpu.is_target():
             check_cards(job.args, len(cards), own.nproc, one_connection, findings)

@@ -49,14 +49,17 @@ def show_data(job: Job, samples: int, tokens: int, findings: Findings, console: 
             peek(job, names, samples, tokens, lambda text: console.print(text, markup=False, highlight=False))
 
 
-def check_memory(job: Job, capacity_gib: float | None, findings: Findings, console: Console) -> None:
-    """Print the memory table, and changes that save memory if the job does not fit.
+def check_memory(
+    job: Job, capacity_gib: float | None, findings: Findings, console: Console, *, is_one_node: bool
+) -> None:
+    """Print the memory table, a split of the GPUs, and changes that save memory if the job does not fit.
 
     Args:
         job: the run.
         capacity_gib: memory of a GPU; None if unknown.
         findings: collects a problem if it does not fit.
         console: where to print.
+        is_one_node: True if the job runs on one node, where mkd launch can split the GPUs.
     """
     print_memory(job)
     if cpu.is_target():
@@ -66,7 +69,7 @@ def check_memory(job: Job, capacity_gib: float | None, findings: Findings, conso
         return
     work = workload(job)
     need = needed(work)
-    if (proposed := split.advice(work, capacity_gib * GIB)) is not None:
+    if is_one_node and (proposed := split.advice(work, capacity_gib * GIB)) is not None:
         console.print(proposed, highlight=False, soft_wrap=True)
     if need <= capacity_gib * GIB:
         console.print(f"{need / GIB:.1f} of {capacity_gib:.1f} GiB of GPU memory", highlight=False)
