@@ -5,7 +5,7 @@
 #
 # The models and the text are those of the quickstart (examples/quickstart/run.sh): SmolLM2-135M-Instruct as the teacher,
 # every other one of its layers as the student, Python's documentation. Needs Python >= 3.12, 6 GB of memory and 8 GB of
-# disk, most of it for the environment in .venv, and 3 to 5 minutes after the installation. All output goes to
+# disk, most of it for the environment in .venv, and 4 to 5 minutes after the installation. All output goes to
 # runs/teacher_service. Prepared models and texts are kept; the training starts again.
 #
 # TEACHER and STUDENT (Hugging Face folders) and DATA (a folder with train_text_document and valid_text_document of
