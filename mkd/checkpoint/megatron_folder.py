@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing import load_common_state_dict
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mkd.checkpoint.integrity import changed_index, find_damage
+from mkd.checkpoint.integrity import changed_files, changed_index, find_damage
 from mkd.checkpoint.tokenizer_hash import ASSETS, hash_hex, tokenizer_hash
 from mkd.compat.unpickling import allowed_classes_only, load_object
 from mkd.errors import MkdCheckpointError, MkdError
@@ -159,6 +159,12 @@ class MegatronFolder:
         _ = self.metadata  # its errors name the flag
         if (damage := find_damage(self.iteration_dir)) is not None:
             raise self.error(f"{self.iteration_dir.name} is not complete: {damage}")
+
+    def check_content(self) -> None:
+        """Raise `MkdCheckpointError` unless every file is what was saved, as far as its hash is known. Reads all."""
+        self.check_shards()
+        if problems := changed_files(self.iteration_dir):
+            raise self.error(f"{self.iteration_dir.name} is damaged: {problems[0]}")
 
     def fingerprint(self) -> str:
         """128-bit hex hash of the checkpoint: its index, and the size and 64 blocks of 4 KiB of each shard file."""

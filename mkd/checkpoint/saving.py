@@ -170,7 +170,12 @@ def _write(write: Callable[..., None], trainer: int, into: str | None, rank: int
     write(rank, buckets, *rest)
     if into is not None and buckets:
         files = [Path(bucket[0]) for bucket in buckets]
-        hash_files(files[0].parent, [file.name for file in files], into)
+        try:
+            hash_files(files[0].parent, [file.name for file in files], into)
+        except OSError as error:
+            if os.getpid() == trainer:
+                raise
+            raise SystemExit(f"mkd: the hashes of the shards cannot be written ({error})") from None  # no traceback
 
 
 def _ignore_stop_signals() -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 from mkd.errors import MkdError, MkdTeacherTimeout
 from mkd.utils.logging import FILE_ONLY, logger
 
+_NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
+"""Part of torch's message."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as of a program that a shell runs."""
 
@@ -55,6 +57,17 @@ def exit_status_of_rank(
         print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
         logger.error(traceback.format_exc() if isinstance(error, OSError) else str(error), extra=FILE_ONLY)
         return error.status if isinstance(error, MkdTeacherTimeout) else 1
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and _NO_MEMORY not in str(error):
+            raise
+        print(
+            f"{Path(sys.argv[0]).name}: error: no host memory is left ({' '.join(str(error).split())[-200:]}): compare "
+            "the line memory of the plan with the machine, and reduce --micro-batch-size or --seq-length",
+            file=sys.stderr,
+            flush=True,
+        )
+        logger.error(traceback.format_exc(), extra=FILE_ONLY)
+        return 1
     except KeyboardInterrupt:  # while there is something to complete, mkd.compat.stopping handles Ctrl-C
         if os.environ.get("RANK", "0") == "0":
             print(f"{Path(sys.argv[0]).name}: interrupted before the first step", file=sys.stderr, flush=True)

@@ -115,8 +115,9 @@ _GROUPS: tuple[tuple[Bounds, str], ...] = (
     ),
     (
         Bounds(0, 10**9, "it is a time in minutes"),
-        "exit_duration_in_mins distributed_timeout_minutes",
+        "exit_duration_in_mins",
     ),
+    (Bounds(1, 10**6, "it is a time in minutes, in which the ranks find each other"), "distributed_timeout_minutes"),
     (Bounds(0, 10**9, "it is a time in seconds"), "distributed_timeout_seconds_after_init"),
     (_BATCH, "micro_batch_size global_batch_size eval_micro_batch_size eval_global_batch_size batch_size"),
     (Bounds(0, 10**13, "it counts samples"), "rampup_batch_size"),

@@ -106,6 +106,23 @@ def check_optimizer(args: Namespace) -> None:
         )
 
 
+def check_parts(args: Namespace) -> None:
+    """Refuse flags of parts that are not there; megatron finds out when the models are built, or later."""
+    faults = (getattr(args, f"fault_injector_{name}", None) for name in ("ranks", "num_ranks"))
+    if any(value is not None for value in faults) and find_spec("nvidia_resiliency_ext") is None:
+        raise MkdPackageError(
+            "--fault-injector-ranks and --fault-injector-num-ranks need the package nvidia-resiliency-ext, which is "
+            "not installed in this Python: install it, or leave them out"
+        )
+    if getattr(args, "reuse_grad_buf_for_mxfp8_param_ag", False) and not args.fp8_param_gather:
+        raise MkdConfigError(
+            "--reuse-grad-buf-for-mxfp8-param-ag works only with --fp8-param-gather: give both, or neither"
+        )
+    for name in ("experimental_attention_variant", "use_te_activation_func"):
+        if getattr(args, name, None) and (cpu.is_target() or args.transformer_impl == "local"):
+            raise MkdConfigError(f"--{name.replace('_', '-')} needs Transformer Engine, on GPUs: leave it out")
+
+
 def check_trackers(args: Namespace, kd: KDConfig) -> None:
     """Raise MkdConfigError for a tracker that is not installed or lacks a flag."""
     wanted = {

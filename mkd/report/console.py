@@ -76,7 +76,9 @@ def perplexity(cross_entropy: float) -> float:
 
 
 def clock(seconds: float) -> str:
-    """A duration as h:mm:ss."""
+    """A duration as h:mm:ss; a question mark for none, as of a damaged metrics file."""
+    if not math.isfinite(seconds):
+        return "?"
     minutes, second = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{second:02d}"
 

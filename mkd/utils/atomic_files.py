@@ -333,12 +333,13 @@ def sync_folder(folder: Path) -> None:
     """Put the names in a folder on disk: new files, renames and removals."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with naming(folder):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
 def sync_file(path: Path) -> None:
     """Put a file's content on disk."""
-    with path.open("rb") as file:
+    with naming(path), path.open("rb") as file:
         os.fsync(file.fileno())

@@ -42,7 +42,8 @@ class Disturbances:
         return Outcome(kind, f"{case}{' asynchronous' if changes else ''}", verdict)
 
     def _attempt(self, save: Path, changes: dict[str, Any]) -> Ended:
-        return self.trainings.start(LAYOUTS[ONE_RANK], save, changes).wait(LIMIT_S)
+        streams = self.lab.root / "places" / "streams"  # not on a small disk
+        return self.trainings.start(LAYOUTS[ONE_RANK], save, changes, streams).wait(LIMIT_S)
 
     def _finish(self, save: Path, changes: dict[str, Any], *, has_metrics: bool = True) -> Verdict:
         """The next attempt, undisturbed, is bit-equal."""

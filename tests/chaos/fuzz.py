@@ -4,6 +4,7 @@ import gzip
 import json
 import random
 import shutil
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -204,6 +205,14 @@ def other_lines(file: Path, old: bytes, new: bytes) -> str:
         return ""
 
 
+def other_compressed_lines(file: Path, old: bytes, new: bytes) -> str:
+    """The library decompresses other text, such as that of two files in one."""
+    try:
+        return other_lines(file, gzip.decompress(old), gzip.decompress(new))
+    except (OSError, EOFError, zlib.error):
+        return ""
+
+
 def other_rows(file: Path, old: bytes, new: bytes) -> str:
     """The library reads a table with other rows."""
     is_arrow = old.startswith(b"ARROW1")
@@ -329,7 +338,7 @@ FORMATS: dict[str, Format] = {
     "tasks .jsonl": Format(["tasks.jsonl"], ["evaluated documents"], [change_text], other_lines),
     "prompts .jsonl": Format(["prompts.jsonl"], ["written rows"], [change_text], other_lines),
     "targets .jsonl": Format(["targets.jsonl"], ["imported targets"], [change_text], other_lines),
-    "compressed text": Format(["corpus.jsonl.gz"], ["compressed text"], [change_words]),
+    "compressed text": Format(["corpus.jsonl.gz"], ["compressed text"], [change_words], other_compressed_lines),
     ".idx": Format(["corpus_text_document.idx"], ["documents", "indexed documents"], [change_words]),
     ".bin": Format(["corpus_text_document.bin"], ["documents"], [change_words], tokens_in_range),
     "PREFIX.json": Format(["corpus_text_document.json"], ["documents"], [change_json]),

@@ -95,9 +95,11 @@ class Trainings:
         whole = {**SIX, **short, "--save": save, "--load": save, **layout.flags, **(changes or {})}
         return [str(SCRIPT), *(word.replace("{root}", str(self.root)) for word in self.job.flags(whole))]
 
-    def start(self, layout: Layout, save: Path, changes: dict[str, Any] | None = None, **options: Any) -> Job:
-        """One attempt, in the background."""
-        return Job(self.flags(layout, save, changes), save.with_name("streams"), layout.ranks, **options).start()
+    def start(
+        self, layout: Layout, save: Path, changes: dict[str, Any] | None = None, streams: Path | None = None
+    ) -> Job:
+        """One attempt, in the background; `streams` is the folder of its output, by default beside `save`."""
+        return Job(self.flags(layout, save, changes), streams or save.with_name("streams"), layout.ranks).start()
 
     def whole(self, name: str, changes: dict[str, Any] | None = None) -> tuple[Any, Any, float]:
         """Metrics, tensors and seconds of an undisturbed training."""

@@ -14,6 +14,7 @@ from mkd.checkpoint.hf.families import family_of
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.import_ import import_hf
 from mkd.checkpoint.hf.model_card import model_card
+from mkd.checkpoint.integrity import file_hash
 from mkd.checkpoint.megatron_folder import TRACKER, MegatronFolder
 from mkd.config.flags import default_arguments
 from mkd.errors import MkdCheckpointError
@@ -122,7 +123,7 @@ def assert_refused(checkpoint, out, *words):
 def test_damaged_shard_leaves_no_output(checkpoint, tmp_path):
     shard = next((checkpoint / "release").glob("*.distcp"))
     shard.write_bytes(b"")
-    assert_refused(checkpoint, tmp_path / "out", "--load", "cannot be read")
+    assert_refused(checkpoint, tmp_path / "out", "--load", "is not complete")
 
 
 def test_assets_of_another_model(checkpoint, tmp_path):
@@ -249,3 +250,16 @@ def test_model_card(checkpoint, tmp_path):
     (checkpoint / "metrics.jsonl").write_text("".join(text[2:]))  # continued from a checkpoint of another folder
     card = model_card(MegatronFolder(checkpoint, "--load"))
     assert "# megatron\n" in card and "tokens" not in card and "| `loss` | 2.5000 |" in card
+
+
+def test_a_changed_shard_is_not_exported(checkpoint, tmp_path):
+    """Its bytes are compared with the hash that the save has recorded."""
+    shard = next((checkpoint / "release").glob("*.distcp"))
+    hashes = {path.name: file_hash(path) for path in (checkpoint / "release").iterdir()}
+    (checkpoint / "release" / "integrity.json").write_text(json.dumps({"algorithm": "sha256", "files": hashes}))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(MkdCheckpointError, match=rf"is damaged: {shard.name} is not what was written"):
+        export_hf(MegatronFolder(checkpoint, "--load"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -35,7 +35,7 @@ def export_peft(
     Raises:
         MkdCheckpointError: `out` is in use, or the checkpoint is damaged.
     """
-    folder.check_shards()
+    folder.check_content()
     with StagedFolder(out, flag) as staged:
         write_peft_files(folder, staged.path, dtype, base)
 
@@ -80,7 +80,7 @@ def export_merged(
         MkdCheckpointError: `out` is in use, the checkpoint is damaged, or the folder of the weights under the adapters
             is missing or holds others.
     """
-    folder.check_shards()
+    folder.check_content()
     adapters = StoredAdapters(folder)
     frozen = HFFolder(base or base_of(folder), "--load" if base is None else "--base")
     if (found := frozen.fingerprint()) != folder.base_fingerprint:

@@ -55,7 +55,7 @@ def export_hf(
             tensor is missing, unknown, or of another shape (the message names it).
     """
     check_output(out, flag)
-    folder.check_shards()
+    folder.check_content()
     export = HFExport(folder, dtype, architecture)
     with StagedFolder(out, flag) as staged, ByteProgress(f"writing {out}", plan_bytes(export.plan)) as progress:
         export.write(staged.path, on_bytes=progress.advance, name=staged.final.name)

@@ -203,3 +203,24 @@ def test_an_optimizer_of_a_missing_package_is_refused(monkeypatch: pytest.Monkey
         megatron_checks.check_optimizer(Namespace(optimizer=name))
     with pytest.raises(MkdConfigError, match="--optimizer lion needs the package emerging-optimizers"):
         megatron_checks.check_optimizer(Namespace(optimizer="lion"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"fault_injector_num_ranks": 7}, "--fault-injector-num-ranks need the package nvidia-resiliency-ext"),
+        ({"fault_injector_ranks": [0]}, "--fault-injector-ranks and"),
+        ({"reuse_grad_buf_for_mxfp8_param_ag": True}, "works only with --fp8-param-gather"),
+        ({"experimental_attention_variant": "dsa"}, "--experimental-attention-variant needs Transformer Engine"),
+        ({"use_te_activation_func": True}, "--use-te-activation-func needs Transformer Engine"),
+    ],
+)
+def test_parts_that_are_missing_are_refused(
+    changes: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """megatron raises an assertion when it builds the models, or later."""
+    monkeypatch.setattr(megatron_checks, "find_spec", lambda name: None)
+    args = Namespace(transformer_impl="local", fp8_param_gather=False)
+    megatron_checks.check_parts(args)
+    with pytest.raises(MkdConfigError, match=message):
+        megatron_checks.check_parts(Namespace(**{**vars(args), **changes}))

@@ -115,3 +115,8 @@ def test_perplexity() -> None:
 )
 def test_clock(seconds: float, text: str) -> None:
     assert clock(seconds) == text
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf")])
+def test_a_duration_that_is_none(seconds: float) -> None:
+    assert clock(seconds) == "?"

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from mkd.errors import MkdConfigError
+from mkd.utils import atomic_files
 from mkd.utils.atomic_files import (
     copy_file,
     naming,
@@ -352,3 +353,18 @@ def test_errors_of_libraries_are_not_named(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"^Can't load the tokenizer$") as caught, naming(tmp_path / "x"):
         raise OSError("Can't load the tokenizer")
     assert caught.value.filename is None
+
+
+@pytest.mark.parametrize("sync", [atomic_files.sync_folder, atomic_files.sync_file])
+def test_a_failed_sync_is_named(sync: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that names no file is taken for a fault of the program."""
+
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    (tmp_path / "a").touch()
+    path = tmp_path if sync is atomic_files.sync_folder else tmp_path / "a"
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError) as caught:
+        sync(path)
+    assert caught.value.filename == str(path)

@@ -83,7 +83,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
     names, model_type = config.get("architectures"), config.get("model_type")
     if not names:
         names = [family.architectures[0] for family in FAMILIES if family.model_type == model_type]
-    names = names if isinstance(names, list) else [names]
+    names = [str(name) for name in (names if isinstance(names, list) else [names])]
     for name in names:
         if name in known and config.get("architectures") != name:
             if model_type not in (None, known[name].model_type):
