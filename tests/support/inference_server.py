@@ -147,6 +147,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(200, b"<html>")
             case "deep":
                 self._send(200, b"[" * 100_000)
+            case "key":
+                self._json(401, {"error": "Unauthorized"})
             case "busy":
                 self._json(503, {"detail": "overloaded"})
             case "half":

@@ -152,8 +152,9 @@ class SglangApi:
         """See `InferenceApi`."""
         meta = answer["meta_info"]
         own, top = meta["input_token_logprobs"], meta["input_top_logprobs"]
-        _require_length(len(own), text, own[0][0])
-        _require_same_text([entry[1] for entry in own], text)
+        first, *own = own
+        _require_length(1 + len(own), text, None if first is None else first[0])
+        _require_same_text([text[0] if first is None else first[1], *(entry[1] for entry in own)], text)
         _require_length(len(top), text, top[0])
         ids, log_probs = [], []
         for position, entries in enumerate(top[1:], start=1):
@@ -161,7 +162,7 @@ class SglangApi:
             ordered = sorted(entries, key=lambda entry: -entry[0])
             ids += (entry[1] for entry in ordered)
             log_probs += (entry[0] for entry in ordered)
-        return _scores(ids, log_probs, np.array([entry[0] for entry in own[1:]], dtype=np.float64), top_k)
+        return _scores(ids, log_probs, np.array([entry[0] for entry in own], dtype=np.float64), top_k)
 
 
 APIS: Mapping[str, Callable[[], InferenceApi]] = {"vllm": VllmApi, "sglang": SglangApi}

@@ -144,7 +144,8 @@ class HttpServer:
                 f"{self} redirects to {response.headers.get('Location', 'another address')!r:.200}, which is not "
                 "followed: give the server's own address"
             )
-        raise ServerRefusal(f"{self} refuses {path} with status {response.status}: {said}")
+        key = f"; set {API_KEY} to the key of the server" if response.status in (401, 403) else ""
+        raise ServerRefusal(f"{self} refuses {path} with status {response.status}: {said}{key}")
 
     def _read(self, response: urllib3.BaseHTTPResponse, most_bytes: int, ends: float) -> bytes:
         pieces, size = [], 0

@@ -108,6 +108,56 @@ def test_answers_are_the_models_log_probabilities(server: StandIn) -> None:
     assert np.abs(found.tail_lse[:, 0] - tail).max() < 1e-4
 
 
+VLLM_ANSWER = {
+    "id": "cmpl-1",
+    "object": "text_completion",
+    "model": "t",
+    "choices": [
+        {
+            "index": 0,
+            "text": " x",
+            "logprobs": None,
+            "finish_reason": "length",
+            "token_ids": [4],
+            "prompt_token_ids": [3, 14, 15],
+            "prompt_logprobs": [
+                None,
+                {
+                    "14": {"logprob": -3.5, "rank": 7, "decoded_token": " a"},
+                    "2": {"logprob": -0.5, "rank": 1, "decoded_token": "b"},
+                    "9": {"logprob": -1.5, "rank": 2, "decoded_token": "c"},
+                },
+                {
+                    "15": {"logprob": -1.25, "rank": 2, "decoded_token": "d"},
+                    "30": {"logprob": -0.75, "rank": 1, "decoded_token": "e"},
+                },
+            ],
+        }
+    ],
+    "usage": {"prompt_tokens": 3, "total_tokens": 4, "completion_tokens": 1},
+}
+SGLANG_ANSWER = {
+    "text": "",
+    "output_ids": [],
+    "meta_info": {
+        "id": "1",
+        "prompt_tokens": 3,
+        "completion_tokens": 0,
+        "input_token_logprobs": [[None, 3, None], [-3.5, 14, None], [-1.25, 15, None]],
+        "input_top_logprobs": [None, [[-0.5, 2, None], [-1.5, 9, None]], [[-0.75, 30, None], [-1.25, 15, None]]],
+    },
+}
+
+
+@pytest.mark.parametrize(("api", "answer"), [("vllm", VLLM_ANSWER), ("sglang", SGLANG_ANSWER)])
+def test_documented_answers(api: str, answer: dict[str, Any]) -> None:
+    """vLLM 0.32 lists the text's own token first, which may be the K + 1st entry."""
+    scores = APIS[api]().read(answer, [3, 14, 15], 2)
+    assert scores.top_ids.tolist() == [[2, 9], [30, 15]]
+    assert scores.top_log_probs.tolist() == [[-0.5, -1.5], [-0.75, -1.25]]
+    assert scores.own_log_probs.tolist() == [-3.5, -1.25]
+
+
 FAULTS = {
     "cut": (MkdTeacherError, "a text of 5 tokens; 10 other ones were sent: it must neither cut texts"),
     "special token": (MkdTeacherError, "a text of 11 tokens; 10 other ones were sent"),
@@ -125,6 +175,7 @@ FAULTS = {
     "page": (MkdTeacherError, "something else than JSON"),
     "deep": (MkdTeacherError, "something else than JSON .*nested deeper"),
     "endless": (MkdTeacherError, "more than [0-9,]+ bytes"),
+    "key": (MkdTeacherError, "status 401: .*Unauthorized.*; set MKD_TEACHER_API_KEY to the key of the server"),
 }
 
 
