@@ -53,6 +53,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(folder: Path) -> Iterator[str]:
+    """MKD_SERVED_URL names a server that runs already."""
+    if "MKD_SERVED_URL" in os.environ:
+        yield os.environ["MKD_SERVED_URL"]
+        return
     port = free_port()
     command = [VLLM, "serve", folder / "teacher", "--served-model-name", "smol", "--host", "127.0.0.1", "--port", port]
     command += ["--max-logprobs", TOP_K, "--max-model-len", LENGTH + 2, "--max-num-seqs", 8, "--enforce-eager"]
