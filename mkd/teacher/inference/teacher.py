@@ -12,13 +12,14 @@ from mkd.data.batch import KDBatch
 from mkd.data.lookahead import Lookahead
 from mkd.distributed.context_parallel import dual_chunk_positions
 from mkd.distributed.groups import Groups
+from mkd.errors import MkdCacheError
 from mkd.teacher.cache.reader import signal_of, words_of
 from mkd.teacher.cache.store import CacheMeta
 from mkd.teacher.inference.pool import ScoringPool
 from mkd.teacher.inference.texts import BatchOfTexts, TextStore
 from mkd.teacher.interface import TopKSignal
 from mkd.teacher.run_ahead import AllRanks, Asked, RequestQueue, RunAhead
-from mkd.utils.logging import logger
+from mkd.utils.logging import EVERY_RANK, logger
 
 _TEMPERATURE = 1.0
 """Servers return log-probabilities at this temperature, and the mass of the tail is known at this one only."""
@@ -82,7 +83,10 @@ class InferenceTeacher:
         self._pool.close()
         sent, found = self._counts["sent"], self._counts["found"]
         logger.info(f"teacher    {sent:,} texts were sent to the server, {found:,} were in the cache")
-        self._store.flush(now=True)
+        try:
+            self._store.flush(now=True)
+        except MkdCacheError as error:  # what ends the job is not replaced by it
+            logger.warning(f"{error}; the answers of the last minute are not in it", extra=EVERY_RANK)
 
     def prepare(self, batches: Sequence[KDBatch], upcoming: Lookahead) -> list[KDBatch]:
         """See `Teacher.prepare`.
