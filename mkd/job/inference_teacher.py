@@ -1,24 +1,28 @@
 """An inference server (vLLM, SGLang) as the teacher of a job: finding its model, testing it, and checking the flags."""
 
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mkd.checkpoint.megatron_folder import TRACKER
 from mkd.checkpoint.tokenizer_hash import hash_hex
 from mkd.config.kd_config import KDConfig
 from mkd.distributed.groups import Groups
-from mkd.errors import MkdConfigError
+from mkd.errors import MkdCacheError, MkdConfigError
 from mkd.job.data import hash_of_tokenizer
 from mkd.teacher.cache.record_format import MAX_VOCAB
 from mkd.teacher.cache.store import CacheMeta
 from mkd.teacher.cache.writer import check_folder
 from mkd.teacher.inference.apis import APIS
 from mkd.teacher.inference.http import HttpServer, ServerAddress
-from mkd.teacher.inference.pool import IN_FLIGHT, KnownText, ScoringPool, ServedModel
+from mkd.teacher.inference.known_text import KnownText, KnownTextFile
+from mkd.teacher.inference.pool import IN_FLIGHT, ScoringPool, ServedModel
 from mkd.teacher.inference.probe import SHORT, ModelCard, Probe, find_model, patiently
+from mkd.teacher.inference.scores import TokenScores
 from mkd.teacher.inference.teacher import InferenceTeacher
-from mkd.teacher.inference.texts import TextStore
+from mkd.teacher.inference.texts import TextStore, named_errors
 from mkd.teacher.run_ahead import AllRanks, RunAhead
 from mkd.utils.logging import current_rank
 from mkd.utils.pretrained import load_tokenizer
@@ -117,6 +121,9 @@ class InferenceTeacherSpec:
     meta: CacheMeta
     """Properties of the records that answers are converted to."""
     probe: Probe
+    load: Path | None
+    """Folder of the run that the job continues, whose teacher must be this one; None for a new run."""
+    save: Path | None
 
     @classmethod
     def of(cls, source: InferenceSource, args: Namespace, kd: KDConfig, true_vocab: int) -> "InferenceTeacherSpec":
@@ -163,7 +170,10 @@ class InferenceTeacherSpec:
         probe = Probe(text, sentence, meta.top_k, true_vocab, longest, URL_FLAG, timeout_s)
         if current_rank() == 0 and not kd.is_plain_pretraining:
             probe.run(source.models)
-        return cls(source, kd, meta, probe)
+        load, save = (None if folder is None else Path(folder) for folder in (args.load, args.save))
+        if load is not None and (args.finetune or kd.other_teacher or not (load / TRACKER).exists()):
+            load = None
+        return cls(source, kd, meta, probe, load, save)
 
     def __str__(self) -> str:
         source, kd = self.source, self.kd
@@ -202,29 +212,43 @@ class InferenceTeacherSpec:
         return InferenceTeacher(pool, store, self.meta, groups, ranks, ahead)
 
     def _open(self) -> tuple[ScoringPool, TextStore]:
-        """Open the folder, and compare each server with the teacher that has filled it."""
-        kd, source = self.kd, self.source
-        store = TextStore(None if kd.teacher_cache is None else Path(kd.teacher_cache), self.meta, CACHE_FLAG)
-        known, since = store.known_text(), f"that of {CACHE_FLAG} {kd.teacher_cache}"
-        for model in source.models:
-            text = self.probe.text[:SHORT] if known is None else known.text
-            scores = patiently(
-                lambda model=model, text=text: model.score(text, self.meta.top_k, self.meta.true_vocab),
-                f"{URL_FLAG} {model.server}",
-                kd.teacher_timeout,
-            )
-            known = known or KnownText(text, scores)
-            known.check(scores, f"{URL_FLAG} {model.server}", since)
-            since = str(source.models[0].server)
-        store.keep_known_text(known)
+        """Open the folder, and compare the servers with the teacher that has filled it, and with that of the run."""
+        folder = None if self.kd.teacher_cache is None else Path(self.kd.teacher_cache)
+        store = TextStore(folder, self.meta, CACHE_FLAG)
+        kept = [] if folder is None else [KnownTextFile(CACHE_FLAG, folder)]
+        known = self._known([*kept, *([] if self.load is None else [KnownTextFile("--load", self.load)])])
+        for file in kept if self.save is None else [*kept, KnownTextFile("--save", self.save)]:
+            with named_errors(file.flag, file.folder):
+                file.write(known)
         pool = ScoringPool(
-            source.models,
+            self.source.models,
             known,
             lambda scores: self.meta.records.encode(scores.targets()),
             top_k=self.meta.top_k,
             vocab=self.meta.true_vocab,
         )
         return pool, store
+
+    def _known(self, files: Sequence[KnownTextFile]) -> KnownText:
+        """The known text of the first of these files that exists, or a new one; all servers are compared with all."""
+        every = [(file.origin, known) for file in files if (known := file.read()) is not None]
+        models, vocab = self.source.models, self.meta.true_vocab
+        if not every:
+            text = self.probe.text[:SHORT]
+            scores = self._patiently(models[0], text)
+            every = [(str(models[0].server), KnownText(text, scores))]
+        for since, known in every:
+            if max(known.text) >= vocab:
+                raise MkdCacheError(f"the known text of {since} has tokens beyond the vocabulary of {vocab}: remove it")
+            for model in models:
+                known.check(self._patiently(model, known.text), f"{URL_FLAG} {model.server}", since)
+        return every[0][1]
+
+    def _patiently(self, model: ServedModel, text: Sequence[int]) -> TokenScores:
+        def ask() -> TokenScores:
+            return model.score(text, self.meta.top_k, self.meta.true_vocab)
+
+        return patiently(ask, f"{URL_FLAG} {model.server}", self.kd.teacher_timeout)
 
 
 def _probe_text(args: Namespace, vocab: int) -> tuple[tuple[int, ...], str | None]:

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from tests.support.e2e.small_job import VOCAB, SmallJob, make_small_job, run
-from tests.support.inference_server import StandIn
+from tests.support.inference_server import StandIn, table_model
 
 TOP_K = 8
 
@@ -46,6 +46,10 @@ def test_a_run_of_two_epochs(job: SmallJob, server: StandIn, tmp_path: Path) -> 
     server.late_fault, server.fault = None, ""
     assert ended.status == 75, ended.output[-3000:] + ended.errors[-3000:]
     assert "503" in ended.output and "texts are sent again" in ended.output
+    true_model, server.model = server.model, table_model(VOCAB)
+    other = run(job.flags({**flags, "--kd-teacher-cache": None}))
+    server.model = true_model
+    assert other.status == 1 and f"is another teacher than that of --load {tmp_path}/served" in other.errors
     server.texts.clear()
     served = run(job.flags(flags))
     assert served.status == 0, served.output[-3000:] + served.errors[-3000:]

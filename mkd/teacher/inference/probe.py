@@ -9,7 +9,8 @@ from typing import Any
 from mkd.errors import MkdTeacherError, MkdTeacherTimeout
 from mkd.teacher.inference.apis import APIS
 from mkd.teacher.inference.http import HttpServer, ServerAddress, ServerLost, ServerRefusal
-from mkd.teacher.inference.pool import SAME_NATS, KnownText, ServedModel
+from mkd.teacher.inference.known_text import SAME_NATS, KnownText
+from mkd.teacher.inference.pool import ServedModel
 from mkd.utils.logging import logger
 
 _PAUSE_S = 1.0

@@ -1,7 +1,6 @@
 """Texts of a microbatch, and their records in memory and in a cache folder."""
 
 import hashlib
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,13 +13,7 @@ from mkd.data.batch import KDBatch
 from mkd.errors import MkdCacheError
 from mkd.teacher.cache.store import CacheMeta, Segment, TeacherStore
 from mkd.teacher.cache.writer import StoreWriter
-from mkd.teacher.inference.pool import KnownText
-from mkd.teacher.inference.scores import TokenScores
-from mkd.utils.atomic_files import write_bytes
-from mkd.utils.json_files import read_json
 
-KNOWN_TEXT = ".known_text.json"
-"""File in a cache folder that recognizes the weights of the teacher that filled it."""
 _FLUSH_S, _LOOK_S = 60.0, 30.0
 """Seconds after which a shard is closed, and after which shards of other ranks are looked for."""
 
@@ -79,7 +72,7 @@ class TextStore:
         """Records that are not in `_store` yet."""
         self._flushed = self._looked = time.monotonic()
         if folder is not None:
-            with _named_errors(flag, folder):
+            with named_errors(flag, folder):
                 self._writer = StoreWriter(folder, meta, flag)
                 self._store = TeacherStore(folder, flag)
 
@@ -120,7 +113,7 @@ class TextStore:
         """Keep the records of a text in the folder; nothing without one."""
         if self._writer is not None and key not in self._writer.known:
             self._added[key] = records
-            with _named_errors(self._flag, self._folder):
+            with named_errors(self._flag, self._folder):
                 self._writer.add_records(key, records)
 
     def flush(self, *, now: bool = False) -> None:
@@ -131,40 +124,14 @@ class TextStore:
         """
         if not self._added or not (now or time.monotonic() - self._flushed > _FLUSH_S):
             return
-        with _named_errors(self._flag, self._folder):
+        with named_errors(self._flag, self._folder):
             self._writer.flush()
             self._open_again()
         self._added, self._flushed = {}, time.monotonic()
 
-    def known_text(self) -> KnownText | None:
-        """The text by which the teacher that filled the folder is recognized; None if there is none.
-
-        Raises:
-            MkdCacheError: the file is damaged.
-        """
-        if self._folder is None or not (self._folder / KNOWN_TEXT).exists():
-            return None
-        try:
-            values = read_json(self._folder / KNOWN_TEXT)
-            text, own = tuple(values["text"]), np.array(values["log_probs"], dtype=np.float64)
-            if not all(type(one) is int and one >= 0 for one in text) or own.shape != (len(text) - 1,):
-                raise ValueError("other numbers")
-            if len(text) > 1000 or not np.isfinite(own).all():
-                raise ValueError("too long, or not finite")
-        except (ValueError, LookupError, TypeError, OverflowError, OSError) as error:
-            raise MkdCacheError(f"{self._flag} {self._folder}: {KNOWN_TEXT} is damaged ({error}): remove it") from None
-        return KnownText(text, TokenScores(np.zeros((len(own), 0)), np.zeros((len(own), 0)), own))
-
-    def keep_known_text(self, known: KnownText) -> None:
-        """Write the file of `known_text`; nothing without a folder, or if it is there."""
-        if self._folder is not None and not (self._folder / KNOWN_TEXT).exists():
-            values = {"text": list(known.text), "log_probs": known.scores.own_log_probs.tolist()}
-            with _named_errors(self._flag, self._folder):
-                write_bytes(self._folder / KNOWN_TEXT, json.dumps(values).encode())
-
 
 @contextmanager
-def _named_errors(flag: str, folder: Path) -> Iterator[None]:
+def named_errors(flag: str, folder: Path) -> Iterator[None]:
     """OSErrors inside become an MkdCacheError that names flag and folder."""
     try:
         yield

@@ -10,16 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mkd.errors import MkdCacheError, MkdConfigError, MkdError, MkdNumericError, MkdTeacherError, MkdTeacherTimeout
+from mkd.errors import MkdCacheError, MkdConfigError, MkdNumericError, MkdTeacherError, MkdTeacherTimeout
 from mkd.teacher.cache import writer as cache_writer
 from mkd.teacher.cache.store import TeacherStore
 from mkd.teacher.inference import http, texts
 from mkd.teacher.inference import pool as pool_module
 from mkd.teacher.inference.apis import APIS
 from mkd.teacher.inference.http import HttpServer, ServerAddress, ServerLost
-from mkd.teacher.inference.pool import KnownText, ScoringPool, ServedModel
+from mkd.teacher.inference.known_text import NAME, KnownText, KnownTextFile
+from mkd.teacher.inference.pool import ScoringPool, ServedModel
 from mkd.teacher.inference.probe import SHORT, Probe, find_model
-from mkd.teacher.inference.texts import KNOWN_TEXT, Text, TextStore
+from mkd.teacher.inference.scores import TokenScores
+from mkd.teacher.inference.texts import Text, TextStore
 from tests.support.cached_targets import meta_of
 from tests.support.inference_server import StandIn, table_model
 
@@ -355,7 +357,7 @@ def some_texts() -> list[Text]:
 def records_of(ids: tuple[int, ...]) -> np.ndarray:
     top = np.tile(np.arange(TOP_K), (len(ids) - 1, 1))
     values = np.tile(np.log(np.full(TOP_K, 0.15)), (len(ids) - 1, 1))
-    return encode(pool_module.TokenScores(top, values, values[:, 0] - ids[0]))
+    return encode(TokenScores(top, values, values[:, 0] - ids[0]))
 
 
 def test_texts_are_kept(tmp_path: Path) -> None:
@@ -404,16 +406,16 @@ def test_a_full_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_known_text_is_kept(tmp_path: Path, vllm: StandIn) -> None:
-    store = TextStore(tmp_path, META, "--kd-teacher-cache")
+    file = KnownTextFile("--kd-teacher-cache", tmp_path / "new")
     known = KnownText(tuple(TEXT), model_at(vllm).score(TEXT, TOP_K, VOCAB))
-    assert store.known_text() is None
-    store.keep_known_text(known)
-    again = store.known_text()
+    assert file.read() is None
+    file.write(known)
+    again = file.read()
     again.check(known.scores, "now", "before")
     with pytest.raises(MkdTeacherError, match="now is another teacher than before"):
         vllm.model = table_model(VOCAB, seed=1)
         again.check(model_at(vllm).score(TEXT, TOP_K, VOCAB), "now", "before")
     for damage in ("{", '{"text": [1, 2], "log_probs": [1, 2, 3]}', '{"text": ["a", "b"], "log_probs": [1]}', "[]"):
-        (tmp_path / KNOWN_TEXT).write_text(damage)
-        with pytest.raises(MkdError, match="is damaged"):
-            store.known_text()
+        (file.folder / NAME).write_text(damage)
+        with pytest.raises(MkdCacheError, match=r"--kd-teacher-cache .*new: .known_text.json is damaged"):
+            file.read()
