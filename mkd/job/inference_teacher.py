@@ -134,26 +134,7 @@ class InferenceTeacherSpec:
             MkdCacheError: the folder of --kd-teacher-cache cannot be used.
             MkdTeacherError, MkdNumericError: the server does not answer as the job needs.
         """
-        for flag, given in (
-            ("--reset-position-ids", args.reset_position_ids),
-            ("--reset-attention-mask", args.reset_attention_mask),
-        ):
-            if given:
-                raise MkdConfigError(
-                    f"{flag} does not work with {source.origin}, which scores each row as one text: leave it out, or "
-                    "give --kd-packing best_fit"
-                )
-        positions, length = source.positions, args.seq_length
-        if kd.packing == "none" and positions is not None and length > positions:
-            raise MkdConfigError(
-                f"--seq-length {length} is longer than the {positions} tokens that {source.origin} scores: start it "
-                f"with --max-model-len {length + _BEYOND_TEXT} (SGLang: --context-length), or give --seq-length "
-                f"{positions}"
-            )
-        if true_vocab > MAX_VOCAB:
-            raise MkdConfigError(
-                f"{source.origin} works with vocabularies of up to {MAX_VOCAB} tokens, not {true_vocab}"
-            )
+        _check_flags(source, args, kd, true_vocab)
         meta = CacheMeta(
             teacher=source.fingerprint(),
             tokenizer=hash_of_tokenizer(args),
@@ -164,7 +145,7 @@ class InferenceTeacherSpec:
         )
         if kd.teacher_cache is not None:
             check_folder(Path(kd.teacher_cache), meta, CACHE_FLAG)
-        longest = min(length, positions or length) + 1
+        longest = min(args.seq_length, source.positions or args.seq_length) + 1
         text, sentence = _probe_text(args, true_vocab)
         timeout_s = WITHOUT_WAITING_S if source.is_last_check else kd.teacher_timeout
         probe = Probe(text, sentence, meta.top_k, true_vocab, longest, URL_FLAG, timeout_s)
@@ -249,6 +230,28 @@ class InferenceTeacherSpec:
             return model.score(text, self.meta.top_k, self.meta.true_vocab)
 
         return patiently(ask, f"{URL_FLAG} {model.server}", self.kd.teacher_timeout)
+
+
+def _check_flags(source: InferenceSource, args: Namespace, kd: KDConfig, true_vocab: int) -> None:
+    """Refuse rows that a server does not score as the student reads them, and too large a vocabulary."""
+    for flag, given in (
+        ("--reset-position-ids", args.reset_position_ids),
+        ("--reset-attention-mask", args.reset_attention_mask),
+    ):
+        if given:
+            raise MkdConfigError(
+                f"{flag} does not work with {source.origin}, which scores each row as one text: leave it out, or "
+                "give --kd-packing best_fit"
+            )
+    positions, length = source.positions, args.seq_length
+    if kd.packing == "none" and positions is not None and length > positions:
+        raise MkdConfigError(
+            f"--seq-length {length} is longer than the {positions} tokens that {source.origin} scores: start it "
+            f"with --max-model-len {length + _BEYOND_TEXT} (SGLang: --context-length), or give --seq-length "
+            f"{positions}"
+        )
+    if true_vocab > MAX_VOCAB:
+        raise MkdConfigError(f"{source.origin} works with vocabularies of up to {MAX_VOCAB} tokens, not {true_vocab}")
 
 
 def _probe_text(args: Namespace, vocab: int) -> tuple[tuple[int, ...], str | None]:
