@@ -110,54 +110,75 @@ def test_answers_are_the_models_log_probabilities(server: StandIn) -> None:
     assert np.abs(found.tail_lse[:, 0] - tail).max() < 1e-4
 
 
+TEXT_OF_ANSWER = [504, 3575, 282, 4649]
 VLLM_ANSWER = {
-    "id": "cmpl-1",
+    "id": "cmpl-9968195df84bc8d8",
     "object": "text_completion",
-    "model": "t",
+    "model": "smol",
     "choices": [
         {
             "index": 0,
-            "text": " x",
+            "text": " is",
             "logprobs": None,
             "finish_reason": "length",
-            "token_ids": [4],
-            "prompt_token_ids": [3, 14, 15],
+            "token_ids": [314],
             "prompt_logprobs": [
                 None,
                 {
-                    "14": {"logprob": -3.5, "rank": 7, "decoded_token": " a"},
-                    "2": {"logprob": -0.5, "rank": 1, "decoded_token": "b"},
-                    "9": {"logprob": -1.5, "rank": 2, "decoded_token": "c"},
+                    "3575": {"logprob": -11.70806884765625, "rank": 3121, "decoded_token": " capital"},
+                    "29": {"logprob": -0.8330687284469604, "rank": 1, "decoded_token": "-"},
+                    "28": {"logprob": -2.58306884765625, "rank": 2, "decoded_token": ","},
                 },
                 {
-                    "15": {"logprob": -1.25, "rank": 2, "decoded_token": "d"},
-                    "30": {"logprob": -0.75, "rank": 1, "decoded_token": "e"},
+                    "282": {"logprob": -0.33559009432792664, "rank": 1, "decoded_token": " of"},
+                    "2240": {"logprob": -2.335590124130249, "rank": 2, "decoded_token": " city"},
+                },
+                {
+                    "4649": {"logprob": -2.415597915649414, "rank": 2, "decoded_token": " France"},
+                    "260": {"logprob": -2.165597915649414, "rank": 1, "decoded_token": " the"},
                 },
             ],
+            "prompt_token_ids": [504, 3575, 282, 4649],
+            "routed_experts": None,
         }
     ],
-    "usage": {"prompt_tokens": 3, "total_tokens": 4, "completion_tokens": 1},
+    "system_fingerprint": "vllm-0.32.0-31882b8f",
+    "usage": {"prompt_tokens": 4, "total_tokens": 5, "completion_tokens": 1},
 }
+"""Recorded from vLLM 0.32 with SmolLM2-135M-Instruct, shortened."""
 SGLANG_ANSWER = {
     "text": "",
     "output_ids": [],
     "meta_info": {
         "id": "1",
-        "prompt_tokens": 3,
+        "prompt_tokens": 4,
         "completion_tokens": 0,
-        "input_token_logprobs": [[None, 3, None], [-3.5, 14, None], [-1.25, 15, None]],
-        "input_top_logprobs": [None, [[-0.5, 2, None], [-1.5, 9, None]], [[-0.75, 30, None], [-1.25, 15, None]]],
+        "input_token_logprobs": [
+            [None, 504, None],
+            [-11.70806884765625, 3575, None],
+            [-0.33559009432792664, 282, None],
+            [-2.415597915649414, 4649, None],
+        ],
+        "input_top_logprobs": [
+            None,
+            [[-0.8330687284469604, 29, None], [-2.58306884765625, 28, None]],
+            [[-0.33559009432792664, 282, None], [-2.335590124130249, 2240, None]],
+            [[-2.165597915649414, 260, None], [-2.415597915649414, 4649, None]],
+        ],
     },
 }
+"""The same in SGLang's documented form."""
 
 
 @pytest.mark.parametrize(("api", "answer"), [("vllm", VLLM_ANSWER), ("sglang", SGLANG_ANSWER)])
-def test_documented_answers(api: str, answer: dict[str, Any]) -> None:
-    """vLLM 0.32 lists the text's own token first, which may be the K + 1st entry."""
-    scores = APIS[api]().read(answer, [3, 14, 15], 2)
-    assert scores.top_ids.tolist() == [[2, 9], [30, 15]]
-    assert scores.top_log_probs.tolist() == [[-0.5, -1.5], [-0.75, -1.25]]
-    assert scores.own_log_probs.tolist() == [-3.5, -1.25]
+def test_recorded_answers(api: str, answer: dict[str, Any]) -> None:
+    """vLLM lists the text's own token first, which may be the K + 1st entry."""
+    scores = APIS[api]().read(answer, TEXT_OF_ANSWER, 2)
+    scores.check(np.array(TEXT_OF_ANSWER), 49152, "here")
+    assert scores.top_ids.tolist() == [[29, 28], [282, 2240], [260, 4649]]
+    assert np.abs(scores.own_log_probs - [-11.708069, -0.335590, -2.415598]).max() < 1e-6
+    targets = scores.targets()
+    assert targets.label_log_prob.dtype == np.float32 and np.exp(targets.logits).sum(axis=1).max() < 1
 
 
 FAULTS = {
