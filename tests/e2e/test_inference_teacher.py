@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from mkd.checkpoint.megatron_folder import TRACKER
 from tests.support.e2e.small_job import VOCAB, SmallJob, make_small_job, run
 from tests.support.inference_server import StandIn, table_model
 
@@ -36,16 +37,17 @@ def test_a_run_of_two_epochs(job: SmallJob, server: StandIn, tmp_path: Path) -> 
     """The server fails in the middle: the job saves and ends with status 75. Resumed, it has the numbers of a teacher
     on its own ranks, and no text is sent twice, also not for the second epoch."""
     flags = {"--kd-packing": "best_fit", "--kd-epochs": 2, "--train-iters": None, "--kd-top-k": TOP_K}
-    flags |= {"--save-interval": 1000, "--eval-interval": 3, "--split": "3,1,96"}
+    flags |= {"--save-interval": 1000, "--eval-interval": 3, "--split": "2,1,97"}
     online = run(job.flags({**flags, "--save": tmp_path / "online"}))
     assert online.status == 0, online.errors[-3000:]
     flags |= {"--kd-teacher-hf": None, "--kd-teacher-url": server.url, "--kd-teacher-cache": tmp_path / "kept"}
     flags |= {"--save": tmp_path / "served", "--load": tmp_path / "served", "--kd-teacher-timeout": 1}
-    server.late_fault = (len(server.texts) + 25, "busy")
+    server.late_fault = (len(server.texts) + 50, "busy")
     ended = run(job.flags(flags))
     server.late_fault, server.fault = None, ""
     assert ended.status == 75, ended.output[-3000:] + ended.errors[-3000:]
     assert "503" in ended.output and "texts are sent again" in ended.output
+    assert (tmp_path / "served" / TRACKER).exists()
     true_model, server.model = server.model, table_model(VOCAB)
     other = run(job.flags({**flags, "--kd-teacher-cache": None}))
     server.model = true_model

@@ -1,6 +1,7 @@
 """Threads that send texts to the addresses of one teacher, send them again where an address fails, and ask each address
 for a known text before its answers count: a server that was restarted with other weights is found."""
 
+import math
 import threading
 import time
 from collections import deque
@@ -22,6 +23,8 @@ IN_FLIGHT = 8
 _UNVERIFIED = 16
 """Answers of an address that may wait for the known text."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 5.0
+_LOG_S = 30.0
+"""Seconds between two lines about failures of an address."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,8 @@ class _Address:
     unverified: list[tuple[_Text, np.ndarray]] = field(default_factory=list)
     """Answers that came after the known text was asked for last."""
     is_lost: bool = False
+    """True if the last request failed, and that was logged."""
+    logged_at: float = -math.inf
 
 
 class ScoringPool:
@@ -182,6 +187,6 @@ class ScoringPool:
             address.unverified = []
             self._queue.extendleft(reversed(texts))
             self._change.notify_all()
-        if not address.is_lost:
-            address.is_lost = True
+        if not address.is_lost and time.monotonic() - address.logged_at > _LOG_S:
+            address.is_lost, address.logged_at = True, time.monotonic()
             logger.warning(f"{error}; {len(texts)} texts are sent again", extra=EVERY_RANK)
