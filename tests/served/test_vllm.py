@@ -122,6 +122,5 @@ def test_vllm(folder: Path, url: str, tmp_path: Path) -> None:
     again = train(folder, tmp_path / "again", own | {"--train-iters": 2 * STEPS})
     sent, found = _sent(again)
     print(f"first run: {texts} texts sent; second run, of two epochs: {sent} sent, {found} found")
-    assert sent <= 45 - texts and found > texts
-    for line, truth in zip(again.metrics, served.metrics, strict=False):
-        assert line.get("kd") == truth.get("kd")
+    assert sent == 0 and found >= texts
+    assert [again.metrics[1][name] for name in ("loss", "kd")] == [served.metrics[1][name] for name in ("loss", "kd")]
