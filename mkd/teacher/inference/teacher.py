@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -56,6 +57,9 @@ class InferenceTeacher:
         self._queue = RequestQueue(ahead, self._request, self._ask)
         self._whole: list[KDBatch] = []
         self._words: list[Tensor] = []
+        self._sent: WeakValueDictionary[bytes, Future[np.ndarray]] = WeakValueDictionary()
+        """Answers that a step still needs, by text: the same text may be sent ahead for two steps, as at the end of an
+        epoch."""
         self._counts = {"sent": 0, "found": 0}
 
     @staticmethod
@@ -115,10 +119,13 @@ class InferenceTeacher:
             if text.key in found:
                 answers.append(Future())
                 answers[-1].set_result(found[text.key])
+            elif (answer := self._sent.get(text.key)) is not None:
+                answers.append(answer)
             else:
                 answers.append(self._pool.submit(text.ids))
+                self._sent[text.key] = answers[-1]
+                self._counts["sent"] += 1
         self._counts["found"] += len(found)
-        self._counts["sent"] += len(request.texts) - len(found)
         return answers
 
     def _take(self, asked: Sequence[Asked[BatchOfTexts]]) -> list[Tensor]:
