@@ -37,12 +37,12 @@ def test_a_run_of_two_epochs(job: SmallJob, server: StandIn, tmp_path: Path) -> 
     """The server fails in the middle: the job saves and ends with status 75. Resumed, it has the numbers of a teacher
     on its own ranks, and no text is sent twice, also not for the second epoch."""
     flags = {"--kd-packing": "best_fit", "--kd-epochs": 2, "--train-iters": None, "--kd-top-k": TOP_K}
-    flags |= {"--save-interval": 1000, "--eval-interval": 3, "--split": "2,1,97"}
+    flags |= {"--save-interval": 1000, "--eval-interval": 3, "--split": "1,1,98"}
     online = run(job.flags({**flags, "--save": tmp_path / "online"}))
     assert online.status == 0, online.errors[-3000:]
     flags |= {"--kd-teacher-hf": None, "--kd-teacher-url": server.url, "--kd-teacher-cache": tmp_path / "kept"}
     flags |= {"--save": tmp_path / "served", "--load": tmp_path / "served", "--kd-teacher-timeout": 1}
-    server.late_fault = (len(server.texts) + 50, "busy")
+    server.late_fault = (len(server.texts) + 40, "busy")
     ended = run(job.flags(flags))
     server.late_fault, server.fault = None, ""
     assert ended.status == 75, ended.output[-3000:] + ended.errors[-3000:]
