@@ -37,10 +37,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "arcee": NEAR_MODELS["arcee"],
     "qwen2 moe": NEAR_MODELS["qwen2 moe"],
     "glm 4.5": NEAR_MODELS["glm 4.5"],
+    "deepseek v2": NEAR_MODELS["deepseek v2"],
+    "youtu": NEAR_MODELS["youtu, plain queries"],
 }
 """Queries, keys and values in three Hugging Face layers and in one, with and without a gate, factors and norms on the
-outputs, dense layers and shared experts beside routed ones."""
-MODULES = {"llama, biases": ["q_proj", "v_proj", "down_proj"]}
+outputs, dense layers and shared experts beside routed ones, latent attention."""
+_MLP = ["gate_proj", "up_proj", "down_proj"]
+MODULES = {
+    "llama, biases": ["q_proj", "v_proj", "down_proj"],
+    "deepseek v2": ["o_proj", *_MLP],
+    "youtu": ["q_proj", "o_proj", *_MLP],
+}
+MIXTURES = ("qwen2 moe", "glm 4.5", "deepseek v2")
 """Modules of --kd-lora-modules; all of them in other models."""
 
 
@@ -202,9 +210,9 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_gradients(gloo_pool: Any, models: dict[str, Path], case: tuple) -> None:
     tp, pp, ep, sp, run = case
-    some = {name: root for name, root in models.items() if ep == 1 or name in ("qwen2 moe", "glm 4.5")}
+    some = {name: root for name, root in models.items() if ep == 1 or name in MIXTURES}
     # Megatron does not shard experts over tensor-parallel ranks without sequence parallelism.
-    some = {name: root for name, root in some.items() if tp == 1 or sp or name not in ("qwen2 moe", "glm 4.5")}
+    some = {name: root for name, root in some.items() if tp == 1 or sp or name not in MIXTURES}
     results = gloo_pool(tp * pp * ep).run(errors_of, some, tp, pp, ep, sp, run)
     for errors in results:
         assert errors

@@ -12,7 +12,8 @@ from mkd.errors import MkdConfigError
 from mkd.models.lora import AdaptedLinear, RowPart
 
 _QKV = "self_attention.linear_qkv.weight"
-_COLUMN = (_QKV, "mlp.linear_fc1.weight", "mlp.shared_experts.linear_fc1.weight")
+_FC1 = ("mlp.linear_fc1.weight", "mlp.shared_experts.linear_fc1.weight")
+_COLUMN = (_QKV, *_FC1, "self_attention.linear_q_proj.weight")
 _ROW = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight", "mlp.shared_experts.linear_fc2.weight")
 _FROZEN = {"lm_head": "the LM head", "embed_tokens": "the embedding"}
 
@@ -26,16 +27,17 @@ def adapted_linears(family: Family, args: Mapping[str, Any], options: LoraOption
         options: names of Hugging Face layers, and the rank.
 
     Raises:
-        MkdConfigError: the family has no adapters yet, no layer has one of the names, or the rank is too large.
+        MkdConfigError: all linear layers are wanted where some have no adapters yet, no layer has one of the names, or
+            the rank is too large.
     """
-    if args.get("multi_latent_attention"):
-        raise MkdConfigError(
-            f"--kd-lora {options.rank}: {family.architectures[0]} has latent attention, for which mkd has no adapters: "
-            "leave --kd-lora out, or take another student"
-        )
     every = list(_linear_layers(family, args))
     names = {part.layer for linear in every for part in linear.parts}
-    wanted = _chosen(options.modules, names, _routed(family, args))
+    if options.modules is None and (latent := _latent(family, args)):
+        raise MkdConfigError(
+            f"--kd-lora {options.rank}: {family.architectures[0]} has latent attention, and mkd has no adapters of "
+            f"{', '.join(sorted(latent))}: give --kd-lora-modules {' '.join(sorted(set(map(_short, names))))}"
+        )
+    wanted = _chosen(options.modules, names, _routed(family, args), _latent(family, args))
     found = []
     for linear in every:
         parts = tuple(part if part.layer in wanted else RowPart(part.channels, None) for part in linear.parts)
@@ -58,14 +60,14 @@ def _linear_layers(family: Family, args: Mapping[str, Any]) -> Iterator[AdaptedL
 
 def _adapted(item: Item, path: str, dims: Dims, args: Mapping[str, Any]) -> AdaptedLinear:
     """The linear layer of a weight, with an adapter on each of its Hugging Face layers."""
-    sources = [name.removesuffix(".weight") for name in item.shapes]
+    sources = _layers(item)
     shapes = list(item.shapes.values())
     inputs = shapes[0][1]
     rows = sum(shape[0] for shape in shapes)
     groups = None
     if path == _QKV:
         sizes, groups = [dims.query, dims.key, dims.key], dims.groups
-    elif path in _COLUMN and (args.get("swiglu") or args.get("quick_geglu")):
+    elif path in _FC1 and (args.get("swiglu") or args.get("quick_geglu")):
         sizes = [rows // 2, rows // 2]
     else:
         sizes = [rows]
@@ -77,11 +79,30 @@ def _adapted(item: Item, path: str, dims: Dims, args: Mapping[str, Any]) -> Adap
 
 def _routed(family: Family, args: Mapping[str, Any]) -> set[str]:
     """Names of the linear layers of routed experts."""
-    sources = (source for item in family.tensors(args) if item.expert is not None for source in item.shapes)
-    return {source.removesuffix(".weight").rpartition(".")[2] for source in sources}
+    return {_short(name) for item in family.tensors(args) if item.expert is not None for name in _layers(item)}
 
 
-def _chosen(modules: Sequence[str] | None, names: set[str], routed: set[str]) -> set[str]:
+def _latent(family: Family, args: Mapping[str, Any]) -> set[str]:
+    """Names of the linear layers of latent attention that have no adapters."""
+    found = set()
+    for item in family.tensors(args):
+        path = item.entry.megatron.partition("{layer}.")[2]
+        if path.startswith("self_attention.linear_") and path.endswith(".weight") and path not in (*_COLUMN, *_ROW):
+            found |= set(map(_short, _layers(item)))
+    return found
+
+
+def _layers(item: Item) -> list[str]:
+    """The Hugging Face layers of a weight."""
+    return [name.removesuffix(".weight") for name in item.shapes]
+
+
+def _short(layer: str) -> str:
+    """The name of a layer without the path to it."""
+    return layer.rpartition(".")[2]
+
+
+def _chosen(modules: Sequence[str] | None, names: set[str], routed: set[str], latent: set[str]) -> set[str]:
     """The Hugging Face layers with one of the given names; PEFT's rule: the name itself, or its end after a dot."""
     if modules is None:
         return names
@@ -89,16 +110,18 @@ def _chosen(modules: Sequence[str] | None, names: set[str], routed: set[str]) ->
     for module in modules:
         found = {name for name in names if name == module or name.endswith(f".{module}")}
         if not found:
-            raise MkdConfigError(f"--kd-lora-modules {module}: {_reason(module, names, routed)}")
+            raise MkdConfigError(f"--kd-lora-modules {module}: {_reason(module, names, routed, latent)}")
         chosen |= found
     return chosen
 
 
-def _reason(module: str, names: set[str], routed: set[str]) -> str:
-    known = sorted({name.rpartition(".")[2] for name in names})
+def _reason(module: str, names: set[str], routed: set[str], latent: set[str]) -> str:
+    known = sorted(set(map(_short, names)))
     listed = f"give some of {', '.join(known)}"
     if module in _FROZEN:
         return f"{_FROZEN[module]} has no adapter in mkd; {listed}"
+    if module in latent:
+        return f"mkd has no adapters of these layers of latent attention; {listed}"
     if module in routed:
         return (
             "only routed experts have layers of this name, and they have no adapters: transformers keeps all experts "

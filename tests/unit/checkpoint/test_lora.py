@@ -74,11 +74,33 @@ def test_routed_experts_and_routers_have_none() -> None:
     assert paths == {"self_attention.linear_qkv", "self_attention.linear_proj", f"{shared}1", f"{shared}2"}
 
 
-def test_every_family_without_latent_attention_has_adapters() -> None:
+def test_every_family_has_adapters() -> None:
     for family in FAMILIES:
-        if not family.fixed.get("multi_latent_attention"):
-            paths = {entry.megatron.partition("{layer}.")[2] for entry in family.table}
-            assert {"self_attention.linear_qkv.weight", "self_attention.linear_proj.weight"} <= paths, family.model_type
+        paths = {entry.megatron.partition("{layer}.")[2] for entry in family.table}
+        assert "self_attention.linear_proj.weight" in paths, family.model_type
+        has_latent = bool(family.fixed.get("multi_latent_attention"))
+        assert ("self_attention.linear_qkv.weight" in paths) != has_latent, family.model_type
+
+
+LATENT = {
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+    "head_dim": 8,
+    "num_key_value_heads": 6,
+}
+
+
+def test_latent_attention() -> None:
+    linears = linears_of("4", ["o_proj", "down_proj"], "YoutuForCausalLM", **LATENT)
+    assert [linear.path for linear in linears[:2]] == ["self_attention.linear_proj"] * 2
+    assert linears[0].inputs == 6 * 14
+    with pytest.raises(MkdConfigError, match=r"no adapters of kv_a_proj_with_mqa, kv_b_proj, q_a_proj, q_b_proj: give"):
+        linears_of("4", None, "YoutuForCausalLM", **LATENT)
+    with pytest.raises(MkdConfigError, match="q_b_proj: mkd has no adapters of these layers of latent attention"):
+        linears_of("4", ["q_b_proj"], "YoutuForCausalLM", **LATENT)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
