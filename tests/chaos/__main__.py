@@ -20,7 +20,7 @@ from pathlib import Path
 from tests.chaos.lab import Experiment, Lab, Report, run_experiments
 from tests.chaos.sandbox import Faults, faults, prepare
 
-SMALL = {"signals": 1, "calls": 2, "disk": 1, "places": 1, "fuzz": 8, "flags": 4, "readers": 40}
+SMALL = {"signals": 1, "calls": 1, "disk": 1, "places": 1, "fuzz": 4, "flags": 2, "readers": 40}
 """Cases of --small: every experiment, and every part of this program, in under 40 s."""
 
 

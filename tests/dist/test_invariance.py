@@ -36,7 +36,6 @@ TABLE = {
     "cp2": (2, Layout(cp=2), UNEVEN),
     "dp2": (2, Layout(mbs=1), UNEVEN),
     "ep2": (2, Layout(ep=2, dist_opt=True), EXPERTS),
-    "tp2-pp2": (4, Layout(tp=2, pp=2), OWN_MASK),
     "tp2-sp-pp2-vp2": (4, Layout(tp=2, sp=True, pp=2, vp=2), PACKED),
     "tp2-sp-cp2": (4, Layout(tp=2, sp=True, cp=2, mbs=4), CE_ONLY),
     "cp2-dp2-opt": (4, Layout(cp=2, dist_opt=True), UNEVEN),
@@ -46,6 +45,7 @@ TABLE = {
     "pp2-vp2-cp2-dp2-opt": (8, Layout(pp=2, vp=2, cp=2, dist_opt=True), OWN_MASK),
 }
 MORE = {
+    "tp2-pp2": (4, Layout(tp=2, pp=2), OWN_MASK),
     "mbs1": (1, Layout(mbs=1), BOTH),
     "dp2-opt": (2, Layout(mbs=4, dist_opt=True), BOTH),
     "tp2-sp-dp2-opt": (4, Layout(tp=2, sp=True, dist_opt=True), PACKED),

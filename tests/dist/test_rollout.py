@@ -234,7 +234,7 @@ def test_the_cache_is_left_out_where_it_is_not_possible(gloo_pool, on_one_rank) 
     ("ranks", "own"),
     [
         pytest.param(2, Layout(ep=2), id="ep2"),
-        pytest.param(4, Layout(tp=2, ep=2, sp=True), id="tp2 sp ep2"),
+        pytest.param(4, Layout(tp=2, ep=2, sp=True), id="tp2 sp ep2", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.5])

@@ -111,7 +111,7 @@ def test_recomputed_activations(gloo_pool: GetPool) -> None:
     ("ranks", "layout"),
     [
         pytest.param(2, Layout(tp=2, sp=True), id="tp2-sp", marks=pytest.mark.slow),
-        pytest.param(2, Layout(pp=2), id="pp2"),
+        pytest.param(2, Layout(pp=2), id="pp2", marks=pytest.mark.slow),
         pytest.param(2, Layout(cp=2), id="cp2"),
         pytest.param(2, Layout(mbs=1), id="dp2", marks=pytest.mark.slow),
         pytest.param(4, Layout(ep=2, tp=2, sp=True), id="ep2-tp2-sp", marks=pytest.mark.slow),

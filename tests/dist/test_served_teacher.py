@@ -90,6 +90,7 @@ def test_layouts(gloo_pool: GetPool, services: Callable[..., Service], name: str
     assert_equal(seen, in_process(gloo_pool, ranks, student, models, own))
 
 
+@pytest.mark.slow
 def test_several_teachers_and_another_tokenizer(gloo_pool: GetPool, services: Callable[..., Service]) -> None:
     """Each text is taught by the better one of two services, of which one has another tokenizer."""
     student = Layout(tp=2, sp=True, mbs=4)

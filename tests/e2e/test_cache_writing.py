@@ -112,7 +112,11 @@ def test_targets_are_the_teachers(
 
 
 @pytest.mark.parametrize(
-    ("layout", "iterations"), [(TP2_PP2, None), (TP2_CP2, 30)], ids=["tp2-pp2-one-epoch", "tp2-sp-cp2"]
+    ("layout", "iterations"),
+    [
+        pytest.param(TP2_PP2, None, id="tp2-pp2-one-epoch"),
+        pytest.param(TP2_CP2, 30, id="tp2-sp-cp2", marks=pytest.mark.slow),
+    ],
 )
 def test_layouts(
     job: SmallJob, one_rank: dict[bytes, TokenTargets], tmp_path: Path, layout: dict[str, Any], iterations: int | None

@@ -33,6 +33,7 @@ def server(job: SmallJob) -> Iterator[StandIn]:
         yield server
 
 
+@pytest.mark.slow
 def test_a_run_of_two_epochs(job: SmallJob, server: StandIn, tmp_path: Path) -> None:
     """The server fails in the middle: the job saves and ends with status 75. Resumed, it has the numbers of a teacher
     on its own ranks, and no text is sent twice, also not for the second epoch."""

@@ -144,6 +144,7 @@ def test_service_and_student(start: Start, job: SmallJob, alone: Result, tmp_pat
     assert "every request that was received is answered; the service ends" in (tmp_path / "stdout").read_text()
 
 
+@pytest.mark.slow
 def test_signal_during_a_wait(start: Start, job: SmallJob, alone: Result, tmp_path: Path) -> None:
     """A student that waits for a paused service saves and ends at SIGTERM; resumed, it goes to its end."""
     port, save = free_port(), tmp_path / "served"
