@@ -27,13 +27,13 @@ def packed(models: Models) -> Models:
 # fmt: off
 TABLE = {
     "same-packed-mbs4": (1, Layout(mbs=4), packed(SAME)),
-    "same-tp2-sp": (2, Layout(tp=2, sp=True, mbs=4), SAME),
     "same-pp2-packed": (2, Layout(pp=2, mbs=1), packed(SAME)),
     "mixed-tp2-packed": (2, Layout(tp=2, sp=True, mbs=4), packed(MIXED)),
     "mixed-cp2-packed": (2, Layout(cp=2, mbs=4), packed(MIXED)),
     "mixed-dp2-packed": (2, Layout(mbs=1), packed(MIXED)),
 }
 MORE = {
+    "same-tp2-sp": (2, Layout(tp=2, sp=True, mbs=4), SAME),
     "same-cp2-packed": (2, Layout(cp=2), packed(SAME)),
     "same-dp2": (2, Layout(mbs=1), SAME),
     "mixed-packed": (1, Layout(mbs=4), packed(MIXED)),

@@ -27,10 +27,10 @@ ONE, TP2 = Layout(), Layout(tp=2, sp=True)
 # fmt: off
 TABLE = {
     "one rank, text / one rank": (1, Layout(), TEXT, ONE),
-    "tp2-pp2 / one rank": (4, Layout(tp=2, pp=2, sp=True), TEXT, ONE),
     "dp2-cp2, packed / tp2": (4, Layout(cp=2), PACKED, TP2),
 }
 MORE = {
+    "tp2-pp2 / one rank": (4, Layout(tp=2, pp=2, sp=True), TEXT, ONE),
     "dp2-cp2, packed / one rank": (4, Layout(cp=2), PACKED, ONE),
     "tp2-cp2 / tp2": (4, Layout(tp=2, cp=2), TEXT, TP2),
 }

@@ -27,9 +27,9 @@ TABLE = {
     "tp2-sp, few tokens": (2, Layout(tp=2, sp=True), replace(BOTH, masks="uneven", tied=False)),
     "tp2-sp-cp2, one token": (4, Layout(tp=2, sp=True, cp=2), replace(BOTH, masks="one token")),
     "pp2-vp2, packed": (2, Layout(pp=2, vp=2), replace(BOTH, data="packed", masks="same")),
-    "tokenizers, tp2-sp": (2, Layout(tp=2, sp=True), PAIRS),
 }
 MORE = {
+    "tokenizers, tp2-sp": (2, Layout(tp=2, sp=True), PAIRS),
     "tp2-sp-dp2 / tp4": (4, Layout(tp=2, sp=True, teacher=Layout(tp=4, sp=True)), replace(BOTH, masks="uneven")),
     "tokenizers, tp2-sp-cp2": (4, Layout(tp=2, sp=True, cp=2), PAIRS),
 }

@@ -101,7 +101,7 @@ def test_megatron_reads_its_global_groups(gloo_pool: GetPool) -> None:
     ("fault", "name"),
     [
         ("hidden states in another order", "dp4 / tp4"),
-        ("hidden states in contiguous order", "tp2-dp2 / tp2-cp2, packed"),
+        pytest.param("hidden states in contiguous order", "tp2-dp2 / tp2-cp2, packed", marks=pytest.mark.slow),
     ],
 )
 def test_planted_fault_is_detected(

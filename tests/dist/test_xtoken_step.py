@@ -66,10 +66,8 @@ def one_rank(gloo_pool: GetPool) -> Callable[..., Outcome]:
 
 @pytest.mark.parametrize("name", [*TABLE, *slow(MORE)])
 def test_layout(gloo_pool: GetPool, one_rank: Callable[..., Outcome], name: str) -> None:
-    """A step, and a second one where the ranks share the optimizer's state."""
     ranks, layout, models = (TABLE | MORE)[name]
-    steps = 2 if layout.dist_opt else 1
-    assert_same(Outcome.of(gloo_pool, ranks, layout, models, steps=steps), one_rank(models, steps))
+    assert_same(Outcome.of(gloo_pool, ranks, layout, models, steps=1), one_rank(models))
 
 
 EVERY_LAYOUT = {

@@ -12,7 +12,7 @@ import pytest
 from tests.support.e2e.small_job import ROOT
 from tests.support.fork_server import fork_server
 
-CASES = {"signals": 1, "calls": 2, "disk": 1, "places": 1, "fuzz": 8, "flags": 4, "readers": 40}
+CASES = {"signals": 1, "calls": 1, "disk": 1, "places": 1, "fuzz": 4, "flags": 2, "readers": 40}
 """Of --small."""
 
 
