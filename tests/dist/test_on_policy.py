@@ -1,13 +1,15 @@
 """Steps whose answers the student writes: against transformers' models in float64, and in every layout.
 
-Without `-m slow`, each layout writes either half of the answers or all of them; `-m slow` runs both shares.
+Without `-m slow`, each layout but TP 2 x PP 2 writes either half of the answers or all of them; `-m slow` runs both shares.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
@@ -15,6 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config, unwrap_model
 from megatron.training.models import GPTModelBuilder
 from torch import Tensor
+from torch.utils.data import default_collate
 from transformers import AutoModelForCausalLM
 
 from mkd.checkpoint.hf.check import read_architecture
@@ -25,7 +28,6 @@ from mkd.config.loss_spec import LossSpec
 from mkd.data.packing.row_layout import RowLayout
 from mkd.distributed.groups import Groups
 from mkd.losses.reference.dense import DIVERGENCES
-from mkd.models.gpt import gpt_config
 from mkd.rollout.interface import Decoding
 from mkd.rollout.on_policy import OnPolicy
 from mkd.teacher.online import OnlineTeacher
@@ -42,11 +44,21 @@ from tests.support.tolerance import FP32, GRADIENT, STEP_LOSS, assert_close_norm
 PROMPTS = ((5, 9, 77), (1,), tuple(range(40, 50)), (30, 2), (8, 8, 8, 8))
 
 
-def on_policy(share: float, **changes: Any) -> OnPolicy:
+class PackedRows(RowLayout):
+    """Rows like those of `kd_samples`, which have eight segment bounds each."""
+
+    def row(self, texts: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, np.ndarray]:
+        row = super().row(texts)
+        del row["max_seqlen"]
+        return row | {name: np.pad(row[name], (0, 8 - len(row[name])), "edge") for name in row if "cu_" in name}
+
+
+def on_policy(share: float, packed: bool = False, **changes: Any) -> OnPolicy:
     options: dict[str, Any] = dict(
         tokens=9, end_tokens=frozenset(range(20)), true_vocab=VOCAB, rows=2, longest=ROW, temperature=1.0, seed=3
     )
-    layout = RowLayout(ROW, 8, is_packed=False, kd_everywhere=False)
+    kind = PackedRows if packed else RowLayout
+    layout = kind(ROW, 4 if packed else 8, is_packed=packed, kd_everywhere=False)
     return OnPolicy(share, PROMPTS, layout, Decoding(**{**options, **changes}), "cached")
 
 
@@ -55,6 +67,7 @@ LAYOUTS = {
     "pp2": (2, Layout(pp=2)),
     "cp2": (2, Layout(cp=2)),
     "dp2": (2, Layout()),
+    "tp2 pp2": (4, Layout(tp=2, pp=2)),
     "tp2 sp pp2 vp2": (4, Layout(tp=2, pp=2, vp=2, sp=True)),
 }
 
@@ -75,6 +88,16 @@ def compare(found: tuple, expected: tuple) -> None:
         assert_close_norm(found[1][key], value, GRADIENT, key)
 
 
+def in_layout(policy: OnPolicy, own: Layout) -> OnPolicy:
+    """The policy with the options that a layout needs."""
+    multiple = 2 * own.cp if own.cp > 1 else own.tp
+    return replace(
+        policy,
+        decoding=replace(policy.decoding, length_multiple=multiple),
+        engine="uncached" if own.cp > 1 else "cached",
+    )
+
+
 QUICK = {0.5: ["tp2 sp", "dp2", "tp2 sp pp2 vp2"], 1.0: ["pp2", "cp2"]}
 
 
@@ -88,11 +111,30 @@ QUICK = {0.5: ["tp2 sp", "dp2", "tp2 sp pp2 vp2"], 1.0: ["pp2", "cp2"]}
 )
 def test_every_layout_trains_on_the_same_texts(gloo_pool, one_rank, name: str, share: float) -> None:
     ranks, own = LAYOUTS[name]
-    multiple = 2 * own.cp if own.cp > 1 else own.tp
-    policy = on_policy(share, length_multiple=multiple)
-    if own.cp > 1:
-        policy = replace(policy, engine="uncached")
+    policy = in_layout(on_policy(share), own)
     compare(combine(gloo_pool(ranks).run(kd_step, own, Models(), policy)), one_rank[share])
+
+
+@pytest.fixture(scope="module")
+def packed_on_one_rank(gloo_pool) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Losses and gradients of a step with packed rows."""
+    return combine(gloo_pool(1).run(kd_step, Layout(), Models(data="packed"), on_policy(0.5, packed=True)))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "cp2" else pytest.mark.slow) for name in LAYOUTS]
+)
+def test_packed_rows_in_every_layout(gloo_pool, packed_on_one_rank, name: str) -> None:
+    ranks, own = LAYOUTS[name]
+    policy = in_layout(on_policy(0.5, packed=True), own)
+    found = combine(gloo_pool(ranks).run(kd_step, own, Models(data="packed"), policy))
+    compare(found, packed_on_one_rank)
+
+
+def test_packed_rows_have_the_loss_of_rows_with_one_text(gloo_pool, one_rank) -> None:
+    """At L = 1 both steps have the same texts."""
+    found = combine(gloo_pool(1).run(kd_step, Layout(), Models(data="packed"), on_policy(1.0, packed=True)))
+    compare(found, one_rank[1.0])
 
 
 def test_experts(gloo_pool) -> None:
@@ -114,21 +156,51 @@ def test_the_share_and_the_seed_change_the_step(gloo_pool, one_rank) -> None:
 FOLDER_VOCAB = 131
 
 
-def oracle(
-    folders: list[Path], texts: list[tuple[tuple[int, ...], tuple[int, ...]]], spec: LossSpec, into: Path
-) -> float:
-    """Loss of a step on written texts, in float64; the gradients are saved as weights of a folder like the student's."""
+GIVEN_RATIO = 0.7
+"""R of the step with given rows; without them it is 1."""
+Text = tuple[tuple[int, ...], tuple[int, ...]]
+"""Prompt and written tokens."""
+
+
+def given_rows() -> list[dict[str, Tensor]]:
+    """Rows of a step with holes in their masks."""
+    generator = torch.Generator().manual_seed(4)
+    tokens = torch.randint(0, FOLDER_VOCAB, (ROWS, ROW + 1), generator=generator)
+    mask = (torch.rand(ROWS, ROW, generator=generator) < 0.6).float()
+    positions = torch.arange(ROW).expand(ROWS, ROW)
+    names = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "loss_mask": mask, "position_ids": positions}
+    return [{name: value[row] for name, value in names.items()} for row in range(ROWS)]
+
+
+def oracle(folders: list[Path], texts: Mapping[int, Text], spec: LossSpec, into: Path) -> float:
+    """Loss of a step in float64; the gradients are saved as weights of a folder like the student's.
+
+    Args:
+        folders: student and teacher.
+        texts: row of the step -> what the student has written there; the other rows are `given_rows`.
+        spec: the divergence.
+        into: folder of the gradients.
+    """
     student, teacher = (
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
         for folder in folders
     )
-    values = []
-    for prompt, new in texts:
-        ids = torch.tensor([[*prompt, *new]])
-        positions = slice(len(prompt) - 1, ids.shape[1] - 1)
-        z, u = student(ids).logits[0, positions], teacher(ids).logits[0, positions].detach()
-        values.append(DIVERGENCES[spec.divergence](z, u, spec))
-    loss = torch.cat(values).mean()
+    kd, ce = [], []
+    for number, row in enumerate(given_rows()):
+        if number in texts:
+            prompt, new = texts[number]
+            ids = torch.tensor([[*prompt, *new]])
+            used = torch.arange(ids.shape[1]) >= len(prompt) - 1
+            used[-1] = False  # no token follows
+        else:
+            ids, used = row["tokens"][None], row["loss_mask"] > 0
+        z, u = student(ids).logits[0, used], teacher(ids).logits[0, used].detach()
+        kd.append(DIVERGENCES[spec.divergence](z, u, spec))
+        if number not in texts:
+            ce.append(torch.nn.functional.cross_entropy(z, row["labels"][used], reduction="none"))
+    loss = torch.cat(kd).mean()
+    if ce:
+        loss = (1.0 - GIVEN_RATIO) * torch.cat(ce).mean() + GIVEN_RATIO * loss
     loss.backward()
     with torch.no_grad():
         for parameter in student.parameters():
@@ -137,23 +209,25 @@ def oracle(
     return loss.item()
 
 
-def step_of_folders(rank: int, world_size: int, folders: list[Path], kind: Divergence) -> tuple[list, dict, dict]:
-    """Texts, loss and gradients of a step at R = 1 and L = 1."""
+def step_of_folders(
+    rank: int, world_size: int, folders: list[Path], kind: Divergence, share: float
+) -> tuple[dict[int, Text], float, dict[str, Tensor]]:
+    """Written texts by row, loss and gradients of a step."""
     with parallel_state(Layout()):
         groups = Groups.from_megatron()
         sources = [HFFolder(folder, "--hf") for folder in folders]
         chunks = student_of(sources[0], groups)
-        policy = on_policy(1.0, true_vocab=FOLDER_VOCAB)
-        kd = KDConfig(teacher_hf=["T"], ratio=1.0, loss=kind, on_policy=1.0, prompts="P")
+        policy = on_policy(share, true_vocab=FOLDER_VOCAB)
+        ratio = 1.0 if share == 1.0 else GIVEN_RATIO
+        kd = KDConfig(teacher_hf=["T"], ratio=ratio, loss=kind, on_policy=share, prompts="P")
         teacher = OnlineTeacher(
             config_of(sources[1]), groups, load_weights=partial(load_hf_weights, folder=sources[1]), fingerprint=""
         )
         schedule = TeacherThenStudent(kd, groups, teacher, FOLDER_VOCAB, lambda: 0, on_policy=policy)
-        given = {name: torch.zeros(2, ROW, dtype=torch.long) for name in ("tokens", "labels")}
-        given |= {"loss_mask": torch.ones(2, ROW), "position_ids": torch.arange(ROW).expand(2, ROW)}
+        rows = given_rows()
         reports = schedule.around(get_forward_backward_func(pp_size=1, vp_size=None))(
             forward_step_func=ForwardStep(LossContext(groups, FOLDER_VOCAB)),
-            data_iterator=iter([given] * (ROWS // 2)),
+            data_iterator=iter([default_collate(rows[start : start + 2]) for start in range(0, ROWS, 2)]),
             model=chunks,
             num_microbatches=ROWS // 2,
             seq_length=ROW,
@@ -161,11 +235,12 @@ def step_of_folders(rank: int, world_size: int, folders: list[Path], kind: Diver
             forward_only=False,
         )
         written = policy.write(student_of(sources[0], groups), groups, 0, ROWS // 2, 2).rows
-        texts = [(request.prompt, text.tokens) for request, text in written.values()]
+        texts = {row: (request.prompt, text.tokens) for row, (request, text) in written.items()}
         total, count = sum(report["loss"].double() for report in reports).tolist()
-        assert count == sum(len(new) for _, new in texts)
+        given = sum(row["loss_mask"].sum() for number, row in enumerate(rows) if number not in texts)
+        assert count == (given or sum(len(new) for _, new in texts.values()))
         gradients = {name: p.main_grad for name, p in unwrap_model(chunks[0]).named_parameters()}
-        return texts, {"loss": total / count}, gradients
+        return texts, total / count, gradients
 
 
 def config_of(source: HFFolder) -> Any:
@@ -196,18 +271,19 @@ def weights_of(rank: int, world_size: int, folder: Path) -> dict[str, Tensor]:
         return {name: p.detach() for name, p in chunks[0].named_parameters()}
 
 
+@pytest.mark.parametrize("share", [0.5, 1.0])
 @pytest.mark.parametrize("kind", ["reverse_kl", "jsd", "forward_kl"])
-def test_a_step_is_that_of_the_definition(gloo_pool, tmp_path: Path, kind: Divergence) -> None:
-    """Loss and every gradient of a step whose texts are all the student's."""
+def test_a_step_is_that_of_the_definition(gloo_pool, tmp_path: Path, kind: Divergence, share: float) -> None:
+    """Loss and every gradient of a step whose texts are all the student's, or every second one."""
     sizes = {"num_hidden_layers": 2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     folders = [
         make_llama(tmp_path / "student", **sizes),
         make_llama(tmp_path / "teacher", hidden_size=60, intermediate_size=80, **sizes),
     ]
-    ((texts, found, gradients),) = gloo_pool(1).run(step_of_folders, folders, kind)
-    assert len({len(new) for _, new in texts}) > 1 and len(texts) == ROWS
+    ((texts, found, gradients),) = gloo_pool(1).run(step_of_folders, folders, kind, share)
+    assert len({len(new) for _, new in texts.values()}) > 1 and len(texts) == ROWS * share
     loss = oracle(folders, texts, LossSpec(divergence=kind), tmp_path / "gradients")
-    assert found["loss"] == pytest.approx(loss, rel=FP32)
+    assert found == pytest.approx(loss, rel=FP32)
     (expected,) = gloo_pool(1).run(weights_of, tmp_path / "gradients")
     assert expected.keys() == gradients.keys()
     for name, value in expected.items():

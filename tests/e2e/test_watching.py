@@ -10,7 +10,7 @@ import torch
 
 from mkd.checkpoint.megatron_folder import TRACKER
 from tests.e2e.test_resume import SHARDED, Attempts, steps, tensors
-from tests.support.e2e.small_job import SmallJob, make_small_job, run
+from tests.support.e2e.small_job import Result, SmallJob, make_small_job, run
 
 PIPELINE = {"--pipeline-model-parallel-size": 2, "--eval-iters": 1, "--eval-interval": 3}
 
@@ -51,24 +51,42 @@ def test_samples_epochs_and_kept_checkpoints_do_not_change_the_training(job: Sma
     assert "start from random" not in result.output
 
 
-def test_a_resumed_job_writes_the_same_texts(job: SmallJob, tmp_path: Path) -> None:
-    """Half of the rows are the student's; killed in iteration 5, continued from 4."""
-    prompts = tmp_path / "prompts.jsonl"
+def on_policy_flags(folder: Path) -> dict[str, Any]:
+    """Half of the rows are the student's."""
+    prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("The import", "A class is", "x")))
     flags = {"--pipeline-model-parallel-size": 2, "--kd-on-policy": 0.5, "--kd-prompts": prompts}
-    flags |= {"--kd-rollout-tokens": 6, "--kd-loss": "reverse_kl"}
+    return flags | {"--kd-rollout-tokens": 6, "--kd-loss": "reverse_kl"}
+
+
+def lengths(result: Result) -> list[float]:
+    """Mean length of the texts of each step."""
+    return [line["written_tokens"] for line in result.metrics if "written_tokens" in line]
+
+
+def test_a_resumed_job_writes_the_same_texts(job: SmallJob, tmp_path: Path) -> None:
+    """Killed in iteration 5, continued from 4."""
+    flags = on_policy_flags(tmp_path)
     whole, other = (Attempts(job, tmp_path / name, flags, ranks=2) for name in ("whole", "other"))
     undisturbed = whole.finished()
     other.killed("step:9")
     result = other.finished()
-    whole_lengths, lengths = (
-        [line["written_tokens"] for line in found.metrics if "written_tokens" in line]
-        for found in (undisturbed, result)
-    )
-    assert lengths == whole_lengths and len(lengths) == 8
+    assert lengths(result) == lengths(undisturbed) and len(lengths(result)) == 8
     other.assert_like((whole.save, undisturbed), result)
     assert re.search(r"writes +50% of the rows from .*: with cached keys and values", undisturbed.output)
     assert re.search(r"written_tokens +\d+.* time: .*rollout +\d+%", undisturbed.output)
+
+
+@pytest.mark.slow
+def test_killed_while_it_writes_scores_and_trains_on_packed_rows(job: SmallJob, tmp_path: Path) -> None:
+    flags = on_policy_flags(tmp_path) | {"--kd-packing": "best_fit", "--kd-packing-multiple": 8}
+    whole, other = (Attempts(job, tmp_path / name, flags, ranks=2) for name in ("whole", "other"))
+    undisturbed = whole.finished()
+    for kill in ("write:30", "score:3", "step:5"):
+        other.killed(kill)
+    result = other.finished()
+    assert lengths(result) == lengths(undisturbed) and len(lengths(result)) == 8
+    other.assert_like((whole.save, undisturbed), result)
 
 
 @pytest.mark.parametrize(

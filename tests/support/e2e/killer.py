@@ -3,6 +3,8 @@
 MKD_TEST_KILL is EVENT:N, to die at the N-th event of a kind (counted in each process), or EVENT:N:SIGNAL, to send this
 signal to itself there:
     step    a forward step of the student
+    write   a forward pass in which the student writes a token of each text
+    score   a forward pass of the teacher
     shard   a tensor of a checkpoint's shard is to be written; in an asynchronous save by a process of its own
     hf      a tensor of a Hugging Face folder is to be written
     sync    a file or folder is to be made durable
@@ -35,10 +37,14 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from mkd.checkpoint.hf.writer import WeightsWriter
 from mkd.cli.train_job import run_job
+from mkd.rollout import cached
+from mkd.teacher.online import OnlineTeacher
 from mkd.train.step import ForwardStep
 
 EVENTS: dict[str, list[tuple[Any, str]]] = {
     "step": [(ForwardStep, "__call__")],
+    "write": [(cached, "_next_tokens")],
+    "score": [(OnlineTeacher, "signals")],
     "shard": [(filesystem_async, "_write_item")],
     "hf": [(WeightsWriter, "write")],
     "sync": [(os, "fsync")],
