@@ -15,7 +15,7 @@ from mkd.data.packing.row_layout import RowLayout
 from mkd.data.sources.prompts import ON_POLICY, Prompt, end_tokens, read_prompts
 from mkd.data.sources.tasks import Task, read_tasks
 from mkd.distributed.groups import Groups
-from mkd.errors import MkdDataError
+from mkd.errors import MkdConfigError, MkdDataError
 from mkd.report.samples import Sample
 from mkd.rollout.attention import reason_against_cache
 from mkd.rollout.interface import Decoding, Engine, Request, WrittenText
@@ -95,13 +95,14 @@ class Writer:
     def of(cls, args: Namespace, tokens: int, true_vocab: int) -> "Writer":
         """Args: Megatron's arguments, tokens that are written at most, and the student's vocabulary size."""
         tokenizer = load_tokenizer(args.tokenizer_model)
+        multiple = length_multiple(args)
         decoding = Decoding(
             tokens=tokens,
             end_tokens=end_tokens(tokenizer, _generation_config(Path(args.tokenizer_model))),
             true_vocab=true_vocab,
             rows=args.eval_micro_batch_size,
-            longest=args.seq_length,
-            length_multiple=length_multiple(args),
+            longest=_positions(args, None) // multiple * multiple,
+            length_multiple=multiple,
         )
         return cls(tokenizer, decoding, "cached" if reason_against_cache(args) is None else "uncached")
 
@@ -139,7 +140,12 @@ def on_policy_of(args: Namespace, kd: KDConfig, true_vocab: int, longest: int | 
             f"--tokenizer-model {args.tokenizer_model} has no end token, and every text of --kd-on-policy would be cut "
             "off: set eos_token in its tokenizer_config.json"
         )
-    length = args.seq_length if longest is None else min(args.seq_length, longest)
+    length = _positions(args, longest)
+    if kd.rollout_tokens >= length:
+        raise MkdConfigError(
+            f"--kd-rollout-tokens is {kd.rollout_tokens}; it must be below {length}, the positions of the models: "
+            "prompt and answer are one text"
+        )
     prompts = read_prompts(kd.prompts, writer.tokenizer, length - kd.rollout_tokens, ON_POLICY)
     return OnPolicy(
         share=kd.on_policy,
@@ -150,6 +156,12 @@ def on_policy_of(args: Namespace, kd: KDConfig, true_vocab: int, longest: int | 
         ),
         engine=writer.engine,
     )
+
+
+def _positions(args: Namespace, longest: int | None) -> int:
+    """Tokens of a text at most: those of a row, and the positions of the models; packed rows may have more."""
+    known = (args.seq_length, args.max_position_embeddings, longest)
+    return min(positions for positions in known if positions)
 
 
 def rollout_plan(args: Namespace, kd: KDConfig) -> dict[str, str]:

@@ -331,6 +331,32 @@ class ChatTemplate:
         """
         return self._render(chat, chat.messages, prompt)
 
+    def check_generation_prompt(self, chat: Conversation) -> None:
+        """Refuse a template without a generation prompt: after it the model would continue the question.
+
+        The rendering of the conversation is the same with and without one, and an answer to it begins with more than
+        white space, such as the name of the assistant's role.
+
+        Args:
+            chat: a conversation without answers at its end.
+
+        Raises:
+            MkdDataError: see above.
+        """
+        text, answer = self.text(chat, prompt=True), "\ue0f1"  # a character of private use
+        if text != self.text(chat):
+            return
+        try:
+            answered = self._render(chat, [*chat.messages, {"role": ASSISTANT, "content": answer}], prompt=False)
+        except MkdDataError:
+            return
+        if answered.startswith(text) and answered[len(text) :].partition(answer)[0].strip():
+            raise MkdDataError(
+                f"{chat.where}: the chat template of {self.flag} {self.folder} has no generation prompt, so that the "
+                "student would not write an answer: end the template with {% if add_generation_prompt %} and the "
+                "beginning of an assistant message"
+            )
+
     def check_complete(self, chat: Conversation, text: str) -> bool:
         """Check that the template drops no part of the conversation: `tools`, a key in SPOKEN, or <think> in a content.
 

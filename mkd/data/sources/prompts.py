@@ -1,7 +1,8 @@
 """Prompts that the student continues during training (--kd-sample-prompts, --kd-eval-tasks, --kd-on-policy)."""
 
 from codecs import BOM_UTF8
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,8 @@ def read_prompts(
     lines = [(number, line) for number, line in numbered if line.strip()]
     if not 1 <= len(lines) <= limits.most:
         raise MkdDataError(f"{limits.flag} {path} has {len(lines)} lines; 1 to {limits.most} prompts are continued")
-    prompts = [parse_prompt(line, f"{limits.flag} {path}, line {number}", tokenizer) for number, line in lines]
+    parser = PromptParser(tokenizer)
+    prompts = [parser.parse(line, f"{limits.flag} {path}, line {number}") for number, line in lines]
     for prompt, (number, _) in zip(prompts, lines, strict=True):
         if not 1 <= len(prompt.tokens) <= longest:
             raise MkdDataError(
@@ -76,25 +78,40 @@ def read_prompts(
     return prompts
 
 
-def parse_prompt(line: bytes, where: str, tokenizer: PreTrainedTokenizerBase) -> Prompt:
-    """The prompt of one line; see `read_prompts`. Raises MkdDataError, which begins with `where`."""
-    record = json_object(decode(line, where), where)
-    if not is_conversation(record):
-        if not isinstance(record.get("prompt"), str):
-            keys = ", ".join(sorted(record)) or "none"
-            raise MkdDataError(f"{where}: neither a text in prompt nor messages (keys there: {keys})")
-        if record.get("system"):
-            raise MkdDataError(
-                f"{where}: a text in prompt is continued as it is, without system: write both as messages"
-            )
-        return Prompt(record["prompt"], tuple(tokenizer(record["prompt"])["input_ids"]))
-    conversation = Conversation.parse(line, where)
-    messages = _without_answers(conversation.messages)
-    if not messages:
-        raise MkdDataError(f"{where}: there is no message to answer")
-    template = ChatTemplate(tokenizer, tokenizer.name_or_path)
-    text = template.text(replace(conversation, messages=messages), prompt=True)
-    return Prompt(text, tuple(tokenizer(text, add_special_tokens=False)["input_ids"]))
+@dataclass
+class PromptParser:
+    """Reads the prompts of one file."""
+
+    tokenizer: PreTrainedTokenizerBase
+    _is_checked: bool = field(default=False, init=False)
+    """True once the chat template is known to write generation prompts."""
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        return ChatTemplate(self.tokenizer, self.tokenizer.name_or_path)
+
+    def parse(self, line: bytes, where: str) -> Prompt:
+        """The prompt of one line; see `read_prompts`. Raises MkdDataError, which begins with `where`."""
+        record = json_object(decode(line, where), where)
+        if not is_conversation(record):
+            if not isinstance(record.get("prompt"), str):
+                keys = ", ".join(sorted(record)) or "none"
+                raise MkdDataError(f"{where}: neither a text in prompt nor messages (keys there: {keys})")
+            if record.get("system"):
+                raise MkdDataError(
+                    f"{where}: a text in prompt is continued as it is, without system: write both as messages"
+                )
+            return Prompt(record["prompt"], tuple(self.tokenizer(record["prompt"])["input_ids"]))
+        conversation = Conversation.parse(line, where)
+        messages = _without_answers(conversation.messages)
+        if not messages:
+            raise MkdDataError(f"{where}: there is no message to answer")
+        conversation = replace(conversation, messages=messages)
+        if not self._is_checked:
+            self._template.check_generation_prompt(conversation)
+            self._is_checked = True
+        text = self._template.text(conversation, prompt=True)
+        return Prompt(text, tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"]))
 
 
 def _without_answers(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from transformers import PreTrainedTokenizerBase
 
-from mkd.data.sources.prompts import Prompt, parse_prompt
+from mkd.data.sources.prompts import Prompt, PromptParser
 from mkd.data.sources.text import decode, json_object
 from mkd.errors import MkdDataError
 from mkd.utils.json_files import MOST_BYTES, read_regular
@@ -76,10 +76,10 @@ def read_tasks(path: str, tokenizer: PreTrainedTokenizerBase, longest: int) -> l
     lines = [(number, line) for number, line in numbered if line.strip()]
     if not 1 <= len(lines) <= MOST_TASKS:
         raise MkdDataError(f"{FLAG} {path} has {len(lines)} lines; 1 to {MOST_TASKS} tasks are answered")
-    tasks = []
+    tasks, parser = [], PromptParser(tokenizer)
     for number, line in lines:
         where = f"{FLAG} {path}, line {number}"
-        task = _task(line, where, tokenizer)
+        task = _task(line, where, parser)
         if not 1 <= len(task.prompt.tokens) <= longest:
             raise MkdDataError(
                 f"{where}: the prompt has {len(task.prompt.tokens)} tokens; it must have 1 to {longest}, which is "
@@ -91,7 +91,7 @@ def read_tasks(path: str, tokenizer: PreTrainedTokenizerBase, longest: int) -> l
     return tasks
 
 
-def _task(line: bytes, where: str, tokenizer: PreTrainedTokenizerBase) -> Task:
+def _task(line: bytes, where: str, parser: PromptParser) -> Task:
     record = json_object(decode(line, where), where)
     answer, match = record.get("answer"), record.get("match", "exact")
     if isinstance(answer, int | float) and not isinstance(answer, bool):
@@ -102,7 +102,7 @@ def _task(line: bytes, where: str, tokenizer: PreTrainedTokenizerBase) -> Task:
         raise MkdDataError(f"{where}: match is {_short(match)}; it must be one of {', '.join(get_args(Match))}")
     if match == "number" and _last_number(answer) is None:
         raise MkdDataError(f"{where}: match is number, and answer {_short(answer)} has none: give a number in answer")
-    return Task(parse_prompt(line, where, tokenizer), answer, match)
+    return Task(parser.parse(line, where), answer, match)
 
 
 def _check_pattern(pattern: str, where: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 from mkd.data.sources.prompts import SAMPLES, end_tokens, read_prompts
 from mkd.errors import MkdDataError
 from mkd.utils.pretrained import load_tokenizer
-from tests.support.chats import MARKED, chat_tokenizer
+from tests.support.chats import FORGETFUL, MARKED, PLAIN, chat_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -75,3 +75,24 @@ def test_missing_file(tokenizer: Any) -> None:
 )
 def test_end_tokens(tokenizer: Any, config: dict, more: set[int]) -> None:
     assert end_tokens(tokenizer, config) == more | {tokenizer.eos_token_id}
+
+
+INSTRUCTIONS = (
+    "{% for m in messages %}{{ '[INST] ' + m.content + ' [/INST]' if m.role == 'user' else ' ' + m.content + '<|end|>' }}"
+    "{% endfor %}"
+)
+"""As in Llama 2: the end of a question is the generation prompt."""
+
+
+@pytest.mark.parametrize(
+    ("template", "is_refused"),
+    [(PLAIN, False), (INSTRUCTIONS, False), (FORGETFUL, True), (PLAIN.partition("{% if add_gen")[0], True)],
+)
+def test_generation_prompt(tmp_path: Path, template: str, is_refused: bool) -> None:
+    chat_tokenizer(tmp_path, template)
+    path = write(tmp_path / "p.jsonl", {"prompt": "x"}, {"messages": [{"role": "user", "content": "hello"}]})
+    if not is_refused:
+        assert len(read_prompts(path, load_tokenizer(str(tmp_path)), 99)) == 2
+        return
+    with pytest.raises(MkdDataError, match="line 2: the chat template of .* has no generation prompt, so that"):
+        read_prompts(path, load_tokenizer(str(tmp_path)), 99)

@@ -1,0 +1,59 @@
+"""Prompts of --kd-on-policy that are refused before the work."""
+
+import json
+from argparse import Namespace
+from copy import copy
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mkd.config.flags import default_arguments
+from mkd.config.kd_config import KDConfig
+from mkd.errors import MkdConfigError, MkdDataError
+from mkd.job.samples import on_policy_of
+from tests.support.chats import MARKED, chat_tokenizer
+from tests.support.hf_folders import change_json
+
+defaults = cache(default_arguments)
+
+
+def arguments(folder: Path, **changes: Any) -> Namespace:
+    args = copy(defaults())
+    given = dict(seq_length=64, max_position_embeddings=64, micro_batch_size=2, eval_micro_batch_size=2)
+    vars(args).update({**given, "tokenizer_model": str(folder), **changes})
+    return args
+
+
+def kd(prompts: Path, **changes: Any) -> KDConfig:
+    given = dict(teacher_hf=["T"], ratio=1.0, on_policy=1.0, prompts=str(prompts), rollout_tokens=16)
+    return KDConfig(**{**given, **changes})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A tokenizer and two prompts."""
+    chat_tokenizer(tmp_path, MARKED)
+    lines = ({"prompt": "The import"}, {"messages": [{"role": "user", "content": "hello"}]})
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return tmp_path
+
+
+def test_prompts_and_positions(folder: Path) -> None:
+    found = on_policy_of(arguments(folder), kd(folder / "p.jsonl"), 307, None)
+    assert len(found.prompts) == 2 and found.decoding.longest == 64 and found.decoding.end_tokens
+    for changes, longest, words in (
+        ({}, 20, "line 2: the prompt has 1. tokens; it must have 1 to 4, which is --seq-length without"),
+        ({"max_position_embeddings": 20}, None, "line 2: the prompt has 1. tokens; it must have 1 to 4"),
+    ):
+        with pytest.raises(MkdDataError, match=words):
+            on_policy_of(arguments(folder, **changes), kd(folder / "p.jsonl"), 307, longest)
+    with pytest.raises(MkdConfigError, match="--kd-rollout-tokens is 16; it must be below 16, the positions of the m"):
+        on_policy_of(arguments(folder), kd(folder / "p.jsonl"), 307, 16)
+
+
+def test_no_end_token(folder: Path) -> None:
+    change_json(folder / "tokenizer_config.json", {"eos_token": None})
+    with pytest.raises(MkdDataError, match="--tokenizer-model .* has no end token, and every text .* would be cut off"):
+        on_policy_of(arguments(folder), kd(folder / "p.jsonl"), 307, None)
