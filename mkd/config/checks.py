@@ -10,6 +10,7 @@ from mkd.config.loss_spec import SKEWED, Divergence, LossSpec
 from mkd.config.schedules import Schedule
 from mkd.config.values import (
     BadRecordsMode,
+    CutOffMode,
     DataFormat,
     HiddenLossType,
     LogitsDtype,
@@ -325,6 +326,7 @@ CHOICES = {
     "packing": get_args(Packing),
     "long_samples": ("split", "drop"),
     "mask": ("labels", "all"),
+    "rollout_cut_off": get_args(CutOffMode),
     "log_level": get_args(LogLevel),
 }
 """Field -> its values, for fields without other checks."""
@@ -373,18 +375,48 @@ def check_epochs(kd: KDFields) -> None:
         raise MkdConfigError(f"--kd-epochs is {kd.epochs:g}; it must be a finite number > 0")
 
 
+ROLLOUT_FIELDS = (
+    "prompts",
+    "rollout_tokens",
+    "rollout_temperature",
+    "rollout_top_p",
+    "rollout_samples",
+    "rollout_stop",
+    "rollout_cut_off",
+    "rollout_steps",
+    "position_weight",
+)
+"""Fields that only texts of --kd-on-policy use."""
+
+
 def check_on_policy(kd: KDFields) -> None:
     """Refuse --kd-on-policy without prompts or with what does not work with it, and its options without it."""
-    if kd.on_policy is None:
-        for field in ("prompts", "rollout_tokens", "rollout_temperature"):
-            if (value := getattr(kd, field)) != getattr(KDFields, field):
+    if not kd.is_on_policy:
+        for field in ROLLOUT_FIELDS:
+            if (value := getattr(kd, field)) != getattr(KDFields, field, None):
+                text = " ".join(map(repr, value)) if isinstance(value, list) else value
                 raise MkdConfigError(
-                    f"{flag_of(field)} is {value}, but the student writes nothing: give --kd-on-policy, or leave it out"
+                    f"{flag_of(field)} is {text}, but the student writes nothing: give --kd-on-policy, or leave it out"
                 )
         return
-    what = f"--kd-on-policy is {kd.on_policy:g}"
+    _check_share(kd)
+    what = f"L = {kd.on_policy_over_time} of --kd-on-policy"
+    if kd.on_policy_schedule == "constant":
+        what = f"--kd-on-policy is {kd.on_policy:g}"
     if kd.prompts is None:
         raise MkdConfigError(f"{what}, but there are no prompts: give --kd-prompts FILE")
+    if kd.rollout_stop is not None and not all(kd.rollout_stop):
+        raise MkdConfigError("--kd-rollout-stop has an empty string, which ends every text at once: leave it out")
+    if kd.rollout_top_p < 1.0 and kd.rollout_temperature == 0.0:
+        raise MkdConfigError(
+            f"--kd-rollout-top-p is {kd.rollout_top_p:g}, but at --kd-rollout-temperature 0 nothing is sampled: leave "
+            "one of them out"
+        )
+    if kd.rollout_samples > 1 and kd.rollout_temperature == 0.0:
+        raise MkdConfigError(
+            f"--kd-rollout-samples is {kd.rollout_samples}, but at --kd-rollout-temperature 0 all answers to a prompt "
+            "are the same: leave one of them out"
+        )
     reasons = {
         "--kd-ratio 0": (kd.is_plain_pretraining, "the teacher is not run"),
         "--kd-teacher-cache": (kd.teacher_cache is not None, "it has no targets of texts that are not written yet"),
@@ -397,6 +429,25 @@ def check_on_policy(kd: KDFields) -> None:
     for flag, (given, reason) in reasons.items():
         if given:
             raise MkdConfigError(f"{what}, which does not work with {flag} ({reason}): leave one of them out")
+
+
+def _check_share(kd: KDFields) -> None:
+    """Refuse an L that is given twice, outside [0, 1], or 0 throughout."""
+    if kd.on_policy_schedule == "constant":
+        return
+    if kd.on_policy is not None:
+        raise MkdConfigError(
+            f"--kd-on-policy {kd.on_policy:g} and --kd-on-policy-schedule {kd.on_policy_schedule} both set L: give one "
+            "of them"
+        )
+    share = kd.on_policy_over_time
+    for name, value in (("START", share.start), ("END", share.end)):
+        if not 0.0 <= value <= 1.0:
+            raise MkdConfigError(f"{name} of --kd-on-policy-schedule is {value:g}; it is a share and must be in [0, 1]")
+    if share.start == share.end == 0.0:
+        raise MkdConfigError(
+            f"--kd-on-policy-schedule is {kd.on_policy_schedule}, where L is 0 for the whole run: leave it out"
+        )
 
 
 def check_lora(kd: KDFields) -> None:

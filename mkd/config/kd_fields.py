@@ -9,6 +9,7 @@ from mkd.config.loss_spec import Divergence, LossSpec
 from mkd.config.schedules import Schedule
 from mkd.config.values import (
     BadRecordsMode,
+    CutOffMode,
     DataFormat,
     HiddenLossType,
     LayerPair,
@@ -25,6 +26,10 @@ TEACHER_SIZES = tuple(
     f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
 )
 """Megatron argument names of the sizes that a teacher may have its own value of; `teacher_<name>` is the field."""
+
+
+ON_POLICY_COMPARE_INTERVAL = 10
+"""Default of --kd-compare-interval with --kd-on-policy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,24 +274,51 @@ class KDFields:
     compare_interval: int | None = None
     """Iterations between training steps that also measure the entropies of student and teacher and how often their most
     probable tokens agree. Such a step computes the logits of both LM heads once more; gradients do not change. Default:
-    only evaluations measure it."""
+    only evaluations measure it; with --kd-on-policy also every 10th iteration."""
 
     on_policy: float | None = None
     """L in (0, 1]: share of the rows of each global batch whose answers the student writes, with its present weights,
     after the prompts of --kd-prompts. Their written tokens count in the divergence and in no cross-entropy. The other
     rows are those of --data-path. Default: none."""
 
+    on_policy_schedule: str = "constant"
+    """L as a function of the iteration: constant, linear:START:END:STEPS or cosine:START:END:STEPS. Replaces
+    --kd-on-policy."""
+
     prompts: str | None = field(default=None, metadata={"argparse_meta": {"metavar": "FILE"}})
     """Prompts of --kd-on-policy: JSON lines, each {"prompt": TEXT} or {"messages": [...]}, whose last answer is left
-    out."""
+    out. "teacher": NAME in a record, the last part of a folder of --kd-teacher-hf, makes this the only teacher of its
+    answers."""
 
     rollout_tokens: int = 256
-    """Tokens that the student writes at most for each prompt of --kd-prompts. A text that reaches them is cut off, and
-    counts like the others."""
+    """Tokens that the student writes at most for each prompt of --kd-prompts. A text that reaches them is cut off; see
+    --kd-rollout-cut-off."""
 
     rollout_temperature: float = 1.0
     """Temperature from which the student's tokens are sampled; 0 writes the most probable one. Independent of
     --kd-temperature."""
+
+    rollout_top_p: float = 1.0
+    """P in (0, 1]: the student's tokens are sampled from the most probable ones whose probabilities sum to P."""
+
+    rollout_samples: int = 1
+    """Answers that the student writes to each prompt of --kd-prompts, independent of each other."""
+
+    rollout_stop: list[str] | None = field(default=None, metadata={"argparse_meta": {"metavar": "TEXT"}})
+    """Strings that end a written text, beside the end tokens of the tokenizer. The string is the end of the text.
+    Default: none."""
+
+    rollout_cut_off: CutOffMode = "learn"
+    """Handling of written texts without an end. learn: they count like the others. drop: nothing is learned from
+    them."""
+
+    rollout_steps: int = 1
+    """N >= 1: the student writes the texts of N steps at once, with its weights before the first of them; the texts are
+    then up to N - 1 optimizer steps old."""
+
+    position_weight: float | None = None
+    """H > 0: the weight of a written token in the divergence is halved every H tokens of its text. Default: all written
+    tokens have the same weight."""
 
     sample_prompts: str | None = field(default=None, metadata={"argparse_meta": {"metavar": "FILE"}})
     """JSON lines with up to 32 prompts, each {"prompt": TEXT} or {"messages": [...]}. At each evaluation the student
@@ -378,6 +410,18 @@ class KDFields:
         return Schedule.parse("--kd-temperature-schedule", self.temperature_schedule)
 
     @property
+    def is_on_policy(self) -> bool:
+        """True if the student writes texts that it learns from."""
+        return self.on_policy is not None or self.on_policy_schedule != "constant"
+
+    @cached_property
+    def on_policy_over_time(self) -> Schedule:
+        """L by iteration; 0 without --kd-on-policy."""
+        if self.on_policy_schedule == "constant":
+            return Schedule.constant(self.on_policy or 0.0)
+        return Schedule.parse("--kd-on-policy-schedule", self.on_policy_schedule)
+
+    @property
     def is_plain_pretraining(self) -> bool:
         """True if R is 0 for the whole run: the teacher is not run."""
         ratio = self.ratio_over_time
@@ -385,7 +429,10 @@ class KDFields:
 
     def compares(self, iteration: int) -> bool:
         """True if the training step of an iteration, counted from 0, is one of --kd-compare-interval."""
-        return self.compare_interval is not None and (iteration + 1) % self.compare_interval == 0
+        interval = self.compare_interval
+        if interval is None and self.is_on_policy:
+            interval = ON_POLICY_COMPARE_INTERVAL
+        return interval is not None and (iteration + 1) % interval == 0
 
     def loss_spec(self, iteration: int) -> LossSpec:
         """The loss at an iteration, counted from 0."""

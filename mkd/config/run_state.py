@@ -1,7 +1,8 @@
 """State of a run that is stored with its checkpoints, beside what Megatron stores."""
 
 from argparse import Namespace
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 
 @dataclass
@@ -23,6 +24,9 @@ class RunState:
     """Hash of each file of the training data, in the order of the blend; None in checkpoints of earlier versions."""
     base_fingerprint: str | None = None
     """Hash of the frozen weights under adapters; None if all weights are trained."""
+    rollout: dict[str, Any] | None = None
+    """Texts that the student has written for several steps (`mkd.rollout.on_policy`): their key, the iteration and the
+    token ids; None without them."""
 
     @property
     def resumes(self) -> bool:
@@ -33,7 +37,12 @@ class RunState:
     def read_from(cls, args: Namespace) -> "RunState":
         """The state in a checkpoint's arguments; defaults for fields that an older checkpoint lacks."""
         stored = {field.name: getattr(args, f"kd_{field.name}", field.default) for field in fields(cls)}
-        return cls(**stored)
+        state = cls(**stored)
+        return state if isinstance(state.rollout, dict | None) else replace(state, rollout=None)
+
+    def without_texts(self) -> "RunState":
+        """The state without written texts, as trackers record it."""
+        return replace(self, rollout=None)
 
     def write_to(self, args: Namespace) -> None:
         """Store the state in Megatron's arguments, which the next checkpoint holds."""

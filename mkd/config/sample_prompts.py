@@ -22,14 +22,16 @@ def check_tasks(args: Namespace, kd: KDConfig) -> None:
 
 def check_on_policy(args: Namespace, kd: KDConfig) -> None:
     """Refuse --kd-on-policy where the student cannot write; see `_check_writing`."""
-    if kd.on_policy is None:
+    if not kd.is_on_policy:
         return
-    what = f"--kd-on-policy {kd.on_policy:g}"
-    if math.floor(args.global_batch_size * Fraction(repr(kd.on_policy))) < 1:
+    share = kd.on_policy_over_time
+    value = kd.on_policy_schedule if kd.on_policy is None else f"{kd.on_policy:g}"
+    what = f"{'--kd-on-policy-schedule' if kd.on_policy is None else '--kd-on-policy'} {value}"
+    if math.floor(args.global_batch_size * Fraction(repr(max(share.start, share.end)))) < 1:
         raise MkdConfigError(f"{what} of --global-batch-size {args.global_batch_size} is less than one row: raise it")
     if args.overlap_param_gather:
         raise MkdConfigError(f"{what} does not work with --overlap-param-gather (it has not been tested): leave it out")
-    _check_options(args, "--kd-on-policy", str(kd.on_policy), ("--kd-rollout-tokens", kd.rollout_tokens))
+    _check_options(args, "--kd-on-policy", value, ("--kd-rollout-tokens", kd.rollout_tokens))
 
 
 def _check_writing(args: Namespace, flag: str, file: str, texts: str, tokens: int) -> None:

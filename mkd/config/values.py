@@ -38,6 +38,10 @@ BadRecordsMode = Literal["error", "skip"]
 """Treatments of broken records."""
 
 
+CutOffMode = Literal["learn", "drop"]
+"""Treatments of written texts without an end."""
+
+
 def require_choice(flag: str, value: object, choices: tuple) -> None:
     """Raise MkdConfigError unless the value is one of the choices."""
     if value not in choices:

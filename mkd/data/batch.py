@@ -17,7 +17,7 @@ from mkd.errors import MkdDataError
 
 TEACHER_VIEWS = "teacher_views"
 """Key of a collated sample's views in the tokens of teachers with other tokenizers."""
-_PER_TOKEN = ("tokens", "labels", "ce_mask", "kd_mask", "position_ids", "padding", "text")
+_PER_TOKEN = ("tokens", "labels", "ce_mask", "kd_mask", "position_ids", "padding", "text", "written", "teacher")
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,11 @@ class KDBatch:
     text: Tensor | None = None
     """[b, s/cp] int64 number of each token's text in the whole microbatch, the same in all views; -1 in padding. None
     until `with_texts` fills it in."""
+    written: Tensor | None = None
+    """[b, s/cp] int64: where the label is a token that the student has written and learns from, its index among the
+    written tokens of its text, elsewhere -1; None in steps without written rows."""
+    teacher: Tensor | None = None
+    """[b, s/cp] int64 index of the only teacher of a token, -1 for all teachers; None: -1 everywhere."""
     supervised: SupervisedTokens | None = None
     """The tokens that enter LM heads and losses, filled in by `with_supervised`; None: all."""
 
@@ -71,7 +76,8 @@ class KDBatch:
                 sample also has cu_seqlens and cu_seqlens_padded, [b, n + 1] integers for any n: segment i of a row
                 begins at cu_seqlens_padded[i], has cu_seqlens[i + 1] - cu_seqlens[i] tokens of text (0 if it is padding
                 only) and then padding up to cu_seqlens_padded[i + 1]. The last bound is s, repeated to the end.
-                An unpacked sample with padding also has length [b], the tokens of each row that are not padding.
+                `written` and `teacher` ([b, s], see the fields) are optional.
+            An unpacked sample with padding also has length [b], the tokens of each row that are not padding.
                 `teacher_views` is a sequence of such samples in other tokens, with the keys that `AlignedRowLayout.row`
                 adds.
             true_vocab: vocabulary size of the model, without padding; None disables the check of ids.
@@ -95,6 +101,7 @@ class KDBatch:
             "ce_mask": ce_mask,
             "kd_mask": sample["kd_mask"].float() if "kd_mask" in sample else ce_mask,
             "position_ids": sample["position_ids"],
+            **{name: sample[name] for name in ("written", "teacher") if name in sample},
         }
         rows, row_length = sample["tokens"].shape
         if "cu_seqlens_padded" in sample:

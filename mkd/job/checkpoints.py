@@ -82,7 +82,7 @@ def check_checkpoint(
     args: Namespace, kd: KDConfig, state: RunState, point: ResumePoint | None, teacher: TeacherSource
 ) -> list[str]:
     """Compare the checkpoint with this job, and set the run's state: the teacher's fingerprint, and from the checkpoint
-    the balance factor and the unfinished evaluation.
+    the balance factor, the unfinished evaluation and the texts of --kd-rollout-steps.
 
     Returns:
         Differences that are allowed, as lines to print.
@@ -92,7 +92,7 @@ def check_checkpoint(
         MkdConfigError: it was trained with another teacher, or another schedule of the learning rate.
     """
     state.teacher_fingerprint = None if kd.is_plain_pretraining else teacher.fingerprint()
-    state.unfinished_evaluation, state.balance_factor = False, 1.0
+    state.unfinished_evaluation, state.balance_factor, state.rollout = False, 1.0, None
     if point is None or point.folder is None:
         return []
     folder, origin = MegatronFolder(point.folder, "--load"), f"--load {point.folder}"
@@ -106,6 +106,7 @@ def check_checkpoint(
     notes = [] if iterations_are_unknown(args) else check_stored_schedule(args, point)
     before = RunState.read_from(stored)
     state.unfinished_evaluation, state.balance_factor = before.unfinished_evaluation, before.balance_factor
+    state.rollout = before.rollout
     if kd.is_plain_pretraining:
         state.teacher_fingerprint = before.teacher_fingerprint
         return notes

@@ -183,7 +183,7 @@ class Job:
         if file is None and self.args.save is not None:
             file = str(Path(self.args.save) / "metrics.jsonl")
         writes = self.args.rank == self.args.world_size - 1
-        self.state.write_to(self.args)  # trackers record the arguments
+        self.state.without_texts().write_to(self.args)  # trackers record the arguments
         card = torch.cuda.get_device_name()
         return MetricsLog(
             train_iters=number_of_iterations(self.args),

@@ -67,7 +67,7 @@ def build(job: Job) -> TrainingParts:
         hidden_layers=job.pair_layers(groups, teacher),
         length_multiple=job.data.length_multiple,
         balance=lambda: job.state.balance_factor if job.kd.balance else 1.0,
-        on_policy=on_policy_of(job.args, job.kd, job.true_vocab, job.data.longest_sample),
+        on_policy=on_policy_of(job.args, job.kd, job.true_vocab, job.data.longest_sample, job.state),
     )
     samples = SampleWriter.of(job.args, job.kd, job.true_vocab)
     tasks = TaskEvaluation.of(job.args, job.kd, job.true_vocab)

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron_checks import length_multiple
+from mkd.config.run_state import RunState
 from mkd.data.packing.row_layout import RowLayout
 from mkd.data.sources.prompts import ON_POLICY, Prompt, end_tokens, read_prompts
 from mkd.data.sources.tasks import Task, read_tasks
@@ -18,8 +19,9 @@ from mkd.distributed.groups import Groups
 from mkd.errors import MkdConfigError, MkdDataError
 from mkd.report.samples import Sample
 from mkd.rollout.attention import reason_against_cache
-from mkd.rollout.interface import Decoding, Engine, Request, WrittenText
+from mkd.rollout.interface import Decoding, Engine, Request, StopStrings, WrittenText
 from mkd.rollout.on_policy import OnPolicy
+from mkd.rollout.rows import WrittenRowOptions
 from mkd.rollout.write import write_texts
 from mkd.utils.json_files import read_json
 from mkd.utils.pretrained import load_tokenizer
@@ -120,7 +122,9 @@ class Writer:
         return self.tokenizer.decode(written.tokens[: len(written.tokens) - written.ended])
 
 
-def on_policy_of(args: Namespace, kd: KDConfig, true_vocab: int, longest: int | None) -> OnPolicy | None:
+def on_policy_of(
+    args: Namespace, kd: KDConfig, true_vocab: int, longest: int | None, state: RunState | None = None
+) -> OnPolicy | None:
     """The rows of --kd-on-policy; None without the flag.
 
     Args:
@@ -128,11 +132,12 @@ def on_policy_of(args: Namespace, kd: KDConfig, true_vocab: int, longest: int | 
         kd: share, prompts and options of sampling.
         true_vocab: the student's vocabulary size.
         longest: positions of the models; None if they have those of a row.
+        state: keeps the texts of --kd-rollout-steps.
 
     Raises:
         MkdDataError: the prompts cannot be used, or nothing would end a text.
     """
-    if kd.on_policy is None:
+    if not kd.is_on_policy:
         return None
     writer = Writer.of(args, kd.rollout_tokens, true_vocab)
     if not writer.decoding.end_tokens:
@@ -147,15 +152,54 @@ def on_policy_of(args: Namespace, kd: KDConfig, true_vocab: int, longest: int | 
             "prompt and answer are one text"
         )
     prompts = read_prompts(kd.prompts, writer.tokenizer, length - kd.rollout_tokens, ON_POLICY)
+    stops = None if kd.rollout_stop is None else StopStrings(tuple(kd.rollout_stop), writer.tokenizer)
+    teachers = _teachers(prompts, kd)
     return OnPolicy(
-        share=kd.on_policy,
+        share=kd.on_policy_over_time,
         prompts=[prompt.tokens for prompt in prompts],
         layout=RowLayout(args.seq_length, kd.packing_multiple, kd.packing != "none", kd_everywhere=False),
         decoding=replace(
-            writer.decoding, rows=args.micro_batch_size, temperature=kd.rollout_temperature, seed=args.seed
+            writer.decoding,
+            rows=args.micro_batch_size,
+            temperature=kd.rollout_temperature,
+            top_p=kd.rollout_top_p,
+            seed=args.seed,
+            stops=stops,
         ),
         engine=writer.engine,
+        teachers=teachers,
+        samples=kd.rollout_samples,
+        steps=kd.rollout_steps,
+        options=WrittenRowOptions(kd.rollout_cut_off == "drop", kd.position_weight, is_routed=bool(teachers)),
+        state=RunState() if state is None else state,
     )
+
+
+def _teachers(prompts: Sequence[Prompt], kd: KDConfig) -> list[int]:
+    """Index of the only teacher of each prompt, -1 for all; empty if no prompt names one.
+
+    Raises:
+        MkdDataError: a prompt names no teacher, or one of several; or their logits are averaged.
+    """
+    if all(prompt.teacher is None for prompt in prompts):
+        return []
+    folders = kd.teacher_hf or [kd.teacher_load]
+    names = [{folder, Path(folder).name} for folder in folders]
+    found = []
+    for prompt in prompts:
+        numbers = [number for number, known in enumerate(names) if prompt.teacher in known]
+        if prompt.teacher is not None and len(numbers) != 1:
+            problem = "is no teacher of this job" if not numbers else "is the name of several teachers"
+            raise MkdDataError(
+                f"{prompt.where}: teacher {prompt.teacher!r} {problem}: give one of {', '.join(folders)}, or remove it"
+            )
+        if prompt.teacher is not None and kd.teachers_mode == "averaged_logits":
+            raise MkdDataError(
+                f"{prompt.where}: teacher {prompt.teacher!r} cannot be alone with --kd-teachers-mode averaged_logits: "
+                "give sum, or remove it"
+            )
+        found.append(-1 if prompt.teacher is None else numbers[0])
+    return found
 
 
 def _positions(args: Namespace, longest: int | None) -> int:
@@ -168,10 +212,19 @@ def rollout_plan(args: Namespace, kd: KDConfig) -> dict[str, str]:
     """Lines of the plan about texts that the student writes, label -> text."""
     what = [f"samples of {kd.sample_prompts}"] if kd.sample_prompts is not None else []
     what += [f"answers to {kd.eval_tasks}"] if kd.eval_tasks is not None else []
-    what += [f"{kd.on_policy:.0%} of the rows from {kd.prompts}"] if kd.on_policy is not None else []
+    what += [_on_policy_text(kd)] if kd.is_on_policy else []
     reason = reason_against_cache(args)
     how = "with cached keys and values" if reason is None else f"one whole forward pass per token ({reason})"
     return {"writes": f"{', '.join(what)}: {how}"} if what else {}
+
+
+def _on_policy_text(kd: KDConfig) -> str:
+    share = kd.on_policy_over_time
+    rows = f"{share.start:.0%} of the rows" if share.shape == "constant" else f"a share of the rows, {share},"
+    details = [f"{kd.rollout_samples} answers to each"] if kd.rollout_samples > 1 else []
+    details += [f"for {kd.rollout_steps} steps at once"] if kd.rollout_steps > 1 else []
+    details += ["cut-off ones are dropped"] if kd.rollout_cut_off == "drop" else []
+    return f"{rows} from {kd.prompts}" + (f" ({', '.join(details)})" if details else "")
 
 
 def _generation_config(folder: Path) -> dict[str, Any]:

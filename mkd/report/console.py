@@ -18,6 +18,10 @@ COMPARED = ("agreement", "student_entropy", "teacher_entropy")
 """Metrics with a text of their own, not shown as losses."""
 TASKS = ("accuracy", "cut_off")
 """Measurements of the answers to --kd-eval-tasks."""
+WRITTEN = ("tokens", "cut_off", "repeated", "age", "tokens_per_s", "entropy", "overlap")
+"""Measurements of texts that the student has written for a step, without their prefix `written_`."""
+WRITTEN_KD = ("kd_first_64", "kd_next_256", "kd_rest")
+"""Mean divergence of written tokens by their position."""
 LEADING = ("loss", "ce", "kd")
 """Losses that come first; the others follow in the order in which they are reported."""
 WAITS = ("data", "teacher", "cache", "rollout")
@@ -108,7 +112,9 @@ def training_line(
     """
     last, taken = window[-1], [line for line in window if not line["skipped"]]
     parts = [f"iteration {last['iteration']:{len(str(train_iters))}d}/{train_iters}"]
-    ordered = [name for name in LEADING if name in terms] + [n for n in terms if n not in (*LEADING, *COMPARED)]
+    others = [name for name in terms if name not in (*LEADING, *COMPARED) and not is_of_written_texts(name)]
+    others = [name for name in terms if name not in (*LEADING, *COMPARED) and not is_of_written_texts(name)]
+    ordered = [name for name in LEADING if name in terms] + others
     means = {name: mean_of(taken, name) for name in (*ordered, *COMPARED)}
     parts += [f"{name} {number(means[name])}" for name in ordered if means[name] is not None]
     if means["student_entropy"] is not None:
@@ -116,6 +122,7 @@ def training_line(
         parts.append(f"entropy {means['student_entropy']:.3f}{theirs}")
     if means["agreement"] is not None:
         parts.append(f"agreement {means['agreement']:6.1%}")
+    parts += _written(taken)
     if last["grad_norm"] is not None:
         parts.append(f"grad norm {last['grad_norm']:7.3f}")
     if last["lr"] is not None:
@@ -124,6 +131,28 @@ def training_line(
     if len(taken) < len(window):
         parts.append(f"skipped {len(window) - len(taken)}")
     return " | ".join([*parts, *_speed(window, gpus), f"ETA {clock(eta_s)}"])
+
+
+def is_of_written_texts(name: str) -> bool:
+    """True for a measurement of texts that the student has written."""
+    return name in WRITTEN_KD or name.removeprefix("written_") in WRITTEN
+
+
+def _written(window: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Means of texts that the student has written; empty without them."""
+    mean = {name: mean_of(window, f"written_{name}") for name in WRITTEN}
+    if mean["tokens"] is None:
+        return []
+    text = f"written {mean['tokens']:.1f} tokens, {mean['cut_off']:.0%} cut off, {mean['repeated']:.0%} repeated"
+    text += f", {mean['tokens_per_s']:,.0f} tokens/s" if mean["tokens_per_s"] is not None else ""
+    text += f", age {mean['age']:.1f}" if mean["age"] else ""
+    text += f", entropy {mean['entropy']:.3f}" if mean["entropy"] is not None else ""
+    text += f", top-16 overlap {mean['overlap']:.0%}" if mean["overlap"] is not None else ""
+    kd = [mean_of(window, name) for name in WRITTEN_KD]
+    if not any(value is not None for value in kd):
+        return [text]
+    by_position = " / ".join("-" if value is None else number(value).strip() for value in kd)
+    return [text, f"kd by position {by_position}"]
 
 
 def _speed(window: Sequence[Mapping[str, Any]], gpus: int) -> list[str]:

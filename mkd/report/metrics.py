@@ -20,6 +20,7 @@ from mkd.report.console import (
     calibration_rows,
     evaluation_line,
     evaluation_table,
+    is_of_written_texts,
     perplexity,
     show,
     training_line,
@@ -140,6 +141,8 @@ class MetricsLog:
             return
         seconds = now - self._step_began
         losses = {name: float(value) for name, value in step.losses.items()}
+        # Means over no token, such as those of positions that no written text has.
+        losses = {n: value for n, value in losses.items() if not (is_of_written_texts(n) and math.isnan(value))}
         line = {
             "iteration": step.iteration,
             **losses,

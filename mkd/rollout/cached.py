@@ -84,6 +84,8 @@ class _Rows:
     position: int
     """Position of the last token that the model has read in all rows."""
     written: list[list[int]] = field(default_factory=list)
+    done: list[bool] = field(default_factory=list)
+    """True for each text that is ended or has as many tokens as it may have."""
 
     @classmethod
     def of(cls, requests: Sequence[Request], options: Decoding, wave: _Wave) -> "_Rows":
@@ -91,7 +93,7 @@ class _Rows:
         keys = [request_key(request, options.seed) for request in requests]
         cache = KeysAndValues(len(requests), wave.length)
         shortest = min(len(request.prompt) for request in requests)
-        return cls(requests, keys, cache, shortest - 1, [[] for _ in requests])
+        return cls(requests, keys, cache, shortest - 1, [[] for _ in requests], [False] * len(requests))
 
     def tokens(self, start: int, stop: int) -> list[list[int]]:
         """[b, stop - start] token ids at these positions; 0 after the end of a text."""
@@ -109,18 +111,10 @@ class _Rows:
         """Append the token after `position` to each text that has been read to its end."""
         self.position += 1
         for number, token in enumerate(tokens):
-            length = len(self.requests[number].prompt) + len(self.written[number])
-            if self.position == length and not self.is_done(number, options):
-                self.written[number].append(token)
-
-    def is_done(self, number: int, options: Decoding) -> bool:
-        """True if the text is ended or has as many tokens as it may have."""
-        new = self.written[number]
-        return len(new) == options.tokens or (bool(new) and new[-1] in options.end_tokens)
-
-    def are_done(self, options: Decoding) -> bool:
-        """True if every text is."""
-        return all(self.is_done(number, options) for number in range(len(self.requests)))
+            new = self.written[number]
+            if self.position == len(self.requests[number].prompt) + len(new) and not self.done[number]:
+                new.append(token)
+                self.done[number] = len(new) == options.tokens or options.ends(new)
 
 
 def _write_wave(
@@ -135,9 +129,9 @@ def _write_wave(
     while True:
         following = _next_tokens(chunks, groups, rows, start, read, options)
         for part, tokens in zip(rows, following, strict=True):
-            if not part.are_done(options):
+            if not all(part.done):
                 part.add(tokens, options)
-        if not _largest(int(not all(part.are_done(options) for part in rows)), groups):
+        if not _largest(int(not all(all(part.done) for part in rows)), groups):
             break
         start, read = [min(part.position, wave.length - wave.multiple) for part in rows], wave.multiple
     return [new for part in rows for new in part.written][:count]

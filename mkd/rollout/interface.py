@@ -1,11 +1,29 @@
 """The interface of rollouts: prompts and options in, written tokens out."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from transformers import PreTrainedTokenizerBase
 
 Engine = Literal["cached", "uncached"]
 """Method of writing. cached: keys and values of earlier tokens are kept, and each token costs a forward pass over one
 token. uncached: the whole text is read again for each token; works under every layout."""
+
+
+@dataclass(frozen=True)
+class StopStrings:
+    """Strings that end a text, found in its decoded tokens."""
+
+    strings: tuple[str, ...]
+    tokenizer: PreTrainedTokenizerBase
+
+    def end(self, tokens: Sequence[int]) -> bool:
+        """True if the text ends with or in a token that completes one of the strings."""
+        # Each token has a byte at least; one more, because decoding may drop a space at the beginning.
+        window = max(len(text.encode()) for text in self.strings) + 1
+        text = self.tokenizer.decode(tokens[-window:])
+        return any(string in text for string in self.strings)
 
 
 @dataclass(frozen=True)
@@ -28,6 +46,16 @@ class Decoding:
     """Divisor of the logits before sampling; 0 writes the most probable token."""
     seed: int = 0
     """Seed of sampling; see `mkd.rollout.sampler`."""
+    top_p: float = 1.0
+    """Tokens are sampled from the most probable ones whose probabilities sum to at least this."""
+    stops: StopStrings | None = None
+    """Strings that end a text like an end token; None for none."""
+
+    def ends(self, new: Sequence[int]) -> bool:
+        """True if the last of the written tokens ends the text."""
+        if not new:
+            return False
+        return new[-1] in self.end_tokens or (self.stops is not None and self.stops.end(new))
 
 
 @dataclass(frozen=True)
@@ -38,6 +66,8 @@ class Request:
     """Token ids, not empty."""
     sample: int = 0
     """Index among the samples of the same prompt; samples with different indices are independent."""
+    teacher: int = -1
+    """Index of the teacher that the text is distilled from; -1 for the teachers of all texts."""
 
 
 @dataclass(frozen=True)
@@ -46,4 +76,4 @@ class WrittenText:
 
     tokens: tuple[int, ...]
     ended: bool
-    """True if the last token is an end token; False if the text was cut off after `Decoding.tokens`."""
+    """True if the last token ends the text; False if the text was cut off after `Decoding.tokens`."""

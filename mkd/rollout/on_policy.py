@@ -1,117 +1,77 @@
-"""Rows of a training step whose answers the student has just written (--kd-on-policy).
+"""Rows of a training step whose answers the student has written (--kd-on-policy).
 
 Which rows of a global batch they are, their prompts and their random numbers are functions of seed and iteration, so a
-resumed run needs no state, and every layout trains on the same texts.
+resumed run needs no state, and every layout trains on the same texts. Where one rollout serves several steps, a
+checkpoint holds its texts.
 """
 
+import hashlib
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import nn
 
+from mkd.config.run_state import RunState
+from mkd.config.schedules import Schedule
 from mkd.data.packing.row_layout import RowLayout
 from mkd.data.packing.row_plan import EpochOrder
 from mkd.distributed.groups import Groups
+from mkd.errors import MkdCheckpointError
+from mkd.rollout.facts import RolloutFacts, repeated_share
 from mkd.rollout.interface import Decoding, Engine, Request, WrittenText
+from mkd.rollout.rows import WrittenRowOptions, WrittenRows
+from mkd.rollout.sampler import request_key
 from mkd.rollout.write import write_texts
-
-
-@dataclass(frozen=True)
-class RolloutFacts:
-    """Measurements of the texts of one step, over all ranks."""
-
-    texts: int
-    tokens: int
-    cut_off: int
-    """Number of texts without an end token."""
-    seconds: float
-
-    def metrics(self) -> dict[str, float]:
-        """Name -> value, for the metrics of an iteration."""
-        return {
-            "written_tokens": self.tokens / self.texts,
-            "written_cut_off": self.cut_off / self.texts,
-            "written_tokens_per_s": self.tokens / self.seconds,
-        }
-
-
-@dataclass(frozen=True)
-class WrittenRows:
-    """The rows of this rank that take the place of given ones in a step."""
-
-    rows: Mapping[int, tuple[Request, WrittenText]]
-    """Number of the row among those of this data-parallel rank in the step -> its text."""
-    layout: RowLayout
-    facts: RolloutFacts
-
-    def replace_in(self, source: Iterator[Mapping[str, Tensor]]) -> Iterator[Mapping[str, Tensor]]:
-        """The collated samples of `source`, with these rows in them."""
-        number = 0
-        while True:  # Megatron's iterators have no __iter__
-            try:
-                sample = next(source)
-            except StopIteration:
-                return
-            count = sample["tokens"].shape[0]
-            own = {row: self.rows[number + row] for row in range(count) if number + row in self.rows}
-            yield self._replaced(sample, own) if own else sample
-            number += count
-
-    def _replaced(self, sample: Mapping[str, Any], own: Mapping[int, tuple[Request, WrittenText]]) -> dict[str, Any]:
-        sample = dict(sample)
-        if "ce_mask" not in sample:  # Megatron's own rows
-            mask = sample.pop("loss_mask").float()
-            sample |= {"ce_mask": mask, "kd_mask": mask}
-        if not self.layout.is_packed and "length" not in sample:
-            rows, length = sample["tokens"].shape
-            sample["length"] = torch.full((rows,), length)
-        for place, (request, text) in own.items():
-            for name, value in self._row(request, text).items():
-                sample[name] = sample[name].clone()
-                sample[name][place] = torch.as_tensor(value)
-        return sample
-
-    def _row(self, request: Request, text: WrittenText) -> dict[str, np.ndarray]:
-        """Tensors of a row: the divergence counts on the written tokens, cross-entropy on none."""
-        ids = np.array([*request.prompt, *text.tokens])
-        row = self.layout.row([(ids, np.arange(len(ids)) >= len(request.prompt))])
-        return row | {"ce_mask": np.zeros_like(row["ce_mask"])}
 
 
 @dataclass(frozen=True)
 class OnPolicy:
     """Lets the student write the answers of a share of each global batch."""
 
-    share: float
-    """L, above 0 and at most 1."""
+    share: Schedule
+    """L by iteration, from 0 to 1."""
     prompts: Sequence[tuple[int, ...]]
     layout: RowLayout
     decoding: Decoding
     engine: Engine
+    teachers: Sequence[int] = ()
+    """`Request.teacher` of each prompt; empty: -1 for all."""
+    samples: int = 1
+    """Answers to each prompt, one after the other."""
+    steps: int = 1
+    """Steps whose texts are written at once, with the weights before the first of them."""
+    options: WrittenRowOptions = WrittenRowOptions()  # noqa: RUF009
+    state: RunState = field(default_factory=RunState)
+    """Holds the texts of a rollout for several steps."""
 
-    def count(self, rows: int) -> int:
+    def count(self, rows: int, iteration: int = 0) -> int:
         """Number of written rows among the first `rows` of a global batch."""
-        return math.floor(rows * Fraction(repr(self.share)))
+        return _floor(rows, self.share.value(iteration))
 
     def requests(self, iteration: int, rows: int) -> dict[int, Request]:
-        """Row of the global batch -> its prompt; written rows are spread evenly. `iteration` counts from 0."""
-        written = [row for row in range(rows) if self.count(row + 1) > self.count(row)]
+        """Row of the global batch -> its prompt; written rows are spread evenly. `iteration` counts from 0.
+
+        Prompts are read in a random order, each once per epoch; while L is below its largest value, some are skipped.
+        """
+        written = [row for row in range(rows) if self.count(row + 1, iteration) > self.count(row, iteration)]
         order = EpochOrder(len(self.prompts), self.decoding.seed)
+        most = _floor(rows, max(self.share.start, self.share.end))
         found = {}
-        for number, row in enumerate(written, start=iteration * len(written)):
-            found[row] = Request(self.prompts[order.row_at(number)], sample=number // len(self.prompts))
+        for number, row in enumerate(written, start=iteration * most):
+            place, sample = divmod(number, self.samples)
+            prompt = order.row_at(place)
+            sample += place // len(self.prompts) * self.samples
+            found[row] = Request(self.prompts[prompt], sample, self.teachers[prompt] if self.teachers else -1)
         return found
 
     def write(
         self, chunks: Sequence[nn.Module], groups: Groups, iteration: int, microbatches: int, micro_batch_size: int
-    ) -> WrittenRows:
-        """Write the answers of one step. Collective over all ranks.
+    ) -> WrittenRows | None:
+        """Write the answers of one step, or read them from the rollout of an earlier step. Collective over all ranks.
 
         Args:
             chunks: the student's model chunks on this rank.
@@ -119,17 +79,118 @@ class OnPolicy:
             iteration: of the step, counted from 0.
             microbatches: of the step on this rank.
             micro_batch_size: rows of each.
+
+        Returns:
+            None if L is so small that no row of this step is written.
         """
         began = time.monotonic()
         size, rank = groups.dp.size(), groups.dp.rank()
-        wanted = self.requests(iteration, microbatches * micro_batch_size * size)
-        texts = write_texts(chunks, groups, list(wanted.values()), self.decoding, self.engine)
-        rows = {}
+        rollout = _Rollout.of(self, iteration, microbatches * micro_batch_size * size)
+        wanted = rollout.requests_at(iteration)
+        if not wanted:
+            return None
+        written_now = rollout.write(chunks, groups, iteration)
+        texts, rows = rollout.texts_at(iteration), {}
         for (row, request), text in zip(wanted.items(), texts, strict=True):
             microbatch, rest = divmod(row, micro_batch_size * size)
             if rest // micro_batch_size == rank:  # as Megatron's sampler deals the rows of a global batch
                 rows[microbatch * micro_batch_size + rest % micro_batch_size] = (request, text)
-        tokens, cut_off = sum(len(text.tokens) for text in texts), sum(not text.ended for text in texts)
-        return WrittenRows(
-            rows, self.layout, RolloutFacts(len(texts), tokens, cut_off, max(time.monotonic() - began, 1e-9))
+        facts = RolloutFacts(
+            texts=len(texts),
+            tokens=sum(len(text.tokens) for text in texts),
+            cut_off=sum(not text.ended for text in texts),
+            seconds=max(time.monotonic() - began, 1e-9) if written_now else 0.0,
+            repeated=repeated_share(texts),
+            age=iteration - rollout.written_at,
+            written_now=written_now,
         )
+        return WrittenRows(rows, self.layout, facts, self.options)
+
+
+def _floor(rows: int, share: float) -> int:
+    return math.floor(rows * Fraction(repr(share)))
+
+
+@dataclass
+class _Rollout:
+    """The texts of consecutive steps that are written at once."""
+
+    policy: OnPolicy
+    first: int
+    """The first of the steps."""
+    requests: list[dict[int, Request]]
+    """Row -> prompt, for each step."""
+    texts: list[tuple[int, ...]]
+    """Written tokens of each request, step after step; empty where nothing was written."""
+    written_at: int = -1
+    """The step with whose weights they were written; -1: not yet."""
+
+    @classmethod
+    def of(cls, policy: OnPolicy, iteration: int, rows: int) -> "_Rollout":
+        """The rollout that a step belongs to, with the texts that exist already."""
+        first = iteration - iteration % policy.steps
+        requests = [policy.requests(step, rows) for step in range(first, first + policy.steps)]
+        rollout = cls(policy, first, requests, [() for step in requests for _ in step])
+        rollout._restore()
+        return rollout
+
+    @property
+    def key(self) -> str:
+        """Hash of everything that the texts depend on beside the weights."""
+        decoding, digest = self.policy.decoding, hashlib.blake2b(digest_size=16)
+        stops = () if decoding.stops is None else decoding.stops.strings
+        options = (self.first, decoding.tokens, decoding.temperature, decoding.top_p, decoding.true_vocab)
+        digest.update(repr((options, sorted(decoding.end_tokens), stops)).encode())
+        for step in self.requests:
+            for request in step.values():
+                digest.update(request_key(request, decoding.seed).to_bytes(8, "little"))
+        return digest.hexdigest()
+
+    def requests_at(self, iteration: int) -> dict[int, Request]:
+        """The prompts of a step, by row."""
+        return self.requests[iteration - self.first]
+
+    def texts_at(self, iteration: int) -> list[WrittenText]:
+        """The texts of a step, in the order of its requests."""
+        start = self._start(iteration)
+        tokens = self.texts[start : start + len(self.requests_at(iteration))]
+        return [WrittenText(new, self.policy.decoding.ends(new)) for new in tokens]
+
+    def write(self, chunks: Sequence[nn.Module], groups: Groups, iteration: int) -> int:
+        """Write the texts of this step and later ones, unless they exist. Returns the number of tokens written."""
+        if self.written_at >= 0:
+            return 0
+        policy, start = self.policy, self._start(iteration)
+        wanted = [request for step in self.requests[iteration - self.first :] for request in step.values()]
+        texts = write_texts(chunks, groups, wanted, policy.decoding, policy.engine)
+        self.texts[start:] = [text.tokens for text in texts]
+        self.written_at = iteration
+        if policy.steps > 1:
+            stored = {"key": self.key, "written_at": iteration, "texts": [list(text) for text in self.texts]}
+            policy.state.rollout = stored
+        return sum(map(len, self.texts))
+
+    def _start(self, iteration: int) -> int:
+        return sum(len(step) for step in self.requests[: iteration - self.first])
+
+    def _restore(self) -> None:
+        """Read the texts from the run's state, if it has them.
+
+        Raises:
+            MkdCheckpointError: they are damaged.
+        """
+        stored: Any = self.policy.state.rollout
+        if self.policy.steps == 1 or stored is None or stored.get("key") != self.key:
+            return
+        written_at, texts = stored.get("written_at"), stored.get("texts")
+        is_whole = isinstance(written_at, int) and self.first <= written_at < self.first + self.policy.steps
+        is_whole = is_whole and isinstance(texts, list) and len(texts) == len(self.texts)
+        start = self._start(written_at) if is_whole else 0
+        if not is_whole or not all(self._is_text(new) for new in texts[start:]):
+            raise MkdCheckpointError("the checkpoint's texts of --kd-on-policy are damaged: resume from an earlier one")
+        self.texts, self.written_at = [tuple(new) for new in texts], written_at
+
+    def _is_text(self, new: Any) -> bool:
+        decoding = self.policy.decoding
+        is_list = isinstance(new, list) and 1 <= len(new) <= decoding.tokens
+        return is_list and all(isinstance(token, int) and 0 <= token < decoding.true_vocab for token in new)

@@ -78,11 +78,13 @@ class NextToken:
     true_vocab: int
     temperature: float = 0.0
     """0 chooses the most probable token."""
+    top_p: float = 1.0
+    """See `Decoding.top_p`."""
 
     @classmethod
     def of(cls, groups: Groups, options: Decoding) -> "NextToken":
         """The choice that the options describe."""
-        return cls(groups, options.true_vocab, options.temperature)
+        return cls(groups, options.true_vocab, options.temperature, options.top_p)
 
     def after(self, last: Tensor, keys: Sequence[int] = ()) -> Callable[..., Tensor]:
         """An output processor of a GPTModel that returns [b] int64: the token after each row.
@@ -120,10 +122,11 @@ class NextToken:
         """[b] the token with the largest score over all vocabulary shards, the first one if there are several."""
         tp = self.groups.tp
         first = tp.rank() * logits.shape[1]
+        logits[:, max(self.true_vocab - first, 0) :] = -torch.inf
         if self.temperature > 0.0:
             noise = gumbel_noise(torch.tensor(keys, device=logits.device), first, logits.shape[1])
-            logits = logits.double() / self.temperature + noise
-        logits[:, max(self.true_vocab - first, 0) :] = -torch.inf
+            logits = logits.double() / self.temperature
+            logits = (logits if self.top_p == 1.0 else self._most_probable(logits)) + noise
         best, token = logits.max(dim=1)
         candidates = torch.stack((best.double(), (token + first).double()))
         everywhere = [torch.empty_like(candidates) for _ in range(tp.size())]
@@ -131,3 +134,17 @@ class NextToken:
         values, tokens = torch.stack(everywhere, dim=1)
         tokens = torch.where(values == values.max(dim=0).values, tokens, torch.inf)
         return tokens.min(dim=0).values.long()
+
+    def _most_probable(self, logits: Tensor) -> Tensor:
+        """[b, V/tp] without the tokens that `top_p` leaves out, which are -inf: the smallest number of most probable
+        ones is kept whose probabilities sum to `top_p`, and those that are as probable as the last of them.
+
+        Communication: one all-gather of the logits.
+        """
+        tp = self.groups.tp
+        shards = [torch.empty_like(logits) for _ in range(tp.size())]
+        dist.all_gather(shards, logits.contiguous(), group=tp)
+        ordered = torch.cat(shards, dim=1).sort(dim=1, descending=True).values
+        before = (ordered.softmax(dim=1).cumsum(dim=1) < self.top_p).sum(dim=1, keepdim=True)
+        least = ordered.gather(1, before.clamp(max=ordered.shape[1] - 1))
+        return logits.masked_fill(logits < least, -torch.inf)

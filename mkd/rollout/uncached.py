@@ -31,14 +31,14 @@ def write_uncached(
         options: see `Decoding`.
     """
     texts, written = [list(request.prompt) for request in requests], [[] for _ in requests]
-    keys = [request_key(request, options.seed) for request in requests]
+    keys, done = [request_key(request, options.seed) for request in requests], [False] * len(requests)
     for _ in range(options.tokens):
-        following = _next_tokens(chunks, groups, texts, keys, options)
-        for text, new, token in zip(texts, written, following, strict=True):
-            if not new or new[-1] not in options.end_tokens:
-                text.append(token)
-                new.append(token)
-        if all(new[-1] in options.end_tokens for new in written):
+        for number, token in enumerate(_next_tokens(chunks, groups, texts, keys, options)):
+            if not done[number]:
+                texts[number].append(token)
+                written[number].append(token)
+                done[number] = options.ends(written[number])
+        if all(done):
             break
     return written
 

@@ -32,4 +32,4 @@ def write_texts(
     """
     with evaluating(chunks):
         written = _ENGINES[engine](chunks, groups, requests, options)
-    return [WrittenText(tuple(new), ended=new[-1] in options.end_tokens) for new in written]
+    return [WrittenText(tuple(new), ended=options.ends(new)) for new in written]

@@ -7,14 +7,24 @@ import torch
 from torch import Tensor
 
 from mkd.data.batch import KDBatch
-from mkd.losses import Comparison, compare_models
-from mkd.train.objective import Mean, MicrobatchObjective, SameTokenizerObjective, Student, TeacherCE, flatten_tokens
+from mkd.losses import Comparison, LinearLogits, compare_models, teacher_top_k
+from mkd.train.objective import (
+    Mean,
+    MicrobatchObjective,
+    SameTokenizerObjective,
+    Student,
+    TeacherCE,
+    flatten_tokens,
+    unflatten_tokens,
+)
 from mkd.train.step_tokens import StepTokens
 
 BINS = 10
 """Bins of equal width over the teacher's probability of its most probable token."""
 CALIBRATION = "calibration"
 """Name of the sums of `calibration_sums` in the report of a microbatch."""
+OVERLAP = 16
+"""Most probable tokens that are compared on written texts."""
 COMPARED = ("agreement", "student_entropy", "teacher_entropy")
 """Names of the means of `comparison_means`, over the tokens of the KD mask."""
 
@@ -44,6 +54,8 @@ def measure(
         if (objective.evaluating or objective.comparing) and isinstance(teacher, SameTokenizerObjective):
             comparison = compare(teacher, student)
             found |= comparison_means(comparison, teacher.batch.kd_mask, objective.tokens)
+            if teacher.batch.written is not None:
+                found |= written_means(comparison, teacher, student)
             if objective.evaluating and len(microbatch.teachers) == 1:
                 calibration = calibration_sums(comparison, teacher.batch.kd_mask)
         means |= {name + microbatch.suffix(number): mean for name, mean in found.items()}
@@ -79,6 +91,34 @@ def comparison_means(found: Comparison, kd_mask: Tensor, tokens: StepTokens) -> 
             values = torch.where(kd_mask != 0, values.view(kd_mask.shape[::-1]).t(), 0)
             means[name] = Mean.of(values, kd_mask, tokens.kd)
     return means
+
+
+def written_means(comparison: Comparison, teacher: SameTokenizerObjective, student: Student) -> dict[str, Mean]:
+    """Name -> mean over the tokens that the student has written: its entropy, and the share of its `OVERLAP` most
+    probable tokens that are among the teacher's."""
+    batch = teacher.batch
+    inside = batch.written >= 0
+    means = {"written_entropy": comparison.student_entropy}
+    theirs = teacher.teacher(student.sequence_parallel)
+    if isinstance(theirs, LinearLogits):
+        means["written_overlap"] = _overlap(teacher, student, theirs)
+    return {
+        name: Mean.of(torch.where(inside, unflatten_tokens(values, batch), 0), inside.float(), None)
+        for name, values in means.items()
+    }
+
+
+def _overlap(teacher: SameTokenizerObjective, student: Student, theirs: LinearLogits) -> Tensor:
+    """[s * b]; one GEMM with each LM head, and an all-gather of 4 (4 `OVERLAP` + 4) bytes per token."""
+    context, tokens = teacher.context, teacher.batch.supervised
+    student = student.supervised(teacher.batch, context.groups)
+    how = dict(
+        temperatures=(1.0,), vocab=context.vocab(student.sequence_parallel), chunk_rows=context.options.chunk_rows
+    )
+    count = min(OVERLAP, context.true_vocab)
+    ours, others = (teacher_top_k(logits, count, **how)[0].ids for logits in (student.logits, theirs))
+    shared = (ours[:, :, None] == others[:, None, :]).any(dim=2).float().mean(dim=1)
+    return shared if tokens is None else tokens.spread(shared)
 
 
 def calibration_sums(found: Comparison, kd_mask: Tensor) -> Tensor | None:

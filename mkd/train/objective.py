@@ -11,6 +11,7 @@ tokenizer per aligned text chunk (`CrossTokenizerObjective`). Per-token losses a
 (`KDBatch.supervised`); their values per token are 0 elsewhere.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -39,6 +40,9 @@ from mkd.xtoken.loss.chunks import TokenChunks
 from mkd.xtoken.loss.teacher_ce import teacher_cross_entropy as cross_entropy_in_columns
 from mkd.xtoken.loss.xtoken_loss import xtoken_loss
 from mkd.xtoken.vocabulary.cross_vocabulary import CrossVocabulary
+
+WRITTEN_POSITIONS = {"kd_first_64": (0, 64), "kd_next_256": (64, 320), "kd_rest": (320, 1 << 62)}
+"""Name of a mean divergence -> positions of the written tokens that it is over, from 0."""
 
 
 class Mean(NamedTuple):
@@ -206,6 +210,8 @@ class SameTokenizerObjective:
     signal: HiddenSignal | TopKSignal
     texts: Tensor | None = None
     """[texts] fp32, 1 for texts that this teacher teaches and 0 for others; None for all."""
+    routed: Tensor | None = None
+    """[b, s] fp32 factor of each token's divergence; None: 1."""
 
     def scale(self, tokens: StepTokens) -> Tensor:
         return tokens.kd_scale
@@ -253,7 +259,7 @@ class SameTokenizerObjective:
     @property
     def _kd_mask(self) -> Tensor:
         """[b, s] of the tokens that this teacher teaches."""
-        mask = self.batch.kd_mask
+        mask = self.batch.kd_mask if self.routed is None else self.batch.kd_mask * self.routed
         return mask if self.texts is None else mask * self.texts[self.batch.text.clamp(min=0)]
 
     def restricted_to(self, texts: Tensor) -> "SameTokenizerObjective":
@@ -399,6 +405,9 @@ class MicrobatchObjective:
         """The loss for a teacher's signal, which is None in a step without KD."""
         if isinstance(signal, EnsembleSignal):
             teachers = tuple(teacher_objective(context, batch, one) for one in signal.signals)
+            if batch.teacher is not None:
+                routed = _routed(batch.teacher, signal.weights)
+                teachers = tuple(replace(one, routed=factor) for one, factor in zip(teachers, routed, strict=True))
             return cls(context, batch, objective, teachers, signal.weights, signal.selecting)
         teachers = () if signal is None else (teacher_objective(context, batch, signal),)
         return cls(context, batch, objective, teachers, (1.0,) * len(teachers))
@@ -421,9 +430,23 @@ class MicrobatchObjective:
             means["ce"] = Mean.of(ce, batch.ce_mask, tokens.ce)
         for number, (teacher, output) in enumerate(zip(self.teachers, outputs, strict=False)):
             means["kd" + self.suffix(number)] = teacher.divergence(output, tokens)
+        if batch.written is not None and not objective.evaluating:
+            means |= self._by_position(outputs)
         if len(self.teachers) > 1:
             means["kd"] = self._sum_of_divergences(means)
         return sum((output.loss for output in outputs[1:]), start=outputs[0].loss), means, ce
+
+    def _by_position(self, outputs: Sequence[LossOutput]) -> dict[str, Mean]:
+        """Name -> mean divergence of written tokens, by their position in the text."""
+        written, values = self.batch.written, torch.zeros_like(self.batch.kd_mask)
+        for teacher, output, share in zip(self.teachers, outputs, self.shares, strict=False):
+            factor = share if teacher.routed is None else share * teacher.routed
+            values = values + factor * unflatten_tokens(output.kd, self.batch)
+        means = {}
+        for name, (first, end) in WRITTEN_POSITIONS.items():
+            inside = (written >= first) & (written < end)
+            means[name] = Mean.of(torch.where(inside, values, 0.0), inside.float(), None)
+        return means
 
     def _outputs(self, student: Student, ce_weight: Tensor | None) -> list[LossOutput]:
         """One output per teacher, CE with the first; CE alone without a teacher."""
@@ -469,6 +492,15 @@ class MicrobatchObjective:
     def suffix(self, number: int) -> str:
         """Suffix of the names of one teacher's means: none for a single teacher, else _1, _2, ..."""
         return f"_{number + 1}" if len(self.teachers) > 1 else ""
+
+
+def _routed(teacher: Tensor, weights: Sequence[float]) -> list[Tensor]:
+    """[b, s] factor of each teacher's divergence: 1 for tokens of all teachers; where a token has one teacher, that
+    teacher has the weight of all, and the others have none."""
+    return [
+        torch.where(teacher < 0, 1.0, torch.where(teacher == number, sum(weights) / weight, 0.0))
+        for number, weight in enumerate(weights)
+    ]
 
 
 def flatten_tokens(tokens: Tensor) -> Tensor:

@@ -14,7 +14,9 @@ from mkd.data.lookahead import Lookahead
 from mkd.data.text_size import TextSize
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdDataError
-from mkd.rollout.on_policy import OnPolicy, RolloutFacts, WrittenRows
+from mkd.rollout.facts import RolloutFacts
+from mkd.rollout.on_policy import OnPolicy
+from mkd.rollout.rows import WrittenRows
 from mkd.teacher.interface import Teacher, TeacherSignal
 from mkd.train.hidden_layers import HiddenLayers, LayersOfMicrobatch
 from mkd.train.objective import Objective
@@ -130,7 +132,7 @@ class TeacherThenStudent:
         return run
 
     def _write(self, options: Mapping[str, Any], microbatches: int) -> WrittenRows | None:
-        """Let the student write its part of a training step; None without --kd-on-policy."""
+        """Let the student write its part of a training step; None if it has none."""
         if self.on_policy is None:
             return None
         model = options["model"]

@@ -149,7 +149,11 @@ class MicrobatchLoss:
 
 def report(means: dict[str, Mean], total: Tensor, batch: KDBatch, objective: Objective) -> dict[str, Tensor]:
     """{name: [sum, count]} of a microbatch; `total` is the sum reported as the loss, with its part of the divisor."""
-    found = {"loss": torch.stack([total.detach(), objective.divisor(batch)])}
+    divisor = objective.divisor(batch)
+    if not objective.evaluating and objective.tokens is not None:
+        # A step without a supervised token has the loss 0: all of its written texts may be left out.
+        divisor = torch.where(objective.tokens.divisor > 0, divisor, 1.0)
+    found = {"loss": torch.stack([total.detach(), divisor])}
     for name, mean in means.items():
         count = mean.count
         if not (objective.evaluating or mean.count_of_step is None):

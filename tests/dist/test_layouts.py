@@ -20,7 +20,8 @@ def combine(results: list[dict[str, Any]]) -> tuple[dict[str, float], dict[str, 
     """Mean losses over all data-parallel ranks, and whole gradients; copies of a parameter must agree."""
     sums = total([result["reports"] for result in results])
     parts = [part for result in results for part in result["gradients"]]
-    return {name: value / count for name, (value, count) in sums.items()}, whole_tensors(parts, "gradient")
+    losses = {name: value / count for name, (value, count) in sums.items() if count}  # else a mean over no token
+    return losses, whole_tensors(parts, "gradient")
 
 
 def one_rank(gloo_pool: GetPool, models: Models, cache: dict = {}) -> tuple[dict[str, float], dict[str, Tensor]]:  # noqa: B006

@@ -1,6 +1,7 @@
 """Steps whose answers the student writes: against transformers' models in float64, and in every layout.
 
-Without `-m slow`, each layout but TP 2 x PP 2 writes either half of the answers or all of them; `-m slow` runs both shares.
+Without `-m slow`, each layout but TP 2 x PP 2 writes either half of the answers or all of them; `-m slow` runs both
+shares.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,11 +26,13 @@ from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.load import load_hf_weights
 from mkd.config.kd_config import Divergence, KDConfig
 from mkd.config.loss_spec import LossSpec
+from mkd.config.schedules import Schedule
 from mkd.data.packing.row_layout import RowLayout
 from mkd.distributed.groups import Groups
 from mkd.losses.reference.dense import DIVERGENCES
 from mkd.rollout.interface import Decoding
 from mkd.rollout.on_policy import OnPolicy
+from mkd.rollout.rows import WrittenRowOptions
 from mkd.teacher.online import OnlineTeacher
 from mkd.train.objective import LossContext
 from mkd.train.schedule import TeacherThenStudent
@@ -53,13 +56,20 @@ class PackedRows(RowLayout):
         return row | {name: np.pad(row[name], (0, 8 - len(row[name])), "edge") for name in row if "cu_" in name}
 
 
-def on_policy(share: float, packed: bool = False, **changes: Any) -> OnPolicy:
-    options: dict[str, Any] = dict(
+def on_policy(
+    share: float,
+    packed: bool = False,
+    teachers: Sequence[int] = (),
+    options: WrittenRowOptions = WrittenRowOptions(),
+    **changes: Any,
+) -> OnPolicy:
+    given: dict[str, Any] = dict(
         tokens=9, end_tokens=frozenset(range(20)), true_vocab=VOCAB, rows=2, longest=ROW, temperature=1.0, seed=3
     )
     kind = PackedRows if packed else RowLayout
     layout = kind(ROW, 4 if packed else 8, is_packed=packed, kd_everywhere=False)
-    return OnPolicy(share, PROMPTS, layout, Decoding(**{**options, **changes}), "cached")
+    decoding = Decoding(**{**given, **changes})
+    return OnPolicy(Schedule.constant(share), PROMPTS, layout, decoding, "cached", teachers=teachers, options=options)
 
 
 LAYOUTS = {
@@ -151,6 +161,25 @@ def test_the_share_and_the_seed_change_the_step(gloo_pool, one_rank) -> None:
     assert again[0] == one_rank[0.5][0]
     assert all(torch.equal(again[1][key], value) for key, value in one_rank[0.5][1].items())
     assert len({losses["kd"] for losses, _ in (given, again, other, one_rank[1.0])}) == 4
+
+
+def test_a_teacher_of_its_own(gloo_pool) -> None:
+    """Of two teachers, one teaches the texts of all prompts: the step is that of this teacher alone."""
+    options = WrittenRowOptions(is_routed=True, half_life=3.0)
+    policy = on_policy(1.0, teachers=[1] * len(PROMPTS), options=options)
+    both = combine(gloo_pool(1).run(kd_step, Layout(), Models(both=True), policy))
+    alone = combine(gloo_pool(1).run(kd_step, Layout(), Models(salt="B"), replace(policy, teachers=())))
+    assert both[0]["kd_1"] == 0.0
+    names = ("loss", "kd", "kd_first_64")
+    compare(({name: both[0][name] for name in names}, both[1]), ({name: alone[0][name] for name in names}, alone[1]))
+
+
+def test_a_step_without_a_text_to_learn_from(gloo_pool) -> None:
+    """All texts are cut off and left out: the loss and every gradient are 0."""
+    policy = on_policy(1.0, options=WrittenRowOptions(drops_cut_off=True), end_tokens=frozenset())
+    losses, gradients = combine(gloo_pool(1).run(kd_step, Layout(), Models(), policy))
+    assert losses["loss"] == losses["kd"] == 0.0
+    assert not any(value.any() for value in gradients.values())
 
 
 FOLDER_VOCAB = 131

@@ -17,6 +17,7 @@ from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.load import load_hf_weights
 from mkd.distributed.groups import Groups
 from mkd.rollout.interface import Decoding, Engine, Request
+from mkd.rollout.sampler import NextToken
 from mkd.rollout.write import write_texts
 from tests.dist.test_hf_families import GEMMA2, GEMMA3, MODELS, NO_SPECIAL_TOKENS
 from tests.support.dist.gpt_models import build_from_arguments, layout
@@ -91,7 +92,9 @@ def decoding(**changes: Any) -> Decoding:
     return Decoding(**{**values, **changes})
 
 
-def written(rank: int, world_size: int, folders: dict[str, Path], tp: int, pp: int, ep: int, end: int | None, engine: Engine) -> dict:
+def written(
+    rank: int, world_size: int, folders: dict[str, Path], tp: int, pp: int, ep: int, end: int | None, engine: Engine
+) -> dict:
     """name -> texts of each family."""
     found = {}
     with layout(tp, pp, ep=ep, etp=1 if ep > 1 else tp):
@@ -163,7 +166,12 @@ TEMPERATURES = (0.0, 1.5)
 
 
 def student_texts(
-    rank: int, world_size: int, own: Layout, models: Models, engine: Engine, temperatures: tuple[float, ...] = TEMPERATURES
+    rank: int,
+    world_size: int,
+    own: Layout,
+    models: Models,
+    engine: Engine,
+    temperatures: tuple[float, ...] = TEMPERATURES,
 ) -> dict[float, tuple[list, bool]]:
     """Temperature -> texts of the student of the layout tests, `own.mbs` at a time, and True if random states stay."""
     with parallel_state(own):
@@ -241,3 +249,22 @@ def test_the_cache_is_left_out_where_it_is_not_possible(gloo_pool, on_one_rank) 
 def test_students_with_experts(gloo_pool, on_one_rank, ranks: int, own: Layout, temperature: float) -> None:
     for found in gloo_pool(ranks).run(student_texts, own, Models(moe=True), "cached", (temperature,)):
         assert found[temperature] == on_one_rank[True][temperature]
+
+
+def kept_tokens(rank: int, world_size: int, logits: torch.Tensor, top_p: float) -> torch.Tensor:
+    """[b, V/tp] True for the tokens that top-p sampling keeps on this rank."""
+    with parallel_state(Layout(tp=world_size)):
+        choose = NextToken(Groups.from_megatron(), logits.shape[1], 1.0, top_p)
+        return choose._most_probable(logits.chunk(world_size, dim=1)[rank]).isfinite()
+
+
+def test_top_p_keeps_the_smallest_set_of_tokens(gloo_pool) -> None:
+    """Over the whole vocabulary, also where one token is enough and where probabilities are equal."""
+    logits = 2.0 * torch.randn(5, 10, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    logits[3], logits[4, 2] = 0.0, 50.0
+    found = torch.cat(gloo_pool(2).run(kept_tokens, logits, 0.8), dim=1)
+    for row, probabilities in zip(found, logits.softmax(dim=1), strict=True):
+        kept, others = probabilities[row], probabilities[~row]
+        assert kept.sum() >= 0.8 - 1e-9 and (len(others) == 0 or kept.min() > others.max())
+        assert len(set(kept.tolist())) == 1 or kept.sum() - kept.min() < 0.8
+    assert found[3].all() and found[4].tolist() == [number == 2 for number in range(10)]

@@ -64,17 +64,42 @@ def lengths(result: Result) -> list[float]:
     return [line["written_tokens"] for line in result.metrics if "written_tokens" in line]
 
 
-def test_a_resumed_job_writes_the_same_texts(job: SmallJob, tmp_path: Path) -> None:
-    """Killed in iteration 5, continued from 4."""
-    flags = on_policy_flags(tmp_path)
+SEVERAL_STEPS = {
+    "--kd-on-policy": None,
+    "--kd-on-policy-schedule": "linear:0.25:0.75:4",
+    "--kd-rollout-steps": 3,
+    "--kd-rollout-samples": 2,
+    "--kd-rollout-top-p": 0.9,
+    "--kd-rollout-stop": ["e"],
+    "--kd-rollout-cut-off": "drop",
+    "--kd-position-weight": 8,
+    "--kd-compare-interval": 4,
+}
+
+
+@pytest.mark.parametrize("more", [SEVERAL_STEPS, pytest.param({}, marks=pytest.mark.slow)], ids=["steps", "plain"])
+def test_a_resumed_job_writes_the_same_texts(job: SmallJob, tmp_path: Path, more: dict[str, Any]) -> None:
+    """Killed in iteration 5, continued from 4, whose texts iteration 4 has written too."""
+    flags = on_policy_flags(tmp_path) | more
     whole, other = (Attempts(job, tmp_path / name, flags, ranks=2) for name in ("whole", "other"))
     undisturbed = whole.finished()
     other.killed("step:9")
     result = other.finished()
     assert lengths(result) == lengths(undisturbed) and len(lengths(result)) == 8
     other.assert_like((whole.save, undisturbed), result)
-    assert re.search(r"writes +50% of the rows from .*: with cached keys and values", undisturbed.output)
-    assert re.search(r"written_tokens +\d+.* time: .*rollout +\d+%", undisturbed.output)
+    share = "a share of the rows, linear from 0.25 to 0.75 over 4 iterations," if more else "50% of the rows"
+    assert re.search(rf"writes +{share} from .*: with cached keys and values", undisturbed.output)
+    assert re.search(r"written +\d+\.\d tokens, .* cut off, .* time: .*rollout +\d+%", undisturbed.output)
+    trained = [line for line in result.metrics if "grad_norm" in line]
+    ages = [line["written_age"] for line in trained]
+    assert ages == ([0, 1, 2, 0, 1, 2, 0, 1] if more else [0] * 8)
+    learned = [line for line in trained if not (more and line["written_cut_off"] == 1.0)]
+    assert learned and all(line["kd_first_64"] > 0.0 for line in learned)
+    assert not any("kd_next_256" in line for line in trained)
+    if more:
+        compared = [line for line in learned if "written_overlap" in line]
+        assert {line["iteration"] for line in compared} == {4, 8}
+        assert all(0.0 < line["written_overlap"] < 1.0 and line["written_entropy"] > 0.0 for line in compared)
 
 
 @pytest.mark.slow

@@ -23,6 +23,10 @@ class Prompt:
     text: str
     """As the model reads it: with the chat template's tokens, if it is a conversation."""
     tokens: tuple[int, ...]
+    teacher: str | None = None
+    """Name of the only teacher of its answers; None for all."""
+    where: str = field(default="", compare=False)
+    """Flag, file and line."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,9 @@ class PromptParser:
     def parse(self, line: bytes, where: str) -> Prompt:
         """The prompt of one line; see `read_prompts`. Raises MkdDataError, which begins with `where`."""
         record = json_object(decode(line, where), where)
+        teacher = record.get("teacher")
+        if not isinstance(teacher, str | None):
+            raise MkdDataError(f"{where}: teacher is a {type(teacher).__name__}, not the name of a teacher's folder")
         if not is_conversation(record):
             if not isinstance(record.get("prompt"), str):
                 keys = ", ".join(sorted(record)) or "none"
@@ -101,7 +108,7 @@ class PromptParser:
                 raise MkdDataError(
                     f"{where}: a text in prompt is continued as it is, without system: write both as messages"
                 )
-            return Prompt(record["prompt"], tuple(self.tokenizer(record["prompt"])["input_ids"]))
+            return Prompt(record["prompt"], tuple(self.tokenizer(record["prompt"])["input_ids"]), teacher, where)
         conversation = Conversation.parse(line, where)
         messages = _without_answers(conversation.messages)
         if not messages:
@@ -111,7 +118,7 @@ class PromptParser:
             self._template.check_generation_prompt(conversation)
             self._is_checked = True
         text = self._template.text(conversation, prompt=True)
-        return Prompt(text, tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"]))
+        return Prompt(text, tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"]), teacher, where)
 
 
 def _without_answers(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -130,6 +130,8 @@ class Models:
     """Whether a teacher with the student's tokenizer teaches beside it."""
     select: bool = False
     """Whether each text has one teacher: of the two of `mixed`, or of two with the student's tokenizer."""
+    both: bool = False
+    """Whether two teachers with the student's tokenizer teach every text."""
     cache: str | None = None
     """Folder with the teacher's answers, which are read instead of running it."""
     cache_missing: Literal["error", "ce_only"] = "error"
@@ -378,6 +380,9 @@ def build_teacher(
     if models.served:
         return _served_teacher(layout, models, groups)
     if models.xtoken is None:
+        if models.both:
+            each = [build_teacher(layout, replace(models, both=False, salt=salt), groups) for salt in "AB"]
+            return TeacherEnsemble(tuple(each), (0.4, 0.6))
         if models.select:
             each = [build_teacher(layout, replace(models, select=False, salt=salt), groups) for salt in "AB"]
             return TeacherEnsemble(tuple(each), (1.0, 1.0), selecting=True)

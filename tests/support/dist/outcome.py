@@ -30,13 +30,13 @@ def whole_tensors(parts: list[Part], what: str) -> dict[str, Tensor]:
     return whole
 
 
-def total(reports: list[dict[str, Tensor]]) -> dict[str, tuple[float, int]]:
+def total(reports: list[dict[str, Tensor]]) -> dict[str, tuple[float, float]]:
     """Name -> (sum, count) over all ranks."""
     sums: dict[str, Tensor] = {}
     for report in reports:
         for name, value in report.items():
             sums[name] = sums.get(name, 0) + value
-    return {name: (value[0].item(), int(value[1].item())) for name, value in sums.items()}
+    return {name: (value[0].item(), value[1].item()) for name, value in sums.items()}
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ def test_names_in_a_checkpoint() -> None:
         "kd_balance_factor": 0.5,
         "kd_data_fingerprints": None,
         "kd_base_fingerprint": None,
+        "kd_rollout": None,
     }
 
 
@@ -24,6 +25,16 @@ def test_what_is_written_is_read() -> None:
     args, state = Namespace(), RunState("S/iter_0000003", "aa", unfinished_evaluation=True, balance_factor=0.5)
     state.write_to(args)
     assert RunState.read_from(args) == state
+
+
+def test_written_texts() -> None:
+    """Trackers do not record them, and anything else in their place is left out."""
+    args, state = Namespace(), RunState(rollout={"key": "a", "written_at": 3, "texts": [[1, 2]]})
+    state.write_to(args)
+    assert RunState.read_from(args) == state
+    state.without_texts().write_to(args)
+    assert args.kd_rollout is None and state.rollout is not None
+    assert RunState.read_from(Namespace(kd_rollout=[1])) == RunState()
 
 
 def test_checkpoints_without_a_state() -> None:

@@ -102,6 +102,10 @@ ON_POLICY = {"on_policy": 0.5, "prompts": "P", "rollout_tokens": 8}
 )
 def test_on_policy_in_jobs_where_the_student_cannot_write(changes: dict, words: str) -> None:
     check_on_policy(arguments(global_batch_size=2, eval_iters=0), kd(**ON_POLICY))
+    scheduled = kd(**{**ON_POLICY, "on_policy": None, "on_policy_schedule": "linear:0:0.5:9"})
+    check_on_policy(arguments(global_batch_size=2), scheduled)
+    with pytest.raises(MkdConfigError, match=r"schedule linear:0:0\.5:9 of --global-batch-size 1 is less"):
+        check_on_policy(arguments(global_batch_size=1), scheduled)
     with pytest.raises(MkdConfigError) as caught:
         check_on_policy(arguments(**{"global_batch_size": 2, **changes}), kd(**ON_POLICY))
     assert str(caught.value).startswith(words)
@@ -117,6 +121,26 @@ def test_on_policy_in_jobs_where_the_student_cannot_write(changes: dict, words: 
         ({"on_policy": None, "prompts": None}, "--kd-rollout-tokens is 8, but the student writes nothing"),
         ({"rollout_temperature": -1.0}, "--kd-rollout-temperature is -1"),
         ({"rollout_tokens": 0}, "--kd-rollout-tokens is 0; it must be at least 1"),
+        ({"on_policy_schedule": "linear:0:1:9"}, "--kd-on-policy 0.5 and --kd-on-policy-schedule linear:0:1:9 both"),
+        (
+            {"on_policy": None, "on_policy_schedule": "linear:0:2:9"},
+            "END of --kd-on-policy-schedule is 2; it is a share",
+        ),
+        ({"on_policy": None, "on_policy_schedule": "linear:0:0:9"}, "where L is 0 for the whole run: leave it out"),
+        ({"on_policy": None, "on_policy_schedule": "cosine:0:1"}, "--kd-on-policy-schedule is 'cosine:0:1'; write"),
+        ({"rollout_top_p": 0.0}, "--kd-rollout-top-p is 0"),
+        ({"rollout_top_p": 1.5}, "--kd-rollout-top-p is 1.5"),
+        ({"rollout_top_p": 0.9, "rollout_temperature": 0.0}, "at --kd-rollout-temperature 0 nothing is sampled"),
+        ({"rollout_samples": 0}, "--kd-rollout-samples is 0; it must be at least 1"),
+        ({"rollout_samples": 2, "rollout_temperature": 0.0}, "all answers to a prompt are the same"),
+        ({"rollout_stop": ["a", ""]}, "--kd-rollout-stop has an empty string"),
+        (
+            {"on_policy": None, "prompts": None, "rollout_tokens": 256, "rollout_stop": ["a"]},
+            "--kd-rollout-stop is 'a', ",
+        ),
+        ({"rollout_cut_off": "keep"}, "--kd-rollout-cut-off is 'keep'; legal values are 'learn', 'drop'"),
+        ({"rollout_steps": 0}, "--kd-rollout-steps is 0; it must be at least 1"),
+        ({"position_weight": 0.0}, "--kd-position-weight is 0"),
         ({"ratio": 0.0}, "does not work with --kd-ratio 0 (the teacher is not run)"),
         ({"teacher_hf": None, "teacher_cache": "C"}, "does not work with --kd-teacher-cache"),
         ({"teacher_hf": None, "teacher_url": ["tcp://a:1"]}, "does not work with --kd-teacher-url"),

@@ -77,10 +77,8 @@ def test_end_tokens(tokenizer: Any, config: dict, more: set[int]) -> None:
     assert end_tokens(tokenizer, config) == more | {tokenizer.eos_token_id}
 
 
-INSTRUCTIONS = (
-    "{% for m in messages %}{{ '[INST] ' + m.content + ' [/INST]' if m.role == 'user' else ' ' + m.content + '<|end|>' }}"
-    "{% endfor %}"
-)
+ASKED = "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}{% endif %}"
+INSTRUCTIONS = "{% for m in messages %}" + ASKED + "{% endfor %}"
 """As in Llama 2: the end of a question is the generation prompt."""
 
 
@@ -94,5 +92,5 @@ def test_generation_prompt(tmp_path: Path, template: str, is_refused: bool) -> N
     if not is_refused:
         assert len(read_prompts(path, load_tokenizer(str(tmp_path)), 99)) == 2
         return
-    with pytest.raises(MkdDataError, match="line 2: the chat template of .* has no generation prompt, so that"):
+    with pytest.raises(MkdDataError, match=r"line 2: the chat template of .* has no generation prompt, so that"):
         read_prompts(path, load_tokenizer(str(tmp_path)), 99)

@@ -31,6 +31,32 @@ def kd(prompts: Path, **changes: Any) -> KDConfig:
     return KDConfig(**{**given, **changes})
 
 
+def named(folder: Path, *teachers: str | int) -> Path:
+    """Prompts with teachers."""
+    lines = [{"prompt": "The import", "teacher": teacher} for teacher in teachers]
+    (folder / "named.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder / "named.jsonl"
+
+
+def test_teachers_of_records(folder: Path) -> None:
+    def found(prompts: Path, **changes: Any) -> list[int]:
+        return list(on_policy_of(arguments(folder), kd(prompts, **changes), 307, None).teachers)
+
+    two = {"teacher_hf": ["a/one", "b/two"]}
+    assert found(named(folder, "two", "one", "a/one"), **two) == [1, 0, 0]
+    assert found(folder / "p.jsonl", **two) == []
+    assert found(named(folder, "T"), teacher_hf=["T"]) == [0]
+    for teacher, changes, words in (
+        ("three", two, r"line 2: teacher 'three' is no teacher of this job: give one of a/one, b/two, or remove it"),
+        ("x", {"teacher_hf": ["a/x", "b/x"]}, "line 2: teacher 'x' is the name of several teachers"),
+        (3, two, "line 2: teacher is a int, not the name of a teacher's folder"),
+        ("one", two | {"teachers_mode": "averaged_logits"}, "cannot be alone with --kd-teachers-mode averaged_logits"),
+    ):
+        first = changes["teacher_hf"][0]
+        with pytest.raises(MkdDataError, match=words):
+            found(named(folder, first, teacher), **changes)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A tokenizer and two prompts."""
@@ -44,8 +70,8 @@ def test_prompts_and_positions(folder: Path) -> None:
     found = on_policy_of(arguments(folder), kd(folder / "p.jsonl"), 307, None)
     assert len(found.prompts) == 2 and found.decoding.longest == 64 and found.decoding.end_tokens
     for changes, longest, words in (
-        ({}, 20, "line 2: the prompt has 1. tokens; it must have 1 to 4, which is --seq-length without"),
-        ({"max_position_embeddings": 20}, None, "line 2: the prompt has 1. tokens; it must have 1 to 4"),
+        ({}, 20, "line 1: the prompt has 7 tokens; it must have 1 to 4, which is --seq-length without"),
+        ({"max_position_embeddings": 20}, None, "line 1: the prompt has 7 tokens; it must have 1 to 4"),
     ):
         with pytest.raises(MkdDataError, match=words):
             on_policy_of(arguments(folder, **changes), kd(folder / "p.jsonl"), 307, longest)
@@ -55,5 +81,5 @@ def test_prompts_and_positions(folder: Path) -> None:
 
 def test_no_end_token(folder: Path) -> None:
     change_json(folder / "tokenizer_config.json", {"eos_token": None})
-    with pytest.raises(MkdDataError, match="--tokenizer-model .* has no end token, and every text .* would be cut off"):
+    with pytest.raises(MkdDataError, match=r"--tokenizer-model .* has no end token, and every text .* would be cut"):
         on_policy_of(arguments(folder), kd(folder / "p.jsonl"), 307, None)

@@ -1,18 +1,30 @@
 """Rows that the student writes: which they are, and their masks."""
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 import torch
 
+from mkd.config.run_state import RunState
+from mkd.config.schedules import Schedule
 from mkd.data.batch import KDBatch
 from mkd.data.packing.row_layout import RowLayout
-from mkd.rollout.interface import Decoding, Request, WrittenText
-from mkd.rollout.on_policy import OnPolicy, RolloutFacts, WrittenRows
+from mkd.errors import MkdCheckpointError
+from mkd.rollout import on_policy
+from mkd.rollout.facts import RolloutFacts, repeated_share
+from mkd.rollout.interface import Decoding, Request, StopStrings, WrittenText
+from mkd.rollout.on_policy import OnPolicy
+from mkd.rollout.rows import WrittenRowOptions, WrittenRows
 
 LENGTH = 16
 
 
-def policy(share: float, packed: bool = False) -> OnPolicy:
+def policy(share: float | Schedule, packed: bool = False, **options: Any) -> OnPolicy:
     decoding = Decoding(tokens=4, end_tokens=frozenset(), true_vocab=9, rows=1, longest=LENGTH, seed=5)
-    return OnPolicy(share, [(i,) for i in range(5)], RowLayout(LENGTH, 4, packed, False), decoding, "cached")
+    share = share if isinstance(share, Schedule) else Schedule.constant(share)
+    layout = RowLayout(LENGTH, 4, packed, False)
+    return OnPolicy(share, [(i,) for i in range(5)], layout, decoding, "cached", **options)
 
 
 def test_the_share_of_rows_is_exact_and_spread() -> None:
@@ -29,9 +41,92 @@ def test_each_epoch_has_every_prompt_once() -> None:
     assert list(policy(0.5).requests(3, 4).values()) == found[6:8]
 
 
-def replaced(sample: dict, packed: bool) -> dict:
-    text = Request((7, 8)), WrittenText((1, 2, 3), ended=True)
-    rows = WrittenRows({1: text}, policy(1.0, packed).layout, RolloutFacts(1, 3, 0, 0.5))
+def test_the_share_follows_its_schedule() -> None:
+    """No prompt is read twice in an epoch, and none comes later than with the largest share."""
+    share = Schedule.parse("", "linear:0:1:4")
+    found = [policy(share).requests(step, 4) for step in range(5)]
+    assert [len(requests) for requests in found] == [0, 1, 2, 3, 4]
+    assert found[4] == policy(1.0).requests(4, 4)
+    assert list(found[2].values()) == list(policy(1.0).requests(2, 4).values())[:2]
+
+
+def test_each_prompt_has_several_samples() -> None:
+    """The samples of two epochs of 5 prompts."""
+    found = [request for step in range(5) for request in policy(1.0, samples=2).requests(step, 4).values()]
+    assert [request.prompt for request in found[::2]] == [request.prompt for request in found[1::2]]
+    samples = sorted((*request.prompt, request.sample) for request in found)
+    assert samples == [(i, s) for i in range(5) for s in range(4)]
+
+
+def test_teachers_of_prompts() -> None:
+    found = policy(1.0, teachers=[-1, 0, 1, 0, 1]).requests(0, 5).values()
+    assert {request.prompt[0]: request.teacher for request in found} == {0: -1, 1: 0, 2: 1, 3: 0, 4: 1}
+
+
+class Written:
+    """Stands in for `write_texts`, on one rank: texts that name the call."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.requests: list[list[Request]] = []
+        monkeypatch.setattr(on_policy, "write_texts", self)
+        group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+        self.groups: Any = SimpleNamespace(dp=group)
+
+    def __call__(self, chunks: Any, groups: Any, requests: list[Request], *rest: Any) -> list[WrittenText]:
+        self.requests.append(list(requests))
+        return [WrittenText((len(self.requests), *request.prompt), False) for request in requests]
+
+    def step(self, found: OnPolicy, iteration: int) -> tuple[list[int], RolloutFacts]:
+        """Calls that wrote the texts of a step of 2 rows."""
+        rows = found.write([], self.groups, iteration, 2, 1)
+        assert list(found.requests(iteration, 2).values()) == [request for request, _ in rows.rows.values()]
+        assert all(text.tokens[1:] == request.prompt for request, text in rows.rows.values())
+        return [text.tokens[0] for _, text in rows.rows.values()], rows.facts
+
+
+def test_texts_of_several_steps_are_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that resumes reads them from the checkpoint's state; without that state it writes the rest anew."""
+    written, state = Written(monkeypatch), RunState()
+    several = policy(1.0, steps=3, state=state)
+    found = [written.step(several, iteration) for iteration in range(5)]
+    assert [calls for calls, _ in found] == [[1, 1]] * 3 + [[2, 2]] * 2
+    assert [facts.age for _, facts in found] == [0, 1, 2, 0, 1] and [len(call) for call in written.requests] == [6, 6]
+    assert [facts.seconds > 0.0 for _, facts in found] == [True, False, False, True, False]
+    assert "written_tokens_per_s" in found[0][1].metrics() and "written_tokens_per_s" not in found[1][1].metrics()
+    resumed = policy(1.0, steps=3, state=RunState(rollout=state.rollout))
+    assert written.step(resumed, 5)[0] == [2, 2] and len(written.requests) == 2
+    anew = policy(1.0, steps=3)
+    assert written.step(anew, 4)[0] == [3, 3] and len(written.requests[2]) == 4
+    assert written.step(anew, 5)[1].age == 1
+    other = policy(1.0, steps=3, samples=2, state=RunState(rollout=state.rollout))
+    assert written.step(other, 5)[0] == [4, 4], "texts of other prompts are not used"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"texts": None}, {"texts": []}, {"texts": [[9]] * 6}, {"texts": [[1] * 5] * 6}, {"texts": [["1"]] * 6}]
+    + [{"written_at": value} for value in (None, -1, 3)],
+)
+def test_damaged_texts_of_a_checkpoint(monkeypatch: pytest.MonkeyPatch, damage: dict) -> None:
+    written, state = Written(monkeypatch), RunState()
+    written.step(policy(1.0, steps=3, state=state), 0)
+    broken = RunState(rollout={**state.rollout, **damage})
+    with pytest.raises(MkdCheckpointError, match="texts of --kd-on-policy are damaged: resume from an earlier one"):
+        written.step(policy(1.0, steps=3, state=broken), 1)
+
+
+def test_stop_strings() -> None:
+    """A string may be in the middle of a token, or be made of several."""
+    words = {0: "a", 1: "b", 2: "end!", 3: "e", 4: "nd"}
+    tokenizer: Any = SimpleNamespace(decode=lambda tokens: "".join(words[token] for token in tokens))
+    decoding = Decoding(9, frozenset({1}), 5, 1, 9, stops=StopStrings(("end",), tokenizer))
+    ends = {(): False, (0,): False, (0, 1): True, (0, 2): True, (3, 4): True, (3, 0, 4): False}
+    assert {new: decoding.ends(new) for new in ends} == ends
+
+
+def replaced(sample: dict, packed: bool, teacher: int = -1, **options: Any) -> dict:
+    text = Request((7, 8), teacher=teacher), WrittenText((1, 2, 3), ended=False)
+    rows = WrittenRows({1: text}, policy(1.0, packed).layout, RolloutFacts(1, 3, 0, 0.5), WrittenRowOptions(**options))
     whole = {name: value.clone() for name, value in sample.items()}
     (found,) = rows.replace_in(iter([sample]))
     assert all(torch.equal(sample[name], value) for name, value in whole.items()), "the given sample stays"
@@ -47,7 +142,21 @@ def test_rows_of_megatron() -> None:
     assert batch.tokens[1, :4].tolist() == [7, 8, 1, 2] and batch.labels[1, :4].tolist() == [8, 1, 2, 3]
     assert batch.kd_mask[1].nonzero().flatten().tolist() == [1, 2, 3] and not batch.ce_mask[1].any()
     assert batch.padding[1].sum() == LENGTH - 4 and not batch.padding[0].any()
+    assert batch.written[1, :5].tolist() == [-1, 0, 1, 2, -1] and (batch.written[0] == -1).all()
+    assert batch.teacher is None
     assert batch.segment_hashes == KDBatch.from_sample(batch_like(batch), 9).segment_hashes
+
+
+def test_weights_of_written_tokens() -> None:
+    tokens = torch.arange(2 * LENGTH).view(2, LENGTH) % 9
+    given = {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones(2, LENGTH)}
+    given["position_ids"] = torch.arange(LENGTH).expand(2, LENGTH)
+    halved = replaced(given, packed=False, half_life=2.0, is_routed=True, teacher=1)
+    batch = KDBatch.from_sample(halved, 9)
+    assert batch.kd_mask[1, 1:4].tolist() == pytest.approx([1.0, 0.5**0.5, 0.5])
+    assert (batch.teacher[1] == 1).all() and (batch.teacher[0] == -1).all()
+    batch = KDBatch.from_sample(replaced(given, packed=False, drops_cut_off=True), 9)
+    assert not batch.kd_mask[1].any() and (batch.written == -1).all() and batch.kd_mask[0].all()
 
 
 def batch_like(batch: KDBatch) -> dict:
@@ -70,5 +179,14 @@ def test_measurements() -> None:
     assert RolloutFacts(4, 20, 1, 2.0).metrics() == {
         "written_tokens": 5.0,
         "written_cut_off": 0.25,
+        "written_repeated": 0.0,
+        "written_age": 0.0,
         "written_tokens_per_s": 10.0,
     }
+
+
+def test_repeated_grams() -> None:
+    """Runs of 4 tokens: 4 of 5 are repeated in the first text, none of 1 in the second; the third has none."""
+    texts = [WrittenText(tokens, False) for tokens in ((1,) * 8, (1, 1, 1, 1), (1, 2, 3))]
+    assert repeated_share(texts) == pytest.approx(4 / 6)
+    assert repeated_share(texts[2:]) == 0.0
