@@ -207,7 +207,7 @@ _GROUPS: tuple[tuple[Bounds, str], ...] = (
         ),
         "kd_temperature",
     ),
-    (_SHARE, "kd_ratio kd_beta kd_skew"),
+    (_SHARE, "kd_ratio kd_beta kd_skew kd_rollout_most_repeated kd_rollout_most_cut_off"),
     (Bounds(0.0, 10.0, "it multiplies the square of about 10, beside a CE of about 3"), "kd_z_loss"),
     (Bounds(0.0, 1e6, "it is a factor of a term of the loss", without_low=True), "kd_hidden_loss_weight"),
     (Bounds(0.0, 1e6, "it is a factor of a term of the loss", without_low=True), "kd_teacher_weights"),

@@ -12,6 +12,7 @@ from mkd.config.values import (
     BadRecordsMode,
     CutOffMode,
     DataFormat,
+    GuardMode,
     HiddenLossType,
     LogitsDtype,
     LossImplementation,
@@ -327,6 +328,7 @@ CHOICES = {
     "long_samples": ("split", "drop"),
     "mask": ("labels", "all"),
     "rollout_cut_off": get_args(CutOffMode),
+    "rollout_guard": get_args(GuardMode),
     "log_level": get_args(LogLevel),
 }
 """Field -> its values, for fields without other checks."""
@@ -384,6 +386,9 @@ ROLLOUT_FIELDS = (
     "rollout_stop",
     "rollout_cut_off",
     "rollout_steps",
+    "rollout_guard",
+    "rollout_most_repeated",
+    "rollout_most_cut_off",
     "position_weight",
 )
 """Fields that only texts of --kd-on-policy use."""
@@ -412,6 +417,9 @@ def check_on_policy(kd: KDFields) -> None:
             f"--kd-rollout-top-p is {kd.rollout_top_p:g}, but at --kd-rollout-temperature 0 nothing is sampled: leave "
             "one of them out"
         )
+    for field in ("rollout_most_repeated", "rollout_most_cut_off"):
+        if kd.rollout_guard == "off" and (value := getattr(kd, field)) != getattr(KDFields, field):
+            raise MkdConfigError(f"{flag_of(field)} is {value:g}, but --kd-rollout-guard is off: leave one of them out")
     if kd.rollout_samples > 1 and kd.rollout_temperature == 0.0:
         raise MkdConfigError(
             f"--kd-rollout-samples is {kd.rollout_samples}, but at --kd-rollout-temperature 0 all answers to a prompt "

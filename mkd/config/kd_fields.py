@@ -11,6 +11,7 @@ from mkd.config.values import (
     BadRecordsMode,
     CutOffMode,
     DataFormat,
+    GuardMode,
     HiddenLossType,
     LayerPair,
     LogitsDtype,
@@ -315,6 +316,16 @@ class KDFields:
     rollout_steps: int = 1
     """N >= 1: the student writes the texts of N steps at once, with its weights before the first of them; the texts are
     then up to N - 1 optimizer steps old."""
+
+    rollout_guard: GuardMode = "warn"
+    """Reaction to texts that run away: above one of the two thresholds below in three rollouts in a row. off: none.
+    warn: a warning. stop: the job ends before the step."""
+
+    rollout_most_repeated: float = 0.5
+    """Threshold of --kd-rollout-guard: share of the runs of 4 tokens that have occurred before in the same text."""
+
+    rollout_most_cut_off: float = 0.95
+    """Threshold of --kd-rollout-guard: share of texts that are cut off at --kd-rollout-tokens. 1 never reacts."""
 
     position_weight: float | None = None
     """H > 0: the weight of a written token in the divergence is halved every H tokens of its text. Default: all written

@@ -42,6 +42,10 @@ CutOffMode = Literal["learn", "drop"]
 """Treatments of written texts without an end."""
 
 
+GuardMode = Literal["off", "warn", "stop"]
+"""Reactions to written texts that run away."""
+
+
 def require_choice(flag: str, value: object, choices: tuple) -> None:
     """Raise MkdConfigError unless the value is one of the choices."""
     if value not in choices:

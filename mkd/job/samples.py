@@ -19,6 +19,7 @@ from mkd.distributed.groups import Groups
 from mkd.errors import MkdConfigError, MkdDataError
 from mkd.report.samples import Sample
 from mkd.rollout.attention import reason_against_cache
+from mkd.rollout.guard import CollapseGuard
 from mkd.rollout.interface import Decoding, Engine, Request, StopStrings, WrittenText
 from mkd.rollout.on_policy import OnPolicy
 from mkd.rollout.rows import WrittenRowOptions
@@ -171,8 +172,15 @@ def on_policy_of(
         samples=kd.rollout_samples,
         steps=kd.rollout_steps,
         options=WrittenRowOptions(kd.rollout_cut_off == "drop", kd.position_weight, is_routed=bool(teachers)),
+        guard=_guard(kd),
         state=RunState() if state is None else state,
     )
+
+
+def _guard(kd: KDConfig) -> CollapseGuard | None:
+    if kd.rollout_guard == "off":
+        return None
+    return CollapseGuard(kd.rollout_guard == "stop", kd.rollout_most_repeated, kd.rollout_most_cut_off)
 
 
 def _teachers(prompts: Sequence[Prompt], kd: KDConfig) -> list[int]:

@@ -22,6 +22,7 @@ from mkd.data.packing.row_plan import EpochOrder
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdCheckpointError
 from mkd.rollout.facts import RolloutFacts, repeated_share
+from mkd.rollout.guard import CollapseGuard
 from mkd.rollout.interface import Decoding, Engine, Request, WrittenText
 from mkd.rollout.rows import WrittenRowOptions, WrittenRows
 from mkd.rollout.sampler import request_key
@@ -45,6 +46,7 @@ class OnPolicy:
     steps: int = 1
     """Steps whose texts are written at once, with the weights before the first of them."""
     options: WrittenRowOptions = WrittenRowOptions()  # noqa: RUF009
+    guard: CollapseGuard | None = None
     state: RunState = field(default_factory=RunState)
     """Holds the texts of a rollout for several steps."""
 
@@ -82,6 +84,9 @@ class OnPolicy:
 
         Returns:
             None if L is so small that no row of this step is written.
+
+        Raises:
+            MkdDataError: the guard stops the job.
         """
         began = time.monotonic()
         size, rank = groups.dp.size(), groups.dp.rank()
@@ -104,6 +109,8 @@ class OnPolicy:
             age=iteration - rollout.written_at,
             written_now=written_now,
         )
+        if written_now and self.guard is not None:
+            self.guard.check(facts, iteration + 1)
         return WrittenRows(rows, self.layout, facts, self.options)
 
 

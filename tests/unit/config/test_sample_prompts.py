@@ -141,6 +141,12 @@ def test_on_policy_in_jobs_where_the_student_cannot_write(changes: dict, words: 
         ({"rollout_cut_off": "keep"}, "--kd-rollout-cut-off is 'keep'; legal values are 'learn', 'drop'"),
         ({"rollout_steps": 0}, "--kd-rollout-steps is 0; it must be at least 1"),
         ({"position_weight": 0.0}, "--kd-position-weight is 0"),
+        ({"rollout_guard": "end"}, "--kd-rollout-guard is 'end'; legal values are 'off', 'warn', 'stop'"),
+        ({"rollout_most_repeated": 1.5}, "--kd-rollout-most-repeated is 1.5"),
+        (
+            {"rollout_guard": "off", "rollout_most_cut_off": 0.5},
+            "--kd-rollout-most-cut-off is 0.5, but --kd-r",
+        ),
         ({"ratio": 0.0}, "does not work with --kd-ratio 0 (the teacher is not run)"),
         ({"teacher_hf": None, "teacher_cache": "C"}, "does not work with --kd-teacher-cache"),
         ({"teacher_hf": None, "teacher_url": ["tcp://a:1"]}, "does not work with --kd-teacher-url"),
