@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from mkd.checkpoint.best import BestCheckpoint
 from mkd.checkpoint.megatron_folder import iteration_name, iteration_of
 from mkd.utils.atomic_files import remove_folder
 from mkd.utils.logging import logger
@@ -27,6 +28,8 @@ class Retention:
     """Number of checkpoints that stay, with the newest one; at least 1."""
     multiples_of: int | None = None
     """Multiples of this iteration stay too and are not counted: --save-retain-interval."""
+    best: BestCheckpoint | None = None
+    """The best checkpoint stays too and is not counted."""
 
     def clean(self) -> None:
         """Remove the rest of folders whose removal was interrupted. Called on all ranks when a job starts."""
@@ -57,6 +60,8 @@ class Retention:
         older = [path for path in sorted(counted, key=counted.get, reverse=True) if counted[path] < last]
         if self.multiples_of is not None:
             older = [path for path in older if counted[path] % self.multiples_of]
+        if self.best is not None:
+            older = [path for path in older if counted[path] != self.best.iteration]
         return older[self.keep - 1 :][::-1]
 
 

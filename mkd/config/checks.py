@@ -10,6 +10,7 @@ from mkd.config.loss_spec import SKEWED, Divergence, LossSpec
 from mkd.config.schedules import Schedule
 from mkd.config.values import (
     BadRecordsMode,
+    BestMetric,
     CutOffMode,
     DataFormat,
     GuardMode,
@@ -369,6 +370,15 @@ def check_snapshots_kept(kd: KDFields) -> None:
             f"--kd-save-hf-keep is {kd.save_hf_keep}, but no Hugging Face folders are written: give "
             "--kd-save-hf-interval, or leave it out"
         )
+
+
+def check_keep_best(kd: KDFields) -> None:
+    """Refuse --kd-keep-best by an accuracy that is not measured."""
+    if kd.keep_best is None:
+        return
+    require_choice("--kd-keep-best", kd.keep_best, get_args(BestMetric))
+    if kd.keep_best == "accuracy" and kd.eval_tasks is None:
+        raise MkdConfigError("--kd-keep-best is accuracy, which is measured with --kd-eval-tasks only: give its file")
 
 
 def check_epochs(kd: KDFields) -> None:

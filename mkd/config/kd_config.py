@@ -69,6 +69,7 @@ FIELD_CHECKS: tuple[FieldCheck, ...] = (
     FieldCheck(("lora", "lora_modules", "student_hf"), checks.check_lora),
     *_numbers("packing_multiple", "loss_chunk_rows", "save_hf_interval", "save_hf_keep", "keep_last"),
     FieldCheck(("save_hf_keep",), checks.check_snapshots_kept),
+    FieldCheck(("keep_best",), checks.check_keep_best),
     FieldCheck(("epochs",), checks.check_epochs),
     FieldCheck(("on_policy", "on_policy_schedule", *checks.ROLLOUT_FIELDS), checks.check_on_policy),
     *_numbers("compare_interval", "sample_tokens", "eval_tokens", "rollout_tokens", "rollout_samples", "rollout_steps"),

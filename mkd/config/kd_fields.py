@@ -9,6 +9,7 @@ from mkd.config.loss_spec import Divergence, LossSpec
 from mkd.config.schedules import Schedule
 from mkd.config.values import (
     BadRecordsMode,
+    BestMetric,
     CutOffMode,
     DataFormat,
     GuardMode,
@@ -229,6 +230,11 @@ class KDFields:
     keep_last: int | None = None
     """Number of checkpoints to keep in --save: after each save older ones are removed, except multiples of
     --save-retain-interval. Hugging Face folders stay; see --kd-save-hf-keep. Default: all are kept."""
+
+    keep_best: BestMetric | None = None
+    """Keep the checkpoint with the best evaluation too: the highest accuracy of --kd-eval-tasks, or the lowest
+    cross-entropy. best_checkpoint.json in --save names it. --save-interval must be a multiple of --eval-interval.
+    Default: checkpoints are not compared."""
 
     skip_checkpoint_hashes: bool = False
     """Do not write the SHA-256 of a checkpoint's files when it is saved, and do not check them when it is loaded."""

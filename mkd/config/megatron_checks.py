@@ -69,6 +69,22 @@ def check_learning_rate(args: Namespace) -> None:
         )
 
 
+def _check_keep_best(args: Namespace, metric: str) -> None:
+    """Refuse to compare checkpoints that are not saved or not evaluated."""
+    what = f"--kd-keep-best is {metric}"
+    if args.save is None:
+        raise MkdConfigError(f"{what}, but there is no folder to save in: give --save")
+    if args.ckpt_format != "torch_dist":
+        raise MkdConfigError(f"--kd-keep-best needs --ckpt-format torch_dist, not {args.ckpt_format}")
+    if args.eval_iters == 0:
+        raise MkdConfigError(f"{what}, and --eval-iters is 0: nothing is evaluated")
+    if args.save_interval and args.save_interval % args.eval_interval:
+        raise MkdConfigError(
+            f"{what}, and --save-interval {args.save_interval} is not a multiple of --eval-interval "
+            f"{args.eval_interval}: each checkpoint needs an evaluation"
+        )
+
+
 def check_saving(args: Namespace, kd: KDConfig) -> None:
     """Refuse checkpoint flags that contradict each other, and an asynchronous save that would be synchronous."""
     interval = kd.save_hf_interval
@@ -77,6 +93,8 @@ def check_saving(args: Namespace, kd: KDConfig) -> None:
             raise MkdConfigError(f"--kd-keep-last is {kd.keep_last}, but there is no folder to save in: give --save")
         if args.ckpt_format != "torch_dist":
             raise MkdConfigError(f"--kd-keep-last needs --ckpt-format torch_dist, not {args.ckpt_format}")
+    if kd.keep_best is not None:
+        _check_keep_best(args, kd.keep_best)
     if interval is not None:
         if args.save is None:
             raise MkdConfigError(f"--kd-save-hf-interval is {interval}, but there is no folder to save in: give --save")

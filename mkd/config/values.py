@@ -38,6 +38,9 @@ BadRecordsMode = Literal["error", "skip"]
 """Treatments of broken records."""
 
 
+BestMetric = Literal["accuracy", "ce"]
+"""Metrics of evaluations by which checkpoints are compared."""
+
 CutOffMode = Literal["learn", "drop"]
 """Treatments of written texts without an end."""
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mkd.checkpoint.adapters.export import write_snapshot
+from mkd.checkpoint.best import BestCheckpoint
 from mkd.checkpoint.hf.snapshot import Snapshots
 from mkd.checkpoint.lr_schedule import check_schedule
 from mkd.checkpoint.megatron_folder import MegatronFolder
@@ -246,6 +247,7 @@ _NOT_THE_OBJECTIVE = {
     "save_hf_interval",
     "save_hf_keep",
     "keep_last",
+    "keep_best",
     "epochs",
     "sample_prompts",
     "sample_tokens",
@@ -284,7 +286,16 @@ def resolve_checkpoint(
         check_checkpoint(args, kd, state, resolved, teacher)
 
 
-def prepare_saving(args: Namespace, kd: KDConfig, state: RunState) -> Saving:
+def best_checkpoint(args: Namespace, kd: KDConfig) -> BestCheckpoint | None:
+    """The best checkpoint in --save so far; None without --kd-keep-best.
+
+    Raises:
+        MkdCheckpointError: the file that names it is damaged.
+    """
+    return None if kd.keep_best is None else BestCheckpoint(Path(args.save), kd.keep_best)
+
+
+def prepare_saving(args: Namespace, kd: KDConfig, state: RunState, best: BestCheckpoint | None = None) -> Saving:
     """Claim the folder in --save and remove unfinished folders in it. Collective over all ranks.
 
     With --kd-keep-last, megatron's own removal is turned off: after each save it removes the previous checkpoint.
@@ -298,8 +309,10 @@ def prepare_saving(args: Namespace, kd: KDConfig, state: RunState) -> Saving:
         snapshots = Snapshots(root, kd.save_hf_interval, kd.save_hf_keep, write)
         snapshots.clean()
         actions.append(snapshots.take)
+    if best is not None:
+        actions.append(best.published)
     if kd.keep_last is not None:
-        retention = Retention(root, kd.keep_last, args.save_retain_interval)
+        retention = Retention(root, kd.keep_last, args.save_retain_interval, best)
         retention.clean()
         actions.append(retention.remove_old)
         args.save_retain_interval = None

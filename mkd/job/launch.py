@@ -13,7 +13,7 @@ from mkd.compat.install import install
 from mkd.compat.stopping import StopSignals
 from mkd.data.datasets import provider_of
 from mkd.distributed.groups import Groups
-from mkd.job.checkpoints import prepare_saving, resolve_checkpoint
+from mkd.job.checkpoints import best_checkpoint, prepare_saving, resolve_checkpoint
 from mkd.job.epochs import set_iterations
 from mkd.job.job import Job
 from mkd.job.plan import record
@@ -80,12 +80,13 @@ def train(job: Job, parts: TrainingParts) -> None:
     args.check_for_nan_in_loss_and_grad = False  # megatron's check ends only the rank that finds something; mkd's all
     # pretrain initializes once more, which also sets the seeds as if there were no teacher.
     destroy_rerun_state_machine()
-    saving = prepare_saving(args, job.kd, job.state)
+    best = best_checkpoint(args, job.kd)
+    saving = prepare_saving(args, job.kd, job.state, best)
     then = "the job ends, without saving because there is no --save," if args.save is None else "the job saves and ends"
     stop = StopSignals(args.exit_signal, then=then).listen()
     parts.schedule.is_stopping = lambda: stop.received is not None
     install(
-        training=Hooks(job, parts.schedule, parts.metrics, parts.step.finite, parts.samples, parts.tasks),
+        training=Hooks(job, parts.schedule, parts.metrics, parts.step.finite, parts.samples, parts.tasks, best),
         checkpoints=saving,
         stop=stop,
         state=job.state,

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mkd.checkpoint.best import BestCheckpoint
 from mkd.data.text_size import TextSize
 from mkd.job.job import Job
 from mkd.job.samples import SampleWriter, TaskEvaluation
@@ -33,9 +34,10 @@ class Hooks:
         finite: FiniteCheck | None = None,
         samples: SampleWriter | None = None,
         tasks: TaskEvaluation | None = None,
+        best: BestCheckpoint | None = None,
     ) -> None:
         self._job, self._schedule, self._log, self._finite = job, schedule, log, finite
-        self._samples, self._tasks = samples, tasks
+        self._samples, self._tasks, self._best = samples, tasks, best
         self._calibration: Tensor | None = None
         self._text: Tensor | None = None
         self._iteration: int | None = None
@@ -90,6 +92,9 @@ class Hooks:
             calibration = calibration_table(self._calibration)
         answered, samples = self._write(model) if split == "valid" else ({}, None)
         losses = _over_some_token(losses)
+        if self._best is not None and split == "valid":
+            value = {**losses, **answered}.get(self._best.metric)
+            self._best.evaluated(iteration, None if value is None else float(value))
         self._log.evaluation(split, iteration, {**losses, **answered} if losses else {}, calibration)
         if samples is not None:
             self._log.samples(iteration, samples)

@@ -35,11 +35,14 @@ def test_samples_epochs_and_kept_checkpoints_do_not_change_the_training(job: Sma
     answers = [{"answer": ".", "match": "regex"}, {"answer": "no student writes this"}]
     tasks.write_text("".join(json.dumps({"prompt": "The import", **answer}) + "\n" for answer in answers))
     flags |= {"--kd-eval-tasks": tasks, "--kd-eval-tokens": 4}
+    flags |= {"--kd-keep-best": "accuracy", "--save-interval": 3, "--kd-keep-last": 1}
     watched = Attempts(job, tmp_path / "watched", flags, ranks=2)
     result = watched.finished()
     watched.assert_like((plain.save, whole), result)
     assert f"of about {rows:,} rows are 8 iterations of 4 rows" in result.output
-    assert sorted(path.name for path in watched.save.glob("iter_*")) == ["iter_0000006", "iter_0000008"]
+    # The newest one, and the first of three with equal accuracies.
+    assert sorted(path.name for path in watched.save.glob("iter_*")) == ["iter_0000003", "iter_0000008"]
+    assert json.loads((watched.save / "best_checkpoint.json").read_text())["iteration"] == 3
     found = [line for line in result.metrics if "samples" in line]
     assert [line["iteration"] for line in found] == [0, 3, 6, 8]
     for line in found:

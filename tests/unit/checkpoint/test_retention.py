@@ -1,5 +1,7 @@
 """Old checkpoints are removed by --kd-keep-last, and nothing else is."""
 
+import json
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -8,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from mkd.checkpoint.best import FILE, BestCheckpoint
 from mkd.checkpoint.integrity import find_damage
 from mkd.checkpoint.megatron_folder import TRACKER
 from mkd.checkpoint.resume_point import select
 from mkd.checkpoint.retention import Retention
+from mkd.errors import MkdCheckpointError
 from tests.support.torch_dist_folders import name_of, write_checkpoint
 
 
@@ -44,6 +48,44 @@ def test_the_newest_stay(save: Path, keep: int, multiples_of: int | None, steps:
     Retention(save, keep, multiples_of).remove_old(save / name_of(10))
     assert left(save) == [name_of(step) for step in steps]
     assert select(save, own=True).name == name_of(10)
+
+
+def test_the_best_stays_and_is_not_counted(save: Path) -> None:
+    best = BestCheckpoint(save, "accuracy")
+    for step, value in ((2, 0.1), (4, 0.5), (6, 0.5), (8, 0.2), (10, math.nan)):
+        best.evaluated(step, value)
+        best.published(save / name_of(step))
+    Retention(save, 1, best=best).remove_old(save / name_of(10))
+    assert left(save) == [name_of(step) for step in (4, 10, 12)]
+    assert json.loads((save / FILE).read_text()) == {"iteration": 4, "metric": "accuracy", "value": 0.5}
+    assert BestCheckpoint(save, "accuracy").iteration == 4 and BestCheckpoint(save, "ce").iteration is None
+
+
+def test_the_lowest_cross_entropy_is_the_best(save: Path) -> None:
+    """A checkpoint that was not evaluated is not compared; one that is written anew has its new value."""
+    best = BestCheckpoint(save, "ce")
+    for evaluated, published, value, expected in (
+        (2, 2, 3.0, 2),
+        (4, 6, 1.0, 2),
+        (6, 6, 3.5, 2),
+        (8, 8, 2.5, 8),
+        (8, 8, 4.0, 8),
+        (10, 10, 3.9, 10),
+    ):
+        best.evaluated(evaluated, value)
+        best.published(save / name_of(published))
+        assert best.iteration == expected
+    shutil.rmtree(save / name_of(10))
+    assert BestCheckpoint(save, "ce").iteration is None
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"iteration": 2, "metric": "ce"}', '{"iteration": "2", "metric": "ce", "value": 1}']
+)
+def test_a_damaged_record_of_the_best(save: Path, text: str) -> None:
+    (save / FILE).write_text(text)
+    with pytest.raises(MkdCheckpointError, match=r"best_checkpoint.json is damaged \(.*\): remove it to compare"):
+        BestCheckpoint(save, "ce")
 
 
 def test_a_multiple_does_not_take_the_place_of_a_newest_one(save: Path) -> None:
