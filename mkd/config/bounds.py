@@ -229,6 +229,7 @@ _GROUPS: tuple[tuple[Bounds, str], ...] = (
     (Bounds(0.0, 1.0, "it is a share of the rows", without_low=True), "kd_on_policy"),
     (Bounds(0.0, 1000.0, "it divides logits"), "kd_rollout_temperature"),
     (Bounds(0.0, 1.0, "it is a sum of probabilities", without_low=True), "kd_rollout_top_p"),
+    (Bounds(0.0, 1e5, "it counts GB of a device", without_low=True), "kd_rollout_memory_gb"),
     (Bounds(1, 10**5, "it counts answers to a prompt"), "kd_rollout_samples"),
     (Bounds(1, 1000, "it counts steps, and older texts are no longer the student's"), "kd_rollout_steps"),
     (Bounds(0.0, 1e9, "it counts tokens of a text", without_low=True), "kd_position_weight"),

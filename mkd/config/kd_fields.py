@@ -323,6 +323,11 @@ class KDFields:
     """N >= 1: the student writes the texts of N steps at once, with its weights before the first of them; the texts are
     then up to N - 1 optimizer steps old."""
 
+    rollout_memory_gb: float | None = None
+    """GB on each rank for keys and values of the texts that the student writes at the same time; they are freed before
+    it learns from them. More are written one group after the other. Default: as many texts at a time as have the tokens
+    of a microbatch, for each pipeline stage."""
+
     rollout_guard: GuardMode = "warn"
     """Reaction to texts that run away: above one of the two thresholds below in three rollouts in a row. off: none.
     warn: a warning. stop: the job ends before the step."""

@@ -17,8 +17,10 @@ from mkd.data.sources.prompts import ON_POLICY, Prompt, end_tokens, read_prompts
 from mkd.data.sources.tasks import Task, read_tasks
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdConfigError, MkdDataError
+from mkd.job.memory import cache_tokens
 from mkd.report.samples import Sample
 from mkd.rollout.attention import reason_against_cache
+from mkd.rollout.cached import cached_length
 from mkd.rollout.guard import CollapseGuard
 from mkd.rollout.interface import Decoding, Engine, Request, StopStrings, WrittenText
 from mkd.rollout.on_policy import OnPolicy
@@ -165,6 +167,7 @@ def on_policy_of(
             temperature=kd.rollout_temperature,
             top_p=kd.rollout_top_p,
             seed=args.seed,
+            cache_tokens=_cache_tokens(args, kd, max(len(prompt.tokens) for prompt in prompts)),
             stops=stops,
         ),
         engine=writer.engine,
@@ -175,6 +178,27 @@ def on_policy_of(
         guard=_guard(kd),
         state=RunState() if state is None else state,
     )
+
+
+def _cache_tokens(args: Namespace, kd: KDConfig, longest_prompt: int) -> int | None:
+    """`Decoding.cache_tokens`.
+
+    Raises:
+        MkdConfigError: one text does not fit into --kd-rollout-memory-gb, or nothing is cached.
+    """
+    if kd.rollout_memory_gb is None:
+        return None
+    what = f"--kd-rollout-memory-gb is {kd.rollout_memory_gb:g}"
+    if (reason := reason_against_cache(args)) is not None:
+        raise MkdConfigError(f"{what}, but no keys and values are cached ({reason}): leave it out")
+    tokens, length = cache_tokens(args, kd), cached_length(longest_prompt + kd.rollout_tokens, length_multiple(args))
+    if tokens < length:
+        least = kd.rollout_memory_gb * length / max(tokens, 1)
+        raise MkdConfigError(
+            f"{what}, which holds keys and values of {tokens} tokens, but the longest prompt with its answer takes "
+            f"{length}: give at least {least:.3g}, or lower --kd-rollout-tokens"
+        )
+    return tokens
 
 
 def _guard(kd: KDConfig) -> CollapseGuard | None:

@@ -49,6 +49,12 @@ def write_cached(
     return _gather(found, groups, order, options)
 
 
+def cached_length(longest: int, multiple: int) -> int:
+    """Tokens of each cache for texts of at most `longest` tokens; `multiple` as `Decoding.length_multiple`."""
+    step = multiple * _STEP
+    return -(-longest // step) * step
+
+
 @dataclass(frozen=True)
 class _Wave:
     """Sizes of the texts that are written at the same time, alike on all ranks, which may share experts."""
@@ -64,12 +70,16 @@ class _Wave:
 
     @classmethod
     def sizes(cls, groups: Groups, requests: Sequence[Request], options: Decoding) -> "_Wave":
-        """As many rows as have the tokens of a microbatch of `Decoding.rows` rows of `Decoding.longest` tokens."""
+        """As many texts as `Decoding.cache_tokens` allows, or by default in each microbatch as many as have the tokens
+        of `Decoding.rows` rows of `Decoding.longest` tokens."""
         multiple = options.length_multiple
-        step = multiple * _STEP
         longest = min(max(len(request.prompt) for request in requests) + options.tokens, options.longest)
-        length = -(-longest // step) * step
+        length = cached_length(longest, multiple)
         each = -(-len(requests) // groups.dp.size())
+        if options.cache_tokens is not None:
+            texts = max(1, min(options.cache_tokens // length, each))
+            microbatches = min(groups.pp.size(), texts)
+            return cls(texts // microbatches, microbatches, length, multiple)
         rows = max(1, min(options.rows * options.longest // length, each))
         return cls(rows, min(groups.pp.size(), -(-each // rows)), length, multiple)
 

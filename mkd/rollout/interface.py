@@ -48,6 +48,9 @@ class Decoding:
     """Seed of sampling; see `mkd.rollout.sampler`."""
     top_p: float = 1.0
     """Tokens are sampled from the most probable ones whose probabilities sum to at least this."""
+    cache_tokens: int | None = None
+    """Tokens whose keys and values are cached at one time at most, on each rank; None: those of `rows` rows of
+    `longest` tokens for each pipeline stage."""
     stops: StopStrings | None = None
     """Strings that end a text like an end token; None for none."""
 

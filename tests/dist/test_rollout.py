@@ -172,6 +172,7 @@ def student_texts(
     models: Models,
     engine: Engine,
     temperatures: tuple[float, ...] = TEMPERATURES,
+    cache_tokens: int | None = None,
 ) -> dict[float, tuple[list, bool]]:
     """Temperature -> texts of the student of the layout tests, `own.mbs` at a time, and True if random states stay."""
     with parallel_state(own):
@@ -188,6 +189,7 @@ def student_texts(
                 length_multiple=2 * own.cp * own.tp,
                 temperature=temperature,
                 seed=7,
+                cache_tokens=cache_tokens,
             )
             texts = texts_of(chunks, prompts, options, engine)
             assert all(chunk.training for chunk in chunks)
@@ -249,6 +251,13 @@ def test_the_cache_is_left_out_where_it_is_not_possible(gloo_pool, on_one_rank) 
 def test_students_with_experts(gloo_pool, on_one_rank, ranks: int, own: Layout, temperature: float) -> None:
     for found in gloo_pool(ranks).run(student_texts, own, Models(moe=True), "cached", (temperature,)):
         assert found[temperature] == on_one_rank[True][temperature]
+
+
+@pytest.mark.parametrize(("own", "cache_tokens"), [(Layout(), 1), (Layout(pp=2), 3 * 32)], ids=["one", "pp2"])
+def test_groups_of_texts(gloo_pool, on_one_rank, own: Layout, cache_tokens: int) -> None:
+    """One text at a time, or three, one of which is a microbatch of its own."""
+    for found in gloo_pool(own.pp).run(student_texts, own, Models(), "cached", (1.5,), cache_tokens):
+        assert found[1.5] == on_one_rank[False][1.5]
 
 
 def kept_tokens(rank: int, world_size: int, logits: torch.Tensor, top_p: float) -> torch.Tensor:

@@ -4,6 +4,7 @@
 - `parameters`: student and teacher weights, gradients, optimizer state
 - `activations`: tensors that layers keep for the backward pass, and their temporary tensors
 - `logits`: the chunks of logits in the loss
+- `rollout`: keys and values of texts that the student writes
 - `stages`: layers of a pipeline stage, and microbatches in flight
 - `advice`: flags that reduce the peak
 
@@ -11,5 +12,15 @@ Units are bytes on one rank.
 """
 
 from mkd.job.memory.estimate import PARTS, StageMemory, Workload, estimate, fullest, outside_of_torch
+from mkd.job.memory.rollout import RolloutMemory, cache_tokens
 
-__all__ = ["PARTS", "StageMemory", "Workload", "estimate", "fullest", "outside_of_torch"]
+__all__ = [
+    "PARTS",
+    "RolloutMemory",
+    "StageMemory",
+    "Workload",
+    "cache_tokens",
+    "estimate",
+    "fullest",
+    "outside_of_torch",
+]

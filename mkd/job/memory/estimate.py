@@ -7,6 +7,7 @@ peak of a stage is `held` plus the largest phase. Each part is counted in one pl
 - ACTIVATIONS: in the student's phases, for the microbatches in flight;
 - HIDDEN: the teacher's hidden states, on the last stage, in every phase;
 - LOGITS: in the loss;
+- KEYS: while the student writes texts, and freed before it learns from them;
 - WORKING: temporary tensors of the layer or loss that runs, in every phase.
 """
 
@@ -26,6 +27,7 @@ from mkd.job.memory.parameters import (
     outside_of_layers,
     parameters_of_stage,
 )
+from mkd.job.memory.rollout import RolloutMemory
 from mkd.job.memory.stage_layers import chunks_of_stage, in_flight, microbatches
 from mkd.models.lora import Lora
 
@@ -35,7 +37,8 @@ WEIGHTS, GRADIENTS, OPTIMIZER = "student weights", "student gradients", "optimiz
 ACTIVATIONS, TEACHER, HIDDEN = "activations", "teacher weights", "teacher hidden states"
 LOGITS, MAPS, WORKING = "loss chunks (logits)", "maps between layers", "working memory"
 WORKSPACES = "library workspaces"
-PARTS = (WEIGHTS, GRADIENTS, OPTIMIZER, MAPS, ACTIVATIONS, TEACHER, HIDDEN, LOGITS, WORKING, WORKSPACES)
+KEYS = "cached keys and values"
+PARTS = (WEIGHTS, GRADIENTS, OPTIMIZER, MAPS, ACTIVATIONS, TEACHER, HIDDEN, LOGITS, KEYS, WORKING, WORKSPACES)
 """Parts in the order of the table."""
 
 WORKSPACE_BYTES = int(0.1 * GIB)
@@ -171,7 +174,18 @@ def _stage(work: Workload, stage: int) -> StageMemory:
         phases["teacher forward"] = {HIDDEN: hidden, WORKING: working}
         if kd.teacher_offload:
             phases["teacher forward"][TEACHER] = weights
+    phases |= _rollout(work, stage)
     return StageMemory(stage, {name: value for name, value in held.items() if value}, phases)
+
+
+def _rollout(work: Workload, stage: int) -> dict[str, dict[str, float]]:
+    """The phase in which the student writes texts, if it does."""
+    memory = RolloutMemory.of(work.student, work.kd, stage)
+    if memory is None:
+        return {}
+    share = memory.prompt_tokens / (work.student.seq_length * work.student.micro_batch_size)
+    working = max(share * _forward_bytes(work.student, stage, work.on_gpu), memory.logits)
+    return {"writing": {KEYS: memory.cache, WORKING: working}}
 
 
 LAYOUT = ("tensor_model_parallel_size", "context_parallel_size", "sequence_parallel")

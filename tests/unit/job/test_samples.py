@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mkd.config.flags import default_arguments
 from mkd.config.kd_config import KDConfig
@@ -83,3 +84,22 @@ def test_no_end_token(folder: Path) -> None:
     change_json(folder / "tokenizer_config.json", {"eos_token": None})
     with pytest.raises(MkdDataError, match=r"--tokenizer-model .* has no end token, and every text .* would be cut"):
         on_policy_of(arguments(folder), kd(folder / "p.jsonl"), 307, None)
+
+
+def test_memory_of_keys_and_values(folder: Path) -> None:
+    """2 layers of 2 groups of 8 channels in fp32 take 256 bytes per token."""
+    model = dict(
+        num_layers=2, num_query_groups=2, group_query_attention=True, kv_channels=8, params_dtype=torch.float32
+    )
+    args, prompts = arguments(folder, **model), folder / "p.jsonl"
+    assert on_policy_of(args, kd(prompts), 307, None).decoding.cache_tokens is None
+    assert on_policy_of(args, kd(prompts, rollout_memory_gb=1e-3), 307, None).decoding.cache_tokens == 3906
+    with pytest.raises(MkdConfigError) as caught:
+        on_policy_of(args, kd(prompts, rollout_memory_gb=5e-6), 307, None)
+    words = (
+        "is 5e-06, which holds keys and values of 19 tokens, but the longest prompt with its answer takes 32: give at"
+    )
+    assert words in str(caught.value)
+    args = arguments(folder, **model, context_parallel_size=2)
+    with pytest.raises(MkdConfigError, match=r"no keys and values are cached \(context parallelism\): leave"):
+        on_policy_of(args, kd(prompts, rollout_memory_gb=1.0), 307, None)

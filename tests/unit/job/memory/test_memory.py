@@ -20,11 +20,13 @@ from mkd.job.memory.estimate import (
     GIB,
     GRADIENTS,
     HIDDEN,
+    KEYS,
     LOGITS,
     MAPS,
     OPTIMIZER,
     TEACHER,
     WEIGHTS,
+    WORKING,
     StageMemory,
 )
 from mkd.job.memory.logits import logit_bytes
@@ -268,3 +270,24 @@ def test_parallelism_reduces_the_peak():
     for changes in ({TP: 2}, {TP: 2, **SP}, {CP: 2}, {DP: 2, "use_distributed_optimizer": True}, {PP: 2}):
         assert stages_of(**changes)[0].peak < one.peak
     assert stages_of(**{TP: 2, **SP})[0].most(ACTIVATIONS) < stages_of(**{TP: 2})[0].most(ACTIVATIONS)
+
+
+def test_keys_and_values_of_written_texts():
+    """8 layers of 4 groups of 64 channels in bf16 take 8 KiB per token; a microbatch has 2048 tokens."""
+    rollout = {"on_policy": 1.0, "prompts": "P"}
+    (stage,) = stages_of(rollout)
+    assert stage.phases["writing"][KEYS] == 2048 * 8192
+    assert "writing" not in stages_of()[0].phases and stage.peak == stages_of()[0].peak
+    for first in stages_of(rollout, **{PP: 2}):
+        assert first.phases["writing"][KEYS] == 2 * 2048 * 4096
+    (sharded,) = stages_of(rollout, **{TP: 2, **SP})
+    assert sharded.phases["writing"][KEYS] == 2048 * 4096
+    (bounded,) = stages_of(rollout | {"rollout_memory_gb": 0.1})
+    assert bounded.phases["writing"][KEYS] == pytest.approx(0.1e9, rel=1e-3)
+    (most,) = stages_of(rollout | {"rollout_memory_gb": 9.0})
+    assert most.phases["writing"][KEYS] == 16 * 1024 * 8192, "all texts of a step"
+    assert most.phases["writing"][WORKING] > stage.phases["writing"][WORKING]
+    (tasks,) = stages_of({"eval_tasks": "F"})
+    assert tasks.phases["writing"][KEYS] == 2048 * 8192
+    (uncached,) = stages_of(rollout, **{CP: 2})
+    assert uncached.phases["writing"][KEYS] == 0

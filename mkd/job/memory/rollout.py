@@ -1,0 +1,84 @@
+"""Memory while the student writes: cached keys and values, and the logits from which tokens are sampled."""
+
+import math
+from argparse import Namespace
+from dataclasses import dataclass
+
+from mkd.config.kd_config import KDConfig
+from mkd.job.memory.logits import shard_of
+from mkd.job.memory.stage_layers import chunks_of_stage
+from mkd.rollout.attention import reason_against_cache
+
+SAMPLING_BYTES = 44
+"""Bytes per logit at the peak of sampling: fp32 and float64 logits, and float64 and int64 tensors of the noise."""
+GREEDY_BYTES = 8
+"""Bytes per logit where the most probable token is written."""
+
+
+def cached_token_bytes(args: Namespace, stage: int) -> int:
+    """Bytes of keys and values of one token on a rank of a pipeline stage."""
+    tp, layers = args.tensor_model_parallel_size, sum(map(len, chunks_of_stage(args, stage)))
+    if args.multi_latent_attention:
+        width = args.num_attention_heads // tp * (args.qk_head_dim + args.qk_pos_emb_head_dim + args.v_head_dim)
+    else:
+        groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+        width = 2 * max(1, groups // tp) * args.kv_channels
+    return layers * width * args.params_dtype.itemsize
+
+
+def cache_tokens(args: Namespace, kd: KDConfig) -> int | None:
+    """Tokens whose keys and values fit into --kd-rollout-memory-gb on every rank; None without the flag."""
+    if kd.rollout_memory_gb is None:
+        return None
+    largest = max(cached_token_bytes(args, stage) for stage in range(args.pipeline_model_parallel_size))
+    return int(kd.rollout_memory_gb * 1e9 / largest)
+
+
+@dataclass(frozen=True)
+class RolloutMemory:
+    """Bytes on a rank of one pipeline stage, at most."""
+
+    cache: float
+    logits: float
+    """0 on other stages than the last."""
+    prompt_tokens: float
+    """Tokens of the largest forward pass."""
+
+    @classmethod
+    def of(cls, args: Namespace, kd: KDConfig, stage: int) -> "RolloutMemory | None":
+        """The largest of all kinds of texts that the student writes; None if it writes none.
+
+        Args:
+            args: Megatron's of the student.
+            kd: the flags.
+            stage: pipeline stage from 0.
+        """
+        rows = getattr(args, "eval_micro_batch_size", None) or args.micro_batch_size
+        kinds = [(rows, kd.sample_tokens, 0.0, None)] if kd.sample_prompts is not None else []
+        kinds += [(rows, kd.eval_tokens, 0.0, None)] if kd.eval_tasks is not None else []
+        if kd.is_on_policy:
+            kinds.append((args.micro_batch_size, kd.rollout_tokens, kd.rollout_temperature, cache_tokens(args, kd)))
+        found = [cls._of_kind(args, kd, stage, kind) for kind in kinds]
+        return max(found, key=lambda one: one.cache + one.logits, default=None)
+
+    @classmethod
+    def _of_kind(
+        cls, args: Namespace, kd: KDConfig, stage: int, kind: tuple[int, int, float, int | None]
+    ) -> "RolloutMemory":
+        """Args: microbatch rows, new tokens, temperature and cached tokens at most."""
+        rows, new, temperature, bound = kind
+        stages, length = args.pipeline_model_parallel_size, args.seq_length
+        tokens = rows * length  # of a microbatch
+        texts = tokens // new
+        if bound is not None:
+            share = max(kd.on_policy_over_time.start, kd.on_policy_over_time.end)
+            own = math.ceil(args.global_batch_size * share * kd.rollout_steps / args.data_parallel_size)
+            tokens = min(bound, own * length) // stages
+            texts = min(tokens // new, own)
+        is_last, has_cache = stage == stages - 1, reason_against_cache(args) is None
+        per_logit = SAMPLING_BYTES if temperature > 0.0 else GREEDY_BYTES
+        return cls(
+            cache=tokens * stages * cached_token_bytes(args, stage) if has_cache else 0.0,
+            logits=max(texts, 1) * shard_of(args) * per_logit if is_last else 0.0,
+            prompt_tokens=max(tokens * (1.0 - new / length), rows) if has_cache else tokens,
+        )
