@@ -97,7 +97,7 @@ def test_memory_of_keys_and_values(folder: Path) -> None:
     with pytest.raises(MkdConfigError) as caught:
         on_policy_of(args, kd(prompts, rollout_memory_gb=5e-6), 307, None)
     words = (
-        "is 5e-06, which holds keys and values of 19 tokens, but the longest prompt with its answer takes 32: give at"
+        "is 5e-06, which holds keys and values of 19 tokens, but the longest prompt with its answer takes 32: give"
     )
     assert words in str(caught.value)
     args = arguments(folder, **model, context_parallel_size=2)
