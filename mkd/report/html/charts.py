@@ -72,6 +72,28 @@ PANELS = (
     _pair("Bits per byte", "bits per byte", "bits_per_byte", "valid_teacher_bits_per_byte"),
     _pair("Entropy of the student", "nats per token", "student_entropy", "valid_teacher_entropy"),
     _pair("Hidden states", "distance", "hidden"),
+    _pair("Accuracy on tasks", "share of answers", "accuracy", percent=True),
+    PanelSpec(
+        "KD in written texts, by position",
+        "nats per token",
+        (
+            Series("kd_first_64", "first 64 tokens", "train", "line"),
+            Series("kd_next_256", "next 256", "valid", "line"),
+            Series("kd_rest", "rest", "teacher", "line"),
+        ),
+    ),
+    _single("Length of written texts", "tokens", "written_tokens", from_zero=True),
+    PanelSpec(
+        "Written texts",
+        "share",
+        (
+            Series("written_cut_off", "cut off", "train", "line"),
+            Series("written_repeated", "repeated 4-grams", "valid", "line"),
+            Series("written_overlap", "top-16 overlap", "teacher", "marked"),
+        ),
+        from_zero=True,
+        percent=True,
+    ),
     _single("Gradient norm", "2-norm before clipping", "grad_norm"),
     _single("Learning rate", "", "lr", from_zero=True),
     _single("Ratio R", "weight of KD", "ratio"),
@@ -87,7 +109,7 @@ NOT_DRAWN = {
     *("tokens", "padding_tokens", "step_s", "tokens_per_s_per_gpu", "student_tflops_per_gpu", "teacher_tflops_per_gpu"),
     *("elapsed_s", "data_s", "teacher_s", "cache_s", "valid_perplexity", "test_perplexity", "teacher_entropy"),
     *("valid_teacher_perplexity", "test_teacher_perplexity", "test_teacher_ce", "test_teacher_bits_per_byte"),
-    *("test_teacher_entropy",),
+    *("test_teacher_entropy", "rollout_s"),
 }
 """Metrics that repeat others, or are summed up in the table."""
 
