@@ -22,7 +22,8 @@ defaults = cache(default_arguments)
 
 def arguments(folder: Path, **changes: Any) -> Namespace:
     args = copy(defaults())
-    given = dict(seq_length=64, max_position_embeddings=64, micro_batch_size=2, eval_micro_batch_size=2)
+    given: dict[str, Any] = dict(seq_length=64, max_position_embeddings=64, micro_batch_size=2, eval_micro_batch_size=2)
+    given["virtual_pipeline_model_parallel_size"] = None
     vars(args).update({**given, "tokenizer_model": str(folder), **changes})
     return args
 
