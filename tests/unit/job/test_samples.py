@@ -97,7 +97,7 @@ def test_memory_of_keys_and_values(folder: Path) -> None:
     assert on_policy_of(args, kd(prompts, rollout_memory_gb=1e-3), 307, None).decoding.cache_tokens == 3906
     with pytest.raises(MkdConfigError) as caught:
         on_policy_of(args, kd(prompts, rollout_memory_gb=5e-6), 307, None)
-    words = "is 5e-06, which holds keys and values of 19 tokens, but the longest prompt with its answer takes 32: give"
+    words = "is 5e-06, which holds keys and values of 19 tokens, but the longest prompt with its answer takes 48: give"
     assert words in str(caught.value)
     args = arguments(folder, **model, context_parallel_size=2)
     with pytest.raises(MkdConfigError, match=r"no keys and values are cached \(context parallelism\): leave"):
