@@ -2,11 +2,13 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from mkd.checkpoint.megatron_folder import TRACKER
 from tests.e2e.test_resume import SHARDED, Attempts, steps, tensors
@@ -103,6 +105,40 @@ def test_a_resumed_job_writes_the_same_texts(job: SmallJob, tmp_path: Path, more
         compared = [line for line in learned if "written_overlap" in line]
         assert compared and {line["iteration"] for line in compared} == {line["iteration"] for line in learned} & {4, 8}
         assert all(0.0 < line["written_overlap"] < 1.0 and line["written_entropy"] > 0.0 for line in compared)
+
+
+def models_that_repeat(job: SmallJob, folder: Path) -> dict[str, Path]:
+    """Copies of both models: the teacher's most probable next token is always the present one, the student's
+    sometimes."""
+    for name, source in (("teacher", job.teacher), ("student", job.student)):
+        model = AutoModelForCausalLM.from_pretrained(source)
+        with torch.no_grad():
+            if name == "student":
+                model.model.embed_tokens.weight.mul_(2.5)
+            else:
+                for layer in model.model.layers:
+                    layer.self_attn.o_proj.weight.zero_()
+                    layer.mlp.down_proj.weight.zero_()
+                model.lm_head.weight.copy_(5.0 * model.model.embed_tokens.weight)
+        model.save_pretrained(folder / name)
+        for file in source.glob("tokenizer*"):
+            shutil.copy(file, folder / name)
+    return {f"--kd-{name}-hf": folder / name for name in ("teacher", "student")}
+
+
+def test_a_collapse_is_noticed(job: SmallJob, tmp_path: Path) -> None:
+    """A teacher that rewards endless repetition; the job ends within 20 steps, before the texts are learned."""
+    flags = on_policy_flags(tmp_path) | {"--pipeline-model-parallel-size": None, "--kd-on-policy": 1}
+    flags |= models_that_repeat(job, tmp_path)
+    flags |= {"--kd-ratio": 1, "--train-iters": 20, "--lr": 2e-2, "--lr-decay-style": "constant", "--eval-iters": 0}
+    flags |= {"--kd-rollout-tokens": 16, "--kd-rollout-guard": "stop", "--kd-rollout-most-cut-off": 1}
+    flags |= {"--kd-allow-bad-teacher": True, "--save": tmp_path / "save", "--save-interval": 100}
+    result = run(job.flags(flags))
+    assert result.status == 1, result.output[-3000:]
+    found = re.search(r"the texts that the student writes run away: at iteration (\d+), and in the 2", result.errors)
+    assert found and int(found[1]) <= 20 and "Traceback" not in result.errors
+    repeated = [line["written_repeated"] for line in result.metrics if "grad_norm" in line]
+    assert len(repeated) == int(found[1]) - 1 and repeated[0] < 0.2 and min(repeated[-2:]) > 0.5
 
 
 @pytest.mark.slow
