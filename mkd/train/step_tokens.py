@@ -30,6 +30,9 @@ class StepTokens:
     """Tokens with cross-entropy; None: all weights are 0 or 1."""
     kd_tokens: Tensor | None = None
     """Tokens with a divergence."""
+    divisor: Tensor = field(init=False)
+    """The number that the step's gradient is divided by: tokens with cross-entropy, or with a divergence if there are
+    none."""
     ce_scale: Tensor = field(init=False)
     """`scale` of the weights of cross-entropy; exactly 1 where all weights are 0 or 1, or all are 0."""
     kd_scale: Tensor = field(init=False)
@@ -37,6 +40,9 @@ class StepTokens:
     empty."""
 
     def __post_init__(self) -> None:
+        ce = self.ce if self.ce_tokens is None else self.ce_tokens
+        kd = self.kd if self.kd_tokens is None else self.kd_tokens
+        object.__setattr__(self, "divisor", torch.where(ce > 0, ce, kd))
         object.__setattr__(self, "ce_scale", self.scale(self.ce))
         object.__setattr__(self, "kd_scale", self.scale(self.kd))
 
@@ -55,14 +61,6 @@ class StepTokens:
         counts = torch.cat([counts, torch.tensor(chunks, dtype=torch.float64).sum(dim=0).to(counts.device)])
         dist.all_reduce(counts, group=group)
         return cls(counts[0], counts[1], tuple(counts[4:]), counts[2], counts[3])
-
-    @property
-    def divisor(self) -> Tensor:
-        """The number that the step's gradient is divided by: tokens with cross-entropy, or with a divergence if there
-        are none."""
-        ce = self.ce if self.ce_tokens is None else self.ce_tokens
-        kd = self.kd if self.kd_tokens is None else self.kd_tokens
-        return torch.where(ce > 0, ce, kd)
 
     def scale(self, total: Tensor) -> Tensor:
         """The step's divisor over the sum of a term's weights, fp32 scalar; 1 where one of them is 0."""

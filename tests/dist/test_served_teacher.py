@@ -170,7 +170,7 @@ def test_wrong_answers_are_errors_on_all_ranks(
 def test_two_students_share_a_service(gloo_pool: GetPool, services: Callable[..., Service]) -> None:
     models = replace(TEXT, served=(address(services(ONE)),))
     with ThreadPoolExecutor(2) as threads:
-        layouts = {1: Layout(), 4: TABLE["tp2-pp2 / one rank"][1]}
+        layouts = {1: Layout(), 4: MORE["tp2-pp2 / one rank"][1]}
         runs = {
             ranks: threads.submit(Outcome.of, gloo_pool, ranks, layout, models, run=served_run)
             for ranks, layout in layouts.items()
