@@ -22,9 +22,10 @@ from mkd.report.samples import Sample
 from mkd.rollout.attention import reason_against_cache
 from mkd.rollout.cached import cached_length
 from mkd.rollout.guard import CollapseGuard
-from mkd.rollout.interface import Decoding, Engine, Request, StopStrings, WrittenText
+from mkd.rollout.interface import Decoding, Engine, Request, WrittenText
 from mkd.rollout.on_policy import OnPolicy
 from mkd.rollout.rows import WrittenRowOptions
+from mkd.rollout.stop_strings import StopStrings
 from mkd.rollout.write import write_texts
 from mkd.utils.json_files import read_json
 from mkd.utils.pretrained import load_tokenizer

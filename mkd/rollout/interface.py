@@ -4,26 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from transformers import PreTrainedTokenizerBase
+from mkd.rollout.stop_strings import StopStrings
 
 Engine = Literal["cached", "uncached"]
 """Method of writing. cached: keys and values of earlier tokens are kept, and each token costs a forward pass over one
 token. uncached: the whole text is read again for each token; works under every layout."""
-
-
-@dataclass(frozen=True)
-class StopStrings:
-    """Strings that end a text, found in its decoded tokens."""
-
-    strings: tuple[str, ...]
-    tokenizer: PreTrainedTokenizerBase
-
-    def end(self, tokens: Sequence[int]) -> bool:
-        """True if the text ends with or in a token that completes one of the strings."""
-        # Each token has a byte at least; one more, because decoding may drop a space at the beginning.
-        window = max(len(text.encode()) for text in self.strings) + 1
-        text = self.tokenizer.decode(tokens[-window:])
-        return any(string in text for string in self.strings)
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ from mkd.data.packing.row_layout import RowLayout
 from mkd.errors import MkdCheckpointError
 from mkd.rollout import on_policy
 from mkd.rollout.facts import RolloutFacts, repeated_share
-from mkd.rollout.interface import Decoding, Request, StopStrings, WrittenText
+from mkd.rollout.interface import Decoding, Request, WrittenText
 from mkd.rollout.on_policy import OnPolicy
 from mkd.rollout.rows import WrittenRowOptions, WrittenRows
+from mkd.rollout.stop_strings import StopStrings
 
 LENGTH = 16
 

@@ -1,0 +1,21 @@
+"""Strings that end a written text (--kd-rollout-stop)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class StopStrings:
+    """Strings that end a text, found in its decoded tokens."""
+
+    strings: tuple[str, ...]
+    tokenizer: PreTrainedTokenizerBase
+
+    def end(self, tokens: Sequence[int]) -> bool:
+        """True if the text ends with or in a token that completes one of the strings."""
+        # Each token has a byte at least; one more, because decoding may drop a space at the beginning.
+        window = max(len(text.encode()) for text in self.strings) + 1
+        text = self.tokenizer.decode(tokens[-window:])
+        return any(string in text for string in self.strings)
