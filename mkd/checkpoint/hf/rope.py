@@ -3,8 +3,8 @@
 import math
 from typing import Any
 
-from mkd.checkpoint.hf.config import ConfigReader, RopeConfig
-from mkd.checkpoint.hf.parts import Arguments, ConfigPart
+from mkd.checkpoint.hf.config_parts import Arguments, ConfigPart
+from mkd.checkpoint.hf.config_reader import ConfigReader, RopeConfig
 from mkd.checkpoint.hf.yarn import PLAIN_YARN, read_yarn, write_yarn
 from mkd.errors import MkdCheckpointError
 

@@ -1,5 +1,6 @@
 """Families without experts."""
 
+from mkd.checkpoint.hf.config_parts import ATTENTION_BIASES, BIASES, FFN, SILU, SIZES, ConfigPart, qkv_bias, required
 from mkd.checkpoint.hf.families.family import ATTENTION, ATTENTION_BIAS_ARGUMENTS, DENSE, DENSE_LAYER, Family, but
 from mkd.checkpoint.hf.latent import (
     LATENT_ATTENTION,
@@ -8,7 +9,6 @@ from mkd.checkpoint.hf.latent import (
     LATENT_INPUT_NORM,
     LATENT_SIZES,
 )
-from mkd.checkpoint.hf.parts import ATTENTION_BIASES, BIASES, FFN, SILU, SIZES, ConfigPart, qkv_bias, required
 from mkd.checkpoint.hf.rope import INTERLEAVED_ROPE, LAYERS_WITHOUT_ROPE, PARTIAL_ROPE, ROPE, ROPE_OR_LONGROPE, given
 from mkd.checkpoint.hf.tables import (
     ATTENTION_OUT,

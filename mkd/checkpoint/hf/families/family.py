@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mkd.checkpoint.hf.config import ConfigReader
+from mkd.checkpoint.hf.config_parts import ConfigPart
+from mkd.checkpoint.hf.config_reader import ConfigReader
 from mkd.checkpoint.hf.latent import latent_dims
 from mkd.checkpoint.hf.layouts import Dims
-from mkd.checkpoint.hf.parts import ConfigPart
 from mkd.checkpoint.hf.tables import ATTENTION_OUT, MLP, MLP_NORM, QKV_WEIGHT, Entry, Item
 from mkd.errors import MkdCheckpointError
 

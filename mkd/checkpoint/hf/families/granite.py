@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mkd.checkpoint.hf.config import ConfigReader
+from mkd.checkpoint.hf.config_parts import BIASES, FFN, SILU, SIZES, Arguments, ConfigPart
+from mkd.checkpoint.hf.config_reader import ConfigReader
 from mkd.checkpoint.hf.families.dense import BIASED_ATTENTION, BIASED_LAYER
 from mkd.checkpoint.hf.families.family import ATTENTION_BIAS_ARGUMENTS, DENSE, Family, but
-from mkd.checkpoint.hf.parts import BIASES, FFN, SILU, SIZES, Arguments, ConfigPart
 from mkd.checkpoint.hf.rope import ROPE
 from mkd.checkpoint.hf.tables import decoder
 

@@ -2,21 +2,7 @@
 
 from typing import Any
 
-from mkd.checkpoint.hf.config import ConfigReader
-from mkd.checkpoint.hf.families.family import ATTENTION, ATTENTION_BIAS_ARGUMENTS, MIXTURE, Family, but
-from mkd.checkpoint.hf.gpt_oss import BIASED_MIXTURE, CLAMPED_GLU, SINK_ATTENTION
-from mkd.checkpoint.hf.latent import (
-    DENSE_THEN_MIXTURE,
-    LATENT_ATTENTION,
-    LATENT_EPSILON,
-    LATENT_INPUT_NORM,
-    LATENT_SIZES,
-    dense_by_layer,
-    dense_then_mixture,
-    no_dense,
-    routed_experts,
-)
-from mkd.checkpoint.hf.parts import (
+from mkd.checkpoint.hf.config_parts import (
     ATTENTION_BIASES,
     EXPERT_FFN,
     EXPERTS_HAVE_FFN,
@@ -31,6 +17,20 @@ from mkd.checkpoint.hf.parts import (
     experts,
     qkv_bias,
     required,
+)
+from mkd.checkpoint.hf.config_reader import ConfigReader
+from mkd.checkpoint.hf.families.family import ATTENTION, ATTENTION_BIAS_ARGUMENTS, MIXTURE, Family, but
+from mkd.checkpoint.hf.gpt_oss import BIASED_MIXTURE, CLAMPED_GLU, SINK_ATTENTION
+from mkd.checkpoint.hf.latent import (
+    DENSE_THEN_MIXTURE,
+    LATENT_ATTENTION,
+    LATENT_EPSILON,
+    LATENT_INPUT_NORM,
+    LATENT_SIZES,
+    dense_by_layer,
+    dense_then_mixture,
+    no_dense,
+    routed_experts,
 )
 from mkd.checkpoint.hf.rope import PARTIAL_ROPE, ROPE, WHOLE_ROPE, given
 from mkd.checkpoint.hf.tables import (

@@ -4,10 +4,10 @@ OLMo 3 sliding windows in some layers, and two ropes.
 Sources: transformers, models/olmo2 and models/olmo3.
 """
 
+from mkd.checkpoint.hf.config_parts import FFN, SILU, SIZES, required
 from mkd.checkpoint.hf.families.family import DENSE, Family, but
 from mkd.checkpoint.hf.layer_ropes import YARN_AND_LOCAL_ROPE
 from mkd.checkpoint.hf.layouts import REPLICATED, rows
-from mkd.checkpoint.hf.parts import FFN, SILU, SIZES, required
 from mkd.checkpoint.hf.rope import PLAIN_ROPE
 from mkd.checkpoint.hf.tables import ATTENTION_OUT, EMBEDDING, FINAL_NORM, HEAD, MLP, QKV_WEIGHT, Entry
 from mkd.checkpoint.hf.windows import THREE_OF_FOUR_WINDOWS
