@@ -38,6 +38,11 @@ class Groups:
     def is_last_stage(self) -> bool:
         return self.pp.rank() == self.pp.size() - 1
 
+    @property
+    def leads_replica(self) -> bool:
+        """True on one rank of each replica: tensor- and context-parallel rank 0 of its last stage."""
+        return self.is_last_stage and self.tp.rank() == 0 and self.cp.rank() == 0
+
 
 @dataclass(frozen=True)
 class ParallelSizes:

@@ -7,6 +7,7 @@ from pathlib import Path
 from mkd.config.kd_config import KDConfig
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdCacheError, MkdConfigError
+from mkd.job.teacher_elsewhere import SpecWithoutModel
 from mkd.teacher.cache.reader import CacheReader
 from mkd.teacher.cache.store import CacheMeta, TeacherStore
 from mkd.teacher.cache.teacher import CachedTeacher
@@ -25,7 +26,7 @@ def open_cache(path: str, flag: str) -> TeacherStore:
 
 
 @dataclass(frozen=True)
-class CachedTeacherSpec:
+class CachedTeacherSpec(SpecWithoutModel[TeacherStore]):
     """Cached targets that fit the job."""
 
     source: TeacherStore
@@ -69,21 +70,6 @@ class CachedTeacherSpec:
             f"texts, {_stored(meta)}, {meta.values}, T = {', '.join(f'{t:g}' for t in meta.temperatures)}, "
             f"{meta.records.dtype.itemsize} bytes per token"
         )
-
-    @property
-    def sources(self) -> list[TeacherStore]:
-        """See `TeacherSpec`."""
-        return [self.source]
-
-    @property
-    def models(self) -> list[Namespace]:
-        """See `TeacherSpec`: no model runs."""
-        return []
-
-    @property
-    def served(self) -> list[Namespace]:
-        """See `TeacherSpec`."""
-        return []
 
     @property
     def target_description(self) -> str:

@@ -4,7 +4,6 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mkd.checkpoint.megatron_folder import TRACKER
 from mkd.checkpoint.tokenizer_hash import hash_hex
@@ -12,6 +11,7 @@ from mkd.config.kd_config import KDConfig
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdCacheError, MkdConfigError
 from mkd.job.data import hash_of_tokenizer
+from mkd.job.teacher_elsewhere import URL_FLAG, WITHOUT_WAITING_S, SourceAtAddresses, SpecWithoutModel
 from mkd.teacher.cache.record_format import MAX_VOCAB
 from mkd.teacher.cache.store import CacheMeta
 from mkd.teacher.cache.writer import check_folder
@@ -27,9 +27,7 @@ from mkd.teacher.run_ahead import AllRanks, RunAhead
 from mkd.utils.logging import current_rank
 from mkd.utils.pretrained import load_tokenizer
 
-URL_FLAG, CACHE_FLAG = "--kd-teacher-url", "--kd-teacher-cache"
-WITHOUT_WAITING_S = 10.0
-"""Limit for the answer of a server that should be running."""
+CACHE_FLAG = "--kd-teacher-cache"
 _BEYOND_TEXT = 2
 """Positions that a request needs beyond the tokens of its text: the label of the last one, and one generated token."""
 _SENTENCE = (
@@ -39,7 +37,7 @@ _SENTENCE = (
 
 
 @dataclass(frozen=True)
-class InferenceSource:
+class InferenceSource(SourceAtAddresses):
     """A model behind one or more inference servers. See `mkd.checkpoint.source.TeacherSource`."""
 
     addresses: tuple[ServerAddress, ...]
@@ -82,25 +80,10 @@ class InferenceSource:
         return cls(addresses, tuple(models), cards[0], is_last_check=not waits)
 
     @property
-    def origin(self) -> str:
-        """See `TeacherSource`."""
-        return f"{URL_FLAG} {' '.join(map(str, self.addresses))}"
-
-    @property
-    def path(self) -> Path:
-        """See `TeacherSource`; for messages, since there is no folder."""
-        return Path(str(self.addresses[0]))
-
-    @property
     def positions(self) -> int | None:
         """Tokens of the longest text that it scores; None if unknown."""
         listed = self.card.positions
         return None if listed is None else listed - _BEYOND_TEXT
-
-    @property
-    def architecture(self) -> dict[str, Any]:
-        """See `TeacherSource`; the limit of positions is all that matters to a job that does not run the model."""
-        return {"max_position_embeddings": self.positions}
 
     vocab_size: None = None
     """See `TeacherSource`: servers do not list it."""
@@ -113,7 +96,7 @@ class InferenceSource:
 
 
 @dataclass(frozen=True)
-class InferenceTeacherSpec:
+class InferenceTeacherSpec(SpecWithoutModel[InferenceSource]):
     """A model behind inference servers that fits the job. See `mkd.job.teacher.TeacherSpec`."""
 
     source: InferenceSource
@@ -165,21 +148,6 @@ class InferenceTeacherSpec:
         )
 
     @property
-    def sources(self) -> list[InferenceSource]:
-        """See `TeacherSpec`."""
-        return [self.source]
-
-    @property
-    def models(self) -> list[Namespace]:
-        """See `TeacherSpec`: no model runs on the student's ranks."""
-        return []
-
-    @property
-    def served(self) -> list[Namespace]:
-        """See `TeacherSpec`: the targets of a few tokens are all that is on the student's ranks."""
-        return []
-
-    @property
     def target_description(self) -> str:
         """See `TeacherSpec`."""
         return f"the teacher's {self.kd.top_k} most probable tokens, tail {self.kd.top_k_tail}"
@@ -188,8 +156,7 @@ class InferenceTeacherSpec:
         """See `TeacherSpec`."""
         kd, ranks = self.kd, AllRanks(self.kd.teacher_timeout)
         ahead = RunAhead(kd.teacher_ahead, kd.teacher_buffer_gb * 1e9, kd.teacher_timeout)
-        sends = InferenceTeacher.sends(groups)
-        pool, store = ranks.attempt(lambda: self._open() if sends else (None, None))
+        pool, store = ranks.attempt(lambda: self._open() if groups.leads_replica else (None, None))
         return InferenceTeacher(pool, store, self.meta, groups, ranks, ahead)
 
     def _open(self) -> tuple[ScoringPool, TextStore]:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,6 +16,7 @@ from mkd.config.teacher_args import row_multiple
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdConfigError, MkdTeacherError
 from mkd.job.cross_tokenizer import CrossTokenizers
+from mkd.job.teacher_elsewhere import URL_FLAG, SourceAtAddresses, SpecWithoutModel
 from mkd.teacher.run_ahead import RunAhead
 from mkd.teacher.service.addresses import Secret, ServiceAddress, require_secret
 from mkd.teacher.service.client import ServedTeacher
@@ -25,13 +25,9 @@ from mkd.teacher.service.facts import TeacherFacts
 from mkd.teacher.service.server import MOST_ANSWER_BYTES
 from mkd.utils.hub_folder import model_folder
 
-URL_FLAG = "--kd-teacher-url"
-WITHOUT_WAITING_S = 10.0
-"""Limit for the answer of a service that should be running."""
-
 
 @dataclass(frozen=True)
-class ServedSource:
+class ServedSource(SourceAtAddresses):
     """A teacher behind one or more addresses. See `mkd.checkpoint.source.TeacherSource`."""
 
     addresses: tuple[ServiceAddress, ...]
@@ -108,19 +104,9 @@ class ServedSource:
         return teachers[0] if len(teachers) == 1 else EnsembleSource(tuple(teachers))
 
     @property
-    def origin(self) -> str:
-        """See `TeacherSource`."""
-        return f"{URL_FLAG} {' '.join(map(str, self.addresses))}"
-
-    @property
-    def path(self) -> Path:
-        """See `TeacherSource`; for messages, since there is no folder."""
-        return Path(str(self.addresses[0]))
-
-    @property
-    def architecture(self) -> dict[str, Any]:
-        """See `TeacherSource`; the limit of positions is all that matters to a job that does not run the model."""
-        return {"max_position_embeddings": self.facts.positions}
+    def positions(self) -> int | None:
+        """See `SourceAtAddresses`."""
+        return self.facts.positions
 
     @property
     def vocab_size(self) -> int:
@@ -162,7 +148,7 @@ def _with_tokenizers(teachers: Sequence[ServedSource], folders: Sequence[str]) -
 
 
 @dataclass(frozen=True)
-class ServedTeacherSpec:
+class ServedTeacherSpec(SpecWithoutModel[ServedSource]):
     """A teacher service that fits the job. See `mkd.job.teacher.TeacherSpec`."""
 
     source: ServedSource
@@ -217,16 +203,6 @@ class ServedTeacherSpec:
             f"served at {listed}: {self.source.facts.description}; {self.kd.teacher_ahead} steps ahead, up to "
             f"{self.kd.teacher_buffer_gb:g} GB"
         )
-
-    @property
-    def sources(self) -> list[ServedSource]:
-        """See `TeacherSpec`."""
-        return [self.source]
-
-    @property
-    def models(self) -> list[Namespace]:
-        """See `TeacherSpec`: no model runs on the student's ranks."""
-        return []
 
     @property
     def served(self) -> list[Namespace]:

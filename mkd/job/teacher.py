@@ -25,7 +25,8 @@ from mkd.errors import MkdConfigError
 from mkd.job.cached_teacher import CachedTeacherSpec, open_cache
 from mkd.job.cross_tokenizer import CrossTokenizers
 from mkd.job.inference_teacher import InferenceSource, InferenceTeacherSpec
-from mkd.job.served_teacher import WITHOUT_WAITING_S, ServedSource, ServedTeacherSpec
+from mkd.job.served_teacher import ServedSource, ServedTeacherSpec
+from mkd.job.teacher_elsewhere import WITHOUT_WAITING_S
 from mkd.models.gpt import gpt_config, logit_scale
 from mkd.teacher.cache.store import TeacherStore
 from mkd.teacher.ensemble import AveragedTeachers, TeacherEnsemble

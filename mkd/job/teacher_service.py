@@ -21,7 +21,7 @@ from mkd.job.without_student import describe_teacher, refuse_own_layout
 from mkd.models.gpt import logit_scale
 from mkd.teacher.service.addresses import Secret, ServiceAddress, require_secret
 from mkd.teacher.service.facts import TeacherFacts
-from mkd.teacher.service.model import TeacherRanks, is_front
+from mkd.teacher.service.model import TeacherRanks
 from mkd.teacher.service.monitoring import Monitor
 from mkd.teacher.service.server import TeacherServer
 from mkd.utils.logging import EVERY_RANK, logger, set_level
@@ -128,7 +128,7 @@ class ServiceJob:
             MkdConfigError: the address cannot be used.
         """
         groups = Groups.from_megatron()
-        server = self._listen() if is_front(groups) else None
+        server = self._listen() if groups.leads_replica else None
         monitor = None if server is None else self._monitor(server)
         sequence_parallel = self.teacher.config.transformer.sequence_parallel
         ranks = TeacherRanks(

@@ -36,8 +36,8 @@ class TargetBuilder:
 
     @property
     def collects(self) -> bool:
-        """True if this rank gets the tables: tensor- and context-parallel rank 0 of the last pipeline stage."""
-        return self.groups.is_last_stage and self.groups.tp.rank() == 0 and self.groups.cp.rank() == 0
+        """True if this rank gets the tables."""
+        return self.groups.leads_replica
 
     def table(self, signal: HiddenSignal, whole: KDBatch) -> np.ndarray | None:
         """[b * s, C] fp32, the input of `token_targets` for every token of a microbatch; None unless `collects`.

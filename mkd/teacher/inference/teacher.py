@@ -46,7 +46,7 @@ class InferenceTeacher:
         """No text is sent yet.
 
         Args:
-            pool, store: on the ranks that send texts (`sends`), else None.
+            pool, store: on the ranks that send texts (`Groups.leads_replica`), else None.
             meta: properties of the records.
             groups: the student's layout.
             ranks: how ranks wait and fail together.
@@ -61,11 +61,6 @@ class InferenceTeacher:
         """Answers that a step still needs, by text: the same text may be sent ahead for two steps, as at the end of an
         epoch."""
         self._counts = {"sent": 0, "found": 0}
-
-    @staticmethod
-    def sends(groups: Groups) -> bool:
-        """True on ranks that send texts."""
-        return groups.is_last_stage and groups.tp.rank() == 0 and groups.cp.rank() == 0
 
     @property
     def runs_before_student(self) -> bool:

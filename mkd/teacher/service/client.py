@@ -67,7 +67,7 @@ class ServedTeacher:
         """
         self._connections, self._facts, self._groups, self._options = connections, facts, groups, ahead
         self._sequence_parallel, self._view = sequence_parallel, view
-        self._asks = groups.is_last_stage and groups.tp.rank() == 0 and groups.cp.rank() == 0
+        self._asks = groups.leads_replica
         self._ranks = AllRanks(ahead.timeout_s)
         self._queue = RequestQueue(ahead, self._request, self._ask)
         self._step: list[Asked[_HiddenRequest]] = []
@@ -77,8 +77,7 @@ class ServedTeacher:
     @staticmethod
     def needs_connections(groups: Groups) -> bool:
         """True on ranks that send requests: for microbatches, or for rows of the LM head."""
-        asks = groups.tp.rank() == 0 and groups.cp.rank() == 0
-        return groups.is_last_stage and (asks or groups.dp_cp.rank() == 0)
+        return groups.leads_replica or (groups.is_last_stage and groups.dp_cp.rank() == 0)
 
     @property
     def runs_before_student(self) -> bool:

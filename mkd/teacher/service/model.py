@@ -27,11 +27,6 @@ class Order(IntEnum):
     STOP = 2
 
 
-def is_front(groups: Groups) -> bool:
-    """True on the front rank of a service."""
-    return groups.is_last_stage and groups.tp.rank() == 0 and groups.cp.rank() == 0
-
-
 class TeacherRanks:
     """One replica of a teacher, on all ranks of the job.
 
@@ -52,7 +47,7 @@ class TeacherRanks:
         assert groups.dp.size() == 1, "a service is one replica"
         self._teacher, self._groups, self._sequence_parallel = teacher, groups, sequence_parallel
         self._token_multiple = token_multiple
-        self.is_front = is_front(groups)
+        self.is_front = groups.leads_replica
         self._ranks, self._host_group = dist.get_world_size(), None
         self._front = 0
         if self._ranks > 1:

@@ -23,7 +23,7 @@ from mkd.errors import MkdError
 from mkd.teacher.service.addresses import ServiceAddress
 from mkd.teacher.service.facts import TeacherFacts
 from mkd.teacher.service.messages import Kind, Message
-from mkd.teacher.service.model import TeacherRanks, is_front
+from mkd.teacher.service.model import TeacherRanks
 from mkd.teacher.service.server import TeacherServer
 from tests.support.dist.kd_pairs import TEACHER_PADDED, TEACHER_VOCAB
 from tests.support.dist.kd_run import STEPS, Run
@@ -113,7 +113,7 @@ def serve(
         ranks = TeacherRanks(teacher, groups, sequence_parallel=layout.sp)
         facts = facts_of(layout, models)
         head = ranks.lm_head(facts.vocab)
-        if not is_front(groups):
+        if not groups.leads_replica:
             ranks.follow()
             return 0, 0
         server = _Faulty(facts, ServiceAddress("127.0.0.1", port), None)

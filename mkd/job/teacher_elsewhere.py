@@ -1,0 +1,57 @@
+"""What the sources and specs of teachers have in common whose model does not run on the student's ranks."""
+
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+URL_FLAG = "--kd-teacher-url"
+WITHOUT_WAITING_S = 10.0
+"""Limit for the answer of a service or a server that should be running."""
+
+
+class SourceAtAddresses:
+    """Parts of a `mkd.checkpoint.source.TeacherSource` behind the addresses of --kd-teacher-url."""
+
+    addresses: Sequence[object]
+
+    @property
+    def positions(self) -> int | None:
+        """Tokens of the longest text that the teacher reads; None if unknown."""
+        raise NotImplementedError
+
+    @property
+    def origin(self) -> str:
+        """See `TeacherSource`."""
+        return f"{URL_FLAG} {' '.join(map(str, self.addresses))}"
+
+    @property
+    def path(self) -> Path:
+        """See `TeacherSource`; for messages, since there is no folder."""
+        return Path(str(self.addresses[0]))
+
+    @property
+    def architecture(self) -> dict[str, Any]:
+        """See `TeacherSource`; the limit of positions is all that matters to a job that does not run the model."""
+        return {"max_position_embeddings": self.positions}
+
+
+class SpecWithoutModel[Source]:
+    """Parts of a `mkd.job.teacher.TeacherSpec` without a model."""
+
+    source: Source
+
+    @property
+    def sources(self) -> list[Source]:
+        """See `TeacherSpec`."""
+        return [self.source]
+
+    @property
+    def models(self) -> list[Namespace]:
+        """See `TeacherSpec`: no model runs on the student's ranks."""
+        return []
+
+    @property
+    def served(self) -> list[Namespace]:
+        """See `TeacherSpec`: the targets of a few tokens are all that is on the student's ranks."""
+        return []
