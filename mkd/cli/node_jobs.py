@@ -29,7 +29,7 @@ class NodeJob:
     """A job of mkd on ranks of this node."""
 
     name: str
-    """For messages, and before each line of a teacher's output."""
+    """Name in messages, and the prefix of each line of a teacher's output."""
     words: tuple[str, ...]
     """The words after `mkd`."""
     ranks: int

@@ -44,7 +44,7 @@ class RowPart:
     """Consecutive output channels of a Hugging Face linear layer inside a linear layer of Megatron."""
 
     channels: int
-    """On all tensor-parallel ranks together."""
+    """Output channels on all tensor-parallel ranks together."""
     layer: str | None
     """Name of the Hugging Face layer, such as model.layers.0.self_attn.q_proj; None if it has no adapter."""
 
@@ -60,7 +60,7 @@ class AdaptedLinear:
     inputs: int
     """Input channels on all tensor-parallel ranks together."""
     parts: tuple[RowPart, ...]
-    """In the order of Megatron's rows."""
+    """The parts of the weight, in the order of Megatron's rows."""
     groups: int | None = None
     """Number of blocks of rows, each with an equal share of every part; None for one block per rank."""
     is_row_parallel: bool = False
@@ -97,7 +97,7 @@ class Factor(NamedTuple):
     key: str
     """Key in a checkpoint, without `KEY_PREFIX`."""
     channels: int
-    """On all tensor-parallel ranks together."""
+    """Input channels of an A, output channels of a B, on all tensor-parallel ranks together."""
     first: int = 0
     """Index of B's first row in the B of the Hugging Face layer."""
 
@@ -114,7 +114,7 @@ class Factor(NamedTuple):
 class LinearAdapters(nn.Module):
     """The adapters of one linear layer on this tensor-parallel rank.
 
-    Of a column-parallel layer A is replicated and B sharded, of a row-parallel one A is sharded and B replicated. The
+    In a column-parallel layer A is replicated and B sharded; in a row-parallel one A is sharded and B replicated. The
     tensor-parallel ranks exchange A x, which has `rank` channels.
     """
 
@@ -238,7 +238,7 @@ class ChunkAdapters(nn.ModuleDict):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """As in megatron. The keys in a checkpoint are names of Hugging Face layers: the same in every layout."""
+        """See `MegatronModule`. The keys in a checkpoint are names of Hugging Face layers, the same in every layout."""
         state: ShardedStateDict = {}
         for name, adapters in self.items():
             state |= adapters.sharded_tensors(f"{prefix}{name}.", sharded_offsets, metadata["dp_cp_group"])

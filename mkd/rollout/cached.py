@@ -1,4 +1,4 @@
-"""Rollouts with cached keys and values: one forward pass over one token per row and token.
+"""Rollouts with cached keys and values: each token costs a forward pass over one token per row.
 
 All rows of a microbatch are at the same position. The first pass reads them up to the end of the shortest prompt; in
 the others, a row whose prompt is longer takes its next token from the prompt. Rows are sorted by length, so few do.
@@ -70,8 +70,8 @@ class _Wave:
 
     @classmethod
     def sizes(cls, groups: Groups, requests: Sequence[Request], options: Decoding) -> "_Wave":
-        """As many texts as `Decoding.cache_tokens` allows, or by default in each microbatch as many as have the tokens
-        of `Decoding.rows` rows of `Decoding.longest` tokens."""
+        """Fit the texts into `Decoding.cache_tokens`, or by default the texts of each microbatch into the tokens of
+        `Decoding.rows` rows of `Decoding.longest` tokens."""
         multiple = options.length_multiple
         longest = min(max(len(request.prompt) for request in requests) + options.tokens, options.longest)
         length = cached_length(longest, multiple)

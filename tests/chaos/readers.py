@@ -173,7 +173,7 @@ def _readers(root: Path) -> dict[str, Reader]:
 
 
 def _readers_of_cache(folder: Path, name: str) -> dict[str, Reader]:
-    """Of a teacher cache without a checksum of its properties."""
+    """Readers of the files of a teacher cache, whose properties have no checksum."""
     meta = json.loads((folder / "meta.json").read_text())
     meta.pop("checksum", None)
     (folder / "meta.json").write_text(json.dumps(meta))
@@ -195,7 +195,7 @@ def _readers_of_cache(folder: Path, name: str) -> dict[str, Reader]:
 
 
 def _readers_of_store(base: Path) -> dict[str, Reader]:
-    """Of the tokens of a chat file in the data cache, without checksums."""
+    """Readers of a chat file's tokens in the data cache, which have no checksums."""
     base.with_name(f"{base.name}.checksums").unlink(missing_ok=True)
     kinds = {"json": change_json, "bounds": change_words, "tokens": change_words}
     return {

@@ -28,7 +28,7 @@ def models(server: StandIn) -> Models:
 
 @pytest.fixture(scope="module")
 def one_rank(gloo_pool: GetPool, models: Models, tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, Models]:
-    """On one rank; and the models with the folder that was written."""
+    """The outcome on one rank, and the models with the folder that it wrote."""
     models = replace(models, cache=str(tmp_path_factory.mktemp("cache") / "kept"))
     return Outcome.of(gloo_pool, 1, Layout(), models, run=served_run), models
 

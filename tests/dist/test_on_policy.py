@@ -142,7 +142,7 @@ def test_packed_rows_in_every_layout(gloo_pool, packed_on_one_rank, name: str) -
 
 
 def test_packed_rows_have_the_loss_of_rows_with_one_text(gloo_pool, one_rank) -> None:
-    """At L = 1 both steps have the same texts."""
+    """Both steps have the same texts at L = 1."""
     found = combine(gloo_pool(1).run(kd_step, Layout(), Models(data="packed"), on_policy(1.0, packed=True)))
     compare(found, one_rank[1.0])
 
@@ -164,7 +164,7 @@ def test_the_share_and_the_seed_change_the_step(gloo_pool, one_rank) -> None:
 
 
 def test_a_teacher_of_its_own(gloo_pool) -> None:
-    """Of two teachers, one teaches the texts of all prompts: the step is that of this teacher alone."""
+    """If all prompts name one of two teachers, the step equals that of this teacher alone."""
     options = WrittenRowOptions(is_routed=True, half_life=3.0)
     policy = on_policy(1.0, teachers=[1] * len(PROMPTS), options=options)
     both = combine(gloo_pool(1).run(kd_step, Layout(), Models(both=True), policy))

@@ -13,7 +13,7 @@ from tests.support.e2e.small_job import ROOT
 from tests.support.fork_server import fork_server
 
 CASES = {"signals": 1, "calls": 1, "disk": 1, "places": 1, "fuzz": 4, "flags": 2, "readers": 40}
-"""Of --small."""
+"""Number of experiments of each kind with --small."""
 
 
 def check(report: Path) -> None:
@@ -29,7 +29,7 @@ def check(report: Path) -> None:
 
 
 def test_a_small_session(tmp_path: Path) -> None:
-    """As a fork of the process that has imported everything."""
+    """Runs in a fork of the process that has imported everything."""
     session = fork_server().Process(target=_session, args=(tmp_path,))
     session.start()
     session.join(300)

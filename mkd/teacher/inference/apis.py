@@ -28,7 +28,7 @@ class InferenceApi(Protocol):
     """Command that starts a server for {top_k} tokens per position and texts of {length} tokens, for messages."""
 
     def path(self) -> str:
-        """Where requests go, below the address."""
+        """Path of the requests below the address."""
         ...
 
     def body(self, model: str, text: Sequence[int], top_k: int) -> Mapping[str, Any]:

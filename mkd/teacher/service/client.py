@@ -112,7 +112,7 @@ class ServedTeacher:
         return self._whole
 
     def _request(self, batch: KDBatch) -> _HiddenRequest:
-        """For the tokens of a whole microbatch that the loss reads."""
+        """The request for those tokens of a whole microbatch that the loss reads."""
         own, wanted = self._tokens_of(batch), batch.kd_mask != 0.0
         if self._view is not None:
             wanted = batch.teacher_views[self._view].chunk >= 0

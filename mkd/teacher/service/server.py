@@ -201,7 +201,7 @@ class TeacherServer:
         return asdict(self._work) | {"queue": len(self._queue)}
 
     def status(self) -> ServiceStatus:
-        """For `Monitor`; called in its thread."""
+        """The current state; `Monitor` calls this in its thread."""
         return ServiceStatus(self._state, self._facts.fingerprint, self.counters(), time.monotonic() - self._began)
 
     def _report(self) -> None:

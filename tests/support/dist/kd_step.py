@@ -127,16 +127,16 @@ class Models:
     xtoken: XTokenLoss | None = None
     """Loss from a teacher with another tokenizer; the data must be pairs."""
     mixed: bool = False
-    """Whether a teacher with the student's tokenizer teaches beside it."""
+    """True to add a teacher with the student's tokenizer."""
     select: bool = False
-    """Whether each text has one teacher: of the two of `mixed`, or of two with the student's tokenizer."""
+    """True if each text has one teacher: one of the two of `mixed`, or of two with the student's tokenizer."""
     both: bool = False
-    """Whether two teachers with the student's tokenizer teach every text."""
+    """True if every text has two teachers, both with the student's tokenizer."""
     cache: str | None = None
-    """Folder with the teacher's answers, which are read instead of running it."""
+    """Teacher cache that replaces the online teacher."""
     cache_missing: Literal["error", "ce_only"] = "error"
     served: tuple[str, ...] = ()
-    """Addresses of services that are asked instead."""
+    """Addresses of services that replace the online teacher."""
     ahead: int = 2
     """Steps that requests to services run ahead."""
     answer_s: float = 60.0

@@ -71,7 +71,7 @@ def test_unknown_layouts_are_refused(tool: ModuleType, capsys: pytest.CaptureFix
 def test_the_doctor_accepts_every_row(
     tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int
 ) -> None:
-    """As on GPUs of any size: the estimate is computed without one."""
+    """The estimate is computed without a GPU, so the layouts of all nodes are checked here."""
     monkeypatch.setattr(tool, "make_random", tool_inputs().make_sparse)
     monkeypatch.setattr(tool.mkd.cpu, "_stands_in", True)
     local = ["--transformer-impl", "local"]

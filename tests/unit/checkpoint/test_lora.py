@@ -1,4 +1,4 @@
-"""Which linear layers of a Hugging Face model have adapters, and where they are in Megatron's layers."""
+"""The linear layers of a Hugging Face model that have adapters, and their positions in Megatron's layers."""
 
 from types import SimpleNamespace
 from typing import Any

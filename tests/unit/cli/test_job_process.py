@@ -8,7 +8,7 @@ from mkd.cli.job_process import exit_status_of_rank
 
 @pytest.mark.parametrize("size", [2**60, 2**50])
 def test_host_memory_that_does_not_exist(size: int, capsys: pytest.CaptureFixture) -> None:
-    """As of the attention of a million tokens on a CPU."""
+    """Such an allocation is that of attention over a million tokens on a CPU."""
     assert exit_status_of_rank(lambda: torch.empty(size, dtype=torch.uint8, device="cpu")) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "error: no host memory is left" in line and "--seq-length" in line

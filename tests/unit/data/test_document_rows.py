@@ -133,7 +133,7 @@ DAMAGES += [("a header of code", "sample_index"), ("pipe", "dataset_index")]
 
 @pytest.mark.parametrize(("kind", "end"), DAMAGES)
 def test_damaged_index_files(tmp_path: Path, kind: str, end: str) -> None:
-    """Of rows and of blends: no pickle is read, and no other row."""
+    """Damaged files of rows and blends: no pickle is read, and no other row is returned."""
     write_data(tmp_path / "other", [[7] * 100] * 9)
     write_data(tmp_path / "text", OLD)
     config = config_of(tmp_path, ["text", "other"], tmp_path / "cache")
