@@ -63,7 +63,7 @@ def test_padding_is_no_part_of_the_balance_of_experts(gloo_pool: GetPool, ranks:
 
 
 def counted_tokens(rank: int, world_size: int) -> list[float]:
-    """What megatron itself, and then with mkd's repair, takes for this rank's tokens: 3 on rank 0, 1 on rank 1."""
+    """This rank's token count by megatron alone, and then with mkd's repair: 3 on rank 0, 1 on rank 1."""
     choices = torch.tensor([[1, 0], [0, 1], [1, 0], [0, 0]] if rank == 0 else [[0, 0], [0, 1], [0, 0], [0, 0]])
     group = torch.distributed.group.WORLD
     seen = [float(get_tokens_per_expert_and_token_count(choices.clone(), group, 1, with_padding_mask=True)[1])]

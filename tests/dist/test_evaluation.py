@@ -1,4 +1,4 @@
-"""What an evaluation measures, in several layouts, against plain float64 definitions on one rank."""
+"""The measurements of an evaluation, in several layouts, against plain float64 definitions on one rank."""
 
 import math
 from collections.abc import Callable
@@ -110,7 +110,7 @@ def logits(rank: int, world_size: int, models: Models) -> dict[str, Tensor]:
 
 
 def definitions(found: dict[str, Tensor], models: Models) -> tuple[dict[str, float], dict[str, list]]:
-    """What an evaluation must find."""
+    """The expected measurements of an evaluation."""
     student, teacher, labels = found["student"], found["teacher"], found["labels"]
     ce_mask, kd_mask = found["loss_mask"].double(), found["kd_mask"].double()
 

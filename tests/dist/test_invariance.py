@@ -93,7 +93,7 @@ def test_the_same_layout_twice_is_bit_equal(gloo_pool: GetPool, name: str) -> No
 
 
 GRADIENT_ALONE, LOSS = "gradient of", "loss, evaluation"
-"""What the comparison names first."""
+"""First words of the comparison's message."""
 
 
 @pytest.mark.parametrize(
@@ -139,8 +139,8 @@ def test_each_term_is_divided_by_its_own_tokens(gloo_pool: GetPool) -> None:
 
 
 def test_the_load_balancing_loss_of_the_student_does_not_see_distillation(gloo_pool: GetPool) -> None:
-    """What it adds to the gradients, and megatron's metrics of it, are those of pretraining without a teacher, though
-    the teacher has routers with such a loss too."""
+    """Its gradients and megatron's metrics of it are those of pretraining without a teacher, though the teacher has
+    routers with such a loss too."""
     added, balance = [], []
     for ratio in (0.0, 0.5):
         experts = replace(EXPERTS, ratio=ratio, aux_loss=0.0)

@@ -31,7 +31,7 @@ GIB = 2**30
 
 
 def run(code: str, *words: object) -> tuple[str, float]:
-    """What a Python process prints last, and its peak memory in GiB."""
+    """The last output of a Python process, and its peak memory in GiB."""
     tail = "\nprint([line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')][0])"
     command = [sys.executable, "-c", code + tail, *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=3000)

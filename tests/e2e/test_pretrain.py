@@ -74,7 +74,7 @@ def six_steps(job: SmallJob, tmp_path_factory: pytest.TempPathFactory) -> tuple[
 
 @pytest.fixture(scope="module")
 def three_steps(job: SmallJob, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Of the job as it is, on one rank."""
+    """The steps of the unchanged job on one rank."""
     return steps(trained(job, {"--kd-metrics-file": tmp_path_factory.mktemp("three") / "m.jsonl"}))
 
 

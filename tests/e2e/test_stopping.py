@@ -78,7 +78,7 @@ def test_stopped_in_the_last_evaluation(job: SmallJob, tmp_path: Path) -> None:
     short = {**EVALUATED, "--eval-interval": 100, "--train-iters": 2}
     whole = Attempts(job, tmp_path / "undisturbed", short).start()
     attempts = Attempts(job, tmp_path / "save", short)
-    # Of two microbatches a step: 6 forward steps, 4, and 6 for the last evaluation.
+    # With two microbatches per step: 6 forward steps, 4, and 6 for the last evaluation.
     result = stopped(attempts, 12, "SIGTERM", rank=0)
     assert tracked(attempts) == "2"
     assert [line["iteration"] for line in validations(result)] == [0]

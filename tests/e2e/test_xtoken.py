@@ -183,7 +183,7 @@ def test_refused(
 
 
 def test_padding_that_is_cut_off_changes_nothing(job: SmallJob, tmp_path: Path) -> None:
-    """Of both sides, which then differ in length from step to step, also between pipeline stages."""
+    """Both views are trimmed: their lengths then differ from step to step, also between pipeline stages."""
     changes = {"--data-path": job.root / "chat.jsonl", "--kd-packing": None, "--kd-packing-multiple": None}
     changes |= {**TWO, "--kd-metrics-file": tmp_path / "m.jsonl"}
     whole = trained(job, other_teacher(job, **changes))

@@ -80,7 +80,7 @@ def projection(sides: Sequence[Tokenizer]) -> Tensor:
 
 
 def expected(job: SmallJob, kind: str) -> dict[str, float]:
-    """Of the step over all texts: every mean, and the norm of the gradient."""
+    """Every mean of the step over all texts, and the norm of its gradient."""
     sides = [Tokenizer.from_file(str(folder / "tokenizer.json")) for folder in (job.student, job.teacher)]
     student, teacher = (
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")

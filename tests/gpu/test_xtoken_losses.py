@@ -102,7 +102,7 @@ every_divergence = pytest.mark.parametrize("divergence, temperature", [("forward
 @every_divergence
 @pytest.mark.parametrize("chunk_rows", [None, 50])
 def test_against_the_definition(kind: str, divergence: str, temperature: float, chunk_rows: int | None) -> None:
-    """Of gold up to `ONE_SIGN`."""
+    """The gradients of gold may differ by `ONE_SIGN`."""
     text, spec = Text(torch.float32), LossSpec(divergence=divergence, temperature=temperature)
     truth = text.by_definition(kind, spec, torch.float64)
     seen = text.by_mkd(kind, spec, chunk_rows=chunk_rows)

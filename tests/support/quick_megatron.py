@@ -1,4 +1,4 @@
-"""What megatron does again and again in tests, done once. Commands that run by themselves do all of it."""
+"""Work that megatron repeats in tests is done once. Commands in processes of their own do all of it."""
 
 import functools
 

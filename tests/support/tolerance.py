@@ -17,8 +17,8 @@ GRADIENT = 1e-5
 """The gradient of one parameter in fp32 in two parallel layouts: as FP32."""
 
 UPDATE = 5e-5
-"""What some steps of Adam in fp32 did to one parameter in two parallel layouts: Adam divides each element's gradient by
-its own size, so that the rounding of elements with a small gradient counts as much as that of the others."""
+"""The change of one parameter by some steps of Adam in fp32 in two parallel layouts: Adam divides each element's
+gradient by its own size, so the rounding of elements with a small gradient counts as much as that of the others."""
 
 LOGITS = 1e-4
 """Absolute, fp32: Megatron's logits against transformers' of the same weights; values up to a few tens, operations in

@@ -44,7 +44,7 @@ def count_ids(ids: np.ndarray, slots: int) -> tuple[np.ndarray, np.ndarray]:
     slot = index[token, position]
     counts = np.zeros((tokens, slots), dtype=np.int32)
     counts[token, slot] = np.diff(np.append(token * samples + position, ids.size))
-    # Of the ids 0 .. slots - 1, at least as many were not sampled as there are slots left.
+    # At least as many of the ids 0 .. slots - 1 were not sampled as there are slots left.
     was_sampled = np.zeros((tokens, slots), dtype=bool)
     small = ids < slots
     was_sampled[np.nonzero(small)[0], ids[small]] = True

@@ -124,7 +124,7 @@ def _with_exchange(owner: Any, name: str, make: Callable[[Callable], Callable]) 
 
 
 def _in_contiguous_order(teacher: OnlineTeacher, hidden: Tensor) -> Tensor:
-    """Of whole rows: from the load-balanced order of context parallelism to that of the text."""
+    """Hidden states of whole rows, from the load-balanced order of context parallelism to that of the text."""
     cp = teacher._groups.cp
     parts = [torch.empty_like(hidden) for _ in range(cp.size())]
     dist.all_gather(parts, hidden.contiguous(), group=cp)

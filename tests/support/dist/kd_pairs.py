@@ -81,7 +81,7 @@ def common(gen: torch.Generator) -> torch.Tensor:
 
 
 def vocabulary(kind: XTokenLoss, student_width: int, rank: int, size: int) -> CrossVocabulary:
-    """What both vocabularies share: the same on all ranks."""
+    """The tokens that both vocabularies share, and a projection; the same on all ranks."""
     gen = torch.Generator().manual_seed(PAIRS_SEED)
     pairs = common(gen)
     ids = torch.randint(0, TEACHER_VOCAB, (VOCAB, 3), generator=gen)

@@ -95,19 +95,19 @@ class Layout:
     variable: bool = False
     """Microbatches are trimmed to their longest text, as with --kd-variable-seq-lengths."""
     dist_opt: bool = False
-    """Whether the optimizer's state is cut over the data-parallel ranks."""
+    """True to shard the optimizer's state over the data-parallel ranks."""
     teacher: "Layout | None" = None
-    """Of the teacher, where it has one of its own."""
+    """Layout of the teacher; None if it is the student's."""
 
     @property
     def segment_cp(self) -> int:
-        """What packed segments must be long enough for: the context-parallel size of either model."""
+        """The larger context-parallel size of both models, for which packed segments must be long enough."""
         return self.cp if self.teacher is None else max(self.cp, self.teacher.cp)
 
 
 @dataclass(frozen=True)
 class Models:
-    """What is distilled, and how."""
+    """Models, data and loss of a step."""
 
     moe: bool = False
     tied: bool = True
@@ -119,9 +119,9 @@ class Models:
     """Pairs of layers, as in --kd-hidden-loss."""
     hidden_loss_type: HiddenLossType = "mse"
     same_width: bool = False
-    """Whether the teacher is as wide as the student."""
+    """True if the teacher is as wide as the student."""
     recompute: bool = False
-    """Whether the student's activations are recomputed in the backward pass."""
+    """True to recompute the student's activations in the backward pass."""
     loss_scale: float = 1.0
     top_k: int | None = None
     xtoken: XTokenLoss | None = None
@@ -142,7 +142,7 @@ class Models:
     answer_s: float = 60.0
     """Seconds without an answer of a service that are an error."""
     salt: str = "teacher"
-    """Of the weights of a teacher with the student's tokenizer."""
+    """Seed of the weights of a teacher with the student's tokenizer."""
     teacher_moe: bool = False
     teacher_experts: int = MOE_TEACHER["num_experts"]
     teacher_layers: int = TEACHER["num_layers"]
@@ -156,7 +156,7 @@ class Models:
     """Coefficient of the z-loss of the student's routers."""
     masks: MaskName = "same"
     data: DataName = "text"
-    """Which samples, see `tests.support.dist.kd_samples`."""
+    """Name of the samples; see `tests.support.dist.kd_samples`."""
 
     @property
     def teacher(self) -> dict[str, Any]:
@@ -257,7 +257,7 @@ def sharded_tensors(model: nn.Module) -> Iterator[ShardedTensor]:
 
 
 def _place(shard: ShardedTensor) -> tuple[slice, ...]:
-    """Where a shard lies in the whole tensor."""
+    """The slice of the whole tensor that a shard holds."""
     shape = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
     return tuple(slice(offset, offset + size) for offset, size in zip(shard.global_offset, shape, strict=True))
 
@@ -467,7 +467,7 @@ def build_model_teacher(
 
 
 def cross_settings(models: Models, groups: Groups) -> tuple[CrossTokenizer, ...]:
-    """Of the teacher with another tokenizer, if there is one."""
+    """The options of the teacher with another tokenizer; empty without one."""
     if models.xtoken is None:
         return ()
     size = groups.tp.size()

@@ -1,4 +1,4 @@
-"""What came of a run on all its ranks, and the comparison of two runs in different layouts."""
+"""The outcome of a run on all its ranks, and the comparison of two runs in different layouts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,15 +41,15 @@ def total(reports: list[dict[str, Tensor]]) -> dict[str, tuple[float, float]]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one run."""
+    """Reports, gradients and changes of one run."""
 
     reports: list[dict[str, tuple[float, int]]]
     """Name -> (sum, count), of the evaluation and then of each step."""
     grad_norms: list[float]
     gradients: dict[str, Tensor]
-    """Of the first step, whole."""
+    """Unsharded gradients of the first step."""
     changes: dict[str, Tensor]
-    """Of every parameter over all steps, whole."""
+    """Unsharded change of every parameter over all steps."""
     balance: dict[str, Tensor]
     """Megatron's metrics of mixtures of experts on the first rank: name -> a value for each layer."""
 

@@ -1,4 +1,4 @@
-"""What forked processes need, imported once in the fork server: CPU redirect first, then megatron."""
+"""Modules that forked processes need, imported once in the fork server: CPU redirect first, then megatron."""
 
 import argparse
 import functools
@@ -37,5 +37,5 @@ MEGATRON_CACHES = [
     for found in gc.get_objects()
     if type(found) is functools._lru_cache_wrapper and found.__module__.startswith("megatron.")
 ]
-"""What its functools.lru_cache remember. Listed here, where they can still be found."""
+"""Megatron's functools.lru_cache wrappers, listed before gc.freeze() hides them."""
 gc.freeze()  # a collection after each case would look through all that was imported: 0.2 s

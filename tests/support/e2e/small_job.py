@@ -48,7 +48,7 @@ TEACHER: dict[str, Any] = {
     "rope_theta": 5000.0,
     "tie_word_embeddings": False,
 }
-"""Of other width, depth of heads, rope base and head than the student."""
+"""A teacher whose width, attention heads, rope base and LM head differ from the student's."""
 
 
 def text() -> str:
@@ -163,7 +163,7 @@ def make_small_job(root: Path) -> SmallJob:
 
 @dataclass(frozen=True)
 class Result:
-    """What a finished command left."""
+    """Exit status, output and metrics of a finished command."""
 
     status: int
     output: str
@@ -175,7 +175,7 @@ class Result:
 
 
 def environment(port: int | None = None, rank: int = 0, ranks: int = 1) -> dict[str, str]:
-    """Of one of so many ranks, on CPU; by default of the only one."""
+    """The environment of one of `ranks` ranks on CPU; by default that of a single rank."""
     return os.environ | {
         "MKD_DEVICE": "cpu",
         "OMP_NUM_THREADS": "1",

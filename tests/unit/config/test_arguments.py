@@ -407,7 +407,7 @@ TEACHER = {"rope_parameters": ROPE, "tie_word_embeddings": True, "rms_norm_eps":
 
 @pytest.fixture(scope="module")
 def architecture(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Of a teacher whose every fact differs from Megatron's defaults."""
+    """The architecture of a teacher that differs from Megatron's defaults in every value."""
     folder = make_llama(tmp_path_factory.mktemp("teacher"), **TEACHER)
     return read_architecture(HFFolder(folder, "--kd-teacher-hf"))[1]
 

@@ -1,4 +1,4 @@
-"""What a teacher in FP8 needs."""
+"""Requirements of a teacher in FP8."""
 
 from argparse import Namespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a step does with numbers that are not finite."""
+"""Steps with numbers that are not finite."""
 
 import re
 from argparse import Namespace
