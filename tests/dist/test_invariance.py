@@ -65,25 +65,32 @@ MORE = {
 
 
 @pytest.fixture(scope="module")
-def one_rank(gloo_pool: GetPool) -> Callable[[Models], Outcome]:
+def one_rank(gloo_pool: GetPool) -> Callable[..., Outcome]:
     """The truth for models, samples and masks: one rank, one text a row, microbatches of 2, losses over all tokens
     whether they have a weight or not. Each is computed once."""
-    known: dict[Models, Outcome] = {}
+    known: dict[tuple[Models, int], Outcome] = {}
 
-    def truth(models: Models) -> Outcome:
+    def truth(models: Models, steps: int = 2) -> Outcome:
         if models.data == "packed":
             models = replace(models, data="padded")
-        if models not in known:
-            known[models] = Outcome.of(gloo_pool, 1, Layout(), models, steps=2, fault=EVERY_TOKEN)
-        return known[models]
+        if (models, steps) not in known:
+            known[models, steps] = Outcome.of(gloo_pool, 1, Layout(), models, steps=steps, fault=EVERY_TOKEN)
+        return known[models, steps]
 
     return truth
 
 
 @pytest.mark.parametrize("name", [*TABLE, *slow(MORE)])
-def test_layout(gloo_pool: GetPool, one_rank: Callable[[Models], Outcome], name: str) -> None:
+def test_layout(gloo_pool: GetPool, one_rank: Callable[..., Outcome], name: str) -> None:
     ranks, layout, models = (TABLE | MORE)[name]
     assert_same(Outcome.of(gloo_pool, ranks, layout, models, steps=2), one_rank(models))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*TABLE, *MORE])
+def test_three_steps(gloo_pool: GetPool, one_rank: Callable[..., Outcome], name: str) -> None:
+    ranks, layout, models = (TABLE | MORE)[name]
+    assert_same(Outcome.of(gloo_pool, ranks, layout, models, steps=3), one_rank(models, 3))
 
 
 @pytest.mark.parametrize("name", ["cp2-dp2-opt", *slow(["ep2", "tp2-sp-pp2-vp2"])])
@@ -108,7 +115,7 @@ GRADIENT_ALONE, LOSS = "gradient of", "loss, evaluation"
     ],
 )
 def test_a_planted_fault_is_caught(
-    gloo_pool: GetPool, one_rank: Callable[[Models], Outcome], fault: str, layout: Layout, models: Models, shows: str
+    gloo_pool: GetPool, one_rank: Callable[..., Outcome], fault: str, layout: Layout, models: Models, shows: str
 ) -> None:
     """By the comparison that the table uses, which these layouts pass without the fault."""
     truth, seen = one_rank(models), Outcome.of(gloo_pool, 2, layout, models, steps=1, fault=fault)
@@ -156,7 +163,7 @@ def test_the_load_balancing_loss_of_the_student_does_not_see_distillation(gloo_p
     assert all(torch.equal(balance[1][name], value) and value.all() for name, value in balance[0].items())
 
 
-def test_something_agrees(one_rank: Callable[[Models], Outcome]) -> None:
+def test_something_agrees(one_rank: Callable[..., Outcome]) -> None:
     """Or the table would compare zeros."""
     agreeing, tokens = one_rank(PACKED).reports[0]["agreement"]
     assert 0 < agreeing < tokens

@@ -70,6 +70,13 @@ def test_layout(gloo_pool: GetPool, one_rank: Callable[..., Outcome], name: str)
     assert_same(Outcome.of(gloo_pool, ranks, layout, models, steps=1), one_rank(models))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*TABLE, *MORE])
+def test_two_steps(gloo_pool: GetPool, one_rank: Callable[..., Outcome], name: str) -> None:
+    ranks, layout, models = (TABLE | MORE)[name]
+    assert_same(Outcome.of(gloo_pool, ranks, layout, models, steps=2), one_rank(models, 2))
+
+
 EVERY_LAYOUT = {
     "tp2": (2, Layout(tp=2, mbs=4)),
     "cp2": (2, Layout(cp=2, mbs=1)),

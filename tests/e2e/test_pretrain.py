@@ -1,6 +1,9 @@
 """pretrain_kd.py from the command line: resume, layouts of a checkpoint, teachers, schedules, plain pretraining."""
 
+import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.import_ import import_hf
 from mkd.checkpoint.megatron_folder import MegatronFolder
-from tests.support.e2e.small_job import ROOT, Result, SmallJob, make_small_job, run
+from tests.support.e2e.small_job import ROOT, SCRIPT, Result, SmallJob, make_small_job, run, under_torchrun
 
 PP2 = {"--pipeline-model-parallel-size": 2}
 TP2 = {"--tensor-model-parallel-size": 2, "--sequence-parallel": True}
@@ -112,6 +115,20 @@ def test_what_a_run_prints(job: SmallJob, six_steps: tuple[Path, Result], tmp_pa
     assert sum("successfully saved checkpoint" in line for line in lines) == 2
     for words in ("DEPRECATED", "deprecated", "one_logger", "end of arguments", "Theoretical"):
         assert words not in result.output + result.errors
+
+
+@pytest.mark.slow
+def test_torchrun_and_ranks_with_pythons_of_their_own(
+    job: SmallJob, six_steps: tuple[Path, Result], tmp_path: Path
+) -> None:
+    """The losses of the forks, to the last bit."""
+    flags = job.flags({**SIX, **PP2, "--save": tmp_path / "save"})
+    command, env = under_torchrun(Path(sys.executable), [str(SCRIPT), *flags])
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-6000:]
+    lines = [json.loads(line) for line in (tmp_path / "save/metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert losses == [line["loss"] for line in steps(six_steps[1])] and len(losses) == 6
 
 
 def test_a_step_learns(six_steps: tuple[Path, Result]) -> None:

@@ -37,3 +37,22 @@ def test_shellcheck_finds_nothing() -> None:
     command = [SHELLCHECK, "--external-sources", "--exclude=SC2015", *SCRIPTS]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tool", sorted((ROOT / "tools").glob("*.py")), ids=lambda path: path.name)
+def test_tools_start_with_a_python_of_their_own(tool: Path, tmp_path: Path) -> None:
+    """In another folder; other tests run them as forks of a process that has imported everything."""
+    environment = os.environ | {"MKD_DEVICE": "cpu"}
+    environment.pop("PYTHONPATH", None)
+    done = subprocess.run(
+        [sys.executable, tool, "--help"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "usage" in done.stdout.lower(), done.stderr
+
+
+@pytest.mark.slow
+def test_the_profile_starts_with_a_python_of_its_own() -> None:
+    command = [sys.executable, ROOT / "benchmarks/profile_microbatch.py"]
+    done = subprocess.run(command, env=os.environ | {"MKD_DEVICE": "cpu"}, capture_output=True, text=True)
+    assert done.returncode == 0 and " transitions, " in done.stdout, done.stderr
