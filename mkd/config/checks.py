@@ -45,7 +45,7 @@ def check_source(kd: KDFields) -> None:
     values = {name: getattr(kd, name) for name in SOURCES}
     texts = {name: " ".join(value) if isinstance(value, list) else value for name, value in values.items()}
     given = [f"{flag_of(name)} {text}" for name, text in texts.items() if text is not None]
-    keeps_answers = kd.asks_inference_server and kd.teacher_cache is not None and len(given) == 2
+    keeps_answers = kd.uses_inference_server and kd.teacher_cache is not None and len(given) == 2
     if len(given) != 1 and not keeps_answers:
         seen = " and ".join(given) or "none"
         flags = " or ".join(map(flag_of, SOURCES))
@@ -118,7 +118,7 @@ def check_served(kd: KDFields) -> None:
         ("--kd-hidden-loss", kd.hidden_loss is not None, "a service sends final hidden states only"),
         (
             "--kd-xtoken-loss",
-            kd.xtoken_loss is not None and kd.asks_inference_server,
+            kd.xtoken_loss is not None and kd.uses_inference_server,
             "an inference server reads the student's tokens",
         ),
         ("--kd-teacher-dtype", kd.teacher_dtype is not None, "give it to mkd serve-teacher"),
@@ -146,7 +146,7 @@ def check_inference_server(kd: KDFields) -> None:
     urls = " ".join(kd.teacher_url)
     if len({url.startswith("tcp://") for url in kd.teacher_url}) > 1:
         raise MkdConfigError(f"--kd-teacher-url {urls} has addresses of two kinds: give tcp or http addresses only")
-    if not kd.asks_inference_server:
+    if not kd.uses_inference_server:
         if kd.teacher_api not in ("auto", "mkd"):
             raise MkdConfigError(
                 f"--kd-teacher-api is {kd.teacher_api}, but --kd-teacher-url {urls} is no http address: give "

@@ -381,7 +381,7 @@ class KDFields:
     """Lowest level of the lines that mkd prints and writes to mkd.log in --save."""
 
     @property
-    def asks_inference_server(self) -> bool:
+    def uses_inference_server(self) -> bool:
         """True if --kd-teacher-url is vLLM or SGLang."""
         return self.teacher_url is not None and self.teacher_url[0].startswith(("http://", "https://"))
 
@@ -389,7 +389,7 @@ class KDFields:
     def number_of_teachers(self) -> int:
         """Folders in --kd-teacher-hf; 1 for other sources. For services behind --kd-teacher-url an upper limit:
         addresses of the same teacher count once."""
-        if self.teacher_url is not None and not self.asks_inference_server:
+        if self.teacher_url is not None and not self.uses_inference_server:
             if self.teacher_weights is not None:
                 return len(self.teacher_weights)
             return 1 if self.teachers_mode == "sum" else len(self.teacher_url)

@@ -19,7 +19,7 @@ from mkd.teacher.inference.apis import APIS
 from mkd.teacher.inference.http import HttpServer, ServerAddress
 from mkd.teacher.inference.known_text import KnownText, KnownTextFile
 from mkd.teacher.inference.pool import IN_FLIGHT, ScoringPool, ServedModel
-from mkd.teacher.inference.probe import SHORT, ModelCard, Probe, find_model, patiently
+from mkd.teacher.inference.probe import SHORT, ModelCard, Probe, find_model, wait_for_server
 from mkd.teacher.inference.scores import TokenScores
 from mkd.teacher.inference.teacher import InferenceTeacher
 from mkd.teacher.inference.texts import TextStore, named_errors
@@ -48,7 +48,7 @@ class InferenceSource(SourceAtAddresses):
     """True if no training follows: servers are tested while flags are checked."""
 
     @classmethod
-    def ask(cls, kd: KDConfig, *, waits: bool) -> "InferenceSource":
+    def find(cls, kd: KDConfig, *, waits: bool) -> "InferenceSource":
         """Find the model at each address.
 
         Args:
@@ -68,7 +68,7 @@ class InferenceSource(SourceAtAddresses):
             def find(server: HttpServer = server, address: ServerAddress = address) -> ModelCard:
                 return find_model(server, address, kd.teacher_api, URL_FLAG)
 
-            card = patiently(find, f"{URL_FLAG} {address}", timeout_s)
+            card = wait_for_server(find, f"{URL_FLAG} {address}", timeout_s)
             models.append(ServedModel(server, APIS[card.api](), card.name))
             cards.append(card)
         for address, card in zip(addresses, cards, strict=True):
@@ -183,20 +183,20 @@ class InferenceTeacherSpec(SpecWithoutModel[InferenceSource]):
         models, vocab = self.source.models, self.meta.true_vocab
         if not every:
             text = self.probe.text[:SHORT]
-            scores = self._patiently(models[0], text)
+            scores = self._score_when_ready(models[0], text)
             every = [(str(models[0].server), KnownText(text, scores))]
         for since, known in every:
             if max(known.text) >= vocab:
                 raise MkdCacheError(f"the known text of {since} has tokens beyond the vocabulary of {vocab}: remove it")
             for model in models:
-                known.check(self._patiently(model, known.text), f"{URL_FLAG} {model.server}", since)
+                known.check(self._score_when_ready(model, known.text), f"{URL_FLAG} {model.server}", since)
         return every[0][1]
 
-    def _patiently(self, model: ServedModel, text: Sequence[int]) -> TokenScores:
-        def ask() -> TokenScores:
+    def _score_when_ready(self, model: ServedModel, text: Sequence[int]) -> TokenScores:
+        def score_text() -> TokenScores:
             return model.score(text, self.meta.top_k, self.meta.true_vocab)
 
-        return patiently(ask, f"{URL_FLAG} {model.server}", self.kd.teacher_timeout)
+        return wait_for_server(score_text, f"{URL_FLAG} {model.server}", self.kd.teacher_timeout)
 
 
 def _check_flags(source: InferenceSource, args: Namespace, kd: KDConfig, true_vocab: int) -> None:

@@ -20,7 +20,7 @@ from mkd.job.teacher_elsewhere import URL_FLAG, SourceAtAddresses, SpecWithoutMo
 from mkd.teacher.run_ahead import RunAhead
 from mkd.teacher.service.addresses import Secret, ServiceAddress, require_secret
 from mkd.teacher.service.client import ServedTeacher
-from mkd.teacher.service.connections import TeacherConnections, ask_facts
+from mkd.teacher.service.connections import TeacherConnections, request_facts
 from mkd.teacher.service.facts import TeacherFacts
 from mkd.teacher.service.server import MOST_ANSWER_BYTES
 from mkd.utils.hub_folder import model_folder
@@ -37,13 +37,13 @@ class ServedSource(SourceAtAddresses):
     """Folder with the files of its tokenizer; None if it is not given."""
 
     @classmethod
-    def ask(cls, urls: Sequence[str], timeout_s: float) -> "ServedSource":
-        """Ask each address for the teacher, which is one.
+    def find(cls, urls: Sequence[str], timeout_s: float) -> "ServedSource":
+        """Find the one teacher behind all addresses.
 
         Raises:
-            MkdError: see `ask_each`; or there are several teachers.
+            MkdError: see `find_each`; or there are several teachers.
         """
-        found = cls.ask_each(urls, timeout_s)
+        found = cls.find_each(urls, timeout_s)
         if len(found) > 1:
             one, other = found[:2]
             raise MkdTeacherError(
@@ -55,8 +55,8 @@ class ServedSource(SourceAtAddresses):
         return found[0]
 
     @classmethod
-    def ask_each(cls, urls: Sequence[str], timeout_s: float) -> "list[ServedSource]":
-        """Ask each address for its teacher: one source for each teacher, in the order of first addresses.
+    def find_each(cls, urls: Sequence[str], timeout_s: float) -> "list[ServedSource]":
+        """Find the teacher of each address: one source per teacher, in the order of first addresses.
 
         Args:
             urls: values of --kd-teacher-url.
@@ -71,7 +71,7 @@ class ServedSource(SourceAtAddresses):
         for address in addresses:
             require_secret(URL_FLAG, address, secret)
         teachers: list[ServedSource] = []
-        for address, facts in zip(addresses, ask_facts(addresses, secret, timeout_s, URL_FLAG), strict=True):
+        for address, facts in zip(addresses, request_facts(addresses, secret, timeout_s, URL_FLAG), strict=True):
             for number, one in enumerate(teachers):
                 if facts.is_same(one.facts):
                     teachers[number] = replace(one, addresses=(*one.addresses, address))
@@ -85,13 +85,13 @@ class ServedSource(SourceAtAddresses):
         """The teacher, or the teachers, of --kd-teacher-url.
 
         Raises:
-            MkdError: see `ask_each`; or the number of teachers or a tokenizer is another than the flags have.
+            MkdError: see `find_each`; or the number of teachers or a tokenizer is another than the flags have.
         """
         weights = kd.teacher_weights
         if weights is None and kd.teachers_mode == "sum":
-            teachers = [cls.ask(kd.teacher_url, timeout_s)]
+            teachers = [cls.find(kd.teacher_url, timeout_s)]
         else:
-            teachers = cls.ask_each(kd.teacher_url, timeout_s)
+            teachers = cls.find_each(kd.teacher_url, timeout_s)
             if len(teachers) == 1 or (weights is not None and len(weights) != len(teachers)):
                 given = f"--kd-teachers-mode {kd.teachers_mode}" if weights is None else f"{len(weights)} weights"
                 raise MkdConfigError(

@@ -66,7 +66,7 @@ class TeacherSpec(Protocol):
 
 
 def teacher_source(kd: KDConfig, *, waits: bool = True) -> TeacherSource:
-    """Open the folder that --kd-teacher-hf, --kd-teacher-load or --kd-teacher-cache names, or ask --kd-teacher-url.
+    """Open the folder of --kd-teacher-hf, --kd-teacher-load or --kd-teacher-cache, or find that of --kd-teacher-url.
 
     Args:
         kd: the flags.
@@ -80,8 +80,8 @@ def teacher_source(kd: KDConfig, *, waits: bool = True) -> TeacherSource:
         return sources[0] if len(sources) == 1 else EnsembleSource(sources)
     if kd.teacher_load is not None:
         return ModelSource.from_megatron(kd.teacher_load, "--kd-teacher-load")
-    if kd.asks_inference_server:
-        return InferenceSource.ask(kd, waits=waits)
+    if kd.uses_inference_server:
+        return InferenceSource.find(kd, waits=waits)
     if kd.teacher_url is not None:
         return ServedSource.of_job(kd, kd.teacher_timeout if waits else WITHOUT_WAITING_S)
     return open_cache(kd.teacher_cache, "--kd-teacher-cache")

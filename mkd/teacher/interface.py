@@ -3,8 +3,8 @@
 A teacher passes through five types on its way from a flag to the loss:
 
     TeacherSource      a folder on disk, opened and checked: architecture, vocabulary, tokenizer hash, fingerprint
-                       (mkd.checkpoint.source; a cache is its own source, mkd.teacher.cache.store; a teacher of
-                       another job is asked, mkd.job.served_teacher and mkd.job.inference_teacher)
+                       (mkd.checkpoint.source; a cache is its own source, mkd.teacher.cache.store; teachers in
+                       another process: mkd.job.served_teacher and mkd.job.inference_teacher)
     TeacherSpec        the source fitted to the flags of the job, before weights or process groups exist: the run
                        summary, the memory estimate and the doctor read it; `build` makes the teacher (mkd.job.teacher)
     Teacher            the object that runs on this rank: weights, or an open cache

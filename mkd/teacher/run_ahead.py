@@ -51,7 +51,7 @@ class BatchRequest(Protocol):
 
 
 @dataclass(frozen=True)
-class Asked[R: BatchRequest]:
+class PendingRequest[R: BatchRequest]:
     """A request and its answers to come."""
 
     request: R
@@ -62,58 +62,58 @@ class RequestQueue[R: BatchRequest]:
     """The requests of the present step and of later ones, on a rank that sends requests."""
 
     def __init__(
-        self, options: RunAhead, request_of: Callable[[KDBatch], R], ask: Callable[[R], Sequence[Future[Any]]]
+        self, options: RunAhead, request_of: Callable[[KDBatch], R], send_request: Callable[[R], Sequence[Future[Any]]]
     ) -> None:
         """No request is sent yet.
 
         Args:
             options: how far to run ahead.
             request_of: the request for a whole microbatch on the host.
-            ask: send a request.
+            send_request: sends a request; returns its answers.
         """
-        self._options, self._request_of, self._ask = options, request_of, ask
-        self._asked: dict[bool, dict[bytes, Asked[R]]] = {False: {}, True: {}}
+        self._options, self._request_of, self._send_request = options, request_of, send_request
+        self._pending: dict[bool, dict[bytes, PendingRequest[R]]] = {False: {}, True: {}}
         self._sent_ahead = {False: 0, True: 0}
-        self._step: dict[bytes, Asked[R]] = {}
+        self._step: dict[bytes, PendingRequest[R]] = {}
 
-    def send(self, batches: Sequence[KDBatch], upcoming: Lookahead) -> list[Asked[R]]:
+    def send(self, batches: Sequence[KDBatch], upcoming: Lookahead) -> list[PendingRequest[R]]:
         """Send what was not sent yet, for this step and later ones; returns the requests of this step, one per
         microbatch."""
-        phase, asked = upcoming.evaluating, self._asked[upcoming.evaluating]
+        phase, pending = upcoming.evaluating, self._pending[upcoming.evaluating]
         step, requests = {}, [self._request_of(batch) for batch in batches]
         keys = [request.key for request in requests]
         is_repeated = all(key in self._step for key in keys)  # Megatron may run the same step again
-        sent = sum(key in asked for key in keys)
+        sent = sum(key in pending for key in keys)
         if sent < len(requests) and not is_repeated:  # other microbatches were expected
             self._sent_ahead[phase] = 0
         for key, request in zip(keys, requests, strict=True):
             if key not in step:
-                step[key] = self._step.get(key) or asked.pop(key, None) or self._send(request)
+                step[key] = self._step.get(key) or pending.pop(key, None) or self._send(request)
         if not is_repeated:
             self._sent_ahead[phase] = max(0, self._sent_ahead[phase] - len(batches))
             if not self._sent_ahead[phase]:
-                asked.clear()
-        self._send_ahead(upcoming, asked)
+                pending.clear()
+        self._send_ahead(upcoming, pending)
         self._step = step
         return [step[key] for key in keys]
 
-    def _send(self, request: R) -> Asked[R]:
-        return Asked(request, self._ask(request))
+    def _send(self, request: R) -> PendingRequest[R]:
+        return PendingRequest(request, self._send_request(request))
 
-    def _send_ahead(self, upcoming: Lookahead, asked: dict[bytes, Asked[R]]) -> None:
+    def _send_ahead(self, upcoming: Lookahead, pending: dict[bytes, PendingRequest[R]]) -> None:
         """Send requests of later steps, in their order, while their answers fit into the buffer."""
         if not self._options.steps:
             return
         phase = upcoming.evaluating
         make = replace(upcoming, count=self._options.steps * upcoming.count).fetch(self._sent_ahead[phase])
-        held = sum(one.request.answer_bytes for each in self._asked.values() for one in each.values())
+        held = sum(one.request.answer_bytes for each in self._pending.values() for one in each.values())
         for batch in make():
             request = self._request_of(batch)
             held += request.answer_bytes
             if held > self._options.most_bytes:
                 return
-            if (key := request.key) not in asked:
-                asked[key] = self._send(request)
+            if (key := request.key) not in pending:
+                pending[key] = self._send(request)
             self._sent_ahead[phase] += 1
 
 
@@ -131,8 +131,8 @@ class AllRanks:
 
     def wait[R: BatchRequest](
         self,
-        asked: Sequence[Asked[R]],
-        check: Callable[[Asked[R]], None],
+        pending: Sequence[PendingRequest[R]],
+        check: Callable[[PendingRequest[R]], None],
         check_silence: Callable[[float], None],
         is_stopping: Callable[[], bool],
     ) -> None:
@@ -140,7 +140,7 @@ class AllRanks:
         signal may reach any of them.
 
         Args:
-            asked: the requests of this rank.
+            pending: the requests of this rank.
             check: raises an MkdError if the answers to one of them, which have arrived, cannot be used.
             check_silence: raises MkdTeacherTimeout if a teacher has been silent for too long since a time.
             is_stopping: True if this process has received a signal to stop.
@@ -149,7 +149,7 @@ class AllRanks:
             MkdTeacherTimeout, MkdTeacherError, MkdNumericError, MkdCacheError: on all ranks, what one has found.
             WaitAborted: on all ranks, if one of them is stopping and one of them has no answer yet.
         """
-        began, waiting = time.monotonic(), deque(asked)
+        began, waiting = time.monotonic(), deque(pending)
         while True:
             failure = None
             try:
@@ -190,7 +190,7 @@ class AllRanks:
 
 
 def _receive[R: BatchRequest](
-    waiting: deque[Asked[R]], check: Callable[[Asked[R]], None], check_silence: Callable[[], None]
+    waiting: deque[PendingRequest[R]], check: Callable[[PendingRequest[R]], None], check_silence: Callable[[], None]
 ) -> None:
     """Remove requests whose answers arrive within one round; raises an error of an answer, or of its absence."""
     ends = time.monotonic() + ROUND_S

@@ -18,7 +18,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from mkd.teacher.inference.http import HttpServer, ServerAddress
-from mkd.teacher.inference.probe import patiently
+from mkd.teacher.inference.probe import wait_for_server
 from tests.support.e2e.small_job import ROOT, Result, free_port, run, text, write_data
 
 VLLM = ROOT / os.environ.get("MKD_VLLM", ".venv-vllm") / "bin/vllm"
@@ -66,7 +66,7 @@ def url(folder: Path) -> Iterator[str]:
         server = subprocess.Popen(list(map(str, command)), env=environment | own, stdout=log, stderr=log)
     try:
         address = ServerAddress.parse("url", f"http://127.0.0.1:{port}")
-        patiently(lambda: HttpServer(address, 60.0).get("/v1/models", 1 << 20), "vLLM", 600.0)
+        wait_for_server(lambda: HttpServer(address, 60.0).get("/v1/models", 1 << 20), "vLLM", 600.0)
         yield str(address)
     finally:
         server.terminate()

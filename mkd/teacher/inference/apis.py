@@ -47,7 +47,7 @@ class InferenceApi(Protocol):
 def score(
     api: InferenceApi, server: HttpServer, model: str, text: Sequence[int], top_k: int, vocab: int
 ) -> TokenScores:
-    """Ask a server for the scores of a text.
+    """Request the scores of a text.
 
     Args:
         api: its protocol.

@@ -1,5 +1,5 @@
-"""Threads that send texts to the addresses of one teacher, send them again where an address fails, and ask each address
-for a known text before its answers count: a server that was restarted with other weights is found."""
+"""Threads that send texts to the addresses of one teacher, send them again where an address fails, and score a known
+text before the answers of an address are used: a server that was restarted with other weights is found."""
 
 import math
 import threading
@@ -57,7 +57,7 @@ class _Address:
     busy: int = 0
     """Texts that it computes."""
     unverified: list[tuple[_Text, np.ndarray]] = field(default_factory=list)
-    """Answers that came after the known text was asked for last."""
+    """Answers that arrived after the last check of the known text."""
     is_lost: bool = False
     """True if the last request failed, and that was logged."""
     logged_at: float = -math.inf

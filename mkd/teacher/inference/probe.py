@@ -1,4 +1,4 @@
-"""Requests before the first step: what a server has, and whether its answers are what the job needs."""
+"""Requests before the first step: find a server's model, and check that its answers fit the job."""
 
 import json
 import time
@@ -17,7 +17,7 @@ _PAUSE_S = 1.0
 _MOST_BYTES = 4 << 20
 _MOST_MODELS = 10_000
 SHORT = 16
-"""Tokens of the known text that a run asks for again and again."""
+"""Tokens of the known text that a run scores repeatedly."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class ModelCard:
     """Longest text, with generated tokens; None if not listed."""
 
 
-def patiently[T](ask: Callable[[], T], origin: str, timeout_s: float) -> T:
-    """Call a function until the server answers.
+def wait_for_server[T](request: Callable[[], T], origin: str, timeout_s: float) -> T:
+    """Repeat a request until the server answers.
 
     Raises:
         MkdTeacherTimeout: it does not within `timeout_s` seconds.
@@ -41,7 +41,7 @@ def patiently[T](ask: Callable[[], T], origin: str, timeout_s: float) -> T:
     began, has_waited = time.monotonic(), False
     while True:
         try:
-            return ask()
+            return request()
         except ServerLost as error:
             waited = time.monotonic() - began
             if waited + _PAUSE_S > timeout_s:
@@ -115,7 +115,9 @@ class Probe:
         """
         known = None
         for model in models:
-            found = patiently(lambda model=model: self._test(model), f"{self.flag} {model.server}", self.timeout_s)
+            found = wait_for_server(
+                lambda model=model: self._test(model), f"{self.flag} {model.server}", self.timeout_s
+            )
             if known is None:
                 known = found
             known.check(found.scores, f"{self.flag} {model.server}", str(models[0].server))

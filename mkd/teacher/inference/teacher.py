@@ -19,7 +19,7 @@ from mkd.teacher.cache.store import CacheMeta
 from mkd.teacher.inference.pool import ScoringPool
 from mkd.teacher.inference.texts import BatchOfTexts, TextStore
 from mkd.teacher.interface import TopKSignal
-from mkd.teacher.run_ahead import AllRanks, Asked, RequestQueue, RunAhead
+from mkd.teacher.run_ahead import AllRanks, PendingRequest, RequestQueue, RunAhead
 from mkd.utils.logging import EVERY_RANK, logger
 
 _TEMPERATURE = 1.0
@@ -54,7 +54,7 @@ class InferenceTeacher:
         """
         self._pool, self._store, self._meta, self._groups, self._ranks = pool, store, meta, groups, ranks
         self._timeout_s = ahead.timeout_s
-        self._queue = RequestQueue(ahead, self._request, self._ask)
+        self._queue = RequestQueue(ahead, self._request, self._send)
         self._whole: list[KDBatch] = []
         self._words: list[Tensor] = []
         self._sent: WeakValueDictionary[bytes, Future[np.ndarray]] = WeakValueDictionary()
@@ -97,9 +97,9 @@ class InferenceTeacher:
             WaitAborted: on all ranks, if one of them is stopping and one of them has no answer yet.
         """
         self._whole, sends = list(batches), self._pool is not None
-        asked = self._ranks.attempt(lambda: self._queue.send(batches, upcoming) if sends else [])
-        self._ranks.wait(asked, lambda _: None, self._check_silence, upcoming.is_stopping)
-        self._words = self._ranks.attempt(lambda: self._take(asked))
+        pending = self._ranks.attempt(lambda: self._queue.send(batches, upcoming) if sends else [])
+        self._ranks.wait(pending, lambda _: None, self._check_silence, upcoming.is_stopping)
+        self._words = self._ranks.attempt(lambda: self._take(pending))
         return self._whole
 
     def _check_silence(self, began: float) -> None:
@@ -108,7 +108,7 @@ class InferenceTeacher:
     def _request(self, batch: KDBatch) -> BatchOfTexts:
         return BatchOfTexts.of(batch, self._meta.records.dtype.itemsize)
 
-    def _ask(self, request: BatchOfTexts) -> list[Future[np.ndarray]]:
+    def _send(self, request: BatchOfTexts) -> list[Future[np.ndarray]]:
         found, answers = self._store.find(request.texts), []
         for text in request.texts:
             if text.key in found:
@@ -123,20 +123,20 @@ class InferenceTeacher:
         self._counts["found"] += len(found)
         return answers
 
-    def _take(self, asked: Sequence[Asked[BatchOfTexts]]) -> list[Tensor]:
+    def _take(self, pending: Sequence[PendingRequest[BatchOfTexts]]) -> list[Tensor]:
         """Keep the answers of the step, and make the words of its microbatches: [b, s, 2 K + 3] int32 on the host."""
-        for one in asked:
+        for one in pending:
             for text, answer in zip(one.request.texts, one.answers, strict=True):
                 self._store.add(text.key, answer.result())
-        if asked:
+        if pending:
             self._store.flush()
-        return [self._words_of(batch, one) for batch, one in zip(self._whole, asked, strict=False)]
+        return [self._words_of(batch, one) for batch, one in zip(self._whole, pending, strict=False)]
 
-    def _words_of(self, batch: KDBatch, asked: Asked[BatchOfTexts]) -> Tensor:
+    def _words_of(self, batch: KDBatch, pending: PendingRequest[BatchOfTexts]) -> Tensor:
         mask, top_k = batch.kd_mask.flatten().numpy() != 0.0, self._meta.top_k
         words = np.zeros((len(mask), 2 * top_k + 3), dtype=np.int32)
         places, records = [], []
-        for text, answer in zip(asked.request.texts, asked.answers, strict=True):
+        for text, answer in zip(pending.request.texts, pending.answers, strict=True):
             wanted = np.flatnonzero(mask[text.positions])
             places.append(text.positions.start + wanted)
             records.append(answer.result()[wanted])

@@ -17,7 +17,7 @@ from mkd.distributed.groups import Groups
 from mkd.errors import MkdNumericError, MkdTeacherError, MkdTeacherTimeout
 from mkd.losses import LogitMap
 from mkd.teacher.interface import HiddenSignal
-from mkd.teacher.run_ahead import ROUND_S, AllRanks, Asked, RequestQueue, RunAhead
+from mkd.teacher.run_ahead import ROUND_S, AllRanks, PendingRequest, RequestQueue, RunAhead
 from mkd.teacher.service.connections import TeacherConnections
 from mkd.teacher.service.facts import TeacherFacts
 from mkd.teacher.service.messages import Kind, Message
@@ -67,10 +67,10 @@ class ServedTeacher:
         """
         self._connections, self._facts, self._groups, self._options = connections, facts, groups, ahead
         self._sequence_parallel, self._view = sequence_parallel, view
-        self._asks = groups.leads_replica
+        self._sends = groups.leads_replica
         self._ranks = AllRanks(ahead.timeout_s)
-        self._queue = RequestQueue(ahead, self._request, self._ask)
-        self._step: list[Asked[_HiddenRequest]] = []
+        self._queue = RequestQueue(ahead, self._request, self._send)
+        self._step: list[PendingRequest[_HiddenRequest]] = []
         self._whole: list[KDBatch] = []
         self._head = self._fetch_head(head_columns)
 
@@ -106,7 +106,7 @@ class ServedTeacher:
             WaitAborted: on all ranks, if one of them is stopping and one of them has no answer yet.
         """
         self._whole = list(batches)
-        step = self._queue.send(batches, upcoming) if self._asks else []
+        step = self._queue.send(batches, upcoming) if self._sends else []
         self._ranks.wait(step, self._check, self._check_silence, upcoming.is_stopping)
         self._step = step
         return self._whole
@@ -123,7 +123,7 @@ class ServedTeacher:
         """A whole microbatch in the teacher's tokenizer."""
         return batch if self._view is None else batch.teacher_views[self._view].batch
 
-    def _ask(self, request: _HiddenRequest) -> list[Future[Message]]:
+    def _send(self, request: _HiddenRequest) -> list[Future[Message]]:
         values = {"fingerprint": self._facts.fingerprint}
         return [self._connections.submit(Message(Kind.FORWARD, 0, values, request.forward.tensors))]
 
@@ -145,8 +145,8 @@ class ServedTeacher:
                 "(mkd serve-teacher), and then this job"
             )
 
-    def _check(self, asked: Asked[_HiddenRequest]) -> None:
-        (answer,), facts, count = asked.answers, self._facts, len(asked.request.forward.wanted)
+    def _check(self, pending: PendingRequest[_HiddenRequest]) -> None:
+        (answer,), facts, count = pending.answers, self._facts, len(pending.request.forward.wanted)
         answer = answer.result()
         if answer.kind != Kind.HIDDEN or answer.values.get("fingerprint") != facts.fingerprint:
             raise MkdTeacherError(f"the teacher answers with {answer.kind.name} of {answer.values}: is it another one?")
@@ -204,7 +204,7 @@ class ServedTeacher:
         rows, length = whole.tokens.shape
         cp, tp = groups.cp, groups.tp
         parts, shape = None, (length // cp.size(), rows, self._facts.width)
-        if self._asks:
+        if self._sends:
             hidden, size = self._dense(whole, self._step[batch.number]), cp.size()
             places = (dual_chunk_positions(whole.bounds, rank, size).to(hidden.device) for rank in range(size))
             parts = [hidden] if size == 1 else [hidden.index_select(0, one) for one in places]
@@ -231,11 +231,11 @@ class ServedTeacher:
     def _empty(self, shape: tuple[int, ...]) -> Tensor:
         return torch.empty(shape, dtype=self._facts.torch_dtype, device="cuda")
 
-    def _dense(self, whole: KDBatch, asked: Asked[_HiddenRequest]) -> Tensor:
+    def _dense(self, whole: KDBatch, pending: PendingRequest[_HiddenRequest]) -> Tensor:
         """[s, b, Ht] on the device; 0 for tokens that were not wanted."""
         rows, length = whole.tokens.shape
-        wanted = asked.request.forward.wanted.long().pin_memory().to("cuda", non_blocking=True)
-        found = asked.answers[0].result().tensors[0].pin_memory().to("cuda", non_blocking=True)
+        wanted = pending.request.forward.wanted.long().pin_memory().to("cuda", non_blocking=True)
+        found = pending.answers[0].result().tensors[0].pin_memory().to("cuda", non_blocking=True)
         places = wanted % length * rows + wanted // length
         hidden = torch.zeros(length * rows, self._facts.width, dtype=self._facts.torch_dtype, device="cuda")
         return hidden.index_copy_(0, places, found).view(length, rows, self._facts.width)

@@ -223,7 +223,7 @@ def _share(links: Sequence[_Link], waiting: deque[_Request]) -> None:
         link.requests[request.message.number] = request
 
 
-def ask_facts(
+def request_facts(
     addresses: Sequence[ServiceAddress], secret: Secret | None, timeout_s: float, flag: str
 ) -> list[TeacherFacts]:
     """The facts of the teacher at each address.

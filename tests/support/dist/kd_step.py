@@ -372,7 +372,7 @@ def build_teacher(
     """The teacher on this rank."""
     if models.served and models.served[0].startswith("http"):
         kd, args = models.kd, model_arguments(models.student, layout, models.tied)
-        source = InferenceSource.ask(kd, waits=True)
+        source = InferenceSource.find(kd, waits=True)
         return InferenceTeacherSpec.of(source, args, kd, VOCAB).build(groups)
     if models.cache is not None:
         source = open_cache(models.cache, "--kd-teacher-cache")
@@ -412,7 +412,7 @@ def _served_teacher(layout: Layout, models: Models, groups: Groups) -> ServedTea
     """The teachers behind `Models.served`; the last one has another tokenizer if there is one."""
     sizes = dict(padded_vocab_size=PADDED, micro_batch_size=layout.mbs, seq_length=ROW)
     kd, args = models.kd, Namespace(sequence_parallel=layout.sp, **sizes)
-    sources = ServedSource.ask_each(kd.teacher_url, 60.0)
+    sources = ServedSource.find_each(kd.teacher_url, 60.0)
     specs = [ServedTeacherSpec(source, args, kd) for source in sources]
     if models.xtoken is not None:
         cross = SimpleNamespace(

@@ -45,9 +45,9 @@ def test_rows_that_do_not_fit(
 
 def test_addresses_of_different_teachers(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [FACTS, replace(FACTS, fingerprint="b" * 32)]
-    monkeypatch.setattr(served_teacher, "ask_facts", lambda *_: found)
+    monkeypatch.setattr(served_teacher, "request_facts", lambda *_: found)
     with pytest.raises(MkdTeacherError, match=r"tcp://127.0.0.1:2 is b+ .* services of one teacher"):
-        ServedSource.ask(["tcp://127.0.0.1:1", "tcp://127.0.0.1:2"], 1.0)
+        ServedSource.find(["tcp://127.0.0.1:1", "tcp://127.0.0.1:2"], 1.0)
 
 
 OTHER = replace(FACTS, fingerprint="b" * 32, tokenizer="t")
@@ -64,7 +64,7 @@ OTHER = replace(FACTS, fingerprint="b" * 32, tokenizer="t")
 def test_teachers_of_a_job(
     monkeypatch: pytest.MonkeyPatch, found: list[TeacherFacts], flags: dict[str, Any], addresses: list[list[int]]
 ) -> None:
-    monkeypatch.setattr(served_teacher, "ask_facts", lambda *_: found)
+    monkeypatch.setattr(served_teacher, "request_facts", lambda *_: found)
     source = ServedSource.of_job(KDConfig(teacher_url=URLS, ratio=0.5, **flags), 1.0)
     teachers = source.sources if isinstance(source, EnsembleSource) else [source]
     assert [[address.port for address in teacher.addresses] for teacher in teachers] == addresses
@@ -81,7 +81,7 @@ def test_teachers_of_a_job(
 def test_teachers_that_do_not_fit(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, found: list[TeacherFacts], flags: dict[str, Any], words: str
 ) -> None:
-    monkeypatch.setattr(served_teacher, "ask_facts", lambda *_: found)
+    monkeypatch.setattr(served_teacher, "request_facts", lambda *_: found)
     if "xtoken_loss" in flags:
         flags = {**flags, "teacher_tokenizer": [str(tmp_path)]}
     with pytest.raises(MkdConfigError, match=words.format(tmp_path)):
@@ -91,11 +91,11 @@ def test_teachers_that_do_not_fit(
 def test_folder_of_the_tokenizer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     save_tokenizer(make_tokenizer(), tmp_path)
     facts = replace(FACTS, tokenizer=tokenizer_hash(tmp_path, ""))
-    monkeypatch.setattr(served_teacher, "ask_facts", lambda *_: [facts] * 3)
+    monkeypatch.setattr(served_teacher, "request_facts", lambda *_: [facts] * 3)
     kd = KDConfig(teacher_url=URLS, ratio=0.5, xtoken_loss="gold", teacher_tokenizer=[str(tmp_path)])
     assert ServedSource.of_job(kd, 1.0).tokenizer_folder == tmp_path
 
 
 def test_other_machines_need_a_secret() -> None:
     with pytest.raises(MkdConfigError, match=r"--kd-teacher-url tcp://node:1 .* MKD_TEACHER_TOKEN"):
-        ServedSource.ask(["tcp://node:1"], 1.0)
+        ServedSource.find(["tcp://node:1"], 1.0)

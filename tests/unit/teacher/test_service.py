@@ -16,7 +16,7 @@ from torch import Tensor
 from mkd.data.batch import KDBatch
 from mkd.errors import MkdConfigError, MkdTeacherError, MkdTeacherTimeout
 from mkd.teacher.service.addresses import TOKEN, Secret, ServiceAddress, require_secret
-from mkd.teacher.service.connections import TeacherConnections, ask_facts
+from mkd.teacher.service.connections import TeacherConnections, request_facts
 from mkd.teacher.service.facts import TeacherFacts
 from mkd.teacher.service.messages import Kind, Message, ProtocolError
 from mkd.teacher.service.model import Order
@@ -243,12 +243,12 @@ def test_random_clients_disturb_nobody(frames: list[bytes], is_refused: bool) ->
 def test_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, other = Secret.of("a secret of the tests"), Secret.of("another one of the tests")
     with running(secret=ours) as address:
-        assert ask_facts([address], ours, LIMIT_S, "--url") == [FACTS]
+        assert request_facts([address], ours, LIMIT_S, "--url") == [FACTS]
         for wrong in (other, replace(ours, client=other.client), None):
             with pytest.raises(MkdTeacherError, match=f"--url {address}.*{TOKEN} must be the same"):
-                ask_facts([address], wrong, LIMIT_S, "--url")
+                request_facts([address], wrong, LIMIT_S, "--url")
     with running() as address, pytest.raises(MkdTeacherError, match=TOKEN):
-        ask_facts([address], ours, LIMIT_S, "--url")
+        request_facts([address], ours, LIMIT_S, "--url")
 
 
 def test_secret_of_the_environment() -> None:
@@ -278,7 +278,7 @@ def test_nobody_answers() -> None:
         bound.bind(("127.0.0.1", 0))
         address = ServiceAddress("127.0.0.1", bound.getsockname()[1])
         with pytest.raises(MkdTeacherTimeout, match=f"--url {address}: no teacher answers there within 1 s"):
-            ask_facts([address], None, 1.0, "--url")
+            request_facts([address], None, 1.0, "--url")
 
 
 def test_another_teacher_at_the_address() -> None:
