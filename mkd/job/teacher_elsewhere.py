@@ -1,4 +1,4 @@
-"""What the sources and specs of teachers have in common whose model does not run on the student's ranks."""
+"""Common parts of the sources and specs of teachers whose model does not run on the student's ranks."""
 
 from argparse import Namespace
 from collections.abc import Sequence
