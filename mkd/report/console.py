@@ -113,7 +113,6 @@ def training_line(
     last, taken = window[-1], [line for line in window if not line["skipped"]]
     parts = [f"iteration {last['iteration']:{len(str(train_iters))}d}/{train_iters}"]
     others = [name for name in terms if name not in (*LEADING, *COMPARED) and not is_of_written_texts(name)]
-    others = [name for name in terms if name not in (*LEADING, *COMPARED) and not is_of_written_texts(name)]
     ordered = [name for name in LEADING if name in terms] + others
     means = {name: mean_of(taken, name) for name in (*ordered, *COMPARED)}
     parts += [f"{name} {number(means[name])}" for name in ordered if means[name] is not None]
