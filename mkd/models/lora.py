@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedStateDict
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
@@ -37,6 +37,8 @@ from mkd.models.layer_maps import KEY_PREFIX as MAPS_PREFIX
 _MODULE = "kd_lora"
 KEY_PREFIX = f"{_MODULE}."
 """Prefix of the adapters' keys in a checkpoint; the rest is the name of a Hugging Face layer and of the factor."""
+_NOTHING = f"{KEY_PREFIX}nothing"
+"""Key of an entry that is stored nowhere, in the state of a model chunk without adapters."""
 
 
 @dataclass(frozen=True)
@@ -323,10 +325,13 @@ def store_trained_only(chunk: GPTModel) -> None:
 
     def trained_state(*args: Any, **options: Any) -> ShardedStateDict:
         whole = type(chunk).sharded_state_dict(chunk, *args, **options)
-        return {name: value for name, value in whole.items() if name.startswith(kept)}
+        trained = {name: value for name, value in whole.items() if name.startswith(kept)}
+        # Megatron's reader returns no state at all for a chunk whose state is empty, and then misses it.
+        return trained or {_NOTHING: LocalNonpersistentObject(None)}
 
     def without_frozen(module: nn.Module, keys: Any) -> None:
         keys.missing_keys[:] = [name for name in keys.missing_keys if name.startswith(kept)]
+        keys.unexpected_keys[:] = [name for name in keys.unexpected_keys if name != _NOTHING]
 
     chunk.sharded_state_dict = trained_state
     chunk.register_load_state_dict_post_hook(without_frozen)

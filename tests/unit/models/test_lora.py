@@ -1,14 +1,18 @@
 """Adapters on one linear layer: what the hook reads, and the initial factors."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from torch import Tensor, nn
 
+from mkd.checkpoint.ranks import one_rank
 from mkd.config.lora import LoraOptions
-from mkd.models.lora import AdaptedLinear, LinearAdapters, RowPart, _hook, initial_a
+from mkd.models.lora import AdaptedLinear, LinearAdapters, RowPart, _hook, initial_a, store_trained_only
 
 
 class OneRank:
@@ -81,3 +85,34 @@ def test_initial_factors() -> None:
     assert torch.equal(a, initial_a("q_proj", 16, 400, seed=3))
     assert not torch.equal(a, initial_a("k_proj", 16, 400, seed=3))
     assert not torch.equal(a, initial_a("q_proj", 16, 400, seed=4))
+
+
+class Stage(nn.Module):
+    """A model chunk with a frozen weight and, if it has any, an adapter."""
+
+    def __init__(self, adapter: float | None = None) -> None:
+        super().__init__()
+        self.decoder = nn.Linear(2, 2)
+        if adapter is not None:
+            self.kd_lora = nn.ParameterDict({"q_proj": nn.Parameter(torch.full((2,), adapter))})
+
+    def sharded_state_dict(self) -> ShardedStateDict:
+        return {name: ShardedTensor.from_rank_offsets(name, value) for name, value in self.state_dict().items()}
+
+
+def test_checkpoint_of_a_stage_without_adapters(tmp_path: Path) -> None:
+    first, last, resumed = Stage(adapter=1.0), Stage(), Stage(adapter=2.0)
+    for chunk in (first, last, resumed):
+        store_trained_only(chunk)
+    states = {"model": first.sharded_state_dict(), "model1": last.sharded_state_dict()}
+    with one_rank():
+        dist_checkpointing.save(states, str(tmp_path))
+        assert dist_checkpointing.load_tensors_metadata(str(tmp_path)).keys() == {"kd_lora.q_proj"}
+        for chunk in (last, resumed):
+            loaded = dist_checkpointing.load({"model": chunk.sharded_state_dict()}, str(tmp_path))
+            before = chunk.decoder.weight.clone()
+            chunk.load_state_dict(loaded["model"], strict=True)
+            assert torch.equal(chunk.decoder.weight, before)
+    assert torch.equal(resumed.kd_lora["q_proj"], torch.ones(2))
+    with pytest.raises(RuntimeError, match="other"):
+        last.load_state_dict({"other": torch.ones(1)}, strict=True)
