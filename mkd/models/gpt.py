@@ -14,6 +14,7 @@ from megatron.training.models import GPTModelConfig
 from torch import Tensor, nn
 
 from mkd.errors import MkdConfigError
+from mkd.models.gated_delta_net import VARIANT, hybrid_layer_spec
 from mkd.models.layer_options import LayerOptions
 from mkd.models.layer_specs import layer_spec
 from mkd.models.model_options import ModelOptions
@@ -51,6 +52,8 @@ def _apply_options(config: GPTModelConfig, options: LayerOptions) -> None:
         scale = torch.tensor(transformer.mup_embedding_mult, dtype=transformer.params_dtype, device="cpu")
         transformer.mup_embedding_mult = scale.item()
     transformer.logit_softcap = options.logit_softcap
+    if transformer.experimental_attention_variant == VARIANT:
+        config.transformer_layer_spec = hybrid_layer_spec
     if options.need_own_layers:
         if options.attention_softcap is not None and transformer.attention_backend == AttnBackend.local:
             raise MkdConfigError(

@@ -31,10 +31,11 @@ def layer_spec(config: GPTModelConfig, vp_stage: int | None = None, *, options: 
         options: of the model's layers.
     """
     spec = default_layer_spec(config, vp_stage)
-    return ModuleSpec(module=spec.module, submodules=_changed(spec.submodules, _backend(config), options))
+    return ModuleSpec(module=spec.module, submodules=_changed(spec.submodules, backend_of(config), options))
 
 
-def _backend(config: GPTModelConfig) -> BackendSpecProvider:
+def backend_of(config: GPTModelConfig) -> BackendSpecProvider:
+    """Modules of Transformer Engine, or megatron's local ones."""
     if config.transformer.transformer_impl == "transformer_engine" and HAVE_TE:
         from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
