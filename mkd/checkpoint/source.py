@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from mkd.checkpoint.adapters.peft_folder import open_hf_folder
-from mkd.checkpoint.hf.check import check_tensors, read_architecture
+from mkd.checkpoint.hf.check import check_tensors, read_architecture, report_left_out
 from mkd.checkpoint.hf.families import Family
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.load import load_hf_weights
@@ -78,6 +78,7 @@ class ModelSource:
         """See `from_hf`; `origin` is the flag and the folder, for messages."""
         family, architecture = read_architecture(folder)
         check_tensors(folder, family)
+        report_left_out(folder, family)
         tokenizer = folder.tokenizer_hash()
         return cls(
             origin=origin,

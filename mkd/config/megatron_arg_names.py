@@ -141,14 +141,15 @@ _ATTENTION = (
     *_alike(_MEANING | _ADOPTED, "latent_norm_epsilon"),
     *_alike(_MEANING | _ADOPTED, "window_size window_attn_skip_freq softmax_type"),
     *_alike(_ADOPTED, "qk_l2_norm attention_output_gate no_rope_freq"),
+    *_alike(_SHAPE | _ADOPTED, "experimental_attention_variant linear_attention_freq linear_conv_kernel_dim"),
+    *_alike(_SHAPE | _ADOPTED, "linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads"),
     *_alike(_ADOPTED, "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim"),
-    *_alike(_MODEL, "apply_query_key_layer_scaling experimental_attention_variant linear_attention_freq"),
+    *_alike(_MODEL, "apply_query_key_layer_scaling"),
     *_alike(
         _MODEL,
         "dsa_indexer_head_dim dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32 dsa_indexer_n_heads"
         " dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_scoring_relu"
-        " dsa_indexer_skip_topk_offset dsa_indexer_topk dsa_indexer_topk_freq linear_conv_kernel_dim"
-        " linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim",
+        " dsa_indexer_skip_topk_offset dsa_indexer_topk dsa_indexer_topk_freq",
     ),
     *_alike(_TRAINING, "dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss qk_clip qk_clip_alpha qk_clip_threshold"),
     *_alike(_COMPUTE, "cache_mla_latents dsa_kernel_backend mla_down_proj_fusion"),

@@ -33,6 +33,25 @@ ROUTED = {
     "n_group": 1,
     "topk_group": 1,
 }
+HYBRID = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "rope_parameters": {**PLAIN, "partial_rotary_factor": 0.25},
+} | TWO
+SHARED_EXPERT = {"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20}
+HYBRID_MODELS: dict[str, dict[str, Any]] = {
+    # With the delta net first, transformers' own logits differ by 2e-4 between fp32 and float64; with its other widths
+    # in the last model, gradients differ by 4e-4 between two of its implementations of attention.
+    "qwen3-next": {"model_type": "qwen3_next", **SHARED_EXPERT, **HYBRID, "num_experts_per_tok": 2}
+    | {"layer_types": ["full_attention", "linear_attention"]},
+    "qwen3.5": {"model_type": "qwen3_5_text", **HYBRID},
+    "qwen3.5 moe": {"model_type": "qwen3_5_moe_text", **SHARED_EXPERT, **HYBRID, "num_experts_per_tok": 2}
+    | {"layer_types": ["full_attention", "linear_attention"], "linear_key_head_dim": 12, "linear_value_head_dim": 8},
+}
+"""Models with gated delta nets."""
 NEAR_MODELS: dict[str, dict[str, Any]] = {
     "llama, biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True, **TWO},
     "llama, biases of attention": {"model_type": "llama", "attention_bias": True, **TWO},

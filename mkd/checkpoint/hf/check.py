@@ -10,6 +10,7 @@ import torch
 from mkd.checkpoint.hf.families import Family, family_of
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.errors import MkdCheckpointError
+from mkd.utils.logging import logger
 
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -53,13 +54,23 @@ def check_tensors(folder: HFFolder, family: Family) -> None:
         if dtype not in _WEIGHT_DTYPES:
             raise folder.error(f"tensor {name} is stored as {dtype}; quantized weights are not read")
     for name in folder.tensors:
-        if name not in expected and not name.endswith(family.ignored):
+        if name not in expected and not name.endswith(family.ignored) and not name.startswith(family.left_out):
             raise folder.error(f"tensor {name} is not part of {family.architectures[0]}")
     for name in optional & folder.tensors.keys():
         if not _equal(folder, name, family.tied[name]):
             raise folder.error(
                 f'tensor {name} differs from {family.tied[name]}, but config.json has "tie_word_embeddings": true'
             )
+
+
+def report_left_out(folder: HFFolder, family: Family) -> None:
+    """Print which weights of a folder are not read, and thus are in no export."""
+    names = [name for name in folder.tensors if family.left_out and name.startswith(family.left_out)]
+    if names:
+        logger.info(
+            f"{folder.path}: {len(names)} tensors {' and '.join(f'{start}*' for start in family.left_out)} (heads for "
+            "multi-token prediction) are left out, as transformers does; an export does not have them"
+        )
 
 
 def _equal(folder: HFFolder, first: str, second: str) -> bool:

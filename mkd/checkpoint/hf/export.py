@@ -158,14 +158,16 @@ class _StoredTensors:
             if isinstance(stored, TensorStorageMetadata) and key.startswith(MODEL_KEYS)
         }
         self._items = list(self._find_items())
-        known = {key for item in family.tensors(args) for key, _ in item.stored_keys()}
+        known = {
+            name for item in family.tensors(args) for key, _ in item.stored_keys() for name in item.stored_tensors(key)
+        }
         for key in self._stored.keys() - known:
             raise folder.error(f"tensor {key} is not part of {family.architectures[0]}")
 
     def plan(self, dtype: torch.dtype | None) -> Plan:
         """Hugging Face names with shape and dtype, in the order of `read`."""
         return {
-            name: (shape, self._stored[key].properties.dtype if dtype is None or item.entry.in_fp32 else dtype)
+            name: (shape, self._dtype(item, key) if dtype is None or item.entry.in_fp32 else dtype)
             for item, key, _ in self._items
             for name, shape in item.shapes.items()
         }
@@ -177,7 +179,9 @@ class _StoredTensors:
         for item, key, axes in self._items:
             if wanted.isdisjoint(item.shapes):
                 continue
-            parts = item.entry.layout.split(self._read(key, tuple(index for _, index in axes)), dims)
+            index = tuple(index for _, index in axes)
+            blocks = [self._read(name, index) for name in item.stored_tensors(key)]
+            parts = item.entry.layout.split(torch.cat(blocks) if len(blocks) > 1 else blocks[0], dims)
             for (name, shape), part in zip(item.shapes.items(), parts, strict=True):
                 if item.entry.has_all_experts:
                     full = experts.setdefault(name, part.new_empty(shape))
@@ -197,14 +201,21 @@ class _StoredTensors:
         for item in self._family.tensors(self._args):
             if tied.issuperset(item.shapes):
                 continue
-            key, axes = next(((key, axes) for key, axes in item.stored_keys() if key in self._stored), (None, ()))
+            stored = ((key, axes) for key, axes in item.stored_keys() if item.stored_tensors(key)[0] in self._stored)
+            key, axes = next(stored, (None, ()))
             if key is None:
                 raise self._folder.error(f"tensor {item.name} is missing")
-            for (argument, _), size in zip(axes, self._stored[key].size, strict=False):
+            for name in item.stored_tensors(key):
+                if name not in self._stored:
+                    raise self._folder.error(f"tensor {name} is missing")
+            for (argument, _), size in zip(axes, self._stored[item.stored_tensors(key)[0]].size, strict=False):
                 if size != self._args[argument]:
                     flag, what = "--" + argument.replace("_", "-"), argument.removeprefix("num_")
                     raise self._folder.error(f"tensor {key} holds {size} {what}, {flag} is {self._args[argument]}")
             yield item, key, axes
+
+    def _dtype(self, item: Item, key: str) -> torch.dtype:
+        return self._stored[item.stored_tensors(key)[0]].properties.dtype
 
     def _read(self, key: str, index: tuple[int, ...]) -> Tensor:
         """One parameter. Equal layers and experts are stored as one tensor, of which the block at `index` is read."""

@@ -19,7 +19,7 @@ from megatron.training.vocab_utils import calculate_padded_vocab_size
 from torch import Tensor
 
 from mkd.checkpoint.casts import CastCheck
-from mkd.checkpoint.hf.check import check_tensors, read_architecture
+from mkd.checkpoint.hf.check import check_tensors, read_architecture, report_left_out
 from mkd.checkpoint.hf.families import Family
 from mkd.checkpoint.hf.folder import HFFolder, store_assets
 from mkd.checkpoint.hf.layouts import TensorShard
@@ -46,6 +46,7 @@ def import_hf(folder: HFFolder, save_dir: Path, dtype: torch.dtype | None = None
     """
     family, architecture = read_architecture(folder)
     check_tensors(folder, family)
+    report_left_out(folder, family)
     if dtype is None:
         wide = {name for item in family.tensors(architecture) if item.entry.in_fp32 for name in item.shapes}
         stored = {stored for name, (_, stored) in folder.tensors.items() if name not in wide}
@@ -96,8 +97,9 @@ def _lazy_tensors(
     dims = family.dims(vars(args))
     casts = CastCheck(folder.error, "give --dtype fp32")
 
-    def read(item: Item, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        value = casts.cast(item.name, read_item(folder, item, dims, TensorShard(0, 1), shape, tied={}), dtype)
+    def read(item: Item, shape: tuple[int, ...], dtype: torch.dtype, section: slice) -> Tensor:
+        value = read_item(folder, item, dims, TensorShard(0, 1), shape, tied={})[section]
+        value = casts.cast(item.name, value, dtype)
         on_bytes(value.nbytes)
         return value
 
@@ -106,7 +108,11 @@ def _lazy_tensors(
         shape, kept = _full_shape(item, args), torch.float32 if item.entry.in_fp32 else dtype
         for key, axes in item.saved_keys():
             indices = tuple((index, vars(args)[argument]) for argument, index in axes)
-            tensors.add(key, shape, kept, partial(read, item, shape, kept), indices)
+            first = 0
+            for name, rows in zip(item.stored_tensors(key), item.sections.values() or shape[:1], strict=True):
+                block, section = (rows, *shape[1:]), slice(first, first + rows)
+                tensors.add(name, block, kept, partial(read, item, shape, kept, section), indices)
+                first += rows
     return tensors
 
 

@@ -33,6 +33,15 @@ class Dims:
     plain_width: int = 0
     """Channels of a latent attention's key without rope."""
 
+    delta_key_heads: int = 0
+    """Heads of a gated delta net's queries, and of its keys."""
+    delta_value_heads: int = 0
+    delta_key_width: int = 0
+    """Width of a head of its queries and keys."""
+    delta_value_width: int = 0
+    taps: int = 0
+    """Tokens of its convolution."""
+
     one: int = 1
 
     @property
@@ -42,6 +51,32 @@ class Dims:
     @property
     def key(self) -> int:
         return self.groups * self.head_dim
+
+    @property
+    def gated_query(self) -> int:
+        """Queries with a gate of the same width for each head."""
+        return 2 * self.query
+
+    @property
+    def delta_key(self) -> int:
+        return self.delta_key_heads * self.delta_key_width
+
+    @property
+    def delta_value(self) -> int:
+        return self.delta_value_heads * self.delta_value_width
+
+    @property
+    def delta_query_key_value(self) -> int:
+        return 2 * self.delta_key + self.delta_value
+
+    @property
+    def delta_query_key_value_gate(self) -> int:
+        return 2 * self.delta_key + 2 * self.delta_value
+
+    @property
+    def delta_rates(self) -> int:
+        """Rates of writing and of decay for each value head."""
+        return 2 * self.delta_value_heads
 
     @property
     def query_key_value(self) -> int:
@@ -110,6 +145,11 @@ def _split_full(full: Tensor, dims: Dims) -> list[Tensor]:
     return [full]
 
 
+def columns(total: str) -> Layout:
+    """Shards the columns of a [.., total] matrix."""
+    return Layout(_shard_columns(total), _split_full)
+
+
 def _shard_columns(total: str) -> Callable[[Sequence[Read], Dims, TensorShard, tuple[int, ...]], Tensor]:
     """Shards the columns of a [.., total] matrix: the weight of a row-parallel linear layer."""
     return lambda reads, dims, shard, shape: reads[0](None, shard.of(getattr(dims, total)))
@@ -123,6 +163,27 @@ def rows(total: str) -> Layout:
         return reads[0](None if shape[0] == count else shard.of(count), None)
 
     return Layout(shard_of, _split_full)
+
+
+def row_blocks(*tensors: tuple[str, ...]) -> Layout:
+    """A parameter of row blocks, each of which is sharded for itself; each Hugging Face tensor holds some in order.
+
+    Args:
+        tensors: sizes of the blocks of each Hugging Face tensor.
+    """
+
+    def shard_of(reads: Sequence[Read], dims: Dims, shard: TensorShard, shape: tuple[int, ...]) -> Tensor:
+        parts = []
+        for read, names in zip(reads, tensors, strict=True):
+            sizes = [getattr(dims, name) for name in names]
+            blocks = zip(_read_row_blocks(read, *sizes), sizes, strict=True)
+            parts += [block(shard.of(size), None) for block, size in blocks]
+        return torch.cat(parts)
+
+    def split(full: Tensor, dims: Dims) -> list[Tensor]:
+        return list(full.split([sum(getattr(dims, name) for name in names) for names in tensors]))
+
+    return Layout(shard_of, split)
 
 
 def _shard_vocab(reads: Sequence[Read], dims: Dims, shard: TensorShard, shape: tuple[int, ...]) -> Tensor:
@@ -148,13 +209,28 @@ def _shard_qkv(reads: Sequence[Read], dims: Dims, shard: TensorShard, shape: tup
     With more tensor-parallel ranks than groups, a rank holds a part of a group: whole groups are read and then sliced.
     """
     rows = shard.of(dims.groups * dims.group_rows)
-    first, last = rows.start // dims.group_rows, -(-rows.stop // dims.group_rows)
+    return _shard_groups(reads, dims, rows, dims.query // dims.groups, dims.group_rows)
+
+
+def _shard_groups(reads: Sequence[Read], dims: Dims, rows: slice, q_rows: int, group_rows: int) -> Tensor:
+    """The rows of a matrix of query groups.
+
+    Args:
+        reads: of queries, keys and values.
+        dims: of the model.
+        rows: of the matrix.
+        q_rows: rows of the first tensor for each group.
+        group_rows: rows of the matrix for each group.
+    """
+    first, last = rows.start // group_rows, -(-rows.stop // group_rows)
     count = last - first
-    q_rows = dims.query // dims.groups
     q = reads[0](slice(first * q_rows, last * q_rows), None)
+    if q_rows != dims.query // dims.groups:  # each head's queries and its gate
+        heads = q.reshape(count, -1, 2, dims.head_dim, *q.shape[1:])
+        q = heads.transpose(1, 2).reshape(count * q_rows, *q.shape[1:])
     k, v = (read(slice(first * dims.head_dim, last * dims.head_dim), None) for read in reads[1:])
     groups = torch.cat([t.reshape(count, -1, *t.shape[1:]) for t in (q, k, v)], dim=1)
-    start = first * dims.group_rows
+    start = first * group_rows
     return groups.flatten(0, 1)[rows.start - start : rows.stop - start]
 
 
@@ -162,6 +238,30 @@ def _split_qkv(full: Tensor, dims: Dims) -> list[Tensor]:
     groups = full.reshape(dims.groups, dims.group_rows, *full.shape[1:])
     sizes = [dims.query // dims.groups, dims.head_dim, dims.head_dim]
     return [part.flatten(0, 1) for part in groups.split(sizes, dim=1)]
+
+
+def gated_qkv() -> Layout:
+    """Query groups with gates: the queries of all heads of a group, their gates, its key, its value.
+
+    The folder's first tensor has the gate of each head after its queries.
+    """
+
+    def sizes(dims: Dims) -> tuple[int, int]:
+        queries = dims.gated_query // dims.groups
+        return queries, queries + 2 * dims.head_dim
+
+    def shard_of(reads: Sequence[Read], dims: Dims, shard: TensorShard, shape: tuple[int, ...]) -> Tensor:
+        queries, group = sizes(dims)
+        return _shard_groups(reads, dims, shard.of(dims.groups * group), queries, group)
+
+    def split(full: Tensor, dims: Dims) -> list[Tensor]:
+        queries, group = sizes(dims)
+        groups = full.reshape(dims.groups, group, *full.shape[1:])
+        q, k, v = groups.split([queries, dims.head_dim, dims.head_dim], dim=1)
+        heads = q.reshape(dims.groups, 2, -1, dims.head_dim, *full.shape[1:]).transpose(1, 2)
+        return [heads.reshape(dims.gated_query, *full.shape[1:]), k.flatten(0, 1), v.flatten(0, 1)]
+
+    return Layout(shard_of, split)
 
 
 def _read_row_blocks(read: Read, *sizes: int) -> list[Read]:
@@ -197,10 +297,10 @@ def _shard_packed_gate_up(reads: Sequence[Read], dims: Dims, shard: TensorShard,
 
 
 REPLICATED = Layout(_shard_replicated, _split_full)
-ATTENTION_OUTPUT = Layout(_shard_columns("query"), _split_full)
-DOWN = Layout(_shard_columns("ffn"), _split_full)
-SHARED_DOWN = Layout(_shard_columns("shared_ffn"), _split_full)
-EXPERT_DOWN = Layout(_shard_columns("moe_ffn"), _split_full)
+ATTENTION_OUTPUT = columns("query")
+DOWN = columns("ffn")
+SHARED_DOWN = columns("shared_ffn")
+EXPERT_DOWN = columns("moe_ffn")
 VOCAB = Layout(_shard_vocab, _split_vocab)
 QKV = Layout(_shard_qkv, _split_qkv)
 PACKED_QKV = Layout(_shard_packed_qkv, _split_packed_qkv)

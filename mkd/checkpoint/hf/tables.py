@@ -5,7 +5,7 @@ model.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mkd.checkpoint.hf.layouts import (
@@ -54,6 +54,9 @@ class Entry:
     """True if the parameter is stored in fp32 for every dtype of the weights."""
     shape: tuple[str, ...] = ()
     """Shape of the unsharded parameter, if it is not that of the concatenated rows of the Hugging Face tensors."""
+    sections: Mapping[str, str] = field(default_factory=dict)
+    """Blocks of rows that a checkpoint stores as separate tensors: end of the tensor's name -> number of rows, as a
+    name of `Dims`. Empty for a parameter that is stored whole."""
 
     @property
     def has_all_experts(self) -> bool:
@@ -79,6 +82,8 @@ class Item:
     """True if megatron stores the layers as one tensor, which requires that all layers are equal."""
     shape: tuple[int, ...] = ()
     """See `Entry.shape`."""
+    sections: Mapping[str, int] = field(default_factory=dict)
+    """See `Entry.sections`."""
 
     @property
     def parameters(self) -> list[str]:
@@ -101,6 +106,10 @@ class Item:
         """Keys that an import writes; stacked in the same cases as by megatron."""
         names = self.entry.stored or self.entry.in_checkpoint[:1]
         return [self._key(name, () if self.stacked else (_LAYER,)) for name in names]
+
+    def stored_tensors(self, key: str) -> list[str]:
+        """Names of the tensors that a checkpoint stores for a key, in the order of the parameter's rows."""
+        return [f"{key}.{section}" for section in self.sections] or [key]
 
     def _key(self, name: str, separate: tuple[str, ...]) -> tuple[str, Axes]:
         marks = ((_LAYER, "num_layers", self.layer), (_EXPERT, "num_experts", self.expert))

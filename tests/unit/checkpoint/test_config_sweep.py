@@ -64,6 +64,15 @@ GRANITE = {
     "residual_multiplier": 0.5,
     "attention_multiplier": 0.25,
 }
+DELTA_NET = {
+    "layer_types": ["full_attention", "linear_attention"],
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 6,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_conv_kernel_dim": 3,
+    "partial_rotary_factor": 0.5,
+}
 LATENT = {
     "num_key_value_heads": 4,
     "head_dim": ABSENT,
@@ -134,6 +143,9 @@ BASES = {
     "glm4_moe": COMMON | EXPERTS | ROUTED,
     "dots1": COMMON | EXPERTS | ROUTED | {"sliding_window": 5, "max_window_layers": 1, "first_k_dense_replace": 1},
     "solar_open": COMMON | EXPERTS | ROUTED,
+    "qwen3_next": COMMON | EXPERTS | DELTA_NET | {"num_experts": 4, "shared_expert_intermediate_size": 8},
+    "qwen3_5_text": COMMON | DELTA_NET,
+    "qwen3_5_moe_text": COMMON | EXPERTS | DELTA_NET | {"num_experts": 4, "shared_expert_intermediate_size": 8},
     "glm4_moe_lite": COMMON | EXPERTS | LATENT | ROUTED,
 }
 ALTERNATING = ["sliding_attention", "full_attention"]
@@ -428,9 +440,38 @@ GEMMA_SPELLINGS = {
     "alternating layers and linear rope": {"layer_types": ALTERNATING, "rope_scaling": LINEAR},
     "full layers and linear rope": {"layer_types": ["full_attention"] * 2, "rope_scaling": LINEAR},
 }
+HYBRID_SPELLINGS = {
+    "layer_types absent": {"layer_types": ABSENT},
+    "every second layer with attention": {"layer_types": ABSENT, "full_attention_interval": 2},
+    "all layers with attention": {"layer_types": ABSENT, "full_attention_interval": 1},
+    "interval and layer_types": {"full_attention_interval": 1},
+    "interval null": {"layer_types": ABSENT, "full_attention_interval": None},
+    "interval 0": {"layer_types": ABSENT, "full_attention_interval": 0},
+    "linear layers": {"layer_types": ["linear_attention"] * 2},
+    "attention second": {"layer_types": ["linear_attention", "full_attention"]},
+    "two key heads absent": {"linear_num_key_heads": ABSENT, "linear_num_value_heads": ABSENT},
+    "widths absent": {"linear_key_head_dim": ABSENT, "linear_value_head_dim": ABSENT},
+    "one value head per key head": {"linear_num_value_heads": 2},
+    "value heads between": {"linear_num_key_heads": 4, "linear_num_value_heads": 6},
+    "one tap": {"linear_conv_kernel_dim": 1},
+    "taps absent": {"linear_conv_kernel_dim": ABSENT},
+    "taps null": {"linear_conv_kernel_dim": None},
+    "share of rope absent": {"partial_rotary_factor": ABSENT, "head_dim": 16},
+    "share of rope null": {"partial_rotary_factor": None, "head_dim": 16},
+    "sections of rope": NO_ROPE
+    | {"rope_parameters": PLAIN | {"mrope_section": [1, 1, 0], "mrope_interleaved": True, "rope_theta": 1e7}},
+    "rope of sections": NO_ROPE | {"rope_parameters": {"rope_type": "mrope", "mrope_section": [1, 1, 0]}},
+    "prediction layers of Qwen3.5": {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False},
+    "gate of attention": {"attn_output_gate": True},
+    "no gate of attention": {"attn_output_gate": False},
+    "dtype of the state": {"mamba_ssm_dtype": "float32"},
+    "conv bias": {"linear_conv_bias": True},
+}
+HYBRIDS = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
 GEMMAS = {"gemma2", "gemma3_text"}
 HAVE_GROUPS = {"deepseek_v3", "deepseek_v2", "glm4_moe", "dots1", "solar_open", "glm4_moe_lite"}
-HAVE_EXPERTS = {"qwen3_moe", "mixtral", "gpt_oss", "qwen2_moe", *HAVE_GROUPS}
+HAVE_NUM_EXPERTS = {"qwen2_moe", "qwen3_next", "qwen3_5_moe_text"}
+HAVE_EXPERTS = {"qwen3_moe", "mixtral", "gpt_oss", *HAVE_NUM_EXPERTS, *HAVE_GROUPS}
 
 
 def spelled(family, change):
@@ -448,6 +489,7 @@ def transformers_facts(folder, config):
     with torch.no_grad():
         output = model(torch.arange(TOKENS)[None], output_attentions=True, use_cache=False)
     layer = model.model.layers[0]
+    attention = next((layer.self_attn for layer in model.model.layers if hasattr(layer, "self_attn")), None)
     frequencies, scale = rope_of(model)
     weights = {name: tuple(value.shape) for name, value in model.state_dict().items() if not is_mixture(name)}
     return {
@@ -459,10 +501,10 @@ def transformers_facts(folder, config):
         "windows": [window_of(attention[0]) for attention in output.attentions],
         "frequencies": [round(value, 6) for value in frequencies],
         "rope scale": round(float(scale), 5),
-        "softmax scale": round(layer.self_attn.scaling, 5),
-        "dropout": layer.self_attn.attention_dropout,
-        "residual dropout": getattr(layer.self_attn, "residual_dropout", 0.0),
-        "rope": [bool(getattr(layer.self_attn, "use_rope", True)) for layer in model.model.layers],
+        "softmax scale": None if attention is None else round(attention.scaling, 5),
+        "dropout": loaded.attention_dropout if attention is None else attention.attention_dropout,
+        "residual dropout": getattr(attention, "residual_dropout", 0.0),
+        "rope": [bool(getattr(getattr(layer, "self_attn", None), "use_rope", True)) for layer in model.model.layers],
         "positions": loaded.max_position_embeddings,
         "factors": [
             getattr(loaded, name, 1.0) for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling")
@@ -527,12 +569,12 @@ def router(config, model):
     """top-k, normalization, groups and scale of the first mixture."""
     if config.model_type not in HAVE_EXPERTS:
         return None
-    can_skip_normalization = config.model_type in {"qwen2_moe", "qwen3_moe", *HAVE_GROUPS}
+    can_skip_normalization = config.model_type in {"qwen2_moe", "qwen3_moe", "qwen3_next", *HAVE_GROUPS}
     facts = {
         "experts": config.n_routed_experts
         if config.model_type in HAVE_GROUPS
         else config.num_experts
-        if config.model_type == "qwen2_moe"
+        if config.model_type in HAVE_NUM_EXPERTS
         else config.num_local_experts,
         "chosen": config.num_experts_per_tok,
         "dense": [not hasattr(layer.mlp, "experts") for layer in model.model.layers],
@@ -558,6 +600,8 @@ def mkd_facts(config):
     every = getattr(args, "window_attn_skip_freq", None)
     window = args.window_size[0] + 1 if args.window_size and args.window_size[0] + 1 < TOKENS else None
     layers = every if isinstance(every, list) else [1] * args.num_layers
+    if args.experimental_attention_variant is not None:
+        layers = [1] * args.linear_attention_freq.count(0)  # those with attention
     latent = args.multi_latent_attention
     softmax = 1 / math.sqrt(args.qk_head_dim + args.qk_pos_emb_head_dim if latent else args.kv_channels)
     softmax = getattr(args, "softmax_scale", None) or softmax
@@ -578,7 +622,7 @@ def mkd_facts(config):
         "windows": [window if sliding else None for sliding in layers],
         "frequencies": [round(value, 6) for value in frequencies],
         "rope scale": round(scale, 5),
-        "softmax scale": round(softmax, 5),
+        "softmax scale": round(softmax, 5) if layers else None,
         "dropout": args.attention_dropout,
         "residual dropout": args.hidden_dropout,
         "rope": [not without for without in args.no_rope_freq or [0] * args.num_layers],
@@ -682,6 +726,7 @@ def test_no_silent_difference(family, remainder, tmp_path):
     """Every spelling that transformers loads is computed alike, or refused with its key; most are computed."""
     spellings = SPELLINGS | (EXPERT_SPELLINGS if family.model_type in HAVE_EXPERTS else {})
     spellings |= GEMMA_SPELLINGS if family.model_type in (*GEMMAS, "olmo3") else {}
+    spellings |= HYBRID_SPELLINGS if family.model_type in HYBRIDS else {}
     different, unnamed, equal = {}, {}, 0
     for name, change in list(spellings.items())[remainder::2]:
         config = spelled(family, change)

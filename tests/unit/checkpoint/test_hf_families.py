@@ -14,7 +14,7 @@ from mkd.errors import MkdCheckpointError
 from mkd.models.layer_options import LayerOptions
 from mkd.models.model_options import ModelOptions
 from tests.support.hf_folders import LLAMA3_ROPE, SIZES
-from tests.support.hf_models import NEAR_MODELS
+from tests.support.hf_models import HYBRID_MODELS, NEAR_MODELS
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "hidden_act": "silu", **SIZES}
 OWN_ARGUMENTS = {"softmax_scale", *LayerOptions.__dataclass_fields__}
@@ -222,7 +222,7 @@ def test_unknown_architecture_lists_the_known(names):
 
 
 def test_unknown_architecture_names_the_nearest():
-    with pytest.raises(MkdCheckpointError, match=r"\(the nearest by name is Qwen3MoeForCausalLM\)"):
+    with pytest.raises(MkdCheckpointError, match=r"\(the nearest by name is Qwen3NextForCausalLM\)"):
         family_of({**CONFIG, "architectures": ["Qwen3NextMoeForCausalLM"]})
 
 
@@ -437,12 +437,13 @@ def test_one_expert_per_token():
         family_of(config).megatron_args({**config, "norm_topk_prob": True})
 
 
-NEAR_FAMILIES = {sizes["model_type"] for sizes in NEAR_MODELS.values()} - {"llama", "qwen2", "qwen3", "qwen3_moe"}
+OTHER_MODELS = NEAR_MODELS | HYBRID_MODELS
+NEAR_FAMILIES = {sizes["model_type"] for sizes in OTHER_MODELS.values()} - {"llama", "qwen2", "qwen3", "qwen3_moe"}
 
 
-@pytest.mark.parametrize("name", NEAR_MODELS)
+@pytest.mark.parametrize("name", OTHER_MODELS)
 def test_config_round_trip_of_near_models(name):
-    config = {**CONFIG, **NEAR_MODELS[name], "architectures": None}
+    config = {**CONFIG, **OTHER_MODELS[name], "architectures": None}
     config["hidden_act"] = "relu2" if config["model_type"] == "arcee" else "silu"
     family = family_of(config)
     args = family.megatron_args(config)

@@ -10,8 +10,10 @@ import torch
 
 from mkd.checkpoint.hf.check import check_tensors, read_architecture
 from mkd.checkpoint.hf.folder import INDEX, WEIGHTS, HFFolder
+from mkd.checkpoint.source import ModelSource
 from mkd.errors import MkdCheckpointError
-from tests.support.hf_folders import add_tokenizer, change_json, change_weights, make_llama, read_weights
+from tests.support.hf_folders import add_tokenizer, change_json, change_weights, make_llama, make_model, read_weights
+from tests.support.hf_models import HYBRID_MODELS
 
 FLAG = "--kd-teacher-hf"
 
@@ -342,3 +344,14 @@ def test_json_bombs(folder, text):
     path = folder("single")
     (path / "config.json").write_text(text)
     assert_refused(path, "config.json is not readable JSON")
+
+
+def test_prediction_heads_are_left_out(tmp_path, capsys):
+    folder = make_model(tmp_path / "qwen", **HYBRID_MODELS["qwen3.5"])
+    change_weights(folder, {"mtp.fc.weight": torch.zeros(48, 96), "mtp.norm.weight": torch.zeros(48)})
+    ModelSource.from_hf(str(folder), "--kd-teacher-hf")
+    assert "2 tensors mtp.* (heads for multi-token prediction) are left out" in capsys.readouterr().out
+    llama = make_llama(tmp_path / "llama")
+    change_weights(llama, {"mtp.fc.weight": torch.zeros(48, 96)})
+    with pytest.raises(MkdCheckpointError, match=r"tensor mtp.fc.weight is not part of LlamaForCausalLM"):
+        ModelSource.from_hf(str(llama), "--kd-teacher-hf")

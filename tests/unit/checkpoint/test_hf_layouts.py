@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mkd.checkpoint.hf.layouts import ATTENTION_OUTPUT, DOWN, GATE_UP, QKV, VOCAB, Dims, TensorShard
+from mkd.checkpoint.hf.layouts import ATTENTION_OUTPUT, DOWN, GATE_UP, QKV, VOCAB, Dims, TensorShard, gated_qkv
 from mkd.errors import MkdCheckpointError
 
 DIMS = Dims(hidden=5, ffn=12, heads=8, groups=4, head_dim=3, vocab=13)
@@ -46,6 +46,24 @@ def test_qkv(size):
 def test_qkv_split():
     q, k, v, whole = qkv_rows()
     for part, expected in zip(QKV.split(whole, DIMS), (q, k, v), strict=True):
+        assert torch.equal(part, expected)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8], ids="tp{}".format)
+def test_gated_qkv(size):
+    """Queries and gates are apart in Megatron's matrix, and alternate by heads in the folder's."""
+    queries, k, v, _ = qkv_rows()
+    gates = queries + 2
+    heads = [torch.cat([queries[3 * head : 3 * head + 3], gates[3 * head : 3 * head + 3]]) for head in range(8)]
+    q = torch.cat(heads)
+    whole = torch.cat(
+        [
+            torch.cat([queries[6 * group :][:6], gates[6 * group :][:6], k[3 * group :][:3], v[3 * group :][:3]])
+            for group in range(4)
+        ]
+    )
+    assert torch.equal(torch.cat(shards_of(gated_qkv(), (q, k, v), size, (72 // size, 5))), whole)
+    for part, expected in zip(gated_qkv().split(whole, DIMS), (q, k, v), strict=True):
         assert torch.equal(part, expected)
 
 

@@ -53,17 +53,24 @@ from mkd.checkpoint.hf.families.mixtures import (
     SOLAR_OPEN,
 )
 from mkd.checkpoint.hf.families.olmo import OLMO2, OLMO3
+from mkd.checkpoint.hf.families.qwen_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from mkd.errors import MkdCheckpointError
 
 FAMILIES = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, QWEN3_MOE, MIXTRAL, DEEPSEEK_V3, GPT_OSS),
     *(OLMO2, OLMO3, GEMMA2, GEMMA3, GLM4),
     *(MINISTRAL, CWM, SMOLLM3, SEED_OSS, ERNIE, HELIUM, GLM, ARCEE, YOUTU, GRANITE),
+    *(QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE),
     *(QWEN2_MOE, DEEPSEEK_V2, GLM4_MOE, DOTS1, SOLAR_OPEN, GLM4_MOE_LITE),
 )
 
 UNSUPPORTED: Mapping[str, str] = {
-    "Gemma3ForConditionalGeneration": "the folder has a vision tower; its text model alone is a Gemma3ForCausalLM"
+    "Gemma3ForConditionalGeneration": "the folder has a vision tower; its text model alone is a Gemma3ForCausalLM",
+    "Qwen3_5ForConditionalGeneration": "the folder has a vision tower; its text model alone is a Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "the folder has a vision tower; its text model alone is a "
+    "Qwen3_5MoeForCausalLM",
+    "NemotronHForCausalLM": "Mamba layers need Megatron's hybrid model, mkd builds GPT models; hybrid models that it "
+    "loads are Qwen3NextForCausalLM and Qwen3_5ForCausalLM",
 }
 """Well-known architectures that are not supported -> reason."""
 

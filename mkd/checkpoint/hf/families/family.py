@@ -7,6 +7,7 @@ from typing import Any
 
 from mkd.checkpoint.hf.config_parts import ConfigPart
 from mkd.checkpoint.hf.config_reader import ConfigReader
+from mkd.checkpoint.hf.delta_net import delta_net_dims
 from mkd.checkpoint.hf.latent import latent_dims
 from mkd.checkpoint.hf.layouts import Dims
 from mkd.checkpoint.hf.tables import ATTENTION_OUT, MLP, MLP_NORM, QKV_WEIGHT, Entry, Item
@@ -37,6 +38,8 @@ class Family:
     """Hugging Face tensors that are copies when embeddings are tied: copy -> original."""
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     """Suffixes of the names of tensors that are not weights."""
+    left_out: tuple[str, ...] = ()
+    """Beginnings of the names of weights that are no part of the language model; transformers leaves them out too."""
     absent: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of transformers for absent keys of config.json, where those of the parts differ."""
 
@@ -96,12 +99,13 @@ class Family:
             moe_ffn=args.get("moe_ffn_hidden_size") or 0,
             shared_ffn=args.get("moe_shared_expert_intermediate_size") or 0,
             **(latent_dims(args) if args.get("multi_latent_attention") else {}),
+            **(delta_net_dims(args) if args.get("experimental_attention_variant") else {}),
         )
 
     def tensors(self, args: Mapping[str, Any]) -> Iterator[Item]:
         """Every parameter of the model with its Hugging Face tensors; layers and experts ascend within an entry."""
         dims = self.dims(args)
-        stacked = not isinstance(args.get("moe_layer_freq"), list)
+        stacked = not any(isinstance(args.get(name), list) for name in ("moe_layer_freq", "linear_attention_freq"))
         for entry in self.table:
             layers = range(args["num_layers"]) if "{layer}" in entry.megatron else (None,)
             layers = [layer for layer in layers if entry.where(args, layer)]
@@ -113,7 +117,8 @@ class Family:
                         for name, sizes in entry.sources.items()
                     }
                     shape = tuple(getattr(dims, size) for size in entry.shape)
-                    yield Item(entry, layer, expert, shapes, stacked, shape)
+                    sections = {name: getattr(dims, size) for name, size in entry.sections.items()}
+                    yield Item(entry, layer, expert, shapes, stacked, shape, sections)
 
 
 DENSE: dict[str, Any] = {
@@ -126,6 +131,7 @@ DENSE: dict[str, Any] = {
     "qk_l2_norm": False,
     "softmax_type": "vanilla",
     "attention_output_gate": False,
+    "experimental_attention_variant": None,
     "window_size": None,
     "window_attn_skip_freq": None,
     "no_rope_freq": None,

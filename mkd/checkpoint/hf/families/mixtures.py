@@ -158,7 +158,15 @@ GPT_OSS = Family(
     absent={"sliding_window": 128, "rope_theta": 150000.0, "head_dim": 64, "num_key_value_heads": 8},
 )
 # without it, transformers has 60 experts, whatever num_local_experts is
-_NUM_EXPERTS = ConfigPart(lambda config: {"num_experts": config.size("num_experts")}, lambda args: {})
+NUM_EXPERTS = ConfigPart(lambda config: {"num_experts": config.size("num_experts")}, lambda args: {})
+SHARED_EXPERT_LAYER = (
+    MOE_NORM,
+    *mixture("mlp.", "gate_proj", "up_proj", "down_proj"),
+    *shared_experts("shared_expert"),
+    SHARED_EXPERT_GATE,
+)
+"""Routed experts, and a shared one with a gate."""
+
 QWEN2_MOE = Family(
     architectures=("Qwen2MoeForCausalLM",),
     model_type="qwen2_moe",
@@ -168,7 +176,7 @@ QWEN2_MOE = Family(
         ROPE,
         NO_WINDOW,
         experts("num_experts"),
-        _NUM_EXPERTS,
+        NUM_EXPERTS,
         OPTIONAL_NORMALIZED_ROUTER,
         SHARED_EXPERT,
         SILU,
@@ -177,12 +185,7 @@ QWEN2_MOE = Family(
     ),
     table=decoder(
         (QKV_WEIGHT, OPTIONAL_QKV_BIAS, ATTENTION_OUT),
-        (
-            MOE_NORM,
-            *mixture("mlp.", "gate_proj", "up_proj", "down_proj"),
-            *shared_experts("shared_expert"),
-            SHARED_EXPERT_GATE,
-        ),
+        SHARED_EXPERT_LAYER,
     ),
     fixed=but(MIXTURE, "add_qkv_bias", "moe_shared_expert_intermediate_size", moe_shared_expert_gate=True),
     absent={"num_key_value_heads": 16, "qkv_bias": True},
