@@ -45,6 +45,10 @@ def prune_width(args: argparse.Namespace) -> None:
         raise teacher.folder.error(
             f"{teacher.family.architectures[0]} has latent attention, which is only pruned in depth"
         )
+    if teacher.args["experimental_attention_variant"] is not None:
+        raise teacher.folder.error(
+            f"{teacher.family.architectures[0]} has gated delta nets, which are only pruned in depth"
+        )
     count, old = teacher.args["num_layers"], teacher.dims
     layers = select_layers(count, args.every, args.layers)
     new = student_dims(old, args.hidden_size, args.ffn_hidden_size, args.num_attention_heads, args.num_query_groups)

@@ -61,6 +61,10 @@ def check_fp8_teacher(teacher: Namespace, micro_batch_size: int, kd: KDConfig) -
         (teacher.num_experts is not None, "its experts receive any number of tokens: give bf16"),
         (teacher.multi_latent_attention, "latent attention is untested in FP8: give bf16"),
         (
+            teacher.experimental_attention_variant is not None,
+            f"{teacher.experimental_attention_variant} is untested in FP8: give bf16",
+        ),
+        (
             kd.variable_seq_lengths,
             f"FP8 products need a multiple of {FP8_TOKENS} tokens: leave --kd-variable-seq-lengths out",
         ),

@@ -360,7 +360,8 @@ def check_transformer_engine(args: Namespace) -> None:
 
 
 def check_attention_heads(model: str, sizes: Mapping[str, Any], args: Namespace, prefix: str = "--") -> None:
-    """Refuse all-to-all context parallelism over ranks that do not divide a model's heads: it distributes heads.
+    """Refuse all-to-all context parallelism over ranks that do not divide a model's heads: it distributes heads. Refuse
+    what a gated delta net cannot compute.
 
     Args:
         model: name of the model in the message, such as "the student".
@@ -368,6 +369,8 @@ def check_attention_heads(model: str, sizes: Mapping[str, Any], args: Namespace,
         args: Megatron's, in the layout of the model.
         prefix: see `check_ranks`.
     """
+    if sizes.get("experimental_attention_variant") == "gated_delta_net":
+        _check_delta_net(model, sizes, args, prefix)
     ranks = {"a2a": args.context_parallel_size, "a2a+p2p": (args.hierarchical_context_parallel_sizes or [1])[0]}
     kind = args.cp_comm_type[0]
     if args.context_parallel_size == 1 or kind not in ranks:
@@ -381,6 +384,28 @@ def check_attention_heads(model: str, sizes: Mapping[str, Any], args: Namespace,
                 f"{prefix}tensor-model-parallel-size {tp} * {ranks[kind]} context-parallel ranks do not divide; give "
                 "p2p or all_gather, which split the sequence"
             )
+
+
+def _check_delta_net(model: str, sizes: Mapping[str, Any], args: Namespace, prefix: str) -> None:
+    """Arguments as in `check_attention_heads`."""
+    tp, cp, heads = args.tensor_model_parallel_size, args.context_parallel_size, sizes["linear_num_key_heads"]
+    if heads % (tp * cp):
+        raise MkdConfigError(
+            f"{prefix}tensor-model-parallel-size {tp} * {prefix}context-parallel-size {cp} does not divide the {heads} "
+            f"key heads (linear_num_key_heads) of the gated delta net of {model}, which both distribute"
+        )
+    packing = getattr(args, "kd_packing", "none")
+    if args.deterministic_mode and packing != "none":
+        raise MkdConfigError(
+            f"--deterministic-mode does not work with --kd-packing {packing}: {model} has a gated delta net, of which "
+            "megatron has no deterministic kernels for packed rows; leave one of the two out"
+        )
+    if not cpu.is_target() and find_spec("fla") is None:
+        raise MkdPackageError(
+            f"{model} has a gated delta net ({sizes['linear_num_value_heads']} linear_num_value_heads), whose kernels "
+            "are in flash-linear-attention, which is not installed in this Python: install it (pip install "
+            "flash-linear-attention)"
+        )
 
 
 def check_variable_lengths(args: Namespace) -> None:

@@ -12,6 +12,7 @@ from mkd.job.memory.parameters import parameters_of_stage
 from tests.support.dist.gpt_models import build_from_arguments, layout
 from tests.dist.test_hf_families import DEEPSEEK, GEMMA3, GPT_OSS
 from tests.support.hf_folders import make_model
+from tests.support.hf_models import HYBRID_MODELS
 
 FAMILIES = {
     "llama": {"num_hidden_layers": 2, "tie_word_embeddings": True},
@@ -22,6 +23,7 @@ FAMILIES = {
     "gpt_oss": GPT_OSS,
     "olmo2": {"num_hidden_layers": 2},
     "gemma3_text": GEMMA3,
+    **{sizes["model_type"]: sizes for sizes in HYBRID_MODELS.values()},
 }
 LENGTH, SAMPLES = 48, 2
 EXPERTS = {
@@ -36,6 +38,7 @@ EXPERTS = {
 
 CASES = [("llama", 2, 1), ("llama", 1, 2), ("qwen2", 2, 1), ("qwen3", 2, 1), ("mixtral", 2, 1), ("deepseek_v3", 1, 2)]
 CASES += [("gpt_oss", 1, 2), ("olmo2", 2, 1), ("gemma3_text", 1, 2)]
+CASES += [("qwen3_next", 1, 2), ("qwen3_5_text", 2, 1)]
 
 
 def counts(rank: int, size: int, path: str, tp: int, pp: int) -> tuple[int, float]:

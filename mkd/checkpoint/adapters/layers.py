@@ -15,6 +15,7 @@ _QKV = "self_attention.linear_qkv.weight"
 _FC1 = ("mlp.linear_fc1.weight", "mlp.shared_experts.linear_fc1.weight")
 _COLUMN = (_QKV, *_FC1, "self_attention.linear_q_proj.weight")
 _ROW = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight", "mlp.shared_experts.linear_fc2.weight")
+_PROJECTIONS = ("self_attention.linear_", "self_attention.in_proj.", "self_attention.out_proj.")
 _FROZEN = {"lm_head": "the LM head", "embed_tokens": "the embedding"}
 
 
@@ -32,12 +33,13 @@ def adapted_linears(family: Family, args: Mapping[str, Any], options: LoraOption
     """
     every = list(_linear_layers(family, args))
     names = {part.layer for linear in every for part in linear.parts}
-    if options.modules is None and (latent := _latent(family, args)):
+    without = _without_adapters(family, args)
+    if options.modules is None and without:
         raise MkdConfigError(
-            f"--kd-lora {options.rank}: {family.architectures[0]} has latent attention, and mkd has no adapters of "
-            f"{', '.join(sorted(latent))}: give --kd-lora-modules {' '.join(sorted(set(map(_short, names))))}"
+            f"--kd-lora {options.rank}: {family.architectures[0]} has {_attention_kind(args)}, and mkd has no adapters "
+            f"of {', '.join(sorted(without))}: give --kd-lora-modules {' '.join(sorted(set(map(_short, names))))}"
         )
-    wanted = _chosen(options.modules, names, _routed(family, args), _latent(family, args))
+    wanted = _chosen(options.modules, names, _routed(family, args), without, _attention_kind(args))
     found = []
     for linear in every:
         parts = tuple(part if part.layer in wanted else RowPart(part.channels, None) for part in linear.parts)
@@ -54,7 +56,7 @@ def _linear_layers(family: Family, args: Mapping[str, Any]) -> Iterator[AdaptedL
     dims = family.dims(args)
     for item in family.tensors(args):
         _, _, path = item.entry.megatron.partition("{layer}.")
-        if path in _COLUMN or path in _ROW:
+        if _has_adapters(path, args):
             yield _adapted(item, path, dims, args)
 
 
@@ -82,12 +84,22 @@ def _routed(family: Family, args: Mapping[str, Any]) -> set[str]:
     return {_short(name) for item in family.tensors(args) if item.expert is not None for name in _layers(item)}
 
 
-def _latent(family: Family, args: Mapping[str, Any]) -> set[str]:
-    """Names of the linear layers of latent attention that have no adapters."""
+def _has_adapters(path: str, args: Mapping[str, Any]) -> bool:
+    """True for a weight inside a transformer layer whose Hugging Face layers may have adapters."""
+    return path in (*_COLUMN, *_ROW) and not (path == _QKV and args.get("attention_output_gate"))
+
+
+def _attention_kind(args: Mapping[str, Any]) -> str:
+    """Name of attention with layers that have no adapters."""
+    return "latent attention" if args.get("multi_latent_attention") else "a gated delta net and attention with a gate"
+
+
+def _without_adapters(family: Family, args: Mapping[str, Any]) -> set[str]:
+    """Names of the linear layers of attention that have no adapters."""
     found = set()
     for item in family.tensors(args):
         path = item.entry.megatron.partition("{layer}.")[2]
-        if path.startswith("self_attention.linear_") and path.endswith(".weight") and path not in (*_COLUMN, *_ROW):
+        if path.startswith(_PROJECTIONS) and path.endswith(".weight") and not _has_adapters(path, args):
             found |= set(map(_short, _layers(item)))
     return found
 
@@ -102,7 +114,7 @@ def _short(layer: str) -> str:
     return layer.rpartition(".")[2]
 
 
-def _chosen(modules: Sequence[str] | None, names: set[str], routed: set[str], latent: set[str]) -> set[str]:
+def _chosen(modules: Sequence[str] | None, names: set[str], routed: set[str], without: set[str], kind: str) -> set[str]:
     """The Hugging Face layers with one of the given names; PEFT's rule: the name itself, or its end after a dot."""
     if modules is None:
         return names
@@ -110,18 +122,18 @@ def _chosen(modules: Sequence[str] | None, names: set[str], routed: set[str], la
     for module in modules:
         found = {name for name in names if name == module or name.endswith(f".{module}")}
         if not found:
-            raise MkdConfigError(f"--kd-lora-modules {module}: {_reason(module, names, routed, latent)}")
+            raise MkdConfigError(f"--kd-lora-modules {module}: {_reason(module, names, routed, without, kind)}")
         chosen |= found
     return chosen
 
 
-def _reason(module: str, names: set[str], routed: set[str], latent: set[str]) -> str:
+def _reason(module: str, names: set[str], routed: set[str], without: set[str], kind: str) -> str:
     known = sorted(set(map(_short, names)))
     listed = f"give some of {', '.join(known)}"
     if module in _FROZEN:
         return f"{_FROZEN[module]} has no adapter in mkd; {listed}"
-    if module in latent:
-        return f"mkd has no adapters of these layers of latent attention; {listed}"
+    if module in without:
+        return f"mkd has no adapters of these layers of {kind}; {listed}"
     if module in routed:
         return (
             "only routed experts have layers of this name, and they have no adapters: transformers keeps all experts "

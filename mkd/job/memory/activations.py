@@ -12,11 +12,11 @@ the logits of all tokens, which mkd never holds.
 """
 
 from argparse import Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from mkd.job.memory.parameters import is_gated, is_moe_layer
+from mkd.job.memory.parameters import is_delta_net_layer, is_gated, is_moe_layer
 from mkd.models.layer_options import AROUND, LayerOptions
 
 
@@ -64,6 +64,9 @@ def layer_bytes(args: Namespace, layer: int, on_gpu: bool) -> LayerBytes:
         on_gpu: True for Transformer Engine's kernels, False for megatron's local layers without fusions.
     """
     terms = _terms(args, is_moe_layer(args, layer), on_gpu)
+    if is_delta_net_layer(args, layer):
+        attention = terms.norm + tokens_of(args) * args.params_dtype.itemsize * _delta_net(args)
+        terms = replace(terms, attention=attention, scores=0.0)
     first_half = terms.layer_input + terms.attention + terms.scores
     full = first_half + terms.mlp_input + terms.norm + terms.feed_forward + terms.dropout
     kept = full - _recomputed(args, is_moe_layer(args, layer), terms)
@@ -146,7 +149,23 @@ def _attention(args: Namespace, repeats_keys: bool) -> float:
     query = heads * args.kv_channels
     key = (args.num_query_groups if args.group_query_attention else heads) * args.kv_channels
     normed = query + key if args.qk_layernorm else 0
-    return (2 * query + 2 * (query if repeats_keys else key) + normed) / tp
+    gates = 2 * query if args.attention_output_gate else 0  # the gate, and attention's output before it
+    return (2 * query + 2 * (query if repeats_keys else key) + normed + gates) / tp
+
+
+_DELTA_CHUNK = 64
+"""Tokens that the kernels of a gated delta net process at once; they keep a matrix of them for each head."""
+
+
+def _delta_net(args: Namespace) -> float:
+    """Elements per token that a gated delta net keeps after its normalized input: its projections, the convolved
+    queries, keys and values, those of each value head, the matrices of chunks, its output before and after norm and
+    gate."""
+    heads, width = args.linear_num_value_heads, args.linear_value_head_dim
+    keys, values = args.linear_num_key_heads * args.linear_key_head_dim, heads * width
+    projected, convolved = 2 * keys + 2 * values + 2 * heads, 2 * keys + values
+    by_head = 2 * heads * args.linear_key_head_dim + values
+    return (projected + 2 * convolved + by_head + heads * _DELTA_CHUNK + 3 * values) / args.tensor_model_parallel_size
 
 
 def _statistics(args: Namespace, tokens: int) -> float:

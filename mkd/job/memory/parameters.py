@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 
+from mkd.checkpoint.hf.delta_net import linear_layers
 from mkd.job.memory.stage_layers import chunks_of_stage
+from mkd.models.gated_delta_net import VARIANT
 from mkd.models.layer_options import AROUND, LayerOptions
 from mkd.models.lora import Lora
 
@@ -64,6 +66,7 @@ def parameters_of_stage(args: Namespace, stage: int) -> Parameters:
     total = _layer(args, moe=False) * (len(layers) - experts)
     if experts:
         total = total + _layer(args, moe=True) * experts
+    total = total + Parameters(sum(_gates_and_delta_net(args, layer) for layer in layers))
     return total + Parameters(outside_of_layers(args, stage))
 
 
@@ -143,6 +146,27 @@ def _biases(args: Namespace, moe: bool) -> float:
     if args.add_bias_linear and not moe:
         count += (2 if is_gated(args) else 1) * args.ffn_hidden_size / tp + hidden
     return count
+
+
+def is_delta_net_layer(args: Namespace, layer: int) -> bool:
+    """True if the layer with this index from 0 has a gated delta net instead of attention."""
+    return args.experimental_attention_variant == VARIANT and bool(linear_layers(vars(args))[layer])
+
+
+def _gates_and_delta_net(args: Namespace, layer: int) -> float:
+    """Parameters of the gates of attention in one layer on a rank, or of a gated delta net minus those of attention."""
+    tp, hidden = args.tensor_model_parallel_size, args.hidden_size
+    queries = args.num_attention_heads * args.kv_channels
+    if not is_delta_net_layer(args, layer):
+        return hidden * queries / tp if args.attention_output_gate else 0.0
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    attention = 2 * hidden * (queries + groups * args.kv_channels) / tp
+    norms = 2 * _norm_size(args) * args.kv_channels if args.qk_layernorm else 0
+    keys = args.linear_num_key_heads * args.linear_key_head_dim
+    values = args.linear_num_value_heads * args.linear_value_head_dim
+    projections = hidden * (2 * keys + 3 * values + 2 * args.linear_num_value_heads)
+    others = args.linear_conv_kernel_dim * (2 * keys + values) + 2 * args.linear_num_value_heads
+    return (projections + others) / tp + args.linear_value_head_dim - attention - norms
 
 
 def _expert_biases(args: Namespace, etp: int) -> float:

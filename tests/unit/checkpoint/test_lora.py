@@ -13,6 +13,7 @@ from mkd.config.kd_config import KDConfig
 from mkd.config.lora import LoraOptions, check_lora_arguments, check_query_groups
 from mkd.errors import MkdCheckpointError, MkdConfigError
 from mkd.models.lora import AdaptedLinear, RowPart
+from tests.support.hf_models import HYBRID_MODELS
 
 CONFIG: dict[str, Any] = {
     "hidden_size": 48,
@@ -101,6 +102,17 @@ def test_latent_attention() -> None:
         linears_of("4", None, "YoutuForCausalLM", **LATENT)
     with pytest.raises(MkdConfigError, match="q_b_proj: mkd has no adapters of these layers of latent attention"):
         linears_of("4", ["q_b_proj"], "YoutuForCausalLM", **LATENT)
+
+
+def test_hybrid_models() -> None:
+    hybrid = {key: value for key, value in HYBRID_MODELS["qwen3.5"].items() if key != "model_type"}
+    linears = linears_of("4", ["o_proj", "down_proj"], "Qwen3_5ForCausalLM", **hybrid)
+    assert [linear.path for linear in linears] == ["self_attention.linear_proj", *["mlp.linear_fc2"] * 2]
+    without = "in_proj_a, in_proj_b, in_proj_qkv, in_proj_z, k_proj, out_proj, q_proj, v_proj"
+    with pytest.raises(MkdConfigError, match=rf"a gated delta net and .* no adapters of {without}: give"):
+        linears_of("4", None, "Qwen3_5ForCausalLM", **hybrid)
+    with pytest.raises(MkdConfigError, match="q_proj: mkd has no adapters of these layers of a gated delta net"):
+        linears_of("4", ["q_proj"], "Qwen3_5ForCausalLM", **hybrid)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -112,7 +112,7 @@ DENSE_FIRST = {
 
 @pytest.mark.parametrize(
     ("model_type", "sizes"),
-    [("qwen2", {}), ("gpt_oss", WINDOWS), ("deepseek_v3", DENSE_FIRST)],
+    [("qwen2", {}), ("gpt_oss", WINDOWS), ("deepseek_v3", DENSE_FIRST), ("qwen3_5_text", {})],
     ids=lambda v: str(v)[:9],
 )
 def test_layers_of_different_kinds(tmp_path, model_type, sizes):

@@ -285,6 +285,7 @@ def test_wrong_teachers(tmp_path, data, capsys):
     fails(
         make_model(tmp_path / "mixture", "qwen3_moe", **SMALL, **experts), "Qwen3MoeForCausalLM", "mixture of experts"
     )
+    fails(make_model(tmp_path / "hybrid", "qwen3_5_text", **SMALL), "Qwen3_5ForCausalLM", "gated delta nets")
     folder = make_model(tmp_path / "teacher", "llama", **{**SMALL, "vocab_size": 64})
     fails(folder, str(folder), "no tokenizer")
     chat_tokenizer(folder, None)

@@ -303,6 +303,20 @@ def test_key_value_heads_that_all_to_all_cannot_deal_out():
         check_attention_heads("the teacher", sizes, layout(**{**hierarchy, HIERARCHY: [4, 1]}))
 
 
+def test_gated_delta_net(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"num_attention_heads": 8, "group_query_attention": False, "linear_num_key_heads": 2}
+    sizes |= {"experimental_attention_variant": "gated_delta_net", "linear_num_value_heads": 4}
+    check_attention_heads("the student", sizes, layout(**{TP: 2, "kd_packing": "best_fit"}))
+    with pytest.raises(MkdConfigError, match=r"size 2 does not divide the 2 key heads .* of the student"):
+        check_attention_heads("the student", sizes, layout(**{TP: 2, CP: 2}))
+    with pytest.raises(MkdConfigError, match="--deterministic-mode does not work with --kd-packing best_fit"):
+        check_attention_heads("the student", sizes, layout(deterministic_mode=True, kd_packing="best_fit"))
+    monkeypatch.setattr(cpu, "is_target", lambda: False)
+    monkeypatch.setattr("mkd.config.megatron_checks.find_spec", lambda name: None)
+    with pytest.raises(MkdPackageError, match="pip install flash-linear-attention"):
+        check_attention_heads("the student", sizes, layout())
+
+
 @pytest.mark.parametrize(
     "changes, options, word",
     [
