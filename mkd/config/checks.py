@@ -18,6 +18,7 @@ from mkd.config.values import (
     LogitsDtype,
     LossImplementation,
     Packing,
+    ServedTargets,
     TeacherApi,
     TeachersMode,
     XTokenLoss,
@@ -104,10 +105,14 @@ def check_cache(kd: KDFields) -> None:
             raise MkdConfigError(f"{flag} does not work with --kd-teacher-cache: {reason}; leave it out")
 
 
+SERVED_FIELDS = ("teacher_ahead", "teacher_buffer_gb", "teacher_timeout", "teacher_tokenizer", "teacher_targets")
+"""Fields of teachers behind --kd-teacher-url."""
+
+
 def check_served(kd: KDFields) -> None:
     """Refuse flags of a teacher on the student's ranks together with a service, and flags of a service without one."""
     if kd.teacher_url is None:
-        for name in ("teacher_ahead", "teacher_buffer_gb", "teacher_timeout", "teacher_api", "teacher_tokenizer"):
+        for name in (*SERVED_FIELDS, "teacher_api"):
             if (value := getattr(kd, name)) != getattr(KDFields, name):
                 text = " ".join(value) if isinstance(value, list) else value
                 raise MkdConfigError(
@@ -173,6 +178,30 @@ def check_inference_server(kd: KDFields) -> None:
         raise MkdConfigError(
             f"the temperature is {temperature}, but {given} returns the mass of the tail at T = 1 only: give "
             "--kd-temperature 1, or --kd-top-k-tail renormalize"
+        )
+
+
+def check_served_targets(kd: KDFields) -> None:
+    """Refuse top-k targets of a service where they are not enough for the loss, and with an inference server."""
+    require_choice("--kd-teacher-targets", kd.teacher_targets, get_args(ServedTargets))
+    if kd.teacher_targets == "hidden_states" or kd.teacher_url is None:
+        return
+    temperature, given = kd.temperature_over_time, f"--kd-teacher-targets is {kd.teacher_targets}"
+    if kd.uses_inference_server:
+        raise MkdConfigError(
+            f"{given}, which is for services of mkd, and {kd.teacher_url[0]} returns the most probable tokens always: "
+            "leave it out"
+        )
+    if kd.top_k is None:
+        raise MkdConfigError(f"{given}, but their number is not given: give --kd-top-k K, or leave it out")
+    if kd.teachers_mode == "averaged_logits":
+        raise MkdConfigError(
+            f"{given}, but --kd-teachers-mode averaged_logits needs all logits of each teacher: leave one of them out"
+        )
+    if kd.top_k_tail == "bucket" and temperature.start != temperature.end:
+        raise MkdConfigError(
+            f"{given}, but the temperature is {temperature}, and the service computes the mass of the tail at one "
+            "temperature: give a constant --kd-temperature, or --kd-top-k-tail renormalize"
         )
 
 

@@ -49,12 +49,13 @@ FIELD_CHECKS: tuple[FieldCheck, ...] = (
     FieldCheck(("hidden_loss", "teacher_dtype", "teacher_offload"), checks.check_cache),
     FieldCheck(
         (
-            *("teacher_ahead", "teacher_buffer_gb", "teacher_timeout", "teacher_tokenizer"),
+            *checks.SERVED_FIELDS,
             *("hidden_loss", "xtoken_loss", "teacher_dtype"),
         ),
         checks.check_served,
     ),
     FieldCheck(("teacher_api", "cache_missing", "top_k", "temperature"), checks.check_inference_server),
+    FieldCheck(("teacher_targets", "top_k", "top_k_tail", "temperature"), checks.check_served_targets),
     FieldCheck(("ratio", "ratio_schedule"), checks.check_ratio),
     FieldCheck(("balance",), checks.check_balance),
     FieldCheck(("temperature", "temperature_schedule"), checks.check_temperature),

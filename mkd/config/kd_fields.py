@@ -18,6 +18,7 @@ from mkd.config.values import (
     LogitsDtype,
     LossImplementation,
     Packing,
+    ServedTargets,
     TeacherApi,
     TeachersMode,
     XTokenLoss,
@@ -77,6 +78,11 @@ class KDFields:
     teacher_tokenizer: list[str] | None = field(default=None, metadata={"argparse_meta": {"metavar": "DIR"}})
     """With --kd-teacher-url and --kd-xtoken-loss: the folder with the tokenizer of each served teacher whose tokenizer
     is not the student's."""
+
+    teacher_targets: ServedTargets = "hidden_states"
+    """Answers of services at tcp addresses. hidden_states: exact for every loss, and for --kd-top-k. top_k: the
+    --kd-top-k most probable tokens, computed by the service. They are fewer bytes, and the student's ranks hold no LM
+    head of the teacher; the divergence is that of --kd-top-k to rounding."""
 
     teacher_ahead: int = 2
     """With --kd-teacher-url: steps whose texts are sent to the teacher before the present step is computed. It changes

@@ -243,6 +243,7 @@ _NOT_THE_OBJECTIVE = {
     "teacher_buffer_gb",
     "teacher_timeout",
     "teacher_tokenizer",
+    "teacher_targets",
     "student_hf",
     "save_hf_interval",
     "save_hf_keep",

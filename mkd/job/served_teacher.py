@@ -23,6 +23,7 @@ from mkd.teacher.service.client import ServedTeacher
 from mkd.teacher.service.connections import TeacherConnections, request_facts
 from mkd.teacher.service.facts import TeacherFacts
 from mkd.teacher.service.server import MOST_ANSWER_BYTES
+from mkd.teacher.service.targets import TopKTargets
 from mkd.utils.hub_folder import model_folder
 
 
@@ -157,15 +158,22 @@ class ServedTeacherSpec(SpecWithoutModel[ServedSource]):
     kd: KDConfig
     cross: CrossTokenizers | None = None
     """None if the teacher has the student's tokenizer."""
+    targets: TopKTargets | None = None
+    """Targets that the service computes; None for hidden states."""
 
     @classmethod
     def of(
-        cls, source: ServedSource, args: Namespace, kd: KDConfig, cross: CrossTokenizers | None = None
+        cls,
+        source: ServedSource,
+        args: Namespace,
+        kd: KDConfig,
+        true_vocab: int,
+        cross: CrossTokenizers | None = None,
     ) -> "ServedTeacherSpec":
         """See `teacher_spec`.
 
         Raises:
-            MkdConfigError: rows of the job do not fit the service.
+            MkdConfigError: rows or targets of the job do not fit the service.
         """
         facts, origin = source.facts, source.origin
         own_tokens = None if cross is None else cross.own_tokens(source)
@@ -195,18 +203,21 @@ class ServedTeacherSpec(SpecWithoutModel[ServedSource]):
                     f"of {multiple}: give --kd-packing-multiple and {flag} that are multiples of "
                     f"{math.lcm(multiple, facts.segment_multiple)}, without --kd-variable-seq-lengths"
                 )
-        return cls(source, args, kd, None if own_tokens is None else cross)
+        return cls(source, args, kd, None if own_tokens is None else cross, _targets(facts, kd, true_vocab))
 
     def __str__(self) -> str:
-        listed = ", ".join(map(str, self.source.addresses))
+        listed, targets = ", ".join(map(str, self.source.addresses)), self.targets
+        answers = "" if targets is None else f", {targets.top_k} entries per token"
         return (
-            f"served at {listed}: {self.source.facts.description}; {self.kd.teacher_ahead} steps ahead, up to "
-            f"{self.kd.teacher_buffer_gb:g} GB"
+            f"served at {listed}: {self.source.facts.description}{answers}; {self.kd.teacher_ahead} steps ahead, up "
+            f"to {self.kd.teacher_buffer_gb:g} GB"
         )
 
     @property
     def served(self) -> list[Namespace]:
-        """See `TeacherSpec`."""
+        """See `TeacherSpec`; a few numbers per token are all that top-k targets have on the student's ranks."""
+        if self.targets is not None:
+            return []
         sizes = copy(self.args)
         sizes.hidden_size, sizes.params_dtype = self.source.facts.width, self.source.facts.torch_dtype
         if self.cross is not None:
@@ -247,4 +258,24 @@ class ServedTeacherSpec(SpecWithoutModel[ServedSource]):
             head_columns=columns,
             sequence_parallel=self.args.sequence_parallel,
             view=view,
+            targets=self.targets,
         )
+
+
+def _targets(facts: TeacherFacts, kd: KDConfig, true_vocab: int) -> TopKTargets | None:
+    """The targets of --kd-teacher-targets.
+
+    Raises:
+        MkdConfigError: they are larger than hidden states.
+    """
+    if kd.teacher_targets == "hidden_states" or kd.is_plain_pretraining:
+        return None
+    # To renormalize, no sum is used; T may change from step to step.
+    temperature = 1.0 if kd.top_k_tail == "renormalize" else kd.temperature_over_time.start
+    targets = TopKTargets(kd.top_k, true_vocab, temperature)
+    if targets.bytes_per_token >= facts.bytes_per_token:
+        raise MkdConfigError(
+            f"--kd-teacher-targets top_k has {targets.bytes_per_token} bytes per token with --kd-top-k {kd.top_k}, and "
+            f"the teacher's hidden states have {facts.bytes_per_token}: leave it out, or give a smaller K"
+        )
+    return targets

@@ -113,7 +113,7 @@ def teacher_spec(
     if isinstance(source, InferenceSource):
         return InferenceTeacherSpec.of(source, args, kd, true_vocab)
     if isinstance(source, ServedSource):
-        return ServedTeacherSpec.of(source, args, kd, cross)
+        return ServedTeacherSpec.of(source, args, kd, true_vocab, cross)
     if isinstance(source, EnsembleSource):
         return EnsembleTeacherSpec.of(source, args, kd, true_vocab, cross)
     return ModelTeacherSpec.of(source, args, kd, true_vocab, fingerprint, cross)

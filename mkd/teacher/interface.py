@@ -16,6 +16,7 @@ A teacher passes through five types on its way from a flag to the loss:
 | a model, the student's layout   | `ModelSource`     | `ModelTeacherSpec`     | `OnlineTeacher`    | `HiddenSignal`   |
 | a model, a layout of its own    | `ModelSource`     | `ModelTeacherSpec`     | `ReshardedTeacher` | `HiddenSignal`   |
 | a model, a job of its own       | `ServedSource`    | `ServedTeacherSpec`    | `ServedTeacher`    | `HiddenSignal`   |
+| its top-k targets               | `ServedSource`    | `ServedTeacherSpec`    | `ServedTeacher`    | `TopKSignal`     |
 | a model of vLLM or SGLang       | `InferenceSource` | `InferenceTeacherSpec` | `InferenceTeacher` | `TopKSignal`     |
 | cached targets                  | `TeacherStore`    | `CachedTeacherSpec`    | `CachedTeacher`    | `TopKSignal`     |
 | several models                  | `EnsembleSource`  | `EnsembleTeacherSpec`  | `TeacherEnsemble`  | `EnsembleSignal` |

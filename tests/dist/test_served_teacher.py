@@ -15,7 +15,7 @@ import re
 import pytest
 
 from tests.support.dist.kd_step import Layout, Models
-from tests.support.dist.outcome import GetPool, Outcome, assert_equal
+from tests.support.dist.outcome import GetPool, Outcome, assert_equal, assert_same
 from tests.support.dist.served import Service, impatient_run, served_error, served_run
 from tests.support.slow import slow
 
@@ -88,6 +88,18 @@ def test_layouts(gloo_pool: GetPool, services: Callable[..., Service], name: str
     served = replace(models, served=(address(services(own)),), ahead=1)
     seen = Outcome.of(gloo_pool, ranks, student, served, run=served_run)
     assert_equal(seen, in_process(gloo_pool, ranks, student, models, own))
+
+
+@pytest.mark.parametrize("name", ["dp2-cp2, packed / tp2", *slow(["tp2-pp2 / one rank", "tp2-cp2 / tp2"])])
+def test_top_k_targets(gloo_pool: GetPool, services: Callable[..., Service], name: str) -> None:
+    """As --kd-top-k with the teacher in process; what is computed from its whole distribution is not reported."""
+    ranks, student, models, own = (TABLE | MORE)[name]
+    models = replace(models, top_k=8)
+    served = replace(models, served=(address(services(own)),), ahead=1, targets="top_k")
+    seen, truth = Outcome.of(gloo_pool, ranks, student, served, run=served_run), in_process(gloo_pool, ranks, student, models, own)
+    kept = [{name: report[name] for name in own} for report, own in zip(truth.reports, seen.reports, strict=True)]
+    assert set().union(*truth.reports) - set().union(*seen.reports) == {"teacher_entropy"}
+    assert_same(seen, replace(truth, reports=kept))
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,21 +13,21 @@ from torch import Tensor
 
 from mkd.data.batch import KDBatch
 from mkd.data.lookahead import Lookahead
-from mkd.distributed.context_parallel import dual_chunk_positions
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdNumericError, MkdTeacherError, MkdTeacherTimeout
-from mkd.losses import LogitMap
-from mkd.teacher.interface import HiddenSignal
+from mkd.teacher.interface import HiddenSignal, TopKSignal
 from mkd.teacher.run_ahead import ROUND_S, AllRanks, PendingRequest, RequestQueue, RunAhead
+from mkd.teacher.service.answers import HiddenAnswers, TopKAnswers
 from mkd.teacher.service.connections import TeacherConnections
 from mkd.teacher.service.facts import TeacherFacts
 from mkd.teacher.service.messages import Kind, Message
 from mkd.teacher.service.requests import ForwardRequest
 from mkd.teacher.service.server import MOST_ANSWER_BYTES
+from mkd.teacher.service.targets import TopKTargets
 
 
 @dataclass(frozen=True)
-class _HiddenRequest:
+class _Request:
     """A forward request and the size of its answer. See `mkd.teacher.run_ahead.BatchRequest`."""
 
     forward: ForwardRequest
@@ -37,9 +38,9 @@ class _HiddenRequest:
 class ServedTeacher:
     """Requests are sent by one rank per model replica: the first tensor- and context-parallel rank of its last stage.
 
-    That rank receives the hidden states of whole rows once and scatters them, so that every other rank gets its own
-    slice only. `prepare` returns when all answers of the step have arrived: a failure is then raised on all ranks,
-    before any of them has begun the step.
+    That rank receives the answers of whole rows once and distributes them, see `mkd.teacher.service.answers`. `prepare`
+    returns when all answers of the step have arrived: a failure is then raised on all ranks, before any of them has
+    begun the step.
     """
 
     def __init__(
@@ -52,8 +53,9 @@ class ServedTeacher:
         head_columns: Tensor,
         sequence_parallel: bool,
         view: int | None = None,
+        targets: TopKTargets | None = None,
     ) -> None:
-        """Fetch the LM head. Collective over all ranks.
+        """Fetch the LM head, if hidden states are requested. Collective over all ranks.
 
         Args:
             connections: see `needs_connections`.
@@ -64,15 +66,21 @@ class ServedTeacher:
                 rank, in this order; rows of ids beyond the teacher's vocabulary are 0.
             sequence_parallel: True if the student's tensor-parallel ranks hold slices of the sequence.
             view: index in `KDBatch.teacher_views` of the tokens that the teacher reads; None: the student's tokens.
+            targets: the service computes these; None for hidden states.
         """
         self._connections, self._facts, self._groups, self._options = connections, facts, groups, ahead
-        self._sequence_parallel, self._view = sequence_parallel, view
+        self._view, self._targets = view, targets
         self._sends = groups.leads_replica
         self._ranks = AllRanks(ahead.timeout_s)
         self._queue = RequestQueue(ahead, self._request, self._send)
-        self._step: list[PendingRequest[_HiddenRequest]] = []
+        self._step: list[PendingRequest[_Request]] = []
         self._whole: list[KDBatch] = []
-        self._head = self._fetch_head(head_columns)
+        self._answers: HiddenAnswers | TopKAnswers
+        if targets is None:
+            head = self._fetch_head(head_columns)
+            self._answers = HiddenAnswers(facts, groups, head, sequence_parallel=sequence_parallel, view=view)
+        else:
+            self._answers = TopKAnswers(facts, groups, targets)
 
     @staticmethod
     def needs_connections(groups: Groups) -> bool:
@@ -111,20 +119,24 @@ class ServedTeacher:
         self._step = step
         return self._whole
 
-    def _request(self, batch: KDBatch) -> _HiddenRequest:
+    def _request(self, batch: KDBatch) -> _Request:
         """The request for those tokens of a whole microbatch that the loss reads."""
         own, wanted = self._tokens_of(batch), batch.kd_mask != 0.0
         if self._view is not None:
             wanted = batch.teacher_views[self._view].chunk >= 0
-        forward = ForwardRequest.of_batch(own, (own.ce_mask != 0.0) | wanted)
-        return _HiddenRequest(forward, forward.key, len(forward.wanted) * self._facts.bytes_per_token)
+        if self._targets is None:
+            wanted = (own.ce_mask != 0.0) | wanted
+        forward = ForwardRequest.of_batch(own, wanted, self._targets)
+        return _Request(forward, forward.key, len(forward.wanted) * self._answers.bytes_per_token)
 
     def _tokens_of(self, batch: KDBatch) -> KDBatch:
         """A whole microbatch in the teacher's tokenizer."""
         return batch if self._view is None else batch.teacher_views[self._view].batch
 
-    def _send(self, request: _HiddenRequest) -> list[Future[Message]]:
-        values = {"fingerprint": self._facts.fingerprint}
+    def _send(self, request: _Request) -> list[Future[Message]]:
+        values: dict[str, Any] = {"fingerprint": self._facts.fingerprint}
+        if self._targets is not None:
+            values["targets"] = self._targets.values()
         return [self._connections.submit(Message(Kind.FORWARD, 0, values, request.forward.tensors))]
 
     def _await(self, answer: Future[Message]) -> Message:
@@ -145,20 +157,20 @@ class ServedTeacher:
                 "(mkd serve-teacher), and then this job"
             )
 
-    def _check(self, pending: PendingRequest[_HiddenRequest]) -> None:
-        (answer,), facts, count = pending.answers, self._facts, len(pending.request.forward.wanted)
-        answer = answer.result()
-        if answer.kind != Kind.HIDDEN or answer.values.get("fingerprint") != facts.fingerprint:
+    def _check(self, pending: PendingRequest[_Request]) -> None:
+        (answer,), facts, answers = pending.answers, self._facts, self._answers
+        answer, count = answer.result(), len(pending.request.forward.wanted)
+        if answer.kind != answers.kind or answer.values.get("fingerprint") != facts.fingerprint:
             raise MkdTeacherError(f"the teacher answers with {answer.kind.name} of {answer.values}: is it another one?")
         shapes = [(tuple(one.shape), one.dtype) for one in answer.tensors]
-        if shapes != [((count, facts.width), facts.torch_dtype)]:
+        if shapes != [((count, answers.columns), answers.dtype)]:
             raise MkdTeacherError(
-                f"the teacher answers with hidden states of {shapes}; {count} tokens of width {facts.width} in "
-                f"{facts.dtype} were requested: is it the same version of mkd?"
+                f"the teacher answers with {answers.name} of {shapes}; {count} tokens of width {answers.columns} in "
+                f"{str(answers.dtype).removeprefix('torch.')} were requested: is it the same version of mkd?"
             )
-        if not bool(answer.tensors[0].isfinite().all()):
+        if not answers.is_finite(answer.tensors[0]):
             raise MkdNumericError(
-                f"the hidden states of the teacher {facts.fingerprint} ({facts.description}) are not finite: its "
+                f"the {answers.name} of the teacher {facts.fingerprint} ({facts.description}) are not finite: its "
                 "weights are damaged, or it overflows in its precision (--kd-teacher-dtype of mkd serve-teacher)"
             )
 
@@ -191,51 +203,14 @@ class ServedTeacher:
             head[here] = answer.tensors[0].index_select(0, columns[here] - start)
         return head
 
-    def signals(self, batches: Sequence[KDBatch]) -> list[HiddenSignal]:
+    def signals(self, batches: Sequence[KDBatch]) -> list[HiddenSignal] | list[TopKSignal]:
         """See `Teacher.signals`. `prepare` has had the same microbatches."""
-        if not self._groups.is_last_stage:
-            return []
-        logit_map = LogitMap(self._facts.logit_scale, self._facts.logit_softcap)
-        return [HiddenSignal(self._hidden(batch), self._head, logit_map, self._view) for batch in batches]
+        return [self._signal(batch.number) for batch in batches] if self._groups.is_last_stage else []
 
-    def _hidden(self, batch: KDBatch) -> Tensor:
-        """This rank's slice of the hidden states of a microbatch: [s/cp, b, Ht], or [s/cp/tp, b, Ht]."""
-        groups, whole = self._groups, self._tokens_of(self._whole[batch.number])
-        rows, length = whole.tokens.shape
-        cp, tp = groups.cp, groups.tp
-        parts, shape = None, (length // cp.size(), rows, self._facts.width)
+    def _signal(self, number: int) -> HiddenSignal | TopKSignal:
+        """The signal of this rank's part of a microbatch."""
+        found = None
         if self._sends:
-            hidden, size = self._dense(whole, self._step[batch.number]), cp.size()
-            places = (dual_chunk_positions(whole.bounds, rank, size).to(hidden.device) for rank in range(size))
-            parts = [hidden] if size == 1 else [hidden.index_select(0, one) for one in places]
-        own = self._scatter(parts, shape, cp) if tp.rank() == 0 else None
-        if tp.size() == 1:
-            return own
-        if not self._sequence_parallel:
-            own = self._empty(shape) if own is None else own
-            dist.broadcast(own.view(torch.uint8), group=tp, group_src=0)
-            return own
-        parts = None if own is None else [one.contiguous() for one in own.chunk(tp.size())]
-        return self._scatter(parts, (shape[0] // tp.size(), *shape[1:]), tp)
-
-    def _scatter(self, parts: list[Tensor] | None, shape: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
-        """Rank 0 of a group has one part per rank; returns this rank's."""
-        if group.size() == 1:
-            return parts[0]
-        own = self._empty(shape)
-        # As bytes, because gloo does not scatter every dtype.
-        parts = None if parts is None else [one.view(torch.uint8) for one in parts]
-        dist.scatter(own.view(torch.uint8), parts, group=group, group_src=0)
-        return own
-
-    def _empty(self, shape: tuple[int, ...]) -> Tensor:
-        return torch.empty(shape, dtype=self._facts.torch_dtype, device="cuda")
-
-    def _dense(self, whole: KDBatch, pending: PendingRequest[_HiddenRequest]) -> Tensor:
-        """[s, b, Ht] on the device; 0 for tokens that were not wanted."""
-        rows, length = whole.tokens.shape
-        wanted = pending.request.forward.wanted.long().pin_memory().to("cuda", non_blocking=True)
-        found = pending.answers[0].result().tensors[0].pin_memory().to("cuda", non_blocking=True)
-        places = wanted % length * rows + wanted // length
-        hidden = torch.zeros(length * rows, self._facts.width, dtype=self._facts.torch_dtype, device="cuda")
-        return hidden.index_copy_(0, places, found).view(length, rows, self._facts.width)
+            pending = self._step[number]
+            found = (pending.request.forward.wanted.long(), pending.answers[0].result().tensors[0])
+        return self._answers.signal(self._tokens_of(self._whole[number]), found)

@@ -1,5 +1,7 @@
 """The ranks of a teacher service: the front rank has the requests, and all ranks compute them together."""
 
+import struct
+from collections.abc import Sequence
 from datetime import timedelta
 from enum import IntEnum
 
@@ -10,11 +12,16 @@ from torch import Tensor
 from mkd.data.batch import KDBatch
 from mkd.distributed.context_parallel import dual_chunk_positions
 from mkd.distributed.groups import Groups
+from mkd.losses import LinearLogits
 from mkd.teacher.interface import HiddenSignal
 from mkd.teacher.online import OnlineTeacher
+from mkd.teacher.service.requests import ForwardRequest
+from mkd.teacher.service.targets import TopKTargets
 
 _HEAD_ROWS = 4096
 """LM head rows that the front rank receives at once."""
+_HEAD_WORDS = 7
+"""Numbers that describe a request, see `_sizes`."""
 IDLE_S = 1.0
 """The front rank sends an order at least this often, so that no rank's wait reaches the time limit of collectives."""
 
@@ -77,47 +84,57 @@ class TeacherRanks:
                     whole[first : first + len(rows)] = rows[: vocab - first].cpu()
         return whole
 
-    def order(self, order: Order, batch: KDBatch | None = None) -> Tensor | None:
+    def order(self, order: Order, request: ForwardRequest | None = None) -> Tensor | None:
         """Front rank: have all ranks carry out an order.
 
         Args:
             order: the order.
-            batch: the whole microbatch of `Order.FORWARD`, on the host.
+            request: that of `Order.FORWARD`, on the host.
 
         Returns:
-            [b * s, Ht] final hidden states of all tokens of the microbatch, on the device.
+            [k, Ht] final hidden states of the wanted tokens, or [k, columns] of their targets, on the device.
         """
-        words = None if batch is None else _encode(batch)
         if self._ranks > 1:
-            head = torch.zeros(4, dtype=torch.int64)
+            head = torch.zeros(1 + _HEAD_WORDS, dtype=torch.int64)
             head[0] = order
-            if batch is not None:
-                head[1:] = torch.tensor([*batch.tokens.shape, len(words) - 2 * batch.tokens.numel()])
+            if request is not None:
+                head[1:] = torch.tensor(_sizes(request))
             dist.broadcast(head, self._front, group=self._host_group)
-            if words is not None:
+            if request is not None:
+                words = torch.cat([one.flatten() for one in request.tensors])
                 dist.broadcast(words, self._front, group=self._host_group)
-        return None if batch is None else self._compute(batch)
+        return None if request is None else self._compute(request)
 
     def follow(self) -> None:
         """Other ranks: carry out orders until one is `Order.STOP`."""
         while True:
-            head = torch.zeros(4, dtype=torch.int64)
+            head = torch.zeros(1 + _HEAD_WORDS, dtype=torch.int64)
             dist.broadcast(head, self._front, group=self._host_group)
-            order, rows, tokens, bounds = head.tolist()
+            order, *sizes = head.tolist()
             if order == Order.STOP:
                 return
             if order == Order.FORWARD:
-                words = torch.empty(2 * rows * tokens + bounds, dtype=torch.int64)
+                words = torch.empty(_count(sizes), dtype=torch.int32)
                 dist.broadcast(words, self._front, group=self._host_group)
-                self._compute(_decode(words, rows, tokens))
+                self._compute(_request(words, sizes))
 
     @torch.no_grad()
-    def _compute(self, whole: KDBatch) -> Tensor | None:
-        """[b * s, Ht] on the front rank, None elsewhere."""
-        signal, groups = self._signal(whole), self._groups
+    def _compute(self, request: ForwardRequest) -> Tensor | None:
+        """The answer on the front rank, None elsewhere."""
+        whole, groups = request.batch(), self._groups
+        signal = self._signal(whole)
         if signal is None:
             return None
-        hidden = signal.hidden.contiguous()
+        hidden = self._gather_tokens(signal.hidden.contiguous(), whole)
+        hidden = hidden.index_select(0, request.wanted.long().to(hidden.device))
+        if request.targets is not None and groups.cp.rank() == 0:
+            teacher = LinearLogits(hidden, signal.head, signal.logit_map)
+            hidden = request.targets.compute(teacher, request.labels.long().to(hidden.device), groups.tp)
+        return hidden if self.is_front else None
+
+    def _gather_tokens(self, hidden: Tensor, whole: KDBatch) -> Tensor:
+        """[b * s, Ht] hidden states of all tokens of a microbatch, on each rank of the last stage."""
+        groups = self._groups
         if self._sequence_parallel:
             hidden = torch.cat(_gather(hidden, groups.tp))
         parts = _gather(hidden, groups.cp)
@@ -126,7 +143,7 @@ class TeacherRanks:
             order = torch.cat([dual_chunk_positions(bounds, rank, size) for rank in range(size)]).to(hidden.device)
             together = torch.cat(parts)
             hidden = torch.empty_like(together).index_copy_(0, order, together)
-        return hidden.transpose(0, 1).reshape(-1, hidden.shape[-1]) if self.is_front else None
+        return hidden.transpose(0, 1).reshape(-1, hidden.shape[-1])
 
     def _signal(self, whole: KDBatch) -> HiddenSignal | None:
         """The signal of one microbatch on this rank; None off the last stage."""
@@ -149,13 +166,33 @@ def _shortest_batch(groups: Groups, sequence_parallel: bool, token_multiple: int
     return KDBatch.of_tokens(torch.zeros(1, length, dtype=torch.int64), torch.arange(length)[None], None)
 
 
-def _encode(batch: KDBatch) -> Tensor:
-    """[n] int64, the inputs of the model for a whole microbatch."""
-    bounds = () if batch.packed is None else batch.bounds
-    return torch.cat([batch.tokens.flatten(), batch.position_ids.flatten(), torch.tensor(bounds, dtype=torch.int64)])
+def _sizes(request: ForwardRequest) -> list[int]:
+    """The sizes of a request's tensors, and its targets: `_HEAD_WORDS` numbers; K is 0 for hidden states."""
+    targets = request.targets
+    words = (0, 0, 0) if targets is None else (targets.top_k, targets.vocab, _bits(targets.temperature))
+    return [*request.tokens.shape, len(request.bounds), len(request.wanted), *words]
 
 
-def _decode(words: Tensor, rows: int, tokens: int) -> KDBatch:
-    count = rows * tokens
-    ids, positions, bounds = words.split([count, count, len(words) - 2 * count])
-    return KDBatch.of_tokens(ids.view(rows, tokens), positions.view(rows, tokens), bounds.tolist() or None)
+def _count(sizes: Sequence[int]) -> int:
+    """Numbers in all tensors of a request together."""
+    rows, tokens, bounds, wanted, top_k, _, _ = sizes
+    return 2 * rows * tokens + bounds + wanted * (2 if top_k else 1)
+
+
+def _request(words: Tensor, sizes: Sequence[int]) -> ForwardRequest:
+    """The request with these sizes, from the numbers of its tensors."""
+    rows, tokens, bounds, wanted, top_k, vocab, temperature = sizes
+    parts = words.split([rows * tokens, rows * tokens, bounds, wanted, *[wanted][: bool(top_k)]])
+    targets = TopKTargets(top_k, vocab, _float(temperature)) if top_k else None
+    ids, positions = (one.view(rows, tokens) for one in parts[:2])
+    return ForwardRequest(ids, positions, *parts[2:], targets=targets)
+
+
+def _bits(value: float) -> int:
+    """The bits of a float64 as an integer."""
+    return struct.unpack("<q", struct.pack("<d", value))[0]
+
+
+def _float(bits: int) -> float:
+    """The inverse of `_bits`."""
+    return struct.unpack("<d", struct.pack("<q", bits))[0]

@@ -1,4 +1,4 @@
-"""A microbatch as a request for its final hidden states."""
+"""A microbatch as a request for its final hidden states, or for targets computed from them."""
 
 import hashlib
 from collections.abc import Sequence
@@ -11,11 +11,12 @@ from torch import Tensor
 from mkd.data.batch import KDBatch
 from mkd.teacher.service.facts import TeacherFacts
 from mkd.teacher.service.messages import ProtocolError
+from mkd.teacher.service.targets import TopKTargets
 
 
 @dataclass(frozen=True)
 class ForwardRequest:
-    """Inputs of one forward pass, and the tokens whose final hidden states are returned."""
+    """Inputs of one forward pass, and the tokens whose final hidden states or targets are returned."""
 
     tokens: Tensor
     """[b, s] int32"""
@@ -25,14 +26,19 @@ class ForwardRequest:
     """[n + 1] int32 bounds of the segments of a packed row; empty if nothing is packed."""
     wanted: Tensor
     """[k] int32 indices among the b * s tokens, in increasing order."""
+    labels: Tensor | None = None
+    """[k] int32 ids; None without `targets`."""
+    targets: TopKTargets | None = None
+    """None for hidden states."""
 
     @classmethod
-    def of_batch(cls, batch: KDBatch, wanted: Tensor) -> "ForwardRequest":
+    def of_batch(cls, batch: KDBatch, wanted: Tensor, targets: TopKTargets | None = None) -> "ForwardRequest":
         """The request for a whole microbatch on the host.
 
         Args:
             batch: the microbatch.
-            wanted: [b, s] bool, True for tokens whose hidden states are read.
+            wanted: [b, s] bool, True for tokens whose hidden states or targets are read.
+            targets: None for hidden states.
         """
         bounds = () if batch.packed is None else batch.bounds
         return cls(
@@ -40,18 +46,23 @@ class ForwardRequest:
             batch.position_ids.to(torch.int32),
             torch.tensor(bounds, dtype=torch.int32),
             wanted.flatten().nonzero().flatten().to(torch.int32),
+            None if targets is None else batch.labels[wanted].to(torch.int32),
+            targets,
         )
 
     @classmethod
-    def of_tensors(cls, tensors: tuple[Tensor, ...], facts: TeacherFacts) -> "ForwardRequest":
+    def of_tensors(
+        cls, tensors: tuple[Tensor, ...], facts: TeacherFacts, targets: TopKTargets | None = None
+    ) -> "ForwardRequest":
         """The request in a message, which is not trusted.
 
         Raises:
             ProtocolError: it is malformed, or beyond the limits in `facts`.
         """
-        if len(tensors) != 4 or any(one.dtype != torch.int32 for one in tensors):
-            raise ProtocolError("a request without its four int32 tensors")
-        request = cls(*tensors)
+        count = 4 if targets is None else 5
+        if len(tensors) != count or any(one.dtype != torch.int32 for one in tensors):
+            raise ProtocolError(f"a request without its {count} int32 tensors")
+        request = cls(*tensors, targets=targets)
         request._check(facts)
         return request
 
@@ -69,10 +80,14 @@ class ForwardRequest:
             torch.cat([one.positions for one in requests], dim=int(packed)),
             torch.cat(bounds),
             torch.cat([one.wanted + start for one, start in zip(requests, starts, strict=False)]),
+            None if requests[0].labels is None else torch.cat([one.labels for one in requests]),
+            requests[0].targets,
         )
 
     def can_join(self, other: "ForwardRequest") -> bool:
         """True if one forward pass can compute both: packed rows are joined to one, other rows have one length."""
+        if self.targets != other.targets:
+            return False
         if len(self.bounds) or len(other.bounds):
             return bool(len(self.bounds) and len(other.bounds))
         return self.tokens.shape[1] == other.tokens.shape[1]
@@ -80,7 +95,8 @@ class ForwardRequest:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """For a message."""
-        return self.tokens, self.positions, self.bounds, self.wanted
+        own = self.tokens, self.positions, self.bounds, self.wanted
+        return own if self.labels is None else (*own, self.labels)
 
     @property
     def key(self) -> bytes:
@@ -108,6 +124,8 @@ class ForwardRequest:
         wanted = self.wanted.long()
         if not _within(wanted, self.tokens.numel()) or bool((wanted.diff() <= 0).any()):
             raise ProtocolError("wanted tokens that are not in the rows, or not in order")
+        if self.labels is not None and (self.labels.shape != wanted.shape or not _within(self.labels, facts.vocab)):
+            raise ProtocolError("labels that do not fit the wanted tokens, or are outside of the vocabulary")
         if shape[1] % facts.row_multiple:
             raise ProtocolError(f"rows of {shape[1]} tokens, not a multiple of {facts.row_multiple}")
         if len(self.bounds):

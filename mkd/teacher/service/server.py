@@ -15,6 +15,7 @@ from mkd.teacher.service.messages import Kind, Message, ProtocolError
 from mkd.teacher.service.model import IDLE_S, Order, TeacherRanks
 from mkd.teacher.service.monitoring import ServiceStatus
 from mkd.teacher.service.requests import ForwardRequest
+from mkd.teacher.service.targets import TopKTargets
 from mkd.utils.logging import EVERY_RANK, logger
 
 MOST_ANSWER_BYTES = 64 << 20
@@ -138,7 +139,9 @@ class TeacherServer:
                 self._send(client, Message(Kind.ROWS, message.number, tensors=(self._rows(message.values),)))
             case Kind.FORWARD:
                 self._require_same(message.values)
-                request = ForwardRequest.of_tensors(message.tensors, self._facts)
+                given = message.values.get("targets")
+                targets = None if given is None else TopKTargets.of(given, self._facts)
+                request = ForwardRequest.of_tensors(message.tensors, self._facts, targets)
                 self._queue.append(_Waiting(client, message.number, request))
                 self._work.received += 1
             case _:
@@ -176,11 +179,10 @@ class TeacherServer:
     def _compute(self, taken: list[_Waiting]) -> None:
         began = time.monotonic()
         request = ForwardRequest.joined([one.request for one in taken]) if len(taken) > 1 else taken[0].request
-        hidden = self._ranks.order(Order.FORWARD, request.batch())
-        found = hidden.index_select(0, request.wanted.long().to(hidden.device)).cpu()
-        values = {"fingerprint": self._facts.fingerprint}
+        found = self._ranks.order(Order.FORWARD, request).cpu()
+        values, kind = {"fingerprint": self._facts.fingerprint}, Kind.HIDDEN if request.targets is None else Kind.TOP_K
         for one, own in zip(taken, found.split([len(one.request.wanted) for one in taken]), strict=True):
-            self._send(one.client, Message(Kind.HIDDEN, one.number, values, (own,)))
+            self._send(one.client, Message(kind, one.number, values, (own,)))
         self._work.requests += len(taken)
         self._work.passes += 1
         self._work.tokens += request.tokens.numel()

@@ -91,6 +91,7 @@ class Run:
             LossOptions(chunk_rows=5),
             byte_lengths=kd_pairs.byte_lengths()[0] if models.select else None,
             cross=cross_settings(models, self._groups),
+            top_k=models.top_k,
         )
         self._step = ForwardStep(context)
 

@@ -48,7 +48,7 @@ from mkd.teacher.resharded.teacher import ReshardedTeacher
 from mkd.teacher.online import OnlineTeacher
 from mkd.teacher.ensemble import TeacherEnsemble
 from mkd.train.objective import CrossTokenizer, LossContext
-from mkd.config.values import XTokenLoss
+from mkd.config.values import ServedTargets, XTokenLoss
 from tests.support.dist import kd_pairs
 from tests.support.dist.kd_samples import ROW, VOCAB, DataName, MaskName, microbatches
 
@@ -139,6 +139,8 @@ class Models:
     """Addresses of services that replace the online teacher."""
     ahead: int = 2
     """Steps that requests to services run ahead."""
+    targets: ServedTargets = "hidden_states"
+    """Answers of services."""
     answer_s: float = 60.0
     """Seconds without an answer of a service that are an error."""
     salt: str = "teacher"
@@ -190,7 +192,12 @@ class Models:
             teacher_hf=None if self.cache or self.served else ["T"],
             teacher_cache=self.cache,
             **(
-                dict(teacher_url=list(self.served), teacher_ahead=self.ahead, teacher_timeout=self.answer_s)
+                dict(
+                    teacher_url=list(self.served),
+                    teacher_ahead=self.ahead,
+                    teacher_timeout=self.answer_s,
+                    teacher_targets=self.targets,
+                )
                 if self.served
                 else {}
             ),
@@ -413,7 +420,7 @@ def _served_teacher(layout: Layout, models: Models, groups: Groups) -> ServedTea
     sizes = dict(padded_vocab_size=PADDED, micro_batch_size=layout.mbs, seq_length=ROW)
     kd, args = models.kd, Namespace(sequence_parallel=layout.sp, **sizes)
     sources = ServedSource.find_each(kd.teacher_url, 60.0)
-    specs = [ServedTeacherSpec(source, args, kd) for source in sources]
+    specs = [ServedTeacherSpec.of(source, args, kd, VOCAB) for source in sources]
     if models.xtoken is not None:
         cross = SimpleNamespace(
             view_of=lambda _: 0,

@@ -40,6 +40,22 @@ def config(**changes: object) -> KDConfig:
         ({**SERVED, "teacher_url": ["tcp://a:1", "tcp://a:1"]}, ["has an address twice"]),
         ({**SERVED, "teacher_api": "vllm"}, ["--kd-teacher-api is vllm", "tcp://a:1 is no http address"]),
         ({**SERVED, "teacher_cache": "C"}, ["--kd-teacher-cache C and --kd-teacher-url tcp://a:1"]),
+        ({"teacher_targets": "top_k"}, ["--kd-teacher-targets is top_k", "give --kd-teacher-url"]),
+        ({**SERVED, "teacher_targets": "top"}, ["--kd-teacher-targets is 'top'", "hidden_states"]),
+        ({**SERVED, "teacher_targets": "top_k"}, ["--kd-teacher-targets is top_k", "give --kd-top-k K"]),
+        ({**SCORED, "teacher_targets": "top_k"}, ["--kd-teacher-targets is top_k", "http://a:1", "leave it out"]),
+        (
+            {**SERVED, "teacher_targets": "top_k", "top_k": 4, "temperature_schedule": "linear:1:2:9"},
+            ["--kd-teacher-targets is top_k", "a constant --kd-temperature", "renormalize"],
+        ),
+        (
+            {
+                **SERVED,
+                "teacher_url": ["tcp://a:1", "tcp://b:1"],
+                **{"teacher_targets": "top_k", "top_k": 4, "teachers_mode": "averaged_logits"},
+            },
+            ["--kd-teacher-targets is top_k", "--kd-teachers-mode averaged_logits"],
+        ),
         ({"teacher_api": "sglang"}, ["--kd-teacher-api is sglang", "give --kd-teacher-url"]),
         ({**SCORED, "teacher_api": "mkd"}, ["--kd-teacher-api is mkd", "give tcp://HOST:PORT"]),
         ({**SCORED, "teacher_api": "tgi"}, ["--kd-teacher-api is 'tgi'", "vllm"]),

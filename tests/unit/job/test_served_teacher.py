@@ -15,6 +15,7 @@ from mkd.job import served_teacher
 from mkd.job.served_teacher import ServedSource, ServedTeacherSpec
 from mkd.teacher.service.addresses import ServiceAddress
 from mkd.teacher.service.facts import TeacherFacts
+from mkd.teacher.service.targets import TopKTargets
 from tests.support.e2e.small_job import make_tokenizer, save_tokenizer
 from tests.unit.teacher.test_service import FACTS
 
@@ -39,8 +40,18 @@ def test_rows_that_do_not_fit(
     job = Namespace(**{"seq_length": 16, "micro_batch_size": 2, **args})
     config = KDConfig(teacher_url=["tcp://127.0.0.1:5757"], ratio=0.5, **kd)
     with pytest.raises(MkdConfigError) as error:
-        ServedTeacherSpec.of(source, job, config)
+        ServedTeacherSpec.of(source, job, config, 50)
     assert [word for word in words if word not in str(error.value)] == []
+
+
+def test_targets_larger_than_hidden_states() -> None:
+    kd = dict(teacher_url=["tcp://127.0.0.1:5757"], ratio=0.5, teacher_targets="top_k", temperature=2.0)
+    source, job = replace(SOURCE, facts=replace(FACTS, width=16)), Namespace(seq_length=16, micro_batch_size=2)
+    assert ServedTeacherSpec.of(source, job, KDConfig(top_k=4, **kd), 49).targets == TopKTargets(4, 49, 2.0)
+    with pytest.raises(MkdConfigError, match=r"has 64 bytes per token with --kd-top-k 5.* 64: .* a smaller K"):
+        ServedTeacherSpec.of(source, job, KDConfig(top_k=5, **kd), 49)
+    renormalized = KDConfig(top_k=4, top_k_tail="renormalize", **kd)
+    assert ServedTeacherSpec.of(source, job, renormalized, 49).targets == TopKTargets(4, 49, 1.0)
 
 
 def test_addresses_of_different_teachers(monkeypatch: pytest.MonkeyPatch) -> None:

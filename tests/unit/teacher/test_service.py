@@ -13,8 +13,8 @@ import torch
 import zmq
 from torch import Tensor
 
-from mkd.data.batch import KDBatch
 from mkd.errors import MkdConfigError, MkdTeacherError, MkdTeacherTimeout
+from mkd.losses import LinearLogits, VocabLayout, teacher_top_k
 from mkd.teacher.service.addresses import TOKEN, Secret, ServiceAddress, require_secret
 from mkd.teacher.service.connections import TeacherConnections, request_facts
 from mkd.teacher.service.facts import TeacherFacts
@@ -22,6 +22,7 @@ from mkd.teacher.service.messages import Kind, Message, ProtocolError
 from mkd.teacher.service.model import Order
 from mkd.teacher.service.requests import ForwardRequest
 from mkd.teacher.service.server import TeacherServer, most_request_bytes
+from mkd.teacher.service.targets import TopKTargets
 
 FACTS = TeacherFacts(
     fingerprint="a" * 32,
@@ -48,12 +49,13 @@ class Ranks:
     def __init__(self, may_compute: threading.Event | None = None) -> None:
         self._may_compute = may_compute
 
-    def order(self, order: Order, batch: KDBatch | None = None) -> Tensor | None:
-        if batch is None:
+    def order(self, order: Order, request: ForwardRequest | None = None) -> Tensor | None:
+        if request is None:
             return None
         if self._may_compute is not None:
             assert self._may_compute.wait(LIMIT_S)
-        return torch.stack([batch.tokens.flatten(), batch.position_ids.flatten()] * 2, dim=1).float()
+        hidden = torch.stack([request.tokens.flatten(), request.positions.flatten()] * 2, dim=1).float()
+        return hidden.index_select(0, request.wanted.long())
 
 
 @contextmanager
@@ -152,6 +154,62 @@ def test_damaged_messages_are_refused(frames: list[bytes]) -> None:
 def test_impossible_requests_are_refused(changes: dict[str, Tensor], reason: str) -> None:
     with pytest.raises(ProtocolError, match=reason):
         ForwardRequest.of_tensors(replace(request_of([[1, 2, 3, 4]]), **changes).tensors, FACTS)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        *(None, 4, {}, {"top_k": 2}, {"top_k": 2, "vocab": 50, "temperature": 1.0, "samples": 1}),
+        *({"top_k": 0}, {"top_k": "2"}, {"top_k": 2.0}, {"vocab": 51}, {"vocab": 1}, {"top_k": 2**60}, {"top_k": 5}),
+        *({"temperature": value} for value in (0.0, -1.0, float("nan"), float("inf"), 1)),
+    ],
+)
+def test_impossible_targets_are_refused(values: Any) -> None:
+    facts, whole = replace(FACTS, width=16), {"top_k": 2, "vocab": 50, "temperature": 1.0}
+    assert TopKTargets.of(whole, facts).values() == whole
+    if isinstance(values, dict) and len(values) == 1:
+        values = whole | values if values != {"top_k": 2} else values
+    with pytest.raises(ProtocolError, match=r"targets|larger than hidden states"):
+        TopKTargets.of(values, facts)
+
+
+@pytest.mark.parametrize("labels", [None, torch.tensor([1]).int(), torch.tensor([1, 50]).int()])
+def test_targets_need_labels(labels: Tensor | None) -> None:
+    targets = TopKTargets(2, 50, 1.0)
+    request = replace(request_of([[1, 2, 3, 4]]), labels=torch.tensor([1, 2]).int())
+    assert ForwardRequest.of_tensors(request.tensors, FACTS, targets).targets == targets
+    with pytest.raises(ProtocolError):
+        ForwardRequest.of_tensors(request.tensors, FACTS)
+    with pytest.raises(ProtocolError):
+        ForwardRequest.of_tensors(replace(request, labels=labels).tensors, FACTS, targets)
+
+
+def test_requests_with_other_targets_are_not_joined() -> None:
+    one = replace(request_of([[1, 2, 3, 4]]), labels=torch.tensor([1, 2]).int(), targets=TopKTargets(2, 50, 1.0))
+    assert one.can_join(one) and ForwardRequest.joined([one, one]).labels.tolist() == [1, 2, 1, 2]
+    assert ForwardRequest.joined([one, one]).targets == one.targets
+    for targets in (None, TopKTargets(3, 50, 1.0)):
+        assert not one.can_join(replace(one, targets=targets))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0, 500.0])
+def test_targets_keep_every_bit(temperature: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, head = (torch.randn(rows, 64, generator=generator) for rows in (6, 56))
+    teacher, labels = LinearLogits(hidden, head), torch.arange(6)
+    targets = TopKTargets(4, 50, temperature)
+    (truth,) = teacher_top_k(teacher, 4, temperatures=(temperature,), vocab=VocabLayout(50))
+    words = targets.compute(teacher, labels, None)
+    assert targets.is_finite(words) and words.shape == (6, targets.columns)
+    signal = targets.signal(words.view(2, 3, -1))
+    for name in ("ids", "logits", "lse", "tail_lse"):
+        seen, expected = getattr(signal.targets, name), getattr(truth, name)
+        assert seen.dtype == expected.dtype and torch.equal(seen.flatten(0, 1), expected), name
+    own = (hidden @ head[:50].t()).log_softmax(dim=1).gather(1, labels[:, None])[:, 0]
+    assert torch.allclose(signal.label_log_prob.flatten(), own, atol=1e-5)
+    hidden[2, 3] = torch.nan
+    assert not targets.is_finite(targets.compute(teacher, labels, None))
+    assert targets.compute(replace(teacher, hidden=hidden[:0]), labels[:0], None).shape == (0, targets.columns)
 
 
 def test_packed_rows_need_a_service_for_them() -> None:

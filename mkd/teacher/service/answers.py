@@ -1,0 +1,149 @@
+"""Answers of a teacher service as signals: one rank of a student's replica receives them for whole rows, and each rank
+gets its part."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mkd.data.batch import KDBatch
+from mkd.distributed.context_parallel import dual_chunk_positions
+from mkd.distributed.groups import Groups
+from mkd.losses import LogitMap
+from mkd.teacher.interface import HiddenSignal, TopKSignal
+from mkd.teacher.service.facts import TeacherFacts
+from mkd.teacher.service.messages import Kind
+from mkd.teacher.service.targets import TopKTargets
+
+Received = tuple[Tensor, Tensor]
+"""[k] int64 indices of the wanted tokens among the b * s of a microbatch, and the tensor of the answer, [k, columns];
+on the host."""
+
+
+@dataclass(frozen=True)
+class HiddenAnswers:
+    """Answers with final hidden states."""
+
+    facts: TeacherFacts
+    groups: Groups
+    head: Tensor | None
+    """[columns, Ht] this rank's rows of the LM head; None off the last stage."""
+    sequence_parallel: bool
+    view: int | None
+    """See `HiddenSignal.view`."""
+
+    kind, name = Kind.HIDDEN, "hidden states"
+
+    @property
+    def columns(self) -> int:
+        """Numbers per token."""
+        return self.facts.width
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the numbers."""
+        return self.facts.torch_dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Host memory of an answer, per wanted token."""
+        return self.facts.bytes_per_token
+
+    def is_finite(self, answer: Tensor) -> bool:
+        """True if all numbers of an answer are finite."""
+        return bool(answer.isfinite().all())
+
+    def signal(self, whole: KDBatch, received: Received | None) -> HiddenSignal:
+        """The signal of this rank's part of a microbatch. Collective over the replica's ranks of the last stage.
+
+        Args:
+            whole: the microbatch in the teacher's tokens, on the host.
+            received: on the rank that leads the replica, else None.
+        """
+        logit_map = LogitMap(self.facts.logit_scale, self.facts.logit_softcap)
+        return HiddenSignal(self._hidden(whole, received), self.head, logit_map, self.view)
+
+    def _hidden(self, whole: KDBatch, received: Received | None) -> Tensor:
+        """This rank's slice of the hidden states of a microbatch: [s/cp, b, Ht], or [s/cp/tp, b, Ht]."""
+        rows, length = whole.tokens.shape
+        cp, tp = self.groups.cp, self.groups.tp
+        parts, shape = None, (length // cp.size(), rows, self.facts.width)
+        if received is not None:
+            parts = _cut(_spread(received, whole).transpose(0, 1).contiguous(), 0, whole, cp)
+        own = _scatter(parts, shape, self.dtype, cp) if tp.rank() == 0 else None
+        if tp.size() == 1:
+            return own
+        if not self.sequence_parallel:
+            return _broadcast(own, shape, self.dtype, tp)
+        parts = None if own is None else [one.contiguous() for one in own.chunk(tp.size())]
+        return _scatter(parts, (shape[0] // tp.size(), *shape[1:]), self.dtype, tp)
+
+
+@dataclass(frozen=True)
+class TopKAnswers:
+    """Answers with top-k targets. The methods are those of `HiddenAnswers`."""
+
+    facts: TeacherFacts
+    groups: Groups
+    targets: TopKTargets
+
+    kind, name = Kind.TOP_K, "top-k targets"
+    dtype = torch.int32
+
+    @property
+    def columns(self) -> int:
+        return self.targets.columns
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.targets.bytes_per_token
+
+    def is_finite(self, answer: Tensor) -> bool:
+        return self.targets.is_finite(answer)
+
+    def signal(self, whole: KDBatch, received: Received | None) -> TopKSignal:
+        rows, length = whole.tokens.shape
+        cp, tp = self.groups.cp, self.groups.tp
+        parts, shape = None, (rows, length // cp.size(), self.columns)
+        if received is not None:
+            parts = _cut(_spread(received, whole), 1, whole, cp)
+        own = _scatter(parts, shape, self.dtype, cp) if tp.rank() == 0 else None
+        return self.targets.signal(_broadcast(own, shape, self.dtype, tp))
+
+
+def _spread(received: Received, whole: KDBatch) -> Tensor:
+    """[b, s, columns] on the device; 0 for tokens that are not wanted."""
+    wanted, found = (one.pin_memory().to("cuda", non_blocking=True) for one in received)
+    spread = torch.zeros(whole.tokens.numel(), found.shape[1], dtype=found.dtype, device="cuda")
+    return spread.index_copy_(0, wanted, found).view(*whole.tokens.shape, -1)
+
+
+def _cut(values: Tensor, dim: int, whole: KDBatch, cp: dist.ProcessGroup) -> list[Tensor]:
+    """The part of each context-parallel rank; `dim` is the dimension of a row's tokens."""
+    if cp.size() == 1:
+        return [values]
+    orders = (dual_chunk_positions(whole.bounds, rank, cp.size()).to(values.device) for rank in range(cp.size()))
+    return [values.index_select(dim, order) for order in orders]
+
+
+def _scatter(
+    parts: Sequence[Tensor] | None, shape: tuple[int, ...], dtype: torch.dtype, group: dist.ProcessGroup
+) -> Tensor:
+    """Rank 0 of a group has one part per rank; returns this rank's."""
+    if group.size() == 1:
+        return parts[0]
+    own = torch.empty(shape, dtype=dtype, device="cuda")
+    # As bytes, because gloo does not scatter every dtype.
+    parts = None if parts is None else [one.view(torch.uint8) for one in parts]
+    dist.scatter(own.view(torch.uint8), parts, group=group, group_src=0)
+    return own
+
+
+def _broadcast(own: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
+    """The values of rank 0 of a group, on all of its ranks."""
+    if group.size() > 1:
+        own = torch.empty(shape, dtype=dtype, device="cuda") if own is None else own
+        dist.broadcast(own.view(torch.uint8), group=group, group_src=0)
+    return own

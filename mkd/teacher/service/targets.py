@@ -1,0 +1,100 @@
+"""Top-k targets that a service computes in place of final hidden states: K entries per token instead of Ht numbers."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mkd.losses import LinearLogits, SparseTeacher, VocabLayout, teacher_top_k
+from mkd.losses.inputs import tempered_dtype
+from mkd.losses.measure.sampling import label_logits
+from mkd.teacher.interface import TopKSignal
+from mkd.teacher.service.facts import TeacherFacts
+from mkd.teacher.service.messages import ProtocolError
+
+_SUMS = 3
+"""Float64 numbers beside the entries: logsumexp, logsumexp of the tail, log-probability of the label."""
+
+
+@dataclass(frozen=True)
+class TopKTargets:
+    """The targets that a request is for, and their encoding.
+
+    A token has `columns` int32 words: K ids from the most probable down, K logits as the bits of fp32, and the three
+    sums as the bits of float64. Nothing is rounded, so losses are those of --kd-top-k with the teacher in process.
+    """
+
+    top_k: int
+    vocab: int
+    """Ids are below it; at most the teacher's vocabulary."""
+    temperature: float
+    """Temperature of the logsumexps."""
+
+    @classmethod
+    def of(cls, values: Any, facts: TeacherFacts) -> "TopKTargets":
+        """The targets in a message, which is not trusted.
+
+        Raises:
+            ProtocolError: they are malformed, or larger than hidden states.
+        """
+        match values:
+            case {"top_k": int(top_k), "vocab": int(vocab), "temperature": float(temperature)} if len(values) == 3:
+                targets = cls(top_k, vocab, temperature)
+            case _:
+                raise ProtocolError(f"unknown targets: {values!r:.100}")
+        if not 1 <= top_k <= vocab <= facts.vocab or not (math.isfinite(temperature) and temperature > 0.0):
+            raise ProtocolError(f"impossible targets: {targets}; the teacher's vocabulary has {facts.vocab} tokens")
+        if targets.bytes_per_token >= facts.bytes_per_token:
+            raise ProtocolError(f"{top_k} entries per token, which are larger than hidden states")
+        return targets
+
+    def values(self) -> Mapping[str, Any]:
+        """The targets for a message."""
+        return asdict(self)
+
+    @property
+    def columns(self) -> int:
+        """Words per token."""
+        return 2 * self.top_k + 2 * _SUMS
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of the answer for one token."""
+        return 4 * self.columns
+
+    def compute(self, teacher: LinearLogits, labels: Tensor, tp: dist.ProcessGroup | None) -> Tensor:
+        """[n, columns] int32. Collective over the tensor-parallel group of a service.
+
+        Args:
+            teacher: hidden states of n tokens, whole on each rank, and this rank's shard of the LM head.
+            labels: [n] ids.
+            tp: the group.
+        """
+        if not len(labels):
+            return labels.new_empty((0, self.columns), dtype=torch.int32)
+        vocab, temperatures = VocabLayout(self.vocab, tp), tuple(dict.fromkeys((self.temperature, 1.0)))
+        found = teacher_top_k(teacher, self.top_k, temperatures=temperatures, vocab=vocab)
+        label = label_logits(teacher, labels, vocab=vocab) - found[-1].lse  # at temperature 1
+        first = found[0]
+        sums = torch.stack((first.lse, first.tail_lse, label), dim=1).double()
+        return torch.cat((first.ids, first.logits.view(torch.int32), sums.view(torch.int32)), dim=1)
+
+    def is_finite(self, words: Tensor) -> bool:
+        """True if the numbers of an answer, [n, columns] int32, are finite; the logsumexp of an empty tail is -inf."""
+        _, logits, sums = self._split(words)
+        lse, tail_lse, label = sums.unbind(-1)
+        return all(bool(one.isfinite().all()) for one in (logits, lse, label)) and bool((tail_lse < math.inf).all())
+
+    def signal(self, words: Tensor) -> TopKSignal:
+        """The signal of a microbatch, from [b, s/cp, columns] int32 on any device."""
+        ids, logits, sums = self._split(words)
+        lse, tail_lse = (one.to(tempered_dtype(torch.float32, self.temperature)) for one in sums.unbind(-1)[:2])
+        return TopKSignal(SparseTeacher(ids, logits, lse, tail_lse, self.temperature), sums[..., 2].float())
+
+    def _split(self, words: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        ids, logits, sums = words.split([self.top_k, self.top_k, 2 * _SUMS], dim=-1)
+        return ids, logits.contiguous().view(torch.float32), sums.contiguous().view(torch.float64)
