@@ -1,9 +1,11 @@
-"""Families with layers of mkd's own: two training steps, as student and as teacher, have transformers' losses and the
-gradient of every parameter.
+"""Every family: two training steps, as student and as teacher, have transformers' losses and the gradient of every
+parameter.
 
-Without `-m slow`, packed rows are run with TP and SP and padded ones with PP; `-m slow` runs the rest.
+Without `-m slow`, families with layers of mkd's own run packed rows with TP and SP and padded ones with PP, and one model
+of every other family runs packed rows on one rank; `-m slow` runs every model in every layout that it allows.
 """
 
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from mkd.train.objective import LossContext
 from mkd.train.schedule import TeacherThenStudent
 from mkd.train.step import ForwardStep
 from tests.dist.test_hf_families import GEMMA2, GEMMA3, GLM4, NO_SPECIAL_TOKENS, OLMO3, TWO
+from tests.dist.test_hf_families import MODELS as EVERY_MODEL
 from tests.support.dist.kd_samples import ROW, microbatches, samples
 from tests.support.dist.kd_step import Layout, model_arguments, parallel_state
 from tests.support.dist.outcome import total
@@ -37,9 +40,8 @@ from tests.support.slow import slow
 from tests.support.tolerance import norm_error
 
 VOCAB, PADDED = 131, 256
-NO_BALANCING = {"moe_aux_loss_coeff": 0.0, "moe_router_load_balancing_type": "none"}
 RATIO, TEMPERATURE, RATE = 0.3, 2.0, 0.01
-MODELS: dict[str, dict[str, Any]] = {
+OWN_LAYERS: dict[str, dict[str, Any]] = {
     "olmo2": {"model_type": "olmo2", **TWO},
     "olmo3": OLMO3,
     "gemma2": GEMMA2,
@@ -49,23 +51,55 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 RATES = dict.fromkeys(HYBRID_MODELS, 0.0002)
 """Learning rates other than `RATE`: after a larger step, rounding in the first gradients is amplified in the second."""
+NEAR = {
+    name: sizes
+    for name, sizes in EVERY_MODEL.items()
+    if sizes["model_type"] not in {sizes["model_type"] for sizes in OWN_LAYERS.values()}
+}
+"""Models of Megatron's own layers."""
+ONE_PER_FAMILY = list({sizes["model_type"]: name for name, sizes in NEAR.items()}.values())
+"""The last model of each family, which has the most of its options."""
 TOLERANCE = 1e-4
 """fp32, two implementations of a model whose weights are large: gradients pass through all layers in another order."""
+ROUTING = {"moe_aux_loss_coeff": 0.0, "moe_router_load_balancing_type": "none"}
+"""transformers' logits have no load-balancing loss; config.json's coefficient would add one to the student's loss."""
+
+
+@dataclass
+class References:
+    """Steps of transformers and autograd, computed when a test needs them."""
+
+    root: Path
+    found: dict[tuple[str, str], list[tuple[float, Path]]] = field(default_factory=dict)
+
+    def models(self, models: dict[str, dict[str, Any]], data: str) -> dict[str, dict[str, Any]]:
+        """name -> sizes, folders of student and teacher, and the loss and a folder of gradients of each step."""
+        data = "padded" if data == "packed" else data
+        return {name: self._model(name, sizes, data) for name, sizes in models.items()}
+
+    def _model(self, name: str, sizes: dict[str, Any], data: str) -> dict[str, Any]:
+        root = self.root / name
+        if not root.exists():
+            make_model(root / "student", **{**NO_SPECIAL_TOKENS, **sizes})
+            make_model(root / "teacher", **{**NO_SPECIAL_TOKENS, **teacher_sizes(name, sizes)})
+        if (name, data) not in self.found:
+            self.found[name, data] = reference_steps(root, data, RATES.get(name, RATE))
+        return {"sizes": sizes, "root": root, "steps": self.found[name, data], "rate": RATES.get(name, RATE)}
+
+
+def teacher_sizes(name: str, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Wider than the student; with layers of mkd's own also deeper."""
+    if sizes["model_type"] == "helium":  # its heads are as wide as the hidden states together
+        return sizes | {"hidden_size": 60, "head_dim": 10}
+    if name not in OWN_LAYERS:
+        return sizes | {"hidden_size": 60}
+    kinds = {"layer_types": sizes["layer_types"] * 2} if "layer_types" in sizes else {}
+    return sizes | {"hidden_size": 60, "num_hidden_layers": 4} | kinds
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """name -> folders of student and teacher, and per kind of row the loss and a folder of gradients of each step."""
-    found = {}
-    for name, sizes in MODELS.items():
-        root = tmp_path_factory.mktemp("steps")
-        make_model(root / "student", **NO_SPECIAL_TOKENS, **sizes)
-        make_model(root / "teacher", **NO_SPECIAL_TOKENS, **sizes | {"hidden_size": 60, "num_hidden_layers": 4}
-                   | ({"layer_types": sizes["layer_types"] * 2} if "layer_types" in sizes else {}))
-        rate = RATES.get(name, RATE)
-        steps = {data: reference_steps(root, data, rate) for data in ("text", "padded")}
-        found[name] = {"root": root, "steps": steps | {"packed": steps["padded"]}, "rate": rate}
-    return found
+def references(tmp_path_factory: pytest.TempPathFactory) -> References:
+    return References(tmp_path_factory.mktemp("steps"))
 
 
 def reference_steps(root: Path, data: str, rate: float) -> list[tuple[float, Path]]:
@@ -98,8 +132,8 @@ def reference_steps(root: Path, data: str, rate: float) -> list[tuple[float, Pat
 
 
 def configuration(folder: Path, layout: Layout) -> GPTModelConfig:
-    sizes = {**read_architecture(HFFolder(folder, "--hf"))[1], **NO_BALANCING}
-    return gpt_config(model_arguments(sizes, layout, False, VOCAB, PADDED))
+    sizes = read_architecture(HFFolder(folder, "--hf"))[1]
+    return gpt_config(model_arguments(sizes | ROUTING, layout, False, VOCAB, PADDED))
 
 
 def build(root: Path, layout: Layout, groups: Groups) -> tuple[list[nn.Module], OnlineTeacher]:
@@ -127,17 +161,22 @@ def train(
 ) -> dict[str, list[dict[str, Any]]]:
     """name -> per step: reports, and the error of the gradient of each parameter on this rank."""
     found = {}
-    with parallel_state(layout):
-        groups = Groups.from_megatron()
-        for name, model in models.items():
-            chunks, teacher = build(model["root"], layout, groups)
-            steps = model["steps"][data]
-            found[name] = []
-            for _, folder in steps:
-                reports = one_step(chunks, teacher, groups, layout, data)
-                errors = gradient_errors(chunks, folder)
-                descend(chunks, model["rate"])
-                found[name].append({"reports": reports, "errors": errors})
+    # Megatron does not shard experts with biases.
+    biased = {name: model for name, model in models.items() if model["sizes"]["model_type"] == "gpt_oss"}
+    others = {name: model for name, model in models.items() if name not in biased}
+    for some, own in ((others, layout), (biased, replace(layout, etp=1))):
+        if not some:
+            continue
+        with parallel_state(own):
+            groups = Groups.from_megatron()
+            for name, model in some.items():
+                chunks, teacher = build(model["root"], own, groups)
+                found[name] = []
+                for _, folder in model["steps"]:
+                    reports = one_step(chunks, teacher, groups, own, data)
+                    errors = gradient_errors(chunks, folder)
+                    descend(chunks, model["rate"])
+                    found[name].append({"reports": reports, "errors": errors})
     return found
 
 
@@ -187,6 +226,7 @@ def descend(chunks: list[nn.Module], rate: float) -> None:
 LAYOUTS = {
     "one rank": (Layout(), "text"),
     "packed": (Layout(), "packed"),
+    "one microbatch, packed": (Layout(mbs=8), "packed"),
     "TP2, SP, packed": (Layout(tp=2, sp=True), "packed"),
     "TP2": (Layout(tp=2), "padded"),
     "PP2": (Layout(pp=2), "text"),
@@ -196,25 +236,40 @@ LAYOUTS = {
 }
 
 
-def fits(name: str, layout: Layout) -> bool:
-    """Megatron trains mixtures of experts with TP under sequence parallelism only."""
-    if "num_experts" in MODELS[name]:
-        return layout.tp == 1 or layout.sp
-    return layout.ep == 1
+def allows(sizes: dict[str, Any], layout: Layout) -> bool:
+    """True if Megatron trains the model in the layout: mixtures need --sequence-parallel with TP."""
+    is_mixture = "num_experts_per_tok" in sizes
+    return not (layout.ep > 1 and not is_mixture) and not (layout.tp > 1 and not layout.sp and is_mixture)
 
 
-SLOW = ("one rank", "packed", "TP2", "CP2", "CP2, packed")
-
-
-@pytest.mark.parametrize("layout_name", [*(name for name in LAYOUTS if name not in SLOW), *slow(SLOW)])
-def test_two_steps(gloo_pool: Any, expected: dict[str, dict[str, Any]], layout_name: str) -> None:
+def assert_two_steps(
+    gloo_pool: Any, references: References, models: dict[str, dict[str, Any]], layout_name: str
+) -> None:
     layout, data = LAYOUTS[layout_name]
-    models = {name: model for name, model in expected.items() if fits(name, layout)}
-    results = gloo_pool(layout.tp * layout.pp * layout.cp * layout.ep).run(train, models, layout, data)
-    for name, model in models.items():
-        for step, (loss, _) in enumerate(model["steps"][data]):
+    expected = references.models({name: some for name, some in models.items() if allows(some, layout)}, data)
+    results = gloo_pool(layout.tp * layout.pp * layout.cp * layout.ep).run(train, expected, layout, data)
+    for name, model in expected.items():
+        for step, (loss, _) in enumerate(model["steps"]):
             sums = total([result[name][step]["reports"] for result in results])
             assert sums["loss"][0] / sums["loss"][1] == pytest.approx(loss, rel=TOLERANCE), (name, step)
             errors = [result[name][step]["errors"] for result in results]
             assert all(errors)
             assert {key: error for some in errors for key, error in some.items() if not error <= TOLERANCE} == {}, name
+
+
+@pytest.mark.parametrize(
+    "layout_name", ["TP2, SP, packed", "PP2", "EP2", *slow(["one rank", "packed", "TP2", "CP2", "CP2, packed"])]
+)
+def test_two_steps(gloo_pool: Any, references: References, layout_name: str) -> None:
+    assert_two_steps(gloo_pool, references, OWN_LAYERS, layout_name)
+
+
+@pytest.mark.parametrize("name", ONE_PER_FAMILY)
+def test_two_steps_of_near_families(gloo_pool: Any, references: References, name: str) -> None:
+    assert_two_steps(gloo_pool, references, {name: NEAR[name]}, "one microbatch, packed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout_name", [name for name in LAYOUTS if name != "one microbatch, packed"])
+def test_every_near_model(gloo_pool: Any, references: References, layout_name: str) -> None:
+    assert_two_steps(gloo_pool, references, NEAR, layout_name)
