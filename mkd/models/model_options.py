@@ -61,6 +61,8 @@ class ModelOptions:
             transformer.yarn_rotary_scaling_factor, transformer.yarn_mscale_all_dim = math.e, 0.0
             transformer.yarn_mscale = (attention_factor(self.rope_frequencies) - 1.0) / 0.1
             transformer.apply_rope_fusion = False  # the fused kernels omit the factor in packed rows
+        if config.transformer.multi_latent_attention and not config.transformer.sequence_parallel:
+            config.pre_wrap_hooks.append(_correct_latent_gradients)
         if any(
             value is not None for value in (self.rope_frequencies, self.latent_norm_epsilon, self.residual_multiplier)
         ):
@@ -90,6 +92,20 @@ class ModelOptions:
         for name in _NORMS_OF_LATENTS:
             if hasattr(module := getattr(attention, name, None), "eps"):
                 module.eps = self.latent_norm_epsilon
+
+
+def _correct_latent_gradients(chunks: Sequence[nn.Module]) -> Sequence[nn.Module]:
+    """Make Megatron average the gradient of the norm of the queries' latent over tensor-parallel ranks.
+
+    Each rank has the gradient of the whole latent. megatron-core 0.19 takes the norm by its name for one of each head,
+    of which ranks have parts, and sums.
+    """
+    for module in chunks:
+        for attention in module.modules():
+            norm = getattr(attention, "q_layernorm", None) if isinstance(attention, MultiLatentAttention) else None
+            if (weight := getattr(norm, "weight", None)) is not None:
+                weight.average_gradients_across_tp_domain = True
+    return chunks
 
 
 def scaled_frequencies(frequencies: Tensor, rope: Mapping[str, Any]) -> Tensor:

@@ -269,6 +269,11 @@ def test_two_steps_of_near_families(gloo_pool: Any, references: References, name
     assert_two_steps(gloo_pool, references, {name: NEAR[name]}, "one microbatch, packed")
 
 
+def test_norm_of_the_latent_without_sequence_parallelism(gloo_pool: Any, references: References) -> None:
+    """Its gradient is not summed over tensor-parallel ranks."""
+    assert_two_steps(gloo_pool, references, {"youtu": NEAR["youtu"]}, "TP2")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout_name", [name for name in LAYOUTS if name != "one microbatch, packed"])
 def test_every_near_model(gloo_pool: Any, references: References, layout_name: str) -> None:
