@@ -137,7 +137,8 @@ def check_parts(args: Namespace) -> None:
             "--reuse-grad-buf-for-mxfp8-param-ag works only with --fp8-param-gather: give both, or neither"
         )
     for name in ("experimental_attention_variant", "use_te_activation_func"):
-        if getattr(args, name, None) and (cpu.is_target() or args.transformer_impl == "local"):
+        value = getattr(args, name, None)  # mkd has local layers with a gated delta net
+        if value and value != "gated_delta_net" and (cpu.is_target() or args.transformer_impl == "local"):
             raise MkdConfigError(f"--{name.replace('_', '-')} needs Transformer Engine, on GPUs: leave it out")
 
 
@@ -400,7 +401,13 @@ def _check_delta_net(model: str, sizes: Mapping[str, Any], args: Namespace, pref
             f"--deterministic-mode does not work with --kd-packing {packing}: {model} has a gated delta net, of which "
             "megatron has no deterministic kernels for packed rows; leave one of the two out"
         )
-    if not cpu.is_target() and find_spec("fla") is None:
+
+
+def check_linear_attention(model: str, sizes: Mapping[str, Any]) -> None:
+    """Refuse gated delta nets on GPUs without the package that has their kernels; arguments as in
+    `check_attention_heads`."""
+    is_delta_net = sizes.get("experimental_attention_variant") == "gated_delta_net"
+    if is_delta_net and not cpu.is_target() and find_spec("fla") is None:
         raise MkdPackageError(
             f"{model} has a gated delta net ({sizes['linear_num_value_heads']} linear_num_value_heads), whose kernels "
             "are in flash-linear-attention, which is not installed in this Python: install it (pip install "

@@ -67,6 +67,8 @@ def activate(stands_in: bool = False) -> None:
     # Megatron warns a dozen times about missing GPU packages, and torch about memory that is not pinned.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true")
+    # Megatron slices the parameters of gated delta nets for context parallelism with a list.
+    warnings.filterwarnings("ignore", message="Using a non-tuple sequence for multidimensional indexing")
     # jit_fuser compiles through the CUDA stream API; eager is also faster to start.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     # Megatron requires it under tensor parallelism, for the order of CUDA kernels.

@@ -303,6 +303,11 @@ CHECKS: tuple[Check[JobDraft], ...] = (
     ),
     Check("vocabulary", _find_vocabulary, needs=("student",)),
     Check("transformer engine", lambda draft: megatron_checks.check_transformer_engine(draft.args)),
+    Check(
+        "linear attention",
+        lambda draft: megatron_checks.check_linear_attention("the student", vars(draft.args)),
+        needs=("architecture",),
+    ),
     Check("student's tokenizer", _check_tokenizer, needs=("tokenizer",)),
     Check("--kd-lora", _find_adapters, needs=("student", "architecture", "parallel sizes")),
     Check("layer pairs", _check_layer_pairs, needs=("teacher source", "--num-layers")),

@@ -6,7 +6,7 @@ from typing import Any
 
 from mkd.checkpoint.source import ModelSource
 from mkd.config.megatron_arg_names import ArgRole, names_with, values_without_student
-from mkd.config.megatron_checks import check_attention_heads, check_divisions
+from mkd.config.megatron_checks import check_attention_heads, check_divisions, check_linear_attention
 from mkd.errors import MkdConfigError
 
 
@@ -19,6 +19,7 @@ def describe_teacher(args: Namespace, source: ModelSource, student: ModelSource 
     for name, value in values_without_student().items():
         setattr(args, name, value)
     shape = source.architecture
+    check_linear_attention("the teacher", shape)
     for name in names_with(ArgRole.CHECKED_BY_LAYOUT):
         setattr(args, name, shape.get(name))
     if args.num_experts is None:

@@ -28,6 +28,7 @@ from mkd.config.megatron_checks import (
     check_divisions,
     check_experts,
     check_layer_pairs,
+    check_linear_attention,
     check_required,
     check_variable_lengths,
     check_virtual_stages,
@@ -313,8 +314,9 @@ def test_gated_delta_net(monkeypatch: pytest.MonkeyPatch) -> None:
         check_attention_heads("the student", sizes, layout(deterministic_mode=True, kd_packing="best_fit"))
     monkeypatch.setattr(cpu, "is_target", lambda: False)
     monkeypatch.setattr("mkd.config.megatron_checks.find_spec", lambda name: None)
-    with pytest.raises(MkdPackageError, match="pip install flash-linear-attention"):
-        check_attention_heads("the student", sizes, layout())
+    check_linear_attention("the student", {**sizes, "experimental_attention_variant": None})
+    with pytest.raises(MkdPackageError, match=r"the student has .*pip install flash-linear-attention"):
+        check_linear_attention("the student", sizes)
 
 
 @pytest.mark.parametrize(

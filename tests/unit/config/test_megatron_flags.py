@@ -222,5 +222,6 @@ def test_parts_that_are_missing_are_refused(
     monkeypatch.setattr(megatron_checks, "find_spec", lambda name: None)
     args = Namespace(transformer_impl="local", fp8_param_gather=False)
     megatron_checks.check_parts(args)
+    megatron_checks.check_parts(Namespace(**vars(args), experimental_attention_variant="gated_delta_net"))
     with pytest.raises(MkdConfigError, match=message):
         megatron_checks.check_parts(Namespace(**{**vars(args), **changes}))
