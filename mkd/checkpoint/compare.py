@@ -110,7 +110,8 @@ def compare(hf: HFFolder, folder: MegatronFolder, tokens: Tensor) -> LogitCompar
     Raises:
         MkdError: a model cannot be built here.
     """
-    theirs = load_model(hf.path, hf.flag, dtype=torch.float32, attn_implementation="eager").eval()
+    has_tower = hf.vision_language is not None
+    theirs = load_model(hf.path, hf.flag, has_tower, dtype=torch.float32, attn_implementation="eager").eval()
     expected = [theirs(row[None]).logits[0] for row in tokens]
     del theirs
     vocab = expected[0].shape[-1]

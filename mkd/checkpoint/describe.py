@@ -11,7 +11,9 @@ from mkd.checkpoint.adapters.peft_folder import PeftFolder, is_peft_folder
 from mkd.checkpoint.adapters.stored import StoredAdapters, short_names
 from mkd.checkpoint.hf.check import check_tensors, read_architecture
 from mkd.checkpoint.hf.export import MODEL_KEYS, architecture_of
+from mkd.checkpoint.hf.families.vision_language import VisionLanguage
 from mkd.checkpoint.hf.folder import HFFolder
+from mkd.checkpoint.hf.whole_model import stored_architecture
 from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.config.megatron_arg_names import labels
 from mkd.errors import MkdCheckpointError
@@ -34,12 +36,24 @@ def _describe_hf(folder: HFFolder) -> dict[str, str]:
     check_tensors(folder, family)
     return {
         "format": "Hugging Face folder",
-        "architecture": family.architectures[0],
+        "architecture": _architecture(family.architectures[0], folder.vision_language),
         **_sizes(args),
         "weights": _weights(folder.tensors.values()),
+        **_carried(folder),
         "tokenizer": folder.tokenizer_hash() or "none",
         "fingerprint": folder.fingerprint(),
     }
+
+
+def _architecture(family: str, known: VisionLanguage | None) -> str:
+    return family if known is None else f"{family}, the text model of {known.architecture}"
+
+
+def _carried(folder: HFFolder) -> dict[str, str]:
+    """Weights beside the text model; empty without any."""
+    if not folder.carried:
+        return {}
+    return {"carried over": _weights((entry.shape, entry.dtype) for entry in folder.carried.values())}
 
 
 def _describe_peft(folder: PeftFolder) -> dict[str, str]:
@@ -66,7 +80,7 @@ def _describe_adapters(folder: MegatronFolder) -> dict[str, str]:
 
 def _describe_megatron(folder: MegatronFolder) -> dict[str, str]:
     try:
-        architecture = architecture_of(folder)[0].architectures[0]
+        architecture = _architecture(architecture_of(folder)[0].architectures[0], stored_architecture(folder))
     except MkdCheckpointError as error:
         architecture = f"no Hugging Face architecture ({error})"
     try:

@@ -158,10 +158,14 @@ def import_files(args: argparse.Namespace, flags: list[str]) -> None:
 
 def vocabulary_of(folder: Path) -> int:
     """vocab_size of the model's config.json, else the size of the tokenizer."""
+    from mkd.checkpoint.hf.families.vision_language import vision_language_of
     from mkd.checkpoint.tokenizer_hash import read_json_object
 
     if (folder / "config.json").is_file():
-        found = read_json_object(folder / "config.json", "--tokenizer-model").get("vocab_size")
+        config = read_json_object(folder / "config.json", "--tokenizer-model")
+        if (known := vision_language_of(config)) is not None:
+            config = known.text_config(config, has_own_head=True)
+        found = config.get("vocab_size")
         if found is not None:
             return found
     from mkd.utils.pretrained import load_tokenizer

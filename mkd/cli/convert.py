@@ -41,14 +41,15 @@ def export_command(args: argparse.Namespace) -> None:
     """Convert a torch_dist checkpoint to a Hugging Face folder."""
     from mkd.checkpoint.adapters.export import export_merged, export_peft
     from mkd.checkpoint.hf.export import export_hf
+    from mkd.checkpoint.hf.whole_model import stored_architecture
     from mkd.checkpoint.megatron_folder import MegatronFolder
 
     folder, dtype = MegatronFolder(args.load, "--load"), args.dtype and DTYPES[args.dtype]
     if folder.base_fingerprint is None:
-        if args.merge or args.base is not None:
+        if args.merge or (args.base is not None and stored_architecture(folder) is None):
             flag = "--merge" if args.merge else "--base"
             raise MkdConfigError(f"--load {args.load} holds whole weights and no adapters: leave {flag} out")
-        export_hf(folder, args.hf, dtype, architecture=args.architecture)
+        export_hf(folder, args.hf, dtype, architecture=args.architecture, base=args.base)
     else:
         (export_merged if args.merge else export_peft)(folder, args.hf, dtype, args.base)
     print(f"wrote {args.hf} from {folder.iteration_dir}")
@@ -130,7 +131,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--merge", action="store_true", help="adapters (--kd-lora): write the whole model instead of a PEFT folder"
     )
     exporter.add_argument(
-        "--base", metavar="HF_DIR", help="folder of the weights under the adapters (default: that of the training)"
+        "--base",
+        metavar="HF_DIR",
+        help="folder of the weights under the adapters, or of a vision-language model (default: that of the training)",
     )
     exporter.set_defaults(command=export_command)
     inspector = commands.add_parser("inspect", help="print the content of a folder")

@@ -14,6 +14,7 @@ from typing import Any
 
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -88,12 +89,13 @@ def _probed(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_model(path: Path, flag: str, **options: Any) -> PreTrainedModel:
+def load_model(path: Path, flag: str, is_vision_language: bool = False, **options: Any) -> PreTrainedModel:
     """Read a causal language model of a Hugging Face folder, from safetensors on disk only.
 
     Args:
         path: the folder.
         flag: the flag that named it, for messages.
+        is_vision_language: the folder's model has a vision tower.
         options: of `from_pretrained`.
 
     Raises:
@@ -105,13 +107,14 @@ def load_model(path: Path, flag: str, **options: Any) -> PreTrainedModel:
             f"{flag} {path} has an {_ADAPTER}, which transformers would load on top of the model: merge the adapter "
             "into the weights, or remove the file"
         )
+    model = AutoModelForImageTextToText if is_vision_language else AutoModelForCausalLM
     try:
         require_regular_files(path)
-        return AutoModelForCausalLM.from_pretrained(
+        return model.from_pretrained(
             path, local_files_only=True, trust_remote_code=False, use_safetensors=True, **options
         )
     except ValueError as error:
-        if (reason := code_needed(path, ("AutoModelForCausalLM", "AutoConfig"), error)) is None:
+        if (reason := code_needed(path, (model.__name__, "AutoConfig"), error)) is None:
             raise
         raise MkdCheckpointError(f"{flag} {path} {reason}") from error
 

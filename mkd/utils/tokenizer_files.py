@@ -1,4 +1,4 @@
-"""Names of the tokenizer files in a model folder."""
+"""Names of the files of tokenizers and processors in a model folder."""
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -13,3 +13,5 @@ TOKENIZER_FILES = (
 )
 TOKENIZER_MARKERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 """A folder with one of these holds a tokenizer; the other files only complete one."""
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+"""Files that prepare images for the vision tower of a vision-language model."""

@@ -7,7 +7,7 @@ of every other family runs packed rows on one rank; `-m slow` runs every model i
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -71,6 +71,12 @@ class References:
 
     root: Path
     found: dict[tuple[str, str], list[tuple[float, Path]]] = field(default_factory=dict)
+    model_class: ClassVar[Any] = AutoModelForCausalLM
+
+    def make(self, root: Path, name: str, sizes: dict[str, Any]) -> None:
+        """Save student and teacher."""
+        make_model(root / "student", **{**NO_SPECIAL_TOKENS, **sizes})
+        make_model(root / "teacher", **{**NO_SPECIAL_TOKENS, **teacher_sizes(name, sizes)})
 
     def models(self, models: dict[str, dict[str, Any]], data: str) -> dict[str, dict[str, Any]]:
         """name -> sizes, folders of student and teacher, and the loss and a folder of gradients of each step."""
@@ -80,10 +86,9 @@ class References:
     def _model(self, name: str, sizes: dict[str, Any], data: str) -> dict[str, Any]:
         root = self.root / name
         if not root.exists():
-            make_model(root / "student", **{**NO_SPECIAL_TOKENS, **sizes})
-            make_model(root / "teacher", **{**NO_SPECIAL_TOKENS, **teacher_sizes(name, sizes)})
+            self.make(root, name, sizes)
         if (name, data) not in self.found:
-            self.found[name, data] = reference_steps(root, data, RATES.get(name, RATE))
+            self.found[name, data] = reference_steps(root, data, RATES.get(name, RATE), self.model_class)
         return {"sizes": sizes, "root": root, "steps": self.found[name, data], "rate": RATES.get(name, RATE)}
 
 
@@ -102,10 +107,12 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
     return References(tmp_path_factory.mktemp("steps"))
 
 
-def reference_steps(root: Path, data: str, rate: float) -> list[tuple[float, Path]]:
+def reference_steps(
+    root: Path, data: str, rate: float, model_class: Any
+) -> list[tuple[float, Path]]:
     """(loss, folder with the gradients in place of the weights) of two steps of transformers and autograd."""
     student, teacher = (
-        AutoModelForCausalLM.from_pretrained(root / name, dtype=torch.float32, attn_implementation="eager")
+        model_class.from_pretrained(root / name, dtype=torch.float32, attn_implementation="eager")
         for name in ("student", "teacher")
     )
     rows = samples(data, 1)
@@ -122,6 +129,8 @@ def reference_steps(root: Path, data: str, rate: float) -> list[tuple[float, Pat
         loss.backward()
         weights = {name: p.data.clone() for name, p in student.named_parameters()}
         for p in student.parameters():
+            if p.grad is None:  # a vision tower, which no image goes through
+                p.grad = torch.zeros_like(p)
             p.data = p.grad.clone()
         folder = root / f"{data}-{step}"
         student.save_pretrained(folder)

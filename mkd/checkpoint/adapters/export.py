@@ -12,9 +12,11 @@ from mkd.checkpoint.adapters.peft_folder import PeftFolder, is_peft_folder, writ
 from mkd.checkpoint.adapters.stored import StoredAdapters, short_names
 from mkd.checkpoint.casts import CastCheck
 from mkd.checkpoint.hf.export import architecture_of
+from mkd.checkpoint.hf.families.vision_language import module_name
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.model_card import model_card
-from mkd.checkpoint.hf.writer import StagedFolder, WeightsWriter, config_with_dtype, plan_bytes, write_json
+from mkd.checkpoint.hf.whole_model import WholeModel, stored_architecture
+from mkd.checkpoint.hf.writer import StagedFolder, WeightsWriter, plan_bytes, write_json
 from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.utils.progress import ByteProgress
 from mkd.utils.tokenizer_files import TOKENIZER_FILES
@@ -48,15 +50,18 @@ def write_peft_files(
     for layer in adapters.layers:
         adapters.weight_shape(layer)  # raises before memory is taken
     is_mixture = architecture_of(folder)[2].get("num_experts")
+    has_tower = stored_architecture(folder) is not None
+    # A short name would match other layers of the model, too: of routed experts, or of a vision tower.
+    whole_names = sorted(map(module_name, adapters.layers) if has_tower else adapters.layers)
     write_peft_folder(
         out,
         adapters,
         rank=adapters.options.rank,
         alpha=adapters.options.alpha,
-        # A short name would match the layers of routed experts, too, where transformers has such layers.
-        modules=sorted(adapters.layers) if is_mixture else short_names(adapters.layers),
+        modules=whole_names if is_mixture or has_tower else short_names(adapters.layers),
         base=os.path.abspath(name) if Path(name).is_dir() else name,
         dtype=dtype,
+        is_vision_language=has_tower,
     )
     for file in TOKENIZER_FILES:
         if folder.assets_dir and (folder.assets_dir / file).is_file():
@@ -93,19 +98,23 @@ def export_merged(
         weight = merged.tensors.get(f"{layer}.weight")
         if weight is None or weight[0] != adapters.weight_shape(layer):
             raise folder.error(f"the adapter of {layer} does not fit {frozen.path}")
-    plan = {name: (shape, dtype or stored) for name, (shape, stored) in merged.tensors.items()}
+    text = {name: (shape, dtype or stored) for name, (shape, stored) in merged.tensors.items()}
+    whole = WholeModel(merged)
+    plan = whole.plan(text)
     casts = CastCheck(folder.error, "give --dtype bf16 or fp32")
     with StagedFolder(out, flag) as staged, ByteProgress(f"writing {out}", plan_bytes(plan)) as progress:
         writer = WeightsWriter(staged.path, plan)
-        for name in writer.names:
-            value = casts.cast(name, merged.read(name), plan[name][1])
+        for name, (_, wanted) in text.items():
+            value = casts.cast(name, merged.read(name), wanted)
+            writer.write(whole.stored(name), value)
+            progress.advance(value.nbytes)
+        for name, value in whole.carried():
             writer.write(name, value)
             progress.advance(value.nbytes)
         writer.close()
         for file in merged.assets():
             shutil.copyfile(file, staged.path / file.name)
-        config = config_with_dtype(merged.config, next(iter(plan.values()))[1])
-        write_json(staged.path / "config.json", config)
+        write_json(staged.path / "config.json", whole.config(next(iter(plan.values()))[1]))
         if (card := model_card(folder, staged.final.name)) is not None:
             (staged.path / "README.md").write_text(card, encoding="utf-8")
     casts.warn()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mkd.checkpoint.adapters.merged import Adapters, MergedFolder
+from mkd.checkpoint.hf.families.vision_language import module_name, text_module_name
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.writer import write_json
 from mkd.checkpoint.safetensors_files import read_header, write_tensors
@@ -67,7 +68,9 @@ class PeftFolder:
         if not (self.path / WEIGHTS).is_file():
             raise self.error(f"there is no {WEIGHTS}; adapters in other formats are not read")
         self.entries = read_header(self.path / WEIGHTS, flag)
-        self.layers: Sequence[str] = self._find_layers()
+        self._modules: Mapping[str, str] = self._find_layers()
+        """Layer -> its name in the file."""
+        self.layers: Sequence[str] = sorted(self._modules)
         """See `Adapters`."""
 
     def error(self, text: str) -> MkdCheckpointError:
@@ -76,7 +79,7 @@ class PeftFolder:
 
     def factors(self, layer: str) -> tuple[Tensor, Tensor]:
         """See `Adapters`."""
-        a, b = (self.entries[_tensor(layer, factor)].read(None, None) for factor in "AB")
+        a, b = (self.entries[_tensor(self._modules[layer], factor)].read(None, None) for factor in "AB")
         return a, b
 
     def fingerprint(self) -> str:
@@ -120,16 +123,21 @@ class PeftFolder:
             raise self.error(f'{CONFIG}: "base_model_name_or_path" is {name!r}, a PEFT folder itself: merge it first')
         return found
 
-    def _find_layers(self) -> list[str]:
+    def _find_layers(self) -> dict[str, str]:
         found: dict[str, set[str]] = {}
+        modules: dict[str, str] = {}
         for name, entry in self.entries.items():
             match = _NAME.fullmatch(name)
             if match is None or not entry.dtype.is_floating_point or entry.dtype.itemsize < 2:
                 raise self.error(f"tensor {name} is not a factor of a linear layer's adapter")
-            layer, factor = match[1], match[2]
+            module, factor = match[1], match[2]
+            layer = module if self.base.vision_language is None else text_module_name(module)
+            if modules.setdefault(layer, module) != module:
+                raise self.error(f"{module} and {modules[layer]} are the same layer of {self.base.path}")
             weight = self.base.tensors.get(f"{layer}.weight")
             if weight is None or len(weight[0]) != 2:
-                raise self.error(f"tensor {name}: {self.base.path} has no linear layer {layer}")
+                where = "" if self.base.vision_language is None else "the text model of "
+                raise self.error(f"tensor {name}: {where}{self.base.path} has no linear layer {layer}")
             out, inputs = weight[0]
             needed = (self.rank, inputs) if factor == "A" else (out, self.rank)
             if entry.shape != needed:
@@ -140,7 +148,7 @@ class PeftFolder:
                 raise self.error(f"{layer} has lora_{factors.pop()} alone")
         if not found:
             raise self.error(f"{WEIGHTS} has no adapters")
-        return sorted(found)
+        return modules
 
 
 def _tensor(layer: str, factor: str) -> str:
@@ -156,6 +164,7 @@ def write_peft_folder(
     modules: Sequence[str],
     base: str,
     dtype: torch.dtype | None = None,
+    is_vision_language: bool = False,
 ) -> None:
     """Write adapters into an existing folder.
 
@@ -167,11 +176,13 @@ def write_peft_folder(
         modules: PEFT's `target_modules`.
         base: PEFT's `base_model_name_or_path`.
         dtype: of the tensors; None keeps it.
+        is_vision_language: the adapters are of the text model in a vision-language model.
     """
     tensors: dict[str, Tensor] = {}
     for layer in adapters.layers:
         for factor, value in zip("AB", adapters.factors(layer), strict=True):
-            tensors[_tensor(layer, factor)] = value if dtype is None else value.to(dtype)
+            module = module_name(layer) if is_vision_language else layer
+            tensors[_tensor(module, factor)] = value if dtype is None else value.to(dtype)
     write_tensors(out / WEIGHTS, tensors)
     write_json(out / CONFIG, peft_config(rank, alpha, modules, base))
 

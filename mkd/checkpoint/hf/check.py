@@ -25,7 +25,8 @@ def read_architecture(folder: HFFolder) -> tuple[Family, dict[str, Any]]:
         family = family_of(folder.config)
         return family, family.megatron_args(folder.config)
     except MkdCheckpointError as error:
-        raise folder.error(str(error)) from error
+        where = "" if folder.vision_language is None else f" (text model of {folder.vision_language.architecture})"
+        raise folder.error(f"{error}{where}") from error
 
 
 def check_tensors(folder: HFFolder, family: Family) -> None:

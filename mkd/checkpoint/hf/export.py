@@ -13,9 +13,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mkd.checkpoint.casts import CastCheck
 from mkd.checkpoint.hf.families import FAMILIES, Family, family_by_name, family_of
+from mkd.checkpoint.hf.families.vision_language import vision_language_of
 from mkd.checkpoint.hf.folder import ASSET_FILES
 from mkd.checkpoint.hf.model_card import model_card
 from mkd.checkpoint.hf.tables import Axes, Item
+from mkd.checkpoint.hf.whole_model import WholeModel, stored_config
 from mkd.checkpoint.hf.writer import (
     Plan,
     StagedFolder,
@@ -26,7 +28,6 @@ from mkd.checkpoint.hf.writer import (
     write_json,
 )
 from mkd.checkpoint.megatron_folder import MegatronFolder
-from mkd.checkpoint.tokenizer_hash import read_json_object
 from mkd.config.flags import default_arguments
 from mkd.config.megatron_arg_names import ArgRole, names_with
 from mkd.errors import MkdCheckpointError
@@ -42,21 +43,24 @@ def export_hf(
     dtype: torch.dtype | None = None,
     flag: str = "--hf",
     architecture: str | None = None,
+    base: str | None = None,
 ) -> None:
     """Write the model of a Megatron checkpoint as a Hugging Face folder that `transformers` loads.
 
     Weights keep their stored dtype unless `dtype` is given; padding rows of the vocabulary are dropped. config.json,
     generation config and tokenizer come from the checkpoint's `hf_assets` folder. Without that folder, config.json is
     made from the stored arguments, for the given `architecture` or for the first one that fits, and there is no
-    tokenizer. The folder appears under its name when it is complete.
+    tokenizer. The vision tower of a vision-language model is copied from `base`, by default the folder that the
+    training began with. The folder appears under its name when it is complete.
 
     Raises:
-        MkdCheckpointError: `out` (given by `flag`) is in use, the model fits no known Hugging Face architecture, or a
-            tensor is missing, unknown, or of another shape (the message names it).
+        MkdCheckpointError: `out` (given by `flag`) is in use, the model fits no known Hugging Face architecture, a
+            tensor is missing, unknown, or of another shape (the message names it), or the folder with the vision tower
+            is missing.
     """
     check_output(out, flag)
     folder.check_content()
-    export = HFExport(folder, dtype, architecture)
+    export = HFExport(folder, dtype, architecture, base)
     with StagedFolder(out, flag) as staged, ByteProgress(f"writing {out}", plan_bytes(export.plan)) as progress:
         export.write(staged.path, on_bytes=progress.advance, name=staged.final.name)
 
@@ -65,7 +69,11 @@ class HFExport:
     """The model of a Megatron checkpoint, to be written by one process or by several together."""
 
     def __init__(
-        self, folder: MegatronFolder, dtype: torch.dtype | None = None, architecture: str | None = None
+        self,
+        folder: MegatronFolder,
+        dtype: torch.dtype | None = None,
+        architecture: str | None = None,
+        base: str | None = None,
     ) -> None:
         """Check the checkpoint and plan the tensors. No weight is read. Raises `MkdCheckpointError` as `export_hf`."""
         folder.check_whole()
@@ -73,7 +81,11 @@ class HFExport:
         family, config, args = architecture_of(folder, architecture)
         self._config = family.config_for_transformers_4(config)
         self._source = _StoredTensors(folder, family, args)
-        self.plan = self._source.plan(dtype)
+        self._whole = WholeModel.of_checkpoint(folder, base)
+        plan = self._source.plan(dtype)
+        self.plan = plan if self._whole is None else self._whole.plan(plan)
+        """Names of the folder's files."""
+        self._text_names = {name if self._whole is None else self._whole.stored(name): name for name in plan}
 
     def write(
         self,
@@ -89,7 +101,7 @@ class HFExport:
         """
         writer = WeightsWriter(out, self.plan, part=part, parts=parts)
         casts = CastCheck(self._folder.error, "give --dtype bf16 or fp32")
-        for key, tensor in self._source.read(writer.names):
+        for key, tensor in self._read(writer.names):
             dtype = self.plan[key][1]
             writer.write(key, casts.cast(key, tensor, dtype))
             on_bytes(tensor.numel() * dtype.itemsize)
@@ -103,11 +115,22 @@ class HFExport:
                 shutil.copyfile(assets / file, out / file)
         if (card := model_card(self._folder, name)) is not None:
             (out / "README.md").write_text(card, encoding="utf-8")
-        write_json(out / "config.json", config_with_dtype(self._config, next(iter(self.plan.values()))[1]))
+        write_json(out / "config.json", self._config_of(next(iter(self.plan.values()))[1]))
+
+    def _read(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of some names, in the order of the plan."""
+        stored = {text: name for name, text in self._text_names.items()}
+        for text, tensor in self._source.read([self._text_names[name] for name in names if name in self._text_names]):
+            yield stored[text], tensor
+        if self._whole is not None:
+            yield from self._whole.carried(set(names))
+
+    def _config_of(self, dtype: torch.dtype) -> dict[str, Any]:
+        return config_with_dtype(self._config, dtype) if self._whole is None else self._whole.config(dtype)
 
 
 def architecture_of(folder: MegatronFolder, name: str | None = None) -> tuple[Family, dict[str, Any], dict[str, Any]]:
-    """(family, config.json, Megatron arguments by name) of a checkpoint.
+    """(family, config.json, Megatron arguments by name) of a checkpoint; of its text model in a vision-language model.
 
     Args:
         folder: the checkpoint.
@@ -117,8 +140,9 @@ def architecture_of(folder: MegatronFolder, name: str | None = None) -> tuple[Fa
         MkdCheckpointError: no architecture fits, or config.json contradicts the stored arguments.
     """
     stored = {**vars(default_arguments()), **vars(folder.args)}
-    if folder.assets_dir is not None and (folder.assets_dir / "config.json").is_file():
-        config = read_json_object(folder.assets_dir / "config.json", folder.flag)
+    if (config := stored_config(folder)) is not None:
+        if (known := vision_language_of(config)) is not None:
+            config = known.text_config(config, bool(stored["untie_embeddings_and_output_weights"]))
         family = family_of(config)
         if name is not None and family_by_name(name) != family:
             raise folder.error(f"{folder.assets_dir.name}/config.json is of {family.architectures[0]}, not of {name}")

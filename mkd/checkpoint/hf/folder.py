@@ -14,16 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mkd.checkpoint.hf.families.vision_language import TextNames, vision_language_of
 from mkd.checkpoint.safetensors_files import TensorEntry, read_header
 from mkd.checkpoint.tokenizer_hash import ASSETS, read_json_object, tokenizer_hash
 from mkd.errors import MkdCheckpointError
-from mkd.utils.atomic_files import copy_file
+from mkd.utils.atomic_files import copy_file, write_bytes
 from mkd.utils.hub_folder import download_hint, model_folder
-from mkd.utils.tokenizer_files import TOKENIZER_FILES
+from mkd.utils.tokenizer_files import PROCESSOR_FILES, TOKENIZER_FILES
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-ASSET_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
+ASSET_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES, *PROCESSOR_FILES)
+WHOLE_MODEL = "whole_model.json"
+"""File in `hf_assets` that names the folder of a vision-language model, with its fingerprint."""
 
 # config.json keys about how a folder was written or is used; they do not change the model
 _VOLATILE_KEYS = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "pretraining_tp"}
@@ -36,16 +39,32 @@ class HFFolder:
 
     Construction reads only JSON and the safetensors headers, and raises `MkdCheckpointError` when the folder is
     missing, empty or incomplete. Every message names `flag`, the command-line flag that gave the folder.
+
+    A vision-language folder is read as its text model: `config`, `tensors` and `read` are of a text model alone, with
+    the names of its family. The other tensors are in `carried`.
     """
 
     def __init__(self, path: str | os.PathLike, flag: str) -> None:
         self.path = model_folder(path, flag)
         self.flag = flag
         self._check_folder()
-        self.config: dict[str, Any] = read_json_object(self.path / "config.json", flag)
+        self.whole_config: dict[str, Any] = read_json_object(self.path / "config.json", flag)
+        """config.json as it is."""
         self._entries = self._read_headers()
+        try:
+            self.vision_language = vision_language_of(self.whole_config)
+        except MkdCheckpointError as error:
+            raise self.error(str(error)) from error
+        self.names = TextNames()
+        """Names of the text model's tensors in the files."""
+        self.config: dict[str, Any] = self.whole_config
+        self.carried: dict[str, TensorEntry] = {}
+        """Tensors of the vision tower and the projector."""
+        self._text = self._entries
+        if self.vision_language is not None:
+            self._find_text_model()
         self.tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            name: (entry.shape, entry.dtype) for name, entry in self._entries.items()
+            name: (entry.shape, entry.dtype) for name, entry in self._text.items()
         }
 
     def error(self, text: str) -> MkdCheckpointError:
@@ -60,9 +79,9 @@ class HFFolder:
         Raises:
             MkdCheckpointError: the folder has no such tensor.
         """
-        if name not in self._entries:
+        if name not in self._text:
             raise self.error(f"there is no tensor {name}")
-        return self._entries[name].read(rows, cols)
+        return self._text[name].read(rows, cols)
 
     def row_blocks(self, name: str) -> Iterator[slice]:
         """Consecutive blocks of rows, to process a tensor of many gigabytes with little memory."""
@@ -84,7 +103,9 @@ class HFFolder:
         two checkpoints of one training run differ in every sampled block.
         """
         digest = hashlib.blake2b(digest_size=16)
-        kept = {key: value for key, value in self.config.items() if key not in _VOLATILE_KEYS and value is not None}
+        kept = {
+            key: value for key, value in self.whole_config.items() if key not in _VOLATILE_KEYS and value is not None
+        }
         digest.update(json.dumps(_without_repetitions(kept), sort_keys=True).encode())
         for name in sorted(self._entries):
             entry = self._entries[name]
@@ -98,6 +119,21 @@ class HFFolder:
     def assets(self) -> list[Path]:
         """config.json, generation_config.json, tokenizer files and chat template: the files that an export copies."""
         return [self.path / name for name in ASSET_FILES if (self.path / name).is_file()]
+
+    def _find_text_model(self) -> None:
+        self.names = TextNames.find(self._entries)
+        text, self.carried = {}, {}
+        for stored, entry in self._entries.items():
+            name = self.names.text(stored)
+            if name is None:
+                self.carried[stored] = entry
+            elif text.setdefault(name, entry) is not entry:
+                raise self.error(f"there are two tensors {name} of the text model, one of them under the name {stored}")
+        self._text = text
+        try:
+            self.config = self.vision_language.text_config(self.whole_config, "lm_head.weight" in text)
+        except MkdCheckpointError as error:
+            raise self.error(str(error)) from error
 
     def _check_folder(self) -> None:
         if not self.path.exists():
@@ -169,3 +205,7 @@ def store_assets(folder: HFFolder, save_dir: str | os.PathLike) -> None:
     target.mkdir(parents=True, exist_ok=True)
     for source in folder.assets():
         copy_file(source, target / source.name)
+    if folder.vision_language is not None:
+        # An export copies the vision tower from there.
+        whole = {"folder": str(folder.path.resolve()), "fingerprint": HFFolder.fingerprint(folder)}
+        write_bytes(target / WHOLE_MODEL, json.dumps(whole, indent=2).encode())

@@ -12,6 +12,7 @@ from transformers import CONFIG_MAPPING
 from mkd.checkpoint.hf.check import check_tensors, read_architecture
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.layouts import Dims
+from mkd.checkpoint.hf.whole_model import WholeModel
 from mkd.checkpoint.hf.writer import StagedFolder, WeightsWriter, plan_bytes, write_json
 from mkd.checkpoint.prune.width import WidthChoice
 from mkd.errors import MkdCheckpointError, MkdConfigError
@@ -86,21 +87,33 @@ class PrunableTeacher:
         sources = self._sources(layers)
         dims = self.dims if width is None else width.student
         config = self.student_config(layers, dims)
-        plan = {
+        text = {
             name: (tuple(getattr(dims, axis) for axis in source.axes), self.folder.tensors[source.name][1])
             for name, source in sources.items()
         }
+        whole = WholeModel(self.folder)
+        plan = whole.plan(text)
         with StagedFolder(out, "--out") as staged, ByteProgress(f"writing {out}", plan_bytes(plan)) as progress:
             writer = WeightsWriter(staged.path, plan)
             for name, source in sources.items():
                 tensor = self._read(source, width)
+                writer.write(whole.stored(name), tensor)
+                progress.advance(tensor.nbytes)
+            for name, tensor in whole.carried():
                 writer.write(name, tensor)
                 progress.advance(tensor.nbytes)
             writer.close()
             for asset in self.folder.assets():
                 shutil.copyfile(asset, staged.path / asset.name)
-            write_json(staged.path / "config.json", config)
+            write_json(staged.path / "config.json", self._whole_config(config))
         return plan_bytes(plan)
+
+    def _whole_config(self, config: dict[str, Any]) -> dict[str, Any]:
+        """config.json around that of the student's text model."""
+        if (known := self.folder.vision_language) is None:
+            return config
+        changes = {key: value for key, value in config.items() if self.folder.config.get(key) != value}
+        return known.with_text(self.folder.whole_config, changes)
 
     def _sources(self, layers: list[int]) -> dict[str, TensorSource]:
         """Student tensor -> its source, in the order of the layers, without a tied LM head that is not stored."""
@@ -128,6 +141,11 @@ class PrunableTeacher:
         Raises:
             MkdConfigError: transformers or Megatron does not support these layers or sizes.
         """
+        if self.folder.vision_language is not None and dims.hidden != self.dims.hidden:
+            raise MkdConfigError(
+                f"--hidden-size is {dims.hidden}: the projector of {self.folder.vision_language.architecture} writes "
+                f"into {self.dims.hidden} channels of the residual stream: leave --hidden-size out"
+            )
         known = CONFIG_MAPPING[self.family.model_type]
         config = {**self.folder.config, "num_hidden_layers": len(layers)}
         for key in ("layer_types", "mlp_layer_types", "no_rope_layers"):

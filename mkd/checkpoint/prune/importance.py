@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from mkd.checkpoint.hf.families import Family
+from mkd.checkpoint.hf.families.vision_language import module_name
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.prune.width import Importance, axis_parts
 from mkd.data.sources.chat import Conversation
@@ -87,12 +88,13 @@ def activation_importance(
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise MkdConfigError(f"--device {device} cannot be used: {error}") from error
-    model = load_model(folder.path, folder.flag, dtype="auto").eval().to(device)
+    has_tower = folder.vision_language is not None
+    model = load_model(folder.path, folder.flag, has_tower, dtype="auto").eval().to(device)
     dims = family.dims(args)
     scores = Importance.zeros(dims, args["num_layers"])
     for item in family.tensors(args):
         for name, axes in zip(item.shapes, item.entry.sources.values(), strict=True):
-            module = model.get_submodule(name.rpartition(".")[0])
+            module = model.get_submodule((module_name(name) if has_tower else name).rpartition(".")[0])
             if axes == ("hidden",) and name.endswith(".weight"):
                 module.register_forward_hook(_add_sizes(scores.hidden, use_output=True))
             elif axes == ("hidden", "ffn"):

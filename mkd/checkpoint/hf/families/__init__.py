@@ -54,6 +54,7 @@ from mkd.checkpoint.hf.families.mixtures import (
 )
 from mkd.checkpoint.hf.families.olmo import OLMO2, OLMO3
 from mkd.checkpoint.hf.families.qwen_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
+from mkd.checkpoint.hf.families.vision_language import VISION_LANGUAGE
 from mkd.errors import MkdCheckpointError
 
 FAMILIES = (
@@ -65,14 +66,17 @@ FAMILIES = (
 )
 
 UNSUPPORTED: Mapping[str, str] = {
-    "Gemma3ForConditionalGeneration": "the folder has a vision tower; its text model alone is a Gemma3ForCausalLM",
+    **{
+        known.architecture: "a vision-language model: its folder can be read, its text model alone is of another name"
+        for known in VISION_LANGUAGE
+    },
     "Qwen3_5ForConditionalGeneration": "the folder has a vision tower; its text model alone is a Qwen3_5ForCausalLM",
     "Qwen3_5MoeForConditionalGeneration": "the folder has a vision tower; its text model alone is a "
     "Qwen3_5MoeForCausalLM",
     "NemotronHForCausalLM": "Mamba layers need Megatron's hybrid model, mkd builds GPT models; hybrid models that it "
     "loads are Qwen3NextForCausalLM and Qwen3_5ForCausalLM",
 }
-"""Well-known architectures that are not supported -> reason."""
+"""Architectures that are no family of text models -> reason."""
 
 
 def family_by_name(name: str) -> Family:
@@ -100,10 +104,17 @@ def family_of(config: Mapping[str, Any]) -> Family:
                 )
             return known[name]
     reasons = "".join(f" ({UNSUPPORTED[name]})" for name in names if name in UNSUPPORTED)
-    near = [get_close_matches(str(name), known, n=1, cutoff=0.5) for name in names]
-    nearest = f" (the nearest by name is {near[0][0]})" if near and near[0] else ""
+    whole = [known_whole.architecture for known_whole in VISION_LANGUAGE]
+    if names or model_type is None:
+        key, value = "architectures", config.get("architectures")
+        near = [get_close_matches(name, [*known, *whole], n=1, cutoff=0.5) for name in names]
+        nearest = near[0][0] if near and near[0] else ""
+    else:
+        by_type = {family.model_type: name for name, family in known.items()}
+        near = get_close_matches(str(model_type), by_type, n=1, cutoff=0.5)
+        key, value, nearest = "model_type", model_type, by_type[near[0]] if near else ""
     raise MkdCheckpointError(
-        f'config.json: "architectures" is {config.get("architectures")!r}{reasons}; known architectures: '
-        + ", ".join(sorted(known))
-        + nearest
+        f'config.json: "{key}" is {value!r}{reasons}; known architectures: '
+        + ", ".join(sorted([*known, *whole]))
+        + (f" (the nearest by name is {nearest})" if nearest else "")
     )

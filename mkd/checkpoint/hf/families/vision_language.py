@@ -1,0 +1,229 @@
+"""Vision-language folders (`...ForConditionalGeneration`): the text model in them.
+
+Such a model is a vision tower, a projector and the text model of a family, which `text_config` of config.json describes
+and whose tensors have a prefix. mkd trains and runs the text model; the other tensors are carried over to exports.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mkd.errors import MkdCheckpointError
+
+TEXT = "text_config"
+_TIE = "tie_word_embeddings"
+_ROPES = ("rope_scaling", "rope_parameters")
+_TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "model.")
+"""Prefixes that stand for `model.`: those of transformers' modules, and of two kinds of files."""
+_HEADS = ("lm_head.weight", "language_model.lm_head.weight")
+_CARRIED = tuple(
+    f"{model}{part}." for part in ("visual", "vision_tower", "multi_modal_projector") for model in ("", "model.")
+)
+"""Prefixes of the tensors of vision towers and projectors."""
+
+
+@dataclass(frozen=True)
+class VisionLanguage:
+    """An architecture with a text model inside, by the defaults of its configuration class in transformers."""
+
+    architecture: str
+    model_type: str
+    text_type: str
+    """`model_type` of `text_config`; the default if `family_type` is None."""
+    family_type: str | None = None
+    """`model_type` of the family that computes the text model; None: that in `text_config`."""
+    absent: Mapping[str, Any] = field(default_factory=dict)
+    """Defaults of keys that `text_config` lacks, where those of the family differ."""
+    is_tied: bool = False
+    """Default of `tie_word_embeddings`, which is read outside of `text_config`."""
+    has_inner_tie: bool = False
+    """True if `tie_word_embeddings` inside `text_config` ties the embeddings, too."""
+    may_be_flat: bool = False
+    """True if the keys of `text_config` may be at the top level."""
+    has_mrope: bool = False
+    """True if the rope type may be `mrope`: three positions per token, which are equal in text."""
+
+    def text_config(self, config: Mapping[str, Any], has_own_head: bool) -> dict[str, Any]:
+        """config.json of the text model alone.
+
+        Args:
+            config: config.json of the whole model.
+            has_own_head: the weights have an LM head; without `tie_word_embeddings` it is not tied then.
+
+        Raises:
+            MkdCheckpointError: naming a key that is missing, of another type or not supported.
+        """
+        text = self._text_keys(config)
+        kind = text.pop("model_type", None)
+        if self.family_type is not None and kind not in (None, self.text_type, self.model_type):
+            raise MkdCheckpointError(
+                f'config.json: "{TEXT}.model_type" is {kind!r}; {self.architecture} has {self.text_type!r}'
+            )
+        text.pop("architectures", None)
+        if self.has_mrope:
+            text |= {key: _without_mrope(text[key]) for key in _ROPES if isinstance(text.get(key), dict)}
+        inner = text.pop(_TIE, None)
+        tied = config.get(_TIE, self.is_tied and not has_own_head)
+        if self.has_inner_tie and not tied:
+            tied = inner
+        family_type = self.family_type or kind or self.text_type
+        if family_type == "mistral":
+            _check_windows(text)
+        # transformers reads null as false
+        return {**self.absent, **text, _TIE: False if tied is None else tied, "model_type": family_type}
+
+    def _text_keys(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        text = config.get(TEXT)
+        if text is None and self.may_be_flat:
+            return {key: value for key, value in config.items() if key not in ("model_type", "vision_config", TEXT)}
+        if text is None:
+            raise MkdCheckpointError(f'config.json has no "{TEXT}"')
+        if not isinstance(text, dict):
+            raise MkdCheckpointError(f'config.json: "{TEXT}" is {str(text)[:40]!r}; an object is needed')
+        return dict(text)
+
+    def with_text(self, config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+        """config.json of the whole model with changed keys of the text model."""
+        if config.get(TEXT) is None:
+            return {**config, **changes}
+        return {**config, TEXT: {**config[TEXT], **changes}}
+
+
+def _check_windows(text: Mapping[str, Any]) -> None:
+    """Refuse windows by layer, which transformers has for a Mistral alone, where it reads one as a Ministral."""
+    kinds, window = text.get("layer_types"), text.get("sliding_window", "the default")
+    if isinstance(kinds, list) and window is not None and kinds != ["sliding_attention"] * len(kinds):
+        raise MkdCheckpointError(
+            f'config.json: "{TEXT}.layer_types" is {str(kinds)[:200]}; in a vision-language model, a "model_type" of '
+            '"mistral" has the window in all layers: remove layer_types, or write "ministral"'
+        )
+
+
+def _without_mrope(rope: Mapping[str, Any]) -> dict[str, Any]:
+    if rope.get("rope_type", rope.get("type")) != "mrope":
+        return dict(rope)
+    return {**{key: value for key, value in rope.items() if key != "type"}, "rope_type": "default"}
+
+
+_QWEN2: dict[str, Any] = {
+    "vocab_size": 152064,
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+}
+_QWEN3 = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "head_dim": 128,
+    "max_position_embeddings": 128000,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 5e5,
+}
+_GEMMA3 = {
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6,
+}
+VISION_LANGUAGE = (
+    VisionLanguage(
+        "Qwen2VLForConditionalGeneration",
+        "qwen2_vl",
+        "qwen2_vl_text",
+        "qwen2",
+        _QWEN2,
+        has_inner_tie=True,
+        may_be_flat=True,
+        has_mrope=True,
+    ),
+    VisionLanguage(
+        "Qwen2_5_VLForConditionalGeneration",
+        "qwen2_5_vl",
+        "qwen2_5_vl_text",
+        "qwen2",
+        _QWEN2,
+        has_inner_tie=True,
+        may_be_flat=True,
+        has_mrope=True,
+    ),
+    VisionLanguage("Qwen3VLForConditionalGeneration", "qwen3_vl", "qwen3_vl_text", "qwen3", _QWEN3),
+    VisionLanguage("Gemma3ForConditionalGeneration", "gemma3", "gemma3_text", "gemma3_text", _GEMMA3, is_tied=True),
+    VisionLanguage("Mistral3ForConditionalGeneration", "mistral3", "mistral", is_tied=True),
+    VisionLanguage("LlavaForConditionalGeneration", "llava", "llama", has_inner_tie=True),
+)
+
+
+def vision_language_of(config: Mapping[str, Any]) -> VisionLanguage | None:
+    """The architecture of a config.json, by `architectures` or, without them, by `model_type`; None for other ones.
+
+    Raises:
+        MkdCheckpointError: the two contradict each other.
+    """
+    names, model_type = config.get("architectures"), config.get("model_type")
+    if not names:
+        return next((known for known in VISION_LANGUAGE if known.model_type == model_type), None)
+    names = names if isinstance(names, list) else [names]
+    found = next((known for name in names for known in VISION_LANGUAGE if known.architecture == name), None)
+    if found is not None and model_type not in (None, found.model_type):
+        raise MkdCheckpointError(
+            f'config.json: "model_type" is {model_type!r}, "architectures" has {found.architecture}, whose model type '
+            f"is {found.model_type!r}; transformers loads by model_type: correct the wrong one of the two"
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class TextNames:
+    """Names of the text model's tensors in a folder."""
+
+    prefix: str = "model."
+    """Stands for `model.`."""
+    head: str = "lm_head.weight"
+
+    @classmethod
+    def find(cls, names: Iterable[str]) -> "TextNames":
+        """The names in a folder with tensors of these names."""
+        names = set(names)
+        prefix = next((prefix for prefix in _TEXT_PREFIXES if f"{prefix}embed_tokens.weight" in names), cls.prefix)
+        return cls(prefix, next((head for head in _HEADS if head in names), cls.head))
+
+    def stored(self, name: str) -> str:
+        """Name in the folder of a tensor of the text model."""
+        if name == "lm_head.weight":
+            return self.head
+        return self.prefix + name.removeprefix("model.") if name.startswith("model.") else name
+
+    def text(self, stored: str) -> str | None:
+        """Name in the text model of a tensor of the folder; None for one that is carried over."""
+        if stored.startswith(_CARRIED):
+            return None
+        if stored == self.head:
+            return "lm_head.weight"
+        return f"model.{stored.removeprefix(self.prefix)}" if stored.startswith(self.prefix) else stored
+
+
+def module_name(name: str) -> str:
+    """Name in transformers' whole model of a module of the text model."""
+    return f"model.language_model.{name.removeprefix('model.')}" if name.startswith("model.") else name
+
+
+def text_module_name(name: str) -> str:
+    """Name in the text model of a module of transformers' whole model; older versions have no `language_model`."""
+    for prefix in _TEXT_PREFIXES[:2]:
+        if name.startswith(prefix):
+            return f"model.{name.removeprefix(prefix)}"
+    return name

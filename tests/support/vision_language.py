@@ -1,0 +1,88 @@
+"""Tiny random vision-language models in Hugging Face folders."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from tests.support.hf_folders import SIZES
+
+QWEN_VISION = {"depth": 1, "hidden_size": 32, "num_heads": 2, "patch_size": 4, "out_hidden_size": 48}
+SIGLIP = {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}
+VISION_SIZES = {"hidden_size": 32, "intermediate_size": 24}
+PIXTRAL = {"model_type": "pixtral", "head_dim": 16, **VISION_SIZES, **SIGLIP}
+TEXT = {name: value for name, value in SIZES.items() if name != "tie_word_embeddings"} | {"num_hidden_layers": 2}
+QWEN2_TEXT = {name: value for name, value in TEXT.items() if name != "head_dim"}
+"""transformers derives the width of a head from hidden_size."""
+
+
+def mrope(*sections: int) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections)}}
+
+
+NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+WHOLE: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {
+        "model_type": "qwen2_vl",
+        "text_config": QWEN2_TEXT | mrope(1, 1, 2),
+        "vision_config": QWEN_VISION | {"embed_dim": 32, "hidden_size": 48},
+        "tie_word_embeddings": True,
+    },
+    "qwen2_5_vl": {
+        "model_type": "qwen2_5_vl",
+        "text_config": QWEN2_TEXT | mrope(1, 1, 2),
+        "vision_config": QWEN_VISION | {"intermediate_size": 24, "fullatt_block_indexes": [0]},
+    },
+    "qwen3_vl": {
+        "model_type": "qwen3_vl",
+        "text_config": TEXT | mrope(3, 3, 2),
+        "vision_config": QWEN_VISION
+        | {"intermediate_size": 24, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+    },
+    "gemma3": {
+        "model_type": "gemma3",
+        "text_config": TEXT
+        | {
+            "sliding_window": 7,
+            "query_pre_attn_scalar": 24,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        "vision_config": VISION_SIZES | SIGLIP,
+        "mm_tokens_per_image": 4,
+    },
+    "mistral3": {
+        "model_type": "mistral3",
+        "text_config": TEXT | {"model_type": "mistral", "sliding_window": 7},
+        "vision_config": PIXTRAL,
+        "tie_word_embeddings": False,
+    },
+    "pixtral": {
+        "model_type": "llava",
+        "text_config": TEXT | {"model_type": "llama"},
+        "vision_config": PIXTRAL,
+    },
+}
+"""Name -> keys of config.json."""
+
+
+def build_whole(name: str, **text: Any) -> nn.Module:
+    """A random model; `text` changes keys of `text_config`."""
+    whole = WHOLE[name]
+    changed = {**whole, "text_config": {**whole["text_config"], **NO_TOKENS, **text}}
+    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**changed), attn_implementation="eager")
+    generator = torch.Generator().manual_seed(20)
+    with torch.no_grad():
+        for param in model.parameters():
+            low = 0.5 if param.dim() == 1 else -0.5
+            param.uniform_(low, low + 1.0, generator=generator)
+    return model.eval()
+
+
+def make_whole(folder: Path, name: str, dtype: torch.dtype = torch.float32, **text: Any) -> nn.Module:
+    """Save a random model; see `build_whole`."""
+    model = build_whole(name, **text).to(dtype)
+    model.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text('{"patch_size": 4}')
+    return model
