@@ -30,6 +30,8 @@ def gpt_config(args: Namespace) -> GPTModelConfig:
         # The fused rope of packed rows omits yarn's factor of sine and cosine: Megatron turns it off in the student,
         # but a teacher has the student's choice of kernels. That of latent attention is for yarn only.
         args = Namespace(**{**vars(args), "apply_rope_fusion": False})
+    if args.squared_relu:  # Megatron fuses biases with other activations only, and refuses to build the model
+        args = Namespace(**{**vars(args), "bias_gelu_fusion": False})
     try:
         config = gpt_config_from_args(args)
     except (AssertionError, ValueError) as error:

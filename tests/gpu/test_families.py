@@ -58,7 +58,8 @@ def widened(sizes: dict[str, Any]) -> dict[str, Any]:
     wide["head_dim"] = SIZES["head_dim"]
     if "short_factor" in (rope := sizes.get("rope_parameters", {})):
         factors = {key: [f for f in rope[key] for _ in range(8)] for key in ("short_factor", "long_factor")}
-        wide["rope_parameters"] = {**rope, **factors}
+        length = {"original_max_position_embeddings": SIZES["max_position_embeddings"]}  # rows are no longer
+        wide |= {"rope_parameters": {**rope, **factors, **length}, "max_position_embeddings": 512, **length}
     if "kv_lora_rank" in sizes:
         wide |= {"num_key_value_heads": SIZES["num_attention_heads"], "head_dim": WIDE["qk_rope_head_dim"]}
     return wide

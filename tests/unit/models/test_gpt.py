@@ -34,6 +34,14 @@ def test_rope_fusion_of_latent_attention_is_for_yarn(rope: str) -> None:
     assert gpt_config(args).transformer.apply_rope_fusion == (rope == "yarn")
 
 
+def test_biases_of_a_squared_relu_are_not_fused() -> None:
+    """Megatron refuses the fusion that is its default, so that no such model could be built on a GPU."""
+    args = arguments(squared_relu=True, add_bias_linear=True)
+    args.bias_gelu_fusion = True
+    config = gpt_config(args).transformer
+    assert config.add_bias_linear and not config.bias_activation_fusion
+
+
 def test_softcap_of_the_logits() -> None:
     assert logit_scale(gpt_config(arguments(logit_softcap=30.0)).transformer) == (1.0, 30.0)
     assert logit_scale(gpt_config(arguments()).transformer) == (1.0, None)
