@@ -95,20 +95,6 @@ class SegmentAttention(DotProductAttention):
         parts = (tensor.unsqueeze(1) for tensor in (query, key, value))
         return self._segments(*parts, bounds, self.config.context_parallel_size).squeeze(1).flatten(-2)
 
-    def attend_at_end(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention of the last tokens of rows to all of their tokens.
-
-        Args:
-            query: [n, b, heads/tp, d] of the last n tokens.
-            key: [m, b, groups/tp, d] of all tokens.
-            value: as the keys.
-
-        Returns:
-            [n, b, heads/tp * d]
-        """
-        positions = torch.arange(len(key) - len(query), len(key), device=query.device)
-        return self._attend(query, key, value, positions).flatten(-2)
-
     def _segments(self, query: Tensor, key: Tensor, value: Tensor, bounds: list[int], size: int) -> Tensor:
         """[s/cp, b, heads, d] with attention inside each segment of the whole row."""
         if size > 1:

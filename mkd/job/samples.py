@@ -192,11 +192,13 @@ def _cache_tokens(args: Namespace, kd: KDConfig, longest_prompt: int) -> int | N
     what = f"--kd-rollout-memory-gb is {kd.rollout_memory_gb:g}"
     if (reason := reason_against_cache(args)) is not None:
         raise MkdConfigError(f"{what}, but no keys and values are cached ({reason}): leave it out")
-    tokens, length = cache_tokens(args, kd), cached_length(longest_prompt + kd.rollout_tokens, length_multiple(args))
+    multiple = length_multiple(args)  # the texts are the tokens of a forward pass: their number is a multiple too
+    tokens, length = cache_tokens(args, kd), cached_length(longest_prompt + kd.rollout_tokens, multiple) * multiple
     if tokens < length:
         least = kd.rollout_memory_gb * length / max(tokens, 1)
+        texts = "the longest prompt with its answer takes" if multiple == 1 else f"{multiple} texts of the longest take"
         raise MkdConfigError(
-            f"{what}, which holds keys and values of {tokens} tokens, but the longest prompt with its answer takes "
+            f"{what}, which holds keys and values of {tokens} tokens, but {texts} "
             f"{length}: give at least {least:.3g}, or lower --kd-rollout-tokens"
         )
     return tokens

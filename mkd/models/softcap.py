@@ -23,7 +23,7 @@ class SoftcapAttention(SegmentAttention):
         """See `SegmentAttention`; `softcap` is c."""
         super().__init__(*args, **options)
         assert self.softmax_offset is None, "only attention without sinks"
-        self._softcap = softcap
+        self.softcap = softcap
 
     def forward(
         self,
@@ -49,7 +49,7 @@ class SoftcapAttention(SegmentAttention):
         key, value = (tensor.repeat_interleave(shared, dim=1) for tensor in (key, value))
         scale = self.softmax_scale * (self.scale_mask_softmax.scale or 1.0)
         scores = (query @ key.transpose(-1, -2)).float() * scale
-        scores = torch.tanh(scores / self._softcap) * self._softcap
+        scores = torch.tanh(scores / self.softcap) * self.softcap
         scores = scores.masked_fill(~self._seen(positions, key.shape[2]), float("-inf"))
         probabilities = scores.softmax(dim=-1).to(value.dtype)
         # As in megatron: heads on different tensor-parallel ranks use different random numbers.

@@ -1,23 +1,24 @@
-"""Attention of new tokens to cached keys and values, inside Megatron's own attention modules.
+"""Attention to cached keys and values, inside Megatron's own attention modules.
 
-Megatron's static inference context keeps the keys and values of a batch of rows that have the same length, applies the
-rotary embeddings of the new positions, and turns the causal mask off, because it expects one new token. Here several
-tokens may be new: sequence parallelism needs as many as there are tensor-parallel ranks. So the core attention is given
-the causal mask that is aligned at the last key.
+Prompts are read as rows of tokens, as in training, and their keys and values are stored. After that each text has one
+new token per forward pass, and all of them are one row [1, R] whose "sequence" are the texts. Megatron's modules
+compute such a row as any other: linear layers, norms and sequence parallelism do not depend on the position of a token.
+Two kinds of modules do, and have another forward method meanwhile: rotary embeddings, which return the angles of the
+position of each text, and core attention, in which each token attends to the keys and values of its own text.
 """
 
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.core.inference.contexts import StaticInferenceContext
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer.attention import Attention
-from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor, nn
 
-from mkd.cpu.attention import SegmentAttention
+from mkd.rollout.cache_attention import ScoreOptions, attend_reference
 
 
 def reason_against_cache(args: Namespace) -> str | None:
@@ -36,41 +37,119 @@ def reason_against_cache(args: Namespace) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
+@dataclass
+class KeysAndValues:
+    """Keys and values of the texts of one microbatch, on the layers of this rank."""
+
+    slots: int
+    """Number of texts."""
+    length: int
+    """Tokens per text at most."""
+    _layers: dict[nn.Module, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def of_layer(self, core: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """[slots, groups, length, d] keys and values of a layer, with the widths and the dtypes of new ones.
+
+        They are 0 before they are stored, since what no query attends to is multiplied by 0.
+        """
+        if core not in self._layers:
+            self._layers[core] = tuple(
+                new.new_zeros(self.slots, new.shape[2], self.length, new.shape[3]) for new in (key, value)
+            )
+        return self._layers[core]
+
+
+@dataclass(frozen=True)
+class PromptPass:
+    """A forward pass over prompts [n, s], from position 0 on."""
+
+    cache: KeysAndValues
+    slots: Tensor
+    """[m] int64 slots of the first m rows; the other rows are padding, and not stored."""
+
+
+@dataclass(frozen=True)
+class TokenPass:
+    """A forward pass over one token of each text [1, R]."""
+
+    cache: KeysAndValues
+    positions: Tensor
+    """[R] int64 position of the token."""
+    end: int
+    """All positions are below it."""
+
+
+@dataclass
+class CachedAttention:
+    """The forward pass that the modules compute."""
+
+    length: int
+    """All positions are below it."""
+    now: PromptPass | TokenPass | None = None
+
+
 @contextmanager
-def causal_to_the_last_key(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Let every core attention align its causal mask at the last key inside the `with` block."""
-    cores = [module.core_attention for chunk in chunks for module in chunk.modules() if isinstance(module, Attention)]
+def cached_attention(chunks: Sequence[nn.Module], length: int) -> Iterator[CachedAttention]:
+    """Let attention and rotary embeddings compute `CachedAttention.now` inside the `with` block.
+
+    Args:
+        chunks: the model chunks on this rank.
+        length: all positions are below it.
+    """
+    state = CachedAttention(length)
+    modules = [module for chunk in chunks for module in chunk.modules()]
+    ropes = [module for module in modules if isinstance(module, RotaryEmbedding)]
+    cores = [module.core_attention for module in modules if isinstance(module, Attention)]
+    for rope in ropes:
+        rope.forward = _angles(rope.forward, state)
     for core in cores:
-        core.forward = partial(_attend_on_cpu, core) if isinstance(core, SegmentAttention) else _aligned(core.forward)
+        core.forward = _attention(core, core.forward, state)
     try:
-        yield
+        yield state
     finally:
-        for core in cores:
-            del core.forward  # the method of the class again
+        for module in (*ropes, *cores):
+            del module.forward  # the method of the class again
 
 
-def _attend_on_cpu(
-    core: SegmentAttention, query: Tensor, key: Tensor, value: Tensor, *unused: Any, **options: Any
-) -> Tensor:
-    return core.attend_at_end(query, key, value)
+def _angles(forward: Any, state: CachedAttention) -> Any:
+    """[R, 1, 1, d] angles of the positions of a row of texts; with yarn's factor where the module returns it."""
+    table: list[Any] = []
+
+    def angles(length: int, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(state.now, TokenPass):
+            return forward(length, *args, **kwargs)
+        if not table:
+            table.append(forward(state.length))
+        if isinstance(table[0], tuple):
+            values, factor = table[0]
+            return values[state.now.positions], factor
+        return table[0][state.now.positions]
+
+    return angles
 
 
-def _aligned(forward: Any) -> Any:
-    """Transformer Engine's attention with the mask of the bottom right corner."""
+def _attention(core: nn.Module, forward: Any, state: CachedAttention) -> Any:
+    """Core attention that stores keys and values, and attends to those of each text where one token is new."""
+    options = ScoreOptions.of(core)
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, *unused: Any, **options: Any) -> Tensor:
-        return forward(query, key, value, None, attn_mask_type=AttnMaskType.causal_bottom_right)
+    def attend(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        now = state.now
+        keys, values = now.cache.of_layer(core, key, value)
+        if isinstance(now, PromptPass):
+            count, length = len(now.slots), min(len(key), now.cache.length)
+            for stored, new in ((keys, key), (values, value)):
+                stored[now.slots, :, :length] = new[:length, :count].permute(1, 2, 0, 3)
+            return forward(query, key, value, *args, **kwargs)
+        rows = torch.arange(len(query), device=query.device)
+        for stored, new in ((keys, key), (values, value)):
+            stored[rows, :, now.positions] = new[:, 0]
+        if query.is_cuda:  # whose kernel reads no more than it needs: a CUDA graph serves all positions
+            from mkd.rollout.kernels import attend_triton
+
+            output = attend_triton(query[:, 0], keys, values, now.positions, options)
+        else:
+            keys, values = keys[:, :, : now.end], values[:, :, : now.end]
+            output = attend_reference(query[:, 0], keys, values, now.positions, options)
+        return output.flatten(1).unsqueeze(1)
 
     return attend
-
-
-class KeysAndValues(StaticInferenceContext):
-    """Keys and values of the rows of one microbatch, on the layers of this rank."""
-
-    def __init__(self, rows: int, length: int) -> None:
-        """Args: rows of the microbatch, and their length at most."""
-        super().__init__(max_batch_size=rows, max_sequence_length=length)
-
-    def begin_at(self, position: int) -> None:
-        """The next tokens have positions from here on; what is stored there is replaced."""
-        self.sequence_len_offset = position

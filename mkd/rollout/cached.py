@@ -1,27 +1,31 @@
-"""Rollouts with cached keys and values: each token costs a forward pass over one token per row.
+"""Rollouts with cached keys and values: each token costs a forward pass over one token per text.
 
-All rows of a microbatch are at the same position. The first pass reads them up to the end of the shortest prompt; in
-the others, a row whose prompt is longer takes its next token from the prompt. Rows are sorted by length, so few do.
-Tokens after the position of a row, such as those that fill up sequence parallelism, are stored in the cache too; no
-query attends to them before they are replaced.
+A microbatch has a fixed number of slots, one per text. A prompt is read into a slot, all but its last token; from then
+on each forward pass computes one token of every slot, at the text's own position. When texts have ended, the next
+prompts are read into their slots. The host looks at the written tokens once per `_BURST` forward passes, so that the
+device does not wait for it; what follows the end of a text is discarded. On a GPU the forward pass is a CUDA graph
+where it can be captured (`captured_step`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from mkd.distributed.groups import Groups
-from mkd.rollout.attention import KeysAndValues, causal_to_the_last_key
+from mkd.rollout.attention import CachedAttention, KeysAndValues, PromptPass, TokenPass, cached_attention
+from mkd.rollout.captured_step import can_capture, captured
 from mkd.rollout.forward import run_forward
 from mkd.rollout.interface import Decoding, Request
-from mkd.rollout.sampler import NextToken, position_key, request_key
+from mkd.rollout.sampler import NextToken, next_position_keys, request_key, signed
 
 _STEP = 16
 """Lengths are rounded up to a multiple of it, so that few shapes occur."""
+_BURST = 16
+"""Forward passes between two looks of the host."""
 
 
 def write_cached(
@@ -38,15 +42,11 @@ def write_cached(
         options: see `Decoding`.
     """
     order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt))
-    replicas, replica = groups.dp.size(), groups.dp.rank()
-    own = [requests[i] for i in order[replica::replicas]]
-    own += repeat(requests[order[-1]], -(-len(order) // replicas) - len(own))
-    wave = _Wave.sizes(groups, requests, options)
-    found: list[list[int]] = []
-    with causal_to_the_last_key(chunks):
-        for start in range(0, len(own), wave.rows * wave.microbatches):
-            found += _write_wave(chunks, groups, own[start : start + wave.rows * wave.microbatches], options, wave)
-    return _gather(found, groups, order, options)
+    own = [_Text(requests[i]) for i in order[groups.dp.rank() :: groups.dp.size()]]
+    sizes = _Sizes.of(groups, requests, options)
+    with cached_attention(chunks, sizes.length) as attention:
+        _Writer.of(chunks, groups, options, sizes, attention).write(own)
+    return _gather([text.written for text in own], groups, order, options)
 
 
 def cached_length(longest: int, multiple: int) -> int:
@@ -56,156 +56,253 @@ def cached_length(longest: int, multiple: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Wave:
+class _Sizes:
     """Sizes of the texts that are written at the same time, alike on all ranks, which may share experts."""
 
-    rows: int
-    """Texts per microbatch."""
+    slots: int
+    """Texts per microbatch, a multiple of `Decoding.length_multiple`: the texts are the tokens of a row."""
     microbatches: int
     """As many as keep all pipeline stages busy."""
     length: int
     """Length of the longest text, rounded up."""
-    multiple: int
-    """Divisor of the number of tokens of a forward pass."""
 
     @classmethod
-    def sizes(cls, groups: Groups, requests: Sequence[Request], options: Decoding) -> "_Wave":
+    def of(cls, groups: Groups, requests: Sequence[Request], options: Decoding) -> "_Sizes":
         """Fit the texts into `Decoding.cache_tokens`, or by default the texts of each microbatch into the tokens of
         `Decoding.rows` rows of `Decoding.longest` tokens."""
-        multiple = options.length_multiple
+        multiple, stages = options.length_multiple, groups.pp.size()
         longest = min(max(len(request.prompt) for request in requests) + options.tokens, options.longest)
         length = cached_length(longest, multiple)
-        each = -(-len(requests) // groups.dp.size())
-        if options.cache_tokens is not None:
-            texts = max(1, min(options.cache_tokens // length, each))
-            microbatches = min(groups.pp.size(), texts)
-            return cls(texts // microbatches, microbatches, length, multiple)
-        rows = max(1, min(options.rows * options.longest // length, each))
-        return cls(rows, min(groups.pp.size(), -(-each // rows)), length, multiple)
+        tokens = options.rows * options.longest * stages if options.cache_tokens is None else options.cache_tokens
+        texts = max(1, min(tokens // length, -(-len(requests) // groups.dp.size())))
+        microbatches = min(stages, texts)
+        return cls(-(-texts // microbatches // multiple) * multiple, microbatches, length)
 
 
 @dataclass
-class _Rows:
+class _Text:
+    """A prompt and the tokens that are written after it."""
+
+    request: Request
+    written: list[int] = field(default_factory=list)
+
+    def left(self, options: Decoding) -> int:
+        """Tokens that may be written."""
+        return 0 if options.ends(self.written) else options.tokens - len(self.written)
+
+
+@dataclass
+class _Slots:
     """The texts of one microbatch."""
 
-    requests: Sequence[Request]
-    keys: Sequence[int]
     cache: KeysAndValues
-    position: int
-    """Position of the last token that the model has read in all rows."""
-    written: list[list[int]] = field(default_factory=list)
-    done: list[bool] = field(default_factory=list)
-    """True for each text that is ended or has as many tokens as it may have."""
+    tokens: Tensor
+    """[R] int64 last token of each text."""
+    positions: Tensor
+    """[R] int64 its position."""
+    keys: Tensor
+    """[R] int64 `request_key` of each text."""
+    texts: list[_Text | None]
+    end: int = 1
+    """All positions are below it."""
 
     @classmethod
-    def of(cls, requests: Sequence[Request], options: Decoding, wave: _Wave) -> "_Rows":
-        """Rows of which nothing is written."""
-        keys = [request_key(request, options.seed) for request in requests]
-        cache = KeysAndValues(len(requests), wave.length)
-        shortest = min(len(request.prompt) for request in requests)
-        return cls(requests, keys, cache, shortest - 1, [[] for _ in requests], [False] * len(requests))
+    def empty(cls, sizes: _Sizes) -> "_Slots":
+        """Slots without texts."""
+        tokens, positions, keys = torch.zeros(3, sizes.slots, dtype=torch.long, device="cuda")
+        cache = KeysAndValues(sizes.slots, sizes.length)
+        return cls(cache, tokens, positions, keys, [None] * sizes.slots)
 
-    def tokens(self, start: int, stop: int) -> list[list[int]]:
-        """[b, stop - start] token ids at these positions; 0 after the end of a text."""
+    def left(self, options: Decoding) -> int:
+        """Forward passes that the texts may need."""
+        return max((text.left(options) for text in self.texts if text is not None), default=0)
+
+    def take(self, waiting: deque[_Text], options: Decoding, seed: int) -> list[tuple[int, _Text]]:
+        """Put waiting texts into the slots of those that have ended, if these are an eighth of all; (slot, text)."""
+        free = [n for n, text in enumerate(self.texts) if text is None or text.left(options) == 0]
+        if 8 * len(free) < len(self.texts):
+            return []
+        taken = [(slot, waiting.popleft()) for slot in free[: len(waiting)]]
+        if taken:
+            where = torch.tensor([slot for slot, _ in taken], device="cuda")
+            values = [(t.request.prompt[-1], len(t.request.prompt) - 1, _key(t.request, seed)) for _, t in taken]
+            for state, new in zip((self.tokens, self.positions, self.keys), zip(*values, strict=True), strict=True):
+                state[where] = torch.tensor(new, device="cuda")
+            self.end = max(self.end, *(len(text.request.prompt) for _, text in taken))
+        for slot, text in taken:
+            self.texts[slot] = text
+        return taken
+
+    def writing(self) -> TokenPass:
+        """The forward pass over the last token of each text."""
+        return TokenPass(self.cache, self.positions, self.end)
+
+    def advance(self, tokens: Tensor) -> None:
+        """Append a token [R] to each text on the device; the positions of texts that are full stay."""
+        self.tokens.copy_(tokens)
+        self.positions.add_(1).clamp_(max=self.cache.length - 1)
+
+    def record(self, tokens: Sequence[Sequence[int]], options: Decoding) -> None:
+        """Append tokens [passes, R] on the host, up to the end of each text."""
+        for slot, text in enumerate(self.texts):
+            if text is None:
+                continue
+            for new in tokens:
+                if text.left(options) == 0:
+                    break
+                text.written.append(new[slot])
+
+
+def _key(request: Request, seed: int) -> int:
+    return signed(request_key(request, seed))
+
+
+@dataclass
+class _Writer:
+    """Writes the texts of this data-parallel rank."""
+
+    chunks: Sequence[nn.Module]
+    groups: Groups
+    options: Decoding
+    sizes: _Sizes
+    attention: CachedAttention
+    parts: list[_Slots]
+    choose: NextToken
+    step: Callable[[], Tensor] | None = None
+    """One forward pass of all parts; None before the first."""
+
+    @classmethod
+    def of(
+        cls,
+        chunks: Sequence[nn.Module],
+        groups: Groups,
+        options: Decoding,
+        sizes: _Sizes,
+        attention: CachedAttention,
+    ) -> "_Writer":
+        """A writer with empty slots."""
+        parts = [_Slots.empty(sizes) for _ in range(sizes.microbatches)]
+        return cls(chunks, groups, options, sizes, attention, parts, NextToken.of(groups, options))
+
+    def write(self, texts: Sequence[_Text]) -> None:
+        """Write all tokens of the texts."""
+        waiting = deque(texts)
+        while True:
+            taken = [part.take(waiting, self.options, self.options.seed) for part in self.parts]
+            prompts = [len(text.request.prompt) - 1 for some in taken for _, text in some]
+            left = max(part.left(self.options) for part in self.parts)
+            rows, length, passes = self._largest(max(map(len, taken)), max(prompts, default=0), min(left, _BURST))
+            if passes == 0:
+                return
+            if length > 0:
+                self._read(taken, rows, length)
+            self._burst(passes)
+
+    def _largest(self, *values: int) -> tuple[int, ...]:
+        """The largest values of the data-parallel ranks, which call experts in common."""
+        if self.groups.collection.ep.size() == 1:
+            return values
+        found = torch.tensor(values, device="cuda")
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.groups.dp)
+        return tuple(found.tolist())
+
+    def _read(self, taken: Sequence[Sequence[tuple[int, _Text]]], rows: int, length: int) -> None:
+        """Store keys and values of the prompts that each part has taken, at most `rows`, without the last token."""
+        length = min(_rounded(length, self.options.length_multiple * _STEP), self.sizes.length)
+        most = max(1, self.options.rows * self.options.longest // length)
+        rows = min(1 << (rows - 1).bit_length(), most)
+        inputs = []
+        for start in range(0, max(map(len, taken)), rows):
+            for part, some in zip(self.parts, taken, strict=True):
+                inputs.append((part, some[start : start + rows]))
+        missing = self._largest(len(inputs))[0] - len(inputs)
+        inputs += [(self.parts[0], [])] * missing
+
+        def forward_step(
+            batches: Iterator[tuple[_Slots, list[tuple[int, _Text]]]], model: nn.Module
+        ) -> tuple[Tensor, None]:
+            part, some = next(batches)
+            tokens = torch.zeros(rows, length, dtype=torch.long)
+            for row, (_, text) in enumerate(some):
+                prompt = text.request.prompt[:-1]
+                tokens[row, : len(prompt)] = torch.tensor(prompt)
+            slots = torch.tensor([slot for slot, _ in some], dtype=torch.long, device="cuda")
+            self.attention.now = PromptPass(part.cache, slots)
+            positions = torch.arange(length, device="cuda").clamp(max=self.options.longest - 1)
+            positions = positions.expand(rows, length).contiguous()
+            return model(tokens.cuda(), positions, None, output_processor=_nothing), None
+
+        self._forward(forward_step, inputs, (rows, length))
+
+    def _burst(self, passes: int) -> None:
+        """Write this number of tokens of every text."""
         found = []
-        for request, new in zip(self.requests, self.written, strict=True):
-            text = [*request.prompt[start:stop], *new[max(start - len(request.prompt), 0) :]][: stop - start]
-            found.append([*text, *repeat(0, stop - start - len(text))])
-        return found
+        if self.step is None:
+            found.append(self._pass().clone())
+            self.step = captured(self._pass) if can_capture(self.chunks, self.groups) else self._pass
+        while len(found) < passes:
+            found.append(self.step().clone())
+        for number, part in enumerate(self.parts):
+            part.record([tokens[number] for tokens in torch.stack(found).tolist()], self.options)
 
-    def next_keys(self) -> list[int]:
-        """Key of the token after `position`, for each row."""
-        return [position_key(key, self.position + 1) for key in self.keys]
+    def _pass(self) -> Tensor:
+        """[parts, R] the next token of each text, which is appended on the device."""
 
-    def add(self, tokens: Sequence[int], options: Decoding) -> None:
-        """Append the token after `position` to each text that has been read to its end."""
-        self.position += 1
-        for number, token in enumerate(tokens):
-            new = self.written[number]
-            if self.position == len(self.requests[number].prompt) + len(new) and not self.done[number]:
-                new.append(token)
-                self.done[number] = len(new) == options.tokens or options.ends(new)
+        def forward_step(batches: Iterator[_Slots], model: nn.Module) -> tuple[Tensor, None]:
+            part = next(batches)
+            self.attention.now = part.writing()
+            processor = self.choose.of_texts(next_position_keys(part.keys, part.positions))
+            positions = part.positions.clamp(max=self.options.longest - 1)
+            return model(part.tokens[None], positions[None], None, output_processor=processor), None
 
+        tokens = torch.zeros(len(self.parts), self.sizes.slots, dtype=torch.long, device="cuda")
+        found = self._forward(forward_step, self.parts, (1, self.sizes.slots))
+        if self.groups.is_last_stage:
+            tokens.copy_(torch.stack(found))
+        mp = self.groups.mp
+        if mp.size() > 1:  # ranks that disagree by rounding would write different texts
+            dist.broadcast(tokens, group=mp, group_src=mp.size() - 1)
+        for part, new in zip(self.parts, tokens, strict=True):
+            part.advance(new)
+            part.end = min(part.end + 1, part.cache.length)
+        return tokens
 
-def _write_wave(
-    chunks: Sequence[nn.Module], groups: Groups, requests: Sequence[Request], options: Decoding, wave: _Wave
-) -> list[list[int]]:
-    count = len(requests)
-    padded = [*requests, *repeat(requests[-1], wave.rows * wave.microbatches - count)]
-    parts = [padded[start : start + wave.rows] for start in range(0, len(padded), wave.rows)]
-    rows = [_Rows.of(part, options, wave) for part in parts]
-    read = -(-_largest(max(part.position for part in rows) + 1, groups) // (wave.multiple)) * wave.multiple
-    start = [0] * len(rows)
-    while True:
-        following = _next_tokens(chunks, groups, rows, start, read, options)
-        for part, tokens in zip(rows, following, strict=True):
-            if not all(part.done):
-                part.add(tokens, options)
-        if not _largest(int(not all(all(part.done) for part in rows)), groups):
-            break
-        start, read = [min(part.position, wave.length - wave.multiple) for part in rows], wave.multiple
-    return [new for part in rows for new in part.written][:count]
-
-
-def _largest(value: int, groups: Groups) -> int:
-    """The largest value of the data-parallel ranks, which call experts in common."""
-    if groups.collection.ep.size() == 1:
-        return value
-    found = torch.tensor(value, device="cuda")
-    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=groups.dp)
-    return int(found.item())
+    def _forward(
+        self,
+        forward_step: Callable[[Iterator, nn.Module], tuple[Tensor, None]],
+        inputs: Sequence,
+        shape: tuple[int, int],
+    ) -> list[Tensor]:
+        """See `run_forward`; without pipeline stages there is nothing to schedule."""
+        if self.groups.pp.size() > 1:
+            return run_forward(self.chunks, self.groups, forward_step, list(inputs), shape)
+        batches = iter(inputs)
+        return [forward_step(batches, self.chunks[0])[0] for _ in inputs]
 
 
-def _next_tokens(
-    chunks: Sequence[nn.Module],
-    groups: Groups,
-    rows: Sequence[_Rows],
-    start: Sequence[int],
-    count: int,
-    options: Decoding,
-) -> list[list[int]]:
-    """The token after the position of each text, the same on the ranks of a replica.
+def _nothing(*, hidden_states: Tensor, **unused: object) -> Tensor:
+    """An output processor for forward passes whose output is not used."""
+    return hidden_states.new_zeros(())
 
-    Args:
-        chunks: the student's model chunks on this rank.
-        groups: its layout.
-        rows: one entry per microbatch.
-        start: first position that each microbatch reads.
-        count: number of tokens that it reads.
-        options: see `Decoding`.
-    """
-    choose = NextToken.of(groups, options)
 
-    def forward_step(inputs: Iterator[tuple[_Rows, int]], model: nn.Module) -> tuple[Tensor, None]:
-        part, first = next(inputs)
-        part.cache.begin_at(first)
-        tokens = torch.tensor(part.tokens(first, first + count), device="cuda")
-        positions = torch.arange(first, first + count, device="cuda").clamp(max=options.longest - 1)
-        last = torch.full((len(part.requests),), part.position - first, device="cuda")
-        processor = choose.after(last, part.next_keys())
-        positions = positions.expand_as(tokens).contiguous()
-        return model(tokens, positions, None, inference_context=part.cache, output_processor=processor), None
-
-    shape = (len(rows[0].requests), count)
-    found = run_forward(chunks, groups, forward_step, list(zip(rows, start, strict=True)), shape)
-    tokens = torch.zeros(len(rows), shape[0], dtype=torch.long, device="cuda")
-    if groups.is_last_stage:
-        tokens.copy_(torch.stack(found))
-    # Ranks that disagree by rounding would write different texts.
-    dist.broadcast(tokens, group=groups.mp, group_src=groups.mp.size() - 1)
-    return tokens.tolist()
+def _rounded(length: int, step: int) -> int:
+    """The length rounded up to a multiple of `step` with three significant bits, so that few shapes occur."""
+    coarse = step * max(1, 1 << max((length // step).bit_length() - 3, 0))
+    return -(-length // coarse) * coarse
 
 
 def _gather(found: Sequence[Sequence[int]], groups: Groups, order: Sequence[int], options: Decoding) -> list[list[int]]:
     """The texts of all replicas, in the order of the requests."""
     replicas = groups.dp.size()
-    own = torch.full((len(found), options.tokens + 1), -1, device="cuda")
+    own = torch.full((-(-len(order) // replicas), options.tokens + 1), -1)
     for number, new in enumerate(found):
-        own[number, : len(new)] = torch.tensor(new, device="cuda")
+        own[number, : len(new)] = torch.tensor(new, dtype=torch.long)
+    own = own.cuda()
     every = [torch.empty_like(own) for _ in range(replicas)]
     dist.all_gather(every, own, group=groups.dp)
+    rows = [part.tolist() for part in every]
     texts: list[list[int]] = [[] for _ in order]
     for place, request in enumerate(order):
-        row = every[place % replicas][place // replicas].tolist()
+        row = rows[place % replicas][place // replicas]
         texts[request] = row[: row.index(-1)]
     return texts

@@ -36,7 +36,12 @@ def request_key(request: Request, seed: int) -> int:
 
 def position_key(key: int, position: int) -> int:
     """Key of the token at a position of a text, as a signed 64-bit integer."""
-    return _signed(key + (position + 1) * _GOLDEN)
+    return signed(key + (position + 1) * _GOLDEN)
+
+
+def next_position_keys(keys: Tensor, positions: Tensor) -> Tensor:
+    """[b] int64 keys of the tokens after `positions`, which are `position_key` of `positions` + 1; int64 sums wrap."""
+    return keys + (positions + 2) * signed(_GOLDEN)
 
 
 def gumbel_noise(keys: Tensor, first: int, count: int) -> Tensor:
@@ -48,15 +53,15 @@ def gumbel_noise(keys: Tensor, first: int, count: int) -> Tensor:
         count: number of ids.
     """
     ids = torch.arange(first + 1, first + count + 1, device=keys.device)
-    bits = _mix(_mix(keys)[:, None] + ids * _signed(_GOLDEN))
+    bits = _mix(_mix(keys)[:, None] + ids * signed(_GOLDEN))
     uniform = (_shift(bits, 12).double() + 0.5) * 2.0**-52  # exact, and neither 0 nor 1
     return -torch.log(-torch.log(uniform))
 
 
 def _mix(x: Tensor) -> Tensor:
     """The finalizer of SplitMix64; int64 products wrap around."""
-    x = (x ^ _shift(x, 30)) * _signed(_FIRST)
-    x = (x ^ _shift(x, 27)) * _signed(_SECOND)
+    x = (x ^ _shift(x, 30)) * signed(_FIRST)
+    x = (x ^ _shift(x, 27)) * signed(_SECOND)
     return x ^ _shift(x, 31)
 
 
@@ -65,9 +70,16 @@ def _shift(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (_BITS - bits)) - 1)
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
+    """The 64 bits of an integer as a signed one."""
     value &= (1 << _BITS) - 1
     return value - (1 << _BITS) if value >> (_BITS - 1) else value
+
+
+def _logits(hidden: Tensor, output_layer: nn.Module, output_weight: Tensor | None, config: Any) -> Tensor:
+    """[b, V/tp] fp32 logits of hidden states [b, H], for the arguments of an output processor."""
+    weight, scale = output_head(output_layer, output_weight, config)
+    return LogitMap(*scale).apply_((hidden @ weight.t()).float())
 
 
 @dataclass(frozen=True)
@@ -97,9 +109,29 @@ class NextToken:
         def choose(
             *, hidden_states: Tensor, output_layer: nn.Module, output_weight: Tensor | None, config: Any, **unused: Any
         ) -> Tensor:
-            weight, scale = output_head(output_layer, output_weight, config)
             hidden = self._hidden_at(hidden_states, last, config.sequence_parallel)
-            return self._choose(LogitMap(*scale).apply_((hidden @ weight.t()).float()), keys)
+            own = torch.tensor(keys, device=hidden.device) if self.temperature > 0.0 else None
+            return self._choose(_logits(hidden, output_layer, output_weight, config), own)
+
+        return choose
+
+    def of_texts(self, keys: Tensor) -> Callable[..., Tensor]:
+        """An output processor of a GPTModel that returns [R] int64: the token after each token of a row [1, R], which
+        are of different texts.
+
+        Args:
+            keys: [R] int64, `position_key` of each text's next token.
+        """
+
+        def choose(
+            *, hidden_states: Tensor, output_layer: nn.Module, output_weight: Tensor | None, config: Any, **unused: Any
+        ) -> Tensor:
+            hidden = hidden_states[:, 0]
+            if config.sequence_parallel and self.groups.tp.size() > 1:
+                whole = hidden.new_empty(len(keys), hidden.shape[1])
+                dist.all_gather_into_tensor(whole, hidden.contiguous(), group=self.groups.tp)
+                hidden = whole
+            return self._choose(_logits(hidden, output_layer, output_weight, config), keys)
 
         return choose
 
@@ -118,22 +150,33 @@ class NextToken:
                 dist.all_reduce(found, group=group)  # one rank adds a value, the others 0
         return found.to(hidden.dtype)
 
-    def _choose(self, logits: Tensor, keys: Sequence[int]) -> Tensor:
+    def _choose(self, logits: Tensor, keys: Tensor | None) -> Tensor:
         """[b] the token with the largest score over all vocabulary shards, the first one if there are several."""
         tp = self.groups.tp
         first = tp.rank() * logits.shape[1]
         logits[:, max(self.true_vocab - first, 0) :] = -torch.inf
-        if self.temperature > 0.0:
-            noise = gumbel_noise(torch.tensor(keys, device=logits.device), first, logits.shape[1])
-            logits = logits.double() / self.temperature
-            logits = (logits if self.top_p == 1.0 else self._most_probable(logits)) + noise
-        best, token = logits.max(dim=1)
+        best, token = self._best(logits, keys, first)
+        if tp.size() == 1:
+            return token
         candidates = torch.stack((best.double(), (token + first).double()))
         everywhere = [torch.empty_like(candidates) for _ in range(tp.size())]
         dist.all_gather(everywhere, candidates, group=tp)
         values, tokens = torch.stack(everywhere, dim=1)
         tokens = torch.where(values == values.max(dim=0).values, tokens, torch.inf)
         return tokens.min(dim=0).values.long()
+
+    def _best(self, logits: Tensor, keys: Tensor | None, first: int) -> tuple[Tensor, Tensor]:
+        """[b] the largest score of this vocabulary shard, and its column."""
+        if self.temperature == 0.0:
+            return logits.max(dim=1)
+        if logits.is_cuda and self.top_p == 1.0:
+            from mkd.rollout.kernels import sampled_triton
+
+            return sampled_triton(logits, keys, first, self.temperature)
+        scores = logits.double() / self.temperature
+        if self.top_p < 1.0:
+            scores = self._most_probable(scores)
+        return (scores + gumbel_noise(keys, first, logits.shape[1])).max(dim=1)
 
     def _most_probable(self, logits: Tensor) -> Tensor:
         """[b, V/tp] without the tokens that `top_p` leaves out, which are -inf: the smallest number of most probable
