@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+from mkd.cli.launched import end_with_launcher
 from mkd.errors import MkdError, MkdTeacherTimeout
 from mkd.utils.logging import FILE_ONLY, logger
 
@@ -24,6 +25,7 @@ def prepare(flags: list[str]) -> None:
     Raises:
         MkdConfigError: the environment of the rank is inconsistent, or a file of --kd-config cannot be read.
     """
+    end_with_launcher()
     from mkd import cpu
     from mkd.compat.install import install_at_start
     from mkd.config.run_file import read_settings, words_of

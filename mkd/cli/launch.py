@@ -9,8 +9,8 @@ several services (mkd serve-teacher) share the work. The student is taught throu
 
 Services listen on 127.0.0.1 at free ports, with a random secret (MKD_TEACHER_TOKEN) that only these jobs have, and
 encrypted; with an empty MKD_TEACHER_TOKEN without a secret, for every process of the machine, and faster. Signals
-go to the student, which saves and ends; then the teacher ends. If the teacher fails, the student saves and ends. The
-exit status is the student's, or that of the teacher if it has failed before.
+go to the student, which saves and ends; then the teacher ends. If the teacher fails, or this command is killed, the
+student saves and ends. The exit status is the student's, or that of the teacher if it has failed before.
 """
 
 import argparse

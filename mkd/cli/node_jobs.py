@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from mkd.cli.launched import LAUNCHER
 from mkd.utils.logging import logger
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -45,6 +46,7 @@ class NodeJob:
         """
         devices = {} if self.devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(self.devices)}
         job = {"WORLD_SIZE": str(self.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **devices}
+        job[LAUNCHER] = str(os.getpid())
         return [{**common, **job, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(self.ranks)]
 
 

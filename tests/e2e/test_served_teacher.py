@@ -4,6 +4,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -215,6 +216,28 @@ def test_launch(quick_launch: None, job: SmallJob, alone: Result, tmp_path: Path
     assert launch.main([*own, "--", *words]) == 0
     seen = [json.loads(line) for line in (tmp_path / "launched/metrics.jsonl").read_text().splitlines()]
     assert numbers(replace(alone, metrics=seen)) == numbers(alone)
+
+
+@pytest.mark.slow
+def test_killed_launch(job: SmallJob, tmp_path: Path) -> None:
+    """The student saves and ends; the services end."""
+    save = tmp_path / "launched"
+    words = job.flags({**FLAGS, "--save": save, "--load": save, "--train-iters": 9999, "--kd-teacher-hf": job.teacher})
+    command = [sys.executable, "-m", "mkd", "launch", "--teacher-gpus", "1", "--student-gpus", "1", "--", *words]
+    environ = {**os.environ, "MKD_DEVICE": "cpu", "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, cwd=tmp_path, env=environ, stdout=subprocess.DEVNULL) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        deadline = time.monotonic() + 120
+        while not has_reached(2, save / "metrics.jsonl"):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        ranks = [Path("/proc", pid, "cmdline") for pid in children.read_text().split()]
+        assert len(ranks) == 2
+        process.kill()
+    while any(rank.exists() and rank.read_bytes() for rank in ranks):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert int((save / "latest_checkpointed_iteration.txt").read_text()) >= 2
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import os
 import shlex
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -12,8 +13,10 @@ import pytest
 
 from mkd.cli import node_jobs
 from mkd.cli.launch import flags_of, jobs, parse_arguments, visible_devices
+from mkd.cli.launched import LAUNCHER
 from mkd.cli.node_jobs import NodeJob, ranks_environment, run_jobs
 from mkd.errors import MkdConfigError
+from tests.support.e2e.small_job import ROOT
 
 FLAGS = (
     "--kd-teacher-hf T --kd-student-hf S --kd-ratio 0.5 --seq-length 64 --micro-batch-size 2 --bf16 --lr 1e-4 "
@@ -136,10 +139,52 @@ def test_ranks_that_hang_after_another_has_failed(shell: None) -> None:
     assert run_shell(UNTIL_TERM.format("teacher", 0), hangs, ranks=2) == 4
 
 
+RANK = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import os, time
+from mkd.cli.launched import end_with_launcher
+end_with_launcher()
+print(os.getpid(), flush=True)
+time.sleep(99)
+"""
+LAUNCH = f"""
+import os, subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", {RANK!r}], env={{"{LAUNCHER}": str(os.getpid())}})
+time.sleep(99)
+"""
+
+
+def is_running(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
+
+
+def test_rank_ends_with_a_killed_launcher() -> None:
+    with subprocess.Popen([sys.executable, "-c", LAUNCH], stdout=subprocess.PIPE, text=True) as process:
+        rank = int(process.stdout.readline())
+        assert is_running(rank)
+        process.kill()
+    deadline = time.monotonic() + 60
+    while is_running(rank):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_rank_that_starts_after_its_launcher_has_ended() -> None:
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    environ = {LAUNCHER: str(ended.pid)}
+    assert subprocess.run([sys.executable, "-c", RANK], env=environ, check=False).returncode == -signal.SIGTERM
+
+
 def test_signals_and_environment(shell: None, tmp_path: Path) -> None:
     """A signal reaches each rank of the student, and the teacher ends after it."""
     student = (
-        "trap 'echo $RANK/$WORLD_SIZE/$MKD_TEACHER_TOKEN > got.$RANK; exit 0' USR1; touch ready.$RANK; "
+        "trap 'echo $RANK/$WORLD_SIZE/$MKD_TEACHER_TOKEN/$MKD_LAUNCHER > got.$RANK; exit 0' USR1; touch ready.$RANK; "
         "while :; do sleep 0.02; done"
     )
 
@@ -152,4 +197,6 @@ def test_signals_and_environment(shell: None, tmp_path: Path) -> None:
     thread.start()
     assert run_shell("[ -e got.0 ]; " + UNTIL_TERM.format("teacher", 0), student, ranks=2) == 0
     thread.join()
-    assert [(tmp_path / f"got.{rank}").read_text() for rank in (0, 1)] == [f"{r}/2/{'t' * 16}\n" for r in (0, 1)]
+    assert [(tmp_path / f"got.{rank}").read_text() for rank in (0, 1)] == [
+        f"{rank}/2/{'t' * 16}/{os.getpid()}\n" for rank in (0, 1)
+    ]
