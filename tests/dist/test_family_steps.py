@@ -49,6 +49,8 @@ OWN_LAYERS: dict[str, dict[str, Any]] = {
     "glm4": GLM4,
     **{name: sizes | {"layer_types": ["full_attention", "linear_attention"]} for name, sizes in HYBRID_MODELS.items()},
 }
+LIKE_OTHERS = "qwen3.5 moe"
+"""Its layers are those of Qwen3-Next and Qwen3.5."""
 RATES = dict.fromkeys(HYBRID_MODELS, 0.0002)
 """Learning rates other than `RATE`: after a larger step, rounding in the first gradients is amplified in the second."""
 NEAR = {
@@ -270,7 +272,14 @@ def assert_two_steps(
     "layout_name", ["TP2, SP, packed", "PP2", "EP2", *slow(["one rank", "packed", "TP2", "CP2", "CP2, packed"])]
 )
 def test_two_steps(gloo_pool: Any, references: References, layout_name: str) -> None:
-    assert_two_steps(gloo_pool, references, OWN_LAYERS, layout_name)
+    models = {name: sizes for name, sizes in OWN_LAYERS.items() if name != LIKE_OTHERS}
+    assert_two_steps(gloo_pool, references, models, layout_name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout_name", [name for name in LAYOUTS if name != "one microbatch, packed"])
+def test_two_steps_with_layers_of_others(gloo_pool: Any, references: References, layout_name: str) -> None:
+    assert_two_steps(gloo_pool, references, {LIKE_OTHERS: OWN_LAYERS[LIKE_OTHERS]}, layout_name)
 
 
 @pytest.mark.parametrize("name", ONE_PER_FAMILY)

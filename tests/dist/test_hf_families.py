@@ -205,6 +205,7 @@ ALIKE = {
     "glm4, no biases, other part of rope",
     "gemma2, no softcaps, full attention",
     "gemma3, linear rope in full layers",
+    "qwen3.5 moe",
     *(NEAR_MODELS.keys() - {"llama, biases", "smollm3"}),
 }
 """Models with the tensors of another one and another configuration, which does not depend on the layout."""

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.dist.test_hf_families import MODELS, NO_SPECIAL_TOKENS
 from tests.support.gpu.layout_runs import KEYS, difference, launch
+from tests.support.hf_models import HYBRID_MODELS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,6 +48,8 @@ WIDE = {
     "qk_nope_head_dim": 64,
     "qk_rope_head_dim": 32,
     "v_head_dim": 64,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
 }
 """The same for keys that only some families have."""
 AT_A_TIME = 6
@@ -122,7 +126,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future]:
     return found
 
 
-@pytest.mark.parametrize("model", MODELS)
+NEEDS_FLA = pytest.mark.skipif(find_spec("fla") is None, reason="needs flash-linear-attention")
+
+
+@pytest.mark.parametrize(
+    "model", [pytest.param(name, marks=NEEDS_FLA if name in HYBRID_MODELS else ()) for name in MODELS]
+)
 def test_trains_like_fp32_on_cpu(runs, model):
     found = runs[model].result()
     print(f"\n{model:40s}", json.dumps(found), flush=True)

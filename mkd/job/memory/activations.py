@@ -65,7 +65,7 @@ def layer_bytes(args: Namespace, layer: int, on_gpu: bool) -> LayerBytes:
     """
     terms = _terms(args, is_moe_layer(args, layer), on_gpu)
     if is_delta_net_layer(args, layer):
-        attention = terms.norm + tokens_of(args) * args.params_dtype.itemsize * _delta_net(args)
+        attention = terms.norm + tokens_of(args) * args.params_dtype.itemsize * _delta_net(args, on_gpu)
         terms = replace(terms, attention=attention, scores=0.0)
     first_half = terms.layer_input + terms.attention + terms.scores
     full = first_half + terms.mlp_input + terms.norm + terms.feed_forward + terms.dropout
@@ -157,15 +157,18 @@ _DELTA_CHUNK = 64
 """Tokens that the kernels of a gated delta net process at once; they keep a matrix of them for each head."""
 
 
-def _delta_net(args: Namespace) -> float:
+def _delta_net(args: Namespace, on_gpu: bool) -> float:
     """Elements per token that a gated delta net keeps after its normalized input: its projections, the convolved
     queries, keys and values, those of each value head, the matrices of chunks, its output before and after norm and
-    gate."""
+    gate. PyTorch's operations on CPU keep each tap of the convolution and four of the other tensors in addition."""
     heads, width = args.linear_num_value_heads, args.linear_value_head_dim
     keys, values = args.linear_num_key_heads * args.linear_key_head_dim, heads * width
     projected, convolved = 2 * keys + 2 * values + 2 * heads, 2 * keys + values
     by_head = 2 * heads * args.linear_key_head_dim + values
-    return (projected + 2 * convolved + by_head + heads * _DELTA_CHUNK + 3 * values) / args.tensor_model_parallel_size
+    kept = projected + 2 * convolved + by_head + heads * _DELTA_CHUNK + 3 * values
+    if not on_gpu:
+        kept += args.linear_conv_kernel_dim * convolved + 4 * (heads * _DELTA_CHUNK + by_head)
+    return kept / args.tensor_model_parallel_size
 
 
 def _statistics(args: Namespace, tokens: int) -> float:

@@ -1,5 +1,6 @@
 """config.json to Megatron arguments and back."""
 
+import math
 import re
 
 import pytest
@@ -472,3 +473,49 @@ def test_config_round_trip_of_every_family(family):
 def test_architecture_that_megatron_cannot_compute(name):
     with pytest.raises(MkdCheckpointError, match=rf"{name}.*{re.escape(UNSUPPORTED[name])}"):
         family_of({**CONFIG, "architectures": [name]})
+
+
+QWEN3_NEXT_80B = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_next",
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "num_attention_heads": 16,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 2,
+    "partial_rotary_factor": 0.25,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "rope_theta": 10000000,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+
+def test_qwen3_next():
+    """Published sizes, which give about 80 billion parameters."""
+    family = family_of(QWEN3_NEXT_80B)
+    args = family.megatron_args(QWEN3_NEXT_80B)
+    assert args["linear_attention_freq"] == [1, 1, 1, 0] * 12
+    assert (args["rotary_percent"], args["rotary_base"]) == (0.25, 10000000)
+    shapes = [shape for item in family.tensors(args) for shape in item.shapes.values()]
+    assert sum(map(math.prod, shapes)) == pytest.approx(79.67e9, rel=1e-3)
