@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from signal import SIGSTOP
 from time import sleep
+from typing import Any
 import re
 
 import pytest
@@ -112,9 +113,19 @@ def test_several_teachers_and_another_tokenizer(gloo_pool: GetPool, services: Ca
     assert_equal(seen, in_process(gloo_pool, 2, student, PAIRS, ONE))
 
 
-@pytest.mark.parametrize("ahead", [0, 4])
-def test_running_ahead_changes_no_number(gloo_pool: GetPool, services: Callable[..., Service], ahead: int) -> None:
-    ranks, student, models, own = TABLE["one rank, text / one rank"]
+@pytest.mark.parametrize(
+    ("name", "ahead"),
+    [
+        ("one rank, text / one rank", 0),
+        ("one rank, text / one rank", 4),
+        pytest.param("tp2-pp2 / one rank", 0, marks=pytest.mark.slow),
+        pytest.param("tp2-pp2 / one rank", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_running_ahead_changes_no_number(
+    gloo_pool: GetPool, services: Callable[..., Service], name: str, ahead: int
+) -> None:
+    ranks, student, models, own = (TABLE | MORE)[name]
     served = replace(models, served=(address(services(own)),), ahead=ahead)
     assert_equal(
         Outcome.of(gloo_pool, ranks, student, served, run=served_run),
@@ -138,18 +149,23 @@ def test_killed_services_change_no_number(gloo_pool: GetPool, service: Callable[
     assert_equal(seen, in_process(gloo_pool, 1, Layout(mbs=1), TEXT, ONE))
 
 
-def test_paused_service_changes_no_number(gloo_pool: GetPool, service: Callable[..., Service]) -> None:
+@pytest.mark.parametrize(
+    ("run", "pause_s"), [(impatient_run, 1.5), pytest.param(served_run, 30.0, marks=pytest.mark.slow)]
+)
+def test_paused_service_changes_no_number(
+    gloo_pool: GetPool, service: Callable[..., Service], run: Callable[..., Any], pause_s: float
+) -> None:
     """A pause, until the connection counts as lost, while answers to later steps have been requested."""
     one = service(answers=5, last_signal=SIGSTOP)
     models = replace(TEXT, served=(one.start(),), ahead=4)
     with ThreadPoolExecutor(1) as thread:
-        run = thread.submit(Outcome.of, gloo_pool, 1, Layout(mbs=1), models, run=impatient_run)
+        outcome = thread.submit(Outcome.of, gloo_pool, 1, Layout(mbs=1), models, run=run)
         while not one.is_paused():
             sleep(0.02)
-        sleep(1.5)
-        assert not run.done()
+        sleep(pause_s)
+        assert not outcome.done()
         one.go_on()
-        seen = run.result()
+        seen = outcome.result()
     assert_equal(seen, in_process(gloo_pool, 1, Layout(mbs=1), TEXT, ONE))
 
 
