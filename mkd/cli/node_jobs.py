@@ -103,8 +103,9 @@ class _RunningJob:
 
     def _print(self, stream: Any) -> None:
         for line in stream:
-            sys.stdout.buffer.write(f"{self.name} | ".encode() + line)
-            sys.stdout.buffer.flush()
+            with suppress(OSError):  # nobody reads the output of this process; a full pipe would block the job
+                sys.stdout.buffer.write(f"{self.name} | ".encode() + line)
+                sys.stdout.buffer.flush()
 
 
 class _Signals:

@@ -133,6 +133,7 @@ class TeacherConnections:
                     if self._serve(link):
                         continue
                     waiting.extendleft(reversed(link.requests.values()))
+                    link.requests.clear()
                     link.close()
                     links[number] = self._connect(link.address)
         except Exception as error:  # also a fault of this code: the thread that waits raises it

@@ -115,8 +115,11 @@ class TeacherServer:
         self._context.term()
 
     def _read(self, wait_ms: int) -> None:
-        """Read what has arrived, and answer everything but forward requests at once."""
-        while len(self._queue) < _MOST_QUEUED and self._socket.poll(wait_ms):
+        """Read what has arrived, and answer everything but forward requests at once; at most so many messages that a
+        client which sends without end does not keep the others from being computed."""
+        for _ in range(_MOST_QUEUED - len(self._queue)):
+            if not self._socket.poll(wait_ms):
+                return
             client, *frames = self._socket.recv_multipart()
             wait_ms = 0
             try:

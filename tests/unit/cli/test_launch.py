@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -132,6 +133,16 @@ def test_failed_teacher_ends_the_student(shell: None, tmp_path: Path, capfd: pyt
     assert run_shell(teacher, UNTIL_TERM.format("student", 0).replace("while", "touch ready; while")) == 3
     assert (tmp_path / "student").exists()
     assert "teacher | bad folder" in capfd.readouterr().out
+
+
+def test_output_that_nobody_reads(shell: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Closed:
+        def write(self, _: bytes) -> None:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(buffer=Closed()))
+    teacher = "head -c 200000 /dev/zero | tr '\\0' '\\n'; touch ready; " + UNTIL_TERM.format("teacher", 0)
+    assert run_shell(teacher, "while [ ! -e ready ]; do sleep 0.02; done") == 0
 
 
 def test_ranks_that_hang_after_another_has_failed(shell: None) -> None:

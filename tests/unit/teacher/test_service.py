@@ -390,6 +390,43 @@ def test_a_service_that_starts_again_gets_the_requests() -> None:
         connections.close()
 
 
+def test_a_fault_after_a_lost_connection_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by the requests that the lost service had."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as dies:
+        dies.bind("tcp://127.0.0.1:*")
+        with connected(ServiceAddress.parse("--address", dies.last_endpoint.decode())) as connections:
+            client, _ = dies.recv_multipart()
+            dies.send_multipart([client, *Message(Kind.FACTS, 0, FACTS.values()).frames()])
+            answers = [ask(connections, request_of([[i] * 4])) for i in range(3)]
+            for _ in answers:
+                dies.recv_multipart()
+
+            def fail(*_: Any) -> None:
+                raise OSError("too many open files")
+
+            monkeypatch.setattr(connections, "_connect", fail)
+            dies.close(0)
+            for answer in answers:
+                with pytest.raises(OSError, match="too many open files"):
+                    answer.result(LIMIT_S)
+
+
+def test_a_client_that_sends_without_end_does_not_stop_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mkd.teacher.service.server._MOST_QUEUED", 2)
+    server = TeacherServer(FACTS, ServiceAddress("127.0.0.1", 0), None)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.connect(server.address)
+        for _ in range(3):
+            dealer.send_multipart(Message(Kind.HELLO).frames())
+        server._read(1000 * LIMIT_S)
+        for _ in range(2):
+            assert Message.of(dealer.recv_multipart()).kind == Kind.FACTS
+        assert not dealer.poll(20)
+        server._read(1000 * LIMIT_S)
+        assert Message.of(dealer.recv_multipart()).kind == Kind.FACTS
+        server.close()
+
+
 def test_a_fault_at_the_start_of_the_thread_is_raised() -> None:
     connections = TeacherConnections([ServiceAddress("127.0.0.1", 1)], None, FACTS, 2**80)
     with pytest.raises(Exception, match="int"):
