@@ -89,6 +89,7 @@ _EXPERTS = (
     MegatronArg("moe_layer_freq", _CHECKED),
     *_alike(_MEANING, "moe_router_pre_softmax moe_router_score_function"),
     *_alike(_ADOPTED, "moe_router_num_groups moe_router_group_topk moe_shared_expert_gate"),
+    *_alike(_MEANING | _ADOPTED, "router_group_best normalized_single_expert"),
     *_alike(_SHARED, "moe_token_dispatcher_type moe_grouped_gemm moe_permute_fusion"),
     *_alike(ArgRole.RUN_CHOICE, "moe_aux_loss_coeff moe_router_dtype"),
     *_alike(

@@ -12,6 +12,7 @@ from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import LayerNormBuilder
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from megatron.training.models import GPTModelConfig
 from megatron.training.models.gpt import default_layer_spec
@@ -22,16 +23,21 @@ from mkd.models.mlp import PostNormMLP
 from mkd.models.softcap import SoftcapAttention
 
 
-def layer_spec(config: GPTModelConfig, vp_stage: int | None = None, *, options: LayerOptions) -> ModuleSpec:
-    """Megatron's layer spec for a dense model, changed according to the options.
+def layer_spec(
+    config: GPTModelConfig, vp_stage: int | None = None, *, options: LayerOptions
+) -> ModuleSpec | TransformerBlockSubmodules:
+    """Megatron's layer spec, or for mixtures of experts those of a pipeline stage, changed according to the options.
 
     Args:
         config: the model.
         vp_stage: virtual pipeline stage.
         options: of the model's layers.
     """
-    spec = default_layer_spec(config, vp_stage)
-    return ModuleSpec(module=spec.module, submodules=_changed(spec.submodules, backend_of(config), options))
+    spec, backend = default_layer_spec(config, vp_stage), backend_of(config)
+    if isinstance(spec, ModuleSpec):
+        return replace(spec, submodules=_changed(spec.submodules, backend, options))
+    layers = [replace(layer, submodules=_changed(layer.submodules, backend, options)) for layer in spec.layer_specs]
+    return replace(spec, layer_specs=layers)
 
 
 def backend_of(config: GPTModelConfig) -> BackendSpecProvider:
@@ -49,7 +55,9 @@ def _changed(
     norm: LayerNormBuilder | None = None
     if options.norm_placement != BEFORE:
         norm = backend.layer_norm(rms_norm=True)
-    attention, mlp = layer.self_attention.submodules, layer.mlp.keywords["submodules"]
+    attention, mlp = layer.self_attention.submodules, layer.mlp
+    if options.norm_placement != BEFORE:
+        mlp = mlp.keywords["submodules"]  # dense models only
     if options.norm_placement == AFTER:
         # Transformer Engine's specs have the norm inside the linear layer that follows it.
         column = backend.column_parallel_linear()
@@ -62,5 +70,5 @@ def _changed(
     return replace(
         layer,
         self_attention=ModuleSpec(module=ExtendedSelfAttention, params=params, submodules=attention),
-        mlp=layer.mlp if norm is None else partial(PostNormMLP.with_norm, norm, mlp),
+        mlp=mlp if norm is None else partial(PostNormMLP.with_norm, norm, mlp),
     )

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import (
     MLASelfAttention,
     MLASelfAttentionSubmodules,
@@ -42,6 +43,11 @@ class ModelOptions:
 
     residual_multiplier: float | None = None
     """Factor on the outputs of attention and MLP before they are added to the residual stream."""
+    router_group_best: int | None = None
+    """Number of a group's best scores whose sum ranks groups of experts; None is Megatron's rule, the number of experts
+    per token divided by that of groups."""
+    normalized_single_expert: bool = False
+    """True if the one expert of each token has the weight 1: its score divided by itself."""
 
     @classmethod
     def of(cls, args: Namespace) -> "ModelOptions":
@@ -63,9 +69,9 @@ class ModelOptions:
             transformer.apply_rope_fusion = False  # the fused kernels omit the factor in packed rows
         if config.transformer.multi_latent_attention and not config.transformer.sequence_parallel:
             config.pre_wrap_hooks.append(_correct_latent_gradients)
-        if any(
-            value is not None for value in (self.rope_frequencies, self.latent_norm_epsilon, self.residual_multiplier)
-        ):
+        if self.router_group_best is not None:
+            config.transformer.moe_router_fusion = False  # the fused kernel has Megatron's rule
+        if self != ModelOptions(attention_output_bias=self.attention_output_bias):
             config.pre_wrap_hooks.append(self._correct)
 
     def _correct(self, chunks: Sequence[nn.Module]) -> Sequence[nn.Module]:
@@ -78,6 +84,9 @@ class ModelOptions:
                 for layer in chunk.decoder.layers:
                     for linear in (layer.self_attention.linear_proj, layer.mlp.linear_fc2):
                         linear.register_forward_hook(self._multiply)
+            for router in chunk.modules():
+                if isinstance(router, TopKRouter):
+                    self._correct_router(router)
             if self.latent_norm_epsilon is not None:
                 for attention in chunk.modules():
                     if isinstance(attention, MultiLatentAttention):
@@ -87,6 +96,12 @@ class ModelOptions:
     def _multiply(self, linear: nn.Module, inputs: Any, output: tuple[Tensor, Tensor | None]) -> Any:
         """A forward hook on a linear layer that returns its output and its bias."""
         return tuple(None if part is None else part * self.residual_multiplier for part in output)
+
+    def _correct_router(self, router: TopKRouter) -> None:
+        if self.router_group_best is not None:
+            router.router_replay = RankedGroups(self.router_group_best)
+        if self.normalized_single_expert:
+            router.register_forward_hook(_normalize)
 
     def _set_epsilon(self, attention: MultiLatentAttention) -> None:
         for name in _NORMS_OF_LATENTS:
@@ -129,6 +144,39 @@ def scaled_frequencies(frequencies: Tensor, rope: Mapping[str, Any]) -> Tensor:
 def attention_factor(rope: Mapping[str, Any]) -> float:
     """Factor of sine and cosine of a rope of type llama3 or longrope."""
     return rope.get("attention_factor", 1.0)
+
+
+def _normalize(router: TopKRouter, inputs: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """A forward hook: (weights, map), both [tokens, experts]; a token's weights sum to the router's factor."""
+    weights, chosen = output
+    factor = router.config.moe_router_topk_scaling_factor or 1.0
+    return weights / weights.sum(-1, keepdim=True) * factor, chosen
+
+
+@dataclass
+class RankedGroups:
+    """Choice of experts in the best groups; replaces Megatron's `RouterReplay`, which computes a router's top-k."""
+
+    best: int
+    """Number of a group's best scores whose sum ranks it."""
+    layer_number: int | None = None
+    """Set by Megatron."""
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """([tokens, topk] scores, their experts) of the `group_topk` best groups; `scores` is [tokens, experts]."""
+        groups = scores.unflatten(-1, (num_groups, -1))
+        ranks = groups.topk(self.best, dim=-1).values.sum(-1)
+        chosen = torch.zeros_like(ranks, dtype=torch.bool).scatter(-1, ranks.topk(group_topk, dim=-1).indices, True)
+        masked = groups.masked_fill(~chosen.unsqueeze(-1), float("-inf")).flatten(-2)
+        best = masked.topk(topk, dim=-1)
+        return best.values, best.indices
 
 
 class PlainQueryAttention(MLASelfAttention):

@@ -5,6 +5,7 @@ Without `-m slow`, families with layers of mkd's own run packed rows with TP and
 of every other family runs packed rows on one rank; `-m slow` runs every model in every layout that it allows.
 """
 
+from argparse import Namespace
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,6 +26,7 @@ from mkd.config.kd_config import KDConfig
 from mkd.distributed.groups import Groups
 from mkd.losses import LossOptions
 from mkd.models.gpt import gpt_config
+from mkd.models.model_options import ModelOptions
 from mkd.teacher.online import OnlineTeacher
 from mkd.train.objective import LossContext
 from mkd.train.schedule import TeacherThenStudent
@@ -37,7 +39,7 @@ from tests.support.dist.outcome import total
 from tests.support.hf_folders import make_model
 from tests.support.hf_models import HYBRID_MODELS
 from tests.support.slow import slow
-from tests.support.tolerance import norm_error
+from tests.support.tolerance import gradient_error
 
 VOCAB, PADDED = 131, 256
 RATIO, TEMPERATURE, RATE = 0.3, 2.0, 0.01
@@ -96,7 +98,7 @@ class References:
 
 def teacher_sizes(name: str, sizes: dict[str, Any]) -> dict[str, Any]:
     """Wider than the student; with layers of mkd's own also deeper."""
-    if sizes["model_type"] == "helium":  # its heads are as wide as the hidden states together
+    if sizes["model_type"] in ("helium", "olmoe"):  # heads are together as wide as the hidden states together
         return sizes | {"hidden_size": 60, "head_dim": 10}
     if name not in OWN_LAYERS:
         return sizes | {"hidden_size": 60}
@@ -220,7 +222,9 @@ def gradient_errors(chunks: list[nn.Module], folder: Path) -> dict[str, float]:
     named = [item for chunk in chunks for item in unwrap_model(chunk).named_parameters()]
     weights = [p.data.clone() for _, p in named]
     load_hf_weights(chunks, HFFolder(folder, "--hf"))
-    errors = {name: norm_error(p.main_grad, p.data) for name, p in named}
+    args = read_architecture(HFFolder(folder, "--hf"))[1]
+    options = ModelOptions.of(Namespace(**args))
+    errors = {name: gradient_error(name, p.main_grad, p.data, options) for name, p in named}
     for (_, p), weight in zip(named, weights, strict=True):
         p.data.copy_(weight)
     return errors

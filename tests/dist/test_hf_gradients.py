@@ -5,6 +5,7 @@ The gradients of transformers are saved as a Hugging Face folder, and read by th
 every layout.
 """
 
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,11 @@ from mkd.checkpoint.hf.check import read_architecture
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.layouts import TensorShard
 from mkd.checkpoint.hf.load import HFParameters, _global_name, load_hf_weights
+from mkd.models.model_options import ModelOptions
 from tests.dist.test_hf_families import ALIKE, MODELS, NO_SPECIAL_TOKENS, TOKENS
 from tests.support.dist.gpt_models import build_from_arguments, layout
 from tests.support.hf_folders import make_model, reference_logits
-from tests.support.tolerance import LOGITS, norm_error
+from tests.support.tolerance import LOGITS, gradient_error
 
 VOCAB = 131
 UPSTREAM = torch.randn(*TOKENS.shape, VOCAB, generator=torch.Generator().manual_seed(3))
@@ -74,7 +76,8 @@ def errors_of(rank: int, world_size: int, folders: dict, tp: int, pp: int, ep: i
                 errors[f"{name}: packed"] = (logits - packed_logits).abs().max().item()
             run_step(chunks[0])
             expected = HFParameters(HFFolder(gradients, "--hf"), family, args)
-            errors |= {f"{name}: {key}": error for key, error in gradient_errors(chunks[0], expected).items()}
+            options = ModelOptions.of(Namespace(**args))
+            errors |= {f"{name}: {key}": error for key, error in gradient_errors(chunks[0], expected, options).items()}
     return errors
 
 
@@ -116,7 +119,7 @@ def run_step(model: GPTModel) -> None:
         dist.all_reduce(model.shared_embedding_or_output_weight().grad, group=ps.get_embedding_group())
 
 
-def gradient_errors(model: nn.Module, expected: HFParameters) -> dict[str, float]:
+def gradient_errors(model: nn.Module, expected: HFParameters, options: ModelOptions) -> dict[str, float]:
     errors = {}
     for name, param in model.named_parameters():
         is_expert = ".experts." in name
@@ -124,7 +127,7 @@ def gradient_errors(model: nn.Module, expected: HFParameters) -> dict[str, float
         value = expected.read(_global_name(model, name), TensorShard(group.rank(), group.size()), tuple(param.shape))
         # Experts receive the tokens of all expert-parallel ranks, here equal ones.
         found = param.grad / ps.get_expert_model_parallel_world_size() if is_expert else param.grad
-        errors[name] = norm_error(found, value)
+        errors[name] = gradient_error(name, found, value, options)
     return errors
 
 

@@ -179,26 +179,34 @@ def _first(value: Any) -> Any:
 
 
 def _read_normalized_router(config: ConfigReader) -> dict[str, Any]:
-    if config.size("num_experts_per_tok") == 1:
-        rule = (
-            "the probabilities of a token's experts are divided by their sum, so that a single expert has the "
-            "weight 1 and the router learns nothing: Megatron computes this with 2 or more experts only"
-        )
-        raise config.fail("num_experts_per_tok", 1, rule)
-    return {"moe_router_pre_softmax": False}
+    # Megatron refuses a softmax over the one chosen expert
+    single = config.size("num_experts_per_tok") == 1
+    return {"moe_router_pre_softmax": single, "normalized_single_expert": single or None}
 
 
 def _read_optional_normalized_router(config: ConfigReader) -> dict[str, Any]:
     if not config.get("norm_topk_prob", bool, False):
-        return {"moe_router_pre_softmax": True}
+        return {"moe_router_pre_softmax": True, "normalized_single_expert": None}
     return _read_normalized_router(config)
 
 
+def _is_normalized(args: Arguments) -> bool:
+    return not args["moe_router_pre_softmax"] or bool(args.get("normalized_single_expert"))
+
+
+def _write_normalized_router(args: Arguments) -> dict[str, Any]:
+    if not _is_normalized(args):
+        raise MkdCheckpointError(
+            "--moe-router-pre-softmax does not divide the probabilities of a token's experts by their sum; this family "
+            "of transformers does"
+        )
+    return {}
+
+
 # The softmax over all experts, restricted to the top-k and renormalized, equals the softmax over the top-k.
-NORMALIZED_ROUTER = ConfigPart(_read_normalized_router, lambda args: {})
+NORMALIZED_ROUTER = ConfigPart(_read_normalized_router, _write_normalized_router)
 OPTIONAL_NORMALIZED_ROUTER = ConfigPart(
-    _read_optional_normalized_router,
-    lambda args: {"norm_topk_prob": not args["moe_router_pre_softmax"]},
+    _read_optional_normalized_router, lambda args: {"norm_topk_prob": _is_normalized(args)}
 )
 
 

@@ -103,14 +103,11 @@ def _read_experts(config: ConfigReader, count_dense: Dense, other_count: str, be
     dense = count_dense(config, layers)
     experts = config.size(config.only_key("n_routed_experts", other_count))
     chosen = config.size("num_experts_per_tok")
-    least = best_of_group  # with one expert per token, Megatron does not divide scores of a sigmoid by their sum
-    if not least <= chosen <= experts:
-        raise config.fail("num_experts_per_tok", chosen, f"it must be from {least} to n_routed_experts {experts}")
+    if chosen > experts:
+        raise config.fail("num_experts_per_tok", chosen, f"it must be at most n_routed_experts {experts}")
     groups, best = config.size("n_group", default=1), config.size("topk_group", default=1)
-    if groups > 1 and (chosen // best != best_of_group or best > groups):
-        # transformers sums the best_of_group best scores of a group, Megatron num_experts_per_tok / topk_group of them
-        part = "half of num_experts_per_tok" if best_of_group == 2 else "num_experts_per_tok"
-        raise config.fail("topk_group", best, f"with n_group {groups} only {part} is supported")
+    if groups > 1:
+        _check_groups(config, experts, groups, best, best_of_group)
     width = config.size("moe_intermediate_size")
     return {
         "num_experts": experts,
@@ -120,12 +117,30 @@ def _read_experts(config: ConfigReader, count_dense: Dense, other_count: str, be
         "moe_router_topk": chosen,
         "moe_router_num_groups": groups if groups > 1 else None,
         "moe_router_group_topk": best if groups > 1 else None,
+        # Megatron sums num_experts_per_tok / topk_group scores of a group
+        "router_group_best": best_of_group if groups > 1 and chosen // best != best_of_group else None,
+        # scores of a sigmoid are divided by their sum; Megatron does not do so with one expert per token
+        "normalized_single_expert": True if chosen == 1 and best_of_group == BEST_OF_SIGMOIDS else None,
         "moe_router_topk_scaling_factor": float(config.get("routed_scaling_factor", (int, float), 1.0)),
         "moe_router_dtype": "fp32",
     }
 
 
-def _write_experts(args: Arguments, count_dense: Dense) -> dict[str, Any]:
+def _check_groups(config: ConfigReader, experts: int, groups: int, best: int, best_of_group: int) -> None:
+    """Raise if the experts of the `best` best of `groups` groups cannot be chosen."""
+    if experts % groups or experts // groups < best_of_group:
+        rule = f"it must divide n_routed_experts {experts} into groups of at least {best_of_group}"
+        raise config.fail("n_group", groups, rule)
+    chosen = config.size("num_experts_per_tok")
+    if best > groups or chosen > best * (experts // groups):
+        rule = (
+            f"it must be at most n_group {groups}, with at least num_experts_per_tok {chosen} experts in these groups"
+        )
+        raise config.fail("topk_group", best, rule)
+
+
+def _write_experts(args: Arguments, count_dense: Dense, best_of_group: int) -> dict[str, Any]:
+    _check_router(args, best_of_group)
     every, layers = args["moe_layer_freq"], args["num_layers"]
     dense = every.index(1) if isinstance(every, list) else 0
     if every not in (1, [0] * dense + [1] * (layers - dense)):
@@ -146,19 +161,37 @@ def _write_experts(args: Arguments, count_dense: Dense) -> dict[str, Any]:
     }
 
 
+def _check_router(args: Arguments, best_of_group: int) -> None:
+    """Raise if the router of a Megatron checkpoint differs from that of transformers."""
+    chosen, best = args["moe_router_topk"], args["moe_router_group_topk"]
+    if best and (ranked := args.get("router_group_best") or chosen // best) != best_of_group:
+        raise MkdCheckpointError(
+            f"--moe-router-topk {chosen} with --moe-router-group-topk {best} ranks groups of experts by {ranked} "
+            f"scores; transformers ranks them by {best_of_group}"
+        )
+    if chosen == 1 and best_of_group == BEST_OF_SIGMOIDS and not args.get("normalized_single_expert"):
+        raise MkdCheckpointError(
+            "--moe-router-topk 1 weights the expert of a token by its score; transformers divides the score by itself"
+        )
+
+
+BEST_OF_SIGMOIDS, BEST_OF_SOFTMAX = 2, 1
+"""Number of a group's scores that rank it, by the function of the scores."""
+
+
 def routed_experts(
-    count_dense: Dense = first_dense, other_count: str = "num_local_experts", best_of_group: int = 2
+    count_dense: Dense = first_dense, other_count: str = "num_local_experts", best_of_group: int = BEST_OF_SIGMOIDS
 ) -> ConfigPart:
     """Dense layers, then mixtures with shared experts; routing optionally limited to groups of experts.
 
     Args:
         count_dense: reads the number of dense layers.
         other_count: another name of `n_routed_experts`.
-        best_of_group: number of scores that rank a group: 2 with sigmoids, 1 with a softmax.
+        best_of_group: number of scores that rank a group; sigmoids are divided by their sum over a token's experts.
     """
     return ConfigPart(
         lambda config: _read_experts(config, count_dense, other_count, best_of_group),
-        lambda args: _write_experts(args, count_dense),
+        lambda args: _write_experts(args, count_dense, best_of_group),
     )
 
 

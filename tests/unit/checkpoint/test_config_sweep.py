@@ -135,6 +135,7 @@ BASES = {
     "granite": COMMON | GRANITE,
     "youtu": COMMON | LATENT,
     "qwen2_moe": COMMON | EXPERTS | {"num_experts": 4, "head_dim": ABSENT, "shared_expert_intermediate_size": 8},
+    "olmoe": COMMON | {"head_dim": 6, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True},
     "deepseek_v2": COMMON
     | EXPERTS
     | LATENT
@@ -370,6 +371,10 @@ EXPERT_SPELLINGS = {
     "groups of experts absent": {"n_group": ABSENT, "topk_group": ABSENT},
     "scaling": {"routed_scaling_factor": 1.5},
     "scaling absent": {"routed_scaling_factor": ABSENT},
+    "no clip": {"clip_qkv": None},
+    "clip": {"clip_qkv": 2.0},
+    "three experts per token": {"num_experts_per_tok": 3, "n_group": 2, "topk_group": 2},
+    "one expert per token, normalized": {"num_experts_per_tok": 1, "norm_topk_prob": True},
     "softmax scores": {"scoring_func": "softmax"},
     "greedy selection": {"topk_method": "greedy"},
     "selection limited to groups": {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
@@ -470,7 +475,7 @@ HYBRID_SPELLINGS = {
 HYBRIDS = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
 GEMMAS = {"gemma2", "gemma3_text"}
 HAVE_GROUPS = {"deepseek_v3", "deepseek_v2", "glm4_moe", "dots1", "solar_open", "glm4_moe_lite"}
-HAVE_NUM_EXPERTS = {"qwen2_moe", "qwen3_next", "qwen3_5_moe_text"}
+HAVE_NUM_EXPERTS = {"olmoe", "qwen2_moe", "qwen3_next", "qwen3_5_moe_text"}
 HAVE_EXPERTS = {"qwen3_moe", "mixtral", "gpt_oss", *HAVE_NUM_EXPERTS, *HAVE_GROUPS}
 
 
@@ -574,7 +579,7 @@ def router(config, model):
     """top-k, normalization, groups and scale of the first mixture."""
     if config.model_type not in HAVE_EXPERTS:
         return None
-    can_skip_normalization = config.model_type in {"qwen2_moe", "qwen3_moe", "qwen3_next", *HAVE_GROUPS}
+    can_skip_normalization = config.model_type in {"olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next", *HAVE_GROUPS}
     facts = {
         "experts": config.n_routed_experts
         if config.model_type in HAVE_GROUPS
@@ -591,6 +596,7 @@ def router(config, model):
             groups = None
         interleaved = config.rope_interleave if config.model_type in ("deepseek_v3", "glm4_moe_lite") else True
         facts |= {"groups": groups, "best": config.topk_group if groups else None}
+        facts |= {"best of a group": groups and (1 if config.model_type == "deepseek_v2" else 2)}
         facts |= {"scale": config.routed_scaling_factor, "interleaved": interleaved}
     return facts
 
@@ -663,10 +669,12 @@ def router_facts(family, args):
         "experts": args.num_experts,
         "chosen": args.moe_router_topk,
         "dense": [not mixture for mixture in every],
-        "normalized": not args.moe_router_pre_softmax,
+        "normalized": not args.moe_router_pre_softmax or bool(args.normalized_single_expert),
     }
     if family.model_type in HAVE_GROUPS:
-        facts |= {"groups": args.moe_router_num_groups, "best": args.moe_router_group_topk}
+        groups, best = args.moe_router_num_groups, args.moe_router_group_topk
+        facts |= {"groups": groups, "best": best}
+        facts |= {"best of a group": groups and (args.router_group_best or args.moe_router_topk // best)}
         facts |= {"scale": args.moe_router_topk_scaling_factor, "interleaved": True}
     return facts
 

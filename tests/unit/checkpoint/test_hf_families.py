@@ -282,12 +282,14 @@ WITHOUT_DEFAULTS = ("gpt_oss", "cwm", "dots1")
 def test_every_absent_key_has_the_default_of_transformers(family):
     """The arguments equal those of a config.json with transformers' default values filled in."""
     latent = {key: 8 for key in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")}
-    counts = {"n_routed_experts": 8, "n_shared_experts": 1, "num_key_value_heads": 6, "num_hidden_layers": 5}
-    config = {**QWEN3_MOE, "architectures": [family.architectures[0]], "num_local_experts": 8}
+    counts = {"n_routed_experts": 16, "n_shared_experts": 1, "num_key_value_heads": 6, "num_hidden_layers": 5}
+    config = {**QWEN3_MOE, "architectures": [family.architectures[0]], "num_local_experts": 16, "num_experts": 16}
     config |= {**latent, **counts, "num_experts_per_tok": 8, "rms_norm_eps": 1e-6}
     config |= {"shared_expert_intermediate_size": 8}
     if family.model_type == "arcee":
         config["hidden_act"] = "relu2"
+    if family.model_type == "olmoe":
+        config["head_dim"] = 8
     for key in ("rope_theta", "rope_scaling", "rope_parameters", "sliding_window", "norm_topk_prob"):
         config.pop(key, None)
     whole = CONFIG_MAPPING[family.model_type].from_dict(config).to_dict()
@@ -321,7 +323,9 @@ def test_gpt_oss_has_no_rope_by_default():
         ("Qwen3MoeForCausalLM", "mlp_only_layers", [0]),
         ("Qwen3MoeForCausalLM", "num_experts_per_tok", 9),
         ("MixtralForCausalLM", "router_jitter_noise", 0.1),
-        ("MixtralForCausalLM", "num_experts_per_tok", 1),
+        ("OlmoeForCausalLM", "clip_qkv", 8.0),
+        ("OlmoeForCausalLM", "attention_bias", True),
+        ("OlmoeForCausalLM", "head_dim", 16),
     ],
 )
 def test_unsupported_value_of_a_family_is_named(architecture, key, value):
@@ -430,12 +434,22 @@ def test_swish_is_silu():
 
 
 def test_one_expert_per_token():
-    """Without division by the sum of the top-k probabilities a single expert keeps its own."""
+    """The weight of a single expert is its probability, or 1 with division by the sum of the top-k probabilities."""
     config = {**QWEN3_MOE, "architectures": ["Qwen3MoeForCausalLM"], "num_experts_per_tok": 1}
-    args = family_of(config).megatron_args({**config, "norm_topk_prob": False})
-    assert (args["moe_router_topk"], args["moe_router_pre_softmax"]) == (1, True)
-    with pytest.raises(MkdCheckpointError, match=r'"num_experts_per_tok" is 1; .* 2 or more'):
-        family_of(config).megatron_args({**config, "norm_topk_prob": True})
+    for normalized in (False, True):
+        args = family_of(config).megatron_args({**config, "norm_topk_prob": normalized})
+        assert (args["moe_router_topk"], args["moe_router_pre_softmax"]) == (1, True)
+        assert bool(args["normalized_single_expert"]) is normalized
+        written = family_of(config).hf_config({**vars(default_arguments()), **args})
+        assert written["norm_topk_prob"] is normalized
+
+
+def test_routers_that_no_folder_has():
+    """A router of a Megatron checkpoint that transformers computes otherwise is refused, naming the flag."""
+    mixtral = {**QWEN3_MOE, "architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "head_dim": 8}
+    args = {**vars(default_arguments()), **family_of(mixtral).megatron_args(mixtral)}
+    with pytest.raises(MkdCheckpointError, match="--moe-router-pre-softmax"):
+        family_of(mixtral).hf_config({**args, "moe_router_pre_softmax": True})
 
 
 OTHER_MODELS = NEAR_MODELS | HYBRID_MODELS

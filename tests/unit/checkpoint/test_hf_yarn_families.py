@@ -94,8 +94,11 @@ def test_windows_by_layer():
     [
         (DEEPSEEK, {"rms_norm_eps": "1e-5"}, "rms_norm_eps"),
         (DEEPSEEK, {"num_key_value_heads": 2}, "num_key_value_heads"),
-        (DEEPSEEK, {"topk_group": 4}, "topk_group"),
-        (DEEPSEEK, {"num_experts_per_tok": 1}, "num_experts_per_tok"),
+        (DEEPSEEK, {"topk_group": 5}, "topk_group"),
+        (DEEPSEEK, {"topk_group": 1}, "topk_group"),
+        (DEEPSEEK, {"n_group": 3}, "n_group"),
+        (DEEPSEEK, {"n_group": 8}, "n_group"),
+        (DEEPSEEK, {"num_experts_per_tok": 9}, "num_experts_per_tok"),
         (DEEPSEEK, {"first_k_dense_replace": 4}, "first_k_dense_replace"),
         (DEEPSEEK, {"norm_topk_prob": False}, "norm_topk_prob"),
         (DEEPSEEK, {"norm_topk_prob": None}, "norm_topk_prob"),

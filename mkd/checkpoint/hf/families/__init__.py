@@ -52,7 +52,7 @@ from mkd.checkpoint.hf.families.mixtures import (
     QWEN3_MOE,
     SOLAR_OPEN,
 )
-from mkd.checkpoint.hf.families.olmo import OLMO2, OLMO3
+from mkd.checkpoint.hf.families.olmo import OLMO2, OLMO3, OLMOE
 from mkd.checkpoint.hf.families.qwen_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from mkd.checkpoint.hf.families.vision_language import VISION_LANGUAGE
 from mkd.errors import MkdCheckpointError
@@ -62,6 +62,7 @@ FAMILIES = (
     *(OLMO2, OLMO3, GEMMA2, GEMMA3, GLM4),
     *(MINISTRAL, CWM, SMOLLM3, SEED_OSS, ERNIE, HELIUM, GLM, ARCEE, YOUTU, GRANITE),
     *(QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE),
+    OLMOE,
     *(QWEN2_MOE, DEEPSEEK_V2, GLM4_MOE, DOTS1, SOLAR_OPEN, GLM4_MOE_LITE),
 )
 

@@ -22,6 +22,7 @@ from mkd.checkpoint.hf.config_reader import ConfigReader
 from mkd.checkpoint.hf.families.family import ATTENTION, ATTENTION_BIAS_ARGUMENTS, MIXTURE, Family, but
 from mkd.checkpoint.hf.gpt_oss import BIASED_MIXTURE, CLAMPED_GLU, SINK_ATTENTION
 from mkd.checkpoint.hf.latent import (
+    BEST_OF_SOFTMAX,
     DENSE_THEN_MIXTURE,
     LATENT_ATTENTION,
     LATENT_EPSILON,
@@ -191,7 +192,7 @@ QWEN2_MOE = Family(
     absent={"num_key_value_heads": 16, "qkv_bias": True},
 )
 _GROUPS, _NO_GROUPS = "group_limited_greedy", "greedy"
-_BY_SOFTMAX = routed_experts(other_count="num_experts", best_of_group=1)
+_BY_SOFTMAX = routed_experts(other_count="num_experts", best_of_group=BEST_OF_SOFTMAX)
 
 
 def _read_softmax_experts(config: ConfigReader) -> dict[str, Any]:
