@@ -53,7 +53,7 @@ OWN_LAYERS: dict[str, dict[str, Any]] = {
 }
 LIKE_OTHERS = "qwen3.5 moe"
 """Its layers are those of Qwen3-Next and Qwen3.5."""
-RATES = dict.fromkeys(HYBRID_MODELS, 0.0002)
+RATES = dict.fromkeys([*HYBRID_MODELS, "qwen3_5", "qwen3_5_moe"], 0.0002)
 """Learning rates other than `RATE`: after a larger step, rounding in the first gradients is amplified in the second."""
 NEAR = {
     name: sizes

@@ -6,6 +6,7 @@ logits are compared on one rank and TP2 x PP2, and steps of two models with TP a
 """
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,10 @@ from tests.support.dist.gpt_models import layout
 from tests.support.slow import slow
 from tests.support.tolerance import LOGITS
 from tests.support.vision_language import WHOLE, make_whole
+
+FEW = ["qwen2_5_vl", "gemma3"]
+"""Models of every layout without `-m slow`: one with mrope, one with tensors under other names."""
+SLOW_LAYOUTS = [pytest.param(name, WHOLE, marks=pytest.mark.slow) for name in ("TP2", "PP2", "TP2 x PP2")]
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +52,10 @@ def errors_of(rank: int, world_size: int, folders: dict[str, Any], tp: int, pp: 
     return errors
 
 
-@pytest.mark.parametrize("name", ["TP1", "TP2 x PP2", *slow(["TP2", "PP2"])])
-def test_logits(gloo_pool: Any, folders: dict[str, Any], name: str) -> None:
+@pytest.mark.parametrize(("name", "models"), [("TP1", WHOLE), ("TP2 x PP2", FEW), *SLOW_LAYOUTS])
+def test_logits(gloo_pool: Any, folders: dict[str, Any], name: str, models: Iterable[str]) -> None:
     tp, pp, _ = LAYOUTS[name]
+    folders = {name: folders[name] for name in models}
     found = [errors for errors in gloo_pool(tp * pp).run(errors_of, folders, tp, pp) if errors]
     assert len(found) == tp
     for errors in found:
@@ -99,7 +105,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> WholeReferences:
 
 
 @pytest.mark.parametrize("layout_name", ["TP2, SP, packed", *slow(["packed", "TP2", "PP2", "CP2, packed"])])
-@pytest.mark.parametrize("names", [["qwen2_5_vl", "gemma3"], *slow([["qwen2_vl", "qwen3_vl", "mistral3", "pixtral"]])])
+@pytest.mark.parametrize("names", [FEW, *slow([[name for name in WHOLE if name not in FEW]])])
 def test_two_steps(gloo_pool: Any, references: WholeReferences, layout_name: str, names: list[str]) -> None:
-    models = {name: {"model_type": WHOLE[name]["model_type"]} for name in names}
+    models = {name: {**WHOLE[name]["text_config"], "model_type": WHOLE[name]["model_type"]} for name in names}
     assert_two_steps(gloo_pool, references, models, layout_name)

@@ -8,6 +8,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from tests.support.hf_folders import SIZES
+from tests.support.hf_models import HYBRID, SHARED_EXPERT
 
 QWEN_VISION = {"depth": 1, "hidden_size": 32, "num_heads": 2, "patch_size": 4, "out_hidden_size": 48}
 SIGLIP = {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}
@@ -22,6 +23,8 @@ def mrope(*sections: int) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections)}}
 
 
+QWEN3_VISION = QWEN_VISION | {"intermediate_size": 24, "num_position_embeddings": 16}
+HYBRID_TEXT = TEXT | HYBRID | {"layer_types": ["full_attention", "linear_attention"]}
 NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 WHOLE: dict[str, dict[str, Any]] = {
     "qwen2_vl": {
@@ -38,8 +41,15 @@ WHOLE: dict[str, dict[str, Any]] = {
     "qwen3_vl": {
         "model_type": "qwen3_vl",
         "text_config": TEXT | mrope(3, 3, 2),
-        "vision_config": QWEN_VISION
-        | {"intermediate_size": 24, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        "vision_config": QWEN3_VISION | {"deepstack_visual_indexes": [0]},
+    },
+    "qwen3_5": {"model_type": "qwen3_5", "text_config": HYBRID_TEXT, "vision_config": QWEN3_VISION},
+    "qwen3_5_moe": {
+        "model_type": "qwen3_5_moe",
+        "text_config": HYBRID_TEXT
+        | SHARED_EXPERT
+        | {"num_experts_per_tok": 2, "linear_key_head_dim": 12, "linear_value_head_dim": 8},
+        "vision_config": QWEN3_VISION,
     },
     "gemma3": {
         "model_type": "gemma3",
@@ -62,6 +72,12 @@ WHOLE: dict[str, dict[str, Any]] = {
         "model_type": "llava",
         "text_config": TEXT | {"model_type": "llama"},
         "vision_config": PIXTRAL,
+    },
+    "internvl": {
+        "model_type": "internvl",
+        "text_config": QWEN2_TEXT | {"model_type": "qwen2"},
+        "vision_config": VISION_SIZES | SIGLIP | {"image_size": [16, 16], "patch_size": [4, 4]},
+        "tie_word_embeddings": False,
     },
 }
 """Name -> keys of config.json."""

@@ -28,9 +28,16 @@ from tests.unit.checkpoint.test_config_sweep import (
     mkd_facts,
     quick_transformers,
 )
+from tests.unit.checkpoint.test_config_sweep import BASES as TEXT_BASES
 
 __all__ = ["quick_transformers"]
-TEXT = {key: value for key, value in COMMON.items() if key != "tie_word_embeddings"}
+
+
+def without_tie(config: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key != "tie_word_embeddings"}
+
+
+TEXT = without_tie(COMMON)
 QWEN2 = TEXT | {"head_dim": ABSENT, "rope_theta": ABSENT, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 1]}}
 QWEN2_SECTIONS = {"mrope_section": [1, 1, 1]}
 BASES: dict[str, dict[str, Any]] = {
@@ -40,6 +47,9 @@ BASES: dict[str, dict[str, Any]] = {
     "gemma3": TEXT | GEMMA | {"rope_local_base_freq": 3e3},
     "mistral3": TEXT | {"model_type": "mistral", "sliding_window": 5},
     "llava": TEXT,
+    "qwen3_5": without_tie(TEXT_BASES["qwen3_5_text"]),
+    "qwen3_5_moe": without_tie(TEXT_BASES["qwen3_5_moe_text"]),
+    "internvl": TEXT | {"head_dim": ABSENT},
 }
 ROPES = {
     "mrope": {"rope_scaling": {"type": "mrope", **QWEN2_SECTIONS}},

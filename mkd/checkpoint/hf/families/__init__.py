@@ -71,9 +71,6 @@ UNSUPPORTED: Mapping[str, str] = {
         known.architecture: "a vision-language model: its folder can be read, its text model alone is of another name"
         for known in VISION_LANGUAGE
     },
-    "Qwen3_5ForConditionalGeneration": "the folder has a vision tower; its text model alone is a Qwen3_5ForCausalLM",
-    "Qwen3_5MoeForConditionalGeneration": "the folder has a vision tower; its text model alone is a "
-    "Qwen3_5MoeForCausalLM",
     "NemotronHForCausalLM": "Mamba layers need Megatron's hybrid model, mkd builds GPT models; hybrid models that it "
     "loads are Qwen3NextForCausalLM and Qwen3_5ForCausalLM",
 }

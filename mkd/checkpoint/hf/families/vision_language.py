@@ -139,6 +139,29 @@ _GEMMA3 = {
     "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-6,
 }
+_QWEN3_5_SHARED = {
+    "vocab_size": 248320,
+    "num_attention_heads": 16,
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+}
+_QWEN3_5 = {
+    **_QWEN3_5_SHARED,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 4,
+}
+_QWEN3_5_MOE = {
+    **_QWEN3_5_SHARED,
+    "hidden_size": 2048,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts_per_tok": 8,
+}
 VISION_LANGUAGE = (
     VisionLanguage(
         "Qwen2VLForConditionalGeneration",
@@ -161,9 +184,14 @@ VISION_LANGUAGE = (
         has_mrope=True,
     ),
     VisionLanguage("Qwen3VLForConditionalGeneration", "qwen3_vl", "qwen3_vl_text", "qwen3", _QWEN3),
+    VisionLanguage("Qwen3_5ForConditionalGeneration", "qwen3_5", "qwen3_5_text", "qwen3_5_text", _QWEN3_5),
+    VisionLanguage(
+        "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_moe_text", _QWEN3_5_MOE
+    ),
     VisionLanguage("Gemma3ForConditionalGeneration", "gemma3", "gemma3_text", "gemma3_text", _GEMMA3, is_tied=True),
     VisionLanguage("Mistral3ForConditionalGeneration", "mistral3", "mistral", is_tied=True),
     VisionLanguage("LlavaForConditionalGeneration", "llava", "llama", has_inner_tie=True),
+    VisionLanguage("InternVLForConditionalGeneration", "internvl", "qwen2", is_tied=True),
 )
 
 
