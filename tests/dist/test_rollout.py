@@ -266,6 +266,39 @@ def test_groups_of_texts(gloo_pool, on_one_rank, own: Layout, cache_tokens: int)
         assert found[1.5] == on_one_rank[False][1.5]
 
 
+def log_probabilities(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """[texts * tokens] log-probabilities of written tokens: while they are written, and in a pass over whole texts."""
+    own, seen = Layout(mbs=4), []
+    with parallel_state(own), pytest.MonkeyPatch.context() as patch:
+        chunks = build_student(own, Models(), Groups.from_megatron())
+        choose = NextToken._choose
+
+        def recorded(self: NextToken, logits: torch.Tensor, keys: torch.Tensor | None) -> torch.Tensor:
+            found = choose(self, logits, keys)
+            seen.append(logits[:, :VOCAB].log_softmax(dim=1).gather(1, found[:, None]))
+            return found
+
+        patch.setattr(NextToken, "_choose", recorded)
+        prompts = [[token % VOCAB for token in prompt] for prompt in sorted(PROMPTS, key=len)]  # the order of slots
+        options = decoding(true_vocab=VOCAB, rows=4, temperature=1.5)
+        texts = texts_of(chunks, prompts, options, "cached")
+        whole = []
+        for prompt, text in zip(prompts, texts, strict=True):
+            ids = torch.tensor([[*prompt, *text]])
+            positions = torch.arange(ids.shape[1])[None]
+            with torch.no_grad():
+                logits = chunks[0].eval()(ids, positions, None)[0, len(prompt) - 1 : -1, :VOCAB]
+            whole.append(logits.float().log_softmax(dim=1).gather(1, ids[0, len(prompt) :, None]).flatten())
+        return torch.cat(seen, dim=1)[: len(prompts), :TOKENS].flatten(), torch.cat(whole)
+
+
+def test_log_probabilities_are_those_of_training(gloo_pool) -> None:
+    """In fp32."""
+    ((written, whole),) = gloo_pool(1).run(log_probabilities)
+    assert len(written) == TOKENS * len(PROMPTS) and whole.std() > 0.1
+    torch.testing.assert_close(written, whole, rtol=0.0, atol=1e-5)
+
+
 def kept_tokens(rank: int, world_size: int, logits: torch.Tensor, top_p: float) -> torch.Tensor:
     """[b, V/tp] True for the tokens that top-p sampling keeps on this rank."""
     with parallel_state(Layout(tp=world_size)):
