@@ -19,14 +19,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mkd.losses.divergences import DIVERGENCES
-from mkd.losses.inputs import KernelContext, LogitMap, LogitMaps, TokenWeights, statistics_dtype
+from mkd.losses.inputs import KernelContext, LogitMap, LogitMaps, TokenWeights
 from mkd.losses.kernels.interface import Chunk, Kernels, TailCoeffs
-from mkd.losses.statistics import Softmaxes, Statistics, divergence, sum_dlogq
+from mkd.losses.statistics import Statistics
 from mkd.xtoken.loss.chunk_groups import GroupValues, GroupWeights
 from mkd.xtoken.loss.chunks import ChunkGroup
 from mkd.xtoken.loss.partition_stats import CrossEntropies, PartitionStats
 from mkd.xtoken.loss.shards import gather_parts, put_columns, take_columns
+from mkd.xtoken.loss.slots import Extras, SlotDivergence, SlotStatistics, no_labels, slots_context, used_chunk
 from mkd.xtoken.vocabulary.cross_vocabulary import CrossVocabulary
 
 Columns = tuple[Tensor, Tensor]
@@ -52,13 +52,8 @@ class _Merged(NamedTuple):
 
     q: PartitionStats
     p: PartitionStats
-    extras_q: Tensor
-    """[2, chunks] log-masses of E and REST; REST is -inf if it is empty for one of the models."""
-    extras_p: Tensor
-    slots: Statistics
-    """name -> [tp + 1, chunks] of `softmax_stats` over the slots; the last shard is E and REST."""
-    softmaxes: Softmaxes
-    """Softmaxes over slots, E and REST."""
+    slots: SlotStatistics
+    """Slots, and E and REST as extras; REST is -inf if it is empty for one of the models."""
     label: Tensor
     """[n] the student's logits of its labels."""
     other: Tensor
@@ -66,14 +61,6 @@ class _Merged(NamedTuple):
     continuation_top: Tensor
     """[n - chunks] the student's largest logit."""
     ce: CrossEntropies | None
-
-
-class _Compared(NamedTuple):
-    value: Tensor
-    """[chunks] in nats, without T^2."""
-    sums: Statistics | None
-    by_extras: Tensor
-    """[2, chunks] gradient by the log-masses of E and REST."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +92,7 @@ class Partition:
         target = _Products(slots, columns, teacher[chunks:], labels)
 
         merged = self._softmax_stats(own, target, group, with_ce=weights.ce is not None)
-        compared = self._compare(own, target, merged)
+        compared = SlotDivergence.of(own.slots, target.slots, merged.slots, self.context, self.kernels)
         if gradient is not None:
             self._write_gradient(own, target, (of_label, of_other), merged, compared, group, weights, gradient)
         ce = log_sum = None
@@ -118,15 +105,15 @@ class Partition:
     def _softmax_stats(self, student: _Products, teacher: _Products, group: ChunkGroup, with_ce: bool) -> _Merged:
         context, temperature = self.context, self.context.temperature
         teacher_context = replace(context, maps=LogitMaps(student=context.maps.teacher))
-        chunk = _chunk(student.slots, teacher.slots, with_ce)
+        chunk = used_chunk(student.slots, teacher.slots, with_ce)
         parts = {
             "student": student.labels,
             "teacher": teacher.labels,
             "slots": self.kernels.softmax_stats(chunk, context),
-            "columns": self.kernels.softmax_stats(_chunk(student.columns), context),
-            "continuation": self.kernels.softmax_stats(_chunk(student.continuation), context),
-            "teacher_columns": self.kernels.softmax_stats(_chunk(teacher.columns), teacher_context),
-            "teacher_continuation": self.kernels.softmax_stats(_chunk(teacher.continuation), teacher_context),
+            "columns": self.kernels.softmax_stats(used_chunk(student.columns), context),
+            "continuation": self.kernels.softmax_stats(used_chunk(student.continuation), context),
+            "teacher_columns": self.kernels.softmax_stats(used_chunk(teacher.columns), teacher_context),
+            "teacher_continuation": self.kernels.softmax_stats(used_chunk(teacher.continuation), teacher_context),
         }
         unused = {"label_logit"} if with_ce else {"label_logit", "ce_sum_exp"}
         used = {part: {name: x for name, x in stats.items() if name not in unused} for part, stats in parts.items()}
@@ -138,45 +125,11 @@ class Partition:
         has_rest = (q.rest > -torch.inf) & (p.rest > -torch.inf)
         extras_q, extras_p = (torch.stack([m.chunk, m.rest.masked_fill(~has_rest, -torch.inf)]) for m in (q, p))
         ce = CrossEntropies.of(merged["student"], (slots, columns, further), q.zero) if with_ce else None
-        slots = self._with_extras(slots, (q.zero, extras_q), (p.zero, extras_p), ce)
+        extras = Extras(q.zero, extras_q), Extras(p.zero, extras_p)
+        slots = SlotStatistics.of(slots, *extras, context, None if ce is None else ce.first_uncommon.exp())
         label, other = (merged["student"][name].amax(dim=0) for name in ("label", "other"))
         top = torch.maximum(further["student_max"].amax(dim=0), q.continuation_label)
-        return _Merged(q, p, extras_q, extras_p, slots, Softmaxes.merge(slots, temperature), label, other, top, ce)
-
-    def _with_extras(
-        self, slots: Statistics, q: tuple[Tensor, Tensor], p: tuple[Tensor, Tensor], ce: CrossEntropies | None
-    ) -> Statistics:
-        """See `_Merged.slots`; q, p: largest logit [chunks], log-masses of E and REST [2, chunks] relative to it."""
-        shard = {"student_max": q[0], "student_sum_exp": q[1].exp().sum(dim=0)}
-        shard |= {"teacher_max": p[0], "teacher_sum_exp": p[1].exp().sum(dim=0)}
-        if "ce_sum_exp" in slots:
-            shard["ce_sum_exp"] = ce.first_uncommon.exp()
-        shortcut = DIVERGENCES[self.context.spec.divergence].single_pass
-        if shortcut is not None:
-            a, b = (q[1], p[1]) if shortcut.under == "student" else (p[1], q[1])
-            shard["log_ratio"] = torch.where(a > -torch.inf, a.exp() * (a - b), 0).sum(dim=0)
-        return {name: torch.cat([slots[name], values[None]]) for name, values in shard.items()}
-
-    @property
-    def _slots_context(self) -> KernelContext:
-        """Context with one more shard (E and REST), and without z-loss, which is in the weights."""
-        shard = replace(self.context.shard, size=self.context.shard.size + 1)
-        return replace(self.context, spec=replace(self.context.spec, z_loss=0.0), shard=shard)
-
-    def _compare(self, student: _Products, teacher: _Products, merged: _Merged) -> _Compared:
-        spec, softmaxes = self.context.spec, merged.softmaxes
-        entry, sums = DIVERGENCES[spec.divergence], None
-        log_q = merged.extras_q - softmaxes.student.log_sum_exp
-        log_p = merged.extras_p - softmaxes.teacher.log_sum_exp
-        if entry.single_pass is None:
-            chunk = _chunk(student.slots, teacher.slots)
-            local = self.kernels.divergence_stats(chunk, merged.slots, self._slots_context)
-            extras = {"pointwise": entry.pointwise(log_q, log_p, spec), "dlogq": entry.dlogq(log_q, log_p, spec)}
-            gathered = self.context.shard.exchange(local).wait()
-            sums = {name: torch.cat([gathered[name], extras[name].sum(dim=0)[None]]) for name in extras}
-        value = divergence(merged.slots, sums, softmaxes, spec)
-        dlogq_sum = sum_dlogq(merged.slots, sums, softmaxes, spec)
-        return _Compared(value, sums, entry.dlogq(log_q, log_p, spec) - log_q.exp() * dlogq_sum)
+        return _Merged(q, p, slots, label, other, top, ce)
 
     def _write_gradient(
         self,
@@ -184,7 +137,7 @@ class Partition:
         teacher: _Products,
         own_columns: tuple[Columns, Columns],
         merged: _Merged,
-        compared: _Compared,
+        compared: SlotDivergence,
         group: ChunkGroup,
         weights: GroupWeights,
         gradient: Tensor,
@@ -197,7 +150,7 @@ class Partition:
         kd = weights.kd * weights.factor
         by_chunk, by_rest = compared.by_extras * (kd * (spec.temperature_factor / spec.temperature))
         # The gradient by a column of log-mass m in REST is by_rest * exp(m - rest).
-        rest = merged.extras_q[1].masked_fill(merged.extras_q[1] == -torch.inf, torch.inf)
+        rest = merged.slots.student.masses[1].masked_fill(merged.slots.student.masses[1] == -torch.inf, torch.inf)
         by_total_loss = by_rest * (q.chunk - rest).exp() - by_chunk
         by_further = by_total_loss[group.student.chunks[chunks:]] if chunks else torch.zeros_like(q.continuation_loss)
         ce, log_sum, at_label = self._ce_gradient(merged, weights)
@@ -207,11 +160,11 @@ class Partition:
 
         ce_slots = ce[:chunks]
         if spec.temperature == 1.0:  # the kernels then use one softmax for CE and for slots, E and REST
-            ce_slots = ce_slots * (merged.softmaxes.student.log_sum_exp + zero - log_sum[:chunks]).exp()
-        tokens = TokenWeights(_no_labels(ce_slots), None if weights.ce is None else ce_slots, kd)
+            ce_slots = ce_slots * (merged.slots.softmaxes.student.log_sum_exp + zero - log_sum[:chunks]).exp()
+        tokens = TokenWeights(no_labels(ce_slots), None if weights.ce is None else ce_slots, kd)
         out = _gradient_buffer(student.slots, gradient)
         chunk = Chunk(student.slots, teacher.slots, tokens)
-        self.kernels.write_gradient(chunk, merged.slots, compared.sums, self._slots_context, out)
+        self.kernels.write_gradient(chunk, merged.slots.stats, compared.sums, slots_context(self.context), out)
         gradient[:chunks].index_copy_(1, self.vocabulary.slots, out)
         out = _gradient_buffer(student.columns, gradient)
         tail = _tail(zero, ce[:chunks], log_sum[:chunks], by_rest, rest.masked_fill(rest == torch.inf, 0))
@@ -247,22 +200,10 @@ def _take_labels(
     return {name: logit_map.apply_(x.to(dtype)) for name, x in taken.items()}
 
 
-def _no_labels(tokens: Tensor) -> Tensor:
-    """[n] int64, -1: the labels' columns have been taken out of the products."""
-    return torch.full(tokens.shape, -1, dtype=torch.int64, device=tokens.device)
-
-
-def _chunk(products: Tensor, teacher: Tensor | None = None, with_ce: bool = True) -> Chunk:
-    """A loss chunk in which all tokens are used; without a teacher, for the statistics of one model."""
-    used = products.new_ones(len(products), dtype=statistics_dtype(products))
-    ce_weight = used if with_ce or teacher is None else None
-    return Chunk(products, teacher, TokenWeights(_no_labels(used), ce_weight, None if teacher is None else used))
-
-
 def _tail(top: Tensor, ce: Tensor, log_sum: Tensor, kd: Tensor, kd_log_norm: Tensor) -> TailCoeffs:
     """Coefficients without labels."""
     used = torch.ones_like(top, dtype=torch.bool)
-    return TailCoeffs(used, top, ce, log_sum - top, kd, kd_log_norm, torch.zeros_like(top), _no_labels(top))
+    return TailCoeffs(used, top, ce, log_sum - top, kd, kd_log_norm, torch.zeros_like(top), no_labels(top))
 
 
 def _gradient_buffer(products: Tensor, gradient: Tensor) -> Tensor:
