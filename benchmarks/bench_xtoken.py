@@ -1,6 +1,7 @@
 """Compare cross-tokenizer losses with that of one tokenizer, from hidden states, forward and backward: time and memory.
 
     python benchmarks/bench_xtoken.py --json xtoken.json
+    python benchmarks/bench_xtoken.py --kinds p_kl,gold --impl auto,eager --check --profile 15
     torchrun --nproc-per-node 2 benchmarks/bench_xtoken.py
     python benchmarks/bench_xtoken.py --smoke
 
@@ -14,9 +15,11 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Any, get_args
+from typing import get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -49,7 +52,7 @@ from bench_common import (
 from torch import Tensor
 
 from mkd.config.loss_spec import Divergence, LossSpec
-from mkd.config.values import XTokenLoss
+from mkd.config.values import LossImplementation, XTokenLoss
 from mkd.losses import LinearLogits, LossOptions, TokenWeights, VocabLayout, fused_linear_loss
 from mkd.xtoken.loss.chunks import TokenChunks
 from mkd.xtoken.loss.xtoken_loss import xtoken_loss
@@ -66,6 +69,9 @@ SMOKE = {
     "warmup": 1,
     "iterations": 1,
 }
+LARGEST_ERROR = 1e-2
+"""Of gradients between two implementations that round them to bf16, relative to their norm. gold's sorted probabilities
+have many equal ones with bf16 logits, and either of two may have a sign."""
 MOST_TOKENS = 4
 """Largest number of tokens of a text chunk in either view."""
 
@@ -91,7 +97,18 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="dtype of hidden states and weights")
     parser.add_argument("--kinds", type=names, default=list(get_args(XTokenLoss)), metavar="A,B", help="(default: all)")
     parser.add_argument("--losses", type=names, default=["forward_kl", "jsd"], metavar="A,B", help="divergences")
-    parser.add_argument("--impl", default="auto", help="auto, eager or triton")
+    parser.add_argument(
+        "--impl", type=names, default=["auto"], metavar="A,B", help="auto, eager or triton (default: auto)"
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="compare loss and gradients of the losses between tokenizers with those of eager torch; fails above "
+        f"{LARGEST_ERROR:g}",
+    )
+    parser.add_argument(
+        "--profile", type=int, metavar="N", help="print the N operations that take the GPU longest, for each row"
+    )
     parser.add_argument("--chunk-rows", type=int, metavar="N", help="tokens per loss chunk")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, a smoke test that also runs on a CPU")
     add_common_flags(parser)
@@ -102,6 +119,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     for flag, given, legal in (
         ("--kinds", args.kinds, get_args(XTokenLoss)),
         ("--losses", args.losses, get_args(Divergence)),
+        ("--impl", args.impl, get_args(LossImplementation)),
     ):
         if unknown := set(given) - set(legal):
             parser.error(f"{flag}: {', '.join(sorted(unknown))} is not one of {', '.join(legal)}")
@@ -177,8 +195,17 @@ def _text(args: argparse.Namespace, pairs: Tensor) -> tuple[Tensor, TokenChunks]
     return labels, TokenChunks(student, student_first, teacher, teacher_first, teacher_labels, weight)
 
 
-def across_tokenizers(inputs: Inputs, kind: str, loss: str, args: argparse.Namespace) -> Callable[[], Tensor]:
-    """A call of `xtoken_loss` with its backward pass."""
+@dataclass(frozen=True)
+class Call:
+    """A loss with its backward pass."""
+
+    run: Callable[[], tuple[Tensor, Tensor]]
+    """Returns the loss and the gradient of the hidden states; that of the LM head is added to `main_grad`."""
+    main_grad: Tensor
+
+
+def across_tokenizers(inputs: Inputs, kind: str, loss: str, impl: str, args: argparse.Namespace) -> Call:
+    """A call of `xtoken_loss`."""
     weight, hidden, group = inputs.sharded_weight, inputs.hidden.detach().requires_grad_(), inputs.group
     vocabulary = CrossVocabulary.of(
         kind,
@@ -196,7 +223,7 @@ def across_tokenizers(inputs: Inputs, kind: str, loss: str, args: argparse.Names
     ce_weight = torch.full((args.rows,), 0.5 / args.rows, device="cuda")
     chunks = replace(inputs.chunks, teacher_labels=inputs.chunks.teacher_labels.cuda())
 
-    def run() -> Tensor:
+    def run() -> tuple[Tensor, Tensor]:
         output = xtoken_loss(
             LinearLogits(hidden, weight),
             LinearLogits(inputs.teacher_hidden, teacher_weight),
@@ -205,22 +232,22 @@ def across_tokenizers(inputs: Inputs, kind: str, loss: str, args: argparse.Names
             vocabulary=vocabulary,
             spec=LossSpec(divergence=loss),
             vocab=VocabLayout(args.student_vocab, group),
-            options=LossOptions(chunk_rows=args.chunk_rows, impl=args.impl),
+            options=LossOptions(chunk_rows=args.chunk_rows, impl=impl),
             upstream=1.0,
         )
-        return _backward(output.loss, hidden)
+        return output.loss.detach(), *torch.autograd.grad(output.loss, hidden)
 
-    return run
+    return Call(run, weight.main_grad)
 
 
-def one_tokenizer(inputs: Inputs, loss: str, args: argparse.Namespace) -> Callable[[], Tensor]:
-    """A call of `fused_linear_loss` with a teacher of the student's vocabulary, and its backward pass."""
+def one_tokenizer(inputs: Inputs, loss: str, impl: str, args: argparse.Namespace) -> Call:
+    """A call of `fused_linear_loss` with a teacher of the student's vocabulary."""
     weight, hidden, group = inputs.sharded_weight, inputs.hidden.detach().requires_grad_(), inputs.group
     whole = inputs.teacher_weight[torch.arange(len(inputs.weight), device="cuda") % len(inputs.teacher_weight)]
     teacher_weight = whole.chunk(group.size())[group.rank()].contiguous()
     row_weight = torch.full((args.rows,), 0.5 / args.rows, device="cuda")
 
-    def run() -> Tensor:
+    def run() -> tuple[Tensor, Tensor]:
         output = fused_linear_loss(
             hidden,
             weight,
@@ -233,33 +260,82 @@ def one_tokenizer(inputs: Inputs, loss: str, args: argparse.Namespace) -> Callab
             true_vocab=args.student_vocab,
             tp_group=group,
             chunk_rows=args.chunk_rows,
-            impl=args.impl,
+            impl=impl,
             upstream=1.0,
         )
-        return _backward(output.loss, hidden)
+        return output.loss.detach(), *torch.autograd.grad(output.loss, hidden)
 
-    return run
-
-
-def _backward(loss: Tensor, hidden: Tensor) -> Tensor:
-    (gradient,) = torch.autograd.grad(loss, hidden)
-    return gradient
+    return Call(run, weight.main_grad)
 
 
-def measure(build: Callable[[], Callable[[], Tensor]], args: argparse.Namespace) -> Row:
-    """Figures of one table row. Raises ValueError for a gradient that is not finite."""
-    run = build()
-    if not torch.isfinite(run()).all():
+def first_call(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, gradient of the hidden states, gradient of the LM head) of one call."""
+    call.main_grad.zero_()
+    loss, d_hidden = call.run()
+    return loss, d_hidden, call.main_grad.clone()
+
+
+def check(call: Call, eager: Call) -> float:
+    """The largest difference of loss and gradients, relative to the norm. Raises ValueError above `LARGEST_ERROR`."""
+    seen, wanted = first_call(call), first_call(eager)
+    errors = [
+        largest_on_any_rank(((a - b).double().norm() / b.double().norm().clamp_min(1e-30)).item())
+        for a, b in zip(seen, wanted, strict=True)
+    ]
+    text = ", ".join(
+        f"{name} {error:.1e}" for name, error in zip(("loss", "d_hidden", "d_weight"), errors, strict=True)
+    )
+    print(f"difference to eager: {text}", file=sys.stderr)
+    if not max(errors) <= LARGEST_ERROR:
+        raise ValueError(f"differs from eager torch: {text}")
+    return max(errors)
+
+
+def profile(call: Call, count: int) -> str:
+    """The operations that take the GPU longest in one call."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if not mkd.cpu.is_active():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as seen:
+        call.run()
+        torch.cuda.synchronize()
+    events = [e for e in seen.key_averages() if e.device_type != torch.autograd.DeviceType.CPU] or seen.key_averages()
+    events = sorted(events, key=lambda e: -(e.self_device_time_total or e.self_cpu_time_total))
+    lines = [
+        f"{(e.self_device_time_total or e.self_cpu_time_total) / 1e3:9.3f} ms {e.count:6d} x  {e.key[:110]}"
+        for e in events[:count]
+    ]
+    total = sum(e.self_device_time_total for e in events) / 1e3
+    return "\n".join([*lines, f"{total:9.3f} ms on the GPU, {sum(e.count for e in events)} operations"])
+
+
+def measure(build: Callable[[], Call], args: argparse.Namespace, eager: Callable[[], Call] | None = None) -> Row:
+    """Figures of one table row; with `eager`, compared with it. Raises ValueError for a gradient that is not finite."""
+    call = build()
+    loss, d_hidden, _ = first_call(call)
+    if not (torch.isfinite(d_hidden).all() and torch.isfinite(loss)):
         raise ValueError("the gradient is not finite")
+    error = None if eager is None else check(call, eager())
+    del loss, d_hidden
+    free_memory()
     torch.cuda.synchronize()
     before = 0 if mkd.cpu.is_active() else torch.cuda.memory_allocated()
+    run = call.run
     times = time_calls(run, args.warmup, args.iterations)
     peak = peak_bytes(run)
+    if args.profile:
+        print(profile(call, args.profile), file=sys.stderr)
     extra = behind = None
     if peak is not None:
         extra = largest_on_any_rank((peak - before) / GIB)
         behind = largest_on_any_rank(median(time_behind_work(run, args.iterations)))
-    return {"ms": largest_on_any_rank(median(times)), "ms_all": times, "behind_ms": behind, "extra_gib": extra}
+    return {
+        "ms": largest_on_any_rank(median(times)),
+        "ms_all": times,
+        "behind_ms": behind,
+        "extra_gib": extra,
+        "error": error,
+    }
 
 
 def table(rows: list[Row]) -> str:
@@ -277,6 +353,8 @@ def table(rows: list[Row]) -> str:
         ("x one tokenizer", lambda row: f"{row[key] / plain[row['loss']]:.2f}"),
         ("extra GiB", lambda row: number(row, "extra_gib", ".2f")),
     ]
+    if any(row.get("error") is not None for row in rows):
+        columns.append(("difference to eager", lambda row: number(row, "error", ".1e")))
     return markdown(columns, rows)
 
 
@@ -286,15 +364,18 @@ def run(args: argparse.Namespace) -> tuple[Report, str]:
         torch.manual_seed(args.seed)
         inputs = Inputs.random(args, group)
         free_memory()
-        wanted: list[tuple[str, str, Any]] = [
-            ("one tokenizer", d, lambda d=d: one_tokenizer(inputs, d, args)) for d in args.losses
+        wanted: list[tuple[str, str, Callable[[], Call], Callable[[], Call] | None]] = [
+            ("one tokenizer", d, partial(one_tokenizer, inputs, d, args.impl[0], args), None) for d in args.losses
         ]
-        for kind in args.kinds:
-            wanted += [(kind, d, lambda k=kind, d=d: across_tokenizers(inputs, k, d, args)) for d in args.losses]
+        for kind, impl, d in product(args.kinds, args.impl, args.losses):
+            name = kind if len(args.impl) == 1 else f"{kind}, {impl}"
+            eager = partial(across_tokenizers, inputs, kind, d, "eager", args) if args.check else None
+            build = partial(across_tokenizers, inputs, kind, d, impl, args)
+            wanted.append((name, d, build, None if impl == "eager" else eager))
         head = header("bench_xtoken", args)
         report = Report(head, args.json, is_writer=group.rank() == 0, total=len(wanted))
-        for name, loss, build in wanted:
-            report.attempt({"name": name, "loss": loss}, lambda b=build: measure(b, args))
+        for name, loss, build, eager in wanted:
+            report.attempt({"name": name, "loss": loss}, partial(measure, build, args, eager))
         shape = (
             f"N={args.rows}, Hs={args.student_width}, Ht={args.teacher_width}, Vs={args.student_vocab}, "
             f"Vt={args.teacher_vocab}, {args.common} common, {len(inputs.chunks.weight)} chunks, {args.dtype}"

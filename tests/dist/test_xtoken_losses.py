@@ -16,7 +16,7 @@ from mkd.losses.divergences import DIVERGENCES
 from mkd.xtoken.loss.chunks import TokenChunks
 from mkd.xtoken.loss.xtoken_loss import xtoken_loss
 from tests.support.dist.pool import Pool
-from tests.support.loss_cases import UPSTREAM
+from tests.support.loss_cases import INTERPRETED, UPSTREAM
 from tests.support.poison import poisoned_memory
 from tests.support.tolerance import FP32, FP64, assert_close_norm
 from tests.support.xtoken_cases import KINDS, Microbatch, XTokenCase, check_values, expect, make, rows_of_rank
@@ -29,6 +29,7 @@ class Layout:
     sp: bool = False
     main_grad: bool = False
     """The LM head's gradient goes straight into an fp32 buffer, which holds ones before."""
+    impl: str = "auto"
     fault: str = ""
     """"tp", "cp": gradients as many times too large; "mean": each rank divides by its own number of chunks."""
 
@@ -85,7 +86,7 @@ def run_case(rank: int, world_size: int, case: XTokenCase, layout: Layout) -> Ra
             vocabulary=vocabulary,
             spec=case.spec,
             vocab=VocabLayout(case.student_vocab, tp_group, layout.sp),
-            options=LossOptions(chunk_rows=case.chunk_rows),
+            options=LossOptions(chunk_rows=case.chunk_rows, impl=layout.impl),
             uncommon_top_k=case.uncommon_top_k,
             upstream=UPSTREAM if layout.main_grad else None,
         )
@@ -142,6 +143,13 @@ def test_chunks_lie_across_ranks() -> None:
     student, teacher = ([set(side[r].tolist()) & counting for r in rows] for side in (chunks.student, chunks.teacher))
     assert student[0] & student[1] and teacher[0] & teacher[1]
     assert (student[0] - student[1]) & (teacher[1] - teacher[0])
+
+
+@INTERPRETED
+@pytest.mark.parametrize("kind", ["p_kl", "gold"])
+def test_triton(gloo_pool: Callable[[int], Pool], kind: str) -> None:
+    case, layout = XTokenCase(kind, "jsd", temperature=2.0, z_loss=1e-2, length=8), Layout(tp=2, impl="triton")
+    check(gloo_pool(2).run(run_case, case, layout), case, layout, FP32)
 
 
 @every_layout

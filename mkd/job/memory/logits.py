@@ -7,12 +7,21 @@ import torch
 
 from mkd.config.kd_config import KDConfig
 from mkd.job.memory.activations import tokens_of
-from mkd.losses.inputs import CHUNK_BYTES, MIN_CHUNK_TOKENS, loss_chunks
-from mkd.xtoken.loss.xtoken_loss import GROUP_TOKENS
+from mkd.losses.inputs import MAX_FP32_TEMPERATURE, MIN_CHUNK_TOKENS, loss_chunks
+from mkd.xtoken.loss.group_size import (
+    GROUP_TOKENS,
+    GroupColumns,
+    fused_group_tokens,
+    fused_token_bytes,
+    plain_group_tokens,
+)
 
 FP32_COPIES = {"p_kl": 11, "gold": 9, "gold_relaxed": 9}
-"""fp32 tensors of a group, of at most `CHUNK_BYTES` each, at the peak of the cross-tokenizer losses in plain torch;
+"""fp32 tensors of a group, of at most 192 MiB each, at the peak of the cross-tokenizer losses in plain torch;
 derived from the peaks in docs/benchmarks.md."""
+TYPICAL_FUSED_SHARE = 0.65
+"""Peak of p_kl and gold in Triton relative to a group in which each token is a text chunk of its own; from the peaks in
+docs/benchmarks.md, with 1.3 tokens per text chunk."""
 
 
 def shard_of(args: Namespace) -> int:
@@ -57,11 +66,16 @@ def _cross_tokenizer_bytes(student: Namespace, teacher: int, kd: KDConfig, dtype
 
     partition_kl holds the student's logits twice: in vocabulary order, and split into common and other tokens.
     """
-    columns, kind = max(shard_of(student), teacher, 1), kd.xtoken_loss
+    kind = kd.xtoken_loss
+    columns = GroupColumns(shard_of(student), teacher, teacher * student.tensor_model_parallel_size)
     if kind in FP32_COPIES:
-        rows = kd.loss_chunk_rows or max(1, CHUNK_BYTES // (columns * 4))
-        return FP32_COPIES[kind] * 4.0 * columns * min(rows, tokens_of(student))
-    budget = kd.loss_chunk_rows or max(GROUP_TOKENS if on_gpu else 1, CHUNK_BYTES // (columns * dtype.itemsize))
+        if on_gpu and kd.loss_impl != "eager" and kd.temperature <= MAX_FP32_TEMPERATURE:
+            dtypes = dtype, student.params_dtype
+            rows = kd.loss_chunk_rows or fused_group_tokens(kind, columns, *dtypes)
+            return TYPICAL_FUSED_SHARE * fused_token_bytes(kind, columns, *dtypes) * min(rows, tokens_of(student))
+        rows = kd.loss_chunk_rows or plain_group_tokens(columns, 4)
+        return FP32_COPIES[kind] * 4.0 * max(*columns[:2], 1) * min(rows, tokens_of(student))
+    budget = kd.loss_chunk_rows or plain_group_tokens(columns, dtype.itemsize, GROUP_TOKENS if on_gpu else 1)
     groups = -(-tokens_of(student) // budget)
     rows = -(-tokens_of(student) // groups)
     itemsize = dtype.itemsize * 2 + (student.params_dtype.itemsize if dtype != student.params_dtype else 0)

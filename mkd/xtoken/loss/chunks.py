@@ -41,7 +41,7 @@ class TokenChunks:
 
 class GroupTokens(NamedTuple):
     """One model's tokens in a group of chunks: the first tokens of all chunks, in the order of the chunks, then their
-    second tokens, and so on. All tensors but the last are [n]."""
+    second tokens, and so on."""
 
     index: Tensor
     """int64 index among the hidden states of this rank, received ones included."""
@@ -53,6 +53,10 @@ class GroupTokens(NamedTuple):
     """Second tokens, third tokens ...: each slice has at most one token per chunk."""
     count: Tensor
     """[chunks] fp32 tokens of each chunk."""
+    by_chunk: Tensor
+    """[n] int64 the same tokens chunk by chunk: the position of each among these."""
+    start: Tensor
+    """[chunks] int64 index in `by_chunk` of each chunk's first token."""
 
     def totals(self, values: Tensor) -> Tensor:
         """[n, ...] per token -> [chunks, ...] sums over the tokens of each chunk, in a fixed order."""
@@ -250,20 +254,24 @@ def _groups(
         first = torch.tensor(bounds, dtype=torch.int64)[group]
         tensors = [x.to(device, non_blocking=True) for x in (model.position[order], model.label[order])]
         tensors.append((model.chunk - first)[order].to(device, non_blocking=True))
-        counts = size.float().to(device, non_blocking=True)
-        models.append((tensors, counts, ends.tolist(), nth[order]))
+        by_chunk = torch.empty_like(order).index_put_((order,), torch.arange(len(order))) - ends[first]
+        tensors.append(by_chunk.to(device, non_blocking=True))
+        starts = torch.full_like(own, -1)
+        starts[model.chunk] = ends[model.chunk] - ends[first]
+        of_chunks = [x.to(device, non_blocking=True) for x in (size.float(), starts)]
+        models.append((tensors, of_chunks, ends.tolist(), nth[order]))
     own = own.to(device, non_blocking=True)
     return [ChunkGroup(own[a:b], *(_group_tokens(*parts, a, b) for parts in models)) for a, b in pairwise(bounds)]
 
 
 def _group_tokens(
-    tensors: list[Tensor], counts: Tensor, ends: list[int], nth: Tensor, start: int, end: int
+    tensors: list[Tensor], of_chunks: list[Tensor], ends: list[int], nth: Tensor, start: int, end: int
 ) -> GroupTokens:
     """One model's tokens of the chunks start .. end.
 
     Args:
-        tensors: index, labels and chunks of all tokens, group by group.
-        counts: tokens of each chunk, on the device.
+        tensors: index, labels, chunks and `by_chunk` of all tokens, group by group.
+        of_chunks: `count` and `start` of all chunks.
         ends: index of each chunk's first token, and the number of all tokens.
         nth: index of each token in its chunk.
         start, end: chunks of the group.
@@ -271,7 +279,9 @@ def _group_tokens(
     tokens = slice(ends[start], ends[end])
     lengths = nth[tokens].bincount().cumsum(0).tolist()
     continuation = tuple(slice(a, b) for a, b in pairwise(lengths))
-    return GroupTokens(*(t[tokens] for t in tensors), continuation, counts[start:end])
+    index, labels, chunks, by_chunk = (t[tokens] for t in tensors)
+    count, first = (x[start:end] for x in of_chunks)
+    return GroupTokens(index, labels, chunks, continuation, count, by_chunk, first)
 
 
 def _bounds(load: Tensor, budget: int) -> list[int]:
@@ -291,10 +301,10 @@ def _bounds(load: Tensor, budget: int) -> list[int]:
 def _groups_without_chunks(tokens: Tensor, labels: Tensor, budget: int, device: torch.device) -> list[ChunkGroup]:
     nothing = torch.empty(0, dtype=torch.int64, device=device)
     count = torch.empty(0, device=device)
-    empty = GroupTokens(nothing, nothing, nothing, (), count)
+    empty = GroupTokens(nothing, nothing, nothing, (), count, nothing, nothing)
     groups = []
     for part in tokens.split(budget) if len(tokens) else ():
         index = part.to(device)
-        student = GroupTokens(index, labels[part].to(device), torch.zeros_like(index), (), count)
+        student = GroupTokens(index, labels[part].to(device), torch.zeros_like(index), (), count, nothing, nothing)
         groups.append(ChunkGroup(nothing, student, empty))
     return groups

@@ -13,7 +13,7 @@ from mkd.xtoken.loss.shards import ShardSoftmax, gather_all, merged_log_sum_exp
 from mkd.xtoken.vocabulary.cross_vocabulary import CrossVocabulary
 
 
-class _VocabularyMasses(NamedTuple):
+class VocabularyMasses(NamedTuple):
     """One model's log-masses over all shards, [chunks] each."""
 
     zero: Tensor
@@ -25,7 +25,7 @@ class _VocabularyMasses(NamedTuple):
     everything: Tensor
 
     @classmethod
-    def merge(cls, slots_top: Tensor, slots_sum: Tensor, rest_top: Tensor, rest_sum: Tensor) -> "_VocabularyMasses":
+    def merge(cls, slots_top: Tensor, slots_sum: Tensor, rest_top: Tensor, rest_sum: Tensor) -> "VocabularyMasses":
         """Merge the `ShardSoftmax` [tp, chunks] of slots and of the rest."""
         zero = torch.maximum(slots_top, rest_top).amax(dim=0)
         slots, rest = merged_log_sum_exp(slots_top, slots_sum, zero), merged_log_sum_exp(rest_top, rest_sum, zero)
@@ -63,7 +63,7 @@ def gold(
     merged = gather_all(
         shard, *ShardSoftmax.of(s_slots), *ShardSoftmax.of(s_rest), *ShardSoftmax.of(t_slots), *ShardSoftmax.of(t_rest)
     )
-    q, p = _VocabularyMasses.merge(*merged[:4]), _VocabularyMasses.merge(*merged[4:])
+    q, p = VocabularyMasses.merge(*merged[:4]), VocabularyMasses.merge(*merged[4:])
     rest, teacher_rest = drop_unmatched(q.rest, p.rest)
     common = outcome_divergence(
         OutcomeLogProbs.normalized(s_slots - q.zero[:, None], q.slots, rest[:, None]),
@@ -72,10 +72,13 @@ def gold(
         spec,
     )
     uncommon = _probabilities(s_rest, q), _probabilities(t_rest, p)
-    distance, sign = _sorted_distance(*uncommon, shard, vocabulary, uncommon_top_k)
+    (own, where), (own_teacher, _) = (
+        largest(x, min(uncommon_top_k, width)) for x, width in zip(uncommon, vocabulary.max_uncommon, strict=True)
+    )
+    distance = compare_sorted((own, where), own_teacher, s_rest.shape[1], shard, uncommon_top_k)
     if gradient is not None:
         factor = (weight * (spec.temperature_factor / spec.temperature))[:, None]
-        by_distance = sign.mul_(uncommon[0])
+        by_distance = distance.sign.mul_(uncommon[0])
         total = shard.exchange({"sum": by_distance.sum(dim=1)}).wait()["sum"].sum(dim=0)[:, None]
         # The distance also has a gradient by slots: they are in the softmax of the sorted probabilities.
         by_slots = common.by_slots - total * _probabilities(s_slots, q)
@@ -85,7 +88,7 @@ def gold(
         by_mean[:, vocabulary.slots], by_mean[:, vocabulary.uncommon] = by_slots * factor, by_rest * factor
         by_mean /= group.student.count[:, None]
         gradient += by_mean[group.student.chunks]
-    return (common.value + distance) * spec.temperature_factor
+    return (common.value + distance.value) * spec.temperature_factor
 
 
 def _means(values: Tensor, tokens: GroupTokens) -> Tensor:
@@ -93,7 +96,7 @@ def _means(values: Tensor, tokens: GroupTokens) -> Tensor:
     return tokens.totals(values) / tokens.count[:, None]
 
 
-def _probabilities(logits: Tensor, masses: _VocabularyMasses) -> Tensor:
+def _probabilities(logits: Tensor, masses: VocabularyMasses) -> Tensor:
     return (logits - (masses.zero + masses.everything)[:, None]).exp()
 
 
@@ -102,35 +105,54 @@ def _exp_or_zero(logits: Tensor, log_norm: Tensor) -> Tensor:
     return (logits - torch.where(log_norm > -torch.inf, log_norm, torch.inf)[:, None]).exp()
 
 
-def _sorted_distance(
-    student: Tensor, teacher: Tensor, shard: VocabShard, vocabulary: CrossVocabulary, most: int
-) -> tuple[Tensor, Tensor]:
-    """([n] sum over r of |u_r - v_r|, [n, student columns] its derivative by each student probability).
+class SortedDistance(NamedTuple):
+    """The distance of sorted probabilities."""
+
+    value: Tensor
+    """[n] sum over r of |u_r - v_r|."""
+    sign: Tensor
+    """[n, columns] its derivative by each of the student's probabilities on this shard."""
+    sum: Tensor
+    """[n] sum over all shards of the derivatives times the probabilities."""
+
+
+def compare_sorted(
+    student: tuple[Tensor, Tensor], teacher: Tensor, columns: int, shard: VocabShard, most: int
+) -> SortedDistance:
+    """The distance of the largest probabilities of both models.
 
     Args:
-        student, teacher: [n, columns] probabilities on this shard.
-        shard, vocabulary: see `xtoken_loss`.
+        student: `largest` probabilities of this shard.
+        teacher: likewise, without their columns.
+        columns: number of the student's columns.
+        shard: see `xtoken_loss`.
         most: number of sorted probabilities.
     """
-    widths = [min(most, width) for width in vocabulary.max_uncommon]
-    (own, where), (own_teacher, _) = (_largest(x, width) for x, width in zip((student, teacher), widths, strict=True))
-    count = len(student)
+    (own, where), count, width = student, len(teacher), student[0].shape[1]
     both = [
         x.view(shard.size, count, -1).transpose(0, 1).flatten(1)
-        for x in gather_all(shard, own.reshape(-1), own_teacher.reshape(-1))
+        for x in gather_all(shard, own.reshape(-1), teacher.reshape(-1))
     ]
     values, order = both[0].sort(dim=1, descending=True, stable=True)
     length = min(most, max(x.shape[1] for x in both))
     values, order = values[:, :length], order[:, :length]
-    teacher_values = both[1].sort(dim=1, descending=True).values[:, :length]
-    pad = torch.nn.functional.pad
-    difference = pad(values, (0, length - values.shape[1])) - pad(teacher_values, (0, length - teacher_values.shape[1]))
-    sign = torch.zeros_like(both[0]).scatter_(1, order, difference.sign()[:, : values.shape[1]])
-    own_sign = sign[:, shard.rank * widths[0] : (shard.rank + 1) * widths[0]][:, : where.shape[1]]
-    return difference.abs().sum(dim=1), torch.zeros_like(student).scatter_(1, where, own_sign)
+    difference = padded(values, length) - padded(both[1].sort(dim=1, descending=True).values[:, :length], length)
+    sorted_sign = difference.sign()[:, : values.shape[1]]
+    sign = torch.zeros_like(both[0]).scatter_(1, order, sorted_sign)
+    own_sign = sign[:, shard.rank * width : (shard.rank + 1) * width][:, : where.shape[1]]
+    return SortedDistance(
+        difference.abs().sum(dim=1),
+        own.new_zeros((count, columns)).scatter_(1, where, own_sign),
+        (sorted_sign * values).sum(dim=1),
+    )
 
 
-def _largest(values: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def largest(values: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """([n, width] the largest values of each item, padded with zeros; [n, up to width] their columns)."""
     top, where = values.topk(min(width, values.shape[1]), dim=1)
-    return torch.nn.functional.pad(top, (0, width - top.shape[1])), where
+    return padded(top, width), where
+
+
+def padded(values: Tensor, width: int) -> Tensor:
+    """[n, up to width] -> [n, width], with zeros."""
+    return torch.nn.functional.pad(values, (0, width - values.shape[1]))

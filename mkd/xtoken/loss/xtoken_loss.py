@@ -12,7 +12,6 @@ from torch.distributed import ProcessGroup
 from mkd.config.loss_spec import LossSpec
 from mkd.losses.fused_linear import MainGrad, fp16_scale, keep_gradients, kept_gradients
 from mkd.losses.inputs import (
-    CHUNK_BYTES,
     KernelContext,
     LinearLogits,
     LMHead,
@@ -21,6 +20,7 @@ from mkd.losses.inputs import (
     resolve_logits_dtype,
     statistics_dtype,
 )
+from mkd.losses.kernels import eager
 from mkd.losses.kernels.interface import Kernels
 from mkd.losses.kernels.select import choose
 from mkd.losses.options import LossOptions
@@ -30,15 +30,16 @@ from mkd.xtoken.loss.chunk_groups import GroupLoss, SeparateCE
 from mkd.xtoken.loss.chunks import ChunkPlan, TokenChunks
 from mkd.xtoken.loss.gold import gold
 from mkd.xtoken.loss.group_pass import GroupPass, LossValues
+from mkd.xtoken.loss.group_size import (
+    GROUP_TOKENS,
+    UNCOMMON_TOP_K,
+    GroupColumns,
+    fused_group_tokens,
+    plain_group_tokens,
+)
 from mkd.xtoken.loss.p_kl import p_kl
 from mkd.xtoken.loss.partition import Partition
 from mkd.xtoken.vocabulary.cross_vocabulary import CrossVocabulary
-
-GROUP_TOKENS = 3072
-"""Minimum of tokens in a group of partition_kl on a GPU. A group launches 500 small kernels, and with fewer tokens the
-GPU waits for the launches; measured in docs/benchmarks.md."""
-UNCOMMON_TOP_K = 8192
-"""Default number of sorted probabilities that gold compares."""
 
 
 @dataclass(frozen=True)
@@ -150,8 +151,7 @@ def xtoken_loss(
         spec: divergence (also that over common tokens in gold), temperature and z-loss.
         vocab: true vocabulary of the student, tensor-parallel group and sequence parallelism.
         options: memory, precision and implementation. `chunk_rows` is the number of tokens of both models whose logits
-            exist at one time, but at least a whole text chunk; None: 192 MiB of one model's logits, or 3072 tokens of
-            partition_kl on a GPU.
+            exist at one time, but at least a whole text chunk; None: see `mkd.xtoken.loss.group_size`.
         uncommon_top_k: gold only: number of sorted probabilities of uncommon tokens that are compared.
         upstream: see `loss_from_hidden`.
 
@@ -170,14 +170,14 @@ def xtoken_loss(
     dtype, labels = statistics_dtype(hidden), tokens.labels
     _check_labels(hidden, labels, teacher_hidden, chunks.teacher_labels)
     logits_dtype = resolve_logits_dtype(options.logits_dtype, hidden)
-    columns = max(shard.columns, len(vocabulary.teacher_columns))
     context = KernelContext(spec, shard, LogitMaps(student.logit_map, teacher.logit_map))
+    kernels = choose(options.impl, hidden.device, hidden.dtype, context.needs_float64)
     plan = ChunkPlan.of(
         chunks,
         labels,
         tokens.ce_weight,
         vocabularies=(vocabulary.student_vocab, vocabulary.teacher_vocab),
-        budget=_budget(options.chunk_rows, vocabulary.kind == "partition_kl", columns, logits_dtype, hidden, context),
+        budget=_budget(options.chunk_rows, vocabulary, logits_dtype, hidden, context, kernels),
         device=hidden.device,
     )
     hidden, teacher_hidden = _from_all_ranks(hidden, teacher_hidden, plan, chunks.cp_group)
@@ -185,7 +185,6 @@ def xtoken_loss(
     if ce_weight is not None:
         ce_weight = torch.nn.functional.pad(ce_weight.detach().to(dtype), (0, len(hidden) - len(labels)))
     wants_hidden, wants_weight = (torch.is_grad_enabled() and x.requires_grad for x in (hidden, student.weight))
-    kernels = choose(options.impl, hidden.device, hidden.dtype, context.needs_float64)
     inputs = _Inputs(
         teacher_hidden=teacher_hidden,
         teacher_head=LMHead.of(teacher.weight, None),
@@ -208,11 +207,18 @@ def _group_loss(
 ) -> GroupLoss:
     if vocabulary.kind == "partition_kl":
         return Partition(vocabulary, context, kernels)
+    if uncommon_top_k < 1:
+        raise ValueError(f"uncommon_top_k is {uncommon_top_k}; it must be at least 1")
+    if kernels is not eager:
+        from mkd.xtoken.loss.fused_losses import FusedGold, FusedPKL
+
+        if vocabulary.kind == "p_kl":
+            return FusedPKL(vocabulary, context, kernels)
+        columns = torch.cat([vocabulary.slots, vocabulary.uncommon])
+        return FusedGold(vocabulary, context, kernels, uncommon_top_k, columns)
     known = dict(vocabulary=vocabulary, shard=context.shard, spec=context.spec)
     if vocabulary.kind == "p_kl":
         return SeparateCE(partial(p_kl, **known), context, kernels)
-    if uncommon_top_k < 1:
-        raise ValueError(f"uncommon_top_k is {uncommon_top_k}; it must be at least 1")
     return SeparateCE(partial(gold, uncommon_top_k=uncommon_top_k, **known), context, kernels)
 
 
@@ -225,23 +231,27 @@ def _check_labels(hidden: Tensor, labels: Tensor, teacher_hidden: Tensor, teache
 
 def _budget(
     chunk_rows: int | None,
-    is_partition: bool,
-    columns: int,
-    dtype: torch.dtype,
+    vocabulary: CrossVocabulary,
+    logits: torch.dtype,
     hidden: Tensor,
     context: KernelContext,
+    kernels: Kernels,
 ) -> int:
     """Tokens of a group. Raises ValueError below 1."""
-    if chunk_rows is None:
-        # partition_kl keeps the dtype of the logits, unless it needs float64; the other losses copy them in the
-        # precision of the statistics.
-        keeps = is_partition and not context.needs_float64
-        element = dtype.itemsize if keeps else context.statistics_dtype(hidden).itemsize
-        least = GROUP_TOKENS if hidden.is_cuda and keeps else 1
-        chunk_rows = max(least, CHUNK_BYTES // (max(columns, 1) * element))
-    if chunk_rows < 1:
-        raise ValueError(f"chunk_rows is {chunk_rows}; it must be at least 1")
-    return chunk_rows
+    if chunk_rows is not None:
+        if chunk_rows < 1:
+            raise ValueError(f"chunk_rows is {chunk_rows}; it must be at least 1")
+        return chunk_rows
+    columns = GroupColumns(context.shard.columns, len(vocabulary.teacher_columns), vocabulary.teacher_vocab)
+    if vocabulary.kind == "partition_kl":
+        # It keeps the dtype of the logits, unless it needs float64.
+        keeps = not context.needs_float64
+        itemsize = logits.itemsize if keeps else context.statistics_dtype(hidden).itemsize
+        return plain_group_tokens(columns, itemsize, GROUP_TOKENS if hidden.is_cuda and keeps else 1)
+    if kernels is eager:
+        # Copies in the precision of the statistics.
+        return plain_group_tokens(columns, context.statistics_dtype(hidden).itemsize)
+    return fused_group_tokens(vocabulary.kind, columns, logits, hidden.dtype)
 
 
 def _check_vocabulary(vocabulary: CrossVocabulary, weight: Tensor, teacher_weight: Tensor, vocab: VocabLayout) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mkd.config.values import XTokenLoss
 from mkd.errors import MkdConfigError
+from mkd.xtoken.vocabulary.sparse_rows import SparseRows
 
 RELAXED_WEIGHT = 0.6
 """`gold_relaxed` pairs a student token with a teacher token that has at least this share of its projection."""
@@ -52,6 +53,9 @@ class CrossVocabulary:
     projection: Tensor | None
     """Sparse CSR [student columns, teacher columns of all ranks] fp32, and its transpose; for p_kl only."""
     projection_t: Tensor | None
+    projection_rows: SparseRows | None
+    """The same two for the kernels."""
+    projection_t_rows: SparseRows | None
 
     @classmethod
     def of(
@@ -103,9 +107,12 @@ class CrossVocabulary:
         slots = pairs[:, 0][(pairs[:, 0] >= start) & (pairs[:, 0] < start + real)] - start
         is_slot = torch.zeros(real, dtype=torch.bool).index_fill_(0, slots, True)
         reached = torch.zeros(teacher_vocab, dtype=torch.bool).index_fill_(0, ids[ids >= 0], True)
-        projection = None
+        matrices = rows = (None, None)
         if kind == "p_kl":
             projection = _projection(ids, weights, position, slice(start, start + real), teacher_vocab)
+            matrices = tuple(_csr(x) for x in (projection, projection.t()))
+            rows = tuple(SparseRows.of(x).to(device) for x in matrices)
+            matrices = tuple(x.to(device) for x in matrices)
         ends = torch.tensor([0, *(len(c) for c in columns)]).cumsum(0).tolist()
         return cls(
             kind,
@@ -123,8 +130,10 @@ class CrossVocabulary:
             pair_of_teacher=_table(teacher_vocab, pairs.flip(1)).to(device),
             teacher_position=position.to(device),
             reached=reached[columns[rank]].to(device),
-            projection=None if projection is None else _csr(projection).to(device),
-            projection_t=None if projection is None else _csr(projection.t()).to(device),
+            projection=matrices[0],
+            projection_t=matrices[1],
+            projection_rows=rows[0],
+            projection_t_rows=rows[1],
         )
 
     @property

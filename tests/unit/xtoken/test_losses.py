@@ -76,9 +76,25 @@ def test_high_temperatures(kind: str, divergence: str, temperature: float) -> No
 
 
 @INTERPRETED
+@pytest.mark.parametrize("kind", ["partition_kl", "p_kl", "gold"])
 @pytest.mark.parametrize("divergence, temperature", [("forward_kl", 1.0), ("jsd", 2.0), ("forward_kl", 100.0)])
-def test_triton(divergence: str, temperature: float) -> None:
-    check(XTokenCase("partition_kl", divergence, temperature, z_loss=1e-2, length=12), FP32, "triton")
+def test_triton(kind: str, divergence: str, temperature: float) -> None:
+    check(XTokenCase(kind, divergence, temperature, z_loss=1e-2, length=12), FP32, "triton")
+
+
+@INTERPRETED
+@pytest.mark.parametrize("kind", ["p_kl", "gold"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"maps": LogitMaps(LogitMap(0.5, 4.0), LogitMap(1.7, 3.0)), "temperature": 2.0, "divergence": "reverse_kl"},
+        {"common": 29, "student_vocab": 31, "teacher_vocab": 29, "with_ce": False, "chunk_rows": None},
+        {"masked": "chunks"},
+    ],
+    ids=str,
+)
+def test_triton_changes(kind: str, changes: dict) -> None:
+    check(XTokenCase(kind, length=8, **changes), FP32, "triton")
 
 
 @every_kind
