@@ -143,6 +143,8 @@ class Contender:
     tokens: Tensor | None = None
     """[M] int64 supervised tokens, over which the mean is taken; None: all."""
     about_tokens: str = "all"
+    sparse: bool = False
+    """The teacher is sparse: it has no matrix product, and the gradients are not those of the objective."""
 
 
 def differentiate(loss: Tensor, inputs: Inputs) -> Gradients:

@@ -63,10 +63,20 @@ from bench_peers import peers
 
 from mkd.config.loss_spec import Divergence
 from mkd.data.supervised import SupervisedTokens
-from mkd.losses import LinearLogits, LossOptions, TokenWeights, VocabLayout, fused_linear_loss, loss_from_hidden
+from mkd.losses import (
+    LinearLogits,
+    LossOptions,
+    SparseTeacher,
+    TokenWeights,
+    VocabLayout,
+    fused_linear_loss,
+    loss_from_hidden,
+)
 from mkd.train.supervised import select_hidden
 
-COMPETITORS = ["ours", "eager", "compile", "liger", "modelopt", "mcore"]
+COMPETITORS = ["ours", "sparse", "eager", "compile", "liger", "modelopt", "mcore"]
+TOP_K = 64
+"""Columns of the sparse teacher."""
 ONE_PASS = ("forward_kl", "reverse_kl")
 """Divergences that need one pass over the logits; the others need two."""
 
@@ -228,6 +238,49 @@ def our_contenders(args: argparse.Namespace) -> list[Contender]:
     return rows
 
 
+def ours_sparse(inputs: Inputs, objective: Objective, *, options: LossOptions) -> Run:
+    """mkd with the `TOP_K` most probable columns of the teacher, as from a cache, and an fp32 `main_grad`."""
+    weight = inputs.weight.detach().requires_grad_()
+    weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+    found = []
+    for part in inputs.teacher_hidden.split(512):
+        logits = (part @ inputs.whole(inputs.teacher_weight)[: inputs.vocab].t()).float()
+        top = logits.topk(min(TOP_K, logits.shape[1]), dim=1)
+        lse = torch.logsumexp(logits, dim=1)
+        tail = logits.scatter_(1, top.indices, -torch.inf)
+        found.append((top.indices, top.values, lse, torch.logsumexp(tail, dim=1)))
+    teacher = SparseTeacher(*(torch.cat(x) for x in zip(*found, strict=True)))
+    count = len(inputs.labels)
+    weights = (torch.full((count,), share / count, device="cuda") for share in (objective.ce, objective.kd))
+    tokens = TokenWeights(inputs.labels, *weights)
+
+    def run() -> Gradients:
+        output = loss_from_hidden(
+            LinearLogits(inputs.hidden, weight),
+            teacher,
+            tokens,
+            spec=objective.spec,
+            vocab=VocabLayout(inputs.vocab, inputs.group),
+            options=options,
+            upstream=1.0,
+        )
+        d_hidden, _ = torch.autograd.grad(output.loss, (inputs.hidden, weight), allow_unused=True)
+        return Gradients(output.loss.detach(), d_hidden, weight.main_grad)
+
+    return run
+
+
+def sparse_contenders(args: argparse.Namespace) -> list[Contender]:
+    """For each precision of logits, every divergence from a sparse teacher, with CE and a gradient buffer."""
+    rows = []
+    for logits in args.logits_dtype:
+        options = LossOptions(args.chunk_rows, DTYPES.get(logits), args.impl)
+        for objective in map(with_ce, args.losses):
+            build = partial(ours_sparse, objective=objective, options=options)
+            rows.append(Contender(f"mkd, sparse teacher (K = {TOP_K}), {logits} logits", objective, build, sparse=True))
+    return rows
+
+
 def floor(inputs: Inputs, with_teacher: bool) -> Callable[[], None]:
     """The matrix products alone, unchunked and into preallocated memory: student's logits, both gradients of the
     student, and the teacher's logits."""
@@ -253,6 +306,16 @@ def timed(run: Callable[[], Any], args: argparse.Namespace) -> Row:
     return {"ms": ms, "ms_all": times}
 
 
+def errors(seen: Gradients, inputs: Inputs, objective: Objective) -> Row:
+    """Differences to the definitions."""
+    right = reference_gradients(inputs, objective)
+    return {
+        "d_hidden_error": largest_on_any_rank(relative_error(seen.d_hidden, right.d_hidden)),
+        "d_weight_error": largest_on_any_rank(relative_error(seen.d_weight, right.d_weight)),
+        "value_error": abs(seen.loss.item() - right.loss.item()) / abs(right.loss.item()),
+    }
+
+
 def measure(contender: Contender, inputs: Inputs, args: argparse.Namespace) -> Row:
     """Figures of one contender. Errors are measured in the first call, in which kernels may still be autotuned."""
     torch.cuda.synchronize()
@@ -265,19 +328,16 @@ def measure(contender: Contender, inputs: Inputs, args: argparse.Namespace) -> R
         if first.d_hidden[others].any():
             raise ValueError("hidden states of unsupervised tokens have a gradient")
         first, read = first._replace(d_hidden=first.d_hidden[tokens]), inputs.only(tokens)
-    right = reference_gradients(read, contender.objective)
-    figures = {
-        "d_hidden_error": largest_on_any_rank(relative_error(first.d_hidden, right.d_hidden)),
-        "d_weight_error": largest_on_any_rank(relative_error(first.d_weight, right.d_weight)),
-        "value_error": abs(first.loss.item() - right.loss.item()) / abs(right.loss.item()),
-    }
-    del first, right
+    figures = {} if contender.sparse else errors(first, read, contender.objective)
+    del first
     torch.cuda.empty_cache()
     figures |= timed(run, args)
     resting = torch.cuda.memory_allocated()
     peak, card = peak_bytes(run), Card.current()
     for name, base in (("extra_gib", before), ("call_gib", resting)):
         figures[name] = None if peak is None else largest_on_any_rank((peak - base) / GIB)
+    if contender.sparse:
+        return figures
     return figures | {"roofline_ms": None if card is None else roofline_ms(contender.objective, read, card)}
 
 
@@ -307,7 +367,7 @@ def table(rows: list[Row]) -> str:
         ("implementation", lambda row: row["name"]),
         ("loss", lambda row: row["loss"]),
         ("ms", lambda row: number(row, "ms", ".2f")),
-        ("x floor", lambda row: f"{row['ms'] / lowest[row['loss'] != 'CE']:.2f}"),
+        ("x floor", lambda row: f"{row['ms'] / lowest[row['loss'] != 'CE' and not row.get('sparse')]:.2f}"),
         ("roofline ms", lambda row: number(row, "roofline_ms", ".1f")),
         ("extra GiB", lambda row: number(row, "extra_gib", ".2f")),
         ("error of d hidden", lambda row: number(row, "d_hidden_error", ".1e")),
@@ -350,12 +410,14 @@ def run(args: argparse.Namespace) -> tuple[Report, str]:
         )
         free_memory()
         own = [*our_contenders(args), *supervised_contenders(args)] if "ours" in args.rows_of else []
-        wanted = [*own, *peers(args.rows_of)]
+        wanted = [*own, *(sparse_contenders(args) if "sparse" in args.rows_of else []), *peers(args.rows_of)]
         head = header("bench_loss", args)
         report = Report(head, args.json, is_writer=group.rank() == 0, total=len(wanted) + 4)
         floors(report, inputs, args, "at the beginning")
         for contender in wanted:
             about = {"name": contender.name, "loss": str(contender.objective), "tokens": contender.about_tokens}
+            if contender.sparse:
+                about["sparse"] = True
             report.attempt(about, lambda c=contender: measure(c, inputs, args))
         floors(report, inputs, args, "at the end")
         shape = f"N={args.rows}, Hs={args.student_width}, Ht={args.teacher_width}, V={args.vocab}, {args.dtype}"

@@ -11,9 +11,8 @@ from mkd.losses.divergences import DIVERGENCES
 from mkd.losses.inputs import KernelContext, TokenWeights, loss_chunks, statistics_dtype
 from mkd.losses.kernels.interface import Chunk, Kernels
 from mkd.losses.kernels.select import choose
-from mkd.losses.kernels.sparse import SparseKernels
+from mkd.losses.kernels.sparse import sparse_kernels, with_top_columns
 from mkd.losses.output import LossOutput
-from mkd.losses.sparse.columns import TopColumns
 from mkd.losses.sparse.statistics import sparse_terms
 from mkd.losses.sparse.teacher import SparseTarget, SparseTeacher, Tail
 from mkd.losses.statistics import Statistics, concatenate, dense_terms
@@ -70,7 +69,7 @@ def loss_from_logits(
     kernels = choose(impl, student_logits.device, student_logits.dtype, context.needs_float64)
     if isinstance(teacher, SparseTeacher):
         teacher, tokens = SparseTarget.of(teacher, tokens, tail, spec, vocab.true_vocab)
-        kernels = SparseKernels(kernels)
+        kernels = sparse_kernels(kernels)
     job = _Job(tokens, context, kernels, teacher if isinstance(teacher, SparseTarget) else None)
     dense = teacher if isinstance(teacher, Tensor) else None
     return LossOutput(*_VocabParallelLoss.apply(_with_dense_columns(student_logits), dense, job))
@@ -93,8 +92,7 @@ class _Job:
         if self.target is None:
             return Chunk(student, None if teacher is None else teacher[span, columns], tokens[span])
         student = student.clone(memory_format=torch.contiguous_format)
-        top = TopColumns.take_from(student, self.target[span], tokens[span], self.context)
-        return Chunk(student, top, tokens[span])
+        return with_top_columns(Chunk(student, self.target[span], tokens[span]), self.context)
 
 
 class _VocabParallelLoss(torch.autograd.Function):

@@ -32,11 +32,10 @@ from mkd.losses.inputs import (
 )
 from mkd.losses.kernels.interface import Chunk, Kernels
 from mkd.losses.kernels.select import choose
-from mkd.losses.kernels.sparse import SparseKernels
+from mkd.losses.kernels.sparse import sparse_kernels, with_top_columns
 from mkd.losses.options import LossOptions
 from mkd.losses.output import LossOutput
 from mkd.losses.reference.linear import dense_divergence, linear_loss, sparse_divergence
-from mkd.losses.sparse.columns import TopColumns
 from mkd.losses.sparse.statistics import sparse_terms
 from mkd.losses.sparse.teacher import SparseTarget, SparseTeacher, Tail
 from mkd.losses.statistics import Statistics, TokenTerms, as_one_shard, concatenate, dense_terms
@@ -112,7 +111,7 @@ def loss_from_hidden(
     kernels = choose(options.impl, student.hidden.device, student.hidden.dtype, context.needs_float64)
     if isinstance(teacher, SparseTeacher):
         target, tokens = SparseTarget.of(teacher, tokens, tail, spec, vocab.true_vocab)
-        return _fused(student, target, tokens, context, SparseKernels(kernels), options, upstream)
+        return _fused(student, target, tokens, context, sparse_kernels(kernels), options, upstream)
     return _fused(student, teacher, tokens, context, kernels, options, upstream)
 
 
@@ -412,6 +411,8 @@ class _FusedPass:
         """Compute one chunk; yields where it would wait for the other ranks."""
         span, context, kernels = self.job.chunks[index], self.job.context, self.job.kernels
         chunk = self._chunk(self._student_logits(index), index)
+        if isinstance(chunk.teacher, SparseTarget):
+            chunk = with_top_columns(chunk, context)
         pending = context.shard.exchange(kernels.softmax_stats(chunk, context))
         yield
         stats, sums = pending.wait(), None
@@ -430,11 +431,11 @@ class _FusedPass:
         return self.job.head.logits(self.hidden[self.job.chunks[index]], self._slot(self._student, index))
 
     def _chunk(self, student: Tensor, index: int) -> Chunk:
-        """The chunk's inputs of the kernels; a sparse teacher's columns are taken out of the student's products."""
+        """The chunk's inputs of the kernels."""
         job, span = self.job, self.job.chunks[index]
         teacher = job.teacher
         if isinstance(teacher, SparseTarget):
-            teacher = TopColumns.take_from(student, teacher[span], job.tokens[span], job.context)
+            teacher = teacher[span]
         elif teacher is not None:
             teacher = teacher.head.logits(teacher.hidden[span], self._slot(self._teacher, index))
         return Chunk(student, teacher, job.tokens[span])

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from mkd.losses.inputs import KernelContext, TokenWeights
 from mkd.losses.sparse.columns import TopColumns
+from mkd.losses.sparse.teacher import SparseTarget
 from mkd.losses.statistics import Statistics
 
 
@@ -14,8 +15,9 @@ class Chunk(NamedTuple):
 
     student: Tensor
     """[N, columns], any float dtype, columns contiguous."""
-    teacher: Tensor | TopColumns | None
-    """[N, columns] likewise, or a sparse teacher's columns; None without a divergence."""
+    teacher: Tensor | SparseTarget | TopColumns | None
+    """[N, columns] likewise; of a sparse teacher the target, or its columns once they are taken out of the products;
+    None without a divergence."""
     tokens: TokenWeights
 
 

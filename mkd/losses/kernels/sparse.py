@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mkd.losses.divergences import DIVERGENCES, weighted
 from mkd.losses.inputs import KernelContext, TokenWeights
+from mkd.losses.kernels import eager
 from mkd.losses.kernels.interface import Chunk, Kernels, TailCoeffs
 from mkd.losses.sparse.columns import TopColumns
 from mkd.losses.sparse.statistics import SparseGradCoeffs, SparseSoftmaxes
@@ -102,13 +103,28 @@ class SparseKernels:
     def all_passes(
         self, chunk: Chunk, context: KernelContext, weighted: TokenWeights, out: Tensor
     ) -> tuple[Statistics, Statistics | None]:
-        """See `eager.all_passes`."""
+        """See `eager.all_passes`; the teacher of the chunk is a `SparseTarget`, whose columns are taken out here."""
+        chunk = with_top_columns(chunk, context)
         stats, sums = self.softmax_stats(chunk, context), None
         merged = as_one_shard(stats)
         if DIVERGENCES[context.spec.divergence].single_pass is None:
             sums = self.divergence_stats(chunk, merged, context)
         self.write_gradient(chunk._replace(tokens=weighted), merged, as_one_shard(sums), context, out)
         return stats, sums
+
+
+def sparse_kernels(base: Kernels) -> SparseKernels:
+    """The passes beside a sparse teacher, by the implementation of `base`."""
+    if base is eager:
+        return SparseKernels(base)
+    from mkd.losses.kernels.triton_sparse import TritonSparseKernels
+
+    return TritonSparseKernels(base)
+
+
+def with_top_columns(chunk: Chunk, context: KernelContext) -> Chunk:
+    """The chunk with its `SparseTarget`'s columns taken out of the student's products."""
+    return chunk._replace(teacher=TopColumns.take_from(chunk.student, chunk.teacher, chunk.tokens, context))
 
 
 def _top_gradient(top: TopColumns, coeffs: SparseGradCoeffs, tokens: TokenWeights, context: KernelContext) -> Tensor:

@@ -76,7 +76,7 @@ def divergence_stats(chunk: Chunk, stats: Statistics, context: KernelContext) ->
             context.shard.rank,
             stats["student_max"].stride(0),
             1.0 / context.spec.temperature,
-            _share(context.spec),
+            divergence_share(context.spec),
             SHARDS=context.shard.size,
             LOSS=_constants(chunk, context),
             COLUMNS=z.shape[1],
@@ -120,7 +120,7 @@ def write_gradient(
         1.0 / context.temperature,
         spec.temperature_factor / spec.temperature,
         float(spec.z_loss),
-        _share(spec),
+        divergence_share(spec),
         SHARDS=context.shard.size,
         LOSS=_constants(chunk, context),
         BLOCK=block,
@@ -176,14 +176,14 @@ def all_passes(
             1.0 / context.temperature,
             spec.temperature_factor / spec.temperature,
             float(spec.z_loss),
-            _share(spec),
+            divergence_share(spec),
             LOSS=_constants(chunk, context),
             COLUMNS=z.shape[1],
             BLOCK=_block(ALL_PASSES_BLOCK, z.shape[1]),
             num_warps=ALL_PASSES_WARPS,
         )
     sums = None
-    if u is not None and _log_ratio_under(context) == "none":
+    if u is not None and log_ratio_under(context) == "none":
         sums = dict(zip(DIVERGENCE_STATS, stats[len(SOFTMAX_STATS) :], strict=True))
     return _written(stats, chunk, context), sums
 
@@ -194,7 +194,7 @@ def _written(stats: Tensor, chunk: Chunk, context: KernelContext) -> Statistics:
     if chunk.tokens.ce_weight is not None:
         names |= {"label_logit"} | ({"ce_sum_exp"} if context.temperature != 1.0 else set())
     if chunk.teacher is not None:
-        names |= {"teacher_max", "teacher_sum_exp"} | ({"log_ratio"} if _log_ratio_under(context) != "none" else set())
+        names |= {"teacher_max", "teacher_sum_exp"} | ({"log_ratio"} if log_ratio_under(context) != "none" else set())
     return {name: values for name, values in zip(SOFTMAX_STATS, stats, strict=False) if name in names}
 
 
@@ -205,7 +205,7 @@ def _constants(chunk: Chunk, context: KernelContext) -> LossConstants:
         has_kd=chunk.teacher is not None,
         tempered=context.temperature != 1.0,
         divergence=context.spec.divergence,
-        log_ratio_under=_log_ratio_under(context),
+        log_ratio_under=log_ratio_under(context),
         student_scale=float(student.scale),
         student_softcap=float(student.softcap or 0.0),
         teacher_scale=float(teacher.scale),
@@ -213,13 +213,13 @@ def _constants(chunk: Chunk, context: KernelContext) -> LossConstants:
     )
 
 
-def _log_ratio_under(context: KernelContext) -> str:
+def log_ratio_under(context: KernelContext) -> str:
     """Model whose probabilities weight the log ratio in the softmax pass: teacher, student or none."""
     shortcut = DIVERGENCES[context.spec.divergence].single_pass if context.with_kd else None
     return "none" if shortcut is None else shortcut.under
 
 
-def _share(spec: LossSpec) -> float:
+def divergence_share(spec: LossSpec) -> float:
     """beta of the JSD, skew of the skew KLs."""
     return spec.beta if spec.divergence == "jsd" else spec.skew
 

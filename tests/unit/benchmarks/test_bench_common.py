@@ -83,11 +83,12 @@ def test_a_row_that_fails_does_not_stop_the_others(tools, tmp_path, capsys, monk
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried | to allocate")
 
     monkeypatch.setattr(tools[0], "fused_linear_loss", out_of_memory)
-    flags = [*LOSS, "--losses", "forward_kl", "--logits-dtype", "auto", "--rows-of", "ours,eager"]
+    flags = [*LOSS, "--losses", "forward_kl", "--logits-dtype", "auto", "--rows-of", "ours,sparse,eager"]
     seen, out = rows_of(tools[0], flags, tmp_path / "loss.json", capsys)
     ours = next(row for row in seen["rows"] if row["name"] == "mkd, auto logits")
     assert ours["failed"].startswith("OutOfMemoryError: CUDA out of memory. Tried / to") and "ms" not in ours
     assert sum(row["name"] == "eager torch" and "ms" in row for row in seen["rows"]) == 3
+    assert sum("sparse" in row and "ms" in row for row in seen["rows"]) == 1
     assert "not measured: OutOfMemoryError" in out
 
 

@@ -44,12 +44,23 @@ def test_maps_chunks_and_definition(tail: str, divergence: str) -> None:
 @INTERPRETED
 @pytest.mark.parametrize(
     "divergence, temperature, tail",
-    [("forward_kl", 2.0, "bucket"), ("jsd", 1.0, "bucket"), ("tvd", 2.0, "renormalize")],
+    [
+        ("forward_kl", 2.0, "bucket"),
+        ("reverse_kl", 2.0, "bucket"),
+        ("reverse_kl", 1.0, "renormalize"),
+        ("jsd", 1.0, "bucket"),
+        ("tvd", 2.0, "renormalize"),
+    ],
 )
 def test_triton(divergence: str, temperature: float, tail: str) -> None:
     maps = LogitMaps(LogitMap(0.5, 4.0))
     full = LossCase(divergence=divergence, temperature=temperature, z_loss=1e-2, maps=maps)
     check_sparse(SparseCase(full, tail=tail), FP32, "triton")
+
+
+@INTERPRETED
+def test_triton_sampled() -> None:
+    check_sparse(SparseCase(LossCase(temperature=2.0, z_loss=1e-2), sampled=True), FP32, "triton")
 
 
 def rows_of(n: int = 6, vocab: int = 31) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
