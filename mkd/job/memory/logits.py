@@ -19,9 +19,9 @@ from mkd.xtoken.loss.group_size import (
 FP32_COPIES = {"p_kl": 11, "gold": 9, "gold_relaxed": 9}
 """fp32 tensors of a group, of at most 192 MiB each, at the peak of the cross-tokenizer losses in plain torch;
 derived from the peaks in docs/benchmarks.md."""
-TYPICAL_FUSED_SHARE = 0.65
-"""Peak of p_kl and gold in Triton relative to a group in which each token is a text chunk of its own; from the peaks in
-docs/benchmarks.md, with 1.3 tokens per text chunk."""
+TYPICAL_FUSED_SHARE = 0.74
+"""Peak of p_kl and gold in Triton relative to a group in which each token is a text chunk of its own; derived from the
+peaks in docs/benchmarks.md, with 1.3 tokens per text chunk."""
 
 
 def shard_of(args: Namespace) -> int:

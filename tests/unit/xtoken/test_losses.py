@@ -76,20 +76,37 @@ def test_high_temperatures(kind: str, divergence: str, temperature: float) -> No
 
 
 @INTERPRETED
-@pytest.mark.parametrize("kind", ["partition_kl", "p_kl", "gold"])
-@pytest.mark.parametrize("divergence, temperature", [("forward_kl", 1.0), ("jsd", 2.0), ("forward_kl", 100.0)])
+@pytest.mark.parametrize(
+    "kind, divergence, temperature",
+    [
+        ("partition_kl", "forward_kl", 1.0),
+        ("partition_kl", "jsd", 2.0),
+        ("partition_kl", "forward_kl", 100.0),
+        ("p_kl", "jsd", 2.0),
+        ("gold", "jsd", 2.0),
+        *(pytest.param(kind, "forward_kl", 1.0, marks=pytest.mark.slow) for kind in ("p_kl", "gold")),
+        ("p_kl", "forward_kl", 100.0),
+        ("gold", "forward_kl", 100.0),
+    ],
+)
 def test_triton(kind: str, divergence: str, temperature: float) -> None:
     check(XTokenCase(kind, divergence, temperature, z_loss=1e-2, length=12), FP32, "triton")
 
 
+MAPPED = {"maps": LogitMaps(LogitMap(0.5, 4.0), LogitMap(1.7, 3.0)), "temperature": 2.0, "divergence": "reverse_kl"}
+ALL_COMMON = {"common": 29, "student_vocab": 31, "teacher_vocab": 29, "with_ce": False, "chunk_rows": None}
+
+
 @INTERPRETED
-@pytest.mark.parametrize("kind", ["p_kl", "gold"])
 @pytest.mark.parametrize(
-    "changes",
+    "kind, changes",
     [
-        {"maps": LogitMaps(LogitMap(0.5, 4.0), LogitMap(1.7, 3.0)), "temperature": 2.0, "divergence": "reverse_kl"},
-        {"common": 29, "student_vocab": 31, "teacher_vocab": 29, "with_ce": False, "chunk_rows": None},
-        {"masked": "chunks"},
+        ("p_kl", MAPPED),
+        pytest.param("gold", MAPPED, marks=pytest.mark.slow),
+        pytest.param("p_kl", ALL_COMMON, marks=pytest.mark.slow),
+        ("gold", ALL_COMMON),
+        ("p_kl", {"masked": "chunks"}),
+        ("gold", {"masked": "chunks"}),
     ],
     ids=str,
 )
