@@ -10,8 +10,8 @@ from mkd.config.loss_spec import LossSpec
 from mkd.losses.divergences import DIVERGENCES
 from mkd.losses.inputs import KernelContext, TokenWeights, loss_chunks, statistics_dtype
 from mkd.losses.kernels.interface import Chunk, Kernels
-from mkd.losses.kernels.select import choose
-from mkd.losses.kernels.sparse import sparse_kernels, with_top_columns
+from mkd.losses.kernels.select import choose, sparse_kernels
+from mkd.losses.kernels.sparse import with_top_columns
 from mkd.losses.output import LossOutput
 from mkd.losses.sparse.statistics import sparse_terms
 from mkd.losses.sparse.teacher import SparseTarget, SparseTeacher, Tail

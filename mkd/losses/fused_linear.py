@@ -31,8 +31,8 @@ from mkd.losses.inputs import (
     tempered_dtype,
 )
 from mkd.losses.kernels.interface import Chunk, Kernels
-from mkd.losses.kernels.select import choose
-from mkd.losses.kernels.sparse import sparse_kernels, with_top_columns
+from mkd.losses.kernels.select import choose, sparse_kernels
+from mkd.losses.kernels.sparse import with_top_columns
 from mkd.losses.options import LossOptions
 from mkd.losses.output import LossOutput
 from mkd.losses.reference.linear import dense_divergence, linear_loss, sparse_divergence

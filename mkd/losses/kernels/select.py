@@ -7,6 +7,7 @@ from functools import cache
 import torch
 
 from mkd.losses.kernels.interface import Kernels
+from mkd.losses.kernels.sparse import SparseKernels
 
 
 def resolve(implementation: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -41,6 +42,17 @@ def choose(implementation: str, device: torch.device, dtype: torch.dtype, needs_
     from mkd.losses.kernels import eager
 
     return eager
+
+
+def sparse_kernels(base: Kernels) -> SparseKernels:
+    """The passes beside a sparse teacher, by the implementation of `base`."""
+    from mkd.losses.kernels import eager
+
+    if base is eager:
+        return SparseKernels(base)
+    from mkd.losses.kernels.triton_sparse import TritonSparseKernels
+
+    return TritonSparseKernels(base)
 
 
 def _triton_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from mkd.losses.divergences import DIVERGENCES, weighted
 from mkd.losses.inputs import KernelContext, TokenWeights
-from mkd.losses.kernels import eager
 from mkd.losses.kernels.interface import Chunk, Kernels, TailCoeffs
 from mkd.losses.sparse.columns import TopColumns
 from mkd.losses.sparse.statistics import SparseGradCoeffs, SparseSoftmaxes
@@ -111,15 +110,6 @@ class SparseKernels:
             sums = self.divergence_stats(chunk, merged, context)
         self.write_gradient(chunk._replace(tokens=weighted), merged, as_one_shard(sums), context, out)
         return stats, sums
-
-
-def sparse_kernels(base: Kernels) -> SparseKernels:
-    """The passes beside a sparse teacher, by the implementation of `base`."""
-    if base is eager:
-        return SparseKernels(base)
-    from mkd.losses.kernels.triton_sparse import TritonSparseKernels
-
-    return TritonSparseKernels(base)
 
 
 def with_top_columns(chunk: Chunk, context: KernelContext) -> Chunk:
