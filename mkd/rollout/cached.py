@@ -168,8 +168,8 @@ class _Writer:
     attention: CachedAttention
     parts: list[_Slots]
     choose: NextToken
-    step: Callable[[], Tensor] | None = None
-    """One forward pass of all parts; None before the first."""
+    graph: Callable[[], Tensor] | None = None
+    """`_pass` as a CUDA graph; None before the first pass, and where it cannot be captured."""
 
     @classmethod
     def of(
@@ -237,11 +237,10 @@ class _Writer:
     def _burst(self, passes: int) -> None:
         """Write this number of tokens of every text."""
         found = []
-        if self.step is None:
-            found.append(self._pass().clone())
-            self.step = captured(self._pass) if can_capture(self.chunks, self.groups) else self._pass
-        while len(found) < passes:
-            found.append(self.step().clone())
+        for _ in range(passes):
+            found.append((self.graph or self._pass)().clone())
+            if self.graph is None and can_capture(self.chunks, self.groups):
+                self.graph = captured(self._pass)
         for number, part in enumerate(self.parts):
             part.record([tokens[number] for tokens in torch.stack(found).tolist()], self.options)
 

@@ -11,12 +11,13 @@ from mkd.distributed.groups import Groups
 
 def can_capture(chunks: Sequence[nn.Module], groups: Groups) -> bool:
     """True on a GPU, unless the host takes part in the forward pass: pipeline stages exchange messages by its order,
-    it reads the number of tokens of each expert, and FP8 keeps maxima of earlier passes."""
+    it reads the number of tokens of each expert, and FP8 keeps maxima of earlier passes. Collectives of tensor
+    parallelism could be captured; they are not, since it has not been tested on several GPUs."""
     config = get_model_config(chunks[0])
     return (
         torch.cuda.is_available()
         and next(chunks[0].parameters()).is_cuda
-        and groups.pp.size() == 1
+        and groups.mp.size() == 1
         and not config.num_moe_experts
         and not config.fp8
         and not config.fp4
@@ -26,9 +27,9 @@ def can_capture(chunks: Sequence[nn.Module], groups: Groups) -> bool:
 def captured(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """A function that computes what `compute` does, from the same tensors, and always returns the same output tensor.
 
-    `compute` has run before, so that kernels are compiled, communicators exist and parameters are gathered. The graph
-    holds the addresses of the parameters, and lives for one rollout. Errors of other threads do not end the capture:
-    NCCL's watchdog reads events meanwhile.
+    `compute` has run before, so that kernels are compiled and parameters are gathered. The graph holds the addresses of
+    the parameters, and lives for one rollout. Calls of other threads do not end the capture: NCCL's watchdog reads
+    events meanwhile.
     """
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
