@@ -97,10 +97,28 @@ def test_top_k_targets(gloo_pool: GetPool, services: Callable[..., Service], nam
     ranks, student, models, own = (TABLE | MORE)[name]
     models = replace(models, top_k=8)
     served = replace(models, served=(address(services(own)),), ahead=1, targets="top_k")
-    seen, truth = Outcome.of(gloo_pool, ranks, student, served, run=served_run), in_process(gloo_pool, ranks, student, models, own)
+    seen = Outcome.of(gloo_pool, ranks, student, served, run=served_run)
+    assert_same_top_k(seen, in_process(gloo_pool, ranks, student, models, own))
+
+
+def assert_same_top_k(seen: Outcome, truth: Outcome) -> None:
+    """The same, but for what is computed from the whole distribution."""
     kept = [{name: report[name] for name in own} for report, own in zip(truth.reports, seen.reports, strict=True)]
-    assert set().union(*truth.reports) - set().union(*seen.reports) == {"teacher_entropy"}
+    missing = set().union(*truth.reports) - set().union(*seen.reports)
+    assert {name.partition("_")[0] for name in missing} == {"teacher"} and all("entropy" in name for name in missing)
     assert_same(seen, replace(truth, reports=kept))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["select", "both"])
+def test_top_k_targets_of_several_teachers(
+    gloo_pool: GetPool, services: Callable[..., Service], how: str
+) -> None:
+    student, models = Layout(tp=2, sp=True), replace(TEXT, top_k=8, **{how: True})
+    addresses = tuple(address(services(ONE, replace(TEXT, salt=salt))) for salt in "AB")
+    served = replace(models, served=addresses, ahead=1, targets="top_k")
+    seen = Outcome.of(gloo_pool, 2, student, served, run=served_run)
+    assert_same_top_k(seen, in_process(gloo_pool, 2, student, models, ONE))
 
 
 @pytest.mark.slow

@@ -431,7 +431,8 @@ def _served_teacher(layout: Layout, models: Models, groups: Groups) -> ServedTea
     teachers = tuple(spec.build(groups) for spec in specs)
     if len(teachers) == 1:
         return teachers[0]
-    return TeacherEnsemble(teachers, (1.0, 1.0) if models.select else (0.4, 1.5), selecting=models.select)
+    weights = (1.0, 1.0) if models.select else (0.4, 0.6) if models.both else (0.4, 1.5)
+    return TeacherEnsemble(teachers, weights, selecting=models.select)
 
 
 def build_model_teacher(
