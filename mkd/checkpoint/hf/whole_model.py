@@ -4,8 +4,8 @@ A checkpoint holds the text model alone. `hf_assets` names the folder that the t
 other tensors there and checks that it is the same folder.
 """
 
+import os
 from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,7 +60,7 @@ class WholeModel:
         path, fingerprint = stored.get("folder"), stored.get("fingerprint")
         if not isinstance(path, str) or not isinstance(fingerprint, str):
             raise checkpoint.error(f"{record.parent.name}/{WHOLE_MODEL} has no folder and fingerprint: {remedy}")
-        if base is None and not Path(path).is_dir():
+        if base is None and not os.path.isdir(path):  # False for what is no path, too
             raise checkpoint.error(f"it is {what} in {path}, which is not there any more: {remedy}")
         folder = HFFolder(base or path, checkpoint.flag if base is None else "--base")
         if (found := folder.fingerprint()) != fingerprint:

@@ -186,6 +186,9 @@ def test_export_without_the_folder(checkpoint: Path, saved: dict[str, Path], tmp
 
     record.write_text(json.dumps(stored | {"folder": str(tmp_path / "gone")}))
     fails(r"text model of a Gemma3ForConditionalGeneration in .*gone, which is not there any more: give the folder")
+    for path in ("x" * 5000, "a\0b"):
+        record.write_text(json.dumps(stored | {"folder": path}))
+        fails("which is not there any more")
     fails("fingerprint", base=str(saved["mistral3"]))
     arguments = ["export", "--load", str(copy), "--hf", str(tmp_path / "given"), "--base", str(saved["gemma3"])]
     assert convert.main(arguments) == 0
