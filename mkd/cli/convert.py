@@ -49,8 +49,12 @@ def export_command(args: argparse.Namespace) -> None:
         if args.merge or (args.base is not None and stored_architecture(folder) is None):
             flag = "--merge" if args.merge else "--base"
             raise MkdConfigError(f"--load {args.load} holds whole weights and no adapters: leave {flag} out")
-        export_hf(folder, args.hf, dtype, architecture=args.architecture, base=args.base)
+        export_hf(folder, args.hf, dtype, architecture=args.architecture, base=args.base, mtp=args.mtp)
     else:
+        if args.mtp is not None:
+            raise MkdConfigError(
+                f"--mtp {args.mtp} is for whole weights, --load {args.load} holds adapters: leave it out"
+            )
         (export_merged if args.merge else export_peft)(folder, args.hf, dtype, args.base)
     print(f"wrote {args.hf} from {folder.iteration_dir}")
 
@@ -134,6 +138,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--base",
         metavar="HF_DIR",
         help="folder of the weights under the adapters, or of a vision-language model (default: that of the training)",
+    )
+    exporter.add_argument(
+        "--mtp",
+        metavar="HF_DIR",
+        help="folder from which heads for multi-token prediction (tensors mtp.*) are copied, unchanged (default: none)",
     )
     exporter.set_defaults(command=export_command)
     inspector = commands.add_parser("inspect", help="print the content of a folder")

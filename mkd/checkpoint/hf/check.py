@@ -64,13 +64,18 @@ def check_tensors(folder: HFFolder, family: Family) -> None:
             )
 
 
+def left_out_names(folder: HFFolder, family: Family) -> list[str]:
+    """Names of a folder's tensors that are weights of heads for multi-token prediction."""
+    return [name for name in folder.tensors if family.left_out and name.startswith(family.left_out)]
+
+
 def report_left_out(folder: HFFolder, family: Family) -> None:
     """Print which weights of a folder are not read, and thus are in no export."""
-    names = [name for name in folder.tensors if family.left_out and name.startswith(family.left_out)]
+    names = left_out_names(folder, family)
     if names:
         logger.info(
             f"{folder.path}: {len(names)} tensors {' and '.join(f'{start}*' for start in family.left_out)} (heads for "
-            "multi-token prediction) are left out, as transformers does; an export does not have them"
+            "multi-token prediction) are left out, as transformers does; mkd convert export --mtp copies them"
         )
 
 

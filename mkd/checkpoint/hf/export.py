@@ -16,6 +16,7 @@ from mkd.checkpoint.hf.families import FAMILIES, Family, family_by_name, family_
 from mkd.checkpoint.hf.families.vision_language import vision_language_of
 from mkd.checkpoint.hf.folder import ASSET_FILES
 from mkd.checkpoint.hf.model_card import model_card
+from mkd.checkpoint.hf.prediction_heads import PredictionHeads
 from mkd.checkpoint.hf.tables import Axes, Item
 from mkd.checkpoint.hf.whole_model import WholeModel, stored_config
 from mkd.checkpoint.hf.writer import (
@@ -44,6 +45,7 @@ def export_hf(
     flag: str = "--hf",
     architecture: str | None = None,
     base: str | None = None,
+    mtp: str | None = None,
 ) -> None:
     """Write the model of a Megatron checkpoint as a Hugging Face folder that `transformers` loads.
 
@@ -51,7 +53,8 @@ def export_hf(
     generation config and tokenizer come from the checkpoint's `hf_assets` folder. Without that folder, config.json is
     made from the stored arguments, for the given `architecture` or for the first one that fits, and there is no
     tokenizer. The vision tower of a vision-language model is copied from `base`, by default the folder that the
-    training began with. The folder appears under its name when it is complete.
+    training began with. Heads for multi-token prediction are copied from the folder `mtp`, if it is given. The folder
+    appears under its name when it is complete.
 
     Raises:
         MkdCheckpointError: `out` (given by `flag`) is in use, the model fits no known Hugging Face architecture, a
@@ -60,7 +63,7 @@ def export_hf(
     """
     check_output(out, flag)
     folder.check_content()
-    export = HFExport(folder, dtype, architecture, base)
+    export = HFExport(folder, dtype, architecture, base, mtp)
     with StagedFolder(out, flag) as staged, ByteProgress(f"writing {out}", plan_bytes(export.plan)) as progress:
         export.write(staged.path, on_bytes=progress.advance, name=staged.final.name)
 
@@ -74,6 +77,7 @@ class HFExport:
         dtype: torch.dtype | None = None,
         architecture: str | None = None,
         base: str | None = None,
+        mtp: str | None = None,
     ) -> None:
         """Check the checkpoint and plan the tensors. No weight is read. Raises `MkdCheckpointError` as `export_hf`."""
         folder.check_whole()
@@ -85,6 +89,9 @@ class HFExport:
         plan = self._source.plan(dtype)
         self.plan = plan if self._whole is None else self._whole.plan(plan)
         """Names of the folder's files."""
+        self._heads = None if mtp is None else PredictionHeads.of_folder(mtp, family, args)
+        if self._heads is not None:
+            self.plan = {**self.plan, **self._heads.plan(dtype)}
         self._text_names = {name if self._whole is None else self._whole.stored(name): name for name in plan}
 
     def write(
@@ -124,6 +131,8 @@ class HFExport:
             yield stored[text], tensor
         if self._whole is not None:
             yield from self._whole.carried(set(names))
+        if self._heads is not None:
+            yield from self._heads.read(set(names))
 
     def _config_of(self, dtype: torch.dtype) -> dict[str, Any]:
         return config_with_dtype(self._config, dtype) if self._whole is None else self._whole.config(dtype)

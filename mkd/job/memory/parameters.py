@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
 
-from mkd.checkpoint.hf.delta_net import linear_layers
+from mkd.checkpoint.hf.families.delta_net import linear_layers
 from mkd.job.memory.stage_layers import chunks_of_stage
 from mkd.models.gated_delta_net import VARIANT
 from mkd.models.layer_options import AROUND, LayerOptions

@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from mkd.checkpoint.hf.check import check_tensors, read_architecture
+from mkd.checkpoint.hf.export import export_hf
 from mkd.checkpoint.hf.folder import INDEX, WEIGHTS, HFFolder
+from mkd.checkpoint.hf.import_ import import_hf
+from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.checkpoint.source import ModelSource
 from mkd.errors import MkdCheckpointError
 from tests.support.hf_folders import add_tokenizer, change_json, change_weights, make_llama, make_model, read_weights
@@ -355,3 +358,25 @@ def test_prediction_heads_are_left_out(tmp_path, capsys):
     change_weights(llama, {"mtp.fc.weight": torch.zeros(48, 96)})
     with pytest.raises(MkdCheckpointError, match=r"tensor mtp.fc.weight is not part of LlamaForCausalLM"):
         ModelSource.from_hf(str(llama), "--kd-teacher-hf")
+
+
+def test_export_copies_prediction_heads(tmp_path):
+    heads = {"mtp.fc.weight": torch.randn(48, 96), "mtp.layers.0.mlp.up_proj.weight": torch.randn(72, 48)}
+    folder = make_model(tmp_path / "qwen", **HYBRID_MODELS["qwen3.5"])
+    change_weights(folder, heads)
+    import_hf(HFFolder(folder, "--hf"), tmp_path / "megatron")
+    stored = MegatronFolder(tmp_path / "megatron", "--load")
+    export_hf(stored, tmp_path / "without")
+    assert read_weights(folder).keys() - read_weights(tmp_path / "without").keys() == heads.keys()
+    export_hf(stored, tmp_path / "with", mtp=str(folder))
+    before, after = read_weights(folder), read_weights(tmp_path / "with")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    narrow = make_model(tmp_path / "narrow", **HYBRID_MODELS["qwen3.5"] | {"hidden_size": 60})
+    for other, words in (
+        (tmp_path / "without", "there are no heads for multi-token prediction"),
+        (narrow, "--hidden-size of its model is 60, that of the checkpoint 48"),
+        (make_llama(tmp_path / "llama"), "it is a LlamaForCausalLM, the checkpoint a Qwen3_5ForCausalLM"),
+    ):
+        with pytest.raises(MkdCheckpointError, match=f"--mtp .*{words}"):
+            export_hf(stored, tmp_path / "refused", mtp=str(other))
+    assert not (tmp_path / "refused").exists()

@@ -7,7 +7,7 @@ from typing import Any
 
 from mkd.checkpoint.hf.config_parts import ConfigPart
 from mkd.checkpoint.hf.config_reader import ConfigReader
-from mkd.checkpoint.hf.delta_net import delta_net_dims
+from mkd.checkpoint.hf.families.delta_net import delta_net_dims
 from mkd.checkpoint.hf.latent import latent_dims
 from mkd.checkpoint.hf.layouts import Dims
 from mkd.checkpoint.hf.tables import ATTENTION_OUT, MLP, MLP_NORM, QKV_WEIGHT, Entry, Item

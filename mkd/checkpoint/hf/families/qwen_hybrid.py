@@ -15,7 +15,7 @@ from mkd.checkpoint.hf.config_parts import (
     experts,
     required,
 )
-from mkd.checkpoint.hf.delta_net import DELTA_NET, JOINED_PROJECTION, SEPARATE_PROJECTIONS, hybrid_attention
+from mkd.checkpoint.hf.families.delta_net import DELTA_NET, JOINED_PROJECTION, SEPARATE_PROJECTIONS, hybrid_attention
 from mkd.checkpoint.hf.families.family import DENSE, MIXTURE, Family, but
 from mkd.checkpoint.hf.families.mixtures import NUM_EXPERTS, SHARED_EXPERT_LAYER
 from mkd.checkpoint.hf.rope import PARTIAL_ROPE, ROPE
