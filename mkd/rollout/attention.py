@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from torch import Tensor, nn
 
 from mkd.rollout.cache_attention import ScoreOptions, attend_reference
@@ -32,7 +33,6 @@ def reason_against_cache(args: Namespace) -> str | None:
         "multi-token prediction": bool(args.mtp_num_layers),
         f"attention variant {args.experimental_attention_variant}": args.experimental_attention_variant is not None,
         "--flash-decode": args.flash_decode,
-        "fused rotary embeddings of latent attention": args.multi_latent_attention and args.apply_rope_fusion,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -99,16 +99,23 @@ def cached_attention(chunks: Sequence[nn.Module], length: int) -> Iterator[Cache
     state = CachedAttention(length)
     modules = [module for chunk in chunks for module in chunk.modules()]
     ropes = [module for module in modules if isinstance(module, RotaryEmbedding)]
-    cores = [module.core_attention for module in modules if isinstance(module, Attention)]
+    attentions = [module for module in modules if isinstance(module, Attention)]
+    cores = [module.core_attention for module in attentions]
+    # The fused rope of latent attention reads tables of its own, in the order of the positions.
+    fused = [one.config for one in attentions if isinstance(one, MultiLatentAttention) and one.config.apply_rope_fusion]
     for rope in ropes:
         rope.forward = _angles(rope.forward, state)
     for core in cores:
         core.forward = _attention(core, core.forward, state)
+    for config in fused:
+        config.apply_rope_fusion = False
     try:
         yield state
     finally:
         for module in (*ropes, *cores):
             del module.forward  # the method of the class again
+        for config in fused:
+            config.apply_rope_fusion = True
 
 
 def _angles(forward: Any, state: CachedAttention) -> Any:

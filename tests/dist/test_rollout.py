@@ -107,10 +107,13 @@ def written(
             chunks = build_from_arguments(read_architecture(folder)[1], ep if "moe" in name else 1)
             load_hf_weights(chunks, folder)
             chunks[0].config.overlap_p2p_comm = False  # as megatron's checks set it without virtual stages
+            if engine == "cached" and "latent" in name:
+                chunks[0].config.apply_rope_fusion = True  # which has no kernel on CPU
             options = decoding(end_tokens=frozenset() if end is None else frozenset({end}))
             chunks[0].train()
             found[name] = texts_of(chunks, PROMPTS, options, engine)
             assert chunks[0].training
+            assert chunks[0].config.apply_rope_fusion == (engine == "cached" and "latent" in name)
     return found
 
 
