@@ -138,7 +138,7 @@ _ATTENTION = (
     *_alike(_MEANING | _ADOPTED, "attention_softcap logit_softcap local_rotary_base softmax_scale"),
     *_alike(_SHAPE, "add_qkv_bias"),
     *_alike(_SHAPE | _ADOPTED, "attention_output_bias"),
-    *_alike(_MEANING | _ADOPTED, "residual_multiplier"),
+    *_alike(_MEANING | _ADOPTED, "residual_multiplier norms_with_rope_only distant_attention"),
     *_alike(_MEANING | _ADOPTED, "latent_norm_epsilon"),
     *_alike(_MEANING | _ADOPTED, "window_size window_attn_skip_freq softmax_type"),
     *_alike(_ADOPTED, "qk_l2_norm attention_output_gate no_rope_freq"),

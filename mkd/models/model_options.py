@@ -49,6 +49,11 @@ class ModelOptions:
     normalized_single_expert: bool = False
     """True if the one expert of each token has the weight 1: its score divided by itself."""
 
+    norms_with_rope_only: bool = False
+    """True if layers without rope have no norms of queries and keys."""
+    distant_attention: Mapping[str, Any] | None = None
+    """Keys of config.json about attention beyond the model's positions, which the model does not compute."""
+
     @classmethod
     def of(cls, args: Namespace) -> "ModelOptions":
         """The options of a model, from its Megatron arguments."""
@@ -80,6 +85,10 @@ class ModelOptions:
             if self.rope_frequencies is not None:
                 rope = chunk.rotary_pos_emb
                 rope.inv_freq = scaled_frequencies(rope.inv_freq, self.rope_frequencies)
+            if self.norms_with_rope_only and chunk.config.no_rope_freq:
+                for layer in chunk.decoder.layers:
+                    if chunk.config.no_rope_freq[layer.layer_number - 1]:
+                        layer.self_attention.q_layernorm = layer.self_attention.k_layernorm = None
             if self.residual_multiplier is not None:
                 for layer in chunk.decoder.layers:
                     for linear in (layer.self_attention.linear_proj, layer.mlp.linear_fc2):

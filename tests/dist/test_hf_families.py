@@ -206,7 +206,7 @@ ALIKE = {
     "gemma2, no softcaps, full attention",
     "gemma3, linear rope in full layers",
     "qwen3.5 moe",
-    *(NEAR_MODELS.keys() - {"llama, biases", "smollm3"}),
+    *(NEAR_MODELS.keys() - {"llama, biases", "smollm3", "llama 4"}),
 }
 """Models with the tensors of another one and another configuration, which does not depend on the layout."""
 

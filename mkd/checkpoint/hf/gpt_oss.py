@@ -41,7 +41,9 @@ def _alternate(full: Tensor) -> Tensor:
     return torch.stack(full.chunk(2), dim=1).flatten(0, 1)
 
 
-def _layout(shard: Callable[[Tensor, Dims, TensorShard], Tensor], split: Callable[[Tensor], Tensor]) -> Layout:
+def expert_layout(shard: Callable[[Tensor, Dims, TensorShard], Tensor], split: Callable[[Tensor], Tensor]) -> Layout:
+    """The layout of a parameter of an expert from the functions on its whole tensor in the folder."""
+
     def shard_of(reads: Sequence[Read], dims: Dims, own: TensorShard, shape: tuple[int, ...]) -> Tensor:
         return shard(reads[0](None, None), dims, own)
 
@@ -49,9 +51,9 @@ def _layout(shard: Callable[[Tensor, Dims, TensorShard], Tensor], split: Callabl
 
 
 # The folder's tensors of one expert: [hidden, gate and up], [gate and up], [ffn, hidden], [hidden]
-_EXPERT_GATE_UP = _layout(lambda t, dims, own: _gate_up(t.T, dims, own), lambda full: _alternate(full).T)
-_EXPERT_GATE_UP_BIAS = _layout(_gate_up, _alternate)
-_EXPERT_DOWN = _layout(lambda t, dims, own: t.T[:, own.of(dims.moe_ffn)], lambda full: full.T)
+_EXPERT_GATE_UP = expert_layout(lambda t, dims, own: _gate_up(t.T, dims, own), lambda full: _alternate(full).T)
+_EXPERT_GATE_UP_BIAS = expert_layout(_gate_up, _alternate)
+TRANSPOSED_EXPERT_DOWN = expert_layout(lambda t, dims, own: t.T[:, own.of(dims.moe_ffn)], lambda full: full.T)
 
 _MG, _HF = "decoder.layers.{layer}.", "model.layers.{layer}."
 
@@ -81,6 +83,6 @@ BIASED_MIXTURE = (
     _expert(
         "linear_fc1.bias", "gate_up_proj_bias", ("expert_gate_and_up",), ("expert_gate_and_up",), _EXPERT_GATE_UP_BIAS
     ),
-    _expert("linear_fc2.weight", "down_proj", ("hidden", "moe_ffn"), ("moe_ffn", "hidden"), _EXPERT_DOWN),
+    _expert("linear_fc2.weight", "down_proj", ("hidden", "moe_ffn"), ("moe_ffn", "hidden"), TRANSPOSED_EXPERT_DOWN),
     _expert("linear_fc2.bias", "down_proj_bias", ("hidden",), ("hidden",), REPLICATED),
 )

@@ -227,13 +227,15 @@ def latent_dims(args: Arguments) -> dict[str, int]:
     }
 
 
-def _is_mixture(args: Mapping[str, Any], layer: int | None) -> bool:
+def is_mixture(args: Mapping[str, Any], layer: int | None) -> bool:
+    """True if the layer has experts."""
     every = args["moe_layer_freq"]
     return every[layer] == 1 if isinstance(every, list) else True
 
 
-def _is_dense(args: Mapping[str, Any], layer: int | None) -> bool:
-    return not _is_mixture(args, layer)
+def is_dense(args: Mapping[str, Any], layer: int | None) -> bool:
+    """True if the layer has an MLP."""
+    return not is_mixture(args, layer)
 
 
 _MG, _HF = "decoder.layers.{layer}.", "model.layers.{layer}."
@@ -278,23 +280,23 @@ _EXPERT_BIAS = Entry(
     REPLICATED,
     in_fp32=True,
 )
-_MLP_NORM = Entry(
+MLP_OR_MOE_NORM = Entry(
     _MG + "pre_mlp_layernorm.weight",
     {_HF + "post_attention_layernorm.weight": ("hidden",)},
     REPLICATED,
     aliases=(_MG + "mlp.linear_fc1.layer_norm_weight",),
     stored=(_MG + "pre_mlp_layernorm.weight", _MG + "mlp.linear_fc1.layer_norm_weight"),
 )
-LATENT_DENSE_LAYER = (_MLP_NORM, *MLP)
+LATENT_DENSE_LAYER = (MLP_OR_MOE_NORM, *MLP)
 
 
 def dense_then_mixture(*router: Entry) -> tuple[Entry, ...]:
     """Tables of dense layers and of mixtures with shared experts, with further parameters of the router."""
     experts = mixture("mlp.", "gate_proj", "up_proj", "down_proj")
     return (
-        _MLP_NORM,
-        *(replace(entry, where=_is_dense) for entry in MLP),
-        *(replace(entry, where=_is_mixture) for entry in (*experts, *router, *shared_experts("shared_experts"))),
+        MLP_OR_MOE_NORM,
+        *(replace(entry, where=is_dense) for entry in MLP),
+        *(replace(entry, where=is_mixture) for entry in (*experts, *router, *shared_experts("shared_experts"))),
     )
 
 

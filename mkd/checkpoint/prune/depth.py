@@ -151,6 +151,8 @@ class PrunableTeacher:
         for key in ("layer_types", "mlp_layer_types", "no_rope_layers"):
             if (kinds := getattr(known.from_dict(self.folder.config), key, None)) is not None:
                 config[key] = [kinds[layer] for layer in layers]
+        if (mixtures := getattr(known.from_dict(self.folder.config), "moe_layers", None)) is not None:
+            config["moe_layers"] = [number for number, layer in enumerate(layers) if layer in mixtures]
         if dense := config.get("first_k_dense_replace"):
             config["first_k_dense_replace"] = sum(layer < dense for layer in layers)
         if dims != self.dims:

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from mkd.checkpoint.hf.families import FAMILIES, family_of
+from mkd.checkpoint.hf.families.llama4 import LLAMA4
 from mkd.errors import MkdCheckpointError
 from mkd.models.model_options import attention_factor, scaled_frequencies
 
@@ -135,6 +136,8 @@ BASES = {
     "granite": COMMON | GRANITE,
     "youtu": COMMON | LATENT,
     "qwen2_moe": COMMON | EXPERTS | {"num_experts": 4, "head_dim": ABSENT, "shared_expert_intermediate_size": 8},
+    "llama4_text": COMMON
+    | {"intermediate_size_mlp": 28, "num_local_experts": 4, "num_experts_per_tok": 1, "no_rope_layer_interval": 2},
     "olmoe": COMMON | {"head_dim": 6, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True},
     "deepseek_v2": COMMON
     | EXPERTS
@@ -279,6 +282,16 @@ ATTENTION_SPELLINGS = {
     "layer_types null": {"sliding_window": 3, "layer_types": None},
     "layer_types too short": {"sliding_window": 3, "layer_types": ["full_attention"]},
     "chunked layers": {"layer_types": ["chunked_attention"] * 2, "attention_chunk_size": 3},
+    "chunks": {"attention_chunk_size": 3},
+    "chunks null": {"attention_chunk_size": None},
+    "chunks absent": {"attention_chunk_size": ABSENT},
+    "chunks in full layers": {"attention_chunk_size": 3, "layer_types": ["full_attention"] * 2},
+    "chunks and kinds of layers": {"attention_chunk_size": 3, "layer_types": ["chunked_attention", "full_attention"]},
+    "low temperature": {"floor_scale": 4, "attn_scale": 0.5},
+    "no temperature": {"floor_scale": 4, "attn_temperature_tuning": False},
+    "temperature absent": {"floor_scale": ABSENT, "attn_scale": ABSENT, "attn_temperature_tuning": ABSENT},
+    "floor 1": {"floor_scale": 1},
+    "no norms without weights": {"use_qk_norm": False, "no_rope_layers": [0, 1]},
     "head_dim absent": {"head_dim": ABSENT},
     "head_dim null": {"head_dim": None},
     "head_dim": {"head_dim": 4},
@@ -371,6 +384,13 @@ EXPERT_SPELLINGS = {
     "groups of experts absent": {"n_group": ABSENT, "topk_group": ABSENT},
     "scaling": {"routed_scaling_factor": 1.5},
     "scaling absent": {"routed_scaling_factor": ABSENT},
+    "every second layer a mixture": {"interleave_moe_layer_step": 2},
+    "mixtures listed": {"moe_layers": [1]},
+    "no mixtures": {"moe_layers": []},
+    "mixtures beyond the layers": {"moe_layers": [0, 5]},
+    "mixtures null": {"moe_layers": None, "interleave_moe_layer_step": 2},
+    "dense width absent": {"intermediate_size_mlp": ABSENT},
+    "two experts per token": {"num_experts_per_tok": 2},
     "no clip": {"clip_qkv": None},
     "clip": {"clip_qkv": 2.0},
     "three experts per token": {"num_experts_per_tok": 3, "n_group": 2, "topk_group": 2},
@@ -476,7 +496,7 @@ HYBRIDS = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
 GEMMAS = {"gemma2", "gemma3_text"}
 HAVE_GROUPS = {"deepseek_v3", "deepseek_v2", "glm4_moe", "dots1", "solar_open", "glm4_moe_lite"}
 HAVE_NUM_EXPERTS = {"olmoe", "qwen2_moe", "qwen3_next", "qwen3_5_moe_text"}
-HAVE_EXPERTS = {"qwen3_moe", "mixtral", "gpt_oss", *HAVE_NUM_EXPERTS, *HAVE_GROUPS}
+HAVE_EXPERTS = {"llama4_text", "qwen3_moe", "mixtral", "gpt_oss", *HAVE_NUM_EXPERTS, *HAVE_GROUPS}
 
 
 def spelled(family, change):
@@ -522,6 +542,7 @@ def facts_of_model(loaded, model):
         if hasattr(layer, "residual_multiplier")
         else [1.0] * 3,
         "router": router(loaded, model),
+        "llama 4": llama4_facts(loaded),
         "scales": scales(loaded, model),
     }
 
@@ -587,7 +608,9 @@ def router(config, model):
         if config.model_type in HAVE_NUM_EXPERTS
         else config.num_local_experts,
         "chosen": config.num_experts_per_tok,
-        "dense": [not hasattr(layer.mlp, "experts") for layer in model.model.layers],
+        "dense": [
+            not hasattr(getattr(layer, "mlp", None) or layer.feed_forward, "experts") for layer in model.model.layers
+        ],
         "normalized": not can_skip_normalization or bool(config.norm_topk_prob),
     }
     if config.model_type in HAVE_GROUPS:
@@ -630,7 +653,7 @@ def mkd_facts(config):
         "tied": tied,
         "eps": args.layernorm_epsilon,
         "activation": mkd_activation(family, args),
-        "windows": [window if sliding else None for sliding in layers],
+        "windows": chunks(args) if family is LLAMA4 else [window if sliding else None for sliding in layers],
         "frequencies": [round(value, 6) for value in frequencies],
         "rope scale": round(scale, 5),
         "softmax scale": round(softmax, 5) if layers else None,
@@ -638,13 +661,43 @@ def mkd_facts(config):
         "residual dropout": args.hidden_dropout,
         "rope": [not without for without in args.no_rope_freq or [0] * args.num_layers],
         # longrope: megatron's are those of the original length
-        "positions": (args.rope_frequencies or {}).get("max_position_embeddings", args.max_position_embeddings),
+        "positions": (args.rope_frequencies or args.distant_attention or {}).get(
+            "max_position_embeddings", args.max_position_embeddings
+        ),
         "factors": own_factors(args),
         "router": router_facts(family, args),
+        "llama 4": (
+            [args.qk_l2_norm and not none for none in args.no_rope_freq or [0] * args.num_layers],
+            args.max_position_embeddings,
+        )
+        if family is LLAMA4
+        else None,
         "scales": (args.logit_softcap, args.attention_softcap, args.mup_embedding_mult)
         if family.model_type in GEMMAS
         else None,
     }
+
+
+def chunks(args):
+    """Llama 4: see `window_of`."""
+    size = args.distant_attention["attention_chunk_size"] or TOKENS
+    seen = (TOKENS - 1) % size + 1 if size < TOKENS else None
+    return [seen if kind == "chunked_attention" else None for kind in args.distant_attention["layer_types"]]
+
+
+def llama4_facts(config):
+    """Layers with norms of queries and keys, and the number of tokens that all layers treat alike."""
+    if config.model_type != "llama4_text":
+        return None
+    norms = [bool(config.use_qk_norm and rope) for rope in config.no_rope_layers[: config.num_hidden_layers]]
+    limits = [config.max_position_embeddings]
+    if "chunked_attention" in config.layer_types[: config.num_hidden_layers]:
+        limits.append(config.attention_chunk_size)
+    positions = torch.arange(config.max_position_embeddings)
+    tuned = torch.log1p(torch.floor((positions + 1) / config.floor_scale)) * config.attn_scale
+    if config.attn_temperature_tuning and 0 in config.no_rope_layers[: config.num_hidden_layers] and tuned.any():
+        limits.append(int(tuned.nonzero()[0]))
+    return norms, min(limits)
 
 
 def mkd_activation(family, args):

@@ -290,6 +290,8 @@ def test_every_absent_key_has_the_default_of_transformers(family):
         config["hidden_act"] = "relu2"
     if family.model_type == "olmoe":
         config["head_dim"] = 8
+    if family.model_type == "llama4_text":
+        config["num_experts_per_tok"] = 1
     for key in ("rope_theta", "rope_scaling", "rope_parameters", "sliding_window", "norm_topk_prob"):
         config.pop(key, None)
     whole = CONFIG_MAPPING[family.model_type].from_dict(config).to_dict()
@@ -324,6 +326,10 @@ def test_gpt_oss_has_no_rope_by_default():
         ("Qwen3MoeForCausalLM", "num_experts_per_tok", 9),
         ("MixtralForCausalLM", "router_jitter_noise", 0.1),
         ("OlmoeForCausalLM", "clip_qkv", 8.0),
+        ("Llama4ForCausalLM", "num_experts_per_tok", 2),
+        ("Llama4ForCausalLM", "moe_layers", []),
+        ("Llama4ForCausalLM", "floor_scale", 1),
+        ("Llama4ForCausalLM", "layer_types", ["sliding_attention"] * 5),
         ("OlmoeForCausalLM", "attention_bias", True),
         ("OlmoeForCausalLM", "head_dim", 16),
     ],

@@ -109,10 +109,24 @@ DENSE_FIRST = {
     "head_dim": 8,
 }
 
+SOME_MIXTURES = {
+    "moe_layers": [0, 3],
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "intermediate_size_mlp": 40,
+    "intermediate_size": 24,
+}
+
 
 @pytest.mark.parametrize(
     ("model_type", "sizes"),
-    [("qwen2", {}), ("gpt_oss", WINDOWS), ("deepseek_v3", DENSE_FIRST), ("qwen3_5_text", {})],
+    [
+        ("qwen2", {}),
+        ("gpt_oss", WINDOWS),
+        ("deepseek_v3", DENSE_FIRST),
+        ("qwen3_5_text", {}),
+        ("llama4_text", SOME_MIXTURES),
+    ],
     ids=lambda v: str(v)[:9],
 )
 def test_layers_of_different_kinds(tmp_path, model_type, sizes):

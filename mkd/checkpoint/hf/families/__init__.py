@@ -40,6 +40,7 @@ from mkd.checkpoint.hf.families.family import Family
 from mkd.checkpoint.hf.families.gemma import GEMMA2, GEMMA3
 from mkd.checkpoint.hf.families.glm import GLM4
 from mkd.checkpoint.hf.families.granite import GRANITE
+from mkd.checkpoint.hf.families.llama4 import LLAMA4
 from mkd.checkpoint.hf.families.mixtures import (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
@@ -62,7 +63,7 @@ FAMILIES = (
     *(OLMO2, OLMO3, GEMMA2, GEMMA3, GLM4),
     *(MINISTRAL, CWM, SMOLLM3, SEED_OSS, ERNIE, HELIUM, GLM, ARCEE, YOUTU, GRANITE),
     *(QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE),
-    OLMOE,
+    *(OLMOE, LLAMA4),
     *(QWEN2_MOE, DEEPSEEK_V2, GLM4_MOE, DOTS1, SOLAR_OPEN, GLM4_MOE_LITE),
 )
 

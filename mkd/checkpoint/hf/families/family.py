@@ -148,6 +148,8 @@ DENSE: dict[str, Any] = {
     "latent_norm_epsilon": None,
     "attention_output_bias": None,
     "residual_multiplier": None,
+    "norms_with_rope_only": None,
+    "distant_attention": None,
     "softmax_scale": None,
     "use_mup": False,
     "num_experts": None,
