@@ -43,7 +43,7 @@ from mkd.train.step import ForwardStep
 
 EVENTS: dict[str, list[tuple[Any, str]]] = {
     "step": [(ForwardStep, "__call__")],
-    "write": [(cached, "_next_tokens")],
+    "write": [(cached._Writer, "_pass")],
     "score": [(OnlineTeacher, "signals")],
     "shard": [(filesystem_async, "_write_item")],
     "hf": [(WeightsWriter, "write")],
