@@ -70,8 +70,8 @@ SMOKE = {
     "iterations": 1,
 }
 LARGEST_ERROR = 1e-2
-"""Of gradients between two implementations that round them to bf16, relative to their norm. gold's sorted probabilities
-have many equal ones with bf16 logits, and either of two may have a sign."""
+"""Norm-relative difference of gradients between two implementations that round them to bf16. gold's sorted
+probabilities have many equal ones with bf16 logits, and either of two may have a sign."""
 MOST_TOKENS = 4
 """Largest number of tokens of a text chunk in either view."""
 

@@ -23,7 +23,7 @@ class GroupColumns(NamedTuple):
     """Vocabulary columns whose logits a group holds."""
 
     student: int
-    """Of this rank's shard."""
+    """Columns of the student's LM head on this rank."""
     teacher: int
     all_teacher: int
     """The teacher's of all ranks, over which p_kl sums projected probabilities."""
