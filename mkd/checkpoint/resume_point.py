@@ -27,7 +27,7 @@ import torch.distributed as dist
 from mkd.checkpoint.integrity import changed_files, find_damage
 from mkd.checkpoint.megatron_folder import TRACKER, TRACKER_BYTES, iteration_name, iteration_of, tracked_folder
 from mkd.checkpoint.ranks import gather_objects
-from mkd.config.megatron_arg_names import ArgRole, names_with
+from mkd.config.megatron_arg_names import ArgRole, comparable, names_with
 from mkd.config.run_state import RunState
 from mkd.errors import MkdCheckpointError, MkdConfigError
 from mkd.utils.atomic_files import rename, replacing
@@ -170,7 +170,8 @@ def check_same_job(args: Namespace, stored: Namespace, origin: str) -> None:
         if not hasattr(stored, name):
             continue
         there, here = getattr(stored, name), getattr(args, name, None)
-        if there != here and not (name == "vocab_size" and None in (there, here)):
+        is_same = comparable(name, vars(stored)) == comparable(name, vars(args))
+        if not is_same and not (name == "vocab_size" and None in (there, here)):
             flag = f"--{name.replace('_', '-')}"
             raise MkdCheckpointError(
                 f"{origin} is a checkpoint of another model: {flag} is {there} there and {here} in this job"

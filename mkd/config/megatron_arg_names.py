@@ -5,7 +5,7 @@ Every list of such names in mkd is a query on `ARGS`. A new argument of Megatron
 adopted with --use-checkpoint-args, or shared with the teacher.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Flag, auto
 from typing import Any
@@ -331,3 +331,45 @@ def values_without_student() -> dict[str, Any]:
 def labels() -> dict[str, str]:
     """Name -> label of the sizes that people are shown."""
     return {arg.name: arg.label for arg in ARGS.values() if arg.label is not None}
+
+
+_MOST_LAYERS = 1 << 16
+_MARKS_OF_LAYERS: Mapping[str, tuple[int, int, Any]] = {
+    "moe_layer_freq": (1, 0, 1),
+    "window_attn_skip_freq": (0, -1, _MOST_LAYERS),
+    "linear_attention_freq": (0, -1, None),
+    "no_rope_freq": (1, -1, _MOST_LAYERS),
+}
+"""Name -> (mark of every N-th layer in the list of all layers, remainder of the index of such a layer divided by N, N
+that stands for None). All other layers have 1 minus the mark."""
+
+
+def in_order(found: Iterable[str]) -> list[str]:
+    """Names in the order of the list, sizes first; unknown ones last."""
+    places = {name: place for place, name in enumerate(ARGS)}
+    return sorted(found, key=lambda name: (places.get(name, len(places)), name))
+
+
+def comparable(name: str, values: Mapping[str, Any]) -> Any:
+    """The value of an argument in the form in which two jobs are compared: equal values mean the same model.
+
+    Megatron has several spellings of some facts. Without --group-query-attention each head has keys and values of its
+    own, whatever the number in --num-query-groups is: 1 by default, and the number of heads once Megatron has counted
+    operations. Kinds of layers are a list, or a number N for every N-th layer.
+
+    Args:
+        name: of the argument.
+        values: the arguments of the job, by name.
+    """
+    value = values.get(name)
+    if name in ("num_query_groups", "group_query_attention"):
+        heads = values.get("num_attention_heads")
+        groups = values.get("num_query_groups") or heads if values.get("group_query_attention") else heads
+        return groups if name == "num_query_groups" else groups != heads
+    if name in _MARKS_OF_LAYERS:
+        layers = values.get("num_layers")
+        mark, remainder, every = _MARKS_OF_LAYERS[name]
+        every = every if value is None else value
+        if type(layers) is int and type(every) is int and 0 < layers < _MOST_LAYERS and every > 0:
+            return [mark if layer % every == remainder % every else 1 - mark for layer in range(layers)]
+    return value

@@ -19,7 +19,7 @@ from mkd.config.check_list import Check, run_checks
 from mkd.config.epochs import check_epochs
 from mkd.config.flags import flags_given
 from mkd.config.kd_config import KDConfig
-from mkd.config.megatron_arg_names import ARGS, ArgRole
+from mkd.config.megatron_arg_names import ARGS, ArgRole, comparable, in_order
 from mkd.config.megatron_checks import (
     check_attention_kernels,
     check_batch,
@@ -58,8 +58,14 @@ def adopt_architecture(args: Namespace, architecture: dict[str, Any], origin: st
         MkdConfigError: a flag on the command line contradicts the folder.
     """
     given = flags_given()
-    for name, value in architecture.items():
-        if name in given and getattr(args, name) != value:
+    own = {**architecture, **{name: getattr(args, name) for name in architecture if name in given}}
+    if "num_query_groups" in given:
+        own["group_query_attention"] = True
+    elif own.get("group_query_attention") and not architecture.get("group_query_attention"):
+        own["num_query_groups"] = args.num_query_groups
+    for name in in_order(architecture):
+        value = architecture[name]
+        if name in given and comparable(name, own) != comparable(name, architecture):
             if name in ARGS and ArgRole.RUN_CHOICE in ARGS[name].roles:
                 continue
             raise MkdConfigError(

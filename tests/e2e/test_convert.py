@@ -89,6 +89,20 @@ def test_export_without_assets_makes_the_config(folders, model, tmp_path):
     assert torch.equal(reference_logits(tmp_path / "out", TOKENS), reference_logits(original, TOKENS))
 
 
+@pytest.mark.parametrize("groups", [None, 1, 4])
+@pytest.mark.parametrize("has_assets", [True, False])
+def test_as_many_key_value_heads_as_heads(tmp_path, groups, has_assets):
+    # Megatron's default is 1, and it writes the number of heads there when it counts operations.
+    original = make_llama(tmp_path / "hf", num_attention_heads=4, num_key_value_heads=4)
+    import_hf(HFFolder(original, "--hf"), tmp_path / "megatron")
+    if not has_assets:
+        shutil.rmtree(tmp_path / "megatron" / "hf_assets")
+    folder = MegatronFolder(tmp_path / "megatron", "--load")
+    folder.args.num_query_groups = groups
+    export_hf(folder, tmp_path / "out")
+    assert torch.equal(reference_logits(tmp_path / "out", TOKENS), reference_logits(original, TOKENS))
+
+
 def test_dtypes(folders, tmp_path):
     original, _ = folders["untied fp32 in shards"]
     done = convert("import", "--hf", original, "--save", tmp_path / "megatron", "--dtype", "bf16", by_itself=True)

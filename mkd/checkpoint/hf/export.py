@@ -30,7 +30,7 @@ from mkd.checkpoint.hf.writer import (
 )
 from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.config.flags import default_arguments
-from mkd.config.megatron_arg_names import ArgRole, names_with
+from mkd.config.megatron_arg_names import ArgRole, comparable, in_order, names_with
 from mkd.errors import MkdCheckpointError
 from mkd.utils.progress import ByteProgress
 
@@ -159,9 +159,10 @@ def architecture_of(folder: MegatronFolder, name: str | None = None) -> tuple[Fa
         values = {**stored, "vocab_size": stored["vocab_size"] or stored["padded_vocab_size"]}
         family, config = _family_of_args(values, FAMILIES if name is None else (family_by_name(name),))
     args = family.megatron_args(config)
-    for argument in args.keys() - set(names_with(ArgRole.RUN_CHOICE)):
+    for argument in in_order(args.keys() - set(names_with(ArgRole.RUN_CHOICE))):
         actual = stored.get(argument)
-        if actual != args[argument] and not (argument == "vocab_size" and actual is None):
+        is_same = comparable(argument, stored) == comparable(argument, args)
+        if not is_same and not (argument == "vocab_size" and actual is None):
             raise folder.error(
                 f"the checkpoint was made with --{argument.replace('_', '-')} {actual}, its config.json has "
                 f"{args[argument]}"

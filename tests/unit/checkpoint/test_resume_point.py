@@ -1,5 +1,6 @@
 """Selection and repair of checkpoints: incomplete, corrupt and foreign folders, one kind of damage at a time."""
 
+import itertools
 import json
 import shutil
 from argparse import Namespace
@@ -294,6 +295,15 @@ def test_another_meaning_of_the_same_shapes() -> None:
         check_same_job(model(), model(rotary_base=500000), "--load X")
     check_same_job(model(finetune=True), model(rotary_base=500000), "--load X")
     check_same_job(model(), model(vocab_size=None), "--load X")
+
+
+def test_one_key_value_head_per_head_in_every_spelling() -> None:
+    heads = {"num_attention_heads": 4, "group_query_attention": False}
+    for there, here in itertools.product((None, 1, 4), repeat=2):
+        check_same_job(model(**heads, num_query_groups=here), model(**heads, num_query_groups=there), "--load X")
+    grouped = {"num_attention_heads": 4, "group_query_attention": True, "num_query_groups": 2}
+    with pytest.raises(MkdCheckpointError, match="--num-query-groups is 2 there and 1 in this job"):
+        check_same_job(model(**heads, num_query_groups=1), model(**grouped), "--load X")
 
 
 def test_another_teacher() -> None:

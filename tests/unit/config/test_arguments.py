@@ -3,7 +3,7 @@
 import itertools
 import sys
 from argparse import Namespace
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -115,6 +115,29 @@ def test_adopt_architecture_refuses_a_contradiction(monkeypatch, words, message)
     args = parsed(monkeypatch, *words)
     with pytest.raises(MkdConfigError, match=message):
         adopt_architecture(args, ARCHITECTURE, "--kd-student-hf S")
+
+
+HEADS = {"num_attention_heads": 4, "group_query_attention": False, "num_query_groups": None}
+GROUPS = {"num_attention_heads": 4, "group_query_attention": True, "num_query_groups": 2}
+
+
+@pytest.mark.parametrize(
+    "words, architecture, message",
+    [
+        (["--group-query-attention", "--num-query-groups", 4], HEADS, None),
+        (["--num-query-groups", 4], HEADS, None),
+        (["--num-query-groups", 2], HEADS, "--num-query-groups is 2, but S has None"),
+        (["--group-query-attention"], HEADS, "--group-query-attention is True, but S has False"),
+        (["--group-query-attention"], GROUPS, None),
+        (["--group-query-attention", "--num-query-groups", 2], GROUPS, None),
+        (["--group-query-attention", "--num-query-groups", 4], GROUPS, "--num-query-groups is 4, but S has 2"),
+    ],
+)
+def test_key_value_heads_in_every_spelling(monkeypatch, words, architecture, message):
+    args = parsed(monkeypatch, *words)
+    with pytest.raises(MkdConfigError, match=message) if message else nullcontext():
+        adopt_architecture(args, architecture, "S")
+        assert {name: getattr(args, name) for name in architecture} == architecture
 
 
 def test_dropout_is_the_choice_of_the_run(monkeypatch):

@@ -7,7 +7,15 @@ import pytest
 from megatron.training.arguments import add_megatron_arguments
 
 from mkd.config import megatron_arg_names as names
-from mkd.config.megatron_arg_names import ARGS, ArgRole, frozen_values, labels, names_with, values_without_student
+from mkd.config.megatron_arg_names import (
+    ARGS,
+    ArgRole,
+    comparable,
+    frozen_values,
+    labels,
+    names_with,
+    values_without_student,
+)
 from mkd.models.layer_options import LayerOptions
 from mkd.models.model_options import ModelOptions
 
@@ -74,3 +82,37 @@ def test_queries() -> None:
 def test_a_teacher_takes_no_value_of_the_student_that_shapes_weights() -> None:
     shared, weights = set(names_with(ArgRole.SHARED)), {*names_with(ArgRole.SHAPE), *names_with(ArgRole.MEANING)}
     assert not shared & weights and not frozen_values().keys() & (shared | weights)
+
+
+PLAIN = {"num_attention_heads": 6, "group_query_attention": False, "num_layers": 5}
+
+
+@pytest.mark.parametrize("name", ["num_query_groups", "group_query_attention"])
+def test_one_key_value_head_per_head_in_every_spelling(name: str) -> None:
+    spellings = [{"num_query_groups": groups} for groups in (None, 1, 6)]
+    spellings += [{"group_query_attention": True, "num_query_groups": groups} for groups in (None, 6)]
+    values = [comparable(name, {**PLAIN, **spelling}) for spelling in spellings]
+    assert values == [values[0]] * len(values)
+    assert comparable(name, {**PLAIN, "group_query_attention": True, "num_query_groups": 2}) != values[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "spellings", "other"),
+    [
+        ("moe_layer_freq", [1, [1] * 5], 2),
+        ("moe_layer_freq", [2, [1, 0, 1, 0, 1]], [0, 1, 0, 1, 0]),
+        ("window_attn_skip_freq", [None, 6, [1] * 5], 5),
+        ("window_attn_skip_freq", [2, [1, 0, 1, 0, 1]], [0, 1, 0, 1, 0]),
+        ("no_rope_freq", [None, 6, [0] * 5], [1] * 5),
+        ("no_rope_freq", [4, [0, 0, 0, 1, 0]], 3),
+        ("linear_attention_freq", [4, [1, 1, 1, 0, 1]], None),
+    ],
+)
+def test_kinds_of_layers_in_every_spelling(name: str, spellings: list[object], other: object) -> None:
+    values = [comparable(name, {**PLAIN, name: spelling}) for spelling in spellings]
+    assert values == [values[0]] * len(values)
+    assert comparable(name, {**PLAIN, name: other}) != values[0]
+
+
+def test_a_stored_number_of_layers_takes_no_memory() -> None:
+    assert comparable("moe_layer_freq", {"num_layers": 1 << 39, "moe_layer_freq": 2}) == 2

@@ -11,6 +11,7 @@ from mkd.checkpoint.hf.families.delta_net import delta_net_dims
 from mkd.checkpoint.hf.latent import latent_dims
 from mkd.checkpoint.hf.layouts import Dims
 from mkd.checkpoint.hf.tables import ATTENTION_OUT, MLP, MLP_NORM, QKV_WEIGHT, Entry, Item
+from mkd.config.megatron_arg_names import comparable
 from mkd.errors import MkdCheckpointError
 
 _NESTED = ("per_layer_config", "text_config")
@@ -60,7 +61,8 @@ class Family:
         """config.json for Megatron arguments. Raises `MkdCheckpointError` naming an argument that does not fit."""
         values = args if isinstance(args, Mapping) else vars(args)
         for name, value in self.fixed.items():
-            if (stored := values.get(name)) != value and not (stored is None and not value):
+            is_same = comparable(name, values) == comparable(name, {**values, name: value})
+            if not is_same and not ((stored := values.get(name)) is None and not value):
                 flag = "--" + name.replace("_", "-")
                 raise MkdCheckpointError(
                     f"{self.architectures[0]} has {flag} {value}, the Megatron checkpoint was made with {stored}"
