@@ -16,11 +16,12 @@ from pyarrow import parquet
 
 from mkd.checkpoint.describe import describe
 from mkd.checkpoint.hf.check import check_tensors, read_architecture
-from mkd.checkpoint.hf.folder import HFFolder
+from mkd.checkpoint.hf.folder import WHOLE_MODEL, HFFolder, store_assets
 from mkd.checkpoint.hf.model_card import model_card
+from mkd.checkpoint.hf.whole_model import WholeModel
 from mkd.checkpoint.integrity import changed_files, find_damage
 from mkd.checkpoint.megatron_folder import MegatronFolder
-from mkd.checkpoint.tokenizer_hash import tokenizer_hash
+from mkd.checkpoint.tokenizer_hash import ASSETS, tokenizer_hash
 from mkd.config.run_file import read_file, record_of
 from mkd.data.sources.chat import Conversation
 from mkd.data.sources.indexed import IndexedText
@@ -42,6 +43,7 @@ from tests.chaos.lab import Lab, Outcome
 from tests.chaos.mutations import Draw, change_header, change_json, change_text, change_words
 from tests.chaos.sandbox import GROWTH
 from tests.chaos.verdicts import GREW, HANG, OTHER, REFUSED, TRACEBACK, UNCLEAR, Verdict
+from tests.support.vision_language import make_whole
 
 LIMIT_S = 30.0
 LONGEST_LINE = 10_000
@@ -134,6 +136,7 @@ def _readers(root: Path) -> dict[str, Reader]:
     found = {
         "config.json": Reader(student / "config.json", _read_model, [change_json]),
         "safetensors": Reader(student / "model.safetensors", _read_model, [change_header]),
+        **_readers_of_whole_model(root),
         "tokenizer.json": Reader(student / "tokenizer.json", lambda f: tokenizer_hash(f.parent, "--hf"), [change_json]),
         "checkpoint index": Reader(hashed / ".metadata", lambda f: _require_whole(f.parent), [change_words]),
         "checkpoint index, no hashes": Reader(
@@ -191,6 +194,21 @@ def _readers_of_cache(folder: Path, name: str) -> dict[str, Reader]:
         f"{name}, shard": Reader(shard, read, [change_header, change_words]),
         f"{name}, list": Reader(shard.with_suffix(".json"), read, [change_json]),
         f"{name}, shard without a list": Reader(shard, complete, [change_header]),
+    }
+
+
+def _readers_of_whole_model(root: Path) -> dict[str, Reader]:
+    """Readers of a vision-language folder, and of a checkpoint's reference to it."""
+    folder, checkpoint = root / "whole", Path(shutil.copytree(root / "documents", root / "whole_checkpoint"))
+    make_whole(folder, "qwen2_5_vl")
+    store_assets(HFFolder(folder, "--hf"), checkpoint)
+    record = checkpoint / ASSETS / WHOLE_MODEL
+    return {
+        "config.json, vision-language": Reader(folder / "config.json", _read_model, [change_json]),
+        "safetensors, vision-language": Reader(folder / "model.safetensors", _read_model, [change_header]),
+        "vision-language folder of a checkpoint": Reader(
+            record, lambda file: WholeModel.of_checkpoint(MegatronFolder(checkpoint, "--load")), [change_json]
+        ),
     }
 
 
