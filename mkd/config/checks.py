@@ -105,8 +105,13 @@ def check_cache(kd: KDFields) -> None:
             raise MkdConfigError(f"{flag} does not work with --kd-teacher-cache: {reason}; leave it out")
 
 
-SERVED_FIELDS = ("teacher_ahead", "teacher_buffer_gb", "teacher_timeout", "teacher_tokenizer", "teacher_targets")
+SERVED_FIELDS = (
+    *("teacher_ahead", "teacher_buffer_gb", "teacher_timeout", "teacher_tokenizer", "teacher_targets"),
+    "teacher_samples",
+)
 """Fields of teachers behind --kd-teacher-url."""
+_MOST_SAMPLES = 4095
+"""Samples per token, as in a cache."""
 
 
 def check_served(kd: KDFields) -> None:
@@ -182,27 +187,48 @@ def check_inference_server(kd: KDFields) -> None:
 
 
 def check_served_targets(kd: KDFields) -> None:
-    """Refuse top-k targets of a service where they are not enough for the loss, and with an inference server."""
+    """Refuse targets of a service where they are not enough for the loss, and with an inference server."""
     require_choice("--kd-teacher-targets", kd.teacher_targets, get_args(ServedTargets))
+    is_sampled, given = kd.teacher_targets == "sampled", f"--kd-teacher-targets is {kd.teacher_targets}"
+    if is_sampled != (kd.teacher_samples is not None):
+        raise MkdConfigError(
+            f"{given}, and --kd-teacher-samples is {kd.teacher_samples}: give --kd-teacher-targets sampled with "
+            "--kd-teacher-samples N, or neither"
+        )
     if kd.teacher_targets == "hidden_states" or kd.teacher_url is None:
         return
-    temperature, given = kd.temperature_over_time, f"--kd-teacher-targets is {kd.teacher_targets}"
+    temperature = kd.temperature_over_time
+    is_constant = temperature.start == temperature.end
     if kd.uses_inference_server:
         raise MkdConfigError(
             f"{given}, which is for services of mkd, and {kd.teacher_url[0]} returns the most probable tokens always: "
             "leave it out"
         )
-    if kd.top_k is None:
-        raise MkdConfigError(f"{given}, but their number is not given: give --kd-top-k K, or leave it out")
     if kd.teachers_mode == "averaged_logits":
         raise MkdConfigError(
             f"{given}, but --kd-teachers-mode averaged_logits needs all logits of each teacher: leave one of them out"
         )
-    if kd.top_k_tail == "bucket" and temperature.start != temperature.end:
+    if is_sampled:
+        _check_served_samples(kd, given)
+    elif kd.top_k is None:
+        raise MkdConfigError(f"{given}, but their number is not given: give --kd-top-k K, or leave it out")
+    if not is_constant and (is_sampled or kd.top_k_tail == "bucket"):
+        remedy = "" if is_sampled else ", or --kd-top-k-tail renormalize"
         raise MkdConfigError(
-            f"{given}, but the temperature is {temperature}, and the service computes the mass of the tail at one "
-            "temperature: give a constant --kd-temperature, or --kd-top-k-tail renormalize"
+            f"{given}, but the temperature is {temperature}, and the service computes them at one temperature: give a "
+            f"constant --kd-temperature{remedy}"
         )
+
+
+def _check_served_samples(kd: KDFields, given: str) -> None:
+    """Refuse a number of samples out of its bounds, and what a loss of samples does not have."""
+    if not 1 <= kd.teacher_samples <= _MOST_SAMPLES:
+        raise MkdConfigError(f"--kd-teacher-samples is {kd.teacher_samples}; it must be from 1 to {_MOST_SAMPLES}")
+    if kd.loss != "forward_kl":
+        raise MkdConfigError(f"{given}, which estimate forward_kl only, not --kd-loss {kd.loss}: leave one of them out")
+    for flag, value in (("--kd-top-k", kd.top_k), ("--kd-xtoken-loss", kd.xtoken_loss)):
+        if value is not None:
+            raise MkdConfigError(f"{given}, which does not work with {flag} {value}: leave one of them out")
 
 
 def check_ratio(kd: KDFields) -> None:

@@ -55,7 +55,9 @@ FIELD_CHECKS: tuple[FieldCheck, ...] = (
         checks.check_served,
     ),
     FieldCheck(("teacher_api", "cache_missing", "top_k", "temperature"), checks.check_inference_server),
-    FieldCheck(("teacher_targets", "top_k", "top_k_tail", "temperature"), checks.check_served_targets),
+    FieldCheck(
+        ("teacher_targets", "teacher_samples", "top_k", "top_k_tail", "temperature"), checks.check_served_targets
+    ),
     FieldCheck(("ratio", "ratio_schedule"), checks.check_ratio),
     FieldCheck(("balance",), checks.check_balance),
     FieldCheck(("temperature", "temperature_schedule"), checks.check_temperature),

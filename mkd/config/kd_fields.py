@@ -82,7 +82,11 @@ class KDFields:
     teacher_targets: ServedTargets = "hidden_states"
     """Answers of services at tcp addresses. hidden_states: exact for every loss, and for --kd-top-k. top_k: the
     --kd-top-k most probable tokens, computed by the service. They are fewer bytes, and the student's ranks hold no LM
-    head of the teacher; the divergence is that of --kd-top-k to rounding."""
+    head of the teacher; the divergence is that of --kd-top-k to rounding. sampled: --kd-teacher-samples tokens sampled
+    from the teacher, as in a cache with samples."""
+
+    teacher_samples: int | None = None
+    """With --kd-teacher-targets sampled: samples per token, from 1 to 4095."""
 
     teacher_ahead: int = 2
     """With --kd-teacher-url: steps whose texts are sent to the teacher before the present step is computed. It changes

@@ -244,6 +244,7 @@ _NOT_THE_OBJECTIVE = {
     "teacher_timeout",
     "teacher_tokenizer",
     "teacher_targets",
+    "teacher_samples",
     "student_hf",
     "save_hf_interval",
     "save_hf_keep",

@@ -23,7 +23,7 @@ from mkd.teacher.service.client import ServedTeacher
 from mkd.teacher.service.connections import TeacherConnections, request_facts
 from mkd.teacher.service.facts import TeacherFacts
 from mkd.teacher.service.server import MOST_ANSWER_BYTES
-from mkd.teacher.service.targets import TopKTargets
+from mkd.teacher.service.targets import SampledTargets, Targets, TopKTargets
 from mkd.utils.hub_folder import model_folder
 
 
@@ -158,7 +158,7 @@ class ServedTeacherSpec(SpecWithoutModel[ServedSource]):
     kd: KDConfig
     cross: CrossTokenizers | None = None
     """None if the teacher has the student's tokenizer."""
-    targets: TopKTargets | None = None
+    targets: Targets | None = None
     """Targets that the service computes; None for hidden states."""
 
     @classmethod
@@ -207,7 +207,7 @@ class ServedTeacherSpec(SpecWithoutModel[ServedSource]):
 
     def __str__(self) -> str:
         listed, targets = ", ".join(map(str, self.source.addresses)), self.targets
-        answers = "" if targets is None else f", {targets.top_k} entries per token"
+        answers = "" if targets is None else f", {targets.entries} entries per token"
         return (
             f"served at {listed}: {self.source.facts.description}{answers}; {self.kd.teacher_ahead} steps ahead, up "
             f"to {self.kd.teacher_buffer_gb:g} GB"
@@ -228,6 +228,8 @@ class ServedTeacherSpec(SpecWithoutModel[ServedSource]):
     def target_description(self) -> str:
         """See `TeacherSpec`."""
         kd = self.kd
+        if kd.teacher_samples is not None:
+            return f"{kd.teacher_samples} tokens sampled from the teacher"
         return "" if kd.top_k is None else f"the teacher's {kd.top_k} most probable tokens, tail {kd.top_k_tail}"
 
     @property
@@ -262,7 +264,7 @@ class ServedTeacherSpec(SpecWithoutModel[ServedSource]):
         )
 
 
-def _targets(facts: TeacherFacts, kd: KDConfig, true_vocab: int) -> TopKTargets | None:
+def _targets(facts: TeacherFacts, kd: KDConfig, true_vocab: int) -> Targets | None:
     """The targets of --kd-teacher-targets.
 
     Raises:
@@ -270,12 +272,17 @@ def _targets(facts: TeacherFacts, kd: KDConfig, true_vocab: int) -> TopKTargets 
     """
     if kd.teacher_targets == "hidden_states" or kd.is_plain_pretraining:
         return None
-    # To renormalize, no sum is used; T may change from step to step.
-    temperature = 1.0 if kd.top_k_tail == "renormalize" else kd.temperature_over_time.start
-    targets = TopKTargets(kd.top_k, true_vocab, temperature)
+    temperature = kd.temperature_over_time.start
+    if kd.teacher_samples is not None:
+        flag, targets = "--kd-teacher-samples", SampledTargets(kd.teacher_samples, true_vocab, temperature)
+    else:
+        # To renormalize, no sum is used; T may change from step to step.
+        temperature = 1.0 if kd.top_k_tail == "renormalize" else temperature
+        flag, targets = "--kd-top-k", TopKTargets(kd.top_k, true_vocab, temperature)
     if targets.bytes_per_token >= facts.bytes_per_token:
         raise MkdConfigError(
-            f"--kd-teacher-targets top_k has {targets.bytes_per_token} bytes per token with --kd-top-k {kd.top_k}, and "
-            f"the teacher's hidden states have {facts.bytes_per_token}: leave it out, or give a smaller K"
+            f"--kd-teacher-targets {kd.teacher_targets} has {targets.bytes_per_token} bytes per token with {flag} "
+            f"{targets.entries}, and the teacher's hidden states have {facts.bytes_per_token}: leave it out, or give "
+            "a smaller number"
         )
     return targets

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mkd.job.cache_build.sampling import stratified_uniforms
+from mkd.teacher.cache.sampling import stratified_uniforms
 from mkd.losses import LinearLogits, VocabLayout
 from mkd.losses.measure.sampling import SampledTokens, label_logits, sample_teacher_tokens
 from tests.support.dist.pool import Pool

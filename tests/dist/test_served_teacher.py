@@ -110,6 +110,16 @@ def assert_same_top_k(seen: Outcome, truth: Outcome) -> None:
 
 
 @pytest.mark.slow
+def test_sampled_targets(gloo_pool: GetPool, services: Callable[..., Service]) -> None:
+    """The same samples in every layout, as their random numbers depend on the text only."""
+    seen = []
+    for ranks, student, models, own in (TABLE["dp2-cp2, packed / tp2"], (1, Layout(), PACKED, ONE)):
+        served = replace(models, served=(address(services(own)),), ahead=1, targets="sampled")
+        seen.append(Outcome.of(gloo_pool, ranks, student, served, run=served_run))
+    assert_same(*seen)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["select", "both"])
 def test_top_k_targets_of_several_teachers(
     gloo_pool: GetPool, services: Callable[..., Service], how: str

@@ -15,7 +15,7 @@ from mkd.losses import LogitMap
 from mkd.teacher.interface import HiddenSignal, TopKSignal
 from mkd.teacher.service.facts import TeacherFacts
 from mkd.teacher.service.messages import Kind
-from mkd.teacher.service.targets import TopKTargets
+from mkd.teacher.service.targets import Targets
 
 Received = tuple[Tensor, Tensor]
 """[k] int64 indices of the wanted tokens among the b * s of a microbatch, and the tensor of the answer, [k, columns];
@@ -82,15 +82,18 @@ class HiddenAnswers:
 
 
 @dataclass(frozen=True)
-class TopKAnswers:
-    """Answers with top-k targets. The methods are those of `HiddenAnswers`."""
+class TargetAnswers:
+    """Answers with targets. The methods are those of `HiddenAnswers`."""
 
     facts: TeacherFacts
     groups: Groups
-    targets: TopKTargets
+    targets: Targets
 
-    kind, name = Kind.TOP_K, "top-k targets"
-    dtype = torch.int32
+    kind, dtype = Kind.TARGETS, torch.int32
+
+    @property
+    def name(self) -> str:
+        return self.targets.name
 
     @property
     def columns(self) -> int:

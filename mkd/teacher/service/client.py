@@ -17,13 +17,13 @@ from mkd.distributed.groups import Groups
 from mkd.errors import MkdNumericError, MkdTeacherError, MkdTeacherTimeout
 from mkd.teacher.interface import HiddenSignal, TopKSignal
 from mkd.teacher.run_ahead import ROUND_S, AllRanks, PendingRequest, RequestQueue, RunAhead
-from mkd.teacher.service.answers import HiddenAnswers, TopKAnswers
+from mkd.teacher.service.answers import HiddenAnswers, TargetAnswers
 from mkd.teacher.service.connections import TeacherConnections
 from mkd.teacher.service.facts import TeacherFacts
 from mkd.teacher.service.messages import Kind, Message
 from mkd.teacher.service.requests import ForwardRequest
 from mkd.teacher.service.server import MOST_ANSWER_BYTES
-from mkd.teacher.service.targets import TopKTargets
+from mkd.teacher.service.targets import Targets
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class ServedTeacher:
         head_columns: Tensor,
         sequence_parallel: bool,
         view: int | None = None,
-        targets: TopKTargets | None = None,
+        targets: Targets | None = None,
     ) -> None:
         """Fetch the LM head, if hidden states are requested. Collective over all ranks.
 
@@ -75,12 +75,12 @@ class ServedTeacher:
         self._queue = RequestQueue(ahead, self._request, self._send)
         self._step: list[PendingRequest[_Request]] = []
         self._whole: list[KDBatch] = []
-        self._answers: HiddenAnswers | TopKAnswers
+        self._answers: HiddenAnswers | TargetAnswers
         if targets is None:
             head = self._fetch_head(head_columns)
             self._answers = HiddenAnswers(facts, groups, head, sequence_parallel=sequence_parallel, view=view)
         else:
-            self._answers = TopKAnswers(facts, groups, targets)
+            self._answers = TargetAnswers(facts, groups, targets)
 
     @staticmethod
     def needs_connections(groups: Groups) -> bool:

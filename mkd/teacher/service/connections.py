@@ -59,7 +59,9 @@ class _Link:
         return _POLL_MS if self.is_greeted or not self.is_connected else 20
 
     def close(self) -> None:
-        """Drop what was not sent."""
+        """Drop what was not sent; nothing if it is closed already."""
+        if self.socket.closed:
+            return
         self.socket.disable_monitor()
         self.monitor.close(0)
         self.socket.close(0)

@@ -26,7 +26,7 @@ PROTOCOL = 2
 """Version of the protocol; both sides must have the same."""
 MOST_HEAD_BYTES = 16 << 10
 """Largest frame 0."""
-MOST_TENSORS = 5
+MOST_TENSORS = 6
 _HEAD = struct.Struct("<4sHBxQ")
 _MAGIC = b"MKDT"
 _DTYPES = {
@@ -54,7 +54,7 @@ class Kind(IntEnum):
     """Numbers about the work of the service so far."""
     REFUSED = 9
     """`reason` says what is wrong with the request."""
-    TOP_K = 10
+    TARGETS = 10
     """[n, columns] targets of the wanted tokens, see `mkd.teacher.service.targets`."""
 
 

@@ -2,6 +2,7 @@
 
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from enum import IntEnum
 
@@ -16,11 +17,11 @@ from mkd.losses import LinearLogits
 from mkd.teacher.interface import HiddenSignal
 from mkd.teacher.online import OnlineTeacher
 from mkd.teacher.service.requests import ForwardRequest
-from mkd.teacher.service.targets import TopKTargets
+from mkd.teacher.service.targets import SampledTargets, TopKTargets
 
 _HEAD_ROWS = 4096
 """LM head rows that the front rank receives at once."""
-_HEAD_WORDS = 7
+_HEAD_WORDS = 8
 """Numbers that describe a request, see `_sizes`."""
 IDLE_S = 1.0
 """The front rank sends an order at least this often, so that no rank's wait reaches the time limit of collectives."""
@@ -114,7 +115,7 @@ class TeacherRanks:
             if order == Order.STOP:
                 return
             if order == Order.FORWARD:
-                words = torch.empty(_count(sizes), dtype=torch.int32)
+                words = torch.empty(sum(_counts(sizes)), dtype=torch.int32)
                 dist.broadcast(words, self._front, group=self._host_group)
                 self._compute(_request(words, sizes))
 
@@ -129,7 +130,9 @@ class TeacherRanks:
         hidden = hidden.index_select(0, request.wanted.long().to(hidden.device))
         if request.targets is not None and groups.cp.rank() == 0:
             teacher = LinearLogits(hidden, signal.head, signal.logit_map)
-            hidden = request.targets.compute(teacher, request.labels.long().to(hidden.device), groups.tp)
+            labels, uniforms = request.labels.long().to(hidden.device), request.uniforms()
+            uniforms = None if uniforms is None else uniforms.to(hidden.device)
+            hidden = request.targets.compute(teacher, labels, uniforms, groups.tp)
         return hidden if self.is_front else None
 
     def _gather_tokens(self, hidden: Tensor, whole: KDBatch) -> Tensor:
@@ -167,25 +170,29 @@ def _shortest_batch(groups: Groups, sequence_parallel: bool, token_multiple: int
 
 
 def _sizes(request: ForwardRequest) -> list[int]:
-    """The sizes of a request's tensors, and its targets: `_HEAD_WORDS` numbers; K is 0 for hidden states."""
-    targets = request.targets
-    words = (0, 0, 0) if targets is None else (targets.top_k, targets.vocab, _bits(targets.temperature))
-    return [*request.tokens.shape, len(request.bounds), len(request.wanted), *words]
+    """The sizes of a request's tensors, and its targets: `_HEAD_WORDS` numbers; the number of entries is 0 for hidden
+    states, and that of keys for top-k targets."""
+    targets, keys = request.targets, 0 if request.keys is None else len(request.keys)
+    words = (0, 0, 0) if targets is None else (targets.entries, targets.vocab, _bits(targets.temperature))
+    return [*request.tokens.shape, len(request.bounds), len(request.wanted), keys, *words]
 
 
-def _count(sizes: Sequence[int]) -> int:
-    """Numbers in all tensors of a request together."""
-    rows, tokens, bounds, wanted, top_k, _, _ = sizes
-    return 2 * rows * tokens + bounds + wanted * (2 if top_k else 1)
+def _counts(sizes: Sequence[int]) -> list[int]:
+    """Numbers in each tensor of a request."""
+    rows, tokens, bounds, wanted, keys, entries, _, _ = sizes
+    return [rows * tokens, rows * tokens, bounds, wanted, *[wanted][: bool(entries)], *[4 * keys][: bool(keys)]]
 
 
 def _request(words: Tensor, sizes: Sequence[int]) -> ForwardRequest:
     """The request with these sizes, from the numbers of its tensors."""
-    rows, tokens, bounds, wanted, top_k, vocab, temperature = sizes
-    parts = words.split([rows * tokens, rows * tokens, bounds, wanted, *[wanted][: bool(top_k)]])
-    targets = TopKTargets(top_k, vocab, _float(temperature)) if top_k else None
-    ids, positions = (one.view(rows, tokens) for one in parts[:2])
-    return ForwardRequest(ids, positions, *parts[2:], targets=targets)
+    rows, tokens, _, _, keys, entries, vocab, temperature = sizes
+    ids, positions, bounds, wanted, *more = words.split(_counts(sizes))
+    request = ForwardRequest(ids.view(rows, tokens), positions.view(rows, tokens), bounds, wanted)
+    if not entries:
+        return request
+    kind = SampledTargets if keys else TopKTargets
+    hashes = more[1].view(keys, 4) if keys else None
+    return replace(request, labels=more[0], keys=hashes, targets=kind(entries, vocab, _float(temperature)))
 
 
 def _bits(value: float) -> int:

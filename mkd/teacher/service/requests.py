@@ -11,7 +11,7 @@ from torch import Tensor
 from mkd.data.batch import KDBatch
 from mkd.teacher.service.facts import TeacherFacts
 from mkd.teacher.service.messages import ProtocolError
-from mkd.teacher.service.targets import TopKTargets
+from mkd.teacher.service.targets import SampledTargets, Targets
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,13 @@ class ForwardRequest:
     """[k] int32 indices among the b * s tokens, in increasing order."""
     labels: Tensor | None = None
     """[k] int32 ids; None without `targets`."""
-    targets: TopKTargets | None = None
+    keys: Tensor | None = None
+    """[segments, 4] int32, the hash of each segment; for sampled targets."""
+    targets: Targets | None = None
     """None for hidden states."""
 
     @classmethod
-    def of_batch(cls, batch: KDBatch, wanted: Tensor, targets: TopKTargets | None = None) -> "ForwardRequest":
+    def of_batch(cls, batch: KDBatch, wanted: Tensor, targets: Targets | None = None) -> "ForwardRequest":
         """The request for a whole microbatch on the host.
 
         Args:
@@ -47,19 +49,20 @@ class ForwardRequest:
             torch.tensor(bounds, dtype=torch.int32),
             wanted.flatten().nonzero().flatten().to(torch.int32),
             None if targets is None else batch.labels[wanted].to(torch.int32),
+            _words_of(batch.segment_hashes) if isinstance(targets, SampledTargets) else None,
             targets,
         )
 
     @classmethod
     def of_tensors(
-        cls, tensors: tuple[Tensor, ...], facts: TeacherFacts, targets: TopKTargets | None = None
+        cls, tensors: tuple[Tensor, ...], facts: TeacherFacts, targets: Targets | None = None
     ) -> "ForwardRequest":
         """The request in a message, which is not trusted.
 
         Raises:
             ProtocolError: it is malformed, or beyond the limits in `facts`.
         """
-        count = 4 if targets is None else 5
+        count = 4 if targets is None else 6 if isinstance(targets, SampledTargets) else 5
         if len(tensors) != count or any(one.dtype != torch.int32 for one in tensors):
             raise ProtocolError(f"a request without its {count} int32 tensors")
         request = cls(*tensors, targets=targets)
@@ -81,6 +84,7 @@ class ForwardRequest:
             torch.cat(bounds),
             torch.cat([one.wanted + start for one, start in zip(requests, starts, strict=False)]),
             None if requests[0].labels is None else torch.cat([one.labels for one in requests]),
+            None if requests[0].keys is None else torch.cat([one.keys for one in requests]),
             requests[0].targets,
         )
 
@@ -96,7 +100,7 @@ class ForwardRequest:
     def tensors(self) -> tuple[Tensor, ...]:
         """For a message."""
         own = self.tokens, self.positions, self.bounds, self.wanted
-        return own if self.labels is None else (*own, self.labels)
+        return (*own, *(one for one in (self.labels, self.keys) if one is not None))
 
     @property
     def key(self) -> bytes:
@@ -105,6 +109,15 @@ class ForwardRequest:
         for one in self.tensors:
             digest.update(one.contiguous().numpy())
         return digest.digest()
+
+    def uniforms(self) -> Tensor | None:
+        """[k, samples] float64 of the wanted tokens; None without sampled targets."""
+        if self.keys is None:
+            return None
+        rows, length = self.tokens.shape
+        bounds = self.bounds.tolist() or range(0, rows * length + 1, length)
+        keys = [one.tobytes() for one in self.keys.contiguous().numpy()]
+        return self.targets.uniforms(keys, bounds).index_select(0, self.wanted.long())
 
     def batch(self) -> KDBatch:
         """The whole microbatch, without loss, on the host."""
@@ -130,6 +143,9 @@ class ForwardRequest:
             raise ProtocolError(f"rows of {shape[1]} tokens, not a multiple of {facts.row_multiple}")
         if len(self.bounds):
             self._check_bounds(facts)
+        segments = len(self.bounds) - 1 if len(self.bounds) else shape[0]
+        if self.keys is not None and self.keys.shape != (segments, 4):
+            raise ProtocolError(f"keys of shape {list(self.keys.shape)} for {segments} segments")
 
     def _check_bounds(self, facts: TeacherFacts) -> None:
         rows, length = self.tokens.shape
@@ -145,3 +161,8 @@ class ForwardRequest:
 def _within(values: Tensor, end: int) -> bool:
     """True if all values are at least 0 and below `end`."""
     return not len(values) or (int(values.min()) >= 0 and int(values.max()) < end)
+
+
+def _words_of(keys: Sequence[bytes]) -> Tensor:
+    """[n, 4] int32, the words of 16-byte hashes."""
+    return torch.frombuffer(bytearray(b"".join(keys)), dtype=torch.int32).view(-1, 4)

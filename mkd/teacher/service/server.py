@@ -15,7 +15,7 @@ from mkd.teacher.service.messages import Kind, Message, ProtocolError
 from mkd.teacher.service.model import IDLE_S, Order, TeacherRanks
 from mkd.teacher.service.monitoring import ServiceStatus
 from mkd.teacher.service.requests import ForwardRequest
-from mkd.teacher.service.targets import TopKTargets
+from mkd.teacher.service.targets import read_targets
 from mkd.utils.logging import EVERY_RANK, logger
 
 MOST_ANSWER_BYTES = 64 << 20
@@ -143,7 +143,7 @@ class TeacherServer:
             case Kind.FORWARD:
                 self._require_same(message.values)
                 given = message.values.get("targets")
-                targets = None if given is None else TopKTargets.of(given, self._facts)
+                targets = None if given is None else read_targets(given, self._facts)
                 request = ForwardRequest.of_tensors(message.tensors, self._facts, targets)
                 self._queue.append(_Waiting(client, message.number, request))
                 self._work.received += 1
@@ -183,7 +183,8 @@ class TeacherServer:
         began = time.monotonic()
         request = ForwardRequest.joined([one.request for one in taken]) if len(taken) > 1 else taken[0].request
         found = self._ranks.order(Order.FORWARD, request).cpu()
-        values, kind = {"fingerprint": self._facts.fingerprint}, Kind.HIDDEN if request.targets is None else Kind.TOP_K
+        kind = Kind.HIDDEN if request.targets is None else Kind.TARGETS
+        values = {"fingerprint": self._facts.fingerprint}
         for one, own in zip(taken, found.split([len(one.request.wanted) for one in taken]), strict=True):
             self._send(one.client, Message(kind, one.number, values, (own,)))
         self._work.requests += len(taken)

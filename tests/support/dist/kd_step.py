@@ -197,6 +197,7 @@ class Models:
                     teacher_ahead=self.ahead,
                     teacher_timeout=self.answer_s,
                     teacher_targets=self.targets,
+                    teacher_samples=20 if self.targets == "sampled" else None,
                 )
                 if self.served
                 else {}

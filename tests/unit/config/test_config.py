@@ -13,6 +13,7 @@ from mkd.errors import MkdConfigError
 
 SERVED = {"teacher_hf": None, "teacher_url": ["tcp://a:1"]}
 SCORED = {"teacher_hf": None, "teacher_url": ["http://a:1"], "top_k": 8}
+SAMPLED = {"teacher_targets": "sampled", "teacher_samples": 8}
 
 
 def config(**changes: object) -> KDConfig:
@@ -56,6 +57,15 @@ def config(**changes: object) -> KDConfig:
             },
             ["--kd-teacher-targets is top_k", "--kd-teachers-mode averaged_logits"],
         ),
+        (
+            {**SERVED, "teacher_targets": "sampled"},
+            ["--kd-teacher-samples is None", "give --kd-teacher-targets sampled"],
+        ),
+        ({**SERVED, "teacher_samples": 8}, ["--kd-teacher-targets is hidden_states", "--kd-teacher-samples is 8"]),
+        ({**SERVED, **SAMPLED, "teacher_samples": 4096}, ["--kd-teacher-samples is 4096", "from 1 to 4095"]),
+        ({**SERVED, **SAMPLED, "loss": "jsd"}, ["forward_kl only, not --kd-loss jsd"]),
+        ({**SERVED, **SAMPLED, "top_k": 8}, ["does not work with --kd-top-k 8"]),
+        ({**SERVED, **SAMPLED, "temperature_schedule": "linear:1:2:9"}, ["a constant --kd-temperature"]),
         ({"teacher_api": "sglang"}, ["--kd-teacher-api is sglang", "give --kd-teacher-url"]),
         ({**SCORED, "teacher_api": "mkd"}, ["--kd-teacher-api is mkd", "give tcp://HOST:PORT"]),
         ({**SCORED, "teacher_api": "tgi"}, ["--kd-teacher-api is 'tgi'", "vllm"]),

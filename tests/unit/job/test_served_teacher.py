@@ -48,7 +48,7 @@ def test_targets_larger_than_hidden_states() -> None:
     kd = dict(teacher_url=["tcp://127.0.0.1:5757"], ratio=0.5, teacher_targets="top_k", temperature=2.0)
     source, job = replace(SOURCE, facts=replace(FACTS, width=16)), Namespace(seq_length=16, micro_batch_size=2)
     assert ServedTeacherSpec.of(source, job, KDConfig(top_k=4, **kd), 49).targets == TopKTargets(4, 49, 2.0)
-    with pytest.raises(MkdConfigError, match=r"has 64 bytes per token with --kd-top-k 5.* 64: .* a smaller K"):
+    with pytest.raises(MkdConfigError, match=r"has 64 bytes per token with --kd-top-k 5.* 64: .* a smaller number"):
         ServedTeacherSpec.of(source, job, KDConfig(top_k=5, **kd), 49)
     renormalized = KDConfig(top_k=4, top_k_tail="renormalize", **kd)
     assert ServedTeacherSpec.of(source, job, renormalized, 49).targets == TopKTargets(4, 49, 1.0)

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from mkd.config.loss_spec import LossSpec
-from mkd.job.cache_build.sampling import count_ids, stratified_uniforms
 from mkd.losses import LinearLogits, LogitMap, SparseTeacher, VocabLayout, reference, topk_loss
 from mkd.losses.measure.sampling import label_logits, sample_teacher_tokens
+from mkd.teacher.cache.sampling import count_ids, stratified_uniforms
 from tests.support.tolerance import FP32, assert_close_norm
 
 VOCAB, DRAWS = 23, 5

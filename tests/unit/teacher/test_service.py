@@ -13,8 +13,11 @@ import torch
 import zmq
 from torch import Tensor
 
+from mkd.data.batch import KDBatch
 from mkd.errors import MkdConfigError, MkdTeacherError, MkdTeacherTimeout
 from mkd.losses import LinearLogits, VocabLayout, teacher_top_k
+from mkd.losses.measure.sampling import sample_teacher_tokens
+from mkd.teacher.cache.sampling import count_ids, stratified_uniforms
 from mkd.teacher.service.addresses import TOKEN, Secret, ServiceAddress, require_secret
 from mkd.teacher.service.connections import TeacherConnections, request_facts
 from mkd.teacher.service.facts import TeacherFacts
@@ -22,7 +25,7 @@ from mkd.teacher.service.messages import Kind, Message, ProtocolError
 from mkd.teacher.service.model import Order
 from mkd.teacher.service.requests import ForwardRequest
 from mkd.teacher.service.server import TeacherServer, most_request_bytes
-from mkd.teacher.service.targets import TopKTargets
+from mkd.teacher.service.targets import SampledTargets, TopKTargets, read_targets
 
 FACTS = TeacherFacts(
     fingerprint="a" * 32,
@@ -161,16 +164,18 @@ def test_impossible_requests_are_refused(changes: dict[str, Tensor], reason: str
     [
         *(None, 4, {}, {"top_k": 2}, {"top_k": 2, "vocab": 50, "temperature": 1.0, "samples": 1}),
         *({"top_k": 0}, {"top_k": "2"}, {"top_k": 2.0}, {"vocab": 51}, {"vocab": 1}, {"top_k": 2**60}, {"top_k": 5}),
+        *({"samples": 4, "vocab": 50, "temperature": 1.0, "more": 1}, {"samples": 0, "vocab": 50, "temperature": 1.0}),
+        *({"samples": 14, "vocab": 50, "temperature": 1.0}, {"samples": True, "vocab": 50, "temperature": 1.0}),
         *({"temperature": value} for value in (0.0, -1.0, float("nan"), float("inf"), 1)),
     ],
 )
 def test_impossible_targets_are_refused(values: Any) -> None:
     facts, whole = replace(FACTS, width=16), {"top_k": 2, "vocab": 50, "temperature": 1.0}
-    assert TopKTargets.of(whole, facts).values() == whole
+    assert read_targets(whole, facts).values() == whole
     if isinstance(values, dict) and len(values) == 1:
         values = whole | values if values != {"top_k": 2} else values
     with pytest.raises(ProtocolError, match=r"targets|larger than hidden states"):
-        TopKTargets.of(values, facts)
+        read_targets(values, facts)
 
 
 @pytest.mark.parametrize("labels", [None, torch.tensor([1]).int(), torch.tensor([1, 50]).int()])
@@ -199,7 +204,7 @@ def test_targets_keep_every_bit(temperature: float) -> None:
     teacher, labels = LinearLogits(hidden, head), torch.arange(6)
     targets = TopKTargets(4, 50, temperature)
     (truth,) = teacher_top_k(teacher, 4, temperatures=(temperature,), vocab=VocabLayout(50))
-    words = targets.compute(teacher, labels, None)
+    words = targets.compute(teacher, labels, None, None)
     assert targets.is_finite(words) and words.shape == (6, targets.columns)
     signal = targets.signal(words.view(2, 3, -1))
     for name in ("ids", "logits", "lse", "tail_lse"):
@@ -208,8 +213,40 @@ def test_targets_keep_every_bit(temperature: float) -> None:
     own = (hidden @ head[:50].t()).log_softmax(dim=1).gather(1, labels[:, None])[:, 0]
     assert torch.allclose(signal.label_log_prob.flatten(), own, atol=1e-5)
     hidden[2, 3] = torch.nan
-    assert not targets.is_finite(targets.compute(teacher, labels, None))
-    assert targets.compute(replace(teacher, hidden=hidden[:0]), labels[:0], None).shape == (0, targets.columns)
+    assert not targets.is_finite(targets.compute(teacher, labels, None, None))
+    assert targets.compute(replace(teacher, hidden=hidden[:0]), labels[:0], None, None).shape == (0, targets.columns)
+
+
+def test_sampled_targets_are_those_of_a_cache() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, head = (torch.randn(rows, 64, generator=generator) for rows in (6, 56))
+    teacher, labels, keys = LinearLogits(hidden, head), torch.arange(6), (b"0123456789abcdef", b"fedcba9876543210")
+    targets = SampledTargets(10, 50, 2.0)
+    tokens = KDBatch.of_tokens(labels[None], labels[None], (0, 4, 6))
+    batch = replace(tokens, segment_hashes=keys)
+    request = ForwardRequest.of_batch(batch, torch.ones(1, 6, dtype=torch.bool), targets)
+    assert ForwardRequest.of_tensors(request.tensors, FACTS, targets).keys.tolist() == request.keys.tolist()
+    with pytest.raises(ProtocolError, match="keys of shape"):
+        ForwardRequest.of_tensors(replace(request, keys=request.keys[:1]).tensors, FACTS, targets)
+    uniforms = torch.cat([stratified_uniforms(keys[0], 4, 10), stratified_uniforms(keys[1], 2, 10)])
+    assert torch.equal(request.uniforms(), uniforms)
+    part = replace(request, wanted=torch.tensor([1, 5]).int())
+    assert torch.equal(part.uniforms(), uniforms[[1, 5]])
+    words = targets.compute(teacher, labels, uniforms, None)
+    assert targets.is_finite(words) and words.shape == (6, targets.columns)
+    signal = targets.signal(words.view(2, 3, -1))
+    sparse = signal.targets.flatten_tokens()
+    found = sample_teacher_tokens(teacher, uniforms, 2.0, temperatures=(1.0,), vocab=VocabLayout(50)).ids
+    ids, counts = count_ids(found.numpy(), 10)
+    order = [0, 3, 1, 4, 2, 5]  # [b, s] -> [s * b]
+    for token, own, logits in zip(order, sparse.ids, sparse.logits, strict=True):
+        known = {int(i): int(c) for i, c in zip(ids[token], counts[token], strict=True) if c}
+        assert {int(i): int((own == i).sum()) for i in own} == known
+        expected = torch.tensor([known[int(i)] / 10 for i in own]).log() * 2.0
+        assert torch.allclose(logits, expected)
+    truth = (hidden @ head[:50].t()).log_softmax(dim=1).gather(1, labels[:, None])[:, 0]
+    assert torch.allclose(signal.label_log_prob.flatten(), truth, atol=1e-5)
+    assert targets.compute(replace(teacher, hidden=hidden[:0]), labels[:0], uniforms[:0], None).shape == (0, 12)
 
 
 def test_packed_rows_need_a_service_for_them() -> None:
