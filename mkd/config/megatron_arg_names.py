@@ -159,7 +159,7 @@ _ATTENTION = (
 _NORMS = (
     *_alike(_MEANING, "normalization"),
     *_alike(_MEANING | _ADOPTED, "layernorm_epsilon layernorm_zero_centered_gamma"),
-    *_alike(_SHAPE | _ADOPTED, "norm_placement"),
+    *_alike(_SHAPE | _ADOPTED, "norm_placement parallel_block"),
     *_alike(_MODEL, "apply_residual_connection_post_layernorm"),
 )
 

@@ -27,6 +27,8 @@ class LayerOptions:
     """True if gated MLPs use the tanh approximation of GELU instead of SiLU."""
     logit_softcap: float | None = None
     """Cap c of the logits: c tanh(logit / c)."""
+    parallel_block: bool = False
+    """True if attention and MLP have the same input, the output of a norm without bias; the last norm is alike."""
     embedding_scale_in_params_dtype: bool = False
     """True if the factor of the embeddings (`mup_embedding_mult`) is rounded to the dtype of the parameters."""
 
@@ -40,5 +42,5 @@ class LayerOptions:
     def need_own_layers(self) -> bool:
         """True if Megatron's own layer specs cannot compute the layers."""
         plain = LayerOptions()
-        names = ("norm_placement", "whole_width_qk_norms", "attention_softcap", "local_rotary_base")
+        names = ("norm_placement", "whole_width_qk_norms", "attention_softcap", "local_rotary_base", "parallel_block")
         return any(getattr(self, name) != getattr(plain, name) for name in names)

@@ -10,9 +10,10 @@ from functools import partial
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import LayerNormBuilder
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from megatron.training.models import GPTModelConfig
 from megatron.training.models.gpt import default_layer_spec
@@ -20,6 +21,7 @@ from megatron.training.models.gpt import default_layer_spec
 from mkd.models.attention import ExtendedSelfAttention
 from mkd.models.layer_options import AFTER, BEFORE, LayerOptions
 from mkd.models.mlp import PostNormMLP
+from mkd.models.parallel_block import CenteredNorm, ParallelBlockLayer
 from mkd.models.softcap import SoftcapAttention
 
 
@@ -34,6 +36,10 @@ def layer_spec(
         options: of the model's layers.
     """
     spec, backend = default_layer_spec(config, vp_stage), backend_of(config)
+    if options.parallel_block:
+        layer = replace(spec, module=ParallelBlockLayer, submodules=_parallel(spec.submodules, backend))
+        layers = [layer] * get_num_layers_to_build(config.transformer, vp_stage)
+        return TransformerBlockSubmodules(layer_specs=layers, layer_norm=CenteredNorm)
     if isinstance(spec, ModuleSpec):
         return replace(spec, submodules=_changed(spec.submodules, backend, options))
     layers = [replace(layer, submodules=_changed(layer.submodules, backend, options)) for layer in spec.layer_specs]
@@ -47,6 +53,20 @@ def backend_of(config: GPTModelConfig) -> BackendSpecProvider:
 
         return TESpecProvider()
     return LocalSpecProvider()
+
+
+def _parallel(layer: TransformerLayerSubmodules, backend: BackendSpecProvider) -> TransformerLayerSubmodules:
+    """One norm outside of the linear layers, and none before the MLP."""
+    column, attention = backend.column_parallel_linear(), layer.self_attention
+    mlp = replace(layer.mlp.keywords["submodules"], linear_fc1=column)
+    return replace(
+        layer,
+        input_layernorm=CenteredNorm,
+        pre_mlp_layernorm=IdentityOp,
+        sharded_state_dict_keys_map={},
+        self_attention=replace(attention, submodules=replace(attention.submodules, linear_qkv=column)),
+        mlp=partial(MLP.as_mlp_submodule, mlp),
+    )
 
 
 def _changed(

@@ -98,7 +98,7 @@ class References:
 
 def teacher_sizes(name: str, sizes: dict[str, Any]) -> dict[str, Any]:
     """Wider than the student; with layers of mkd's own also deeper."""
-    if sizes["model_type"] in ("helium", "olmoe"):  # heads are together as wide as the hidden states together
+    if sizes["model_type"] in ("helium", "olmoe", "cohere2"):  # heads are together as wide as the hidden states together
         return sizes | {"hidden_size": 60, "head_dim": 10}
     if name not in OWN_LAYERS:
         return sizes | {"hidden_size": 60}

@@ -46,6 +46,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "windows": "mistral, windows by layer",
             "moe with latent attention": "deepseek v3, yarn, groups of experts, dense layer",
             "moe with sinks": "gpt-oss",
+            "parallel block": "cohere 2",
             "moe with layers without rope": "llama 4",
             "moe with wide norms": "olmoe, one normalized expert per token",
             "moe with groups": "deepseek v2, groups by their best expert",

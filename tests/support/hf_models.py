@@ -176,6 +176,14 @@ NEAR_MODELS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 1,
     },
     "olmoe": {"model_type": "olmoe", "num_experts": 4, "intermediate_size": 24, "head_dim": 8, **MOE},
+    "cohere 2, tied": {
+        "model_type": "cohere2",
+        "head_dim": 8,
+        "sliding_window": 5,
+        "tie_word_embeddings": True,
+        **TWO,
+    },
+    "cohere 2": {"model_type": "cohere2", "head_dim": 8, "logit_scale": 0.5, "layer_norm_eps": 1e-3, **WINDOWS, **TWO},
     "llama 4, mixtures in every layer": {
         "model_type": "llama4_text",
         "num_local_experts": 4,

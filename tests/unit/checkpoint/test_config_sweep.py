@@ -136,6 +136,7 @@ BASES = {
     "granite": COMMON | GRANITE,
     "youtu": COMMON | LATENT,
     "qwen2_moe": COMMON | EXPERTS | {"num_experts": 4, "head_dim": ABSENT, "shared_expert_intermediate_size": 8},
+    "cohere2": COMMON | {"sliding_window": 5, "head_dim": 6, "layer_norm_eps": 1e-5, "logit_scale": 0.25},
     "llama4_text": COMMON
     | {"intermediate_size_mlp": 28, "num_local_experts": 4, "num_experts_per_tok": 1, "no_rope_layer_interval": 2},
     "olmoe": COMMON | {"head_dim": 6, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True},
@@ -349,6 +350,9 @@ OTHER_SPELLINGS = {
     "model_type of llama": {"model_type": "llama"},
     "architectures of llama": {"architectures": ["LlamaForCausalLM"]},
     "two architectures": {"architectures": ["LlamaForCausalLM", "MistralForCausalLM"]},
+    "logit_scale": {"logit_scale": 2.0},
+    "logit_scale absent": {"logit_scale": ABSENT},
+    "pattern of windows": {"sliding_window_pattern": 2},
     "logit scale": {"logits_scaling": 2.0, "final_logit_softcapping": 30.0},
     "multipliers absent": dict.fromkeys(GRANITE, ABSENT),
     "other multipliers": {"embedding_multiplier": 3.0, "residual_multiplier": 0.2, "logits_scaling": 3.0},
@@ -534,21 +538,27 @@ def facts_of_model(loaded, model):
         "softmax scale": None if attention is None else round(attention.scaling, 5),
         "dropout": loaded.attention_dropout if attention is None else attention.attention_dropout,
         "residual dropout": getattr(attention, "residual_dropout", 0.0),
-        "rope": [bool(getattr(getattr(layer, "self_attn", None), "use_rope", True)) for layer in model.model.layers],
+        "rope": [has_rope(getattr(layer, "self_attn", None), loaded) for layer in model.model.layers],
         "positions": loaded.max_position_embeddings,
         "factors": [
             getattr(loaded, name, 1.0) for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling")
         ]
         if hasattr(layer, "residual_multiplier")
-        else [1.0] * 3,
+        else [1.0, 1.0, 1 / getattr(loaded, "logit_scale", 1.0)],
         "router": router(loaded, model),
         "llama 4": llama4_facts(loaded),
         "scales": scales(loaded, model),
     }
 
 
+def has_rope(attention, config):
+    if config.model_type == "cohere2":
+        return attention.sliding_window is not None
+    return bool(getattr(attention, "use_rope", True))
+
+
 def eps_of(layer):
-    norm = layer.post_attention_layernorm
+    norm = getattr(layer, "post_attention_layernorm", None) or layer.input_layernorm
     return norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
 
 
@@ -710,7 +720,7 @@ def mkd_activation(family, args):
 
 def own_factors(args):
     if args.residual_multiplier is None:
-        return [1.0] * 3
+        return [1.0, 1.0, 1 / args.mup_output_mult if args.parallel_block else 1.0]
     return [args.mup_embedding_mult, args.residual_multiplier, 1 / args.mup_output_mult]
 
 

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
+from mkd.checkpoint.hf.families.cohere import COHERE2
 from mkd.checkpoint.hf.families.dense import (
     ARCEE,
     CWM,
@@ -63,7 +64,7 @@ FAMILIES = (
     *(OLMO2, OLMO3, GEMMA2, GEMMA3, GLM4),
     *(MINISTRAL, CWM, SMOLLM3, SEED_OSS, ERNIE, HELIUM, GLM, ARCEE, YOUTU, GRANITE),
     *(QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE),
-    *(OLMOE, LLAMA4),
+    *(OLMOE, LLAMA4, COHERE2),
     *(QWEN2_MOE, DEEPSEEK_V2, GLM4_MOE, DOTS1, SOLAR_OPEN, GLM4_MOE_LITE),
 )
 

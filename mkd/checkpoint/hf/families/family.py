@@ -145,6 +145,7 @@ DENSE: dict[str, Any] = {
     "attention_softcap": None,
     "local_rotary_base": None,
     "gelu_tanh": False,
+    "parallel_block": None,
     "logit_softcap": None,
     "embedding_scale_in_params_dtype": False,
     "latent_norm_epsilon": None,
