@@ -54,7 +54,7 @@ from torch import Tensor
 from mkd.config.loss_spec import Divergence, LossSpec
 from mkd.config.values import LossImplementation, XTokenLoss
 from mkd.losses import LinearLogits, LossOptions, TokenWeights, VocabLayout, fused_linear_loss
-from mkd.xtoken.loss.chunks import TokenChunks
+from mkd.xtoken.loss.chunks import HostTokens, TokenChunks
 from mkd.xtoken.loss.xtoken_loss import xtoken_loss
 from mkd.xtoken.vocabulary.cross_vocabulary import CrossVocabulary
 
@@ -222,6 +222,7 @@ def across_tokenizers(inputs: Inputs, kind: str, loss: str, impl: str, args: arg
     teacher_weight = inputs.teacher_weight[vocabulary.teacher_columns]
     ce_weight = torch.full((args.rows,), 0.5 / args.rows, device="cuda")
     chunks = replace(inputs.chunks, teacher_labels=inputs.chunks.teacher_labels.cuda())
+    chunks = replace(chunks, on_host=HostTokens.copied(chunks, inputs.labels, ce_weight))
 
     def run() -> tuple[Tensor, Tensor]:
         output = xtoken_loss(

@@ -217,7 +217,7 @@ class KDBatch:
         if packed is not None:
             bounds = packed.cu_seqlens_q_padded.to("cuda", non_blocking=True)
             packed = replace(packed, **dict.fromkeys(_BOUNDS, bounds))
-        views = tuple(replace(view, batch=view.batch.to_device()) for view in self.teacher_views)
+        views = tuple(view.to_device(self) for view in self.teacher_views)
         supervised = None if self.supervised is None else self.supervised.to_device()
         return replace(self, **moved, packed=packed, teacher_views=views, supervised=supervised)
 
@@ -261,6 +261,12 @@ class TeacherTokens:
     """Number of chunks in the whole microbatch, on every rank."""
     chunk_text: Tensor | None = None
     """[chunks] int64 text number of each chunk, on the host; see `KDBatch.with_texts`."""
+    labels: Tensor | None = None
+    """[b, t/cp] int64 the labels of `batch`, on the host; this and the next two are None until `to_device`."""
+    student_labels: Tensor | None = None
+    """[b, s/cp] int64 the labels of the student's rows, on the host."""
+    student_ce: Tensor | None = None
+    """[b, s/cp] bool, True where the student's rows have cross-entropy, on the host."""
 
     @classmethod
     def from_sample(cls, sample: Mapping[str, Any], packed: bool) -> "TeacherTokens":
@@ -285,6 +291,21 @@ class TeacherTokens:
             student_first=self.student_first.index_select(1, student_positions),
             chunk=self.chunk.index_select(1, own),
             first=self.first.index_select(1, own),
+        )
+
+    def to_device(self, student: KDBatch) -> "TeacherTokens":
+        """This view with its tokens on the current device.
+
+        Args:
+            student: the batch that this is a view of, on the host.
+        """
+        labels, student_ce = self.batch.labels, student.ce_mask != 0
+        return replace(
+            self,
+            batch=self.batch.to_device(),
+            labels=labels,
+            student_labels=student.labels,
+            student_ce=student_ce,
         )
 
 

@@ -36,7 +36,7 @@ from mkd.losses.sparse.teacher import Tail
 from mkd.teacher.interface import EnsembleSignal, HiddenSignal, TeacherSignal, TopKSignal
 from mkd.train.step_tokens import StepTokens
 from mkd.train.supervised import select_hidden, select_weights, spread_output
-from mkd.xtoken.loss.chunks import TokenChunks
+from mkd.xtoken.loss.chunks import HostTokens, TokenChunks
 from mkd.xtoken.loss.teacher_ce import teacher_cross_entropy as cross_entropy_in_columns
 from mkd.xtoken.loss.xtoken_loss import xtoken_loss
 from mkd.xtoken.vocabulary.cross_vocabulary import CrossVocabulary
@@ -325,13 +325,26 @@ class CrossTokenizerObjective:
             student.logits,
             self._teacher_logits(student.sequence_parallel),
             TokenWeights(flatten_tokens(self.batch.labels), ce_weight, None),
-            TokenChunks(*map(flatten_tokens, numbers), weight=factor * self._taught_chunks, cp_group=groups.cp),
+            TokenChunks(
+                *map(flatten_tokens, numbers),
+                weight=factor * self._taught_chunks,
+                cp_group=groups.cp,
+                on_host=self._on_host(),
+            ),
             vocabulary=vocabulary,
             spec=spec,
             vocab=VocabLayout(vocabulary.student_vocab, groups.tp, student.sequence_parallel),
             options=self.context.options,
             upstream=student.upstream,
         )
+
+    def _on_host(self) -> HostTokens | None:
+        """Labels and weights as they are on the device; None if they are known there only."""
+        view = self._view
+        if self.texts is not None or view.student_labels is None:
+            return None
+        labels, teacher_labels, with_ce = map(flatten_tokens, (view.student_labels, view.labels, view.student_ce))
+        return HostTokens(labels, teacher_labels, with_ce, torch.ones(view.chunks, dtype=torch.bool))
 
     def _teacher_logits(self, sequence_parallel: bool) -> LinearLogits:
         """The logits of all tokens; tokens that are not selected belong to no chunk, and their hidden states are 0."""

@@ -37,6 +37,27 @@ class TokenChunks:
     """[C] fp32 KD weight of each chunk; a chunk of weight 0 has no effect, whatever its tokens hold."""
     cp_group: ProcessGroup | None = None
     """Ranks with the other tokens of the microbatch; None: there are none."""
+    on_host: "HostTokens | None" = None
+    """Copies that save the plan of one context-parallel rank from waiting for the device; None: the plan makes them."""
+
+
+class HostTokens(NamedTuple):
+    """Tensors on the host that hold what the device holds: labels, and where weights are not 0."""
+
+    labels: Tensor
+    """[N_s] int64 labels of the student's tokens."""
+    teacher_labels: Tensor
+    """[N_t] int64"""
+    with_ce: Tensor
+    """[N_s] bool, True where the CE weight is not 0."""
+    with_kd: Tensor
+    """[C] bool, True where the KD weight is not 0."""
+
+    @classmethod
+    def copied(cls, chunks: TokenChunks, labels: Tensor, ce_weight: Tensor | None) -> "HostTokens":
+        """Copies that wait for the device."""
+        with_ce = torch.zeros(len(labels), dtype=torch.bool) if ce_weight is None else (ce_weight != 0).cpu()
+        return cls(labels.cpu(), chunks.teacher_labels.cpu(), with_ce, (chunks.weight != 0).cpu())
 
 
 class GroupTokens(NamedTuple):
@@ -99,7 +120,8 @@ class ChunkPlan:
     ) -> "ChunkPlan":
         """The plan of this rank; collective over the context-parallel group.
 
-        Communication: one all-gather of 8 (2 N_s + 2 N_t) bytes over that group, and one copy to the host.
+        Communication: one all-gather of 8 (2 N_s + 2 N_t) bytes over that group, and one copy to the host. One rank
+        with `TokenChunks.on_host` copies nothing from the device. All index tensors are copied to the device at once.
 
         Args:
             chunks: chunks and the teacher's labels.
@@ -116,18 +138,11 @@ class ChunkPlan:
         group = chunks.cp_group
         rank = 0 if group is None else group.rank()
         n_s, n_t = len(labels), len(chunks.teacher_labels)
-        everywhere = _gather(
-            [
-                _code(chunks.student, chunks.student_first),
-                labels,
-                _code(chunks.teacher, chunks.teacher_first),
-                chunks.teacher_labels,
-            ],
-            group,
-            device,
-        )
+        known = chunks.on_host or HostTokens.copied(chunks, labels, ce_weight)
+        codes = _code(chunks.student, chunks.student_first), _code(chunks.teacher, chunks.teacher_first)
+        everywhere = _gather([codes[0], known.labels, codes[1], known.teacher_labels], group, device)
         code_s, label_s, code_t, label_t = everywhere.split([n_s, n_s, n_t, n_t], dim=1)
-        counts = chunks.weight.cpu() != 0
+        counts = known.with_kd
         student, teacher = (_ChunkTokens.of(name, c, counts) for name, c in (("student", code_s), ("teacher", code_t)))
         for name, tokens, label, size in zip(
             ("student", "teacher"), (student, teacher), (label_s, label_t), vocabularies, strict=True
@@ -148,12 +163,12 @@ class ChunkPlan:
         own = (counts & (owner == rank)).nonzero().squeeze(1)
         own_s = student.of_chunks(own, len(counts), local, label_s.reshape(-1))
         own_t = teacher.of_chunks(own, len(counts), torch.arange(code_t.numel()), label_t.reshape(-1))
-        groups = _groups(own, own_s, own_t, budget, device)
+        groups = _groups(own, own_s, own_t, budget)
         if ce_weight is not None:
-            rest = (ce_weight != 0).cpu()
+            rest = known.with_ce.clone()
             rest[own_s.position[own_s.position < n_s]] = False
-            groups += _groups_without_chunks(rest.nonzero().squeeze(1), label_s[rank], budget, device)
-        return cls(groups, (sent[rank] - rank * n_s).to(device), most)
+            groups += _groups_without_chunks(rest.nonzero().squeeze(1), label_s[rank], budget)
+        return cls(*_on_device(groups, sent[rank] - rank * n_s, device), most)
 
 
 class _ChunkTokens(NamedTuple):
@@ -237,10 +252,8 @@ def _by_rank(positions: Tensor, tokens: int, ranks: int) -> list[Tensor]:
     return list(positions.tensor_split(torch.searchsorted(positions, bounds).tolist()))
 
 
-def _groups(
-    own: Tensor, student: _ChunkTokens, teacher: _ChunkTokens, budget: int, device: torch.device
-) -> list[ChunkGroup]:
-    """Groups of whole chunks, in order, with about equal numbers of tokens."""
+def _groups(own: Tensor, student: _ChunkTokens, teacher: _ChunkTokens, budget: int) -> list[ChunkGroup]:
+    """On the host: groups of whole chunks, in order, with about equal numbers of tokens."""
     sizes = [model.chunk.bincount(minlength=len(own)) for model in (student, teacher)]
     load = torch.maximum(*sizes).cumsum(0)
     bounds = _bounds(load, budget)
@@ -252,15 +265,11 @@ def _groups(
         most = int(size.max()) if len(size) else 0
         order = (group * (most + 1) + nth).argsort(stable=True)
         first = torch.tensor(bounds, dtype=torch.int64)[group]
-        tensors = [x.to(device, non_blocking=True) for x in (model.position[order], model.label[order])]
-        tensors.append((model.chunk - first)[order].to(device, non_blocking=True))
         by_chunk = torch.empty_like(order).index_put_((order,), torch.arange(len(order))) - ends[first]
-        tensors.append(by_chunk.to(device, non_blocking=True))
+        tensors = [model.position[order], model.label[order], (model.chunk - first)[order], by_chunk]
         starts = torch.full_like(own, -1)
         starts[model.chunk] = ends[model.chunk] - ends[first]
-        of_chunks = [x.to(device, non_blocking=True) for x in (size.float(), starts)]
-        models.append((tensors, of_chunks, ends.tolist(), nth[order]))
-    own = own.to(device, non_blocking=True)
+        models.append((tensors, [size.float(), starts], ends.tolist(), nth[order]))
     return [ChunkGroup(own[a:b], *(_group_tokens(*parts, a, b) for parts in models)) for a, b in pairwise(bounds)]
 
 
@@ -298,13 +307,46 @@ def _bounds(load: Tensor, budget: int) -> list[int]:
     return bounds
 
 
-def _groups_without_chunks(tokens: Tensor, labels: Tensor, budget: int, device: torch.device) -> list[ChunkGroup]:
-    nothing = torch.empty(0, dtype=torch.int64, device=device)
-    count = torch.empty(0, device=device)
+def _groups_without_chunks(tokens: Tensor, labels: Tensor, budget: int) -> list[ChunkGroup]:
+    """On the host."""
+    nothing, count = torch.empty(0, dtype=torch.int64), torch.empty(0)
     empty = GroupTokens(nothing, nothing, nothing, (), count, nothing, nothing)
     groups = []
     for part in tokens.split(budget) if len(tokens) else ():
-        index = part.to(device)
-        student = GroupTokens(index, labels[part].to(device), torch.zeros_like(index), (), count, nothing, nothing)
+        student = GroupTokens(part, labels[part], torch.zeros_like(part), (), count, nothing, nothing)
         groups.append(ChunkGroup(nothing, student, empty))
     return groups
+
+
+def _on_device(groups: list[ChunkGroup], sent: Tensor, device: torch.device) -> tuple[list[ChunkGroup], Tensor]:
+    """The same on the device."""
+    parts: list[Tensor] = [sent]
+    for group in groups:
+        parts.append(group.numbers)
+        for tokens in (group.student, group.teacher):
+            parts += [x for x in tokens if isinstance(x, Tensor)]
+    moved = iter(_copied_at_once(parts, device))
+
+    def tokens_of(tokens: GroupTokens) -> GroupTokens:
+        return GroupTokens(*(next(moved) if isinstance(x, Tensor) else x for x in tokens))
+
+    sent = next(moved)
+    return [ChunkGroup(next(moved), tokens_of(group.student), tokens_of(group.teacher)) for group in groups], sent
+
+
+_ALIGNMENT = 16
+"""Bytes; Triton compiles a kernel again for a pointer that is no multiple of them."""
+
+
+def _copied_at_once(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
+    """1-D tensors on the device after one copy that does not wait for it; each begins at a multiple of `_ALIGNMENT`."""
+    sizes = [x.numel() * x.itemsize for x in tensors]
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
+    # Only copies from pinned memory do not wait.
+    packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for start, size, x in zip(starts, sizes, tensors, strict=False):
+        packed[start : start + size].view(x.dtype).copy_(x)
+    packed = packed.to(device, non_blocking=True)
+    return [packed[start : start + size].view(x.dtype) for start, size, x in zip(starts, sizes, tensors, strict=False)]

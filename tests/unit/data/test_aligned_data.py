@@ -278,6 +278,11 @@ def test_context_parallel_ranks_hold_all_rows_once(packed: bool) -> None:
     for part in parts:
         assert part.chunks == whole.teacher_views[0].chunks
         assert part.chunk.shape == part.batch.tokens.shape
+    for rank in range(2):
+        part = whole.cp_slice(rank, 2).to_device()
+        view = part.teacher_views[0]
+        assert torch.equal(view.labels, view.batch.labels) and torch.equal(view.student_labels, part.labels)
+        assert torch.equal(view.student_ce, part.ce_mask != 0)
     changed = default_collate(rows(packed)[:4])
     changed["teacher_views"][0]["chunk"][changed["teacher_views"][0]["chunk"] == 1] = 0
     assert KDBatch.from_sample(changed, None).content_hash() != whole.content_hash()
