@@ -182,11 +182,12 @@ class NextToken:
         """[b, V/tp] without the tokens that `top_p` leaves out, which are -inf: the smallest number of most probable
         ones is kept whose probabilities sum to `top_p`, and those that are as probable as the last of them.
 
-        Communication: one all-gather of the logits.
+        Communication: one all-gather of the logits, none on one rank, where a CUDA graph is captured.
         """
-        tp = self.groups.tp
-        shards = [torch.empty_like(logits) for _ in range(tp.size())]
-        dist.all_gather(shards, logits.contiguous(), group=tp)
+        tp, shards = self.groups.tp, [logits]
+        if tp.size() > 1:
+            shards = [torch.empty_like(logits) for _ in range(tp.size())]
+            dist.all_gather(shards, logits.contiguous(), group=tp)
         ordered = torch.cat(shards, dim=1).sort(dim=1, descending=True).values
         before = (ordered.softmax(dim=1).cumsum(dim=1) < self.top_p).sum(dim=1, keepdim=True)
         least = ordered.gather(1, before.clamp(max=ordered.shape[1] - 1))

@@ -1,12 +1,14 @@
 """Random numbers of sampled tokens: their distribution, and what they depend on."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from mkd.rollout.interface import Request
-from mkd.rollout.sampler import gumbel_noise, position_key, request_key
+from mkd.rollout.sampler import NextToken, gumbel_noise, position_key, request_key
 
 
 def keys(count: int, seed: int = 0) -> torch.Tensor:
@@ -49,3 +51,12 @@ def test_numbers_are_the_same_in_every_version() -> None:
     """A resumed run writes the texts of the undisturbed one."""
     noise = gumbel_noise(keys(1), 0, 2)
     assert noise[0].tolist() == pytest.approx([0.05508837526847457, 3.1200626933830145])
+
+
+def test_top_p_without_other_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No collective, which a CUDA graph would capture."""
+    monkeypatch.setattr(dist, "all_gather", None)
+    choose = NextToken(SimpleNamespace(tp=SimpleNamespace(size=lambda: 1, rank=lambda: 0)), 4, 1.0, 0.6)
+    logits = torch.tensor([[0.5, 0.25, 0.15, 0.1]]).log()
+    assert choose._most_probable(logits).isfinite().tolist() == [[True, True, False, False]]
+    assert choose._choose(logits, keys(1)).item() in (0, 1)
