@@ -103,16 +103,16 @@ def cached_attention(chunks: Sequence[nn.Module], length: int) -> Iterator[Cache
     cores = [module.core_attention for module in attentions]
     # The fused rope of latent attention reads tables of its own, in the order of the positions.
     fused = [one.config for one in attentions if isinstance(one, MultiLatentAttention) and one.config.apply_rope_fusion]
-    for rope in ropes:
-        rope.forward = _angles(rope.forward, state)
-    for core in cores:
-        core.forward = _attention(core, core.forward, state)
+    methods = [(rope, _angles(rope.forward, state)) for rope in ropes]
+    methods += [(core, _attention(core, core.forward, state)) for core in cores]
+    for module, forward in methods:  # nothing fails from here on before the block
+        module.forward = forward
     for config in fused:
         config.apply_rope_fusion = False
     try:
         yield state
     finally:
-        for module in (*ropes, *cores):
+        for module, _ in methods:
             del module.forward  # the method of the class again
         for config in fused:
             config.apply_rope_fusion = True
