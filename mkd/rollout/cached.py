@@ -74,9 +74,10 @@ class _Sizes:
         longest = min(max(len(request.prompt) for request in requests) + options.tokens, options.longest)
         length = cached_length(longest, multiple)
         tokens = options.rows * options.longest * stages if options.cache_tokens is None else options.cache_tokens
-        texts = max(1, min(tokens // length, -(-len(requests) // groups.dp.size())))
-        microbatches = min(stages, texts)
-        return cls(-(-texts // microbatches // multiple) * multiple, microbatches, length)
+        own, most = -(-len(requests) // groups.dp.size()), max(tokens // length, multiple)
+        microbatches = min(stages, most // multiple, own)
+        slots = min(-(-own // microbatches // multiple), most // microbatches // multiple) * multiple
+        return cls(slots, microbatches, length)
 
 
 @dataclass

@@ -266,7 +266,7 @@ def test_students_with_experts(gloo_pool, on_one_rank, ranks: int, own: Layout, 
 
 @pytest.mark.parametrize(("own", "cache_tokens"), [(Layout(), 1), (Layout(pp=2), 3 * 32)], ids=["one", "pp2"])
 def test_groups_of_texts(gloo_pool, on_one_rank, own: Layout, cache_tokens: int) -> None:
-    """One text at a time, or three, one of which is a microbatch of its own."""
+    """Two texts at a time, which is the least that the layout can compute."""
     for found in gloo_pool(own.pp).run(student_texts, own, Models(), "cached", (1.5,), cache_tokens):
         assert found[1.5] == on_one_rank[False][1.5]
 

@@ -5,14 +5,19 @@ from argparse import Namespace
 from dataclasses import dataclass
 
 from mkd.config.kd_config import KDConfig
+from mkd.config.megatron_checks import length_multiple
 from mkd.job.memory.logits import shard_of
 from mkd.job.memory.stage_layers import chunks_of_stage
 from mkd.rollout.attention import reason_against_cache
+from mkd.rollout.cached import cached_length
 
 SAMPLING_BYTES = 44
 """Bytes per logit at the peak of sampling: fp32 and float64 logits, and float64 and int64 tensors of the noise."""
 GREEDY_BYTES = 8
 """Bytes per logit where the most probable token is written."""
+SORTING_BYTES = 48
+"""Bytes per logit of the whole vocabulary where top-p sorts it: float64 logits of all shards and the same joined, the
+sorted ones, their int64 indices, and as much as the last two for the sort."""
 
 
 def cached_token_bytes(args: Namespace, stage: int) -> int:
@@ -67,18 +72,22 @@ class RolloutMemory:
     ) -> "RolloutMemory":
         """Args: microbatch rows, new tokens, temperature and cached tokens at most."""
         rows, new, temperature, bound = kind
-        stages, length = args.pipeline_model_parallel_size, args.seq_length
-        tokens = rows * length  # of a microbatch
-        texts = tokens // new
+        stages, length, multiple = args.pipeline_model_parallel_size, args.seq_length, length_multiple(args)
+        longest = cached_length(length, multiple)
+        total, slots = max(rows * length * stages, multiple * longest), rows * length
         if bound is not None:
             share = max(kd.on_policy_over_time.start, kd.on_policy_over_time.end)
             own = math.ceil(args.global_batch_size * share * kd.rollout_steps / args.data_parallel_size)
-            tokens = min(bound, own * length) // stages
-            texts = min(tokens // new, own)
+            slots = math.ceil(math.ceil(own / stages) / multiple) * multiple
+            total = min(bound, slots * stages * longest)
+        tokens = total // stages  # of a microbatch
+        texts = max(min(tokens // new, slots), multiple)
         is_last, has_cache = stage == stages - 1, reason_against_cache(args) is None
-        per_logit = SAMPLING_BYTES if temperature > 0.0 else GREEDY_BYTES
+        logits = shard_of(args) * (SAMPLING_BYTES if temperature > 0.0 else GREEDY_BYTES)
+        if temperature > 0.0 and kd.rollout_top_p < 1.0:
+            logits += args.padded_vocab_size * SORTING_BYTES
         return cls(
-            cache=tokens * stages * cached_token_bytes(args, stage) if has_cache else 0.0,
-            logits=max(texts, 1) * shard_of(args) * per_logit if is_last else 0.0,
-            prompt_tokens=max(tokens * (1.0 - new / length), rows) if has_cache else tokens,
+            cache=total * cached_token_bytes(args, stage) if has_cache else 0.0,
+            logits=texts * logits if is_last else 0.0,
+            prompt_tokens=max(tokens * (1.0 - new / length), texts) if has_cache else rows * length,
         )

@@ -295,5 +295,15 @@ def test_keys_and_values_of_written_texts():
     assert most.phases["writing"][WORKING] > stage.phases["writing"][WORKING]
     (tasks,) = stages_of({"eval_tasks": "F"})
     assert tasks.phases["writing"][KEYS] == 2048 * 8192
+    (wide,) = stages_of(rollout, **{TP: 4, **SP, "micro_batch_size": 1})
+    assert wide.phases["writing"][KEYS] == 4 * 1024 * 2048, "the number of texts is a multiple of 4"
     (uncached,) = stages_of(rollout, **{CP: 2})
     assert uncached.phases["writing"][KEYS] == 0
+
+
+def test_top_p_sorts_the_whole_vocabulary():
+    rollout = {"on_policy": 1.0, "prompts": "P", "rollout_tokens": 64}
+    whole, part = (stages_of(rollout | {"rollout_top_p": p}, **{TP: 4, **SP})[0] for p in (1.0, 0.9))
+    texts = 4 * 1024 // 64
+    assert whole.phases["writing"][WORKING] == texts * 8000 * 44
+    assert part.phases["writing"][WORKING] == texts * (8000 * 44 + 32000 * 48)
