@@ -52,7 +52,7 @@ keep() {  # copy the results to OUT, those of a run that fails too
     if [[ -n "${OUT:-}" && -d $RUNS ]]; then
         mkdir -p "$OUT"
         tail -n 40 "$RUNS"/*.txt > "$OUT/logs.txt" 2>/dev/null || true
-        (cd "$RUNS" && tar -czf - */metrics.jsonl) > "$OUT/metrics.tar.gz" 2>/dev/null || true
+        (cd "$RUNS" && tar -czf - ./*/metrics.jsonl) > "$OUT/metrics.tar.gz" 2>/dev/null || true
         for file in results.json accuracy.png; do [[ ! -f $RUNS/$file ]] || cp "$RUNS/$file" "$OUT/"; done
     fi
 }
@@ -91,16 +91,17 @@ first() {  # first NAME SEED STEPS LR: random weights, trained on text; a Huggin
 }
 
 second() {  # second METHOD SEED: the trained student with one method
-    local kd=() seed=$2 teacher student
+    local kd=() seed=$2 teacher student writing
+    read -ra writing <<< "$WRITING"
     teacher=("$RUNS"/teacher/hf/iter_*)
     student=("$RUNS/student-$seed"/hf/iter_*)
     case $1 in
         text) kd=(--kd-ratio 0) ;;
         given) kd=(--kd-ratio 1 --kd-loss forward_kl) ;;
         given_reverse) kd=(--kd-ratio 1 --kd-loss reverse_kl) ;;
-        written) kd=(--kd-ratio 1 --kd-loss reverse_kl --kd-on-policy 1 $WRITING) ;;
-        written_jsd) kd=(--kd-ratio 1 --kd-loss jsd --kd-on-policy 1 $WRITING) ;;
-        mixed) kd=(--kd-ratio 1 --kd-loss reverse_kl --kd-on-policy 0.5 $WRITING) ;;
+        written) kd=(--kd-ratio 1 --kd-loss reverse_kl --kd-on-policy 1 "${writing[@]}") ;;
+        written_jsd) kd=(--kd-ratio 1 --kd-loss jsd --kd-on-policy 1 "${writing[@]}") ;;
+        mixed) kd=(--kd-ratio 1 --kd-loss reverse_kl --kd-on-policy 0.5 "${writing[@]}") ;;
         *) echo "run.sh: unknown method $1" >&2; return 1 ;;
     esac
     mkdir -p "$RUNS/$1-$seed"

@@ -13,22 +13,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from mkd.checkpoint.hf.families.vision_language import VISION_LANGUAGE, VisionLanguage, vision_language_of
+from tests.support.config_spellings import ABSENT, COMMON, GEMMA, GEMMA_SPELLINGS, NO_ROPE, PLAIN, SPELLINGS, YARN
+from tests.support.config_spellings import BASES as TEXT_BASES
 from tests.support.vision_language import WHOLE
-from tests.unit.checkpoint.test_config_sweep import (
-    ABSENT,
-    COMMON,
-    GEMMA,
-    GEMMA_SPELLINGS,
-    NO_ROPE,
-    PLAIN,
-    SPELLINGS,
-    YARN,
-    assert_equal_facts,
-    facts_of_model,
-    mkd_facts,
-    quick_transformers,
-)
-from tests.unit.checkpoint.test_config_sweep import BASES as TEXT_BASES
+from tests.unit.checkpoint.test_config_sweep import assert_equal_facts, facts_of_model, mkd_facts, quick_transformers
 
 __all__ = ["quick_transformers"]
 
