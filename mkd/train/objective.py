@@ -443,7 +443,7 @@ class MicrobatchObjective:
             means["ce"] = Mean.of(ce, batch.ce_mask, tokens.ce)
         for number, (teacher, output) in enumerate(zip(self.teachers, outputs, strict=False)):
             means["kd" + self.suffix(number)] = teacher.divergence(output, tokens)
-        if batch.written is not None and not objective.evaluating:
+        if batch.written is not None and self.teachers and not objective.evaluating:
             means |= self._by_position(outputs)
         if len(self.teachers) > 1:
             means["kd"] = self._sum_of_divergences(means)
