@@ -33,7 +33,8 @@ class BestCheckpoint:
             MkdCheckpointError: the file is damaged.
         """
         self._root, self.metric = root, metric
-        self._evaluated: tuple[int, float] | None = None
+        self._evaluated: dict[int, float] = {}
+        self._unmeasured: Path | None = None  # the last checkpoint, if it was published before its evaluation
         self._best = _read(root / FILE, metric)
 
     @property
@@ -50,17 +51,28 @@ class BestCheckpoint:
         """
         found = torch.tensor(math.nan if value is None else value, dtype=torch.float64, device="cuda")
         dist.broadcast(found, src=dist.get_world_size() - 1)
-        self._evaluated = None if math.isnan(found.item()) else (iteration, found.item())
+        self._evaluated.pop(iteration, None)
+        if not math.isnan(found.item()):
+            self._evaluated[iteration] = found.item()
+        if self._unmeasured is not None and iteration_of(self._unmeasured.name) == iteration:
+            self.published(self._unmeasured)
 
     def published(self, folder: Path) -> None:
-        """The tracker names a checkpoint: record it if it is the best one. Called on all ranks; rank 0 records."""
-        if dist.get_rank() != 0 or self._evaluated is None or iteration_of(folder.name) != self._evaluated[0]:
+        """The tracker names a checkpoint: record it if it is the best one. Called on all ranks; rank 0 records.
+
+        An asynchronous save may be published after later evaluations, and the last one of a run before its evaluation.
+        """
+        if (iteration := iteration_of(folder.name)) is None:
             return
-        iteration, value = self._evaluated
+        value = self._evaluated.get(iteration)
+        self._unmeasured = folder if value is None else None
+        self._evaluated = {later: found for later, found in self._evaluated.items() if later > iteration}
+        if dist.get_rank() != 0 or value is None:
+            return
         # A job that went back has rewritten the checkpoint: its old value is of other weights.
         if self._best is not None and iteration != self._best[0] and not self._is_better(value, self._best[1]):
             return
-        self._best = self._evaluated
+        self._best = iteration, value
         with replacing(self._root / FILE) as out:
             json.dump({"iteration": iteration, "metric": self.metric, "value": value}, out)
         logger.info(f"the best checkpoint so far is {folder.name}: {self.metric} {value:.4f} (--kd-keep-best)")

@@ -79,6 +79,26 @@ def test_the_lowest_cross_entropy_is_the_best(save: Path) -> None:
     assert BestCheckpoint(save, "ce").iteration is None
 
 
+def test_evaluations_before_an_asynchronous_save_is_published(save: Path) -> None:
+    best = BestCheckpoint(save, "ce")
+    for step, value in ((2, 3.0), (4, 2.0), (6, 4.0)):
+        best.evaluated(step, value)
+    best.published(save / name_of(4))
+    assert best.iteration == 4
+    best.published(save / name_of(6))
+    assert best.iteration == 4
+
+
+def test_the_last_checkpoint_is_evaluated_after_it_is_published(save: Path) -> None:
+    """The value of the last evaluation is that of the last checkpoint; a second evaluation changes nothing."""
+    best = BestCheckpoint(save, "ce")
+    best.published(save / name_of(6))
+    assert best.iteration is None
+    best.evaluated(6, 2.0)
+    best.evaluated(6, 2.5)
+    assert best.iteration == 6 and json.loads((save / FILE).read_text())["value"] == 2.0
+
+
 @pytest.mark.parametrize(
     "text", ["{", "[]", '{"iteration": 2, "metric": "ce"}', '{"iteration": "2", "metric": "ce", "value": 1}']
 )
