@@ -77,7 +77,7 @@ def facts_of_model(loaded, model):
             getattr(loaded, name, 1.0) for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling")
         ]
         if hasattr(layer, "residual_multiplier")
-        else [1.0, 1.0, 1 / getattr(loaded, "logit_scale", 1.0)],
+        else [1.0, 1.0, 1 / getattr(model, "logit_scale", 1.0)],
         "router": router(loaded, model),
         "llama 4": llama4_facts(loaded),
         "scales": scales(loaded, model),
