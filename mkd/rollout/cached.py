@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
 from mkd.distributed.groups import Groups
@@ -200,8 +201,9 @@ class _Writer:
             self._burst(passes)
 
     def _largest(self, *values: int) -> tuple[int, ...]:
-        """The largest values of the data-parallel ranks, which call experts in common."""
-        if self.groups.collection.ep.size() == 1:
+        """The largest values of the data-parallel ranks, which may call experts in common: in expert parallelism, or
+        in more expert-tensor-parallel ranks than tensor-parallel ones."""
+        if not get_model_config(self.chunks[0]).num_moe_experts:
             return values
         found = torch.tensor(values, device="cuda")
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.groups.dp)

@@ -184,12 +184,13 @@ def student_texts(
     engine: Engine,
     temperatures: tuple[float, ...] = TEMPERATURES,
     cache_tokens: int | None = None,
+    count: int = len(PROMPTS),
 ) -> dict[float, tuple[list, bool]]:
     """Temperature -> texts of the student of the layout tests, `own.mbs` at a time, and True if random states stay."""
     with parallel_state(own):
         groups = Groups.from_megatron()
         chunks = build_student(own, models, groups)
-        prompts = [[token % VOCAB for token in prompt] for prompt in PROMPTS]
+        prompts = [[token % VOCAB for token in prompt] for prompt in PROMPTS[:count]]
         found = {}
         for temperature in temperatures:
             before = torch.get_rng_state()
@@ -262,6 +263,12 @@ def test_the_cache_is_left_out_where_it_is_not_possible(gloo_pool, on_one_rank) 
 def test_students_with_experts(gloo_pool, on_one_rank, ranks: int, own: Layout, temperature: float) -> None:
     for found in gloo_pool(ranks).run(student_texts, own, Models(moe=True), "cached", (temperature,)):
         assert found[temperature] == on_one_rank[True][temperature]
+
+
+def test_experts_split_over_ranks_with_other_texts(gloo_pool, on_one_rank) -> None:
+    """Two data-parallel ranks, one of which writes nothing, hold half of each expert."""
+    for found in gloo_pool(2).run(student_texts, Layout(etp=2), Models(moe=True), "cached", (1.5,), None, 1):
+        assert found[1.5][0] == on_one_rank[True][1.5][0][:1]
 
 
 @pytest.mark.parametrize(("own", "cache_tokens"), [(Layout(), 1), (Layout(pp=2), 3 * 32)], ids=["one", "pp2"])
