@@ -35,6 +35,7 @@ TABLE = {
 MORE = {
     "tp2-sp-dp2 / tp2-pp2": (4, Layout(tp=2, sp=True, teacher=Layout(tp=2, pp=2)), BOTH),
     "cp2-dp2 / tp4, packed": (4, Layout(cp=2, teacher=TP4), PACKED),
+    "tp4-sp / etp4, two idle": (4, Layout(tp=4, sp=True, mbs=4, teacher=Layout(etp=4)), EXPERTS),
     "dp4 / ep4": (4, Layout(teacher=Layout(ep=4)), EXPERTS),
     "tp2-dp2 / cp2-tp2, pairs": (4, Layout(tp=2, teacher=CP2_TP2), replace(PAIRS, mixed=True)),
     "dp4 / tp4 without SP": (4, Layout(teacher=Layout(tp=4)), BOTH),

@@ -54,8 +54,9 @@ class TeacherExchange:
                 self.group: ExchangeGroup = group
                 self.student, self.teacher = group.students[self.rank], group.teachers[self.rank]
                 self._on_device, self._on_host = on_device, on_host
-        # Expert-parallel groups may span exchange groups, and their ranks must run equally many forward passes.
-        self._equal_passes = teacher.groups.collection.ep.size() > 1
+        # Ranks that share experts may be in several exchange groups, and must run equally many forward passes.
+        split = teacher.groups.collection
+        self._equal_passes = split.ep.size() > 1 or split.expt_tp.size() > split.tp.size()
 
     def lm_head_rows(self, own: Tensor | None, columns: Tensor, width: int, dtype: torch.dtype) -> Tensor:
         """[n, Ht] rows of the teacher's LM head.
