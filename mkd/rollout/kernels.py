@@ -147,7 +147,8 @@ def sampled_triton(logits: Tensor, keys: Tensor, first: int, temperature: float)
         logits, keys, divisor, values, columns, logits.stride(0), count, first, BLOCK=_TOKENS
     )
     best, block = values.max(dim=1)
-    return best, columns.gather(1, block[:, None]).squeeze(1)
+    # Columns behind the last are the largest only where logits are NaN.
+    return best, columns.gather(1, block[:, None]).squeeze(1).clamp_(max=count - 1)
 
 
 @triton.jit

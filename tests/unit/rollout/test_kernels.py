@@ -78,3 +78,11 @@ def test_sampled_tokens(first: int) -> None:
     exact = (logits.double() / 0.7 + gumbel_noise(keys, first, 2100)).max(dim=1)
     assert column.tolist() == exact.indices.tolist()
     torch.testing.assert_close(best, exact.values, rtol=1e-12, atol=1e-12)
+
+
+def test_sampled_tokens_exist() -> None:
+    """Also where the logits are NaN, so that the loss can report them."""
+    from mkd.rollout.kernels import sampled_triton
+
+    column = sampled_triton(torch.full((2, 1030), torch.nan), torch.tensor([1, 2]), 0, 1.0)[1]
+    assert ((column >= 0) & (column < 1030)).all()
