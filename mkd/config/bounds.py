@@ -212,6 +212,7 @@ _GROUPS: tuple[tuple[Bounds, str], ...] = (
     (Bounds(0.0, 1e6, "it is a factor of a term of the loss", without_low=True), "kd_hidden_loss_weight"),
     (Bounds(0.0, 1e6, "it is a factor of a term of the loss", without_low=True), "kd_teacher_weights"),
     (Bounds(1, 10**8, "it counts tokens of a vocabulary"), "kd_top_k"),
+    (Bounds(1, 4095, "it counts samples per token, and records count to 4095"), "kd_teacher_samples"),
     (_TOKENS, "kd_teacher_seq_length kd_loss_chunk_rows kd_packing_multiple"),
     (
         _PARALLEL,

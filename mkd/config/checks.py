@@ -110,8 +110,6 @@ SERVED_FIELDS = (
     "teacher_samples",
 )
 """Fields of teachers behind --kd-teacher-url."""
-_MOST_SAMPLES = 4095
-"""Samples per token, as in a cache."""
 
 
 def check_served(kd: KDFields) -> None:
@@ -221,9 +219,7 @@ def check_served_targets(kd: KDFields) -> None:
 
 
 def _check_served_samples(kd: KDFields, given: str) -> None:
-    """Refuse a number of samples out of its bounds, and what a loss of samples does not have."""
-    if not 1 <= kd.teacher_samples <= _MOST_SAMPLES:
-        raise MkdConfigError(f"--kd-teacher-samples is {kd.teacher_samples}; it must be from 1 to {_MOST_SAMPLES}")
+    """Refuse what a loss of samples does not have."""
     if kd.loss != "forward_kl":
         raise MkdConfigError(f"{given}, which estimate forward_kl only, not --kd-loss {kd.loss}: leave one of them out")
     for flag, value in (("--kd-top-k", kd.top_k), ("--kd-xtoken-loss", kd.xtoken_loss)):

@@ -62,7 +62,7 @@ def config(**changes: object) -> KDConfig:
             ["--kd-teacher-samples is None", "give --kd-teacher-targets sampled"],
         ),
         ({**SERVED, "teacher_samples": 8}, ["--kd-teacher-targets is hidden_states", "--kd-teacher-samples is 8"]),
-        ({**SERVED, **SAMPLED, "teacher_samples": 4096}, ["--kd-teacher-samples is 4096", "from 1 to 4095"]),
+        ({**SERVED, **SAMPLED, "teacher_samples": 4096}, ["--kd-teacher-samples is 4096", "at most 4095"]),
         ({**SERVED, **SAMPLED, "loss": "jsd"}, ["forward_kl only, not --kd-loss jsd"]),
         ({**SERVED, **SAMPLED, "top_k": 8}, ["does not work with --kd-top-k 8"]),
         ({**SERVED, **SAMPLED, "temperature_schedule": "linear:1:2:9"}, ["a constant --kd-temperature"]),
