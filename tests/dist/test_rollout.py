@@ -278,6 +278,34 @@ def test_groups_of_texts(gloo_pool, on_one_rank, own: Layout, cache_tokens: int)
         assert found[1.5] == on_one_rank[False][1.5]
 
 
+def test_prompts_that_are_read_in_several_passes(gloo_pool, on_one_rank) -> None:
+    """Four slots, of which a forward pass over prompts fills two, as with --kd-rollout-memory-gb and few rows."""
+    (found,) = gloo_pool(1).run(student_texts, Layout(mbs=1), Models(), "cached", (1.5,), 4 * 32)
+    assert found[1.5] == on_one_rank[False][1.5]
+
+
+def ended_texts(rank: int, world_size: int, engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
+    """Texts that end at random, two at a time if keys and values are cached."""
+    own = Layout(mbs=1)
+    with parallel_state(own):
+        chunks = build_student(own, Models(), Groups.from_megatron())
+        ends = frozenset(range(0, VOCAB, 6))
+        options = decoding(
+            true_vocab=VOCAB, rows=1, end_tokens=ends, temperature=1.5, seed=3, cache_tokens=1, length_multiple=2
+        )
+        return texts_of(chunks, prompts, options, engine)
+
+
+def test_slots_are_refilled_while_others_write(gloo_pool) -> None:
+    """The text of a slot does not depend on the earlier one in it, nor on when that has ended."""
+    prompts = [[(7 * text + 3 * token) % VOCAB for token in range(1 + 5 * text % 19)] for text in range(9)]
+    cached, whole = (gloo_pool(1).run(ended_texts, engine, prompts)[0] for engine in ("cached", "uncached"))
+    assert cached == whole
+    assert len(set(map(len, whole))) > 3
+    # The second data-parallel rank has no text to write.
+    assert gloo_pool(2).run(ended_texts, "cached", prompts[:1]) == [whole[:1], whole[:1]]
+
+
 def log_probabilities(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """[texts * tokens] log-probabilities of written tokens: while they are written, and in a pass over whole texts."""
     own, seen = Layout(mbs=4), []
