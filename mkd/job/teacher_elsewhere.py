@@ -14,11 +14,8 @@ class SourceAtAddresses:
     """Parts of a `mkd.checkpoint.source.TeacherSource` behind the addresses of --kd-teacher-url."""
 
     addresses: Sequence[object]
-
-    @property
-    def positions(self) -> int | None:
-        """Tokens of the longest text that the teacher reads; None if unknown."""
-        raise NotImplementedError
+    positions: int | None
+    """Tokens of the longest text that the teacher reads; None if unknown."""
 
     @property
     def origin(self) -> str:
