@@ -180,7 +180,7 @@ def _stage(work: Workload, stage: int) -> StageMemory:
 
 def _rollout(work: Workload, stage: int) -> dict[str, dict[str, float]]:
     """The phase in which the student writes texts, if it does."""
-    memory = RolloutMemory.of(work.student, work.kd, stage)
+    memory = RolloutMemory.of(work.student, work.kd, stage, work.on_gpu)
     if memory is None:
         return {}
     share = memory.prompt_tokens / (work.student.seq_length * work.student.micro_batch_size)

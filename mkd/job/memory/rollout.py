@@ -11,10 +11,12 @@ from mkd.job.memory.stage_layers import chunks_of_stage
 from mkd.rollout.attention import reason_against_cache
 from mkd.rollout.cached import cached_length
 
-SAMPLING_BYTES = 44
-"""Bytes per logit at the peak of sampling: fp32 and float64 logits, and float64 and int64 tensors of the noise."""
-GREEDY_BYTES = 8
-"""Bytes per logit where the most probable token is written."""
+LOGIT_BYTES = 8
+"""Bytes per logit where the most probable token is written, or where one kernel samples: fp32 logits, and those in the
+model's dtype, from which they are converted."""
+SAMPLING_BYTES = 36
+"""Bytes per logit of sampling in PyTorch operations, on CPU and with top-p: float64 logits, and float64 and int64
+tensors of the noise."""
 SORTING_BYTES = 48
 """Bytes per logit of the whole vocabulary where top-p sorts it: float64 logits of all shards and the same joined, the
 sorted ones, their int64 indices, and as much as the last two for the sort."""
@@ -50,28 +52,30 @@ class RolloutMemory:
     """Tokens of the largest forward pass."""
 
     @classmethod
-    def of(cls, args: Namespace, kd: KDConfig, stage: int) -> "RolloutMemory | None":
+    def of(cls, args: Namespace, kd: KDConfig, stage: int, on_gpu: bool) -> "RolloutMemory | None":
         """The largest of all kinds of texts that the student writes; None if it writes none.
 
         Args:
             args: Megatron's of the student.
             kd: the flags.
             stage: pipeline stage from 0.
+            on_gpu: True if the run will use GPUs.
         """
         rows = getattr(args, "eval_micro_batch_size", None) or args.micro_batch_size
-        kinds = [(rows, kd.sample_tokens, 0.0, None)] if kd.sample_prompts is not None else []
-        kinds += [(rows, kd.eval_tokens, 0.0, None)] if kd.eval_tasks is not None else []
+        kinds = [(rows, kd.sample_tokens, LOGIT_BYTES * shard_of(args), None)] if kd.sample_prompts is not None else []
+        kinds += [(rows, kd.eval_tokens, LOGIT_BYTES * shard_of(args), None)] if kd.eval_tasks is not None else []
         if kd.is_on_policy:
-            kinds.append((args.micro_batch_size, kd.rollout_tokens, kd.rollout_temperature, cache_tokens(args, kd)))
+            logits = _sampling_bytes(args, kd, on_gpu)
+            kinds.append((args.micro_batch_size, kd.rollout_tokens, logits, cache_tokens(args, kd)))
         found = [cls._of_kind(args, kd, stage, kind) for kind in kinds]
         return max(found, key=lambda one: one.cache + one.logits, default=None)
 
     @classmethod
     def _of_kind(
-        cls, args: Namespace, kd: KDConfig, stage: int, kind: tuple[int, int, float, int | None]
+        cls, args: Namespace, kd: KDConfig, stage: int, kind: tuple[int, int, int, int | None]
     ) -> "RolloutMemory":
-        """Args: microbatch rows, new tokens, temperature and cached tokens at most."""
-        rows, new, temperature, bound = kind
+        """Args: microbatch rows, new tokens, bytes to choose one token, and cached tokens at most."""
+        rows, new, logits, bound = kind
         stages, length, multiple = args.pipeline_model_parallel_size, args.seq_length, length_multiple(args)
         longest = cached_length(length, multiple)
         total, slots = max(rows * length * stages, multiple * longest), rows * length
@@ -83,11 +87,17 @@ class RolloutMemory:
         tokens = total // stages  # of a microbatch
         texts = max(min(tokens // new, slots), multiple)
         is_last, has_cache = stage == stages - 1, reason_against_cache(args) is None
-        logits = shard_of(args) * (SAMPLING_BYTES if temperature > 0.0 else GREEDY_BYTES)
-        if temperature > 0.0 and kd.rollout_top_p < 1.0:
-            logits += args.padded_vocab_size * SORTING_BYTES
         return cls(
             cache=total * cached_token_bytes(args, stage) if has_cache else 0.0,
             logits=texts * logits if is_last else 0.0,
             prompt_tokens=max(tokens * (1.0 - new / length), texts) if has_cache else rows * length,
         )
+
+
+def _sampling_bytes(args: Namespace, kd: KDConfig, on_gpu: bool) -> int:
+    """Bytes in which the next token of one text is chosen (`mkd.rollout.sampler`)."""
+    chosen = shard_of(args) * LOGIT_BYTES
+    is_sorted = kd.rollout_top_p < 1.0
+    if kd.rollout_temperature == 0.0 or (on_gpu and not is_sorted):
+        return chosen
+    return chosen + shard_of(args) * SAMPLING_BYTES + is_sorted * args.padded_vocab_size * SORTING_BYTES

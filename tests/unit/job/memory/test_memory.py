@@ -302,8 +302,15 @@ def test_keys_and_values_of_written_texts():
 
 
 def test_top_p_sorts_the_whole_vocabulary():
-    rollout = {"on_policy": 1.0, "prompts": "P", "rollout_tokens": 64}
-    whole, part = (stages_of(rollout | {"rollout_top_p": p}, **{TP: 4, **SP})[0] for p in (1.0, 0.9))
-    texts = 4 * 1024 // 64
-    assert whole.phases["writing"][WORKING] == texts * 8000 * 44
-    assert part.phases["writing"][WORKING] == texts * (8000 * 44 + 32000 * 48)
+    """Without it, a kernel samples on a GPU and keeps nothing but the logits."""
+    rollout = {"on_policy": 1.0, "prompts": "P", "rollout_tokens": 2}
+    texts = 4 * 1024 // 2
+
+    def working(on_gpu: bool, **options: float) -> float:
+        return stages_of(rollout | options, on_gpu, **{TP: 4, **SP})[0].phases["writing"][WORKING]
+
+    assert working(True) == working(True, rollout_temperature=0.0) == texts * 8000 * 8
+    assert working(False) == texts * 8000 * 44
+    assert working(False, rollout_temperature=0.0) < working(False)
+    for on_gpu in (True, False):
+        assert working(on_gpu, rollout_top_p=0.9) == texts * (8000 * 44 + 32000 * 48)
