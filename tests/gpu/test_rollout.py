@@ -69,14 +69,14 @@ def test_the_cache_changes_no_text(groups: Groups, name: str, dtype: torch.dtype
     generator = torch.Generator().manual_seed(2)
     lengths = (5, 60, 17, 33)
     requests = [Request(tuple(torch.randint(0, VOCAB, (n,), generator=generator).tolist())) for n in lengths]
-    for temperature in (0.0, 1.0):
-        options = Decoding(48, frozenset(), VOCAB, 2, LONGEST, temperature=temperature, seed=3)
+    for temperature, top_p in ((0.0, 1.0), (1.0, 1.0), (1.0, 0.9)):
+        options = Decoding(48, frozenset(), VOCAB, 2, LONGEST, temperature=temperature, top_p=top_p, seed=3)
         cached, whole = (write_texts(chunks, groups, requests, options, engine) for engine in ("cached", "uncached"))
         alike = [
             sum(a == b for a, b in zip(one.tokens, other.tokens, strict=True)) / 48
             for one, other in zip(cached, whole, strict=True)
         ]
-        print(f"{name}, {dtype}, T = {temperature}: equal tokens {alike}")
+        print(f"{name}, {dtype}, T = {temperature}, top-p {top_p}: equal tokens {alike}")
         exact = dtype == torch.float32 and os.environ.get("NVIDIA_TF32_OVERRIDE") == "0"
         assert min(alike) == 1.0 if exact else max(alike) > 0.3
 
