@@ -142,7 +142,7 @@ class Hooks:
                 skipped=skipped,
                 ratio=record.objective.ratio,
                 temperature=record.objective.spec.temperature,
-                waits=record.waits(),
+                seconds=record.seconds(),
                 peak_memory_gib=peak,
             )
         )

@@ -50,8 +50,8 @@ class IterationMetrics:
     """True if the optimizer step was skipped (overflow)."""
     ratio: float
     temperature: float
-    waits: Mapping[str, float]
-    """Seconds of the step spent on `data`, `teacher`, `cache` and `rollout`."""
+    seconds: Mapping[str, float]
+    """Seconds of the step spent on `data`, `teacher`, `student`, `optimizer`, `cache` and `rollout`."""
     peak_memory_gib: float | None
     """Peak over all ranks; None if not measured."""
 
@@ -151,7 +151,7 @@ class MetricsLog:
             "tokens": step.text.tokens,
             "padding_tokens": step.text.positions - step.text.tokens,
             **self._speed(step, seconds),
-            **{f"{what}_s": value for what, value in step.waits.items()},
+            **{f"{what}_s": value for what, value in step.seconds.items()},
             "elapsed_s": now - self._started,
             "skipped": bool(step.skipped),
             "ratio": step.ratio,

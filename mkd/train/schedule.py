@@ -38,30 +38,69 @@ class StepRecord:
     """Seconds spent waiting for cached targets (about 0 for a teacher that runs); None in a step without a teacher."""
     rollout: RolloutFacts | None = None
     """Measurements of the texts that the student has written for it; None if it has written none."""
-    _teacher: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    _teacher: list["_Span"] = field(default_factory=list)
+    _student: "_Span | None" = None
+    _teacher_before: int = 0
+    """Number of the teacher's spans that end before the student's begins."""
 
     def time_teacher(self, compute: Callable[[], Any]) -> Any:
         """Call `compute` between two events of the device."""
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
+        span = _Span.begin()
         result = compute()
-        end.record()
-        self._teacher.append((begin, end))
+        span.end.record()
+        self._teacher.append(span)
         return result
 
-    def waits(self) -> dict[str, float]:
-        """Seconds by cause; `teacher` is device time in its forward passes or in decoding cached targets. Waits for the
-        device."""
-        for _, end in self._teacher:
-            end.synchronize()
-        teacher_s = sum(begin.elapsed_time(end) for begin, end in self._teacher) / 1000.0
+    def time_student(self, compute: Callable[[], Any]) -> Any:
+        """Call `compute`, in which the teacher may run too, between two events of the device."""
+        self._teacher_before = len(self._teacher)
+        self._student = _Span.begin()
+        result = compute()
+        self._student.end.record()
+        return result
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds of the step by cause, after the optimizer's step. Waits for the device.
+
+        `teacher` is device time in its forward passes or in decoding cached targets, `student` in the schedule without
+        the teacher, and `optimizer` from there to now.
+        """
+        optimizer = _Span(self._student.end)
+        optimizer.end.record()
+        optimizer.end.synchronize()
+        teacher = [span.seconds() for span in self._teacher]
         seconds = {
             "data": self.data_s,
-            "teacher": teacher_s if self._teacher else None,
+            "teacher": sum(teacher) if teacher else None,
+            "student": self._student.seconds() - sum(teacher[self._teacher_before :]),
+            "optimizer": optimizer.seconds(),
             "cache": self.cache_s,
             "rollout": None if self.rollout is None else self.rollout.seconds,
         }
         return {name: value for name, value in seconds.items() if value is not None}
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)
+
+
+@dataclass
+class _Span:
+    """Work of the device between two events."""
+
+    start: torch.cuda.Event = field(default_factory=_event)
+    end: torch.cuda.Event = field(default_factory=_event)
+
+    @classmethod
+    def begin(cls) -> "_Span":
+        """A span that begins now."""
+        span = cls()
+        span.start.record()
+        return span
+
+    def seconds(self) -> float:
+        """Its length; both events have completed."""
+        return self.start.elapsed_time(self.end) / 1000.0
 
 
 @dataclass
@@ -117,12 +156,9 @@ class TeacherThenStudent:
             signals = self._signals(batches, first) if teaches else repeat(None)
             layers = self._layer_targets(batches, objective, teacher_is_done=first)
             inputs = map(StepInput, batches, repeat(objective), signals, layers)
-            reports = schedule(
-                data_iterator=_per_model_chunk(inputs, data_iterator),
-                num_microbatches=num_microbatches,
-                forward_only=forward_only,
-                **options,
-            )
+            inputs = _per_model_chunk(inputs, data_iterator)
+            options |= {"num_microbatches": num_microbatches, "forward_only": forward_only}
+            reports = self.record.time_student(lambda: schedule(data_iterator=inputs, **options))
             if self.hidden_layers is not None:
                 self.hidden_layers.add_to(reports, layers)
             if teaches:

@@ -73,6 +73,8 @@ def test_metrics_file(pp2_run: Result) -> None:
         assert line["tokens_per_s_per_gpu"] == pytest.approx(line["tokens_per_s"] / 2)
         assert line["student_tflops_per_gpu"] > 0.0 and line["teacher_tflops_per_gpu"] > 0.0
         assert 0.0 < line["teacher_s"] < line["step_s"] and 0.0 < line["data_s"] < line["step_s"]
+        parts = [line[f"{name}_s"] for name in ("teacher", "student", "optimizer")]
+        assert min(parts) > 0.0 and sum(parts) < line["step_s"]
         measured = line["iteration"] % 2 == 0
         for name in ("student_entropy", "teacher_entropy", "agreement", "peak_memory_gib"):
             assert (name in line) == measured

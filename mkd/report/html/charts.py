@@ -109,7 +109,7 @@ NOT_DRAWN = {
     *("tokens", "padding_tokens", "step_s", "tokens_per_s_per_gpu", "student_tflops_per_gpu", "teacher_tflops_per_gpu"),
     *("elapsed_s", "data_s", "teacher_s", "cache_s", "valid_perplexity", "test_perplexity", "teacher_entropy"),
     *("valid_teacher_perplexity", "test_teacher_perplexity", "test_teacher_ce", "test_teacher_bits_per_byte"),
-    *("test_teacher_entropy", "rollout_s"),
+    *("test_teacher_entropy", "rollout_s", "student_s", "optimizer_s"),
 }
 """Metrics that repeat others, or are summed up in the table."""
 

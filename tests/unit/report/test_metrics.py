@@ -59,7 +59,7 @@ def step(log: MetricsLog, iteration: int, *, losses: dict[str, float] | None = N
         "skipped": False,
         "ratio": 0.5,
         "temperature": 2.0,
-        "waits": {"data": 0.5},
+        "seconds": {"data": 0.5},
         "peak_memory_gib": None,
     }
     log.iteration(
