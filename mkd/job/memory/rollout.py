@@ -90,7 +90,7 @@ class RolloutMemory:
         return cls(
             cache=total * cached_token_bytes(args, stage) if has_cache else 0.0,
             logits=texts * logits if is_last else 0.0,
-            prompt_tokens=max(tokens * (1.0 - new / length), texts) if has_cache else rows * length,
+            prompt_tokens=max(min(tokens * (1.0 - new / length), rows * length), texts) if has_cache else rows * length,
         )
 
 

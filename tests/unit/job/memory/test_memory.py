@@ -293,6 +293,8 @@ def test_keys_and_values_of_written_texts():
     (most,) = stages_of(rollout | {"rollout_memory_gb": 9.0})
     assert most.phases["writing"][KEYS] == 16 * 1024 * 8192, "all texts of a step"
     assert most.phases["writing"][WORKING] > stage.phases["writing"][WORKING]
+    (largest,) = stages_of(rollout | {"rollout_memory_gb": 9.0, "rollout_steps": 4})
+    assert largest.phases["writing"][WORKING] == most.phases["writing"][WORKING], "prompts are read in several passes"
     (tasks,) = stages_of({"eval_tasks": "F"})
     assert tasks.phases["writing"][KEYS] == 2048 * 8192
     (wide,) = stages_of(rollout, **{TP: 4, **SP, "micro_batch_size": 1})
