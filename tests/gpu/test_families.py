@@ -9,7 +9,9 @@ loss and the gradient by far more than bf16 does. The table goes to docs/benchma
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests.dist.test_hf_families import MODELS, NO_SPECIAL_TOKENS
 from tests.support.gpu.layout_runs import KEYS, difference, launch
-from tests.support.hf_models import HYBRID_MODELS
+from tests.support.vision_language import WHOLE, whole_config
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,9 +52,42 @@ WIDE = {
     "v_head_dim": 64,
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 64,
+    "attention_chunk_size": 256,
+    "floor_scale": 257,
 }
 """The same for keys that only some families have."""
-AT_A_TIME = 6
+HAS_FLA = find_spec("fla") is not None
+AT_A_TIME = max(1, (os.cpu_count() or 1) // 2)
+"""Comparisons at a time."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Models to compare."""
+
+    sizes: dict[str, Any]
+    """Keys of config.json."""
+    flags: tuple[str, ...] = ()
+
+    @property
+    def needs_fla(self) -> bool:
+        """True if the models have gated delta nets, whose kernels are in flash-linear-attention."""
+        return "linear_attention" in json.dumps(self.sizes)
+
+    @property
+    def tolerances(self) -> tuple[float, float]:
+        """Of losses and of the gradient norm. A router that chooses another expert for a few tokens is bf16 noise."""
+        return (0.03, 0.15) if "experts" in json.dumps(self.sizes) or self.flags else (0.01, 0.05)
+
+
+ADAPTERS = ("llama, biases", "qwen3", "glm4", "qwen2 moe")
+"""Models that train adapters, too: these read the output of a norm that Transformer Engine computes inside a linear
+layer."""
+CASES = {
+    **{name: Case(sizes) for name, sizes in MODELS.items()},
+    **{f"vision-language, {name}": Case(sizes) for name, sizes in WHOLE.items()},
+    **{f"{name}, adapters": Case(MODELS[name], ("--kd-lora", "8:32", "--lr", "1e-2")) for name in ADAPTERS},
+}
 
 
 def widened(sizes: dict[str, Any]) -> dict[str, Any]:
@@ -64,19 +99,32 @@ def widened(sizes: dict[str, Any]) -> dict[str, Any]:
         factors = {key: [f for f in rope[key] for _ in range(8)] for key in ("short_factor", "long_factor")}
         length = {"original_max_position_embeddings": SIZES["max_position_embeddings"]}  # rows are no longer
         wide |= {"rope_parameters": {**rope, **factors, **length}, "max_position_embeddings": 512, **length}
+    if "mrope_section" in rope:  # whose sum is half of the width of a head
+        scale = wide["head_dim"] // 2 // sum(rope["mrope_section"])
+        wide |= {"rope_parameters": {**rope, "mrope_section": [scale * part for part in rope["mrope_section"]]}}
     if "kv_lora_rank" in sizes:
         wide |= {"num_key_value_heads": SIZES["num_attention_heads"], "head_dim": WIDE["qk_rope_head_dim"]}
     return wide
 
 
+def build(sizes: dict[str, Any]) -> torch.nn.Module:
+    """A random model of tests/dist/test_hf_families.py or, with a vision tower, of tests/dist/test_vision_language.py."""
+    if (text := sizes.get("text_config")) is None:
+        config = {key: value for key, value in widened(sizes).items() if key != "shard_size"}
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**NO_SPECIAL_TOKENS, **config}))
+    text = {key: value for key, value in text.items() if key not in SIZES}
+    wide = {key: value for key, value in widened(text).items() if key != "tie_word_embeddings"}
+    return AutoModelForImageTextToText.from_config(whole_config(sizes, **wide))
+
+
 def write_pair(folder: Path, sizes: dict[str, Any]) -> None:
     """folder/teacher and folder/student, two random models of one family in fp32."""
-    sizes = {key: value for key, value in widened(sizes).items() if key != "shard_size"}
     for seed, name in enumerate(("teacher", "student")):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**NO_SPECIAL_TOKENS, **sizes}))
+        model = build(sizes).cpu()  # flash-linear-attention places its norms on the GPU
         # With larger tied embeddings a model repeats its input, whatever its layers compute.
-        model.get_output_embeddings().weight.data.mul_(2.0 if sizes["tie_word_embeddings"] else 16.0)
+        tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+        model.get_output_embeddings().weight.data.mul_(2.0 if tied else 16.0)
         for key, value in model.named_buffers():
             if key.endswith("e_score_correction_bias"):
                 value.uniform_(-0.1, 0.1)
@@ -105,49 +153,38 @@ def train(folder: Path, name: str, *flags: str, **variables: str) -> list[dict]:
     return launch(name, folder, 1, [*common, *flags], **variables)
 
 
-def compare(folder: Path, sizes: dict[str, Any], *flags: str) -> dict[str, Any]:
+def compare(folder: Path, case: Case) -> dict[str, Any]:
     """Relative differences between bf16 on the GPU and fp32 on CPU, and the losses of both."""
     folder.mkdir(parents=True)
     write_text(folder / "text")
-    write_pair(folder, sizes)
-    gpu = train(folder, "gpu", "--bf16", *flags)
-    cpu = train(folder, "cpu", *flags, MKD_DEVICE="cpu")
+    write_pair(folder, case.sizes)
+    gpu = train(folder, "gpu", "--bf16", *case.flags)
+    cpu = train(folder, "cpu", *case.flags, MKD_DEVICE="cpu")
     losses = {"gpu": [line["loss"] for line in gpu], "cpu": [line["loss"] for line in cpu]}
     shutil.rmtree(folder)
     return {key: difference(gpu, cpu, key) for key in KEYS} | losses
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future]:
-    """name -> its comparison, several at a time."""
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future]]:
+    """name -> its comparison, several at a time; those of the selected tests."""
     root = tmp_path_factory.mktemp("families")
-    with ThreadPoolExecutor(AT_A_TIME) as pool:
-        found = {name: pool.submit(compare, root / str(i), sizes) for i, (name, sizes) in enumerate(MODELS.items())}
-    return found
+    selected = [item.callspec.params["name"] for item in request.session.items if "runs" in item.fixturenames]
+    selected = [name for name in selected if HAS_FLA or not CASES[name].needs_fla]
+    pool = ThreadPoolExecutor(AT_A_TIME)
+    yield {name: pool.submit(compare, root / str(i), CASES[name]) for i, name in enumerate(selected)}
+    pool.shutdown(cancel_futures=True)
 
 
-NEEDS_FLA = pytest.mark.skipif(find_spec("fla") is None, reason="needs flash-linear-attention")
-
-
-@pytest.mark.parametrize(
-    "model", [pytest.param(name, marks=NEEDS_FLA if name in HYBRID_MODELS else ()) for name in MODELS]
-)
-def test_trains_like_fp32_on_cpu(runs, model):
-    found = runs[model].result()
-    print(f"\n{model:40s}", json.dumps(found), flush=True)
+@pytest.mark.parametrize("name", CASES)
+def test_trains_like_fp32_on_cpu(runs: dict[str, Future], name: str) -> None:
+    if name not in runs:
+        pytest.skip("needs flash-linear-attention")
+    found = runs[name].result()
+    print(f"\n{name:40s}", json.dumps(found), flush=True)
     if out := os.environ.get("MKD_BENCH_OUT"):
         with Path(out, "families.jsonl").open("a") as file:
-            file.write(json.dumps({"model": model, **found}) + "\n")
-    # A router that chooses another expert for a few tokens is bf16 noise too.
-    loss, gradient = (0.03, 0.15) if "experts" in json.dumps(MODELS[model]) else (0.01, 0.05)
+            file.write(json.dumps({"model": name, **found}) + "\n")
+    loss, gradient = CASES[name].tolerances
     assert max(found["loss"], found["ce"], found["kd"]) < loss
     assert found["grad_norm"] < gradient
-
-
-@pytest.mark.parametrize("model", ["llama, biases", "qwen3", "glm4", "qwen2 moe"])
-def test_adapters_train_like_fp32_on_cpu(model: str, tmp_path: Path) -> None:
-    """--kd-lora, whose adapters read the output of a norm that Transformer Engine computes inside a linear layer."""
-    found = compare(tmp_path / "models", MODELS[model], "--kd-lora", "8:32", "--lr", "1e-2")
-    print(f"\n{model}, adapters: ", json.dumps(found), flush=True)
-    assert max(found["loss"], found["ce"], found["kd"]) < 0.03
-    assert found["grad_norm"] < 0.15

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText, PretrainedConfig
 
 from tests.support.hf_folders import SIZES
 from tests.support.hf_models import HYBRID, SHARED_EXPERT
@@ -83,11 +83,14 @@ WHOLE: dict[str, dict[str, Any]] = {
 """Name -> keys of config.json."""
 
 
+def whole_config(sizes: dict[str, Any], **text: Any) -> PretrainedConfig:
+    """Configuration of a whole model; `text` changes keys of `text_config`."""
+    return AutoConfig.for_model(**{**sizes, "text_config": {**sizes["text_config"], **NO_TOKENS, **text}})
+
+
 def build_whole(name: str, **text: Any) -> nn.Module:
     """A random model; `text` changes keys of `text_config`."""
-    whole = WHOLE[name]
-    changed = {**whole, "text_config": {**whole["text_config"], **NO_TOKENS, **text}}
-    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**changed), attn_implementation="eager")
+    model = AutoModelForImageTextToText.from_config(whole_config(WHOLE[name], **text), attn_implementation="eager")
     generator = torch.Generator().manual_seed(20)
     with torch.no_grad():
         for param in model.parameters():
