@@ -12,7 +12,8 @@ def share_weights(chunks: Sequence[GPTModel], other: GPTModel) -> None:
 
     Args:
         chunks: the student's only model chunk, before it is wrapped. None of its parameters may be trained.
-        other: the same architecture in the same layout and dtype, loaded.
+        other: the same architecture in the same layout, loaded and wrapped. Parameters that Megatron creates in fp32
+            for a model in half precision (routers, norms of local layers) already have the model's dtype there.
     """
     (chunk,) = chunks
     theirs = dict(other.named_parameters())
@@ -20,7 +21,8 @@ def share_weights(chunks: Sequence[GPTModel], other: GPTModel) -> None:
     assert own.keys() == theirs.keys(), sorted(own.keys() ^ theirs.keys())[:3]
     for name, parameter in own.items():
         source = theirs[name]
-        assert (parameter.shape, parameter.dtype) == (source.shape, source.dtype), name
+        assert parameter.shape == source.shape, name
+        assert parameter.dtype in (source.dtype, torch.float32), name
         parameter.data = source.data
     buffers = dict(other.named_buffers())
     for name, buffer in chunk.named_buffers():
