@@ -1,6 +1,7 @@
 """Compare the memory estimate with the peak that PyTorch reports in real training steps of pretrain_kd.py on one GPU.
 
     python benchmarks/bench_memory.py --json memory.json
+    python benchmarks/bench_memory.py --adapters --json adapters.json
     python benchmarks/bench_memory.py --smoke
 
 Weights are zeros in sparse files that are created for each run; their values do not affect memory. Prints one table per
@@ -52,6 +53,8 @@ class Case:
     seq_length: int
     micro_batch: int
     flags: tuple[str, ...] = ()
+    is_one_model: bool = False
+    """Teacher and student are one folder."""
 
 
 B8, B1 = llama(32, 4096, 14336, 32, 8, 128256, False), llama(16, 2048, 8192, 32, 8, 128256, True)
@@ -67,8 +70,17 @@ FULL = [
         (*RECOMPUTE, "--use-distributed-optimizer"),
     ),
 ]
+LORA = ("--kd-lora", "16")
+ADAPTERS = [
+    Case("Llama-3.1-8B with adapters, the teacher is the model without them", B8, B8, 4096, 1, LORA, is_one_model=True),
+    Case("Llama-3.1-8B teacher, Llama-3.1-8B student with adapters", B8, B8, 4096, 1, LORA),
+]
 TINY = llama(2, 32, 64, 4, 2, 256, True)
-SMOKE = [Case("tiny", TINY, TINY, 32, 2), Case("tiny, recomputation", TINY, TINY, 32, 2, FULL[1].flags)]
+SMOKE = [
+    Case("tiny", TINY, TINY, 32, 2),
+    Case("tiny, recomputation", TINY, TINY, 32, 2, FULL[1].flags),
+    Case("tiny, adapters", TINY, TINY, 32, 2, LORA, is_one_model=True),
+]
 
 
 def estimated(stage: StageMemory) -> dict[str, float]:
@@ -87,12 +99,12 @@ def estimated(stage: StageMemory) -> dict[str, float]:
 
 def flags_of(case: Case, folder: Path) -> list[str]:
     """The command line of a case; creates models and data in `folder`."""
-    for name in ("teacher", "student"):
-        make_sparse(folder / name, getattr(case, name))
+    make_sparse(folder / "student", case.student)
+    teacher = folder / "student" if case.is_one_model else make_sparse(folder / "teacher", case.teacher)
     data = write_tokens(folder / "text", 64, case.seq_length, case.student["vocab_size"])
     steps, micro = 3, case.micro_batch
     words = {
-        "--kd-teacher-hf": folder / "teacher",
+        "--kd-teacher-hf": teacher,
         "--kd-student-hf": folder / "student",
         "--kd-ratio": 0.5,
         "--data-path": data,
@@ -162,10 +174,11 @@ def main(argv: list[str] | None = None) -> int:
     """Run the tool."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="tiny models")
+    parser.add_argument("--adapters", action="store_true", help="the cases with --kd-lora, in place of the others")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
     args, results = parser.parse_args(argv), []
     use_prebuilt_dataset_helpers()
-    for case in SMOKE if args.smoke else FULL:
+    for case in SMOKE if args.smoke else ADAPTERS if args.adapters else FULL:
         with tempfile.TemporaryDirectory() as folder:
             results.append(run_case(case, Path(folder)))
         print(f"{case.name}, {case.micro_batch} x {case.seq_length} tokens {' '.join(case.flags)}\n", flush=True)

@@ -67,7 +67,11 @@ def main() -> None:
     probe = Probe()
     probe.install()
     sys.argv[0] = str(ROOT / "pretrain_kd.py")
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
     probe.write(Path(os.environ[FILE]))
 
 

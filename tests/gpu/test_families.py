@@ -108,7 +108,7 @@ def widened(sizes: dict[str, Any]) -> dict[str, Any]:
 
 
 def build(sizes: dict[str, Any]) -> torch.nn.Module:
-    """A random model of tests/dist/test_hf_families.py or, with a vision tower, of tests/dist/test_vision_language.py."""
+    """A random model, with a vision tower if `sizes` has one."""
     if (text := sizes.get("text_config")) is None:
         config = {key: value for key, value in widened(sizes).items() if key != "shard_size"}
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**NO_SPECIAL_TOKENS, **config}))
