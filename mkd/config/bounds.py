@@ -220,6 +220,7 @@ _GROUPS: tuple[tuple[Bounds, str], ...] = (
         " kd_teacher_context_parallel_size kd_teacher_expert_model_parallel_size"
         " kd_teacher_expert_tensor_parallel_size",
     ),
+    (_BATCH, "kd_teacher_micro_batch_size"),
     (Bounds(0, 1000, "it counts steps whose texts are sent ahead"), "kd_teacher_ahead"),
     (Bounds(0.0, 1e5, "it counts GB of host memory"), "kd_teacher_buffer_gb"),
     (Bounds(1.0, 1e6, "it is a time in seconds"), "kd_teacher_timeout"),

@@ -577,6 +577,25 @@ def check_mlflow(kd: KDFields) -> None:
         )
 
 
+def check_teacher_passes(kd: KDFields) -> None:
+    """Refuse joined forward passes of a teacher that does not run on these ranks, and with pairs of layers."""
+    rows = kd.teacher_micro_batch_size
+    reasons = {
+        "--kd-teacher-cache": (kd.teacher_cache, "the teacher is not run"),
+        "--kd-teacher-url": (
+            kd.teacher_url and " ".join(kd.teacher_url),
+            "a service joins requests itself (mkd serve-teacher --batch-tokens)",
+        ),
+        "--kd-hidden-loss": (kd.hidden_loss, "its layers are recorded microbatch by microbatch"),
+    }
+    for other, (value, reason) in reasons.items():
+        if rows is not None and value is not None:
+            raise MkdConfigError(
+                f"--kd-teacher-micro-batch-size {rows} does not work with {other} {value}: {reason}; leave one of them "
+                "out"
+            )
+
+
 def check_teacher_size(kd: KDFields, field: str) -> None:
     """Refuse a parallel size of the teacher with a cache, which runs no model, and with pairs of layers."""
     size = getattr(kd, field)

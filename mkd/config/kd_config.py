@@ -80,7 +80,8 @@ FIELD_CHECKS: tuple[FieldCheck, ...] = (
     FieldCheck(("eval_tokens",), checks.check_eval_tokens),
     FieldCheck(("compare_interval",), checks.check_comparison),
     FieldCheck(("mlflow_uri",), checks.check_mlflow),
-    *_numbers(*_SIZES),
+    FieldCheck(("teacher_micro_batch_size", "hidden_loss"), checks.check_teacher_passes),
+    *_numbers(*_SIZES, "teacher_micro_batch_size"),
     *(FieldCheck((name,), partial(checks.check_teacher_size, field=name)) for name in _SIZES),
     *(FieldCheck((name,), partial(checks.check_bounds, field=name)) for name in checks.NUMBERS),
 )

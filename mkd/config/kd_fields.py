@@ -204,6 +204,10 @@ class KDFields:
     of a step, then its weights are moved to
     host memory."""
 
+    teacher_micro_batch_size: int | None = None
+    """Rows of one forward pass of the teacher: consecutive microbatches of a step are joined to passes of up to so many
+    rows. A multiple of --micro-batch-size. Default: --micro-batch-size."""
+
     teacher_tensor_model_parallel_size: int | None = None
     """Tensor-parallel size of the teacher, on the student's ranks. Default of this and the following sizes: the
     student's."""

@@ -112,6 +112,39 @@ def check_teacher_layout(args: Namespace, kd: KDConfig, experts: int | None) -> 
         )
 
 
+def check_teacher_passes(teacher: Namespace, args: Namespace, kd: KDConfig) -> None:
+    """Refuse --kd-teacher-micro-batch-size where passes cannot be joined.
+
+    Args:
+        teacher: Megatron's arguments of the teacher, in its layout.
+        args: Megatron's arguments of the job.
+        kd: the flags.
+
+    Raises:
+        MkdConfigError: names the reason and what to change.
+    """
+    rows = kd.teacher_micro_batch_size
+    if rows is None:
+        return
+    tp = teacher.tensor_model_parallel_size
+    shares_experts = teacher.num_experts is not None and (
+        teacher.expert_model_parallel_size > 1 or (teacher.expert_tensor_parallel_size or tp) > tp
+    )
+    for is_so, reason in (
+        (
+            rows % args.micro_batch_size != 0,
+            f"it is no multiple of --micro-batch-size {args.micro_batch_size}: give one",
+        ),
+        (
+            shares_experts and kd.variable_seq_lengths,
+            "with --kd-variable-seq-lengths the ranks that share the teacher's experts would run unequally many "
+            "passes: leave one of them out",
+        ),
+    ):
+        if is_so:
+            raise MkdConfigError(f"--kd-teacher-micro-batch-size is {rows}, but {reason}")
+
+
 def check_teacher_divides(sizes: Mapping[str, Any], own: Namespace, args: Namespace) -> None:
     """Refuse parallel sizes that do not divide the teacher's heads, widths, layers or experts.
 

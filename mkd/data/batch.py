@@ -362,6 +362,19 @@ def _packed_seq_params(bounds: Sequence[int]) -> PackedSeqParams:
     )
 
 
+def join_segments(packed: Sequence[PackedSeqParams], row_tokens: int) -> PackedSeqParams:
+    """Segments of packed rows of equal length that follow each other in one row.
+
+    Args:
+        packed: those of each row, on the same device.
+        row_tokens: tokens of one whole row.
+    """
+    bounds = [one.cu_seqlens_q_padded for one in packed]
+    joined = torch.cat([bounds[0], *(one[1:] + row * row_tokens for row, one in enumerate(bounds[1:], start=1))])
+    longest = max(one.max_seqlen_q for one in packed)
+    return replace(packed[0], **dict.fromkeys(_BOUNDS, joined), max_seqlen_q=longest, max_seqlen_kv=longest)
+
+
 def next_microbatches(
     iterator: Iterator[Mapping[str, Tensor]],
     count: int,

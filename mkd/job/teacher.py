@@ -17,6 +17,7 @@ from mkd.config.megatron_checks import check_linear_attention
 from mkd.config.teacher_args import (
     check_teacher_divides,
     check_teacher_layout,
+    check_teacher_passes,
     has_own_layout,
     teacher_arguments,
     teacher_layout_args,
@@ -31,8 +32,9 @@ from mkd.job.teacher_elsewhere import WITHOUT_WAITING_S
 from mkd.models.gpt import gpt_config, logit_scale
 from mkd.teacher.cache.store import TeacherStore
 from mkd.teacher.ensemble import AveragedTeachers, TeacherEnsemble
+from mkd.teacher.forward_pass import PassSize
 from mkd.teacher.interface import Teacher
-from mkd.teacher.online import OnlineTeacher
+from mkd.teacher.online import ForwardOptions, OnlineTeacher
 from mkd.teacher.resharded.teacher import ReshardedTeacher
 
 
@@ -193,6 +195,7 @@ class ModelTeacherSpec:
         )
         if kd.teacher_dtype == "fp8":
             check_fp8_teacher(own, args.micro_batch_size, kd)
+        check_teacher_passes(own, args, kd)
         config = gpt_config(own)
         config.transformer.variable_seq_lengths = kd.variable_seq_lengths  # megatron has no flag for it
         return cls(source, own, config, kd, true_vocab, fingerprint, cross, args)
@@ -246,6 +249,7 @@ class ModelTeacherSpec:
             fingerprint=self.stored_fingerprint,
             offload=self.kd.teacher_offload,
             view=view,
+            options=self._forward_options,
         )
         if not has_own_layout(self.args, self.job_args):
             return OnlineTeacher(self.config, groups, head_columns=columns, **common)
@@ -259,6 +263,11 @@ class ModelTeacherSpec:
             student_sequence_parallel=self.job_args.sequence_parallel,
             **common,
         )
+
+    @property
+    def _forward_options(self) -> ForwardOptions:
+        rows = self.kd.teacher_micro_batch_size
+        return ForwardOptions(size=None if rows is None else PassSize(rows, self.args.seq_length))
 
     def _layout(self, known: dict[ParallelSizes, ParallelLayout]) -> ParallelLayout:
         """The teacher's layout, created (collective over all ranks) unless `known` has it."""

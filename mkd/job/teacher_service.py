@@ -182,6 +182,11 @@ def _refuse(given: dict) -> None:
             f"--kd-xtoken-loss {given['xtoken_loss']} does not work with mkd serve-teacher, which reads the student's "
             "tokens: leave it out"
         )
+    if given.get("teacher_micro_batch_size") is not None:
+        raise MkdConfigError(
+            f"--kd-teacher-micro-batch-size {given['teacher_micro_batch_size']} does not work with mkd serve-teacher, "
+            "which computes one request at a time: give --batch-tokens, or leave it out"
+        )
     refuse_own_layout(given)
 
 

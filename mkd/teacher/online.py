@@ -1,6 +1,7 @@
 """A teacher model that runs beside the student, on the same ranks in the same parallel layout."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from mkd.data.lookahead import Lookahead
 from mkd.distributed.groups import Groups
 from mkd.losses import LogitMap
 from mkd.models.gpt import lm_head, logit_scale
+from mkd.teacher.forward_pass import ForwardPass, PassSize
 from mkd.teacher.interface import HiddenSignal
 from mkd.teacher.layer_outputs import LayerRecorder
 
@@ -24,6 +26,14 @@ from mkd.teacher.layer_outputs import LayerRecorder
 def _final_hidden_states(*, hidden_states: Tensor, **unused: Any) -> Tensor:
     """Output processor of the last stage that skips the LM head."""
     return hidden_states
+
+
+@dataclass(frozen=True)
+class ForwardOptions:
+    """Options of a teacher's forward passes. They change no result, except by rounding."""
+
+    size: PassSize | None = None
+    """Consecutive microbatches are joined to passes of at most this size; None: each microbatch is a pass."""
 
 
 class OnlineTeacher:
@@ -41,6 +51,7 @@ class OnlineTeacher:
         offload: bool = False,
         view: int | None = None,
         head_columns: Tensor | None = None,
+        options: ForwardOptions = ForwardOptions(),
     ) -> None:
         """Build the model, load its weights and freeze it.
 
@@ -53,7 +64,9 @@ class OnlineTeacher:
             view: index in `KDBatch.teacher_views` of the tokens that the teacher reads; None: the student's tokens.
             head_columns: [columns] int64 ids whose rows of the LM head are `HiddenSignal.head` on this tensor-parallel
                 rank, in this order; None: the model's own shard.
+            options: options of the forward passes.
         """
+        self._options = options
         self._config, self._groups, self._fingerprint = config, groups, fingerprint
         with torch.no_grad():  # with gradients, FP8 weights would keep a transposed and a bf16 copy as well
             wrapped = GPTModelBuilder(config).build_distributed_models(
@@ -122,10 +135,14 @@ class OnlineTeacher:
 
     def _hidden_states(self, batches: Sequence[KDBatch]) -> Iterator[Tensor]:
         """Yields the hidden states of each microbatch on the last stage, nothing on other stages."""
+        cp, size = self._groups.cp.size(), self._options.size
+        runs = [(batch,) for batch in batches] if size is None else size.divide(batches, cp)
         if self._groups.pp.size() > 1:
-            yield from self._pipelined(batches)
+            yield from self._pipelined([ForwardPass.of(run, cp) for run in runs])
         else:
-            yield from map(self._forward, batches)
+            for run in runs:
+                one = ForwardPass.of(run, cp)
+                yield from self._outputs(one, self._forward(one))
 
     @torch.no_grad()
     def _take_head(self, columns: Tensor) -> Tensor | None:
@@ -146,39 +163,57 @@ class OnlineTeacher:
             self._model.output_layer.weight.data = own.new_empty((0, own.shape[1]))
         return own
 
-    def _forward(self, batch: KDBatch) -> Tensor:
-        """The output of this stage; on the last one final hidden states, of supervised tokens if the batch has them."""
-        output = self._model(
-            batch.tokens,
-            batch.position_ids,
+    def _forward(self, one: ForwardPass) -> Tensor:
+        """The output of this stage; on the last one final hidden states."""
+        return self._model(
+            one.tokens,
+            one.position_ids,
             None,
             output_processor=_final_hidden_states,
-            packed_seq_params=batch.packed,
+            packed_seq_params=one.packed,
         )
-        if batch.supervised is None or not self._groups.is_last_stage:
-            return output
+
+    def _outputs(self, one: ForwardPass, hidden: Tensor) -> list[Tensor]:
+        """The final hidden states of each microbatch of a pass, of supervised tokens if it has them."""
         tp, is_cut = self._groups.tp, self._model.config.sequence_parallel
-        return batch.supervised.take(output.flatten(0, 1), *((tp.rank(), tp.size()) if is_cut else (0, 1)))
+        rank, parts = (tp.rank(), tp.size()) if is_cut else (0, 1)
+        return [
+            own if batch.supervised is None else batch.supervised.take(own.flatten(0, 1), rank, parts)
+            for batch, own in zip(one.batches, one.split(hidden, tp if is_cut else None), strict=True)
+        ]
 
-    def _pipelined(self, batches: Sequence[KDBatch]) -> list[Tensor]:
+    def _pipelined(self, passes: Sequence[ForwardPass]) -> list[Tensor]:
         """Hidden states of every microbatch on the last stage, an empty list on other stages."""
+        found: list[Tensor] = []
 
-        def forward_step(iterator: Iterator[KDBatch], model: GPTModel) -> tuple[Tensor, None]:
-            return self._forward(next(iterator)), None
+        def forward_step(iterator: Iterator[ForwardPass], model: GPTModel) -> tuple[Tensor, None]:
+            one = next(iterator)
+            output = self._forward(one)
+            if not self._groups.is_last_stage:
+                return output, None
+            found.extend(self._outputs(one, output))
+            return output.new_empty(0), None  # the schedule keeps what it gets
 
-        micro_batch_size, tokens = batches[0].tokens.shape
+        config, shapes = self._model.config, {one.tokens.shape for one in passes}
+        micro_batch_size, tokens = passes[0].tokens.shape
         run = get_forward_backward_func(pp_size=self._groups.pp.size(), vp_size=None)
-        return run(
-            forward_step_func=forward_step,
-            data_iterator=iter(batches),
-            model=[self._model],
-            num_microbatches=len(batches),
-            seq_length=tokens * self._groups.cp.size(),
-            micro_batch_size=micro_batch_size,
-            forward_only=True,
-            p2p_communicator=P2PCommunicator(pp_group=self._groups.pp, config=self._config.transformer),
-            pg_collection=self._groups.collection,
-        )
+        differ = config.variable_seq_lengths
+        config.variable_seq_lengths = differ or len(shapes) > 1  # stages then send shapes too
+        try:
+            run(
+                forward_step_func=forward_step,
+                data_iterator=iter(passes),
+                model=[self._model],
+                num_microbatches=len(passes),
+                seq_length=tokens * self._groups.cp.size(),
+                micro_batch_size=micro_batch_size,
+                forward_only=True,
+                p2p_communicator=P2PCommunicator(pp_group=self._groups.pp, config=config),
+                pg_collection=self._groups.collection,
+            )
+        finally:
+            config.variable_seq_lengths = differ
+        return found
 
     def _reload(self) -> None:
         for parameter, host in self._on_host:

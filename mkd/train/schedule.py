@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import repeat
+from itertools import batched, repeat
 from typing import Any
 
 import torch
@@ -108,8 +108,8 @@ class TeacherThenStudent:
     """Reads a step's microbatches once, runs the teacher on them, and runs the student's own schedule over both.
 
     Without pipeline parallelism the teacher runs inside each microbatch's forward step, so one microbatch's hidden
-    states exist at a time. With it, when its weights are offloaded, or when it has a layout of its own, it runs over
-    all microbatches of the step first.
+    states exist at a time (with --kd-teacher-micro-batch-size those of one pass of the teacher). With it, when its
+    weights are offloaded, or when it has a layout of its own, it runs over all microbatches of the step first.
     """
 
     kd: KDConfig
@@ -144,6 +144,7 @@ class TeacherThenStudent:
             batches = self._read(source, num_microbatches, options["micro_batch_size"], forward_only)
             self.record.rollout = None if written is None else written.facts
             # Packed rows follow each other in one row; Megatron's pipeline stages expect that shape.
+            rows = options["micro_batch_size"]
             options["micro_batch_size"], options["seq_length"] = batches[0].tokens.shape
             if self.teacher is not None:
                 batches = [batch.with_supervised() for batch in batches]
@@ -153,7 +154,7 @@ class TeacherThenStudent:
                 scale_router_losses(options["model"], batches, self.groups.dp_cp, plain=self.teacher is None)
             teaches = self._teaches(objective)
             first = teaches and (self.groups.pp.size() > 1 or self.teacher.runs_before_student)
-            signals = self._signals(batches, first) if teaches else repeat(None)
+            signals = self._signals(batches, first, rows) if teaches else repeat(None)
             layers = self._layer_targets(batches, objective, teacher_is_done=first)
             inputs = map(StepInput, batches, repeat(objective), signals, layers)
             inputs = _per_model_chunk(inputs, data_iterator)
@@ -225,12 +226,19 @@ class TeacherThenStudent:
             check_same_batch(batches[0], self.groups.mp, self.groups.cp)
             self._checked.add(evaluating)
 
-    def _signals(self, batches: list[KDBatch], first: bool) -> Iterable[TeacherSignal | None]:
-        """One signal per microbatch: computed now, or when the iterator is advanced, in each forward step."""
+    def _signals(self, batches: list[KDBatch], first: bool, rows: int) -> Iterable[TeacherSignal | None]:
+        """One signal per microbatch: computed now, or when the iterator is advanced, in each forward step.
+
+        Args:
+            batches: the step's microbatches.
+            first: the teacher runs on all of them now.
+            rows: rows of each.
+        """
         if first:
             signals = self._run_teacher(batches)
             return signals if self.groups.is_last_stage else repeat(None)
-        return (self._run_teacher([batch])[0] for batch in batches)
+        together = max(1, (self.kd.teacher_micro_batch_size or rows) // rows)
+        return (signal for some in batched(batches, together) for signal in self._run_teacher(list(some)))
 
     def _run_teacher(self, batches: list[KDBatch]) -> list[TeacherSignal]:
         return self.record.time_teacher(lambda: self.teacher.signals(batches))

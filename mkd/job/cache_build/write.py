@@ -86,7 +86,8 @@ class CacheBuilder:
         if self._is_first_step:
             check_same_batch(batches[0], self._groups.mp, self._groups.cp)
         # Pipeline stages need several microbatches in one call; otherwise one at a time holds less memory.
-        per_call = microbatches if self._groups.pp.size() > 1 else 1
+        rows = job.kd.teacher_micro_batch_size or size
+        per_call = microbatches if self._groups.pp.size() > 1 else max(1, rows // size)
         for begin in range(0, microbatches, per_call):
             self._compute(batches[begin : begin + per_call])
         if self._is_first_step:

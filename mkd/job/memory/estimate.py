@@ -170,7 +170,7 @@ def _stage(work: Workload, stage: int) -> StageMemory:
         working = residual_bytes(student) + _gathered(student, teachers)  # residual: output of the last norm
         phases["loss"] = {**alive, LOGITS: logit_bytes(student, teachers, kd, work.on_gpu), WORKING: working}
     if work.teachers:
-        working = max(_teacher_working_bytes(teacher, student, stage, work.on_gpu) for teacher in work.teachers)
+        working = max(_teacher_working_bytes(teacher, work, stage) for teacher in work.teachers)
         phases["teacher forward"] = {HIDDEN: hidden, WORKING: working}
         if kd.teacher_offload:
             phases["teacher forward"][TEACHER] = weights
@@ -229,28 +229,40 @@ def _teacher_weights(teacher: Namespace, student: Namespace, stage: int) -> floa
     return max(sizes) + (_lm_head_bytes(_with_student_values(teacher, student, LAYOUT)) if moved else 0.0)
 
 
-def _teacher_working_bytes(teacher: Namespace, student: Namespace, stage: int, on_gpu: bool) -> float:
+def _teacher_working_bytes(teacher: Namespace, work: Workload, stage: int) -> float:
     """Working memory of a teacher's forward pass on the fullest rank of one of the student's stages.
 
-    A teacher in a layout of its own also holds its hidden states before they are sent: of one microbatch, or of all of
-    them if it has pipeline stages.
+    A teacher in a layout of its own also holds its hidden states before they are sent: of one pass, or of all
+    microbatches if it has pipeline stages.
     """
+    student, kd, on_gpu = work.student, work.kd, work.on_gpu
     own = _with_student_values(teacher, student)
-    layers = max(_forward_bytes(own, number, on_gpu) for number in _teacher_stages(own, student, stage))
+    of_replica = -(-microbatches(student) * student.data_parallel_size // own.data_parallel_size)
+    together, joined = min(joined_microbatches(student, kd), of_replica), copy.copy(own)
+    joined.micro_batch_size *= together
+    layers = max(_forward_bytes(joined, number, on_gpu) for number in _teacher_stages(own, student, stage))
+    if together > 1:
+        layers += residual_bytes(joined)  # the output of the pass, while it is divided into microbatches
     if not has_own_layout(own, student):
         return layers
-    is_pipelined = own.pipeline_model_parallel_size > 1
-    kept = -(-microbatches(student) * student.data_parallel_size // own.data_parallel_size) if is_pipelined else 1
+    kept = of_replica if own.pipeline_model_parallel_size > 1 else together
     return layers + kept * residual_bytes(own) + residual_bytes(_with_student_values(teacher, student, LAYOUT))
 
 
 def _hidden_bytes(work: Workload, teachers: Sequence[Namespace]) -> float:
-    """The teachers' hidden states: of one microbatch, or of all microbatches of a step if the teacher runs before the
+    """The teachers' hidden states: of one forward pass, or of all microbatches of a step if the teacher runs before the
     student (mkd/train/schedule.py)."""
     runs_before_student = work.student.pipeline_model_parallel_size > 1 or work.kd.teacher_offload
     runs_before_student = runs_before_student or any(has_own_layout(teacher, work.student) for teacher in work.teachers)
-    count = microbatches(work.student) if runs_before_student else 1
+    count = microbatches(work.student)
+    if not runs_before_student:
+        count = min(joined_microbatches(work.student, work.kd), count)
     return count * (1 + len(work.kd.layer_pairs)) * sum(residual_bytes(teacher) for teacher in teachers)
+
+
+def joined_microbatches(student: Namespace, kd: KDConfig) -> int:
+    """Microbatches that one forward pass of a teacher has at most."""
+    return max(1, (kd.teacher_micro_batch_size or 1) // student.micro_batch_size)
 
 
 def _gathered(student: Namespace, teachers: Sequence[Namespace]) -> float:

@@ -14,7 +14,7 @@ from mkd.distributed.groups import Groups, ParallelLayout
 from mkd.losses import LogitMap
 from mkd.models.gpt import logit_scale
 from mkd.teacher.interface import HiddenSignal
-from mkd.teacher.online import OnlineTeacher
+from mkd.teacher.online import ForwardOptions, OnlineTeacher
 from mkd.teacher.resharded.exchange import TeacherExchange
 from mkd.teacher.resharded.plan import RowSharding
 
@@ -38,6 +38,7 @@ class ReshardedTeacher(OnlineTeacher):
         student_sequence_parallel: bool,
         offload: bool = False,
         view: int | None = None,
+        options: ForwardOptions = ForwardOptions(),  # noqa: B008
     ) -> None:
         """Build the model in its layout and distribute its LM head. Collective over all ranks.
 
@@ -45,7 +46,7 @@ class ReshardedTeacher(OnlineTeacher):
             config: the teacher's configuration, with the sizes of its layout.
             layout: the teacher's layout.
             student: the student's groups.
-            load_weights, fingerprint, offload, view: see `OnlineTeacher`.
+            load_weights, fingerprint, offload, view, options: see `OnlineTeacher`.
             head_columns: [V/tp] int64 ids whose rows of the LM head the loss needs on this rank of the student.
             student_sequence_parallel: True if the student's tensor-parallel ranks hold slices of the sequence.
         """
@@ -60,7 +61,7 @@ class ReshardedTeacher(OnlineTeacher):
             RowSharding(layout.groups.tp.size(), layout.groups.cp.size(), transformer.sequence_parallel),
         )
         with layout.active():
-            super().__init__(config, layout.groups, load_weights, fingerprint, offload, view, head_columns)
+            super().__init__(config, layout.groups, load_weights, fingerprint, offload, view, head_columns, options)
 
     @property
     def runs_before_student(self) -> bool:

@@ -45,7 +45,8 @@ from mkd.teacher.cache.teacher import CachedTeacher
 from mkd.teacher.inference.teacher import InferenceTeacher
 from mkd.teacher.service.client import ServedTeacher
 from mkd.teacher.resharded.teacher import ReshardedTeacher
-from mkd.teacher.online import OnlineTeacher
+from mkd.teacher.forward_pass import PassSize
+from mkd.teacher.online import ForwardOptions, OnlineTeacher
 from mkd.teacher.ensemble import TeacherEnsemble
 from mkd.train.objective import CrossTokenizer, LossContext
 from mkd.config.values import ServedTargets, XTokenLoss
@@ -148,6 +149,8 @@ class Models:
     teacher_moe: bool = False
     teacher_experts: int = MOE_TEACHER["num_experts"]
     teacher_layers: int = TEACHER["num_layers"]
+    teacher_rows: int | None = None
+    """Rows of a forward pass of the teacher, as in --kd-teacher-micro-batch-size."""
     aux_loss: float = 0.0
     """Coefficient of the student's load-balancing losses."""
     balancing: tuple[str, ...] = ("seq_aux_loss",)
@@ -207,6 +210,7 @@ class Models:
             ratio=self.ratio,
             temperature=self.temperature,
             teacher_offload=self.offload,
+            teacher_micro_batch_size=self.teacher_rows,
             hidden_loss=self.hidden_loss,
             hidden_loss_type=self.hidden_loss_type,
             hidden_loss_weight=2.5 if self.hidden_loss else 1.0,
@@ -461,6 +465,8 @@ def build_model_teacher(
     own = replace(own, vp=1, ep=own.ep if "num_experts" in sizes else 1)
     config = gpt_config(model_arguments(sizes, own, tied, *vocab))
     options |= dict(load_weights=partial(fill, salt=salt), fingerprint="", offload=models.offload)
+    if models.teacher_rows is not None:
+        options["options"] = ForwardOptions(PassSize(models.teacher_rows, ROW))
     if layout.teacher is None:
         return OnlineTeacher(config, groups, head_columns=head_columns, **options)
     if head_columns is None:

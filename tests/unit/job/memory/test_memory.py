@@ -119,6 +119,18 @@ def test_served_teacher():
         assert [one.held.get(TEACHER, 0) for one in others] == [0] * len(others)
 
 
+def test_joined_passes_of_the_teacher():
+    """Hidden states of one pass are held, and it has the working memory of its rows."""
+    microbatch = 2 * 2 * 1024 * 2048
+    (one,), (four,) = stages_of(), stages_of({"teacher_micro_batch_size": 8})
+    assert (one.most(HIDDEN), four.most(HIDDEN)) == (microbatch, 4 * microbatch)
+    working = [stage.phases["teacher forward"][WORKING] for stage in (one, four)]
+    assert working[1] == 4 * working[0] + 4 * microbatch
+    assert stages_of({"teacher_micro_batch_size": 1000})[0].most(HIDDEN) == 8 * microbatch  # those of a step
+    (last,) = stages_of({"teacher_micro_batch_size": 8}, **{PP: 2})[1:]
+    assert last.most(HIDDEN) == 8 * microbatch
+
+
 def test_measured_step_of_8b_and_1b():
     """31.9 GiB without an optimizer."""
     shape = {"padded_vocab_size": 128256, "seq_length": 4096, "micro_batch_size": 2, "global_batch_size": 2}
