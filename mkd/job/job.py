@@ -26,7 +26,7 @@ from mkd.job.teacher import TeacherSpec, is_model_of
 from mkd.losses import LossOptions
 from mkd.models.gpt import gpt_config
 from mkd.models.lora import Lora
-from mkd.models.shared_weights import share_weights
+from mkd.models.shared_weights import BorrowingBuilder, share_weights
 from mkd.report.flops import FlopCounter, peak_tflops
 from mkd.report.metrics import MetricsLog
 from mkd.report.trackers import start_trackers
@@ -120,6 +120,7 @@ class Job:
             return None
         teacher = self.teacher.build(groups)
         if self.shares_teacher:
+            self.student_config.builder = BorrowingBuilder.PATH
             hooks = self.student_config.pre_wrap_hooks
             hooks.insert(hooks.index(self.lora.attach), partial(_share, teacher))
         return teacher

@@ -1,9 +1,47 @@
 """A frozen student's weights that are those of the teacher: one copy in memory for both models."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.training.models import GPTModelBuilder
+from torch.overrides import TorchFunctionMode
+
+_LARGE = 2**16
+"""Elements from which a parameter is created without memory. Smaller ones, such as norms, may be filled by their
+modules."""
+
+
+class BorrowingBuilder(GPTModelBuilder):
+    """Megatron's builder of GPT models, for a model whose parameters are replaced by another one's.
+
+    Its matrices have no memory of their own until then, so that the two models never need it twice.
+    """
+
+    PATH = "mkd.models.shared_weights.BorrowingBuilder"
+    """For `GPTModelConfig.builder`."""
+
+    def build_model(self, *args: Any, **options: Any) -> GPTModel:
+        """See `GPTModelBuilder`."""
+        with _WithoutMemory():
+            return super().build_model(*args, **options)
+
+
+class _WithoutMemory(TorchFunctionMode):
+    """`torch.empty` of a large shape returns one element that is expanded to the shape."""
+
+    def __torch_function__(
+        self, func: Callable, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        options = kwargs or {}
+        if func is torch.empty and "out" not in options:
+            shape = options.get("size", args[0] if args and not isinstance(args[0], int) else args)
+            if math.prod(shape) >= _LARGE:
+                options = {name: value for name, value in options.items() if name != "size"}
+                return torch.empty(1, **options).expand(*shape)
+        return func(*args, **options)
 
 
 @torch.no_grad()

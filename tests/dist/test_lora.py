@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from megatron.core import parallel_state as ps
+from megatron.core.models.gpt import GPTModel
+from megatron.core.utils import unwrap_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -18,8 +20,9 @@ from mkd.checkpoint.adapters.layers import adapted_linears
 from mkd.config.lora import LoraOptions
 from mkd.distributed.groups import Groups
 from mkd.job.memory.parameters import adapters_of_stage
+from mkd.models import shared_weights
 from mkd.models.lora import Lora, adapters_of
-from mkd.models.shared_weights import share_weights
+from mkd.models.shared_weights import BorrowingBuilder, share_weights
 from mkd.teacher.online import OnlineTeacher
 from tests.dist.test_hf_families import GLM4, NO_SPECIAL_TOKENS, TOKENS, TWO
 from tests.dist.test_hf_gradients import LAYOUTS, RUN, UPSTREAM, VOCAB, run_step
@@ -153,17 +156,26 @@ def build(root: Path, name: str, ep: int, run: dict[str, Any]) -> nn.Module:
 
 
 def shared_storage(rank: int, world_size: int, root: Path) -> dict[str, Any]:
-    """Parameters of the student that are in memory of their own, and of a teacher with the same weights."""
+    """Parameters in bf16 of a student, those that are not in the teacher's memory, and bytes that it has before."""
+    shared_weights._LARGE = 256
     with layout(2, 1):
         groups = Groups.from_megatron()
         folder = HFFolder(root / "hf", "--hf")
         family, args = read_architecture(folder)
-        config = config_from_arguments(args | RUN)
+        config = config_from_arguments(args | RUN, dtype=torch.bfloat16)
         teacher = OnlineTeacher(config, groups, lambda chunks: load_hf_weights(chunks, folder), fingerprint="")
         lora = Lora(LoraOptions(2, 2.0), adapted_linears(family, args, LoraOptions(2, 2.0)), seed=1)
-        own = config_from_arguments(args | RUN)
-        own.pre_wrap_hooks += [lambda chunks: share_weights(chunks, teacher.model) or chunks, lora.attach]
-        (chunk,) = own.get_builder_cls()(own).build_distributed_models(groups.collection, wrap_with_ddp=False)
+        own = config_from_arguments(args | RUN, dtype=torch.bfloat16)
+        own.builder, before = BorrowingBuilder.PATH, []
+
+        def share(chunks: list[GPTModel]) -> list[GPTModel]:
+            before.extend(param.untyped_storage().nbytes() for param in chunks[0].parameters())
+            share_weights(chunks, teacher.model)
+            return chunks
+
+        own.pre_wrap_hooks += [share, lora.attach]
+        built = own.get_builder_cls()(own).build_distributed_models(groups.collection, wrap_with_ddp=False)
+        chunk = unwrap_model(built[0])
         theirs = {param.data_ptr() for param in teacher.model.parameters()}
         count = sum(factor.numel() for one in adapters_of(chunk).values() for factor in one.parameters())
         needed = Namespace(**{**args, "tensor_model_parallel_size": 2, **ONE_STAGE})
@@ -171,6 +183,7 @@ def shared_storage(rank: int, world_size: int, root: Path) -> dict[str, Any]:
             "own": {name for name, param in chunk.named_parameters() if param.data_ptr() not in theirs},
             "counted": adapters_of_stage(lora, needed, 0).total == count > 0,
             "trained": {name for name, param in chunk.named_parameters() if param.requires_grad},
+            "largest": max(before),
         }
 
 
@@ -190,6 +203,7 @@ def test_one_copy_of_weights_that_are_the_teachers(gloo_pool: Any, models: dict[
         assert found["own"] == found["trained"] != set()
         assert all(name.startswith("kd_lora.") for name in found["own"])
         assert found["counted"]
+        assert found["largest"] <= 4 * 256
 
 
 CASES = {
