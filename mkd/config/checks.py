@@ -596,6 +596,24 @@ def check_teacher_passes(kd: KDFields) -> None:
             )
 
 
+def check_teacher_graph(kd: KDFields) -> None:
+    """Refuse --kd-teacher-cuda-graph where the passes of a teacher differ, or none runs on these ranks."""
+    for other, given, reason in (
+        (f"--kd-teacher-cache {kd.teacher_cache}", kd.teacher_cache is not None, "the teacher is not run"),
+        (f"--kd-teacher-url {' '.join(kd.teacher_url or [])}", kd.teacher_url is not None, "a service runs it"),
+        (f"--kd-hidden-loss {kd.hidden_loss}", kd.hidden_loss is not None, "a graph does not record layers"),
+        ("--kd-teacher-offload", kd.teacher_offload, "a graph holds the addresses of the weights"),
+        (
+            f"--kd-packing {kd.packing}",
+            kd.packing != "none",
+            "the segments of rows differ from pass to pass",
+        ),
+        ("--kd-variable-seq-lengths", kd.variable_seq_lengths, "lengths differ from pass to pass"),
+    ):
+        if kd.teacher_cuda_graph and given:
+            raise MkdConfigError(f"--kd-teacher-cuda-graph does not work with {other}: {reason}; leave one of them out")
+
+
 def check_teacher_size(kd: KDFields, field: str) -> None:
     """Refuse a parallel size of the teacher with a cache, which runs no model, and with pairs of layers."""
     size = getattr(kd, field)

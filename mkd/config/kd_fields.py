@@ -208,6 +208,11 @@ class KDFields:
     """Rows of one forward pass of the teacher: consecutive microbatches of a step are joined to passes of up to so many
     rows. A multiple of --micro-batch-size. Default: --micro-batch-size."""
 
+    teacher_cuda_graph: bool = False
+    """Run the teacher's forward passes as CUDA graphs, which the host launches at once. For teachers without experts
+    or pipeline stages, on rows that are not packed; the memory of a pass is then held all the time. No effect on a
+    CPU."""
+
     teacher_tensor_model_parallel_size: int | None = None
     """Tensor-parallel size of the teacher, on the student's ranks. Default of this and the following sizes: the
     student's."""

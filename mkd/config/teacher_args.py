@@ -145,6 +145,33 @@ def check_teacher_passes(teacher: Namespace, args: Namespace, kd: KDConfig) -> N
             raise MkdConfigError(f"--kd-teacher-micro-batch-size is {rows}, but {reason}")
 
 
+def check_teacher_graph(teacher: Namespace, kd: KDConfig) -> None:
+    """Refuse --kd-teacher-cuda-graph for a teacher whose forward pass the host takes part in.
+
+    Args:
+        teacher: Megatron's arguments of the teacher, in its layout.
+        kd: the flags.
+
+    Raises:
+        MkdConfigError: names the reason and what to change.
+    """
+    if not kd.teacher_cuda_graph:
+        return
+    pp, cp = teacher.pipeline_model_parallel_size, teacher.context_parallel_size
+    for is_so, reason in (
+        (teacher.num_experts is not None, "the host reads the number of tokens of each of its experts"),
+        (pp > 1, f"it has {pp} pipeline stages, which send messages in the order of the host"),
+        (cp > 1, f"graphs of a teacher with {cp} context-parallel ranks are untested"),
+        (
+            teacher.experimental_attention_variant is not None,
+            f"graphs with {teacher.experimental_attention_variant} are untested",
+        ),
+        (teacher.multi_latent_attention, "graphs with latent attention are untested"),
+    ):
+        if is_so:
+            raise MkdConfigError(f"--kd-teacher-cuda-graph does not work with this teacher: {reason}; leave it out")
+
+
 def check_teacher_divides(sizes: Mapping[str, Any], own: Namespace, args: Namespace) -> None:
     """Refuse parallel sizes that do not divide the teacher's heads, widths, layers or experts.
 

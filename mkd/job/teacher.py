@@ -16,6 +16,7 @@ from mkd.config.kd_config import KDConfig
 from mkd.config.megatron_checks import check_linear_attention
 from mkd.config.teacher_args import (
     check_teacher_divides,
+    check_teacher_graph,
     check_teacher_layout,
     check_teacher_passes,
     has_own_layout,
@@ -196,6 +197,7 @@ class ModelTeacherSpec:
         if kd.teacher_dtype == "fp8":
             check_fp8_teacher(own, args.micro_batch_size, kd)
         check_teacher_passes(own, args, kd)
+        check_teacher_graph(own, kd)
         config = gpt_config(own)
         config.transformer.variable_seq_lengths = kd.variable_seq_lengths  # megatron has no flag for it
         return cls(source, own, config, kd, true_vocab, fingerprint, cross, args)
@@ -267,7 +269,8 @@ class ModelTeacherSpec:
     @property
     def _forward_options(self) -> ForwardOptions:
         rows = self.kd.teacher_micro_batch_size
-        return ForwardOptions(size=None if rows is None else PassSize(rows, self.args.seq_length))
+        size = None if rows is None else PassSize(rows, self.args.seq_length)
+        return ForwardOptions(size, captures=self.kd.teacher_cuda_graph)
 
     def _layout(self, known: dict[ParallelSizes, ParallelLayout]) -> ParallelLayout:
         """The teacher's layout, created (collective over all ranks) unless `known` has it."""

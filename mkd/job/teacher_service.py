@@ -187,6 +187,10 @@ def _refuse(given: dict) -> None:
             f"--kd-teacher-micro-batch-size {given['teacher_micro_batch_size']} does not work with mkd serve-teacher, "
             "which computes one request at a time: give --batch-tokens, or leave it out"
         )
+    if given.get("teacher_cuda_graph"):
+        raise MkdConfigError(
+            "--kd-teacher-cuda-graph does not work with mkd serve-teacher, whose requests differ in size: leave it out"
+        )
     refuse_own_layout(given)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import unwrap_model
@@ -18,6 +19,7 @@ from mkd.data.lookahead import Lookahead
 from mkd.distributed.groups import Groups
 from mkd.losses import LogitMap
 from mkd.models.gpt import lm_head, logit_scale
+from mkd.teacher.captured_forward import CapturedForward
 from mkd.teacher.forward_pass import ForwardPass, PassSize
 from mkd.teacher.interface import HiddenSignal
 from mkd.teacher.layer_outputs import LayerRecorder
@@ -34,6 +36,8 @@ class ForwardOptions:
 
     size: PassSize | None = None
     """Consecutive microbatches are joined to passes of at most this size; None: each microbatch is a pass."""
+    captures: bool = False
+    """On a GPU, passes over rows that are not packed are CUDA graphs."""
 
 
 class OnlineTeacher:
@@ -75,6 +79,9 @@ class OnlineTeacher:
             load_weights(wrapped)
         # Unwrapped, because Float16Module casts the hidden states that it returns to fp32.
         self._model: GPTModel = unwrap_model(wrapped[0]).requires_grad_(False).eval()
+        self._captured: CapturedForward | None = None
+        if options.captures and next(self._model.parameters()).is_cuda:
+            self._captured = CapturedForward(self._model, self._compute)
         self._view, self._head = view, None
         if head_columns is not None:
             self._head = self._take_head(head_columns)
@@ -165,13 +172,12 @@ class OnlineTeacher:
 
     def _forward(self, one: ForwardPass) -> Tensor:
         """The output of this stage; on the last one final hidden states."""
-        return self._model(
-            one.tokens,
-            one.position_ids,
-            None,
-            output_processor=_final_hidden_states,
-            packed_seq_params=one.packed,
-        )
+        if self._captured is not None and one.packed is None:
+            return self._captured(one.tokens, one.position_ids)
+        return self._compute(one.tokens, one.position_ids, one.packed)
+
+    def _compute(self, tokens: Tensor, position_ids: Tensor, packed: PackedSeqParams | None = None) -> Tensor:
+        return self._model(tokens, position_ids, None, output_processor=_final_hidden_states, packed_seq_params=packed)
 
     def _outputs(self, one: ForwardPass, hidden: Tensor) -> list[Tensor]:
         """The final hidden states of each microbatch of a pass, of supervised tokens if it has them."""

@@ -13,7 +13,7 @@ from tests.support.dist.faults import EVERY_TOKEN
 from tests.support.dist.kd_step import Layout, Models
 from tests.support.dist.outcome import GetPool, Outcome, assert_same
 from tests.dist.test_layouts import compare
-from tests.support.dist.teacher_layouts import compare_signals, sharding_error
+from tests.support.dist.teacher_layouts import compare_signals, index_copies, sharding_error
 from tests.support.slow import slow
 
 BOTH = Models(teacher_layers=2)
@@ -90,6 +90,14 @@ def test_signals_equal_those_in_the_students_layout(gloo_pool: GetPool, name: st
     ranks, layout, models = (TABLE | MORE)[name]
     counts = gloo_pool(ranks).run(compare_signals, layout, models)
     assert max(counts) == 8 // layout.mbs * layout.tp * layout.pp * layout.cp // ranks
+
+
+def test_routes_are_made_once_per_shape(gloo_pool: GetPool) -> None:
+    """Two microbatches on each of two ranks, whose teacher has two replicas of two ranks: the routes of one pass are
+    those of the other, and of later steps. Masks of supervised tokens differ, so their routes do too."""
+    counts = gloo_pool(4).run(index_copies, Layout(mbs=2, tp=2, teacher=Layout(tp=2, cp=2, sp=True)), BOTH)
+    assert [count[1] for count in counts] == [0] * 4
+    assert all(0 < count[0] < count[2] for count in counts)
 
 
 def test_megatron_reads_its_global_groups(gloo_pool: GetPool) -> None:

@@ -3,10 +3,13 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
+from mkd.compat.random_states import without_dropout_states
 from mkd.data.batch import next_microbatches
 from mkd.distributed.groups import Groups
 from mkd.teacher.online import OnlineTeacher
@@ -97,3 +100,25 @@ def _passes() -> Iterator[list[tuple[int, ...]]]:
 )
 def test_sizes_of_passes(gloo_pool: GetPool, layout: Layout, models: Models, expected: list[tuple[int, ...]]) -> None:
     assert gloo_pool(1).run(count_passes, layout, models) == [expected]
+
+
+def count_switches(rank: int, world_size: int) -> tuple[int, int]:
+    """Switches of random states in the passes of a teacher under sequence parallelism, as always and without them."""
+    layout, switches, fork = Layout(tp=2, sp=True), [], CudaRNGStatesTracker.fork
+    counted = patch.object(CudaRNGStatesTracker, "fork", lambda self: switches.append(1) or fork(self))
+    with parallel_state(layout), counted:
+        groups = Groups.from_megatron()
+        batches = next_microbatches(iter(microbatches("text", 1, 2, 0, 1)), 4, VOCAB)
+        parts = [batch.on_rank(groups.cp) for batch in batches]
+        teacher = build_teacher(layout, replace(SMALL, teacher_rows=None), groups)
+        plain, always = teacher.signals(parts), len(switches)
+        with without_dropout_states(teacher.model):
+            seen = teacher.signals(parts)
+        assert all(torch.equal(one.hidden, other.hidden) for one, other in zip(seen, plain, strict=True))
+        return always, len(switches) - always
+
+
+def test_megatron_switches_random_states_without_dropout(gloo_pool: GetPool) -> None:
+    """The reason for `without_dropout_states`, which is unnecessary once this fails."""
+    for always, without in gloo_pool(2).run(count_switches):
+        assert always > 0 and without == 0

@@ -3,7 +3,7 @@
 The phases are teacher forward, loss, student backward, and the embedding gradient at the end of the backward pass. The
 peak of a stage is `held` plus the largest phase. Each part is counted in one place:
 
-- WEIGHTS, GRADIENTS, OPTIMIZER, WORKSPACES, MAPS, and TEACHER without --kd-teacher-offload: in `held`;
+- WEIGHTS, GRADIENTS, OPTIMIZER, WORKSPACES, MAPS, GRAPH, and TEACHER without --kd-teacher-offload: in `held`;
 - ACTIVATIONS: in the student's phases, for the microbatches in flight;
 - HIDDEN: the teacher's hidden states, on the last stage, in every phase;
 - LOGITS: in the loss;
@@ -37,8 +37,8 @@ WEIGHTS, GRADIENTS, OPTIMIZER = "student weights", "student gradients", "optimiz
 ACTIVATIONS, TEACHER, HIDDEN = "activations", "teacher weights", "teacher hidden states"
 LOGITS, MAPS, WORKING = "loss chunks (logits)", "maps between layers", "working memory"
 WORKSPACES = "library workspaces"
-KEYS = "cached keys and values"
-PARTS = (WEIGHTS, GRADIENTS, OPTIMIZER, MAPS, ACTIVATIONS, TEACHER, HIDDEN, LOGITS, KEYS, WORKING, WORKSPACES)
+KEYS, GRAPH = "cached keys and values", "teacher CUDA graph"
+PARTS = (WEIGHTS, GRADIENTS, OPTIMIZER, MAPS, ACTIVATIONS, TEACHER, GRAPH, HIDDEN, LOGITS, KEYS, WORKING, WORKSPACES)
 """Parts in the order of the table."""
 
 WORKSPACE_BYTES = int(0.1 * GIB)
@@ -150,6 +150,8 @@ def _stage(work: Workload, stage: int) -> StageMemory:
     weights += sum(map(_lm_head_bytes, served)) if is_last else 0
     if not kd.teacher_offload:
         held[TEACHER], weights, lm_heads = weights, 0, 0
+    if kd.teacher_cuda_graph and work.on_gpu:
+        held[GRAPH] = sum(_graph_bytes(teacher, work, stage) for teacher in work.teachers)
     hidden = _hidden_bytes(work, teachers) if is_last else 0.0
     if is_last and kd.layer_pairs and any(t.hidden_size != student.hidden_size for t in teachers):
         per_parameter = student.params_dtype.itemsize + gradient_bytes(student) + 12  # 12: Adam's state
@@ -229,17 +231,31 @@ def _teacher_weights(teacher: Namespace, student: Namespace, stage: int) -> floa
     return max(sizes) + (_lm_head_bytes(_with_student_values(teacher, student, LAYOUT)) if moved else 0.0)
 
 
+def _joined(teacher: Namespace, work: Workload) -> Namespace:
+    """A teacher's arguments with the rows of one of its forward passes as the size of a microbatch."""
+    student, own = work.student, _with_student_values(teacher, work.student)
+    of_replica = -(-microbatches(student) * student.data_parallel_size // own.data_parallel_size)
+    own.micro_batch_size *= min(joined_microbatches(student, work.kd), of_replica)
+    return own
+
+
+def _graph_bytes(teacher: Namespace, work: Workload, stage: int) -> float:
+    """The private memory of a teacher's CUDA graph: temporary tensors and output of one forward pass."""
+    joined = _joined(teacher, work)
+    stages = _teacher_stages(joined, work.student, stage)
+    return max(_forward_bytes(joined, number, work.on_gpu) for number in stages) + residual_bytes(joined)
+
+
 def _teacher_working_bytes(teacher: Namespace, work: Workload, stage: int) -> float:
     """Working memory of a teacher's forward pass on the fullest rank of one of the student's stages.
 
     A teacher in a layout of its own also holds its hidden states before they are sent: of one pass, or of all
     microbatches if it has pipeline stages.
     """
-    student, kd, on_gpu = work.student, work.kd, work.on_gpu
-    own = _with_student_values(teacher, student)
+    student, on_gpu = work.student, work.on_gpu
+    own, joined = _with_student_values(teacher, student), _joined(teacher, work)
     of_replica = -(-microbatches(student) * student.data_parallel_size // own.data_parallel_size)
-    together, joined = min(joined_microbatches(student, kd), of_replica), copy.copy(own)
-    joined.micro_batch_size *= together
+    together = joined.micro_batch_size // own.micro_batch_size
     layers = max(_forward_bytes(joined, number, on_gpu) for number in _teacher_stages(own, student, stage))
     if together > 1:
         layers += residual_bytes(joined)  # the output of the pass, while it is divided into microbatches

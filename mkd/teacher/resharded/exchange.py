@@ -1,8 +1,9 @@
 """Communication between a student and a teacher in another parallel layout: batches, hidden states, LM head rows."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,8 @@ from mkd.teacher.resharded.plan import (
 
 HEAD_ROWS = 4096
 """LM head rows that a rank receives at once."""
+MOST_ROUTES = 64
+"""Routes that are kept for later passes."""
 
 
 class TeacherExchange:
@@ -47,6 +50,7 @@ class TeacherExchange:
         """
         self.student_sharding, self.teacher_sharding = student_sharding, teacher_sharding
         self.rank = dist.get_rank()
+        self.known_routes: dict[Hashable, PassRoutes] = {}
         self._all_groups = exchange_groups(_coords_of_all_ranks(student), _coords_of_all_ranks(teacher.groups))
         for group in self._all_groups:
             on_device, on_host = (dist.new_group(group.ranks, teacher.timeout, backend) for backend in (None, "gloo"))
@@ -79,7 +83,7 @@ class TeacherExchange:
         for start in range(0, max(map(len, needed.values())), HEAD_ROWS):
             plan = TransferPlan(held, {rank: ids[start : start + HEAD_ROWS] for rank, ids in needed.items()})
             targets = [start + plan.received(sender, self.rank) for sender in self.group.ranks]
-            received = self.transfer(own, plan, [len(target) for target in targets], (width,), dtype)
+            received = self.transfer(own, self.route(plan), [len(target) for target in targets], (width,), dtype)
             for target, rows in zip(targets, received, strict=True):
                 head[target.to(head.device)] = rows
         return head
@@ -125,27 +129,50 @@ class TeacherExchange:
         }
 
     def transfer(
-        self, own: Tensor | None, plan: TransferPlan, counts: Sequence[int], shape: tuple[int, ...], dtype: torch.dtype
+        self, own: Tensor | None, route: "Route", counts: Sequence[int], shape: tuple[int, ...], dtype: torch.dtype
     ) -> tuple[Tensor, ...]:
         """Send items, the entries of a tensor's first dimension, between devices.
 
         Args:
             own: [n, *shape] the items that this rank holds; None: it holds none.
-            plan: where they are sent.
+            route: where they are sent.
             counts: number of items from each rank of the exchange group.
             shape, dtype: shape and dtype of an item.
 
         Returns:
             [count, *shape] from each rank of the exchange group.
         """
-        sent = [plan.sent(self.rank, receiver) for receiver in self.group.ranks]
         if own is None:
             items = torch.empty(0, *shape, dtype=dtype, device="cuda")
         else:
-            items = own.index_select(0, _on_device(torch.cat(sent))).to(dtype)
+            items = own.index_select(0, route.sent).to(dtype)
         received = items.new_empty(sum(counts), *shape)
-        dist.all_to_all_single(received, items, list(counts), list(map(len, sent)), group=self._on_device)
+        dist.all_to_all_single(received, items, list(counts), route.counts, group=self._on_device)
         return received.split(list(counts))
+
+    def route(self, plan: TransferPlan) -> "Route":
+        """The part of a plan that this rank sends."""
+        sent = [plan.sent(self.rank, receiver) for receiver in self.group.ranks]
+        return Route(_on_device(torch.cat(sent)), list(map(len, sent)))
+
+
+class Route(NamedTuple):
+    """The items that a rank sends."""
+
+    sent: Tensor
+    """[n] int64 on the device: indices into the items that it holds, in the order of the receivers."""
+    counts: list[int]
+    """Number of items for each rank of the exchange group."""
+
+
+class PassRoutes(NamedTuple):
+    """Routes of the hidden states of one forward pass of every teacher replica."""
+
+    sent: Route
+    received: list[Tensor]
+    """[n] int64 on the device from each rank of the exchange group: indices into the needed tokens of its replica."""
+    needed: dict[int, int]
+    """Teacher replica -> number of tokens that this rank needs of its pass."""
 
 
 @dataclass(frozen=True)
@@ -191,31 +218,64 @@ class StepExchange:
         self, index: int, hidden: Tensor | None, found: dict[int, Tensor], width: int, dtype: torch.dtype
     ) -> None:
         """Exchange the outputs of all teacher replicas' forward pass `index`; adds this rank's part to `found`."""
-        exchange, rank = self.exchange, self.exchange.rank
-        plans = {replica: self._plan(replica, index) for replica in self.assignments}
-        senders = [(sender, exchange.group.teachers[sender].dp) for sender in exchange.group.ranks]
-        targets = [plans[replica].received(sender, rank) for sender, replica in senders]
-        counts, plan = [len(target) for target in targets], plans[exchange.teacher.dp]
+        exchange = self.exchange
+        routes = self._routes(index)
         tokens = None if hidden is None else hidden.flatten(0, 1)
-        parts = exchange.transfer(tokens, plan, counts, (width,), dtype)
-        for (_, replica), target, part in zip(senders, targets, parts, strict=True):
+        parts = exchange.transfer(tokens, routes.sent, list(map(len, routes.received)), (width,), dtype)
+        for sender, target, part in zip(exchange.group.ranks, routes.received, parts, strict=True):
             if len(target):
+                replica = exchange.group.teachers[sender].dp
                 microbatch = self.assignments[replica].forwards[index].microbatch
                 if microbatch not in found:
-                    found[microbatch] = part.new_empty(len(plans[replica].needed[rank]), width)
-                found[microbatch][_on_device(target)] = part
+                    found[microbatch] = part.new_empty(routes.needed[replica], width)
+                found[microbatch][target] = part
+
+    def _routes(self, index: int) -> PassRoutes:
+        """The routes of pass `index`. Those of passes over equal shapes are made once, and stay on the device."""
+        known, shape = self.exchange.known_routes, tuple(self._shape(replica, index) for replica in self.assignments)
+        if None in shape:
+            return self._make_routes(index)
+        if shape not in known:
+            if len(known) == MOST_ROUTES:
+                known.pop(next(iter(known)))
+            known[shape] = self._make_routes(index)
+        return known[shape]
+
+    def _make_routes(self, index: int) -> PassRoutes:
+        exchange, rank = self.exchange, self.exchange.rank
+        plans = {replica: self._plan(replica, index) for replica in self.assignments}
+        received = [plans[exchange.group.teachers[sender].dp].received(sender, rank) for sender in exchange.group.ranks]
+        needed = {replica: len(plan.needed.get(rank, ())) for replica, plan in plans.items()}
+        return PassRoutes(exchange.route(plans[exchange.teacher.dp]), list(map(_on_device, received)), needed)
+
+    def _shape(self, replica: int, index: int) -> Hashable | None:
+        """Everything that `_plan` depends on, if that does not include the masks of a microbatch; else None."""
+        found = self._pass(replica, index)
+        if found is None:
+            return ()
+        batch, wanted = found
+        if not wanted.all():
+            return None
+        return replica, self.assignments[replica].forwards[index].student, batch.tokens.shape, batch.bounds
+
+    def _pass(self, replica: int, index: int) -> tuple[KDBatch, Tensor] | None:
+        """The microbatch of a pass whose output this rank sends or may need, and the tokens [b, s] that are needed."""
+        exchange, forward = self.exchange, self.assignments[replica].needed_at(index)
+        if forward is not None and replica == exchange.teacher.dp:
+            return self.batches[index], self.needed[index]
+        if forward is not None and forward.student == exchange.student.dp:
+            batch = self.own[forward.microbatch]
+            return batch, _needed_tokens(batch)
+        return None
 
     def _plan(self, replica: int, index: int) -> TransferPlan:
         """Transfer of tokens, numbered position * b + row, after a forward pass; empty if this rank neither sends nor
         receives."""
-        exchange, forward = self.exchange, self.assignments[replica].needed_at(index)
-        if forward is not None and replica == exchange.teacher.dp:
-            batch, wanted = self.batches[index], self.needed[index]
-        elif forward is not None and forward.student == exchange.student.dp:
-            batch = self.own[forward.microbatch]
-            wanted = _needed_tokens(batch)
-        else:
+        exchange, found = self.exchange, self._pass(replica, index)
+        if found is None:
             return TransferPlan({}, {})
+        batch, wanted = found
+        forward = self.assignments[replica].forwards[index]
         held = last_stage(exchange.group.teachers, replica)
         needed = last_stage(exchange.group.students, forward.student)
         bounds, rows, wanted = batch.bounds, torch.arange(batch.tokens.shape[0]), wanted.t().reshape(-1)

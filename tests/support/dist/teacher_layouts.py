@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
+from unittest.mock import patch
 
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -13,6 +14,7 @@ from mkd.data.lookahead import Lookahead
 from mkd.data.batch import next_microbatches
 from mkd.distributed.groups import Groups, ParallelLayout, ParallelSizes
 from mkd.models.gpt import gpt_config
+from mkd.teacher.resharded import exchange
 from tests.support.dist.kd_samples import VOCAB, microbatches
 from tests.support.dist.kd_step import TEACHER, Layout, Models, build_teacher, model_arguments, parallel_state, sharded_tensors
 from tests.support.tolerance import GRADIENT, assert_close_norm
@@ -39,6 +41,26 @@ def compare_signals(rank: int, world_size: int, layout: Layout, models: Models) 
                 counts = parts[number].supervised.counts(groups.tp.size())
                 assert len(own.hidden) == (counts[groups.tp.rank()] if layout.sp else sum(counts))
         return len(seen[0]) // 2
+
+
+def index_copies(rank: int, world_size: int, layout: Layout, models: Models) -> list[int]:
+    """Index tensors that a teacher in its own layout copies to the device in each of three equal steps: twice with all
+    tokens, and with supervised ones."""
+    with parallel_state(layout), patch.object(exchange, "_on_device", wraps=exchange._on_device) as copy_index:
+        groups = Groups.from_megatron()
+        collated = microbatches(models.data, layout.segment_cp, layout.mbs, groups.dp.rank(), groups.dp.size())
+        batches = next_microbatches(iter(collated), len(collated), VOCAB)
+        teacher = build_teacher(layout, models, groups)
+        prepared = teacher.prepare(batches, Lookahead.empty())
+        counts, found = [], []
+        for supervised in (False, False, True):
+            parts = [(batch.with_supervised() if supervised else batch).on_rank(groups.cp) for batch in prepared]
+            copy_index.reset_mock()
+            found.append(teacher.signals(parts))
+            counts.append(copy_index.call_count)
+        for one, other in zip(*found[:2], strict=True):
+            assert torch.equal(one.hidden, other.hidden)
+        return counts
 
 
 def sharding_error(rank: int, world_size: int, inside: bool) -> str | None:

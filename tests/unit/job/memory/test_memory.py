@@ -19,6 +19,7 @@ from mkd.job.memory.estimate import (
     CONTEXT_BYTES,
     GIB,
     GRADIENTS,
+    GRAPH,
     HIDDEN,
     KEYS,
     LOGITS,
@@ -129,6 +130,15 @@ def test_joined_passes_of_the_teacher():
     assert stages_of({"teacher_micro_batch_size": 1000})[0].most(HIDDEN) == 8 * microbatch  # those of a step
     (last,) = stages_of({"teacher_micro_batch_size": 8}, **{PP: 2})[1:]
     assert last.most(HIDDEN) == 8 * microbatch
+
+
+def test_cuda_graph_of_the_teacher():
+    """The memory of a pass is held all the time; there is none on a CPU."""
+    (plain,), (graph,) = stages_of(), stages_of({"teacher_cuda_graph": True})
+    output = 2 * 2 * 1024 * 2048
+    assert graph.held[GRAPH] == plain.phases["teacher forward"][WORKING] + output
+    assert graph.peak == plain.peak + graph.held[GRAPH]
+    assert GRAPH not in stages_of({"teacher_cuda_graph": True}, on_gpu=False)[0].held
 
 
 def test_measured_step_of_8b_and_1b():

@@ -1,0 +1,50 @@
+"""A teacher whose forward passes are CUDA graphs: the metrics of a training equal those without, to the last bit.
+
+pytest -m gpu tests/gpu/test_teacher_graph.py -s
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.gpu.layout_runs import KEYS, launch, write_models
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+VOCAB, LENGTH = 4096, 256
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    folder = tmp_path_factory.mktemp("models")
+    teacher = dict(hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_key_value_heads=8)
+    student = dict(hidden_size=512, intermediate_size=1408, num_hidden_layers=2, num_key_value_heads=4)
+    write_models(folder, teacher, student, vocab_size=VOCAB, num_attention_heads=16, max_position_embeddings=LENGTH)
+    builder = IndexedDatasetBuilder(str(folder / "text.bin"), dtype=np.uint16)
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        builder.add_document(torch.from_numpy(np.minimum(rng.zipf(1.3, size=LENGTH), VOCAB - 2)), [LENGTH])
+    builder.finalize(str(folder / "text.idx"))
+    return folder
+
+
+def train(models: Path, name: str, *flags: str) -> list[dict]:
+    words = ["--kd-teacher-hf", str(models / "teacher"), "--kd-student-hf", str(models / "student")]
+    words += ["--kd-ratio", "0.5", "--data-path", str(models / "text"), "--bf16", "--tokenizer-type", "NullTokenizer"]
+    words += ["--split", "90,10,0", "--seq-length", str(LENGTH), "--micro-batch-size", "2"]
+    words += ["--global-batch-size", "12", "--train-iters", "6", "--lr", "1e-3", "--eval-interval", "3"]
+    return launch(name, models, 1, [*words, "--eval-iters", "1", "--seed", "7", *flags])
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_metrics_are_equal(models: Path, dtype: str) -> None:
+    if dtype == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs a GPU with FP8")
+    flags = ["--kd-teacher-dtype", dtype, "--kd-teacher-micro-batch-size", "8"]
+    plain = train(models, f"plain {dtype}", *flags)
+    graph = train(models, f"graph {dtype}", *flags, "--kd-teacher-cuda-graph")
+    assert [[line[key] for key in KEYS] for line in graph] == [[line[key] for key in KEYS] for line in plain]
