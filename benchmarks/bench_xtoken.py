@@ -221,7 +221,10 @@ def across_tokenizers(inputs: Inputs, kind: str, loss: str, impl: str, args: arg
     )
     teacher_weight = inputs.teacher_weight[vocabulary.teacher_columns]
     ce_weight = torch.full((args.rows,), 0.5 / args.rows, device="cuda")
-    chunks = replace(inputs.chunks, teacher_labels=inputs.chunks.teacher_labels.cuda())
+    # On the device, as in training: a copy from the host within the call would wait for the device.
+    chunks = replace(
+        inputs.chunks, teacher_labels=inputs.chunks.teacher_labels.cuda(), weight=inputs.chunks.weight.cuda()
+    )
     chunks = replace(chunks, on_host=HostTokens.copied(chunks, inputs.labels, ce_weight))
 
     def run() -> tuple[Tensor, Tensor]:
