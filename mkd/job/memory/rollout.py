@@ -17,9 +17,10 @@ model's dtype, from which they are converted."""
 SAMPLING_BYTES = 36
 """Bytes per logit of sampling in PyTorch operations, on CPU and with top-p: float64 logits, and float64 and int64
 tensors of the noise."""
-SORTING_BYTES = 48
-"""Bytes per logit of the whole vocabulary where top-p sorts it: float64 logits of all shards and the same joined, the
-sorted ones, their int64 indices, and as much as the last two for the sort."""
+SORTED_BYTES, SORTING_BYTES = 12, 48
+"""Bytes of the sort of top-p per logit of the shard, in fp32 and float64, and per logit of the whole vocabulary:
+float64 logits of all shards and the same joined, the sorted ones, their int64 indices, and as much as the last two for
+the sort itself. The sum is what was measured on one H200, 60 bytes."""
 
 
 def cached_token_bytes(args: Namespace, stage: int) -> int:
@@ -96,8 +97,8 @@ class RolloutMemory:
 
 def _sampling_bytes(args: Namespace, kd: KDConfig, on_gpu: bool) -> int:
     """Bytes in which the next token of one text is chosen (`mkd.rollout.sampler`)."""
-    chosen = shard_of(args) * LOGIT_BYTES
-    is_sorted = kd.rollout_top_p < 1.0
+    shard, is_sorted = shard_of(args), kd.rollout_top_p < 1.0
     if kd.rollout_temperature == 0.0 or (on_gpu and not is_sorted):
-        return chosen
-    return chosen + shard_of(args) * SAMPLING_BYTES + is_sorted * args.padded_vocab_size * SORTING_BYTES
+        return shard * LOGIT_BYTES
+    sampled = shard * (LOGIT_BYTES + SAMPLING_BYTES)
+    return max(sampled, shard * SORTED_BYTES + args.padded_vocab_size * SORTING_BYTES) if is_sorted else sampled
