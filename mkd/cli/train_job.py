@@ -15,6 +15,7 @@ def run_job() -> None:
     # These import megatron, which `prepare` prepares.
     from mkd.job.job import Job
     from mkd.job.launch import build, train
+    from mkd.job.memory_table import check_host_memory
     from mkd.job.plan import dry_run, print_plan
 
     job = Job.from_command_line()
@@ -24,6 +25,7 @@ def run_job() -> None:
     if job.kd.dry_run:
         dry_run(job)
         return
+    check_host_memory(job)
     check_rendezvous()
     train(job, build(job))
 

@@ -18,8 +18,9 @@ class TrainingHooks(Protocol):
         """Wrap a forward-backward function."""
         ...
 
-    def before_training(self, iteration: int, chunks: list[Any]) -> None:
-        """Called once, before the first evaluation, with the student's model chunks and their first weights."""
+    def before_training(self, iteration: int, chunks: list[Any], optimizer: Any) -> None:
+        """Called once, before the first evaluation, with the student's model chunks, their first weights, and the
+        optimizer of Megatron."""
         ...
 
     def after_training(self) -> None:
@@ -64,7 +65,7 @@ def install_training_hooks(hooks: TrainingHooks) -> None:
     def train_after_evaluation(*args: Any, **kwargs: Any) -> Any:
         call = inspect.signature(train).bind(*args, **kwargs).arguments
         megatron_args = training.get_args()
-        hooks.before_training(megatron_args.iteration, call["model"])
+        hooks.before_training(megatron_args.iteration, call["model"], call["optimizer"])
         # Read by schedules over iterations; megatron sets it in each step, and to 0 before.
         megatron_args.curr_iteration = max(megatron_args.iteration - 1, 0)
         if megatron_args.do_valid and (megatron_args.iteration == 0 or hooks.unfinished_evaluation):

@@ -448,6 +448,7 @@ ROLLOUT_FIELDS = (
     "rollout_cut_off",
     "rollout_steps",
     "rollout_memory_gb",
+    "rollout_offload",
     "rollout_guard",
     "rollout_most_repeated",
     "rollout_most_cut_off",

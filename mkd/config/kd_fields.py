@@ -347,6 +347,10 @@ class KDFields:
     it learns from them. More are written one group after the other. Default: as many texts at a time as have the tokens
     of a microbatch, for each pipeline stage."""
 
+    rollout_offload: bool = False
+    """Keep the optimizer's state in host memory while the student writes: moments and fp32 parameters leave the device
+    before, and come back while the teacher and the student compute. No number changes."""
+
     rollout_guard: GuardMode = "warn"
     """Reaction to texts that run away: above one of the two thresholds below in three rollouts in a row. off: none.
     warn: a warning. stop: the job ends before the step."""

@@ -31,7 +31,20 @@ def check_on_policy(args: Namespace, kd: KDConfig) -> None:
         raise MkdConfigError(f"{what} of --global-batch-size {args.global_batch_size} is less than one row: raise it")
     if args.overlap_param_gather:
         raise MkdConfigError(f"{what} does not work with --overlap-param-gather (it has not been tested): leave it out")
+    if kd.rollout_offload:
+        _check_offload(args)
     _check_options(args, "--kd-on-policy", value, ("--kd-rollout-tokens", kd.rollout_tokens))
+
+
+def _check_offload(args: Namespace) -> None:
+    """Refuse --kd-rollout-offload where the optimizer's state is on the host already, or must keep its addresses."""
+    reasons = {
+        "--optimizer-cpu-offload": (args.optimizer_cpu_offload, "its state is in host memory already"),
+        "--optimizer-cuda-graph": (args.optimizer_cuda_graph, "a CUDA graph holds the addresses of the state"),
+    }
+    for other, (given, reason) in reasons.items():
+        if given:
+            raise MkdConfigError(f"--kd-rollout-offload does not work with {other} ({reason}): leave one of them out")
 
 
 def _check_writing(args: Namespace, flag: str, file: str, texts: str, tokens: int) -> None:

@@ -1,11 +1,15 @@
 """The memory estimate of a job as a line of the plan and as a table."""
 
+import os
+
 from rich.console import Console
 from rich.table import Table
 
 from mkd import cpu
+from mkd.errors import MkdConfigError
 from mkd.job.job import Job
-from mkd.job.memory import PARTS, StageMemory, Workload, estimate, fullest, outside_of_torch
+from mkd.job.memory import PARTS, StageMemory, Workload, estimate, fullest, offloaded_bytes, outside_of_torch
+from mkd.utils.host_memory import free_host_bytes
 
 GIB = 2**30
 
@@ -30,6 +34,28 @@ def memory_line(job: Job) -> str:
     listed = ", ".join(f"{name} {stage.peak_parts[name] / GIB:.2f}" for name in PARTS if name in stage.peak_parts)
     process = "; the process itself (Python, libraries) comes on top" if cpu.is_target() else ""
     return f"about {stage.peak / GIB:.2f} GiB on the fullest rank ({stage.peak_phase}): {listed}{process}"
+
+
+def offload_line(job: Job) -> str:
+    """The host memory of --kd-rollout-offload in one line; empty without the flag."""
+    size = offloaded_bytes(workload(job))
+    return f"optimizer state in host memory while texts are written, {size / 1e9:.2f} GB on each rank" if size else ""
+
+
+def check_host_memory(job: Job) -> None:
+    """Refuse --kd-rollout-offload where the ranks of this machine need more host memory than is free.
+
+    Raises:
+        MkdConfigError: they do.
+    """
+    size, ranks = offloaded_bytes(workload(job)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    free = free_host_bytes()
+    if free is not None and ranks * size > free:
+        raise MkdConfigError(
+            f"--kd-rollout-offload takes {size / 1e9:.2f} GB of host memory on each rank, {ranks * size / 1e9:.2f} GB "
+            f"on this machine, but {free / 1e9:.2f} GB are free: leave it out, or give --use-distributed-optimizer, "
+            "which divides the state among data-parallel ranks"
+        )
 
 
 def print_memory(job: Job) -> None:

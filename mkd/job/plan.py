@@ -18,7 +18,7 @@ from mkd.config.teacher_args import has_own_layout
 from mkd.job.data import folder_of_tokenizer, number_of_iterations
 from mkd.job.epochs import set_iterations
 from mkd.job.job import Job
-from mkd.job.memory_table import memory_line, print_memory
+from mkd.job.memory_table import memory_line, offload_line, print_memory
 from mkd.job.run_record import write_run_file
 from mkd.job.samples import rollout_plan
 from mkd.job.teacher import shape_of
@@ -80,6 +80,7 @@ def plan(job: Job) -> dict[str, str]:
         **rollout_plan(args, kd),
         "vocabulary": f"{job.true_vocab} tokens, padded to {args.padded_vocab_size}",
         **({"changed": "; ".join(job.notes)} if job.notes else {}),
+        **({"offload": offload_line(job)} if kd.rollout_offload else {}),
         "memory": memory_line(job),
     }
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from mkd.job.samples import SampleWriter, TaskEvaluation
 from mkd.report.calibration import calibration_table
 from mkd.report.metrics import IterationMetrics, MetricsLog
 from mkd.report.samples import Sample
+from mkd.rollout.offload import StateOffload
 from mkd.train import balance
 from mkd.train.evaluation import CALIBRATION
 from mkd.train.nan_check import FiniteCheck, check_first_weights, check_loss_scale, check_skipped
@@ -49,9 +50,11 @@ class Hooks:
         """See `mkd.compat.training_loop.TrainingHooks`."""
         return self._job.state.unfinished_evaluation
 
-    def before_training(self, iteration: int, chunks: list[Any]) -> None:
+    def before_training(self, iteration: int, chunks: list[Any], optimizer: Any) -> None:
         args = self._job.args
         check_first_weights(chunks)
+        if self._job.kd.rollout_offload:
+            self._schedule.offload = StateOffload(optimizer, chunks)
         if iteration >= args.train_iters:
             logger.info(f"already at iteration {iteration} of {args.train_iters}: no steps are left")
         self._log.start(iteration)
@@ -101,8 +104,15 @@ class Hooks:
 
     def _write(self, model: list[Any]) -> tuple[dict[str, float], list[Sample] | None]:
         """The measurements of answers to tasks, and the samples; None without --kd-sample-prompts."""
-        groups, layers = self._schedule.groups, self._schedule.hidden_layers
-        with nullcontext() if layers is None else layers.paused():
+        groups, layers, offload = self._schedule.groups, self._schedule.hidden_layers, self._schedule.offload
+        if self._tasks is None and self._samples is None:
+            return {}, None
+        with ExitStack() as around:
+            if layers is not None:
+                around.enter_context(layers.paused())
+            if offload is not None:
+                around.callback(offload.arrive)
+                around.enter_context(offload.away())
             answered = {} if self._tasks is None else self._tasks.measure(model, groups)
             return answered, None if self._samples is None else self._samples.write(model, groups)
 

@@ -8,7 +8,8 @@ checkpoint holds its texts.
 import hashlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -71,7 +72,13 @@ class OnPolicy:
         return found
 
     def write(
-        self, chunks: Sequence[nn.Module], groups: Groups, iteration: int, microbatches: int, micro_batch_size: int
+        self,
+        chunks: Sequence[nn.Module],
+        groups: Groups,
+        iteration: int,
+        microbatches: int,
+        micro_batch_size: int,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> WrittenRows | None:
         """Write the answers of one step, or read them from the rollout of an earlier step. Collective over all ranks.
 
@@ -81,6 +88,7 @@ class OnPolicy:
             iteration: of the step, counted from 0.
             microbatches: of the step on this rank.
             micro_batch_size: rows of each.
+            around: the context in which texts are written; not entered where they exist already.
 
         Returns:
             None if L is so small that no row of this step is written.
@@ -94,7 +102,10 @@ class OnPolicy:
         wanted = rollout.requests_at(iteration)
         if not wanted:
             return None
-        written_now = rollout.write(chunks, groups, iteration)
+        written_now = 0
+        if not rollout.is_written:
+            with around():
+                written_now = rollout.write(chunks, groups, iteration)
         texts, rows = rollout.texts_at(iteration), {}
         for (row, request), text in zip(wanted.items(), texts, strict=True):
             microbatch, rest = divmod(row, micro_batch_size * size)
@@ -163,10 +174,13 @@ class _Rollout:
         tokens = self.texts[start : start + len(self.requests_at(iteration))]
         return [WrittenText(new, self.policy.decoding.ends(new)) for new in tokens]
 
+    @property
+    def is_written(self) -> bool:
+        """True if the texts exist."""
+        return self.written_at >= 0
+
     def write(self, chunks: Sequence[nn.Module], groups: Groups, iteration: int) -> int:
-        """Write the texts of this step and later ones, unless they exist. Returns the number of tokens written."""
-        if self.written_at >= 0:
-            return 0
+        """Write the texts of this step and later ones. Returns the number of tokens written."""
         policy, start = self.policy, self._start(iteration)
         wanted = [request for step in self.requests[iteration - self.first :] for request in step.values()]
         texts = write_texts(chunks, groups, wanted, policy.decoding, policy.engine)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import batched, repeat
 from typing import Any
@@ -15,6 +16,7 @@ from mkd.data.text_size import TextSize
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdDataError
 from mkd.rollout.facts import RolloutFacts
+from mkd.rollout.offload import StateOffload
 from mkd.rollout.on_policy import OnPolicy
 from mkd.rollout.rows import WrittenRows
 from mkd.teacher.interface import Teacher, TeacherSignal
@@ -126,6 +128,8 @@ class TeacherThenStudent:
     """Factor of KD in the present step (`mkd.train.balance`)."""
     on_policy: OnPolicy | None = None
     """None without --kd-on-policy."""
+    offload: StateOffload | None = None
+    """Set when the optimizer exists; None without --kd-rollout-offload."""
     is_stopping: Callable[[], bool] = lambda: False
     """See `Lookahead.is_stopping`."""
     _checked: set[bool] = field(default_factory=set)
@@ -137,45 +141,55 @@ class TeacherThenStudent:
         """Wrap `schedule`, a forward-backward function of Megatron."""
 
         def run(*, data_iterator: Any, num_microbatches: int, forward_only: bool = False, **options: Any) -> list[dict]:
-            source = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
-            written = None if forward_only else self._write(options, num_microbatches)
-            if written is not None:
-                source = written.replace_in(source)
-            batches = self._read(source, num_microbatches, options["micro_batch_size"], forward_only)
-            self.record.rollout = None if written is None else written.facts
-            # Packed rows follow each other in one row; Megatron's pipeline stages expect that shape.
-            rows = options["micro_batch_size"]
-            options["micro_batch_size"], options["seq_length"] = batches[0].tokens.shape
-            if self.teacher is not None:
-                batches = [batch.with_supervised() for batch in batches]
-            batches = [batch.on_rank(self.groups.cp) for batch in batches]
-            objective = self._with_counts(self.record.objective, batches)
-            if not forward_only:
-                scale_router_losses(options["model"], batches, self.groups.dp_cp, plain=self.teacher is None)
-            teaches = self._teaches(objective)
-            first = teaches and (self.groups.pp.size() > 1 or self.teacher.runs_before_student)
-            signals = self._signals(batches, first, rows) if teaches else repeat(None)
-            layers = self._layer_targets(batches, objective, teacher_is_done=first)
-            inputs = map(StepInput, batches, repeat(objective), signals, layers)
-            inputs = _per_model_chunk(inputs, data_iterator)
             options |= {"num_microbatches": num_microbatches, "forward_only": forward_only}
-            reports = self.record.time_student(lambda: schedule(data_iterator=inputs, **options))
-            if self.hidden_layers is not None:
-                self.hidden_layers.add_to(reports, layers)
-            if teaches:
-                _add_to(reports, self.teacher.metrics())
-            return reports
+            try:
+                return self._run(schedule, data_iterator, options)
+            finally:
+                if self.offload is not None:
+                    self.offload.arrive()
 
         return run
 
-    def _write(self, options: Mapping[str, Any], microbatches: int) -> WrittenRows | None:
+    def _run(self, schedule: Callable, data_iterator: Any, options: dict[str, Any]) -> list[dict]:
+        """Run a step or an evaluation of `schedule`."""
+        forward_only = options["forward_only"]
+        source = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
+        written = None if forward_only else self._write(options)
+        if written is not None:
+            source = written.replace_in(source)
+        batches = self._read(source, options["num_microbatches"], options["micro_batch_size"], forward_only)
+        self.record.rollout = None if written is None else written.facts
+        # Packed rows follow each other in one row; Megatron's pipeline stages expect that shape.
+        rows = options["micro_batch_size"]
+        options["micro_batch_size"], options["seq_length"] = batches[0].tokens.shape
+        if self.teacher is not None:
+            batches = [batch.with_supervised() for batch in batches]
+        batches = [batch.on_rank(self.groups.cp) for batch in batches]
+        objective = self._with_counts(self.record.objective, batches)
+        if not forward_only:
+            scale_router_losses(options["model"], batches, self.groups.dp_cp, plain=self.teacher is None)
+        teaches = self._teaches(objective)
+        first = teaches and (self.groups.pp.size() > 1 or self.teacher.runs_before_student)
+        signals = self._signals(batches, first, rows) if teaches else repeat(None)
+        layers = self._layer_targets(batches, objective, teacher_is_done=first)
+        inputs = map(StepInput, batches, repeat(objective), signals, layers)
+        inputs = _per_model_chunk(inputs, data_iterator)
+        reports = self.record.time_student(lambda: schedule(data_iterator=inputs, **options))
+        if self.hidden_layers is not None:
+            self.hidden_layers.add_to(reports, layers)
+        if teaches:
+            _add_to(reports, self.teacher.metrics())
+        return reports
+
+    def _write(self, options: Mapping[str, Any]) -> WrittenRows | None:
         """Let the student write its part of a training step; None if it has none."""
         if self.on_policy is None:
             return None
         model = options["model"]
         chunks = model if isinstance(model, list) else [model]
-        sizes = microbatches, options["micro_batch_size"]
-        return self.on_policy.write(chunks, self.groups, self.current_iteration(), *sizes)
+        sizes = options["num_microbatches"], options["micro_batch_size"]
+        around = nullcontext if self.offload is None else self.offload.away
+        return self.on_policy.write(chunks, self.groups, self.current_iteration(), *sizes, around)
 
     def _read(self, source: Any, count: int, micro_batch_size: int, evaluating: bool) -> list[KDBatch]:
         """The step's microbatches, whole and on the host, without KD where the teacher has no target."""

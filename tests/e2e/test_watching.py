@@ -84,14 +84,17 @@ SEVERAL_STEPS = {
 
 @pytest.mark.parametrize("more", [SEVERAL_STEPS, pytest.param({}, marks=pytest.mark.slow)], ids=["steps", "plain"])
 def test_a_resumed_job_writes_the_same_texts(job: SmallJob, tmp_path: Path, more: dict[str, Any]) -> None:
-    """Killed in iteration 5, continued from 4, whose texts iteration 4 has written too."""
+    """Killed in iteration 5, continued from 4, whose texts iteration 4 has written too; with its optimizer's state on
+    the host meanwhile, which the undisturbed job keeps on the device."""
     flags = on_policy_flags(tmp_path) | more
-    whole, other = (Attempts(job, tmp_path / name, flags, ranks=2) for name in ("whole", "other"))
+    whole = Attempts(job, tmp_path / "whole", flags, ranks=2)
+    other = Attempts(job, tmp_path / "other", flags | {"--kd-rollout-offload": True}, ranks=2)
     undisturbed = whole.finished()
     other.killed("step:9")
     result = other.finished()
     assert lengths(result) == lengths(undisturbed) and len(lengths(result)) == 8
     other.assert_like((whole.save, undisturbed), result)
+    assert re.search(r"offload +optimizer state in host memory while texts are written, \d+\.\d+ GB", result.output)
     share = "a share of the rows, linear from 0.25 to 0.75 over 4 iterations," if more else "50% of the rows"
     assert re.search(rf"writes +{share} from .*: with cached keys and values", undisturbed.output)
     assert re.search(r"written +\d+\.\d tokens, .* cut off, .* time: .*rollout +\d+%", undisturbed.output)

@@ -11,7 +11,15 @@
 Units are bytes on one rank.
 """
 
-from mkd.job.memory.estimate import PARTS, StageMemory, Workload, estimate, fullest, outside_of_torch
+from mkd.job.memory.estimate import (
+    PARTS,
+    StageMemory,
+    Workload,
+    estimate,
+    fullest,
+    offloaded_bytes,
+    outside_of_torch,
+)
 from mkd.job.memory.rollout import RolloutMemory, cache_tokens
 
 __all__ = [
@@ -22,5 +30,6 @@ __all__ = [
     "cache_tokens",
     "estimate",
     "fullest",
+    "offloaded_bytes",
     "outside_of_torch",
 ]

@@ -205,6 +205,13 @@ def _offload_teacher(work: Workload) -> Workload | None:
     return replace(work, kd=replace(work.kd, teacher_offload=True))
 
 
+def _offload_optimizer(work: Workload) -> Workload | None:
+    student, kd = work.student, work.kd
+    if not kd.is_on_policy or kd.rollout_offload or student.optimizer_cpu_offload or student.optimizer_cuda_graph:
+        return None
+    return replace(work, kd=replace(kd, rollout_offload=True))
+
+
 def _double(name: str) -> Callable[[Workload], Workload | None]:
     def change(work: Workload) -> Workload | None:
         student = work.student
@@ -236,6 +243,7 @@ CHANGES: list[tuple[Flags, Callable[[Workload], Workload | None]]] = [
     (_size_flag("micro_batch_size"), _smaller_microbatch),
     ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", _recompute("full", None)),
     (_teacher_flag, _shard_teacher),
+    ("--kd-rollout-offload", _offload_optimizer),
     ("--kd-teacher-offload", _offload_teacher),
     (_size_flag("context_parallel_size"), _double("context_parallel_size")),
     (_size_flag("tensor_model_parallel_size"), _double("tensor_model_parallel_size")),

@@ -3,7 +3,8 @@
 The phases are teacher forward, loss, student backward, and the embedding gradient at the end of the backward pass. The
 peak of a stage is `held` plus the largest phase. Each part is counted in one place:
 
-- WEIGHTS, GRADIENTS, OPTIMIZER, WORKSPACES, MAPS, GRAPH, and TEACHER without --kd-teacher-offload: in `held`;
+- WEIGHTS, GRADIENTS, OPTIMIZER, WORKSPACES, MAPS, GRAPH, and TEACHER without --kd-teacher-offload: in `held`; with
+  --kd-rollout-offload, OPTIMIZER in every phase but the one in which the student writes;
 - ACTIVATIONS: in the student's phases, for the microbatches in flight;
 - HIDDEN: the teacher's hidden states, on the last stage, in every phase;
 - LOGITS: in the loss;
@@ -38,6 +39,8 @@ ACTIVATIONS, TEACHER, HIDDEN = "activations", "teacher weights", "teacher hidden
 LOGITS, MAPS, WORKING = "loss chunks (logits)", "maps between layers", "working memory"
 WORKSPACES = "library workspaces"
 KEYS, GRAPH = "cached keys and values", "teacher CUDA graph"
+WRITING = "writing"
+"""The phase in which the student writes texts."""
 PARTS = (WEIGHTS, GRADIENTS, OPTIMIZER, MAPS, ACTIVATIONS, TEACHER, GRAPH, HIDDEN, LOGITS, KEYS, WORKING, WORKSPACES)
 """Parts in the order of the table."""
 
@@ -103,6 +106,12 @@ class StageMemory:
 def estimate(work: Workload) -> list[StageMemory]:
     """Estimates of all pipeline stages, in order."""
     return [_stage(work, stage) for stage in range(work.student.pipeline_model_parallel_size)]
+
+
+def offloaded_bytes(work: Workload) -> float:
+    """Host memory of a rank for the optimizer's state while the student writes, on the pipeline stage with most of it;
+    0 without --kd-rollout-offload."""
+    return max(stage.most(OPTIMIZER) for stage in estimate(work)) if work.kd.rollout_offload else 0.0
 
 
 def fullest(stages: Sequence[StageMemory]) -> StageMemory:
@@ -177,6 +186,11 @@ def _stage(work: Workload, stage: int) -> StageMemory:
         if kd.teacher_offload:
             phases["teacher forward"][TEACHER] = weights
     phases |= _rollout(work, stage)
+    if kd.rollout_offload:
+        state = held.pop(OPTIMIZER)
+        for name, parts in phases.items():
+            if name != WRITING:
+                parts[OPTIMIZER] = state
     return StageMemory(stage, {name: value for name, value in held.items() if value}, phases)
 
 
@@ -187,7 +201,7 @@ def _rollout(work: Workload, stage: int) -> dict[str, dict[str, float]]:
         return {}
     share = memory.prompt_tokens / (work.student.seq_length * work.student.micro_batch_size)
     working = max(share * _forward_bytes(work.student, stage, work.on_gpu), memory.logits)
-    return {"writing": {KEYS: memory.cache, WORKING: working}}
+    return {WRITING: {KEYS: memory.cache, WORKING: working}}
 
 
 LAYOUT = ("tensor_model_parallel_size", "context_parallel_size", "sequence_parallel")

@@ -54,7 +54,7 @@ class Recorder:
     def around(self, schedule: Callable) -> Callable:
         return lambda *args: ("around", schedule(*args))
 
-    def before_training(self, iteration: int, chunks: object) -> None:
+    def before_training(self, iteration: int, chunks: object, optimizer: object) -> None:
         self.calls.append(("before", iteration))
 
     def after_training(self) -> None:

@@ -111,6 +111,14 @@ def test_on_policy_in_jobs_where_the_student_cannot_write(changes: dict, words: 
     assert str(caught.value).startswith(words)
 
 
+@pytest.mark.parametrize("flag", ["optimizer_cpu_offload", "optimizer_cuda_graph"])
+def test_optimizers_whose_state_cannot_leave(flag: str) -> None:
+    args = arguments(global_batch_size=2, **{flag: True})
+    check_on_policy(args, kd(**ON_POLICY))
+    with pytest.raises(MkdConfigError, match=f"--kd-rollout-offload does not work with --{flag.replace('_', '-')}"):
+        check_on_policy(args, kd(**ON_POLICY, rollout_offload=True))
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -140,6 +148,10 @@ def test_on_policy_in_jobs_where_the_student_cannot_write(changes: dict, words: 
         ),
         ({"rollout_cut_off": "keep"}, "--kd-rollout-cut-off is 'keep'; legal values are 'learn', 'drop'"),
         ({"rollout_steps": 0}, "--kd-rollout-steps is 0; it must be at least 1"),
+        (
+            {"on_policy": None, "prompts": None, "rollout_tokens": 256, "rollout_offload": True},
+            "--kd-rollout-offload is True, but the student writes nothing",
+        ),
         ({"position_weight": 0.0}, "--kd-position-weight is 0"),
         ({"rollout_guard": "end"}, "--kd-rollout-guard is 'end'; legal values are 'off', 'warn', 'stop'"),
         ({"rollout_most_repeated": 1.5}, "--kd-rollout-most-repeated is 1.5"),

@@ -325,6 +325,20 @@ def test_keys_and_values_of_written_texts():
     assert uncached.phases["writing"][KEYS] == 0
 
 
+def test_optimizer_state_on_the_host_while_texts_are_written():
+    """The memory of the state can hold keys and values, without a higher peak."""
+    rollout = {"on_policy": 1.0, "prompts": "P", "rollout_memory_gb": 6.0, "rollout_steps": 100}
+    (stayed,), (went,) = (stages_of(rollout | {"rollout_offload": away}) for away in (False, True))
+    size = stayed.held[OPTIMIZER]
+    assert OPTIMIZER not in went.held and OPTIMIZER not in went.phases["writing"]
+    assert went.most(OPTIMIZER) == size > 1.4e9
+    assert stayed.peak_phase == went.peak_phase == "writing" and stayed.peak - went.peak == pytest.approx(size)
+    (more,) = stages_of(rollout | {"rollout_offload": True, "rollout_memory_gb": 6.0 + size / 1e9})
+    assert more.peak == pytest.approx(stayed.peak, rel=1e-6)
+    for name in stayed.phases.keys() - {"writing"}:
+        assert went.phases[name] == {**stayed.phases[name], OPTIMIZER: size}
+
+
 def test_top_p_sorts_the_whole_vocabulary():
     """Without it, a kernel samples on a GPU and keeps nothing but the logits."""
     rollout = {"on_policy": 1.0, "prompts": "P", "rollout_tokens": 2}
@@ -337,4 +351,4 @@ def test_top_p_sorts_the_whole_vocabulary():
     assert working(False) == texts * 8000 * 44
     assert working(False, rollout_temperature=0.0) < working(False)
     for on_gpu in (True, False):
-        assert working(on_gpu, rollout_top_p=0.9) == texts * (8000 * 44 + 32000 * 48)
+        assert working(on_gpu, rollout_top_p=0.9) == texts * (8000 * 12 + 32000 * 48), "before it samples"

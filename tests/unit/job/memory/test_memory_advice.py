@@ -90,3 +90,13 @@ def test_impossible_layouts_are_not_advised():
     assert "--kd-teacher-tensor-model-parallel-size 2" in flags, "with sequence parallelism"
     alone = replace(run, teachers=[])
     assert "--kd-teacher-offload" not in " ".join(advice.flags for advice in advise(alone, 1e15)[0])
+
+
+def test_the_optimizer_leaves_where_texts_need_most_memory():
+    run = work()
+    kd = replace(run.kd, on_policy=1.0, prompts="P", rollout_memory_gb=200.0, rollout_steps=100)
+    advised = {advice.flags: advice for advice in advise(replace(run, kd=kd), 1e15)[0]}
+    assert advised["--kd-rollout-offload"].saves > 1e9
+    assert "--kd-rollout-offload" not in {advice.flags for advice in advise(run, 1e15)[0]}
+    kd = replace(kd, rollout_offload=True)
+    assert "--kd-rollout-offload" not in {advice.flags for advice in advise(replace(run, kd=kd), 1e15)[0]}
