@@ -7,7 +7,7 @@ only its own slices, and a writer holds one tensor at a time. Format: 8 bytes li
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,20 +91,46 @@ def read_header(path: Path, flag: str) -> dict[str, TensorEntry]:
         MkdCheckpointError: naming the file, when the header is cut off or is not JSON, when tensors overlap or leave
             gaps, and when the length of the file differs from the one that the header implies.
     """
+    with path.open("rb") as file:
+        return _entries(path, flag, path.stat().st_size, file.read)
+
+
+def read_tensors(content: bytearray, path: Path, flag: str, most_header: int) -> dict[str, Tensor]:
+    """The tensors of a file whose bytes are in memory, which they share where its dtype allows that.
+
+    Raises:
+        MkdCheckpointError: see `read_header`; or the header has more bytes than `most_header`.
+    """
+    position = 0
+
+    def read(count: int) -> bytes:
+        nonlocal position
+        position += count
+        return bytes(content[position - count : position])
+
+    tensors = {}
+    for name, entry in _entries(path, flag, len(content), read, most_header).items():
+        stored = torch.frombuffer(content, dtype=torch.uint8)[entry.offset : entry.offset + entry.nbytes]
+        aligned = stored.clone() if entry.offset % entry.dtype.itemsize else stored
+        tensors[name] = aligned.view(entry.dtype).view(entry.shape)
+    return tensors
+
+
+def _entries(
+    path: Path, flag: str, size: int, read: Callable[[int], bytes], most_header: int = _MAX_HEADER_BYTES
+) -> dict[str, TensorEntry]:
+    """The tensors of a file of `size` bytes; `read` returns its next bytes, from the first on."""
 
     def fail(text: str) -> MkdCheckpointError:
         return MkdCheckpointError(f"{flag}: {path} {text}")
 
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > _MAX_HEADER_BYTES:
-            raise fail(f"is not a safetensors file ({size} bytes, header length {length})")
-        if size < 8 + length:
-            raise fail(f"is truncated inside its header: {8 + length} bytes expected, {size} found")
-        raw = file.read(length)
+    length = int.from_bytes(read(8), "little")
+    if size < 8 or length > most_header:
+        raise fail(f"is not a safetensors file ({size} bytes, header length {length})")
+    if size < 8 + length:
+        raise fail(f"is truncated inside its header: {8 + length} bytes expected, {size} found")
     try:
-        header = parse_json(raw)
+        header = parse_json(read(length))
         header.pop("__metadata__", None)
         entries = {name: _entry(path, 8 + length, info) for name, info in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:

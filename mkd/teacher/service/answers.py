@@ -1,7 +1,7 @@
 """Answers of a teacher service as signals: one rank of a student's replica receives them for whole rows, and each rank
 gets its part."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,30 +26,27 @@ on the host."""
 class HiddenAnswers:
     """Answers with final hidden states."""
 
-    facts: TeacherFacts
+    columns: int
+    """Numbers per token."""
+    dtype: torch.dtype
+    """Dtype of the numbers."""
+    logit_map: LogitMap
+    """See `HiddenSignal.logit_map`."""
     groups: Groups
     head: Tensor | None
     """[columns, Ht] this rank's rows of the LM head; None off the last stage."""
     sequence_parallel: bool
-    view: int | None
+    view: int | None = None
     """See `HiddenSignal.view`."""
+    norm: Callable[[Tensor], Tensor] | None = None
+    """From an answer, on the device, to final hidden states of `dtype`; None if the answer has those."""
 
     kind, name = Kind.HIDDEN, "hidden states"
 
     @property
-    def columns(self) -> int:
-        """Numbers per token."""
-        return self.facts.width
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the numbers."""
-        return self.facts.torch_dtype
-
-    @property
     def bytes_per_token(self) -> int:
         """Host memory of an answer, per wanted token."""
-        return self.facts.bytes_per_token
+        return self.columns * self.dtype.itemsize
 
     def is_finite(self, answer: Tensor) -> bool:
         """True if all numbers of an answer are finite."""
@@ -62,16 +59,15 @@ class HiddenAnswers:
             whole: the microbatch in the teacher's tokens, on the host.
             received: on the rank that leads the replica, else None.
         """
-        logit_map = LogitMap(self.facts.logit_scale, self.facts.logit_softcap)
-        return HiddenSignal(self._hidden(whole, received), self.head, logit_map, self.view)
+        return HiddenSignal(self._hidden(whole, received), self.head, self.logit_map, self.view)
 
     def _hidden(self, whole: KDBatch, received: Received | None) -> Tensor:
         """This rank's slice of the hidden states of a microbatch: [s/cp, b, Ht], or [s/cp/tp, b, Ht]."""
         rows, length = whole.tokens.shape
         cp, tp = self.groups.cp, self.groups.tp
-        parts, shape = None, (length // cp.size(), rows, self.facts.width)
+        parts, shape = None, (length // cp.size(), rows, self.columns)
         if received is not None:
-            parts = _cut(_spread(received, whole).transpose(0, 1).contiguous(), 0, whole, cp)
+            parts = _cut(_spread(received, whole, self.norm).transpose(0, 1).contiguous(), 0, whole, cp)
         own = _scatter(parts, shape, self.dtype, cp) if tp.rank() == 0 else None
         if tp.size() == 1:
             return own
@@ -116,9 +112,10 @@ class TargetAnswers:
         return self.targets.signal(_broadcast(own, shape, self.dtype, tp))
 
 
-def _spread(received: Received, whole: KDBatch) -> Tensor:
-    """[b, s, columns] on the device; 0 for tokens that are not wanted."""
+def _spread(received: Received, whole: KDBatch, change: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """[b, s, columns] on the device, of values that `change` returns; 0 for tokens that are not wanted."""
     wanted, found = (one.pin_memory().to("cuda", non_blocking=True) for one in received)
+    found = found if change is None else change(found)
     spread = torch.zeros(whole.tokens.numel(), found.shape[1], dtype=found.dtype, device="cuda")
     return spread.index_copy_(0, wanted, found).view(*whole.tokens.shape, -1)
 

@@ -15,6 +15,7 @@ from mkd.data.batch import KDBatch
 from mkd.data.lookahead import Lookahead
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdNumericError, MkdTeacherError, MkdTeacherTimeout
+from mkd.losses import LogitMap
 from mkd.teacher.interface import HiddenSignal, TopKSignal
 from mkd.teacher.run_ahead import ROUND_S, AllRanks, PendingRequest, RequestQueue, RunAhead
 from mkd.teacher.service.answers import HiddenAnswers, TargetAnswers
@@ -77,8 +78,16 @@ class ServedTeacher:
         self._whole: list[KDBatch] = []
         self._answers: HiddenAnswers | TargetAnswers
         if targets is None:
-            head = self._fetch_head(head_columns)
-            self._answers = HiddenAnswers(facts, groups, head, sequence_parallel=sequence_parallel, view=view)
+            head, logit_map = self._fetch_head(head_columns), LogitMap(facts.logit_scale, facts.logit_softcap)
+            self._answers = HiddenAnswers(
+                facts.width,
+                facts.torch_dtype,
+                logit_map,
+                groups,
+                head,
+                sequence_parallel=sequence_parallel,
+                view=view,
+            )
         else:
             self._answers = TargetAnswers(facts, groups, targets)
 
