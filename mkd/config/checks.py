@@ -107,7 +107,7 @@ def check_cache(kd: KDFields) -> None:
 
 SERVED_FIELDS = (
     *("teacher_ahead", "teacher_buffer_gb", "teacher_timeout", "teacher_tokenizer", "teacher_targets"),
-    "teacher_samples",
+    *("teacher_samples", "teacher_states_dir", "teacher_head_hf"),
 )
 """Fields of teachers behind --kd-teacher-url."""
 
@@ -168,10 +168,13 @@ def check_inference_server(kd: KDFields) -> None:
         )
     if kd.is_plain_pretraining:
         return
+    if kd.uses_states_of_server:
+        return
     if kd.top_k is None:
         raise MkdConfigError(
             f"{given} is an inference server, which returns the most probable tokens only: give their number as "
-            "--kd-top-k K (the server must allow it: vllm serve --max-logprobs K)"
+            "--kd-top-k K (the server must allow it: vllm serve --max-logprobs K), or --kd-teacher-states-dir for "
+            "hidden states of vLLM"
         )
     if kd.cache_missing != "error":
         raise MkdConfigError(
@@ -181,6 +184,26 @@ def check_inference_server(kd: KDFields) -> None:
         raise MkdConfigError(
             f"the temperature is {temperature}, but {given} returns the mass of the tail at T = 1 only: give "
             "--kd-temperature 1, or --kd-top-k-tail renormalize"
+        )
+
+
+def check_states_of_server(kd: KDFields) -> None:
+    """Refuse one of the folders of hidden states without the other, and hidden states of other teachers than vLLM."""
+    folder, head = kd.teacher_states_dir, kd.teacher_head_hf
+    if kd.teacher_url is None or (folder is None and head is None):
+        return
+    given = f"--kd-teacher-states-dir is {folder}"
+    if None in (folder, head):
+        raise MkdConfigError(
+            f"{given}, and --kd-teacher-head-hf is {head}: give both, or leave both out. The first is the folder to "
+            "which vLLM writes hidden states, the second the Hugging Face folder of the served model"
+        )
+    if not kd.uses_inference_server or kd.teacher_api == "sglang":
+        other = f"--kd-teacher-url {' '.join(kd.teacher_url)}" if kd.teacher_api != "sglang" else "SGLang"
+        raise MkdConfigError(f"{given}, which works with http addresses of vLLM, not with {other}: leave it out")
+    if kd.teacher_cache is not None:
+        raise MkdConfigError(
+            f"{given}, and --kd-teacher-cache is {kd.teacher_cache}: caches have no hidden states; leave one out"
         )
 
 

@@ -55,6 +55,7 @@ FIELD_CHECKS: tuple[FieldCheck, ...] = (
         checks.check_served,
     ),
     FieldCheck(("teacher_api", "cache_missing", "top_k", "temperature"), checks.check_inference_server),
+    FieldCheck(("teacher_states_dir", "teacher_head_hf", "teacher_cache"), checks.check_states_of_server),
     FieldCheck(
         ("teacher_targets", "teacher_samples", "top_k", "top_k_tail", "temperature"), checks.check_served_targets
     ),

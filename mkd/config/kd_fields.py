@@ -69,11 +69,20 @@ class KDFields:
     teacher_url: list[str] | None = field(default=None, metadata={"argparse_meta": {"metavar": "URL"}})
     """Teacher: one or more addresses of the same teacher, which share the work. tcp://HOST:PORT: services of mkd
     (mkd serve-teacher), with --kd-teacher-weights or --kd-teachers-mode of several teachers. http://HOST:PORT: vLLM or
-    SGLang, whose --kd-top-k most probable tokens are used. Exactly one teacher source must be given; http may have
-    --kd-teacher-cache beside it, where answers are kept."""
+    SGLang, whose --kd-top-k most probable tokens are used, or hidden states of vLLM (--kd-teacher-states-dir). Exactly
+    one teacher source must be given; http may have --kd-teacher-cache beside it, where answers are kept."""
 
     teacher_api: TeacherApi = "auto"
     """Protocol of --kd-teacher-url. auto: mkd for tcp, and what the server says for http."""
+
+    teacher_states_dir: str | None = None
+    """With addresses of vLLM in --kd-teacher-url: the folder to which these servers write hidden states
+    (shared_storage_path of their ExampleHiddenStatesConnector), shared with this job. Losses are then those over the
+    whole vocabulary, also without --kd-top-k. Files are removed when they have been read."""
+
+    teacher_head_hf: str | None = None
+    """With --kd-teacher-states-dir: the Hugging Face folder of the served model. Its final norm and its LM head are
+    read, and no other weights."""
 
     teacher_tokenizer: list[str] | None = field(default=None, metadata={"argparse_meta": {"metavar": "DIR"}})
     """With --kd-teacher-url and --kd-xtoken-loss: the folder with the tokenizer of each served teacher whose tokenizer
@@ -407,6 +416,11 @@ class KDFields:
     def uses_inference_server(self) -> bool:
         """True if --kd-teacher-url is vLLM or SGLang."""
         return self.teacher_url is not None and self.teacher_url[0].startswith(("http://", "https://"))
+
+    @property
+    def uses_states_of_server(self) -> bool:
+        """True if --kd-teacher-url is vLLM, and hidden states are read."""
+        return self.teacher_states_dir is not None
 
     @property
     def number_of_teachers(self) -> int:

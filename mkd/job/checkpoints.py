@@ -245,6 +245,8 @@ _NOT_THE_OBJECTIVE = {
     "teacher_tokenizer",
     "teacher_targets",
     "teacher_samples",
+    "teacher_states_dir",
+    "teacher_head_hf",
     "student_hf",
     "save_hf_interval",
     "save_hf_keep",

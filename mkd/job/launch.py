@@ -21,6 +21,7 @@ from mkd.job.samples import SampleWriter, TaskEvaluation, on_policy_of
 from mkd.job.teacher_check import check_teacher_quality
 from mkd.job.training_loop import Hooks
 from mkd.report.metrics import MetricsLog
+from mkd.teacher.inference.states_teacher import StatesTeacher
 from mkd.teacher.inference.teacher import InferenceTeacher
 from mkd.train.schedule import TeacherThenStudent
 from mkd.train.step import ForwardStep
@@ -103,7 +104,7 @@ def train(job: Job, parts: TrainingParts) -> None:
     except SystemExit as end:
         sys.exit(end.code or stop.status)
     finally:
-        if isinstance(parts.schedule.teacher, InferenceTeacher):
+        if isinstance(parts.schedule.teacher, InferenceTeacher | StatesTeacher):
             parts.schedule.teacher.close()
     if stop.status:
         sys.exit(stop.status)

@@ -27,9 +27,10 @@ from mkd.distributed.groups import Groups, ParallelLayout, ParallelSizes
 from mkd.errors import MkdConfigError
 from mkd.job.cached_teacher import CachedTeacherSpec, open_cache
 from mkd.job.cross_tokenizer import CrossTokenizers
-from mkd.job.inference_teacher import InferenceSource, InferenceTeacherSpec
-from mkd.job.served_teacher import ServedSource, ServedTeacherSpec
-from mkd.job.teacher_elsewhere import WITHOUT_WAITING_S
+from mkd.job.elsewhere.common import WITHOUT_WAITING_S
+from mkd.job.elsewhere.inference_states import StatesSource, StatesTeacherSpec
+from mkd.job.elsewhere.inference_teacher import InferenceSource, InferenceTeacherSpec
+from mkd.job.elsewhere.served_teacher import ServedSource, ServedTeacherSpec
 from mkd.models.gpt import gpt_config, logit_scale
 from mkd.teacher.cache.store import TeacherStore
 from mkd.teacher.ensemble import AveragedTeachers, TeacherEnsemble
@@ -84,6 +85,8 @@ def teacher_source(kd: KDConfig, *, waits: bool = True) -> TeacherSource:
         return sources[0] if len(sources) == 1 else EnsembleSource(sources)
     if kd.teacher_load is not None:
         return ModelSource.from_megatron(kd.teacher_load, "--kd-teacher-load")
+    if kd.uses_states_of_server:
+        return StatesSource.find(kd, waits=waits)
     if kd.uses_inference_server:
         return InferenceSource.find(kd, waits=waits)
     if kd.teacher_url is not None:
@@ -114,6 +117,8 @@ def teacher_spec(
     """
     if isinstance(source, TeacherStore):
         return CachedTeacherSpec.of(source, args, kd, true_vocab)
+    if isinstance(source, StatesSource):
+        return StatesTeacherSpec.of(source, args, kd, true_vocab)
     if isinstance(source, InferenceSource):
         return InferenceTeacherSpec.of(source, args, kd, true_vocab)
     if isinstance(source, ServedSource):
@@ -137,7 +142,7 @@ def check_teacher_fits(source: TeacherSource, args: Namespace, kd: KDConfig, sin
         MkdConfigError: names the flag, its value and what it does not fit.
     """
     sources = source.sources if isinstance(source, EnsembleSource) else (source,)
-    if isinstance(sources[0], TeacherStore | ServedSource | InferenceSource):
+    if isinstance(sources[0], TeacherStore | ServedSource | InferenceSource | StatesSource):
         return
     _check_experts(source, sources, kd)
     for one in sources:

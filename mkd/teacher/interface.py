@@ -4,7 +4,7 @@ A teacher passes through five types on its way from a flag to the loss:
 
     TeacherSource      a folder on disk, opened and checked: architecture, vocabulary, tokenizer hash, fingerprint
                        (mkd.checkpoint.source; a cache is its own source, mkd.teacher.cache.store; teachers in
-                       another process: mkd.job.served_teacher and mkd.job.inference_teacher)
+                       another process: mkd.job.elsewhere)
     TeacherSpec        the source fitted to the flags of the job, before weights or process groups exist: the run
                        summary, the memory estimate and the doctor read it; `build` makes the teacher (mkd.job.teacher)
     Teacher            the object that runs on this rank: weights, or an open cache
@@ -18,6 +18,7 @@ A teacher passes through five types on its way from a flag to the loss:
 | a model, a job of its own       | `ServedSource`    | `ServedTeacherSpec`    | `ServedTeacher`    | `HiddenSignal`   |
 | its top-k targets               | `ServedSource`    | `ServedTeacherSpec`    | `ServedTeacher`    | `TopKSignal`     |
 | a model of vLLM or SGLang       | `InferenceSource` | `InferenceTeacherSpec` | `InferenceTeacher` | `TopKSignal`     |
+| hidden states of vLLM           | `StatesSource`    | `StatesTeacherSpec`    | `StatesTeacher`    | `HiddenSignal`   |
 | cached targets                  | `TeacherStore`    | `CachedTeacherSpec`    | `CachedTeacher`    | `TopKSignal`     |
 | several models                  | `EnsembleSource`  | `EnsembleTeacherSpec`  | `TeacherEnsemble`  | `EnsembleSignal` |
 | several models, averaged logits | `EnsembleSource`  | `EnsembleTeacherSpec`  | `AveragedTeachers` | `HiddenSignal`   |

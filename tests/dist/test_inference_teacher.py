@@ -1,5 +1,5 @@
 """Losses and gradients from an inference server are the same in every layout, and those from the cache that its answers
-fill."""
+fill. From hidden states they are those of the same teacher in process."""
 
 import re
 from collections.abc import Iterator
@@ -7,12 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.support.dist.kd_samples import VOCAB
-from tests.support.dist.kd_step import Layout, Models
+from tests.support.dist.kd_step import TEACHER, Layout, Models
 from tests.support.dist.outcome import GetPool, Outcome, assert_equal, assert_same
 from tests.support.dist.served import served_error, served_run
-from tests.support.inference_server import StandIn, table_model
+from tests.support.inference_server import HFStates, StandIn, table_model
+from tests.support.slow import slow
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +65,71 @@ def test_errors_are_those_of_all_ranks(
     server.texts.clear()
     server.late_fault = (7, fault)
     errors = gloo_pool(2).run(served_error, Layout(tp=2), replace(models, answer_s=1.0))
+    server.late_fault, server.fault = None, ""
+    assert len(set(errors)) == 1
+    assert re.search(words, errors[0]), errors[0]
+
+
+@pytest.fixture(scope="module")
+def states(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[StandIn, Models]]:
+    """A server of hidden states of the small teacher, and the models with the folder of the teacher."""
+    root = tmp_path_factory.mktemp("states")
+    sizes = dict(
+        vocab_size=VOCAB,
+        hidden_size=TEACHER["hidden_size"],
+        intermediate_size=TEACHER["ffn_hidden_size"],
+        num_hidden_layers=TEACHER["num_layers"],
+        num_attention_heads=TEACHER["num_attention_heads"],
+        num_key_value_heads=TEACHER["num_query_groups"],
+        head_dim=TEACHER["kv_channels"],
+        rope_parameters={"rope_type": "default", "rope_theta": float(TEACHER["rotary_base"])},
+        rms_norm_eps=TEACHER["layernorm_epsilon"],
+    )
+    torch.manual_seed(3)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=64, tie_word_embeddings=False)).eval()
+    for name, values in model.named_parameters():
+        values.data.normal_(1.0 if "norm" in name else 0.0, 0.1 if "norm" in name else 0.15)
+    model.save_pretrained(root / "teacher")
+    (root / "files").mkdir()
+    computed, options = HFStates(model), dict(vocab=VOCAB, max_model_len=66)
+    with StandIn(computed.log_probs, states=computed.states, states_dir=root / "files", **options) as server:
+        yield (
+            server,
+            Models(data="packed", tied=False, folder=str(root / "teacher"), answer_s=20.0),
+        )
+
+
+STUDENTS = {"tp2-pp2": Layout(tp=2, pp=2, sp=True)}
+MORE = {"tp2-cp2": Layout(tp=2, cp=2)}
+
+
+@pytest.mark.parametrize("student", [*STUDENTS, *slow(MORE)])
+def test_hidden_states(gloo_pool: GetPool, states: tuple[StandIn, Models], student: str) -> None:
+    """Whole distributions, at a temperature, in the student's layout: those of the teacher in process."""
+    server, models = states
+    truth = Outcome.of(gloo_pool, 1, Layout(), models)
+    served = replace(models, served=(server.url,), states=str(server.states_dir))
+    assert_same(Outcome.of(gloo_pool, 4, (STUDENTS | MORE)[student], served, run=served_run), truth)
+    assert not list(server.states_dir.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("NaN states", "MkdNumericError: .* not finite"),
+        ("not written", "MkdTeacherTimeout: .*without writing it: is the disk full"),
+        ("other layer", "MkdTeacherError: .*do not give its own log-probabilities"),
+    ],
+)
+def test_errors_of_hidden_states(
+    gloo_pool: GetPool, states: tuple[StandIn, Models], fault: str, words: str
+) -> None:
+    """All ranks raise them, before the step."""
+    server, models = states
+    server.texts.clear()
+    server.late_fault = (10, fault)
+    served = replace(models, served=(server.url,), states=str(server.states_dir), answer_s=1.0)
+    errors = gloo_pool(2).run(served_error, Layout(tp=2), served)
     server.late_fault, server.fault = None, ""
     assert len(set(errors)) == 1
     assert re.search(words, errors[0]), errors[0]

@@ -3,14 +3,16 @@
     bash tests/served/setup_vllm.sh
     pytest -m served tests/served -s
 
-The teacher is the quickstart's, SmolLM2-135M-Instruct. About five minutes on two cores.
+The teacher is the quickstart's, SmolLM2-135M-Instruct. About five minutes on two cores for each of the three servers.
 """
 
+import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,19 +53,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def url(folder: Path) -> Iterator[str]:
-    """MKD_SERVED_URL names a server that runs already."""
-    if "MKD_SERVED_URL" in os.environ:
-        yield os.environ["MKD_SERVED_URL"]
+@contextmanager
+def vllm(folder: Path, name: str, *options: object) -> Iterator[str]:
+    """The address of a server of the teacher. MKD_SERVED_URL names one that runs already, for options of this name as
+    MKD_SERVED_URL_FLOAT32 and so on."""
+    known = "MKD_SERVED_URL" + (f"_{name.upper()}" if name else "")
+    if known in os.environ:
+        yield os.environ[known]
         return
     port = free_port()
     command = [VLLM, "serve", folder / "teacher", "--served-model-name", "smol", "--host", "127.0.0.1", "--port", port]
-    command += ["--max-logprobs", TOP_K, "--max-model-len", LENGTH + 2, "--max-num-seqs", 8, "--enforce-eager"]
+    command += ["--max-model-len", LENGTH + 2, "--max-num-seqs", 8, "--enforce-eager", *options]
     own = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OMP_NUM_THREADS")}
-    with (folder / "vllm.log").open("w") as log:
-        server = subprocess.Popen(list(map(str, command)), env=environment | own, stdout=log, stderr=log)
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    environment |= {**own, "PYTHONPATH": str(ROOT / "tests/served")}
+    with (folder / f"vllm{name}.log").open("w") as log:
+        server = subprocess.Popen(list(map(str, command)), env=environment, stdout=log, stderr=log)
     try:
         address = ServerAddress.parse("url", f"http://127.0.0.1:{port}")
         wait_for_server(lambda: HttpServer(address, 60.0).get("/v1/models", 1 << 20), "vLLM", 600.0)
@@ -71,6 +76,12 @@ def url(folder: Path) -> Iterator[str]:
     finally:
         server.terminate()
         server.wait(60)
+
+
+@pytest.fixture(scope="module")
+def online(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """The teacher on the student's rank, with all of its distribution."""
+    return train(folder, tmp_path_factory.mktemp("online"), {"--kd-top-k": None})
 
 
 def train(folder: Path, save: Path, changes: dict[str, Any]) -> Result:
@@ -108,14 +119,46 @@ def _sent(result: Result) -> tuple[int, int]:
     return int(found[1].replace(",", "")), int(found[2].replace(",", ""))
 
 
+def largest_differences(result: Result, truth: Result) -> dict[str, float]:
+    """Largest differences of metrics over all steps and evaluations."""
+    largest = {"ce": 0.0, "kd": 0.0, "valid_kd": 0.0, "valid_teacher_ce": 0.0}
+    for line, expected in zip(result.metrics, truth.metrics, strict=True):
+        for name in largest.keys() & expected.keys():
+            largest[name] = max(largest[name], abs(line[name] - expected[name]))
+    return largest
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("float32", 2e-4), ("bfloat16", 2e-2)])
+def test_hidden_states(folder: Path, online: Result, tmp_path: Path, dtype: str, most: float) -> None:
+    """The whole distribution. Chunks of a text are computed one after the other, with 96 tokens at a time."""
+    states = Path(os.environ.get("MKD_SERVED_STATES", tmp_path / "states")) / dtype
+    states.mkdir(parents=True, exist_ok=True)
+    extracting = {"hf_config": {"eagle_aux_hidden_state_layer_ids": [30]}}
+    extracting = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": extracting}
+    writing = {"kv_connector": "CpuStates", "kv_connector_module_path": "cpu_states", "kv_role": "kv_producer"}
+    writing |= {"kv_connector_extra_config": {"shared_storage_path": str(states)}}
+    options = ["--dtype", dtype, "--max-num-batched-tokens", 96, "--speculative-config", json.dumps(extracting)]
+    with vllm(folder, dtype, *options, "--kv-transfer-config", json.dumps(writing)) as url:
+        own = {"--kd-teacher-hf": None, "--kd-teacher-url": url, "--kd-top-k": None}
+        own |= {"--kd-teacher-states-dir": states, "--kd-teacher-head-hf": folder / "teacher"}
+        served = train(folder, tmp_path / "served", own)
+    found = largest_differences(served, online)
+    print(f"{dtype}: largest differences {found}, first step {served.metrics[0]}")
+    assert max(found.values()) < most
+    assert not list(states.iterdir())
+
+
+@pytest.fixture(scope="module")
+def url(folder: Path) -> Iterator[str]:
+    with vllm(folder, "", "--max-logprobs", TOP_K) as url:
+        yield url
+
+
 def test_vllm(folder: Path, url: str, tmp_path: Path) -> None:
     online = train(folder, tmp_path / "online", {})
     own = {"--kd-teacher-hf": None, "--kd-teacher-url": url, "--kd-teacher-cache": tmp_path / "kept"}
     served = train(folder, tmp_path / "served", own)
-    largest = {"ce": 0.0, "kd": 0.0, "valid_teacher_ce": 0.0}
-    for line, truth in zip(served.metrics, online.metrics, strict=True):
-        for name in largest.keys() & truth.keys():
-            largest[name] = max(largest[name], abs(line[name] - truth[name]))
+    largest = largest_differences(served, online)
     print(f"largest differences {largest}, first step {served.metrics[0]}")
     assert largest["valid_teacher_ce"] < 1e-2 and largest["kd"] < 2e-2
     texts, _ = _sent(served)

@@ -1,14 +1,20 @@
 """A stand-in for vLLM and SGLang on a loopback port: their documented routes and answers, and faults on demand."""
 
+import fcntl
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+
+from mkd.checkpoint.safetensors_files import write_tensors
 
 LogProbs = Callable[[Sequence[int]], np.ndarray]
 """Token ids [n] -> log-probabilities of the next token [n, V]."""
@@ -26,6 +32,33 @@ def table_model(vocab: int, seed: int = 0) -> LogProbs:
     return log_probs
 
 
+States = Callable[[Sequence[int]], torch.Tensor]
+"""Token ids [n] -> states before the final norm [n, H]."""
+
+
+class HFStates:
+    """States and log-probabilities of a transformers model, for several threads."""
+
+    def __init__(self, model: Any) -> None:
+        self._model, self._lock = model, threading.Lock()
+
+    @torch.no_grad()
+    def states(self, ids: Sequence[int]) -> torch.Tensor:
+        """[n, H] before the final norm, as vLLM extracts them."""
+        kept: list[torch.Tensor] = []
+        with self._lock:  # the hook would see the texts of other threads
+            hook = self._model.model.norm.register_forward_pre_hook(lambda _, inputs: kept.append(inputs[0]))
+            self._model.model(torch.tensor([list(ids)]))
+            hook.remove()
+        return kept[0][0].clone()
+
+    @torch.no_grad()
+    def log_probs(self, ids: Sequence[int]) -> np.ndarray:
+        """[n, V]"""
+        with self._lock:
+            return self._model(torch.tensor([list(ids)])).logits[0].log_softmax(-1).double().numpy()
+
+
 class StandIn:
     """A server in threads of this process."""
 
@@ -39,9 +72,17 @@ class StandIn:
         name: str = "t",
         max_logprobs: int = 20,
         max_model_len: int = 64,
+        states: States | None = None,
+        states_dir: Path | None = None,
     ) -> None:
         self.model, self.api, self.vocab, self.name = model, api, vocab, name
         self.max_logprobs, self.max_model_len = max_logprobs, max_model_len
+        self.states, self.states_dir = states, states_dir
+        """With a folder, files of these states are written there, as vLLM's ExampleHiddenStatesConnector does."""
+        self.named = self.written = 0
+        """Files of states in answers, and those of which that was all."""
+        self.locks: list[Any] = []
+        """Locks that are kept."""
         self.fault = ""
         self.late_fault: tuple[int, str] | None = None
         """Number of texts after which a fault begins, and the fault."""
@@ -87,6 +128,82 @@ class StandIn:
             found = noisy - np.log(np.exp(noisy).sum(axis=1, keepdims=True))
         top = np.argsort(-found, axis=1, kind="stable")[:, :top_k]
         return top, np.take_along_axis(found, top, 1), found[np.arange(len(found)), ids[1:]]
+
+
+class StatesFile:
+    """The file of an answer: its lock is held from before the answer until it is written, after the answer."""
+
+    def __init__(self, server: StandIn, name: str, ids: list[int]) -> None:
+        self._server, self._ids, self._fault = server, ids, server.fault
+        self._path = server.states_dir / name
+        self._lock = self._path.with_name(f"{name}.lock")
+        self.named = {
+            "outside": "/etc/passwd",
+            "parent": f"../{name.removesuffix('.safetensors')}",
+            "no name": 7,
+        }.get(self._fault, f"/another/mount/{name}")
+        """The path in the answer; the server may have the folder at another place."""
+        server.named += 1
+
+    def __enter__(self) -> "StatesFile":
+        if self._fault in ("no lock", "other folder"):
+            return self
+        if self._fault == "lock is a link":
+            self._lock.symlink_to(self._path.parent / "elsewhere")
+            return self
+        self._open = self._lock.open("w")
+        fcntl.flock(self._open, fcntl.LOCK_EX)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._fault not in ("other folder", "not written"):
+            self._write()
+        if self._fault == "locked":
+            self._server.locks.append(self._open)
+        elif self._fault not in ("no lock", "other folder", "lock is a link"):
+            self._open.close()
+        self._server.written += 1
+
+    def _write(self) -> None:
+        ids, path, fault = self._ids, self._path, self._fault
+        states, tokens = self._server.states(ids)[:, None], torch.tensor(ids)
+        match fault:
+            case "two layers":
+                states = torch.cat([states, states], dim=1)
+            case "narrow":
+                states = states[..., :-1]
+            case "fp64":
+                states, tokens = states[:1].double(), tokens
+            case "NaN states":
+                states[-1, 0, -1] = torch.nan
+            case "zeros":
+                states[-1] = 0.0
+            case "another text":
+                tokens = tokens + 1
+            case "short":
+                states, tokens = states[:-1], tokens[:-1]
+            case "other layer":
+                states = states.flip(2)
+        written = path.with_name("kept") if fault == "link" else path
+        if fault == "pipe":
+            os.mkfifo(path)
+            return
+        extra = {"more": tokens} if fault == "more tensors" else {}
+        write_tensors(written, {"hidden_states": states.contiguous(), "token_ids": tokens, **extra})
+        if fault == "link":
+            path.symlink_to(written)
+        content = written.read_bytes()
+        match fault:
+            case "half file":
+                written.write_bytes(content[: len(content) // 2])
+            case "nothing":
+                written.write_bytes(b"")
+            case "header":
+                written.write_bytes(content.replace(b"data_offsets", b"data_0ffsets"))
+            case "huge":
+                os.truncate(written, 1 << 40)
+            case "long header":
+                written.write_bytes((1 << 40).to_bytes(8, "little") + content[8:])
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -193,9 +310,10 @@ class _Handler(BaseHTTPRequestHandler):
         return ids
 
     def _vllm(self, body: dict[str, Any]) -> None:
-        outer, ids, top_k = self.server_of, body["prompt"], body["prompt_logprobs"]
+        outer, ids, top_k = self.server_of, body["prompt"], body.get("prompt_logprobs")
         assert body["max_tokens"] == 1 and not body["add_special_tokens"] and "stream" not in body
-        if self._refused(ids, top_k, len(ids) + 1):
+        is_scored = top_k is not None
+        if self._refused(ids, top_k or 0, len(ids) + 1):
             return
         if body["model"] != outer.name:
             self._json(404, {"error": {"message": f"The model `{body['model']}` does not exist.", "code": 404}})
@@ -203,7 +321,7 @@ class _Handler(BaseHTTPRequestHandler):
         ids = self._changed(ids)
         outer.texts.append(ids)
         entries: list[Any] = [None]
-        for row, (top, values, own) in enumerate(zip(*outer.scores(ids, top_k), strict=True)):
+        for row, (top, values, own) in enumerate(zip(*outer.scores(ids, top_k), strict=True) if is_scored else ()):
             scored = {ids[row + 1]: (own, top_k + 3)}
             scored |= {int(token): (values[rank], rank + 1) for rank, token in enumerate(top)}
             entries.append(
@@ -213,10 +331,17 @@ class _Handler(BaseHTTPRequestHandler):
                 }
             )
         self._fail(entries)
-        choice = {"index": 0, "text": "x", "logprobs": None, "finish_reason": "length", "prompt_logprobs": entries}
+        choice = {"index": 0, "text": "x", "logprobs": None, "finish_reason": "length"}
+        choice["prompt_logprobs"] = entries if is_scored else None
         if outer.fault not in ("other tokens", "no echo"):
             choice["prompt_token_ids"] = ids
-        self._json(200, {"object": "text_completion", "model": outer.name, "choices": [choice], "usage": {}})
+        answer = {"object": "text_completion", "model": outer.name, "choices": [choice], "usage": {}}
+        if outer.states_dir is None or outer.fault == "no states":
+            self._json(200, answer)
+            return
+        name = "-".join(["cmpl", body["request_id"], "0", "b031b788.safetensors"])
+        with StatesFile(outer, name, ids) as file:
+            self._json(200, {**answer, "kv_transfer_params": {"hidden_states_path": file.named}})
 
     def _fail(self, entries: list[Any]) -> None:
         """Put a fault into the entries of vLLM."""

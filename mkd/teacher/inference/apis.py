@@ -1,7 +1,8 @@
 """The requests and answers of vLLM and of SGLang: token ids in, token ids and log-probabilities out, never text."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -61,10 +62,36 @@ def score(
         ServerLost: the server does not answer now.
         MkdTeacherError, MkdNumericError: its answer cannot be used.
     """
-    body = json.dumps(api.body(model, text, top_k), separators=(",", ":")).encode()
-    answer = server.post(api.path(), body, _FIXED_BYTES + _ENTRY_BYTES * len(text) * (top_k + 2))
-    try:
+    answer = send(api, server, api.body(model, text, top_k), (top_k + 2) * len(text))
+    return scores_in(answer, api, server, text, top_k, vocab)
+
+
+def send(api: InferenceApi, server: HttpServer, body: Mapping[str, Any], entries: int) -> Any:
+    """Send a request; returns the answer, of at most so many entries.
+
+    Raises:
+        ServerLost: the server does not answer now.
+        MkdTeacherError: it refuses the request, or its answer is not JSON.
+    """
+    content = json.dumps(body, separators=(",", ":")).encode()
+    return server.post(api.path(), content, _FIXED_BYTES + _ENTRY_BYTES * entries)
+
+
+def scores_in(
+    answer: Any, api: InferenceApi, server: HttpServer, text: Sequence[int], top_k: int, vocab: int
+) -> TokenScores:
+    """The scores in an answer, checked; see `score`."""
+    with wrong_form(api, server):
         scores = api.read(answer, text, top_k)
+    scores.check(np.asarray(text), vocab, str(server))
+    return scores
+
+
+@contextmanager
+def wrong_form(api: InferenceApi, server: HttpServer) -> Iterator[None]:
+    """Errors inside, of an answer of another form, become an MkdTeacherError that names the server."""
+    try:
+        yield
     except _Malformed as error:
         raise MkdTeacherError(f"{server} answers {error}") from None
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -72,8 +99,6 @@ def score(
             f"{server} answers in another form than {api.name} does ({type(error).__name__}: {error}): is "
             "--kd-teacher-api right?"
         ) from None
-    scores.check(np.asarray(text), vocab, str(server))
-    return scores
 
 
 class VllmApi:
@@ -107,7 +132,7 @@ class VllmApi:
         (choice,) = answer["choices"]
         echo, entries = choice.get("prompt_token_ids"), choice["prompt_logprobs"]
         if echo is not None:
-            _require_same_text(echo, text)
+            require_same_text(echo, text)
         if entries is None:
             raise _Malformed("without prompt_logprobs: it cannot score texts; is it vLLM?")
         _require_length(len(entries), text, entries[0])
@@ -154,7 +179,7 @@ class SglangApi:
         own, top = meta["input_token_logprobs"], meta["input_top_logprobs"]
         first, *own = own
         _require_length(1 + len(own), text, None if first is None else first[0])
-        _require_same_text([text[0] if first is None else first[1], *(entry[1] for entry in own)], text)
+        require_same_text([text[0] if first is None else first[1], *(entry[1] for entry in own)], text)
         _require_length(len(top), text, top[0])
         ids, log_probs = [], []
         for position, entries in enumerate(top[1:], start=1):
@@ -179,7 +204,8 @@ def _scores(ids: Iterable[Any], log_probs: Iterable[Any], own: np.ndarray, top_k
     )
 
 
-def _require_same_text(echo: Sequence[int], text: Sequence[int]) -> None:
+def require_same_text(echo: Sequence[int], text: Sequence[int]) -> None:
+    """Refuse an answer to another text, inside `wrong_form`."""
     if list(echo) != list(text):
         raise _Malformed(
             f"for a text of {len(echo)} tokens; {len(text)} other ones were sent: it must neither cut texts nor add "

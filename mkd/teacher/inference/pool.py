@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from mkd.errors import MkdTeacherTimeout
 from mkd.teacher.inference.apis import InferenceApi, score
 from mkd.teacher.inference.http import HttpServer, ServerLost
@@ -40,37 +38,51 @@ class ServedModel:
         """See `mkd.teacher.inference.apis.score`."""
         return score(self.api, self.server, self.name, text, top_k, vocab)
 
+    def remedy(self, top_k: int, tokens: int, length: int) -> str:
+        """The remedy, for messages, if the server refuses a text.
+
+        Args:
+            top_k: see `score`.
+            tokens: those of the text.
+            length: tokens for which the server must be started.
+        """
+        start = self.api.remedy.format(top_k=top_k, length=length)
+        return (
+            f"This job needs the {top_k} most probable tokens of each position (--kd-top-k) in texts of {tokens} "
+            f"tokens: start the server with {start}, or reduce --kd-top-k or --seq-length"
+        )
+
 
 @dataclass
-class _Text:
+class _Text[W, A]:
     """A text until it is answered."""
 
-    ids: Sequence[int]
-    answer: Future[np.ndarray] = field(default_factory=Future)
+    work: W
+    answer: Future[A] = field(default_factory=Future)
 
 
 @dataclass
-class _Address:
+class _Address[M: ServedModel, W, A]:
     """State of one server."""
 
-    model: ServedModel
+    model: M
     busy: int = 0
     """Texts that it computes."""
-    unverified: list[tuple[_Text, np.ndarray]] = field(default_factory=list)
+    unverified: list[tuple[_Text[W, A], A]] = field(default_factory=list)
     """Answers that arrived after the last check of the known text."""
     is_lost: bool = False
     """True if the last request failed, and that was logged."""
     logged_at: float = -math.inf
 
 
-class ScoringPool:
+class ScoringPool[M: ServedModel, W, A]:
     """Sends each text to one of the servers."""
 
     def __init__(
         self,
-        models: Sequence[ServedModel],
+        models: Sequence[M],
         known: KnownText,
-        encode: Callable[[TokenScores], np.ndarray],
+        compute: Callable[[M, W], A],
         *,
         top_k: int,
         vocab: int,
@@ -80,29 +92,28 @@ class ScoringPool:
         Args:
             models: the same model of one or more servers.
             known: a text by which other weights are recognized.
-            encode: from scores to records, called in the threads.
-            top_k: tokens per position.
+            compute: requests the answer for a text from a model, in the threads.
+            top_k: tokens per position of the known text.
             vocab: size of the vocabulary.
         """
-        self._known, self._encode, self._top_k, self._vocab = known, encode, top_k, vocab
+        self._known, self._compute, self._top_k, self._vocab = known, compute, top_k, vocab
         self._change = threading.Condition()
-        self._queue: deque[_Text] = deque()
+        self._queue: deque[_Text[W, A]] = deque()
         self._closing = threading.Event()
         self._problem = ""
         self.answered_at = time.monotonic()
         """Time of the last answer."""
         for model in models:
-            address = _Address(model)
+            address: _Address[M, W, A] = _Address(model)
             for number in range(IN_FLIGHT):
                 # Daemons: a thread that waits for a silent server does not keep the job from ending.
                 threading.Thread(
                     target=self._run, args=(address,), name=f"teacher {model.server} {number}", daemon=True
                 ).start()
 
-    def submit(self, ids: Sequence[int]) -> Future[np.ndarray]:
-        """Send a text; its records are those of all its tokens but the last. The future raises an MkdError if an answer
-        cannot be used."""
-        text = _Text(ids)
+    def submit(self, work: W) -> Future[A]:
+        """Send a text. The future raises an MkdError if an answer cannot be used."""
+        text: _Text[W, A] = _Text(work)
         with self._change:
             self._queue.append(text)
             self._change.notify_all()
@@ -123,7 +134,7 @@ class ScoringPool:
         with self._change:
             self._change.notify_all()
 
-    def _run(self, address: _Address) -> None:
+    def _run(self, address: _Address[M, W, A]) -> None:
         failures = 0
         while (work := self._next(address)) is not None:
             try:
@@ -137,7 +148,7 @@ class ScoringPool:
                 for text in self._drop(address, work):
                     text.answer.set_exception(error)
 
-    def _next(self, address: _Address) -> _Text | list[tuple[_Text, np.ndarray]] | None:
+    def _next(self, address: _Address[M, W, A]) -> _Text[W, A] | list[tuple[_Text[W, A], A]] | None:
         """The next work for an address: a text, or answers to verify; None at the end."""
         with self._change:
             while not self._closing.is_set():
@@ -151,25 +162,25 @@ class ScoringPool:
                 self._change.wait()
         return None
 
-    def _do(self, address: _Address, work: _Text | list[tuple[_Text, np.ndarray]]) -> None:
+    def _do(self, address: _Address[M, W, A], work: _Text[W, A] | list[tuple[_Text[W, A], A]]) -> None:
         model = address.model
         if isinstance(work, list):
             now = model.score(self._known.text, self._top_k, self._vocab)
             self._known.check(now, str(model.server), "at the start of this run")
-            for text, records in work:
-                text.answer.set_result(records)
+            for text, answer in work:
+                text.answer.set_result(answer)
         else:
-            records = self._encode(model.score(work.ids, self._top_k, self._vocab))
+            answer = self._compute(model, work.work)
             with self._change:
                 address.busy -= 1
-                address.unverified.append((work, records))
+                address.unverified.append((work, answer))
                 self._change.notify_all()
         self.answered_at = time.monotonic()
         if address.is_lost:
             address.is_lost = False
             logger.info(f"{model.server} answers again", extra=EVERY_RANK)
 
-    def _drop(self, address: _Address, work: _Text | list[tuple[_Text, np.ndarray]]) -> list[_Text]:
+    def _drop(self, address: _Address[M, W, A], work: _Text[W, A] | list[tuple[_Text[W, A], A]]) -> list[_Text[W, A]]:
         """The texts of some work that has failed."""
         if isinstance(work, list):
             return [text for text, _ in work]
@@ -178,7 +189,9 @@ class ScoringPool:
             self._change.notify_all()
         return [work]
 
-    def _lose(self, address: _Address, work: _Text | list[tuple[_Text, np.ndarray]], error: ServerLost) -> None:
+    def _lose(
+        self, address: _Address[M, W, A], work: _Text[W, A] | list[tuple[_Text[W, A], A]], error: ServerLost
+    ) -> None:
         """Have the texts sent again, also those whose answers are not verified."""
         texts = self._drop(address, work)
         self._problem = str(error)

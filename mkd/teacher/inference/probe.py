@@ -11,6 +11,7 @@ from mkd.teacher.inference.apis import APIS
 from mkd.teacher.inference.http import HttpServer, ServerAddress, ServerLost, ServerRefusal
 from mkd.teacher.inference.known_text import SAME_NATS, KnownText
 from mkd.teacher.inference.pool import ServedModel
+from mkd.teacher.inference.states_files import StatesMissing
 from mkd.utils.logging import logger
 
 _PAUSE_S = 1.0
@@ -150,12 +151,11 @@ class Probe:
         try:
             return model.score(text, self.top_k, self.vocab)
         except ServerRefusal as error:
-            start = model.api.remedy.format(top_k=self.top_k, length=self.longest + 1)
-            raise MkdTeacherError(
-                f"{self.flag} {error}. This job needs the {self.top_k} most probable tokens of each position "
-                f"(--kd-top-k) in texts of {len(text)} tokens: start the server with {start}, or reduce --kd-top-k or "
-                "--seq-length"
-            ) from None
+            remedy = model.remedy(self.top_k, len(text), self.longest + 1)
+            raise MkdTeacherError(f"{self.flag} {error}. {remedy}") from None
+        except StatesMissing as error:  # a wrong folder does not become the right one while the job waits
+            remedy = model.remedy(self.top_k, len(text), self.longest + 1)
+            raise MkdTeacherError(f"{self.flag} {error}. {remedy}") from None
 
     def _test_vocabulary(self, model: ServedModel) -> None:
         try:

@@ -34,14 +34,18 @@ from mkd.config.megatron_checks import length_multiple
 from mkd.distributed.groups import Groups, ParallelLayout, ParallelSizes
 from mkd.train.hidden_layers import HiddenLayers
 from mkd.job.cached_teacher import CachedTeacherSpec, open_cache
-from mkd.job.inference_teacher import InferenceSource, InferenceTeacherSpec
-from mkd.job.served_teacher import ServedSource, ServedTeacherSpec
+from mkd.checkpoint.hf.folder import HFFolder
+from mkd.checkpoint.hf.load import load_hf_weights
+from mkd.job.elsewhere.inference_states import StatesSource, StatesTeacherSpec
+from mkd.job.elsewhere.inference_teacher import InferenceSource, InferenceTeacherSpec
+from mkd.job.elsewhere.served_teacher import ServedSource, ServedTeacherSpec
 from mkd.losses import LossOptions
 from mkd.models.gpt import gpt_config
 from mkd.train.schedule import TeacherThenStudent
 from mkd.train.step import ForwardStep
 from mkd.rollout.on_policy import OnPolicy
 from mkd.teacher.cache.teacher import CachedTeacher
+from mkd.teacher.inference.states_teacher import StatesTeacher
 from mkd.teacher.inference.teacher import InferenceTeacher
 from mkd.teacher.service.client import ServedTeacher
 from mkd.teacher.resharded.teacher import ReshardedTeacher
@@ -144,6 +148,10 @@ class Models:
     """Answers of services."""
     answer_s: float = 60.0
     """Seconds without an answer of a service that are an error."""
+    states: str = ""
+    """Folder to which the servers in `served` write hidden states; empty for top-k targets."""
+    folder: str = ""
+    """Hugging Face folder with the weights of the teacher; empty for those of `salt`."""
     salt: str = "teacher"
     """Seed of the weights of a teacher with the student's tokenizer."""
     teacher_moe: bool = False
@@ -201,6 +209,8 @@ class Models:
                     teacher_timeout=self.answer_s,
                     teacher_targets=self.targets,
                     teacher_samples=20 if self.targets == "sampled" else None,
+                    teacher_states_dir=self.states or None,
+                    teacher_head_hf=self.folder if self.states else None,
                 )
                 if self.served
                 else {}
@@ -380,10 +390,12 @@ def _kd_step(layout: Layout, models: Models, on_policy: OnPolicy | None) -> dict
 
 def build_teacher(
     layout: Layout, models: Models, groups: Groups
-) -> OnlineTeacher | CachedTeacher | ServedTeacher | InferenceTeacher | TeacherEnsemble:
+) -> OnlineTeacher | CachedTeacher | ServedTeacher | InferenceTeacher | StatesTeacher | TeacherEnsemble:
     """The teacher on this rank."""
     if models.served and models.served[0].startswith("http"):
         kd, args = models.kd, model_arguments(models.student, layout, models.tied)
+        if models.states:
+            return StatesTeacherSpec.of(StatesSource.find(kd, waits=True), args, kd, VOCAB).build(groups)
         source = InferenceSource.find(kd, waits=True)
         return InferenceTeacherSpec.of(source, args, kd, VOCAB).build(groups)
     if models.cache is not None:
@@ -464,7 +476,10 @@ def build_model_teacher(
     own = layout if layout.teacher is None else replace(layout.teacher, variable=layout.variable)
     own = replace(own, vp=1, ep=own.ep if "num_experts" in sizes else 1)
     config = gpt_config(model_arguments(sizes, own, tied, *vocab))
-    options |= dict(load_weights=partial(fill, salt=salt), fingerprint="", offload=models.offload)
+    load = partial(fill, salt=salt)
+    if models.folder:
+        load = partial(load_hf_weights, folder=HFFolder(models.folder, "folder"))
+    options |= dict(load_weights=load, fingerprint="", offload=models.offload)
     if models.teacher_rows is not None:
         options["options"] = ForwardOptions(PassSize(models.teacher_rows, ROW))
     if layout.teacher is None:

@@ -14,6 +14,7 @@ from mkd.errors import MkdConfigError
 SERVED = {"teacher_hf": None, "teacher_url": ["tcp://a:1"]}
 SCORED = {"teacher_hf": None, "teacher_url": ["http://a:1"], "top_k": 8}
 SAMPLED = {"teacher_targets": "sampled", "teacher_samples": 8}
+STATES = {"teacher_states_dir": "D", "teacher_head_hf": "F"}
 
 
 def config(**changes: object) -> KDConfig:
@@ -75,6 +76,16 @@ def config(**changes: object) -> KDConfig:
         ({**SCORED, "teacher_url": ["http://a:1", "tcp://b:1"]}, ["addresses of two kinds"]),
         ({**SCORED, "top_k": None}, ["http://a:1 is an inference server", "--kd-top-k K", "--max-logprobs K"]),
         ({**SCORED, "teacher_cache": "C", "cache_missing": "ce_only"}, ["--kd-cache-missing is ce_only"]),
+        (
+            {**SCORED, **STATES, "teacher_head_hf": None},
+            ["states-dir is D", "--kd-teacher-head-hf is None"],
+        ),
+        ({**SCORED, **STATES, "teacher_states_dir": None}, ["--kd-teacher-states-dir is None", "give both"]),
+        ({**SCORED, **STATES, "teacher_api": "sglang"}, ["--kd-teacher-states-dir is D", "not with SGLang"]),
+        ({**SCORED, **STATES, "teacher_cache": "C"}, ["--kd-teacher-cache is C", "caches have no hidden states"]),
+        ({**SCORED, **STATES, "xtoken_loss": "gold"}, ["--kd-xtoken-loss", "leave it out"]),
+        ({**SERVED, **STATES}, ["--kd-teacher-states-dir is D", "not with --kd-teacher-url tcp://a:1"]),
+        (STATES, ["--kd-teacher-states-dir is D", "give --kd-teacher-url"]),
         ({**SCORED, "temperature": 2.0}, ["T = 1 only", "--kd-top-k-tail renormalize"]),
         ({**SCORED, "temperature_schedule": "linear:1:2:9"}, ["T = 1 only"]),
         ({**SCORED, "hidden_loss": "1:1"}, ["--kd-hidden-loss does not work with --kd-teacher-url http://a:1"]),

@@ -11,8 +11,8 @@ from mkd.checkpoint.source import EnsembleSource
 from mkd.checkpoint.tokenizer_hash import tokenizer_hash
 from mkd.config.kd_config import KDConfig
 from mkd.errors import MkdConfigError, MkdTeacherError
-from mkd.job import served_teacher
-from mkd.job.served_teacher import ServedSource, ServedTeacherSpec
+from mkd.job.elsewhere import served_teacher
+from mkd.job.elsewhere.served_teacher import ServedSource, ServedTeacherSpec
 from mkd.teacher.service.addresses import ServiceAddress
 from mkd.teacher.service.facts import TeacherFacts
 from mkd.teacher.service.targets import TopKTargets

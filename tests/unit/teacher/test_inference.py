@@ -68,8 +68,8 @@ def probe_of(**changes: Any) -> Probe:
     return Probe(**values | changes)
 
 
-def encode(scores: Any) -> np.ndarray:
-    return META.records.encode(scores.targets())
+def compute(model: ServedModel, text: list[int]) -> np.ndarray:
+    return META.records.encode(model.score(text, TOP_K, VOCAB).targets())
 
 
 @contextmanager
@@ -77,7 +77,7 @@ def running(*servers: StandIn, timeout_s: float = 5.0) -> Iterator[ScoringPool]:
     models = [model_at(one, timeout_s) for one in servers]
     text = tuple(TEXT[:6])
     known = KnownText(text, models[0].score(text, TOP_K, VOCAB))
-    pool = ScoringPool(models, known, encode, top_k=TOP_K, vocab=VOCAB)
+    pool = ScoringPool(models, known, compute, top_k=TOP_K, vocab=VOCAB)
     try:
         yield pool
     finally:
@@ -378,7 +378,7 @@ def some_texts() -> list[Text]:
 def records_of(ids: tuple[int, ...]) -> np.ndarray:
     top = np.tile(np.arange(TOP_K), (len(ids) - 1, 1))
     values = np.tile(np.log(np.full(TOP_K, 0.15)), (len(ids) - 1, 1))
-    return encode(TokenScores(top, values, values[:, 0] - ids[0]))
+    return META.records.encode(TokenScores(top, values, values[:, 0] - ids[0]).targets())
 
 
 def test_texts_are_kept(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from mkd.config.teacher_args import row_multiple
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdConfigError, MkdTeacherError
 from mkd.job.cross_tokenizer import CrossTokenizers
-from mkd.job.teacher_elsewhere import URL_FLAG, SourceAtAddresses, SpecWithoutModel
+from mkd.job.elsewhere.common import URL_FLAG, SourceAtAddresses, SpecWithoutModel
 from mkd.teacher.run_ahead import RunAhead
 from mkd.teacher.service.addresses import Secret, ServiceAddress, require_secret
 from mkd.teacher.service.client import ServedTeacher

@@ -5,13 +5,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from mkd.checkpoint.megatron_folder import TRACKER
 from mkd.checkpoint.tokenizer_hash import hash_hex
 from mkd.config.kd_config import KDConfig
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdCacheError, MkdConfigError
 from mkd.job.data import hash_of_tokenizer
-from mkd.job.teacher_elsewhere import URL_FLAG, WITHOUT_WAITING_S, SourceAtAddresses, SpecWithoutModel
+from mkd.job.elsewhere.common import URL_FLAG, WITHOUT_WAITING_S, SourceAtAddresses, SpecWithoutModel
 from mkd.teacher.cache.record_format import MAX_VOCAB
 from mkd.teacher.cache.store import CacheMeta
 from mkd.teacher.cache.writer import check_folder
@@ -117,7 +119,11 @@ class InferenceTeacherSpec(SpecWithoutModel[InferenceSource]):
             MkdCacheError: the folder of --kd-teacher-cache cannot be used.
             MkdTeacherError, MkdNumericError: the server does not answer as the job needs.
         """
-        _check_flags(source, args, kd, true_vocab)
+        check_rows(source, args, kd)
+        if true_vocab > MAX_VOCAB:
+            raise MkdConfigError(
+                f"{source.origin} works with vocabularies of up to {MAX_VOCAB} tokens, not {true_vocab}"
+            )
         meta = CacheMeta(
             teacher=source.fingerprint(),
             tokenizer=hash_of_tokenizer(args),
@@ -129,15 +135,12 @@ class InferenceTeacherSpec(SpecWithoutModel[InferenceSource]):
         if kd.teacher_cache is not None:
             check_folder(Path(kd.teacher_cache), meta, CACHE_FLAG)
         longest = min(args.seq_length, source.positions or args.seq_length) + 1
-        text, sentence = _probe_text(args, true_vocab)
+        text, sentence = probe_text(args, true_vocab)
         timeout_s = WITHOUT_WAITING_S if source.is_last_check else kd.teacher_timeout
         probe = Probe(text, sentence, meta.top_k, true_vocab, longest, URL_FLAG, timeout_s)
         if current_rank() == 0 and not kd.is_plain_pretraining:
             probe.run(source.models)
-        load, save = (None if folder is None else Path(folder) for folder in (args.load, args.save))
-        if load is not None and (args.finetune or kd.other_teacher or not (load / TRACKER).exists()):
-            load = None
-        return cls(source, kd, meta, probe, load, save)
+        return cls(source, kd, meta, probe, *known_text_folders(args, kd))
 
     def __str__(self) -> str:
         source, kd = self.source, self.kd
@@ -164,43 +167,72 @@ class InferenceTeacherSpec(SpecWithoutModel[InferenceSource]):
         folder = None if self.kd.teacher_cache is None else Path(self.kd.teacher_cache)
         store = TextStore(folder, self.meta, CACHE_FLAG)
         kept = [] if folder is None else [KnownTextFile(CACHE_FLAG, folder)]
-        known = self._known([*kept, *([] if self.load is None else [KnownTextFile("--load", self.load)])])
-        for file in kept if self.save is None else [*kept, KnownTextFile("--save", self.save)]:
-            with named_errors(file.flag, file.folder):
-                file.write(known)
-        pool = ScoringPool(
+        known = known_text(
             self.source.models,
-            known,
-            lambda scores: self.meta.records.encode(scores.targets()),
+            [*kept, *([] if self.load is None else [KnownTextFile("--load", self.load)])],
+            self.probe.text[:SHORT],
+            self.kd.teacher_timeout,
             top_k=self.meta.top_k,
             vocab=self.meta.true_vocab,
         )
-        return pool, store
+        for file in kept if self.save is None else [*kept, KnownTextFile("--save", self.save)]:
+            with named_errors(file.flag, file.folder):
+                file.write(known)
+        top_k, vocab = self.meta.top_k, self.meta.true_vocab
 
-    def _known(self, files: Sequence[KnownTextFile]) -> KnownText:
-        """The known text of the first of these files that exists, or a new one; all servers are compared with all."""
-        every = [(file.origin, known) for file in files if (known := file.read()) is not None]
-        models, vocab = self.source.models, self.meta.true_vocab
-        if not every:
-            text = self.probe.text[:SHORT]
-            scores = self._score_when_ready(models[0], text)
-            every = [(str(models[0].server), KnownText(text, scores))]
-        for since, known in every:
-            if max(known.text) >= vocab:
-                raise MkdCacheError(f"the known text of {since} has tokens beyond the vocabulary of {vocab}: remove it")
-            for model in models:
-                known.check(self._score_when_ready(model, known.text), f"{URL_FLAG} {model.server}", since)
-        return every[0][1]
+        def compute(model: ServedModel, text: Sequence[int]) -> np.ndarray:
+            return self.meta.records.encode(model.score(text, top_k, vocab).targets())
 
-    def _score_when_ready(self, model: ServedModel, text: Sequence[int]) -> TokenScores:
-        def score_text() -> TokenScores:
-            return model.score(text, self.meta.top_k, self.meta.true_vocab)
-
-        return wait_for_server(score_text, f"{URL_FLAG} {model.server}", self.kd.teacher_timeout)
+        return ScoringPool(self.source.models, known, compute, top_k=top_k, vocab=vocab), store
 
 
-def _check_flags(source: InferenceSource, args: Namespace, kd: KDConfig, true_vocab: int) -> None:
-    """Refuse rows that a server does not score as the student reads them, and too large a vocabulary."""
+def known_text(
+    models: Sequence[ServedModel],
+    files: Sequence[KnownTextFile],
+    text: Sequence[int],
+    timeout_s: float,
+    *,
+    top_k: int,
+    vocab: int,
+) -> KnownText:
+    """The known text of the first of these files that exists, or a new one; all servers are compared with all files.
+
+    Args:
+        models: the same model of one or more servers.
+        files: where known texts may be kept.
+        text: the text of a new one.
+        timeout_s: longest wait for a server.
+        top_k, vocab: see `ServedModel.score`.
+
+    Raises:
+        MkdCacheError: a file is damaged, or of another vocabulary.
+        MkdTeacherError, MkdNumericError: a server is another teacher, or does not answer.
+    """
+
+    def scores_of(model: ServedModel, text: Sequence[int]) -> TokenScores:
+        return wait_for_server(lambda: model.score(text, top_k, vocab), f"{URL_FLAG} {model.server}", timeout_s)
+
+    every = [(file.origin, known) for file in files if (known := file.read()) is not None]
+    if not every:
+        every = [(str(models[0].server), KnownText(tuple(text), scores_of(models[0], text)))]
+    for since, known in every:
+        if max(known.text) >= vocab:
+            raise MkdCacheError(f"the known text of {since} has tokens beyond the vocabulary of {vocab}: remove it")
+        for model in models:
+            known.check(scores_of(model, known.text), f"{URL_FLAG} {model.server}", since)
+    return every[0][1]
+
+
+def known_text_folders(args: Namespace, kd: KDConfig) -> tuple[Path | None, Path | None]:
+    """Folder of the run that the job continues, whose teacher must be the same, and the folder of --save; each may be
+    None."""
+    load, save = (None if folder is None else Path(folder) for folder in (args.load, args.save))
+    is_new = load is None or args.finetune or kd.other_teacher or not (load / TRACKER).exists()
+    return None if is_new else load, save
+
+
+def check_rows(source: SourceAtAddresses, args: Namespace, kd: KDConfig) -> None:
+    """Refuse rows that a server does not score as the student reads them."""
     for flag, given in (
         ("--reset-position-ids", args.reset_position_ids),
         ("--reset-attention-mask", args.reset_attention_mask),
@@ -217,11 +249,9 @@ def _check_flags(source: InferenceSource, args: Namespace, kd: KDConfig, true_vo
             f"with --max-model-len {length + _BEYOND_TEXT} (SGLang: --context-length), or give --seq-length "
             f"{positions}"
         )
-    if true_vocab > MAX_VOCAB:
-        raise MkdConfigError(f"{source.origin} works with vocabularies of up to {MAX_VOCAB} tokens, not {true_vocab}")
 
 
-def _probe_text(args: Namespace, vocab: int) -> tuple[tuple[int, ...], str | None]:
+def probe_text(args: Namespace, vocab: int) -> tuple[tuple[int, ...], str | None]:
     """Token ids to test a server with, and their text; None if no text is known."""
     if args.tokenizer_type == "HuggingFaceTokenizer" and Path(args.tokenizer_model).is_dir():
         ids = load_tokenizer(args.tokenizer_model).encode(_SENTENCE, add_special_tokens=False)
