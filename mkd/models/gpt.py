@@ -17,6 +17,7 @@ from mkd.errors import MkdConfigError
 from mkd.models.gated_delta_net import VARIANT, hybrid_layer_spec
 from mkd.models.layer_options import LayerOptions
 from mkd.models.layer_specs import layer_spec
+from mkd.models.mamba import mixer_layer_spec
 from mkd.models.model_options import ModelOptions
 
 
@@ -56,6 +57,9 @@ def _apply_options(config: GPTModelConfig, options: LayerOptions) -> None:
     transformer.logit_softcap = options.logit_softcap
     if transformer.experimental_attention_variant == VARIANT:
         config.transformer_layer_spec = hybrid_layer_spec
+    if options.layer_mixers is not None:
+        config.transformer_layer_spec = partial(mixer_layer_spec, options=options)
+        transformer.hetereogenous_dist_checkpoint = True  # layers have parameters of different names
     if options.need_own_layers:
         if options.attention_softcap is not None and transformer.attention_backend == AttnBackend.local:
             raise MkdConfigError(

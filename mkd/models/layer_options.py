@@ -1,10 +1,14 @@
 """Properties of a model's layers that Megatron's layer specs lack, as arguments of the model."""
 
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 BEFORE, AFTER, AROUND = "before", "after", "around"
 """Norms of attention and MLP: before each (Megatron's), after each instead, or both."""
+
+MAMBA, ATTENTION, MLP_ONLY, MIXTURE = "M", "*", "-", "E"
+"""Mixers of layers with one mixer each, by Megatron's letters of hybrid models."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,10 @@ class LayerOptions:
     """True if attention and MLP have the same input, the output of a norm without bias; the last norm is alike."""
     embedding_scale_in_params_dtype: bool = False
     """True if the factor of the embeddings (`mup_embedding_mult`) is rounded to the dtype of the parameters."""
+    layer_mixers: Sequence[str] | None = None
+    """The mixer of each layer, such as `MAMBA`, where layers have one each. None if all have attention and an MLP."""
+    least_time_step: float | None = None
+    """Lower limit of the time step of `MAMBA` layers."""
 
     @classmethod
     def of(cls, args: Namespace) -> "LayerOptions":

@@ -1,0 +1,134 @@
+"""The convolution, the scan and the gated norm of Mamba 2 in PyTorch's operations, also for packed rows.
+
+The state of a head is S_t = exp(dt_t a) S_(t-1) + dt_t x_t b_t^T, its output y_t = S_t c_t + d x_t. Tokens are
+processed in chunks with matrix products; the state is passed from chunk to chunk (Dao, Gu 2024,
+https://arxiv.org/abs/2405.21060, section 6).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+CHUNK = 128
+"""Tokens of a chunk. Larger chunks need more memory for the products between tokens, smaller ones for states."""
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The samples of a packed row of s tokens."""
+
+    number: Tensor
+    """[s] int64 number of the segment of each token, from 0."""
+    distance: Tensor
+    """[s] int64 tokens between each token and the first one of its segment."""
+
+    @classmethod
+    def of(cls, bounds: Tensor, length: int) -> "Segments":
+        """The segments with `bounds` [segments + 1] in a row of `length` tokens; tokens after the last are another."""
+        positions = torch.arange(length, device=bounds.device)
+        number = torch.searchsorted(bounds.long(), positions, right=True) - 1
+        return cls(number, positions - bounds.long()[number])
+
+
+def causal_conv(x: Tensor, weight: Tensor, bias: Tensor, segments: Segments | None = None) -> Tensor:
+    """SiLU of the convolution of each channel with its last tokens; before a segment there are zeros.
+
+    Args:
+        x: [b, s, d]
+        weight: [d, w], the last column for the token itself.
+        bias: [d]
+        segments: of a packed row; None for rows of one sample.
+
+    Returns:
+        [b, s, d] in at least fp32.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    x, weight, length, taps = x.to(wide), weight.to(wide), x.shape[1], weight.shape[1]
+    output = x * weight[:, -1] + bias.to(wide)
+    for back in range(1, min(taps, length)):
+        earlier = F.pad(x, (0, 0, back, 0))[:, :length]
+        if segments is not None:
+            earlier = earlier * (segments.distance >= back)[:, None]
+        output = output + earlier * weight[:, taps - 1 - back]
+    return F.silu(output)
+
+
+def chunked_scan(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, segments: Segments | None = None, chunk: int = CHUNK
+) -> Tensor:
+    """Outputs S_t c_t of the states of each head, without the term of d; a segment starts with a state of zeros.
+
+    Args:
+        x: [b, s, heads, p]
+        dt: [b, s, heads], positive.
+        a: [heads], negative.
+        b: [b, s, groups, n]; consecutive heads share a group.
+        c: as `b`.
+        segments: of a packed row; None for rows of one sample.
+        chunk: see `CHUNK`.
+
+    Returns:
+        [b, s, heads, p]
+    """
+    length, groups, heads = x.shape[1], b.shape[2], x.shape[2]
+    chunk = min(chunk, length)
+    # Tokens of padding have dt = 0: they change no state. Chunks come first, so that a loop passes over them.
+    # Differences of sums over a chunk cancel digits: the sums keep twice as many, in two numbers.
+    exact = _chunks((dt.double() * a)[..., None], chunk)[..., 0].cumsum(-1)
+    decay = exact.to(x.dtype)
+    rest = (exact - decay).to(x.dtype).detach()
+    x = _chunks(x * dt[..., None], chunk)
+    b, c = _chunks(b, chunk), _chunks(c, chunk)
+    number = None
+    if segments is not None:
+        number = F.pad(segments.number, (0, -length % chunk), value=-1).view(-1, 1, 1, chunk)
+    by_group = (groups, heads // groups)
+
+    later = torch.ones(chunk, chunk, dtype=torch.bool, device=x.device).triu(1)
+    if number is not None:
+        later = later | (number[..., :, None] != number[..., None, :])
+    between = (decay[..., :, None] - decay[..., None, :]) + (rest[..., :, None] - rest[..., None, :])
+    between = between.masked_fill(later, float("-inf")).exp()
+    scores = (c @ b.transpose(-1, -2))[:, :, :, None] * between.unflatten(2, by_group)
+    output = scores.flatten(2, 3) @ x
+
+    # [chunks, b, heads, chunk]: the share of the state before a chunk in each token, and of each token in the one after
+    before, after = decay.exp(), ((decay[..., -1:] - decay) + (rest[..., -1:] - rest)).exp()
+    through = before[..., -1]
+    if number is not None:
+        last = number[..., -1:]
+        previous = torch.cat([torch.full_like(last[:1], -1), last[:-1]])
+        before, after = before * (number == previous), after * (number == last)
+        through = through * (last == previous)[..., 0]
+    keys = b[:, :, :, None] * after.unflatten(2, by_group)[..., None]
+    added = x.transpose(-1, -2) @ keys.flatten(2, 3)
+    states = [torch.zeros_like(added[0])]
+    for share, new in zip(through[:-1], added[:-1], strict=True):
+        states.append(states[-1] * share[..., None, None] + new)
+    queries = c[:, :, :, None] * before.unflatten(2, by_group)[..., None]
+    output = output + queries.flatten(2, 3) @ torch.stack(states).transpose(-1, -2)
+    # [chunks, b, heads, chunk, p] -> [b, s, heads, p]
+    return output.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :length]
+
+
+def _chunks(values: Tensor, chunk: int) -> Tensor:
+    """[b, s, heads, d] -> [chunks, b, heads, chunk, d], the last chunk padded with zeros."""
+    padded = F.pad(values, (0, 0, 0, 0, 0, -values.shape[1] % chunk))
+    return padded.unflatten(1, (-1, chunk)).permute(1, 0, 3, 2, 4)
+
+
+def gated_group_norm(x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
+    """RMSNorm of x SiLU(gate) over each of `groups` groups of channels.
+
+    Args:
+        x: [..., d]
+        gate: [..., d], in the dtype of `x`.
+        weight: [d]
+        groups: number of groups.
+        eps: added to the mean of squares.
+    """
+    gated = (x * F.silu(gate)).unflatten(-1, (groups, -1))
+    normed = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + eps)
+    return normed.flatten(-2) * weight.to(x.dtype)
