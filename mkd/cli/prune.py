@@ -49,6 +49,10 @@ def prune_width(args: argparse.Namespace) -> None:
         raise teacher.folder.error(
             f"{teacher.family.architectures[0]} has gated delta nets, which are only pruned in depth"
         )
+    if teacher.args.get("layer_mixers") is not None:
+        raise teacher.folder.error(
+            f"{teacher.family.architectures[0]} has layers with one mixer each, which are only pruned in depth"
+        )
     count, old = teacher.args["num_layers"], teacher.dims
     layers = select_layers(count, args.every, args.layers)
     new = student_dims(old, args.hidden_size, args.ffn_hidden_size, args.num_attention_heads, args.num_query_groups)

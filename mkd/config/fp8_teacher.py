@@ -65,6 +65,10 @@ def check_fp8_teacher(teacher: Namespace, micro_batch_size: int, kd: KDConfig) -
             f"{teacher.experimental_attention_variant} is untested in FP8: give bf16",
         ),
         (
+            getattr(teacher, "layer_mixers", None) is not None,
+            "layers with one mixer each (Nemotron-H) are untested in FP8: give bf16",
+        ),
+        (
             kd.variable_seq_lengths,
             f"FP8 products need a multiple of {FP8_TOKENS} tokens: leave --kd-variable-seq-lengths out",
         ),

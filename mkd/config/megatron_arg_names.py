@@ -144,6 +144,8 @@ _ATTENTION = (
     *_alike(_ADOPTED, "qk_l2_norm attention_output_gate no_rope_freq"),
     *_alike(_SHAPE | _ADOPTED, "experimental_attention_variant linear_attention_freq linear_conv_kernel_dim"),
     *_alike(_SHAPE | _ADOPTED, "linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads"),
+    *_alike(_SHAPE | _ADOPTED, "layer_mixers mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads"),
+    *_alike(_MEANING | _ADOPTED, "least_time_step"),
     *_alike(_ADOPTED, "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim"),
     *_alike(_MODEL, "apply_query_key_layer_scaling"),
     *_alike(
@@ -184,8 +186,8 @@ _OTHER_ARCHITECTURES = (
     *_alike(
         _MODEL,
         "bert_binary_head decoder_num_layers encoder_num_layers heterogeneous_layers_config_encoded_json"
-        " heterogeneous_layers_config_path is_hybrid_model mamba_head_dim mamba_num_groups mamba_num_heads"
-        " mamba_state_dim mtp_hybrid_override_pattern mtp_standalone mtp_use_repeated_layer mup_attn_scale_power"
+        " heterogeneous_layers_config_path is_hybrid_model mtp_hybrid_override_pattern mtp_standalone"
+        " mtp_use_repeated_layer mup_attn_scale_power"
         " mup_base_head_dim mup_base_hidden_size mup_width_mult",
     ),
     MegatronArg("mtp_num_layers", _MODEL, frozen=None),

@@ -362,7 +362,7 @@ def check_transformer_engine(args: Namespace) -> None:
 
 def check_attention_heads(model: str, sizes: Mapping[str, Any], args: Namespace, prefix: str = "--") -> None:
     """Refuse all-to-all context parallelism over ranks that do not divide a model's heads: it distributes heads. Refuse
-    what a gated delta net cannot compute.
+    what a gated delta net or a Mamba layer cannot compute.
 
     Args:
         model: name of the model in the message, such as "the student".
@@ -372,6 +372,8 @@ def check_attention_heads(model: str, sizes: Mapping[str, Any], args: Namespace,
     """
     if sizes.get("experimental_attention_variant") == "gated_delta_net":
         _check_delta_net(model, sizes, args, prefix)
+    if "M" in (sizes.get("layer_mixers") or ()):
+        _check_mamba(model, sizes, args, prefix)
     ranks = {"a2a": args.context_parallel_size, "a2a+p2p": (args.hierarchical_context_parallel_sizes or [1])[0]}
     kind = args.cp_comm_type[0]
     if args.context_parallel_size == 1 or kind not in ranks:
@@ -400,6 +402,22 @@ def _check_delta_net(model: str, sizes: Mapping[str, Any], args: Namespace, pref
         raise MkdConfigError(
             f"--deterministic-mode does not work with --kd-packing {packing}: {model} has a gated delta net, of which "
             "megatron has no deterministic kernels for packed rows; leave one of the two out"
+        )
+
+
+def _check_mamba(model: str, sizes: Mapping[str, Any], args: Namespace, prefix: str) -> None:
+    """Arguments as in `check_attention_heads`."""
+    tp, groups = args.tensor_model_parallel_size, sizes["mamba_num_groups"]
+    if groups % tp:
+        raise MkdConfigError(
+            f"{prefix}tensor-model-parallel-size {tp} does not divide the {groups} groups (mamba_num_groups) of the "
+            f"Mamba layers of {model}, which it distributes: give a divisor of {groups}"
+        )
+    if args.context_parallel_size > 1:
+        raise MkdConfigError(
+            f"{prefix}context-parallel-size {args.context_parallel_size} does not work with the Mamba layers of "
+            f"{model}, whose state passes through the whole sequence: leave it out, and give tensor or pipeline "
+            "parallelism instead"
         )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from megatron.training.training import num_floating_point_operations
 
 from mkd.data.text_size import TextSize
+from mkd.models.layer_options import MAMBA, LayerOptions
 
 PEAK_TFLOPS = {
     r"GB200": 2500.0,
@@ -60,6 +61,18 @@ def _training_flops(args: Namespace, text: TextSize) -> float:
     args = copy.copy(args)  # megatron's function writes into it
     if args.kv_channels is None:
         args.kv_channels = args.hidden_size // args.num_attention_heads
-    return num_floating_point_operations(
+    mamba = 0.0
+    if (mixers := LayerOptions.of(args).layer_mixers) is not None:
+        # Megatron's formula of hybrid models; it takes all Mamba layers for twice as wide as the hidden states.
+        args.hybrid_layer_pattern = "".join(mixer for mixer in mixers if mixer != MAMBA)
+        mamba = 3.0 * mixers.count(MAMBA) * _mamba_flops(args, text.tokens)
+    return mamba + num_floating_point_operations(
         args, 0, seqlen_squared_sum_in_batch=text.squares, total_real_tokens_in_batch=text.tokens
     )
+
+
+def _mamba_flops(args: Namespace, tokens: float) -> float:
+    """Forward pass of a Mamba 2 layer: its projections, and Megatron's figure for the scan."""
+    inner = args.mamba_num_heads * args.mamba_head_dim
+    projected = 2 * inner + 2 * args.mamba_num_groups * args.mamba_state_dim + args.mamba_num_heads
+    return tokens * (2 * args.hidden_size * (projected + inner) + 7 * inner * args.mamba_state_dim)

@@ -32,6 +32,7 @@ def reason_against_cache(args: Namespace) -> str | None:
         "context parallelism": args.context_parallel_size > 1,
         "multi-token prediction": bool(args.mtp_num_layers),
         f"attention variant {args.experimental_attention_variant}": args.experimental_attention_variant is not None,
+        "Mamba layers": getattr(args, "layer_mixers", None) is not None,
         "--flash-decode": args.flash_decode,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)

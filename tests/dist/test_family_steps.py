@@ -37,7 +37,7 @@ from tests.support.dist.kd_samples import ROW, microbatches, samples
 from tests.support.dist.kd_step import Layout, model_arguments, parallel_state
 from tests.support.dist.outcome import total
 from tests.support.hf_folders import make_model
-from tests.support.hf_models import HYBRID_MODELS
+from tests.support.hf_models import HYBRID_MODELS, MIXER_MODELS
 from tests.support.slow import slow
 from tests.support.tolerance import gradient_error
 
@@ -50,6 +50,7 @@ OWN_LAYERS: dict[str, dict[str, Any]] = {
     "gemma3": GEMMA3,
     "glm4": GLM4,
     **{name: sizes | {"layer_types": ["full_attention", "linear_attention"]} for name, sizes in HYBRID_MODELS.items()},
+    **MIXER_MODELS,
 }
 LIKE_OTHERS = "qwen3.5 moe"
 """Its layers are those of Qwen3-Next and Qwen3.5."""
@@ -102,7 +103,7 @@ def teacher_sizes(name: str, sizes: dict[str, Any]) -> dict[str, Any]:
         return sizes | {"hidden_size": 60, "head_dim": 10}
     if name not in OWN_LAYERS:
         return sizes | {"hidden_size": 60}
-    kinds = {"layer_types": sizes["layer_types"] * 2} if "layer_types" in sizes else {}
+    kinds = {key: sizes[key] * 2 for key in ("layer_types", "layers_block_type") if key in sizes}
     return sizes | {"hidden_size": 60, "num_hidden_layers": 4} | kinds
 
 
@@ -252,8 +253,10 @@ LAYOUTS = {
 
 
 def allows(sizes: dict[str, Any], layout: Layout) -> bool:
-    """True if Megatron trains the model in the layout: mixtures need --sequence-parallel with TP."""
+    """True if Megatron trains the model in the layout: mixtures need --sequence-parallel with TP, Mamba one CP rank."""
     is_mixture = "num_experts_per_tok" in sizes
+    if layout.cp > 1 and "mamba_num_heads" in sizes:
+        return False
     return not (layout.ep > 1 and not is_mixture) and not (layout.tp > 1 and not layout.sp and is_mixture)
 
 

@@ -22,7 +22,7 @@ from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.checkpoint.megatron_load import load_megatron_weights
 from tests.support.dist.gpt_models import build_from_arguments, layout, run_stages
 from tests.support.hf_folders import LLAMA3_ROPE, make_model, read_weights, reference_logits
-from tests.support.hf_models import HYBRID_MODELS, NEAR_MODELS
+from tests.support.hf_models import HYBRID_MODELS, MIXER_MODELS, NEAR_MODELS
 from tests.support.slow import slow
 from tests.support.tolerance import LOGITS
 
@@ -140,6 +140,7 @@ MODELS: dict[str, dict[str, Any]] = {
         }
     },
     **HYBRID_MODELS,
+    **MIXER_MODELS,
     **NEAR_MODELS,
 }
 NO_SPECIAL_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}

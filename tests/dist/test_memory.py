@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from mkd.config.flags import default_arguments
 from mkd.checkpoint.hf.check import read_architecture
@@ -9,10 +10,11 @@ from mkd.checkpoint.hf.folder import HFFolder
 from mkd.cpu.flags import set_cpu_values
 from mkd.job.memory.activations import kept_by_layers
 from mkd.job.memory.parameters import parameters_of_stage
+from mkd.models import mamba
 from tests.support.dist.gpt_models import build_from_arguments, layout
 from tests.dist.test_hf_families import DEEPSEEK, GEMMA3, GPT_OSS
 from tests.support.hf_folders import make_model
-from tests.support.hf_models import HYBRID_MODELS
+from tests.support.hf_models import HYBRID_MODELS, MIXER_MODELS
 
 FAMILIES = {
     "llama": {"num_hidden_layers": 2, "tie_word_embeddings": True},
@@ -24,6 +26,7 @@ FAMILIES = {
     "olmo2": {"num_hidden_layers": 2},
     "gemma3_text": GEMMA3,
     **{sizes["model_type"]: sizes for sizes in HYBRID_MODELS.values()},
+    **MIXER_MODELS,
 }
 LENGTH, SAMPLES = 48, 2
 EXPERTS = {
@@ -38,7 +41,7 @@ EXPERTS = {
 
 CASES = [("llama", 2, 1), ("llama", 1, 2), ("qwen2", 2, 1), ("qwen3", 2, 1), ("mixtral", 2, 1), ("deepseek_v3", 1, 2)]
 CASES += [("gpt_oss", 1, 2), ("olmo2", 2, 1), ("gemma3_text", 1, 2)]
-CASES += [("qwen3_next", 1, 2), ("qwen3_5_text", 2, 1)]
+CASES += [("qwen3_next", 1, 2), ("qwen3_5_text", 2, 1), ("nemotron-h", 2, 1), ("nemotron 3 nano", 1, 2)]
 
 
 def counts(rank: int, size: int, path: str, tp: int, pp: int) -> tuple[int, float]:
@@ -57,7 +60,8 @@ def counts(rank: int, size: int, path: str, tp: int, pp: int) -> tuple[int, floa
 def test_parameters_of_every_rank(gloo_pool, tmp_path, family, tp, pp):
     sizes = {name: value for name, value in FAMILIES[family].items() if name != "model_type"}
     tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
-    folder = make_model(tmp_path / "hf", family, **{**sizes, **tokens})
+    model_type = FAMILIES[family].get("model_type", family)
+    folder = make_model(tmp_path / "hf", model_type, **{**sizes, **tokens})
     for built, estimated in gloo_pool(2).run(counts, folder, tp, pp):
         # The estimate omits small parameters such as the router's bias and attention sinks.
         assert estimated == pytest.approx(built, rel=2e-3)
@@ -70,6 +74,17 @@ DELTA_NET = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
+}
+MIXERS = {
+    "layer_mixers": ["M", "-"],
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 24,
+    "mamba_num_groups": 2,
+    "mamba_state_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "swiglu": False,
+    "squared_relu": True,
+    "position_embedding_type": "none",
 }
 
 
@@ -106,8 +121,12 @@ def saved(rank: int, size: int, tp: int, sequence_parallel: bool, changes: dict)
 
         hidden = torch.randn(LENGTH // (tp if sequence_parallel else 1), SAMPLES, 64, requires_grad=True)
         mask = torch.ones(LENGTH, LENGTH).triu(1).bool()[None, None]
-        rope = model.rotary_pos_emb(LENGTH)
-        known.add(rope.untyped_storage().data_ptr())
+        rope = None
+        if architecture["position_embedding_type"] == "rope":
+            rope = model.rotary_pos_emb(LENGTH)
+            known.add(rope.untyped_storage().data_ptr())
+        # Recomputation without reentrance keeps its inputs out of sight of the hooks.
+        mamba.checkpoint = lambda *args, **options: checkpoint(*args, **options | {"use_reentrant": True})
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             for layer in model.decoder.layers:
                 hidden, _ = layer(hidden, mask, rotary_pos_emb=rope)
@@ -120,7 +139,8 @@ def saved(rank: int, size: int, tp: int, sequence_parallel: bool, changes: dict)
 
 @pytest.mark.parametrize(
     "tp, sequence_parallel, changes",
-    [(1, False, {}), (2, False, {}), (2, True, {}), (1, False, EXPERTS), (1, False, DELTA_NET), (2, True, DELTA_NET)],
+    [(1, False, {}), (2, False, {}), (2, True, {}), (1, False, EXPERTS), (1, False, DELTA_NET), (2, True, DELTA_NET)]
+    + [(1, False, MIXERS), (2, True, MIXERS)],
 )
 def test_bytes_kept_by_layers(gloo_pool, tp, sequence_parallel, changes):
     """On CPU: attention keeps its scores, and no kernels are fused."""

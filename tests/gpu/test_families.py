@@ -54,6 +54,9 @@ WIDE = {
     "linear_value_head_dim": 64,
     "attention_chunk_size": 256,
     "floor_scale": 257,
+    "moe_shared_expert_intermediate_size": 128,
+    "mamba_head_dim": 64,
+    "ssm_state_size": 32,
 }
 """The same for keys that only some families have."""
 HAS_FLA = find_spec("fla") is not None
@@ -72,7 +75,7 @@ class Case:
     @property
     def needs_fla(self) -> bool:
         """True if the models have gated delta nets, whose kernels are in flash-linear-attention."""
-        return "linear_attention" in json.dumps(self.sizes)
+        return "linear_key_head_dim" in json.dumps(self.sizes)
 
     @property
     def tolerances(self) -> tuple[float, float]:

@@ -52,6 +52,29 @@ HYBRID_MODELS: dict[str, dict[str, Any]] = {
     | {"layer_types": ["full_attention", "linear_attention"], "linear_key_head_dim": 12, "linear_value_head_dim": 8},
 }
 """Models with gated delta nets."""
+NEMOTRON_H = {
+    "model_type": "nemotron_h",
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+    "ssm_state_size": 6,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 10,
+    "n_groups": 2,
+    "time_step_min": 0.9,
+}
+"""The time step of a part of the tokens is at its lower limit."""
+MIXER_MODELS: dict[str, dict[str, Any]] = {
+    "nemotron-h": NEMOTRON_H,
+    "nemotron 3 nano": NEMOTRON_H
+    | {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "moe_shared_expert_intermediate_size": 20,
+        "routed_scaling_factor": 1.5,
+    },
+}
+"""Models whose layers have one mixer each."""
 NEAR_MODELS: dict[str, dict[str, Any]] = {
     "llama, biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True, **TWO},
     "llama, biases of attention": {"model_type": "llama", "attention_bias": True, **TWO},

@@ -28,9 +28,14 @@ def adapted_linears(family: Family, args: Mapping[str, Any], options: LoraOption
         options: names of Hugging Face layers, and the rank.
 
     Raises:
-        MkdConfigError: all linear layers are wanted where some have no adapters yet, no layer has one of the names, or
-            the rank is too large.
+        MkdConfigError: the family has no adapters, all linear layers are wanted where some have none yet, no layer has
+            one of the names, or the rank is too large.
     """
+    if args.get("layer_mixers") is not None:
+        raise MkdConfigError(
+            f"--kd-lora {options.rank}: mkd has no adapters of {family.architectures[0]}, whose layers PEFT names "
+            "differently from its folder: leave --kd-lora out, which trains all weights"
+        )
     every = list(_linear_layers(family, args))
     names = {part.layer for linear in every for part in linear.parts}
     without = _without_adapters(family, args)

@@ -40,7 +40,12 @@ class Dims:
     """Width of a head of its queries and keys."""
     delta_value_width: int = 0
     taps: int = 0
-    """Tokens of its convolution."""
+    """Tokens of its convolution, or of a Mamba layer's."""
+    mamba_heads: int = 0
+    mamba_inner: int = 0
+    """Channels of all heads of a Mamba layer."""
+    mamba_states: int = 0
+    """Channels of the keys of all its groups, and of their queries (B and C)."""
 
     one: int = 1
 
@@ -77,6 +82,14 @@ class Dims:
     def delta_rates(self) -> int:
         """Rates of writing and of decay for each value head."""
         return 2 * self.delta_value_heads
+
+    @property
+    def mamba_convolved(self) -> int:
+        return self.mamba_inner + 2 * self.mamba_states
+
+    @property
+    def mamba_projected(self) -> int:
+        return 2 * self.mamba_inner + 2 * self.mamba_states + self.mamba_heads
 
     @property
     def query_key_value(self) -> int:

@@ -148,10 +148,14 @@ class PrunableTeacher:
             )
         known = CONFIG_MAPPING[self.family.model_type]
         config = {**self.folder.config, "num_hidden_layers": len(layers)}
-        for key in ("layer_types", "mlp_layer_types", "no_rope_layers"):
-            if (kinds := getattr(known.from_dict(self.folder.config), key, None)) is not None:
+        lists = ("layer_types", "mlp_layer_types", "no_rope_layers")
+        if self.args.get("layer_mixers") is not None:
+            lists = ("layers_block_type",)
+            config.pop("hybrid_override_pattern", None)
+        for key in lists:
+            if (kinds := getattr(known.from_dict(_loaded(self.folder.config)), key, None)) is not None:
                 config[key] = [kinds[layer] for layer in layers]
-        if (mixtures := getattr(known.from_dict(self.folder.config), "moe_layers", None)) is not None:
+        if (mixtures := getattr(known.from_dict(_loaded(self.folder.config)), "moe_layers", None)) is not None:
             config["moe_layers"] = [number for number, layer in enumerate(layers) if layer in mixtures]
         if dense := config.get("first_k_dense_replace"):
             config["first_k_dense_replace"] = sum(layer < dense for layer in layers)
@@ -164,7 +168,7 @@ class PrunableTeacher:
                 "head_dim": dims.head_dim,
             }
         try:
-            known.from_dict(config)
+            known.from_dict(_loaded(config))
             self.family.megatron_args(config)
         except (StrictDataclassClassValidationError, MkdCheckpointError) as error:
             reason = str(error).splitlines()[-1].strip().removeprefix("ValueError: ")  # earlier lines name a validator
@@ -172,6 +176,15 @@ class PrunableTeacher:
                 f"transformers or Megatron does not support this student: {reason}{_possible_widths(dims, self.dims)}"
             ) from error
         return config
+
+
+def _loaded(value: Any) -> Any:
+    """A config.json with floats in place of their names, which transformers writes for infinite ones."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
+            return float(value["__float__"])
+        return {key: _loaded(inner) for key, inner in value.items()}
+    return [_loaded(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _possible_widths(requested: Dims, teacher: Dims) -> str:

@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mkd.job.memory.parameters import is_delta_net_layer, is_gated, is_moe_layer
-from mkd.models.layer_options import AROUND, LayerOptions
+from mkd.job.memory.parameters import is_delta_net_layer, is_gated, is_moe_layer, mamba_channels, mixers_of
+from mkd.models.layer_options import AROUND, ATTENTION, MAMBA, LayerOptions
+from mkd.models.state_space import CHUNK
 
 
 @dataclass(frozen=True)
@@ -67,13 +68,18 @@ def layer_bytes(args: Namespace, layer: int, on_gpu: bool) -> LayerBytes:
     if is_delta_net_layer(args, layer):
         attention = terms.norm + tokens_of(args) * args.params_dtype.itemsize * _delta_net(args, on_gpu)
         terms = replace(terms, attention=attention, scores=0.0)
+    mixers, mixing = mixers_of(args), 0.0
+    if mixers is not None:
+        terms, mixing = _one_half(args, terms, mixers[layer])
     first_half = terms.layer_input + terms.attention + terms.scores
     full = first_half + terms.mlp_input + terms.norm + terms.feed_forward + terms.dropout
     kept = full - _recomputed(args, is_moe_layer(args, layer), terms)
     # Gradients in the feed-forward part: of its output and of its inner tensors, minus the one that is freed.
     gradients = terms.mlp_input + max(terms.feed_forward - terms.activation, 0.0)
-    forward = terms.layer_input + max(terms.norm + terms.feed_forward, terms.norm + terms.attention + terms.scores)
-    return LayerBytes(kept, forward, gradients + full - kept)
+    if mixers is not None:
+        gradients += first_half
+    forward = residual_bytes(args) + max(terms.norm + terms.feed_forward, terms.norm + terms.attention + terms.scores)
+    return LayerBytes(kept, forward + mixing, gradients + full - kept + mixing)
 
 
 def kept_by_layers(args: Namespace, layers: range, on_gpu: bool) -> float:
@@ -169,6 +175,28 @@ def _delta_net(args: Namespace, on_gpu: bool) -> float:
     if not on_gpu:
         kept += args.linear_conv_kernel_dim * convolved + 4 * (heads * _DELTA_CHUNK + by_head)
     return kept / args.tensor_model_parallel_size
+
+
+def _one_half(args: Namespace, terms: _Terms, mixer: str) -> tuple[_Terms, float]:
+    """(the terms of a layer with one mixer, bytes of temporary tensors between the projections of a Mamba layer).
+
+    The backward pass of a Mamba layer computes those again, in fp32.
+    """
+    if mixer not in (MAMBA, ATTENTION):
+        return replace(terms, layer_input=0.0, attention=0.0, scores=0.0), 0.0
+    terms = replace(terms, mlp_input=0.0, feed_forward=0.0, activation=0.0)
+    if mixer == ATTENTION:
+        return replace(terms, norm=0.0), 0.0
+    inner, convolved, projected = mamba_channels(args)
+    tokens, tp = tokens_of(args), args.tensor_model_parallel_size
+    kept = terms.norm + tokens * args.params_dtype.itemsize * (projected + inner) / tp
+    states = args.mamba_num_heads * args.mamba_state_dim
+    chunk = min(CHUNK, args.seq_length)
+    # Taps of the convolution and its activation; products between the tokens of a chunk; keys and queries of each head
+    # with their decays; states before chunks and what they add; the norm.
+    elements = (2 * args.linear_conv_kernel_dim + 2) * convolved + 4 * args.mamba_num_heads * chunk
+    elements += 4 * states + 3 * states * args.mamba_head_dim / chunk + 8 * inner
+    return replace(terms, norm=0.0, attention=kept, scores=0.0), 4 * tokens * elements / tp
 
 
 def _statistics(args: Namespace, tokens: int) -> float:

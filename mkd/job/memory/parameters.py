@@ -2,6 +2,7 @@
 
 import copy
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ from megatron.training.theoretical_memory_usage import compute_weight_and_optimi
 from mkd.checkpoint.hf.families.delta_net import linear_layers
 from mkd.job.memory.stage_layers import chunks_of_stage
 from mkd.models.gated_delta_net import VARIANT
-from mkd.models.layer_options import AROUND, LayerOptions
+from mkd.models.layer_options import AROUND, ATTENTION, MAMBA, MLP_ONLY, LayerOptions
 from mkd.models.lora import Lora
 
 _MEGATRONS_BYTES = 18
@@ -62,12 +63,15 @@ def parameters_of_stage(args: Namespace, stage: int) -> Parameters:
         stage: pipeline stage from 0.
     """
     layers = [layer for chunk in chunks_of_stage(args, stage) for layer in chunk]
+    outside = Parameters(outside_of_layers(args, stage))
+    if (mixers := mixers_of(args)) is not None:
+        return sum((_mixer(args, mixers[layer]) for layer in layers), outside)
     experts = sum(is_moe_layer(args, layer) for layer in layers)
     total = _layer(args, moe=False) * (len(layers) - experts)
     if experts:
         total = total + _layer(args, moe=True) * experts
     total = total + Parameters(sum(_gates_and_delta_net(args, layer) for layer in layers))
-    return total + Parameters(outside_of_layers(args, stage))
+    return total + outside
 
 
 def adapters_of_stage(lora: Lora, args: Namespace, stage: int) -> Parameters:
@@ -146,6 +150,37 @@ def _biases(args: Namespace, moe: bool) -> float:
     if args.add_bias_linear and not moe:
         count += (2 if is_gated(args) else 1) * args.ffn_hidden_size / tp + hidden
     return count
+
+
+def mixers_of(args: Namespace) -> Sequence[str] | None:
+    """The mixer of each layer (`LayerOptions.layer_mixers`); None if all layers have attention and an MLP."""
+    return LayerOptions.of(args).layer_mixers
+
+
+def mamba_channels(args: Namespace) -> tuple[int, int, int]:
+    """Channels of a Mamba layer: of its heads, of its convolution, and of its input projection's output."""
+    inner = args.mamba_num_heads * args.mamba_head_dim
+    convolved = inner + 2 * args.mamba_num_groups * args.mamba_state_dim
+    return inner, convolved, inner + convolved + args.mamba_num_heads
+
+
+def _mixer(args: Namespace, mixer: str) -> Parameters:
+    """Parameters on a rank of a layer with one mixer and the norm before it."""
+    tp, hidden = args.tensor_model_parallel_size, args.hidden_size
+    if mixer == MAMBA:
+        inner, convolved, projected = mamba_channels(args)
+        others = (args.linear_conv_kernel_dim + 1) * convolved + inner + 3 * args.mamba_num_heads
+        return Parameters(hidden + (hidden * (projected + inner) + others) / tp)
+    if mixer == ATTENTION:
+        groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+        return Parameters(hidden + 2 * hidden * (args.num_attention_heads + groups) * args.kv_channels / tp)
+    matrices = (3 if is_gated(args) else 2) * hidden
+    if mixer == MLP_ONLY:
+        return Parameters(hidden + matrices * args.ffn_hidden_size / tp)
+    shared = matrices * (args.moe_shared_expert_intermediate_size or 0) / tp
+    ranks = (args.expert_tensor_parallel_size or tp) * args.expert_model_parallel_size
+    routed = matrices * _expert_width(args) * args.num_experts / ranks
+    return Parameters(hidden + hidden * args.num_experts + shared, routed)
 
 
 def is_delta_net_layer(args: Namespace, layer: int) -> bool:

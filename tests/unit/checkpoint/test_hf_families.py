@@ -15,7 +15,7 @@ from mkd.errors import MkdCheckpointError
 from mkd.models.layer_options import LayerOptions
 from mkd.models.model_options import ModelOptions
 from tests.support.hf_folders import LLAMA3_ROPE, SIZES
-from tests.support.hf_models import HYBRID_MODELS, NEAR_MODELS
+from tests.support.hf_models import HYBRID_MODELS, MIXER_MODELS, NEAR_MODELS
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "hidden_act": "silu", **SIZES}
 OWN_ARGUMENTS = {"softmax_scale", *LayerOptions.__dataclass_fields__}
@@ -292,6 +292,8 @@ def test_every_absent_key_has_the_default_of_transformers(family):
         config["head_dim"] = 8
     if family.model_type == "llama4_text":
         config["num_experts_per_tok"] = 1
+    if family.model_type == "nemotron_h":
+        config["layers_block_type"] = ["mamba", "attention", "mlp", "mlp", "moe"]
     for key in ("rope_theta", "rope_scaling", "rope_parameters", "sliding_window", "norm_topk_prob"):
         config.pop(key, None)
     whole = CONFIG_MAPPING[family.model_type].from_dict(config).to_dict()
@@ -461,7 +463,7 @@ def test_routers_that_no_folder_has():
         family_of(mixtral).hf_config({**args, "moe_router_pre_softmax": True})
 
 
-OTHER_MODELS = NEAR_MODELS | HYBRID_MODELS
+OTHER_MODELS = NEAR_MODELS | HYBRID_MODELS | MIXER_MODELS
 NEAR_FAMILIES = {sizes["model_type"] for sizes in OTHER_MODELS.values()} - {"llama", "qwen2", "qwen3", "qwen3_moe"}
 
 
@@ -469,6 +471,8 @@ NEAR_FAMILIES = {sizes["model_type"] for sizes in OTHER_MODELS.values()} - {"lla
 def test_config_round_trip_of_near_models(name):
     config = {**CONFIG, **OTHER_MODELS[name], "architectures": None}
     config["hidden_act"] = "relu2" if config["model_type"] == "arcee" else "silu"
+    if "layers_block_type" in config:
+        del config["num_hidden_layers"], config["tie_word_embeddings"]
     family = family_of(config)
     args = family.megatron_args(config)
     written = family.hf_config({**vars(default_arguments()), **args})
@@ -542,3 +546,63 @@ def test_qwen3_next():
     assert (args["rotary_percent"], args["rotary_base"]) == (0.25, 10000000)
     shapes = [shape for item in family.tensors(args) for shape in item.shapes.values()]
     assert sum(map(math.prod, shapes)) == pytest.approx(79.67e9, rel=1e-3)
+
+
+NEMOTRON_3_NANO_30B = {
+    "architectures": ["NemotronHForCausalLM"],
+    "attention_bias": False,
+    "chunk_size": 128,
+    "conv_kernel": 4,
+    "expand": 2,
+    "head_dim": 128,
+    "hidden_size": 2688,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "intermediate_size": 1856,
+    "layer_norm_epsilon": 1e-5,
+    "mamba_head_dim": 64,
+    "mamba_hidden_act": "silu",
+    "mamba_num_heads": 64,
+    "mamba_proj_bias": False,
+    "max_position_embeddings": 262144,
+    "mlp_bias": False,
+    "mlp_hidden_act": "relu2",
+    "model_type": "nemotron_h",
+    "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+    "n_group": 1,
+    "n_groups": 8,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 52,
+    "num_key_value_heads": 2,
+    "routed_scaling_factor": 2.5,
+    "sliding_window": None,
+    "ssm_state_size": 128,
+    "tie_word_embeddings": False,
+    "time_step_limit": [0.0, float("inf")],
+    "time_step_min": 0.001,
+    "topk_group": 1,
+    "use_bias": False,
+    "use_conv_bias": True,
+    "vocab_size": 131072,
+}
+
+
+def test_nemotron_3_nano():
+    """Published sizes, which give about 31.6 billion parameters."""
+    family = family_of(NEMOTRON_3_NANO_30B)
+    args = family.megatron_args(NEMOTRON_3_NANO_30B)
+    assert [args["layer_mixers"].count(mixer) for mixer in "ME*"] == [23, 23, 6]
+    assert args["moe_layer_freq"] == [int(mixer == "E") for mixer in args["layer_mixers"]]
+    shapes = [shape for item in family.tensors(args) for shape in item.shapes.values()]
+    assert sum(map(math.prod, shapes)) == pytest.approx(31.58e9, rel=1e-3)
+
+
+def test_mixtures_that_no_nemotron_has():
+    """A router of a Megatron checkpoint that transformers computes otherwise is refused, naming the flag."""
+    args = {**vars(default_arguments()), **family_of(NEMOTRON_3_NANO_30B).megatron_args(NEMOTRON_3_NANO_30B)}
+    with pytest.raises(MkdCheckpointError, match="--moe-router-score-function sigmoid, the checkpoint softmax"):
+        family_of(NEMOTRON_3_NANO_30B).hf_config({**args, "moe_router_score_function": "softmax"})

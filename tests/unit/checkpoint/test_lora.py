@@ -13,7 +13,7 @@ from mkd.config.kd_config import KDConfig
 from mkd.config.lora import LoraOptions, check_lora_arguments, check_query_groups
 from mkd.errors import MkdCheckpointError, MkdConfigError
 from mkd.models.lora import AdaptedLinear, RowPart
-from tests.support.hf_models import HYBRID_MODELS
+from tests.support.hf_models import HYBRID_MODELS, MIXER_MODELS
 
 CONFIG: dict[str, Any] = {
     "hidden_size": 48,
@@ -113,6 +113,12 @@ def test_hybrid_models() -> None:
         linears_of("4", None, "Qwen3_5ForCausalLM", **hybrid)
     with pytest.raises(MkdConfigError, match="q_proj: mkd has no adapters of these layers of a gated delta net"):
         linears_of("4", ["q_proj"], "Qwen3_5ForCausalLM", **hybrid)
+
+
+def test_layers_with_one_mixer() -> None:
+    mixers = {key: value for key, value in MIXER_MODELS["nemotron-h"].items() if key != "model_type"}
+    with pytest.raises(MkdConfigError, match="--kd-lora 4: mkd has no adapters of NemotronHForCausalLM"):
+        linears_of("4", ["o_proj"], "NemotronHForCausalLM", **mixers, num_hidden_layers=4, tie_word_embeddings=False)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

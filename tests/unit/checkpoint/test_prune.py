@@ -118,6 +118,9 @@ SOME_MIXTURES = {
 }
 
 
+MIXERS = {"layers_block_type": ["mlp", "mamba", "mamba", "attention"], "mamba_num_heads": 4, "n_groups": 2}
+
+
 @pytest.mark.parametrize(
     ("model_type", "sizes"),
     [
@@ -125,6 +128,7 @@ SOME_MIXTURES = {
         ("gpt_oss", WINDOWS),
         ("deepseek_v3", DENSE_FIRST),
         ("qwen3_5_text", {}),
+        ("nemotron_h", MIXERS),
         ("llama4_text", SOME_MIXTURES),
     ],
     ids=lambda v: str(v)[:9],
@@ -138,7 +142,9 @@ def test_layers_of_different_kinds(tmp_path, model_type, sizes):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     model.model.layers = torch.nn.ModuleList([model.model.layers[layer] for layer in layers])
     model.config.num_hidden_layers = len(layers)
-    if (kinds := getattr(model.config, "layer_types", None)) is not None:
+    if model_type == "nemotron_h":
+        model.config.layers_block_type = [sizes["layers_block_type"][layer] for layer in layers]
+    elif (kinds := getattr(model.config, "layer_types", None)) is not None:
         model.config.layer_types = [kinds[layer] for layer in layers]
     tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
     with torch.no_grad():

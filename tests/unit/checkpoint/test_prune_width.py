@@ -286,6 +286,8 @@ def test_wrong_teachers(tmp_path, data, capsys):
         make_model(tmp_path / "mixture", "qwen3_moe", **SMALL, **experts), "Qwen3MoeForCausalLM", "mixture of experts"
     )
     fails(make_model(tmp_path / "hybrid", "qwen3_5_text", **SMALL), "Qwen3_5ForCausalLM", "gated delta nets")
+    mixers = {"layers_block_type": ["mamba", "mlp"]}
+    fails(make_model(tmp_path / "mixers", "nemotron_h", **SMALL, **mixers), "NemotronHForCausalLM", "only pruned in")
     folder = make_model(tmp_path / "teacher", "llama", **{**SMALL, "vocab_size": 64})
     fails(folder, str(folder), "no tokenizer")
     chat_tokenizer(folder, None)

@@ -342,6 +342,17 @@ def test_gated_delta_net(monkeypatch: pytest.MonkeyPatch) -> None:
         check_linear_attention("the student", sizes)
 
 
+def test_mamba_layers() -> None:
+    sizes = {"num_attention_heads": 8, "group_query_attention": False, "mamba_num_groups": 2}
+    mamba = {**sizes, "layer_mixers": ["M", "-", "*"]}
+    check_attention_heads("the student", mamba, layout(**{TP: 2, "kd_packing": "best_fit"}))
+    check_attention_heads("the student", {**sizes, "layer_mixers": ["*", "-"]}, layout(**{TP: 4, CP: 2}))
+    with pytest.raises(MkdConfigError, match=r"tensor-model-parallel-size 4 does not divide the 2 groups .* student"):
+        check_attention_heads("the student", mamba, layout(**{TP: 4}))
+    with pytest.raises(MkdConfigError, match=r"--context-parallel-size 2 does not work with the Mamba layers"):
+        check_attention_heads("the student", mamba, layout(**{CP: 2}))
+
+
 @pytest.mark.parametrize(
     "changes, options, word",
     [

@@ -60,6 +60,7 @@ def test_what_fits(sizes: dict[str, Any]) -> None:
         ({"num_experts": 8}, {}, "its experts receive any number of tokens"),
         ({"multi_latent_attention": True}, {}, "latent attention"),
         ({"experimental_attention_variant": "gated_delta_net"}, {}, "gated_delta_net is untested in FP8"),
+        ({"layer_mixers": ["M", "-"]}, {}, "layers with one mixer each"),
         ({}, {"variable_seq_lengths": True}, "leave --kd-variable-seq-lengths out"),
         ({"seq_length": 4104}, {"micro_batch_size": 3}, "--micro-batch-size 3 x 4104 of a row / 2 ranks"),
         ({"seq_length": 4112, "sequence_parallel": True}, {}, "--micro-batch-size 1 x 4112 of a row / 4 ranks"),

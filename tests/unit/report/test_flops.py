@@ -54,6 +54,18 @@ def test_text_size_excludes_padding() -> None:
     assert TextSize.of([KDBatch.from_sample(sample | bounds, 99)]) == TextSize(16, 9 + 36 + 49, 24)
 
 
+def test_layers_with_one_mixer() -> None:
+    """Each layer counts its own mixer, and a Mamba layer its own width."""
+    text = TextSize(tokens=50, squares=900, positions=64)
+    mamba = dict(mamba_num_heads=3, mamba_head_dim=4, mamba_num_groups=1, mamba_state_dim=5, swiglu=False)
+    args = arguments(**mamba, layer_mixers=["M", "*", "M", "-"], num_layers=4, kv_channels=4)
+    projections = 2 * 8 * (2 * 12 + 2 * 5 + 3) + 2 * 12 * 8
+    attention = 2 * 4 * 8 * 8 * 50 + 2 * 900 * 8
+    expected = 3 * (2 * 50 * (projections + 7 * 12 * 5) + attention + 50 * (2 * 2 * 8 * 20 + 2 * 8 * 64))
+    assert FlopCounter(args, []).of_student(text) == pytest.approx(expected, rel=1e-12)
+    assert getattr(args, "hybrid_layer_pattern", None) is None
+
+
 @pytest.mark.parametrize(
     ("card", "peak"),
     [

@@ -54,6 +54,7 @@ from mkd.checkpoint.hf.families.mixtures import (
     QWEN3_MOE,
     SOLAR_OPEN,
 )
+from mkd.checkpoint.hf.families.nemotron_h import NEMOTRON_H
 from mkd.checkpoint.hf.families.olmo import OLMO2, OLMO3, OLMOE
 from mkd.checkpoint.hf.families.qwen_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from mkd.checkpoint.hf.families.vision_language import VISION_LANGUAGE
@@ -64,7 +65,7 @@ FAMILIES = (
     *(OLMO2, OLMO3, GEMMA2, GEMMA3, GLM4),
     *(MINISTRAL, CWM, SMOLLM3, SEED_OSS, ERNIE, HELIUM, GLM, ARCEE, YOUTU, GRANITE),
     *(QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE),
-    *(OLMOE, LLAMA4, COHERE2),
+    *(OLMOE, LLAMA4, COHERE2, NEMOTRON_H),
     *(QWEN2_MOE, DEEPSEEK_V2, GLM4_MOE, DOTS1, SOLAR_OPEN, GLM4_MOE_LITE),
 )
 
@@ -73,8 +74,6 @@ UNSUPPORTED: Mapping[str, str] = {
         known.architecture: "a vision-language model: its folder can be read, its text model alone is of another name"
         for known in VISION_LANGUAGE
     },
-    "NemotronHForCausalLM": "Mamba layers need Megatron's hybrid model, mkd builds GPT models; hybrid models that it "
-    "loads are Qwen3NextForCausalLM and Qwen3_5ForCausalLM",
 }
 """Architectures that are no family of text models -> reason."""
 

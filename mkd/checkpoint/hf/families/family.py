@@ -8,6 +8,7 @@ from typing import Any
 from mkd.checkpoint.hf.config_parts import ConfigPart
 from mkd.checkpoint.hf.config_reader import ConfigReader
 from mkd.checkpoint.hf.families.delta_net import delta_net_dims
+from mkd.checkpoint.hf.families.mamba import mamba_dims
 from mkd.checkpoint.hf.latent import latent_dims
 from mkd.checkpoint.hf.layouts import Dims
 from mkd.checkpoint.hf.tables import ATTENTION_OUT, MLP, MLP_NORM, QKV_WEIGHT, Entry, Item
@@ -16,6 +17,9 @@ from mkd.errors import MkdCheckpointError
 
 _NESTED = ("per_layer_config", "text_config")
 """Objects in which transformers finds other values of the keys at the top level."""
+
+_BY_LAYER = ("moe_layer_freq", "linear_attention_freq", "layer_mixers")
+"""Arguments that give layers parameters of different names, where they are lists."""
 
 _PLAIN_ROPE = {
     "position_embedding_type": "rope",
@@ -102,12 +106,13 @@ class Family:
             shared_ffn=args.get("moe_shared_expert_intermediate_size") or 0,
             **(latent_dims(args) if args.get("multi_latent_attention") else {}),
             **(delta_net_dims(args) if args.get("experimental_attention_variant") else {}),
+            **(mamba_dims(args) if args.get("layer_mixers") else {}),
         )
 
     def tensors(self, args: Mapping[str, Any]) -> Iterator[Item]:
         """Every parameter of the model with its Hugging Face tensors; layers and experts ascend within an entry."""
         dims = self.dims(args)
-        stacked = not any(isinstance(args.get(name), list) for name in ("moe_layer_freq", "linear_attention_freq"))
+        stacked = not any(isinstance(args.get(name), list) for name in _BY_LAYER)
         for entry in self.table:
             layers = range(args["num_layers"]) if "{layer}" in entry.megatron else (None,)
             layers = [layer for layer in layers if entry.where(args, layer)]
@@ -146,6 +151,8 @@ DENSE: dict[str, Any] = {
     "local_rotary_base": None,
     "gelu_tanh": False,
     "parallel_block": None,
+    "layer_mixers": None,
+    "least_time_step": None,
     "logit_softcap": None,
     "embedding_scale_in_params_dtype": False,
     "latent_norm_epsilon": None,
