@@ -1,7 +1,8 @@
 """Exports a Megatron checkpoint (torch_dist) as a Hugging Face folder, without a process group and without a model."""
 
 import shutil
-from collections.abc import Callable, Collection, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from mkd.checkpoint.hf.folder import ASSET_FILES
 from mkd.checkpoint.hf.model_card import model_card
 from mkd.checkpoint.hf.prediction_heads import PredictionHeads
 from mkd.checkpoint.hf.tables import Axes, Item
-from mkd.checkpoint.hf.whole_model import WholeModel, stored_config
+from mkd.checkpoint.hf.whole_model import ModelOrigin, WholeModel, stored_config
 from mkd.checkpoint.hf.writer import (
     Plan,
     StagedFolder,
@@ -36,6 +37,9 @@ from mkd.utils.progress import ByteProgress
 
 # Prefixes of the keys of model weights in a checkpoint; the other keys are optimizer, RNG and job state.
 MODEL_KEYS = ("embedding.", "decoder.", "output_layer.", "encoder.", "mtp.")
+
+Stored = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Key of a tensor -> its shape and dtype."""
 
 
 def export_hf(
@@ -84,7 +88,7 @@ class HFExport:
         self._folder = folder
         family, config, args = architecture_of(folder, architecture)
         self._config = family.config_for_transformers_4(config)
-        self._source = _StoredTensors(folder, family, args)
+        self._source = _CheckpointTensors(folder, family, args)
         self._whole = WholeModel.of_checkpoint(folder, base)
         plan = self._source.plan(dtype)
         self.plan = plan if self._whole is None else self._whole.plan(plan)
@@ -138,7 +142,7 @@ class HFExport:
         return config_with_dtype(self._config, dtype) if self._whole is None else self._whole.config(dtype)
 
 
-def architecture_of(folder: MegatronFolder, name: str | None = None) -> tuple[Family, dict[str, Any], dict[str, Any]]:
+def architecture_of(folder: ModelOrigin, name: str | None = None) -> tuple[Family, dict[str, Any], dict[str, Any]]:
     """(family, config.json, Megatron arguments by name) of a checkpoint; of its text model in a vision-language model.
 
     Args:
@@ -181,22 +185,26 @@ def _family_of_args(values: dict[str, Any], families: Sequence[Family]) -> tuple
     raise MkdCheckpointError("no known Hugging Face architecture fits this checkpoint: " + "; ".join(reasons))
 
 
-class _StoredTensors:
-    """The model tensors of a checkpoint, read one parameter of one layer at a time."""
+class ModelTensors(ABC):
+    """Tensors of a model under the names of a checkpoint, read as those of a Hugging Face folder, one parameter of one
+    layer at a time."""
 
-    def __init__(self, folder: MegatronFolder, family: Family, args: dict[str, Any]) -> None:
-        self._folder, self._family, self._args = folder, family, args
-        self._stored = {
-            key: stored
-            for key, stored in folder.metadata.state_dict_metadata.items()
-            if isinstance(stored, TensorStorageMetadata) and key.startswith(MODEL_KEYS)
-        }
+    def __init__(self, stored: Stored, family: Family, args: Mapping[str, Any], error: Callable[[str], Exception]) -> None:
+        """Find the parameters of the family among the tensors.
+
+        Args:
+            stored: shape and dtype of each tensor.
+            family: the architecture.
+            args: Megatron arguments by name.
+            error: makes an error that names the model.
+        """
+        self._stored, self._family, self._args, self._error = stored, family, args, error
         self._items = list(self._find_items())
         known = {
             name for item in family.tensors(args) for key, _ in item.stored_keys() for name in item.stored_tensors(key)
         }
-        for key in self._stored.keys() - known:
-            raise folder.error(f"tensor {key} is not part of {family.architectures[0]}")
+        for key in stored.keys() - known:
+            raise error(f"tensor {key} is not part of {family.architectures[0]}")
 
     def plan(self, dtype: torch.dtype | None) -> Plan:
         """Hugging Face names with shape and dtype, in the order of `read`."""
@@ -213,8 +221,9 @@ class _StoredTensors:
         for item, key, axes in self._items:
             if wanted.isdisjoint(item.shapes):
                 continue
-            index = tuple(index for _, index in axes)
-            blocks = [self._read(name, index) for name in item.stored_tensors(key)]
+            blocks = self._blocks(item, key, tuple(index for _, index in axes))
+            if blocks is None:
+                continue
             parts = item.entry.layout.split(torch.cat(blocks) if len(blocks) > 1 else blocks[0], dims)
             for (name, shape), part in zip(item.shapes.items(), parts, strict=True):
                 if item.entry.has_all_experts:
@@ -225,9 +234,19 @@ class _StoredTensors:
                             continue
                         part = experts.pop(name)
                 if tuple(part.shape) != shape:
-                    raise self._folder.error(f"tensor {key} gives {name} shape {list(part.shape)}, not {list(shape)}")
+                    raise self._error(f"tensor {key} gives {name} shape {list(part.shape)}, not {list(shape)}")
                 if name in wanted:
                     yield name, part
+
+    @abstractmethod
+    def _blocks(self, item: Item, key: str, index: tuple[int, ...]) -> list[Tensor] | None:
+        """The tensors of `Item.stored_tensors`, which are one parameter; None if this process does not need it.
+
+        Args:
+            item: the parameter.
+            key: its key.
+            index: equal layers and experts may be one tensor, whose block at this index is the parameter.
+        """
 
     def _find_items(self) -> Iterator[tuple[Item, str, Axes]]:
         """(parameter, key, the key's leading axes)."""
@@ -238,26 +257,41 @@ class _StoredTensors:
             stored = ((key, axes) for key, axes in item.stored_keys() if item.stored_tensors(key)[0] in self._stored)
             key, axes = next(stored, (None, ()))
             if key is None:
-                raise self._folder.error(f"tensor {item.name} is missing")
+                raise self._error(f"tensor {item.name} is missing")
             for name in item.stored_tensors(key):
                 if name not in self._stored:
-                    raise self._folder.error(f"tensor {name} is missing")
-            for (argument, _), size in zip(axes, self._stored[item.stored_tensors(key)[0]].size, strict=False):
+                    raise self._error(f"tensor {name} is missing")
+            for (argument, _), size in zip(axes, self._stored[item.stored_tensors(key)[0]][0], strict=False):
                 if size != self._args[argument]:
                     flag, what = "--" + argument.replace("_", "-"), argument.removeprefix("num_")
-                    raise self._folder.error(f"tensor {key} holds {size} {what}, {flag} is {self._args[argument]}")
+                    raise self._error(f"tensor {key} holds {size} {what}, {flag} is {self._args[argument]}")
             yield item, key, axes
 
     def _dtype(self, item: Item, key: str) -> torch.dtype:
-        return self._stored[item.stored_tensors(key)[0]].properties.dtype
+        return self._stored[item.stored_tensors(key)[0]][1]
+
+
+class _CheckpointTensors(ModelTensors):
+    """The model tensors of a checkpoint."""
+
+    def __init__(self, folder: MegatronFolder, family: Family, args: Mapping[str, Any]) -> None:
+        self._folder = folder
+        stored = {
+            key: (tuple(entry.size), entry.properties.dtype)
+            for key, entry in folder.metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata) and key.startswith(MODEL_KEYS)
+        }
+        super().__init__(stored, family, args, folder.error)
+
+    def _blocks(self, item: Item, key: str, index: tuple[int, ...]) -> list[Tensor]:
+        return [self._read(name, index) for name in item.stored_tensors(key)]
 
     def _read(self, key: str, index: tuple[int, ...]) -> Tensor:
-        """One parameter. Equal layers and experts are stored as one tensor, of which the block at `index` is read."""
-        size, dtype = self._stored[key].size, self._stored[key].properties.dtype
+        size, dtype = self._stored[key]
         shape = (*(1 for _ in index), *size[len(index) :])
         data = torch.empty(shape, dtype=dtype)
         offset = (*index, *(0 for _ in size[len(index) :]))
         fragments = tuple(total // part for total, part in zip(size, shape, strict=True))
-        block = ShardedTensor(key, data, dtype, tuple(shape), tuple(size), offset, fragments)
+        block = ShardedTensor(key, data, dtype, shape, size, offset, fragments)
         self._folder.load({key: CheckpointableShardedTensor.from_sh_ten(block)})
         return data.reshape(size[len(index) :])

@@ -5,8 +5,10 @@ other tensors there and checks that it is the same folder.
 """
 
 import os
+from argparse import Namespace
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,18 +16,39 @@ from torch import Tensor
 from mkd.checkpoint.hf.families.vision_language import TEXT, VisionLanguage, vision_language_of
 from mkd.checkpoint.hf.folder import WHOLE_MODEL, HFFolder
 from mkd.checkpoint.hf.writer import Plan, config_with_dtype
-from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.checkpoint.tokenizer_hash import read_json_object
+from mkd.errors import MkdCheckpointError
 
 
-def stored_config(folder: MegatronFolder) -> dict[str, Any] | None:
+class ModelOrigin(Protocol):
+    """Where a model comes from: a checkpoint, or a running job."""
+
+    flag: str
+    """The flag of the model, for messages."""
+
+    @property
+    def args(self) -> Namespace:
+        """Megatron's arguments."""
+        ...
+
+    @property
+    def assets_dir(self) -> Path | None:
+        """Folder with the Hugging Face configuration and tokenizer; None without one."""
+        ...
+
+    def error(self, text: str) -> MkdCheckpointError:
+        """An error that names the model."""
+        ...
+
+
+def stored_config(folder: ModelOrigin) -> dict[str, Any] | None:
     """config.json in the checkpoint's `hf_assets`, of the whole model; None without it."""
     if folder.assets_dir is None or not (folder.assets_dir / "config.json").is_file():
         return None
     return read_json_object(folder.assets_dir / "config.json", folder.flag)
 
 
-def stored_architecture(folder: MegatronFolder) -> VisionLanguage | None:
+def stored_architecture(folder: ModelOrigin) -> VisionLanguage | None:
     """The vision-language architecture that the checkpoint's text model is a part of; None for a text model alone."""
     config = stored_config(folder)
     return None if config is None else vision_language_of(config)
@@ -38,7 +61,7 @@ class WholeModel:
         self._folder = folder
 
     @classmethod
-    def of_checkpoint(cls, checkpoint: MegatronFolder, base: str | None = None) -> "WholeModel | None":
+    def of_checkpoint(cls, checkpoint: ModelOrigin, base: str | None = None) -> "WholeModel | None":
         """The model around a checkpoint's text model; None for a text model alone.
 
         Args:

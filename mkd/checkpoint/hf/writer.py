@@ -77,6 +77,8 @@ class WeightsWriter:
             shard_bytes = min(shard_bytes, max(PARALLEL_SHARD_BYTES, -(-plan_bytes(plan) // parts)))
         self._shards = _assign_to_files(plan, shard_bytes)
         self._names = self._file_names()
+        self.part_of = {name: n % parts for n, names in enumerate(self._shards) for name in names}
+        """The process that writes each tensor."""
         self._todo = [(n, name) for n, names in enumerate(self._shards) if n % parts == part for name in names]
         self.names = [name for _, name in self._todo]
         self._next = 0
