@@ -54,11 +54,12 @@ class MkdCacheError(MkdError):
 
 
 class MkdTeacherError(MkdError):
-    """A teacher service that is no service, another teacher than expected, or refuses the connection or a request."""
+    """A teacher service or an inference server that is none, has another model than expected, or refuses the connection
+    or a request."""
 
 
 class MkdTeacherTimeout(MkdTeacherError):
-    """A teacher service that does not answer; the same command may find it later."""
+    """A teacher service or an inference server that does not answer; the same command may find it later."""
 
     status = 75
     """Exit status of a job that it ends (EX_TEMPFAIL)."""

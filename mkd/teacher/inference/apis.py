@@ -97,7 +97,7 @@ def wrong_form(api: InferenceApi, server: HttpServer) -> Iterator[None]:
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise MkdTeacherError(
             f"{server} answers in another form than {api.name} does ({type(error).__name__}: {error}): is "
-            "--kd-teacher-api right?"
+            f"{server.flags.api} right?"
         ) from None
 
 

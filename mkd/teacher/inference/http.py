@@ -12,8 +12,6 @@ from urllib3.exceptions import HTTPError
 from mkd.errors import MkdConfigError, MkdTeacherError
 from mkd.utils.json_files import parse_json
 
-API_KEY = "MKD_TEACHER_API_KEY"
-"""Environment variable of the key that a server may require."""
 _CONNECT_S = 10.0
 _PIECE_BYTES = 1 << 20
 _QUOTED = 400
@@ -24,9 +22,31 @@ _TRANSIENT = {408, 425, 429}
 class ServerLost(Exception):
     """A server that does not answer, or cannot at the moment: the request may be sent again, also to another one."""
 
+    status: int | None = None
+    """Status of the answer; None without one."""
+
 
 class ServerRefusal(MkdTeacherError):
     """An answer with a status that says that the request itself cannot be answered."""
+
+    answer: int
+    """Status of the answer."""
+
+
+@dataclass(frozen=True)
+class ServerFlags:
+    """Names by which a user gives servers of one use, for messages."""
+
+    url: str
+    """Flag of the addresses."""
+    api: str
+    """Flag of the protocol."""
+    key: str
+    """Environment variable of the key that a server may require."""
+
+
+TEACHER = ServerFlags("--kd-teacher-url", "--kd-teacher-api", "MKD_TEACHER_API_KEY")
+ROLLOUT = ServerFlags("--kd-rollout-url", "--kd-rollout-api", "MKD_ROLLOUT_API_KEY")
 
 
 @dataclass(frozen=True)
@@ -72,20 +92,23 @@ class ServerAddress:
 class HttpServer:
     """One address; may be used by several threads."""
 
-    def __init__(self, address: ServerAddress, timeout_s: float, connections: int = 1) -> None:
+    def __init__(
+        self, address: ServerAddress, timeout_s: float, connections: int = 1, flags: ServerFlags = TEACHER
+    ) -> None:
         """No connection is made yet.
 
         Args:
             address: the server.
             timeout_s: longest time of one request.
             connections: number of threads that use it.
+            flags: the names of its use.
         """
-        self.address, self._timeout_s = address, timeout_s
+        self.address, self.flags, self._timeout_s = address, flags, timeout_s
         kind = urllib3.HTTPSConnectionPool if address.scheme == "https" else urllib3.HTTPConnectionPool
         limits = urllib3.Timeout(connect=min(_CONNECT_S, timeout_s), read=timeout_s)
         self._pool = kind(address.host, address.port, maxsize=connections, timeout=limits, retries=False)
         self._headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
-        if key := os.environ.get(API_KEY):
+        if key := os.environ.get(flags.key):
             self._headers["Authorization"] = f"Bearer {key}"
 
     def __str__(self) -> str:
@@ -138,14 +161,18 @@ class HttpServer:
             return self._parse(content, most_bytes)
         said = " ".join(content[: 4 * _QUOTED].decode(errors="replace").split())[:_QUOTED]
         if response.status >= 500 or response.status in _TRANSIENT:
-            raise ServerLost(f"{self} answers with status {response.status}: {said}")
+            lost = ServerLost(f"{self} answers with status {response.status}: {said}")
+            lost.status = response.status
+            raise lost
         if 300 <= response.status < 400:
             raise MkdTeacherError(
                 f"{self} redirects to {response.headers.get('Location', 'another address')!r:.200}, which is not "
                 "followed: give the server's own address"
             )
-        key = f"; set {API_KEY} to the key of the server" if response.status in (401, 403) else ""
-        raise ServerRefusal(f"{self} refuses {path} with status {response.status}: {said}{key}")
+        key = f"; set {self.flags.key} to the key of the server" if response.status in (401, 403) else ""
+        refusal = ServerRefusal(f"{self} refuses {path} with status {response.status}: {said}{key}")
+        refusal.answer = response.status
+        raise refusal
 
     def _read(self, response: urllib3.BaseHTTPResponse, most_bytes: int, ends: float) -> bytes:
         pieces, size = [], 0

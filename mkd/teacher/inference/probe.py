@@ -62,7 +62,7 @@ def find_model(server: HttpServer, address: ServerAddress, api: str, flag: str) 
     Args:
         server: the server.
         address: its address, which may name one of several models.
-        api: value of --kd-teacher-api.
+        api: value of --kd-teacher-api or --kd-rollout-api.
         flag: the flag of the address, for messages.
 
     Raises:
@@ -85,7 +85,7 @@ def find_model(server: HttpServer, address: ServerAddress, api: str, flag: str) 
     if api == "auto" and found not in APIS:
         raise MkdTeacherError(
             f"{flag} {address} does not say whether it is vLLM or SGLang (owned_by is {found!r:.60}): give "
-            f"--kd-teacher-api {' or '.join(APIS)}"
+            f"{server.flags.api} {' or '.join(APIS)}"
         )
     positions = card.get("max_model_len")
     return ModelCard(card["id"], found if api == "auto" else api, positions if type(positions) is int else None)

@@ -39,8 +39,8 @@ class TokenScores:
         ids, top, own = self.top_ids, self.top_log_probs, self.own_log_probs
         if not (np.isfinite(top).all() and np.isfinite(own).all()):
             raise MkdNumericError(
-                f"{origin} answers with log-probabilities that are not finite: the teacher's weights are damaged, or "
-                "it overflows in its precision"
+                f"{origin} answers with log-probabilities that are not finite: the weights of its model are damaged, "
+                "or it overflows in its precision"
             )
         if ids.min(initial=0) < 0 or ids.max(initial=0) >= vocab:
             raise MkdTeacherError(

@@ -314,7 +314,7 @@ def test_environment(vllm: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     """Proxies of the environment are not used; a key is."""
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
-    monkeypatch.setenv(http.API_KEY, "abc")
+    monkeypatch.setenv(http.TEACHER.key, "abc")
     model_at(vllm).score(TEXT, TOP_K, VOCAB)
     assert vllm.seen_headers["Authorization"] == "Bearer abc"
 
