@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
-from mkd.checkpoint.hf.export import MODEL_KEYS, ModelTensors, Stored, architecture_of
+from mkd.checkpoint.hf.export import MODEL_KEYS, ModelTensors, architecture_of
 from mkd.checkpoint.hf.families import Family
 from mkd.checkpoint.hf.folder import ASSET_FILES
 from mkd.checkpoint.hf.tables import Item
@@ -175,7 +175,9 @@ class _LiveTensors(ModelTensors):
             held[box.key] = held.get(box.key, 0) + math.prod(box.shape)
         for key, count in held.items():
             if count != math.prod(self._stored[key][0]):
-                raise self._error(f"the ranks have {count} elements of tensor {key}, whose shape is {self._stored[key][0]}")
+                raise self._error(
+                    f"the ranks have {count} elements of tensor {key}, whose shape is {self._stored[key][0]}"
+                )
 
     def _blocks(self, item: Item, key: str, index: tuple[int, ...]) -> list[Tensor] | None:
         owners, found = sorted({self.owners[name] for name in item.shapes}), None

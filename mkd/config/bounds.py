@@ -223,7 +223,7 @@ _GROUPS: tuple[tuple[Bounds, str], ...] = (
     (_BATCH, "kd_teacher_micro_batch_size"),
     (Bounds(0, 1000, "it counts steps whose texts are sent ahead"), "kd_teacher_ahead"),
     (Bounds(0.0, 1e5, "it counts GB of host memory"), "kd_teacher_buffer_gb"),
-    (Bounds(1.0, 1e6, "it is a time in seconds"), "kd_teacher_timeout"),
+    (Bounds(1.0, 1e6, "it is a time in seconds"), "kd_teacher_timeout kd_rollout_timeout"),
     (_INTERVAL, "kd_save_hf_interval kd_compare_interval"),
     (Bounds(1, 10**6, "it counts folders"), "kd_save_hf_keep kd_keep_last"),
     (Bounds(0.0, 1e6, "it counts passes over the data", without_low=True), "kd_epochs"),
@@ -234,6 +234,7 @@ _GROUPS: tuple[tuple[Bounds, str], ...] = (
     (Bounds(0.0, 1e5, "it counts GB of a device", without_low=True), "kd_rollout_memory_gb"),
     (Bounds(1, 10**5, "it counts answers to a prompt"), "kd_rollout_samples"),
     (Bounds(1, 1000, "it counts steps, and older texts are no longer the student's"), "kd_rollout_steps"),
+    (Bounds(1, 10**6, "it counts steps"), "kd_rollout_refresh"),
     (Bounds(0.0, 1e9, "it counts tokens of a text", without_low=True), "kd_position_weight"),
 )
 

@@ -18,6 +18,7 @@ from mkd.config.values import (
     LogitsDtype,
     LossImplementation,
     Packing,
+    RolloutApi,
     ServedTargets,
     TeacherApi,
     TeachersMode,
@@ -461,6 +462,9 @@ def check_epochs(kd: KDFields) -> None:
         raise MkdConfigError(f"--kd-epochs is {kd.epochs:g}; it must be a finite number > 0")
 
 
+SERVER_FIELDS = ("rollout_api", "rollout_refresh", "rollout_weights", "rollout_timeout")
+"""Fields of servers behind --kd-rollout-url."""
+
 ROLLOUT_FIELDS = (
     "prompts",
     "rollout_tokens",
@@ -472,6 +476,8 @@ ROLLOUT_FIELDS = (
     "rollout_steps",
     "rollout_memory_gb",
     "rollout_offload",
+    "rollout_url",
+    *SERVER_FIELDS,
     "rollout_guard",
     "rollout_most_repeated",
     "rollout_most_cut_off",
@@ -491,6 +497,7 @@ def check_on_policy(kd: KDFields) -> None:
                 )
         return
     _check_share(kd)
+    _check_servers(kd)
     what = f"L = {kd.on_policy_over_time} of --kd-on-policy"
     if kd.on_policy_schedule == "constant":
         what = f"--kd-on-policy is {kd.on_policy:g}"
@@ -523,6 +530,28 @@ def check_on_policy(kd: KDFields) -> None:
     for flag, (given, reason) in reasons.items():
         if given:
             raise MkdConfigError(f"{what}, which does not work with {flag} ({reason}): leave one of them out")
+
+
+def _check_servers(kd: KDFields) -> None:
+    """Refuse options of servers without --kd-rollout-url, and what does not work with it."""
+    require_choice("--kd-rollout-api", kd.rollout_api, get_args(RolloutApi))
+    if kd.rollout_url is None:
+        for field in SERVER_FIELDS:
+            if (value := getattr(kd, field)) != getattr(KDFields, field):
+                raise MkdConfigError(
+                    f"{flag_of(field)} is {value}, but the student writes on the training ranks: give "
+                    "--kd-rollout-url, or leave it out"
+                )
+        return
+    what = f"--kd-rollout-url {' '.join(kd.rollout_url)}"
+    if len(set(kd.rollout_url)) < len(kd.rollout_url):
+        raise MkdConfigError(f"{what} has an address twice: leave one out")
+    for flag, given, reason in (
+        ("--kd-rollout-memory-gb", kd.rollout_memory_gb is not None, "nothing is cached on the training ranks"),
+        ("--kd-lora", kd.lora is not None, "servers load whole weights"),
+    ):
+        if given:
+            raise MkdConfigError(f"{what} does not work with {flag} ({reason}): leave one of them out")
 
 
 def _check_share(kd: KDFields) -> None:

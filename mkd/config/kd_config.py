@@ -77,6 +77,7 @@ FIELD_CHECKS: tuple[FieldCheck, ...] = (
     FieldCheck(("epochs",), checks.check_epochs),
     FieldCheck(("on_policy", "on_policy_schedule", *checks.ROLLOUT_FIELDS), checks.check_on_policy),
     *_numbers("compare_interval", "sample_tokens", "eval_tokens", "rollout_tokens", "rollout_samples", "rollout_steps"),
+    *_numbers("rollout_refresh"),
     FieldCheck(("sample_tokens",), checks.check_samples),
     FieldCheck(("eval_tokens",), checks.check_eval_tokens),
     FieldCheck(("compare_interval",), checks.check_comparison),

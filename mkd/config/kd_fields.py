@@ -18,6 +18,7 @@ from mkd.config.values import (
     LogitsDtype,
     LossImplementation,
     Packing,
+    RolloutApi,
     ServedTargets,
     TeacherApi,
     TeachersMode,
@@ -359,6 +360,25 @@ class KDFields:
     rollout_offload: bool = False
     """Keep the optimizer's state in host memory while the student writes: moments and fp32 parameters leave the device
     before, and come back while the teacher and the student compute. No number changes."""
+
+    rollout_url: list[str] | None = field(default=None, metadata={"argparse_meta": {"metavar": "URL"}})
+    """http://HOST:PORT of one or more inference servers (vLLM, SGLang), which share the work: they write the texts of
+    --kd-on-policy with the student's weights, in the place of the training ranks. Default: none."""
+
+    rollout_api: RolloutApi = "auto"
+    """Protocol of --kd-rollout-url. auto: what the server says."""
+
+    rollout_refresh: int = 1
+    """N >= 1: with --kd-rollout-url, the servers are given the student's present weights at a rollout if those that
+    they have are N or more steps old."""
+
+    rollout_weights: str | None = field(default=None, metadata={"argparse_meta": {"metavar": "DIR"}})
+    """With --kd-rollout-url: folder in which the student's weights are written as Hugging Face folders for the servers,
+    which must find them under the same path. Default: the subfolder rollout of --save."""
+
+    rollout_timeout: float = 600.0
+    """With --kd-rollout-url: seconds for one text, and without any answer, after which the job saves and ends with
+    status 75."""
 
     rollout_guard: GuardMode = "warn"
     """Reaction to texts that run away: above one of the two thresholds below in three rollouts in a row. off: none.

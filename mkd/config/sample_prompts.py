@@ -33,6 +33,11 @@ def check_on_policy(args: Namespace, kd: KDConfig) -> None:
         raise MkdConfigError(f"{what} does not work with --overlap-param-gather (it has not been tested): leave it out")
     if kd.rollout_offload:
         _check_offload(args)
+    if kd.rollout_url is not None and kd.rollout_weights is None and args.save is None:
+        raise MkdConfigError(
+            f"--kd-rollout-url {' '.join(kd.rollout_url)}: there is no folder for the student's weights: give --save, "
+            "or --kd-rollout-weights DIR"
+        )
     _check_options(args, "--kd-on-policy", value, ("--kd-rollout-tokens", kd.rollout_tokens))
 
 

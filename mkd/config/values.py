@@ -9,6 +9,7 @@ from mkd.config.bounds import check_number
 from mkd.errors import MkdConfigError
 
 TeacherApi = Literal["auto", "mkd", "vllm", "sglang"]
+RolloutApi = Literal["auto", "vllm", "sglang"]
 ServedTargets = Literal["hidden_states", "top_k", "sampled"]
 TeachersMode = Literal["sum", "averaged_logits", "select"]
 """Combinations of several teachers."""

@@ -271,7 +271,9 @@ def _check_tasks(draft: JobDraft) -> None:
 
 def _check_prompts(draft: JobDraft) -> None:
     check_on_policy(draft.args, draft.kd)
-    on_policy_of(draft.args, draft.kd, draft.true_vocab, draft.data.longest_sample)
+    check_writable("--kd-rollout-weights", draft.kd.rollout_weights)
+    waits = draft.waits and not draft.kd.dry_run
+    on_policy_of(draft.args, draft.kd, draft.true_vocab, draft.data.longest_sample, waits=waits)
 
 
 def _align_tokenizers(draft: JobDraft) -> None:

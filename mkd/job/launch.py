@@ -17,7 +17,7 @@ from mkd.job.checkpoints import best_checkpoint, prepare_saving, resolve_checkpo
 from mkd.job.epochs import set_iterations
 from mkd.job.job import Job
 from mkd.job.plan import record
-from mkd.job.samples import SampleWriter, TaskEvaluation, on_policy_of
+from mkd.job.samples import SampleWriter, TaskEvaluation, on_policy_of, store_rollout_assets
 from mkd.job.teacher_check import check_teacher_quality
 from mkd.job.training_loop import Hooks
 from mkd.report.metrics import MetricsLog
@@ -59,6 +59,9 @@ def build(job: Job) -> TrainingParts:
     if teacher is not None:
         check_teacher_quality(teacher, datasets[1] or datasets[0], groups, job, step)
     record(job)
+    on_policy = on_policy_of(job.args, job.kd, job.true_vocab, job.data.longest_sample, job.state, waits=True)
+    if job.args.rank == 0:
+        store_rollout_assets(job.args, job.kd)
     schedule = TeacherThenStudent(
         kd=job.kd,
         groups=groups,
@@ -68,7 +71,7 @@ def build(job: Job) -> TrainingParts:
         hidden_layers=job.pair_layers(groups, teacher),
         length_multiple=job.data.length_multiple,
         balance=lambda: job.state.balance_factor if job.kd.balance else 1.0,
-        on_policy=on_policy_of(job.args, job.kd, job.true_vocab, job.data.longest_sample, job.state),
+        on_policy=on_policy,
     )
     samples = SampleWriter.of(job.args, job.kd, job.true_vocab)
     tasks = TaskEvaluation.of(job.args, job.kd, job.true_vocab)

@@ -1,9 +1,12 @@
 """The interface of rollouts: prompts and options in, written tokens out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
+from torch import nn
+
+from mkd.distributed.groups import Groups
 from mkd.rollout.stop_strings import StopStrings
 
 Engine = Literal["cached", "uncached"]
@@ -45,6 +48,14 @@ class Decoding:
             return False
         return new[-1] in self.end_tokens or (self.stops is not None and self.stops.end(new))
 
+    def up_to_end(self, new: Sequence[int]) -> list[int]:
+        """The written tokens up to the first that ends the text, or all of them."""
+        ends = [place for place, token in enumerate(new) if token in self.end_tokens]
+        new = list(new[: ends[0] + 1] if ends else new)
+        if self.stops is None or not self.stops.are_in(new):
+            return new
+        return next((new[:count] for count in range(1, len(new)) if self.stops.end(new[:count])), new)
+
 
 @dataclass(frozen=True)
 class Request:
@@ -65,3 +76,32 @@ class WrittenText:
     tokens: tuple[int, ...]
     ended: bool
     """True if the last token ends the text; False if the text was cut off after `Decoding.tokens`."""
+
+
+class TextWriter(Protocol):
+    """Writes texts with the student's weights elsewhere."""
+
+    def write(
+        self,
+        chunks: Sequence[nn.Module],
+        groups: Groups,
+        requests: Sequence[Request],
+        options: Decoding,
+        iteration: int,
+        is_stopping: Callable[[], bool] = lambda: False,
+    ) -> tuple[list[list[int]], int]:
+        """Continue each prompt. Collective over all ranks.
+
+        Args:
+            chunks: the student's model chunks on this rank.
+            groups: its layout.
+            requests: the prompts, the same on all ranks; none may be empty.
+            options: see `Decoding`.
+            iteration: steps that the student has taken.
+            is_stopping: True if this process has received a signal to stop.
+
+        Returns:
+            The written tokens of each request, the same on all ranks, and the steps that the student had taken when it
+            had the weights that wrote them.
+        """
+        ...

@@ -24,7 +24,7 @@ from mkd.distributed.groups import Groups
 from mkd.errors import MkdCheckpointError
 from mkd.rollout.facts import RolloutFacts, repeated_share
 from mkd.rollout.guard import CollapseGuard
-from mkd.rollout.interface import Decoding, Engine, Request, WrittenText
+from mkd.rollout.interface import Decoding, Engine, Request, TextWriter, WrittenText
 from mkd.rollout.rows import WrittenRowOptions, WrittenRows
 from mkd.rollout.sampler import request_key
 from mkd.rollout.write import write_texts
@@ -50,6 +50,8 @@ class OnPolicy:
     guard: CollapseGuard | None = None
     state: RunState = field(default_factory=RunState)
     """Holds the texts of a rollout for several steps."""
+    writer: TextWriter | None = None
+    """Writes the texts elsewhere, in the place of `engine`; None: on the training ranks."""
 
     def count(self, rows: int, iteration: int = 0) -> int:
         """Number of written rows among the first `rows` of a global batch."""
@@ -79,6 +81,7 @@ class OnPolicy:
         microbatches: int,
         micro_batch_size: int,
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
+        is_stopping: Callable[[], bool] = lambda: False,
     ) -> WrittenRows | None:
         """Write the answers of one step, or read them from the rollout of an earlier step. Collective over all ranks.
 
@@ -89,12 +92,14 @@ class OnPolicy:
             microbatches: of the step on this rank.
             micro_batch_size: rows of each.
             around: the context in which texts are written; not entered where they exist already.
+            is_stopping: True if this process has received a signal to stop.
 
         Returns:
             None if L is so small that no row of this step is written.
 
         Raises:
             MkdDataError: the guard stops the job.
+            MkdError: as `TextWriter.write` of the writer elsewhere.
         """
         began = time.monotonic()
         size, rank = groups.dp.size(), groups.dp.rank()
@@ -105,7 +110,7 @@ class OnPolicy:
         written_now = 0
         if not rollout.is_written:
             with around():
-                written_now = rollout.write(chunks, groups, iteration)
+                written_now = rollout.write(chunks, groups, iteration, is_stopping)
         texts, rows = rollout.texts_at(iteration), {}
         for (row, request), text in zip(wanted.items(), texts, strict=True):
             microbatch, rest = divmod(row, micro_batch_size * size)
@@ -117,7 +122,7 @@ class OnPolicy:
             cut_off=sum(not text.ended for text in texts),
             seconds=max(time.monotonic() - began, 1e-9) if written_now else 0.0,
             repeated=repeated_share(texts),
-            age=iteration - rollout.written_at,
+            age=iteration - rollout.weights_at,
             written_now=written_now,
         )
         if written_now and self.guard is not None:
@@ -141,7 +146,9 @@ class _Rollout:
     texts: list[tuple[int, ...]]
     """Written tokens of each request, step after step; empty where nothing was written."""
     written_at: int = -1
-    """The step with whose weights they were written; -1: not yet."""
+    """The step before which they were written; -1: not yet."""
+    weights_at: int = -1
+    """The step with whose weights they were written: an earlier one where a server has the weights for several."""
 
     @classmethod
     def of(cls, policy: OnPolicy, iteration: int, rows: int) -> "_Rollout":
@@ -179,15 +186,25 @@ class _Rollout:
         """True if the texts exist."""
         return self.written_at >= 0
 
-    def write(self, chunks: Sequence[nn.Module], groups: Groups, iteration: int) -> int:
+    def write(
+        self, chunks: Sequence[nn.Module], groups: Groups, iteration: int, is_stopping: Callable[[], bool]
+    ) -> int:
         """Write the texts of this step and later ones. Returns the number of tokens written."""
         policy, start = self.policy, self._start(iteration)
         wanted = [request for step in self.requests[iteration - self.first :] for request in step.values()]
-        texts = write_texts(chunks, groups, wanted, policy.decoding, policy.engine)
-        self.texts[start:] = [text.tokens for text in texts]
+        if policy.writer is None:
+            texts = write_texts(chunks, groups, wanted, policy.decoding, policy.engine)
+            self.texts[start:], self.weights_at = [text.tokens for text in texts], iteration
+        else:
+            found, self.weights_at = policy.writer.write(
+                chunks, groups, wanted, policy.decoding, iteration, is_stopping
+            )
+            self.texts[start:] = map(tuple, found)
         self.written_at = iteration
         if policy.steps > 1:
             stored = {"key": self.key, "written_at": iteration, "texts": [list(text) for text in self.texts]}
+            if self.weights_at != iteration:
+                stored["weights_at"] = self.weights_at
             policy.state.rollout = stored
         return sum(map(len, self.texts))
 
@@ -206,10 +223,12 @@ class _Rollout:
         written_at, texts = stored.get("written_at"), stored.get("texts")
         is_whole = isinstance(written_at, int) and self.first <= written_at < self.first + self.policy.steps
         is_whole = is_whole and isinstance(texts, list) and len(texts) == len(self.texts)
+        weights_at = stored.get("weights_at", written_at)
+        is_whole = is_whole and isinstance(weights_at, int) and 0 <= weights_at <= written_at
         start = self._start(written_at) if is_whole else 0
         if not is_whole or not all(self._is_text(new) for new in texts[start:]):
             raise MkdCheckpointError("the checkpoint's texts of --kd-on-policy are damaged: resume from an earlier one")
-        self.texts, self.written_at = [tuple(new) for new in texts], written_at
+        self.texts, self.written_at, self.weights_at = [tuple(new) for new in texts], written_at, weights_at
 
     def _is_text(self, new: Any) -> bool:
         decoding = self.policy.decoding

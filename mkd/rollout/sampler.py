@@ -76,7 +76,7 @@ def signed(value: int) -> int:
     return value - (1 << _BITS) if value >> (_BITS - 1) else value
 
 
-def _logits(hidden: Tensor, output_layer: nn.Module, output_weight: Tensor | None, config: Any) -> Tensor:
+def logits_of(hidden: Tensor, output_layer: nn.Module, output_weight: Tensor | None, config: Any) -> Tensor:
     """[b, V/tp] fp32 logits of hidden states [b, H], for the arguments of an output processor."""
     weight, scale = output_head(output_layer, output_weight, config)
     return LogitMap(*scale).apply_((hidden @ weight.t()).float())
@@ -111,7 +111,7 @@ class NextToken:
         ) -> Tensor:
             hidden = self._hidden_at(hidden_states, last, config.sequence_parallel)
             own = torch.tensor(keys, device=hidden.device) if self.temperature > 0.0 else None
-            return self._choose(_logits(hidden, output_layer, output_weight, config), own)
+            return self._choose(logits_of(hidden, output_layer, output_weight, config), own)
 
         return choose
 
@@ -131,7 +131,7 @@ class NextToken:
                 whole = hidden.new_empty(len(keys), hidden.shape[1])
                 dist.all_gather_into_tensor(whole, hidden.contiguous(), group=self.groups.tp)
                 hidden = whole
-            return self._choose(_logits(hidden, output_layer, output_weight, config), keys)
+            return self._choose(logits_of(hidden, output_layer, output_weight, config), keys)
 
         return choose
 

@@ -19,3 +19,8 @@ class StopStrings:
         window = max(len(text.encode()) for text in self.strings) + 1
         text = self.tokenizer.decode(tokens[-window:])
         return any(string in text for string in self.strings)
+
+    def are_in(self, tokens: Sequence[int]) -> bool:
+        """True if one of the strings is in the text."""
+        text = self.tokenizer.decode(tokens)
+        return any(string in text for string in self.strings)

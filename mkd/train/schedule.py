@@ -189,7 +189,7 @@ class TeacherThenStudent:
         chunks = model if isinstance(model, list) else [model]
         sizes = options["num_microbatches"], options["micro_batch_size"]
         around = nullcontext if self.offload is None else self.offload.away
-        return self.on_policy.write(chunks, self.groups, self.current_iteration(), *sizes, around)
+        return self.on_policy.write(chunks, self.groups, self.current_iteration(), *sizes, around, self.is_stopping)
 
     def _read(self, source: Any, count: int, micro_batch_size: int, evaluating: bool) -> list[KDBatch]:
         """The step's microbatches, whole and on the host, without KD where the teacher has no target."""

@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -61,14 +61,21 @@ def vllm(folder: Path, name: str, *options: object) -> Iterator[str]:
     if known in os.environ:
         yield os.environ[known]
         return
+    with serving(folder / "teacher", folder / f"vllm{name}.log", ["--max-model-len", LENGTH + 2, *options]) as url:
+        yield url
+
+
+@contextmanager
+def serving(model: Path, log: Path, flags: Sequence[object], **variables: str) -> Iterator[str]:
+    """The address of a vLLM that serves a folder."""
     port = free_port()
-    command = [VLLM, "serve", folder / "teacher", "--served-model-name", "smol", "--host", "127.0.0.1", "--port", port]
-    command += ["--max-model-len", LENGTH + 2, "--max-num-seqs", 8, "--enforce-eager", *options]
+    command = [VLLM, "serve", model, "--served-model-name", "smol", "--host", "127.0.0.1", "--port", port, *flags]
+    command += ["--max-num-seqs", 8, "--enforce-eager"]
     own = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    environment |= {**own, "PYTHONPATH": str(ROOT / "tests/served")}
-    with (folder / f"vllm{name}.log").open("w") as log:
-        server = subprocess.Popen(list(map(str, command)), env=environment, stdout=log, stderr=log)
+    environment |= {**own, "PYTHONPATH": str(ROOT / "tests/served"), **variables}
+    with log.open("w") as out:
+        server = subprocess.Popen(list(map(str, command)), env=environment, stdout=out, stderr=out)
     try:
         address = ServerAddress.parse("url", f"http://127.0.0.1:{port}")
         wait_for_server(lambda: HttpServer(address, 60.0).get("/v1/models", 1 << 20), "vLLM", 600.0)

@@ -59,6 +59,10 @@ class HFStates:
             return self._model(torch.tensor([list(ids)])).logits[0].log_softmax(-1).double().numpy()
 
 
+_LOADING = {"/collective_rpc": "vllm", "/update_weights_from_disk": "sglang"}
+"""Route for new weights -> the server that has it."""
+
+
 class StandIn:
     """A server in threads of this process."""
 
@@ -87,10 +91,20 @@ class StandIn:
         self.late_fault: tuple[int, str] | None = None
         """Number of texts after which a fault begins, and the fault."""
         self.delay_s = 0.0
+        self.busy = self.most_busy = 0
+        """Requests that wait at present, and at most so far; close enough without a lock."""
         self.tokens: list[int] | None = None
         """The answer of /tokenize; None: there is no such route."""
         self.texts: list[list[int]] = []
         """Texts that were scored."""
+        self.load: Callable[[str], LogProbs] | None = None
+        """The model in a folder; None: there is no route for new weights."""
+        self.loaded: list[str] = []
+        """Folders whose weights were loaded."""
+        self.written: list[tuple[list[int], list[int]]] = []
+        """Prompts, with what was written after them."""
+        self.bodies: list[dict[str, Any]] = []
+        """Requests for texts."""
         self.seen_headers: dict[str, str] = {}
         outer = self
 
@@ -220,6 +234,10 @@ class _Handler(BaseHTTPRequestHandler):
         if outer.fault == "no owner":
             card["owned_by"] = "somebody"
         with suppress(OSError):
+            if self.path in _LOADING:
+                is_there = outer.load is not None and outer.api == _LOADING[self.path]
+                self._json(405 if is_there else 404, {"detail": "Method Not Allowed" if is_there else "Not Found"})
+                return
             self._json(200, {"object": "list", "data": cards})
 
     def do_POST(self) -> None:
@@ -227,7 +245,10 @@ class _Handler(BaseHTTPRequestHandler):
         with suppress(OSError):  # the client has gone
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             outer.seen_headers = dict(self.headers)
+            outer.busy += 1
+            outer.most_busy = max(outer.most_busy, outer.busy)
             time.sleep(outer.delay_s)
+            outer.busy -= 1
             if outer.late_fault is not None and len(outer.texts) >= outer.late_fault[0]:
                 outer.fault = outer.late_fault[1]
             if outer.fault == "dead":
@@ -237,6 +258,14 @@ class _Handler(BaseHTTPRequestHandler):
                 self._json(200, {"count": len(outer.tokens), "max_model_len": 64, "tokens": outer.tokens})
             elif self._is_wrong():
                 return
+            elif self.path in _LOADING:
+                self._load(body)
+            elif self.path == "/reset_prefix_cache" and outer.load is not None:
+                self._json(200, {"success": outer.fault != "busy cache"})
+            elif "prompt_logprobs" not in body and self.path == "/v1/completions" and outer.api == "vllm":
+                self._vllm_text(body)
+            elif body.get("sampling_params", {}).get("max_new_tokens") and outer.api == "sglang":
+                self._sglang_text(body)
             elif self.path == "/v1/completions" and outer.api == "vllm":
                 self._vllm(body)
             elif self.path == "/generate" and outer.api == "sglang":
@@ -284,6 +313,102 @@ class _Handler(BaseHTTPRequestHandler):
             case _:
                 return False
         return True
+
+    def _load(self, body: dict[str, Any]) -> None:
+        """The route for new weights."""
+        outer = self.server_of
+        if outer.load is None or outer.api != _LOADING[self.path]:
+            self._json(404, {"detail": "Not Found"})
+            return
+        if outer.api == "vllm":
+            if "method" not in body:
+                self._json(400, {"detail": "Missing 'method' in request body"})
+                return
+            assert body["method"] == "reload_weights"
+            folder = body["kwargs"]["weights_path"]
+        elif "model_path" not in body:
+            self._json(422, {"detail": [{"type": "missing", "loc": ["body", "model_path"]}]})
+            return
+        else:
+            folder = body["model_path"]
+        is_broken = outer.fault == "does not load"
+        if not is_broken and outer.fault != "keeps":
+            outer.model = outer.load(folder)
+        outer.loaded.append(folder)
+        if outer.api == "vllm":
+            self._json(*((500, {"error": {"message": "Worker failed"}}) if is_broken else (200, {"results": [None]})))
+        else:
+            self._json(400 if is_broken else 200, {"success": not is_broken, "message": "x", "num_paused_requests": 0})
+
+    def _sample(self, prompt: list[int], options: dict[str, Any], tokens: int, seed: int) -> tuple[list[int], str]:
+        """The text after a prompt, and the reason for its end."""
+        outer, new, generator = self.server_of, [], np.random.default_rng(seed)
+        assert (options["top_k"], options["min_p"], options["repetition_penalty"]) == (-1, 0.0, 1.0)
+        assert not options["skip_special_tokens"] and "n" not in options
+        ends, reason = options["stop_token_ids"], "length"
+        while len(new) < tokens:
+            scores = outer.model([*prompt, *new])[-1]
+            if options["temperature"] > 0.0:
+                chances = np.exp(scores / options["temperature"])
+                chances /= chances.sum()
+                order = np.argsort(-chances)
+                kept = order[: 1 + np.searchsorted(np.cumsum(chances[order]), options["top_p"])]
+                new.append(int(generator.choice(kept, p=chances[kept] / chances[kept].sum())))
+            else:
+                new.append(int(scores.argmax()))
+            if new[-1] in ends:
+                reason = "stop"
+                break
+        outer.written.append((prompt, new))
+        return self._spoiled(new, reason, tokens)
+
+    def _spoiled(self, new: list[int], reason: str, tokens: int) -> tuple[list[int], str]:
+        """A text with a fault."""
+        match self.server_of.fault:
+            case "beyond":
+                new = [*new[:-1], self.server_of.vocab]
+            case "negative":
+                new = [*new[:-1], -1]
+            case "fractions":
+                new = [*new[:-1], 1.0]
+            case "more tokens":
+                new = [*new, *[1] * tokens]
+            case "no tokens":
+                new = []
+            case "short":
+                new, reason = new[:1], "length"
+            case "early":
+                new, reason = [one for one in new if one > 1][:1] or [2], "stop"
+            case "reason":
+                reason = "content_filter"
+            case "aborts":
+                reason = "abort"
+        return new, reason
+
+    def _vllm_text(self, body: dict[str, Any]) -> None:
+        outer = self.server_of
+        outer.bodies.append(body)
+        assert body["ignore_eos"] and not body["add_special_tokens"] and body["return_token_ids"]
+        if self._refused(body["prompt"], 0, len(body["prompt"]) + body["max_tokens"]):
+            return
+        new, reason = self._sample(body["prompt"], body, body["max_tokens"], body["seed"])
+        choice = {"index": 0, "text": "x", "logprobs": None, "finish_reason": reason, "stop_reason": None}
+        if outer.fault != "no ids":
+            choice |= {"token_ids": new, "prompt_token_ids": body["prompt"]}
+        count = {"two choices": 2, "no choice": 0}.get(outer.fault, 1)
+        self._json(200, {"object": "text_completion", "model": outer.name, "choices": [choice] * count, "usage": {}})
+
+    def _sglang_text(self, body: dict[str, Any]) -> None:
+        outer, options = self.server_of, body["sampling_params"]
+        outer.bodies.append(body)
+        assert not options["ignore_eos"] and options["no_stop_trim"]
+        if self._refused(body["input_ids"], 0, len(body["input_ids"]) + options["max_new_tokens"]):
+            return
+        new, reason = self._sample(body["input_ids"], options, options["max_new_tokens"], options["sampling_seed"])
+        answer = {"text": "x", "meta_info": {"finish_reason": {"type": reason}, "completion_tokens": len(new)}}
+        if outer.fault != "no ids":
+            answer["output_ids"] = new
+        self._json(200, [answer] if outer.fault == "two choices" else answer)
 
     def _refused(self, ids: list[int], top_k: int, length: int) -> bool:
         outer = self.server_of

@@ -189,7 +189,9 @@ class ModelTensors(ABC):
     """Tensors of a model under the names of a checkpoint, read as those of a Hugging Face folder, one parameter of one
     layer at a time."""
 
-    def __init__(self, stored: Stored, family: Family, args: Mapping[str, Any], error: Callable[[str], Exception]) -> None:
+    def __init__(
+        self, stored: Stored, family: Family, args: Mapping[str, Any], error: Callable[[str], Exception]
+    ) -> None:
         """Find the parameters of the family among the tensors.
 
         Args:

@@ -21,7 +21,7 @@ from mkd.errors import MkdCheckpointError
 
 
 class ModelOrigin(Protocol):
-    """Where a model comes from: a checkpoint, or a running job."""
+    """The origin of a model: a checkpoint, or a running job."""
 
     flag: str
     """The flag of the model, for messages."""

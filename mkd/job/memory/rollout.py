@@ -65,7 +65,7 @@ class RolloutMemory:
         rows = getattr(args, "eval_micro_batch_size", None) or args.micro_batch_size
         kinds = [(rows, kd.sample_tokens, LOGIT_BYTES * shard_of(args), None)] if kd.sample_prompts is not None else []
         kinds += [(rows, kd.eval_tokens, LOGIT_BYTES * shard_of(args), None)] if kd.eval_tasks is not None else []
-        if kd.is_on_policy:
+        if kd.is_on_policy and kd.rollout_url is None:
             logits = _sampling_bytes(args, kd, on_gpu)
             kinds.append((args.micro_batch_size, kd.rollout_tokens, logits, cache_tokens(args, kd)))
         found = [cls._of_kind(args, kd, stage, kind) for kind in kinds]

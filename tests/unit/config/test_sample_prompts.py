@@ -89,6 +89,7 @@ def test_tasks_are_refused_like_samples() -> None:
 
 
 ON_POLICY = {"on_policy": 0.5, "prompts": "P", "rollout_tokens": 8}
+SERVER = ["http://a"]
 
 
 @pytest.mark.parametrize(
@@ -152,6 +153,18 @@ def test_optimizers_whose_state_cannot_leave(flag: str) -> None:
             {"on_policy": None, "prompts": None, "rollout_tokens": 256, "rollout_offload": True},
             "--kd-rollout-offload is True, but the student writes nothing",
         ),
+        ({"rollout_refresh": 2}, "--kd-rollout-refresh is 2, but the student writes on the training ranks: give --kd"),
+        ({"rollout_weights": "W"}, "--kd-rollout-weights is W, but the student writes on the training ranks"),
+        ({"rollout_api": "mkd"}, "--kd-rollout-api is 'mkd'; legal values are 'auto', 'vllm', 'sglang'"),
+        ({"rollout_url": SERVER, "rollout_refresh": 0}, "--kd-rollout-refresh is 0; it must be at least 1"),
+        ({"rollout_url": SERVER, "rollout_timeout": 0.0}, "--kd-rollout-timeout is 0"),
+        ({"rollout_url": SERVER * 2}, "--kd-rollout-url http://a http://a has an address twice"),
+        ({"rollout_url": SERVER, "rollout_memory_gb": 1.0}, "http://a does not work with --kd-rollout-memory-gb"),
+        ({"rollout_url": SERVER, "lora": "4", "student_hf": "S"}, "does not work with --kd-lora (servers load whole"),
+        (
+            {"on_policy": None, "prompts": None, "rollout_tokens": 256, "rollout_url": SERVER},
+            "--kd-rollout-url is 'http://a', but the student writes nothing",
+        ),
         ({"position_weight": 0.0}, "--kd-position-weight is 0"),
         ({"rollout_guard": "end"}, "--kd-rollout-guard is 'end'; legal values are 'off', 'warn', 'stop'"),
         ({"rollout_most_repeated": 1.5}, "--kd-rollout-most-repeated is 1.5"),
@@ -173,6 +186,13 @@ def test_on_policy_with_flags_of_distillation(changes: dict, words: str) -> None
     with pytest.raises(MkdConfigError) as caught:
         kd(**{**ON_POLICY, **changes})
     assert words in str(caught.value)
+
+
+def test_a_folder_for_the_weights_of_servers() -> None:
+    for options, flags in (({"save": "S"}, {}), ({"save": None}, {"rollout_weights": "W"})):
+        check_on_policy(arguments(global_batch_size=2, **options), kd(**ON_POLICY, rollout_url=SERVER, **flags))
+    with pytest.raises(MkdConfigError, match="--kd-rollout-url http://a: there is no folder for the student's weights"):
+        check_on_policy(arguments(global_batch_size=2, save=None), kd(**ON_POLICY, rollout_url=SERVER))
 
 
 def test_flags_without_their_partner() -> None:

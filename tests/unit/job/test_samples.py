@@ -13,9 +13,10 @@ import torch
 from mkd.config.flags import default_arguments
 from mkd.config.kd_config import KDConfig
 from mkd.errors import MkdConfigError, MkdDataError
-from mkd.job.samples import on_policy_of
+from mkd.job.samples import on_policy_of, rollout_plan
 from tests.support.chats import MARKED, chat_tokenizer
 from tests.support.hf_folders import change_json
+from tests.support.inference_server import StandIn, table_model
 
 defaults = cache(default_arguments)
 
@@ -66,6 +67,25 @@ def folder(tmp_path: Path) -> Path:
     lines = ({"prompt": "The import"}, {"messages": [{"role": "user", "content": "hello"}]})
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return tmp_path
+
+
+def test_servers_in_the_place_of_the_training_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank alone finds them, if asked to."""
+    with StandIn(table_model(307), vocab=307) as server:
+        server.load = lambda _: server.model
+        args = arguments(folder, save=str(folder / "save"), tokenizer_type="HuggingFaceTokenizer")
+        flags = kd(folder / "p.jsonl", rollout_url=[server.url], rollout_refresh=4, rollout_steps=2)
+        assert on_policy_of(args, flags, 307, None).writer is None
+        writer = on_policy_of(args, flags, 307, None, waits=False).writer
+        assert [str(one) for one in writer.servers] == [f"--kd-rollout-url {server.url}"]
+        assert writer.refresh == 4 and 16 < len(writer.text) <= 64 and max(writer.text) < 307
+        (line,) = rollout_plan(args, flags).items()
+        assert line[0] == "servers" and line[1].startswith("100% of the rows from ")
+        assert line[1].endswith(f": {server.url}, new weights in {folder}/save/rollout after 4 steps")
+        monkeypatch.setenv("RANK", "1")
+        assert on_policy_of(args, flags, 307, None, waits=False).writer.servers == []
+        with pytest.raises(MkdConfigError, match="--kd-rollout-url is ftp://a; the address of an inference server is"):
+            on_policy_of(args, kd(folder / "p.jsonl", rollout_url=["ftp://a"]), 307, None, waits=False)
 
 
 def test_prompts_and_positions(folder: Path) -> None:

@@ -116,6 +116,37 @@ def test_damaged_texts_of_a_checkpoint(monkeypatch: pytest.MonkeyPatch, damage: 
         written.step(policy(1.0, steps=3, state=broken), 1)
 
 
+class Elsewhere:
+    """A `TextWriter` with weights of every fourth step."""
+
+    def __init__(self) -> None:
+        self.iterations: list[int] = []
+
+    def write(
+        self, chunks: Any, groups: Any, requests: list[Request], options: Any, iteration: int, is_stopping: Any
+    ) -> tuple[list[list[int]], int]:
+        self.iterations.append(iteration)
+        assert not is_stopping()
+        return [[len(self.iterations), *request.prompt] for request in requests], iteration - iteration % 4
+
+
+def test_texts_that_are_written_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their age is that of the weights, also after a resume."""
+    written, state, writer = Written(monkeypatch), RunState(), Elsewhere()
+    several = policy(1.0, steps=3, state=state, writer=writer)
+    found = [written.step(several, iteration) for iteration in range(5)]
+    assert [calls for calls, _ in found] == [[1, 1]] * 3 + [[2, 2]] * 2
+    assert [facts.age for _, facts in found] == [0, 1, 2, 3, 4]
+    assert writer.iterations == [0, 3] and state.rollout["weights_at"] == 0
+    resumed = policy(1.0, steps=3, state=RunState(rollout=state.rollout), writer=writer)
+    texts, facts = written.step(resumed, 5)
+    assert texts == [2, 2] and facts.age == 5 and writer.iterations == [0, 3] and written.requests == []
+    for value in (-1, 4, "0"):
+        broken = RunState(rollout={**state.rollout, "weights_at": value})
+        with pytest.raises(MkdCheckpointError, match="texts of --kd-on-policy are damaged"):
+            written.step(policy(1.0, steps=3, state=broken, writer=writer), 5)
+
+
 def test_stop_strings() -> None:
     """A string may be in the middle of a token, or be made of several."""
     words = {0: "a", 1: "b", 2: "end!", 3: "e", 4: "nd"}

@@ -304,6 +304,8 @@ def test_keys_and_values_of_written_texts():
     """8 layers of 4 groups of 64 channels in bf16 take 8 KiB per token; a microbatch has 2048 tokens."""
     rollout = {"on_policy": 1.0, "prompts": "P"}
     (stage,) = stages_of(rollout)
+    (elsewhere,) = stages_of(rollout | {"rollout_url": ["http://a"]})
+    assert "writing" not in elsewhere.phases
     assert stage.phases["writing"][KEYS] == 2048 * 8192
     assert "writing" not in stages_of()[0].phases and stage.peak == stages_of()[0].peak
     for first in stages_of(rollout, **{PP: 2}):

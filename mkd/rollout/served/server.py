@@ -1,0 +1,124 @@
+"""An inference server that writes with the student's weights, which are loaded and compared with the student's own."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mkd.errors import MkdTeacherError
+from mkd.rollout.interface import Decoding, Request
+from mkd.rollout.served.apis import WritingApi, write_text
+from mkd.teacher.inference.apis import score
+from mkd.teacher.inference.http import HttpServer, ServerLost
+from mkd.teacher.inference.known_text import SAME_NATS
+from mkd.utils.logging import logger
+
+_SAME_SHARE = 0.03
+"""The same difference as a share of the log-probabilities: rounding grows with the logits. bf16 makes 0.023 of it in a
+model of random weights whose log-probabilities are -16.5 on average."""
+_STEADY = 0.2
+"""Share of that difference up to which a server has the weights that it had loaded. Above it they are loaded again."""
+_MOVED_NATS = 1e-3
+"""Mean difference of the student's log-probabilities above which those of a server must not be bit-equal to before."""
+_MOST_LOADS = 4
+"""Times that a server may have other weights between two refreshes."""
+
+
+@dataclass(frozen=True)
+class StudentWeights:
+    """Weights of the student, and how they are recognized."""
+
+    folder: Path
+    """Hugging Face folder."""
+    iteration: int
+    """Steps that the student had taken."""
+    text: tuple[int, ...]
+    """A text that servers score."""
+    scores: np.ndarray
+    """[n - 1] the student's own log-probabilities of its tokens but the first."""
+
+    @property
+    def limit(self) -> float:
+        """Mean difference of log-probabilities, in nats, up to which others are of the same weights."""
+        return max(SAME_NATS, _SAME_SHARE * float(np.abs(self.scores).mean()))
+
+
+@dataclass
+class StudentServer:
+    """One server. Not for several threads, except for `write`."""
+
+    server: HttpServer
+    api: WritingApi
+    model: str
+    """The name under which it serves the model."""
+    vocab: int
+    """The student's vocabulary."""
+    _loaded: tuple[StudentWeights, np.ndarray] | None = None
+    """The weights that it has loaded, and its own scores of their text then."""
+    _loads: int = 0
+    """Times that it has loaded these weights."""
+
+    def __str__(self) -> str:
+        return f"{self.server.flags.url} {self.server}"
+
+    def write(self, request: Request, options: Decoding) -> list[int]:
+        """See `write_text`."""
+        return write_text(self.api, self.server, self.model, request, options)
+
+    def prepare(self, weights: StudentWeights) -> None:
+        """Return when the server has these weights; they are loaded unless it has them already.
+
+        Raises:
+            ServerLost: the server does not answer now.
+            MkdTeacherError: it cannot load them, or has others afterwards.
+        """
+        if self._loaded is not None and self._loaded[0] is weights and self._is_steady():
+            return
+        self._loads = self._loads + 1 if self._loaded is not None and self._loaded[0] is weights else 1
+        if self._loads > _MOST_LOADS:
+            raise MkdTeacherError(
+                f"{self} scores the same text differently each time (by more than {_STEADY * weights.limit:.3f} nats "
+                f"on average), after it has loaded {weights.folder} {_MOST_LOADS} times: are several servers behind "
+                "this address, or does someone else change its weights?"
+            )
+        self.api.load(self.server, str(weights.folder))
+        found = self._scores(weights)
+        self._check(weights, found)
+        self._loaded = (weights, found)
+
+    def verify(self) -> None:
+        """Return if the server still has the weights that it has loaded.
+
+        Raises:
+            ServerLost: it does not answer now, or has others: it was started again, for example.
+        """
+        if not self._is_steady():
+            raise ServerLost(f"{self.server} has other weights than it had loaded; they are loaded again")
+
+    def _is_steady(self) -> bool:
+        weights, before = self._loaded
+        return bool(np.abs(self._scores(weights) - before).mean() <= _STEADY * weights.limit)
+
+    def _scores(self, weights: StudentWeights) -> np.ndarray:
+        return score(self.api.scoring, self.server, self.model, weights.text, 1, self.vocab).own_log_probs
+
+    def _check(self, weights: StudentWeights, found: np.ndarray) -> None:
+        """Refuse a server whose weights are not the student's."""
+        distance = float(np.abs(found - weights.scores).mean())
+        if not distance <= weights.limit:
+            raise MkdTeacherError(
+                f"{self} has other weights than the student after it has loaded {weights.folder}: log-probabilities of "
+                f"the same text differ by {distance:.3f} nats on average (limit {weights.limit:.3g}); serve the "
+                f"student's own model ({self.api.remedy.format(length='N')}), without quantization or adapters"
+            )
+        log = logger.info if self._loaded is None else logger.debug
+        log(f"{self}: log-probabilities differ from the student's by {distance:.4f} nats on average")
+        if self._loaded is None or not np.array_equal(self._loaded[1], found):
+            return
+        moved = float(np.abs(self._loaded[0].scores - weights.scores).mean())
+        if moved > _MOVED_NATS:
+            raise MkdTeacherError(
+                f"{self} has kept its weights: the student's log-probabilities of the same text have changed by "
+                f"{moved:.4f} nats on average since the weights of iteration {self._loaded[0].iteration}, and the "
+                f"server's are the same after it has loaded {weights.folder}: does it read the same disk?"
+            )

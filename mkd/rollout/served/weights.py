@@ -1,0 +1,88 @@
+"""Folders with the student's weights, from which inference servers load them."""
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+
+from mkd.checkpoint.ranks import run_on_all_ranks
+from mkd.errors import MkdCheckpointError
+from mkd.utils.atomic_files import partial_path, remove_folder, rename, sync_file, sync_folder
+
+_NAME = "step_"
+FLAG = "--kd-rollout-weights"
+
+
+class WeightFolders:
+    """`<folder>/step_XXXXXXX`, one per refresh: the number of steps that the student had taken.
+
+    All ranks fill a folder together under a name that begins with a dot; the first rank makes it durable and renames
+    it. A folder with a plain name is therefore complete.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Nothing is written yet."""
+        self._folder = folder
+
+    def add(self, iteration: int, write: Callable[[Path], None]) -> Path:
+        """A new folder. Collective over all ranks.
+
+        Args:
+            iteration: steps that the student has taken.
+            write: fills a folder that exists, called on all ranks.
+
+        Raises:
+            MkdCheckpointError: on all ranks, when one cannot write it.
+        """
+        final = self._folder.absolute() / f"{_NAME}{iteration:07d}"
+        staged = partial_path(final)
+        on_first_rank(lambda: _make_empty(staged))
+        _on_all_ranks(lambda: write(staged))
+        on_first_rank(lambda: _publish(staged, final))
+        return final
+
+    def remove_others(self, kept: Path) -> None:
+        """Remove all folders but one, and what ended jobs have left. Collective over all ranks.
+
+        Raises:
+            MkdCheckpointError: on all ranks, if they cannot be removed.
+        """
+        on_first_rank(lambda: self._remove_others(kept))
+
+    def _remove_others(self, kept: Path) -> None:
+        names = re.compile(rf"{_NAME}\d{{7,}}")
+        for path in list(self._folder.iterdir()):
+            if path.is_symlink() or not path.is_dir():
+                continue
+            if names.fullmatch(path.name) and path.name != kept.name:
+                remove_folder(path)
+            elif names.search(path.name) and path.name.startswith(f".{_NAME}"):
+                shutil.rmtree(path)
+
+
+def _make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _publish(staged: Path, final: Path) -> None:
+    for path in staged.iterdir():
+        sync_file(path)
+    sync_folder(staged)
+    if final.exists():  # an ended job has written the weights of this step, too
+        remove_folder(final)
+    rename(staged, final)
+
+
+def on_first_rank(action: Callable[[], None]) -> None:
+    """Run the action on the first rank; all ranks raise when it fails. Collective over all ranks."""
+    _on_all_ranks(action if dist.get_rank() == 0 else lambda: None)
+
+
+def _on_all_ranks(action: Callable[[], None]) -> None:
+    """Run the action on every rank; all ranks raise when it fails on one."""
+    for rank, problem in enumerate(run_on_all_ranks(action)):
+        if problem is not None:
+            raise MkdCheckpointError(f"{FLAG}: rank {rank} cannot write there, or remove what is old: {problem}")
