@@ -9,10 +9,6 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from mkd.checkpoint.adapters.peft_folder import open_hf_folder
-from mkd.checkpoint.hf.folder import store_assets
-from mkd.checkpoint.live_export import LiveModel
-from mkd.checkpoint.tokenizer_hash import ASSETS
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron_checks import length_multiple
 from mkd.config.run_state import RunState
@@ -21,9 +17,8 @@ from mkd.data.sources.prompts import ON_POLICY, Prompt, end_tokens, read_prompts
 from mkd.data.sources.tasks import Task, read_tasks
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdConfigError, MkdDataError
-from mkd.job.inference_teacher import probe_text
+from mkd.job.elsewhere.rollout_servers import rollout_folder, served_writer
 from mkd.job.memory import cache_tokens
-from mkd.job.teacher_elsewhere import WITHOUT_WAITING_S
 from mkd.report.samples import Sample
 from mkd.rollout.attention import reason_against_cache
 from mkd.rollout.cached import cached_length
@@ -31,19 +26,11 @@ from mkd.rollout.guard import CollapseGuard
 from mkd.rollout.interface import Decoding, Engine, Request, WrittenText
 from mkd.rollout.on_policy import OnPolicy
 from mkd.rollout.rows import WrittenRowOptions
-from mkd.rollout.served.find import TextSizes, addresses_of, find_servers
-from mkd.rollout.served.text_files import TextFiles
-from mkd.rollout.served.weights import WeightFolders
-from mkd.rollout.served.writer import ServedWriter
+from mkd.rollout.served.find import TextSizes, addresses_of
 from mkd.rollout.stop_strings import StopStrings
 from mkd.rollout.write import write_texts
-from mkd.teacher.inference.http import ROLLOUT
 from mkd.utils.json_files import read_json
-from mkd.utils.logging import current_rank
 from mkd.utils.pretrained import load_tokenizer
-
-_KNOWN_TOKENS = 64
-"""Tokens of the text by which the weights of servers are compared with the student's."""
 
 
 @dataclass(frozen=True)
@@ -203,50 +190,8 @@ def on_policy_of(
         options=WrittenRowOptions(kd.rollout_cut_off == "drop", kd.position_weight, is_routed=bool(teachers)),
         guard=_guard(kd),
         state=RunState() if state is None else state,
-        writer=None if waits is None else _served_writer(args, kd, TextSizes(true_vocab, longest_text), waits),
+        writer=None if waits is None else served_writer(args, kd, TextSizes(true_vocab, longest_text), waits),
     )
-
-
-def _served_writer(args: Namespace, kd: KDConfig, sizes: TextSizes, waits: bool) -> ServedWriter | None:
-    """The writer of --kd-rollout-url; None without the flag. The first rank finds the servers.
-
-    Raises:
-        MkdTeacherError: they cannot be used.
-    """
-    if kd.rollout_url is None:
-        return None
-    addresses_of(kd)
-    is_first, timeout_s = current_rank() == 0, kd.rollout_timeout if waits else WITHOUT_WAITING_S
-    text, _ = probe_text(args, sizes.vocab)
-    folder, saves = rollout_folder(args, kd), args.save is not None and args.save_interval
-    return ServedWriter(
-        servers=find_servers(kd, sizes, timeout_s) if is_first else [],
-        folders=WeightFolders(folder),
-        model=LiveModel(args, _assets_dir(args, kd), ROLLOUT.url),
-        text=text[:_KNOWN_TOKENS],
-        refresh=kd.rollout_refresh,
-        timeout_s=kd.rollout_timeout,
-        files=None if not saves else TextFiles(folder, args.save_interval),
-    )
-
-
-def rollout_folder(args: Namespace, kd: KDConfig) -> Path:
-    """Folder of the weights for the servers of --kd-rollout-url."""
-    return Path(kd.rollout_weights or Path(args.save) / "rollout")
-
-
-def _assets_dir(args: Namespace, kd: KDConfig) -> Path | None:
-    """The folder with the Hugging Face configuration and tokenizer of the student; None without one."""
-    if kd.student_hf is not None:
-        return rollout_folder(args, kd) / ASSETS
-    folders = [Path(folder) / ASSETS for folder in (args.load, args.pretrained_checkpoint) if folder is not None]
-    return next((folder for folder in folders if folder.is_dir()), None)
-
-
-def store_rollout_assets(args: Namespace, kd: KDConfig) -> None:
-    """Copy the student's configuration and tokenizer for the servers of --kd-rollout-url. Call it on one rank."""
-    if kd.rollout_url is not None and kd.student_hf is not None:
-        store_assets(open_hf_folder(kd.student_hf, "--kd-student-hf"), rollout_folder(args, kd))
 
 
 def _cache_tokens(args: Namespace, kd: KDConfig, longest_prompt: int) -> int | None:

@@ -1,1 +1,2 @@
-"""Teachers of a job whose model runs in another process: found, tested, and fitted to the flags."""
+"""Teachers of a job whose model runs in another process, and servers that write its student's texts: found, tested, and
+fitted to the flags."""
