@@ -10,22 +10,18 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    dynamic_module_utils,
-)
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, dynamic_module_utils
 
 from mkd.errors import MkdCheckpointError, MkdDataError
 from mkd.utils.hub_folder import download_hint, model_folder
 from mkd.utils.json_files import read_json, require_regular_files
 from mkd.utils.limits import call_within
 from mkd.utils.tokenizer_files import TOKENIZER_MARKERS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _PROBES = tuple(
     (part * 2000)[:2000] + end for part in ("a", " ", "1", "aB1 ,", "\u00e9\u4e2d") for end in ("!", "\x00")
@@ -89,7 +85,7 @@ def _probed(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_model(path: Path, flag: str, is_vision_language: bool = False, **options: Any) -> PreTrainedModel:
+def load_model(path: Path, flag: str, is_vision_language: bool = False, **options: Any) -> "PreTrainedModel":
     """Read a causal language model of a Hugging Face folder, from safetensors on disk only.
 
     Args:
@@ -101,6 +97,8 @@ def load_model(path: Path, flag: str, is_vision_language: bool = False, **option
     Raises:
         MkdCheckpointError: the model needs the folder's own code, or a kernel from a hub.
     """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText  # seconds, which a training never needs
+
     _refuse_hub_kernels(path, flag)
     if (path / _ADAPTER).exists():
         raise MkdCheckpointError(

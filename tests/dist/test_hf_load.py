@@ -8,6 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from mkd.checkpoint.hf.check import read_architecture
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.load import load_hf_weights
+from mkd.checkpoint.staged_reads import Staging
 from mkd.errors import MkdCheckpointError
 from tests.support.dist.gpt_models import build_chunks, layout, run_stages
 from tests.support.hf_folders import (
@@ -45,6 +46,28 @@ def loaded_logits(rank, world_size, path, tp, pp, vp):
                 nn.init.constant_(param, float("nan"))
         load_hf_weights(chunks, folder)
         return run_stages(chunks, TOKENS)
+
+
+def weights_by_way(rank, world_size, path):
+    """Parameters that are read one after the other, and through staging buffers by several threads."""
+    folder, loaded = HFFolder(path, FLAG), []
+    with layout(world_size, 1, 1), pytest.MonkeyPatch.context() as patch:
+        for staging in (None, Staging(torch.device("cpu"), nbytes=1000)):
+            patch.setattr(Staging, "to", lambda device, staging=staging: staging)
+            chunks = build_chunks(read_architecture(folder)[1], 1)
+            for param in chunks[0].parameters():
+                nn.init.constant_(param, float("nan"))
+            load_hf_weights(chunks, folder)
+            loaded.append({name: param.detach().clone() for name, param in chunks[0].named_parameters()})
+    return loaded
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_staged_reads(gloo_pool, folders, model):
+    for plain, staged in gloo_pool(2).run(weights_by_way, folders[model]):
+        assert plain.keys() == staged.keys()
+        for name, value in plain.items():
+            assert torch.equal(staged[name], value), name
 
 
 @pytest.mark.parametrize(("tp", "pp", "vp"), [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 2, 2), (2, 2, 1)])

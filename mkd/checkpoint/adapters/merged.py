@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from mkd.checkpoint.hf.folder import HFFolder
+from mkd.checkpoint.staged_reads import Staging
 from mkd.checkpoint.tokenizer_hash import hash_hex
 
 
@@ -39,11 +40,17 @@ class MergedFolder(HFFolder):
         super().__init__(base.path, base.flag)
         self._adapters = adapters
 
-    def read(self, name: str, rows: slice | None = None, cols: slice | None = None) -> Tensor:
-        """See `HFFolder.read`."""
-        value, layer = super().read(name, rows, cols), name.removesuffix(".weight")
+    def read(
+        self, name: str, rows: slice | None = None, cols: slice | None = None, staging: Staging | None = None
+    ) -> Tensor:
+        """See `HFFolder.read`. The sum is computed on the CPU, so that it is the same for every reader."""
+        layer = name.removesuffix(".weight")
         if layer == name or layer not in self._adapters.layers:
-            return value
+            return super().read(name, rows, cols, staging)
+        merged = self._merge(super().read(name, rows, cols), layer, rows, cols)
+        return merged if staging is None else merged.to(staging.device)
+
+    def _merge(self, value: Tensor, layer: str, rows: slice | None, cols: slice | None) -> Tensor:
         a, b = self._adapters.factors(layer)
         wide = torch.promote_types(value.dtype, torch.float32)
         a, b = a[:, cols or slice(None)].to(wide), b[rows or slice(None)].to(wide)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mkd.checkpoint.hf.families.vision_language import TextNames, vision_language_of
 from mkd.checkpoint.safetensors_files import TensorEntry, read_header
+from mkd.checkpoint.staged_reads import Staging
 from mkd.checkpoint.tokenizer_hash import ASSETS, read_json_object, tokenizer_hash
 from mkd.errors import MkdCheckpointError
 from mkd.utils.atomic_files import copy_file, write_bytes
@@ -71,8 +72,11 @@ class HFFolder:
         """An error that names the folder and its flag."""
         return MkdCheckpointError(f"{self.flag} {self.path}: {text}")
 
-    def read(self, name: str, rows: slice | None = None, cols: slice | None = None) -> Tensor:
-        """The tensor `name`, or a block of its first (`rows`) and second (`cols`) dimension, as stored, on the CPU.
+    def read(
+        self, name: str, rows: slice | None = None, cols: slice | None = None, staging: Staging | None = None
+    ) -> Tensor:
+        """The tensor `name`, or a block of its first (`rows`) and second (`cols`) dimension, as stored, on the CPU or,
+        with `staging`, on its device.
 
         Only the bytes of the block are read.
 
@@ -81,7 +85,8 @@ class HFFolder:
         """
         if name not in self._text:
             raise self.error(f"there is no tensor {name}")
-        return self._text[name].read(rows, cols)
+        entry = self._text[name]
+        return entry.read(rows, cols) if staging is None else staging.read(entry, rows, cols)
 
     def row_blocks(self, name: str) -> Iterator[slice]:
         """Consecutive blocks of rows, to process a tensor of many gigabytes with little memory."""

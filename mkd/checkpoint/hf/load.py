@@ -1,7 +1,7 @@
 """Loads a Hugging Face folder into the parameters of this rank's model chunks (pipeline and virtual stages)."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from mkd.checkpoint.hf.families import Family
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.layouts import Dims, TensorShard
 from mkd.checkpoint.hf.tables import Item
+from mkd.checkpoint.staged_reads import Staging, in_order
 
 # megatron's SequentialMLP has one module per expert, its TEGroupedMLP one parameter per expert.
 _EXPERT_NUMBER = re.compile(r"(local_experts\.|\.(?:weight|bias))(\d+)")
@@ -43,15 +44,23 @@ def load_hf_weights(
     for chunk in chunks:
         model = unwrap_model(chunk)
         _check_model(model, folder, args)
-        _load_chunk(model, HFParameters(folder, family, args, vocab), casts)
+        staging = Staging.to(next(model.parameters()).device)
+        _load_chunk(model, HFParameters(folder, family, args, vocab, staging), casts)
     casts.warn()
 
 
 class HFParameters:
     """Reads a folder's weights by the names of Megatron's parameters."""
 
-    def __init__(self, folder: HFFolder, family: Family, args: Mapping[str, Any], vocab: int | None = None) -> None:
-        self._folder, self._dims = folder, family.dims(args)
+    def __init__(
+        self,
+        folder: HFFolder,
+        family: Family,
+        args: Mapping[str, Any],
+        vocab: int | None = None,
+        staging: Staging | None = None,
+    ) -> None:
+        self._folder, self._dims, self.staging = folder, family.dims(args), staging
         if vocab is not None:
             self._dims = replace(self._dims, vocab=min(vocab, self._dims.vocab))
         # The last pipeline stage has a copy of the embedding as its output layer.
@@ -60,7 +69,8 @@ class HFParameters:
         self._by_name = {name: item for item in family.tensors(args) for name in item.parameters}
 
     def read(self, name: str, shard: TensorShard, shape: tuple[int, ...]) -> Tensor:
-        """This rank's shard of a parameter, in the folder's dtype.
+        """This rank's shard of a parameter, in the folder's dtype, on the CPU or the device of `staging`. Threads may
+        call it at one time.
 
         Args:
             name: name of the parameter under any layer spec, with indices in the whole model.
@@ -72,7 +82,7 @@ class HFParameters:
         """
         if name not in self._by_name:
             raise self._folder.error(f"the model's parameter {name} has no counterpart in {self._architecture}")
-        return read_item(self._folder, self._by_name[name], self._dims, shard, shape, self._tied)
+        return read_item(self._folder, self._by_name[name], self._dims, shard, shape, self._tied, self.staging)
 
 
 def read_item(
@@ -82,10 +92,11 @@ def read_item(
     shard: TensorShard,
     shape: tuple[int, ...],
     tied: Mapping[str, str],
+    staging: Staging | None = None,
 ) -> Tensor:
     """The shard of one parameter on one rank; see `HFParameters.read`."""
     sources = [tied.get(source, source) for source in item.shapes]
-    reads = [partial(folder.read, source) for source in sources]
+    reads = [partial(folder.read, source, staging=staging) for source in sources]
     if item.entry.has_all_experts:
         reads = [partial(_read_expert, read, item.expert) for read in reads]
     value = item.entry.layout.shard(reads, dims, shard, shape)
@@ -123,11 +134,17 @@ def _load_chunk(model: GPTModel, weights: HFParameters, casts: CastCheck) -> Non
     groups = model.pg_collection
     # The router's expert bias is a buffer, but it is a part of the model like a weight.
     buffers = ((name, value) for name, value in model.named_buffers() if name.endswith(".expert_bias"))
-    for name, param in (*model.named_parameters(), *buffers):
-        is_expert = ".experts." in name
-        group = groups.expt_tp if is_expert else groups.tp
-        shard = TensorShard(group.rank(), group.size())
-        value = weights.read(_global_name(model, name), shard, tuple(param.shape))
+    values = dict((*model.named_parameters(), *buffers))
+
+    def reads() -> Iterator[tuple[int, Callable[[], Tensor]]]:
+        for name, param in values.items():
+            group = groups.expt_tp if ".experts." in name else groups.tp
+            shard = TensorShard(group.rank(), group.size())
+            yield param.nbytes, partial(weights.read, _global_name(model, name), shard, tuple(param.shape))
+
+    # On the CPU, one after the other: only one parameter is in memory twice.
+    found = (read() for _, read in reads()) if weights.staging is None else in_order(reads())
+    for (name, param), value in zip(values.items(), found, strict=True):
         casts.check(name, value, param.dtype)
         param.copy_(value)
 
