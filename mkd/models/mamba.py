@@ -35,7 +35,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mkd.models.layer_options import MAMBA, MIXTURE, MLP_ONLY, LayerOptions
 from mkd.models.layer_specs import backend_of
-from mkd.models.state_space import Segments, causal_conv, chunked_scan, gated_group_norm
+from mkd.models.state_space import BLOCK, CHUNK, Segments, causal_conv, chunked_scan, gated_group_norm
 
 
 @dataclass
@@ -49,8 +49,8 @@ class MambaSubmodules:
 class Mamba2Mixer(MegatronModule):
     """A Mamba 2 mixer in place of self-attention; tensor parallelism shards heads and groups.
 
-    The backward pass recomputes everything between the two projections: the products between the tokens of a chunk
-    would otherwise be kept for every head.
+    The backward pass recomputes everything between the two projections, a block of tokens at a time: the products
+    between the tokens of a chunk would otherwise be kept for every head.
     """
 
     def __init__(
@@ -135,25 +135,44 @@ class Mamba2Mixer(MegatronModule):
         segments = None
         if packed_seq_params is not None:
             segments = Segments.of(packed_seq_params.cu_seqlens_q, len(projected))
+        mix = self._mix
         if torch.is_grad_enabled():
-            mixed = checkpoint(self._mix, projected, segments, use_reentrant=False, preserve_rng_state=False)
-        else:
-            mixed = self._mix(projected, segments)
-        return self.out_proj(mixed)
+            mix = partial(checkpoint, self._mix, use_reentrant=False, preserve_rng_state=False)
+        block, back = block_length(projected.shape[1]), self.config.linear_conv_kernel_dim - 1
+        outputs, state = [], None
+        for start in range(0, len(projected), block):
+            first, end = max(0, start - back), min(start + block, len(projected))
+            part = None if segments is None else segments.part(start, end)
+            output, state = mix(projected[first:end], start - first, part, state)
+            outputs.append(output)
+        return self.out_proj(outputs[0] if len(outputs) == 1 else torch.cat(outputs))
 
-    def _mix(self, projected: Tensor, segments: Segments | None) -> Tensor:
-        """[s, b, output of in_proj] -> [s, b, input of out_proj], in the same dtype."""
+    def _mix(
+        self, projected: Tensor, earlier_tokens: int, segments: Segments | None, state: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """A block of tokens between the projections.
+
+        Args:
+            projected: [n + s, b, output of in_proj]
+            earlier_tokens: n, tokens before the block that the convolution reads.
+            segments: of the s tokens.
+            state: before the block; None for zeros.
+
+        Returns:
+            [s, b, input of out_proj] in the dtype of `projected`, and the state after the block.
+        """
         projected, dtype = projected.transpose(0, 1), projected.dtype
         z, convolved, dt = projected.split([self._sections["z"], self._convolved, self._heads], dim=-1)
-        convolved = causal_conv(convolved, self.conv1d.weight[:, 0], self.conv1d.bias, segments)
+        z, dt = z[:, earlier_tokens:], dt[:, earlier_tokens:]
+        convolved = causal_conv(convolved, self.conv1d.weight[:, 0], self.conv1d.bias, segments, earlier_tokens)
         x, b, c = convolved.split([self._sections[name] for name in ("x", "B", "C")], dim=-1)
         x = x.unflatten(-1, (self._heads, -1))
         b, c = (values.unflatten(-1, (self._groups, -1)) for values in (b, c))
         dt = F.softplus(dt.to(x.dtype) + self.dt_bias.to(x.dtype)).clamp(min=self._least_step)
-        y = chunked_scan(x, dt, -self.A_log.to(x.dtype).exp(), b, c, segments)
+        y, state = chunked_scan(x, dt, -self.A_log.to(x.dtype).exp(), b, c, segments, state)
         y = (y + x * self.D.to(x.dtype)[:, None]).flatten(-2)
         y = gated_group_norm(y, z.to(y.dtype), self.norm.weight, self._groups, self.config.layernorm_epsilon)
-        return y.to(dtype).transpose(0, 1)
+        return y.to(dtype).transpose(0, 1), state
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
@@ -179,6 +198,11 @@ class Mamba2Mixer(MegatronModule):
             sizes = [self._sections[part] for part in parts.split()]
             state[f"{prefix}{name}"] = _split_tensor_factory(state[f"{prefix}{name}"], sizes, parts.split(), 0)
         return state
+
+
+def block_length(rows: int) -> int:
+    """Tokens of each of `rows` rows that a mixer computes at one time."""
+    return max(1, BLOCK // (rows * CHUNK)) * CHUNK
 
 
 class _Parameters(nn.Module):

@@ -13,6 +13,8 @@ from torch.nn import functional as F
 
 CHUNK = 128
 """Tokens of a chunk. Larger chunks need more memory for the products between tokens, smaller ones for states."""
+BLOCK = 2048
+"""Tokens of all rows of a microbatch that are computed at one time, which bounds the memory of temporary tensors."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,8 @@ class Segments:
     """[s] int64 number of the segment of each token, from 0."""
     distance: Tensor
     """[s] int64 tokens between each token and the first one of its segment."""
+    before: Tensor | None = None
+    """[1] number of the segment of the token before the first one; None at the beginning of a row."""
 
     @classmethod
     def of(cls, bounds: Tensor, length: int) -> "Segments":
@@ -31,24 +35,32 @@ class Segments:
         number = torch.searchsorted(bounds.long(), positions, right=True) - 1
         return cls(number, positions - bounds.long()[number])
 
+    def part(self, start: int, end: int) -> "Segments":
+        """The segments of a part of the row."""
+        before = self.number[start - 1 : start] if start else None
+        return Segments(self.number[start:end], self.distance[start:end], before)
 
-def causal_conv(x: Tensor, weight: Tensor, bias: Tensor, segments: Segments | None = None) -> Tensor:
+
+def causal_conv(
+    x: Tensor, weight: Tensor, bias: Tensor, segments: Segments | None = None, earlier_tokens: int = 0
+) -> Tensor:
     """SiLU of the convolution of each channel with its last tokens; before a segment there are zeros.
 
     Args:
-        x: [b, s, d]
+        x: [b, n + s, d]
         weight: [d, w], the last column for the token itself.
         bias: [d]
-        segments: of a packed row; None for rows of one sample.
+        segments: of the s tokens of a packed row; None for rows of one sample.
+        earlier_tokens: n, tokens before the s tokens.
 
     Returns:
         [b, s, d] in at least fp32.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     x, weight, length, taps = x.to(wide), weight.to(wide), x.shape[1], weight.shape[1]
-    output = x * weight[:, -1] + bias.to(wide)
+    output = x[:, earlier_tokens:] * weight[:, -1] + bias.to(wide)
     for back in range(1, min(taps, length)):
-        earlier = F.pad(x, (0, 0, back, 0))[:, :length]
+        earlier = F.pad(x, (0, 0, back, 0))[:, earlier_tokens:length]
         if segments is not None:
             earlier = earlier * (segments.distance >= back)[:, None]
         output = output + earlier * weight[:, taps - 1 - back]
@@ -56,8 +68,15 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor, segments: Segments | No
 
 
 def chunked_scan(
-    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, segments: Segments | None = None, chunk: int = CHUNK
-) -> Tensor:
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    segments: Segments | None = None,
+    state: Tensor | None = None,
+    chunk: int = CHUNK,
+) -> tuple[Tensor, Tensor]:
     """Outputs S_t c_t of the states of each head, without the term of d; a segment starts with a state of zeros.
 
     Args:
@@ -67,10 +86,11 @@ def chunked_scan(
         b: [b, s, groups, n]; consecutive heads share a group.
         c: as `b`.
         segments: of a packed row; None for rows of one sample.
+        state: [b, heads, p, n] before the first token; None for zeros.
         chunk: see `CHUNK`.
 
     Returns:
-        [b, s, heads, p]
+        [b, s, heads, p], and the state after the last token.
     """
     length, groups, heads = x.shape[1], b.shape[2], x.shape[2]
     chunk = min(chunk, length)
@@ -83,7 +103,8 @@ def chunked_scan(
     b, c = _chunks(b, chunk), _chunks(c, chunk)
     number = None
     if segments is not None:
-        number = F.pad(segments.number, (0, -length % chunk), value=-1).view(-1, 1, 1, chunk)
+        padding = segments.number[-1:].expand(-length % chunk)
+        number = torch.cat([segments.number, padding]).view(-1, 1, 1, chunk)
     by_group = (groups, heads // groups)
 
     later = torch.ones(chunk, chunk, dtype=torch.bool, device=x.device).triu(1)
@@ -99,18 +120,19 @@ def chunked_scan(
     through = before[..., -1]
     if number is not None:
         last = number[..., -1:]
-        previous = torch.cat([torch.full_like(last[:1], -1), last[:-1]])
+        first = torch.full_like(last[:1], -1) if segments.before is None else segments.before.view(1, 1, 1, 1)
+        previous = torch.cat([first, last[:-1]])
         before, after = before * (number == previous), after * (number == last)
         through = through * (last == previous)[..., 0]
     keys = b[:, :, :, None] * after.unflatten(2, by_group)[..., None]
     added = x.transpose(-1, -2) @ keys.flatten(2, 3)
-    states = [torch.zeros_like(added[0])]
-    for share, new in zip(through[:-1], added[:-1], strict=True):
+    states = [torch.zeros_like(added[0]) if state is None else state]
+    for share, new in zip(through, added, strict=True):
         states.append(states[-1] * share[..., None, None] + new)
     queries = c[:, :, :, None] * before.unflatten(2, by_group)[..., None]
-    output = output + queries.flatten(2, 3) @ torch.stack(states).transpose(-1, -2)
+    output = output + queries.flatten(2, 3) @ torch.stack(states[:-1]).transpose(-1, -2)
     # [chunks, b, heads, chunk, p] -> [b, s, heads, p]
-    return output.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :length]
+    return output.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :length], states[-1]
 
 
 def _chunks(values: Tensor, chunk: int) -> Tensor:

@@ -25,6 +25,7 @@ from mkd.checkpoint.hf.load import load_hf_weights
 from mkd.config.kd_config import KDConfig
 from mkd.distributed.groups import Groups
 from mkd.losses import LossOptions
+from mkd.models import mamba
 from mkd.models.gpt import gpt_config
 from mkd.models.model_options import ModelOptions
 from mkd.teacher.online import OnlineTeacher
@@ -261,11 +262,11 @@ def allows(sizes: dict[str, Any], layout: Layout) -> bool:
 
 
 def assert_two_steps(
-    gloo_pool: Any, references: References, models: dict[str, dict[str, Any]], layout_name: str
+    gloo_pool: Any, references: References, models: dict[str, dict[str, Any]], layout_name: str, steps: Any = train
 ) -> None:
     layout, data = LAYOUTS[layout_name]
     expected = references.models({name: some for name, some in models.items() if allows(some, layout)}, data)
-    results = gloo_pool(layout.tp * layout.pp * layout.cp * layout.ep).run(train, expected, layout, data)
+    results = gloo_pool(layout.tp * layout.pp * layout.cp * layout.ep).run(steps, expected, layout, data)
     for name, model in expected.items():
         for step, (loss, _) in enumerate(model["steps"]):
             sums = total([result[name][step]["reports"] for result in results])
@@ -281,6 +282,21 @@ def assert_two_steps(
 def test_two_steps(gloo_pool: Any, references: References, layout_name: str) -> None:
     models = {name: sizes for name, sizes in OWN_LAYERS.items() if name != LIKE_OTHERS}
     assert_two_steps(gloo_pool, references, models, layout_name)
+
+
+def train_in_blocks(*args: Any) -> dict[str, list[dict[str, Any]]]:
+    """`train` with Mamba layers that compute 8 tokens at one time."""
+    usual, mamba.BLOCK, mamba.CHUNK = (mamba.BLOCK, mamba.CHUNK), 8, 4
+    try:
+        return train(*args)
+    finally:
+        mamba.BLOCK, mamba.CHUNK = usual
+
+
+@pytest.mark.parametrize("layout_name", ["TP2, SP, packed", *slow(["packed", "TP2"])])
+def test_blocks_of_tokens(gloo_pool: Any, references: References, layout_name: str) -> None:
+    """The state, and the last tokens for the convolution, pass from block to block."""
+    assert_two_steps(gloo_pool, references, {"nemotron-h": MIXER_MODELS["nemotron-h"]}, layout_name, train_in_blocks)
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ import torch
 
 from mkd.job.memory.parameters import is_delta_net_layer, is_gated, is_moe_layer, mamba_channels, mixers_of
 from mkd.models.layer_options import AROUND, ATTENTION, MAMBA, LayerOptions
+from mkd.models.mamba import block_length
 from mkd.models.state_space import CHUNK
 
 
@@ -180,7 +181,7 @@ def _delta_net(args: Namespace, on_gpu: bool) -> float:
 def _one_half(args: Namespace, terms: _Terms, mixer: str) -> tuple[_Terms, float]:
     """(the terms of a layer with one mixer, bytes of temporary tensors between the projections of a Mamba layer).
 
-    The backward pass of a Mamba layer computes those again, in fp32.
+    The backward pass of a Mamba layer computes those again, in fp32, for a block of tokens at a time.
     """
     if mixer not in (MAMBA, ATTENTION):
         return replace(terms, layer_input=0.0, attention=0.0, scores=0.0), 0.0
@@ -196,7 +197,8 @@ def _one_half(args: Namespace, terms: _Terms, mixer: str) -> tuple[_Terms, float
     # with their decays; states before chunks and what they add; the norm.
     elements = (2 * args.linear_conv_kernel_dim + 2) * convolved + 4 * args.mamba_num_heads * chunk
     elements += 4 * states + 3 * states * args.mamba_head_dim / chunk + 8 * inner
-    return replace(terms, norm=0.0, attention=kept, scores=0.0), 4 * tokens * elements / tp
+    at_a_time = min(tokens, args.micro_batch_size * block_length(args.micro_batch_size))
+    return replace(terms, norm=0.0, attention=kept, scores=0.0), 4 * at_a_time * elements / tp
 
 
 def _statistics(args: Namespace, tokens: int) -> float:

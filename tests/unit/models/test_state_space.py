@@ -30,14 +30,25 @@ def inputs(rows: int) -> tuple[Tensor, ...]:
     return tuple(value.requires_grad_() for value in (x, F.softplus(dt).detach(), -a.exp().detach(), b, c))
 
 
-@pytest.mark.parametrize("chunk", [1, 8, 16, 64])
+def scan_in_blocks(values: tuple[Tensor, ...], segments: Segments | None, chunk: int, block: int) -> Tensor:
+    """The outputs of `chunked_scan`, whose state passes from block to block."""
+    (x, dt, a, b, c), outputs, state = values, [], None
+    for start in range(0, LENGTH, block):
+        own = slice(start, min(start + block, LENGTH))
+        part = None if segments is None else segments.part(own.start, own.stop)
+        output, state = chunked_scan(x[:, own], dt[:, own], a, b[:, own], c[:, own], part, state, chunk)
+        outputs.append(output)
+    return torch.cat(outputs, dim=1)
+
+
+@pytest.mark.parametrize(("chunk", "block"), [(1, 37), (8, 37), (16, 37), (64, 37), (8, 16), (8, 10), (4, 1)])
 @pytest.mark.parametrize("bounds", BOUNDS.values(), ids=BOUNDS)
-def test_scan(bounds: list[int] | None, chunk: int) -> None:
-    """Outputs, and the gradients of all inputs."""
+def test_scan(bounds: list[int] | None, chunk: int, block: int) -> None:
+    """Outputs, and the gradients of all inputs, with all tokens at one time or in blocks."""
     values = inputs(2 if bounds is None else 1)
     expected = recurrence(*values, set(bounds or ()))
     segments = None if bounds is None else Segments.of(torch.tensor(bounds, dtype=torch.int32), LENGTH)
-    output = chunked_scan(*values, segments, chunk)
+    output = scan_in_blocks(values, segments, chunk, block)
     torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-10)
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     wanted = torch.autograd.grad((expected * weight).sum(), values)
@@ -51,7 +62,7 @@ def test_strong_decay_is_finite() -> None:
     x, _, _, b, c = inputs(1)
     dt, a = torch.full((1, LENGTH, HEADS), 50.0, dtype=torch.float32), torch.full((HEADS,), -16.0)
     x, b, c = (value.detach().float().requires_grad_() for value in (x, b, c))
-    output = chunked_scan(x, dt, a, b, c, None, 16)
+    output, _ = chunked_scan(x, dt, a, b, c, chunk=16)
     output.sum().backward()
     assert all(torch.isfinite(value).all() for value in (output, x.grad, b.grad, c.grad))
 
@@ -61,6 +72,8 @@ def test_convolution(bounds: list[int] | None) -> None:
     x, weight, bias = torch.randn(1, LENGTH, 3), torch.randn(3, 4), torch.randn(3)
     segments = None if bounds is None else Segments.of(torch.tensor(bounds), LENGTH)
     found = causal_conv(x, weight, bias, segments)
+    part = None if segments is None else segments.part(11, LENGTH)
+    torch.testing.assert_close(causal_conv(x[:, 8:], weight, bias, part, earlier_tokens=3), found[:, 11:])
     for start, end in zip((bounds or [0])[: len(bounds or [0, 1]) - 1], (bounds or [0, LENGTH])[1:], strict=True):
         part = F.pad(x[:, start:end].transpose(1, 2), (3, 0))
         expected = F.silu(F.conv1d(part, weight[:, None], bias, groups=3)).transpose(1, 2)
