@@ -53,6 +53,7 @@ def on_policy_flags(folder: Path, **more: Any) -> dict[str, Any]:
     return flags | {"--kd-rollout-temperature": 0, "--kd-loss": "reverse_kl"} | more
 
 
+@pytest.mark.slow
 def test_greedy_texts_are_those_of_the_training_ranks(job: SmallJob, server: StandIn, tmp_path: Path) -> None:
     """Losses, weights and optimizer are bit-equal, although the server fails in step 6: the job saves and ends with
     status 75, and is resumed with a server that has the first weights again."""
@@ -117,15 +118,16 @@ def test_sampled_texts_with_weights_for_several_steps(job: SmallJob, tmp_path: P
         assert {body["seed"] if api == "vllm" else body["sampling_params"]["sampling_seed"] for body in server.bodies}
 
 
-def test_a_server_that_keeps_its_weights(job: SmallJob, server: StandIn, tmp_path: Path) -> None:
-    """It says that it has loaded them."""
-    server.fault = "keeps"
+def test_the_weights_are_compared_in_each_step(job: SmallJob, server: StandIn, tmp_path: Path) -> None:
+    """The server loads them four times, and from then on only says so."""
+    server.late_fault = (8, "keeps")  # two texts per rollout show the weights
     flags = on_policy_flags(tmp_path) | {"--save": tmp_path / "save", "--save-interval": 100, "--lr": 1e-2}
-    result = run(job.flags({**flags, "--kd-rollout-url": server.url, "--train-iters": 6}))
+    flags |= {"--lr-decay-style": "constant", "--kd-rollout-url": server.url, "--train-iters": 9, "--eval-iters": 0}
+    result = run(job.flags(flags))
     assert result.status == 1 and result.errors.count("\n") == 1, result.output[-3000:] + result.errors[-3000:]
     assert re.search(r"has kept its weights|has other weights than the student after it has loaded", result.errors)
-    steps = [line["iteration"] for line in result.metrics if "grad_norm" in line]
-    assert 1 <= len(steps) <= 2, "the first weights are the student's folder"
+    assert [line["iteration"] for line in result.metrics if "grad_norm" in line] == [1, 2, 3, 4]
+    assert len(server.loaded) == 5
 
 
 @pytest.mark.slow  # waits for ten seconds

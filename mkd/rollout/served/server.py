@@ -14,12 +14,16 @@ from mkd.teacher.inference.known_text import SAME_NATS
 from mkd.utils.logging import logger
 
 _SAME_SHARE = 0.03
-"""The same difference as a share of the log-probabilities: rounding grows with the logits. bf16 makes 0.023 of it in a
+"""`SAME_NATS` as a share of the log-probabilities: rounding grows with the logits. bf16 makes 0.023 of it in a
 model of random weights whose log-probabilities are -16.5 on average."""
 _STEADY = 0.2
 """Share of that difference up to which a server has the weights that it had loaded. Above it they are loaded again."""
 _MOVED_NATS = 1e-3
 """Mean difference of the student's log-probabilities above which those of a server must not be bit-equal to before."""
+_NOISE, _PART, _GROWTH = 10.0, 0.2, 5.0
+"""A server has loaded a part of the weights if its difference from the student is this many times that of the first
+weights, and this share of the student's change since then. Rounding grows by the last factor at most, where it is more
+than usual at first."""
 _MOST_LOADS = 4
 """Times that a server may have other weights between two refreshes."""
 
@@ -57,6 +61,10 @@ class StudentServer:
     """The weights that it has loaded, and its own scores of their text then."""
     _loads: int = 0
     """Times that it has loaded these weights."""
+    _first: tuple[StudentWeights, float] | None = None
+    """The first weights that it has loaded, and the difference of its scores from the student's then: rounding."""
+    _changed: tuple[StudentWeights, np.ndarray] | None = None
+    """The load since which its scores are bit-equal, and these."""
 
     def __str__(self) -> str:
         return f"{self.server.flags.url} {self.server}"
@@ -77,9 +85,9 @@ class StudentServer:
         self._loads = self._loads + 1 if self._loaded is not None and self._loaded[0] is weights else 1
         if self._loads > _MOST_LOADS:
             raise MkdTeacherError(
-                f"{self} scores the same text differently each time (by more than {_STEADY * weights.limit:.3f} nats "
-                f"on average), after it has loaded {weights.folder} {_MOST_LOADS} times: are several servers behind "
-                "this address, or does someone else change its weights?"
+                f"{self} scores the same text differently each time (by more than {_STEADY * self._limit(weights):.3f} "
+                f"nats on average), after it has loaded {weights.folder} {_MOST_LOADS} times: are several servers "
+                "behind this address, or does someone else change its weights?"
             )
         self.api.load(self.server, str(weights.folder))
         found = self._scores(weights)
@@ -97,28 +105,49 @@ class StudentServer:
 
     def _is_steady(self) -> bool:
         weights, before = self._loaded
-        return bool(np.abs(self._scores(weights) - before).mean() <= _STEADY * weights.limit)
+        return _mean_distance(self._scores(weights), before) <= _STEADY * self._limit(weights)
 
     def _scores(self, weights: StudentWeights) -> np.ndarray:
         return score(self.api.scoring, self.server, self.model, weights.text, 1, self.vocab).own_log_probs
 
     def _check(self, weights: StudentWeights, found: np.ndarray) -> None:
         """Refuse a server whose weights are not the student's."""
-        distance = float(np.abs(found - weights.scores).mean())
-        if not distance <= weights.limit:
+        distance, limit = _mean_distance(found, weights.scores), self._limit(weights)
+        if not distance <= limit:
             raise MkdTeacherError(
                 f"{self} has other weights than the student after it has loaded {weights.folder}: log-probabilities of "
-                f"the same text differ by {distance:.3f} nats on average (limit {weights.limit:.3g}); serve the "
-                f"student's own model ({self.api.remedy.format(length='N')}), without quantization or adapters"
+                f"the same text differ by {distance:.3f} nats on average (limit {limit:.3g}); serve the student's own "
+                f"model ({self.api.remedy.format(length='N')}), without quantization or adapters"
             )
-        log = logger.info if self._loaded is None else logger.debug
-        log(f"{self}: log-probabilities differ from the student's by {distance:.4f} nats on average")
-        if self._loaded is None or not np.array_equal(self._loaded[1], found):
+        if self._first is None:
+            logger.info(f"{self}: log-probabilities differ from the student's by {distance:.4f} nats on average")
+            self._first, self._changed = (weights, distance), (weights, found)
             return
-        moved = float(np.abs(self._loaded[0].scores - weights.scores).mean())
-        if moved > _MOVED_NATS:
+        since, before = self._changed
+        moved = _mean_distance(since.scores, weights.scores)
+        if not np.array_equal(before, found):
+            self._changed = weights, found
+        elif moved > _MOVED_NATS:
             raise MkdTeacherError(
                 f"{self} has kept its weights: the student's log-probabilities of the same text have changed by "
-                f"{moved:.4f} nats on average since the weights of iteration {self._loaded[0].iteration}, and the "
-                f"server's are the same after it has loaded {weights.folder}: does it read the same disk?"
+                f"{moved:.4f} nats on average since the weights of iteration {since.iteration}, and the server's are "
+                f"the same after it has loaded {weights.folder}: does it read the same disk?"
             )
+        first, rounding = self._first
+        moved = _mean_distance(first.scores, weights.scores)
+        if distance > max(_MOVED_NATS, _NOISE * rounding) and distance > _PART * moved:
+            raise MkdTeacherError(
+                f"{self} has loaded a part of {weights.folder} only: log-probabilities of the same text differ from "
+                f"the student's by {distance:.4f} nats on average, and by {rounding:.4f} at the first weights, since "
+                f"which the student's have changed by {moved:.4f}; does its log name layers that it has not loaded?"
+            )
+
+    def _limit(self, weights: StudentWeights) -> float:
+        """Mean difference up to which its scores are those of the weights: no more than rounding at first explains."""
+        if self._first is None:
+            return weights.limit
+        return max(SAME_NATS, min(weights.limit, _GROWTH * self._first[1]))
+
+
+def _mean_distance(one: np.ndarray, other: np.ndarray) -> float:
+    return float(np.abs(one - other).mean())

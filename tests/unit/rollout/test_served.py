@@ -220,6 +220,37 @@ def test_a_server_that_keeps_weights_like_the_students(vllm: StandIn) -> None:
         student.prepare(weights(1, nearby(0.01)))
 
 
+def test_small_changes_add_up(vllm: StandIn) -> None:
+    """A server that keeps its weights is found although each step changes them less than the limit."""
+    student = student_at(vllm)
+    student.prepare(weights(1))
+    vllm.fault = "keeps"
+    with pytest.raises(MkdTeacherError, match=r"kept its weights: .* since the weights of iteration 1, "):
+        for step in range(1, 9):
+            student.prepare(weights(1, nearby(5e-5 * step)))
+    assert len(vllm.loaded) > 3
+
+
+def test_a_server_that_loads_a_part(vllm: StandIn) -> None:
+    """A tied LM head that is not loaded, for example: far below what rounding may make elsewhere."""
+    student, parts = student_at(vllm), {"1": 0.0, "2": 0.004, "3": 0.003}
+    vllm.load = lambda folder: nearby(parts[Path(folder).name])
+    student.prepare(weights(1))
+    student.prepare(replace(weights(1, nearby(0.004)), folder=Path("/w/2")))
+    with pytest.raises(MkdTeacherError, match=r"has loaded a part of /w/3 only: .* by 0\.\d+ nats"):
+        student.prepare(replace(weights(1, nearby(0.006)), folder=Path("/w/3")))
+
+
+def test_rounding_at_first_bounds_rounding_later(vllm: StandIn) -> None:
+    """Of a server with wide logits in bf16, for example: up to five times as much, and 3% of the log-probabilities."""
+    student, shares = student_at(vllm), {"1": 0.02, "2": 0.03, "3": 0.2}
+    vllm.load = lambda folder: nearby(shares[Path(folder).name])
+    student.prepare(weights(1))
+    student.prepare(replace(weights(2), folder=Path("/w/2"), scores=weights(1).scores))
+    with pytest.raises(MkdTeacherError, match="has other weights than the student"):
+        student.prepare(replace(weights(2), folder=Path("/w/3"), scores=weights(1).scores))
+
+
 def test_a_server_whose_scores_change(vllm: StandIn) -> None:
     vllm.fault = "unsteady"
     student, same = student_at(vllm), weights(1)
