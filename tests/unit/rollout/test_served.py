@@ -242,7 +242,7 @@ def test_a_server_that_loads_a_part(vllm: StandIn) -> None:
 
 
 def test_rounding_at_first_bounds_rounding_later(vllm: StandIn) -> None:
-    """Of a server with wide logits in bf16, for example: up to five times as much, and 3% of the log-probabilities."""
+    """Up to five times as much, and 3% of the log-probabilities: wide logits in bf16 need that."""
     student, shares = student_at(vllm), {"1": 0.02, "2": 0.03, "3": 0.2}
     vllm.load = lambda folder: nearby(shares[Path(folder).name])
     student.prepare(weights(1))
