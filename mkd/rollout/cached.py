@@ -262,7 +262,7 @@ class _Writer:
         if self.groups.is_last_stage:
             tokens.copy_(torch.stack(found))
         mp = self.groups.mp
-        if mp.size() > 1:  # ranks that disagree by rounding would write different texts
+        if self.groups.pp.size() > 1:  # tensor-parallel ranks choose from the same candidates
             dist.broadcast(tokens, group=mp, group_src=mp.size() - 1)
         for part, new in zip(self.parts, tokens, strict=True):
             part.advance(new)

@@ -159,9 +159,9 @@ class NextToken:
         if tp.size() == 1:
             return token
         candidates = torch.stack((best.double(), (token + first).double()))
-        everywhere = [torch.empty_like(candidates) for _ in range(tp.size())]
-        dist.all_gather(everywhere, candidates, group=tp)
-        values, tokens = torch.stack(everywhere, dim=1)
+        everywhere = candidates.new_empty(tp.size(), *candidates.shape)
+        dist.all_gather_into_tensor(everywhere.flatten(0, 1), candidates, group=tp)
+        values, tokens = everywhere.unbind(1)
         tokens = torch.where(values == values.max(dim=0).values, tokens, torch.inf)
         return tokens.min(dim=0).values.long()
 

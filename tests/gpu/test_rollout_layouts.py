@@ -1,0 +1,43 @@
+"""Tensor parallelism on two GPUs: captured rollouts write the texts of one GPU, and their speed.
+
+pytest -m gpu tests/gpu/test_rollout_layouts.py -s
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+
+def rollouts(out: Path, ranks: int, *flags: str) -> dict[str, Any]:
+    """What `tests.support.gpu.rollout_ranks` writes; products of fp32 are not rounded to TF32."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += ["-m", "tests.support.gpu.rollout_ranks", "--out", str(out), *flags]
+    environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "NVIDIA_TF32_OVERRIDE": "0"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-6000:]
+    return json.loads(out.read_text())
+
+
+@pytest.fixture(scope="module")
+def one_gpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return rollouts(tmp_path_factory.mktemp("one") / "one.json", 1)
+
+
+@pytest.mark.parametrize(
+    "flags", [(), ("--sequence-parallel",), ("--eager",)], ids=lambda flags: " ".join(flags) or "-"
+)
+def test_two_gpus_write_the_texts_of_one(one_gpu: dict[str, Any], tmp_path: Path, flags: tuple[str, ...]) -> None:
+    assert rollouts(tmp_path / "two.json", 2, *flags)["texts"] == one_gpu["texts"]

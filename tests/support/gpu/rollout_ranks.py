@@ -1,0 +1,129 @@
+"""Rollouts of one tensor-parallel layout: their texts, and with --speed the tokens per second. Runs under torchrun.
+
+torchrun --standalone --nproc-per-node 2 -m tests.support.gpu.rollout_ranks --out two.json --speed 64 256
+"""
+
+import argparse
+import json
+import os
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Iterator
+
+import torch
+import torch.distributed as dist
+from megatron.core.utils import unwrap_model
+from megatron.training.models import GPTModelBuilder
+
+import mkd.rollout.cached
+from mkd.distributed.groups import Groups
+from mkd.models.gpt import gpt_config
+from mkd.rollout.interface import Decoding, Request
+from mkd.rollout.write import write_texts
+from tests.support.dist.kd_samples import VOCAB
+from tests.support.dist.kd_step import PADDED, Layout, fill, model_arguments, parallel_state
+
+SMALL: dict[str, Any] = dict(
+    num_layers=4, hidden_size=256, ffn_hidden_size=512, num_attention_heads=8, num_query_groups=2, kv_channels=64
+)
+LLAMA_1B: dict[str, Any] = dict(
+    num_layers=16, hidden_size=2048, ffn_hidden_size=8192, num_attention_heads=32, num_query_groups=8, kv_channels=64
+)
+CHOICES = {"greedy": {}, "sampled": dict(temperature=1.0), "top-p": dict(temperature=1.0, top_p=0.9)}
+"""Decoding options by name."""
+ON_GPU = torch.cuda.is_available() and os.environ.get("MKD_DEVICE") != "cpu"
+
+
+def student(sizes: dict[str, Any], layout: Layout, groups: Groups, dtype: torch.dtype, vocab: int, padded: int) -> list:
+    """A model with Transformer Engine's layers, where a GPU is."""
+    args = model_arguments(sizes, layout, True, vocab, padded)
+    args.transformer_impl, args.max_position_embeddings = "transformer_engine" if ON_GPU else "local", 4096
+    args.params_dtype, args.bf16 = dtype, dtype == torch.bfloat16
+    args.perform_initialization, args.use_cpu_initialization = True, False
+    return GPTModelBuilder(gpt_config(args)).build_distributed_models(
+        pg_collection=groups.collection, wrap_with_ddp=False, data_parallel_random_init=False
+    )
+
+
+def texts(layout: Layout, groups: Groups) -> dict[str, list[list[int]]]:
+    """Texts in fp32 by the choice of their tokens; half of the slots are used twice, by longer prompts."""
+    chunks = student(SMALL, layout, groups, torch.float32, VOCAB, PADDED)
+    fill(chunks, "student")
+    generator = torch.Generator().manual_seed(2)
+    lengths = [5, 60, 17, 33, 80, 90, 7, 100]
+    requests = [Request(tuple(torch.randint(0, VOCAB, (n,), generator=generator).tolist())) for n in lengths]
+    found = {}
+    for name, options in CHOICES.items():
+        decoding = Decoding(48, frozenset(), VOCAB, 4, 256, seed=3, length_multiple=layout.tp, **options)
+        found[name] = [list(one.tokens) for one in write_texts(chunks, groups, requests, decoding, "cached")]
+    return found
+
+
+def speed(layout: Layout, groups: Groups, rows: int, tokens: int) -> float:
+    """Tokens per second of a student with the shape of Llama-3.2-1B, prompts of 128 tokens, in the second call."""
+    vocab = 128256
+    chunks = student(LLAMA_1B if ON_GPU else SMALL, layout, groups, torch.bfloat16, vocab, vocab)
+    for parameter in unwrap_model(chunks[0]).parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0.0, 3.0 / parameter.shape[-1] ** 0.5)
+    requests = [Request(tuple(range(i, i + 128))) for i in range(rows)]
+    for count in (8, tokens):
+        options = Decoding(count, frozenset(), vocab, rows, 640, temperature=1.0, length_multiple=layout.tp)
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        write_texts(chunks, groups, requests, options, "cached")
+        torch.cuda.synchronize()
+    return rows * tokens / (time.perf_counter() - began)
+
+
+def profile(layout: Layout, groups: Groups, rows: int) -> list[str]:
+    """The kernels that take most of the time of a rollout of 64 tokens."""
+    vocab = 128256
+    chunks = student(LLAMA_1B, layout, groups, torch.bfloat16, vocab, vocab)
+    requests = [Request(tuple(range(i, i + 128))) for i in range(rows)]
+    options = Decoding(64, frozenset(), vocab, rows, 640, temperature=1.0, length_multiple=layout.tp)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        write_texts(chunks, groups, requests, options, "cached")
+        torch.cuda.synchronize()
+    events = sorted(found.key_averages(), key=lambda event: -event.self_device_time_total)
+    return [f"{one.self_device_time_total / 1e3:8.2f} ms {one.count:6d} x {one.key[:90]}" for one in events[:18]]
+
+
+@contextmanager
+def ranks() -> Iterator[int]:
+    """The process group of torchrun's ranks; their number."""
+    if ON_GPU:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if ON_GPU else "gloo")
+    try:
+        yield dist.get_world_size()
+    finally:
+        dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--sequence-parallel", action="store_true")
+    parser.add_argument("--eager", action="store_true", help="no CUDA graph")
+    parser.add_argument("--speed", type=int, nargs="*", default=[], help="texts at once")
+    parser.add_argument("--tokens", type=int, default=512, help="new tokens of --speed")
+    parser.add_argument("--profile", type=int, help="texts at once of a profile")
+    flags = parser.parse_args()
+    if flags.eager:
+        mkd.rollout.cached.can_capture = lambda *_: False
+    with ranks() as count:
+        layout = Layout(tp=count, sp=flags.sequence_parallel)
+        with parallel_state(layout):
+            groups = Groups.from_megatron()
+            found: dict[str, Any] = {"texts": texts(layout, groups)}
+            found["speed"] = {rows: speed(layout, groups, rows, flags.tokens) for rows in flags.speed}
+            if flags.profile:
+                found["profile"] = profile(layout, groups, flags.profile)
+            if dist.get_rank() == 0:
+                flags.out.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
