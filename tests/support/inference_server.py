@@ -461,7 +461,7 @@ class _Handler(BaseHTTPRequestHandler):
         if outer.fault not in ("other tokens", "no echo"):
             choice["prompt_token_ids"] = ids
         answer = {"object": "text_completion", "model": outer.name, "choices": [choice], "usage": {}}
-        if outer.states_dir is None or outer.fault == "no states":
+        if outer.states_dir is None or outer.fault == "no states" or "request_id" not in body:
             self._json(200, answer)
             return
         name = "-".join(["cmpl", body["request_id"], "0", "b031b788.safetensors"])
