@@ -134,7 +134,9 @@ class Mamba2Mixer(MegatronModule):
         projected, _ = self.in_proj(hidden_states)
         segments = None
         if packed_seq_params is not None:
-            segments = Segments.of(packed_seq_params.cu_seqlens_q, len(projected))
+            padded = packed_seq_params.cu_seqlens_q_padded
+            bounds = packed_seq_params.cu_seqlens_q if padded is None else padded
+            segments = Segments.of(bounds, len(projected))
         mix = self._mix
         if torch.is_grad_enabled():
             mix = partial(checkpoint, self._mix, use_reentrant=False, preserve_rng_state=False)
