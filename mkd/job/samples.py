@@ -231,6 +231,11 @@ def _teachers(prompts: Sequence[Prompt], kd: KDConfig) -> list[int]:
     """
     if all(prompt.teacher is None for prompt in prompts):
         return []
+    if kd.teacher_url is not None:
+        where = next(prompt.where for prompt in prompts if prompt.teacher is not None)
+        raise MkdDataError(
+            f"{where}: a teacher of --kd-teacher-url has no name by which one record could choose it: remove the name"
+        )
     folders = kd.teacher_hf or [kd.teacher_load]
     names = [{folder, Path(folder).name} for folder in folders]
     found = []

@@ -20,7 +20,7 @@ from mkd.distributed.groups import Groups
 from mkd.rollout.attention import CachedAttention, KeysAndValues, PromptPass, TokenPass, cached_attention
 from mkd.rollout.captured_step import can_capture, captured
 from mkd.rollout.forward import run_forward
-from mkd.rollout.interface import Decoding, Request
+from mkd.rollout.interface import Decoding, Delivery, Request
 from mkd.rollout.sampler import NextToken, next_position_keys, request_key, signed
 
 _STEP = 16
@@ -30,7 +30,11 @@ _BURST = 16
 
 
 def write_cached(
-    chunks: Sequence[nn.Module], groups: Groups, requests: Sequence[Request], options: Decoding
+    chunks: Sequence[nn.Module],
+    groups: Groups,
+    requests: Sequence[Request],
+    options: Decoding,
+    delivery: Delivery | None = None,
 ) -> list[list[int]]:
     """The tokens written after each prompt, the same on all ranks. Collective over all ranks.
 
@@ -41,13 +45,19 @@ def write_cached(
         groups: its layout, without context parallelism.
         requests: the same on all ranks.
         options: see `Decoding`.
+        delivery: the use of texts before all are written; None for none.
     """
-    order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt))
-    own = [_Text(requests[i]) for i in order[groups.dp.rank() :: groups.dp.size()]]
+    replicas = groups.dp.size()
+    if delivery is None:
+        order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt))
+        parts = [order[rank::replicas] for rank in range(replicas)]
+    else:
+        parts = delivery.parts(replicas)
+    own = [_Text(requests[i], i) for i in parts[groups.dp.rank()]]
     sizes = _Sizes.of(groups, requests, options)
     with cached_attention(chunks, sizes.length) as attention:
-        _Writer.of(chunks, groups, options, sizes, attention).write(own)
-    return _gather([text.written for text in own], groups, order, options)
+        _Writer.of(chunks, groups, options, sizes, attention, delivery).write(own)
+    return _gather([text.written for text in own], groups, parts, options)
 
 
 def cached_length(longest: int, multiple: int) -> int:
@@ -86,6 +96,8 @@ class _Text:
     """A prompt and the tokens that are written after it."""
 
     request: Request
+    number: int
+    """Index of the request."""
     written: list[int] = field(default_factory=list)
 
     def left(self, options: Decoding) -> int:
@@ -144,15 +156,19 @@ class _Slots:
         self.tokens.copy_(tokens)
         self.positions.add_(1).clamp_(max=self.cache.length - 1)
 
-    def record(self, tokens: Sequence[Sequence[int]], options: Decoding) -> None:
-        """Append tokens [passes, R] on the host, up to the end of each text."""
+    def record(self, tokens: Sequence[Sequence[int]], options: Decoding) -> list[_Text]:
+        """Append tokens [passes, R] on the host, up to the end of each text. Returns the texts that end with them."""
+        ended = []
         for slot, text in enumerate(self.texts):
-            if text is None:
+            if text is None or text.left(options) == 0:
                 continue
             for new in tokens:
                 if text.left(options) == 0:
                     break
                 text.written.append(new[slot])
+            if text.left(options) == 0:
+                ended.append(text)
+        return ended
 
 
 def _key(request: Request, seed: int) -> int:
@@ -170,6 +186,7 @@ class _Writer:
     attention: CachedAttention
     parts: list[_Slots]
     choose: NextToken
+    delivery: Delivery | None = None
     graph: Callable[[], Tensor] | None = None
     """`_pass` as a CUDA graph; None before the first pass, and where it cannot be captured."""
 
@@ -181,10 +198,11 @@ class _Writer:
         options: Decoding,
         sizes: _Sizes,
         attention: CachedAttention,
+        delivery: Delivery | None,
     ) -> "_Writer":
         """A writer with empty slots."""
         parts = [_Slots.empty(sizes) for _ in range(sizes.microbatches)]
-        return cls(chunks, groups, options, sizes, attention, parts, NextToken.of(groups, options))
+        return cls(chunks, groups, options, sizes, attention, parts, NextToken.of(groups, options), delivery)
 
     def write(self, texts: Sequence[_Text]) -> None:
         """Write all tokens of the texts."""
@@ -245,7 +263,9 @@ class _Writer:
             if self.graph is None and can_capture(self.chunks, self.groups):
                 self.graph = captured(self._pass)
         for number, part in enumerate(self.parts):
-            part.record([tokens[number] for tokens in torch.stack(found).tolist()], self.options)
+            ended = part.record([tokens[number] for tokens in torch.stack(found).tolist()], self.options)
+            for text in ended if self.delivery is not None else ():
+                self.delivery.done(text.number, text.written)
 
     def _pass(self) -> Tensor:
         """[parts, R] the next token of each text, which is appended on the device."""
@@ -293,18 +313,25 @@ def _rounded(length: int, step: int) -> int:
     return -(-length // coarse) * coarse
 
 
-def _gather(found: Sequence[Sequence[int]], groups: Groups, order: Sequence[int], options: Decoding) -> list[list[int]]:
-    """The texts of all replicas, in the order of the requests."""
-    replicas = groups.dp.size()
-    own = torch.full((-(-len(order) // replicas), options.tokens + 1), -1)
+def _gather(
+    found: Sequence[Sequence[int]], groups: Groups, parts: Sequence[Sequence[int]], options: Decoding
+) -> list[list[int]]:
+    """The texts of all replicas, in the order of the requests.
+
+    Args:
+        found: the texts of this replica.
+        groups: the student's layout.
+        parts: indices of the requests of each replica.
+        options: see `Decoding`.
+    """
+    own = torch.full((max(map(len, parts)), options.tokens + 1), -1)
     for number, new in enumerate(found):
         own[number, : len(new)] = torch.tensor(new, dtype=torch.long)
     own = own.cuda()
-    every = [torch.empty_like(own) for _ in range(replicas)]
+    every = [torch.empty_like(own) for _ in parts]
     dist.all_gather(every, own, group=groups.dp)
-    rows = [part.tolist() for part in every]
-    texts: list[list[int]] = [[] for _ in order]
-    for place, request in enumerate(order):
-        row = rows[place % replicas][place // replicas]
-        texts[request] = row[: row.index(-1)]
+    texts: list[list[int]] = [[] for part in parts for _ in part]
+    for part, rows in zip(parts, every, strict=True):
+        for request, row in zip(part, rows.tolist(), strict=False):
+            texts[request] = row[: row.index(-1)]
     return texts

@@ -105,3 +105,25 @@ class TextWriter(Protocol):
             had the weights that wrote them.
         """
         ...
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """Texts are given away one by one, while others are still being written."""
+
+    replicas: Sequence[int]
+    """Data-parallel rank that needs each text."""
+    done: Callable[[int, Sequence[int]], None]
+    """Called with the index of a text and its tokens on the ranks of the replica that has written it."""
+
+    def parts(self, size: int) -> list[list[int]]:
+        """Indices of the texts that each of `size` replicas writes, in the order of the requests: its own ones as far
+        as all write equally many."""
+        most = -(-len(self.replicas) // size)
+        parts: list[list[int]] = [[] for _ in range(size)]
+        left = []
+        for index, replica in enumerate(self.replicas):
+            (parts[replica] if len(parts[replica]) < most else left).append(index)
+        for index in left:
+            next(part for part in parts if len(part) < most).append(index)
+        return [sorted(part) for part in parts]

@@ -8,7 +8,7 @@ checkpoint holds its texts.
 import hashlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -24,7 +24,7 @@ from mkd.distributed.groups import Groups
 from mkd.errors import MkdCheckpointError
 from mkd.rollout.facts import RolloutFacts, repeated_share
 from mkd.rollout.guard import CollapseGuard
-from mkd.rollout.interface import Decoding, Engine, Request, TextWriter, WrittenText
+from mkd.rollout.interface import Decoding, Delivery, Engine, Request, TextWriter, WrittenText
 from mkd.rollout.rows import WrittenRowOptions, WrittenRows
 from mkd.rollout.sampler import request_key
 from mkd.rollout.write import write_texts
@@ -82,6 +82,7 @@ class OnPolicy:
         micro_batch_size: int,
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
         is_stopping: Callable[[], bool] = lambda: False,
+        begin: Callable[[int, WrittenRows], None] | None = None,
     ) -> WrittenRows | None:
         """Write the answers of one step, or read them from the rollout of an earlier step. Collective over all ranks.
 
@@ -93,6 +94,8 @@ class OnPolicy:
             micro_batch_size: rows of each.
             around: the context in which texts are written; not entered where they exist already.
             is_stopping: True if this process has received a signal to stop.
+            begin: called with the number of each of this rank's microbatches and its rows as soon as all of its texts
+                are written, while others still are; None to wait for all.
 
         Returns:
             None if L is so small that no row of this step is written.
@@ -103,19 +106,20 @@ class OnPolicy:
         """
         began = time.monotonic()
         size, rank = groups.dp.size(), groups.dp.rank()
-        rollout = _Rollout.of(self, iteration, microbatches * micro_batch_size * size)
+        places = _Places(micro_batch_size, size)
+        rollout = _Rollout.of(self, iteration, microbatches * micro_batch_size * size, places)
         wanted = rollout.requests_at(iteration)
         if not wanted:
             return None
         written_now = 0
         if not rollout.is_written:
+            early = None if begin is None else _Early(self, wanted, places, rank, microbatches, begin)
             with around():
-                written_now = rollout.write(chunks, groups, iteration, is_stopping)
+                written_now = rollout.write(chunks, groups, iteration, is_stopping, early)
         texts, rows = rollout.texts_at(iteration), {}
         for (row, request), text in zip(wanted.items(), texts, strict=True):
-            microbatch, rest = divmod(row, micro_batch_size * size)
-            if rest // micro_batch_size == rank:  # as Megatron's sampler deals the rows of a global batch
-                rows[microbatch * micro_batch_size + rest % micro_batch_size] = (request, text)
+            if places.replica(row) == rank:
+                rows[places.own(row)] = (request, text)
         facts = RolloutFacts(
             texts=len(texts),
             tokens=sum(len(text.tokens) for text in texts),
@@ -134,6 +138,75 @@ def _floor(rows: int, share: float) -> int:
     return math.floor(rows * Fraction(repr(share)))
 
 
+@dataclass(frozen=True)
+class _Places:
+    """The rows of a global batch on data-parallel ranks, as Megatron's sampler deals them."""
+
+    micro_batch_size: int
+    replicas: int
+
+    def replica(self, row: int) -> int:
+        """The data-parallel rank of a row."""
+        return row % (self.micro_batch_size * self.replicas) // self.micro_batch_size
+
+    def own(self, row: int) -> int:
+        """Number of a row among those of its rank."""
+        microbatch = row // (self.micro_batch_size * self.replicas)
+        return microbatch * self.micro_batch_size + row % self.micro_batch_size
+
+
+class _Early:
+    """Gives away each of this rank's microbatches when the last of its texts is written."""
+
+    def __init__(
+        self,
+        policy: OnPolicy,
+        wanted: Mapping[int, Request],
+        places: _Places,
+        rank: int,
+        microbatches: int,
+        begin: Callable[[int, WrittenRows], None],
+    ) -> None:
+        """Microbatches without written rows are given away at once.
+
+        Args:
+            policy: row layout and options.
+            wanted: row of the global batch -> prompt, of this step.
+            places: the rows on data-parallel ranks.
+            rank: the data-parallel rank.
+            microbatches: of the step on this rank.
+            begin: see `OnPolicy.write`.
+        """
+        self._policy, self._begin, self._size = policy, begin, places.micro_batch_size
+        self._own = {
+            index: (places.own(row), request)
+            for index, (row, request) in enumerate(wanted.items())
+            if places.replica(row) == rank
+        }
+        self._rows: list[dict[int, tuple[Request, WrittenText]]] = [{} for _ in range(microbatches)]
+        self._missing = [0] * microbatches
+        for row, _ in self._own.values():
+            self._missing[row // self._size] += 1
+        for number, missing in enumerate(self._missing):
+            if missing == 0:
+                self._give(number)
+
+    def done(self, index: int, tokens: Sequence[int]) -> None:
+        """A text is written, `index` counted from the first one of this step."""
+        if index not in self._own:
+            return
+        row, request = self._own[index]
+        number = row // self._size
+        self._rows[number][row] = (request, WrittenText(tuple(tokens), self._policy.decoding.ends(tokens)))
+        self._missing[number] -= 1
+        if self._missing[number] == 0:
+            self._give(number)
+
+    def _give(self, number: int) -> None:
+        policy = self._policy
+        self._begin(number, WrittenRows(self._rows[number], policy.layout, None, policy.options))
+
+
 @dataclass
 class _Rollout:
     """The texts of consecutive steps that are written at once."""
@@ -145,17 +218,18 @@ class _Rollout:
     """Row -> prompt, for each step."""
     texts: list[tuple[int, ...]]
     """Written tokens of each request, step after step; empty where nothing was written."""
+    places: _Places
     written_at: int = -1
     """The step before which they were written; -1: not yet."""
     weights_at: int = -1
     """The step with whose weights they were written: an earlier one where a server has the weights for several."""
 
     @classmethod
-    def of(cls, policy: OnPolicy, iteration: int, rows: int) -> "_Rollout":
+    def of(cls, policy: OnPolicy, iteration: int, rows: int, places: _Places) -> "_Rollout":
         """The rollout that a step belongs to, with the texts that exist already."""
         first = iteration - iteration % policy.steps
         requests = [policy.requests(step, rows) for step in range(first, first + policy.steps)]
-        rollout = cls(policy, first, requests, [() for step in requests for _ in step])
+        rollout = cls(policy, first, requests, [() for step in requests for _ in step], places)
         rollout._restore()
         return rollout
 
@@ -187,13 +261,21 @@ class _Rollout:
         return self.written_at >= 0
 
     def write(
-        self, chunks: Sequence[nn.Module], groups: Groups, iteration: int, is_stopping: Callable[[], bool]
+        self,
+        chunks: Sequence[nn.Module],
+        groups: Groups,
+        iteration: int,
+        is_stopping: Callable[[], bool],
+        early: _Early | None,
     ) -> int:
         """Write the texts of this step and later ones. Returns the number of tokens written."""
-        policy, start = self.policy, self._start(iteration)
-        wanted = [request for step in self.requests[iteration - self.first :] for request in step.values()]
+        policy, start, steps = self.policy, self._start(iteration), self.requests[iteration - self.first :]
+        wanted = [request for step in steps for request in step.values()]
         if policy.writer is None:
-            texts = write_texts(chunks, groups, wanted, policy.decoding, policy.engine)
+            delivery = None
+            if early is not None:
+                delivery = Delivery([self.places.replica(row) for step in steps for row in step], early.done)
+            texts = write_texts(chunks, groups, wanted, policy.decoding, policy.engine, delivery)
             self.texts[start:], self.weights_at = [text.tokens for text in texts], iteration
         else:
             found, self.weights_at = policy.writer.write(

@@ -41,7 +41,8 @@ class WrittenRows:
     rows: Mapping[int, tuple[Request, WrittenText]]
     """Number of the row among those of this data-parallel rank in the step -> its text."""
     layout: RowLayout
-    facts: RolloutFacts
+    facts: RolloutFacts | None
+    """None while other texts of the step are being written."""
     options: WrittenRowOptions = WrittenRowOptions()
 
     def replace_in(self, source: Iterator[Mapping[str, Tensor]]) -> Iterator[Mapping[str, Tensor]]:
@@ -52,10 +53,14 @@ class WrittenRows:
                 sample = next(source)
             except StopIteration:
                 return
-            count = sample["tokens"].shape[0]
-            own = {row: self.rows[number + row] for row in range(count) if number + row in self.rows}
-            yield self._replaced(sample, own) if own else self._with_marks(sample)
-            number += count
+            yield self.sample(number, sample)
+            number += sample["tokens"].shape[0]
+
+    def sample(self, first: int, sample: Mapping[str, Any]) -> dict[str, Any]:
+        """A collated sample whose first row has the number `first`, with these rows in it."""
+        rows = range(sample["tokens"].shape[0])
+        own = {row: self.rows[first + row] for row in rows if first + row in self.rows}
+        return self._replaced(sample, own) if own else self._with_marks(sample)
 
     def _with_marks(self, sample: Mapping[str, Any]) -> dict[str, Any]:
         """The sample with the tensors that only written rows fill in."""

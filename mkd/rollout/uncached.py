@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from mkd.data.batch import KDBatch
 from mkd.distributed.groups import Groups
 from mkd.rollout.forward import run_forward
-from mkd.rollout.interface import Decoding, Request
+from mkd.rollout.interface import Decoding, Delivery, Request
 from mkd.rollout.sampler import NextToken, position_key, request_key
 
 _LENGTH_STEP = 16
@@ -18,7 +18,11 @@ _LENGTH_STEP = 16
 
 
 def write_uncached(
-    chunks: Sequence[nn.Module], groups: Groups, requests: Sequence[Request], options: Decoding
+    chunks: Sequence[nn.Module],
+    groups: Groups,
+    requests: Sequence[Request],
+    options: Decoding,
+    delivery: Delivery | None = None,
 ) -> list[list[int]]:
     """The tokens written after each prompt, the same on all ranks. Collective over all ranks.
 
@@ -29,6 +33,7 @@ def write_uncached(
         groups: its layout.
         requests: the same on all ranks.
         options: see `Decoding`.
+        delivery: the use of texts before all are written; None for none.
     """
     texts, written = [list(request.prompt) for request in requests], [[] for _ in requests]
     keys, done = [request_key(request, options.seed) for request in requests], [False] * len(requests)
@@ -38,6 +43,8 @@ def write_uncached(
                 texts[number].append(token)
                 written[number].append(token)
                 done[number] = options.ends(written[number])
+                if delivery is not None and (done[number] or len(written[number]) == options.tokens):
+                    delivery.done(number, written[number])
         if all(done):
             break
     return written

@@ -7,14 +7,19 @@ from torch import nn
 from mkd.distributed.groups import Groups
 from mkd.rollout.cached import write_cached
 from mkd.rollout.forward import evaluating
-from mkd.rollout.interface import Decoding, Engine, Request, WrittenText
+from mkd.rollout.interface import Decoding, Delivery, Engine, Request, WrittenText
 from mkd.rollout.uncached import write_uncached
 
 _ENGINES = {"cached": write_cached, "uncached": write_uncached}
 
 
 def write_texts(
-    chunks: Sequence[nn.Module], groups: Groups, requests: Sequence[Request], options: Decoding, engine: Engine
+    chunks: Sequence[nn.Module],
+    groups: Groups,
+    requests: Sequence[Request],
+    options: Decoding,
+    engine: Engine,
+    delivery: Delivery | None = None,
 ) -> list[WrittenText]:
     """Continue each prompt. Collective over all ranks.
 
@@ -26,10 +31,11 @@ def write_texts(
         requests: the prompts, the same on all ranks; none may be empty.
         options: see `Decoding`.
         engine: the method; see `mkd.rollout.attention.reason_against_cache`.
+        delivery: the use of texts before all are written; None for none.
 
     Returns:
         One text per request, the same on all ranks.
     """
     with evaluating(chunks):
-        written = _ENGINES[engine](chunks, groups, requests, options)
+        written = _ENGINES[engine](chunks, groups, requests, options, delivery)
     return [WrittenText(tuple(new), ended=options.ends(new)) for new in written]

@@ -27,6 +27,16 @@ class TeacherEnsemble:
         """See `Teacher.runs_before_student`."""
         return any(teacher.runs_before_student for teacher in self.teachers)
 
+    @property
+    def begins_early(self) -> bool:
+        """See `Teacher.begins_early`."""
+        return any(teacher.begins_early for teacher in self.teachers)
+
+    def begin(self, batch: KDBatch) -> None:
+        """See `Teacher.begin`."""
+        for teacher in self.teachers:
+            teacher.begin(batch)
+
     def prepare(self, batches: Sequence[KDBatch], upcoming: Lookahead) -> list[KDBatch]:
         """See `Teacher.prepare`; with `selecting`, the returned batches number their texts."""
         prepared = list(batches)
@@ -67,6 +77,15 @@ class AveragedTeachers:
     def runs_before_student(self) -> bool:
         """See `Teacher.runs_before_student`."""
         return self._ensemble.runs_before_student
+
+    @property
+    def begins_early(self) -> bool:
+        """See `Teacher.begins_early`."""
+        return self._ensemble.begins_early
+
+    def begin(self, batch: KDBatch) -> None:
+        """See `Teacher.begin`."""
+        self._ensemble.begin(batch)
 
     def prepare(self, batches: Sequence[KDBatch], upcoming: Lookahead) -> list[KDBatch]:
         """See `Teacher.prepare`."""

@@ -100,6 +100,16 @@ class Teacher(Protocol):
         """True if `signals` must get all microbatches of a step in one call, before the student's schedule starts."""
         ...
 
+    @property
+    def begins_early(self) -> bool:
+        """True if `begin` saves time: the teacher runs elsewhere."""
+        ...
+
+    def begin(self, batch: KDBatch) -> None:
+        """Called for microbatches of a training step before `prepare`, each as soon as it exists, whole and on the
+        host; in any order, not for all of them, and not by all ranks at once. Changes no number."""
+        ...
+
     def prepare(self, batches: Sequence[KDBatch], upcoming: Lookahead) -> list[KDBatch]:
         """Called once per step, before `signals`, with all microbatches of the step, whole and on the host.
 

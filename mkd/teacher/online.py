@@ -101,6 +101,14 @@ class OnlineTeacher:
         """The model chunk of this stage."""
         return self._model
 
+    @property
+    def begins_early(self) -> bool:
+        """See `Teacher.begins_early`."""
+        return False
+
+    def begin(self, batch: KDBatch) -> None:
+        """See `Teacher.begin`."""
+
     def metrics(self) -> dict[str, float]:
         """See `Teacher.metrics`."""
         return {}

@@ -17,6 +17,7 @@ from mkd.compat.stopping import WaitAborted
 from mkd.data.batch import KDBatch
 from mkd.data.lookahead import Lookahead
 from mkd.errors import MkdCacheError, MkdError, MkdNumericError, MkdTeacherError, MkdTeacherTimeout
+from mkd.utils.logging import logger
 
 _ERRORS: tuple[type[MkdError], ...] = (MkdTeacherTimeout, MkdTeacherError, MkdNumericError, MkdCacheError)
 """Errors that all ranks raise together, by the number that they exchange, from 1."""
@@ -96,6 +97,17 @@ class RequestQueue[R: BatchRequest]:
         self._send_ahead(upcoming, pending)
         self._step = step
         return [step[key] for key in keys]
+
+    def begin(self, batch: KDBatch) -> None:
+        """Send the request of a microbatch of the next training step, of which others do not exist yet. A request that
+        cannot be sent is sent again with the others, where all ranks fail together."""
+        pending = self._pending[False]
+        try:
+            request = self._request_of(batch)
+            if request.key not in pending and request.key not in self._step:
+                pending[request.key] = self._send(request)
+        except _ERRORS as error:
+            logger.debug(f"a request of the teacher is sent again: {error}")
 
     def _send(self, request: R) -> PendingRequest[R]:
         return PendingRequest(request, self._send_request(request))

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import batched, repeat
 from typing import Any
 
@@ -154,9 +155,9 @@ class TeacherThenStudent:
         """Run a step or an evaluation of `schedule`."""
         forward_only = options["forward_only"]
         source = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
-        written = None if forward_only else self._write(options)
-        if written is not None:
-            source = written.replace_in(source)
+        written = None
+        if not forward_only and self.on_policy is not None:
+            written, source = self._write(source, options)
         batches = self._read(source, options["num_microbatches"], options["micro_batch_size"], forward_only)
         self.record.rollout = None if written is None else written.facts
         # Packed rows follow each other in one row; Megatron's pipeline stages expect that shape.
@@ -181,15 +182,30 @@ class TeacherThenStudent:
             _add_to(reports, self.teacher.metrics())
         return reports
 
-    def _write(self, options: Mapping[str, Any]) -> WrittenRows | None:
-        """Let the student write its part of a training step; None if it has none."""
-        if self.on_policy is None:
-            return None
-        model = options["model"]
+    def _write(self, source: Any, options: Mapping[str, Any]) -> tuple[WrittenRows | None, Any]:
+        """Let the student write its part of a training step; None if it has none. Also returns the samples with it."""
+        model, iteration = options["model"], self.current_iteration()
         chunks = model if isinstance(model, list) else [model]
-        sizes = options["num_microbatches"], options["micro_batch_size"]
+        count, rows = options["num_microbatches"], options["micro_batch_size"]
+        begin = None
+        if self._begins_early(iteration, count * rows * self.groups.dp.size()):
+            samples = [next(source) for _ in range(count)]
+            source, begin = iter(samples), partial(self._begin, samples, rows)
         around = nullcontext if self.offload is None else self.offload.away
-        return self.on_policy.write(chunks, self.groups, self.current_iteration(), *sizes, around, self.is_stopping)
+        written = self.on_policy.write(chunks, self.groups, iteration, count, rows, around, self.is_stopping, begin)
+        return written, source if written is None else written.replace_in(source)
+
+    def _begins_early(self, iteration: int, rows: int) -> bool:
+        """True if a teacher elsewhere can compute microbatches while the student writes others."""
+        writes = self.on_policy.count(rows, iteration) > 0
+        return writes and self._teaches(self._objective(False)) and self.teacher.begins_early
+
+    def _begin(self, samples: Sequence[Any], rows: int, number: int, written: WrittenRows) -> None:
+        """Send a microbatch to the teacher, on the rank that sends."""
+        if self.groups.leads_replica:
+            sample = written.sample(number * rows, samples[number])
+            (batch,) = next_microbatches(iter([sample]), 1, self.true_vocab, rows, self.length_multiple)
+            self.teacher.begin(replace(batch, number=number))
 
     def _read(self, source: Any, count: int, micro_batch_size: int, evaluating: bool) -> list[KDBatch]:
         """The step's microbatches, whole and on the host, without KD where the teacher has no target."""

@@ -10,10 +10,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.dist.test_on_policy import on_policy
 from tests.support.dist.kd_samples import VOCAB
 from tests.support.dist.kd_step import TEACHER, Layout, Models
 from tests.support.dist.outcome import GetPool, Outcome, assert_equal, assert_same
-from tests.support.dist.served import served_error, served_run
+from tests.support.dist.served import assert_same_steps, served_error, served_on_policy, served_run
 from tests.support.inference_server import HFStates, StandIn, table_model
 from tests.support.slow import slow
 
@@ -52,6 +53,19 @@ def test_answers_are_kept(gloo_pool: GetPool, server: StandIn, one_rank: tuple[O
     assert_equal(again, truth)
     cached = Outcome.of(gloo_pool, 1, Layout(), replace(models, served=()))
     assert_equal(cached, truth)
+
+
+def test_texts_are_sent_while_others_are_written(gloo_pool: GetPool, models: Models) -> None:
+    """Two texts at a time on each of two ranks, of three; the numbers are those where all are sent after the last."""
+    layout, policy = Layout(mbs=1), on_policy(0.75, cache_tokens=64)
+    models = replace(models, data="text")
+    early, late = (gloo_pool(2).run(served_on_policy, layout, models, policy, early) for early in (True, False))
+    assert_same_steps(early, late)
+    for one, other in zip(early, late, strict=True):
+        events, after = one["events"], other["events"]
+        assert after[0] == "written" and events.count("sent") == after.count("sent")
+        first, last = events.index("text"), len(events) - 1 - events[::-1].index("text")
+        assert first == events[:first].count("sent") < events[:last].count("sent"), "given texts, then written ones"
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,18 @@ import re
 
 import pytest
 
-from tests.support.dist.kd_step import Layout, Models
+from tests.dist.test_on_policy import in_layout, on_policy
+from tests.support.dist.kd_samples import ROWS
+from tests.support.dist.kd_step import Layout, Models, kd_step
 from tests.support.dist.outcome import GetPool, Outcome, assert_equal, assert_same
-from tests.support.dist.served import Service, impatient_run, served_error, served_run
+from tests.support.dist.served import (
+    Service,
+    assert_same_steps,
+    impatient_run,
+    served_error,
+    served_on_policy,
+    served_run,
+)
 from tests.support.slow import slow
 
 TEXT = Models(teacher_layers=2, tied=False)
@@ -89,6 +98,38 @@ def test_layouts(gloo_pool: GetPool, services: Callable[..., Service], name: str
     served = replace(models, served=(address(services(own)),), ahead=1)
     seen = Outcome.of(gloo_pool, ranks, student, served, run=served_run)
     assert_equal(seen, in_process(gloo_pool, ranks, student, models, own))
+
+
+WRITTEN = {
+    "one rank": (1, Layout(mbs=1), TEXT),
+    "dp2": (2, Layout(mbs=1), TEXT),
+}
+MORE_WRITTEN = {
+    "cp2": (2, Layout(cp=2, mbs=1), TEXT),
+    "tp2-pp2": (4, Layout(tp=2, pp=2, sp=True, mbs=1), TEXT),
+    "dp2, packed": (2, Layout(mbs=1), PACKED),
+}
+
+
+@pytest.mark.parametrize("name", [*WRITTEN, *slow(MORE_WRITTEN)])
+def test_texts_are_sent_while_others_are_written(
+    gloo_pool: GetPool, services: Callable[..., Service], name: str
+) -> None:
+    """Two texts at a time on each rank, of six; rows of given texts are sent before the first one. The numbers are those
+    of the teacher in process, which waits for all texts."""
+    ranks, student, models = (WRITTEN | MORE_WRITTEN)[name]
+    packed = models is PACKED
+    policy = in_layout(on_policy(0.75, packed, cache_tokens=64 * student.pp * student.tp), student)
+    served = replace(models, served=(address(services(ONE)),), ahead=1)
+    seen = gloo_pool(ranks).run(served_on_policy, student, served, policy)
+    truth = gloo_pool(ranks).run(kd_step, student, models, policy)
+    assert_same_steps(seen, truth)
+    senders = [one["events"] for one in seen if "sent" in one["events"]]
+    assert len(senders) == ranks // (student.tp * student.pp * student.cp)
+    for events in senders:
+        assert events.count("sent") == ROWS // len(senders), "each microbatch once"
+        first, last = events.index("text"), len(events) - 1 - events[::-1].index("text")
+        assert first == events[:first].count("sent") < events[:last].count("sent"), "given texts, then written ones"
 
 
 @pytest.mark.parametrize("name", ["dp2-cp2, packed / tp2", *slow(["tp2-pp2 / one rank", "tp2-cp2 / tp2"])])

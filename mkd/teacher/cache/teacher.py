@@ -68,6 +68,14 @@ class CachedTeacher:
         """See `Teacher.fingerprint`: of the teacher that computed the targets."""
         return self._reader.store.meta.teacher
 
+    @property
+    def begins_early(self) -> bool:
+        """See `Teacher.begins_early`."""
+        return False
+
+    def begin(self, batch: KDBatch) -> None:
+        """See `Teacher.begin`."""
+
     def metrics(self) -> dict[str, float]:
         """See `Teacher.metrics`."""
         return {"kd_missing": float(self.missing)} if self._tolerant else {}

@@ -67,6 +67,16 @@ class InferenceTeacher:
         """See `Teacher.runs_before_student`."""
         return False
 
+    @property
+    def begins_early(self) -> bool:
+        """See `Teacher.begins_early`."""
+        return True
+
+    def begin(self, batch: KDBatch) -> None:
+        """See `Teacher.begin`."""
+        if self._pool is not None:
+            self._queue.begin(batch)
+
     def metrics(self) -> dict[str, float]:
         """See `Teacher.metrics`."""
         return {}

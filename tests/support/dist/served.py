@@ -3,8 +3,9 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,18 @@ from mkd.data.batch import KDBatch, next_microbatches
 from mkd.data.lookahead import Lookahead
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdError
+from mkd.rollout import on_policy
+from mkd.rollout.on_policy import OnPolicy
+from mkd.teacher.inference.pool import ScoringPool
+from mkd.teacher.inference.teacher import InferenceTeacher
 from mkd.teacher.service.addresses import ServiceAddress
+from mkd.teacher.service.client import ServedTeacher
+from mkd.teacher.service.connections import TeacherConnections
 from mkd.teacher.service.facts import TeacherFacts
 from mkd.teacher.service.messages import Kind, Message
 from mkd.teacher.service.model import TeacherRanks
 from mkd.teacher.service.server import TeacherServer
+from tests.support.dist import kd_step
 from tests.support.dist.kd_pairs import TEACHER_PADDED, TEACHER_VOCAB
 from tests.support.dist.kd_run import STEPS, Run
 from tests.support.dist.kd_samples import VOCAB, microbatches
@@ -221,6 +229,64 @@ def impatient_run(*args: Any) -> dict[str, Any]:
     """`served_run` in which a service that is silent for 0.5 s is lost."""
     with patch.multiple("mkd.teacher.service.addresses", _HEARTBEAT_MS=100, _LOST_AFTER_MS=500):
         return served_run(*args)
+
+
+def served_on_policy(
+    rank: int, world_size: int, layout: Layout, models: Models, policy: OnPolicy, early: bool = True
+) -> dict[str, Any]:
+    """`kd_step` with written rows and a teacher behind `Models.served`.
+
+    Args:
+        rank, world_size: of the pool.
+        layout, models, policy: what runs.
+        early: False to send all requests after the last text is written.
+
+    Returns:
+        the result of the step, and `events`: "sent" for each request of this rank, "text" where one of its own
+        texts ends that its replica writes, and "written" after the last text of all.
+    """
+    events: list[str] = []
+    teachers: list[Any] = []
+
+    def logged(call: Callable[..., Any], event: str, counts: Callable[..., bool] = lambda *_: True) -> Any:
+        def log(*args: Any) -> Any:
+            if event != "written" and counts(*args):
+                events.append(event)
+            found = call(*args)
+            if event == "written":
+                events.append(event)
+            return found
+
+        return log
+
+    def build(*args: Any) -> Any:
+        teachers.append(build_teacher(*args))
+        return teachers[-1]
+
+    submit = logged(TeacherConnections.submit, "sent", lambda _, message: message.kind == Kind.FORWARD)
+    done = logged(on_policy._Early.done, "text", lambda self, index, tokens: index in self._own)
+    with ExitStack() as around:
+        around.enter_context(patch.object(kd_step, "build_teacher", build))
+        around.enter_context(patch.object(on_policy, "write_texts", logged(on_policy.write_texts, "written")))
+        around.enter_context(patch.object(on_policy._Early, "done", done))
+        around.enter_context(patch.object(TeacherConnections, "submit", submit))
+        around.enter_context(patch.object(ScoringPool, "submit", logged(ScoringPool.submit, "sent")))
+        for kind in () if early else (ServedTeacher, InferenceTeacher):
+            around.enter_context(patch.object(kind, "begins_early", False))
+        try:
+            return kd_step.kd_step(rank, world_size, layout, models, policy) | {"events": events}
+        finally:
+            for teacher in teachers:
+                teacher.close()
+
+
+def assert_same_steps(seen: list[dict[str, Any]], truth: list[dict[str, Any]]) -> None:
+    """Reports and gradients of all ranks are equal to the last bit."""
+    for one, other in zip(seen, truth, strict=True):
+        assert one["reports"].keys() == other["reports"].keys()
+        assert all(torch.equal(one["reports"][key], value) for key, value in other["reports"].items())
+        for (*place, value), (*expected_place, expected) in zip(one["gradients"], other["gradients"], strict=True):
+            assert place == expected_place and torch.equal(value, expected)
 
 
 def served_error(

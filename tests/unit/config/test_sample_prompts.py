@@ -174,7 +174,10 @@ def test_optimizers_whose_state_cannot_leave(flag: str) -> None:
         ),
         ({"ratio": 0.0}, "does not work with --kd-ratio 0 (the teacher is not run)"),
         ({"teacher_hf": None, "teacher_cache": "C"}, "does not work with --kd-teacher-cache"),
-        ({"teacher_hf": None, "teacher_url": ["tcp://a:1"]}, "does not work with --kd-teacher-url"),
+        (
+            {"teacher_hf": None, "teacher_url": ["http://a:1"], "teacher_cache": "C", "top_k": 8},
+            "does not work with --kd-teacher-cache",
+        ),
         ({"xtoken_loss": "p_kl"}, "does not work with --kd-xtoken-loss"),
         ({"hidden_loss": "1:1"}, "does not work with --kd-hidden-loss"),
         ({"balance": True}, "does not work with --kd-balance"),

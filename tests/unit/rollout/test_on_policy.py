@@ -13,7 +13,7 @@ from mkd.data.packing.row_layout import RowLayout
 from mkd.errors import MkdCheckpointError
 from mkd.rollout import on_policy
 from mkd.rollout.facts import RolloutFacts, repeated_share
-from mkd.rollout.interface import Decoding, Request, WrittenText
+from mkd.rollout.interface import Decoding, Delivery, Request, WrittenText
 from mkd.rollout.on_policy import OnPolicy
 from mkd.rollout.rows import WrittenRowOptions, WrittenRows
 from mkd.rollout.stop_strings import StopStrings
@@ -83,6 +83,48 @@ class Written:
         assert list(found.requests(iteration, 2).values()) == [request for request, _ in rows.rows.values()]
         assert all(text.tokens[1:] == request.prompt for request, text in rows.rows.values())
         return [text.tokens[0] for _, text in rows.rows.values()], rows.facts
+
+
+def test_replicas_write_their_own_texts_as_far_as_all_write_equally_many() -> None:
+    def parts(*replicas: int) -> list[list[int]]:
+        return Delivery(replicas, lambda *_: None).parts(2)
+
+    assert parts(0, 1, 0, 1) == [[0, 2], [1, 3]]
+    assert parts(1, 1, 1, 1) == [[2, 3], [0, 1]]
+    assert parts(1, 1, 1, 0, 0) == [[3, 4], [0, 1, 2]]
+    assert parts(0) == [[0], []]
+
+
+@pytest.mark.parametrize(
+    ("share", "rank", "expected"),
+    [
+        (0.5, 0, [("text", 3), (1, {3: 2}), ("text", 2), ("text", 1), (0, {1: 0}), ("text", 0)]),
+        (0.25, 0, [(0, {}), (1, {}), ("text", 1), ("text", 0)]),
+        (0.25, 1, [(1, {3: 1}), ("text", 1), (0, {1: 0}), ("text", 0)]),
+    ],
+)
+def test_a_microbatch_is_given_away_with_its_last_text(
+    monkeypatch: pytest.MonkeyPatch, share: float, rank: int, expected: list
+) -> None:
+    """Two microbatches of two rows on each of two ranks; the last text ends first. One without texts begins at once."""
+    seen: list[tuple[Any, Any]] = []
+
+    def write(chunks: Any, groups: Any, requests: list[Request], *rest: Any) -> list[WrittenText]:
+        for index in reversed(range(len(requests))):
+            rest[-1].done(index, [index, 7])
+            seen.append(("text", index))
+        return [WrittenText((index, 7), False) for index in range(len(requests))]
+
+    def begin(number: int, rows: WrittenRows) -> None:
+        assert all(text.tokens[1] == 7 for _, text in rows.rows.values())
+        seen.append((number, {row: text.tokens[0] for row, (_, text) in rows.rows.items()}))
+
+    monkeypatch.setattr(on_policy, "write_texts", write)
+    groups: Any = SimpleNamespace(dp=SimpleNamespace(size=lambda: 2, rank=lambda: rank))
+    found = policy(share).write([], groups, 0, 2, 2, begin=begin)
+    assert seen == expected
+    whole = {row: text.tokens[0] for row, (_, text) in found.rows.items()}
+    assert {row: text for entry in seen if entry[0] != "text" for row, text in entry[1].items()} == whole
 
 
 def test_texts_of_several_steps_are_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
