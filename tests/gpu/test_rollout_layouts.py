@@ -1,6 +1,8 @@
-"""Tensor parallelism on two GPUs: captured rollouts write the texts of one GPU, and their speed.
+"""Tensor parallelism on two GPUs: rollouts write the texts of one GPU, also in a CUDA graph.
 
-pytest -m gpu tests/gpu/test_rollout_layouts.py -s
+pytest -m gpu tests/gpu/test_rollout_layouts.py
+
+Their speed: the command in `tests.support.gpu.rollout_ranks`.
 """
 
 import json
@@ -37,7 +39,9 @@ def one_gpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "flags", [(), ("--sequence-parallel",), ("--eager",)], ids=lambda flags: " ".join(flags) or "-"
+    "flags",
+    [(), ("--sequence-parallel",), ("--capture",), ("--capture", "--sequence-parallel")],
+    ids=lambda flags: " ".join(flags) or "-",
 )
 def test_two_gpus_write_the_texts_of_one(one_gpu: dict[str, Any], tmp_path: Path, flags: tuple[str, ...]) -> None:
     assert rollouts(tmp_path / "two.json", 2, *flags)["texts"] == one_gpu["texts"]

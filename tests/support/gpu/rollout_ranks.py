@@ -107,13 +107,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--sequence-parallel", action="store_true")
-    parser.add_argument("--eager", action="store_true", help="no CUDA graph")
+    parser.add_argument("--capture", action="store_true", help="a CUDA graph, with its collectives")
     parser.add_argument("--speed", type=int, nargs="*", default=[], help="texts at once")
     parser.add_argument("--tokens", type=int, default=512, help="new tokens of --speed")
     parser.add_argument("--profile", type=int, help="texts at once of a profile")
     flags = parser.parse_args()
-    if flags.eager:
-        mkd.rollout.cached.can_capture = lambda *_: False
+    if flags.capture:
+        mkd.rollout.cached.can_capture = lambda *_: True
     with ranks() as count:
         layout = Layout(tp=count, sp=flags.sequence_parallel)
         with parallel_state(layout):
