@@ -25,7 +25,7 @@ case ${1:-} in
     --full)
         FORM=full
         SIZES=large TEACHER_LR=2e-3 DIGITS=${DIGITS:-4} ROWS=${ROWS:-128} PRECISION=${PRECISION---bf16}
-        TEACHER_STEPS=${TEACHER_STEPS:-1500} START_STEPS=${START_STEPS:-600} STEPS=${STEPS:-250} EVALS=${EVALS:-10}
+        TEACHER_STEPS=${TEACHER_STEPS:-2000} START_STEPS=${START_STEPS:-300} STEPS=${STEPS:-300} EVALS=${EVALS:-10}
         SEEDS=${SEEDS:-"1 2 3"} JOBS=${JOBS:-18} TIME_LIMIT=${TIME_LIMIT:-430}
         METHODS=${METHODS:-"written written_jsd mixed given given_reverse text"}
         ;;
