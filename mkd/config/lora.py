@@ -10,7 +10,9 @@ from mkd.errors import MkdConfigError
 
 LARGEST_RANK = 4096
 ALL_LINEAR = "all-linear"
-"""PEFT's name for all linear layers except the LM head."""
+"""PEFT's name for all linear layers except the LM head; routed experts are parameters, not linear layers."""
+EXPERTS = "experts"
+"""Part of the names of routed experts' parameters, such as experts.down_proj."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class LoraOptions:
     """Rows of A and columns of B."""
     alpha: float
     modules: tuple[str, ...] | None = None
-    """Names of linear layers as in PEFT's `target_modules`; None for all of them except the LM head."""
+    """Names of linear layers as in PEFT's `target_modules`, and of routed experts' parameters as in
+    `target_parameters`; None for all linear layers except the LM head."""
 
     @property
     def scale(self) -> float:
@@ -50,9 +53,12 @@ class LoraOptions:
         if not (math.isfinite(alpha) and 0.0 < alpha <= 1e6):
             raise MkdConfigError(f"--kd-lora {text}: alpha is {alpha:g}; it must be above 0 and at most 1e6")
         if modules is not None and ALL_LINEAR in modules:
-            if len(modules) > 1:
-                raise MkdConfigError(f"--kd-lora-modules {' '.join(modules)}: {ALL_LINEAR} stands alone")
-            modules = None
+            if any(EXPERTS not in name.split(".") for name in modules if name != ALL_LINEAR):
+                raise MkdConfigError(
+                    f"--kd-lora-modules {' '.join(modules)}: {ALL_LINEAR} stands alone, or beside names of routed "
+                    "experts such as experts.down_proj"
+                )
+            modules = None if set(modules) == {ALL_LINEAR} else modules
         return cls(rank, alpha, None if modules is None else tuple(dict.fromkeys(modules)))
 
     def __str__(self) -> str:

@@ -2,7 +2,7 @@
 
 A linear layer W becomes W x + scale B A x. Megatron computes several Hugging Face layers with one matrix: `linear_qkv`
 holds the queries, keys and values of each query group, `linear_fc1` gate and up. Their adapters have an A and a B of
-their own, and the B's are placed in the rows of the whole matrix.
+their own, and the B's are placed in the rows of the whole matrix. Routed experts: `expert_lora.py`.
 
 Adapters are modules of the model chunk (`kd_lora`), outside of the layers: names and checkpoints of the frozen weights
 stay as they are. Forward hooks on the linear layers add the adapters' outputs.
@@ -10,11 +10,10 @@ stay as they are. Forward hooks on the linear layers add the adapters' outputs.
 Hu et al. 2021, https://arxiv.org/abs/2106.09685.
 """
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedStateDict
@@ -32,6 +31,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from mkd.config.lora import LoraOptions
+from mkd.models.adapted_layers import AdaptedLinear, Factor, initial_a, short_name
+from mkd.models.expert_lora import ExpertAdapters
 from mkd.models.layer_maps import KEY_PREFIX as MAPS_PREFIX
 
 _MODULE = "kd_lora"
@@ -41,87 +42,22 @@ _NOTHING = f"{KEY_PREFIX}nothing"
 """Key of an entry that is stored nowhere, in the state of a model chunk without adapters."""
 
 
-@dataclass(frozen=True)
-class RowPart:
-    """Consecutive output channels of a Hugging Face linear layer inside a linear layer of Megatron."""
-
-    channels: int
-    """Output channels on all tensor-parallel ranks together."""
-    layer: str | None
-    """Name of the Hugging Face layer, such as model.layers.0.self_attn.q_proj; None if it has no adapter."""
-
-
-@dataclass(frozen=True)
-class AdaptedLinear:
-    """A linear layer of Megatron with the Hugging Face layers in it that have adapters."""
-
-    decoder_layer: int
-    """Index of the transformer layer in the whole model, from 0."""
-    path: str
-    """Name of the linear layer inside the transformer layer, such as self_attention.linear_qkv."""
-    inputs: int
-    """Input channels on all tensor-parallel ranks together."""
-    parts: tuple[RowPart, ...]
-    """The parts of the weight, in the order of Megatron's rows."""
-    groups: int | None = None
-    """Number of blocks of rows, each with an equal share of every part; None for one block per rank."""
-    is_row_parallel: bool = False
-    """True if tensor parallelism shards the inputs, False if it shards the outputs."""
-
-    @property
-    def layers(self) -> tuple[str, ...]:
-        """The Hugging Face layers that have adapters."""
-        return tuple(dict.fromkeys(part.layer for part in self.parts if part.layer is not None))
-
-    @property
-    def factors(self) -> tuple["Factor", ...]:
-        """The factors of all adapters: for each Hugging Face layer its A, then a B for each of its parts."""
-        found = []
-        for index, layer in enumerate(self.layers):
-            found.append(Factor(layer, index, None, f"{layer}.lora_A", self.inputs))
-            numbers = [number for number, part in enumerate(self.parts) if part.layer == layer]
-            for count, number in enumerate(numbers):
-                key = f"{layer}.lora_B" if len(numbers) == 1 else f"{layer}.lora_B.{count}"
-                before = sum(self.parts[other].channels for other in numbers[:count])
-                found.append(Factor(layer, index, number, key, self.parts[number].channels, before))
-        return tuple(found)
-
-
-class Factor(NamedTuple):
-    """An A [rank, channels], or the B [channels, rank] of one part."""
-
-    layer: str
-    """Name of the Hugging Face layer."""
-    index: int
-    """Index of the Hugging Face layer among those of the linear layer."""
-    part: int | None
-    """Index of B's part among those of the linear layer; None for an A."""
-    key: str
-    """Key in a checkpoint, without `KEY_PREFIX`."""
-    channels: int
-    """Input channels of an A, output channels of a B, on all tensor-parallel ranks together."""
-    first: int = 0
-    """Index of B's first row in the B of the Hugging Face layer."""
-
-    @property
-    def name(self) -> str:
-        """Name of the parameter."""
-        return f"A{self.index}" if self.part is None else f"B{self.part}"
-
-    def shape(self, rank: int) -> tuple[int, int]:
-        """Shape on all tensor-parallel ranks together."""
-        return (rank, self.channels) if self.part is None else (self.channels, rank)
-
-
 class LinearAdapters(nn.Module):
     """The adapters of one linear layer on this tensor-parallel rank.
 
     In a column-parallel layer A is replicated and B sharded; in a row-parallel one A is sharded and B replicated. The
-    tensor-parallel ranks exchange A x, which has `rank` channels.
+    tensor-parallel ranks exchange A x, which has `rank` channels. In a layer that every rank holds whole, both factors
+    are replicated.
     """
 
     def __init__(
-        self, linear: AdaptedLinear, options: LoraOptions, config: TransformerConfig, tp: ProcessGroup, seed: int
+        self,
+        linear: AdaptedLinear,
+        options: LoraOptions,
+        config: TransformerConfig,
+        tp: ProcessGroup,
+        seed: int,
+        is_replicated: bool = False,
     ) -> None:
         """Create the factors: A uniform in +-1 / sqrt(inputs) as in PEFT, B zero.
 
@@ -131,9 +67,10 @@ class LinearAdapters(nn.Module):
             config: configuration of the model.
             tp: tensor-parallel ranks.
             seed: the values of A depend on it and on the layer's name only.
+            is_replicated: every rank holds the whole layer.
         """
         super().__init__()
-        self._linear, self._options, self._tp = linear, options, tp
+        self._linear, self._options, self._tp, self._is_replicated = linear, options, tp, is_replicated
         self._sequence_parallel = config.sequence_parallel
         for factor in linear.factors:
             axis = self.sharded_axis(factor)
@@ -152,10 +89,8 @@ class LinearAdapters(nn.Module):
 
     def shard(self, factor: Factor, whole: Tensor) -> Tensor:
         """This rank's part of the A or B of a Hugging Face layer."""
-        if factor.part is not None:
-            whole = whole[factor.first : factor.first + factor.channels]
-        axis = self.sharded_axis(factor)
-        return whole if axis is None else whole.chunk(self._tp.size(), axis)[self._tp.rank()]
+        axis, own = self.sharded_axis(factor), factor.of(whole)
+        return own if axis is None else own.chunk(self._tp.size(), axis)[self._tp.rank()]
 
     @property
     def factors(self) -> tuple[Factor, ...]:
@@ -164,6 +99,8 @@ class LinearAdapters(nn.Module):
 
     def sharded_axis(self, factor: Factor) -> int | None:
         """The axis along which a factor is sharded over tensor-parallel ranks; None if it is replicated."""
+        if self._is_replicated:
+            return None
         if self._linear.is_row_parallel:
             return 1 if factor.part is None else None
         return None if factor.part is None else 0
@@ -173,12 +110,9 @@ class LinearAdapters(nn.Module):
         factors = self._linear.factors
         axes = {factor.name: axis for factor in factors if (axis := self.sharded_axis(factor)) is not None}
         parameters = dict(self.named_parameters())
-        state = make_sharded_tensors_for_checkpoint(
+        return make_sharded_tensors_for_checkpoint(
             parameters, prefix, axes, sharded_offsets, tp_group=self._tp, dp_cp_group=dp_cp
         )
-        for factor in factors:
-            state[f"{prefix}{factor.name}"].key = f"{KEY_PREFIX}{factor.key}"
-        return state
 
     @torch.no_grad()
     def load(self, read: Callable[[str], tuple[Tensor, Tensor]]) -> None:
@@ -198,7 +132,7 @@ class LinearAdapters(nn.Module):
 
     def _exchange(self, latent: Tensor) -> Tensor:
         """A x of all tokens that the outputs on this rank belong to, complete."""
-        if self._tp.size() == 1:
+        if self._tp.size() == 1 or self._is_replicated:
             return latent
         if self._linear.is_row_parallel:
             if self._sequence_parallel:
@@ -213,6 +147,7 @@ class LinearAdapters(nn.Module):
         linear, rank, size = self._linear, self._options.rank, self._tp.size()
         if len(linear.parts) == 1:
             return self.B0
+        size = 1 if self._is_replicated else size
         factors = {factor.part: factor for factor in linear.factors if factor.part is not None}
         count, groups = len(linear.layers), 1 if linear.groups is None else linear.groups // size
         blocks = []
@@ -226,14 +161,6 @@ class LinearAdapters(nn.Module):
         return torch.cat(blocks, dim=1).flatten(0, 1)
 
 
-def initial_a(layer: str, rank: int, inputs: int, seed: int) -> Tensor:
-    """[rank, inputs] fp32 on the CPU: Kaiming-uniform values with a = sqrt(5), as in PEFT."""
-    digest = hashlib.sha256(f"{seed} {layer}".encode()).digest()
-    generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:7], "big"))
-    bound = inputs**-0.5
-    return torch.empty(rank, inputs, device="cpu").uniform_(-bound, bound, generator=generator)
-
-
 class ChunkAdapters(nn.ModuleDict):
     """The adapters of a model chunk, by transformer layer and linear layer."""
 
@@ -243,7 +170,10 @@ class ChunkAdapters(nn.ModuleDict):
         """See `MegatronModule`. The keys in a checkpoint are names of Hugging Face layers, the same in every layout."""
         state: ShardedStateDict = {}
         for name, adapters in self.items():
-            state |= adapters.sharded_tensors(f"{prefix}{name}.", sharded_offsets, metadata["dp_cp_group"])
+            tensors = adapters.sharded_tensors(f"{prefix}{name}.", sharded_offsets, metadata["dp_cp_group"])
+            for factor in adapters.factors:
+                tensors[f"{prefix}{name}.{factor.name}"].key = f"{KEY_PREFIX}{factor.key}"
+            state |= tensors
         return state
 
 
@@ -261,13 +191,12 @@ class Lora:
     @property
     def modules(self) -> list[str]:
         """Names of the Hugging Face layers without the path to them, sorted."""
-        return sorted({layer.rpartition(".")[2] for linear in self.linears for layer in linear.layers})
+        return sorted({short_name(layer) for linear in self.linears for layer in linear.layers})
 
     @property
     def parameters(self) -> int:
         """Number of parameters of all adapters."""
-        factors = (factor for linear in self.linears for factor in linear.factors)
-        return sum(factor.channels * self.options.rank for factor in factors)
+        return sum(linear.parameters(self.options.rank) for linear in self.linears)
 
     def attach(self, chunks: list[GPTModel]) -> list[GPTModel]:
         """Freeze the weights of a model, and add adapters to its chunks on this rank. The weights are loaded already.
@@ -280,20 +209,32 @@ class Lora:
             for layer in chunk.decoder.layers:
                 own = [linear for linear in self.linears if linear.decoder_layer == layer.layer_number - 1]
                 for linear in own:
-                    module = layer.get_submodule(linear.path)
                     name = f"{linear.decoder_layer}-{linear.path.replace('.', '-')}"
-                    adapters[name] = LinearAdapters(
-                        linear, self.options, chunk.config, chunk.pg_collection.tp, self.seed
-                    )
+                    adapters[name] = self._add(chunk, layer, linear)
                     if self.first is not None:
                         adapters[name].load(self.first)
-                    _hook(module, adapters[name])
             chunk.add_module(_MODULE, adapters)
             if chunk.pre_process and chunk.config.recompute_granularity is not None:
                 # Recomputed layers have gradients only if their input has one, which a frozen embedding does not give.
                 chunk.embedding.register_forward_hook(_with_gradient)
             store_trained_only(chunk)
         return chunks
+
+    def _add(self, chunk: GPTModel, layer: nn.Module, linear: AdaptedLinear) -> "LinearAdapters | ExpertAdapters":
+        """New adapters of a linear layer, which adds their output to its own from now on."""
+        if linear.experts is not None:
+            adapters = ExpertAdapters(linear, self.options, chunk.config, chunk.pg_collection, self.seed)
+            adapters.hook(layer.mlp.experts)
+            return adapters
+        module = layer.get_submodule(linear.path)
+        # Transformer Engine's projections to a latent are whole on every rank, megatron's local ones are sharded.
+        whole = sum(part.channels for part in linear.parts)
+        is_replicated = not linear.is_row_parallel and module.weight.shape[0] == whole
+        adapters = LinearAdapters(
+            linear, self.options, chunk.config, chunk.pg_collection.tp, self.seed, is_replicated=is_replicated
+        )
+        _hook(module, adapters)
+        return adapters
 
 
 def _hook(linear: nn.Module, adapters: LinearAdapters) -> None:
@@ -337,6 +278,6 @@ def store_trained_only(chunk: GPTModel) -> None:
     chunk.register_load_state_dict_post_hook(without_frozen)
 
 
-def adapters_of(chunk: GPTModel) -> dict[str, LinearAdapters]:
+def adapters_of(chunk: GPTModel) -> dict[str, LinearAdapters | ExpertAdapters]:
     """The adapters of a model chunk by name; empty without adapters."""
     return dict(getattr(chunk, _MODULE, {}))

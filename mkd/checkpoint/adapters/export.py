@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from mkd.checkpoint.adapters.experts import expert_parameters
 from mkd.checkpoint.adapters.merged import MergedFolder
 from mkd.checkpoint.adapters.peft_folder import PeftFolder, is_peft_folder, write_peft_folder
-from mkd.checkpoint.adapters.stored import StoredAdapters, short_names
+from mkd.checkpoint.adapters.stored import StoredAdapters
 from mkd.checkpoint.casts import CastCheck
 from mkd.checkpoint.hf.export import architecture_of
-from mkd.checkpoint.hf.families.vision_language import module_name
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.model_card import model_card
 from mkd.checkpoint.hf.whole_model import WholeModel, stored_architecture
@@ -49,16 +49,16 @@ def write_peft_files(
     adapters, name = StoredAdapters(folder), base or base_of(folder)
     for layer in adapters.layers:
         adapters.weight_shape(layer)  # raises before memory is taken
-    is_mixture = architecture_of(folder)[2].get("num_experts")
+    family, _, args = architecture_of(folder)
     has_tower = stored_architecture(folder) is not None
-    # A short name would match other layers of the model, too: of routed experts, or of a vision tower.
-    whole_names = sorted(map(module_name, adapters.layers) if has_tower else adapters.layers)
     write_peft_folder(
         out,
         adapters,
         rank=adapters.options.rank,
         alpha=adapters.options.alpha,
-        modules=whole_names if is_mixture or has_tower else short_names(adapters.layers),
+        # A short name would match other layers of the model, too: of routed experts, or of a vision tower.
+        has_whole_names=bool(args.get("num_experts")) or has_tower,
+        experts=expert_parameters(family, args) if args.get("num_experts") else {},
         base=os.path.abspath(name) if Path(name).is_dir() else name,
         dtype=dtype,
         is_vision_language=has_tower,
@@ -95,8 +95,7 @@ def export_merged(
         )
     merged = MergedFolder(frozen, adapters)
     for layer in adapters.layers:
-        weight = merged.tensors.get(f"{layer}.weight")
-        if weight is None or weight[0] != adapters.weight_shape(layer):
+        if merged.adapted_shape(layer) != adapters.weight_shape(layer):
             raise folder.error(f"the adapter of {layer} does not fit {frozen.path}")
     text = {name: (shape, dtype or stored) for name, (shape, stored) in merged.tensors.items()}
     whole = WholeModel(merged)

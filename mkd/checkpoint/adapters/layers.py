@@ -1,21 +1,29 @@
 """Adapters of a Hugging Face model: which linear layers have one, and where they are in Megatron's layers."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
+from mkd.checkpoint.adapters.experts import ExpertParameter, expert_parameters
 from mkd.checkpoint.hf.families import Family
 from mkd.checkpoint.hf.layouts import Dims
 from mkd.checkpoint.hf.tables import Item
-from mkd.config.lora import LoraOptions
+from mkd.config.lora import ALL_LINEAR, EXPERTS, LoraOptions
 from mkd.errors import MkdConfigError
-from mkd.models.lora import AdaptedLinear, RowPart
+from mkd.models.adapted_layers import AdaptedLinear, RowPart
 
-_QKV = "self_attention.linear_qkv.weight"
+_ATTENTION = "self_attention."
+_QKV = f"{_ATTENTION}linear_qkv.weight"
+_DELTA_NET = f"{_ATTENTION}in_proj.weight"
 _FC1 = ("mlp.linear_fc1.weight", "mlp.shared_experts.linear_fc1.weight")
-_COLUMN = (_QKV, *_FC1, "self_attention.linear_q_proj.weight")
-_ROW = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight", "mlp.shared_experts.linear_fc2.weight")
-_PROJECTIONS = ("self_attention.linear_", "self_attention.in_proj.", "self_attention.out_proj.")
+_LATENTS = tuple(f"{_ATTENTION}linear_{name}_proj.weight" for name in ("q_down", "q_up", "kv_down", "kv_up"))
+_COLUMN = (_QKV, *_FC1, f"{_ATTENTION}linear_q_proj.weight", *_LATENTS, _DELTA_NET)
+_ROW = (
+    *(f"{_ATTENTION}linear_proj.weight", f"{_ATTENTION}out_proj.weight"),
+    *("mlp.linear_fc2.weight", "mlp.shared_experts.linear_fc2.weight"),
+)
+_PROJECTIONS = tuple(f"{_ATTENTION}{name}" for name in ("linear_", "in_proj.", "out_proj."))
 _FROZEN = {"lm_head": "the LM head", "embed_tokens": "the embedding"}
 
 
@@ -39,72 +47,91 @@ def adapted_linears(family: Family, args: Mapping[str, Any], options: LoraOption
     every = list(_linear_layers(family, args))
     names = {part.layer for linear in every for part in linear.parts}
     without = _without_adapters(family, args)
+    experts = expert_parameters(family, args)
     if options.modules is None and without:
         raise MkdConfigError(
-            f"--kd-lora {options.rank}: {family.architectures[0]} has {_attention_kind(args)}, and mkd has no adapters "
-            f"of {', '.join(sorted(without))}: give --kd-lora-modules {' '.join(sorted(set(map(_short, names))))}"
+            f"--kd-lora {options.rank}: {family.architectures[0]} has linear layers of which mkd has no adapters, "
+            f"{', '.join(sorted(without))}: give --kd-lora-modules {' '.join(sorted(set(map(_short, names))))}"
         )
-    wanted = _chosen(options.modules, names, _routed(family, args), without, _attention_kind(args))
+    wanted = _chosen(options.modules, names, set(experts), without)
+    every += [linear for parameter in experts.values() for linear in _routed_linear(parameter)]
     found = []
     for linear in every:
         parts = tuple(part if part.layer in wanted else RowPart(part.channels, None) for part in linear.parts)
-        chosen = AdaptedLinear(
-            linear.decoder_layer, linear.path, linear.inputs, parts, linear.groups, linear.is_row_parallel
-        )
-        if chosen.layers:
+        if (chosen := replace(linear, parts=parts)).layers:
             found.append(chosen)
     _check_rank(found, options.rank)
     return tuple(found)
 
 
 def _linear_layers(family: Family, args: Mapping[str, Any]) -> Iterator[AdaptedLinear]:
+    """The linear layers outside of routed experts, with an adapter on each of their Hugging Face layers."""
     dims = family.dims(args)
     for item in family.tensors(args):
-        _, _, path = item.entry.megatron.partition("{layer}.")
-        if _has_adapters(path, args):
-            yield _adapted(item, path, dims, args)
+        path = _path(item)
+        if path in (*_COLUMN, *_ROW):
+            sizes, groups, blocks = _rows(item, path, dims, args)
+            parts = _parts(item, sizes, blocks)
+            inputs = next(iter(item.shapes.values()))[1]
+            name = path.removesuffix(".weight")
+            yield AdaptedLinear(item.layer, name, inputs, parts, groups, is_row_parallel=path in _ROW)
 
 
-def _adapted(item: Item, path: str, dims: Dims, args: Mapping[str, Any]) -> AdaptedLinear:
-    """The linear layer of a weight, with an adapter on each of its Hugging Face layers."""
-    sources = _layers(item)
-    shapes = list(item.shapes.values())
-    inputs = shapes[0][1]
-    rows = sum(shape[0] for shape in shapes)
-    groups = None
+def _path(item: Item) -> str:
+    """The name of a parameter inside its transformer layer."""
+    return item.entry.megatron.partition("{layer}.")[2]
+
+
+def _rows(
+    item: Item, path: str, dims: Dims, args: Mapping[str, Any]
+) -> tuple[Sequence[int], int | None, Mapping[str, int]]:
+    """Sizes of the parts of a weight in Megatron's order, its groups, and the blocks of Hugging Face layers that have
+    several: see `AdaptedLinear` and `RowPart`."""
+    if path == _QKV and args.get("attention_output_gate"):
+        queries = next(iter(_layers(item)))  # each head's queries, and its gates
+        return (dims.query, dims.query, dims.key, dims.key), dims.groups, {queries: dims.heads}
     if path == _QKV:
-        sizes, groups = [dims.query, dims.key, dims.key], dims.groups
-    elif path in _FC1 and (args.get("swiglu") or args.get("quick_geglu")):
-        sizes = [rows // 2, rows // 2]
-    else:
-        sizes = [rows]
-    assert sum(sizes) == rows and len(sources) in (1, len(sizes)), item.name
-    layers = sources if len(sources) == len(sizes) else sources * len(sizes)
-    parts = tuple(map(RowPart, sizes, layers))
-    return AdaptedLinear(item.layer, path.removesuffix(".weight"), inputs, parts, groups, path in _ROW)
+        return (dims.query, dims.key, dims.key), dims.groups, {}
+    if path == _DELTA_NET:
+        joined = _layers(item) if len(item.shapes) == 2 else []  # ordered by heads of the keys
+        return tuple(item.sections.values()), None, dict.fromkeys(joined, dims.delta_key_heads)
+    rows = sum(shape[0] for shape in item.shapes.values())
+    if path in _FC1 and (args.get("swiglu") or args.get("quick_geglu")):
+        return (rows // 2, rows // 2), None, {}
+    return (rows,), None, {}
 
 
-def _routed(family: Family, args: Mapping[str, Any]) -> set[str]:
-    """Names of the linear layers of routed experts."""
-    return {_short(name) for item in family.tensors(args) if item.expert is not None for name in _layers(item)}
+def _parts(item: Item, sizes: Sequence[int], blocks: Mapping[str, int]) -> tuple[RowPart, ...]:
+    """The parts of a weight, each with its Hugging Face layer, which consists of one or several of them in order."""
+    parts, rest = [], list(sizes)
+    for layer, shape in zip(_layers(item), item.shapes.values(), strict=True):
+        missing = shape[0]
+        while missing > 0:
+            parts.append(RowPart(rest.pop(0), layer, blocks.get(layer, 1)))
+            missing -= parts[-1].channels
+        assert missing == 0, item.name
+    assert not rest, item.name
+    return tuple(parts)
 
 
-def _has_adapters(path: str, args: Mapping[str, Any]) -> bool:
-    """True for a weight inside a transformer layer whose Hugging Face layers may have adapters."""
-    return path in (*_COLUMN, *_ROW) and not (path == _QKV and args.get("attention_output_gate"))
-
-
-def _attention_kind(args: Mapping[str, Any]) -> str:
-    """Name of attention with layers that have no adapters."""
-    return "latent attention" if args.get("multi_latent_attention") else "a gated delta net and attention with a gate"
+def _routed_linear(parameter: ExpertParameter) -> Iterator[AdaptedLinear]:
+    """The linear layer of all experts of a layer."""
+    is_down = parameter.name.endswith(".down_proj")
+    sizes = (parameter.outputs,) if is_down else (parameter.outputs // 2,) * 2
+    blocks = sizes[0] if parameter.alternates else 1
+    parts = tuple(RowPart(size, parameter.name, blocks) for size in sizes)
+    path = f"mlp.experts.linear_fc{2 if is_down else 1}"
+    yield AdaptedLinear(
+        parameter.layer, path, parameter.inputs, parts, is_row_parallel=is_down, experts=parameter.experts
+    )
 
 
 def _without_adapters(family: Family, args: Mapping[str, Any]) -> set[str]:
-    """Names of the linear layers of attention that have no adapters."""
+    """Names of the linear layers in place of attention that have no adapters."""
     found = set()
     for item in family.tensors(args):
-        path = item.entry.megatron.partition("{layer}.")[2]
-        if path.startswith(_PROJECTIONS) and path.endswith(".weight") and not _has_adapters(path, args):
+        path = _path(item)
+        if path.startswith(_PROJECTIONS) and path.endswith(".weight") and path not in (*_COLUMN, *_ROW):
             found |= set(map(_short, _layers(item)))
     return found
 
@@ -119,30 +146,34 @@ def _short(layer: str) -> str:
     return layer.rpartition(".")[2]
 
 
-def _chosen(modules: Sequence[str] | None, names: set[str], routed: set[str], without: set[str], kind: str) -> set[str]:
-    """The Hugging Face layers with one of the given names; PEFT's rule: the name itself, or its end after a dot."""
-    if modules is None:
-        return names
+def _chosen(modules: Sequence[str] | None, names: set[str], routed: set[str], without: set[str]) -> set[str]:
+    """The Hugging Face layers with one of the given names; PEFT's rule: the name itself, or its end after a dot.
+
+    Parameters of routed experts are named with `experts.`, because layers outside of them have the same names.
+    """
     chosen = set()
-    for module in modules:
-        found = {name for name in names if name == module or name.endswith(f".{module}")}
+    for module in modules or (ALL_LINEAR,):
+        known = routed if EXPERTS in module.split(".") else names
+        found = {name for name in known if name == module or name.endswith(f".{module}")}
+        found |= names if module == ALL_LINEAR else set()
         if not found:
-            raise MkdConfigError(f"--kd-lora-modules {module}: {_reason(module, names, routed, without, kind)}")
+            raise MkdConfigError(f"--kd-lora-modules {module}: {_reason(module, names, routed, without)}")
         chosen |= found
     return chosen
 
 
-def _reason(module: str, names: set[str], routed: set[str], without: set[str], kind: str) -> str:
-    known = sorted(set(map(_short, names)))
+def _reason(module: str, names: set[str], routed: set[str], without: set[str]) -> str:
+    short = sorted(set(map(_short, names)))
+    known = [*short, *sorted({f"{EXPERTS}.{_short(name)}" for name in routed})]
     listed = f"give some of {', '.join(known)}"
     if module in _FROZEN:
         return f"{_FROZEN[module]} has no adapter in mkd; {listed}"
     if module in without:
-        return f"mkd has no adapters of these layers of {kind}; {listed}"
-    if module in routed:
+        return f"mkd has no adapters of these layers; {listed}"
+    if routed and module in ("gate_proj", "up_proj", "gate_up_proj", "down_proj", "w1", "w2", "w3"):
         return (
-            "only routed experts have layers of this name, and they have no adapters: transformers keeps all experts "
-            f"in one tensor, which PEFT's adapters of linear layers do not reach; {listed}"
+            "only routed experts have layers of this name; transformers keeps all experts of a layer in two "
+            f"parameters, {' and '.join(known[len(short) :])}; {listed}"
         )
     guesses = get_close_matches(module, known, n=1, cutoff=0.5)
     return f"the student has no such linear layer{f' (did you mean {guesses[0]}?)' if guesses else ''}; {listed}"

@@ -1,4 +1,8 @@
-"""PEFT folders: adapters (LoRA) of a model in another folder, read with checks and written."""
+"""PEFT folders: adapters (LoRA) of a model in another folder, read with checks and written.
+
+`target_modules` names linear layers, `target_parameters` parameters: those of routed experts, or the weight of a linear
+layer.
+"""
 
 import math
 import os
@@ -6,12 +10,23 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mkd.checkpoint.adapters.experts import (
+    ExpertParameter,
+    expert_parameters,
+    from_peft,
+    peft_modules,
+    peft_shapes,
+    to_peft,
+)
 from mkd.checkpoint.adapters.merged import Adapters, MergedFolder
+from mkd.checkpoint.adapters.stored import short_names
+from mkd.checkpoint.hf.check import read_architecture
 from mkd.checkpoint.hf.families.vision_language import module_name, text_module_name
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.writer import write_json
@@ -24,10 +39,12 @@ from mkd.utils.hub_folder import download_hint
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 
+_EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
+_NAMES_OF_OLD_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _ABSENT = (
     *("use_dora", "fan_in_fan_out", "lora_bias", "use_qalora", "modules_to_save", "rank_pattern", "alpha_pattern"),
-    *("layer_replication", "target_parameters", "trainable_token_indices", "alora_invocation_tokens"),
+    *("layer_replication", "trainable_token_indices", "alora_invocation_tokens"),
 )
 """Keys of adapter_config.json that change the model beyond W + scale B A of one rank: they must be absent or empty."""
 
@@ -68,6 +85,7 @@ class PeftFolder:
         if not (self.path / WEIGHTS).is_file():
             raise self.error(f"there is no {WEIGHTS}; adapters in other formats are not read")
         self.entries = read_header(self.path / WEIGHTS, flag)
+        self._experts = self._adapted_experts()
         self._modules: Mapping[str, str] = self._find_layers()
         """Layer -> its name in the file."""
         self.layers: Sequence[str] = sorted(self._modules)
@@ -80,7 +98,7 @@ class PeftFolder:
     def factors(self, layer: str) -> tuple[Tensor, Tensor]:
         """See `Adapters`."""
         a, b = (self.entries[_tensor(self._modules[layer], factor)].read(None, None) for factor in "AB")
-        return a, b
+        return (a, b) if layer not in self._experts else from_peft(a, b, self._experts[layer])
 
     def fingerprint(self) -> str:
         """See `Adapters`."""
@@ -123,24 +141,31 @@ class PeftFolder:
             raise self.error(f'{CONFIG}: "base_model_name_or_path" is {name!r}, a PEFT folder itself: merge it first')
         return found
 
+    def _adapted_experts(self) -> dict[str, ExpertParameter]:
+        """The parameters of routed experts that `target_parameters` names."""
+        targets = self.config.get("target_parameters") or []
+        if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
+            raise self.error(f'{CONFIG}: "target_parameters" is {str(targets)[:80]}; a list of names is needed')
+        if not any(name.endswith(tuple(_EXPERT_PARAMETERS)) for name in targets):
+            return {}
+        ends = tuple(f".{text_module_name(name)}" for name in targets)
+        found = expert_parameters(*read_architecture(self.base))
+        return {name: parameter for name, parameter in found.items() if f".{name}".endswith(ends)}
+
     def _find_layers(self) -> dict[str, str]:
         found: dict[str, set[str]] = {}
         modules: dict[str, str] = {}
+        parameters = {module: name for name, module in peft_modules(self._experts).items()}
         for name, entry in self.entries.items():
             match = _NAME.fullmatch(name)
             if match is None or not entry.dtype.is_floating_point or entry.dtype.itemsize < 2:
                 raise self.error(f"tensor {name} is not a factor of a linear layer's adapter")
             module, factor = match[1], match[2]
             layer = module if self.base.vision_language is None else text_module_name(module)
+            layer = parameters.get(layer, layer)
             if modules.setdefault(layer, module) != module:
                 raise self.error(f"{module} and {modules[layer]} are the same layer of {self.base.path}")
-            weight = self.base.tensors.get(f"{layer}.weight")
-            if weight is None or len(weight[0]) != 2:
-                where = "" if self.base.vision_language is None else "the text model of "
-                raise self.error(f"tensor {name}: {where}{self.base.path} has no linear layer {layer}")
-            out, inputs = weight[0]
-            needed = (self.rank, inputs) if factor == "A" else (out, self.rank)
-            if entry.shape != needed:
+            if entry.shape != (needed := self._shapes(layer, name)[factor]):
                 raise self.error(f"tensor {name} has shape {list(entry.shape)}, {list(needed)} fits {self.base.path}")
             found.setdefault(layer, set()).add(factor)
         for layer, factors in found.items():
@@ -149,6 +174,20 @@ class PeftFolder:
         if not found:
             raise self.error(f"{WEIGHTS} has no adapters")
         return modules
+
+    def _shapes(self, layer: str, tensor: str) -> dict[str, tuple[int, ...]]:
+        """Shapes of the A and B of a layer in the file; `tensor` is for messages."""
+        if layer in self._experts:
+            return peft_shapes(self._experts[layer], self.rank)
+        weight = self.base.tensors.get(f"{layer}.weight")
+        if weight is None or len(weight[0]) != 2:
+            where = "" if self.base.vision_language is None else "the text model of "
+            hint = ""
+            if layer.removesuffix(".base_layer").endswith(".experts"):
+                hint = f'; {CONFIG} names no parameter of these experts in "target_parameters"'
+            raise self.error(f"tensor {tensor}: {where}{self.base.path} has no linear layer {layer}{hint}")
+        out, inputs = weight[0]
+        return {"A": (self.rank, inputs), "B": (out, self.rank)}
 
 
 def _tensor(layer: str, factor: str) -> str:
@@ -161,8 +200,9 @@ def write_peft_folder(
     *,
     rank: int,
     alpha: float,
-    modules: Sequence[str],
     base: str,
+    experts: Mapping[str, ExpertParameter] = MappingProxyType({}),
+    has_whole_names: bool = False,
     dtype: torch.dtype | None = None,
     is_vision_language: bool = False,
 ) -> None:
@@ -173,21 +213,35 @@ def write_peft_folder(
         adapters: the adapters.
         rank: rows of every A.
         alpha: the scale times the rank.
-        modules: PEFT's `target_modules`.
         base: PEFT's `base_model_name_or_path`.
+        experts: the parameters of the model's routed experts.
+        has_whole_names: name the layers with the path to them, because others have the same names.
         dtype: of the tensors; None keeps it.
         is_vision_language: the adapters are of the text model in a vision-language model.
     """
     tensors: dict[str, Tensor] = {}
+    adapted = {name: experts[name] for name in adapters.layers if name in experts}
+    modules = {name: name for name in adapters.layers} | peft_modules(adapted)
+    named = module_name if is_vision_language else str
     for layer in adapters.layers:
-        for factor, value in zip("AB", adapters.factors(layer), strict=True):
-            module = module_name(layer) if is_vision_language else layer
-            tensors[_tensor(module, factor)] = value if dtype is None else value.to(dtype)
+        a, b = adapters.factors(layer)
+        if layer in adapted:
+            a, b = to_peft(a, b, adapted[layer])
+        for factor, value in zip("AB", (a, b), strict=True):
+            tensors[_tensor(named(modules[layer]), factor)] = value if dtype is None else value.to(dtype)
     write_tensors(out / WEIGHTS, tensors)
-    write_json(out / CONFIG, peft_config(rank, alpha, modules, base))
+    linear = [layer for layer in adapters.layers if layer not in adapted]
+    # PEFT takes the names of experts' matrices in transformers 4 for the experts, wherever they are in a mixture.
+    taken = [layer for layer in linear if experts and layer.rpartition(".")[2] in _NAMES_OF_OLD_EXPERTS]
+    parameters = sorted([*map(named, adapted), *(f"{named(layer)}.weight" for layer in taken)])
+    linear = [layer for layer in linear if layer not in taken]
+    names = sorted(map(named, linear)) if has_whole_names else short_names(linear)
+    write_json(out / CONFIG, peft_config(rank, alpha, names, base, parameters))
 
 
-def peft_config(rank: int, alpha: float, modules: Sequence[str], base: str) -> Mapping[str, Any]:
+def peft_config(
+    rank: int, alpha: float, modules: Sequence[str], base: str, parameters: Sequence[str] = ()
+) -> Mapping[str, Any]:
     """The content of adapter_config.json."""
     return {
         "alpha_pattern": {},
@@ -203,6 +257,7 @@ def peft_config(rank: int, alpha: float, modules: Sequence[str], base: str) -> M
         "r": rank,
         "rank_pattern": {},
         "target_modules": list(modules),
+        **({"target_parameters": list(parameters)} if parameters else {}),
         "task_type": "CAUSAL_LM",
         "use_dora": False,
         "use_rslora": False,

@@ -1,6 +1,7 @@
 """Adapters in a Megatron checkpoint, which holds them without the frozen weights."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,7 +12,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.config.lora import LoraOptions
 from mkd.errors import MkdConfigError
-from mkd.models.lora import KEY_PREFIX, AdaptedLinear
+from mkd.models.adapted_layers import AdaptedLinear, short_name
+from mkd.models.lora import KEY_PREFIX
 
 
 @dataclass(frozen=True)
@@ -66,32 +68,42 @@ class StoredAdapters:
         needed = {factor.key: factor.shape(options.rank) for linear in linears for factor in linear.factors}
         return self.shapes == needed and self.options.scale == options.scale
 
-    def weight_shape(self, layer: str) -> tuple[int, int]:
-        """(out, in) of the weight that the adapter of a Hugging Face layer belongs to.
+    def weight_shape(self, layer: str) -> tuple[int, ...]:
+        """(out, in) of the weight that the adapter of a Hugging Face layer belongs to; (experts, out, in) of experts.
 
         Raises:
             MkdCheckpointError: a factor is missing, or has another rank.
         """
-        rank, parts = self.options.rank, [self.shapes[key] for key in self._parts(layer)]
-        a = self.shapes.get(f"{layer}.lora_A", ())
-        if len(a) != 2 or a[0] != rank or not parts or any(len(b) != 2 or b[1] != rank for b in parts):
+        rank, (blocks, keys) = self.options.rank, self._parts(layer)
+        a, parts = self.shapes.get(f"{layer}.lora_A", ()), [self.shapes[key] for key in keys]
+        axes, experts = len(a), a[:-2]
+        fits = axes in (2, 3) and a[-2] == rank and parts
+        if not fits or any(len(b) != axes or (b[:-2], b[-1]) != (experts, rank) or b[-2] % blocks for b in parts):
             raise self.folder.error(f"the adapter of {layer} is not one of rank {rank}: {list(a)}, {parts}")
-        return sum(b[0] for b in parts), a[1]
+        return (*experts, sum(b[-2] for b in parts), a[-1])
 
     def factors(self, layer: str) -> tuple[Tensor, Tensor]:
-        """The A [rank, in] and the B [out, rank] of a Hugging Face layer, in the stored dtype.
+        """The A [rank, in] and the B [out, rank] of a Hugging Face layer, in the stored dtype; with a leading axis of
+        experts for a parameter of routed experts.
 
         Raises:
             MkdCheckpointError: they are missing or damaged.
         """
-        return self._read(f"{layer}.lora_A"), torch.cat([self._read(key) for key in self._parts(layer)])
+        blocks, keys = self._parts(layer)
+        parts = [self._read(key).unflatten(-2, (blocks, -1)) for key in keys]
+        return self._read(f"{layer}.lora_A"), torch.cat(parts, dim=-2).flatten(-3, -2)
 
-    def _parts(self, layer: str) -> Iterator[str]:
-        key = f"{layer}.lora_B"
-        if key in self.shapes:
-            yield key
-            return
-        yield from (part for part in (f"{key}.{number}" for number in range(3)) if part in self.shapes)
+    def _parts(self, layer: str) -> tuple[int, list[str]]:
+        """The blocks of the rows of a layer, and the keys of its B's in order; see `RowPart`."""
+        found = {}
+        for key in self.shapes:
+            if key.startswith(f"{layer}.lora_B"):
+                blocks, number = _suffix_of(key.removeprefix(f"{layer}.lora_B"))
+                found[number] = (blocks, key)
+        numbers = {blocks for blocks, _ in found.values()}
+        if len(numbers) != 1 or sorted(found) != list(range(len(found))):
+            raise self.folder.error(f"the adapter of {layer} has the parts {[key for _, key in found.values()]}")
+        return numbers.pop(), [found[number][1] for number in sorted(found)]
 
     def _read(self, key: str) -> Tensor:
         stored = KEY_PREFIX + key
@@ -103,6 +115,14 @@ class StoredAdapters:
         return state[stored]
 
 
+def _suffix_of(text: str) -> tuple[int, int]:
+    """(blocks, number) of a part; the inverse of `part_suffix`. -1 for text that is no suffix."""
+    match = re.fullmatch(r"(?:\.blocks([1-9][0-9]{0,8}))?\.([0-9])|", text)
+    if match is None:
+        return -1, -1
+    return int(match[1] or 1), int(match[2] or 0)
+
+
 def short_names(layers: Iterable[str]) -> list[str]:
-    """Names of Hugging Face layers without the path to them, sorted: q_proj, v_proj."""
-    return sorted({layer.rpartition(".")[2] for layer in layers})
+    """Names of Hugging Face layers without the path to them, sorted; see `short_name`."""
+    return sorted(set(map(short_name, layers)))

@@ -75,15 +75,18 @@ def parameters_of_stage(args: Namespace, stage: int) -> Parameters:
 
 
 def adapters_of_stage(lora: Lora, args: Namespace, stage: int) -> Parameters:
-    """Parameters of the adapters on each tensor-parallel rank of a pipeline stage."""
+    """Parameters of the adapters on each tensor- and expert-parallel rank of a pipeline stage."""
     layers = {layer for chunk in chunks_of_stage(args, stage) for layer in chunk}
-    tp, channels = args.tensor_model_parallel_size, 0.0
+    tp, channels = args.tensor_model_parallel_size, {False: 0.0, True: 0.0}
     for linear in lora.linears:
         if linear.decoder_layer in layers:
+            is_routed = linear.experts is not None
+            experts = linear.experts / args.expert_model_parallel_size if is_routed else 1
+            ranks = (args.expert_tensor_parallel_size or tp) if is_routed else tp
             for factor in linear.factors:
                 is_sharded = (factor.part is None) == linear.is_row_parallel
-                channels += factor.channels / (tp if is_sharded else 1)
-    return Parameters(channels * lora.options.rank)
+                channels[is_routed] += experts * factor.channels / (ranks if is_sharded else 1)
+    return Parameters(channels[False] * lora.options.rank, channels[True] * lora.options.rank)
 
 
 def outside_of_layers(args: Namespace, stage: int) -> int:

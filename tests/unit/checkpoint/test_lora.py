@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from mkd.checkpoint.adapters.layers import adapted_linears
 from mkd.checkpoint.adapters.stored import StoredAdapters
@@ -12,7 +13,7 @@ from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.config.kd_config import KDConfig
 from mkd.config.lora import LoraOptions, check_lora_arguments, check_query_groups
 from mkd.errors import MkdCheckpointError, MkdConfigError
-from mkd.models.lora import AdaptedLinear, RowPart
+from mkd.models.adapted_layers import AdaptedLinear, RowPart
 from tests.support.hf_models import HYBRID_MODELS, MIXER_MODELS
 
 CONFIG: dict[str, Any] = {
@@ -94,25 +95,75 @@ LATENT = {
 }
 
 
+def parts_of(linears: Any) -> dict[str, list[tuple[int, str, int]]]:
+    """Path -> channels, name and blocks of each part, of the first layers that have one."""
+    found: dict[str, list[tuple[int, str, int]]] = {}
+    for linear in linears:
+        parts = [(part.channels, part.layer.rpartition(".")[2], part.blocks) for part in linear.parts]
+        found.setdefault(linear.path, parts)
+    return found
+
+
 def test_latent_attention() -> None:
-    linears = linears_of("4", ["o_proj", "down_proj"], "YoutuForCausalLM", **LATENT)
-    assert [linear.path for linear in linears[:2]] == ["self_attention.linear_proj"] * 2
-    assert linears[0].inputs == 6 * 14
-    with pytest.raises(MkdConfigError, match=r"no adapters of kv_a_proj_with_mqa, kv_b_proj, q_a_proj, q_b_proj: give"):
-        linears_of("4", None, "YoutuForCausalLM", **LATENT)
-    with pytest.raises(MkdConfigError, match="q_b_proj: mkd has no adapters of these layers of latent attention"):
-        linears_of("4", ["q_b_proj"], "YoutuForCausalLM", **LATENT)
+    linears = linears_of("4", None, "YoutuForCausalLM", **LATENT)
+    found = parts_of(linears)
+    assert len(linears) == 2 * len(found)
+    assert found["self_attention.linear_proj"] == [(48, "o_proj", 1)] and linears[8].inputs == 6 * 14
+    assert found["self_attention.linear_q_down_proj"] == [(20, "q_a_proj", 1)]
+    assert found["self_attention.linear_q_up_proj"] == [(6 * 18, "q_b_proj", 1)]
+    assert found["self_attention.linear_kv_down_proj"] == [(12 + 8, "kv_a_proj_with_mqa", 1)]
+    assert found["self_attention.linear_kv_up_proj"] == [(6 * 24, "kv_b_proj", 1)]
 
 
 def test_hybrid_models() -> None:
+    """Heads of gated queries, and of the keys of Qwen3-Next's delta nets, are blocks with rows of several parts."""
     hybrid = {key: value for key, value in HYBRID_MODELS["qwen3.5"].items() if key != "model_type"}
-    linears = linears_of("4", ["o_proj", "down_proj"], "Qwen3_5ForCausalLM", **hybrid)
-    assert [linear.path for linear in linears] == ["self_attention.linear_proj", *["mlp.linear_fc2"] * 2]
-    without = "in_proj_a, in_proj_b, in_proj_qkv, in_proj_z, k_proj, out_proj, q_proj, v_proj"
-    with pytest.raises(MkdConfigError, match=rf"a gated delta net and .* no adapters of {without}: give"):
-        linears_of("4", None, "Qwen3_5ForCausalLM", **hybrid)
-    with pytest.raises(MkdConfigError, match="q_proj: mkd has no adapters of these layers of a gated delta net"):
-        linears_of("4", ["q_proj"], "Qwen3_5ForCausalLM", **hybrid)
+    found = parts_of(linears_of("4", None, "Qwen3_5ForCausalLM", **hybrid))
+    assert found["self_attention.linear_qkv"] == [
+        *[(96, "q_proj", 6), (96, "q_proj", 6)],
+        *[(32, "k_proj", 1), (32, "v_proj", 1)],
+    ]
+    qkv = [(channels, "in_proj_qkv", 1) for channels in (16, 16, 48)]
+    others = [(48, "in_proj_z", 1), (4, "in_proj_b", 1), (4, "in_proj_a", 1)]
+    assert found["self_attention.in_proj"] == [*qkv, *others]
+    assert found["self_attention.out_proj"] == [(48, "out_proj", 1)]
+    joined = parts_of(linears_of("4", None, "Qwen3NextForCausalLM", **hybrid, **EXPERTS))["self_attention.in_proj"]
+    assert joined == [*[(size, "in_proj_qkvz", 2) for size in (16, 16, 48, 48)], *[(4, "in_proj_ba", 2)] * 2]
+    linear = linears_of("4", ["q_proj"], "Qwen3_5ForCausalLM", **hybrid)[0]
+    assert [(factor.key.rpartition("q_proj.")[2], factor.first) for factor in linear.factors] == [
+        *[("lora_A", 0), ("lora_B.blocks6.0", 0), ("lora_B.blocks6.1", 16)]
+    ]
+    rows = torch.arange(192).view(192, 1)
+    queries, gates = (factor.of(rows).view(-1) for factor in linear.factors[1:])
+    assert queries[:17].tolist() == [*range(16), 32] and gates[:17].tolist() == [*range(16, 32), 48]
+
+
+NAMES = ["experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def test_routed_experts() -> None:
+    up, down = linears_of("4", NAMES, "Qwen2MoeForCausalLM", **EXPERTS)[::2]
+    experts = "model.layers.0.mlp.experts"
+    parts = (RowPart(24, f"{experts}.gate_up_proj"),) * 2
+    assert up == AdaptedLinear(0, "mlp.experts.linear_fc1", 48, parts, experts=4)
+    parts = (RowPart(48, f"{experts}.down_proj"),)
+    assert down == AdaptedLinear(0, "mlp.experts.linear_fc2", 24, parts, is_row_parallel=True, experts=4)
+    assert [factor.shape(4) for factor in up.factors] == [(4, 4, 48), (4, 24, 4), (4, 24, 4)]
+    both = linears_of("4", ["all-linear", *NAMES], "Qwen2MoeForCausalLM", **EXPERTS)
+    assert len(both) == len(linears_of("4", None, "Qwen2MoeForCausalLM", **EXPERTS)) + 4
+    assert both[-1].parameters(4) == 4 * 4 * (24 + 48)
+
+
+def test_names_of_experts_are_those_of_transformers() -> None:
+    experts = {**EXPERTS, "num_local_experts": 4}
+    linears = linears_of("4", NAMES[:1], "MixtralForCausalLM", **experts)
+    assert linears[0].layers == ("model.layers.0.mlp.experts.gate_up_proj",)
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    linear = linears_of("4", NAMES[:1], "GptOssForCausalLM", rope_parameters=rope, **experts)[0]
+    assert [factor.key.partition("lora_B.")[2] for factor in linear.factors[1:]] == ["blocks72.0", "blocks72.1"]
+    rows = torch.arange(4 * 144).view(4, 144, 1)
+    gate, up = (factor.of(rows) for factor in linear.factors[1:])
+    assert torch.equal(gate[1, :, 0], 144 + torch.arange(0, 144, 2)) and up[3, 5, 0] == 3 * 144 + 11
 
 
 def test_layers_with_one_mixer() -> None:
@@ -129,7 +180,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "rank": (dict(text="33", modules=None), "k_proj is 32 x 48, so that a rank above 32 adds nothing"),
     "routed experts": (
         dict(text="4", modules=["down_proj"], name="Qwen3MoeForCausalLM", **EXPERTS),
-        "only routed experts have layers of this name",
+        r"only routed experts have layers of this name; .* parameters, experts\.down_proj and experts\.gate_up_proj",
+    ),
+    "experts of a dense model": (dict(text="4", modules=["experts.down_proj"]), "no such linear layer"),
+    "unknown parameter of experts": (
+        dict(text="4", modules=["experts.up_proj"], name="Qwen3MoeForCausalLM", **EXPERTS),
+        r"no such linear layer \(did you mean experts",
     ),
     "form": (dict(text="a", modules=None), "--kd-lora is 'a'; give RANK or RANK:ALPHA"),
     "rank 0": (dict(text="0", modules=None), "the rank is 0"),

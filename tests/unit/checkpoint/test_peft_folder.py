@@ -44,7 +44,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(base: Path, tmp_path: Path) -> Path:
     path = tmp_path / "peft"
     path.mkdir()
-    write_peft_folder(path, Written(), rank=2, alpha=3.0, modules=["down_proj", "q_proj"], base=str(base))
+    write_peft_folder(path, Written(), rank=2, alpha=3.0, base=str(base))
     return path
 
 

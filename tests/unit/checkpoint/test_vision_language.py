@@ -245,9 +245,8 @@ def test_adapters(saved: dict[str, Path], tmp_path: Path) -> None:
     assert torch.allclose(logits(tmp_path / "out"), expected, atol=1e-4)
     (tmp_path / "own").mkdir()
     adapters = opened._adapters
-    names = [f"model.language_model.{layer.removeprefix('model.')}" for layer in adapters.layers]
-    sizes = {"rank": 2, "alpha": 6.0, "modules": names, "base": str(saved["gemma3"])}
-    write_peft_folder(tmp_path / "own", adapters, **sizes, is_vision_language=True)
+    sizes = {"rank": 2, "alpha": 6.0, "base": str(saved["gemma3"])}
+    write_peft_folder(tmp_path / "own", adapters, **sizes, has_whole_names=True, is_vision_language=True)
     plain = AutoModelForImageTextToText.from_pretrained(saved["gemma3"], attn_implementation="eager")
     with torch.no_grad():
         assert torch.equal(PeftModel.from_pretrained(plain, tmp_path / "own")(TOKENS).logits, expected)

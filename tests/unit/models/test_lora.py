@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from mkd.checkpoint.ranks import one_rank
 from mkd.config.lora import LoraOptions
-from mkd.models.lora import AdaptedLinear, LinearAdapters, RowPart, _hook, initial_a, store_trained_only
+from mkd.models.adapted_layers import AdaptedLinear, RowPart, initial_a
+from mkd.models.lora import LinearAdapters, _hook, store_trained_only
 
 
 class OneRank:
