@@ -1,10 +1,14 @@
 """Checks of Megatron's flags against each other and the model, which megatron itself makes late, unclearly or never."""
 
 import math
+import re
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
+
+import torch
 
 from mkd import cpu
 from mkd.config.kd_config import KDConfig, LayerPair
@@ -430,6 +434,30 @@ def check_linear_attention(model: str, sizes: Mapping[str, Any]) -> None:
             f"{model} has a gated delta net ({sizes['linear_num_value_heads']} linear_num_value_heads), whose kernels "
             "are in flash-linear-attention, which is not installed in this Python: install it (pip install "
             "flash-linear-attention)"
+        )
+
+
+_WRONG_TRITON = (3, 4, 0), (3, 7, 1)
+"""First and last version of Triton, the last excluded, with which flash-linear-attention refuses to compute gradients
+of gated delta nets on Hopper GPUs, because they would be wrong."""
+
+
+def check_delta_net_gradients(model: str, args: Namespace) -> None:
+    """Refuse a student with gated delta nets if flash-linear-attention has no right kernel of its backward pass.
+
+    On a machine without GPUs nothing is known about those of the job.
+    """
+    is_delta_net = args.experimental_attention_variant == "gated_delta_net"
+    if not is_delta_net or cpu.is_active() or args.deterministic_mode or find_spec("tilelang") is not None:
+        return
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        return
+    installed = metadata.version("triton")
+    found = tuple(int(part) for part in re.findall("[0-9]+", installed)[:3])
+    if _WRONG_TRITON[0] <= found < _WRONG_TRITON[1]:
+        raise MkdPackageError(
+            f"{model} has a gated delta net, of which flash-linear-attention computes no gradients with Triton "
+            f"{installed} on Hopper GPUs, because they would be wrong: install tilelang, or Triton 3.7.1 or later"
         )
 
 

@@ -1,6 +1,7 @@
 """mkd.config: flags, adopted architectures, layout checks, and the arguments of the teacher."""
 
 import itertools
+import re
 import sys
 from argparse import Namespace
 from contextlib import nullcontext, suppress
@@ -25,6 +26,7 @@ from mkd.config.megatron_checks import (
     REQUIRED,
     check_attention_heads,
     check_attention_kernels,
+    check_delta_net_gradients,
     check_divisions,
     check_experts,
     check_layer_pairs,
@@ -351,6 +353,36 @@ def test_mamba_layers() -> None:
         check_attention_heads("the student", mamba, layout(**{TP: 4}))
     with pytest.raises(MkdConfigError, match=r"--context-parallel-size 2 does not work with the Mamba layers"):
         check_attention_heads("the student", mamba, layout(**{CP: 2}))
+
+
+@pytest.mark.parametrize(
+    ("version", "capability", "has_tilelang", "is_refused"),
+    [
+        ("3.6.0", (9, 0), False, True),
+        ("3.4.0+git1", (9, 0), False, True),
+        ("3.7.1", (9, 0), False, False),
+        ("3.3.1", (9, 0), False, False),
+        ("3.6.0", (8, 0), False, False),
+        ("3.6.0", (9, 0), True, False),
+    ],
+)
+def test_triton_of_a_gated_delta_net(
+    monkeypatch: pytest.MonkeyPatch, version: str, capability: tuple[int, int], has_tilelang: bool, is_refused: bool
+) -> None:
+    monkeypatch.setattr(cpu, "is_active", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr("mkd.config.megatron_checks.metadata.version", lambda name: version)
+    found = lambda name: object() if has_tilelang else None  # noqa: E731
+    monkeypatch.setattr("mkd.config.megatron_checks.find_spec", found)
+    args = Namespace(experimental_attention_variant="gated_delta_net", deterministic_mode=False)
+    check_delta_net_gradients("the student", Namespace(**{**vars(args), "experimental_attention_variant": None}))
+    check_delta_net_gradients("the student", Namespace(**{**vars(args), "deterministic_mode": True}))
+    if not is_refused:
+        check_delta_net_gradients("the student", args)
+        return
+    with pytest.raises(MkdPackageError, match=rf"with Triton {re.escape(version)} on Hopper GPUs.*install tilelang"):
+        check_delta_net_gradients("the student", args)
 
 
 @pytest.mark.parametrize(
