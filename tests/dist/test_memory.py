@@ -14,7 +14,7 @@ from mkd.models import mamba
 from tests.support.dist.gpt_models import build_from_arguments, layout
 from tests.dist.test_hf_families import DEEPSEEK, GEMMA3, GPT_OSS
 from tests.support.hf_folders import make_model
-from tests.support.hf_models import HYBRID_MODELS, MIXER_MODELS
+from tests.support.hf_models import HYBRID_MODELS, MIXER_MODELS, NEAR_MODELS
 
 FAMILIES = {
     "llama": {"num_hidden_layers": 2, "tie_word_embeddings": True},
@@ -27,6 +27,7 @@ FAMILIES = {
     "gemma3_text": GEMMA3,
     **{sizes["model_type"]: sizes for sizes in HYBRID_MODELS.values()},
     **MIXER_MODELS,
+    **{NEAR_MODELS[name]["model_type"]: NEAR_MODELS[name] for name in ("olmoe", "cohere 2", "llama 4")},
 }
 LENGTH, SAMPLES = 48, 2
 EXPERTS = {
@@ -42,6 +43,7 @@ EXPERTS = {
 CASES = [("llama", 2, 1), ("llama", 1, 2), ("qwen2", 2, 1), ("qwen3", 2, 1), ("mixtral", 2, 1), ("deepseek_v3", 1, 2)]
 CASES += [("gpt_oss", 1, 2), ("olmo2", 2, 1), ("gemma3_text", 1, 2)]
 CASES += [("qwen3_next", 1, 2), ("qwen3_5_text", 2, 1), ("nemotron-h", 2, 1), ("nemotron 3 nano", 1, 2)]
+CASES += [("qwen3_5_moe_text", 1, 2), ("olmoe", 2, 1), ("cohere2", 1, 2), ("cohere2", 2, 1), ("llama4_text", 1, 2)]
 
 
 def counts(rank: int, size: int, path: str, tp: int, pp: int) -> tuple[int, float]:
@@ -86,6 +88,9 @@ MIXERS = {
     "squared_relu": True,
     "position_embedding_type": "none",
 }
+
+
+PARALLEL_BLOCK = {"parallel_block": True, "normalization": "LayerNorm"}
 
 
 def saved(rank: int, size: int, tp: int, sequence_parallel: bool, changes: dict) -> tuple[int, float]:
@@ -139,8 +144,13 @@ def saved(rank: int, size: int, tp: int, sequence_parallel: bool, changes: dict)
 
 @pytest.mark.parametrize(
     "tp, sequence_parallel, changes",
-    [(1, False, {}), (2, False, {}), (2, True, {}), (1, False, EXPERTS), (1, False, DELTA_NET), (2, True, DELTA_NET)]
-    + [(1, False, MIXERS), (2, True, MIXERS)],
+    [
+        *[(1, False, {}), (2, False, {}), (2, True, {}), (1, False, EXPERTS)],
+        *[(1, False, DELTA_NET), (2, True, DELTA_NET)],
+        *[(1, False, PARALLEL_BLOCK), (2, True, PARALLEL_BLOCK)],
+        *[(1, False, MIXERS), (2, True, MIXERS)],
+        *[(1, False, {"qk_l2_norm": True}), (1, False, {"whole_width_qk_norms": True})],
+    ],
 )
 def test_bytes_kept_by_layers(gloo_pool, tp, sequence_parallel, changes):
     """On CPU: attention keeps its scores, and no kernels are fused."""

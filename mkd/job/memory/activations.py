@@ -76,7 +76,8 @@ def layer_bytes(args: Namespace, layer: int, on_gpu: bool) -> LayerBytes:
     full = first_half + terms.mlp_input + terms.norm + terms.feed_forward + terms.dropout
     kept = full - _recomputed(args, is_moe_layer(args, layer), terms)
     # Gradients in the feed-forward part: of its output and of its inner tensors, minus the one that is freed.
-    gradients = terms.mlp_input + max(terms.feed_forward - terms.activation, 0.0)
+    output = residual_bytes(args) if mixers is None else terms.mlp_input
+    gradients = output + max(terms.feed_forward - terms.activation, 0.0)
     if mixers is not None:
         gradients += first_half
     forward = residual_bytes(args) + max(terms.norm + terms.feed_forward, terms.norm + terms.attention + terms.scores)
@@ -128,12 +129,17 @@ def _terms(args: Namespace, moe: bool, on_gpu: bool) -> _Terms:
     if LayerOptions.of(args).norm_placement == AROUND:
         norm *= 2
     masks = 2 * residual / size if args.hidden_dropout > 0 else 0.0
+    layer_input, mlp_input, mlp_norm = residual, residual, norm
+    if LayerOptions.of(args).parallel_block:
+        # One norm for attention and MLP, computed in fp32: it keeps its input in fp32, and its output is kept once.
+        layer_input, norm = 4 / size * residual, residual
+        mlp_input = mlp_norm = 0.0
     return _Terms(
-        layer_input=residual,
+        layer_input=layer_input,
         attention=norm + scale * _attention(args, repeats_keys=scores > 0) + _statistics(args, tokens),
         scores=scores,
-        mlp_input=residual,
-        norm=norm,
+        mlp_input=mlp_input,
+        norm=mlp_norm,
         feed_forward=scale * feed_forward,
         activation=scale * activation,
         dropout=masks,
@@ -155,7 +161,8 @@ def _attention(args: Namespace, repeats_keys: bool) -> float:
         return (2 * query + 2 * value) / tp + latent
     query = heads * args.kv_channels
     key = (args.num_query_groups if args.group_query_attention else heads) * args.kv_channels
-    normed = query + key if args.qk_layernorm else 0
+    has_norms = args.qk_layernorm or args.qk_l2_norm or LayerOptions.of(args).whole_width_qk_norms
+    normed = query + key if has_norms else 0
     gates = 2 * query if args.attention_output_gate else 0  # the gate, and attention's output before it
     return (2 * query + 2 * (query if repeats_keys else key) + normed + gates) / tp
 

@@ -105,7 +105,7 @@ def outside_of_layers(args: Namespace, stage: int) -> int:
 
 
 def _norm_size(args: Namespace) -> int:
-    return 1 if args.normalization == "RMSNorm" else 2
+    return 1 if args.normalization == "RMSNorm" or LayerOptions.of(args).parallel_block else 2
 
 
 def _layer(args: Namespace, moe: bool) -> Parameters:
@@ -117,6 +117,8 @@ def _layer(args: Namespace, moe: bool) -> Parameters:
     etp = args.expert_tensor_parallel_size or tp
     one.expert_tensor_parallel_size, one.world_size = etp, etp * args.expert_model_parallel_size
     one.swiglu, one.moe_layer_freq, one.moe_ffn_hidden_size = is_gated(args), 1, _expert_width(args)
+    if LayerOptions.of(args).parallel_block:
+        one.normalization = "RMSNorm"  # its norms have no bias
     if not moe:
         one.num_experts = one.moe_shared_expert_intermediate_size = None
     counted = compute_weight_and_optimizer_memory(one) / _MEGATRONS_BYTES - _norm_size(args) * args.hidden_size
@@ -148,6 +150,8 @@ def _biases(args: Namespace, moe: bool) -> float:
         count += (queries + groups * args.kv_channels) / tp
     if options.norm_placement == AROUND:
         count += 2 * _norm_size(args) * hidden  # Megatron's formula has the norms before attention and MLP
+    if options.parallel_block:
+        count -= _norm_size(args) * hidden  # one norm for both
     if args.add_bias_linear or getattr(args, "attention_output_bias", None):
         count += hidden
     if args.add_bias_linear and not moe:

@@ -97,7 +97,7 @@ def test_adapters_of_8b() -> None:
     assert held[GRADIENTS] == 4 * ADAPTERS_OF_8B
     assert held[OPTIMIZER] == 12 * ADAPTERS_OF_8B
     assert TEACHER not in held
-    assert held["peak"] < 40 * GIB
+    assert held["peak"] / GIB == pytest.approx(33.61, rel=0.02)  # measured: docs/benchmarks.md
     replicated = 32 * 16 * 7 * 4096  # the A of q, k, v, gate and up, and the B of o and down
     assert lora_of_8b(2)[GRADIENTS] == 4 * (replicated + (ADAPTERS_OF_8B - replicated) / 2)
 
