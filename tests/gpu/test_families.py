@@ -79,23 +79,32 @@ class Case:
 
     @property
     def tolerances(self) -> tuple[float, float]:
-        """Of losses and of the gradient norm. A router that chooses another expert for a few tokens is bf16 noise."""
+        """Bounds of losses and of the gradient norm. Another expert for a few tokens is bf16 noise."""
         return (0.03, 0.15) if "experts" in json.dumps(self.sizes) or self.flags else (0.01, 0.05)
 
 
 ADAPTERS = ("llama, biases", "qwen3", "glm4", "qwen2 moe")
 """Models that train adapters, too: these read the output of a norm that Transformer Engine computes inside a linear
 layer."""
+EXPERTS = (
+    *("--kd-lora", "8:32", "--lr", "1e-2"),
+    *("--kd-lora-modules", "all-linear", "experts.gate_up_proj", "experts.down_proj"),
+)
+MIXTURES = {"mixtral": ("--moe-grouped-gemm",), "gpt-oss": ("--moe-grouped-gemm",), "deepseek v2": ()}
+"""Models whose routed experts have adapters, too, computed together and one after another."""
 CASES = {
     **{name: Case(sizes) for name, sizes in MODELS.items()},
     **{f"vision-language, {name}": Case(sizes) for name, sizes in WHOLE.items()},
     **{f"{name}, adapters": Case(MODELS[name], ("--kd-lora", "8:32", "--lr", "1e-2")) for name in ADAPTERS},
+    **{f"{name}, adapters of experts": Case(MODELS[name], (*EXPERTS, *flags)) for name, flags in MIXTURES.items()},
 }
 
 
 def widened(sizes: dict[str, Any]) -> dict[str, Any]:
     """A tiny model of tests/dist/test_hf_families.py with widths for GPUs."""
     wide = {**SIZES, **sizes} | {key: WIDE[key] for key in WIDE if sizes.get(key)}
+    if "attention_chunk_size" in sizes:  # transformers 5.17 does not store None
+        wide["attention_chunk_size"] = WIDE["attention_chunk_size"]
     wide |= {key: SIZES[key] for key in ("hidden_size", "intermediate_size") if key in sizes}
     wide["head_dim"] = SIZES["head_dim"]
     if "short_factor" in (rope := sizes.get("rope_parameters", {})):
@@ -189,5 +198,7 @@ def test_trains_like_fp32_on_cpu(runs: dict[str, Future], name: str) -> None:
         with Path(out, "families.jsonl").open("a") as file:
             file.write(json.dumps({"model": name, **found}) + "\n")
     loss, gradient = CASES[name].tolerances
-    assert max(found["loss"], found["ce"], found["kd"]) < loss
+    assert max(found["loss"], found["ce"]) < loss
+    # With tied embeddings, the divergence is a small part of the loss: 0.3 of 6.9 nats in Phi-3.
+    assert found["kd"] < (3 * loss if '"tie_word_embeddings": true' in json.dumps(CASES[name].sizes) else loss)
     assert found["grad_norm"] < gradient
