@@ -247,7 +247,8 @@ class KDFields:
 
     lora_modules: list[str] | None = field(default=None, metadata={"argparse_meta": {"metavar": "NAME"}})
     """Names of the Hugging Face linear layers that have adapters, as in PEFT's target_modules, such as q_proj v_proj.
-    Default: all-linear, which is every one of them except routers, routed experts and the LM head."""
+    Routed experts by experts.gate_up_proj and experts.down_proj, also beside all-linear. Default: all-linear, which is
+    every linear layer except routers, routed experts and the LM head."""
 
     save_hf_interval: int | None = None
     """Iterations between Hugging Face folders: <save>/hf/iter_XXXXXXX is written together with the checkpoint of such
