@@ -161,8 +161,10 @@ def _attention(args: Namespace, repeats_keys: bool) -> float:
         return (2 * query + 2 * value) / tp + latent
     query = heads * args.kv_channels
     key = (args.num_query_groups if args.group_query_attention else heads) * args.kv_channels
-    has_norms = args.qk_layernorm or args.qk_l2_norm or LayerOptions.of(args).whole_width_qk_norms
-    normed = query + key if has_norms else 0
+    normed = query + key if args.qk_layernorm or args.qk_l2_norm else 0
+    if LayerOptions.of(args).whole_width_qk_norms:
+        # The norms' inputs are copies, too; without fused kernels each norm keeps its output before scaling as well.
+        normed = (3 if repeats_keys else 2) * (query + key)
     gates = 2 * query if args.attention_output_gate else 0  # the gate, and attention's output before it
     return (2 * query + 2 * (query if repeats_keys else key) + normed + gates) / tp
 
