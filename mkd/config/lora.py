@@ -6,6 +6,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mkd import cpu
 from mkd.errors import MkdConfigError
 
 LARGEST_RANK = 4096
@@ -111,4 +112,27 @@ def check_query_groups(args: Namespace, options: LoraOptions) -> None:
             f"--kd-lora {options.rank} has adapters of queries, keys and values, and --tensor-model-parallel-size "
             f"{args.tensor_model_parallel_size} does not divide the student's {groups} key-value heads: give a divisor "
             "of it, or leave q_proj, k_proj and v_proj out of --kd-lora-modules"
+        )
+
+
+def check_latent_adapters(args: Namespace, options: LoraOptions, modules: Sequence[str]) -> None:
+    """Refuse adapters of the projection to the latent of keys and values where their gradients would be partial.
+
+    Transformer Engine's layer is whole on every tensor-parallel rank, whose heads share its channels with rope.
+    Without --sequence-parallel, nothing sums the gradients of these channels over the ranks.
+
+    Args:
+        args: Megatron's arguments.
+        options: of the adapters.
+        modules: names of the layers with adapters.
+
+    Raises:
+        MkdConfigError: names the layer and the flag.
+    """
+    name, tp = "kv_a_proj_with_mqa", args.tensor_model_parallel_size
+    if name in modules and tp > 1 and not args.sequence_parallel and not cpu.is_target():
+        raise MkdConfigError(
+            f"--kd-lora {options.rank} has adapters of {name}, whose gradients are not summed over "
+            f"--tensor-model-parallel-size {tp} without --sequence-parallel: add it, or leave {name} out of "
+            "--kd-lora-modules"
         )

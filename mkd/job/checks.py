@@ -21,7 +21,7 @@ from mkd.checkpoint.source import ModelSource, TeacherSource, fewest_positions
 from mkd.config import megatron_checks
 from mkd.config.check_list import Check, Sink
 from mkd.config.data_args import data_prefixes
-from mkd.config.lora import LoraOptions, check_lora_arguments, check_query_groups
+from mkd.config.lora import LoraOptions, check_latent_adapters, check_lora_arguments, check_query_groups
 from mkd.config.megatron_args import ARGUMENT_CHECKS, CommandLine, adopt_architecture
 from mkd.config.sample_prompts import check_on_policy, check_sampling, check_tasks
 from mkd.data.sources.stores import is_chat_file
@@ -120,6 +120,7 @@ def _find_adapters(draft: JobDraft) -> None:
     linears = adapted_linears(student.family, student.architecture, options)
     if any(linear.groups is not None for linear in linears):
         check_query_groups(draft.args, options)
+    check_latent_adapters(draft.args, options, short_names(layer for linear in linears for layer in linear.layers))
     first = draft.first_adapters
     if first is not None:
         _check_first_adapters(first, linears, options)

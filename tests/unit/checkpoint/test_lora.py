@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 import torch
 
+from mkd import cpu
 from mkd.checkpoint.adapters.layers import adapted_linears
 from mkd.checkpoint.adapters.stored import StoredAdapters
 from mkd.checkpoint.hf.families import FAMILIES, family_by_name
 from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.config.kd_config import KDConfig
-from mkd.config.lora import LoraOptions, check_lora_arguments, check_query_groups
+from mkd.config.lora import LoraOptions, check_latent_adapters, check_lora_arguments, check_query_groups
 from mkd.errors import MkdCheckpointError, MkdConfigError
 from mkd.models.adapted_layers import AdaptedLinear, RowPart
 from tests.support.hf_models import HYBRID_MODELS, MIXER_MODELS
@@ -223,6 +224,17 @@ def test_flags_that_do_not_fit() -> None:
     sizes = SimpleNamespace(group_query_attention=True, num_query_groups=2, tensor_model_parallel_size=4)
     with pytest.raises(MkdConfigError, match="does not divide the student's 2 key-value heads"):
         check_query_groups(sizes, options)
+
+
+def test_projection_to_a_latent_that_every_rank_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "is_target", lambda: False)
+    options, args = LoraOptions(4, 4.0), {"tensor_model_parallel_size": 2, "sequence_parallel": False}
+    latent = ["kv_a_proj_with_mqa", "o_proj"]
+    check_latent_adapters(SimpleNamespace(**args), options, ["kv_b_proj"])
+    check_latent_adapters(SimpleNamespace(**{**args, "sequence_parallel": True}), options, latent)
+    check_latent_adapters(SimpleNamespace(**{**args, "tensor_model_parallel_size": 1}), options, latent)
+    with pytest.raises(MkdConfigError, match=r"adapters of kv_a_proj_with_mqa, .* without --sequence-parallel: add it"):
+        check_latent_adapters(SimpleNamespace(**args), options, latent)
 
 
 def test_checkpoint_without_options() -> None:
