@@ -80,7 +80,7 @@ def reference(root: Path, name: str) -> Path:
     factors, gradients = {}, {}
     weights = dict(model.named_parameters())
     # The rows of a weight, or of each expert's matrix, are its outputs; Llama 4 and gpt-oss have them in columns.
-    views = {key: weights.get(f"{key}.weight", weights.get(key)) for key in adapted_layers(root, name)}
+    views = {key: weights.get(f"{key}.weight", weights.get(key)) for key in sorted(adapted_layers(root, name))}
     views = {key: w.mT if w.dim() == 3 and name in ("llama 4", "gpt-oss") else w for key, w in views.items()}
     for key, weight in views.items():
         *experts, out, inputs = weight.shape
