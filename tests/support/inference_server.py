@@ -83,8 +83,8 @@ class StandIn:
         self.max_logprobs, self.max_model_len = max_logprobs, max_model_len
         self.states, self.states_dir = states, states_dir
         """With a folder, files of these states are written there, as vLLM's ExampleHiddenStatesConnector does."""
-        self.named = self.written = 0
-        """Files of states in answers, and those of which that was all."""
+        self.files_named = self.files_written = 0
+        """Files of states in answers, and those that are written, or never will be."""
         self.locks: list[Any] = []
         """Locks that are kept."""
         self.fault = ""
@@ -157,7 +157,7 @@ class StatesFile:
             "no name": 7,
         }.get(self._fault, f"/another/mount/{name}")
         """The path in the answer; the server may have the folder at another place."""
-        server.named += 1
+        server.files_named += 1
 
     def __enter__(self) -> "StatesFile":
         if self._fault in ("no lock", "other folder"):
@@ -176,7 +176,7 @@ class StatesFile:
             self._server.locks.append(self._open)
         elif self._fault not in ("no lock", "other folder", "lock is a link"):
             self._open.close()
-        self._server.written += 1
+        self._server.files_written += 1
 
     def _write(self) -> None:
         ids, path, fault = self._ids, self._path, self._fault

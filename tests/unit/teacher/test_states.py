@@ -77,7 +77,7 @@ def server(llama: StandIn) -> Iterator[StandIn]:
     llama.texts.clear()
     yield llama
     llama.fault = ""
-    while llama.written < llama.named:
+    while llama.files_written < llama.files_named:
         time.sleep(0.001)
     for path in llama.states_dir.iterdir():
         path.unlink()
@@ -123,13 +123,13 @@ def test_another_kind_of_norm(families: dict[str, tuple[Any, Path]]) -> None:
 
 def test_states(server: StandIn, model: StatesModel) -> None:
     """Those of the model, and no file is left."""
-    server.named = server.written = 0
+    server.files_named = server.files_written = 0
     assert torch.equal(model.states(TEXT), server.states(TEXT))
     scores = model.score(TEXT, TOP_K, VOCAB)
     assert scores.top_ids.shape == (len(TEXT) - 1, TOP_K)
     wanted = WantedStates(tuple(TEXT), torch.tensor([2, 7]))
     assert torch.equal(wanted.of(model), model.states(TEXT)[[2, 7]])
-    assert server.named == 4 and not list(server.states_dir.iterdir())
+    assert server.files_named == 4 and not list(server.states_dir.iterdir())
 
 
 def test_a_file_that_is_written_late(server: StandIn, model: StatesModel) -> None:
