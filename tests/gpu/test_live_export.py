@@ -23,6 +23,7 @@ from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.load import load_hf_weights
 from mkd.checkpoint.live_export import LiveExport, LiveModel
 from mkd.config.flags import default_arguments
+from mkd.cpu.flags import set_cpu_values
 from mkd.distributed.groups import Groups
 from mkd.models.gpt import gpt_config
 from mkd.rollout.interface import Decoding
@@ -82,8 +83,12 @@ def groups() -> Iterator[Groups]:
 def student(folder: HFFolder, groups: Groups, dtype: torch.dtype) -> tuple[list, Namespace]:
     args = default_arguments()
     vars(args).update(read_architecture(folder)[1])
-    args.tensor_model_parallel_size = args.pipeline_model_parallel_size = args.expert_model_parallel_size = 1
-    args.transformer_impl, args.params_dtype, args.bf16 = "transformer_engine", dtype, dtype == torch.bfloat16
+    args.tensor_model_parallel_size = args.pipeline_model_parallel_size = 1
+    args.expert_model_parallel_size = args.expert_tensor_parallel_size = 1
+    args.moe_token_dispatcher_type = "alltoall"
+    set_cpu_values(args)  # no extension of Apex
+    args.transformer_impl, args.use_cpu_initialization = "transformer_engine", False
+    args.params_dtype, args.bf16 = dtype, dtype == torch.bfloat16
     args.perform_initialization, args.padded_vocab_size = False, -(-args.vocab_size // 128) * 128
     chunks = GPTModelBuilder(gpt_config(args)).build_distributed_models(
         pg_collection=groups.collection, wrap_with_ddp=False, data_parallel_random_init=False
