@@ -16,7 +16,8 @@ from megatron.training.models import GPTModelBuilder
 
 from mkd.distributed.groups import Groups
 from mkd.models.gpt import gpt_config
-from mkd.rollout.interface import Decoding, Request
+from mkd.rollout.interface import Decoding, Request, WrittenText
+from mkd.rollout.sampler import NextToken
 from mkd.rollout.write import write_texts
 from tests.support.dist.kd_step import Layout, model_arguments, parallel_state
 
@@ -34,6 +35,9 @@ LLAMA_1B: dict[str, Any] = dict(
     num_layers=16, hidden_size=2048, ffn_hidden_size=8192, num_attention_heads=32, num_query_groups=8, kv_channels=64
 )
 VOCAB, LONGEST = 1000, 256
+BORDER = 2e-5
+"""Distance from top-p below which rounding decides: logits of both engines differ by up to 2e-3 in these models, sums
+of probabilities by 6e-6 where a text differed on an H200."""
 
 
 @pytest.fixture(scope="module")
@@ -63,22 +67,64 @@ def student(sizes: dict[str, Any], groups: Groups, dtype: torch.dtype, vocab: in
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_cache_changes_no_text(groups: Groups, name: str, dtype: torch.dtype) -> None:
-    """To the last token in fp32; in bf16 most texts, since the sums are in another order."""
+def test_the_cache_changes_no_text(
+    groups: Groups, monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
+) -> None:
+    """To the last token in fp32, unless rounding decides which tokens top-p keeps; in bf16 most texts, since the sums
+    are in another order."""
+    logits: list[torch.Tensor] = []
+    choose = NextToken._choose
+
+    def choose_and_keep(self: NextToken, values: torch.Tensor, keys: torch.Tensor | None) -> torch.Tensor:
+        if not torch.cuda.is_current_stream_capturing():
+            logits.append(values.detach().clone())
+        return choose(self, values, keys)
+
+    monkeypatch.setattr(NextToken, "_choose", choose_and_keep)
     chunks = student(MODELS[name], groups, dtype)
     generator = torch.Generator().manual_seed(2)
     lengths = (5, 60, 17, 33)
     requests = [Request(tuple(torch.randint(0, VOCAB, (n,), generator=generator).tolist())) for n in lengths]
     for temperature, top_p in ((0.0, 1.0), (1.0, 1.0), (1.0, 0.9)):
         options = Decoding(48, frozenset(), VOCAB, 2, LONGEST, temperature=temperature, top_p=top_p, seed=3)
-        cached, whole = (write_texts(chunks, groups, requests, options, engine) for engine in ("cached", "uncached"))
+        cached = write_texts(chunks, groups, requests, options, "cached")
+        logits.clear()
+        whole = write_texts(chunks, groups, requests, options, "uncached")
         alike = [
             sum(a == b for a, b in zip(one.tokens, other.tokens, strict=True)) / 48
             for one, other in zip(cached, whole, strict=True)
         ]
         print(f"{name}, {dtype}, T = {temperature}, top-p {top_p}: equal tokens {alike}")
-        exact = dtype == torch.float32 and os.environ.get("NVIDIA_TF32_OVERRIDE") == "0"
-        assert min(alike) == 1.0 if exact else max(alike) > 0.3
+        if dtype != torch.float32 or os.environ.get("NVIDIA_TF32_OVERRIDE") != "0":
+            assert max(alike) > 0.3
+        elif top_p == 1.0:
+            assert min(alike) == 1.0
+        else:
+            gaps = [
+                border_gap(logits, *pair, number, top_p) for number, pair in enumerate(zip(cached, whole, strict=True))
+            ]
+            print(f"  distance of the probabilities that top-p keeps from {top_p}, where a token differs: {gaps}")
+            assert all(gap is None or gap < BORDER for gap in gaps) and max(alike) == 1.0
+
+
+def border_gap(
+    logits: list[torch.Tensor], one: WrittenText, other: WrittenText, number: int, top_p: float
+) -> float | None:
+    """At the first token that differs in two texts, the distance from `top_p` of the nearest sum of the largest
+    probabilities; None if no token differs.
+
+    Args:
+        logits: of each microbatch of two texts, token after token, of whole forward passes.
+        one, other: the texts.
+        number: of the text.
+        top_p: the threshold.
+    """
+    differs = [a != b for a, b in zip(one.tokens, other.tokens, strict=True)]
+    if not any(differs):
+        return None
+    row = logits[2 * differs.index(True) + number // 2][number % 2, :VOCAB]
+    sums = row.double().softmax(dim=0).sort(descending=True).values.cumsum(dim=0)
+    return float((sums - top_p).abs().min())
 
 
 @pytest.mark.parametrize("rows", [64, 256])
