@@ -117,22 +117,37 @@ def chunked_scan(
 
     # [chunks, b, heads, chunk]: the share of the state before a chunk in each token, and of each token in the one after
     before, after = decay.exp(), ((decay[..., -1:] - decay) + (rest[..., -1:] - rest)).exp()
-    through = before[..., -1]
+    owners = None
     if number is not None:
         last = number[..., -1:]
         first = torch.full_like(last[:1], -1) if segments.before is None else segments.before.view(1, 1, 1, 1)
-        previous = torch.cat([first, last[:-1]])
-        before, after = before * (number == previous), after * (number == last)
-        through = through * (last == previous)[..., 0]
+        owners = torch.cat([first, last])
+        before, after = before * (number == owners[:-1]), after * (number == last)
     keys = b[:, :, :, None] * after.unflatten(2, by_group)[..., None]
     added = x.transpose(-1, -2) @ keys.flatten(2, 3)
-    states = [torch.zeros_like(added[0]) if state is None else state]
-    for share, new in zip(through, added, strict=True):
-        states.append(states[-1] * share[..., None, None] + new)
+    shares = _shares(exact[..., -1], None if owners is None else owners.flatten()).to(x.dtype)
+    state = torch.zeros_like(added[0]) if state is None else state
+    states = torch.einsum("jkbh,kbhpn->jbhpn", shares, torch.cat([state[None], added]))
     queries = c[:, :, :, None] * before.unflatten(2, by_group)[..., None]
-    output = output + queries.flatten(2, 3) @ torch.stack(states[:-1]).transpose(-1, -2)
+    output = output + queries.flatten(2, 3) @ states[:-1].transpose(-1, -2)
     # [chunks, b, heads, chunk, p] -> [b, s, heads, p]
     return output.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :length], states[-1]
+
+
+def _shares(decays: Tensor, owners: Tensor | None) -> Tensor:
+    """[chunks + 1, chunks + 1, b, heads] shares in the states before each chunk, and after the last one, of the state
+    before the first chunk and of the additions by each chunk.
+
+    Args:
+        decays: [chunks, b, heads] logarithms.
+        owners: [chunks + 1] segments of the states.
+    """
+    sums = F.pad(decays.cumsum(0), (0, 0, 0, 0, 1, 0))
+    count = len(sums)
+    unrelated = torch.ones(count, count, dtype=torch.bool, device=sums.device).triu(1)
+    if owners is not None:
+        unrelated = unrelated | (owners[:, None] != owners[None, :])
+    return (sums[:, None] - sums[None, :]).masked_fill(unrelated[..., None, None], float("-inf")).exp()
 
 
 def _chunks(values: Tensor, chunk: int) -> Tensor:

@@ -204,8 +204,8 @@ def _one_half(args: Namespace, terms: _Terms, mixer: str) -> tuple[_Terms, float
     chunk = min(CHUNK, args.seq_length)
     # Taps of the convolution and its activation; products between the tokens of a chunk; keys and queries of each head
     # with their decays; states before chunks and what they add; the norm.
-    elements = (2 * args.linear_conv_kernel_dim + 2) * convolved + 4 * args.mamba_num_heads * chunk
-    elements += 4 * states + 3 * states * args.mamba_head_dim / chunk + 8 * inner
+    elements = (args.linear_conv_kernel_dim + 2) * convolved + 3 * args.mamba_num_heads * chunk
+    elements += 2 * states + 3 * states * args.mamba_head_dim / chunk + 7 * inner
     at_a_time = min(tokens, args.micro_batch_size * block_length(args.micro_batch_size))
     return replace(terms, norm=0.0, attention=kept, scores=0.0), 4 * at_a_time * elements / tp
 
