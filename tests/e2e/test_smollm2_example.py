@@ -66,6 +66,13 @@ def answer(index: int) -> dict:
     return {"messages": messages, "prompt_tokens": [1, 2, 3], "answer_tokens": [4, 5, 6, 7, index], "ended": True}
 
 
+def run_example(environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """run.sh, which must succeed."""
+    done = subprocess.run(["bash", EXAMPLE / "run.sh"], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done
+
+
 @pytest.mark.slow
 def test_trains_and_writes_results(teacher: Path, executables: Path, tmp_path: Path) -> None:
     data = tmp_path / "runs/data"
@@ -86,8 +93,7 @@ def test_trains_and_writes_results(teacher: Path, executables: Path, tmp_path: P
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     environment |= {"MKD_SKIP_SETUP": "1", "PATH": f"{executables}:{os.environ['PATH']}"}
     environment |= {name: str(value) for name, value in variables.items()}
-    done = subprocess.run(["bash", EXAMPLE / "run.sh"], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    done = run_example(environment)
     found = json.loads((tmp_path / "runs/results.json").read_text())
     assert found["texts"] == 16
     assert found["start"]["steps"] == found["methods"]["written"]["steps"] == 2
@@ -100,6 +106,12 @@ def test_trains_and_writes_results(teacher: Path, executables: Path, tmp_path: P
     assert (tmp_path / "runs/samples.md").read_text().count("written texts, reverse KL") == 3
     assert (tmp_path / "runs/smollm2.png").stat().st_size > 10_000
     assert "| written texts, reverse KL | 2 |" in done.stdout
+    # Again, with another method: what is there is kept.
+    done = run_example(environment | {"METHODS": "written given"})
+    assert "given: done" in done.stdout and "start: done" not in done.stdout and "written: done" not in done.stdout
+    again = json.loads((tmp_path / "runs/results.json").read_text())
+    assert again["start"] == found["start"] and again["methods"]["written"] == found["methods"]["written"]
+    assert list(again["methods"]) == ["written", "given"]
 
 
 def test_answers_are_written_and_collected(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

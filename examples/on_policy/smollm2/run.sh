@@ -108,7 +108,7 @@ done
 export FLAGS="--train-data-path $DATA/train.jsonl --valid-data-path $DATA/held_out.jsonl --seq-length $LENGTH
     --global-batch-size $ROWS --lr-decay-style cosine --lr-warmup-fraction 0.1 --weight-decay 0.01 --adam-beta2 0.95
     --clip-grad 1.0 --eval-iters 1 --kd-sample-prompts $DATA/sample.questions.jsonl --kd-sample-tokens $TOKENS
-    --num-workers 0 --log-interval 5 --kd-keep-last 1 --no-save-rng $PRECISION"
+    --num-workers 0 --log-interval 5 --kd-keep-last 1 $PRECISION"
 
 train() {  # train NAME STUDENT RANKS STEPS LR FLAG...: unless it has ended; an interrupted training resumes
     local name=$1 student=$2 ranks=$3 steps=$4 lr=$5 left=$((BEGAN + TIME_LIMIT - $(date +%s))) out=$RUNS/$1
