@@ -20,6 +20,7 @@ from mkd.config.values import (
     Packing,
     RolloutApi,
     ServedTargets,
+    SignalsMemory,
     TeacherApi,
     TeachersMode,
     XTokenLoss,
@@ -406,6 +407,7 @@ CHOICES = {
     "rollout_cut_off": get_args(CutOffMode),
     "rollout_guard": get_args(GuardMode),
     "log_level": get_args(LogLevel),
+    "teacher_signals": get_args(SignalsMemory),
 }
 """Field -> its values, for fields without other checks."""
 
@@ -645,6 +647,19 @@ def check_teacher_passes(kd: KDFields) -> None:
             raise MkdConfigError(
                 f"--kd-teacher-micro-batch-size {rows} does not work with {other} {value}: {reason}; leave one of them "
                 "out"
+            )
+
+
+def check_teacher_signals(kd: KDFields) -> None:
+    """Refuse --kd-teacher-signals for teachers whose hidden states do not wait."""
+    reasons = {
+        "--kd-teacher-cache": (kd.teacher_cache, "cached targets wait in host memory"),
+        "--kd-teacher-url": (kd.teacher_url and " ".join(kd.teacher_url), "its answers wait in host memory"),
+    }
+    for other, (value, reason) in reasons.items():
+        if kd.teacher_signals != "auto" and value is not None:
+            raise MkdConfigError(
+                f"--kd-teacher-signals {kd.teacher_signals} does not work with {other} {value}: {reason}; leave it out"
             )
 
 

@@ -84,6 +84,7 @@ FIELD_CHECKS: tuple[FieldCheck, ...] = (
     FieldCheck(("mlflow_uri",), checks.check_mlflow),
     FieldCheck(("teacher_micro_batch_size", "hidden_loss"), checks.check_teacher_passes),
     FieldCheck(("teacher_cuda_graph",), checks.check_teacher_graph),
+    FieldCheck(("teacher_signals",), checks.check_teacher_signals),
     *_numbers(*_SIZES, "teacher_micro_batch_size"),
     *(FieldCheck((name,), partial(checks.check_teacher_size, field=name)) for name in _SIZES),
     *(FieldCheck((name,), partial(checks.check_bounds, field=name)) for name in checks.NUMBERS),

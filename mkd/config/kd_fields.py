@@ -20,6 +20,7 @@ from mkd.config.values import (
     Packing,
     RolloutApi,
     ServedTargets,
+    SignalsMemory,
     TeacherApi,
     TeachersMode,
     XTokenLoss,
@@ -217,6 +218,11 @@ class KDFields:
     teacher_micro_batch_size: int | None = None
     """Rows of one forward pass of the teacher: consecutive microbatches of a step are joined to passes of up to so many
     rows. A multiple of --micro-batch-size. Default: --micro-batch-size."""
+
+    teacher_signals: SignalsMemory = "auto"
+    """Memory in which the teacher's final hidden states wait for the student where the teacher runs first over all
+    microbatches of a step. device: all of them stay on the device. host: pinned host memory, with a few on the device
+    at a time. auto: host for more than 8 microbatches on a GPU."""
 
     teacher_cuda_graph: bool = False
     """Run the teacher's forward passes as CUDA graphs, which the host launches at once. For teachers without experts

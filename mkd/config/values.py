@@ -11,6 +11,8 @@ from mkd.errors import MkdConfigError
 TeacherApi = Literal["auto", "mkd", "vllm", "sglang"]
 RolloutApi = Literal["auto", "vllm", "sglang"]
 ServedTargets = Literal["hidden_states", "top_k", "sampled"]
+SignalsMemory = Literal["auto", "device", "host"]
+"""Memory in which a teacher's hidden states wait for the student."""
 TeachersMode = Literal["sum", "averaged_logits", "select"]
 """Combinations of several teachers."""
 

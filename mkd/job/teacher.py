@@ -275,7 +275,7 @@ class ModelTeacherSpec:
     def _forward_options(self) -> ForwardOptions:
         rows = self.kd.teacher_micro_batch_size
         size = None if rows is None else PassSize(rows, self.args.seq_length)
-        return ForwardOptions(size, captures=self.kd.teacher_cuda_graph)
+        return ForwardOptions(size, captures=self.kd.teacher_cuda_graph, memory=self.kd.teacher_signals)
 
     def _layout(self, known: dict[ParallelSizes, ParallelLayout]) -> ParallelLayout:
         """The teacher's layout, created (collective over all ranks) unless `known` has it."""

@@ -1,6 +1,6 @@
 """Several teachers as one: divergences summed or selected per text (`TeacherEnsemble`), or averaged logits."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,13 +44,13 @@ class TeacherEnsemble:
             prepared = teacher.prepare(prepared, upcoming)
         return [batch.with_texts() for batch in prepared] if self.selecting else prepared
 
-    def signals(self, batches: Sequence[KDBatch]) -> list[EnsembleSignal]:
+    def signals(self, batches: Sequence[KDBatch]) -> Iterator[EnsembleSignal]:
         """See `Teacher.signals`."""
         per_teacher = [teacher.signals(batches) for teacher in self.teachers]
-        return [
+        return (
             EnsembleSignal(of_microbatch, self.weights, self.selecting)
             for of_microbatch in zip(*per_teacher, strict=True)
-        ]
+        )
 
     def metrics(self) -> dict[str, float]:
         """See `Teacher.metrics`."""
@@ -91,20 +91,18 @@ class AveragedTeachers:
         """See `Teacher.prepare`."""
         return self._ensemble.prepare(batches, upcoming)
 
-    def signals(self, batches: Sequence[KDBatch]) -> list[HiddenSignal]:
+    def signals(self, batches: Sequence[KDBatch]) -> Iterator[HiddenSignal]:
         """See `Teacher.signals`."""
-        ensemble = self._ensemble.signals(batches)
-        if ensemble and self._head is None:
+        return map(self._average, self._ensemble.signals(batches))
+
+    def _average(self, ensemble: EnsembleSignal) -> HiddenSignal:
+        signals = ensemble.signals
+        if self._head is None:
             # Made once: the teachers are frozen, so their LM heads never change.
-            weights = [w / sum(self._ensemble.weights) for w in self._ensemble.weights]
-            heads = [w * s.logit_map.scale * s.head for w, s in zip(weights, ensemble[0].signals, strict=True)]
+            weights = [w / sum(ensemble.weights) for w in ensemble.weights]
+            heads = [w * s.logit_map.scale * s.head for w, s in zip(weights, signals, strict=True)]
             self._head = torch.cat(heads, dim=1)
-        return [
-            HiddenSignal(
-                torch.cat([s.hidden for s in one.signals], dim=-1), self._head, selected=one.signals[0].selected
-            )
-            for one in ensemble
-        ]
+        return HiddenSignal(torch.cat([s.hidden for s in signals], dim=-1), self._head, selected=signals[0].selected)
 
     def metrics(self) -> dict[str, float]:
         """See `Teacher.metrics`."""

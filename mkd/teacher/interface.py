@@ -24,7 +24,7 @@ A teacher passes through five types on its way from a flag to the loss:
 | several models, averaged logits | `EnsembleSource`  | `EnsembleTeacherSpec`  | `AveragedTeachers` | `HiddenSignal`   |
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -124,10 +124,12 @@ class Teacher(Protocol):
         """
         ...
 
-    def signals(self, batches: Sequence[KDBatch]) -> list[TeacherSignal]:
-        """One signal per microbatch on the student's last pipeline stage, an empty list on other stages.
+    def signals(self, batches: Sequence[KDBatch]) -> Iterable[TeacherSignal]:
+        """One signal per microbatch on the student's last pipeline stage, none on other stages.
 
-        Collective over the ranks of a model replica, which pass the same microbatches.
+        The teacher has run when this returns. Signals that wait in host memory are copied to the device when the
+        iterable is advanced, so it is read once, and each signal is dropped after its use. Collective over the ranks of
+        a model replica, which pass the same microbatches; so is advancing the iterable over those of the last stage.
         """
         ...
 

@@ -1,6 +1,6 @@
 """A teacher model that runs beside the student, on the same ranks in the same parallel layout."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from megatron.core.utils import unwrap_model
 from megatron.training.models import GPTModelBuilder, GPTModelConfig
 from torch import Tensor, nn
 
+from mkd.config.values import SignalsMemory
 from mkd.data.batch import KDBatch
 from mkd.data.lookahead import Lookahead
 from mkd.distributed.groups import Groups
@@ -23,6 +24,7 @@ from mkd.teacher.captured_forward import CapturedForward
 from mkd.teacher.forward_pass import ForwardPass, PassSize
 from mkd.teacher.interface import HiddenSignal
 from mkd.teacher.layer_outputs import LayerRecorder
+from mkd.teacher.waiting_states import MOST_ON_DEVICE, DeviceStates, HostStates, WaitingStates
 
 
 def _final_hidden_states(*, hidden_states: Tensor, **unused: Any) -> Tensor:
@@ -38,6 +40,8 @@ class ForwardOptions:
     """Consecutive microbatches are joined to passes of at most this size; None: each microbatch is a pass."""
     captures: bool = False
     """On a GPU, passes over rows that are not packed are CUDA graphs."""
+    memory: SignalsMemory = "device"
+    """Memory in which hidden states of several passes wait for the student."""
 
 
 class OnlineTeacher:
@@ -126,38 +130,71 @@ class OnlineTeacher:
         return LayerRecorder.on(self._model, layers)
 
     @torch.no_grad()
-    def signals(self, batches: Sequence[KDBatch]) -> list[HiddenSignal]:
+    def signals(self, batches: Sequence[KDBatch]) -> Iterable[HiddenSignal]:
         """See `Teacher.signals`. With pipeline parallelism, one forward-only schedule over all microbatches."""
         batches = [self._batch_view(batch) for batch in batches]
         self._reload()
-        hidden = list(self._hidden_states(batches))
-        signals = []
-        if hidden:  # on the last stage
-            # The signals keep this weight on the device after the others are offloaded.
-            head = lm_head(self._model).detach() if self._head is None else self._head
-            logit_map = LogitMap(*logit_scale(self._model.config))
-            signals = [
-                HiddenSignal(one, head, logit_map, self._view, selected=batch.supervised is not None)
-                for one, batch in zip(hidden, batches, strict=True)
-            ]
+        states = self._all_states(batches)
+        # The signals keep this weight on the device after the others are offloaded.
+        head = self._head
+        if head is None and self._groups.is_last_stage:
+            head = lm_head(self._model).detach()
         if self._on_host:
             self._offload()
-        return signals
+        return self._signals_of(states, batches, head)
+
+    def _signals_of(
+        self, states: WaitingStates, batches: Sequence[KDBatch], head: Tensor | None
+    ) -> Iterable[HiddenSignal]:
+        """The signals of hidden states, which are empty off the student's last stage."""
+        if not len(states):
+            return []
+        logit_map = LogitMap(*logit_scale(self._model.config))
+        signals = (
+            HiddenSignal(one, head, logit_map, self._view, selected=batch.supervised is not None)
+            for one, batch in zip(states, batches, strict=True)
+        )
+        return signals if isinstance(states, HostStates) else list(signals)
 
     def _batch_view(self, batch: KDBatch) -> KDBatch:
         """The microbatch in the teacher's tokenizer."""
         return batch if self._view is None else batch.teacher_views[self._view].batch
 
+    def _all_states(self, batches: Sequence[KDBatch]) -> WaitingStates:
+        """The hidden states of all microbatches on the last stage, none on other stages."""
+        passes = self._passes(batches)
+        states = self._new_states(len(batches), len(passes))
+        if self._groups.pp.size() > 1:
+            self._pipelined(passes, states)
+        else:
+            for hidden in self._outputs_of(passes):
+                states.put(len(states), hidden)
+        return states
+
     def _hidden_states(self, batches: Sequence[KDBatch]) -> Iterator[Tensor]:
-        """Yields the hidden states of each microbatch on the last stage, nothing on other stages."""
+        """Yields the hidden states of each microbatch on the last stage, nothing on other stages; without pipeline
+        stages when its pass has run."""
+        if self._groups.pp.size() > 1:
+            yield from self._all_states(batches)
+        else:
+            yield from self._outputs_of(self._passes(batches))
+
+    def _passes(self, batches: Sequence[KDBatch]) -> list[ForwardPass]:
         cp, size = self._groups.cp.size(), self._options.size
         runs = [(batch,) for batch in batches] if size is None else size.divide(batches, cp)
-        if self._groups.pp.size() > 1:
-            yield from self._pipelined([ForwardPass.of(run, cp) for run in runs])
-        else:
-            for run in runs:
-                one = ForwardPass.of(run, cp)
-                yield from self._outputs(one, self._forward(one))
+        return [ForwardPass.of(run, cp) for run in runs]
+
+    def _new_states(self, microbatches: int, passes: int) -> WaitingStates:
+        """Empty states. Those of a single pass are on the device at once, and stay there."""
+        memory = self._options.memory
+        if memory == "auto":
+            waits = microbatches > MOST_ON_DEVICE and next(self._model.parameters()).is_cuda
+            memory = "host" if waits else "device"
+        return HostStates() if memory == "host" and passes > 1 else DeviceStates()
+
+    def _outputs_of(self, passes: Sequence[ForwardPass]) -> Iterator[Tensor]:
+        for one in passes:
+            yield from self._outputs(one, self._forward(one))
 
     @torch.no_grad()
     def _take_head(self, columns: Tensor) -> Tensor | None:
@@ -196,16 +233,16 @@ class OnlineTeacher:
             for batch, own in zip(one.batches, one.split(hidden, tp if is_cut else None), strict=True)
         ]
 
-    def _pipelined(self, passes: Sequence[ForwardPass]) -> list[Tensor]:
-        """Hidden states of every microbatch on the last stage, an empty list on other stages."""
-        found: list[Tensor] = []
+    def _pipelined(self, passes: Sequence[ForwardPass], states: WaitingStates) -> None:
+        """Run all passes through the stages; adds the hidden states of every microbatch on the last stage."""
 
         def forward_step(iterator: Iterator[ForwardPass], model: GPTModel) -> tuple[Tensor, None]:
             one = next(iterator)
             output = self._forward(one)
             if not self._groups.is_last_stage:
                 return output, None
-            found.extend(self._outputs(one, output))
+            for hidden in self._outputs(one, output):
+                states.put(len(states), hidden)
             return output.new_empty(0), None  # the schedule keeps what it gets
 
         config, shapes = self._model.config, {one.tokens.shape for one in passes}
@@ -227,7 +264,6 @@ class OnlineTeacher:
             )
         finally:
             config.variable_seq_lengths = differ
-        return found
 
     def _reload(self) -> None:
         for parameter, host in self._on_host:

@@ -1,6 +1,7 @@
 """Teacher first, then student: wraps Megatron's forward-backward schedules."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -270,7 +271,7 @@ class TeacherThenStudent:
         together = max(1, (self.kd.teacher_micro_batch_size or rows) // rows)
         return (signal for some in batched(batches, together) for signal in self._run_teacher(list(some)))
 
-    def _run_teacher(self, batches: list[KDBatch]) -> list[TeacherSignal]:
+    def _run_teacher(self, batches: list[KDBatch]) -> Iterable[TeacherSignal]:
         return self.record.time_teacher(lambda: self.teacher.signals(batches))
 
     def _layer_targets(
@@ -287,8 +288,23 @@ def _per_model_chunk(inputs: Iterator[StepInput], data_iterator: Any) -> Any:
     """The inputs in the shape of Megatron's data iterators: a list of iterators with virtual pipeline stages."""
     if not isinstance(data_iterator, list):
         return inputs
-    every = list(inputs)
-    return [iter(every) for _ in data_iterator]
+    # An input exists from its first use by a virtual stage to that by the last one; itertools.tee drops 57 at a time.
+    waiting: list[deque[StepInput]] = [deque() for _ in data_iterator]
+
+    def read(own: deque[StepInput]) -> Iterator[StepInput]:
+        while own or _append_to_all(waiting, inputs):
+            yield own.popleft()
+
+    return list(map(read, waiting))
+
+
+def _append_to_all(waiting: Sequence[deque[StepInput]], inputs: Iterator[StepInput]) -> bool:
+    """Append the next input to each queue; False if there is none."""
+    for one in inputs:
+        for queue in waiting:
+            queue.append(one)
+        return True
+    return False
 
 
 def _add_to(reports: list[dict], facts: Mapping[str, float]) -> None:

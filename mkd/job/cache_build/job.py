@@ -21,7 +21,7 @@ from mkd.utils.logging import set_level
 
 _KD_FIELDS = (
     *("teacher_hf", "teacher_load", "teacher_dtype", "teacher_offload", "student_hf", "loss_chunk_rows"),
-    *("teacher_micro_batch_size", "teacher_cuda_graph"),
+    *("teacher_micro_batch_size", "teacher_cuda_graph", "teacher_signals"),
     *("data_format", "bad_records"),
     *("packing", "packing_multiple", "long_samples", "variable_seq_lengths", "mask", "dry_run", "verbose"),
     *("log_level", "same_tokenizer"),

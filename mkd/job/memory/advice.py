@@ -212,6 +212,12 @@ def _offload_optimizer(work: Workload) -> Workload | None:
     return replace(work, kd=replace(kd, rollout_offload=True))
 
 
+def _signals_on_host(work: Workload) -> Workload | None:
+    if not work.teachers or work.kd.teacher_signals == "host":
+        return None
+    return replace(work, kd=replace(work.kd, teacher_signals="host"))
+
+
 def _double(name: str) -> Callable[[Workload], Workload | None]:
     def change(work: Workload) -> Workload | None:
         student = work.student
@@ -244,6 +250,7 @@ CHANGES: list[tuple[Flags, Callable[[Workload], Workload | None]]] = [
     ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", _recompute("full", None)),
     (_teacher_flag, _shard_teacher),
     ("--kd-rollout-offload", _offload_optimizer),
+    ("--kd-teacher-signals host", _signals_on_host),
     ("--kd-teacher-offload", _offload_teacher),
     (_size_flag("context_parallel_size"), _double("context_parallel_size")),
     (_size_flag("tensor_model_parallel_size"), _double("tensor_model_parallel_size")),

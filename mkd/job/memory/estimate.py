@@ -31,6 +31,7 @@ from mkd.job.memory.parameters import (
 from mkd.job.memory.rollout import RolloutMemory
 from mkd.job.memory.stage_layers import chunks_of_stage, in_flight, microbatches
 from mkd.models.lora import Lora
+from mkd.teacher.waiting_states import MOST_ON_DEVICE, ON_DEVICE
 
 GIB = 2**30
 
@@ -275,19 +276,39 @@ def _teacher_working_bytes(teacher: Namespace, work: Workload, stage: int) -> fl
         layers += residual_bytes(joined)  # the output of the pass, while it is divided into microbatches
     if not has_own_layout(own, student):
         return layers
-    kept = of_replica if own.pipeline_model_parallel_size > 1 else together
+    kept = together
+    if own.pipeline_model_parallel_size > 1:
+        kept = min(of_replica, ON_DEVICE) if waits_on_host(work.kd, of_replica, on_gpu) else of_replica
     return layers + kept * residual_bytes(own) + residual_bytes(_with_student_values(teacher, student, LAYOUT))
 
 
 def _hidden_bytes(work: Workload, teachers: Sequence[Namespace]) -> float:
     """The teachers' hidden states: of one forward pass, or of all microbatches of a step if the teacher runs before the
-    student (mkd/train/schedule.py)."""
-    runs_before_student = work.student.pipeline_model_parallel_size > 1 or work.kd.teacher_offload
-    runs_before_student = runs_before_student or any(has_own_layout(teacher, work.student) for teacher in work.teachers)
-    count = microbatches(work.student)
-    if not runs_before_student:
-        count = min(joined_microbatches(work.student, work.kd), count)
-    return count * (1 + len(work.kd.layer_pairs)) * sum(residual_bytes(teacher) for teacher in teachers)
+    student (mkd/train/schedule.py), unless they wait in host memory. Those of paired layers stay on the device."""
+    student, kd, count = work.student, work.kd, microbatches(work.student)
+    runs_before_student = student.pipeline_model_parallel_size > 1 or kd.teacher_offload
+    runs_before_student = runs_before_student or any(has_own_layout(teacher, student) for teacher in work.teachers)
+    states = of_layers = count if runs_before_student else min(joined_microbatches(student, kd), count)
+    if runs_before_student and waits_on_host(kd, count, work.on_gpu):
+        states = min(count, ON_DEVICE + _between_virtual_stages(student))
+    served = min(count, 1 + _between_virtual_stages(student))
+    sizes = list(map(residual_bytes, teachers))
+    running = len(work.teachers)
+    return (states + len(kd.layer_pairs) * of_layers) * sum(sizes[:running]) + served * sum(sizes[running:])
+
+
+def waits_on_host(kd: KDConfig, microbatches: int, on_gpu: bool) -> bool:
+    """True if hidden states of so many microbatches wait for the student in host memory."""
+    if kd.teacher_signals == "auto":
+        return on_gpu and microbatches > MOST_ON_DEVICE
+    return kd.teacher_signals == "host"
+
+
+def _between_virtual_stages(student: Namespace) -> int:
+    """Microbatches between the first and the last virtual stage of a rank, whose inputs exist; 0 without them."""
+    if student.virtual_pipeline_model_parallel_size is None:
+        return 0
+    return student.microbatch_group_size_per_vp_stage or student.pipeline_model_parallel_size
 
 
 def joined_microbatches(student: Namespace, kd: KDConfig) -> int:

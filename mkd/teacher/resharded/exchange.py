@@ -21,6 +21,7 @@ from mkd.teacher.resharded.plan import (
     exchange_groups,
     last_stage,
 )
+from mkd.teacher.waiting_states import WaitingStates
 
 HEAD_ROWS = 4096
 """LM head rows that a rank receives at once."""
@@ -189,37 +190,36 @@ class StepExchange:
     own: tuple[KDBatch, ...]
     """The microbatches of this rank's student replica, likewise."""
 
-    def hidden_states(self, hidden: Iterator[Tensor], width: int, dtype: torch.dtype) -> list[Tensor]:
-        """The teacher's final hidden states for the student, split like the student's own.
+    def send_states(self, hidden: Iterator[Tensor], width: int, dtype: torch.dtype, states: WaitingStates) -> None:
+        """Send the teacher's final hidden states to the student, split like the student's own.
 
         Args:
             hidden: yields [s/cp, b, Ht] (of the teacher's sequence-parallel slice) for each of `batches` on the
                 teacher's last stage, nothing on other stages. Each is sent before the next is taken.
             width: Ht.
             dtype: dtype of the hidden states.
-
-        Returns:
-            One tensor for each of `own` on the student's last stage: [s/cp, b, Ht] (or its sequence-parallel slice), or
-            [m, Ht] of the supervised tokens in it. An empty list on other stages.
+            states: receives one tensor for each of `own` on the student's last stage: [s/cp, b, Ht] (or its
+                sequence-parallel slice), or [m, Ht] of the supervised tokens in it. Nothing on other stages.
         """
-        found: dict[int, Tensor] = {}
+        is_last, missing = self.exchange.student.is_last_stage, set(range(len(self.own)))
         for index in range(max(len(assignment.forwards) for assignment in self.assignments.values())):
-            self._exchange_pass(index, next(hidden, None), found, width, dtype)
-        if not self.exchange.student.is_last_stage:
-            return []
-        nothing = torch.empty(0, width, dtype=dtype, device="cuda")
-        states = [found.get(number, nothing) for number in range(len(self.own))]
-        return [
-            one if batch.supervised is not None else one.view(-1, batch.tokens.shape[0], width)
-            for one, batch in zip(states, self.own, strict=True)
-        ]
+            found = self._exchange_pass(index, next(hidden, None), width, dtype)
+            missing -= found.keys()
+            for microbatch, one in found.items():
+                states.put(microbatch, self._shaped(microbatch, one, width))
+        for microbatch in missing if is_last else ():  # none of its tokens is needed on this rank
+            nothing = torch.empty(0, width, dtype=dtype, device="cuda")
+            states.put(microbatch, self._shaped(microbatch, nothing, width))
 
-    def _exchange_pass(
-        self, index: int, hidden: Tensor | None, found: dict[int, Tensor], width: int, dtype: torch.dtype
-    ) -> None:
-        """Exchange the outputs of all teacher replicas' forward pass `index`; adds this rank's part to `found`."""
+    def _shaped(self, microbatch: int, states: Tensor, width: int) -> Tensor:
+        batch = self.own[microbatch]
+        return states if batch.supervised is not None else states.view(-1, batch.tokens.shape[0], width)
+
+    def _exchange_pass(self, index: int, hidden: Tensor | None, width: int, dtype: torch.dtype) -> dict[int, Tensor]:
+        """Exchange the outputs of all teacher replicas' forward pass `index`; returns the part that this rank needs, by
+        microbatch."""
         exchange = self.exchange
-        routes = self._routes(index)
+        routes, found = self._routes(index), {}
         tokens = None if hidden is None else hidden.flatten(0, 1)
         parts = exchange.transfer(tokens, routes.sent, list(map(len, routes.received)), (width,), dtype)
         for sender, target, part in zip(exchange.group.ranks, routes.received, parts, strict=True):
@@ -229,6 +229,7 @@ class StepExchange:
                 if microbatch not in found:
                     found[microbatch] = part.new_empty(routes.needed[replica], width)
                 found[microbatch][target] = part
+        return found
 
     def _routes(self, index: int) -> PassRoutes:
         """The routes of pass `index`. Those of passes over equal shapes are made once, and stay on the device."""

@@ -1,6 +1,6 @@
 """A teacher model that runs beside the student, on the same ranks in a parallel layout of its own."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,8 +11,6 @@ from torch import Tensor
 from mkd.data.batch import KDBatch
 from mkd.data.lookahead import Lookahead
 from mkd.distributed.groups import Groups, ParallelLayout
-from mkd.losses import LogitMap
-from mkd.models.gpt import logit_scale
 from mkd.teacher.interface import HiddenSignal
 from mkd.teacher.online import ForwardOptions, OnlineTeacher
 from mkd.teacher.resharded.exchange import TeacherExchange
@@ -74,7 +72,7 @@ class ReshardedTeacher(OnlineTeacher):
         return self._whole
 
     @torch.no_grad()
-    def signals(self, batches: Sequence[KDBatch]) -> list[HiddenSignal]:
+    def signals(self, batches: Sequence[KDBatch]) -> Iterable[HiddenSignal]:
         """See `Teacher.signals`. Collective over all ranks; `prepare` has had the same microbatches."""
         own = [self._batch_view(batch) for batch in batches]
         whole = [
@@ -85,14 +83,11 @@ class ReshardedTeacher(OnlineTeacher):
         with self._layout.active():
             self._reload()
             hidden = self._hidden_states([batch.on_rank(self._groups.cp) for batch in step.batches])
-            hidden = step.hidden_states(hidden, self._width, self._dtype)
+            # Each microbatch arrives by itself, so it may wait on the host even if the teacher's pass was a single one.
+            states = self._new_states(len(batches), len(batches))
+            step.send_states(hidden, self._width, self._dtype, states)
             self._offload()
-        logit_map = LogitMap(*logit_scale(self._model.config))
-        # No hidden states off the student's last stage.
-        return [
-            HiddenSignal(one, self._head, logit_map, self._view, selected=batch.supervised is not None)
-            for one, batch in zip(hidden, own, strict=False)
-        ]
+        return self._signals_of(states, own, self._head)
 
     @torch.no_grad()
     def _take_head(self, columns: Tensor) -> Tensor | None:

@@ -1,7 +1,7 @@
 """The teacher that a service computes; no model weights but the LM head are on the student's ranks."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
 from dataclasses import dataclass
@@ -222,9 +222,12 @@ class ServedTeacher:
             head[here] = answer.tensors[0].index_select(0, columns[here] - start)
         return head
 
-    def signals(self, batches: Sequence[KDBatch]) -> list[HiddenSignal] | list[TopKSignal]:
-        """See `Teacher.signals`. `prepare` has had the same microbatches."""
-        return [self._signal(batch.number) for batch in batches] if self._groups.is_last_stage else []
+    def signals(self, batches: Sequence[KDBatch]) -> Iterable[HiddenSignal | TopKSignal]:
+        """See `Teacher.signals`. `prepare` has had the same microbatches, and the answers wait on the host."""
+        if not self._groups.is_last_stage:
+            return []
+        signals = (self._signal(batch.number) for batch in batches)
+        return signals if len(batches) > 1 else list(signals)
 
     def _signal(self, number: int) -> HiddenSignal | TopKSignal:
         """The signal of this rank's part of a microbatch."""

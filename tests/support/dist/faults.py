@@ -20,6 +20,7 @@ from mkd.losses import LossOutput
 from mkd.teacher.resharded import plan as teacher_layout
 from mkd.teacher.resharded.exchange import StepExchange
 from mkd.teacher.online import OnlineTeacher
+from mkd.teacher.waiting_states import DeviceStates
 
 
 @contextmanager
@@ -123,6 +124,15 @@ def _with_exchange(owner: Any, name: str, make: Callable[[Callable], Callable]) 
         yield
 
 
+def _in_reverse_order(right: Callable) -> Callable:
+    def wrong(step: StepExchange, hidden: Iterator[Tensor], width: int, dtype: torch.dtype, states: DeviceStates) -> None:
+        right(step, hidden, width, dtype, reverse := DeviceStates())
+        for number, one in enumerate(reversed(list(reverse))):
+            states.put(number, one)
+
+    return wrong
+
+
 def _in_contiguous_order(teacher: OnlineTeacher, hidden: Tensor) -> Tensor:
     """Hidden states of whole rows, from the load-balanced order of context parallelism to that of the text."""
     cp = teacher._groups.cp
@@ -152,9 +162,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "label across a segment border": lambda: _with_batches(_across_segments),
     "KD at the next position": lambda: _with_teacher(lambda _, hidden: hidden.roll(1, dims=0)),
     "teacher in another order": lambda: _with_teacher(_in_contiguous_order),
-    "hidden states in another order": lambda: _with_exchange(
-        StepExchange, "hidden_states", lambda right: lambda *args: right(*args)[::-1]
-    ),
+    "hidden states in another order": lambda: _with_exchange(StepExchange, "send_states", _in_reverse_order),
     "hidden states in contiguous order": lambda: _with_exchange(
         teacher_layout, "dual_chunk_positions", lambda right: _whole_chunks
     ),

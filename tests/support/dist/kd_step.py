@@ -53,7 +53,7 @@ from mkd.teacher.forward_pass import PassSize
 from mkd.teacher.online import ForwardOptions, OnlineTeacher
 from mkd.teacher.ensemble import TeacherEnsemble
 from mkd.train.objective import CrossTokenizer, LossContext
-from mkd.config.values import ServedTargets, XTokenLoss
+from mkd.config.values import ServedTargets, SignalsMemory, XTokenLoss
 from tests.support.dist import kd_pairs
 from tests.support.dist.kd_samples import ROW, VOCAB, DataName, MaskName, microbatches
 
@@ -159,6 +159,8 @@ class Models:
     teacher_layers: int = TEACHER["num_layers"]
     teacher_rows: int | None = None
     """Rows of a forward pass of the teacher, as in --kd-teacher-micro-batch-size."""
+    signals: SignalsMemory = "auto"
+    """Memory in which hidden states wait, as in --kd-teacher-signals."""
     aux_loss: float = 0.0
     """Coefficient of the student's load-balancing losses."""
     balancing: tuple[str, ...] = ("seq_aux_loss",)
@@ -480,8 +482,8 @@ def build_model_teacher(
     if models.folder:
         load = partial(load_hf_weights, folder=HFFolder(models.folder, "folder"))
     options |= dict(load_weights=load, fingerprint="", offload=models.offload)
-    if models.teacher_rows is not None:
-        options["options"] = ForwardOptions(PassSize(models.teacher_rows, ROW))
+    size = None if models.teacher_rows is None else PassSize(models.teacher_rows, ROW)
+    options["options"] = ForwardOptions(size, memory=models.signals)
     if layout.teacher is None:
         return OnlineTeacher(config, groups, head_columns=head_columns, **options)
     if head_columns is None:

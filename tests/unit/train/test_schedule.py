@@ -1,6 +1,7 @@
 """When the teacher runs, and what a step's forward steps receive. Numbers in every layout: tests/dist."""
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from mkd.config.kd_config import KDConfig
 from mkd.data.batch import KDBatch
 from mkd.train import schedule as module
-from mkd.train.schedule import TeacherThenStudent
+from mkd.train.schedule import TeacherThenStudent, _per_model_chunk
 from mkd.train.step import StepInput
 from mkd.train.step_tokens import StepTokens
 
@@ -119,6 +120,28 @@ def test_virtual_stages_receive_the_same_inputs() -> None:
     first, second = run([], Teacher([]), pp=2, model_chunks=2)
     assert len(first) == MICROBATCHES
     assert all(a is b for a, b in zip(first, second, strict=True))
+
+
+def test_inputs_are_dropped_after_the_last_virtual_stage() -> None:
+    class Input:
+        pass
+
+    made: list[weakref.ref] = []
+
+    def inputs() -> Iterator[Input]:
+        for _ in range(20):
+            one = Input()
+            made.append(weakref.ref(one))
+            yield one
+            del one
+
+    first, second = _per_model_chunk(inputs(), [None, None])
+    for number in range(20):
+        next(first)
+        if number >= 2:
+            next(second)
+        assert sum(one() is not None for one in made) <= 3
+    assert (len(list(first)), len(list(second))) == (0, 2)
 
 
 @pytest.mark.parametrize(("evaluating", "runs"), [(False, False), (True, True)])

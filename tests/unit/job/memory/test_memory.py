@@ -33,6 +33,7 @@ from mkd.job.memory.estimate import (
 from mkd.job.memory.logits import logit_bytes
 from mkd.job.memory.stage_layers import chunks_of_stage, in_flight
 from mkd.models.lora import Lora
+from mkd.teacher.waiting_states import ON_DEVICE
 from tests.support.memory_jobs import llama_arguments
 
 TP, PP, VP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
@@ -113,8 +114,8 @@ def test_served_teacher():
         *others, last = estimate(Workload(student, [], kd, on_gpu=True, served=[served]))
         *_, alone = estimate(Workload(student, [], kd, on_gpu=True))
         assert last.held[TEACHER] == 2 * 32000 * 2048 / shards
-        microbatches = 8 if PP in changes else 1
-        assert last.most(HIDDEN) == microbatches * 2 * 2 * 1024 * 2048 / shards
+        # Answers wait in host memory, with pipeline stages too.
+        assert last.most(HIDDEN) == 2 * 2 * 1024 * 2048 / shards
         assert last.most(LOGITS) > alone.most(LOGITS)
         assert "teacher forward" not in last.phases
         assert [one.held.get(TEACHER, 0) for one in others] == [0] * len(others)
@@ -130,6 +131,25 @@ def test_joined_passes_of_the_teacher():
     assert stages_of({"teacher_micro_batch_size": 1000})[0].most(HIDDEN) == 8 * microbatch  # those of a step
     (last,) = stages_of({"teacher_micro_batch_size": 8}, **{PP: 2})[1:]
     assert last.most(HIDDEN) == 8 * microbatch
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "kd", "changes", "held"),
+    [
+        (8, {}, {}, 8),
+        (64, {}, {}, ON_DEVICE),
+        (64, {"teacher_signals": "device"}, {}, 64),
+        (8, {"teacher_signals": "host"}, {}, ON_DEVICE),
+        (2, {"teacher_signals": "host"}, {}, 2),
+        (64, {}, {VP: 2}, ON_DEVICE + 2),
+        (64, {"hidden_loss": "1:1"}, {}, ON_DEVICE + 64),
+    ],
+    ids=str,
+)
+def test_hidden_states_that_wait(microbatches: int, kd: dict, changes: dict, held: int) -> None:
+    """On the device there are as many as mkd/teacher/waiting_states.py keeps, however many microbatches there are."""
+    last = stages_of(kd, **{PP: 2, "global_batch_size": 2 * microbatches}, **changes)[-1]
+    assert last.most(HIDDEN) == held * 2 * 2 * 1024 * 2048
 
 
 def test_cuda_graph_of_the_teacher():
