@@ -262,7 +262,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._load(body)
             elif self.path == "/reset_prefix_cache" and outer.load is not None:
                 self._json(200, {"success": outer.fault != "busy cache"})
-            elif "prompt_logprobs" not in body and self.path == "/v1/completions" and outer.api == "vllm":
+            elif "ignore_eos" in body and self.path == "/v1/completions" and outer.api == "vllm":
                 self._vllm_text(body)
             elif body.get("sampling_params", {}).get("max_new_tokens") and outer.api == "sglang":
                 self._sglang_text(body)
