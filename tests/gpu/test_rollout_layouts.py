@@ -24,7 +24,7 @@ pytestmark = [
 
 
 def rollouts(out: Path, ranks: int, *flags: str) -> dict[str, Any]:
-    """What `tests.support.gpu.rollout_ranks` writes; products of fp32 are not rounded to TF32."""
+    """The output of `tests.support.gpu.rollout_ranks`; products of fp32 are not rounded to TF32."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += ["-m", "tests.support.gpu.rollout_ranks", "--out", str(out), *flags]
     environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "NVIDIA_TF32_OVERRIDE": "0"}

@@ -1,4 +1,4 @@
-"""Which passes of a teacher are captured as CUDA graphs, on a stand-in for CUDA that computes when a graph is replayed.
+"""Passes of a teacher that are captured as CUDA graphs, on a stand-in for CUDA that computes when a graph is replayed.
 Real graphs: tests/gpu/test_teacher_graph.py."""
 
 from argparse import Namespace
