@@ -1,6 +1,7 @@
 """An inference server that writes with the student's weights, which are loaded and compared with the student's own."""
 
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +58,8 @@ class StudentServer:
     """The name under which it serves the model."""
     vocab: int
     """The student's vocabulary."""
+    turn: threading.Lock = field(default_factory=threading.Lock)
+    """See `mkd.rollout.served.sharing.Sharer`."""
     _loaded: tuple[StudentWeights, np.ndarray] | None = None
     """The weights that it has loaded, and its own scores of their text then."""
     _loads: int = 0

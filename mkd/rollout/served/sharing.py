@@ -21,6 +21,8 @@ MOST_AT_ONCE = 512
 _MOST_ATTEMPTS = 10
 """Times that a text is sent at most."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 5.0
+_TURN_S = 0.2
+"""Seconds after which a thread that waits for a server checks if its rollout has ended."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class Sharer:
     """Called by several threads."""
     verify: Callable[[], None]
     """Returns if its weights are still those of `prepare`."""
+    turn: threading.Lock = field(default_factory=threading.Lock)
+    """Held by the thread of a rollout that uses the server, the same lock in all rollouts."""
 
 
 @dataclass
@@ -94,6 +98,27 @@ class SharedTexts:
             self._change.notify_all()
 
     def _run(self, sharer: Sharer) -> None:
+        if self._await_turn(sharer):
+            try:
+                self._share(sharer)
+            finally:
+                sharer.turn.release()
+
+    def _await_turn(self, sharer: Sharer) -> bool:
+        """True when no thread of an earlier rollout waits for the server: it would have the server load older weights
+        while texts are written. False if the rollout ends before that."""
+        if sharer.turn.acquire(blocking=False):
+            return True
+        with self._change:
+            self._waiting -= 1
+        while not sharer.turn.acquire(timeout=_TURN_S):
+            if self._closing.is_set() or not self._left:
+                return False
+        with self._change:
+            self._waiting += 1
+        return True
+
+    def _share(self, sharer: Sharer) -> None:
         failures = 0
         while self._wait_for_texts():
             taken: list[_Text] = []
@@ -103,7 +128,8 @@ class SharedTexts:
                 if failures:
                     self._find(sharer)
                 failures = 0
-                taken = self._take()
+                if not (taken := self._take()):  # others have taken all of them
+                    continue
                 found, problem = self._write(sharer, taken)
                 sharer.verify()
                 self._finish(taken, found)
@@ -133,7 +159,7 @@ class SharedTexts:
         with self._change:
             share = -(-len(self._queue) // max(self._waiting, 1))
             taken = [self._queue.popleft() for _ in range(share)]
-            self._waiting -= 1
+            self._waiting -= bool(taken)
         return taken
 
     def _write(self, sharer: Sharer, taken: Sequence[_Text]) -> tuple[list[list[int] | None], ServerLost | None]:

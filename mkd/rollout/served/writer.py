@@ -130,6 +130,7 @@ class ServedWriter:
                 prepare=partial(one.prepare, self._weights),
                 write=partial(one.write, options=options),
                 verify=one.verify,
+                turn=one.turn,
             )
             for one in self.servers
         ]

@@ -1,5 +1,6 @@
 """Texts that inference servers write: requests, answers and their faults, new weights, servers that are lost."""
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -320,7 +321,7 @@ def test_no_server() -> None:
 @contextmanager
 def shared(students: Sequence[StudentServer], target: StudentWeights) -> Iterator[SharedTexts]:
     sharers = [
-        Sharer(str(one.server), partial(one.prepare, target), partial(one.write, options=OPTIONS), one.verify)
+        Sharer(str(one.server), partial(one.prepare, target), partial(one.write, options=OPTIONS), one.verify, one.turn)
         for one in students
     ]
     texts = SharedTexts(sharers, REQUESTS)
@@ -395,6 +396,22 @@ def test_a_server_that_is_killed_and_another_one() -> None:
         with shared([student_at(first), student_at(second)], weights(1)) as texts:
             assert wait(texts) == truth(1)
         assert len(second.written) == len(REQUESTS)
+
+
+def test_a_server_that_loads_longer_than_the_rollout_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next rollout has it load newer weights only when it has loaded these, and does not wait for it."""
+    monkeypatch.setattr(sharing, "_TURN_S", 0.01)
+    with started() as slow, started() as quick:
+        students, may_load = [student_at(slow), student_at(quick)], threading.Event()
+        slow.load = lambda folder: (may_load.wait(5.0), model_in(folder))[1]
+        for number in (1, 2):
+            with shared(students, weights(number)) as texts:
+                assert wait(texts) == truth(number)
+        assert len(quick.written) == 2 * len(REQUESTS)
+        with shared(students[:1], weights(3)) as texts:
+            may_load.set()
+            assert wait(texts) == truth(3)
+        assert slow.loaded == ["/w/1", "/w/3"]
 
 
 def test_a_server_that_aborts_texts_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
