@@ -60,7 +60,9 @@ def writer_at(url: str, folder: HFFolder, out: Path, rank: int, timeout_s: float
     http = HttpServer(ServerAddress.parse(ROLLOUT.url, url), timeout_s, 8, ROLLOUT)
     servers = [StudentServer(http, WRITING_APIS["vllm"](), "t", VOCAB)] if rank == 0 else []
     text = tuple((7 * number) % VOCAB for number in range(1, 34))
-    return ServedWriter(servers, WeightFolders(out), live_model(folder), text, refresh=2, timeout_s=timeout_s, files=TextFiles(out, 2))
+    return ServedWriter(
+        servers, WeightFolders(out), live_model(folder), text, refresh=2, timeout_s=timeout_s, files=TextFiles(out, 2)
+    )
 
 
 def served_texts(
@@ -140,3 +142,29 @@ def test_a_folder_that_cannot_be_written(gloo_pool, path: Path, server: StandIn,
     (tmp_path / "file").write_text("")
     for message in gloo_pool(2).run(unwritable, path, server.url, tmp_path):
         assert message.startswith("MkdCheckpointError: --kd-rollout-weights: rank 0 cannot write there, or")
+
+
+def weights_beside_others(rank: int, world_size: int, out: Path) -> list[str]:
+    """Names after a second write, and the error of a write whose name another program has."""
+    folders = WeightFolders(out)
+
+    def write(folder: Path) -> None:
+        (folder / f"weights{rank}").write_text("1")
+
+    folders.add(1, write)
+    folders.remove_others(folders.add(2, write))
+    names = sorted(path.name for path in out.iterdir() if not path.name.startswith("."))  # another rank may be ahead
+    try:
+        folders.add(1000, write)
+    except MkdError as error:
+        return [*names, str(error)]
+    return names
+
+
+def test_folders_of_other_programs_are_not_removed(gloo_pool, tmp_path: Path) -> None:
+    (tmp_path / "step_0001000").mkdir()
+    (tmp_path / "step_0001000" / "model.safetensors").write_text("mine")
+    for *names, error in gloo_pool(2).run(weights_beside_others, tmp_path):
+        assert names == ["step_0000002", "step_0001000"]
+        assert "step_0001000 exists and was not written by --kd-rollout-weights: give a folder" in error
+    assert (tmp_path / "step_0001000" / "model.safetensors").read_text() == "mine"

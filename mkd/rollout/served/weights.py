@@ -12,6 +12,8 @@ from mkd.errors import MkdCheckpointError
 from mkd.utils.atomic_files import partial_path, remove_folder, rename, sync_file, sync_folder
 
 _NAME = "step_"
+_MARK = ".mkd_rollout"
+"""Empty file in each folder: folders of other programs, which may have such names too, are never removed."""
 FLAG = "--kd-rollout-weights"
 
 
@@ -19,7 +21,7 @@ class WeightFolders:
     """`<folder>/step_XXXXXXX`, one per refresh: the number of steps that the student had taken.
 
     All ranks fill a folder together under a name that begins with a dot; the first rank makes it durable and renames
-    it. A folder with a plain name is therefore complete.
+    it. A folder with a plain name and the mark is therefore complete.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -56,7 +58,7 @@ class WeightFolders:
         for path in list(self._folder.iterdir()):
             if path.is_symlink() or not path.is_dir():
                 continue
-            if names.fullmatch(path.name) and path.name != kept.name:
+            if names.fullmatch(path.name) and path.name != kept.name and (path / _MARK).is_file():
                 remove_folder(path)
             elif names.search(path.name) and path.name.startswith(f".{_NAME}"):
                 shutil.rmtree(path)
@@ -65,14 +67,17 @@ class WeightFolders:
 def _make_empty(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+    (folder / _MARK).touch()
 
 
 def _publish(staged: Path, final: Path) -> None:
     for path in staged.iterdir():
         sync_file(path)
     sync_folder(staged)
-    if final.exists():  # an ended job has written the weights of this step, too
-        remove_folder(final)
+    if final.exists():
+        if not (final / _MARK).is_file():
+            raise FileExistsError(f"{final} exists and was not written by {FLAG}: give a folder of this run alone")
+        remove_folder(final)  # an ended job has written the weights of this step, too
     rename(staged, final)
 
 
