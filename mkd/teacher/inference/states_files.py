@@ -5,13 +5,16 @@ it has sent the answer. It holds a lock on `<name>.lock` from before the answer 
 """
 
 import fcntl
+import math
 import os
 import re
 import stat
+import threading
 import time
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,10 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}\.safetensors")
 _STATES, _IDS = "hidden_states", "token_ids"
 _HEADER_BYTES = 1 << 16
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.1
+_MOST_GIVEN_UP = 1024
+"""Requests whose late files are removed."""
+_SWEEP_S = 1.0
+"""Seconds between two searches for them at least."""
 
 
 class StatesMissing(ServerLost):
@@ -41,6 +48,7 @@ class StatesFolder:
     folder: Path
     wait_s: float
     """Longest wait for the file of an answer."""
+    _given_up: "_LateFiles" = field(default_factory=lambda: _LateFiles(), compare=False, repr=False)
 
     def check(self) -> None:
         """Refuse a folder in which files cannot be read and removed.
@@ -83,9 +91,15 @@ class StatesFolder:
         except StatesMissing:
             if request in name:  # not the file of another job
                 self._remove(name, origin, is_read=False)
+                self.give_up(request)
             raise
         self._remove(name, origin)
+        self._given_up.remove_from(self.folder)
         return states
+
+    def give_up(self, request: str) -> None:
+        """The files of a request are not waited for any longer: those that the server still writes are removed."""
+        self._given_up.add(request)
 
     def _await_lock(self, name: str, origin: str) -> None:
         """Return when the server has released the lock of a file."""
@@ -168,6 +182,36 @@ class StatesFolder:
                     f"{origin}: {self.folder / name} cannot be removed ({error.strerror or error}): this user needs "
                     f"the right to remove files from {FLAG}"
                 ) from None
+
+
+class _LateFiles:
+    """Requests whose answer did not come in time, although the server may still write it. For several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._requests: OrderedDict[str, None] = OrderedDict()
+        self._searched_at = -math.inf
+
+    def add(self, request: str) -> None:
+        """Remove the files of a request from now on."""
+        with self._lock:
+            self._requests[request] = None
+            if len(self._requests) > _MOST_GIVEN_UP:
+                self._requests.popitem(last=False)
+
+    def remove_from(self, folder: Path) -> None:
+        """Remove the files that the server has written meanwhile. A file that it still writes has no name afterward."""
+        with self._lock:
+            if not self._requests or time.monotonic() - self._searched_at < _SWEEP_S:
+                return
+            self._searched_at = time.monotonic()
+            for path in [folder / name for name in os.listdir(folder) if _NAME.fullmatch(name)]:
+                request = next((one for one in self._requests if one in path.name), None)
+                if request is not None:
+                    del self._requests[request]
+                    for each in (path, path.with_name(f"{path.name}.lock")):
+                        with suppress(OSError):
+                            each.unlink()
 
 
 def _name_in(named: Any, origin: str) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mkd.errors import MkdTeacherError
 from mkd.teacher.inference.apis import VllmApi, require_same_text, scores_in, send, wrong_form
+from mkd.teacher.inference.http import ServerLost
 from mkd.teacher.inference.output_layer import OutputLayer
 from mkd.teacher.inference.pool import ServedModel
 from mkd.teacher.inference.scores import TokenScores
@@ -74,7 +75,11 @@ class StatesModel(ServedModel):
 
     def _request(self, body: dict[str, Any], text: Sequence[int], entries: int) -> tuple[Any, Tensor]:
         request = f"mkd-{uuid.uuid4().hex}"
-        answer = send(self.api, self.server, {**body, "request_id": request}, entries * len(text))
+        try:
+            answer = send(self.api, self.server, {**body, "request_id": request}, entries * len(text))
+        except ServerLost:
+            self.folder.give_up(request)
+            raise
         with wrong_form(self.api, self.server):
             (choice,) = answer["choices"]
             require_same_text(choice["prompt_token_ids"], text)

@@ -23,7 +23,7 @@ from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.safetensors_files import write_tensors
 from mkd.errors import MkdCheckpointError, MkdConfigError, MkdNumericError, MkdTeacherError, MkdTeacherTimeout
 from mkd.teacher.inference.apis import APIS
-from mkd.teacher.inference.http import HttpServer, ServerAddress
+from mkd.teacher.inference.http import HttpServer, ServerAddress, ServerLost
 from mkd.teacher.inference.known_text import KnownText
 from mkd.teacher.inference.output_layer import OutputLayer
 from mkd.teacher.inference.pool import ScoringPool
@@ -213,6 +213,28 @@ def test_files_of_others_stay(server: StandIn, model: StatesModel) -> None:
     with pytest.raises(StatesMissing):
         model.folder.take("model.safetensors", "mkd-1", TEXT, WIDTH, "http://a")
     assert other.read_bytes() == b"weights"
+
+
+def test_files_that_come_after_the_time_limit(
+    server: StandIn, families: dict[str, tuple[Any, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are removed when the next files are read."""
+    monkeypatch.setattr("mkd.teacher.inference.states_files._SWEEP_S", 0.0)
+    model, impatient = model_at(server, families["RMSNorm"][1]), model_at(server, families["RMSNorm"][1])
+    impatient = replace(impatient, server=HttpServer(model.server.address, 0.05, 8), folder=model.folder)
+    server.delay_s, server.files_named, server.files_written = 0.2, 0, 0
+    try:
+        with pytest.raises(ServerLost):
+            impatient.states(TEXT)
+        ends = time.monotonic() + 10.0
+        while not server.files_written and time.monotonic() < ends:
+            time.sleep(0.005)
+        assert len(list(server.states_dir.glob("cmpl-mkd-*.safetensors"))) == 1
+    finally:
+        server.delay_s = 0.0
+    (server.states_dir / "cmpl-mkd-of-another-job.safetensors").touch()
+    model.states(TEXT)
+    assert [path.name for path in server.states_dir.iterdir()] == ["cmpl-mkd-of-another-job.safetensors"]
 
 
 def probe_of(**changes: Any) -> Probe:
