@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 
 from mkd.errors import MkdTeacherError, MkdTeacherTimeout
 from mkd.rollout.interface import Request
-from mkd.teacher.inference.http import ServerLost
+from mkd.teacher.inference.http import ServerLost, pause_s
 from mkd.utils.logging import EVERY_RANK, logger
 
 MOST_AT_ONCE = 512
 """Texts that a server has at one time at most."""
-_MOST_ATTEMPTS = 10
-"""Times that a text is sent at most."""
+_MOST_ATTEMPTS, _MOST_BESIDE_OTHERS = 10, 100
+"""Times that a text is sent at most; and while another server writes or waits, which may write it later."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 5.0
 _TURN_S = 0.2
 """Seconds after which a thread that waits for a server checks if its rollout has ended."""
@@ -64,6 +64,8 @@ class SharedTexts:
         self._closing = threading.Event()
         self._waiting = len(sharers)
         """Servers that may take texts soon: neither lost nor writing."""
+        self._there = len(sharers)
+        """Servers that are not lost."""
         self._problem = ""
         self.answered_at = time.monotonic()
         """Time of the last answer."""
@@ -109,25 +111,28 @@ class SharedTexts:
         while texts are written. False if the rollout ends before that."""
         if sharer.turn.acquire(blocking=False):
             return True
-        with self._change:
-            self._waiting -= 1
+        self._count_server(-1)
         while not sharer.turn.acquire(timeout=_TURN_S):
             if self._closing.is_set() or not self._left:
                 return False
-        with self._change:
-            self._waiting += 1
+        self._count_server(1)
         return True
 
+    def _count_server(self, change: int) -> None:
+        with self._change:
+            self._waiting += change
+            self._there += change
+
     def _share(self, sharer: Sharer) -> None:
-        failures = 0
+        losses, is_lost = 0, False
         while self._wait_for_texts():
             taken: list[_Text] = []
             try:
                 sharer.prepare()
                 self.answered_at = time.monotonic()
-                if failures:
+                if is_lost:
                     self._find(sharer)
-                failures = 0
+                is_lost = False
                 if not (taken := self._take()):  # others have taken all of them
                     continue
                 found, problem = self._write(sharer, taken)
@@ -136,13 +141,15 @@ class SharedTexts:
                 taken = []
                 if problem is not None:
                     raise problem
+                losses = 0
             except ServerLost as error:
-                failures += 1
+                losses += 1
                 try:
-                    self._lose(taken, error, is_first=failures == 1)
+                    self._lose(taken, error, is_first=not is_lost)
                 except MkdTeacherError as last:
                     self._fail(last)
-                self._closing.wait(min(_FIRST_PAUSE_S * 2**failures, _LONGEST_PAUSE_S))
+                is_lost = True
+                self._closing.wait(pause_s(losses, _FIRST_PAUSE_S, _LONGEST_PAUSE_S))
             except Exception as error:  # also a fault of this code: the thread that waits raises it
                 self._fail(error)
                 return
@@ -195,7 +202,7 @@ class SharedTexts:
     def _finish(self, taken: Sequence[_Text], found: Sequence[list[int] | None]) -> None:
         """Use the answers whose weights are verified; texts without one are sent again."""
         pairs = list(zip(taken, found, strict=True))
-        self._send_again([text for text, tokens in pairs if tokens is None])
+        self._send_again([text for text, tokens in pairs if tokens is None], self._there - 1)
         with self._change:
             if self._closing.is_set():
                 return
@@ -206,20 +213,21 @@ class SharedTexts:
             self._waiting += 1
             self._change.notify_all()
 
-    def _send_again(self, texts: Sequence[_Text]) -> None:
+    def _send_again(self, texts: Sequence[_Text], others: int) -> None:
+        """Have texts sent again, to their server or to one of the others that are not lost."""
         with self._change:
             for text in reversed(texts):
                 text.attempts += 1
                 self._queue.appendleft(text)
             self._change.notify_all()
-        if any(text.attempts >= _MOST_ATTEMPTS for text in texts):
-            raise MkdTeacherError(f"a text was sent {_MOST_ATTEMPTS} times without an answer: {self._problem}")
+        most = _MOST_BESIDE_OTHERS if others else _MOST_ATTEMPTS
+        if (attempts := max((text.attempts for text in texts), default=0)) >= most:
+            raise MkdTeacherError(f"a text was sent {attempts} times without an answer: {self._problem}")
 
     def _find(self, sharer: Sharer) -> None:
         """A server that was lost may take texts again."""
         logger.info(f"{sharer.name} answers again", extra=EVERY_RANK)
-        with self._change:
-            self._waiting += 1
+        self._count_server(1)
 
     def _lose(self, taken: Sequence[_Text], error: ServerLost, *, is_first: bool) -> None:
         """Have the texts sent again."""
@@ -227,9 +235,10 @@ class SharedTexts:
         if is_first:
             logger.warning(f"{error}; its texts are sent again", extra=EVERY_RANK)
         with self._change:
+            self._there -= is_first
             if is_first and not taken:  # one that has taken texts does not count as waiting
                 self._waiting -= 1
-        self._send_again(taken)
+        self._send_again(taken, self._there)
 
     def _fail(self, error: Exception) -> None:
         """End the rollout with an error."""

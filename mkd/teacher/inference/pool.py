@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from mkd.errors import MkdTeacherTimeout
 from mkd.teacher.inference.apis import InferenceApi, score
-from mkd.teacher.inference.http import HttpServer, ServerLost
+from mkd.teacher.inference.http import HttpServer, ServerLost, pause_s
 from mkd.teacher.inference.known_text import KnownText
 from mkd.teacher.inference.scores import TokenScores
 from mkd.utils.logging import EVERY_RANK, logger
@@ -143,7 +143,7 @@ class ScoringPool[M: ServedModel, W, A]:
             except ServerLost as error:
                 self._lose(address, work, error)
                 failures += 1
-                self._closing.wait(min(_FIRST_PAUSE_S * 2**failures, _LONGEST_PAUSE_S))
+                self._closing.wait(pause_s(failures, _FIRST_PAUSE_S, _LONGEST_PAUSE_S))
             except Exception as error:  # also a fault of this code: the thread that waits raises it
                 for text in self._drop(address, work):
                     text.answer.set_exception(error)

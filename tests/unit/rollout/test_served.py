@@ -23,7 +23,7 @@ from mkd.rollout.served.server import StudentServer, StudentWeights
 from mkd.rollout.served.sharing import SharedTexts, Sharer
 from mkd.rollout.served.text_files import TextFiles, rollout_key
 from mkd.rollout.stop_strings import StopStrings
-from mkd.teacher.inference.http import ROLLOUT, HttpServer, ServerAddress, ServerLost
+from mkd.teacher.inference.http import ROLLOUT, HttpServer, ServerAddress, ServerLost, pause_s
 from tests.support.inference_server import StandIn, table_model
 
 VOCAB, TOKENS, ENDS = 50, 9, frozenset({0, 1})
@@ -346,6 +346,10 @@ def truth(number: int) -> list[list[int]]:
         return [student_at(server).write(request, OPTIONS) for request in REQUESTS]
 
 
+def test_pauses_of_a_server_that_is_lost_for_days() -> None:
+    assert [pause_s(failures, 0.25, 5.0) for failures in (1, 2, 5, 10**6)] == [0.5, 1.0, 5.0, 5.0]
+
+
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharing, "_FIRST_PAUSE_S", 0.005)
@@ -423,6 +427,27 @@ def test_a_server_that_aborts_texts_again_and_again(monkeypatch: pytest.MonkeyPa
             pytest.raises(MkdTeacherError, match=r"sent 10 times without an answer: .* has aborted a text"),
         ):
             wait(texts)
+
+
+def test_a_server_that_is_sick_beside_one_that_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its texts are sent again more than ten times, until the other server takes them."""
+    monkeypatch.setattr(sharing, "_LONGEST_PAUSE_S", 0.005)
+    lost, attempts = threading.Event(), 0
+
+    def fail(request: Request) -> list[int]:
+        raise ServerLost("500")
+
+    def verify() -> None:
+        nonlocal attempts
+        attempts += 1
+        if attempts == 30:
+            lost.set()
+
+    sick = Sharer("sick", lambda: None, fail, verify)
+    well = Sharer("well", lambda: None, lambda request: [lost.wait(10.0)], lambda: None)
+    texts = SharedTexts([sick, well], REQUESTS)
+    assert wait(texts) == [[True]] * len(REQUESTS)
+    texts.close()
 
 
 def test_no_server_answers() -> None:
