@@ -156,10 +156,11 @@ class TeacherThenStudent:
         """Run a step or an evaluation of `schedule`."""
         forward_only = options["forward_only"]
         source = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
-        written = None
+        written, data_s = None, 0.0
         if not forward_only and self.on_policy is not None:
-            written, source = self._write(source, options)
+            written, source, data_s = self._write(source, options)
         batches = self._read(source, options["num_microbatches"], options["micro_batch_size"], forward_only)
+        self.record.data_s += data_s
         self.record.rollout = None if written is None else written.facts
         # Packed rows follow each other in one row; Megatron's pipeline stages expect that shape.
         rows = options["micro_batch_size"]
@@ -183,18 +184,20 @@ class TeacherThenStudent:
             _add_to(reports, self.teacher.metrics())
         return reports
 
-    def _write(self, source: Any, options: Mapping[str, Any]) -> tuple[WrittenRows | None, Any]:
-        """Let the student write its part of a training step; None if it has none. Also returns the samples with it."""
+    def _write(self, source: Any, options: Mapping[str, Any]) -> tuple[WrittenRows | None, Any, float]:
+        """Let the student write its part of a training step; None if it has none. Also returns the samples with it, and
+        the seconds in which they were read."""
         model, iteration = options["model"], self.current_iteration()
         chunks = model if isinstance(model, list) else [model]
         count, rows = options["num_microbatches"], options["micro_batch_size"]
-        begin = None
+        begin, began = None, time.monotonic()
         if self._begins_early(iteration, count * rows * self.groups.dp.size()):
             samples = [next(source) for _ in range(count)]
             source, begin = iter(samples), partial(self._begin, samples, rows)
+        data_s = time.monotonic() - began
         around = nullcontext if self.offload is None else self.offload.away
         written = self.on_policy.write(chunks, self.groups, iteration, count, rows, around, self.is_stopping, begin)
-        return written, source if written is None else written.replace_in(source)
+        return written, source if written is None else written.replace_in(source), data_s
 
     def _begins_early(self, iteration: int, rows: int) -> bool:
         """True if a teacher elsewhere can compute microbatches while the student writes others."""

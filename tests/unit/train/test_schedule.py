@@ -1,5 +1,6 @@
 """When the teacher runs, and what a step's forward steps receive. Numbers in every layout: tests/dist."""
 
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -92,6 +93,29 @@ def run(
         model=SimpleNamespace(config=SimpleNamespace(num_moe_experts=None)),
     )
     return seen
+
+
+def test_samples_that_are_read_before_texts_are_written_count_as_data() -> None:
+    one = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    groups = SimpleNamespace(cp=one, dp=one, dp_cp=one, mp=one, pp=one, is_last_stage=True)
+    policy: Any = SimpleNamespace(count=lambda *_: 1, write=lambda *_: None)
+    schedule = TeacherThenStudent(
+        KDConfig(teacher_hf=["folder"], ratio=0.5), groups, Teacher([]), 4, lambda: 0, on_policy=policy
+    )
+
+    def slow() -> Iterator[dict[str, torch.Tensor]]:
+        for sample in samples():
+            time.sleep(0.02)
+            yield sample
+
+    schedule.around(lambda **_: [])(
+        data_iterator=slow(),
+        num_microbatches=MICROBATCHES,
+        micro_batch_size=1,
+        seq_length=4,
+        model=SimpleNamespace(config=SimpleNamespace(num_moe_experts=None)),
+    )
+    assert schedule.record.data_s >= MICROBATCHES * 0.02
 
 
 def test_teacher_runs_per_microbatch() -> None:
