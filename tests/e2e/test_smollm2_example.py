@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -137,7 +138,8 @@ def test_answers_are_written_and_collected(teacher: Path, tmp_path: Path, monkey
     assert len(sampled) == 4 and answers_to(tmp_path / "pruned/answers.jsonl", "--samples", "2") == sampled
 
     prompts = [AutoTokenizer.from_pretrained(teacher).decode(record["prompt_tokens"]) for record in greedy]
-    samples = [{"prompt": prompt, "text": "It is something.\n", "tokens": 8, "ended": True} for prompt in prompts]
+    text = "It is <b>something</b>.\x1b\n"
+    samples = [{"prompt": prompt, "text": text, "tokens": 8, "ended": True} for prompt in prompts]
     for name in ("start", "written"):
         answers_to(tmp_path / name / "answers.jsonl")
         steps = [{"iteration": step, "step_s": 0.5, "tokens": 10, "written_repeated": 0.25} for step in (1, 2)]
@@ -149,13 +151,30 @@ def test_answers_are_written_and_collected(teacher: Path, tmp_path: Path, monkey
     found = json.loads(results.read_text())
     assert list(found["methods"]) == ["written"]  # the training with the other method has not run
     assert found["methods"]["written"]["tokens"] == 20
-    tokens = AutoTokenizer.from_pretrained(teacher).encode("It is something.\n")
+    tokens = AutoTokenizer.from_pretrained(teacher).encode(text)
     scores = found["methods"]["written"]["greedy"]["2"]
     assert scores["tokens"] == len(tokens) + 1  # the metrics have the text without its end token
     assert (scores["answers"], scores["ended"]) == (2, 1.0)
-    assert shown.read_text().count("- written texts, reverse KL: It is something.\n") == 2
+    line = "- written texts, reverse KL: It is &lt;b&gt;something&lt;/b&gt;.\\x1b\n"
+    assert shown.read_text().count(line) == 2
     assert run_script("draw", monkeypatch, str(results), "--out", str(tmp_path / "drawn.png")) is None
     assert (tmp_path / "drawn.png").stat().st_size > 10_000
+
+
+def test_a_folder_that_names_another_one(
+    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers would load the model that adapter_config.json names."""
+    folder, out = tmp_path / "teacher", tmp_path / "answers.jsonl"
+    shutil.copytree(teacher, folder)
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "other", "peft_type": "LORA"}')
+    questions = write_lines(tmp_path / "questions.jsonl", [{"messages": talk("What is x?")}])
+    words = ("--hf", str(folder), "--questions", str(questions), "--out", str(out))
+    assert run_script("answers", monkeypatch, *words) == 1
+    assert f"answers: --hf {folder} has an adapter_config.json" in capsys.readouterr().err
+    assert run_script("answers", monkeypatch, "--hf", str(tmp_path / "absent"), *words[2:]) == 1
+    assert f"answers: --hf {tmp_path}/absent does not exist" in capsys.readouterr().err
+    assert not out.exists()
 
 
 def test_perplexity_of_the_teacher(teacher: Path, monkeypatch: pytest.MonkeyPatch) -> None:

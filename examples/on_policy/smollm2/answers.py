@@ -16,21 +16,23 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from mkd.errors import MkdDataError, MkdError
+from mkd.utils.atomic_files import replacing
+from mkd.utils.hub_folder import model_folder
+from mkd.utils.pretrained import load_model, load_tokenizer
 
 Messages = list[dict[str, str]]
 
 
-def load(folder: str, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model and tokenizer of a Hugging Face folder, on the GPU if there is one."""
+def load(folder: str, flag: str, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model and tokenizer of the Hugging Face folder that a flag names, on the GPU if there is one."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    where = {"local_files_only": True, "trust_remote_code": False}
-    tokenizer = AutoTokenizer.from_pretrained(folder, **where)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True, **where)
+    tokenizer = load_tokenizer(folder, flag)
+    model = load_model(model_folder(folder, flag), flag, dtype=dtype)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
 
 
@@ -72,7 +74,7 @@ def answer_tokens(
 
 def answers(args: argparse.Namespace) -> Iterator[dict]:
     """One record per question and sample, batches of similar length first to last."""
-    model, tokenizer = load(args.hf, torch.bfloat16 if torch.cuda.is_available() else torch.float32)
+    model, tokenizer = load(args.hf, "--hf", torch.bfloat16 if torch.cuda.is_available() else torch.float32)
     end = tokenizer.eos_token_id
     asked = [(messages, prompt_tokens(tokenizer, messages)) for messages in read_questions(args.questions)]
     asked = sorted(asked * args.samples, key=lambda question: len(question[1]))
@@ -110,7 +112,8 @@ def main() -> int:
         print(f"answers: {error}", file=sys.stderr)
         return 1
     ended = sum(record["ended"] for record in found)
-    args.out.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in found), encoding="utf-8")
+    with replacing(args.out) as file:  # run.sh keeps answers that are there already: they must be whole
+        file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in found)
     print(f"{args.out}: {len(found)} answers in {time.monotonic() - began:.0f} s, {ended / len(found):.0%} ended")
     return 0
 

@@ -4,6 +4,7 @@ python collect.py runs/smollm2 --teacher TEACHER --methods given written --out r
 """
 
 import argparse
+import html
 import json
 import statistics
 import sys
@@ -16,7 +17,7 @@ from answers import load
 from score import Answer, read_answers, score, table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from mkd.errors import MkdDataError, MkdError
+from mkd.errors import MkdDataError, MkdError, visible
 from mkd.report.run_log import RunLog
 from mkd.rollout.interface import WrittenText
 
@@ -154,8 +155,13 @@ def side_by_side(runs: Path, methods: Sequence[str], count: int) -> str:
         prompt = columns["student, pruned only"][index]["prompt"]
         question = next(question for question in teacher if question in prompt)
         texts = {"teacher": teacher[question]} | {name: samples[index]["text"] for name, samples in columns.items()}
-        lines += [f"**{question}**", "", *(f"- {name}: {' '.join(text.split())}" for name, text in texts.items()), ""]
+        lines += [f"**{question}**", "", *(f"- {name}: {one_line(text)}" for name, text in texts.items()), ""]
     return "\n".join(lines)
+
+
+def one_line(text: str) -> str:
+    """A written text as one line, without HTML and without characters that control a terminal."""
+    return html.escape(visible(" ".join(text.split())), quote=False)
 
 
 def main() -> int:
@@ -169,7 +175,7 @@ def main() -> int:
     parser.add_argument("--samples", type=Path, required=True, metavar="FILE", help="answers side by side, markdown")
     args = parser.parse_args()
     try:
-        found = {"form": args.form, **collect(args.runs, args.methods, *load(args.teacher))}
+        found = {"form": args.form, **collect(args.runs, args.methods, *load(args.teacher, "--teacher"))}
         args.samples.write_text(side_by_side(args.runs, list(found["methods"]), SHOWN_QUESTIONS), encoding="utf-8")
     except MkdError as error:
         print(f"collect: {error}", file=sys.stderr)

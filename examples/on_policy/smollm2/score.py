@@ -104,7 +104,7 @@ def main() -> int:
     args = parser.parse_args()
     try:
         files = {path: read_answers(path) for path in args.answers}
-        teacher, _ = load(args.teacher)
+        teacher, _ = load(args.teacher, "--teacher")
         print(table({path: score(teacher, answers) for path, answers in files.items()}))
     except MkdError as error:
         print(f"score: {error}", file=sys.stderr)
