@@ -225,6 +225,10 @@ def test_unknown_architecture_lists_the_known(names):
 def test_unknown_architecture_names_the_nearest():
     with pytest.raises(MkdCheckpointError, match=r"\(the nearest by name is Qwen3NextForCausalLM\)"):
         family_of({**CONFIG, "architectures": ["Qwen3NextMoeForCausalLM"]})
+    for unlike in ({"architectures": ["BertLMHeadModel"]}, {"model_type": "rwkv"}):
+        (key,) = unlike
+        with pytest.raises(MkdCheckpointError, match=rf'"{key}" is .* \(the nearest by name is \w+\)'):
+            family_of(unlike)
 
 
 @pytest.mark.parametrize("rope", [{}, {"rope_theta": 10000.0, "rope_scaling": OLD_ROPE}], ids=["plain", "llama3"])

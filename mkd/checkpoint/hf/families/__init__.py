@@ -9,9 +9,9 @@ takes 7 lines):
 3. `fixed`: the Megatron arguments with one value in the whole family; start from `DENSE` or `MIXTURE`
    (`family.py`). An argument that a part reads must not be in it.
 4. `absent`: values that transformers uses for keys missing in config.json, where the parts would use another one.
-5. Add the family to `dense.py` or `mixtures.py` and to `FAMILIES`, and a small model to `MODELS` in
-   tests/dist/test_hf_families.py: the tests compare logits with transformers in every layout, and the round trip bit
-   for bit.
+5. Add the family to `dense.py`, `mixtures.py` or a file of its own and to `FAMILIES`, a small model to `NEAR_MODELS`
+   (tests/support/hf_models.py) and a configuration to `BASES` (tests/unit/checkpoint/test_config_sweep.py): the tests
+   compare spellings, logits, losses and gradients with transformers, and the round trip bit for bit.
 
 Keys that Megatron cannot compute are refused by `required(...)` and by the parts, with the name of the key.
 """
@@ -106,11 +106,11 @@ def family_of(config: Mapping[str, Any]) -> Family:
     whole = [known_whole.architecture for known_whole in VISION_LANGUAGE]
     if names or model_type is None:
         key, value = "architectures", config.get("architectures")
-        near = [get_close_matches(name, [*known, *whole], n=1, cutoff=0.5) for name in names]
+        near = [get_close_matches(name, [*known, *whole], n=1, cutoff=0.0) for name in names]
         nearest = near[0][0] if near and near[0] else ""
     else:
         by_type = {family.model_type: name for name, family in known.items()}
-        near = get_close_matches(str(model_type), by_type, n=1, cutoff=0.5)
+        near = get_close_matches(str(model_type), by_type, n=1, cutoff=0.0)
         key, value, nearest = "model_type", model_type, by_type[near[0]] if near else ""
     raise MkdCheckpointError(
         f'config.json: "{key}" is {value!r}{reasons}; known architectures: '
