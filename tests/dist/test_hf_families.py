@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from mkd.checkpoint.hf.check import read_architecture
 from mkd.checkpoint.hf.export import export_hf
@@ -255,6 +256,9 @@ def test_round_trip_in_bf16(tmp_path, model_type):
     import_hf(HFFolder(tmp_path / "hf", "--hf"), tmp_path / "megatron")
     export_hf(MegatronFolder(tmp_path / "megatron", "--load"), tmp_path / "out")
     assert equal(tmp_path / "hf", tmp_path / "out")
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values()), info
+    assert model.generate(TOKENS[:, :8], max_new_tokens=2, do_sample=False).shape == (2, 10)
 
 
 def test_expert_bias_is_not_rounded(tmp_path):
