@@ -160,6 +160,19 @@ def test_texts_of_every_family(gloo_pool, folders, expected, split: str, engine:
     assert_texts(gloo_pool, folders, expected, split, engine, used)
 
 
+@pytest.mark.slow
+def test_texts_of_families_like_others(gloo_pool, tmp_path: Path) -> None:
+    """One model of each family that `FAMILIES` lacks."""
+    others = {sizes["model_type"]: sizes for sizes in MODELS.values()}
+    others = {name: others[name] for name in others.keys() - {sizes["model_type"] for sizes in FAMILIES.values()}}
+    paths = {name: make_model(tmp_path / name, **{**NO_SPECIAL_TOKENS, **sizes}) for name, sizes in others.items()}
+    for engine in ("cached", "uncached"):
+        has_state = {name for name in others if "linear_attention" in others[name].get("layer_types", ())}
+        used = {name: path for name, path in paths.items() if (name in has_state) == (engine == "uncached")}
+        (found,) = gloo_pool(1).run(written, used, 1, 1, 1, None, engine)
+        assert found == {name: generated(path) for name, path in used.items()}
+
+
 def assert_texts(gloo_pool, folders, expected, split: str, engine: Engine, names: set[str]) -> None:
     tp, pp, ep = SPLITS[split]
     used = {name: path for name, path in folders.items() if name in names}
