@@ -167,6 +167,7 @@ def check_teacher_graph(teacher: Namespace, kd: KDConfig) -> None:
             f"graphs with {teacher.experimental_attention_variant} are untested",
         ),
         (teacher.multi_latent_attention, "graphs with latent attention are untested"),
+        ("M" in (getattr(teacher, "layer_mixers", None) or ()), "graphs with Mamba layers are untested"),
     ):
         if is_so:
             raise MkdConfigError(f"--kd-teacher-cuda-graph does not work with this teacher: {reason}; leave it out")

@@ -108,6 +108,7 @@ TEACHER = dict(
         ({"context_parallel_size": 2}, "2 context-parallel ranks"),
         ({"experimental_attention_variant": "gated_delta_net"}, "gated_delta_net"),
         ({"multi_latent_attention": True}, "latent attention"),
+        ({"layer_mixers": ["M", "-", "*"]}, "Mamba layers"),
     ],
 )
 def test_teachers_without_graphs(sizes: dict[str, Any], words: str) -> None:
