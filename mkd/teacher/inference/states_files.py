@@ -205,7 +205,11 @@ class _LateFiles:
             if not self._requests or time.monotonic() - self._searched_at < _SWEEP_S:
                 return
             self._searched_at = time.monotonic()
-            for path in [folder / name for name in os.listdir(folder) if _NAME.fullmatch(name)]:
+            try:
+                names = os.listdir(folder)
+            except OSError:  # the next file that is read from it ends the job, with the reason
+                return
+            for path in [folder / name for name in names if _NAME.fullmatch(name)]:
                 request = next((one for one in self._requests if one in path.name), None)
                 if request is not None:
                     del self._requests[request]

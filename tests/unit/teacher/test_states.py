@@ -149,6 +149,12 @@ def test_a_file_that_is_written_late(server: StandIn, model: StatesModel) -> Non
     assert torch.equal(taking[0], states[:, 0])
 
 
+def test_a_folder_that_is_gone_when_late_files_are_searched_for(tmp_path: Path) -> None:
+    folder = StatesFolder(tmp_path / "gone", wait_s=0.1)
+    folder.give_up("mkd-1")
+    folder._given_up.remove_from(folder.folder)
+
+
 LOST = {
     "no lock": r"there is no cmpl-mkd-.*\.lock in --kd-teacher-states-dir .*shared_storage_path",
     "other folder": r"there is no cmpl-mkd-.*\.lock",
