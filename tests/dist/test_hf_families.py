@@ -256,7 +256,8 @@ def test_round_trip_in_bf16(tmp_path, model_type):
     import_hf(HFFolder(tmp_path / "hf", "--hf"), tmp_path / "megatron")
     export_hf(MegatronFolder(tmp_path / "megatron", "--load"), tmp_path / "out")
     assert equal(tmp_path / "hf", tmp_path / "out")
-    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, output_loading_info=True)
+    model, info = found  # in fp32: grouped products in bf16 need wider experts than those of gpt-oss here
     assert not any(info.values()), info
     assert model.generate(TOKENS[:, :8], max_new_tokens=2, do_sample=False).shape == (2, 10)
 
