@@ -5,7 +5,11 @@ from collections.abc import Sequence
 from mkd.compat.checkpoints import CheckpointHooks, install_checkpoint_hooks
 from mkd.compat.data_iterator import allow_finished_jobs
 from mkd.compat.experts import balance_experts_over_unequal_ranks, train_biased_experts_on_whole_ranks
-from mkd.compat.optimizer import resume_distributed_optimizer, use_own_learning_rates
+from mkd.compat.optimizer import (
+    resume_distributed_optimizer,
+    resume_experts_on_other_ranks,
+    use_own_learning_rates,
+)
 from mkd.compat.quiet import silence_megatron
 from mkd.compat.startup import use_prebuilt_dataset_helpers
 from mkd.compat.stopping import EvaluationState, StopSignals, install_stopping
@@ -42,6 +46,7 @@ def install(
         own_learning_rates: the job's rates replace the checkpoint's (--override-opt-param-scheduler).
     """
     resume_distributed_optimizer()
+    resume_experts_on_other_ranks()
     allow_finished_jobs()
     if own_learning_rates:
         use_own_learning_rates()

@@ -1,4 +1,5 @@
-"""Patches of Megatron's optimizers: resuming in fp32, with PyTorch's Adam, and with other learning rates."""
+"""Patches of Megatron's optimizers: resuming in fp32, with PyTorch's Adam, with other learning rates, and with experts
+on another number of ranks."""
 
 from typing import Any
 
@@ -47,6 +48,83 @@ def resume_distributed_optimizer() -> None:
 
     optimizer.state_dict, optimizer.load_state_dict = state_dict_before_load, load_separate_steps
     optimizer._set_main_param_and_optimizer_states = set_states_without_step
+
+
+def resume_experts_on_other_ranks() -> None:
+    """Load the optimizer's state of experts that were distributed over ranks into a job with whole layers, and the
+    reverse.
+
+    megatron-core 0.19 has two optimizers with expert parallelism, one of the experts and one of the other parameters,
+    and a single one without it. The tensors in a checkpoint are the same, but the parameter groups are stored for each
+    optimizer, and loading expects as many as the job has.
+    """
+    from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+    if ChainedOptimizer.load_state_dict.__module__ == __name__:
+        return
+    load = ChainedOptimizer.load_state_dict
+
+    def load_other_chain(self: Any, state: Any) -> None:
+        load(self, _with_own_chain([one.optimizer for one in self.chained_optimizers], state))
+
+    ChainedOptimizer.load_state_dict = load_other_chain
+
+
+def _with_own_chain(optimizers: list[Any], state: Any) -> Any:
+    """The state as for a job with these optimizers: `state` itself, or split or joined.
+
+    Args:
+        optimizers: PyTorch's optimizers.
+        state: one state under "optimizer" or with "param_groups", or states under the numbers of the optimizers; one
+            of the two is what the checkpoint has, the tensors that were read are where the job has them.
+    """
+    if not isinstance(state, dict):
+        return state
+    several = {key: value for key, value in sorted(state.items(), key=str) if isinstance(key, int)}
+    single = {key: value for key, value in state.items() if not isinstance(key, int)}
+    if len(optimizers) == 1 and several:
+        stored = [group for part in several.values() for group in _inner(part)["param_groups"]]
+        joined = _merged(next(iter(several.values())), single)
+        _inner(joined)["param_groups"] = _groups_of(optimizers[0], stored)
+        return joined
+    if len(optimizers) > 1 and len(several) == len(optimizers) and "param_groups" in _inner(single):
+        stored = _inner(single)["param_groups"]
+        split = {number: _merged(single, part) for number, part in several.items()}
+        for optimizer, part in zip(optimizers, split.values(), strict=True):
+            _inner(part)["param_groups"] = _groups_of(optimizer, stored)
+        return split
+    return state
+
+
+def _inner(state: dict) -> dict:
+    """PyTorch's part of an optimizer's state; the optimizer of fp32 weights has no other part."""
+    return state.get("optimizer", state)
+
+
+def _merged(first: dict, second: dict) -> dict:
+    """A new nested dict with the values of two; those of the second one replace equal keys of the first one."""
+    merged = {}
+    for key in (*first, *(key for key in second if key not in first)):
+        value = second.get(key, first.get(key))
+        if isinstance(value, dict):
+            kept = first.get(key)
+            value = _merged(kept if isinstance(kept, dict) else {}, value)
+        merged[key] = value
+    return merged
+
+
+def _groups_of(optimizer: Any, stored: list[dict]) -> list[dict]:
+    """For each group of an optimizer the stored group with the most equal identifiers, as one of the optimizer's."""
+    from megatron.core.optimizer.optimizer import param_group_identifier_keys
+
+    own = "is_expert_parallel"
+    found = []
+    for group in optimizer.state_dict()["param_groups"]:
+        nearest = max(
+            stored, key=lambda one: sum(one.get(key) == group.get(key) for key in param_group_identifier_keys)
+        )
+        found.append({**nearest, own: group.get(own), "params": group["params"]})
+    return found
 
 
 def use_own_learning_rates() -> None:
