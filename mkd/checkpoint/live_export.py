@@ -1,8 +1,8 @@
 """Exports the model of a running job as a Hugging Face folder, from the parameters of all ranks in any layout.
 
 Each parameter is put together on the rank that writes it, one at a time. The ranks describe their shards as for a
-checkpoint, so every layout that can be saved can be exported. Megatron is asked for the shards again in each export:
-they refer to the memory of the parameters.
+checkpoint, so every layout that can be saved can be exported. Each export has Megatron describe the shards again: they
+refer to the memory of the parameters.
 """
 
 import math
@@ -99,7 +99,7 @@ class LiveExport:
 
 
 class _PatientWriter:
-    """A `WeightsWriter` whose errors wait until `close`: the other ranks expect this one in their collectives."""
+    """A `WeightsWriter` that raises its first error in `close`: the other ranks need this one in their collectives."""
 
     def __init__(self, out: Path, plan: Mapping[str, Any], rank: int, parts: int) -> None:
         writes = rank < parts

@@ -75,7 +75,7 @@ class KDFields:
     one teacher source must be given; http may have --kd-teacher-cache beside it, where answers are kept."""
 
     teacher_api: TeacherApi = "auto"
-    """Protocol of --kd-teacher-url. auto: mkd for tcp, and what the server says for http."""
+    """Protocol of --kd-teacher-url. auto: mkd for tcp; for http the one that the server reports."""
 
     teacher_states_dir: str | None = None
     """With addresses of vLLM in --kd-teacher-url: the folder to which these servers write hidden states
@@ -373,7 +373,7 @@ class KDFields:
     --kd-on-policy with the student's weights, in the place of the training ranks. Default: none."""
 
     rollout_api: RolloutApi = "auto"
-    """Protocol of --kd-rollout-url. auto: what the server says."""
+    """Protocol of --kd-rollout-url. auto: the one that the server reports."""
 
     rollout_refresh: int = 1
     """N >= 1: with --kd-rollout-url, the servers are given the student's present weights at a rollout if those that

@@ -1,4 +1,4 @@
-"""Megatron's optimizers with --kd-rollout-offload: their state leaves, returns, and they go on as if it had not."""
+"""Megatron's optimizers with --kd-rollout-offload: their state leaves and returns, and every later step is bit-equal."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -24,9 +24,7 @@ def build(layout: Layout, sizes: dict[str, Any], half: bool) -> tuple[list[nn.Mo
     args.params_dtype, args.bf16 = torch.bfloat16 if half else torch.float32, half
     chunks = GPTModelBuilder(gpt_config(args)).build_distributed_models(
         pg_collection=Groups.from_megatron().collection,
-        ddp_config=DistributedDataParallelConfig(
-            use_distributed_optimizer=layout.dist_opt, grad_reduce_in_fp32=half
-        ),
+        ddp_config=DistributedDataParallelConfig(use_distributed_optimizer=layout.dist_opt, grad_reduce_in_fp32=half),
         data_parallel_random_init=False,
     )
     fill(chunks, "student")

@@ -18,7 +18,7 @@ _NO_ROUTE, _FAILED = 404, 500
 
 
 class _Malformed(Exception):
-    """An answer of another form; says what is wrong with it."""
+    """An answer of another form; the message names the difference."""
 
 
 class WritingApi(Protocol):
@@ -44,7 +44,7 @@ class WritingApi(Protocol):
         ...
 
     def load(self, server: HttpServer, folder: str) -> None:
-        """Have the server load the weights in a folder, and forget what it has computed with others.
+        """Have the server load the weights in a folder and drop the keys and values of earlier weights.
 
         Raises:
             ServerLost: the server does not answer now.

@@ -17,7 +17,7 @@ _FIXED_BYTES = 1 << 20
 
 
 class _Malformed(Exception):
-    """An answer of another form; says what is wrong with it."""
+    """An answer of another form; the message names the difference."""
 
 
 class InferenceApi(Protocol):

@@ -53,7 +53,7 @@ class Kind(IntEnum):
     COUNTERS = 8
     """Numbers about the work of the service so far."""
     REFUSED = 9
-    """`reason` says what is wrong with the request."""
+    """`reason` names the fault of the request."""
     TARGETS = 10
     """[n, columns] targets of the wanted tokens, see `mkd.teacher.service.targets`."""
 
