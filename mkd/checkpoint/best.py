@@ -17,6 +17,8 @@ from mkd.utils.logging import logger
 
 FILE = "best_checkpoint.json"
 """File in --save: `iteration`, `metric` and `value`."""
+_MOST_ITERATIONS = 10**12
+"""A larger number is damage, and no name of a folder."""
 
 
 class BestCheckpoint:
@@ -88,9 +90,9 @@ def _read(file: Path, metric: BestMetric) -> tuple[int, float] | None:
     try:
         record: Any = read_json(file)
         iteration, value, known = record["iteration"], float(record["value"]), record["metric"]
-        if not isinstance(iteration, int) or isinstance(iteration, bool) or not math.isfinite(value):
+        if type(iteration) is not int or not 0 <= iteration < _MOST_ITERATIONS or not math.isfinite(value):
             raise ValueError("no iteration or value")
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
         raise MkdCheckpointError(f"{file} is damaged ({error}): remove it to compare from now on") from None
     is_there = known == metric and (file.parent / iteration_name(iteration)).is_dir()
     return (iteration, value) if is_there else None

@@ -100,7 +100,13 @@ def test_the_last_checkpoint_is_evaluated_after_it_is_published(save: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[]", '{"iteration": 2, "metric": "ce"}', '{"iteration": "2", "metric": "ce", "value": 1}']
+    "text",
+    [
+        *("{", "[]", '{"iteration": 2, "metric": "ce"}', '{"iteration": "2", "metric": "ce", "value": 1}'),
+        f'{{"iteration": 2, "metric": "ce", "value": 1{"0" * 400}}}',
+        f'{{"iteration": 1{"0" * 400}, "metric": "ce", "value": 1}}',
+    ],
+    ids=range(6),
 )
 def test_a_damaged_record_of_the_best(save: Path, text: str) -> None:
     (save / FILE).write_text(text)
