@@ -80,7 +80,8 @@ class LiveExport:
         self._tensors.owners = {name: writer.part_of[stored[name]] for name in self._text}
         for name, tensor in self._tensors.read(self._text):
             if self._tensors.owners[name] == rank:
-                writer.write(stored[name], tensor.cpu())
+                tensor = tensor.cpu()
+                writer.write(stored[name], tensor if self._whole is None else self._whole.as_stored(name, tensor))
         if self._whole is not None:
             for name, tensor in self._whole.carried(writer.names):
                 writer.write(name, tensor)

@@ -59,6 +59,23 @@ class TensorEntry:
         return torch.from_numpy(np.array(view[block])).view(self.dtype)
 
 
+@dataclass(frozen=True)
+class TransposedEntry(TensorEntry):
+    """A tensor [a, b, c] that is stored as [a, c, b]; `shape` and the blocks of `read` are those of [a, b, c]."""
+
+    @classmethod
+    def of(cls, stored: TensorEntry) -> "TransposedEntry":
+        """The entry of a stored tensor of three dimensions."""
+        first, second, third = stored.shape
+        return cls(stored.file, (first, third, second), stored.dtype, stored.offset, stored.nbytes)
+
+    def read(self, rows: slice | None, cols: slice | None) -> Tensor:
+        """A copy of a block of the tensor; see `HFFolder.read`."""
+        first, second, third = self.shape
+        stored = TensorEntry(self.file, (first, third, second), self.dtype, self.offset, self.nbytes)
+        return stored.read(rows, None).transpose(1, 2)[:, cols or slice(None)].contiguous()
+
+
 def tensor_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     """Bytes of a tensor."""
     return torch.Size(shape).numel() * dtype.itemsize

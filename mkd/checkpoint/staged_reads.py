@@ -14,7 +14,7 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from mkd.checkpoint.safetensors_files import TensorEntry
+from mkd.checkpoint.safetensors_files import TensorEntry, TransposedEntry
 
 READERS = 4
 """Threads of a rank that read."""
@@ -43,7 +43,8 @@ class Staging:
         Raises:
             OSError: the file ends before the tensor does.
         """
-        if not entry.shape or (cols is not None and cols != slice(0, entry.shape[1])):
+        is_part = not entry.shape or (cols is not None and cols != slice(0, entry.shape[1]))
+        if is_part or isinstance(entry, TransposedEntry):
             return entry.read(rows, cols).to(self.device)
         first, last, _ = (rows or slice(None)).indices(entry.shape[0])
         out = torch.empty((max(last - first, 0), *entry.shape[1:]), dtype=entry.dtype, device=self.device)

@@ -23,10 +23,11 @@ from tests.dist.test_hf_families import LAYOUTS, TOKENS, equal, errors_of_model
 from tests.support.dist.gpt_models import layout
 from tests.support.slow import slow
 from tests.support.tolerance import LOGITS
-from tests.support.vision_language import WHOLE, make_whole
+from tests.support.vision_language import PUBLISHED, WHOLE, make_whole
 
 FEW = ["qwen2_5_vl", "gemma3"]
 """Models of every layout without `-m slow`: one with mrope, one with tensors under other names."""
+EXPERTS = ["qwen3_vl_moe", PUBLISHED]
 SLOW_LAYOUTS = [pytest.param(name, WHOLE, marks=pytest.mark.slow) for name in ("TP2", "PP2", "TP2 x PP2")]
 
 
@@ -43,12 +44,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, P
     return found
 
 
-def errors_of(rank: int, world_size: int, folders: dict[str, Any], tp: int, pp: int) -> dict[str, float]:
+def errors_of(rank: int, world_size: int, folders: dict[str, Any], tp: int, pp: int, ep: int = 1) -> dict[str, float]:
     """(model, source) -> largest error of the logits, on the ranks that have them."""
     errors: dict[str, float] = {}
-    with layout(tp, pp, ep=1, etp=tp):
+    with layout(tp, pp, ep=ep, etp=tp):
         for name, found in folders.items():
-            errors.update(errors_of_model(name, *found, 1))
+            errors.update(errors_of_model(name, *found, ep))
     return errors
 
 
@@ -61,6 +62,11 @@ def test_logits(gloo_pool: Any, folders: dict[str, Any], name: str, models: Iter
     for errors in found:
         assert len(errors) == 2 * len(folders)
         assert {name: error for name, error in errors.items() if not error <= LOGITS} == {}
+
+
+def test_logits_with_experts_on_two_ranks(gloo_pool: Any, folders: dict[str, Any]) -> None:
+    found = gloo_pool(2).run(errors_of, {name: folders[name] for name in EXPERTS}, 1, 1, 2)
+    assert all(len(errors) == 4 and max(errors.values()) <= LOGITS for errors in found), found
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -108,4 +114,10 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> WholeReferences:
 @pytest.mark.parametrize("names", [FEW, *slow([[name for name in WHOLE if name not in FEW]])])
 def test_two_steps(gloo_pool: Any, references: WholeReferences, layout_name: str, names: list[str]) -> None:
     models = {name: {**WHOLE[name]["text_config"], "model_type": WHOLE[name]["model_type"]} for name in names}
+    assert_two_steps(gloo_pool, references, models, layout_name)
+
+
+@pytest.mark.parametrize("layout_name", ["EP2", *slow(["TP2, SP, packed"])])
+def test_two_steps_of_experts(gloo_pool: Any, references: WholeReferences, layout_name: str) -> None:
+    models = {name: {**WHOLE[name]["text_config"], "model_type": WHOLE[name]["model_type"]} for name in EXPERTS}
     assert_two_steps(gloo_pool, references, models, layout_name)

@@ -12,7 +12,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 from mkd.cli.convert import main as convert
 from tests.support.e2e.small_job import SmallJob, make_small_job, make_tokenizer, run, save_tokenizer
 from tests.support.hf_folders import read_weights
-from tests.support.vision_language import make_whole
+from tests.support.vision_language import PUBLISHED, make_whole
 
 VOCAB = 307
 TOKENS = torch.randint(0, VOCAB, (2, 12), generator=torch.Generator().manual_seed(1))
@@ -72,6 +72,42 @@ def test_training(job: SmallJob, tmp_path: Path, capsys: pytest.CaptureFixture) 
     assert export("--load", save, "--hf", tmp_path / "based", "--base", moved) == 0
     moved.rename(student)
     assert_trained(tmp_path / "based", student)
+
+
+@pytest.fixture(scope="module")
+def experts(job: SmallJob) -> dict[str, Any]:
+    """Flags of a Qwen3-VL with experts as student and teacher, on two expert-parallel ranks."""
+    folder = job.root / "experts"
+    make_whole(folder, PUBLISHED, vocab_size=VOCAB)
+    save_tokenizer(make_tokenizer(), folder)
+    return {"--kd-student-hf": folder, "--kd-teacher-hf": folder, "--expert-model-parallel-size": 2}
+
+
+def test_experts(job: SmallJob, experts: dict[str, Any], tmp_path: Path) -> None:
+    """Experts that are stored [experts, in, out] are exported so, during and after a training."""
+    save, before = tmp_path / "save", read_weights(experts["--kd-student-hf"])
+    train(job, save, {**experts, "--kd-save-hf-interval": 2}, ranks=2)
+    assert export("--load", save, "--hf", tmp_path / "out") == 0
+    for out in (tmp_path / "out", save / "hf/iter_0000002"):
+        found = read_weights(out)
+        assert {name: value.shape for name, value in found.items()} == {name: old.shape for name, old in before.items()}
+        same = {name for name, value in found.items() if torch.equal(value, before[name])}
+        assert same == {name for name in before if ".visual." in name}
+    assert torch.equal(logits(whole_model(tmp_path / "out")), logits(whole_model(save / "hf/iter_0000002")))
+
+
+@pytest.mark.slow
+def test_adapters_of_experts(job: SmallJob, experts: dict[str, Any], tmp_path: Path) -> None:
+    save = tmp_path / "save"
+    modules = ["q_proj", "experts.gate_up_proj", "experts.down_proj"]
+    train(job, save, {**experts, "--kd-lora": "4:8", "--kd-lora-modules": modules}, ranks=2)
+    assert export("--load", save, "--hf", tmp_path / "peft") == 0
+    assert export("--load", save, "--hf", tmp_path / "merged", "--merge") == 0
+    plain = whole_model(experts["--kd-student-hf"])
+    before = logits(plain)
+    adapted = logits(PeftModel.from_pretrained(plain, tmp_path / "peft"))
+    assert (adapted - before).abs().max() > 0.1
+    assert torch.allclose(adapted, logits(whole_model(tmp_path / "merged")), atol=1e-3)
 
 
 def test_adapters(job: SmallJob, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText, PretrainedConfig
 
-from tests.support.hf_folders import SIZES
+from tests.support.hf_folders import SIZES, change_weights, read_weights
 from tests.support.hf_models import HYBRID, SHARED_EXPERT
 
 QWEN_VISION = {"depth": 1, "hidden_size": 32, "num_heads": 2, "patch_size": 4, "out_hidden_size": 48}
@@ -41,6 +41,13 @@ WHOLE: dict[str, dict[str, Any]] = {
     "qwen3_vl": {
         "model_type": "qwen3_vl",
         "text_config": TEXT | mrope(3, 3, 2),
+        "vision_config": QWEN3_VISION | {"deepstack_visual_indexes": [0]},
+    },
+    "qwen3_vl_moe": {
+        "model_type": "qwen3_vl_moe",
+        "text_config": TEXT
+        | mrope(3, 3, 2)
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 28, "decoder_sparse_step": 1},
         "vision_config": QWEN3_VISION | {"deepstack_visual_indexes": [0]},
     },
     "qwen3_5": {"model_type": "qwen3_5", "text_config": HYBRID_TEXT, "vision_config": QWEN3_VISION},
@@ -81,6 +88,9 @@ WHOLE: dict[str, dict[str, Any]] = {
     },
 }
 """Name -> keys of config.json."""
+PUBLISHED = "qwen3_vl_moe, published"
+"""The tensors of its experts are [experts, in, out], as on the hub; transformers 5 writes [experts, out, in]."""
+WHOLE[PUBLISHED] = WHOLE["qwen3_vl_moe"]
 
 
 def whole_config(sizes: dict[str, Any], **text: Any) -> PretrainedConfig:
@@ -103,5 +113,8 @@ def make_whole(folder: Path, name: str, dtype: torch.dtype = torch.float32, **te
     """Save a random model; see `build_whole`."""
     model = build_whole(name, **text).to(dtype)
     model.save_pretrained(folder)
+    if name == PUBLISHED:
+        experts = {key: value for key, value in read_weights(folder).items() if ".experts." in key}
+        change_weights(folder, {key: value.transpose(1, 2).contiguous() for key, value in experts.items()})
     (folder / "preprocessor_config.json").write_text('{"patch_size": 4}')
     return model

@@ -105,7 +105,7 @@ def export_merged(
         writer = WeightsWriter(staged.path, plan)
         for name, (_, wanted) in text.items():
             value = casts.cast(name, merged.read(name), wanted)
-            writer.write(whole.stored(name), value)
+            writer.write(whole.stored(name), whole.as_stored(name, value))
             progress.advance(value.nbytes)
         for name, value in whole.carried():
             writer.write(name, value)

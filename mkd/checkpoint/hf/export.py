@@ -132,7 +132,7 @@ class HFExport:
         """(name, tensor) of some names, in the order of the plan."""
         stored = {text: name for name, text in self._text_names.items()}
         for text, tensor in self._source.read([self._text_names[name] for name in names if name in self._text_names]):
-            yield stored[text], tensor
+            yield stored[text], tensor if self._whole is None else self._whole.as_stored(text, tensor)
         if self._whole is not None:
             yield from self._whole.carried(set(names))
         if self._heads is not None:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mkd.checkpoint.hf.families.vision_language import TextNames, vision_language_of
-from mkd.checkpoint.safetensors_files import TensorEntry, read_header
+from mkd.checkpoint.hf.families.vision_language import TextNames, transposed_experts, vision_language_of
+from mkd.checkpoint.safetensors_files import TensorEntry, TransposedEntry, read_header
 from mkd.checkpoint.staged_reads import Staging
 from mkd.checkpoint.tokenizer_hash import ASSETS, read_json_object, tokenizer_hash
 from mkd.errors import MkdCheckpointError
@@ -61,6 +61,8 @@ class HFFolder:
         self.config: dict[str, Any] = self.whole_config
         self.carried: dict[str, TensorEntry] = {}
         """Tensors of the vision tower and the projector."""
+        self.transposed: frozenset[str] = frozenset()
+        """Text tensors whose last two axes are exchanged in the files."""
         self._text = self._entries
         if self.vision_language is not None:
             self._find_text_model()
@@ -136,6 +138,9 @@ class HFFolder:
                 raise self.error(f"there are two tensors {name} of the text model, one of them under the name {stored}")
         self._text = text
         try:
+            if self.vision_language.has_joined_experts:
+                self.transposed = transposed_experts({name: entry.shape for name, entry in text.items()})
+                self._text = text | {name: TransposedEntry.of(text[name]) for name in self.transposed}
             self.config = self.vision_language.text_config(self.whole_config, "lm_head.weight" in text)
         except MkdCheckpointError as error:
             raise self.error(str(error)) from error

@@ -93,11 +93,19 @@ class WholeModel:
     def plan(self, text: Plan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shapes and dtypes of all tensors by their names in the folder: those of the text model, then the others."""
         carried = {name: (entry.shape, entry.dtype) for name, entry in self._folder.carried.items()}
-        return {self.stored(name): tensor for name, tensor in text.items()} | carried
+        own = {self.stored(name): (self._exchanged(name, shape), dtype) for name, (shape, dtype) in text.items()}
+        return own | carried
 
     def stored(self, name: str) -> str:
         """Name in the folder of a tensor of the text model."""
         return self._folder.names.stored(name)
+
+    def as_stored(self, name: str, tensor: Tensor) -> Tensor:
+        """A tensor of the text model with its axes in the order of the folder."""
+        return tensor.transpose(1, 2) if name in self._folder.transposed else tensor
+
+    def _exchanged(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (shape[0], shape[2], shape[1]) if name in self._folder.transposed else shape
 
     def carried(self, wanted: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of the tensors to carry over, in the order of the plan; None: of all names."""

@@ -97,7 +97,7 @@ class PrunableTeacher:
             writer = WeightsWriter(staged.path, plan)
             for name, source in sources.items():
                 tensor = self._read(source, width)
-                writer.write(whole.stored(name), tensor)
+                writer.write(whole.stored(name), whole.as_stored(name, tensor))
                 progress.advance(tensor.nbytes)
             for name, tensor in whole.carried():
                 writer.write(name, tensor)

@@ -22,7 +22,7 @@ from mkd.cli import convert
 from mkd.cli.prune import main as prune
 from mkd.errors import MkdCheckpointError
 from tests.support.hf_folders import add_tokenizer, change_json, change_weights, read_weights
-from tests.support.vision_language import WHOLE, make_whole
+from tests.support.vision_language import PUBLISHED, WHOLE, make_whole
 
 TOKENS = torch.randint(0, 131, (2, 12), generator=torch.Generator().manual_seed(1))
 
@@ -288,6 +288,38 @@ def test_projector_has_a_width(saved: dict[str, Path], tmp_path: Path, capsys: p
     arguments = ["width", "--hf", str(saved["gemma3"]), "--out", str(tmp_path / "out"), "--hidden-size", "24"]
     assert prune(arguments) == 1
     assert "--hidden-size is 24: the projector of Gemma3ForConditionalGeneration" in capsys.readouterr().err
+
+
+def test_orientation_of_experts(tmp_path: Path) -> None:
+    """Both orders of the axes are the same model; an export of a changed model keeps that of the folder."""
+    for name in ("qwen3_vl_moe", PUBLISHED):
+        make_whole(tmp_path / name, name)
+    plain, published = read(tmp_path / "qwen3_vl_moe"), read(tmp_path / PUBLISHED)
+    assert not plain.transposed and len(published.transposed) == 4
+    assert plain.tensors == published.tensors
+    for name in published.transposed:
+        rows, cols = slice(1, 3), slice(5, 20)
+        assert torch.equal(plain.read(name), published.read(name))
+        assert torch.equal(plain.read(name, rows, cols), published.read(name, rows, cols))
+        whole = read_weights(tmp_path / PUBLISHED)[published.names.stored(name)]
+        assert torch.equal(whole.transpose(1, 2), published.read(name))
+    PrunableTeacher(str(tmp_path / PUBLISHED)).write_student(tmp_path / "depth", select_layers(2, layers="1"))
+    before, after = read_weights(tmp_path / PUBLISHED), read_weights(tmp_path / "depth")
+    for key, value in after.items():
+        assert torch.equal(value, before[key if ".visual." in key else key.replace("layers.0.", "layers.1.")]), key
+    change_weights(tmp_path / PUBLISHED, {next(key for key in before if key.endswith("0.mlp.experts.down_proj")): None})
+    refused(tmp_path / PUBLISHED, r"tensor model\.layers\.0\.mlp\.experts")
+
+
+@pytest.mark.parametrize(("width", "square"), [(24, "gate_up_proj"), (48, "down_proj")])
+def test_square_experts(tmp_path: Path, width: int, square: str) -> None:
+    """transformers 5 exchanges the axes of no square tensor; one that it wrote itself is read."""
+    expected = make_whole(tmp_path / "new", "qwen3_vl_moe", moe_intermediate_size=width)
+    opened = read(tmp_path / "new")
+    stored = opened.read(f"model.layers.1.mlp.experts.{square}")
+    assert torch.equal(stored, getattr(expected.model.language_model.layers[1].mlp.experts, square))
+    make_whole(tmp_path / "old", PUBLISHED, moe_intermediate_size=width)
+    refused(tmp_path / "old", rf"experts\.{square} of shape .* is \[experts, in, out\] .*transformers 5 reads")
 
 
 def test_every_architecture_is_tried() -> None:

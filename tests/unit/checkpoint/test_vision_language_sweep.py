@@ -13,7 +13,18 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from mkd.checkpoint.hf.families.vision_language import VISION_LANGUAGE, VisionLanguage, vision_language_of
-from tests.support.config_spellings import ABSENT, COMMON, GEMMA, GEMMA_SPELLINGS, NO_ROPE, PLAIN, SPELLINGS, YARN
+from tests.support.config_spellings import (
+    ABSENT,
+    COMMON,
+    EXPERT_SPELLINGS,
+    EXPERTS,
+    GEMMA,
+    GEMMA_SPELLINGS,
+    NO_ROPE,
+    PLAIN,
+    SPELLINGS,
+    YARN,
+)
 from tests.support.config_spellings import BASES as TEXT_BASES
 from tests.support.vision_language import WHOLE
 from tests.unit.checkpoint.test_config_sweep import assert_equal_facts, facts_of_model, mkd_facts, quick_transformers
@@ -32,6 +43,9 @@ BASES: dict[str, dict[str, Any]] = {
     "qwen2_vl": QWEN2,
     "qwen2_5_vl": QWEN2,
     "qwen3_vl": TEXT | {"rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]}},
+    "qwen3_vl_moe": TEXT
+    | EXPERTS
+    | {"num_experts": 4, "rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]}},
     "gemma3": TEXT | GEMMA | {"rope_local_base_freq": 3e3},
     "mistral3": TEXT | {"model_type": "mistral", "sliding_window": 5},
     "llava": TEXT,
@@ -90,6 +104,7 @@ def spelled(model_type: str, text: dict[str, Any], top: dict[str, Any] | None = 
 
 def spellings_of(model_type: str) -> dict[str, dict[str, Any]]:
     inside = SPELLINGS | ROPES | (GEMMA_SPELLINGS if model_type == "gemma3" else {})
+    inside |= EXPERT_SPELLINGS if model_type == "qwen3_vl_moe" else {}
     of_top = {name: spelled(model_type, text, top) for name, (top, text) in TOP_SPELLINGS.items()}
     return {name: spelled(model_type, text) for name, text in inside.items()} | of_top
 

@@ -52,6 +52,7 @@ from mkd.checkpoint.hf.families.mixtures import (
     MIXTRAL,
     QWEN2_MOE,
     QWEN3_MOE,
+    QWEN3_VL_MOE_TEXT,
     SOLAR_OPEN,
 )
 from mkd.checkpoint.hf.families.nemotron_h import NEMOTRON_H
@@ -68,6 +69,9 @@ FAMILIES = (
     *(OLMOE, LLAMA4, COHERE2, NEMOTRON_H),
     *(QWEN2_MOE, DEEPSEEK_V2, GLM4_MOE, DOTS1, SOLAR_OPEN, GLM4_MOE_LITE),
 )
+
+INNER_FAMILIES = (QWEN3_VL_MOE_TEXT,)
+"""Text models that have no architecture of their own: a part of a vision-language folder only."""
 
 UNSUPPORTED: Mapping[str, str] = {
     **{
@@ -92,6 +96,8 @@ def family_of(config: Mapping[str, Any]) -> Family:
     known = {name: family for family in FAMILIES for name in family.architectures}
     names, model_type = config.get("architectures"), config.get("model_type")
     if not names:
+        if (inner := next((family for family in INNER_FAMILIES if family.model_type == model_type), None)) is not None:
+            return inner
         names = [family.architectures[0] for family in FAMILIES if family.model_type == model_type]
     names = [str(name) for name in (names if isinstance(names, list) else [names])]
     for name in names:

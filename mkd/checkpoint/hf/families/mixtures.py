@@ -1,5 +1,6 @@
 """Families with mixtures of experts."""
 
+from dataclasses import replace
 from typing import Any
 
 from mkd.checkpoint.hf.config_parts import (
@@ -33,6 +34,7 @@ from mkd.checkpoint.hf.latent import (
     no_dense,
     routed_experts,
 )
+from mkd.checkpoint.hf.layouts import EXPERT_DOWN, row_blocks
 from mkd.checkpoint.hf.rope import PARTIAL_ROPE, ROPE, WHOLE_ROPE, given
 from mkd.checkpoint.hf.tables import (
     ATTENTION_OUT,
@@ -44,6 +46,7 @@ from mkd.checkpoint.hf.tables import (
     QKV_WEIGHT,
     SHARED_EXPERT_GATE,
     decoder,
+    expert_entry,
     mixture,
     shared_experts,
 )
@@ -73,6 +76,43 @@ QWEN3_MOE = Family(
     fixed=but(MIXTURE, *ATTENTION_BIAS_ARGUMENTS, qk_layernorm=True),
     absent={"num_key_value_heads": 4},
 )
+QWEN3_VL_MOE_TEXT = replace(
+    QWEN3_MOE,
+    architectures=("Qwen3VLMoeTextModel",),
+    model_type="qwen3_vl_moe_text",
+    parts=(
+        SIZES,
+        EXPERT_FFN,
+        ROPE,
+        NO_WINDOW,
+        experts("num_experts"),
+        NORMALIZED_ROUTER,
+        SILU,
+        ATTENTION_BIASES,
+        required(decoder_sparse_step=1, mlp_only_layers=[]),
+    ),
+    table=decoder(
+        _NORMED_ATTENTION,
+        (
+            MOE_NORM,
+            mixture("mlp.", "gate_proj", "up_proj", "down_proj")[0],
+            expert_entry(
+                "linear_fc1.weight",
+                {"model.layers.{layer}.mlp.experts.gate_up_proj": ("experts", "expert_gate_and_up", "hidden")},
+                row_blocks(("moe_ffn", "moe_ffn")),
+                ("expert_gate_and_up", "hidden"),
+            ),
+            expert_entry(
+                "linear_fc2.weight",
+                {"model.layers.{layer}.mlp.experts.down_proj": ("experts", "hidden", "moe_ffn")},
+                EXPERT_DOWN,
+                ("hidden", "moe_ffn"),
+            ),
+        ),
+    ),
+    absent={"num_key_value_heads": 16},
+)
+"""The text model of Qwen3-VL with experts: Qwen3-MoE with the experts of a layer in two tensors."""
 MIXTRAL = Family(
     architectures=("MixtralForCausalLM",),
     model_type="mixtral",

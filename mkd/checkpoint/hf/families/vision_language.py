@@ -42,6 +42,8 @@ class VisionLanguage:
     """True if the keys of `text_config` may be at the top level."""
     has_mrope: bool = False
     """True if the rope type may be `mrope`: three positions per token, which are equal in text."""
+    has_joined_experts: bool = False
+    """True if a layer's experts are two tensors, whose last two axes depend on the version that wrote them."""
 
     def text_config(self, config: Mapping[str, Any], has_own_head: bool) -> dict[str, Any]:
         """config.json of the text model alone.
@@ -128,6 +130,19 @@ _QWEN3 = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 5e5,
 }
+_QWEN3_VL_MOE = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "moe_intermediate_size": 1408,
+    "num_experts_per_tok": 4,
+    "max_position_embeddings": 128000,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 5e5,
+}
 _GEMMA3 = {
     "vocab_size": 262208,
     "hidden_size": 2304,
@@ -188,6 +203,14 @@ VISION_LANGUAGE = (
     VisionLanguage(
         "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_moe_text", _QWEN3_5_MOE
     ),
+    VisionLanguage(
+        "Qwen3VLMoeForConditionalGeneration",
+        "qwen3_vl_moe",
+        "qwen3_vl_moe_text",
+        "qwen3_vl_moe_text",
+        _QWEN3_VL_MOE,
+        has_joined_experts=True,
+    ),
     VisionLanguage("Gemma3ForConditionalGeneration", "gemma3", "gemma3_text", "gemma3_text", _GEMMA3, is_tied=True),
     VisionLanguage("Mistral3ForConditionalGeneration", "mistral3", "mistral", is_tied=True),
     VisionLanguage("LlavaForConditionalGeneration", "llava", "llama", has_inner_tie=True),
@@ -242,6 +265,37 @@ class TextNames:
         if stored == self.head:
             return "lm_head.weight"
         return f"model.{stored.removeprefix(self.prefix)}" if stored.startswith(self.prefix) else stored
+
+
+_JOINED, _DOWN = ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"
+
+
+def transposed_experts(shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
+    """Names of the tensors of experts that are stored as [experts, in, out], as by transformers 4 and on the hub;
+    transformers 5 writes [experts, out, in], and reads both by their shapes.
+
+    Args:
+        shapes: of the text model's tensors. Gate and up are joined, so that the two tensors of a layer have one
+            reading only.
+
+    Raises:
+        MkdCheckpointError: a tensor [experts, in, out] is square, which transformers 5 reads as [experts, out, in].
+    """
+    found = set()
+    for name in shapes:
+        joined, down = shapes[name], shapes.get(other := name.replace(_JOINED, _DOWN), ())
+        if not name.endswith(_JOINED) or len(joined) != 3 or len(down) != 3:
+            continue
+        if joined[1] == down[2] and joined[2] == 2 * down[1]:
+            found |= {name, other}
+            for square in (name, other):
+                if shapes[square][1] == shapes[square][2]:
+                    raise MkdCheckpointError(
+                        f"tensor {square} of shape {list(shapes[square])} is [experts, in, out] by the other tensor of "
+                        "its layer, but transformers 5 reads a square one as [experts, out, in]: exchange the last two "
+                        "axes of both tensors in all layers"
+                    )
+    return frozenset(found)
 
 
 def module_name(name: str) -> str:
