@@ -24,7 +24,7 @@ from mkd.teacher.captured_forward import CapturedForward
 from mkd.teacher.forward_pass import ForwardPass, PassSize
 from mkd.teacher.interface import HiddenSignal
 from mkd.teacher.layer_outputs import LayerRecorder
-from mkd.teacher.waiting_states import MOST_ON_DEVICE, DeviceStates, HostStates, WaitingStates
+from mkd.teacher.waiting_states import MOST_ON_DEVICE, HostStates, WaitingStates
 
 
 def _final_hidden_states(*, hidden_states: Tensor, **unused: Any) -> Tensor:
@@ -135,24 +135,21 @@ class OnlineTeacher:
         batches = [self._batch_view(batch) for batch in batches]
         self._reload()
         states = self._all_states(batches)
-        # The signals keep this weight on the device after the others are offloaded.
-        head = self._head
-        if head is None and self._groups.is_last_stage:
-            head = lm_head(self._model).detach()
+        signals = self._signals_of(states, batches)
         if self._on_host:
             self._offload()
-        return self._signals_of(states, batches, head)
+        return signals
 
-    def _signals_of(
-        self, states: WaitingStates, batches: Sequence[KDBatch], head: Tensor | None
-    ) -> Iterable[HiddenSignal]:
+    def _signals_of(self, states: WaitingStates, batches: Sequence[KDBatch]) -> Iterable[HiddenSignal]:
         """The signals of hidden states, which are empty off the student's last stage."""
         if not len(states):
             return []
+        # The signals keep this weight on the device after the others are offloaded.
+        head = lm_head(self._model).detach() if self._head is None else self._head
         logit_map = LogitMap(*logit_scale(self._model.config))
         signals = (
             HiddenSignal(one, head, logit_map, self._view, selected=batch.supervised is not None)
-            for one, batch in zip(states, batches, strict=True)
+            for one, batch in zip(_in_order(states), batches, strict=True)
         )
         return signals if isinstance(states, HostStates) else list(signals)
 
@@ -168,21 +165,22 @@ class OnlineTeacher:
             self._pipelined(passes, states)
         else:
             for hidden in self._outputs_of(passes):
-                states.put(len(states), hidden)
+                states[len(states)] = hidden
         return states
 
     def _hidden_states(self, batches: Sequence[KDBatch]) -> Iterator[Tensor]:
         """Yields the hidden states of each microbatch on the last stage, nothing on other stages; without pipeline
         stages when its pass has run."""
         if self._groups.pp.size() > 1:
-            yield from self._all_states(batches)
+            yield from _in_order(self._all_states(batches))
         else:
             yield from self._outputs_of(self._passes(batches))
 
     def _passes(self, batches: Sequence[KDBatch]) -> list[ForwardPass]:
         cp, size = self._groups.cp.size(), self._options.size
-        runs = [(batch,) for batch in batches] if size is None else size.divide(batches, cp)
-        return [ForwardPass.of(run, cp) for run in runs]
+        if size is None:
+            return [ForwardPass((batch,), batch.tokens, batch.position_ids, batch.packed) for batch in batches]
+        return [ForwardPass.of(run, cp) for run in size.divide(batches, cp)]
 
     def _new_states(self, microbatches: int, passes: int) -> WaitingStates:
         """Empty states. Those of a single pass are on the device at once, and stay there."""
@@ -190,7 +188,7 @@ class OnlineTeacher:
         if memory == "auto":
             waits = microbatches > MOST_ON_DEVICE and next(self._model.parameters()).is_cuda
             memory = "host" if waits else "device"
-        return HostStates() if memory == "host" and passes > 1 else DeviceStates()
+        return HostStates() if memory == "host" and passes > 1 else {}
 
     def _outputs_of(self, passes: Sequence[ForwardPass]) -> Iterator[Tensor]:
         for one in passes:
@@ -228,9 +226,10 @@ class OnlineTeacher:
         """The final hidden states of each microbatch of a pass, of supervised tokens if it has them."""
         tp, is_cut = self._groups.tp, self._model.config.sequence_parallel
         rank, parts = (tp.rank(), tp.size()) if is_cut else (0, 1)
+        each = [hidden] if len(one.batches) == 1 else one.split(hidden, tp if is_cut else None)
         return [
             own if batch.supervised is None else batch.supervised.take(own.flatten(0, 1), rank, parts)
-            for batch, own in zip(one.batches, one.split(hidden, tp if is_cut else None), strict=True)
+            for batch, own in zip(one.batches, each, strict=True)
         ]
 
     def _pipelined(self, passes: Sequence[ForwardPass], states: WaitingStates) -> None:
@@ -242,7 +241,7 @@ class OnlineTeacher:
             if not self._groups.is_last_stage:
                 return output, None
             for hidden in self._outputs(one, output):
-                states.put(len(states), hidden)
+                states[len(states)] = hidden
             return output.new_empty(0), None  # the schedule keeps what it gets
 
         config, shapes = self._model.config, {one.tokens.shape for one in passes}
@@ -272,3 +271,8 @@ class OnlineTeacher:
     def _offload(self) -> None:
         for parameter, host in self._on_host:
             parameter.data = host
+
+
+def _in_order(states: WaitingStates) -> Iterable[Tensor]:
+    """Hidden states on the device, in the order of the microbatches."""
+    return states.in_order() if isinstance(states, HostStates) else [states[number] for number in sorted(states)]

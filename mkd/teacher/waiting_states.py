@@ -7,7 +7,7 @@ while the student computes those before it.
 
 from collections import deque
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,36 +22,6 @@ ON_DEVICE = max(LEAVING, AHEAD + 1) + 1
 """Hidden states that are on the device at a time, with one that is computed or used."""
 
 
-class WaitingStates(Protocol):
-    """Hidden states by the number of their microbatch."""
-
-    def put(self, number: int, hidden: Tensor) -> None:
-        """Add those of a microbatch, in any order of microbatches."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def __iter__(self) -> Iterator[Tensor]:
-        """Yields them on the device, in the order of the microbatches."""
-        ...
-
-
-class DeviceStates:
-    """Hidden states that stay on the device. The methods are those of `WaitingStates`."""
-
-    def __init__(self) -> None:
-        self._states: dict[int, Tensor] = {}
-
-    def put(self, number: int, hidden: Tensor) -> None:
-        self._states[number] = hidden
-
-    def __len__(self) -> int:
-        return len(self._states)
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return (self._states[number] for number in sorted(self._states))
-
-
 class _Copy(NamedTuple):
     hidden: Tensor
     """On the device."""
@@ -59,7 +29,7 @@ class _Copy(NamedTuple):
 
 
 class HostStates:
-    """Hidden states in pinned host memory. The methods are those of `WaitingStates`.
+    """Hidden states in pinned host memory, by the number of their microbatch.
 
     Copies run on a stream of their own, and the host waits for none of them. A tensor on the device is freed only after
     the computing stream has been told to wait for its copy: its memory is then reused at once, instead of whenever the
@@ -71,7 +41,7 @@ class HostStates:
         self._leaving: deque[_Copy] = deque()
         self._stream = torch.cuda.Stream()
 
-    def put(self, number: int, hidden: Tensor) -> None:
+    def __setitem__(self, number: int, hidden: Tensor) -> None:
         if len(self._leaving) == LEAVING:
             self._finish(self._leaving.popleft())
         host = torch.empty(hidden.shape, dtype=hidden.dtype, device="cpu", pin_memory=True)
@@ -81,7 +51,8 @@ class HostStates:
     def __len__(self) -> int:
         return len(self._host)
 
-    def __iter__(self) -> Iterator[Tensor]:
+    def in_order(self) -> Iterator[Tensor]:
+        """Yields them on the device, in the order of the microbatches."""
         while self._leaving:
             self._finish(self._leaving.popleft())
         numbers, coming = deque(sorted(self._host)), deque[_Copy]()
@@ -106,3 +77,7 @@ class HostStates:
     def _finish(self, copy: _Copy) -> None:
         """Later work of the computing stream runs after this copy."""
         torch.cuda.current_stream().wait_event(copy.done)
+
+
+type WaitingStates = dict[int, Tensor] | HostStates
+"""Hidden states by the number of their microbatch, on the device or in host memory."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mkd.checkpoint.hf.folder import HFFolder
+from mkd.checkpoint.staged_reads import Staging
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -68,8 +69,10 @@ class CountingFolder(HFFolder):
 
     bytes_read = 0
 
-    def read(self, name: str, rows: slice | None = None, cols: slice | None = None) -> Tensor:
-        block = super().read(name, rows, cols)
+    def read(
+        self, name: str, rows: slice | None = None, cols: slice | None = None, staging: Staging | None = None
+    ) -> Tensor:
+        block = super().read(name, rows, cols, staging)
         self.bytes_read += block.nbytes
         return block
 

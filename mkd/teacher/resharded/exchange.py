@@ -206,10 +206,10 @@ class StepExchange:
             found = self._exchange_pass(index, next(hidden, None), width, dtype)
             missing -= found.keys()
             for microbatch, one in found.items():
-                states.put(microbatch, self._shaped(microbatch, one, width))
+                states[microbatch] = self._shaped(microbatch, one, width)
         for microbatch in missing if is_last else ():  # none of its tokens is needed on this rank
             nothing = torch.empty(0, width, dtype=dtype, device="cuda")
-            states.put(microbatch, self._shaped(microbatch, nothing, width))
+            states[microbatch] = self._shaped(microbatch, nothing, width)
 
     def _shaped(self, microbatch: int, states: Tensor, width: int) -> Tensor:
         batch = self.own[microbatch]

@@ -87,7 +87,7 @@ class ReshardedTeacher(OnlineTeacher):
             states = self._new_states(len(batches), len(batches))
             step.send_states(hidden, self._width, self._dtype, states)
             self._offload()
-        return self._signals_of(states, own, self._head)
+        return self._signals_of(states, own)
 
     @torch.no_grad()
     def _take_head(self, columns: Tensor) -> Tensor | None:

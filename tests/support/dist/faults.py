@@ -20,7 +20,6 @@ from mkd.losses import LossOutput
 from mkd.teacher.resharded import plan as teacher_layout
 from mkd.teacher.resharded.exchange import StepExchange
 from mkd.teacher.online import OnlineTeacher
-from mkd.teacher.waiting_states import DeviceStates
 
 
 @contextmanager
@@ -125,10 +124,10 @@ def _with_exchange(owner: Any, name: str, make: Callable[[Callable], Callable]) 
 
 
 def _in_reverse_order(right: Callable) -> Callable:
-    def wrong(step: StepExchange, hidden: Iterator[Tensor], width: int, dtype: torch.dtype, states: DeviceStates) -> None:
-        right(step, hidden, width, dtype, reverse := DeviceStates())
-        for number, one in enumerate(reversed(list(reverse))):
-            states.put(number, one)
+    def wrong(step: StepExchange, hidden: Iterator[Tensor], width: int, dtype: torch.dtype, states: dict[int, Tensor]) -> None:
+        right(step, hidden, width, dtype, found := {})
+        for number in found:
+            states[number] = found[len(found) - 1 - number]
 
     return wrong
 
