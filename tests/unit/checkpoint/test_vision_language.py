@@ -18,6 +18,7 @@ from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.import_ import import_hf
 from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.checkpoint.prune.depth import PrunableTeacher, select_layers
+from mkd.checkpoint.staged_reads import Staging
 from mkd.cli import convert
 from mkd.cli.prune import main as prune
 from mkd.errors import MkdCheckpointError
@@ -301,6 +302,8 @@ def test_orientation_of_experts(tmp_path: Path) -> None:
         rows, cols = slice(1, 3), slice(5, 20)
         assert torch.equal(plain.read(name), published.read(name))
         assert torch.equal(plain.read(name, rows, cols), published.read(name, rows, cols))
+        staged = [folder.read(name, rows, staging=Staging(torch.device("cpu"))) for folder in (plain, published)]
+        assert torch.equal(staged[0], staged[1]) and torch.equal(staged[0], plain.read(name, rows))
         whole = read_weights(tmp_path / PUBLISHED)[published.names.stored(name)]
         assert torch.equal(whole.transpose(1, 2), published.read(name))
     PrunableTeacher(str(tmp_path / PUBLISHED)).write_student(tmp_path / "depth", select_layers(2, layers="1"))
