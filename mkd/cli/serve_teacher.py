@@ -1,6 +1,7 @@
 """Run a teacher for students of other jobs.
 
     mkd serve-teacher --address tcp://127.0.0.1:5757 FLAGS
+    mkd serve-teacher --address ipc:///tmp/mine/teacher FLAGS    # for this user's students on this host, and faster
     torchrun --nproc-per-node 8 -m mkd serve-teacher --address tcp://0.0.0.0:5757 --tensor-model-parallel-size 8 FLAGS
 
 FLAGS are those of mkd train that describe the teacher, its parallel layout and its rows: --kd-teacher-hf or
@@ -44,8 +45,10 @@ def parser_of_command() -> argparse.ArgumentParser:
     parser.add_argument(
         "--address",
         default="tcp://127.0.0.1:5757",
-        metavar="tcp://HOST:PORT",
-        help="where the service listens, on its last pipeline stage (default: %(default)s)",
+        metavar="URL",
+        help="where the service listens, on its last pipeline stage: tcp://HOST:PORT, or ipc:///FOLDER/NAME, a socket "
+        "file for students of this user on this host, in a folder with mode 0700, which is made if it is missing "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--batch-tokens",

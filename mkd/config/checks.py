@@ -154,8 +154,10 @@ def check_inference_server(kd: KDFields) -> None:
     if kd.teacher_url is None:
         return
     urls = " ".join(kd.teacher_url)
-    if len({url.startswith("tcp://") for url in kd.teacher_url}) > 1:
-        raise MkdConfigError(f"--kd-teacher-url {urls} has addresses of two kinds: give tcp or http addresses only")
+    if len({url.startswith(("tcp://", "ipc://")) for url in kd.teacher_url}) > 1:
+        raise MkdConfigError(
+            f"--kd-teacher-url {urls} has addresses of two kinds: give tcp and ipc addresses, or http addresses"
+        )
     if not kd.uses_inference_server:
         if kd.teacher_api not in ("auto", "mkd"):
             raise MkdConfigError(
@@ -166,7 +168,8 @@ def check_inference_server(kd: KDFields) -> None:
     given, temperature = f"--kd-teacher-url {urls}", kd.temperature_over_time
     if kd.teacher_api == "mkd":
         raise MkdConfigError(
-            f"--kd-teacher-api is mkd, but {given} is an inference server: give tcp://HOST:PORT of mkd serve-teacher"
+            f"--kd-teacher-api is mkd, but {given} is an inference server: give tcp://HOST:PORT or "
+            "ipc:///FOLDER/NAME of mkd serve-teacher"
         )
     if kd.is_plain_pretraining:
         return

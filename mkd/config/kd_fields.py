@@ -69,13 +69,14 @@ class KDFields:
     --kd-teacher-url: a new folder or a cache, in which answers are kept and found again."""
 
     teacher_url: list[str] | None = field(default=None, metadata={"argparse_meta": {"metavar": "URL"}})
-    """Teacher: one or more addresses of the same teacher, which share the work. tcp://HOST:PORT: services of mkd
-    (mkd serve-teacher), with --kd-teacher-weights or --kd-teachers-mode of several teachers. http://HOST:PORT: vLLM or
-    SGLang, whose --kd-top-k most probable tokens are used, or hidden states of vLLM (--kd-teacher-states-dir). Exactly
-    one teacher source must be given; http may have --kd-teacher-cache beside it, where answers are kept."""
+    """Teacher: one or more addresses of the same teacher, which share the work. tcp://HOST:PORT, or ipc:///FOLDER/NAME
+    on the same host: services of mkd (mkd serve-teacher), with --kd-teacher-weights or --kd-teachers-mode of several
+    teachers. http://HOST:PORT: vLLM or SGLang, whose --kd-top-k most probable tokens are used, or hidden states of vLLM
+    (--kd-teacher-states-dir). Exactly one teacher source must be given; http may have --kd-teacher-cache beside it,
+    where answers are kept."""
 
     teacher_api: TeacherApi = "auto"
-    """Protocol of --kd-teacher-url. auto: mkd for tcp; for http the one that the server reports."""
+    """Protocol of --kd-teacher-url. auto: mkd for tcp and ipc; for http the one that the server reports."""
 
     teacher_states_dir: str | None = None
     """With addresses of vLLM in --kd-teacher-url: the folder to which these servers write hidden states
@@ -91,7 +92,7 @@ class KDFields:
     is not the student's."""
 
     teacher_targets: ServedTargets = "hidden_states"
-    """Answers of services at tcp addresses. hidden_states: exact for every loss, and for --kd-top-k. top_k: the
+    """Answers of services at tcp and ipc addresses. hidden_states: exact for every loss, and for --kd-top-k. top_k: the
     --kd-top-k most probable tokens, computed by the service. They are fewer bytes, and the student's ranks hold no LM
     head of the teacher; the divergence is that of --kd-top-k to rounding. sampled: --kd-teacher-samples tokens sampled
     from the teacher, as in a cache with samples."""

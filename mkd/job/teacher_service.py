@@ -19,11 +19,12 @@ from mkd.job.data import hash_of_tokenizer
 from mkd.job.teacher import ModelTeacherSpec, teacher_source
 from mkd.job.without_student import describe_teacher, refuse_own_layout
 from mkd.models.gpt import logit_scale
-from mkd.teacher.service.addresses import Secret, ServiceAddress, require_secret
+from mkd.teacher.service.addresses import Address, Secret, parse_address, require_secret
 from mkd.teacher.service.facts import TeacherFacts
 from mkd.teacher.service.model import TeacherRanks
 from mkd.teacher.service.monitoring import Monitor
 from mkd.teacher.service.server import TeacherServer
+from mkd.teacher.service.socket_file import SocketFile
 from mkd.utils.logging import EVERY_RANK, logger, set_level
 
 ADDRESS_FLAG = "--address"
@@ -58,7 +59,7 @@ class ServiceJob:
     args: Namespace
     """Megatron's arguments of the teacher, which are also its global ones."""
     teacher: ModelTeacherSpec
-    address: ServiceAddress
+    address: Address
     secret: Secret | None
     options: ServiceOptions
     is_dry_run: bool
@@ -74,7 +75,7 @@ class ServiceJob:
             MkdError: a flag or file is wrong.
         """
         options.check()
-        address, secret = ServiceAddress.parse(ADDRESS_FLAG, options.address), Secret.from_environment()
+        address, secret = parse_address(ADDRESS_FLAG, options.address), Secret.from_environment()
         require_secret(ADDRESS_FLAG, address, secret)
         args, given = flags.parse_flags()
         _refuse(given)
@@ -141,7 +142,8 @@ class ServiceJob:
         if server is None:
             ranks.follow()
             return
-        secured = "a secret is required" if self.secret else "this machine only, without a secret"
+        who = "this user" if isinstance(self.address, SocketFile) else "this machine"
+        secured = "a secret is required" if self.secret else f"{who} only, without a secret"
         logger.info(
             f"serving the teacher {self.teacher.stored_fingerprint} at {server.address} ({secured})", extra=EVERY_RANK
         )

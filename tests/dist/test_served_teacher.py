@@ -218,6 +218,20 @@ def test_killed_services_change_no_number(gloo_pool: GetPool, service: Callable[
     assert_equal(seen, in_process(gloo_pool, 1, Layout(mbs=1), TEXT, ONE))
 
 
+def test_socket_file_of_a_killed_service(gloo_pool: GetPool, service: Callable[..., Service]) -> None:
+    """A service at a socket file, started again after a kill: the numbers are those of the teacher in process."""
+    local = service(answers=2, is_local=True)
+    models = replace(TEXT, served=(local.start(),))
+    assert models.served[0].startswith("ipc:///")
+    with ThreadPoolExecutor(1) as thread:
+        run = thread.submit(Outcome.of, gloo_pool, 1, Layout(mbs=1), models, run=served_run)
+        local.join()
+        local.answers = None
+        local.start()
+        seen = run.result()
+    assert_equal(seen, in_process(gloo_pool, 1, Layout(mbs=1), TEXT, ONE))
+
+
 @pytest.mark.parametrize(
     ("run", "pause_s"), [(impatient_run, 1.5), pytest.param(served_run, 30.0, marks=pytest.mark.slow)]
 )

@@ -18,7 +18,7 @@ from mkd.errors import MkdConfigError, MkdTeacherError
 from mkd.job.cross_tokenizer import CrossTokenizers
 from mkd.job.elsewhere.common import URL_FLAG, SourceAtAddresses, SpecWithoutModel
 from mkd.teacher.run_ahead import RunAhead
-from mkd.teacher.service.addresses import Secret, ServiceAddress, require_secret
+from mkd.teacher.service.addresses import Address, Secret, parse_address, require_secret
 from mkd.teacher.service.client import ServedTeacher
 from mkd.teacher.service.connections import TeacherConnections, request_facts
 from mkd.teacher.service.facts import TeacherFacts
@@ -31,7 +31,7 @@ from mkd.utils.hub_folder import model_folder
 class ServedSource(SourceAtAddresses):
     """A teacher behind one or more addresses. See `mkd.checkpoint.source.TeacherSource`."""
 
-    addresses: tuple[ServiceAddress, ...]
+    addresses: tuple[Address, ...]
     secret: Secret | None
     facts: TeacherFacts
     tokenizer_folder: Path | None = None
@@ -67,7 +67,7 @@ class ServedSource(SourceAtAddresses):
             MkdConfigError: an address is none, or needs a secret.
             MkdTeacherError: an address does not answer.
         """
-        addresses = tuple(ServiceAddress.parse(URL_FLAG, url) for url in urls)
+        addresses = tuple(parse_address(URL_FLAG, url) for url in urls)
         secret = Secret.from_environment()
         for address in addresses:
             require_secret(URL_FLAG, address, secret)

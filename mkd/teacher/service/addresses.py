@@ -1,9 +1,9 @@
 """Addresses of teacher services, and who may connect to them.
 
-Without a secret a service listens on this machine only (127.0.0.1), and every process of the machine may use it. With
-MKD_TEACHER_TOKEN, on both sides, connections are those of CurveZMQ: both sides prove that they have the secret, and
-everything is encrypted and authenticated. The long-term keys of both sides are derived from the secret (scrypt), and
-the service accepts no other client key.
+Without a secret a service listens on this machine only: at 127.0.0.1 every process of the machine may use it, at a
+socket file only its user. With MKD_TEACHER_TOKEN, on both sides, connections are those of CurveZMQ: both sides prove
+that they have the secret, and everything is encrypted and authenticated. The long-term keys of both sides are derived
+from the secret (scrypt), and the service accepts no other client key.
 """
 
 import hashlib
@@ -18,6 +18,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
 from mkd.errors import MkdConfigError
+from mkd.teacher.service.socket_file import SCHEME, SocketFile
 
 TOKEN = "MKD_TEACHER_TOKEN"
 """Environment variable of the secret."""
@@ -45,7 +46,9 @@ class ServiceAddress:
         """
         found = _ADDRESS.fullmatch(text)
         if found is None or not 0 < int(found[2]) < 2**16:
-            raise MkdConfigError(f"{flag} is {text}; it must be tcp://HOST:PORT, such as tcp://127.0.0.1:5757")
+            raise MkdConfigError(
+                f"{flag} is {text}; it must be tcp://HOST:PORT, such as tcp://127.0.0.1:5757, or ipc:///FOLDER/NAME"
+            )
         return cls("127.0.0.1" if found[1] == "localhost" else found[1], int(found[2]))
 
     def __str__(self) -> str:
@@ -58,6 +61,27 @@ class ServiceAddress:
             return ipaddress.ip_address(self.host.strip("[]")).is_loopback
         except ValueError:
             return False
+
+    def bind(self, service: zmq.Socket) -> None:
+        """Listen; at port 0 at one that the system chooses.
+
+        Raises:
+            zmq.ZMQError: the address cannot be used.
+        """
+        service.ipv6 = self.host.startswith("[")
+        service.bind(str(self) if self.port else f"tcp://{self.host}:*")
+
+
+Address = ServiceAddress | SocketFile
+
+
+def parse_address(flag: str, text: str) -> Address:
+    """Parse the value of a flag: tcp://HOST:PORT or ipc:///FOLDER/NAME.
+
+    Raises:
+        MkdConfigError: it is no such address.
+    """
+    return (SocketFile if text.startswith(SCHEME) else ServiceAddress).parse(flag, text)
 
 
 @dataclass(frozen=True)
@@ -99,51 +123,63 @@ def _secret_key(token: str, role: bytes) -> bytes:
     return z85.encode(hashlib.scrypt(token.encode(), salt=salt, n=2**14, r=8, p=1, dklen=32))
 
 
-def require_secret(flag: str, address: ServiceAddress, secret: Secret | None) -> None:
+def require_secret(flag: str, address: Address, secret: Secret | None) -> None:
     """Refuse an address that others can reach, or that reaches others, without a secret."""
     if secret is None and not address.is_loopback:
         raise MkdConfigError(
             f"{flag} {address} is not on this machine alone, which needs a secret: set {TOKEN} to the same random text "
-            "on both sides (openssl rand -hex 32), or use 127.0.0.1"
+            "on both sides (openssl rand -hex 32), or use 127.0.0.1 or ipc:///FOLDER/NAME"
         )
 
 
 def service_socket(
-    context: zmq.Context, address: ServiceAddress, secret: Secret | None, most_bytes: int
+    context: zmq.Context, address: Address, secret: Secret | None, most_bytes: int
 ) -> tuple[zmq.Socket, ThreadAuthenticator | None]:
     """A bound socket of a service, and the thread that checks keys of clients.
 
     Args:
         context: ZeroMQ's.
-        address: where to listen; port 0 is chosen by the system.
+        address: where to listen.
         secret: None accepts every process that reaches the address.
         most_bytes: largest frame that is received; a peer that sends a larger one is disconnected.
 
     Raises:
+        MkdConfigError: see `SocketFile.bind`.
         zmq.ZMQError: the address cannot be used.
     """
     authenticator, socket = None, context.socket(zmq.ROUTER)
     _limit(socket, most_bytes)
     socket.sndhwm = _WAITING
-    socket.ipv6 = address.host.startswith("[")
     if secret is not None:
         authenticator = ThreadAuthenticator(context)
         authenticator.start()
         authenticator.configure_curve_callback("*", secret)
         socket.curve_server, socket.curve_secretkey = True, secret.service
         socket.curve_publickey = zmq.curve_public(secret.service)
-    socket.bind(str(address) if address.port else f"tcp://{address.host}:*")
+    try:
+        address.bind(socket)
+    except BaseException:
+        socket.close(0)
+        if authenticator is not None:
+            authenticator.stop()
+        raise
     return socket, authenticator
 
 
 def client_socket(
-    context: zmq.Context, address: ServiceAddress, secret: Secret | None, most_bytes: int
+    context: zmq.Context, address: Address, secret: Secret | None, most_bytes: int
 ) -> tuple[zmq.Socket, zmq.Socket]:
-    """A socket that connects to a service, and keeps trying to, and the socket of its connection's events."""
+    """A socket that connects to a service, and keeps trying to, and the socket of its connection's events.
+
+    Raises:
+        MkdTeacherError: see `SocketFile.check_service`.
+    """
+    if isinstance(address, SocketFile):
+        address.check_service()
     socket = context.socket(zmq.DEALER)
     _limit(socket, most_bytes)
     socket.immediate, socket.reconnect_ivl, socket.reconnect_ivl_max = True, 100, 2_000
-    socket.ipv6 = address.host.startswith("[")
+    socket.ipv6 = isinstance(address, ServiceAddress) and address.host.startswith("[")
     if secret is not None:
         socket.curve_serverkey = zmq.curve_public(secret.service)
         socket.curve_secretkey, socket.curve_publickey = secret.client, zmq.curve_public(secret.client)

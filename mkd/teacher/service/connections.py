@@ -12,7 +12,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from mkd.errors import MkdTeacherError, MkdTeacherTimeout
-from mkd.teacher.service.addresses import TOKEN, Secret, ServiceAddress, client_socket
+from mkd.teacher.service.addresses import TOKEN, Address, Secret, client_socket
 from mkd.teacher.service.facts import TeacherFacts
 from mkd.teacher.service.messages import Kind, Message, ProtocolError
 from mkd.utils.logging import EVERY_RANK, logger
@@ -35,7 +35,7 @@ class _Request:
 class _Link:
     """A connection to one address; a lost one is replaced by a new one."""
 
-    address: ServiceAddress
+    address: Address
     socket: zmq.Socket
     monitor: zmq.Socket
     is_connected: bool = False
@@ -71,7 +71,7 @@ class TeacherConnections:
     """Sends each request to one of the addresses, and sends it again to another where a connection is lost."""
 
     def __init__(
-        self, addresses: Sequence[ServiceAddress], secret: Secret | None, facts: TeacherFacts, most_bytes: int
+        self, addresses: Sequence[Address], secret: Secret | None, facts: TeacherFacts, most_bytes: int
     ) -> None:
         """Start the thread.
 
@@ -145,7 +145,7 @@ class TeacherConnections:
                 link.close()
             self._wake_in.close(0)
 
-    def _connect(self, address: ServiceAddress) -> _Link:
+    def _connect(self, address: Address) -> _Link:
         return _Link(address, *client_socket(self._context, address, self._secret, self._most_bytes))
 
     def _wait(self, links: Sequence[_Link]) -> None:
@@ -227,7 +227,7 @@ def _share(links: Sequence[_Link], waiting: deque[_Request]) -> None:
 
 
 def request_facts(
-    addresses: Sequence[ServiceAddress], secret: Secret | None, timeout_s: float, flag: str
+    addresses: Sequence[Address], secret: Secret | None, timeout_s: float, flag: str
 ) -> list[TeacherFacts]:
     """The facts of the teacher at each address.
 
@@ -247,7 +247,7 @@ def request_facts(
 
 
 def _facts_of(
-    context: zmq.Context, address: ServiceAddress, secret: Secret | None, deadline: float, origin: str
+    context: zmq.Context, address: Address, secret: Secret | None, deadline: float, origin: str
 ) -> TeacherFacts:
     began, has_waited = time.monotonic(), False
     link = _Link(address, *client_socket(context, address, secret, _FACTS_BYTES))

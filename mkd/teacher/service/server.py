@@ -9,7 +9,7 @@ from typing import Any
 import zmq
 from torch import Tensor
 
-from mkd.teacher.service.addresses import Secret, ServiceAddress, service_socket
+from mkd.teacher.service.addresses import Address, Secret, service_socket
 from mkd.teacher.service.facts import TeacherFacts
 from mkd.teacher.service.messages import Kind, Message, ProtocolError
 from mkd.teacher.service.model import IDLE_S, Order, TeacherRanks
@@ -58,7 +58,7 @@ class TeacherServer:
     """Answers requests in the order of their arrival, one forward pass for each or, on demand, for several."""
 
     def __init__(
-        self, facts: TeacherFacts, address: ServiceAddress, secret: Secret | None, batch_tokens: int | None = None
+        self, facts: TeacherFacts, address: Address, secret: Secret | None, batch_tokens: int | None = None
     ) -> None:
         """Listen, before the teacher is loaded: requests wait until `serve`. On the front rank only.
 
@@ -68,7 +68,7 @@ class TeacherServer:
             batch_tokens: tokens of requests that are joined into one forward pass at most; None joins none.
 
         Raises:
-            zmq.ZMQError: the address cannot be used.
+            MkdConfigError, zmq.ZMQError: see `service_socket`.
         """
         self._facts, self._batch_tokens = facts, batch_tokens
         self._state, self._began = "loading", time.monotonic()

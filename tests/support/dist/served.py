@@ -25,13 +25,14 @@ from mkd.rollout import on_policy
 from mkd.rollout.on_policy import OnPolicy
 from mkd.teacher.inference.pool import ScoringPool
 from mkd.teacher.inference.teacher import InferenceTeacher
-from mkd.teacher.service.addresses import ServiceAddress
+from mkd.teacher.service.addresses import Address, ServiceAddress
 from mkd.teacher.service.client import ServedTeacher
 from mkd.teacher.service.connections import TeacherConnections
 from mkd.teacher.service.facts import TeacherFacts
 from mkd.teacher.service.messages import Kind, Message
 from mkd.teacher.service.model import TeacherRanks
 from mkd.teacher.service.server import TeacherServer
+from mkd.teacher.service.socket_file import SocketFile
 from tests.support.dist import kd_step
 from tests.support.dist.kd_pairs import TEACHER_PADDED, TEACHER_VOCAB
 from tests.support.dist.kd_run import STEPS, Run
@@ -95,7 +96,7 @@ def serve(
     layout: Layout,
     models: Models,
     folder: str,
-    port: int,
+    address: Address,
     fault: str,
     answers: int | None,
     last_signal: signal.Signals,
@@ -107,7 +108,7 @@ def serve(
         layout: of the service.
         models: the teacher.
         folder: where the front rank writes the file `address`.
-        port: 0 for any.
+        address: where to listen.
         fault: what is wrong with answers, see `_Faulty`.
         answers, last_signal: see `_Faulty`.
     """
@@ -124,7 +125,7 @@ def serve(
         if not groups.leads_replica:
             ranks.follow()
             return 0, 0
-        server = _Faulty(facts, ServiceAddress("127.0.0.1", port), None)
+        server = _Faulty(facts, address, None)
         server.fault, server.answers_left, server.last_signal = fault, answers, last_signal
         partial = Path(folder) / "partial"
         partial.write_text(server.address)
@@ -146,6 +147,8 @@ class Service:
     """It receives `last_signal` after so many answers; None for never."""
     last_signal: signal.Signals = signal.SIGKILL
     port: int = 0
+    is_local: bool = False
+    """It listens at a socket file."""
     _pool: Pool = field(init=False)
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
     _result: Future[list[Any]] | None = None
@@ -157,14 +160,18 @@ class Service:
         """Start it, at the port of before if it has run; returns its address."""
         for name in ("address", "stop"):
             (self.folder / name).unlink(missing_ok=True)
-        words = (self.layout, self.models, str(self.folder), self.port, self.fault, self.answers, self.last_signal)
+        at = ServiceAddress("127.0.0.1", self.port)
+        if self.is_local:
+            at = SocketFile(self.folder / "own/socket", "--address")
+        words = (self.layout, self.models, str(self.folder), at, self.fault, self.answers, self.last_signal)
         self._result = self._thread.submit(self._pool.run, serve, *words)
         deadline = time.monotonic() + 60
         while not (self.folder / "address").exists():
             assert time.monotonic() < deadline and not self._result.done(), self._result
             time.sleep(0.02)
         address = (self.folder / "address").read_text()
-        self.port = int(address.rpartition(":")[2])
+        if not self.is_local:
+            self.port = int(address.rpartition(":")[2])
         return address
 
     def stop(self) -> list[Any]:

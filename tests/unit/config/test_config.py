@@ -74,6 +74,7 @@ def config(**changes: object) -> KDConfig:
         ({**SCORED, "teacher_api": "mkd"}, ["--kd-teacher-api is mkd", "give tcp://HOST:PORT"]),
         ({**SCORED, "teacher_api": "tgi"}, ["--kd-teacher-api is 'tgi'", "vllm"]),
         ({**SCORED, "teacher_url": ["http://a:1", "tcp://b:1"]}, ["addresses of two kinds"]),
+        ({**SCORED, "teacher_url": ["http://a:1", "ipc:///b/c"]}, ["addresses of two kinds"]),
         ({**SCORED, "top_k": None}, ["http://a:1 is an inference server", "--kd-top-k K", "--max-logprobs K"]),
         ({**SCORED, "teacher_cache": "C", "cache_missing": "ce_only"}, ["--kd-cache-missing is ce_only"]),
         (
