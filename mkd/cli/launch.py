@@ -7,24 +7,26 @@ FLAGS are those of mkd train with a teacher in --kd-teacher-hf or --kd-teacher-l
 parallel sizes are --kd-teacher-tensor-model-parallel-size and so on (default: 1); with more GPUs than they need,
 several services (mkd serve-teacher) share the work. The student is taught through --kd-teacher-url: docs/teachers.md.
 
-Services listen on 127.0.0.1 at free ports, with a random secret (MKD_TEACHER_TOKEN) that only these jobs have, and
-encrypted; with an empty MKD_TEACHER_TOKEN without a secret, for every process of the machine, and faster. Signals
-go to the student, which saves and ends; then the teacher ends. If the teacher fails, or this command is killed, the
-student saves and ends. The exit status is the student's, or that of the teacher if it has failed before.
+Services listen at socket files in a new folder of TMPDIR that only this user can enter, and that is removed at the end;
+with MKD_TEACHER_TOKEN in the environment connections are encrypted too, which is slower. Signals go to the student,
+which saves and ends; then the teacher ends. If the teacher fails, or this command is killed, the student saves and
+ends. The exit status is the student's, or that of the teacher if it has failed before.
 """
 
 import argparse
 import os
-import secrets
 import shlex
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from itertools import batched
+from pathlib import Path
 
-from mkd.cli.node_jobs import NodeJob, free_ports, ranks_environment, run_jobs
+from mkd.cli.node_jobs import NodeJob, ranks_environment, run_jobs
 from mkd.cli.usage import command_parser
 from mkd.config.run_file import read_settings, without_files, words_of
 from mkd.errors import MkdConfigError, exit_status
+from mkd.teacher.service.socket_file import SocketFile
 
 Flags = dict[str, list[str]]
 """Flag -> its values, in the order of a command line."""
@@ -78,13 +80,16 @@ def flags_of(words: Sequence[str]) -> Flags:
     return found
 
 
-def jobs(own: argparse.Namespace, flags: Flags, devices: Sequence[str] | None) -> tuple[list[NodeJob], NodeJob]:
+def jobs(
+    own: argparse.Namespace, flags: Flags, devices: Sequence[str] | None, sockets: Path
+) -> tuple[list[NodeJob], NodeJob]:
     """The services, and the student.
 
     Args:
         own: the command's flags.
         flags: the job's flags.
         devices: GPUs of this node; None on CPU.
+        sockets: the folder of the services' socket files.
 
     Raises:
         MkdConfigError: the flags do not fit.
@@ -116,7 +121,9 @@ def jobs(own: argparse.Namespace, flags: Flags, devices: Sequence[str] | None) -
         )
     each = own.teacher_gpus // (ranks * len(folders))
     services = [(folder, number) for folder in folders for number in range(each)]
-    ports = free_ports(len(services))
+    urls = [
+        str(SocketFile.parse("TMPDIR", f"ipc://{sockets}/teacher-{number}")) for number, _ in enumerate(services, 1)
+    ]
     places = [None] * len(services)
     if devices is not None:
         places = list(batched(devices[own.student_gpus : total], ranks))
@@ -128,13 +135,13 @@ def jobs(own: argparse.Namespace, flags: Flags, devices: Sequence[str] | None) -
     teachers = [
         NodeJob(
             "teacher" if len(services) == 1 else f"teacher {number}",
-            ("serve-teacher", "--address", f"tcp://127.0.0.1:{port}", given[0], folder, *common, *further),
+            ("serve-teacher", "--address", url, given[0], folder, *common, *further),
             ranks,
             place,
         )
-        for number, ((folder, _), port, place) in enumerate(zip(services, ports, places, strict=True), start=1)
+        for number, ((folder, _), url, place) in enumerate(zip(services, urls, places, strict=True), start=1)
     ]
-    student = ("train", *student_flags(flags, folders, [f"tcp://127.0.0.1:{port}" for port in ports]))
+    student = ("train", *student_flags(flags, folders, urls))
     place = None if devices is None else tuple(devices[: own.student_gpus])
     return teachers, NodeJob("student", student, own.student_gpus, place)
 
@@ -217,13 +224,17 @@ def launch(own: argparse.Namespace, words: list[str]) -> int:
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']}: mkd launch starts the ranks of a node itself, so run it once, "
             "without torchrun"
         )
-    teachers, student = jobs(own, flags_of(words), visible_devices())
+    flags, devices = flags_of(words), visible_devices()
     if own.print:
+        teachers, student = jobs(own, flags, devices, Path(tempfile.gettempdir(), f"mkd-{os.geteuid()}"))
         for job in (*teachers, student):
             print(f"{job.name}, ranks: {job.ranks}: mkd {shlex.join(job.words)}")
         return 0
     ranks = own.teacher_gpus + own.student_gpus
-    return run_jobs(teachers, student, ranks_environment(ranks, secrets.token_hex(32)))
+    with tempfile.TemporaryDirectory(prefix="mkd-", ignore_cleanup_errors=True) as folder:
+        teachers, student = jobs(own, flags, devices, Path(folder))
+        SocketFile.parse("TMPDIR", f"ipc://{folder}/teacher").check_folder()
+        return run_jobs(teachers, student, ranks_environment(ranks))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -170,13 +170,12 @@ def free_ports(count: int) -> list[int]:
         return [one.getsockname()[1] for one in sockets]
 
 
-def ranks_environment(ranks: int, token: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def ranks_environment(ranks: int, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """This process's variables with defaults for so many ranks.
 
     Args:
         ranks: of all jobs.
-        token: the secret of the services, unless there is one.
         environ: of this process.
     """
     threads = str(max(1, (os.cpu_count() or 1) // ranks))
-    return {"OMP_NUM_THREADS": threads, "MKD_TEACHER_TOKEN": token, **environ}
+    return {"OMP_NUM_THREADS": threads, **environ}

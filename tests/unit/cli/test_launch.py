@@ -12,11 +12,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from mkd.cli import node_jobs
+from mkd.cli import launch, node_jobs
 from mkd.cli.launch import flags_of, jobs, parse_arguments, visible_devices
 from mkd.cli.launched import LAUNCHER
 from mkd.cli.node_jobs import NodeJob, ranks_environment, run_jobs
 from mkd.errors import MkdConfigError
+from mkd.teacher.service.addresses import TOKEN
 from tests.support.e2e.small_job import ROOT
 
 FLAGS = (
@@ -27,7 +28,7 @@ FLAGS = (
 
 def both(flags: str, *own: str, devices: list[str] | None = None) -> tuple[list[NodeJob], NodeJob]:
     arguments, words = parse_arguments([*own, "--", *shlex.split(flags)])
-    return jobs(arguments, flags_of(words), devices)
+    return jobs(arguments, flags_of(words), devices, Path("/tmp/sockets"))
 
 
 def sizes(teacher: int, student: int) -> list[str]:
@@ -36,7 +37,7 @@ def sizes(teacher: int, student: int) -> list[str]:
 
 def test_flags_of_both_jobs() -> None:
     [service], student = both(FLAGS, *sizes(1, 2))
-    url = service.words[2]
+    url = "ipc:///tmp/sockets/teacher-1"
     assert service.words == (
         *("serve-teacher", "--address", url, "--kd-teacher-hf", "T", "--seq-length", "64", "--micro-batch-size", "2"),
         *("--bf16", "--kd-teacher-dtype", "fp8"),
@@ -104,6 +105,40 @@ def test_more_gpus_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     assert visible_devices() is None
 
 
+@pytest.mark.parametrize("mode", [0o700, 0o770])
+def test_folder_of_the_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int) -> None:
+    """It belongs to the user alone, is not in one that others can replace, and is gone after the jobs."""
+    modes = []
+
+    def run(teachers: list[NodeJob], student: NodeJob, environ: dict[str, str]) -> int:
+        path = Path(student.words[-1].removeprefix("ipc://"))
+        modes.append(path.parent.stat().st_mode & 0o777)
+        path.touch()
+        assert TOKEN not in environ
+        return 7
+
+    tmp_path.chmod(mode)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(launch, "run_jobs", run)
+    monkeypatch.setattr(launch, "ranks_environment", lambda ranks: ranks_environment(ranks, {}))
+    monkeypatch.setenv("MKD_DEVICE", "cpu")
+    own, words = parse_arguments([*sizes(1, 1), "--", *FLAGS.split()])
+    if mode == 0o700:
+        assert launch.launch(own, words) == 7 and modes == [0o700]
+    else:
+        with pytest.raises(MkdConfigError, match=f"TMPDIR ipc://.*others can replace folders in {tmp_path}"):
+            launch.launch(own, words)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_long_path_of_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/tmp/" + "x" * 90)
+    monkeypatch.setenv("MKD_DEVICE", "cpu")
+    own, words = parse_arguments([*sizes(1, 1), "--print", "--", *FLAGS.split()])
+    with pytest.raises(MkdConfigError, match=r"TMPDIR is ipc:///tmp/x+/mkd-\d+/teacher-1; .* at most 107"):
+        launch.launch(own, words)
+
+
 @pytest.fixture
 def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`python -m mkd TEXT` runs a text of the shell."""
@@ -119,7 +154,9 @@ UNTIL_TERM = "trap 'echo ended > {}; exit {}' TERM; while :; do sleep 0.02; done
 
 def run_shell(teacher: str, student: str, ranks: int = 1) -> int:
     teachers = [NodeJob("teacher", (teacher,), 1, None)]
-    return run_jobs(teachers, NodeJob("student", (student,), ranks, None), ranks_environment(2, "t" * 16))
+    return run_jobs(
+        teachers, NodeJob("student", (student,), ranks, None), ranks_environment(2, {**os.environ, TOKEN: "t" * 16})
+    )
 
 
 @pytest.mark.parametrize(("student", "status"), [("exit 0", 0), ("exit 75", 75), ("kill -9 $$", 137)])
