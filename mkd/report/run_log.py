@@ -9,6 +9,8 @@ from mkd.utils.json_files import parse_json, read_regular
 
 METRICS_BYTES = 1 << 29
 """Largest metrics file that is read."""
+_MAX_ITERATION = 1 << 52
+"""Coordinates of a plot are exact up to it."""
 
 
 @dataclass
@@ -44,6 +46,8 @@ class RunLog:
                 raise MkdDataError(f"metrics file {path}, line {number}: broken JSON ({error})") from None
             if not isinstance(record, dict):
                 raise MkdDataError(f"metrics file {path}, line {number}: not a JSON object")
+            if isinstance(iteration := record.get("iteration"), int) and abs(iteration) > _MAX_ITERATION:
+                raise MkdDataError(f"metrics file {path}, line {number}: the iteration is larger than 2^52")
             run.add(record)
         if not run.series:
             raise MkdDataError(f"metrics file {path} holds no iteration yet")

@@ -1,6 +1,7 @@
 """Reads config.json with errors that name the key; the rope keys in all their spellings."""
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +34,8 @@ class ConfigReader:
         if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
             name = "a number" if kind == (int, float) else f"a {kind.__name__}"
             raise self.fail(key, value, f"{name} is needed")
-        if isinstance(value, float) and not math.isfinite(value):
+        is_huge = isinstance(value, int) and abs(value) > sys.float_info.max
+        if is_huge or (isinstance(value, float) and not math.isfinite(value)):
             raise self.fail(key, value, "a finite number is needed")
         return value
 

@@ -31,7 +31,7 @@ def args_of(**changes):
     return family_of(config).megatron_args(config)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 10**400], ids=["nan", "inf", "401 digits"])
 @pytest.mark.parametrize("key", ["rope_theta", "rms_norm_eps"])
 def test_numbers_are_finite(key, value):
     with pytest.raises(MkdCheckpointError, match=f'"{key}" is {value}; a finite number is needed'):

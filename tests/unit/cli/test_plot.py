@@ -159,6 +159,7 @@ def test_incomplete_last_line_is_ignored_with_a_message(tool, tmp_path, capsys):
         ('{"iteration": 1, "loss": 5}\n{"iter\n{"iteration": 2, "loss": 5}\n', "line 2: broken JSON"),
         ('{"iteration": 1, "loss": 5}\n7\n', "line 2: not a JSON object"),
         ('{"iteration": 1, "color": 5}\n', "is not a metrics file"),
+        (f'{{"iteration": 1{"0" * 400}, "loss": 5}}\n', "line 1: the iteration is larger than 2^52"),
     ],
 )
 def test_invalid_files_are_one_line_errors(tool, tmp_path, capsys, content, message):

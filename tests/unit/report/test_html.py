@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import math
 import os
 import re
 from datetime import datetime
@@ -16,7 +17,7 @@ from mkd.report.html import charts, run_folder
 from mkd.report.html.content import content_of
 from mkd.report.html.environment import environment_of
 from mkd.report.html.page import render, write_report
-from mkd.report.html.run_folder import RunFolder
+from mkd.report.html.run_folder import RunFolder, calibration_of
 from mkd.report.run_log import RunLog
 
 NOW = datetime(2026, 1, 2, 3, 4)
@@ -294,3 +295,8 @@ def test_long_runs_are_thinned(tmp_path: Path) -> None:
     raw, smoothed = json.loads(Page(html).data)["panels"][0]["values"]
     assert max(raw["y"]) > 90 and len(raw["x"]) <= 620
     assert max(smoothed["y"][50:-50]) < 8.2 and smoothed["x"][-1] == 20_000
+
+
+def test_numbers_of_a_calibration_that_are_none() -> None:
+    columns = {name: [0.5, 10**400, math.nan, "1"] for name in ("share", "teacher", "student", "agreement")}
+    assert calibration_of(columns) == {name: [0.5, None, None, None] for name in columns}
