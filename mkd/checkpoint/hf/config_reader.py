@@ -34,7 +34,8 @@ class ConfigReader:
         if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
             name = "a number" if kind == (int, float) else f"a {kind.__name__}"
             raise self.fail(key, value, f"{name} is needed")
-        is_huge = isinstance(value, int) and abs(value) > sys.float_info.max
+        # Integers have bounds of their own.
+        is_huge = kind is not int and isinstance(value, int) and abs(value) > sys.float_info.max
         if is_huge or (isinstance(value, float) and not math.isfinite(value)):
             raise self.fail(key, value, "a finite number is needed")
         return value
