@@ -198,7 +198,5 @@ def test_trains_like_fp32_on_cpu(runs: dict[str, Future], name: str) -> None:
         with Path(out, "families.jsonl").open("a") as file:
             file.write(json.dumps({"model": name, **found}) + "\n")
     loss, gradient = CASES[name].tolerances
-    assert max(found["loss"], found["ce"]) < loss
-    # With tied embeddings, the divergence is a small part of the loss: 0.3 of 6.9 nats in Phi-3.
-    assert found["kd"] < (3 * loss if '"tie_word_embeddings": true' in json.dumps(CASES[name].sizes) else loss)
+    assert max(found["loss"], found["ce"], found["kd"]) < loss
     assert found["grad_norm"] < gradient
