@@ -1,7 +1,7 @@
 """The requests and answers of vLLM and SGLang for texts with token ids, and for new weights."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from mkd.errors import MkdTeacherError
@@ -148,23 +148,14 @@ class VllmWriting:
         return "/v1/completions"
 
     def body(self, model: str, request: Request, options: Decoding, seed: int) -> Mapping[str, Any]:
-        """See `WritingApi`. Options that are left out would have the values in the model's generation_config.json."""
+        """See `WritingApi`."""
         return {
             "model": model,
             "prompt": list(request.prompt),
             "max_tokens": options.tokens,
-            "temperature": options.temperature,
-            "top_p": options.top_p,
-            "top_k": -1,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
             "seed": seed,
-            "stop": list(_strings(options)),
-            "stop_token_ids": sorted(options.end_tokens),
             "ignore_eos": True,  # all end tokens are in the list
-            "skip_special_tokens": False,
+            **_sampling(options),
             "add_special_tokens": False,
             "return_token_ids": True,
         }
@@ -197,24 +188,15 @@ class SglangWriting:
         return "/generate"
 
     def body(self, model: str, request: Request, options: Decoding, seed: int) -> Mapping[str, Any]:
-        """See `WritingApi`. Options that are left out would have the values in the model's generation_config.json."""
+        """See `WritingApi`."""
         return {
             "input_ids": list(request.prompt),
             "sampling_params": {
                 "max_new_tokens": options.tokens,
-                "temperature": options.temperature,
-                "top_p": options.top_p,
-                "top_k": -1,
-                "min_p": 0.0,
-                "repetition_penalty": 1.0,
-                "presence_penalty": 0.0,
-                "frequency_penalty": 0.0,
                 "sampling_seed": seed,
-                "stop": list(_strings(options)),
-                "stop_token_ids": sorted(options.end_tokens),
                 "ignore_eos": False,  # True would ignore the list, too
-                "skip_special_tokens": False,
                 "no_stop_trim": True,
+                **_sampling(options),
             },
             "stream": False,
         }
@@ -234,8 +216,21 @@ class SglangWriting:
             raise MkdTeacherError(f"{server.flags.url} {server} does not load {folder}: {message!s:.300}")
 
 
-def _strings(options: Decoding) -> Sequence[str]:
-    return () if options.stops is None else options.stops.strings
+def _sampling(options: Decoding) -> dict[str, Any]:
+    """Options of a text under the names of both servers. Those that are left out would have the values in the model's
+    generation_config.json."""
+    return {
+        "temperature": options.temperature,
+        "top_p": options.top_p,
+        "top_k": -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "stop": [] if options.stops is None else list(options.stops.strings),
+        "stop_token_ids": sorted(options.end_tokens),
+        "skip_special_tokens": False,
+    }
 
 
 WRITING_APIS: Mapping[str, Callable[[], WritingApi]] = {"vllm": VllmWriting, "sglang": SglangWriting}
