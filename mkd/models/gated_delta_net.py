@@ -12,20 +12,17 @@ import torch.distributed as dist
 from megatron.core.jit import jit_fuser
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_linear_attention_pattern
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
-from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import LayerNormBuilder
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.training.models import GPTModelConfig
 from torch import Tensor
 from torch.nn import functional as F
 
-from mkd.models.layer_specs import backend_of
+from mkd.models.layer_specs import backend_of, numbered_layers
 
 VARIANT = "gated_delta_net"
 """Megatron's name (`experimental_attention_variant`)."""
@@ -77,18 +74,7 @@ def hybrid_layer_spec(config: GPTModelConfig, vp_stage: int | None = None) -> Tr
     transformer, backend = config.transformer, backend_of(config)
     attention_only = copy.copy(transformer)
     attention_only.experimental_attention_variant = None
-    block = get_gpt_decoder_block_spec(
-        attention_only,
-        use_transformer_engine=transformer.transformer_impl == "transformer_engine",
-        normalization=transformer.normalization,
-        qk_l2_norm=transformer.qk_l2_norm,
-        vp_stage=vp_stage,
-    )
-    if (layout := transformer.pipeline_model_parallel_layout) is not None:
-        layers = layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=vp_stage)
-    else:
-        first = get_transformer_layer_offset(transformer, vp_stage=vp_stage)
-        layers = range(first, first + len(block.layer_specs))
+    block, layers = numbered_layers(attention_only, vp_stage)
     pattern = get_linear_attention_pattern(transformer)
     specs = [
         _with_delta_net(spec, backend) if pattern[layer] else spec

@@ -4,17 +4,21 @@ width of queries and keys, softcaps of attention scores, and another rope in lay
 Nothing of Megatron is patched; the specs serve Transformer Engine and local layers.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import LayerNormBuilder
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules, get_transformer_layer_offset
 from megatron.training.models import GPTModelConfig
 from megatron.training.models.gpt import default_layer_spec
 
@@ -53,6 +57,28 @@ def backend_of(config: GPTModelConfig) -> BackendSpecProvider:
 
         return TESpecProvider()
     return LocalSpecProvider()
+
+
+def numbered_layers(
+    config: TransformerConfig, vp_stage: int | None
+) -> tuple[TransformerBlockSubmodules, Sequence[int]]:
+    """Megatron's layers of a pipeline stage, each with a spec of its own, and their numbers in the whole model from 0.
+
+    Args:
+        config: the model.
+        vp_stage: virtual pipeline stage.
+    """
+    block = get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=config.transformer_impl == "transformer_engine",
+        normalization=config.normalization,
+        qk_l2_norm=config.qk_l2_norm,
+        vp_stage=vp_stage,
+    )
+    if (layout := config.pipeline_model_parallel_layout) is not None:
+        return block, layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=vp_stage)
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    return block, range(first, first + len(block.layer_specs))
 
 
 def _parallel(layer: TransformerLayerSubmodules, backend: BackendSpecProvider) -> TransformerLayerSubmodules:

@@ -15,18 +15,16 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.utils import _split_tensor_factory
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, set_tensor_model_parallel_attributes
-from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules, get_transformer_layer_offset
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 from megatron.training.models import GPTModelConfig
 from torch import Tensor, nn
@@ -34,7 +32,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from mkd.models.layer_options import MAMBA, MIXTURE, MLP_ONLY, LayerOptions
-from mkd.models.layer_specs import backend_of
+from mkd.models.layer_specs import backend_of, numbered_layers
 from mkd.models.state_space import BLOCK, CHUNK, Segments, causal_conv, chunked_scan, gated_group_norm
 
 
@@ -229,19 +227,7 @@ def mixer_layer_spec(
         vp_stage: virtual pipeline stage.
         options: of the model's layers.
     """
-    transformer, backend = config.transformer, backend_of(config)
-    block = get_gpt_decoder_block_spec(
-        transformer,
-        use_transformer_engine=transformer.transformer_impl == "transformer_engine",
-        normalization=transformer.normalization,
-        qk_l2_norm=transformer.qk_l2_norm,
-        vp_stage=vp_stage,
-    )
-    if (layout := transformer.pipeline_model_parallel_layout) is not None:
-        layers = layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=vp_stage)
-    else:
-        first = get_transformer_layer_offset(transformer, vp_stage=vp_stage)
-        layers = range(first, first + len(block.layer_specs))
+    (block, layers), backend = numbered_layers(config.transformer, vp_stage), backend_of(config)
     specs = [
         replace(spec, submodules=_one_mixer(spec.submodules, options.layer_mixers[layer], backend, options))
         for layer, spec in zip(layers, block.layer_specs, strict=True)

@@ -80,17 +80,7 @@ QWEN3_VL_MOE_TEXT = replace(
     QWEN3_MOE,
     architectures=("Qwen3VLMoeTextModel",),
     model_type="qwen3_vl_moe_text",
-    parts=(
-        SIZES,
-        EXPERT_FFN,
-        ROPE,
-        NO_WINDOW,
-        experts("num_experts"),
-        NORMALIZED_ROUTER,
-        SILU,
-        ATTENTION_BIASES,
-        required(decoder_sparse_step=1, mlp_only_layers=[]),
-    ),
+    parts=tuple(NORMALIZED_ROUTER if part is OPTIONAL_NORMALIZED_ROUTER else part for part in QWEN3_MOE.parts),
     table=decoder(
         _NORMED_ATTENTION,
         (
