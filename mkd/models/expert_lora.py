@@ -9,7 +9,7 @@ their outputs, and in the backward pass the gradients of their inputs. So the ou
 rank adds what its part of the sharded factor gives, and the gradients of the replicated factor are summed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -115,15 +115,6 @@ class ExpertAdapters(nn.Module):
             parameter = getattr(self, factor.name)
             state[name] = ShardedTensor.from_rank_offsets(name, parameter, *offsets, replica_id=replica)
         return state
-
-    @torch.no_grad()
-    def load(self, read: Callable[[str], tuple[Tensor, Tensor]]) -> None:
-        """Fill the factors; see `Lora.first`."""
-        for layer in self._linear.layers:
-            a, b = read(layer)
-            for factor in self.factors:
-                if factor.layer == layer:
-                    getattr(self, factor.name).copy_(self.shard(factor, a if factor.part is None else b))
 
     def hook(self, experts: nn.Module) -> None:
         """Add the adapters' outputs to those of Megatron's experts, and reduce gradients as those of weights."""

@@ -114,15 +114,6 @@ class LinearAdapters(nn.Module):
             parameters, prefix, axes, sharded_offsets, tp_group=self._tp, dp_cp_group=dp_cp
         )
 
-    @torch.no_grad()
-    def load(self, read: Callable[[str], tuple[Tensor, Tensor]]) -> None:
-        """Fill the factors; see `Lora.first`."""
-        for layer in self._linear.layers:
-            a, b = read(layer)
-            for factor in self.factors:
-                if factor.layer == layer:
-                    getattr(self, factor.name).copy_(self.shard(factor, a if factor.part is None else b))
-
     def forward(self, inputs: Tensor) -> Tensor:
         """scale B A x: the linear layer's inputs [s, b, in] -> [s, b, out], both as the layer has them on this rank."""
         factors = [getattr(self, f"A{index}") for index in range(len(self._linear.layers))]
@@ -212,7 +203,7 @@ class Lora:
                     name = f"{linear.decoder_layer}-{linear.path.replace('.', '-')}"
                     adapters[name] = self._add(chunk, layer, linear)
                     if self.first is not None:
-                        adapters[name].load(self.first)
+                        self._fill(adapters[name], linear)
             chunk.add_module(_MODULE, adapters)
             if chunk.pre_process and chunk.config.recompute_granularity is not None:
                 # Recomputed layers have gradients only if their input has one, which a frozen embedding does not give.
@@ -235,6 +226,15 @@ class Lora:
         )
         _hook(module, adapters)
         return adapters
+
+    @torch.no_grad()
+    def _fill(self, adapters: "LinearAdapters | ExpertAdapters", linear: AdaptedLinear) -> None:
+        """Give the factors of a linear layer the values of `first`."""
+        for layer in linear.layers:
+            a, b = self.first(layer)
+            for factor in linear.factors:
+                if factor.layer == layer:
+                    getattr(adapters, factor.name).copy_(adapters.shard(factor, a if factor.part is None else b))
 
 
 def _hook(linear: nn.Module, adapters: LinearAdapters) -> None:
