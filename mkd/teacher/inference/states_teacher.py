@@ -13,10 +13,11 @@ from torch import Tensor
 from mkd.data.batch import KDBatch
 from mkd.data.lookahead import Lookahead
 from mkd.distributed.groups import Groups
+from mkd.teacher.elsewhere import TeacherElsewhere
 from mkd.teacher.inference.pool import ScoringPool
 from mkd.teacher.inference.states_model import StatesModel
 from mkd.teacher.interface import HiddenSignal
-from mkd.teacher.run_ahead import AllRanks, PendingRequest, RequestQueue, RunAhead
+from mkd.teacher.run_ahead import AllRanks, PendingRequest, RunAhead
 from mkd.teacher.service.answers import HiddenAnswers
 from mkd.utils.logging import logger
 
@@ -71,12 +72,9 @@ class BatchOfStates:
 StatesPool = ScoringPool[StatesModel, WantedStates, Tensor]
 
 
-class StatesTeacher:
-    """Texts are sent by one rank per model replica: the first tensor- and context-parallel rank of its last stage.
-
-    That rank receives the states of whole rows, applies the final norm, and distributes them as those of a teacher
-    service. `prepare` returns when all answers of the step have arrived: a failure is then raised on all ranks, before
-    any of them has begun the step.
+class StatesTeacher(TeacherElsewhere[BatchOfStates]):
+    """The rank that sends texts receives the states of whole rows, applies the final norm, and distributes them as a
+    teacher service's.
     """
 
     def __init__(
@@ -99,11 +97,9 @@ class StatesTeacher:
             ahead: options of running ahead.
             bytes_per_token: host memory of the states of a token.
         """
+        super().__init__(pool is not None, ranks, ahead)
+        self._pool, self._answers, self._fingerprint = pool, answers, fingerprint
         self._bytes_per_token = bytes_per_token
-        self._pool, self._answers, self._fingerprint, self._ranks = pool, answers, fingerprint, ranks
-        self._timeout_s = ahead.timeout_s
-        self._queue = RequestQueue(ahead, self._request, self._send)
-        self._whole: list[KDBatch] = []
         self._step: list[PendingRequest[BatchOfStates]] = []
         self._sent: WeakValueDictionary[bytes, Future[Tensor]] = WeakValueDictionary()
         """Answers that a step still needs, by text."""
@@ -113,25 +109,6 @@ class StatesTeacher:
     def groups(self) -> Groups:
         """The student's layout."""
         return self._answers.groups
-
-    @property
-    def runs_before_student(self) -> bool:
-        """See `Teacher.runs_before_student`."""
-        return False
-
-    @property
-    def begins_early(self) -> bool:
-        """See `Teacher.begins_early`."""
-        return True
-
-    def begin(self, batch: KDBatch) -> None:
-        """See `Teacher.begin`."""
-        if self._pool is not None:
-            self._queue.begin(batch)
-
-    def metrics(self) -> dict[str, float]:
-        """See `Teacher.metrics`."""
-        return {}
 
     def fingerprint(self) -> str:
         """See `Teacher.fingerprint`."""
@@ -151,14 +128,14 @@ class StatesTeacher:
             MkdTeacherError, MkdNumericError: on all ranks, if an answer cannot be used.
             WaitAborted: on all ranks, if one of them is stopping and one of them has no answer yet.
         """
-        self._whole, sends = list(batches), self._pool is not None
-        step = self._queue.send(batches, upcoming) if sends else []
+        self._whole = list(batches)
+        step = self._queue.send(batches, upcoming) if self._sends else []
         self._ranks.wait(step, lambda _: None, self._check_silence, upcoming.is_stopping)
         self._step = step
         return self._whole
 
     def _check_silence(self, began: float) -> None:
-        self._pool.check_silence(began, self._timeout_s)
+        self._pool.check_silence(began, self._ahead.timeout_s)
 
     def _request(self, batch: KDBatch) -> BatchOfStates:
         return BatchOfStates.of(batch, self._bytes_per_token)

@@ -16,22 +16,20 @@ from mkd.distributed.groups import Groups
 from mkd.errors import MkdCacheError
 from mkd.teacher.cache.reader import signal_of, words_of
 from mkd.teacher.cache.store import CacheMeta
+from mkd.teacher.elsewhere import TeacherElsewhere
 from mkd.teacher.inference.pool import ScoringPool
 from mkd.teacher.inference.texts import BatchOfTexts, TextStore
 from mkd.teacher.interface import TopKSignal
-from mkd.teacher.run_ahead import AllRanks, PendingRequest, RequestQueue, RunAhead
+from mkd.teacher.run_ahead import AllRanks, PendingRequest, RunAhead
 from mkd.utils.logging import EVERY_RANK, logger
 
 _TEMPERATURE = 1.0
 """Servers return log-probabilities at this temperature, and the mass of the tail is known at this one only."""
 
 
-class InferenceTeacher:
-    """Texts are sent by one rank per model replica: the first tensor- and context-parallel rank of its last stage.
-
-    Answers are converted to records of the cache at once, so numbers from an answer and from --kd-teacher-cache are the
-    same. `prepare` returns when all answers of the step have arrived: a failure is then raised on all ranks, before any
-    of them has begun the step.
+class InferenceTeacher(TeacherElsewhere[BatchOfTexts]):
+    """Answers are converted to records of the cache at once, so numbers from an answer and from --kd-teacher-cache are
+    the same.
     """
 
     def __init__(
@@ -52,34 +50,13 @@ class InferenceTeacher:
             ranks: how ranks wait and fail together.
             ahead: options of running ahead.
         """
-        self._pool, self._store, self._meta, self._groups, self._ranks = pool, store, meta, groups, ranks
-        self._timeout_s = ahead.timeout_s
-        self._queue = RequestQueue(ahead, self._request, self._send)
-        self._whole: list[KDBatch] = []
+        super().__init__(pool is not None, ranks, ahead)
+        self._pool, self._store, self._meta, self._groups = pool, store, meta, groups
         self._words: list[Tensor] = []
         self._sent: WeakValueDictionary[bytes, Future[np.ndarray]] = WeakValueDictionary()
         """Answers that a step still needs, by text: the same text may be sent ahead for two steps, as at the end of an
         epoch."""
         self._counts = {"sent": 0, "found": 0}
-
-    @property
-    def runs_before_student(self) -> bool:
-        """See `Teacher.runs_before_student`."""
-        return False
-
-    @property
-    def begins_early(self) -> bool:
-        """See `Teacher.begins_early`."""
-        return True
-
-    def begin(self, batch: KDBatch) -> None:
-        """See `Teacher.begin`."""
-        if self._pool is not None:
-            self._queue.begin(batch)
-
-    def metrics(self) -> dict[str, float]:
-        """See `Teacher.metrics`."""
-        return {}
 
     def fingerprint(self) -> str:
         """See `Teacher.fingerprint`."""
@@ -106,14 +83,14 @@ class InferenceTeacher:
             MkdCacheError: on all ranks, if --kd-teacher-cache cannot be read or written.
             WaitAborted: on all ranks, if one of them is stopping and one of them has no answer yet.
         """
-        self._whole, sends = list(batches), self._pool is not None
-        pending = self._ranks.attempt(lambda: self._queue.send(batches, upcoming) if sends else [])
+        self._whole = list(batches)
+        pending = self._ranks.attempt(lambda: self._queue.send(batches, upcoming) if self._sends else [])
         self._ranks.wait(pending, lambda _: None, self._check_silence, upcoming.is_stopping)
         self._words = self._ranks.attempt(lambda: self._take(pending))
         return self._whole
 
     def _check_silence(self, began: float) -> None:
-        self._pool.check_silence(began, self._timeout_s)
+        self._pool.check_silence(began, self._ahead.timeout_s)
 
     def _request(self, batch: KDBatch) -> BatchOfTexts:
         return BatchOfTexts.of(batch, self._meta.records.dtype.itemsize)

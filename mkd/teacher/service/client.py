@@ -16,8 +16,9 @@ from mkd.data.lookahead import Lookahead
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdNumericError, MkdTeacherError, MkdTeacherTimeout
 from mkd.losses import LogitMap
+from mkd.teacher.elsewhere import TeacherElsewhere
 from mkd.teacher.interface import HiddenSignal, TopKSignal
-from mkd.teacher.run_ahead import ROUND_S, AllRanks, PendingRequest, RequestQueue, RunAhead
+from mkd.teacher.run_ahead import ROUND_S, AllRanks, PendingRequest, RunAhead
 from mkd.teacher.service.answers import HiddenAnswers, TargetAnswers
 from mkd.teacher.service.connections import TeacherConnections
 from mkd.teacher.service.facts import TeacherFacts
@@ -36,12 +37,9 @@ class _Request:
     answer_bytes: int
 
 
-class ServedTeacher:
-    """Requests are sent by one rank per model replica: the first tensor- and context-parallel rank of its last stage.
-
-    That rank receives the answers of whole rows once and distributes them, see `mkd.teacher.service.answers`. `prepare`
-    returns when all answers of the step have arrived: a failure is then raised on all ranks, before any of them has
-    begun the step.
+class ServedTeacher(TeacherElsewhere[_Request]):
+    """The rank that sends requests receives the answers of whole rows once and distributes them, see
+    `mkd.teacher.service.answers`.
     """
 
     def __init__(
@@ -69,13 +67,10 @@ class ServedTeacher:
             view: index in `KDBatch.teacher_views` of the tokens that the teacher reads; None: the student's tokens.
             targets: the service computes these; None for hidden states.
         """
-        self._connections, self._facts, self._groups, self._options = connections, facts, groups, ahead
+        super().__init__(groups.leads_replica, AllRanks(ahead.timeout_s), ahead)
+        self._connections, self._facts, self._groups = connections, facts, groups
         self._view, self._targets = view, targets
-        self._sends = groups.leads_replica
-        self._ranks = AllRanks(ahead.timeout_s)
-        self._queue = RequestQueue(ahead, self._request, self._send)
         self._step: list[PendingRequest[_Request]] = []
-        self._whole: list[KDBatch] = []
         self._answers: HiddenAnswers | TargetAnswers
         if targets is None:
             head, logit_map = self._fetch_head(head_columns), LogitMap(facts.logit_scale, facts.logit_softcap)
@@ -95,25 +90,6 @@ class ServedTeacher:
     def needs_connections(groups: Groups) -> bool:
         """True on ranks that send requests: for microbatches, or for rows of the LM head."""
         return groups.leads_replica or (groups.is_last_stage and groups.dp_cp.rank() == 0)
-
-    @property
-    def runs_before_student(self) -> bool:
-        """See `Teacher.runs_before_student`."""
-        return False
-
-    @property
-    def begins_early(self) -> bool:
-        """See `Teacher.begins_early`."""
-        return True
-
-    def begin(self, batch: KDBatch) -> None:
-        """See `Teacher.begin`."""
-        if self._sends:
-            self._queue.begin(batch)
-
-    def metrics(self) -> dict[str, float]:
-        """See `Teacher.metrics`."""
-        return {}
 
     def fingerprint(self) -> str:
         """See `Teacher.fingerprint`."""
@@ -168,7 +144,7 @@ class ServedTeacher:
 
     def _check_silence(self, began: float) -> None:
         """Raises MkdTeacherTimeout if no answer has come for the time limit since `began`."""
-        limit = self._options.timeout_s
+        limit = self._ahead.timeout_s
         silent = time.monotonic() - max(began, self._connections.answered_at)
         if silent > limit:
             raise MkdTeacherTimeout(
