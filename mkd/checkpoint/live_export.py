@@ -25,7 +25,7 @@ from mkd.checkpoint.hf.folder import ASSET_FILES
 from mkd.checkpoint.hf.tables import Item
 from mkd.checkpoint.hf.whole_model import WholeModel
 from mkd.checkpoint.hf.writer import WeightsWriter, config_with_dtype, write_json
-from mkd.checkpoint.ranks import gather_objects
+from mkd.checkpoint.ranks import gather_objects, run_on_all_ranks
 from mkd.errors import MkdCheckpointError
 from mkd.utils.atomic_files import copy_file
 
@@ -57,13 +57,13 @@ class LiveExport:
             chunks: its model chunks on this rank.
 
         Raises:
-            MkdCheckpointError: on all ranks, if the model fits no known Hugging Face architecture.
+            MkdCheckpointError: on all ranks, if the model fits no known Hugging Face architecture, or a rank does not
+                find the configuration that the others have.
         """
         self._model = model
-        family, config, args = architecture_of(model)
+        (family, config, args), self._whole = _on_all_ranks(model)
         self._config = family.config_for_transformers_4(config)
         self._tensors = _LiveTensors(chunks, family, args, model.error)
-        self._whole = WholeModel.of_checkpoint(model)
         self._text = self._tensors.plan(None)
         """Tensors without those of a vision tower."""
         self._plan = self._text if self._whole is None else self._whole.plan(self._text)
@@ -97,6 +97,21 @@ class LiveExport:
         dtype = next(iter(self._plan.values()))[1]
         config = config_with_dtype(self._config, dtype) if self._whole is None else self._whole.config(dtype)
         write_json(out / "config.json", config)
+
+
+def _on_all_ranks(model: LiveModel) -> tuple[tuple[Family, dict[str, Any], dict[str, Any]], WholeModel | None]:
+    """The architecture, and the model around a text model, as all ranks find them. Collective over all ranks."""
+    found: list[Any] = []
+    problems = run_on_all_ranks(lambda: found.append((architecture_of(model), WholeModel.of_checkpoint(model))))
+    if (problem := next(filter(None, problems), None)) is not None:
+        raise MkdCheckpointError(problem)
+    ((family, config, _), whole), *_ = found
+    seen = gather_objects((family.model_type, config, whole is None))
+    if (rank := next((rank for rank, one in enumerate(seen) if one != seen[0]), None)) is not None:
+        raise model.error(
+            f"rank {rank} finds another configuration in {model.assets_dir} than rank 0: all nodes must see this folder"
+        )
+    return found[0]
 
 
 class _PatientWriter:
@@ -168,6 +183,9 @@ class _LiveTensors(ModelTensors):
         every = [box for found in gather_objects(boxes) for box in found]
         super().__init__({box.key: (box.whole, box.dtype) for box in every}, family, args, error)
         self._check(every)
+        # A shape that is wrong is an error here, on all ranks: while tensors are read, others wait for this rank.
+        for _ in _Shapes(self._stored, family, args, error).read(self.plan(None)):
+            pass
 
     def _check(self, boxes: Sequence[_Box]) -> None:
         """Raise unless the shards make up each tensor."""
@@ -200,6 +218,14 @@ class _LiveTensors(ModelTensors):
         if dist.get_world_size() > 1:
             dist.reduce(block.view(-1).view(torch.uint8), dst=owner)
         return block
+
+
+class _Shapes(ModelTensors):
+    """Tensors without memory."""
+
+    def _blocks(self, item: Item, key: str, index: tuple[int, ...]) -> list[Tensor]:
+        stored = [self._stored[name] for name in item.stored_tensors(key)]
+        return [torch.empty(shape[len(index) :], dtype=dtype, device="meta") for shape, dtype in stored]
 
 
 def _shards_of(chunks: Sequence[nn.Module]) -> list[ShardedTensor]:

@@ -1,6 +1,7 @@
 """The folder that a running job writes is the one that its model was read from, in every layout and to the last bit."""
 
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,30 @@ def other_model(rank: int, world_size: int, path: Path) -> Any:
         with pytest.raises(MkdCheckpointError) as error:
             LiveExport(live_model(folder), chunks)
         return str(error.value)
+
+
+def faulty_models(rank: int, world_size: int, path: Path) -> list[str]:
+    """The second rank does not see `hf_assets`; it has other arguments; a tensor has another shape on all ranks."""
+    messages, folder = [], HFFolder(path, "--hf")
+    args = read_architecture(folder)[1]
+    with layout(2, 1):
+        chunks, model = build_from_arguments(args), live_model(folder)
+        wrong = Namespace(**vars(model.args) | {"num_layers": 7})
+        wide = build_from_arguments(args | {"ffn_hidden_size": 2 * args["ffn_hidden_size"]})
+        for one, other in ((replace(model, assets_dir=None), chunks), (replace(model, args=wrong), chunks), (model, wide)):
+            with pytest.raises(MkdCheckpointError) as error:
+                LiveExport(one if rank else model, other)
+            messages.append(str(error.value))
+    return messages
+
+
+def test_faults_are_raised_on_all_ranks(gloo_pool, folders: dict[str, Path]) -> None:
+    one, other = gloo_pool(2).run(faulty_models, folders["qwen3"])
+    (unseen, *others), (arguments, shape) = zip(one, other, strict=True), one[1:]
+    assert all("rank 1 finds another configuration in" in message for message in unseen)
+    assert all(mine == theirs for mine, theirs in others)
+    assert "--num-layers 7" in arguments
+    assert " gives model.layers.0.mlp." in shape
 
 
 def test_a_model_without_some_tensors_is_refused(gloo_pool, folders: dict[str, Path]) -> None:
