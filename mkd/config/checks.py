@@ -552,6 +552,7 @@ def _check_servers(kd: KDFields) -> None:
         raise MkdConfigError(f"{what} has an address twice: leave one out")
     for flag, given, reason in (
         ("--kd-rollout-memory-gb", kd.rollout_memory_gb is not None, "nothing is cached on the training ranks"),
+        ("--kd-rollout-offload", kd.rollout_offload, "nothing is cached on the training ranks"),
         ("--kd-lora", kd.lora is not None, "servers load whole weights"),
     ):
         if given:

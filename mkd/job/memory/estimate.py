@@ -1,7 +1,8 @@
 """Memory estimate of each pipeline stage: parts that are always held, and parts of each phase of a step.
 
-The phases are teacher forward, loss, student backward, and the embedding gradient at the end of the backward pass. The
-peak of a stage is `held` plus the largest phase. Each part is counted in one place:
+The phases are teacher forward, loss, student backward, and the embedding gradient at the end of the backward pass;
+before them, where there are such, writing of texts and export of weights. The peak of a stage is `held` plus the
+largest phase. Each part is counted in one place:
 
 - WEIGHTS, GRADIENTS, OPTIMIZER, WORKSPACES, MAPS, GRAPH, and TEACHER without --kd-teacher-offload: in `held`; with
   --kd-rollout-offload, OPTIMIZER in every phase but the one in which the student writes;
@@ -28,7 +29,7 @@ from mkd.job.memory.parameters import (
     outside_of_layers,
     parameters_of_stage,
 )
-from mkd.job.memory.rollout import RolloutMemory
+from mkd.job.memory.rollout import RolloutMemory, exported_bytes
 from mkd.job.memory.stage_layers import chunks_of_stage, in_flight, microbatches
 from mkd.models.lora import Lora
 from mkd.teacher.waiting_states import MOST_ON_DEVICE, ON_DEVICE
@@ -196,13 +197,16 @@ def _stage(work: Workload, stage: int) -> StageMemory:
 
 
 def _rollout(work: Workload, stage: int) -> dict[str, dict[str, float]]:
-    """The phase in which the student writes texts, if it does."""
+    """The phases in which the student writes texts, or weights for servers that do, if there are such."""
+    phases: dict[str, dict[str, float]] = {}
+    if work.kd.rollout_url is not None:
+        phases["export"] = {WORKING: exported_bytes(work.student)}
     memory = RolloutMemory.of(work.student, work.kd, stage, work.on_gpu)
     if memory is None:
-        return {}
+        return phases
     share = memory.prompt_tokens / (work.student.seq_length * work.student.micro_batch_size)
     working = max(share * _forward_bytes(work.student, stage, work.on_gpu), memory.logits)
-    return {WRITING: {KEYS: memory.cache, WORKING: working}}
+    return phases | {WRITING: {KEYS: memory.cache, WORKING: working}}
 
 
 LAYOUT = ("tensor_model_parallel_size", "context_parallel_size", "sequence_parallel")

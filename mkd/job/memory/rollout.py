@@ -1,4 +1,5 @@
-"""Memory while the student writes: cached keys and values, and the logits from which tokens are sampled."""
+"""Memory while the student writes: cached keys and values, and the logits from which tokens are sampled. While servers
+write: the parameter that is exported to them."""
 
 import math
 from argparse import Namespace
@@ -93,6 +94,15 @@ class RolloutMemory:
             logits=texts * logits if is_last else 0.0,
             prompt_tokens=max(min(tokens * (1.0 - new / length), rows * length), texts) if has_cache else rows * length,
         )
+
+
+def exported_bytes(args: Namespace) -> int:
+    """Bytes on a rank that writes weights for --kd-rollout-url (`mkd.checkpoint.live_export`), at most: one whole
+    parameter, and the tensors that it is split into. Experts may be one tensor."""
+    ffn = args.ffn_hidden_size
+    if args.num_experts is not None:
+        ffn = max(ffn, args.num_experts * args.moe_ffn_hidden_size)
+    return 2 * args.params_dtype.itemsize * args.hidden_size * max(args.padded_vocab_size, 2 * ffn)
 
 
 def _sampling_bytes(args: Namespace, kd: KDConfig, on_gpu: bool) -> int:

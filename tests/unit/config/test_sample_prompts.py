@@ -160,6 +160,7 @@ def test_optimizers_whose_state_cannot_leave(flag: str) -> None:
         ({"rollout_url": SERVER, "rollout_timeout": 0.0}, "--kd-rollout-timeout is 0"),
         ({"rollout_url": SERVER * 2}, "--kd-rollout-url http://a http://a has an address twice"),
         ({"rollout_url": SERVER, "rollout_memory_gb": 1.0}, "http://a does not work with --kd-rollout-memory-gb"),
+        ({"rollout_url": SERVER, "rollout_offload": True}, "http://a does not work with --kd-rollout-offload"),
         ({"rollout_url": SERVER, "lora": "4", "student_hf": "S"}, "does not work with --kd-lora (servers load whole"),
         (
             {"on_policy": None, "prompts": None, "rollout_tokens": 256, "rollout_url": SERVER},

@@ -326,6 +326,8 @@ def test_keys_and_values_of_written_texts():
     (stage,) = stages_of(rollout)
     (elsewhere,) = stages_of(rollout | {"rollout_url": ["http://a"]})
     assert "writing" not in elsewhere.phases
+    assert elsewhere.phases["export"] == {WORKING: 2 * 2 * 1024 * 32000}, "the embedding, twice"
+    assert "export" not in stage.phases
     assert stage.phases["writing"][KEYS] == 2048 * 8192
     assert "writing" not in stages_of()[0].phases and stage.peak == stages_of()[0].peak
     for first in stages_of(rollout, **{PP: 2}):
