@@ -293,12 +293,13 @@ def _hidden_bytes(work: Workload, teachers: Sequence[Namespace]) -> float:
     runs_before_student = student.pipeline_model_parallel_size > 1 or kd.teacher_offload
     runs_before_student = runs_before_student or any(has_own_layout(teacher, student) for teacher in work.teachers)
     states = of_layers = count if runs_before_student else min(joined_microbatches(student, kd), count)
+    sizes, running, more = list(map(residual_bytes, teachers)), len(work.teachers), 0.0
     if runs_before_student and waits_on_host(kd, count, work.on_gpu):
         states = min(count, ON_DEVICE + _between_virtual_stages(student))
+        if running > 1 and states < count:
+            more = max(sizes[:running])  # one teacher's next states arrive while the others' last ones are used
     served = min(count, 1 + _between_virtual_stages(student))
-    sizes = list(map(residual_bytes, teachers))
-    running = len(work.teachers)
-    return (states + len(kd.layer_pairs) * of_layers) * sum(sizes[:running]) + served * sum(sizes[running:])
+    return more + (states + len(kd.layer_pairs) * of_layers) * sum(sizes[:running]) + served * sum(sizes[running:])
 
 
 def waits_on_host(kd: KDConfig, microbatches: int, on_gpu: bool) -> bool:

@@ -152,6 +152,15 @@ def test_hidden_states_that_wait(microbatches: int, kd: dict, changes: dict, hel
     assert last.most(HIDDEN) == held * 2 * 2 * 1024 * 2048
 
 
+def test_hidden_states_of_two_teachers_that_wait() -> None:
+    """One more than twice those of one: see the bound in tests/dist/test_waiting_states.py."""
+    shape = {"padded_vocab_size": 32000, "seq_length": 1024, "micro_batch_size": 2, "global_batch_size": 128, PP: 2}
+    student = llama_arguments(8, 1024, 2816, 16, 4, True, **shape)
+    teacher = llama_arguments(16, 2048, 5632, 16, 8, False, **shape)
+    work = Workload(student, [teacher, teacher], KDConfig(teacher_hf=["T", "U"], ratio=0.5), on_gpu=True)
+    assert estimate(work)[-1].most(HIDDEN) == (2 * ON_DEVICE + 1) * 2 * 2 * 1024 * 2048
+
+
 def test_cuda_graph_of_the_teacher():
     """The memory of a pass is held all the time; there is none on a CPU."""
     (plain,), (graph,) = stages_of(), stages_of({"teacher_cuda_graph": True})
