@@ -188,7 +188,7 @@ def sort_teachers(
     """The teachers with other tokenizers, and the number of tokens that the student shares with the other teachers.
 
     Args:
-        kd: says whether other tokenizers are expected.
+        kd: the flags; other tokenizers are expected or refused by them.
         student, student_vocab, student_hash: see `common_vocabulary`.
         teacher: one, or several.
         tokenizer_folder: of the student's tokenizer; None if unknown.

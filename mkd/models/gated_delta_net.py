@@ -41,7 +41,7 @@ class DeltaNet(GatedDeltaNet):
             submodules: without the norm of the output.
             args: as in megatron.
             out_norm: builder of the norm of each head's output. Its weight is not the difference from 1, also where
-                `layernorm_zero_centered_gamma` says so of the other norms.
+                `layernorm_zero_centered_gamma` makes those of the other norms one.
             options: as in megatron.
         """
         super().__init__(config, submodules, *args, **options)

@@ -39,7 +39,7 @@ class PostNormMLP(MLP):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
     ) -> ShardedStateDict:
-        """As in megatron, which knows no replicated parameters of an MLP: its copies of the norm's would collide."""
+        """As in megatron, which has no replicated parameters in an MLP: its copies of the norm's would collide."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         name = f"{prefix}post_layernorm."

@@ -1,4 +1,4 @@
-"""The logger of mkd: lines on stdout and a log file in --save, from rank 0 unless a record says otherwise.
+"""The logger of mkd: lines on stdout and a log file in --save, from rank 0 unless a record is marked otherwise.
 
     from mkd.utils.logging import EVERY_RANK, logger
 

@@ -1,6 +1,6 @@
 """Tokenizers and models that transformers loads from a folder; no code of the folder runs.
 
-A folder's `auto_map` names Python classes in the folder or on a hub. transformers asks on the terminal before it runs
+A folder's `auto_map` names Python classes in the folder or on a hub. transformers reads the terminal before it runs
 them, and a "y" on standard input is an answer. Everything here is loaded from disk with `trust_remote_code=False`; this
 is the only module that calls `from_pretrained`, and `tests/unit/utils/test_pretrained.py` checks that.
 """

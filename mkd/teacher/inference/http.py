@@ -27,7 +27,7 @@ class ServerLost(Exception):
 
 
 class ServerRefusal(MkdTeacherError):
-    """An answer with a status that says that the request itself cannot be answered."""
+    """An answer with a status that means that the request itself cannot be answered."""
 
     answer: int
     """Status of the answer."""
