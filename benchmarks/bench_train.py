@@ -3,8 +3,8 @@
     python benchmarks/bench_train.py --gpus 4 --json train.json
     python benchmarks/bench_train.py --small
 
-Models with random weights are made on the spot (30 s for 8B and 1B). Each layout is trained twice with the same flags:
-with the teacher, and with --kd-ratio 0, the student alone. "Teacher alone" is the teacher's time for the same number of
+Models with random weights are made on the spot (30 s for 8B and 1B). Each layout is trained with the teacher, and once
+for all its teachers with --kd-ratio 0, the student alone. "Teacher alone" is the teacher's time for the same number of
 tokens per GPU in the fastest layout of the table, and
 
     efficiency = (student alone in this layout + teacher alone) / step.
@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -136,6 +136,8 @@ def teacher_parallel(tp: int) -> tuple[str, ...]:
 OVERLAP = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
 RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 FP8 = ("--kd-teacher-dtype", "fp8")
+GRAPH = ("--kd-teacher-micro-batch-size", "8", "--kd-teacher-cuda-graph")
+"""Larger forward passes of the teacher, launched as CUDA graphs."""
 
 
 def cases_for(gpus: int) -> list[Case]:
@@ -145,11 +147,19 @@ def cases_for(gpus: int) -> list[Case]:
         Case("DP, FP8 teacher", gpus, layout=OVERLAP, teacher=FP8),
     ]
     if gpus >= 2:
+        tp2, long = (*parallel(tp=2), *OVERLAP), (*parallel(cp=2), *OVERLAP, *RECOMPUTE)
         shared += [
             Case("DP, teacher TP2", gpus, layout=OVERLAP, teacher=teacher_parallel(2)),
-            Case("TP2 SP", gpus, layout=(*parallel(tp=2), *OVERLAP)),
-            Case("TP2 SP, FP8 teacher", gpus, layout=(*parallel(tp=2), *OVERLAP), teacher=FP8),
+            Case("DP, teacher TP2, graph", gpus, layout=OVERLAP, teacher=(*teacher_parallel(2), *GRAPH)),
+            Case("TP2 SP", gpus, layout=tp2),
+            Case("TP2 SP, graph", gpus, layout=tp2, teacher=GRAPH),
+            Case("TP2 SP, FP8 teacher", gpus, layout=tp2, teacher=FP8),
+            Case("TP2 SP, FP8 teacher, graph", gpus, layout=tp2, teacher=(*FP8, *GRAPH)),
             Case("PP2", gpus, layout=(*parallel(pp=2), *OVERLAP)),
+            Case("CP2, 32k", gpus, "8B to 1B, long", long, micro_batch=1, rows=1, seq_length=32768),
+            Case("CP2, 128k", gpus, "8B to 1B, long", long, micro_batch=1, rows=1, seq_length=131072),
+            Case("EP2 teacher", gpus, "30B-A3B to 1B", OVERLAP, ("--kd-teacher-expert-model-parallel-size", "2")),
+            Case("EP2 student", gpus, "8B to 8 layers of 30B-A3B", (*parallel(ep=2), *OVERLAP)),
         ]
     if gpus >= 4:
         long = (*parallel(cp=4), *OVERLAP, *RECOMPUTE)
@@ -303,13 +313,22 @@ def estimated_gib(flags: list[str], gpus: int) -> float:
     return fullest(estimate(workload(job))).peak / GIB
 
 
-def measure(case: Case, folder: Path, steps: int, limit_s: float) -> Row:
-    """Figures of one row."""
+def measure(case: Case, folder: Path, steps: int, limit_s: float, alone: dict[Case, float]) -> Row:
+    """Figures of one row.
+
+    Args:
+        case: the row.
+        folder, steps, limit_s: see `flags_of` and `train`.
+        alone: seconds per step of the student alone, by the case without its name and teacher; added to.
+    """
     flags, metrics = flags_of(case, folder, steps), folder / "metrics.jsonl"
     row: Row = {"estimated_gib": estimated_gib(flags, case.gpus)}
-    both = train([*flags, "--kd-ratio", "0.5"], case.gpus, metrics, limit_s)
-    alone = train([*flags, "--kd-ratio", "0"], case.gpus, metrics, limit_s)
-    return row | vars(both) | {"student_s": alone.step_s}
+    row |= vars(train([*flags, "--kd-ratio", "0.5"], case.gpus, metrics, limit_s))
+    student = replace(case, name="", teacher=())
+    if student not in alone:
+        without = [*flags_of(student, folder, steps), "--kd-ratio", "0"]
+        alone[student] = train(without, case.gpus, metrics, limit_s).step_s
+    return row | {"student_s": alone[student]}
 
 
 def add_efficiency(rows: list[Row], cases: Sequence[Case]) -> None:
@@ -386,6 +405,7 @@ def main(argv: list[str] | None = None) -> int:
     use_prebuilt_dataset_helpers()
     pairs = SMALL_PAIRS if args.small else PAIRS
     rows: list[Row] = []
+    alone: dict[Case, float] = {}
     head = {"commit": args.commit or commit_of_checkout(), "versions": installed_versions(), "gpus": args.gpus}
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
@@ -394,7 +414,7 @@ def main(argv: list[str] | None = None) -> int:
             row: Row = {"name": case.name, "pair": case.pair, "gpus": case.gpus, "flags": [*case.layout, *case.teacher]}
             try:
                 prepare(case, pairs, folder, args.steps)
-                row |= measure(case, folder, args.steps, args.limit)
+                row |= measure(case, folder, args.steps, args.limit, alone)
             except (RuntimeError, subprocess.TimeoutExpired, OSError) as error:
                 row["failed"] = " ".join(str(error).split())[:REASON_LENGTH].replace("|", "/")
                 log(f"  {row['failed']}")
