@@ -3,7 +3,7 @@
 # until the half can write again, and then for the same number of updates with each method: its answers as text, its
 # answers with its distributions, the student's own answers with its distributions, and a mix.
 #
-#   bash examples/on_policy/smollm2/run.sh           # two CPU cores, 12 GB of memory, about 16 minutes
+#   bash examples/on_policy/smollm2/run.sh           # two CPU cores, 12 GB of memory, 32 minutes of processor time
 #   bash examples/on_policy/smollm2/run.sh --full    # one GPU: longer answers, more updates, 6.5 minutes on an H200
 #
 # All output goes to runs/smollm2 (RUNS): results.json, smollm2.png, samples.md, and a folder per training. What is
