@@ -33,6 +33,10 @@ def gpt_config(args: Namespace) -> GPTModelConfig:
         args = Namespace(**{**vars(args), "apply_rope_fusion": False})
     if args.squared_relu:  # Megatron fuses biases with other activations only, and refuses to build the model
         args = Namespace(**{**vars(args), "bias_gelu_fusion": False})
+    if args.num_experts is not None and args.moe_grouped_gemm and args.add_bias_linear:
+        # Megatron refuses to build grouped experts with biases (gpt-oss) otherwise. The fusion is its default, and a
+        # teacher has the student's choice of kernels.
+        args = Namespace(**{**vars(args), "bias_dropout_fusion": False})
     try:
         config = gpt_config_from_args(args)
     except (AssertionError, ValueError) as error:

@@ -5,8 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.training.argument_utils import gpt_config_from_args
+from torch import nn
 
 from mkd.config import flags
 from mkd.errors import MkdConfigError
@@ -40,6 +43,27 @@ def test_biases_of_a_squared_relu_are_not_fused() -> None:
     args.bias_gelu_fusion = True
     config = gpt_config(args).transformer
     assert config.add_bias_linear and not config.bias_activation_fusion
+
+
+@pytest.mark.parametrize("experts", [{"quick_geglu": True}, {}], ids=["gpt-oss", "gelu"])
+def test_grouped_experts_with_biases(experts: dict[str, Any]) -> None:
+    """Megatron refuses them with the fusion that is its default, so that none could be built on a GPU."""
+    args = arguments(num_experts=4, moe_grouped_gemm=True, add_bias_linear=True, moe_ffn_hidden_size=64, **experts)
+    args.bias_dropout_fusion, args.swiglu, args.bias_gelu_fusion = True, False, False
+    submodules = GroupedMLPSubmodules(*[lambda *sizes, **options: nn.Identity()] * 2)
+    groups = ProcessGroupCollection(ep=None, expt_tp=None)
+    with pytest.raises(AssertionError, match="bias_dropout_fusion is not supported"):
+        TEGroupedMLP(4, gpt_config_from_args(args).transformer, submodules, groups)
+    TEGroupedMLP(4, gpt_config(args).transformer, submodules, groups)
+    assert args.bias_dropout_fusion is True
+
+
+@pytest.mark.parametrize("other", ["moe_grouped_gemm", "add_bias_linear"])
+def test_other_experts_keep_the_fusion(other: str) -> None:
+    args = arguments(num_experts=4, moe_grouped_gemm=True, add_bias_linear=True, moe_ffn_hidden_size=64)
+    args.bias_dropout_fusion, args.bias_gelu_fusion = True, False
+    setattr(args, other, False)
+    assert gpt_config(args).transformer.bias_dropout_fusion is True
 
 
 def test_softcap_of_the_logits() -> None:
