@@ -29,10 +29,11 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import mkd.cpu
+from mkd.job.doctor.environment import cards, lowest_capability
 
 if not mkd.cpu.is_active():
     # This process only computes estimates and must not allocate memory on the cards.
-    mkd.cpu.activate(stands_in=not mkd.cpu.wanted())
+    mkd.cpu.activate(not mkd.cpu.wanted(), lowest_capability(cards()))
 
 from bench_common import REASON_LENGTH, Row, commit_of_checkout, installed_versions, markdown, number
 

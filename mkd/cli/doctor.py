@@ -76,7 +76,8 @@ def examine_run(own: argparse.Namespace, flags: list[str]) -> int:
     from mkd import cpu
     from mkd.compat.startup import use_prebuilt_dataset_helpers
 
-    cpu.activate(stands_in=os.environ.get(cpu.DEVICE_VARIABLE, "").lower() != "cpu")
+    stands_in = os.environ.get(cpu.DEVICE_VARIABLE, "").lower() != "cpu"
+    cpu.activate(stands_in, environment.lowest_capability(cards))
     use_prebuilt_dataset_helpers()
     logging.disable(logging.WARNING)
     from rich.console import Console
@@ -99,7 +100,7 @@ def examine_run(own: argparse.Namespace, flags: list[str]) -> int:
         check_memory(job, capacity, findings, console, is_one_node=own.nnodes == 1)
         check_disk(job.args, findings)
         if not cpu.is_target():
-            check_cards(job.args, len(cards), own.nproc, one_connection, findings)
+            check_cards(job, len(cards), own.nproc, one_connection, findings)
     print_findings(findings, console)
     return 1 if findings.problems else 0
 

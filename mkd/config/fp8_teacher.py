@@ -9,8 +9,6 @@ the layout. Embedding, norms, attention and LM head stay in bf16.
 import math
 from argparse import Namespace
 
-import torch
-
 from mkd import cpu
 from mkd.config.kd_config import KDConfig
 from mkd.errors import MkdConfigError
@@ -44,9 +42,9 @@ def check_fp8_teacher(teacher: Namespace, micro_batch_size: int, kd: KDConfig) -
     groups = teacher.num_query_groups if teacher.group_query_attention else teacher.num_attention_heads
     queries, keys_and_values = (n * teacher.kv_channels // tp for n in (teacher.num_attention_heads, 2 * groups))
     widths = (teacher.hidden_size, teacher.ffn_hidden_size // tp, queries, keys_and_values)
-    capability = torch.cuda.get_device_capability() if not cpu.is_target() and torch.cuda.is_available() else None
+    capability = cpu.compute_capability()
     for is_so, reason in (
-        (cpu.is_target(), "there is no FP8 on a CPU: give bf16"),
+        (cpu.is_target(), "there is no FP8 on a CPU: give bf16 (mkd doctor checks a job for GPUs)"),
         (
             teacher.transformer_impl != "transformer_engine",
             f"--transformer-impl is {teacher.transformer_impl}: FP8 products are Transformer Engine's",

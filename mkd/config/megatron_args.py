@@ -35,6 +35,7 @@ from mkd.config.megatron_checks import (
     check_sequence,
     check_sizes,
     check_student,
+    check_student_fp8,
     check_trackers,
     check_variable_lengths,
 )
@@ -263,6 +264,7 @@ ARGUMENT_CHECKS: tuple[Check[CommandLine], ...] = (
     ),
     Check("positions", lambda line: check_positions(line.args, line.kd), needs=("--seq-length",)),
     Check("attention kernels", lambda line: check_attention_kernels(line.args, line.kd)),
+    Check("FP8", lambda line: check_student_fp8(line.args)),
     Check("variable lengths", _check_lengths),
 )
 """Checks of Megatron's arguments, in the order of a job."""

@@ -8,9 +8,8 @@ from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
 
-import torch
-
 from mkd import cpu
+from mkd.config.fp8_teacher import MIN_FP8_CAPABILITY
 from mkd.config.kd_config import KDConfig, LayerPair
 from mkd.errors import MkdConfigError, MkdPackageError
 
@@ -349,6 +348,16 @@ def check_attention_kernels(args: Namespace, kd: KDConfig, prefix: str = "--") -
         )
 
 
+def check_student_fp8(args: Namespace) -> None:
+    """Refuse --fp8-format on GPUs without FP8 matrix products, which Transformer Engine refuses in the first step."""
+    capability = cpu.compute_capability()
+    if args.fp8 and capability is not None and capability < MIN_FP8_CAPABILITY:
+        raise MkdConfigError(
+            f"--fp8-format is {args.fp8}, but this GPU has compute capability {capability}, below "
+            f"{MIN_FP8_CAPABILITY}: leave it out"
+        )
+
+
 def check_transformer_engine(args: Namespace) -> None:
     """Refuse Transformer Engine, megatron's default on GPUs, where it is not installed."""
     if cpu.is_target() or args.transformer_impl == "local" or find_spec("transformer_engine") is not None:
@@ -445,12 +454,13 @@ of gated delta nets on Hopper GPUs, because they would be wrong."""
 def check_delta_net_gradients(model: str, args: Namespace) -> None:
     """Refuse a student with gated delta nets if flash-linear-attention has no right kernel of its backward pass.
 
-    On a machine without GPUs nothing is known about those of the job.
+    Where the job's GPUs are unknown, nothing is refused.
     """
     is_delta_net = args.experimental_attention_variant == "gated_delta_net"
-    if not is_delta_net or cpu.is_active() or args.deterministic_mode or find_spec("tilelang") is not None:
+    if not is_delta_net or args.deterministic_mode or find_spec("tilelang") is not None:
         return
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+    capability = cpu.compute_capability()
+    if capability is None or capability[0] != 9:
         return
     installed = metadata.version("triton")
     found = tuple(int(part) for part in re.findall("[0-9]+", installed)[:3])

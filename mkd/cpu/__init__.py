@@ -17,6 +17,8 @@ DEVICE_VARIABLE = "MKD_DEVICE"
 _CUDA = torch.device("cuda")
 """Created before the redirect, which would replace it by the CPU."""
 _stands_in = False
+_capability: tuple[int, int] | None = None
+"""Compute capability of the GPUs that this process stands in for; None if it is unknown."""
 
 
 def wanted() -> bool:
@@ -52,11 +54,21 @@ def target_device() -> torch.device:
     return torch.device("cpu") if is_target() else _CUDA
 
 
-def activate(stands_in: bool = False) -> None:
+def compute_capability() -> tuple[int, int] | None:
+    """Compute capability of the GPUs of this command line's job; None on CPU, and where no GPU is at hand to ask."""
+    if is_target():
+        return None
+    if _stands_in:
+        return _capability
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+
+
+def activate(stands_in: bool = False, capability: tuple[int, int] | None = None) -> None:
     """Redirect CUDA to CPU and NCCL to gloo in this process. Calling it again does nothing.
 
     Args:
         stands_in: the job itself will run on GPUs; this process only examines its command line, and keeps its flags.
+        capability: compute capability of those GPUs, if it is known.
     """
     import torch._dynamo  # noqa: F401 - registers torch.cuda's functions by identity, so it must see the originals
 
@@ -73,12 +85,12 @@ def activate(stands_in: bool = False) -> None:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     # Megatron requires it under tensor parallelism, for the order of CUDA kernels.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    global _stands_in
-    _stands_in = stands_in
+    global _stands_in, _capability
+    _stands_in, _capability = stands_in, capability
     if not stands_in:
         # Megatron uses layers of an installed Transformer Engine, which need CUDA, even beside its own (final norm).
         sys.modules["transformer_engine"] = None
-    cuda_stubs.install()
+    cuda_stubs.install(capability or cuda_stubs.CAPABILITY)
     gloo.install()
     device_mode.enter()
 

@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+CAPABILITY = 8, 0
+"""Reported where none is known. It is no fact about a card: mkd itself reads `mkd.cpu.compute_capability`."""
+
 
 class _Stream:
     """A stream on which all work has completed."""
@@ -71,9 +74,10 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-def _device_properties(device: Any = None) -> types.SimpleNamespace:
+def _device_properties(capability: tuple[int, int]) -> types.SimpleNamespace:
+    major, minor = capability
     return types.SimpleNamespace(
-        name="cpu", major=8, minor=0, multi_processor_count=1, total_memory=0, warp_size=32, gcnArchName=""
+        name="cpu", major=major, minor=minor, multi_processor_count=1, total_memory=0, warp_size=32, gcnArchName=""
     )
 
 
@@ -100,9 +104,9 @@ def _random_state() -> dict[str, Any]:
     }
 
 
-def install() -> None:
-    """Replace `torch.cuda`'s functions by the stubs."""
-    one_stream = _Stream()
+def install(capability: tuple[int, int] = CAPABILITY) -> None:
+    """Replace `torch.cuda`'s functions by the stubs; the device has this compute capability."""
+    one_stream, properties = _Stream(), _device_properties(capability)
     stubs = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -112,9 +116,9 @@ def install() -> None:
         "current_device": lambda: 0,
         "set_device": _nothing,
         "device": lambda device=None: contextlib.nullcontext(),
-        "get_device_properties": _device_properties,
+        "get_device_properties": lambda device=None: properties,
         "get_device_name": lambda device=None: "cpu",
-        "get_device_capability": lambda device=None: (8, 0),
+        "get_device_capability": lambda device=None: capability,
         "Stream": _Stream,
         "Event": _Event,
         "stream": lambda stream=None: contextlib.nullcontext(),

@@ -40,7 +40,10 @@ def set_cpu_values(args: Namespace) -> list[str]:
     """
     for name in ("fp8", "fp4"):
         if getattr(args, name, None):
-            raise MkdConfigError(f"--{name}-format is {getattr(args, name)}, which needs a GPU: leave it out on CPU")
+            raise MkdConfigError(
+                f"--{name}-format is {getattr(args, name)}, which needs a GPU: leave it out on CPU "
+                "(mkd doctor checks a job for GPUs)"
+            )
     changed = [name for name, value in VALUES.items() if getattr(args, name) != value]
     for name, value in VALUES.items():
         setattr(args, name, value)

@@ -256,6 +256,20 @@ def test_warnings_about_the_machine(ask, with_te, job, monkeypatch):
         assert words in output
 
 
+@pytest.mark.parametrize("flags", [{"--kd-teacher-dtype": "fp8"}, {"--fp8-format": "hybrid"}], ids=" ".join)
+def test_fp8_is_judged_by_the_capability_of_the_job_s_gpus(ask, with_te, monkeypatch, flags):
+    """Not by that of the device which stands in for one, and which no card has."""
+    ((flag, value),) = flags.items()
+    status, output = ask({**LOCAL, **flags})
+    assert status == 0 and f"{flag} {value} needs GPUs of compute capability 8.9 or higher" in output, output
+    monkeypatch.setattr(cpu, "_capability", (9, 0))
+    status, output = ask({**LOCAL, **flags})
+    assert status == 0 and "compute capability" not in output
+    monkeypatch.setattr(cpu, "_capability", (8, 0))
+    status, output = ask({**LOCAL, **flags})
+    assert status == 1 and f"{flag} is {value}, but this GPU has compute capability (8, 0)" in problems(output)[0]
+
+
 def test_all_problems_of_a_file_of_flags_are_found(job: SmallJob, ask: Callable[..., tuple[int, str]]) -> None:
     (job.root / "bad.yaml").write_text("kd-temprature: 2\nseq-length: many\nkd-beta: 7\nkd-loss: jsd\n")
     status, text = ask({"--kd-config": "{root}/bad.yaml", "--seq-length": None})

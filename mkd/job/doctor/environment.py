@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
@@ -44,6 +44,8 @@ class Card:
     name: str
     gib: float
     driver: str
+    capability: tuple[int, int] | None = None
+    """Compute capability; None if the driver does not report it."""
 
 
 def inspect() -> list[Part]:
@@ -101,13 +103,30 @@ def version(distribution: str) -> str | None:
 
 def cards() -> list[Card]:
     """GPUs of this machine; empty without a driver."""
+    fields = "name,memory.total,driver_version"
+    rows = _query_cards(f"{fields},compute_cap") or _query_cards(fields)  # old drivers refuse the last one
+    return [Card(row[0], float(row[1]) / 1024, row[2], _capability(*row[3:])) for row in rows if len(row) in (3, 4)]
+
+
+def lowest_capability(cards: Sequence[Card]) -> tuple[int, int] | None:
+    """The lowest compute capability of some cards; None if one is unknown, or without cards."""
+    found = [card.capability for card in cards]
+    return min(found) if found and None not in found else None
+
+
+def _query_cards(fields: str) -> list[list[str]]:
+    """Values of nvidia-smi's fields for every GPU; empty if it fails."""
     try:
-        query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
+        query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
         done = subprocess.run(query, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return []
-    rows = [line.split(", ") for line in done.stdout.splitlines()] if done.returncode == 0 else []
-    return [Card(row[0], float(row[1]) / 1024, row[2]) for row in rows if len(row) == 3]
+    return [line.split(", ") for line in done.stdout.splitlines()] if done.returncode == 0 else []
+
+
+def _capability(text: str = "") -> tuple[int, int] | None:
+    major, _, minor = text.partition(".")
+    return (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else None
 
 
 def _python() -> Part:

@@ -1,7 +1,5 @@
 """The doctor's report on a job: plan, data, memory, problems."""
 
-from argparse import Namespace
-
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -9,6 +7,7 @@ from rich.text import Text
 
 from mkd import cpu
 from mkd.config import data_args
+from mkd.config.fp8_teacher import MIN_FP8_CAPABILITY
 from mkd.data.sources.preview import BEGIN, END
 from mkd.job.doctor import split
 from mkd.job.doctor.findings import Findings
@@ -90,16 +89,17 @@ def check_memory(
     )
 
 
-def check_cards(args: Namespace, cards: int, per_node: int, connections: str | None, findings: Findings) -> None:
+def check_cards(job: Job, cards: int, per_node: int, connections: str | None, findings: Findings) -> None:
     """Warn of what the training machine may lack, judged by this one.
 
     Args:
-        args: Megatron's.
+        job: the examined job.
         cards: GPUs of this machine.
         per_node: ranks of each node.
         connections: CUDA_DEVICE_MAX_CONNECTIONS in this shell.
         findings: collects the warnings.
     """
+    args = job.args
     if 0 < cards < per_node:
         findings.warning(f"--nproc is {per_node}, this machine has {cards} GPUs")
     if max(args.tensor_model_parallel_size, args.context_parallel_size) > 1 and connections != "1":
@@ -107,6 +107,13 @@ def check_cards(args: Namespace, cards: int, per_node: int, connections: str | N
             "CUDA_DEVICE_MAX_CONNECTIONS is not 1 in this shell; set it where the job is launched: megatron requires "
             "it under tensor and context parallelism"
         )
+    fp8 = {"--kd-teacher-dtype fp8": job.kd.teacher_dtype == "fp8", f"--fp8-format {args.fp8}": args.fp8}
+    if cpu.compute_capability() is None:
+        for flag in (flag for flag, is_given in fp8.items() if is_given):
+            lowest = ".".join(map(str, MIN_FP8_CAPABILITY))
+            findings.warning(
+                f"{flag} needs GPUs of compute capability {lowest} or higher; that of the job's GPUs is unknown here"
+            )
     if args.fp8 or args.fp4:
         findings.warning("memory is estimated as if --fp8-format and --fp4-format were not given")
 

@@ -9,7 +9,7 @@ import pytest
 
 from mkd.cli import doctor
 from mkd.job.doctor import environment
-from mkd.job.doctor.environment import Part, apex, cards, has_wrong_apex, inspect, transformer_engine
+from mkd.job.doctor.environment import Part, apex, cards, has_wrong_apex, inspect, lowest_capability, transformer_engine
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> None:
@@ -85,6 +85,11 @@ def test_cards(monkeypatch):
     assert [(card.name, round(card.gib, 1)) for card in cards()] == [("NVIDIA H100 80GB HBM3", 79.6)] * 2
     monkeypatch.setattr(environment, "transformer_engine", lambda: Part("transformer-engine", "2.9"))
     assert "2 x NVIDIA H100 80GB HBM3, 79.6 GiB" in part("GPU").found
+    assert lowest_capability(cards()) is None and lowest_capability([]) is None
+    answer.stdout = "NVIDIA H100, 81559, 570.1, 9.0\nNVIDIA A100, 81559, 570.1, 8.0\nNVIDIA B200, 9, 570.1, 10.0\n"
+    assert lowest_capability(cards()) == (8, 0)
+    answer.stdout += "NVIDIA Z1, 81559, 570.1, [N/A]\n"
+    assert len(cards()) == 4 and lowest_capability(cards()) is None
     answer.returncode = 9
     assert cards() == []
     monkeypatch.setattr(subprocess, "run", lambda *args, **options: Path("/no/such/file").read_text())
