@@ -27,6 +27,9 @@ class RunState:
     rollout: dict[str, Any] | None = None
     """Texts that the student has written for several steps (`mkd.rollout.on_policy`): their key, the iteration and the
     token ids; None without them."""
+    runaway_rollouts: tuple[int, ...] = ()
+    """Iterations, counted from 1, of the latest consecutive rollouts above a threshold of --kd-rollout-guard: as many
+    as the guard needs (`mkd.rollout.guard`)."""
 
     @property
     def resumes(self) -> bool:
@@ -38,7 +41,11 @@ class RunState:
         """The state in a checkpoint's arguments; defaults for fields that an older checkpoint lacks."""
         stored = {field.name: getattr(args, f"kd_{field.name}", field.default) for field in fields(cls)}
         state = cls(**stored)
-        return state if isinstance(state.rollout, dict | None) else replace(state, rollout=None)
+        if not isinstance(state.rollout, dict | None):
+            state.rollout = None
+        if not isinstance(state.runaway_rollouts, tuple) or not all(type(one) is int for one in state.runaway_rollouts):
+            state.runaway_rollouts = ()
+        return state
 
     def without_texts(self) -> "RunState":
         """The state without written texts, as trackers record it."""

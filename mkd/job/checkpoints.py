@@ -83,7 +83,7 @@ def check_checkpoint(
     args: Namespace, kd: KDConfig, state: RunState, point: ResumePoint | None, teacher: TeacherSource
 ) -> list[str]:
     """Compare the checkpoint with this job, and set the run's state: the teacher's fingerprint, and from the checkpoint
-    the balance factor, the unfinished evaluation and the texts of --kd-rollout-steps.
+    the balance factor, the unfinished evaluation, the texts of --kd-rollout-steps and the rollouts that run away.
 
     Returns:
         Differences that are allowed, as lines to print.
@@ -93,7 +93,8 @@ def check_checkpoint(
         MkdConfigError: it was trained with another teacher, or another schedule of the learning rate.
     """
     state.teacher_fingerprint = None if kd.is_plain_pretraining else teacher.fingerprint()
-    state.unfinished_evaluation, state.balance_factor, state.rollout = False, 1.0, None
+    state.unfinished_evaluation, state.balance_factor = False, 1.0
+    state.rollout, state.runaway_rollouts = None, ()
     if point is None or point.folder is None:
         return []
     folder, origin = MegatronFolder(point.folder, "--load"), f"--load {point.folder}"
@@ -107,7 +108,7 @@ def check_checkpoint(
     notes = [] if iterations_are_unknown(args) else check_stored_schedule(args, point)
     before = RunState.read_from(stored)
     state.unfinished_evaluation, state.balance_factor = before.unfinished_evaluation, before.balance_factor
-    state.rollout = before.rollout
+    state.rollout, state.runaway_rollouts = before.rollout, before.runaway_rollouts
     if kd.is_plain_pretraining:
         state.teacher_fingerprint = before.teacher_fingerprint
         return notes

@@ -144,7 +144,7 @@ def on_policy_of(
         kd: share, prompts and options of sampling.
         true_vocab: the student's vocabulary size.
         longest: positions of the models; None if they have those of a row.
-        state: keeps the texts of --kd-rollout-steps.
+        state: keeps the texts of --kd-rollout-steps, and the rollouts that run away; None: a state of its own.
         waits: with --kd-rollout-url, find the servers, and wait for those that do not answer yet; None leaves them
             out.
 
@@ -154,6 +154,7 @@ def on_policy_of(
     """
     if not kd.is_on_policy:
         return None
+    state = RunState() if state is None else state
     writer = Writer.of(args, kd.rollout_tokens, true_vocab)
     if not writer.decoding.end_tokens:
         raise MkdDataError(
@@ -188,8 +189,8 @@ def on_policy_of(
         samples=kd.rollout_samples,
         steps=kd.rollout_steps,
         options=WrittenRowOptions(kd.rollout_cut_off == "drop", kd.position_weight, is_routed=bool(teachers)),
-        guard=_guard(kd),
-        state=RunState() if state is None else state,
+        guard=_guard(kd, state),
+        state=state,
         writer=None if waits is None else served_writer(args, kd, TextSizes(true_vocab, longest_text), waits),
     )
 
@@ -217,10 +218,10 @@ def _cache_tokens(args: Namespace, kd: KDConfig, longest_prompt: int) -> int | N
     return tokens
 
 
-def _guard(kd: KDConfig) -> CollapseGuard | None:
+def _guard(kd: KDConfig, state: RunState) -> CollapseGuard | None:
     if kd.rollout_guard == "off":
         return None
-    return CollapseGuard(kd.rollout_guard == "stop", kd.rollout_most_repeated, kd.rollout_most_cut_off)
+    return CollapseGuard(kd.rollout_guard == "stop", kd.rollout_most_repeated, kd.rollout_most_cut_off, state)
 
 
 def _teachers(prompts: Sequence[Prompt], kd: KDConfig) -> list[int]:

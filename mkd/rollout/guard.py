@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from mkd.config.run_state import RunState
 from mkd.errors import MkdDataError
 from mkd.rollout.facts import GRAM, RolloutFacts
 from mkd.utils.logging import logger
@@ -20,7 +21,8 @@ class CollapseGuard:
     """Threshold of `RolloutFacts.repeated`."""
     most_cut_off: float
     """Threshold of the share of texts that are cut off."""
-    _in_a_row: int = field(default=0, init=False)
+    state: RunState = field(default_factory=RunState)
+    """Holds the rollouts that are above a threshold, so a resumed run reacts at the same iteration."""
 
     def check(self, facts: RolloutFacts, iteration: int) -> None:
         """Check the texts of a step, the same on all ranks.
@@ -41,8 +43,11 @@ class CollapseGuard:
             )
         if cut_off > self.most_cut_off:
             reasons.append(f"{cut_off:.0%} of them are cut off (--kd-rollout-most-cut-off {self.most_cut_off:g})")
-        self._in_a_row = self._in_a_row + 1 if reasons else 0
-        if self._in_a_row < PATIENCE:
+        # Megatron may run a step again, in this job or in one that resumes before it.
+        before = [rollout for rollout in self.state.runaway_rollouts if rollout < iteration]
+        self.state.runaway_rollouts = (*before[-PATIENCE:], iteration) if reasons else ()
+        in_a_row = len(self.state.runaway_rollouts)
+        if in_a_row < PATIENCE:
             return
         message = (
             f"the texts that the student writes run away: at iteration {iteration}, and in the {PATIENCE - 1} rollouts "
@@ -50,5 +55,5 @@ class CollapseGuard:
         )
         if self.stops:
             raise MkdDataError(f"{message}; continue from an earlier checkpoint, or give --kd-rollout-guard warn")
-        if self._in_a_row == PATIENCE:
+        if in_a_row == PATIENCE:
             logger.warning(message)

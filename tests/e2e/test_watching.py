@@ -129,19 +129,34 @@ def models_that_repeat(job: SmallJob, folder: Path) -> dict[str, Path]:
     return {f"--kd-{name}-hf": folder / name for name in ("teacher", "student")}
 
 
-def test_a_collapse_is_noticed(job: SmallJob, tmp_path: Path) -> None:
-    """A teacher that rewards endless repetition; the job ends within 20 steps, before the texts are learned."""
+def collapse_flags(job: SmallJob, tmp_path: Path) -> dict[str, Any]:
+    """A job whose teacher rewards endless repetition."""
     flags = on_policy_flags(tmp_path) | {"--pipeline-model-parallel-size": None, "--kd-on-policy": 1}
     flags |= models_that_repeat(job, tmp_path)
     flags |= {"--kd-ratio": 1, "--train-iters": 20, "--lr": 2e-2, "--lr-decay-style": "constant", "--eval-iters": 0}
     flags |= {"--kd-rollout-tokens": 16, "--kd-rollout-guard": "stop", "--kd-rollout-most-cut-off": 1}
-    flags |= {"--kd-allow-bad-teacher": True, "--save": tmp_path / "save", "--save-interval": 100}
-    result = run(job.flags(flags))
+    return flags | {"--kd-allow-bad-teacher": True, "--save": tmp_path / "save", "--save-interval": 100}
+
+
+RUNS_AWAY = r"the texts that the student writes run away: at iteration (\d+), and in the 2"
+
+
+def test_a_collapse_is_noticed(job: SmallJob, tmp_path: Path) -> None:
+    """The job ends within 20 steps, before the texts are learned."""
+    result = run(job.flags(collapse_flags(job, tmp_path)))
     assert result.status == 1, result.output[-3000:]
-    found = re.search(r"the texts that the student writes run away: at iteration (\d+), and in the 2", result.errors)
+    found = re.search(RUNS_AWAY, result.errors)
     assert found and int(found[1]) <= 20 and "Traceback" not in result.errors
     repeated = [line["written_repeated"] for line in result.metrics if "grad_norm" in line]
     assert len(repeated) == int(found[1]) - 1 and repeated[0] < 0.2 and min(repeated[-2:]) > 0.5
+
+
+@pytest.mark.slow
+def test_a_collapse_is_noticed_at_the_same_iteration_after_a_restart(job: SmallJob, tmp_path: Path) -> None:
+    flags = collapse_flags(job, tmp_path) | {"--save-interval": 1}
+    first, again = run(job.flags(flags)), run(job.flags(flags | {"--load": tmp_path / "save"}))
+    assert first.status == again.status == 1, again.output[-3000:]
+    assert re.search(RUNS_AWAY, again.errors)[1] == re.search(RUNS_AWAY, first.errors)[1]
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ def test_names_in_a_checkpoint() -> None:
         "kd_data_fingerprints": None,
         "kd_base_fingerprint": None,
         "kd_rollout": None,
+        "kd_runaway_rollouts": (),
     }
 
 
@@ -35,6 +36,14 @@ def test_written_texts() -> None:
     state.without_texts().write_to(args)
     assert args.kd_rollout is None and state.rollout is not None
     assert RunState.read_from(Namespace(kd_rollout=[1])) == RunState()
+
+
+def test_rollouts_that_run_away() -> None:
+    args, state = Namespace(), RunState(runaway_rollouts=(3, 6))
+    state.write_to(args)
+    assert RunState.read_from(args) == state
+    for damaged in (3, [3], ("3",), (True,)):
+        assert RunState.read_from(Namespace(kd_runaway_rollouts=damaged)) == RunState()
 
 
 def test_checkpoints_without_a_state() -> None:

@@ -1,7 +1,10 @@
 """The guard of written texts."""
 
+from argparse import Namespace
+
 import pytest
 
+from mkd.config.run_state import RunState
 from mkd.errors import MkdDataError
 from mkd.rollout.facts import RolloutFacts
 from mkd.rollout.guard import CollapseGuard
@@ -33,3 +36,30 @@ def test_one_warning_until_the_texts_are_good_again(monkeypatch: pytest.MonkeyPa
         guard.check(facts, iteration)
         counts.append(len(seen))
     assert counts == [0, 0, 1, 1, 1, 1, 1, 1, 2]
+
+
+@pytest.mark.parametrize("resumed_after", range(1, 5))
+def test_a_resumed_run_reacts_at_the_same_iteration(resumed_after: int) -> None:
+    """Also if the step before the restart runs again."""
+    rollouts = dict(enumerate([REPEATED, GOOD, ENDLESS, REPEATED, ENDLESS], start=1))
+    state, checked = RunState(), []
+    guard = CollapseGuard(stops=True, most_repeated=0.5, most_cut_off=0.95, state=state)
+    with pytest.raises(MkdDataError, match="at iteration 5, and in the 2 rollouts before it"):
+        for iteration, facts in rollouts.items():
+            guard.check(facts, iteration)
+            checked.append(iteration)
+            if iteration == resumed_after:
+                args = Namespace()
+                state.write_to(args)
+                guard = CollapseGuard(stops=True, most_repeated=0.5, most_cut_off=0.95, state=RunState.read_from(args))
+                guard.check(facts, iteration)
+    assert checked == [1, 2, 3, 4]
+
+
+def test_the_state_stays_small() -> None:
+    guard = CollapseGuard(stops=False, most_repeated=0.5, most_cut_off=1.0)
+    for iteration in range(1, 100):
+        guard.check(REPEATED, iteration)
+    assert guard.state.runaway_rollouts == (96, 97, 98, 99)
+    guard.check(GOOD, 100)
+    assert guard.state.runaway_rollouts == ()
