@@ -20,25 +20,22 @@ import threading
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from datetime import datetime
 from functools import partial
 from pathlib import Path
-from socket import gethostname
 from typing import Any, TextIO
-from uuid import uuid4
 
 import torch.distributed as dist
 
+from mkd.checkpoint.claim import FolderClaim
 from mkd.checkpoint.integrity import hash_files, take_hashes, write_manifest
 from mkd.checkpoint.ranks import gather_objects
 from mkd.compat.stopping import SIGNALS
 from mkd.config.run_state import RunState
-from mkd.errors import MkdCheckpointError
 from mkd.utils.atomic_files import free_bytes, rename, replacing, sync_file, sync_folder
 from mkd.utils.logging import logger
 
 OWNER = "saving_job.txt"
-"""File in --save with the job that claimed the folder last. A forgotten job may still be running; it must not save."""
+"""File in --save with the job that claimed the folder last (`mkd.checkpoint.claim`)."""
 
 
 class Saving:
@@ -61,28 +58,12 @@ class Saving:
         """
         self._root, self._hashes, self._state, self._on_published = root, hashes, state, on_published
         self._written: Path | None = None
-        self._name: str | None = None
+        self._claim = FolderClaim(root / OWNER, f"--save {root}")
 
     def claim(self) -> None:
         """Record in the folder that this job saves there from now on. Called on all ranks."""
         if dist.get_rank() == 0:
-            now = f"{datetime.now().astimezone():%F %T %z}"
-            self._name = f"process {os.getpid()} on {gethostname()}, started {now} ({uuid4().hex[:8]})"
-            self._root.mkdir(parents=True, exist_ok=True)
-            with replacing(self._root / OWNER) as file:
-                file.write(self._name)
-
-    def _check_claim(self) -> None:
-        owner = [None]
-        if self._name is not None and (self._root / OWNER).is_file():
-            owner = [(self._root / OWNER).read_text()]
-            owner = [None] if owner == [self._name] else owner
-        dist.broadcast_object_list(owner)
-        if owner[0] is not None:
-            raise MkdCheckpointError(
-                f"--save {self._root}: another job has claimed this folder: {owner[0]}. This job exits without saving; "
-                "give each job a folder of its own"
-            )
+            self._claim.take()
 
     def collecting(self, args: Namespace) -> None:
         """Put the run's state among the arguments that are saved."""
@@ -103,7 +84,7 @@ class Saving:
             MkdCheckpointError: on all ranks, when another job has claimed the folder in --save.
             OSError: on all ranks, when the disk has no room for the checkpoint.
         """
-        self._check_claim()
+        self._claim.check("This job exits without saving")
         _require_room(folder, sum(gather_objects(nbytes)))
         if dist.get_rank() == 0 and folder.is_dir() and any(folder.iterdir()):
             logger.info(f"{folder} exists from an earlier attempt and is rewritten")

@@ -97,7 +97,7 @@ def test_all_ranks_have_the_texts(gloo_pool, path: Path, server: StandIn, tmp_pa
     assert other[1] == found and steps == other[2] == [3, 3, 5]
     assert server.loaded == [str(tmp_path / "w" / f"step_000000{step}") for step in (3, 5, 4)]
     assert len(server.written) == 4 * len(REQUESTS)
-    left = ["step_0000004", "texts_0000004.json", "texts_0000005.json"]
+    left = ["step_0000004", "texts_0000004.json", "texts_0000005.json", "writing_job.txt"]
     assert sorted(one.name for one in (tmp_path / "w").iterdir()) == left
 
 
@@ -168,3 +168,23 @@ def test_folders_of_other_programs_are_not_removed(gloo_pool, tmp_path: Path) ->
         assert names == ["step_0000002", "step_0001000"]
         assert "step_0001000 exists and was not written by --kd-rollout-weights: give a folder" in error
     assert (tmp_path / "step_0001000" / "model.safetensors").read_text() == "mine"
+
+
+def second_job(rank: int, world_size: int, out: Path) -> tuple[str, list[str]]:
+    """The error of a job in whose folder another one has begun, and the names in the folder."""
+    first, second = WeightFolders(out), WeightFolders(out)
+    for folders in (first, first, second, second):
+        folders.claim()
+    second.add(1, lambda folder: None)
+    with pytest.raises(MkdError) as caught:
+        first.claim()
+    return str(caught.value), sorted(path.name for path in out.iterdir())
+
+
+def test_two_jobs_in_one_folder(gloo_pool, tmp_path: Path) -> None:
+    """The earlier one ends before it removes what the servers of the other one load."""
+    out = tmp_path / "w"
+    for error, names in gloo_pool(2).run(second_job, out):
+        assert error.startswith(f"--kd-rollout-weights {out}: another job has claimed this folder: process ")
+        assert error.endswith("). This job ends; give each job a folder of its own")
+        assert names == ["step_0000001", "writing_job.txt"]

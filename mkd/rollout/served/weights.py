@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from mkd.checkpoint.claim import FolderClaim
 from mkd.checkpoint.ranks import run_on_all_ranks
 from mkd.errors import MkdCheckpointError
 from mkd.utils.atomic_files import partial_path, remove_folder, rename, sync_file, sync_folder
@@ -14,6 +15,8 @@ from mkd.utils.atomic_files import partial_path, remove_folder, rename, sync_fil
 _NAME = "step_"
 _MARK = ".mkd_rollout"
 """Empty file in each folder: folders of other programs, which may have such names too, are never removed."""
+OWNER = "writing_job.txt"
+"""File with the job that claimed the folder last (`mkd.checkpoint.claim`)."""
 FLAG = "--kd-rollout-weights"
 
 
@@ -27,6 +30,17 @@ class WeightFolders:
     def __init__(self, folder: Path) -> None:
         """Nothing is written yet."""
         self._folder = folder
+        self._claim = FolderClaim(folder / OWNER, f"{FLAG} {folder}")
+
+    def claim(self) -> None:
+        """Claim the folder for this job on the first call; check on later ones that no other job has claimed it since:
+        it would remove the weights that servers load for this one. Collective over all ranks.
+
+        Raises:
+            MkdCheckpointError: on all ranks, if another job has, or the folder cannot be written.
+        """
+        on_first_rank(lambda: None if self._claim.is_taken else self._claim.take())
+        self._claim.check("This job ends")
 
     def add(self, iteration: int, write: Callable[[Path], None]) -> Path:
         """A new folder. Collective over all ranks.

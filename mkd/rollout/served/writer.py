@@ -73,10 +73,11 @@ class ServedWriter:
         Raises:
             MkdTeacherTimeout: on all ranks, if no server has answered for the time limit.
             MkdTeacherError, MkdNumericError: on all ranks, if a server cannot be used.
-            MkdCheckpointError: on all ranks, if the weights cannot be written.
+            MkdCheckpointError: on all ranks, if the weights cannot be written, or another job writes there too.
             WaitAborted: on all ranks, if one of them is stopping and texts are not written yet.
         """
         self._ranks = self._ranks or AllRanks(self.timeout_s)
+        self.folders.claim()
         text = self.text[: options.longest]
         scores = own_scores(chunks, groups, text, options)
         key = rollout_key(iteration, requests, options, scores)
