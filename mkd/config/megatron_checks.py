@@ -1,10 +1,8 @@
 """Checks of Megatron's flags against each other and the model, which megatron itself makes late, unclearly or never."""
 
 import math
-import re
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
 
@@ -431,43 +429,6 @@ def _check_mamba(model: str, sizes: Mapping[str, Any], args: Namespace, prefix: 
             f"{prefix}context-parallel-size {args.context_parallel_size} does not work with the Mamba layers of "
             f"{model}, whose state passes through the whole sequence: leave it out, and give tensor or pipeline "
             "parallelism instead"
-        )
-
-
-def check_linear_attention(model: str, sizes: Mapping[str, Any]) -> None:
-    """Refuse gated delta nets on GPUs without the package that has their kernels; arguments as in
-    `check_attention_heads`."""
-    is_delta_net = sizes.get("experimental_attention_variant") == "gated_delta_net"
-    if is_delta_net and not cpu.is_target() and find_spec("fla") is None:
-        raise MkdPackageError(
-            f"{model} has a gated delta net ({sizes['linear_num_value_heads']} linear_num_value_heads), whose kernels "
-            "are in flash-linear-attention, which is not installed in this Python: install it (pip install "
-            "flash-linear-attention)"
-        )
-
-
-_WRONG_TRITON = (3, 4, 0), (3, 7, 1)
-"""First and last version of Triton, the last excluded, with which flash-linear-attention refuses to compute gradients
-of gated delta nets on Hopper GPUs, because they would be wrong."""
-
-
-def check_delta_net_gradients(model: str, args: Namespace) -> None:
-    """Refuse a student with gated delta nets if flash-linear-attention has no right kernel of its backward pass.
-
-    Where the job's GPUs are unknown, nothing is refused.
-    """
-    is_delta_net = args.experimental_attention_variant == "gated_delta_net"
-    if not is_delta_net or args.deterministic_mode or find_spec("tilelang") is not None:
-        return
-    capability = cpu.compute_capability()
-    if capability is None or capability[0] != 9:
-        return
-    installed = metadata.version("triton")
-    found = tuple(int(part) for part in re.findall("[0-9]+", installed)[:3])
-    if _WRONG_TRITON[0] <= found < _WRONG_TRITON[1]:
-        raise MkdPackageError(
-            f"{model} has a gated delta net, of which flash-linear-attention computes no gradients with Triton "
-            f"{installed} on Hopper GPUs, because they would be wrong: install tilelang, or Triton 3.7.1 or later"
         )
 
 

@@ -97,13 +97,11 @@ def activate(stands_in: bool = False, capability: tuple[int, int] | None = None)
     from mkd.cpu import (
         attention,
         biased_experts,
-        delta_rule,
         latent_attention,
         norms,
     )  # they import megatron, which all of the above must precede
 
     attention.install()
     biased_experts.install()
-    delta_rule.install()
     latent_attention.install()
     norms.install()

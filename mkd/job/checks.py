@@ -307,16 +307,6 @@ CHECKS: tuple[Check[JobDraft], ...] = (
     ),
     Check("vocabulary", _find_vocabulary, needs=("student",)),
     Check("transformer engine", lambda draft: megatron_checks.check_transformer_engine(draft.args)),
-    Check(
-        "linear attention",
-        lambda draft: megatron_checks.check_linear_attention("the student", vars(draft.args)),
-        needs=("architecture",),
-    ),
-    Check(
-        "gradients of linear attention",
-        lambda draft: megatron_checks.check_delta_net_gradients("the student", draft.args),
-        needs=("linear attention",),
-    ),
     Check("student's tokenizer", _check_tokenizer, needs=("tokenizer",)),
     Check("--kd-lora", _find_adapters, needs=("student", "architecture", "parallel sizes")),
     Check("layer pairs", _check_layer_pairs, needs=("teacher source", "--num-layers")),

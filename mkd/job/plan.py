@@ -22,6 +22,8 @@ from mkd.job.memory_table import memory_line, offload_line, print_memory
 from mkd.job.run_record import write_run_file
 from mkd.job.samples import rollout_plan
 from mkd.job.teacher import shape_of
+from mkd.models.delta_rule import missing_kernel
+from mkd.models.gated_delta_net import VARIANT
 from mkd.utils.atomic_files import replacing
 from mkd.utils.logging import logger
 
@@ -70,6 +72,7 @@ def plan(job: Job) -> dict[str, str]:
         **_renamed_tokens(job),
         **_layers(job),
         **_adapters(job),
+        **_delta_nets(job),
         "layout": _layout(args, args.world_size),
         **_teacher_layouts(job),
         **({"rows": _rows(job)} if job.data.has_own_rows else {}),
@@ -165,6 +168,18 @@ def _adapters(job: Job) -> dict[str, str]:
         origin = f"checkpoint {job.state.resume_from}"
     count = job.lora.parameters / 1e6
     return {"adapters": f"{job.lora.options}, on {' '.join(job.lora.modules)}: {count:,.1f}M parameters; {origin}"}
+
+
+def _delta_nets(job: Job) -> dict[str, str]:
+    """Models whose gated delta nets have no kernel on the job's GPUs, by the reason."""
+    models = [("student", job.args, True), *(("teacher", one, False) for one in job.teacher.models)]
+    reasons: dict[str, list[str]] = {}
+    for name, args, is_trained in models:
+        if args.experimental_attention_variant == VARIANT and not cpu.is_target():
+            reason = missing_kernel(is_trained, args.deterministic_mode)
+            reasons.setdefault(reason or "", []).append(name)
+    slow = [f"{' and '.join(dict.fromkeys(names))}: {reason}" for reason, names in reasons.items() if reason]
+    return {"delta nets": "in PyTorch's operations, slower than kernels; " + "; ".join(slow)} if slow else {}
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -13,7 +13,6 @@ from mkd.checkpoint.source import EnsembleSource, ModelSource, TeacherSource
 from mkd.config.check_list import Sink
 from mkd.config.fp8_teacher import check_fp8_teacher
 from mkd.config.kd_config import KDConfig
-from mkd.config.megatron_checks import check_linear_attention
 from mkd.config.teacher_args import (
     check_teacher_divides,
     check_teacher_graph,
@@ -151,8 +150,6 @@ def check_teacher_fits(source: TeacherSource, args: Namespace, kd: KDConfig, sin
             check_teacher_layout(args, kd, experts)
         with sink():
             check_teacher_divides(one.architecture, teacher_layout_args(args, kd.teacher_sizes, experts), args)
-        with sink():
-            check_linear_attention("the teacher", one.architecture)
 
 
 def _check_experts(source: TeacherSource, sources: Sequence[TeacherSource], kd: KDConfig) -> None:

@@ -4,10 +4,14 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
+from mkd import cpu
 from mkd.checkpoint.source import ModelSource
 from mkd.config.megatron_arg_names import ArgRole, names_with, values_without_student
-from mkd.config.megatron_checks import check_attention_heads, check_divisions, check_linear_attention
+from mkd.config.megatron_checks import check_attention_heads, check_divisions
 from mkd.errors import MkdConfigError
+from mkd.models.delta_rule import missing_kernel
+from mkd.models.gated_delta_net import VARIANT
+from mkd.utils.logging import logger
 
 
 def describe_teacher(args: Namespace, source: ModelSource, student: ModelSource | None) -> None:
@@ -19,7 +23,9 @@ def describe_teacher(args: Namespace, source: ModelSource, student: ModelSource 
     for name, value in values_without_student().items():
         setattr(args, name, value)
     shape = source.architecture
-    check_linear_attention("the teacher", shape)
+    reason = missing_kernel(is_trained=False, is_deterministic=args.deterministic_mode)
+    if shape.get("experimental_attention_variant") == VARIANT and reason is not None and not cpu.is_target():
+        logger.info(f"gated delta nets in PyTorch's operations, slower than kernels: {reason}")
     for name in names_with(ArgRole.CHECKED_BY_LAYOUT):
         setattr(args, name, shape.get(name))
     if args.num_experts is None:

@@ -1,7 +1,8 @@
 """Hybrid models of Qwen3-Next and Qwen3.5: layers with a gated delta net, and every few layers one with attention.
 
 The modules are megatron-core's. Its layer specs for them serve Transformer Engine only; these serve local layers too.
-On GPUs, the module needs the package flash-linear-attention; on CPU, `mkd.cpu.delta_rule` stands in for it.
+On GPUs, the module computes with kernels of flash-linear-attention; `mkd.models.delta_rule` stands in for them on CPU,
+and where the package is missing or refuses.
 """
 
 import copy
@@ -22,6 +23,7 @@ from megatron.training.models import GPTModelConfig
 from torch import Tensor
 from torch.nn import functional as F
 
+from mkd.models import delta_rule
 from mkd.models.layer_specs import backend_of, numbered_layers
 
 VARIANT = "gated_delta_net"
@@ -44,6 +46,7 @@ class DeltaNet(GatedDeltaNet):
                 `layernorm_zero_centered_gamma` makes those of the other norms one.
             options: as in megatron.
         """
+        delta_rule.install_if_needed()
         super().__init__(config, submodules, *args, **options)
         plain = copy.copy(config)
         plain.layernorm_zero_centered_gamma = False
@@ -52,6 +55,19 @@ class DeltaNet(GatedDeltaNet):
             # Each tensor-parallel rank has heads of its own. megatron-core 0.19 sums the gradients of this norm over
             # the ranks under sequence parallelism only.
             self.out_norm.weight.register_hook(self._sum_over_ranks)
+
+    def _setup_variant_attrs(self) -> None:
+        super()._setup_variant_attrs()
+        self._kernel, self.gated_delta_rule = self.gated_delta_rule, self._delta_rule
+        deterministic = self.config.deterministic_mode
+        self._has_kernel = {
+            is_trained: delta_rule.missing_kernel(is_trained, deterministic) is None for is_trained in (False, True)
+        }
+
+    def _delta_rule(self, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+        """Megatron's function, or PyTorch's operations where there is no kernel."""
+        rule = self._kernel if self._has_kernel[self.training] else delta_rule.chunk_gated_delta_rule
+        return rule(*tensors, **options)
 
     def _sum_over_ranks(self, gradient: Tensor) -> Tensor:
         total = gradient.clone()

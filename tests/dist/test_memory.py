@@ -10,7 +10,7 @@ from mkd.checkpoint.hf.folder import HFFolder
 from mkd.cpu.flags import set_cpu_values
 from mkd.job.memory.activations import kept_by_layers
 from mkd.job.memory.parameters import parameters_of_stage
-from mkd.models import mamba
+from mkd.models import delta_rule, mamba
 from tests.support.dist.gpt_models import build_from_arguments, layout
 from tests.dist.test_hf_families import DEEPSEEK, GEMMA3, GPT_OSS
 from tests.support.hf_folders import make_model
@@ -131,7 +131,8 @@ def saved(rank: int, size: int, tp: int, sequence_parallel: bool, changes: dict)
             rope = model.rotary_pos_emb(LENGTH)
             known.add(rope.untyped_storage().data_ptr())
         # Recomputation without reentrance keeps its inputs out of sight of the hooks.
-        mamba.checkpoint = lambda *args, **options: checkpoint(*args, **options | {"use_reentrant": True})
+        for module in (mamba, delta_rule):
+            module.checkpoint = lambda *args, **options: checkpoint(*args, **options | {"use_reentrant": True})
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             for layer in model.decoder.layers:
                 hidden, _ = layer(hidden, mask, rotary_pos_emb=rope)

@@ -12,7 +12,6 @@ import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,6 @@ WIDE = {
     "ssm_state_size": 32,
 }
 """The same for keys that only some families have."""
-HAS_FLA = find_spec("fla") is not None
 AT_A_TIME = max(1, (os.cpu_count() or 1) // 2)
 """Comparisons at a time."""
 
@@ -71,11 +69,6 @@ class Case:
     sizes: dict[str, Any]
     """Keys of config.json."""
     flags: tuple[str, ...] = ()
-
-    @property
-    def needs_fla(self) -> bool:
-        """True if the models have gated delta nets, whose kernels are in flash-linear-attention."""
-        return "linear_key_head_dim" in json.dumps(self.sizes)
 
     @property
     def tolerances(self) -> tuple[float, float]:
@@ -182,7 +175,6 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """name -> its comparison, several at a time; those of the selected tests."""
     root = tmp_path_factory.mktemp("families")
     selected = [item.callspec.params["name"] for item in request.session.items if "runs" in item.fixturenames]
-    selected = [name for name in selected if HAS_FLA or not CASES[name].needs_fla]
     pool = ThreadPoolExecutor(AT_A_TIME)
     yield {name: pool.submit(compare, root / str(i), CASES[name]) for i, name in enumerate(selected)}
     pool.shutdown(cancel_futures=True)
@@ -190,8 +182,6 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize("name", CASES)
 def test_trains_like_fp32_on_cpu(runs: dict[str, Future], name: str) -> None:
-    if name not in runs:
-        pytest.skip("needs flash-linear-attention")
     found = runs[name].result()
     print(f"\n{name:40s}", json.dumps(found), flush=True)
     if out := os.environ.get("MKD_BENCH_OUT"):

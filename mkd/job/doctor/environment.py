@@ -81,6 +81,11 @@ OPTIONAL: dict[str, tuple[str, str, str]] = {
         "pip install flash-attn --no-build-isolation",
     ),
     "triton": ("triton", "the loss runs in plain PyTorch, slower and with more memory", "pip install triton"),
+    "flash-linear-attention": (
+        "fla",
+        "gated delta nets (Qwen3-Next, Qwen3.5) run in plain PyTorch, slower",
+        "pip install flash-linear-attention",
+    ),
     "tensorboard": ("tensorboard", "no --tensorboard-dir", "pip install tensorboard"),
     "wandb": ("wandb", "no --wandb-project", "pip install wandb"),
     "mlflow": ("mlflow", "no MLflow tracking", "pip install mlflow"),

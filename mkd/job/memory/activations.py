@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from mkd.job.memory.parameters import is_delta_net_layer, is_gated, is_moe_layer, mamba_channels, mixers_of
+from mkd.models import delta_rule
+from mkd.models.delta_rule import missing_kernel
 from mkd.models.layer_options import AROUND, ATTENTION, MAMBA, LayerOptions
 from mkd.models.mamba import block_length
 from mkd.models.state_space import CHUNK
@@ -66,12 +68,16 @@ def layer_bytes(args: Namespace, layer: int, on_gpu: bool) -> LayerBytes:
         on_gpu: True for Transformer Engine's kernels, False for megatron's local layers without fusions.
     """
     terms = _terms(args, is_moe_layer(args, layer), on_gpu)
+    mixing = [0.0, 0.0]  # forward and backward
     if is_delta_net_layer(args, layer):
-        attention = terms.norm + tokens_of(args) * args.params_dtype.itemsize * _delta_net(args, on_gpu)
+        has_kernel = [on_gpu and missing_kernel(trains, args.deterministic_mode) is None for trains in (False, True)]
+        attention = terms.norm + tokens_of(args) * args.params_dtype.itemsize * _delta_net(args, has_kernel[1])
         terms = replace(terms, attention=attention, scores=0.0)
-    mixers, mixing = mixers_of(args), 0.0
+        mixing = [0.0 if has else _delta_rule(args) for has in has_kernel]
+    mixers = mixers_of(args)
     if mixers is not None:
-        terms, mixing = _one_half(args, terms, mixers[layer])
+        terms, working = _one_half(args, terms, mixers[layer])
+        mixing = [working, working]
     first_half = terms.layer_input + terms.attention + terms.scores
     full = first_half + terms.mlp_input + terms.norm + terms.feed_forward + terms.dropout
     kept = full - _recomputed(args, is_moe_layer(args, layer), terms)
@@ -81,7 +87,7 @@ def layer_bytes(args: Namespace, layer: int, on_gpu: bool) -> LayerBytes:
     if mixers is not None:
         gradients += first_half
     forward = residual_bytes(args) + max(terms.norm + terms.feed_forward, terms.norm + terms.attention + terms.scores)
-    return LayerBytes(kept, forward + mixing, gradients + full - kept + mixing)
+    return LayerBytes(kept, forward + mixing[0], gradients + full - kept + mixing[1])
 
 
 def kept_by_layers(args: Namespace, layers: range, on_gpu: bool) -> float:
@@ -169,22 +175,30 @@ def _attention(args: Namespace, repeats_keys: bool) -> float:
     return (2 * query + 2 * (query if repeats_keys else key) + normed + gates) / tp
 
 
-_DELTA_CHUNK = 64
-"""Tokens that the kernels of a gated delta net process at once; they keep a matrix of them for each head."""
-
-
-def _delta_net(args: Namespace, on_gpu: bool) -> float:
+def _delta_net(args: Namespace, has_kernel: bool) -> float:
     """Elements per token that a gated delta net keeps after its normalized input: its projections, the convolved
-    queries, keys and values, those of each value head, the matrices of chunks, its output before and after norm and
-    gate. PyTorch's operations on CPU keep each tap of the convolution and four of the other tensors in addition."""
+    queries, keys and values, those of each value head, its output before and after norm and gate. The kernels keep the
+    matrices of chunks, PyTorch's operations the states between blocks."""
     heads, width = args.linear_num_value_heads, args.linear_value_head_dim
     keys, values = args.linear_num_key_heads * args.linear_key_head_dim, heads * width
     projected, convolved = 2 * keys + 2 * values + 2 * heads, 2 * keys + values
     by_head = 2 * heads * args.linear_key_head_dim + values
-    kept = projected + 2 * convolved + by_head + heads * _DELTA_CHUNK + 3 * values
-    if not on_gpu:
-        kept += args.linear_conv_kernel_dim * convolved + 4 * (heads * _DELTA_CHUNK + by_head)
+    kept = projected + 2 * convolved + by_head + 3 * values
+    kept += heads * delta_rule.CHUNK if has_kernel else 2 * values * args.linear_key_head_dim / delta_rule.BLOCK
     return kept / args.tensor_model_parallel_size
+
+
+def _delta_rule(args: Namespace) -> float:
+    """Bytes of temporary tensors of PyTorch's delta rule, which the backward pass computes again in fp32 for a block of
+    tokens at a time: queries, keys and values in several products, the matrices between the tokens of a chunk (some in
+    float64), states, and the gradients of these."""
+    width, key_width = args.linear_value_head_dim, args.linear_key_head_dim
+    chunk = min(delta_rule.CHUNK, args.seq_length)
+    elements = 11 * key_width + 9 * width + 9 * chunk + 3 * key_width * width / chunk
+    rows = args.micro_batch_size
+    at_a_time = min(args.seq_length, delta_rule.block_length(rows)) * rows
+    ranks = args.tensor_model_parallel_size * args.context_parallel_size
+    return 4 * at_a_time * args.linear_num_value_heads * elements / ranks
 
 
 def _one_half(args: Namespace, terms: _Terms, mixer: str) -> tuple[_Terms, float]:

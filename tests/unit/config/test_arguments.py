@@ -1,7 +1,6 @@
 """mkd.config: flags, adopted architectures, layout checks, and the arguments of the teacher."""
 
 import itertools
-import re
 import sys
 from argparse import Namespace
 from contextlib import nullcontext, suppress
@@ -26,11 +25,9 @@ from mkd.config.megatron_checks import (
     REQUIRED,
     check_attention_heads,
     check_attention_kernels,
-    check_delta_net_gradients,
     check_divisions,
     check_experts,
     check_layer_pairs,
-    check_linear_attention,
     check_required,
     check_variable_lengths,
     check_virtual_stages,
@@ -329,7 +326,7 @@ def test_key_value_heads_that_all_to_all_cannot_deal_out():
         check_attention_heads("the teacher", sizes, layout(**{**hierarchy, HIERARCHY: [4, 1]}))
 
 
-def test_gated_delta_net(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gated_delta_net() -> None:
     sizes = {"num_attention_heads": 8, "group_query_attention": False, "linear_num_key_heads": 2}
     sizes |= {"experimental_attention_variant": "gated_delta_net", "linear_num_value_heads": 4}
     check_attention_heads("the student", sizes, layout(**{TP: 2, "kd_packing": "best_fit"}))
@@ -337,11 +334,6 @@ def test_gated_delta_net(monkeypatch: pytest.MonkeyPatch) -> None:
         check_attention_heads("the student", sizes, layout(**{TP: 2, CP: 2}))
     with pytest.raises(MkdConfigError, match="--deterministic-mode does not work with --kd-packing best_fit"):
         check_attention_heads("the student", sizes, layout(deterministic_mode=True, kd_packing="best_fit"))
-    monkeypatch.setattr(cpu, "is_target", lambda: False)
-    monkeypatch.setattr("mkd.config.megatron_checks.find_spec", lambda name: None)
-    check_linear_attention("the student", {**sizes, "experimental_attention_variant": None})
-    with pytest.raises(MkdPackageError, match=r"the student has .*pip install flash-linear-attention"):
-        check_linear_attention("the student", sizes)
 
 
 def test_mamba_layers() -> None:
@@ -353,36 +345,6 @@ def test_mamba_layers() -> None:
         check_attention_heads("the student", mamba, layout(**{TP: 4}))
     with pytest.raises(MkdConfigError, match=r"--context-parallel-size 2 does not work with the Mamba layers"):
         check_attention_heads("the student", mamba, layout(**{CP: 2}))
-
-
-@pytest.mark.parametrize(
-    ("version", "capability", "has_tilelang", "is_refused"),
-    [
-        ("3.6.0", (9, 0), False, True),
-        ("3.4.0+git1", (9, 0), False, True),
-        ("3.7.1", (9, 0), False, False),
-        ("3.3.1", (9, 0), False, False),
-        ("3.6.0", (8, 0), False, False),
-        ("3.6.0", (9, 0), True, False),
-    ],
-)
-def test_triton_of_a_gated_delta_net(
-    monkeypatch: pytest.MonkeyPatch, version: str, capability: tuple[int, int], has_tilelang: bool, is_refused: bool
-) -> None:
-    monkeypatch.setattr(cpu, "is_active", lambda: False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr("mkd.config.megatron_checks.metadata.version", lambda name: version)
-    found = lambda name: object() if has_tilelang else None  # noqa: E731
-    monkeypatch.setattr("mkd.config.megatron_checks.find_spec", found)
-    args = Namespace(experimental_attention_variant="gated_delta_net", deterministic_mode=False)
-    check_delta_net_gradients("the student", Namespace(**{**vars(args), "experimental_attention_variant": None}))
-    check_delta_net_gradients("the student", Namespace(**{**vars(args), "deterministic_mode": True}))
-    if not is_refused:
-        check_delta_net_gradients("the student", args)
-        return
-    with pytest.raises(MkdPackageError, match=rf"with Triton {re.escape(version)} on Hopper GPUs.*install tilelang"):
-        check_delta_net_gradients("the student", args)
 
 
 @pytest.mark.parametrize(
