@@ -528,7 +528,6 @@ def check_on_policy(kd: KDFields) -> None:
         "--kd-teacher-cache": (kd.teacher_cache is not None, "it has no targets of texts that are not written yet"),
         "--kd-xtoken-loss": (kd.xtoken_loss is not None, "written texts are not aligned with other tokenizers yet"),
         "--kd-hidden-loss": (kd.hidden_loss is not None, "it has not been tested"),
-        "--kd-teachers-mode select": (kd.teachers_mode == "select", "written texts have no cross-entropy"),
         "--kd-balance": (kd.balance, "written texts have no cross-entropy"),
     }
     for flag, (given, reason) in reasons.items():

@@ -120,7 +120,10 @@ class KDBatch:
             if padding is not None:
                 padding.view(-1)[start : start + length] = False
         views = tuple(TeacherTokens.from_sample(view, packed is not None) for view in sample.get(TEACHER_VIEWS, ()))
-        return cls(**tensors, padding=padding, packed=packed, segment_hashes=tuple(hashes), teacher_views=views)
+        batch = cls(**tensors, padding=padding, packed=packed, segment_hashes=tuple(hashes))
+        if "written" in tensors:
+            views = tuple(view.with_written(batch) for view in views)
+        return replace(batch, teacher_views=views)
 
     @classmethod
     def of_tokens(cls, tokens: Tensor, position_ids: Tensor, bounds: Sequence[int] | None) -> "KDBatch":
@@ -134,6 +137,12 @@ class KDBatch:
         nothing = torch.zeros(tokens.shape)
         packed = None if bounds is None else _packed_seq_params(bounds)
         return cls(tokens, tokens, nothing, nothing, position_ids, padding=None, packed=packed)
+
+    @property
+    def scored_mask(self) -> Tensor:
+        """[b, s/cp] fp32 weights of the tokens on which teachers are compared: those of cross-entropy, and 1 for the
+        written tokens that the student learns from, which have no cross-entropy."""
+        return self.ce_mask if self.written is None else torch.where(self.written >= 0, 1.0, self.ce_mask)
 
     @property
     def bounds(self) -> tuple[int, ...]:
@@ -259,6 +268,13 @@ class TeacherTokens:
     """[b, t/cp] bool, as `student_first`."""
     chunks: int
     """Number of chunks in the whole microbatch, on every rank."""
+    chunk_weight: Tensor | None = None
+    """[chunks] fp32 weight of each chunk's divergence, on the host as the next two, which are set in steps with written
+    rows: that of the chunk's first token in the student's KD mask. None: 1."""
+    chunk_written: Tensor | None = None
+    """[chunks] int64 `KDBatch.written` of the chunk's first token."""
+    chunk_teacher: Tensor | None = None
+    """[chunks] int64 `KDBatch.teacher` of each chunk; None as there."""
     chunk_text: Tensor | None = None
     """[chunks] int64 text number of each chunk, on the host; see `KDBatch.with_texts`."""
     labels: Tensor | None = None
@@ -280,6 +296,27 @@ class TeacherTokens:
             numbers, firsts = ([part.reshape(1, -1) for part in parts] for parts in (numbers, firsts))
         batch = KDBatch.from_sample(sample, None)
         return cls(batch, numbers[0], firsts[0], numbers[1], firsts[1], int(sample["chunks"].sum()))
+
+    def with_written(self, student: KDBatch) -> "TeacherTokens":
+        """This whole view with the properties of its chunks in a step with written rows.
+
+        Args:
+            student: the microbatch that this is a view of, whole and on the host.
+        """
+        chunk = self.student_chunk[self.student_first]
+
+        def of_chunks(values: Tensor | None) -> Tensor | None:
+            if values is None:
+                return None
+            return values.new_empty(self.chunks).index_copy_(0, chunk, values[self.student_first])
+
+        weight, written, teacher = map(of_chunks, (student.kd_mask, student.written, student.teacher))
+        return replace(self, chunk_weight=weight, chunk_written=written, chunk_teacher=teacher)
+
+    @property
+    def weight_of_chunks(self) -> float:
+        """Sum of the weights of all chunks of the whole microbatch."""
+        return self.chunks if self.chunk_weight is None else float(self.chunk_weight.sum(dtype=torch.float64))
 
     def cp_slice(self, student_positions: Tensor, rank: int, size: int) -> "TeacherTokens":
         """Slice that a context-parallel rank holds; `student_positions` are those of its student tokens."""

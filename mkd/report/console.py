@@ -1,6 +1,7 @@
 """Format of the lines and tables that a run prints."""
 
 import math
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -133,8 +134,9 @@ def training_line(
 
 
 def is_of_written_texts(name: str) -> bool:
-    """True for a measurement of texts that the student has written."""
-    return name in WRITTEN_KD or name.removeprefix("written_") in WRITTEN
+    """True for a measurement of texts that the student has written, also if it is of one of several teachers."""
+    names = {name, re.sub(r"_\d+$", "", name)}
+    return any(one in WRITTEN_KD or one.removeprefix("written_") in WRITTEN for one in names)
 
 
 def _written(window: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -59,6 +59,26 @@ class Mean(NamedTuple):
         return cls((values * mask).sum(), mask.sum(), count_of_step)
 
 
+class WrittenDivergence(NamedTuple):
+    """The divergence from one teacher on the texts that the student has written, per token or per text chunk."""
+
+    values: Tensor
+    """[...] divergence, 0 where this teacher does not teach."""
+    index: Tensor
+    """[...] int64 index of the token, or of the chunk's first one, among its text's written tokens; -1 elsewhere."""
+    is_counted: bool
+    """False if another rank counts the same chunks."""
+
+    def means(self, suffix: str) -> dict[str, Mean]:
+        """Name with a suffix -> mean over the positions of `WRITTEN_POSITIONS`."""
+        means = {}
+        for name, (first, end) in WRITTEN_POSITIONS.items():
+            inside = (self.index >= first) & (self.index < end)
+            total, count = torch.where(inside, self.values, 0.0).sum(), inside.float().sum()
+            means[name + suffix] = Mean(total, count * float(self.is_counted), None)
+        return means
+
+
 @dataclass(frozen=True)
 class CrossTokenizer:
     """The vocabulary of a teacher with another tokenizer."""
@@ -186,11 +206,20 @@ class TeacherObjective(Protocol):
         ...
 
     def cross_entropy(self, sequence_parallel: bool) -> TeacherCE | None:
-        """The teacher's own CE; None if the cached targets do not hold it."""
+        """The teacher's own CE, on `KDBatch.scored_mask`; None if the cached targets do not hold it."""
         ...
 
     def finite_sum(self) -> Tensor:
         """Scalar that is not finite if the signal of a distilled token of this rank is not."""
+        ...
+
+    def by_position(self, output: LossOutput, share: float) -> WrittenDivergence:
+        """The divergence in what `loss` returned on written texts, times `share`."""
+        ...
+
+    def routed_to(self, number: int, weights: Sequence[float]) -> "TeacherObjective":
+        """The term of teacher `number` of those with these weights, where some written texts have a teacher of their
+        own (`KDBatch.teacher`): it alone teaches its texts, with the weight of all teachers."""
         ...
 
     def restricted_to(self, texts: Tensor) -> "TeacherObjective":
@@ -260,13 +289,26 @@ class SameTokenizerObjective:
     def _kd_mask(self) -> Tensor:
         """[b, s] of the tokens that this teacher teaches."""
         mask = self.batch.kd_mask if self.routed is None else self.batch.kd_mask * self.routed
-        return mask if self.texts is None else mask * self.texts[self.batch.text.clamp(min=0)]
+        return self._within_texts(mask)
+
+    def _within_texts(self, values: Tensor) -> Tensor:
+        """[b, s] values, 0 in texts that other teachers teach."""
+        return values if self.texts is None else values * self.texts[self.batch.text.clamp(min=0)]
+
+    def by_position(self, output: LossOutput, share: float) -> WrittenDivergence:
+        factor = share if self.routed is None else share * self.routed
+        values = self._within_texts(factor * unflatten_tokens(output.kd, self.batch))
+        return WrittenDivergence(values, self.batch.written, is_counted=True)
+
+    def routed_to(self, number: int, weights: Sequence[float]) -> "SameTokenizerObjective":
+        return replace(self, routed=_route(self.batch.teacher, number, weights))
 
     def restricted_to(self, texts: Tensor) -> "SameTokenizerObjective":
         return replace(self, texts=texts)
 
     def cross_entropy(self, sequence_parallel: bool) -> TeacherCE | None:
-        signal, batch, context = self.signal, self.batch, self.context
+        signal, context = self.signal, self.context
+        batch = replace(self.batch, ce_mask=self.batch.scored_mask)
         if isinstance(signal, TopKSignal):
             if signal.label_log_prob is None:
                 return None
@@ -306,6 +348,8 @@ class CrossTokenizerObjective:
     signal: HiddenSignal
     texts: Tensor | None = None
     """See `SameTokenizerObjective`."""
+    routed: Tensor | None = None
+    """[chunks] fp32 factor of each chunk's divergence, on the host; None: 1."""
 
     @property
     def _view(self) -> TeacherTokens:
@@ -344,7 +388,9 @@ class CrossTokenizerObjective:
         if self.texts is not None or view.student_labels is None:
             return None
         labels, teacher_labels, with_ce = map(flatten_tokens, (view.student_labels, view.labels, view.student_ce))
-        return HostTokens(labels, teacher_labels, with_ce, torch.ones(view.chunks, dtype=torch.bool))
+        weight = self._host_weight
+        with_kd = torch.ones(view.chunks, dtype=torch.bool) if weight is None else weight != 0
+        return HostTokens(labels, teacher_labels, with_ce, with_kd)
 
     def _teacher_logits(self, sequence_parallel: bool) -> LinearLogits:
         """The logits of all tokens; tokens that are not selected belong to no chunk, and their hidden states are 0."""
@@ -358,17 +404,39 @@ class CrossTokenizerObjective:
 
     def divergence(self, output: LossOutput, tokens: StepTokens) -> Mean:
         # One of the context-parallel ranks that share a chunk has its divergence; each of them has the count.
-        count = self._view.chunks if self.context.groups.cp.rank() == 0 else 0
+        count = self._view.weight_of_chunks if self._counts_chunks else 0
         total = (output.kd * self._taught_chunks).sum()
         return Mean(total, torch.full_like(total, count), tokens.chunks[self.signal.view])
 
     @property
+    def _counts_chunks(self) -> bool:
+        return self.context.groups.cp.rank() == 0
+
+    @property
+    def _host_weight(self) -> Tensor | None:
+        """[chunks] fp32 weights of the chunks that this teacher teaches, on the host; None: 1 everywhere."""
+        weight = self._view.chunk_weight
+        if weight is None or self.routed is None:
+            return weight
+        return weight * self.routed
+
+    @property
     def _taught_chunks(self) -> Tensor:
-        """[chunks] fp32, 1 for chunks that this teacher teaches and 0 for others."""
+        """[chunks] fp32 weights, 0 for chunks that this teacher does not teach."""
+        return self._taught(self._host_weight)
+
+    def _taught(self, factor: Tensor | None) -> Tensor:
+        """[chunks] fp32: a factor on the host (None: 1) in the texts that this teacher teaches, 0 in others."""
         view, device = self._view, self.signal.hidden.device
-        if self.texts is None:
-            return torch.ones(view.chunks, device=device)
-        return self.texts[view.chunk_text.to(device)]
+        factor = torch.ones(view.chunks, device=device) if factor is None else factor.to(device)
+        return factor if self.texts is None else factor * self.texts[view.chunk_text.to(device)]
+
+    def by_position(self, output: LossOutput, share: float) -> WrittenDivergence:
+        index = self._view.chunk_written.to(output.kd.device)
+        return WrittenDivergence(share * output.kd * self._taught(self.routed), index, self._counts_chunks)
+
+    def routed_to(self, number: int, weights: Sequence[float]) -> "CrossTokenizerObjective":
+        return replace(self, routed=_route(self._view.chunk_teacher, number, weights))
 
     def restricted_to(self, texts: Tensor) -> "CrossTokenizerObjective":
         return replace(self, texts=texts)
@@ -418,9 +486,8 @@ class MicrobatchObjective:
         """The loss for a teacher's signal, which is None in a step without KD."""
         if isinstance(signal, EnsembleSignal):
             teachers = tuple(teacher_objective(context, batch, one) for one in signal.signals)
-            if batch.teacher is not None:
-                routed = _routed(batch.teacher, signal.weights)
-                teachers = tuple(replace(one, routed=factor) for one, factor in zip(teachers, routed, strict=True))
+            if batch.teacher is not None and not signal.selecting:  # `Selection` reads the names itself
+                teachers = tuple(one.routed_to(number, signal.weights) for number, one in enumerate(teachers))
             return cls(context, batch, objective, teachers, signal.weights, signal.selecting)
         teachers = () if signal is None else (teacher_objective(context, batch, signal),)
         return cls(context, batch, objective, teachers, (1.0,) * len(teachers))
@@ -450,16 +517,18 @@ class MicrobatchObjective:
         return sum((output.loss for output in outputs[1:]), start=outputs[0].loss), means, ce
 
     def _by_position(self, outputs: Sequence[LossOutput]) -> dict[str, Mean]:
-        """Name -> mean divergence of written tokens, by their position in the text."""
-        written, values = self.batch.written, torch.zeros_like(self.batch.kd_mask)
-        for teacher, output, share in zip(self.teachers, outputs, self.shares, strict=False):
-            factor = share if teacher.routed is None else share * teacher.routed
-            values = values + factor * unflatten_tokens(output.kd, self.batch)
-        means = {}
-        for name, (first, end) in WRITTEN_POSITIONS.items():
-            inside = (written >= first) & (written < end)
-            means[name] = Mean.of(torch.where(inside, values, 0.0), inside.float(), None)
-        return means
+        """Name -> mean divergence of written tokens or text chunks, by their position in the text.
+
+        Over tokens it is that of all teachers. Where one of several teachers has another tokenizer, each teacher has
+        means of its own.
+        """
+        is_one = all(isinstance(teacher, SameTokenizerObjective) for teacher in self.teachers)
+        shares = self.shares if is_one else (1.0,) * len(self.shares)
+        every = zip(self.teachers, outputs, shares, strict=False)
+        found = [teacher.by_position(output, share) for teacher, output, share in every]
+        if is_one:
+            return found[0]._replace(values=sum(one.values for one in found)).means("")
+        return {name: mean for n, one in enumerate(found) for name, mean in one.means(self.suffix(n)).items()}
 
     def _outputs(self, student: Student, ce_weight: Tensor | None) -> list[LossOutput]:
         """One output per teacher, CE with the first; CE alone without a teacher."""
@@ -507,13 +576,11 @@ class MicrobatchObjective:
         return f"_{number + 1}" if len(self.teachers) > 1 else ""
 
 
-def _routed(teacher: Tensor, weights: Sequence[float]) -> list[Tensor]:
-    """[b, s] factor of each teacher's divergence: 1 for tokens of all teachers; where a token has one teacher, that
-    teacher has the weight of all, and the others have none."""
-    return [
-        torch.where(teacher < 0, 1.0, torch.where(teacher == number, sum(weights) / weight, 0.0))
-        for number, weight in enumerate(weights)
-    ]
+def _route(teacher: Tensor, number: int, weights: Sequence[float]) -> Tensor:
+    """[...] fp32 factor of the divergence from teacher `number`: 1 where `teacher` is -1. Elsewhere the teacher with
+    this number has the weight of all, and the others have none."""
+    alone = torch.where(teacher == number, sum(weights) / weights[number], 0.0)
+    return torch.where(teacher < 0, 1.0, alone)
 
 
 def flatten_tokens(tokens: Tensor) -> Tensor:

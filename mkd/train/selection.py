@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mkd.data.batch import KDBatch
 from mkd.train.objective import Mean, MicrobatchObjective, TeacherCE
 
 _TEXTS_PER_PRODUCT = 64
@@ -27,9 +28,10 @@ class Selection:
     def of(cls, microbatch: MicrobatchObjective, sequence_parallel: bool) -> "Selection":
         """Compare the teachers' cross-entropy on the supervised tokens of each text.
 
-        Cross-entropies are per token, or per byte of text where a teacher of the job has another tokenizer.
-        Communication, whatever is chosen: an all-reduce of 8 (2 teachers + 1) bytes per text over the context-parallel
-        ranks, and one of 8 bytes per text over the tensor-parallel ones.
+        Cross-entropies are per token, or per byte of text where a teacher of the job has another tokenizer. A written
+        text with a teacher of its own (`KDBatch.teacher`) has that one. Communication, whatever is chosen: an
+        all-reduce of 8 (2 teachers + 2) bytes per text over the context-parallel ranks, and one of 8 bytes per text
+        over the tensor-parallel ones.
 
         Args:
             microbatch: its batch numbers its texts (`KDBatch.with_texts`).
@@ -40,15 +42,17 @@ class Selection:
         sums = torch.cat(
             [
                 *(_nats_and_units(teacher.cross_entropy(sequence_parallel), texts, per_byte) for teacher in teachers),
-                sums_of_texts([batch.ce_mask], batch.text, texts),
+                _supervised_and_named(batch, texts),
             ]
         )
         dist.all_reduce(sums, group=groups.cp)
-        nats, units = sums[:-1].view(len(teachers), 2, texts).unbind(1)
+        *rates, supervised, named = sums
+        nats, units = torch.stack(rates).view(len(teachers), 2, texts).unbind(1)
         chosen = torch.where(units > 0, nats / units, torch.inf).argmin(dim=0)
+        chosen = torch.where(named > 0, named / supervised - 1, chosen).long()
         # Ranks whose sums differ in the last bit must not differ in the selected teacher.
         dist.all_reduce(chosen, op=dist.ReduceOp.MAX, group=groups.tp)
-        return cls(chosen, sums[-1] > 0)
+        return cls(chosen, supervised > 0)
 
     def taught_by(self, number: int) -> Tensor:
         """[texts] fp32, 1 for the texts of one teacher."""
@@ -65,7 +69,8 @@ class Selection:
         counted = self.supervised.float() * float(microbatch.context.groups.cp.rank() == 0)
         taught = [self.taught_by(number) for number in range(len(microbatch.teachers))]
         teachers = tuple(t.restricted_to(texts) for t, texts in zip(microbatch.teachers, taught, strict=True))
-        shares = {f"selected_{n + 1}": Mean.of(texts, counted, tokens.ce) for n, texts in enumerate(taught)}
+        of_step = tokens.ce if microbatch.batch.written is None else tokens.divisor
+        shares = {f"selected_{n + 1}": Mean.of(texts, counted, of_step) for n, texts in enumerate(taught)}
         return replace(microbatch, teachers=teachers), shares
 
 
@@ -77,6 +82,14 @@ def _nats_and_units(ce: TeacherCE, texts: int, per_byte: bool) -> Tensor:
             raise ValueError("texts in several tokenizers are compared per byte, and the bytes of a token are unknown")
         units = units * ce.byte_lengths[batch.labels.clamp(0, len(ce.byte_lengths) - 1)]
     return sums_of_texts([torch.where(units > 0, ce.values, 0), units], batch.text, texts)
+
+
+def _supervised_and_named(batch: KDBatch, texts: int) -> Tensor:
+    """[2, texts] float64 over this rank's part: the weights of each text's supervised tokens, and the same times one
+    more than the number of the text's own teacher, 0 for texts without one."""
+    mask = batch.scored_mask
+    number = torch.zeros_like(mask) if batch.teacher is None else (batch.teacher + 1).float()
+    return sums_of_texts([mask, mask * number], batch.text, texts)
 
 
 def sums_of_texts(values: Sequence[Tensor], text: Tensor, texts: int) -> Tensor:

@@ -25,7 +25,7 @@ class StepTokens:
     kd: Tensor
     """Sum of the weights of the divergence."""
     chunks: tuple[Tensor, ...] = ()
-    """Text chunks with a divergence, per view in `KDBatch.teacher_views`."""
+    """Sum of the weights of text chunks with a divergence, per view in `KDBatch.teacher_views`."""
     ce_tokens: Tensor | None = None
     """Tokens with cross-entropy; None: all weights are 0 or 1."""
     kd_tokens: Tensor | None = None
@@ -57,7 +57,7 @@ class StepTokens:
         """
         masks = [(b.ce_mask, b.kd_mask, b.ce_mask != 0, b.kd_mask != 0) for b in batches]
         counts = torch.stack([torch.stack([m.sum(dtype=torch.float64) for m in four]) for four in masks]).sum(dim=0)
-        chunks = [[view.chunks if cp_rank == 0 else 0 for view in batch.teacher_views] for batch in batches]
+        chunks = [[view.weight_of_chunks if cp_rank == 0 else 0 for view in batch.teacher_views] for batch in batches]
         counts = torch.cat([counts, torch.tensor(chunks, dtype=torch.float64).sum(dim=0).to(counts.device)])
         dist.all_reduce(counts, group=group)
         return cls(counts[0], counts[1], tuple(counts[4:]), counts[2], counts[3])

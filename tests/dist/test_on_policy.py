@@ -33,6 +33,7 @@ from mkd.losses.reference.dense import DIVERGENCES
 from mkd.rollout.interface import Decoding
 from mkd.rollout.on_policy import OnPolicy
 from mkd.rollout.rows import WrittenRowOptions
+from mkd.teacher.ensemble import TeacherEnsemble
 from mkd.teacher.online import OnlineTeacher
 from mkd.train.objective import LossContext
 from mkd.train.schedule import TeacherThenStudent
@@ -174,6 +175,17 @@ def test_a_teacher_of_its_own(gloo_pool) -> None:
     compare(({name: both[0][name] for name in names}, both[1]), ({name: alone[0][name] for name in names}, alone[1]))
 
 
+def test_the_best_teacher_is_the_same_on_each_part_of_a_text(gloo_pool) -> None:
+    """Under context parallelism; two prompts name their teacher."""
+    policy = on_policy(0.5, teachers=[-1, 0, -1, 1, -1], options=WrittenRowOptions(is_routed=True))
+    one, two = (
+        combine(gloo_pool(ranks).run(kd_step, own, Models(select=True), in_layout(policy, own)))
+        for ranks, own in ((1, Layout()), (2, Layout(cp=2)))
+    )
+    assert one[0]["selected_1"] + one[0]["selected_2"] == pytest.approx(1.0)
+    compare(two, one)
+
+
 def test_a_step_without_a_text_to_learn_from(gloo_pool) -> None:
     """All texts are cut off and left out: the loss and every gradient are 0."""
     policy = on_policy(1.0, options=WrittenRowOptions(drops_cut_off=True), end_tokens=frozenset())
@@ -201,30 +213,38 @@ def given_rows() -> list[dict[str, Tensor]]:
     return [{name: value[row] for name, value in names.items()} for row in range(ROWS)]
 
 
-def oracle(folders: list[Path], texts: Mapping[int, Text], spec: LossSpec, into: Path) -> float:
-    """Loss of a step in float64; the gradients are saved as weights of a folder like the student's.
+def oracle(
+    folders: list[Path], texts: Mapping[int, Text], spec: LossSpec, into: Path, names: Mapping[int, int] | None = None
+) -> tuple[float, list[int]]:
+    """Loss of a step in float64, and the teacher of each row; the gradients are saved as weights of a folder like the
+    student's.
 
     Args:
-        folders: student and teacher.
+        folders: student and teachers; each row has the teacher with the lowest cross-entropy.
         texts: row of the step -> what the student has written there; the other rows are `given_rows`.
         spec: the divergence.
         into: folder of the gradients.
+        names: row -> the teacher that its record names.
     """
-    student, teacher = (
+    student, *teachers = (
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
         for folder in folders
     )
-    kd, ce = [], []
+    kd, ce, chosen = [], [], []
     for number, row in enumerate(given_rows()):
         if number in texts:
             prompt, new = texts[number]
             ids = torch.tensor([[*prompt, *new]])
             used = torch.arange(ids.shape[1]) >= len(prompt) - 1
             used[-1] = False  # no token follows
+            labels = torch.tensor(new)
         else:
             ids, used = row["tokens"][None], row["loss_mask"] > 0
-        z, u = student(ids).logits[0, used], teacher(ids).logits[0, used].detach()
-        kd.append(DIVERGENCES[spec.divergence](z, u, spec))
+            labels = row["labels"][used]
+        z, each = student(ids).logits[0, used], [teacher(ids).logits[0, used].detach() for teacher in teachers]
+        rates = [torch.nn.functional.cross_entropy(u, labels).item() for u in each]
+        chosen.append((names or {}).get(number, rates.index(min(rates))))
+        kd.append(DIVERGENCES[spec.divergence](z, each[chosen[-1]], spec))
         if number not in texts:
             ce.append(torch.nn.functional.cross_entropy(z, row["labels"][used], reduction="none"))
     loss = torch.cat(kd).mean()
@@ -235,23 +255,40 @@ def oracle(folders: list[Path], texts: Mapping[int, Text], spec: LossSpec, into:
         for parameter in student.parameters():
             parameter.copy_(parameter.grad)
     student.float().save_pretrained(into)
-    return loss.item()
+    return loss.item(), chosen
 
 
 def step_of_folders(
-    rank: int, world_size: int, folders: list[Path], kind: Divergence, share: float
-) -> tuple[dict[int, Text], float, dict[str, Tensor]]:
-    """Written texts by row, loss and gradients of a step."""
+    rank: int, world_size: int, folders: list[Path], kind: Divergence, share: float, names: Sequence[int] = ()
+) -> tuple[dict[int, Text], dict[str, list[float]], dict[str, Tensor]]:
+    """Written texts by row, reports (name -> [sum, count]) and gradients of a step.
+
+    Args:
+        rank, world_size: of the pool.
+        folders: student and teachers, of which each text has the best one.
+        kind: of the divergence.
+        share: L.
+        names: the teacher that the record of each prompt names.
+    """
     with parallel_state(Layout()):
         groups = Groups.from_megatron()
         sources = [HFFolder(folder, "--hf") for folder in folders]
         chunks = student_of(sources[0], groups)
-        policy = on_policy(share, true_vocab=FOLDER_VOCAB)
-        ratio = 1.0 if share == 1.0 else GIVEN_RATIO
-        kd = KDConfig(teacher_hf=["T"], ratio=ratio, loss=kind, on_policy=share, prompts="P")
-        teacher = OnlineTeacher(
-            config_of(sources[1]), groups, load_weights=partial(load_hf_weights, folder=sources[1]), fingerprint=""
+        policy = on_policy(
+            share, teachers=names, options=WrittenRowOptions(is_routed=bool(names)), true_vocab=FOLDER_VOCAB
         )
+        ratio, several = 1.0 if share == 1.0 else GIVEN_RATIO, len(sources) > 2
+        mode = "select" if several else "sum"
+        given = dict(teacher_hf=["T"] * (len(sources) - 1), teachers_mode=mode, on_policy=share, prompts="P")
+        kd = KDConfig(ratio=ratio, loss=kind, **given)
+        teacher, *others = (
+            OnlineTeacher(
+                config_of(source), groups, load_weights=partial(load_hf_weights, folder=source), fingerprint=""
+            )
+            for source in sources[1:]
+        )
+        if several:
+            teacher = TeacherEnsemble((teacher, *others), (1.0,) * (1 + len(others)), selecting=True)
         schedule = TeacherThenStudent(kd, groups, teacher, FOLDER_VOCAB, lambda: 0, on_policy=policy)
         rows = given_rows()
         reports = schedule.around(get_forward_backward_func(pp_size=1, vp_size=None))(
@@ -265,11 +302,11 @@ def step_of_folders(
         )
         written = policy.write(student_of(sources[0], groups), groups, 0, ROWS // 2, 2).rows
         texts = {row: (request.prompt, text.tokens) for row, (request, text) in written.items()}
-        total, count = sum(report["loss"].double() for report in reports).tolist()
+        sums = {name: sum(report[name].double() for report in reports).tolist() for name in reports[0]}
         given = sum(row["loss_mask"].sum() for number, row in enumerate(rows) if number not in texts)
-        assert count == (given or sum(len(new) for _, new in texts.values()))
+        assert sums["loss"][1] == (given or sum(len(new) for _, new in texts.values()))
         gradients = {name: p.main_grad for name, p in unwrap_model(chunks[0]).named_parameters()}
-        return texts, total / count, gradients
+        return texts, sums, gradients
 
 
 def config_of(source: HFFolder) -> Any:
@@ -304,16 +341,53 @@ def weights_of(rank: int, world_size: int, folder: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize("kind", ["reverse_kl", "jsd", "forward_kl"])
 def test_a_step_is_that_of_the_definition(gloo_pool, tmp_path: Path, kind: Divergence, share: float) -> None:
     """Loss and every gradient of a step whose texts are all the student's, or every second one."""
-    sizes = {"num_hidden_layers": 2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    folders = [
-        make_llama(tmp_path / "student", **sizes),
-        make_llama(tmp_path / "teacher", hidden_size=60, intermediate_size=80, **sizes),
-    ]
-    ((texts, found, gradients),) = gloo_pool(1).run(step_of_folders, folders, kind, share)
+    folders = [make_llama(tmp_path / "student", **SIZES), make_llama(tmp_path / "teacher", **WIDE)]
+    ((texts, sums, gradients),) = gloo_pool(1).run(step_of_folders, folders, kind, share)
     assert len({len(new) for _, new in texts.values()}) > 1 and len(texts) == ROWS * share
-    loss = oracle(folders, texts, LossSpec(divergence=kind), tmp_path / "gradients")
-    assert found == pytest.approx(loss, rel=FP32)
-    (expected,) = gloo_pool(1).run(weights_of, tmp_path / "gradients")
+    loss, _ = oracle(folders, texts, LossSpec(divergence=kind), tmp_path / "gradients")
+    assert mean(sums["loss"]) == pytest.approx(loss, rel=FP32)
+    compare_gradients(gloo_pool, gradients, tmp_path / "gradients")
+
+
+@pytest.mark.parametrize(("share", "names"), [(0.5, ()), (1.0, (-1, 0, 1, 1, -1))])
+def test_each_text_has_the_teacher_that_predicts_it_best(
+    gloo_pool, tmp_path: Path, share: float, names: Sequence[int]
+) -> None:
+    """Written texts, by the cross-entropy of what the student has written, or the teacher that the record names."""
+    folders = [make_llama(tmp_path / "student", **SIZES), make_llama(tmp_path / "teacher", **WIDE)]
+    folders.append(nearly_equal(folders[1], tmp_path / "other"))
+    ((texts, sums, gradients),) = gloo_pool(1).run(step_of_folders, folders, "reverse_kl", share, names)
+    named = {row: names[PROMPTS.index(prompt)] for row, (prompt, _) in texts.items()} if names else {}
+    named = {row: number for row, number in named.items() if number >= 0}
+    loss, chosen = oracle(folders, texts, LossSpec(divergence="reverse_kl"), tmp_path / "gradients", named)
+    assert mean(sums["loss"]) == pytest.approx(loss, rel=FP32)
+    best = [[chosen[row] for row in rows] for rows in (texts, range(ROWS))]
+    assert len(set(best[0])) == 2 and bool(named) == bool(names)
+    assert [sums[f"selected_{n}"] for n in (1, 2)] == [[best[1].count(n), ROWS] for n in (0, 1)]
+    assert mean(sums["kd_first_64"]) > 0.0
+    compare_gradients(gloo_pool, gradients, tmp_path / "gradients")
+
+
+def nearly_equal(folder: Path, other: Path) -> Path:
+    """A teacher that predicts some texts better than that in `folder` does, and others worse."""
+    model, generator = AutoModelForCausalLM.from_pretrained(folder), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        model.lm_head.weight.add_(torch.randn(model.lm_head.weight.shape, generator=generator), alpha=0.1)
+    model.save_pretrained(other)
+    return other
+
+
+SIZES = {"num_hidden_layers": 2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+WIDE = {**SIZES, "hidden_size": 60, "intermediate_size": 80}
+
+
+def mean(sums: Sequence[float]) -> float:
+    total, count = sums
+    return total / count
+
+
+def compare_gradients(gloo_pool, gradients: Mapping[str, Tensor], folder: Path) -> None:
+    (expected,) = gloo_pool(1).run(weights_of, folder)
     assert expected.keys() == gradients.keys()
     for name, value in expected.items():
         assert_close_norm(gradients[name], value, GRADIENT, name)
