@@ -7,7 +7,6 @@ keys are written: flags and variables whose names or values look like ones are l
 import os
 import re
 import socket
-import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Mapping
@@ -26,6 +25,7 @@ from mkd.config.flags import flag_parser
 from mkd.config.run_file import FLAG, RECORD, given_flags, to_yaml
 from mkd.data.sources.stores import chat_files, is_chat_file
 from mkd.utils.atomic_files import replacing
+from mkd.utils.commit import commit_of
 
 FILE = "run.yaml"
 REPEAT = f"mkd train {FLAG} {FILE} --save NEW --load NEW"
@@ -76,7 +76,7 @@ def about(args: Namespace) -> dict[str, Any]:
     variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)}
     return {
         "mkd": mkd.__version__,
-        "commit": commit(Path(mkd.__file__).parent),
+        "commit": commit_of(Path(mkd.__file__).parent),
         "source": source_hash(Path(mkd.__file__).parent),
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         "host": socket.gethostname(),
@@ -102,21 +102,6 @@ def versions() -> dict[str, str]:
     if torch.version.cuda is not None:
         found["cuda"] = torch.version.cuda
     return found
-
-
-def commit(package: Path) -> str:
-    """Commit of mkd's checkout, with "+" if its files differ from it; of an installation what pip has recorded."""
-    git = ["git", "-C", str(package), "-c", "core.fsmonitor=false"]
-    try:
-        ours = subprocess.run([*git, "ls-files", "--error-unmatch", "__init__.py"], capture_output=True, timeout=10)
-        if ours.returncode == 0:  # else the environment lies inside a checkout of something else
-            describe = [*git, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
-            return subprocess.run(describe, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-        recorded = metadata.distribution("mkd").read_text("direct_url.json") or ""
-    except (OSError, subprocess.SubprocessError, metadata.PackageNotFoundError):
-        return "unknown"
-    found = re.search(r'"commit_id": *"([0-9a-f]+)"', recorded)
-    return found[1] if found else "unknown"
 
 
 def source_hash(package: Path) -> str:

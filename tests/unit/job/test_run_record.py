@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+import mkd
 from mkd.config.run_file import read_file, words_of
-from mkd.job import run_record
-from mkd.job.run_record import commit, data_state, source_hash, without_secrets, write_run_file
+from mkd.job.run_record import data_state, source_hash, without_secrets, write_run_file
+from mkd.utils.commit import FILE, commit_of
 
 FLAGS = ["--kd-ratio", "0.5", "--bf16", "--kd-teacher-hf", "a", "b", "--lr", "1e-4"]
 
@@ -95,21 +96,31 @@ def test_hash_of_data_depends_on_its_content(tmp_path: Path) -> None:
 def test_commit_is_that_of_the_package_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("GIT_DIR", "GIT_WORK_TREE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(run_record.metadata, "distribution", lambda name: Namespace(read_text=lambda name: None))
     git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e@e"]
     package = tmp_path / "venv/mkd"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("")
-    assert commit(package) == "unknown"  # no checkout
+    assert commit_of(package) == "unknown"  # no checkout
     (tmp_path / "README").write_text("")
     for command in (["init", "-q"], ["add", "README"], ["commit", "-qm", "m"]):
         subprocess.run([*git, *command], check=True)
-    assert commit(package) == "unknown"  # in a checkout of something else
+    assert commit_of(package) == "unknown"  # in a checkout of something else
     for command in (["add", "."], ["commit", "-qm", "m"]):
         subprocess.run([*git, *command], check=True)
-    assert len(commit(package)) == 40
+    assert len(commit_of(package)) == 40
     (package / "__init__.py").write_text("changed")
-    assert commit(package).endswith("+")
+    assert commit_of(package).endswith("+")
+
+
+def test_commit_of_an_installation(tmp_path: Path) -> None:
+    """A build of this checkout stores its commit in the package."""
+    root = Path(mkd.__file__).parents[1]
+    if commit_of(root / "mkd") == "unknown":
+        pytest.skip("the tests run outside of a checkout")
+    build = [sys.executable, "setup.py", "-q", "build", "--build-base", tmp_path, "egg_info", "--egg-base", tmp_path]
+    subprocess.run(build, cwd=root, check=True, capture_output=True)
+    package = tmp_path / "lib/mkd"
+    assert commit_of(package) == (package / FILE).read_text() == commit_of(root / "mkd")
 
 
 def test_hash_of_the_code_depends_on_names_and_content(tmp_path: Path) -> None:

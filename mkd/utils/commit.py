@@ -1,0 +1,21 @@
+"""The commit of mkd's code. setup.py runs this file before a package is installed: standard library only."""
+
+import subprocess
+from pathlib import Path
+
+FILE = "commit.txt"
+"""File of an installed package, stored when it was built; a checkout has none."""
+
+
+def commit_of(package: Path) -> str:
+    """Commit of a package's checkout, with "+" if its files differ from it; of an installation that of its build."""
+    git = ["git", "-C", str(package), "-c", "core.fsmonitor=false"]
+    try:
+        ours = subprocess.run([*git, "ls-files", "--error-unmatch", "__init__.py"], capture_output=True, timeout=10)
+        if ours.returncode == 0:  # else the environment lies inside a checkout of something else
+            describe = [*git, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
+            return subprocess.run(describe, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    stored = package / FILE
+    return stored.read_text() if stored.is_file() else "unknown"
