@@ -75,7 +75,7 @@ def test_greedy_texts_are_those_of_the_training_ranks(job: SmallJob, server: Sta
     result = served.finished()
     served.assert_like((own.save, expected), result)
     assert server.loaded[5:] == [f"{folders}/step_000000{step}" for step in range(5, 8)]
-    left = ["hf_assets", "step_0000007", "texts_0000006.json", "texts_0000007.json"]
+    left = ["hf_assets", "step_0000007", "texts_0000006.json", "texts_0000007.json", "writing_job.txt"]
     assert sorted(path.name for path in folders.iterdir()) == left
     assert (folders / "step_0000007" / "tokenizer.json").is_file()
     assert [line["written_age"] for line in result.metrics if "grad_norm" in line] == [0] * 8
@@ -94,7 +94,7 @@ def test_a_killed_job_learns_from_its_texts_again(job: SmallJob, tmp_path: Path)
         assert written == 5 * 2 and len(server.written) == 8 * 2
         assert [line["written_age"] for line in result.metrics if "grad_norm" in line] == [0] * 8
         assert [path.split("_")[-1] for path in server.loaded] == [f"000000{step}" for step in range(8)]
-        left = {"hf_assets", "step_0000007", "texts_0000006.json", "texts_0000007.json"}
+        left = {"hf_assets", "step_0000007", "texts_0000006.json", "texts_0000007.json", "writing_job.txt"}
         assert {path.name for path in (tmp_path / "save" / "rollout").iterdir()} == left
 
 

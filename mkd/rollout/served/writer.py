@@ -35,6 +35,16 @@ class _Texts:
     answer_bytes: int = 0
 
 
+@dataclass(frozen=True)
+class _Step:
+    """The texts of a step, which Megatron's rerun machine may run again."""
+
+    iteration: int
+    requests: Sequence[Request]
+    texts: list[list[int]]
+    weights_at: int
+
+
 @dataclass
 class ServedWriter:
     """Writes texts in the place of the student's ranks. See `mkd.rollout.interface.TextWriter`.
@@ -56,6 +66,8 @@ class ServedWriter:
     """Keeps the texts for a job that is killed before the next checkpoint; None without checkpoints."""
     _ranks: AllRanks | None = None
     _weights: StudentWeights | None = field(default=None, init=False)
+    _step: "_Step | None" = field(default=None, init=False)
+    """The latest step, with its texts."""
     _is_resuming: bool = field(default=True, init=False)
     """True until texts are written that no earlier job has written."""
 
@@ -76,12 +88,15 @@ class ServedWriter:
             MkdCheckpointError: on all ranks, if the weights cannot be written, or another job writes there too.
             WaitAborted: on all ranks, if one of them is stopping and texts are not written yet.
         """
+        if self._step is not None and (self._step.iteration, self._step.requests) == (iteration, requests):
+            return self._step.texts, self._step.weights_at  # Megatron runs the step again: servers would write others
         self._ranks = self._ranks or AllRanks(self.timeout_s)
         self.folders.claim()
         text = self.text[: options.longest]
         scores = own_scores(chunks, groups, text, options)
         key = rollout_key(iteration, requests, options, scores)
         if self._is_resuming and (known := self._read_again(iteration, key, len(requests), options)) is not None:
+            self._step = _Step(iteration, requests, *known)
             return known
         is_due = self._weights is None or iteration - self._weights.iteration >= self.refresh
         if is_due:
@@ -99,6 +114,7 @@ class ServedWriter:
         texts = _broadcast(found, len(requests), options, self._ranks)
         if self.files is not None:
             on_first_rank(lambda: self.files.write(iteration, key, texts, self._weights.iteration))
+        self._step = _Step(iteration, requests, texts, self._weights.iteration)
         return texts, self._weights.iteration
 
     def _read_again(
