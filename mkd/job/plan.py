@@ -22,6 +22,7 @@ from mkd.job.memory_table import memory_line, offload_line, print_memory
 from mkd.job.run_record import write_run_file
 from mkd.job.samples import rollout_plan
 from mkd.job.teacher import shape_of
+from mkd.losses.inputs import MAX_FP32_TEMPERATURE
 from mkd.models.delta_rule import missing_kernel
 from mkd.models.gated_delta_net import VARIANT
 from mkd.utils.atomic_files import replacing
@@ -66,8 +67,8 @@ def plan(job: Job) -> dict[str, str]:
         + (", B = CE / KD of the step before" if kd.balance else "")
         + (f", z-loss {kd.z_loss:g}" if kd.z_loss else "")
         + (f", of {job.teacher.target_description}" if job.teacher.target_description else "")
-        + f", computed by {job.loss_options.impl}"
-        + ("; R is 0: the teacher is not run" if kd.is_plain_pretraining else ""),
+        + f", computed by {implementation_text(kd, job.loss_options.impl)}"
+        + (_without_teacher(args.padded_vocab_size - job.true_vocab) if kd.is_plain_pretraining else ""),
         **({"tokenizers": str(job.cross)} if job.cross is not None else {}),
         **_renamed_tokens(job),
         **_layers(job),
@@ -139,6 +140,21 @@ def _divergence(kd: KDConfig) -> str:
         return f"{text} (without T^2)"
     ends = {kd.temperature_over_time.start, kd.temperature_over_time.end}
     return f"T^2 {text}" + ("" if ends == {1.0} else " (kd is shown with its T^2)")
+
+
+def implementation_text(kd: KDConfig, implementation: str) -> str:
+    """The implementation of the loss: only eager has the float64 of high temperatures."""
+    temperatures = (kd.temperature_over_time.start, kd.temperature_over_time.end)
+    if implementation == "eager" or max(temperatures) <= MAX_FP32_TEMPERATURE:
+        return implementation
+    first = "" if min(temperatures) > MAX_FP32_TEMPERATURE else f"{implementation}, and by "
+    return f"{first}eager in float64, which is slower, while T is above {MAX_FP32_TEMPERATURE:g}"
+
+
+def _without_teacher(padding: int) -> str:
+    """The loss of a run with R = 0; `padding`: columns of the vocabulary without a token."""
+    columns = f", and CE is Megatron's own, over the {padding} padding columns too" if padding else ""
+    return f"; R is 0: the teacher is not run{columns}"
 
 
 def _renamed_tokens(job: Job) -> dict[str, str]:

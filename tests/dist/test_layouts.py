@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from tests.support.dist.kd_samples import VOCAB
 from tests.support.dist.kd_step import Layout, Models, kd_step
-from tests.support.dist.outcome import total, whole_tensors
+from tests.support.dist.outcome import Outcome, total, whole_tensors
 from tests.support.dist.pool import Pool
 from tests.support.tolerance import GRADIENT, STEP_LOSS, assert_close_norm
 
@@ -75,3 +76,14 @@ def test_teacher_equal_to_the_student_gives_no_gradient(gloo_pool: GetPool, rank
     assert abs(losses["kd"]) < 1e-6
     for key, value in seen.items():
         assert value.norm() < 1e-5 * cross_entropy[key].norm(), key
+
+
+def test_padding_columns_of_the_vocabulary(gloo_pool: GetPool) -> None:
+    """A run that never uses its teacher has Megatron's own cross-entropy, which covers them; any other run does not."""
+    models = Models(tied=False, ratio=0.0, temperature=1.0)
+    plain = Outcome.of(gloo_pool, 1, Layout(), models, steps=1)
+    losses, gradients = one_rank(gloo_pool, models)
+    total_ce, count = plain.reports[1]["ce"]
+    assert total_ce / count > losses["ce"] + 1e-3
+    head = "output_layer.weight"
+    assert plain.gradients[head][VOCAB:].any() and not gradients[head][VOCAB:].any()

@@ -97,6 +97,7 @@ SERVER = ["http://a"]
     [
         ({"global_batch_size": 1}, "--kd-on-policy 0.5 of --global-batch-size 1 is less than one row"),
         ({"overlap_param_gather": True}, "--kd-on-policy 0.5 does not work with --overlap-param-gather"),
+        ({"fp8": "hybrid", "fp8_param_gather": True}, "--kd-on-policy does not work with --fp8-format"),
         ({"seq_length": 8}, "--kd-rollout-tokens is 8; it must be below --seq-length 8"),
         ({"cuda_graph_impl": "local"}, "--kd-on-policy does not work with --cuda-graph-impl"),
     ],

@@ -6,8 +6,11 @@ from typing import Any
 import pytest
 
 from mkd import cpu
-from mkd.job.plan import _delta_nets
+from mkd.config.kd_config import KDConfig
+from mkd.job.plan import _delta_nets, implementation_text
 from mkd.models.delta_rule import missing_kernel
+
+PRECISE = "eager in float64, which is slower, while T is above 8"
 
 
 def test_gated_delta_nets_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,3 +31,16 @@ def test_gated_delta_nets_without_kernels(monkeypatch: pytest.MonkeyPatch) -> No
     assert line(None, net) == f"in PyTorch's operations, slower than kernels; teacher: {reason}"
     monkeypatch.setattr("mkd.job.plan.missing_kernel", lambda is_trained, mode: "no gradients" if is_trained else None)
     assert line(net, net) == "in PyTorch's operations, slower than kernels; student: no gradients"
+
+
+@pytest.mark.parametrize(
+    ("options", "implementation", "text"),
+    [
+        ({"temperature": 8.0}, "triton", "triton"),
+        ({"temperature": 9.0}, "triton", PRECISE),
+        ({"temperature": 9.0}, "eager", "eager"),
+        ({"temperature_schedule": "linear:10:1:100"}, "triton", f"triton, and by {PRECISE}"),
+    ],
+)
+def test_implementation_at_high_temperatures(options: dict[str, float | str], implementation: str, text: str) -> None:
+    assert implementation_text(KDConfig(teacher_hf=["T"], ratio=0.5, **options), implementation) == text
