@@ -93,6 +93,7 @@ PAIRS = {
     "8B to 1B, long": Pair(B8 | LONG, B1 | LONG),
     "70B to 8B": Pair(B70, B8),
     "30B-A3B to 1B": Pair(qwen3_experts(48, 2048, 128, 768, 128256), B1),
+    "8 to 4 layers of 30B-A3B": Pair(*(qwen3_experts(n, 2048, 128, 768, 128256) for n in (8, 4))),
     "8B to 8 layers of 30B-A3B": Pair(B8, qwen3_experts(8, 2048, 128, 768, 128256)),
 }
 """Shapes of Llama-3.1, Llama-3.2 and Qwen3, all with the vocabulary of Llama 3."""
@@ -161,6 +162,15 @@ def cases_for(gpus: int) -> list[Case]:
             Case("CP2, 128k", gpus, "8B to 1B, long", long, micro_batch=1, rows=1, seq_length=131072),
             Case("EP2 teacher", gpus, "30B-A3B to 1B", OVERLAP, ("--kd-teacher-expert-model-parallel-size", "2")),
             Case("EP2 student", gpus, "8B to 8 layers of 30B-A3B", (*parallel(ep=2), *OVERLAP)),
+        ]
+    if gpus == 2:
+        experts = "8 to 4 layers of 30B-A3B"
+        shared += [
+            Case("TP2 SP, microbatch 4", gpus, layout=tp2, micro_batch=4),
+            # The same data in three layouts, whose losses are compared.
+            Case("experts on one GPU", 1, experts, rows=16),
+            Case("experts, EP2", gpus, experts, (*parallel(ep=2), *OVERLAP)),
+            Case("experts, DP, EP2 teacher", gpus, experts, OVERLAP, ("--kd-teacher-expert-model-parallel-size", "2")),
         ]
     if gpus >= 4:
         long = (*parallel(cp=4), *OVERLAP, *RECOMPUTE)
@@ -252,6 +262,8 @@ class Training:
     peak_gib: float | None
     first_step_s: float
     """Seconds from the command to the end of the first step."""
+    loss: float
+    """That of the last step."""
 
     @classmethod
     def of(cls, lines: Sequence[dict[str, Any]], first_step_s: float) -> "Training":
@@ -266,7 +278,8 @@ class Training:
 
         peaks = [line["peak_memory_gib"] for line in lines if "peak_memory_gib" in line]
         rate = middle("tokens_per_s_per_gpu")
-        return cls(middle("step_s"), middle("teacher_s"), rate, middle("mfu"), max(peaks, default=None), first_step_s)
+        peak = max(peaks, default=None)
+        return cls(middle("step_s"), middle("teacher_s"), rate, middle("mfu"), peak, first_step_s, lines[-1]["loss"])
 
 
 def train(flags: list[str], gpus: int, metrics: Path, limit_s: float) -> Training:
@@ -361,6 +374,7 @@ COLUMNS = [
     ("peak GiB", lambda row: number(row, "peak_gib", ".1f")),
     ("estimated GiB", lambda row: number(row, "estimated_gib", ".1f")),
     ("first step, s", lambda row: number(row, "first_step_s", ".0f")),
+    ("last loss", lambda row: number(row, "loss", ".4f")),
 ]
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -14,6 +15,8 @@ from mkd.checkpoint.hf.folder import INDEX
 from mkd.checkpoint.safetensors_files import tensor_bytes, write_header
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5, "max_position_embeddings": 8192}
+WRITERS = 8
+"""Files written at a time."""
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
@@ -39,9 +42,9 @@ def make_sparse(folder: Path, config: dict[str, Any], layers_per_file: int = 10)
     return _make_folder(folder, config, layers_per_file, leave_a_hole)
 
 
-def make_random(folder: Path, config: dict[str, Any], layers_per_file: int = 10) -> Path:
+def make_random(folder: Path, config: dict[str, Any], layers_per_file: int = 2) -> Path:
     """A bf16 folder with the tensors that `config` implies: matrices of normal numbers of standard deviation 0.02, in
-    which one block of 32 MiB repeats, and vectors of ones."""
+    which one block of 32 MiB repeats, and vectors of ones. Several files are written at a time."""
     block = torch.empty(16 << 20).normal_(0.0, 0.02, generator=torch.Generator().manual_seed(0)).bfloat16()
     noise, ones = (_repeated(block), _repeated(torch.ones(1 << 20, dtype=torch.bfloat16)))
 
@@ -73,13 +76,19 @@ def _make_folder(
     for item in family.tensors(family.megatron_args(config)):
         number = 0 if item.layer is None else 1 + item.layer // layers_per_file
         files.setdefault(number, {}).update(item.shapes)
-    weight_map = {}
-    for number, shapes in files.items():
-        tensors = {name: (shape, torch.bfloat16) for name, shape in shapes.items()}
-        with (folder / f"part-{number}.safetensors").open("wb") as file:
+
+    def write_file(number: int) -> dict[str, str]:
+        name, tensors = (
+            f"part-{number}.safetensors",
+            {key: (shape, torch.bfloat16) for key, shape in files[number].items()},
+        )
+        with (folder / name).open("wb") as file:
             file.write(write_header(tensors))
             write(file, tensors)
-        weight_map |= dict.fromkeys(tensors, f"part-{number}.safetensors")
+        return dict.fromkeys(tensors, name)
+
+    with ThreadPoolExecutor(WRITERS) as pool:
+        weight_map = {key: name for names in pool.map(write_file, files) for key, name in names.items()}
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     return folder
 
