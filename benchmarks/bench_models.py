@@ -189,7 +189,7 @@ class MegatronModels:
             if fp8:
                 compute_in_fp8(teacher_args)
             config = gpt_config(teacher_args)
-            teacher = OnlineTeacher(config, groups, load_weights=seen.extend, fingerprint="")
+            teacher = OnlineTeacher.build(config, groups, load_weights=seen.extend, fingerprint="")
             teacher_model = unwrap_model(seen[0])
         watch_layers(watch, inner.decoder, teacher_model.decoder if with_teacher else nn.Identity())
         with ExitStack() as folders:

@@ -100,9 +100,9 @@ def built(case: Case, args: argparse.Namespace, groups: Groups) -> Iterator[tupl
         compute_in_fp8(sizes)
     config, shape = gpt_config(sizes), (1, case.seq_length)
     if case.own_layout:
-        teacher: OnlineTeacher = ReshardedTeacher(
-            config,
+        teacher: OnlineTeacher = ReshardedTeacher.build_in(
             ParallelLayout.create(ParallelSizes()),
+            config,
             groups,
             lambda chunks: None,
             fingerprint="",
@@ -110,7 +110,7 @@ def built(case: Case, args: argparse.Namespace, groups: Groups) -> Iterator[tupl
             student_sequence_parallel=False,
         )
     else:
-        teacher = OnlineTeacher(config, groups, load_weights=lambda chunks: None, fingerprint="")
+        teacher = OnlineTeacher.build(config, groups, load_weights=lambda chunks: None, fingerprint="")
     generator = torch.Generator().manual_seed(args.seed)
     samples = [
         {

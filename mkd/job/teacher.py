@@ -256,12 +256,12 @@ class ModelTeacherSpec:
             options=self._forward_options,
         )
         if not has_own_layout(self.args, self.job_args):
-            return OnlineTeacher(self.config, groups, head_columns=columns, **common)
+            return OnlineTeacher.build(self.config, groups, head_columns=columns, **common)
         if columns is None:
             columns = torch.arange(self.job_args.padded_vocab_size).chunk(groups.tp.size())[groups.tp.rank()]
-        return ReshardedTeacher(
-            self.config,
+        return ReshardedTeacher.build_in(
             self._layout({} if layouts is None else layouts),
+            self.config,
             groups,
             head_columns=columns,
             student_sequence_parallel=self.job_args.sequence_parallel,

@@ -52,48 +52,53 @@ class OnlineTeacher:
 
     def __init__(
         self,
+        model: GPTModel,
+        groups: Groups,
+        fingerprint: str,
+        head: Tensor | None = None,
+        on_host: Sequence[tuple[nn.Parameter, Tensor]] = (),
+        view: int | None = None,
+        options: ForwardOptions = ForwardOptions(),
+    ) -> None:
+        """Args:
+        model: the model chunk of this stage, frozen.
+        groups: its layout.
+        fingerprint: fingerprint of architecture and weights.
+        head: `HiddenSignal.head` on this rank; None: the model's own shard.
+        on_host: weights that are on the device during `signals` only.
+        view: index in `KDBatch.teacher_views` of the tokens that the teacher reads; None: the student's tokens.
+        options: options of the forward passes.
+        """
+        self._model, self._groups, self._fingerprint, self._head = model, groups, fingerprint, head
+        self._on_host, self._view, self._options = on_host, view, options
+        captures = options.captures and next(model.parameters()).is_cuda
+        self._captured = CapturedForward(model, self._compute) if captures else None
+
+    @classmethod
+    def build(
+        cls,
         config: GPTModelConfig,
         groups: Groups,
         load_weights: Callable[[list[GPTModel]], None],
-        fingerprint: str,
+        *,
         offload: bool = False,
-        view: int | None = None,
         head_columns: Tensor | None = None,
-        options: ForwardOptions = ForwardOptions(),
-    ) -> None:
-        """Build the model, load its weights and freeze it.
+        **options: Any,
+    ) -> "OnlineTeacher":
+        """Build the model and load its weights. Collective over all ranks.
 
         Args:
             config: the teacher's configuration; its vocabulary is padded like the student's if they share a tokenizer.
             groups: the layout of student and teacher.
             load_weights: fills every parameter of the given model chunks.
-            fingerprint: fingerprint of architecture and weights.
             offload: keep the weights in host memory between calls of `signals`.
-            view: index in `KDBatch.teacher_views` of the tokens that the teacher reads; None: the student's tokens.
             head_columns: [columns] int64 ids whose rows of the LM head are `HiddenSignal.head` on this tensor-parallel
                 rank, in this order; None: the model's own shard.
-            options: options of the forward passes.
+            options: of `__init__`.
         """
-        self._options = options
-        self._config, self._groups, self._fingerprint = config, groups, fingerprint
-        with torch.no_grad():  # with gradients, FP8 weights would keep a transposed and a bf16 copy as well
-            wrapped = GPTModelBuilder(config).build_distributed_models(
-                pg_collection=groups.collection, wrap_with_ddp=False, data_parallel_random_init=False
-            )
-            load_weights(wrapped)
-        # Unwrapped, because Float16Module casts the hidden states that it returns to fp32.
-        self._model: GPTModel = unwrap_model(wrapped[0]).requires_grad_(False).eval()
-        self._captured: CapturedForward | None = None
-        if options.captures and next(self._model.parameters()).is_cuda:
-            self._captured = CapturedForward(self._model, self._compute)
-        self._view, self._head = view, None
-        if head_columns is not None:
-            self._head = self._take_head(head_columns)
-        self._on_host: list[tuple[nn.Parameter, Tensor]] = []
-        if offload:
-            # Frozen weights are copied to the host once; afterwards they are only copied to the device.
-            self._on_host = [(p, p.data.to("cpu").pin_memory()) for p in self._model.parameters()]
-            self._offload()
+        model = frozen_model(config, groups, load_weights)
+        head = None if head_columns is None else _gathered_head(model, groups, head_columns)
+        return cls(model, groups, head=head, on_host=weights_on_host(model) if offload else (), **options)
 
     @property
     def runs_before_student(self) -> bool:
@@ -136,8 +141,7 @@ class OnlineTeacher:
         self._reload()
         states = self._all_states(batches)
         signals = self._signals_of(states, batches)
-        if self._on_host:
-            self._offload()
+        offload_weights(self._on_host)
         return signals
 
     def _signals_of(self, states: WaitingStates, batches: Sequence[KDBatch]) -> Iterable[HiddenSignal]:
@@ -194,25 +198,6 @@ class OnlineTeacher:
         for one in passes:
             yield from self._outputs(one, self._forward(one))
 
-    @torch.no_grad()
-    def _take_head(self, columns: Tensor) -> Tensor | None:
-        """[columns, Ht] rows of the LM head, gathered from all tensor-parallel ranks; None off the last stage."""
-        own = self._detach_head()
-        if own is None:
-            return None
-        whole = own.new_empty((own.shape[0] * self._groups.tp.size(), own.shape[1]))
-        dist.all_gather_into_tensor(whole, own, group=self._groups.tp)
-        return whole.index_select(0, columns.to(whole.device))
-
-    def _detach_head(self) -> Tensor | None:
-        """[V/tp, Ht] weight of the LM head, removed from the model unless it is tied; None off the last stage."""
-        if not self._groups.is_last_stage:
-            return None
-        own = lm_head(self._model).detach().contiguous()
-        if not (self._model.pre_process and self._model.share_embeddings_and_output_weights):
-            self._model.output_layer.weight.data = own.new_empty((0, own.shape[1]))
-        return own
-
     def _forward(self, one: ForwardPass) -> Tensor:
         """The output of this stage; on the last one final hidden states."""
         if self._captured is not None and one.packed is None:
@@ -268,11 +253,53 @@ class OnlineTeacher:
         for parameter, host in self._on_host:
             parameter.data = host.to("cuda", non_blocking=True)
 
-    def _offload(self) -> None:
-        for parameter, host in self._on_host:
-            parameter.data = host
-
 
 def _in_order(states: WaitingStates) -> Iterable[Tensor]:
     """Hidden states on the device, in the order of the microbatches."""
     return states.in_order() if isinstance(states, HostStates) else [states[number] for number in sorted(states)]
+
+
+def frozen_model(config: GPTModelConfig, groups: Groups, load_weights: Callable[[list[GPTModel]], None]) -> GPTModel:
+    """The model chunk of this stage, with its weights and without gradients."""
+    with torch.no_grad():  # with gradients, FP8 weights would keep a transposed and a bf16 copy as well
+        wrapped = GPTModelBuilder(config).build_distributed_models(
+            pg_collection=groups.collection, wrap_with_ddp=False, data_parallel_random_init=False
+        )
+        load_weights(wrapped)
+    # Unwrapped, because Float16Module casts the hidden states that it returns to fp32.
+    return unwrap_model(wrapped[0]).requires_grad_(False).eval()
+
+
+def weights_on_host(model: GPTModel) -> list[tuple[nn.Parameter, Tensor]]:
+    """Each parameter, which is moved to the host, with its values there. Frozen weights are copied to the host once;
+    afterwards they are only copied to the device."""
+    on_host = [(parameter, parameter.data.to("cpu").pin_memory()) for parameter in model.parameters()]
+    offload_weights(on_host)
+    return on_host
+
+
+def offload_weights(on_host: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
+    """Release the parameters' memory on the device."""
+    for parameter, host in on_host:
+        parameter.data = host
+
+
+def detached_head(model: GPTModel, groups: Groups) -> Tensor | None:
+    """[V/tp, Ht] weight of the LM head, removed from the model unless it is tied; None off the last stage."""
+    if not groups.is_last_stage:
+        return None
+    own = lm_head(model).detach().contiguous()
+    if not (model.pre_process and model.share_embeddings_and_output_weights):
+        model.output_layer.weight.data = own.new_empty((0, own.shape[1]))
+    return own
+
+
+@torch.no_grad()
+def _gathered_head(model: GPTModel, groups: Groups, columns: Tensor) -> Tensor | None:
+    """[columns, Ht] rows of the LM head, gathered from all tensor-parallel ranks; None off the last stage."""
+    own = detached_head(model, groups)
+    if own is None:
+        return None
+    whole = own.new_empty((own.shape[0] * groups.tp.size(), own.shape[1]))
+    dist.all_gather_into_tensor(whole, own, group=groups.tp)
+    return whole.index_select(0, columns.to(whole.device))

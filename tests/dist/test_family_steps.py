@@ -161,7 +161,7 @@ def build(root: Path, layout: Layout, groups: Groups) -> tuple[list[nn.Module], 
     load_hf_weights(chunks, HFFolder(root / "student", "--hf"))
     for chunk in chunks:
         get_model_config(chunk).finalize_model_grads_func = finalize_model_grads
-    teacher = OnlineTeacher(
+    teacher = OnlineTeacher.build(
         configuration(root / "teacher", layout),
         groups,
         load_weights=lambda some: load_hf_weights(some, HFFolder(root / "teacher", "--hf")),

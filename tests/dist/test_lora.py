@@ -186,7 +186,7 @@ def shared_storage(rank: int, world_size: int, root: Path) -> dict[str, Any]:
         folder = HFFolder(root / "hf", "--hf")
         family, args = read_architecture(folder)
         config = config_from_arguments(args | RUN, dtype=torch.bfloat16)
-        teacher = OnlineTeacher(config, groups, lambda chunks: load_hf_weights(chunks, folder), fingerprint="")
+        teacher = OnlineTeacher.build(config, groups, lambda chunks: load_hf_weights(chunks, folder), fingerprint="")
         lora = Lora(LoraOptions(2, 2.0), adapted_linears(family, args, LoraOptions(2, 2.0)), seed=1)
         own = config_from_arguments(args | RUN, dtype=torch.bfloat16)
         own.builder, before = BorrowingBuilder.PATH, []

@@ -282,7 +282,7 @@ def step_of_folders(
         given = dict(teacher_hf=["T"] * (len(sources) - 1), teachers_mode=mode, on_policy=share, prompts="P")
         kd = KDConfig(ratio=ratio, loss=kind, **given)
         teacher, *others = (
-            OnlineTeacher(
+            OnlineTeacher.build(
                 config_of(source), groups, load_weights=partial(load_hf_weights, folder=source), fingerprint=""
             )
             for source in sources[1:]

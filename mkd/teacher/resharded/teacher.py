@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -12,7 +13,7 @@ from mkd.data.batch import KDBatch
 from mkd.data.lookahead import Lookahead
 from mkd.distributed.groups import Groups, ParallelLayout
 from mkd.teacher.interface import HiddenSignal
-from mkd.teacher.online import ForwardOptions, OnlineTeacher
+from mkd.teacher.online import OnlineTeacher, detached_head, frozen_model, offload_weights, weights_on_host
 from mkd.teacher.resharded.exchange import TeacherExchange
 from mkd.teacher.resharded.plan import RowSharding
 
@@ -24,42 +25,54 @@ class ReshardedTeacher(OnlineTeacher):
     of the LM head that belong to this rank's vocabulary shard of the student.
     """
 
-    def __init__(
-        self,
-        config: GPTModelConfig,
+    def __init__(self, model: GPTModel, layout: ParallelLayout, exchange: TeacherExchange, **options: Any) -> None:
+        """Args:
+        model, options: see `OnlineTeacher`.
+        layout: the teacher's layout.
+        exchange: between the student's layout and the teacher's.
+        """
+        super().__init__(model, layout.groups, **options)
+        self._layout, self._exchange = layout, exchange
+        self._width, self._dtype = model.config.hidden_size, model.config.params_dtype
+        self._whole: list[KDBatch] = []
+
+    @classmethod
+    def build_in(
+        cls,
         layout: ParallelLayout,
+        config: GPTModelConfig,
         student: Groups,
         load_weights: Callable[[list[GPTModel]], None],
-        fingerprint: str,
         *,
         head_columns: Tensor,
         student_sequence_parallel: bool,
         offload: bool = False,
-        view: int | None = None,
-        options: ForwardOptions = ForwardOptions(),  # noqa: B008
-    ) -> None:
+        **options: Any,
+    ) -> "ReshardedTeacher":
         """Build the model in its layout and distribute its LM head. Collective over all ranks.
 
         Args:
-            config: the teacher's configuration, with the sizes of its layout.
             layout: the teacher's layout.
+            config: the teacher's configuration, with the sizes of its layout.
             student: the student's groups.
-            load_weights, fingerprint, offload, view, options: see `OnlineTeacher`.
+            load_weights, offload: see `OnlineTeacher.build`.
             head_columns: [V/tp] int64 ids whose rows of the LM head the loss needs on this rank of the student.
             student_sequence_parallel: True if the student's tensor-parallel ranks hold slices of the sequence.
+            options: of `OnlineTeacher`.
         """
-        transformer = config.transformer
-        self._layout, self._student = layout, student
-        self._width, self._dtype = transformer.hidden_size, transformer.params_dtype
-        self._whole: list[KDBatch] = []
-        self._exchange = TeacherExchange(
+        transformer, own, is_last = config.transformer, layout.groups, student.is_last_stage
+        exchange = TeacherExchange(
             student,
             layout,
             RowSharding(student.tp.size(), student.cp.size(), student_sequence_parallel),
-            RowSharding(layout.groups.tp.size(), layout.groups.cp.size(), transformer.sequence_parallel),
+            RowSharding(own.tp.size(), own.cp.size(), transformer.sequence_parallel),
         )
-        with layout.active():
-            super().__init__(config, layout.groups, load_weights, fingerprint, offload, view, head_columns, options)
+        with layout.active(), torch.no_grad():
+            model = frozen_model(config, own, load_weights)
+            needed, size = head_columns if is_last else head_columns[:0], (transformer.hidden_size, config.params_dtype)
+            head = exchange.lm_head_rows(detached_head(model, own), needed, *size)
+            options |= dict(head=head if is_last else None, on_host=weights_on_host(model) if offload else ())
+        return cls(model, layout, exchange, **options)
 
     @property
     def runs_before_student(self) -> bool:
@@ -86,12 +99,5 @@ class ReshardedTeacher(OnlineTeacher):
             # Each microbatch arrives by itself, so it may wait on the host even if the teacher's pass was a single one.
             states = self._new_states(len(batches), len(batches))
             step.send_states(hidden, self._width, self._dtype, states)
-            self._offload()
+            offload_weights(self._on_host)
         return self._signals_of(states, own)
-
-    @torch.no_grad()
-    def _take_head(self, columns: Tensor) -> Tensor | None:
-        """[columns, Ht] rows of the LM head that this rank of the student's last stage needs; None off that stage."""
-        needed = columns if self._student.is_last_stage else columns[:0]
-        head = self._exchange.lm_head_rows(self._detach_head(), needed, self._width, self._dtype)
-        return head if self._student.is_last_stage else None

@@ -485,12 +485,12 @@ def build_model_teacher(
     size = None if models.teacher_rows is None else PassSize(models.teacher_rows, ROW)
     options["options"] = ForwardOptions(size, memory=models.signals)
     if layout.teacher is None:
-        return OnlineTeacher(config, groups, head_columns=head_columns, **options)
+        return OnlineTeacher.build(config, groups, head_columns=head_columns, **options)
     if head_columns is None:
         head_columns = torch.arange(PADDED).chunk(layout.tp)[groups.tp.rank()]
-    return ReshardedTeacher(
-        config,
+    return ReshardedTeacher.build_in(
         ParallelLayout.create(ParallelSizes(own.tp, own.pp, own.cp, own.ep, own.etp or own.tp)),
+        config,
         groups,
         head_columns=head_columns,
         student_sequence_parallel=layout.sp,
