@@ -36,6 +36,7 @@ from tests.dist.test_hf_families import GEMMA2, GEMMA3, GLM4, NO_SPECIAL_TOKENS,
 from tests.dist.test_hf_families import MODELS as EVERY_MODEL
 from tests.support.dist.kd_samples import ROW, microbatches, samples
 from tests.support.dist.kd_step import Layout, model_arguments, parallel_state
+from tests.support.delta_rule import exact_delta_rule
 from tests.support.dist.outcome import total
 from tests.support.hf_folders import make_model
 from tests.support.hf_models import HYBRID_MODELS, MIXER_MODELS
@@ -125,9 +126,10 @@ def reference_steps(
     tokens, labels, mask = (torch.stack([row[name] for row in rows]) for name in ("tokens", "labels", "loss_mask"))
     steps = []
     for step in range(2):
-        logits = student(tokens).logits
-        with torch.no_grad():
-            target = (teacher(tokens).logits / TEMPERATURE).log_softmax(-1)
+        with exact_delta_rule():
+            logits = student(tokens).logits
+            with torch.no_grad():
+                target = (teacher(tokens).logits / TEMPERATURE).log_softmax(-1)
         ce = -logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
         kl = (target.exp() * (target - (logits / TEMPERATURE).log_softmax(-1))).sum(-1) * TEMPERATURE**2
         loss = (((1 - RATIO) * ce + RATIO * kl) * mask).sum() / mask.sum()

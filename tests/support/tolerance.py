@@ -18,10 +18,6 @@ STEP_LOSS = 1e-6
 GRADIENT = 1e-5
 """The gradient of one parameter in fp32 in two parallel layouts: as FP32."""
 
-DECAY = 5e-4
-"""As FP32, of what decides the decay of a gated delta net, whose gradients are sums of products of exponentials that
-cancel: transformers' own in fp32 are up to 7e-5 from those in float64, those of random adapters up to 2.4e-4."""
-
 UPDATE = 5e-5
 """The change of one parameter by some steps of Adam in fp32 in two parallel layouts: Adam divides each element's
 gradient by its own size, so the rounding of elements with a small gradient counts as much as that of the others."""

@@ -56,7 +56,7 @@ def errors_of_rule(dtype: torch.dtype, bounds: list[int], rows: int = 1) -> dict
     segments = torch.tensor(bounds, dtype=torch.int32) if len(bounds) > 2 else None
     own_rate, other_rate = (some.pop("log_rate") for some in (own, other))
     output, state = chunk_gated_delta_rule(**own, g=decays(own_rate, rows), cu_seqlens=segments, initial_state=None)
-    expected = delta_rule_by_token(**other, g=decays(other_rate, rows), starts=bounds)
+    expected, _ = delta_rule_by_token(**other, g=decays(other_rate, rows), starts=bounds)
     assert state is None and output.dtype == dtype
     output.backward(upstream.to(dtype))
     expected.backward(upstream.double())
