@@ -308,12 +308,12 @@ def train(flags: list[str], gpus: int, metrics: Path, limit_s: float) -> Trainin
             job.wait()
         output.seek(0)
         if job.returncode:
-            raise RuntimeError(_last_error(output.read()))
+            raise RuntimeError(last_error(output.read()))
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     return Training.of([line for line in lines if "loss" in line], first_step_s or time.monotonic() - began)
 
 
-def _last_error(output: str) -> str:
+def last_error(output: str) -> str:
     lines = [line for line in output.splitlines() if "rror" in line] or output.splitlines()[-1:]
     return lines[0] if lines else "no output"
 
@@ -382,7 +382,7 @@ def log(text: str) -> None:
     print(f"bench_train: {text}", file=sys.stderr, flush=True)
 
 
-def _card() -> str:
+def card_name() -> str:
     """Name of the first GPU, read without a CUDA context in this process."""
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader", "--id=0"]
     try:
@@ -437,7 +437,7 @@ def main(argv: list[str] | None = None) -> int:
             add_efficiency(rows, args.cases[:count])
             if args.json is not None:
                 args.json.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
-    card = "CPU" if mkd.cpu.wanted() else f"{args.gpus} x {_card()}"
+    card = "CPU" if mkd.cpu.wanted() else f"{args.gpus} x {card_name()}"
     print(f"{card}, commit {head['commit']}\n\n{markdown(COLUMNS, rows)}")
     return 0
 

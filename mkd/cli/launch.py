@@ -41,6 +41,8 @@ _SHARED = (
     *("--distributed-timeout-minutes", "--kd-log-level"),
 )
 """Flags of rows, precision and kernels that teacher and student have."""
+_TOKENIZER = ("--tokenizer-", "--tiktoken-", "--null-tokenizer-", "--vocab-size", "--vocab-file", "--merge-file")
+"""Beginnings of the flags of a tokenizer; a teacher's folder may have none."""
 
 
 def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -161,6 +163,8 @@ def ranks_of_replica(flags: Flags) -> int:
 def service_flags(flags: Flags) -> list[str]:
     """Flags of a service but its address and teacher."""
     kept = {flag: flags[flag] for flag in (*_SHARED, "--kd-teacher-dtype") if flag in flags}
+    if "--kd-xtoken-loss" not in flags:
+        kept |= {flag: values for flag, values in flags.items() if flag.startswith(_TOKENIZER)}
     for name in _SIZES:
         if (values := flags.get(f"--kd-teacher-{name}-parallel-size")) is not None:
             kept[f"--{name}-parallel-size"] = values

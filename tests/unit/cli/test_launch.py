@@ -50,6 +50,15 @@ def test_flags_of_both_jobs() -> None:
     assert (service.ranks, student.ranks, student.devices) == (1, 2, None)
 
 
+def test_the_tokenizer_is_that_of_both_jobs() -> None:
+    given = "--tokenizer-type NullTokenizer --vocab-size 512"
+    [service], student = both(f"{FLAGS} {given}", *sizes(1, 2))
+    assert given in " ".join(service.words) and given in " ".join(student.words)
+    other = f"{FLAGS} {given} --kd-xtoken-loss gold --kd-teacher-seq-length 80"
+    [service], student = both(other, *sizes(1, 2))
+    assert "NullTokenizer" not in service.words and given in " ".join(student.words)
+
+
 def test_replicas_layout_and_devices() -> None:
     own = [*sizes(4, 2), "--teacher-flags=--batch-tokens 99"]
     teachers, student = both(FLAGS + " --kd-teacher-tensor-model-parallel-size 2", *own, devices=list("abcdefgh"))

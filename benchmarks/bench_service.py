@@ -1,0 +1,477 @@
+"""Measure a teacher service and its student on GPUs of their own, beside both models on all of these GPUs.
+
+    python benchmarks/bench_service.py --teacher-gpus 1 --student-gpus 1 --json service.json
+    python benchmarks/bench_service.py --small
+
+Models with random weights are made on the spot (30 s for 8B and 1B). The jobs are those of `mkd launch`: one service
+per GPU of the teacher, at socket files. Three measurements are the same for all of a teacher's work:
+
+    states at hand  the student's step with its teacher's hidden states on the device: a training with a teacher of the
+                    same width and one layer on the student's GPUs, without the time of that teacher
+    teacher alone   the service, with a client that sends requests as fast as they are answered
+    sharing         a training with both models on all GPUs
+
+"of the slower" is the rate of the training relative to that of the slower of the first two, which is the limit of a
+perfect overlap. A teacher of one layer is faster than every student: its row shows what the service costs the student.
+A job that fails is listed with the reason and does not stop the others.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import mkd.cpu
+
+if not mkd.cpu.is_active():
+    # This process only starts jobs and sends requests, and must not allocate memory on the cards.
+    mkd.cpu.activate(stands_in=not mkd.cpu.wanted())
+
+import torch
+from bench_common import REASON_LENGTH, Row, commit_of_checkout, installed_versions, markdown, number
+
+from benchmarks.bench_train import B1, B8, OVERLAP, card_name, last_error
+from benchmarks.inputs import llama, make_random, write_tokens
+from mkd.cli.launch import flags_of, jobs
+from mkd.cli.node_jobs import NodeJob, free_ports
+from mkd.compat.startup import use_prebuilt_dataset_helpers
+from mkd.errors import MkdError
+from mkd.teacher.service.addresses import parse_address
+from mkd.teacher.service.connections import TeacherConnections, request_facts
+from mkd.teacher.service.messages import Kind, Message
+from mkd.teacher.service.requests import ForwardRequest
+
+WARMUP = 4
+"""Steps at the beginning that are not counted."""
+ALONE_STEPS = 3
+"""Steps of requests of a client that measures the service alone."""
+MOST_ANSWER_BYTES = 1 << 31
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A teacher and the row of the table about it."""
+
+    name: str
+    config: dict[str, Any]
+    fp8: bool = False
+    shares: bool = True
+    """True if it is also measured with both models on all GPUs."""
+
+    @property
+    def flags(self) -> list[str]:
+        return ["--kd-teacher-dtype", "fp8"] if self.fp8 else []
+
+    @property
+    def folder(self) -> str:
+        """Name of its folder; equal for equal models."""
+        return f"teacher-{self.config['num_hidden_layers']}"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The models and the work of a step."""
+
+    teachers: Sequence[Teacher]
+    student: dict[str, Any]
+    rows: int
+    """Rows per step."""
+    micro_batch: int
+    seq_length: int
+
+    @property
+    def one_layer(self) -> dict[str, Any]:
+        """The first teacher with one layer."""
+        return self.teachers[0].config | {"num_hidden_layers": 1}
+
+
+SMALL_TEACHER = llama(4, 64, 96, 8, 4, 512, False)
+FULL = Sizes(
+    [
+        Teacher("8B, bf16", B8),
+        Teacher("8B, FP8", B8, fp8=True),
+        Teacher("one layer of 8B's width", B8 | {"num_hidden_layers": 1}, shares=False),
+    ],
+    B1,
+    rows=16,
+    micro_batch=2,
+    seq_length=4096,
+)
+SMALL = Sizes(
+    [
+        Teacher("4 layers", SMALL_TEACHER),
+        Teacher("one layer", SMALL_TEACHER | {"num_hidden_layers": 1}, shares=False),
+    ],
+    llama(4, 32, 64, 4, 4, 512, True),
+    rows=4,
+    micro_batch=1,
+    seq_length=64,
+)
+
+
+def flags_of_training(sizes: Sizes, folder: Path, steps: int, ranks: int) -> list[str]:
+    """Flags of the student and its data, without those of a teacher."""
+    words = {
+        "--kd-student-hf": folder / "student",
+        "--kd-ratio": 0.5,
+        "--data-path": folder / "text",
+        "--data-cache-path": folder / "cache",
+        "--tokenizer-type": "NullTokenizer",
+        "--split": "100,0,0",
+        "--eval-iters": 0,
+        "--eval-interval": steps,
+        "--seq-length": sizes.seq_length,
+        "--micro-batch-size": sizes.micro_batch,
+        "--global-batch-size": sizes.rows,
+        "--train-iters": steps,
+        "--lr": 1e-5,
+        "--log-interval": 1,
+        "--kd-metrics-file": folder / "metrics.jsonl",
+    }
+    flat = [str(word) for pair in words.items() for word in pair]
+    return [*flat, *([] if mkd.cpu.is_target() else ["--bf16"]), *(OVERLAP if ranks > 1 else ())]
+
+
+def prepare(sizes: Sizes, folder: Path, steps: int) -> None:
+    """Make the models and the data that are not there yet."""
+    models = {"student": sizes.student, "one-layer": sizes.one_layer}
+    for name, config in (models | {teacher.folder: teacher.config for teacher in sizes.teachers}).items():
+        if not (folder / name).exists():
+            log(f"makes {name}")
+            make_random(folder / name, config)
+    if not (folder / "text.idx").exists():
+        write_tokens(folder / "text", max(64, sizes.rows * (steps + 4)), sizes.seq_length, 512)
+
+
+class RunningJob:
+    """The processes of a job; their output goes to a file."""
+
+    def __init__(self, job: NodeJob, output: Path) -> None:
+        self.output = output
+        common = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 4)), **os.environ}
+        common |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        words = [sys.executable, "-m", "mkd", *job.words]
+        with output.open("w") as file:
+            options: dict[str, Any] = dict(stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+            environments = job.environments(common, free_ports(1)[0])
+            self._ranks = [subprocess.Popen(words, env=env, **options) for env in environments]
+
+    @property
+    def is_running(self) -> bool:
+        """True until a rank has failed or all have ended."""
+        statuses = [rank.poll() for rank in self._ranks]
+        return None in statuses and not any(statuses)
+
+    def require_success(self) -> None:
+        """Raise RuntimeError with the last error of a job that has failed."""
+        if any(rank.returncode for rank in self._ranks):
+            raise RuntimeError(last_error(self.output.read_text(errors="replace")))
+
+    def end(self) -> None:
+        """Ask the ranks to end, and kill those that do not."""
+        for rank in self._ranks:
+            with suppress(ProcessLookupError):
+                rank.send_signal(signal.SIGTERM)
+        for rank in self._ranks:
+            try:
+                rank.wait(20.0)
+            except subprocess.TimeoutExpired:
+                rank.kill()
+                rank.wait()
+
+
+@contextmanager
+def running(job: NodeJob, output: Path) -> Iterator[RunningJob]:
+    """A job that ends with this context."""
+    started = RunningJob(job, output)
+    try:
+        yield started
+    finally:
+        started.end()
+
+
+def train(job: NodeJob, folder: Path, limit_s: float) -> list[dict[str, Any]]:
+    """Run a training; its metrics, one line per counted step.
+
+    Raises:
+        RuntimeError: it failed; the message has the last error that it printed.
+        subprocess.TimeoutExpired: it took too long.
+    """
+    metrics = folder / "metrics.jsonl"
+    metrics.unlink(missing_ok=True)
+    began = time.monotonic()
+    with running(job, folder / "training.log") as started:
+        while started.is_running:
+            if time.monotonic() - began > limit_s:
+                raise subprocess.TimeoutExpired("the training", limit_s)
+            time.sleep(0.1)
+        started.require_success()
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return [line for line in lines if "loss" in line][WARMUP:]
+
+
+def at_hand(lines: Sequence[dict[str, Any]]) -> float:
+    """Seconds of a student's step with hidden states at hand, from a training with a small teacher on its ranks."""
+    return median(line["step_s"] - line["teacher_s"] for line in lines)
+
+
+def figures_of_served(lines: Sequence[dict[str, Any]]) -> Row:
+    """Seconds per step of a served training, and the share of them in which it waits for answers."""
+    seconds = [line["step_s"] for line in lines]
+    return {
+        "step_s": median(seconds),
+        "waited": sum(line["cache_s"] for line in lines) / sum(seconds),
+        "tokens_per_s": sum(line["tokens"] for line in lines) / sum(seconds),
+    }
+
+
+class Client:
+    """Sends the requests of a student to services as fast as they are answered."""
+
+    def __init__(self, urls: Sequence[str], limit_s: float, is_alive: Callable[[], bool]) -> None:
+        """Wait for the services.
+
+        Raises:
+            MkdError, RuntimeError: they do not answer.
+        """
+        addresses = [parse_address("address", url) for url in urls]
+        deadline = time.monotonic() + limit_s
+        while True:
+            try:
+                (facts, *_) = request_facts(addresses, None, 5.0, "address")
+                break
+            except MkdError:
+                if not is_alive() or time.monotonic() > deadline:
+                    raise
+        self._values = {"fingerprint": facts.fingerprint}
+        self._connections = TeacherConnections(addresses, None, facts, MOST_ANSWER_BYTES)
+        self._vocab = facts.vocab
+
+    def seconds(self, sizes: Sizes) -> float:
+        """Seconds of the service for the requests of one step."""
+        per_step = sizes.rows // sizes.micro_batch
+        self._run(sizes, per_step)
+        began = time.perf_counter()
+        self._run(sizes, ALONE_STEPS * per_step)
+        return (time.perf_counter() - began) / ALONE_STEPS
+
+    def close(self) -> None:
+        self._connections.close()
+
+    def _run(self, sizes: Sizes, count: int) -> None:
+        shape = (sizes.micro_batch, sizes.seq_length)
+        generator = torch.Generator().manual_seed(0)
+        waiting: deque[Any] = deque()
+        for _ in range(count):
+            tokens = torch.randint(0, self._vocab, shape, generator=generator, dtype=torch.int32)
+            positions = torch.arange(sizes.seq_length, dtype=torch.int32).expand(shape).contiguous()
+            wanted = torch.arange(tokens.numel(), dtype=torch.int32)
+            request = ForwardRequest(tokens, positions, torch.empty(0, dtype=torch.int32), wanted)
+            waiting.append(self._connections.submit(Message(Kind.FORWARD, 0, self._values, request.tensors)))
+            if len(waiting) > 16:
+                waiting.popleft().result(timeout=120.0)
+        while waiting:
+            waiting.popleft().result(timeout=120.0)
+
+
+@dataclass(frozen=True)
+class Places:
+    """GPUs of the jobs, by number; None on CPU, where they are ranks."""
+
+    teacher_gpus: int
+    student_gpus: int
+
+    @property
+    def total(self) -> int:
+        return self.teacher_gpus + self.student_gpus
+
+    def devices(self, count: int) -> tuple[str, ...] | None:
+        """The first GPUs of this node."""
+        return None if mkd.cpu.wanted() else tuple(str(number) for number in range(count))
+
+    def split(
+        self, teacher: Teacher, flags: Sequence[str], folder: Path, sockets: Path
+    ) -> tuple[list[NodeJob], NodeJob]:
+        """The services of a teacher and their student, as `mkd launch` starts them."""
+        own = Namespace(teacher_gpus=self.teacher_gpus, student_gpus=self.student_gpus, teacher_flags="")
+        words = ["--kd-teacher-hf", str(folder / teacher.folder), *teacher.flags, *flags]
+        return jobs(own, flags_of(words), self.devices(self.total), sockets)
+
+    def shared(self, teacher: str, further: Sequence[str], flags: Sequence[str], ranks: int) -> NodeJob:
+        """A training with its teacher on its own ranks."""
+        words = ("train", "--kd-teacher-hf", teacher, *further, *flags)
+        return NodeJob("student", words, ranks, self.devices(ranks))
+
+
+class Benchmark:
+    """All measurements; the rows are written to a file after each."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        self._args, self._folder = args, folder
+        self._sizes: Sizes = SMALL if args.small else FULL
+        self._places = Places(args.teacher_gpus, args.student_gpus)
+        self.teachers = [one for one in self._sizes.teachers if not args.rows_of or one.name in args.rows_of]
+        self.rows: list[Row] = [{"teacher": one.name} for one in self.teachers]
+        self.head = {
+            "commit": args.commit or commit_of_checkout(),
+            "versions": installed_versions(),
+            "gpus": [args.teacher_gpus, args.student_gpus],
+            "rows_per_step": self._sizes.rows,
+            "seq_length": self._sizes.seq_length,
+        }
+
+    def run(self) -> None:
+        """Measure everything. All services start at once: one that has no request needs no time of its GPU."""
+        prepare(self._sizes, self._folder, self._args.steps)
+        services: list[list[RunningJob]] = []
+        students: list[NodeJob] = []
+        try:
+            for number, teacher in enumerate(self.teachers):
+                sockets = self._folder / f"sockets-{number}"
+                sockets.mkdir(mode=0o700, exist_ok=True)
+                found, student = self._places.split(
+                    teacher, self._flags(self._args.student_gpus), self._folder, sockets
+                )
+                students.append(student)
+                outputs = [self._folder / f"service-{number}-{count}.log" for count, _ in enumerate(found)]
+                services.append([RunningJob(job, output) for job, output in zip(found, outputs, strict=True)])
+            self._attempt("states at hand", self.rows, self._measure_at_hand)
+            for row, started, student in zip(self.rows, services, students, strict=True):
+                self._attempt(row["teacher"], [row], lambda s=started, j=student: self._measure_served(s, j))
+                for one in started:
+                    one.end()
+        finally:
+            for one in (job for jobs_of_one in services for job in jobs_of_one):
+                one.end()
+        for teacher, row in zip(self.teachers, self.rows, strict=True):
+            if teacher.shares and not self._args.no_sharing:
+                self._attempt(
+                    f"sharing, {teacher.name}", [row], lambda one=teacher: self._measure_sharing(one), "sharing_failed"
+                )
+
+    def _flags(self, ranks: int) -> list[str]:
+        return flags_of_training(self._sizes, self._folder, self._args.steps, ranks)
+
+    def _measure_at_hand(self) -> Row:
+        ranks = self._args.student_gpus
+        job = self._places.shared(str(self._folder / "one-layer"), (), self._flags(ranks), ranks)
+        return {"at_hand_s": at_hand(train(job, self._folder, self._args.limit))}
+
+    def _measure_served(self, services: Sequence[RunningJob], student: NodeJob) -> Row:
+        urls = student.words[student.words.index("--kd-teacher-url") + 1 :][: len(services)]
+        alive = lambda: all(one.is_running for one in services)  # noqa: E731
+        try:
+            client = Client(urls, self._args.limit, alive)
+        except MkdError:
+            for one in services:
+                one.require_success()
+            raise
+        try:
+            figures: Row = {"alone_s": client.seconds(self._sizes)}
+        finally:
+            client.close()
+        log(f"  teacher alone: {figures['alone_s']:.3f} s")
+        return figures | figures_of_served(train(student, self._folder, self._args.limit))
+
+    def _measure_sharing(self, teacher: Teacher) -> Row:
+        ranks = self._places.total
+        job = self._places.shared(str(self._folder / teacher.folder), teacher.flags, self._flags(ranks), ranks)
+        lines = train(job, self._folder, self._args.limit)
+        figures = {name: median(line[f"{name}_s"] for line in lines) for name in ("step", "teacher")}
+        return {"sharing_s": figures["step"], "sharing_teacher_s": figures["teacher"]}
+
+    def _attempt(self, name: str, rows: Sequence[Row], work: Callable[[], Row], key: str = "failed") -> None:
+        """Add figures to rows, or the reason of a failure under `key`."""
+        log(name)
+        try:
+            figures = work()
+        except (RuntimeError, OSError, MkdError, subprocess.TimeoutExpired, TimeoutError) as error:
+            figures = {key: " ".join(str(error).split())[:REASON_LENGTH].replace("|", "/") or type(error).__name__}
+        log(f"  {figures}")
+        for row in rows:
+            row |= figures
+            add_ratios(row)
+        if self._args.json is not None:
+            self._args.json.write_text(json.dumps({**self.head, "rows": self.rows}, indent=1) + "\n")
+
+
+def add_ratios(row: Row) -> None:
+    """Add `of_at_hand` and `of_slower` to a row with their figures."""
+    if {"step_s", "at_hand_s", "alone_s"} <= row.keys():
+        row["of_at_hand"] = row["step_s"] / row["at_hand_s"]
+        row["of_slower"] = max(row["at_hand_s"], row["alone_s"]) / row["step_s"]
+
+
+COLUMNS = [
+    ("teacher", lambda row: row["teacher"]),
+    ("s per step", lambda row: number(row, "step_s", ".3f")),
+    ("waits", lambda row: number(row, "waited", ".1%")),
+    ("tokens/s", lambda row: number(row, "tokens_per_s", ",.0f")),
+    ("student, states at hand", lambda row: number(row, "at_hand_s", ".3f")),
+    ("step / at hand", lambda row: number(row, "of_at_hand", ".3f")),
+    ("teacher alone", lambda row: number(row, "alone_s", ".3f")),
+    ("of the slower", lambda row: number(row, "of_slower", ".3f")),
+    ("sharing all GPUs", lambda row: number(row, "sharing_s", ".3f")),
+    ("its teacher", lambda row: number(row, "sharing_teacher_s", ".3f")),
+]
+
+
+def log(text: str) -> None:
+    print(f"[{time.monotonic() - _BEGAN:5.0f} s] bench_service: {text}", file=sys.stderr, flush=True)
+
+
+_BEGAN = time.monotonic()
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("teacher", "student"):
+        parser.add_argument(f"--{name}-gpus", type=int, default=1, metavar="N", help=f"GPUs of the {name} (default: 1)")
+    parser.add_argument("--steps", type=int, default=10, metavar="N", help=f"steps per training, above {WARMUP}")
+    listed = dict(type=lambda text: text.split(";"), metavar="A;B")
+    parser.add_argument("--rows-of", help="teachers by name, separated by semicolons", **listed)
+    parser.add_argument("--no-sharing", action="store_true", help="leave out the trainings that share all GPUs")
+    parser.add_argument("--limit", type=float, default=600.0, metavar="S", help="seconds per job (default: 600)")
+    parser.add_argument("--folder", type=Path, help="for models and data, kept (default: temporary)")
+    parser.add_argument("--small", action="store_true", help="small models on two CPU processes, a smoke test")
+    parser.add_argument("--commit", metavar="TEXT", help="the measured commit, if this is not a git checkout")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows here, after each measurement")
+    args = parser.parse_args(argv)
+    if args.steps <= WARMUP:
+        parser.error(f"--steps is {args.steps}; the first {WARMUP} are not counted")
+    known = [one.name for one in (SMALL if args.small else FULL).teachers]
+    if unknown := [name for name in args.rows_of or [] if name not in known]:
+        parser.error(f"--rows-of {unknown[0]!r}: the teachers are {'; '.join(known)}")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the tool."""
+    args = parse(argv)
+    use_prebuilt_dataset_helpers()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        benchmark = Benchmark(args, folder)
+        benchmark.run()
+    card = "CPU" if mkd.cpu.wanted() else f"{args.teacher_gpus} + {args.student_gpus} x {card_name()}"
+    print(f"{card}, commit {benchmark.head['commit']}\n\n{markdown(COLUMNS, benchmark.rows)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
