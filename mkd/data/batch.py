@@ -221,10 +221,11 @@ class KDBatch:
     def to_device(self) -> "KDBatch":
         """This batch on the current device."""
         # "cuda" is the CPU where mkd.cpu is active.
-        moved = {name: value.to("cuda", non_blocking=True) for name, value in self._per_token().items()}
+        # Pinned: the host would wait for the device's earlier work in a copy from other memory.
+        moved = {name: value.pin_memory().to("cuda", non_blocking=True) for name, value in self._per_token().items()}
         packed = self.packed
         if packed is not None:
-            bounds = packed.cu_seqlens_q_padded.to("cuda", non_blocking=True)
+            bounds = packed.cu_seqlens_q_padded.pin_memory().to("cuda", non_blocking=True)
             packed = replace(packed, **dict.fromkeys(_BOUNDS, bounds))
         views = tuple(view.to_device(self) for view in self.teacher_views)
         supervised = None if self.supervised is None else self.supervised.to_device()

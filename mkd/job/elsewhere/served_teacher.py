@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from mkd import cpu
 from mkd.checkpoint.source import EnsembleSource
 from mkd.checkpoint.tokenizer_hash import tokenizer_hash
 from mkd.config.kd_config import KDConfig
@@ -251,7 +252,8 @@ class ServedTeacherSpec(SpecWithoutModel[ServedSource]):
             columns = self.cross.vocabulary(view, groups).teacher_columns
         if ServedTeacher.needs_connections(groups):
             most = max(MOST_ANSWER_BYTES, microbatch_tokens(self.args, self._row_length) * facts.bytes_per_token)
-            connections = TeacherConnections(source.addresses, source.secret, facts, most)
+            pins = not cpu.is_active()
+            connections = TeacherConnections(source.addresses, source.secret, facts, most, pins=pins)
         return ServedTeacher(
             connections,
             facts,

@@ -299,7 +299,15 @@ def _hidden_bytes(work: Workload, teachers: Sequence[Namespace]) -> float:
         if running > 1 and states < count:
             more = max(sizes[:running])  # one teacher's next states arrive while the others' last ones are used
     served = min(count, 1 + _between_virtual_stages(student))
+    if count > 1:  # the rank that receives answers copies the next ones to the device beside the computation
+        more += sum(map(_answer_bytes, teachers[running:]))
     return more + (states + len(kd.layer_pairs) * of_layers) * sum(sizes[:running]) + served * sum(sizes[running:])
+
+
+def _answer_bytes(teacher: Namespace) -> float:
+    """Hidden states of whole rows of a microbatch."""
+    shards = teacher.tensor_model_parallel_size if teacher.sequence_parallel else 1
+    return residual_bytes(teacher) * shards * teacher.context_parallel_size
 
 
 def waits_on_host(kd: KDConfig, microbatches: int, on_gpu: bool) -> bool:

@@ -3,6 +3,7 @@ gets its part."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,8 +19,58 @@ from mkd.teacher.service.messages import Kind
 from mkd.teacher.service.targets import Targets
 
 Received = tuple[Tensor, Tensor]
-"""[k] int64 indices of the wanted tokens among the b * s of a microbatch, and the tensor of the answer, [k, columns];
-on the host."""
+"""[k] int64 indices of the wanted tokens among the b * s of a microbatch, and the [k, columns] tensor of the answer."""
+
+
+class _Upload(NamedTuple):
+    """A copy to the device."""
+
+    received: Received
+    """On the device."""
+    done: torch.cuda.Event
+
+
+class Uploads:
+    """Copies the answers for the microbatches of a step to the device, on a stream of its own: each while the
+    student computes the microbatch before it."""
+
+    def __init__(self) -> None:
+        """There is no step yet."""
+        self._stream = torch.cuda.Stream()
+        self._coming: dict[int, _Upload] = {}
+        self._count = 0
+        self._received: Callable[[int], Received]
+
+    def begin(self, count: int, received: Callable[[int], Received]) -> None:
+        """Begin a step.
+
+        Args:
+            count: its microbatches on this rank.
+            received: from the number of a microbatch to its answer, on the host.
+        """
+        if self._coming:  # of a step that was not computed to its end
+            torch.cuda.current_stream().wait_stream(self._stream)
+            self._coming.clear()
+        self._count, self._received = count, received
+
+    def take(self, number: int) -> Received:
+        """The answer for a microbatch, on the device; starts the copy of the next one."""
+        for one in range(number, min(number + 2, self._count)):
+            if one not in self._coming:
+                self._coming[one] = self._start(one)
+        upload = self._coming.pop(number)
+        torch.cuda.current_stream().wait_event(upload.done)
+        return upload.received
+
+    def _start(self, number: int) -> _Upload:
+        # Of the computing stream, whose later work may reuse the memory: it waits for the copy, and this one for it.
+        wanted, found = (one.pin_memory() for one in self._received(number))
+        targets = tuple(torch.empty(one.shape, dtype=one.dtype, device="cuda") for one in (wanted, found))
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for target, source in zip(targets, (wanted, found), strict=True):
+                target.copy_(source, non_blocking=True)
+            return _Upload(targets, self._stream.record_event())
 
 
 @dataclass(frozen=True)
@@ -50,7 +101,8 @@ class HiddenAnswers:
 
     def is_finite(self, answer: Tensor) -> bool:
         """True if all numbers of an answer are finite."""
-        return bool(answer.isfinite().all())
+        # The sum is not finite if a number is not, and takes a hundredth of the time on a CPU; it may also overflow.
+        return bool(answer.sum().isfinite()) or bool(answer.isfinite().all())
 
     def signal(self, whole: KDBatch, received: Received | None) -> HiddenSignal:
         """The signal of this rank's part of a microbatch. Collective over the replica's ranks of the last stage.
@@ -114,7 +166,7 @@ class TargetAnswers:
 
 def _spread(received: Received, whole: KDBatch, change: Callable[[Tensor], Tensor] | None = None) -> Tensor:
     """[b, s, columns] on the device, of values that `change` returns; 0 for tokens that are not wanted."""
-    wanted, found = (one.pin_memory().to("cuda", non_blocking=True) for one in received)
+    wanted, found = (one if one.is_cuda else one.pin_memory().to("cuda", non_blocking=True) for one in received)
     found = found if change is None else change(found)
     spread = torch.zeros(whole.tokens.numel(), found.shape[1], dtype=found.dtype, device="cuda")
     return spread.index_copy_(0, wanted, found).view(*whole.tokens.shape, -1)

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from mkd.losses import LogitMap
 from mkd.teacher.elsewhere import TeacherElsewhere
 from mkd.teacher.interface import HiddenSignal, TopKSignal
 from mkd.teacher.run_ahead import ROUND_S, AllRanks, PendingRequest, RunAhead
-from mkd.teacher.service.answers import HiddenAnswers, TargetAnswers
+from mkd.teacher.service.answers import HiddenAnswers, Received, TargetAnswers, Uploads
 from mkd.teacher.service.connections import TeacherConnections
 from mkd.teacher.service.facts import TeacherFacts
 from mkd.teacher.service.messages import Kind, Message
@@ -71,6 +72,7 @@ class ServedTeacher(TeacherElsewhere[_Request]):
         self._connections, self._facts, self._groups = connections, facts, groups
         self._view, self._targets = view, targets
         self._step: list[PendingRequest[_Request]] = []
+        self._uploads = Uploads()
         self._answers: HiddenAnswers | TargetAnswers
         if targets is None:
             head, logit_map = self._fetch_head(head_columns), LogitMap(facts.logit_scale, facts.logit_softcap)
@@ -110,8 +112,9 @@ class ServedTeacher(TeacherElsewhere[_Request]):
         """
         self._whole = list(batches)
         step = self._queue.send(batches, upcoming) if self._sends else []
-        self._ranks.wait(step, self._check, self._check_silence, upcoming.is_stopping)
+        self._ranks.wait(step, lambda _: None, self._check_silence, upcoming.is_stopping)
         self._step = step
+        self._uploads.begin(len(step), self._received)
         return self._whole
 
     def _request(self, batch: KDBatch) -> _Request:
@@ -122,17 +125,19 @@ class ServedTeacher(TeacherElsewhere[_Request]):
         if self._targets is None:
             wanted = (own.ce_mask != 0.0) | wanted
         forward = ForwardRequest.of_batch(own, wanted, self._targets)
-        return _Request(forward, forward.key, len(forward.wanted) * self._answers.bytes_per_token)
+        answer_bytes = len(forward.wanted) * self._answers.bytes_per_token
+        return _Request(forward, forward.key, self._connections.host_bytes(answer_bytes))
 
     def _tokens_of(self, batch: KDBatch) -> KDBatch:
         """A whole microbatch in the teacher's tokenizer."""
         return batch if self._view is None else batch.teacher_views[self._view].batch
 
-    def _send(self, request: _Request) -> list[Future[Message]]:
+    def _send(self, request: _Request) -> list[Future[Tensor]]:
         values: dict[str, Any] = {"fingerprint": self._facts.fingerprint}
         if self._targets is not None:
             values["targets"] = self._targets.values()
-        return [self._connections.submit(Message(Kind.FORWARD, 0, values, request.forward.tensors))]
+        read = partial(self._read, len(request.forward.wanted))
+        return [self._connections.submit(Message(Kind.FORWARD, 0, values, request.forward.tensors), read)]
 
     def _await(self, answer: Future[Message]) -> Message:
         began = time.monotonic()
@@ -152,9 +157,9 @@ class ServedTeacher(TeacherElsewhere[_Request]):
                 "(mkd serve-teacher), and then this job"
             )
 
-    def _check(self, pending: PendingRequest[_Request]) -> None:
-        (answer,), facts, answers = pending.answers, self._facts, self._answers
-        answer, count = answer.result(), len(pending.request.forward.wanted)
+    def _read(self, count: int, answer: Message) -> Tensor:
+        """The tensor of an answer for so many tokens, which is checked in the thread of the connections."""
+        facts, answers = self._facts, self._answers
         if answer.kind != answers.kind or answer.values.get("fingerprint") != facts.fingerprint:
             raise MkdTeacherError(f"the teacher answers with {answer.kind.name} of {answer.values}: is it another one?")
         shapes = [(tuple(one.shape), one.dtype) for one in answer.tensors]
@@ -168,6 +173,7 @@ class ServedTeacher(TeacherElsewhere[_Request]):
                 f"the {answers.name} of the teacher {facts.fingerprint} ({facts.description}) are not finite: its "
                 "weights are damaged, or it overflows in its precision (--kd-teacher-dtype of mkd serve-teacher)"
             )
+        return answer.tensors[0]
 
     def _fetch_head(self, columns: Tensor) -> Tensor | None:
         """[columns, Ht] this rank's rows of the LM head; rows beyond the teacher's vocabulary are 0."""
@@ -207,8 +213,10 @@ class ServedTeacher(TeacherElsewhere[_Request]):
 
     def _signal(self, number: int) -> HiddenSignal | TopKSignal:
         """The signal of this rank's part of a microbatch."""
-        found = None
-        if self._sends:
-            pending = self._step[number]
-            found = (pending.request.forward.wanted.long(), pending.answers[0].result().tensors[0])
+        found = self._uploads.take(number) if self._sends else None
         return self._answers.signal(self._tokens_of(self._whole[number]), found)
+
+    def _received(self, number: int) -> Received:
+        """The answer for a microbatch of the step."""
+        pending = self._step[number]
+        return pending.request.forward.wanted.long(), pending.answers[0].result()

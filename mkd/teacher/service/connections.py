@@ -3,10 +3,11 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -28,7 +29,18 @@ class _Request:
     """A request until it is answered."""
 
     message: Message
-    answer: Future[Message] = field(default_factory=Future)
+    read: Callable[[Message], Any]
+    """See `TeacherConnections.submit`."""
+    answer: Future[Any] = field(default_factory=Future)
+
+    def receive(self, answer: Message) -> None:
+        """Set the result, or the error, of the answer."""
+        try:
+            result = self.read(answer)
+        except Exception as error:  # also a fault of this code: the thread that waits raises it
+            self.answer.set_exception(error)
+        else:
+            self.answer.set_result(result)
 
 
 @dataclass
@@ -67,11 +79,21 @@ class _Link:
         self.socket.close(0)
 
 
+def _unchanged(answer: Message) -> Message:
+    return answer
+
+
 class TeacherConnections:
     """Sends each request to one of the addresses, and sends it again to another where a connection is lost."""
 
     def __init__(
-        self, addresses: Sequence[Address], secret: Secret | None, facts: TeacherFacts, most_bytes: int
+        self,
+        addresses: Sequence[Address],
+        secret: Secret | None,
+        facts: TeacherFacts,
+        most_bytes: int,
+        *,
+        pins: bool = False,
     ) -> None:
         """Start the thread.
 
@@ -80,7 +102,9 @@ class TeacherConnections:
             secret: see `Secret`.
             facts: the facts that all of them have.
             most_bytes: largest frame of an answer.
+            pins: answers are received in pinned host memory.
         """
+        self._pins = pins
         self._facts, self._addresses, self._secret, self._most_bytes = facts, tuple(addresses), secret, most_bytes
         self._context = zmq.Context()
         self._lock, self._new = threading.Lock(), deque[_Request]()
@@ -95,11 +119,19 @@ class TeacherConnections:
         self._thread = threading.Thread(target=self._run, name="teacher service", daemon=True)
         self._thread.start()
 
-    def submit(self, message: Message) -> Future[Message]:
-        """Send a request when a service can take it. The future raises MkdTeacherError if the service refuses it, or is
-        another teacher now. Callers use one thread."""
+    def submit[T](self, message: Message, read: Callable[[Message], T] = _unchanged) -> Future[T]:
+        """Send a request when a service can take it. Callers use one thread.
+
+        Args:
+            message: the request, whose number is set here.
+            read: from the answer to the future's result; is called in the thread of the connections, beside the work
+                of the thread that waits, and may raise an error for it.
+
+        Returns:
+            The answer. It raises MkdTeacherError if the service refuses the request, or is another teacher now.
+        """
         self._number += 1
-        request = _Request(Message(message.kind, self._number, message.values, message.tensors))
+        request = _Request(Message(message.kind, self._number, message.values, message.tensors), read)
         with self._lock:
             if self._failure is not None:
                 request.answer.set_exception(self._failure)
@@ -107,6 +139,10 @@ class TeacherConnections:
             self._new.append(request)
         self._wake()
         return request.answer
+
+    def host_bytes(self, answer_bytes: int) -> int:
+        """Host memory of an answer; torch's pinned blocks have powers of two."""
+        return 1 << max(0, answer_bytes - 1).bit_length() if self._pins else answer_bytes
 
     def close(self) -> None:
         """End the thread."""
@@ -178,7 +214,7 @@ class TeacherConnections:
     def _receive(self, link: _Link, frames: Sequence[zmq.Frame]) -> None:
         """Raises MkdTeacherError for an answer that no service of this teacher gives."""
         try:
-            message = Message.of([frame.buffer for frame in frames])
+            message = Message.of([frame.buffer for frame in frames], pins=self._pins)
             if message.kind == Kind.FACTS:
                 self._compare(link, TeacherFacts.of(message.values))
                 return
@@ -189,7 +225,7 @@ class TeacherConnections:
         request = link.requests.pop(message.number, None)
         if request is not None:
             self.answered_at = time.monotonic()
-            request.answer.set_result(message)
+            request.receive(message)
 
     def _compare(self, link: _Link, facts: TeacherFacts) -> None:
         if not facts.is_same(self._facts):

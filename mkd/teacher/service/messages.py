@@ -83,8 +83,12 @@ class Message:
         return [head, *(memoryview(one.reshape(-1).view(torch.uint8).numpy()) for one in tensors)]
 
     @classmethod
-    def of(cls, frames: Sequence[Any]) -> "Message":
+    def of(cls, frames: Sequence[Any], *, pins: bool = False) -> "Message":
         """Parse the frames of a message (bytes or buffers), which are not trusted.
+
+        Args:
+            frames: all of them.
+            pins: copy tensors into pinned host memory.
 
         Raises:
             ProtocolError: it is not a message, of another version, or its tensors do not have the described sizes.
@@ -105,11 +109,11 @@ class Message:
             raise ProtocolError(f"a head that cannot be read: {error}") from None
         if not isinstance(values, dict) or not isinstance(described, list) or len(described) != len(frames) - 1:
             raise ProtocolError("a head that does not describe its frames")
-        tensors = tuple(_tensor(one, frame) for one, frame in zip(described, frames[1:], strict=True))
+        tensors = tuple(_tensor(one, frame, pins) for one, frame in zip(described, frames[1:], strict=True))
         return cls(kind, number, values, tensors)
 
 
-def _tensor(described: Any, frame: Any) -> Tensor:
+def _tensor(described: Any, frame: Any, pins: bool) -> Tensor:
     match described:
         case [str(name), list(shape)] if name in _DTYPES and len(shape) <= 3:
             pass
@@ -120,6 +124,6 @@ def _tensor(described: Any, frame: Any) -> Tensor:
     dtype, size = _DTYPES[name], len(frame)
     if math.prod(shape) * dtype.itemsize != size:
         raise ProtocolError(f"{size} bytes for a {name} tensor of shape {shape}")
-    found = torch.empty(size, dtype=torch.uint8)
+    found = torch.empty(size, dtype=torch.uint8, pin_memory=pins)
     found.numpy()[:] = np.frombuffer(frame, dtype=np.uint8)
     return found.view(dtype).view(shape)

@@ -123,11 +123,12 @@ class TeacherRanks:
     def _compute(self, request: ForwardRequest) -> Tensor | None:
         """The answer on the front rank, None elsewhere."""
         whole, groups = request.batch(), self._groups
+        wanted = request.wanted.long().pin_memory().to("cuda", non_blocking=True)
         signal = self._signal(whole)
         if signal is None:
             return None
         hidden = self._gather_tokens(signal.hidden.contiguous(), whole)
-        hidden = hidden.index_select(0, request.wanted.long().to(hidden.device))
+        hidden = hidden.index_select(0, wanted)
         if request.targets is not None and groups.cp.rank() == 0:
             teacher = LinearLogits(hidden, signal.head, signal.logit_map)
             labels, uniforms = request.labels.long().to(hidden.device), request.uniforms()

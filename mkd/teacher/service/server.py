@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
 import zmq
 from torch import Tensor
 
@@ -54,8 +55,26 @@ class _Waiting:
     request: ForwardRequest
 
 
+@dataclass(frozen=True)
+class _Computing:
+    """Requests whose forward pass is launched."""
+
+    taken: list[_Waiting]
+    began: float
+    """Time of the launch."""
+    on_device: Tensor
+    answer: Tensor
+    """On the host; complete after `done`."""
+    done: torch.cuda.Event | None
+    """None if it is complete."""
+
+
 class TeacherServer:
-    """Answers requests in the order of their arrival, one forward pass for each or, on demand, for several."""
+    """Answers requests in the order of their arrival, one forward pass for each or, on demand, for several.
+
+    On a GPU the next forward pass is launched before the last one is answered: the device computes while its previous
+    answer is copied to the host, and sent.
+    """
 
     def __init__(
         self, facts: TeacherFacts, address: Address, secret: Secret | None, batch_tokens: int | None = None
@@ -78,6 +97,9 @@ class TeacherServer:
         self._socket, self._authenticator = service_socket(self._context, address, secret, most_request_bytes(facts))
         self.address = self._socket.last_endpoint.decode()
         self._queue: deque[_Waiting] = deque()
+        self._computing: deque[_Computing] = deque()
+        self._answered_at = 0.0
+        self._stream: torch.cuda.Stream | None = None
         self._work, self._reported = _Work(), _Work()
         self._reported_at = time.monotonic()
 
@@ -93,9 +115,9 @@ class TeacherServer:
         self._ranks, self._head, self._state = ranks, head, "serving"
         ordered = time.monotonic()
         while not is_stopping():
-            self._read(0 if self._queue else 200)
-            if self._queue:
-                self._compute(self._take())
+            self._read(0 if self._queue or self._computing else 200)
+            if self._queue or self._computing:
+                self._advance()
                 ordered = time.monotonic()
             elif time.monotonic() - ordered > IDLE_S:
                 self._ranks.order(Order.IDLE)
@@ -103,8 +125,8 @@ class TeacherServer:
             self._report()
         self._state = "stopping"
         self._read(0)
-        while self._queue:
-            self._compute(self._take())
+        while self._queue or self._computing:
+            self._advance()
         self._ranks.order(Order.STOP)
 
     def close(self) -> None:
@@ -179,18 +201,47 @@ class TeacherServer:
             taken.append(self._queue.popleft())
         return taken
 
-    def _compute(self, taken: list[_Waiting]) -> None:
+    def _advance(self) -> None:
+        """Launch the next forward pass, and answer those that are complete or precede the last one."""
+        if self._queue:
+            self._computing.append(self._launch(self._take()))
+        while self._computing and (self._computing[0].done is None or len(self._computing) > 1 or not self._queue):
+            self._answer(self._computing.popleft())
+
+    def _launch(self, taken: list[_Waiting]) -> _Computing:
         began = time.monotonic()
         request = ForwardRequest.joined([one.request for one in taken]) if len(taken) > 1 else taken[0].request
-        found = self._ranks.order(Order.FORWARD, request).cpu()
-        kind = Kind.HIDDEN if request.targets is None else Kind.TARGETS
+        found = self._ranks.order(Order.FORWARD, request)
+        return _Computing(taken, began, found, *self._to_host(found))
+
+    def _to_host(self, found: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+        """Start the copy of an answer beside later work of the device."""
+        if not found.is_cuda:
+            return found, None
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            host.copy_(found, non_blocking=True)
+            return host, self._stream.record_event()
+
+    def _answer(self, computing: _Computing) -> None:
+        """Send the answers to requests, when they are complete."""
+        if computing.done is not None:
+            computing.done.synchronize()
+        requests = [one.request for one in computing.taken]
+        kind = Kind.HIDDEN if requests[0].targets is None else Kind.TARGETS
         values = {"fingerprint": self._facts.fingerprint}
-        for one, own in zip(taken, found.split([len(one.request.wanted) for one in taken]), strict=True):
+        own_answers = computing.answer.split([len(one.wanted) for one in requests])
+        for one, own in zip(computing.taken, own_answers, strict=True):
             self._send(one.client, Message(kind, one.number, values, (own,)))
-        self._work.requests += len(taken)
+        now = time.monotonic()
+        self._work.requests += len(requests)
         self._work.passes += 1
-        self._work.tokens += request.tokens.numel()
-        self._work.busy_s += time.monotonic() - began
+        self._work.tokens += sum(one.tokens.numel() for one in requests)
+        self._work.busy_s += now - max(computing.began, self._answered_at)
+        self._answered_at = now
 
     def _send(self, client: bytes, message: Message) -> None:
         """A client that is gone, or does not read, loses its answers."""

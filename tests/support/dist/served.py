@@ -270,7 +270,7 @@ def served_on_policy(
         teachers.append(build_teacher(*args))
         return teachers[-1]
 
-    submit = logged(TeacherConnections.submit, "sent", lambda _, message: message.kind == Kind.FORWARD)
+    submit = logged(TeacherConnections.submit, "sent", lambda _, message, *__: message.kind == Kind.FORWARD)
     done = logged(on_policy._Early.done, "text", lambda self, index, tokens: index in self._own)
     with ExitStack() as around:
         around.enter_context(patch.object(kd_step, "build_teacher", build))

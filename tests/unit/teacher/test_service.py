@@ -1,5 +1,6 @@
 """The teacher service with a model that needs no ranks: messages, limits, secrets, lost connections."""
 
+import math
 import socket
 import threading
 from collections.abc import Iterator
@@ -14,11 +15,12 @@ import zmq
 from torch import Tensor
 
 from mkd.data.batch import KDBatch
-from mkd.errors import MkdConfigError, MkdTeacherError, MkdTeacherTimeout
-from mkd.losses import LinearLogits, VocabLayout, teacher_top_k
+from mkd.errors import MkdConfigError, MkdNumericError, MkdTeacherError, MkdTeacherTimeout
+from mkd.losses import LinearLogits, LogitMap, VocabLayout, teacher_top_k
 from mkd.losses.measure.sampling import sample_teacher_tokens
 from mkd.teacher.cache.sampling import count_ids, stratified_uniforms
 from mkd.teacher.service.addresses import TOKEN, Secret, ServiceAddress, require_secret
+from mkd.teacher.service.answers import HiddenAnswers, Uploads
 from mkd.teacher.service.connections import TeacherConnections, request_facts
 from mkd.teacher.service.facts import TeacherFacts
 from mkd.teacher.service.messages import Kind, Message, ProtocolError
@@ -393,6 +395,59 @@ def test_requests_to_another_teacher_are_refused() -> None:
         answer = ask(connections, request_of([[1, 2, 3, 4]]), "c")
         with pytest.raises(MkdTeacherError, match=r"refuses a request: the teacher here is a+, not c"):
             answer.result(LIMIT_S)
+
+
+def test_answers_are_read_beside_the_work_of_the_thread_that_waits() -> None:
+    """An error of the reader is that of its own request only."""
+    reader: list[str] = []
+
+    def read(answer: Message) -> Tensor:
+        reader.append(threading.current_thread().name)
+        if answer.tensors[0][0, 0] == 7.0:
+            raise MkdNumericError("not finite")
+        return answer.tensors[0]
+
+    with running() as address, connected(address) as connections:
+        values = {"fingerprint": FACTS.fingerprint}
+        messages = [Message(Kind.FORWARD, 0, values, request_of([[i] * 4]).tensors) for i in (7, 8)]
+        failed, read_one = [connections.submit(message, read) for message in messages]
+        with pytest.raises(MkdNumericError, match="not finite"):
+            failed.result(LIMIT_S)
+        assert read_one.result(LIMIT_S)[0, 0] == 8.0 and set(reader) == {"teacher service"}
+
+
+def test_pinned_answers_take_powers_of_two() -> None:
+    for pins, sizes in (False, [0, 5, 64, 65]), (True, [1, 8, 64, 128]):
+        connections = TeacherConnections([], None, FACTS, 1 << 20, pins=pins)
+        assert [connections.host_bytes(size) for size in (0, 5, 64, 65)] == sizes
+        connections.close()
+
+
+@pytest.mark.parametrize("value", [0.0, math.nan, math.inf, -math.inf, 3e38])
+def test_numbers_that_are_not_finite(value: float) -> None:
+    """The sum of large numbers overflows although each is finite."""
+    answer = torch.ones(3, 4)
+    answer[1, 2:] = value
+    found = HiddenAnswers(4, torch.float32, LogitMap(1.0), None, None, sequence_parallel=False).is_finite(answer)
+    assert found == math.isfinite(value) and (value != 3e38 or not answer.sum().isfinite())
+
+
+def test_uploads_of_a_step() -> None:
+    """Each microbatch is read once, one before it is needed, also when a step ends early or is computed again."""
+    read: list[int] = []
+
+    def received(number: int) -> tuple[Tensor, Tensor]:
+        read.append(number)
+        return torch.tensor([number]), torch.full((1, 2), float(number))
+
+    uploads = Uploads()
+    for numbers in ([0, 1, 2], [0], [0, 1, 2]):
+        read.clear()
+        uploads.begin(3, received)
+        for number in numbers:
+            wanted, states = uploads.take(number)
+            assert wanted.item() == number and states.tolist() == [[number, number]]
+            assert read == list(range(min(number + 2, 3)))
 
 
 def test_a_lost_address_is_left_out() -> None:
