@@ -6,8 +6,9 @@
 Models with random weights are made on the spot (30 s for 8B and 1B). The jobs are those of `mkd launch`: one service
 per GPU of the teacher, at socket files. Three measurements are the same for all of a teacher's work:
 
-    states at hand  the student's step with its teacher's hidden states on the device: a training with a teacher of the
-                    same width and one layer on the student's GPUs, without the time of that teacher
+    at hand         the student's step when the teacher's outputs are there already. Hidden states: a training with a
+                    teacher of the same width and one layer on the student's GPUs, without the time of that teacher;
+                    top-k targets: a training from a cache
     teacher alone   the service, with a client that sends requests as fast as they are answered
     sharing         a training with both models on all GPUs
 
@@ -29,6 +30,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -54,7 +56,9 @@ from mkd.teacher.service.addresses import parse_address
 from mkd.teacher.service.connections import TeacherConnections, request_facts
 from mkd.teacher.service.messages import Kind, Message
 from mkd.teacher.service.requests import ForwardRequest
+from mkd.teacher.service.targets import TopKTargets
 
+ROOT = Path(__file__).resolve().parents[1]
 WARMUP = 4
 """Steps at the beginning that are not counted."""
 ALONE_STEPS = 3
@@ -69,12 +73,18 @@ class Teacher:
     name: str
     config: dict[str, Any]
     fp8: bool = False
+    top_k: int | None = None
+    """The service sends top-k targets; None for hidden states."""
     shares: bool = True
     """True if it is also measured with both models on all GPUs."""
 
     @property
     def flags(self) -> list[str]:
         return ["--kd-teacher-dtype", "fp8"] if self.fp8 else []
+
+    @property
+    def student_flags(self) -> list[str]:
+        return [] if self.top_k is None else ["--kd-top-k", str(self.top_k), "--kd-teacher-targets", "top_k"]
 
     @property
     def folder(self) -> str:
@@ -94,9 +104,9 @@ class Sizes:
     seq_length: int
 
     @property
-    def one_layer(self) -> dict[str, Any]:
+    def one_layer(self) -> Teacher:
         """The first teacher with one layer."""
-        return self.teachers[0].config | {"num_hidden_layers": 1}
+        return Teacher("one layer", self.teachers[0].config | {"num_hidden_layers": 1})
 
 
 SMALL_TEACHER = llama(4, 64, 96, 8, 4, 512, False)
@@ -105,6 +115,7 @@ FULL = Sizes(
         Teacher("8B, bf16", B8),
         Teacher("8B, FP8", B8, fp8=True),
         Teacher("one layer of 8B's width", B8 | {"num_hidden_layers": 1}, shares=False),
+        Teacher("the same, top-k 64", B8 | {"num_hidden_layers": 1}, top_k=64, shares=False),
     ],
     B1,
     rows=16,
@@ -114,7 +125,7 @@ FULL = Sizes(
 SMALL = Sizes(
     [
         Teacher("4 layers", SMALL_TEACHER),
-        Teacher("one layer", SMALL_TEACHER | {"num_hidden_layers": 1}, shares=False),
+        Teacher("one layer, top-k 8", SMALL_TEACHER | {"num_hidden_layers": 1}, top_k=8, shares=False),
     ],
     llama(4, 32, 64, 4, 4, 512, True),
     rows=4,
@@ -148,8 +159,8 @@ def flags_of_training(sizes: Sizes, folder: Path, steps: int, ranks: int) -> lis
 
 def prepare(sizes: Sizes, folder: Path, steps: int) -> None:
     """Make the models and the data that are not there yet."""
-    models = {"student": sizes.student, "one-layer": sizes.one_layer}
-    for name, config in (models | {teacher.folder: teacher.config for teacher in sizes.teachers}).items():
+    teachers = {teacher.folder: teacher.config for teacher in (sizes.one_layer, *sizes.teachers)}
+    for name, config in ({"student": sizes.student} | teachers).items():
         if not (folder / name).exists():
             log(f"makes {name}")
             make_random(folder / name, config)
@@ -166,7 +177,7 @@ class RunningJob:
         common |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
         words = [sys.executable, "-m", "mkd", *job.words]
         with output.open("w") as file:
-            options: dict[str, Any] = dict(stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+            options: dict[str, Any] = dict(stdout=file, stderr=subprocess.STDOUT, start_new_session=True, cwd=ROOT)
             environments = job.environments(common, free_ports(1)[0])
             self._ranks = [subprocess.Popen(words, env=env, **options) for env in environments]
 
@@ -204,22 +215,27 @@ def running(job: NodeJob, output: Path) -> Iterator[RunningJob]:
         started.end()
 
 
-def train(job: NodeJob, folder: Path, limit_s: float) -> list[dict[str, Any]]:
-    """Run a training; its metrics, one line per counted step.
+def wait_for(job: NodeJob, output: Path, limit_s: float) -> None:
+    """Run a job to its end.
 
     Raises:
         RuntimeError: it failed; the message has the last error that it printed.
         subprocess.TimeoutExpired: it took too long.
     """
-    metrics = folder / "metrics.jsonl"
-    metrics.unlink(missing_ok=True)
     began = time.monotonic()
-    with running(job, folder / "training.log") as started:
+    with running(job, output) as started:
         while started.is_running:
             if time.monotonic() - began > limit_s:
-                raise subprocess.TimeoutExpired("the training", limit_s)
+                raise subprocess.TimeoutExpired(f"mkd {job.words[0]}", limit_s)
             time.sleep(0.1)
         started.require_success()
+
+
+def train(job: NodeJob, folder: Path, limit_s: float) -> list[dict[str, Any]]:
+    """Run a training; its metrics, one line per counted step. Errors: see `wait_for`."""
+    metrics = folder / "metrics.jsonl"
+    metrics.unlink(missing_ok=True)
+    wait_for(job, folder / "training.log", limit_s)
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     return [line for line in lines if "loss" in line][WARMUP:]
 
@@ -242,8 +258,14 @@ def figures_of_served(lines: Sequence[dict[str, Any]]) -> Row:
 class Client:
     """Sends the requests of a student to services as fast as they are answered."""
 
-    def __init__(self, urls: Sequence[str], limit_s: float, is_alive: Callable[[], bool]) -> None:
+    def __init__(self, urls: Sequence[str], limit_s: float, is_alive: Callable[[], bool], top_k: int | None) -> None:
         """Wait for the services.
+
+        Args:
+            urls: their addresses.
+            limit_s: longest wait.
+            is_alive: False if a service has ended.
+            top_k: see `Teacher`.
 
         Raises:
             MkdError, RuntimeError: they do not answer.
@@ -257,7 +279,10 @@ class Client:
             except MkdError:
                 if not is_alive() or time.monotonic() > deadline:
                     raise
+        self._targets = None if top_k is None else TopKTargets(top_k, facts.vocab, 1.0)
         self._values = {"fingerprint": facts.fingerprint}
+        if self._targets is not None:
+            self._values["targets"] = self._targets.values()
         self._connections = TeacherConnections(addresses, None, facts, MOST_ANSWER_BYTES)
         self._vocab = facts.vocab
 
@@ -280,7 +305,8 @@ class Client:
             tokens = torch.randint(0, self._vocab, shape, generator=generator, dtype=torch.int32)
             positions = torch.arange(sizes.seq_length, dtype=torch.int32).expand(shape).contiguous()
             wanted = torch.arange(tokens.numel(), dtype=torch.int32)
-            request = ForwardRequest(tokens, positions, torch.empty(0, dtype=torch.int32), wanted)
+            none, labels = torch.empty(0, dtype=torch.int32), None if self._targets is None else tokens.flatten()
+            request = ForwardRequest(tokens, positions, none, wanted, labels, targets=self._targets)
             waiting.append(self._connections.submit(Message(Kind.FORWARD, 0, self._values, request.tensors)))
             if len(waiting) > 16:
                 waiting.popleft().result(timeout=120.0)
@@ -308,89 +334,100 @@ class Places:
     ) -> tuple[list[NodeJob], NodeJob]:
         """The services of a teacher and their student, as `mkd launch` starts them."""
         own = Namespace(teacher_gpus=self.teacher_gpus, student_gpus=self.student_gpus, teacher_flags="")
-        words = ["--kd-teacher-hf", str(folder / teacher.folder), *teacher.flags, *flags]
+        words = ["--kd-teacher-hf", str(folder / teacher.folder), *teacher.flags, *teacher.student_flags, *flags]
         return jobs(own, flags_of(words), self.devices(self.total), sockets)
 
-    def shared(self, teacher: str, further: Sequence[str], flags: Sequence[str], ranks: int) -> NodeJob:
-        """A training with its teacher on its own ranks."""
-        words = ("train", "--kd-teacher-hf", teacher, *further, *flags)
-        return NodeJob("student", words, ranks, self.devices(ranks))
+    def job(self, ranks: int, *words: str) -> NodeJob:
+        """A job on the first GPUs."""
+        return NodeJob("job", words, ranks, self.devices(ranks))
 
 
 class Benchmark:
     """All measurements; the rows are written to a file after each."""
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
-        self._args, self._folder = args, folder
-        self._sizes: Sizes = SMALL if args.small else FULL
+        self._args, self.folder = args, folder.resolve()
+        self.sizes: Sizes = SMALL if args.small else FULL
         self._places = Places(args.teacher_gpus, args.student_gpus)
-        self.teachers = [one for one in self._sizes.teachers if not args.rows_of or one.name in args.rows_of]
+        self.teachers = [one for one in self.sizes.teachers if not args.rows_of or one.name in args.rows_of]
         self.rows: list[Row] = [{"teacher": one.name} for one in self.teachers]
         self.head = {
             "commit": args.commit or commit_of_checkout(),
             "versions": installed_versions(),
             "gpus": [args.teacher_gpus, args.student_gpus],
-            "rows_per_step": self._sizes.rows,
-            "seq_length": self._sizes.seq_length,
+            "rows_per_step": self.sizes.rows,
+            "seq_length": self.sizes.seq_length,
         }
 
-    def run(self) -> None:
-        """Measure everything. All services start at once: one that has no request needs no time of its GPU."""
-        prepare(self._sizes, self._folder, self._args.steps)
+    def run_services(self) -> None:
+        """Measure services. All of them start at once: one that has no request needs no time of its GPU."""
         services: list[list[RunningJob]] = []
         students: list[NodeJob] = []
         try:
             for number, teacher in enumerate(self.teachers):
-                sockets = self._folder / f"sockets-{number}"
+                sockets = self.folder / f"sockets-{number}"
                 sockets.mkdir(mode=0o700, exist_ok=True)
-                found, student = self._places.split(
-                    teacher, self._flags(self._args.student_gpus), self._folder, sockets
-                )
+                found, student = self._places.split(teacher, self._flags(self._args.student_gpus), self.folder, sockets)
                 students.append(student)
-                outputs = [self._folder / f"service-{number}-{count}.log" for count, _ in enumerate(found)]
+                outputs = [self.folder / f"service-{number}-{count}.log" for count, _ in enumerate(found)]
                 services.append([RunningJob(job, output) for job, output in zip(found, outputs, strict=True)])
-            self._attempt("states at hand", self.rows, self._measure_at_hand)
-            for row, started, student in zip(self.rows, services, students, strict=True):
-                self._attempt(row["teacher"], [row], lambda s=started, j=student: self._measure_served(s, j))
+            for top_k in dict.fromkeys(teacher.top_k for teacher in self.teachers):
+                rows = [row for row, one in zip(self.rows, self.teachers, strict=True) if one.top_k == top_k]
+                self._attempt("at hand", rows, lambda k=top_k: self._measure_at_hand(k))
+            for teacher, row, started, student in zip(self.teachers, self.rows, services, students, strict=True):
+                measure = partial(self._measure_served, teacher, started, student)
+                self._attempt(teacher.name, [row], measure)
                 for one in started:
                     one.end()
         finally:
             for one in (job for jobs_of_one in services for job in jobs_of_one):
                 one.end()
+
+    def run_sharing(self) -> None:
+        """Measure both models on all GPUs."""
         for teacher, row in zip(self.teachers, self.rows, strict=True):
-            if teacher.shares and not self._args.no_sharing:
-                self._attempt(
-                    f"sharing, {teacher.name}", [row], lambda one=teacher: self._measure_sharing(one), "sharing_failed"
-                )
+            if teacher.shares:
+                measure = partial(self._measure_sharing, teacher)
+                self._attempt(f"sharing, {teacher.name}", [row], measure, "sharing_failed")
 
     def _flags(self, ranks: int) -> list[str]:
-        return flags_of_training(self._sizes, self._folder, self._args.steps, ranks)
+        return flags_of_training(self.sizes, self.folder, self._args.steps, ranks)
 
-    def _measure_at_hand(self) -> Row:
-        ranks = self._args.student_gpus
-        job = self._places.shared(str(self._folder / "one-layer"), (), self._flags(ranks), ranks)
-        return {"at_hand_s": at_hand(train(job, self._folder, self._args.limit))}
+    def _measure_at_hand(self, top_k: int | None) -> Row:
+        ranks, limit_s = self._args.student_gpus, self._args.limit
+        flags, teacher = self._flags(ranks), ("--kd-teacher-hf", str(self.folder / self.sizes.one_layer.folder))
+        if top_k is None:
+            return {"at_hand_s": at_hand(self._train(self._places.job(ranks, "train", *teacher, *flags)))}
+        cache = str(self.folder / f"cache-{top_k}")
+        if not Path(cache).exists():
+            words = ("cache", "write", "--out", cache, "--top-k", str(top_k), "--", *teacher, *flags)
+            wait_for(self._places.job(ranks, *words), self.folder / "cache.log", limit_s)
+        job = self._places.job(ranks, "train", "--kd-teacher-cache", cache, *flags)
+        return {"at_hand_s": median(line["step_s"] for line in self._train(job))}
 
-    def _measure_served(self, services: Sequence[RunningJob], student: NodeJob) -> Row:
+    def _train(self, job: NodeJob) -> list[dict[str, Any]]:
+        return train(job, self.folder, self._args.limit)
+
+    def _measure_served(self, teacher: Teacher, services: Sequence[RunningJob], student: NodeJob) -> Row:
         urls = student.words[student.words.index("--kd-teacher-url") + 1 :][: len(services)]
         alive = lambda: all(one.is_running for one in services)  # noqa: E731
         try:
-            client = Client(urls, self._args.limit, alive)
+            client = Client(urls, self._args.limit, alive, teacher.top_k)
         except MkdError:
             for one in services:
                 one.require_success()
             raise
         try:
-            figures: Row = {"alone_s": client.seconds(self._sizes)}
+            figures: Row = {"alone_s": client.seconds(self.sizes)}
         finally:
             client.close()
         log(f"  teacher alone: {figures['alone_s']:.3f} s")
-        return figures | figures_of_served(train(student, self._folder, self._args.limit))
+        return figures | figures_of_served(self._train(student))
 
     def _measure_sharing(self, teacher: Teacher) -> Row:
         ranks = self._places.total
-        job = self._places.shared(str(self._folder / teacher.folder), teacher.flags, self._flags(ranks), ranks)
-        lines = train(job, self._folder, self._args.limit)
+        words = ("train", "--kd-teacher-hf", str(self.folder / teacher.folder), *teacher.flags, *self._flags(ranks))
+        lines = self._train(self._places.job(ranks, *words))
         figures = {name: median(line[f"{name}_s"] for line in lines) for name in ("step", "teacher")}
         return {"sharing_s": figures["step"], "sharing_teacher_s": figures["teacher"]}
 
@@ -421,7 +458,7 @@ COLUMNS = [
     ("s per step", lambda row: number(row, "step_s", ".3f")),
     ("waits", lambda row: number(row, "waited", ".1%")),
     ("tokens/s", lambda row: number(row, "tokens_per_s", ",.0f")),
-    ("student, states at hand", lambda row: number(row, "at_hand_s", ".3f")),
+    ("student, at hand", lambda row: number(row, "at_hand_s", ".3f")),
     ("step / at hand", lambda row: number(row, "of_at_hand", ".3f")),
     ("teacher alone", lambda row: number(row, "alone_s", ".3f")),
     ("of the slower", lambda row: number(row, "of_slower", ".3f")),
@@ -444,7 +481,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, metavar="N", help=f"steps per training, above {WARMUP}")
     listed = dict(type=lambda text: text.split(";"), metavar="A;B")
     parser.add_argument("--rows-of", help="teachers by name, separated by semicolons", **listed)
-    parser.add_argument("--no-sharing", action="store_true", help="leave out the trainings that share all GPUs")
+    parser.add_argument(
+        "--parts", choices=("services", "sharing", "both"), default="both", help="what to measure (default: both)"
+    )
     parser.add_argument("--limit", type=float, default=600.0, metavar="S", help="seconds per job (default: 600)")
     parser.add_argument("--folder", type=Path, help="for models and data, kept (default: temporary)")
     parser.add_argument("--small", action="store_true", help="small models on two CPU processes, a smoke test")
@@ -463,13 +502,21 @@ def main(argv: list[str] | None = None) -> int:
     """Run the tool."""
     args = parse(argv)
     use_prebuilt_dataset_helpers()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # jobs end, and what is measured is printed
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         benchmark = Benchmark(args, folder)
-        benchmark.run()
-    card = "CPU" if mkd.cpu.wanted() else f"{args.teacher_gpus} + {args.student_gpus} x {card_name()}"
-    print(f"{card}, commit {benchmark.head['commit']}\n\n{markdown(COLUMNS, benchmark.rows)}")
+        prepare(benchmark.sizes, benchmark.folder, args.steps)
+        try:
+            if args.parts != "sharing":
+                benchmark.run_services()
+            if args.parts != "services":
+                benchmark.run_sharing()
+        finally:
+            card = "CPU" if mkd.cpu.wanted() else f"{args.teacher_gpus} + {args.student_gpus} x {card_name()}"
+            head, table = f"{card}, commit {benchmark.head['commit']}", markdown(COLUMNS, benchmark.rows)
+            print(f"{head}\n\n{table}", flush=True)
     return 0
 
 
