@@ -29,7 +29,7 @@ from tests.dist.test_hf_families import GLM4, GPT_OSS, NO_SPECIAL_TOKENS, TOKENS
 from tests.dist.test_hf_gradients import LAYOUTS, RUN, UPSTREAM, VOCAB, run_step
 from tests.support.dist.gpt_models import config_from_arguments, layout
 from tests.support.hf_folders import SIZES
-from tests.support.hf_models import HYBRID_MODELS, NEAR_MODELS
+from tests.support.hf_models import HYBRID_MODELS, MIXER_MODELS, NEAR_MODELS
 from tests.support.delta_rule import exact_delta_rule
 from tests.support.tolerance import FP32, FP64, norm_error
 
@@ -48,10 +48,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3.5": HYBRID_MODELS["qwen3.5"],
     "llama 4": NEAR_MODELS["llama 4"],
     "gpt-oss": GPT_OSS,
+    **MIXER_MODELS,
 }
 """Queries, keys and values in three Hugging Face layers and in one, with and without a gate, factors and norms on the
 outputs, dense layers and shared experts beside routed ones, latent attention, gated delta nets, routed experts in
-tensors of their own and of all of them."""
+tensors of their own and of all of them, Mamba layers, experts without gate."""
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 MODULES = {
     "llama, biases": ["q_proj", "v_proj", "down_proj"],
@@ -59,9 +60,10 @@ MODULES = {
     "qwen3-next": ["all-linear", *EXPERTS],
     "llama 4": ["experts.down_proj", "q_proj"],
     "gpt-oss": ["k_proj", *EXPERTS],
+    "nemotron 3 nano": ["all-linear", "experts.up_proj", "experts.down_proj"],
 }
 """Modules of --kd-lora-modules; all linear layers in other models."""
-MIXTURES = ("qwen2 moe", "glm 4.5", "deepseek v2", "qwen3-next", "llama 4", "gpt-oss")
+MIXTURES = ("qwen2 moe", "glm 4.5", "deepseek v2", "qwen3-next", "llama 4", "gpt-oss", "nemotron 3 nano")
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +83,9 @@ def reference(root: Path, name: str) -> Path:
     factors, gradients = {}, {}
     weights = dict(model.named_parameters())
     # The rows of a weight, or of each expert's matrix, are its outputs; Llama 4 and gpt-oss have them in columns.
-    views = {key: weights.get(f"{key}.weight", weights.get(key)) for key in sorted(adapted_layers(root, name))}
+    family, _ = read_architecture(HFFolder(root / "hf", "--hf"))
+    modules = {key: family.module_name(key) for key in sorted(adapted_layers(root, name))}
+    views = {key: weights.get(f"{module}.weight", weights.get(module)) for key, module in modules.items()}
     views = {key: w.mT if w.dim() == 3 and name in ("llama 4", "gpt-oss") else w for key, w in views.items()}
     for key, weight in views.items():
         *experts, out, inputs = weight.shape
@@ -92,7 +96,7 @@ def reference(root: Path, name: str) -> Path:
         model(TOKENS).logits.backward(UPSTREAM.double())
     for key, weight in views.items():
         a, b = (factors[f"{key}.{factor}"].double() for factor in "AB")
-        own = weights.get(f"{key}.weight", weights.get(key)).grad
+        own = weights.get(f"{modules[key]}.weight", weights.get(modules[key])).grad
         own = own.mT if weight.dim() == 3 and name in ("llama 4", "gpt-oss") else own
         gradients[f"{key}.A"] = (ALPHA / RANK * b.mT @ own).contiguous()
         gradients[f"{key}.B"] = (ALPHA / RANK * own @ a.mT).contiguous()

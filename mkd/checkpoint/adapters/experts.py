@@ -1,5 +1,5 @@
-"""Parameters of routed experts as transformers has them: for each layer, one with gate and up of all experts, and one
-with the projections down. Folders hold these parameters, or three matrices for each expert.
+"""Parameters of routed experts as transformers has them: for each layer, one with gate and up of all experts (or up
+alone), and one with the projections down. Folders hold these parameters, or three matrices for each expert.
 
 PEFT adapts such a parameter by its name (`target_parameters`), with factors of all experts in one tensor.
 """
@@ -13,8 +13,10 @@ from torch import Tensor
 from mkd.checkpoint.hf.families import Family
 from mkd.checkpoint.hf.tables import Item
 
-_LAYERS = {"linear_fc1.weight": "gate_up_proj", "linear_fc2.weight": "down_proj"}
-"""End of Megatron's name of an expert's weight -> transformers' name of the parameter."""
+GATE_UP, UP, DOWN = "gate_up_proj", "up_proj", "down_proj"
+"""transformers' names of the parameters: experts without gate have the second instead of the first."""
+_WEIGHTS = (".linear_fc1.weight", ".linear_fc2.weight")
+"""Ends of Megatron's names of an expert's weights."""
 _OTHER_MODULES = {"block_sparse_moe": "mlp"}
 """Name of a module in folders -> in transformers."""
 _ALTERNATING = ("gpt_oss",)
@@ -29,7 +31,7 @@ class ExpertParameter:
     """A parameter of transformers with a matrix of all experts of a layer."""
 
     name: str
-    """Such as model.layers.0.mlp.experts.gate_up_proj."""
+    """Such as model.layers.0.mlp.experts.gate_up_proj, with the folder's beginning of names of tensors."""
     layer: int
     """Index of the transformer layer."""
     experts: int
@@ -60,14 +62,14 @@ def expert_parameters(family: Family, args: Mapping[str, Any]) -> dict[str, Expe
     dims, found = family.dims(args), {}
     for item in family.tensors(args):
         if item.expert == 0 and (name := _parameter_of(item)) is not None:
-            is_down = name.endswith(".down_proj")
+            kind = name.rpartition(".")[2]
             found[name] = ExpertParameter(
                 name,
                 item.layer,
                 dims.experts,
-                dims.hidden if is_down else dims.expert_gate_and_up,
-                dims.moe_ffn if is_down else dims.hidden,
-                alternates=family.model_type in _ALTERNATING and not is_down,
+                {GATE_UP: dims.expert_gate_and_up, UP: dims.moe_ffn, DOWN: dims.hidden}[kind],
+                dims.moe_ffn if kind == DOWN else dims.hidden,
+                alternates=family.model_type in _ALTERNATING and kind == GATE_UP,
                 is_swapped=_is_transposed(item) and family.model_type not in _IN_OUT_FOR_PEFT,
             )
     return found
@@ -92,9 +94,10 @@ def expert_tensors(family: Family, args: Mapping[str, Any]) -> dict[str, ExpertT
 
 def _parameter_of(item: Item) -> str | None:
     """Name of the parameter that a weight of an expert belongs to; None for biases."""
-    layer = next((name for end, name in _LAYERS.items() if item.entry.megatron.endswith(f".{end}")), None)
-    if layer is None:
+    if not item.entry.megatron.endswith(_WEIGHTS):
         return None
+    has_gate = item.entry.has_all_experts or len(item.shapes) > 1
+    layer = DOWN if item.entry.megatron.endswith(_WEIGHTS[1]) else GATE_UP if has_gate else UP
     path, _, _ = next(iter(item.shapes)).partition(".experts.")
     parent, _, module = path.rpartition(".")
     return f"{parent}.{_OTHER_MODULES.get(module, module)}.experts.{layer}"
@@ -137,11 +140,11 @@ def peft_shapes(parameter: ExpertParameter, rank: int) -> dict[str, tuple[int, i
 def peft_modules(parameters: Mapping[str, Any]) -> dict[str, str]:
     """Parameter -> name of the PEFT module with its factors.
 
-    PEFT nests one module for each parameter of the experts, that of gate and up inside.
+    PEFT nests one module for each parameter of the experts, that of gate and up, or of up alone, inside.
     """
     found = {}
     for name in parameters:
         module, _, own = name.rpartition(".")
-        is_inner = own == "gate_up_proj" and f"{module}.down_proj" in parameters
+        is_inner = own != DOWN and f"{module}.{DOWN}" in parameters
         found[name] = f"{module}.base_layer" if is_inner else module
     return found

@@ -13,6 +13,7 @@ from mkd.checkpoint.adapters.peft_folder import PeftFolder, is_peft_folder, writ
 from mkd.checkpoint.adapters.stored import StoredAdapters
 from mkd.checkpoint.casts import CastCheck
 from mkd.checkpoint.hf.export import architecture_of
+from mkd.checkpoint.hf.families.vision_language import module_name
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.model_card import model_card
 from mkd.checkpoint.hf.whole_model import WholeModel, stored_architecture
@@ -61,7 +62,7 @@ def write_peft_files(
         experts=expert_parameters(family, args) if args.get("num_experts") else {},
         base=os.path.abspath(name) if Path(name).is_dir() else name,
         dtype=dtype,
-        is_vision_language=has_tower,
+        named=module_name if has_tower else family.module_name,
     )
     for file in TOKENIZER_FILES:
         if folder.assets_dir and (folder.assets_dir / file).is_file():

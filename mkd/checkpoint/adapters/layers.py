@@ -5,7 +5,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
-from mkd.checkpoint.adapters.experts import ExpertParameter, expert_parameters
+from mkd.checkpoint.adapters.experts import DOWN, GATE_UP, ExpertParameter, expert_parameters
 from mkd.checkpoint.hf.families import Family
 from mkd.checkpoint.hf.layouts import Dims
 from mkd.checkpoint.hf.tables import Item
@@ -15,16 +15,17 @@ from mkd.models.adapted_layers import AdaptedLinear, RowPart
 
 _ATTENTION = "self_attention."
 _QKV = f"{_ATTENTION}linear_qkv.weight"
-_DELTA_NET = f"{_ATTENTION}in_proj.weight"
+_IN_PROJ = f"{_ATTENTION}in_proj.weight"
+"""The input projection of a gated delta net, or of a Mamba 2 mixer."""
 _FC1 = ("mlp.linear_fc1.weight", "mlp.shared_experts.linear_fc1.weight")
 _LATENTS = tuple(f"{_ATTENTION}linear_{name}_proj.weight" for name in ("q_down", "q_up", "kv_down", "kv_up"))
-_COLUMN = (_QKV, *_FC1, f"{_ATTENTION}linear_q_proj.weight", *_LATENTS, _DELTA_NET)
+_COLUMN = (_QKV, *_FC1, f"{_ATTENTION}linear_q_proj.weight", *_LATENTS, _IN_PROJ)
 _ROW = (
     *(f"{_ATTENTION}linear_proj.weight", f"{_ATTENTION}out_proj.weight"),
     *("mlp.linear_fc2.weight", "mlp.shared_experts.linear_fc2.weight"),
 )
 _PROJECTIONS = tuple(f"{_ATTENTION}{name}" for name in ("linear_", "in_proj.", "out_proj."))
-_FROZEN = {"lm_head": "the LM head", "embed_tokens": "the embedding"}
+_FROZEN = {"lm_head": "the LM head", "embed_tokens": "the embedding", "embeddings": "the embedding"}
 
 
 def adapted_linears(family: Family, args: Mapping[str, Any], options: LoraOptions) -> tuple[AdaptedLinear, ...]:
@@ -36,24 +37,19 @@ def adapted_linears(family: Family, args: Mapping[str, Any], options: LoraOption
         options: names of Hugging Face layers, and the rank.
 
     Raises:
-        MkdConfigError: the family has no adapters, all linear layers are wanted where some have none yet, no layer has
-            one of the names, or the rank is too large.
+        MkdConfigError: all linear layers are wanted where some have none yet, no layer has one of the names, or the
+            rank is too large.
     """
-    if args.get("layer_mixers") is not None:
-        raise MkdConfigError(
-            f"--kd-lora {options.rank}: mkd has no adapters of {family.architectures[0]}, whose layers PEFT names "
-            "differently from its folder: leave --kd-lora out, which trains all weights"
-        )
     every = list(_linear_layers(family, args))
     names = {part.layer for linear in every for part in linear.parts}
-    without = _without_adapters(family, args)
+    without = dict.fromkeys(_without_adapters(family, args), "mkd has no adapters of these layers")
     experts = expert_parameters(family, args)
     if options.modules is None and without:
         raise MkdConfigError(
             f"--kd-lora {options.rank}: {family.architectures[0]} has linear layers of which mkd has no adapters, "
             f"{', '.join(sorted(without))}: give --kd-lora-modules {' '.join(sorted(set(map(_short, names))))}"
         )
-    wanted = _chosen(options.modules, names, set(experts), without)
+    wanted = _chosen(options.modules, names, set(experts), {**without, **family.without_adapters})
     every += [linear for parameter in experts.values() for linear in _routed_linear(parameter)]
     found = []
     for linear in every:
@@ -69,7 +65,7 @@ def _linear_layers(family: Family, args: Mapping[str, Any]) -> Iterator[AdaptedL
     dims = family.dims(args)
     for item in family.tensors(args):
         path = _path(item)
-        if path in (*_COLUMN, *_ROW):
+        if path in (*_COLUMN, *_ROW) and not set(map(_short, _layers(item))) & family.without_adapters.keys():
             sizes, groups, blocks = _rows(item, path, dims, args)
             parts = _parts(item, sizes, blocks)
             inputs = next(iter(item.shapes.values()))[1]
@@ -92,7 +88,7 @@ def _rows(
         return (dims.query, dims.query, dims.key, dims.key), dims.groups, {queries: dims.heads}
     if path == _QKV:
         return (dims.query, dims.key, dims.key), dims.groups, {}
-    if path == _DELTA_NET:
+    if path == _IN_PROJ:
         joined = _layers(item) if len(item.shapes) == 2 else []  # ordered by heads of the keys
         return tuple(item.sections.values()), None, dict.fromkeys(joined, dims.delta_key_heads)
     rows = sum(shape[0] for shape in item.shapes.values())
@@ -116,8 +112,8 @@ def _parts(item: Item, sizes: Sequence[int], blocks: Mapping[str, int]) -> tuple
 
 def _routed_linear(parameter: ExpertParameter) -> Iterator[AdaptedLinear]:
     """The linear layer of all experts of a layer."""
-    is_down = parameter.name.endswith(".down_proj")
-    sizes = (parameter.outputs,) if is_down else (parameter.outputs // 2,) * 2
+    is_down = parameter.name.endswith(f".{DOWN}")
+    sizes = (parameter.outputs // 2,) * 2 if parameter.name.endswith(f".{GATE_UP}") else (parameter.outputs,)
     blocks = sizes[0] if parameter.alternates else 1
     parts = tuple(RowPart(size, parameter.name, blocks) for size in sizes)
     path = f"mlp.experts.linear_fc{2 if is_down else 1}"
@@ -146,7 +142,7 @@ def _short(layer: str) -> str:
     return layer.rpartition(".")[2]
 
 
-def _chosen(modules: Sequence[str] | None, names: set[str], routed: set[str], without: set[str]) -> set[str]:
+def _chosen(modules: Sequence[str] | None, names: set[str], routed: set[str], without: Mapping[str, str]) -> set[str]:
     """The Hugging Face layers with one of the given names; PEFT's rule: the name itself, or its end after a dot.
 
     Parameters of routed experts are named with `experts.`, because layers outside of them have the same names.
@@ -162,14 +158,14 @@ def _chosen(modules: Sequence[str] | None, names: set[str], routed: set[str], wi
     return chosen
 
 
-def _reason(module: str, names: set[str], routed: set[str], without: set[str]) -> str:
+def _reason(module: str, names: set[str], routed: set[str], without: Mapping[str, str]) -> str:
     short = sorted(set(map(_short, names)))
     known = [*short, *sorted({f"{EXPERTS}.{_short(name)}" for name in routed})]
     listed = f"give some of {', '.join(known)}"
     if module in _FROZEN:
         return f"{_FROZEN[module]} has no adapter in mkd; {listed}"
-    if module in without:
-        return f"mkd has no adapters of these layers; {listed}"
+    if (reason := without.get(_short(module))) is not None:
+        return f"{reason}; {listed}"
     if routed and module in ("gate_proj", "up_proj", "gate_up_proj", "down_proj", "w1", "w2", "w3"):
         return (
             "only routed experts have layers of this name; transformers keeps all experts of a layer in two "

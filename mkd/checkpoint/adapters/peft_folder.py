@@ -7,7 +7,7 @@ layer.
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -17,6 +17,9 @@ import torch
 from torch import Tensor
 
 from mkd.checkpoint.adapters.experts import (
+    DOWN,
+    GATE_UP,
+    UP,
     ExpertParameter,
     expert_parameters,
     from_peft,
@@ -27,7 +30,7 @@ from mkd.checkpoint.adapters.experts import (
 from mkd.checkpoint.adapters.merged import Adapters, MergedFolder
 from mkd.checkpoint.adapters.stored import short_names
 from mkd.checkpoint.hf.check import read_architecture
-from mkd.checkpoint.hf.families.vision_language import module_name, text_module_name
+from mkd.checkpoint.hf.families.vision_language import text_module_name
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.writer import write_json
 from mkd.checkpoint.safetensors_files import read_header, write_tensors
@@ -39,7 +42,7 @@ from mkd.utils.hub_folder import download_hint
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 
-_EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
+_EXPERT_PARAMETERS = (GATE_UP, UP, DOWN)
 _NAMES_OF_OLD_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _ABSENT = (
@@ -85,6 +88,7 @@ class PeftFolder:
         if not (self.path / WEIGHTS).is_file():
             raise self.error(f"there is no {WEIGHTS}; adapters in other formats are not read")
         self.entries = read_header(self.path / WEIGHTS, flag)
+        self._family, _ = read_architecture(self.base)
         self._experts = self._adapted_experts()
         self._modules: Mapping[str, str] = self._find_layers()
         """Layer -> its name in the file."""
@@ -148,7 +152,7 @@ class PeftFolder:
             raise self.error(f'{CONFIG}: "target_parameters" is {str(targets)[:80]}; a list of names is needed')
         if not any(name.endswith(tuple(_EXPERT_PARAMETERS)) for name in targets):
             return {}
-        ends = tuple(f".{text_module_name(name)}" for name in targets)
+        ends = tuple(f".{self._layer_name(name)}" for name in targets)
         found = expert_parameters(*read_architecture(self.base))
         return {name: parameter for name, parameter in found.items() if f".{name}".endswith(ends)}
 
@@ -161,7 +165,7 @@ class PeftFolder:
             if match is None or not entry.dtype.is_floating_point or entry.dtype.itemsize < 2:
                 raise self.error(f"tensor {name} is not a factor of a linear layer's adapter")
             module, factor = match[1], match[2]
-            layer = module if self.base.vision_language is None else text_module_name(module)
+            layer = self._layer_name(module)
             layer = parameters.get(layer, layer)
             if modules.setdefault(layer, module) != module:
                 raise self.error(f"{module} and {modules[layer]} are the same layer of {self.base.path}")
@@ -174,6 +178,10 @@ class PeftFolder:
         if not found:
             raise self.error(f"{WEIGHTS} has no adapters")
         return modules
+
+    def _layer_name(self, module: str) -> str:
+        """The beginning of the names of a module's tensors in the folder of the model."""
+        return self._family.layer_name(module if self.base.vision_language is None else text_module_name(module))
 
     def _shapes(self, layer: str, tensor: str) -> dict[str, tuple[int, ...]]:
         """Shapes of the A and B of a layer in the file; `tensor` is for messages."""
@@ -204,7 +212,7 @@ def write_peft_folder(
     experts: Mapping[str, ExpertParameter] = MappingProxyType({}),
     has_whole_names: bool = False,
     dtype: torch.dtype | None = None,
-    is_vision_language: bool = False,
+    named: Callable[[str], str] = str,
 ) -> None:
     """Write adapters into an existing folder.
 
@@ -217,12 +225,11 @@ def write_peft_folder(
         experts: the parameters of the model's routed experts.
         has_whole_names: name the layers with the path to them, because others have the same names.
         dtype: of the tensors; None keeps it.
-        is_vision_language: the adapters are of the text model in a vision-language model.
+        named: from the name of a layer in folders to that of transformers' module.
     """
     tensors: dict[str, Tensor] = {}
     adapted = {name: experts[name] for name in adapters.layers if name in experts}
     modules = {name: name for name in adapters.layers} | peft_modules(adapted)
-    named = module_name if is_vision_language else str
     for layer in adapters.layers:
         a, b = adapters.factors(layer)
         if layer in adapted:

@@ -167,10 +167,37 @@ def test_names_of_experts_are_those_of_transformers() -> None:
     assert torch.equal(gate[1, :, 0], 144 + torch.arange(0, 144, 2)) and up[3, 5, 0] == 3 * 144 + 11
 
 
+def linears_of_mixers(name: str, modules: list[str] | None) -> Any:
+    mixers = {key: value for key, value in MIXER_MODELS[name].items() if key != "model_type"}
+    keys = {**mixers, "num_hidden_layers": 4, "tie_word_embeddings": False}
+    return linears_of("4", modules, "NemotronHForCausalLM", **keys)
+
+
 def test_layers_with_one_mixer() -> None:
-    mixers = {key: value for key, value in MIXER_MODELS["nemotron-h"].items() if key != "model_type"}
-    with pytest.raises(MkdConfigError, match="--kd-lora 4: mkd has no adapters of NemotronHForCausalLM"):
-        linears_of("4", ["o_proj"], "NemotronHForCausalLM", **mixers, num_hidden_layers=4, tie_word_embeddings=False)
+    """All linear layers except those that PEFT refuses; experts have no gate."""
+    linears = linears_of_mixers("nemotron-h", None)
+    found = parts_of(linears)
+    projected = [(size, "in_proj", 1) for size in (40, 40, 12, 12, 4)]
+    assert found == {
+        "self_attention.in_proj": projected,
+        "self_attention.linear_qkv": [(96, "q_proj", 1), (32, "k_proj", 1), (32, "v_proj", 1)],
+        "self_attention.linear_proj": [(48, "o_proj", 1)],
+        "mlp.linear_fc1": [(72, "up_proj", 1)],
+        "mlp.linear_fc2": [(48, "down_proj", 1)],
+    }
+    names = {layer for linear in linears for layer in linear.layers}
+    assert {"backbone.layers.3.mixer.in_proj", "backbone.layers.2.mixer.q_proj"} <= names
+    up, down = linears_of_mixers("nemotron 3 nano", ["experts.up_proj", "mixer.experts.down_proj"])[::2]
+    experts = "backbone.layers.1.mixer.experts"
+    parts = (RowPart(24, f"{experts}.up_proj"),)
+    assert up == AdaptedLinear(1, "mlp.experts.linear_fc1", 48, parts, experts=4)
+    assert down.layers == (f"{experts}.down_proj",) and [linear.inputs for linear in (up, down)] == [48, 24]
+
+
+@pytest.mark.parametrize("name", ["out_proj", "mixer.out_proj"])
+def test_projections_out_of_mamba_layers(name: str) -> None:
+    with pytest.raises(MkdConfigError, match=rf"--kd-lora-modules {name}: PEFT refuses it in models .*; give some of"):
+        linears_of_mixers("nemotron-h", [name])
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

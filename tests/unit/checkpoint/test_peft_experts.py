@@ -29,15 +29,19 @@ from tests.support.slow import slow
 from tests.support.tolerance import LOGITS
 
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+UNGATED = ["experts.up_proj", "experts.down_proj"]
 CASES = {
     "mixtral": ["all-linear", *EXPERTS],
     "glm 4.5": ["all-linear", *EXPERTS],
     "qwen3-next": ["all-linear", *EXPERTS],
     "llama 4": ["experts.gate_up_proj", "gate_proj"],
     "gpt-oss": EXPERTS,
+    "nemotron 3 nano": ["all-linear", *UNGATED],
+    "nemotron-h": ["all-linear"],
 }
 """Separate tensors of each expert, dense layers with names of old experts, shared experts and a delta net, tensors
-[experts, in, out] of two kinds."""
+[experts, in, out] of two kinds, experts without gate beside Mamba layers, and a dense model with names of layers that
+differ from those in the folder."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,7 @@ def merged_logits(folder: HFFolder, root: Path) -> Tensor:
     return logits(load(root / "out"))
 
 
-@pytest.mark.parametrize("name", ["glm 4.5", "llama 4", "gpt-oss", *slow(["mixtral", "qwen3-next"])])
+@pytest.mark.parametrize("name", ["glm 4.5", "llama 4", "gpt-oss", "nemotron 3 nano", *slow(["mixtral", "qwen3-next", "nemotron-h"])])
 def test_peft_reads_what_mkd_writes(folders: dict[str, HFFolder], name: str, tmp_path: Path) -> None:
     base = folders[name]
     family, args = read_architecture(base)
@@ -101,7 +105,7 @@ def test_peft_reads_what_mkd_writes(folders: dict[str, HFFolder], name: str, tmp
     adapters = Random(shapes)
     (tmp_path / "peft").mkdir()
     sizes: dict[str, Any] = {"rank": 2, "alpha": 3.0, "base": str(base.path), "has_whole_names": True}
-    write_peft_folder(tmp_path / "peft", adapters, **sizes, experts=experts)
+    write_peft_folder(tmp_path / "peft", adapters, **sizes, experts=experts, named=family.module_name)
     plain = load(base.path)
     before = logits(plain)
     model = PeftModel.from_pretrained(plain, tmp_path / "peft")
@@ -118,12 +122,17 @@ def test_peft_reads_what_mkd_writes(folders: dict[str, HFFolder], name: str, tmp
 
 @pytest.mark.parametrize(
     ("name", "targets"),
-    [("llama 4", EXPERTS), ("gpt-oss", EXPERTS[1:]), pytest.param("mixtral", EXPERTS, marks=pytest.mark.slow)],
+    [
+        ("llama 4", EXPERTS),
+        ("gpt-oss", EXPERTS[1:]),
+        ("nemotron 3 nano", UNGATED),
+        pytest.param("mixtral", EXPERTS, marks=pytest.mark.slow),
+    ],
 )
 def test_mkd_reads_what_peft_writes(
     folders: dict[str, HFFolder], name: str, targets: list[str], tmp_path: Path
 ) -> None:
-    config = LoraConfig(r=2, lora_alpha=3, target_modules=["q_proj"], target_parameters=targets)
+    config = LoraConfig(r=2, lora_alpha=3, target_modules=["q_proj", "in_proj"], target_parameters=targets)
     model = get_peft_model(load(folders[name].path), config).eval()
     with torch.no_grad():
         for param, value in model.named_parameters():

@@ -45,6 +45,10 @@ class Family:
     """Suffixes of the names of tensors that are not weights."""
     left_out: tuple[str, ...] = ()
     """Beginnings of the names of weights that are no part of the language model; transformers leaves them out too."""
+    module_prefix: str = "model."
+    """Beginning of the names of the layers' tensors; that of transformers' modules is `model.`."""
+    without_adapters: Mapping[str, str] = field(default_factory=dict)
+    """Names of linear layers that PEFT adapts in no model of the family -> the reason."""
     absent: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of transformers for absent keys of config.json, where those of the parts differ."""
 
@@ -90,6 +94,16 @@ class Family:
                 outside = ("rope_theta", "partial_rotary_factor")
                 added["rope_scaling"] = {key: value for key, value in rope.items() if key not in outside}
         return {**config, **{key: value for key, value in added.items() if config.get(key) != value}}
+
+    def module_name(self, layer: str) -> str:
+        """transformers' name of a module, from the beginning of its tensors' names in a folder."""
+        if not layer.startswith(self.module_prefix):
+            return layer
+        return f"model.{layer.removeprefix(self.module_prefix)}"
+
+    def layer_name(self, module: str) -> str:
+        """The inverse of `module_name`."""
+        return f"{self.module_prefix}{module.removeprefix('model.')}" if module.startswith("model.") else module
 
     def dims(self, args: Mapping[str, Any]) -> Dims:
         """Sizes for the tensor table, from Megatron arguments; `vocab` excludes padding."""

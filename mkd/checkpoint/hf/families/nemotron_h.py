@@ -67,7 +67,8 @@ def _write_mixture(args: Arguments) -> dict[str, Any]:
     return _ROUTED.write({**args, **alike}) | {_SHARED_WIDTH: args[_SHARED_WIDTH], "norm_topk_prob": True}
 
 
-_HF = "backbone.layers.{layer}."
+_BACKBONE = "backbone."
+_HF = _BACKBONE + "layers.{layer}."
 _MG, _SOURCE = "decoder.layers.{layer}.", _HF + "mixer."
 
 
@@ -114,7 +115,7 @@ _BY_MIXER = {
     MLP_ONLY: (_norm("pre_mlp_layernorm"), *_MLP),
     MIXTURE: (_norm("pre_mlp_layernorm"), *_MIXTURE),
 }
-_EMBEDDING = "backbone.embeddings.weight"
+_EMBEDDING = _BACKBONE + "embeddings.weight"
 
 NEMOTRON_H = Family(
     architectures=("NemotronHForCausalLM",),
@@ -131,7 +132,7 @@ NEMOTRON_H = Family(
     table=(
         Entry("embedding.word_embeddings.weight", {_EMBEDDING: ("vocab", "hidden")}, VOCAB),
         *(replace(entry, where=has_mixer(mixer)) for mixer, entries in _BY_MIXER.items() for entry in entries),
-        Entry("decoder.final_layernorm.weight", {"backbone.norm_f.weight": ("hidden",)}, REPLICATED),
+        Entry("decoder.final_layernorm.weight", {_BACKBONE + "norm_f.weight": ("hidden",)}, REPLICATED),
         HEAD,
     ),
     fixed=but(
@@ -143,6 +144,8 @@ NEMOTRON_H = Family(
     ),
     tied={"lm_head.weight": _EMBEDDING},
     left_out=("mtp.",),
+    module_prefix=_BACKBONE,
+    without_adapters={"out_proj": "PEFT refuses it in models with Mamba layers, whose kernels read its weight alone"},
     absent={"num_key_value_heads": 8, "head_dim": 128, "moe_intermediate_size": 7688, _SHARED_WIDTH: 7688}
     | {"num_experts_per_tok": 2},
 )
