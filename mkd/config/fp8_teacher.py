@@ -3,7 +3,8 @@
 With --kd-teacher-dtype fp8 the weights and inputs of the teacher's linear layers are E4M3 with one scale per tensor,
 recomputed in every call from the largest magnitude ("current scaling"): no history is kept, so repeated forward passes
 are equal. A weight is sharded over tensor-parallel ranks before it is rounded, so the teacher's last digits depend on
-the layout. Embedding, norms, attention and LM head stay in bf16.
+the layout. Embedding, norms, attention, LM head, and of a Mamba layer everything between its two projections stay in
+bf16 or fp32.
 """
 
 import math
@@ -39,9 +40,7 @@ def check_fp8_teacher(teacher: Namespace, micro_batch_size: int, kd: KDConfig) -
     # Transformer Engine checks a rank's tokens before slices of the sequence are gathered.
     parts = cp * (tp if teacher.sequence_parallel else 1)
     tokens = micro_batch_size * teacher.seq_length // parts
-    groups = teacher.num_query_groups if teacher.group_query_attention else teacher.num_attention_heads
-    queries, keys_and_values = (n * teacher.kv_channels // tp for n in (teacher.num_attention_heads, 2 * groups))
-    widths = (teacher.hidden_size, teacher.ffn_hidden_size // tp, queries, keys_and_values)
+    widths = _widths(teacher)
     capability = cpu.compute_capability()
     for is_so, reason in (
         (cpu.is_target(), "there is no FP8 on a CPU: give bf16 (mkd doctor checks a job for GPUs)"),
@@ -63,10 +62,6 @@ def check_fp8_teacher(teacher: Namespace, micro_batch_size: int, kd: KDConfig) -
             f"{teacher.experimental_attention_variant} is untested in FP8: give bf16",
         ),
         (
-            getattr(teacher, "layer_mixers", None) is not None,
-            "layers with one mixer each (Nemotron-H) are untested in FP8: give bf16",
-        ),
-        (
             kd.variable_seq_lengths,
             f"FP8 products need a multiple of {FP8_TOKENS} tokens: leave --kd-variable-seq-lengths out",
         ),
@@ -83,3 +78,19 @@ def check_fp8_teacher(teacher: Namespace, micro_batch_size: int, kd: KDConfig) -
     ):  # fmt: skip
         if is_so:
             raise MkdConfigError(f"--kd-teacher-dtype is fp8, but {reason}")
+
+
+def _widths(teacher: Namespace) -> list[int]:
+    """Widths of the linear layers on a tensor-parallel rank; with one mixer per layer, those of its mixers alone."""
+    mixers = getattr(teacher, "layer_mixers", None)
+    sharded = []
+    if mixers is None or "-" in mixers:
+        sharded.append(teacher.ffn_hidden_size)
+    if mixers is None or "*" in mixers:
+        groups = teacher.num_query_groups if teacher.group_query_attention else teacher.num_attention_heads
+        sharded += [teacher.num_attention_heads * teacher.kv_channels, 2 * groups * teacher.kv_channels]
+    if mixers is not None and "M" in mixers:
+        inner = teacher.mamba_num_heads * teacher.mamba_head_dim
+        states = teacher.mamba_num_groups * teacher.mamba_state_dim
+        sharded += [inner, 2 * (inner + states) + teacher.mamba_num_heads]
+    return [teacher.hidden_size, *(width // teacher.tensor_model_parallel_size for width in sharded)]

@@ -76,15 +76,19 @@ class Case:
         return (0.03, 0.15) if "experts" in json.dumps(self.sizes) or self.flags else (0.01, 0.05)
 
 
-ADAPTERS = ("llama, biases", "qwen3", "glm4", "qwen2 moe")
+ADAPTERS = ("llama, biases", "qwen3", "glm4", "qwen2 moe", "nemotron-h")
 """Models that train adapters, too: these read the output of a norm that Transformer Engine computes inside a linear
-layer."""
-EXPERTS = (
-    *("--kd-lora", "8:32", "--lr", "1e-2"),
-    *("--kd-lora-modules", "all-linear", "experts.gate_up_proj", "experts.down_proj"),
-)
-MIXTURES = {"mixtral": ("--moe-grouped-gemm",), "gpt-oss": ("--moe-grouped-gemm",), "deepseek v2": ()}
-"""Models whose routed experts have adapters, too, computed together and one after another."""
+layer, and in a Nemotron-H of one that is a module of its own."""
+EXPERTS = ("--kd-lora", "8:32", "--lr", "1e-2", "--kd-lora-modules", "all-linear", "experts.down_proj")
+GROUPED = "--moe-grouped-gemm"
+MIXTURES = {
+    "mixtral": ("experts.gate_up_proj", GROUPED),
+    "gpt-oss": ("experts.gate_up_proj", GROUPED),
+    "deepseek v2": ("experts.gate_up_proj",),
+    "nemotron 3 nano": ("experts.up_proj", GROUPED),
+}
+"""Models whose routed experts have adapters, too, computed together and one after another: their other parameter of
+experts, and flags."""
 CASES = {
     **{name: Case(sizes) for name, sizes in MODELS.items()},
     **{f"vision-language, {name}": Case(sizes) for name, sizes in WHOLE.items()},

@@ -92,7 +92,9 @@ def merged_logits(folder: HFFolder, root: Path) -> Tensor:
     return logits(load(root / "out"))
 
 
-@pytest.mark.parametrize("name", ["glm 4.5", "llama 4", "gpt-oss", "nemotron 3 nano", *slow(["mixtral", "qwen3-next", "nemotron-h"])])
+@pytest.mark.parametrize(
+    "name", ["glm 4.5", "llama 4", "gpt-oss", "nemotron 3 nano", *slow(["mixtral", "qwen3-next", "nemotron-h"])]
+)
 def test_peft_reads_what_mkd_writes(folders: dict[str, HFFolder], name: str, tmp_path: Path) -> None:
     base = folders[name]
     family, args = read_architecture(base)

@@ -27,6 +27,15 @@ LLAMA_8B = dict(
     transformer_impl="transformer_engine",
 )
 
+NEMOTRON_8B = dict(
+    layer_mixers=["M", "-", "*"],
+    ffn_hidden_size=21504,
+    mamba_num_heads=128,
+    mamba_head_dim=64,
+    mamba_num_groups=8,
+    mamba_state_dim=128,
+)
+
 
 @pytest.fixture
 def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,7 +53,16 @@ def check(sizes: dict[str, Any], micro_batch_size: int = 1, **flags: Any) -> Non
 
 @pytest.mark.usefixtures("a_gpu")
 @pytest.mark.parametrize(
-    "sizes", [{}, {"context_parallel_size": 512}, {"tensor_model_parallel_size": 8, "sequence_parallel": True}], ids=str
+    "sizes",
+    [
+        {},
+        {"context_parallel_size": 512},
+        {"tensor_model_parallel_size": 8, "sequence_parallel": True},
+        NEMOTRON_8B,
+        {**NEMOTRON_8B, "layer_mixers": ["-", "*"], "mamba_num_heads": 1},
+        {**NEMOTRON_8B, "layer_mixers": ["M"], "ffn_hidden_size": 3, "kv_channels": 5},
+    ],
+    ids=str,
 )
 def test_what_fits(sizes: dict[str, Any]) -> None:
     check(sizes)
@@ -60,7 +78,13 @@ def test_what_fits(sizes: dict[str, Any]) -> None:
         ({"num_experts": 8}, {}, "its experts receive any number of tokens"),
         ({"multi_latent_attention": True}, {}, "latent attention"),
         ({"experimental_attention_variant": "gated_delta_net"}, {}, "gated_delta_net is untested in FP8"),
-        ({"layer_mixers": ["M", "-"]}, {}, "layers with one mixer each"),
+        ({**NEMOTRON_8B, "num_experts": 8}, {}, "its experts receive any number of tokens"),
+        ({**NEMOTRON_8B, "mamba_num_heads": 120}, {}, "the teacher has 4096, 10752, 2048, 1024, 3840, 8764 on"),
+        (
+            {**NEMOTRON_8B, "layer_mixers": ["M"], "ffn_hidden_size": 3, "mamba_state_dim": 127},
+            {},
+            "4096, 4096, 9272 on",
+        ),
         ({}, {"variable_seq_lengths": True}, "leave --kd-variable-seq-lengths out"),
         ({"seq_length": 4104}, {"micro_batch_size": 3}, "--micro-batch-size 3 x 4104 of a row / 2 ranks"),
         ({"seq_length": 4112, "sequence_parallel": True}, {}, "--micro-batch-size 1 x 4112 of a row / 4 ranks"),
