@@ -221,11 +221,10 @@ class KDBatch:
     def to_device(self) -> "KDBatch":
         """This batch on the current device."""
         # "cuda" is the CPU where mkd.cpu is active.
-        # Pinned: the host would wait for the device's earlier work in a copy from other memory.
-        moved = {name: value.pin_memory().to("cuda", non_blocking=True) for name, value in self._per_token().items()}
+        moved = {name: _to_device(value) for name, value in self._per_token().items()}
         packed = self.packed
         if packed is not None:
-            bounds = packed.cu_seqlens_q_padded.pin_memory().to("cuda", non_blocking=True)
+            bounds = _to_device(packed.cu_seqlens_q_padded)
             packed = replace(packed, **dict.fromkeys(_BOUNDS, bounds))
         views = tuple(view.to_device(self) for view in self.teacher_views)
         supervised = None if self.supervised is None else self.supervised.to_device()
@@ -246,6 +245,11 @@ class KDBatch:
         joined = torch.cat(parts)
         index = torch.arange(1, joined.numel() + 1, device=joined.device)
         return ((joined + 1) * (index * 2654435761 % 2147483647)).sum().view(1)
+
+
+def _to_device(value: Tensor) -> Tensor:
+    """A copy on the current device. From memory that is not pinned, the host would wait for the device's work."""
+    return value if value.is_cuda else value.pin_memory().to("cuda", non_blocking=True)
 
 
 @dataclass(frozen=True)
