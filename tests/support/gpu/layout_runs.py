@@ -4,12 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedModel
 
 ROOT = Path(__file__).parents[3]
 KEYS = ("loss", "ce", "kd", "grad_norm")
@@ -17,9 +18,15 @@ KEYS = ("loss", "ce", "kd", "grad_norm")
 
 def write_models(folder: Path, teacher: dict[str, Any], student: dict[str, Any], **common: Any) -> None:
     """folder/teacher, random and made sure of itself, and folder/student, in bf16; sizes are those of LlamaConfig."""
-    for name, sizes in (("teacher", teacher), ("student", student)):
+    sizes = {"teacher": teacher, "student": student}
+    save_models(folder, LlamaForCausalLM, {name: LlamaConfig(**common, **own) for name, own in sizes.items()})
+
+
+def save_models(folder: Path, model_class: type[PreTrainedModel], configs: Mapping[str, PretrainedConfig]) -> None:
+    """The same for models of any class; `configs` are those of teacher and student."""
+    for name, config in configs.items():
         torch.manual_seed(len(name))
-        model = LlamaForCausalLM(LlamaConfig(**common, **sizes)).to(torch.bfloat16)
+        model = model_class(config).to(torch.bfloat16)
         if name == "teacher":
             model.lm_head.weight.data.mul_(4.0)
         model.save_pretrained(folder / name)
@@ -52,8 +59,8 @@ def difference(a: list[dict], b: list[dict], key: str) -> float:
     return max(abs(x[key] - y[key]) / abs(y[key]) for x, y in zip(a, b, strict=True))
 
 
-def row(name: str, run: list[dict], one: list[dict]) -> dict[str, float]:
-    """A line of the table: printed, and with MKD_BENCH_OUT=DIR written there."""
+def row(name: str, run: list[dict], one: list[dict], **facts: Any) -> dict[str, float]:
+    """A line of the table: printed, and with MKD_BENCH_OUT=DIR written there, with `facts` in addition."""
     values = {
         **{key: difference(run, one, key) for key in KEYS},
         "final_loss": run[-1]["loss"],
@@ -63,5 +70,5 @@ def row(name: str, run: list[dict], one: list[dict]) -> dict[str, float]:
     print(f"\n{name:16s}", *(f"{key} {value:.3g}" for key, value in values.items()), sep=" | ", flush=True)
     if out := os.environ.get("MKD_BENCH_OUT"):
         with Path(out, "layouts.jsonl").open("a") as file:
-            file.write(json.dumps({"card": torch.cuda.get_device_name(), "layout": name, **values}) + "\n")
+            file.write(json.dumps({"card": torch.cuda.get_device_name(), "layout": name, **values, **facts}) + "\n")
     return values
