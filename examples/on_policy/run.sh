@@ -9,6 +9,7 @@
 # All output goes to runs/on_policy (RUNS): results.json, accuracy.png, and a folder per training. With OUT=DIR the
 # results are copied there. Every run starts from the beginning. The variables below change the amount of work; JOBS
 # trainings run at a time, and those that have not ended after TIME_LIMIT seconds are stopped, results so far are kept.
+# LR and MIN_LR are the learning rates of the methods.
 # MKD_SKIP_SETUP=1 takes the python and torchrun on PATH.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -31,10 +32,10 @@ case ${1:-} in
         ;;
     *) echo "run.sh: unknown argument $1: give --full or nothing" >&2; exit 2 ;;
 esac
-RUNS=${RUNS:-runs/on_policy}
+RUNS=${RUNS:-runs/on_policy} LR=${LR:-2e-3} MIN_LR=${MIN_LR:-1e-4}
 ANSWER=$((7 * DIGITS + DIGITS + 2))                  # tokens of an answer
 LENGTH=$(((3 + 2 * DIGITS + ANSWER + 3) / 4 * 4))    # and of a problem with its answer
-export RUNS STEPS TEACHER_STEPS START_STEPS EVALS TIME_LIMIT
+export RUNS LR MIN_LR STEPS TEACHER_STEPS START_STEPS EVALS TIME_LIMIT
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONWARNINGS=ignore
 
 step() { printf '\n\033[1m[%3d s] %s\033[0m\n' "$SECONDS" "$*"; }
@@ -67,7 +68,7 @@ python examples/on_policy/make_task.py --out "$RUNS" --sizes $SIZES --digits "$D
 
 export FLAGS="--train-data-path $RUNS/train.jsonl --valid-data-path $RUNS/valid.jsonl
     --seq-length $LENGTH --micro-batch-size $ROWS --global-batch-size $ROWS --make-vocab-size-divisible-by 16
-    --lr-decay-style cosine --min-lr 1e-4 --lr-warmup-fraction 0.1 --weight-decay 0.01 --adam-beta2 0.98 --clip-grad 1.0
+    --lr-decay-style cosine --lr-warmup-fraction 0.1 --weight-decay 0.01 --adam-beta2 0.98 --clip-grad 1.0
     --eval-iters 1 --kd-eval-tasks $RUNS/tasks.jsonl --kd-eval-tokens $ANSWER --num-workers 0 --log-interval 10 --kd-loss-impl eager
     $PRECISION"
 export WRITING="--kd-prompts $RUNS/prompts.jsonl --kd-rollout-tokens $ANSWER"
@@ -87,7 +88,7 @@ train() {  # train NAME FLAG...
 # Cross-entropy alone (R = 0) does not run the teacher that the flags name.
 first() {  # first NAME SEED STEPS LR: random weights, trained on text; a Hugging Face folder and a checkpoint
     train "$1" --kd-teacher-hf "$RUNS/$1-0" --kd-student-hf "$RUNS/$1-0" --kd-ratio 0 --seed "$2" --train-iters "$3" \
-        --lr "$4" --eval-interval $((($3 + 1) / 2)) --save "$RUNS/$1" --save-interval "$3" --kd-save-hf-interval "$3"
+        --lr "$4" --min-lr 1e-4 --eval-interval $((($3 + 1) / 2)) --save "$RUNS/$1" --save-interval "$3" --kd-save-hf-interval "$3"
 }
 
 second() {  # second METHOD SEED: the trained student with one method
@@ -106,7 +107,8 @@ second() {  # second METHOD SEED: the trained student with one method
     esac
     mkdir -p "$RUNS/$1-$seed"
     train "$1-$seed" --kd-teacher-hf "${teacher[0]}" --kd-student-hf "${student[0]}" "${kd[@]}" --seed "$((10 + seed))" \
-        --train-iters "$STEPS" --lr 2e-3 --eval-interval $((STEPS / EVALS)) --kd-metrics-file "$RUNS/$1-$seed/metrics.jsonl"
+        --train-iters "$STEPS" --lr "$LR" --min-lr "$MIN_LR" --eval-interval $((STEPS / EVALS)) \
+        --kd-metrics-file "$RUNS/$1-$seed/metrics.jsonl"
 }
 export -f train first second
 
