@@ -526,7 +526,6 @@ def check_on_policy(kd: KDFields) -> None:
     reasons = {
         "--kd-ratio 0": (kd.is_plain_pretraining, "the teacher is not run"),
         "--kd-teacher-cache": (kd.teacher_cache is not None, "it has no targets of texts that are not written yet"),
-        "--kd-xtoken-loss": (kd.xtoken_loss is not None, "written texts are not aligned with other tokenizers yet"),
         "--kd-hidden-loss": (kd.hidden_loss is not None, "it has not been tested"),
         "--kd-balance": (kd.balance, "written texts have no cross-entropy"),
     }

@@ -275,7 +275,8 @@ def _check_prompts(draft: JobDraft) -> None:
     check_on_policy(draft.args, draft.kd)
     check_writable("--kd-rollout-weights", draft.kd.rollout_weights)
     waits = draft.waits and not draft.kd.dry_run
-    on_policy_of(draft.args, draft.kd, draft.true_vocab, draft.data.longest_sample, waits=waits)
+    longest = draft.data.longest_sample
+    on_policy_of(draft.args, draft.kd, draft.true_vocab, longest, waits=waits, cross=draft.cross)
 
 
 def _align_tokenizers(draft: JobDraft) -> None:
@@ -325,8 +326,8 @@ CHECKS: tuple[Check[JobDraft], ...] = (
     Check("--kd-metrics-file", _check_metrics_file),
     Check("--kd-sample-prompts", _check_samples, needs=("tokenizer", "--seq-length")),
     Check("--kd-eval-tasks", _check_tasks, needs=("tokenizer", "--seq-length")),
-    Check("--kd-on-policy", _check_prompts, needs=("tokenizer", "--seq-length")),
     Check("other tokenizers", _align_tokenizers, needs=("teachers' tokenizers", "data path", "tokenizer")),
+    Check("--kd-on-policy", _check_prompts, needs=("tokenizer", "--seq-length")),
     Check("epochs", _set_iterations, needs=("stored job", "--train-iters", "data files", "splits", "other tokenizers")),
     Check(
         "teacher's layout",

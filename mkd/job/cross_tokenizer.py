@@ -26,15 +26,18 @@ from mkd.data.packing.row_layout import RowLayout
 from mkd.data.packing.row_sets import CrossTokenizerRows
 from mkd.data.packing.streams import RowOptions
 from mkd.data.sources.aligned import probe_aligned
+from mkd.data.sources.prompts import Prompt, has_conversations
 from mkd.data.sources.record_forms import RecordOptions
 from mkd.data.sources.stores import chat_files, is_chat_file
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdConfigError, MkdDataError
+from mkd.rollout.rows import WrittenViews
 from mkd.train.objective import CrossTokenizer
 from mkd.utils.logging import logger
 from mkd.xtoken.text.conversations import ends_of_turn
 from mkd.xtoken.text.tokenize_and_align import TextAligner
 from mkd.xtoken.text.tokens import Role, SpanTokenizer
+from mkd.xtoken.text.written import TeacherPrompt, TokenSpeller, WrittenAligner, WrittenView, names_of, separator_of
 from mkd.xtoken.vocabulary.build import projection_for
 from mkd.xtoken.vocabulary.cross_vocabulary import CrossVocabulary
 from mkd.xtoken.vocabulary.projection import Projection, ProjectionOptions
@@ -99,15 +102,37 @@ class CrossTokenizers:
         Args:
             longest: positions of the models that read the student's rows, if they are packed.
         """
+        layout = self._layout(longest, kd_everywhere=self.kd.mask == "all")
+        options = RowOptions(layout, self.kd.long_samples == "drop", self.args.seed)
+        return CrossTokenizerRows(self.encoder, options, tuple(source.vocab_size for source in self.sources))
+
+    def _layout(self, longest: int | None, kd_everywhere: bool) -> AlignedRowLayout:
         kd, is_packed = self.kd, self.kd.packing != "none"
         limits = [longest, *(fewest_positions([source]) if is_packed else None for source in self.sources)]
-        layouts = [
-            RowLayout(length, kd.packing_multiple, is_packed, kd.mask == "all", limit)
+        student, *teachers = (
+            RowLayout(length, kd.packing_multiple, is_packed, kd_everywhere, limit)
             for length, limit in zip((self.args.seq_length, *self.row_lengths), limits, strict=True)
-        ]
-        layout = AlignedRowLayout(layouts[0], tuple(layouts[1:]))
-        options = RowOptions(layout, kd.long_samples == "drop", self.args.seed)
-        return CrossTokenizerRows(self.encoder, options, tuple(source.vocab_size for source in self.sources))
+        )
+        return AlignedRowLayout(student, tuple(teachers))
+
+    def written_views(self, prompts: Sequence[Prompt]) -> WrittenViews:
+        """The views of texts that the student writes after these prompts.
+
+        Raises:
+            MkdDataError: a teacher's chat template refuses a prompt, or its tokens are too many.
+        """
+        student, *teachers = self.encoder.tokenizers
+        layout, speller = self._layout(None, kd_everywhere=False), TokenSpeller.of(student)
+        views = []
+        for teacher, pairs, rows in zip(
+            teachers, _special_pairs(student, self.projections), layout.teachers, strict=True
+        ):
+            texts = tuple(TeacherPrompt.of(prompt, teacher) for prompt in prompts)
+            names, chat_names = _names(student, teacher, dict(pairs))
+            kept = None if self.kd.xtoken_loss == "partition_kl" else pairs
+            views.append(WrittenView(teacher, texts, names, chat_names, kept, rows.piece_length + 1))
+            views[-1].check(prompts)
+        return WrittenViews(WrittenAligner(speller, separator_of(student, speller), tuple(views)), layout)
 
     def vocabulary(self, view: int, groups: Groups) -> CrossVocabulary:
         """The vocabulary that a teacher shares with the student, on this rank."""
@@ -162,6 +187,7 @@ def _projections(tokenizers: Sequence[SpanTokenizer], args: Namespace, kd: KDCon
     if kd.projection is not None:
         return [Projection.load(kd.projection, student.hash, teachers[0].hash)]
     has_chats = any(map(is_chat_file, data_args.data_prefixes(args)))
+    has_chats = has_chats or (kd.prompts is not None and has_conversations(kd.prompts))
     found = []
     for teacher in teachers:
         options = ProjectionOptions(pairs=ends_of_turn(student, teacher) if has_chats else ())
@@ -175,6 +201,19 @@ def _special_pairs(
     """Ids of the special tokens that the student and each teacher have in common."""
     pairs = [projection.common.tolist() for projection in projections]
     return tuple(tuple((a, b) for a, b in known if student.role_of_id[a] != Role.CONTENT) for known in pairs)
+
+
+def _names(
+    student: SpanTokenizer, teacher: SpanTokenizer, pairs: dict[int, int]
+) -> tuple[dict[int, str], dict[int, str]]:
+    """`WrittenView.names` and `chat_names`: pairs of the projection, and the tokens that end a text or an answer."""
+    ends = student.tokenizer.eos_token_id, teacher.tokenizer.eos_token_id
+    texts = {} if None in ends else {ends[0]: ends[1]}
+    chats = {
+        student.tokenizer.convert_tokens_to_ids(ours): teacher.tokenizer.convert_tokens_to_ids(theirs)
+        for ours, theirs in ends_of_turn(student, teacher)
+    }
+    return names_of(teacher, {**texts, **pairs}), names_of(teacher, {**chats, **pairs})
 
 
 def sort_teachers(

@@ -60,7 +60,9 @@ def build(job: Job) -> TrainingParts:
     if teacher is not None:
         check_teacher_quality(teacher, datasets[1] or datasets[0], groups, job, step)
     record(job)
-    on_policy = on_policy_of(job.args, job.kd, job.true_vocab, job.data.longest_sample, job.state, waits=True)
+    on_policy = on_policy_of(
+        job.args, job.kd, job.true_vocab, job.data.longest_sample, job.state, waits=True, cross=job.cross
+    )
     if job.args.rank == 0:
         store_rollout_assets(job.args, job.kd)
     schedule = TeacherThenStudent(

@@ -17,6 +17,7 @@ from mkd.data.sources.prompts import ON_POLICY, Prompt, end_tokens, read_prompts
 from mkd.data.sources.tasks import Task, read_tasks
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdConfigError, MkdDataError
+from mkd.job.cross_tokenizer import CrossTokenizers
 from mkd.job.elsewhere.rollout_servers import rollout_folder, served_writer
 from mkd.job.memory import cache_tokens
 from mkd.report.samples import Sample
@@ -136,6 +137,7 @@ def on_policy_of(
     state: RunState | None = None,
     *,
     waits: bool | None = None,
+    cross: CrossTokenizers | None = None,
 ) -> OnPolicy | None:
     """The rows of --kd-on-policy; None without the flag.
 
@@ -147,6 +149,7 @@ def on_policy_of(
         state: keeps the texts of --kd-rollout-steps, and the rollouts that run away; None: a state of its own.
         waits: with --kd-rollout-url, find the servers, and wait for those that do not answer yet; None leaves them
             out.
+        cross: the teachers with other tokenizers; None without any.
 
     Raises:
         MkdDataError: the prompts cannot be used, or nothing would end a text.
@@ -188,6 +191,7 @@ def on_policy_of(
         teachers=teachers,
         samples=kd.rollout_samples,
         steps=kd.rollout_steps,
+        views=None if cross is None else cross.written_views(prompts),
         options=WrittenRowOptions(kd.rollout_cut_off == "drop", kd.position_weight, is_routed=bool(teachers)),
         guard=_guard(kd, state),
         state=state,

@@ -19,7 +19,7 @@ COMPARED = ("agreement", "student_entropy", "teacher_entropy")
 """Metrics with a text of their own, not shown as losses."""
 TASKS = ("accuracy", "cut_off")
 """Measurements of the answers to --kd-eval-tasks."""
-WRITTEN = ("tokens", "cut_off", "repeated", "age", "tokens_per_s", "entropy", "overlap")
+WRITTEN = ("tokens", "cut_off", "repeated", "age", "tokens_per_s", "aligned", "entropy", "overlap")
 """Measurements of texts that the student has written for a step, without their prefix `written_`."""
 WRITTEN_KD = ("kd_first_64", "kd_next_256", "kd_rest")
 """Mean divergence of written tokens by their position."""
@@ -147,6 +147,7 @@ def _written(window: Sequence[Mapping[str, Any]]) -> list[str]:
     text = f"written {mean['tokens']:.1f} tokens, {mean['cut_off']:.0%} cut off, {mean['repeated']:.0%} repeated"
     text += f", {mean['tokens_per_s']:,.0f} tokens/s" if mean["tokens_per_s"] is not None else ""
     text += f", age {mean['age']:.1f}" if mean["age"] else ""
+    text += f", {mean['aligned']:.0%} aligned" if mean["aligned"] is not None else ""
     text += f", entropy {mean['entropy']:.3f}" if mean["entropy"] is not None else ""
     text += f", top-16 overlap {mean['overlap']:.0%}" if mean["overlap"] is not None else ""
     kd = [mean_of(window, name) for name in WRITTEN_KD]

@@ -1,7 +1,7 @@
 """The interface of rollouts: prompts and options in, written tokens out."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from torch import nn
@@ -67,6 +67,8 @@ class Request:
     """Index among the samples of the same prompt; samples with different indices are independent."""
     teacher: int = -1
     """Index of the teacher that the text is distilled from; -1 for the teachers of all texts."""
+    number: int = field(default=-1, compare=False)
+    """Index of the prompt among those of its file; -1 where it is not used."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from mkd.errors import MkdCheckpointError
 from mkd.rollout.facts import RolloutFacts, repeated_share
 from mkd.rollout.guard import CollapseGuard
 from mkd.rollout.interface import Decoding, Delivery, Engine, Request, TextWriter, WrittenText
-from mkd.rollout.rows import WrittenRowOptions, WrittenRows
+from mkd.rollout.rows import WrittenRowOptions, WrittenRows, WrittenViews
 from mkd.rollout.sampler import request_key
 from mkd.rollout.write import write_texts
 
@@ -47,6 +47,8 @@ class OnPolicy:
     steps: int = 1
     """Steps whose texts are written at once, with the weights before the first of them."""
     options: WrittenRowOptions = WrittenRowOptions()  # noqa: RUF009
+    views: WrittenViews | None = None
+    """None if all teachers have the student's tokenizer."""
     guard: CollapseGuard | None = None
     state: RunState = field(default_factory=RunState)
     """Holds the texts of a rollout for several steps."""
@@ -70,7 +72,8 @@ class OnPolicy:
             place, sample = divmod(number, self.samples)
             prompt = order.row_at(place)
             sample += place // len(self.prompts) * self.samples
-            found[row] = Request(self.prompts[prompt], sample, self.teachers[prompt] if self.teachers else -1)
+            teacher = self.teachers[prompt] if self.teachers else -1
+            found[row] = Request(self.prompts[prompt], sample, teacher, number=prompt)
         return found
 
     def write(
@@ -131,7 +134,7 @@ class OnPolicy:
         )
         if written_now and self.guard is not None:
             self.guard.check(facts, iteration + 1)
-        return WrittenRows(rows, self.layout, facts, self.options)
+        return WrittenRows(rows, self.layout, facts, self.options, self.views)
 
 
 def _floor(rows: int, share: float) -> int:
@@ -204,7 +207,7 @@ class _Early:
 
     def _give(self, number: int) -> None:
         policy = self._policy
-        self._begin(number, WrittenRows(self._rows[number], policy.layout, None, policy.options))
+        self._begin(number, WrittenRows(self._rows[number], policy.layout, None, policy.options, policy.views))
 
 
 @dataclass

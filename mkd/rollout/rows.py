@@ -1,14 +1,17 @@
 """Rows of written texts in the place of given ones."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from mkd.data.batch import TEACHER_VIEWS
+from mkd.data.packing.aligned_layout import AlignedRowLayout
 from mkd.data.packing.row_layout import RowLayout
+from mkd.data.sources.aligned import AlignedSample, TeacherText
 from mkd.rollout.facts import RolloutFacts
 from mkd.rollout.interface import Request, WrittenText
 
@@ -34,6 +37,29 @@ class WrittenRowOptions:
         return np.exp2(-np.arange(count) / self.half_life).astype(np.float32)
 
 
+class WrittenTextAligner(Protocol):
+    """Aligns written texts with the tokens of teachers with other tokenizers."""
+
+    def texts(self, number: int, prompt: Sequence[int], new: Sequence[int]) -> tuple[TeacherText, ...]:
+        """A text in the tokens of each teacher: the number of its prompt, the prompt's tokens, and the written ones."""
+        ...
+
+
+@dataclass(frozen=True)
+class WrittenViews:
+    """The views of written rows in the tokens of teachers with other tokenizers."""
+
+    aligner: WrittenTextAligner
+    layout: AlignedRowLayout
+
+    def rows(self, request: Request, text: WrittenText, is_learned: np.ndarray) -> tuple[dict[str, np.ndarray], ...]:
+        """The row of each teacher, as `AlignedRowLayout.row` returns it; `is_learned` is [n + m] bool of the prompt's
+        and the written tokens."""
+        texts = self.aligner.texts(request.number, request.prompt, text.tokens)
+        ids = np.array([*request.prompt, *text.tokens])
+        return self.layout.row([AlignedSample(ids, is_learned, texts)])[TEACHER_VIEWS]
+
+
 @dataclass(frozen=True)
 class WrittenRows:
     """The rows of this rank that take the place of given ones in a step."""
@@ -44,6 +70,8 @@ class WrittenRows:
     facts: RolloutFacts | None
     """None while other texts of the step are being written."""
     options: WrittenRowOptions = WrittenRowOptions()
+    views: WrittenViews | None = None
+    """None if all teachers have the student's tokenizer."""
 
     def replace_in(self, source: Iterator[Mapping[str, Tensor]]) -> Iterator[Mapping[str, Tensor]]:
         """The collated samples of `source`, with these rows in them."""
@@ -75,11 +103,15 @@ class WrittenRows:
         if not self.layout.is_packed and "length" not in sample:
             rows, length = sample["tokens"].shape
             sample["length"] = torch.full((rows,), length)
+        views = [dict(view) for view in sample.pop(TEACHER_VIEWS, ())]
         for place, (request, text) in own.items():
-            for name, value in self._row(request, text).items():
-                sample[name] = sample[name].clone()
-                sample[name][place] = torch.as_tensor(value)
-        return sample
+            _set_row(sample, place, self._row(request, text))
+            if self.views is not None:
+                is_learned = np.zeros(len(request.prompt) + len(text.tokens), dtype=bool)
+                is_learned[len(request.prompt) :] = self.options.weights(text) > 0.0
+                for view, other in zip(views, self.views.rows(request, text, is_learned), strict=True):
+                    _set_row(view, place, other)
+        return {**sample, TEACHER_VIEWS: views} if views else sample
 
     def _row(self, request: Request, text: WrittenText) -> dict[str, np.ndarray]:
         """Tensors of a row: the divergence counts on the written tokens, cross-entropy on none."""
@@ -92,3 +124,10 @@ class WrittenRows:
         if self.options.is_routed:
             row["teacher"] = np.full_like(row["tokens"], request.teacher)
         return row
+
+
+def _set_row(sample: dict[str, Any], place: int, row: Mapping[str, np.ndarray]) -> None:
+    """Put a row into copies of the tensors of a collated sample."""
+    for name, value in row.items():
+        sample[name] = sample[name].clone()
+        sample[name][place] = torch.as_tensor(value)

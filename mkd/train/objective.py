@@ -435,6 +435,11 @@ class CrossTokenizerObjective:
         index = self._view.chunk_written.to(output.kd.device)
         return WrittenDivergence(share * output.kd * self._taught(self.routed), index, self._counts_chunks)
 
+    def aligned_share(self) -> Mean:
+        """The share of the written tokens that are in a text chunk."""
+        written = self.batch.written >= 0
+        return Mean.of((self._view.student_chunk >= 0).to(written.device).float(), written.float(), None)
+
     def routed_to(self, number: int, weights: Sequence[float]) -> "CrossTokenizerObjective":
         return replace(self, routed=_route(self._view.chunk_teacher, number, weights))
 
@@ -522,13 +527,18 @@ class MicrobatchObjective:
         Over tokens it is that of all teachers. Where one of several teachers has another tokenizer, each teacher has
         means of its own.
         """
+        aligned = {
+            f"written_aligned{self.suffix(n)}": teacher.aligned_share()
+            for n, teacher in enumerate(self.teachers)
+            if isinstance(teacher, CrossTokenizerObjective)
+        }
         is_one = all(isinstance(teacher, SameTokenizerObjective) for teacher in self.teachers)
         shares = self.shares if is_one else (1.0,) * len(self.shares)
         every = zip(self.teachers, outputs, shares, strict=False)
         found = [teacher.by_position(output, share) for teacher, output, share in every]
         if is_one:
             return found[0]._replace(values=sum(one.values for one in found)).means("")
-        return {name: mean for n, one in enumerate(found) for name, mean in one.means(self.suffix(n)).items()}
+        return aligned | {name: mean for n, one in enumerate(found) for name, mean in one.means(self.suffix(n)).items()}
 
     def _outputs(self, student: Student, ce_weight: Tensor | None) -> list[LossOutput]:
         """One output per teacher, CE with the first; CE alone without a teacher."""

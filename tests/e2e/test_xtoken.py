@@ -74,6 +74,27 @@ def test_resume_is_bit_equal(job: SmallJob, four_steps: tuple[Path, Any], tmp_pa
     assert_same_weights(save, resumed)
 
 
+def written_texts(job: SmallJob, folder: Path, **changes: Any) -> dict[str, Any]:
+    """Half of the rows are written, after conversations and texts."""
+    prompts = [{"messages": talk("it")}, {"prompt": "The import"}, {"prompt": "A class is"}]
+    flags = {"--kd-on-policy": 0.5, "--kd-prompts": write_lines(folder / "prompts.jsonl", prompts)}
+    return other_teacher(job, **flags, **{"--kd-rollout-tokens": 12, "--kd-position-weight": 16, **changes})
+
+
+def test_written_texts(job: SmallJob, tmp_path: Path) -> None:
+    """A resumed job is bit-equal to one that was not interrupted between steps whose texts were written at once."""
+    flags = {"--kd-loss": "reverse_kl", "--kd-rollout-steps": 3, "--kd-rollout-samples": 2}
+    save = tmp_path / "save"
+    whole = trained(job, written_texts(job, tmp_path, **flags, **{"--save": save, "--load": save}))
+    lines = [line for line in whole.metrics if "grad_norm" in line]
+    assert all(0.0 < line["written_aligned"] <= 1.0 and line["kd_first_64"] > 0.0 for line in lines)
+    assert re.search(r"written +\d+\.\d tokens, .* aligned", whole.output)
+    resumed = cut_back(save, tmp_path / "resumed", 2)
+    result = trained(job, written_texts(job, tmp_path, **flags, **{"--save": resumed, "--load": resumed}))
+    assert steps(result) == steps(whole)
+    assert_same_weights(save, resumed)
+
+
 @pytest.mark.parametrize(
     "layout",
     [

@@ -27,6 +27,8 @@ class Prompt:
     """Name of the only teacher of its answers; None for all."""
     where: str = field(default="", compare=False)
     """Flag, file and line."""
+    conversation: Conversation | None = field(default=None, compare=False)
+    """The messages before the answer; None for a text."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +63,7 @@ def read_prompts(
     Raises:
         MkdDataError: the file or a line cannot be used; names the line.
     """
-    if not Path(path).is_file():
-        raise MkdDataError(f"{limits.flag} {path} does not exist or is not a file")
-    with open(path, "rb") as file:
-        content = file.read(_MOST_BYTES + 1)
-    if len(content) > _MOST_BYTES:
-        raise MkdDataError(f"{limits.flag} {path} has more than {_MOST_BYTES:,} bytes; give 1 to {limits.most} prompts")
-    numbered = enumerate(content.removeprefix(BOM_UTF8).splitlines(), start=1)
-    lines = [(number, line) for number, line in numbered if line.strip()]
+    lines = _lines(path, limits)
     if not 1 <= len(lines) <= limits.most:
         raise MkdDataError(f"{limits.flag} {path} has {len(lines)} lines; 1 to {limits.most} prompts are continued")
     parser = PromptParser(tokenizer)
@@ -80,6 +75,30 @@ def read_prompts(
                 f"{longest}, which is --seq-length without {limits.tokens_flag}"
             )
     return prompts
+
+
+def has_conversations(path: str, limits: PromptFile = ON_POLICY) -> bool:
+    """True if a line of a file of prompts is a conversation. Lines that `read_prompts` refuses are skipped."""
+
+    def is_chat(line: bytes) -> bool:
+        try:
+            return is_conversation(json_object(decode(line, path), path))
+        except MkdDataError:
+            return False
+
+    return any(is_chat(line) for _, line in _lines(path, limits))
+
+
+def _lines(path: str, limits: PromptFile) -> list[tuple[int, bytes]]:
+    """(number, line) of each line of a file that is not blank. Raises MkdDataError if it is too long or missing."""
+    if not Path(path).is_file():
+        raise MkdDataError(f"{limits.flag} {path} does not exist or is not a file")
+    with open(path, "rb") as file:
+        content = file.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        raise MkdDataError(f"{limits.flag} {path} has more than {_MOST_BYTES:,} bytes; give 1 to {limits.most} prompts")
+    numbered = enumerate(content.removeprefix(BOM_UTF8).splitlines(), start=1)
+    return [(number, line) for number, line in numbered if line.strip()]
 
 
 @dataclass
@@ -118,7 +137,8 @@ class PromptParser:
             self._template.check_generation_prompt(conversation)
             self._is_checked = True
         text = self._template.text(conversation, prompt=True)
-        return Prompt(text, tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"]), teacher, where)
+        tokens = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return Prompt(text, tokens, teacher, where, conversation)
 
 
 def _without_answers(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -90,6 +90,33 @@ def align_spans(
     return Alignment(*chunks, count).only(kept)
 
 
+@dataclass(frozen=True)
+class TokensWithin:
+    """The tokens of a part of a text."""
+
+    begin: int
+    """Index of the first token."""
+    offsets: np.ndarray
+    """[n, 2] int64 offsets in the part."""
+    roles: np.ndarray
+    """[n] `Role`; UNK for a token with characters outside the part other than whitespace."""
+
+
+def tokens_within(text: str, tokens: TokenSpans, begin: int, end: int) -> TokensWithin | None:
+    """The tokens that cover a character of text[begin:end]; None if a tokenizer drops all of them."""
+    offsets = tokens.offsets
+    inside = np.flatnonzero((offsets[:, 0] < end) & (offsets[:, 1] > begin))
+    if len(inside) == 0:
+        return None
+    first, last = int(inside[0]), int(inside[-1])
+    offsets, roles = offsets[first : last + 1], tokens.roles[first : last + 1].copy()
+    for token in np.flatnonzero((offsets[:, 0] < begin) | (offsets[:, 1] > end)):
+        a, b = offsets[token]
+        if (text[a:begin] + text[end:b]).strip():
+            roles[token] = Role.UNK
+    return TokensWithin(first, offsets.clip(begin, end) - begin, roles)
+
+
 def concatenated(parts: Sequence[Alignment]) -> Alignment:
     """The alignment of concatenated sequences."""
     before = np.cumsum([0, *(part.count for part in parts)])

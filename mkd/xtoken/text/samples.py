@@ -7,9 +7,18 @@ import numpy as np
 
 from mkd.data.sources.chat import Conversation
 from mkd.errors import MkdDataError
-from mkd.xtoken.text.alignment import NO_CHUNK, Alignment, align, align_spans, concatenated, unaligned
+from mkd.xtoken.text.alignment import (
+    NO_CHUNK,
+    Alignment,
+    TokensWithin,
+    align,
+    align_spans,
+    concatenated,
+    tokens_within,
+    unaligned,
+)
 from mkd.xtoken.text.conversations import ChatSpans, encode_chat
-from mkd.xtoken.text.tokens import Role, SpanTokenizer
+from mkd.xtoken.text.tokens import SpanTokenizer
 
 
 @dataclass(frozen=True)
@@ -155,42 +164,22 @@ def _align_messages(student: ChatSpans, teacher: ChatSpans, messages: list[int])
     return replace(whole, count=count)
 
 
-@dataclass(frozen=True)
-class _Region:
-    """The tokens of a message's content."""
-
-    begin: int
-    """Index of the first token."""
-    offsets: np.ndarray
-    """[n, 2] int64 offsets in the content."""
-    roles: np.ndarray
-    """[n] `Role`; UNK for a token with characters outside the content other than whitespace."""
-    end_of_turn: int | None
+def _region(chat: ChatSpans, message: int) -> tuple[TokensWithin, int | None] | None:
+    """The tokens of a message's content, and the index of the token that ends its turn."""
+    content = tokens_within(chat.text, chat.tokens, *chat.contents[message])
+    return None if content is None else (content, chat.end_of_turn(message))
 
 
-def _region(chat: ChatSpans, message: int) -> _Region | None:
-    begin, end = chat.contents[message]
-    offsets = chat.tokens.offsets
-    inside = np.flatnonzero((offsets[:, 0] < end) & (offsets[:, 1] > begin))
-    if len(inside) == 0:  # a tokenizer may drop all of a message
-        return None
-    first, last = int(inside[0]), int(inside[-1])
-    offsets, roles = offsets[first : last + 1], chat.tokens.roles[first : last + 1].copy()
-    for token in np.flatnonzero((offsets[:, 0] < begin) | (offsets[:, 1] > end)):
-        a, b = offsets[token]
-        if (chat.text[a:begin] + chat.text[end:b]).strip():
-            roles[token] = Role.UNK
-    return _Region(first, offsets.clip(begin, end) - begin, roles, chat.end_of_turn(message))
-
-
-def _message_parts(content: str, regions: list[_Region]) -> Iterator[tuple[int, int, Alignment]]:
+def _message_parts(
+    content: str, regions: list[tuple[TokensWithin, int | None]]
+) -> Iterator[tuple[int, int, Alignment]]:
     """(first student token, first teacher token, alignment) of the content, and of the end-of-turn tokens."""
-    student, teacher = regions
+    (student, end), (teacher, teacher_end) = regions
     yield (
         student.begin,
         teacher.begin,
         align_spans(content, student.offsets, student.roles, teacher.offsets, teacher.roles),
     )
-    if student.end_of_turn is not None and teacher.end_of_turn is not None:
+    if end is not None and teacher_end is not None:
         one = np.zeros(1, dtype=np.int32)
-        yield student.end_of_turn, teacher.end_of_turn, Alignment(one, one.copy(), 1)
+        yield end, teacher_end, Alignment(one, one.copy(), 1)

@@ -375,8 +375,16 @@ def _kd_step(layout: Layout, models: Models, on_policy: OnPolicy | None) -> dict
     run = schedule.around(get_forward_backward_func(pp_size=layout.pp, vp_size=layout.vp if layout.vp > 1 else None))
     batches = microbatches(models.data, layout.segment_cp, layout.mbs, groups.dp.rank(), groups.dp.size(), models.masks)
     iterator = iter(batches)
+    context = LossContext(
+        groups,
+        VOCAB,
+        LossOptions(chunk_rows=5),
+        top_k=models.top_k,
+        byte_lengths=kd_pairs.byte_lengths()[0] if models.select and models.xtoken else None,
+        cross=cross_settings(models, groups),
+    )
     reports = run(
-        forward_step_func=ForwardStep(LossContext(groups, VOCAB, LossOptions(chunk_rows=5), top_k=models.top_k)),
+        forward_step_func=ForwardStep(context),
         data_iterator=[iterator] + [None] * (layout.vp - 1) if layout.vp > 1 else iterator,
         model=chunks,
         num_microbatches=len(batches),

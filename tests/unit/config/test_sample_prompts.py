@@ -180,14 +180,13 @@ def test_optimizers_whose_state_cannot_leave(flag: str) -> None:
             {"teacher_hf": None, "teacher_url": ["http://a:1"], "teacher_cache": "C", "top_k": 8},
             "does not work with --kd-teacher-cache",
         ),
-        ({"xtoken_loss": "p_kl"}, "does not work with --kd-xtoken-loss"),
         ({"hidden_loss": "1:1"}, "does not work with --kd-hidden-loss"),
         ({"balance": True}, "does not work with --kd-balance"),
     ],
 )
 def test_on_policy_with_flags_of_distillation(changes: dict, words: str) -> None:
     kd(**ON_POLICY)
-    kd(**ON_POLICY, teacher_hf=["A", "B"], teachers_mode="select")
+    kd(**ON_POLICY, teacher_hf=["A", "B"], teachers_mode="select", xtoken_loss="p_kl")
     with pytest.raises(MkdConfigError) as caught:
         kd(**{**ON_POLICY, **changes})
     assert words in str(caught.value)
