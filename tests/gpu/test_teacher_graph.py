@@ -3,6 +3,7 @@
 pytest -m gpu tests/gpu/test_teacher_graph.py -s
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +46,7 @@ def test_metrics_are_equal(models: Path, dtype: str) -> None:
     if dtype == "fp8" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs a GPU with FP8")
     flags = ["--kd-teacher-dtype", dtype, "--kd-teacher-micro-batch-size", "8"]
-    plain = train(models, f"plain {dtype}", *flags)
-    graph = train(models, f"graph {dtype}", *flags, "--kd-teacher-cuda-graph")
+    jobs = {f"plain {dtype}": flags, f"graph {dtype}": [*flags, "--kd-teacher-cuda-graph"]}
+    with ThreadPoolExecutor() as pool:
+        plain, graph = pool.map(lambda job: train(models, job[0], *job[1]), jobs.items())
     assert [[line[key] for key in KEYS] for line in graph] == [[line[key] for key in KEYS] for line in plain]
