@@ -58,7 +58,7 @@ def check_tensors(folder: HFFolder, family: Family) -> None:
         if name not in expected and not name.endswith(family.ignored) and not name.startswith(family.left_out):
             raise folder.error(f"tensor {name} is not part of {family.architectures[0]}")
     for name in optional & folder.tensors.keys():
-        if not _equal(folder, name, family.tied[name]):
+        if not folder.are_equal(name, family.tied[name]):
             raise folder.error(
                 f'tensor {name} differs from {family.tied[name]}, but config.json has "tie_word_embeddings": true'
             )
@@ -77,8 +77,3 @@ def report_left_out(folder: HFFolder, family: Family) -> None:
             f"{folder.path}: {len(names)} tensors {' and '.join(f'{start}*' for start in family.left_out)} (heads for "
             "multi-token prediction) are left out, as transformers does; mkd convert export --mtp copies them"
         )
-
-
-def _equal(folder: HFFolder, first: str, second: str) -> bool:
-    """True if two tensors are equal; they are compared block by block, because an embedding may have gigabytes."""
-    return all(torch.equal(folder.read(first, rows), folder.read(second, rows)) for rows in folder.row_blocks(first))

@@ -64,6 +64,7 @@ class HFFolder:
         self.transposed: frozenset[str] = frozenset()
         """Text tensors whose last two axes are exchanged in the files."""
         self._text = self._entries
+        self._equal: dict[tuple[str, str], bool] = {}
         if self.vision_language is not None:
             self._find_text_model()
         self.tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -95,6 +96,13 @@ class HFFolder:
         rows = self.tensors[name][0][0]
         for start in range(0, rows, ROWS_PER_BLOCK):
             yield slice(start, min(start + ROWS_PER_BLOCK, rows))
+
+    def are_equal(self, first: str, second: str) -> bool:
+        """True if two tensors are equal. Compared once, block by block: an embedding may have gigabytes."""
+        if (first, second) not in self._equal:
+            blocks = self.row_blocks(first)
+            self._equal[first, second] = all(torch.equal(self.read(first, b), self.read(second, b)) for b in blocks)
+        return self._equal[first, second]
 
     def tokenizer_hash(self) -> str | None:
         """128-bit hex hash of the tokenizer's vocabulary, merges and added tokens; None when there is no tokenizer.
