@@ -139,6 +139,23 @@ def outside_of_torch(args: Namespace, peak: float, teachers: Sequence[Namespace]
 
 
 def _stage(work: Workload, stage: int) -> StageMemory:
+    # The loss reads teachers in the student's layout.
+    teachers = [_with_student_values(teacher, work.student, LAYOUT) for teacher in (*work.teachers, *work.served)]
+    held, phases = _held(work, stage, teachers), _phases(work, stage, teachers) | _rollout(work, stage)
+    if work.kd.rollout_offload:
+        state = held.pop(OPTIMIZER)
+        for name, parts in phases.items():
+            if name != WRITING:
+                parts[OPTIMIZER] = state
+    return StageMemory(stage, {name: value for name, value in held.items() if value}, phases)
+
+
+def _is_last(student: Namespace, stage: int) -> bool:
+    return stage == student.pipeline_model_parallel_size - 1
+
+
+def _held(work: Workload, stage: int, teachers: Sequence[Namespace]) -> dict[str, float]:
+    """Part -> bytes from the first step to the last; `teachers` as the loss reads them."""
     student, kd = work.student, work.kd
     trained = count = parameters_of_stage(student, stage)
     if work.lora is not None:
@@ -150,28 +167,34 @@ def _stage(work: Workload, stage: int) -> StageMemory:
         OPTIMIZER: optimizer_bytes(student, trained),
         WORKSPACES: WORKSPACE_BYTES if work.on_gpu else 0,
     }
-    # The loss reads teachers in the student's layout.
-    teachers = [_with_student_values(teacher, student, LAYOUT) for teacher in (*work.teachers, *work.served)]
-    served = teachers[len(work.teachers) :]
-    is_last = stage == student.pipeline_model_parallel_size - 1
-    lm_heads = sum(map(_lm_head_bytes, teachers)) if is_last else 0
-    weights = 0.0
-    if not work.shares_teacher:
-        weights = sum(_teacher_weights(teacher, student, stage) for teacher in work.teachers)
-    weights += sum(map(_lm_head_bytes, served)) if is_last else 0
     if not kd.teacher_offload:
-        held[TEACHER], weights, lm_heads = weights, 0, 0
+        held[TEACHER] = _weights_of_teachers(work, stage, teachers)
     if kd.teacher_cuda_graph and work.on_gpu:
         held[GRAPH] = sum(_graph_bytes(teacher, work, stage) for teacher in work.teachers)
-    hidden = _hidden_bytes(work, teachers) if is_last else 0.0
-    if is_last and kd.layer_pairs and any(t.hidden_size != student.hidden_size for t in teachers):
+    if _is_last(student, stage) and kd.layer_pairs and any(t.hidden_size != student.hidden_size for t in teachers):
         per_parameter = student.params_dtype.itemsize + gradient_bytes(student) + 12  # 12: Adam's state
         held[MAPS] = len(kd.layer_pairs) * student.hidden_size * teachers[0].hidden_size * per_parameter
+    return held
+
+
+def _weights_of_teachers(work: Workload, stage: int, teachers: Sequence[Namespace]) -> float:
+    """Bytes of the weights of teachers that run here, and of the LM heads of those that a service computes."""
+    weights = 0.0
+    if not work.shares_teacher:
+        weights = sum(_teacher_weights(teacher, work.student, stage) for teacher in work.teachers)
+    served = teachers[len(work.teachers) :] if _is_last(work.student, stage) else ()
+    return weights + sum(map(_lm_head_bytes, served))
+
+
+def _phases(work: Workload, stage: int, teachers: Sequence[Namespace]) -> dict[str, dict[str, float]]:
+    """Phase of a step -> part -> bytes; `teachers` as the loss reads them."""
+    student, kd, is_last = work.student, work.kd, _is_last(work.student, stage)
+    hidden = _hidden_bytes(work, teachers) if is_last else 0.0
     chunks = chunks_of_stage(student, stage)
     kept = [kept_by_layers(student, chunk, work.on_gpu) for chunk in chunks]
     alive = {ACTIVATIONS: in_flight(student, stage) * sum(kept) / len(kept), HIDDEN: hidden}
     if kd.teacher_offload:
-        alive[TEACHER] = lm_heads
+        alive[TEACHER] = sum(map(_lm_head_bytes, teachers)) if is_last else 0
     if is_last:
         alive[ACTIVATIONS] += 2 * residual_bytes(student)  # input of the last norm, gradient of its output
     phases = {
@@ -186,14 +209,8 @@ def _stage(work: Workload, stage: int) -> StageMemory:
         working = max(_teacher_working_bytes(teacher, work, stage) for teacher in work.teachers)
         phases["teacher forward"] = {HIDDEN: hidden, WORKING: working}
         if kd.teacher_offload:
-            phases["teacher forward"][TEACHER] = weights
-    phases |= _rollout(work, stage)
-    if kd.rollout_offload:
-        state = held.pop(OPTIMIZER)
-        for name, parts in phases.items():
-            if name != WRITING:
-                parts[OPTIMIZER] = state
-    return StageMemory(stage, {name: value for name, value in held.items() if value}, phases)
+            phases["teacher forward"][TEACHER] = _weights_of_teachers(work, stage, teachers)
+    return phases
 
 
 def _rollout(work: Workload, stage: int) -> dict[str, dict[str, float]]:
