@@ -418,17 +418,11 @@ def _check_delta_net(model: str, sizes: Mapping[str, Any], args: Namespace, pref
 
 def _check_mamba(model: str, sizes: Mapping[str, Any], args: Namespace, prefix: str) -> None:
     """Arguments as in `check_attention_heads`."""
-    tp, groups = args.tensor_model_parallel_size, sizes["mamba_num_groups"]
-    if groups % tp:
+    tp, cp, groups = args.tensor_model_parallel_size, args.context_parallel_size, sizes["mamba_num_groups"]
+    if groups % (tp * cp):
         raise MkdConfigError(
-            f"{prefix}tensor-model-parallel-size {tp} does not divide the {groups} groups (mamba_num_groups) of the "
-            f"Mamba layers of {model}, which it distributes: give a divisor of {groups}"
-        )
-    if args.context_parallel_size > 1:
-        raise MkdConfigError(
-            f"{prefix}context-parallel-size {args.context_parallel_size} does not work with the Mamba layers of "
-            f"{model}, whose state passes through the whole sequence: leave it out, and give tensor or pipeline "
-            "parallelism instead"
+            f"{prefix}tensor-model-parallel-size {tp} * {prefix}context-parallel-size {cp} does not divide the "
+            f"{groups} groups (mamba_num_groups) of the Mamba layers of {model}, which both distribute"
         )
 
 

@@ -3,10 +3,12 @@
 Each is a Megatron transformer layer whose other half is the identity, so that the model is a GPTModel with the layer
 numbers of the Hugging Face folder. megatron-core 0.19's `MambaMixer` needs the package mamba_ssm, also to be built, and
 computes without a lower limit of the time step, which transformers has: the mixer here is mkd's own, computed by
-PyTorch's operations on CPU and GPU.
+PyTorch's operations on CPU and GPU. Context parallelism is Megatron's of linear attention: between the projections, an
+all-to-all gives each rank whole rows of its share of the heads.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,6 +19,8 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.gated_delta_net import get_parameter_local_cp, tensor_a2a_cp2hp, tensor_a2a_hp2cp
+from megatron.core.ssm.gated_delta_net.common import _build_thd_cp_a2a_perm
 from megatron.core.ssm.utils import _split_tensor_factory
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, set_tensor_model_parallel_attributes
 from megatron.core.transformer.mlp import MLP
@@ -35,6 +39,9 @@ from mkd.models.layer_options import MAMBA, MIXTURE, MLP_ONLY, LayerOptions
 from mkd.models.layer_specs import backend_of, numbered_layers
 from mkd.models.state_space import BLOCK, CHUNK, Segments, causal_conv, chunked_scan, gated_group_norm
 
+_CONVOLVED = "x B C"
+"""Sections of the input projection that the convolution reads."""
+
 
 @dataclass
 class MambaSubmodules:
@@ -45,7 +52,7 @@ class MambaSubmodules:
 
 
 class Mamba2Mixer(MegatronModule):
-    """A Mamba 2 mixer in place of self-attention; tensor parallelism shards heads and groups.
+    """A Mamba 2 mixer in place of self-attention; tensor and context parallelism share heads and groups.
 
     The backward pass recomputes everything between the two projections, a block of tokens at a time: the products
     between the tokens of a chunk would otherwise be kept for every head.
@@ -72,12 +79,15 @@ class Mamba2Mixer(MegatronModule):
             unused: arguments of attention.
         """
         super().__init__(config)
-        self._tp, self._least_step, self.layer_number = pg_collection.tp, least_step, layer_number
+        self._tp, self._cp, self._least_step = pg_collection.tp, pg_collection.cp, least_step
+        self.layer_number = layer_number
         size = self._tp.size()
-        self._heads, self._groups = config.mamba_num_heads // size, config.mamba_num_groups // size
-        inner, states = self._heads * config.mamba_head_dim, self._groups * config.mamba_state_dim
-        self._sections = {"z": inner, "x": inner, "B": states, "C": states, "dt": self._heads}
-        self._convolved = inner + 2 * states
+        heads, groups = config.mamba_num_heads // size, config.mamba_num_groups // size
+        inner, states = heads * config.mamba_head_dim, groups * config.mamba_state_dim
+        self._sections = {"z": inner, "x": inner, "B": states, "C": states, "dt": heads}
+        self._own = {name: width // self._cp.size() for name, width in self._sections.items()}
+        """Channels between the projections; less than `_sections` under context parallelism."""
+        self._groups, convolved = groups // self._cp.size(), inner + 2 * states
         common = {"config": config, "bias": False, "is_expert": False, "tp_group": self._tp}
         self.in_proj = build_module(
             submodules.in_proj,
@@ -99,10 +109,10 @@ class Mamba2Mixer(MegatronModule):
             tp_comm_buffer_name="fc2",
             **common,
         )
-        kernel = (self._convolved, 1, config.linear_conv_kernel_dim)
-        self.conv1d = _Parameters(config, weight=kernel, bias=(self._convolved,))
+        kernel = (convolved, 1, config.linear_conv_kernel_dim)
+        self.conv1d = _Parameters(config, weight=kernel, bias=(convolved,))
         self.norm = _Parameters(config, weight=(inner,))
-        per_head = _Parameters(config, dt_bias=(self._heads,), A_log=(self._heads,), D=(self._heads,))
+        per_head = _Parameters(config, dt_bias=(heads,), A_log=(heads,), D=(heads,))
         for name, parameter in per_head.named_parameters():
             self.register_parameter(name, parameter)
         if config.perform_initialization:
@@ -110,8 +120,9 @@ class Mamba2Mixer(MegatronModule):
 
     @torch.no_grad()
     def _initialize(self) -> None:
-        first = self._tp.rank() * self._heads + 1
-        self.A_log.copy_(torch.arange(first, first + self._heads, device=self.A_log.device).log())
+        heads = len(self.A_log)
+        first = self._tp.rank() * heads + 1
+        self.A_log.copy_(torch.arange(first, first + heads, device=self.A_log.device).log())
         for parameter in (self.D, self.norm.weight):
             parameter.fill_(1.0)
         with get_cuda_rng_tracker().fork():  # each tensor-parallel rank has channels and heads of its own
@@ -128,13 +139,11 @@ class Mamba2Mixer(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         **unused: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """As attention: [s, b, H] -> (output [s, b, H], no bias); s / tp under sequence parallelism."""
+        """As attention: [s / cp, b, H] -> (output [s / cp, b, H], no bias); s / cp / tp under sequence parallelism."""
         projected, _ = self.in_proj(hidden_states)
-        segments = None
-        if packed_seq_params is not None:
-            padded = packed_seq_params.cu_seqlens_q_padded
-            bounds = packed_seq_params.cu_seqlens_q if padded is None else padded
-            segments = Segments.of(bounds, len(projected))
+        bounds = _bounds(packed_seq_params)
+        projected, back_to_ranks = self._whole_rows(projected, bounds)
+        segments = None if bounds is None else Segments.of(bounds, len(projected))
         mix = self._mix
         if torch.is_grad_enabled():
             mix = partial(checkpoint, self._mix, use_reentrant=False, preserve_rng_state=False)
@@ -145,7 +154,45 @@ class Mamba2Mixer(MegatronModule):
             part = None if segments is None else segments.part(start, end)
             output, state = mix(projected[first:end], start - first, part, state)
             outputs.append(output)
-        return self.out_proj(outputs[0] if len(outputs) == 1 else torch.cat(outputs))
+        return self.out_proj(back_to_ranks(outputs[0] if len(outputs) == 1 else torch.cat(outputs)))
+
+    def _whole_rows(self, projected: Tensor, bounds: Tensor | None) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Exchange tokens for heads among the context-parallel ranks.
+
+        Args:
+            projected: [s / cp, b, output of in_proj]
+            bounds: of the samples in a packed row, each of which the ranks share; None for rows of one sample.
+
+        Returns:
+            [s, b, output of in_proj / cp] in the order of the tokens, and the function that takes the input of out_proj
+            [s, b, d / cp] to [s / cp, b, d].
+        """
+        if (size := self._cp.size()) == 1:
+            return projected, lambda output: output
+        length = len(projected) * size
+        if bounds is None:
+            bounds = torch.tensor([0, length], device=projected.device)
+        order, inverse = _build_thd_cp_a2a_perm(bounds, size, length)
+        # One exchange for all sections: the share of each rank in all of them is contiguous.
+        sections = projected.split(list(self._sections.values()), dim=-1)
+        shares = torch.cat([section.unflatten(-1, (size, -1)) for section in sections], dim=-1).flatten(-2)
+        common = {"seq_dim": 0, "head_dim": -1, "cp_group": self._cp}
+        rows = tensor_a2a_cp2hp(shares, **common, undo_attention_load_balancing=False).index_select(0, order)
+
+        def back_to_ranks(output: Tensor) -> Tensor:
+            return tensor_a2a_hp2cp(output.index_select(0, inverse), **common, redo_attention_load_balancing=False)
+
+        return rows, back_to_ranks
+
+    def _of_own_heads(self, parameter: Tensor, sections: str | None = None) -> Tensor:
+        """The rows of a parameter that belong to the heads of this context-parallel rank.
+
+        Args:
+            parameter: [channels or heads, ...]
+            sections: names of the sections of its rows; None for one.
+        """
+        sizes = None if sections is None else [self._sections[name] for name in sections.split()]
+        return get_parameter_local_cp(parameter, 0, self._cp, sizes)
 
     def _mix(
         self, projected: Tensor, earlier_tokens: int, segments: Segments | None, state: Tensor | None
@@ -162,16 +209,18 @@ class Mamba2Mixer(MegatronModule):
             [s, b, input of out_proj] in the dtype of `projected`, and the state after the block.
         """
         projected, dtype = projected.transpose(0, 1), projected.dtype
-        z, convolved, dt = projected.split([self._sections["z"], self._convolved, self._heads], dim=-1)
+        sizes = [self._own[name] for name in _CONVOLVED.split()]
+        z, convolved, dt = projected.split([self._own["z"], sum(sizes), self._own["dt"]], dim=-1)
         z, dt = z[:, earlier_tokens:], dt[:, earlier_tokens:]
-        convolved = causal_conv(convolved, self.conv1d.weight[:, 0], self.conv1d.bias, segments, earlier_tokens)
-        x, b, c = convolved.split([self._sections[name] for name in ("x", "B", "C")], dim=-1)
-        x = x.unflatten(-1, (self._heads, -1))
+        taps, bias = (self._of_own_heads(one, _CONVOLVED) for one in (self.conv1d.weight, self.conv1d.bias))
+        a_log, dt_bias, d, scale = map(self._of_own_heads, (self.A_log, self.dt_bias, self.D, self.norm.weight))
+        x, b, c = causal_conv(convolved, taps[:, 0], bias, segments, earlier_tokens).split(sizes, dim=-1)
+        x = x.unflatten(-1, (self._own["dt"], -1))
         b, c = (values.unflatten(-1, (self._groups, -1)) for values in (b, c))
-        dt = F.softplus(dt.to(x.dtype) + self.dt_bias.to(x.dtype)).clamp(min=self._least_step)
-        y, state = chunked_scan(x, dt, -self.A_log.to(x.dtype).exp(), b, c, segments, state)
-        y = (y + x * self.D.to(x.dtype)[:, None]).flatten(-2)
-        y = gated_group_norm(y, z.to(y.dtype), self.norm.weight, self._groups, self.config.layernorm_epsilon)
+        dt = F.softplus(dt.to(x.dtype) + dt_bias.to(x.dtype)).clamp(min=self._least_step)
+        y, state = chunked_scan(x, dt, -a_log.to(x.dtype).exp(), b, c, segments, state)
+        y = (y + x * d.to(x.dtype)[:, None]).flatten(-2)
+        y = gated_group_norm(y, z.to(y.dtype), scale, self._groups, self.config.layernorm_epsilon)
         return y.to(dtype).transpose(0, 1), state
 
     def sharded_state_dict(
@@ -193,11 +242,19 @@ class Mamba2Mixer(MegatronModule):
             state |= sharded_state_dict_default(
                 linear, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self._tp
             )
-        sections = {"in_proj.weight": "z x B C dt", "conv1d.weight": "x B C", "conv1d.bias": "x B C"}
+        sections = {"in_proj.weight": "z x B C dt", "conv1d.weight": _CONVOLVED, "conv1d.bias": _CONVOLVED}
         for name, parts in sections.items():
             sizes = [self._sections[part] for part in parts.split()]
             state[f"{prefix}{name}"] = _split_tensor_factory(state[f"{prefix}{name}"], sizes, parts.split(), 0)
         return state
+
+
+def _bounds(packed_seq_params: PackedSeqParams | None) -> Tensor | None:
+    """[samples + 1] bounds of the samples in a packed row, over all context-parallel ranks; None for other rows."""
+    if packed_seq_params is None:
+        return None
+    padded = packed_seq_params.cu_seqlens_q_padded
+    return packed_seq_params.cu_seqlens_q if padded is None else padded
 
 
 def block_length(rows: int) -> int:

@@ -256,10 +256,8 @@ LAYOUTS = {
 
 
 def allows(sizes: dict[str, Any], layout: Layout) -> bool:
-    """True if Megatron trains the model in the layout: mixtures need --sequence-parallel with TP, Mamba one CP rank."""
+    """True if Megatron trains the model in the layout: mixtures need --sequence-parallel with TP."""
     is_mixture = "num_experts_per_tok" in sizes
-    if layout.cp > 1 and "mamba_num_heads" in sizes:
-        return False
     return not (layout.ep > 1 and not is_mixture) and not (layout.tp > 1 and not layout.sp and is_mixture)
 
 
@@ -295,7 +293,7 @@ def train_in_blocks(*args: Any) -> dict[str, list[dict[str, Any]]]:
         mamba.BLOCK, mamba.CHUNK = usual
 
 
-@pytest.mark.parametrize("layout_name", ["TP2, SP, packed", *slow(["packed", "TP2"])])
+@pytest.mark.parametrize("layout_name", ["TP2, SP, packed", "CP2, packed", *slow(["packed", "TP2", "CP2"])])
 def test_blocks_of_tokens(gloo_pool: Any, references: References, layout_name: str) -> None:
     """The state, and the last tokens for the convolution, pass from block to block."""
     assert_two_steps(gloo_pool, references, {"nemotron-h": MIXER_MODELS["nemotron-h"]}, layout_name, train_in_blocks)

@@ -220,8 +220,10 @@ def _one_half(args: Namespace, terms: _Terms, mixer: str) -> tuple[_Terms, float
     # with their decays; states before chunks and what they add; the norm.
     elements = (args.linear_conv_kernel_dim + 2) * convolved + 3 * args.mamba_num_heads * chunk
     elements += 2 * states + 3 * states * args.mamba_head_dim / chunk + 7 * inner
-    at_a_time = min(tokens, args.micro_batch_size * block_length(args.micro_batch_size))
-    return replace(terms, norm=0.0, attention=kept, scores=0.0), 4 * at_a_time * elements / tp
+    # Context-parallel ranks have whole rows of a share of the heads.
+    at_a_time = args.micro_batch_size * min(args.seq_length, block_length(args.micro_batch_size))
+    heads = tp * args.context_parallel_size
+    return replace(terms, norm=0.0, attention=kept, scores=0.0), 4 * at_a_time * elements / heads
 
 
 def _statistics(args: Namespace, tokens: int) -> float:

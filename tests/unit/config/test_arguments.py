@@ -1,6 +1,7 @@
 """mkd.config: flags, adopted architectures, layout checks, and the arguments of the teacher."""
 
 import itertools
+import re
 import sys
 from argparse import Namespace
 from contextlib import nullcontext, suppress
@@ -341,10 +342,14 @@ def test_mamba_layers() -> None:
     mamba = {**sizes, "layer_mixers": ["M", "-", "*"]}
     check_attention_heads("the student", mamba, layout(**{TP: 2, "kd_packing": "best_fit"}))
     check_attention_heads("the student", {**sizes, "layer_mixers": ["*", "-"]}, layout(**{TP: 4, CP: 2}))
-    with pytest.raises(MkdConfigError, match=r"tensor-model-parallel-size 4 does not divide the 2 groups .* student"):
-        check_attention_heads("the student", mamba, layout(**{TP: 4}))
-    with pytest.raises(MkdConfigError, match=r"--context-parallel-size 2 does not work with the Mamba layers"):
-        check_attention_heads("the student", mamba, layout(**{CP: 2}))
+    check_attention_heads("the student", mamba, layout(**{CP: 2, "kd_packing": "best_fit"}))
+    for sizes, product in (
+        ({TP: 4}, "4 * --context-parallel-size 1"),
+        ({TP: 2, CP: 2}, "2 * --context-parallel-size 2"),
+    ):
+        words = re.escape(f"--tensor-model-parallel-size {product} does not divide the 2 groups")
+        with pytest.raises(MkdConfigError, match=rf"{words} .* of the student"):
+            check_attention_heads("the student", mamba, layout(**sizes))
 
 
 @pytest.mark.parametrize(
