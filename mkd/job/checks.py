@@ -36,7 +36,8 @@ from mkd.job.checkpoints import (
 from mkd.job.cross_tokenizer import CrossTokenizers, sort_teachers
 from mkd.job.data import JobData, folder_of_tokenizer, hash_of_tokenizer
 from mkd.job.epochs import set_iterations
-from mkd.job.samples import SampleWriter, TaskEvaluation, on_policy_of
+from mkd.job.on_policy import on_policy_of
+from mkd.job.samples import SampleWriter, TaskEvaluation
 from mkd.job.teacher import TeacherSpec, check_teacher_fits, teacher_source, teacher_spec
 from mkd.models.adapted_layers import AdaptedLinear
 from mkd.models.layer_maps import KEY_PREFIX, pair_of_key

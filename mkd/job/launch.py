@@ -17,8 +17,9 @@ from mkd.job.checkpoints import best_checkpoint, prepare_saving, resolve_checkpo
 from mkd.job.elsewhere.rollout_servers import store_rollout_assets
 from mkd.job.epochs import set_iterations
 from mkd.job.job import Job
+from mkd.job.on_policy import on_policy_of
 from mkd.job.plan import record
-from mkd.job.samples import SampleWriter, TaskEvaluation, on_policy_of
+from mkd.job.samples import SampleWriter, TaskEvaluation
 from mkd.job.teacher_check import check_teacher_quality
 from mkd.job.training_loop import Hooks
 from mkd.report.metrics import MetricsLog

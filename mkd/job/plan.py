@@ -19,8 +19,8 @@ from mkd.job.data import folder_of_tokenizer, number_of_iterations
 from mkd.job.epochs import set_iterations
 from mkd.job.job import Job
 from mkd.job.memory_table import memory_line, offload_line, print_memory
+from mkd.job.on_policy import rollout_plan
 from mkd.job.run_record import write_run_file
-from mkd.job.samples import rollout_plan
 from mkd.job.teacher import shape_of
 from mkd.losses.inputs import MAX_FP32_TEMPERATURE
 from mkd.models.delta_rule import missing_kernel

@@ -13,7 +13,7 @@ import torch
 from mkd.config.flags import default_arguments
 from mkd.config.kd_config import KDConfig
 from mkd.errors import MkdConfigError, MkdDataError
-from mkd.job.samples import on_policy_of, rollout_plan
+from mkd.job.on_policy import on_policy_of, rollout_plan
 from tests.support.chats import MARKED, chat_tokenizer
 from tests.support.hf_folders import change_json
 from tests.support.inference_server import StandIn, table_model

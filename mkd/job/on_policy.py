@@ -1,0 +1,179 @@
+"""--kd-on-policy from the flags of a job, and the lines of the plan about texts that the student writes."""
+
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from mkd.config.kd_config import KDConfig
+from mkd.config.megatron_checks import length_multiple
+from mkd.config.run_state import RunState
+from mkd.data.packing.row_layout import RowLayout
+from mkd.data.sources.prompts import ON_POLICY, Prompt, read_prompts
+from mkd.errors import MkdConfigError, MkdDataError
+from mkd.job.cross_tokenizer import CrossTokenizers
+from mkd.job.elsewhere.rollout_servers import rollout_folder, served_writer
+from mkd.job.memory import cache_tokens
+from mkd.job.samples import Writer, text_positions
+from mkd.rollout.attention import reason_against_cache
+from mkd.rollout.cached import cached_length
+from mkd.rollout.guard import CollapseGuard
+from mkd.rollout.on_policy import OnPolicy
+from mkd.rollout.rows import WrittenRowOptions
+from mkd.rollout.served.find import TextSizes, addresses_of
+from mkd.rollout.stop_strings import StopStrings
+
+
+def on_policy_of(
+    args: Namespace,
+    kd: KDConfig,
+    true_vocab: int,
+    longest: int | None,
+    state: RunState | None = None,
+    *,
+    waits: bool | None = None,
+    cross: CrossTokenizers | None = None,
+) -> OnPolicy | None:
+    """The rows of --kd-on-policy; None without the flag.
+
+    Args:
+        args: Megatron's.
+        kd: share, prompts and options of sampling.
+        true_vocab: the student's vocabulary size.
+        longest: positions of the models; None if they have those of a row.
+        state: keeps the texts of --kd-rollout-steps, and the rollouts that run away; None: a state of its own.
+        waits: with --kd-rollout-url, find the servers, and wait for those that do not answer yet; None leaves them
+            out.
+        cross: the teachers with other tokenizers; None without any.
+
+    Raises:
+        MkdDataError: the prompts cannot be used, or nothing would end a text.
+        MkdTeacherError: the servers of --kd-rollout-url cannot be used.
+    """
+    if not kd.is_on_policy:
+        return None
+    state = RunState() if state is None else state
+    writer = Writer.of(args, kd.rollout_tokens, true_vocab)
+    if not writer.decoding.end_tokens:
+        raise MkdDataError(
+            f"--tokenizer-model {args.tokenizer_model} has no end token, and every text of --kd-on-policy would be cut "
+            "off: set eos_token in its tokenizer_config.json"
+        )
+    length = text_positions(args, longest)
+    if kd.rollout_tokens >= length:
+        raise MkdConfigError(
+            f"--kd-rollout-tokens is {kd.rollout_tokens}; it must be below {length}, the positions of the models: "
+            "prompt and answer are one text"
+        )
+    prompts = read_prompts(kd.prompts, writer.tokenizer, length - kd.rollout_tokens, ON_POLICY)
+    stops = None if kd.rollout_stop is None else StopStrings(tuple(kd.rollout_stop), writer.tokenizer)
+    teachers = _teachers(prompts, kd)
+    longest_text = max(len(prompt.tokens) for prompt in prompts) + kd.rollout_tokens
+    return OnPolicy(
+        share=kd.on_policy_over_time,
+        prompts=[prompt.tokens for prompt in prompts],
+        layout=RowLayout(args.seq_length, kd.packing_multiple, kd.packing != "none", kd_everywhere=False),
+        decoding=replace(
+            writer.decoding,
+            rows=args.micro_batch_size,
+            temperature=kd.rollout_temperature,
+            top_p=kd.rollout_top_p,
+            seed=args.seed,
+            cache_tokens=_cache_tokens(args, kd, max(len(prompt.tokens) for prompt in prompts)),
+            stops=stops,
+        ),
+        engine=writer.engine,
+        teachers=teachers,
+        samples=kd.rollout_samples,
+        steps=kd.rollout_steps,
+        views=None if cross is None else cross.written_views(prompts),
+        options=WrittenRowOptions(kd.rollout_cut_off == "drop", kd.position_weight, is_routed=bool(teachers)),
+        guard=_guard(kd, state),
+        state=state,
+        writer=None if waits is None else served_writer(args, kd, TextSizes(true_vocab, longest_text), waits),
+    )
+
+
+def _cache_tokens(args: Namespace, kd: KDConfig, longest_prompt: int) -> int | None:
+    """`Decoding.cache_tokens`.
+
+    Raises:
+        MkdConfigError: one text does not fit into --kd-rollout-memory-gb, or nothing is cached.
+    """
+    if kd.rollout_memory_gb is None:
+        return None
+    what = f"--kd-rollout-memory-gb is {kd.rollout_memory_gb:g}"
+    if (reason := reason_against_cache(args)) is not None:
+        raise MkdConfigError(f"{what}, but no keys and values are cached ({reason}): leave it out")
+    multiple = length_multiple(args)  # the texts are the tokens of a forward pass: their number is a multiple too
+    tokens, length = cache_tokens(args, kd), cached_length(longest_prompt + kd.rollout_tokens, multiple) * multiple
+    if tokens < length:
+        least = kd.rollout_memory_gb * length / max(tokens, 1)
+        texts = "the longest prompt with its answer takes" if multiple == 1 else f"{multiple} texts of the longest take"
+        raise MkdConfigError(
+            f"{what}, which holds keys and values of {tokens} tokens, but {texts} "
+            f"{length}: give at least {least:.3g}, or lower --kd-rollout-tokens"
+        )
+    return tokens
+
+
+def _guard(kd: KDConfig, state: RunState) -> CollapseGuard | None:
+    if kd.rollout_guard == "off":
+        return None
+    return CollapseGuard(kd.rollout_guard == "stop", kd.rollout_most_repeated, kd.rollout_most_cut_off, state)
+
+
+def _teachers(prompts: Sequence[Prompt], kd: KDConfig) -> list[int]:
+    """Index of the only teacher of each prompt, -1 for all; empty if no prompt names one.
+
+    Raises:
+        MkdDataError: a prompt names no teacher, or one of several; or their logits are averaged.
+    """
+    if all(prompt.teacher is None for prompt in prompts):
+        return []
+    if kd.teacher_url is not None:
+        where = next(prompt.where for prompt in prompts if prompt.teacher is not None)
+        raise MkdDataError(
+            f"{where}: a teacher of --kd-teacher-url has no name by which one record could choose it: remove the name"
+        )
+    folders = kd.teacher_hf or [kd.teacher_load]
+    names = [{folder, Path(folder).name} for folder in folders]
+    found = []
+    for prompt in prompts:
+        numbers = [number for number, known in enumerate(names) if prompt.teacher in known]
+        if prompt.teacher is not None and len(numbers) != 1:
+            problem = "is no teacher of this job" if not numbers else "is the name of several teachers"
+            raise MkdDataError(
+                f"{prompt.where}: teacher {prompt.teacher!r} {problem}: give one of {', '.join(folders)}, or remove it"
+            )
+        if prompt.teacher is not None and kd.teachers_mode == "averaged_logits":
+            raise MkdDataError(
+                f"{prompt.where}: teacher {prompt.teacher!r} cannot be alone with --kd-teachers-mode averaged_logits: "
+                "give sum, or remove it"
+            )
+        found.append(-1 if prompt.teacher is None else numbers[0])
+    return found
+
+
+def rollout_plan(args: Namespace, kd: KDConfig) -> dict[str, str]:
+    """Lines of the plan about texts that the student writes, label -> text."""
+    what = [f"samples of {kd.sample_prompts}"] if kd.sample_prompts is not None else []
+    what += [f"answers to {kd.eval_tasks}"] if kd.eval_tasks is not None else []
+    what += [_on_policy_text(kd)] if kd.is_on_policy and kd.rollout_url is None else []
+    reason = reason_against_cache(args)
+    how = "with cached keys and values" if reason is None else f"one whole forward pass per token ({reason})"
+    lines = {"writes": f"{', '.join(what)}: {how}"} if what else {}
+    if kd.is_on_policy and kd.rollout_url is not None:
+        servers, often = ", ".join(map(str, addresses_of(kd))), kd.rollout_refresh
+        age = "every rollout" if often <= kd.rollout_steps else f"{often} steps"
+        lines["servers"] = f"{_on_policy_text(kd)}: {servers}, new weights in {rollout_folder(args, kd)} after {age}"
+    return lines
+
+
+def _on_policy_text(kd: KDConfig) -> str:
+    share = kd.on_policy_over_time
+    rows = f"{share.start:.0%} of the rows" if share.shape == "constant" else f"a share of the rows, {share},"
+    details = [f"{kd.rollout_samples} answers to each"] if kd.rollout_samples > 1 else []
+    details += [f"for {kd.rollout_steps} steps at once"] if kd.rollout_steps > 1 else []
+    details += ["cut-off ones are dropped"] if kd.rollout_cut_off == "drop" else []
+    return f"{rows} from {kd.prompts}" + (f" ({', '.join(details)})" if details else "")
