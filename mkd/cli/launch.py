@@ -96,26 +96,13 @@ def jobs(
     Raises:
         MkdConfigError: the flags do not fit.
     """
-    for name in ("teacher", "student"):
-        if (count := getattr(own, f"{name}_gpus")) < 1:
-            raise MkdConfigError(f"--{name}-gpus is {count}; it must be at least 1")
-    total = own.teacher_gpus + own.student_gpus
-    if devices is not None and total > len(devices):
-        raise MkdConfigError(
-            f"--teacher-gpus {own.teacher_gpus} and --student-gpus {own.student_gpus} are {total} GPUs, and there are "
-            f"{len(devices)}: give fewer, or MKD_DEVICE=cpu for ranks on CPU"
-        )
-    given = [flag for flag in _TEACHERS if flag in flags]
-    if len(given) != 1:
-        raise MkdConfigError(
-            f"the flags after -- have {' and '.join(given) or 'no teacher to run'}: give --kd-teacher-hf or "
-            "--kd-teacher-load"
-        )
+    _check_gpus(own, devices)
+    flag = _teacher_flag(flags)
     if "--kd-dry-run" in flags:
         raise MkdConfigError("--kd-dry-run has no teacher to ask: give --print to see the commands, or run mkd doctor")
-    folders, ranks = flags[given[0]], ranks_of_replica(flags)
+    folders, ranks = flags[flag], ranks_of_replica(flags)
     if not folders:
-        raise MkdConfigError(f"{given[0]} has no value: give the teacher's folder")
+        raise MkdConfigError(f"{flag} has no value: give the teacher's folder")
     if own.teacher_gpus % (ranks * len(folders)):
         raise MkdConfigError(
             f"--teacher-gpus {own.teacher_gpus} is not a multiple of {ranks} ranks of a replica x {len(folders)} "
@@ -128,7 +115,7 @@ def jobs(
     ]
     places = [None] * len(services)
     if devices is not None:
-        places = list(batched(devices[own.student_gpus : total], ranks))
+        places = list(batched(devices[own.student_gpus : own.student_gpus + own.teacher_gpus], ranks))
     common = service_flags(flags)
     try:
         further = shlex.split(own.teacher_flags)
@@ -137,7 +124,7 @@ def jobs(
     teachers = [
         NodeJob(
             "teacher" if len(services) == 1 else f"teacher {number}",
-            ("serve-teacher", "--address", url, given[0], folder, *common, *further),
+            ("serve-teacher", "--address", url, flag, folder, *common, *further),
             ranks,
             place,
         )
@@ -146,6 +133,30 @@ def jobs(
     student = ("train", *student_flags(flags, folders, urls))
     place = None if devices is None else tuple(devices[: own.student_gpus])
     return teachers, NodeJob("student", student, own.student_gpus, place)
+
+
+def _check_gpus(own: argparse.Namespace, devices: Sequence[str] | None) -> None:
+    """Refuse numbers of GPUs that this node does not have."""
+    for name in ("teacher", "student"):
+        if (count := getattr(own, f"{name}_gpus")) < 1:
+            raise MkdConfigError(f"--{name}-gpus is {count}; it must be at least 1")
+    total = own.teacher_gpus + own.student_gpus
+    if devices is not None and total > len(devices):
+        raise MkdConfigError(
+            f"--teacher-gpus {own.teacher_gpus} and --student-gpus {own.student_gpus} are {total} GPUs, and there are "
+            f"{len(devices)}: give fewer, or MKD_DEVICE=cpu for ranks on CPU"
+        )
+
+
+def _teacher_flag(flags: Flags) -> str:
+    """The flag that names the teachers' folders."""
+    given = [flag for flag in _TEACHERS if flag in flags]
+    if len(given) != 1:
+        raise MkdConfigError(
+            f"the flags after -- have {' and '.join(given) or 'no teacher to run'}: give --kd-teacher-hf or "
+            "--kd-teacher-load"
+        )
+    return given[0]
 
 
 def ranks_of_replica(flags: Flags) -> int:
