@@ -1,4 +1,4 @@
-"""Split of a node's GPUs between a teacher service and its student, by the models' sizes."""
+"""Split of a node's GPUs between a teacher service and its student, by the models' sizes and measured rates."""
 
 import copy
 from argparse import Namespace
@@ -12,6 +12,12 @@ from mkd.job.memory.estimate import CONTEXT_BYTES, FRAGMENTED
 from mkd.job.memory.parameters import outside_of_layers, parameters_of_stage
 from mkd.report.flops import FlopCounter
 
+STUDENT_TIME = 1.4
+"""Time of an operation of the student's training, relative to one of a teacher's forward pass in bf16: measured with 8B
+and 1B on H200s (docs/benchmarks.md). Its matrices are smaller, and optimizer and loss have few operations."""
+FP8_TIME = 0.66
+"""The same for a forward pass in FP8 (benchmarks/bench_teacher.py, 8B, where the host is not the limit)."""
+
 
 @dataclass(frozen=True)
 class Split:
@@ -22,7 +28,7 @@ class Split:
     teacher_tp: int
     """The smallest tensor-parallel size in which the teacher's weights fit."""
     time: float
-    """Operations per step on the busier GPUs, relative to those per GPU if all GPUs are shared; at least 1."""
+    """Time of a step on the busier GPUs, relative to that on all GPUs if they are shared; at least 1."""
     student_fits: bool
 
     @property
@@ -33,7 +39,7 @@ class Split:
 
 
 def propose(work: Workload, capacity: float) -> Split | None:
-    """The split that balances the operations of teacher and student best, or None if there is none.
+    """The split that balances teacher and student best, or None if there is none.
 
     Args:
         work: a job with one teacher on the student's ranks.
@@ -42,7 +48,11 @@ def propose(work: Workload, capacity: float) -> Split | None:
     gpus = work.student.world_size
     text = TextSize(work.student.seq_length, work.student.seq_length**2, work.student.seq_length)
     flops = FlopCounter(work.student, work.teachers, is_frozen=work.lora is not None)
-    teacher, student = flops.of_teachers(text), flops.of_student(text)
+    # The service sends hidden states: the student's ranks multiply them by the teacher's LM head.
+    one = work.teachers[0]
+    head = 2.0 * text.tokens * one.padded_vocab_size * one.hidden_size
+    teacher = (flops.of_teachers(text) - head) * (FP8_TIME if one.fp8 else 1.0)
+    student = (flops.of_student(text) + head) * STUDENT_TIME
     tp = _smallest_tp(work.teachers[0], gpus, capacity)
     found = []
     for count in range(tp, gpus, tp) if tp else ():
@@ -65,9 +75,9 @@ def advice(work: Workload, capacity: float) -> str | None:
     if not split.student_fits:
         return None
     return (
-        f"by operations, sharing all {work.student.world_size} GPUs is fastest; on GPUs of their own a step takes at "
-        f"least {split.time:.2f} x as long ({split.flags}), which pays where several students share the teacher, or "
-        "memory allows larger microbatches then (docs/teachers.md)"
+        f"sharing all {work.student.world_size} GPUs is fastest; on GPUs of their own a step takes about "
+        f"{split.time:.2f} x as long ({split.flags}), by operations and their rates with 8B and 1B, which pays where "
+        "several students share the teacher, or memory allows larger microbatches then (docs/teachers.md)"
     )
 
 

@@ -22,12 +22,22 @@ def work(teacher: tuple[int, ...], gpus: int, **changes: int) -> Workload:
 
 
 def test_balanced_split() -> None:
-    """Operations per parameter and token: 6 of the student, 2 of the teacher. 1.2B and 8B need about 1 to 2 GPUs."""
-    split = propose(work(LARGE, 6), 80 * GIB)
-    assert (split.teacher_gpus, split.student_gpus, split.teacher_tp) == (4, 2, 1)
-    assert 1.0 <= split.time < 1.15 and split.student_fits
+    """As measured on H200s for 16 rows of 4096 tokens: 1.69 s of the teacher, 1.46 s of the student with the teacher's
+    LM head. On any number of GPUs, half of them for each is best, and takes 1.07 times as long as sharing them."""
+    for gpus in 2, 6, 8:
+        split = propose(work(LARGE, gpus), 80 * GIB)
+        assert (split.teacher_gpus, split.student_gpus, split.teacher_tp) == (gpus // 2, gpus // 2, 1)
+        assert split.time == pytest.approx(1.694 / (0.5 * (1.694 + 1.46)), rel=0.02) and split.student_fits
     found = advice(work(LARGE, 6), 80 * GIB)
-    assert "sharing all 6 GPUs is fastest" in found and "mkd launch --teacher-gpus 4 --student-gpus 2" in found
+    assert "sharing all 6 GPUs is fastest" in found and "mkd launch --teacher-gpus 3 --student-gpus 3" in found
+
+
+def test_teacher_in_fp8() -> None:
+    """It needs two thirds of the time, and fewer GPUs."""
+    job = work(LARGE, 5, global_batch_size=60)
+    assert propose(job, 80 * GIB).teacher_gpus == 3
+    job.teachers[0].fp8 = "e4m3"
+    assert propose(job, 80 * GIB).teacher_gpus == 2
 
 
 def test_teacher_that_does_not_fit_beside_the_student() -> None:
