@@ -523,11 +523,12 @@ def check_on_policy(kd: KDFields) -> None:
             f"--kd-rollout-samples is {kd.rollout_samples}, but at --kd-rollout-temperature 0 all answers to a prompt "
             "are the same: leave one of them out"
         )
+    largest = max(kd.on_policy_over_time.start, kd.on_policy_over_time.end)
     reasons = {
         "--kd-ratio 0": (kd.is_plain_pretraining, "the teacher is not run"),
         "--kd-teacher-cache": (kd.teacher_cache is not None, "it has no targets of texts that are not written yet"),
         "--kd-hidden-loss": (kd.hidden_loss is not None, "it has not been tested"),
-        "--kd-balance": (kd.balance, "written texts have no cross-entropy"),
+        "--kd-balance": (kd.balance and largest == 1.0, "where all texts are written, there is no cross-entropy"),
     }
     for flag, (given, reason) in reasons.items():
         if given:

@@ -16,6 +16,7 @@ import re
 import pytest
 
 from tests.dist.test_on_policy import in_layout, on_policy
+from tests.dist.test_on_policy_xtoken import with_views
 from tests.support.dist.kd_samples import ROWS
 from tests.support.dist.kd_step import Layout, Models, kd_step
 from tests.support.dist.outcome import GetPool, Outcome, assert_equal, assert_same
@@ -130,6 +131,18 @@ def test_texts_are_sent_while_others_are_written(
         assert events.count("sent") == ROWS // len(senders), "each microbatch once"
         first, last = events.index("text"), len(events) - 1 - events[::-1].index("text")
         assert first == events[:first].count("sent") < events[:last].count("sent"), "given texts, then written ones"
+
+
+def test_written_texts_in_the_tokens_of_another_tokenizer(
+    gloo_pool: GetPool, services: Callable[..., Service]
+) -> None:
+    models, policy = replace(TEXT, data="pairs", xtoken=PAIRS.xtoken), with_views(0.75)
+    policy = replace(policy, decoding=replace(policy.decoding, cache_tokens=64))
+    served = replace(models, served=(address(services(ONE, replace(TEXT, xtoken=PAIRS.xtoken))),), ahead=1)
+    seen = gloo_pool(1).run(served_on_policy, Layout(mbs=1), served, policy)
+    assert_same_steps(seen, gloo_pool(1).run(kd_step, Layout(mbs=1), models, policy))
+    events = seen[0]["events"]
+    assert "text" in events[events.index("sent") :], "some are sent while texts are written"
 
 
 @pytest.mark.parametrize("name", ["dp2-cp2, packed / tp2", *slow(["tp2-pp2 / one rank", "tp2-cp2 / tp2"])])

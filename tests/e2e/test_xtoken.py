@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -83,11 +84,13 @@ def written_texts(job: SmallJob, folder: Path, **changes: Any) -> dict[str, Any]
 
 def test_written_texts(job: SmallJob, tmp_path: Path) -> None:
     """A resumed job is bit-equal to one that was not interrupted between steps whose texts were written at once."""
-    flags = {"--kd-loss": "reverse_kl", "--kd-rollout-steps": 3, "--kd-rollout-samples": 2}
+    flags = {"--kd-loss": "reverse_kl", "--kd-rollout-steps": 3, "--kd-rollout-samples": 2, "--kd-balance": True}
     save = tmp_path / "save"
     whole = trained(job, written_texts(job, tmp_path, **flags, **{"--save": save, "--load": save}))
     lines = [line for line in whole.metrics if "grad_norm" in line]
     assert all(0.0 < line["written_aligned"] <= 1.0 and line["kd_first_64"] > 0.0 for line in lines)
+    for before, after in pairwise(lines):
+        assert after["balance"] == pytest.approx(before["ce"] / before["kd"], rel=1e-5)
     assert re.search(r"written +\d+\.\d tokens, .* aligned", whole.output)
     resumed = cut_back(save, tmp_path / "resumed", 2)
     result = trained(job, written_texts(job, tmp_path, **flags, **{"--save": resumed, "--load": resumed}))

@@ -181,12 +181,19 @@ def test_optimizers_whose_state_cannot_leave(flag: str) -> None:
             "does not work with --kd-teacher-cache",
         ),
         ({"hidden_loss": "1:1"}, "does not work with --kd-hidden-loss"),
-        ({"balance": True}, "does not work with --kd-balance"),
+        (
+            {"balance": True, "on_policy": 1.0},
+            "--kd-on-policy is 1, which does not work with --kd-balance (where all te",
+        ),
+        (
+            {"balance": True, "on_policy": None, "on_policy_schedule": "linear:1:0:9"},
+            "linear from 1 to 0 over 9 iterations of --kd-on-policy, which does not work with --kd-balance",
+        ),
     ],
 )
 def test_on_policy_with_flags_of_distillation(changes: dict, words: str) -> None:
     kd(**ON_POLICY)
-    kd(**ON_POLICY, teacher_hf=["A", "B"], teachers_mode="select", xtoken_loss="p_kl")
+    kd(**ON_POLICY, teacher_hf=["A", "B"], teachers_mode="select", xtoken_loss="p_kl", balance=True)
     with pytest.raises(MkdConfigError) as caught:
         kd(**{**ON_POLICY, **changes})
     assert words in str(caught.value)
