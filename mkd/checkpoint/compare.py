@@ -110,8 +110,9 @@ def compare(hf: HFFolder, folder: MegatronFolder, tokens: Tensor) -> LogitCompar
     Raises:
         MkdError: a model cannot be built here.
     """
-    has_tower = hf.vision_language is not None
-    theirs = load_model(hf.path, hf.flag, has_tower, dtype=torch.float32, attn_implementation="eager").eval()
+    whole = hf.vision_language
+    theirs = load_model(hf.path, hf.flag, whole is not None, dtype=torch.float32, attn_implementation="eager").eval()
+    theirs = theirs if whole is None else whole.language_model(theirs)
     expected = [theirs(row[None]).logits[0] for row in tokens]
     del theirs
     vocab = expected[0].shape[-1]

@@ -145,7 +145,7 @@ def scaled_frequencies(frequencies: Tensor, rope: Mapping[str, Any]) -> Tensor:
     )
     turns = length * frequencies / (2 * math.pi)
     interpolated = frequencies / rope["factor"]
-    smooth = (turns - low) / (high - low)
+    smooth = (turns - low) / (high - low)  # infinite, and not used, where Llama 4 Scout has high equal to low
     between = (1 - smooth) * interpolated + smooth * frequencies
     return torch.where(turns < low, interpolated, torch.where(turns > high, frequencies, between))
 

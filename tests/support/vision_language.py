@@ -6,10 +6,13 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText, PretrainedConfig
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from tests.support.hf_folders import SIZES, change_weights, read_weights
 from tests.support.hf_models import HYBRID, SHARED_EXPERT
 
+# transformers 5.24's whole Llama 4 reads this attribute of the output of its text model, which does not have it.
+MoeCausalLMOutputWithPast.image_outputs = None
 QWEN_VISION = {"depth": 1, "hidden_size": 32, "num_heads": 2, "patch_size": 4, "out_hidden_size": 48}
 SIGLIP = {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}
 VISION_SIZES = {"hidden_size": 32, "intermediate_size": 24}
@@ -79,6 +82,32 @@ WHOLE: dict[str, dict[str, Any]] = {
         "model_type": "llava",
         "text_config": TEXT | {"model_type": "llama"},
         "vision_config": PIXTRAL,
+    },
+    "llama4": {
+        "model_type": "llama4",
+        "text_config": TEXT
+        | {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 40,
+            "intermediate_size": 24,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layers": [1, 0],
+            "rms_norm_eps": 1e-3,
+            "attention_chunk_size": 64,
+            "floor_scale": 61,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 1e4,
+                "factor": 16.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 1.0,
+                "original_max_position_embeddings": 24,
+            },
+        },
+        "vision_config": VISION_SIZES
+        | SIGLIP
+        | {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},
     },
     "internvl": {
         "model_type": "internvl",

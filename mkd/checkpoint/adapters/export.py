@@ -13,7 +13,6 @@ from mkd.checkpoint.adapters.peft_folder import PeftFolder, is_peft_folder, writ
 from mkd.checkpoint.adapters.stored import StoredAdapters
 from mkd.checkpoint.casts import CastCheck
 from mkd.checkpoint.hf.export import architecture_of
-from mkd.checkpoint.hf.families.vision_language import module_name
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.model_card import model_card
 from mkd.checkpoint.hf.whole_model import WholeModel, stored_architecture
@@ -51,18 +50,18 @@ def write_peft_files(
     for layer in adapters.layers:
         adapters.weight_shape(layer)  # raises before memory is taken
     family, _, args = architecture_of(folder)
-    has_tower = stored_architecture(folder) is not None
+    whole = stored_architecture(folder)
     write_peft_folder(
         out,
         adapters,
         rank=adapters.options.rank,
         alpha=adapters.options.alpha,
         # A short name would match other layers of the model, too: of routed experts, or of a vision tower.
-        has_whole_names=bool(args.get("num_experts")) or has_tower,
+        has_whole_names=bool(args.get("num_experts")) or whole is not None,
         experts=expert_parameters(family, args) if args.get("num_experts") else {},
         base=os.path.abspath(name) if Path(name).is_dir() else name,
         dtype=dtype,
-        named=module_name if has_tower else family.module_name,
+        named=family.module_name if whole is None else whole.module_name,
     )
     for file in TOKENIZER_FILES:
         if folder.assets_dir and (folder.assets_dir / file).is_file():

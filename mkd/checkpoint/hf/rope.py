@@ -50,8 +50,9 @@ def _read(config: ConfigReader, kinds: tuple[str, ...] = _KINDS) -> dict[str, An
 
 def _read_llama3(scaling: ConfigReader, factor: float) -> dict[str, Any]:
     low, high = (float(scaling.get(f"{name}_freq_factor", (int, float))) for name in ("low", "high"))
-    if not 0 < low < high:
-        raise scaling.fail("high_freq_factor", high, f"it must be above low_freq_factor {low:g}, and that above 0")
+    if not 0 < low <= high:
+        rule = f"it must be at least low_freq_factor {low:g}, and that above 0"
+        raise scaling.fail("high_freq_factor", high, rule)
     length = scaling.size("original_max_position_embeddings")
     constants = {"low_freq_factor": low, "high_freq_factor": high, "original_max_position_embeddings": length}
     if constants == _LLAMA3_ROPE:

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from mkd.checkpoint.hf.families import Family
-from mkd.checkpoint.hf.families.vision_language import module_name
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.prune.width import Importance, axis_parts
 from mkd.data.sources.chat import Conversation
@@ -88,21 +87,22 @@ def activation_importance(
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise MkdConfigError(f"--device {device} cannot be used: {error}") from error
-    has_tower = folder.vision_language is not None
-    model = load_model(folder.path, folder.flag, has_tower, dtype="auto").eval().to(device)
+    whole = folder.vision_language
+    model = load_model(folder.path, folder.flag, whole is not None, dtype="auto").eval().to(device)
     dims = family.dims(args)
     scores = Importance.zeros(dims, args["num_layers"])
     for item in family.tensors(args):
         for name, axes in zip(item.shapes, item.entry.sources.values(), strict=True):
-            module = model.get_submodule((module_name(name) if has_tower else name).rpartition(".")[0])
+            module = model.get_submodule((name if whole is None else whole.module_name(name)).rpartition(".")[0])
             if axes == ("hidden",) and name.endswith(".weight"):
                 module.register_forward_hook(_add_sizes(scores.hidden, use_output=True))
             elif axes == ("hidden", "ffn"):
                 module.register_forward_hook(_add_sizes(scores.ffn[item.layer]))
             elif axes == ("hidden", "query"):
                 module.register_forward_hook(_add_sizes(scores.heads[item.layer], width=dims.head_dim))
+    language_model = model if whole is None else whole.language_model(model)
     for sample in samples:
-        model.base_model(sample[None].to(device), use_cache=False)
+        language_model.base_model(sample[None].to(device), use_cache=False)
     tokens = sum(len(sample) for sample in samples)
     for total in (scores.hidden, scores.ffn, scores.heads):
         total /= tokens

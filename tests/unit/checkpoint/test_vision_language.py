@@ -14,7 +14,6 @@ from mkd.checkpoint.adapters.peft_folder import open_hf_folder, write_peft_folde
 from mkd.checkpoint.describe import describe
 from mkd.checkpoint.hf.check import check_tensors, read_architecture
 from mkd.checkpoint.hf.export import export_hf
-from mkd.checkpoint.hf.families.vision_language import module_name
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.import_ import import_hf
 from mkd.checkpoint.megatron_folder import MegatronFolder
@@ -248,7 +247,8 @@ def test_adapters(saved: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "own").mkdir()
     adapters = opened._adapters
     sizes = {"rank": 2, "alpha": 6.0, "base": str(saved["gemma3"])}
-    write_peft_folder(tmp_path / "own", adapters, **sizes, has_whole_names=True, named=module_name)
+    named = opened.vision_language.module_name
+    write_peft_folder(tmp_path / "own", adapters, **sizes, has_whole_names=True, named=named)
     plain = AutoModelForImageTextToText.from_pretrained(saved["gemma3"], attn_implementation="eager")
     with torch.no_grad():
         assert torch.equal(PeftModel.from_pretrained(plain, tmp_path / "own")(TOKENS).logits, expected)

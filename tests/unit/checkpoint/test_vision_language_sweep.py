@@ -51,6 +51,7 @@ BASES: dict[str, dict[str, Any]] = {
     "llava": TEXT,
     "qwen3_5": without_tie(TEXT_BASES["qwen3_5_text"]),
     "qwen3_5_moe": without_tie(TEXT_BASES["qwen3_5_moe_text"]),
+    "llama4": without_tie(TEXT_BASES["llama4_text"]),
     "internvl": TEXT | {"head_dim": ABSENT},
 }
 ROPES = {
@@ -104,7 +105,7 @@ def spelled(model_type: str, text: dict[str, Any], top: dict[str, Any] | None = 
 
 def spellings_of(model_type: str) -> dict[str, dict[str, Any]]:
     inside = SPELLINGS | ROPES | (GEMMA_SPELLINGS if model_type == "gemma3" else {})
-    inside |= EXPERT_SPELLINGS if model_type == "qwen3_vl_moe" else {}
+    inside |= EXPERT_SPELLINGS if model_type in ("qwen3_vl_moe", "llama4") else {}
     of_top = {name: spelled(model_type, text, top) for name, (top, text) in TOP_SPELLINGS.items()}
     return {name: spelled(model_type, text) for name, text in inside.items()} | of_top
 
@@ -114,7 +115,9 @@ class TextModel(nn.Module):
 
     def __init__(self, whole: nn.Module) -> None:
         super().__init__()
-        self.model, self.lm_head, self._whole = whole.model.language_model, whole.lm_head, (whole,)
+        inner = whole.model.language_model if hasattr(whole, "lm_head") else whole.language_model  # in Llama 4
+        self.model, self.lm_head = getattr(inner, "model", inner), whole.get_output_embeddings()
+        self._whole = (whole,)
 
     def forward(self, tokens: torch.Tensor, **options: Any) -> Any:
         return self._whole[0](tokens, **options)

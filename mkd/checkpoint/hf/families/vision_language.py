@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
+
 from mkd.errors import MkdCheckpointError
 
 TEXT = "text_config"
@@ -17,7 +19,9 @@ _TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "model.")
 """Prefixes that stand for `model.`: those of transformers' modules, and of two kinds of files."""
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 _CARRIED = tuple(
-    f"{model}{part}." for part in ("visual", "vision_tower", "multi_modal_projector") for model in ("", "model.")
+    f"{model}{part}."
+    for part in ("visual", "vision_tower", "vision_model", "multi_modal_projector")
+    for model in ("", "model.")
 )
 """Prefixes of the tensors of vision towers and projectors."""
 
@@ -42,6 +46,9 @@ class VisionLanguage:
     """True if the keys of `text_config` may be at the top level."""
     has_mrope: bool = False
     """True if the rope type may be `mrope`: three positions per token, which are equal in text."""
+    inner_model: str | None = None
+    """Name of the module of transformers that is a causal language model by itself, as the text model in a folder of
+    its own would be: `tie_word_embeddings` is read in `text_config`. None if the whole model alone has an LM head."""
     has_joined_experts: bool = False
     """True if a layer's experts are two tensors, whose last two axes depend on the version that wrote them."""
 
@@ -66,7 +73,7 @@ class VisionLanguage:
             text |= {key: _without_mrope(text[key]) for key in _ROPES if isinstance(text.get(key), dict)}
         inner = text.pop(_TIE, None)
         tied = config.get(_TIE, self.is_tied and not has_own_head)
-        if self.has_inner_tie and not tied:
+        if self.inner_model is not None or (self.has_inner_tie and not tied):
             tied = inner
         family_type = self.family_type or kind or self.text_type
         if family_type == "mistral":
@@ -83,6 +90,16 @@ class VisionLanguage:
         if not isinstance(text, dict):
             raise MkdCheckpointError(f'config.json: "{TEXT}" is {str(text)[:40]!r}; an object is needed')
         return dict(text)
+
+    def module_name(self, name: str) -> str:
+        """Name in transformers' whole model of a module of the text model."""
+        if self.inner_model is not None:
+            return f"{self.inner_model}.{name}"
+        return f"model.language_model.{name.removeprefix('model.')}" if name.startswith("model.") else name
+
+    def language_model(self, whole: nn.Module) -> nn.Module:
+        """The part of transformers' whole model that computes logits of text."""
+        return whole if self.inner_model is None else whole.get_submodule(self.inner_model)
 
     def with_text(self, config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
         """config.json of the whole model with changed keys of the text model."""
@@ -177,6 +194,15 @@ _QWEN3_5_MOE = {
     "shared_expert_intermediate_size": 512,
     "num_experts_per_tok": 8,
 }
+_LLAMA4 = {
+    "vocab_size": 202048,
+    "hidden_size": 5120,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 40,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+}
 VISION_LANGUAGE = (
     VisionLanguage(
         "Qwen2VLForConditionalGeneration",
@@ -214,6 +240,14 @@ VISION_LANGUAGE = (
     VisionLanguage("Gemma3ForConditionalGeneration", "gemma3", "gemma3_text", "gemma3_text", _GEMMA3, is_tied=True),
     VisionLanguage("Mistral3ForConditionalGeneration", "mistral3", "mistral", is_tied=True),
     VisionLanguage("LlavaForConditionalGeneration", "llava", "llama", has_inner_tie=True),
+    VisionLanguage(
+        "Llama4ForConditionalGeneration",
+        "llama4",
+        "llama4_text",
+        "llama4_text",
+        _LLAMA4,
+        inner_model="language_model",
+    ),
     VisionLanguage("InternVLForConditionalGeneration", "internvl", "qwen2", is_tied=True),
 )
 
@@ -296,11 +330,6 @@ def transposed_experts(shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
                         "axes of both tensors in all layers"
                     )
     return frozenset(found)
-
-
-def module_name(name: str) -> str:
-    """Name in transformers' whole model of a module of the text model."""
-    return f"model.language_model.{name.removeprefix('model.')}" if name.startswith("model.") else name
 
 
 def text_module_name(name: str) -> str:
