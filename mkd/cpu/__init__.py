@@ -81,13 +81,13 @@ def activate(stands_in: bool = False, capability: tuple[int, int] | None = None)
     warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true")
     # Megatron slices the parameters of gated delta nets for context parallelism with a list.
     warnings.filterwarnings("ignore", message="Using a non-tuple sequence for multidimensional indexing")
-    # jit_fuser compiles through the CUDA stream API; eager is also faster to start.
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    # Megatron requires it under tensor parallelism, for the order of CUDA kernels.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     global _stands_in, _capability
     _stands_in, _capability = stands_in, capability
-    if not stands_in:
+    if not stands_in:  # the environment of a stand-in is inherited by the jobs for GPUs that it starts
+        # jit_fuser compiles through the CUDA stream API; eager is also faster to start.
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+        # Megatron requires it under tensor parallelism, for the order of CUDA kernels.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         # Megatron uses layers of an installed Transformer Engine, which need CUDA, even beside its own (final norm).
         sys.modules["transformer_engine"] = None
     cuda_stubs.install(capability or cuda_stubs.CAPABILITY)

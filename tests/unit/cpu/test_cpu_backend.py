@@ -69,6 +69,23 @@ assert importlib.util.find_spec("transformer_engine") is None  # installed, but 
     assert done.stderr == b""
 
 
+@pytest.mark.parametrize("stands_in", [True, False])
+def test_a_stand_in_leaves_the_environment_of_jobs_for_gpus_alone(monkeypatch, stands_in):
+    """They inherit it: without torch.compile, Megatron's fused functions would not be fused in them."""
+    from mkd.cpu import attention, biased_experts, cuda_stubs, device_mode, gloo, latent_attention, norms
+
+    for module in (attention, biased_experts, cuda_stubs, gloo, latent_attention, norms):
+        monkeypatch.setattr(module, "install", lambda *args: None)
+    monkeypatch.setattr(device_mode, "enter", lambda: None)
+    monkeypatch.setattr(mkd.cpu, "is_active", lambda: False)
+    for name in ("_stands_in", "_capability"):
+        monkeypatch.setattr(mkd.cpu, name, None)
+    monkeypatch.setattr(os, "environ", {})
+    mkd.cpu.activate(stands_in, (9, 0))
+    assert os.environ.get("TORCHDYNAMO_DISABLE") == (None if stands_in else "1")
+    assert bool(os.environ) != stands_in
+
+
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", "cuda:3", 0, 2])
 def test_all_names_of_the_device(device):
     plain = torch.arange(3.0)
