@@ -28,7 +28,7 @@ pytestmark = [
 
 STEPS = 20
 VOCAB = 32000
-AT_A_TIME = max(1, (os.cpu_count() or 1) // 4)
+AT_A_TIME = max(1, (os.cpu_count() or 1) // 3)
 """Runs at a time. Most of a run's time is imports, on one core per rank."""
 
 
