@@ -22,6 +22,7 @@ from mkd.rollout.captured_step import can_capture, captured
 from mkd.rollout.forward import run_forward
 from mkd.rollout.interface import Decoding, Delivery, Request
 from mkd.rollout.sampler import NextToken, next_position_keys, request_key, signed
+from mkd.rollout.token_layout import TokenLayout
 
 _STEP = 16
 """Lengths are rounded up to a multiple of it, so that few shapes occur."""
@@ -186,6 +187,7 @@ class _Writer:
     attention: CachedAttention
     parts: list[_Slots]
     choose: NextToken
+    layout: TokenLayout
     delivery: Delivery | None = None
     graph: Callable[[], Tensor] | None = None
     """`_pass` as a CUDA graph; None before the first pass, and where it cannot be captured."""
@@ -202,7 +204,8 @@ class _Writer:
     ) -> "_Writer":
         """A writer with empty slots."""
         parts = [_Slots.empty(sizes) for _ in range(sizes.microbatches)]
-        return cls(chunks, groups, options, sizes, attention, parts, NextToken.of(groups, options), delivery)
+        layout = TokenLayout.of(chunks, groups)
+        return cls(chunks, groups, options, sizes, attention, parts, NextToken.of(groups, options), layout, delivery)
 
     def write(self, texts: Sequence[_Text]) -> None:
         """Write all tokens of the texts."""
@@ -278,7 +281,8 @@ class _Writer:
             return model(part.tokens[None], positions[None], None, output_processor=processor), None
 
         tokens = torch.zeros(len(self.parts), self.sizes.slots, dtype=torch.long, device="cuda")
-        found = self._forward(forward_step, self.parts, (1, self.sizes.slots))
+        with self.layout.active():
+            found = self._forward(forward_step, self.parts, (1, self.sizes.slots))
         if self.groups.is_last_stage:
             tokens.copy_(torch.stack(found))
         mp = self.groups.mp
