@@ -13,13 +13,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from torch import Tensor, nn
 
-from mkd.rollout.cache_attention import ScoreOptions, attend_reference
+from mkd.rollout.cache_attention import ScoreOptions, attend_reference, store_reference
 
 
 def reason_against_cache(args: Namespace) -> str | None:
@@ -148,14 +147,13 @@ def _attention(core: nn.Module, forward: Any, state: CachedAttention) -> Any:
             for stored, new in ((keys, key), (values, value)):
                 stored[now.slots, :, :length] = new[:length, :count].permute(1, 2, 0, 3)
             return forward(query, key, value, *args, **kwargs)
-        rows = torch.arange(len(query), device=query.device)
-        for stored, new in ((keys, key), (values, value)):
-            stored[rows, :, now.positions] = new[:, 0]
+        new = key[:, 0], value[:, 0]
         if query.is_cuda:  # whose kernel reads no more than it needs: a CUDA graph serves all positions
             from mkd.rollout.kernels import attend_triton
 
-            output = attend_triton(query[:, 0], keys, values, now.positions, options)
+            output = attend_triton(query[:, 0], new, keys, values, now.positions, options)
         else:
+            store_reference(new, keys, values, now.positions)
             keys, values = keys[:, :, : now.end], values[:, :, : now.end]
             output = attend_reference(query[:, 0], keys, values, now.positions, options)
         return output.flatten(1).unsqueeze(1)

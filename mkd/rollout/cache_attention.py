@@ -31,6 +31,20 @@ class ScoreOptions(NamedTuple):
         return cls(scale, left, softcap, sinks)
 
 
+def store_reference(new: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, positions: Tensor) -> None:
+    """Store the key and the value of the token at a position of each text: the definition.
+
+    Args:
+        new: [R, groups, d] and [R, groups, d_v].
+        keys: see `attend_reference`, changed in place.
+        values: see `attend_reference`, changed in place.
+        positions: see `attend_reference`.
+    """
+    texts = torch.arange(len(positions), device=positions.device)
+    for stored, one in zip((keys, values), new, strict=True):
+        stored[texts, :, positions] = one
+
+
 def attend_reference(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, options: ScoreOptions) -> Tensor:
     """Attention of the token at a position of each text to the tokens up to it: the definition.
 

@@ -1,7 +1,10 @@
 """Triton kernels of writing: attention to cached keys and values, and the sampled token of each text.
 
-The definitions are `mkd.rollout.cache_attention.attend_reference` and `mkd.rollout.sampler.gumbel_noise`.
+The definitions are `store_reference` and `attend_reference` of `mkd.rollout.cache_attention`, and
+`mkd.rollout.sampler.gumbel_noise`.
 """
+
+import os
 
 import torch
 import triton
@@ -10,20 +13,44 @@ from torch import Tensor
 
 from mkd.rollout.cache_attention import ScoreOptions
 
-_POSITIONS = 64
-"""Positions that a program of the attention kernel reads at a time."""
-_TOKENS = 1024
+_POSITIONS, _WARPS, _STAGES = 32, 2, 3
+"""Positions that a program of the attention kernel reads at a time, its warps, and the reads that are in flight."""
+_SHARED_BYTES = 64 << 10
+"""Reads in flight need this much shared memory at most; wider heads are read one block at a time."""
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Triton's interpreter has no loops over a range with loaded bounds."""
+_TOKENS = 4096
 """Logits per program of the sampling kernel."""
 
 
-def attend_triton(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, options: ScoreOptions) -> Tensor:
-    """`attend_reference` in one kernel, which reads keys and values from the start of the window to the position."""
+def attend_triton(
+    query: Tensor,
+    new: tuple[Tensor, Tensor],
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    options: ScoreOptions,
+) -> Tensor:
+    """`store_reference` and `attend_reference` in one kernel, which reads no keys and values but those of the window.
+
+    Args:
+        query: see `attend_reference`.
+        new: see `store_reference`.
+        keys: see `attend_reference`, changed in place.
+        values: see `attend_reference`, changed in place.
+        positions: see `attend_reference`.
+        options: see `ScoreOptions`.
+    """
     texts, heads, width = query.shape
     groups, value_width = keys.shape[1], values.shape[3]
-    query = query.contiguous()
+    query, new_key, new_value = (one if one.stride(-1) == 1 else one.contiguous() for one in (query, *new))
     output = query.new_empty(texts, heads, value_width)
+    block_d, block_v = (max(16, triton.next_power_of_2(one)) for one in (width, value_width))
+    in_flight = _STAGES * _POSITIONS * (block_d + block_v) * keys.itemsize
     _attend_kernel[(texts, groups)](
         query,
+        new_key,
+        new_value,
         keys,
         values,
         positions,
@@ -32,6 +59,9 @@ def attend_triton(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor
         options.scale,
         options.softcap or 0.0,
         -1 if options.window is None else options.window,
+        *query.stride()[:2],
+        *new_key.stride()[:2],
+        *new_value.stride()[:2],
         *keys.stride()[:3],
         *values.stride()[:3],
         heads // groups,
@@ -40,9 +70,12 @@ def attend_triton(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor
         has_sinks=options.sinks is not None,
         has_softcap=options.softcap is not None,
         BLOCK_H=max(16, triton.next_power_of_2(heads // groups)),
-        BLOCK_D=max(16, triton.next_power_of_2(width)),
-        BLOCK_V=max(16, triton.next_power_of_2(value_width)),
+        BLOCK_D=block_d,
+        BLOCK_V=block_v,
         BLOCK_N=_POSITIONS,
+        is_pipelined=in_flight <= _SHARED_BYTES and not _INTERPRETED,
+        num_warps=_WARPS,
+        num_stages=_STAGES,
     )
     return output
 
@@ -50,6 +83,8 @@ def attend_triton(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor
 @triton.jit
 def _attend_kernel(
     query_ptr,
+    new_key_ptr,
+    new_value_ptr,
     key_ptr,
     value_ptr,
     position_ptr,
@@ -58,6 +93,12 @@ def _attend_kernel(
     scale,
     softcap,
     window,
+    query_text,
+    query_head,
+    new_key_text,
+    new_key_group,
+    new_value_text,
+    new_value_group,
     key_text,
     key_group,
     key_token,
@@ -73,17 +114,26 @@ def _attend_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    is_pipelined: tl.constexpr,
 ):
-    """One text and one group of heads that share keys: the online softmax over blocks of `BLOCK_N` positions."""
+    """One text and one group of heads that share keys: the online softmax over blocks of `BLOCK_N` positions.
+
+    The new key and value are stored, and taken from registers: a program does not read what it has stored.
+    """
     text, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     groups = tl.num_programs(1)
     head, channel, value_channel = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     is_head, is_channel, is_value = head < heads, channel < width, value_channel < value_width
     row = (text * groups + group) * heads + head
+    query_row = text * query_text + (group * heads + head) * query_head
     query = tl.load(
-        query_ptr + row[:, None] * width + channel[None, :], mask=is_head[:, None] & is_channel[None, :], other=0.0
+        query_ptr + query_row[:, None] + channel[None, :], mask=is_head[:, None] & is_channel[None, :], other=0.0
     )
     position = tl.load(position_ptr + text).to(tl.int32)
+    new_key = tl.load(new_key_ptr + text * new_key_text + group * new_key_group + channel, mask=is_channel, other=0.0)
+    new_value = tl.load(
+        new_value_ptr + text * new_value_text + group * new_value_group + value_channel, mask=is_value, other=0.0
+    )
     first = 0
     if window >= 0:
         first = tl.maximum(position - window, 0)
@@ -95,30 +145,54 @@ def _attend_kernel(
     mean = tl.zeros((BLOCK_H, BLOCK_V), tl.float32)
     key_ptr += text * key_text + group * key_group
     value_ptr += text * value_text + group * value_group
+    tl.store(key_ptr + position * key_token + channel, new_key, mask=is_channel)
+    tl.store(value_ptr + position * value_token + value_channel, new_value, mask=is_value)
     start = first // BLOCK_N * BLOCK_N
-    while start <= position:  # Triton's interpreter has no loops over a range with loaded bounds
-        token = start + tl.arange(0, BLOCK_N)
-        seen = (token >= first) & (token <= position)
-        keys = tl.load(
-            key_ptr + token[None, :] * key_token + channel[:, None], mask=seen[None, :] & is_channel[:, None], other=0.0
-        )
-        scores = tl.dot(query, keys, input_precision="ieee") * scale
-        if has_softcap:
-            ratio = scores / softcap
-            scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * ratio) + 1.0))
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        larger = tl.maximum(largest, tl.max(scores, axis=1))
-        shrink, weights = tl.exp(largest - larger), tl.exp(scores - larger[:, None])
-        total = total * shrink + tl.sum(weights, axis=1)
-        values = tl.load(
-            value_ptr + token[:, None] * value_token + value_channel[None, :],
-            mask=seen[:, None] & is_value[None, :],
-            other=0.0,
-        )
-        product = tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-        mean = mean * shrink[:, None] + product
-        largest = larger
-        start += BLOCK_N
+    if is_pipelined:
+        for token in tl.range(start, position + 1, BLOCK_N):
+            largest, total, mean = _attend_block(
+                query,
+                new_key,
+                new_value,
+                key_ptr,
+                value_ptr,
+                key_token,
+                value_token,
+                token + tl.arange(0, BLOCK_N),
+                first,
+                position,
+                scale,
+                softcap,
+                is_channel,
+                is_value,
+                has_softcap,
+                largest,
+                total,
+                mean,
+            )
+    else:
+        while start <= position:
+            largest, total, mean = _attend_block(
+                query,
+                new_key,
+                new_value,
+                key_ptr,
+                value_ptr,
+                key_token,
+                value_token,
+                start + tl.arange(0, BLOCK_N),
+                first,
+                position,
+                scale,
+                softcap,
+                is_channel,
+                is_value,
+                has_softcap,
+                largest,
+                total,
+                mean,
+            )
+            start += BLOCK_N
     tl.store(
         output_ptr + row[:, None] * value_width + value_channel[None, :],
         (mean / total[:, None]).to(output_ptr.dtype.element_ty),
@@ -126,11 +200,60 @@ def _attend_kernel(
     )
 
 
+@triton.jit
+def _attend_block(
+    query,
+    new_key,
+    new_value,
+    key_ptr,
+    value_ptr,
+    key_token,
+    value_token,
+    token,
+    first,
+    position,
+    scale,
+    softcap,
+    is_channel,
+    is_value,
+    has_softcap: tl.constexpr,
+    largest,
+    total,
+    mean,
+):
+    """The online softmax's (largest score, sum, mean times sum) after the positions `token`."""
+    channel, value_channel = tl.arange(0, is_channel.shape[0]), tl.arange(0, is_value.shape[0])
+    earlier, is_new = (token >= first) & (token < position), token == position
+    seen = earlier | is_new
+    keys = tl.load(
+        key_ptr + token[None, :] * key_token + channel[:, None],
+        mask=earlier[None, :] & is_channel[:, None],
+        other=0.0,
+    )
+    keys = tl.where(is_new[None, :], new_key[:, None], keys)
+    scores = tl.dot(query, keys, input_precision="ieee") * scale
+    if has_softcap:
+        ratio = scores / softcap
+        scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * ratio) + 1.0))
+    scores = tl.where(seen[None, :], scores, float("-inf"))
+    larger = tl.maximum(largest, tl.max(scores, axis=1))
+    shrink, weights = tl.exp(largest - larger), tl.exp(scores - larger[:, None])
+    total = total * shrink + tl.sum(weights, axis=1)
+    values = tl.load(
+        value_ptr + token[:, None] * value_token + value_channel[None, :],
+        mask=earlier[:, None] & is_value[None, :],
+        other=0.0,
+    )
+    values = tl.where(is_new[:, None], new_value[None, :], values)
+    product = tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    return larger, total, mean * shrink[:, None] + product
+
+
 def sampled_triton(logits: Tensor, keys: Tensor, first: int, temperature: float) -> tuple[Tensor, Tensor]:
     """The largest logit / temperature + Gumbel noise of each text, in one pass over the logits.
 
     Args:
-        logits: [b, V/tp] fp32; those of ids that do not exist are -inf.
+        logits: [b, V/tp] in any floating-point dtype; those of ids that do not exist are -inf.
         keys: [b] int64, see `mkd.rollout.sampler.position_key`.
         first: id of the first logit.
         temperature: above 0.
@@ -163,15 +286,40 @@ def _mix(x):
 def _sample_kernel(
     logit_ptr, key_ptr, divisor_ptr, value_ptr, column_ptr, row_stride, count, first, BLOCK: tl.constexpr
 ):
-    """The largest sum of one text over `BLOCK` logits, and its column; the first one if there are several."""
+    """The largest sum of one text over `BLOCK` logits, and its column; the first one if there are several.
+
+    Logarithms in fp64 are slow: an upper bound of each sum in fp32 leaves one or two columns for which they matter.
+    """
     text, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    column = block * BLOCK + tl.arange(0, BLOCK)
-    logits = tl.load(logit_ptr + text * row_stride + column, mask=column < count, other=float("-inf"))
-    key = tl.load(key_ptr + text).to(tl.uint64)
-    ids = (column + first + 1).to(tl.uint64)
-    bits = _mix(_mix(key) + ids * 0x9E3779B97F4A7C15)
-    uniform = ((bits >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16  # 2^-52
-    sums = logits.to(tl.float64) / tl.load(divisor_ptr) - tl.log(-tl.log(uniform))
-    best = tl.argmax(sums, axis=0)
-    tl.store(value_ptr + text * blocks + block, tl.max(sums, axis=0))
-    tl.store(column_ptr + text * blocks + block, (block * BLOCK + best).to(tl.int64))
+    start = block * BLOCK
+    column = tl.arange(0, BLOCK)
+    logit_ptr += text * row_stride + start
+    logits = tl.load(logit_ptr + column, mask=start + column < count, other=float("-inf")).to(tl.float32)
+    key = _mix(tl.load(key_ptr + text).to(tl.uint64))
+    divisor = tl.load(divisor_ptr)
+    ratio = logits / divisor.to(tl.float32)
+    bits = _mix(key + (start + column + first + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
+    bound = ratio + _largest_gumbel((bits >> 32).to(tl.uint32)) + (tl.abs(ratio) * 1e-6 + 1e-3)
+    bound = tl.where(logits == float("-inf"), float("-inf"), bound)  # not NaN
+    best, best_column = tl.full((), float("-inf"), tl.float64), tl.full((), 0, tl.int32)
+    largest = tl.max(bound, axis=0)
+    while (largest.to(tl.float64) >= best) & (largest > float("-inf")):
+        candidate = tl.argmax(bound, axis=0)
+        chosen = _mix(key + (start + candidate + first + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
+        uniform = ((chosen >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16  # 2^-52
+        exact = tl.load(logit_ptr + candidate).to(tl.float64) / divisor - tl.log(-tl.log(uniform))
+        is_better = (exact > best) | ((exact == best) & (candidate < best_column))
+        best, best_column = tl.where(is_better, exact, best), tl.where(is_better, candidate, best_column)
+        bound = tl.where(column == candidate, float("-inf"), bound)
+        largest = tl.max(bound, axis=0)
+    tl.store(value_ptr + text * blocks + block, best)
+    tl.store(column_ptr + text * blocks + block, (start + best_column).to(tl.int64))
+
+
+@triton.jit
+def _largest_gumbel(high):
+    """A bound of -log(-log(u)) for all u with these upper 32 bits, up to the rounding of fp32; inf if u may be 1."""
+    rest = (0xFFFFFFFF - high).to(tl.float32) * 2.3283064365386963e-10  # 2^-32; at most 1 - u
+    series = rest * (1.0 + rest * (0.5 + rest * (0.3333333 + rest * 0.25)))  # of -log(1 - rest), all terms positive
+    exponential = tl.where(rest < 0.0625, series, -tl.log(1.0 - rest + 1.2e-7))
+    return -tl.log(exponential)

@@ -76,10 +76,18 @@ def signed(value: int) -> int:
     return value - (1 << _BITS) if value >> (_BITS - 1) else value
 
 
-def logits_of(hidden: Tensor, output_layer: nn.Module, output_weight: Tensor | None, config: Any) -> Tensor:
-    """[b, V/tp] fp32 logits of hidden states [b, H], for the arguments of an output processor."""
+def logits_of(
+    hidden: Tensor, output_layer: nn.Module, output_weight: Tensor | None, config: Any, in_fp32: bool = True
+) -> Tensor:
+    """[b, V/tp] logits of hidden states [b, H], for the arguments of an output processor.
+
+    They are in fp32, with `in_fp32=False` in the dtype of the products if these are the logits.
+    """
     weight, scale = output_head(output_layer, output_weight, config)
-    return LogitMap(*scale).apply_((hidden @ weight.t()).float())
+    products, logit_map = hidden @ weight.t(), LogitMap(*scale)
+    if not in_fp32 and logit_map == LogitMap():
+        return products
+    return logit_map.apply_(products.float())
 
 
 @dataclass(frozen=True)
@@ -131,7 +139,8 @@ class NextToken:
                 whole = hidden.new_empty(len(keys), hidden.shape[1])
                 dist.all_gather_into_tensor(whole, hidden.contiguous(), group=self.groups.tp)
                 hidden = whole
-            return self._choose(logits_of(hidden, output_layer, output_weight, config), keys)
+            in_fp32 = not self._has_kernel(hidden)
+            return self._choose(logits_of(hidden, output_layer, output_weight, config, in_fp32), keys)
 
         return choose
 
@@ -165,11 +174,15 @@ class NextToken:
         tokens = torch.where(values == values.max(dim=0).values, tokens, torch.inf)
         return tokens.min(dim=0).values.long()
 
+    def _has_kernel(self, values: Tensor) -> bool:
+        """True if a kernel samples from logits on the device of `values`, in any dtype."""
+        return values.is_cuda and self.temperature > 0.0 and self.top_p == 1.0
+
     def _best(self, logits: Tensor, keys: Tensor | None, first: int) -> tuple[Tensor, Tensor]:
         """[b] the largest score of this vocabulary shard, and its column."""
         if self.temperature == 0.0:
             return logits.max(dim=1)
-        if logits.is_cuda and self.top_p == 1.0:
+        if self._has_kernel(logits):
             from mkd.rollout.kernels import sampled_triton
 
             return sampled_triton(logits, keys, first, self.temperature)

@@ -31,6 +31,7 @@ SMALL: dict[str, Any] = dict(
 LLAMA_1B: dict[str, Any] = dict(
     num_layers=16, hidden_size=2048, ffn_hidden_size=8192, num_attention_heads=32, num_query_groups=8, kv_channels=64
 )
+LARGE_VOCAB = 128256
 CHOICES = {"greedy": {}, "sampled": dict(temperature=1.0), "top-p": dict(temperature=1.0, top_p=0.9)}
 """Decoding options by name."""
 ON_GPU = torch.cuda.is_available() and os.environ.get("MKD_DEVICE") != "cpu"
@@ -41,16 +42,22 @@ def student(sizes: dict[str, Any], layout: Layout, groups: Groups, dtype: torch.
     args = model_arguments(sizes, layout, True, vocab, padded)
     args.transformer_impl, args.max_position_embeddings = "transformer_engine" if ON_GPU else "local", 4096
     args.params_dtype, args.bf16 = dtype, dtype == torch.bfloat16
+    args.apply_rope_fusion = args.bias_swiglu_fusion = ON_GPU  # Megatron's defaults
     args.perform_initialization, args.use_cpu_initialization = True, False
     return GPTModelBuilder(gpt_config(args)).build_distributed_models(
         pg_collection=groups.collection, wrap_with_ddp=False, data_parallel_random_init=False
     )
 
 
-def texts(layout: Layout, groups: Groups) -> dict[str, list[list[int]]]:
-    """Texts in fp32 by the choice of their tokens; half of the slots are used twice, by longer prompts."""
+def small_student(layout: Layout, groups: Groups) -> list:
+    """A student in fp32 whose weights depend on no layout."""
     chunks = student(SMALL, layout, groups, torch.float32, VOCAB, PADDED)
     fill(chunks, "student")
+    return chunks
+
+
+def texts(chunks: list, layout: Layout, groups: Groups) -> dict[str, list[list[int]]]:
+    """Texts of `small_student` by the choice of their tokens; half of the slots are used twice, by longer prompts."""
     generator = torch.Generator().manual_seed(2)
     lengths = [5, 60, 17, 33, 80, 90, 7, 100]
     requests = [Request(tuple(torch.randint(0, VOCAB, (n,), generator=generator).tolist())) for n in lengths]
@@ -61,29 +68,35 @@ def texts(layout: Layout, groups: Groups) -> dict[str, list[list[int]]]:
     return found
 
 
-def speed(layout: Layout, groups: Groups, rows: int, tokens: int) -> float:
-    """Tokens per second of a student with the shape of Llama-3.2-1B, prompts of 128 tokens, in the second call."""
-    vocab = 128256
-    chunks = student(LLAMA_1B if ON_GPU else SMALL, layout, groups, torch.bfloat16, vocab, vocab)
+def large_student(layout: Layout, groups: Groups) -> list:
+    """A student in bf16 with the shape of Llama-3.2-1B."""
+    chunks = student(LLAMA_1B if ON_GPU else SMALL, layout, groups, torch.bfloat16, LARGE_VOCAB, LARGE_VOCAB)
     for parameter in unwrap_model(chunks[0]).parameters():
         if parameter.dim() > 1:
             parameter.data.normal_(0.0, 3.0 / parameter.shape[-1] ** 0.5)
-    requests = [Request(tuple(range(i, i + 128))) for i in range(rows)]
-    for count in (8, tokens):
-        options = Decoding(count, frozenset(), vocab, rows, 640, temperature=1.0, length_multiple=layout.tp)
+    return chunks
+
+
+def speed(chunks: list, layout: Layout, groups: Groups, rows: int, tokens: int) -> float:
+    """Tokens per second of `large_student` with prompts of 128 tokens, in the second call; all replicas together.
+
+    Each data-parallel rank writes `rows` texts at once.
+    """
+    count = rows * groups.dp.size()
+    requests = [Request(tuple(range(i, i + 128))) for i in range(count)]
+    for new in (8, tokens):
+        options = Decoding(new, frozenset(), LARGE_VOCAB, rows, 640, temperature=1.0, length_multiple=layout.tp)
         torch.cuda.synchronize()
         began = time.perf_counter()
         write_texts(chunks, groups, requests, options, "cached")
         torch.cuda.synchronize()
-    return rows * tokens / (time.perf_counter() - began)
+    return count * tokens / (time.perf_counter() - began)
 
 
-def profile(layout: Layout, groups: Groups, rows: int) -> list[str]:
-    """The kernels that take most of the time of a rollout of 64 tokens."""
-    vocab = 128256
-    chunks = student(LLAMA_1B, layout, groups, torch.bfloat16, vocab, vocab)
+def profile(chunks: list, layout: Layout, groups: Groups, rows: int) -> list[str]:
+    """The kernels that take most of the time of a rollout of 64 tokens of `large_student`."""
     requests = [Request(tuple(range(i, i + 128))) for i in range(rows)]
-    options = Decoding(64, frozenset(), vocab, rows, 640, temperature=1.0, length_multiple=layout.tp)
+    options = Decoding(64, frozenset(), LARGE_VOCAB, rows, 640, temperature=1.0, length_multiple=layout.tp)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
         write_texts(chunks, groups, requests, options, "cached")
         torch.cuda.synchronize()
@@ -97,10 +110,8 @@ def ranks() -> Iterator[int]:
     if ON_GPU:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if ON_GPU else "gloo")
-    try:
-        yield dist.get_world_size()
-    finally:
-        dist.destroy_process_group()
+    yield dist.get_world_size()
+    dist.destroy_process_group()  # after an error in a capture it would not return
 
 
 def main() -> None:
@@ -118,10 +129,11 @@ def main() -> None:
         layout = Layout(tp=count, sp=flags.sequence_parallel)
         with parallel_state(layout):
             groups = Groups.from_megatron()
-            found: dict[str, Any] = {"texts": texts(layout, groups)}
-            found["speed"] = {rows: speed(layout, groups, rows, flags.tokens) for rows in flags.speed}
+            found: dict[str, Any] = {"texts": texts(small_student(layout, groups), layout, groups)}
+            chunks = large_student(layout, groups) if flags.speed or flags.profile else []
+            found["speed"] = {rows: speed(chunks, layout, groups, rows, flags.tokens) for rows in flags.speed}
             if flags.profile:
-                found["profile"] = profile(layout, groups, flags.profile)
+                found["profile"] = profile(chunks, layout, groups, flags.profile)
             if dist.get_rank() == 0:
                 flags.out.write_text(json.dumps(found))
 
