@@ -44,6 +44,7 @@ class CollapseGuard:
         if cut_off > self.most_cut_off:
             reasons.append(f"{cut_off:.0%} of them are cut off (--kd-rollout-most-cut-off {self.most_cut_off:g})")
         # Megatron may run a step again, in this job or in one that resumes before it.
+        is_known = iteration in self.state.runaway_rollouts
         before = [rollout for rollout in self.state.runaway_rollouts if rollout < iteration]
         self.state.runaway_rollouts = (*before[-PATIENCE:], iteration) if reasons else ()
         in_a_row = len(self.state.runaway_rollouts)
@@ -55,5 +56,5 @@ class CollapseGuard:
         )
         if self.stops:
             raise MkdDataError(f"{message}; continue from an earlier checkpoint, or give --kd-rollout-guard warn")
-        if in_a_row == PATIENCE:
+        if in_a_row == PATIENCE and not is_known:
             logger.warning(message)

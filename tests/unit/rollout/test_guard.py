@@ -33,7 +33,8 @@ def test_one_warning_until_the_texts_are_good_again(monkeypatch: pytest.MonkeyPa
     guard = CollapseGuard(stops=False, most_repeated=0.5, most_cut_off=1.0)
     counts = []
     for iteration, facts in enumerate([REPEATED] * 5 + [ENDLESS] + [REPEATED] * 3):
-        guard.check(facts, iteration)
+        for _ in range(2):  # a step that runs again counts once
+            guard.check(facts, iteration)
         counts.append(len(seen))
     assert counts == [0, 0, 1, 1, 1, 1, 1, 1, 2]
 
