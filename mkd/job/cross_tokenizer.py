@@ -134,6 +134,20 @@ class CrossTokenizers:
             views[-1].check(prompts)
         return WrittenViews(WrittenAligner(speller, separator_of(student, speller), tuple(views)), layout)
 
+    def warn_of_ends(self, ends: frozenset[int]) -> None:
+        """Warn of a teacher that has none of the tokens with which the student ends the texts that it writes."""
+        student, *teachers = self.encoder.tokenizers
+        for teacher, pairs in zip(teachers, _special_pairs(student, self.projections), strict=True):
+            texts, chats = _names(student, teacher, dict(pairs))
+            known = {**texts, **chats}.keys() if self.kd.xtoken_loss == "partition_kl" else dict(pairs).keys()
+            if not ends & known:
+                listed = " ".join(map(str, student.tokenizer.convert_ids_to_tokens(sorted(ends))))
+                logger.warning(
+                    f"{teacher.flag} {teacher.name} has no token like {listed}, with which the student ends its texts: "
+                    "it does not learn from this teacher where to end them (mkd build-projection --pair and "
+                    "--kd-projection make it one)"
+                )
+
     def vocabulary(self, view: int, groups: Groups) -> CrossVocabulary:
         """The vocabulary that a teacher shares with the student, on this rank."""
         projection, size = self.projections[view], groups.tp.size()
