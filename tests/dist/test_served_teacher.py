@@ -89,8 +89,13 @@ def address(service: Service) -> str:
 @cache
 def in_process(pools: GetPool, ranks: int, student: Layout, models: Models, service: Layout) -> Outcome:
     """Taught by the same teacher in the service's layout, on the student's ranks. Each is computed once."""
-    own = student if (student.tp, student.pp, student.cp) == (service.tp, service.pp, service.cp) else None
-    return Outcome.of(pools, ranks, own or replace(student, teacher=service), models)
+    return Outcome.of(pools, ranks, with_teacher_of(student, service), models)
+
+
+def with_teacher_of(student: Layout, service: Layout) -> Layout:
+    """The student's layout with the teacher on its ranks in the service's layout."""
+    is_same = (student.tp, student.pp, student.cp) == (service.tp, service.pp, service.cp)
+    return student if is_same else replace(student, teacher=service)
 
 
 @pytest.mark.parametrize("name", [*TABLE, *slow(MORE)])
@@ -117,13 +122,13 @@ def test_texts_are_sent_while_others_are_written(
     gloo_pool: GetPool, services: Callable[..., Service], name: str
 ) -> None:
     """Two texts at a time on each rank, of six; rows of given texts are sent before the first one. The numbers are those
-    of the teacher in process, which waits for all texts."""
+    of the teacher in process in the service's layout, which waits for all texts."""
     ranks, student, models = (WRITTEN | MORE_WRITTEN)[name]
     packed = models is PACKED
     policy = in_layout(on_policy(0.75, packed, cache_tokens=64 * student.pp * student.tp), student)
     served = replace(models, served=(address(services(ONE)),), ahead=1)
     seen = gloo_pool(ranks).run(served_on_policy, student, served, policy)
-    truth = gloo_pool(ranks).run(kd_step, student, models, policy)
+    truth = gloo_pool(ranks).run(kd_step, with_teacher_of(student, ONE), models, policy)
     assert_same_steps(seen, truth)
     senders = [one["events"] for one in seen if "sent" in one["events"]]
     assert len(senders) == ranks // (student.tp * student.pp * student.cp)
