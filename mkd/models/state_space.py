@@ -57,12 +57,18 @@ def causal_conv(
         [b, s, d] in at least fp32.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    x, weight, length, taps = x.to(wide), weight.to(wide), x.shape[1], weight.shape[1]
-    output = x[:, earlier_tokens:] * weight[:, -1] + bias.to(wide)
-    for back in range(1, min(taps, length)):
-        earlier = F.pad(x, (0, 0, back, 0))[:, earlier_tokens:length]
-        if segments is not None:
-            earlier = earlier * (segments.distance >= back)[:, None]
+    x, weight, taps = x.to(wide), weight.to(wide), weight.shape[1]
+    if (missing := taps - 1 - earlier_tokens) > 0:
+        x = F.pad(x, (0, 0, missing, 0))
+    first, length = max(earlier_tokens, taps - 1), x.shape[1]
+    output = x[:, first:] * weight[:, -1] + bias.to(wide)
+    is_inside = None
+    if segments is not None:
+        is_inside = segments.distance[:, None] >= torch.arange(taps, device=x.device)
+    for back in range(1, taps):
+        earlier = x[:, first - back : length - back]
+        if is_inside is not None:
+            earlier = earlier * is_inside[:, back, None]
         output = output + earlier * weight[:, taps - 1 - back]
     return F.silu(output)
 
@@ -99,7 +105,7 @@ def chunked_scan(
     exact = _chunks((dt.double() * a)[..., None], chunk)[..., 0].cumsum(-1)
     decay = exact.to(x.dtype)
     rest = (exact - decay).to(x.dtype).detach()
-    x = _chunks(x * dt[..., None], chunk)
+    x = _chunks(x * dt[..., None], chunk).contiguous()
     b, c = _chunks(b, chunk), _chunks(c, chunk)
     number = None
     if segments is not None:
@@ -152,8 +158,9 @@ def _shares(decays: Tensor, owners: Tensor | None) -> Tensor:
 
 def _chunks(values: Tensor, chunk: int) -> Tensor:
     """[b, s, heads, d] -> [chunks, b, heads, chunk, d], the last chunk padded with zeros."""
-    padded = F.pad(values, (0, 0, 0, 0, 0, -values.shape[1] % chunk))
-    return padded.unflatten(1, (-1, chunk)).permute(1, 0, 3, 2, 4)
+    if rest := -values.shape[1] % chunk:
+        values = F.pad(values, (0, 0, 0, 0, 0, rest))
+    return values.unflatten(1, (-1, chunk)).permute(1, 0, 3, 2, 4)
 
 
 def gated_group_norm(x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
