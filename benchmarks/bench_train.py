@@ -130,9 +130,9 @@ def parallel(**sizes: int) -> tuple[str, ...]:
     return (*words, "--sequence-parallel") if sizes.get("tp", 1) > 1 else tuple(words)
 
 
-def teacher_parallel(tp: int) -> tuple[str, ...]:
-    """Flags of a teacher that is tensor parallel in a layout of its own."""
-    return ("--kd-teacher-tensor-model-parallel-size", str(tp))
+def teacher_parallel(size: int, kind: str = "tensor") -> tuple[str, ...]:
+    """Flags of a teacher that has a tensor- or pipeline-parallel size of its own."""
+    return (f"--kd-teacher-{kind}-model-parallel-size", str(size))
 
 
 OVERLAP = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
@@ -157,7 +157,9 @@ def cases_for(gpus: int) -> list[Case]:
             Case("TP2 SP, graph", gpus, layout=tp2, teacher=GRAPH),
             Case("TP2 SP, FP8 teacher", gpus, layout=tp2, teacher=FP8),
             Case("TP2 SP, FP8 teacher, graph", gpus, layout=tp2, teacher=(*FP8, *GRAPH)),
+            Case("TP2 SP, teacher DP", gpus, layout=tp2, teacher=teacher_parallel(1)),
             Case("PP2", gpus, layout=(*parallel(pp=2), *OVERLAP)),
+            Case("PP2, teacher DP", gpus, layout=(*parallel(pp=2), *OVERLAP), teacher=teacher_parallel(1, "pipeline")),
             Case("CP2, 32k", gpus, "8B to 1B, long", long, micro_batch=1, rows=1, seq_length=32768),
             Case("CP2, 128k", gpus, "8B to 1B, long", long, micro_batch=1, rows=1, seq_length=131072),
             Case("EP2 teacher", gpus, "30B-A3B to 1B", OVERLAP, ("--kd-teacher-expert-model-parallel-size", "2")),
