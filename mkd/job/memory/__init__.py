@@ -5,7 +5,7 @@
 - `activations`: tensors that layers keep for the backward pass, and their temporary tensors
 - `logits`: the chunks of logits in the loss
 - `rollout`: keys and values of texts that the student writes
-- `stages`: layers of a pipeline stage, and microbatches in flight
+- `stage_layers`: layers of a pipeline stage, and microbatches in flight
 - `advice`: flags that reduce the peak
 
 Units are bytes on one rank.
