@@ -29,8 +29,16 @@ def check_on_policy(args: Namespace, kd: KDConfig) -> None:
     what = f"{'--kd-on-policy-schedule' if kd.on_policy is None else '--kd-on-policy'} {value}"
     if math.floor(args.global_batch_size * Fraction(repr(max(share.start, share.end)))) < 1:
         raise MkdConfigError(f"{what} of --global-batch-size {args.global_batch_size} is less than one row: raise it")
-    if args.overlap_param_gather:
-        raise MkdConfigError(f"{what} does not work with --overlap-param-gather (it has not been tested): leave it out")
+    if args.overlap_param_gather and not args.use_distributed_optimizer:
+        raise MkdConfigError(
+            f"{what} does not work with --overlap-param-gather and without --use-distributed-optimizer (it has not "
+            "been tested): leave it out"
+        )
+    if args.overlap_param_gather_with_optimizer_step:
+        raise MkdConfigError(
+            f"{what} does not work with --overlap-param-gather-with-optimizer-step (it has not been tested): leave it "
+            "out"
+        )
     if kd.rollout_offload:
         _check_offload(args)
     if kd.rollout_url is not None and kd.rollout_weights is None and args.save is None:

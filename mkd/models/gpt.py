@@ -2,6 +2,7 @@
 
 import traceback
 from argparse import Namespace
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -131,6 +132,17 @@ def logit_scale(config: TransformerConfig) -> LogitScale:
     megatron-core 0.19 applies only the factor itself; its GPT models have no bias in the LM head.
     """
     return LogitScale(config.mup_output_mult if config.use_mup else 1.0, getattr(config, "logit_softcap", None))
+
+
+def gather_parameters(chunks: Sequence[nn.Module]) -> None:
+    """Gather all updated parameters now, for forward passes outside the training step. Collective over the
+    data-parallel ranks.
+
+    With `--overlap-param-gather` the next forward pass would gather them bucket by bucket.
+    """
+    for chunk in chunks:
+        if getattr(chunk, "remove_forward_pre_hook_handles", None):
+            chunk.start_param_sync(force_sync=True)
 
 
 def finish_parameter_sync(module: nn.Module) -> None:

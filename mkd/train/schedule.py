@@ -3,13 +3,14 @@
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import batched, repeat
 from typing import Any
 
 import torch
+from torch import nn
 
 from mkd.config.kd_config import KDConfig
 from mkd.data.batch import KDBatch, check_same_batch, next_microbatches
@@ -17,6 +18,7 @@ from mkd.data.lookahead import Lookahead
 from mkd.data.text_size import TextSize
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdDataError
+from mkd.models.gpt import gather_parameters
 from mkd.rollout.facts import RolloutFacts
 from mkd.rollout.offload import StateOffload
 from mkd.rollout.on_policy import OnPolicy
@@ -195,9 +197,16 @@ class TeacherThenStudent:
             samples = [next(source) for _ in range(count)]
             source, begin = iter(samples), partial(self._begin, samples, rows)
         data_s = time.monotonic() - began
-        around = nullcontext if self.offload is None else self.offload.away
+        around = partial(self._writing, chunks)
         written = self.on_policy.write(chunks, self.groups, iteration, count, rows, around, self.is_stopping, begin)
         return written, source if written is None else written.replace_in(source), data_s
+
+    @contextmanager
+    def _writing(self, chunks: Sequence[nn.Module]) -> Iterator[None]:
+        """The state in which the student writes: its parameters are up to date, the optimizer's state may be away."""
+        gather_parameters(chunks)
+        with nullcontext() if self.offload is None else self.offload.away():
+            yield
 
     def _begins_early(self, iteration: int, rows: int) -> bool:
         """True if a teacher elsewhere can compute microbatches while the student writes others."""

@@ -110,6 +110,19 @@ def test_a_resumed_job_writes_the_same_texts(job: SmallJob, tmp_path: Path, more
         assert all(0.0 < line["written_overlap"] < 1.0 and line["written_entropy"] > 0.0 for line in compared)
 
 
+def test_parameters_that_are_gathered_late_write_the_same_texts(job: SmallJob, tmp_path: Path) -> None:
+    """With --overlap-param-gather the parameters of a step arrive during its first forward pass."""
+    runs = []
+    common = {"--use-distributed-optimizer": True, "--pipeline-model-parallel-size": None, "--lr": 1e-2}
+    common |= {"--kd-rollout-stop": ["e"]}
+    for number, flags in enumerate(({}, {"--overlap-grad-reduce": True, "--overlap-param-gather": True})):
+        changes = on_policy_flags(tmp_path) | common | flags | {"--kd-metrics-file": tmp_path / f"{number}.jsonl"}
+        result = run(job.flags(changes), ranks=2)
+        assert result.status == 0, result.errors[-3000:]
+        runs.append((steps(result), lengths(result)))
+    assert runs[0] == runs[1] and len(set(runs[0][1])) > 1
+
+
 def models_that_repeat(job: SmallJob, folder: Path) -> dict[str, Path]:
     """Copies of both models: the teacher's most probable next token is always the present one, the student's
     sometimes."""

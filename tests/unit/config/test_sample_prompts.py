@@ -96,7 +96,14 @@ SERVER = ["http://a"]
     ("changes", "words"),
     [
         ({"global_batch_size": 1}, "--kd-on-policy 0.5 of --global-batch-size 1 is less than one row"),
-        ({"overlap_param_gather": True}, "--kd-on-policy 0.5 does not work with --overlap-param-gather"),
+        (
+            {"overlap_param_gather": True},
+            "--kd-on-policy 0.5 does not work with --overlap-param-gather and without --us",
+        ),
+        (
+            {"overlap_param_gather_with_optimizer_step": True},
+            "--kd-on-policy 0.5 does not work with --overlap-param-gather-with-optimizer-step",
+        ),
         ({"fp8": "hybrid", "fp8_param_gather": True}, "--kd-on-policy does not work with --fp8-format"),
         ({"seq_length": 8}, "--kd-rollout-tokens is 8; it must be below --seq-length 8"),
         ({"cuda_graph_impl": "local"}, "--kd-on-policy does not work with --cuda-graph-impl"),
@@ -104,6 +111,9 @@ SERVER = ["http://a"]
 )
 def test_on_policy_in_jobs_where_the_student_cannot_write(changes: dict, words: str) -> None:
     check_on_policy(arguments(global_batch_size=2, eval_iters=0), kd(**ON_POLICY))
+    check_on_policy(
+        arguments(global_batch_size=2, overlap_param_gather=True, use_distributed_optimizer=True), kd(**ON_POLICY)
+    )
     scheduled = kd(**{**ON_POLICY, "on_policy": None, "on_policy_schedule": "linear:0:0.5:9"})
     check_on_policy(arguments(global_batch_size=2), scheduled)
     with pytest.raises(MkdConfigError, match=r"schedule linear:0:0\.5:9 of --global-batch-size 1 is less"):

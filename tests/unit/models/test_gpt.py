@@ -13,7 +13,7 @@ from torch import nn
 
 from mkd.config import flags
 from mkd.errors import MkdConfigError
-from mkd.models.gpt import gpt_config, logit_scale
+from mkd.models.gpt import gather_parameters, gpt_config, logit_scale
 
 
 def arguments(**values: Any) -> Namespace:
@@ -21,6 +21,17 @@ def arguments(**values: Any) -> Namespace:
     vars(args).update(num_layers=2, hidden_size=32, num_attention_heads=2, params_dtype=torch.float32)
     vars(args).update(padded_vocab_size=128, apply_rope_fusion=False, **values)
     return args
+
+
+def test_parameters_are_gathered_where_a_forward_pass_would_gather_them() -> None:
+    """A chunk without the wrapper, one whose hooks are off, as in the first iteration, and one whose hooks are on."""
+    gathered: list[tuple[str, bool]] = []
+    plain, *wrapped = (nn.Linear(1, 1) for _ in range(3))
+    for name, chunk, handles in zip(("off", "on"), wrapped, ({}, {"module": "handle"}), strict=True):
+        chunk.remove_forward_pre_hook_handles = handles
+        chunk.start_param_sync = lambda force_sync, name=name: gathered.append((name, force_sync))
+    gather_parameters([plain, *wrapped])
+    assert gathered == [("on", True)]
 
 
 def test_upstream_ignores_the_rope_scaling_factor() -> None:
