@@ -254,6 +254,8 @@ def test_warnings_about_the_machine(ask, with_te, job, monkeypatch):
     assert status == 0, output
     for words in ("--nproc is 2, this machine has 1 GPUs", "CUDA_DEVICE_MAX_CONNECTIONS is not 1", "0.0 GiB are free"):
         assert words in output
+    monkeypatch.setattr(cpu, "_capability", (10, 0))
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in ask(changes, nproc=2)[1]
 
 
 @pytest.mark.parametrize("flags", [{"--kd-teacher-dtype": "fp8"}, {"--fp8-format": "hybrid"}], ids=" ".join)

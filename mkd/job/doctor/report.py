@@ -18,6 +18,8 @@ from mkd.job.memory_table import print_memory, workload
 from mkd.job.plan import plan
 
 GIB = 2**30
+BLACKWELL = 10, 0
+"""Compute capability of the first GPUs on which Megatron does not require CUDA_DEVICE_MAX_CONNECTIONS=1."""
 
 
 def show_plan(job: Job, console: Console) -> None:
@@ -102,13 +104,16 @@ def check_cards(job: Job, cards: int, per_node: int, connections: str | None, fi
     args = job.args
     if 0 < cards < per_node:
         findings.warning(f"--nproc is {per_node}, this machine has {cards} GPUs")
-    if max(args.tensor_model_parallel_size, args.context_parallel_size) > 1 and connections != "1":
+    capability = cpu.compute_capability()
+    needs_one_connection = capability is None or capability < BLACKWELL
+    is_parallel = max(args.tensor_model_parallel_size, args.context_parallel_size) > 1
+    if is_parallel and needs_one_connection and connections != "1":
         findings.warning(
             "CUDA_DEVICE_MAX_CONNECTIONS is not 1 in this shell; set it where the job is launched: megatron requires "
             "it under tensor and context parallelism"
         )
     fp8 = {"--kd-teacher-dtype fp8": job.kd.teacher_dtype == "fp8", f"--fp8-format {args.fp8}": args.fp8}
-    if cpu.compute_capability() is None:
+    if capability is None:
         for flag in (flag for flag, is_given in fp8.items() if is_given):
             lowest = ".".join(map(str, MIN_FP8_CAPABILITY))
             findings.warning(
