@@ -135,6 +135,10 @@ def serve(
         return server._work.requests, server._work.tokens
 
 
+LIFETIME_S = 1200.0
+"""A service that the tests of a module share lives as long as all of them."""
+
+
 @dataclass
 class Service:
     """A service in a pool of its own."""
@@ -164,7 +168,7 @@ class Service:
         if self.is_local:
             at = SocketFile(self.folder / "own/socket", "--address")
         words = (self.layout, self.models, str(self.folder), at, self.fault, self.answers, self.last_signal)
-        self._result = self._thread.submit(self._pool.run, serve, *words)
+        self._result = self._thread.submit(self._pool.run, serve, *words, timeout=LIFETIME_S)
         deadline = time.monotonic() + 60
         while not (self.folder / "address").exists():
             assert time.monotonic() < deadline and not self._result.done(), self._result
