@@ -277,7 +277,8 @@ def _check_prompts(draft: JobDraft) -> None:
     check_writable("--kd-rollout-weights", draft.kd.rollout_weights)
     waits = draft.waits and not draft.kd.dry_run
     longest = draft.data.longest_sample
-    policy = on_policy_of(draft.args, draft.kd, draft.true_vocab, longest, waits=waits, cross=draft.cross)
+    how = dict(waits=waits, cross=draft.cross, source=draft.source)
+    policy = on_policy_of(draft.args, draft.kd, draft.true_vocab, longest, **how)
     if policy is not None and draft.cross is not None:
         draft.cross.warn_of_ends(policy.decoding.end_tokens)
 

@@ -61,8 +61,9 @@ def build(job: Job) -> TrainingParts:
     if teacher is not None:
         check_teacher_quality(teacher, datasets[1] or datasets[0], groups, job, step)
     record(job)
+    teachers = dict(cross=job.cross, source=job.teacher.source)
     on_policy = on_policy_of(
-        job.args, job.kd, job.true_vocab, job.data.longest_sample, job.state, waits=True, cross=job.cross
+        job.args, job.kd, job.true_vocab, job.data.longest_sample, job.state, waits=True, **teachers
     )
     if job.args.rank == 0:
         store_rollout_assets(job.args, job.kd)

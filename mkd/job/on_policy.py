@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from mkd.checkpoint.source import EnsembleSource, TeacherSource
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron_checks import length_multiple
 from mkd.config.run_state import RunState
@@ -12,6 +13,7 @@ from mkd.data.packing.row_layout import RowLayout
 from mkd.data.sources.prompts import ON_POLICY, Prompt, read_prompts
 from mkd.errors import MkdConfigError, MkdDataError
 from mkd.job.cross_tokenizer import CrossTokenizers
+from mkd.job.elsewhere.common import SourceAtAddresses
 from mkd.job.elsewhere.rollout_servers import rollout_folder, served_writer
 from mkd.job.memory import cache_tokens
 from mkd.job.samples import Writer, text_positions
@@ -33,6 +35,7 @@ def on_policy_of(
     *,
     waits: bool | None = None,
     cross: CrossTokenizers | None = None,
+    source: TeacherSource | None = None,
 ) -> OnPolicy | None:
     """The rows of --kd-on-policy; None without the flag.
 
@@ -45,6 +48,7 @@ def on_policy_of(
         waits: with --kd-rollout-url, find the servers, and wait for those that do not answer yet; None leaves them
             out.
         cross: the teachers with other tokenizers; None without any.
+        source: the teachers, whose addresses are their names if they are elsewhere; None if they are unknown.
 
     Raises:
         MkdDataError: the prompts cannot be used, or nothing would end a text.
@@ -67,7 +71,7 @@ def on_policy_of(
         )
     prompts = read_prompts(kd.prompts, writer.tokenizer, length - kd.rollout_tokens, ON_POLICY)
     stops = None if kd.rollout_stop is None else StopStrings(tuple(kd.rollout_stop), writer.tokenizer)
-    teachers = _teachers(prompts, kd)
+    teachers = _teachers(prompts, kd, source)
     longest_text = max(len(prompt.tokens) for prompt in prompts) + kd.rollout_tokens
     return OnPolicy(
         share=kd.on_policy_over_time,
@@ -123,7 +127,7 @@ def _guard(kd: KDConfig, state: RunState) -> CollapseGuard | None:
     return CollapseGuard(kd.rollout_guard == "stop", kd.rollout_most_repeated, kd.rollout_most_cut_off, state)
 
 
-def _teachers(prompts: Sequence[Prompt], kd: KDConfig) -> list[int]:
+def _teachers(prompts: Sequence[Prompt], kd: KDConfig, source: TeacherSource | None) -> list[int]:
     """Index of the only teacher of each prompt, -1 for all; empty if no prompt names one.
 
     Raises:
@@ -131,20 +135,15 @@ def _teachers(prompts: Sequence[Prompt], kd: KDConfig) -> list[int]:
     """
     if all(prompt.teacher is None for prompt in prompts):
         return []
-    if kd.teacher_url is not None:
-        where = next(prompt.where for prompt in prompts if prompt.teacher is not None)
-        raise MkdDataError(
-            f"{where}: a teacher of --kd-teacher-url has no name by which one record could choose it: remove the name"
-        )
-    folders = kd.teacher_hf or [kd.teacher_load]
-    names = [{folder, Path(folder).name} for folder in folders]
+    names = _names(kd, source)
     found = []
     for prompt in prompts:
         numbers = [number for number, known in enumerate(names) if prompt.teacher in known]
         if prompt.teacher is not None and len(numbers) != 1:
             problem = "is no teacher of this job" if not numbers else "is the name of several teachers"
             raise MkdDataError(
-                f"{prompt.where}: teacher {prompt.teacher!r} {problem}: give one of {', '.join(folders)}, or remove it"
+                f"{prompt.where}: teacher {prompt.teacher!r} {problem}: give one of "
+                f"{', '.join(known[0] for known in names)}, or remove it"
             )
         if prompt.teacher is not None and kd.teachers_mode == "averaged_logits":
             raise MkdDataError(
@@ -153,6 +152,16 @@ def _teachers(prompts: Sequence[Prompt], kd: KDConfig) -> list[int]:
             )
         found.append(-1 if prompt.teacher is None else numbers[0])
     return found
+
+
+def _names(kd: KDConfig, source: TeacherSource | None) -> list[list[str]]:
+    """Names of each teacher: its folder with and without the path, or its addresses."""
+    if kd.teacher_url is None:
+        return [[folder, Path(folder).name] for folder in kd.teacher_hf or [kd.teacher_load]]
+    if source is None:
+        return [kd.teacher_url]
+    sources = source.sources if isinstance(source, EnsembleSource) else (source,)
+    return [list(map(str, one.addresses)) for one in sources if isinstance(one, SourceAtAddresses)]
 
 
 def rollout_plan(args: Namespace, kd: KDConfig) -> dict[str, str]:

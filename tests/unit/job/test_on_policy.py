@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from mkd.checkpoint.source import EnsembleSource
 from mkd.config.flags import default_arguments
 from mkd.config.kd_config import KDConfig
 from mkd.errors import MkdConfigError, MkdDataError
+from mkd.job.elsewhere.common import SourceAtAddresses
 from mkd.job.on_policy import on_policy_of, rollout_plan
 from tests.support.chats import MARKED, chat_tokenizer
 from tests.support.hf_folders import change_json
@@ -58,6 +60,30 @@ def test_teachers_of_records(folder: Path) -> None:
         first = changes["teacher_hf"][0]
         with pytest.raises(MkdDataError, match=words):
             found(named(folder, first, teacher), **changes)
+
+
+class Elsewhere(SourceAtAddresses):
+    """A teacher behind addresses."""
+
+    def __init__(self, *addresses: str) -> None:
+        self.addresses, self.positions = addresses, None
+
+
+def test_teachers_elsewhere_are_named_by_their_addresses(folder: Path) -> None:
+    one, two = Elsewhere("tcp://a:1", "tcp://b:1"), Elsewhere("tcp://c:1")
+    urls = {"teacher_hf": None, "teacher_url": ["tcp://a:1", "tcp://c:1", "tcp://b:1"], "teacher_weights": [1.0, 2.0]}
+
+    def found(*teachers: str, source: Any) -> list[int]:
+        prompts = named(folder, *teachers)
+        return list(on_policy_of(arguments(folder), kd(prompts, **urls), 307, None, source=source).teachers)
+
+    assert found("tcp://c:1", "tcp://b:1", source=EnsembleSource((one, two))) == [1, 0]
+    assert found("tcp://b:1", source=one) == [0]
+    assert found("tcp://c:1", source=None) == [0], "the doctor without the services"
+    with pytest.raises(
+        MkdDataError, match=r"teacher 'd' is no teacher of this job: give one of tcp://a:1, tcp://c:1, or"
+    ):
+        found("d", source=EnsembleSource((one, two)))
 
 
 @pytest.fixture
