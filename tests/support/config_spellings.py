@@ -460,6 +460,6 @@ HYBRID_SPELLINGS = {
 }
 HYBRIDS = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
 GEMMAS = {"gemma2", "gemma3_text"}
-HAVE_GROUPS = {"deepseek_v3", "deepseek_v2", "glm4_moe", "dots1", "solar_open", "glm4_moe_lite"}
+HAVE_GROUPS = {"deepseek_v3", "deepseek_v2", "glm4_moe", "glm4v_moe_text", "dots1", "solar_open", "glm4_moe_lite"}
 HAVE_NUM_EXPERTS = {"olmoe", "qwen2_moe", "qwen3_next", "qwen3_5_moe_text"}
 HAVE_EXPERTS = {"llama4_text", "qwen3_moe", "mixtral", "gpt_oss", *HAVE_NUM_EXPERTS, *HAVE_GROUPS}

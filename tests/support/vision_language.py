@@ -29,6 +29,8 @@ def mrope(*sections: int) -> dict[str, Any]:
 QWEN3_VISION = QWEN_VISION | {"intermediate_size": 24, "num_position_embeddings": 16}
 HYBRID_TEXT = TEXT | HYBRID | {"layer_types": ["full_attention", "linear_attention"]}
 NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+GLM_VISION = QWEN_VISION | {"intermediate_size": 24, "image_size": 16}
+CLIP = {"model_type": "clip_vision_model", **VISION_SIZES, **SIGLIP, "projection_dim": 24}
 WHOLE: dict[str, dict[str, Any]] = {
     "qwen2_vl": {
         "model_type": "qwen2_vl",
@@ -109,6 +111,60 @@ WHOLE: dict[str, dict[str, Any]] = {
         | SIGLIP
         | {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},
     },
+    "glm4v": {
+        "model_type": "glm4v",
+        "text_config": QWEN2_TEXT
+        | {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [1, 1],
+            }
+        },
+        "vision_config": GLM_VISION,
+    },
+    "glm4v_moe": {
+        "model_type": "glm4v_moe",
+        "text_config": TEXT
+        | {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 28,
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [1, 1, 2],
+            },
+        },
+        "vision_config": GLM_VISION,
+    },
+    "llava_next": {
+        "model_type": "llava_next",
+        "text_config": TEXT | {"model_type": "llama"},
+        "vision_config": CLIP,
+        "image_grid_pinpoints": [[16, 16]],
+    },
+    "llava_onevision": {
+        "model_type": "llava_onevision",
+        "text_config": QWEN2_TEXT | {"model_type": "qwen2"},
+        "vision_config": {"model_type": "siglip_vision_model", **VISION_SIZES, **SIGLIP},
+        "image_grid_pinpoints": [[16, 16]],
+    },
+    "smolvlm": {
+        "model_type": "smolvlm",
+        "text_config": TEXT | {"model_type": "llama"},
+        "vision_config": VISION_SIZES | SIGLIP,
+        "scale_factor": 2,
+    },
+    "idefics3": {
+        "model_type": "idefics3",
+        "text_config": TEXT | {"model_type": "llama"},
+        "vision_config": VISION_SIZES | SIGLIP,
+        "scale_factor": 2,
+    },
     "internvl": {
         "model_type": "internvl",
         "text_config": QWEN2_TEXT | {"model_type": "qwen2"},
@@ -117,6 +173,11 @@ WHOLE: dict[str, dict[str, Any]] = {
     },
 }
 """Name -> keys of config.json."""
+WHOLE["glm46v"] = WHOLE["glm4v"] | {
+    "model_type": "glm46v",
+    "text_config": WHOLE["glm4v"]["text_config"] | {"model_type": "glm4v_text"},
+    "vision_config": {"model_type": "glm4v_vision", **GLM_VISION},
+}
 PUBLISHED = "qwen3_vl_moe, published"
 """The tensors of its experts are [experts, in, out], as on the hub; transformers 5 writes [experts, out, in]."""
 WHOLE[PUBLISHED] = WHOLE["qwen3_vl_moe"]
@@ -135,12 +196,18 @@ def build_whole(name: str, **text: Any) -> nn.Module:
         for param in model.parameters():
             low = 0.5 if param.dim() == 1 else -0.5
             param.uniform_(low, low + 1.0, generator=generator)
+        for key, value in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                value.uniform_(-0.5, 0.5, generator=generator)
     return model.eval()
 
 
 def make_whole(folder: Path, name: str, dtype: torch.dtype = torch.float32, **text: Any) -> nn.Module:
     """Save a random model; see `build_whole`."""
     model = build_whole(name, **text).to(dtype)
+    for key, value in model.named_buffers():
+        if key.endswith("e_score_correction_bias"):  # stored in fp32 with weights of any dtype
+            value.data = value.data.float()
     model.save_pretrained(folder)
     if name == PUBLISHED:
         experts = {key: value for key, value in read_weights(folder).items() if ".experts." in key}

@@ -115,6 +115,14 @@ def test_text_tensor_is_missing(folder: Path) -> None:
             {"architectures": ["PaliGemmaForConditionalGeneration"], "model_type": "paligemma"},
             r'"architectures" is .*PaliGemma.*nearest by name is Gemma3ForConditionalGeneration',
         ),
+        (
+            {"architectures": ["Gemma3nForConditionalGeneration"], "model_type": "gemma3n"},
+            r'"architectures" is .*Gemma3n.*nearest by name is Gemma3ForConditionalGeneration',
+        ),
+        (
+            {"architectures": ["Cohere2VisionForConditionalGeneration"], "model_type": "cohere2_vision"},
+            r'"architectures" is .*Cohere2Vision.*logits without text_config.logit_scale',
+        ),
     ],
 )
 def test_invalid_configuration(folder: Path, changes: dict[str, Any], text: str) -> None:

@@ -22,6 +22,7 @@ from tests.support.config_spellings import (
     GEMMA_SPELLINGS,
     NO_ROPE,
     PLAIN,
+    ROUTED,
     SPELLINGS,
     YARN,
 )
@@ -38,6 +39,7 @@ def without_tie(config: dict[str, Any]) -> dict[str, Any]:
 
 TEXT = without_tie(COMMON)
 QWEN2 = TEXT | {"head_dim": ABSENT, "rope_theta": ABSENT, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 1]}}
+GLM4V = TEXT | {"head_dim": ABSENT, "rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 1]}}
 QWEN2_SECTIONS = {"mrope_section": [1, 1, 1]}
 BASES: dict[str, dict[str, Any]] = {
     "qwen2_vl": QWEN2,
@@ -52,6 +54,16 @@ BASES: dict[str, dict[str, Any]] = {
     "qwen3_5": without_tie(TEXT_BASES["qwen3_5_text"]),
     "qwen3_5_moe": without_tie(TEXT_BASES["qwen3_5_moe_text"]),
     "llama4": without_tie(TEXT_BASES["llama4_text"]),
+    "glm4v": GLM4V,
+    "glm46v": GLM4V | {"model_type": "glm4v_text"},
+    "glm4v_moe": TEXT
+    | EXPERTS
+    | ROUTED
+    | {"partial_rotary_factor": 1.0, "rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]}},
+    "llava_next": TEXT,
+    "llava_onevision": TEXT | {"head_dim": ABSENT},
+    "idefics3": TEXT,
+    "smolvlm": TEXT,
     "internvl": TEXT | {"head_dim": ABSENT},
 }
 ROPES = {
@@ -105,7 +117,7 @@ def spelled(model_type: str, text: dict[str, Any], top: dict[str, Any] | None = 
 
 def spellings_of(model_type: str) -> dict[str, dict[str, Any]]:
     inside = SPELLINGS | ROPES | (GEMMA_SPELLINGS if model_type == "gemma3" else {})
-    inside |= EXPERT_SPELLINGS if model_type in ("qwen3_vl_moe", "llama4") else {}
+    inside |= EXPERT_SPELLINGS if model_type in ("qwen3_vl_moe", "llama4", "glm4v_moe") else {}
     of_top = {name: spelled(model_type, text, top) for name, (top, text) in TOP_SPELLINGS.items()}
     return {name: spelled(model_type, text) for name, text in inside.items()} | of_top
 
@@ -115,8 +127,9 @@ class TextModel(nn.Module):
 
     def __init__(self, whole: nn.Module) -> None:
         super().__init__()
-        inner = whole.model.language_model if hasattr(whole, "lm_head") else whole.language_model  # in Llama 4
-        self.model, self.lm_head = getattr(inner, "model", inner), whole.get_output_embeddings()
+        decoder = whole.get_decoder()
+        self.model = getattr(decoder, "model", decoder)  # in Llama 4 the decoder has an LM head, too
+        self.lm_head = whole.get_output_embeddings()
         self._whole = (whole,)
 
     def forward(self, tokens: torch.Tensor, **options: Any) -> Any:
@@ -169,5 +182,5 @@ def test_defaults_of_transformers() -> None:
     for known in VISION_LANGUAGE:
         theirs = AutoConfig.for_model(known.model_type).text_config
         for key, value in known.absent.items():
-            if key != "rope_theta":
+            if key not in ("rope_theta", "partial_rotary_factor") and value is not None:
                 assert getattr(theirs, key) == value, (known.architecture, key)

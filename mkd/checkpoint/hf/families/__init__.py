@@ -73,7 +73,9 @@ FAMILIES = (
 INNER_FAMILIES = (QWEN3_VL_MOE_TEXT,)
 """Text models that have no architecture of their own: a part of a vision-language folder only."""
 
+_WITHOUT_SCALE = "transformers computes its logits without text_config.logit_scale, which its text model has"
 UNSUPPORTED: Mapping[str, str] = {
+    **dict.fromkeys(("AyaVisionForConditionalGeneration", "Cohere2VisionForConditionalGeneration"), _WITHOUT_SCALE),
     **{
         known.architecture: "a vision-language model: its folder can be read, its text model alone is of another name"
         for known in VISION_LANGUAGE

@@ -15,15 +15,15 @@ from mkd.errors import MkdCheckpointError
 TEXT = "text_config"
 _TIE = "tie_word_embeddings"
 _ROPES = ("rope_scaling", "rope_parameters")
-_TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "model.")
-"""Prefixes that stand for `model.`: those of transformers' modules, and of two kinds of files."""
+_TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "model.text_model.", "model.")
+"""Prefixes that stand for `model.` in transformers' modules and in files."""
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 _CARRIED = tuple(
-    f"{model}{part}."
-    for part in ("visual", "vision_tower", "vision_model", "multi_modal_projector")
+    f"{model}{part}"
+    for part in ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "connector.", "image_newline")
     for model in ("", "model.")
 )
-"""Prefixes of the tensors of vision towers and projectors."""
+"""Prefixes of the tensors of vision towers and projectors, and the embedding of line breaks in an image."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ class VisionLanguage:
     """`model_type` of the family that computes the text model; None: that in `text_config`."""
     absent: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of keys that `text_config` lacks, where those of the family differ."""
+    ignored: Mapping[str, Any] = field(default_factory=dict)
+    """Keys that transformers does not read in `text_config`, with the values that it computes with."""
     is_tied: bool = False
     """Default of `tie_word_embeddings`, which is read outside of `text_config`."""
     has_inner_tie: bool = False
@@ -46,6 +48,8 @@ class VisionLanguage:
     """True if the keys of `text_config` may be at the top level."""
     has_mrope: bool = False
     """True if the rope type may be `mrope`: three positions per token, which are equal in text."""
+    module_prefix: str = "model.language_model."
+    """Stands for `model.` in the names of transformers' modules."""
     inner_model: str | None = None
     """Name of the module of transformers that is a causal language model by itself, as the text model in a folder of
     its own would be: `tie_word_embeddings` is read in `text_config`. None if the whole model alone has an LM head."""
@@ -79,7 +83,7 @@ class VisionLanguage:
         if family_type == "mistral":
             _check_windows(text)
         # transformers reads null as false
-        return {**self.absent, **text, _TIE: False if tied is None else tied, "model_type": family_type}
+        return {**self.absent, **text, **self.ignored, _TIE: False if tied is None else tied, "model_type": family_type}
 
     def _text_keys(self, config: Mapping[str, Any]) -> dict[str, Any]:
         text = config.get(TEXT)
@@ -95,7 +99,7 @@ class VisionLanguage:
         """Name in transformers' whole model of a module of the text model."""
         if self.inner_model is not None:
             return f"{self.inner_model}.{name}"
-        return f"model.language_model.{name.removeprefix('model.')}" if name.startswith("model.") else name
+        return self.module_prefix + name.removeprefix("model.") if name.startswith("model.") else name
 
     def language_model(self, whole: nn.Module) -> nn.Module:
         """The part of transformers' whole model that computes logits of text."""
@@ -203,6 +207,34 @@ _LLAMA4 = {
     "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-5,
 }
+_GLM4V: dict[str, Any] = {
+    "vocab_size": 151552,
+    "hidden_size": 4096,
+    "intermediate_size": 13696,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-5,
+    "head_dim": None,
+    "partial_rotary_factor": 1.0,
+}
+_GLM4V_BIAS = {"attention_bias": True}
+_GLM4V_MOE: dict[str, Any] = {
+    "vocab_size": 151424,
+    "hidden_size": 4096,
+    "intermediate_size": 10944,
+    "num_hidden_layers": 46,
+    "num_attention_heads": 96,
+    "max_position_embeddings": 65536,
+    "rms_norm_eps": 1e-5,
+    "attention_bias": True,
+    "moe_intermediate_size": 1408,
+    "num_experts_per_tok": 8,
+    "n_routed_experts": 128,
+    "routed_scaling_factor": 1.0,
+    "n_group": 1,
+    "topk_group": 1,
+}
 VISION_LANGUAGE = (
     VisionLanguage(
         "Qwen2VLForConditionalGeneration",
@@ -248,6 +280,23 @@ VISION_LANGUAGE = (
         _LLAMA4,
         inner_model="language_model",
     ),
+    VisionLanguage(
+        "Glm4vForConditionalGeneration", "glm4v", "glm4v_text", "glm4", _GLM4V, _GLM4V_BIAS, has_inner_tie=True
+    ),
+    VisionLanguage("Glm46VForConditionalGeneration", "glm46v", "glm4v_text", "glm4", _GLM4V, _GLM4V_BIAS),
+    VisionLanguage(
+        "Glm4vMoeForConditionalGeneration",
+        "glm4v_moe",
+        "glm4v_moe_text",
+        "glm4_moe",
+        _GLM4V_MOE,
+        {"use_qk_norm": False},
+        has_inner_tie=True,
+    ),
+    VisionLanguage("LlavaNextForConditionalGeneration", "llava_next", "llama"),
+    VisionLanguage("LlavaOnevisionForConditionalGeneration", "llava_onevision", "qwen2", has_inner_tie=True),
+    VisionLanguage("Idefics3ForConditionalGeneration", "idefics3", "llama", module_prefix="model.text_model."),
+    VisionLanguage("SmolVLMForConditionalGeneration", "smolvlm", "llama", module_prefix="model.text_model."),
     VisionLanguage("InternVLForConditionalGeneration", "internvl", "qwen2", is_tied=True),
 )
 
@@ -334,7 +383,7 @@ def transposed_experts(shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
 
 def text_module_name(name: str) -> str:
     """Name in the text model of a module of transformers' whole model; older versions have no `language_model`."""
-    for prefix in _TEXT_PREFIXES[:2]:
+    for prefix in _TEXT_PREFIXES[:-1]:
         if name.startswith(prefix):
             return f"model.{name.removeprefix(prefix)}"
     return name
