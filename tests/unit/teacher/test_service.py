@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -301,6 +302,38 @@ def test_requests_that_have_arrived_are_answered_at_the_end() -> None:
         answer = Message.of(dealer.recv_multipart())
         assert (answer.kind, answer.number) == (Kind.HIDDEN, 7)
         server.close()
+
+
+def test_the_device_computes_while_answers_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where answers are complete some time after the launch: the next pass is launched before."""
+    events: list[str] = []
+
+    class LoggedRanks(Ranks):
+        def order(self, order: Order, request: ForwardRequest | None = None) -> Tensor | None:
+            if request is not None:
+                events.append(f"launch {request.tokens[0, 0]}")
+            return super().order(order, request)
+
+    def to_host(server: TeacherServer, found: Tensor) -> tuple[Tensor, Any]:
+        return found, SimpleNamespace(synchronize=lambda: events.append(f"answer {found[0, 0]:.0f}"))
+
+    monkeypatch.setattr(TeacherServer, "_to_host", to_host)
+    server = TeacherServer(FACTS, ServiceAddress("127.0.0.1", 0), None)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.connect(server.address)
+        values = {"fingerprint": FACTS.fingerprint}
+        for number in range(3):
+            dealer.send_multipart(Message(Kind.FORWARD, number, values, request_of([[number] * 4]).tensors).frames())
+        while len(server._queue) < 3:
+            server._read(1000)
+        server.serve(LoggedRanks(), HEAD, lambda: True)
+        for number in range(3):
+            answer = Message.of(dealer.recv_multipart())
+            assert answer.number == number and answer.tensors[0][0, 0] == number
+        server.close()
+    assert events == ["launch 0", "launch 1", "answer 0", "launch 2", "answer 1", "answer 2"]
+    counters = server.counters()
+    assert (counters["requests"], counters["passes"], counters["queue"]) == (3, 3, 0) and counters["busy_s"] > 0
 
 
 @pytest.mark.parametrize("words", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", bytes(range(256)) * 4000])
