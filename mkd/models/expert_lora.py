@@ -26,6 +26,7 @@ from torch.distributed import ProcessGroup
 
 from mkd.config.lora import LoraOptions
 from mkd.models.adapted_layers import AdaptedLinear, Factor, initial_a
+from mkd.models.parameter_sync import finish_parameter_sync
 
 _GROUPED_MULTIPLE = 8
 """The grouped matrix product of bf16 on GPUs takes matrices whose sizes are multiples of it."""
@@ -151,6 +152,7 @@ class ExpertAdapters(nn.Module):
 
     def _prepare(self, experts: nn.Module, inputs: Any) -> None:
         """Pre-forward hook on the experts: views of the factors, whose gradients are put together once."""
+        finish_parameter_sync(self)
         self._views = list(zip(self.A0.unbind(0), self._whole_b().unbind(0), strict=True))
 
     def _add_to_one(self, expert: int, linear: nn.Module, inputs: tuple, output: tuple) -> tuple:

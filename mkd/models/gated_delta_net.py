@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from mkd.models import delta_rule
 from mkd.models.layer_specs import backend_of, numbered_layers
+from mkd.models.parameter_sync import finish_parameter_sync
 
 VARIANT = "gated_delta_net"
 """Megatron's name (`experimental_attention_variant`)."""
@@ -55,6 +56,11 @@ class DeltaNet(GatedDeltaNet):
             # Each tensor-parallel rank has heads of its own. megatron-core 0.19 sums the gradients of this norm over
             # the ranks under sequence parallelism only.
             self.out_norm.weight.register_hook(self._sum_over_ranks)
+
+    def forward(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+        """See megatron's `GatedDeltaNet`, which in 0.19 reads the convolution's parameters without calling it."""
+        finish_parameter_sync(self.conv1d)
+        return super().forward(*args, **options)
 
     def _setup_variant_attrs(self) -> None:
         super()._setup_variant_attrs()

@@ -2,7 +2,6 @@
 
 import traceback
 from argparse import Namespace
-from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -20,6 +19,7 @@ from mkd.models.layer_options import LayerOptions
 from mkd.models.layer_specs import layer_spec
 from mkd.models.mamba import mixer_layer_spec
 from mkd.models.model_options import ModelOptions
+from mkd.models.parameter_sync import finish_parameter_sync
 
 
 def gpt_config(args: Namespace) -> GPTModelConfig:
@@ -132,25 +132,3 @@ def logit_scale(config: TransformerConfig) -> LogitScale:
     megatron-core 0.19 applies only the factor itself; its GPT models have no bias in the LM head.
     """
     return LogitScale(config.mup_output_mult if config.use_mup else 1.0, getattr(config, "logit_softcap", None))
-
-
-def gather_parameters(chunks: Sequence[nn.Module]) -> None:
-    """Gather all updated parameters now, for forward passes outside the training step. Collective over the
-    data-parallel ranks.
-
-    With `--overlap-param-gather` the next forward pass would gather them bucket by bucket.
-    """
-    for chunk in chunks:
-        if getattr(chunk, "remove_forward_pre_hook_handles", None):
-            chunk.start_param_sync(force_sync=True)
-
-
-def finish_parameter_sync(module: nn.Module) -> None:
-    """Wait until a module's own parameters are gathered, for code that uses them without calling the module.
-
-    With `--overlap-param-gather` the data-parallel wrapper gathers updated parameters during the forward pass, and
-    waits for those of a module in that module's forward-pre-hook. Without the hook, `module.weight` may still hold the
-    weights of the previous step.
-    """
-    for hook in module._forward_pre_hooks.values():
-        hook(module, ())

@@ -37,6 +37,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mkd.models.layer_options import MAMBA, MIXTURE, MLP_ONLY, LayerOptions
 from mkd.models.layer_specs import backend_of, numbered_layers
+from mkd.models.parameter_sync import finish_parameter_sync
 from mkd.models.state_space import BLOCK, CHUNK, Segments, causal_conv, chunked_scan, gated_group_norm
 
 _CONVOLVED = "x B C"
@@ -140,6 +141,8 @@ class Mamba2Mixer(MegatronModule):
         **unused: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """As attention: [s / cp, b, H] -> (output [s / cp, b, H], no bias); s / cp / tp under sequence parallelism."""
+        for module in (self.conv1d, self.norm):
+            finish_parameter_sync(module)
         projected, _ = self.in_proj(hidden_states)
         bounds = _bounds(packed_seq_params)
         projected, back_to_ranks = self._whole_rows(projected, bounds)

@@ -22,8 +22,8 @@ from mkd.config.kd_config import HiddenLossType, LayerPair
 from mkd.data.batch import KDBatch
 from mkd.distributed.groups import Groups
 from mkd.losses.hidden import hidden_loss
-from mkd.models.gpt import finish_parameter_sync
 from mkd.models.layer_maps import add_maps, name_of_map, new_map
+from mkd.models.parameter_sync import finish_parameter_sync
 from mkd.teacher.layer_outputs import LayerRecorder, LayerRoute, deliver
 
 

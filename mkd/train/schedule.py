@@ -18,7 +18,7 @@ from mkd.data.lookahead import Lookahead
 from mkd.data.text_size import TextSize
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdDataError
-from mkd.models.gpt import gather_parameters
+from mkd.models.parameter_sync import gather_parameters
 from mkd.rollout.facts import RolloutFacts
 from mkd.rollout.offload import StateOffload
 from mkd.rollout.on_policy import OnPolicy

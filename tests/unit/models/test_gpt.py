@@ -13,7 +13,8 @@ from torch import nn
 
 from mkd.config import flags
 from mkd.errors import MkdConfigError
-from mkd.models.gpt import gather_parameters, gpt_config, logit_scale
+from mkd.models.gpt import gpt_config, logit_scale
+from mkd.models.parameter_sync import gather_parameters
 
 
 def arguments(**values: Any) -> Namespace:
