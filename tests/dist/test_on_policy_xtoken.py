@@ -132,7 +132,7 @@ def step_of_folders(
         )
         load = partial(load_hf_weights, folder=sources[1])
         how = dict(load_weights=load, fingerprint="", view=0, head_columns=vocabulary.teacher_columns)
-        online = OnlineTeacher(config_of(sources[1]), groups, **how)
+        online = OnlineTeacher.build(config_of(sources[1]), groups, **how)
         schedule = TeacherThenStudent(kd, groups, online, student.size, lambda: 0, on_policy=policy)
         given = given_rows(student, teacher, views.layout)
         reports = schedule.around(get_forward_backward_func(pp_size=1, vp_size=None))(
