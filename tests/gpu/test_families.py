@@ -108,8 +108,9 @@ def widened(sizes: dict[str, Any]) -> dict[str, Any]:
         factors = {key: [f for f in rope[key] for _ in range(8)] for key in ("short_factor", "long_factor")}
         length = {"original_max_position_embeddings": SIZES["max_position_embeddings"]}  # rows are no longer
         wide |= {"rope_parameters": {**rope, **factors, **length}, "max_position_embeddings": 512, **length}
-    if "mrope_section" in rope:  # whose sum is half of the width of a head
-        scale = wide["head_dim"] // 2 // sum(rope["mrope_section"])
+    if "mrope_section" in rope:  # whose sum is half of the rotated channels of a head
+        channels = int(wide["head_dim"] * rope.get("partial_rotary_factor", 1.0))
+        scale = channels // 2 // sum(rope["mrope_section"])
         wide |= {"rope_parameters": {**rope, "mrope_section": [scale * part for part in rope["mrope_section"]]}}
     if "kv_lora_rank" in sizes:
         wide |= {"num_key_value_heads": SIZES["num_attention_heads"], "head_dim": WIDE["qk_rope_head_dim"]}
