@@ -108,6 +108,8 @@ def widened(sizes: dict[str, Any]) -> dict[str, Any]:
         factors = {key: [f for f in rope[key] for _ in range(8)] for key in ("short_factor", "long_factor")}
         length = {"original_max_position_embeddings": SIZES["max_position_embeddings"]}  # rows are no longer
         wide |= {"rope_parameters": {**rope, **factors, **length}, "max_position_embeddings": 512, **length}
+    if "llama_4_scaling_beta" in rope:  # rows are no longer than the rope's original length
+        wide |= {"rope_parameters": {**rope, "original_max_position_embeddings": SIZES["max_position_embeddings"]}}
     if "mrope_section" in rope:  # whose sum is half of the rotated channels of a head
         channels = int(wide["head_dim"] * rope.get("partial_rotary_factor", 1.0))
         scale = channels // 2 // sum(rope["mrope_section"])

@@ -88,6 +88,7 @@ BASES = {
         "rope_scaling": YARN | {"truncate": False},
     },
     "ministral": COMMON | {"sliding_window": 5},
+    "ministral3": COMMON | {"rope_scaling": YARN | {"llama_4_scaling_beta": 0.1}},
     "cwm": COMMON | {"sliding_window": 5, "rope_scaling": LLAMA3, "bos_token_id": 1},
     "smollm3": COMMON,
     "seed_oss": COMMON | {"attention_dropout": 0.0, "residual_dropout": 0.0},

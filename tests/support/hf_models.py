@@ -75,6 +75,17 @@ MIXER_MODELS: dict[str, dict[str, Any]] = {
     },
 }
 """Models whose layers have one mixer each."""
+MINISTRAL3_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 48,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 NEAR_MODELS: dict[str, dict[str, Any]] = {
     "llama, biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True, **TWO},
     "llama, biases of attention": {"model_type": "llama", "attention_bias": True, **TWO},
@@ -207,6 +218,12 @@ NEAR_MODELS: dict[str, dict[str, Any]] = {
         **TWO,
     },
     "cohere 2": {"model_type": "cohere2", "head_dim": 8, "logit_scale": 0.5, "layer_norm_eps": 1e-3, **WINDOWS, **TWO},
+    "ministral 3": {
+        "model_type": "ministral3",
+        "sliding_window": 7,
+        "rope_parameters": MINISTRAL3_ROPE,
+        **TWO,
+    },
     "llama 4, mixtures in every layer": {
         "model_type": "llama4_text",
         "num_local_experts": 4,

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PretrainedConf
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from tests.support.hf_folders import SIZES, change_weights, read_weights
-from tests.support.hf_models import HYBRID, SHARED_EXPERT
+from tests.support.hf_models import HYBRID, MINISTRAL3_ROPE, SHARED_EXPERT
 
 # transformers 5.24's whole Llama 4 reads this attribute of the output of its text model, which does not have it.
 MoeCausalLMOutputWithPast.image_outputs = None
@@ -77,6 +77,12 @@ WHOLE: dict[str, dict[str, Any]] = {
     "mistral3": {
         "model_type": "mistral3",
         "text_config": TEXT | {"model_type": "mistral", "sliding_window": 7},
+        "vision_config": PIXTRAL,
+        "tie_word_embeddings": False,
+    },
+    "ministral3": {
+        "model_type": "mistral3",
+        "text_config": TEXT | {"model_type": "ministral3", "rope_parameters": MINISTRAL3_ROPE},
         "vision_config": PIXTRAL,
         "tie_word_embeddings": False,
     },

@@ -141,6 +141,7 @@ def given(part: ConfigPart) -> ConfigPart:
     return ConfigPart(read, write)
 
 
+YARN = given(ConfigPart(lambda config: _read(config, ("yarn",)), _write))
 ROPE_OR_YARN = given(ConfigPart(lambda config: _read(config, ("default", "yarn")), _write))
 
 

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from mkd.checkpoint.hf.families import FAMILIES, family_of
 from mkd.checkpoint.hf.families.llama4 import LLAMA4
+from mkd.checkpoint.hf.families.ministral3 import MINISTRAL3
 from mkd.checkpoint.hf.families.nemotron_h import NEMOTRON_H
 from mkd.errors import MkdCheckpointError
 from mkd.models.model_options import attention_factor, scaled_frequencies
@@ -215,7 +216,7 @@ def mkd_facts(config):
             args.max_position_embeddings,
         )
         if family is LLAMA4
-        else None,
+        else (args.max_position_embeddings if family is MINISTRAL3 else None),
         "scales": (args.logit_softcap, args.attention_softcap, args.mup_embedding_mult)
         if family.model_type in GEMMAS
         else None,
@@ -230,7 +231,10 @@ def chunks(args):
 
 
 def llama4_facts(config):
-    """Layers with norms of queries and keys, and the number of tokens that all layers treat alike."""
+    """Layers with norms of queries and keys, and the number of tokens that all layers treat alike; in Ministral 3 the
+    number alone."""
+    if config.model_type == "ministral3":
+        return min(config.max_position_embeddings, config.rope_parameters["original_max_position_embeddings"])
     if config.model_type != "llama4_text":
         return None
     norms = [bool(config.use_qk_norm and rope) for rope in config.no_rope_layers[: config.num_hidden_layers]]
