@@ -18,7 +18,7 @@ from mkd.teacher.inference.pool import ScoringPool
 from mkd.teacher.inference.states_model import StatesModel
 from mkd.teacher.interface import HiddenSignal
 from mkd.teacher.run_ahead import AllRanks, PendingRequest, RunAhead
-from mkd.teacher.service.answers import HiddenAnswers
+from mkd.teacher.service.answers import HiddenAnswers, Received, Uploads
 from mkd.utils.logging import logger
 
 
@@ -103,6 +103,7 @@ class StatesTeacher(TeacherElsewhere[BatchOfStates]):
         self._step: list[PendingRequest[BatchOfStates]] = []
         self._sent: WeakValueDictionary[bytes, Future[Tensor]] = WeakValueDictionary()
         """Answers that a step still needs, by text."""
+        self._uploads = Uploads()
         self._count = 0
 
     @property
@@ -132,6 +133,7 @@ class StatesTeacher(TeacherElsewhere[BatchOfStates]):
         step = self._queue.send(batches, upcoming) if self._sends else []
         self._ranks.wait(step, lambda _: None, self._check_silence, upcoming.is_stopping)
         self._step = step
+        self._uploads.begin(len(step), self._received)
         return self._whole
 
     def _check_silence(self, began: float) -> None:
@@ -155,10 +157,11 @@ class StatesTeacher(TeacherElsewhere[BatchOfStates]):
 
     def _signal(self, number: int) -> HiddenSignal:
         """The signal of this rank's part of a microbatch."""
-        received = None
-        if self._pool is not None:
-            pending = self._step[number]
-            parts = [answer.result() for answer in pending.answers]
-            states = torch.cat(parts) if parts else torch.empty(0, self._answers.columns, dtype=self._answers.dtype)
-            received = (pending.request.wanted, states)
-        return self._answers.signal(self._whole[number], received)
+        return self._answers.signal(self._whole[number], None if self._pool is None else self._uploads.take(number))
+
+    def _received(self, number: int) -> Received:
+        """The answers for a microbatch of the step."""
+        pending = self._step[number]
+        parts = [answer.result() for answer in pending.answers]
+        states = torch.cat(parts) if parts else torch.empty(0, self._answers.columns, dtype=self._answers.dtype)
+        return pending.request.wanted, states

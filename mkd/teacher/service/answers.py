@@ -109,7 +109,7 @@ class HiddenAnswers:
 
         Args:
             whole: the microbatch in the teacher's tokens, on the host.
-            received: on the rank that leads the replica, else None.
+            received: on the device of the rank that leads the replica, else None.
         """
         return HiddenSignal(self._hidden(whole, received), self.head, self.logit_map, self.view)
 
@@ -166,7 +166,7 @@ class TargetAnswers:
 
 def _spread(received: Received, whole: KDBatch, change: Callable[[Tensor], Tensor] | None = None) -> Tensor:
     """[b, s, columns] on the device, of values that `change` returns; 0 for tokens that are not wanted."""
-    wanted, found = (one if one.is_cuda else one.pin_memory().to("cuda", non_blocking=True) for one in received)
+    wanted, found = received
     found = found if change is None else change(found)
     spread = torch.zeros(whole.tokens.numel(), found.shape[1], dtype=found.dtype, device="cuda")
     return spread.index_copy_(0, wanted, found).view(*whole.tokens.shape, -1)
