@@ -527,7 +527,6 @@ def check_on_policy(kd: KDFields) -> None:
     reasons = {
         "--kd-ratio 0": (kd.is_plain_pretraining, "the teacher is not run"),
         "--kd-teacher-cache": (kd.teacher_cache is not None, "it has no targets of texts that are not written yet"),
-        "--kd-hidden-loss": (kd.hidden_loss is not None, "it has not been tested"),
         "--kd-balance": (kd.balance and largest == 1.0, "where all texts are written, there is no cross-entropy"),
     }
     for flag, (given, reason) in reasons.items():

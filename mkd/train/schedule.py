@@ -205,7 +205,8 @@ class TeacherThenStudent:
     def _writing(self, chunks: Sequence[nn.Module]) -> Iterator[None]:
         """The state in which the student writes: its parameters are up to date, the optimizer's state may be away."""
         gather_parameters(chunks)
-        with nullcontext() if self.offload is None else self.offload.away():
+        layers = nullcontext() if self.hidden_layers is None else self.hidden_layers.paused()
+        with layers, nullcontext() if self.offload is None else self.offload.away():
             yield
 
     def _begins_early(self, iteration: int, rows: int) -> bool:

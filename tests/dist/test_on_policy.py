@@ -4,7 +4,7 @@ Without `-m slow`, each layout but TP 2 x PP 2 writes either half of the answers
 shares.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from mkd.rollout.on_policy import OnPolicy
 from mkd.rollout.rows import WrittenRowOptions
 from mkd.teacher.ensemble import TeacherEnsemble
 from mkd.teacher.online import OnlineTeacher
+from mkd.train.hidden_layers import HiddenLayers
 from mkd.train.objective import LossContext
 from mkd.train.schedule import TeacherThenStudent
 from mkd.train.step import ForwardStep
@@ -214,7 +215,12 @@ def given_rows() -> list[dict[str, Tensor]]:
 
 
 def oracle(
-    folders: list[Path], texts: Mapping[int, Text], spec: LossSpec, into: Path, names: Mapping[int, int] | None = None
+    folders: list[Path],
+    texts: Mapping[int, Text],
+    spec: LossSpec,
+    into: Path,
+    names: Mapping[int, int] | None = None,
+    hidden_weight: float = 0.0,
 ) -> tuple[float, list[int]]:
     """Loss of a step in float64, and the teacher of each row; the gradients are saved as weights of a folder like the
     student's.
@@ -225,6 +231,7 @@ def oracle(
         spec: the divergence.
         into: folder of the gradients.
         names: row -> the teacher that its record names.
+        hidden_weight: W of the distance between the outputs of the first layers.
     """
     student, *teachers = (
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
@@ -241,10 +248,17 @@ def oracle(
         else:
             ids, used = row["tokens"][None], row["loss_mask"] > 0
             labels = row["labels"][used]
-        z, each = student(ids).logits[0, used], [teacher(ids).logits[0, used].detach() for teacher in teachers]
+        output, others = (
+            student(ids, output_hidden_states=True),
+            [teacher(ids, output_hidden_states=True) for teacher in teachers],
+        )
+        z, each = output.logits[0, used], [other.logits[0, used].detach() for other in others]
         rates = [torch.nn.functional.cross_entropy(u, labels).item() for u in each]
         chosen.append((names or {}).get(number, rates.index(min(rates))))
         kd.append(DIVERGENCES[spec.divergence](z, each[chosen[-1]], spec))
+        if hidden_weight:
+            ours, theirs = (one.hidden_states[1][0, used] for one in (output, others[0]))
+            kd[-1] = kd[-1] + hidden_weight * (ours - theirs.detach()).square().mean(dim=-1)
         if number not in texts:
             ce.append(torch.nn.functional.cross_entropy(z, row["labels"][used], reduction="none"))
     loss = torch.cat(kd).mean()
@@ -259,7 +273,13 @@ def oracle(
 
 
 def step_of_folders(
-    rank: int, world_size: int, folders: list[Path], kind: Divergence, share: float, names: Sequence[int] = ()
+    rank: int,
+    world_size: int,
+    folders: list[Path],
+    kind: Divergence,
+    share: float,
+    names: Sequence[int] = (),
+    hidden_weight: float = 0.0,
 ) -> tuple[dict[int, Text], dict[str, list[float]], dict[str, Tensor]]:
     """Written texts by row, reports (name -> [sum, count]) and gradients of a step.
 
@@ -269,17 +289,18 @@ def step_of_folders(
         kind: of the divergence.
         share: L.
         names: the teacher that the record of each prompt names.
+        hidden_weight: see `oracle`.
     """
     with parallel_state(Layout()):
         groups = Groups.from_megatron()
         sources = [HFFolder(folder, "--hf") for folder in folders]
-        chunks = student_of(sources[0], groups)
         policy = on_policy(
             share, teachers=names, options=WrittenRowOptions(is_routed=bool(names)), true_vocab=FOLDER_VOCAB
         )
         ratio, several = 1.0 if share == 1.0 else GIVEN_RATIO, len(sources) > 2
         mode = "select" if several else "sum"
         given = dict(teacher_hf=["T"] * (len(sources) - 1), teachers_mode=mode, on_policy=share, prompts="P")
+        given |= dict(hidden_loss="1:1", hidden_loss_weight=hidden_weight) if hidden_weight else {}
         kd = KDConfig(ratio=ratio, loss=kind, **given)
         teacher, *others = (
             OnlineTeacher.build(
@@ -289,7 +310,12 @@ def step_of_folders(
         )
         if several:
             teacher = TeacherEnsemble((teacher, *others), (1.0,) * (1 + len(others)), selecting=True)
-        schedule = TeacherThenStudent(kd, groups, teacher, FOLDER_VOCAB, lambda: 0, on_policy=policy)
+        layers = None
+        if hidden_weight:
+            recorder = teacher.record_layers({1})
+            layers = HiddenLayers(kd.layer_pairs, kd.hidden_loss_type, hidden_weight, groups, recorder, seed=1)
+        chunks = student_of(sources[0], groups, [layers.attach] if layers else [])
+        schedule = TeacherThenStudent(kd, groups, teacher, FOLDER_VOCAB, lambda: 0, layers, on_policy=policy)
         rows = given_rows()
         reports = schedule.around(get_forward_backward_func(pp_size=1, vp_size=None))(
             forward_step_func=ForwardStep(LossContext(groups, FOLDER_VOCAB)),
@@ -315,8 +341,10 @@ def config_of(source: HFFolder) -> Any:
     return config
 
 
-def student_of(source: HFFolder, groups: Groups) -> list:
-    chunks = GPTModelBuilder(config_of(source)).build_distributed_models(
+def student_of(source: HFFolder, groups: Groups, hooks: Sequence[Callable] = ()) -> list:
+    config = config_of(source)
+    config.pre_wrap_hooks += hooks
+    chunks = GPTModelBuilder(config).build_distributed_models(
         pg_collection=groups.collection,
         ddp_config=DistributedDataParallelConfig(),
         data_parallel_random_init=False,
@@ -375,6 +403,27 @@ def nearly_equal(folder: Path, other: Path) -> Path:
         model.lm_head.weight.add_(torch.randn(model.lm_head.weight.shape, generator=generator), alpha=0.1)
     model.save_pretrained(other)
     return other
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_pairs_of_layers(gloo_pool, tmp_path: Path, share: float) -> None:
+    """The distance between hidden states counts on written tokens as the divergence does, and not while they are
+    written."""
+    folders = [make_llama(tmp_path / name, **own) for name, own in (("s", SIZES), ("t", {**SIZES, "head_dim": 24}))]
+    ((texts, sums, gradients),) = gloo_pool(1).run(step_of_folders, folders, "reverse_kl", share, (), 0.7)
+    loss, _ = oracle(folders, texts, LossSpec(divergence="reverse_kl"), tmp_path / "gradients", hidden_weight=0.7)
+    assert mean(sums["loss"]) == pytest.approx(loss, rel=FP32) and mean(sums["hidden"]) > 0.0
+    compare_gradients(gloo_pool, gradients, tmp_path / "gradients")
+
+
+def test_pairs_of_layers_on_two_stages(gloo_pool) -> None:
+    """The teacher runs first; the layers of some pairs are on different stages."""
+    policy, models = on_policy(0.5), Models(hidden_loss="2:6,3:2,4:8")
+    one, two = (
+        combine(gloo_pool(ranks).run(kd_step, own, models, in_layout(policy, own)))
+        for ranks, own in ((1, Layout()), (2, Layout(pp=2)))
+    )
+    compare(two, one)
 
 
 SIZES = {"num_hidden_layers": 2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}

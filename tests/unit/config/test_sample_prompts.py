@@ -190,7 +190,6 @@ def test_optimizers_whose_state_cannot_leave(flag: str) -> None:
             {"teacher_hf": None, "teacher_url": ["http://a:1"], "teacher_cache": "C", "top_k": 8},
             "does not work with --kd-teacher-cache",
         ),
-        ({"hidden_loss": "1:1"}, "does not work with --kd-hidden-loss"),
         (
             {"balance": True, "on_policy": 1.0},
             "--kd-on-policy is 1, which does not work with --kd-balance (where all te",
@@ -203,6 +202,7 @@ def test_optimizers_whose_state_cannot_leave(flag: str) -> None:
 )
 def test_on_policy_with_flags_of_distillation(changes: dict, words: str) -> None:
     kd(**ON_POLICY)
+    kd(**ON_POLICY, hidden_loss="1:1")
     kd(**ON_POLICY, teacher_hf=["A", "B"], teachers_mode="select", xtoken_loss="p_kl", balance=True)
     with pytest.raises(MkdConfigError) as caught:
         kd(**{**ON_POLICY, **changes})
