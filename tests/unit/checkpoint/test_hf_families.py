@@ -276,7 +276,7 @@ def test_window_includes_the_token_itself():
     assert family_of(config).megatron_args(config)["window_size"] is None
 
 
-WITHOUT_DEFAULTS = ("gpt_oss", "cwm", "dots1")
+WITHOUT_DEFAULTS = ("gpt_oss", "cwm", "dots1", "ministral3")
 """transformers' default rope or normalization is not supported: the keys must be in config.json."""
 
 
