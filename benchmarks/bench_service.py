@@ -192,11 +192,15 @@ class RunningJob:
         if any(rank.returncode for rank in self._ranks):
             raise RuntimeError(last_error(self.output.read_text(errors="replace")))
 
-    def end(self) -> None:
-        """Ask the ranks to end, and kill those that do not."""
+    def terminate(self) -> None:
+        """Ask the ranks to end."""
         for rank in self._ranks:
             with suppress(ProcessLookupError):
                 rank.send_signal(signal.SIGTERM)
+
+    def end(self) -> None:
+        """Ask the ranks to end, and kill those that do not."""
+        self.terminate()
         for rank in self._ranks:
             try:
                 rank.wait(20.0)
@@ -380,7 +384,10 @@ class Benchmark:
                 for one in started:
                     one.end()
         finally:
-            for one in (job for jobs_of_one in services for job in jobs_of_one):
+            left = [job for jobs_of_one in services for job in jobs_of_one]
+            for one in left:
+                one.terminate()
+            for one in left:
                 one.end()
 
     def run_sharing(self) -> None:
