@@ -19,8 +19,8 @@ _SHARED_BYTES = 64 << 10
 """Reads in flight need this much shared memory at most; wider heads are read one block at a time."""
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Triton's interpreter has no loops over a range with loaded bounds."""
-_TOKENS = 4096
-"""Logits per program of the sampling kernel."""
+_TOKENS, _TOKEN_WARPS = 1024, 2
+"""Logits per program of the sampling kernel, and its warps."""
 
 
 def attend_triton(
@@ -267,7 +267,7 @@ def sampled_triton(logits: Tensor, keys: Tensor, first: int, temperature: float)
     columns = torch.empty(texts, blocks, dtype=torch.int64, device=logits.device)
     divisor = torch.full((1,), temperature, dtype=torch.float64, device=logits.device)
     _sample_kernel[(texts, blocks)](
-        logits, keys, divisor, values, columns, logits.stride(0), count, first, BLOCK=_TOKENS
+        logits, keys, divisor, values, columns, logits.stride(0), count, first, BLOCK=_TOKENS, num_warps=_TOKEN_WARPS
     )
     best, block = values.max(dim=1)
     # Columns behind the last are the largest only where logits are NaN.
