@@ -12,16 +12,17 @@ from mkd.distributed.groups import Groups
 
 def can_capture(chunks: Sequence[nn.Module], groups: Groups) -> bool:
     """True on a GPU, unless the host takes part in the forward pass: pipeline stages exchange messages by its order,
-    it reads the number of tokens of each expert, and FP8 keeps maxima of earlier passes. Collectives of tensor
-    parallelism can be captured, but have not been on several GPUs: `tests/gpu/test_rollout_layouts.py` does it."""
+    it reads the number of tokens of each expert, and FP8 keeps maxima of earlier passes. Overlapped communication keeps
+    sequence parallelism, see `TokenLayout`, which reads the state of the random number generator."""
     config = get_model_config(chunks[0])
     return (
         torch.cuda.is_available()
         and next(chunks[0].parameters()).is_cuda
-        and groups.mp.size() == 1
+        and groups.pp.size() == 1
         and not config.num_moe_experts
         and not config.fp8
         and not config.fp4
+        and not config.tp_comm_overlap
     )
 
 

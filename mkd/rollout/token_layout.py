@@ -2,7 +2,7 @@
 
 Sequence parallelism splits activations, of which such a pass has few, and needs two collectives where one all-reduce
 does. It also forks the state of the random number generator, which a CUDA graph cannot capture. Hence all ranks compute
-all texts in these passes.
+all texts in these passes, and small sums go through symmetric memory where the GPUs allow it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,10 +10,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from megatron.core.utils import get_model_config
 from torch import nn
 
 from mkd.distributed.groups import Groups
+from mkd.distributed.symmetric_memory import symmetric_group
 
 _SEQUENCE_PARALLEL = (
     "sequence_parallel",
@@ -32,8 +34,8 @@ class TokenLayout:
     """(owner, attribute, its value, the value in these passes)."""
 
     @classmethod
-    def of(cls, chunks: Sequence[nn.Module], groups: Groups) -> "TokenLayout":
-        """The layout of a student.
+    def of(cls, chunks: Sequence[nn.Module], groups: Groups, texts: int) -> "TokenLayout":
+        """The layout of a student. Collective over tensor-parallel ranks.
 
         Experts keep theirs: under tensor parallelism, dispatchers split the tokens by sequence parallelism. So do
         layers whose communication Transformer Engine overlaps with products, in buffers of their own.
@@ -41,21 +43,22 @@ class TokenLayout:
         Args:
             chunks: its model chunks on this rank.
             groups: its layout.
+            texts: texts of a pass.
         """
         config = get_model_config(chunks[0])
         if groups.tp.size() == 1 or config.num_moe_experts or config.tp_comm_overlap:
             return cls()
+        tp = symmetric_group(groups.tp, texts * config.hidden_size * torch.float32.itemsize)
         modules = [module for chunk in chunks for module in chunk.modules()]
         configs = {id(one.config): one.config for one in modules if hasattr(one, "config")}
-        owners = (*modules, *configs.values())
-        return cls(
-            tuple(
-                (owner, name, True, False)
-                for owner in owners
-                for name in _SEQUENCE_PARALLEL
-                if vars(owner).get(name) is True
-            )
-        )
+        changes = []
+        for owner in (*modules, *configs.values()):
+            for name, value in vars(owner).items():
+                if name in _SEQUENCE_PARALLEL and value is True:
+                    changes.append((owner, name, value, False))
+                elif value is groups.tp and tp is not groups.tp:
+                    changes.append((owner, name, value, tp))
+        return cls(tuple(changes))
 
     @contextmanager
     def active(self) -> Iterator[None]:
