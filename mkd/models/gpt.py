@@ -34,6 +34,10 @@ def gpt_config(args: Namespace) -> GPTModelConfig:
         args = Namespace(**{**vars(args), "apply_rope_fusion": False})
     if args.squared_relu:  # Megatron fuses biases with other activations only, and refuses to build the model
         args = Namespace(**{**vars(args), "bias_gelu_fusion": False})
+    if args.add_bias_linear and args.activation_func_clamp_value is not None and not args.moe_grouped_gemm:
+        # megatron-core 0.19's fused activation of gpt-oss clamps before it adds the bias, which grouped experts add
+        # themselves.
+        args = Namespace(**{**vars(args), "bias_gelu_fusion": False})
     if args.num_experts is not None and args.moe_grouped_gemm and args.add_bias_linear:
         # Megatron refuses to build grouped experts with biases (gpt-oss) otherwise. The fusion is its default, and a
         # teacher has the student's choice of kernels.

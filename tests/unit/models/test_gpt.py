@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.fusions.fused_bias_geglu import weighted_bias_quick_geglu_impl
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.training.argument_utils import gpt_config_from_args
-from torch import nn
+from torch import Tensor, nn
 
 from mkd.config import flags
 from mkd.errors import MkdConfigError
@@ -68,6 +69,29 @@ def test_grouped_experts_with_biases(experts: dict[str, Any]) -> None:
         TEGroupedMLP(4, gpt_config_from_args(args).transformer, submodules, groups)
     TEGroupedMLP(4, gpt_config(args).transformer, submodules, groups)
     assert args.bias_dropout_fusion is True
+
+
+def gpt_oss_activation(values: Tensor, weights: Tensor, limit: float) -> Tensor:
+    """As in transformers; values: [tokens, gate and up]."""
+    gate, up = values.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1.0) * weights
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_clamped_activations_with_biases(grouped: bool) -> None:
+    """Megatron's fused activation clamps before it adds the bias, which experts one after another leave to it."""
+    generator = torch.Generator().manual_seed(1)
+    values, weights = torch.randn(8, 12, generator=generator), torch.rand(8, 1, generator=generator)
+    bias = torch.full((12,), 0.5)
+    plain = weighted_bias_quick_geglu_impl(values, None, weights, linear_offset=1.0, clamp_value=1.0)
+    assert torch.allclose(plain, gpt_oss_activation(values, weights, 1.0))
+    biased = weighted_bias_quick_geglu_impl(values, bias, weights, linear_offset=1.0, clamp_value=1.0)
+    assert not torch.allclose(biased, gpt_oss_activation(values + bias, weights, 1.0), atol=0.1)
+    args = arguments(num_experts=4, moe_ffn_hidden_size=64, add_bias_linear=True, quick_geglu=True, swiglu=False)
+    args.activation_func_clamp_value, args.moe_grouped_gemm = 1.0, grouped
+    args.bias_gelu_fusion = True
+    assert gpt_config(args).transformer.bias_activation_fusion == grouped
 
 
 @pytest.mark.parametrize("other", ["moe_grouped_gemm", "add_bias_linear"])
