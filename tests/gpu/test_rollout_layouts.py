@@ -38,9 +38,6 @@ def one_gpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return rollouts(tmp_path_factory.mktemp("one") / "one.json", 1)
 
 
-@pytest.mark.parametrize("flags", [(), ("--sequence-parallel",), ("--nccl",)], ids=lambda flags: " ".join(flags) or "-")
+@pytest.mark.parametrize("flags", [(), ("--sequence-parallel",)], ids=lambda flags: " ".join(flags) or "-")
 def test_two_gpus_write_the_texts_of_one(one_gpu: dict[str, Any], tmp_path: Path, flags: tuple[str, ...]) -> None:
-    """Sums go through symmetric memory if the GPUs can read each other's."""
-    found = rollouts(tmp_path / "two.json", 2, *flags)
-    assert found["texts"] == one_gpu["texts"]
-    assert found["symmetric"] == torch.cuda.can_device_access_peer(0, 1)
+    assert rollouts(tmp_path / "two.json", 2, *flags)["texts"] == one_gpu["texts"]

@@ -17,9 +17,7 @@ import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 from megatron.training.models import GPTModelBuilder
 
-import mkd.rollout.token_layout
 from mkd.distributed.groups import Groups
-from mkd.distributed.symmetric_memory import SymmetricGroup, symmetric_group
 from mkd.models.gpt import gpt_config
 from mkd.rollout.interface import Decoding, Request
 from mkd.rollout.write import write_texts
@@ -119,19 +117,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--sequence-parallel", action="store_true")
-    parser.add_argument("--nccl", action="store_true", help="sums by NCCL, as between hosts")
     parser.add_argument("--speed", type=int, nargs="*", default=[], help="texts at once")
     parser.add_argument("--tokens", type=int, default=512, help="new tokens of --speed")
     parser.add_argument("--profile", type=int, help="texts at once of a profile")
     flags = parser.parse_args()
-    if flags.nccl:
-        mkd.rollout.token_layout.symmetric_group = lambda group, _: group
     with ranks() as count:
         layout = Layout(tp=count, sp=flags.sequence_parallel)
         with parallel_state(layout):
             groups = Groups.from_megatron()
             found: dict[str, Any] = {"texts": texts(small_student(layout, groups), layout, groups)}
-            found["symmetric"] = isinstance(symmetric_group(groups.tp, 64), SymmetricGroup)
             chunks = large_student(layout, groups) if flags.speed or flags.profile else []
             found["speed"] = {rows: speed(chunks, layout, groups, rows, flags.tokens) for rows in flags.speed}
             if flags.profile:

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from mkd.rollout import token_layout
 from mkd.rollout.token_layout import TokenLayout
 
 
@@ -30,17 +29,16 @@ def attributes(chunk: torch.nn.ModuleList) -> list[dict[str, Any]]:
     return [{name: getattr(layer, name) for name in own} for layer in chunk] + [dict(vars(chunk.config))]
 
 
-def test_changes_end_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequence parallelism is off and the group of small sums takes the place of the tensor-parallel group."""
-    group, small, sizes = Namespace(size=lambda: 2), object(), []
-    monkeypatch.setattr(token_layout, "symmetric_group", lambda given, size: sizes.append((given, size)) or small)
+def test_changes_end_with_an_error() -> None:
+    """Sequence parallelism is off."""
+    group = Namespace(size=lambda: 2)
     chunk = model(group)
     before = attributes(chunk)
-    layout = TokenLayout.of([chunk], Namespace(tp=group), 16)
-    assert attributes(chunk) == before and sizes == [(group, 16 * 8 * 4)]
+    layout = TokenLayout.of([chunk], Namespace(tp=group))
+    assert attributes(chunk) == before
     with pytest.raises(ZeroDivisionError), layout.active():
         first, second, config = attributes(chunk)
-        assert first == before[0] | {"tp_group": small, "sequence_parallel": False, "_sequence_parallel": False}
+        assert first == before[0] | {"sequence_parallel": False, "_sequence_parallel": False}
         assert second == before[1] | {"sequence_parallel": False, "_sequence_parallel": False}
         assert config == before[2] | {"sequence_parallel": False}
         raise ZeroDivisionError
@@ -48,8 +46,7 @@ def test_changes_end_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"num_moe_experts": 4}, {"tp_comm_overlap": True}, {"size": 1}])
-def test_layouts_that_stay(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
+def test_layouts_that_stay(changes: dict[str, Any]) -> None:
     """Experts, overlapped communication, and one rank."""
-    monkeypatch.setattr(token_layout, "symmetric_group", lambda *_: pytest.fail("no group is needed"))
     group = Namespace(size=lambda: changes.get("size", 2))
-    assert TokenLayout.of([model(group, **changes)], Namespace(tp=group), 16).changes == ()
+    assert TokenLayout.of([model(group, **changes)], Namespace(tp=group)).changes == ()
