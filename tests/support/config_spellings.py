@@ -88,6 +88,15 @@ BASES = {
         "rope_scaling": YARN | {"truncate": False},
     },
     "ministral": COMMON | {"sliding_window": 5},
+    "granitemoehybrid": COMMON
+    | GRANITE
+    | {
+        "num_local_experts": 0,
+        "shared_intermediate_size": 20,
+        "layer_types": ["attention", "attention"],
+        "position_embedding_type": "rope",
+        "mamba_n_heads": 4,
+    },
     "ministral3": COMMON | {"rope_scaling": YARN | {"llama_4_scaling_beta": 0.1}},
     "cwm": COMMON | {"sliding_window": 5, "rope_scaling": LLAMA3, "bos_token_id": 1},
     "smollm3": COMMON,

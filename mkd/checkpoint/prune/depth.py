@@ -54,6 +54,12 @@ class TensorSource:
     """Size of each dimension, as names of `Dims`."""
 
 
+_FFN_WIDTHS = ("shared_intermediate_size", "intermediate_size")
+"""Keys of the width of a dense MLP; a family writes the first one only if it is this width (Granite 4)."""
+_WITHOUT_MAMBA = ("mamba_n_heads", "mamba_d_head")
+"""Keys that Granite 4 writes so that transformers accepts any hidden_size in a model without Mamba layers."""
+
+
 class PrunableTeacher:
     """A folder to prune, checked: it holds exactly the tensors that its config.json implies."""
 
@@ -160,9 +166,10 @@ class PrunableTeacher:
         if dense := config.get("first_k_dense_replace"):
             config["first_k_dense_replace"] = sum(layer < dense for layer in layers)
         if dims != self.dims:
-            config |= {
+            written = self.family.hf_config(self.args)
+            config |= {key: written[key] for key in _WITHOUT_MAMBA if key in written} | {
                 "hidden_size": dims.hidden,
-                "intermediate_size": dims.ffn,
+                next((key for key in _FFN_WIDTHS if key in written), _FFN_WIDTHS[-1]): dims.ffn,
                 "num_attention_heads": dims.heads,
                 "num_key_value_heads": dims.groups,
                 "head_dim": dims.head_dim,

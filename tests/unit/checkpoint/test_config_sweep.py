@@ -128,8 +128,8 @@ def activation(model):
     for module in model.modules():
         if hasattr(module, "limit"):
             return (module.alpha, module.limit)
-    module = next(module for module in model.modules() if hasattr(module, "act_fn") or hasattr(module, "activation_fn"))
-    function = getattr(module, "act_fn", None) or module.activation_fn
+    names = ("act_fn", "activation_fn", "activation")
+    function = next(getattr(module, name) for module in model.modules() for name in names if hasattr(module, name))
     if "GELU" in repr(function):
         return "gelu_tanh" if "tanh" in repr(function).lower() else repr(function)
     return "silu" if type(function) in (nn.SiLU, type(nn.SiLU())) or "SiLU" in repr(function) else repr(function)

@@ -2,6 +2,7 @@
 
 import math
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -276,8 +277,8 @@ def test_window_includes_the_token_itself():
     assert family_of(config).megatron_args(config)["window_size"] is None
 
 
-WITHOUT_DEFAULTS = ("gpt_oss", "cwm", "dots1", "ministral3")
-"""transformers' default rope or normalization is not supported: the keys must be in config.json."""
+WITHOUT_DEFAULTS = ("gpt_oss", "cwm", "dots1", "ministral3", "granitemoehybrid")
+"""transformers' default rope, normalization or layers are not supported: the keys must be in config.json."""
 
 
 @pytest.mark.parametrize(
@@ -347,6 +348,22 @@ def test_unsupported_value_of_a_family_is_named(architecture, key, value):
     config = {**QWEN3_MOE, "architectures": [architecture], key: value}
     with pytest.raises(MkdCheckpointError, match=re.escape(f'"{key}" is {value!r}')):
         family_of(config).megatron_args(config)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "nearest"),
+    [
+        ("layer_types", ["mamba", "attention", "mamba", "mamba"], "nearest family with Mamba layers is Nemotron-H"),
+        ("num_local_experts", 64, "nearest with experts is Qwen2-MoE"),
+        ("position_embedding_type", "nope", "only 'rope' is supported"),
+    ],
+)
+def test_unsupported_granite_4(key: str, value: Any, nearest: str) -> None:
+    config = {**QWEN3_MOE, "architectures": ["GraniteMoeHybridForCausalLM"], "num_local_experts": 0}
+    config |= {"layer_types": ["attention"] * 4, "position_embedding_type": "rope"}
+    assert family_of(config).megatron_args(config)["ffn_hidden_size"] == 1024
+    with pytest.raises(MkdCheckpointError, match=re.escape(f'"{key}" is {value!r}') + f".*{nearest}"):
+        family_of(config).megatron_args(config | {key: value})
 
 
 def test_rope_scaling_replaces_rope_parameters():

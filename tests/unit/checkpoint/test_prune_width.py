@@ -18,6 +18,7 @@ from mkd.errors import MkdCheckpointError
 from tests.support.chats import MARKED, chat_tokenizer, talk, write_lines
 from tests.support.e2e.small_job import VOCAB
 from tests.support.hf_folders import change_json, change_weights, make_model, read_weights, reference_logits
+from tests.support.hf_models import NEAR_MODELS
 from tests.support.tolerance import FP32, assert_close_norm
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]])
@@ -140,6 +141,16 @@ def test_with_layers(tmp_path):
     old, new = read_weights(teacher), read_weights(tmp_path / "student")
     kept = magnitude_importance(*model_of(teacher)).hidden.topk(30).indices.sort().values
     assert torch.equal(new["model.layers.1.mlp.up_proj.weight"], old["model.layers.2.mlp.up_proj.weight"][:, kept])
+    assert reference_logits(tmp_path / "student", TOKENS).isfinite().all()
+
+
+def test_granite_4(tmp_path):
+    """The width of its MLPs has a key of its own, and transformers checks widths of Mamba layers that are not there."""
+    sizes = {name: value for name, value in NEAR_MODELS["granite 4, dense"].items() if name not in SMALL}
+    teacher = make_teacher(tmp_path / "teacher", **sizes)
+    assert run(teacher, tmp_path / "student", *SIZES) == 0
+    config = json.loads((tmp_path / "student/config.json").read_text())
+    assert (config["hidden_size"], config["shared_intermediate_size"]) == (30, 40)
     assert reference_logits(tmp_path / "student", TOKENS).isfinite().all()
 
 

@@ -40,7 +40,7 @@ from mkd.checkpoint.hf.families.dense import (
 from mkd.checkpoint.hf.families.family import Family
 from mkd.checkpoint.hf.families.gemma import GEMMA2, GEMMA3
 from mkd.checkpoint.hf.families.glm import GLM4
-from mkd.checkpoint.hf.families.granite import GRANITE
+from mkd.checkpoint.hf.families.granite import GRANITE, GRANITE4
 from mkd.checkpoint.hf.families.llama4 import LLAMA4
 from mkd.checkpoint.hf.families.ministral3 import MINISTRAL3
 from mkd.checkpoint.hf.families.mixtures import (
@@ -65,7 +65,7 @@ from mkd.errors import MkdCheckpointError
 FAMILIES = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, QWEN3_MOE, MIXTRAL, DEEPSEEK_V3, GPT_OSS),
     *(OLMO2, OLMO3, GEMMA2, GEMMA3, GLM4),
-    *(MINISTRAL, MINISTRAL3, CWM, SMOLLM3, SEED_OSS, ERNIE, HELIUM, GLM, ARCEE, YOUTU, GRANITE),
+    *(MINISTRAL, MINISTRAL3, CWM, SMOLLM3, SEED_OSS, ERNIE, HELIUM, GLM, ARCEE, YOUTU, GRANITE, GRANITE4),
     *(QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE),
     *(OLMOE, LLAMA4, COHERE2, NEMOTRON_H),
     *(QWEN2_MOE, DEEPSEEK_V2, GLM4_MOE, DOTS1, SOLAR_OPEN, GLM4_MOE_LITE),
