@@ -140,6 +140,9 @@ def write_pair(folder: Path, sizes: dict[str, Any]) -> None:
         for key, value in model.named_buffers():
             if key.endswith("e_score_correction_bias"):
                 value.uniform_(-0.1, 0.1)
+        for key, value in model.named_parameters():
+            if key.endswith("_proj_bias"):  # of experts, which a new model has at 0
+                value.data.uniform_(-0.5, 0.5)
         model.save_pretrained(folder / name)
 
 
