@@ -8,7 +8,10 @@ FILE = "commit.txt"
 
 
 def commit_of(package: Path) -> str:
-    """Commit of a package's checkout, with "+" if its files differ from it; of an installation that of its build."""
+    """Commit of a package's checkout, with "+" if its files differ from it; of an installation that of its build.
+
+    A host that runs an installed package may have no git.
+    """
     git = ["git", "-C", str(package), "-c", "core.fsmonitor=false"]
     try:
         ours = subprocess.run([*git, "ls-files", "--error-unmatch", "__init__.py"], capture_output=True, timeout=10)
@@ -16,6 +19,6 @@ def commit_of(package: Path) -> str:
             describe = [*git, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
             return subprocess.run(describe, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        return "unknown"
+        pass  # no git, or a damaged checkout, which has no stored commit either
     stored = package / FILE
     return stored.read_text() if stored.is_file() else "unknown"

@@ -112,7 +112,7 @@ def test_commit_is_that_of_the_package_only(tmp_path: Path, monkeypatch: pytest.
     assert commit_of(package).endswith("+")
 
 
-def test_commit_of_an_installation(tmp_path: Path) -> None:
+def test_commit_of_an_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A build of this checkout stores its commit in the package."""
     root = Path(mkd.__file__).parents[1]
     pytest.importorskip("setuptools", "77")  # that of pyproject.toml
@@ -121,7 +121,10 @@ def test_commit_of_an_installation(tmp_path: Path) -> None:
     build = [sys.executable, "setup.py", "-q", "build", "--build-base", tmp_path, "egg_info", "--egg-base", tmp_path]
     subprocess.run(build, cwd=root, check=True, capture_output=True)
     package = tmp_path / "lib/mkd"
-    assert commit_of(package) == (package / FILE).read_text() == commit_of(root / "mkd")
+    stored = commit_of(root / "mkd")
+    assert commit_of(package) == (package / FILE).read_text() == stored
+    monkeypatch.setenv("PATH", str(tmp_path))  # a host without git
+    assert commit_of(package) == stored and commit_of(root / "mkd") == "unknown"
 
 
 def test_hash_of_the_code_depends_on_names_and_content(tmp_path: Path) -> None:
