@@ -12,7 +12,7 @@ from mkd.job.memory.estimate import CONTEXT_BYTES, FRAGMENTED
 from mkd.job.memory.parameters import outside_of_layers, parameters_of_stage
 from mkd.report.flops import FlopCounter
 
-STUDENT_TIME = 1.25
+STUDENT_TIME = 1.15
 """Time of an operation of the student's training, relative to one of a teacher's forward pass in bf16: measured with 8B
 and 1B, one H200 each (docs/benchmarks.md). Its matrices are smaller, and optimizer and loss have few operations."""
 FP8_TIME = 0.66
