@@ -231,6 +231,8 @@ def compare(runs: dict[str, Future], name: str) -> None:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layout_trains_like_one_gpu(runs: dict[str, Future], name: str) -> None:
+    one = runs["one GPU"].result()
+    assert one[-1]["ce"] < one[0]["ce"]
     compare(runs, name)
 
 
