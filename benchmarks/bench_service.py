@@ -193,13 +193,13 @@ class RunningJob:
             raise RuntimeError(last_error(self.output.read_text(errors="replace")))
 
     def terminate(self) -> None:
-        """Ask the ranks to end."""
+        """Send SIGTERM to the ranks."""
         for rank in self._ranks:
             with suppress(ProcessLookupError):
                 rank.send_signal(signal.SIGTERM)
 
     def end(self) -> None:
-        """Ask the ranks to end, and kill those that do not."""
+        """Terminate the ranks, and kill those that are still running after 20 s each."""
         self.terminate()
         for rank in self._ranks:
             try:

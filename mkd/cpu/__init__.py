@@ -55,7 +55,7 @@ def target_device() -> torch.device:
 
 
 def compute_capability() -> tuple[int, int] | None:
-    """Compute capability of the GPUs of this command line's job; None on CPU, and where no GPU is at hand to ask."""
+    """Compute capability of the GPUs of this command line's job; None on CPU, and where it is unknown."""
     if is_target():
         return None
     if _stands_in:

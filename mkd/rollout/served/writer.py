@@ -66,7 +66,7 @@ class ServedWriter:
     """Keeps the texts for a job that is killed before the next checkpoint; None without checkpoints."""
     _ranks: AllRanks | None = None
     _weights: StudentWeights | None = field(default=None, init=False)
-    _step: "_Step | None" = field(default=None, init=False)
+    _step: _Step | None = field(default=None, init=False)
     """The latest step, with its texts."""
     _is_resuming: bool = field(default=True, init=False)
     """True until texts are written that no earlier job has written."""

@@ -60,10 +60,10 @@ def test_prompts_that_are_conversations(tmp_path: Path) -> None:
 
 
 def test_ends_without_a_counterpart(cross: CrossTokenizers, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr("mkd.job.cross_tokenizer.logger.warning", said.append)
+    warnings: list[str] = []
+    monkeypatch.setattr("mkd.job.cross_tokenizer.logger.warning", warnings.append)
     end = cross.encoder.tokenizers[0].tokenizer.eos_token_id
     cross.warn_of_ends(frozenset({end, 3}))
-    assert said == []
+    assert warnings == []
     cross.warn_of_ends(frozenset({3}))
-    assert len(said) == 1 and "teacher has no token like" in said[0] and "--kd-projection" in said[0]
+    assert len(warnings) == 1 and "teacher has no token like" in warnings[0] and "--kd-projection" in warnings[0]
