@@ -8,6 +8,7 @@ No other package checks for a GPU.
 import os
 import sys
 import warnings
+from typing import Any
 
 import torch
 
@@ -63,6 +64,11 @@ def compute_capability() -> tuple[int, int] | None:
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
 
+def _uncompiled(function: Any = None, **options: Any) -> Any:
+    """`torch.compile`, as a function or a decorator with options, without compilation."""
+    return function if function is not None else lambda decorated: decorated
+
+
 def activate(stands_in: bool = False, capability: tuple[int, int] | None = None) -> None:
     """Redirect CUDA to CPU and NCCL to gloo in this process. Calling it again does nothing.
 
@@ -70,7 +76,7 @@ def activate(stands_in: bool = False, capability: tuple[int, int] | None = None)
         stands_in: the job itself will run on GPUs; this process only examines its command line, and keeps its flags.
         capability: compute capability of those GPUs, if it is known.
     """
-    import torch._dynamo  # noqa: F401 - registers torch.cuda's functions by identity, so it must see the originals
+    import torch._dynamo  # registers torch.cuda's functions by identity, so it must see the originals
 
     from mkd.cpu import cuda_stubs, device_mode, gloo
 
@@ -83,7 +89,9 @@ def activate(stands_in: bool = False, capability: tuple[int, int] | None = None)
     warnings.filterwarnings("ignore", message="Using a non-tuple sequence for multidimensional indexing")
     global _stands_in, _capability
     _stands_in, _capability = stands_in, capability
-    if not stands_in:  # the environment of a stand-in is inherited by the jobs for GPUs that it starts
+    if stands_in:  # its environment is inherited by the jobs for GPUs that it starts, and stays as it is
+        torch.compile = _uncompiled  # nothing is computed here, and the compiler takes a second to import
+    else:
         # jit_fuser compiles through the CUDA stream API; eager is also faster to start.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
         # Megatron requires it under tensor parallelism, for the order of CUDA kernels.

@@ -81,9 +81,12 @@ def test_a_stand_in_leaves_the_environment_of_jobs_for_gpus_alone(monkeypatch, s
     for name in ("_stands_in", "_capability"):
         monkeypatch.setattr(mkd.cpu, name, None)
     monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(torch, "compile", torch.compile)  # restored
     mkd.cpu.activate(stands_in, (9, 0))
     assert os.environ.get("TORCHDYNAMO_DISABLE") == (None if stands_in else "1")
     assert bool(os.environ) != stands_in
+    if stands_in:
+        assert torch.compile(len) is len and torch.compile(mode="default")(len) is len
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", "cuda:3", 0, 2])
