@@ -28,7 +28,13 @@ from tests.support.vision_language import PUBLISHED, WHOLE, make_whole
 FEW = ["qwen2_5_vl", "gemma3"]
 """Models of every layout without `-m slow`: one with mrope, one with tensors under other names."""
 EXPERTS = ["qwen3_vl_moe", PUBLISHED, "llama4"]
-SLOW_LAYOUTS = [pytest.param(name, WHOLE, marks=pytest.mark.slow) for name in ("TP2", "PP2", "TP2 x PP2")]
+ALIKE = ["glm46v", "llava_next", "llava_onevision", "idefics3"]
+"""Models whose text model is that of another one."""
+OTHERS = [name for name in WHOLE if name not in ALIKE]
+SLOW_LAYOUTS = [
+    pytest.param("TP1", ALIKE, marks=pytest.mark.slow),
+    *(pytest.param(name, WHOLE, marks=pytest.mark.slow) for name in ("TP2", "PP2", "TP2 x PP2")),
+]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +59,7 @@ def errors_of(rank: int, world_size: int, folders: dict[str, Any], tp: int, pp: 
     return errors
 
 
-@pytest.mark.parametrize(("name", "models"), [("TP1", WHOLE), ("TP2 x PP2", FEW), *SLOW_LAYOUTS])
+@pytest.mark.parametrize(("name", "models"), [("TP1", OTHERS), ("TP2 x PP2", FEW), *SLOW_LAYOUTS])
 def test_logits(gloo_pool: Any, folders: dict[str, Any], name: str, models: Iterable[str]) -> None:
     tp, pp, _ = LAYOUTS[name]
     folders = {name: folders[name] for name in models}
