@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/security.md"
 FILES = [
     path for folder in ("mkd", "tools", "benchmarks", "examples") for path in sorted((ROOT / folder).rglob("*.py"))
-] + [ROOT / "pretrain_kd.py"]
+] + [ROOT / "pretrain_kd.py", ROOT / "setup.py"]
 
 CALLS: dict[str, tuple[str, ...]] = {
     "runs": (
