@@ -65,6 +65,26 @@ def train_biased_experts_on_whole_ranks() -> None:
         linear.__init__, linear.forward = with_whole_bias(linear.__init__), with_own_output(linear.forward)
 
 
+def add_router_biases_in_fp32() -> None:
+    """Add the router's bias (gpt-oss) to its logits in their dtype. Calling it again does nothing.
+
+    With Transformer Engine, megatron-core 0.19 passes a bias of bf16 to a product whose output is fp32
+    (--moe-router-dtype fp32). Transformer Engine sets the type of a bias in FP8 products only, and cuBLASLt takes that
+    of the output otherwise: it reads two numbers of bf16 as one of fp32, and memory behind the bias.
+    """
+    from megatron.core.transformer.moe import moe_utils, router
+
+    product = router.router_gating_linear
+    if moe_utils.te_general_gemm is None or product.__module__ == __name__:
+        return
+
+    def logits_of(tokens: Any, weight: Any, bias: Any, dtype: Any) -> Any:
+        logits = product(tokens, weight, None, dtype)
+        return logits if bias is None else logits + bias.to(dtype)
+
+    router.router_gating_linear = logits_of
+
+
 def with_whole_bias(init: Callable[..., None]) -> Callable[..., None]:
     """A constructor of row-parallel layers after which the bias of an expert has its whole gradient on each rank."""
 

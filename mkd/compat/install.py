@@ -4,7 +4,11 @@ from collections.abc import Sequence
 
 from mkd.compat.checkpoints import CheckpointHooks, install_checkpoint_hooks
 from mkd.compat.data_iterator import allow_finished_jobs
-from mkd.compat.experts import balance_experts_over_unequal_ranks, train_biased_experts_on_whole_ranks
+from mkd.compat.experts import (
+    add_router_biases_in_fp32,
+    balance_experts_over_unequal_ranks,
+    train_biased_experts_on_whole_ranks,
+)
 from mkd.compat.optimizer import (
     resume_distributed_optimizer,
     resume_experts_on_other_ranks,
@@ -26,6 +30,7 @@ def install_at_start(argv: Sequence[str]) -> None:
     use_prebuilt_dataset_helpers()
     balance_experts_over_unequal_ranks()
     train_biased_experts_on_whole_ranks()
+    add_router_biases_in_fp32()
 
 
 def install(

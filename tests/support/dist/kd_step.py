@@ -26,34 +26,38 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron.training.models import GPTModelBuilder
 from torch import Tensor, nn
 
-from mkd.config.flags import default_arguments
-from mkd.compat.experts import train_biased_experts_on_whole_ranks, balance_experts_over_unequal_ranks
-from mkd.config.kd_config import HiddenLossType, KDConfig
-from mkd.cpu.flags import set_cpu_values
-from mkd.config.megatron_checks import length_multiple
-from mkd.distributed.groups import Groups, ParallelLayout, ParallelSizes
-from mkd.train.hidden_layers import HiddenLayers
-from mkd.job.cached_teacher import CachedTeacherSpec, open_cache
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.load import load_hf_weights
+from mkd.compat.experts import (
+    add_router_biases_in_fp32,
+    balance_experts_over_unequal_ranks,
+    train_biased_experts_on_whole_ranks,
+)
+from mkd.config.flags import default_arguments
+from mkd.config.kd_config import HiddenLossType, KDConfig
+from mkd.config.megatron_checks import length_multiple
+from mkd.config.values import ServedTargets, SignalsMemory, XTokenLoss
+from mkd.cpu.flags import set_cpu_values
+from mkd.distributed.groups import Groups, ParallelLayout, ParallelSizes
+from mkd.job.cached_teacher import CachedTeacherSpec, open_cache
 from mkd.job.elsewhere.inference_states import StatesSource, StatesTeacherSpec
 from mkd.job.elsewhere.inference_teacher import InferenceSource, InferenceTeacherSpec
 from mkd.job.elsewhere.served_teacher import ServedSource, ServedTeacherSpec
 from mkd.losses import LossOptions
 from mkd.models.gpt import gpt_config
-from mkd.train.schedule import TeacherThenStudent
-from mkd.train.step import ForwardStep
 from mkd.rollout.on_policy import OnPolicy
 from mkd.teacher.cache.teacher import CachedTeacher
+from mkd.teacher.ensemble import TeacherEnsemble
+from mkd.teacher.forward_pass import PassSize
 from mkd.teacher.inference.states_teacher import StatesTeacher
 from mkd.teacher.inference.teacher import InferenceTeacher
-from mkd.teacher.service.client import ServedTeacher
-from mkd.teacher.resharded.teacher import ReshardedTeacher
-from mkd.teacher.forward_pass import PassSize
 from mkd.teacher.online import ForwardOptions, OnlineTeacher
-from mkd.teacher.ensemble import TeacherEnsemble
+from mkd.teacher.resharded.teacher import ReshardedTeacher
+from mkd.teacher.service.client import ServedTeacher
+from mkd.train.hidden_layers import HiddenLayers
 from mkd.train.objective import CrossTokenizer, LossContext
-from mkd.config.values import ServedTargets, SignalsMemory, XTokenLoss
+from mkd.train.schedule import TeacherThenStudent
+from mkd.train.step import ForwardStep
 from tests.support.dist import kd_pairs
 from tests.support.dist.kd_samples import ROW, VOCAB, DataName, MaskName, microbatches
 
@@ -188,7 +192,8 @@ class Models:
         """Sizes of the student, and what it recomputes."""
         recomputed = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
         balanced: dict[str, Any] = dict(
-            moe_router_load_balancing_type=list(self.balancing), moe_aux_loss_coeff=[self.aux_loss] * len(self.balancing)
+            moe_router_load_balancing_type=list(self.balancing),
+            moe_aux_loss_coeff=[self.aux_loss] * len(self.balancing),
         )
         if len(self.balancing) == 1:
             balanced = {name: value[0] for name, value in balanced.items()}
@@ -352,6 +357,7 @@ def parallel_state(layout: Layout) -> Iterator[None]:
     model_parallel_cuda_manual_seed(1)
     balance_experts_over_unequal_ranks()
     train_biased_experts_on_whole_ranks()
+    add_router_biases_in_fp32()
     try:
         yield
     finally:

@@ -5,9 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.transformer.moe import router
+from megatron.core.transformer.moe import moe_utils, router
+from torch.nn.functional import linear
 
-from mkd.compat.experts import balance_experts_over_unequal_ranks, with_own_output, with_whole_bias
+from mkd.compat.experts import (
+    add_router_biases_in_fp32,
+    balance_experts_over_unequal_ranks,
+    with_own_output,
+    with_whole_bias,
+)
 from tests.support.upstream import fresh
 
 
@@ -28,6 +34,41 @@ def test_padding_does_not_change_the_expert_bias(monkeypatch: pytest.MonkeyPatch
         counted()
     balance_experts_over_unequal_ranks()
     assert counted() == [1.0, 1.0]
+
+
+def product_of_transformer_engine(
+    a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, layout: str, bias: Any = None, grad: bool = False
+) -> list[torch.Tensor]:
+    """b x a in cuBLASLt's layouts; a bias of bf16 is read as if it had the dtype of the output."""
+    a, b = a.to(dtype), b.to(dtype)
+    output = {"TN": lambda: b @ a.T, "NN": lambda: b @ a, "NT": lambda: b.T @ a}[layout]()
+    if bias is not None:
+        misread = bias.detach().view(dtype)
+        output = output + torch.cat([misread, misread.new_zeros(len(bias) - len(misread))])
+    return [output]
+
+
+def test_router_biases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits and gradients of a router with a bias in bf16 are those of fp32."""
+    monkeypatch.setattr(moe_utils, "te_general_gemm", product_of_transformer_engine)
+    monkeypatch.setattr(router, "router_gating_linear", moe_utils.router_gating_linear)
+    torch.manual_seed(1)
+    inputs = [torch.randn(shape).bfloat16().requires_grad_() for shape in ((3, 2, 8), (4, 8), (4,))]
+    upstream = torch.randn(3, 2, 4)
+
+    def logits_and_gradients(compute: Any) -> tuple[torch.Tensor, ...]:
+        logits = compute(*inputs)
+        return (logits, *torch.autograd.grad(logits, inputs, upstream))
+
+    expected = logits_and_gradients(lambda x, weight, bias: linear(x.float(), weight.float(), bias.float()))
+    for _ in range(2):
+        add_router_biases_in_fp32()
+        found = logits_and_gradients(lambda *given: router.router_gating_linear(*given, torch.float32))
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-6)
+    wrong = moe_utils.router_gating_linear(*inputs, torch.float32)
+    assert (wrong - expected[0]).abs().max() > 0.1, "megatron-core adds the bias itself: the patch can go"
+    assert router.router_gating_linear(*inputs[:2], None, torch.float32).dtype == torch.float32
 
 
 class Double(torch.autograd.Function):
