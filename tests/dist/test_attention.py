@@ -16,8 +16,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
-from mkd.distributed.context_parallel import dual_chunk_positions
 from mkd.cpu.attention import SegmentAttention
+from mkd.distributed.context_parallel import dual_chunk_positions
 from tests.support.dist.pool import Pool
 from tests.support.tolerance import FP64, assert_close_norm
 

@@ -8,9 +8,9 @@ from transformers import AutoModelForCausalLM
 from mkd.checkpoint.hf.check import read_architecture
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.load import load_hf_weights
-from tests.support.dist.gpt_models import build_from_arguments, layout
 from tests.dist.test_hf_families import GPT_OSS, TOKENS
 from tests.dist.test_layouts import compare
+from tests.support.dist.gpt_models import build_from_arguments, layout
 from tests.support.dist.kd_step import Layout, Models
 from tests.support.hf_folders import make_model
 from tests.support.tolerance import GRADIENT, assert_close_norm

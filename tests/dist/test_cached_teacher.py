@@ -16,7 +16,7 @@ from torch import Tensor
 from mkd.data.batch import segment_hash
 from mkd.teacher.cache.store import TeacherStore
 from mkd.teacher.cache.writer import StoreWriter
-from tests.support.dist.cached_step import FAULTS, cached_step, step_without_texts, meta_of, reads_of_steps, write_cache
+from tests.support.dist.cached_step import FAULTS, cached_step, meta_of, reads_of_steps, step_without_texts, write_cache
 from tests.support.dist.kd_run import kd_run
 from tests.support.dist.kd_samples import ROWS, samples
 from tests.support.dist.kd_step import Layout, Models
@@ -151,9 +151,7 @@ def damaged_copy(cache: str, folder: Path, kind: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("kind", ["checksum", "not finite"])
-def test_damage_fails_on_all_ranks(
-    gloo_pool: Callable[[int], Pool], caches: dict, tmp_path: Path, kind: str
-) -> None:
+def test_damage_fails_on_all_ranks(gloo_pool: Callable[[int], Pool], caches: dict, tmp_path: Path, kind: str) -> None:
     folder, segment = damaged_copy(caches["fp32"], tmp_path / "damaged", kind)
     with pytest.raises(WorkerError) as caught:
         gloo_pool(2).run(cached_step, Layout(tp=2, mbs=1), Models(data="packed", top_k=TOP_K, cache=folder), None)

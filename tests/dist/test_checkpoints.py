@@ -11,7 +11,7 @@ from mkd.checkpoint.hf.import_ import import_hf
 from mkd.checkpoint.hf.snapshot import Snapshots
 from mkd.checkpoint.integrity import INTEGRITY, changed_files
 from mkd.checkpoint.megatron_folder import TRACKER
-from mkd.checkpoint.resume_point import check_same_teacher_everywhere, select, resolve
+from mkd.checkpoint.resume_point import check_same_teacher_everywhere, resolve, select
 from mkd.checkpoint.saving import Saving
 from mkd.errors import MkdCheckpointError
 from tests.support.hf_folders import add_tokenizer, make_llama

@@ -106,9 +106,7 @@ def test_equal_to_the_definitions_on_every_rank(
 
 
 @pytest.mark.parametrize(("ranks", "sequence_parallel"), [(1, False), (2, True), (4, False)])
-def test_sparse_teacher(
-    gloo_pool: Callable[[int], Pool], ranks: int, sequence_parallel: bool
-) -> None:
+def test_sparse_teacher(gloo_pool: Callable[[int], Pool], ranks: int, sequence_parallel: bool) -> None:
     wanted = expected()
     for seen in gloo_pool(ranks).run(compared, sequence_parallel, 5, torch.float64, sparse(1.0, torch.float64)):
         found = Comparison(*seen)

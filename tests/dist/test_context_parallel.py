@@ -1,7 +1,7 @@
 """Context parallelism, packed rows and microbatches of differing length where tests/dist/test_invariance.py has none:
 losses and every parameter's gradient equal those of one rank whose rows hold one text each, padded behind it, computed
-by megatron's own attention. `-m slow` adds CP 4 without packing, other schedules of microbatches of differing length and
-the 8-rank layout.
+by megatron's own attention. `-m slow` adds CP 4 without packing, other schedules of microbatches of differing length
+and the 8-rank layout.
 """
 
 from collections.abc import Callable
@@ -12,9 +12,9 @@ from megatron.core.transformer.moe import router
 from megatron.core.transformer.moe.moe_utils import get_tokens_per_expert_and_token_count
 
 from mkd.compat.experts import balance_experts_over_unequal_ranks
+from tests.dist.test_layouts import compare
 from tests.support.dist.kd_step import Layout, Models, kd_step
 from tests.support.dist.pool import Pool, WorkerError
-from tests.dist.test_layouts import compare
 
 GetPool = Callable[[int], Pool]
 
@@ -29,7 +29,13 @@ GetPool = Callable[[int], Pool]
         pytest.param(2, Layout(pp=2, variable=True), "padded", id="pp2-variable", marks=pytest.mark.slow),
         pytest.param(2, Layout(pp=2, vp=2, variable=True), "padded", id="pp2-vp2-variable"),
         pytest.param(4, Layout(cp=2, tp=2, sp=True, variable=True), "padded", id="cp2-tp2-sp-variable"),
-        pytest.param(8, Layout(cp=2, tp=2, sp=True, pp=2, variable=True), "padded", id="cp2-tp2-sp-pp2-variable", marks=pytest.mark.slow),
+        pytest.param(
+            8,
+            Layout(cp=2, tp=2, sp=True, pp=2, variable=True),
+            "padded",
+            id="cp2-tp2-sp-pp2-variable",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_layout(gloo_pool: GetPool, ranks: int, layout: Layout, data: str) -> None:

@@ -11,15 +11,15 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from mkd.report.calibration import calibration_error
-from mkd.train.evaluation import BINS
 from mkd.distributed.groups import Groups
 from mkd.job.training_loop import Hooks
 from mkd.losses import LossOptions, reference
-from mkd.train.schedule import TeacherThenStudent
-from mkd.train.objective import LossContext
-from mkd.train.step import ForwardStep
+from mkd.report.calibration import calibration_error
 from mkd.teacher.online import OnlineTeacher
+from mkd.train.evaluation import BINS
+from mkd.train.objective import LossContext
+from mkd.train.schedule import TeacherThenStudent
+from mkd.train.step import ForwardStep
 from tests.support.dist.kd_samples import ROW, ROWS, VOCAB, microbatches
 from tests.support.dist.kd_step import Layout, Models, build_student, build_teacher, parallel_state
 from tests.support.dist.pool import Pool

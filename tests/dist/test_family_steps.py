@@ -1,8 +1,8 @@
 """Every family: two training steps, as student and as teacher, have transformers' losses and the gradient of every
 parameter.
 
-Without `-m slow`, families with layers of mkd's own run packed rows with TP and SP and padded ones with PP, and one model
-of every other family runs packed rows on one rank; `-m slow` runs every model in every layout that it allows.
+Without `-m slow`, families with layers of mkd's own run packed rows with TP and SP and padded ones with PP, and one
+model of every other family runs packed rows on one rank; `-m slow` runs every model in every layout that it allows.
 """
 
 from argparse import Namespace
@@ -34,9 +34,9 @@ from mkd.train.schedule import TeacherThenStudent
 from mkd.train.step import ForwardStep
 from tests.dist.test_hf_families import GEMMA2, GEMMA3, GLM4, NO_SPECIAL_TOKENS, OLMO3, TWO
 from tests.dist.test_hf_families import MODELS as EVERY_MODEL
+from tests.support.delta_rule import exact_delta_rule
 from tests.support.dist.kd_samples import ROW, microbatches, samples
 from tests.support.dist.kd_step import Layout, model_arguments, parallel_state
-from tests.support.delta_rule import exact_delta_rule
 from tests.support.dist.outcome import total
 from tests.support.hf_folders import make_model
 from tests.support.hf_models import HYBRID_MODELS, MIXER_MODELS
@@ -101,7 +101,7 @@ class References:
 
 def teacher_sizes(name: str, sizes: dict[str, Any]) -> dict[str, Any]:
     """Wider than the student; with layers of mkd's own also deeper."""
-    if sizes["model_type"] in ("helium", "olmoe", "cohere2"):  # heads are together as wide as the hidden states together
+    if sizes["model_type"] in ("helium", "olmoe", "cohere2"):  # heads are together as wide as the hidden states
         return sizes | {"hidden_size": 60, "head_dim": 10}
     if name not in OWN_LAYERS:
         return sizes | {"hidden_size": 60}
@@ -114,9 +114,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
     return References(tmp_path_factory.mktemp("steps"))
 
 
-def reference_steps(
-    root: Path, data: str, rate: float, model_class: Any
-) -> list[tuple[float, Path]]:
+def reference_steps(root: Path, data: str, rate: float, model_class: Any) -> list[tuple[float, Path]]:
     """(loss, folder with the gradients in place of the weights) of two steps of transformers and autograd."""
     student, teacher = (
         model_class.from_pretrained(root / name, dtype=torch.float32, attn_implementation="eager")

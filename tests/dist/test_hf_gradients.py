@@ -1,8 +1,8 @@
 """Every family: the gradient of each parameter is that of transformers' autograd, and packed rows keep samples apart.
 
-The gradients of transformers are saved as a Hugging Face folder, and read by the names of Megatron's parameters. Without
-`-m slow`, models whose tensors are split as those of another model run on one rank only; `-m slow` runs every model in
-every layout.
+The gradients of transformers are saved as a Hugging Face folder, and read by the names of Megatron's parameters.
+Without `-m slow`, models whose tensors are split as those of another model run on one rank only; `-m slow` runs every
+model in every layout.
 """
 
 from argparse import Namespace
@@ -24,8 +24,8 @@ from mkd.checkpoint.hf.layouts import TensorShard
 from mkd.checkpoint.hf.load import HFParameters, _global_name, load_hf_weights
 from mkd.models.model_options import ModelOptions
 from tests.dist.test_hf_families import ALIKE, MODELS, NO_SPECIAL_TOKENS, TOKENS
-from tests.support.dist.gpt_models import build_from_arguments, layout
 from tests.support.delta_rule import exact_delta_rule
+from tests.support.dist.gpt_models import build_from_arguments, layout
 from tests.support.hf_folders import make_model, reference_logits
 from tests.support.hf_models import HYBRID_MODELS
 from tests.support.tolerance import FP32, LOGITS, gradient_error

@@ -6,9 +6,9 @@ Without `-m slow`, each layout runs one of the two distances; `-m slow` runs bot
 import pytest
 import torch
 
+from tests.dist.test_layouts import GetPool, combine, compare, one_rank
 from tests.support.dist.hidden_term import hidden_term
 from tests.support.dist.kd_step import Layout, Models, kd_step
-from tests.dist.test_layouts import GetPool, combine, compare, one_rank
 from tests.support.tolerance import GRADIENT, STEP_LOSS, assert_close_norm
 
 # Of 4 and 8 layers. Under PP2 the student's layer 2 is on the first stage and the teacher's 6 on the second, 3 and 2
@@ -66,7 +66,9 @@ def test_layouts(gloo_pool: GetPool, distance: str, name: str) -> None:
     compare(gloo_pool, *LAYOUTS[name], DISTANCES[distance])
 
 
-@pytest.mark.parametrize(("ranks", "layout"), [(2, Layout(tp=2, sp=True)), pytest.param(2, Layout(pp=2, vp=2), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("ranks", "layout"), [(2, Layout(tp=2, sp=True)), pytest.param(2, Layout(pp=2, vp=2), marks=pytest.mark.slow)]
+)
 def test_without_maps(gloo_pool: GetPool, ranks: int, layout: Layout) -> None:
     compare(gloo_pool, ranks, layout, SAME_WIDTH)
 

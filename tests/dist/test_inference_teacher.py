@@ -4,7 +4,6 @@ fill. From hidden states they are those of the same teacher in process."""
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -135,9 +134,7 @@ def test_hidden_states(gloo_pool: GetPool, states: tuple[StandIn, Models], stude
         ("other layer", "MkdTeacherError: .*do not give its own log-probabilities"),
     ],
 )
-def test_errors_of_hidden_states(
-    gloo_pool: GetPool, states: tuple[StandIn, Models], fault: str, words: str
-) -> None:
+def test_errors_of_hidden_states(gloo_pool: GetPool, states: tuple[StandIn, Models], fault: str, words: str) -> None:
     """All ranks raise them, before the step."""
     server, models = states
     server.texts.clear()

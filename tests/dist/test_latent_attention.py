@@ -10,8 +10,8 @@ from mkd.checkpoint.hf.check import read_architecture
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.load import load_hf_weights
 from mkd.cpu import latent_attention
-from tests.support.dist.gpt_models import build_from_arguments, layout
 from tests.dist.test_hf_families import DEEPSEEK, TOKENS
+from tests.support.dist.gpt_models import build_from_arguments, layout
 from tests.support.hf_folders import make_model
 from tests.support.tolerance import GRADIENT, assert_close_norm
 

@@ -1,5 +1,5 @@
-"""One step in a parallel layout has the losses and the gradients of one rank, parameter by parameter: special cases. The
-table of all layouts is in test_invariance.py.
+"""One step in a parallel layout has the losses and the gradients of one rank, parameter by parameter: special cases.
+The table of all layouts is in test_invariance.py.
 """
 
 from collections.abc import Callable

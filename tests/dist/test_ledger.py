@@ -19,7 +19,8 @@ def run_case(rank: int, ranks: int) -> tuple[list[tuple[list[int], set[bytes]]],
     ledger, found = Ledger({b"known"}, dist.group.WORLD), []
     for window in WINDOWS:
         rows = [
-            TextRow({"number": i}, [(t.encode(), 10 + ord(t[0])) for t in texts]) for i, texts in enumerate(window[rank])
+            TextRow({"number": i}, [(t.encode(), 10 + ord(t[0])) for t in texts])
+            for i, texts in enumerate(window[rank])
         ]
         mine, keys = ledger.claim(rows)
         found.append(([row.sample["number"] for row in mine], keys))

@@ -116,7 +116,11 @@ def faulty_models(rank: int, world_size: int, path: Path) -> list[str]:
         chunks, model = build_from_arguments(args), live_model(folder)
         wrong = Namespace(**vars(model.args) | {"num_layers": 7})
         wide = build_from_arguments(args | {"ffn_hidden_size": 2 * args["ffn_hidden_size"]})
-        for one, other in ((replace(model, assets_dir=None), chunks), (replace(model, args=wrong), chunks), (model, wide)):
+        for one, other in (
+            (replace(model, assets_dir=None), chunks),
+            (replace(model, args=wrong), chunks),
+            (model, wide),
+        ):
             with pytest.raises(MkdCheckpointError) as error:
                 LiveExport(one if rank else model, other)
             messages.append(str(error.value))

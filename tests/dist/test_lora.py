@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from mkd.checkpoint.adapters.layers import adapted_linears
 from mkd.checkpoint.hf.check import read_architecture
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.load import load_hf_weights
-from mkd.checkpoint.adapters.layers import adapted_linears
 from mkd.config.lora import LoraOptions
 from mkd.distributed.groups import Groups
 from mkd.job.memory.parameters import adapters_of_stage
@@ -26,11 +26,11 @@ from mkd.models.lora import Lora, adapters_of
 from mkd.models.shared_weights import BorrowingBuilder, share_weights
 from mkd.teacher.online import OnlineTeacher
 from tests.dist.test_hf_families import GLM4, GPT_OSS, NO_SPECIAL_TOKENS, TOKENS, TWO
-from tests.dist.test_hf_gradients import LAYOUTS, RUN, UPSTREAM, VOCAB, run_step
+from tests.dist.test_hf_gradients import RUN, UPSTREAM, run_step
+from tests.support.delta_rule import exact_delta_rule
 from tests.support.dist.gpt_models import config_from_arguments, layout
 from tests.support.hf_folders import SIZES
 from tests.support.hf_models import HYBRID_MODELS, MIXER_MODELS, NEAR_MODELS
-from tests.support.delta_rule import exact_delta_rule
 from tests.support.tolerance import FP32, FP64, norm_error
 
 RANK, ALPHA = 3, 6.0

@@ -104,7 +104,8 @@ def run_case(
 
 
 def check(results: list[RankResult], case: LossCase, entry: str, tol: float) -> None:
-    """Values are correct and bit-equal on every rank; gradients of all shards are correct, with exact zeros in padding."""
+    """Values are correct and bit-equal on every rank; gradients of all shards are correct, with exact zeros in
+    padding."""
     expected = expect(case)
     for rank, result in enumerate(results):
         for name in ("loss", "ce", "kd"):

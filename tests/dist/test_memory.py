@@ -4,15 +4,15 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from mkd.config.flags import default_arguments
 from mkd.checkpoint.hf.check import read_architecture
 from mkd.checkpoint.hf.folder import HFFolder
+from mkd.config.flags import default_arguments
 from mkd.cpu.flags import set_cpu_values
 from mkd.job.memory.activations import kept_by_layers
 from mkd.job.memory.parameters import parameters_of_stage
 from mkd.models import delta_rule, mamba
-from tests.support.dist.gpt_models import build_from_arguments, layout
 from tests.dist.test_hf_families import DEEPSEEK, GEMMA3, GPT_OSS
+from tests.support.dist.gpt_models import build_from_arguments, layout
 from tests.support.hf_folders import make_model
 from tests.support.hf_models import HYBRID_MODELS, MIXER_MODELS, NEAR_MODELS
 

@@ -62,7 +62,7 @@ def on_policy(
     share: float,
     packed: bool = False,
     teachers: Sequence[int] = (),
-    options: WrittenRowOptions = WrittenRowOptions(),
+    options: WrittenRowOptions = WrittenRowOptions(),  # noqa: B008 (frozen)
     **changes: Any,
 ) -> OnPolicy:
     given: dict[str, Any] = dict(

@@ -3,7 +3,6 @@
 
 from typing import Any
 
-import pytest
 import torch
 from megatron.core.models.gpt import GPTModel
 from torch import nn
@@ -31,7 +30,9 @@ def unwaited(model: GPTModel) -> list[str]:
     tokens = torch.randint(0, 100, (2, 24), generator=torch.Generator().manual_seed(1))
     mask = torch.ones(24, 24).triu(1).bool()[None, None]
     model(tokens, torch.arange(24).expand_as(tokens), mask)
-    owners = {name: model.get_submodule(name.rpartition(".")[0]) for name, p in model.named_parameters() if p.requires_grad}
+    owners = {
+        name: model.get_submodule(name.rpartition(".")[0]) for name, p in model.named_parameters() if p.requires_grad
+    }
     return [name for name, owner in owners.items() if owner not in reached]
 
 
@@ -42,7 +43,9 @@ def all_unwaited(rank: int, size: int, models: dict[str, dict[str, Any]], is_ada
             config = {**SIZES, **sizes}
             family = family_of(config)
             args = family.megatron_args(config)
-            (model,) = build_from_arguments(args | {"moe_aux_loss_coeff": 0.0, "moe_router_load_balancing_type": "none"})
+            (model,) = build_from_arguments(
+                args | {"moe_aux_loss_coeff": 0.0, "moe_router_load_balancing_type": "none"}
+            )
             for parameter in model.parameters():
                 parameter.data.normal_(0.0, 0.02)
             if is_adapted:

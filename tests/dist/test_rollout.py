@@ -1,7 +1,7 @@
 """Texts that the student writes: those of transformers, in every layout, and nothing of the training changes.
 
-Without `-m slow`, one rank writes with every family and each parallel layout with the families whose attention, vocabulary
-or experts it splits; `-m slow` runs every family in every layout with both engines.
+Without `-m slow`, one rank writes with every family and each parallel layout with the families whose attention,
+vocabulary or experts it splits; `-m slow` runs every family in every layout with both engines.
 """
 
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""Megatron's optimizers with --kd-rollout-offload: their state leaves and returns, and every later step is bit-equal."""
+"""Megatron's optimizers with --kd-rollout-offload: their state leaves and returns, and every later step is
+bit-equal."""
 
 from contextlib import nullcontext
 from typing import Any

@@ -3,8 +3,8 @@
 The teacher is the student and R is 1, so KD adds no gradient, and all of it comes from the router losses. In plain
 pretraining cross-entropy adds its own, which is measured in a run without router losses.
 
-Without `-m slow`, each loss meets two masks, three masks the sum of losses, and each parallel dimension one mask; `-m slow`
-runs the rest.
+Without `-m slow`, each loss meets two masks, three masks the sum of losses, and each parallel dimension one mask;
+`-m slow` runs the rest.
 """
 
 from dataclasses import replace
@@ -14,7 +14,7 @@ import pytest
 from torch import Tensor
 
 from tests.support.dist.kd_run import training_run
-from tests.support.dist.kd_samples import MaskName, ROW, ROWS
+from tests.support.dist.kd_samples import ROW, ROWS, MaskName
 from tests.support.dist.kd_step import Layout, Models
 from tests.support.dist.outcome import GetPool, Outcome
 from tests.support.tolerance import assert_close_norm
@@ -129,7 +129,9 @@ def test_layouts_agree(gloo_pool: GetPool, ranks: int, layout: Layout) -> None:
 def test_packed_equals_unpacked(gloo_pool: GetPool) -> None:
     """The z-loss; a packed row is one sequence for the losses of balance."""
     models = replace(MODELS, aux_loss=0.0, masks="one token")
-    packed, padded = (router_gradient(gloo_pool, 1, Layout(), replace(models, data=data)) for data in ("packed", "padded"))
+    packed, padded = (
+        router_gradient(gloo_pool, 1, Layout(), replace(models, data=data)) for data in ("packed", "padded")
+    )
     assert_close_norm(packed, padded, 1e-5, "gradient of the router")
 
 
@@ -147,9 +149,7 @@ def test_plain_pretraining(gloo_pool: GetPool) -> None:
 
 
 @pytest.mark.parametrize("ratio", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
-def test_megatrons_own_numbers_if_every_token_is_supervised(
-    gloo_pool: GetPool, ratio: float
-) -> None:
+def test_megatrons_own_numbers_if_every_token_is_supervised(gloo_pool: GetPool, ratio: float) -> None:
     """To the last bit: the factor is exactly 1."""
     models = replace(MODELS, ratio=ratio, masks="every token")
     seen = Outcome.of(gloo_pool, 1, Layout(), models, steps=1)

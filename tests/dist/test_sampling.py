@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from mkd.teacher.cache.sampling import stratified_uniforms
 from mkd.losses import LinearLogits, VocabLayout
 from mkd.losses.measure.sampling import SampledTokens, label_logits, sample_teacher_tokens
-from tests.support.dist.pool import Pool
+from mkd.teacher.cache.sampling import stratified_uniforms
 from tests.dist.test_losses import shard_rows
+from tests.support.dist.pool import Pool
 from tests.support.tolerance import FP32, assert_close_norm
 
 ROWS, WIDTH, DRAWS, TEMPERATURE = 33, 6, 7, 1.5
@@ -29,7 +29,10 @@ def make(vocab: int, padded: int) -> tuple[Tensor, Tensor, Tensor]:
 def run_case(rank: int, ranks: int, vocab: int, padded: int) -> tuple[SampledTokens, Tensor]:
     hidden, weight, labels = make(vocab, padded)
     layout = VocabLayout(vocab, torch.distributed.group.WORLD)
-    model, numbers = LinearLogits(hidden, shard_rows(weight, rank, ranks)), stratified_uniforms(b"0123456789abcdef", ROWS, DRAWS)
+    model, numbers = (
+        LinearLogits(hidden, shard_rows(weight, rank, ranks)),
+        stratified_uniforms(b"0123456789abcdef", ROWS, DRAWS),
+    )
     how = dict(temperatures=(1.0, TEMPERATURE), vocab=layout, chunk_rows=10)
     return sample_teacher_tokens(model, numbers, TEMPERATURE, **how), label_logits(model, labels, vocab=layout)
 

@@ -1,7 +1,7 @@
 """--kd-teachers-mode select equals its definition in every layout and packing.
 
-Without `-m slow`, each of TP with SP, CP, PP and DP runs with one of the two pairs of teachers, packed or not; `-m slow`
-runs the rest.
+Without `-m slow`, each of TP with SP, CP, PP and DP runs with one of the two pairs of teachers, packed or not;
+`-m slow` runs the rest.
 """
 
 from collections.abc import Callable

@@ -3,6 +3,7 @@
 Without `-m slow`, each layout of a service meets each dimension of the student once; `-m slow` adds other pairs.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -11,7 +12,6 @@ from pathlib import Path
 from signal import SIGSTOP
 from time import sleep
 from typing import Any
-import re
 
 import pytest
 
@@ -121,8 +121,8 @@ MORE_WRITTEN = {
 def test_texts_are_sent_while_others_are_written(
     gloo_pool: GetPool, services: Callable[..., Service], name: str
 ) -> None:
-    """Two texts at a time on each rank, of six; rows of given texts are sent before the first one. The numbers are those
-    of the teacher in process in the service's layout, which waits for all texts."""
+    """Two texts at a time on each rank, of six; rows of given texts are sent before the first one. The numbers are
+    those of the teacher in process in the service's layout, which waits for all texts."""
     ranks, student, models = (WRITTEN | MORE_WRITTEN)[name]
     packed = models is PACKED
     policy = in_layout(on_policy(0.75, packed, cache_tokens=64 * student.pp * student.tp), student)
@@ -138,9 +138,7 @@ def test_texts_are_sent_while_others_are_written(
         assert first == events[:first].count("sent") < events[:last].count("sent"), "given texts, then written ones"
 
 
-def test_written_texts_in_the_tokens_of_another_tokenizer(
-    gloo_pool: GetPool, services: Callable[..., Service]
-) -> None:
+def test_written_texts_in_the_tokens_of_another_tokenizer(gloo_pool: GetPool, services: Callable[..., Service]) -> None:
     models, policy = replace(TEXT, data="pairs", xtoken=PAIRS.xtoken), with_views(0.75)
     policy = replace(policy, decoding=replace(policy.decoding, cache_tokens=64))
     served = replace(models, served=(address(services(ONE, replace(TEXT, xtoken=PAIRS.xtoken))),), ahead=1)
@@ -180,9 +178,7 @@ def test_sampled_targets(gloo_pool: GetPool, services: Callable[..., Service]) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["select", "both"])
-def test_top_k_targets_of_several_teachers(
-    gloo_pool: GetPool, services: Callable[..., Service], how: str
-) -> None:
+def test_top_k_targets_of_several_teachers(gloo_pool: GetPool, services: Callable[..., Service], how: str) -> None:
     student, models = Layout(tp=2, sp=True), replace(TEXT, top_k=8, **{how: True})
     addresses = tuple(address(services(ONE, replace(TEXT, salt=salt))) for salt in "AB")
     served = replace(models, served=addresses, ahead=1, targets="top_k")

@@ -1,4 +1,5 @@
-"""Losses and gradients with a teacher in a layout of its own equal those with one in the student's layout or on one rank.
+"""Losses and gradients with a teacher in a layout of its own equal those with one in the student's layout or on one
+rank.
 
 Without `-m slow`, each dimension of the teacher meets a student without it and each dimension of the student a teacher
 without it; `-m slow` runs the rest.
@@ -9,10 +10,10 @@ from dataclasses import replace
 
 import pytest
 
+from tests.dist.test_layouts import compare
 from tests.support.dist.faults import EVERY_TOKEN
 from tests.support.dist.kd_step import Layout, Models
 from tests.support.dist.outcome import GetPool, Outcome, assert_same
-from tests.dist.test_layouts import compare
 from tests.support.dist.teacher_layouts import compare_signals, index_copies, sharding_error
 from tests.support.slow import slow
 
@@ -54,7 +55,8 @@ MORE = {
 
 @pytest.fixture(scope="module")
 def one_rank(gloo_pool: GetPool) -> Callable[[Models], Outcome]:
-    """Reference outcome for models and samples: one rank, one text per row, microbatches of 2. Each is computed once."""
+    """Reference outcome for models and samples: one rank, one text per row, microbatches of 2. Each is computed
+    once."""
     known: dict[Models, Outcome] = {}
 
     def reference(models: Models) -> Outcome:
@@ -101,7 +103,8 @@ def test_routes_are_made_once_per_shape(gloo_pool: GetPool) -> None:
 
 
 def test_megatron_reads_its_global_groups(gloo_pool: GetPool) -> None:
-    """Even if it is given other groups; the reason for `ParallelLayout.active`, which is unnecessary once this fails."""
+    """Even if it is given other groups; the reason for `ParallelLayout.active`, which is unnecessary once this
+    fails."""
     assert gloo_pool(4).run(sharding_error, True) == [None] * 4
     assert any("access pattern" in (error or "") for error in gloo_pool(4).run(sharding_error, False))
 

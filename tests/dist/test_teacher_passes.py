@@ -1,4 +1,5 @@
-"""Forward passes of the teacher over several microbatches give the losses and gradients of a pass for each microbatch."""
+"""Forward passes of the teacher over several microbatches give the losses and gradients of a pass for each
+microbatch."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -11,13 +11,21 @@ import torch
 from megatron.core.pipeline_parallel.schedules import custom_backward
 from torch import Tensor
 
-from mkd.losses import LinearLogits, LossOutput, SparseTeacher, VocabLayout, fused_linear_topk_loss, teacher_top_k, topk_loss
+from mkd.losses import (
+    LinearLogits,
+    LossOutput,
+    SparseTeacher,
+    VocabLayout,
+    fused_linear_topk_loss,
+    teacher_top_k,
+    topk_loss,
+)
 from mkd.losses.divergences import DIVERGENCES
+from tests.dist.test_losses import WIDTHS, Communication, RankResult, shard_rows
 from tests.support.dist.kd_samples import VOCAB
 from tests.support.dist.kd_step import Layout, Models, kd_step
 from tests.support.dist.outcome import total, whole_tensors
 from tests.support.dist.pool import Pool
-from tests.dist.test_losses import WIDTHS, Communication, RankResult, shard_rows
 from tests.support.loss_cases import UPSTREAM, LossCase, make_inputs
 from tests.support.poison import poisoned_memory
 from tests.support.sparse_cases import SparseCase, check_values, expect_sparse, make_sparse
@@ -46,7 +54,8 @@ def run_case(rank: int, world_size: int, case: SparseCase, entry: str) -> RankRe
 
 
 def check(results: list[RankResult], case: SparseCase, entry: str) -> None:
-    """Values are correct and bit-equal on every rank; gradients of all shards are correct, with exact zeros in padding."""
+    """Values are correct and bit-equal on every rank; gradients of all shards are correct, with exact zeros in
+    padding."""
     expected = expect_sparse(case)
     for result in results:
         if entry != "logits":

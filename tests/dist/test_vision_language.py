@@ -1,5 +1,5 @@
-"""Vision-language folders: their text model has transformers' logits and gradients in each layout, and an export carries
-the rest over.
+"""Vision-language folders: their text model has transformers' logits and gradients in each layout, and an export
+carries the rest over.
 
 transformers runs the whole model on text, so that positions of three axes (mrope) are compared, too. Without `-m slow`,
 logits are compared on one rank and TP2 x PP2, and steps of two models with TP and SP.

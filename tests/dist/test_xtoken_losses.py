@@ -63,7 +63,12 @@ def sliced(x: Microbatch, rows: Tensor) -> Microbatch:
         labels=x.labels[rows],
         ce_weight=None if x.ce_weight is None else x.ce_weight[rows],
         chunks=TokenChunks(
-            c.student[rows], c.student_first[rows], c.teacher[rows], c.teacher_first[rows], c.teacher_labels[rows], c.weight
+            c.student[rows],
+            c.student_first[rows],
+            c.teacher[rows],
+            c.teacher_first[rows],
+            c.teacher_labels[rows],
+            c.weight,
         ),
     )
 

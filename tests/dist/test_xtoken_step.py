@@ -1,8 +1,8 @@
 """A teacher with another tokenizer: training is the same in every parallel layout, microbatch size and packing.
 
-As tests/dist/test_invariance.py; the truth of each loss is computed on one rank, with one text a row. Without `-m slow`,
-each loss meets one split of the vocabulary, the row or the layers, and each split one loss; `-m slow` runs every loss
-in every layout.
+As tests/dist/test_invariance.py; the truth of each loss is computed on one rank, with one text a row. Without `-m
+slow`, each loss meets one split of the vocabulary, the row or the layers, and each split one loss; `-m slow` runs every
+loss in every layout.
 """
 
 from collections.abc import Callable

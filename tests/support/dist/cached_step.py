@@ -12,16 +12,16 @@ from unittest.mock import patch
 from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode
 from torch import Tensor
 
-from mkd.job.cache_build.targets import TargetBuilder
-from mkd.data.lookahead import Lookahead
 from mkd.data.batch import KDBatch, next_microbatches
+from mkd.data.lookahead import Lookahead
 from mkd.distributed.groups import Groups
-from mkd.teacher.cache.teacher import CachedTeacher
+from mkd.job.cache_build.targets import TargetBuilder
 from mkd.teacher.cache.lookup import Lookup, ReadRequest
-from mkd.teacher.online import OnlineTeacher
-from mkd.teacher.cache.store import CacheMeta
-from mkd.teacher.cache.writer import StoreWriter
 from mkd.teacher.cache.reader import CacheReader
+from mkd.teacher.cache.store import CacheMeta
+from mkd.teacher.cache.teacher import CachedTeacher
+from mkd.teacher.cache.writer import StoreWriter
+from mkd.teacher.online import OnlineTeacher
 from tests.support.dist.kd_samples import VOCAB, microbatches
 from tests.support.dist.kd_step import Layout, Models, build_teacher, kd_step, parallel_state
 

@@ -9,17 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mkd.train import schedule
-from mkd.train import step
-from mkd.train import objective as terms
-from mkd.distributed.context_parallel import dual_chunk_positions
 from mkd.data import supervised
 from mkd.data.batch import KDBatch
-from mkd.train.step_tokens import StepTokens
+from mkd.distributed.context_parallel import dual_chunk_positions
 from mkd.losses import LossOutput
+from mkd.teacher.online import OnlineTeacher
 from mkd.teacher.resharded import plan as teacher_layout
 from mkd.teacher.resharded.exchange import StepExchange
-from mkd.teacher.online import OnlineTeacher
+from mkd.train import objective as terms
+from mkd.train import schedule, step
+from mkd.train.step_tokens import StepTokens
 
 
 @contextmanager
@@ -124,7 +123,9 @@ def _with_exchange(owner: Any, name: str, make: Callable[[Callable], Callable]) 
 
 
 def _in_reverse_order(right: Callable) -> Callable:
-    def wrong(step: StepExchange, hidden: Iterator[Tensor], width: int, dtype: torch.dtype, states: dict[int, Tensor]) -> None:
+    def wrong(
+        step: StepExchange, hidden: Iterator[Tensor], width: int, dtype: torch.dtype, states: dict[int, Tensor]
+    ) -> None:
         right(step, hidden, width, dtype, found := {})
         for number in found:
             states[number] = found[len(found) - 1 - number]
@@ -154,7 +155,9 @@ EVERY_TOKEN = "every token in the loss"
 FAULTS: dict[str, Callable[[], Any]] = {
     "doubled gradient": _doubled,
     "doubled gradient between tokenizers": lambda: _doubled("xtoken_loss"),
-    "router losses as in Megatron": lambda: _patched(schedule, "scale_router_losses", lambda right: lambda *_, **__: None),
+    "router losses as in Megatron": lambda: _patched(
+        schedule, "scale_router_losses", lambda right: lambda *_, **__: None
+    ),
     "chunks counted on every rank": lambda: _patched(schedule, "StepTokens", lambda right: _CountedTwice),
     "chunk of the place": lambda: _with_batches(_chunk_of_the_place),
     "local divisor": _local_divisor,

@@ -7,11 +7,11 @@ sample has no target, so that a row, and with two data-parallel ranks and small 
 import numpy as np
 import torch
 
-from mkd.data.packing.row_layout import RowLayout
-from mkd.data.sources.aligned import TeacherText, AlignedSample
+from mkd.config.values import XTokenLoss
 from mkd.data.packing.aligned_layout import AlignedRowLayout
 from mkd.data.packing.aligned_streams import to_tensors
-from mkd.config.values import XTokenLoss
+from mkd.data.packing.row_layout import RowLayout
+from mkd.data.sources.aligned import AlignedSample, TeacherText
 from mkd.xtoken.vocabulary.cross_vocabulary import CrossVocabulary
 
 ROW, TEACHER_ROW, MULTIPLE = 24, 32, 8

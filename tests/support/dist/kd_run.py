@@ -16,13 +16,13 @@ from megatron.core.transformer.moe.moe_logging import (
 )
 from torch import Tensor, nn
 
-from mkd.train.evaluation import CALIBRATION
 from mkd.distributed.groups import Groups
 from mkd.losses import LossOptions
-from mkd.train.schedule import TeacherThenStudent
-from mkd.train.objective import LossContext
-from mkd.train.step import ForwardStep
 from mkd.teacher.online import OnlineTeacher
+from mkd.train.evaluation import CALIBRATION
+from mkd.train.objective import LossContext
+from mkd.train.schedule import TeacherThenStudent
+from mkd.train.step import ForwardStep
 from tests.support.dist import kd_pairs
 from tests.support.dist.faults import FAULTS
 from tests.support.dist.kd_samples import ROW, VOCAB, microbatches
@@ -60,9 +60,10 @@ def kd_run(
         evaluates: False to train only.
 
     Returns:
-        evaluation: {name: [sum, count]} before the first step, empty without one; steps: the same for each step (both empty but on the
-        last stage's first tensor-parallel rank); grad_norms: one for each step; gradients: parts, of the first step;
-        changes: parts, of every parameter over all steps; balance: {name: values} of megatron's MoE metrics.
+        evaluation: {name: [sum, count]} before the first step, empty without one; steps: the same for each step (both
+        empty but on the last stage's first tensor-parallel rank); grad_norms: one for each step; gradients: parts, of
+        the first step; changes: parts, of every parameter over all steps; balance: {name: values} of megatron's MoE
+        metrics.
     """
     set_moe_metrics_tracker(MoEMetricsTracker())
     with parallel_state(layout), FAULTS[fault]() if fault else nullcontext():

@@ -1,7 +1,7 @@
 """Pools of gloo worker processes that last as long as the tests of this folder.
 
-A torchrun a test costs 10 s of imports. Here each worker is a fork of `tests.support.fork_server`; the default group is made
-once a pool, and each case is a function sent to all ranks.
+A torchrun a test costs 10 s of imports. Here each worker is a fork of `tests.support.fork_server`; the default group is
+made once a pool, and each case is a function sent to all ranks.
 """
 
 import gc

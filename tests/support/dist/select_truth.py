@@ -5,13 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mkd.data.lookahead import Lookahead
 from mkd.data.batch import KDBatch
+from mkd.data.lookahead import Lookahead
 from mkd.distributed.groups import Groups
 from mkd.losses import LossSpec, reference
-from mkd.train.selection import Selection
 from mkd.teacher.interface import EnsembleSignal, HiddenSignal
 from mkd.train.objective import LossContext, MicrobatchObjective, Objective, flatten_tokens
+from mkd.train.selection import Selection
 from mkd.xtoken.loss.reference import partition_kl
 from tests.support.dist import kd_pairs
 from tests.support.dist.kd_samples import VOCAB, microbatches
@@ -19,7 +19,8 @@ from tests.support.dist.kd_step import Layout, Models, build_student, build_teac
 
 
 def select_truth(rank: int, world_size: int, models: Models) -> dict[str, Any]:
-    """`loss` and parts of `gradients` of the first step, as in `kd_run`, and the number of texts per selected teacher."""
+    """`loss` and parts of `gradients` of the first step, as in `kd_run`, and the number of texts per selected
+    teacher."""
     with parallel_state(Layout()):
         groups = Groups.from_megatron()
         teacher = build_teacher(Layout(), models, groups)

@@ -144,8 +144,8 @@ class Service:
     """A service in a pool of its own."""
 
     folder: Path
-    layout: Layout = Layout()
-    models: Models = Models()
+    layout: Layout = Layout()  # noqa: RUF009 (a named tuple)
+    models: Models = Models()  # noqa: RUF009 (frozen)
     fault: str = ""
     answers: int | None = None
     """It receives `last_signal` after so many answers; None for never."""
@@ -300,9 +300,7 @@ def assert_same_steps(seen: list[dict[str, Any]], truth: list[dict[str, Any]]) -
             assert place == expected_place and torch.equal(value, expected)
 
 
-def served_error(
-    rank: int, world_size: int, layout: Layout, models: Models, stopping_rank: int | None = None
-) -> str:
+def served_error(rank: int, world_size: int, layout: Layout, models: Models, stopping_rank: int | None = None) -> str:
     """The error that this rank raises in a step, with the name of its class.
 
     Args:
@@ -322,5 +320,3 @@ def served_error(
         finally:
             teacher.close()
         return "none"
-
-

@@ -10,13 +10,21 @@ from megatron.core.dist_checkpointing.validation import determine_global_metadat
 from megatron.core.utils import unwrap_model
 from megatron.training.models import GPTModelBuilder
 
-from mkd.data.lookahead import Lookahead
 from mkd.data.batch import next_microbatches
+from mkd.data.lookahead import Lookahead
 from mkd.distributed.groups import Groups, ParallelLayout, ParallelSizes
 from mkd.models.gpt import gpt_config
 from mkd.teacher.resharded import exchange
 from tests.support.dist.kd_samples import VOCAB, microbatches
-from tests.support.dist.kd_step import TEACHER, Layout, Models, build_teacher, model_arguments, parallel_state, sharded_tensors
+from tests.support.dist.kd_step import (
+    TEACHER,
+    Layout,
+    Models,
+    build_teacher,
+    model_arguments,
+    parallel_state,
+    sharded_tensors,
+)
 from tests.support.tolerance import GRADIENT, assert_close_norm
 
 
