@@ -79,8 +79,9 @@ def add_router_biases_in_fp32() -> None:
         return
 
     def logits_of(tokens: Any, weight: Any, bias: Any, dtype: Any) -> Any:
-        logits = product(tokens, weight, None, dtype)
-        return logits if bias is None else logits + bias.to(dtype)
+        if bias is None or bias.dtype == dtype:
+            return product(tokens, weight, bias, dtype)
+        return product(tokens, weight, None, dtype) + bias.to(dtype)
 
     router.router_gating_linear = logits_of
 

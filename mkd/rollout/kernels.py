@@ -120,7 +120,7 @@ def _attend_kernel(
 
     The new key and value are stored, and taken from registers: a program does not read what it has stored.
     """
-    text, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    text, group = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)  # offsets may exceed 32 bits
     groups = tl.num_programs(1)
     head, channel, value_channel = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     is_head, is_channel, is_value = head < heads, channel < width, value_channel < value_width
