@@ -1,6 +1,7 @@
 """Choices of flags, pairs of layers, and checks of single values."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Literal
@@ -53,12 +54,21 @@ GuardMode = Literal["off", "warn", "stop"]
 """Reactions to written texts that run away."""
 
 
+_LONGEST_NAME = 50
+"""Characters of a value that are compared with names."""
+
+
 def require_choice(flag: str, value: object, choices: tuple) -> None:
     """Raise MkdConfigError unless the value is one of the choices."""
     if value not in choices:
-        guesses = get_close_matches(str(value), choices, n=1)
-        hint = f" (did you mean {guesses[0]!r}?)" if guesses else ""
+        hint = nearest_hint(str(value), choices)
         raise MkdConfigError(f"{flag} is {value!r}; legal values are {', '.join(map(repr, choices))}{hint}")
+
+
+def nearest_hint(value: str, choices: Sequence[str]) -> str:
+    """A question in parentheses with the choice that is spelled most like the value; empty if none is close."""
+    guesses = get_close_matches(value[:_LONGEST_NAME], choices, n=1)
+    return f" (did you mean {guesses[0]!r}?)" if guesses else ""
 
 
 def require_temperature(flag: str, value: float) -> None:

@@ -26,13 +26,12 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from mkd.data.sources.chat_spans import MessageLocator, NotLocatedError, SpecialTokens
-from mkd.data.sources.record_forms import AS_FOUND, RecordOptions, standard_record
+from mkd.data.sources.record_forms import AS_FOUND, ROLES, RecordOptions, standard_record, unknown_role
 from mkd.data.sources.text import BadRecords, RawBatch, decode, json_object, once_per_process, require_unicode
 from mkd.errors import MkdDataError
 from mkd.utils.limits import limited
 from mkd.utils.pretrained import load_tokenizer
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 ASSISTANT = "assistant"
 EMPTY, UNSUPERVISED = "with an empty message", "without a word of the assistant"
 """Reasons for leaving out a conversation."""
@@ -134,7 +133,7 @@ def _messages(record: dict[str, Any], key: str, role_of_text: str | None, where:
         if not isinstance(message, dict):
             raise MkdDataError(f"{name} is a {type(message).__name__}, not an object with role and content")
         if message.get("role") not in ROLES:
-            raise MkdDataError(f"{name} has the role {message.get('role')!r}; known are {', '.join(ROLES)}")
+            raise MkdDataError(f"{name} {unknown_role(message)}")
         content = message.get("content")
         if not isinstance(content, str | None):
             raise MkdDataError(f"{name} has a {type(content).__name__} as content, not a string")
@@ -540,7 +539,7 @@ def encode_lines(template: ChatTemplate, batch: RawBatch, options: RecordOptions
             found = template.encode_chat(chat) if chat.has_answer else None
         except MkdDataError as error:
             if not options.skips_bad:
-                raise
+                raise options.unskipped(error) from error
             coded.bad.add(error)
             continue
         if found is None or not found.supervised[1:].any():  # no position predicts the first token

@@ -45,9 +45,9 @@ def preview(name: str, tokenizer: ChatTokenizer) -> list[str]:
             keys.update(key for key, value in record.items() if value is not None)
             if sample is None:
                 sample = _marked_sample(Conversation.parse(line, where, options), tokenizer)
-        except MkdDataError:
+        except MkdDataError as error:
             if not options.skips_bad:
-                raise
+                raise options.unskipped(error) from error
     found = " and ".join(forms) or "no form"
     source = "as given in" if options.form else f"recognized in the first {sum(forms.values())} records; else give"
     unread = unread_keys(keys, forms)

@@ -13,12 +13,15 @@ Conversion changes neither the text nor the order of messages; other keys of a r
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
-from mkd.config.values import BadRecordsMode, DataForm, DataFormat
+from mkd.config.values import BadRecordsMode, DataForm, DataFormat, nearest_hint
 from mkd.errors import MkdDataError
 from mkd.utils.json_files import parse_json
 
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+"""Roles of chat templates."""
 ROLE_ALIASES = {
     "human": "user",
     "gpt": "assistant",
@@ -46,6 +49,12 @@ _KEYS_OF_FORMS: dict[str, tuple[str, ...]] = {
     "prompt_completion": ("prompt", "completion", "response"),
 }
 """Form -> its keys beside those of all forms."""
+_KEYS_IN_LISTS = (({"from", "value"}, "conversations"), ({"role", "content"}, "messages"))
+"""(Keys of a message, key of the list of such messages.)"""
+_NAMED = ("messages", "conversations", "instruction", "output", "prompt", "completion", "response")
+"""Keys by which a form is recognized."""
+_COMPARED_KEYS, _COMPARED_CHARACTERS = 50, 50
+"""Keys of a record, and characters of each, that are compared with known ones for an error message."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +75,11 @@ class RecordOptions:
     def key(self) -> list[str]:
         """Options that change the tokens, as a part of the hash of their name; empty for the defaults."""
         return [] if self == AS_FOUND else [str(self.form), str(self.skips_bad)]
+
+    @staticmethod
+    def unskipped(error: MkdDataError) -> MkdDataError:
+        """The error of a broken record that ends the job, with the flag that leaves out such records."""
+        return type(error)(f"{error}; --kd-bad-records skip leaves such records out")
 
 
 AS_FOUND = RecordOptions()
@@ -127,9 +141,10 @@ def form_of(record: Mapping[str, Any], form: DataForm | None, where: str) -> Dat
         missing = [key for key in wanted if key not in keys]
         if missing:
             other = f"; it looks like {found[0]}" if len(found) == 1 else ""
+            renaming = "" if found else renaming_advice(record)
             raise MkdDataError(
                 f"{where}: no {' and '.join(missing)}, which --kd-data-format {form} reads (keys there: "
-                f"{_listed(keys)}{other})"
+                f"{_listed(keys)}{other}){renaming and f': {renaming}'}"
             )
         return form
     if len(found) > 1:
@@ -140,7 +155,7 @@ def form_of(record: Mapping[str, Any], form: DataForm | None, where: str) -> Dat
     if not found:
         raise MkdDataError(
             f"{where}: neither messages nor prompt and completion, nor another known form (keys there: "
-            f"{_listed(keys)}): {_advice(keys)}"
+            f"{_listed(keys)}): {key_advice(record)}"
         )
     return found[0]
 
@@ -153,10 +168,41 @@ def _listed(keys: Collection[str]) -> str:
     return ", ".join(keys) or "none"
 
 
-def _advice(keys: Collection[str]) -> str:
-    """Advice on the conversion of records of an unknown form."""
+def renaming_advice(record: Mapping[str, Any], *, of_prompt: bool = False) -> str:
+    """Advice on keys that are misspelled, or hold a list of messages under another name; empty if none is found.
+
+    A list of messages is recognized by the keys of its first message, other keys by their spelling.
+
+    Args:
+        record: an object of a file, of an unknown form.
+        of_prompt: True if a `prompt` without an answer can be read, too.
+    """
+    keys = _present(record)
+    others = [key for key in keys if key not in COLUMNS][:_COMPARED_KEYS]
+    for key in others:
+        turns = _as_list(record[key])
+        first = turns[0] if isinstance(turns, list) and turns and isinstance(turns[0], dict) else {}
+        for names, right in _KEYS_IN_LISTS:
+            if names <= first.keys():
+                return f"rename {key} to {right}"
+    renamed = {}
+    for key in others:
+        free = [name for name in _NAMED if name not in keys and name not in renamed.values()]
+        if guesses := get_close_matches(key[:_COMPARED_CHARACTERS].lower(), free, n=1, cutoff=0.75):
+            renamed[key] = guesses[0]
+    is_readable = forms_of([renamed.get(key, key) for key in keys]) or (of_prompt and "prompt" in renamed.values())
+    if not renamed or not is_readable:
+        return ""
+    return "rename " + " and ".join(f"{key} to {right}" for key, right in renamed.items())
+
+
+def key_advice(record: Mapping[str, Any]) -> str:
+    """Advice on the conversion of a record of an unknown form."""
+    keys = _present(record)
     if {"prompt", "chosen"} <= set(keys):
         return "of preference pairs, rename chosen to completion"
+    if renaming := renaming_advice(record):
+        return renaming
     if "text" in keys:
         return "plain text is made into token files by mkd preprocess first"
     if "input_ids" in keys:
@@ -169,7 +215,7 @@ def _advice(keys: Collection[str]) -> str:
                 return f"rename {question} to prompt and {answer} to completion"
     return (
         "rename the keys of question and answer to prompt and completion, or write messages, a list of objects with "
-        "role and content (docs/data.md)"
+        "role and content, or conversations, one with from and value (docs/data.md)"
     )
 
 
@@ -187,10 +233,7 @@ def standard_record(record: dict[str, Any], form: DataForm | None, where: str) -
     form = form_of(record, form, where)
     for key in MEDIA:
         if record.get(key):
-            raise MkdDataError(
-                f"{where}: the record has {key}, and models here read text only: remove such records, or leave them "
-                "out with --kd-bad-records skip"
-            )
+            raise MkdDataError(f"{where}: the record has {key}, and models here read text only: remove such records")
     if form != "alpaca" and record.get("history"):
         raise MkdDataError(
             f"{where}: the record has history, which is read next to instruction and output only: write the earlier "
@@ -249,7 +292,7 @@ def _joined(parts: list[Any], name: str) -> str:
         if kind not in _TEXT_PARTS:
             raise MkdDataError(
                 f"{name} has a list as content whose part {number} is of type {kind!r}, and models here read text "
-                "only: remove such records, or leave them out with --kd-bad-records skip"
+                "only: remove such records"
             )
         if not isinstance(text, str):
             raise MkdDataError(f"{name} has a list as content whose part {number} is no part of text")
@@ -284,6 +327,8 @@ def _from_turn(turn: dict[str, Any], name: str) -> dict[str, Any]:
     role_key, text_key = ("from", "value") if "from" in turn else ("role", "content")
     if role_key not in turn:
         raise MkdDataError(f"{name} has neither from and value nor role and content (keys there: {_listed(turn)})")
+    if text_key == "value" and "value" not in turn:
+        raise MkdDataError(f"{name} has from and no value (keys there: {_listed(turn)}): write its text as value")
     role, text = turn[role_key], turn.get(text_key)
     others = {key: value for key, value in turn.items() if key not in (role_key, text_key)}
     if not isinstance(role, str):
@@ -292,7 +337,27 @@ def _from_turn(turn: dict[str, Any], name: str) -> dict[str, Any]:
         return {"role": "assistant", "tool_calls": _calls(text, name), **others}
     if text_key == "value" and not isinstance(text, str | list):
         raise MkdDataError(f"{name} has a {type(text).__name__} as value, not a string")
-    return {"role": ROLE_ALIASES.get(role.lower(), role.lower()), "content": text, **others}
+    standard = ROLE_ALIASES.get(role.lower(), role.lower())
+    if standard not in ROLES:
+        known = (*ROLE_ALIASES, FUNCTION_CALL, *(name for name in ROLES if name not in ROLE_ALIASES))
+        raise MkdDataError(
+            f"{name} has the role {role!r} ({role_key}); known are {', '.join(known)}"
+            f"{nearest_hint(role.lower(), known)}"
+        )
+    return {"role": standard, "content": text, **others}
+
+
+def unknown_role(message: Mapping[str, Any]) -> str:
+    """The rest of the error of a message in `messages`, `prompt` or `completion` whose role is not one of `ROLES`."""
+    role = message.get("role")
+    if role is None and {"from", "value"} <= message.keys():
+        return "has from and value, as in conversations, not role and content: rename the list to conversations"
+    if role is None:
+        return f"has the role None (keys there: {_listed(message)}); known are {', '.join(ROLES)}"
+    name = str(role).lower()
+    alias = ROLE_ALIASES.get(name)
+    hint = f" (did you mean {alias!r}?)" if alias else nearest_hint(name, ROLES)
+    return f"has the role {role!r}; known are {', '.join(ROLES)}{hint}"
 
 
 def _calls(text: Any, name: str) -> list[dict[str, Any]]:

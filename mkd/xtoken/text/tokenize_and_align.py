@@ -70,7 +70,7 @@ class TextAligner:
                 self._add_chat(coded, Conversation.parse(line, where, self.options))
             except MkdDataError as error:
                 if not self.options.skips_bad:
-                    raise
+                    raise self.options.unskipped(error) from error
                 coded.bad.add(error)
         return coded
 

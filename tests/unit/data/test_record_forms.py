@@ -131,6 +131,14 @@ REFUSED = {
     "dolly": ({"instruction": "a", "context": "", "response": "b"}, "rename instruction to prompt and response to"),
     "preference": ({"prompt": "a", "chosen": "b", "rejected": "c"}, "rename chosen to completion"),
     "text": ({"text": "a"}, r"plain text is made into token files by mkd preprocess"),
+    "key of turns": (
+        {"convs": sharegpt(talk("a", "b"))["conversations"], "id": 1},
+        r"keys there: convs, id\): rename convs to conversations; --kd-bad-records skip leaves such records out",
+    ),
+    "key of messages": ({"dialog": talk("a", "b"), "text": "c"}, "rename dialog to messages"),
+    "misspelled list": ({"mesages": "a"}, "rename mesages to messages"),
+    "misspelled": ({"instructions": "a", "Output": "b"}, "rename Output to output and instructions to instruction"),
+    "misspelled answer": ({"prompt": "a", "completions": "b"}, "rename completions to completion"),
     "tokens": ({"input_ids": [1], "labels": [1]}, "token ids are read from Megatron's files only"),
     "message": ({"role": "user", "content": "a"}, "put its messages into a list under messages"),
     "ambiguous": (
@@ -148,6 +156,28 @@ REFUSED = {
         "message 1 of messages has a list as content whose part 1 is no part of text",
     ),
     "role": ({"conversations": [{"from": "narrator", "value": "a"}]}, "message 1 of .* has the role 'narrator'"),
+    "misspelled role": (
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gtp", "value": "b"}]},
+        r"message 2 of conversations has the role 'gtp' \(from\); known are human, gpt, .*"
+        r"\(did you mean 'gpt'\?\); --kd-bad-records skip leaves such records out",
+    ),
+    "misspelled role of messages": (
+        {"messages": [{"role": "Assistent", "content": "a"}]},
+        r"message 1 of messages has the role 'Assistent'; known are .* \(did you mean 'assistant'\?\)",
+    ),
+    "role of another form": (
+        {"messages": [{"role": "human", "content": "a"}]},
+        r"has the role 'human'; known are .* \(did you mean 'user'\?\)",
+    ),
+    "turns as messages": (
+        {"messages": [{"from": "human", "value": "a"}]},
+        "message 1 of messages has from and value, as in conversations, not role and content: rename the list to",
+    ),
+    "no role key": ({"messages": [{"rol": "user", "content": "a"}]}, r"has the role None \(keys there: rol, content\)"),
+    "no value": (
+        {"conversations": [{"from": "gpt", "valeu": "a"}]},
+        r"message 1 of conversations has from and no value \(keys there: from, valeu\): write its text as value",
+    ),
     "no role": ({"conversations": [{"text": "a"}]}, "message 1 of conversations has neither from and value nor role"),
     "value": ({"conversations": [{"from": "gpt", "value": 1}]}, "message 1 of conversations has a int as value"),
     "turn": ({"conversations": ["a"]}, "message 1 of conversations is a str, not an object with from and value"),
@@ -194,6 +224,9 @@ def test_a_form_can_be_named(folder: str, tmp_path: Path) -> None:
         "messages": talk("e", "f"),
         None: talk("e", "f"),
     }
+    named = {"convs": sharegpt(talk("a", "b"))["conversations"]}
+    with pytest.raises(MkdDataError, match=r"keys there: convs\): rename convs to conversations$"):
+        standard_record(named, "sharegpt", "f")
     with pytest.raises(
         MkdDataError,
         match=r"no conversations, which --kd-data-format sharegpt reads \(keys there: messages; it looks like messages",
