@@ -330,9 +330,9 @@ class KDFields:
     --kd-on-policy."""
 
     prompts: str | None = field(default=None, metadata={"argparse_meta": {"metavar": "FILE"}})
-    """Prompts of --kd-on-policy: JSON lines, each {"prompt": TEXT} or {"messages": [...]}, whose last answer is left
-    out. "teacher": NAME in a record, the last part of a folder of --kd-teacher-hf, makes this the only teacher of its
-    answers."""
+    """Prompts of --kd-on-policy: JSON lines, each {"prompt": TEXT} or a conversation in any form of chat data, such as
+    {"messages": [...]}, whose last answer is left out. "teacher": NAME in a record, the last part of a folder of
+    --kd-teacher-hf, makes this the only teacher of its answers."""
 
     rollout_tokens: int = 256
     """Tokens that the student writes at most for each prompt of --kd-prompts. A text that reaches them is cut off; see
@@ -403,9 +403,9 @@ class KDFields:
     tokens have the same weight."""
 
     sample_prompts: str | None = field(default=None, metadata={"argparse_meta": {"metavar": "FILE"}})
-    """JSON lines with up to 32 prompts, each {"prompt": TEXT} or {"messages": [...]}. At each evaluation the student
-    continues them, always with its most probable token; the texts are printed and written to the metrics file and the
-    trackers. Default: none."""
+    """JSON lines with up to 32 prompts, each {"prompt": TEXT} or a conversation in any form of chat data, such as
+    {"messages": [...]}. At each evaluation the student continues them, always with its most probable token; the texts
+    are printed and written to the metrics file and the trackers. Default: none."""
 
     sample_tokens: int = 64
     """Tokens that the student writes at most for each prompt of --kd-sample-prompts."""

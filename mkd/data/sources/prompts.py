@@ -9,11 +9,13 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mkd.data.sources.chat import ASSISTANT, ChatTemplate, Conversation
-from mkd.data.sources.record_forms import is_conversation
+from mkd.data.sources.record_forms import is_conversation, renaming_advice
 from mkd.data.sources.text import decode, json_object
 from mkd.errors import MkdDataError
 
 _MOST_BYTES = 1 << 26
+_FORMS = '{"prompt": TEXT} or {"messages": [{"role": "user", "content": TEXT}]}'
+"""Forms of a line, for messages."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,11 @@ def read_prompts(
         MkdDataError: the file or a line cannot be used; names the line.
     """
     lines = _lines(path, limits)
-    if not 1 <= len(lines) <= limits.most:
+    if not lines:
+        raise MkdDataError(
+            f"{limits.flag} {path} has 0 lines; 1 to {limits.most} prompts are continued: write one per line, {_FORMS}"
+        )
+    if len(lines) > limits.most:
         raise MkdDataError(f"{limits.flag} {path} has {len(lines)} lines; 1 to {limits.most} prompts are continued")
     parser = PromptParser(tokenizer)
     prompts = [parser.parse(line, f"{limits.flag} {path}, line {number}") for number, line in lines]
@@ -122,7 +128,8 @@ class PromptParser:
         if not is_conversation(record):
             if not isinstance(record.get("prompt"), str):
                 keys = ", ".join(sorted(record)) or "none"
-                raise MkdDataError(f"{where}: neither a text in prompt nor messages (keys there: {keys})")
+                advice = renaming_advice(record, of_prompt=True) or f"write {_FORMS}"
+                raise MkdDataError(f"{where}: neither a text in prompt nor messages (keys there: {keys}): {advice}")
             if record.get("system"):
                 raise MkdDataError(
                     f"{where}: a text in prompt is continued as it is, without system: write both as messages"

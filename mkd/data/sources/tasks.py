@@ -74,7 +74,12 @@ def read_tasks(path: str, tokenizer: PreTrainedTokenizerBase, longest: int) -> l
     except ValueError as error:
         raise MkdDataError(f"{FLAG} {path}: {error}") from None
     lines = [(number, line) for number, line in numbered if line.strip()]
-    if not 1 <= len(lines) <= MOST_TASKS:
+    if not lines:
+        raise MkdDataError(
+            f"{FLAG} {path} has 0 lines; 1 to {MOST_TASKS} tasks are answered: write one per line, "
+            '{"prompt": TEXT, "answer": TEXT}'
+        )
+    if len(lines) > MOST_TASKS:
         raise MkdDataError(f"{FLAG} {path} has {len(lines)} lines; 1 to {MOST_TASKS} tasks are answered")
     tasks, parser = [], PromptParser(tokenizer)
     for number, line in lines:

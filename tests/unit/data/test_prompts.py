@@ -47,7 +47,10 @@ def test_texts_and_conversations(tokenizer: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("records", "words"),
     [
-        ([], "has 0 lines; 1 to 32 prompts are continued"),
+        ([], 'has 0 lines; 1 to 32 prompts are continued: write one per line, {"prompt": TEXT} or {"messages": ['),
+        ([{"promt": "x"}], "messages (keys there: promt): rename promt to prompt"),
+        ([{"convs": [{"from": "human", "value": "x"}]}], "(keys there: convs): rename convs to conversations"),
+        ([{"text": "x"}], '(keys there: text): write {"prompt": TEXT} or {"messages": ['),
         ([{"prompt": "x"}] * (SAMPLES.most + 1), "has 33 lines"),
         ([{"prompt": "x"}, {"text": "x"}], "line 2: neither a text in prompt nor messages (keys there: text)"),
         (["{"], "line 1"),
