@@ -94,7 +94,7 @@ def examine_run(own: argparse.Namespace, flags: list[str]) -> int:
     if job is None:
         findings.warning("layout and memory are reported once the flags are consistent")
     else:
-        show_plan(job, console)
+        show_plan(job, findings, console)
         show_data(job, own.samples, own.sample_tokens, findings, console)
         capacity = own.gpu_memory_gib or min((card.gib for card in cards), default=None)
         check_memory(job, capacity, findings, console, is_one_node=own.nnodes == 1)

@@ -149,9 +149,8 @@ def _tokenizer_folder(student: ModelSource, given: str) -> str:
 
 def _find_vocabulary(draft: JobDraft) -> None:
     draft.true_vocab = draft.args.vocab_size or (get_tokenizer().vocab_size if draft.is_complete else None)
-    if draft.student is not None:
-        draft.tokenizer_hash = draft.student.tokenizer_hash
-    elif draft.is_complete:
+    draft.tokenizer_hash = None if draft.student is None else draft.student.tokenizer_hash
+    if draft.tokenizer_hash is None and draft.is_complete:
         draft.tokenizer_hash = hash_of_tokenizer(draft.args)
 
 

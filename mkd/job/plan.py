@@ -1,7 +1,9 @@
 """The plan of a job: a summary that is printed before it trains."""
 
 import json
+import logging
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -10,12 +12,13 @@ import torch
 from mkd import cpu
 from mkd.checkpoint.adapters.peft_folder import open_hf_folder
 from mkd.checkpoint.hf.folder import store_assets
-from mkd.checkpoint.source import compare_tokenizers
+from mkd.checkpoint.source import ModelSource, TeacherSource, compare_tokenizers
 from mkd.config.epochs import iterations_are_unknown
 from mkd.config.kd_config import KDConfig
 from mkd.config.loss_spec import divergence_text
 from mkd.config.teacher_args import has_own_layout
-from mkd.job.data import folder_of_tokenizer, number_of_iterations
+from mkd.job.data import folder_of_tokenizer, hash_of_tokenizer, number_of_iterations
+from mkd.job.elsewhere.inference_teacher import InferenceSource
 from mkd.job.epochs import set_iterations
 from mkd.job.job import Job
 from mkd.job.memory_table import memory_line, offload_line, print_memory
@@ -28,13 +31,16 @@ from mkd.models.gated_delta_net import VARIANT
 from mkd.utils.atomic_files import replacing
 from mkd.utils.logging import logger
 
+WARNING = "warning"
+"""Label of the plan's line of `job_warnings`."""
+
 
 def print_plan(job: Job) -> None:
     """Log the plan, on rank 0."""
     if job.kd.dry_run and cpu.is_target():
         logger.info("plan and memory are for CPU, where this machine would run the job; mkd doctor estimates for GPUs")
     for name, text in plan(job).items() if job.args.rank == 0 else ():
-        logger.info(f"{name:10s} {text}")
+        logger.log(logging.WARNING if name == WARNING else logging.INFO, f"{name:10s} {text}")
 
 
 def dry_run(job: Job) -> None:
@@ -84,6 +90,7 @@ def plan(job: Job) -> dict[str, str]:
         **rollout_plan(args, kd),
         "vocabulary": f"{job.true_vocab} tokens, padded to {args.padded_vocab_size}",
         **({"changed": "; ".join(job.notes)} if job.notes else {}),
+        **({WARNING: "; ".join(found)} if (found := job_warnings(job)) else {}),
         **({"offload": offload_line(job)} if kd.rollout_offload else {}),
         "memory": memory_line(job),
     }
@@ -165,6 +172,45 @@ def _renamed_tokens(job: Job) -> dict[str, str]:
     found = ((one, compare_tokenizers(folder, one)) for one in job.teacher.sources)
     texts = [f"{one.path}: {difference}" for one, difference in found if difference is not None and difference.names]
     return {"same ids": "; ".join(texts)} if texts else {}
+
+
+def job_warnings(job: Job) -> list[str]:
+    """Facts that the checks accept and that may make a run worthless."""
+    if job.kd.is_plain_pretraining:
+        return []
+    return uncompared_tokenizers(job.args, job.student_source, job.teacher.sources)
+
+
+def uncompared_tokenizers(args: Namespace, student: ModelSource | None, teachers: Sequence[TeacherSource]) -> list[str]:
+    """A sentence for each teacher whose tokenizer cannot be compared with the student's.
+
+    None for token ids without a tokenizer (NullTokenizer), and for an inference server, which divides a sentence into
+    tokens before the first step (`mkd.teacher.inference.probe`).
+
+    Args:
+        args: Megatron's, complete.
+        student: source of --kd-student-hf; None without the flag.
+        teachers: the teachers.
+    """
+    own = (student.tokenizer_hash if student is not None else None) or hash_of_tokenizer(args)
+    if own is None and (args.tokenizer_type or "").startswith("Null"):
+        return []
+    found = []
+    for one in teachers:
+        is_same_model = student is not None and one.path == student.path
+        if is_same_model or (own is not None and isinstance(one, InferenceSource)):
+            continue
+        if own is None:
+            reason = f"--tokenizer-model {args.tokenizer_model} ({args.tokenizer_type}) is no Hugging Face folder"
+        elif one.tokenizer_hash is None:
+            reason = "its folder has no tokenizer files" if isinstance(one, ModelSource) else "it records no tokenizer"
+        else:
+            continue
+        found.append(
+            f"the tokenizer of the teacher {one.origin} cannot be compared with the student's: {reason}; with another "
+            "vocabulary the loss is meaningless"
+        )
+    return found
 
 
 def _layers(job: Job) -> dict[str, str]:

@@ -126,6 +126,15 @@ def test_a_job_that_is_right(ask, with_te, job):
     assert not (job.root / "cache").exists(), "nothing is written"
 
 
+def test_teacher_without_tokenizer_files(ask, with_te, job):
+    shutil.copytree(job.teacher, job.root / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
+    status, output = ask({**LOCAL, "--kd-teacher-hf": "{root}/bare"})
+    assert status == 0 and "problems: 0" in output, output
+    (found,) = [line for line in output.splitlines() if "cannot be compared" in line]
+    assert found.startswith(f"warning: the tokenizer of the teacher --kd-teacher-hf {job.root}/bare "), found
+    assert "its folder has no tokenizer files" in found
+
+
 def test_transformer_engine_is_missing(ask, monkeypatch):
     pretend(monkeypatch, transformer_engine=None)
     for changes, nproc, word in (

@@ -13,11 +13,12 @@ from mkd.data.sources.stores import is_chat_file
 from mkd.errors import MkdConfigError
 from mkd.job.cross_tokenizer import sort_teachers
 from mkd.job.data import JobData, folder_of_tokenizer, hash_of_tokenizer
+from mkd.job.plan import uncompared_tokenizers
 from mkd.job.teacher import ModelTeacherSpec, teacher_source
 from mkd.job.without_student import describe_teacher, refuse_own_layout
 from mkd.teacher.cache.record_format import MAX_COUNT, MAX_VOCAB
 from mkd.teacher.cache.store import CacheMeta
-from mkd.utils.logging import set_level
+from mkd.utils.logging import logger, set_level
 
 _KD_FIELDS = (
     *("teacher_hf", "teacher_load", "teacher_dtype", "teacher_offload", "student_hf", "loss_chunk_rows"),
@@ -148,12 +149,14 @@ class CacheJob:
             )
         describe_teacher(args, source, student)
         megatron_args.finish(args, kd, RunState())
-        tokenizer = student.tokenizer_hash if student else hash_of_tokenizer(args)
+        tokenizer = (student.tokenizer_hash if student else None) or hash_of_tokenizer(args)
         origin = student.origin if student else f"--tokenizer-model {args.tokenizer_model}"
         vocab = source.vocab_size
         if student is not None or own_tokenizer is not None or vocab is None:
             size, folder = megatron_args.true_vocabulary(args), folder_of_tokenizer(args, student)
             _, vocab = sort_teachers(kd, origin, size, tokenizer, source, folder)
+        for text in uncompared_tokenizers(args, student, [source]):
+            logger.warning(text)
         JobData(args, kd, vocab).check(tokenizer)
         teacher = ModelTeacherSpec.of(source, args, kd, vocab, source.fingerprint())
         positions = "document" if args.reset_position_ids else "segment"

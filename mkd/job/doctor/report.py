@@ -15,20 +15,22 @@ from mkd.job.doctor.peek import CONTEXT, TARGET, peek
 from mkd.job.job import Job
 from mkd.job.memory.advice import advise, needed
 from mkd.job.memory_table import print_memory, workload
-from mkd.job.plan import plan
+from mkd.job.plan import WARNING, job_warnings, plan
 
 GIB = 2**30
 BLACKWELL = 10, 0
 """Compute capability of the first GPUs on which Megatron does not require CUDA_DEVICE_MAX_CONNECTIONS=1."""
 
 
-def show_plan(job: Job, console: Console) -> None:
-    """Print the plan of the job."""
+def show_plan(job: Job, findings: Findings, console: Console) -> None:
+    """Print the plan of the job, and collect its warnings."""
     table = Table(show_header=False, box=None, title="plan", title_justify="left")
     for name, text in plan(job).items():
-        if name != "memory":
+        if name not in ("memory", WARNING):
             table.add_row(name, escape(text))
     console.print(table)
+    for text in job_warnings(job):
+        findings.warning(text)
 
 
 def show_data(job: Job, samples: int, tokens: int, findings: Findings, console: Console) -> None:

@@ -175,6 +175,10 @@ class Probe:
             found = model.server.post("/tokenize", json.dumps(body).encode(), _MOST_BYTES)
             tokens = list(found["tokens"])
         except (ServerRefusal, LookupError, TypeError):
+            logger.warning(
+                f"{self.flag} {model.server} has no route /tokenize: its tokenizer cannot be compared with the "
+                "student's; with another vocabulary the loss is meaningless"
+            )
             return
         if tokens != list(self.text):
             raise MkdTeacherError(

@@ -1,13 +1,18 @@
 """mkd/job/plan.py: lines of the plan."""
 
 from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mkd import cpu
+from mkd.checkpoint.source import ModelSource
 from mkd.config.kd_config import KDConfig
-from mkd.job.plan import _delta_nets, implementation_text
+from mkd.job.elsewhere.inference_teacher import InferenceSource
+from mkd.job.plan import _delta_nets, implementation_text, uncompared_tokenizers
 from mkd.models.delta_rule import missing_kernel
 
 PRECISE = "eager in float64, which is slower, while T is above 8"
@@ -44,3 +49,32 @@ def test_gated_delta_nets_without_kernels(monkeypatch: pytest.MonkeyPatch) -> No
 )
 def test_implementation_at_high_temperatures(options: dict[str, float | str], implementation: str, text: str) -> None:
     assert implementation_text(KDConfig(teacher_hf=["T"], ratio=0.5, **options), implementation) == text
+
+
+def test_uncompared_tokenizers(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+
+    def args(kind: str = "HuggingFaceTokenizer", folder: object = tmp_path) -> Namespace:
+        return Namespace(tokenizer_type=kind, tokenizer_model=str(folder))
+
+    def model(name: str, digest: str | None) -> ModelSource:
+        folder = tmp_path / name
+        return ModelSource(f"--kd-teacher-hf {folder}", folder, {}, 9, digest, None, lambda: "", lambda *_: None)
+
+    def reasons(*teachers: Any, student: ModelSource | None = None, of: Namespace | None = None) -> list[str]:
+        found = uncompared_tokenizers(args() if of is None else of, student, teachers)
+        assert all("cannot be compared with the student's" in text and "meaningless" in text for text in found)
+        return found
+
+    known, unknown, student = model("known", "a"), model("unknown", None), model("student", "a")
+    cache: Any = SimpleNamespace(origin="--kd-teacher-cache C", path=tmp_path / "c", tokenizer_hash=None)
+    assert reasons(known) == reasons(known, student=student) == []
+    (text,) = reasons(known, unknown, student=student)
+    assert f"teacher --kd-teacher-hf {unknown.path}" in text and "its folder has no tokenizer files" in text
+    assert "records no tokenizer" in reasons(cache)[0]
+    assert not reasons(InferenceSource((), (), SimpleNamespace(), is_last_check=True)), "a sentence is compared"
+    assert not reasons(unknown, student=replace(unknown)), "the same model"
+    assert "is no Hugging Face folder" in reasons(known, of=args("GPT2BPETokenizer", "vocab"))[0]
+    null = args("NullTokenizer", None)
+    assert not reasons(unknown, of=null), "neither has a tokenizer"
+    assert reasons(unknown, student=student, of=null)
