@@ -158,7 +158,7 @@ def randomize(model: nn.Module) -> None:
 
 
 def write_reference(root: Path, name: str) -> None:
-    """Write root/hf, a model, its logits, and root/gradients: those of sum(logits * UPSTREAM), by its tensors' names."""
+    """Write a model to root/hf, its logits, and gradients of sum(logits * UPSTREAM) under its tensors' names."""
     torch.manual_seed(0)
     sizes = CASES[name].sizes
     model = build(sizes).float()
