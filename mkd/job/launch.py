@@ -19,6 +19,7 @@ from mkd.job.epochs import set_iterations
 from mkd.job.job import Job
 from mkd.job.on_policy import on_policy_of
 from mkd.job.plan import record
+from mkd.job.run_record import RunRecord
 from mkd.job.samples import SampleWriter, TaskEvaluation
 from mkd.job.teacher_check import check_teacher_quality
 from mkd.job.training_loop import Hooks
@@ -42,6 +43,8 @@ class TrainingParts:
     """None without --kd-sample-prompts."""
     tasks: TaskEvaluation | None = None
     """None without --kd-eval-tasks."""
+    record: RunRecord | None = None
+    """None on other ranks than 0, and without --save."""
 
 
 def build(job: Job) -> TrainingParts:
@@ -60,7 +63,7 @@ def build(job: Job) -> TrainingParts:
     step = job.forward_step(groups)
     if teacher is not None:
         check_teacher_quality(teacher, datasets[1] or datasets[0], groups, job, step)
-    record(job)
+    written = record(job)
     teachers = dict(cross=job.cross, source=job.teacher.source)
     on_policy = on_policy_of(
         job.args, job.kd, job.true_vocab, job.data.longest_sample, job.state, waits=True, **teachers
@@ -80,7 +83,7 @@ def build(job: Job) -> TrainingParts:
     )
     samples = SampleWriter.of(job.args, job.kd, job.true_vocab)
     tasks = TaskEvaluation.of(job.args, job.kd, job.true_vocab)
-    return TrainingParts(datasets, step, schedule, metrics, samples, tasks)
+    return TrainingParts(datasets, step, schedule, metrics, samples, tasks, written)
 
 
 def train(job: Job, parts: TrainingParts) -> None:
@@ -94,8 +97,9 @@ def train(job: Job, parts: TrainingParts) -> None:
     then = "the job ends, without saving because there is no --save," if args.save is None else "the job saves and ends"
     stop = StopSignals(args.exit_signal, then=then).listen()
     parts.schedule.is_stopping = lambda: stop.received is not None
+    hooks = Hooks(job, parts.schedule, parts.metrics, parts.step.finite, parts.samples, parts.tasks, best, parts.record)
     install(
-        training=Hooks(job, parts.schedule, parts.metrics, parts.step.finite, parts.samples, parts.tasks, best),
+        training=hooks,
         checkpoints=saving,
         stop=stop,
         state=job.state,

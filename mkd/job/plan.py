@@ -23,12 +23,11 @@ from mkd.job.epochs import set_iterations
 from mkd.job.job import Job
 from mkd.job.memory_table import memory_line, offload_line, print_memory
 from mkd.job.on_policy import rollout_plan
-from mkd.job.run_record import write_run_file
+from mkd.job.run_record import FILE, SETTINGS, RunRecord, run_file
 from mkd.job.teacher import shape_of
 from mkd.losses.inputs import MAX_FP32_TEMPERATURE
 from mkd.models.delta_rule import missing_kernel
 from mkd.models.gated_delta_net import VARIANT
-from mkd.utils.atomic_files import replacing
 from mkd.utils.logging import logger
 
 WARNING = "warning"
@@ -96,21 +95,23 @@ def plan(job: Job) -> dict[str, str]:
     }
 
 
-def record(job: Job) -> None:
+def record(job: Job) -> RunRecord | None:
     """Write the files beside the checkpoints that explain them and that an export needs.
 
     run.yaml repeats the run; kd_config.json has the resolved distillation settings and the plan; the student's Hugging
     Face configuration and tokenizer go along, so that mkd convert needs no other folder.
+
+    Returns:
+        The first two, on rank 0 of a job with --save; else None.
     """
     if job.args.rank != 0 or job.args.save is None:
-        return
+        return None
     folder = Path(job.args.save)
     folder.mkdir(parents=True, exist_ok=True)
     if job.kd.student_hf is not None:
         store_assets(open_hf_folder(job.kd.student_hf, "--kd-student-hf"), folder)
-    with replacing(folder / "kd_config.json") as out:
-        out.write(json.dumps({"kd": asdict(job.kd), "plan": plan(job)}, indent=2) + "\n")
-    write_run_file(job.args, job.state.teacher_fingerprint, folder)
+    settings = json.dumps({"kd": asdict(job.kd), "plan": plan(job)}, indent=2) + "\n"
+    return RunRecord(folder, {SETTINGS: settings, FILE: run_file(job.args, job.state.teacher_fingerprint)})
 
 
 def _layout(args: Namespace, ranks: int) -> str:

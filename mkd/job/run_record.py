@@ -1,7 +1,10 @@
-"""run.yaml in --save: the flags of a job, with which --kd-config repeats it, and where it ran.
+"""The record of a job in --save: run.yaml and kd_config.json.
 
-run.yaml is that of the latest job. Each job start keeps the one before as run-1.yaml, run-2.yaml, ... No passwords or
-keys are written: flags and variables whose names or values look like ones are left out and listed.
+run.yaml holds the flags, with which --kd-config repeats the job, and where it ran; kd_config.json the resolved
+settings and the plan. Both are those of the latest job that did a step. A folder's first job writes them at its start;
+a later one writes run-1.yaml and kd_config-1.json, or the next free number, and exchanges them with run.yaml and
+kd_config.json after its first step. No passwords or keys are written to run.yaml: flags and variables whose names or
+values look like ones are left out and listed.
 """
 
 import os
@@ -24,10 +27,12 @@ from mkd.config.data_args import data_prefixes
 from mkd.config.flags import flag_parser
 from mkd.config.run_file import FLAG, RECORD, given_flags, to_yaml
 from mkd.data.sources.stores import chat_files, is_chat_file
+from mkd.errors import MkdError
 from mkd.utils.atomic_files import replacing
 from mkd.utils.commit import commit_of
+from mkd.utils.logging import logger
 
-FILE = "run.yaml"
+FILE, SETTINGS = "run.yaml", "kd_config.json"
 REPEAT = f"mkd train {FLAG} {FILE} --save NEW --load NEW"
 PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine", "triton", "numpy", "tokenizers")
 VARIABLES = (
@@ -48,26 +53,81 @@ MOST_HASHED = 64
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
 
 
-def write_run_file(args: Namespace, teacher: str | None, folder: Path) -> None:
-    """Write run.yaml into a folder, and keep the one that is there under a free name.
+class RunRecord:
+    """The record of a job, which becomes that of the run with the job's first step."""
+
+    def __init__(self, folder: Path, texts: Mapping[str, str]) -> None:
+        """Write the record: under free numbers if the folder has one, else under its names.
+
+        Args:
+            folder: that of --save.
+            texts: file name -> content.
+        """
+        self._folder, self._texts = folder, dict(texts)
+        self._number = self._free_number() if any((folder / name).is_file() for name in texts) else None
+        for name, text in self._texts.items():
+            _write(folder / _numbered(name, self._number), text)
+
+    def exchange(self) -> None:
+        """Make this record the run's, and keep the one before under this record's number. Called after each step; only
+        the first call has an effect.
+
+        A job that is killed meanwhile leaves both records, one of them twice.
+        """
+        number, self._number = self._number, None
+        if number is None:
+            return
+        try:
+            spare = self._free_number()
+            before = {name: (self._folder / name).read_text("utf-8", "replace") for name in self._present()}
+            for name, text in before.items():
+                _write(self._folder / _numbered(name, spare), text)
+            for name, text in self._texts.items():
+                _write(self._folder / name, text)
+            for name in self._texts:
+                if name in before:
+                    _write(self._folder / _numbered(name, number), before[name])
+                    (self._folder / _numbered(name, spare)).unlink()
+                else:
+                    (self._folder / _numbered(name, number)).unlink()
+        except (OSError, MkdError) as error:
+            logger.warning(
+                f"{self._folder / FILE} is possibly not that of this job ({error}): see {_numbered(FILE, number)}"
+            )
+
+    def _present(self) -> list[str]:
+        return [name for name in self._texts if (self._folder / name).is_file()]
+
+    def _free_number(self) -> int:
+        """The lowest number under which the folder has no record."""
+        numbers = range(1, 1 << 20)
+        return next(n for n in numbers if not any((self._folder / _numbered(name, n)).exists() for name in self._texts))
+
+
+def _numbered(name: str, number: int | None) -> str:
+    """The name of a file of a record with a number, such as run-1.yaml."""
+    path = Path(name)
+    return name if number is None else f"{path.stem}-{number}{path.suffix}"
+
+
+def _write(path: Path, text: str) -> None:
+    with replacing(path) as out:
+        out.write(text)
+
+
+def run_file(args: Namespace, teacher: str | None) -> str:
+    """The content of run.yaml.
 
     Args:
         args: Megatron's arguments, complete.
         teacher: the teacher's fingerprint; None without a teacher.
-        folder: that of --save.
     """
-    file = folder / FILE
-    if file.is_file():
-        kept = next(path for n in range(1, 1 << 20) if not (path := folder / f"run-{n}.yaml").exists())
-        with replacing(kept) as out:
-            out.write(file.read_text(encoding="utf-8", errors="replace"))
     given = given_flags(sys.argv[1:], flag_parser())
     given.pop(FLAG.removeprefix("--"), None)
     flags, left_out = without_secrets(given)
     facts = {**about(args), "teacher": teacher, "left_out": left_out}
     content = {"flags": flags, RECORD: {name: fact for name, fact in facts.items() if fact not in (None, [], {})}}
-    with replacing(file) as out:
-        out.write(f"# Repeats the run, from this directory and on as many ranks: {REPEAT}\n{to_yaml(content)}")
+    return f"# Repeats the run, from this directory and on as many ranks: {REPEAT}\n{to_yaml(content)}"
 
 
 def about(args: Namespace) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from mkd.checkpoint.best import BestCheckpoint
 from mkd.data.text_size import TextSize
 from mkd.job.job import Job
+from mkd.job.run_record import RunRecord
 from mkd.job.samples import SampleWriter, TaskEvaluation
 from mkd.report.calibration import calibration_table
 from mkd.report.metrics import IterationMetrics, MetricsLog
@@ -36,9 +37,10 @@ class Hooks:
         samples: SampleWriter | None = None,
         tasks: TaskEvaluation | None = None,
         best: BestCheckpoint | None = None,
+        record: RunRecord | None = None,
     ) -> None:
         self._job, self._schedule, self._log, self._finite = job, schedule, log, finite
-        self._samples, self._tasks, self._best = samples, tasks, best
+        self._samples, self._tasks, self._best, self._record = samples, tasks, best, record
         self._calibration: Tensor | None = None
         self._text: Tensor | None = None
         self._iteration: int | None = None
@@ -125,6 +127,8 @@ class Hooks:
         skipped: bool,
         loss_scale: float,
     ) -> None:
+        if self._record is not None:
+            self._record.exchange()
         check_loss_scale(self._job.args, iteration, skipped, self._loss_scale)
         self._loss_scale = loss_scale
         self._steps, self._skipped = self._steps + 1, self._skipped + skipped

@@ -39,9 +39,12 @@ def test_a_run_is_repeated_from_its_own_file(job: SmallJob, tmp_path: Path) -> N
     assert len(values(first.metrics)) == 3
     assert values(second.metrics) == values(first.metrics)
 
-    third = run(repeat, script=COMMAND)
+    records = ("run.yaml", "kd_config.json")
+    trained = [(again / name).read_bytes() for name in records]
+    third = run([*repeat, "--kd-log-level", "debug"], script=COMMAND)  # no step is left
     assert third.status == 0, third.errors
-    assert (again / "run-1.yaml").is_file()
+    assert [(again / name).read_bytes() for name in records] == trained
+    assert words_of(read_file(str(again / "run-1.yaml")))[-1] == "debug"
 
 
 def test_an_error_in_a_file_ends_the_job_with_one_line(job: SmallJob, tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ import yaml
 
 import mkd
 from mkd.config.run_file import read_file, words_of
-from mkd.job.run_record import data_state, source_hash, without_secrets, write_run_file
+from mkd.job import run_record
+from mkd.job.run_record import FILE as RUN_FILE
+from mkd.job.run_record import SETTINGS, RunRecord, data_state, run_file, source_hash, without_secrets
 from mkd.utils.commit import FILE, commit_of
 
 FLAGS = ["--kd-ratio", "0.5", "--bf16", "--kd-teacher-hf", "a", "b", "--lr", "1e-4"]
@@ -32,8 +34,8 @@ def test_it_holds_flags_versions_and_data(args: Namespace, tmp_path: Path, monke
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("MKD_SERVER_TOKEN", "secret-of-server")
     monkeypatch.setenv("WANDB_API_KEY", "secret-of-wandb")
-    write_run_file(args, "fingerprint", tmp_path)
-    text = (tmp_path / "run.yaml").read_text()
+    text = run_file(args, "fingerprint")
+    (tmp_path / "run.yaml").write_text(text)
     assert "secret-of" not in text
     assert words_of(read_file(str(tmp_path / "run.yaml"))) == FLAGS
     about = yaml.safe_load(text)["about"]
@@ -44,12 +46,66 @@ def test_it_holds_flags_versions_and_data(args: Namespace, tmp_path: Path, monke
     assert [Path(name).name for name in about["data"]] == ["p.bin", "p.idx", "chats.jsonl"]
 
 
-def test_each_start_keeps_the_file_before(args: Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def texts_of(job: str) -> dict[str, str]:
+    return {SETTINGS: f"settings {job}", RUN_FILE: f"flags {job}"}
+
+
+def records_in(folder: Path) -> dict[str, str]:
+    """File -> job of all records; no other file is there."""
+    return {path.name: path.read_text().split()[-1] for path in folder.iterdir()}
+
+
+def test_each_job_keeps_the_file_before(args: Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for lr in ("1", "2", "3"):
         monkeypatch.setattr(sys, "argv", ["mkd train", "--lr", lr])
-        write_run_file(args, None, tmp_path)
+        record = RunRecord(tmp_path, {RUN_FILE: run_file(args, None)})
+        record.exchange()
+        record.exchange()  # after the second step
     kept = {path.name: words_of(read_file(str(path)))[-1] for path in tmp_path.glob("run*.yaml")}
     assert kept == {"run-1.yaml": "1", "run-2.yaml": "2", "run.yaml": "3"}
+
+
+def test_a_job_without_a_step_does_not_replace_the_record(tmp_path: Path) -> None:
+    first = RunRecord(tmp_path, texts_of("a"))
+    assert records_in(tmp_path) == {"run.yaml": "a", "kd_config.json": "a"}
+    first.exchange()
+    RunRecord(tmp_path, texts_of("b"))  # ends, or is killed, without a step
+    kept = {"run.yaml": "a", "kd_config.json": "a", "run-1.yaml": "b", "kd_config-1.json": "b"}
+    assert records_in(tmp_path) == kept
+    RunRecord(tmp_path, texts_of("c")).exchange()
+    kept |= {"run.yaml": "c", "kd_config.json": "c", "run-2.yaml": "a", "kd_config-2.json": "a"}
+    assert records_in(tmp_path) == kept
+
+
+def test_a_record_of_one_file_only(tmp_path: Path) -> None:
+    """Versions before had no kd_config-1.json; a user may have removed a file."""
+    (tmp_path / "run.yaml").write_text("flags a")
+    (tmp_path / "run-1.yaml").write_text("flags z")
+    RunRecord(tmp_path, texts_of("b")).exchange()
+    kept = {"run-1.yaml": "z", "run-2.yaml": "a", "run.yaml": "b", "kd_config.json": "b"}
+    assert records_in(tmp_path) == kept
+
+
+@pytest.mark.parametrize("writes", range(1, 7))
+def test_no_record_is_lost_if_the_exchange_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], writes: int
+) -> None:
+    RunRecord(tmp_path, texts_of("a"))
+    record = RunRecord(tmp_path, texts_of("b"))
+    write, count = run_record._write, 0
+
+    def failing(path: Path, text: str) -> None:
+        nonlocal count
+        count += 1
+        if count == writes:
+            raise OSError("full")
+        write(path, text)
+
+    monkeypatch.setattr(run_record, "_write", failing)
+    record.exchange()
+    found = {path.read_text() for path in tmp_path.iterdir()}
+    assert found == {*texts_of("a").values(), *texts_of("b").values()}
+    assert "run.yaml is possibly not that of this job (full): see run-1.yaml" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -75,10 +131,9 @@ def test_secrets_are_left_out(name: str, value: str | bool | list[str], is_kept:
     assert (kept == {name: value}, left_out == [name]) == (is_kept, not is_kept)
 
 
-def test_left_out_flags_are_listed(args: Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_left_out_flags_are_listed(args: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["mkd train", "--lr", "1", "--kd-mlflow-uri", "http://me:mine@host"])
-    write_run_file(args, None, tmp_path)
-    text = (tmp_path / "run.yaml").read_text()
+    text = run_file(args, None)
     assert "mine" not in text
     assert yaml.safe_load(text)["about"]["left_out"] == ["kd-mlflow-uri"]
 
