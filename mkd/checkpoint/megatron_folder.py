@@ -22,6 +22,7 @@ from mkd.checkpoint.tokenizer_hash import ASSETS, hash_hex, tokenizer_hash
 from mkd.compat.unpickling import allowed_classes_only, load_object
 from mkd.errors import MkdCheckpointError, MkdError
 from mkd.utils.json_files import read_json, read_regular
+from mkd.utils.near_paths import near_path_hint
 
 TRACKER = "latest_checkpointed_iteration.txt"
 TRACKER_BYTES = 1 << 20
@@ -85,7 +86,7 @@ class MegatronFolder:
         self.path = Path(path)
         self.flag = flag
         if not self.path.is_dir():
-            raise self.error("the folder does not exist")
+            raise self.error(f"the folder does not exist{near_path_hint(self.path, Path.is_dir)}")
         self.iteration_dir: Path = self._resolve()
         self._check_iteration_dir()
 

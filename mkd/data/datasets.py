@@ -17,6 +17,7 @@ from mkd.data.sources.indexed import IndexedText
 from mkd.data.sources.stores import is_chat_file
 from mkd.data.sources.token_files import check_index
 from mkd.errors import MkdDataError
+from mkd.utils.near_paths import near_path
 
 # Evaluations that the validation set is long enough for.
 _EVALUATIONS = 1_000_000
@@ -73,6 +74,8 @@ def _missing(prefix: str, file: Path) -> str:
     if path.is_file():
         return unknown_suffix(path, RECORDS)
     text = f"{file} does not exist (mkd preprocess makes it)"
+    if (near := near_path(file, Path.is_file)) is not None:
+        return f"{text}; did you mean {near.with_suffix('')}?"
     if re.fullmatch(r"[\w.-]+/[\w.-]+", prefix) and not path.parent.exists():
         text += (
             f"; a data set of the Hugging Face Hub is downloaded first: hf download --repo-type dataset {prefix} "

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from mkd.errors import MkdDataError
 from mkd.utils.json_files import parse_json, read_regular
+from mkd.utils.near_paths import near_path_hint
 
 METRICS_BYTES = 1 << 29
 """Largest metrics file that is read."""
@@ -30,7 +31,8 @@ class RunLog:
         Raises MkdDataError when the file is missing, holds no iteration, or has a broken line before the last.
         """
         if not Path(path).is_file():
-            raise MkdDataError(f"metrics file {path} does not exist; give the --kd-metrics-file of a run")
+            near = near_path_hint(path, Path.is_file)
+            raise MkdDataError(f"metrics file {path} does not exist; give the --kd-metrics-file of a run{near}")
         run = cls(path)
         try:
             text = read_regular(Path(path), METRICS_BYTES).decode(errors="replace")

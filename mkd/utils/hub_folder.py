@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mkd.errors import MkdConfigError
 from mkd.utils.json_files import read_regular
+from mkd.utils.near_paths import near_path_hint
 
 _REPOSITORY = re.compile(r"(?:https?:/{1,2}(?:www\.)?huggingface\.co/)?([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)/?")
 
@@ -56,7 +57,13 @@ def model_folder(folder: str | os.PathLike, flag: str) -> Path:
 
 
 def download_hint(folder: str | os.PathLike) -> str:
-    """The rest of a message about an absent folder whose name is that of a repository; else empty."""
+    """The rest of a message about an absent folder; empty if it is neither like an existing folder nor the name of a
+    repository.
+
+    An existing folder of a similar name comes first: ORG/NAME is also a relative path.
+    """
+    if near := near_path_hint(folder, Path.is_dir):
+        return near
     found = _REPOSITORY.fullmatch(str(folder))
     if found is None:
         return ""

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from mkd.errors import MkdDataError
 from mkd.utils.json_files import read_json
+from mkd.utils.near_paths import near_path_hint
 
 Content = Literal["json", "text", "parquet", "arrow"]
 """Contents of a file: JSON lines or one JSON array, plain text, or a table of records."""
@@ -101,7 +102,7 @@ def data_files(name: str, flag: str, contents: Collection[Content] = RECORDS) ->
 def _check_file(file: str, flag: str, contents: Collection[Content]) -> None:
     path = Path(file)
     if not path.is_file():
-        raise MkdDataError(f"{flag} {file} does not exist or is not a file")
+        raise MkdDataError(f"{flag} {file} does not exist or is not a file{near_path_hint(file, Path.is_file)}")
     if path.stat().st_size == 0:
         raise MkdDataError(f"{flag} {file} is empty")
     found = FileFormat.of(file)

@@ -12,6 +12,7 @@ from mkd.data.sources.chat import ASSISTANT, ChatTemplate, Conversation
 from mkd.data.sources.record_forms import is_conversation, renaming_advice
 from mkd.data.sources.text import decode, json_object
 from mkd.errors import MkdDataError
+from mkd.utils.near_paths import near_path_hint
 
 _MOST_BYTES = 1 << 26
 _FORMS = '{"prompt": TEXT} or {"messages": [{"role": "user", "content": TEXT}]}'
@@ -98,7 +99,8 @@ def has_conversations(path: str, limits: PromptFile = ON_POLICY) -> bool:
 def _lines(path: str, limits: PromptFile) -> list[tuple[int, bytes]]:
     """(number, line) of each line of a file that is not blank. Raises MkdDataError if it is too long or missing."""
     if not Path(path).is_file():
-        raise MkdDataError(f"{limits.flag} {path} does not exist or is not a file")
+        near = near_path_hint(path, Path.is_file)
+        raise MkdDataError(f"{limits.flag} {path} does not exist or is not a file{near}")
     with open(path, "rb") as file:
         content = file.read(_MOST_BYTES + 1)
     if len(content) > _MOST_BYTES:

@@ -14,6 +14,7 @@ from mkd.data.sources.text import decode, json_object
 from mkd.errors import MkdDataError
 from mkd.utils.json_files import MOST_BYTES, read_regular
 from mkd.utils.limits import limited
+from mkd.utils.near_paths import near_path_hint
 
 FLAG = "--kd-eval-tasks"
 MOST_TASKS = 10_000
@@ -68,7 +69,7 @@ def read_tasks(path: str, tokenizer: PreTrainedTokenizerBase, longest: int) -> l
         MkdDataError: the file or a line cannot be used; names the line.
     """
     if not Path(path).is_file():
-        raise MkdDataError(f"{FLAG} {path} does not exist or is not a file")
+        raise MkdDataError(f"{FLAG} {path} does not exist or is not a file{near_path_hint(path, Path.is_file)}")
     try:
         numbered = enumerate(read_regular(Path(path), MOST_BYTES).removeprefix(BOM_UTF8).splitlines(), start=1)
     except ValueError as error:

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 from mkd.errors import MkdDataError
 from mkd.report.run_log import METRICS_BYTES, RunLog
 from mkd.utils.json_files import parse_json
+from mkd.utils.near_paths import near_path_hint
 
 METRICS, RUN_FILE, PLAN, LOG = "metrics.jsonl", "run.yaml", "kd_config.json", "mkd.log"
 TEXT_BYTES = 1 << 20
@@ -94,7 +95,9 @@ class RunFolder:
             MkdDataError: the folder or its metrics are missing, empty, too large, or no regular files.
         """
         if not path.is_dir():
-            raise MkdDataError(f"{path} is not a folder: give the --save folder of a run")
+            raise MkdDataError(
+                f"{path} is not a folder: give the --save folder of a run{near_path_hint(path, Path.is_dir)}"
+            )
         run = cls(path, RunLog(str(path)))
         run._read_plan()
         file = metrics or path / METRICS

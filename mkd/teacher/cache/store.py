@@ -31,6 +31,7 @@ from mkd.teacher.cache.record_format import MAX_COUNT, RecordFormat, TokenTarget
 from mkd.utils.json_files import parse_json, read_json
 from mkd.utils.logging import logger
 from mkd.utils.mapped_files import SizeGuard
+from mkd.utils.near_paths import near_path_hint
 
 FORMAT = "mkd-teacher-cache"
 VERSION = 1
@@ -106,7 +107,8 @@ class CacheMeta:
         file = folder / META
         if not file.is_file():
             what = "is not a teacher cache: it has no meta.json" if folder.is_dir() else "does not exist"
-            raise MkdCacheError(f"{flag} {folder} {what} (mkd cache write creates one)")
+            near = "" if folder.exists() else near_path_hint(folder, Path.is_dir)
+            raise MkdCacheError(f"{flag} {folder} {what} (mkd cache write creates one){near}")
         try:
             values: dict[str, Any] = read_json(file)
             if values["format"] != FORMAT:
