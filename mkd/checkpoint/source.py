@@ -141,11 +141,21 @@ class EnsembleSource:
         return common_fingerprint([source.fingerprint() for source in self.sources])
 
 
-def fewest_positions(teachers: Iterable[TeacherSource]) -> int | None:
-    """The smallest number of positions of teachers; None if none has a limit."""
+@dataclass(frozen=True)
+class PositionLimit:
+    """Positions of a model that reads the rows."""
+
+    positions: int
+    model: str
+    """The model, for messages."""
+
+
+def fewest_positions(teachers: Iterable[TeacherSource]) -> PositionLimit | None:
+    """The positions of the teacher with the fewest; None if none has a limit."""
     each = [one.sources if isinstance(one, EnsembleSource) else (one,) for one in teachers]
-    known = [source.architecture.get("max_position_embeddings") for sources in each for source in sources]
-    return min((positions for positions in known if positions), default=None)
+    known = [(source.architecture.get("max_position_embeddings"), source) for sources in each for source in sources]
+    found = [PositionLimit(positions, f"the teacher {source.origin}") for positions, source in known if positions]
+    return min(found, key=lambda limit: limit.positions, default=None)
 
 
 def common_fingerprint(fingerprints: Sequence[str]) -> str:

@@ -11,6 +11,7 @@ import torch
 from mkd.checkpoint.source import (
     EnsembleSource,
     ModelSource,
+    PositionLimit,
     TeacherSource,
     common_vocabulary,
     compare_tokenizers,
@@ -96,21 +97,21 @@ class CrossTokenizers:
         """Index in `KDBatch.teacher_views` of a teacher's tokens; None if it reads the student's."""
         return next((number for number, own in enumerate(self.sources) if own is source), None)
 
-    def rows(self, longest: int | None) -> CrossTokenizerRows:
+    def rows(self, longest: PositionLimit | None) -> CrossTokenizerRows:
         """Options of the rows.
 
         Args:
-            longest: positions of the models that read the student's rows, if they are packed.
+            longest: fewest positions of the models that read the student's rows, if they are packed.
         """
         layout = self._layout(longest, kd_everywhere=self.kd.mask == "all")
         options = RowOptions(layout, self.kd.long_samples == "drop", self.args.seed)
         return CrossTokenizerRows(self.encoder, options, tuple(source.vocab_size for source in self.sources))
 
-    def _layout(self, longest: int | None, kd_everywhere: bool) -> AlignedRowLayout:
+    def _layout(self, longest: PositionLimit | None, kd_everywhere: bool) -> AlignedRowLayout:
         kd, is_packed = self.kd, self.kd.packing != "none"
         limits = [longest, *(fewest_positions([source]) if is_packed else None for source in self.sources)]
         student, *teachers = (
-            RowLayout(length, kd.packing_multiple, is_packed, kd_everywhere, limit)
+            row_layout(length, kd, limit if is_packed else None, kd_everywhere=kd_everywhere)
             for length, limit in zip((self.args.seq_length, *self.row_lengths), limits, strict=True)
         )
         return AlignedRowLayout(student, tuple(teachers))
@@ -228,6 +229,21 @@ def _names(
         for ours, theirs in ends_of_turn(student, teacher)
     }
     return names_of(teacher, {**texts, **pairs}), names_of(teacher, {**chats, **pairs})
+
+
+def row_layout(length: int, kd: KDConfig, limit: PositionLimit | None, *, kd_everywhere: bool) -> RowLayout:
+    """Layout of rows of so many tokens.
+
+    Args:
+        length: tokens of a row.
+        kd: the flags.
+        limit: the model with the fewest positions that reads the rows; None if unlimited.
+        kd_everywhere: see `RowLayout`.
+    """
+    layout = RowLayout(length, kd.packing_multiple, kd.packing != "none", kd_everywhere)
+    if limit is None or not layout.is_packed:
+        return layout
+    return replace(layout, longest=limit.positions, longest_of=limit.model)
 
 
 def sort_teachers(

@@ -12,7 +12,7 @@ from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.training.global_vars import get_tokenizer
 from megatron.training.training import get_train_valid_test_num_samples, update_train_iters
 
-from mkd.checkpoint.source import ModelSource
+from mkd.checkpoint.source import ModelSource, PositionLimit
 from mkd.checkpoint.tokenizer_hash import tokenizer_hash
 from mkd.config import data_args
 from mkd.config.check_list import Sink
@@ -28,7 +28,7 @@ from mkd.data.packing.streams import RowOptions
 from mkd.data.sources.chat import ChatTokenizer
 from mkd.data.sources.record_forms import RecordOptions
 from mkd.data.sources.stores import check_chat_file, is_chat_file
-from mkd.job.cross_tokenizer import CrossTokenizers
+from mkd.job.cross_tokenizer import CrossTokenizers, row_layout
 from mkd.utils.logging import logger
 
 
@@ -70,8 +70,8 @@ class JobData:
     """Ids from here up do not exist in the model; None if unknown, for checks of files only."""
     cross: CrossTokenizers | None = None
     """Teachers with other tokenizers; None without any."""
-    teacher_positions: int | None = None
-    """Positions of the teachers that read the student's rows; None if unlimited."""
+    teacher_limit: PositionLimit | None = None
+    """Fewest positions of the teachers that read the student's rows; None if unlimited."""
 
     def check(self, tokenizer_hash: str | None) -> None:
         """Check flags and files, before any weight is loaded.
@@ -178,8 +178,22 @@ class JobData:
     @property
     def longest_sample(self) -> int | None:
         """Positions of the models that read the student's rows; longer samples are split or dropped."""
-        known = [self.args.max_position_embeddings, self.teacher_positions]
-        return min((positions for positions in known if positions), default=None)
+        return None if self.position_limit is None else self.position_limit.positions
+
+    @property
+    def position_limit(self) -> PositionLimit | None:
+        """The model that reads the student's rows and has the fewest positions; None if unlimited."""
+        positions, folder = self.args.max_position_embeddings, self.kd.student_hf
+        name = "the student (--max-position-embeddings)" if folder is None else f"the student --kd-student-hf {folder}"
+        known = [PositionLimit(positions, name) if positions else None, self.teacher_limit]
+        return min((limit for limit in known if limit is not None), key=lambda limit: limit.positions, default=None)
+
+    @property
+    def row_layouts(self) -> list[RowLayout]:
+        """Layouts of rows of whole samples: the student's, and those of teachers with other tokenizers."""
+        args, kd = self.args, self.kd
+        own = row_layout(args.seq_length, kd, self.position_limit, kd_everywhere=kd.mask == "all")
+        return [own] if self.cross is None else [own, *self.cross.rows(self.position_limit).options.layout.teachers]
 
     @property
     def chat_tokenizer(self) -> ChatTokenizer:
@@ -189,16 +203,14 @@ class JobData:
 
     def _row_sets(self, config: GPTDatasetConfig) -> RowSets:
         args, kd = self.args, self.kd
-        is_packed = kd.packing != "none"
-        longest = self.longest_sample if is_packed else None
-        layout = RowLayout(args.seq_length, kd.packing_multiple, is_packed, kd.mask == "all", longest)
+        layout = row_layout(args.seq_length, kd, self.position_limit, kd_everywhere=kd.mask == "all")
         return RowSets(
             config=config,
             options=RowOptions(layout, drop_long=kd.long_samples == "drop", seed=args.seed),
             tokenizer=self.chat_tokenizer,
             true_vocab=self.true_vocab,
             say=self._say,
-            cross=None if self.cross is None else self.cross.rows(longest),
+            cross=None if self.cross is None else self.cross.rows(self.position_limit),
         )
 
 

@@ -144,8 +144,7 @@ class Job:
     def data(self) -> JobData:
         foreign = () if self.cross is None else self.cross.sources
         same = [one for one in self.teacher.sources if not any(one is other for other in foreign)]
-        positions = fewest_positions(same)
-        return JobData(self.args, self.kd, self.true_vocab, self.cross, positions)
+        return JobData(self.args, self.kd, self.true_vocab, self.cross, fewest_positions(same))
 
     def forward_step(self, groups: Groups) -> ForwardStep:
         """The forward step of this rank."""

@@ -138,7 +138,9 @@ def _teacher_layouts(job: Job) -> dict[str, str]:
 def _rows(job: Job) -> str:
     kd = job.kd
     how = "one sample each" if kd.packing == "none" else f"packed, padded to multiples of {kd.packing_multiple}"
-    return f"{how}; longer ones are {'split' if kd.long_samples == 'split' else 'dropped'}; KD on {kd.mask}"
+    limits = [layout.limit for layout in job.data.row_layouts if layout.is_limited]
+    longer = f"those longer than {' or '.join(limits)}" if limits else "longer ones"
+    return f"{how}; {longer} are {'split' if kd.long_samples == 'split' else 'dropped'}; KD on {kd.mask}"
 
 
 def _divergence(kd: KDConfig) -> str:

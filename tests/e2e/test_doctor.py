@@ -135,6 +135,17 @@ def test_teacher_without_tokenizer_files(ask, with_te, job):
     assert "its folder has no tokenizer files" in found
 
 
+def test_teacher_with_fewer_positions_than_a_row(ask, with_te, job):
+    longer = {**LOCAL, "--kd-packing": "best_fit", "--seq-length": 128}
+    status, output = ask(longer)
+    assert status == 0 and "problems: 0" in output, output
+    limit = f"longer than the 96 positions of the teacher --kd-teacher-hf {job.teacher}"
+    (found,) = [line for line in output.splitlines() if line.startswith("warning: ") and "positions" in line]
+    assert limit in found and "samples are" in found and "(rows have 128) and are split" in found
+    assert f"those {limit} are split" in " ".join(output.split()), "the plan"
+    assert "longer than the 96" not in ask({**longer, "--seq-length": 96})[1]
+
+
 def test_transformer_engine_is_missing(ask, monkeypatch):
     pretend(monkeypatch, transformer_engine=None)
     for changes, nproc, word in (

@@ -28,6 +28,11 @@ class AlignedRowLayout:
         """Most positions of a piece in each view."""
         return [self.student.piece_length, *(teacher.piece_length for teacher in self.teachers)]
 
+    @property
+    def limit(self) -> str:
+        """The lengths of the longest pieces, for messages."""
+        return " or ".join(dict.fromkeys(layout.limit for layout in (self.student, *self.teachers)))
+
     def row(self, pieces: Sequence[AlignedSample]) -> dict[str, object]:
         """The student's row as `RowLayout.row` returns it, and under TEACHER_VIEWS a tuple with one row per teacher.
 

@@ -72,8 +72,8 @@ class AlignedRows:
 
     def __str__(self) -> str:
         counts = {
-            "split because they are longer than a row": self._pieces.split,
-            "dropped because they are longer than a row": self._pieces.dropped,
+            f"split because they are longer than {self._layout.limit}": self._pieces.split,
+            f"dropped because they are longer than {self._layout.limit}": self._pieces.dropped,
             "left out because they have fewer than two tokens for one model": self._pieces.short,
             "runs of tokens left out because no chunk begins in a whole row of them": self._pieces.unfit,
             "parts of long samples left out because nothing in them is a target": self._without_target,

@@ -20,6 +20,8 @@ class RowLayout:
     """True if the divergence is taken on every token of a text; else on the supervised ones alone."""
     longest: int | None = None
     """Positions of the models, if a packed row may have more; None: those of a row."""
+    longest_of: str = "a model"
+    """The model with so few positions, for messages."""
 
     @property
     def piece_length(self) -> int:
@@ -27,6 +29,19 @@ class RowLayout:
         if self.longest is None or self.longest >= self.row_length:
             return self.row_length
         return self.longest // self.multiple * self.multiple
+
+    @property
+    def is_limited(self) -> bool:
+        """True if a model has fewer positions than a row."""
+        return self.piece_length < self.row_length
+
+    @property
+    def limit(self) -> str:
+        """The length of the longest piece, for messages."""
+        if not self.is_limited:
+            return "a row"
+        rounded = "" if self.piece_length == self.longest else f" ({self.longest}, in multiples of {self.multiple})"
+        return f"the {self.piece_length} positions of {self.longest_of}{rounded}"
 
     def starts(self, positions: Sequence[int]) -> list[int]:
         """Starts of pieces with so many positions in a row, and the start of a piece that would follow."""

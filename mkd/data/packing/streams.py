@@ -71,8 +71,8 @@ class SampleRows:
         if not len(self._pieces):
             raise MkdDataError(
                 f"--data-path {name}: none of its {len(store.lengths)} samples can be used: {pieces.dropped} are "
-                f"longer than {'--seq-length' if layout.piece_length == layout.row_length else 'the positions'} "
-                f"{layout.piece_length}, {pieces.short} have fewer than two tokens"
+                f"longer than {layout.limit if layout.is_limited else f'--seq-length {layout.row_length}'}, "
+                f"{pieces.short} have fewer than two tokens"
             )
         if layout.is_packed:
             self.plan = pack(self._pieces.positions, layout.row_length, layout.multiple, options.seed)
@@ -94,8 +94,7 @@ class SampleRows:
         return int(pieces.sample[piece]), int(pieces.start[piece]), int(pieces.positions[piece]) + 1
 
     def __str__(self) -> str:
-        is_row = self._layout.piece_length == self._layout.row_length
-        what = "a row" if is_row else f"the {self._layout.piece_length} positions of a model"
+        what = self._layout.limit
         counts = {
             f"split because they are longer than {what}": self._pieces.split,
             f"dropped because they are longer than {what}": self._pieces.dropped,

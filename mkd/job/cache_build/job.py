@@ -113,8 +113,8 @@ class CacheJob:
 
     @property
     def data(self) -> JobData:
-        positions = fewest_positions(self.teacher.sources)
-        return JobData(self.args, self.kd, self.meta.true_vocab, teacher_positions=positions)
+        limit = fewest_positions(self.teacher.sources)
+        return JobData(self.args, self.kd, self.meta.true_vocab, teacher_limit=limit)
 
     @classmethod
     def from_command_line(cls, options: CacheOptions) -> "CacheJob":

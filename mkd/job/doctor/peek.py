@@ -8,13 +8,15 @@ import numpy as np
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
+from mkd.config.kd_config import KDConfig
 from mkd.data.packing.row_layout import RowLayout
-from mkd.data.packing.row_plan import cut, one_per_row, pack
+from mkd.data.packing.row_plan import Pieces, cut, one_per_row, pack
 from mkd.data.sources.chat import SUPERVISED, ChatTokenizer
 from mkd.data.sources.preview import BEGIN, END
 from mkd.data.sources.record_forms import AS_FOUND, RecordOptions
 from mkd.data.sources.stores import DocumentStore, first_records, is_chat_file
 from mkd.errors import visible
+from mkd.job.cross_tokenizer import row_layout
 from mkd.job.job import Job
 from mkd.utils.pretrained import load_tokenizer
 
@@ -67,9 +69,8 @@ def painted(sample: Sample, tokenizer: PreTrainedTokenizerBase | None, most: int
 def rows_of(samples: Sequence[Sample], job: Job) -> list[str]:
     """The first rows made of these samples, and the share of tokens in all of them."""
     kd, length = job.kd, job.args.seq_length
-    layout = RowLayout(length, kd.packing_multiple, kd.packing != "none", False, job.data.longest_sample)
-    most = layout.piece_length if layout.is_packed else length
-    pieces = cut(np.array([len(ids) for ids, _ in samples]), most, drop_long=kd.long_samples == "drop")
+    layout = row_layout(length, kd, job.data.position_limit, kd_everywhere=False)
+    pieces = _pieces(samples, layout, kd)
     if not len(pieces):
         return []
     is_packed = layout.is_packed
@@ -83,8 +84,39 @@ def rows_of(samples: Sequence[Sample], job: Job) -> list[str]:
     return [*lines, f"{len(samples)} samples {how}: {len(plan)} rows, {plan.efficiency:.1%} of them tokens"]
 
 
-def peek(job: Job, names: Sequence[str], count: int, most: int, say: Callable[[str | Text], None]) -> None:
-    """Show `count` samples of each file, `most` tokens of each."""
+def too_long(name: str, samples: Sequence[Sample], job: Job) -> str | None:
+    """A sentence on samples that have more tokens than a model has positions; None if there are none.
+
+    Args:
+        name: name of the data in --data-path.
+        samples: its first samples.
+        job: the job.
+    """
+    layout = row_layout(job.args.seq_length, job.kd, job.data.position_limit, kd_everywhere=False)
+    pieces = _pieces(samples, layout, job.kd)
+    if not layout.is_limited or not pieces.split + pieces.dropped:
+        return None
+    return (
+        f"{name}: {pieces.split + pieces.dropped} of the first {len(samples)} samples are longer than {layout.limit} "
+        f"(rows have {layout.row_length}) and are {'split' if pieces.split else 'dropped'} (--kd-long-samples): give a "
+        "model with more positions, or shorter samples"
+    )
+
+
+def _pieces(samples: Sequence[Sample], layout: RowLayout, kd: KDConfig) -> Pieces:
+    lengths = np.array([len(ids) for ids, _ in samples])
+    return cut(lengths, layout.piece_length, drop_long=kd.long_samples == "drop")
+
+
+def peek(
+    job: Job,
+    names: Sequence[str],
+    count: int,
+    most: int,
+    say: Callable[[str | Text], None],
+    warn: Callable[[str], None],
+) -> None:
+    """Show `count` samples of each file, `most` tokens of each, and warn of samples that are too long for a model."""
     folder = job.args.tokenizer_model if job.args.tokenizer_type == "HuggingFaceTokenizer" else None
     tokenizer = ChatTokenizer(folder).template.tokenizer if any(map(is_chat_file, names)) else _tokenizer(folder)
     options = RecordOptions.of(job.kd.data_format, job.kd.bad_records)
@@ -97,6 +129,8 @@ def peek(job: Job, names: Sequence[str], count: int, most: int, say: Callable[[s
         say(f"{supervised:.1%} of the tokens of the first {len(samples)} samples are targets")
         for line in rows_of(samples, job) if is_chat_file(name) or job.kd.packing != "none" else []:
             say(line)
+        if (text := too_long(name, samples, job)) is not None:
+            warn(text)
 
 
 def _tokenizer(folder: str | None) -> PreTrainedTokenizerBase | None:

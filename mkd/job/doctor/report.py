@@ -1,5 +1,7 @@
 """The doctor's report on a job: plan, data, memory, problems."""
 
+from functools import partial
+
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -49,7 +51,15 @@ def show_data(job: Job, samples: int, tokens: int, findings: Findings, console: 
             Text("data: ").append(f"{BEGIN}target{END}", style=TARGET).append(", ").append("context", style=CONTEXT)
         )
         with console.status("reading samples"):
-            peek(job, names, samples, tokens, lambda text: console.print(text, markup=False, highlight=False))
+            show = partial(console.print, markup=False, highlight=False)
+            peek(job, names, samples, tokens, show, findings.warning)
+        verb = "split" if job.kd.long_samples == "split" else "dropped"
+        for layout in job.data.row_layouts[1:]:  # these samples are not counted: no teacher's tokenizer runs here
+            if layout.is_limited:
+                findings.warning(
+                    f"samples longer than {layout.limit}, in its tokens, are {verb} (--kd-long-samples); its rows have "
+                    f"{layout.row_length}"
+                )
 
 
 def check_memory(

@@ -77,6 +77,8 @@ def test_rows_may_be_longer_than_the_positions_of_the_models(drop_long: bool) ->
         assert row["position_ids"][row["ce_mask"] > 0].max() < 14
         assert sizes.sum() == ROW
     assert any((sizes > 0).sum() > 2 for sizes in seen)
+    limit = "the 12 positions of a model (14, in multiples of 4)"
+    assert f"3 {'dropped' if drop_long else 'split'} because they are longer than {limit}" in str(rows)
     expected = [length for length in lengths if length <= 13] if drop_long else lengths
     assert sum(int(row["cu_seqlens"][-1]) for row in an_epoch(rows)) == sum(length - 1 for length in expected)
 

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mkd.job.doctor.peek import CONTEXT, TARGET, first_samples, painted, peek, rows_of
+from mkd.checkpoint.source import PositionLimit
+from mkd.job.doctor.peek import CONTEXT, TARGET, first_samples, painted, peek, rows_of, too_long
 from tests.support.chats import PLAIN, chat_tokenizer, talk, write_lines
 from tests.support.e2e.small_job import write_data
 
@@ -16,7 +17,8 @@ def job(packing: str = "none", folder: str | None = None, longest: int | None = 
     )
     kind = "NullTokenizer" if folder is None else "HuggingFaceTokenizer"
     args = SimpleNamespace(seq_length=32, seed=1, tokenizer_type=kind, tokenizer_model=folder)
-    return SimpleNamespace(kd=kd, args=args, data=SimpleNamespace(longest_sample=longest))
+    limit = None if longest is None else PositionLimit(longest, "the teacher --kd-teacher-hf T")
+    return SimpleNamespace(kd=kd, args=args, data=SimpleNamespace(position_limit=limit))
 
 
 def test_documents_are_targets(tmp_path):
@@ -35,7 +37,7 @@ def test_what_the_assistant_says_is_painted(tmp_path):
     assert styles["[[an import<|end|>]]"] == TARGET
     assert next(style for part, style in styles.items() if "what is it?" in part) == CONTEXT
     said: list[str] = []
-    peek(job(folder=str(tmp_path / "tokenizer")), [str(file)], 1, 999, lambda text: said.append(str(text)))
+    peek(job(folder=str(tmp_path / "tokenizer")), [str(file)], 1, 999, lambda text: said.append(str(text)), said.append)
     assert said[0] == f"{file}:" and "[[an import<|end|>]]" in said[1]
     assert said[2].endswith("of the first 3 samples are targets") and not said[2].startswith("100")
     assert "one per row" in said[-1]
@@ -56,3 +58,10 @@ def test_packed_samples_are_cut_to_the_positions_of_the_models():
         "row 1: 12 of 32 positions",
     ]
     assert rows_of(samples, job("none", longest=19))[0].startswith("row 0: 12 of 32")
+    text = too_long("chats.jsonl", samples, job("best_fit", longest=19))
+    assert text is not None and text.startswith(
+        "chats.jsonl: 1 of the first 2 samples are longer than the 16 positions of the teacher --kd-teacher-hf T (19, "
+        "in multiples of 4) (rows have 32) and are split (--kd-long-samples): "
+    )
+    assert too_long("chats.jsonl", samples[:1], job("best_fit", longest=19)) is None
+    assert too_long("chats.jsonl", samples, job("best_fit")) is too_long("x", samples, job("none", longest=19)) is None
