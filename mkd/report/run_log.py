@@ -1,17 +1,26 @@
 """Reads the JSON lines of a training run (`--kd-metrics-file`), for plots and tables."""
 
 import math
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from mkd.errors import MkdDataError
 from mkd.utils.json_files import parse_json, read_regular
 from mkd.utils.near_paths import near_path_hint
 
+METRICS = "metrics.jsonl"
+"""Name of the metrics file in a --save folder."""
 METRICS_BYTES = 1 << 29
 """Largest metrics file that is read."""
 _MAX_ITERATION = 1 << 52
 """Coordinates of a plot are exact up to it."""
+_MOST_KEYS = 5
+"""Keys of a line that an error lists."""
+_REMEDY = "give the --kd-metrics-file of a run"
 
 
 @dataclass
@@ -30,10 +39,12 @@ class RunLog:
 
         Raises MkdDataError when the file is missing, holds no iteration, or has a broken line before the last.
         """
+        if Path(path).is_dir():
+            raise MkdDataError(f"metrics file {path} is a folder; give the file in it, {METRICS} in a --save folder")
         if not Path(path).is_file():
             near = near_path_hint(path, Path.is_file)
-            raise MkdDataError(f"metrics file {path} does not exist; give the --kd-metrics-file of a run{near}")
-        run = cls(path)
+            raise MkdDataError(f"metrics file {path} does not exist; {_REMEDY}{near}")
+        run, foreign = cls(path), ""
         try:
             text = read_regular(Path(path), METRICS_BYTES).decode(errors="replace")
         except ValueError as error:
@@ -45,12 +56,17 @@ class RunLog:
                 if not line.endswith("\n"):
                     run.torn = True
                     break
-                raise MkdDataError(f"metrics file {path}, line {number}: broken JSON ({error})") from None
+                hint = "" if run.series else f"; {_REMEDY}"
+                raise MkdDataError(f"metrics file {path}, line {number}: broken JSON ({error}){hint}") from None
             if not isinstance(record, dict):
-                raise MkdDataError(f"metrics file {path}, line {number}: not a JSON object")
+                hint = "" if run.series else f"; {_REMEDY}"
+                raise MkdDataError(f"metrics file {path}, line {number}: not a JSON object{hint}")
             if isinstance(iteration := record.get("iteration"), int) and abs(iteration) > _MAX_ITERATION:
                 raise MkdDataError(f"metrics file {path}, line {number}: the iteration is larger than 2^52")
             run.add(record)
+            foreign = foreign or foreign_keys(record)
+        if not run.series and foreign:
+            raise not_metrics(path, foreign)
         if not run.series:
             raise MkdDataError(f"metrics file {path} holds no iteration yet")
         return run
@@ -78,6 +94,18 @@ class RunLog:
         """The latest value of a name, or None."""
         values = self.curve(name)[1]
         return values[-1] if values else None
+
+
+def foreign_keys(record: Mapping[str, Any]) -> str:
+    """The first keys of a line that has neither an iteration nor an event; empty for a line of a metrics file."""
+    if not record or "iteration" in record or "event" in record:
+        return ""
+    return ", ".join([*islice(record, _MOST_KEYS), *(["..."] if len(record) > _MOST_KEYS else [])])
+
+
+def not_metrics(path: str | os.PathLike, keys: str) -> MkdDataError:
+    """The error of a file whose lines have no iteration; `keys` is from `foreign_keys`."""
+    return MkdDataError(f"{path} is not a metrics file: no line has an iteration (keys there: {keys}); {_REMEDY}")
 
 
 def _as_float(value: float) -> float:

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mkd.errors import MkdDataError
-from mkd.report.run_log import METRICS_BYTES, RunLog
+from mkd.report.run_log import METRICS, METRICS_BYTES, RunLog, foreign_keys, not_metrics
 from mkd.utils.json_files import parse_json
 from mkd.utils.near_paths import near_path_hint
 
-METRICS, RUN_FILE, PLAN, LOG = "metrics.jsonl", "run.yaml", "kd_config.json", "mkd.log"
+RUN_FILE, PLAN, LOG = "run.yaml", "kd_config.json", "mkd.log"
 TEXT_BYTES = 1 << 20
 """Bytes of run.yaml and kd_config.json that are read."""
 LOG_BYTES = 1 << 23
@@ -130,7 +130,7 @@ class RunFolder:
         return int(found[1]) if found else None
 
     def _read_metrics(self, file: Path) -> None:
-        damaged = 0
+        damaged, foreign = 0, ""
         samples: dict[tuple[int, str], WrittenSample] = {}
         with regular_file(file, "metrics file") as (lines, size):
             if size > METRICS_BYTES:
@@ -141,8 +141,11 @@ class RunFolder:
                     damaged += bool(line.strip())
                     continue
                 self._add(record)
+                foreign = foreign or foreign_keys(record)
                 for sample in samples_of(record):
                     samples[sample.iteration, sample.prompt] = sample
+        if not self.log.series and foreign:
+            raise not_metrics(file, foreign)
         if not self.log.series:
             raise MkdDataError(f"metrics file {file} holds no iteration yet{self._ending()}")
         self.samples = list(samples.values())[-SAMPLES_KEPT:]

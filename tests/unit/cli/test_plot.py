@@ -156,6 +156,11 @@ def test_incomplete_last_line_is_ignored_with_a_message(tool, tmp_path, capsys):
         (None, "does not exist"),
         ("", "holds no iteration yet"),
         ('{"event": "start"}\n', "holds no iteration yet"),
+        (
+            '{"messages": [], "id": 1}\n',
+            "is not a metrics file: no line has an iteration (keys there: messages, id)",
+        ),
+        ("mkd: iteration 1\n", "; give the --kd-metrics-file of a run"),
         ('{"iteration": 1, "loss": 5}\n{"iter\n{"iteration": 2, "loss": 5}\n', "line 2: broken JSON"),
         ('{"iteration": 1, "loss": 5}\n7\n', "line 2: not a JSON object"),
         ('{"iteration": 1, "color": 5}\n', "is not a metrics file"),
@@ -181,7 +186,7 @@ def test_invalid_flags(tool, tmp_path, capsys):
     assert "2 names for 1 files" in capsys.readouterr().err
     assert tool.main([path, "--out", str(tmp_path / "a.png"), "--smooth", "0"]) == 1
     assert "--smooth is 0" in capsys.readouterr().err
-    with pytest.raises(MkdDataError):
+    with pytest.raises(MkdDataError, match=r"is a folder; give the file in it, metrics.jsonl in a --save folder"):
         RunLog.read(str(tmp_path))
 
 

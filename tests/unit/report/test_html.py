@@ -240,6 +240,9 @@ def test_invalid_folders(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(MkdDataError, match="holds no iteration yet"):
         RunFolder.read(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"messages": []}')
+    with pytest.raises(MkdDataError, match=r"is not a metrics file: no line has an iteration \(keys there: messages"):
+        RunFolder.read(tmp_path)
 
 
 def test_the_error_that_ended_a_job_without_metrics_is_named(tmp_path: Path) -> None:
