@@ -24,9 +24,10 @@ from pathlib import Path
 
 from mkd.cli.node_jobs import NodeJob, ranks_environment, run_jobs
 from mkd.cli.usage import command_parser
-from mkd.config.run_file import read_settings, without_files, words_of
+from mkd.config.run_file import given_words
 from mkd.errors import MkdConfigError, exit_status
 from mkd.teacher.service.socket_file import SocketFile
+from mkd.utils.logging import FILE
 
 Flags = dict[str, list[str]]
 """Flag -> its values, in the order of a command line."""
@@ -70,7 +71,7 @@ def flags_of(words: Sequence[str]) -> Flags:
     """The flags of a command line and of its files; of repeated ones the last."""
     found: Flags = {}
     flag = None
-    for word in [*words_of(read_settings(words)), *without_files(words)]:
+    for word in given_words(words):
         if word.startswith("--"):
             flag, equals, value = word.partition("=")
             found.pop(flag, None)
@@ -249,7 +250,8 @@ def launch(own: argparse.Namespace, words: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="mkd-", ignore_cleanup_errors=True) as folder:
         teachers, student = jobs(own, flags, devices, Path(folder))
         SocketFile.parse("TMPDIR", f"ipc://{folder}/teacher").check_folder()
-        return run_jobs(teachers, student, ranks_environment(ranks))
+        save = flags.get("--save", [])
+        return run_jobs(teachers, student, ranks_environment(ranks), Path(save[0], FILE) if save else None)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -10,11 +10,12 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from mkd.cli.launched import LAUNCHER
-from mkd.utils.logging import logger
+from mkd.utils.logging import close_file, log_to_existing_file, logger
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 """Passed on to the student, which saves and ends."""
@@ -126,13 +127,14 @@ class _Signals:
         self.received.append(number)
 
 
-def run_jobs(teachers: Sequence[NodeJob], student: NodeJob, environ: Mapping[str, str]) -> int:
+def run_jobs(teachers: Sequence[NodeJob], student: NodeJob, environ: Mapping[str, str], log: Path | None = None) -> int:
     """Run teachers and a student until the student ends; the teachers end with it, and it with a teacher.
 
     Args:
         teachers: services.
         student: the job that they teach.
         environ: variables of all ranks.
+        log: the student's log, which holds the reason too if a teacher ends it.
 
     Returns:
         The student's exit status; that of a teacher, or 1, if a teacher has ended before.
@@ -151,7 +153,10 @@ def run_jobs(teachers: Sequence[NodeJob], student: NodeJob, environ: Mapping[str
             while signals.received:
                 pupil.send(signals.received.pop(0))
             if ended is None and (ended := next((one for one in services if one.has_ended), None)) is not None:
+                if log is not None:
+                    log_to_existing_file(log, "warning")
                 logger.warning(f"{ended.name} has ended with status {ended.failure or 0}: the student saves and ends")
+                close_file()
                 pupil.send(signal.SIGTERM)
             time.sleep(_POLL_S)
         status = pupil.failure or 0

@@ -18,6 +18,7 @@ from argparse import ArgumentParser, BooleanOptionalAction, _HelpAction
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import pairwise
 from typing import Any
 
 import yaml
@@ -134,6 +135,25 @@ def without_files(argv: Sequence[str]) -> list[str]:
         if not dropping:
             kept.append(word)
     return kept
+
+
+def given_words(argv: Sequence[str]) -> list[str]:
+    """The words of the files that a command line names, and its own, without --kd-config.
+
+    Raises:
+        MkdConfigError: see `read_settings`.
+    """
+    return [*words_of(read_settings(argv)), *without_files(argv)]
+
+
+def last_value(words: Sequence[str], flag: str) -> str | None:
+    """The value of a flag that has one value, before the words are parsed; None if it is not given."""
+    found = None
+    for word, following in pairwise([*words, ""]):
+        name, equals, value = word.partition("=")
+        if name == flag:
+            found = value if equals else following
+    return found or None
 
 
 def read_file(file: str) -> list[Setting]:

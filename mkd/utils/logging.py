@@ -122,10 +122,18 @@ def set_level(level: LogLevel) -> None:
     logger.setLevel(level.upper())
 
 
-def log_to_file(path: Path) -> None:
-    """Also append all further lines to a file, which is created with the first line."""
+def log_to_file(path: Path, level: LogLevel = "debug") -> None:
+    """Also append all further lines of at least a level to a file, which is created with the first line."""
     close_file()
-    logger.addHandler(_File(path))
+    handler = _File(path)
+    handler.setLevel(level.upper())
+    logger.addHandler(handler)
+
+
+def log_to_existing_file(path: Path, level: LogLevel) -> None:
+    """As `log_to_file`, if the file exists: for processes and jobs that may end before the run has a log."""
+    if os.path.isfile(path):  # Path.is_file raises if a folder cannot be entered
+        log_to_file(path, level)
 
 
 def close_file() -> None:

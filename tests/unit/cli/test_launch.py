@@ -18,6 +18,7 @@ from mkd.cli.launched import LAUNCHER
 from mkd.cli.node_jobs import NodeJob, ranks_environment, run_jobs
 from mkd.errors import MkdConfigError
 from mkd.teacher.service.addresses import TOKEN
+from mkd.utils.logging import logger
 from tests.support.e2e.small_job import ROOT
 
 FLAGS = (
@@ -119,11 +120,12 @@ def test_folder_of_the_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     """It belongs to the user alone, is not in one that others can replace, and is gone after the jobs."""
     modes = []
 
-    def run(teachers: list[NodeJob], student: NodeJob, environ: dict[str, str]) -> int:
+    def run(teachers: list[NodeJob], student: NodeJob, environ: dict[str, str], log: Path | None) -> int:
         path = Path(student.words[-1].removeprefix("ipc://"))
         modes.append(path.parent.stat().st_mode & 0o777)
         path.touch()
         assert TOKEN not in environ
+        assert log == Path("runs/a/mkd.log")
         return 7
 
     tmp_path.chmod(mode)
@@ -131,7 +133,7 @@ def test_folder_of_the_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(launch, "run_jobs", run)
     monkeypatch.setattr(launch, "ranks_environment", lambda ranks: ranks_environment(ranks, {}))
     monkeypatch.setenv("MKD_DEVICE", "cpu")
-    own, words = parse_arguments([*sizes(1, 1), "--", *FLAGS.split()])
+    own, words = parse_arguments([*sizes(1, 1), "--", "--save", "runs/a", *FLAGS.split()])
     if mode == 0o700:
         assert launch.launch(own, words) == 7 and modes == [0o700]
     else:
@@ -161,11 +163,10 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 UNTIL_TERM = "trap 'echo ended > {}; exit {}' TERM; while :; do sleep 0.02; done"
 
 
-def run_shell(teacher: str, student: str, ranks: int = 1) -> int:
+def run_shell(teacher: str, student: str, ranks: int = 1, log: Path | None = None) -> int:
     teachers = [NodeJob("teacher", (teacher,), 1, None)]
-    return run_jobs(
-        teachers, NodeJob("student", (student,), ranks, None), ranks_environment(2, {**os.environ, TOKEN: "t" * 16})
-    )
+    environ = ranks_environment(2, {**os.environ, TOKEN: "t" * 16})
+    return run_jobs(teachers, NodeJob("student", (student,), ranks, None), environ, log)
 
 
 @pytest.mark.parametrize(("student", "status"), [("exit 0", 0), ("exit 75", 75), ("kill -9 $$", 137)])
@@ -179,6 +180,22 @@ def test_failed_teacher_ends_the_student(shell: None, tmp_path: Path, capfd: pyt
     assert run_shell(teacher, UNTIL_TERM.format("student", 0).replace("while", "touch ready; while")) == 3
     assert (tmp_path / "student").exists()
     assert "teacher | bad folder" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("has_log", [True, False])
+def test_the_log_of_the_student_has_the_reason(shell: None, tmp_path: Path, has_log: bool) -> None:
+    log = tmp_path / "save" / "mkd.log"
+    makes_log = f"mkdir {log.parent}; echo plan > {log}; " if has_log else ""
+    teacher = "while [ ! -e ready ]; do sleep 0.02; done; kill -9 $$"
+    student = makes_log + UNTIL_TERM.format("student", 0).replace("while", "touch ready; while")
+    assert run_shell(teacher, student, log=log) == 137
+    assert log.exists() == has_log
+    if has_log:
+        plan, line = log.read_text().splitlines()
+        assert plan == "plan"
+        assert line.endswith("WARNING rank 0: teacher has ended with status 137: the student saves and ends")
+    logger.warning("after the jobs")
+    assert not has_log or "after the jobs" not in log.read_text()
 
 
 def test_output_that_nobody_reads(shell: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from mkd.utils.logging import (
     FILE_ONLY,
     WITHOUT_PREFIX,
     close_file,
+    log_to_existing_file,
     log_to_file,
     logger,
     set_level,
@@ -77,6 +78,23 @@ def test_file_is_appended_with_time_level_and_rank(
     assert [re.sub(f"^{time} ", "", line) for line in lines] == expected
     assert all(re.match(time, line) for line in lines)
     assert capsys.readouterr().out == "mkd: plan\n"
+
+
+def test_only_a_file_that_exists_and_only_from_a_level_on(tmp_path: Path) -> None:
+    path = tmp_path / "save" / "mkd.log"
+    for name in (path, tmp_path, Path("\0")):
+        log_to_existing_file(name, "error")
+        logger.error("refused")
+    assert list(tmp_path.iterdir()) == []
+    path.parent.mkdir()
+    path.write_text("plan\n")
+    log_to_existing_file(path, "error")
+    logger.warning("not checked yet")
+    logger.error("refused", extra=FILE_ONLY)
+    log_to_file(path)
+    logger.info("new plan")
+    ends = [line.partition("rank 0: ")[2] for line in path.read_text().splitlines()[1:]]
+    assert ends == ["refused", "new plan"]
 
 
 def test_unwritable_file_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
