@@ -4,7 +4,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import StringIO
 from typing import Any
@@ -23,6 +23,8 @@ WRITTEN = ("tokens", "cut_off", "repeated", "age", "tokens_per_s", "aligned", "e
 """Measurements of texts that the student has written for a step, without their prefix `written_`."""
 WRITTEN_KD = ("kd_first_64", "kd_next_256", "kd_rest")
 """Mean divergence of written tokens by their position."""
+_POSITIONS = ("1-64", "65-320", "321-")
+"""Positions of `WRITTEN_KD` in a written text, for the console."""
 LEADING = ("loss", "ce", "kd")
 """Losses that come first; the others follow in the order in which they are reported."""
 WAITS = ("data", "teacher", "cache", "rollout")
@@ -113,7 +115,8 @@ def training_line(
     """
     last, taken = window[-1], [line for line in window if not line["skipped"]]
     parts = [f"iteration {last['iteration']:{len(str(train_iters))}d}/{train_iters}"]
-    others = [name for name in terms if name not in (*LEADING, *COMPARED) and not is_of_written_texts(name)]
+    hidden = (*LEADING, *COMPARED)
+    others = [n for n in terms if n not in hidden and _unnumbered(n) not in COMPARED and not is_of_written_texts(n)]
     ordered = [name for name in LEADING if name in terms] + others
     means = {name: mean_of(taken, name) for name in (*ordered, *COMPARED)}
     parts += [f"{name} {number(means[name])}" for name in ordered if means[name] is not None]
@@ -122,6 +125,7 @@ def training_line(
         parts.append(f"entropy {means['student_entropy']:.3f}{theirs}")
     if means["agreement"] is not None:
         parts.append(f"agreement {means['agreement']:6.1%}")
+    parts += _compared_with_several({name: mean for name in terms if (mean := mean_of(taken, name)) is not None})
     parts += _written(taken)
     if last["grad_norm"] is not None:
         parts.append(f"grad norm {last['grad_norm']:7.3f}")
@@ -153,8 +157,8 @@ def _written(window: Sequence[Mapping[str, Any]]) -> list[str]:
     kd = [mean_of(window, name) for name in WRITTEN_KD]
     if not any(value is not None for value in kd):
         return [text]
-    by_position = " / ".join("-" if value is None else number(value).strip() for value in kd)
-    return [text, f"kd by position {by_position}"]
+    known = [f"{at}: {number(value).strip()}" for at, value in zip(_POSITIONS, kd, strict=True) if value is not None]
+    return [text, f"kd at written tokens {', '.join(known)}"]
 
 
 def _speed(window: Sequence[Mapping[str, Any]], gpus: int) -> list[str]:
@@ -187,7 +191,9 @@ def evaluation_line(split: str, iteration: int, values: Mapping[str, float]) -> 
     if "ce" in values:
         parts.append(f"ce {values['ce']:.4f} (ppl {values['perplexity']:.2f}{_bits(values, 'bits_per_byte')})")
     shown = {"loss", "ce", "teacher_ce", "perplexity", "teacher_perplexity", "calibration_error", *COMPARED, *TASKS}
-    others = [name for name in values if name not in shown and not name.endswith("bits_per_byte")]
+    numbered = {"teacher_ce", *COMPARED}
+    others = [n for n in values if n not in shown and _unnumbered(n) not in numbered]
+    others = [name for name in others if not _unnumbered(name).endswith("bits_per_byte")]
     parts += [f"{name} {number(values[name]).strip()}" for name in others]
     if "teacher_ce" in values:
         bits = _bits(values, "teacher_bits_per_byte")
@@ -197,9 +203,35 @@ def evaluation_line(split: str, iteration: int, values: Mapping[str, float]) -> 
         parts.append(f"entropy {values['student_entropy']:.3f}{theirs}")
     if "agreement" in values:
         parts.append(f"top-1 agreement {values['agreement']:.1%}")
+    for teacher, ce in of_teachers(values, "teacher_ce").items():
+        bits = _bits(values, f"teacher_bits_per_byte_{teacher}")
+        parts.append(f"teacher {teacher} ce {ce:.4f} (ppl {perplexity(ce):.2f}{bits})")
+    parts += _compared_with_several(values)
     if "accuracy" in values:
         parts.append(f"accuracy {values['accuracy']:.1%} ({values['cut_off']:.1%} of the answers cut off)")
     return " | ".join(parts)
+
+
+def of_teachers(values: Mapping[str, float], name: str) -> dict[int, float]:
+    """Number of a teacher -> its value of a metric; empty unless there are several teachers."""
+    own = (key for key in values if key != name and _unnumbered(key) == name)
+    return {int(key.rpartition("_")[2]): values[key] for key in own}
+
+
+def _unnumbered(name: str) -> str:
+    """The name of a metric without the number of one of several teachers."""
+    return re.sub(r"_\d+$", "", name)
+
+
+def _compared_with_several(values: Mapping[str, float]) -> list[str]:
+    """The student's entropy and agreement next to those of several teachers; empty with a single one."""
+    parts = []
+    if student := of_teachers(values, "student_entropy"):
+        theirs = [f"teacher {number} {value:.3f}" for number, value in of_teachers(values, "teacher_entropy").items()]
+        parts.append(f"entropy {next(iter(student.values())):.3f}" + (f" ({', '.join(theirs)})" if theirs else ""))
+    if agreement := of_teachers(values, "agreement"):
+        parts.append("agreement " + ", ".join(f"teacher {number} {value:.1%}" for number, value in agreement.items()))
+    return parts
 
 
 def _bits(values: Mapping[str, float], name: str) -> str:
@@ -211,8 +243,9 @@ def evaluation_table(rows: Mapping[str, Mapping[str, float]]) -> Table:
 
     Args:
         rows: name of a model -> those of its `ce`, `bits_per_byte`, `kd`, `agreement`, `entropy` and `accuracy` that
-            are known.
+            are known; with several teachers `agreement_1` and so on.
     """
+    teachers = sorted({teacher for row in rows.values() for teacher in of_teachers(row, "agreement")})
     columns = {
         "cross-entropy": lambda row: _text(row.get("ce"), ".4f"),
         "perplexity": lambda row: _text(None if row.get("ce") is None else perplexity(row["ce"]), ",.2f"),
@@ -220,11 +253,16 @@ def evaluation_table(rows: Mapping[str, Mapping[str, float]]) -> Table:
         "KD": lambda row: _text(row.get("kd"), ".4f"),
         "entropy": lambda row: _text(row.get("entropy"), ".3f"),
         "agreement": lambda row: _text(row.get("agreement"), ".1%"),
+        **{f"agreement {teacher}": _agreement_column(teacher) for teacher in teachers},
         "accuracy": lambda row: _text(row.get("accuracy"), ".1%"),
     }
     cells = {name: [column(row) for row in rows.values()] for name, column in columns.items()}
     kept = {name: values for name, values in cells.items() if any(values)}
     return _table(["model", *kept], [list(row) for row in zip(rows, *kept.values(), strict=True)])
+
+
+def _agreement_column(teacher: int) -> Callable[[Mapping[str, float]], str]:
+    return lambda row: _text(row.get(f"agreement_{teacher}"), ".1%")
 
 
 def calibration_rows(table: Mapping[str, Sequence[float | None]]) -> Table:

@@ -21,6 +21,7 @@ from mkd.report.console import (
     evaluation_line,
     evaluation_table,
     is_of_written_texts,
+    of_teachers,
     perplexity,
     show,
     training_line,
@@ -247,11 +248,15 @@ class MetricsLog:
     def _print_comparison(self, after: Mapping[str, float], calibration: Calibration | None) -> None:
         """Print a table of the teacher, and of the student before and after training."""
         rows = {}
+        names = {"ce": "teacher_ce", "bits_per_byte": "teacher_bits_per_byte", "entropy": "teacher_entropy"}
         if "teacher_ce" in after:
-            names = {"ce": "teacher_ce", "bits_per_byte": "teacher_bits_per_byte", "entropy": "teacher_entropy"}
             rows["teacher"] = {column: after[name] for column, name in names.items() if name in after}
+        for number in of_teachers(after, "teacher_ce"):
+            found = {column: after.get(f"{name}_{number}") for column, name in names.items()}
+            rows[f"teacher {number}"] = {column: value for column, value in found.items() if value is not None}
         for values in (self._before, after):
-            row = {**values, "entropy": values.get("student_entropy")}
+            entropies = of_teachers(values, "student_entropy")  # equal up to the teachers' own masks
+            row = {**values, "entropy": values.get("student_entropy", next(iter(entropies.values()), None))}
             rows[f"student at iteration {values['iteration']:.0f}"] = row
         show("validation", evaluation_table(rows))
         if calibration is None:

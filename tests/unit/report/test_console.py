@@ -79,6 +79,40 @@ def test_evaluation_line() -> None:
     )
 
 
+TWO_TEACHERS = {
+    "ce": 2.0,
+    "perplexity": math.exp(2.0),
+    "kd": 0.5,
+    "kd_1": 0.25,
+    "teacher_ce_1": 1.0,
+    "teacher_bits_per_byte_1": 0.25,
+    "teacher_ce_2": 0.0,
+    "student_entropy_1": 2.0,
+    "teacher_entropy_1": 1.5,
+    "student_entropy_2": 2.0,
+    "teacher_entropy_2": 1.25,
+    "agreement_1": 0.625,
+    "agreement_2": 0.5,
+}
+
+
+def test_lines_of_two_teachers() -> None:
+    compared = "entropy 2.000 (teacher 1 1.500, teacher 2 1.250) | agreement teacher 1 62.5%, teacher 2 50.0%"
+    assert evaluation_line("valid", 4, TWO_TEACHERS) == (
+        "validation at iteration 4 | ce 2.0000 (ppl 7.39) | kd 0.5000 | kd_1 0.2500 | "
+        "teacher 1 ce 1.0000 (ppl 2.72, 0.2500 bits/byte) | teacher 2 ce 0.0000 (ppl 1.00) | " + compared
+    )
+    own = {name: value for name, value in TWO_TEACHERS.items() if name.startswith(("stud", "teacher_e", "agree"))}
+    line = training_line([{**LINE, **own}], [*TERMS, *own], 1000, 1, 3.0)
+    assert compared in line and "agreement_1" not in line
+
+
+def test_positions_of_written_texts_have_bounds() -> None:
+    written = {f"written_{name}": 1.0 for name in ("tokens", "cut_off", "repeated")}
+    line = training_line([{**LINE, **written, "kd_first_64": 0.0076}], TERMS, 1000, 1, 3.0)
+    assert "| kd at written tokens 1-64: 0.0076 |" in line
+
+
 def test_tables_are_plain_lines_in_a_log(capsys: pytest.CaptureFixture) -> None:
     show("title", evaluation_table({"teacher": {"ce": 1.0}, "student": {"ce": 2.0, "agreement": 0.5}}))
     assert capsys.readouterr().out.splitlines() == [

@@ -294,6 +294,22 @@ def test_last_evaluation_prints_a_table(tmp_path, capsys):
     assert table[-1] == ["mkd:", "0.5", "to", "1.0", "75.0%", "0.750", "0.500", "100.0%"]
 
 
+def test_last_evaluation_of_two_teachers(capsys):
+    log = make(None)
+    log.start(0)
+    values = {"ce": 2.0, "kd": 0.5, "teacher_ce_1": 1.0, "teacher_ce_2": 0.0, "teacher_entropy_1": 0.75}
+    values |= {"student_entropy_1": 1.5, "agreement_1": 0.625, "agreement_2": 0.5}
+    log.evaluation("valid", 10, {name: torch.tensor(value) for name, value in values.items()})
+    table = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()[1:]]
+    assert table == [
+        "mkd: validation",
+        "mkd: model cross-entropy perplexity KD entropy agreement 1 agreement 2",
+        "mkd: teacher 1 1.0000 2.72 0.750",
+        "mkd: teacher 2 0.0000 1.00",
+        "mkd: student at iteration 10 2.0000 7.39 0.5000 1.500 62.5% 50.0%",
+    ]
+
+
 def test_calibration_of_few_tokens_is_one_line(tmp_path, capsys):
     log = make(None)
     log.start(0)
