@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import nn
 
+from mkd.cpu import is_active
 from tests.support.dist.gpt_models import layout
 from tests.support.dist.pool import pool, stop_all
 from tests.support.gpu.family_gradients import (
@@ -37,7 +38,7 @@ from tests.support.tolerance import LOGITS
 
 on_gpu = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.skipif(is_active(), reason="needs a GPU"),
 ]
 PROCESSES = max(1, min(12, (os.cpu_count() or 1) - 2))
 """Processes on CPU; one for the GPU and this one remain."""
@@ -95,7 +96,7 @@ class Processes:
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     """Comparisons of the models of the selected tests."""
     items = [item for item in request.session.items if "runs" in item.fixturenames]
-    gpu = any(item.get_closest_marker("gpu") for item in items) and torch.cuda.is_available()
+    gpu = any(item.get_closest_marker("gpu") for item in items) and not is_active()
     names = list(dict.fromkeys(item.callspec.params["name"] for item in items))
     found = Processes(tmp_path_factory.mktemp("gradients"), names, gpu=gpu)
     yield found
