@@ -11,7 +11,7 @@ from typing import Any
 from mkd.config.kd_fields import KDFields
 from mkd.report.console import clock, perplexity
 from mkd.report.html.charts import Panel, panels_of
-from mkd.report.html.run_folder import LogWarning, RunFolder, WrittenSample
+from mkd.report.html.run_folder import LogWarning, OtherJob, RunFolder, WrittenSample
 
 WARNINGS_SHOWN = 100
 PROMPTS_SHOWN = 40
@@ -67,6 +67,7 @@ class Content:
     plan: list[tuple[str, str]]
     options: list[tuple[str, str]]
     run_yaml: str | None
+    other_jobs: list[OtherJob]
     environment: list[tuple[str, str]]
     records: list[tuple[str, str]]
     warnings: list[LogWarning]
@@ -103,6 +104,7 @@ def content_of(run: RunFolder, environment: Sequence[tuple[str, str]], now: date
         plan=list(run.plan.items()),
         options=changed_options(run.kd),
         run_yaml=run.run_yaml,
+        other_jobs=run.other_jobs,
         environment=list(environment),
         records=records_of(run),
         warnings=run.warnings[-WARNINGS_SHOWN:],

@@ -32,9 +32,12 @@ MAX_ITERATION = 1 << 52
 """Largest iteration that is read; a chart's coordinates are exact up to it."""
 ERROR_SHOWN = 400
 """Characters of an error in the log that a message repeats."""
+OTHER_JOBS = 20
+"""Records of other jobs that are read."""
 SAMPLES_KEPT = 2000
 """Newest samples that are read."""
 _LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\S* (\w+) +rank (\d+): (.*)")
+_OTHER_JOB = re.compile(r"run-([1-9]\d{0,6})\.yaml")
 _ITERATION = re.compile(r"iter_(\d{7,})")
 
 
@@ -60,6 +63,17 @@ class LogWarning:
     count: int = 1
 
 
+@dataclass(frozen=True)
+class OtherJob:
+    """The record of a job that is not the latest one with a step: an earlier one, or one without a step."""
+
+    name: str
+    """File name of its run.yaml."""
+    run_yaml: str
+    plan: dict[str, str]
+    """Entries of its plan that differ from the run's."""
+
+
 @dataclass
 class RunFolder:
     """The records of a run."""
@@ -73,6 +87,8 @@ class RunFolder:
     kd: dict[str, Any] = field(default_factory=dict)
     """Fields of `KDConfig`."""
     plan: dict[str, str] = field(default_factory=dict)
+    other_jobs: list[OtherJob] = field(default_factory=list)
+    """Newest first."""
     warnings: list[LogWarning] = field(default_factory=list)
     jobs: int | None = None
     """Launched commands of the run, as far as mkd.log shows them."""
@@ -114,6 +130,7 @@ class RunFolder:
         except FileNotFoundError:
             raise MkdDataError(f"metrics file {file} does not exist; give the --kd-metrics-file of a run") from None
         run.run_yaml = run._text(RUN_FILE)
+        run._read_other_jobs()
         run._read_log()
         run.checkpoints, run.snapshots = _iterations(path), _iterations(path / "hf")
         return run
@@ -164,13 +181,29 @@ class RunFolder:
             self.calibration = table
 
     def _read_plan(self) -> None:
-        text = self._text(PLAN)
+        self.kd, self.plan = self._settings(PLAN)
+
+    def _settings(self, name: str) -> tuple[dict[str, Any], dict[str, str]]:
+        """Settings of distillation and plan of a file; empty if there is none."""
+        text = self._text(name)
         try:
             content = {} if text is None else parse_json(text)
-            self.kd = {str(name): value for name, value in content.get("kd", {}).items()}
-            self.plan = {str(name): str(value) for name, value in content.get("plan", {}).items()}
+            kd = {str(name): value for name, value in content.get("kd", {}).items()}
+            return kd, {str(name): str(value) for name, value in content.get("plan", {}).items()}
         except (ValueError, AttributeError, RecursionError):
-            self.notes.append(f"{PLAN} is damaged and left out")
+            self.notes.append(f"{name} is damaged and left out")
+            return {}, {}
+
+    def _read_other_jobs(self) -> None:
+        found = (_OTHER_JOB.fullmatch(name) for name in os.listdir(self.path))
+        numbers = sorted((int(match[1]) for match in found if match), reverse=True)
+        for number in numbers[:OTHER_JOBS]:
+            if (text := self._text(name := f"run-{number}.yaml")) is not None:
+                _, plan = self._settings(f"kd_config-{number}.json")
+                differs = {label: value for label, value in plan.items() if self.plan.get(label) != value}
+                self.other_jobs.append(OtherJob(name, text, differs))
+        if len(numbers) > OTHER_JOBS:
+            self.notes.append(f"{len(numbers) - OTHER_JOBS} earlier files run-N.yaml are left out")
 
     def _text(self, name: str) -> str | None:
         """The start of a small file; None if there is none."""

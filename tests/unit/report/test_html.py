@@ -207,6 +207,31 @@ def test_environment_of_run_yaml(tmp_path: Path) -> None:
         assert environment_of(content) == []
 
 
+def test_other_jobs_newest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_run(tmp_path / "run")
+    for end, teacher in (("", "w/b"), ("-1", "w/a"), ("-10", "<b>url")):
+        (folder / f"run{end}.yaml").write_text(f"flags: {{t: {teacher}}}\n")
+        plan = {"teacher": teacher, "layout": "DP 1"}
+        (folder / f"kd_config{end}.json").write_text(json.dumps({"kd": {}, "plan": plan}))
+    (folder / "run-2.yaml").write_text("a record without a plan\n")
+    os.mkfifo(folder / "run-3.yaml")
+    (folder / "kd_config-1.json").write_text("{")
+    run = RunFolder.read(folder)
+    assert [(job.name, job.plan) for job in run.other_jobs] == [
+        ("run-10.yaml", {"teacher": "<b>url"}),
+        ("run-2.yaml", {}),
+        ("run-1.yaml", {}),
+    ]
+    assert [note.partition(" is ")[0] for note in run.notes] == ["run-3.yaml", "kd_config-1.json"]
+    text = squeezed(Page(page_of(folder)).text)
+    assert "the command of this run: its latest job that did a step flags: {t: w/b}" in text
+    assert "run-10.yaml: an earlier job, or one without a step Plan, where it differs teacher <b>url flags:" in text
+    monkeypatch.setattr(run_folder, "OTHER_JOBS", 1)
+    run = RunFolder.read(folder)
+    assert [job.name for job in run.other_jobs] == ["run-10.yaml"]
+    assert run.notes == ["3 earlier files run-N.yaml are left out"]
+
+
 def test_a_run_yaml_that_multiplies_is_left_out() -> None:
     """40 lines whose merge keys stand for 2^40 entries."""
     lines = ["a0: &a0 {x: 1}", *(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}]}}" for n in range(1, 40))]
