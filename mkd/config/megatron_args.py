@@ -174,6 +174,8 @@ def _validate(line: CommandLine) -> None:
 def _set_globals(line: CommandLine) -> None:
     """Make the arguments megatron's global ones, and build the tokenizer."""
     args = line.args
+    if args.tokenizer_type == "HuggingFaceTokenizer" and args.tokenizer_model is None:
+        raise MkdConfigError("--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model DIR, which is missing")
     writers, args.tensorboard_dir, args.wandb_project = (args.tensorboard_dir, args.wandb_project), None, ""
     set_global_variables(args, build_tokenizer=False)
     args.tensorboard_dir, args.wandb_project = writers  # trackers start with the training: `mkd.report.trackers`
@@ -271,5 +273,5 @@ ARGUMENT_CHECKS: tuple[Check[CommandLine], ...] = (
 
 ARGUMENT_CHECKS += (
     Check("megatron's checks", _validate, needs=tuple(check.name for check in ARGUMENT_CHECKS)),
-    Check("tokenizer", _set_globals, needs=("megatron's checks",)),
+    Check("tokenizer", _set_globals, needs=("megatron's checks", "tokenizer files")),
 )

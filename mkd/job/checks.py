@@ -43,6 +43,10 @@ from mkd.models.adapted_layers import AdaptedLinear
 from mkd.models.layer_maps import KEY_PREFIX, pair_of_key
 from mkd.models.lora import Lora
 from mkd.utils.atomic_files import regular_target
+from mkd.utils.hub_folder import model_folder
+from mkd.utils.pretrained import holds_tokenizer, require_tokenizer_files
+
+TOKENIZER = "--tokenizer-model"
 
 
 @dataclass
@@ -108,9 +112,25 @@ def _adopt_architecture(draft: JobDraft) -> None:
     if draft.student is not None:
         adopt_architecture(args, draft.student.architecture, draft.student.origin)
         args.tokenizer_type = args.tokenizer_type or "HuggingFaceTokenizer"
-        args.tokenizer_model = args.tokenizer_model or _tokenizer_folder(draft.student, draft.kd.student_hf)
+        if args.tokenizer_model is None and holds_tokenizer(draft.student.path):
+            args.tokenizer_model = _tokenizer_folder(draft.student, draft.kd.student_hf)
     elif args.use_checkpoint_args:
         adopt_from_checkpoint(args, draft.state)
+
+
+def _check_tokenizer_files(draft: JobDraft) -> None:
+    """Refuse a folder without tokenizer files, which transformers would refuse at length."""
+    args, student = draft.args, draft.student
+    if args.tokenizer_type != "HuggingFaceTokenizer":
+        return
+    if args.tokenizer_model is None and student is not None:
+        remedy = (
+            ": copy the tokenizer's files into it, or give --tokenizer-model DIR, or, for token ids alone, "
+            "--tokenizer-type NullTokenizer"
+        )
+        require_tokenizer_files(student.path, student.origin, remedy)
+    elif args.tokenizer_model is not None and (folder := model_folder(args.tokenizer_model, TOKENIZER)).is_dir():
+        require_tokenizer_files(folder, f"{TOKENIZER} {args.tokenizer_model}")
 
 
 def _find_adapters(draft: JobDraft) -> None:
@@ -298,6 +318,7 @@ CHECKS: tuple[Check[JobDraft], ...] = (
     Check("checkpoint", _select_checkpoint),
     Check("student", _open_student),
     Check("architecture", _adopt_architecture, needs=("student",)),
+    Check("tokenizer files", _check_tokenizer_files, needs=("architecture",)),
     *ARGUMENT_CHECKS,
     Check(
         "experts",

@@ -44,8 +44,7 @@ def load_tokenizer(directory: str, flag: str = "--tokenizer-model") -> PreTraine
     path = model_folder(directory, flag)
     if not path.is_dir():
         raise MkdDataError(f"{flag} {directory} does not exist or is not a folder{download_hint(directory)}")
-    if not any((path / name).is_file() for name in TOKENIZER_MARKERS):
-        raise MkdDataError(f"{flag} {directory} holds no tokenizer (none of {', '.join(TOKENIZER_MARKERS)})")
+    require_tokenizer_files(path, f"{flag} {directory}")
     try:
         require_regular_files(path)
         tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
@@ -54,6 +53,23 @@ def load_tokenizer(directory: str, flag: str = "--tokenizer-model") -> PreTraine
         reason = code_needed(path, ("AutoTokenizer", "AutoConfig"), error)
         reason = reason or f"cannot be read by transformers: {' '.join(str(error).split())}"
         raise MkdDataError(f"{flag} {directory} {reason}") from error
+
+
+def holds_tokenizer(folder: Path) -> bool:
+    """True if a folder has tokenizer files."""
+    return any((folder / name).is_file() for name in TOKENIZER_MARKERS)
+
+
+def require_tokenizer_files(folder: Path, origin: str, remedy: str = "") -> None:
+    """Raise MkdDataError if a folder has no tokenizer files.
+
+    Args:
+        folder: the folder.
+        origin: its flag and name, for messages.
+        remedy: the end of the message.
+    """
+    if not holds_tokenizer(folder):
+        raise MkdDataError(f"{origin} holds no tokenizer (none of {', '.join(TOKENIZER_MARKERS)}){remedy}")
 
 
 def _probed(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:

@@ -135,6 +135,23 @@ def test_teacher_without_tokenizer_files(ask, with_te, job):
     assert "its folder has no tokenizer files" in found
 
 
+def test_student_without_tokenizer_files(ask, with_te, job):
+    """One problem, which names the flag that was given."""
+    bare = shutil.copytree(job.student, job.root / "wordless", ignore=shutil.ignore_patterns("tokenizer*"))
+    (job.root / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
+    for flags, name in (
+        ({"--kd-student-hf": bare}, "--kd-student-hf"),
+        ({"--tokenizer-model": bare}, "--tokenizer-model"),
+    ):
+        status, output = ask({**LOCAL, **flags, "--data-path": "{root}/chat.jsonl"})
+        (found,) = problems(output)
+        assert status == 1 and f"{name} {bare} holds no tokenizer (none of tokenizer.json, " in found, output
+        assert ("--tokenizer-model DIR" in found) == (name == "--kd-student-hf")
+    ids = {**LOCAL, "--kd-student-hf": bare}
+    assert ask({**ids, "--tokenizer-type": "NullTokenizer"})[0] == 0
+    assert ask({**ids, "--tokenizer-model": job.student})[0] == 0
+
+
 def test_teacher_with_fewer_positions_than_a_row(ask, with_te, job):
     longer = {**LOCAL, "--kd-packing": "best_fit", "--seq-length": 128}
     status, output = ask(longer)
