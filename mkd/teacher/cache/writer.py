@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import secrets
 import struct
 import time
@@ -16,6 +17,8 @@ from mkd.utils.atomic_files import naming, partial_path, publish_files, write_by
 
 SHARD_BYTES = 256 << 20
 _STALE_SECONDS = 3600.0
+_DATA_CACHE = re.compile(r"(^|-)[0-9a-f]{32}-(chat|pairs|\w*Dataset)\b")
+"""Names of files in the data cache: tokens of chats, aligned texts, Megatron's indices of documents."""
 """Age at which an unfinished file is taken to be left by a killed writer."""
 
 
@@ -99,9 +102,11 @@ def check_folder(folder: Path, meta: CacheMeta, flag: str) -> None:
     if not (folder / META).exists():
         others = [] if existing != path else [name for name in os.listdir(path) if not name.startswith(".")]
         if others and META not in others:  # META may appear meanwhile, from another writer
-            raise MkdCacheError(
-                f"{flag} {folder} is not a teacher cache, and not empty ({others[0]}): give a new folder"
-            )
+            tokens = next(filter(_DATA_CACHE.search, others), None)
+            what = f"and not empty ({others[0]})"
+            if tokens is not None:
+                what = f"but mkd's data cache (--data-cache-path; {tokens})"
+            raise MkdCacheError(f"{flag} {folder} is not a teacher cache, {what}: give a new folder")
         return
     differences = meta.differences(CacheMeta.read(folder, flag))
     if differences:

@@ -172,6 +172,13 @@ def test_foreign_folder(tmp_path):
         TeacherStore(tmp_path / "nowhere", "--cache")
 
 
+@pytest.mark.parametrize("name", [f"chats-{'0a' * 16}-chat.json", f"{'0a' * 16}-GPTDataset-train-document_index.npy"])
+def test_data_cache_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(MkdCacheError, match=r"not a teacher cache, but mkd's data cache .--data-cache-path; "):
+        StoreWriter(tmp_path, META_OF_TEST)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
