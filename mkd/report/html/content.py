@@ -168,10 +168,13 @@ def results_of(run: RunFolder) -> Table:
     series = run.log.series
     rows: dict[str, dict[str, float]] = {}
     evaluated = sorted(series.get("valid_ce", {}))
-    if "valid_teacher_ce" in series:
-        last = {name: run.log.last(f"valid_teacher_{name}") for name in ("ce", "bits_per_byte", "entropy")}
-        last["student_entropy"] = last.pop("entropy")
-        rows["teacher, validation"] = {name: value for name, value in last.items() if value is not None}
+    numbers = sorted(int(name[1]) for key in series if (name := re.fullmatch(r"valid_teacher_ce_(\d{1,4})", key)))
+    for suffix in ("", *(f"_{number}" for number in numbers)):
+        if f"valid_teacher_ce{suffix}" in series:
+            last = {name: run.log.last(f"valid_teacher_{name}{suffix}") for name in ("ce", "bits_per_byte", "entropy")}
+            last["student_entropy"] = last.pop("entropy")
+            known = {name: value for name, value in last.items() if value is not None}
+            rows[f"teacher{suffix.replace('_', ' ')}, validation"] = known
     for iteration in dict.fromkeys(evaluated[:1] + evaluated[-1:]):
         rows[f"student, validation at step {iteration:,}"] = _values_at(series, "valid_", iteration)
     for iteration in sorted(series.get("test_ce", {}))[-1:]:

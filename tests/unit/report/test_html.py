@@ -14,7 +14,7 @@ import pytest
 
 from mkd.errors import MkdConfigError, MkdDataError
 from mkd.report.html import charts, run_folder
-from mkd.report.html.content import content_of
+from mkd.report.html.content import content_of, results_of
 from mkd.report.html.environment import environment_of
 from mkd.report.html.page import render, write_report
 from mkd.report.html.run_folder import RunFolder, calibration_of
@@ -255,6 +255,13 @@ def test_bounds_and_regular_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     os.mkfifo(folder / "metrics.jsonl")
     with pytest.raises(MkdDataError, match="not a regular file"):
         RunFolder.read(folder)
+
+
+def test_each_of_several_teachers_has_a_row(tmp_path: Path) -> None:
+    line = {"iteration": 4, "valid_ce": 3.0, "valid_teacher_ce_1": 2.5, "valid_teacher_ce_2": 2.0}
+    rows = results_of(RunFolder.read(write_run(tmp_path, [line | {"valid_teacher_entropy_2": 1.5}]))).rows
+    assert [row[:2] for row in rows[:2]] == [["teacher 1, validation", "2.5000"], ["teacher 2, validation", "2.0000"]]
+    assert rows[0][-1] == "" and rows[1][-1] == "1.500"
 
 
 def test_invalid_folders(tmp_path: Path) -> None:
