@@ -108,7 +108,8 @@ def output_head(
     Returns:
         (weight [V/tp, H], scale and softcap of the logits).
     """
-    finish_parameter_sync(output_layer)
+    if output_layer._forward_pre_hooks:  # with --overlap-param-gather
+        finish_parameter_sync(output_layer)
     return output_layer.weight if output_weight is None else output_weight, logit_scale(config)
 
 

@@ -129,7 +129,8 @@ def activation(model):
         if hasattr(module, "limit"):
             return (module.alpha, module.limit)
     names = ("act_fn", "activation_fn", "activation")
-    function = next(getattr(module, name) for module in model.modules() for name in names if hasattr(module, name))
+    found = (getattr(module, name, None) for module in model.modules() for name in names)
+    function = next(one for one in found if callable(one))  # delta nets keep the name of theirs
     if "GELU" in repr(function):
         return "gelu_tanh" if "tanh" in repr(function).lower() else repr(function)
     return "silu" if type(function) in (nn.SiLU, type(nn.SiLU())) or "SiLU" in repr(function) else repr(function)

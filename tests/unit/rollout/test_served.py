@@ -444,7 +444,7 @@ def test_a_server_that_is_sick_beside_one_that_writes(monkeypatch: pytest.Monkey
             lost.set()
 
     sick = Sharer("sick", lambda: None, fail, verify)
-    well = Sharer("well", lambda: None, lambda request: [lost.wait(10.0)], lambda: None)
+    well = Sharer("well", lambda: None, lambda request: [lost.wait(60.0)], lambda: None)
     texts = SharedTexts([sick, well], REQUESTS)
     assert wait(texts) == [[True]] * len(REQUESTS)
     texts.close()
