@@ -343,7 +343,7 @@ def test_other_tokenizer(attempt, job):
     refused(attempt, MkdConfigError, {"--kd-teacher-hf": "{root}/no_tokenizer"}, words)
     changes = {"--tokenizer-model": "{root}/other_words"}
     refused(attempt, MkdConfigError, changes, ["--tokenizer-model", "/other_words", "--kd-student-hf"])
-    refused(attempt, MkdConfigError, {"--tokenizer-model": "{root}/nothing"}, ["--tokenizer-model", "/nothing"])
+    refused(attempt, MkdDataError, {"--tokenizer-model": "{root}/nothing"}, ["--tokenizer-model", "/nothing"])
 
 
 def test_starting_points_without_a_checkpoint(attempt):
