@@ -18,6 +18,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any
@@ -134,12 +135,25 @@ def _messages(record: dict[str, Any], key: str, role_of_text: str | None, where:
             raise MkdDataError(f"{name} is a {type(message).__name__}, not an object with role and content")
         if message.get("role") not in ROLES:
             raise MkdDataError(f"{name} {unknown_role(message)}")
+        if (other := _misnamed_content(message)) is not None:
+            raise MkdDataError(f"{name} has {other} and no content: rename {other} to content")
         content = message.get("content")
         if not isinstance(content, str | None):
             raise MkdDataError(f"{name} has a {type(content).__name__} as content, not a string")
         require_unicode(content or "", name)
         _check_learned(message, name)
     return value
+
+
+def _misnamed_content(message: dict[str, Any]) -> str | None:
+    """The key of a text that is meant as content; None for a message that has a key in SPOKEN, or no text at all:
+    tables have no null keys, so an empty message may have no content."""
+    spoken = {one for key in SPOKEN for one in ((key,) if isinstance(key, str) else key)}
+    if not spoken.isdisjoint(message):
+        return None
+    texts = [key for key, value in message.items() if isinstance(value, str) and value.strip()]
+    near = (key for key in texts if key in ("text", "value") or get_close_matches(key[:16].lower(), ["content"]))
+    return next(near, None)
 
 
 def mentions_newer_keys(lines: Iterable[bytes], version: int) -> bool:

@@ -388,6 +388,10 @@ BROKEN = {
     "no role": ('{"messages": [{"content": "a"}]}', "line 2: message 1 of messages has the role None"),
     "role": ('{"messages": [{"role": "robot", "content": "a"}]}', "message 1 of messages has the role 'robot'"),
     "content": ('{"messages": [{"role": "user", "content": [1]}]}', "message 1 .* has a list as content"),
+    "misspelled content": (
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "contents": "b"}]}',
+        "message 2 of messages has contents and no content: rename contents to content",
+    ),
     "tools": ('{"messages": [], "tools": 1}', "line 2: tools is a int"),
     "surrogate": ('{"prompt": "\\ud800", "completion": "a"}', "line 2: message 1 of prompt: half a surrogate pair"),
     "latin": (b'{"prompt": "\xe4"}', "line 2: not UTF-8"),
