@@ -111,7 +111,7 @@ def record(job: Job) -> RunRecord | None:
     if job.kd.student_hf is not None:
         store_assets(open_hf_folder(job.kd.student_hf, "--kd-student-hf"), folder)
     settings = json.dumps({"kd": asdict(job.kd), "plan": plan(job)}, indent=2) + "\n"
-    return RunRecord(folder, {SETTINGS: settings, FILE: run_file(job.args, job.state.teacher_fingerprint)})
+    return RunRecord.write(folder, {SETTINGS: settings, FILE: run_file(job.args, job.state.teacher_fingerprint)})
 
 
 def _layout(args: Namespace, ranks: int) -> str:

@@ -12,7 +12,7 @@ import re
 import socket
 import sys
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from hashlib import blake2b
 from importlib import metadata
@@ -56,17 +56,22 @@ _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
 class RunRecord:
     """The record of a job, which becomes that of the run with the job's first step."""
 
-    def __init__(self, folder: Path, texts: Mapping[str, str]) -> None:
-        """Write the record: under free numbers if the folder has one, else under its names.
-
-        Args:
-            folder: that of --save.
-            texts: file name -> content.
+    def __init__(self, folder: Path, texts: Mapping[str, str], number: int | None) -> None:
+        """Args:
+        folder: that of --save.
+        texts: file name -> content.
+        number: number of the files, which are written; None: they have none.
         """
-        self._folder, self._texts = folder, dict(texts)
-        self._number = self._free_number() if any((folder / name).is_file() for name in texts) else None
-        for name, text in self._texts.items():
-            _write(folder / _numbered(name, self._number), text)
+        self._folder, self._texts, self._number = folder, dict(texts), number
+
+    @classmethod
+    def write(cls, folder: Path, texts: Mapping[str, str]) -> "RunRecord":
+        """Write the files of a record: under a free number if the folder has a record, else under their names."""
+        has_record = any((folder / name).is_file() for name in texts)
+        record = cls(folder, texts, _free_number(folder, texts) if has_record else None)
+        for name, text in texts.items():
+            _write(folder / _numbered(name, record._number), text)
+        return record
 
     def exchange(self) -> None:
         """Make this record the run's, and keep the one before under this record's number. Called after each step; only
@@ -78,7 +83,7 @@ class RunRecord:
         if number is None:
             return
         try:
-            spare = self._free_number()
+            spare = _free_number(self._folder, self._texts)
             before = {name: (self._folder / name).read_text("utf-8", "replace") for name in self._present()}
             for name, text in before.items():
                 _write(self._folder / _numbered(name, spare), text)
@@ -98,10 +103,10 @@ class RunRecord:
     def _present(self) -> list[str]:
         return [name for name in self._texts if (self._folder / name).is_file()]
 
-    def _free_number(self) -> int:
-        """The lowest number under which the folder has no record."""
-        numbers = range(1, 1 << 20)
-        return next(n for n in numbers if not any((self._folder / _numbered(name, n)).exists() for name in self._texts))
+
+def _free_number(folder: Path, names: Iterable[str]) -> int:
+    """The lowest number under which a folder has no record with these files."""
+    return next(n for n in range(1, 1 << 20) if not any((folder / _numbered(name, n)).exists() for name in names))
 
 
 def _numbered(name: str, number: int | None) -> str:

@@ -58,7 +58,7 @@ def records_in(folder: Path) -> dict[str, str]:
 def test_each_job_keeps_the_file_before(args: Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for lr in ("1", "2", "3"):
         monkeypatch.setattr(sys, "argv", ["mkd train", "--lr", lr])
-        record = RunRecord(tmp_path, {RUN_FILE: run_file(args, None)})
+        record = RunRecord.write(tmp_path, {RUN_FILE: run_file(args, None)})
         record.exchange()
         record.exchange()  # after the second step
     kept = {path.name: words_of(read_file(str(path)))[-1] for path in tmp_path.glob("run*.yaml")}
@@ -66,13 +66,13 @@ def test_each_job_keeps_the_file_before(args: Namespace, tmp_path: Path, monkeyp
 
 
 def test_a_job_without_a_step_does_not_replace_the_record(tmp_path: Path) -> None:
-    first = RunRecord(tmp_path, texts_of("a"))
+    first = RunRecord.write(tmp_path, texts_of("a"))
     assert records_in(tmp_path) == {"run.yaml": "a", "kd_config.json": "a"}
     first.exchange()
-    RunRecord(tmp_path, texts_of("b"))  # ends, or is killed, without a step
+    RunRecord.write(tmp_path, texts_of("b"))  # ends, or is killed, without a step
     kept = {"run.yaml": "a", "kd_config.json": "a", "run-1.yaml": "b", "kd_config-1.json": "b"}
     assert records_in(tmp_path) == kept
-    RunRecord(tmp_path, texts_of("c")).exchange()
+    RunRecord.write(tmp_path, texts_of("c")).exchange()
     kept |= {"run.yaml": "c", "kd_config.json": "c", "run-2.yaml": "a", "kd_config-2.json": "a"}
     assert records_in(tmp_path) == kept
 
@@ -81,7 +81,7 @@ def test_a_record_of_one_file_only(tmp_path: Path) -> None:
     """Versions before had no kd_config-1.json; a user may have removed a file."""
     (tmp_path / "run.yaml").write_text("flags a")
     (tmp_path / "run-1.yaml").write_text("flags z")
-    RunRecord(tmp_path, texts_of("b")).exchange()
+    RunRecord.write(tmp_path, texts_of("b")).exchange()
     kept = {"run-1.yaml": "z", "run-2.yaml": "a", "run.yaml": "b", "kd_config.json": "b"}
     assert records_in(tmp_path) == kept
 
@@ -90,8 +90,8 @@ def test_a_record_of_one_file_only(tmp_path: Path) -> None:
 def test_no_record_is_lost_if_the_exchange_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], writes: int
 ) -> None:
-    RunRecord(tmp_path, texts_of("a"))
-    record = RunRecord(tmp_path, texts_of("b"))
+    RunRecord.write(tmp_path, texts_of("a"))
+    record = RunRecord.write(tmp_path, texts_of("b"))
     write, count = run_record._write, 0
 
     def failing(path: Path, text: str) -> None:
