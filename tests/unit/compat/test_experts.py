@@ -64,8 +64,9 @@ def test_router_biases(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         add_router_biases_in_fp32()
         found = logits_and_gradients(lambda *given: router.router_gating_linear(*given, torch.float32))
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-6)
+        torch.testing.assert_close(found[0], expected[0])
+        for one, other in zip(found[1:], expected[1:], strict=True):  # rounded to bf16
+            torch.testing.assert_close(one, other, rtol=2**-8, atol=1e-6)
     wrong = moe_utils.router_gating_linear(*inputs, torch.float32)
     assert (wrong - expected[0]).abs().max() > 0.1, "megatron-core adds the bias itself: the patch can go"
     assert router.router_gating_linear(*inputs[:2], None, torch.float32).dtype == torch.float32
