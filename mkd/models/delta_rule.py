@@ -9,7 +9,6 @@ Yang, Kautz, Hatamizadeh 2024, https://arxiv.org/abs/2412.06464; transformers, m
 import re
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -254,7 +253,9 @@ def missing_kernel(is_trained: bool, is_deterministic: bool) -> str | None:
     capability = cpu.compute_capability()
     if not is_trained or find_spec("tilelang") is not None or capability is None or capability[0] != 9:
         return None
-    installed = import_module("triton").__version__
+    import triton  # flash-linear-attention has imported it; nightly builds are distributed under another name
+
+    installed = triton.__version__
     found = tuple(int(part) for part in re.findall("[0-9]+", installed)[:3])
     if _WRONG_TRITON[0] <= found < _WRONG_TRITON[1]:
         return (
