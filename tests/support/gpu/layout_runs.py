@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,8 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedModel
 
-ROOT = Path(__file__).parents[3]
+from tests.support.gpu.rank_server import ROOT, rank_server
+
 KEYS = ("loss", "ce", "kd", "grad_norm")
 
 
@@ -33,7 +32,7 @@ def save_models(folder: Path, model_class: type[PreTrainedModel], configs: Mappi
 
 
 def launch(name: str, folder: Path, ranks: int, flags: list[str], **variables: str) -> list[dict]:
-    """Run pretrain_kd.py under torchrun; its metrics, one dictionary per iteration.
+    """Run pretrain_kd.py; its metrics, one dictionary per iteration.
 
     Args:
         name: of the run; its metrics file in `folder` is called after it.
@@ -41,15 +40,15 @@ def launch(name: str, folder: Path, ranks: int, flags: list[str], **variables: s
         ranks, flags: of the run.
         variables: environment variables beside those of this process.
     """
-    metrics = folder / f"{name.replace(' ', '_').replace(',', '')}.jsonl"
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
-        # The teachers are sure of random things.
-        *("pretrain_kd.py", "--kd-allow-bad-teacher", "--kd-metrics-file", str(metrics), *flags),
-    ]
-    environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "4", **variables}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, f"{name}:\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    label = name.replace(" ", "_").replace(",", "")
+    metrics = folder / f"{label}.jsonl"
+    # The teachers are sure of random things.
+    words = ["pretrain_kd.py", "--kd-allow-bad-teacher", "--kd-metrics-file", str(metrics), *flags]
+    gpus = {key: variables.pop(key) for key in ("CUDA_VISIBLE_DEVICES",) if key in variables}
+    common = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "4", **variables}
+    server = rank_server(frozenset(common.items()))
+    status, output = server.run([str(ROOT / words[0]), *words[1:]], folder / f"{label}.log", ranks, **gpus)
+    assert status == 0, f"{name}: status {status}\n{output[-9000:]}"
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     return [line for line in lines if "loss" in line]
 
