@@ -46,6 +46,7 @@ def launch(name: str, folder: Path, ranks: int, flags: list[str], **variables: s
     words = ["pretrain_kd.py", "--kd-allow-bad-teacher", "--kd-metrics-file", str(metrics), *flags]
     gpus = {key: variables.pop(key) for key in ("CUDA_VISIBLE_DEVICES",) if key in variables}
     common = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "4", **variables}
+    common.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each rank starts a pool of 32 processes
     server = rank_server(frozenset(common.items()))
     status, output = server.run([str(ROOT / words[0]), *words[1:]], folder / f"{label}.log", ranks, **gpus)
     assert status == 0, f"{name}: status {status}\n{output[-9000:]}"

@@ -1,8 +1,8 @@
 """Jobs whose ranks are forks of a process that has imported everything.
 
 The imports of a training with Transformer Engine take 35 s per process on a machine with GPUs, more than its steps. A
-`RankServer` has them done and does not touch CUDA, so that its forks can. If an import did touch CUDA after all, the
-forks replace themselves with new interpreters: slower, and the same otherwise.
+`RankServer` has them done and does not touch CUDA, so that its forks can. If an import touches CUDA after all, as that
+of flash-linear-attention does, the forks replace themselves with new interpreters: slower, and the same otherwise.
 """
 
 import importlib
