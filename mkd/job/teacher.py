@@ -26,7 +26,7 @@ from mkd.distributed.groups import Groups, ParallelLayout, ParallelSizes
 from mkd.errors import MkdConfigError
 from mkd.job.cached_teacher import CachedTeacherSpec, open_cache
 from mkd.job.cross_tokenizer import CrossTokenizers
-from mkd.job.elsewhere.common import WITHOUT_WAITING_S
+from mkd.job.elsewhere.common import WITHOUT_WAITING_S, top_k_description
 from mkd.job.elsewhere.inference_states import StatesSource, StatesTeacherSpec
 from mkd.job.elsewhere.inference_teacher import InferenceSource, InferenceTeacherSpec
 from mkd.job.elsewhere.served_teacher import ServedSource, ServedTeacherSpec
@@ -235,8 +235,7 @@ class ModelTeacherSpec:
     @property
     def target_description(self) -> str:
         """See `TeacherSpec`."""
-        kd = self.kd
-        return "" if kd.top_k is None else f"the teacher's {kd.top_k} most probable tokens, tail {kd.top_k_tail}"
+        return top_k_description(self.kd)
 
     def build(self, groups: Groups, layouts: dict[ParallelSizes, ParallelLayout] | None = None) -> OnlineTeacher:
         """See `TeacherSpec`.

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mkd.config.kd_config import KDConfig
+
 URL_FLAG = "--kd-teacher-url"
 WITHOUT_WAITING_S = 10.0
 """Limit for the answer of a service or a server that should be running."""
@@ -52,3 +54,8 @@ class SpecWithoutModel[Source]:
     def served(self) -> list[Namespace]:
         """See `TeacherSpec`: the targets of a few tokens are all that is on the student's ranks."""
         return []
+
+
+def top_k_description(kd: KDConfig) -> str:
+    """`TeacherSpec.target_description` of a teacher with the whole vocabulary; empty without --kd-top-k."""
+    return "" if kd.top_k is None else f"the teacher's {kd.top_k} most probable tokens, tail {kd.top_k_tail}"

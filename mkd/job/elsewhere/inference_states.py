@@ -12,7 +12,13 @@ from mkd.checkpoint.source import ModelSource
 from mkd.config.kd_config import KDConfig
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdConfigError
-from mkd.job.elsewhere.common import URL_FLAG, WITHOUT_WAITING_S, SourceAtAddresses, SpecWithoutModel
+from mkd.job.elsewhere.common import (
+    URL_FLAG,
+    WITHOUT_WAITING_S,
+    SourceAtAddresses,
+    SpecWithoutModel,
+    top_k_description,
+)
 from mkd.job.elsewhere.inference_teacher import InferenceSource, check_rows, known_text, known_text_folders, probe_text
 from mkd.teacher.inference.http import ServerAddress
 from mkd.teacher.inference.known_text import KnownTextFile
@@ -148,8 +154,7 @@ class StatesTeacherSpec(SpecWithoutModel[StatesSource]):
     @property
     def target_description(self) -> str:
         """See `TeacherSpec`."""
-        kd = self.kd
-        return "" if kd.top_k is None else f"the teacher's {kd.top_k} most probable tokens, tail {kd.top_k_tail}"
+        return top_k_description(self.kd)
 
     def build(self, groups: Groups) -> StatesTeacher:
         """See `TeacherSpec`."""

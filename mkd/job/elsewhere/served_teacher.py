@@ -17,12 +17,15 @@ from mkd.config.teacher_args import row_multiple
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdConfigError, MkdTeacherError
 from mkd.job.cross_tokenizer import CrossTokenizers
-from mkd.job.elsewhere.common import URL_FLAG, SourceAtAddresses, SpecWithoutModel
-from mkd.teacher.run_ahead import RunAhead
+from mkd.job.elsewhere.common import URL_FLAG, SourceAtAddresses, SpecWithoutModel, top_k_description
+from mkd.losses import LogitMap
+from mkd.teacher.run_ahead import AllRanks, RunAhead
 from mkd.teacher.service.addresses import Address, Secret, parse_address, require_secret
+from mkd.teacher.service.answers import HiddenAnswers, TargetAnswers
 from mkd.teacher.service.client import ServedTeacher
 from mkd.teacher.service.connections import TeacherConnections, request_facts
 from mkd.teacher.service.facts import TeacherFacts
+from mkd.teacher.service.lm_head import fetch_head, requests_head
 from mkd.teacher.service.server import MOST_ANSWER_BYTES
 from mkd.teacher.service.targets import SampledTargets, Targets, TopKTargets
 from mkd.utils.hub_folder import model_folder
@@ -228,10 +231,9 @@ class ServedTeacherSpec(SpecWithoutModel[ServedSource]):
     @property
     def target_description(self) -> str:
         """See `TeacherSpec`."""
-        kd = self.kd
-        if kd.teacher_samples is not None:
-            return f"{kd.teacher_samples} tokens sampled from the teacher"
-        return "" if kd.top_k is None else f"the teacher's {kd.top_k} most probable tokens, tail {kd.top_k_tail}"
+        if self.kd.teacher_samples is not None:
+            return f"{self.kd.teacher_samples} tokens sampled from the teacher"
+        return top_k_description(self.kd)
 
     @property
     def logit_softcap(self) -> float | None:
@@ -250,20 +252,25 @@ class ServedTeacherSpec(SpecWithoutModel[ServedSource]):
         if self.cross is not None:
             view = self.cross.view_of(source)
             columns = self.cross.vocabulary(view, groups).teacher_columns
-        if ServedTeacher.needs_connections(groups):
+        if groups.leads_replica or requests_head(groups):
             most = max(MOST_ANSWER_BYTES, microbatch_tokens(self.args, self._row_length) * facts.bytes_per_token)
             pins = not cpu.is_active()
             connections = TeacherConnections(source.addresses, source.secret, facts, most, pins=pins)
-        return ServedTeacher(
-            connections,
-            facts,
-            groups,
-            RunAhead(self.kd.teacher_ahead, self.kd.teacher_buffer_gb * 1e9, self.kd.teacher_timeout),
-            head_columns=columns,
-            sequence_parallel=self.args.sequence_parallel,
-            view=view,
-            targets=self.targets,
-        )
+        ranks = AllRanks(self.kd.teacher_timeout)
+        if self.targets is not None:
+            answers = TargetAnswers(facts, groups, self.targets)
+        else:
+            answers = HiddenAnswers(
+                facts.width,
+                facts.torch_dtype,
+                LogitMap(facts.logit_scale, facts.logit_softcap),
+                groups,
+                fetch_head(connections, facts, columns, groups, ranks, self.kd.teacher_timeout),
+                sequence_parallel=self.args.sequence_parallel,
+                view=view,
+            )
+        ahead = RunAhead(self.kd.teacher_ahead, self.kd.teacher_buffer_gb * 1e9, self.kd.teacher_timeout)
+        return ServedTeacher(connections, facts, answers, ranks, ahead, view=view, targets=self.targets)
 
 
 def _targets(facts: TeacherFacts, kd: KDConfig, true_vocab: int) -> Targets | None:

@@ -2,7 +2,6 @@
 ranks."""
 
 import hashlib
-from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
@@ -11,14 +10,11 @@ import torch
 from torch import Tensor
 
 from mkd.data.batch import KDBatch
-from mkd.data.lookahead import Lookahead
-from mkd.distributed.groups import Groups
-from mkd.teacher.elsewhere import TeacherElsewhere
 from mkd.teacher.inference.pool import ScoringPool
 from mkd.teacher.inference.states_model import StatesModel
-from mkd.teacher.interface import HiddenSignal
 from mkd.teacher.run_ahead import AllRanks, PendingRequest, RunAhead
-from mkd.teacher.service.answers import HiddenAnswers, Received, Uploads
+from mkd.teacher.service.answers import HiddenAnswers, Received
+from mkd.teacher.service.whole_rows import WholeRowTeacher
 from mkd.utils.logging import logger
 
 
@@ -72,10 +68,8 @@ class BatchOfStates:
 StatesPool = ScoringPool[StatesModel, WantedStates, Tensor]
 
 
-class StatesTeacher(TeacherElsewhere[BatchOfStates]):
-    """The rank that sends texts receives the states of whole rows, applies the final norm, and distributes them as a
-    teacher service's.
-    """
+class StatesTeacher(WholeRowTeacher[BatchOfStates]):
+    """The rank that sends texts applies the final norm to their states before it distributes them."""
 
     def __init__(
         self,
@@ -97,19 +91,11 @@ class StatesTeacher(TeacherElsewhere[BatchOfStates]):
             ahead: options of running ahead.
             bytes_per_token: host memory of the states of a token.
         """
-        super().__init__(pool is not None, ranks, ahead)
-        self._pool, self._answers, self._fingerprint = pool, answers, fingerprint
-        self._bytes_per_token = bytes_per_token
-        self._step: list[PendingRequest[BatchOfStates]] = []
+        super().__init__(pool is not None, answers, ranks, ahead, view=None)
+        self._pool, self._fingerprint, self._bytes_per_token = pool, fingerprint, bytes_per_token
         self._sent: WeakValueDictionary[bytes, Future[Tensor]] = WeakValueDictionary()
         """Answers that a step still needs, by text."""
-        self._uploads = Uploads()
         self._count = 0
-
-    @property
-    def groups(self) -> Groups:
-        """The student's layout."""
-        return self._answers.groups
 
     def fingerprint(self) -> str:
         """See `Teacher.fingerprint`."""
@@ -120,21 +106,6 @@ class StatesTeacher(TeacherElsewhere[BatchOfStates]):
         if self._pool is not None:
             self._pool.close()
             logger.info(f"teacher    {self._count:,} texts were sent to the server")
-
-    def prepare(self, batches: Sequence[KDBatch], upcoming: Lookahead) -> list[KDBatch]:
-        """See `Teacher.prepare`.
-
-        Raises:
-            MkdTeacherTimeout: on all ranks, if no answer has come for the time limit.
-            MkdTeacherError, MkdNumericError: on all ranks, if an answer cannot be used.
-            WaitAborted: on all ranks, if one of them is stopping and one of them has no answer yet.
-        """
-        self._whole = list(batches)
-        step = self._queue.send(batches, upcoming) if self._sends else []
-        self._ranks.wait(step, lambda _: None, self._check_silence, upcoming.is_stopping)
-        self._step = step
-        self._uploads.begin(len(step), self._received)
-        return self._whole
 
     def _check_silence(self, began: float) -> None:
         self._pool.check_silence(began, self._ahead.timeout_s)
@@ -151,17 +122,7 @@ class StatesTeacher(TeacherElsewhere[BatchOfStates]):
             answers.append(answer)
         return answers
 
-    def signals(self, batches: Sequence[KDBatch]) -> list[HiddenSignal]:
-        """See `Teacher.signals`. `prepare` has had the same microbatches."""
-        return [self._signal(batch.number) for batch in batches] if self.groups.is_last_stage else []
-
-    def _signal(self, number: int) -> HiddenSignal:
-        """The signal of this rank's part of a microbatch."""
-        return self._answers.signal(self._whole[number], None if self._pool is None else self._uploads.take(number))
-
-    def _received(self, number: int) -> Received:
-        """The answers for a microbatch of the step."""
-        pending = self._step[number]
+    def _receive(self, pending: PendingRequest[BatchOfStates]) -> Received:
         parts = [answer.result() for answer in pending.answers]
         states = torch.cat(parts) if parts else torch.empty(0, self._answers.columns, dtype=self._answers.dtype)
         return pending.request.wanted, states

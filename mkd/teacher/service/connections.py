@@ -144,6 +144,15 @@ class TeacherConnections:
         """Host memory of an answer; torch's pinned blocks have powers of two."""
         return 1 << max(0, answer_bytes - 1).bit_length() if self._pins else answer_bytes
 
+    def check_silence(self, began: float, limit_s: float) -> None:
+        """Raise MkdTeacherTimeout if no answer has come for the time limit since `began`."""
+        silent = time.monotonic() - max(began, self.answered_at)
+        if silent > limit_s:
+            raise MkdTeacherTimeout(
+                f"the teacher has not answered for {silent:.0f} s (--kd-teacher-timeout {limit_s:g}): start it again "
+                "(mkd serve-teacher), and then this job"
+            )
+
     def close(self) -> None:
         """End the thread."""
         self._is_closing = True
