@@ -54,8 +54,8 @@ class MkdCacheError(MkdError):
 
 
 class MkdTeacherError(MkdError):
-    """A teacher service or an inference server that is none, has another model than expected, or refuses the connection
-    or a request."""
+    """A server that is not a teacher service or an inference server, has another model than expected, or refuses the
+    connection or a request."""
 
 
 class MkdTeacherTimeout(MkdTeacherError):

@@ -113,7 +113,9 @@ class MegatronFolder:
         for name in _COUNTS:
             value = getattr(args, name, None)
             if value is not None and (type(value) is not int or not 0 <= value < 2**40):
-                raise self.error(f"{self.iteration_dir.name} stores {name} as {str(value)[:40]!r}, which is no number")
+                raise self.error(
+                    f"{self.iteration_dir.name} stores {name} as {str(value)[:40]!r}, which is not a number"
+                )
         for old, new in _OLD_NAMES.items():
             if hasattr(args, old) and not hasattr(args, new):
                 setattr(args, new, getattr(args, old))

@@ -53,7 +53,7 @@ class _Tokens:
     ordinary: Mapping[int, Any]
     """Token, with its score in a unigram model."""
     control: Mapping[int, str]
-    """Added tokens that are no text: special ones, and those named like <think> or [INST]."""
+    """Added tokens that are not text: special ones, and those named like <think> or [INST]."""
 
     @classmethod
     def of(cls, content: Mapping[str, Any], origin: str) -> "_Tokens":

@@ -77,7 +77,7 @@ def flags_of(words: Sequence[str]) -> Flags:
             found.pop(flag, None)
             found[flag] = [value] if equals else []
         elif flag is None:
-            raise MkdConfigError(f"{word} is no flag: flags of mkd train follow --")
+            raise MkdConfigError(f"{word} is not a flag: flags of mkd train follow --")
         else:
             found[flag].append(word)
     return found

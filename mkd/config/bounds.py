@@ -162,7 +162,7 @@ _GROUPS: tuple[tuple[Bounds, str], ...] = (
     (_FACTOR, "mup_attn_scale_power qk_clip_threshold activation_func_clamp_value"),
     (_SHARE, "qk_clip_alpha"),
     (
-        Bounds(0.0, 1.0, "it is added to a variance, so that it is no divisor of 0", without_low=True),
+        Bounds(0.0, 1.0, "it is added to a variance, so that it is not a divisor of 0", without_low=True),
         "layernorm_epsilon dsa_indexer_k_norm_epsilon",
     ),
     (_STD, "init_method_std embedding_init_method_std"),

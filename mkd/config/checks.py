@@ -161,7 +161,7 @@ def check_inference_server(kd: KDFields) -> None:
     if not kd.uses_inference_server:
         if kd.teacher_api not in ("auto", "mkd"):
             raise MkdConfigError(
-                f"--kd-teacher-api is {kd.teacher_api}, but --kd-teacher-url {urls} is no http address: give "
+                f"--kd-teacher-api is {kd.teacher_api}, but --kd-teacher-url {urls} is not an http address: give "
                 "http://HOST:PORT, or leave it out"
             )
         return
@@ -623,8 +623,8 @@ def check_mlflow(kd: KDFields) -> None:
     every reader of the checkpoints would see."""
     if kd.mlflow_uri is not None and _PASSWORD.search(kd.mlflow_uri):
         raise MkdConfigError(
-            "--kd-mlflow-uri has a password: command lines, checkpoints and kd_config.json are no place for one; set "
-            "the environment variable MLFLOW_TRACKING_URI instead, and leave the flag out"
+            "--kd-mlflow-uri has a password: command lines, checkpoints and kd_config.json are not the place for one; "
+            "set the environment variable MLFLOW_TRACKING_URI instead, and leave the flag out"
         )
     if kd.mlflow_uri is not None and kd.mlflow_experiment is None:
         raise MkdConfigError(

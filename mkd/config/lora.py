@@ -49,7 +49,7 @@ class LoraOptions:
             alpha = float(rank if found[2] is None else found[2])
         except ValueError:
             raise MkdConfigError(
-                f"--kd-lora {text}: {found[2]!r} is no number; give RANK:ALPHA, such as 16:32"
+                f"--kd-lora {text}: {found[2]!r} is not a number; give RANK:ALPHA, such as 16:32"
             ) from None
         if not (math.isfinite(alpha) and 0.0 < alpha <= 1e6):
             raise MkdConfigError(f"--kd-lora {text}: alpha is {alpha:g}; it must be above 0 and at most 1e6")

@@ -198,7 +198,7 @@ def check_settings(settings: Sequence[Setting], parser: ArgumentParser) -> None:
     """Check flags and types of values.
 
     Raises:
-        MkdConfigError: a key is no flag, or its value does not fit.
+        MkdConfigError: a key is not a flag, or its value does not fit.
     """
     for setting in settings:
         check_setting(setting, parser)

@@ -133,7 +133,7 @@ def check_teacher_passes(teacher: Namespace, args: Namespace, kd: KDConfig) -> N
     for is_so, reason in (
         (
             rows % args.micro_batch_size != 0,
-            f"it is no multiple of --micro-batch-size {args.micro_batch_size}: give one",
+            f"it is not a multiple of --micro-batch-size {args.micro_batch_size}: give one",
         ),
         (
             shares_experts and kd.variable_seq_lengths,

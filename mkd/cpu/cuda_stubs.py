@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 CAPABILITY = 8, 0
-"""Reported where none is known. It is no fact about a card: mkd itself reads `mkd.cpu.compute_capability`."""
+"""Reported where none is known. It is not a fact about a card: mkd itself reads `mkd.cpu.compute_capability`."""
 
 
 class _Stream:

@@ -17,7 +17,7 @@ def open_cache(path: str, flag: str) -> TeacherStore:
     """Open a cache that has at least one segment.
 
     Raises:
-        MkdCacheError: the folder is no cache, is empty or of another version, or a shard is missing or truncated.
+        MkdCacheError: the folder is not a cache, is empty or of another version, or a shard is missing or truncated.
     """
     store = TeacherStore(Path(path), flag)
     if not len(store):

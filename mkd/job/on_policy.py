@@ -140,7 +140,7 @@ def _teachers(prompts: Sequence[Prompt], kd: KDConfig, source: TeacherSource | N
     for prompt in prompts:
         numbers = [number for number, known in enumerate(names) if prompt.teacher in known]
         if prompt.teacher is not None and len(numbers) != 1:
-            problem = "is no teacher of this job" if not numbers else "is the name of several teachers"
+            problem = "is not a teacher of this job" if not numbers else "is the name of several teachers"
             raise MkdDataError(
                 f"{prompt.where}: teacher {prompt.teacher!r} {problem}: give one of "
                 f"{', '.join(known[0] for known in names)}, or remove it"

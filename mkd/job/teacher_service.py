@@ -177,7 +177,8 @@ def _refuse(given: dict) -> None:
         if given.get(name) is not None:
             value = given[name] if isinstance(given[name], str) else " ".join(given[name])
             raise MkdConfigError(
-                f"--kd-{name.replace('_', '-')} {value} is no teacher to run: give --kd-teacher-hf or --kd-teacher-load"
+                f"--kd-{name.replace('_', '-')} {value} is not a teacher to run: give --kd-teacher-hf or "
+                "--kd-teacher-load"
             )
     if given.get("xtoken_loss") is not None:
         raise MkdConfigError(

@@ -48,7 +48,7 @@ class RunIds:
             try:
                 self._ids = dict(read_json(self._file))
                 if not all(isinstance(run, str) for run in self._ids.values()):
-                    raise ValueError("an id that is no text")
+                    raise ValueError("an id that is not text")
             except (ValueError, TypeError) as error:
                 raise MkdConfigError(f"{self._file} is damaged ({error}): remove it to start new runs") from error
 

@@ -146,7 +146,7 @@ def bits_per_byte(prefix: str, ce: Tensor, batch: KDBatch, byte_lengths: Tensor 
         prefix: of the name.
         ce: [b, s] in nats.
         batch: provides labels and CE mask.
-        byte_lengths: [V] bytes of each token, 0 for tokens that are no text; None returns nothing.
+        byte_lengths: [V] bytes of each token, 0 for tokens that are not text; None returns nothing.
     """
     if byte_lengths is None:
         return {}

@@ -28,7 +28,7 @@ def read_json(path: Path) -> Any:
 
     Raises:
         OSError: the file cannot be opened.
-        ValueError: it is no regular file, too large or too deep, or not JSON.
+        ValueError: it is not a regular file, too large or too deep, or not JSON.
     """
     return parse_json(read_regular(path, MOST_BYTES).decode())
 
@@ -55,7 +55,7 @@ def read_regular(path: Path, at_most: int) -> bytes:
 
     Raises:
         OSError: the file cannot be opened.
-        ValueError: it is no regular file, or larger than `at_most` bytes.
+        ValueError: it is not a regular file, or larger than `at_most` bytes.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:

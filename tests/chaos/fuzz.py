@@ -494,7 +494,7 @@ class Fuzz:
         return Outcome(name, case, self._judge(command, path, old, new, found.rule))
 
     def _mutate(self, path: Path, old: bytes, draw: random.Random, found: Format) -> tuple[bytes | None, str]:
-        """Damage the file. Returns its new content, None if it is no file any more, and a note."""
+        """Damage the file. Returns its new content, None if it is not a file any more, and a note."""
         if draw.random() < 0.04:
             return None, replace_entry(path, draw)
         changes = list(found.changes) if draw.random() < 0.6 else BYTES

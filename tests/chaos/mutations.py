@@ -206,7 +206,7 @@ def change_words(data: bytes, draw: Draw) -> tuple[bytes, str]:
 
 
 def replace_entry(path: Path, draw: Draw) -> str:
-    """Replace a file by something that is none."""
+    """Replace a file by something that is not a file."""
     path.unlink()
     kind = draw.choice(["missing", "a folder", "a named pipe", "a link to itself", "a link to nothing", "/dev/zero"])
     if kind == "a folder":

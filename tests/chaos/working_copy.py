@@ -50,7 +50,7 @@ class WorkingCopy:
 
 
 def _state(path: Path) -> tuple[int, ...]:
-    """Changes whenever an entry of a folder changes; the content of a folder is no part of it."""
+    """Changes whenever an entry of a folder changes; the content of a folder is not part of it."""
     found = path.lstat()
     if path.is_dir() and not path.is_symlink():
         return (found.st_mode,)

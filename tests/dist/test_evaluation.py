@@ -32,7 +32,7 @@ LAYOUTS = {
     "dp2": Layout(mbs=1),
     "pp2": Layout(pp=2),
 }
-BYTES = torch.arange(VOCAB) % 4  # a quarter of the tokens is no text
+BYTES = torch.arange(VOCAB) % 4  # a quarter of the tokens is not text
 RELATIVE = 2e-5
 """fp32 against float64 from the same fp32 logits, and layouts against each other."""
 

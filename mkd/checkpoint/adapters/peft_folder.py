@@ -138,8 +138,8 @@ class PeftFolder:
         found = next((path for path in (Path(name), self.path / name) if path.is_dir()), None)
         if found is None:
             raise self.error(
-                f'{CONFIG}: "base_model_name_or_path" is {name!r}, which is no folder here{download_hint(name)}; write '
-                "the path of the model's folder there"
+                f'{CONFIG}: "base_model_name_or_path" is {name!r}, which is not a folder here{download_hint(name)}; '
+                "write the path of the model's folder there"
             )
         if is_peft_folder(found):
             raise self.error(f'{CONFIG}: "base_model_name_or_path" is {name!r}, a PEFT folder itself: merge it first')

@@ -116,7 +116,7 @@ class StoredAdapters:
 
 
 def _suffix_of(text: str) -> tuple[int, int]:
-    """(blocks, number) of a part; the inverse of `part_suffix`. -1 for text that is no suffix."""
+    """(blocks, number) of a part; the inverse of `part_suffix`. -1 for text that is not a suffix."""
     match = re.fullmatch(r"(?:\.blocks([1-9][0-9]{0,8}))?\.([0-9])|", text)
     if match is None:
         return -1, -1

@@ -83,7 +83,7 @@ class WholeModel:
         path, fingerprint = stored.get("folder"), stored.get("fingerprint")
         if not isinstance(path, str) or not isinstance(fingerprint, str):
             raise checkpoint.error(f"{record.parent.name}/{WHOLE_MODEL} has no folder and fingerprint: {remedy}")
-        if base is None and not os.path.isdir(path):  # False for what is no path, too
+        if base is None and not os.path.isdir(path):  # False for what is not a path, too
             raise checkpoint.error(f"it is {what} in {path}, which is not there any more: {remedy}")
         folder = HFFolder(base or path, checkpoint.flag if base is None else "--base")
         if (found := folder.fingerprint()) != fingerprint:

@@ -271,7 +271,7 @@ def _marks(number: int) -> list[str]:
 
 
 def _mark_message(message: Message, content: str, call: str) -> Message:
-    """A copy of a message with one mark in its content and one in its last tool call; an empty mark is none."""
+    """A copy of a message with one mark in its content and one in its last tool call; an empty mark adds nothing."""
     message = dict(message)
     if content and isinstance(message.get("content"), str):
         message["content"] = _mark_text(message["content"], content)

@@ -66,7 +66,7 @@ def require_integers(file: Path) -> None:
     """Check the header of a .npy file.
 
     Raises:
-        ValueError: it is no array of integers, such as one of objects, which are pickles; or it has another size.
+        ValueError: it is not an array of integers, such as one of objects, which are pickles; or it has another size.
     """
     try:
         with file.open("rb") as content:

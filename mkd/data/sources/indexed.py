@@ -167,7 +167,7 @@ def write_indexed_text(
 
     Token ids are stored as uint16 when the vocabulary has fewer than 65500 entries, else as int32, which is what
     Megatron chooses. Raises MkdDataError for invalid input or tokenizer, and MkdConfigError if another process writes
-    this data set or one of its files is no regular file; an existing data set is then kept unchanged.
+    this data set or one of its files is not a regular file; an existing data set is then kept unchanged.
     """
     files, bad = input_files(paths), BadRecords() if bad is None else bad
     tokenizer = load_tokenizer(encoding.tokenizer_dir)

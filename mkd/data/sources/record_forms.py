@@ -295,7 +295,7 @@ def _joined(parts: list[Any], name: str) -> str:
                 "only: remove such records"
             )
         if not isinstance(text, str):
-            raise MkdDataError(f"{name} has a list as content whose part {number} is no part of text")
+            raise MkdDataError(f"{name} has a list as content whose part {number} is not part of text")
         texts.append(text)
     return "".join(texts)
 

@@ -138,7 +138,7 @@ def _changed_file(base: Path) -> str | None:
         return None
     try:
         files = [(file_of(base, kind), digest) for kind, digest in dict(read_json(checksums)).items()]
-    except (ValueError, TypeError):  # also a kind that is no part of a file name
+    except (ValueError, TypeError):  # also a kind that is not part of a file name
         return checksums.name
     return next((file.name for file, digest in files if not file.is_file() or hash_of(file) != digest), None)
 
@@ -225,7 +225,7 @@ def read_weights(base: Path, runs: int) -> np.ndarray | None:
     if found.size != 3 * runs:
         raise MkdDataError(f"{file} is broken ({found.size / 3:g} weights of {runs}): delete {file_of(base, 'json')}")
     if not np.isfinite(found).all() or found.min() < 0:
-        raise MkdDataError(f"{file} is broken (a weight that is none): delete {file_of(base, 'json')}")
+        raise MkdDataError(f"{file} is broken (an invalid weight): delete {file_of(base, 'json')}")
     return found.reshape(runs, 3)
 
 
@@ -240,7 +240,7 @@ def with_weights(targets: np.ndarray, begin: int, weights: np.ndarray) -> np.nda
 
 
 def content_fingerprint(name: str) -> str:
-    """128-bit hex hash of an entry of --data-path, chat data or a prefix; its name is no part of it."""
+    """128-bit hex hash of an entry of --data-path, chat data or a prefix; its name is not part of it."""
     if is_chat_file(name):
         files = [file_fingerprint(Path(file)) for file in chat_files(name)]
         return files[0] if len(files) == 1 else blake2b(" ".join(files).encode(), digest_size=16).hexdigest()

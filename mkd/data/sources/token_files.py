@@ -105,7 +105,7 @@ class _IndexCheck:
         if version != 1:
             raise self._failure(f"has version {version}, and Megatron reads version 1")
         if code not in (kind.value for kind in DType) or not np.issubdtype(DType.dtype_from_code(code), np.integer):
-            raise self._damage(f"its dtype code is {code}, which is none of integers")
+            raise self._damage(f"its dtype code is {code}, which is not one of integers")
         if sequences == 0:
             raise self._failure("lists no document")
         return TokenIndex(np.dtype(DType.dtype_from_code(code)), sequences, bounds)

@@ -163,7 +163,7 @@ def _array(values: Any, what: str) -> np.ndarray:
     try:
         found = np.asarray([] if values is None else values)
     except (ValueError, OverflowError) as error:
-        raise MkdDataError(f"{what} has a list that is none of numbers ({error})") from None
+        raise MkdDataError(f"{what} has a list that is not one of numbers ({error})") from None
     if found.ndim != 1:
         raise MkdDataError(f"{what} has {str(values)[:40]!r} where a list of numbers is needed")
     return found

@@ -20,7 +20,7 @@ def describe(folder: Path, flag: str) -> dict[str, str]:
         flag: the flag that names it, for messages.
 
     Raises:
-        MkdCacheError: the folder is no cache, or a shard is missing or truncated.
+        MkdCacheError: the folder is not a cache, or a shard is missing or truncated.
     """
     store = TeacherStore(folder, flag)
     meta, segments, tokens = store.meta, len(store), store.tokens
@@ -48,7 +48,7 @@ def problems(folder: Path, flag: str) -> list[str]:
     """Read a whole cache; one text per damaged shard, an empty list if there is none.
 
     Raises:
-        MkdCacheError: the folder is no cache.
+        MkdCacheError: the folder is not a cache.
     """
     meta, found, shards = CacheMeta.read(folder, flag), [], []
     names = {path.stem for kind in ("json", "safetensors") for path in folder.glob(f"*.{kind}") if path.name != META}

@@ -28,7 +28,7 @@ class CacheProgress:
         """Add `count` finished rows; prints a line at most every `PRINT_SECONDS`."""
         rows = self._rows
         rows.advance(count)
-        if not ledger.tokens:  # all stored already: the time of skipping is no teacher time
+        if not ledger.tokens:  # all stored already: the time of skipping is not teacher time
             rows.restart_clock()
         if not rows.line_is_due():
             return

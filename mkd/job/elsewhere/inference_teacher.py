@@ -58,9 +58,9 @@ class InferenceSource(SourceAtAddresses):
             waits: wait for servers that do not answer yet.
 
         Raises:
-            MkdConfigError: an address is none.
+            MkdConfigError: an address is invalid.
             MkdTeacherTimeout: a server does not answer.
-            MkdTeacherError: it is no inference server, or they serve different models.
+            MkdTeacherError: it is not an inference server, or they serve different models.
         """
         addresses = tuple(ServerAddress.parse(URL_FLAG, url) for url in kd.teacher_url)
         timeout_s, models, cards = kd.teacher_timeout if waits else WITHOUT_WAITING_S, [], []

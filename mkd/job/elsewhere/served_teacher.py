@@ -68,7 +68,7 @@ class ServedSource(SourceAtAddresses):
             timeout_s: seconds to wait for each of them; the teacher may still be loading.
 
         Raises:
-            MkdConfigError: an address is none, or needs a secret.
+            MkdConfigError: an address is invalid, or needs a secret.
             MkdTeacherError: an address does not answer.
         """
         addresses = tuple(parse_address(URL_FLAG, url) for url in urls)

@@ -35,7 +35,7 @@ class LossConstants(NamedTuple):
     student_scale: float
     """`LogitMap.scale`; 1.0 costs nothing."""
     student_softcap: float
-    """`LogitMap.softcap`; 0.0 is no cap."""
+    """`LogitMap.softcap`; 0.0 means no cap."""
     teacher_scale: float
     teacher_softcap: float
 

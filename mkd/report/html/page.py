@@ -64,8 +64,8 @@ def write_report(folder: Path, out: Path, metrics: Path | None = None) -> RunFol
         The records that were read.
 
     Raises:
-        MkdConfigError: `out` is no regular file.
-        MkdDataError: the folder is no run.
+        MkdConfigError: `out` is not a regular file.
+        MkdDataError: the folder is not a run.
     """
     target = regular_target(out, "--out")
     run = RunFolder.read(folder, metrics)

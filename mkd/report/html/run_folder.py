@@ -288,7 +288,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 def calibration_of(value: Any) -> dict[str, list[float | None]] | None:
-    """A calibration table of a metrics line; None if it is none."""
+    """A calibration table of a metrics line; None if it is not one."""
     names = ("share", "teacher", "student", "agreement")
     if not isinstance(value, dict) or not all(isinstance(value.get(name), list) for name in names):
         return None

@@ -92,7 +92,7 @@ def _checked(tokens: list[Any], reason: Any, server: HttpServer, api: WritingApi
     if reason not in ("stop", "length"):
         raise _Malformed(f"with a text that ends for the reason {reason!s:.60}")
     if any(type(token) is not int for token in tokens):
-        raise _Malformed("with token ids that are no integers")
+        raise _Malformed("with token ids that are not integers")
     if not tokens:
         raise _Malformed("with a text without tokens")
     if len(tokens) > options.tokens:

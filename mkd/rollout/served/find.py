@@ -29,7 +29,7 @@ def addresses_of(kd: KDConfig) -> list[ServerAddress]:
     """The addresses of --kd-rollout-url.
 
     Raises:
-        MkdConfigError: one is no address.
+        MkdConfigError: an address is invalid.
     """
     return [ServerAddress.parse(ROLLOUT.url, url) for url in kd.rollout_url or ()]
 
@@ -43,9 +43,9 @@ def find_servers(kd: KDConfig, sizes: TextSizes, timeout_s: float) -> Sequence[S
         timeout_s: seconds to wait for servers that do not answer yet.
 
     Raises:
-        MkdConfigError: an address is none, or the server reads shorter texts.
+        MkdConfigError: an address is invalid, or the server reads shorter texts.
         MkdTeacherTimeout: a server does not answer.
-        MkdTeacherError: it is no inference server, or loads no weights.
+        MkdTeacherError: it is not an inference server, or loads no weights.
     """
     found = []
     for address in addresses_of(kd):

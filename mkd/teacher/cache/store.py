@@ -102,7 +102,7 @@ class CacheMeta:
         """Read meta.json of a folder.
 
         Raises:
-            MkdCacheError: the folder is no teacher cache, or one of another version.
+            MkdCacheError: the folder is not a teacher cache, or one of another version.
         """
         file = folder / META
         if not file.is_file():
@@ -330,7 +330,7 @@ class TeacherStore:
             flag: the flag that names it, for messages.
 
         Raises:
-            MkdCacheError: the folder is no cache, of another version, or a shard is missing or truncated.
+            MkdCacheError: the folder is not a cache, of another version, or a shard is missing or truncated.
         """
         self.folder, self.flag = folder, flag
         self.architecture: dict[str, Any] = {}

@@ -195,10 +195,10 @@ APIS: Mapping[str, Callable[[], InferenceApi]] = {"vllm": VllmApi, "sglang": Sgl
 
 
 def _scores(ids: Iterable[Any], log_probs: Iterable[Any], own: np.ndarray, top_k: int) -> TokenScores:
-    # A null is NaN in an array of floats, and an id that is no integer is an error here.
+    # A null is NaN in an array of floats, and an id that is not an integer is an error here.
     found = np.array(list(ids))
     if found.dtype.kind not in "iu":
-        raise _Malformed("with token ids that are no integers")
+        raise _Malformed("with token ids that are not integers")
     return TokenScores(
         found.astype(np.int64).reshape(-1, top_k), np.array(list(log_probs), dtype=np.float64).reshape(-1, top_k), own
     )

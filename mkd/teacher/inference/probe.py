@@ -67,7 +67,7 @@ def find_model(server: HttpServer, address: ServerAddress, api: str, flag: str) 
 
     Raises:
         ServerLost: the server does not answer now.
-        MkdTeacherError: it is no inference server, or the choice of a model or protocol is not clear.
+        MkdTeacherError: it is not an inference server, or the choice of a model or protocol is not clear.
     """
     answer = server.get("/v1/models", _MOST_BYTES)
     try:

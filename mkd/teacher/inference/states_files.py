@@ -58,7 +58,7 @@ class StatesFolder:
         """
         if not self.folder.is_dir():
             raise MkdConfigError(
-                f"{FLAG} {self.folder} is no folder: create it, and start vLLM with it as shared_storage_path"
+                f"{FLAG} {self.folder} is not a folder: create it, and start vLLM with it as shared_storage_path"
             )
         if not os.access(self.folder, os.R_OK | os.W_OK | os.X_OK):
             raise MkdConfigError(
@@ -166,7 +166,7 @@ class StatesFolder:
             ) from None
         try:
             if not stat.S_ISREG(os.fstat(file).st_mode):
-                raise MkdTeacherError(f"{origin}: {path} is no regular file")
+                raise MkdTeacherError(f"{origin}: {path} is not a regular file")
             yield file
         finally:
             os.close(file)
@@ -221,7 +221,7 @@ class _LateFiles:
 def _name_in(named: Any, origin: str) -> str:
     name = named.rpartition("/")[2] if isinstance(named, str) else ""
     if not _NAME.fullmatch(name):
-        raise MkdTeacherError(f"{origin} names the file of hidden states {named!r:.200}, which is no name of vLLM")
+        raise MkdTeacherError(f"{origin} names the file of hidden states {named!r:.200}, which is not a name of vLLM")
     return name
 
 

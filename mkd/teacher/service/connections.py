@@ -284,7 +284,7 @@ def request_facts(
 
     Raises:
         MkdTeacherTimeout: an address does not answer.
-        MkdTeacherError: it has another secret, or is no teacher service.
+        MkdTeacherError: it has another secret, or is not a teacher service.
     """
     deadline = time.monotonic() + timeout_s
     with zmq.Context() as context:

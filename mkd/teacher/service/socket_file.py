@@ -75,7 +75,7 @@ class SocketFile:
         """Listen. The folder is made if it is missing; the socket file of a service that has ended is replaced.
 
         Raises:
-            MkdConfigError: see `check_folder`; or a service listens there, or the file is no socket.
+            MkdConfigError: see `check_folder`; or a service listens there, or the file is not a socket.
             zmq.ZMQError: the address cannot be used.
         """
         try:
@@ -101,7 +101,7 @@ class SocketFile:
         if fault is None and (found := _status(self.path)) is not None:
             fault = _fault_of_owner(self.path, found)
             if not stat.S_ISSOCK(found.st_mode):
-                fault = f"{self.path} is no socket file"
+                fault = f"{self.path} is not a socket file"
         if fault is not None:
             remedy = "start mkd serve-teacher there as the same user, in a folder with mode 0700"
             raise self._error(MkdTeacherError, f"{fault}: {remedy}")
@@ -111,7 +111,7 @@ class SocketFile:
         if (found := _status(self.path)) is None:
             return
         if not stat.S_ISSOCK(found.st_mode):
-            raise self._error(MkdConfigError, f"{self.path} is no socket file: remove it, or give another path")
+            raise self._error(MkdConfigError, f"{self.path} is not a socket file: remove it, or give another path")
         with socket.socket(socket.AF_UNIX) as probe:
             probe.setblocking(False)
             if probe.connect_ex(str(self.path)) not in (errno.ECONNREFUSED, errno.ENOENT):
@@ -135,7 +135,7 @@ def _fault_of_folder(folder: Path) -> str | None:
     if found is None:
         return f"the folder {folder} does not exist"
     if not stat.S_ISDIR(found.st_mode):
-        return f"{folder} is no folder, or a link to one"
+        return f"{folder} is not a folder, or a link to one"
     if (fault := _fault_of_owner(folder, found)) is not None:
         return fault
     for above in folder.parents:

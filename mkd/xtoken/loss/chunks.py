@@ -335,7 +335,7 @@ def _on_device(groups: list[ChunkGroup], sent: Tensor, device: torch.device) -> 
 
 
 _ALIGNMENT = 16
-"""Bytes; Triton compiles a kernel again for a pointer that is no multiple of them."""
+"""Bytes; Triton compiles a kernel again for a pointer that is not a multiple of them."""
 
 
 def _copied_at_once(tensors: list[Tensor], device: torch.device) -> list[Tensor]:

@@ -151,7 +151,7 @@ class WrittenView:
         names = self.chat_names if before.is_chat else self.names
         text, tokens = student.speller.spell(new, names)
         begin = len(student.separator) if before.is_chat and text.startswith(student.separator) else 0
-        # The end of a character that is cut off, and an end token without a counterpart, are no text.
+        # The end of a character that is cut off, and an end token without a counterpart, are not text.
         is_text = np.flatnonzero((tokens.roles == Role.CONTENT) | np.isin(tokens.ids, list(names)))
         end = max(begin, int(tokens.offsets[is_text[-1], 1]) if len(is_text) else 0)
         answer = text[begin:end]
@@ -206,7 +206,7 @@ class WrittenAligner:
     speller: TokenSpeller
     separator: str
     """Text that the student's template writes between its generation prompt and an answer, as the student's tokens
-    spell it; it is no part of the answer."""
+    spell it; it is not part of the answer."""
     views: tuple[WrittenView, ...]
 
     def texts(self, number: int, prompt: Sequence[int], new: Sequence[int]) -> tuple[TeacherText, ...]:

@@ -70,7 +70,7 @@ def rows(packed: bool, masked: bool = False) -> list[dict]:
 
 
 def byte_lengths() -> tuple[torch.Tensor, torch.Tensor]:
-    """[V] bytes of each of the student's and of the teacher's tokens; some are no text."""
+    """[V] bytes of each of the student's and of the teacher's tokens; some are not text."""
     gen = torch.Generator().manual_seed(4)
     return tuple(torch.randint(0, 5, (size,), generator=gen) for size in (VOCAB, TEACHER_VOCAB))
 

@@ -218,7 +218,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "form": (dict(text="a", modules=None), "--kd-lora is 'a'; give RANK or RANK:ALPHA"),
     "rank 0": (dict(text="0", modules=None), "the rank is 0"),
     "alpha": (dict(text="4:0", modules=None), "alpha is 0; it must be above 0"),
-    "no number": (dict(text="4:1e", modules=None), "'1e' is no number"),
+    "not a number": (dict(text="4:1e", modules=None), "'1e' is not a number"),
     "all and one": (dict(text="4", modules=["all-linear", "q_proj"]), "all-linear stands alone"),
 }
 

@@ -61,7 +61,7 @@ OWN: dict[str, dict[str, Any]] = {
     "layers absent": {"layers_block_type": ABSENT},
     "no layers": {"layers_block_type": [], "num_hidden_layers": ABSENT},
     "layers of other kinds": {"layers_block_type": ["mamba", "moe", "sliding_attention", "mlp"]},
-    "layers that are no names": {"layers_block_type": [1, [], {}, None]},
+    "layers that are not names": {"layers_block_type": [1, [], {}, None]},
     "number of layers absent": {"num_hidden_layers": ABSENT},
     "other number of layers": {"num_hidden_layers": 2},
     "layer_types": {"layers_block_type": ABSENT, "layer_types": MIXERS},

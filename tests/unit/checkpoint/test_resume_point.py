@@ -69,7 +69,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "changed index": (change_index, ".metadata is not what was written (its SHA-256 differs)"),
     "deleted metadata": (lambda folder: (folder / "metadata.json").unlink(), "metadata.json is missing"),
     "empty metadata": (lambda folder: (folder / "metadata.json").write_bytes(b""), "metadata.json is damaged"),
-    "metadata is no object": (lambda folder: (folder / "metadata.json").write_text("[]"), "metadata.json is damaged"),
+    "metadata is not an object": (
+        lambda folder: (folder / "metadata.json").write_text("[]"),
+        "metadata.json is damaged",
+    ),
 }
 CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "flipped byte in a shard": (lambda folder: flip_a_byte(folder / SHARD), f"{SHARD} is not what was written"),

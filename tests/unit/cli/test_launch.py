@@ -93,7 +93,7 @@ def test_flags_of_a_file(tmp_path: Path) -> None:
         ("--lr 1", sizes(1, 1), "no teacher to run: give --kd-teacher-hf"),
         ("--kd-teacher-hf", sizes(1, 1), "--kd-teacher-hf has no value"),
         ("--kd-teacher-hf T --kd-teacher-load U", sizes(1, 1), "--kd-teacher-hf and --kd-teacher-load"),
-        ("lr", sizes(1, 1), "lr is no flag"),
+        ("lr", sizes(1, 1), "lr is not a flag"),
         ("--kd-teacher-hf T", sizes(0, 1), "--teacher-gpus is 0"),
         ("--kd-teacher-hf T", sizes(1, -1), "--student-gpus is -1"),
         ("--kd-teacher-hf T U", sizes(3, 1), "--teacher-gpus 3 is not a multiple of 1 ranks of a replica x 2"),

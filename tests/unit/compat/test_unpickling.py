@@ -109,7 +109,7 @@ def test_arguments_of_other_types_are_refused(value: object, tmp_path: Path) -> 
     write_folder(tmp_path / "ckpt", "common.pt", None)
     stored = {"args": Namespace(num_layers=value, iteration=1), "iteration": 1}
     torch.save(stored, tmp_path / "ckpt" / "iter_0000001" / "common.pt")
-    with pytest.raises(MkdCheckpointError, match=r"stores num_layers as .* which is no number"):
+    with pytest.raises(MkdCheckpointError, match=r"stores num_layers as .* which is not a number"):
         _ = MegatronFolder(tmp_path / "ckpt", "--load").args
 
 

@@ -43,7 +43,7 @@ def config(**changes: object) -> KDConfig:
         ({"teacher_micro_batch_size": 0}, ["--kd-teacher-micro-batch-size is 0"]),
         ({**SERVED, "teacher_timeout": 0.0}, ["--kd-teacher-timeout is 0.0"]),
         ({**SERVED, "teacher_url": ["tcp://a:1", "tcp://a:1"]}, ["has an address twice"]),
-        ({**SERVED, "teacher_api": "vllm"}, ["--kd-teacher-api is vllm", "tcp://a:1 is no http address"]),
+        ({**SERVED, "teacher_api": "vllm"}, ["--kd-teacher-api is vllm", "tcp://a:1 is not an http address"]),
         ({**SERVED, "teacher_cache": "C"}, ["--kd-teacher-cache C and --kd-teacher-url tcp://a:1"]),
         ({"teacher_targets": "top_k"}, ["--kd-teacher-targets is top_k", "give --kd-teacher-url"]),
         ({**SERVED, "teacher_targets": "top"}, ["--kd-teacher-targets is 'top'", "hidden_states"]),

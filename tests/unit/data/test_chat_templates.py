@@ -182,7 +182,7 @@ def render(template: ChatTemplate, chat: Conversation, count: int, prompt: bool)
 
 
 def by_prefixes(template: ChatTemplate, chat: Conversation) -> np.ndarray | None:
-    """Mask of answers whose bounds are lengths of prefixes of the whole text; None if a rendering is no prefix."""
+    """Mask of answers whose bounds are lengths of prefixes of the whole text; None if a rendering is not a prefix."""
     text = template.text(chat)
     coded = template.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     offsets = np.array(coded["offset_mapping"]).reshape(-1, 2)
@@ -276,7 +276,7 @@ def outcome(name: str, chat: str) -> tuple[list[str], str]:
 
 
 def expected_parts(chat: Conversation) -> list[list[str]]:
-    """Texts of each answer that is learned. The first message has no prompt, and is none."""
+    """Texts of each answer that is learned. The first message has no prompt, and is not an answer."""
     return [parts_of(message) for i, message in enumerate(chat.messages) if i and chat.is_learned(i)]
 
 

@@ -51,7 +51,7 @@ def expected(folder: str, tmp_path_factory: pytest.TempPathFactory) -> list[tupl
 def test_every_form_in_every_file_gives_the_same_samples(
     folder: str, expected: list[Any], tmp_path: Path, form: str, file: str
 ) -> None:
-    """The null keys that a table adds to objects of other rows are no part of a record."""
+    """The null keys that a table adds to objects of other rows are not part of a record."""
     name = FILES[file](tmp_path / file, [FORMS[form](messages) for messages in TALKS])
     store, _ = store_of(name, folder, tmp_path / "cache")
     assert samples(store) == expected
@@ -153,7 +153,7 @@ REFUSED = {
     ),
     "part": (
         {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]},
-        "message 1 of messages has a list as content whose part 1 is no part of text",
+        "message 1 of messages has a list as content whose part 1 is not part of text",
     ),
     "role": ({"conversations": [{"from": "narrator", "value": "a"}]}, "message 1 of .* has the role 'narrator'"),
     "misspelled role": (

@@ -52,7 +52,7 @@ def test_teachers_of_records(folder: Path) -> None:
     assert found(folder / "p.jsonl", **two) == []
     assert found(named(folder, "T"), teacher_hf=["T"]) == [0]
     for teacher, changes, words in (
-        ("three", two, r"line 2: teacher 'three' is no teacher of this job: give one of a/one, b/two, or remove it"),
+        ("three", two, r"line 2: teacher 'three' is not a teacher of this job: give one of a/one, b/two, or remove it"),
         ("x", {"teacher_hf": ["a/x", "b/x"]}, "line 2: teacher 'x' is the name of several teachers"),
         (3, two, "line 2: teacher is a int, not the name of a teacher's folder"),
         ("one", two | {"teachers_mode": "averaged_logits"}, "cannot be alone with --kd-teachers-mode averaged_logits"),
@@ -81,7 +81,7 @@ def test_teachers_elsewhere_are_named_by_their_addresses(folder: Path) -> None:
     assert found("tcp://b:1", source=one) == [0]
     assert found("tcp://c:1", source=None) == [0], "the doctor without the services"
     with pytest.raises(
-        MkdDataError, match=r"teacher 'd' is no teacher of this job: give one of tcp://a:1, tcp://c:1, or"
+        MkdDataError, match=r"teacher 'd' is not a teacher of this job: give one of tcp://a:1, tcp://c:1, or"
     ):
         found("d", source=EnsembleSource((one, two)))
 

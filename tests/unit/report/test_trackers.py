@@ -217,5 +217,5 @@ def test_passwords_are_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_ids_that_are_no_texts_are_refused(tmp_path: Path) -> None:
     (tmp_path / trackers.FILE).write_text('{"a": 5}')
-    with pytest.raises(MkdConfigError, match="an id that is no text"):
+    with pytest.raises(MkdConfigError, match="an id that is not text"):
         trackers.RunIds(str(tmp_path))

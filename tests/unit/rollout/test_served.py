@@ -126,7 +126,7 @@ def test_an_answer_of_vllm() -> None:
 FAULTS = {
     "beyond": "tokens from .* to 50, but the student's vocabulary has 50: is another model served there",
     "negative": "tokens from -1 ",
-    "fractions": "token ids that are no integers",
+    "fractions": "token ids that are not integers",
     "more tokens": r"with 1\d tokens; at most 9 were requested \(--kd-rollout-tokens\)",
     "no tokens": "a text without tokens",
     "short": "cut off after 1 tokens; 9 were requested .*: start it with ",

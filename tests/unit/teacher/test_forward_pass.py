@@ -65,7 +65,7 @@ DENSE = dict(
 @pytest.mark.parametrize(
     ("teacher", "flags", "words"),
     [
-        ({}, {"teacher_micro_batch_size": 5}, "is 5, but it is no multiple of --micro-batch-size 2"),
+        ({}, {"teacher_micro_batch_size": 5}, "is 5, but it is not a multiple of --micro-batch-size 2"),
         (
             {"num_experts": 8, "expert_model_parallel_size": 2},
             {"teacher_micro_batch_size": 4, "variable_seq_lengths": True},

@@ -128,7 +128,7 @@ class TestUnsafe:
     def test_link_to_a_folder(self, use: Use, kind: Kind, path: Path) -> None:
         (path.parent.parent / "real").mkdir(0o700)
         path.parent.symlink_to("real")
-        with pytest.raises(kind, match=f"{path.parent} is no folder, or a link to one"):
+        with pytest.raises(kind, match=f"{path.parent} is not a folder, or a link to one"):
             use(path)
 
     def test_folder_that_others_can_replace(self, use: Use, kind: Kind, path: Path) -> None:
@@ -155,7 +155,7 @@ class TestUnsafe:
     def test_file_that_is_no_socket(self, use: Use, kind: Kind, path: Path, make: Use) -> None:
         path.parent.mkdir(0o700)
         make(path)
-        with pytest.raises(kind, match=f"{path} is no socket file"):
+        with pytest.raises(kind, match=f"{path} is not a socket file"):
             use(path)
         assert os.path.lexists(path)
 

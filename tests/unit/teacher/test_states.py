@@ -282,7 +282,7 @@ def test_the_folder_of_another_model(server: StandIn, families: dict[str, tuple[
 
 
 def test_a_folder_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(MkdConfigError, match=r"--kd-teacher-states-dir .*/none is no folder: create it"):
+    with pytest.raises(MkdConfigError, match=r"--kd-teacher-states-dir .*/none is not a folder: create it"):
         StatesFolder(tmp_path / "none", 1.0).check()
 
 

@@ -169,7 +169,7 @@ def test_bytes_that_are_no_characters() -> None:
 
 
 def test_special_tokens_in_the_middle() -> None:
-    """One with a counterpart is that; another one is its name, in no chunk; an id beyond the tokenizer is no text."""
+    """One with a counterpart is that; another one is its name, in no chunk; an id beyond the tokenizer is not text."""
     teacher, prompt = TEACHERS["plain"], chat_prompt(STUDENT)
     end, start = (STUDENT.tokenizer.convert_tokens_to_ids(name) for name in ("<|end|>", "<|start|>"))
     words = STUDENT.encode("the function").ids.tolist()

@@ -82,7 +82,7 @@ UNSUPPORTED: Mapping[str, str] = {
         for known in VISION_LANGUAGE
     },
 }
-"""Architectures that are no family of text models -> reason."""
+"""Architectures that are not a family of text models -> reason."""
 
 
 def family_by_name(name: str) -> Family:

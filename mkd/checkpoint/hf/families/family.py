@@ -44,7 +44,7 @@ class Family:
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     """Suffixes of the names of tensors that are not weights."""
     left_out: tuple[str, ...] = ()
-    """Beginnings of the names of weights that are no part of the language model; transformers leaves them out too."""
+    """Beginnings of the names of weights that are not part of the language model; transformers leaves them out too."""
     module_prefix: str = "model."
     """Beginning of the names of the layers' tensors; that of transformers' modules is `model.`."""
     without_adapters: Mapping[str, str] = field(default_factory=dict)

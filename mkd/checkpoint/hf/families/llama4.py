@@ -74,7 +74,7 @@ def _read_distant_attention(config: ConfigReader) -> dict[str, Any]:
     """The number of positions up to which attention is plain; the keys beyond it are kept for the export."""
     layers, positions = config.size("num_hidden_layers"), config.size("max_position_embeddings")
     without = LAYERS_WITHOUT_ROPE.read(config)["no_rope_freq"] or [0] * layers
-    # null is no chunks; without the key, transformers has chunks
+    # null means no chunks; without the key, transformers has chunks
     chunk = config.config.get("attention_chunk_size")
     kinds = config.get("layer_types", list, [_FULL if plain or chunk is None else _CHUNKED for plain in without])
     if len(kinds) < layers or not {_CHUNKED, _FULL}.issuperset(kinds):

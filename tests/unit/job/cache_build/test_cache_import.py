@@ -152,7 +152,7 @@ def changed_row(value: float) -> dict[str, Any]:
         ([record_of(0, input_ids=[0.5] * 14)], "line 1: input_ids has a list of float64, not of integers"),
         ([record_of(0, input_ids=["7"] * 14)], "line 1: input_ids has a list of <U1, not of integers"),
         ([record_of(0, input_ids=[10**30] * 14)], "line 1: input_ids has a list of object, not of integers"),
-        ([record_of(0, input_ids=[[1], [1, 2]])], "line 1: input_ids has a list that is none of numbers"),
+        ([record_of(0, input_ids=[[1], [1, 2]])], "line 1: input_ids has a list that is not one of numbers"),
         ([record_of(0, input_ids=7)], "line 1: input_ids is a int, not a list"),
         ([record_of(0, labels={"a": 1})], "line 1: labels has .* where a list of numbers is needed"),
         ([record_of(0, target_token_ids=[[True]] * 14)], "line 1: target_token_ids has a list of bool"),
