@@ -31,7 +31,7 @@ from mkd.utils.json_files import read_json
 
 INTEGRITY = "integrity.json"
 _ALGORITHM = "sha256"
-_DAMAGED = (
+DAMAGE = (
     RuntimeError,
     EOFError,
     LookupError,
@@ -39,8 +39,9 @@ _DAMAGED = (
     AttributeError,
     TypeError,
     pickle.UnpicklingError,
-    CheckpointException,
+    CheckpointException,  # not an Exception
 )
+"""Errors of torch on damaged metadata."""
 
 
 @contextmanager
@@ -81,7 +82,7 @@ def _find_damage(folder: Path) -> str | None:
             sizes = shard_sizes(dcp.FileSystemReader(folder).read_metadata())
     except MkdCheckpointError as error:  # not damaged: nothing is set aside for it
         raise MkdCheckpointError(f"{folder}: {error}") from error
-    except _DAMAGED as error:
+    except DAMAGE as error:
         return f".metadata is damaged ({type(error).__name__})"
     for name, size in sizes.items():
         if Path(name).name != name:

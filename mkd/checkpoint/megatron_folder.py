@@ -7,7 +7,6 @@ read later, one at a time.
 
 import functools
 import os
-import pickle
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from megatron.core.dist_checkpointing import load_common_state_dict
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mkd.checkpoint.integrity import changed_files, changed_index, find_damage
+from mkd.checkpoint.integrity import DAMAGE, changed_files, changed_index, find_damage
 from mkd.checkpoint.tokenizer_hash import ASSETS, hash_hex, tokenizer_hash
 from mkd.compat.unpickling import allowed_classes_only, load_object
 from mkd.errors import MkdCheckpointError, MkdError
@@ -37,19 +36,8 @@ _COUNTS = (
 )
 """Arguments that other code computes with."""
 
-# Exceptions of torch and megatron on damaged files; torch's CheckpointException is not an Exception.
-_DAMAGE = (
-    OSError,
-    RuntimeError,
-    EOFError,
-    LookupError,
-    ValueError,
-    AttributeError,
-    TypeError,
-    pickle.UnpicklingError,
-    CheckpointingException,
-    CheckpointException,
-)
+_DAMAGE = (OSError, CheckpointingException, *DAMAGE)
+"""Errors of reading a folder with damaged files."""
 _OLD_COMMON = "common.pt"
 """Earlier Megatron versions stored the arguments in a file of their own."""
 _SAMPLES, _SAMPLE_BYTES = 64, 4096

@@ -62,9 +62,7 @@ class ResumePoint:
         return self.name if self.name in (None, "release") else str(iteration_of(self.name))
 
 
-def select(
-    root: Path, *, own: bool, step: int | None = None, rejected: Mapping[str, str] | None = None, flag: str = "--load"
-) -> ResumePoint:
+def select(root: Path, *, own: bool, step: int | None = None, rejected: Mapping[str, str] | None = None) -> ResumePoint:
     """Select a checkpoint in a folder. No file is changed, so that all ranks see the same.
 
     Args:
@@ -73,36 +71,35 @@ def select(
             names.
         step: --ckpt-step: this iteration and no other.
         rejected: folders with damaged content -> reason.
-        flag: the flag to name in messages.
 
     Raises:
         MkdCheckpointError: there are checkpoints, and none can be used.
     """
     rejected = rejected or {}
     if step is not None:
-        return _select_step(root, iteration_name(step), f"{flag} {root} --ckpt-step {step}", rejected)
+        return _select_step(root, iteration_name(step), f"--load {root} --ckpt-step {step}", rejected)
     text, named = _read_tracker(root)
     found = sorted((path.name for path in root.glob("iter_*") if _is_iteration(path)), key=_order, reverse=True)
     candidates = found if named is None else [named, *(name for name in found if name != named)]
     incomplete: dict[str, str] = {}
     selected = None
     for name in candidates:
-        reason = _damage(root, name, rejected, flag)
+        reason = _damage(root, name, rejected)
         if reason is None:
             selected = name
             break
         incomplete[name] = reason
     because = _reasons(text, named, incomplete)
     if selected is None and (text is not None or rejected):
-        raise MkdCheckpointError(f"{flag} {root} has no complete checkpoint: {because}")
+        raise MkdCheckpointError(f"--load {root} has no complete checkpoint: {because}")
     if not own and selected is not None and (named is None or incomplete):
         raise MkdCheckpointError(
-            f"{flag} {root}: {because}. The newest complete checkpoint there is {selected}: "
+            f"--load {root}: {because}. The newest complete checkpoint there is {selected}: "
             f"give --ckpt-step {_order(selected)} to continue from it"
         )
     others = [name for name in found if name not in incomplete]
     later = [name for name in others if selected is not None and _order(name) > _order(selected)]
-    damages = {name: _damage(root, name, rejected, flag) for name in later}
+    damages = {name: _damage(root, name, rejected) for name in later}
     incomplete |= {name: reason for name, reason in damages.items() if reason is not None}
     return ResumePoint(root, selected, incomplete, tuple(name for name, reason in damages.items() if reason is None))
 
@@ -216,7 +213,7 @@ def changed_settings(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[
 def _select_step(root: Path, name: str, origin: str, rejected: Mapping[str, str]) -> ResumePoint:
     if not (root / name).is_dir():
         raise MkdCheckpointError(f"{origin}: there is no {name}")
-    if (reason := _damage(root, name, rejected, origin)) is not None:
+    if (reason := _damage(root, name, rejected)) is not None:
         raise MkdCheckpointError(f"{origin}: {name} is not complete: {reason}")
     return ResumePoint(root, name)
 
@@ -232,7 +229,7 @@ def _read_tracker(root: Path) -> tuple[str | None, str | None]:
     return text, tracked_folder(text)
 
 
-def _damage(root: Path, name: str, rejected: Mapping[str, str], flag: str) -> str | None:
+def _damage(root: Path, name: str, rejected: Mapping[str, str]) -> str | None:
     """The reason why a folder cannot be used, or None.
 
     Raises:
@@ -246,11 +243,11 @@ def _damage(root: Path, name: str, rejected: Mapping[str, str], flag: str) -> st
     reason = find_damage(folder)
     if reason is not None and next(folder.glob("mp_rank_*"), None) is not None:
         raise MkdCheckpointError(
-            f"{flag} {root}: {name} is in Megatron's format torch; only torch_dist is read (--ckpt-format torch_dist)"
+            f"--load {root}: {name} is in Megatron's format torch; only torch_dist is read (--ckpt-format torch_dist)"
         )
-    if reason is None and (kind := read_json(folder / "metadata.json").get("sharded_backend")) != ("torch_dist"):
+    if reason is None and (kind := read_json(folder / "metadata.json").get("sharded_backend")) != "torch_dist":
         raise MkdCheckpointError(
-            f"{flag} {root}: {name} is in the format {kind}; only torch_dist is read (--ckpt-format torch_dist)"
+            f"--load {root}: {name} is in the format {kind}; only torch_dist is read (--ckpt-format torch_dist)"
         )
     return reason
 

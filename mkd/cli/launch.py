@@ -18,7 +18,7 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import batched
 from pathlib import Path
 
@@ -215,13 +215,13 @@ def words_of_flags(flags: Flags) -> list[str]:
     return words
 
 
-def visible_devices(environ: Mapping[str, str] = os.environ) -> list[str] | None:
+def visible_devices() -> list[str] | None:
     """GPUs of this node, as CUDA_VISIBLE_DEVICES lists them; None if the jobs run on CPU."""
     from mkd import cpu
 
     if cpu.wanted():
         return None
-    listed = environ.get("CUDA_VISIBLE_DEVICES")
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if listed is not None:
         return [name for name in listed.split(",") if name]
     import torch

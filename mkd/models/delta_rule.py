@@ -7,8 +7,6 @@ Yang, Kautz, Hatamizadeh 2024, https://arxiv.org/abs/2412.06464; transformers, m
 """
 
 import re
-from collections.abc import Callable
-from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,15 +14,12 @@ import torch
 from megatron.core.ssm.gated_delta_net import common, gdn
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from mkd import cpu
-from mkd.models.state_space import Segments, causal_conv
+from mkd.models.state_space import Segments, block_length, causal_conv, recomputed
 
 CHUNK = 64
 """Tokens that are processed with matrix products; the state is passed from chunk to chunk."""
-BLOCK = 2048
-"""Tokens of all rows of a microbatch that are computed at one time, which bounds the memory of temporary tensors."""
 _WRONG_TRITON = (3, 4, 0), (3, 7, 1)
 """First and last version of Triton, the last excluded, with which flash-linear-attention refuses to compute gradients
 of gated delta nets on Hopper GPUs, because they would be wrong."""
@@ -63,7 +58,7 @@ def causal_conv1d(
     assert activation in ("silu", "swish"), activation
     bias = weight.new_zeros(1) if bias is None else bias
     segments = None if cu_seqlens is None else Segments.of(cu_seqlens, x.shape[1])
-    convolve, outputs = _recomputed(_convolve), []
+    convolve, outputs = recomputed(_convolve), []
     for start, end in _blocks(x):
         first = max(0, start - weight.shape[1] + 1)
         part = None if segments is None else segments.part(start, end)
@@ -102,7 +97,7 @@ def chunk_gated_delta_rule(
         [b, s, h, w] in the dtype of `q`, and no state.
     """
     segments = None if cu_seqlens is None else Segments.of(cu_seqlens, q.shape[1])
-    rule, outputs, state = _recomputed(_delta_rule), [], None
+    rule, outputs, state = recomputed(_delta_rule), [], None
     for start, end in _blocks(q):
         part = None if segments is None else segments.part(start, end)
         output, state = rule(*(tensor[:, start:end] for tensor in (q, k, v, g, beta)), part, state)
@@ -110,27 +105,15 @@ def chunk_gated_delta_rule(
     return _joined(outputs), None
 
 
-def block_length(rows: int) -> int:
-    """Tokens of each of `rows` rows that are computed at one time."""
-    return max(1, BLOCK // (rows * CHUNK)) * CHUNK
-
-
 def _blocks(values: Tensor) -> list[tuple[int, int]]:
     """Start and end of each block of values [b, s, ...]."""
     rows, length = values.shape[:2]
-    block = block_length(rows)
+    block = block_length(rows, CHUNK)
     return [(start, min(start + block, length)) for start in range(0, length, block)]
 
 
 def _joined(outputs: list[Tensor]) -> Tensor:
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
-
-
-def _recomputed(function: Callable) -> Callable:
-    """The function, recomputed in the backward pass instead of keeping its inner tensors."""
-    if not torch.is_grad_enabled():
-        return function
-    return partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
 
 
 def _delta_rule(

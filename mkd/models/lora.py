@@ -276,8 +276,3 @@ def store_trained_only(chunk: GPTModel) -> None:
 
     chunk.sharded_state_dict = trained_state
     chunk.register_load_state_dict_post_hook(without_frozen)
-
-
-def adapters_of(chunk: GPTModel) -> dict[str, LinearAdapters | ExpertAdapters]:
-    """The adapters of a model chunk by name; empty without adapters."""
-    return dict(getattr(chunk, _MODULE, {}))

@@ -33,12 +33,19 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint,
 from megatron.training.models import GPTModelConfig
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from mkd.models.layer_options import MAMBA, MIXTURE, MLP_ONLY, LayerOptions
 from mkd.models.layer_specs import backend_of, numbered_layers
 from mkd.models.parameter_sync import finish_parameter_sync
-from mkd.models.state_space import BLOCK, CHUNK, Segments, causal_conv, chunked_scan, gated_group_norm
+from mkd.models.state_space import (
+    CHUNK,
+    Segments,
+    block_length,
+    causal_conv,
+    chunked_scan,
+    gated_group_norm,
+    recomputed,
+)
 
 _CONVOLVED = "x B C"
 """Sections of the input projection that the convolution reads."""
@@ -147,10 +154,8 @@ class Mamba2Mixer(MegatronModule):
         bounds = _bounds(packed_seq_params)
         projected, back_to_ranks = self._whole_rows(projected, bounds)
         segments = None if bounds is None else Segments.of(bounds, len(projected))
-        mix = self._mix
-        if torch.is_grad_enabled():
-            mix = partial(checkpoint, self._mix, use_reentrant=False, preserve_rng_state=False)
-        block, back = block_length(projected.shape[1]), self.config.linear_conv_kernel_dim - 1
+        mix = recomputed(self._mix)
+        block, back = block_length(projected.shape[1], CHUNK), self.config.linear_conv_kernel_dim - 1
         outputs, state = [], None
         for start in range(0, len(projected), block):
             first, end = max(0, start - back), min(start + block, len(projected))
@@ -258,11 +263,6 @@ def _bounds(packed_seq_params: PackedSeqParams | None) -> Tensor | None:
         return None
     padded = packed_seq_params.cu_seqlens_q_padded
     return packed_seq_params.cu_seqlens_q if padded is None else padded
-
-
-def block_length(rows: int) -> int:
-    """Tokens of each of `rows` rows that a mixer computes at one time."""
-    return max(1, BLOCK // (rows * CHUNK)) * CHUNK
 
 
 class _Parameters(nn.Module):

@@ -5,16 +5,31 @@ processed in chunks with matrix products; the state is passed from chunk to chun
 https://arxiv.org/abs/2405.21060, section 6).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 CHUNK = 128
 """Tokens of a chunk. Larger chunks need more memory for the products between tokens, smaller ones for states."""
 BLOCK = 2048
 """Tokens of all rows of a microbatch that are computed at one time, which bounds the memory of temporary tensors."""
+
+
+def block_length(rows: int, chunk: int) -> int:
+    """Tokens of each of `rows` rows that are computed at one time, whole chunks of `chunk` tokens."""
+    return max(1, BLOCK // (rows * chunk)) * chunk
+
+
+def recomputed(function: Callable) -> Callable:
+    """The function, recomputed in the backward pass instead of keeping its inner tensors."""
+    if not torch.is_grad_enabled():
+        return function
+    return partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import nn
 
@@ -47,6 +47,11 @@ class Decoding:
         if not new:
             return False
         return new[-1] in self.end_tokens or (self.stops is not None and self.stops.end(new))
+
+    def may_be_written(self, new: Any) -> bool:
+        """True for a list that can be the tokens of a text; for files, whose content is not trusted."""
+        is_list = isinstance(new, list) and 1 <= len(new) <= self.tokens
+        return is_list and all(type(token) is int and 0 <= token < self.true_vocab for token in new)
 
     def up_to_end(self, new: Sequence[int]) -> list[int]:
         """The written tokens up to the first that ends the text, or all of them."""

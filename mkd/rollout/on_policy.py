@@ -311,11 +311,6 @@ class _Rollout:
         weights_at = stored.get("weights_at", written_at)
         is_whole = is_whole and isinstance(weights_at, int) and 0 <= weights_at <= written_at
         start = self._start(written_at) if is_whole else 0
-        if not is_whole or not all(self._is_text(new) for new in texts[start:]):
+        if not is_whole or not all(map(self.policy.decoding.may_be_written, texts[start:])):
             raise MkdCheckpointError("the checkpoint's texts of --kd-on-policy are damaged: resume from an earlier one")
         self.texts, self.written_at, self.weights_at = [tuple(new) for new in texts], written_at, weights_at
-
-    def _is_text(self, new: Any) -> bool:
-        decoding = self.policy.decoding
-        is_list = isinstance(new, list) and 1 <= len(new) <= decoding.tokens
-        return is_list and all(isinstance(token, int) and 0 <= token < decoding.true_vocab for token in new)

@@ -25,7 +25,7 @@ from mkd.checkpoint.hf.load import load_hf_weights
 from mkd.config.kd_config import KDConfig
 from mkd.distributed.groups import Groups
 from mkd.losses import LossOptions
-from mkd.models import mamba
+from mkd.models import mamba, state_space
 from mkd.models.gpt import gpt_config
 from mkd.models.model_options import ModelOptions
 from mkd.teacher.online import OnlineTeacher
@@ -284,11 +284,11 @@ def test_two_steps(gloo_pool: Any, references: References, layout_name: str) -> 
 
 def train_in_blocks(*args: Any) -> dict[str, list[dict[str, Any]]]:
     """`train` with Mamba layers that compute 8 tokens at one time."""
-    usual, mamba.BLOCK, mamba.CHUNK = (mamba.BLOCK, mamba.CHUNK), 8, 4
+    usual, state_space.BLOCK, mamba.CHUNK = (state_space.BLOCK, mamba.CHUNK), 8, 4
     try:
         return train(*args)
     finally:
-        mamba.BLOCK, mamba.CHUNK = usual
+        state_space.BLOCK, mamba.CHUNK = usual
 
 
 @pytest.mark.parametrize("layout_name", ["TP2, SP, packed", "CP2, packed", *slow(["packed", "TP2", "CP2"])])

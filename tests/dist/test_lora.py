@@ -22,7 +22,7 @@ from mkd.config.lora import LoraOptions
 from mkd.distributed.groups import Groups
 from mkd.job.memory.parameters import adapters_of_stage
 from mkd.models import shared_weights
-from mkd.models.lora import Lora, adapters_of
+from mkd.models.lora import KEY_PREFIX, Lora
 from mkd.models.shared_weights import BorrowingBuilder, share_weights
 from mkd.teacher.online import OnlineTeacher
 from tests.dist.test_hf_families import GLM4, GPT_OSS, NO_SPECIAL_TOKENS, TOKENS, TWO
@@ -134,6 +134,11 @@ def options_of(name: str) -> LoraOptions:
 def adapted_layers(root: Path, name: str) -> set[str]:
     family, args = read_architecture(HFFolder(root / "hf", "--hf"))
     return {layer for linear in adapted_linears(family, args, options_of(name)) for layer in linear.layers}
+
+
+def adapters_of(chunk: nn.Module) -> dict[str, nn.Module]:
+    """The adapters of a model chunk by name; empty without adapters."""
+    return dict(getattr(chunk, KEY_PREFIX.rstrip("."), {}))
 
 
 def errors_of(

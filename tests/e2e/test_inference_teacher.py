@@ -121,7 +121,7 @@ def test_a_run_from_hidden_states(job: SmallJob, server: StandIn, tmp_path: Path
     ("fault", "changes", "words"),
     [
         ("other layer", {}, ["do not give its own log-probabilities", "eagle_aux_hidden_state_layer_ids", "[4]"]),
-        ("", {"--kd-teacher-states-dir": "nowhere"}, ["--kd-teacher-states-dir nowhere is no folder"]),
+        ("", {"--kd-teacher-states-dir": "nowhere"}, ["--kd-teacher-states-dir nowhere is not a folder"]),
     ],
 )
 def test_hidden_states_are_refused(

@@ -46,7 +46,6 @@ def export_hf(
     folder: MegatronFolder,
     out: Path,
     dtype: torch.dtype | None = None,
-    flag: str = "--hf",
     architecture: str | None = None,
     base: str | None = None,
     mtp: str | None = None,
@@ -61,14 +60,14 @@ def export_hf(
     appears under its name when it is complete.
 
     Raises:
-        MkdCheckpointError: `out` (given by `flag`) is in use, the model fits no known Hugging Face architecture, a
+        MkdCheckpointError: `out` (--hf) is in use, the model fits no known Hugging Face architecture, a
             tensor is missing, unknown, or of another shape (the message names it), or the folder with the vision tower
             is missing.
     """
-    check_output(out, flag)
+    check_output(out, "--hf")
     folder.check_content()
     export = HFExport(folder, dtype, architecture, base, mtp)
-    with StagedFolder(out, flag) as staged, ByteProgress(f"writing {out}", plan_bytes(export.plan)) as progress:
+    with StagedFolder(out, "--hf") as staged, ByteProgress(f"writing {out}", plan_bytes(export.plan)) as progress:
         export.write(staged.path, on_bytes=progress.advance, name=staged.final.name)
 
 

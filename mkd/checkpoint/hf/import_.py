@@ -35,14 +35,14 @@ from mkd.errors import MkdCheckpointError
 from mkd.utils.progress import ByteProgress
 
 
-def import_hf(folder: HFFolder, save_dir: Path, dtype: torch.dtype | None = None, flag: str = "--save") -> None:
+def import_hf(folder: HFFolder, save_dir: Path, dtype: torch.dtype | None = None) -> None:
     """Write `folder` as a Megatron checkpoint for `--load`, `--pretrained-checkpoint` and `--kd-teacher-load`.
 
     It is a "release" checkpoint: iteration 0, weights and arguments, no optimizer. Any parallel layout can load it. The
     dtype is fp32 or bf16; the default is bf16 if the folder is in bf16, else fp32, so that nothing is rounded.
 
     Raises:
-        MkdCheckpointError: the folder is not complete, or `save_dir` (given by `flag`) is not free.
+        MkdCheckpointError: the folder is not complete, or `save_dir` (--save) is not free.
     """
     family, architecture = read_architecture(folder)
     check_tensors(folder, family)
@@ -52,7 +52,7 @@ def import_hf(folder: HFFolder, save_dir: Path, dtype: torch.dtype | None = None
         stored = {stored for name, (_, stored) in folder.tensors.items() if name not in wide}
         dtype = torch.bfloat16 if stored == {torch.bfloat16} else torch.float32
     args = _arguments(architecture, dtype, save_dir)
-    staged = StagedFolder(save_dir, flag)
+    staged = StagedFolder(save_dir, "--save")
     with all_ranks() as (rank, size), staged if rank == 0 else contextlib.nullcontext():
         release = staged.path / "release"
         if rank == 0:

@@ -159,13 +159,8 @@ def _split_full(full: Tensor, dims: Dims) -> list[Tensor]:
 
 
 def columns(total: str) -> Layout:
-    """Shards the columns of a [.., total] matrix."""
-    return Layout(_shard_columns(total), _split_full)
-
-
-def _shard_columns(total: str) -> Callable[[Sequence[Read], Dims, TensorShard, tuple[int, ...]], Tensor]:
     """Shards the columns of a [.., total] matrix: the weight of a row-parallel linear layer."""
-    return lambda reads, dims, shard, shape: reads[0](None, shard.of(getattr(dims, total)))
+    return Layout(lambda reads, dims, shard, shape: reads[0](None, shard.of(getattr(dims, total))), _split_full)
 
 
 def rows(total: str) -> Layout:

@@ -63,9 +63,9 @@ _WITHOUT_MAMBA = ("mamba_n_heads", "mamba_d_head")
 class PrunableTeacher:
     """A folder to prune, checked: it holds exactly the tensors that its config.json implies."""
 
-    def __init__(self, path: str, flag: str = "--hf") -> None:
-        """Raises `MkdCheckpointError` when the folder is incomplete or its architecture is unknown."""
-        self.folder = HFFolder(path, flag)
+    def __init__(self, path: str) -> None:
+        """Raises `MkdCheckpointError` when the folder of --hf is incomplete or its architecture is unknown."""
+        self.folder = HFFolder(path, "--hf")
         self.family, self.args = read_architecture(self.folder)
         check_tensors(self.folder, self.family)
 

@@ -133,9 +133,7 @@ def _cut_one(borders: np.ndarray, row_lengths: Sequence[int]) -> tuple[np.ndarra
     return np.array(pieces, dtype=np.int64).reshape(-1, 2, borders.shape[1]), unfit
 
 
-def pack_aligned(
-    positions: np.ndarray, row_lengths: Sequence[int], multiple: int, seed: int, window: int = WINDOW
-) -> RowPlan:
+def pack_aligned(positions: np.ndarray, row_lengths: Sequence[int], multiple: int, seed: int) -> RowPlan:
     """Like `mkd.data.packing.row_plan.pack`, for pieces that need room in every view.
 
     Args:
@@ -143,11 +141,10 @@ def pack_aligned(
         row_lengths: positions of a row in each view, multiples of `multiple`.
         multiple: each piece takes its positions rounded up to it.
         seed: seed of the order.
-        window: pieces that are packed together.
     """
     units = -(-np.asarray(positions, dtype=np.int64) // multiple)
     capacity = np.asarray(row_lengths, dtype=np.int64) // multiple
-    piece, row_start = pack_windows(units, lambda u: best_fit_all_views(u, capacity), seed, window)
+    piece, row_start = pack_windows(units, lambda u: best_fit_all_views(u, capacity), seed, WINDOW)
     return RowPlan(row_lengths[0], piece, row_start, int(np.sum(positions[:, 0])))
 
 

@@ -285,12 +285,12 @@ def _main_files(name: str) -> list[str]:
     return chat_files(name) if is_chat_file(name) else [f"{name}.bin"]
 
 
-def probe_aligned(name: str, encoder: BatchAligner, true_vocab: int | None = None) -> list[int]:
+def probe_aligned(name: str, encoder: BatchAligner) -> list[int]:
     """Tokens of the first samples in each view, the student's first. Raises MkdDataError if they are invalid."""
     if is_chat_file(name):
         first: RawBatch | DocumentBatch = first_records(name)
     else:
-        first = next(_batches(name, _PROBED_TOKENS, true_vocab))
+        first = next(_batches(name, _PROBED_TOKENS, None))
     lengths = [sample.lengths for sample in encoder(first).samples]
     return np.sum(lengths, axis=0, dtype=np.int64).tolist() if lengths else [0] * len(encoder.folders)
 

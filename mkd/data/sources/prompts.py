@@ -84,8 +84,8 @@ def read_prompts(
     return prompts
 
 
-def has_conversations(path: str, limits: PromptFile = ON_POLICY) -> bool:
-    """True if a line of a file of prompts is a conversation. Lines that `read_prompts` refuses are skipped."""
+def has_conversations(path: str) -> bool:
+    """True if a line of the file of --kd-prompts is a conversation. Lines that `read_prompts` refuses are skipped."""
 
     def is_chat(line: bytes) -> bool:
         try:
@@ -93,7 +93,7 @@ def has_conversations(path: str, limits: PromptFile = ON_POLICY) -> bool:
         except MkdDataError:
             return False
 
-    return any(is_chat(line) for _, line in _lines(path, limits))
+    return any(is_chat(line) for _, line in _lines(path, ON_POLICY))
 
 
 def _lines(path: str, limits: PromptFile) -> list[tuple[int, bytes]]:

@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
@@ -31,10 +31,6 @@ class Part:
     """Remedy for the trouble."""
     needed: bool = False
     """True if nothing can be trained in this state."""
-
-    @property
-    def is_missing(self) -> bool:
-        return self.found is None
 
 
 @dataclass(frozen=True)
@@ -229,8 +225,8 @@ def _memory() -> Part:
     return Part("host memory", f"{total:.1f} GiB, {os.cpu_count()} CPU cores")
 
 
-def _disk(usage: Callable = shutil.disk_usage) -> Part:
-    free = usage(".").free / GIB
+def _disk() -> Part:
+    free = shutil.disk_usage(".").free / GIB
     if free < 1.0:
         return Part(
             "disk here", f"{free:.1f} GiB free", "checkpoints will not fit", "free disk space, or save elsewhere"

@@ -3,6 +3,7 @@
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -66,10 +67,7 @@ class InferenceSource(SourceAtAddresses):
         timeout_s, models, cards = kd.teacher_timeout if waits else WITHOUT_WAITING_S, [], []
         for address in addresses:
             server = HttpServer(address, kd.teacher_timeout, IN_FLIGHT)
-
-            def find(server: HttpServer = server, address: ServerAddress = address) -> ModelCard:
-                return find_model(server, address, kd.teacher_api, URL_FLAG)
-
+            find = partial(find_model, server, address, kd.teacher_api, URL_FLAG)
             card = wait_for_server(find, f"{URL_FLAG} {address}", timeout_s)
             models.append(ServedModel(server, APIS[card.api](), card.name))
             cards.append(card)

@@ -20,8 +20,7 @@ from mkd.job.memory.parameters import is_delta_net_layer, is_gated, is_moe_layer
 from mkd.models import delta_rule
 from mkd.models.delta_rule import missing_kernel
 from mkd.models.layer_options import AROUND, ATTENTION, MAMBA, LayerOptions
-from mkd.models.mamba import block_length
-from mkd.models.state_space import CHUNK
+from mkd.models.state_space import BLOCK, CHUNK, block_length
 
 
 @dataclass(frozen=True)
@@ -184,7 +183,7 @@ def _delta_net(args: Namespace, has_kernel: bool) -> float:
     projected, convolved = 2 * keys + 2 * values + 2 * heads, 2 * keys + values
     by_head = 2 * heads * args.linear_key_head_dim + values
     kept = projected + 2 * convolved + by_head + 3 * values
-    kept += heads * delta_rule.CHUNK if has_kernel else 2 * values * args.linear_key_head_dim / delta_rule.BLOCK
+    kept += heads * delta_rule.CHUNK if has_kernel else 2 * values * args.linear_key_head_dim / BLOCK
     return kept / args.tensor_model_parallel_size
 
 
@@ -196,7 +195,7 @@ def _delta_rule(args: Namespace) -> float:
     chunk = min(delta_rule.CHUNK, args.seq_length)
     elements = 11 * key_width + 9 * width + 9 * chunk + 3 * key_width * width / chunk
     rows = args.micro_batch_size
-    at_a_time = min(args.seq_length, delta_rule.block_length(rows)) * rows
+    at_a_time = min(args.seq_length, block_length(rows, delta_rule.CHUNK)) * rows
     ranks = args.tensor_model_parallel_size * args.context_parallel_size
     return 4 * at_a_time * args.linear_num_value_heads * elements / ranks
 
@@ -221,7 +220,7 @@ def _one_half(args: Namespace, terms: _Terms, mixer: str) -> tuple[_Terms, float
     elements = (args.linear_conv_kernel_dim + 2) * convolved + 3 * args.mamba_num_heads * chunk
     elements += 2 * states + 3 * states * args.mamba_head_dim / chunk + 7 * inner
     # Context-parallel ranks have whole rows of a share of the heads.
-    at_a_time = args.micro_batch_size * min(args.seq_length, block_length(args.micro_batch_size))
+    at_a_time = args.micro_batch_size * min(args.seq_length, block_length(args.micro_batch_size, CHUNK))
     heads = tp * args.context_parallel_size
     return replace(terms, norm=0.0, attention=kept, scores=0.0), 4 * at_a_time * elements / heads
 

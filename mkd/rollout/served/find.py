@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from mkd.config.kd_config import KDConfig
 from mkd.errors import MkdConfigError
@@ -51,11 +52,7 @@ def find_servers(kd: KDConfig, sizes: TextSizes, timeout_s: float) -> Sequence[S
     for address in addresses_of(kd):
         server = HttpServer(address, kd.rollout_timeout, MOST_AT_ONCE, ROLLOUT)
         origin = f"{ROLLOUT.url} {address}"
-
-        def find(server: HttpServer = server, address: ServerAddress = address) -> StudentServer:
-            return _find(server, address, kd.rollout_api, sizes)
-
-        found.append(wait_for_server(find, origin, timeout_s))
+        found.append(wait_for_server(partial(_find, server, address, kd.rollout_api, sizes), origin, timeout_s))
     return found
 
 

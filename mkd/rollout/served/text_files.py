@@ -49,7 +49,7 @@ class TextFiles:
             texts, weights_at = values["texts"], values["weights_at"]
             is_whole = values["key"] == key and len(texts) == count and type(weights_at) is int
             is_whole = is_whole and 0 <= weights_at <= iteration
-            is_whole = is_whole and all(_is_text(text, options) for text in texts)
+            is_whole = is_whole and all(map(options.may_be_written, texts))
         except (OSError, ValueError, LookupError, TypeError):
             return None
         return (texts, weights_at) if is_whole else None
@@ -69,8 +69,3 @@ class TextFiles:
 
     def _file(self, iteration: int) -> Path:
         return self.folder / f"texts_{iteration:07d}.json"
-
-
-def _is_text(text: Any, options: Decoding) -> bool:
-    is_list = isinstance(text, list) and 1 <= len(text) <= options.tokens
-    return is_list and all(type(token) is int and 0 <= token < options.true_vocab for token in text)

@@ -96,7 +96,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "rank as text": ({"r": "2"}, "\"r\" is '2'"),
     "alpha": ({"lora_alpha": float("nan")}, '"lora_alpha" is nan'),
     "another rank": ({"r": 3}, r"has shape \[2, 72\], \[3, 72\] fits"),
-    "name of the hub": ({"base_model_name_or_path": "org/name"}, "no folder here; mkd downloads nothing"),
+    "name of the hub": ({"base_model_name_or_path": "org/name"}, "not a folder here; mkd downloads nothing"),
     "no name": ({"base_model_name_or_path": None}, "must name the folder of the model"),
 }
 

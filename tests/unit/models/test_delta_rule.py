@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn
 
 from mkd import cpu
-from mkd.models import delta_rule
+from mkd.models import state_space
 from mkd.models.delta_rule import causal_conv1d, chunk_gated_delta_rule, l2norm, missing_kernel
 from tests.support.delta_rule import delta_rule_by_token
 from tests.support.tolerance import FP32, FP64, assert_close_norm
@@ -28,7 +28,7 @@ more in the gradient of the decays."""
 
 @pytest.fixture(params=BLOCKS.values(), ids=BLOCKS)
 def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delta_rule, "BLOCK", request.param)
+    monkeypatch.setattr(state_space, "BLOCK", request.param)
 
 
 def inputs(dtype: torch.dtype, rows: int = 1) -> dict[str, Tensor]:
@@ -75,7 +75,7 @@ def test_delta_rule(bounds: list[int]) -> None:
 
 
 def test_several_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delta_rule, "BLOCK", 128)
+    monkeypatch.setattr(state_space, "BLOCK", 128)
     for name, (found, expected) in errors_of_rule(torch.float32, [0, LENGTH], rows=2).items():
         assert_close_norm(found, expected, ROUNDING, name)
 

@@ -176,7 +176,7 @@ WRONG = {
     "huge": "1,099,511,627,776 bytes, more than one state of 16 numbers for each of 10 tokens",
     "link": "a link is not followed",
     "lock is a link": "a link is not followed",
-    "pipe": "no regular file",
+    "pipe": "not a regular file",
     "outside": "names the file of hidden states '/etc/passwd'",
     "parent": "names the file of hidden states '../cmpl-",
     "no name": "another form|names the file of hidden states 7",

@@ -39,7 +39,7 @@ def test_all_that_is_needed_is_here(monkeypatch, capsys):
 def test_what_is_needed_and_missing(monkeypatch, capsys):
     pretend(monkeypatch, megatron_core="0.18.1", transformers=None, transformer_engine=None)
     assert part("megatron-core").needed and "megatron-core==0.19.*" in part("megatron-core").remedy
-    assert part("transformers").is_missing and part("transformers").needed
+    assert part("transformers").found is None and part("transformers").needed
     monkeypatch.setattr(environment.sys, "version_info", (3, 11, 2))
     assert part("Python").needed
     assert doctor.main([]) == 1
@@ -50,7 +50,7 @@ def test_what_is_needed_and_missing(monkeypatch, capsys):
 def test_what_may_be_missing(monkeypatch, name):
     pretend(monkeypatch, transformer_engine=None, **{name.replace("-", "_"): None})
     found = part(name)
-    assert found.is_missing and not found.needed and found.trouble and "pip install" in found.remedy
+    assert found.found is None and not found.needed and found.trouble and "pip install" in found.remedy
 
 
 def test_transformer_engine_that_cannot_be_imported(monkeypatch):
@@ -76,7 +76,7 @@ def test_both_packages_named_apex(monkeypatch, tmp_path):
     others["fused_weight_gradient_mlp_cuda"] = spec
     assert apex().trouble is None
     others["apex"] = None
-    assert not has_wrong_apex() and apex().is_missing
+    assert not has_wrong_apex() and apex().found is None
 
 
 def test_cards(monkeypatch):
