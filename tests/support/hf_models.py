@@ -33,6 +33,26 @@ ROUTED = {
     "n_group": 1,
     "topk_group": 1,
 }
+LLAMA4_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 16.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 1.5,
+    "original_max_position_embeddings": 24,
+}
+LLAMA4 = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "intermediate_size_mlp": 40,
+    "intermediate_size": 24,
+    "interleave_moe_layer_step": 2,
+    "no_rope_layers": [1, 0],
+    "rms_norm_eps": 1e-3,
+    "attention_chunk_size": 64,
+    "floor_scale": 61,
+    "rope_parameters": LLAMA4_ROPE,
+}
 HYBRID = {
     "layer_types": ["linear_attention", "full_attention"],
     "linear_key_head_dim": 8,
@@ -247,27 +267,7 @@ NEAR_MODELS: dict[str, dict[str, Any]] = {
         "attention_chunk_size": None,
         **TWO,
     },
-    "llama 4": {
-        "model_type": "llama4_text",
-        "num_local_experts": 4,
-        "num_experts_per_tok": 1,
-        "intermediate_size_mlp": 40,
-        "intermediate_size": 24,
-        "interleave_moe_layer_step": 2,
-        "no_rope_layers": [1, 0],
-        "rms_norm_eps": 1e-3,
-        "attention_chunk_size": 64,
-        "floor_scale": 61,
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 1e4,
-            "factor": 16.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 1.5,
-            "original_max_position_embeddings": 24,
-        },
-        **TWO,
-    },
+    "llama 4": {"model_type": "llama4_text", **LLAMA4, **TWO},
     "deepseek v3, plain queries": {"model_type": "deepseek_v3", **LATENT, **ROUTED, "q_lora_rank": None}
     | {"first_k_dense_replace": 1, "rms_norm_eps": 1e-3},
     "deepseek v3, one expert per token, groups of experts": {

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PretrainedConf
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from tests.support.hf_folders import SIZES, change_weights, read_weights
-from tests.support.hf_models import HYBRID, MINISTRAL3_ROPE, SHARED_EXPERT
+from tests.support.hf_models import HYBRID, LLAMA4, LLAMA4_ROPE, MINISTRAL3_ROPE, SHARED_EXPERT
 
 # transformers 5.24's whole Llama 4 reads this attribute of the output of its text model, which does not have it.
 MoeCausalLMOutputWithPast.image_outputs = None
@@ -93,26 +93,7 @@ WHOLE: dict[str, dict[str, Any]] = {
     },
     "llama4": {
         "model_type": "llama4",
-        "text_config": TEXT
-        | {
-            "num_local_experts": 4,
-            "num_experts_per_tok": 1,
-            "intermediate_size_mlp": 40,
-            "intermediate_size": 24,
-            "interleave_moe_layer_step": 2,
-            "no_rope_layers": [1, 0],
-            "rms_norm_eps": 1e-3,
-            "attention_chunk_size": 64,
-            "floor_scale": 61,
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 1e4,
-                "factor": 16.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 1.0,
-                "original_max_position_embeddings": 24,
-            },
-        },
+        "text_config": TEXT | LLAMA4 | {"rope_parameters": LLAMA4_ROPE | {"high_freq_factor": 1.0}},  # as Scout
         "vision_config": VISION_SIZES
         | SIGLIP
         | {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},

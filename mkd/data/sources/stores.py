@@ -161,7 +161,7 @@ class MappedSamples:
         if current_rank() == 0 and (name := _changed_file(base)) is not None:
             raise self._damage(f"the checksum of {name} does not match")
         if not all(map(Path.is_file, paths)):
-            raise self._damage(f"{paths[0].name} or {paths[1].name} is missing, or no regular file")
+            raise self._damage(f"{paths[0].name} or {paths[1].name} is missing, or not a regular file")
         try:
             self.bounds, self.words = np.memmap(paths[0], np.int64, "r"), np.memmap(paths[1], np.uint32, "r")
         except (OSError, ValueError) as error:

@@ -108,7 +108,7 @@ class RunFolder:
             metrics: its --kd-metrics-file, if that is elsewhere.
 
         Raises:
-            MkdDataError: the folder or its metrics are missing, empty, too large, or no regular files.
+            MkdDataError: the folder or its metrics are missing, empty, too large, or not regular files.
         """
         if not path.is_dir():
             raise MkdDataError(

@@ -265,7 +265,7 @@ def test_weights_that_are_missing_are_an_error(folders: dict[str, Path], tmp_pat
         ("json", {"conversations": True}, "conversations is 'True'"),
         ("checksums", {"../x": "0"}, "the checksum of .*checksums does not match"),
         ("weights", np.array([0, np.nan, 0.5]).tobytes(), "an invalid weight"),
-        ("bounds", None, "no regular file"),
+        ("bounds", None, "not a regular file"),
     ],
 )
 def test_a_set_that_others_made_is_checked(
