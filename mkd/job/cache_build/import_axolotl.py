@@ -219,7 +219,8 @@ class ImportPlan:
                     f"{text.where}: token {t} has {len(top)} targets, others have {k}: give --top-k {len(top)}"
                 )
             if top.min() < 0 or top.max() >= self.vocab:
-                raise MkdDataError(f"{text.where}: {IDS} has id {top.max()}, the vocabulary has {self.vocab} tokens")
+                wrong = top.min() if top.min() < 0 else top.max()
+                raise MkdDataError(f"{text.where}: {IDS} has id {wrong}, the vocabulary has {self.vocab} tokens")
             order = np.argsort(-log_p, kind="stable")[:k]
             ids[t - 1], logits[t - 1] = top[order], log_p[order]
             rest = -np.expm1(min(np.logaddexp.reduce(log_p[order].astype(np.float64)), 0.0))
