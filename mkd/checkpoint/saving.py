@@ -168,7 +168,7 @@ def _ignore_stop_signals() -> None:
 
 
 def _exit_with(trainer: int) -> None:
-    """Kill this process when the trainer dies.
+    """Kill this process when the trainer ends.
 
     A writer that outlives its trainer could write into the folder that the restarted trainer writes to.
     """
@@ -176,5 +176,5 @@ def _exit_with(trainer: int) -> None:
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     try:
         os.kill(trainer, 0)
-    except ProcessLookupError:  # the trainer died before the call of prctl
+    except ProcessLookupError:  # the trainer ended before the call of prctl
         os._exit(1)

@@ -100,7 +100,9 @@ def jobs(
     _check_gpus(own, devices)
     flag = _teacher_flag(flags)
     if "--kd-dry-run" in flags:
-        raise MkdConfigError("--kd-dry-run has no teacher to ask: give --print to see the commands, or run mkd doctor")
+        raise MkdConfigError(
+            "--kd-dry-run has no teacher to connect to: give --print to see the commands, or run mkd doctor"
+        )
     folders, ranks = flags[flag], ranks_of_replica(flags)
     if not folders:
         raise MkdConfigError(f"{flag} has no value: give the teacher's folder")
@@ -188,7 +190,7 @@ def service_flags(flags: Flags) -> list[str]:
     if "--kd-xtoken-loss" in flags:
         if "--kd-teacher-seq-length" not in flags:
             raise MkdConfigError(
-                "--kd-xtoken-loss needs --kd-teacher-seq-length here: the service must know the length of the "
+                "--kd-xtoken-loss needs --kd-teacher-seq-length here: the service needs the length of the "
                 "teacher's rows, which the plan of mkd doctor shows"
             )
         kept["--seq-length"] = flags["--kd-teacher-seq-length"]

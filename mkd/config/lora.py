@@ -77,7 +77,7 @@ _WITHOUT = {
     "use_megatron_fsdp": ("--use-megatron-fsdp", "it shards the frozen weights too"),
     "use_torch_fsdp2": ("--use-torch-fsdp2", "it shards the frozen weights too"),
     "pretrained_checkpoint": ("--pretrained-checkpoint", "the frozen weights are read from --kd-student-hf"),
-    "finetune": ("--finetune", "the adapters of a checkpoint are continued; to start anew give another --load"),
+    "finetune": ("--finetune", "the adapters of a checkpoint are continued; to start over, give another --load"),
 }
 """Megatron argument -> its flag, and the reason that it does not work with adapters."""
 

@@ -283,7 +283,7 @@ def _settings(node: yaml.MappingNode, where: str, is_top: bool = False) -> Itera
         if not isinstance(key, yaml.ScalarNode) or not key.value.lstrip("-"):
             raise MkdConfigError(f"{place}: a key is not the name of a flag")
         if key.value in keys:
-            raise MkdConfigError(f"{place}: {_shown(key.value)} stands twice; remove one")
+            raise MkdConfigError(f"{place}: {_shown(key.value)} is given twice; remove one")
         keys.add(key.value)
         if is_top and key.value == RECORD:
             continue

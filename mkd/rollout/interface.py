@@ -116,7 +116,7 @@ class TextWriter(Protocol):
 
 @dataclass(frozen=True)
 class Delivery:
-    """Texts are given away one by one, while others are still being written."""
+    """Delivers texts one by one, while others are still being written."""
 
     replicas: Sequence[int]
     """Data-parallel rank that needs each text."""

@@ -159,7 +159,7 @@ class _Places:
 
 
 class _Early:
-    """Gives away each of this rank's microbatches when the last of its texts is written."""
+    """Delivers each of this rank's microbatches when the last of its texts is written."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class _Early:
         microbatches: int,
         begin: Callable[[int, WrittenRows], None],
     ) -> None:
-        """Microbatches without written rows are given away at once.
+        """Microbatches without written rows are delivered at once.
 
         Args:
             policy: row layout and options.
@@ -192,7 +192,7 @@ class _Early:
             self._missing[row // self._size] += 1
         for number, missing in enumerate(self._missing):
             if missing == 0:
-                self._give(number)
+                self._deliver(number)
 
     def done(self, index: int, tokens: Sequence[int]) -> None:
         """A text is written, `index` counted from the first one of this step."""
@@ -203,9 +203,9 @@ class _Early:
         self._rows[number][row] = (request, WrittenText(tuple(tokens), self._policy.decoding.ends(tokens)))
         self._missing[number] -= 1
         if self._missing[number] == 0:
-            self._give(number)
+            self._deliver(number)
 
-    def _give(self, number: int) -> None:
+    def _deliver(self, number: int) -> None:
         policy = self._policy
         self._begin(number, WrittenRows(self._rows[number], policy.layout, None, policy.options, policy.views))
 

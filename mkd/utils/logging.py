@@ -75,7 +75,7 @@ class _File(logging.Handler):
     """Appends lines with time, level and rank.
 
     The file is opened for each record: several ranks, also of other nodes, append to the same file, and a network file
-    system reads its size anew when it is opened.
+    system reads its size again when it is opened.
     """
 
     def __init__(self, path: Path) -> None:

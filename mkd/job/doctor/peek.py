@@ -21,7 +21,7 @@ from mkd.job.job import Job
 from mkd.utils.pretrained import load_tokenizer
 
 TARGET, CONTEXT = "green", "dim"
-"""Around targets, for terminals without colors and eyes that do not tell them apart."""
+"""Around targets: they are visible without colors too."""
 FIRST_BYTES = 1 << 18
 """Bytes of a chat file from which samples are read."""
 FIRST_SAMPLES = 512
@@ -46,7 +46,7 @@ def first_samples(name: str, tokenizer_folder: str | None, options: RecordOption
     if not is_chat_file(name):
         store = DocumentStore(name, (0.0, 1.0))
         some = [store.read(i, 0, int(store.lengths[i])) for i in range(min(FIRST_SAMPLES, len(store.lengths)))]
-        return [(ids.copy(), targets) for ids, targets in some]  # what is mapped dies with the store
+        return [(ids.copy(), targets) for ids, targets in some]  # the originals are views of the store, which is closed
     coded = ChatTokenizer(tokenizer_folder, options)(first_records(name, FIRST_BYTES))
     parts = np.split(coded.tokens, np.cumsum(coded.lengths)[:-1]) if coded.lengths else []
     return [((part & ~SUPERVISED).astype(np.int64), (part & SUPERVISED) != 0) for part in parts]

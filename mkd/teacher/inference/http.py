@@ -159,9 +159,9 @@ class HttpServer:
             raise ServerLost(f"{self} does not answer: {_reason(error)}") from None
         if response.status == 200:
             return self._parse(content, most_bytes)
-        said = " ".join(content[: 4 * _QUOTED].decode(errors="replace").split())[:_QUOTED]
+        text = " ".join(content[: 4 * _QUOTED].decode(errors="replace").split())[:_QUOTED]
         if response.status >= 500 or response.status in _TRANSIENT:
-            lost = ServerLost(f"{self} answers with status {response.status}: {said}")
+            lost = ServerLost(f"{self} answers with status {response.status}: {text}")
             lost.status = response.status
             raise lost
         if 300 <= response.status < 400:
@@ -170,7 +170,7 @@ class HttpServer:
                 "followed: give the server's own address"
             )
         key = f"; set {self.flags.key} to the key of the server" if response.status in (401, 403) else ""
-        refusal = ServerRefusal(f"{self} refuses {path} with status {response.status}: {said}{key}")
+        refusal = ServerRefusal(f"{self} refuses {path} with status {response.status}: {text}{key}")
         refusal.answer = response.status
         raise refusal
 

@@ -84,7 +84,7 @@ def find_model(server: HttpServer, address: ServerAddress, api: str, flag: str) 
     found = card.get("owned_by")
     if api == "auto" and found not in APIS:
         raise MkdTeacherError(
-            f"{flag} {address} does not say whether it is vLLM or SGLang (owned_by is {found!r:.60}): give "
+            f"{flag} {address} does not report whether it is vLLM or SGLang (owned_by is {found!r:.60}): give "
             f"{server.flags.api} {' or '.join(APIS)}"
         )
     positions = card.get("max_model_len")

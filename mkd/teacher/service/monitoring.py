@@ -109,7 +109,7 @@ class _Server(socketserver.TCPServer):
     allow_reuse_address = True
 
     def handle_error(self, *_: object) -> None:
-        """A client that is gone is no error."""
+        """A client that has disconnected is not an error."""
 
 
 class Monitor:

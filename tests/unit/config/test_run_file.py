@@ -85,7 +85,7 @@ def test_a_value_is_what_is_written(content: str, expected: list[str], write) ->
         ("qqqqqqqq: 1", "no flag is named qqqqqqqq (mkd train --help-all lists all flags)"),
         ("help: true", "no flag is named help"),
         ("bias-swiglu-fusion: false", "did you mean no-bias-swiglu-fusion?"),
-        ("lr: 1\nlr: 2", ", line 2: lr stands twice"),
+        ("lr: 1\nlr: 2", ", line 2: lr is given twice"),
         ("lr: 1\n_lr: 2\n--lr: 3", ", line 3: --lr is also in line 1"),
         ("a: {lr: 1}\nb: {lr: 2}", ", line 2: --lr is also in line 1"),
         ("lr: abc", ", line 1: --lr: invalid float value: 'abc'"),

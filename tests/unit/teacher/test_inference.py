@@ -269,7 +269,7 @@ def test_probe_compares_addresses(servers: dict[str, StandIn], vllm: StandIn) ->
         ("", "auto", "", "vllm"),
         ("", "sglang", "", "sglang"),
         ("no owner", "vllm", "", "vllm"),
-        ("no owner", "auto", "", "does not say whether it is vLLM or SGLang .*--kd-teacher-api"),
+        ("no owner", "auto", "", "does not report whether it is vLLM or SGLang .*--kd-teacher-api"),
         ("two models", "auto", "", r"serves the models t, adapter: give one as \?model=NAME"),
         ("two models", "auto", "/?model=t", "vllm"),
         ("", "auto", "?model=other", "serves the models t: give one"),
