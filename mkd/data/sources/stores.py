@@ -84,7 +84,7 @@ class DocumentStore:
         self._documents = TokenFile(prefix, true_vocab)
         lengths = self._documents.sequence_lengths
         self._part = part_of(len(lengths), share)
-        self.lengths = lengths[self._part].copy()  # the original is a view of the IndexedDataset, which is closed
+        self.lengths = lengths[self._part].copy()  # the original is memory of the IndexedDataset
 
     def read(self, sample: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         ids = self._documents.get(self._part.start + sample, offset=start, length=count)

@@ -21,7 +21,7 @@ from mkd.job.job import Job
 from mkd.utils.pretrained import load_tokenizer
 
 TARGET, CONTEXT = "green", "dim"
-"""Around targets: they are visible without colors too."""
+"""Styles of targets and of other tokens."""
 FIRST_BYTES = 1 << 18
 """Bytes of a chat file from which samples are read."""
 FIRST_SAMPLES = 512
