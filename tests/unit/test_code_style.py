@@ -3,6 +3,8 @@
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from statistics import quantiles
@@ -27,14 +29,56 @@ FILES = python_files("mkd", "tools", "benchmarks", "examples", "tests")
 LIBRARY = python_files("mkd", "tools", "benchmarks", "examples")
 
 
+@dataclass(frozen=True)
+class Function:
+    """A function of the code."""
+
+    place: str
+    """File, line and name."""
+    lines: int
+    """Its length without the docstring."""
+    is_kernel: bool
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """The facts that the rules compare."""
+
+    name: str
+    lines: int
+    functions: tuple[Function, ...]
+    unannotated: tuple[str, ...]
+    """Public functions without complete annotations."""
+    fragments: tuple[str, ...]
+    """Docstrings that begin with one of `FRAGMENTS`."""
+
+    @classmethod
+    def read(cls, path: Path) -> "SourceFile":
+        text, name = path.read_text(), str(path.relative_to(ROOT))
+        tree = ast.parse(text)
+        functions = tuple(
+            Function(f"{name}:{one.lineno} {one.name}", length_of(one), is_kernel(one)) for one in functions_of(tree)
+        )
+        unannotated = tuple(
+            f"{name}:{one.lineno} {one.name} {missing}"
+            for one in public_functions(tree)
+            if (missing := missing_annotations(one))
+        )
+        fragments = tuple(
+            f"{name}:{line} {text}" for line, text in docstrings_of(tree) if text.split(maxsplit=1)[0] in FRAGMENTS
+        )
+        return cls(name, len(text.splitlines()), functions, unannotated, fragments)
+
+
 @cache
-def tree_of(path: Path) -> ast.Module:
-    """Each file is parsed once for all tests."""
-    return ast.parse(path.read_text())
+def source_files() -> list[SourceFile]:
+    """Each file is parsed once for all tests. The trees are not kept: they slow every collection of garbage down."""
+    return [SourceFile.read(path) for path in FILES]
 
 
-def name_of(path: Path) -> str:
-    return str(path.relative_to(ROOT))
+def library_files() -> list[SourceFile]:
+    names = {str(path.relative_to(ROOT)) for path in LIBRARY}
+    return [file for file in source_files() if file.name in names]
 
 
 def functions_of(tree: ast.AST) -> list[ast.FunctionDef]:
@@ -50,18 +94,15 @@ def length_of(function: ast.FunctionDef) -> int:
     return function.end_lineno - function.lineno + 1 - lines_of_docstring(function)
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_files_and_functions_stay_below_the_hard_limits(path):
-    assert len(path.read_text().splitlines()) <= FILE_LINES, "split this file"
-    for function in functions_of(tree_of(path)):
-        limit = KERNEL_LINES if is_kernel(function) else FUNCTION_LINES
-        assert length_of(function) <= limit, f"{function.name} at line {function.lineno}"
+def test_files_and_functions_stay_below_the_hard_limits() -> None:
+    assert [file.name for file in source_files() if file.lines > FILE_LINES] == []
+    functions = [one for file in source_files() for one in file.functions]
+    assert [one.place for one in functions if one.lines > (KERNEL_LINES if one.is_kernel else FUNCTION_LINES)] == []
 
 
-def test_most_files_and_functions_are_short():
-    files = [len(path.read_text().splitlines()) for path in LIBRARY]
-    functions = [length_of(f) for path in LIBRARY for f in functions_of(tree_of(path)) if not is_kernel(f)]
-    assert quantiles(files, n=10)[-1] <= FILE_LINES_P90
+def test_most_files_and_functions_are_short() -> None:
+    functions = [one.lines for file in library_files() for one in file.functions if not one.is_kernel]
+    assert quantiles([file.lines for file in library_files()], n=10)[-1] <= FILE_LINES_P90
     assert quantiles(functions, n=10)[-1] <= FUNCTION_LINES_P90
 
 
@@ -78,15 +119,19 @@ def is_kernel(function):
     return any("triton" in ast.unparse(decorator) for decorator in function.decorator_list)
 
 
-@pytest.mark.parametrize("path", LIBRARY, ids=name_of)
-def test_public_signatures_are_annotated(path):
-    for node in ast.walk(tree_of(path)):
+def public_functions(tree: ast.Module) -> Iterator[ast.FunctionDef]:
+    """Public functions and methods, and constructors of public classes."""
+    for node in ast.walk(tree):
         if not isinstance(node, ast.Module | ast.ClassDef) or node.__dict__.get("name", "").startswith("_"):
             continue
         for function in node.body:
             is_function = isinstance(function, ast.FunctionDef) and not is_kernel(function)
             if is_function and (function.name == "__init__" or not function.name.startswith("_")):
-                assert missing_annotations(function) == [], f"{function.name} at line {function.lineno}"
+                yield function
+
+
+def test_public_signatures_are_annotated() -> None:
+    assert [place for file in library_files() for place in file.unannotated] == []
 
 
 def docstrings_of(tree: ast.Module) -> list[tuple[int, str]]:
@@ -101,11 +146,9 @@ FRAGMENTS = ("Of", "What", "Who", "Whose", "Whether", "Which", "Where")
 """First words of a docstring that names no thing and states nothing."""
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_docstrings_do_not_begin_with_a_fragment(path):
+def test_docstrings_do_not_begin_with_a_fragment() -> None:
     """A docstring names what a thing is, or states what it does."""
-    for line, text in docstrings_of(tree_of(path)):
-        assert text.split(maxsplit=1)[0] not in FRAGMENTS, f"line {line}: {text}"
+    assert [place for file in source_files() for place in file.fragments] == []
 
 
 def test_docstrings_of_constants_and_fields_are_found():

@@ -5,8 +5,6 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
@@ -108,9 +106,10 @@ def test_the_readme_lists_the_folders_of_mkd() -> None:
     assert len(shown) <= NAMES_IN_MKD
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if m not in ("mkd", "mkd.__main__")])
-def test_modules_import_only_from_folders_above(module: str) -> None:
-    assert upward_imports(module, MODULES[module].read_text(), FOLDERS) == []
+def test_modules_import_only_from_folders_above() -> None:
+    modules = [module for module in MODULES if module not in ("mkd", "mkd.__main__")]
+    found = {module: upward_imports(module, MODULES[module].read_text(), FOLDERS) for module in modules}
+    assert {module: imports for module, imports in found.items() if imports} == {}
 
 
 def test_upward_imports_are_seen() -> None:
@@ -124,9 +123,9 @@ def test_modules_do_not_import_in_a_circle() -> None:
     assert circle(GRAPH) == []
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_files_and_folders_of_a_package_do_not_import_in_a_circle(package: str) -> None:
-    assert circle(children(GRAPH, package)) == []
+def test_files_and_folders_of_a_package_do_not_import_in_a_circle() -> None:
+    circles = {package: circle(children(GRAPH, package)) for package in PACKAGES}
+    assert {package: found for package, found in circles.items() if found} == {}
 
 
 def test_circles_are_seen() -> None:
@@ -141,10 +140,9 @@ def test_public_class_names_are_unique() -> None:
     assert {name: modules for name, modules in places.items() if len(modules) > 1} == {}
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_packages_are_small(package: str) -> None:
-    files = [path for path in MODULES[package].parent.glob("*.py") if path.name != "__init__.py"]
-    assert len(files) <= FILES_PER_PACKAGE
+def test_packages_are_small() -> None:
+    files = {package: len(list(MODULES[package].parent.glob("*.py"))) - 1 for package in PACKAGES}
+    assert {package: count for package, count in files.items() if count > FILES_PER_PACKAGE} == {}
 
 
 def test_unit_tests_mirror_the_packages() -> None:
