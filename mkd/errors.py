@@ -94,11 +94,19 @@ def _own_part(message: str, name: str) -> str:
     return message.rpartition(f"{name}: ")[2].strip()
 
 
-def exit_status(command: Callable[[], object]) -> int:
-    """Run a tool's command; the exit status is 0, or 1 after an error of the user, printed as one line on stderr."""
+def exit_status(command: Callable[[], object], report: Callable[[str], object] | None = None) -> int:
+    """Run a tool's command; the exit status is 0, or 1 after an error of the user, printed as one line on stderr.
+
+    Args:
+        command: what to run.
+        report: called with the line that is printed.
+    """
     try:
         command()
     except (MkdError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        line = f"error: {error}"
+        print(line, file=sys.stderr)
+        if report is not None:
+            report(line)
         return 1
     return 0

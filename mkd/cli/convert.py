@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from mkd import cpu
+from mkd.cli.torchrun_report import report_to_torchrun
 from mkd.cli.usage import command_parser
 from mkd.errors import MkdCheckpointError, MkdConfigError, exit_status, visible
 
@@ -161,4 +162,4 @@ def main(argv: list[str] | None = None) -> int:
     warnings.filterwarnings("ignore")  # megatron's warnings about packages that only training on GPUs needs
     logging.disable(logging.WARNING)
     cpu.activate()
-    return exit_status(lambda: args.command(args))
+    return exit_status(lambda: args.command(args), report_to_torchrun)

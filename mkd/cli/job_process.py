@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mkd.cli.launched import end_with_launcher
+from mkd.cli.torchrun_report import report_to_torchrun
 from mkd.errors import MkdError, MkdTeacherTimeout
 from mkd.utils.logging import FILE_ONLY, logger
 
@@ -42,7 +43,7 @@ def exit_status_of_rank(
     command: Callable[[], object], is_correctable: Callable[[BaseException], bool] | None = None
 ) -> int:
     """Run a command that all ranks of a job run; the exit status is 0, 1 after an error of the user, that
-    of `MkdTeacherTimeout`, or INTERRUPTED.
+    of `MkdTeacherTimeout`, or INTERRUPTED. Errors are repeated in torchrun's report.
 
     Args:
         command: what to run.
@@ -52,21 +53,21 @@ def exit_status_of_rank(
         command()
     except (MkdError, OSError) as error:
         if is_correctable is not None and not is_correctable(error):
+            report_to_torchrun(_last_line(error))
             raise
         # All ranks fail alike: rank 0 reports first, and torchrun ends the others while they wait.
         if os.environ.get("RANK", "0") != "0":
             time.sleep(3)
-        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
+        _print_error(str(error))
         logger.error(traceback.format_exc() if isinstance(error, OSError) else str(error), extra=FILE_ONLY)
         return error.status if isinstance(error, MkdTeacherTimeout) else 1
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and _NO_MEMORY not in str(error):
+            report_to_torchrun(_last_line(error))
             raise
-        print(
-            f"{Path(sys.argv[0]).name}: error: no host memory is left ({' '.join(str(error).split())[-200:]}): compare "
-            "the line memory of the plan with the machine, and reduce --micro-batch-size or --seq-length",
-            file=sys.stderr,
-            flush=True,
+        _print_error(
+            f"no host memory is left ({' '.join(str(error).split())[-200:]}): compare the line memory of the plan with "
+            "the machine, and reduce --micro-batch-size or --seq-length"
         )
         logger.error(traceback.format_exc(), extra=FILE_ONLY)
         return 1
@@ -74,4 +75,19 @@ def exit_status_of_rank(
         if os.environ.get("RANK", "0") == "0":
             print(f"{Path(sys.argv[0]).name}: interrupted before the first step", file=sys.stderr, flush=True)
         return INTERRUPTED
+    except Exception as error:
+        report_to_torchrun(_last_line(error))
+        raise
     return 0
+
+
+def _print_error(message: str) -> None:
+    """Print the line that ends the job, and repeat it in torchrun's report."""
+    line = f"{Path(sys.argv[0]).name}: error: {message}"
+    print(line, file=sys.stderr, flush=True)
+    report_to_torchrun(line)
+
+
+def _last_line(error: BaseException) -> str:
+    """The last line of the error's traceback, which Python prints."""
+    return "".join(traceback.format_exception_only(error)).strip()

@@ -1,14 +1,17 @@
 """Errors that end a rank in one line: mkd/cli/job_process.py and train_job.py."""
 
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from mkd.cli import train_job
 from mkd.cli.job_process import exit_status_of_rank
-from mkd.errors import MkdConfigError
+from mkd.cli.torchrun_report import ERROR_FILE, report_to_torchrun
+from mkd.errors import MkdConfigError, exit_status
 from mkd.job.job import Job
 from mkd.utils.logging import close_file
 
@@ -21,10 +24,11 @@ def test_host_memory_that_does_not_exist(size: int, capsys: pytest.CaptureFixtur
     assert "error: no host memory is left" in line and "--seq-length" in line
 
 
-def test_other_faults_have_a_traceback() -> None:
-    def fail() -> None:
-        raise RuntimeError("shapes differ")
+def fail() -> None:
+    raise RuntimeError("shapes differ")
 
+
+def test_other_faults_have_a_traceback() -> None:
     with pytest.raises(RuntimeError, match="shapes differ"):
         exit_status_of_rank(fail)
 
@@ -71,3 +75,41 @@ def test_a_refused_job_creates_no_log(tmp_path: Path, monkeypatch: pytest.Monkey
         refused(*flags, monkeypatch=monkeypatch)
     assert {path.name for path in tmp_path.rglob("*")} == {"other", "run", "mkd.log"}
     assert (run / "mkd.log").read_text() == "plan\n"
+
+
+def torchruns_message(path: Path) -> str:
+    """The text that torchrun prints after the word traceback, for a rank with this error file."""
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(path))
+    assert failure.timestamp < time.time() - 0.5
+    return str(ChildFailedError("mkd", {0: failure})).split("traceback : ", 1)[1].splitlines()[0]
+
+
+def test_torchruns_report_repeats_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "error.json"
+    monkeypatch.setenv(ERROR_FILE, str(path))
+    refused(monkeypatch=monkeypatch)
+    assert torchruns_message(path) == "mkd train: error: --train-iters 9: 8 in the checkpoint"
+    path.unlink()
+    with pytest.raises(RuntimeError):
+        exit_status_of_rank(fail)
+    assert torchruns_message(path) == "RuntimeError: shapes differ"
+
+
+@pytest.mark.parametrize("place", ["error.json", "missing/error.json", ""])
+def test_an_error_file_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """The first error of a rank is kept; a folder that is gone changes nothing."""
+    path = tmp_path / "error.json"
+    path.write_text("first")
+    monkeypatch.setenv(ERROR_FILE, str(tmp_path / place) if place else "")
+    refused(monkeypatch=monkeypatch)
+    assert path.read_text() == "first"
+
+
+def test_tools_report_to_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
+
+    def refuse() -> None:
+        raise MkdConfigError("--hf x: the folder does not exist")
+
+    assert exit_status(refuse, report_to_torchrun) == 1
+    assert torchruns_message(tmp_path / "error.json") == "error: --hf x: the folder does not exist"
