@@ -54,9 +54,15 @@ stop_if_done_or_stuck() {
     fi
 }
 
+# $1 is the log of the attempt.
 note_attempt() {
-    say "attempt ${SLURM_RESTART_COUNT:-0} starts at $(where)"
+    say "attempt ${SLURM_RESTART_COUNT:-0} starts at $(where); follow it in $1"
     echo "$SLURM_JOB_ID ${SLURM_RESTART_COUNT:-0} $(saved)" >>"$SAVE/ATTEMPTS"
+}
+
+# Repeats mkd's error lines in the log $1, each once: all ranks of a wrong command line report the same one.
+show_errors() {
+    [[ ! -f "$1" ]] || awk '/^(mkd [a-z-]+|[a-z_]+\.py): error: / && !seen[$0]++ && n++ < 3' "$1"
 }
 
 requeue() {

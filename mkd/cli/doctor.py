@@ -71,7 +71,6 @@ def _color(part: environment.Part) -> str:
 
 def examine_run(own: argparse.Namespace, flags: list[str]) -> int:
     """Print the plan, a preview of the data, the memory and all problems. Returns 1 if there is a problem."""
-    one_connection = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
     cards = environment.cards()
     from mkd import cpu
     from mkd.compat.startup import use_prebuilt_dataset_helpers
@@ -100,7 +99,7 @@ def examine_run(own: argparse.Namespace, flags: list[str]) -> int:
         check_memory(job, capacity, findings, console, is_one_node=own.nnodes == 1)
         check_disk(job.args, findings)
         if not cpu.is_target():
-            check_cards(job, len(cards), own.nproc, one_connection, findings)
+            check_cards(job, len(cards), own.nproc, findings)
     print_findings(findings, console)
     return 1 if findings.problems else 0
 

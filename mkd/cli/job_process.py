@@ -14,6 +14,8 @@ from mkd.utils.logging import FILE_ONLY, logger
 
 _NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 """Part of torch's message."""
+_ONE_CONNECTION = ("--tensor-model-parallel-size", "--context-parallel-size")
+"""Flags of sizes above 1 with which Megatron requires CUDA_DEVICE_MAX_CONNECTIONS=1 before Blackwell."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as of a program that a shell runs."""
 
@@ -29,13 +31,16 @@ def prepare(flags: list[str]) -> None:
     end_with_launcher()
     from mkd import cpu
     from mkd.compat.install import install_at_start
-    from mkd.config.run_file import read_settings, words_of
-    from mkd.distributed.rank_env import default_rank_env
+    from mkd.config.run_file import last_value, read_settings, words_of
+    from mkd.distributed.rank_env import default_connections, default_rank_env
 
     default_rank_env()
+    words = [*words_of(read_settings(flags)), *flags]
     if cpu.wanted():
         cpu.activate()
-    install_at_start([*words_of(read_settings(flags)), *flags])
+    else:
+        default_connections([last_value(words, flag) for flag in _ONE_CONNECTION], words)
+    install_at_start(words)
     sys.argv[1:] = flags
 
 

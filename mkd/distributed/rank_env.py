@@ -2,12 +2,33 @@
 
 import os
 import socket
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 
 from mkd.errors import MkdConfigError
 
 TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 """Number of processes that srun or mpirun has started; neither sets WORLD_SIZE."""
+
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""Environment variable of CUDA: hardware queues of a device."""
+_OTHER_CONNECTIONS = {"--use-megatron-fsdp", "--use-torch-fsdp2", "--overlap-moe-expert-parallel-comm"}
+"""Flags with which Megatron requires or recommends more than one queue."""
+
+
+def default_connections(
+    sizes: Iterable[str | None], words: Iterable[str], environ: MutableMapping[str, str] = os.environ
+) -> None:
+    """Set one hardware queue under tensor and context parallelism, which Megatron requires before Blackwell, unless the
+    variable is set. Must run before CUDA is initialized.
+
+    Args:
+        sizes: values of the flags of tensor- and context-parallel sizes; None where a flag is not given.
+        words: the job's command line.
+        environ: of this process.
+    """
+    is_parallel = any(size not in (None, "1") for size in sizes)
+    if is_parallel and not _OTHER_CONNECTIONS.intersection(words):
+        environ.setdefault(CONNECTIONS, "1")
 
 
 def default_rank_env(environ: MutableMapping[str, str] = os.environ) -> None:

@@ -289,10 +289,16 @@ def test_warnings_about_the_machine(ask, with_te, job, monkeypatch):
     changes = {**LOCAL, TP: 2, "--save": job.root / "new/folder", "--save-interval": 1}
     status, output = ask(changes, nproc=2)
     assert status == 0, output
-    for words in ("--nproc is 2, this machine has 1 GPUs", "CUDA_DEVICE_MAX_CONNECTIONS is not 1", "0.0 GiB are free"):
+    for words in ("--nproc is 2, this machine has 1 GPUs", "0.0 GiB are free"):
         assert words in output
-    monkeypatch.setattr(cpu, "_capability", (10, 0))
-    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in ask(changes, nproc=2)[1]
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in output, "the job sets it"
+
+
+def test_hardware_queues_that_megatron_refuses(ask, with_te, monkeypatch):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    status, output = ask({**LOCAL, TP: 2}, nproc=2)
+    assert status == 1 and "problem: megatron refuses the flags" in output
+    assert "CUDA_DEVICE_MAX_CONNECTIONS to 1" in output
 
 
 @pytest.mark.parametrize("flags", [{"--kd-teacher-dtype": "fp8"}, {"--fp8-format": "hybrid"}], ids=" ".join)

@@ -171,6 +171,16 @@ def test_no_progress_ends_after_three_attempts(slurm: Slurm) -> None:
     assert len(slurm.calls()) == 4
 
 
+def test_errors_are_in_the_output_of_the_script(slurm: Slurm) -> None:
+    slurm.variables["MAX_ATTEMPTS"] = "1"
+    lines = ["mkd train: error: --lr is missing", "Traceback", "mkd train: error: --lr is missing", "no mkd: error: x"]
+    assert slurm.submit("sh", "-c", f"printf '{'\\n'.join(lines)}\\n'; exit 1") == 1
+    log = slurm.save / "logs" / f"{JOB_ID}.0.log"
+    assert f"attempt 0 starts at iteration 0 of 8; follow it in {log}" in slurm.output
+    after = slurm.output.split(f"its log is {log}\n")[1].splitlines()
+    assert after[0] == "mkd train: error: --lr is missing" and "train.sbatch: error: 1 attempts" in after[1]
+
+
 def test_progress_then_none(slurm: Slurm) -> None:
     """Two attempts without progress, one that saves, three without progress."""
     steps = 'n=$(wc -l <"$SAVE/ATTEMPTS"); [ "$n" -ne 3 ] || echo 5 >"$SAVE/latest_checkpointed_iteration.txt"; exit 3'
@@ -250,12 +260,12 @@ def test_teacher_services_on_nodes_of_their_own(slurm: Slurm, tmp_path: Path) ->
 
 
 def test_in_a_container(slurm: Slurm, tmp_path: Path) -> None:
-    for name in ("teacher", "student", "data"):
-        (tmp_path / name).mkdir()
+    for name in ("teacher/snapshots/0123", "student", "data"):
+        (tmp_path / name).mkdir(parents=True)
     slurm.variables = {
         "CONTAINER_IMAGE": "nvcr.io#nvidia/pytorch:25.09-py3",
         "CONTAINER_MOUNTS": "/scratch:/scratch",
-        "TEACHER": str(tmp_path / "teacher"),
+        "TEACHER": str(tmp_path / "teacher/snapshots/0123"),  # its files are links into teacher/blobs
         "STUDENT": str(tmp_path / "student"),
         "DATA": str(tmp_path / "data" / "text_document"),
     }

@@ -20,8 +20,6 @@ from mkd.job.memory_table import print_memory, workload
 from mkd.job.plan import WARNING, job_warnings, plan
 
 GIB = 2**30
-BLACKWELL = 10, 0
-"""Compute capability of the first GPUs on which Megatron does not require CUDA_DEVICE_MAX_CONNECTIONS=1."""
 
 
 def show_plan(job: Job, findings: Findings, console: Console) -> None:
@@ -103,27 +101,19 @@ def check_memory(
     )
 
 
-def check_cards(job: Job, cards: int, per_node: int, connections: str | None, findings: Findings) -> None:
+def check_cards(job: Job, cards: int, per_node: int, findings: Findings) -> None:
     """Warn of what the training machine may lack, judged by this one.
 
     Args:
         job: the examined job.
         cards: GPUs of this machine.
         per_node: ranks of each node.
-        connections: CUDA_DEVICE_MAX_CONNECTIONS in this shell.
         findings: collects the warnings.
     """
     args = job.args
     if 0 < cards < per_node:
         findings.warning(f"--nproc is {per_node}, this machine has {cards} GPUs")
     capability = cpu.compute_capability()
-    needs_one_connection = capability is None or capability < BLACKWELL
-    is_parallel = max(args.tensor_model_parallel_size, args.context_parallel_size) > 1
-    if is_parallel and needs_one_connection and connections != "1":
-        findings.warning(
-            "CUDA_DEVICE_MAX_CONNECTIONS is not 1 in this shell; set it where the job is launched: megatron requires "
-            "it under tensor and context parallelism"
-        )
     fp8 = {"--kd-teacher-dtype fp8": job.kd.teacher_dtype == "fp8", f"--fp8-format {args.fp8}": args.fp8}
     if capability is None:
         for flag in (flag for flag, is_given in fp8.items() if is_given):

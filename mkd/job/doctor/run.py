@@ -18,6 +18,7 @@ from mkd import cpu
 from mkd.config.check_list import run_checks
 from mkd.config.checks import SOURCES
 from mkd.config.flags import parse_flags
+from mkd.distributed.rank_env import default_connections
 from mkd.job.checks import CHECKS, JobDraft
 from mkd.job.doctor.environment import has_wrong_apex
 from mkd.job.doctor.findings import Findings
@@ -92,7 +93,7 @@ def _first_rank_of(ranks: int) -> Iterator[None]:
     """The environment of a job's first rank inside; restores this process's own at the end."""
     before = dict(os.environ)
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(ranks))
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # the launch may set it: see check_cards
+    default_connections(["2"], sys.argv)  # with sizes of 1 Megatron does not read it
     try:
         yield
     finally:

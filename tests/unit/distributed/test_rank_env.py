@@ -2,7 +2,7 @@
 
 import pytest
 
-from mkd.distributed.rank_env import check_rendezvous, default_rank_env
+from mkd.distributed.rank_env import CONNECTIONS, check_rendezvous, default_connections, default_rank_env
 from mkd.errors import MkdConfigError
 
 
@@ -70,3 +70,20 @@ def test_rendezvous() -> None:
         environ = {key: text for key, text in {**told, name: value}.items() if text is not None}
         with pytest.raises(MkdConfigError, match=words):
             check_rendezvous(environ)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words", "before", "after"),
+    [
+        (["2", None], [], None, "1"),
+        ([None, "4"], ["--bf16"], None, "1"),
+        (["1", None], [], None, None),
+        (["2", None], [], "32", "32"),
+        (["2", None], ["--use-torch-fsdp2"], None, None),
+        (["2", None], ["--overlap-moe-expert-parallel-comm"], None, None),
+    ],
+)
+def test_one_hardware_queue(sizes: list[str | None], words: list[str], before: str | None, after: str | None) -> None:
+    environ = {} if before is None else {CONNECTIONS: before}
+    default_connections(sizes, words, environ)
+    assert environ.get(CONNECTIONS) == after
