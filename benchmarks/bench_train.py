@@ -4,8 +4,9 @@
     python benchmarks/bench_train.py --small
 
 Models with random weights are made on the spot (30 s for 8B and 1B). Each layout is trained with the teacher, and once
-for all its teachers with --kd-ratio 0, the student alone. "Teacher alone" is the teacher's time for the same number of
-tokens per GPU in the fastest layout of the table, and
+for all its teachers with --kd-ratio 0, the student alone. Rows of "Model-Optimizer" train the same models on the same
+data with its distillation for megatron-core (train_modelopt.py; pip install nvidia-modelopt). "Teacher alone" is the
+teacher's time for the same number of tokens per GPU in the fastest layout of the table, and
 
     efficiency = (student alone in this layout + teacher alone) / step.
 
@@ -118,6 +119,8 @@ class Case:
     rows: int = 8
     """Rows per GPU and step."""
     seq_length: int = 4096
+    peer: bool = False
+    """Model-Optimizer's distillation (train_modelopt.py) in place of mkd's."""
 
 
 def parallel(**sizes: int) -> tuple[str, ...]:
@@ -140,6 +143,8 @@ RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform",
 FP8 = ("--kd-teacher-dtype", "fp8")
 GRAPH = ("--kd-teacher-micro-batch-size", "8", "--kd-teacher-cuda-graph")
 """Larger forward passes of the teacher, launched as CUDA graphs."""
+PEER_LOSS = ("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te")
+"""The fastest CE of megatron-core."""
 
 
 def cases_for(gpus: int) -> list[Case]:
@@ -147,6 +152,7 @@ def cases_for(gpus: int) -> list[Case]:
     shared = [
         Case("DP", gpus, layout=OVERLAP),
         Case("DP, FP8 teacher", gpus, layout=OVERLAP, teacher=FP8),
+        Case("Model-Optimizer, DP", gpus, layout=OVERLAP, peer=True),
     ]
     if gpus >= 2:
         tp2, long = (*parallel(tp=2), *OVERLAP), (*parallel(cp=2), *OVERLAP, *RECOMPUTE)
@@ -154,6 +160,7 @@ def cases_for(gpus: int) -> list[Case]:
             Case("DP, teacher TP2", gpus, layout=OVERLAP, teacher=teacher_parallel(2)),
             Case("DP, teacher TP2, graph", gpus, layout=OVERLAP, teacher=(*teacher_parallel(2), *GRAPH)),
             Case("TP2 SP", gpus, layout=tp2),
+            Case("Model-Optimizer, TP2 SP", gpus, layout=tp2, peer=True),
             Case("TP2 SP, graph", gpus, layout=tp2, teacher=GRAPH),
             Case("TP2 SP, FP8 teacher", gpus, layout=tp2, teacher=FP8),
             Case("TP2 SP, FP8 teacher, graph", gpus, layout=tp2, teacher=(*FP8, *GRAPH)),
@@ -284,7 +291,9 @@ class Training:
         return cls(middle("step_s"), middle("teacher_s"), rate, middle("mfu"), peak, first_step_s, lines[-1]["loss"])
 
 
-def train(flags: list[str], gpus: int, metrics: Path, limit_s: float) -> Training:
+def train(
+    flags: list[str], gpus: int, metrics: Path, limit_s: float, script: Path = ROOT / "pretrain_kd.py"
+) -> Training:
     """Run one training.
 
     Raises:
@@ -293,7 +302,7 @@ def train(flags: list[str], gpus: int, metrics: Path, limit_s: float) -> Trainin
     """
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1", **os.environ}
-    words = [*launcher, str(ROOT / "pretrain_kd.py"), *flags, "--kd-metrics-file", str(metrics)]
+    words = [*launcher, str(script), *flags, "--kd-metrics-file", str(metrics)]
     metrics.unlink(missing_ok=True)
     began, first_step_s = time.monotonic(), None
     with (metrics.with_suffix(".log")).open("w+") as output:
@@ -303,7 +312,7 @@ def train(flags: list[str], gpus: int, metrics: Path, limit_s: float) -> Trainin
                 if first_step_s is None and metrics.exists() and '"loss"' in metrics.read_text():
                     first_step_s = time.monotonic() - began
                 if time.monotonic() - began > limit_s:
-                    raise subprocess.TimeoutExpired("pretrain_kd.py", limit_s)
+                    raise subprocess.TimeoutExpired(script.name, limit_s)
                 time.sleep(0.1)
         finally:
             job.terminate()
@@ -338,6 +347,10 @@ def measure(case: Case, folder: Path, steps: int, limit_s: float, alone: dict[Ca
         alone: seconds per step of the student alone, by the case without its name and teacher; added to.
     """
     flags, metrics = flags_of(case, folder, steps), folder / "metrics.jsonl"
+    if case.peer:
+        words = [*flags, *(() if mkd.cpu.is_target() else PEER_LOSS), "--kd-ratio", "0"]
+        training = train(words, case.gpus, metrics, limit_s, ROOT / "benchmarks" / "train_modelopt.py")
+        return vars(training) | {"mfu": None}  # its metrics do not count the teacher's operations
     row: Row = {"estimated_gib": estimated_gib(flags, case.gpus)}
     row |= vars(train([*flags, "--kd-ratio", "0.5"], case.gpus, metrics, limit_s))
     student = replace(case, name="", teacher=())

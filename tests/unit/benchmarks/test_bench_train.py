@@ -54,6 +54,30 @@ def test_a_training_that_fails_has_its_reason(
         tool.train([], 2, tmp_path / "metrics.jsonl", 30.0)
 
 
+def test_a_peer_trains_without_mkds_teacher(tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(flags: list[str], gpus: int, metrics: Path, limit_s: float, script: Path) -> object:
+        given = dict(itertools.pairwise(flags))
+        assert (given["--kd-ratio"], given["--tensor-model-parallel-size"], gpus) == ("0", "2", 2)
+        assert script.name == "train_modelopt.py" and script.exists()
+        return tool.Training(2.0, None, 3.0, 0.5, 4.0, 5.0, 6.0)
+
+    monkeypatch.setattr(tool, "train", train)
+    (case,) = (case for case in tool.cases_for(2) if case.name == "Model-Optimizer, TP2 SP")
+    row = tool.measure(case, tmp_path, 6, 1.0, {})
+    assert row["step_s"] == 2.0 and row["mfu"] is None
+    rows = [row | {"name": case.name, "pair": case.pair}]
+    tool.add_efficiency(rows, [case])
+    assert "efficiency" not in rows[0] and "| 2.000 |" in tool.markdown(tool.COLUMNS, rows)
+
+
+def test_a_peer_beside_mkds_teacher_is_refused(tool: ModuleType, tmp_path: Path) -> None:
+    case = tool.Case("a", 1, "small", micro_batch=1, rows=2, seq_length=64)
+    tool.prepare(case, tool.SMALL_PAIRS, tmp_path, 6)
+    script = small_job.ROOT / "benchmarks" / "train_modelopt.py"
+    result = small_job.run([*tool.flags_of(case, tmp_path, 6), "--kd-ratio", "0.5"], script=script)
+    assert result.status == 1 and "error: --kd-ratio is not 0" in result.errors, result.errors
+
+
 def test_rows_per_step_of_context_parallel_ranks(tool: ModuleType, tmp_path: Path) -> None:
     flags = tool.flags_of(tool.Case("CP", 8, "x", tool.parallel(cp=4), rows=1, seq_length=64), tmp_path, 6)
     given = dict(itertools.pairwise(flags))
@@ -75,6 +99,8 @@ def test_the_doctor_accepts_every_row(
     monkeypatch.setattr(tool, "make_random", tool_inputs().make_sparse)
     monkeypatch.setattr(tool.mkd.cpu, "_stands_in", True)
     for case in tool.cases_for(gpus):
+        if case.peer:
+            continue  # its memory is not estimated
         needs_kernels = "fp8" in case.teacher or "--context-parallel-size" in case.layout  # of Transformer Engine
         flags = ["--no-rope-fusion"] if needs_kernels else ["--transformer-impl", "local"]
         tool.prepare(case, tool.PAIRS, tmp_path, 6)
