@@ -204,7 +204,7 @@ class _Writer:
     ) -> "_Writer":
         """A writer with empty slots."""
         parts = [_Slots.empty(sizes) for _ in range(sizes.microbatches)]
-        layout = TokenLayout.of(chunks, groups)
+        layout = TokenLayout.of(chunks, groups, sizes.slots)
         return cls(chunks, groups, options, sizes, attention, parts, NextToken.of(groups, options), layout, delivery)
 
     def write(self, texts: Sequence[_Text]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from transformers import AutoModelForCausalLM
 
@@ -16,6 +17,8 @@ from mkd.checkpoint.hf.check import read_architecture
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.load import load_hf_weights
 from mkd.distributed.groups import Groups
+from mkd.rollout import block_sum, token_layout
+from mkd.rollout.block_sum import add_outputs_reference
 from mkd.rollout.interface import Decoding, Engine, Request
 from mkd.rollout.sampler import NextToken
 from mkd.rollout.write import write_texts
@@ -300,6 +303,45 @@ def test_prompts_that_are_read_in_several_passes(gloo_pool, on_one_rank) -> None
     """Four slots, of which a forward pass over prompts fills two, as with --kd-rollout-memory-gb and few rows."""
     (found,) = gloo_pool(1).run(student_texts, Layout(mbs=1), Models(), "cached", (1.5,), 4 * 32)
     assert found[1.5] == on_one_rank[False][1.5]
+
+
+def texts_of_block_sums(
+    rank: int, world_size: int, folders: dict[str, Path], shared: Path
+) -> dict[str, tuple[list[list[int]], bool]]:
+    """Texts by family where ranks read the outputs of layers, here from files in memory. True if a family does so."""
+    sums = []
+
+    def memory(group: dist.ProcessGroup, size: int) -> tuple[torch.Tensor, ...]:
+        files = [str(shared / f"{size}.{one}") for one in range(group.size())]
+        return tuple(torch.from_file(file, shared=True, size=size, dtype=torch.uint8) for file in files)
+
+    def add(partials: Any, residual: torch.Tensor, norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        dist.barrier()  # in place of the flags of the kernel
+        sums.append(len(partials))
+        return add_outputs_reference(partials, residual, norm)
+
+    with layout(world_size, 1), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_sum, "add_outputs_reference", add)
+        patch.setattr(token_layout, "can_capture", lambda *_: True)
+        patch.setattr(token_layout, "peer_memory", memory)
+        found = {}
+        for name, path in folders.items():
+            folder = HFFolder(path, "--hf")
+            chunks = build_from_arguments(read_architecture(folder)[1], 1)
+            load_hf_weights(chunks, folder)
+            sums.clear()
+            texts = texts_of(chunks, PROMPTS, decoding(), "cached")
+            assert set(sums) <= {world_size}
+            found[name] = texts, bool(sums)
+        return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_outputs_of_layers_that_ranks_read(gloo_pool, folders, expected, tmp_path: Path, ranks: int) -> None:
+    """Norms behind a linear layer, and layers of two branches, keep their sums."""
+    used = {"llama": True, "qwen3": True, "gemma2": False, "parallel block": False}
+    for found in gloo_pool(ranks).run(texts_of_block_sums, {name: folders[name] for name in used}, tmp_path):
+        assert found == {name: (expected[name], is_read) for name, is_read in used.items()}
 
 
 def ended_texts(rank: int, world_size: int, engine: Engine, prompts: list[list[int]]) -> list[list[int]]:

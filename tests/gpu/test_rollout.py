@@ -28,6 +28,7 @@ SMALL: dict[str, Any] = dict(
 )
 MODELS: dict[str, dict[str, Any]] = {
     "llama": SMALL,
+    "biases and norms": SMALL | {"add_qkv_bias": True, "qk_layernorm": True, "apply_layernorm_1p": True},
     "windows": SMALL | {"window_size": (16, 0), "window_attn_skip_freq": 2},
     "experts": SMALL | {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 128},
 }
@@ -59,9 +60,11 @@ def student(sizes: dict[str, Any], groups: Groups, dtype: torch.dtype, vocab: in
         pg_collection=groups.collection, wrap_with_ddp=False, data_parallel_random_init=False
     )
     with torch.no_grad():
-        for parameter in unwrap_model(chunks[0]).parameters():
+        for name, parameter in unwrap_model(chunks[0]).named_parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0.0, 3.0 / parameter.shape[-1] ** 0.5)
+            elif name.endswith(".bias"):
+                parameter.normal_()
     return chunks
 
 

@@ -17,8 +17,11 @@ import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 from megatron.training.models import GPTModelBuilder
 
+import mkd.rollout.token_layout
 from mkd.distributed.groups import Groups
+from mkd.distributed.peer_memory import peer_memory
 from mkd.models.gpt import gpt_config
+from mkd.rollout.block_sum import BlockSums, add_outputs_reference
 from mkd.rollout.interface import Decoding, Request
 from mkd.rollout.write import write_texts
 from tests.support.dist.kd_samples import VOCAB
@@ -64,6 +67,36 @@ def texts(chunks: list, layout: Layout, groups: Groups) -> dict[str, list[list[i
     for name, options in CHOICES.items():
         decoding = Decoding(48, frozenset(), VOCAB, 4, 256, seed=3, length_multiple=layout.tp, **options)
         found[name] = [list(one.tokens) for one in write_texts(chunks, groups, requests, decoding, "cached")]
+    return found
+
+
+def kernel_differences(groups: Groups) -> dict[str, float]:
+    """Largest differences of sums of outputs in bf16: of two ranks, of the residual stream from the definition, and the
+    relative ones of its norm."""
+    from mkd.rollout.block_sum_kernel import add_outputs_triton
+
+    group, shape, dtype = groups.tp, (64, 2048), torch.bfloat16
+    memory = peer_memory(group, BlockSums.bytes_of(shape, dtype, group.size()))
+    sums = BlockSums.of(memory, group.rank(), shape, dtype)
+    found = dict.fromkeys(("ranks", "residual", "norm"), 0.0)
+    for call in range(6):
+        generator = torch.Generator("cuda").manual_seed(call)
+        residual, *made = (
+            torch.randn(shape, device="cuda", generator=generator).to(dtype) for _ in range(1 + group.size())
+        )
+        norm = torch.rand(shape[1], device="cuda", generator=generator).to(dtype), 1e-5, False
+        partials = sums.partials[call % 2]
+        partials[group.rank()].copy_(made[group.rank()])
+        hidden, normed = add_outputs_triton(partials, sums.flags, group.rank(), residual[:, None], norm)
+        expected = add_outputs_reference(made, residual[:, None], norm)
+        every = [torch.empty_like(normed) for _ in made]
+        dist.all_gather(every, normed, group=group)
+        differences = {
+            "ranks": every[0] - every[-1],
+            "residual": hidden - expected[0],
+            "norm": (normed - expected[1]) / expected[1].abs().clamp(min=1e-6),
+        }
+        found = {name: max(found[name], one.abs().max().item()) for name, one in differences.items()}
     return found
 
 
@@ -117,15 +150,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--sequence-parallel", action="store_true")
+    parser.add_argument("--nccl", action="store_true", help="sums by NCCL, as between hosts")
     parser.add_argument("--speed", type=int, nargs="*", default=[], help="texts at once")
     parser.add_argument("--tokens", type=int, default=512, help="new tokens of --speed")
     parser.add_argument("--profile", type=int, help="texts at once of a profile")
     flags = parser.parse_args()
+    if flags.nccl:
+        mkd.rollout.token_layout._block_sums = lambda *_: ()
     with ranks() as count:
         layout = Layout(tp=count, sp=flags.sequence_parallel)
         with parallel_state(layout):
             groups = Groups.from_megatron()
             found: dict[str, Any] = {"texts": texts(small_student(layout, groups), layout, groups)}
+            if ON_GPU and not flags.nccl:
+                found["differences"] = kernel_differences(groups)
             chunks = large_student(layout, groups) if flags.speed or flags.profile else []
             found["speed"] = {rows: speed(chunks, layout, groups, rows, flags.tokens) for rows in flags.speed}
             if flags.profile:

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from mkd.distributed.peer_memory import NoPeerMemory
+from mkd.rollout import token_layout
 from mkd.rollout.token_layout import TokenLayout
 
 
@@ -23,6 +25,12 @@ def model(**changes: Any) -> torch.nn.ModuleList:
     return chunk
 
 
+@pytest.fixture(autouse=True)
+def no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where passes are no CUDA graphs."""
+    monkeypatch.setattr(token_layout, "can_capture", lambda *_: False)
+
+
 def attributes(chunk: torch.nn.ModuleList) -> list[dict[str, Any]]:
     own = ("sequence_parallel", "_sequence_parallel", "reduce_scatter_embeddings")
     return [{name: getattr(layer, name) for name in own} for layer in chunk] + [dict(vars(chunk.config))]
@@ -32,7 +40,7 @@ def test_changes_end_with_an_error() -> None:
     """Sequence parallelism is off."""
     chunk = model()
     before = attributes(chunk)
-    layout = TokenLayout.of([chunk], Namespace(tp=Namespace(size=lambda: 2)))
+    layout = TokenLayout.of([chunk], Namespace(tp=Namespace(size=lambda: 2)), 4)
     assert attributes(chunk) == before
     with pytest.raises(ZeroDivisionError), layout.active():
         first, second, config = attributes(chunk)
@@ -46,4 +54,32 @@ def test_changes_end_with_an_error() -> None:
 @pytest.mark.parametrize(("size", "changes"), [(2, {"num_moe_experts": 4}), (2, {"tp_comm_overlap": True}), (1, {})])
 def test_layouts_that_stay(size: int, changes: dict[str, Any]) -> None:
     """Experts, overlapped communication, and one rank."""
-    assert TokenLayout.of([model(**changes)], Namespace(tp=Namespace(size=lambda: size))).changes == ()
+    assert TokenLayout.of([model(**changes)], Namespace(tp=Namespace(size=lambda: size)), 4).changes == ()
+
+
+@pytest.mark.parametrize(
+    ("size", "reason", "expected"),
+    [
+        (1, "layers have biases", ""),
+        (2, "layers have biases", "layers have biases"),
+        (2, None, "no access"),
+        (4, None, "4 ranks"),
+    ],
+)
+def test_sums_through_nccl(monkeypatch: pytest.MonkeyPatch, size: int, reason: str | None, expected: str) -> None:
+    """The reason is in the log once, and on one rank nowhere."""
+
+    lines: list[str] = []
+
+    def no_memory(*unused: Any) -> None:
+        raise NoPeerMemory("no access")
+
+    monkeypatch.setattr(token_layout, "can_capture", lambda *_: True)
+    monkeypatch.setattr(token_layout, "reason_against_block_sums", lambda _: reason)
+    monkeypatch.setattr(token_layout, "peer_memory", no_memory)
+    monkeypatch.setattr(token_layout.logger, "info", lambda line, *values: lines.append(line % values))
+    token_layout._report.cache_clear()
+    chunk = model(hidden_size=8, params_dtype=torch.bfloat16)
+    changes = [TokenLayout.of([chunk], Namespace(tp=Namespace(size=lambda: size)), 4).changes for _ in range(2)]
+    assert changes[0] == changes[1] and all(value is False for _, _, value in changes[0])
+    assert [line.rpartition(": ")[2] for line in lines] == ([expected] if expected else [])
