@@ -23,31 +23,20 @@ from mkd.checkpoint.megatron_folder import MegatronFolder
 from mkd.checkpoint.megatron_load import load_megatron_weights
 from tests.support.dist.gpt_models import build_from_arguments, layout, run_stages
 from tests.support.hf_folders import LLAMA3_ROPE, make_model, read_weights, reference_logits
-from tests.support.hf_models import HYBRID_MODELS, MIXER_MODELS, NEAR_MODELS
+from tests.support.hf_models import (
+    HYBRID_MODELS,
+    LATENT_SIZES,
+    MIXER_MODELS,
+    MOE,
+    NEAR_MODELS,
+    ROUTED,
+    TWO,
+    YARN,
+)
 from tests.support.slow import slow
 from tests.support.tolerance import LOGITS
 
-TWO = {"num_hidden_layers": 2}
-MOE = {**TWO, "num_experts_per_tok": 2}
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16}
-DEEPSEEK = {
-    "model_type": "deepseek_v3",
-    "rms_norm_eps": 1e-6,
-    "num_key_value_heads": 6,
-    "q_lora_rank": 20,
-    "kv_lora_rank": 12,
-    "qk_nope_head_dim": 10,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 14,
-    "n_routed_experts": 4,
-    "n_shared_experts": 2,
-    "moe_intermediate_size": 24,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 0,
-    "head_dim": 8,
-} | TWO
+DEEPSEEK = {"model_type": "deepseek_v3", **LATENT_SIZES, **ROUTED, "first_k_dense_replace": 0, **TWO}
 GPT_OSS = {
     "model_type": "gpt_oss",
     "intermediate_size": 20,

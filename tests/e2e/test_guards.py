@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from mkd.checkpoint.integrity import changed_files, find_damage
 from tests.support.e2e.quick_python import serving
 from tests.support.e2e.small_job import ROOT, Result, SmallJob, make_small_job, run, under_torchrun, write_data
+from tests.support.small_disk import small_disk
 
 KILLER = ROOT / "tests" / "support" / "e2e" / "killer.py"
 
@@ -69,20 +70,15 @@ def test_a_teacher_worse_than_none_is_refused(job: SmallJob, tmp_path: Path) -> 
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 16 MiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", disk], capture_output=True, text=True)
-    if mounted.returncode != 0:
-        pytest.skip(f"only a user who may mount can have a small disk: {mounted.stderr.strip()}")
-    yield disk
-    subprocess.run(["umount", disk], check=True)
+    with small_disk(tmp_path / "disk", "16m") as disk:
+        yield disk
 
 
-def test_a_full_disk_leaves_the_checkpoint_before(job: SmallJob, small_disk: Path) -> None:
+def test_a_full_disk_leaves_the_checkpoint_before(job: SmallJob, disk: Path) -> None:
     """There is no room for a second checkpoint, then for nothing at all; then there is."""
-    save = small_disk / "save"
+    save = disk / "save"
 
     def train(iterations: int) -> Result:
         steps = {"--train-iters": iterations, "--override-opt-param-scheduler": True}
@@ -91,20 +87,20 @@ def test_a_full_disk_leaves_the_checkpoint_before(job: SmallJob, small_disk: Pat
     assert train(1).status == 0
     for room, words in [(2**16, ["iter_0000002 was not saved, 0.000 GiB are free", "iter_0000001 is still complete"]),
                         (0, ["No space left on device", str(save)])]:  # fmt: skip
-        (small_disk / "other").write_bytes(bytes(shutil.disk_usage(small_disk).free - room))
+        (disk / "other").write_bytes(bytes(shutil.disk_usage(disk).free - room))
         full = train(2)
         assert full.status == 1 and "Traceback" not in full.errors
         error = next(line for line in full.errors.splitlines() if "pretrain_kd.py: error:" in line)
         assert all(word in error for word in words), error
         assert (save / "latest_checkpointed_iteration.txt").read_text() == "1"
-        (small_disk / "other").unlink()
+        (disk / "other").unlink()
     size = sum(path.stat().st_size for path in (save / "iter_0000001").iterdir())
     again = train(2)
     assert again.status == 0, again.errors[-3000:]
     assert (save / "latest_checkpointed_iteration.txt").read_text() == "2"
     # Several asynchronous saves, with room for one: one is complete.
     shutil.rmtree(save)
-    (small_disk / "other").write_bytes(bytes(shutil.disk_usage(small_disk).free - size - size // 2))
+    (disk / "other").write_bytes(bytes(shutil.disk_usage(disk).free - size - size // 2))
     flags = {"--save": save, "--save-interval": 1, "--eval-iters": 0, "--train-iters": 4, "--async-save": True}
     full = run(job.flags(flags))
     assert full.status == 1 and "Traceback" not in full.errors

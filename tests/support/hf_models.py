@@ -14,7 +14,7 @@ MULTIPLIERS = {
     "residual_multiplier": 0.25,
     "attention_multiplier": 0.125,
 }
-LATENT = {
+LATENT_SIZES = {
     "rms_norm_eps": 1e-6,
     "num_key_value_heads": 6,
     "q_lora_rank": 20,
@@ -23,8 +23,8 @@ LATENT = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 14,
     "head_dim": 8,
-    "rope_parameters": PLAIN,
-} | TWO
+}
+LATENT = {**LATENT_SIZES, "rope_parameters": PLAIN, **TWO}
 ROUTED = {
     "n_routed_experts": 4,
     "n_shared_experts": 2,

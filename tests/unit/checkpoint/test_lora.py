@@ -15,7 +15,7 @@ from mkd.config.kd_config import KDConfig
 from mkd.config.lora import LoraOptions, check_latent_adapters, check_lora_arguments, check_query_groups
 from mkd.errors import MkdCheckpointError, MkdConfigError
 from mkd.models.adapted_layers import AdaptedLinear, RowPart
-from tests.support.hf_models import HYBRID_MODELS, MIXER_MODELS
+from tests.support.hf_models import HYBRID_MODELS, LATENT_SIZES, MIXER_MODELS
 
 CONFIG: dict[str, Any] = {
     "hidden_size": 48,
@@ -85,17 +85,6 @@ def test_every_family_has_adapters() -> None:
         assert ("self_attention.linear_qkv.weight" in paths) != has_latent, family.model_type
 
 
-LATENT = {
-    "q_lora_rank": 20,
-    "kv_lora_rank": 12,
-    "qk_nope_head_dim": 10,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 14,
-    "head_dim": 8,
-    "num_key_value_heads": 6,
-}
-
-
 def parts_of(linears: Any) -> dict[str, list[tuple[int, str, int]]]:
     """Path -> channels, name and blocks of each part, of the first layers that have one."""
     found: dict[str, list[tuple[int, str, int]]] = {}
@@ -106,7 +95,7 @@ def parts_of(linears: Any) -> dict[str, list[tuple[int, str, int]]]:
 
 
 def test_latent_attention() -> None:
-    linears = linears_of("4", None, "YoutuForCausalLM", **LATENT)
+    linears = linears_of("4", None, "YoutuForCausalLM", **LATENT_SIZES)
     found = parts_of(linears)
     assert len(linears) == 2 * len(found)
     assert found["self_attention.linear_proj"] == [(48, "o_proj", 1)] and linears[8].inputs == 6 * 14

@@ -18,6 +18,7 @@ from tests.support.hf_folders import (
     read_weights,
     reference_logits,
 )
+from tests.support.hf_models import LATENT_SIZES
 from tests.support.tolerance import FP32, assert_close_norm
 
 
@@ -93,20 +94,13 @@ WINDOWS = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
 }
 DENSE_FIRST = {
-    "rms_norm_eps": 1e-6,
-    "num_key_value_heads": 6,
-    "q_lora_rank": 20,
-    "kv_lora_rank": 12,
-    "qk_nope_head_dim": 10,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 14,
+    **LATENT_SIZES,
     "n_routed_experts": 4,
     "moe_intermediate_size": 24,
     "num_experts_per_tok": 2,
     "n_group": 1,
     "topk_group": 1,
     "first_k_dense_replace": 2,
-    "head_dim": 8,
 }
 
 SOME_MIXTURES = {
