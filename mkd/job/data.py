@@ -114,7 +114,7 @@ class JobData:
     def sets(self) -> list[Any]:
         """Train, validation and test set. Collective over all ranks."""
         if not self.has_own_rows:
-            self._tell_readings()
+            self._log_readings()
         config = data_args.dataset_config(self.args, get_tokenizer())
         return build_datasets(
             config,
@@ -129,7 +129,7 @@ class JobData:
         if self.has_own_rows and self.args.rank == 0:
             self.sets()
         elif not self.has_own_rows:
-            self._tell_readings()
+            self._log_readings()
 
     def readings(self) -> list[Reading]:
         """Approximate number of epochs of each file; see `readings_of_documents`."""
@@ -147,7 +147,7 @@ class JobData:
             return self._row_sets(config).rows_per_epoch()
         return sum(reading.per_epoch for reading in readings_of_documents(config, (1, None, None)))
 
-    def _tell_readings(self) -> None:
+    def _log_readings(self) -> None:
         for reading in self.readings() if self.args.rank == 0 else ():
             about = f"concatenated documents, about {reading.per_epoch} rows"
             self._say(f"{reading.split:10s} {reading.name}: {about}; {reading}")

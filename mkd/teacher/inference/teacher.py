@@ -6,12 +6,10 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mkd.data.batch import KDBatch
 from mkd.data.lookahead import Lookahead
-from mkd.distributed.context_parallel import dual_chunk_positions
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdCacheError
 from mkd.teacher.cache.reader import signal_of, words_of
@@ -21,6 +19,7 @@ from mkd.teacher.inference.pool import ScoringPool
 from mkd.teacher.inference.texts import BatchOfTexts, TextStore
 from mkd.teacher.interface import TopKSignal
 from mkd.teacher.run_ahead import AllRanks, PendingRequest, RunAhead
+from mkd.teacher.service.answers import distribute_words
 from mkd.utils.logging import EVERY_RANK, logger
 
 _TEMPERATURE = 1.0
@@ -138,25 +137,8 @@ class InferenceTeacher(TeacherElsewhere[BatchOfTexts]):
 
     def _signal(self, batch: KDBatch) -> TopKSignal:
         """The signal of this rank's part of a microbatch."""
-        cp, tp, top_k = self._groups.cp, self._groups.tp, self._meta.top_k
-        words = torch.empty(*batch.tokens.shape, 2 * top_k + 3, dtype=torch.int32, device="cuda")
-        if tp.rank() == 0:
-            parts = self._parts(batch.number) if self._pool is not None else None
-            if cp.size() == 1:
-                (words,) = parts
-            else:
-                # As bytes, because gloo does not scatter every dtype.
-                parts = None if parts is None else [part.view(torch.uint8) for part in parts]
-                dist.scatter(words.view(torch.uint8), parts, group=cp, group_src=0)
-        if tp.size() > 1:
-            dist.broadcast(words, group=tp, group_src=0)
-        return signal_of(words, top_k, _TEMPERATURE)
-
-    def _parts(self, number: int) -> list[Tensor]:
-        """The words of a microbatch for each context-parallel rank, on the device."""
-        whole, size = self._words[number].pin_memory().to("cuda", non_blocking=True), self._groups.cp.size()
-        if size == 1:
-            return [whole]
-        bounds = self._whole[number].bounds
-        orders = (dual_chunk_positions(bounds, rank, size).to(whole.device) for rank in range(size))
-        return [whole.index_select(1, order) for order in orders]
+        words, top_k = None, self._meta.top_k
+        if self._pool is not None:
+            words = self._words[batch.number].pin_memory().to("cuda", non_blocking=True)
+        own = distribute_words(words, self._whole[batch.number], 2 * top_k + 3, self._groups)
+        return signal_of(own, top_k, _TEMPERATURE)

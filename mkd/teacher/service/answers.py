@@ -155,13 +155,26 @@ class TargetAnswers:
         return self.targets.is_finite(answer)
 
     def signal(self, whole: KDBatch, received: Received | None) -> TopKSignal:
-        rows, length = whole.tokens.shape
-        cp, tp = self.groups.cp, self.groups.tp
-        parts, shape = None, (rows, length // cp.size(), self.columns)
-        if received is not None:
-            parts = _cut(_spread(received, whole), 1, whole, cp)
-        own = _scatter(parts, shape, self.dtype, cp) if tp.rank() == 0 else None
-        return self.targets.signal(_broadcast(own, shape, self.dtype, tp))
+        words = None if received is None else _spread(received, whole)
+        return self.targets.signal(distribute_words(words, whole, self.columns, self.groups))
+
+
+def distribute_words(words: Tensor | None, whole: KDBatch, columns: int, groups: Groups) -> Tensor:
+    """[b, s/cp, columns] int32 words of this rank's part of a microbatch. Collective over the replica's ranks of the
+    last stage.
+
+    Args:
+        words: [b, s, columns] int32 on the device of the rank that leads the replica, else None.
+        whole: the microbatch, on the host.
+        columns: words per token.
+        groups: the student's layout.
+    """
+    rows, length = whole.tokens.shape
+    cp, tp = groups.cp, groups.tp
+    shape = (rows, length // cp.size(), columns)
+    parts = None if words is None else _cut(words, 1, whole, cp)
+    own = _scatter(parts, shape, torch.int32, cp) if tp.rank() == 0 else None
+    return _broadcast(own, shape, torch.int32, tp)
 
 
 def _spread(received: Received, whole: KDBatch, change: Callable[[Tensor], Tensor] | None = None) -> Tensor:
