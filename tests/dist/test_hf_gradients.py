@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from mkd.checkpoint.hf.check import read_architecture
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.layouts import TensorShard
-from mkd.checkpoint.hf.load import HFParameters, _global_name, load_hf_weights
+from mkd.checkpoint.hf.load import HFParameters, global_name, load_hf_weights
 from mkd.models.model_options import ModelOptions
 from tests.dist.test_hf_families import ALIKE, MODELS, NO_SPECIAL_TOKENS, TOKENS
 from tests.support.delta_rule import exact_delta_rule
@@ -127,7 +127,7 @@ def gradient_errors(model: nn.Module, expected: HFParameters, options: ModelOpti
     for name, param in model.named_parameters():
         is_expert = ".experts." in name
         group = model.pg_collection.expt_tp if is_expert else model.pg_collection.tp
-        value = expected.read(_global_name(model, name), TensorShard(group.rank(), group.size()), tuple(param.shape))
+        value = expected.read(global_name(model, name), TensorShard(group.rank(), group.size()), tuple(param.shape))
         # Experts receive the tokens of all expert-parallel ranks, here equal ones.
         found = param.grad / ps.get_expert_model_parallel_world_size() if is_expert else param.grad
         errors[name] = gradient_error(name, found, value, options)

@@ -140,7 +140,7 @@ def _load_chunk(model: GPTModel, weights: HFParameters, casts: CastCheck) -> Non
         for name, param in values.items():
             group = groups.expt_tp if ".experts." in name else groups.tp
             shard = TensorShard(group.rank(), group.size())
-            yield param.nbytes, partial(weights.read, _global_name(model, name), shard, tuple(param.shape))
+            yield param.nbytes, partial(weights.read, global_name(model, name), shard, tuple(param.shape))
 
     # On the CPU, one after the other: only one parameter is in memory twice.
     found = (read() for _, read in reads()) if weights.staging is None else in_order(reads())
@@ -149,7 +149,7 @@ def _load_chunk(model: GPTModel, weights: HFParameters, casts: CastCheck) -> Non
         param.copy_(value)
 
 
-def _global_name(model: GPTModel, name: str) -> str:
+def global_name(model: GPTModel, name: str) -> str:
     """Parameter name with layer and expert indices of the whole model instead of those of this chunk."""
     prefix = "decoder.layers."
     if not name.startswith(prefix):

@@ -18,6 +18,11 @@ FILLER_LOGIT = -30.0
 and filler (`mkd.job.cache_build.import_axolotl`) is far below."""
 
 
+def words_per_token(top_k: int) -> int:
+    """K ids, K logits, logsumexp, logsumexp of the tail, log-probability of the label."""
+    return 2 * top_k + 3
+
+
 @dataclass(frozen=True)
 class CacheReader:
     """Reads the records of a microbatch into one tensor of 32-bit words per token (`read`, on the host), which can be
@@ -31,8 +36,8 @@ class CacheReader:
 
     @property
     def width(self) -> int:
-        """Words per token: K ids, K logits, logsumexp, logsumexp of the tail, log-probability of the label."""
-        return 2 * self.top_k + 3
+        """Words per token."""
+        return words_per_token(self.top_k)
 
     def read(self, request: ReadRequest) -> Tensor:
         """[b, s/cp, width] int32 on the host; tokens that are not requested are 0.
@@ -94,7 +99,7 @@ def words_of(targets: TokenTargets, top_k: int, temperature: float) -> np.ndarra
     label. A token with more ids keeps its `top_k` largest logits."""
     if top_k < targets.ids.shape[1]:
         targets = keep_largest(targets, top_k, temperature)
-    k, words = top_k, np.empty((len(targets.ids), 2 * top_k + 3), dtype=np.int32)
+    k, words = top_k, np.empty((len(targets.ids), words_per_token(top_k)), dtype=np.int32)
     words[:, :k], floats = targets.ids, words[:, k:].view(np.float32)
     floats[:, :k], floats[:, k + 2] = targets.logits, targets.label_log_prob
     floats[:, k : k + 1], floats[:, k + 1 : k + 2] = targets.lse, targets.tail_lse

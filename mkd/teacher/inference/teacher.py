@@ -12,7 +12,7 @@ from mkd.data.batch import KDBatch
 from mkd.data.lookahead import Lookahead
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdCacheError
-from mkd.teacher.cache.reader import signal_of, words_of
+from mkd.teacher.cache.reader import signal_of, words_of, words_per_token
 from mkd.teacher.cache.store import CacheMeta
 from mkd.teacher.elsewhere import TeacherElsewhere
 from mkd.teacher.inference.pool import ScoringPool
@@ -110,7 +110,7 @@ class InferenceTeacher(TeacherElsewhere[BatchOfTexts]):
         return answers
 
     def _take(self, pending: Sequence[PendingRequest[BatchOfTexts]]) -> list[Tensor]:
-        """Keep the answers of the step, and make the words of its microbatches: [b, s, 2 K + 3] int32 on the host."""
+        """Keep the answers of the step, and make the words of its microbatches: [b, s, words] int32 on the host."""
         for one in pending:
             for text, answer in zip(one.request.texts, one.answers, strict=True):
                 self._store.add(text.key, answer.result())
@@ -120,7 +120,7 @@ class InferenceTeacher(TeacherElsewhere[BatchOfTexts]):
 
     def _words_of(self, batch: KDBatch, pending: PendingRequest[BatchOfTexts]) -> Tensor:
         mask, top_k = batch.kd_mask.flatten().numpy() != 0.0, self._meta.top_k
-        words = np.zeros((len(mask), 2 * top_k + 3), dtype=np.int32)
+        words = np.zeros((len(mask), words_per_token(top_k)), dtype=np.int32)
         places, records = [], []
         for text, answer in zip(pending.request.texts, pending.answers, strict=True):
             wanted = np.flatnonzero(mask[text.positions])
@@ -140,5 +140,5 @@ class InferenceTeacher(TeacherElsewhere[BatchOfTexts]):
         words, top_k = None, self._meta.top_k
         if self._pool is not None:
             words = self._words[batch.number].pin_memory().to("cuda", non_blocking=True)
-        own = distribute_words(words, self._whole[batch.number], 2 * top_k + 3, self._groups)
+        own = distribute_words(words, self._whole[batch.number], words_per_token(top_k), self._groups)
         return signal_of(own, top_k, _TEMPERATURE)

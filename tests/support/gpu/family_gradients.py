@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from mkd.checkpoint.hf.check import read_architecture
 from mkd.checkpoint.hf.folder import HFFolder
 from mkd.checkpoint.hf.layouts import TensorShard
-from mkd.checkpoint.hf.load import HFParameters, _global_name, load_hf_weights
+from mkd.checkpoint.hf.load import HFParameters, global_name, load_hf_weights
 from mkd.compat.experts import (
     add_router_biases_in_fp32,
     balance_experts_over_unequal_ranks,
@@ -243,7 +243,7 @@ def _parameter_errors(model: GPTModel, expected: HFParameters) -> tuple[dict[str
     """(name -> error, error of the whole gradient)."""
     differences, sizes = {}, {}
     for name, param in model.named_parameters():
-        wanted = expected.read(_global_name(model, name), TensorShard(0, 1), tuple(param.shape))
+        wanted = expected.read(global_name(model, name), TensorShard(0, 1), tuple(param.shape))
         found = torch.zeros_like(param) if param.grad is None else param.grad
         differences[name] = _norm(found.cpu().double() - wanted.double())
         sizes[name] = _norm(wanted)
