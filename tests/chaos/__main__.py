@@ -25,7 +25,7 @@ SMALL = {"signals": 1, "calls": 1, "disk": 1, "places": 1, "fuzz": 4, "flags": 2
 
 
 def experiments_of(lab: Lab) -> dict[str, Callable[[], Experiment]]:
-    """Name -> experiment, made when it is asked for."""
+    """Name -> experiment, made when it is run."""
     from tests.chaos.disturbances import Disturbances
     from tests.chaos.file_calls import FileCalls
     from tests.chaos.fuzz import Fuzz

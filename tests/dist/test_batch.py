@@ -39,6 +39,6 @@ def test_equal_batches(gloo_pool: Callable, world_size: int) -> None:
 @pytest.mark.parametrize("name", ["tokens", "labels", "ce_mask", "kd_mask"])
 @pytest.mark.parametrize("pairs", [False, True])
 def test_one_rank_that_differs(gloo_pool: Callable, odd_rank: int, name: str, pairs: bool) -> None:
-    """All ranks hear of it, so that none waits for the others."""
+    """All ranks raise the error, so that none waits for the others."""
     for message in gloo_pool(4).run(verdict, odd_rank, name, pairs):
         assert "different tokens" in message and "--data-path" in message

@@ -96,7 +96,7 @@ def test_qwen_trains_with_tensor_parallelism(executables: Path, paths: dict[str,
     chats = [talk(*(" ".join(draw.choices(vocabulary, k=draw.randrange(2, 9))) for _ in range(2))) for _ in range(100)]
     write_lines(Path(paths["DATA"]), [{"messages": messages} for messages in chats])
     models = {"TEACHER": str(tmp_path / "teacher"), "STUDENT": str(tmp_path / "student")}
-    # Its random teacher is surer of itself than one that knows nothing should be.
+    # Its random teacher is worse than uniform guessing.
     train(QWEN, executables, {**paths, **models}, "--split", "80,20,0", "--kd-allow-bad-teacher")
 
 

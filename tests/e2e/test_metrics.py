@@ -81,7 +81,7 @@ def test_metrics_file(pp2_run: Result) -> None:
     for line in evaluated:
         assert sum(line["valid_calibration"]["share"]) == pytest.approx(1.0)
         assert line["valid_student_entropy"] > 0.0 and line["valid_calibration_error"] >= 0.0
-        # A byte costs less than a token, and as much for the teacher as its own loss says.
+        # A byte costs less than a token, and as much for the teacher as by its own loss.
         ratio = line["valid_ce"] / line["valid_bits_per_byte"]
         assert line["valid_teacher_ce"] / line["valid_teacher_bits_per_byte"] == pytest.approx(ratio, rel=0.05)
 

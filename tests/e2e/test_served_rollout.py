@@ -119,7 +119,7 @@ def test_sampled_texts_with_weights_for_several_steps(job: SmallJob, tmp_path: P
 
 
 def test_the_weights_are_compared_in_each_step(job: SmallJob, server: StandIn, tmp_path: Path) -> None:
-    """The server loads them four times, and from then on only says so."""
+    """The server loads them four times, and from then on only logs that."""
     server.late_fault = (8, "keeps")  # two texts per rollout show the weights
     flags = on_policy_flags(tmp_path) | {"--save": tmp_path / "save", "--save-interval": 100, "--lr": 1e-2}
     flags |= {"--lr-decay-style": "constant", "--kd-rollout-url": server.url, "--train-iters": 9, "--eval-iters": 0}

@@ -160,7 +160,7 @@ def test_two_preemptions(job: SmallJob, slurm: Slurm, quick_python: Path, tmp_pa
 
 
 def test_no_progress_ends_after_three_attempts(slurm: Slurm) -> None:
-    assert slurm.submit("sh", "-c", "echo out of memory; exit 0") == 1  # the exit status says nothing
+    assert slurm.submit("sh", "-c", "echo out of memory; exit 0") == 1  # the exit status is of no use here
     assert len(slurm.calls()) == 3
     assert slurm.logs() == ["out of memory\n" * 2] * 3
     assert "error: 3 attempts in a row started at iteration 0 of 8 and saved nothing beyond it" in slurm.output

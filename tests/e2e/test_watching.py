@@ -212,7 +212,7 @@ def test_another_layout_continues_with_the_optimizer(job: SmallJob, tmp_path: Pa
 
 
 def test_the_default_format_of_the_optimizer_is_for_one_layout(job: SmallJob, tmp_path: Path) -> None:
-    """A job says so when it starts, and the other layout is refused before models are loaded."""
+    """A job reports it when it starts, and the other layout is refused before models are loaded."""
     flags = {"--use-distributed-optimizer": True, "--exit-interval": 2, "--save-interval": 2}
     first = Attempts(job, tmp_path / "save", flags, ranks=2).start()
     assert first.status == 0, first.errors[-3000:]

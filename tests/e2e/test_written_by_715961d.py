@@ -1,4 +1,4 @@
-"""Files that commit 715961d wrote are read, and training goes on from them as it did there.
+"""Files that commit 715961d wrote are read, and training continues from them as it did there.
 
 The files are in tests/fixtures/commit_715961d, and its README.md says how they were made. Processors differ in the last
 bits of their arithmetic, so that numbers may differ by `CLOSE` or `SMALL` from those that were written. With
@@ -194,7 +194,7 @@ def test_documents_go_on(job: OldJob) -> None:
 
 @pytest.mark.parametrize("is_stored", [True, False], ids=["stored", "tokenized_again"])
 def test_packed_chats_go_on(job: OldJob, is_stored: bool) -> None:
-    """From the tokens that were stored for the chats, and from the same made anew."""
+    """From the tokens that were stored for the chats, and from the same tokenized again."""
     cache = job.store("chat") if is_stored else job.root / "data_cache"
     before = set(cache.glob("*-chat.*"))
     result = job.goes_on("packed", PACKED)

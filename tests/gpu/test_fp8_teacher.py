@@ -1,4 +1,4 @@
-"""A teacher in FP8 on a GPU: it says nearly the same as in bf16, and its layers take half the memory.
+"""A teacher in FP8 on a GPU: its outputs are near those in bf16, and its layers take half the memory.
 
 pytest -m gpu tests/gpu/test_fp8_teacher.py -s
 """

@@ -36,7 +36,7 @@ def _with_loss(change: Callable[[Tensor], Tensor], name: str = "loss_from_hidden
 
     def make(right: Callable) -> Callable:
         def wrong(*args: Any, **options: Any) -> LossOutput:
-            # mkd would notice: the gradient that comes is not the one that was announced
+            # mkd would raise: the upstream gradient is not the announced one
             output = right(*args, **{**options, "upstream": None})
             return LossOutput(change(output.loss), output.ce, output.kd)
 

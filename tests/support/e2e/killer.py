@@ -58,7 +58,7 @@ def die_at(event: str, number: int, warning: str | None = None) -> None:
     count, trainer = 0, os.getpid()
 
     def counted(call: Callable) -> Callable:
-        @functools.wraps(call)  # megatron looks at signatures
+        @functools.wraps(call)  # megatron inspects signatures
         def count_and_call(*args: Any, **kwargs: Any) -> Any:
             nonlocal count
             count += 1

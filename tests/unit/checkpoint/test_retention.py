@@ -62,7 +62,7 @@ def test_the_best_stays_and_is_not_counted(save: Path) -> None:
 
 
 def test_the_lowest_cross_entropy_is_the_best(save: Path) -> None:
-    """A checkpoint that was not evaluated is not compared; one that is written anew has its new value."""
+    """A checkpoint that was not evaluated is not compared; one that is written again has its new value."""
     best = BestCheckpoint(save, "ce")
     for evaluated, published, value, expected in (
         (2, 2, 3.0, 2),

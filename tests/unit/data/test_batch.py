@@ -1,4 +1,4 @@
-"""mkd/data/batch.py: microbatches of existing tokens, and hashes that tell them apart. Across ranks:
+"""mkd/data/batch.py: microbatches of existing tokens, and hashes that distinguish them. Across ranks:
 tests/dist/test_batch.py.
 """
 

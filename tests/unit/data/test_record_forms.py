@@ -1,4 +1,4 @@
-"""Conversations in other forms and files: the same tokens as in messages, or an error that says how to convert them."""
+"""Conversations in other forms and files: the same tokens as in messages, or an error that names the conversion."""
 
 import json
 from pathlib import Path

@@ -247,7 +247,9 @@ def test_stores_of_chats_truncated_while_they_are_read(tmp_path: Path) -> None:
 
 def test_flipped_bits_in_index_files_of_rows(prefix: Path) -> None:
     before = [row["tokens"].tolist() for row in build(str(prefix))]
-    for path in index_files(prefix.parent):
+    files = index_files(prefix.parent)
+    assert files
+    for path in files:
         content = path.read_bytes()
         for offset in range(0, len(content), 13):
             path.write_bytes(content[:offset] + bytes([content[offset] ^ 1]) + content[offset + 1 :])

@@ -96,7 +96,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_servers_in_the_place_of_the_training_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first rank alone finds them, if asked to."""
+    """The first rank alone finds them, if `waits` is given."""
     with StandIn(table_model(307), vocab=307) as server:
         server.load = lambda _: server.model
         args = arguments(folder, save=str(folder / "save"), tokenizer_type="HuggingFaceTokenizer")

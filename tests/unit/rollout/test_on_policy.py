@@ -128,7 +128,7 @@ def test_a_microbatch_is_given_away_with_its_last_text(
 
 
 def test_texts_of_several_steps_are_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job that resumes reads them from the checkpoint's state; without that state it writes the rest anew."""
+    """A job that resumes reads them from the checkpoint's state; without that state it writes the rest again."""
     written, state = Written(monkeypatch), RunState()
     several = policy(1.0, steps=3, state=state)
     found = [written.step(several, iteration) for iteration in range(5)]

@@ -1,4 +1,4 @@
-"""Teachers behind vLLM and SGLang, with a stand-in that speaks their protocols: answers, faults, retries, the cache."""
+"""Teachers behind vLLM and SGLang, with a stand-in for their protocols: answers, faults, retries, the cache."""
 
 import time
 from collections.abc import Iterator
@@ -224,7 +224,7 @@ def test_wrong_answers_of_sglang(servers: dict[str, StandIn], fault: str) -> Non
 
 @pytest.mark.parametrize("fault", ["busy", "half", "drip", "dead"])
 def test_failures_that_pass(vllm: StandIn, fault: str) -> None:
-    """A server that is overloaded, dies in an answer, or sends a byte at a time: the request is sent again."""
+    """A server that is overloaded, exits during an answer, or sends a byte at a time: the request is sent again."""
     vllm.fault = fault
     with pytest.raises(ServerLost):
         model_at(vllm, timeout_s=0.3).score(TEXT, TOP_K, VOCAB)

@@ -27,7 +27,7 @@ REASONING = (
     "{% else %}{{ m['content'] }}{% endif %}{{ '</s>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<s>assistant\n' }}{% endif %}"
 )
-"""Looks into what the assistant says, and writes empty thoughts where there are none."""
+"""Inspects the content of answers, and writes empty thoughts where there are none."""
 DROPPING = (
     "{% for m in messages if m['role'] != 'system' %}{{ '<s>' + m['role'] + '\n' + m['content'] }}"
     "{% if m['role'] == 'assistant' %}{{ '</s>' }}{% else %}{{ '\n' }}{% endif %}{% endfor %}"
@@ -118,7 +118,7 @@ def test_conversations_are_aligned_message_by_message(teacher: str, template: st
 
 
 def test_the_place_of_a_message_is_its_own() -> None:
-    """Not where another one says the same, or a role is called so."""
+    """Not where another message has the same text, or a role has that name."""
     chat = Conversation(talk("assistant", "assistant", "the", "the", "e", "th"))
     for teacher in TEACHERS.values():
         sample = align_sample(STUDENT, teacher, chat)
