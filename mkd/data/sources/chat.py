@@ -50,7 +50,9 @@ _KEYS_SINCE = {
     3: re.compile(rb'"(?:system|history)"\s*:'),
 }
 """Version of stored sets -> keys that versions before it did not read, or not in every form."""
-FACTS_VERSION = max(_KEYS_SINCE)
+_MISNAMED_SINCE = 4
+"""Version of stored sets before which a text under another key than content was an empty message."""
+FACTS_VERSION = max(*_KEYS_SINCE, _MISNAMED_SINCE)
 """Version of a stored set. The tokens of a file without the keys above are the same in all versions, and are found
 under the same name."""
 _PROBED_TOKENS = 16
@@ -152,14 +154,35 @@ def _misnamed_content(message: dict[str, Any]) -> str | None:
     if not spoken.isdisjoint(message):
         return None
     texts = [key for key, value in message.items() if isinstance(value, str) and value.strip()]
-    near = (key for key in texts if key in ("text", "value") or get_close_matches(key[:16].lower(), ["content"]))
-    return next(near, None)
+    return next(filter(_is_near_content, texts), None)
+
+
+def _is_near_content(key: str) -> bool:
+    return key in ("text", "value") or bool(get_close_matches(key[:16].lower(), ["content"]))
 
 
 def mentions_newer_keys(lines: Iterable[bytes], version: int) -> bool:
     """True if a line has a key, perhaps inside a text, that a stored set of a version was made without reading."""
     unread = [keys for since, keys in _KEYS_SINCE.items() if since > version]
-    return any(keys.search(line) for line in lines for keys in unread)
+    are_misnamed = _MisnamedContent() if version < _MISNAMED_SINCE else None
+    return any(
+        any(keys.search(line) for keys in unread) or (are_misnamed is not None and are_misnamed(line)) for line in lines
+    )
+
+
+class _MisnamedContent:
+    """Finds keys that are near content, and compares each name once. ShareGPT's `value` is beside `from`."""
+
+    _KEY = re.compile(rb'"([^"\\\s]{1,64})"\s*:')
+
+    def __init__(self) -> None:
+        self._known = {b"content"}
+
+    def __call__(self, line: bytes) -> bool:
+        keys = set(self._KEY.findall(line))
+        new = keys - self._known - ({b"value"} if b"from" in keys else set())
+        self._known |= new
+        return any(_is_near_content(key.decode(errors="replace")) for key in new)
 
 
 def _learned(message: dict[str, Any]) -> bool | None:

@@ -321,8 +321,11 @@ def test_doctor_shows_the_targets_that_are_stored(folders: dict[str, Path], tmp_
         ({"name": "weight"}, {"id": "system"}, ()),
         ({"weight": 0}, {}, (1,)),
         ({}, {"system": "Be brief."}, (1, 2)),
+        ({"contents": ""}, {}, (1, 2, 3)),
+        ({"text": ""}, {}, (1, 2, 3)),
+        ({"from": "human", "value": ""}, {}, ()),
     ],
-    ids=["other keys", "weight", "system"],
+    ids=["other keys", "weight", "system", "misnamed content", "text", "ShareGPT"],
 )
 def test_tokens_of_an_earlier_version_are_made_anew_only_for_files_with_newer_keys(
     folders: dict[str, Path], tmp_path: Path, keys: dict[str, Any], record: dict[str, Any], versions_without: tuple
@@ -330,7 +333,7 @@ def test_tokens_of_an_earlier_version_are_made_anew_only_for_files_with_newer_ke
     file = write_lines(tmp_path / "f.jsonl", [{"messages": with_keys(TALKS[2], 1, keys), **record}])
     tokenizer = ChatTokenizer(str(folders["plain"]))
     base, said = chat_base(str(file), tokenizer, None), []
-    for version in (1, 2, 3):
+    for version in (1, 2, 3, 4):
         tokenize_chat(str(file), tokenizer, base, said.append)
         facts = json.loads(base.with_name(f"{base.name}.json").read_text())
         base.with_name(f"{base.name}.json").write_text(json.dumps({**facts, "version": version}))
