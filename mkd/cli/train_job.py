@@ -4,14 +4,15 @@ import sys
 from pathlib import Path
 
 from mkd.cli.job_process import exit_status_of_rank, prepare
-from mkd.config.run_file import given_words, last_value
+from mkd.config.run_file import given_words, last_value, without_files
 from mkd.distributed.rank_env import check_rendezvous
 from mkd.errors import is_correctable
-from mkd.utils.logging import FILE, log_to_existing_file, log_to_file
+from mkd.utils.logging import FILE, close_file, log_to_existing_file, log_to_file
 
 
 def run_job() -> None:
     """Parse and check the command line, build the job's parts, train."""
+    _log_early_errors(without_files(sys.argv[1:]))
     prepare(sys.argv[1:])
     _log_early_errors(given_words(sys.argv[1:]))
     # These import megatron, which `prepare` prepares.
@@ -35,6 +36,7 @@ def run_job() -> None:
 def _log_early_errors(words: list[str]) -> None:
     """Append errors of the checks to the log in --save if there is one. A refused job creates neither folder nor
     log."""
+    close_file()
     save = last_value(words, "--save")
     if save is not None and "--kd-dry-run" not in words:
         log_to_existing_file(Path(save) / FILE, "error")

@@ -60,6 +60,13 @@ def test_early_errors_are_in_the_log_of_the_run(tmp_path: Path, monkeypatch: pyt
     assert plan == "plan" and line.endswith(" ERROR   rank 0: --train-iters 9: 8 in the checkpoint")
 
 
+def test_a_file_of_flags_that_cannot_be_read_is_in_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "mkd.log"
+    log.touch()
+    refused("--save", str(tmp_path), "--kd-config", str(tmp_path / "none.yaml"), monkeypatch=monkeypatch)
+    assert f"ERROR   rank 0: --kd-config {tmp_path / 'none.yaml'} cannot be read" in log.read_text()
+
+
 def test_a_refused_job_creates_no_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other, run = tmp_path / "other", tmp_path / "run"
     for folder in (other, run):
