@@ -36,7 +36,6 @@ def write(args: argparse.Namespace, flags: list[str]) -> None:
     from mkd.job.cache_build.job import CacheJob, CacheOptions
     from mkd.job.cache_build.progress import print_plan
     from mkd.job.cache_build.write import CacheBuilder, rows_to_read
-    from mkd.teacher.cache.writer import check_folder
     from mkd.utils.logging import logger
 
     temperatures = tuple(args.temperature)
@@ -44,7 +43,7 @@ def write(args: argparse.Namespace, flags: list[str]) -> None:
         out=Path(args.out), top_k=args.top_k, samples=args.sample, lossless=args.lossless, temperatures=temperatures
     )
     job = CacheJob.from_command_line(options)
-    check_folder(job.out, job.meta, "--out")
+    job.check_folder()
     print_plan(job)
     if job.kd.dry_run:
         job.data.check_all()

@@ -27,9 +27,30 @@ from mkd.data.packing.row_sets import RowSets
 from mkd.data.packing.streams import RowOptions
 from mkd.data.sources.chat import ChatTokenizer
 from mkd.data.sources.record_forms import RecordOptions
-from mkd.data.sources.stores import check_chat_file, is_chat_file
+from mkd.data.sources.stores import chat_files, check_chat_file, is_chat_file
+from mkd.errors import MkdCacheError
 from mkd.job.cross_tokenizer import CrossTokenizers, row_layout
+from mkd.teacher.cache.store import META
 from mkd.utils.logging import logger
+
+
+def refuse_data_cache(folder: Path, args: Namespace, flag: str) -> None:
+    """Refuse a new folder of teacher targets to which the job also writes tokens of chats and indices of documents.
+
+    Raises:
+        MkdCacheError: the folder is the data cache, or contains it.
+    """
+    if (folder / META).exists():  # a cache that is continued: files of another kind do not disturb it
+        return
+    names = data_args.data_prefixes(args)
+    default = [Path(chat_files(name)[0] if is_chat_file(name) else name).parent / "cache" for name in names]
+    caches = default if args.data_cache_path is None else [Path(args.data_cache_path)]
+    cache = next((cache for cache in caches if cache.resolve().is_relative_to(folder.resolve())), None)
+    if cache is not None:
+        where = "is" if cache.resolve() == folder.resolve() else f"holds {cache},"
+        raise MkdCacheError(
+            f"{flag} {folder} {where} the data cache of this job (--data-cache-path): give a folder of its own"
+        )
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from mkd.cli import cache
 from mkd.errors import MkdCacheError, MkdConfigError, MkdError
 from mkd.job.cache_build.job import CacheJob, CacheOptions
 from mkd.teacher.cache.store import META, CacheMeta, TeacherStore
-from mkd.teacher.cache.writer import StoreWriter, check_folder
+from mkd.teacher.cache.writer import StoreWriter
 from tests.e2e.test_bad_input import forget_megatron
 from tests.support.cached_targets import meta_of, some_segment
 from tests.support.e2e import small_job
@@ -46,9 +46,9 @@ def attempt(job: SmallJob, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         flags = [word.replace("{root}", str(job.root)) for word in job.flags({**ALONE, **(changes or {})})]
         monkeypatch.setattr(sys, "argv", ["cache_teacher.py", *flags])
         forget_megatron()
-        options = CacheOptions(**{"out": job.root / "cache", "top_k": 8, **own})
+        options = CacheOptions(**{"out": job.root / "targets", "top_k": 8, **own})
         made = CacheJob.from_command_line(options)
-        check_folder(made.out, made.meta, "--out")
+        made.check_folder()
         return made
 
     before = dict(os.environ)
@@ -148,6 +148,9 @@ def test_refused_flags(
     [
         ({"out": "foreign"}, {}, "is not a teacher cache, and not empty"),
         ({"out": "file"}, {}, "cannot be written"),
+        ({"out": "new"}, {"--data-cache-path": "{root}/new"}, "is the data cache of this job"),
+        ({"out": "new"}, {"--data-cache-path": "{root}/new/cache"}, "new holds .*/new/cache, the data cache"),
+        ({"out": "cache"}, {"--data-cache-path": None}, "is the data cache of this job"),
         ({"out": "file/cache"}, {}, "cannot be written"),
         ({"out": "eight"}, {"--kd-teacher-hf": "{root}/student"}, "other properties .*teacher: "),
         ({"out": "eight", "top_k": 9}, {}, r"other properties .*: top_k: 9, 8\)"),

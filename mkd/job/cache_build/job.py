@@ -12,12 +12,13 @@ from mkd.config.values import require_temperature
 from mkd.data.sources.stores import is_chat_file
 from mkd.errors import MkdConfigError
 from mkd.job.cross_tokenizer import sort_teachers
-from mkd.job.data import JobData, folder_of_tokenizer, hash_of_tokenizer
+from mkd.job.data import JobData, folder_of_tokenizer, hash_of_tokenizer, refuse_data_cache
 from mkd.job.plan import uncompared_tokenizers
 from mkd.job.teacher import ModelTeacherSpec, teacher_source
 from mkd.job.without_student import describe_teacher, refuse_own_layout
 from mkd.teacher.cache.record_format import MAX_COUNT, MAX_VOCAB
 from mkd.teacher.cache.store import CacheMeta
+from mkd.teacher.cache.writer import check_folder
 from mkd.utils.logging import logger, set_level
 
 _KD_FIELDS = (
@@ -115,6 +116,11 @@ class CacheJob:
     def data(self) -> JobData:
         limit = fewest_positions(self.teacher.sources)
         return JobData(self.args, self.kd, self.meta.true_vocab, teacher_limit=limit)
+
+    def check_folder(self) -> None:
+        """Check the cache's folder, without changing it. Raises MkdCacheError if the cache cannot be written there."""
+        refuse_data_cache(self.out, self.args, "--out")
+        check_folder(self.out, self.meta, "--out")
 
     @classmethod
     def from_command_line(cls, options: CacheOptions) -> "CacheJob":

@@ -13,7 +13,7 @@ from mkd.checkpoint.tokenizer_hash import hash_hex
 from mkd.config.kd_config import KDConfig
 from mkd.distributed.groups import Groups
 from mkd.errors import MkdCacheError, MkdConfigError
-from mkd.job.data import hash_of_tokenizer
+from mkd.job.data import hash_of_tokenizer, refuse_data_cache
 from mkd.job.elsewhere.common import URL_FLAG, WITHOUT_WAITING_S, SourceAtAddresses, SpecWithoutModel
 from mkd.teacher.cache.record_format import MAX_VOCAB
 from mkd.teacher.cache.store import CacheMeta
@@ -131,6 +131,7 @@ class InferenceTeacherSpec(SpecWithoutModel[InferenceSource]):
             teacher_dtype=source.card.api,
         )
         if kd.teacher_cache is not None:
+            refuse_data_cache(Path(kd.teacher_cache), args, CACHE_FLAG)
             check_folder(Path(kd.teacher_cache), meta, CACHE_FLAG)
         longest = min(args.seq_length, source.positions or args.seq_length) + 1
         text, sentence = probe_text(args, true_vocab)
