@@ -510,6 +510,8 @@ def check_on_policy(kd: KDFields) -> None:
         raise MkdConfigError(f"{what}, but there are no prompts: give --kd-prompts FILE")
     if kd.rollout_stop is not None and not all(kd.rollout_stop):
         raise MkdConfigError("--kd-rollout-stop has an empty string, which ends every text at once: leave it out")
+    if (damaged := next((text for text in kd.rollout_stop or () if not _is_utf8(text)), None)) is not None:
+        raise MkdConfigError(f"--kd-rollout-stop has {damaged!r}, which is not UTF-8: no text contains it")
     if kd.rollout_top_p < 1.0 and kd.rollout_temperature == 0.0:
         raise MkdConfigError(
             f"--kd-rollout-top-p is {kd.rollout_top_p:g}, but at --kd-rollout-temperature 0 nothing is sampled: leave "
@@ -532,6 +534,11 @@ def check_on_policy(kd: KDFields) -> None:
     for flag, (given, reason) in reasons.items():
         if given:
             raise MkdConfigError(f"{what}, which does not work with {flag} ({reason}): leave one of them out")
+
+
+def _is_utf8(text: str) -> bool:
+    """False for bytes of a command line that are not UTF-8, and halves of surrogate pairs."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _check_servers(kd: KDFields) -> None:

@@ -463,7 +463,9 @@ class ChatTemplate:
         )
 
     def _render(self, chat: Conversation, messages: Sequence[dict[str, Any]], prompt: bool) -> str:
-        return self._apply(chat, messages, tokenize=False, add_generation_prompt=prompt)
+        text = self._apply(chat, messages, tokenize=False, add_generation_prompt=prompt)
+        require_unicode(text, f"{chat.where}: the conversation as the chat template writes it")
+        return text
 
     def _apply(self, chat: Conversation, messages: Sequence[dict[str, Any]], **options: Any) -> Any:
         messages = list(messages)

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mkd.data.sources.chat import ASSISTANT, ChatTemplate, Conversation
 from mkd.data.sources.record_forms import is_conversation, renaming_advice
-from mkd.data.sources.text import decode, json_object
+from mkd.data.sources.text import decode, json_object, require_unicode
 from mkd.errors import MkdDataError
 from mkd.utils.near_paths import near_path_hint
 
@@ -136,6 +136,7 @@ class PromptParser:
                 raise MkdDataError(
                     f"{where}: a text in prompt is continued as it is, without system: write both as messages"
                 )
+            require_unicode(record["prompt"], f"{where}: prompt")
             return Prompt(record["prompt"], tuple(self.tokenizer(record["prompt"])["input_ids"]), teacher, where)
         conversation = Conversation.parse(line, where)
         messages = _without_answers(conversation.messages)

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from transformers import PreTrainedTokenizerBase
 
 from mkd.data.sources.prompts import Prompt, PromptParser
-from mkd.data.sources.text import decode, json_object
+from mkd.data.sources.text import decode, json_object, require_unicode
 from mkd.errors import MkdDataError
 from mkd.utils.json_files import MOST_BYTES, read_regular
 from mkd.utils.limits import limited
@@ -92,8 +92,12 @@ def read_tasks(path: str, tokenizer: PreTrainedTokenizerBase, longest: int) -> l
                 "--seq-length without --kd-eval-tokens"
             )
         tasks.append(task)
-    for pattern in {task.answer for task in tasks if task.match == "regex"}:
-        _check_pattern(pattern, f"{FLAG} {path}")
+    patterns: dict[str, str] = {}
+    for task in tasks:
+        if task.match == "regex":
+            patterns.setdefault(task.answer, task.prompt.where)
+    for pattern, where in patterns.items():
+        _check_pattern(pattern, where)
     return tasks
 
 
@@ -104,6 +108,7 @@ def _task(line: bytes, where: str, parser: PromptParser) -> Task:
         answer = str(answer)
     if not isinstance(answer, str) or not answer.strip():
         raise MkdDataError(f"{where}: there is no answer: give a text or a number in answer")
+    require_unicode(answer, f"{where}: answer")
     if match not in get_args(Match):
         raise MkdDataError(f"{where}: match is {_short(match)}; it must be one of {', '.join(get_args(Match))}")
     if match == "number" and _last_number(answer) is None:

@@ -154,6 +154,7 @@ def test_optimizers_whose_state_cannot_leave(flag: str) -> None:
         ({"rollout_samples": 0}, "--kd-rollout-samples is 0; it must be at least 1"),
         ({"rollout_samples": 2, "rollout_temperature": 0.0}, "all answers to a prompt are the same"),
         ({"rollout_stop": ["a", ""]}, "--kd-rollout-stop has an empty string"),
+        ({"rollout_stop": ["a", "\udced"]}, "udced', which is not UTF-8: no text contains it"),
         (
             {"on_policy": None, "prompts": None, "rollout_tokens": 256, "rollout_stop": ["a"]},
             "--kd-rollout-stop is 'a', ",

@@ -416,6 +416,13 @@ def test_broken_lines_are_named(folders: dict[str, Path], tmp_path: Path, case: 
     assert not [path for path in (tmp_path / "cache").glob("*") if not path.name.startswith(".")]
 
 
+def test_half_a_surrogate_pair_in_a_call(folders: dict[str, Path], tmp_path: Path) -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "\ud800"}}]}
+    file = write_lines(tmp_path / "f.jsonl", [{"messages": [*talk("add"), call]}])
+    with pytest.raises(MkdDataError, match="line 1: the conversation as the chat template writes it: half a surrogate"):
+        tokenized(file, folders["calls"])
+
+
 def test_a_broken_line_far_down_is_found_before_training(folders: dict[str, Path], tmp_path: Path) -> None:
     file = write_lines(tmp_path / "f.jsonl", [{"messages": TALKS[0]}] * 2000 + [{"messages": 3}])
     check_chat_file(str(file), ChatTokenizer(str(folders["plain"])))

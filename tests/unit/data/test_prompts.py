@@ -56,6 +56,7 @@ def test_texts_and_conversations(tokenizer: Any, tmp_path: Path) -> None:
         (["{"], "line 1"),
         ([{"messages": [{"role": "assistant", "content": "x"}]}], "line 1: there is no message to answer"),
         ([{"prompt": "x", "system": "y"}], "line 1: a text in prompt is continued as it is, without system: write"),
+        ([{"prompt": "a\ud800"}], "line 1: prompt: half a surrogate pair at character 1"),
         ([{"prompt": ""}], "line 1: the prompt has 0 tokens; it must have 1 to 9"),
         ([{"prompt": "hello " * 50}], "it must have 1 to 9, which is --seq-length without --kd-sample-tokens"),
     ],
