@@ -123,6 +123,10 @@ def check_optimizer(args: Namespace) -> None:
             f"--optimizer {args.optimizer} needs the package emerging-optimizers, which is not installed in this "
             "Python: pip install emerging-optimizers, or give adam or sgd"
         )
+    if args.optimizer == "sgd" and args.use_distributed_optimizer:
+        raise MkdConfigError("--optimizer sgd does not work with --use-distributed-optimizer: leave one of them out")
+    if args.use_precision_aware_optimizer and not args.use_distributed_optimizer:
+        raise MkdConfigError("--use-precision-aware-optimizer needs --use-distributed-optimizer: give both, or neither")
 
 
 def check_parts(args: Namespace) -> None:
