@@ -22,6 +22,11 @@ class RunState:
     """Factor of KD in the next step with --kd-balance; equal on all ranks."""
     data_fingerprints: list[str] | None = None
     """Hash of each file of the training data, in the order of the blend; None in checkpoints of earlier versions."""
+    tokenizer_fingerprints: list[str] | None = None
+    """Hash of each tokenizer that divides texts while the data or prompts are read, with its chat template: the
+    student's, then those of teachers with other tokenizers. None without such texts, and in earlier versions."""
+    prompts_fingerprint: str | None = None
+    """Hash of the file of --kd-prompts; None without the flag, and in checkpoints of earlier versions."""
     base_fingerprint: str | None = None
     """Hash of the frozen weights under adapters; None if all weights are trained."""
     rollout: dict[str, Any] | None = None

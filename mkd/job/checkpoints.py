@@ -1,7 +1,7 @@
 """A job and its checkpoints: which one it continues from, and what it leaves behind."""
 
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import zip_longest
 from pathlib import Path
@@ -30,9 +30,11 @@ from mkd.config.epochs import iterations_are_unknown
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron_arg_names import ArgRole, names_with
 from mkd.config.run_state import RunState
-from mkd.data.sources.stores import content_fingerprint
+from mkd.data.sources.stores import content_fingerprint, is_chat_file
 from mkd.errors import MkdCheckpointError, MkdConfigError
+from mkd.utils.atomic_files import hash_of
 from mkd.utils.logging import logger
+from mkd.utils.pretrained import tokenizer_fingerprint
 
 
 def select_checkpoint(args: Namespace, state: RunState) -> ResumePoint | None:
@@ -105,6 +107,7 @@ def check_checkpoint(
         return []
     if point.name != "release":
         check_optimizer_layout(args, folder, origin)
+        check_same_optimizer(args, folder, origin)
     notes = [] if iterations_are_unknown(args) else check_stored_schedule(args, point)
     before = RunState.read_from(stored)
     state.unfinished_evaluation, state.balance_factor = before.unfinished_evaluation, before.balance_factor
@@ -114,7 +117,7 @@ def check_checkpoint(
         return notes
     note = check_teacher(state.teacher_fingerprint, stored, teacher.origin, origin, kd.other_teacher)
     now = {f"kd_{name}": value for name, value in asdict(kd).items() if name not in _NOT_THE_OBJECTIVE}
-    now |= {name: vars(args)[name] for name in names_with(ArgRole.SAMPLES)}
+    now |= {name: vars(args)[name] for name in (*names_with(ArgRole.SAMPLES), *_TRAINING)}
     return notes + [note] * (note is not None) + changed_settings(vars(stored), now)
 
 
@@ -174,6 +177,31 @@ def check_optimizer_layout(args: Namespace, folder: MegatronFolder, origin: str)
         )
 
 
+def check_same_optimizer(args: Namespace, folder: MegatronFolder, origin: str) -> None:
+    """Refuse to resume the state of an optimizer of another kind or precision, which megatron-core 0.19 cannot read,
+    and options of the optimizer that it reads from the checkpoint, so that their flags would have no effect.
+
+    Raises:
+        MkdConfigError: naming each option that differs.
+    """
+    stored = vars(folder.args)
+    if args.no_load_optim or stored.get("no_save_optim"):
+        return
+    names = ["optimizer", "use_distributed_optimizer"]
+    names += ["sgd_momentum"] if args.optimizer == "sgd" else ["adam_beta1", "adam_beta2", "adam_eps"]
+    in_half = [values.get("bf16") or values.get("fp16") for values in (stored, vars(args))]
+    fixed = args.use_distributed_optimizer and folder.optimizer_format == FIXED_LAYOUT
+    if fixed or (not args.use_distributed_optimizer and in_half[0] != in_half[1]):
+        names += ["bf16", "fp16"]  # names of the buffers, or fp32 parameters beside those of the model
+    others = [name for name in names if name in stored and stored[name] != getattr(args, name)]
+    if others:
+        texts = [f"--{name.replace('_', '-')} {stored[name]} (here {getattr(args, name)})" for name in others]
+        raise MkdConfigError(
+            f"{origin} has the state of an optimizer with {', '.join(texts)}: give the same flags, or --no-load-optim "
+            "to continue with the weights alone"
+        )
+
+
 FIXED_LAYOUT = "dp_reshardable"
 """Megatron's default format of a distributed optimizer, which is read with any data- or context-parallel size."""
 RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
@@ -196,31 +224,68 @@ def check_stored_schedule(args: Namespace, point: ResumePoint | None) -> list[st
     return check_schedule(args, folder.args, folder.scheduler, f"--load {point.folder}")
 
 
-def check_position(args: Namespace, kd: KDConfig, state: RunState, point: ResumePoint | None) -> list[str]:
-    """Compare the training rows of the checkpoint with this job's, and set the data's fingerprints in the run's state.
+def check_position(
+    args: Namespace,
+    kd: KDConfig,
+    state: RunState,
+    point: ResumePoint | None,
+    foreign: Sequence[tuple[str, str]] = (),
+) -> list[str]:
+    """Compare the training rows and prompts of the checkpoint with this job's, and set the fingerprints of data,
+    prompts and tokenizers in the run's state.
 
     A checkpoint's position in the data is a number of rows. It stands for the same text only if the rows are the same.
 
+    Args:
+        args: Megatron's.
+        kd: the flags.
+        state: set in place.
+        point: the checkpoint to continue from.
+        foreign: folder and flag of each tokenizer of a teacher that differs from the student's.
+
     Returns:
-        A line to print if the position stands for other text now, in a list.
+        Lines to print if the position stands for other texts or prompts now.
     """
     names = training_prefixes(args)
+    rows_are_texts = bool(foreign) or any(map(is_chat_file, names))
+    tokenizers = []
+    if (rows_are_texts or kd.is_on_policy) and args.tokenizer_type == "HuggingFaceTokenizer" and args.tokenizer_model:
+        tokenizers = [(args.tokenizer_model, "--tokenizer-model"), *foreign]
     state.data_fingerprints = [content_fingerprint(name) for name in names]
+    state.tokenizer_fingerprints = [tokenizer_fingerprint(*one) for one in tokenizers] or None
+    has_prompts = kd.is_on_policy and Path(kd.prompts).is_file()
+    state.prompts_fingerprint = hash_of(Path(kd.prompts)) if has_prompts else None
     if point is None or point.folder is None or args.finetune:
         return []
     stored = MegatronFolder(point.folder, "--load").args
-    before = RunState.read_from(stored).data_fingerprints
+    before = RunState.read_from(stored)
     changed = [f"--{name.replace('_', '-')}" for name in _of_rows(vars(stored), args, kd)]
-    if before is not None and before != state.data_fingerprints:
-        pairs = zip_longest(before, state.data_fingerprints, names)
-        others = [name or "a file that is left out" for old, new, name in pairs if old != new]
+    if others := _others(before.data_fingerprints, state.data_fingerprints, names):
         changed.insert(0, f"the content of {', '.join(others)} in --data-path")
-    if not changed:
+    folders = [f"tokenizer or chat template in {folder}" for folder, _ in tokenizers]
+    tokens = _others(before.tokenizer_fingerprints, state.tokenizer_fingerprints, folders)
+    changed += tokens if rows_are_texts else []
+    notes = []
+    if changed:
+        row = getattr(stored, "consumed_train_samples", 0)
+        notes.append(
+            f"the rows of the training data, by {' and '.join(changed)}: the run continues at row {row:,} of the new "
+            "order, so it skips some text and reads some again"
+        )
+    asked = _others([before.prompts_fingerprint], [state.prompts_fingerprint], [f"the content of {kd.prompts}"])
+    if kd.is_on_policy and (asked := [*asked, *tokens]):
+        notes.append(
+            f"the prompts of --kd-prompts, by {' and '.join(asked)}: the run continues at the same position of the new "
+            "prompts, so it may skip some and repeat others"
+        )
+    return notes
+
+
+def _others(before: Sequence[str | None] | None, now: Sequence[str | None] | None, names: Sequence[str]) -> list[str]:
+    """Names whose fingerprint is not that of the checkpoint; empty if one of the two has no fingerprints."""
+    if before is None or now is None or None in (*before, *now):
         return []
-    return [
-        f"the rows of the training data, by {' and '.join(changed)}: the run continues at row "
-        f"{getattr(stored, 'consumed_train_samples', 0):,} of the new order, so it skips some text and reads some again"
-    ]
+    return [name or "a file that is left out" for old, new, name in zip_longest(before, now, names) if old != new]
 
 
 _ROW_OPTIONS = ("kd_packing", "kd_packing_multiple", "kd_long_samples", "kd_teacher_seq_length")
@@ -234,6 +299,7 @@ def _of_rows(stored: Mapping[str, Any], args: Namespace, kd: KDConfig) -> list[s
     return [name for name, value in now.items() if name in stored and stored[name] != value]
 
 
+_TRAINING = ("clip_grad", "attention_dropout", "hidden_dropout")
 _NOT_THE_OBJECTIVE = {
     "teacher_hf",
     "teacher_load",

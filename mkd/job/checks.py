@@ -262,7 +262,8 @@ def _set_iterations(draft: JobDraft) -> None:
 
 def _check_position(draft: JobDraft) -> None:
     if draft.data_is_readable:
-        draft.notes += check_position(draft.args, draft.kd, draft.state, draft.resume_point)
+        folders = [(str(one.tokenizer_folder), one.origin) for one in draft.foreign if one.tokenizer_folder is not None]
+        draft.notes += check_position(draft.args, draft.kd, draft.state, draft.resume_point, folders)
 
 
 def check_writable(flag: str, folder: str | None) -> None:
@@ -344,7 +345,7 @@ CHECKS: tuple[Check[JobDraft], ...] = (
     Check("data path", lambda draft: data_prefixes(draft.args)),
     Check("rows", _check_rows, needs=("data path", "tokenizer")),
     Check("data files", _check_data_files, needs=("data path",)),
-    Check("position in the data", _check_position, needs=("stored job", "data files")),
+    Check("position in the data", _check_position, needs=("stored job", "data files", "teachers' tokenizers")),
     Check("splits", _check_splits, needs=("data files", "tokenizer")),
     Check("--save", lambda draft: check_writable("--save", draft.args.save)),
     Check("--kd-metrics-file", _check_metrics_file),

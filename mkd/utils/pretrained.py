@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,15 @@ def load_tokenizer(directory: str, flag: str = "--tokenizer-model") -> PreTraine
         reason = code_needed(path, ("AutoTokenizer", "AutoConfig"), error)
         reason = reason or f"cannot be read by transformers: {' '.join(str(error).split())}"
         raise MkdDataError(f"{flag} {directory} {reason}") from error
+
+
+def tokenizer_fingerprint(directory: str, flag: str) -> str:
+    """128-bit hex hash that changes whenever a token of a text or of a conversation may change; errors as
+    `load_tokenizer`."""
+    tokenizer = load_tokenizer(directory, flag)
+    rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
+    parts = [rules, tokenizer.chat_template, str(tokenizer.special_tokens_map)]
+    return blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 
 def holds_tokenizer(folder: Path) -> bool:

@@ -16,6 +16,8 @@ def test_names_in_a_checkpoint() -> None:
         "kd_unfinished_evaluation": True,
         "kd_balance_factor": 0.5,
         "kd_data_fingerprints": None,
+        "kd_tokenizer_fingerprints": None,
+        "kd_prompts_fingerprint": None,
         "kd_base_fingerprint": None,
         "kd_rollout": None,
         "kd_runaway_rollouts": (),

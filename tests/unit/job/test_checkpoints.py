@@ -12,7 +12,8 @@ from mkd.config.kd_config import KDConfig
 from mkd.config.run_state import RunState
 from mkd.errors import MkdConfigError
 from mkd.job import checkpoints
-from mkd.job.checkpoints import check_optimizer_layout, check_position
+from mkd.job.checkpoints import check_optimizer_layout, check_position, check_same_optimizer
+from tests.support.chats import MARKED, PLAIN, chat_tokenizer
 from tests.support.e2e.small_job import write_data
 
 POINT = ResumePoint(Path("S"), "iter_0000004")
@@ -20,6 +21,7 @@ POINT = ResumePoint(Path("S"), "iter_0000004")
 
 def arguments(*names: str, **changes: Any) -> Namespace:
     given = dict(data_path=list(names), data_args_path=None, train_data_path=None, valid_data_path=None)
+    given |= dict(tokenizer_type="NullTokenizer", tokenizer_model=None)
     given |= dict(test_data_path=None, per_split_data_args_path=None, mock_data=False, fim_data=False)
     return Namespace(**{**given, "split": "90,10,0", "seed": 1, "seq_length": 64, "finetune": False, **changes})
 
@@ -91,6 +93,28 @@ def test_a_file_is_left_out(monkeypatch, names) -> None:
     assert "by the content of a file that is left out in --data-path" in note
 
 
+@pytest.mark.parametrize("has_chats", [True, False])
+def test_changed_prompts_and_templates(monkeypatch, names, tmp_path, has_chats: bool) -> None:
+    """Rows of chats, and prompts, depend on the tokenizer and its chat template; rows of documents do not."""
+    chat_tokenizer(tmp_path / "tokenizer", PLAIN)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+    options = kd(on_policy=0.5, prompts=str(tmp_path / "prompts.jsonl"))
+    args = arguments(*names[: 1 + has_chats], tokenizer_type="HuggingFaceTokenizer")
+    args.tokenizer_model = str(tmp_path / "tokenizer")
+    stored = saved(args, options)
+    assert resumed(monkeypatch, stored, args, options) == []
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "b"}\n')
+    (note,) = resumed(monkeypatch, stored, args, options)
+    prompts = f"the prompts of --kd-prompts, by the content of {tmp_path}/prompts.jsonl"
+    assert note.startswith(f"{prompts}: the run continues at the same position")
+    chat_tokenizer(tmp_path / "tokenizer", MARKED)
+    *rows, note = resumed(monkeypatch, stored, args, options)
+    assert note.startswith(f"{prompts} and tokenizer or chat template in {tmp_path}/tokenizer:")
+    assert len(rows) == has_chats and all(f"by tokenizer or chat template in {tmp_path}/tokenizer:" in r for r in rows)
+    del stored.kd_prompts_fingerprint, stored.kd_tokenizer_fingerprints  # as in a checkpoint of an earlier version
+    assert resumed(monkeypatch, stored, args, options) == []
+
+
 def test_no_note_without_a_position(monkeypatch, names) -> None:
     """A checkpoint of an earlier version holds no fingerprints; --finetune starts at the first row."""
     stored = saved(arguments(*names))
@@ -134,3 +158,44 @@ def test_optimizers_that_can_be_read() -> None:
     assert optimizer(other, "dp_reshardable", no_load_optim=True) is None
     assert optimizer(other, "dp_reshardable", use_distributed_optimizer=False) is None
     assert optimizer({**other, "no_save_optim": True}, "dp_reshardable") is None
+
+
+ADAM = dict(optimizer="adam", adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, sgd_momentum=0.9, no_load_optim=None)
+ADAM |= dict(use_distributed_optimizer=False, bf16=False, fp16=False)
+DISTRIBUTED = {"use_distributed_optimizer": True}
+
+
+def same_optimizer(stored: dict, changes: dict, format: str | None = None) -> str | None:
+    folder = SimpleNamespace(args=Namespace(**{**ADAM, **stored}), optimizer_format=format)
+    try:
+        return check_same_optimizer(Namespace(**{**ADAM, **changes}), folder, "--load S")
+    except MkdConfigError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("stored", "changes", "format", "named"),
+    [
+        ({}, {"optimizer": "sgd"}, None, "--optimizer adam (here sgd)"),
+        ({}, {"adam_beta1": 0.5, "adam_eps": 1e-6}, None, "--adam-beta1 0.9 (here 0.5), --adam-eps 1e-08 (here 1e-06)"),
+        ({"optimizer": "sgd"}, {"optimizer": "sgd", "sgd_momentum": 0.0}, None, "--sgd-momentum 0.9 (here 0.0)"),
+        ({}, DISTRIBUTED, None, "--use-distributed-optimizer False (here True)"),
+        (DISTRIBUTED, {}, "fully_reshardable", "--use-distributed-optimizer True (here False)"),
+        ({}, {"bf16": True}, None, "--bf16 False (here True)"),
+        ({"fp16": True}, {}, None, "--fp16 True (here False)"),
+        (DISTRIBUTED, {**DISTRIBUTED, "bf16": True}, "dp_reshardable", "--bf16 False (here True)"),
+    ],
+)
+def test_the_state_of_another_optimizer(stored: dict, changes: dict, format: str | None, named: str) -> None:
+    """Each of these jobs ended after its models were loaded, or trained with the checkpoint's option."""
+    text = same_optimizer(stored, changes, format)
+    assert text.startswith(f"--load S has the state of an optimizer with {named}: give the same flags, or --no-load-")
+    assert same_optimizer(stored, {**changes, "no_load_optim": True}, format) is None
+    assert same_optimizer({**stored, "no_save_optim": True}, changes, format) is None
+
+
+def test_states_that_are_read_in_another_precision() -> None:
+    assert same_optimizer({}, {}) is None
+    assert same_optimizer({"bf16": True}, {"fp16": True}) is None
+    assert same_optimizer(DISTRIBUTED, {**DISTRIBUTED, "bf16": True}, "fully_reshardable") is None
+    assert same_optimizer({"optimizer": "sgd", "adam_beta1": 0.5}, {"optimizer": "sgd"}) is None
