@@ -197,12 +197,28 @@ def test_refused_values(flag: str, value: str) -> None:
     refuse_contradictions([f"{flag}=single", "--save", value])
 
 
+def optimizer(name: str, **changes: bool) -> Namespace:
+    return Namespace(
+        optimizer=name, **{"use_distributed_optimizer": False, "use_precision_aware_optimizer": False} | changes
+    )
+
+
 def test_an_optimizer_of_a_missing_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(megatron_checks, "find_spec", lambda name: None)
     for name in ("adam", "sgd"):
-        megatron_checks.check_optimizer(Namespace(optimizer=name))
+        megatron_checks.check_optimizer(optimizer(name))
     with pytest.raises(MkdConfigError, match="--optimizer lion needs the package emerging-optimizers"):
-        megatron_checks.check_optimizer(Namespace(optimizer="lion"))
+        megatron_checks.check_optimizer(optimizer("lion"))
+
+
+def test_optimizers_that_cannot_be_distributed() -> None:
+    megatron_checks.check_optimizer(
+        optimizer("adam", use_distributed_optimizer=True, use_precision_aware_optimizer=True)
+    )
+    with pytest.raises(MkdConfigError, match="--optimizer sgd does not work with --use-distributed-optimizer"):
+        megatron_checks.check_optimizer(optimizer("sgd", use_distributed_optimizer=True))
+    with pytest.raises(MkdConfigError, match="--use-precision-aware-optimizer needs --use-distributed-optimizer"):
+        megatron_checks.check_optimizer(optimizer("adam", use_precision_aware_optimizer=True))
 
 
 @pytest.mark.parametrize(
