@@ -48,7 +48,7 @@ def test_two_gpus_write_the_texts_of_one(one_gpu: dict[str, Any], tmp_path: Path
     assert found["texts"] == one_gpu["texts"]
     differences = found["differences"]
     assert differences["ranks"] == differences["residual"] == 0.0
-    assert differences["norm"] < 2**-7, "the last bit of bf16"
+    assert differences["norm"] <= 2**-7, "the last bit of bf16"
 
 
 @pytest.mark.parametrize("flags", [(), ("--sequence-parallel",)], ids=lambda flags: " ".join(flags) or "-")
