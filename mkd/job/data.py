@@ -220,7 +220,10 @@ class JobData:
     def chat_tokenizer(self) -> ChatTokenizer:
         """Tokenizer of chat data."""
         options = RecordOptions.of(self.kd.data_format, self.kd.bad_records)
-        return ChatTokenizer(self.args.tokenizer_model, options)
+        is_students = self.args.tokenizer_model == self.kd.student_hf
+        return ChatTokenizer(
+            self.args.tokenizer_model, options, "--kd-student-hf" if is_students else "--tokenizer-model"
+        )
 
     def _row_sets(self, config: GPTDatasetConfig) -> RowSets:
         args, kd = self.args, self.kd

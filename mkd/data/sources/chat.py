@@ -603,11 +603,13 @@ class ChatTokenizer:
     folder: str
     """Folder of a Hugging Face tokenizer."""
     options: RecordOptions = AS_FOUND
+    flag: str = "--tokenizer-model"
+    """Flag that named the folder, for messages."""
 
     @property
     def template(self) -> ChatTemplate:
         """Raises MkdDataError if the folder has no tokenizer that can be used for chats."""
-        return once_per_process(_load_template, self.folder)
+        return once_per_process(_load_template, self.folder, self.flag)
 
     def __call__(self, batch: RawBatch) -> EncodedChats:
         return encode_lines(self.template, batch, self.options)
@@ -621,5 +623,5 @@ class ChatTokenizer:
         return blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 
-def _load_template(folder: str) -> ChatTemplate:
-    return ChatTemplate(load_tokenizer(folder), folder)
+def _load_template(folder: str, flag: str) -> ChatTemplate:
+    return ChatTemplate(load_tokenizer(folder), folder, flag)

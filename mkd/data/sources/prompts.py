@@ -72,7 +72,10 @@ def read_prompts(
             f"{limits.flag} {path} has 0 lines; 1 to {limits.most} prompts are continued: write one per line, {_FORMS}"
         )
     if len(lines) > limits.most:
-        raise MkdDataError(f"{limits.flag} {path} has {len(lines)} lines; 1 to {limits.most} prompts are continued")
+        raise MkdDataError(
+            f"{limits.flag} {path} has {len(lines)} lines; 1 to {limits.most} prompts are continued: give fewer lines, "
+            f"such as those of head -n {min(limits.most, 1000)} {path}"
+        )
     parser = PromptParser(tokenizer)
     prompts = [parser.parse(line, f"{limits.flag} {path}, line {number}") for number, line in lines]
     for prompt, (number, _) in zip(prompts, lines, strict=True):

@@ -23,7 +23,7 @@ from mkd.data.sources.indexed import data_fingerprint, default_workers, file_fin
 from mkd.data.sources.parallel import map_in_order
 from mkd.data.sources.record_files import ColumnChoice
 from mkd.data.sources.record_forms import columns_to_read
-from mkd.data.sources.text import BROKEN, BadRecords, RawBatch, read_batches
+from mkd.data.sources.text import BROKEN, BadRecords, RawBatch, read_batches, with_ellipsis
 from mkd.data.sources.token_files import TokenFile
 from mkd.errors import MkdDataError
 from mkd.utils.atomic_files import hash_of, naming, publish_files, scratch_folder
@@ -128,7 +128,7 @@ class ChatFacts:
 
 def named_records(skipped: dict[str, int], bad: Sequence[str]) -> str:
     """The first broken records in parentheses, for messages; empty if there are none."""
-    return f" ({'; '.join([*bad, '...'][: skipped.get(BROKEN, 0)])})" if bad else ""
+    return f" ({'; '.join(with_ellipsis(bad, skipped.get(BROKEN, 0)))})" if bad else ""
 
 
 def _changed_file(base: Path) -> str | None:

@@ -5,6 +5,7 @@ checking it and tokenizing are all spread over the workers.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -31,7 +32,9 @@ _LEAST_SECONDS, _SLOWEST_RATE = 20.0, 100_000
 BROKEN = "that are broken"
 """Reason for leaving out records, with --kd-bad-records skip."""
 _NAMED_RECORDS, _MESSAGE_LENGTH = 5, 200
-"""Broken records that are named, and characters of each message."""
+"""Reasons for which records are broken that are named, and records of each; characters of a reason."""
+_LOCATED = re.compile(r"(.*?), (line|record|row|document)s? (\d+(?:, \d+)*(?:, \.\.\.)?): (.*)", re.DOTALL)
+"""A message about broken records: file, unit, numbers, reason."""
 
 
 @dataclass(frozen=True)
@@ -70,23 +73,53 @@ class BadRecords:
 
     count: int = 0
     first: list[str] = field(default_factory=list)
-    """Messages about the first few; each begins with file and number."""
+    """Messages about the first few reasons; each begins with the file and the numbers of the first few records."""
 
     def add(self, error: MkdDataError) -> None:
         """Count a record by the error that it has raised."""
         self.count += 1
-        if len(self.first) < _NAMED_RECORDS:
-            text = " ".join(str(error).split())
-            self.first.append(text if len(text) <= _MESSAGE_LENGTH else f"{text[: _MESSAGE_LENGTH - 3]}...")
+        self._name(" ".join(str(error).split()))
 
     def merge(self, other: "BadRecords") -> None:
         """Add those of a later batch."""
         self.count += other.count
-        self.first = [*self.first, *other.first][:_NAMED_RECORDS]
+        for message in other.first:
+            self._name(message)
+
+    def _name(self, message: str) -> None:
+        """Add a message, or its numbers to the message with the same reason."""
+        where, numbers, reason = _parts_of(message)
+        for place, named in enumerate(self.first):
+            if (found := _parts_of(named))[0] == where and found[2] == reason:
+                self.first[place] = _message(where, [*found[1], *numbers], reason)
+                return
+        if len(self.first) < _NAMED_RECORDS:
+            self.first.append(_message(where, numbers, reason))
 
     def __str__(self) -> str:
-        more = "; ..." if self.count > len(self.first) else ""
-        return f"{self.count} broken records left out: {'; '.join(self.first)}{more}"
+        return f"{self.count} broken records left out: {'; '.join(with_ellipsis(self.first, self.count))}"
+
+
+def with_ellipsis(messages: Sequence[str], count: int) -> list[str]:
+    """Messages of `BadRecords`, and an ellipsis if they do not account for so many records."""
+    numbers = [number for message in messages for number in _parts_of(message)[1] or [message]]
+    return [*messages, *(["..."] if len(numbers) < count and "..." not in numbers else [])]
+
+
+def _parts_of(message: str) -> tuple[str, list[str], str]:
+    """(file and unit, numbers of the records, reason); without numbers where the message names no record."""
+    found = _LOCATED.fullmatch(message)
+    file, unit, numbers, reason = found.groups() if found else ("", "", "", message)
+    shown = reason if len(reason) <= _MESSAGE_LENGTH else f"{reason[: _MESSAGE_LENGTH - 3]}..."
+    return f"{file}, {unit}" if found else "", numbers.split(", ") if found else [], shown
+
+
+def _message(where: str, numbers: Sequence[str], reason: str) -> str:
+    """A message about the first few of the records with these numbers."""
+    if not numbers:
+        return reason
+    shown = [*numbers[:_NAMED_RECORDS], *(["..."] if len(numbers) > _NAMED_RECORDS else [])]
+    return f"{where}{'s' if len(numbers) > 1 else ''} {', '.join(shown)}: {reason}"
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from mkd.data.sources.chat import ChatTokenizer, Conversation
 from mkd.data.sources.preview import preview
 from mkd.data.sources.record_forms import AS_FOUND, RecordOptions, standard_record
 from mkd.data.sources.stores import ChatStore, chat_base, check_chat_file, tokenize_chat
+from mkd.data.sources.text import BadRecords, with_ellipsis
 from mkd.errors import MkdDataError
 from tests.support.chats import CALLS, MARKED, chat_tokenizer, talk, write_lines
 from tests.support.data_forms import FILES, FORMS, TALKS, sharegpt
@@ -253,13 +254,36 @@ def test_broken_records_are_skipped_on_request(folder: str, expected: list[Any],
         assert samples(store) == expected
         assert store.facts.skipped["that are broken"] == len(BAD) + 2
         text = str(store.facts)
-        assert f"left out {len(BAD) + 2} that are broken ({file}, line 1: broken JSON" in text
+        assert f"left out {len(BAD) + 2} that are broken ({file}, lines 1, 9: broken JSON" in text
         assert f"{file}, line 5: not UTF-8" in text and text.endswith("; ...)") and "line 6" not in text
     file.write_text("\n".join(line for line in BAD if isinstance(line, str)))
     with pytest.raises(
         MkdDataError, match=r"no conversation can be used \(0 conv.* left out 6 that are broken \(.*line 1"
     ):
         store_of(file, folder, tmp_path, skipping)
+
+
+def test_broken_records_are_named_once_per_reason() -> None:
+    records = BadRecords()
+    for number in range(1, 8):
+        records.add(MkdDataError(f"a, b.jsonl, line {number}: no template"))
+    for message in ("a, b.jsonl, line 9: broken JSON (x)", "c.parquet, row 1: no template", "other"):
+        records.add(MkdDataError(message))
+    later = BadRecords()
+    for message in ("a, b.jsonl, line 12: broken JSON (x)", "d, line 1: " + "y" * 900, "e, line 1: z", "other"):
+        later.add(MkdDataError(message))
+    records.merge(later)
+    assert records.count == 14
+    assert records.first == [
+        "a, b.jsonl, lines 1, 2, 3, 4, 5, ...: no template",
+        "a, b.jsonl, lines 9, 12: broken JSON (x)",
+        "c.parquet, row 1: no template",
+        "other",
+        f"d, line 1: {'y' * 197}...",
+    ]
+    assert with_ellipsis(["f, lines 1, 2: x", "f, line 3: y"], 3)[-1] == "f, line 3: y"
+    assert with_ellipsis(["f, lines 1, 2: x", "f, line 3: y"], 4)[-1] == "..."
+    assert with_ellipsis(records.first, 14) == records.first
 
 
 def test_the_form_and_a_sample_are_shown(folder: str, tmp_path: Path) -> None:
