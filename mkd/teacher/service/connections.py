@@ -55,6 +55,8 @@ class _Link:
     """True once HELLO is sent."""
     is_ready: bool = False
     """True once its facts are those of the teacher."""
+    was_lost: bool = False
+    """True if a connection to the address was ready before this one."""
     requests: dict[int, _Request] = field(default_factory=dict)
     """Requests that it has not answered."""
 
@@ -183,6 +185,7 @@ class TeacherConnections:
                     link.requests.clear()
                     link.close()
                     links[number] = self._connect(link.address)
+                    links[number].was_lost = link.is_ready or link.was_lost
         except Exception as error:  # also a fault of this code: the thread that waits raises it
             self._fail(error, [*waiting, *(one for link in links for one in link.requests.values())])
         finally:
@@ -212,8 +215,9 @@ class TeacherConnections:
                 link.is_connected = True
             elif event == zmq.EVENT_DISCONNECTED:
                 if link.is_ready:
+                    waiting = f"its {len(link.requests)} requests are" if link.requests else "further requests are"
                     logger.warning(
-                        f"lost the teacher at {link.address}: its {len(link.requests)} requests are sent again",
+                        f"lost the teacher at {link.address}: {waiting} sent to the next service that answers",
                         extra=EVERY_RANK,
                     )
                 return False
@@ -243,6 +247,8 @@ class TeacherConnections:
                 f"{self._facts.fingerprint} ({self._facts.description}) before: start it with the same teacher and "
                 "flags"
             )
+        if link.was_lost:
+            logger.info(f"the teacher at {link.address} answers again", extra=EVERY_RANK)
         link.is_ready = True
 
     def _fail(self, error: Exception, requests: Sequence[_Request]) -> None:

@@ -503,7 +503,7 @@ def test_a_lost_address_is_left_out() -> None:
                 assert answer.result(LIMIT_S).tensors[0][0, 0] == number
 
 
-def test_a_service_that_starts_again_gets_the_requests() -> None:
+def test_a_service_that_starts_again_gets_the_requests(capsys: pytest.CaptureFixture) -> None:
     with running() as address:
         connections = TeacherConnections([address], None, FACTS, 1 << 20)
         ask(connections, request_of([[1, 2, 3, 4]])).result(LIMIT_S)
@@ -513,6 +513,11 @@ def test_a_service_that_starts_again_gets_the_requests() -> None:
     with running(port=address.port):
         assert answer.result(LIMIT_S).tensors[0].shape == (2, 4)
         connections.close()
+    lines = [line for line in capsys.readouterr().out.splitlines() if str(address.port) in line]
+    assert lines == [
+        f"mkd: lost the teacher at {address}: further requests are sent to the next service that answers",
+        f"mkd: the teacher at {address} answers again",
+    ]
 
 
 def test_a_fault_after_a_lost_connection_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
