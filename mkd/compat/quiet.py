@@ -48,7 +48,13 @@ WARNED: tuple[dict[str, Any], ...] = (
     {"category": FutureWarning, "module": r"(megatron|torch|transformer_engine)\b"},
     {"category": UserWarning, "module": r"torch\.distributed\.checkpoint\b"},
     {"category": FutureWarning, "message": "Please use DTensor instead"},  # attributed to the caller of torch
+    # Absent packages: mkd doctor lists them, and checks refuse flags that need them. Every rank would print these.
     {"message": "Transformer Engine and Apex are not installed"},
+    {"message": "Apex is not installed. Falling back"},
+    {"message": "Only transformer-engine>=.* supports MoE experts, but your version is 0.0.0"},
+    {"message": "Detected a Jax installation but could not find", "category": RuntimeWarning},
+    # Where megatron's files are compiled at each start, because their folder cannot be written.
+    {"category": SyntaxWarning, "module": r".*\bmegatron\b"},
 )
 """Python's warnings: arguments of `warnings.filterwarnings`."""
 

@@ -4,6 +4,7 @@ import sys
 from argparse import Action, ArgumentParser, Namespace
 from difflib import get_close_matches
 from functools import cache
+from importlib.metadata import version
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NoReturn
@@ -103,8 +104,14 @@ def add_kd_flags(parser: ArgumentParser) -> ArgumentParser:
         unknown = message.removeprefix("unrecognized arguments: ")
         if unknown == message:
             raise MkdConfigError(message.removeprefix("argument "))
-        guesses = get_close_matches(unknown.split()[0].split("=")[0], parser._option_string_actions, n=1, cutoff=0.8)
-        hint = f"did you mean {guesses[0]}?" if guesses else "mkd train --help-all lists all flags"
+        flag = unknown.split()[0].split("=")[0]
+        # Megatron's flags are many and resemble one another.
+        cutoff = 0.65 if flag.startswith("--kd-") else 0.8
+        guesses = get_close_matches(flag, parser._option_string_actions, n=1, cutoff=cutoff)
+        listed = "mkd train --help-all lists all flags"
+        if flag.startswith("--") and not flag.startswith("--kd-"):
+            listed = f"megatron-core {version('megatron-core')} has no such flag, other versions may; {listed}"
+        hint = f"did you mean {guesses[0]}?" if guesses else listed
         raise MkdConfigError(f"unknown on the command line: {unknown} ({hint})")
 
     parser.error = refuse
@@ -173,6 +180,11 @@ def refuse_contradictions(argv: list[str]) -> None:
         if flag in UNSUPPORTED:
             raise MkdConfigError(f"{flag} is not supported: {UNSUPPORTED[flag]}")
         value = value if equals else following
+        if flag == "--spec" and value != "local":  # which Megatron requires beside --attention-backend local
+            raise MkdConfigError(
+                f"--spec {value} is not supported: leave it out (it names code of other layers, which mkd does not "
+                "run; the layers are those of --kd-student-hf, or of Megatron's size flags)"
+            )
         if value in UNSUPPORTED_VALUES.get(flag, ()):
             raise MkdConfigError(f"{flag} {value} is not supported: {UNSUPPORTED_VALUES[flag][value]}")
 

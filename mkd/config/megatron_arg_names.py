@@ -352,6 +352,10 @@ def in_order(found: Iterable[str]) -> list[str]:
     return sorted(found, key=lambda name: (places.get(name, len(places)), name))
 
 
+_OFF_IF_MISSING = frozenset({"whole_width_qk_norms", "gelu_tanh"})
+"""Arguments without a flag that --kd-student-hf sets, also to False; the size flags of a script do not."""
+
+
 def comparable(name: str, values: Mapping[str, Any]) -> Any:
     """The value of an argument in the form in which two jobs are compared: equal values mean the same model.
 
@@ -364,6 +368,8 @@ def comparable(name: str, values: Mapping[str, Any]) -> Any:
         values: the arguments of the job, by name.
     """
     value = values.get(name)
+    if name in _OFF_IF_MISSING:
+        return bool(value)
     if name in ("num_query_groups", "group_query_attention"):
         heads = values.get("num_attention_heads")
         groups = values.get("num_query_groups") or heads if values.get("group_query_attention") else heads

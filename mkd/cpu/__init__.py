@@ -5,6 +5,7 @@ nothing; `activate()` redirects those calls for the lifetime of the process, and
 No other package checks for a GPU.
 """
 
+import logging
 import os
 import sys
 import warnings
@@ -87,6 +88,10 @@ def activate(stands_in: bool = False, capability: tuple[int, int] | None = None)
     warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true")
     # Megatron slices the parameters of gated delta nets for context parallelism with a list.
     warnings.filterwarnings("ignore", message="Using a non-tuple sequence for multidimensional indexing")
+    # With dropout: here both kinds of random states are those of the CPU.
+    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
+        lambda record: "CPU RNG state changed" not in record.getMessage()
+    )
     global _stands_in, _capability
     _stands_in, _capability = stands_in, capability
     if stands_in:  # its environment is inherited by the jobs for GPUs that it starts, and stays as it is

@@ -301,6 +301,36 @@ def test_hardware_queues_that_megatron_refuses(ask, with_te, monkeypatch):
     assert "CUDA_DEVICE_MAX_CONNECTIONS to 1" in output
 
 
+SCRIPT_FLAGS = """
+    --use-mcore-models --attention-backend fused --init-method-std 0.0134 --train-samples 400 --lr-decay-samples 390
+    --lr-warmup-samples 40 --min-lr 1e-5 --decoupled-lr 5e-4 --decoupled-min-lr 4.5e-5 --lr-decay-style cosine
+    --clip-grad 1.0 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --grad-reduce-in-bf16
+    --cross-entropy-loss-fusion --calculate-per-token-loss --manual-gc --empty-unused-memory-level 1
+    --fp8-format hybrid --fp8-amax-history-len 1024 --fp8-amax-compute-algo max --fp8-param-gather
+    --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --no-create-attention-mask-in-dataloader
+    --no-mmap-bin-files --log-throughput --profile --profile-step-start 4 --profile-step-end 6 --ckpt-format torch_dist
+    --distributed-timeout-minutes 60 --exit-signal-handler --tokenizer-type HuggingFaceTokenizer
+"""
+"""Those of Megatron-LM's examples/llama/train_llama3_8b_h100_fp8.sh but for sizes, batch and paths."""
+
+
+def test_flags_of_a_script_of_megatron_stay(ask, with_te, job):
+    flags: dict[str, object] = {"--train-iters": None, "--tokenizer-model": job.student}
+    for words in SCRIPT_FLAGS.replace("--", "\n--").split("\n"):
+        if words.strip():
+            flag, *values = words.split()
+            flags[flag] = values or True
+    status, output = ask({**LOCAL, **flags, "--seq-length": 32})
+    assert status == 0, output
+    removed = {"--use-legacy-models": True, "--spec": ["my.layers", "layer"]}
+    status, output = ask({**LOCAL, **flags, **removed})
+    assert [line.split(" (")[0].split(": leave")[0] for line in problems(output)] == [
+        "problem: unknown on the command line: --use-legacy-models",
+        "problem: --spec my.layers is not supported",
+    ]
+    assert "has no such flag, other versions may" in output
+
+
 @pytest.mark.parametrize("flags", [{"--kd-teacher-dtype": "fp8"}, {"--fp8-format": "hybrid"}], ids=" ".join)
 def test_fp8_is_judged_by_the_capability_of_the_job_s_gpus(ask, with_te, monkeypatch, flags):
     """Not by that of the device which stands in for one, and which no card has."""

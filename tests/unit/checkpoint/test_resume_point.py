@@ -293,6 +293,16 @@ def test_another_window_is_another_model() -> None:
         check_same_job(model(window_size=None), model(window_size=(127, 0)), "--load X")
 
 
+def test_size_flags_continue_the_run_of_a_folder() -> None:
+    """--kd-student-hf stores properties without a flag, which a script of Megatron does not have."""
+    off = {"whole_width_qk_norms": False, "gelu_tanh": False}
+    check_same_job(model(), model(**off), "--load X")
+    check_same_job(model(whole_width_qk_norms=None), model(**off), "--load X")
+    for name in off:
+        with pytest.raises(MkdCheckpointError, match="is True there and None in this job"):
+            check_same_job(model(), model(**{**off, name: True}), "--load X")
+
+
 def test_another_meaning_of_the_same_shapes() -> None:
     with pytest.raises(MkdCheckpointError, match="--rotary-base is 500000 there and 10000 in this job"):
         check_same_job(model(), model(rotary_base=500000), "--load X")
