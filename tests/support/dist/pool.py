@@ -7,14 +7,13 @@ made once a pool, and each case is a function sent to all ranks.
 import gc
 import os
 import pickle
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -31,18 +30,24 @@ class WorkerError(AssertionError):
     """A case failed in a worker; the message holds the traceback of each rank that reported one."""
 
 
+def _destroyed_groups() -> list[torch.distributed.ProcessGroup]:
+    """Destroy every group but the default one; the objects keep their threads while they are referred to."""
+    default = torch.distributed.group.WORLD
+    groups = [group for group in torch.distributed.distributed_c10d._world.pg_map if group is not default]
+    for group in groups:
+        torch.distributed.destroy_process_group(group)
+    return groups
+
+
 def _leave_groups() -> None:
-    """Destroy every group but the default one, and let go of what megatron still holds of them.
+    """Destroy every group but the default one, and release what megatron still holds of them.
 
     A group that is referred to keeps three threads, one of which wakes a hundred times a second. A layout makes dozens
     of groups: left alive they add up over the cases to thousands of threads, which take half of the machine.
     """
     from tests.support.dist.preload import MEGATRON_CACHES, MoETokenDispatcher
 
-    default = torch.distributed.group.WORLD
-    for group in list(torch.distributed.distributed_c10d._world.pg_map):
-        if group is not default:
-            torch.distributed.destroy_process_group(group)
+    groups = _destroyed_groups()
     for cache in MEGATRON_CACHES:  # of rotary embeddings, which have a group
         cache.cache_clear()
     # Holds tensors with a graph, which holds hooks of parameters, which hold the model: a cycle that Python cannot see.
@@ -50,6 +55,12 @@ def _leave_groups() -> None:
         if issubclass(type(found), MoETokenDispatcher):
             vars(found).clear()
     gc.collect()
+    # A group that is freed waits for its thread, up to 10 ms: all of them at once.
+    threads = [Thread(target=groups.pop) for _ in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def _reply(payload: bytes, rank: int, world_size: int) -> bytes:
@@ -61,7 +72,7 @@ def _reply(payload: bytes, rank: int, world_size: int) -> bytes:
         return pickle.dumps((False, traceback.format_exc()))
 
 
-def _worker(rank: int, world_size: int, store: str, pipe: Connection) -> None:
+def _worker(rank: int, world_size: int, port: int, pipe: Connection) -> None:
     """Join the group, then run what comes down the pipe until it closes."""
     from tests.support.dist import preload  # noqa: F401  (already imported in the fork server)
 
@@ -69,7 +80,11 @@ def _worker(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     # If a peer dies inside a collective, gloo fails by itself at this limit even when nobody kills this process.
     torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(minutes=10)
+        "gloo",
+        store=torch.distributed.TCPStore("127.0.0.1", port, is_master=False),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(minutes=10),
     )
     while True:
         try:
@@ -88,7 +103,7 @@ class Pool:
         self.world_size = world_size
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
-        self._folder: tempfile.TemporaryDirectory | None = None
+        self._store: torch.distributed.TCPStore | None = None
 
     def run(self, func: Callable[..., Any], *args: Any, timeout: float = TIMEOUT_S) -> list[Any]:
         """Call `func(rank, world_size, *args)` on every rank.
@@ -121,11 +136,12 @@ class Pool:
 
     def _start(self) -> None:
         context = fork_server()
-        self._folder = tempfile.TemporaryDirectory()
-        store = str(Path(self._folder.name) / "store")
+        self._store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_worker, args=(rank, self.world_size, store, theirs), daemon=True)
+            process = context.Process(
+                target=_worker, args=(rank, self.world_size, self._store.port, theirs), daemon=True
+            )
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -168,9 +184,7 @@ class Pool:
             process.join()
             pipe.close()
         self._processes, self._pipes = [], []
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
+        self._store = None
 
 
 _POOLS: dict[int, Pool] = {}
