@@ -1,9 +1,13 @@
-"""Train a student and run its teacher beside it, on GPUs of their own, on one node.
+"""Start the ranks of a job on one node, without torchrun; the teacher may have GPUs of its own.
 
+    mkd launch --student-gpus 8 -- FLAGS                     # as torchrun --nproc-per-node 8 -m mkd train FLAGS
     mkd launch --teacher-gpus 4 --student-gpus 4 -- FLAGS
     MKD_DEVICE=cpu mkd launch --teacher-gpus 1 --student-gpus 1 -- FLAGS    # two CPU processes
 
-FLAGS are those of mkd train with a teacher in --kd-teacher-hf or --kd-teacher-load, as on shared GPUs. The teacher's
+FLAGS are those of mkd train. Without --teacher-gpus the ranks are those of one job, as torchrun starts them; the last
+line of a failed job is its error, and after a signal the ranks have as much time as they need.
+
+With --teacher-gpus the teacher in --kd-teacher-hf or --kd-teacher-load runs beside the student, ahead of it. Its
 parallel sizes are --kd-teacher-tensor-model-parallel-size and so on (default: 1); with more GPUs than they need,
 several services (mkd serve-teacher) share the work. The student is taught through --kd-teacher-url: docs/teachers.md.
 
@@ -50,8 +54,14 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The command's own flags, and those of the job."""
     parser = command_parser(__doc__)
     for name in ("teacher", "student"):
+        rest = " (default: 0, it runs on those of the student)" if name == "teacher" else ""
         parser.add_argument(
-            f"--{name}-gpus", type=int, required=True, metavar="N", help=f"GPUs of the {name}; on CPU, its ranks"
+            f"--{name}-gpus",
+            type=int,
+            required=name == "student",
+            default=0,
+            metavar="N",
+            help=f"GPUs of the {name}; on CPU, its ranks{rest}",
         )
     parser.add_argument(
         "--teacher-flags",
@@ -86,7 +96,7 @@ def flags_of(words: Sequence[str]) -> Flags:
 def jobs(
     own: argparse.Namespace, flags: Flags, devices: Sequence[str] | None, sockets: Path
 ) -> tuple[list[NodeJob], NodeJob]:
-    """The services, and the student.
+    """The services, and the student. Without GPUs of the teacher's own there is no service.
 
     Args:
         own: the command's flags.
@@ -98,6 +108,11 @@ def jobs(
         MkdConfigError: the flags do not fit.
     """
     _check_gpus(own, devices)
+    place = None if devices is None else tuple(devices[: own.student_gpus])
+    if own.teacher_gpus == 0:
+        if own.teacher_flags:
+            raise MkdConfigError(f"--teacher-flags {own.teacher_flags} is for services: give --teacher-gpus")
+        return [], NodeJob("student", ("train", *words_of_flags(flags)), own.student_gpus, place)
     flag = _teacher_flag(flags)
     if "--kd-dry-run" in flags:
         raise MkdConfigError(
@@ -134,15 +149,14 @@ def jobs(
         for number, ((folder, _), url, place) in enumerate(zip(services, urls, places, strict=True), start=1)
     ]
     student = ("train", *student_flags(flags, folders, urls))
-    place = None if devices is None else tuple(devices[: own.student_gpus])
     return teachers, NodeJob("student", student, own.student_gpus, place)
 
 
 def _check_gpus(own: argparse.Namespace, devices: Sequence[str] | None) -> None:
     """Refuse numbers of GPUs that this node does not have."""
-    for name in ("teacher", "student"):
-        if (count := getattr(own, f"{name}_gpus")) < 1:
-            raise MkdConfigError(f"--{name}-gpus is {count}; it must be at least 1")
+    for name, least in (("teacher", 0), ("student", 1)):
+        if (count := getattr(own, f"{name}_gpus")) < least:
+            raise MkdConfigError(f"--{name}-gpus is {count}; it must be at least {least}")
     total = own.teacher_gpus + own.student_gpus
     if devices is not None and total > len(devices):
         raise MkdConfigError(
@@ -248,12 +262,14 @@ def launch(own: argparse.Namespace, words: list[str]) -> int:
         for job in (*teachers, student):
             print(f"{job.name}, ranks: {job.ranks}: mkd {shlex.join(job.words)}")
         return 0
-    ranks = own.teacher_gpus + own.student_gpus
+    ranks, save = own.teacher_gpus + own.student_gpus, flags.get("--save", [])
+    log = Path(save[0], FILE) if save else None
+    if own.teacher_gpus == 0:
+        return run_jobs(*jobs(own, flags, devices, Path()), ranks_environment(ranks), log)
     with tempfile.TemporaryDirectory(prefix="mkd-", ignore_cleanup_errors=True) as folder:
         teachers, student = jobs(own, flags, devices, Path(folder))
         SocketFile.parse("TMPDIR", f"ipc://{folder}/teacher").check_folder()
-        save = flags.get("--save", [])
-        return run_jobs(teachers, student, ranks_environment(ranks), Path(save[0], FILE) if save else None)
+        return run_jobs(teachers, student, ranks_environment(ranks), log)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -18,7 +18,7 @@ COMMANDS = {
     "convert": "convert Hugging Face folders to Megatron checkpoints and back",
     "cache": "run a teacher once and store its targets",
     "serve-teacher": "run a teacher for students of other jobs",
-    "launch": "run a teacher and its student on GPUs of their own, on one node",
+    "launch": "start the ranks of a job on one node, also a teacher on GPUs of its own",
     "plot": "plot the curves of runs",
     "report": "write a run as one HTML page",
     "show-alignment": "show a text in the tokens of two tokenizers, side by side",

@@ -22,6 +22,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _POLL_S = 0.1
 _GRACE_S = 15.0
 """Seconds for the other ranks of a job after one has failed: they may report their own errors."""
+_SHORT_GRACE_S = 1.0
+"""The same after the first rank has failed: errors that all ranks find alike are printed by the first one, and later by
+the others (`mkd.cli.job_process`)."""
 _TEACHER_S = 60.0
 """Seconds for a teacher to end after SIGTERM."""
 
@@ -46,7 +49,13 @@ class NodeJob:
             port: a free one, for the rendezvous.
         """
         devices = {} if self.devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(self.devices)}
-        job = {"WORLD_SIZE": str(self.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **devices}
+        job = {
+            "WORLD_SIZE": str(self.ranks),
+            "LOCAL_WORLD_SIZE": str(self.ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            **devices,
+        }
         job[LAUNCHER] = str(os.getpid())
         return [{**common, **job, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(self.ranks)]
 
@@ -83,6 +92,11 @@ class _RunningJob:
         """Exit status of the first rank that has failed, by number; of a signal 128 + its number. None if none has."""
         statuses = [status for rank in self._ranks if (status := rank.poll())]
         return None if not statuses else statuses[0] if statuses[0] > 0 else 128 - statuses[0]
+
+    @property
+    def grace_s(self) -> float:
+        """Seconds for the other ranks after one has failed."""
+        return _SHORT_GRACE_S if self._ranks[0].poll() else _GRACE_S
 
     def send(self, number: int) -> None:
         """Send a signal to all ranks that run."""
@@ -160,7 +174,7 @@ def run_jobs(teachers: Sequence[NodeJob], student: NodeJob, environ: Mapping[str
                 pupil.send(signal.SIGTERM)
             time.sleep(_POLL_S)
         status = pupil.failure or 0
-        pupil.end(_GRACE_S)
+        pupil.end(pupil.grace_s)
         for one in services:
             one.send(signal.SIGTERM)
         return status if ended is None else ended.failure or 1

@@ -87,6 +87,34 @@ def test_flags_of_a_file(tmp_path: Path) -> None:
     assert student.words[:-2] == ("train", "--bf16", "--lr=-1", "--seq-length", "16")
 
 
+def test_without_gpus_of_the_teachers_own(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("kd-teacher-cache: C\n")
+    flags = f"--kd-config {tmp_path}/run.yaml --lr -1 --tensor-model-parallel-size 2 --kd-dry-run"
+    services, student = both(flags, "--student-gpus", "2", devices=list("abc"))
+    assert services == []
+    assert student == NodeJob(
+        "student",
+        ("train", "--kd-teacher-cache", "C", "--lr=-1", "--tensor-model-parallel-size", "2", "--kd-dry-run"),
+        2,
+        ("a", "b"),
+    )
+    assert student.environments({}, 1)[1] == {
+        **{"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"},
+        **{"MASTER_PORT": "1", "CUDA_VISIBLE_DEVICES": "a,b", LAUNCHER: str(os.getpid())},
+    }
+    with pytest.raises(MkdConfigError, match="--teacher-flags --batch-tokens 9 is for services: give --teacher-gpus"):
+        both(flags, "--student-gpus", "2", "--teacher-flags=--batch-tokens 9")
+
+
+def test_the_error_of_all_ranks_is_printed_once(shell: None, capfd: pytest.CaptureFixture[str]) -> None:
+    """The first rank prints it at once, the others after a while."""
+    fails = "if [ $RANK != 0 ]; then sleep 3; fi; echo mkd train: error: --lr is missing >&2; exit 1"
+    student = NodeJob("student", (fails,), 3, None)
+    before = time.monotonic()
+    assert run_jobs([], student, ranks_environment(3)) == 1
+    assert capfd.readouterr().err == "mkd train: error: --lr is missing\n" and time.monotonic() - before < 2.9
+
+
 @pytest.mark.parametrize(
     ("flags", "own", "words"),
     [
@@ -94,7 +122,7 @@ def test_flags_of_a_file(tmp_path: Path) -> None:
         ("--kd-teacher-hf", sizes(1, 1), "--kd-teacher-hf has no value"),
         ("--kd-teacher-hf T --kd-teacher-load U", sizes(1, 1), "--kd-teacher-hf and --kd-teacher-load"),
         ("lr", sizes(1, 1), "lr is not a flag"),
-        ("--kd-teacher-hf T", sizes(0, 1), "--teacher-gpus is 0"),
+        ("--kd-teacher-hf T", sizes(-1, 1), "--teacher-gpus is -1; it must be at least 0"),
         ("--kd-teacher-hf T", sizes(1, -1), "--student-gpus is -1"),
         ("--kd-teacher-hf T U", sizes(3, 1), "--teacher-gpus 3 is not a multiple of 1 ranks of a replica x 2"),
         ("--kd-teacher-hf T --kd-teacher-context-parallel-size x", sizes(1, 1), "parallel-size is x"),
