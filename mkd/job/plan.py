@@ -79,6 +79,7 @@ def plan(job: Job) -> dict[str, str]:
         **_layers(job),
         **_adapters(job),
         **_delta_nets(job),
+        **_experts(job),
         "layout": _layout(args, args.world_size),
         **_teacher_layouts(job),
         **({"rows": _rows(job)} if job.data.has_own_rows else {}),
@@ -245,6 +246,16 @@ def _delta_nets(job: Job) -> dict[str, str]:
             reasons.setdefault(reason or "", []).append(name)
     slow = [f"{' and '.join(dict.fromkeys(names))}: {reason}" for reason, names in reasons.items() if reason]
     return {"delta nets": "in PyTorch's operations, slower than kernels; " + "; ".join(slow)} if slow else {}
+
+
+def _experts(job: Job) -> dict[str, str]:
+    """Models on GPUs whose routed experts are computed one after another."""
+    models = [("student", job.args), *(("teacher", one) for one in job.teacher.models)]
+    slow = [name for name, args in models if args.num_experts is not None and not args.moe_grouped_gemm]
+    if not slow or cpu.is_target():
+        return {}
+    names = " and ".join(dict.fromkeys(slow))
+    return {"experts": f"{names}: one after another; --moe-grouped-gemm computes those of a rank together, faster"}
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -12,7 +12,7 @@ from mkd import cpu
 from mkd.checkpoint.source import ModelSource
 from mkd.config.kd_config import KDConfig
 from mkd.job.elsewhere.inference_teacher import InferenceSource
-from mkd.job.plan import _delta_nets, implementation_text, uncompared_tokenizers
+from mkd.job.plan import _delta_nets, _experts, implementation_text, uncompared_tokenizers
 from mkd.models.delta_rule import missing_kernel
 
 PRECISE = "eager in float64, which is slower, while T is above 8"
@@ -36,6 +36,19 @@ def test_gated_delta_nets_without_kernels(monkeypatch: pytest.MonkeyPatch) -> No
     assert line(None, net) == f"in PyTorch's operations, slower than kernels; teacher: {reason}"
     monkeypatch.setattr("mkd.job.plan.missing_kernel", lambda is_trained, mode: "no gradients" if is_trained else None)
     assert line(net, net) == "in PyTorch's operations, slower than kernels; student: no gradients"
+
+
+def test_experts_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    def line(student: int | None, teacher: int | None, grouped: bool = False) -> str | None:
+        models = [Namespace(num_experts=experts, moe_grouped_gemm=grouped) for experts in (student, teacher)]
+        job: Any = Namespace(args=models[0], teacher=Namespace(models=models[1:]))
+        return _experts(job).get("experts")
+
+    assert line(8, 8) is None  # on CPU there is no other way
+    monkeypatch.setattr(cpu, "is_target", lambda: False)
+    assert line(None, None) is line(8, 8, grouped=True) is None
+    assert (line(8, 8) or "").startswith("student and teacher: one after another; --moe-grouped-gemm")
+    assert (line(None, 8) or "").startswith("teacher: one after another")
 
 
 @pytest.mark.parametrize(
