@@ -189,7 +189,10 @@ def transformer_engine() -> Part:
 
 def apex() -> Part:
     """NVIDIA Apex; PyPI's project of that name is an unrelated package."""
-    cost = "weight gradients are added up in a second pass (--no-gradient-accumulation-fusion, which mkd sets itself)"
+    cost = (
+        "with --transformer-impl local, weight gradients are added up in a second pass (--no-gradient-accumulation-"
+        "fusion, which mkd sets itself); Transformer Engine's layers do without"
+    )
     remedy = "build it from https://github.com/NVIDIA/apex; Transformer Engine has the other fused kernels"
     if has_wrong_apex():
         return Part(
