@@ -172,7 +172,9 @@ def grouped_linear(inputs: Tensor, weights: Tensor, counts: Sequence[int]) -> Te
     is_even = all(size % _GROUPED_MULTIPLE == 0 for size in weights.shape[1:])
     if inputs.is_cuda and inputs.dtype == torch.bfloat16 and is_even and len(inputs):
         ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return nn.functional.grouped_mm(inputs, weights.transpose(1, 2), offs=ends.to(inputs.device))
+        # From memory that is not pinned, the host would wait for the device's work.
+        ends = ends.pin_memory().to(inputs.device, non_blocking=True)
+        return nn.functional.grouped_mm(inputs, weights.transpose(1, 2), offs=ends)
     pairs = zip(inputs.split(list(counts)), weights.unbind(0), strict=True)
     return torch.cat([nn.functional.linear(rows, weight) for rows, weight in pairs])
 
