@@ -134,7 +134,7 @@ def parallel(**sizes: int) -> tuple[str, ...]:
 
 
 def teacher_parallel(size: int, kind: str = "tensor") -> tuple[str, ...]:
-    """Flags of a teacher that has a tensor- or pipeline-parallel size of its own."""
+    """Flags of a teacher that has a tensor-, pipeline- or expert-parallel size of its own."""
     return (f"--kd-teacher-{kind}-model-parallel-size", str(size))
 
 
@@ -143,8 +143,10 @@ RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform",
 FP8 = ("--kd-teacher-dtype", "fp8")
 GRAPH = ("--kd-teacher-micro-batch-size", "8", "--kd-teacher-cuda-graph")
 """Larger forward passes of the teacher, launched as CUDA graphs."""
-PEER_LOSS = ("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te")
-"""The fastest CE of megatron-core."""
+EXPERTS = ("--moe-grouped-gemm", "--moe-token-dispatcher-type", "alltoall")
+"""Without them Megatron computes experts one after another, and gathers all tokens on all ranks."""
+PEER_LOSS = ("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "native")
+"""The fastest CE of megatron-core 0.19, which refuses that of Transformer Engine."""
 
 
 def cases_for(gpus: int) -> list[Case]:
@@ -169,17 +171,17 @@ def cases_for(gpus: int) -> list[Case]:
             Case("PP2, teacher DP", gpus, layout=(*parallel(pp=2), *OVERLAP), teacher=teacher_parallel(1, "pipeline")),
             Case("CP2, 32k", gpus, "8B to 1B, long", long, micro_batch=1, rows=1, seq_length=32768),
             Case("CP2, 128k", gpus, "8B to 1B, long", long, micro_batch=1, rows=1, seq_length=131072),
-            Case("EP2 teacher", gpus, "30B-A3B to 1B", OVERLAP, ("--kd-teacher-expert-model-parallel-size", "2")),
-            Case("EP2 student", gpus, "8B to 8 layers of 30B-A3B", (*parallel(ep=2), *OVERLAP)),
+            Case("EP2 teacher", gpus, "30B-A3B to 1B", (*OVERLAP, *EXPERTS), teacher_parallel(2, "expert")),
+            Case("EP2 student", gpus, "8B to 8 layers of 30B-A3B", (*parallel(ep=2), *OVERLAP, *EXPERTS)),
         ]
     if gpus == 2:
         experts = "8 to 4 layers of 30B-A3B"
         shared += [
             Case("TP2 SP, microbatch 4", gpus, layout=tp2, micro_batch=4),
             # The same data in three layouts, whose losses are compared.
-            Case("experts on one GPU", 1, experts, rows=16),
-            Case("experts, EP2", gpus, experts, (*parallel(ep=2), *OVERLAP)),
-            Case("experts, DP, EP2 teacher", gpus, experts, OVERLAP, ("--kd-teacher-expert-model-parallel-size", "2")),
+            Case("experts on one GPU", 1, experts, EXPERTS, rows=16),
+            Case("experts, EP2", gpus, experts, (*parallel(ep=2), *OVERLAP, *EXPERTS)),
+            Case("experts, DP, EP2 teacher", gpus, experts, (*OVERLAP, *EXPERTS), teacher_parallel(2, "expert")),
         ]
     if gpus >= 4:
         long = (*parallel(cp=4), *OVERLAP, *RECOMPUTE)
@@ -190,8 +192,8 @@ def cases_for(gpus: int) -> list[Case]:
             Case("PP4", gpus, layout=(*parallel(pp=4), *OVERLAP)),
             Case("CP4, 32k", gpus, "8B to 1B, long", long, micro_batch=1, rows=1, seq_length=32768),
             Case("CP4, 128k", gpus, "8B to 1B, long", long, micro_batch=1, rows=1, seq_length=131072),
-            Case("EP4 teacher", gpus, "30B-A3B to 1B", OVERLAP, ("--kd-teacher-expert-model-parallel-size", "4")),
-            Case("EP4 student", gpus, "8B to 8 layers of 30B-A3B", (*parallel(ep=4), *OVERLAP)),
+            Case("EP4 teacher", gpus, "30B-A3B to 1B", (*OVERLAP, *EXPERTS), teacher_parallel(4, "expert")),
+            Case("EP4 student", gpus, "8B to 8 layers of 30B-A3B", (*parallel(ep=4), *OVERLAP, *EXPERTS)),
         ]
     if gpus >= 8:
         long = (*parallel(cp=8), *OVERLAP, *RECOMPUTE)
@@ -202,7 +204,7 @@ def cases_for(gpus: int) -> list[Case]:
             Case("70B TP8 FP8, student DP", gpus, "70B to 8B", (*OVERLAP, *RECOMPUTE), (*teacher_parallel(8), *FP8)),
             Case("70B TP8, student TP2", gpus, "70B to 8B", (*parallel(tp=2), *OVERLAP), teacher_parallel(8)),
             Case("CP8, 128k", gpus, "8B to 1B, long", long, micro_batch=1, rows=1, seq_length=131072),
-            Case("EP8 teacher", gpus, "30B-A3B to 1B", OVERLAP, ("--kd-teacher-expert-model-parallel-size", "8")),
+            Case("EP8 teacher", gpus, "30B-A3B to 1B", (*OVERLAP, *EXPERTS), teacher_parallel(8, "expert")),
         ]
     return shared
 

@@ -42,6 +42,9 @@ def gpt_config(args: Namespace) -> GPTModelConfig:
         # Megatron refuses to build grouped experts with biases (gpt-oss) otherwise. The fusion is its default, and a
         # teacher has the student's choice of kernels.
         args = Namespace(**{**vars(args), "bias_dropout_fusion": False})
+    if _adds_only(args):
+        # The fused function is one addition, and calling it compiled takes the host ten times as long.
+        args = Namespace(**{**vars(args), "bias_dropout_fusion": False})
     try:
         config = gpt_config_from_args(args)
     except (AssertionError, ValueError) as error:
@@ -52,6 +55,11 @@ def gpt_config(args: Namespace) -> GPTModelConfig:
     _apply_options(config, LayerOptions.of(args))
     ModelOptions.of(args).apply(config)
     return config
+
+
+def _adds_only(args: Namespace) -> bool:
+    """True if layers add their outputs to the residual without biases and dropout."""
+    return not args.add_bias_linear and args.hidden_dropout == 0.0
 
 
 def _apply_options(config: GPTModelConfig, options: LayerOptions) -> None:

@@ -102,6 +102,13 @@ def test_other_experts_keep_the_fusion(other: str) -> None:
     assert gpt_config(args).transformer.bias_dropout_fusion is True
 
 
+@pytest.mark.parametrize(("biases", "dropout"), [(False, 0.0), (True, 0.0), (False, 0.1)])
+def test_an_addition_alone_is_not_compiled(biases: bool, dropout: float) -> None:
+    args = arguments(hidden_dropout=dropout)
+    args.bias_dropout_fusion, args.add_bias_linear, args.bias_gelu_fusion = True, biases, False
+    assert gpt_config(args).transformer.bias_dropout_fusion == (biases or dropout > 0)
+
+
 def test_softcap_of_the_logits() -> None:
     assert logit_scale(gpt_config(arguments(logit_softcap=30.0)).transformer) == (1.0, 30.0)
     assert logit_scale(gpt_config(arguments()).transformer) == (1.0, None)
