@@ -1,8 +1,13 @@
 """Requests to an inference server over HTTP, with bounds: the server is not trusted."""
 
+import http.client
+import io
 import os
+import socket
 import time
+from collections.abc import Buffer
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -89,6 +94,40 @@ class ServerAddress:
         return f"{self.scheme}://{host}:{self.port}{self.prefix}"
 
 
+class _TimedReader(io.RawIOBase):
+    """Bytes of a socket until a moment, however few arrive at a time: the limit of a socket is one of each read."""
+
+    def __init__(self, raw: io.RawIOBase, connection: socket.socket, limit_s: float) -> None:
+        self._raw, self._connection, self._limit_s = raw, connection, limit_s
+        self._ends = time.monotonic() + limit_s
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Buffer) -> int | None:
+        left = self._ends - time.monotonic()
+        if left <= 0:
+            raise TimeoutError(f"its answer is not complete after {self._limit_s:g} s")
+        usual = self._connection.gettimeout()
+        self._connection.settimeout(left)
+        try:
+            return self._raw.readinto(buffer)
+        finally:
+            self._connection.settimeout(usual)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+class _TimedResponse(http.client.HTTPResponse):
+    """An answer whose status, headers and content arrive within a limit of time together."""
+
+    def __init__(self, connection: socket.socket, *, limit_s: float, **options: Any) -> None:
+        super().__init__(connection, **options)
+        self.fp = io.BufferedReader(_TimedReader(self.fp.detach(), connection, limit_s))
+
+
 class HttpServer:
     """One address; may be used by several threads."""
 
@@ -107,6 +146,8 @@ class HttpServer:
         kind = urllib3.HTTPSConnectionPool if address.scheme == "https" else urllib3.HTTPConnectionPool
         limits = urllib3.Timeout(connect=min(_CONNECT_S, timeout_s), read=timeout_s)
         self._pool = kind(address.host, address.port, maxsize=connections, timeout=limits, retries=False)
+        timed = staticmethod(partial(_TimedResponse, limit_s=timeout_s))
+        self._pool.ConnectionCls = type("_TimedConnection", (kind.ConnectionCls,), {"response_class": timed})
         self._headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
         if key := os.environ.get(flags.key):
             self._headers["Authorization"] = f"Bearer {key}"

@@ -71,7 +71,7 @@ def find_model(server: HttpServer, address: ServerAddress, api: str, flag: str) 
     """
     answer = server.get("/v1/models", _MOST_BYTES)
     try:
-        cards = [card for card in answer["data"][:_MOST_MODELS] if isinstance(card["id"], str)]
+        cards = [card for card in answer["data"][:_MOST_MODELS] if _is_name(card["id"])]
         names = [card["id"] for card in cards]
     except (LookupError, TypeError):
         raise MkdTeacherError(f"{flag} {address} lists no models: is it an inference server?") from None
@@ -88,7 +88,13 @@ def find_model(server: HttpServer, address: ServerAddress, api: str, flag: str) 
             f"{server.flags.api} {' or '.join(APIS)}"
         )
     positions = card.get("max_model_len")
-    return ModelCard(card["id"], found if api == "auto" else api, positions if type(positions) is int else None)
+    is_length = type(positions) is int and positions > 0
+    return ModelCard(card["id"], found if api == "auto" else api, positions if is_length else None)
+
+
+def _is_name(value: Any) -> bool:
+    """False for anything but a text, and for one with control characters or halves of surrogate pairs."""
+    return isinstance(value, str) and value.isprintable()
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,14 @@
 """Teachers behind vLLM and SGLang, with a stand-in for their protocols: answers, faults, retries, the cache."""
 
+import itertools
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -359,6 +363,42 @@ def test_a_silent_server(vllm: StandIn) -> None:
         vllm.fault = "busy"
         with pytest.raises(MkdTeacherTimeout, match=r"--kd-teacher-timeout 0.2; .*503.*start it again"):
             wait(pool, [pool.submit(TEXT)], limit_s=0.2)
+
+
+HEADS = {
+    "byte for byte": itertools.chain(b"HTTP/1.1 200 OK\r\nX: ", itertools.repeat(ord("a"))),
+    "other heads first": itertools.cycle([b"HTTP/1.1 100 Continue\r\n\r\n"]),
+}
+
+
+@pytest.mark.parametrize("form", HEADS)
+def test_an_answer_that_never_begins(form: str) -> None:
+    """Each piece arrives in time, and the answer never does."""
+
+    def serve(listener: socket.socket) -> None:
+        with suppress(OSError), listener.accept()[0] as connection:
+            for piece in HEADS[form]:
+                connection.sendall(piece if isinstance(piece, bytes) else bytes([piece]))
+                time.sleep(0.02)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve, args=(listener,))
+        thread.start()
+        server = HttpServer(ServerAddress("http", "127.0.0.1", listener.getsockname()[1]), 0.3)
+        began = time.monotonic()
+        with pytest.raises(ServerLost, match="timed out"):
+            server.get("/v1/models", 100)
+        assert time.monotonic() - began < 5.0
+        server.close()
+        thread.join(10.0)
+
+
+@pytest.mark.parametrize("name", ["\ud800", "a\x1b[31m", "a\nb", 3])
+def test_names_of_models_that_are_no_text(name: Any) -> None:
+    card = {"owned_by": "vllm", "max_model_len": -3}
+    server = SimpleNamespace(get=lambda path, most: {"data": [{"id": name, **card}, {"id": "t", **card}]})
+    found = find_model(server, ServerAddress("http", "a", 80), "auto", FLAG)
+    assert (found.name, found.positions) == ("t", None)
 
 
 def test_a_model_that_is_gone(vllm: StandIn) -> None:
