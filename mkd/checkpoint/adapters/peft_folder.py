@@ -48,8 +48,12 @@ _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _ABSENT = (
     *("use_dora", "fan_in_fan_out", "lora_bias", "use_qalora", "modules_to_save", "rank_pattern", "alpha_pattern"),
     *("layer_replication", "trainable_token_indices", "alora_invocation_tokens"),
+    *("kasa_config", "use_bdlora", "arrow_config", "monteclora_config"),
 )
 """Keys of adapter_config.json that change the model beyond W + scale B A of one rank: they must be absent or empty."""
+_PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Values of init_lora_weights that leave the model's own weights alone. PEFT changes them again for the others (pissa,
+olora, corda, ...) when it loads a folder."""
 
 
 def is_peft_folder(path: str | os.PathLike) -> bool:
@@ -121,6 +125,11 @@ class PeftFolder:
         for key in _ABSENT:
             if value := self.config.get(key):
                 raise self.error(f'{CONFIG}: "{key}" is {value!r}; mkd has no such adapters')
+        if (start := self.config.get("init_lora_weights")) not in _PLAIN_STARTS:
+            raise self.error(
+                f'{CONFIG}: "init_lora_weights" is {start!r}, with which PEFT also changes the weights under '
+                "the adapters: convert them to plain LoRA in PEFT, or give the merged model"
+            )
         if (bias := self.config.get("bias", "none")) != "none":
             raise self.error(f'{CONFIG}: "bias" is {bias!r}; only "none" is read')
 

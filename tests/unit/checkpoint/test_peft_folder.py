@@ -88,6 +88,9 @@ def test_a_folder_beside_the_adapters(base: Path, folder: Path) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "other method": ({"peft_type": "IA3"}, "\"peft_type\" is 'IA3'; only LORA is read"),
     "DoRA": ({"use_dora": True}, '"use_dora" is True; mkd has no such adapters'),
+    "KaSA": ({"kasa_config": {"beta": 1e-4}}, '"kasa_config" is .*; mkd has no such adapters'),
+    "PiSSA": ({"init_lora_weights": "pissa_niter_4"}, '"init_lora_weights" is .pissa_niter_4., with which PEFT also'),
+    "OLoRA": ({"init_lora_weights": "olora"}, '"init_lora_weights" is .olora., with which PEFT also changes'),
     "ranks by layer": ({"rank_pattern": {"q_proj": 4}}, '"rank_pattern" is'),
     "other weights": ({"modules_to_save": ["lm_head"]}, '"modules_to_save" is'),
     "biases": ({"bias": "all"}, "\"bias\" is 'all'"),
