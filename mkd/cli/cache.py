@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mkd.cli.job_process import exit_status_of_rank, prepare
-from mkd.cli.usage import command_parser
+from mkd.cli.usage import command_parser, parse_own
 from mkd.errors import MkdCacheError, visible
 
 STOPPED = 75
@@ -246,9 +246,7 @@ def run(argv: list[str]) -> None:
     """
     split = argv.index("--") if "--" in argv else len(argv)
     parser = parser_of_commands()
-    args, others = parser.parse_known_args(argv[:split])
-    if others:
-        parser.error(f"unrecognized arguments: {' '.join(others)} (flags of mkd train go after --)")
+    args = parse_own(parser, argv[:split])
     args.run(args, argv[split + 1 :])
 
 

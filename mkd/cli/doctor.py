@@ -15,7 +15,7 @@ import os
 import sys
 from importlib.util import find_spec
 
-from mkd.cli.usage import command_parser
+from mkd.cli.usage import command_parser, parse_own
 from mkd.job.doctor import environment
 from mkd.job.doctor.findings import Findings
 
@@ -38,7 +38,7 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str] | No
         "--sample-tokens", type=int, default=60, metavar="N", help="tokens shown per sample (default: 60)"
     )
     split = argv.index("--") if "--" in argv else len(argv)
-    own, flags = parser.parse_args(argv[:split]), argv[split + 1 :]
+    own, flags = parse_own(parser, argv[:split]), argv[split + 1 :]
     if own.nproc < 1 or own.nnodes < 1:
         parser.error(f"--nproc is {own.nproc} and --nnodes {own.nnodes}; both must be at least 1")
     if own.kd_config is not None:

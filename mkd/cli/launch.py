@@ -27,7 +27,7 @@ from itertools import batched
 from pathlib import Path
 
 from mkd.cli.node_jobs import NodeJob, ranks_environment, run_jobs
-from mkd.cli.usage import command_parser
+from mkd.cli.usage import command_parser, parse_own
 from mkd.config.run_file import given_words
 from mkd.errors import MkdConfigError, exit_status
 from mkd.teacher.service.socket_file import SocketFile
@@ -71,7 +71,7 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--print", action="store_true", help="print the commands of the jobs and end")
     split = argv.index("--") if "--" in argv else len(argv)
-    own, words = parser.parse_args(argv[:split]), argv[split + 1 :]
+    own, words = parse_own(parser, argv[:split]), argv[split + 1 :]
     if not words:
         parser.error("the flags of mkd train are missing: give them after --")
     return own, words

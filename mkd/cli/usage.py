@@ -3,6 +3,7 @@
 import argparse
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from mkd.cli.main import COMMANDS
@@ -16,6 +17,14 @@ def command_parser(doc: str) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
         description=as_called(doc, sys.argv[0]), formatter_class=argparse.RawDescriptionHelpFormatter
     )
+
+
+def parse_own(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
+    """Parse a command's own flags, which stand before those of a training and `--`."""
+    own, others = parser.parse_known_args(words)
+    if others:
+        parser.error(f"unrecognized arguments: {' '.join(others)} (flags of mkd train go after --)")
+    return own
 
 
 def as_called(doc: str, program: str) -> str:

@@ -70,7 +70,7 @@ FIELD_CHECKS: tuple[FieldCheck, ...] = (
     FieldCheck(("xtoken_loss", "projection", "teacher_seq_length"), checks.check_xtoken_loss),
     *(FieldCheck((name,), partial(checks.check_choice, field=name)) for name in checks.CHOICES),
     FieldCheck(("variable_seq_lengths",), checks.check_lengths),
-    FieldCheck(("lora", "lora_modules", "student_hf"), checks.check_lora),
+    FieldCheck(("lora", "lora_modules"), checks.check_lora),
     *_numbers("packing_multiple", "loss_chunk_rows", "save_hf_interval", "save_hf_keep", "keep_last"),
     FieldCheck(("save_hf_keep",), checks.check_snapshots_kept),
     FieldCheck(("keep_best",), checks.check_keep_best),

@@ -103,6 +103,7 @@ MISTAKES = [
     ("ids", 1, {"--data-path": "{root}/beyond"}, ["--data-path", f"token id {VOCAB}", "mkd preprocess"]),
     ("world size", 3, {TP: 2}, [f"{TP} 2", "does not divide the 3 ranks"]),
     ("sequence length", 2, {CP: 2, "--seq-length": 34}, ["--seq-length 34", f"2 * {CP} 2"]),
+    ("adapters", 1, {"--kd-lora": 0}, ["--kd-lora 0", "the rank is 0"]),
     ("save folder", 1, {"--save": "{root}/file", "--save-interval": 1}, ["--save", "cannot be written"]),
 ]
 

@@ -3,13 +3,14 @@
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 import mkd
-from mkd.cli import train
+from mkd.cli import cache, doctor, launch, train
 from mkd.cli.main import COMMANDS, main
 from mkd.cli.usage import as_called
 from mkd.config.flags import flags_given
@@ -89,3 +90,21 @@ def test_help_shows_the_command_as_it_was_called() -> None:
         "    torchrun --nproc-per-node N tools/cache_teacher.py write -- FLAGS OF pretrain_kd.py\n"
         "    python tools/doctor.py\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("parse", "own"),
+    [
+        (doctor.parse_arguments, ["--nproc", "2"]),
+        (launch.parse_arguments, ["--teacher-gpus", "1", "--student-gpus", "1"]),
+        (cache.run, ["info", "CACHE"]),
+    ],
+    ids=["doctor", "launch", "cache"],
+)
+def test_flags_of_a_training_without_the_two_dashes(
+    parse: Callable[[list[str]], object], own: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse([*own, "--kd-ratio", "0.5"])
+    assert ended.value.code == 2
+    assert "unrecognized arguments: --kd-ratio 0.5 (flags of mkd train go after --)" in capsys.readouterr().err
