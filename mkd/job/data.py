@@ -171,11 +171,11 @@ class JobData:
     def _log_readings(self) -> None:
         for reading in self.readings() if self.args.rank == 0 else ():
             about = f"concatenated documents, about {reading.per_epoch} rows"
-            self._say(f"{reading.split:10s} {reading.name}: {about}; {reading}")
+            self._log(f"{reading.split:10s} {reading.name}: {about}; {reading}")
             if reading.warning is not None:
-                self._say(f"warning: {reading.warning}")
+                self._log(f"warning: {reading.warning}")
 
-    def _say(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         logger.info(f"data       {text}")
 
     @property
@@ -233,7 +233,7 @@ class JobData:
             options=RowOptions(layout, drop_long=kd.long_samples == "drop", seed=args.seed),
             tokenizer=self.chat_tokenizer,
             true_vocab=self.true_vocab,
-            say=self._say,
+            log=self._log,
             cross=None if self.cross is None else self.cross.rows(self.position_limit),
         )
 

@@ -43,7 +43,7 @@ class RowSets:
     """Tokenizer of chat files."""
     true_vocab: int
     """Vocabulary size of the student, without padding; ids from it up are errors."""
-    say: Callable[[str], None]
+    log: Callable[[str], None]
     """Called with each line for the user."""
     cross: CrossTokenizerRows | None = None
     """None if all teachers have the student's tokenizer."""
@@ -82,10 +82,10 @@ class RowSets:
         names = [name for blend, share in blends if blend is not None and share is not None for name in blend[0]]
         for name in filter(is_chat_file, dict.fromkeys(names)):
             for line in preview(name, self.tokenizer):
-                self.say(line)
+                self.log(line)
             if self.cross is None:
                 facts = self._store(name, (0.0, 1.0)).facts
-                self.say(f"{'warning: ' if facts.bad else ''}{name}: {facts}")
+                self.log(f"{'warning: ' if facts.bad else ''}{name}: {facts}")
 
     def _one_set(self, split: Split, size: int) -> BlendOfRows | None:
         blend, share = blend_of(self.config, split)
@@ -100,9 +100,9 @@ class RowSets:
         streams = [make(name, share, split, n) for make, name, n in zip(makers, names, needed, strict=True)]
         for name, stream, n in zip(names, streams, needed, strict=True):
             reading = Reading(NAMES[split], name, n, stream.per_epoch)
-            self.say(f"{reading.split:10s} {name}: {stream}; {reading}")
+            self.log(f"{reading.split:10s} {name}: {stream}; {reading}")
             if reading.warning is not None:
-                self.say(f"warning: {reading.warning}")
+                self.log(f"warning: {reading.warning}")
         return BlendOfRows(streams, schedule, size, split)
 
     def _is_classic(self, name: str) -> bool:
@@ -126,7 +126,7 @@ class RowSets:
             return DocumentStore(name, share, self.true_vocab)
         base = chat_base(name, self.tokenizer, self.config.path_to_cache)
         if not dist.is_initialized() or dist.get_rank() == 0:
-            tokenize_chat(name, self.tokenizer, base, self.say)
+            tokenize_chat(name, self.tokenizer, base, self.log)
         store = ChatStore(base, share, self.true_vocab)
         if store.facts.max_token_id >= self.true_vocab:
             raise MkdDataError(
@@ -139,10 +139,10 @@ class RowSets:
         encoder = self.cross.encoder
         base = aligned_base(name, encoder, self.config.path_to_cache)
         if not dist.is_initialized() or dist.get_rank() == 0:
-            tokenize_aligned(name, encoder, base, self.say, self.true_vocab)
+            tokenize_aligned(name, encoder, base, self.log, self.true_vocab)
         vocabularies = (self.true_vocab, *self.cross.vocabularies)
         store = AlignedStore(base, share, len(encoder.folders), vocabularies)
-        self.say(f"{name}: {store.facts}")
+        self.log(f"{name}: {store.facts}")
         views = zip(store.facts.max_token_id, vocabularies, encoder.folders, strict=True)
         for largest, vocabulary, folder in views:
             if largest >= vocabulary:

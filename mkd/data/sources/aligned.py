@@ -296,7 +296,7 @@ def probe_aligned(name: str, encoder: BatchAligner) -> list[int]:
 
 
 def tokenize_aligned(
-    name: str, encoder: BatchAligner, base: Path, say: Callable[[str], None], true_vocab: int | None = None
+    name: str, encoder: BatchAligner, base: Path, log: Callable[[str], None], true_vocab: int | None = None
 ) -> None:
     """Tokenize and align all of the data, unless the cache holds the result.
 
@@ -304,7 +304,7 @@ def tokenize_aligned(
         name: chat data, or PREFIX of .bin and .idx.
         encoder: tokenizers, templates and alignment.
         base: path from `aligned_base`.
-        say: called with a line before the work, which may take minutes.
+        log: called with a line before the work, which may take minutes.
         true_vocab: size of the student's vocabulary, for the ids in an indexed file.
 
     Raises:
@@ -313,7 +313,7 @@ def tokenize_aligned(
     if is_stored(name, base, AlignedFacts):
         return
     files = _main_files(name)
-    say(f"{name}: tokenizing for {len(encoder.folders)} tokenizers, once")
+    log(f"{name}: tokenizing for {len(encoder.folders)} tokenizers, once")
     bounds, counts = [0], _Counts(len(encoder.folders))
     progress = ByteProgress(f"{name}: tokenizing", sum(Path(file).stat().st_size for file in files))
     with new_files(name, base, ("pairs", "bounds", "lengths", "json")) as partial:

@@ -44,7 +44,7 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 SPOKEN = ("tool_calls", "function_call", REASONING, "content")
 """Keys of a message that a chat template writes; a template that drops one of them drops a part of the conversation."""
 LEARN_KEYS = ("weight", "train", "training", "train_on_turn", "loss")
-"""Keys of a message that say whether it is learned: OpenAI's, axolotl's and ms-swift's."""
+"""Keys of a message that determine whether it is learned: OpenAI's, axolotl's and ms-swift's."""
 _KEYS_SINCE = {
     2: re.compile(rb'"(?:' + "|".join((*LEARN_KEYS, "train_detail")).encode() + rb')"\s*:'),
     3: re.compile(rb'"(?:system|history)"\s*:'),
@@ -186,7 +186,7 @@ class _MisnamedContent:
 
 
 def _learned(message: dict[str, Any]) -> bool | None:
-    """True or False as the keys in LEARN_KEYS say; None without any. The message has passed `_check_learned`."""
+    """True or False by the keys in LEARN_KEYS; None without any. The message has passed `_check_learned`."""
     given = [bool(message[key]) for key in LEARN_KEYS if message.get(key) is not None]
     return given[0] if given else None
 

@@ -84,7 +84,7 @@ def data_files(name: str, flag: str, contents: Collection[Content] = RECORDS) ->
         contents: contents that can be read.
 
     Raises:
-        MkdDataError: there are none, one cannot be read or is empty, or a folder does not say which of its files are
+        MkdDataError: there are none, one cannot be read or is empty, or a folder does not list which of its files are
             meant.
     """
     where = f"{flag} {name}"

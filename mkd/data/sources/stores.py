@@ -289,21 +289,21 @@ def first_records(name: str, size: int = _PROBED_BYTES, columns: ColumnChoice = 
     return batch
 
 
-def tokenize_chat(name: str, tokenizer: ChatTokenizer, base: Path, say: Callable[[str], None]) -> None:
+def tokenize_chat(name: str, tokenizer: ChatTokenizer, base: Path, log: Callable[[str], None]) -> None:
     """Tokenize chat data as a whole, unless the cache holds its tokens.
 
     Args:
         name: file, folder or glob.
         tokenizer: tokenizer and template.
         base: path from `chat_base`.
-        say: called with a line before tokenizing, which may take minutes.
+        log: called with a line before tokenizing, which may take minutes.
 
     Raises:
         MkdDataError: an invalid line (names file and line); no conversation can be used; the cache cannot be written.
     """
     if is_stored(name, base, ChatFacts):
         return
-    say(f"{name}: tokenizing, once")
+    log(f"{name}: tokenizing, once")
     files = chat_files(name)
     progress = ByteProgress(f"{name}: tokenizing", sum(Path(file).stat().st_size for file in files))
     lengths, skipped, bad, largest, supervised = [], Counter(), BadRecords(), 0, 0

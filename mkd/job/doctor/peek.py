@@ -113,7 +113,7 @@ def peek(
     names: Sequence[str],
     count: int,
     most: int,
-    say: Callable[[str | Text], None],
+    show: Callable[[str | Text], None],
     warn: Callable[[str], None],
 ) -> None:
     """Show `count` samples of each file, `most` tokens of each, and warn of samples that are too long for a model."""
@@ -122,13 +122,13 @@ def peek(
     options = RecordOptions.of(job.kd.data_format, job.kd.bad_records)
     for name in names:
         samples = first_samples(name, folder, options)
-        say(f"{name}:")
+        show(f"{name}:")
         for sample in samples[:count]:
-            say(painted(sample, tokenizer, most))
+            show(painted(sample, tokenizer, most))
         supervised = sum(int(targets.sum()) for _, targets in samples) / max(1, sum(len(ids) for ids, _ in samples))
-        say(f"{supervised:.1%} of the tokens of the first {len(samples)} samples are targets")
+        show(f"{supervised:.1%} of the tokens of the first {len(samples)} samples are targets")
         for line in rows_of(samples, job) if is_chat_file(name) or job.kd.packing != "none" else []:
-            say(line)
+            show(line)
         if (text := too_long(name, samples, job)) is not None:
             warn(text)
 

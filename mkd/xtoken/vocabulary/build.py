@@ -149,14 +149,14 @@ def projection_for(
     teacher: SpanTokenizer,
     options: ProjectionOptions | None,
     folder: str | Path,
-    say: Callable[[str], None] = lambda line: None,
+    log: Callable[[str], None] = lambda line: None,
 ) -> Projection:
     """Read the projection from a cache; the first process builds it while the others wait.
 
     Args:
         student, teacher, options: see `build_projection`.
         folder: the cache; the file name is a hash of everything that the projection depends on.
-        say: called with a line before building, which may take minutes.
+        log: called with a line before building, which may take minutes.
 
     Raises:
         MkdConfigError: see `build_projection`.
@@ -170,7 +170,7 @@ def projection_for(
             path.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(path.with_suffix(".lock")):
                 if not path.is_file():
-                    say(f"building the projection from {student.name} to {teacher.name}: {path}")
+                    log(f"building the projection from {student.name} to {teacher.name}: {path}")
                     build_projection(student, teacher, options).save(path)
     except OSError as error:
         raise MkdCacheError(f"the projection cannot be kept in {folder} ({error}): name another folder") from error
