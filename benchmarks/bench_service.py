@@ -59,8 +59,8 @@ from mkd.teacher.service.requests import ForwardRequest
 from mkd.teacher.service.targets import TopKTargets
 
 ROOT = Path(__file__).resolve().parents[1]
-WARMUP = 4
-"""Steps at the beginning that are not counted."""
+WARMUP = 6
+"""Steps at the beginning that are not counted. While the student compiles in the first, the service computes ahead."""
 ALONE_STEPS = 3
 """Steps of requests of a client that measures the service alone."""
 MOST_ANSWER_BYTES = 1 << 31
@@ -485,7 +485,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("teacher", "student"):
         parser.add_argument(f"--{name}-gpus", type=int, default=1, metavar="N", help=f"GPUs of the {name} (default: 1)")
-    parser.add_argument("--steps", type=int, default=10, metavar="N", help=f"steps per training, above {WARMUP}")
+    parser.add_argument("--steps", type=int, default=12, metavar="N", help=f"steps per training, above {WARMUP}")
     listed = dict(type=lambda text: text.split(";"), metavar="A;B")
     parser.add_argument("--rows-of", help="teachers by name, separated by semicolons", **listed)
     parser.add_argument(

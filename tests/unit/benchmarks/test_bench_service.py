@@ -51,7 +51,7 @@ def test_unknown_teachers_are_refused(tool: ModuleType, capsys: pytest.CaptureFi
 
 @pytest.mark.slow
 def test_the_tool_itself(tmp_path: Path) -> None:
-    words = ["--small", "--steps", "6", "--json", str(tmp_path / "service.json")]
+    words = ["--small", "--steps", "8", "--json", str(tmp_path / "service.json")]
     result = small_job.run(words, script=small_job.ROOT / "benchmarks/bench_service.py", by_itself=True)
     rows = json.loads((tmp_path / "service.json").read_text())["rows"]
     assert result.status == 0 and len(rows) == 2, result.errors
