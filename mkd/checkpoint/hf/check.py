@@ -19,13 +19,17 @@ def read_architecture(folder: HFFolder) -> tuple[Family, dict[str, Any]]:
     """The folder's family and its Megatron arguments.
 
     Raises:
-        MkdCheckpointError: naming the folder and the key, when a value in config.json is missing or not supported.
+        MkdCheckpointError: naming the folder, the key and the nearest family, when a value in config.json is missing or
+            not supported.
     """
+    family, whole = None, folder.vision_language
     try:
         family = family_of(folder.config)
         return family, family.megatron_args(folder.config)
     except MkdCheckpointError as error:
-        where = "" if folder.vision_language is None else f" (text model of {folder.vision_language.architecture})"
+        parts = [] if whole is None else [f"text model of {whole.architecture}"]
+        parts += [] if family is None else [f"the nearest family is {family.architectures[0]}"]
+        where = f" ({'; '.join(parts)})" if parts else ""
         raise folder.error(f"{error}{where}") from error
 
 

@@ -336,7 +336,8 @@ def test_layers_beyond_any_model(folder, size):
 def test_sizes_beyond_an_int(folder, key):
     path = folder("single")
     change_json(path / "config.json", {key: 10**18})
-    assert_refused(path, f'"{key}" is 1000000000000000000; at most 2147483647 is supported')
+    rule = "at most 2147483647 is supported (the nearest family is LlamaForCausalLM)"
+    assert_refused(path, f'"{key}" is 1000000000000000000; {rule}')
 
 
 @pytest.mark.parametrize("name", ["config.json", INDEX])

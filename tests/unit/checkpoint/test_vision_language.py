@@ -108,7 +108,7 @@ def test_text_tensor_is_missing(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"text_config": None}, 'config.json has no "text_config"'),
+        ({"text_config": None}, r'config.json has no "text_config" \(Gemma3ForConditionalGeneration\)'),
         ({"text_config": ["a"] * 100}, r'config.json: "text_config" is .*; an object is needed'),
         ({"model_type": "llava"}, r'"model_type" is .llava., "architectures" has Gemma3ForConditionalGeneration'),
         (
@@ -134,7 +134,12 @@ def test_invalid_configuration(folder: Path, changes: dict[str, Any], text: str)
     ("name", "changes", "text"),
     [
         ("gemma3", {"num_hidden_layers": 10**9}, r'"num_hidden_layers" is 1000000000; at most 10000'),
-        ("gemma3", {"hidden_size": -1}, r'"hidden_size" is -1; it must be at least 1 \(text model of Gemma3For'),
+        (
+            "gemma3",
+            {"hidden_size": -1},
+            r'"hidden_size" is -1; it must be at least 1 \(text model of Gemma3ForConditionalGeneration; '
+            r"the nearest family is Gemma3ForCausalLM\)",
+        ),
         ("gemma3", {"vocab_size": "x"}, r'"vocab_size" is .x.; a int is needed'),
         (
             "gemma3",

@@ -90,9 +90,10 @@ class VisionLanguage:
         if text is None and self.may_be_flat:
             return {key: value for key, value in config.items() if key not in ("model_type", "vision_config", TEXT)}
         if text is None:
-            raise MkdCheckpointError(f'config.json has no "{TEXT}"')
+            raise MkdCheckpointError(f'config.json has no "{TEXT}" ({self.architecture})')
         if not isinstance(text, dict):
-            raise MkdCheckpointError(f'config.json: "{TEXT}" is {str(text)[:40]!r}; an object is needed')
+            value = repr(str(text)[:40])
+            raise MkdCheckpointError(f'config.json: "{TEXT}" is {value}; an object is needed ({self.architecture})')
         return dict(text)
 
     def module_name(self, name: str) -> str:
