@@ -221,10 +221,10 @@ class KDBatch:
     def to_device(self) -> "KDBatch":
         """This batch on the current device."""
         # "cuda" is the CPU where mkd.cpu is active.
-        moved = {name: _to_device(value) for name, value in self._per_token().items()}
+        moved = {name: to_device(value) for name, value in self._per_token().items()}
         packed = self.packed
         if packed is not None:
-            bounds = _to_device(packed.cu_seqlens_q_padded)
+            bounds = to_device(packed.cu_seqlens_q_padded)
             packed = replace(packed, **dict.fromkeys(_BOUNDS, bounds))
         views = tuple(view.to_device(self) for view in self.teacher_views)
         supervised = None if self.supervised is None else self.supervised.to_device()
@@ -247,7 +247,7 @@ class KDBatch:
         return ((joined + 1) * (index * 2654435761 % 2147483647)).sum().view(1)
 
 
-def _to_device(value: Tensor) -> Tensor:
+def to_device(value: Tensor) -> Tensor:
     """A copy on the current device. From memory that is not pinned, the host would wait for the device's work."""
     return value if value.is_cuda else value.pin_memory().to("cuda", non_blocking=True)
 

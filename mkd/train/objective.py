@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mkd.config.loss_spec import LossSpec
-from mkd.data.batch import KDBatch, TeacherTokens
+from mkd.data.batch import KDBatch, TeacherTokens, to_device
 from mkd.distributed.groups import Groups
 from mkd.losses import (
     LinearLogits,
@@ -428,17 +428,17 @@ class CrossTokenizerObjective:
     def _taught(self, factor: Tensor | None) -> Tensor:
         """[chunks] fp32: a factor on the host (None: 1) in the texts that this teacher teaches, 0 in others."""
         view, device = self._view, self.signal.hidden.device
-        factor = torch.ones(view.chunks, device=device) if factor is None else factor.to(device)
-        return factor if self.texts is None else factor * self.texts[view.chunk_text.to(device)]
+        factor = torch.ones(view.chunks, device=device) if factor is None else to_device(factor)
+        return factor if self.texts is None else factor * self.texts[to_device(view.chunk_text)]
 
     def by_position(self, output: LossOutput, share: float) -> WrittenDivergence:
-        index = self._view.chunk_written.to(output.kd.device)
+        index = to_device(self._view.chunk_written)
         return WrittenDivergence(share * output.kd * self._taught(self.routed), index, self._counts_chunks)
 
     def aligned_share(self) -> Mean:
         """The share of the written tokens that are in a text chunk."""
         written = self.batch.written >= 0
-        return Mean.of((self._view.student_chunk >= 0).to(written.device).float(), written.float(), None)
+        return Mean.of(to_device(self._view.student_chunk >= 0).float(), written.float(), None)
 
     def routed_to(self, number: int, weights: Sequence[float]) -> "CrossTokenizerObjective":
         return replace(self, routed=_route(self._view.chunk_teacher, number, weights))
@@ -460,7 +460,7 @@ class CrossTokenizerObjective:
         return TeacherCE(unflatten_tokens(ce, batch), batch, self._cross.byte_lengths)
 
     def finite_sum(self) -> Tensor:
-        counted = (self._view.chunk >= 0).t().to(self.signal.hidden.device)
+        counted = to_device(self._view.chunk >= 0).t()
         return finite_sum(self.signal, counted, self._view.batch, self.context.groups)
 
 
