@@ -240,10 +240,7 @@ def flags_of(case: Case, folder: Path, steps: int) -> list[str]:
         "--log-interval": 1,
     }
     flat = [str(word) for pair in words.items() for word in pair]
-    own = [] if mkd.cpu.is_target() else ["--bf16"]
-    if not mkd.cpu.is_target() and any("num_experts" in config for config in PAIRS.get(case.pair, ())):
-        own += ["--moe-grouped-gemm"]
-    return [*flat, *own, *case.layout, *case.teacher]
+    return [*flat, *([] if mkd.cpu.is_target() else ["--bf16"]), *case.layout, *case.teacher]
 
 
 def _model_parallel_rows(case: Case) -> int:
