@@ -1,14 +1,17 @@
-"""Forward passes of the student outside training, through Megatron's own schedules."""
+"""Forward passes of the student outside training, through Megatron's own schedules, and the parts of their outputs on
+context- and sequence-parallel ranks."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
+from mkd.distributed.context_parallel import dual_chunk_positions
 from mkd.distributed.groups import Groups
 
 
@@ -65,3 +68,20 @@ def run_forward(
         forward_only=True,
     )
     return found[:count]
+
+
+def positions_on_rank(hidden: Tensor, groups: Groups, sequence_parallel: bool) -> Tensor:
+    """[n] int64 positions in the row of this rank's hidden states [n, ...], on their device."""
+    tp, cp = groups.tp, groups.cp
+    parts = tp.size() if sequence_parallel else 1
+    length = hidden.shape[0] * parts * cp.size()
+    own = dual_chunk_positions((0, length), cp.rank(), cp.size())
+    return own.chunk(parts)[tp.rank() if sequence_parallel else 0].to(hidden.device)
+
+
+def sum_of_parts(values: Tensor, groups: Groups, sequence_parallel: bool) -> Tensor:
+    """The values, in place: one of the ranks that share the row has each of them, and the others have 0."""
+    for group, is_split in ((groups.tp, sequence_parallel), (groups.cp, True)):
+        if is_split and group.size() > 1:
+            dist.all_reduce(values, group=group)
+    return values

@@ -9,9 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mkd.data.batch import KDBatch
-from mkd.distributed.context_parallel import dual_chunk_positions
 from mkd.distributed.groups import Groups
-from mkd.rollout.forward import evaluating, run_forward
+from mkd.rollout.forward import evaluating, positions_on_rank, run_forward, sum_of_parts
 from mkd.rollout.interface import Decoding
 from mkd.rollout.sampler import logits_of
 
@@ -77,14 +76,8 @@ class _Scorer:
 
     def _whole(self, hidden: Tensor, sequence_parallel: bool) -> Tensor:
         """[length, H] final hidden states of the row, of which [length / (cp tp), H] may be on this rank."""
-        tp, cp = self._groups.tp, self._groups.cp
-        parts = tp.size() if sequence_parallel else 1
-        length = hidden.shape[0] * parts * cp.size()
-        own = dual_chunk_positions((0, length), cp.rank(), cp.size())
-        own = own.chunk(parts)[tp.rank() if sequence_parallel else 0].to(hidden.device)
-        whole = torch.zeros(length, hidden.shape[1], device=hidden.device)
+        own = positions_on_rank(hidden, self._groups, sequence_parallel)
+        ranks = self._groups.cp.size() * (self._groups.tp.size() if sequence_parallel else 1)
+        whole = torch.zeros(ranks * len(hidden), hidden.shape[1], device=hidden.device)
         whole[own] = hidden.float()
-        for group, is_split in ((tp, sequence_parallel), (cp, True)):
-            if is_split and group.size() > 1:
-                dist.all_reduce(whole, group=group)  # one rank adds a value, the others 0
-        return whole.to(hidden.dtype)
+        return sum_of_parts(whole, self._groups, sequence_parallel).to(hidden.dtype)

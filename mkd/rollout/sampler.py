@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mkd.distributed.context_parallel import dual_chunk_positions
 from mkd.distributed.groups import Groups
 from mkd.losses import LogitMap
 from mkd.models.gpt import output_head
+from mkd.rollout.forward import positions_on_rank, sum_of_parts
 from mkd.rollout.interface import Decoding, Request
 
 _BITS = 64
@@ -146,18 +146,11 @@ class NextToken:
 
     def _hidden_at(self, hidden: Tensor, last: Tensor, sequence_parallel: bool) -> Tensor:
         """[b, H] final hidden states at position `last` of each row, from the rank that has it."""
-        tp, cp = self.groups.tp, self.groups.cp
-        parts = tp.size() if sequence_parallel else 1
-        length = hidden.shape[0] * parts * cp.size()
-        own = dual_chunk_positions((0, length), cp.rank(), cp.size())
-        own = own.chunk(parts)[tp.rank() if sequence_parallel else 0].to(hidden.device)
+        own = positions_on_rank(hidden, self.groups, sequence_parallel)
         is_here = own[:, None] == last[None, :]
         found = hidden[is_here.int().argmax(dim=0), torch.arange(len(last), device=hidden.device)].float()
         found = torch.where(is_here.any(dim=0)[:, None], found, 0.0)
-        for group, is_split in ((tp, sequence_parallel), (cp, True)):
-            if is_split and group.size() > 1:
-                dist.all_reduce(found, group=group)  # one rank adds a value, the others 0
-        return found.to(hidden.dtype)
+        return sum_of_parts(found, self.groups, sequence_parallel).to(hidden.dtype)
 
     def _choose(self, logits: Tensor, keys: Tensor | None) -> Tensor:
         """[b] the token with the largest score over all vocabulary shards, the first one if there are several."""
