@@ -49,7 +49,8 @@ stop_if_done_or_stuck() {
     fi
     if (($(attempts_from_here) >= MAX_ATTEMPTS)); then
         say "error: $MAX_ATTEMPTS attempts in a row started at $(where) and saved nothing beyond it, so this job" \
-            "is not requeued. Find the reason in $LOGS, fix it, and submit the job again"
+            "is not requeued. Find the reason in $LOGS (or is SAVE, $SAVE, not the folder in --save?), fix it, and" \
+            "submit the job again"
         exit 1
     fi
 }
@@ -60,9 +61,9 @@ note_attempt() {
     echo "$SLURM_JOB_ID ${SLURM_RESTART_COUNT:-0} $(saved)" >>"$SAVE/ATTEMPTS"
 }
 
-# Repeats mkd's error lines in the log $1, each once: all ranks of a wrong command line report the same one.
+# Repeats the error lines of commands in the log $1, each once: all ranks of a wrong command line report the same one.
 show_errors() {
-    [[ ! -f "$1" ]] || awk '/^(mkd [a-z-]+|[a-z_]+\.py): error: / && !seen[$0]++ && n++ < 3' "$1"
+    [[ ! -f "$1" ]] || awk '/^[a-zA-Z0-9_.-]+( [a-z-]+)?: error: / && !seen[$0]++ && n++ < 3' "$1"
 }
 
 requeue() {

@@ -173,12 +173,20 @@ def test_no_progress_ends_after_three_attempts(slurm: Slurm) -> None:
 
 def test_errors_are_in_the_output_of_the_script(slurm: Slurm) -> None:
     slurm.variables["MAX_ATTEMPTS"] = "1"
-    lines = ["mkd train: error: --lr is missing", "Traceback", "mkd train: error: --lr is missing", "no mkd: error: x"]
+    lines = [
+        "mkd train: error: --lr is missing",
+        "Traceback",
+        "mkd train: error: --lr is missing",
+        "a script: in b: error: x",
+    ]
     assert slurm.submit("sh", "-c", f"printf '{'\\n'.join(lines)}\\n'; exit 1") == 1
     log = slurm.save / "logs" / f"{JOB_ID}.0.log"
     assert f"attempt 0 starts at iteration 0 of 8; follow it in {log}" in slurm.output
     after = slurm.output.split(f"its log is {log}\n")[1].splitlines()
     assert after[0] == "mkd train: error: --lr is missing" and "train.sbatch: error: 1 attempts" in after[1]
+    slurm.variables["SLURM_JOB_ID"] = "4712"
+    assert slurm.submit("bash", "examples/llama/8b_to_1b.sh") == 1
+    assert "\n8b_to_1b.sh: error: TEACHER is not set: the teacher's Hugging Face folder" in slurm.output
 
 
 def test_progress_then_none(slurm: Slurm) -> None:
