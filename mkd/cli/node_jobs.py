@@ -190,7 +190,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def ranks_environment(ranks: int, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """This process's variables with defaults for so many ranks.
+    """This process's variables with defaults for `ranks` ranks.
 
     Args:
         ranks: of all jobs.

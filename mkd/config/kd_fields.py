@@ -217,8 +217,8 @@ class KDFields:
     host memory."""
 
     teacher_micro_batch_size: int | None = None
-    """Rows of one forward pass of the teacher: consecutive microbatches of a step are joined to passes of up to so many
-    rows. A multiple of --micro-batch-size. Default: --micro-batch-size."""
+    """Rows of one forward pass of the teacher: consecutive microbatches of a step are joined to passes of up to
+    this number of rows. A multiple of --micro-batch-size. Default: --micro-batch-size."""
 
     teacher_signals: SignalsMemory = "auto"
     """Memory in which the teacher's final hidden states wait for the student where the teacher runs first over all

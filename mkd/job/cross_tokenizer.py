@@ -232,7 +232,7 @@ def _names(
 
 
 def row_layout(length: int, kd: KDConfig, limit: PositionLimit | None, *, kd_everywhere: bool) -> RowLayout:
-    """Layout of rows of so many tokens.
+    """Layout of rows of `length` tokens.
 
     Args:
         length: tokens of a row.

@@ -36,5 +36,5 @@ def set_iterations(args: Namespace, kd: KDConfig, data: JobData, point: ResumePo
 
 
 def iterations_of(epochs: float, rows: int, batch: int) -> int:
-    """The fewest iterations of `batch` rows that read so many epochs of `rows` rows."""
+    """The fewest iterations of `batch` rows that read `epochs` epochs of `rows` rows."""
     return max(1, math.ceil(round(epochs * rows, 6) / batch))

@@ -102,7 +102,7 @@ class ServiceJob:
         args, source, transformer = self.args, self.teacher.source, self.teacher.config.transformer
         cp, scale = args.context_parallel_size, logit_scale(transformer)
         multiple = length_multiple(args)
-        if self._is_fp8:  # any number of rows must have a multiple of so many tokens on each rank
+        if self._is_fp8:  # any number of rows must have a multiple of this number of tokens on each rank
             ranks = cp * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
             multiple = math.lcm(multiple, FP8_TOKENS * ranks)
         return TeacherFacts(

@@ -31,9 +31,9 @@ class _Copy(NamedTuple):
 class HostStates:
     """Hidden states in pinned host memory, by the number of their microbatch.
 
-    Copies run on a stream of their own, and the host waits for none of them. A tensor on the device is freed only after
-    the computing stream has been told to wait for its copy: its memory is then reused at once, instead of whenever the
-    host happens to observe the end of the copy.
+    Copies run on a stream of their own, and the host waits for none of them. The computing stream waits for a copy
+    before the tensor on the device is freed: its memory is then reused at once, instead of whenever the host happens to
+    observe the end of the copy.
     """
 
     def __init__(self) -> None:

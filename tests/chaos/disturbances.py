@@ -127,7 +127,7 @@ def _can_mount(folder: Path) -> bool:
 
 @contextmanager
 def _mounted(folder: Path, kib: int) -> Iterator[Path]:
-    """A file system in memory of so many KiB."""
+    """A small file system in memory."""
     folder.mkdir(parents=True, exist_ok=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kib}k", "none", str(folder)], check=True, capture_output=True)
     try:

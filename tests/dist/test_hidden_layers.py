@@ -11,8 +11,9 @@ from tests.support.dist.hidden_term import hidden_term
 from tests.support.dist.kd_step import Layout, Models, kd_step
 from tests.support.tolerance import GRADIENT, STEP_LOSS, assert_close_norm
 
-# Of 4 and 8 layers. Under PP2 the student's layer 2 is on the first stage and the teacher's 6 on the second, 3 and 2
-# the other way round. Two pairs share a student's layer, two a teacher's, and the last layers are paired too.
+# The models have 4 and 8 layers. Under PP2 the student's layer 2 is on the first stage and the teacher's 6 on the
+# second, 3 and 2 the other way round. Two pairs share a student's layer, two a teacher's, and the last layers are
+# paired too.
 PAIRS = "2:6,3:2,3:6,4:8"
 MSE = Models(hidden_loss=PAIRS)
 COSINE = Models(hidden_loss=PAIRS, hidden_loss_type="cosine", tied=False, ratio=1.0)

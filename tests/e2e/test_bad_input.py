@@ -94,7 +94,7 @@ def _bad_data(root: Path) -> None:
 
 @pytest.fixture
 def attempt(job: SmallJob, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Job]]:
-    """`attempt(changes, ranks)`: check a command line as rank 0 of so many ranks; it sets megatron's globals."""
+    """`attempt(changes, ranks)`: check a command line as rank 0 of `ranks` ranks; it sets megatron's globals."""
 
     def check(changes: dict, ranks: int = 1) -> Job:
         for name, value in {**small_job.environment(), "WORLD_SIZE": str(ranks)}.items():

@@ -44,7 +44,7 @@ class RowLayout:
         return f"the {self.piece_length} positions of {self.longest_of}{rounded}"
 
     def starts(self, positions: Sequence[int]) -> list[int]:
-        """Starts of pieces with so many positions in a row, and the start of a piece that would follow."""
+        """Starts of pieces with these numbers of positions in a row, and the start of a piece that would follow."""
         units = -(-np.asarray(positions, dtype=np.int64) // self.multiple)
         return [0, *(self.multiple * np.cumsum(units)).tolist()]
 

@@ -101,7 +101,7 @@ class BadRecords:
 
 
 def with_ellipsis(messages: Sequence[str], count: int) -> list[str]:
-    """Messages of `BadRecords`, and an ellipsis if they do not account for so many records."""
+    """Messages of `BadRecords`, and an ellipsis if they do not account for all `count` records."""
     numbers = [number for message in messages for number in _parts_of(message)[1] or [message]]
     return [*messages, *(["..."] if len(numbers) < count and "..." not in numbers else [])]
 

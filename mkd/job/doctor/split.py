@@ -103,7 +103,7 @@ def _weights(teacher: Namespace, tp: int) -> float:
 
 
 def _student_alone(work: Workload, gpus: int) -> Workload | None:
-    """The student on so many GPUs, taught by a service; None if its layout or batch does not divide them."""
+    """The student on `gpus` GPUs, taught by a service; None if its layout or batch does not divide them."""
     student = copy.copy(work.student)
     ranks = student.tensor_model_parallel_size * student.pipeline_model_parallel_size * student.context_parallel_size
     if gpus % ranks:

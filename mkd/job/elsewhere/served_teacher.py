@@ -129,7 +129,7 @@ class ServedSource(SourceAtAddresses):
 
 
 def microbatch_tokens(args: Namespace, length: int) -> int:
-    """Tokens of the largest microbatch of a job, in rows of so many tokens."""
+    """Tokens of the largest microbatch of a job, in rows of `length` tokens."""
     return max(args.micro_batch_size, getattr(args, "eval_micro_batch_size", None) or 0) * length
 
 

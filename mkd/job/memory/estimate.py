@@ -328,7 +328,7 @@ def _answer_bytes(teacher: Namespace) -> float:
 
 
 def waits_on_host(kd: KDConfig, microbatches: int, on_gpu: bool) -> bool:
-    """True if hidden states of so many microbatches wait for the student in host memory."""
+    """True if hidden states of `microbatches` microbatches wait for the student in host memory."""
     if kd.teacher_signals == "auto":
         return on_gpu and microbatches > MOST_ON_DEVICE
     return kd.teacher_signals == "host"

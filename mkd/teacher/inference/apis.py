@@ -67,7 +67,7 @@ def score(
 
 
 def send(api: InferenceApi, server: HttpServer, body: Mapping[str, Any], entries: int) -> Any:
-    """Send a request; returns the answer, of at most so many entries.
+    """Send a request; returns the answer, of at most `entries` entries.
 
     Raises:
         ServerLost: the server does not answer now.

@@ -241,7 +241,7 @@ class HttpServer:
 
 
 def pause_s(failures: int, first_s: float, longest_s: float) -> float:
-    """Seconds until the next request to a server that has failed so many times in a row: doubled each time."""
+    """Seconds until the next request to a server that has failed `failures` times in a row: doubled each time."""
     # A server may be lost for days; 2.0**1024 is not a float.
     return min(first_s * 2.0 ** min(failures, 64), longest_s)
 

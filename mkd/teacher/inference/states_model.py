@@ -56,7 +56,7 @@ class StatesModel(ServedModel):
         return f"For texts of {tokens} tokens start the server with {self.command(length)}"
 
     def command(self, length: int) -> str:
-        """The command that starts a server for texts of so many tokens."""
+        """The command that starts a server for texts of `length` tokens."""
         layer = {"eagle_aux_hidden_state_layer_ids": [self.output.layers]}
         extracting = {
             "method": "extract_hidden_states",

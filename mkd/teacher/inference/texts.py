@@ -40,7 +40,7 @@ class BatchOfTexts:
 
     @classmethod
     def of(cls, batch: KDBatch, record_bytes: int) -> "BatchOfTexts":
-        """The texts of a microbatch on the host, with records of so many bytes per token."""
+        """The texts of a microbatch on the host, with records of `record_bytes` bytes per token."""
         tokens, labels, mask = batch.tokens.flatten(), batch.labels.flatten(), batch.kd_mask.flatten()
         texts = tuple(
             Text(key, part, (*tokens[part].tolist(), int(labels[part.stop - 1])))

@@ -48,7 +48,7 @@ class Uploads:
             count: its microbatches on this rank.
             received: from the number of a microbatch to its answer, on the host.
         """
-        if self._coming:  # of a step that was not computed to its end
+        if self._coming:  # uploads of a step that was not computed to its end
             torch.cuda.current_stream().wait_stream(self._stream)
             self._coming.clear()
         self._count, self._received = count, received
@@ -63,7 +63,7 @@ class Uploads:
         return upload.received
 
     def _start(self, number: int) -> _Upload:
-        # Of the computing stream, whose later work may reuse the memory: it waits for the copy, and this one for it.
+        # Allocated by the computing stream, whose later work may reuse the memory: each stream waits for the other.
         wanted, found = (one.pin_memory() for one in self._received(number))
         targets = tuple(torch.empty(one.shape, dtype=one.dtype, device="cuda") for one in (wanted, found))
         self._stream.wait_stream(torch.cuda.current_stream())

@@ -87,7 +87,7 @@ class ServedTeacher(WholeRowTeacher[_Request]):
         return [self._connections.submit(Message(Kind.FORWARD, 0, values, request.forward.tensors), read)]
 
     def _read(self, count: int, answer: Message) -> Tensor:
-        """The tensor of an answer for so many tokens, which is checked in the thread of the connections."""
+        """The tensor of an answer for `count` tokens, which is checked in the thread of the connections."""
         facts, answers = self._facts, self._answers
         if answer.kind != answers.kind or answer.values.get("fingerprint") != facts.fingerprint:
             raise MkdTeacherError(f"the teacher answers with {answer.kind.name} of {answer.values}: is it another one?")

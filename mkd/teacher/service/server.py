@@ -137,8 +137,8 @@ class TeacherServer:
         self._context.term()
 
     def _read(self, wait_ms: int) -> None:
-        """Read what has arrived, and answer everything but forward requests at once; at most so many messages that a
-        client which sends without end does not keep the others from being computed."""
+        """Read what has arrived, and answer everything but forward requests at once. The number of messages is
+        bounded, so that a client that sends without end does not keep the requests of others from being computed."""
         for _ in range(_MOST_QUEUED - len(self._queue)):
             if not self._socket.poll(wait_ms):
                 return

@@ -68,7 +68,7 @@ class _Faulty(TeacherServer):
 
     fault = ""
     answers_left: int | None = None
-    """It receives `last_signal` after so many answers; None for never."""
+    """It receives `last_signal` after this number of answers; None for never."""
     last_signal = signal.SIGKILL
 
     def _send(self, client: bytes, message: Message) -> None:
@@ -148,7 +148,7 @@ class Service:
     models: Models = Models()  # noqa: RUF009 (frozen)
     fault: str = ""
     answers: int | None = None
-    """It receives `last_signal` after so many answers; None for never."""
+    """It receives `last_signal` after this number of answers; None for never."""
     last_signal: signal.Signals = signal.SIGKILL
     port: int = 0
     is_local: bool = False
