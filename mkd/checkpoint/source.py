@@ -188,7 +188,7 @@ def common_vocabulary(
     """Number of tokens that student and teacher share, with equal ids.
 
     Models with the same tokenizer may pad their vocabulary to different sizes and report the padded one as vocab_size.
-    With equal tokenizers the smaller size is used; rows beyond it are no tokens.
+    With equal tokenizers the smaller size is used; rows beyond it are not tokens.
 
     Args:
         student: the flag and folder to name.

@@ -77,7 +77,7 @@ def loss_from_logits(
 
 @dataclass(frozen=True)
 class _Job:
-    """Checked inputs of a loss that are no logits."""
+    """Checked inputs of a loss other than logits."""
 
     tokens: TokenWeights
     context: KernelContext

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 class SizeGuard:
-    """The sizes that mapped files have now. A file that is removed or replaced stays mapped, and is no problem."""
+    """The sizes that mapped files have now. A file that is removed or replaced stays mapped, and is not a problem."""
 
     def __init__(self, paths: Iterable[str | Path]) -> None:
         """Remember the sizes of existing files."""

@@ -267,7 +267,7 @@ def test_every_layout_writes_the_same_texts(gloo_pool, on_one_rank, name: str) -
 
 
 def test_the_cache_is_left_out_where_it_is_not_possible(gloo_pool, on_one_rank) -> None:
-    """The choice is no matter of layouts without context parallelism."""
+    """The choice does not depend on layouts without context parallelism."""
     for own in (Layout(), Layout(tp=2, sp=True)):
         for found in gloo_pool(own.tp).run(student_texts, own, Models(), "uncached", (0.0,)):
             assert found[0.0] == on_one_rank[False][0.0]

@@ -70,7 +70,7 @@ class SampleStore(Protocol):
 
     def read(self, sample: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """`count` tokens of a sample from `start` on: ids [count] integers, and targets [count]: bool, or their weights
-        (float32, 0 for tokens that are no targets) in a store with other weights than 0 and 1."""
+        (float32, 0 for tokens that are not targets) in a store with other weights than 0 and 1."""
         ...
 
 

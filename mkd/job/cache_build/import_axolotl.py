@@ -24,7 +24,7 @@ EMPTY_LOG_PROB = -1e8
 _FILLER_LOG_PROB = -60.0
 """Log-probability of filler ids."""
 MAX_SUM = 1.02
-"""Largest sum of a token's probabilities; above it they are no log-probabilities. Rounding to bf16 stays below."""
+"""Largest sum of a token's probabilities; above it they are not log-probabilities. Rounding to bf16 stays below."""
 PROBED = 64
 """Texts that are checked before anything is written."""
 

@@ -56,7 +56,7 @@ class StatesSource(SourceAtAddresses):
 
         Raises:
             MkdCheckpointError: the folder is incomplete, or its family is not known.
-            MkdConfigError: a server is no vLLM, or the folder of files cannot be used.
+            MkdConfigError: a server is not vLLM, or the folder of files cannot be used.
             MkdTeacherError: see `InferenceSource.find`.
         """
         states = StatesFolder(Path(kd.teacher_states_dir), min(_LONGEST_WAIT_S, kd.teacher_timeout / 4))

@@ -52,8 +52,8 @@ class TokenScores:
             raise MkdTeacherError(f"{origin} answers with a token twice among the most probable ones of a position")
         if (np.diff(top, axis=1) > _ROUNDING).any() or np.exp(top).sum(axis=1).max(initial=0.0) > 1.0 + _EXCESS:
             raise MkdTeacherError(
-                f"{origin} answers with numbers that are no log-probabilities in descending order: its answers must be "
-                "those of the model, without a processor of logits (vLLM: --logprobs-mode raw_logprobs)"
+                f"{origin} answers with numbers that are not log-probabilities in descending order: its answers must "
+                "be those of the model, without a processor of logits (vLLM: --logprobs-mode raw_logprobs)"
             )
         is_own = ids == text[1:, None]
         among, outside = is_own.any(axis=1), top.min(axis=1, initial=np.inf) + _ROUNDING

@@ -20,7 +20,7 @@ ROW = 48
 MULTIPLES = st.sampled_from([1, 2, 4, 8, 16, 48])
 LENGTHS = st.lists(st.integers(0, 3 * ROW + 5), min_size=1, max_size=60).filter(lambda n: max(n) > 1)
 MANY = settings(deadline=None, max_examples=100)
-"""A loaded machine is no fault of the code."""
+"""No deadline, because the machine may be loaded."""
 
 
 class Texts:

@@ -476,7 +476,7 @@ def test_an_answer_that_cannot_be_used_ends_the_rollout(vllm: StandIn) -> None:
 
 
 def test_the_limits_have_their_order() -> None:
-    """Rounding is no reason to load weights again, and weights that are refused differ by more than rounding."""
+    """Weights are not loaded again because of rounding, and weights that are refused differ by more than rounding."""
     few, many = (replace(weights(1), scores=np.full(9, value)) for value in (-3.0, -20.0))
     assert server_module._MOVED_NATS < server_module._STEADY * few.limit < few.limit == server_module.SAME_NATS
     assert many.limit == pytest.approx(0.6)
