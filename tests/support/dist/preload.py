@@ -1,6 +1,5 @@
 """Modules that forked processes need, imported once in the fork server: CPU redirect first, then megatron."""
 
-import argparse
 import functools
 import gc
 import importlib
@@ -26,17 +25,17 @@ import megatron.core.tokenizers.text.models  # noqa: E402
 import megatron.training  # noqa: E402, F401
 import pytest  # noqa: E402, F401
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher  # noqa: E402, F401
-from megatron.training.arguments import add_megatron_arguments  # noqa: E402
 
 # Importing these names imports what they need, such as accelerate for a config: 0.3 s of CPU.
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig  # noqa: E402, F401
 
+from mkd.config.flags import flag_parser  # noqa: E402
 from tests.support.quick_megatron import make_quick  # noqa: E402
 
 make_quick()
 for found in pkgutil.walk_packages(mkd.__path__, "mkd."):  # 0.4 s of CPU in each fork
     importlib.import_module(found.name)
-add_megatron_arguments(argparse.ArgumentParser())  # so that forks find the texts read
+flag_parser()  # forks find it made, and the texts of Megatron's flags read
 MEGATRON_CACHES = [
     found
     for found in gc.get_objects()
