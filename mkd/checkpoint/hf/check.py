@@ -19,7 +19,7 @@ def read_architecture(folder: HFFolder) -> tuple[Family, dict[str, Any]]:
     """The folder's family and its Megatron arguments.
 
     Raises:
-        MkdCheckpointError: naming the folder, the key and the nearest family, when a value in config.json is missing or
+        MkdCheckpointError: naming the folder, the key and the family, when a value in config.json is missing or
             not supported.
     """
     family, whole = None, folder.vision_language
@@ -28,7 +28,7 @@ def read_architecture(folder: HFFolder) -> tuple[Family, dict[str, Any]]:
         return family, family.megatron_args(folder.config)
     except MkdCheckpointError as error:
         parts = [] if whole is None else [f"text model of {whole.architecture}"]
-        parts += [] if family is None else [f"the nearest family is {family.architectures[0]}"]
+        parts += [] if family is None else [f"read as {family.architectures[0]}"]
         where = f" ({'; '.join(parts)})" if parts else ""
         raise folder.error(f"{error}{where}") from error
 

@@ -336,7 +336,7 @@ def test_layers_beyond_any_model(folder, size):
 def test_sizes_beyond_an_int(folder, key):
     path = folder("single")
     change_json(path / "config.json", {key: 10**18})
-    rule = "at most 2147483647 is supported (the nearest family is LlamaForCausalLM)"
+    rule = "at most 2147483647 is supported (read as LlamaForCausalLM)"
     assert_refused(path, f'"{key}" is 1000000000000000000; {rule}')
 
 

@@ -138,7 +138,7 @@ def test_invalid_configuration(folder: Path, changes: dict[str, Any], text: str)
             "gemma3",
             {"hidden_size": -1},
             r'"hidden_size" is -1; it must be at least 1 \(text model of Gemma3ForConditionalGeneration; '
-            r"the nearest family is Gemma3ForCausalLM\)",
+            r"read as Gemma3ForCausalLM\)",
         ),
         ("gemma3", {"vocab_size": "x"}, r'"vocab_size" is .x.; a int is needed'),
         (
