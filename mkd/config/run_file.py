@@ -300,7 +300,7 @@ def _value(node: yaml.Node, place: str, name: str) -> bool | tuple[str, ...]:
     values = tuple(_texts(node, place, name))
     if not values:
         raise MkdConfigError(f"{place}: {name} has an empty list; leave it out, or give values")
-    if any(value.startswith("--") for value in values):
+    if len(values) > 1 and any(value.startswith("--") for value in values):  # one value becomes --flag=value
         raise MkdConfigError(f"{place}: {name} has a value that begins with --; a key is one flag")
     return values
 

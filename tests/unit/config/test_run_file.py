@@ -60,6 +60,7 @@ def words(file: str) -> list[str]:
         ("kd-xtoken-loss: true", ["--kd-xtoken-loss"]),
         ("kd-xtoken-loss: gold", ["--kd-xtoken-loss", "gold"]),
         ("exit-duration-in-mins: -1", ["--exit-duration-in-mins=-1"]),
+        ("kd-rollout-stop: ---", ["--kd-rollout-stop=---"]),
         ("data-path: [0.7, a, 0.3, b]", ["--data-path", "0.7", "a", "0.3", "b"]),
         ("data-path:\n- [0.7, a]\n- [0.3, b]", ["--data-path", "0.7", "a", "0.3", "b"]),
         ("data-path: a", ["--data-path", "a"]),
