@@ -31,7 +31,7 @@ from mkd.data.sources.record_forms import AS_FOUND, ROLES, RecordOptions, standa
 from mkd.data.sources.text import BadRecords, RawBatch, decode, json_object, once_per_process, require_unicode
 from mkd.errors import MkdDataError
 from mkd.utils.limits import limited
-from mkd.utils.pretrained import load_tokenizer
+from mkd.utils.pretrained import load_tokenizer, repeatable_templates
 
 ASSISTANT = "assistant"
 EMPTY, UNSUPERVISED = "with an empty message", "without a word of the assistant"
@@ -472,7 +472,7 @@ class ChatTemplate:
         if any(message.get("content") is None for message in messages) and not self._takes_null:
             messages = [{**message, "content": message.get("content") or ""} for message in messages]
         try:
-            with limited(_TEMPLATE_SECONDS):
+            with limited(_TEMPLATE_SECONDS), repeatable_templates():
                 return self.tokenizer.apply_chat_template(messages, tools=chat.tools, **options)
         except Exception as error:  # Jinja's errors, and Python's in the template's expressions
             raise MkdDataError(

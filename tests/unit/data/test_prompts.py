@@ -1,6 +1,7 @@
 """Files of --kd-sample-prompts."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,16 @@ def test_end_tokens(tokenizer: Any, config: dict, more: set[int]) -> None:
 ASKED = "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}{% endif %}"
 INSTRUCTIONS = "{% for m in messages %}" + ASKED + "{% endfor %}"
 """As in Llama 2: the end of a question is the generation prompt."""
+
+
+def test_dates_and_random_choices_of_a_template_are_constant(tmp_path: Path) -> None:
+    """Else a resumed run, or another rank, would read other prompts."""
+    chat_tokenizer(tmp_path, "{{ strftime_now('%d %b %Y') }} {{ range(99999) | random }}" + PLAIN)
+    path = write(tmp_path / "p.jsonl", *[{"messages": [{"role": "user", "content": "hello"}]}] * 2)
+    numbers = random.getstate()
+    one, other = read_prompts(path, load_tokenizer(str(tmp_path)), 99)
+    assert one.text.startswith("26 Jul 2024 ") and one == other
+    assert random.getstate() == numbers
 
 
 @pytest.mark.parametrize(
