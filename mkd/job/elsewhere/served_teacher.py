@@ -26,7 +26,7 @@ from mkd.teacher.service.client import ServedTeacher
 from mkd.teacher.service.connections import TeacherConnections, request_facts
 from mkd.teacher.service.facts import TeacherFacts
 from mkd.teacher.service.lm_head import fetch_head, requests_head
-from mkd.teacher.service.server import MOST_ANSWER_BYTES
+from mkd.teacher.service.messages import MOST_ANSWER_BYTES
 from mkd.teacher.service.targets import SampledTargets, Targets, TopKTargets
 from mkd.utils.hub_folder import model_folder
 

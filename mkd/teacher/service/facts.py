@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mkd.teacher.service.messages import ProtocolError
+from mkd.teacher.service.messages import MOST_ANSWER_BYTES, ProtocolError
 
 _MOST_WIDTH = 1 << 17
 """Memory is taken for an LM head of this width; the widest published model has 20,480."""
@@ -84,3 +84,8 @@ class TeacherFacts:
     def bytes_per_token(self) -> int:
         """Bytes of the final hidden states of one token."""
         return self.width * self.torch_dtype.itemsize
+
+    @property
+    def most_head_rows(self) -> int:
+        """Rows of the LM head in one answer at most."""
+        return max(1, MOST_ANSWER_BYTES // self.bytes_per_token)

@@ -14,7 +14,6 @@ from mkd.teacher.run_ahead import ROUND_S, AllRanks
 from mkd.teacher.service.connections import TeacherConnections
 from mkd.teacher.service.facts import TeacherFacts
 from mkd.teacher.service.messages import Kind, Message
-from mkd.teacher.service.server import MOST_ANSWER_BYTES
 
 
 def requests_head(groups: Groups) -> bool:
@@ -63,9 +62,8 @@ def _request_rows(connections: TeacherConnections, facts: TeacherFacts, columns:
     head = torch.zeros(len(columns), facts.width, dtype=facts.torch_dtype)
     known = columns[columns < facts.vocab]
     first, end = (int(known.min()), int(known.max()) + 1) if len(known) else (0, 0)
-    most = max(1, MOST_ANSWER_BYTES // facts.bytes_per_token)
-    for start in range(first, end, most):
-        count = min(most, end - start)
+    for start in range(first, end, facts.most_head_rows):
+        count = min(facts.most_head_rows, end - start)
         values = {"fingerprint": facts.fingerprint, "start": start, "count": count}
         answer = _await(connections, connections.submit(Message(Kind.HEAD, 0, values)), timeout_s)
         if [(tuple(one.shape), one.dtype) for one in answer.tensors] != [((count, facts.width), facts.torch_dtype)]:

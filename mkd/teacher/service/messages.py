@@ -27,6 +27,8 @@ PROTOCOL = 2
 MOST_HEAD_BYTES = 16 << 10
 """Largest frame 0."""
 MOST_TENSORS = 6
+MOST_ANSWER_BYTES = 64 << 20
+"""Largest part of the LM head in one answer."""
 _HEAD = struct.Struct("<4sHBxQ")
 _MAGIC = b"MKDT"
 _DTYPES = {

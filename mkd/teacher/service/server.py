@@ -19,8 +19,6 @@ from mkd.teacher.service.requests import ForwardRequest
 from mkd.teacher.service.targets import read_targets
 from mkd.utils.logging import EVERY_RANK, logger
 
-MOST_ANSWER_BYTES = 64 << 20
-"""Largest part of the LM head in one answer."""
 _MOST_QUEUED = 1024
 """Forward requests that are read before they are computed; the others wait in ZeroMQ's queues."""
 _REPORT_S = 30.0
@@ -180,12 +178,11 @@ class TeacherServer:
     def _rows(self, values: Mapping[str, Any]) -> Tensor:
         self._require_same(values)
         start, count = values.get("start"), values.get("count")
-        most = max(1, MOST_ANSWER_BYTES // self._facts.bytes_per_token)
         if (
             type(start) is not int
             or type(count) is not int
             or not 0 <= start < len(self._head)
-            or not 0 < count <= most
+            or not 0 < count <= self._facts.most_head_rows
         ):
             raise ProtocolError(f"rows {start} to {start} + {count} of an LM head of {len(self._head)}")
         return self._head[start : start + count]
