@@ -96,14 +96,15 @@ def _add_outputs_kernel(
 def _wait_for_ranks(flag_ptrs, row, RANK: tl.constexpr, RANKS: tl.constexpr):
     """Wait until the program of this row has begun the same call on all ranks.
 
-    Each rank counts its calls in its own column of the flags of all ranks. No flag is ever reset. What this rank has
-    written for the others is older than this kernel, whose start orders it before the signal.
+    Each rank counts its calls in its own column of the flags of all ranks. No flag is ever reset. The signal is a
+    release: this rank's earlier kernels, which have written what the others read and read what they write next, happen
+    before what the others do after they have acquired it.
     """
     own_ptr = flag_ptrs[RANK] + row * RANKS
     call = tl.atomic_add(own_ptr + RANK, 1, sem="relaxed", scope="gpu") + 1
     for rank in tl.static_range(RANKS):
         if rank != RANK:
-            tl.atomic_xchg(flag_ptrs[rank] + row * RANKS + RANK, call, sem="relaxed", scope="sys")
+            tl.atomic_xchg(flag_ptrs[rank] + row * RANKS + RANK, call, sem="release", scope="sys")
     for rank in tl.static_range(RANKS):
         if rank != RANK:
             while tl.atomic_add(own_ptr + rank, 0, sem="acquire", scope="sys") - call < 0:

@@ -32,6 +32,9 @@ _OF_THE_CLASS = object()
 """Value of an attribute that the owner does not have itself."""
 _MOST_RANKS = 2
 """Ranks of `BlockSums`; more have not been measured."""
+_MOST_TEXTS, _MOST_VALUES = 512, 1 << 20
+"""Texts of a pass, and values of an output. Each text is a program that waits for the same one of the other rank, and
+all programs must be on the GPU at once; those of wider models need more registers. Up to 256 x 2048 was measured."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,12 @@ def _block_sums(chunk: nn.Module, groups: Groups, slots: int) -> Iterable[tuple[
     """The changes of `BlockSums`; none, and the reason in the log, where the collectives remain."""
     config, tp = chunk.config, groups.tp
     shape, dtype = (slots, config.hidden_size), config.params_dtype
-    reason = f"{tp.size()} ranks" if tp.size() > _MOST_RANKS else reason_against_block_sums(chunk)
+    if tp.size() > _MOST_RANKS:
+        reason = f"{tp.size()} ranks"
+    elif tp.size() > 1 and (slots > _MOST_TEXTS or slots * config.hidden_size > _MOST_VALUES):
+        reason = f"{slots} texts at once, of {config.hidden_size} values"
+    else:
+        reason = reason_against_block_sums(chunk)
     if reason is None:
         try:
             memory = peer_memory(tp, BlockSums.bytes_of(shape, dtype, tp.size()))

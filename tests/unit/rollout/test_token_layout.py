@@ -58,15 +58,18 @@ def test_layouts_that_stay(size: int, changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "reason", "expected"),
+    ("size", "slots", "reason", "expected"),
     [
-        (1, "layers have biases", ""),
-        (2, "layers have biases", "layers have biases"),
-        (2, None, "no access"),
-        (4, None, "4 ranks"),
+        (1, 4, "layers have biases", ""),
+        (2, 4, "layers have biases", "layers have biases"),
+        (2, 512, None, "no access"),
+        (2, 513, None, "513 texts at once, of 2048 values"),
+        (4, 4, None, "4 ranks"),
     ],
 )
-def test_sums_through_nccl(monkeypatch: pytest.MonkeyPatch, size: int, reason: str | None, expected: str) -> None:
+def test_sums_through_nccl(
+    monkeypatch: pytest.MonkeyPatch, size: int, slots: int, reason: str | None, expected: str
+) -> None:
     """The reason is in the log once, and on one rank nowhere."""
 
     lines: list[str] = []
@@ -79,7 +82,15 @@ def test_sums_through_nccl(monkeypatch: pytest.MonkeyPatch, size: int, reason: s
     monkeypatch.setattr(token_layout, "peer_memory", no_memory)
     monkeypatch.setattr(token_layout.logger, "info", lambda line, *values: lines.append(line % values))
     token_layout._report.cache_clear()
-    chunk = model(hidden_size=8, params_dtype=torch.bfloat16)
-    changes = [TokenLayout.of([chunk], Namespace(tp=Namespace(size=lambda: size)), 4).changes for _ in range(2)]
+    chunk = model(hidden_size=2048, params_dtype=torch.bfloat16)
+    changes = [TokenLayout.of([chunk], Namespace(tp=Namespace(size=lambda: size)), slots).changes for _ in range(2)]
     assert changes[0] == changes[1] and all(value is False for _, _, value in changes[0])
     assert [line.rpartition(": ")[2] for line in lines] == ([expected] if expected else [])
+
+
+def test_wide_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their programs would not be on the GPU at once."""
+    monkeypatch.setattr(token_layout, "can_capture", lambda *_: True)
+    monkeypatch.setattr(token_layout, "reason_against_block_sums", lambda _: None)
+    monkeypatch.setattr(token_layout, "peer_memory", lambda *_: pytest.fail("the output is too wide"))
+    TokenLayout.of([model(hidden_size=8192, params_dtype=torch.bfloat16)], Namespace(tp=Namespace(size=lambda: 2)), 129)
