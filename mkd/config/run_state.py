@@ -27,6 +27,8 @@ class RunState:
     student's, then those of teachers with other tokenizers. None without such texts, and in earlier versions."""
     prompts_fingerprint: str | None = None
     """Hash of the file of --kd-prompts; None without the flag, and in checkpoints of earlier versions."""
+    tasks_fingerprint: str | None = None
+    """Hash of the file of --kd-eval-tasks; None without the flag, and in checkpoints of earlier versions."""
     base_fingerprint: str | None = None
     """Hash of the frozen weights under adapters; None if all weights are trained."""
     rollout: dict[str, Any] | None = None

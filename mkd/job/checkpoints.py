@@ -231,8 +231,8 @@ def check_position(
     point: ResumePoint | None,
     foreign: Sequence[tuple[str, str]] = (),
 ) -> list[str]:
-    """Compare the training rows and prompts of the checkpoint with this job's, and set the fingerprints of data,
-    prompts and tokenizers in the run's state.
+    """Compare the training rows, prompts and tasks of the checkpoint with this job's, and set the fingerprints of data,
+    prompts, tasks and tokenizers in the run's state.
 
     A checkpoint's position in the data is a number of rows. It stands for the same text only if the rows are the same.
 
@@ -244,7 +244,7 @@ def check_position(
         foreign: folder and flag of each tokenizer of a teacher that differs from the student's.
 
     Returns:
-        Lines to print if the position stands for other texts or prompts now.
+        Lines to print if the position stands for other texts or prompts now, and if the tasks are others.
     """
     names = training_prefixes(args)
     rows_are_texts = bool(foreign) or any(map(is_chat_file, names))
@@ -253,8 +253,8 @@ def check_position(
         tokenizers = [(args.tokenizer_model, "--tokenizer-model"), *foreign]
     state.data_fingerprints = [content_fingerprint(name) for name in names]
     state.tokenizer_fingerprints = [tokenizer_fingerprint(*one) for one in tokenizers] or None
-    has_prompts = kd.is_on_policy and Path(kd.prompts).is_file()
-    state.prompts_fingerprint = hash_of(Path(kd.prompts)) if has_prompts else None
+    state.prompts_fingerprint = _hash_of(kd.prompts if kd.is_on_policy else None)
+    state.tasks_fingerprint = _hash_of(kd.eval_tasks)
     if point is None or point.folder is None or args.finetune:
         return []
     stored = MegatronFolder(point.folder, "--load").args
@@ -278,7 +278,15 @@ def check_position(
             f"the prompts of --kd-prompts, by {' and '.join(asked)}: the run continues at the same position of the new "
             "prompts, so it may skip some and repeat others"
         )
+    if _others([before.tasks_fingerprint], [state.tasks_fingerprint], ["tasks"]):
+        compared = "" if kd.keep_best is None else ", with which --kd-keep-best compares those before"
+        notes.append(f"the content of --kd-eval-tasks {kd.eval_tasks}: accuracies are of other tasks now{compared}")
     return notes
+
+
+def _hash_of(file: str | None) -> str | None:
+    """Hash of a file; None without one, and for a file that a later check refuses."""
+    return None if file is None or not Path(file).is_file() else hash_of(Path(file))
 
 
 def _others(before: Sequence[str | None] | None, now: Sequence[str | None] | None, names: Sequence[str]) -> list[str]:

@@ -18,6 +18,7 @@ def test_names_in_a_checkpoint() -> None:
         "kd_data_fingerprints": None,
         "kd_tokenizer_fingerprints": None,
         "kd_prompts_fingerprint": None,
+        "kd_tasks_fingerprint": None,
         "kd_base_fingerprint": None,
         "kd_rollout": None,
         "kd_runaway_rollouts": (),

@@ -115,6 +115,19 @@ def test_changed_prompts_and_templates(monkeypatch, names, tmp_path, has_chats: 
     assert resumed(monkeypatch, stored, args, options) == []
 
 
+def test_changed_tasks(monkeypatch, names, tmp_path) -> None:
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    options = kd(eval_tasks=str(tmp_path / "tasks.jsonl"))
+    stored = saved(arguments(*names), options)
+    assert resumed(monkeypatch, stored, arguments(*names), options) == []
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "a", "answer": "c"}\n')
+    (note,) = resumed(monkeypatch, stored, arguments(*names), options)
+    assert note == f"the content of --kd-eval-tasks {tmp_path}/tasks.jsonl: accuracies are of other tasks now"
+    options = kd(eval_tasks=str(tmp_path / "tasks.jsonl"), keep_best="accuracy", keep_last=1)
+    (note,) = resumed(monkeypatch, stored, arguments(*names), options)
+    assert note.endswith("now, with which --kd-keep-best compares those before")
+
+
 def test_no_note_without_a_position(monkeypatch, names) -> None:
     """A checkpoint of an earlier version holds no fingerprints; --finetune starts at the first row."""
     stored = saved(arguments(*names))
