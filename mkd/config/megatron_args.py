@@ -21,6 +21,7 @@ from mkd.config.flags import flags_given
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron_arg_names import ARGS, ArgRole, comparable, in_order
 from mkd.config.megatron_checks import (
+    check_alternatives,
     check_attention_kernels,
     check_batch,
     check_context_parallel,
@@ -270,7 +271,8 @@ ARGUMENT_CHECKS: tuple[Check[CommandLine], ...] = (
     ),
     *(Check(flag, partial(_check_given, flag=flag)) for flag in _GIVEN),
     Check("intervals", lambda line: check_intervals(line.args), needs=("--eval-interval",)),
-    Check("learning rate", lambda line: check_learning_rate(line.args), needs=("--train-iters", "--lr")),
+    Check("alternatives", lambda line: check_alternatives(line.args), needs=("--train-iters",)),
+    Check("learning rate", lambda line: check_learning_rate(line.args), needs=("alternatives", "--lr")),
     Check("parallel sizes", lambda line: check_sizes(line.args)),
     Check("ranks", lambda line: check_ranks(line.args), needs=("parallel sizes",)),
     Check("student's layout", lambda line: check_student(line.args), needs=("parallel sizes",)),

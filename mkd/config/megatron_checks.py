@@ -49,6 +49,25 @@ def check_intervals(args: Namespace) -> None:
         raise MkdConfigError(f"--save {args.save} needs --save-interval (iterations between checkpoints)")
 
 
+def check_alternatives(args: Namespace) -> None:
+    """Refuse lengths in iterations beside others in samples, and two sources of data; megatron's messages name no
+    flag."""
+    unit, other = ("iters", "samples") if args.train_iters else ("samples", "iters")
+    lengths = {f"--{name}-{other}": getattr(args, f"{name.replace('-', '_')}_{other}") for name in _LENGTHS}
+    if (beside := next((f"{flag} {value}" for flag, value in lengths.items() if value), None)) is not None:
+        raise MkdConfigError(
+            f"{beside} and --train-{unit} {getattr(args, f'train_{unit}')}: lengths are all in iterations or all in "
+            "samples: leave one of them out"
+        )
+    parts = [f"--{name}-data-path" for name in ("train", "valid", "test") if getattr(args, f"{name}_data_path")]
+    sources = ["--mock-data"] * args.mock_data + ["--data-path"] * bool(args.data_path) + parts[:1]
+    if len(sources) > 1:
+        raise MkdConfigError(f"{' and '.join(sources)} are two sources of data: leave one of them out")
+
+
+_LENGTHS = ("train", "lr-decay", "lr-warmup")
+
+
 def check_learning_rate(args: Namespace) -> None:
     """Refuse a learning-rate or weight-decay schedule that megatron would refuse only after the models are loaded."""
     unit = "iters" if args.train_iters else "samples"

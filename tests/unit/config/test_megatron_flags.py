@@ -197,6 +197,31 @@ def test_refused_values(flag: str, value: str) -> None:
     refuse_contradictions([f"{flag}=single", "--save", value])
 
 
+LENGTHS = dict(train_iters=3, train_samples=None, lr_decay_iters=None, lr_decay_samples=None)
+LENGTHS |= dict(lr_warmup_iters=0, lr_warmup_samples=0)
+SOURCES = dict(mock_data=False, data_path=["a"], train_data_path=None, valid_data_path=None, test_data_path=None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"train_samples": 12},
+            "--train-samples 12 and --train-iters 3: lengths are all in iterations or all in samples",
+        ),
+        ({"lr_warmup_samples": 4}, "--lr-warmup-samples 4 and --train-iters 3"),
+        ({"train_iters": None, "train_samples": 12, "lr_decay_iters": 2}, "--lr-decay-iters 2 and --train-samples 12"),
+        ({"mock_data": True}, "--mock-data and --data-path are two sources of data"),
+        ({"train_data_path": ["a"], "valid_data_path": ["b"]}, "--data-path and --train-data-path are two sources"),
+    ],
+)
+def test_alternatives_are_refused_by_name(changes: dict, message: str) -> None:
+    megatron_checks.check_alternatives(Namespace(**LENGTHS, **SOURCES))
+    megatron_checks.check_alternatives(Namespace(**{**LENGTHS, **SOURCES, "train_iters": None, "train_samples": 12}))
+    with pytest.raises(MkdConfigError, match=message):
+        megatron_checks.check_alternatives(Namespace(**{**LENGTHS, **SOURCES, **changes}))
+
+
 def optimizer(name: str, **changes: bool) -> Namespace:
     return Namespace(
         optimizer=name, **{"use_distributed_optimizer": False, "use_precision_aware_optimizer": False} | changes
