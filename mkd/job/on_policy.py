@@ -10,7 +10,7 @@ from mkd.config.kd_config import KDConfig
 from mkd.config.megatron_checks import length_multiple
 from mkd.config.run_state import RunState
 from mkd.data.packing.row_layout import RowLayout
-from mkd.data.sources.prompts import ON_POLICY, Prompt, read_prompts
+from mkd.data.sources.prompts import ON_POLICY, Prompt, read_prompts, require_known_tokens
 from mkd.errors import MkdConfigError, MkdDataError
 from mkd.job.cross_tokenizer import CrossTokenizers
 from mkd.job.elsewhere.common import SourceAtAddresses
@@ -70,6 +70,7 @@ def on_policy_of(
             "prompt and answer are one text"
         )
     prompts = read_prompts(kd.prompts, writer.tokenizer, length - kd.rollout_tokens, ON_POLICY)
+    require_known_tokens(prompts, true_vocab)
     stops = None if kd.rollout_stop is None else StopStrings(tuple(kd.rollout_stop), writer.tokenizer)
     teachers = _teachers(prompts, kd, source)
     longest_text = max(len(prompt.tokens) for prompt in prompts) + kd.rollout_tokens

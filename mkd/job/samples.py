@@ -11,13 +11,15 @@ from transformers import PreTrainedTokenizerBase
 
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron_checks import length_multiple
-from mkd.data.sources.prompts import Prompt, end_tokens, read_prompts
+from mkd.data.sources.prompts import Prompt, end_tokens, read_prompts, require_known_tokens
 from mkd.data.sources.tasks import Task, read_tasks
 from mkd.distributed.groups import Groups
+from mkd.errors import MkdDataError
 from mkd.report.samples import Sample
 from mkd.rollout.attention import reason_against_cache
 from mkd.rollout.interface import Decoding, Engine, Request, WrittenText
 from mkd.rollout.write import write_texts
+from mkd.utils.hub_folder import model_folder
 from mkd.utils.json_files import read_json
 from mkd.utils.pretrained import load_tokenizer
 
@@ -39,7 +41,9 @@ class SampleWriter:
         if kd.sample_prompts is None:
             return None
         writer = Writer.of(args, kd.sample_tokens, true_vocab)
-        return cls(read_prompts(kd.sample_prompts, writer.tokenizer, writer.longest_prompt), writer)
+        prompts = read_prompts(kd.sample_prompts, writer.tokenizer, writer.longest_prompt)
+        require_known_tokens(prompts, true_vocab)
+        return cls(prompts, writer)
 
     def write(self, chunks: Sequence[nn.Module], groups: Groups) -> list[Sample]:
         """One sample per prompt, the same on all ranks. Collective over all ranks."""
@@ -67,7 +71,9 @@ class TaskEvaluation:
         if kd.eval_tasks is None:
             return None
         writer = Writer.of(args, kd.eval_tokens, true_vocab)
-        return cls(read_tasks(kd.eval_tasks, writer.tokenizer, writer.longest_prompt), writer)
+        tasks = read_tasks(kd.eval_tasks, writer.tokenizer, writer.longest_prompt)
+        require_known_tokens((task.prompt for task in tasks), true_vocab)
+        return cls(tasks, writer)
 
     def measure(self, chunks: Sequence[nn.Module], groups: Groups) -> dict[str, float]:
         """`accuracy` and `cut_off`, the shares of right answers and of those that reached --kd-eval-tokens, the same on
@@ -124,8 +130,14 @@ def text_positions(args: Namespace, longest: int | None) -> int:
 
 
 def _generation_config(folder: Path) -> dict[str, Any]:
-    try:
-        config = read_json(folder / "generation_config.json")
-    except (OSError, ValueError):
+    """Raises MkdDataError for a file that is no JSON object: the ends of texts would be others than the model's."""
+    file = model_folder(folder, "--tokenizer-model") / "generation_config.json"
+    if not file.is_file():
         return {}
-    return config if isinstance(config, dict) else {}
+    try:
+        config = read_json(file)
+    except (OSError, ValueError) as error:
+        raise MkdDataError(f"{file} cannot be read ({error}): repair or remove it") from error
+    if not isinstance(config, dict):
+        raise MkdDataError(f"{file} is no JSON object: repair or remove it")
+    return config

@@ -1,6 +1,7 @@
 """Prompts that the student continues during training (--kd-sample-prompts, --kd-eval-tasks, --kd-on-policy)."""
 
 from codecs import BOM_UTF8
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -164,5 +165,25 @@ def _without_answers(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def end_tokens(tokenizer: PreTrainedTokenizerBase, generation: dict[str, Any]) -> frozenset[int]:
     """Tokens that end a text: the tokenizer's, and `eos_token_id` of a generation_config.json."""
     given = generation.get("eos_token_id")
-    ids = given if isinstance(given, list) else [given]
-    return frozenset(i for i in (*ids, tokenizer.eos_token_id) if isinstance(i, int))
+    ids = [] if given is None else given if isinstance(given, list) else [given]
+    if not all(type(one) is int and one >= 0 for one in ids):
+        raise MkdDataError(
+            f"generation_config.json in {tokenizer.name_or_path}: eos_token_id is {str(given)[:80]!r}; give an id, or "
+            "a list of ids, or remove it"
+        )
+    return frozenset(one for one in (*ids, tokenizer.eos_token_id) if one is not None)
+
+
+def require_known_tokens(prompts: Iterable[Prompt], vocabulary: int | None) -> None:
+    """Raise MkdDataError for a prompt with a token that the model does not have: its folder has a larger tokenizer.
+
+    Args:
+        prompts: the prompts.
+        vocabulary: tokens of the model; None if they are unknown, as for the doctor beside other problems.
+    """
+    for prompt in prompts if vocabulary is not None else ():
+        if (largest := max(prompt.tokens)) >= vocabulary:
+            raise MkdDataError(
+                f"{prompt.where}: the prompt has token id {largest}, but the model's vocabulary has {vocabulary} "
+                f"tokens (ids up to {vocabulary - 1}): leave the token out, or give the model's own tokenizer"
+            )

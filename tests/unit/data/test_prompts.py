@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mkd.data.sources.prompts import SAMPLES, end_tokens, read_prompts
+from mkd.data.sources.prompts import SAMPLES, end_tokens, read_prompts, require_known_tokens
 from mkd.errors import MkdDataError
 from mkd.utils.pretrained import load_tokenizer
 from tests.support.chats import FORGETFUL, MARKED, PLAIN, chat_tokenizer
@@ -80,6 +80,20 @@ def test_missing_file(tokenizer: Any) -> None:
 )
 def test_end_tokens(tokenizer: Any, config: dict, more: set[int]) -> None:
     assert end_tokens(tokenizer, config) == more | {tokenizer.eos_token_id}
+
+
+@pytest.mark.parametrize("given", ["x", [[1]], -5, True, 1e5, {"a": 1}])
+def test_invalid_end_tokens(tokenizer: Any, given: Any) -> None:
+    with pytest.raises(MkdDataError, match=r"generation_config.json in .*: eos_token_id is .*; give an id, or a list"):
+        end_tokens(tokenizer, {"eos_token_id": given})
+
+
+def test_tokens_that_the_model_does_not_have(tokenizer: Any, tmp_path: Path) -> None:
+    prompts = read_prompts(write(tmp_path / "p.jsonl", {"prompt": "a"}), tokenizer, 9)
+    largest = max(prompts[0].tokens)
+    require_known_tokens(prompts, largest + 1)
+    with pytest.raises(MkdDataError, match=f"p.jsonl, line 1: the prompt has token id {largest}, but the model's voc"):
+        require_known_tokens(prompts, largest)
 
 
 ASKED = "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}{% endif %}"
