@@ -26,7 +26,6 @@ from megatron.training.models import GPTModelBuilder
 from torch import Tensor, nn
 
 import mkd.cpu
-from mkd.compat.weight_gradients import accumulate_in_layers
 from mkd.config.flags import default_arguments
 from mkd.config.fp8_teacher import compute_in_fp8
 from mkd.config.kd_config import KDConfig
@@ -183,7 +182,6 @@ class MegatronModels:
             ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=True),
             data_parallel_random_init=False,
         )
-        accumulate_in_layers(chunks)
         inner, teacher, teacher_model = unwrap_model(chunks[0]), None, None
         if with_teacher:
             seen: list[nn.Module] = []

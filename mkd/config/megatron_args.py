@@ -125,7 +125,7 @@ def _set_device_values(line: CommandLine) -> None:
         if changed:
             logger.info(f"on CPU: {', '.join(f'{n}={getattr(args, n)}' for n in changed)}")
     elif args.gradient_accumulation_fusion and not _has_fused_weight_gradient():
-        args.gradient_accumulation_fusion = False  # for Megatron's own layers: see accumulates_in_layers
+        args.gradient_accumulation_fusion = False
         logger.info("NVIDIA Apex is not installed: gradient_accumulation_fusion=False")
     # The one divisor of a step is its number of supervised tokens, over all ranks (docs/losses.md).
     args.calculate_per_token_loss = True
@@ -198,23 +198,6 @@ def _has_fused_weight_gradient() -> bool:
     except ImportError:
         return False
     return True
-
-
-def accumulates_in_layers(args: Namespace) -> bool:
-    """True if Transformer Engine's layers add their weight gradients to `main_grad` although Megatron's
-    --gradient-accumulation-fusion is off, because only NVIDIA Apex is missing.
-
-    Args:
-        args: completed arguments of the student.
-    """
-    if cpu.is_target() or args.gradient_accumulation_fusion or "gradient_accumulation_fusion" in flags_given():
-        return False
-    others = (
-        args.use_megatron_fsdp or args.use_torch_fsdp2,  # gradients are not in the buffers of Megatron's DDP
-        args.delay_wgrad_compute or args.overlap_dispatch_backward_with_experts_wgrad,  # computed after autograd
-        args.cuda_graph_impl != "none",  # DDP's hooks are part of a graph
-    )
-    return args.transformer_impl == "transformer_engine" and not any(others)
 
 
 def has_checkpoint(folder: str | None) -> bool:

@@ -16,7 +16,6 @@ from mkd.checkpoint.source import ModelSource, TeacherSource, compare_tokenizers
 from mkd.config.epochs import iterations_are_unknown
 from mkd.config.kd_config import KDConfig
 from mkd.config.loss_spec import divergence_text
-from mkd.config.megatron_args import accumulates_in_layers
 from mkd.config.teacher_args import has_own_layout
 from mkd.job.data import folder_of_tokenizer, hash_of_tokenizer, number_of_iterations
 from mkd.job.elsewhere.inference_teacher import InferenceSource
@@ -81,7 +80,6 @@ def plan(job: Job) -> dict[str, str]:
         **_adapters(job),
         **_delta_nets(job),
         **_experts(job),
-        **_gradients(job),
         "layout": _layout(args, args.world_size),
         **_teacher_layouts(job),
         **({"rows": _rows(job)} if job.data.has_own_rows else {}),
@@ -258,15 +256,6 @@ def _experts(job: Job) -> dict[str, str]:
         return {}
     names = " and ".join(dict.fromkeys(slow))
     return {"experts": f"{names}: one after another; --moe-grouped-gemm computes those of a rank together, faster"}
-
-
-def _gradients(job: Job) -> dict[str, str]:
-    """Accumulation of weight gradients, where it differs from Megatron's own; adapters have no layers of their own."""
-    if job.lora is not None or not accumulates_in_layers(job.args):
-        return {}
-    return {
-        "gradients": "Transformer Engine's layers add those of their weights to Megatron's buffers, without NVIDIA Apex"
-    }
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -10,8 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mkd.checkpoint.best import BestCheckpoint
-from mkd.compat.weight_gradients import accumulate_in_layers
-from mkd.config.megatron_args import accumulates_in_layers
 from mkd.data.text_size import TextSize
 from mkd.job.job import Job
 from mkd.job.run_record import RunRecord
@@ -57,8 +55,6 @@ class Hooks:
     def before_training(self, iteration: int, chunks: list[Any], optimizer: Any) -> None:
         args = self._job.args
         check_first_weights(chunks)
-        if accumulates_in_layers(args):
-            accumulate_in_layers(chunks)
         if self._job.kd.rollout_offload:
             self._schedule.offload = StateOffload(optimizer, chunks)
         if iteration >= args.train_iters:

@@ -197,16 +197,6 @@ def test_another_apex(ask, monkeypatch, tmp_path):
     assert status == 0 and "NVIDIA Apex is not installed" not in problems(output)
 
 
-def test_without_apex(ask, with_te):
-    """Only Megatron's own layers need it."""
-    lost = "NVIDIA Apex is not installed: weight gradients are added up in a second pass"
-    for changes, is_lost in (({}, False), ({"--transformer-impl": "local"}, True)):
-        status, output = ask({**LOCAL, **changes, "--no-gradient-accumulation-fusion": None})
-        assert status == 0 and (lost in output) == is_lost
-        assert ("Transformer Engine's layers add those of their weights" in output) != is_lost
-    assert "Transformer Engine's layers" not in ask(LOCAL)[1]
-
-
 def test_too_little_memory(ask, with_te):
     status, output = ask({**LOCAL, "--micro-batch-size": 1024, "--global-batch-size": 1024}, gib=0.95)
     (found,) = problems(output)

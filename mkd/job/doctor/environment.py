@@ -189,10 +189,7 @@ def transformer_engine() -> Part:
 
 def apex() -> Part:
     """NVIDIA Apex; PyPI's project of that name is an unrelated package."""
-    cost = (
-        "with --transformer-impl local, weight gradients are added up in a second pass (--no-gradient-accumulation-"
-        "fusion, which mkd sets itself); Transformer Engine's layers do without"
-    )
+    cost = "weight gradients are added up in a second pass (--no-gradient-accumulation-fusion, which mkd sets itself)"
     remedy = "build it from https://github.com/NVIDIA/apex; Transformer Engine has the other fused kernels"
     if has_wrong_apex():
         return Part(

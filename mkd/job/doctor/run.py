@@ -18,7 +18,6 @@ from mkd import cpu
 from mkd.config.check_list import run_checks
 from mkd.config.checks import SOURCES
 from mkd.config.flags import parse_flags
-from mkd.config.megatron_args import accumulates_in_layers
 from mkd.distributed.rank_env import default_connections
 from mkd.job.checks import CHECKS, JobDraft
 from mkd.job.doctor.environment import has_wrong_apex
@@ -108,7 +107,7 @@ def _check_apex(job: Job | None, findings: Findings) -> None:
             "the package apex is PyPI's project of that name and not NVIDIA Apex: pip uninstall apex, and build "
             "https://github.com/NVIDIA/apex, or give --no-gradient-accumulation-fusion to do without it"
         )
-    elif job is not None and not job.args.gradient_accumulation_fusion and not accumulates_in_layers(job.args):
+    elif job is not None and not job.args.gradient_accumulation_fusion:
         findings.warning(
             "NVIDIA Apex is not installed: weight gradients are added up in a second pass; "
             "give --no-gradient-accumulation-fusion to accept that"

@@ -21,7 +21,7 @@ from mkd.config.data_args import data_prefixes, dataset_config
 from mkd.config.flags import flag_parser, flags_given, parse_command_line, refuse_contradictions
 from mkd.config.kd_config import KDConfig, LayerPair
 from mkd.config.megatron_arg_names import ArgRole, names_with
-from mkd.config.megatron_args import ARGUMENT_CHECKS, CommandLine, accumulates_in_layers, adopt_architecture
+from mkd.config.megatron_args import ARGUMENT_CHECKS, CommandLine, adopt_architecture
 from mkd.config.megatron_checks import (
     REQUIRED,
     check_attention_heads,
@@ -618,29 +618,3 @@ def test_a_value_that_no_flag_has_is_an_error_of_one_line() -> None:
                 parser.parse_known_args([flag, "zzz"])
     with pytest.raises(MkdConfigError, match=r"--attention-backend: invalid choice: 'zzz' \(choose from flash, "):
         parser.parse_known_args(["--attention-backend", "zzz"])
-
-
-@pytest.mark.parametrize(
-    ("changes", "flag", "expected"),
-    [
-        ({}, None, True),
-        ({"gradient_accumulation_fusion": True}, None, False),  # with NVIDIA Apex
-        ({}, "--no-gradient-accumulation-fusion", False),
-        ({"transformer_impl": "local"}, None, False),
-        ({"use_megatron_fsdp": True}, None, False),
-        ({"use_torch_fsdp2": True}, None, False),
-        ({"cuda_graph_impl": "local"}, None, False),
-        ({"delay_wgrad_compute": True}, None, False),
-        ({"overlap_dispatch_backward_with_experts_wgrad": True}, None, False),
-    ],
-)
-def test_layers_accumulate_only_where_apex_alone_is_missing(
-    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], flag: str | None, expected: bool
-) -> None:
-    args = flags.default_arguments()
-    vars(args).update({"gradient_accumulation_fusion": False, **changes})
-    monkeypatch.setattr(sys, "argv", ["pretrain_kd.py", *([flag] if flag else [])])
-    monkeypatch.setattr(cpu, "is_target", lambda: False)
-    assert accumulates_in_layers(args) is expected
-    monkeypatch.setattr(cpu, "is_target", lambda: True)
-    assert not accumulates_in_layers(args)
