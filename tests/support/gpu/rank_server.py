@@ -96,9 +96,11 @@ def serve(address: str) -> None:
     _import_everything()
     listener = Listener(address, "AF_UNIX", backlog=64)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended jobs leave no zombies
+    server = os.getpid()
     if os.fork() == 0:
         sys.stdin.read()
-        os.kill(os.getppid(), signal.SIGTERM)
+        if os.getppid() == server:  # else the server has ended, and the parent is another process
+            os.kill(server, signal.SIGTERM)
         os._exit(0)
     while True:
         connection = listener.accept()
