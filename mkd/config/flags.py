@@ -4,11 +4,11 @@ import sys
 from argparse import Action, ArgumentParser, Namespace
 from difflib import get_close_matches
 from functools import cache
-from importlib.metadata import version
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron.core import __version__ as megatron_version
 from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.arguments import add_megatron_arguments, parse_args
 
@@ -110,7 +110,7 @@ def add_kd_flags(parser: ArgumentParser) -> ArgumentParser:
         guesses = get_close_matches(flag, parser._option_string_actions, n=1, cutoff=cutoff)
         listed = "mkd train --help-all lists all flags"
         if flag.startswith("--") and not flag.startswith("--kd-"):
-            listed = f"megatron-core {version('megatron-core')} has no such flag, other versions may; {listed}"
+            listed = f"megatron-core {megatron_version} has no such flag, other versions may; {listed}"
         hint = f"did you mean {guesses[0]}?" if guesses else listed
         raise MkdConfigError(f"unknown on the command line: {unknown} ({hint})")
 
