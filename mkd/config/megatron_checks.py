@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from mkd import cpu
+from mkd.config.epochs import iterations_are_unknown
 from mkd.config.fp8_teacher import MIN_FP8_CAPABILITY
 from mkd.config.kd_config import KDConfig, LayerPair
 from mkd.errors import MkdConfigError, MkdPackageError
@@ -55,9 +56,11 @@ def check_alternatives(args: Namespace) -> None:
     unit, other = ("iters", "samples") if args.train_iters else ("samples", "iters")
     lengths = {f"--{name}-{other}": getattr(args, f"{name.replace('-', '_')}_{other}") for name in _LENGTHS}
     if (beside := next((f"{flag} {value}" for flag, value in lengths.items() if value), None)) is not None:
+        length = f"--train-{unit} {getattr(args, f'train_{unit}')}"
+        if iterations_are_unknown(args):
+            length = "--kd-epochs, which sets --train-iters"
         raise MkdConfigError(
-            f"{beside} and --train-{unit} {getattr(args, f'train_{unit}')}: lengths are all in iterations or all in "
-            "samples: leave one of them out"
+            f"{beside} and {length}: lengths are all in iterations or all in samples: leave one of them out"
         )
     parts = [f"--{name}-data-path" for name in ("train", "valid", "test") if getattr(args, f"{name}_data_path")]
     sources = ["--mock-data"] * args.mock_data + ["--data-path"] * bool(args.data_path) + parts[:1]

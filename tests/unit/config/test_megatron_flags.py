@@ -12,6 +12,7 @@ import pytest
 from megatron.training.arguments import add_megatron_arguments
 
 from mkd.config import megatron_checks
+from mkd.config.epochs import UNKNOWN_ITERATIONS
 from mkd.config.flags import UNSUPPORTED, UNSUPPORTED_VALUES, refuse_contradictions
 from mkd.config.megatron_arg_names import ArgRole, names_with
 from mkd.errors import MkdConfigError
@@ -211,6 +212,10 @@ SOURCES = dict(mock_data=False, data_path=["a"], train_data_path=None, valid_dat
         ),
         ({"lr_warmup_samples": 4}, "--lr-warmup-samples 4 and --train-iters 3"),
         ({"train_iters": None, "train_samples": 12, "lr_decay_iters": 2}, "--lr-decay-iters 2 and --train-samples 12"),
+        (
+            {"train_iters": UNKNOWN_ITERATIONS, "lr_warmup_samples": 4},
+            "--lr-warmup-samples 4 and --kd-epochs, which sets --train-iters: lengths",
+        ),
         ({"mock_data": True}, "--mock-data and --data-path are two sources of data"),
         ({"train_data_path": ["a"], "valid_data_path": ["b"]}, "--data-path and --train-data-path are two sources"),
     ],
