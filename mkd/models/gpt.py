@@ -38,12 +38,10 @@ def gpt_config(args: Namespace) -> GPTModelConfig:
         # megatron-core 0.19's fused activation of gpt-oss clamps before it adds the bias, which grouped experts add
         # themselves.
         args = Namespace(**{**vars(args), "bias_gelu_fusion": False})
-    if args.num_experts is not None and args.moe_grouped_gemm and args.add_bias_linear:
+    has_grouped_biases = args.num_experts is not None and args.moe_grouped_gemm and args.add_bias_linear
+    if has_grouped_biases or _adds_only(args):
         # Megatron refuses to build grouped experts with biases (gpt-oss) otherwise. The fusion is its default, and a
-        # teacher has the student's choice of kernels.
-        args = Namespace(**{**vars(args), "bias_dropout_fusion": False})
-    if _adds_only(args):
-        # The fused function is one addition, and calling it compiled takes the host ten times as long.
+        # teacher has the student's choice of kernels. An addition alone takes the host ten times as long if compiled.
         args = Namespace(**{**vars(args), "bias_dropout_fusion": False})
     try:
         config = gpt_config_from_args(args)
