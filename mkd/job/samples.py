@@ -130,7 +130,7 @@ def text_positions(args: Namespace, longest: int | None) -> int:
 
 
 def _generation_config(folder: Path) -> dict[str, Any]:
-    """Raises MkdDataError for a file that is no JSON object: the ends of texts would be others than the model's."""
+    """Raises MkdDataError for a file that is not a JSON object: the ends of texts would be others than the model's."""
     file = model_folder(folder, "--tokenizer-model") / "generation_config.json"
     if not file.is_file():
         return {}
@@ -139,5 +139,5 @@ def _generation_config(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise MkdDataError(f"{file} cannot be read ({error}): repair or remove it") from error
     if not isinstance(config, dict):
-        raise MkdDataError(f"{file} is no JSON object: repair or remove it")
+        raise MkdDataError(f"{file} is not a JSON object: repair or remove it")
     return config

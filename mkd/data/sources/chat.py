@@ -488,7 +488,7 @@ class ChatTemplate:
         for content in ("", None):
             messages = [{"role": "user", "content": "a"}, {**call, "content": content}]
             try:
-                with limited(_TEMPLATE_SECONDS):
+                with limited(_TEMPLATE_SECONDS), repeatable_templates():
                     texts.append(self.tokenizer.apply_chat_template(messages, tokenize=False))
             except Exception:  # Jinja's errors, and Python's in the template's expressions
                 texts.append(None)
