@@ -101,6 +101,9 @@ def reason_against_block_sums(chunk: nn.Module) -> str | None:
                 return f"layer {output.layer.layer_number} has a {type(module).__name__}"
             if module._forward_hooks:
                 return f"adapters or factors change a {type(module).__name__}"
+        bias = getattr(output.linear, "bias", None)  # attention's may have one beside an MLP without
+        if bias is not None and bias.numel() > 0:
+            return f"layer {output.layer.layer_number} has a {type(output.linear).__name__} with a bias"
         if getattr(output.layer, output.addition) is not get_bias_dropout_add:
             return f"layer {output.layer.layer_number} adds outputs in a way of its own"
     return None

@@ -47,6 +47,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         name: {**MODELS[model], **NO_SPECIAL_TOKENS}
         for name, model in {
             "windows": "mistral, windows by layer",
+            "biases of attention": "llama, biases of attention",
             "moe with latent attention": "deepseek v3, yarn, groups of experts, dense layer",
             "moe with sinks": "gpt-oss",
             "parallel block": "cohere 2",
@@ -339,7 +340,7 @@ def texts_of_block_sums(
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_outputs_of_layers_that_ranks_read(gloo_pool, folders, expected, tmp_path: Path, ranks: int) -> None:
     """Norms behind a linear layer, and layers of two branches, keep their sums."""
-    used = {"llama": True, "qwen3": True, "gemma2": False, "parallel block": False}
+    used = {"llama": True, "qwen3": True, "gemma2": False, "parallel block": False, "biases of attention": False}
     for found in gloo_pool(ranks).run(texts_of_block_sums, {name: folders[name] for name in used}, tmp_path):
         assert found == {name: (expected[name], is_read) for name, is_read in used.items()}
 
