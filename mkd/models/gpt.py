@@ -57,7 +57,8 @@ def gpt_config(args: Namespace) -> GPTModelConfig:
 
 def _adds_only(args: Namespace) -> bool:
     """True if layers add their outputs to the residual without biases and dropout."""
-    return not args.add_bias_linear and args.hidden_dropout == 0.0
+    has_biases = args.add_bias_linear or ModelOptions.of(args).attention_output_bias
+    return not has_biases and args.hidden_dropout == 0.0
 
 
 def _apply_options(config: GPTModelConfig, options: LayerOptions) -> None:

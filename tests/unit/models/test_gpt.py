@@ -102,11 +102,14 @@ def test_other_experts_keep_the_fusion(other: str) -> None:
     assert gpt_config(args).transformer.bias_dropout_fusion is True
 
 
-@pytest.mark.parametrize(("biases", "dropout"), [(False, 0.0), (True, 0.0), (False, 0.1)])
-def test_an_addition_alone_is_not_compiled(biases: bool, dropout: float) -> None:
+@pytest.mark.parametrize(
+    ("changes", "dropout"),
+    [({}, 0.0), ({"add_bias_linear": True}, 0.0), ({"attention_output_bias": True}, 0.0), ({}, 0.1)],
+)
+def test_an_addition_alone_is_not_compiled(changes: dict[str, bool], dropout: float) -> None:
     args = arguments(hidden_dropout=dropout)
-    args.bias_dropout_fusion, args.add_bias_linear, args.bias_gelu_fusion = True, biases, False
-    assert gpt_config(args).transformer.bias_dropout_fusion == (biases or dropout > 0)
+    vars(args).update({"bias_dropout_fusion": True, "add_bias_linear": False, "bias_gelu_fusion": False, **changes})
+    assert gpt_config(args).transformer.bias_dropout_fusion == (bool(changes) or dropout > 0)
 
 
 def test_softcap_of_the_logits() -> None:
