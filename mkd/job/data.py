@@ -42,9 +42,11 @@ def refuse_data_cache(folder: Path, args: Namespace, flag: str) -> None:
     """
     if (folder / META).exists():  # a cache that is continued: files of another kind do not disturb it
         return
-    names = data_args.data_prefixes(args)
-    default = [Path(chat_files(name)[0] if is_chat_file(name) else name).parent / "cache" for name in names]
-    caches = default if args.data_cache_path is None else [Path(args.data_cache_path)]
+    if args.data_cache_path is None:
+        names = data_args.data_prefixes(args)
+        caches = [Path(chat_files(name)[0] if is_chat_file(name) else name).parent / "cache" for name in names]
+    else:
+        caches = [Path(args.data_cache_path)]
     cache = next((cache for cache in caches if cache.resolve().is_relative_to(folder.resolve())), None)
     if cache is not None:
         where = "is" if cache.resolve() == folder.resolve() else f"holds {cache},"

@@ -29,6 +29,7 @@ SMALL: dict[str, Any] = dict(
 MODELS: dict[str, dict[str, Any]] = {
     "llama": SMALL,
     "biases and norms": SMALL | {"add_qkv_bias": True, "qk_layernorm": True, "layernorm_zero_centered_gamma": True},
+    "biases of attention": SMALL | {"add_qkv_bias": True, "attention_output_bias": True},
     "windows": SMALL | {"window_size": (16, 0), "window_attn_skip_freq": 2},
     "experts": SMALL | {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 128},
 }

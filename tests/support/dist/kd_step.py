@@ -413,6 +413,7 @@ def build_teacher(
         if models.states:
             return StatesTeacherSpec.of(StatesSource.find(kd, waits=True), args, kd, VOCAB).build(groups)
         source = InferenceSource.find(kd, waits=True)
+        args.data_cache_path = "data"  # kept answers go elsewhere
         return InferenceTeacherSpec.of(source, args, kd, VOCAB).build(groups)
     if models.cache is not None:
         source = open_cache(models.cache, "--kd-teacher-cache")
