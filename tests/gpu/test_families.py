@@ -71,9 +71,19 @@ class Case:
     flags: tuple[str, ...] = ()
 
     @property
+    def has_experts(self) -> bool:
+        """True for mixtures; a Granite 4 may have none."""
+        return "experts" in json.dumps(self.sizes) and self.sizes.get("num_local_experts") != 0
+
+    @property
+    def is_tied(self) -> bool:
+        """True if the LM head is the embedding."""
+        return '"tie_word_embeddings": true' in json.dumps(self.sizes)
+
+    @property
     def tolerances(self) -> tuple[float, float]:
         """Bounds of losses and of the gradient norm. Another expert for a few tokens is bf16 noise."""
-        return (0.03, 0.15) if "experts" in json.dumps(self.sizes) or self.flags else (0.01, 0.05)
+        return (0.03, 0.15) if self.has_experts or self.flags else (0.01, 0.05)
 
 
 ADAPTERS = ("llama, biases", "qwen3", "glm4", "qwen2 moe", "nemotron-h")
@@ -200,5 +210,6 @@ def test_trains_like_fp32_on_cpu(runs: dict[str, Future], name: str) -> None:
         with Path(out, "families.jsonl").open("a") as file:
             file.write(json.dumps({"model": name, **found}) + "\n")
     loss, gradient = CASES[name].tolerances
-    assert max(found["loss"], found["ce"], found["kd of the loss"]) < loss
+    divergence = "kd of the loss" if CASES[name].is_tied else "kd"
+    assert max(found["loss"], found["ce"], found[divergence]) < loss
     assert found["grad_norm"] < gradient

@@ -277,7 +277,7 @@ def one_rank() -> Iterator[None]:
 def variants(name: str) -> dict[str, tuple[torch.dtype, bool]]:
     """Computations on the GPU: label -> dtype, and grouped experts or one after another."""
     found = {"bf16": (torch.bfloat16, False), "fp32": (torch.float32, False)}
-    if "experts" in json.dumps(CASES[name].sizes) and CASES[name].sizes.get("num_local_experts") != 0:
+    if CASES[name].has_experts:
         found["bf16, grouped"] = (torch.bfloat16, True)
     return found
 
