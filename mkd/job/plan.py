@@ -182,7 +182,18 @@ def job_warnings(job: Job) -> list[str]:
     """Facts that the checks accept and that may make a run worthless."""
     if job.kd.is_plain_pretraining:
         return []
-    return uncompared_tokenizers(job.args, job.student_source, job.teacher.sources)
+    return [
+        *uncompared_tokenizers(job.args, job.student_source, job.teacher.sources),
+        *_missing_cross_entropy(job.kd),
+    ]
+
+
+def _missing_cross_entropy(kd: KDConfig) -> list[str]:
+    """A sentence if all rows are written, whose tokens have no cross-entropy, and R leaves room for it."""
+    share, ratio = kd.on_policy_over_time, kd.ratio_over_time
+    if min(share.start, share.end) < 1.0 or min(ratio.start, ratio.end) == 1.0:
+        return []
+    return ["written texts have no cross-entropy, and at --kd-on-policy 1 the loss is R KD alone: give --kd-ratio 1"]
 
 
 def uncompared_tokenizers(args: Namespace, student: ModelSource | None, teachers: Sequence[TeacherSource]) -> list[str]:

@@ -11,8 +11,9 @@ import pytest
 from mkd import cpu
 from mkd.checkpoint.source import ModelSource
 from mkd.config.kd_config import KDConfig
+from mkd.config.schedules import Schedule
 from mkd.job.elsewhere.inference_teacher import InferenceSource
-from mkd.job.plan import _delta_nets, _experts, implementation_text, uncompared_tokenizers
+from mkd.job.plan import _delta_nets, _experts, _missing_cross_entropy, implementation_text, uncompared_tokenizers
 from mkd.models.delta_rule import missing_kernel
 
 PRECISE = "eager in float64, which is slower, while T is above 8"
@@ -91,3 +92,16 @@ def test_uncompared_tokenizers(tmp_path: Path) -> None:
     null = args("NullTokenizer", None)
     assert not reasons(unknown, of=null), "neither has a tokenizer"
     assert reasons(unknown, student=student, of=null)
+
+
+@pytest.mark.parametrize(
+    ("share", "ratio", "warns"),
+    [("1", "0.5", True), ("1", "linear:1:0.5:10", True), ("1", "1", False), ("0.5", "0.5", False)],
+)
+def test_written_texts_alone_have_no_cross_entropy(share: str, ratio: str, warns: bool) -> None:
+    kd: Any = Namespace(on_policy_over_time=_schedule(share), ratio_over_time=_schedule(ratio))
+    assert bool(_missing_cross_entropy(kd)) == warns
+
+
+def _schedule(text: str) -> Schedule:
+    return Schedule.parse("--kd-ratio", text) if ":" in text else Schedule.constant(float(text))
