@@ -9,18 +9,17 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from mkd.checkpoint.tokenizer_hash import read_json_object
 from mkd.config.kd_config import KDConfig
 from mkd.config.megatron_checks import length_multiple
 from mkd.data.sources.prompts import Prompt, end_tokens, read_prompts, require_known_tokens
 from mkd.data.sources.tasks import Task, read_tasks
 from mkd.distributed.groups import Groups
-from mkd.errors import MkdDataError
 from mkd.report.samples import Sample
 from mkd.rollout.attention import reason_against_cache
 from mkd.rollout.interface import Decoding, Engine, Request, WrittenText
 from mkd.rollout.write import write_texts
 from mkd.utils.hub_folder import model_folder
-from mkd.utils.json_files import read_json
 from mkd.utils.pretrained import load_tokenizer
 
 
@@ -36,7 +35,7 @@ class SampleWriter:
         """The writer of --kd-sample-prompts; None without the flag.
 
         Raises:
-            MkdDataError: the file cannot be used.
+            MkdDataError, MkdCheckpointError: a file cannot be used.
         """
         if kd.sample_prompts is None:
             return None
@@ -66,7 +65,7 @@ class TaskEvaluation:
         """The evaluation of --kd-eval-tasks; None without the flag.
 
         Raises:
-            MkdDataError: the file cannot be used.
+            MkdDataError, MkdCheckpointError: a file cannot be used.
         """
         if kd.eval_tasks is None:
             return None
@@ -130,14 +129,8 @@ def text_positions(args: Namespace, longest: int | None) -> int:
 
 
 def _generation_config(folder: Path) -> dict[str, Any]:
-    """Raises MkdDataError for a file that is not a JSON object: the ends of texts would be others than the model's."""
+    """Raises MkdCheckpointError for a file that is not a JSON object: texts would end elsewhere than the model's."""
     file = model_folder(folder, "--tokenizer-model") / "generation_config.json"
     if not file.is_file():
         return {}
-    try:
-        config = read_json(file)
-    except (OSError, ValueError) as error:
-        raise MkdDataError(f"{file} cannot be read ({error}): repair or remove it") from error
-    if not isinstance(config, dict):
-        raise MkdDataError(f"{file} is not a JSON object: repair or remove it")
-    return config
+    return read_json_object(file, "--tokenizer-model")

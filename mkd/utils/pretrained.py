@@ -84,13 +84,18 @@ def repeatable_templates() -> Iterator[None]:
         random.setstate(numbers)
 
 
+def token_rules(tokenizer: PreTrainedTokenizerBase, template: object) -> list[object]:
+    """JSON values that determine the tokens of a text and of a conversation: template, rules, special tokens."""
+    rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
+    return [template, rules, str(tokenizer.special_tokens_map)]
+
+
 def tokenizer_fingerprint(directory: str, flag: str) -> str:
     """128-bit hex hash that changes whenever a token of a text or of a conversation may change; errors as
     `load_tokenizer`."""
     tokenizer = load_tokenizer(directory, flag)
-    rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
-    parts = [rules, tokenizer.chat_template, str(tokenizer.special_tokens_map)]
-    return blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+    rules = token_rules(tokenizer, tokenizer.chat_template)
+    return blake2b(json.dumps(rules).encode(), digest_size=16).hexdigest()
 
 
 def holds_tokenizer(folder: Path) -> bool:

@@ -31,7 +31,7 @@ from mkd.data.sources.record_forms import AS_FOUND, ROLES, RecordOptions, standa
 from mkd.data.sources.text import BadRecords, RawBatch, decode, json_object, once_per_process, require_unicode
 from mkd.errors import MkdDataError
 from mkd.utils.limits import limited
-from mkd.utils.pretrained import load_tokenizer, repeatable_templates
+from mkd.utils.pretrained import load_tokenizer, repeatable_templates, token_rules
 
 ASSISTANT = "assistant"
 EMPTY, UNSUPERVISED = "with an empty message", "without a word of the assistant"
@@ -618,8 +618,7 @@ class ChatTokenizer:
     def fingerprint(self) -> str:
         """Changes whenever a token of a conversation may change."""
         tokenizer = self.template.tokenizer
-        parts = [tokenizer.get_chat_template(), tokenizer.backend_tokenizer.to_str(), str(tokenizer.special_tokens_map)]
-        parts += self.options.key
+        parts = [*token_rules(tokenizer, tokenizer.get_chat_template()), *self.options.key]
         return blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 
