@@ -7,29 +7,29 @@ Their speed: the command in `tests.support.gpu.rollout_ranks`.
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
+from tests.support.gpu.rank_server import ROOT, rank_server
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
+RANKS = ROOT / "tests/support/gpu/rollout_ranks.py"
 
 
 def rollouts(out: Path, ranks: int, *flags: str) -> dict[str, Any]:
     """The output of `tests.support.gpu.rollout_ranks`; products of fp32 are not rounded to TF32."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += ["-m", "tests.support.gpu.rollout_ranks", "--out", str(out), *flags]
-    environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "NVIDIA_TF32_OVERRIDE": "0"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-6000:]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    variables = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NVIDIA_TF32_OVERRIDE": "0", "PYTHONPATH": path}
+    server = rank_server(frozenset(variables.items()))
+    words = [str(RANKS), "--out", str(out), *flags]
+    status, output = server.run(words, out.with_suffix(".log"), ranks, timeout=120.0)
+    assert status == 0, output[-6000:]
     return json.loads(out.read_text())
 
 
@@ -45,6 +45,7 @@ def one_gpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_two_gpus_write_the_texts_of_one(one_gpu: dict[str, Any], tmp_path: Path, flags: tuple[str, ...]) -> None:
     """Outputs of layers are read from each other's memory."""
     found = rollouts(tmp_path / "two.json", 2, *flags)
+    assert found["reasons_for_nccl"] == []
     assert found["texts"] == one_gpu["texts"]
     differences = found["differences"]
     assert differences["ranks"] == differences["residual"] == 0.0

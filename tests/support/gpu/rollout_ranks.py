@@ -155,6 +155,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512, help="new tokens of --speed")
     parser.add_argument("--profile", type=int, help="texts at once of a profile")
     flags = parser.parse_args()
+    reasons: list[str] = []
+    mkd.rollout.token_layout._report = reasons.append
     if flags.nccl:
         mkd.rollout.token_layout._block_sums = lambda *_: ()
     with ranks() as count:
@@ -168,6 +170,7 @@ def main() -> None:
             found["speed"] = {rows: speed(chunks, layout, groups, rows, flags.tokens) for rows in flags.speed}
             if flags.profile:
                 found["profile"] = profile(chunks, layout, groups, flags.profile)
+            found["reasons_for_nccl"] = reasons
             if dist.get_rank() == 0:
                 flags.out.write_text(json.dumps(found))
 
